@@ -64,3 +64,6 @@ class Request:
     def digest(self, tokens: int) -> str | None:
         """Return the digest of the first tokens."""
         return prompt_digest(self.ids[:tokens]) if tokens <= len(self.ids) else None
+
+    def media(self, tokens: int) -> None:
+        """Return None: the prompt has no media."""

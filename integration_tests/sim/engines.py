@@ -42,6 +42,9 @@ class Prompt:
     def digest(self, tokens: int) -> str | None:
         return prompt_digest(range(tokens)) if tokens <= self.tokens else None
 
+    def media(self, tokens: int) -> None:
+        """Return None: the prompt has no media."""
+
 
 class Engine:
     """A simulated engine: the scheduler side, and one worker per tensor-parallel rank.

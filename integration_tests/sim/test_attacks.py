@@ -100,6 +100,9 @@ class Other:
     def digest(self, tokens: int) -> str | None:
         return prompt_digest(range(1, tokens + 1))
 
+    def media(self, tokens: int) -> None:
+        """Return None: the prompt has no media."""
+
 
 @pytest.mark.parametrize("is_locked", [False, True])
 def test_a_ticket_is_not_bound_to_another_prompt_by_its_bearer(

@@ -46,6 +46,9 @@ class _Prompt:
     def digest(self, tokens: int) -> str | None:
         return prompt_digest(self._tokens[:tokens])
 
+    def media(self, tokens: int) -> None:
+        """Return None: the prompt has no media."""
+
 
 def _state(*, is_sealed: bool, engine_id: str = "prefill-0") -> SchedulerState:
     config = SchedulerConfig(engine_id, "10.0.0.1", 5600, null_block=0, fence_slots=4, nonce_seed="n", dialect=15)

@@ -99,6 +99,21 @@ def test_the_corrupted_page_control_fails_and_the_connector_runs_under_its_own_n
     assert "KVTransferConnector" in fleet.log("prefill")
 
 
+@pytest.mark.never_wrong("A13")
+@pytest.mark.parametrize("engine", ["recompute", "fail"])
+def test_a_prompt_whose_picture_this_engine_lacks_is_an_error_under_either_policy(fleet: Fleet, engine: str) -> None:
+    """The dense model takes no pictures, so the ticket is made to say that prefill had one."""
+    text = prompt(62, 60)
+    began_s = time.monotonic()
+    (ticket,) = tickets(fleet, "prefill", [text])
+    pictured = {**ticket, "kv_prompt": "0" * 64, "kv_media": [1, ticket["kv_prompt"]]}
+    status, _ = send(fleet, engine, text, pictured)
+    assert status == 500
+    assert "ticket-media-missing" in fleet.log(engine)
+    # vLLM's frontend reports the error to the connector, so that prefill need not wait for the end of the lease.
+    fleet.assert_all_blocks_free(within_s=began_s + UNUSED_S - 4 - time.monotonic())
+
+
 @pytest.mark.parametrize("engine", ["recompute", "fail"])
 def test_a_ticket_of_another_prompt_is_refused_and_leaves_nothing_wrong_behind(fleet: Fleet, engine: str) -> None:
     mine, yours = prompt(60, 60), prompt(61, 60)

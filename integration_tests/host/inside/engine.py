@@ -23,6 +23,7 @@ from vllm.config import (
     VllmConfig,
     set_current_vllm_config,
 )
+from vllm.multimodal.inputs import MultiModalFeatureSpec
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -176,6 +177,8 @@ class Engine:
         params: dict[str, Any] | None = None,
         is_refused: bool = False,
         is_session: bool = False,
+        media: Iterable[MultiModalFeatureSpec] = (),
+        **sampled: Any,
     ) -> Request:
         """Queue a request; with `is_refused` as vLLM queues one that its frontend refused: to be aborted at once.
 
@@ -185,6 +188,7 @@ class Engine:
             max_tokens=max_tokens,
             stop_token_ids=[STOP_TOKEN],
             extra_args={"kv_transfer_params": params} if params is not None else None,
+            **sampled,
         )
         sampling.update_from_generation_config({}, eos_token_id=50)
         request = Request(
@@ -193,6 +197,7 @@ class Engine:
             sampling_params=sampling,
             pooling_params=None,
             block_hasher=self._hasher,
+            mm_features=list(media),
             abort_immediately=is_refused,
             resumable=is_session,
         )

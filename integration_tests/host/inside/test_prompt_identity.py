@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,8 @@ import pytest
 import torch
 from engine import BLOCK, PREFILL, hand_over, ids, prompt
 from vllm.lora.request import LoRARequest
-from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItem, PlaceholderRange
+from vllm.v1.engine import FinishReason
 
 from vllm_adapter.host.requests import RequestIdentity
 from vllm_adapter.host.vllm import has_content_ids
@@ -21,9 +23,10 @@ def _reads(engine: Any) -> list[Any]:
     return [order for order in engine.orders("reads") if order.is_reported]
 
 
-def _picture(content: str, offset: int) -> MultiModalFeatureSpec:
+def _picture(content: str, offset: int, *, kind: str = "") -> MultiModalFeatureSpec:
+    data = MultiModalKwargsItem({kind: MultiModalKwargsItem.dummy()["dummy"]}) if kind else None
     return MultiModalFeatureSpec(
-        data=None, modality="image", identifier=content, mm_position=PlaceholderRange(offset=offset, length=4)
+        data=data, modality="image", identifier=content, mm_position=PlaceholderRange(offset=offset, length=4)
     )
 
 
@@ -87,6 +90,66 @@ def test_a_client_that_sends_the_prompt_of_refused_requests_gets_nothing(make_en
     consumer.run()
     assert consumer.orders("reads") == []
     consumer.assert_nothing_left()
+
+
+def _ticket_of_pictures(producer: Any, *pictures: MultiModalFeatureSpec) -> dict[str, Any]:
+    """Return the ticket of a prompt with pictures, whose encoder the scheduler's half of an engine does not have."""
+    request = producer.add("p", TOKENS, max_tokens=1, params=dict(PREFILL))
+    output, ran = producer._run(set(), set(), set(), 7)
+    request.mm_features = list(pictures)
+    producer._take(output, ran)
+    request.mm_features = []
+    return dict(json.loads(json.dumps(producer.ticket("p"))))
+
+
+CAT, DOG = _picture("cat", 4, kind="pixel_values"), _picture("dog", 20, kind="pixel_values")
+PLACEHOLDERS = [_picture("placeholder-1", 4, kind="image_embeds"), _picture("placeholder-2", 20, kind="image_embeds")]
+
+
+@pytest.mark.never_wrong("A13")
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+@pytest.mark.parametrize("media", [[], [CAT], PLACEHOLDERS], ids=["none", "one of two", "placeholders"])
+@pytest.mark.parametrize("changes", [{}, {"remote_host": "0.0.0.0"}, {"remote_num_tokens": 40.0}], ids=str)
+def test_a_prompt_whose_pictures_went_to_prefill_alone_is_not_computed_without_them(
+    make_engine, caplog: pytest.LogCaptureFixture, policy: str, media: list[Any], changes: dict[str, Any]
+) -> None:
+    """Truth: the pictures that each leg got. Whatever else is wrong with the ticket, this engine cannot see them."""
+    producer, consumer = make_engine("P"), make_engine("D", policy=policy)
+    ticket = {**_ticket_of_pictures(producer, CAT, DOG), **changes}
+    consumer.add("blind", TOKENS, params=ticket, media=media)
+    consumer.add("beside", prompt(30, seed=3))
+    assert consumer.step() == {"beside": 30}
+    consumer.run()
+    (ended,) = consumer.outputs["blind"]
+    assert (ended.finish_reason, list(ended.new_token_ids)) == (FinishReason.ERROR, [])
+    assert len(consumer.outputs["beside"]) == 4
+    assert consumer.orders("reads") == []
+    (line,) = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert "ticket-media-missing" in line.getMessage()
+    assert "its uuid to decode" in line.getMessage()
+    consumer.assert_nothing_left()
+
+
+@pytest.mark.never_wrong("A13")
+@pytest.mark.parametrize(
+    ("tokens", "media", "code"),
+    [
+        (TOKENS, [DOG, CAT], ""),
+        ([*TOKENS[:-1], 1], [], "ticket-prompt"),
+        (TOKENS, [_picture("fox", 4, kind="pixel_values"), DOG], "ticket-prompt"),
+    ],
+    ids=["uuids or pictures on both legs", "another text", "another picture"],
+)
+def test_a_prompt_that_this_engine_can_compute_is_read_or_computed(
+    make_engine, tokens: list[int], media: list[Any], code: str
+) -> None:
+    producer, consumer = make_engine("P"), make_engine("D")
+    ticket = _ticket_of_pictures(producer, CAT, DOG)
+    request = consumer.add("d", tokens, params=ticket, media=media)
+    connector = consumer.connector
+    assert connector.get_num_new_matched_tokens(request, 0) == ((0, False) if code else (40, True))
+    assert not connector._scheduler_side.must_fail("d")
+    assert (connector.get_kv_connector_stats().data.get("ticket_refusal_codes") or [""]) == [code]
 
 
 @pytest.mark.never_wrong("A1")

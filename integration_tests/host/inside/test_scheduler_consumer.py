@@ -68,6 +68,29 @@ def test_a_role_for_which_vllm_keeps_no_freed_block_reads_nothing(
     consumer.assert_nothing_left()
 
 
+@pytest.mark.never_wrong("B2")
+@pytest.mark.parametrize(
+    "asks", [{"prompt_logprobs": 1}, {"skip_reading_prefix_cache": True}], ids=lambda it: next(iter(it))
+)
+@pytest.mark.parametrize("overrules", [True, False], ids=["0.31", "0.30"])
+def test_a_prompt_that_must_be_computed_whole_is_not_read_and_its_lease_ends_at_once(
+    make_engine, producer, asks: dict[str, Any], overrules: bool
+) -> None:
+    """vLLM 0.30 believes a connector that offers tokens for such a prompt, and ends when it makes the logprobs."""
+    consumer = make_engine("D")
+    ticket = hand_over(producer, "p", prompt(40))
+    request = consumer.add("d", prompt(40), params=ticket, **asks)
+    assert request.skip_reading_prefix_cache
+    request.skip_reading_prefix_cache = overrules  # the scheduler of 0.30 does not look at it
+    assert consumer.connector.get_num_new_matched_tokens(request, 0) == (0, False)
+    assert consumer.step() == {"d": 40}
+    assert _reads(consumer) == []
+    assert [order.peer_request_id for order in _notifications(consumer)] == ["p"]
+    consumer.run()
+    assert len(consumer.outputs["d"]) == 4
+    consumer.assert_nothing_left()
+
+
 def test_local_requests_run_while_a_read_is_under_way(make_engine, producer) -> None:
     consumer = make_engine("D")
     consumer.add("d", prompt(40), params=hand_over(producer, "p", prompt(40)))

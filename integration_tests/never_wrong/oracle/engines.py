@@ -115,6 +115,9 @@ class Identity:
     def digest(self, tokens: int) -> str | None:
         return prompt_digest(self._prompt[:tokens]) if tokens <= len(self._prompt) else None
 
+    def media(self, tokens: int) -> None:
+        """Return None: the prompt has no media."""
+
 
 class Engine:
     """An engine of a case."""

@@ -21,6 +21,7 @@ TICKET = {"do_remote_prefill": True, "remote_block_ids": [[]], "kv_lease_s": 30.
 OFFER = {"kind": "offer", "request_id": "cmpl-1", "slot": 3, "generation": 2**33 + 5, "tag": 5, "ticket": TICKET}
 FINAL = {key: value for key, value in OFFER.items() if key != "tag"} | {"kind": "final"}
 NO = {"kind": "no", "reason": "digest-mismatch"}
+BLIND = {**NO, "media": (2, "d2" * 32)}
 CODEC = Codec()
 
 
@@ -36,7 +37,7 @@ def test_a_question_and_its_answers_survive_the_way(secrets):
     assert len(payload) < 400
     question = CODEC.read_question(payload, secrets)
     assert question == QUESTION
-    for answer in (OFFER, FINAL, NO):
+    for answer in (OFFER, FINAL, NO, BLIND):
         read = CODEC.read_answer(CODEC.answer_payload(question, answer, secrets), QUESTION, secrets)
         assert {key: read[key] for key in answer} == answer
 

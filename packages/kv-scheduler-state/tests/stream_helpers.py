@@ -23,6 +23,9 @@ class Prompt:
     def digest(self, tokens):
         return DIGEST if tokens else None
 
+    def media(self, tokens):
+        """Return None: the prompt has no media."""
+
 
 def early(*, serves, hand_over_id=HAND_OVER, **changes):
     stream = {"id": hand_over_id, "host": "10.0.0.1", "port": 5600, **changes}

@@ -18,8 +18,6 @@ NULLS = {"null_block": 0}
 
 
 class Prompt:
-    """Identity of a prompt of token ids."""
-
     refusal = ""
 
     def __init__(self, *tokens: int) -> None:
@@ -27,6 +25,9 @@ class Prompt:
 
     def digest(self, tokens: int) -> str | None:
         return prompt_digest(self.tokens[:tokens]) if tokens <= len(self.tokens) else None
+
+    def media(self, tokens: int) -> None:
+        """Return None: the prompt has no media."""
 
 
 def hand_over(state: SchedulerState, blocks, *, tokens: int, prompt_tokens: int = 0, identity=None, name: str = "p1"):

@@ -19,6 +19,9 @@ class Nameless:
     def digest(self, tokens: int) -> str | None:
         raise AssertionError(f"nobody asks for the digest of {tokens} tokens that cannot be identified")
 
+    def media(self, tokens: int) -> None:
+        """Return None: the prompt has no media."""
+
 
 def leased(state: SchedulerState, name: str) -> None:
     state.arrive(name, prefill_request_params(), prompt_tokens=16, now_s=0.0)

@@ -35,6 +35,9 @@ class Prompt:
     def digest(self, tokens):
         return self.value
 
+    def media(self, tokens):
+        """Return None: the prompt has no media."""
+
 
 def prefill(secrets=(SECRET,), **changes):
     base = {"engine_id": "p0", "generation": 5, "dialect": 15, "null_block": 0, "nonce_seed": "s"}

@@ -264,6 +264,9 @@ class Empty(Prompt):
     def digest(self, tokens):
         return None
 
+    def media(self, tokens):
+        """Return None: the prompt has no media."""
+
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], Prompt, str]] = {
     "off": ({"stream_reserve_fraction": 0.0}, {}, Prompt(), "ticket-early-off"),
@@ -306,6 +309,9 @@ def test_a_prompt_of_which_nothing_can_be_read_is_not_asked_for():
     class Identified(Prompt):
         def digest(self, tokens):
             return DIGEST
+
+        def media(self, tokens):
+            """Return None: the prompt has no media."""
 
     admission = state.arrive("d1", early(serves=False), prompt_tokens=1, identity=Identified(), now_s=0.0)
     assert admission.rejected_code == "ticket-prompt-unidentified"

@@ -106,6 +106,9 @@ class Prompt:
             return None
         return hashlib.sha256(self.text[:tokens].encode()).hexdigest()
 
+    def media(self, tokens: int) -> None:
+        """Return None: the prompt has no media."""
+
 
 class Engine:
     """A scheduler side, its clock, and the plan of its latest step."""

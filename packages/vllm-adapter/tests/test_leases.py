@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from lease_bench import FENCE, Bench
+from scheduler_engine import Engine
 
 from kv_handshake import Codec
 from kv_scheduler_state import GrantOrder, StepPlan
@@ -279,3 +282,35 @@ def test_an_order_of_the_own_scheduler_that_is_refused_is_no_notification_of_a_p
     bench.grant()
     assert "request r: the order to grant its lease was refused" in bench.recorder.warnings[0]
     assert (bench.counts["num_callback_errors"], bench.counts["num_refused_notifications"]) == (1, 0)
+
+
+@pytest.mark.never_wrong("B2")
+@given(st.text(min_size=1), st.text(min_size=1))
+@example("r" * 513, "r")
+@example("r" * 3000, "r" * 3001)
+@example("\u4f60\u597d".encode().decode("latin-1"), "tab\there")
+@example("\x1b[31m", "no-break\u00a0space")
+@example("kv-id-0", "a,b:1")
+def test_whatever_id_a_client_chooses_its_prompt_is_read_and_its_lease_ends(request_id: str, other: str) -> None:
+    """Truth: the id that the engine gave is reported as sent, and only when its reader is done."""
+    assume(request_id != other and not request_id.startswith(("HB:", "PUSH_REG:")))
+    assume(not other.startswith(("HB:", "PUSH_REG:")))
+    writer, reader, bench = Engine("P"), Engine("D"), Bench()
+    writer.side.serve({(0, 0): b"envelope"})
+    for name in (other, request_id):
+        ticket = json.loads(json.dumps(writer.prefill(name, "x" * 40)))
+        bench.leases.apply(writer.step())
+    reader.admit("d", ticket, "x" * 40)
+    assert reader.refusals() == []
+    reader.now_s += 6
+    for beat in reader.step().heartbeats:
+        for payload in Codec().heartbeats(list(beat.readers)):
+            bench.leases.notified("D", payload)
+    assert bench.counts["num_lease_renewals"] == 1
+    reader.allocate("d", [1, 2, 3], external=40)
+    (read,) = reader.step().reads
+    bench.leases.notified("D", Codec().read_complete(read.peer_request_id, 1, nonce=read.nonce, consumer="D"))
+    assert bench.sent == [request_id]
+    assert read.peer_request_id.isascii()
+    writer.report(sent=(request_id,))
+    assert bench.counts["num_refused_notifications"] == 0

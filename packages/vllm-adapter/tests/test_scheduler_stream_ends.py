@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from scheduler_engine import Prompt
 from stream_pair import HAND_OVER, TEXT, StreamPair, make_pairs, streaming  # noqa: F401  (a fixture)
 from stream_wires import InMemory, OverZeroMq
 
+from vllm_adapter.scheduler.values import Arrival
 from vllm_adapter.steps import ReadFailure
 
 CHUNKS = 3
@@ -46,6 +50,45 @@ def test_another_prompt_gets_nothing_and_is_computed_where_it_is_decoded(
     pair.admit("late", text="z" * len(TEXT))  # the listener's thread compares, too
     pair.until(lambda: pair.matched("late") == 0)
     assert not pair.decode.step().reads
+
+
+@dataclass
+class Pictured(Prompt):
+    """A prompt with pictures, of which a request may have fewer."""
+
+    pictures: int = 2
+
+    def digest(self, tokens: int) -> str | None:
+        whole = super().digest(tokens)
+        return whole and hashlib.sha256(f"{whole} {self.pictures}".encode()).hexdigest()
+
+    def media(self, tokens: int) -> Any:
+        return self.pictures, super().digest(tokens)
+
+
+@pytest.mark.never_wrong("A13")
+@pytest.mark.parametrize("wire", [InMemory, OverZeroMq])
+@pytest.mark.parametrize("identity", [Prompt(TEXT), Pictured(TEXT, pictures=1)], ids=["none", "one of two"])
+@pytest.mark.parametrize("is_finished", [False, True])
+def test_a_streamed_prompt_whose_pictures_went_to_prefill_alone_fails(
+    make: Any, caplog: pytest.LogCaptureFixture, wire: Any, identity: Any, is_finished: bool
+) -> None:
+    pair = make(wire())
+    pair.prefill.side.arrived(Arrival("p", pair.early(serves=True), len(TEXT), Pictured(TEXT), max_tokens=1))
+    pair.start()
+    pair.chunk(blocks=6 if is_finished else 2, is_fresh=True)
+    if is_finished:
+        keeps, _ = pair.finish(identity=Pictured(TEXT))
+        assert keeps
+    pair.decode.side.arrived(Arrival("d", pair.early(serves=False), len(TEXT), identity))
+    pair.until(lambda: pair.matched() == 0)
+    assert pair.decode.side.must_fail("d")
+    pair.decode.step()
+    (line,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert "ticket-media-missing" in line
+    assert "whatever the policy" in line
+    pair.decode.end("d", TEXT, [], reason="error", computed_tokens=0)
+    caplog.clear()
 
 
 @pytest.mark.parametrize("wire", [InMemory, OverZeroMq])

@@ -72,6 +72,29 @@ def test_a_prompt_is_read_while_it_is_computed(pair: StreamPair, caplog: pytest.
     assert not errors(caplog)
 
 
+@pytest.mark.never_wrong("B2")
+@pytest.mark.parametrize("request_id", ["r" * 600, "\u4f60\u597d".encode().decode("latin-1"), "tab\there"], ids=ascii)
+def test_a_prompt_is_streamed_whatever_id_its_client_chose(
+    pair: StreamPair, caplog: pytest.LogCaptureFixture, request_id: str
+) -> None:
+    pair.arrive(request_id)
+    pair.admit()
+    pair.start(request_id)
+    pair.chunk(request_id, is_fresh=True)
+    pair.until(lambda: pair.matched() is not None)
+    pair.load()
+    (watch,) = pair.decode.step().streams.watches
+    assert watch.read.peer_request_id.isascii()
+    pair.chunk(request_id, blocks=4)
+    keeps, ticket = pair.finish(request_id)
+    assert keeps
+    assert ticket is not None
+    assert ticket["remote_request_id"] == watch.read.peer_request_id
+    pair.admit("late")
+    pair.until(lambda: pair.matched("late") is not None)
+    assert not errors(caplog)
+
+
 def test_a_question_that_comes_after_the_end_gets_the_final_ticket(
     pair: StreamPair, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -314,6 +337,9 @@ def test_an_end_that_the_machines_refuse_keeps_the_blocks_until_the_words_have_m
     class Broken(Prompt):
         def digest(self, tokens: int) -> str | None:
             raise RuntimeError("the host cannot say")
+
+        def media(self, tokens: int) -> None:
+            """Return None: the prompt has no media."""
 
     pair = make()
     pair.run()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from factories import facts
-from scheduler_engine import PREFILL, Parts
+from scheduler_engine import PREFILL, Parts, Prompt
 
 from vllm_adapter.fleet_secrets import FleetSecrets
 from vllm_adapter.scheduler.side import SchedulerSide
@@ -31,10 +31,12 @@ def sealing_side(secrets: FleetSecrets | None, now: Any = time.monotonic, **chan
     return SchedulerSide(engine, parts, now)
 
 
-def finished_ticket(side: SchedulerSide, request_id: str) -> dict[str, Any]:
-    side.arrived(Arrival(request_id, PREFILL, 32))
+def finished_ticket(
+    side: SchedulerSide, request_id: str, params: Any = PREFILL, identity: Any = None
+) -> dict[str, Any]:
+    side.arrived(Arrival(request_id, params, 32, identity))
     side.allocated(request_id, [[1, 2]], [[1, 2]], external_tokens=0, preemptions=0)
-    _, ticket = side.finished(Ending(request_id, "length", 32), [[1, 2]])
+    _, ticket = side.finished(Ending(request_id, "length", 32, identity=identity), [[1, 2]])
     assert ticket is not None
     return ticket
 
@@ -94,11 +96,53 @@ def test_an_unsealed_readback_is_said_once_too(tmp_path: Path, caplog: pytest.Lo
     assert caplog.text.count("hands over without seals") == 1
 
 
+@pytest.mark.never_wrong("B14")
+@pytest.mark.parametrize("kind", ["hand-over", "readback"])
+@pytest.mark.parametrize("proof", ["sealed", "changed", "unsealed", "no secrets"])
+def test_a_refused_ticket_is_released_at_its_writer_if_the_seal_proves_who_that_is(
+    tmp_path: Path, kind: str, proof: str
+) -> None:
+    """Without a proof a client may have made the ticket up, so this engine connects to nobody for it."""
+    secrets = None if proof == "no secrets" else write_secret(tmp_path / "p", "a" * 16)
+    options: dict[str, Any] = {"unsealed_networks": ("10.0.0.0/24",)} if secrets else {}
+    source, writer, reader = (sealing_side(secrets, bidirectional=kind == "readback", **options) for _ in range(3))
+    ticket: Any = PREFILL
+    for side in (source, writer) if kind == "readback" else (writer,):
+        ticket = finished_ticket(side, "w", ticket, Prompt("x" * 32))
+    if proof == "changed":
+        ticket["kv_lease_s"] += 1.0
+    if proof == "unsealed":
+        del ticket["kv_seal"]
+    reader.arrived(Arrival("r", ticket, 32, Prompt("y" * 32)))
+    assert reader.external_tokens("r", 0) == (0, False)
+    plan = reader.build_step((), ()).plan
+    assert [(order.peer_request_id, order.is_reported) for order in plan.reads] == [("w", False)] * (proof == "sealed")
+    assert plan.heartbeats == ()
+    reader.allocated("r", [[1, 2]], [[1, 2]], external_tokens=0, preemptions=0)
+    reader.finished(Ending("r", "abort", 32), [[1, 2]])
+    assert reader.build_step((), ()).plan.reads == ()
+    state: Any = reader._state
+    assert state.check_invariants() == ()
+
+
+def test_a_refused_ticket_that_another_request_reads_is_not_released(tmp_path: Path) -> None:
+    secrets = write_secret(tmp_path / "p", "a" * 16)
+    writer, reader = sealing_side(secrets), sealing_side(secrets)
+    ticket = finished_ticket(writer, "w", identity=Prompt("x" * 32))
+    reader.arrived(Arrival("right", ticket, 32, Prompt("x" * 32)))
+    reader.arrived(Arrival("wrong", ticket, 32, Prompt("y" * 32)))
+    assert reader.build_step((), ()).plan.reads == ()
+    assert reader.external_tokens("right", 0) == (32, True)
+
+
 class BrokenPrompt:
     refusal = ""
 
     def digest(self, tokens: int) -> str | None:
         raise RuntimeError(f"no digest of {tokens} tokens")
+
+    def media(self, tokens: int) -> None:
+        """Return None: the prompt has no media."""
 
 
 def test_a_prompt_whose_digest_fails_ends_without_a_lease() -> None:

@@ -6,6 +6,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -14,13 +15,17 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
+from factories import facts
 from hypothesis import given
 from hypothesis import strategies as st
 
 import vllm_adapter.host
-from vllm_adapter.config import load_settings
-from vllm_adapter.errors import UnsupportedHost
+from vllm_adapter.config import Settings, load_settings
+from vllm_adapter.errors import ConfigurationError, UnsupportedHost
 from vllm_adapter.host.side_channel_port import PORT_VARIABLE, listening_port
+from vllm_adapter.scheduler.side import SchedulerSide
+from vllm_adapter.scheduler.values import Arrival, Ending
+from vllm_adapter.wiring import SchedulerParts
 
 HOST_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_HOST"
 SOURCES = Path(vllm_adapter.host.__file__).parent
@@ -140,12 +145,12 @@ def config(index: int) -> Any:
     return made
 
 
-def facts_of(host: Any, made: Any) -> Any:
+def facts_of(host: Any, made: Any, settings: Any = Settings()) -> Any:  # noqa: B008 - a frozen value
     """Return the facts of an engine, but for the parts of it that are not numbers here."""
     for name in ("cache_groups", "transfer_group_ids", "backoff_tokens", "vllm_factors"):
         setattr(host.vllm, name, MagicMock(return_value=()))
     made.kv_transfer_config.engine_id = "engine"
-    return host.vllm.engine_facts(made, MagicMock(), is_worker=False)
+    return host.vllm.engine_facts(made, MagicMock(), is_worker=False, settings=settings)
 
 
 @pytest.mark.parametrize("index", [0, 1, 7])
@@ -158,6 +163,59 @@ def test_what_is_checked_at_start_and_what_tickets_name_is_one_port(
     wanted = int(value or 5600) + index
     assert host.situation.situation_of(config(index), load_settings({})[0], NO_CACHES).port == wanted
     assert facts_of(host, config(index)).port == wanted
+
+
+@pytest.mark.parametrize(
+    ("keys", "wanted"),
+    [
+        ({}, ("10.0.0.9", 5602)),
+        ({"advertised_host": "203.0.113.7"}, ("203.0.113.7", 5602)),
+        ({"advertised_port": 31000}, ("10.0.0.9", 31002)),
+        ({"advertised_host": "prefill-0.svc", "advertised_port": 31000}, ("prefill-0.svc", 31002)),
+    ],
+)
+def test_tickets_name_the_advertised_address_and_the_listener_keeps_its_own(
+    host: Any, monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any], wanted: tuple[str, int]
+) -> None:
+    monkeypatch.setenv(PORT_VARIABLE, "5600")
+    monkeypatch.setenv(HOST_VARIABLE, "10.0.0.9")
+    settings = load_settings(keys)[0]
+    made = facts_of(host, config(2), settings)
+    checked = host.situation.situation_of(config(2), settings, NO_CACHES)
+    assert (made.host, made.port) == (checked.host, checked.port) == wanted
+    assert made.listens_on == ("10.0.0.9", 5602)
+
+
+@pytest.mark.parametrize("value", ["prefill:5600", "http://prefill", "a b", "-x", "[::1]:5600"])
+def test_an_advertised_host_that_no_reader_accepts_is_refused_at_start(value: str) -> None:
+    with pytest.raises(ConfigurationError, match="'advertised_host'"):
+        load_settings({"advertised_host": value})
+
+
+def test_an_advertised_address_is_in_the_ticket_and_under_its_seal_while_the_listener_binds_another(
+    tmp_path: Path,
+) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("a" * 16)
+    secret.chmod(0o400)
+    settings = load_settings({"ticket_secret_files": [str(secret)]})[0]
+    engine = replace(facts(engine_id="P"), host="203.0.113.7", port=31000, listens_on=("127.0.0.1", 0))
+    parts = SchedulerParts(engine, settings)
+    writer, reader = (SchedulerSide(each, SchedulerParts(each, settings)) for each in (engine, facts(engine_id="D")))
+    writer.arrived(Arrival("p", {"do_remote_decode": True}, 32))
+    writer.allocated("p", [[1, 2]], [[1, 2]], external_tokens=0, preemptions=0)
+    _, ticket = writer.finished(Ending("p", "length", 32), [[1, 2]])
+    assert ticket is not None
+    assert (ticket["remote_host"], ticket["remote_port"]) == ("203.0.113.7", 31000)
+    reader.arrived(Arrival("d", ticket, 32))
+    reader.arrived(Arrival("moved", {**ticket, "remote_host": "127.0.0.1"}, 32))
+    assert [reader.external_tokens(name, 0)[0] for name in ("d", "moved")] == [32, 0]
+    listener: Any = parts.make_listener()
+    listener.start()
+    try:
+        assert listener.port not in {0, 31000}
+    finally:
+        listener.close()
 
 
 @pytest.mark.parametrize("value", NO_NUMBERS)

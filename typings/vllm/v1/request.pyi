@@ -4,7 +4,10 @@ from typing import Any
 
 import torch
 
+from vllm.v1.structured_output.request import StructuredOutputRequest
+
 class RequestStatus(enum.IntEnum):
+    WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR = ...
     FINISHED_STOPPED = ...
     FINISHED_LENGTH_CAPPED = ...
     FINISHED_ABORTED = ...
@@ -17,6 +20,7 @@ class _PlaceholderRange:
     length: int
 
 class _MediaItem:
+    data: Mapping[str, Any] | None
     identifier: str
     mm_position: _PlaceholderRange
 
@@ -40,6 +44,7 @@ class Request:
     mm_features: Sequence[_MediaItem]
     lora_request: _LoRARequest | None
     cache_salt: str | None
+    structured_output_request: StructuredOutputRequest | None
     all_token_ids: Sequence[int]
     @property
     def num_tokens(self) -> int: ...

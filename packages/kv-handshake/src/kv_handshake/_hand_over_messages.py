@@ -28,6 +28,7 @@ __all__ = ["Final_", "No", "Offer", "Question", "answer_payload", "question_payl
 
 _TAG: Final = b"kv-stream-1\0"
 _Hex32 = Annotated[str, Meta(pattern=r"\A[0-9a-f]{32}\Z")]
+_Digest = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 _Exact = Annotated[int, Meta(ge=1, lt=1 << 53)]
 _Slot = Annotated[int, Meta(ge=0, lt=1 << 24)]
 _RequestId = Annotated[str, Meta(min_length=1, max_length=512)]
@@ -57,7 +58,7 @@ class Question(_Message, frozen=True, kw_only=True, tag="question"):
         wants_final: Whether only the whole ticket is of use.
     """
 
-    digest: Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
+    digest: _Digest
     tokens: Annotated[int, Meta(ge=1, le=1 << 31)]
     wants_final: bool
 
@@ -99,14 +100,16 @@ class Final_(_Message, frozen=True, kw_only=True, tag="final"):  # noqa: N801 - 
 
 
 @final
-class No(_Message, frozen=True, kw_only=True, tag="no"):
+class No(_Message, frozen=True, kw_only=True, omit_defaults=True, tag="no"):
     """A refusal.
 
     Attributes:
         reason: Why; after ``unknown-id`` and ``busy`` another question makes sense.
+        media: After ``digest-mismatch`` only: how many images, videos and sounds the prompt has, and its digest without them.
     """
 
     reason: Literal["digest-mismatch", "unknown-id", "withdrawn", "busy", "not-streamed"]
+    media: tuple[Annotated[int, Meta(ge=1, le=1 << 20)], _Digest] | None = None
 
 
 _Answer: TypeAlias = Offer | Final_ | No

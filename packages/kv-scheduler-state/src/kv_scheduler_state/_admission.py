@@ -8,6 +8,7 @@ from kv_scheduler_state._decisions import BYSTANDER, Admission
 from kv_scheduler_state._early_admission import EarlyAdmissions
 from kv_scheduler_state._early_ticket import EARLY_KEY
 from kv_scheduler_state._errors import TicketError, quote
+from kv_scheduler_state._prompt import missing_media
 from kv_scheduler_state._ticket_reader import TicketReader
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Admissions"]
 
+_MOST_TOKENS: Final = 1 << 31
 _PRODUCER: Final = Admission("producer")
 _CONSUMER: Final = Admission("consumer")
 _EARLY_CONSUMER: Final = Admission("consumer", is_early=True)
@@ -60,7 +62,8 @@ class Admissions:
             fields = self._tickets.fields_of(params)
             kind = self._tickets.kind_of(fields)
             if kind == "handoff":
-                ticket, prompt_tokens = self._verified(fields, kind, identity), request.prompt_tokens
+                ticket = self._verified(request_id, request, fields, kind, identity)
+                prompt_tokens = request.prompt_tokens
                 request.consumer = self._consumers.arrive(request_id, ticket, prompt_tokens, at_s)
                 if self._is_bidirectional and not request_id.startswith(self._reserved):
                     request.producer = self._producers.arrive(
@@ -88,10 +91,11 @@ class Admissions:
         request.producer = self._producers.arrive(request_id, prompt_tokens=kept_tokens, is_readback=False, now_s=at_s)
         if kind == "readback":
             try:
-                ticket = self._verified(fields, kind, identity)
+                ticket = self._verified(request_id, request, fields, kind, identity)
             except TicketError as error:
-                request.rejected_code = error.code
-                return Admission("producer", error.code, str(error), truncate_tokens)
+                refusal = _missing_media(fields, identity) or error
+                request.rejected_code = refusal.code
+                return Admission("producer", refusal.code, str(refusal), truncate_tokens)
             request.consumer = self._consumers.arrive(request_id, ticket, kept_tokens, at_s)
         return Admission("producer", "", "", truncate_tokens) if truncate_tokens else _PRODUCER
 
@@ -120,6 +124,7 @@ class Admissions:
         self, request_id: str, request: Request, params: object, identity: PromptIdentity | None, error: TicketError
     ) -> Admission:
         """Admit a request whose ticket could not be read because it is yet to come; refuse any other with the error."""
+        error = _missing_media(params, identity) or error
         fields = _early_fields(params)
         if fields is not None:
             try:
@@ -133,8 +138,12 @@ class Admissions:
         request.rejected_code = error.code
         return Admission("none", error.code, str(error))
 
-    def _verified(self, fields: Fields, kind: TicketKind, identity: PromptIdentity | None) -> HandoffTicket:
+    def _verified(
+        self, request_id: str, request: Request, fields: Fields, kind: TicketKind, identity: PromptIdentity | None
+    ) -> HandoffTicket:
         """Return the ticket if it was written for this prompt, or by a peer that binds no prompts.
+
+        Any other ticket whose seal proves its writer is released there: nothing of it will be read.
 
         Raises:
             TicketError: as `TicketReader.read`; `ticket-role`, `ticket-seal`, `ticket-own-engine`, `ticket-prompt`,
@@ -144,28 +153,54 @@ class Admissions:
         tickets, seal = self._tickets, self.seal
         ticket = tickets.ticket_of(fields, kind) if seal is None else seal.opened(tickets, fields, kind)
         self.early.require_other_engine(ticket)
-        if identity is not None and identity.refusal:
-            raise TicketError(
-                identity.refusal, "this engine cannot tell which prompt this is, so no ticket can be checked against it"
-            )
-        prompt = ticket.prompt
-        if prompt is None:
-            return ticket
-        if not prompt:
-            raise TicketError(
-                "ticket-prompt-unidentified",
-                "the engine that wrote the ticket could not tell which prompt it had computed",
-            )
-        tokens = ticket.peer_tokens
-        digest = None if identity is None or tokens is None else identity.digest(tokens)
-        if digest != prompt:
-            raise TicketError(
-                "ticket-prompt",
-                f"the ticket is of another prompt: kv_prompt is {prompt[:16]}..., the first {tokens} tokens of this request are "
-                f"{'not identified' if digest is None else digest[:16] + '...'}",
-                field="kv_prompt",
-            )
+        try:
+            _require_prompt(ticket, identity)
+        except TicketError:
+            # Without a seal a client may have made the ticket up, so no connection is made for it.
+            if seal is not None and fields.get("kv_seal") is not None:
+                self._consumers.decline(request_id, ticket, request.prompt_tokens, request.born_s)
+            raise
         return ticket
+
+
+def _require_prompt(ticket: HandoffTicket, identity: PromptIdentity | None) -> None:
+    """Refuse a ticket of another prompt.
+
+    Raises:
+        TicketError: `ticket-prompt`, `ticket-prompt-unidentified`, or the code of `identity.refusal`.
+    """
+    if identity is not None and identity.refusal:
+        raise TicketError(
+            identity.refusal, "this engine cannot tell which prompt this is, so no ticket can be checked against it"
+        )
+    prompt = ticket.prompt
+    if prompt is None:
+        return
+    if not prompt:
+        raise TicketError(
+            "ticket-prompt-unidentified",
+            "the engine that wrote the ticket could not tell which prompt it had computed",
+        )
+    tokens = ticket.peer_tokens
+    digest = None if identity is None or tokens is None else identity.digest(tokens)
+    if digest != prompt:
+        raise TicketError(
+            "ticket-prompt",
+            f"the ticket is of another prompt: kv_prompt is {prompt[:16]}..., the first {tokens} tokens of this request are "
+            f"{'not identified' if digest is None else digest[:16] + '...'}",
+            field="kv_prompt",
+        )
+
+
+def _missing_media(params: object, identity: PromptIdentity | None) -> TicketError | None:
+    """Return the error for a refused ticket whose prompt cannot be computed here either, whatever else is wrong with it."""
+    fields: Fields = cast("Fields", params) if isinstance(params, dict) else {}
+    tokens: object = fields.get("remote_num_tokens")
+    if identity is None or not fields.get("kv_media") or not isinstance(tokens, int | float):
+        return None
+    if not 0 <= tokens <= _MOST_TOKENS:
+        return None
+    return missing_media(fields["kv_media"], identity.media(int(tokens)) or (0, identity.digest(int(tokens))))
 
 
 def _early_fields(params: object) -> Fields | None:

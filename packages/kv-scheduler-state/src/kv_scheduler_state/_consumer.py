@@ -86,6 +86,10 @@ class Consumers:
             record.peer = self.heartbeats.start(ticket.peer, record, now_s)
         return record
 
+    def decline(self, request_id: str, ticket: HandoffTicket, prompt_tokens: int, now_s: float) -> None:
+        """Notify the writer of a refused ticket that it is not read, unless another request needs the hand-over."""
+        self.give_up(request_id, self.arrive(request_id, ticket, prompt_tokens, now_s), now_s)
+
     def arrive_early(
         self, request_id: str, early: EarlyTicket, digest: str, prompt_tokens: int, now_s: float
     ) -> ConsumerRecord:

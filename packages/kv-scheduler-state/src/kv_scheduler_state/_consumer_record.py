@@ -67,6 +67,7 @@ class ConsumedStream:
         "hold_s",
         "is_too_large",
         "last_word",
+        "media",
         "number",
         "offered_tokens",
         "prompt_tokens",
@@ -93,6 +94,8 @@ class ConsumedStream:
         self.record = record
         self.early = early
         self.digest = digest
+        # Its images, videos and sounds that this engine has, and the digest without them, see `missing_media`.
+        self.media: tuple[int, str] = (0, digest)
         self.prompt_tokens = prompt_tokens
         # Tokens under the digest, which the peer offers; all of them are read, or none.
         self.offered_tokens = offered_tokens

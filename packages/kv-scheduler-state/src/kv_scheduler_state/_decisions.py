@@ -21,7 +21,8 @@ class Admission(NamedTuple):
         role: "producer": its blocks will be handed over. "consumer": its prompt will be read. "none": it is the
             engine's own business; the calls for it are accepted and change nothing. A prefill that also reads a
             readback ticket is a "producer".
-        rejected_code: Code of the reason why its ticket was refused (its prompt is then computed here); empty otherwise.
+        rejected_code: Code of the reason why its ticket was refused; empty otherwise. Its prompt is then computed here, except
+            after `ticket-media-missing`, see `SchedulerState.must_fail`.
         rejected_message: The same as a sentence.
         truncate_tokens: Trailing prompt tokens to drop, once, before the prefix lookup; the consumer computes them.
         is_early: Whether its prompt may be read while it is computed. A producer's chunks must be told then; a consumer has no

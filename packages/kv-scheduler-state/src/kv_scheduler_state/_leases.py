@@ -29,6 +29,7 @@ from kv_scheduler_state._fences import ended_generation
 from kv_scheduler_state._lease import END_REASONS, Lease, LeaseEnd, LeaseEndReason, Readers, ReaderVerdict, Refusal
 from kv_scheduler_state._lease_introspection import describe_leases, lease_violations
 from kv_scheduler_state._machine import GONE, NEW, Table, Transition, advance
+from kv_scheduler_state._producer_tickets import wire_id
 from kv_scheduler_state._tables import LEASE_TABLE
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ class LeaseTable:
         "_lengths",
         "_max_pause_s",
         "_max_readers",
+        "_named",
         "_past",
         "_readers",
         "_remembered",
@@ -113,6 +115,8 @@ class LeaseTable:
         self._deadlines = Deadlines(self._leases)
         self._ended: list[LeaseEnd] = []
         self._past: OrderedDict[str, LeaseEndReason] = OrderedDict()
+        # Requests that peers know by another id than the engine's, by that id; as long as they are live or in `_past`.
+        self._named: dict[str, str] = {}
 
     def apply(self, plan: ProducerOrders, *, void: Sequence[str] = (), now_s: float) -> tuple[Refusal, ...]:
         """Apply the producer's part of a step plan, in the order that makes each order safe; return the refused orders.
@@ -149,9 +153,12 @@ class LeaseTable:
         """
         row = self._table.find(request_id, self._state(request_id), "expect")
         at_s = self._clock.observe(now_s)
-        lease = self._leases[request_id] = Lease()
-        self._past.pop(request_id, None)
+        lease = self._begin(request_id)
         self._step(request_id, lease, row, at_s)
+
+    def request_of(self, named_id: str) -> str:
+        """Return the engine's id of a request that a peer's notification names."""
+        return self._named.get(named_id, named_id)
 
     def grant(
         self, request_id: str, *, lease_s: float, fence: tuple[int, int] | None, nonce: str = "", now_s: float
@@ -179,8 +186,7 @@ class LeaseTable:
         row = self._table.find(request_id, state, "grant-complete" if is_complete else "grant")
         at_s = self._clock.observe(now_s)
         if lease is None:
-            lease = self._leases[request_id] = Lease()
-            self._past.pop(request_id, None)
+            lease = self._begin(request_id)
         lease.fence = fence
         lease.nonce = nonce
         lease.lease_s = lease_s
@@ -328,6 +334,14 @@ class LeaseTable:
         lease = self._leases.get(request_id)
         return NEW if lease is None else lease.state
 
+    def _begin(self, request_id: str) -> Lease:
+        lease = self._leases[request_id] = Lease()
+        self._past.pop(request_id, None)
+        named_id = wire_id(request_id)
+        if named_id != request_id:
+            self._named[named_id] = request_id
+        return lease
+
     def _verdict_without_lease(self, request_id: str) -> ReaderVerdict:
         reason = self._past.get(request_id)
         if reason is None:
@@ -379,10 +393,11 @@ class LeaseTable:
                 len(lease.readers_done),
             )
         )
-        if self._remembered:
-            self._past[request_id] = reason
-            if len(self._past) > self._remembered:
-                self._past.popitem(last=False)
+        self._past[request_id] = reason
+        if len(self._past) > self._remembered:
+            forgotten, _ = self._past.popitem(last=False)
+            if self._named:
+                self._named.pop(wire_id(forgotten), None)
 
 
 def _is_stale(lease: Lease, nonce: str, is_required: bool) -> bool:

@@ -13,7 +13,7 @@ from kv_scheduler_state._machine import NEW, Table, Transition, shortened
 from kv_scheduler_state._outstanding import Outstanding
 from kv_scheduler_state._plan import GrantOrder
 from kv_scheduler_state._producer_record import ProducerRecord
-from kv_scheduler_state._producer_tickets import own_address, params_template
+from kv_scheduler_state._producer_tickets import own_address, params_template, wire_id
 from kv_scheduler_state._stream_producer import StreamProducers
 
 if TYPE_CHECKING:
@@ -210,7 +210,7 @@ class Producers:
             **params,
             "remote_block_ids": no_blocks,
             "kv_first_tokens": [0] * groups,
-            "remote_request_id": request_id,
+            "remote_request_id": wire_id(request_id),
             "remote_num_tokens": record.prompt_tokens,
             "kv_span_tokens": self._spans.copy(),
             "kv_nonce": nonce,
@@ -218,6 +218,9 @@ class Producers:
             "kv_prompt": streams.digest_of(request_id),
             "kv_lease_s": lease_s,
         }
+        media = streams.media_of(request_id)
+        if media is not None:
+            offer["kv_media"] = list(media)
         return self._sealed(offer)
 
     def _final(
@@ -330,7 +333,7 @@ class Producers:
             tokens = self._tokens_of(record, tokens)
         params = template.copy()
         params["remote_block_ids"], params["kv_first_tokens"] = self._rules.offered(block_ids, tokens)
-        params["remote_request_id"] = request_id
+        params["remote_request_id"] = wire_id(request_id)
         params["remote_num_tokens"] = tokens
         params["kv_span_tokens"] = self._spans.copy()
         params["kv_nonce"] = self._nonces.pop() if self._nonces else self._draw_nonce()
@@ -338,6 +341,9 @@ class Producers:
             params["kv_fence"] = list(fence)
         if identity is not None:
             params["kv_prompt"] = "" if identity.refusal else identity.digest(tokens) or ""
+            media = identity.media(tokens)
+            if media is not None and media[0]:
+                params["kv_media"] = list(media)
         if self.seal is not None:
             params["kv_seal"] = self.seal.of_params(params, self._address)
         return params

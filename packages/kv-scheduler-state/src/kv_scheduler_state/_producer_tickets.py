@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hashlib import sha256
 from typing import TYPE_CHECKING, Final
 
 from kv_scheduler_state._ticket import PeerAddress
@@ -9,10 +10,26 @@ from kv_scheduler_state._ticket import PeerAddress
 if TYPE_CHECKING:
     from kv_scheduler_state._config import SchedulerConfig
 
-__all__ = ["own_address", "params_template"]
+__all__ = ["own_address", "params_template", "wire_id"]
 
 _FIRST_WITH_GENERATION: Final = 15
 """Connector version whose tickets name a registration generation. Source: vLLM 0.33."""
+
+_SHORT: Final = "kv-id-"
+_MOST_CHARS: Final = 512
+"""Longest request id that readers accept, see `TicketLimits.max_text_chars`."""
+
+
+def wire_id(request_id: str) -> str:
+    """Return the id under which peers know a request: its own, or a short digest of one that not every reader accepts.
+
+    Clients choose request ids, so they may be long, not printable or in any script.
+    """
+    is_plain = request_id.isascii() and len(request_id) <= _MOST_CHARS and request_id.isprintable()
+    # An id that looks like a digest is replaced, too, so that it is never taken for that of another request.
+    if is_plain and not request_id.startswith(_SHORT):
+        return request_id
+    return _SHORT + sha256(request_id.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
 def own_address(config: SchedulerConfig, generation: int | None) -> PeerAddress:

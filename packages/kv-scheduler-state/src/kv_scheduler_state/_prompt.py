@@ -17,12 +17,16 @@ from __future__ import annotations
 import sys
 from array import array
 from hashlib import sha256
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol, cast
+
+from kv_scheduler_state._errors import TicketError, quote
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-__all__ = ["PromptIdentity", "prompt_digest"]
+__all__ = ["MEDIA_MISSING", "PromptIdentity", "missing_media", "prompt_digest"]
+
+MEDIA_MISSING: Final = "ticket-media-missing"
 
 _TAG = b"kv-prompt-1\0"
 
@@ -38,6 +42,35 @@ class PromptIdentity(Protocol):
     def digest(self, tokens: int) -> str | None:
         """Return the digest of the first `tokens` tokens, None if the request has fewer or cannot be identified."""
         ...
+
+    def media(self, tokens: int) -> tuple[int, str] | None:
+        """Return how many images, videos and sounds begin among the first `tokens` tokens, and the digest without them.
+
+        None if there are none. Items that this engine could not compute the prompt with do not count.
+        """
+        ...
+
+
+def missing_media(named: object, own: tuple[int, str | None]) -> TicketError | None:
+    """Return the error for a prompt that this engine cannot compute; None for all others.
+
+    In some fleets only the engine that prefills gets the images. A text computed here would not have seen them.
+
+    Args:
+        named: Number of images, videos and sounds in the prompt that a peer computed, and its digest without them; not checked.
+        own: The same of this engine's own request.
+    """
+    if not isinstance(named, list | tuple) or len(cast("list[object]", named)) != 2:
+        return None
+    count, digest = cast("list[object]", named)
+    if not isinstance(count, int | float) or not own[0] < count or digest is None or digest != own[1]:
+        return None
+    return TicketError(
+        MEDIA_MISSING,
+        f"the prompt has {quote(count)} images, videos or sounds, and {own[0]} of them came with this request; send the image or "
+        "its uuid to decode, too",
+        field="kv_media",
+    )
 
 
 def prompt_digest(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, final
 
 from kv_scheduler_state._machine import GONE
+from kv_scheduler_state._prompt import MEDIA_MISSING
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -28,7 +29,13 @@ class Request:
         self.consumer: ConsumerRecord | None = None
         self.producer: ProducerRecord | None = None
         self.is_finished = False
+        # Code of the reason why its ticket was refused; empty otherwise.
         self.rejected_code = ""
+
+    @property
+    def must_fail(self) -> bool:
+        """Whether the engine must not compute the prompt itself, as it lacks a part of it."""
+        return self.rejected_code == MEDIA_MISSING
 
 
 def forget_if_ended(requests: dict[str, Request], request_id: str, request: Request) -> None:

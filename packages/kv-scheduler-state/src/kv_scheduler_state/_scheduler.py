@@ -115,6 +115,11 @@ class SchedulerState(SchedulerStreams):
         consumer = request.consumer
         return 0 if consumer is None else self._consumers.external_tokens(consumer, computed_tokens)
 
+    def must_fail(self, request_id: str) -> bool:
+        """Return whether the engine must end a request with an error: it lacks a part of the prompt, and reads none of it."""
+        request = self._requests.get(request_id)
+        return request is not None and request.must_fail
+
     def allocate(
         self,
         request_id: str,

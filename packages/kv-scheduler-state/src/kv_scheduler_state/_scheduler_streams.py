@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kv_scheduler_state._errors import InvalidEvent, TicketError, quote
+from kv_scheduler_state._prompt import missing_media
 from kv_scheduler_state._request import forget_if_ended
 from kv_scheduler_state._scheduler_base import SchedulerBase
 
@@ -125,7 +126,11 @@ class SchedulerStreams(SchedulerBase):
             return False
         kind = answer.get("kind")
         if kind == "no":
-            self._refused(stream, str(answer.get("reason")), at_s, code=str(answer.get("code") or ""))
+            code = str(answer.get("code") or "")
+            missing = missing_media(answer.get("media"), stream.media)
+            if missing is not None:
+                self._find(request_id, "answer").rejected_code = code = missing.code
+            self._refused(stream, str(answer.get("reason")), at_s, code=code)
             return True
         if kind not in {"offer", "final"}:
             raise InvalidEvent(f"the answer is a {quote(kind)}, must be an offer, a final or a no")

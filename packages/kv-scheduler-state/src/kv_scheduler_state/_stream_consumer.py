@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, Literal, final
+from typing import TYPE_CHECKING, Final, final
 
 from kv_scheduler_state._consumer_record import UNRESERVED
 from kv_scheduler_state._errors import TicketError, UnknownRequest, quote
+from kv_scheduler_state._prompt import MEDIA_MISSING
 from kv_scheduler_state._stream_reserve import StreamReserve
-from kv_scheduler_state._stream_values import StreamOrder, StreamOutcome, StreamQuestion, stream_tag
+from kv_scheduler_state._stream_values import StreamOrder, StreamOutcome, StreamQuestion, StreamResult, stream_tag
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -24,7 +25,7 @@ __all__ = ["StreamConsumers"]
 _WAITS: Final = UNRESERVED | {"awaiting"}
 _MOST_WAITS: Final = 10
 """A request waits this many times the longest wait for an answer if the peer keeps saying that the prompt is on its way."""
-_RESULTS: Final[Mapping[str, Literal["read-whole", "computed-here", "given-up"]]] = {
+_RESULTS: Final[Mapping[str, StreamResult]] = {
     "ask": "read-whole",
     "leave": "computed-here",
     "stop-stream": "given-up",
@@ -283,6 +284,8 @@ class StreamConsumers:
             code = "other-blocks"
         else:
             code = stream.last_word or "no-answer"
+            if code == MEDIA_MISSING:
+                result = "fails"
         hand_over_id, host, port = stream.early
         self._outcomes.append(StreamOutcome(stream.request_id, code, result, host, port, hand_over_id))
 

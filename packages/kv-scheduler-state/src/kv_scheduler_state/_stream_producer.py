@@ -43,7 +43,18 @@ Question = tuple[int, bool, float]
 class ProducedStream:
     """A request that a peer may read while it is computed."""
 
-    __slots__ = ("digest", "hand_over_id", "is_whole", "nonce", "parked", "places", "record", "request_id", "ticket")
+    __slots__ = (
+        "digest",
+        "hand_over_id",
+        "is_whole",
+        "media",
+        "nonce",
+        "parked",
+        "places",
+        "record",
+        "request_id",
+        "ticket",
+    )
 
     def __init__(
         self, request_id: str, hand_over_id: str, digest: str, record: ProducerRecord, places: StreamPlaces
@@ -53,6 +64,8 @@ class ProducedStream:
         self.digest = digest
         self.record = record
         self.places = places
+        # Number of its images, videos and sounds, and the digest without them; None for none.
+        self.media: tuple[int, str] | None = None
         # Whether it may be read only once it is finished.
         self.is_whole = False
         # Nonce of all its starts: a reader of an earlier start has nothing to report under it.
@@ -164,6 +177,15 @@ class StreamProducers:
         """Note the nonce of a stream's tickets."""
         self._require(request_id, "nonce").nonce = nonce
 
+    def keep_media(self, request_id: str, media: tuple[int, str] | None) -> None:
+        """Note how many media items a stream's prompt has, and its digest without them."""
+        if media is not None and media[0]:
+            self._require(request_id, "media").media = media
+
+    def media_of(self, request_id: str) -> tuple[int, str] | None:
+        """Return what `keep_media` noted."""
+        return self._require(request_id, "media").media
+
     def digest_of(self, request_id: str) -> str:
         """Return the digest of a stream's prompt."""
         return self._require(request_id, "digest").digest
@@ -227,7 +249,10 @@ class StreamProducers:
         if stream is None:
             self._refuse(asker, number, self._ended_ids.get(hand_over_id, "unknown-id"))
         elif not compare_digest(stream.digest.encode(), digest.encode()):
-            self._refuse(asker, number, "digest-mismatch")
+            mismatch: dict[str, object] = {"kind": "no", "reason": "digest-mismatch"}
+            if stream.media is not None:
+                mismatch["media"] = stream.media
+            self._answers.append((asker, number, mismatch))
         elif len(stream.parked) >= _PARKED_PER_REQUEST and asker not in stream.parked:
             self._refuse(asker, number, "busy")
         else:
@@ -322,7 +347,12 @@ def _fence(stream: ProducedStream) -> tuple[int, int]:
 def _granting(kind: str, stream: ProducedStream, ticket: dict[str, object]) -> dict[str, object]:
     """Return an offer or a final answer; a prompt without a fence has slot and generation 0."""
     slot, generation = stream.record.fence or (0, 0)
-    answer: dict[str, object] = {"kind": kind, "request_id": stream.request_id, "slot": slot, "generation": generation}
+    answer: dict[str, object] = {
+        "kind": kind,
+        "request_id": ticket["remote_request_id"],
+        "slot": slot,
+        "generation": generation,
+    }
     if kind == "offer":
         answer["tag"] = stream_tag(generation)
     answer["ticket"] = ticket

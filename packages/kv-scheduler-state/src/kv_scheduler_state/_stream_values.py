@@ -26,6 +26,7 @@ __all__ = [
     "stream_tag",
 ]
 
+StreamResult: TypeAlias = Literal["read-whole", "computed-here", "given-up", "fails"]
 NoReason: TypeAlias = Literal["digest-mismatch", "unknown-id", "withdrawn", "busy", "not-streamed"]
 _TAG_BITS: Final = 32
 
@@ -58,8 +59,9 @@ class StreamOutcome(NamedTuple):
     """`no-room`: no blocks were free in time. `over-share`: it needs more blocks than all streams together may hold.
     `other-blocks`: the peer's blocks have another size. `no-answer`: the peer was silent. Otherwise a `NoReason`, or the code of
     the ticket or the question that failed."""
-    result: Literal["read-whole", "computed-here", "given-up"]
-    """`read-whole`: the final ticket is asked for. `given-up`: after a stream that broke; the failure policy decides."""
+    result: StreamResult
+    """`read-whole`: the final ticket is asked for. `given-up`: after a stream that broke; the failure policy decides.
+    `fails`: its images came to the peer alone, see `SchedulerState.must_fail`."""
     host: str
     port: int
     hand_over_id: str

@@ -42,6 +42,7 @@ KNOWN_KEYS: Final = frozenset(
         "kv_generation",
         "kv_dialect",
         "kv_prompt",
+        "kv_media",
         "kv_nonce",
         "kv_first_tokens",
         "kv_span_tokens",
@@ -84,7 +85,8 @@ class PeerAddress(NamedTuple):
 class HandoffTicket(NamedTuple):
     """A validated promise of one engine to serve one request's blocks.
 
-    The seal (`kv_seal`) is not part of it: the seal is verified over this value, and a changed value must be sealed anew.
+    The seal (`kv_seal`) is not part of it: the seal is verified over this value, and a changed value must be sealed anew. Nor is
+    `kv_media`, which only says what a reader needs to compute the prompt itself.
 
     Attributes:
         kind: "handoff": a prefill's blocks for the decode (`do_remote_prefill`). "readback": a decode's blocks for the

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, cast, final
 import msgspec
 from msgspec import Meta
 
-from vllm_adapter.config_values import Key, check_networks, port_range, read_value, refusal
+from vllm_adapter.config_values import Key, check_host, check_networks, port_range, read_value, refusal
 from vllm_adapter.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -202,6 +202,21 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             "to the machines' own services."
         ),
     ] = "1024-65535"
+    advertised_host: Annotated[
+        str,
+        Meta(
+            description="Address in this engine's tickets, where peers reach its side channel by another one than that on which "
+            "it listens (VLLM_NIXL_SIDE_CHANNEL_HOST), as behind NAT or a Kubernetes Service of this engine alone."
+        ),
+    ] = ""
+    advertised_port: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=65535,
+            description="Port in this engine's tickets, likewise; the data-parallel index is added. 0: that on which it listens.",
+        ),
+    ] = 0
     ticket_secret_files: Annotated[
         tuple[str, ...],
         Meta(
@@ -278,6 +293,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """`peer_ports` as numbers."""
         return port_range(self.peer_ports)
 
+    def advertised(self, host: str, port: int, data_parallel_index: int) -> tuple[str, int]:
+        """Return the address in the tickets of an engine that listens on this host and port."""
+        advertised_port = self.advertised_port + data_parallel_index
+        return self.advertised_host or host, advertised_port if self.advertised_port else port
+
     @property
     def heartbeat_s(self) -> float:
         """Seconds between two heartbeats to one engine. Source: vLLM's own connector sends six per lease."""
@@ -325,6 +345,7 @@ def load_keys(extra: Mapping[str, object]) -> tuple[Settings, tuple[str, ...]]:
             _check_texts(key, values[key])
     settings = Settings(**values)
     _check_backends(settings.backends)
+    check_host("advertised_host", settings.advertised_host)
     check_networks("remote_hosts", settings.remote_hosts)
     check_networks("unsigned_hosts", settings.unsigned_hosts)
     _ = settings.peer_port_range

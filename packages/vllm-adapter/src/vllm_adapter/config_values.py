@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import ipaddress
+import re
 from dataclasses import dataclass
 from typing import Any, Literal, final, get_args, get_origin
 
@@ -15,8 +16,9 @@ import msgspec
 
 from vllm_adapter.errors import ConfigurationError
 
-__all__ = ["Key", "check_networks", "port_range", "read_value", "refusal"]
+__all__ = ["Key", "check_host", "check_networks", "port_range", "read_value", "refusal"]
 
+_NAME = re.compile(r"(?!-)[A-Za-z0-9_.-]{1,253}")
 _WORDS = {"true": True, "false": False}
 """vLLM's own connector takes some booleans as words."""
 
@@ -89,6 +91,20 @@ def refusal(code: str, reason: str, *about: object) -> ConfigurationError:
     """Return a coded error; `about` is the key and the value, if a single one is wrong."""
     context: dict[str, object] = dict(zip(("key", "value"), about, strict=False))
     return ConfigurationError(f"kv_connector_extra_config: {reason}", code=code, context=context)
+
+
+def check_host(key: str, host: str) -> None:
+    """Refuse a host that is neither an IP address nor a name, such as one with its port; readers would refuse every ticket.
+
+    Raises:
+        ConfigurationError: `out-of-range`.
+    """
+    try:
+        ipaddress.ip_address(host)
+    except ValueError as error:
+        if host and not _NAME.fullmatch(host):
+            hint = "it must be an IP address or a host name, without a port"
+            raise refusal("out-of-range", f"'{key}' is {host!r}: {hint}", key, host) from error
 
 
 def check_networks(key: str, networks: tuple[str, ...]) -> None:

@@ -125,7 +125,8 @@ class SchedulerParts:
         security = None
         if settings.side_channel_key:
             security = ServerSecurity.read(settings.side_channel_key, settings.side_channel_clients)
-        return Listener(self.facts.host, self.facts.port, security=security)
+        facts = self.facts
+        return Listener(*(facts.listens_on or (facts.host, facts.port)), security=security)
 
     @property
     def streams(self) -> bool:

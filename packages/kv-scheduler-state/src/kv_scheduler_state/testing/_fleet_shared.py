@@ -93,6 +93,9 @@ class FleetIdentity:
     def digest(self, tokens: int) -> str | None:
         return prompt_digest([self._text] * tokens) if tokens <= self._tokens else None
 
+    def media(self, tokens: int) -> None:
+        """Return None: the prompt has no media."""
+
 
 def draw_configuration(below: Callable[[int], int]) -> Configuration:
     """Draw a configuration."""

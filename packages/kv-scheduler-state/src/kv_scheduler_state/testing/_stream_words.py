@@ -43,6 +43,9 @@ class Identity:
         """Return the digest of any number of tokens."""
         return DIGEST if tokens else ""
 
+    def media(self, tokens: int) -> None:
+        """Return None: the prompt has no media."""
+
 
 def early_ticket(request_id: str, *, serves: bool) -> dict[str, object]:
     """Return the params of one of the two requests of a streamed hand-over."""

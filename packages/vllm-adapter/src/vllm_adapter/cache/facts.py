@@ -103,6 +103,9 @@ class EngineFacts:
     """This engine and this rank.
 
     Attributes:
+        host: Address at which peers reach this engine's side channel.
+        port: Its port.
+        listens_on: Host and port on which it listens if they are others, as behind NAT.
         factors: Inputs of vLLM's compatibility hash, by vLLM's names.
         extra_factors: Further facts that two engines must share, by our names; they travel beside the hash.
         generation: Generation of this engine's memory registration, equal on all ranks; peers set us up again if it changes.
@@ -141,6 +144,7 @@ class EngineFacts:
     state_groups: int = 0
     whole_reason: str = ""
     is_lock_stepped: bool = False
+    listens_on: tuple[str, int] | None = None
 
     @property
     def has_state(self) -> bool:

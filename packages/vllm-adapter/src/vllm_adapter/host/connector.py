@@ -24,6 +24,7 @@ from vllm_adapter.host.vllm import (
     KVConnectorRole,
     KVConnectorTransferResults,
     SupportsHMA,
+    end_with_error,
     engine_facts,
     extra_config,
     has_content_ids,
@@ -74,7 +75,7 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
         for warning in () if is_worker else streaming_warnings(settings, situation.kv_role):
             _logger.warning(warning)
         self._has_content_ids = has_content_ids(vllm_config)
-        facts = engine_facts(vllm_config, kv_cache_config, is_worker=is_worker)
+        facts = engine_facts(vllm_config, kv_cache_config, is_worker=is_worker, settings=settings)
         self._completes_uneven_hits = facts.completes_uneven_hits(len(kv_cache_config.kv_cache_groups))
         self._cache_config = kv_cache_config
         self._layers = vllm_config.compilation_config.static_forward_context
@@ -169,7 +170,14 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return the tokens that a peer holds beyond the local prefix hit; None: ask again later. Free of side effects."""
-        return self._scheduler_side.external_tokens(request.request_id, num_computed_tokens)
+        # For example a prompt whose logprobs the client wants is computed whole. vLLM 0.30 dies of one that was read.
+        if request.get_skip_reading_prefix_cache():
+            return 0, False
+        tokens, is_async = self._scheduler_side.external_tokens(request.request_id, num_computed_tokens)
+        if self._scheduler_side.must_fail(request.request_id):
+            end_with_error(request)
+            return None, False
+        return tokens, is_async
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:  # noqa: ARG002
         """Return all transferable groups: a hand-over carries the request's own blocks.

@@ -29,6 +29,7 @@ class EarlyTicketWriter:
         is_streaming: Whether that engine streams.
         offers_streams: Whether it also takes early tickets for prompts that it computes: something covers their addresses.
         reads_streams: Whether it also reads from its peers: a key covers their addresses, and streams may hold blocks.
+        advertised: Returns the address at which peers reach it, see `Settings.advertised`.
     """
 
     def __init__(self, extra: Mapping[str, object]) -> None:
@@ -37,6 +38,7 @@ class EarlyTicketWriter:
         is_covered = settings.has_secrets or bool(settings.remote_hosts)
         self.offers_streams = settings.streaming and is_covered
         self.reads_streams = self.offers_streams and settings.stream_reserve_fraction > 0
+        self.advertised = settings.advertised
         self._secrets = configured_secrets(settings.ticket_secret_files, settings.ticket_secret_variable)
 
     def for_prefill(self, hand_over_id: str, host: str, port: int) -> dict[str, object]:

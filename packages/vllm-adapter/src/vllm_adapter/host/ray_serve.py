@@ -75,14 +75,15 @@ class KVTransferBackend(NixlConnectorBackend):
         return self._tickets.reads_streams and self._has_address
 
     def replica_metadata(self) -> dict[str, object]:
-        """Tell the orchestrator where this replica's side channel listens; nothing if this replica would refuse early tickets.
+        """Tell the orchestrator where peers reach this replica's side channel; nothing if it would refuse early tickets.
 
         Raises:
             UnsupportedHost: `side-channel-port`: the environment's is no number.
         """
         if not self._tickets.offers_streams:
             return {}
-        return {_SIDE_CHANNEL: [os.environ["VLLM_NIXL_SIDE_CHANNEL_HOST"], self._port()]}
+        listens_on = os.environ["VLLM_NIXL_SIDE_CHANNEL_HOST"], self._port()
+        return {_SIDE_CHANNEL: list(self._tickets.advertised(*listens_on, self._rank))}
 
     def _port(self) -> int:
         """Return the port on which the replica's engine listens.
@@ -90,9 +91,13 @@ class KVTransferBackend(NixlConnectorBackend):
         Ray gives each data-parallel replica the rank that becomes vLLM's `data_parallel_index`. Ray's variable already includes
         the rank (first port + rank), and the engine adds it once more, as it does to a port that was set by hand.
         """
+        return listening_port(lambda: int(os.environ[PORT_VARIABLE]), self._rank)
+
+    @property
+    def _rank(self) -> int:
         kwargs: Mapping[str, object] = cast("Any", self).llm_config.engine_kwargs
         rank = kwargs.get("data_parallel_rank")
-        return listening_port(lambda: int(os.environ[PORT_VARIABLE]), rank if isinstance(rank, int) and rank > 0 else 0)
+        return rank if isinstance(rank, int) and rank > 0 else 0
 
     def prepare_prefill_request(self, *, request: Request, peer: Mapping[str, object] | None) -> Request:
         """Return the prefill replica's request: one token, and the early ticket if the replica has published its address."""

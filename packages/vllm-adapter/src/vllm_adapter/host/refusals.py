@@ -41,7 +41,7 @@ class Situation:
         pp: Pipeline stages.
         pcp: Prefill context-parallel size.
         host: Address at which peers reach this engine's side channel.
-        port: Its port, including the data-parallel index.
+        port: Its port there, including the data-parallel index.
         has_sleep_mode: Whether the host may release the cache's memory.
         computes_scales: Whether the host derives the cache's scales from the first prompt.
         is_bidirectional: Whether decode engines hand blocks back for the next turn.
@@ -104,12 +104,13 @@ REFUSALS: tuple[Row, ...] = (
         "side-channel-wildcard",
         lambda it: _is_wildcard(it.host),
         "VLLM_NIXL_SIDE_CHANNEL_HOST is '{it.host}', and tickets tell peers to connect to that: set it to an address of this "
-        "host that peers can reach (under Kubernetes the pod's IP)",
+        "host that peers can reach (under Kubernetes the pod's IP), or advertised_host to the address in front of it",
     ),
     Row(
         "side-channel-port",
         lambda it: not 0 < it.port <= _MOST_PORTS,
-        "the side channel's port is {it.port} (VLLM_NIXL_SIDE_CHANNEL_PORT plus the data-parallel index): it must be 1 to 65535",
+        "the side channel's port is {it.port} (VLLM_NIXL_SIDE_CHANNEL_PORT or advertised_port, plus the data-parallel index): it "
+        "must be 1 to 65535",
     ),
     Row(
         "sleep-mode-unsupported",

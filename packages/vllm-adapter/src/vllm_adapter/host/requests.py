@@ -15,7 +15,7 @@ from vllm_adapter.scheduler.values import Arrival, Ending
 from vllm_adapter.wiring import prompt_digest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
@@ -40,27 +40,39 @@ class RequestIdentity:
 
     def digest(self, tokens: int) -> str | None:
         """Return the digest of the first `tokens` tokens, None if the request has fewer or cannot be identified."""
-        request = self._request
-        if self.refusal or tokens > request.num_tokens:
+        if self.refusal or tokens > self._request.num_tokens:
             return None
+        items = [
+            (str(getattr(item, "mm_hash", None) or item.identifier), item.mm_position.offset, item.mm_position.length)
+            for item in self._items(tokens)
+        ]
+        return self._digest(tokens, sorted(items, key=lambda item: item[1:]))
+
+    def media(self, tokens: int) -> tuple[int, str] | None:
+        """Return how many media items begin among the first `tokens` tokens, and the digest without them; None for none.
+
+        An item that came as embeddings does not count: they may be placeholders, as on decode engines that get no images.
+        """
+        items = self._items(tokens)
+        if not items or tokens > self._request.num_tokens:
+            return None
+        return sum([not any(key.endswith("_embeds") for key in item.data or ()) for item in items]), self._digest(
+            tokens, []
+        )
+
+    def _items(self, tokens: int) -> list[Any]:
+        return [item for item in self._request.mm_features if item.mm_position.offset < tokens]
+
+    def _digest(self, tokens: int, media: Sequence[tuple[str, int, int]]) -> str:
+        request = self._request
         lora = request.lora_request
         return prompt_digest(
             request.all_token_ids[:tokens],
             lora=lora.lora_name if lora is not None else "",
-            media=_media(request, tokens),
+            media=media,
             salt=request.cache_salt or "",
             embeds=_embeds(request, tokens),
         )
-
-
-def _media(request: Request, tokens: int) -> list[tuple[str, int, int]]:
-    """Return (content hash, first token, number of tokens) of the items that begin among the first `tokens` tokens."""
-    items = [
-        (str(getattr(item, "mm_hash", None) or item.identifier), item.mm_position.offset, item.mm_position.length)
-        for item in request.mm_features
-        if item.mm_position.offset < tokens
-    ]
-    return sorted(items, key=lambda item: item[1:])
 
 
 def _embeds(request: Request, tokens: int) -> str:
@@ -93,6 +105,9 @@ class RefusedIdentity:
         """Return the digest in the ticket; None if it has none."""
         del tokens
         return self._digest
+
+    def media(self, tokens: int) -> None:
+        """Return None."""
 
 
 def _frontend_s(request: Request) -> float | None:

@@ -46,6 +46,8 @@ def situation_of(config: VllmConfig, settings: Settings, caches: KVCacheConfig) 
         UnsupportedHost: `unsupported-vllm`, or `side-channel-port` if the port is not a number.
     """
     parallel, transfer = config.parallel_config, config.kv_transfer_config
+    listens_on = str(envs.VLLM_NIXL_SIDE_CHANNEL_HOST), side_channel_port(config)
+    host, port = settings.advertised(*listens_on, parallel.data_parallel_index)
     cache: Any = config.cache_config
     model: Any = config.model_config
     return Situation(
@@ -54,8 +56,8 @@ def situation_of(config: VllmConfig, settings: Settings, caches: KVCacheConfig) 
         outer_role=_outer_role(config),
         pp=parallel.pipeline_parallel_size,
         pcp=int(getattr(parallel, "prefill_context_parallel_size", 1)),
-        host=str(envs.VLLM_NIXL_SIDE_CHANNEL_HOST),
-        port=side_channel_port(config),
+        host=host,
+        port=port,
         has_sleep_mode=bool(getattr(model, "enable_sleep_mode", False)),
         computes_scales=bool(getattr(cache, "calculate_kv_scales", False)),
         is_bidirectional=settings.bidirectional_kv_xfer,

@@ -35,8 +35,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.metrics.utils import create_metric_per_engine
+from vllm.v1.request import RequestStatus
+from vllm.v1.structured_output.request import StructuredOutputRequest
 
 from vllm_adapter.cache.facts import EngineFacts
+from vllm_adapter.config import Settings
 from vllm_adapter.errors import UnsupportedHost
 from vllm_adapter.host.cache_config import cache_groups, state_groups, transfer_group_ids
 from vllm_adapter.host.drafting import backoff_tokens
@@ -68,6 +71,7 @@ __all__ = [
     "create_metric_per_engine",
     "drop_prompt_tail",
     "end_reason",
+    "end_with_error",
     "engine_facts",
     "extra_config",
     "has_content_ids",
@@ -103,6 +107,7 @@ _END_REASONS: dict[str, EndReason] = {
 }
 """Ends of requests by vLLM's names; older hosts lack those of newer ones."""
 
+_DEFAULTS = Settings()
 _SUPPORTED = ((0, 30), (0, 33))
 _BUFFER_DEVICES: dict[str, tuple[str, ...]] = {"cuda": ("cuda", "cpu"), "tpu": ("cpu",), "xpu": ("xpu", "cpu")}
 """Possible devices of the memory that peers read, by the engine's device. Source: vLLM's own connector."""
@@ -229,8 +234,10 @@ def side_channel_port(config: VllmConfig) -> int:
     return listening_port(lambda: envs.VLLM_NIXL_SIDE_CHANNEL_PORT, config.parallel_config.data_parallel_index)
 
 
-def engine_facts(config: VllmConfig, cache: KVCacheConfig, *, is_worker: bool) -> EngineFacts:
-    """Return the facts about an engine that the adapter needs, from vLLM's configuration.
+def engine_facts(
+    config: VllmConfig, cache: KVCacheConfig, *, is_worker: bool, settings: Settings = _DEFAULTS
+) -> EngineFacts:
+    """Return the facts about an engine that the adapter needs, from vLLM's configuration and the connector's own.
 
     Raises:
         UnsupportedHost: `no-engine-id`, `unsupported-vllm` or `side-channel-port`.
@@ -243,10 +250,13 @@ def engine_facts(config: VllmConfig, cache: KVCacheConfig, *, is_worker: bool) -
     connector_version = CONNECTOR_VERSIONS.get(check_host(), max(CONNECTOR_VERSIONS.values()))
     backend = _attention_backend(config) if is_worker else ""
     tp_rank, pp_rank = _ranks() if is_worker else (0, 0)
+    listens_on = envs.VLLM_NIXL_SIDE_CHANNEL_HOST, side_channel_port(config)
+    host, port = settings.advertised(*listens_on, parallel.data_parallel_index)
     return EngineFacts(
         engine_id=transfer.engine_id,
-        host=envs.VLLM_NIXL_SIDE_CHANNEL_HOST,
-        port=side_channel_port(config),
+        host=host,
+        port=port,
+        listens_on=listens_on,
         tp=parallel.tensor_parallel_size,
         tp_rank=tp_rank,
         pp=parallel.pipeline_parallel_size,
@@ -292,6 +302,19 @@ def _extra_factors(config: VllmConfig, groups: Sequence[CacheGroup]) -> dict[str
 def end_reason(request: Request) -> EndReason:
     """Translate the status of a finished request; nothing is handed over for an unknown status."""
     return _END_REASONS.get(request.status.name, "error")
+
+
+def end_with_error(request: Request) -> None:
+    """Let the scheduler end a waiting request with an error in its next step, whatever `kv_load_failure_policy` says.
+
+    A connector has no call for that. vLLM ends a request whose grammar did not compile, so the request gets such a grammar: its
+    turn in the queue then ends it before anything is computed. Source: `Scheduler._handle_blocked_waiting_request` of 0.32, the
+    same in 0.30 and 0.31.
+    """
+    no_params: Any = None  # nothing reads them once the grammar has failed
+    error = RuntimeError("ticket-media-missing: send the image or its uuid to decode, too")
+    request.structured_output_request = StructuredOutputRequest(no_params, _grammar=error)
+    request.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
 
 
 def drop_prompt_tail(request: Request, tokens: int) -> bool:

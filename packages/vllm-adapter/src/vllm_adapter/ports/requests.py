@@ -32,6 +32,10 @@ class PromptIdentity(Protocol):
         """Return the digest of the first `tokens` tokens, None if the request has fewer or cannot be identified."""
         ...
 
+    def media(self, tokens: int) -> tuple[int, str] | None:
+        """Return how many media items begin among the first `tokens` tokens, and the digest without them; None for none."""
+        ...
+
 
 class Admission(Protocol):
     """Decision on a request that has just arrived."""
@@ -40,7 +44,7 @@ class Admission(Protocol):
     def role(self) -> Literal["none", "producer", "consumer"]: ...
     @property
     def rejected_code(self) -> str:
-        """Code of the reason why the ticket is refused (the prompt is then computed here); empty otherwise."""
+        """Code of the reason why the ticket is refused; empty otherwise."""
         ...
 
     @property
@@ -90,6 +94,10 @@ class SchedulerState(StreamState, Protocol):
     ) -> Admission: ...
     def external_tokens(self, request_id: str, *, computed_tokens: int) -> int | None:
         """Prompt tokens to load beyond the local prefix hit; None: ask again later, a sibling reads the same hand-over."""
+        ...
+
+    def must_fail(self, request_id: str) -> bool:
+        """Whether the engine must end a request with an error: it lacks a part of the prompt, and reads none of it."""
         ...
 
     def allocate(

@@ -122,7 +122,7 @@ class SchedulerSide:
     # ---------------------------------------------------------------------------------------------- requests
 
     def arrived(self, arrival: Arrival) -> None:
-        """Admit a request; a refused ticket means local prefill and a logged reason."""
+        """Admit a request; a refused ticket means local prefill, or an error if that is impossible, and a logged reason."""
         request_id = arrival.request_id
         self._not_admitted.add(request_id)
         with self._guards("arrival", request_id):
@@ -141,8 +141,9 @@ class SchedulerSide:
                 is_producer = admission.role == "producer"
                 code, message = admission.rejected_code, admission.rejected_message
                 self._tickets.refused(request_id, code, message, is_producer=is_producer)
-            if admission.role != "none":
+            if admission.role != "none" or self._state.must_fail(request_id):
                 self._followed.add(request_id)
+            if admission.role != "none":
                 self._trail.arrived(arrival, admission.role, now_s, is_early=admission.is_early)
             if admission.role != "none" and not admission.rejected_code:
                 self._seals.accepted(arrival.params)
@@ -179,6 +180,10 @@ class SchedulerSide:
                 tokens = self._state.external_tokens(request_id, computed_tokens=computed_tokens)
         self._shortage.told(tokens)
         return tokens, bool(tokens)
+
+    def must_fail(self, request_id: str) -> bool:
+        """Return whether the host must end the request with an error, because it lacks a part of the prompt."""
+        return request_id in self._followed and self._state.must_fail(request_id)
 
     def allocated(
         self,

@@ -21,7 +21,7 @@ import threading
 from collections import OrderedDict
 from functools import partial
 from hmac import compare_digest
-from typing import TYPE_CHECKING, Final, NamedTuple, final
+from typing import TYPE_CHECKING, Final, NamedTuple, cast, final
 
 from vllm_adapter.errors import code_of
 
@@ -68,6 +68,7 @@ _RESULTS: Final = {
     "read-whole": "is read once it is finished",
     "computed-here": "is computed here",
     "given-up": "is given up, and kv_load_failure_policy decides",
+    "fails": "fails, whatever the policy: its images came to the prefill engine alone; send them or their uuids to decode, too",
 }
 """Results for a prompt that is not streamed, in words."""
 
@@ -283,7 +284,8 @@ class StreamChannel:
         self._count(outcome.code)
         if self._plain_peers.get((outcome.host, outcome.port)) == outcome.code:
             return
-        self._log.warning(
+        log = self._log.error if outcome.result == "fails" else self._log.warning
+        log(
             f"stream-{outcome.code}",
             "request %s: its prompt is not streamed (hand-over %.8s of %s port %d: %s); it %s",
             outcome.request_id,
@@ -317,7 +319,7 @@ class StreamChannel:
                 if self._questions.pop(ask_id, None) is None:
                     return  # the machines have it, or its asker has gone
         is_same = not standing.digest or compare_digest(standing.digest.encode(), str(question["digest"]).encode())
-        self._send_answer(ask_id, question, standing.answer if is_same else {"kind": "no", "reason": "digest-mismatch"})
+        self._send_answer(ask_id, question, standing.answer if is_same else _mismatch(standing.answer))
 
     def _standing_for(self, question: Mapping[str, object]) -> _Published | None:
         """Return the published answer that settles a question; None if there is none."""
@@ -368,6 +370,13 @@ class StreamChannel:
             self._log.warning(
                 code, "prompts of %s port %d cannot be asked for now, and are computed here: %s", *peer, code
             )
+
+
+def _mismatch(granting: Mapping[str, object]) -> Mapping[str, object]:
+    """Return the answer to a question about another prompt than that of an offer or a final answer."""
+    ticket = cast("Mapping[str, object]", granting["ticket"])
+    media = ticket.get("kv_media")
+    return {"kind": "no", "reason": "digest-mismatch", **({} if media is None else {"media": media})}
 
 
 def _is_of_use(answer: Mapping[str, object], question: Mapping[str, object]) -> bool:

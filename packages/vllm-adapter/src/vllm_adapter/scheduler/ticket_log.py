@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
 __all__ = ["TicketLog"]
 
+_MEDIA_MISSING = "ticket-media-missing"
 _COUNTED_ONLY = frozenset(("draining", "lease-quota"))
 """Reasons to withhold a ticket that apply to all requests for a time: they are counted, not logged for each request."""
 
@@ -26,6 +27,11 @@ class TicketLog:
     def refused(self, request_id: str, code: str, message: str, *, is_producer: bool = False) -> None:
         """Count and log a request whose ticket was refused; that of a producer costs it the stream or the readback alone."""
         self._recorder.observe("ticket_refusal_codes", code)
+        if code == _MEDIA_MISSING:
+            self._log.error(
+                code, "request %s: it ends with an error, whatever the policy (%s: %s)", request_id, code, message
+            )
+            return
         if is_producer:
             self._log.warning(
                 f"producer-{code}",

@@ -96,8 +96,8 @@ class LeaseKeeper:
             if view.surplus:
                 self._note_surplus(agent_name, view)
         elif view.kind == "read-complete":
-            for request_id, nonce in zip(view.request_ids, view.nonces, strict=True):
-                self._count_reader(request_id, nonce, agent_name, view)
+            for named_id, nonce in zip(view.request_ids, view.nonces, strict=True):
+                self._count_reader(self._leases.request_of(named_id), nonce, agent_name, view)
             self.tick()  # free a prompt that all readers have read at once, not at the timer's next turn
         else:
             self._parts.recorder.count("num_refused_notifications")
@@ -116,7 +116,8 @@ class LeaseKeeper:
     def _renew(self, view: NotificationView) -> None:
         now_s = self._parts.now_s()
         oldest_s: float | None = None
-        for request_id, nonce in zip(view.request_ids, view.nonces, strict=True):
+        for named_id, nonce in zip(view.request_ids, view.nonces, strict=True):
+            request_id = self._leases.request_of(named_id)
             if not self._leases.renew(request_id, nonce=nonce, now_s=now_s):
                 continue
             self._parts.recorder.count("num_lease_renewals")
