@@ -1,0 +1,157 @@
+"""Identity of weights by their content: checkpoints with the same tensors have the same digest, wherever they are stored.
+
+Reading a whole checkpoint takes minutes. So a digest covers the name, type and shape of each tensor, and a piece of the bytes of
+many: of up to 128 tensors of a kind (names that differ in their numbers only, such as those of all layers and experts). Other
+weights of the same shapes, trained further or with an adapter merged into them, differ in nearly all of these pieces. How the
+tensors are divided into files does not matter.
+
+Files are read rather than the loaded parameters, because each rank holds other parts of these, in the layout of its kernels.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from huggingface_hub import snapshot_download
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+__all__ = ["local_checkpoint", "weights_digest"]
+
+_PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
+"""Weight files of a folder: those of the first pattern that any file matches, as vLLM chooses them."""
+_INDEX = "model.safetensors.index.json"
+_PIECE_BYTES = 4096
+"""A page: the least that a file system reads. It holds 2000 elements: a small change leaves many of them as they were."""
+_MOST_OF_A_KIND = 128
+"""More than a model has layers, so that every layer is covered; 10 000 experts are not."""
+_MOST_PIECES = 8192
+_MOST_HEADER_BYTES = 100_000_000  # the limit of safetensors itself
+_READERS = 16
+"""Threads that read at once: a network file system takes about a millisecond for each piece."""
+_RUN = 32
+"""Pieces that a thread reads from a file before it takes the next ones."""
+
+
+class _Tensor(NamedTuple):
+    """A tensor, or a piece of a file whose format is not read."""
+
+    name: str
+    description: str
+    file: Path
+    first_byte: int
+    size_bytes: int
+
+
+def local_checkpoint(name: str, revision: str | None = None, cache: str | None = None) -> Path | None:
+    """Return the file or folder of a checkpoint on this machine, None if there is none; nothing is downloaded.
+
+    Args:
+        name: A path, or the name of a repository on the Hugging Face Hub.
+        revision: Revision of the repository.
+        cache: Folder of downloaded repositories; None for the default.
+    """
+    path = Path(name).expanduser()
+    if path.exists():
+        return path
+    try:
+        return Path(snapshot_download(name, revision=revision, cache_dir=cache, local_files_only=True))
+    except (OSError, ValueError):  # not downloaded, or not the name of a repository
+        return None
+
+
+def weights_digest(place: Path) -> str:
+    """Return the digest of the weights in a file or folder as 32 hexadecimal digits; empty if there are none.
+
+    Raises:
+        OSError, ValueError, KeyError, TypeError: A file cannot be read, or is not what its name says.
+    """
+    tensors = sorted(tensor for file in _files(place) for tensor in _tensors(file))
+    if not tensors:
+        return ""
+    kinds: dict[str, list[_Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault(re.sub(r"\d+", "#", tensor.name), []).append(tensor)
+    chosen = [tensor for kind in kinds.values() for tensor in _spread(kind, _MOST_OF_A_KIND)]
+    state = hashlib.sha256()
+    for tensor in tensors:
+        state.update(f"{tensor.name}\0{tensor.description}\0{tensor.size_bytes}\n".encode())
+    for tensor, piece in sorted(_pieces(_spread(chosen, _MOST_PIECES))):
+        state.update(f"{tensor.name}\0".encode() + piece)
+    return state.hexdigest()[:32]
+
+
+def _files(place: Path) -> list[Path]:
+    if place.is_file():
+        return [place]
+    index = place / _INDEX
+    if index.is_file():  # a folder may hold the same weights twice; the index names the files of one set
+        named = {place / str(name) for name in json.loads(index.read_bytes())["weight_map"].values()}
+        if all(file.is_file() for file in named):
+            return sorted(named)
+    return next((files for pattern in _PATTERNS if (files := sorted(place.glob(pattern)))), list[Path]())
+
+
+def _tensors(file: Path) -> Iterator[_Tensor]:
+    """Yield the tensors of a file; of a file in another format than safetensors, pieces at equal distances."""
+    size_bytes = file.stat().st_size
+    if file.suffix != ".safetensors":
+        step = max(_PIECE_BYTES, size_bytes // _MOST_OF_A_KIND)
+        for first in range(0, size_bytes, step):
+            yield _Tensor(
+                f"{file.name} at {first}", f"of {size_bytes}", file, first, min(_PIECE_BYTES, size_bytes - first)
+            )
+        return
+    with file.open("rb") as source:
+        header_bytes = int.from_bytes(source.read(8), "little")
+        if header_bytes > min(size_bytes, _MOST_HEADER_BYTES):
+            raise ValueError(f"{file} is not a safetensors file: its header would have {header_bytes} bytes")
+        header: dict[str, Any] = json.loads(source.read(header_bytes))
+    for name, entry in header.items():
+        if name != "__metadata__":
+            first, end = entry["data_offsets"]
+            yield _Tensor(name, f"{entry['dtype']}{entry['shape']}", file, 8 + header_bytes + first, end - first)
+
+
+def _spread(tensors: Sequence[_Tensor], most: int) -> list[_Tensor]:
+    """Return at most so many tensors, at equal distances."""
+    if len(tensors) <= most:
+        return list(tensors)
+    return [tensors[number * len(tensors) // most] for number in range(most)]
+
+
+def _pieces(tensors: Sequence[_Tensor]) -> Iterator[tuple[_Tensor, bytes]]:
+    """Yield bytes from the middle of each tensor; the beginning of an embedding is often padding, or tokens that nobody uses."""
+    by_file: dict[Path, list[_Tensor]] = {}
+    for tensor in tensors:
+        by_file.setdefault(tensor.file, []).append(tensor)
+    runs = [each[first : first + _RUN] for each in by_file.values() for first in range(0, len(each), _RUN)]
+    with ThreadPoolExecutor(min(_READERS, len(runs)), thread_name_prefix="weights") as readers:
+        for found in readers.map(_read, runs):
+            yield from found
+
+
+def _read(tensors: Sequence[_Tensor]) -> list[tuple[_Tensor, bytes]]:
+    """Read the pieces of some tensors of one file."""
+    descriptor = os.open(tensors[0].file, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return [
+            (
+                each,
+                os.pread(
+                    descriptor,
+                    size := min(_PIECE_BYTES, each.size_bytes),
+                    each.first_byte + (each.size_bytes - size) // 2,
+                ),
+            )
+            for each in tensors
+        ]
+    finally:
+        os.close(descriptor)
