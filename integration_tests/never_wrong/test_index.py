@@ -56,6 +56,15 @@ INDEX: dict[str, tuple[str, tuple[tuple[str, str], ...]]] = {
         (STATE, "test_a_producer_stops_early_where_its_engine_gives_up_what_the_last_token_sees"),
         (STATE, "test_a_prompt_whose_peer_gives_up_a_block_at_its_end_is_not_read_meanwhile"),
     )),
+    "a model and an adapter are their content": ("A14", (
+        (INSIDE, "test_engines_that_compute_another_kv_are_told_apart_beside_vllms_hash"),
+        (INSIDE, "test_the_engines_length_counts_where_it_chooses_the_factors_of_the_positions"),
+        (INSIDE, "test_checkpoints_are_told_apart_by_their_content_alone"),
+        (INSIDE, "test_engines_with_other_weights_under_one_name_refuse_each_other"),
+        (INSIDE, "test_an_adapter_is_its_name_and_its_content"),
+        (INSIDE, "test_a_ticket_of_an_adapter_that_was_reloaded_on_one_side_is_computed_here"),
+        (ENGINES, "test_another_checkpoint_under_the_same_path_and_an_override_are_refused_by_name"),
+    )),
     "an engine that only produces reads nothing": ("A9", (
         (STATE, "test_an_engine_that_only_produces_reads_nothing"),
     )),
@@ -231,7 +240,7 @@ INDEX: dict[str, tuple[str, tuple[tuple[str, str], ...]]] = {
     )),
 }  # fmt: skip
 
-MARKS = [*(f"A{n}" for n in range(1, 11)), *(f"B{n}" for n in range(1, 13)), *(f"C{n}" for n in range(1, 9))]
+MARKS = [*(f"A{n}" for n in range(1, 11)), "A14", *(f"B{n}" for n in range(1, 13)), *(f"C{n}" for n in range(1, 9))]
 
 
 @cache

@@ -16,14 +16,19 @@ import os
 import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 from huggingface_hub import snapshot_download
+from vllm.logger import init_logger
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-__all__ = ["local_checkpoint", "weights_digest"]
+    from vllm.v1.request import LoRARequest
+
+__all__ = ["LoraAdapters", "local_checkpoint", "weights_digest"]
+
+_logger = init_logger("vllm.vllm_adapter")
 
 _PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 """Weight files of a folder: those of the first pattern that any file matches, as vLLM chooses them."""
@@ -38,6 +43,8 @@ _READERS = 16
 """Threads that read at once: a network file system takes about a millisecond for each piece."""
 _RUN = 32
 """Pieces that a thread reads from a file before it takes the next ones."""
+_ADAPTER_CONFIG = "adapter_config.json"
+_MOST_ADAPTERS = 4096
 
 
 class _Tensor(NamedTuple):
@@ -155,3 +162,88 @@ def _read(tensors: Sequence[_Tensor]) -> list[tuple[_Tensor, bytes]]:
         ]
     finally:
         os.close(descriptor)
+
+
+# ------------------------------------------------------------------------------------------------------------ adapters
+
+
+class _Adapter(NamedTuple):
+    """An adapter: its files with their marks, its identity when it was loaded, and its identity now."""
+
+    files: tuple[Path, ...]
+    marks: tuple[tuple[int, int, int], ...]
+    loaded: str
+    identity: str
+
+
+@final
+class LoraAdapters:
+    """The identities of LoRA adapters: their names and the content of their files.
+
+    vLLM loads an adapter once for each number that it gives out, and tells no connector. So the content at an adapter's first
+    request is taken for what was loaded, and files that change later give an identity that no engine with only one of the two
+    contents has. Requests for an adapter that vLLM has loaded in place say so; then the new content alone counts.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, str], _Adapter] = {}
+
+    def identity(self, request: LoRARequest) -> str:
+        """Return the identity of an adapter: its name alone if its files cannot be read.
+
+        The files are read at the adapter's first request (some hundred pieces), and at each one only asked for their times.
+        """
+        key = (request.lora_int_id, request.lora_path)
+        known = self._known.get(key)
+        files = self._files(request) if known is None else known.files
+        marks = _marks(files)
+        if known is None or marks != known.marks:
+            now = f"{request.lora_name}{_content(files)}"
+            is_loaded = known is None or bool(
+                getattr(request, "load_inplace", False)
+            )  # hosts without it reload nothing
+            loaded = now if is_loaded else known.loaded
+            if now != loaded:
+                _logger.warning(
+                    "the files of LoRA adapter '%s' in %s have changed since its first request: its prompts are handed over only "
+                    "between engines where they changed in the same way; load new weights under a new name and path",
+                    request.lora_name,
+                    request.lora_path,
+                )
+            known = _Adapter(files, marks, loaded, now if now == loaded else f"{loaded} {now}")
+            if len(self._known) >= _MOST_ADAPTERS:
+                del self._known[next(iter(self._known))]
+            self._known[key] = known
+        return known.identity
+
+    @staticmethod
+    def _files(request: LoRARequest) -> tuple[Path, ...]:
+        place = local_checkpoint(request.lora_path)
+        found = [] if place is None else [place / _ADAPTER_CONFIG, *_files(place)]
+        if not found or not all(file.is_file() for file in found):
+            _logger.warning(
+                "LoRA adapter '%s' is identified by its name alone: there are no files of it in %s",
+                request.lora_name,
+                request.lora_path,
+            )
+            return ()
+        return tuple(found)
+
+
+def _marks(files: Sequence[Path]) -> tuple[tuple[int, int, int], ...]:
+    """Return marks that differ when the content of a file may differ."""
+    try:
+        return tuple((found.st_ino, found.st_size, found.st_mtime_ns) for found in map(os.stat, files))
+    except OSError:
+        return ()
+
+
+def _content(files: Sequence[Path]) -> str:
+    """Return the digest of an adapter's configuration and weights; empty if they cannot be read."""
+    if not files:
+        return ""
+    try:
+        settings = hashlib.sha256(files[0].read_bytes()).hexdigest()[:32]
+        return f"/{settings}/{weights_digest(files[0].parent)}"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return ""
