@@ -197,24 +197,22 @@ class LoraAdapters:
         known = self._known.get(key)
         files = self._files(request) if known is None else known.files
         marks = _marks(files)
-        if known is None or marks != known.marks:
-            now = f"{request.lora_name}{_content(files)}"
-            is_loaded = known is None or bool(
-                getattr(request, "load_inplace", False)
-            )  # hosts without it reload nothing
-            loaded = now if is_loaded else known.loaded
-            if now != loaded:
-                _logger.warning(
-                    "the files of LoRA adapter '%s' in %s have changed since its first request: its prompts are handed over only "
-                    "between engines where they changed in the same way; load new weights under a new name and path",
-                    request.lora_name,
-                    request.lora_path,
-                )
-            known = _Adapter(files, marks, loaded, now if now == loaded else f"{loaded} {now}")
-            if len(self._known) >= _MOST_ADAPTERS:
-                del self._known[next(iter(self._known))]
-            self._known[key] = known
-        return known.identity
+        if known is not None and marks == known.marks:
+            return known.identity
+        loaded = now = f"{request.lora_name}{_content(files)}"
+        if known is not None and not getattr(request, "load_inplace", False):  # hosts without it reload nothing
+            loaded = known.loaded
+        if now != loaded:
+            _logger.warning(
+                "the files of LoRA adapter '%s' in %s have changed since its first request: its prompts are handed over only "
+                "between engines where they changed in the same way; load new weights under a new name and path",
+                request.lora_name,
+                request.lora_path,
+            )
+        if len(self._known) >= _MOST_ADAPTERS:
+            del self._known[next(iter(self._known))]
+        self._known[key] = _Adapter(files, marks, loaded, now if now == loaded else f"{loaded} {now}")
+        return self._known[key].identity
 
     @staticmethod
     def _files(request: LoRARequest) -> tuple[Path, ...]:
