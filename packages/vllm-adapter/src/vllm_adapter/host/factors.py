@@ -27,8 +27,10 @@ _OTHER_DECIDING = ("quantization_config", "model_class_overrides")
 All others may differ between engines of one model: paths, names and revisions, tokenizer, lengths, seeds, sampling, media (items
 are identified together with their processor's settings), and what only changes speed.
 """
-_NOT_DECIDING = frozenset({"transformers_version", "id2label", "label2id", "max_model_len"})
-"""Settings of the resolved configuration that may differ. Some models note the engine's `max_model_len` there."""
+_NOT_DECIDING = frozenset(
+    {"transformers_version", "id2label", "label2id", "max_model_len", "target_layer_count", "draft_vocab_size"}
+)
+"""Settings of the resolved configuration that may differ; the last three are notes that some models add on some ranks."""
 _LONGEST_SETTING = 200
 _WHOLE_CHECKPOINTS = frozenset(
     {
@@ -110,8 +112,8 @@ def _weights(config: VllmConfig, model: Any) -> str:  # noqa: ANN401  (vLLM's, w
             if place is not None and (digest := weights_digest(place)):
                 _logger.info("weights of %s identified in %.2f s: %s", model.model, time.monotonic() - begun_s, digest)
                 return digest
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            reason = f"{type(error).__name__}: {error}"
+        except (OSError, ValueError) as error:
+            reason = str(error)
     _logger.warning_once(
         "the weights of %s cannot be identified (%s): a hand-over with an engine that loaded other weights under the "
         "same name will not be refused",
@@ -134,13 +136,13 @@ def _settings(model: Any) -> dict[str, object]:  # noqa: ANN401  (vLLM's, which 
     if rope.get("rope_type") == "longrope":
         # vLLM chooses between short and long factors by the engine's length, not by the prompt's.
         settings["long_rope"] = model.max_model_len > rope.get("original_max_position_embeddings", 0)
-    return {
-        name: _short(_plain(value))
-        for name, value in settings.items()
-        if value is not None
-        and not _NOT_DECIDING & set(name.split("."))
-        and not name.rpartition(".")[2].startswith("_")
-    }
+    return {name: _short(_plain(value)) for name, value in settings.items() if value is not None and _decides(name)}
+
+
+def _decides(name: str) -> bool:
+    """Return whether a setting may change the KV: no path or private note (`_name_or_path`), and no token of special meaning."""
+    parts = name.split(".")
+    return not (_NOT_DECIDING & set(parts) or parts[-1].startswith("_") or parts[-1].endswith("token_id"))
 
 
 def _short(value: object) -> object:

@@ -65,12 +65,16 @@ def local_checkpoint(name: str, revision: str | None = None, cache: str | None =
         revision: Revision of the repository.
         cache: Folder of downloaded repositories; None for the default.
     """
-    path = Path(name).expanduser()
-    if path.exists():
-        return path
     try:
+        path = Path(name).expanduser()
+        if path.exists():
+            return path
         return Path(snapshot_download(name, revision=revision, cache_dir=cache, local_files_only=True))
-    except (OSError, ValueError):  # not downloaded, or not the name of a repository
+    except (
+        OSError,
+        ValueError,
+        RuntimeError,
+    ):  # not downloaded, no name of a repository, or `~` of a user without a home
         return None
 
 
@@ -78,9 +82,12 @@ def weights_digest(place: Path) -> str:
     """Return the digest of the weights in a file or folder as 32 hexadecimal digits; empty if there are none.
 
     Raises:
-        OSError, ValueError, KeyError, TypeError: A file cannot be read, or is not what its name says.
+        OSError, ValueError: A file cannot be read, or is not what its name says.
     """
-    tensors = sorted(tensor for file in _files(place) for tensor in _tensors(file))
+    try:
+        tensors = sorted(tensor for file in _files(place) for tensor in _tensors(file))
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{place} holds no valid safetensors: {error!r}") from error
     if not tensors:
         return ""
     kinds: dict[str, list[_Tensor]] = {}
@@ -149,19 +156,14 @@ def _read(tensors: Sequence[_Tensor]) -> list[tuple[_Tensor, bytes]]:
     """Read the pieces of some tensors of one file."""
     descriptor = os.open(tensors[0].file, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        return [
-            (
-                each,
-                os.pread(
-                    descriptor,
-                    size := min(_PIECE_BYTES, each.size_bytes),
-                    each.first_byte + (each.size_bytes - size) // 2,
-                ),
-            )
-            for each in tensors
-        ]
+        return [(each, _read_piece(descriptor, each)) for each in tensors]
     finally:
         os.close(descriptor)
+
+
+def _read_piece(descriptor: int, tensor: _Tensor) -> bytes:
+    piece_bytes = min(_PIECE_BYTES, tensor.size_bytes)
+    return os.pread(descriptor, piece_bytes, tensor.first_byte + (tensor.size_bytes - piece_bytes) // 2)
 
 
 # ------------------------------------------------------------------------------------------------------------ adapters
@@ -216,16 +218,19 @@ class LoraAdapters:
 
     @staticmethod
     def _files(request: LoRARequest) -> tuple[Path, ...]:
+        """Return an adapter's configuration and its weights; nothing, which is logged, where they are not on this machine."""
         place = local_checkpoint(request.lora_path)
-        found = [] if place is None else [place / _ADAPTER_CONFIG, *_files(place)]
-        if not found or not all(file.is_file() for file in found):
-            _logger.warning(
-                "LoRA adapter '%s' is identified by its name alone: there are no files of it in %s",
-                request.lora_name,
-                request.lora_path,
-            )
-            return ()
-        return tuple(found)
+        if place is not None:
+            weights = [place / f"adapter_model{pattern[1:]}" for pattern in _PATTERNS]
+            found = next((file for file in weights if file.is_file()), None)
+            if found is not None and (place / _ADAPTER_CONFIG).is_file():
+                return place / _ADAPTER_CONFIG, found
+        _logger.warning(
+            "LoRA adapter '%s' is identified by its name alone: there are no files of it in %s",
+            request.lora_name,
+            request.lora_path,
+        )
+        return ()
 
 
 def _marks(files: Sequence[Path]) -> tuple[tuple[int, int, int], ...]:
@@ -241,7 +246,7 @@ def _content(files: Sequence[Path]) -> str:
     if not files:
         return ""
     try:
-        settings = hashlib.sha256(files[0].read_bytes()).hexdigest()[:32]
-        return f"/{settings}/{weights_digest(files[0].parent)}"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        settings, weights = files
+        return f"/{hashlib.sha256(settings.read_bytes()).hexdigest()[:32]}/{weights_digest(weights)}"
+    except (OSError, ValueError):
         return ""
