@@ -1,7 +1,12 @@
-"""`dev.py dist`: wheels and source archives of all five packages, as a release would build them, into one folder."""
+"""`dev.py dist`: wheels and source archives of all five packages, as a release would build them, into one folder.
+
+`requirements.txt` beside them pins the five wheels by version and hash, so that they are installed from this folder alone: an
+index, where anybody may have registered one of their names, is not asked for them.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 from typing import TYPE_CHECKING
 
@@ -18,7 +23,7 @@ __all__ = ["build_all", "run_dist"]
 
 
 def run_dist(uv: Path, folder: Path) -> int:
-    """Build the ten files and let twine and check-wheel-contents judge them; return 0 when they are good."""
+    """Build all files and let twine and check-wheel-contents judge them; return 0 when they are good."""
     files = build_all(uv, folder.resolve())
     tools = release_environment(uv).parent
     run_step("check metadata", [tools / "twine", "check", "--strict", *files])
@@ -29,7 +34,7 @@ def run_dist(uv: Path, folder: Path) -> int:
 
 
 def build_all(uv: Path, folder: Path) -> list[Path]:
-    """Build a wheel and a source archive of each package; files of other versions of them are removed from the folder first."""
+    """Build a wheel and a source archive of each package, and pin the wheels; files of other versions are removed first."""
     for stale in _ours(folder):
         stale.unlink()
     for name in PACKAGES:
@@ -40,7 +45,13 @@ def build_all(uv: Path, folder: Path) -> list[Path]:
     files = _ours(folder)
     if len(files) != 2 * len(PACKAGES):
         fail(f"expected {2 * len(PACKAGES)} files in {folder}, found {[file.name for file in files]}")
+    (folder / "requirements.txt").write_text("".join(_pin(file) for file in files if file.suffix == ".whl"))
     return files
+
+
+def _pin(wheel: Path) -> str:
+    name, version = wheel.name.split("-")[:2]
+    return f"{name.replace('_', '-')}=={version} --hash=sha256:{hashlib.sha256(wheel.read_bytes()).hexdigest()}\n"
 
 
 def _ours(folder: Path) -> list[Path]:

@@ -184,9 +184,10 @@ def _group_environment(uv: Path, group: str, *alone: str) -> Path:
 def _install_lowest(uv: Path, venv: Path, package: str) -> None:
     wheels = build_wheels(uv, [package, *siblings_of(ROOT, package)])
     env = uv_environment()
-    env["UV_FIND_LINKS"] = ",".join(filter(None, [env.get("UV_FIND_LINKS"), str(wheels)]))
     overrides = STATE / "lowest-overrides.txt"
-    overrides.write_text(_NIXL_OVERRIDES)
+    # Siblings by file: an index may have packages of their names that are not ours.
+    siblings = (f"{file.name.partition('-')[0].replace('_', '-')} @ {file.as_uri()}\n" for file in wheels.glob("*.whl"))
+    overrides.write_text(_NIXL_OVERRIDES + "".join(siblings))
     run_step(f"python of {package}, lowest", [uv, "venv", "--quiet", "--python", sys.executable, venv], env=env)
     pip: list[str | Path] = [uv, "pip", "install", "--no-config", "--python", venv / "bin" / "python"]
     pyproject = ROOT / "packages" / package / "pyproject.toml"

@@ -311,7 +311,10 @@ def test_the_image_recipe_copies_what_exists_and_installs_this_version() -> None
     assert "python3 tools/dev.py dist /wheels" in text
     version = re.search(r'^version = "(.+)"', (ROOT / "packages/vllm-adapter/pyproject.toml").read_text(), re.MULTILINE)
     assert version
-    assert f"'vllm-adapter[cli]=={version.group(1)}' " in text
+    assert (
+        "--no-index --no-deps --find-links /opt/kv-transfer/wheels --require-hashes -r /opt/kv-transfer/wheels/requirements.txt"
+        in text
+    )
     tags = re.findall(
         r'newTag: "?([\d.]+)', "".join(file.read_text() for file in KUBERNETES.rglob("kustomization.yaml"))
     )

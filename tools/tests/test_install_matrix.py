@@ -12,9 +12,12 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from email.parser import HeaderParser
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from zipfile import ZipFile
 
@@ -46,11 +49,13 @@ class Environment:
     uv: Path
     pip: Path
 
-    def run(self, words: list[str], cwd: Path, *, is_dry: bool = False) -> str:
-        """Run `uv pip install ...` or `pip install ...`, as a person would with this environment active."""
+    def run(self, words: list[str], cwd: Path, *, is_dry: bool = False, index: str = "") -> str:
+        """Run `uv pip install ...` or `pip install ...`, as a person would with this environment active, and this index."""
         tool = [str(self.uv)] if words[0] == "uv" else [str(self.pip), "-m", "pip", "--python", str(self.folder)]
         command = [*tool, *words[1:], *(["--dry-run"] if is_dry else [])]
         environment = {**uv_environment(), "VIRTUAL_ENV": str(self.folder)}
+        if index:
+            environment |= {"UV_DEFAULT_INDEX": index, "PIP_INDEX_URL": index}
         ended = subprocess.run(
             command,
             cwd=cwd,
@@ -133,9 +138,20 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 
 
 CLI = {"vllm-adapter": "[cli]"}
+FROM_DIST = [
+    "install",
+    "--no-index",
+    "--no-deps",
+    "--find-links",
+    "dist",
+    "--require-hashes",
+    "-r",
+    "dist/requirements.txt",
+]
+THIRD_PARTY = ["uv", "pip", "install", "msgspec", "numpy", "pyzmq", "typer", "rich"]
 WAYS = {
-    ("uv", "wheels"): ["uv", "pip", "install", "--find-links", "dist", "vllm-adapter[cli]"],
-    ("pip", "wheels"): ["pip", "install", "--find-links", "dist", "vllm-adapter[cli]"],
+    ("uv", "wheels"): ["uv", "pip", *FROM_DIST],
+    ("pip", "wheels"): ["pip", *FROM_DIST],
     ("uv", "checkout"): ["uv", "pip", "install", "./packages/vllm-adapter[cli]"],
     ("pip", "checkout"): ["pip", "install", *(f"./packages/{name}{CLI.get(name, '')}" for name in PACKAGES)],
 }
@@ -170,6 +186,7 @@ def test_the_extra_vllm_brings_vllm_in_the_checkout_too(bench: Bench) -> None:
 
 def test_in_an_empty_environment_the_programs_start_and_the_doctor_says_which_nixl_to_install(bench: Bench) -> None:
     environment = bench.host({})
+    environment.run(THIRD_PARTY, bench.checkout)
     environment.run(WAYS["uv", "wheels"], bench.checkout)
     assert not {"nixl", "nixl-cu12", "nixl-cu13", "torch", "vllm"} & set(environment.versions())
     programs = environment.folder / "bin"
@@ -227,6 +244,74 @@ def test_install_lines_of_the_pages_leave_the_host_alone(bench: Bench, line: str
     said = host.run(shlex.split(line), bench.checkout, is_dry=True)
     assert not re.search(r"^ [-~] |Attempting uninstall", said, re.MULTILINE), said
     assert not re.search(r"^ \+ (torch|vllm)==|^Would install .*\b(torch|vllm)-\d", said, re.MULTILINE), said
+
+
+@pytest.fixture
+def strangers(tmp_path: Path) -> Iterator[str]:
+    """An index on which a stranger has registered the five names: one version as ours, one that is higher."""
+    for name in PACKAGES:
+        (tmp_path / name).mkdir()
+        files = [f"{name.replace('-', '_')}-{version}-py3-none-any.whl" for version in ("0.2.0", "0.2.99")]
+        for file in files:
+            info, version = "-".join(file.split("-")[:2]) + ".dist-info", file.split("-")[1]
+            with ZipFile(tmp_path / name / file, "w") as wheel:
+                wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+                wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+                wheel.writestr(f"{info}/RECORD", "")
+        links = "".join(f'<a href="{file}">{file}</a>' for file in files)
+        (tmp_path / name / "index.html").write_text(f"<!DOCTYPE html><html><body>{links}</body></html>")
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(tmp_path))) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    """Serves files and logs nothing."""
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002  (its name in the base class)
+        """Log nothing."""
+
+
+def _installed(environment: Environment) -> dict[str, str]:
+    """Return the installed files of our packages: a stranger's have no modules."""
+    modules = {name: f"{name.replace('-', '_')}/__init__.py" for name in PACKAGES}
+    (site,) = environment.folder.glob("lib/python3*/site-packages")
+    return {name: environment.versions()[name] for name, module in modules.items() if (site / module).is_file()}
+
+
+@pytest.mark.parametrize("tool", ["uv", "pip"])
+def test_no_stranger_on_an_index_gets_in(bench: Bench, strangers: str, tool: str) -> None:
+    host = bench.host({**HOSTS["cu13"], **BROUGHT})
+    prefix = ["uv", "pip"] if tool == "uv" else ["pip"]
+    said = host.run(
+        [*prefix, "install", "--find-links", "dist", "vllm-adapter"], bench.checkout, index=strangers, is_dry=True
+    )
+    assert "0.2.99" in said, "an installer that asks this index takes the stranger's"
+    host.run(WAYS[tool, "wheels"], bench.checkout, index=strangers)
+    assert _installed(host) == dict.fromkeys(PACKAGES, "0.2.0")
+    # Hints such as this one, of a command that lacks its libraries, are followed afterwards.
+    host.run([*prefix, "install", "kv-handshake[cli]"], bench.checkout, index=strangers)
+    assert _installed(host) == dict.fromkeys(PACKAGES, "0.2.0")
+
+
+@pytest.mark.parametrize("line", sorted(line for line in INSTALLS if " dist" in line))
+def test_no_line_of_the_pages_asks_an_index_for_our_packages(bench: Bench, strangers: str, line: str) -> None:
+    host = bench.host({**HOSTS["cu13"], **BROUGHT})
+    said = host.run(shlex.split(line), bench.checkout, index=strangers, is_dry=True)
+    assert "0.2.99" not in said, said
+
+
+def test_a_wheel_that_was_exchanged_in_the_folder_is_refused(bench: Bench, tmp_path: Path) -> None:
+    copied = shutil.copytree(bench.checkout / "dist", tmp_path / "dist")
+    with ZipFile(copied / "kv_handshake-0.2.0-py3-none-any.whl", "a") as wheel:
+        wheel.writestr("kv_handshake/more.py", "")
+    with pytest.raises(AssertionError, match=r"(?i)hash"):
+        bench.host(BROUGHT).run(WAYS["uv", "wheels"], tmp_path)
 
 
 def test_pages_name_every_way() -> None:

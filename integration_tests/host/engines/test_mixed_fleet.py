@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -30,8 +31,9 @@ from fleets import (
     prompt,
     started_fleet,
 )
+from safetensors.numpy import load_file, save_file
 
-from kvdev.engines import free_port, samples_of
+from kvdev.engines import free_port, local_model, samples_of
 
 LEASE_S = 4
 MIXED = [("ours", "hosts"), ("hosts", "ours")]
@@ -244,6 +246,35 @@ def assert_a_handshake_fails(fleet: Fleet, prefill: str, decode: str, text: str)
                 return int(reply.status)
 
     assert asyncio.run(run()) == 500
+
+
+@pytest.mark.never_wrong("A14")
+def test_another_checkpoint_under_the_same_path_and_an_override_are_refused_by_name(tmp_path: Path) -> None:
+    """The checkpoint is replaced in place while engines run, as fleets are updated; decode computes with what it has loaded."""
+    model = tmp_path / "model"
+    shutil.copytree(local_model(Path(os.environ["KVDEV_UV"]), "dense", VLLM)[1], model)
+    words = ["--model", str(model), "--no-enable-prefix-caching"]
+    override = ["--hf-overrides", json.dumps({"rms_norm_eps": 0.3})]
+    reads = ours(kv_load_failure_policy="recompute")
+    arguments = {"prefill": words, "overridden": [*words, *override], "replaced": words, "same": words}
+    texts = [prompt(number, 60) for number in range(3)]
+    with started_fleet("dense", {"prefill": ours(), "overridden": reads, "same": reads}, arguments=arguments) as fleet:
+        fleet.assert_handed_over("prefill", "same", texts, fleet.answers(texts, decode="prefill"))
+        fleet.end("same")
+        for file in model.glob("*.safetensors"):
+            save_file({name: weights[::-1].copy() for name, weights in load_file(file).items()}, file)
+        with started_fleet("dense", {"replaced": reads}, arguments=arguments) as later:
+            fleet.engines |= later.engines
+            for engine, said in (
+                ("overridden", 'model_config: local {"rms_norm_eps": 0.3}'),
+                ("replaced", "model_weights: "),
+            ):
+                alone = fleet.answers(texts, decode=engine)
+                assert alone != fleet.answers(texts, decode="prefill"), "the KV of one would not show in the other"
+                assert fleet.answers(texts, prefill="prefill", decode=engine) == alone
+                assert fleet.count(engine, TRANSFERS) == 0
+                assert said in fleet.log(engine)
+            del fleet.engines["replaced"]
 
 
 def test_latent_attention_crosses_between_all_pairings_and_through_a_host_buffer(tmp_path: Path) -> None:

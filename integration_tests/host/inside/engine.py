@@ -23,6 +23,7 @@ from vllm.config import (
     VllmConfig,
     set_current_vllm_config,
 )
+from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -178,6 +179,7 @@ class Engine:
         is_refused: bool = False,
         is_session: bool = False,
         media: Iterable[MultiModalFeatureSpec] = (),
+        lora: LoRARequest | None = None,
         **sampled: Any,
     ) -> Request:
         """Queue a request; with `is_refused` as vLLM queues one that its frontend refused: to be aborted at once.
@@ -200,6 +202,7 @@ class Engine:
             mm_features=list(media),
             abort_immediately=is_refused,
             resumable=is_session,
+            lora_request=lora,
         )
         self.scheduler.add_request(request)
         if is_refused:
@@ -321,9 +324,11 @@ def prompt(tokens: int, seed: int = 0) -> list[int]:
     return [(seed * 31 + n * 7) % 48 for n in range(tokens)]
 
 
-def hand_over(producer: Engine, request_id: str, tokens: list[int]) -> dict[str, Any]:
+def hand_over(
+    producer: Engine, request_id: str, tokens: list[int], *, lora: LoRARequest | None = None
+) -> dict[str, Any]:
     """Prefill a prompt on one engine and return the ticket for the other."""
-    producer.add(request_id, tokens, max_tokens=1, params=dict(PREFILL))
+    producer.add(request_id, tokens, max_tokens=1, params=dict(PREFILL), lora=lora)
     producer.step()
     while request_id not in producer.outputs:
         producer.step()

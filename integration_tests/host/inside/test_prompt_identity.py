@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from engine import BLOCK, PREFILL, hand_over, ids, prompt
+from safetensors.numpy import save_file
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItem, PlaceholderRange
 from vllm.v1.engine import FinishReason
@@ -162,10 +167,7 @@ def test_a_prompt_is_told_from_every_other(make_engine) -> None:
     request.cache_salt = "tenant"
     seen.add(_digest(request))
     request.cache_salt, request.lora_request = None, LoRARequest("adapter", 1, "/one/path")
-    named = _digest(request)
-    request.lora_request = LoRARequest("adapter", 7, "/another/path")
-    assert _digest(request) == named, "the name counts, not the path"
-    seen.add(named)
+    seen.add(_digest(request))
     request.lora_request = None
     for pictures in ([_picture("a", 0)], [_picture("b", 0)], [_picture("a", 4)], [_picture("a", 0), _picture("b", 8)]):
         request.mm_features = pictures
@@ -180,6 +182,66 @@ def test_a_prompt_is_told_from_every_other(make_engine) -> None:
     assert None not in seen
     assert len(seen) == 11
     assert _digest(request, 41) is None
+
+
+def _store_adapter(folder: Path, seed: int, rank: int = 4) -> str:
+    folder.mkdir(exist_ok=True)
+    draw = np.random.default_rng(seed)
+    for part in ("A", "B"):
+        weights = {f"layers.{n}.q_proj.lora_{part}.weight": draw.standard_normal((rank, 32)) for n in range(2)}
+        save_file(weights, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps({"r": rank, "lora_alpha": 16}))
+    return str(folder)
+
+
+@pytest.mark.never_wrong("A14")
+def test_an_adapter_is_its_name_and_its_content(make_engine, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """vLLM numbers adapters as they are loaded, so a number stands for one load on one engine."""
+    request = make_engine("P").add("p", TOKENS)
+    one, same, other = (_store_adapter(tmp_path / name, seed) for name, seed in (("one", 1), ("same", 1), ("other", 2)))
+
+    def of(name: str, number: int, path: str, *, in_place: bool = False) -> str | None:
+        request.lora_request = LoRARequest(name, number, path, load_inplace=in_place)
+        return _digest(request)
+
+    first = of("sql", 1, one)
+    assert first == of("sql", 7, same), "neither number nor path counts"
+    assert len({first, of("sql", 2, other), of("chat", 3, one)}) == 3
+    os.utime(tmp_path / "same" / "adapter_model.safetensors", ns=(1, 1))
+    assert of("sql", 7, same) == first, "a file that was only touched is the same"
+    assert "LoRA" not in caplog.text
+
+    _store_adapter(tmp_path / "one", seed=2)
+    after = of("sql", 1, one)
+    assert after not in {first, of("sql", 2, other)}, "nobody knows which of the two vLLM has loaded"
+    assert caplog.text.count("have changed since its first request") == 1
+    assert of("sql", 1, one, in_place=False) == after
+    assert of("sql", 8, one) == of("sql", 2, other), "loaded anew"
+    _store_adapter(tmp_path / "same", seed=2)
+    assert of("sql", 7, same, in_place=True) == of("sql", 2, other), "loaded in place"
+
+    assert of("sql", 9, "/nowhere") == of("sql", 10, "s3://bucket/sql") != of("chat", 11, "/nowhere")
+    assert caplog.text.count("identified by its name alone") == 3
+    config = tmp_path / "one" / "adapter_config.json"
+    config.write_text(config.read_text().replace("16", "32"))
+    assert of("sql", 12, one) not in {first, after, of("sql", 2, other)}
+
+
+@pytest.mark.never_wrong("A14")
+def test_a_ticket_of_an_adapter_that_was_reloaded_on_one_side_is_computed_here(make_engine, tmp_path: Path) -> None:
+    producer, consumer = make_engine("P"), make_engine("D")
+    old, new = (_store_adapter(tmp_path / f"sql-{seed}", seed) for seed in (1, 2))
+    reads: list[int] = []
+    for number, (theirs, ours) in enumerate(((old, old), (new, old)), 1):
+        tokens = prompt(40, seed=number)
+        ticket = hand_over(producer, f"p{number}", tokens, lora=LoRARequest("sql", number, theirs))
+        consumer.add(f"d{number}", tokens, params=ticket, lora=LoRARequest("sql", 1, ours))
+        scheduled = consumer.step()
+        reads.append(len(_reads(consumer)))
+        assert scheduled == ({} if number == 1 else {"d2": 40})
+        consumer.run(**({"received": ["d1"]} if number == 1 else {}))
+    assert reads == [1, 1]
+    consumer.assert_nothing_left()
 
 
 @pytest.mark.never_wrong("A1")

@@ -89,7 +89,8 @@ func differingFactor(ours, theirs *Map) string {
 			names = append(names, name)
 		}
 	}
-	isIdentified := ours.Values["model_identity"] != nil && theirs.Values["model_identity"] != nil
+	isIdentified := ours.Values["model_identity"] != nil && theirs.Values["model_identity"] != nil ||
+		isShared("model_config", ours, theirs) && isShared("model_weights", ours, theirs)
 	for _, name := range names {
 		if name == "model" && isIdentified {
 			continue
@@ -99,6 +100,11 @@ func differingFactor(ours, theirs *Map) string {
 		}
 	}
 	return ""
+}
+
+// isShared returns whether both send a factor, with one value.
+func isShared(name string, ours, theirs *Map) bool {
+	return ours.Values[name] != nil && sortedJSON(ours.Values[name]) == sortedJSON(theirs.Values[name])
 }
 
 // sortedJSON writes a value as Python's json.dumps(value, sort_keys=True) does.

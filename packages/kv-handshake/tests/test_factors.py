@@ -39,6 +39,9 @@ def test_hash_is_sha256_of_sorted_json(factors):
     assert compatibility_hash(factors) == hashlib.sha256(json.dumps(factors, sort_keys=True).encode()).hexdigest()
 
 
+CONTENT = {"model_config": {"rms_norm_eps": 1e-5}, "model_weights": "ab"}
+
+
 @given(FACTOR_SETS, FACTOR_SETS)
 def test_differences_are_exactly_the_differing_names(local, peer):
     names = {each.name for each in differing_factors(local, peer)}
@@ -57,6 +60,13 @@ def test_differences_are_symmetric_and_ordered():
     assert str(forth[0]) == 'dtype: local "torch.bfloat16", peer "torch.float16"'
 
 
+def test_of_two_maps_only_the_entries_that_differ_are_named():
+    ours, theirs = {"eps": 0.3, "layers": 2, "only": "x"}, {"layers": 2, "eps": 1e-5}
+    (found,) = differing_factors({"model_config": ours}, {"model_config": theirs})
+    assert str(found) == 'model_config: local {"eps": 0.3, "only": "x"}, peer {"eps": 1e-05, "only": null}'
+    assert found.group == "must-match"
+
+
 def test_tuples_and_lists_are_the_same_factor():
     assert differing_factors({"groups": (1, 2)}, {"groups": [1, 2]}) == ()
 
@@ -70,6 +80,9 @@ def test_tuples_and_lists_are_the_same_factor():
         ({"model": "/a"}, {"model": "/b"}, "must-match"),
         ({"model": "/a", "model_identity": "i"}, {"model": "/b", "model_identity": "i"}, "informative"),
         ({"model": "/a", "model_identity": "i"}, {"model": "/b"}, "must-match"),
+        ({"model": "/a", **CONTENT}, {"model": "/b", **CONTENT}, "informative"),
+        ({"model": "/a", **CONTENT}, {"model": "/b", **CONTENT, "model_weights": "cd"}, "must-match"),
+        ({"model": "/a", **CONTENT}, {"model": "/b"}, "must-match"),
         ({"sliding_window": 4096}, {}, "must-match"),
         ({"newer": 1}, {"newer": 2}, "must-match"),
         ({"newer": 1}, {}, "informative"),

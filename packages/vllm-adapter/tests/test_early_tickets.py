@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,26 @@ def test_a_fleet_secret_covers_the_address_and_may_change(tmp_path: Path, monkey
     monkeypatch.setattr("time.monotonic", lambda: 1e9)
     decode = writer.for_decode(ID, "10.0.0.1", 5600)
     assert read_early(decode, HostPolicy(), TicketSeal((NEXT,))).port == 5600
+
+
+def test_who_knows_a_request_but_not_the_secret_does_not_know_its_hand_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The id is that of one request in all calls, also while the secret is rotated, and one that both engines take."""
+    file = tmp_path / "secret"
+    file.write_bytes(SECRET)
+    file.chmod(0o400)
+    keyed = EarlyTicketWriter({"streaming": True, "ticket_secret_files": [str(file)]})
+    first = keyed.hand_over_id("request-1")
+    assert first != EarlyTicketWriter({"streaming": True}).hand_over_id("request-1")
+    assert first != hashlib.sha256(b"kv-stream request-1").hexdigest()[:32]
+    assert first != keyed.hand_over_id("request-2")
+    file.unlink()
+    file.write_bytes(NEXT)
+    file.chmod(0o400)
+    monkeypatch.setattr("time.monotonic", lambda: 1e9)
+    decode: Any = keyed.for_decode(keyed.hand_over_id("request-1"), "10.0.0.1", 5600)
+    assert read_early(decode, HostPolicy(), TicketSeal((NEXT,))).hand_over_id == first
 
 
 @pytest.mark.parametrize(

@@ -191,6 +191,7 @@ def test_a_peer_of_vllms_own_kind_needs_neither_and_the_log_says_what_is_lost(be
     assert "r1/0.0" in bench.agent.posts
     (line,) = bench.log
     assert "without fences" in line
+    assert "other weights or settings under one model name are not detected" in line
     assert "not bound to their prompts" in line
 
 

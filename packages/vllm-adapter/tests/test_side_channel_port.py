@@ -99,10 +99,10 @@ class Envs(Anything):
 
 
 class Stand(MetaPathFinder, Loader):
-    """Finds any module of vLLM and torch."""
+    """Finds any module of vLLM, and of what comes with it."""
 
     def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        is_ours = fullname.partition(".")[0] in {"vllm", "torch"}
+        is_ours = fullname.partition(".")[0] in {"vllm", "torch", "huggingface_hub"}
         return ModuleSpec(fullname, self, is_package=True) if is_ours else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
@@ -147,8 +147,10 @@ def config(index: int) -> Any:
 
 def facts_of(host: Any, made: Any, settings: Any = Settings()) -> Any:  # noqa: B008 - a frozen value
     """Return the facts of an engine, but for the parts of it that are not numbers here."""
-    for name in ("cache_groups", "transfer_group_ids", "backoff_tokens", "vllm_factors"):
+    for name in ("cache_groups", "transfer_group_ids", "backoff_tokens"):
         setattr(host.vllm, name, MagicMock(return_value=()))
+    for name in ("vllm_factors", "computation_factors"):
+        setattr(host.vllm, name, MagicMock(return_value={}))
     made.kv_transfer_config.engine_id = "engine"
     return host.vllm.engine_facts(made, MagicMock(), is_worker=False, settings=settings)
 

@@ -37,6 +37,10 @@ class CacheConfig:
 class CompilationConfig:
     static_forward_context: dict[str, Any]
 
+class LoadConfig:
+    load_format: str
+    download_dir: str | None
+
 class SchedulerConfig:
     disable_hybrid_kv_cache_manager: bool
 
@@ -59,6 +63,7 @@ class VllmConfig:
     parallel_config: ParallelConfig
     cache_config: CacheConfig
     scheduler_config: SchedulerConfig
+    load_config: LoadConfig
     compilation_config: CompilationConfig
     kv_transfer_config: KVTransferConfig | None
     observability_config: ObservabilityConfig

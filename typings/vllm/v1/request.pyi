@@ -24,8 +24,10 @@ class _MediaItem:
     identifier: str
     mm_position: _PlaceholderRange
 
-class _LoRARequest:
+class LoRARequest:
     lora_name: str
+    lora_int_id: int
+    lora_path: str
 
 class Request:
     request_id: str
@@ -42,7 +44,7 @@ class Request:
     num_preemptions: int
     max_tokens: int
     mm_features: Sequence[_MediaItem]
-    lora_request: _LoRARequest | None
+    lora_request: LoRARequest | None
     cache_salt: str | None
     structured_output_request: StructuredOutputRequest | None
     all_token_ids: Sequence[int]

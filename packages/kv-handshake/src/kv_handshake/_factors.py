@@ -20,7 +20,7 @@ import hashlib
 import json
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal, final
+from typing import TYPE_CHECKING, Literal, cast, final
 
 from kv_handshake._errors import ConfigurationError
 from kv_handshake._limits import MAX_FACTORS
@@ -51,7 +51,7 @@ FACTOR_GROUPS: Mapping[str, Group] = MappingProxyType(
         # In vLLM's hash.
         "vllm_version": "must-match",  # major and minor; see _version_group
         "nixl_connector_version": "must-match",
-        "model": "must-match",  # informative where both sides give a model_identity; see group_of
+        "model": "must-match",  # informative where both sides have the same content; see group_of and _difference_group
         "dtype": "must-match",
         "num_kv_heads": "must-match",
         "head_size": "must-match",
@@ -86,6 +86,8 @@ FACTOR_GROUPS: Mapping[str, Group] = MappingProxyType(
 )
 """Group by factor name. A name that is not here must match where both sides send it, and is informative otherwise."""
 
+_CONTENT = ("model_config", "model_weights")
+"""Factors of vllm-adapter that together say what `model` stands for. They count where both sides send them."""
 
 _PLAIN = frozenset({str, int, bool, type(None)})
 
@@ -97,8 +99,8 @@ class Difference:
 
     Attributes:
         name: The factor.
-        local: This engine's value; None if it has none.
-        peer: The peer's value; None if it has none or is not known.
+        local: This engine's value; None if it has none. Of two maps, the entries that differ.
+        peer: The peer's value, alike; None if it has none or is not known.
         group: Meaning of the difference under the negotiated policy.
     """
 
@@ -151,7 +153,7 @@ def compatibility_id(factors: Mapping[str, object]) -> str:
 def differing_factors(local: Mapping[str, object], peer: Mapping[str, object]) -> tuple[Difference, ...]:
     """Return every factor whose two values differ as JSON, must-match first, then by name."""
     differences = [
-        Difference(name, local.get(name), peer.get(name), _difference_group(name, local, peer))
+        Difference(name, *_unlike(local.get(name), peer.get(name)), _difference_group(name, local, peer))
         for name in {*local, *peer}
         if not _is_same(local.get(name), peer.get(name))
     ]
@@ -183,11 +185,25 @@ def _is_same(one: object, other: object) -> bool:
     return _canonical(one) == _canonical(other)
 
 
+def _unlike(local: object, peer: object) -> tuple[object, object]:
+    """Return two values, of two maps only the entries that differ: a whole configuration would hide them in a message."""
+    maps = [cast("dict[str, object]", each) for each in (local, peer) if isinstance(each, dict)]
+    if len(maps) < 2:
+        return local, peer
+    ours, theirs = maps
+    names = [name for name in {**ours, **theirs} if not _is_same(ours.get(name), theirs.get(name))]
+    return {name: ours.get(name) for name in names}, {name: theirs.get(name) for name in names}
+
+
 def _difference_group(name: str, local: Mapping[str, object], peer: Mapping[str, object]) -> Group:
     if name == "vllm_version" and _major_minor(local.get(name)) == _major_minor(peer.get(name)):
         return "may-differ"
     if name == "kv_cache_groups" and stage_groups_agree(local, peer):
         return "may-differ"
+    if name == "model" and all(
+        local.get(each) is not None and _is_same(local[each], peer.get(each)) for each in _CONTENT
+    ):
+        return "informative"  # the same content under another name
     return group_of(name, local, peer)
 
 

@@ -85,7 +85,7 @@ def prompt_digest(
 
     Args:
         token_ids: Exactly the tokens whose KV is handed over; an `array("q")` is not copied.
-        lora: Name of the adapter, not its path; empty for the base model.
+        lora: Identity of the adapter, such as its name and a digest of its content; empty for the base model.
         media: (content hash, first token, number of tokens) of each image, video or audio that begins among the tokens, in
             order of position.
         salt: The request's cache salt.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import time
 from typing import TYPE_CHECKING, final
 
@@ -40,6 +41,12 @@ class EarlyTicketWriter:
         self.reads_streams = self.offers_streams and settings.stream_reserve_fraction > 0
         self.advertised = settings.advertised
         self._secrets = configured_secrets(settings.ticket_secret_files, settings.ticket_secret_variable)
+        # The first secret is kept after a rotation: both requests of a hand-over need one id, which no engine computes again.
+        self._id_key = self._secrets.current[0] if self._secrets is not None else b""
+
+    def hand_over_id(self, request_id: object) -> str:
+        """Return the id of a request's hand-over; without the fleet secret, who knows a request's id cannot know this one."""
+        return hmac.digest(self._id_key, f"kv-stream {request_id}".encode(), "sha256").hex()[:32]
 
     def for_prefill(self, hand_over_id: str, host: str, port: int) -> dict[str, object]:
         """Return the params of the prefill engine's request; `host` and `port` are its side channel."""

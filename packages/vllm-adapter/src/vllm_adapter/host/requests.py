@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast, final
 import torch
 
 from vllm_adapter.host.vllm import drop_prompt_tail, end_reason
+from vllm_adapter.host.weights import LoraAdapters
 from vllm_adapter.scheduler.prefill_chunks import ScheduledTokens
 from vllm_adapter.scheduler.prefix_hits import PrefixHits
 from vllm_adapter.scheduler.values import Arrival, Ending
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["RefusedIdentity", "RequestIdentity", "arrival_of", "ending_of", "scheduled_tokens"]
 
 _NO_CONTENT_IDS = "ticket-media-unidentified"
+_adapters = LoraAdapters()
 
 
 @final
@@ -68,7 +70,7 @@ class RequestIdentity:
         lora = request.lora_request
         return prompt_digest(
             request.all_token_ids[:tokens],
-            lora=lora.lora_name if lora is not None else "",
+            lora=_adapters.identity(lora) if lora is not None else "",
             media=media,
             salt=request.cache_salt or "",
             embeds=_embeds(request, tokens),

@@ -43,7 +43,7 @@ from vllm_adapter.config import Settings
 from vllm_adapter.errors import UnsupportedHost
 from vllm_adapter.host.cache_config import cache_groups, state_groups, transfer_group_ids
 from vllm_adapter.host.drafting import backoff_tokens
-from vllm_adapter.host.factors import computation_factors, vllm_factors
+from vllm_adapter.host.factors import computation_factors, vllm_factors, weight_factors
 from vllm_adapter.host.side_channel_port import listening_port
 
 if TYPE_CHECKING:
@@ -278,7 +278,8 @@ def engine_facts(
         whole_reason=_whole_reason(config, cache),
         is_lock_stepped=_is_lock_stepped(config),
         factors=vllm_factors(config, backend, connector_version),
-        extra_factors=_extra_factors(config, groups),
+        # Only workers send factors to peers.
+        extra_factors={**_extra_factors(config, groups), **(weight_factors(config) if is_worker else {})},
     )
 
 

@@ -38,7 +38,8 @@ PEER_DRAINING = "peer-draining"
 
 _NO_FENCE = (
     "without fences, as vLLM's own connector does not offer them: its reads are trusted by their leases alone, its factors "
-    "cannot be compared and a restart of it is found by a failed read"
+    "cannot be compared, so that other weights or settings under one model name are not detected, and a restart of it is found "
+    "by a failed read"
 )
 _NOT_BOUND = "its tickets are not bound to their prompts: a ticket that reaches the wrong prompt is not noticed"
 _PIPELINE_RANKS_SINCE = 5
