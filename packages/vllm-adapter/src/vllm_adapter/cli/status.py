@@ -55,7 +55,7 @@ def _status(
         bool, typer.Option("--requests", help="Also the oldest requests, leases, reads and the peers.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The processes' answers as JSON.")] = False,
-    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Wait per process.")] = 3.0,
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Wait for all processes.")] = 3.0,
     folder: Annotated[
         str | None,
         typer.Option(metavar="FOLDER", help="Where the sockets are; default: where this user's engines put them."),

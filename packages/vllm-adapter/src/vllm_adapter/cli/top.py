@@ -60,7 +60,7 @@ class TopOptions:
         once: Whether to look once (twice, an interval apart, if speeds are wanted) and end.
         as_json: Whether to print a line of JSON per look.
         interval_s: Time between two looks.
-        timeout_s: Longest wait for each process.
+        timeout_s: Longest wait for all processes.
         folder: Where the sockets are; None for where this user's engines put them.
     """
 
@@ -88,7 +88,7 @@ def _top(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="A line of JSON per look.")] = False,
     interval: Annotated[float, typer.Option(metavar="SECONDS", help="Time between two looks.")] = 2.0,
-    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Wait per process.")] = 3.0,
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Wait for all processes.")] = 3.0,
     folder: Annotated[
         str | None,
         typer.Option(metavar="FOLDER", help="Where the sockets are; default: where this user's engines put them."),
