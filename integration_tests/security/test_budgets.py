@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from kv_handshake import QueryLimits, Timing
+from kv_handshake import QueryLimits, Timing, _asker
 from kv_handshake import _limits as limits
 from kv_handshake._pacing import AskLimits
 from kv_handshake._zmq import _options, _router
@@ -59,6 +59,7 @@ def test_numbers_are_those_of_the_code() -> None:
         "lists and maps within a factor": limits.MAX_DEPTH,
         "ranks of a handshake": limits.MAX_RANKS,
         "connections at once": timing.connections,
+        "failed places of early tickets that are remembered": vars(_asker)["_MOST_PLACES"],
         "requests that a heartbeat names": limits.MAX_HEARTBEAT_IDS,
         "bytes of a notification": limits.MAX_NOTIFICATION_BYTES,
         "characters of a client's or peer's text in a log line": vars(plain_text)["_MOST_CHARS"],
