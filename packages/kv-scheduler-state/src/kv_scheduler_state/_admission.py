@@ -129,7 +129,7 @@ class Admissions:
             except TicketError as early_error:
                 error = early_error
             else:
-                return _EARLY_CONSUMER
+                return BYSTANDER if request.consumer is None else _EARLY_CONSUMER
         request.rejected_code = error.code
         return Admission("none", error.code, str(error))
 

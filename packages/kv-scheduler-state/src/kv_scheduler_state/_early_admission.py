@@ -112,8 +112,8 @@ class EarlyAdmissions:
 
     def consumer(
         self, request_id: str, fields: Fields, prompt_tokens: int, identity: PromptIdentity | None, now_s: float
-    ) -> ConsumerRecord:
-        """Begin to ask a peer for a prompt that it computes at the same time.
+    ) -> ConsumerRecord | None:
+        """Begin to ask a peer for a prompt that it computes at the same time; None if this engine computes the prompt itself.
 
         Raises:
             TicketError: as `read_early`; `ticket-role`, `ticket-early-off`, `ticket-early-shared`, `ticket-prompt-unidentified`,
@@ -134,8 +134,11 @@ class EarlyAdmissions:
                 f"another request of this engine reads hand-over {quote(early.hand_over_id)}, which serves one reader",
                 field=EARLY_KEY,
             )
-        tokens = max(0, prompt_tokens - self._config.left_tokens(prompt_tokens))
-        digest = _digest(tokens, identity)
+        code = self._consumers.why_not_early(prompt_tokens)
+        if code:
+            self._consumers.streams.note_local(request_id, early, code)
+            return None
+        digest = _digest(prompt_tokens - self._config.left_tokens(prompt_tokens), identity)
         return self._consumers.arrive_early(request_id, early, digest, prompt_tokens, now_s)
 
     def opened(self, stream: ConsumedStream, answer: Mapping[str, object]) -> HandoffTicket:

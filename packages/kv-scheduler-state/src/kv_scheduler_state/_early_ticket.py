@@ -37,6 +37,7 @@ _TAG: Final = b"kv-early-1\0"
 _ID: Final = re.compile(r"[0-9a-f]{32}\Z")
 _NUMBER: Final = Struct("<q")
 _KEYS: Final = frozenset(("id", "host", "port"))
+_MOST_KEYS: Final = 16
 _MOST_HOST_CHARS: Final = 253
 
 
@@ -135,6 +136,10 @@ def named_id(fields: Mapping[object, Any], seal: _Seal | None) -> str:
 
 def _parsed(value: dict[object, object]) -> tuple[EarlyTicket, object]:
     """Return the early ticket and its MAC, each field checked by itself."""
+    if len(value) > _MOST_KEYS:  # before unknown keys are sorted and quoted
+        raise TicketError(
+            "ticket-type", f"{EARLY_KEY} has {len(value)} keys, at most {_MOST_KEYS} are allowed", field=EARLY_KEY
+        )
     missing = sorted(_KEYS - value.keys())
     if missing:
         raise TicketError("ticket-missing", f"{EARLY_KEY} has no {missing[0]}", field=missing[0])
