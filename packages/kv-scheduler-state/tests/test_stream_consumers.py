@@ -271,6 +271,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], Prompt, str]] = {
     "uncovered": ({"peer_networks": ()}, {}, Prompt(), "ticket-early-uncovered"),
     "identity": ({}, {}, Unidentified(), "ticket-prompt-unidentified"),
     "no digest": ({}, {}, Empty(), "ticket-prompt-unidentified"),
+    "a withdrawal": ({}, {"withdraw": True}, Prompt(), "ticket-flags"),
 }
 
 

@@ -40,6 +40,29 @@ def test_a_fleet_secret_covers_the_address_and_may_change(tmp_path: Path, monkey
     assert read_early(decode, HostPolicy(), TicketSeal((NEXT,))).port == 5600
 
 
+def test_an_id_follows_from_the_requests_id_and_the_secret_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who knows a client's request id must not find the hand-over's: another request under it would spoil the hand-over."""
+    file = tmp_path / "secret"
+    file.write_bytes(SECRET)
+    file.chmod(0o400)
+    extra = {"streaming": True, "ticket_secret_files": [str(file)]}
+    writer = EarlyTicketWriter(extra)
+    one = writer.hand_over_id("chatcmpl-1")
+    assert read_early(writer.for_decode(one, "10.0.0.1", 5600), HostPolicy(), TicketSeal((SECRET,))).hand_over_id == one
+    assert one not in {
+        writer.hand_over_id("chatcmpl-2"),
+        EarlyTicketWriter({"streaming": True}).hand_over_id("chatcmpl-1"),
+    }
+    file.unlink()
+    file.write_bytes(NEXT)
+    file.chmod(0o400)
+    monkeypatch.setattr("time.monotonic", lambda: 1e9)
+    writer.for_prefill(one, "10.0.0.1", 5600)
+    assert writer.hand_over_id("chatcmpl-1") == one, "also where the secrets change between its two requests"
+
+
 @pytest.mark.parametrize(
     ("extra", "reads"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import time
 from typing import TYPE_CHECKING, final
 
@@ -38,6 +39,12 @@ class EarlyTicketWriter:
         self.offers_streams = settings.streaming and is_covered
         self.reads_streams = self.offers_streams and settings.stream_reserve_fraction > 0
         self._secrets = configured_secrets(settings.ticket_secret_files, settings.ticket_secret_variable)
+        # Not renewed with the secrets: the two requests of a hand-over must get one id.
+        self._id_key = self._secrets.current[0] if self._secrets is not None else b""
+
+    def hand_over_id(self, request_id: str) -> str:
+        """Return the hand-over id of a request, the same in each call; without a secret the request's id gives it away."""
+        return hmac.digest(self._id_key, f"kv-stream {request_id}".encode(), "sha256").hex()[:32]
 
     def for_prefill(self, hand_over_id: str, host: str, port: int) -> dict[str, object]:
         """Return the params of the prefill engine's request; `host` and `port` are its side channel."""

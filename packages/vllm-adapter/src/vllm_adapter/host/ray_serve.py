@@ -5,7 +5,8 @@ An app file calls `register_backend()` once. From then on Ray gives each replica
 replicas at once.
 
 Ray requests the two halves of a hand-over in two calls that share only the client's request and the prefill replica's metadata,
-so the hand-over's id is a hash of the request's id. A request id that is used twice at once gets a plain hand-over.
+so the hand-over's id is a digest of the request's id, under a fleet secret where there is one. A request id that is used twice at
+once gets a plain hand-over.
 
 When two replicas work at once, Ray drops the prefill replica's answer, and with it the ticket. So both must stream. A prefill
 replica that does not, or that would refuse early tickets, publishes no address, and its requests run one after the other, as
@@ -16,7 +17,6 @@ Source: `ray/llm/_internal/serve` of Ray 2.60, `engines/vllm/kv_transfer` and `s
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 from collections.abc import Mapping
@@ -102,7 +102,7 @@ class KVTransferBackend(NixlConnectorBackend):
             self._tell_of_sequence()
             return super().prepare_prefill_request(request=request, peer=peer)
         asked = request.model_copy(deep=True)
-        asked.kv_transfer_params = self._tickets.for_prefill(_id_of(request), *address)
+        asked.kv_transfer_params = self._tickets.for_prefill(self._id_of(request), *address)
         clamp_request_to_single_token(asked)
         return asked
 
@@ -114,8 +114,12 @@ class KVTransferBackend(NixlConnectorBackend):
         if address is None or prefill_response is not None or not self._tickets.reads_streams:
             return super().prepare_decode_request(request=request, peer=peer, prefill_response=prefill_response)
         asked = request.model_copy(deep=True)
-        asked.kv_transfer_params = self._tickets.for_decode(_id_of(request), *address)
+        asked.kv_transfer_params = self._tickets.for_decode(self._id_of(request), *address)
         return asked
+
+    def _id_of(self, request: Request) -> str:
+        """Return the hand-over id of a request, which is the same in both calls. Ray gives every request an id."""
+        return self._tickets.hand_over_id(str(request.request_id))
 
     def _tell_of_sequence(self) -> None:
         """Log once why this streaming replica reads whole prompts: its peer does not stream, or it cannot read streams itself."""
@@ -139,11 +143,6 @@ class KVTransferBackend(NixlConnectorBackend):
             extra = cast("Mapping[str, object] | None", self.kv_transfer_config.get("kv_connector_extra_config"))
             self._writer = EarlyTicketWriter(extra or {})
         return self._writer
-
-
-def _id_of(request: Request) -> str:
-    """Return the hand-over id of a request, which is the same in both calls. Ray gives every request an id."""
-    return hashlib.sha256(f"kv-stream {request.request_id}".encode()).hexdigest()[:32]
 
 
 def _address_of(peer: Mapping[str, object] | None) -> tuple[str, int] | None:
