@@ -228,52 +228,6 @@ def test_what_is_not_streamed_is_handed_over_plain_and_says_so(case):
         assert answer_of(state) == {"kind": "no", "reason": "not-streamed"}
 
 
-def withdraw(state, hand_over_id=HAND_OVER, secret=None, **changes):
-    """Send the request by which a router withdraws a hand-over; return its admission."""
-    stream = early_params(EarlyTicket(hand_over_id, "10.0.0.1", 5600), secret)
-    params = {"do_remote_decode": True, "kv_stream": {**stream, "withdraw": True, **changes}}
-    return state.arrive("w", params, prompt_tokens=1, identity=Prompt(), now_s=0.0)
-
-
-@pytest.mark.parametrize("secret", [None, b"s" * 32])
-def test_a_withdrawn_hand_over_is_refused_at_once_and_leases_nothing(secret):
-    state = producer()
-    if secret:
-        state.set_secrets((secret,))
-    state.stream_question("a", question())
-    assert answer_of(state) == {"kind": "no", "reason": "unknown-id"}
-    assert withdraw(state, secret=secret) == ("none", "", "", 0, False)
-    assert standings(state) == [(HAND_OVER, "", {"kind": "no", "reason": "withdrawn"})]
-    state.stream_question("a", question(2))
-    assert answer_of(state) == {"kind": "no", "reason": "withdrawn"}
-    decision = state.finish("w", reason="length", block_ids=[[1]], computed_tokens=1, now_s=0.0)
-    assert (decision.keep_blocks, decision.params, states(state)) == (False, None, [])
-
-
-def test_a_withdrawal_ends_no_hand_over_whose_prompt_has_come():
-    state, _ = offered()
-    assert withdraw(state).role == "none"
-    state.stream_question("b", question(2))
-    assert answer_of(state)["kind"] == "offer"
-
-
-@pytest.mark.parametrize(
-    ("changes", "code"),
-    [
-        ({"mac": "0" * 64}, "ticket-seal"),
-        ({"host": "192.0.2.1"}, "ticket-host"),
-        ({"withdraw": False}, "ticket-type"),
-        ({"withdraw": 1}, "ticket-type"),
-        ({"why": "timeout"}, "ticket-type"),
-    ],
-)
-def test_a_withdrawal_is_checked_as_an_early_ticket_is(changes, code):
-    state = producer()
-    if "mac" in changes:
-        state.set_secrets((b"s" * 32,))
-    assert withdraw(state, **changes).rejected_code == code
-
-
 def test_an_early_ticket_that_is_none_leaves_a_plain_hand_over():
     state = producer()
     admission = state.arrive("p1", early(serves=True, port=0), prompt_tokens=100, identity=Prompt(), now_s=0.0)

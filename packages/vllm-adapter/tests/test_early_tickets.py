@@ -43,14 +43,15 @@ def test_a_fleet_secret_covers_the_address_and_may_change(tmp_path: Path, monkey
 def test_an_id_follows_from_the_requests_id_and_the_secret_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who knows a client's request id must not find the hand-over's: another request under it would spoil the hand-over."""
+    """A client's request id must not give the hand-over's away: another request under it would spoil the hand-over."""
     file = tmp_path / "secret"
     file.write_bytes(SECRET)
     file.chmod(0o400)
     extra = {"streaming": True, "ticket_secret_files": [str(file)]}
     writer = EarlyTicketWriter(extra)
     one = writer.hand_over_id("chatcmpl-1")
-    assert read_early(writer.for_decode(one, "10.0.0.1", 5600), HostPolicy(), TicketSeal((SECRET,))).hand_over_id == one
+    decode: Any = writer.for_decode(one, "10.0.0.1", 5600)
+    assert read_early(decode, HostPolicy(), TicketSeal((SECRET,))).hand_over_id == one
     assert one not in {
         writer.hand_over_id("chatcmpl-2"),
         EarlyTicketWriter({"streaming": True}).hand_over_id("chatcmpl-1"),

@@ -198,7 +198,7 @@ def test_a_step_that_computes_nothing_waits_a_moment_for_a_read_and_no_other_ste
 
     worker, event = _worker(), Event()
     untyped: Any = event
-    worker._has_ended = untyped
+    worker._resting._has_ended = untyped
     worker.apply(StepOrders(StepPlan()))
     worker.take_report()
     assert done == ["clear"]
@@ -236,7 +236,7 @@ def test_a_step_that_computes_nothing_waits_a_moment_for_a_read_and_no_other_ste
 def test_a_rank_rests_only_until_it_has_reported_all_that_it_waits_for(plan: StepPlan) -> None:
     worker, waited = _worker(), list[float]()
     ended: Any = SimpleNamespace(wait=waited.append, clear=lambda: None, set=lambda: None)
-    worker._has_ended = ended
+    worker._resting._has_ended = ended
     agent: Any = Agent()
     agent.is_alive = True
     _use(worker, SimpleNamespace(agent=agent, order=lambda *_: None))

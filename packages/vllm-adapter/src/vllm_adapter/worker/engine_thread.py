@@ -7,7 +7,6 @@ network happens on the transfer thread (`registration.py`, `transfer/`).
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections import deque
 from dataclasses import replace
@@ -23,6 +22,7 @@ from vllm_adapter.worker.failed_reads import FailedReads
 from vllm_adapter.worker.host_mirror import HostMirror
 from vllm_adapter.worker.rank_streams import RankStreams
 from vllm_adapter.worker.registration import Registration, RegistrationEvents, open_registration
+from vllm_adapter.worker.resting import Resting
 from vllm_adapter.worker.sleep import ASLEEP, ASLEEP_MESSAGE, DEAD, DEAD_MESSAGE, fail_reads, failed_instead
 from vllm_adapter.worker.status import worker_status
 from vllm_adapter.worker.thread_watch import ThreadWatch
@@ -101,12 +101,7 @@ class WorkerSide:
         self._marks = ChunkMarks(None, self._recorder.trouble)
         self._begun: StepOrders | None = None
         self._are_words_late = False
-        self._rest_s = 0.0
-        self._is_asking = False
-        self._has_ended = threading.Event()
-        # Steps that the host may have built before it takes in the latest report.
-        self._steps_ahead = 0
-        self._open_leases: set[str] = set()
+        self._resting = Resting(facts.pp)
         # Reads whose end has not been collected yet, and the subset of them that must end as failed.
         self._due_reads: set[str] = set()
         self._void_reads: set[str] = set()
@@ -158,15 +153,15 @@ class WorkerSide:
 
     def _read_ended(self, finished: FinishedRead) -> None:
         self._finished.append(finished)
-        self._has_ended.set()
+        self._resting.wake()
 
     def _lease_ended(self, request_id: str) -> None:
         self._sent.append(request_id)
-        self._has_ended.set()
+        self._resting.wake()
 
     def _stream_ended(self, finished: FinishedRead) -> None:
         self._streams.ended(finished)
-        self._has_ended.set()
+        self._resting.wake()
 
     def unregister(self) -> None:
         """End all reads and leases and deregister the cache's memory before the host unmaps it; idempotent.
@@ -248,9 +243,8 @@ class WorkerSide:
             self._tell_late_words(orders.plan)
             self.before_forward(orders)
         self._begun = None
-        self._rest_s, self._is_asking = orders.rest_s, orders.is_asking
+        self._resting.begin(orders)
         plan = orders.plan
-        self._open_leases.update(grant.request_id for grant in plan.grants)
         self._failures += self._streams.failures(plan.failures)
         if orders.links and self._trace is not None:
             self._links.update(orders.links)
@@ -365,17 +359,14 @@ class WorkerSide:
 
         In a step that computes nothing, this may wait for the end of a read or of a lease (`StepOrders.rest_s`).
         """
-        self._rest()
+        self._resting.wait(is_reading=bool(self._due_reads) or self._streams.is_reading)
         registration = self._registration or self._dead
         self._watch.check(registration.agent if registration is not None else None)
         streams = self._take_streams()
         if not (self._sent or self._finished or self._failures or self._is_registration_due or streams):
             return _NOTHING
-        # The host has at most one batch more in flight than there are pipeline stages. It takes this report in after it has built
-        # the steps behind this one; a rest in one of them would delay the report.
-        self._steps_ahead = self._facts.pp
         sent = frozenset(_drained(self._sent))
-        self._open_leases -= sent
+        self._resting.reported(sent)
         ends = [self._take_end(finished) for finished in _drained(self._finished)]
         bad = [end for end in ends if not end.is_ok]
         refused, self._failures = frozenset(self._failures), []
@@ -387,15 +378,6 @@ class WorkerSide:
             reasons=self._failed_reads.count([*bad, *(streams.failed if streams else ())]),
         )
         return report if streams is None else streams.added_to(report)
-
-    def _rest(self) -> None:
-        """Wait for an end, as long as this step may; not while a report is on its way, nor for the ends of other ranks alone."""
-        rest_s, self._rest_s = self._rest_s, 0.0
-        if self._steps_ahead:
-            self._steps_ahead -= 1
-        elif rest_s and (self._due_reads or self._open_leases or self._streams.is_reading or self._is_asking):
-            self._has_ended.wait(rest_s)
-        self._has_ended.clear()
 
     def _take_streams(self) -> StreamReports | None:
         """Return the ends of streams; requests that ended while they were computed are reported as sent."""
