@@ -110,4 +110,4 @@ def test_places_that_are_gone_or_have_slow_names_delay_no_other_ask(
     client.close()
     listener.close()
     assert codes <= {"connection-refused", "timed-out", "too-many-peers"}
-    assert max(seconds) < 0.3
+    assert max(seconds) < 1.0
