@@ -266,7 +266,8 @@ class Host:
         reserved = self.holdings.promised(self.requests.values()) if external else 0
         if not self.holdings.take(request, max(local + external, request.computed, first), hits, reserved):
             # No word to the connector, as with vLLM.
-            self.engine.checks.round_ended(request)
+            if external:  # without, it waits for blocks like any prompt that is computed here
+                self.engine.checks.round_ended(request)
             return False
         self._adopt(request, local, external)
         if external:

@@ -1,17 +1,24 @@
-"""Asks that nobody answers cost a listener their budget and nothing more, and end with their time."""
+"""Asks that nobody answers cost a listener and an asker their budget and nothing more, and end with their time."""
 
 from __future__ import annotations
 
 import contextlib
+import queue
+import socket
+import threading
 import time
+from collections.abc import Callable
 
+import pytest
 import zmq
+from awake import AwakeClock
 
-from kv_handshake import Client, Listener, LocalOffer, QueryLimits, Timing
+from kv_handshake import Client, Codec, Listener, LocalOffer, QueryLimits, Timing
 from kv_handshake._ask_frames import encode_ask
+from kv_handshake._asker import _MOST_PLACES
 from kv_handshake._limits import MAX_ASK_BYTES
 from kv_handshake._pacing import AskLimits
-from kv_handshake.testing import sample_envelopes
+from kv_handshake.testing import sample_envelopes, sample_metadata
 
 
 def test_a_flood_of_asks_costs_its_budget() -> None:
@@ -57,3 +64,50 @@ def _wait_for(listener: Listener, asked: int) -> None:
 def _asked(listener: Listener) -> int:
     counts = listener.statistics()
     return counts["asks"] + counts.get("refused.ask-busy", 0)
+
+
+def test_places_that_are_gone_or_have_slow_names_delay_no_other_ask(
+    figure: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Early tickets name places: each of 6900 dead ones was looked at in every turn, and honest asks took 0.4 to 2.5 s."""
+    is_over = threading.Event()
+    envelope = Codec(capabilities={"ask": "supported"}).encode_envelope(
+        sample_metadata(), {"vllm_version": "0.32.0"}, dialect=14, rank=(0, 0)
+    )
+    listener = Listener("127.0.0.1", 0, payloads={(0, 0): envelope}, limits=QueryLimits(queries_per_s=0))
+    listener.take_asks(listener.answer, lambda _: None, wait_s=5.0)
+    listener.start()
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: is_over.wait(30) and [])
+    client = Client(LocalOffer(policy="off"))
+    ended: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def ask(host: str, port: int) -> None:
+        client.ask(host=host, port=port, payload=b"?", on_reply=lambda code, _: ended.put(code), deadline_s=30)
+
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        closed_port = unused.getsockname()[1]
+    places = 3 * _MOST_PLACES
+    for number in range(places):
+        ask(f"127.1.{number // 250}.{number % 250 + 1}", closed_port)
+    codes = {ended.get(timeout=120) for _ in range(places)}
+    for number in range(_MOST_PLACES + 200):
+        ask(f"slow-{number}.test", 5600)
+    assert {ended.get(timeout=30) for _ in range(100)} == {"too-many-peers"}
+    seconds = []
+    with AwakeClock() as awake_s:
+        for _ in range(20):
+            began_s = awake_s()
+            ask("127.0.0.1", listener.port)
+            while ended.get(timeout=20):  # the last names are turned away meanwhile
+                pass
+            seconds.append(awake_s() - began_s)
+    asker = client._asker
+    assert asker is not None
+    assert len(asker._failed) <= _MOST_PLACES
+    assert len(asker._peers) <= _MOST_PLACES + 1
+    figure(f"{places} places failed as {sorted(codes)}; worst honest ask {max(seconds) * 1e3:.0f} ms")
+    is_over.set()
+    client.close()
+    listener.close()
+    assert codes <= {"connection-refused", "timed-out", "too-many-peers"}
+    assert max(seconds) < 1.0

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from kv_handshake import QueryLimits, Timing
+from kv_handshake import QueryLimits, Timing, _asker
 from kv_handshake import _limits as limits
 from kv_handshake._pacing import AskLimits
 from kv_handshake._zmq import _options, _router
 from kv_handshake._zmq._watch import ConnectionLimits
+from kv_scheduler_state import _early_ticket, _stream_consumer
 from vllm_adapter.observe import plain_text
 from vllm_adapter.worker.transfer import parts
 
@@ -44,6 +45,9 @@ def test_numbers_are_those_of_the_code() -> None:
         "lists and maps within a factor": limits.MAX_DEPTH,
         "ranks of a handshake": limits.MAX_RANKS,
         "connections at once": timing.connections,
+        "keys of `kv_stream`": vars(_early_ticket)["_MOST_KEYS"],
+        "requests with an early ticket that wait or are read at once": vars(_stream_consumer)["_MOST_STREAMS"],
+        "failed places of early tickets that are remembered": vars(_asker)["_MOST_PLACES"],
         "requests that a heartbeat names": limits.MAX_HEARTBEAT_IDS,
         "bytes of a notification": limits.MAX_NOTIFICATION_BYTES,
         "characters of a client's or peer's text in a log line": vars(plain_text)["_MOST_CHARS"],

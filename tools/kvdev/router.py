@@ -7,7 +7,8 @@ and forwards the original body with that ticket to a decode engine, whose answer
 decode engine simply computes the prompt itself.
 
 With `--concurrent` it sends each request to both engines at once, with one hand-over id, and relays the decode engine's answer. A
-prefill engine that fails costs no answer then either: the decode engine falls back to computing the prompt by itself. The time
+prefill engine that fails costs no answer then either: the router withdraws the hand-over, and the decode engine computes the
+prompt by itself. The time
 of the prefill engine's answer is then a comment at the end of a stream, `: prefill-ms 107.8`, where otherwise the header
 `X-Prefill-Ms` has it: the decode engine's answer may begin first.
 
@@ -24,6 +25,7 @@ import asyncio
 import json
 import time
 import uuid
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -120,7 +122,7 @@ class _Router:
             await asyncio.gather(beside, return_exceptions=True)
 
     async def _prefill_beside(self, job: _Job, url: str, stream: Mapping[str, object]) -> None:
-        """Let a prefill engine compute a prompt; a failure is the engine's business, and the decode engine's to notice."""
+        """Let a prefill engine compute a prompt; if it will not, withdraw the hand-over, and the decode engine computes it."""
         started = time.perf_counter()
         try:
             await self._ask_prefill(job, url, {**_ASK_TICKET, "kv_stream": stream})
@@ -129,6 +131,24 @@ class _Router:
         except Refusal as refusal:
             self.counts["prefill_errors"] += 1
             self.prefill.refused(url, refusal)
+        else:
+            if job.passed_on is None:
+                return
+        await self._withdraw(job, url, stream)
+
+    async def _withdraw(self, job: _Job, url: str, stream: Mapping[str, object]) -> None:
+        """Tell a prefill engine that a prompt will not come; else the decode engine waits for it, 30 s by default."""
+        body = {
+            **{key: job.body[key] for key in ("model",) if key in job.body},
+            "prompt": [0],
+            "max_tokens": 1,
+            "kv_transfer_params": {**_ASK_TICKET, "kv_stream": {**stream, "withdraw": True}},
+        }
+        headers = {**job.headers, "X-Request-Id": uuid.uuid4().hex}
+        session = job.request.app[_SESSION]
+        with suppress(*_NO_ANSWER):
+            async with session.post(url + _PATHS[0], json=body, headers=headers, timeout=_HEALTH_TIMEOUT) as reply:
+                await reply.read()
 
     # ------------------------------------------------------------------------------------------------------ prefill
 

@@ -102,6 +102,30 @@ def test_a_prefill_engine_that_fails_costs_no_answer(gone: Handler | None) -> No
     assert health["decode_errors"] == 0
 
 
+@pytest.mark.parametrize("gone", [refuses, fails])
+def test_a_hand_over_whose_prompt_will_not_come_is_withdrawn(gone: Handler) -> None:
+    """A decode engine waits for the prompt, up to 30 s, until the prefill engine says that it will not come."""
+    withdrawn = asyncio.Event()
+
+    async def fails_and_notes(request: web.Request) -> web.StreamResponse:
+        if not (await request.json())["kv_transfer_params"]["kv_stream"].get("withdraw"):
+            return await gone(request)
+        withdrawn.set()
+        return await gives_text(request)
+
+    async def waits_for_the_prompt(request: web.Request) -> web.StreamResponse:
+        await withdrawn.wait()
+        return await gives_text(request)
+
+    status, _, prefill, (decode,), _ = ask(fails_and_notes, [waits_for_the_prompt], {"model": "m", "prompt": "p"})
+    assert status == 200
+    first, second = prefill.asked
+    stream = decode.asked[0]["kv_transfer_params"]["kv_stream"]
+    assert second["kv_transfer_params"] == {**first["kv_transfer_params"], "kv_stream": {**stream, "withdraw": True}}
+    assert (second["model"], second["prompt"], second["max_tokens"]) == ("m", [0], 1)
+    assert prefill.headers[0] != prefill.headers[1], "engines tell requests apart by this id"
+
+
 def test_a_request_that_is_wrong_is_refused_by_the_engine_that_answers() -> None:
     status, text, _, _, health = ask(refuses, [refuses], {"prompt": "p"})
     assert (status, json.loads(text)) == (400, {"error": "too long"})

@@ -226,8 +226,14 @@ class Engine:
         self, sent: set[str], received: set[str], failed: set[str], token: int
     ) -> tuple[SchedulerOutput, ModelRunnerOutput]:
         """Schedule a step and let the workers run it."""
+        output = self.scheduler.schedule()
+        return output, self._ran(output, sent, received, failed, token)
+
+    def _ran(
+        self, output: SchedulerOutput, sent: set[str], received: set[str], failed: set[str], token: int
+    ) -> ModelRunnerOutput:
+        """Let the workers run a step."""
         scheduler = self.scheduler
-        output = scheduler.schedule()
         told: Any = output.kv_connector_metadata
         self.plans.append((told.metadata[0] if hasattr(told, "metadata") else told).orders)
         ids = list(output.num_scheduled_tokens)
@@ -236,7 +242,7 @@ class Engine:
             request = scheduler.requests[request_id]
             sampled.append([token] if request.num_computed_tokens >= request.num_tokens else [])
         reported = self._work(output, sent, received, failed)
-        return output, ModelRunnerOutput(
+        return ModelRunnerOutput(
             req_ids=ids,
             req_id_to_index={request_id: number for number, request_id in enumerate(ids)},
             sampled_token_ids=sampled,

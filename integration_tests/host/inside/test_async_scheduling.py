@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from engine import BLOCK, FULL, PREFILL, STATE, STOP_TOKEN, Engine, ids, prompt
+from engine import BLOCK, FULL, PREFILL, SOME_TOKEN, STATE, STOP_TOKEN, Engine, ids, prompt
+from full_engine import FullEngine
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.core import EngineCore
 from vllm.v1.outputs import KVConnectorOutput
 
+from kv_nixl_agent.testing import FakeFabric
 from vllm_adapter.host import sides
 
 Make = Callable[..., "AsyncEngine"]
@@ -255,3 +263,96 @@ def test_any_mix_of_requests_ends_and_leaves_nothing(make: Make, family: str, se
     producer.end()
     consumer.end()
     assert consumer.refused == []
+
+
+class QueuedEngine(FullEngine):
+    """A whole engine that is driven by vLLM's `EngineCore.step_with_batch_queue`, with two batches in flight.
+
+    Attributes:
+        rests: Per step of the worker: whether it waited for an end, and whether it reported one.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args, scheduler_class=AsyncScheduler, prefix_caching=False)
+        self.rests: list[tuple[bool, bool]] = []
+        self._waits: list[float] = []
+        self.side._resting._has_ended = _Ended(self._waits)
+        self._core: Any = SimpleNamespace(
+            scheduler=self.scheduler,
+            batch_queue=deque(),
+            batch_queue_size=2,
+            model_executor=SimpleNamespace(execute_model=self._execute, sample_tokens=self._sample),
+            is_mm_encoder_only=False,
+            is_pooling_model=False,
+            capture_iteration_details=lambda _output: nullcontext(),
+            log_error_detail=lambda _output: nullcontext(),
+            _should_throttle_prefills=lambda: False,
+            _process_aborts_queue=lambda: None,
+            _attach_iteration_details=lambda *_: None,
+            _attach_weight_version=lambda *_: None,
+        )
+
+    def step(self, **_reports: Any) -> dict[str, int]:
+        outputs, _ = EngineCore.step_with_batch_queue(self._core)
+        for each in (outputs or {}).values():
+            for one in each.outputs:
+                self.outputs.setdefault(one.request_id, []).append(one)
+        return {}
+
+    def _execute(self, output: Any, *, non_block: bool) -> Future[Any]:
+        assert non_block
+        self._waits.clear()
+        ran = self._ran(output, set(), set(), set(), SOME_TOKEN)
+        ends = ran.kv_connector_output
+        self.rests.append((bool(self._waits), bool(ends and (ends.finished_sending or ends.finished_recving))))
+        self._output = Future[Any]()
+        self._output.set_result(ran)
+        return self._output
+
+    def _sample(self, _grammar: Any, *, non_block: bool) -> Future[Any]:
+        assert non_block
+        return self._output
+
+
+class _Ended(threading.Event):
+    """Notes for how long the worker was ready to wait."""
+
+    def __init__(self, waits: list[float]) -> None:
+        super().__init__()
+        self._waits = waits
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self._waits.append(timeout or 0.0)
+        return super().wait(timeout)
+
+
+def test_a_worker_rests_while_it_waits_and_never_while_its_report_is_on_its_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host takes a report in after the next batch has run; a rest in that batch delays the request by as much."""
+    fabric = FakeFabric()
+    producer, consumer = engines = [QueuedEngine(tmp_path / name, monkeypatch, fabric) for name in "PD"]
+    try:
+        for engine in engines:  # a lease that stays open gives the worker a reason to rest in every empty step
+            assert engine.prefill("kept", prompt(20)) is not None
+        for number in range(5):
+            text = prompt(40, seed=number)
+            ticket = producer.prefill(f"p{number}", text)
+            consumer.add(f"d{number}", text, max_tokens=1, params=ticket)
+            consumer.rests.clear()
+            with consumer.transfers_held():
+                for _ in range(8):
+                    consumer.step()
+            assert [rested for rested, _ in consumer.rests[3:]] == [True] * 5, "an idle engine does not spin"
+            consumer.until(received=f"d{number}")
+            producer.until(sent=f"p{number}")
+            for engine in engines:
+                for _ in range(4):
+                    engine.step()
+                (reported,) = [step for step, (_, reports) in enumerate(engine.rests) if reports]
+                assert not engine.rests[reported + 1][0], "the report waits for the end of this rest"
+                engine.rests.clear()
+            assert f"d{number}" in consumer.outputs
+    finally:
+        for engine in engines:
+            engine.close()

@@ -87,6 +87,26 @@ def test_a_request_behind_an_offer_without_blocks_has_its_turn(
     assert ran >= steps - rounds
 
 
+def test_a_withdrawn_hand_over_is_computed_at_once(make: Callable[..., Any]) -> None:
+    """Its prefill request failed before the engine saw it; a decode engine waits 30 s for it unless the router says so."""
+    pair = Pair(make)
+    pair.decode.add("d1", LONG, max_tokens=1, params=early(pair.port, serves=False))
+    for _ in range(20):
+        pair.decode.step()
+        time.sleep(0.01)
+    assert pair.answers[-1] is None
+    params = early(pair.port, serves=True)
+    params["kv_stream"]["withdraw"] = True
+    pair.prefill.add("w", [0], max_tokens=1, params=params)
+    while "w" not in pair.prefill.outputs:
+        pair.prefill.step()
+    assert pair.prefill.outputs["w"][-1].kv_transfer_params is None
+    assert pair.prefill.free_blocks == 63 - 1, "only the first prompt is leased"
+    began_s = time.monotonic()
+    pair.until(lambda: "d1" in pair.decode.outputs)
+    assert time.monotonic() - began_s < 5
+
+
 @pytest.mark.never_wrong("B13")
 def test_two_engines_that_wait_for_each_others_blocks_go_on_without_an_error(make: Callable[..., Any]) -> None:
     """Each has leased 10 of 13 blocks to two requests of the other, which need 5 blocks each and renew those leases."""

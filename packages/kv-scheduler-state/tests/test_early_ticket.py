@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import re
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kv_scheduler_state import TicketError, prefill_request_params
-from kv_scheduler_state._early_ticket import EarlyTicket, canonical_early, early_params, read_early
+from kv_scheduler_state._early_ticket import (
+    EARLY_KEY,
+    EarlyTicket,
+    canonical_early,
+    early_params,
+    named_id,
+    read_early,
+)
 from kv_scheduler_state._hosts import HostPolicy
 from kv_scheduler_state._seal import TicketSeal
 
@@ -67,6 +75,18 @@ def test_a_router_s_params_are_read_back() -> None:
 )
 def test_anything_else_is_refused_by_code(value: Any, code: str) -> None:
     assert refusal(value) == code
+
+
+@pytest.mark.parametrize("seal", [None, TicketSeal((SECRET,))])
+def test_the_keys_of_an_early_ticket_are_counted_before_they_are_looked_at(seal: TicketSeal | None) -> None:
+    """14 MB of unknown keys took 3.7 s of the scheduler's thread, and on a prefill engine twice that."""
+    many = {**early_params(EARLY, SECRET), **{f"{number:07}": number for number in range(1_000_000)}}
+    began_s = time.process_time()
+    assert refusal(many, PEERS, seal) == "ticket-type"
+    assert named_id({EARLY_KEY: many}, seal) == ("" if seal else EARLY.hand_over_id)
+    assert time.process_time() - began_s < 0.1
+    with pytest.raises(TicketError, match="has 1000004 keys, at most 16"):
+        read_early({EARLY_KEY: many}, PEERS, seal)
 
 
 def test_without_secrets_and_without_peers_nothing_covers_the_address() -> None:

@@ -9,7 +9,7 @@ import pytest
 from consumer_helpers import BLOCKS, RETRY, arrive, ask, asking, at, final_answer, finish, load, states
 from stream_helpers import DIGEST, HAND_OVER, Prompt, answer_of, consumer, early, offered, question, run
 
-from kv_scheduler_state import SchedulerStateError
+from kv_scheduler_state import GroupConfig, SchedulerStateError
 from kv_scheduler_state._plan import EMPTY_PLAN
 
 
@@ -274,6 +274,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], Prompt, str]] = {
     "uncovered": ({"peer_networks": ()}, {}, Prompt(), "ticket-early-uncovered"),
     "identity": ({}, {}, Unidentified(), "ticket-prompt-unidentified"),
     "no digest": ({}, {}, Empty(), "ticket-prompt-unidentified"),
+    "a withdrawal": ({}, {"withdraw": True}, Prompt(), "ticket-flags"),
 }
 
 
@@ -303,19 +304,51 @@ def test_a_whole_ticket_beside_an_early_one_is_read_plain():
     assert (admission.role, admission.rejected_code) == ("none", "ticket-blocks")
 
 
-def test_a_prompt_of_which_nothing_can_be_read_is_not_asked_for():
-    state = consumer(state_backoff_tokens=1)
+WINDOW = GroupConfig("window", 16, window_tokens=34)
 
-    class Identified(Prompt):
-        def digest(self, tokens):
-            return DIGEST
 
-        def media(self, tokens):
-            """Return None: the prompt has no media."""
+@pytest.mark.parametrize(
+    ("settings", "tokens", "is_asked"),
+    [
+        ({"state_backoff_tokens": 1}, 1, False),  # the only token is computed here in any case
+        ({"state_backoff_tokens": 1}, 2, True),
+        # At the end of 49 tokens the peer gives up tokens 0 to 15, of which token 48 sees the last; at the end of 48 not.
+        ({"groups": (GroupConfig(), WINDOW)}, 48, True),
+        ({"groups": (GroupConfig(), WINDOW)}, 49, False),
+    ],
+)
+def test_a_prompt_of_which_nothing_can_be_read_is_not_asked_for(settings, tokens, is_asked):
+    state = consumer(**settings)
+    admission = state.arrive("d1", early(serves=False), prompt_tokens=tokens, identity=Prompt(), now_s=0.0)
+    assert len(state.take_stream_questions()) == is_asked
+    assert (admission.role, admission.rejected_code) == ("consumer" if is_asked else "none", "")
+    outcomes = [(each.request_id, each.code, each.result) for each in state.take_stream_outcomes()]
+    assert outcomes == ([] if is_asked else [("d1", "nothing-to-read", "computed-here")])
+    blocks = [[1, 2, 3, 4]] * len(settings.get("groups", (0,)))
+    if not is_asked:  # the engine treats it as any other prompt
+        assert state.external_tokens("d1", computed_tokens=0) == 0
+        state.allocate("d1", block_ids=blocks, new_block_ids=blocks, external_tokens=0, now_s=0.0)
+        state.finish("d1", reason="stop", block_ids=blocks, computed_tokens=tokens, now_s=0.0)
+        assert (states(state), state.take_step_plan(now_s=0.0)) == ([], EMPTY_PLAN)
 
-    admission = state.arrive("d1", early(serves=False), prompt_tokens=1, identity=Identified(), now_s=0.0)
-    assert admission.rejected_code == "ticket-prompt-unidentified"
-    assert state.take_stream_questions() == []
+
+def test_waiting_early_requests_are_bounded():
+    state = consumer()
+    roles = [
+        state.arrive(
+            f"d{number}",
+            early(serves=False, hand_over_id=f"{number:032x}"),
+            prompt_tokens=100,
+            identity=Prompt(),
+            now_s=0.0,
+        ).role
+        for number in range(1030)
+    ]
+    assert roles == ["consumer"] * 1024 + ["none"] * 6
+    assert len(state.take_stream_questions()) == 1024
+    assert {(each.code, each.result) for each in state.take_stream_outcomes()} == {("too-many", "computed-here")}
+    finish(state)
+    assert arrive(state, request_id="next", hand_over_id="f" * 32).role == "consumer"
 
 
 def test_a_stream_that_is_not_there_is_refused_by_name_and_its_end_means_nothing():

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 from consumer_helpers import RETRY, ask, asking, at, final_answer, finish
-from stream_helpers import offered
+from stream_helpers import HAND_OVER, Prompt, answer_of, offered, producer, question
+
+from kv_scheduler_state._early_ticket import EarlyTicket, early_params
 
 
 def outcomes(state):
@@ -77,3 +79,49 @@ def test_an_engine_reads_no_stream_of_its_own(kind):
     assert state.stream_answered("d1", asked.number, answer, now_s=0.0)
     assert outcomes(state) == [("ticket-own-engine", "computed-here")]
     assert state.external_tokens("d1", computed_tokens=0) == 0
+
+
+def withdraw(state, hand_over_id=HAND_OVER, secret=None, **changes):
+    """Send the request by which a router withdraws a hand-over; return its admission."""
+    stream = early_params(EarlyTicket(hand_over_id, "10.0.0.1", 5600), secret)
+    params = {"do_remote_decode": True, "kv_stream": {**stream, "withdraw": True, **changes}}
+    return state.arrive("w", params, prompt_tokens=1, identity=Prompt(), now_s=0.0)
+
+
+@pytest.mark.parametrize("secret", [None, b"s" * 32])
+def test_a_withdrawn_hand_over_is_refused_at_once_and_leases_nothing(secret):
+    state = producer()
+    if secret:
+        state.set_secrets((secret,))
+    state.stream_question("a", question())
+    assert answer_of(state) == {"kind": "no", "reason": "unknown-id"}
+    assert withdraw(state, secret=secret) == ("none", "", "", 0, False)
+    assert [each.answer for each in state.take_stream_standings()] == [{"kind": "no", "reason": "withdrawn"}]
+    state.stream_question("a", question(2))
+    assert answer_of(state) == {"kind": "no", "reason": "withdrawn"}
+    decision = state.finish("w", reason="length", block_ids=[[1]], computed_tokens=1, now_s=0.0)
+    assert (decision.keep_blocks, decision.params, state.live_count) == (False, None, 0)
+
+
+def test_a_withdrawal_ends_no_hand_over_whose_prompt_has_come():
+    state, _ = offered()
+    assert withdraw(state).role == "none"
+    state.stream_question("b", question(2))
+    assert answer_of(state)["kind"] == "offer"
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ({"mac": "0" * 64}, "ticket-seal"),
+        ({"host": "192.0.2.1"}, "ticket-host"),
+        ({"withdraw": False}, "ticket-type"),
+        ({"withdraw": 1}, "ticket-type"),
+        ({"why": "timeout"}, "ticket-type"),
+    ],
+)
+def test_a_withdrawal_is_checked_as_an_early_ticket_is(changes, code):
+    state = producer()
+    if "mac" in changes:
+        state.set_secrets((b"s" * 32,))
+    assert withdraw(state, **changes).rejected_code == code

@@ -1,6 +1,7 @@
 """Odd files, settings and numbers for `kv-topology`: no traceback, a documented exit code, and JSON that is JSON."""
 
 import copy
+import dataclasses
 import io
 import json
 import math
@@ -13,8 +14,10 @@ from unittest.mock import patch
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from test_geometry import engine, junk
 
 import kv_topology
+from kv_topology import RankGeometry, StageLayer, from_document, to_document
 from kv_topology._errors import InvalidGeometry
 from kv_topology._tools import _cli
 from kv_topology._tools._files import read_json, read_spec
@@ -329,3 +332,32 @@ def test_no_number_ends_a_command_with_a_traceback(command, option):
 
 def _nothing():
     return Proof()
+
+
+MADE = engine(2)[0, 1]
+PARTS = st.sampled_from([value for value in vars(MADE).values() if isinstance(value, tuple)])
+STAGES = st.lists(
+    st.builds(StageLayer, junk | st.text(max_size=3), junk | st.integers(-1, 2), junk | st.just(("key",))).map(tuple)
+    | st.builds(StageLayer, junk | st.text(max_size=3), junk | st.integers(-1, 2), junk | st.just(("key",)))
+    | junk,
+    max_size=2,
+).map(tuple)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.sampled_from([each.name for each in dataclasses.fields(RankGeometry)]),
+    junk | st.lists(junk).map(tuple) | PARTS | STAGES.map(lambda layers: (layers,)) | st.integers(-2, 5),
+)
+@example("stage_layers", (("a",),))
+@example("stage_layers", ((StageLayer("a", 0, cast("Any", "key")),),))
+@example("tp_size", 2.0)
+@example("groups", [*MADE.groups])
+def test_a_field_of_any_value_makes_a_geometry_or_is_a_coded_refusal(name, value):
+    """A geometry that is accepted has the declared types: its document, with a type for each value, makes an equal one."""
+    try:
+        changed = dataclasses.replace(MADE, **{name: value})
+    except InvalidGeometry as error:
+        assert error.code
+        return
+    assert from_document(json.loads(json.dumps(to_document(changed)))) == changed

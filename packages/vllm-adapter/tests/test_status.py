@@ -193,6 +193,58 @@ def test_sockets_of_dead_processes_are_removed_and_those_of_live_ones_stay(
     assert second.path.exists()
 
 
+@pytest.mark.parametrize("kind", ["open-to-others", "of-another-user", "a-link"])
+def test_a_folder_that_others_could_fill_is_reported_and_nothing_in_it_is_asked(
+    folder: Path, opened: list[StatusSocket], monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    asked: list[int] = []
+    serve(opened, lambda: asked.append(1) or {"engine_id": "made-up"})
+    if kind == "open-to-others":
+        folder.chmod(0o701)
+    elif kind == "of-another-user":
+        monkeypatch.setattr(os, "getuid", lambda: folder.stat().st_uid + 1)
+    else:
+        folder.rename(folder.with_name("elsewhere"))
+        folder.symlink_to(folder.with_name("elsewhere"))
+    (answer,) = ask_all([folder])
+    assert answer["socket"] == str(folder)
+    assert "is not a folder of user" in answer["error"]
+    assert main(["status", "--folder", str(folder)]) == 1
+    assert not asked
+
+
+def test_a_link_and_a_file_beside_the_sockets_are_not_asked(
+    folder: Path, opened: list[StatusSocket], tmp_path: Path
+) -> None:
+    served = serve(opened, {"engine_id": "P"})
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as elsewhere:
+        elsewhere.bind(str(tmp_path / "of-another-service"))
+        elsewhere.listen()
+        elsewhere.setblocking(False)
+        (folder / "0-scheduler.sock").symlink_to(tmp_path / "of-another-service")
+        (folder / "1-scheduler.sock").write_text("no socket")
+        assert [answer.get("engine_id") for answer in ask_all()] == ["P"]
+        with pytest.raises(BlockingIOError):
+            elsewhere.accept()
+    assert served.path.exists()
+
+
+def test_many_silent_sockets_cost_one_timeout_in_all(folder: Path) -> None:
+    folder.mkdir(mode=0o700)
+    silent = [socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) for _ in range(100)]
+    for number, each in enumerate(silent):
+        each.bind(str(folder / f"{number}.sock"))
+        each.listen()
+    began_s = time.monotonic()
+    answers = ask_all(timeout_s=0.3)
+    took_s = time.monotonic() - began_s
+    for each in silent:
+        each.close()
+    assert len(answers) == 100
+    assert all("no answer within 0.3 s" in answer["error"] for answer in answers)
+    assert took_s < 1.5, "16 are asked at once: a timeout for each would take 2.1 s"
+
+
 def test_a_client_that_says_nothing_or_something_else_keeps_nobody_out_for_long(
     folder: Path, opened: list[StatusSocket]
 ) -> None:

@@ -15,7 +15,7 @@ from factories import attention_cache, facts
 from fakes import order
 from scheduler_engine import Engine as SchedulerEngine
 
-from kv_scheduler_state import FenceOrder, StepPlan
+from kv_scheduler_state import FenceOrder, GrantOrder, StepPlan
 from kv_scheduler_state._stream_values import StreamChunk, StreamOpen, StreamOrder, StreamPlan, StreamVoid
 from vllm_adapter.config import Settings
 from vllm_adapter.errors import AdapterError
@@ -205,14 +205,18 @@ def test_a_step_that_computes_nothing_waits_a_moment_for_a_read_and_no_other_ste
 
     worker, event = _worker(), Event()
     untyped: Any = event
-    worker._has_ended = untyped
+    worker._resting._has_ended = untyped
     worker.apply(StepOrders(StepPlan()))
     worker.take_report()
     assert done == ["clear"]
     worker.apply(StepOrders(StepPlan(), rest_s=0.005))
     worker.take_report()
+    assert done == ["clear"] * 2, "other ranks wait, this one has nothing to wait for"
+    done.clear()
+    worker.apply(StepOrders(StepPlan(), rest_s=0.005, is_asking=True))
     worker.take_report()
-    assert done[1:] == [0.005, "clear", "clear"], "once a step"
+    worker.take_report()
+    assert done == [0.005, "clear", "clear"], "once a step"
     done.clear()
     worker._read_ended(_end())
     worker._stream_ended(_end())
@@ -220,6 +224,42 @@ def test_a_step_that_computes_nothing_waits_a_moment_for_a_read_and_no_other_ste
     assert done == ["set", "set", "set"], "an end wakes it"
     report = worker.take_report()
     assert (set(report.received), set(report.sent)) == ({"r1"}, {"p1"})
+    done.clear()
+    for _ in range(2):
+        worker.apply(StepOrders(StepPlan(), rest_s=0.005, is_asking=True))
+        worker.take_report()
+    assert done == ["clear", 0.005, "clear"], "not in the step that the host has built before it heard the report"
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        StepPlan(reads=(order("r1"),)),
+        StepPlan(grants=(GrantOrder("r1", 30.0, None),)),
+        StepPlan(streams=StreamPlan(watches=(StreamOrder(order("r1"), 1, 0),))),
+    ],
+    ids=["read", "lease", "stream"],
+)
+def test_a_rank_rests_only_until_it_has_reported_all_that_it_waits_for(plan: StepPlan) -> None:
+    worker, waited = _worker(), list[float]()
+    ended: Any = SimpleNamespace(wait=waited.append, clear=lambda: None, set=lambda: None)
+    worker._resting._has_ended = ended
+    agent: Any = Agent()
+    agent.is_alive = True
+    _use(worker, SimpleNamespace(agent=agent, order=lambda *_: None))
+    rests: Any = partial(StepOrders, rest_s=0.005)
+    for orders in (plan, StepPlan()):
+        worker.apply(rests(orders))
+        worker.take_report()
+    assert waited == [0.005] * 2
+    if plan.grants:
+        worker._lease_ended("r1")
+    else:
+        (worker._read_ended if plan.reads else worker._stream_ended)(_end())
+    for _ in range(5):
+        worker.apply(rests(StepPlan()))
+        worker.take_report()
+    assert waited == [0.005] * 3
 
 
 @pytest.mark.parametrize("is_lock_stepped", [False, True])

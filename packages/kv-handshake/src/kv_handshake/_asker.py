@@ -5,6 +5,9 @@ the peer is left alone for a time that doubles with each failure. Until then, as
 the code of the failure if that is an answer in itself: ``ask-unsupported`` or ``connection-refused``. A connection without open
 asks is closed after `_IDLE_S`. The thread sleeps until something arrives or a deadline is due.
 
+A turn looks at the peers that have a connection, open asks or a pending look-up. The failures of all others are remembered apart,
+at most `_MOST_PLACES` of them, and cost nothing until the peer is asked again.
+
 At most `Timing.connections` peers have a connection, fewer where the process may open few files. When all places are taken, a
 peer without open asks gives up its place, or else a peer that has said nothing for `_PATIENCE_S`. If there is neither, the new
 peer's asks end with ``too-many-peers``, which does not count against that peer. A peer that has said nothing after
@@ -16,7 +19,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from typing import TYPE_CHECKING, final
 
 from kv_handshake._ask_session import AskSession, OpenAsk
@@ -45,6 +48,9 @@ _JOIN_S = 5.0
 _RECOVERY_S = 0.02
 _PATIENCE_S = 0.5
 """A peer that has not answered its first query within this time gives up its place if another peer needs it."""
+_MOST_PLACES = 1024
+"""Failed peers that are remembered; the one asked longest ago is forgotten first. Also peers in use beyond which a name is not
+looked up, since look-ups hold places without a connection."""
 _READ_AT_ONCE = 64
 """Replies of one peer that are read before other peers have their turn."""
 _DEFINITE = frozenset({"ask-unsupported", "connection-refused"})
@@ -91,6 +97,7 @@ class Asker:
         self._is_closing = False
         self._counts = Counter({"asks": 0, "asks_answered": 0, "asks_failed": 0, "ask_connections": 0})
         self._peers: dict[Endpoint, _Peer] = {}
+        self._failed: OrderedDict[Endpoint, _Peer] = OrderedDict()
         self._by_connection: dict[Connection, _Peer] = {}
         self._next_look_s = 0.0
         self._hub = Hub(security)
@@ -163,15 +170,14 @@ class Asker:
         with self._lock:
             arrived, self._inbox = self._inbox, deque()
         for endpoint, ask in arrived:
-            peer = self._peers.get(endpoint)
             if isinstance(ask, int):
+                peer = self._peers.get(endpoint)
                 if peer is not None:
                     peer.session.cancel(ask)
                     self._flush(peer)
                 continue
             self._counts["asks"] += 1
-            if peer is None:
-                peer = self._peers[endpoint] = _Peer(endpoint)
+            peer = self._place_of(endpoint, now_s)
             if now_s < peer.until_s:
                 self._end(ask, peer.code if peer.code in _DEFINITE else "recently-failed")
                 continue
@@ -182,12 +188,33 @@ class Asker:
             else:
                 self._flush(peer)
 
+    def _place_of(self, endpoint: Endpoint, now_s: float) -> _Peer:
+        """Return a peer in use: as it is, as it failed, or new."""
+        peer = self._peers.get(endpoint)
+        if peer is None:
+            peer = self._failed.pop(endpoint, None)
+            if peer is None or now_s >= max(peer.idle_since_s + _IDLE_S, peer.until_s):
+                peer = _Peer(endpoint)
+            self._peers[endpoint] = peer
+        return peer
+
+    def _put_away(self, endpoint: Endpoint) -> None:
+        """Take a peer out of use; remember it if it has failed."""
+        peer = self._peers.pop(endpoint)
+        if peer.failures:
+            self._failed[endpoint] = peer
+            if len(self._failed) > _MOST_PLACES:
+                self._failed.popitem(last=False)
+
     def _begin(self, peer: _Peer) -> None:
         """Connect to a peer, by its address or after a look-up of its name."""
         endpoint = peer.session.endpoint
         if endpoint.address is not None:
             peer.addresses = deque((endpoint.host,))
             self._connect(peer)
+            return
+        if len(self._peers) > _MOST_PLACES:
+            self._turn_away(peer)
             return
         try:
             peer.lookup = self._names.look_up(endpoint.host)
@@ -199,8 +226,7 @@ class Asker:
             self._fail(peer, "name-unresolved")
             return
         if len(self._by_connection) >= self._most_connections and not self._make_room():
-            for ask in peer.session.take(list(peer.session.open.values())):
-                self._end(ask, "too-many-peers")
+            self._turn_away(peer)
             return
         try:
             connection = self._hub.open(address or peer.addresses.popleft(), peer.session.endpoint.port, tried)
@@ -212,6 +238,10 @@ class Asker:
         self._by_connection[connection] = peer
         peer.session.connected()
         self._flush(peer)
+
+    def _turn_away(self, peer: _Peer) -> None:
+        for ask in peer.session.take(list(peer.session.open.values())):
+            self._end(ask, "too-many-peers")
 
     def _make_room(self) -> bool:
         """End the connection without open asks that was used longest ago, or else the oldest silent one; False without either."""
@@ -311,9 +341,13 @@ class Asker:
                 peer.addresses, peer.lookup = deque(peer.lookup.result()), None
                 self._connect(peer)
             self._end_late(peer, now_s)
-            if not peer.session.open and now_s >= max(peer.idle_since_s + _IDLE_S, peer.until_s):
+            if peer.session.open:
+                continue
+            if now_s >= peer.idle_since_s + _IDLE_S:
                 self._hang_up(peer)
-                del self._peers[endpoint]
+                peer.lookup = None
+            if peer.connection is None and peer.lookup is None:
+                self._put_away(endpoint)
         if now_s >= self._next_look_s and any(peer.session.open for peer in self._peers.values()):
             self._next_look_s = now_s + _LOOK_S
             self._end_flooded()
@@ -346,7 +380,7 @@ class Asker:
                 if _is_opening(peer):
                     times.append(peer.connected_s + self._opening_s)
             else:
-                times.append(max(peer.idle_since_s + _IDLE_S, peer.until_s))
+                times.append(peer.idle_since_s + _IDLE_S)
         with self._lock:
             return now_s if self._inbox or self._is_closing else min(times)
 

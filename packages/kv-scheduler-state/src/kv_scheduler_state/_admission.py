@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final, cast, final
 
 from kv_scheduler_state._decisions import BYSTANDER, Admission
 from kv_scheduler_state._early_admission import EarlyAdmissions
-from kv_scheduler_state._early_ticket import EARLY_KEY
+from kv_scheduler_state._early_ticket import EARLY_KEY, is_withdrawal
 from kv_scheduler_state._errors import TicketError, quote
 from kv_scheduler_state._prompt import missing_media
 from kv_scheduler_state._ticket_reader import TicketReader
@@ -99,6 +99,15 @@ class Admissions:
             request.consumer = self._consumers.arrive(request_id, ticket, kept_tokens, at_s)
         return Admission("producer", "", "", truncate_tokens) if truncate_tokens else _PRODUCER
 
+    def _withdrawn(self, request: Request, fields: Fields) -> Admission:
+        """Admit the request by which a router withdraws a hand-over; it takes part in none itself."""
+        try:
+            self.early.withdraw(fields)
+        except TicketError as error:
+            request.rejected_code = error.code
+            return Admission("none", error.code, str(error))
+        return BYSTANDER
+
     def _early_producer(
         self, request_id: str, request: Request, fields: Fields, identity: PromptIdentity | None, truncate_tokens: int
     ) -> Admission | None:
@@ -108,6 +117,8 @@ class Admissions:
         """
         if EARLY_KEY not in fields:
             return None
+        if is_withdrawal(fields):
+            return self._withdrawn(request, fields)
         if fields.get("remote_block_ids"):
             self.early.decline(fields)
             return None
@@ -134,7 +145,7 @@ class Admissions:
             except TicketError as early_error:
                 error = early_error
             else:
-                return _EARLY_CONSUMER
+                return BYSTANDER if request.consumer is None else _EARLY_CONSUMER
         request.rejected_code = error.code
         return Admission("none", error.code, str(error))
 

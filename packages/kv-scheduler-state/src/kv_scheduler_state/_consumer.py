@@ -93,18 +93,24 @@ class Consumers:
     def arrive_early(
         self, request_id: str, early: EarlyTicket, digest: str, prompt_tokens: int, now_s: float
     ) -> ConsumerRecord:
-        """Begin the life of a request whose prompt is to be read while its peer computes it."""
+        """Begin the life of a request whose prompt is to be read while its peer computes it; see `why_not_early`."""
         arrival = self.table.find(request_id, NEW, "arrive-early")
         # The peer's engine id and request id arrive with its answer.
         ticket = HandoffTicket("handoff", PeerAddress("", early.host, early.port), early.hand_over_id, ())
         offered_tokens = prompt_tokens - self._config.left_tokens(prompt_tokens)
-        loadable_tokens = max(0, prompt_tokens - self._config.unread_tokens(prompt_tokens))
-        if loadable_tokens < offered_tokens:
-            loadable_tokens = 0  # the peer gives up a needed block when it finishes, possibly before it is read
-        record = ConsumerRecord(arrival, ticket, loadable_tokens, now_s)
+        record = ConsumerRecord(arrival, ticket, offered_tokens, now_s)
         record.stream = ConsumedStream(request_id, record, early, digest, prompt_tokens, offered_tokens, now_s)
         self.streams.begin(record.stream)
         return record
+
+    def why_not_early(self, prompt_tokens: int) -> str:
+        """Return the code of the reason why no peer is asked for a prompt that it computes; empty if one is."""
+        tokens = prompt_tokens - self._config.left_tokens(prompt_tokens)
+        # The peer leaves that many tokens; if more must stay unread, it gives up a needed block when it finishes the prompt,
+        # possibly before that block is read.
+        if tokens <= 0 or prompt_tokens - self._config.unread_tokens(prompt_tokens) < tokens:
+            return "nothing-to-read"
+        return "too-many" if self.streams.is_full else ""
 
     def step_early(self, stream: ConsumedStream, event: str, ticket: HandoffTicket | None, now_s: float) -> None:
         """Apply an event of a stream, with the ticket that came with it.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, final
 
-from kv_scheduler_state._early_ticket import EARLY_KEY, named_id, read_early
+from kv_scheduler_state._early_ticket import EARLY_KEY, is_withdrawal, named_id, read_early
 from kv_scheduler_state._errors import TicketError, quote
 from kv_scheduler_state._stream_values import stream_tag
 from kv_scheduler_state._ticket_reader import TicketReader
@@ -83,6 +83,15 @@ class EarlyAdmissions:
         self._producers.streams.keep_media(request_id, None if identity is None else identity.media(tokens))
         return record
 
+    def withdraw(self, fields: Fields) -> None:
+        """Refuse questions for the id of a prompt that its router says will not come; a prompt that is here goes on.
+
+        Raises:
+            TicketError: as `read_early`.
+        """
+        early = read_early(fields, self._tickets.hosts, self.seal)
+        self._producers.streams.decline(early.hand_over_id, "withdrawn")
+
     def decline(self, fields: Fields) -> None:
         """Refuse questions for the id of an early ticket that this engine does not follow.
 
@@ -114,15 +123,19 @@ class EarlyAdmissions:
 
     def consumer(
         self, request_id: str, fields: Fields, prompt_tokens: int, identity: PromptIdentity | None, now_s: float
-    ) -> ConsumerRecord:
-        """Begin to ask a peer for a prompt that it computes at the same time.
+    ) -> ConsumerRecord | None:
+        """Begin to ask a peer for a prompt that it computes at the same time; None if this engine computes the prompt itself.
 
         Raises:
-            TicketError: as `read_early`; `ticket-role`, `ticket-early-off`, `ticket-early-shared`, `ticket-prompt-unidentified`,
-                or the code of `identity.refusal`.
+            TicketError: as `read_early`; `ticket-role`, `ticket-flags`, `ticket-early-off`, `ticket-early-shared`,
+                `ticket-prompt-unidentified`, or the code of `identity.refusal`.
         """
         self.require_reader()
         early = read_early(fields, self._tickets.hosts, self.seal)
+        if is_withdrawal(fields):
+            raise TicketError(
+                "ticket-flags", "a hand-over is withdrawn at the engine that computes the prompt", field="withdraw"
+            )
         if not self._config.reads_streams:
             raise TicketError(
                 "ticket-early-off",
@@ -136,6 +149,10 @@ class EarlyAdmissions:
                 f"another request of this engine reads hand-over {quote(early.hand_over_id)}, which serves one reader",
                 field=EARLY_KEY,
             )
+        code = self._consumers.why_not_early(prompt_tokens)
+        if code:
+            self._consumers.streams.note_local(request_id, early, code)
+            return None
         tokens = max(0, prompt_tokens - self._config.left_tokens(prompt_tokens))
         digest = _digest(tokens, identity)
         record = self._consumers.arrive_early(request_id, early, digest, prompt_tokens, now_s)

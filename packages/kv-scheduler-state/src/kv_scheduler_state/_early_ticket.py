@@ -5,6 +5,8 @@ nothing: the decode engine asks there, with the digest of its own prompt, and th
 engine reveals its prompt's digest to that address. So the address must be *covered*: by the router's MAC under a fleet secret,
 or without secrets by a list of peers. With neither, the early ticket is refused and the hand-over is plain.
 
+With `withdraw` set to true beside these keys, a router tells the prefill engine that the prompt of this id will not come.
+
 Bytes under the MAC (HMAC-SHA-256; integers have 8 bytes, signed, little-endian; a text is its length in bytes, then UTF-8):
 
 | part | content |
@@ -30,13 +32,14 @@ if TYPE_CHECKING:
 
     from kv_scheduler_state._hosts import HostPolicy
 
-__all__ = ["EARLY_KEY", "EarlyTicket", "canonical_early", "early_params", "named_id", "read_early"]
+__all__ = ["EARLY_KEY", "EarlyTicket", "canonical_early", "early_params", "is_withdrawal", "named_id", "read_early"]
 
 EARLY_KEY: Final = "kv_stream"
 _TAG: Final = b"kv-early-1\0"
 _ID: Final = re.compile(r"[0-9a-f]{32}\Z")
 _NUMBER: Final = Struct("<q")
 _KEYS: Final = frozenset(("id", "host", "port"))
+_MOST_KEYS: Final = 16
 _MOST_HOST_CHARS: Final = 253
 
 
@@ -114,6 +117,12 @@ def read_early(fields: Mapping[object, Any], hosts: HostPolicy, seal: _Seal | No
     return early
 
 
+def is_withdrawal(fields: Mapping[object, Any]) -> bool:
+    """Return whether the params withdraw a hand-over instead of starting one."""
+    value: object = fields.get(EARLY_KEY)
+    return type(value) is dict and cast("dict[object, object]", value).get("withdraw") is True
+
+
 def named_id(fields: Mapping[object, Any], seal: _Seal | None) -> str:
     """Return the hand-over id of an early ticket, even of one that is refused; empty if there is none.
 
@@ -135,10 +144,15 @@ def named_id(fields: Mapping[object, Any], seal: _Seal | None) -> str:
 
 def _parsed(value: dict[object, object]) -> tuple[EarlyTicket, object]:
     """Return the early ticket and its MAC, each field checked by itself."""
+    if len(value) > _MOST_KEYS:  # before unknown keys are sorted and quoted
+        raise TicketError(
+            "ticket-type", f"{EARLY_KEY} has {len(value)} keys, at most {_MOST_KEYS} are allowed", field=EARLY_KEY
+        )
     missing = sorted(_KEYS - value.keys())
     if missing:
         raise TicketError("ticket-missing", f"{EARLY_KEY} has no {missing[0]}", field=missing[0])
-    unknown = sorted(quote(key) for key in value.keys() - _KEYS - {"mac"})
+    known = _KEYS | ({"mac", "withdraw"} if value.get("withdraw") is True else {"mac"})
+    unknown = sorted(quote(key) for key in value.keys() - known)
     if unknown:
         raise TicketError(
             "ticket-type", f"{EARLY_KEY} has the key {unknown[0]}, which no router writes", field=EARLY_KEY

@@ -114,10 +114,10 @@ class StreamProducers:
         if hand_over_id in self._ended_ids:
             self._standings[hand_over_id] = StreamStanding(hand_over_id, "", None)
 
-    def decline(self, hand_over_id: str) -> None:
-        """Refuse all further questions for an id with the reason "not-streamed"."""
+    def decline(self, hand_over_id: str, reason: NoReason = "not-streamed") -> None:
+        """Refuse all further questions for an id, unless a request has it."""
         if hand_over_id not in self._by_id:
-            self._remember(hand_over_id, "not-streamed")
+            self._remember(hand_over_id, reason)
 
     def keep_whole(self, request_id: str) -> None:
         """Give a request no slot, so that it is read only once it is finished."""

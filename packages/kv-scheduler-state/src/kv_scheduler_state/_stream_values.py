@@ -52,13 +52,14 @@ def is_later_tag(tag: int, other: int) -> bool:
 
 
 class StreamOutcome(NamedTuple):
-    """Decision against streaming a prompt for which a peer was asked."""
+    """Decision against streaming a prompt that came with an early ticket."""
 
     request_id: str
     code: str
     """`no-room`: no blocks were free in time. `over-share`: it needs more blocks than all streams together may hold.
-    `other-blocks`: the peer's blocks have another size. `no-answer`: the peer was silent. Otherwise a `NoReason`, or the code of
-    the ticket or the question that failed."""
+    `other-blocks`: the peer's blocks have another size. `no-answer`: the peer was silent. `nothing-to-read`: the engine must
+    compute the prompt itself. `too-many`: too many requests with an early ticket. Otherwise a `NoReason`, or the code of the
+    ticket or the question that failed."""
     result: StreamResult
     """`read-whole`: the final ticket is asked for. `given-up`: after a stream that broke; the failure policy decides.
     `fails`: its images came to the peer alone, see `SchedulerState.must_fail`."""

@@ -20,6 +20,7 @@ from kv_topology._parts import (
     StageLayer,
 )
 from kv_topology._validate import check_geometry
+from kv_topology._validate_layouts import refusal
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -67,7 +68,10 @@ class RankGeometry:
 
     def __post_init__(self) -> None:
         """Refuse a geometry that contradicts itself (`InvalidGeometry`), so that every value in use is sound."""
-        check_geometry(self, self.placements)
+        try:
+            check_geometry(self, self.placements)
+        except (AttributeError, TypeError) as error:  # a part that is not what the check takes it for
+            raise refusal("geometry-malformed", f"A part of the geometry has another type: {error}.") from error
 
     @cached_property
     def placements(self) -> Mapping[str, tuple[tuple[int, Member], ...]]:

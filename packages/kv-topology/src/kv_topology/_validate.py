@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from kv_topology._disjoint import Budget
 from kv_topology._shards import even_interval
+from kv_topology._shown import shown
 from kv_topology._validate_layouts import LIMITS, check_disjoint, check_in_range, check_layout, refusal
 
 if TYPE_CHECKING:
@@ -215,6 +216,16 @@ def _check_cluster(geometry: GeometryParts, numbers: list[int], group: int) -> N
 def check_geometry(geometry: GeometryParts, placements: Placements) -> None:
     """Raise `InvalidGeometry` with a code and the numbers if the geometry contradicts itself or is absurdly large."""
     where = "the geometry"
+    for name, entries in (
+        ("groups", geometry.groups),
+        ("regions", geometry.regions),
+        ("stage_layers", geometry.stage_layers),
+    ):
+        _check_tuple(name, entries)
+    if geometry.null_block is not None and type(geometry.null_block) is not int:
+        raise refusal(
+            "geometry-malformed", f"null_block is {shown(geometry.null_block)}; it must be an integer or None."
+        )
     for what, size, rank in (
         ("tp", geometry.tp_size, geometry.tp_rank),
         ("pp", geometry.pp_size, geometry.pp_rank),
@@ -263,6 +274,11 @@ def _check_regions(geometry: GeometryParts) -> None:
                 grouped.add((member.layout, member.group))
 
 
+def _check_tuple(name: str, entries: object) -> None:
+    if type(entries) is not tuple:
+        raise refusal("geometry-malformed", f"{name} holds {shown(entries)} where a tuple belongs.")
+
+
 def _check_stages(geometry: GeometryParts) -> None:
     if geometry.stage_layers and len(geometry.stage_layers) != geometry.pp_size:
         raise refusal(
@@ -272,7 +288,13 @@ def _check_stages(geometry: GeometryParts) -> None:
             pp_size=geometry.pp_size,
         )
     for layers in geometry.stage_layers:
+        _check_tuple("stage_layers", layers)
         for entry in layers:
+            _check_tuple("stage_layers", entry.fields)
+            if not all(isinstance(name, str) for name in (entry.layer, *entry.fields)):
+                raise refusal(
+                    "geometry-malformed", f"stage_layers has {shown(entry.layer)} and its fields; names are texts."
+                )
             if entry.group is not None:
                 check_in_range(
                     f"group of layer {entry.layer!r}", entry.group, 0, len(geometry.groups) - 1, "stage_layers"

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from kv_topology._disjoint import find_shared_byte
 from kv_topology._errors import InvalidGeometry
+from kv_topology._shown import shown
 
 if TYPE_CHECKING:
     from kv_topology._disjoint import Budget
@@ -37,11 +38,11 @@ def refusal(code: str, message: str, **context: object) -> InvalidGeometry:
 
 
 def check_in_range(what: str, value: int, low: int, high: int, where: str) -> None:
-    """Raise `size-out-of-range` unless low <= value <= high."""
-    if not low <= value <= high:
+    """Raise `size-out-of-range` unless it is an integer and low <= value <= high."""
+    if type(value) is not int or not low <= value <= high:
         raise refusal(
             "size-out-of-range",
-            f"{what} of {where} is {value}; it must lie in {low}..{high}.",
+            f"{what} of {where} is {shown(value)}; it must be an integer of {low}..{high}.",
             value=value,
             low=low,
             high=high,

@@ -71,12 +71,14 @@ class StepOrders:
         question: Number of the pending question for the workers' registration; 0 for none.
         rest_s: Time that a worker may wait for the end of a read or of a lease instead of being asked again at once: above 0 in
             steps that compute nothing while the engine waits for peers alone.
+        is_asking: Whether a question to a peer is open; a worker that waits for nothing of its own may then wait as well.
     """
 
     plan: StepPlan
     links: Mapping[str, TraceLink] = field(default_factory=dict[str, TraceLink])
     question: int = 0
     rest_s: float = 0.0
+    is_asking: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 from vllm_adapter.cli.answer_shape import AnswerShape, misfit
 from vllm_adapter.cli.json_values import parse_json
 from vllm_adapter.errors import AdapterError
-from vllm_adapter.observe.status_folder import SUFFIX, status_folders
+from vllm_adapter.observe.status_folder import own_sockets, status_folders
 from vllm_adapter.observe.status_socket import REQUEST
 
 if TYPE_CHECKING:
@@ -33,27 +33,28 @@ def ask_all(folders: Sequence[Path] = (), *, timeout_s: float = 3.0, request: by
 
     Args:
         folders: Where to look; where engines of this user put their sockets, if none is named.
-        timeout_s: Longest wait for each process.
+        timeout_s: Longest wait for all of them.
         request: The line to ask with.
     """
-    files = [file for folder in folders or status_folders() for file in _sockets(folder)]
+    answers: list[Answer] = []
+    files: list[Path] = []
+    for folder in folders or status_folders():
+        try:
+            files += own_sockets(folder)
+        except PermissionError as error:
+            answers.append({"socket": str(folder), "error": str(error)})
+        except (OSError, ValueError):  # no such folder, or a name that none can have
+            continue
+    until_s = time.monotonic() + timeout_s
     with ThreadPoolExecutor(_AT_ONCE) as pool:
-        asked = pool.map(_ask, files, repeat(timeout_s), repeat(request))
-        answers = [answer for answer in asked if answer is not None]
+        asked = pool.map(_ask, files, repeat(timeout_s), repeat(until_s), repeat(request))
+        answers += [answer for answer in asked if answer is not None]
     return sorted(answers, key=_order)
 
 
 def ask_one(file: Path, request: bytes, *, timeout_s: float) -> Answer | None:
     """Ask the process with this socket; None if it is gone."""
-    return _ask(file, timeout_s, request)
-
-
-def _sockets(folder: Path) -> list[Path]:
-    """Return the sockets in a folder; none in one that cannot be looked into."""
-    try:
-        return sorted(folder.glob("*" + SUFFIX))
-    except (OSError, ValueError):  # ValueError: a name that no folder can have
-        return []
+    return _ask(file, timeout_s, time.monotonic() + timeout_s, request)
 
 
 def _order(answer: Answer) -> tuple[str, bool, str]:
@@ -61,13 +62,13 @@ def _order(answer: Answer) -> tuple[str, bool, str]:
     return str(answer.get("engine_id", "")), part != "scheduler", part
 
 
-def _ask(file: Path, timeout_s: float, request: bytes) -> Answer | None:
+def _ask(file: Path, timeout_s: float, until_s: float, request: bytes) -> Answer | None:
     """Return one process's answer and when it was asked and heard, by the clock of this process.
 
     None if the process is gone, whose socket is removed then.
     """
     try:
-        text, asked_s, received_s = _exchange(file, time.monotonic() + timeout_s, request)
+        text, asked_s, received_s = _exchange(file, until_s, request)
     except FileNotFoundError:
         return None
     except ConnectionRefusedError:

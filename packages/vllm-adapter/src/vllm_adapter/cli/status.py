@@ -66,7 +66,7 @@ def _status(
     watch: Annotated[
         float | None, typer.Option(metavar="SECONDS", help="Ask and show again after so many, until Ctrl-C.")
     ] = None,
-    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Wait per process.")] = 3.0,
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Wait for all processes.")] = 3.0,
     folder: Annotated[
         str | None,
         typer.Option(metavar="FOLDER", help="Where the sockets are; default: where this user's engines put them."),

@@ -6,7 +6,7 @@ import os
 import stat
 from pathlib import Path
 
-__all__ = ["SUFFIX", "make_private", "status_folder", "status_folders"]
+__all__ = ["SUFFIX", "make_private", "own_sockets", "status_folder", "status_folders"]
 
 SUFFIX = ".sock"
 _NAME = "vllm-adapter"
@@ -34,6 +34,29 @@ def make_private(folder: Path) -> None:
         OSError: It cannot be created, or it is a link, another user's, or open to others.
     """
     folder.mkdir(mode=0o700, exist_ok=True)
+    _require_private(folder)
+
+
+def own_sockets(folder: Path) -> list[Path]:
+    """Return the sockets in a folder that belongs to this user alone, sorted; links and other files are left out.
+
+    Raises:
+        OSError: There is no such folder, or it is a link, another user's, or open to others, who could put sockets there.
+        ValueError: No folder can have this name.
+    """
+    _require_private(folder)
+    return [file for file in sorted(folder.glob("*" + SUFFIX)) if _is_own_socket(file)]
+
+
+def _is_own_socket(file: Path) -> bool:
+    try:
+        found = file.lstat()
+    except FileNotFoundError:  # its process has ended meanwhile
+        return False
+    return stat.S_ISSOCK(found.st_mode) and found.st_uid == os.getuid()
+
+
+def _require_private(folder: Path) -> None:
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & _OTHERS_RIGHTS:
         raise PermissionError(f"{folder} is not a folder of user {os.getuid()} alone (0700); remove it")

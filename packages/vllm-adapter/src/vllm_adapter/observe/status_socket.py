@@ -19,7 +19,7 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, final
 
-from vllm_adapter.observe.status_folder import SUFFIX, make_private, status_folder
+from vllm_adapter.observe.status_folder import SUFFIX, make_private, own_sockets, status_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -160,7 +160,7 @@ def _text(describe: Callable[[], Mapping[str, object]]) -> bytes:
 
 def remove_stale(folder: Path) -> None:
     """Remove the sockets of processes that no longer exist."""
-    for file in folder.glob("*" + SUFFIX):
+    for file in own_sockets(folder):
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
             client.settimeout(_CLIENT_S)
             try:

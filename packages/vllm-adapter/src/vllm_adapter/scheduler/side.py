@@ -303,7 +303,9 @@ class SchedulerSide:
         is_lacking = self._state.streams_lack_blocks
         if self._shortage.lasts(now_s, is_empty=is_empty, streams_lack_blocks=is_lacking):
             self._give_way(now_s)
-        return StepOrders(plan, self._links.of_reads(plan), self._served.question, self._rest_s)
+        return StepOrders(
+            plan, self._links.of_reads(plan), self._served.question, self._rest_s, self._streaming.is_asking
+        )
 
     @property
     def _rest_s(self) -> float:

@@ -7,7 +7,6 @@ network happens on the transfer thread (`registration.py`, `transfer/`).
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections import deque
 from dataclasses import replace
@@ -23,6 +22,7 @@ from vllm_adapter.worker.failed_reads import FailedReads
 from vllm_adapter.worker.host_mirror import HostMirror
 from vllm_adapter.worker.rank_streams import RankStreams
 from vllm_adapter.worker.registration import Registration, RegistrationEvents, open_registration
+from vllm_adapter.worker.resting import Resting
 from vllm_adapter.worker.sleep import ASLEEP, ASLEEP_MESSAGE, DEAD, DEAD_MESSAGE, fail_reads, failed_instead
 from vllm_adapter.worker.status import worker_status
 from vllm_adapter.worker.thread_watch import ThreadWatch
@@ -101,8 +101,7 @@ class WorkerSide:
         self._marks = ChunkMarks(None, self._recorder.trouble)
         self._begun: StepOrders | None = None
         self._are_words_late = False
-        self._rest_s = 0.0
-        self._has_ended = threading.Event()
+        self._resting = Resting(facts.pp)
         # Reads whose end has not been collected yet, and the subset of them that must end as failed.
         self._due_reads: set[str] = set()
         self._void_reads: set[str] = set()
@@ -154,15 +153,15 @@ class WorkerSide:
 
     def _read_ended(self, finished: FinishedRead) -> None:
         self._finished.append(finished)
-        self._has_ended.set()
+        self._resting.wake()
 
     def _lease_ended(self, request_id: str) -> None:
         self._sent.append(request_id)
-        self._has_ended.set()
+        self._resting.wake()
 
     def _stream_ended(self, finished: FinishedRead) -> None:
         self._streams.ended(finished)
-        self._has_ended.set()
+        self._resting.wake()
 
     def unregister(self) -> None:
         """End all reads and leases and deregister the cache's memory before the host unmaps it; idempotent.
@@ -244,7 +243,7 @@ class WorkerSide:
             self._tell_late_words(orders.plan)
             self.before_forward(orders)
         self._begun = None
-        self._rest_s = orders.rest_s
+        self._resting.begin(orders)
         plan = orders.plan
         self._failures += self._streams.failures(plan.failures)
         if orders.links and self._trace is not None:
@@ -360,16 +359,14 @@ class WorkerSide:
 
         In a step that computes nothing, this may wait for the end of a read or of a lease (`StepOrders.rest_s`).
         """
-        rest_s, self._rest_s = self._rest_s, 0.0
-        if rest_s:
-            self._has_ended.wait(rest_s)
-        self._has_ended.clear()
+        self._resting.wait(is_reading=bool(self._due_reads) or self._streams.is_reading)
         registration = self._registration or self._dead
         self._watch.check(registration.agent if registration is not None else None)
         streams = self._take_streams()
         if not (self._sent or self._finished or self._failures or self._is_registration_due or streams):
             return _NOTHING
         sent = frozenset(_drained(self._sent))
+        self._resting.reported(sent)
         ends = [self._take_end(finished) for finished in _drained(self._finished)]
         bad = [end for end in ends if not end.is_ok]
         refused, self._failures = frozenset(self._failures), []

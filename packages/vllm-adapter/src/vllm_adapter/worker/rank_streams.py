@@ -81,6 +81,8 @@ class RankStreams:
         self._recorder = recorder
         self._worker: StreamWorker | None = None
         self._finished: deque[FinishedRead] = deque()
+        # Streams that are read here and not reported to the engine yet.
+        self._reading: set[str] = set()
         # The latest end, with its reason, of each stream that has not been reported to the engine yet.
         self._torn: dict[str, ReadEnd] = {}
         self._sent: list[str] = []
@@ -173,10 +175,18 @@ class RankStreams:
         watches, stops = self._ends.apply(plan.streams)
         for request_id in (*plan.streams.ends, *(order.request_id for order in reads)):
             self._torn.pop(request_id, None)
+            self._reading.discard(request_id)
+        self._reading.update(order.read.request_id for order in watches)
         return ReadsOfStep(reads, watches, stops)
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether this rank waits for the end of a stream, or for the next order about a torn one."""
+        return bool(self._reading)
 
     def failures(self, request_ids: Sequence[str]) -> list[str]:
         """Return those of a step's failures that this rank must report."""
+        self._reading.difference_update(request_ids)
         return [request_id for request_id in request_ids if self._ends.takes_read(request_id)]
 
     def ended(self, finished: FinishedRead) -> None:
@@ -201,6 +211,7 @@ class RankStreams:
             latest[end.order.request_id] = end
             self._ends.ended(end.order.request_id, is_done=end.is_ok)
         report = self._ends.take_report()
+        self._reading.difference_update(report.received)
         if not (report.received or report.ends):
             return None
         self._torn.update(latest)
