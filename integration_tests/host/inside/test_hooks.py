@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import queue
 import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
 import pytest
 import zmq
 from engine import BLOCK, FULL, STATE, hand_over, prompt, tokens_of
-from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator, TransferTopology
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorStats
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import metadata as host_metadata
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnectorStats
 from vllm.v1.engine import FinishReason
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
@@ -32,9 +38,9 @@ def free_port(monkeypatch: pytest.MonkeyPatch) -> int:
     return port
 
 
-def _ask(port: int, *query: object) -> list[bytes]:
-    """Ask as vLLM's own workers do."""
-    with zmq.Context() as context, context.socket(zmq.REQ) as link:
+def _ask(port: int, *query: object, kind: int = zmq.REQ) -> list[bytes]:
+    """Ask as vLLM's own workers do, or with a DEALER as ours do."""
+    with zmq.Context() as context, context.socket(kind) as link:
         link.setsockopt(zmq.RCVTIMEO, 5000)
         link.setsockopt(zmq.LINGER, 0)
         link.connect(f"tcp://127.0.0.1:{port}")
@@ -52,13 +58,86 @@ def test_each_ranks_metadata_is_served_as_it_was_given(make_engine, free_port: i
     try:
         connector.set_xfer_handshake_metadata_pp_aware({rank: RankEnvelope(e) for rank, e in envelopes.items()})
         for rank, envelope in envelopes.items():
-            assert _ask(free_port, *rank)[0] == envelope
+            assert _ask(free_port, *rank, kind=zmq.DEALER)[0] == envelope
         connector.set_xfer_handshake_metadata({0: RankEnvelope(envelopes[1, 1])})
         assert _ask(free_port, 0, 0)[0] == envelopes[1, 1]
     finally:
         connector.shutdown()
         connector.shutdown()
     make_engine("Q").scheduler.connector.set_xfer_handshake_metadata({})  # the port is free again
+
+
+class HostsReader(NixlPullConnectorWorker):
+    """vLLM's own reader of one rank, as far as a handshake needs it, on an engine that looks like the peer in every way."""
+
+    def __init__(self, compat_hash: str, *, enforces: bool) -> None:
+        self.transfer_topo = TransferTopology(
+            tp_rank=0, tp_size=1, block_size=BLOCK, engine_id="D", is_mla=False, is_mamba=False, total_num_kv_heads=2,
+            attn_backends=[], dcp_size=1,
+        )  # fmt: skip
+        self.engine_id, self.compat_hash, self.enforce_compat_hash = "D", compat_hash, enforces
+        self._is_csa_linear, self.use_host_buffer = False, True
+        self.pcp_size = self.dcp_size = 1
+        self._engine_ttl = 0.0
+        self._handshake_lock = threading.RLock()
+        self._handshake_initiation_executor = ThreadPoolExecutor(1)
+        self._handshake_futures: dict[str, Any] = {}
+        self._remote_agents: dict[str, Any] = {}
+        self._recving_metadata: dict[str, Any] = {}
+        self._failed_recv_reqs: queue.Queue[str] = queue.Queue()
+        self._ready_requests: queue.Queue[Any] = queue.Queue()
+        self.xfer_stats = NixlKVConnectorStats()
+        self.taken: list[str] = []
+
+    def add_remote_agent(self, metadata: Any, *_args: object) -> str:
+        """Take a rank for one that holds all layers."""
+        self.taken.append(metadata.engine_id)
+        return "agent"
+
+    def shutdown(self) -> None:
+        self._handshake_initiation_executor.shutdown()
+
+
+@pytest.mark.never_wrong("B16")
+@pytest.mark.parametrize("enforces", [True, False])
+def test_an_engine_with_pipeline_stages_refuses_the_hosts_own_reader(
+    make_engine, free_port: int, caplog: pytest.LogCaptureFixture, *, enforces: bool
+) -> None:
+    """That reader pairs the layers of every rank with all of its own: it must fail its request by our code and keep no state."""
+    connector = make_engine("P").scheduler.connector
+    metadata = msgspec.msgpack.encode(
+        host_metadata.NixlAgentMetadata(
+            engine_id="P",
+            agent_metadata=b"",
+            kv_caches_base_addr=[1],
+            device_id=0,
+            num_blocks=1,
+            block_lens=[1],
+            block_strides=[1],
+            kv_cache_layout="LBHNC",
+            block_size=BLOCK,
+            ssm_sizes=(0, 0),
+            attn_backend_name="",
+            physical_blocks_per_logical_kv_block=1,
+        )
+    )
+    envelope = msgspec.msgpack.encode({"compatibility_hash": "h", "agent_metadata_bytes": metadata})
+    reader = HostsReader("h", enforces=enforces)
+    try:
+        connector.set_xfer_handshake_metadata_pp_aware({(pp, 0): RankEnvelope(envelope) for pp in range(2)})
+        for number in range(3):
+            remote = host_metadata.RemoteMeta([[1]], "127.0.0.1", free_port, "P", f"p{number}")
+            meta = host_metadata.ReqMeta([[1]], [[1]], 1, remote=remote, pp_size=2)
+            reader._background_nixl_handshake(f"d{number}", "P", meta)
+            while not reader.taken and reader._failed_recv_reqs.empty():
+                time.sleep(0.01)
+            assert not reader.taken, "the metadata of one stage was given out"
+            assert reader._failed_recv_reqs.get() == f"d{number}"
+        assert reader._ready_requests.empty()
+    finally:
+        reader.shutdown()
+        connector.shutdown()
+    assert caplog.text.count("asks as vLLM's own connector does") == 1, "said once for each address"
 
 
 @pytest.mark.parametrize("change", ["none", "dtype", "cache_dtype", "model", "hybrid"])
