@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import queue
 import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -17,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator, 
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorStats
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import metadata as host_metadata
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_scheduler import NixlPushConnectorScheduler
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnectorStats
 from vllm.v1.engine import FinishReason
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
@@ -67,35 +70,26 @@ def test_each_ranks_metadata_is_served_as_it_was_given(make_engine, free_port: i
     make_engine("Q").scheduler.connector.set_xfer_handshake_metadata({})  # the port is free again
 
 
-class HostsReader(NixlPullConnectorWorker):
-    """vLLM's own reader of one rank, as far as a handshake needs it, on an engine that looks like the peer in every way."""
-
-    def __init__(self, compat_hash: str, *, enforces: bool) -> None:
-        self.transfer_topo = TransferTopology(
-            tp_rank=0, tp_size=1, block_size=BLOCK, engine_id="D", is_mla=False, is_mamba=False, total_num_kv_heads=2,
-            attn_backends=[], dcp_size=1,
-        )  # fmt: skip
-        self.engine_id, self.compat_hash, self.enforce_compat_hash = "D", compat_hash, enforces
-        self._is_csa_linear, self.use_host_buffer = False, True
-        self.pcp_size = self.dcp_size = 1
-        self._engine_ttl = 0.0
-        self._handshake_lock = threading.RLock()
-        self._handshake_initiation_executor = ThreadPoolExecutor(1)
-        self._handshake_futures: dict[str, Any] = {}
-        self._remote_agents: dict[str, Any] = {}
-        self._recving_metadata: dict[str, Any] = {}
-        self._failed_recv_reqs: queue.Queue[str] = queue.Queue()
-        self._ready_requests: queue.Queue[Any] = queue.Queue()
-        self.xfer_stats = NixlKVConnectorStats()
-        self.taken: list[str] = []
-
-    def add_remote_agent(self, metadata: Any, *_args: object) -> str:
-        """Take a rank for one that holds all layers."""
-        self.taken.append(metadata.engine_id)
-        return "agent"
-
-    def shutdown(self) -> None:
-        self._handshake_initiation_executor.shutdown()
+def _hosts_reader(compat_hash: str, *, enforces: bool) -> Any:
+    """Return vLLM's own reader of one rank as far as a handshake needs it; `taken` lists the engines that it accepted."""
+    reader: Any = object.__new__(NixlPullConnectorWorker)
+    reader.transfer_topo = TransferTopology(
+        tp_rank=0, tp_size=1, block_size=BLOCK, engine_id="D", is_mla=False, is_mamba=False, total_num_kv_heads=2,
+        attn_backends=[], dcp_size=1,
+    )  # fmt: skip
+    reader.engine_id, reader.compat_hash, reader.enforce_compat_hash = "D", compat_hash, enforces
+    reader._is_csa_linear, reader.use_host_buffer = False, True
+    reader.pcp_size = reader.dcp_size = 1
+    reader._engine_ttl = 0.0
+    reader._handshake_lock = threading.RLock()
+    reader._handshake_initiation_executor = ThreadPoolExecutor(1)
+    reader._handshake_futures, reader._remote_agents, reader._recving_metadata = {}, {}, {}
+    reader._failed_recv_reqs, reader._ready_requests = queue.Queue(), queue.Queue()
+    reader.xfer_stats = NixlKVConnectorStats()
+    reader.taken = []
+    reader.add_remote_agent = lambda metadata, *_: reader.taken.append(metadata.engine_id) or "agent"
+    reader.shutdown = reader._handshake_initiation_executor.shutdown
+    return reader
 
 
 @pytest.mark.never_wrong("B16")
@@ -122,7 +116,7 @@ def test_an_engine_with_pipeline_stages_refuses_the_hosts_own_reader(
         )
     )
     envelope = msgspec.msgpack.encode({"compatibility_hash": "h", "agent_metadata_bytes": metadata})
-    reader = HostsReader("h", enforces=enforces)
+    reader = _hosts_reader("h", enforces=enforces)
     try:
         connector.set_xfer_handshake_metadata_pp_aware({(pp, 0): RankEnvelope(envelope) for pp in range(2)})
         for number in range(3):
@@ -138,6 +132,37 @@ def test_an_engine_with_pipeline_stages_refuses_the_hosts_own_reader(
         reader.shutdown()
         connector.shutdown()
     assert caplog.text.count("asks as vLLM's own connector does") == 1, "said once for each address"
+
+
+def _hosts_push_scheduler(config: Any) -> Any:
+    """Return vLLM's own scheduler half in push mode, as far as a registration needs it."""
+    scheduler: Any = object.__new__(NixlPushConnectorScheduler)
+    scheduler.vllm_config, scheduler.engine_id = config, "D"
+    scheduler.side_channel_host, scheduler.side_channel_port = "127.0.0.1", 1
+    scheduler.use_host_buffer = scheduler._is_hma_required = False
+    scheduler.kv_cache_config = SimpleNamespace(select_transfer_block_ids=lambda blocks: blocks)
+    scheduler._push_registration_timeout = 480.0
+    scheduler._push_pending_registrations, scheduler._push_registration_deadlines = {}, {}
+    scheduler._reqs_need_recv = {}
+    return scheduler
+
+
+def test_a_registration_of_a_push_reader_ends_the_lease_at_once(make, caplog: pytest.LogCaptureFixture) -> None:
+    """It comes from a reader that skips the check of hashes, and means that nobody will read."""
+    producer = make("P", kv_lease_duration=60)
+    reader = _hosts_push_scheduler(producer.config)
+    for number in range(2):
+        ticket = producer.prefill(f"cmpl-{number}-0-0f1e2d3c", prompt(20, number))
+        waiting = SimpleNamespace(request_id=f"cmpl-{number}-0-4B5A6978", kv_transfer_params=ticket)
+        blocks = SimpleNamespace(get_unhashed_block_ids_all_groups=lambda: [[1, 2]])
+        reader.update_state_after_alloc(waiting, blocks, 20)
+        registration = reader._push_pending_registrations[waiting.request_id]
+        payload = host_metadata.PUSH_REG_NOTIF_PREFIX + msgspec.msgpack.encode(registration)
+        running = producer.side._registration
+        running.agent.call_soon(functools.partial(running.leases.notified, "D/0", payload))
+        producer.until(sent=f"cmpl-{number}-0-0f1e2d3c", within_s=20)
+    producer.assert_nothing_left()
+    assert caplog.text.count("is in push mode") == 1, "said once for each reader"
 
 
 @pytest.mark.parametrize("change", ["none", "dtype", "cache_dtype", "model", "hybrid"])
