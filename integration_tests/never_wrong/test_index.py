@@ -201,6 +201,12 @@ INDEX: dict[str, tuple[str, tuple[tuple[str, str], ...]]] = {
         (STATE, "test_a_renewed_lease_survives_a_process_that_stood_still_for_a_minute"),
         (REAL, "test_a_renewal_that_came_while_the_process_was_stopped_counts_before_its_timers"),
     )),
+    "vLLM's own reader gets what it can read, or a refusal": ("B16", (
+        (HANDSHAKE, "test_a_req_socket_gets_no_rank_of_an_engine_with_pipeline_stages"),
+        (INSIDE, "test_an_engine_with_pipeline_stages_refuses_the_hosts_own_reader"),
+        (INSIDE, "test_an_envelope_names_the_regions_that_the_hosts_own_worker_registers"),
+        (ENGINES, "test_an_engine_with_pipeline_stages_serves_ours_and_refuses_the_hosts_own_reader"),
+    )),
     "the agent's scratch words, fences, quarantine and queues": ("C5", (
         (AGENT, "test_scratch_words_return_after_any_error_of_their_read"),
         (AGENT, "test_no_word_becomes_valid_while_or_after_the_agent_closes"),
@@ -231,7 +237,7 @@ INDEX: dict[str, tuple[str, tuple[tuple[str, str], ...]]] = {
     )),
 }  # fmt: skip
 
-MARKS = [*(f"A{n}" for n in range(1, 11)), *(f"B{n}" for n in range(1, 13)), *(f"C{n}" for n in range(1, 9))]
+MARKS = [*(f"A{n}" for n in range(1, 11)), *(f"B{n}" for n in (*range(1, 13), 16)), *(f"C{n}" for n in range(1, 9))]
 
 
 @cache
