@@ -323,3 +323,29 @@ def test_unequal_tensor_parallel_sizes(makers: tuple[Any, Any]) -> None:
             texts = [prompt(10 * number + n, 20 + 60 * n) for n in range(2)]
             fleet.let_meet(prefill, decode)
             fleet.assert_handed_over(prefill, decode, texts, fleet.answers(texts, decode=prefill))
+
+
+@pytest.mark.never_wrong("B16")
+@pytest.mark.skipif(os.environ.get("KVDEV_LONG") != "1", reason="three engines, one of two stages: with --long")
+def test_an_engine_with_pipeline_stages_serves_ours_and_refuses_the_hosts_own_reader() -> None:
+    # CPU engines with stages compile even with --enforce-eager, unless their compilation is a mere trace.
+    stages = ["--pipeline-parallel-size", "2", "--no-enforce-eager"]
+    stages += ["--compilation-config", '{"mode": 2, "backend": "eager"}']
+    with started_fleet(
+        "dense",
+        {"stages": ours("kv_producer"), "ours": ours("kv_consumer"), "hosts": hosts_own()},
+        arguments={"stages": stages},
+        environment=OWN_WORKERS,
+        cores={"stages": "0|1"},
+    ) as fleet:
+        fleet.only("stages", "ours")
+        fleet.let_meet("stages", "ours")
+        texts = [prompt(number, 20 + 60 * number) for number in range(2)]
+        fleet.assert_handed_over("stages", "ours", texts, fleet.answers(texts, decode="ours"))
+        fleet.only("stages", "hosts")
+        for number in range(2):
+            with pytest.raises(AssertionError, match="500"):
+                fleet.answers([prompt(10 + number)], prefill="stages", decode="hosts", max_tokens=2)
+        assert "refused (pipeline-stages)" in fleet.log("hosts")
+        assert fleet.log("stages").count("asks as vLLM's own connector does") == 1
+        assert fleet.answers([prompt(20)], decode="hosts", max_tokens=2), "its engine goes on"

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import functools
+import queue
 import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 import zmq
 from engine import BLOCK, FULL, STATE, hand_over, prompt, tokens_of
-from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator, TransferTopology
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorStats
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import metadata as host_metadata
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_scheduler import NixlPushConnectorScheduler
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnectorStats
 from vllm.v1.engine import FinishReason
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
@@ -32,9 +41,9 @@ def free_port(monkeypatch: pytest.MonkeyPatch) -> int:
     return port
 
 
-def _ask(port: int, *query: object) -> list[bytes]:
-    """Ask as vLLM's own workers do."""
-    with zmq.Context() as context, context.socket(zmq.REQ) as link:
+def _ask(port: int, *query: object, kind: int = zmq.REQ) -> list[bytes]:
+    """Ask as vLLM's own workers do, or with a DEALER as ours do."""
+    with zmq.Context() as context, context.socket(kind) as link:
         link.setsockopt(zmq.RCVTIMEO, 5000)
         link.setsockopt(zmq.LINGER, 0)
         link.connect(f"tcp://127.0.0.1:{port}")
@@ -52,13 +61,108 @@ def test_each_ranks_metadata_is_served_as_it_was_given(make_engine, free_port: i
     try:
         connector.set_xfer_handshake_metadata_pp_aware({rank: RankEnvelope(e) for rank, e in envelopes.items()})
         for rank, envelope in envelopes.items():
-            assert _ask(free_port, *rank)[0] == envelope
+            assert _ask(free_port, *rank, kind=zmq.DEALER)[0] == envelope
         connector.set_xfer_handshake_metadata({0: RankEnvelope(envelopes[1, 1])})
         assert _ask(free_port, 0, 0)[0] == envelopes[1, 1]
     finally:
         connector.shutdown()
         connector.shutdown()
     make_engine("Q").scheduler.connector.set_xfer_handshake_metadata({})  # the port is free again
+
+
+def _hosts_reader(compat_hash: str, *, enforces: bool) -> Any:
+    """Return vLLM's own reader of one rank as far as a handshake needs it; `taken` lists the engines that it accepted."""
+    reader: Any = object.__new__(NixlPullConnectorWorker)
+    reader.transfer_topo = TransferTopology(
+        tp_rank=0, tp_size=1, block_size=BLOCK, engine_id="D", is_mla=False, is_mamba=False, total_num_kv_heads=2,
+        attn_backends=[], dcp_size=1,
+    )  # fmt: skip
+    reader.engine_id, reader.compat_hash, reader.enforce_compat_hash = "D", compat_hash, enforces
+    reader._is_csa_linear, reader.use_host_buffer = False, True
+    reader.pcp_size = reader.dcp_size = 1
+    reader._engine_ttl = 0.0
+    reader._handshake_lock = threading.RLock()
+    reader._handshake_initiation_executor = ThreadPoolExecutor(1)
+    reader._handshake_futures, reader._remote_agents, reader._recving_metadata = {}, {}, {}
+    reader._failed_recv_reqs, reader._ready_requests = queue.Queue(), queue.Queue()
+    reader.xfer_stats = NixlKVConnectorStats()
+    reader.taken = []
+    reader.add_remote_agent = lambda metadata, *_: reader.taken.append(metadata.engine_id) or "agent"
+    reader.shutdown = reader._handshake_initiation_executor.shutdown
+    return reader
+
+
+@pytest.mark.never_wrong("B16")
+@pytest.mark.parametrize("enforces", [True, False])
+def test_an_engine_with_pipeline_stages_refuses_the_hosts_own_reader(
+    make_engine, free_port: int, caplog: pytest.LogCaptureFixture, *, enforces: bool
+) -> None:
+    """That reader pairs the layers of every rank with all of its own: it must fail its request by our code and keep no state."""
+    connector = make_engine("P").scheduler.connector
+    metadata = msgspec.msgpack.encode(
+        host_metadata.NixlAgentMetadata(
+            engine_id="P",
+            agent_metadata=b"",
+            kv_caches_base_addr=[1],
+            device_id=0,
+            num_blocks=1,
+            block_lens=[1],
+            block_strides=[1],
+            kv_cache_layout="LBHNC",
+            block_size=BLOCK,
+            ssm_sizes=(0, 0),
+            attn_backend_name="",
+            physical_blocks_per_logical_kv_block=1,
+        )
+    )
+    envelope = msgspec.msgpack.encode({"compatibility_hash": "h", "agent_metadata_bytes": metadata})
+    reader = _hosts_reader("h", enforces=enforces)
+    try:
+        connector.set_xfer_handshake_metadata_pp_aware({(pp, 0): RankEnvelope(envelope) for pp in range(2)})
+        for number in range(3):
+            remote = host_metadata.RemoteMeta([[1]], "127.0.0.1", free_port, "P", f"p{number}")
+            meta = host_metadata.ReqMeta([[1]], [[1]], 1, remote=remote, pp_size=2)
+            reader._background_nixl_handshake(f"d{number}", "P", meta)
+            while not reader.taken and reader._failed_recv_reqs.empty():
+                time.sleep(0.01)
+            assert not reader.taken, "the metadata of one stage was given out"
+            assert reader._failed_recv_reqs.get() == f"d{number}"
+        assert reader._ready_requests.empty()
+    finally:
+        reader.shutdown()
+        connector.shutdown()
+    assert caplog.text.count("asks as vLLM's own connector does") == 1, "said once for each address"
+
+
+def _hosts_push_scheduler(config: Any) -> Any:
+    """Return vLLM's own scheduler half in push mode, as far as a registration needs it."""
+    scheduler: Any = object.__new__(NixlPushConnectorScheduler)
+    scheduler.vllm_config, scheduler.engine_id = config, "D"
+    scheduler.side_channel_host, scheduler.side_channel_port = "127.0.0.1", 1
+    scheduler.use_host_buffer = scheduler._is_hma_required = False
+    scheduler.kv_cache_config = SimpleNamespace(select_transfer_block_ids=lambda blocks: blocks)
+    scheduler._push_registration_timeout = 480.0
+    scheduler._push_pending_registrations, scheduler._push_registration_deadlines = {}, {}
+    scheduler._reqs_need_recv = {}
+    return scheduler
+
+
+def test_a_registration_of_a_push_reader_ends_the_lease_at_once(make, caplog: pytest.LogCaptureFixture) -> None:
+    """It comes from a reader that skips the check of hashes, and means that nobody will read."""
+    producer = make("P", kv_lease_duration=60)
+    reader = _hosts_push_scheduler(producer.config)
+    for number in range(2):
+        ticket = producer.prefill(f"cmpl-{number}-0-0f1e2d3c", prompt(20, number))
+        waiting = SimpleNamespace(request_id=f"cmpl-{number}-0-4B5A6978", kv_transfer_params=ticket)
+        blocks = SimpleNamespace(get_unhashed_block_ids_all_groups=lambda: [[1, 2]])
+        reader.update_state_after_alloc(waiting, blocks, 20)
+        registration = reader._push_pending_registrations[waiting.request_id]
+        payload = host_metadata.PUSH_REG_NOTIF_PREFIX + msgspec.msgpack.encode(registration)
+        running = producer.side._registration
+        running.agent.call_soon(functools.partial(running.leases.notified, "D/0", payload))
+        producer.until(sent=f"cmpl-{number}-0-0f1e2d3c", within_s=20)
+    producer.assert_nothing_left()
+    assert caplog.text.count("is in push mode") == 1, "said once for each reader"
 
 
 @pytest.mark.parametrize("change", ["none", "dtype", "cache_dtype", "model", "hybrid"])

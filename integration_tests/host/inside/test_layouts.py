@@ -5,9 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+from collections import defaultdict
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
+import msgspec
 import pytest
 import vllm
 
@@ -53,3 +56,102 @@ def test_the_host_seam_describes_caches_as_the_recorded_tests_do(name: str) -> N
         )
         groups = tuple(_cache_group(group.kv_cache_spec, group.layer_names) for group in config.kv_cache_groups)
         assert groups == recorded.engine_facts(name, int(tp), 0).groups
+
+
+class HostsWorker:
+    """Attributes of vLLM's own worker from which `register_kv_caches` makes its handshake metadata."""
+
+    def __init__(self, config: Any, metadata: Any) -> None:
+        from vllm.v1.kv_cache_interface import (
+            CircularBufferSpec,
+            FullAttentionSpec,
+            MambaSpec,
+            MLAAttentionSpec,
+            UniformTypeKVCacheSpecs,
+        )
+
+        self._layer_specs: dict[str, Any] = {}
+        for group in config.transfer_groups:
+            spec = group.kv_cache_spec
+            each = (
+                spec.kv_cache_specs
+                if isinstance(spec, UniformTypeKVCacheSpecs)
+                else dict.fromkeys(group.layer_names, spec)
+            )
+            self._layer_specs.update(each)
+        specs = list(self._layer_specs.values())
+        self._has_mamba = any(isinstance(spec, MambaSpec) for spec in specs)
+        self.use_mla = any(isinstance(spec, MLAAttentionSpec) for spec in specs)
+        self._is_csa_linear = any(isinstance(spec, CircularBufferSpec) for spec in specs)
+        self._is_hma_required = any(not isinstance(spec, FullAttentionSpec) for spec in specs)
+        self._has_packed_cache = self._supports_pp_hma = self.use_host_buffer = False
+        kernel_blocks = self._physical_blocks_per_logical_kv_block = metadata["physical_blocks_per_logical_kv_block"]
+        self._logical_num_blocks, self.num_blocks = config.num_blocks, config.num_blocks * kernel_blocks
+        self.block_size, self._mamba_ssm_size = metadata["block_size"], metadata["ssm_sizes"]
+        self.kv_cache_layout = metadata["kv_cache_layout"]
+        self.kv_cache_config, self.vllm_config = config, None
+        self.model_config = SimpleNamespace(get_total_num_kv_heads=lambda: 8)
+        self.engine_id, self.backend_name, self.attn_backends = "e", "", []
+        self.kv_buffer_device, self.nixl_memory_type, self.nixl_backends = "cpu", "DRAM", ["UCX"]
+        self.tp_rank = self.transfer_tp_rank = self.device_id = 0
+        self.transfer_tp_size = self.world_size = self.pp_size = self.dcp_size = self.pcp_size = 1
+        self.host_xfer_buffers: dict[str, Any] = {}
+        for name in ("block_len_per_layer", "block_stride_per_layer", "_region_is_mla", "_registered_descs"):
+            setattr(self, name, [])
+        for name in ("group_ids", "names", "num_blocks", "members"):
+            setattr(self, f"region_{name}", [])
+        for name in (
+            "num_blocks",
+            "region_num_blocks",
+            "region_group_ids",
+            "uses_region_group_mapping",
+            "region_mem_types",
+        ):
+            setattr(self, f"dst_{name}", {})
+        self.kv_caches_base_addr: Any = defaultdict(dict)
+        self.src_xfer_handles_by_block_size: dict[int, int] = {}
+        self._transfer_layer_names = self._transfer_layer_region_indices = ()
+        self.nixl_wrapper = SimpleNamespace(
+            get_reg_descs=lambda *_: None, register_memory=lambda *_, **__: None, get_agent_metadata=lambda: b""
+        )
+        self._leaves_dram_xfer_to_rank0 = lambda: False
+        self.register_local_xfer_handler = lambda _: (0, [])
+        self.shutdown = lambda: None
+
+
+HOST_CANNOT = {
+    "replicated-convolution": "its own worker asserts that such a state is part of another kind of cache",
+    "flash-attn-heads-outermost": "its layout is none that either connector asks for",
+    "rocm-planes-outermost": "its layout is none that either connector asks for",
+}
+
+
+@pytest.mark.never_wrong("B16")
+@pytest.mark.skipif(
+    vllm.__version__ != RECORDING["vllm"], reason=f"recorded of vLLM {RECORDING['vllm']}; others allocate otherwise"
+)
+@pytest.mark.parametrize("name", sorted(FAMILIES.keys() - HOST_CANNOT))
+def test_an_envelope_names_the_regions_that_the_hosts_own_worker_registers(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its reader asserts equal counts and lengths, and ends its engine where the groups of the regions differ."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlAgentMetadata
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
+
+    from vllm_adapter.cache.envelope import metadata_fields
+    from vllm_adapter.host.cache_config import layer_caches
+
+    config, tensors = _module("record_layouts").allocate(name, 1)
+    facts, caches = _module("recorded").engine_facts(name, 1, 0), layer_caches(tensors, config)
+    ours = metadata_fields(facts, caches, agent_metadata=b"", fence=None, geometry=b"{}", generation=1)
+    monkeypatch.setattr(base_worker, "compute_nixl_compatibility_hash", lambda *_, **__: "")
+    worker: Any = object.__new__(NixlPullConnectorWorker)
+    vars(worker).update(vars(HostsWorker(config, ours)))
+    worker.register_kv_caches(tensors)
+    hosts = msgspec.msgpack.decode(worker.xfer_handshake_metadata.agent_metadata_bytes, type=NixlAgentMetadata)
+    named = ("kv_caches_base_addr", "block_lens", "block_strides", "num_blocks")
+    of_regions = ("region_num_blocks", "region_group_ids", "region_names", "region_mem_types")
+    assert {each: ours[each] for each in (*named, *of_regions)} == {
+        each: getattr(hosts, each) for each in (*named, *of_regions)
+    }

@@ -83,11 +83,11 @@ codes = [fetch(client, listener.port).code]
 real, failures = listener._core.respond, iter([RuntimeError("broken")])
 
 
-def respond(query, *, clock_s):
+def respond(query, **facts):
     for failure in failures:
         eaten.extend(leave(int(sys.argv[1])))
         raise failure
-    return real(query, clock_s=clock_s)
+    return real(query, **facts)
 
 
 eaten = []

@@ -32,8 +32,32 @@ def until(condition, limit_s=20.0):
         time.sleep(0.01)
 
 
-def test_it_passes_the_checks_for_any_listener(listener, ask):
+def test_it_passes_the_checks_for_any_listener(listener, raw):
+    sock = raw(zmq.DEALER, listener.port)
+
+    def ask(query):
+        sock.send_multipart([b"", query])
+        return sock.recv_multipart()[1:]
+
     check_listener(listener, ask)
+
+
+@pytest.mark.never_wrong("B16")
+def test_a_req_socket_gets_no_rank_of_an_engine_with_pipeline_stages(listener, ask, client, caplog):
+    """vLLM's own reader asks with one, and pairs the layers of every rank with all of its own."""
+    stages = sample_envelopes([(0, 0), (1, 0)])
+    listener.replace(stages)
+    for query in (encode_query((1, 0), dialect_of(14)), encode_query((0, 0), dialect_of(14))):
+        frames = ask(query)
+        assert code_of(frames) == "pipeline-stages"
+        assert decode_clock(frames[1]) > 0
+    assert [code_of(ask(encode_query((0, 0), dialect_of(4))))] == ["pipeline-stages"]
+    assert caplog.text.count("asks as vLLM's own connector does") == 1
+    assert client.fetch(
+        host="127.0.0.1", port=listener.port, ranks=[(0, 0), (1, 0)], engine_id="engine-a", dialect=14
+    ).is_ok
+    listener.replace({(0, 0): stages[0, 0]})
+    assert ask(encode_query((0, 0), dialect_of(14)))[0] == stages[0, 0]
 
 
 def test_req_socket_of_either_dialect(ask):
@@ -197,10 +221,10 @@ def test_whatever_breaks_is_restarted_and_counted(listener, raw, monkeypatch):
     real = listener._core.respond
     failures = iter([RuntimeError("first"), zmq.ZMQError(zmq.ETERM), MemoryError()])
 
-    def respond(query, *, clock_s):
+    def respond(query, **facts):
         for failure in failures:
             raise failure
-        return real(query, clock_s=clock_s)
+        return real(query, **facts)
 
     monkeypatch.setattr(listener._core, "respond", respond)
 
@@ -367,10 +391,10 @@ def test_a_restart_refuses_no_connection(listener, monkeypatch):
     gate = threading.Event()
     real, failures = listener._core.respond, iter([RuntimeError("broken")])
 
-    def respond(query, *, clock_s):
+    def respond(query, **facts):
         for failure in failures:
             raise failure
-        return real(query, clock_s=clock_s)
+        return real(query, **facts)
 
     def made_later(port, **options):
         assert gate.wait(20)

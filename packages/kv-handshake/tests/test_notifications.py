@@ -45,7 +45,16 @@ def test_heartbeats_survive_the_way(request_ids):
 def test_anything_parses(payload):
     seen = parse_notification(payload)
     assert bool(seen.reason) == (seen.kind == "unknown")
-    assert bool(seen.request_ids) == (seen.kind != "unknown")
+    assert bool(seen.request_ids) == (seen.kind != "unknown") or seen.reason == "push-registration"
+
+
+def test_a_push_registration_names_the_senders_request_if_it_can_be_read():
+    body = {"request_id": "cmpl-1-0-4b5a6978", "decode_port": 1, "local_block_ids": [[1, 2]]}
+    cases = {msgspec.msgpack.encode(body): ("cmpl-1-0-4b5a6978",), b"": (), b"\x80": (), b"\xc1": ()}
+    cases |= {msgspec.msgpack.encode({"request_id": wrong}): () for wrong in (7, "", "x" * 5000, None)}
+    for payload, named in cases.items():
+        seen = parse_notification(b"PUSH_REG:" + payload)
+        assert (seen.kind, seen.reason, seen.request_ids) == ("unknown", "push-registration", named)
 
 
 def test_heartbeats_are_batched_by_bytes():

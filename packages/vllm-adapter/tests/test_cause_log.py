@@ -63,6 +63,16 @@ def test_refused_tickets_log_few_lines_and_the_number_of_the_others(caplog: pyte
     assert caplog.messages[-1].endswith("; 290 more like this were not logged")
 
 
+def test_a_producer_in_push_mode_is_logged_once_and_counted_each_time(caplog: pytest.LogCaptureFixture) -> None:
+    producer, consumer = Engine("P"), Engine("D")
+    ticket = producer.prefill("p", TEXT) or {}
+    for number in range(30):
+        consumer.admit(f"d{number}", {**ticket, "transfer_mode": "push", "remote_engine_id": f"P{number % 2}"}, TEXT)
+    assert consumer.refusals() == ["ticket-mode"] * 30
+    assert len(lines(caplog, "its hand-over ticket is refused")) == 2
+    assert len(lines(caplog, "transfer_mode of engine 'P1' is 'push'")) == 1
+
+
 def test_causes_beyond_the_most_share_their_lines(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -66,6 +66,16 @@ def test_heartbeats_keep_a_lease_and_silence_ends_it(bench: Bench) -> None:
     assert bench.counts["num_notifications_after_expiry"] == 1
 
 
+def test_a_renewed_lease_does_not_keep_the_one_behind_it(bench: Bench) -> None:
+    for request_id in ("renewed", "unread"):
+        bench.expect(request_id)
+        bench.grant(request_id, lease_s=30)
+    bench.beat(25.0, "renewed")
+    bench.now_s += 5.5
+    bench.leases.tick()
+    assert bench.sent == ["unread"]
+
+
 def test_heartbeats_on_time_have_no_lag_and_late_ones_what_exceeds_the_interval(bench: Bench) -> None:
     bench.expect()
     bench.grant()

@@ -53,6 +53,11 @@ CODES: Mapping[str, CodeFacts] = MappingProxyType(
         "wrong-arity": _facts("peer", False, "The query has another number of fields than its command takes."),
         "wrong-type": _facts("peer", False, "A rank in the query is not a non-negative integer."),
         "unknown-command": _facts("peer", False, "The first field of the query names no command."),
+        "pipeline-stages": _facts(
+            "peer",
+            False,
+            "The asker reads one pipeline stage, as vLLM's own connector does, and this engine has several.",
+        ),
         "unknown-rank": _facts("peer", None, "No metadata is served for this (pp, tp) rank."),
         "not-ready": _facts("peer", True, "The engine has not published its metadata yet, or has withdrawn it."),
         "no-advertisement": _facts("peer", False, "The engine publishes no advertisement."),

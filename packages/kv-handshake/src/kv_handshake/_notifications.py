@@ -59,6 +59,15 @@ _read_decoder = msgspec.json.Decoder(tuple[str, str, str])
 _heartbeat_decoder = msgspec.json.Decoder(list[tuple[str, str]])
 
 
+class _Registration(msgspec.Struct):
+    """The part of a push registration that is read; the rest is addresses and blocks to write to."""
+
+    request_id: str
+
+
+_registration_decoder = msgspec.msgpack.Decoder(_Registration)
+
+
 @final
 @dataclass(frozen=True, slots=True)
 class Notification:
@@ -66,7 +75,8 @@ class Notification:
 
     Attributes:
         kind: ``read-complete``, ``heartbeat`` or ``unknown``.
-        request_ids: The requests it is about, on the receiver's side; empty if unknown.
+        request_ids: The requests it is about, on the receiver's side; empty if unknown, but for a push registration: that has
+            the id of the sender's own request, if it can be read.
         reader_count: Consumer ranks that will report this request to this rank; 0 unless a read is complete.
         reason: Why the payload is unknown: ``oversized``, ``not-utf8``, ``no-count``, ``bad-count``, ``bad-id``,
             ``bad-nonce`` or ``push-registration``; empty otherwise.
@@ -89,7 +99,7 @@ def parse_notification(payload: bytes) -> Notification:
     if len(payload) > MAX_NOTIFICATION_BYTES:
         return _unknown("oversized")
     if payload.startswith(_PUSH.encode()):
-        return _unknown("push-registration")
+        return _parse_registration(payload[len(_PUSH) :])
     try:
         text = payload.decode("utf-8")
     except UnicodeDecodeError:
@@ -180,6 +190,14 @@ def _parse_read(text: str) -> Notification:
     if not _is_request_id(request_id):
         return _unknown("bad-id")
     return Notification("read-complete", (request_id,), int(count), nonces=("",))
+
+
+def _parse_registration(body: bytes) -> Notification:
+    try:
+        named = _registration_decoder.decode(body).request_id
+    except DECODE_ERRORS:
+        named = ""
+    return _unknown("push-registration", (named,) if _is_request_id(named) else ())
 
 
 def _parse_heartbeat(text: str) -> Notification:
@@ -287,5 +305,5 @@ def _unsendable(name: str, value: str, **context: object) -> ConfigurationError:
     return ConfigurationError("invalid-argument", f"{name} {value[:200]!r} cannot be notified", **context)
 
 
-def _unknown(reason: str) -> Notification:
-    return Notification("unknown", reason=reason)
+def _unknown(reason: str, request_ids: tuple[str, ...] = ()) -> Notification:
+    return Notification("unknown", request_ids, reason=reason)

@@ -40,6 +40,7 @@ class ServerCore:
         self._replace_lock = threading.Lock()
         self._table: Mapping[bytes, tuple[bytes, bool]] = MappingProxyType({})
         self._payloads: Mapping[Rank, bytes] = MappingProxyType({})
+        self._stages = 1
         self._advertisement = advertisement
         self.replace(payloads or {}, advertisement=advertisement)
 
@@ -66,21 +67,29 @@ class ServerCore:
             if self._advertisement is not None:
                 table[ADVERTISEMENT_QUERY] = (self._advertisement, False)
             self._payloads = MappingProxyType(dict(payloads))
+            self._stages = 1 + max((pp for pp, _ in payloads), default=0)
             self._table = MappingProxyType(table)
 
-    def respond(self, query: bytes, *, clock_s: float) -> tuple[bytes, ...]:
+    @property
+    def stages(self) -> int:
+        """Pipeline stages of the engine that is served."""
+        return self._stages
+
+    def respond(self, query: bytes, *, clock_s: float, reads_one_stage: bool = False) -> tuple[bytes, ...]:
         """Return the frames of the reply: the payload, and the clock if the query's dialect has one.
 
         Args:
             query: Any bytes.
             clock_s: The engine's monotonic clock, the one that its expiry times are stamped with.
+            reads_one_stage: Whether the asker takes every rank for one that holds all layers, as vLLM's own connector does.
         """
-        known = self._table.get(query)
+        is_refused = reads_one_stage and self._stages > 1
+        known = None if is_refused else self._table.get(query)
         if known is not None:
             self._counts["answered"] += 1
             payload, wants_clock = known
             return (payload, encode_clock(clock_s)) if wants_clock else (payload,)
-        return self._respond_slowly(query, clock_s)
+        return self._respond_slowly(query, clock_s, is_refused=is_refused)
 
     def refuse(self, code: str, message: str = "", *, retry_after_s: float = 0.0) -> tuple[bytes, ...]:
         """Return a refusal without a clock frame, counted."""
@@ -97,7 +106,7 @@ class ServerCore:
         """Return the counts so far: ``answered``, and ``refused.<code>`` per code."""
         return dict(self._counts)
 
-    def _respond_slowly(self, query: bytes, clock_s: float) -> tuple[bytes, ...]:
+    def _respond_slowly(self, query: bytes, clock_s: float, *, is_refused: bool) -> tuple[bytes, ...]:
         """Answer queries that are not in the table: unusual encodings of valid ones, and those that are refused."""
         try:
             parsed = parse_query(query)
@@ -108,8 +117,17 @@ class ServerCore:
                 return self.refuse("no-advertisement")
             self._counts["answered"] += 1
             return (self._advertisement,)
-        payload = self._payloads.get(parsed.rank)
         clock = (encode_clock(clock_s),) if parsed.wants_clock else ()
+        if is_refused:
+            return (
+                *self.refuse(
+                    "pipeline-stages",
+                    f"this engine has {self._stages} pipeline stages, and vLLM's own connector reads from engines with one: "
+                    "read its tickets with the connector of vllm_adapter, or set its pipeline_parallel_size to 1",
+                ),
+                *clock,
+            )
+        payload = self._payloads.get(parsed.rank)
         if payload is not None:
             self._counts["answered"] += 1
             return (payload, *clock)

@@ -237,7 +237,7 @@ def check_listener(listener: _ListenerPort, ask: Callable[[bytes], Sequence[byte
 
     Args:
         listener: The listener; its envelopes are replaced.
-        ask: Sends one query to it and returns the frames of the reply.
+        ask: Sends one query to it, as a DEALER, and returns the frames of the reply.
     """
     ranks = [(0, 0), (0, 1), (1, 0)]
     envelopes = sample_envelopes(ranks)

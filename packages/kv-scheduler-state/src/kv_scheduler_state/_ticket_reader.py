@@ -213,7 +213,8 @@ class TicketReader:
         if mode is not None and mode != "pull":
             raise TicketError(
                 "ticket-mode",
-                f"transfer_mode is {quote(mode)}: its producer serves no reads; pair this engine with a 'pull' one",
+                f"transfer_mode of engine {quote(fields.get('remote_engine_id'))} is {quote(mode)}: it serves no reads; pair "
+                "this engine with a 'pull' one",
                 field="transfer_mode",
             )
         host = self._text("remote_host", fields.get("remote_host"))

@@ -268,7 +268,8 @@ class RouterSocket:
             known = self._senders.get(identity)
             if known is not None and known.descriptor == descriptor:
                 return known
-            sender = Sender(str(frame.get("Peer-Address")), descriptor)
+            is_req = frame.get("Socket-Type") == "REQ"
+            sender = Sender(str(frame.get("Peer-Address")), descriptor, is_req=is_req)
         except zmq.ZMQError:
             return _WAKER
         if self._watch is not None:

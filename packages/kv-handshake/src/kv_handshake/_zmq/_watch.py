@@ -75,14 +75,16 @@ class Sender:
     Attributes:
         address: The peer's IP address.
         descriptor: libzmq's descriptor of the connection.
+        is_req: Whether its socket is a REQ, as that of vLLM's own connector.
         queries: Messages that have come from it.
     """
 
-    __slots__ = ("address", "descriptor", "queries")
+    __slots__ = ("address", "descriptor", "is_req", "queries")
 
-    def __init__(self, address: str, descriptor: int) -> None:
+    def __init__(self, address: str, descriptor: int, *, is_req: bool = False) -> None:
         self.address = address
         self.descriptor = descriptor
+        self.is_req = is_req
         self.queries = 0
 
 

@@ -96,15 +96,40 @@ def _regions(facts: EngineFacts, caches: Sequence[LayerCache]) -> tuple[_Region,
     """Return the registered regions, one per address, in the order of their first layer's name."""
     regions: dict[int, _Region] = {}
     for cache in sorted(caches, key=lambda cache: _natural(cache.layer)):
-        known = regions.get(cache.address)
+        address = cache.address
+        page_bytes, stride, pages = _pages(facts, cache)
+        if stride > page_bytes and not _is_dense(cache, page_bytes):
+            # Such layers share rows, and vLLM's own connector registers whole rows.
+            address, page_bytes = _row_address(cache, caches), stride
+        known = regions.get(address)
         if known is None:
-            page_bytes, stride, pages = _pages(facts, cache)
-            regions[cache.address] = _Region(
-                cache.address, cache.layer, cache.group, page_bytes, stride, pages, cache.memory_kind
-            )
+            regions[address] = _Region(address, cache.layer, cache.group, page_bytes, stride, pages, cache.memory_kind)
         elif known.group != cache.group:
-            regions[cache.address] = known._replace(group=_SHARED_BY_GROUPS)
+            regions[address] = known._replace(group=_SHARED_BY_GROUPS)
     return tuple(regions.values())
+
+
+def _is_dense(cache: LayerCache, page_bytes: int) -> bool:
+    """Return whether a page is one run of bytes without gaps, in the order of its axes."""
+    run_bytes = cache.element_bytes
+    for length, stride in zip(reversed(cache.shape[1:]), reversed(cache.stride_bytes[1:]), strict=True):
+        if length > 1 and stride != run_bytes:
+            return False
+        run_bytes *= length
+    return run_bytes == page_bytes
+
+
+def _row_address(cache: LayerCache, caches: Sequence[LayerCache]) -> int:
+    """Return the address of the first row in which a layer has its pages.
+
+    Example: layers at 0 and 37 440, both with 46 136 bytes from block to block, share rows that begin at 0.
+    """
+    stride = cache.stride_bytes[0]
+    return min(
+        other.address
+        for other in caches
+        if other.stride_bytes[0] == stride and 0 <= cache.address - other.address < stride
+    )
 
 
 def _natural(name: str) -> tuple[tuple[int, int | str], ...]:

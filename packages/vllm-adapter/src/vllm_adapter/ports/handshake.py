@@ -155,7 +155,10 @@ class NotificationView(Protocol):
     @property
     def kind(self) -> Literal["read-complete", "heartbeat", "unknown"]: ...
     @property
-    def request_ids(self) -> Sequence[str]: ...
+    def request_ids(self) -> Sequence[str]:
+        """Requests on the receiver's side; of an unknown notification only a push registration has one: the sender's own id."""
+        ...
+
     @property
     def nonces(self) -> Sequence[str]:
         """Nonce of the grant for each request id, parallel to `request_ids`; "" in vLLM's own form."""

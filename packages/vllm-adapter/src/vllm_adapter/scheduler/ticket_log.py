@@ -16,6 +16,12 @@ _COUNTED_ONLY = frozenset(("draining", "lease-quota"))
 """Reasons to withhold a ticket that apply to all requests for a time: they are counted, not logged for each request."""
 
 
+_OF_AN_ENGINE = "ticket-mode"
+"""Refusal that concerns all tickets of an engine, which its message names: it is logged once for each engine."""
+
+_MOST_ENGINES = 64
+
+
 @final
 class TicketLog:
     """Counts each such ticket by its code, and logs a line for it unless lines of this code are rate-limited."""
@@ -23,6 +29,7 @@ class TicketLog:
     def __init__(self, recorder: Recorder, log: CauseLog) -> None:
         self._recorder = recorder
         self._log = log
+        self._said: set[str] = set()
 
     def refused(self, request_id: str, code: str, message: str, *, is_producer: bool = False) -> None:
         """Count and log a request whose ticket was refused; that of a producer costs it the stream or the readback alone."""
@@ -41,6 +48,8 @@ class TicketLog:
                 message,
             )
             return
+        if code == _OF_AN_ENGINE and not self._is_new(message):
+            return
         self._log.warning(
             code,
             "request %s: its hand-over ticket is refused and the prompt computed here (%s: %s)",
@@ -48,6 +57,13 @@ class TicketLog:
             code,
             message,
         )
+
+    def _is_new(self, message: str) -> bool:
+        """Return whether a line about an engine was not logged before; engines beyond the first 64 are counted only."""
+        if message in self._said or len(self._said) >= _MOST_ENGINES:
+            return False
+        self._said.add(message)
+        return True
 
     def params_of(self, arrival: Arrival) -> object:
         """Return the params that a request's hand-over follows; None for a session, whose prompt is never known to be complete.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, NamedTuple, final
 
 from vllm_adapter.worker.transfer.describing import describe_lease
@@ -13,6 +14,10 @@ if TYPE_CHECKING:
     from vllm_adapter.worker.transfer.parts import TransferParts
 
 __all__ = ["LeaseKeeper", "StreamedLeases"]
+
+_MOST_PUSH_READERS = 64
+_RANDOM_PART = re.compile(r"-[0-9a-f]{8}$", re.IGNORECASE)
+"""End that an engine appends to a request's id. Source: vLLM's input processor; its push connector compares ids without it."""
 
 
 class StreamedLeases(NamedTuple):
@@ -53,6 +58,7 @@ class LeaseKeeper:
         self._streams: StreamedLeases | None = None
         self._renewed_s: dict[str, float] = {}
         self._has_told_surplus = False
+        self._push_readers: set[str] = set()
 
     def use_streams(self, streams: StreamedLeases) -> None:
         """Change the words of streamed prompts through this worker; call before the first lease."""
@@ -101,6 +107,30 @@ class LeaseKeeper:
             self.tick()  # free a prompt that all readers have read at once, not at the timer's next turn
         else:
             self._parts.recorder.count("num_refused_notifications")
+            if view.request_ids:
+                self._end_registered(agent_name, view.request_ids[0])
+
+    def _end_registered(self, agent_name: str, peer_request_id: str) -> None:
+        """End the leases of a request for which a reader in push mode has registered: it waits for a write, and reads nothing.
+
+        Such a reader names its own request. Two engines give a client's request ids that differ in their last part only.
+        Example: `cmpl-7-0-5f0c11d2` there is `cmpl-7-0-91b7aa03` here.
+        """
+        now_s, client_id = self._parts.now_s(), _client_id(peer_request_id)
+        for entry in self._leases.snapshot(now_s=now_s):
+            request_id = str(entry["request_id"])
+            if _client_id(request_id) == client_id:
+                self._leases.read_complete(request_id, reader=agent_name, reader_count=1, now_s=now_s)
+        if agent_name not in self._push_readers and len(self._push_readers) < _MOST_PUSH_READERS:
+            self._push_readers.add(agent_name)
+            self._parts.recorder.warn(
+                "push-reader",
+                f"reader {agent_name[:200]!r} is in push mode and waits for this engine to write, which never writes: "
+                f"the lease of its request {peer_request_id[:200]!r} ends now, and the request does not end there. Pair it with "
+                "producers in push mode, and leave enforce_handshake_compat on, which refuses this pairing when it connects; "
+                "said once for each reader",
+            )
+        self.tick()
 
     def _note_surplus(self, agent_name: str, view: NotificationView) -> None:
         """Count a heartbeat with more entries than are read; the first one is logged."""
@@ -219,3 +249,7 @@ class LeaseKeeper:
         now_s = self._parts.now_s()
         entries = self._leases.snapshot(now_s=now_s, most=most)
         return [describe_lease(entry, self._renewed_s.get(str(entry["request_id"])), now_s) for entry in entries]
+
+
+def _client_id(request_id: str) -> str:
+    return _RANDOM_PART.sub("", request_id)
