@@ -156,6 +156,7 @@ INDEX: dict[str, tuple[str, tuple[tuple[str, str], ...]]] = {
         (INSIDE, "test_engines_with_two_kernels_refuse_each_other"),
         (INSIDE, "test_a_page_whose_order_is_unknown_moves_between_equal_pages_alone"),
         (INSIDE, "test_a_layer_that_the_host_does_not_tell_of_is_refused"),
+        (ENGINES, "test_texts_in_bfloat16_are_right_in_pools_that_were_used_before"),
     )),
     "pairs that were refused and can be read": ("B8", (
         (NEVER_WRONG, "test_a_window_peer_with_exactly_the_needed_tokens"),
