@@ -10,7 +10,7 @@ import asyncio
 from typing import Any
 
 import aiohttp
-from fleets import ASK_TICKET, COMPUTED, TRANSFERS, VLLM, Fleet, client, ours, prompt, started_fleet
+from fleets import ASK_TICKET, COMPUTED, ROLES, TRANSFERS, VLLM, Fleet, client, ours, prompt, started_fleet
 
 DRAFTED = "vllm:spec_decode_num_draft_tokens_total"
 DRAFTER = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 2, "prompt_lookup_max": 4}'
@@ -31,7 +31,7 @@ async def turn(
 
 
 def test_a_second_turn_reads_back_what_the_first_generated() -> None:
-    config = ours(bidirectional_kv_xfer=True, decoder_kv_blocks_ttl=KEPT_S)
+    """The roles are those of vLLM's documentation."""
 
     async def two_turns(fleet: Fleet) -> tuple[list[int], str]:
         async with client() as session:
@@ -45,7 +45,8 @@ def test_a_second_turn_reads_back_what_the_first_generated() -> None:
             second = await turn(session, fleet, tokens, ticket, 24)
             return tokens, second["choices"][0]["text"]
 
-    configs = {"prefill": config, "decode": config}
+    keys: dict[str, Any] = {"bidirectional_kv_xfer": True, "decoder_kv_blocks_ttl": KEPT_S}
+    configs = {name: ours(role, **keys) for name, role in ROLES.items()}
     arguments = {name: ["--speculative-config", DRAFTER] for name in configs if HAS_DRAFTS}
     with started_fleet("dense", configs, arguments=arguments) as fleet:
         tokens, text = asyncio.run(two_turns(fleet))

@@ -151,7 +151,7 @@ def test_texts_in_bfloat16_are_right_in_pools_that_were_used_before(family: str,
                     f"{family} {prefill} -> {decode}: {[round(each, 4) for each in behind]} behind the most probable token"
                 )
                 assert max(behind) < MOST_BEHIND, (prefill, decode, behind)
-                assert fleet.count(decode, TRANSFERS) - transfers == len(texts)
+                assert fleet.count(decode, TRANSFERS) - transfers >= len(texts)
                 assert fleet.count(decode, FAILED) == 0
             fleet.assert_all_blocks_free(within_s=60)
 
