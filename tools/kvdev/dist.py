@@ -1,7 +1,7 @@
 """`dev.py dist`: wheels and source archives of all five packages, as a release would build them, into one folder.
 
-`requirements.txt` beside them pins the five wheels by version and hash, so that they are installed from this folder alone: an
-index, where anybody may have registered one of their names, is not asked for them.
+`requirements.txt` beside them pins the five wheels by version and hash, so that they are installed from this folder alone: no
+index is asked for them, where anyone may have registered one of their names.
 """
 
 from __future__ import annotations

@@ -137,7 +137,7 @@ def _tensors(seed: int = 0, layers: int = 3) -> dict[str, np.ndarray[Any, Any]]:
 
 
 def _store(folder: Path, tensors: dict[str, np.ndarray[Any, Any]], files: int = 1) -> Path:
-    """Write a checkpoint by the library that everybody uses, in one file or as shards with an index."""
+    """Write a checkpoint with safetensors, in one file or as shards with an index."""
     folder.mkdir(parents=True, exist_ok=True)
     names = list(tensors)
     parts = {f"model-{number}-of-{files}.safetensors": names[number::files] for number in range(files)}

@@ -212,7 +212,7 @@ def test_an_adapter_is_its_name_and_its_content(make_engine, tmp_path: Path, cap
 
     _store_adapter(tmp_path / "one", seed=2)
     after = of("sql", 1, one)
-    assert after not in {first, of("sql", 2, other)}, "nobody knows which of the two vLLM has loaded"
+    assert after not in {first, of("sql", 2, other)}, "it is unknown which of the two vLLM has loaded"
     assert caplog.text.count("have changed since its first request") == 1
     assert of("sql", 1, one, in_place=False) == after
     assert of("sql", 8, one) == of("sql", 2, other), "loaded anew"

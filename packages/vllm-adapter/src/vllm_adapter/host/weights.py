@@ -142,7 +142,7 @@ def _spread(tensors: Sequence[_Tensor], most: int) -> list[_Tensor]:
 
 
 def _pieces(tensors: Sequence[_Tensor]) -> Iterator[tuple[_Tensor, bytes]]:
-    """Yield bytes from the middle of each tensor; the beginning of an embedding is often padding, or tokens that nobody uses."""
+    """Yield bytes from the middle of each tensor; an embedding often begins with unused tokens."""
     by_file: dict[Path, list[_Tensor]] = {}
     for tensor in tensors:
         by_file.setdefault(tensor.file, []).append(tensor)
