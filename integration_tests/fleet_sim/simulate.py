@@ -1,7 +1,7 @@
 """Replay a seed or a saved plan, or play many seeds. A plan that breaks a promise is shrunk first.
 
 Examples:
-    python integration_tests/fleet_sim/simulate.py 162 --html seed.html
+    python integration_tests/fleet_sim/simulate.py 162
     python integration_tests/fleet_sim/simulate.py 137 --bug lease-not-renewed --save small.json
     python integration_tests/fleet_sim/simulate.py 0 --count 20000
 """
@@ -18,7 +18,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 from bugs import BUGS
 from episode import Outcome, play
 from many import DRAWS, play_many
-from picture import write_picture
 from plan import from_json, to_json
 from shrink import shrink
 
@@ -32,7 +31,6 @@ def main() -> int:
     parser.add_argument("--plan", type=Path, help="play a saved plan instead of a seed")
     parser.add_argument("--bug", choices=sorted(BUGS), help="plant a bug")
     parser.add_argument("--whole", action="store_true", help="do not shrink")
-    parser.add_argument("--html", type=Path, help="write the episode as a picture")
     parser.add_argument("--save", type=Path, help="save the (shrunk) plan")
     parser.add_argument(
         "--streams", action="store_true", help="seeds of fleets whose prompts are read while they are computed"
@@ -53,8 +51,6 @@ def main() -> int:
     if outcome.violations and not given.whole:
         outcome = shrink(outcome.plan, bug)
     print_timeline(outcome)
-    if given.html:
-        write_picture(outcome, given.html)
     if given.save:
         given.save.write_text(to_json(outcome.plan))
     if outcome.violations:
