@@ -51,8 +51,9 @@ def _calm() -> Iterator[None]:
 
 def statistics(engine: Engine) -> dict[str, list[Any]]:
     found: dict[str, list[Any]] = {}
-    for worker in (*engine.workers, engine.side):
-        for key, values in (worker.take_stats() or {}).items():
+    halves: list[Any] = [*engine.workers, engine.side]
+    for half in halves:
+        for key, values in (half.take_stats() or {}).items():
             found.setdefault(key, []).extend(values)
     return found
 

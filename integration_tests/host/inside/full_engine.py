@@ -36,7 +36,7 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
-class Layer(AttentionLayerBase):
+class Layer(AttentionLayerBase):  # type: ignore[misc]
     """A layer as the host keeps it by name, with the back end that the host gave it and, on CPU, the kernel that it chose."""
 
     def __init__(self, backend: Any, isa: str = "") -> None:

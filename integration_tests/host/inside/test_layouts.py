@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 import vllm
+from full_engine import Layer
 
 TESTS = Path(__file__).resolve().parents[3] / "packages" / "vllm-adapter" / "tests"
 RECORDING = json.loads((TESTS / "data" / "layouts.json").read_text())
@@ -46,7 +47,7 @@ def test_the_host_seam_describes_caches_as_the_recorded_tests_do(name: str) -> N
 
     recorder, recorded = _module("record_layouts"), _module("recorded")
     backend = FAMILIES[name]["backend"]
-    layer = SimpleNamespace(get_attn_backend=lambda: SimpleNamespace(get_name=lambda: backend), isa="vec")
+    layer = Layer(SimpleNamespace(get_name=lambda: backend), "vec")
     for tp, rank in recorder.record(name)["tp"].items():
         config, tensors = recorder.allocate(name, int(tp))
         start = min(tensor.untyped_storage().data_ptr() for tensor in tensors.values())
@@ -143,7 +144,9 @@ def test_an_envelope_names_the_regions_that_the_hosts_own_worker_registers(
     from vllm_adapter.host.cache_config import layer_caches
 
     config, tensors = _module("record_layouts").allocate(name, 1)
-    facts, caches = _module("recorded").engine_facts(name, 1, 0), layer_caches(tensors, config)
+    backend = FAMILIES[name]["backend"]
+    layers = dict.fromkeys(tensors, Layer(SimpleNamespace(get_name=lambda: backend), "vec"))
+    facts, caches = _module("recorded").engine_facts(name, 1, 0), layer_caches(tensors, config, layers)
     ours = metadata_fields(facts, caches, agent_metadata=b"", fence=None, geometry=b"{}", generation=1)
     monkeypatch.setattr(base_worker, "compute_nixl_compatibility_hash", lambda *_, **__: "")
     worker: Any = object.__new__(NixlPullConnectorWorker)

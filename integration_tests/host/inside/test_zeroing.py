@@ -19,6 +19,7 @@ import pytest
 import torch
 import vllm._custom_ops as ops
 from engine import FULL, SOME_TOKEN, WINDOW, hand_over, prompt
+from full_engine import Layer
 from vllm.v1.kv_cache_interface import AttentionSpec, UniformTypeKVCacheSpecs
 from vllm.v1.worker.utils import KVBlockZeroer
 
@@ -51,7 +52,8 @@ def _pages(specs: tuple[Any, ...], fill: int) -> dict[str, torch.Tensor]:
 def _document(engine: Any, caches: dict[str, torch.Tensor]) -> Any:
     cache = engine.scheduler.kv_cache_config
     return local_document(
-        replace(engine.connector._scheduler_side._facts, block_count=BLOCKS), layer_caches(caches, cache)
+        replace(engine.connector._scheduler_side._facts, block_count=BLOCKS),
+        layer_caches(caches, cache, dict.fromkeys(caches, Layer(SimpleNamespace(get_name=lambda: "FLASH_ATTN")))),
     )
 
 
@@ -142,9 +144,13 @@ def _names() -> list[str]:
 def test_a_read_writes_every_byte_that_the_host_would_zero(name: str) -> None:
     """One token in one block of one group, in every layout that the host allocates, between all recorded sizes."""
     recorder, recorded = _module("record_layouts"), _module("recorded")
+    backend = recorded.families()[name]["backend"]
+    layer = Layer(SimpleNamespace(get_name=lambda: backend), "vec")
     for tp in map(int, recorded.families()[name]["tp"]):
         config, tensors = recorder.allocate(name, tp)
-        document = local_document(recorded.engine_facts(name, tp, 0), layer_caches(tensors, config))
+        document = local_document(
+            recorded.engine_facts(name, tp, 0), layer_caches(tensors, config, dict.fromkeys(tensors, layer))
+        )
         first = min(tensor.untyped_storage().data_ptr() for tensor in tensors.values())
         size = max(t.untyped_storage().data_ptr() + t.untyped_storage().nbytes() for t in tensors.values()) - first
         for peer_tp in map(int, recorded.families()[name]["tp"]):

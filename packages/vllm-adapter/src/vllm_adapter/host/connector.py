@@ -332,7 +332,8 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
         return TransferStats(data=observed) if observed is not None else None
 
 
-NixlConnector = NixlPullConnector = KVTransferConnector
+NixlConnector = KVTransferConnector
+NixlPullConnector = KVTransferConnector
 """The same connector under the two names of vLLM's own, the first of which all its checks look for in a configuration.
 
 The class itself keeps its own name, and vLLM's factory knows it by that name: beside other connectors, vLLM looks up the class
