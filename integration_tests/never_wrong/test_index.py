@@ -236,7 +236,7 @@ INDEX: dict[str, tuple[str, tuple[tuple[str, str], ...]]] = {
     )),
 }  # fmt: skip
 
-MARKS = [*(f"A{n}" for n in range(1, 11)), *(f"B{n}" for n in range(1, 13)), *(f"C{n}" for n in range(1, 9))]
+MARKS = [*(f"A{n}" for n in range(1, 11)), *(f"B{n}" for n in range(1, 14)), *(f"C{n}" for n in range(1, 9))]
 
 
 @cache
