@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 import re
 import signal
+from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import full_engine
 import pytest
-from engine import PREFILL, hand_over, prompt
+from engine import BLOCK, PREFILL, hand_over, prompt
 from vllm.v1.engine import core
 from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
+from vllm.v1.request import RequestStatus
+
+from kv_nixl_agent.testing import FakeFabric
 
 
 @pytest.fixture
@@ -101,3 +108,47 @@ def test_the_engine_core_installs_its_handlers_before_it_makes_the_scheduler() -
     assert installed is not None
     assert made is not None
     assert installed.start() < made.start()
+
+
+@pytest.mark.parametrize("fabric", ["fake"], indirect=True)
+@pytest.mark.parametrize("how", ["client left", "engine paused"])
+def test_reads_that_are_aborted_midway_are_cancelled_and_did_not_fail(
+    make, fabric: FakeFabric, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM ends all requests at once for /pause?mode=abort. The producer stands still, so that no read ends before that."""
+    producer, consumer = make("P"), make("D")
+    full_engine.hand_over(producer, consumer, "first", prompt(40))
+    seen: Counter[str] = Counter()
+    for half in (consumer.worker, consumer.connector):
+        half.get_kv_connector_stats = partial(_noted, half.get_kv_connector_stats, seen)
+    prompts = {f"d{number}": prompt(20 * BLOCK, seed=number) for number in range(3)}
+    tickets = {name: producer.prefill(f"p-{name}", tokens) for name, tokens in prompts.items()}
+    caplog.clear()
+    fabric.agent(producer.agent_name).stop()
+    for name, tokens in prompts.items():
+        consumer.add(name, tokens, params=tickets[name])
+    consumer.step()
+    assert [order.request_id for order in consumer.orders("reads") if order.is_reported] == ["dfirst", *prompts]
+    left = prompts if how == "client left" else None
+    consumer.scheduler.finish_requests(left, RequestStatus.FINISHED_ABORTED)
+    consumer.step()
+    assert sorted(consumer.orders("cancels")) == list(prompts)
+    fabric.agent(producer.agent_name).resume()
+    with caplog.at_level(logging.INFO):
+        for name in prompts:
+            consumer.until(received=name)
+            producer.until(sent=f"p-{name}")
+        consumer.step()
+    assert [consumer.received[name] for name in prompts] == [False] * 3
+    assert seen["cancelled_read_codes:request-ended"] == 3
+    assert not [name for name in seen if name.startswith(("num_failed", "read_failure_codes"))]
+    assert {record.levelname for record in caplog.records if "its read" in record.getMessage()} == {"INFO"}
+    consumer.assert_nothing_left()
+
+
+def _noted(take: Any, seen: Counter[str]) -> Any:
+    """Take a half's statistics, and count what is in them."""
+    stats = take()
+    for key, values in (stats.data if stats is not None else {}).items():
+        seen.update(f"{key}:{value}" if key.endswith("codes") else key for value in values)
+    return stats

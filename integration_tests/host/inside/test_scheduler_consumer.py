@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 import time
-from collections import Counter
-from functools import partial
 from typing import Any, get_args
 
-import full_engine
 import pytest
 from engine import BLOCK, FULL, STATE, WINDOW, hand_over, ids, prompt, tokens_of
 from vllm.config.kv_transfer import KVRole
 from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
-
-from kv_nixl_agent.testing import FakeFabric
 
 FAMILIES = {"dense": (FULL,), "sliding": (FULL, WINDOW, WINDOW), "state": (STATE, FULL)}
 
@@ -453,47 +447,3 @@ def test_a_step_that_comes_late_shows_how_late_its_heartbeats_are(make_engine, p
     assert len(consumer.orders("heartbeats")) == 3
     consumer.run(received=["d"])
     consumer.assert_nothing_left()
-
-
-@pytest.mark.parametrize("fabric", ["fake"], indirect=True)
-@pytest.mark.parametrize("how", ["client left", "engine paused"])
-def test_reads_that_are_aborted_midway_are_cancelled_and_did_not_fail(
-    make, fabric: FakeFabric, how: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    """vLLM ends all requests at once for /pause?mode=abort. The producer stands still, so that no read ends before that."""
-    producer, consumer = make("P"), make("D")
-    full_engine.hand_over(producer, consumer, "first", prompt(40))
-    seen: Counter[str] = Counter()
-    for half in (consumer.worker, consumer.connector):
-        half.get_kv_connector_stats = partial(_noted, half.get_kv_connector_stats, seen)
-    prompts = {f"d{number}": prompt(20 * BLOCK, seed=number) for number in range(3)}
-    tickets = {name: producer.prefill(f"p-{name}", tokens) for name, tokens in prompts.items()}
-    caplog.clear()
-    fabric.agent(producer.agent_name).stop()
-    for name, tokens in prompts.items():
-        consumer.add(name, tokens, params=tickets[name])
-    consumer.step()
-    assert [order.request_id for order in _reads(consumer)] == ["dfirst", *prompts]
-    left = prompts if how == "client left" else None
-    consumer.scheduler.finish_requests(left, RequestStatus.FINISHED_ABORTED)
-    consumer.step()
-    assert sorted(consumer.orders("cancels")) == list(prompts)
-    fabric.agent(producer.agent_name).resume()
-    with caplog.at_level(logging.INFO):
-        for name in prompts:
-            consumer.until(received=name)
-            producer.until(sent=f"p-{name}")
-        consumer.step()
-    assert [consumer.received[name] for name in prompts] == [False] * 3
-    assert seen["cancelled_read_codes:request-ended"] == 3
-    assert not [name for name in seen if name.startswith(("num_failed", "read_failure_codes"))]
-    assert {record.levelname for record in caplog.records if "its read" in record.getMessage()} == {"INFO"}
-    consumer.assert_nothing_left()
-
-
-def _noted(take: Any, seen: Counter[str]) -> Any:
-    """Take a half's statistics, and count what is in them."""
-    stats = take()
-    for key, values in (stats.data if stats is not None else {}).items():
-        seen.update(f"{key}:{value}" if key.endswith("codes") else key for value in values)
-    return stats

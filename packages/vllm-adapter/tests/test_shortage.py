@@ -122,7 +122,7 @@ def test_a_producer_just_waits_for_its_readers() -> None:
 
 
 def test_an_engine_without_leases_gives_nothing_up() -> None:
-    """Whatever holds its blocks ends by itself."""
+    """Its blocks are held by reads and requests that end by themselves."""
     engine = leased()
     engine.report(sent=("lease",))
     assert given_up(engine, own(engine), for_s=5.0) == ()
