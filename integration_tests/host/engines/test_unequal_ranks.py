@@ -123,7 +123,7 @@ MOST_BEHIND = 0.1
 @pytest.mark.never_wrong("A12")
 @pytest.mark.parametrize("family", IN_BFLOAT16)
 def test_texts_in_bfloat16_are_right_in_pools_that_were_used_before(family: str, tmp_path: Path) -> None:
-    """One engine alone finds each token of an answer about as probable as its own choice; sums are rounded in another order."""
+    """Each token of an answer is about as probable to one engine alone as its own choice; sums are rounded in another order."""
     arguments = {
         name: [*more, "--dtype", "bfloat16", "--num-gpu-blocks-override", "64", "--max-model-len", "1024"]
         for name, more in IN_BFLOAT16[family].items()

@@ -132,3 +132,45 @@ def test_a_state_is_read_back_only_for_a_prompt_that_goes_on_after_it(prompt, re
     plain = scheduler(bidirectional=True, recompute_threshold_tokens=0)
     plain.arrive("p2", params, prompt_tokens=prompt, now_s=0.0)
     assert plain.external_tokens("p2", computed_tokens=0) == min(12, prompt)  # blocks of tokens may be computed again
+
+
+def _held_read(hold_steps: int):
+    """Return machines that have just been given blocks for a readback of 99 tokens."""
+    state = scheduler(bidirectional=True, read_hold_steps=hold_steps, recompute_threshold_tokens=0)
+    state.arrive(
+        "d1",
+        consumer_params(do_remote_prefill=False, do_remote_decode=True, remote_num_tokens=99),
+        prompt_tokens=100,
+        now_s=0.0,
+    )
+    tokens = state.external_tokens("d1", computed_tokens=0)
+    state.allocate("d1", block_ids=[[*range(1, 8)]], new_block_ids=[[*range(1, 8)]], external_tokens=tokens, now_s=0.0)
+    return state
+
+
+def _plans(state, count: int) -> list:
+    return [state.take_step_plan(now_s=0.0) for _ in range(count)]
+
+
+@pytest.mark.never_wrong("A9")
+@pytest.mark.parametrize("hold_steps", [0, 1, 3])
+def test_a_read_is_kept_back_until_the_steps_under_way_have_ended(hold_steps: int) -> None:
+    state = _held_read(hold_steps)
+    assert [len(plan.reads) for plan in _plans(state, hold_steps + 2)] == [*[0] * hold_steps, 1, 0]
+
+
+@pytest.mark.never_wrong("A9")
+def test_a_read_that_is_kept_back_can_be_cancelled_and_voided() -> None:
+    state = _held_read(2)
+    assert not _plans(state, 1)[0].reads
+    state.finish("d1", reason="abort", block_ids=[[*range(1, 8)]], computed_tokens=0, now_s=0.0)
+    (plan,) = _plans(state, 1)
+    assert [any(blocks.ids for blocks in order.local_blocks) for order in plan.reads] == [False], (
+        "only the peer is notified"
+    )
+    assert not plan.cancels
+    state = _held_read(2)
+    state.reset(now_s=0.0)
+    *early, due = _plans(state, 3)
+    assert [(plan.reads, plan.voids) for plan in early] == [((), ())] * 2
+    assert ([order.request_id for order in due.reads], due.voids) == (["d1"], ("d1",))

@@ -112,7 +112,7 @@ def _order_facts(spec: KVCacheSpec, name: str, layers: Mapping[str, Any], dtype:
     has_planes = getattr(spec, "num_head_slots", None) is not None
     is_opaque = has_planes or backend not in _KNOWN_BACKENDS
     if backend.endswith("_INDEXER") and current_platform.is_rocm():
-        backend += "@rocm"  # which tiles the values, under the same name
+        backend += "@rocm"  # ROCm tiles the values, under the same name
     return {"backend": backend, "is_opaque": is_opaque}
 
 
