@@ -28,7 +28,9 @@ class TorchEngine(Engine):
         heads = HEADS // self.tp
         if self.order == "HND":
             return torch.full((self.blocks, heads, self.tokens, 2 * HEAD_SIZE), math.nan, device=self.device)
-        return torch.full((self.blocks, self.tokens, heads, 2 * HEAD_SIZE), math.nan, device=self.device).transpose(1, 2)
+        return torch.full((self.blocks, self.tokens, heads, 2 * HEAD_SIZE), math.nan, device=self.device).transpose(
+            1, 2
+        )
 
     def _register(self, worker: WorkerSide, caches: list[Any], *, has_mirror: bool) -> None:
         """Do what the connector's `register_kv_caches` does."""
