@@ -142,7 +142,7 @@ def _names() -> list[str]:
 @pytest.mark.never_wrong("A11")
 @pytest.mark.parametrize("name", _names())
 def test_a_read_writes_every_byte_that_the_host_would_zero(name: str) -> None:
-    """One token in one block of one group, in every layout that the host allocates, between all recorded sizes."""
+    """Order a token in a block of each group, in every layout that the host allocates, between all recorded sizes."""
     recorder, recorded = _module("record_layouts"), _module("recorded")
     backend = recorded.families()[name]["backend"]
     layer = Layer(SimpleNamespace(get_name=lambda: backend), "vec")

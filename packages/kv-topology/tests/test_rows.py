@@ -5,6 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from block_lists import lists
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kv_topology import (
     Axis,
@@ -20,6 +22,7 @@ from kv_topology import (
     plan_transfer,
 )
 from kv_topology._aliases import find_aliases
+from kv_topology._link import _indices
 from kv_topology._rows import MAX_DESCRIPTORS, MAX_ROWS, build_rows
 from kv_topology._slices import SideColumns
 from kv_topology._tools import EngineSpec, ModelSpec, build_engine
@@ -129,3 +132,37 @@ def test_pages_of_absurdly_many_units_are_refused(monkeypatch):
     assert len(rows_of(gaps, 2, 3)[0]) == 6
     with pytest.raises(UnsupportedTopology):
         rows_of(gaps, 7, 1)
+
+
+@st.composite
+def sliced_regions(draw):
+    """Regions, and slices of their pages: (region, offset, step)."""
+    units, length = draw(st.integers(1, 3)), 4
+    regions, slices, address = [], [], 1 << 40
+    for number in range(draw(st.integers(1, 4))):
+        step = length * draw(st.integers(1, 2)) if units > 1 else 0
+        stride = max(step * units, length) + draw(st.sampled_from([0, 0, 12]))
+        count = draw(st.integers(1, 4))
+        regions.append(Region(address, stride, stride, count, (), device=number))
+        slices += [(number, 0, step)] * draw(st.integers(0, 2))
+        address += 1 << 20
+    return units, regions, slices or [(0, 0, length if units > 1 else 0)]
+
+
+@settings(deadline=None)
+@given(sliced_regions(), st.integers(0, 5))
+def test_every_page_and_unit_has_its_descriptor(drawn, before):
+    units, regions, slices = drawn
+    region, offset, step = (np.array(column) for column in zip(*slices, strict=True))
+    side = SideColumns(region, offset, step, np.full(len(slices), 4))
+    rows, rule, total = build_rows(regions, side, units, before)
+    wide = expand_rows(rows).tolist()
+    assert total == before + len(wide)
+    assert len(rows) <= len(slices) * units
+    pages = np.repeat(np.arange(min(r.page_count for r in regions)), units)
+    unit = np.tile(np.arange(units), len(pages) // units)
+    found = _indices([(rule, (pages * units + unit).astype(np.int32))]).reshape(len(slices), len(pages)) - before
+    for (number, start, jump), indices in zip(slices, found.tolist(), strict=True):
+        base, stride = regions[number].base_address, regions[number].page_stride_bytes
+        expected = [[base + p * stride + start + u * jump, 4, number] for p, u in zip(pages, unit, strict=True)]
+        assert [wide[index] for index in indices] == expected
