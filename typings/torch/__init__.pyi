@@ -8,6 +8,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 class dtype:
     itemsize: int
 
+from torch import cpu as cpu
 from torch import cuda as cuda
 
 class UntypedStorage:

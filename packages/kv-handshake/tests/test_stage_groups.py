@@ -157,3 +157,9 @@ def test_only_a_number_above_one_tells_of_stages(size):
     part = stage_of(ONE, {"a", "b"})
     assert meaning(factors(ONE), {**factors(part), "pp_size": size}) == "must-match"
     assert meaning(factors(ONE), factors(part, 2)) == "may-differ"
+
+
+@pytest.mark.parametrize("is_peer_staged", [True, False])
+def test_a_stage_with_a_layer_that_the_whole_model_lacks_is_refused(is_peer_staged):
+    sides = [factors(ONE), factors([["attention", 0, ["another"]], ["sliding-window", 64, []]], 2)]
+    assert meaning(*(sides if is_peer_staged else sides[::-1])) == "must-match"

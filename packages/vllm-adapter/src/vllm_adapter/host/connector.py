@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_adapter.config import check_mirror, load_settings
 from vllm_adapter.host.answering import open_status
 from vllm_adapter.host.cache_config import layer_caches
-from vllm_adapter.host.devices import device_selector
+from vllm_adapter.host.devices import device_selector, request_amx
 from vllm_adapter.host.factory import register_connector
 from vllm_adapter.host.metadata import RankEnvelope, StepMetadata, WorkerReport
 from vllm_adapter.host.metrics import PromMetrics, TransferStats
@@ -252,6 +252,7 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Register the cache tensors and prepare to serve and read peers."""
         select_device = device_selector(kv_caches.values())
+        request_amx(kv_caches.values())
         if self._has_mirror:
             self._mirror = TorchMirror(kv_caches)
             kv_caches = self._mirror.tensors

@@ -1,4 +1,4 @@
-"""Selection of a rank's device for threads that the host did not start. Imported in the host's process only."""
+"""Preparation of a rank's device: its selection on threads that the host did not start, and AMX. In the host's process only."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-__all__ = ["device_selector"]
+__all__ = ["device_selector", "request_amx"]
 
 
 def device_selector(tensors: Iterable[torch.Tensor]) -> Callable[[], None] | None:
@@ -27,3 +27,14 @@ def device_selector(tensors: Iterable[torch.Tensor]) -> Callable[[], None] | Non
         module.set_device(device)
 
     return select
+
+
+def request_amx(tensors: Iterable[torch.Tensor]) -> None:
+    """Ask the operating system for AMX where the cache is in a CPU's memory; do nothing on CPUs without it.
+
+    Linux ends a process with SIGILL that uses AMX without having asked. vLLM's bfloat16 attention kernel does not ask; oneDNN
+    does, when the engine computes a longer prompt. So an engine whose first work was a read would end at its first token.
+    """
+    ask = getattr(torch.cpu, "_init_amx", None)
+    if ask is not None and next(iter(tensors)).device.type == "cpu":
+        ask()
