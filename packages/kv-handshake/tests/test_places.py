@@ -87,9 +87,9 @@ def test_hosts_that_answer_keep_their_places(monkeypatch):
             done.set()
 
     def slowly(respond):
-        def answer(query, *, clock_s):
+        def answer(query, **facts):
             time.sleep(0.5)
-            return respond(query, clock_s=clock_s)
+            return respond(query, **facts)
 
         return answer
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-from kv_scheduler_state._admission import Admissions
+from kv_scheduler_state import _admission
 from kv_scheduler_state._blocks import BlockRules
 from kv_scheduler_state._lease import Lease
 from kv_scheduler_state._leases import LeaseTable
@@ -78,10 +78,6 @@ def all_blocks(self, block_ids, tokens, _offered=BlockRules.offered):
     return _offered(self, block_ids, 1 << 20)
 
 
-def any_prompt(self, fields, kind, identity):
-    return self._tickets.ticket_of(fields, kind)
-
-
 def consumers_together(self, request_id, _count=LeaseTable.read_complete, **values):
     return _count(self, request_id, **{**values, "consumer": ""})
 
@@ -99,7 +95,7 @@ REVERTED = {
     "a worker applies no grants": (LeaseTable, "apply", grants_are_not_applied),
     "no slot, and a ticket without a fence": (Producers, "ending", any_slot),
     "tickets cover blocks that were allocated ahead": (BlockRules, "offered", all_blocks),
-    "a ticket serves any prompt": (Admissions, "_verified", any_prompt),
+    "a ticket serves any prompt": (_admission, "_require_prompt", lambda *_: None),
     "pauses of five seconds end short leases": (
         LeaseTable,
         "_note_length",

@@ -131,6 +131,7 @@ def test_one_module_reads_json() -> None:
 
 WORDS = {
     "status": ("status", "--folder", "{folder}"),
+    "revoke": ("revoke", "prefill-0", "--folder", "{folder}"),
     "trace": ("trace", "--with", "{saved}"),
     "check": ("check", *NOBODY),
     "config": ("config", "--explain"),

@@ -1,0 +1,150 @@
+"""Prompts whose images only the prefill engine got, and requests whose ids do not travel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from consumer_helpers import arrive, ask
+from scheduler_helpers import FULL, config, prefill_request_params
+from stream_helpers import answer_of, consumer, early, producer, question
+
+from kv_scheduler_state import GrantOrder, LeaseTable, SchedulerConfig, SchedulerState, StepPlan, prompt_digest
+
+BLOCKS = [[7, 8, 9]]
+IMAGES = (("cat", 1, 4), ("dog", 9, 4))
+SECRETS = (b"a fleet secret, 16+",)
+
+
+class Prompt:
+    """A prompt of 48 equal tokens with images, of which this side got some."""
+
+    def __init__(self, images=IMAGES, *, token=5, refusal=""):
+        self.images, self.token, self.refusal = images, token, refusal
+
+    def digest(self, tokens):
+        return prompt_digest([self.token] * tokens, media=self.images)
+
+    def media(self, tokens):
+        return (len(self.images), prompt_digest([self.token] * tokens)) if self.images else None
+
+
+def prefill(prompt, request_id="p1", secrets=SECRETS) -> dict[str, Any]:
+    state = SchedulerState(config(engine_id="p0", groups=(FULL,), tp=1), secrets=secrets)
+    state.arrive(request_id, prefill_request_params(), prompt_tokens=48, now_s=0.0)
+    state.allocate(request_id, block_ids=BLOCKS, new_block_ids=BLOCKS, external_tokens=0, now_s=0.0)
+    decision = state.finish(
+        request_id, reason="length", block_ids=BLOCKS, computed_tokens=48, identity=prompt, now_s=0.0
+    )
+    assert decision.params is not None
+    return dict(decision.params)
+
+
+def admitted(ticket, prompt, secrets=SECRETS):
+    state = SchedulerState(SchedulerConfig("d0", "10.0.0.2", 5600, tp=1), secrets=secrets)
+    return state, state.arrive("d1", ticket, prompt_tokens=48, identity=prompt, now_s=0.0)
+
+
+@pytest.mark.never_wrong("A13")
+@pytest.mark.parametrize(
+    ("own", "code"),
+    [
+        (Prompt(), ""),
+        (Prompt(IMAGES[:1]), "ticket-media-missing"),
+        (Prompt(()), "ticket-media-missing"),
+        (Prompt(refusal="ticket-media-unidentified"), "ticket-media-unidentified"),
+        (Prompt((), refusal="ticket-media-unidentified"), "ticket-media-missing"),
+        (Prompt((("cat", 1, 4), ("cow", 9, 4))), "ticket-prompt"),
+        (Prompt((*IMAGES, ("cow", 20, 4))), "ticket-prompt"),
+        (Prompt((), token=6), "ticket-prompt"),
+    ],
+)
+def test_a_prompt_must_fail_where_it_has_fewer_images_than_were_computed(own, code):
+    ticket = prefill(Prompt())
+    assert ticket["kv_media"] == [2, prompt_digest([5] * 48)]
+    state, admission = admitted(ticket, own)
+    assert admission.rejected_code == code
+    assert state.must_fail("d1") == (code == "ticket-media-missing")
+    assert not state.must_fail("another")
+    # A refused ticket whose seal proves its writer is released there; the engine reads nothing.
+    (order,) = state.take_step_plan(now_s=0.0).reads if code else (None,)
+    if order is not None:
+        assert (order.peer_request_id, [len(blocks.ids) for blocks in order.local_blocks]) == ("p1", [0])
+        assert not order.is_reported
+
+
+@pytest.mark.never_wrong("A13")
+def test_a_ticket_of_a_prompt_without_images_names_none():
+    assert "kv_media" not in prefill(Prompt(()))
+
+
+@pytest.mark.never_wrong("A13")
+@pytest.mark.parametrize(
+    "value",
+    [None, 2, "2", [], [2], [2, None], [None, "d"], ["2", "d"], [2, "another"], [0, ""], {"2": "d"}, [1e400, 7]],
+)
+def test_a_value_that_names_no_missing_image_refuses_no_request(value):
+    ticket = {**prefill(Prompt(), secrets=()), "kv_media": value, "kv_prompt": "e" * 64}
+    state, admission = admitted(ticket, Prompt(()), secrets=())
+    assert admission.rejected_code == "ticket-prompt"
+    assert not state.must_fail("d1")
+    assert state.take_step_plan(now_s=0.0).reads == (), "without a seal a client may have made the ticket up"
+
+
+@pytest.mark.never_wrong("A13")
+@pytest.mark.parametrize("tokens", [None, "48", -1, 1e300])
+def test_a_malformed_count_of_tokens_is_no_missing_image(tokens):
+    ticket = {**prefill(Prompt(), secrets=()), "remote_num_tokens": tokens}
+    assert admitted(ticket, Prompt(()), secrets=())[1].rejected_code not in {"", "ticket-media-missing"}
+
+
+@pytest.mark.never_wrong("A13")
+def test_a_streamed_prompt_must_fail_where_it_has_fewer_images():
+    producing, reading = producer(), consumer()
+    producing.arrive("p1", early(serves=True), prompt_tokens=100, identity=Prompt(), now_s=0.0)
+    arrive(reading, identity=Prompt(()))
+    asked = ask(reading)
+    producing.stream_question("a", question(asked.number, digest=asked.digest))
+    answer = answer_of(producing)
+    assert (answer["reason"], answer["media"]) == ("digest-mismatch", (2, prompt_digest([5] * 100)))
+    assert reading.stream_answered("d1", asked.number, answer, now_s=0.0)
+    assert [(each.code, each.result) for each in reading.take_stream_outcomes()] == [("ticket-media-missing", "fails")]
+    assert reading.must_fail("d1")
+
+
+def test_an_offer_names_the_images_of_its_prompt():
+    state = producer()
+    blocks = [[1, 2, 3, 4, 5, 6, 7]]
+    state.arrive("p1", early(serves=True), prompt_tokens=100, identity=Prompt(), now_s=0.0)
+    state.allocate("p1", block_ids=blocks, new_block_ids=blocks, external_tokens=0, now_s=0.0)
+    state.scheduled("p1", new_block_ids=[blocks[0][:3]], is_prompt_complete=False, computed_tokens=48)
+    state.stream_question("a", question(digest=Prompt().digest(100)))
+    assert answer_of(state)["ticket"]["kv_media"] == [2, prompt_digest([5] * 100)]
+
+
+# ---------------------------------------------------------------------------------------------------------- request ids
+
+
+IDS = {
+    "cmpl-1": True,
+    "r" * 512: True,
+    "r" * 513: False,
+    "\u56fe": False,
+    "a\tb": False,
+    "kv-id-1": False,
+}
+
+
+@pytest.mark.parametrize(("request_id", "is_plain"), IDS.items())
+def test_peers_know_a_request_by_a_short_id_where_its_own_is_not_plain(request_id, is_plain):
+    named = prefill(Prompt(()), request_id)["remote_request_id"]
+    assert (named == request_id) == is_plain
+    assert is_plain or (named.startswith("kv-id-") and len(named) == 38)
+    table = LeaseTable(remembered_ends=1)
+    for number, each in enumerate((request_id, "next", "last")):
+        table.apply(StepPlan(grants=(GrantOrder(each, 30.0, (number, 7)),)), now_s=0.0)
+        if not number:
+            assert table.request_of(named) == request_id
+        table.release(each, now_s=1.0)
+        assert len(table.take_ended(now_s=1.0)) == 1
+    assert table.request_of(named) == named, "forgotten with the lease"
