@@ -137,6 +137,7 @@ PIPED = [
     ("vllm-adapter", "config", "--explain"),
     ("vllm-adapter", "check", "--help"),
     ("vllm-adapter", "trace", "--list"),
+    ("vllm-adapter", "revoke", "prefill-0", "--folder", "{folder}"),
     ("vllm-adapter", "status", "--json", "--folder", "{folder}"),
     ("vllm-adapter", "trace", "--help"),
 ]

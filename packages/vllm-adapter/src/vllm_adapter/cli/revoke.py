@@ -24,6 +24,7 @@ _NOT_FOUND = 3
 
 _EPILOG = """\b
 examples:
+  vllm-adapter revoke prefill-0
   curl -X POST 'http://localhost:8000/pause?mode=keep' & vllm-adapter revoke prefill-0
 
 \b
