@@ -227,6 +227,8 @@ class SchedulerSide:
         self._streaming.publish()
         if request_id in self._followed:
             self._followed.discard(request_id)
+            if ending.reason == "error":
+                self._awaited.erred(request_id)
             self._shortage.finished(request_id)
             self._trail.finished(request_id)
         self._chunks.forget(request_id)
