@@ -88,6 +88,24 @@ def test_a_prompt_that_must_be_computed_whole_is_not_read_and_its_lease_ends_at_
     consumer.assert_nothing_left()
 
 
+@pytest.mark.never_wrong("B13")
+@pytest.mark.parametrize("asks", [{}, {"prompt_logprobs": 1}], ids=["plain", "computed whole"])
+def test_a_read_gives_way_whatever_request_waits_for_leased_blocks_in_front(
+    make_engine, producer, asks: dict[str, Any]
+) -> None:
+    engine, clock = make_engine("D", blocks=1 + 8), iter(range(1000))
+    engine.connector._scheduler_side._now_s = lambda: 0.1 * next(clock)
+    ticket = hand_over(producer, "p", prompt(40))
+    hand_over(engine, "lease", prompt(100))  # keeps 7 of 8 blocks
+    engine.add("front", prompt(60, seed=3), **asks)
+    engine.add("d", prompt(40), params=ticket)
+    for _ in range(50):
+        assert engine.step() == {}
+    assert [order.peer_request_id for order in _notifications(engine)] == ["p"]
+    engine.run(sent=["lease"])
+    engine.assert_nothing_left()
+
+
 def test_local_requests_run_while_a_read_is_under_way(make_engine, producer) -> None:
     consumer = make_engine("D")
     consumer.add("d", prompt(40), params=hand_over(producer, "p", prompt(40)))

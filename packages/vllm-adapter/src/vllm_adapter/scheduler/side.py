@@ -181,6 +181,11 @@ class SchedulerSide:
         self._shortage.told(tokens)
         return tokens, bool(tokens)
 
+    def reads_nothing(self) -> tuple[int, bool]:
+        """Return the answer about a prompt that the host computes whole, which waits for blocks like any other."""
+        self._shortage.told(0)
+        return 0, False
+
     def must_fail(self, request_id: str) -> bool:
         """Return whether the host must end the request with an error, because it lacks a part of the prompt."""
         return request_id in self._followed and self._state.must_fail(request_id)
