@@ -106,6 +106,26 @@ def test_a_read_gives_way_whatever_request_waits_for_leased_blocks_in_front(
     engine.assert_nothing_left()
 
 
+@pytest.mark.never_wrong("B10")
+def test_an_answer_that_needs_blocks_kept_for_another_next_turn_goes_on(make_engine, producer) -> None:
+    """They are kept for 480 s, whether that turn comes or not; an answer in progress would stand still as long."""
+    engine, clock = make_engine("D", blocks=1 + 8, bidirectional_kv_xfer=True), iter(range(10_000))
+    engine.connector._scheduler_side._now_s = lambda: 0.1 * next(clock)
+    engine.add("turn", prompt(60), params=hand_over(producer, "p1", prompt(60)))
+    engine.step()
+    engine.step(received=["turn"])
+    for _ in range(5):
+        engine.step()
+    assert engine.outputs["turn"][-1].finish_reason == FinishReason.LENGTH
+    engine.add("other", prompt(40, seed=5), max_tokens=60, params=hand_over(producer, "p2", prompt(40, seed=5)))
+    engine.step()
+    engine.step(received=["other"])
+    for _ in range(200):
+        engine.step(sent=engine.plans[-1].plan.revokes)
+    assert engine.orders("revokes") == ["turn"]
+    assert engine.outputs["other"][-1].finish_reason == FinishReason.LENGTH
+
+
 def test_local_requests_run_while_a_read_is_under_way(make_engine, producer) -> None:
     consumer = make_engine("D")
     consumer.add("d", prompt(40), params=hand_over(producer, "p", prompt(40)))

@@ -81,7 +81,8 @@ COUNTERS: dict[str, tuple[str, str]] = {
     "num_kv_expired_reqs": ("vllm:nixl_num_kv_expired_reqs", "Requests whose lease ended unread."),
     "num_revoked_leases": (
         "vllm:kv_transfer_num_revoked_leases",
-        "Leases that this engine ended before they were read: a cache reset, sleep, or the command to revoke them.",
+        "Leases that this engine ended before they were read: a cache reset, sleep, the command to revoke them, or want of blocks "
+        "that were kept for a next turn.",
     ),
     "num_notifications_after_expiry": (
         "vllm:nixl_num_notifications_after_expiry",
