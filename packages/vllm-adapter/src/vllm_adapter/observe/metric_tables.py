@@ -81,8 +81,7 @@ COUNTERS: dict[str, tuple[str, str]] = {
     "num_kv_expired_reqs": ("vllm:nixl_num_kv_expired_reqs", "Requests whose lease ended unread."),
     "num_revoked_leases": (
         "vllm:kv_transfer_num_revoked_leases",
-        "Leases that this engine ended before they were read: a cache reset, sleep, the command to revoke them, or want of blocks "
-        "that were kept for a next turn.",
+        "Leases that this engine ended before they were read: a cache reset, sleep, a command, or want of blocks.",
     ),
     "num_notifications_after_expiry": (
         "vllm:nixl_num_notifications_after_expiry",
