@@ -218,7 +218,7 @@ class LeaseKeeper:
             self._parts.recorder.warn(
                 "lease-revoked",
                 f"request {end.request_id}: this engine revoked its lease before it was read ({last}); its blocks are given "
-                "back, and a reader that still comes finds its fence void",
+                "back. A reader of ours that still comes finds its fence void; one of vLLM's own does not notice",
             )
         elif end.reason == "expired":
             if silence_s is not None:
