@@ -8,6 +8,7 @@ from typing import Any, get_args
 import pytest
 from engine import BLOCK, FULL, STATE, WINDOW, hand_over, ids, prompt, tokens_of
 from vllm.config.kv_transfer import KVRole
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 
@@ -103,6 +104,26 @@ def test_a_read_gives_way_whatever_request_waits_for_leased_blocks_in_front(
         assert engine.step() == {}
     assert [order.peer_request_id for order in _notifications(engine)] == ["p"]
     engine.run(sent=["lease"])
+    engine.assert_nothing_left()
+
+
+def test_no_read_gives_way_in_an_engine_that_is_paused(make_engine, producer, caplog: pytest.LogCaptureFixture) -> None:
+    """A prompt that was read does not go on then, although nearly all blocks are free."""
+    engine, clock = make_engine("D"), iter(range(1000))
+    engine.connector._scheduler_side._now_s = lambda: 0.1 * next(clock)
+    hand_over(engine, "lease", prompt(100))
+    engine.add("d", prompt(40), params=hand_over(producer, "p", prompt(40)))
+    engine.step()
+    engine.add("waits", prompt(40, seed=1), params=hand_over(producer, "p1", prompt(40, seed=1)))
+    engine.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    engine.step(received=["d"])
+    for _ in range(50):
+        assert engine.step() == {}
+    assert _notifications(engine) == []
+    assert "blocks-leased" not in caplog.text
+    engine.scheduler.set_pause_state(PauseState.UNPAUSED)
+    engine.step()
+    engine.run(received=["waits"], sent=["lease"])
     engine.assert_nothing_left()
 
 

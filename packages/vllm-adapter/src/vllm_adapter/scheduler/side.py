@@ -91,6 +91,7 @@ class SchedulerSide:
         self._gauges = Gauges(self._state, self._draining)
         self._trail = Trail(self._stats.hand_overs, now_s)
         self._shortage = Shortage()
+        self._free_blocks: Callable[[], int] = int  # none, as far as is known
         self._followed: set[str] = set()
         # Steps without work in a row, while some of this side waits for the workers.
         self._empty_steps = 0
@@ -308,7 +309,8 @@ class SchedulerSide:
             self._stats.observe("heartbeat_delay", self._state.heartbeat_delay_s)
         self._empty_steps = self._empty_steps + 1 if is_empty else 0
         is_lacking = self._state.streams_lack_blocks
-        if self._shortage.lasts(now_s, is_empty=is_empty, streams_lack_blocks=is_lacking):
+        is_roomy = is_empty and 2 * self._free_blocks() > self._facts.block_count
+        if self._shortage.lasts(now_s, is_empty=is_empty, streams_lack_blocks=is_lacking, is_roomy=is_roomy):
             self._give_way(now_s)
         return StepOrders(
             plan, self._links.of_reads(plan), self._served.question, self._rest_s, self._streaming.is_asking
@@ -392,7 +394,8 @@ class SchedulerSide:
         return False
 
     def bind_free_blocks(self, free_blocks: Callable[[], int]) -> None:
-        """Ask this for the free blocks of the host's pool before a stream takes some."""
+        """Ask this for the free blocks of the host's pool before a stream takes some, and where a request seems to lack some."""
+        self._free_blocks = free_blocks
         self._streaming.bind_free_blocks(free_blocks)
 
     def take_stats(self) -> dict[str, list[Any]] | None:
