@@ -11,6 +11,9 @@ from vllm.config.kv_transfer import KVRole
 from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 
+from vllm_adapter.host.metadata import WorkerReport
+from vllm_adapter.steps import ReadFailure
+
 FAMILIES = {"dense": (FULL,), "sliding": (FULL, WINDOW, WINDOW), "state": (STATE, FULL)}
 
 
@@ -223,6 +226,28 @@ def test_a_failed_read_ends_the_request_with_an_error(make_engine, specs: tuple[
     consumer.step()
     consumer.step(failed=["d"])
     assert [output.finish_reason for output in consumer.outputs["d"]] == [FinishReason.ERROR]
+    consumer.run()
+    consumer.assert_nothing_left()
+
+
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+def test_a_failed_read_is_counted_and_logged_whatever_the_policy(
+    make_engine, producer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, policy: str
+) -> None:
+    """Under "fail" vLLM ends the request before it passes the report of its read on; that was no cancellation."""
+    consumer = make_engine("D", policy=policy)
+    monkeypatch.setattr(consumer.connector, "get_kv_connector_stats", lambda: None)  # keeps the figures for the test
+    consumer.add("d", prompt(100), params=hand_over(producer, "p", prompt(100)))
+    consumer.step()
+    output, ran = consumer._run(set(), set(), {"d"}, 0)
+    reasons = {"d": {(0, 0): ReadFailure("timed-out", "request p of engine P: no answer (timed-out)")}}
+    ran.kv_connector_output.kv_connector_worker_meta = WorkerReport({}, reasons)
+    consumer._take(output, ran)
+    assert (consumer.outputs.get("d", []) != []) is (policy == "fail")
+    found = consumer.connector._scheduler_side.take_stats()
+    assert (found["read_failure_codes"], found["cancelled_read_codes"]) == (["timed-out"], [])
+    (line,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert "request d: its KV was not taken over by rank 0.0" in line
     consumer.run()
     consumer.assert_nothing_left()
 

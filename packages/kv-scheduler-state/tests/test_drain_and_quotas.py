@@ -187,3 +187,20 @@ def test_the_newest_read_that_waits_for_blocks_gives_way_to_a_peer(has_lease: bo
     assert [order.request_id for order in plan.reads if not order.is_reported] == [name for name in given if name]
     assert state.external_tokens("d2", computed_tokens=0) == (0 if has_lease else 48)
     assert state.check_invariants() == ()
+
+
+@pytest.mark.never_wrong("B13")
+def test_blocks_kept_for_a_next_turn_come_back_before_a_read_gives_way() -> None:
+    """They are kept for minutes without heartbeats, and no reader counts on them yet; of handed-over prompts none is revoked."""
+    state = scheduler(bidirectional=True)
+    for number in (1, 2):
+        with_ticket(state, f"turn{number}", remote_request_id=f"far-turn{number}")
+        state.allocate(f"turn{number}", block_ids=[[number]], new_block_ids=[[number]], external_tokens=0, now_s=0.0)
+        assert state.finish(
+            f"turn{number}", reason="length", block_ids=[[number]], computed_tokens=16, now_s=0.0
+        ).keep_blocks
+    end(state, "p1", [[3]])
+    with_ticket(state, "d", remote_request_id="far-d")
+    assert [state.give_way(now_s=1.0) for _ in range(4)] == ["", "", "d", ""]
+    assert state.take_step_plan(now_s=1.0).revokes == ("turn1", "turn2")
+    assert state.check_invariants() == ()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import msgspec
 import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
@@ -35,6 +36,19 @@ def test_a_reader_quicker_than_the_grant_is_counted(bench: Bench) -> None:
     bench.grant()
     bench.leases.tick()
     assert bench.sent == ["r"]
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_what_is_said_of_a_reader_in_push_mode_is_what_becomes_of_the_lease(bench: Bench, count: int) -> None:
+    """Other ranks of a reader that has begun to report count on; only a lease that nobody has read ends at once."""
+    bench.expect("c-7-5f0c11d2")
+    bench.grant("c-7-5f0c11d2")
+    if count:
+        bench.read("c-7-5f0c11d2", reader="D0", count=count)
+    bench.leases.notified("push", b"PUSH_REG:" + msgspec.msgpack.encode({"request_id": "c-7-91b7aa03"}))
+    assert bench.sent == ([] if count else ["c-7-5f0c11d2"])
+    (line,) = bench.log
+    assert ("is left to expire" if count else "ends now") in line
 
 
 def test_all_readers_must_report_and_none_counts_twice(bench: Bench) -> None:

@@ -477,3 +477,17 @@ def test_an_engine_of_an_older_version_revokes_nothing_and_says_so(
     serve(opened, SCHEDULER)
     assert main(["revoke", "prefill-0"]) == 1
     assert "revoked nothing: an engine of an older version does not know 'revoke'" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("folder")
+def test_an_empty_name_revokes_nothing_though_one_engine_alone_runs(opened: list[StatusSocket]) -> None:
+    """As of a script whose variable is not set: every name begins with the empty text."""
+    revoked: list[int] = []
+
+    def revoke() -> dict[str, object]:
+        revoked.append(1)
+        return {"engine_id": "prefill-0", "part": "scheduler", "leases": 0, "leased_blocks": 0, "leased_bytes": 0}
+
+    serve(opened, {**SCHEDULER, "engine_id": "prefill-0"}, revoke=revoke)
+    assert [main(["revoke", name]) for name in ("", " ", "prefill-0")] == [3, 3, 0]
+    assert revoked == [1]

@@ -310,6 +310,10 @@ class LeaseTable:
         """Return the number of requests that are expected or granted here."""
         return len(self._leases)
 
+    def live_ids(self) -> tuple[str, ...]:
+        """Return the requests that are expected or granted here, oldest first."""
+        return tuple(self._leases)
+
     def granted_count(self) -> int:
         """Return the number of running leases: only their readers may be on the way, or have reported already."""
         return sum(self._lengths.values())

@@ -123,7 +123,9 @@ class SchedulerBase:
         self._producers.is_draining = True
 
     def give_way(self, *, now_s: float) -> str:
-        """Give up the newest read that waits for blocks if peers keep this engine's; return its request, or an empty text.
+        """Take the oldest readback's blocks back, or give up the newest read that waits for blocks if peers keep this engine's.
+
+        Return the request whose read is given up, or an empty text.
 
         Call this where nothing has run for a while because requests lack blocks. Two engines that read from each other may
         both have leased all their blocks, each to requests that wait for blocks at the other; the heartbeats of those requests
@@ -131,10 +133,15 @@ class SchedulerBase:
         lease that a reader counts on is revoked for it. An engine without leases and without streams that broke off is in no
         such circle: whatever holds its blocks ends by itself.
 
+        Blocks for the next turn of a conversation are kept for minutes, whether it comes or not, and seldom is its reader here
+        already. So their lease is revoked before a read is given up.
+
         Raises:
             InvalidEvent: `invalid-event`.
         """
         at_s = self._clock.observe(now_s)
+        if self._config.bidirectional and self._revoke_readback(at_s):
+            return ""
         if self._producers.leases or self._consumers.streams.has_broken_off:
             for request_id, request in reversed(self._requests.items()):
                 consumer = request.consumer
@@ -142,6 +149,16 @@ class SchedulerBase:
                     self._consumers.give_up(request_id, consumer, at_s)
                     return request_id
         return ""
+
+    def _revoke_readback(self, at_s: float) -> bool:
+        """Revoke the oldest lease for a next turn; return False if there is none."""
+        for request_id, request in self._requests.items():
+            producer = request.producer
+            if producer is not None and producer.is_readback and producer.state == "leased":
+                row = self._producers.table.find(request_id, producer.state, "revoke")
+                self._producers.revoke(request_id, producer, row, at_s)
+                return True
+        return False
 
     def revoke(self, request_id: str, *, now_s: float) -> None:
         """End a lease early; the blocks are free once the workers report the request as sent.

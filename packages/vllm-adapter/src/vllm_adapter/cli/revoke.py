@@ -61,7 +61,9 @@ def _revoke(
     folders = (Path(folder),) if folder else status_folders()
     try:
         timeout_s = seconds("--timeout", timeout)
-        found = of_engine(ask_all(folders, timeout_s=timeout_s), engine)
+        found = (
+            of_engine(ask_all(folders, timeout_s=timeout_s), engine) if engine.strip() else []
+        )  # no name: a script's mistake
     except AdapterError as error:
         return refuse("revoke", error)
     schedulers = [answer for answer in found if answer.get("part") == "scheduler"]

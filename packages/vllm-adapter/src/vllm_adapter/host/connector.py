@@ -172,7 +172,7 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
         """Return the tokens that a peer holds beyond the local prefix hit; None: ask again later. Free of side effects."""
         # For example a prompt whose logprobs the client wants is computed whole. vLLM 0.30 dies of one that was read.
         if request.get_skip_reading_prefix_cache():
-            return 0, False
+            return self._scheduler_side.reads_nothing()
         tokens, is_async = self._scheduler_side.external_tokens(request.request_id, num_computed_tokens)
         if self._scheduler_side.must_fail(request.request_id):
             end_with_error(request)

@@ -81,7 +81,7 @@ COUNTERS: dict[str, tuple[str, str]] = {
     "num_kv_expired_reqs": ("vllm:nixl_num_kv_expired_reqs", "Requests whose lease ended unread."),
     "num_revoked_leases": (
         "vllm:kv_transfer_num_revoked_leases",
-        "Leases that this engine ended before they were read: a cache reset, sleep, or the command to revoke them.",
+        "Leases that this engine ended before they were read: a cache reset, sleep, a command, or want of blocks.",
     ),
     "num_notifications_after_expiry": (
         "vllm:nixl_num_notifications_after_expiry",

@@ -159,7 +159,7 @@ class SchedulerState(StreamState, Protocol):
 
     def take_step_plan(self, *, now_s: float) -> StepPlan: ...
     def give_way(self, *, now_s: float) -> str:
-        """Give up the newest read that waits for blocks if peers keep this engine's; return its request, empty for none."""
+        """Take back the oldest blocks kept for a next turn, else give up the newest waiting read and return its request."""
         ...
 
     def revoke_all(self, *, now_s: float) -> None:

@@ -33,10 +33,13 @@ class AwaitedReports:
         self._streamed: set[str] = set()
         self._leases: set[str] = set()
         self._refused: set[str] = set()
+        # Those of `_reads` whose request the host has ended with an error since the latest step.
+        self._erred: set[str] = set()
         self._reasons: defaultdict[str, dict[Rank, ReadFailure]] = defaultdict(dict)
 
     def ordered(self, plan: StepPlan) -> None:
         """Record the reads and failures that a step orders."""
+        self._erred.clear()
         plain = [order.request_id for order in plan.reads if order.is_reported]
         streamed = [order.read.request_id for order in plan.streams.watches]
         self._reads.update(plain, streamed)
@@ -57,6 +60,14 @@ class AwaitedReports:
     def leased(self, request_id: str) -> None:
         """Record a finished request whose blocks are kept for a reader."""
         self._leases.add(request_id)
+
+    def erred(self, request_id: str) -> None:
+        """Record that the host has ended a request with an error.
+
+        Under the policy "fail" it does so for a failed read, before it passes on the report of that read.
+        """
+        if request_id in self._reads:
+            self._erred.add(request_id)
 
     def explained(self, reasons: Mapping[str, Mapping[Rank, ReadFailure]]) -> None:
         """Record why reads failed, by request and rank; the failures are reported now or once all other ranks have ended."""
@@ -90,7 +101,7 @@ class AwaitedReports:
             failures = self._reasons.pop(request_id, {})
             if not failures:
                 continue
-            if request_id not in live:
+            if request_id not in live and request_id not in self._erred:
                 self._recorder.observe("cancelled_read_codes", "request-ended")
                 self._log.info(
                     "request-ended", "request %s: its read was cancelled, as the request had ended", request_id

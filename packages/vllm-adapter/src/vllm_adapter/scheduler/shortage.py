@@ -54,9 +54,18 @@ class Shortage:
         """Forget a request."""
         self._loaded.discard(request_id)
 
-    def lasts(self, now_s: float, *, is_empty: bool, streams_lack_blocks: bool) -> bool:
-        """Return whether to give up a read; call once at the end of each step. The wait then begins anew."""
-        is_short = is_empty and (self._is_told or bool(self._loaded) or streams_lack_blocks)
+    def lasts(self, now_s: float, *, is_empty: bool, streams_lack_blocks: bool, is_roomy: bool = False) -> bool:
+        """Return whether to give up a read; call once at the end of each step. The wait then begins anew.
+
+        Args:
+            now_s: The time.
+            is_empty: Whether the step computes nothing.
+            streams_lack_blocks: Whether an offer waits for blocks.
+            is_roomy: Whether so many blocks are free that a prompt which was read cannot lack any. The host tells no connector
+                that it is paused, and does not continue with such a prompt then.
+        """
+        has_loaded = bool(self._loaded) and not is_roomy
+        is_short = is_empty and (self._is_told or has_loaded or streams_lack_blocks)
         self._is_told = False
         if not is_short:
             self._since_s = None

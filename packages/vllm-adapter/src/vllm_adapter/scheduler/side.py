@@ -91,6 +91,7 @@ class SchedulerSide:
         self._gauges = Gauges(self._state, self._draining)
         self._trail = Trail(self._stats.hand_overs, now_s)
         self._shortage = Shortage()
+        self._free_blocks: Callable[[], int] = int  # none, as far as is known
         self._followed: set[str] = set()
         # Steps without work in a row, while some of this side waits for the workers.
         self._empty_steps = 0
@@ -181,6 +182,11 @@ class SchedulerSide:
         self._shortage.told(tokens)
         return tokens, bool(tokens)
 
+    def reads_nothing(self) -> tuple[int, bool]:
+        """Return the answer about a prompt that the host computes whole, which waits for blocks like any other."""
+        self._shortage.told(0)
+        return 0, False
+
     def must_fail(self, request_id: str) -> bool:
         """Return whether the host must end the request with an error, because it lacks a part of the prompt."""
         return request_id in self._followed and self._state.must_fail(request_id)
@@ -227,6 +233,8 @@ class SchedulerSide:
         self._streaming.publish()
         if request_id in self._followed:
             self._followed.discard(request_id)
+            if ending.reason == "error":
+                self._awaited.erred(request_id)
             self._shortage.finished(request_id)
             self._trail.finished(request_id)
         self._chunks.forget(request_id)
@@ -301,7 +309,8 @@ class SchedulerSide:
             self._stats.observe("heartbeat_delay", self._state.heartbeat_delay_s)
         self._empty_steps = self._empty_steps + 1 if is_empty else 0
         is_lacking = self._state.streams_lack_blocks
-        if self._shortage.lasts(now_s, is_empty=is_empty, streams_lack_blocks=is_lacking):
+        is_roomy = is_empty and 2 * self._free_blocks() > self._facts.block_count
+        if self._shortage.lasts(now_s, is_empty=is_empty, streams_lack_blocks=is_lacking, is_roomy=is_roomy):
             self._give_way(now_s)
         return StepOrders(
             plan, self._links.of_reads(plan), self._served.question, self._rest_s, self._streaming.is_asking
@@ -385,7 +394,8 @@ class SchedulerSide:
         return False
 
     def bind_free_blocks(self, free_blocks: Callable[[], int]) -> None:
-        """Ask this for the free blocks of the host's pool before a stream takes some."""
+        """Ask this for the free blocks of the host's pool before a stream takes some, and where a request seems to lack some."""
+        self._free_blocks = free_blocks
         self._streaming.bind_free_blocks(free_blocks)
 
     def take_stats(self) -> dict[str, list[Any]] | None:

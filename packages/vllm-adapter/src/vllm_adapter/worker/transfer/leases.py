@@ -117,18 +117,20 @@ class LeaseKeeper:
         Example: `cmpl-7-0-5f0c11d2` there is `cmpl-7-0-91b7aa03` here.
         """
         now_s, client_id = self._parts.now_s(), _client_id(peer_request_id)
-        for entry in self._leases.snapshot(now_s=now_s):
-            request_id = str(entry["request_id"])
-            if _client_id(request_id) == client_id:
-                self._leases.read_complete(request_id, reader=agent_name, reader_count=1, now_s=now_s)
+        verdicts = [
+            self._leases.read_complete(request_id, reader=agent_name, reader_count=1, now_s=now_s)
+            for request_id in self._leases.live_ids()
+            if request_id.startswith(client_id) and _client_id(request_id) == client_id
+        ]
+        is_ended = "complete" in verdicts
         if agent_name not in self._push_readers and len(self._push_readers) < _MOST_PUSH_READERS:
             self._push_readers.add(agent_name)
             self._parts.recorder.warn(
                 "push-reader",
                 f"reader {agent_name[:200]!r} is in push mode and waits for this engine to write, which never writes: "
-                f"the lease of its request {peer_request_id[:200]!r} ends now, and the request does not end there. Pair it with "
-                "producers in push mode, and leave enforce_handshake_compat on, which refuses this pairing when it connects; "
-                "said once for each reader",
+                f"the lease of its request {peer_request_id[:200]!r} {'ends now' if is_ended else 'is left to expire'}, and the "
+                "request does not end there. Pair it with producers in push mode, and leave enforce_handshake_compat on, which "
+                "refuses this pairing when it connects; said once for each reader",
             )
         self.tick()
 
@@ -216,7 +218,7 @@ class LeaseKeeper:
             self._parts.recorder.warn(
                 "lease-revoked",
                 f"request {end.request_id}: this engine revoked its lease before it was read ({last}); its blocks are given "
-                "back, and a reader that still comes finds its fence void",
+                "back. A reader of ours that still comes finds its fence void; one of vLLM's own does not notice",
             )
         elif end.reason == "expired":
             if silence_s is not None:
