@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from model.peers import GenerousPeer
+from model.promises import demand, demand_refusal
 from scheduler_helpers import scheduler
 
 import kv_scheduler_state
@@ -17,8 +19,7 @@ from kv_scheduler_state.__main__ import main
 from kv_scheduler_state._stream_tables import STREAM_CONSUMER_TABLE, STREAM_PRODUCER_TABLE, STREAM_READER_TABLE
 from kv_scheduler_state._tables import CONSUMER_TABLE, LEASE_TABLE, PRODUCER_TABLE
 from kv_scheduler_state._ticket import KNOWN_KEYS
-from kv_scheduler_state.testing import GenerousPeer, ModelViolation, check_lease_table, check_scheduler_state, demand
-from kv_scheduler_state.testing._model import demand_refusal
+from kv_scheduler_state.testing import ModelViolation, check_lease_table, check_scheduler_state
 
 PACKAGE = Path(__file__).parents[1]
 PAGE = PACKAGE.parents[1] / "docs" / "state-machines.md"

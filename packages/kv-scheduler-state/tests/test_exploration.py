@@ -11,11 +11,12 @@ import os
 from dataclasses import replace
 
 import pytest
+from model.explore import decode_world, explore, pair_world, prefill_world
+from model.prompt import Tables
 
 from kv_scheduler_state import LeaseTable
 from kv_scheduler_state._machine import Table, Transition
 from kv_scheduler_state._tables import CONSUMER_TABLE, LEASE_TABLE, PRODUCER_TABLE
-from kv_scheduler_state.testing import Tables, decode_world, explore, pair_world, prefill_world
 
 IS_FULL = os.environ.get("KV_PROOF") == "full"
 

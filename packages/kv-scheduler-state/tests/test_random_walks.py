@@ -10,6 +10,8 @@ import random
 from dataclasses import replace
 
 import pytest
+from model.fleet import random_walk
+from model.prompt import Tables
 
 from kv_scheduler_state import _admission
 from kv_scheduler_state._blocks import BlockRules
@@ -18,7 +20,7 @@ from kv_scheduler_state._leases import LeaseTable
 from kv_scheduler_state._machine import Table
 from kv_scheduler_state._producer import Producers
 from kv_scheduler_state._tables import CONSUMER_TABLE, LEASE_TABLE, PRODUCER_TABLE
-from kv_scheduler_state.testing import ModelViolation, Tables, random_walk
+from kv_scheduler_state.testing import ModelViolation
 
 SEEDS = 600 if os.environ.get("KV_PROOF") == "full" else 60
 ROUNDS = 60

@@ -7,15 +7,15 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from model.explore import explore
+from model.stream_words import StreamRules
+from model.stream_world import StreamSetting, StreamWorld
 
 from kv_scheduler_state._errors import SchedulerStateError
 from kv_scheduler_state._fences import FencePool
 from kv_scheduler_state._machine import GONE, Table, Transition
 from kv_scheduler_state._stream_producer import StreamProducers
 from kv_scheduler_state._stream_tables import STREAM_CONSUMER_TABLE, STREAM_PRODUCER_TABLE, STREAM_READER_TABLE
-from kv_scheduler_state.testing._explore import explore
-from kv_scheduler_state.testing._stream_words import StreamRules
-from kv_scheduler_state.testing._stream_world import StreamSetting, StreamWorld
 
 WORK = (("p-work", "0"), ("p-work", "0"))
 SHOWN = (("p-event", "0"), ("p-note", "0"))

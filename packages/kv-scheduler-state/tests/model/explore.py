@@ -5,8 +5,6 @@ are visited once. From every state the world is then *healed*: nothing fails any
 A world that does not settle then has a request, or a lease, that never ends, or a slot that is never returned.
 """
 
-# The models look inside on purpose.
-# pyright: reportPrivateUsage=false
 from __future__ import annotations
 
 import io
@@ -23,11 +21,13 @@ from kv_scheduler_state._errors import SchedulerStateError
 from kv_scheduler_state._machine import Table, Transition
 from kv_scheduler_state._ticket import PeerAddress
 from kv_scheduler_state._ticket_reader import TicketReader
-from kv_scheduler_state.testing._decode import DecodeSide
-from kv_scheduler_state.testing._model import ModelViolation, Step
-from kv_scheduler_state.testing._peers import GenerousPeer
-from kv_scheduler_state.testing._prefill import PrefillSide
-from kv_scheduler_state.testing._prompt import Tables
+from kv_scheduler_state.testing import ModelViolation
+
+from .decode import DecodeSide
+from .peers import GenerousPeer
+from .prefill import PrefillSide
+from .promises import Step
+from .prompt import Tables
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -361,6 +361,6 @@ class _Loader(pickle.Unpickler):
 
 def _constants(state: SchedulerState) -> list[object]:
     """Return what a scheduler state holds and never changes besides whole objects: rows by event, ticket templates."""
-    producers, consumers = state._producers, state._consumers  # noqa: SLF001 -- a proof looks inside on purpose
+    producers, consumers = state._producers, state._consumers
     rows = [table.on(event) for table in (producers.table, consumers.table) for event in table.events]
-    return [*rows, producers._handoff, producers._readback]  # noqa: SLF001
+    return [*rows, producers._handoff, producers._readback]

@@ -5,8 +5,6 @@ the devices: it may schedule, preempt and abort while steps are queued. Its plan
 carry them out by `StreamWorker` and `LeaseTable`.
 """
 
-# The models look inside on purpose.
-# pyright: reportPrivateUsage=false
 from __future__ import annotations
 
 import math
@@ -19,9 +17,10 @@ from kv_scheduler_state._plan import EMPTY_PLAN
 from kv_scheduler_state._scheduler import SchedulerState
 from kv_scheduler_state._stream_values import EMPTY_STREAM_PLAN
 from kv_scheduler_state._stream_worker import StreamWorker
-from kv_scheduler_state.testing._freeze import freeze
-from kv_scheduler_state.testing._model import Step, demand
-from kv_scheduler_state.testing._stream_words import Device, Identity, Job, StreamRules, Words, early_ticket, page_text
+
+from .freeze import freeze
+from .promises import Step, demand
+from .stream_words import Device, Identity, Job, StreamRules, Words, early_ticket, page_text
 
 if TYPE_CHECKING:
     from kv_scheduler_state._lease import LeaseEnd
@@ -180,7 +179,7 @@ class StreamPrefill:
 
     def _holders(self, request_id: str) -> list[int]:
         tables = [worker.leases for worker in self.workers]
-        return [number for number, table in enumerate(tables) if request_id in table._leases]  # noqa: SLF001
+        return [number for number, table in enumerate(tables) if request_id in table._leases]
 
     def _scheduling(self) -> list[Step]:
         names: list[Step] = [("p-idle",)] if self.state.has_work() else []
@@ -214,7 +213,7 @@ class StreamPrefill:
 
     def state_of(self, request_id: str) -> str:
         """Return the state of the request's producer record."""
-        request = self.state._requests.get(request_id)  # noqa: SLF001
+        request = self.state._requests.get(request_id)
         return GONE if request is None or request.producer is None else request.producer.state
 
     def _is_computing(self, request_id: str) -> bool:
@@ -315,7 +314,7 @@ class StreamPrefill:
             is_prompt_complete=prompt.chunks == self.rules.chunks,
             computed_tokens=prompt.chunks,
         )
-        record = self.state._requests[request_id].producer  # noqa: SLF001
+        record = self.state._requests[request_id].producer
         if record is not None and record.fence is not None:
             prompt.fence = record.fence
         state = (prompt.pages[0], page_text("state", request_id, prompt.chunks, self.epoch))

@@ -1,7 +1,5 @@
 """A prefill and a decode engine that hand over in a stream, for `explore`."""
 
-# The models look inside on purpose.
-# pyright: reportPrivateUsage=false
 from __future__ import annotations
 
 from dataclasses import dataclass, field
@@ -10,10 +8,12 @@ from typing import TYPE_CHECKING, Final, final
 
 from kv_scheduler_state._errors import SchedulerStateError
 from kv_scheduler_state._stream_tables import STREAM_CONSUMER_TABLE, STREAM_PRODUCER_TABLE, STREAM_READER_TABLE
-from kv_scheduler_state.testing._model import ModelViolation, Step
-from kv_scheduler_state.testing._stream_decode import StreamDecode
-from kv_scheduler_state.testing._stream_prefill import StreamPrefill
-from kv_scheduler_state.testing._stream_words import StreamRules
+from kv_scheduler_state.testing import ModelViolation
+
+from .promises import Step
+from .stream_decode import StreamDecode
+from .stream_prefill import StreamPrefill
+from .stream_words import StreamRules
 
 if TYPE_CHECKING:
     from kv_scheduler_state._machine import Table
@@ -128,7 +128,7 @@ class StreamWorld:
 
     def probe(self) -> None:
         """Look for slots that two requests hold."""
-        streams = self.prefill.state._producers.streams._streams.values()  # noqa: SLF001 -- a proof looks inside
+        streams = self.prefill.state._producers.streams._streams.values()
         slots = [each.record.fence[0] for each in streams if each.record.fence is not None]
         if len(slots) != len(set(slots)):
             raise ModelViolation(f"slots {slots} are held once each")
@@ -148,8 +148,8 @@ class StreamWorld:
 
     def constants(self) -> list[object]:
         """Return the tables and their rows by event."""
-        tables = [self.prefill.state._producers.table, self.decode.state._consumers.table]  # noqa: SLF001
-        leases = [worker.leases._table for worker in self.prefill.workers]  # noqa: SLF001
+        tables = [self.prefill.state._producers.table, self.decode.state._consumers.table]
+        leases = [worker.leases._table for worker in self.prefill.workers]
         rows = [table.on(event) for table in (*self._tables[:3], *tables, *leases) for event in table.events]
         return [*self._tables, *tables, *leases, *rows]
 

@@ -1,7 +1,5 @@
 """Parts that all engines of a random fleet share: the configuration, the clock, memory, truth and the wire."""
 
-# The models look inside on purpose.
-# pyright: reportPrivateUsage=false
 from __future__ import annotations
 
 from dataclasses import dataclass, field
@@ -13,7 +11,7 @@ from kv_scheduler_state._prompt import prompt_digest
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kv_scheduler_state.testing._prompt import Tables
+    from .prompt import Tables
 
 __all__ = ["Configuration", "FleetIdentity", "FleetPrompt", "Note", "Results", "Shared", "draw_configuration"]
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, final
 
 from kv_scheduler_state._errors import SchedulerStateError
-from kv_scheduler_state.testing._fleet_consumer import FleetConsumer
-from kv_scheduler_state.testing._fleet_producer import FleetProducer
-from kv_scheduler_state.testing._fleet_shared import Configuration, Shared
-from kv_scheduler_state.testing._model import ModelViolation
-from kv_scheduler_state.testing._prompt import Tables
+from kv_scheduler_state.testing import ModelViolation
+
+from .fleet_consumer import FleetConsumer
+from .fleet_producer import FleetProducer
+from .fleet_shared import Configuration, Shared
+from .prompt import Tables
 
 if TYPE_CHECKING:
     from collections.abc import Callable
