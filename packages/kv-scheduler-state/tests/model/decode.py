@@ -15,7 +15,7 @@ from kv_scheduler_state._scheduler import SchedulerState
 
 from .peers import Answer, Peer
 from .promises import Step, demand, demand_refusal
-from .prompt import HEARTBEAT_S, LEASE_S, Tables
+from .prompt import HEARTBEAT_S, LEASE_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,7 +46,6 @@ class DecodeSide:
 
     def __init__(
         self,
-        tables: Tables,
         peer: Peer,
         *,
         requests: int,
@@ -64,9 +63,7 @@ class DecodeSide:
                 heartbeat_s=HEARTBEAT_S,
                 load_failure_policy="fail" if fails_requests else "recompute",
                 trace_length=1,
-            ),
-            producer_table=tables.producer,
-            consumer_table=tables.consumer,
+            )
         )
         self.peer = peer
         self.answers = {f"d{index}": Answer(len(peer.readers)) for index in range(requests)}

@@ -27,7 +27,6 @@ from .decode import DecodeSide
 from .peers import GenerousPeer
 from .prefill import PrefillSide
 from .promises import Step
-from .prompt import Tables
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -221,34 +220,22 @@ class World:
         return f"requests {requests}, leases {tables}"
 
 
-def prefill_world(
-    tables: Tables | None = None, *, requests: int, readers: int = 2, workers: int = 1, is_plain: bool = False
-) -> World:
+def prefill_world(*, requests: int, readers: int = 2, workers: int = 1, is_plain: bool = False) -> World:
     """Return a prefill engine whose readers act freely."""
-    return World(
-        PrefillSide(tables or Tables(), requests=requests, readers=readers, workers=workers, is_plain=is_plain),
-        None,
-    )
+    return World(PrefillSide(requests=requests, readers=readers, workers=workers, is_plain=is_plain), None)
 
 
-def decode_world(
-    tables: Tables | None = None,
-    *,
-    requests: int,
-    readers: int = 2,
-    fails_requests: bool = False,
-    is_shared: bool = False,
-) -> World:
+def decode_world(*, requests: int, readers: int = 2, fails_requests: bool = False, is_shared: bool = False) -> World:
     """Return a decode engine whose peer always serves; its requests may share one ticket."""
     peer = GenerousPeer(readers)
-    side = DecodeSide(tables or Tables(), peer, requests=requests, fails_requests=fails_requests, is_shared=is_shared)
+    side = DecodeSide(peer, requests=requests, fails_requests=fails_requests, is_shared=is_shared)
     return World(None, side)
 
 
-def pair_world(tables: Tables | None = None, *, requests: int, readers: int = 2, adversity: int = 0) -> World:
+def pair_world(*, requests: int, readers: int = 2, adversity: int = 0) -> World:
     """Return a prefill and a decode engine that hand over to each other."""
-    prefill = PrefillSide(tables or Tables(), requests=requests, readers=readers, adversity=adversity)
-    return World(prefill, DecodeSide(tables or Tables(), prefill, requests=requests, adversity=adversity))
+    prefill = PrefillSide(requests=requests, readers=readers, adversity=adversity)
+    return World(prefill, DecodeSide(prefill, requests=requests, adversity=adversity))
 
 
 def explore(

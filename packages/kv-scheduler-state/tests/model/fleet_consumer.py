@@ -44,9 +44,7 @@ class FleetConsumer:
         self.name = f"consumer-{number}"
         config = shared.config
         self.state = SchedulerState(
-            SchedulerConfig(self.name, "10.0.0.2", 5600, groups=config.groups, lease_s=config.lease_s, null_block=0),
-            producer_table=shared.tables.producer,
-            consumer_table=shared.tables.consumer,
+            SchedulerConfig(self.name, "10.0.0.2", 5600, groups=config.groups, lease_s=config.lease_s, null_block=0)
         )
         self.reads: dict[str, FleetRead] = {}
         self.requests = 0

@@ -36,7 +36,7 @@ class FleetProducer:
 
     def __init__(self, shared: Shared) -> None:
         self.shared = shared
-        config, tables = shared.config, shared.tables
+        config = shared.config
         self.state = SchedulerState(
             SchedulerConfig(
                 "producer",
@@ -46,11 +46,9 @@ class FleetProducer:
                 lease_s=config.lease_s,
                 fence_slots=config.fence_slots,
                 null_block=0,
-            ),
-            producer_table=tables.producer,
-            consumer_table=tables.consumer,
+            )
         )
-        self.leases = [LeaseTable(table=tables.lease) for _ in range(config.workers)]
+        self.leases = [LeaseTable() for _ in range(config.workers)]
         self.announced = [AnnouncedFences() for _ in range(config.workers)]
         # Turns in a row that each worker has skipped.
         self.skipped = [0] * config.workers

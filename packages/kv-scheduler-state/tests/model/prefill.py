@@ -18,7 +18,7 @@ from kv_scheduler_state._ticket import prefill_request_params
 
 from .keys import prefill_key
 from .promises import Step, demand, demand_refusal
-from .prompt import HEARTBEAT_S, LAWFUL, LEASE_S, RENEWAL_S, Prompt, Tables
+from .prompt import HEARTBEAT_S, LAWFUL, LEASE_S, RENEWAL_S, Prompt
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,7 +34,6 @@ class PrefillSide:
 
     def __init__(
         self,
-        tables: Tables,
         *,
         requests: int,
         readers: int,
@@ -53,13 +52,9 @@ class PrefillSide:
                 fence_slots=requests,
                 uses_host_buffer=not is_plain,
                 trace_length=1,
-            ),
-            producer_table=tables.producer,
-            consumer_table=tables.consumer,
+            )
         )
-        self.tables = [
-            LeaseTable(admits_all_readers=False, max_pause_s=math.inf, table=tables.lease) for _ in range(workers)
-        ]
+        self.tables = [LeaseTable(admits_all_readers=False, max_pause_s=math.inf) for _ in range(workers)]
         self.words = [[0] * requests for _ in range(workers)]
         self.readers = tuple(f"reader-{rank}" for rank in range(readers))
         for table in self.tables:

@@ -17,7 +17,6 @@ from .stream_reading import Reader
 from .stream_words import Identity, early_ticket
 
 if TYPE_CHECKING:
-    from kv_scheduler_state._machine import Table
     from kv_scheduler_state._stream_values import StreamQuestion
 
     from .stream_prefill import StreamPrefill
@@ -31,8 +30,6 @@ class StreamDecode:
 
     def __init__(
         self,
-        consumer: Table,
-        reader: Table,
         peer: StreamPrefill,
         *,
         adversity: int,
@@ -60,10 +57,10 @@ class StreamDecode:
             stream_max_breaks=max_breaks,
             trace_length=1,
         )
-        self.state = SchedulerState(config, stream_consumer_table=consumer)
+        self.state = SchedulerState(config)
         self.state.bind_free_blocks(self.free_blocks)
         self.status = dict.fromkeys(peer.prompts, "absent")
-        self.readers = [Reader(number, reader, peer) for number in range(len(peer.workers))]
+        self.readers = [Reader(number, peer) for number in range(len(peer.workers))]
         self.reports: dict[str, dict[int, bool]] = {}
         self.questions: list[StreamQuestion] = []
         self.told: list[StreamAnswer] = []

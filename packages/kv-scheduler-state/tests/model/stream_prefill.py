@@ -24,7 +24,6 @@ from .stream_words import Device, Identity, Job, StreamRules, Words, early_ticke
 
 if TYPE_CHECKING:
     from kv_scheduler_state._lease import LeaseEnd
-    from kv_scheduler_state._machine import Table
     from kv_scheduler_state._plan import StepPlan
     from kv_scheduler_state._stream_values import StreamChunk, StreamQuestion
 
@@ -111,7 +110,6 @@ class StreamPrefill:
     """The prefill engine.
 
     Args:
-        table: Rows that streams add to the producer machine.
         requests: Requests, `s0` and so on.
         slots: Words of streams.
         adversity: Preemptions, and steps of other requests into freed pages, that may happen.
@@ -122,7 +120,6 @@ class StreamPrefill:
 
     def __init__(
         self,
-        table: Table,
         *,
         requests: int,
         slots: int,
@@ -141,7 +138,7 @@ class StreamPrefill:
             peer_networks=("10.0.0.0/8",),
             trace_length=1,
         )
-        self.state = SchedulerState(config, stream_producer_table=table)
+        self.state = SchedulerState(config)
         self.rules = rules
         self.prompts = {f"s{index}": Prompt() for index in range(requests)}
         pages = (1 + rules.chunks) * requests

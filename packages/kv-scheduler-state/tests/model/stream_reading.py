@@ -14,7 +14,6 @@ from .stream_words import page_text
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kv_scheduler_state._machine import Table
     from kv_scheduler_state._plan import ReadOrder, StepPlan
 
     from .stream_prefill import StreamPrefill, Worker
@@ -35,10 +34,10 @@ class Part(NamedTuple):
 class Reader:
     """A worker; it reads its peer's memory only through `opposite`."""
 
-    def __init__(self, number: int, table: Table, peer: StreamPrefill) -> None:
+    def __init__(self, number: int, peer: StreamPrefill) -> None:
         self.number = number
         self.opposite = peer
-        self.streams = StreamReaders(_STALL_S, table=table)
+        self.streams = StreamReaders(_STALL_S)
         self.ends = StreamEnds()
         self.entries: dict[str, dict[int, str]] = {}
         self.orders: dict[str, ReadOrder] = {}
