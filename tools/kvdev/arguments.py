@@ -121,7 +121,9 @@ def _dist(verbs: Verbs) -> None:
 
 
 def _docs(verbs: Verbs) -> None:
-    verbs.add_parser("docs", help="build the documentation site in .dev/site; any warning is an error")
+    verbs.add_parser(
+        "docs", help="write docs/state-machines.md and build the site in .dev/site; any warning is an error"
+    )
 
 
 def _affected(verbs: Verbs) -> None:

@@ -9,9 +9,10 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
-from kvdev.site.building import SITE, build_site
+from kvdev.site.building import SITE, STATE_MACHINES, build_site
 from kvdev.site.gathering import link_inside
 from kvdev.site.reference import configuration_page, metric_names_page
+from kvdev.site.state_machines import state_machines_page
 from kvdev.uvtool import find_or_install_uv
 from vllm_adapter.config import describe_keys
 
@@ -70,6 +71,12 @@ def test_every_key_and_metric_is_in_the_reference() -> None:
     page = configuration_page()
     assert {key.name for key in describe_keys()} == set(re.findall(r"^\| `(\w+)`", page, re.MULTILINE))
     assert len(re.findall(r"^\| `vllm:\w+`", metric_names_page(), re.MULTILINE)) > 30
+
+
+def test_the_page_of_state_machines_is_that_of_the_tables() -> None:
+    page = state_machines_page()
+    assert STATE_MACHINES.read_text() == page
+    assert page.count("```mermaid") == 6
 
 
 def test_links_of_the_repository_become_links_of_the_site() -> None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-import runpy
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,23 +10,13 @@ from scheduler_helpers import scheduler
 
 import kv_scheduler_state
 from kv_scheduler_state import LeaseTable, prompt_digest
-from kv_scheduler_state.__main__ import main
 from kv_scheduler_state._stream_tables import STREAM_CONSUMER_TABLE, STREAM_PRODUCER_TABLE, STREAM_READER_TABLE
 from kv_scheduler_state._tables import CONSUMER_TABLE, LEASE_TABLE, PRODUCER_TABLE
 from kv_scheduler_state._ticket import KNOWN_KEYS
-from kv_scheduler_state.testing import GenerousPeer, ModelViolation, check_lease_table, check_scheduler_state, demand
-from kv_scheduler_state.testing._model import demand_refusal
+from kv_scheduler_state.testing import ModelViolation, check_lease_table, check_scheduler_state
 
 PACKAGE = Path(__file__).parents[1]
-PAGE = PACKAGE.parents[1] / "docs" / "state-machines.md"
 TICKET_PAGE = PACKAGE.parents[1] / "docs" / "wire" / "ticket.md"
-
-
-@pytest.mark.skipif(not PAGE.is_file(), reason="the package is tested outside its repository")
-def test_the_diagrams_are_those_of_the_tables(capsys):
-    assert main(["--check", str(PAGE)]) == 0
-    assert main(["--check", str(PAGE), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["is_equal"] is True
 
 
 @pytest.mark.skipif(not TICKET_PAGE.is_file(), reason="the package is tested outside its repository")
@@ -38,28 +25,6 @@ def test_the_ticket_page_names_every_sealed_key_and_works_out_a_digest():
     unsealed = {"kv_seal"}
     assert all(f"`{key}`" in page for key in KNOWN_KEYS - unsealed)
     assert prompt_digest([1, 2, 3]) in page
-
-
-def test_the_module_runs(monkeypatch, capsys):
-    monkeypatch.delitem(sys.modules, "kv_scheduler_state.__main__")
-    monkeypatch.setattr(sys, "argv", ["kv_scheduler_state", "--check", "missing"])
-    with pytest.raises(SystemExit) as caught:
-        runpy.run_module("kv_scheduler_state", run_name="__main__")
-    assert caught.value.code == 2
-    assert "cannot read missing" in capsys.readouterr().err
-
-
-def test_the_page_is_printed_and_a_difference_is_told(capsys, tmp_path):
-    assert main([]) == 0
-    page = capsys.readouterr().out
-    assert page.count("```mermaid") == 6
-    other = tmp_path / "page.md"
-    other.write_text(page.replace("queued", "parked"))
-    assert main(["--check", str(other)]) == 1
-    assert "differs" in capsys.readouterr().out
-    assert main(["--check", str(other), "--json"]) == 1
-    assert main(["--check", str(tmp_path / "missing")]) == 2
-    assert "cannot read" in capsys.readouterr().err
 
 
 def test_the_examples_of_the_readme_run():
@@ -84,11 +49,9 @@ def test_every_event_and_effect_has_a_name():
         assert all(row.why.endswith(".") for row in table.rows)
 
 
-def test_the_shipped_classes_pass_the_shipped_checks():
+def test_the_shipped_classes_pass_the_shipped_checks(monkeypatch):
     check_scheduler_state(scheduler)
     check_lease_table(LeaseTable)
-    with pytest.raises(ModelViolation, match="no"):
-        demand(is_kept=False, promise="no")
-    with pytest.raises(ModelViolation, match="nonsense was accepted"):
-        demand_refusal("nonsense", lambda: None)
-    assert GenerousPeer(1).is_fence_intact("p0")
+    monkeypatch.setattr(LeaseTable, "take_ended", lambda *_, **__: ())
+    with pytest.raises(ModelViolation, match="leases end by deadline"):
+        check_lease_table(LeaseTable)

@@ -7,13 +7,13 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from model.explore import pair_world
 from scheduler_helpers import config, consumer_params, prefill_request_params, scheduler, with_ticket
 
 import kv_scheduler_state
 from kv_scheduler_state import GroupConfig, SchedulerStateError, TicketLimits
 from kv_scheduler_state._errors import InvalidConfig, InvalidEvent, UnknownRequest
 from kv_scheduler_state._machine import Table, Transition
-from kv_scheduler_state.testing import pair_world
 
 
 @pytest.mark.parametrize(

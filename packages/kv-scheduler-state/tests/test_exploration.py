@@ -11,11 +11,11 @@ import os
 from dataclasses import replace
 
 import pytest
+from model.explore import decode_world, explore, pair_world, prefill_world
 
-from kv_scheduler_state import LeaseTable
+from kv_scheduler_state import LeaseTable, _leases, _scheduler_base
 from kv_scheduler_state._machine import Table, Transition
-from kv_scheduler_state._tables import CONSUMER_TABLE, LEASE_TABLE, PRODUCER_TABLE
-from kv_scheduler_state.testing import Tables, decode_world, explore, pair_world, prefill_world
+from kv_scheduler_state._tables import CONSUMER_TABLE
 
 IS_FULL = os.environ.get("KV_PROOF") == "full"
 
@@ -53,9 +53,17 @@ def test_no_order_of_events_breaks_a_promise(name, capsys):
     assert result.states > 100
 
 
+PLACES = {
+    "producer": (_scheduler_base, "PRODUCER_TABLE"),
+    "consumer": (_scheduler_base, "CONSUMER_TABLE"),
+    "lease": (_leases, "LEASE_TABLE"),
+}
+
+
 def planted_bugs():
     """Every row without itself, without each effect, and leading somewhere else."""
-    for kind, table in (("producer", PRODUCER_TABLE), ("consumer", CONSUMER_TABLE), ("lease", LEASE_TABLE)):
+    for kind, place in PLACES.items():
+        table: Table = getattr(*place)
         for index, row in enumerate(table.rows):
             name = f"{kind}: {row.state} x {row.event}"
             others = [state for state in table.states if state not in {row.target, "new"}]
@@ -75,18 +83,18 @@ BUGS = {label: (kind, rows) for label, kind, rows in planted_bugs()}
 
 
 @pytest.mark.parametrize("label", BUGS)
-def test_a_planted_bug_in_any_transition_is_caught(label):
+def test_a_planted_bug_in_any_transition_is_caught(label, monkeypatch):
     kind, rows = BUGS[label]
-    tables = Tables(**{kind: Table(kind, rows)})
+    monkeypatch.setattr(*PLACES[kind], Table(kind, rows))
     worlds = (
         [
-            lambda: decode_world(tables, requests=1),
-            lambda: decode_world(tables, requests=1, fails_requests=True),
-            lambda: decode_world(tables, requests=2, readers=1, is_shared=True),
-            lambda: decode_world(tables, requests=2, readers=1, is_shared=True, fails_requests=True),
+            lambda: decode_world(requests=1),
+            lambda: decode_world(requests=1, fails_requests=True),
+            lambda: decode_world(requests=2, readers=1, is_shared=True),
+            lambda: decode_world(requests=2, readers=1, is_shared=True, fails_requests=True),
         ]
         if kind == "consumer"
-        else [lambda: prefill_world(tables, requests=1, is_plain=True), lambda: prefill_world(tables, requests=1)]
+        else [lambda: prefill_world(requests=1, is_plain=True), lambda: prefill_world(requests=1)]
     )
     assert any(explore(world, max_states=1400).violation for world in worlds)
 
@@ -101,9 +109,10 @@ def test_grants_that_the_lease_table_does_not_apply_are_noticed(monkeypatch):
     assert "its lease is over, unnoticed" in str(explore(lambda: prefill_world(requests=1)))
 
 
-def test_a_violation_comes_with_its_path():
+def test_a_violation_comes_with_its_path(monkeypatch):
     rows = tuple(row for row in CONSUMER_TABLE.rows if (row.state, row.event) != ("reading", "done"))
-    result = explore(lambda: decode_world(Tables(consumer=Table("consumer", rows)), requests=1))
+    monkeypatch.setattr(*PLACES["consumer"], Table("consumer", rows))
+    result = explore(lambda: decode_world(requests=1))
     assert "no transition for event 'done'" in str(result)
     assert result.path == (("d-arrive", "d0"), ("d-load", "d0"))
 

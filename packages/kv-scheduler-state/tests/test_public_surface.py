@@ -36,6 +36,13 @@ SURFACE = {
         "prompt_digest",
     ],
     "kv_scheduler_state.streams": ["StreamEnds", "StreamReaders", "StreamWorker"],
+    "kv_scheduler_state.testing": [
+        "ModelViolation",
+        "check_lease_table",
+        "check_scheduler_state",
+        "forged_tickets",
+        "tampered_tickets",
+    ],
 }
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
-
-from kv_scheduler_state.testing import decode_world, pair_world, prefill_world
+from model.explore import decode_world, pair_world, prefill_world
 
 
 class HandOver(RuleBasedStateMachine):

@@ -28,7 +28,7 @@ from kv_scheduler_state._errors import InvalidConfig, InvalidEvent, SchedulerSta
 from kv_scheduler_state._fences import ended_generation
 from kv_scheduler_state._lease import END_REASONS, Lease, LeaseEnd, LeaseEndReason, Readers, ReaderVerdict, Refusal
 from kv_scheduler_state._lease_introspection import describe_leases, lease_violations
-from kv_scheduler_state._machine import GONE, NEW, Table, Transition, advance
+from kv_scheduler_state._machine import GONE, NEW, Transition, advance
 from kv_scheduler_state._producer_tickets import wire_id
 from kv_scheduler_state._tables import LEASE_TABLE
 
@@ -60,7 +60,6 @@ class LeaseTable:
         requires_nonces: True ignores notifications without a nonce for a grant that has one: they cannot come from a holder of
             the ticket. Readers of vLLM's own kind send none.
         remembered_ends: Ended requests that are remembered to tell a late notification from an unknown one.
-        table: The lease machine; override only in proofs, which mutate it.
 
     Raises:
         InvalidConfig: `invalid-config`.
@@ -93,7 +92,6 @@ class LeaseTable:
         admits_all_readers: bool = True,
         requires_nonces: bool = False,
         remembered_ends: int = 1024,
-        table: Table = LEASE_TABLE,
     ) -> None:
         if not 0 < renewal_fraction <= 1 or max_readers < 1 or remembered_ends < 0:
             raise InvalidConfig(
@@ -110,7 +108,7 @@ class LeaseTable:
         self._admits_all = admits_all_readers
         self._readers: set[str] = set()
         self._remembered = remembered_ends
-        self._table = table
+        self._table = LEASE_TABLE
         self._leases: dict[str, Lease] = {}
         self._deadlines = Deadlines(self._leases)
         self._ended: list[LeaseEnd] = []

@@ -50,8 +50,6 @@ class SchedulerState(SchedulerStreams):
         config: The engine.
         secrets: Fleet secrets, each of 16 bytes or more: the first one seals this engine's tickets, all verify those of peers;
             none for tickets without seals.
-        producer_table: The producer machine; override only in proofs, which mutate it.
-        consumer_table: The consumer machine; override only in proofs, which mutate it.
     """
 
     __slots__ = ()

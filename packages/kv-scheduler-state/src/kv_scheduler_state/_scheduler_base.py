@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kv_scheduler_state._config import SchedulerConfig
-    from kv_scheduler_state._machine import Table
 
 __all__ = ["SchedulerBase"]
 
@@ -46,23 +45,14 @@ class SchedulerBase:
         "_rules",
     )
 
-    def __init__(
-        self,
-        config: SchedulerConfig,
-        *,
-        secrets: Sequence[bytes] = (),
-        producer_table: Table = PRODUCER_TABLE,
-        consumer_table: Table = CONSUMER_TABLE,
-        stream_producer_table: Table = STREAM_PRODUCER_TABLE,
-        stream_consumer_table: Table = STREAM_CONSUMER_TABLE,
-    ) -> None:
+    def __init__(self, config: SchedulerConfig, *, secrets: Sequence[bytes] = ()) -> None:
         self._config = config
         self._clock = ObservedClock()
         self._rules = BlockRules(config.groups, config.null_block)
         self._outbox = Outbox(config.read_hold_steps)
-        producing = producer_table.joined(stream_producer_table)
+        producing = PRODUCER_TABLE.joined(STREAM_PRODUCER_TABLE)
         self._producers = Producers(config, producing, self._rules, self._outbox)
-        self._consumers = Consumers(config, consumer_table.joined(stream_consumer_table), self._rules, self._outbox)
+        self._consumers = Consumers(config, CONSUMER_TABLE.joined(STREAM_CONSUMER_TABLE), self._rules, self._outbox)
         self._heartbeats = self._consumers.heartbeats
         self._requests: dict[str, Request] = {}
         self._reports = Reports(self._requests, self._clock, self._consumers, self._producers)

@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import Final, NamedTuple, Protocol, final
 
 from kv_scheduler_state._errors import DuplicateRequest, UnknownRequest
-from kv_scheduler_state._machine import GONE, NEW, Table, Transition
+from kv_scheduler_state._machine import GONE, NEW, Transition
 from kv_scheduler_state._stream_tables import STREAM_READER_TABLE
 from kv_scheduler_state._stream_values import StreamPart, is_later_tag
 
@@ -94,14 +94,13 @@ class StreamReaders:
 
     Args:
         stall_s: Seconds without a further whole entry after which a stream is given up.
-        table: The transition table; tests plant bugs in it.
     """
 
     __slots__ = ("_readings", "_reports", "_stall_s", "_table", "_wanted")
 
-    def __init__(self, stall_s: float, *, table: Table = STREAM_READER_TABLE) -> None:
+    def __init__(self, stall_s: float) -> None:
         self._stall_s = stall_s
-        self._table = table
+        self._table = STREAM_READER_TABLE
         self._readings: dict[str, _Reading] = {}
         self._wanted: list[str] = []
         self._reports: list[StreamReport] = []

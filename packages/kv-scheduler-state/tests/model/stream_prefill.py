@@ -5,8 +5,6 @@ the devices: it may schedule, preempt and abort while steps are queued. Its plan
 carry them out by `StreamWorker` and `LeaseTable`.
 """
 
-# The models look inside on purpose.
-# pyright: reportPrivateUsage=false
 from __future__ import annotations
 
 import math
@@ -19,13 +17,13 @@ from kv_scheduler_state._plan import EMPTY_PLAN
 from kv_scheduler_state._scheduler import SchedulerState
 from kv_scheduler_state._stream_values import EMPTY_STREAM_PLAN
 from kv_scheduler_state._stream_worker import StreamWorker
-from kv_scheduler_state.testing._freeze import freeze
-from kv_scheduler_state.testing._model import Step, demand
-from kv_scheduler_state.testing._stream_words import Device, Identity, Job, StreamRules, Words, early_ticket, page_text
+
+from .freeze import freeze
+from .promises import Step, demand
+from .stream_words import Device, Identity, Job, StreamRules, Words, early_ticket, page_text
 
 if TYPE_CHECKING:
     from kv_scheduler_state._lease import LeaseEnd
-    from kv_scheduler_state._machine import Table
     from kv_scheduler_state._plan import StepPlan
     from kv_scheduler_state._stream_values import StreamChunk, StreamQuestion
 
@@ -112,7 +110,6 @@ class StreamPrefill:
     """The prefill engine.
 
     Args:
-        table: Rows that streams add to the producer machine.
         requests: Requests, `s0` and so on.
         slots: Words of streams.
         adversity: Preemptions, and steps of other requests into freed pages, that may happen.
@@ -123,7 +120,6 @@ class StreamPrefill:
 
     def __init__(
         self,
-        table: Table,
         *,
         requests: int,
         slots: int,
@@ -142,7 +138,7 @@ class StreamPrefill:
             peer_networks=("10.0.0.0/8",),
             trace_length=1,
         )
-        self.state = SchedulerState(config, stream_producer_table=table)
+        self.state = SchedulerState(config)
         self.rules = rules
         self.prompts = {f"s{index}": Prompt() for index in range(requests)}
         pages = (1 + rules.chunks) * requests
@@ -180,7 +176,7 @@ class StreamPrefill:
 
     def _holders(self, request_id: str) -> list[int]:
         tables = [worker.leases for worker in self.workers]
-        return [number for number, table in enumerate(tables) if request_id in table._leases]  # noqa: SLF001
+        return [number for number, table in enumerate(tables) if request_id in table._leases]
 
     def _scheduling(self) -> list[Step]:
         names: list[Step] = [("p-idle",)] if self.state.has_work() else []
@@ -214,7 +210,7 @@ class StreamPrefill:
 
     def state_of(self, request_id: str) -> str:
         """Return the state of the request's producer record."""
-        request = self.state._requests.get(request_id)  # noqa: SLF001
+        request = self.state._requests.get(request_id)
         return GONE if request is None or request.producer is None else request.producer.state
 
     def _is_computing(self, request_id: str) -> bool:
@@ -315,7 +311,7 @@ class StreamPrefill:
             is_prompt_complete=prompt.chunks == self.rules.chunks,
             computed_tokens=prompt.chunks,
         )
-        record = self.state._requests[request_id].producer  # noqa: SLF001
+        record = self.state._requests[request_id].producer
         if record is not None and record.fence is not None:
             prompt.fence = record.fence
         state = (prompt.pages[0], page_text("state", request_id, prompt.chunks, self.epoch))

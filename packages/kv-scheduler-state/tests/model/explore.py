@@ -5,8 +5,6 @@ are visited once. From every state the world is then *healed*: nothing fails any
 A world that does not settle then has a request, or a lease, that never ends, or a slot that is never returned.
 """
 
-# The models look inside on purpose.
-# pyright: reportPrivateUsage=false
 from __future__ import annotations
 
 import io
@@ -23,11 +21,12 @@ from kv_scheduler_state._errors import SchedulerStateError
 from kv_scheduler_state._machine import Table, Transition
 from kv_scheduler_state._ticket import PeerAddress
 from kv_scheduler_state._ticket_reader import TicketReader
-from kv_scheduler_state.testing._decode import DecodeSide
-from kv_scheduler_state.testing._model import ModelViolation, Step
-from kv_scheduler_state.testing._peers import GenerousPeer
-from kv_scheduler_state.testing._prefill import PrefillSide
-from kv_scheduler_state.testing._prompt import Tables
+from kv_scheduler_state.testing import ModelViolation
+
+from .decode import DecodeSide
+from .peers import GenerousPeer
+from .prefill import PrefillSide
+from .promises import Step
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -221,34 +220,22 @@ class World:
         return f"requests {requests}, leases {tables}"
 
 
-def prefill_world(
-    tables: Tables | None = None, *, requests: int, readers: int = 2, workers: int = 1, is_plain: bool = False
-) -> World:
+def prefill_world(*, requests: int, readers: int = 2, workers: int = 1, is_plain: bool = False) -> World:
     """Return a prefill engine whose readers act freely."""
-    return World(
-        PrefillSide(tables or Tables(), requests=requests, readers=readers, workers=workers, is_plain=is_plain),
-        None,
-    )
+    return World(PrefillSide(requests=requests, readers=readers, workers=workers, is_plain=is_plain), None)
 
 
-def decode_world(
-    tables: Tables | None = None,
-    *,
-    requests: int,
-    readers: int = 2,
-    fails_requests: bool = False,
-    is_shared: bool = False,
-) -> World:
+def decode_world(*, requests: int, readers: int = 2, fails_requests: bool = False, is_shared: bool = False) -> World:
     """Return a decode engine whose peer always serves; its requests may share one ticket."""
     peer = GenerousPeer(readers)
-    side = DecodeSide(tables or Tables(), peer, requests=requests, fails_requests=fails_requests, is_shared=is_shared)
+    side = DecodeSide(peer, requests=requests, fails_requests=fails_requests, is_shared=is_shared)
     return World(None, side)
 
 
-def pair_world(tables: Tables | None = None, *, requests: int, readers: int = 2, adversity: int = 0) -> World:
+def pair_world(*, requests: int, readers: int = 2, adversity: int = 0) -> World:
     """Return a prefill and a decode engine that hand over to each other."""
-    prefill = PrefillSide(tables or Tables(), requests=requests, readers=readers, adversity=adversity)
-    return World(prefill, DecodeSide(tables or Tables(), prefill, requests=requests, adversity=adversity))
+    prefill = PrefillSide(requests=requests, readers=readers, adversity=adversity)
+    return World(prefill, DecodeSide(prefill, requests=requests, adversity=adversity))
 
 
 def explore(
@@ -361,6 +348,6 @@ class _Loader(pickle.Unpickler):
 
 def _constants(state: SchedulerState) -> list[object]:
     """Return what a scheduler state holds and never changes besides whole objects: rows by event, ticket templates."""
-    producers, consumers = state._producers, state._consumers  # noqa: SLF001 -- a proof looks inside on purpose
+    producers, consumers = state._producers, state._consumers
     rows = [table.on(event) for table in (producers.table, consumers.table) for event in table.events]
-    return [*rows, producers._handoff, producers._readback]  # noqa: SLF001
+    return [*rows, producers._handoff, producers._readback]

@@ -1,7 +1,5 @@
 """The producer of a random fleet, with its workers: it computes prompts, hands them over and keeps its leases."""
 
-# The models look inside on purpose.
-# pyright: reportPrivateUsage=false
 from __future__ import annotations
 
 from functools import partial
@@ -13,8 +11,9 @@ from kv_scheduler_state._errors import SchedulerStateError
 from kv_scheduler_state._leases import LeaseTable
 from kv_scheduler_state._scheduler import SchedulerState
 from kv_scheduler_state._ticket import prefill_request_params
-from kv_scheduler_state.testing._fleet_shared import FleetIdentity, FleetPrompt, Results, Shared
-from kv_scheduler_state.testing._model import demand
+
+from .fleet_shared import FleetIdentity, FleetPrompt, Results, Shared
+from .promises import demand
 
 if TYPE_CHECKING:
     from kv_scheduler_state._config import GroupConfig
@@ -37,7 +36,7 @@ class FleetProducer:
 
     def __init__(self, shared: Shared) -> None:
         self.shared = shared
-        config, tables = shared.config, shared.tables
+        config = shared.config
         self.state = SchedulerState(
             SchedulerConfig(
                 "producer",
@@ -47,11 +46,9 @@ class FleetProducer:
                 lease_s=config.lease_s,
                 fence_slots=config.fence_slots,
                 null_block=0,
-            ),
-            producer_table=tables.producer,
-            consumer_table=tables.consumer,
+            )
         )
-        self.leases = [LeaseTable(table=tables.lease) for _ in range(config.workers)]
+        self.leases = [LeaseTable() for _ in range(config.workers)]
         self.announced = [AnnouncedFences() for _ in range(config.workers)]
         # Turns in a row that each worker has skipped.
         self.skipped = [0] * config.workers
@@ -219,7 +216,7 @@ class FleetProducer:
             demand(not refusals, f"the workers refuse {refusals}")
         for request_id, prompt in self.prompts.items():
             prompt.is_stepped = True
-            producer = self.state._requests[request_id].producer  # noqa: SLF001
+            producer = self.state._requests[request_id].producer
             if producer is not None and producer.state == "revoked":
                 prompt.revoked_rounds += 1
 

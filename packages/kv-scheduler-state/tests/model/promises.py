@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING
 
-from kv_scheduler_state._errors import SchedulerStateError
+from kv_scheduler_state import SchedulerStateError
+from kv_scheduler_state.testing import ModelViolation
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -13,11 +14,6 @@ __all__ = ["ModelViolation", "Step", "demand", "demand_refusal"]
 
 Step = tuple[str, ...]
 """An event in a model: its name and the objects that it affects."""
-
-
-@final
-class ModelViolation(AssertionError):  # noqa: N818 -- as in _errors
-    """The code under test broke a promise that an engine, or a reader, relies on."""
 
 
 def demand(is_kept: bool, promise: str) -> None:

@@ -1,7 +1,5 @@
 """Keys of states: everything that determines a prefill request's future, and nothing else."""
 
-# The models look inside on purpose.
-# pyright: reportPrivateUsage=false
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
@@ -10,7 +8,8 @@ if TYPE_CHECKING:
     from kv_scheduler_state._lease import Lease
     from kv_scheduler_state._leases import LeaseTable
     from kv_scheduler_state._scheduler import SchedulerState
-    from kv_scheduler_state.testing._prompt import Prompt
+
+    from .prompt import Prompt
 
 __all__ = ["prefill_key"]
 
@@ -29,9 +28,9 @@ class _Prefill(Protocol):
 def prefill_key(side: _Prefill, request_id: str, now_s: float, *, is_named: bool) -> tuple[object, ...]:
     """Return everything that determines this request's future, with times relative to now and, perhaps, readers unnamed."""
     prompt = side.prompts[request_id]
-    live = side.state._requests.get(request_id)  # noqa: SLF001 -- the key must see what decides the future
-    outbox = side.state._outbox  # noqa: SLF001
-    leases = [table._leases.get(request_id) for table in side.tables]  # noqa: SLF001
+    live = side.state._requests.get(request_id)  # the key must see what decides the future
+    outbox = side.state._outbox
+    leases = [table._leases.get(request_id) for table in side.tables]
     readers = [
         [
             (reader in told, lease is not None and reader in lease.readers_done)

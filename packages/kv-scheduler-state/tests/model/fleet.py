@@ -10,11 +10,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, final
 
 from kv_scheduler_state._errors import SchedulerStateError
-from kv_scheduler_state.testing._fleet_consumer import FleetConsumer
-from kv_scheduler_state.testing._fleet_producer import FleetProducer
-from kv_scheduler_state.testing._fleet_shared import Configuration, Shared
-from kv_scheduler_state.testing._model import ModelViolation
-from kv_scheduler_state.testing._prompt import Tables
+from kv_scheduler_state.testing import ModelViolation
+
+from .fleet_consumer import FleetConsumer
+from .fleet_producer import FleetProducer
+from .fleet_shared import Configuration, Shared
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,8 +29,8 @@ _HEAL_ROUNDS: Final = 400
 class Fleet:
     """A producer and its consumers; `below(n)` draws an integer from 0 to n - 1."""
 
-    def __init__(self, below: Callable[[int], int], tables: Tables) -> None:
-        self.shared = shared = Shared(below, tables)
+    def __init__(self, below: Callable[[int], int]) -> None:
+        self.shared = shared = Shared(below)
         self.producer = FleetProducer(shared)
         self.consumers = [FleetConsumer(number, shared) for number in range(shared.config.consumers)]
 
@@ -70,18 +70,17 @@ class Fleet:
         raise ModelViolation(f"something never ends: {self.producer.state.snapshot(now_s=self.shared.now_s)}")
 
 
-def random_walk(below: Callable[[int], int], *, rounds: int, tables: Tables | None = None) -> Configuration:
+def random_walk(below: Callable[[int], int], *, rounds: int) -> Configuration:
     """Drive a fleet of a random configuration for some rounds, heal it, and return the configuration.
 
     Args:
         below: Draws an integer from 0 to its argument minus one, such as `random.Random(seed).randrange`.
         rounds: Rounds before the fleet heals.
-        tables: The machines under test.
 
     Raises:
         ModelViolation: if the code under test breaks a promise, or refuses a lawful call.
     """
-    fleet = Fleet(below, tables or Tables())
+    fleet = Fleet(below)
     try:
         for _ in range(rounds):
             fleet.round()

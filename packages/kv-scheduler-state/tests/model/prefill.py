@@ -5,8 +5,6 @@ blocks it keeps, and it frees nothing else. The observer knows the truth (who re
 without asking the code under test.
 """
 
-# The models look inside on purpose.
-# pyright: reportPrivateUsage=false
 from __future__ import annotations
 
 import math
@@ -17,9 +15,10 @@ from kv_scheduler_state._config import GroupConfig, SchedulerConfig
 from kv_scheduler_state._leases import LeaseTable
 from kv_scheduler_state._scheduler import SchedulerState
 from kv_scheduler_state._ticket import prefill_request_params
-from kv_scheduler_state.testing._keys import prefill_key
-from kv_scheduler_state.testing._model import Step, demand, demand_refusal
-from kv_scheduler_state.testing._prompt import HEARTBEAT_S, LAWFUL, LEASE_S, RENEWAL_S, Prompt, Tables
+
+from .keys import prefill_key
+from .promises import Step, demand, demand_refusal
+from .prompt import HEARTBEAT_S, LAWFUL, LEASE_S, RENEWAL_S, Prompt
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,7 +34,6 @@ class PrefillSide:
 
     def __init__(
         self,
-        tables: Tables,
         *,
         requests: int,
         readers: int,
@@ -54,13 +52,9 @@ class PrefillSide:
                 fence_slots=requests,
                 uses_host_buffer=not is_plain,
                 trace_length=1,
-            ),
-            producer_table=tables.producer,
-            consumer_table=tables.consumer,
+            )
         )
-        self.tables = [
-            LeaseTable(admits_all_readers=False, max_pause_s=math.inf, table=tables.lease) for _ in range(workers)
-        ]
+        self.tables = [LeaseTable(admits_all_readers=False, max_pause_s=math.inf) for _ in range(workers)]
         self.words = [[0] * requests for _ in range(workers)]
         self.readers = tuple(f"reader-{rank}" for rank in range(readers))
         for table in self.tables:
@@ -113,7 +107,7 @@ class PrefillSide:
         return names
 
     def _can_poll(self) -> bool:
-        return any(table.live_count() or table._ended for table in self.tables)  # noqa: SLF001
+        return any(table.live_count() or table._ended for table in self.tables)
 
     def apply(self, step: Step, now_s: float) -> None:
         """Do one of `steps` and check what can be checked at once."""
@@ -353,7 +347,7 @@ class PrefillSide:
                 if name not in lawful:
                     demand_refusal(f"{request_id}: {name} while {prompt.status}", call)
             for table in self.tables:
-                lease = table._leases.get(request_id)  # noqa: SLF001
+                lease = table._leases.get(request_id)
                 if lease is not None:
                     demand_refusal(f"{request_id}: expected twice", partial(table.expect, request_id, now_s=now_s))
                 if lease is not None and lease.state == "granted":

@@ -1,7 +1,5 @@
 """A worker of the model's streaming decode engine: its reads of the peer's memory, and its reports."""
 
-# The models look inside on purpose.
-# pyright: reportPrivateUsage=false
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, NamedTuple, final
@@ -9,15 +7,16 @@ from typing import TYPE_CHECKING, Final, NamedTuple, final
 from kv_scheduler_state._stream_ends import StreamEnds
 from kv_scheduler_state._stream_reader import Stream, StreamReaders
 from kv_scheduler_state._stream_values import StreamPart, is_later_tag
-from kv_scheduler_state.testing._model import Step, demand
-from kv_scheduler_state.testing._stream_words import page_text
+
+from .promises import Step, demand
+from .stream_words import page_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kv_scheduler_state._machine import Table
     from kv_scheduler_state._plan import ReadOrder, StepPlan
-    from kv_scheduler_state.testing._stream_prefill import StreamPrefill, Worker
+
+    from .stream_prefill import StreamPrefill, Worker
 
 __all__ = ["Reader"]
 
@@ -35,10 +34,10 @@ class Part(NamedTuple):
 class Reader:
     """A worker; it reads its peer's memory only through `opposite`."""
 
-    def __init__(self, number: int, table: Table, peer: StreamPrefill) -> None:
+    def __init__(self, number: int, peer: StreamPrefill) -> None:
         self.number = number
         self.opposite = peer
-        self.streams = StreamReaders(_STALL_S, table=table)
+        self.streams = StreamReaders(_STALL_S)
         self.ends = StreamEnds()
         self.entries: dict[str, dict[int, str]] = {}
         self.orders: dict[str, ReadOrder] = {}
@@ -64,7 +63,7 @@ class Reader:
         if self.has_news():
             names.append(("c-report", number))
         names += [("c-land", number, str(index)) for index in range(len(self.wire))]
-        for request_id, reading in self.streams._readings.items():  # noqa: SLF001
+        for request_id, reading in self.streams._readings.items():
             if reading.state == "watching" and self._has_progress(request_id):
                 names.append(("c-poll", number, request_id))
         names += [("c-fence", number, request_id) for request_id in sorted(self.wanted)]
@@ -73,12 +72,12 @@ class Reader:
     def has_news(self) -> bool:
         """Whether something is to be reported."""
         ends = self.ends
-        return bool(self.received or ends._received or ends._failed or ends._ends)  # noqa: SLF001
+        return bool(self.received or ends._received or ends._failed or ends._ends)
 
     def _has_progress(self, request_id: str) -> bool:
         if self.opposite.is_dead:
             return False
-        reading = self.streams._readings[request_id]  # noqa: SLF001
+        reading = self.streams._readings[request_id]
         tag, tokens = self._words.words.progress[self._slot(request_id)]
         if tag == reading.stream.tag:
             return tokens != reading.tokens
@@ -188,7 +187,7 @@ class Reader:
 
     def tick(self, now_s: float) -> list[str]:
         """Let deadlines pass; return the streams that were given up."""
-        reading = list(self.streams._readings)  # noqa: SLF001
+        reading = list(self.streams._readings)
         self.streams.tick(now_s)
         given_up = [each for each in reading if self.streams.state_of(each) in {"gone", "breaking"}]
         self._settle(now_s)

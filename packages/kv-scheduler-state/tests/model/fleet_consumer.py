@@ -1,7 +1,5 @@
 """A consumer of a random fleet: it admits tickets, reads, and checks every byte that it accepts."""
 
-# The models look inside on purpose.
-# pyright: reportPrivateUsage=false
 from __future__ import annotations
 
 from dataclasses import dataclass, field
@@ -10,8 +8,9 @@ from typing import TYPE_CHECKING, final
 
 from kv_scheduler_state._config import SchedulerConfig
 from kv_scheduler_state._scheduler import SchedulerState
-from kv_scheduler_state.testing._fleet_shared import FleetIdentity, FleetPrompt, Results, Shared
-from kv_scheduler_state.testing._model import demand
+
+from .fleet_shared import FleetIdentity, FleetPrompt, Results, Shared
+from .promises import demand
 
 if TYPE_CHECKING:
     from kv_scheduler_state._decisions import FinishReason
@@ -45,9 +44,7 @@ class FleetConsumer:
         self.name = f"consumer-{number}"
         config = shared.config
         self.state = SchedulerState(
-            SchedulerConfig(self.name, "10.0.0.2", 5600, groups=config.groups, lease_s=config.lease_s, null_block=0),
-            producer_table=shared.tables.producer,
-            consumer_table=shared.tables.consumer,
+            SchedulerConfig(self.name, "10.0.0.2", 5600, groups=config.groups, lease_s=config.lease_s, null_block=0)
         )
         self.reads: dict[str, FleetRead] = {}
         self.requests = 0

@@ -1,7 +1,5 @@
 """A minimal streaming decode engine: scheduler, workers, a wire, and an observer of the data that was read."""
 
-# The models look inside on purpose.
-# pyright: reportPrivateUsage=false
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, final
@@ -11,16 +9,17 @@ from kv_scheduler_state._machine import GONE
 from kv_scheduler_state._plan import EMPTY_PLAN
 from kv_scheduler_state._scheduler import SchedulerState
 from kv_scheduler_state._stream_values import StreamAnswer
-from kv_scheduler_state.testing._freeze import freeze
-from kv_scheduler_state.testing._model import Step, demand
-from kv_scheduler_state.testing._stream_prefill import GROUPS
-from kv_scheduler_state.testing._stream_reading import Reader
-from kv_scheduler_state.testing._stream_words import Identity, early_ticket
+
+from .freeze import freeze
+from .promises import Step, demand
+from .stream_prefill import GROUPS
+from .stream_reading import Reader
+from .stream_words import Identity, early_ticket
 
 if TYPE_CHECKING:
-    from kv_scheduler_state._machine import Table
     from kv_scheduler_state._stream_values import StreamQuestion
-    from kv_scheduler_state.testing._stream_prefill import StreamPrefill
+
+    from .stream_prefill import StreamPrefill
 
 __all__ = ["StreamDecode"]
 
@@ -31,8 +30,6 @@ class StreamDecode:
 
     def __init__(
         self,
-        consumer: Table,
-        reader: Table,
         peer: StreamPrefill,
         *,
         adversity: int,
@@ -60,10 +57,10 @@ class StreamDecode:
             stream_max_breaks=max_breaks,
             trace_length=1,
         )
-        self.state = SchedulerState(config, stream_consumer_table=consumer)
+        self.state = SchedulerState(config)
         self.state.bind_free_blocks(self.free_blocks)
         self.status = dict.fromkeys(peer.prompts, "absent")
-        self.readers = [Reader(number, reader, peer) for number in range(len(peer.workers))]
+        self.readers = [Reader(number, peer) for number in range(len(peer.workers))]
         self.reports: dict[str, dict[int, bool]] = {}
         self.questions: list[StreamQuestion] = []
         self.told: list[StreamAnswer] = []
@@ -95,13 +92,13 @@ class StreamDecode:
         return names
 
     def _has_answers(self) -> bool:
-        streams = self.opposite.state._producers.streams  # noqa: SLF001
-        is_due = any(each.parked and each.record.state == "streamed" for each in streams._streams.values())  # noqa: SLF001
-        return is_due or bool(streams._answers or self.told)  # noqa: SLF001
+        streams = self.opposite.state._producers.streams
+        is_due = any(each.parked and each.record.state == "streamed" for each in streams._streams.values())
+        return is_due or bool(streams._answers or self.told)
 
     def state_of(self, request_id: str) -> str:
         """Return the state of the request's consumer record."""
-        request = self.state._requests.get(request_id)  # noqa: SLF001
+        request = self.state._requests.get(request_id)
         return GONE if request is None or request.consumer is None else request.consumer.state
 
     def _request_names(self, request_id: str, status: str) -> list[str]:
@@ -225,12 +222,12 @@ class StreamDecode:
         """Let deadlines pass; none may be missed while every part does its work at once."""
         self.state.take_step_plan(now_s=now_s) if not self.state.has_work() else self._send(now_s)
         self.pump()
-        cancels = self.state._consumers.streams._cancels  # noqa: SLF001
+        cancels = self.state._consumers.streams._cancels
         is_punctual = is_punctual and not self.opposite.is_dead
         demand(not is_punctual or not cancels, "a peer that lives answers in time")
         for reader in self.readers:
             for request_id in reader.tick(now_s):
-                is_due = reader._generation(request_id) in self.opposite.ended  # noqa: SLF001
+                is_due = reader._generation(request_id) in self.opposite.ended
                 demand(not is_punctual or is_due, "a stream in good order makes progress")
 
     def pump(self) -> None:
@@ -259,9 +256,9 @@ class StreamDecode:
         """Return everything that should not be left at the end."""
         left = [f"{request_id} is {status} here" for request_id, status in self.status.items() if status != "over"]
         held, live = self.state.stream_blocks_held, self.state.live_count
-        if held or live or self.state._consumers.streams._streams:  # noqa: SLF001
+        if held or live or self.state._consumers.streams._streams:
             left.append(f"{held} blocks are reserved, {live} requests are live")
-        states = [reader.ends._states for reader in self.readers]  # noqa: SLF001
+        states = [reader.ends._states for reader in self.readers]
         return [*left, f"workers remember {states}"] if any(states) else left
 
     def key(self) -> object:

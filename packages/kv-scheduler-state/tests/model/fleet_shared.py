@@ -1,7 +1,5 @@
 """Parts that all engines of a random fleet share: the configuration, the clock, memory, truth and the wire."""
 
-# The models look inside on purpose.
-# pyright: reportPrivateUsage=false
 from __future__ import annotations
 
 from dataclasses import dataclass, field
@@ -12,8 +10,6 @@ from kv_scheduler_state._prompt import prompt_digest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from kv_scheduler_state.testing._prompt import Tables
 
 __all__ = ["Configuration", "FleetIdentity", "FleetPrompt", "Note", "Results", "Shared", "draw_configuration"]
 
@@ -138,9 +134,8 @@ class Results:
 class Shared:
     """The clock, the producer's memory and fence words, the hand-overs by nonce, and the queues of its workers."""
 
-    def __init__(self, below: Callable[[int], int], tables: Tables) -> None:
+    def __init__(self, below: Callable[[int], int]) -> None:
         self.below = below
-        self.tables = tables
         self.config = draw_configuration(below)
         self.now_s = 0.0
         self.is_healing = False

@@ -5,8 +5,6 @@ aborted while parked. The peer is any object with the five methods of `Peer`: a 
 which always serves and so lets the decode side be explored alone.
 """
 
-# The models look inside on purpose.
-# pyright: reportPrivateUsage=false
 from __future__ import annotations
 
 from functools import partial
@@ -14,9 +12,10 @@ from typing import TYPE_CHECKING, Final, final
 
 from kv_scheduler_state._config import GroupConfig, SchedulerConfig
 from kv_scheduler_state._scheduler import SchedulerState
-from kv_scheduler_state.testing._model import Step, demand, demand_refusal
-from kv_scheduler_state.testing._peers import Answer, Peer
-from kv_scheduler_state.testing._prompt import HEARTBEAT_S, LEASE_S, Tables
+
+from .peers import Answer, Peer
+from .promises import Step, demand, demand_refusal
+from .prompt import HEARTBEAT_S, LEASE_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -47,7 +46,6 @@ class DecodeSide:
 
     def __init__(
         self,
-        tables: Tables,
         peer: Peer,
         *,
         requests: int,
@@ -65,9 +63,7 @@ class DecodeSide:
                 heartbeat_s=HEARTBEAT_S,
                 load_failure_policy="fail" if fails_requests else "recompute",
                 trace_length=1,
-            ),
-            producer_table=tables.producer,
-            consumer_table=tables.consumer,
+            )
         )
         self.peer = peer
         self.answers = {f"d{index}": Answer(len(peer.readers)) for index in range(requests)}
@@ -306,7 +302,7 @@ class DecodeSide:
         """Whether nothing is left of any request, and every peer was notified exactly once."""
         ended = [answer for answer in self.answers.values() if answer.status != "absent"]
         is_told = all(answer.orders == 1 for answer in ended) if not self.is_shared else self._is_peer_told(ended)
-        return is_told and not (self.state.live_count or self.state.has_work() or len(self.state._consumers.hand_overs))  # noqa: SLF001
+        return is_told and not (self.state.live_count or self.state.has_work() or len(self.state._consumers.hand_overs))
 
     def _is_peer_told(self, ended: list[Answer]) -> bool:
         """Whether some holder of the shared ticket has notified the peer, or let a read end."""
@@ -315,7 +311,7 @@ class DecodeSide:
     def probe(self, now_s: float) -> None:
         """Demand that everything unlawful is refused now."""
         for request_id, answer in self.answers.items():
-            is_failing = request_id in self.state._outbox.failures  # noqa: SLF001
+            is_failing = request_id in self.state._outbox.failures
             for name, call in self._calls(request_id, now_s).items():
                 if name not in _LAWFUL[answer.status]:
                     demand_refusal(f"{request_id}: {name} while {answer.status}", call)
@@ -324,8 +320,8 @@ class DecodeSide:
 
     def _forget_failure(self, request_id: str) -> None:
         """Take back the failure that a refused load orders, since this engine never parked the request."""
-        outbox = self.state._outbox  # noqa: SLF001 -- a probe must leave no trace
-        self.state._reports.unread.discard(request_id)  # noqa: SLF001
+        outbox = self.state._outbox  # a probe must leave no trace
+        self.state._reports.unread.discard(request_id)
         outbox.failures.pop(request_id, None)
         outbox.has_orders = outbox.holds_orders()
 
@@ -350,8 +346,8 @@ class DecodeSide:
     def request_key(self, request_id: str, now_s: float, *, is_named: bool) -> tuple[object, ...]:
         """Return everything that determines this request's future, with times relative to now and, perhaps, ranks unnamed."""
         answer = self.answers[request_id]
-        live = self.state._requests.get(request_id)  # noqa: SLF001 -- the key must see what decides the future
-        outbox = self.state._outbox  # noqa: SLF001
+        live = self.state._requests.get(request_id)  # the key must see what decides the future
+        outbox = self.state._outbox
         order = outbox.reads.get(request_id)
         ranks = [(doing, rank in answer.in_flight) for rank, doing in enumerate(answer.ranks)]
         return (
@@ -381,5 +377,5 @@ class DecodeSide:
 
     def shared_key(self, now_s: float) -> tuple[object, ...]:
         """Return the state that no single request owns: when the peer's next heartbeat is due."""
-        book = self.state._consumers.heartbeats  # noqa: SLF001 -- as above
-        return tuple(max(0.0, due_s - now_s) for due_s, _, _ in sorted(book._due))  # noqa: SLF001
+        book = self.state._consumers.heartbeats
+        return tuple(max(0.0, due_s - now_s) for due_s, _, _ in sorted(book._due))

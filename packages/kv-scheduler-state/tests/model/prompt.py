@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, final
+from typing import Final, final
 
-from kv_scheduler_state._tables import CONSUMER_TABLE, LEASE_TABLE, PRODUCER_TABLE
-
-if TYPE_CHECKING:
-    from kv_scheduler_state._machine import Table
-
-__all__ = ["HEARTBEAT_S", "LAWFUL", "LEASE_S", "RENEWAL_S", "Prompt", "Tables"]
+__all__ = ["HEARTBEAT_S", "LAWFUL", "LEASE_S", "RENEWAL_S", "Prompt"]
 
 LAWFUL: Final = {
     "absent": frozenset(("arrive",)),
@@ -24,20 +19,6 @@ LAWFUL: Final = {
 LEASE_S = 3.0
 HEARTBEAT_S = 1.0
 RENEWAL_S = LEASE_S * 2 / 3
-
-
-@final
-class Tables:
-    """The machines under test; the shipped ones unless told otherwise."""
-
-    __slots__ = ("consumer", "lease", "producer")
-
-    def __init__(
-        self, producer: Table = PRODUCER_TABLE, consumer: Table = CONSUMER_TABLE, lease: Table = LEASE_TABLE
-    ) -> None:
-        self.producer = producer
-        self.consumer = consumer
-        self.lease = lease
 
 
 @final

@@ -1,22 +1,18 @@
 """A prefill and a decode engine that hand over in a stream, for `explore`."""
 
-# The models look inside on purpose.
-# pyright: reportPrivateUsage=false
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Final, final
+from typing import Final, final
 
 from kv_scheduler_state._errors import SchedulerStateError
-from kv_scheduler_state._stream_tables import STREAM_CONSUMER_TABLE, STREAM_PRODUCER_TABLE, STREAM_READER_TABLE
-from kv_scheduler_state.testing._model import ModelViolation, Step
-from kv_scheduler_state.testing._stream_decode import StreamDecode
-from kv_scheduler_state.testing._stream_prefill import StreamPrefill
-from kv_scheduler_state.testing._stream_words import StreamRules
+from kv_scheduler_state.testing import ModelViolation
 
-if TYPE_CHECKING:
-    from kv_scheduler_state._machine import Table
+from .promises import Step
+from .stream_decode import StreamDecode
+from .stream_prefill import StreamPrefill
+from .stream_words import StreamRules
 
 __all__ = ["StreamSetting", "StreamWorld"]
 
@@ -27,7 +23,7 @@ _HEAL_TICKS: Final = 12
 @final
 @dataclass(frozen=True, slots=True)
 class StreamSetting:
-    """Size of a world, and the code that runs in it.
+    """Size of a world, and the order in which its engines do things.
 
     Attributes:
         requests: Requests that both engines get.
@@ -56,9 +52,6 @@ class StreamSetting:
     fails_requests: bool = False
     max_breaks: int = 2
     rules: StreamRules = field(default_factory=StreamRules)
-    producer: Table = STREAM_PRODUCER_TABLE
-    consumer: Table = STREAM_CONSUMER_TABLE
-    reader: Table = STREAM_READER_TABLE
 
 
 @final
@@ -67,7 +60,6 @@ class StreamWorld:
 
     def __init__(self, setting: StreamSetting) -> None:
         self.prefill = StreamPrefill(
-            setting.producer,
             requests=setting.requests,
             slots=setting.slots,
             adversity=setting.preemptions,
@@ -76,8 +68,6 @@ class StreamWorld:
             workers=setting.workers,
         )
         self.decode = StreamDecode(
-            setting.consumer,
-            setting.reader,
             self.prefill,
             adversity=setting.faults,
             resets=setting.resets,
@@ -90,7 +80,6 @@ class StreamWorld:
         self.deaths = setting.deaths
         self._is_punctual = not setting.ticks
         self._is_healing = False
-        self._tables = (setting.producer, setting.consumer, setting.reader, setting.rules)
 
     def steps(self) -> list[Step]:
         """Return everything that may happen next."""
@@ -128,7 +117,7 @@ class StreamWorld:
 
     def probe(self) -> None:
         """Look for slots that two requests hold."""
-        streams = self.prefill.state._producers.streams._streams.values()  # noqa: SLF001 -- a proof looks inside
+        streams = self.prefill.state._producers.streams._streams.values()
         slots = [each.record.fence[0] for each in streams if each.record.fence is not None]
         if len(slots) != len(set(slots)):
             raise ModelViolation(f"slots {slots} are held once each")
@@ -148,10 +137,11 @@ class StreamWorld:
 
     def constants(self) -> list[object]:
         """Return the tables and their rows by event."""
-        tables = [self.prefill.state._producers.table, self.decode.state._consumers.table]  # noqa: SLF001
-        leases = [worker.leases._table for worker in self.prefill.workers]  # noqa: SLF001
-        rows = [table.on(event) for table in (*self._tables[:3], *tables, *leases) for event in table.events]
-        return [*self._tables, *tables, *leases, *rows]
+        tables = [self.prefill.state._producers.table, self.decode.state._consumers.table]
+        tables += [worker.leases._table for worker in self.prefill.workers]
+        tables += [reader.streams._table for reader in self.decode.readers]
+        rows = [table.on(event) for table in tables for event in table.events]
+        return [self.prefill.rules, *tables, *rows]
 
     def heal(self) -> tuple[Step, ...]:
         """Do everything that is left to do, without faults, until nothing is left.
