@@ -1,4 +1,4 @@
-"""Run the shipped checks on VRAM and write JSON evidence.
+"""Run the checks of the port on VRAM and write JSON evidence.
 
     python integration_tests/gpu/run.py [--output FILE]
 
@@ -17,9 +17,7 @@ from pathlib import Path
 
 import numpy as np
 from evidence import device_facts, make_evidence, render_page, write_evidence
-from stages import PAGE_BYTES, PAGES, PLACES, make_stage
-
-from kv_nixl_agent.testing import CHECKS
+from stages import CHECKS, PAGE_BYTES, PAGES, PLACES, make_stage
 
 NO_GPU = 77
 

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import numpy as np
 
 from kv_nixl_agent import TransferAgent
 from kv_nixl_agent._port import MemoryKind
 from kv_nixl_agent.port import open_nixl
-from kv_nixl_agent.testing import RecordingPort, Stage, page_pattern, recording_factory
+from kv_nixl_agent.testing import page_pattern
+
+# The checks are those of the package's tests, here on other memory.
+sys.path.append(str(Path(__file__).resolve().parents[2] / "packages" / "kv-nixl-agent" / "tests"))
+
+from agent_checks.port_checks import CHECKS
+from agent_checks.recording import RecordingPort, recording_factory
+from agent_checks.stage import Stage
+
+__all__ = ["CHECKS", "PAGES", "PAGE_BYTES", "PLACES", "make_stage"]
 
 PAGES, PAGE_BYTES = 64, 65536
 PLACES: dict[str, tuple[MemoryKind, MemoryKind]] = {

@@ -10,9 +10,14 @@ import pytest
 from kv_nixl_agent import AgentOptions, BackendOptions, TransferAgent
 from kv_nixl_agent._producer_process import count_sockets
 from kv_nixl_agent.port import open_nixl
-from kv_nixl_agent.testing import PeerProcess, RecordingPort, Stage, recording_factory
+from kv_nixl_agent.testing import PeerProcess
 
 sys.path.insert(0, str(Path(__file__).parent))
+# The checks are those of the package's tests, here on real NIXL.
+sys.path.append(str(Path(__file__).resolve().parents[2] / "packages" / "kv-nixl-agent" / "tests"))
+
+from agent_checks.recording import RecordingPort, recording_factory
+from agent_checks.stage import Stage
 
 TRANSPORTS = {"default": {}, "tcp": {"TLS": "tcp"}}
 

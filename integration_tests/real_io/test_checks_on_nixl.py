@@ -1,8 +1,7 @@
-"""The shipped checks on real NIXL between two processes, over the default transports and over TCP alone."""
+"""The checks of the port on real NIXL between two processes, over the default transports and over TCP alone."""
 
 import pytest
-
-from kv_nixl_agent.testing import CHECKS, FAULT_CHECKS
+from agent_checks.port_checks import CHECKS, FAULT_CHECKS
 
 
 @pytest.mark.timeout(60)

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from agent_checks.pauses import check_renewals_count_before_timers
 
 from kv_nixl_agent import AgentError, AgentOptions, BackendOptions, PeerSpec, TransferAgent, TransferOrder
 from kv_nixl_agent._port import MemoryKind
 from kv_nixl_agent.testing import PeerProcess, page_pattern
-from kv_nixl_agent.testing._pauses import check_renewals_count_before_timers
 
 pytestmark = pytest.mark.timeout(90)
 

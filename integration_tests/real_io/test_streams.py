@@ -3,19 +3,24 @@
 import threading
 import time
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
+import agent_checks
 import numpy as np
 import pytest
+from agent_checks.recording import RecordingPort, recording_factory
+from agent_checks.stream_checks import STREAM_CHECKS, STREAM_FAULT_CHECKS, StreamStage
+from agent_checks.stream_rewriter import rewrite_streams
+from agent_checks.thread_checks import THREAD_CHECKS, ThreadStage
 
 from kv_nixl_agent import AgentOptions, BackendOptions, PeerSpec, TransferAgent, TransferThread
 from kv_nixl_agent.port import open_nixl
-from kv_nixl_agent.testing import PeerProcess, RecordingPort, recording_factory
-from kv_nixl_agent.testing._stream_checks import STREAM_CHECKS, STREAM_FAULT_CHECKS, StreamStage
-from kv_nixl_agent.testing._thread_checks import THREAD_CHECKS, ThreadStage
+from kv_nixl_agent.testing import PeerProcess
 
 NOTHING = np.empty((0, 5), dtype=np.uint64)
 SLOTS = 16
+FINDS_CHECKS = {"PYTHONPATH": str(Path(agent_checks.__file__).parents[1])}
 
 
 class RemoteStreams:
@@ -29,7 +34,7 @@ class RemoteStreams:
         self._process.call("stream", method, *arguments)
 
     def begin_rewriting(self, duration_s, seed):
-        self._process.begin("rewrite_streams", duration_s, seed)
+        self._process.begin("run", rewrite_streams, duration_s, seed)
 
     def finish_rewriting(self):
         return self._process.finish()
@@ -41,7 +46,9 @@ class RemoteStreams:
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("check", [*STREAM_CHECKS, *STREAM_FAULT_CHECKS], ids=lambda check: check.__name__)
 def test_check(check, transport):
-    process = PeerProcess("producer", page_count=1, engine_config=transport, stream_slots=SLOTS)
+    process = PeerProcess(
+        "producer", page_count=1, engine_config=transport, stream_slots=SLOTS, environment=FINDS_CHECKS
+    )
     ports: list[RecordingPort] = []
     consumer = TransferAgent(
         "consumer",

@@ -21,8 +21,15 @@ if TYPE_CHECKING:
 __all__ = ["run_checks"]
 
 _BIN = Path(sys.executable).parent
-_NEIGHBOURS = {"fleet_sim": "sim", "security": "sim", "gpu/device": "sim", "gpu/engines": "host/engines"}
-"""Folders of `integration_tests` whose tests are bodies of another folder, on another device."""
+_NEIGHBOURS = {
+    "fleet_sim": "integration_tests/sim",
+    "security": "integration_tests/sim",
+    "real_io": "packages/kv-nixl-agent/tests",
+    "gpu": "packages/kv-nixl-agent/tests",
+    "gpu/device": "integration_tests/sim",
+    "gpu/engines": "integration_tests/host/engines",
+}
+"""Folders of `integration_tests` whose tests import modules of another folder, such as bodies that run on another device."""
 
 
 def run_checks(*, fix: bool) -> int:
@@ -113,19 +120,18 @@ def _check_types(sources: Sequence[Path]) -> None:
 
 
 def _variables_of(folder: Path) -> dict[str, str] | None:
-    """Return the variables under which mypy also finds the folder whose test bodies this one runs on another device."""
-    tests = ROOT / "integration_tests"
+    """Return the variables under which mypy also finds the folder whose modules this one imports."""
     for name, neighbour in _NEIGHBOURS.items():
-        if folder == tests / name:
-            return {**os.environ, "MYPYPATH": str(tests / neighbour)}
+        if folder == ROOT / "integration_tests" / name:
+            return {**os.environ, "MYPYPATH": str(ROOT / neighbour)}
     return None
 
 
 def _folders_of_tests() -> list[Path]:
     packages = [ROOT / "packages" / name / part for name in PACKAGES for part in ("tests", "examples")]
     shared = ROOT / "integration_tests"
-    plain = ("never_wrong", "sim", "real_io", "wire_in_go", "fleet", "chaos", "chaos/agents")
-    names = (*plain, "gpu", *_NEIGHBOURS, "host/inside", "host/engines")
+    plain = ("never_wrong", "sim", "wire_in_go", "fleet", "chaos", "chaos/agents")
+    names = (*plain, *_NEIGHBOURS, "host/inside", "host/engines")
     inner = [shared / name for name in names]
     return [
         folder

@@ -6,9 +6,10 @@ import time
 from dataclasses import dataclass, field
 
 import numpy as np
+from agent_checks.recording import RecordingPort, recording_factory
 
 from kv_nixl_agent import AgentOptions, PeerSpec, TransferAgent, TransferOrder
-from kv_nixl_agent.testing import FakeFabric, RecordingPort, recording_factory
+from kv_nixl_agent.testing import FakeFabric
 
 
 class Pages:

@@ -1,19 +1,14 @@
-"""The shipped checks on the fake fabric."""
+"""The checks of the port on the fake fabric."""
 
 import numpy as np
 import pytest
+from agent_checks.port_checks import CHECKS, FAULT_CHECKS
+from agent_checks.recording import RecordingPort, recording_factory
+from agent_checks.stage import Stage
 
 from kv_nixl_agent import TransferAgent
 from kv_nixl_agent._values import MemoryRegion
-from kv_nixl_agent.testing import (
-    CHECKS,
-    FAULT_CHECKS,
-    FakeFabric,
-    RecordingPort,
-    Stage,
-    page_pattern,
-    recording_factory,
-)
+from kv_nixl_agent.testing import FakeFabric, page_pattern
 
 PAGES, PAGE_BYTES = 32, 64
 

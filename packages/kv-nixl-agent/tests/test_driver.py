@@ -4,11 +4,11 @@ import os
 from collections import Counter
 
 import pytest
+from agent_checks.driver import run_episode
 from reverts import REVERTS
 
 from kv_nixl_agent import AgentError, _transfer
 from kv_nixl_agent._states import TABLE, step
-from kv_nixl_agent.testing._driver import run_episode
 
 EPISODES = 4000 if os.environ.get("KVDEV_LONG") == "1" else 60
 ENOUGH = 150

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from agent_checks.pauses import check_renewals_count_before_timers
 from helpers import Pages, wait_for
 
 from kv_nixl_agent import AgentOptions, PeerSpec, ThreadOptions, TransferAgent
@@ -15,7 +16,6 @@ from kv_nixl_agent._loop import Callbacks, Loop
 from kv_nixl_agent._settling import Settling, ThreadWatch, thread_ids
 from kv_nixl_agent._timers import Timers
 from kv_nixl_agent.testing import FakeFabric
-from kv_nixl_agent.testing._pauses import check_renewals_count_before_timers
 
 
 class ClockedOwner:

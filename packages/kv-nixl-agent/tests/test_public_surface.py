@@ -31,18 +31,7 @@ SURFACE = {
         "open_nixl",
     },
     "kv_nixl_agent.integrity": {"ChecksumTable", "PageLayout", "page_check"},
-    "kv_nixl_agent.testing": {
-        "CHECKS",
-        "FAULT_CHECKS",
-        "FakeFabric",
-        "PeerProcess",
-        "ProducerControl",
-        "RecordingPort",
-        "Stage",
-        "page_pattern",
-        "recording_factory",
-        "stop_process",
-    },
+    "kv_nixl_agent.testing": {"FakeFabric", "PeerProcess", "page_pattern", "stop_process"},
 }
 
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from agent_checks.thread_checks import THREAD_CHECKS, ThreadStage
 
 from kv_nixl_agent import AgentOptions, PeerSpec, TransferAgent, TransferThread
 from kv_nixl_agent.testing import FakeFabric
-from kv_nixl_agent.testing._thread_checks import THREAD_CHECKS, ThreadStage
 
 NOTHING = np.empty((0, 5), dtype=np.uint64)
 

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 
 from ._options import AgentOptions, BackendOptions, ThreadOptions
-from ._stream_rewriter import StreamRewriter
 from ._thread import TransferThread
 
 if TYPE_CHECKING:
@@ -257,26 +256,9 @@ class _Child:
         """Call a method of the stream words."""
         getattr(self.thread.stream_words, method)(*arguments)
 
-    def rewrite_streams(self, duration_s: float, seed: int) -> int:
-        """Restart streams in all slots, over and over; return how many there were."""
-        words = self.thread.stream_words
-        if words is None or self.thread.streams is None:
-            return 0
-        rewriter = StreamRewriter(words, self.thread.streams[2], seed)
-        end_s = time.monotonic() + duration_s
-        while time.monotonic() < end_s:
-            rewriter.step()
-        return rewriter.begun
-
-    def lend_and_revoke(self, slot: int, count: int, hold_s: float) -> int:
-        """Grant and end `count` leases on one slot, as fast as told; returns the last generation."""
-        generation = 0
-        for number in range(count):
-            generation = 2 * number + 1
-            self.write_fence(slot, generation)
-            time.sleep(hold_s)
-            self.write_fence(slot, generation + 1)
-        return generation + 1
+    def run(self, function: Callable[..., object], *arguments: object) -> object:
+        """Call a function that the child can import with its transfer thread; return what it returns."""
+        return function(self.thread, *arguments)
 
     def compute(self, duration_s: float, step_s: float) -> int:
         """Hold the interpreter in pure Python steps of `step_s`, as a busy engine thread does."""

@@ -1,7 +1,7 @@
 """The states of a transfer, as data.
 
 `TABLE` lists every legal (state, event) pair once. `Transfer` consults it before anything else happens; the diagram and the
-table in docs/transfers.md are generated from the same rows, and the random driver of `kv_nixl_agent.testing` compares every step
+table in docs/transfers.md are generated from the same rows, and the random driver of the tests compares every step
 of every transfer with them.
 
 A transfer *reports* its single result in the step that leaves the states in which the caller waits for it. If some of its parts

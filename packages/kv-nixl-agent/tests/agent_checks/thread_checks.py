@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final, final
 
+from agent_checks.stage import expect
+from agent_checks.stream_checks import Listener
 from kv_nixl_agent._stream_reads import PAD_COUNT
-from kv_nixl_agent.testing._stage import expect
-from kv_nixl_agent.testing._stream_checks import Listener
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from agent_checks.stream_checks import StreamControl
     from kv_nixl_agent._stream_watches import StreamWatch
     from kv_nixl_agent._thread import TransferThread
     from kv_nixl_agent._values import PeerSpec
-    from kv_nixl_agent.testing._stream_checks import StreamControl
 
 __all__ = ["THREAD_CHECKS", "ThreadStage"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from kv_nixl_agent.testing._stage import expect
+from agent_checks.stage import expect
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -23,6 +23,8 @@ from typing import TYPE_CHECKING, Final, final
 
 import numpy as np
 
+from agent_checks.recording import RecordingPort, recording_factory
+from agent_checks.world import PAGE_BYTES, Clock, Producer, World, demand
 from kv_nixl_agent._agent import TransferAgent
 from kv_nixl_agent._errors import AgentError
 from kv_nixl_agent._fences import CLOSED_GENERATION, SCRATCH_WORDS
@@ -30,8 +32,6 @@ from kv_nixl_agent._loop import Callbacks, Loop
 from kv_nixl_agent._options import AgentOptions, ThreadOptions
 from kv_nixl_agent._values import PeerSpec, TransferOrder
 from kv_nixl_agent.testing._fake import FakeFabric
-from kv_nixl_agent.testing._recording import RecordingPort, recording_factory
-from kv_nixl_agent.testing._world import PAGE_BYTES, Clock, Producer, World, demand
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -90,7 +90,7 @@ class _Episode:
     """A consumer's loop, its producers, and the events that befall them."""
 
     def __init__(self, seed: int) -> None:
-        self.chance = random.Random(seed)  # noqa: S311 - reproducible, no secrets
+        self.chance = random.Random(seed)
         self.clock = Clock()
         self.trace_failures: list[str] = []
         self.world = World(self.clock, _LOCAL_PAGES)
@@ -109,12 +109,12 @@ class _Episode:
         self.loop.timers.add(0.01, self.world.timer_ran, self.clock.now_s)
         self.loop.timers.add(0.0037, _do_nothing, self.clock.now_s)  # a round of timers that opens at other times
         agent = self.loop.set_up()
-        demand(agent is not None, "the agent does not start")
-        self.agent: TransferAgent = agent  # type: ignore[assignment]
+        assert agent is not None, "the agent does not start"
+        self.agent = agent
         self.producers = [self._start_producer(f"p{number}", 1) for number in range(self.configuration.peers)]
         for producer in self.producers:
             self._add(producer)
-        fences = self.agent._memory.fences  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+        fences = self.agent._memory.fences
         for _ in range(SCRATCH_WORDS - self.configuration.scratch_words):
             fences.take_scratch(0)
         self.fabric.fault_rates = self.configuration.rates
@@ -315,7 +315,7 @@ class _Episode:
         self.loop.is_closing = True
         self.loop.tear_down(self.agent)
         self.world.expect_all_ended()
-        fences = self.agent._memory.fences  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+        fences = self.agent._memory.fences
         words = {fences.read(slot) for slot in range(4)}
         demand(words == {CLOSED_GENERATION}, f"fence words {words} after the close")
         handles = self.ports[0].open_handles()

@@ -7,9 +7,9 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol, final
 
+from agent_checks.stage import expect, expect_error
+from agent_checks.stream_rewriter import VOID_TOKENS, entries_of, entry_id, is_progress_of
 from kv_nixl_agent._stream_reads import PAD_COUNT
-from kv_nixl_agent._stream_rewriter import VOID_TOKENS, entries_of, entry_id, is_progress_of
-from kv_nixl_agent.testing._stage import expect, expect_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -216,7 +216,7 @@ def check_no_torn_look(stage: StreamStage) -> None:
     """While a producer restarts all of its slots as fast as it can, nothing is accepted that it never stored."""
     stage.connect()
     slots = stage.location[2]
-    chance = random.Random(slots)  # noqa: S311 - reproducible, no secrets
+    chance = random.Random(slots)
     watched = {slot: stage.watch(slot) for slot in range(slots)}
     over: list[Listener] = []
     stage.producer.begin_rewriting(_REWRITE_S, 17)

@@ -1,4 +1,4 @@
-"""A consumer under test and a producer under control: the stage on which the shipped checks run."""
+"""A consumer under test and a producer under control: the stage on which the checks run."""
 
 from __future__ import annotations
 

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Final, Protocol, final
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["StreamRewriter", "entries_of", "entry_id", "is_progress_of"]
+    from kv_nixl_agent import TransferThread
+
+__all__ = ["VOID_TOKENS", "StreamRewriter", "entries_of", "entry_id", "is_progress_of", "rewrite_streams"]
 
 VOID_TOKENS: Final = (1 << 32) - 1
 _MOST_ENTRIES: Final = 1300
@@ -49,7 +51,7 @@ class StreamRewriter:
     def __init__(self, words: _Words, slots: int, seed: int, *, rests: bool = True) -> None:
         self._words = words
         self._slots = slots
-        self._random = random.Random(seed)  # noqa: S311 - reproducible, no secrets
+        self._random = random.Random(seed)
         self._rests = rests
         self.begun = 0
         """Number of streams begun, and the latest generation."""
@@ -71,3 +73,14 @@ class StreamRewriter:
             self._words.show(slot, tag, entries * 1000 + tag % 1000)
             if self._rests and self._random.random() < 0.3:
                 time.sleep(self._random.random() * 2e-3)
+
+
+def rewrite_streams(thread: TransferThread, duration_s: float, seed: int) -> int:
+    """Restart streams in all slots of a thread, over and over; return how many there were."""
+    if thread.stream_words is None or thread.streams is None:
+        return 0
+    rewriter = StreamRewriter(thread.stream_words, thread.streams[2], seed)
+    end_s = time.monotonic() + duration_s
+    while time.monotonic() < end_s:
+        rewriter.step()
+    return rewriter.begun

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kv_nixl_agent.testing._stage import Stage, expect, expect_error, make_order
+from agent_checks.stage import Stage, expect, expect_error, make_order
 
 if TYPE_CHECKING:
     from collections.abc import Callable
