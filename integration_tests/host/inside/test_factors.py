@@ -54,6 +54,8 @@ CHANGES: dict[str, tuple[dict[str, Any], str]] = {
     "another length": ({"max_model_len": 512}, ""),
     "another seed": ({"seed": 5}, ""),
     "another end of a text": ({"overrides": {"eos_token_id": 5}}, ""),
+    "a default that a release of transformers added": ({"overrides": {"output_router_logits": False}}, ""),
+    "a last layer of its own": ({"overrides": {"tie_word_embeddings": True}}, ""),
     "another tokenizer": ({"tokenizer": "/elsewhere"}, ""),
     "another name for clients": ({"served_model_name": "other"}, ""),
 }
