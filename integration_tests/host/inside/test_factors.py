@@ -54,6 +54,8 @@ CHANGES: dict[str, tuple[dict[str, Any], str]] = {
     "another length": ({"max_model_len": 512}, ""),
     "another seed": ({"seed": 5}, ""),
     "another end of a text": ({"overrides": {"eos_token_id": 5}}, ""),
+    "a default that a release of transformers added": ({"overrides": {"output_router_logits": False}}, ""),
+    "a last layer of its own": ({"overrides": {"tie_word_embeddings": True}}, ""),
     "another tokenizer": ({"tokenizer": "/elsewhere"}, ""),
     "another name for clients": ({"served_model_name": "other"}, ""),
 }
@@ -191,8 +193,14 @@ def test_a_huge_checkpoint_costs_a_bounded_number_of_reads(tmp_path: Path, monke
     assert len(set(reads)) == 128
 
 
+def _header(offsets: str) -> bytes:
+    header = f'{{"a":{{"dtype":"F32","shape":[2],"data_offsets":{offsets}}}}}'.encode()
+    return len(header).to_bytes(8, "little") + header + bytes(8)
+
+
 def test_a_file_that_is_no_checkpoint_is_an_error_and_no_identity(tmp_path: Path) -> None:
     for content in (
+        *map(_header, ("[0.5, 8.5]", f"[{1 << 70}, {(1 << 70) + 8}]", "[8, 0]", '["a", "b"]')),
         b"",
         b"short",
         (1 << 40).to_bytes(8, "little") + b"{}",

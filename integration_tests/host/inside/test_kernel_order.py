@@ -140,6 +140,24 @@ def test_engines_with_two_kernels_refuse_each_other() -> None:
         assert caught.value.code == "field-missing"
 
 
+@pytest.mark.never_wrong("A12", "B11")
+def test_a_hybrids_pages_as_the_release_before_describes_them_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It asks the model's first layer, a state layer, for the order: keys that lie channel by channel become strided tokens."""
+    older, newer = (Page(64, 64, torch.float32) for _ in range(2))
+    document = older.document
+
+    def as_before() -> Any:
+        with monkeypatch.context() as patch:
+            patch.setattr(cache_config, "_order_facts", lambda *_: {"backend": "MAMBA2_ATTN"})
+            return document()
+
+    monkeypatch.setattr(older, "document", as_before)
+    for producer, consumer in ((older, newer), (newer, older)):
+        with pytest.raises(GeometryMismatch) as caught:
+            hand_over(producer, consumer, [1], [1], 40)
+        assert caught.value.code == "field-missing"
+
+
 @pytest.mark.never_wrong("A12")
 def test_a_page_whose_order_is_unknown_moves_between_equal_pages_alone() -> None:
     """A back end of a plugin may keep anything in its pages."""

@@ -136,6 +136,50 @@ def test_a_prompt_whose_pictures_went_to_prefill_alone_is_not_computed_without_t
 
 @pytest.mark.never_wrong("A13")
 @pytest.mark.parametrize(
+    "asks", [{"prompt_logprobs": 1}, {"skip_reading_prefix_cache": True}], ids=lambda it: next(iter(it))
+)
+@pytest.mark.parametrize("overrules", [True, False])
+def test_a_prompt_that_must_be_computed_whole_is_not_computed_without_its_pictures(
+    make_engine, asks: dict[str, Any], overrules: bool
+) -> None:
+    """The host overrules what a connector says of such a prompt, or asks it nothing."""
+    producer, consumer = make_engine("P"), make_engine("D", policy="recompute")
+    request = consumer.add("blind", TOKENS, params=_ticket_of_pictures(producer, CAT, DOG), **asks)
+    request.skip_reading_prefix_cache = overrules  # the scheduler of 0.30 does not look at it
+    assert consumer.step() == {}
+    consumer.run()
+    (ended,) = consumer.outputs["blind"]
+    assert (ended.finish_reason, list(ended.new_token_ids)) == (FinishReason.ERROR, [])
+    consumer.assert_nothing_left()
+
+
+EMBEDDED = _picture("embeddings of an encoder", 4, kind="image_embeds")
+SOUND = _picture("sound", 4, kind="input_audio_embeds")  # Phi-4's name for a sound itself
+
+
+@pytest.mark.never_wrong("A13")
+@pytest.mark.parametrize(
+    ("theirs", "ours", "is_error"),
+    [
+        (EMBEDDED, [], True),
+        (EMBEDDED, [PLACEHOLDERS[0]], True),
+        (EMBEDDED, [EMBEDDED], False),
+        (SOUND, [], True),
+        (SOUND, [SOUND], False),
+    ],
+    ids=["an encoder's, none here", "an encoder's, placeholder here", "an encoder's on both legs", "sound", "both"],
+)
+@pytest.mark.parametrize("changes", [{}, {"remote_host": "0.0.0.0"}], ids=["ticket", "refused ticket"])
+def test_what_an_encoder_made_of_a_picture_is_not_computed_without_it(
+    make_engine, theirs: Any, ours: list[Any], is_error: bool, changes: dict[str, Any]
+) -> None:
+    producer, consumer = make_engine("P"), make_engine("D", policy="recompute")
+    consumer.add("d", TOKENS, params={**_ticket_of_pictures(producer, theirs), **changes}, media=ours)
+    assert consumer.connector._scheduler_side.must_fail("d") == is_error
+
+
+@pytest.mark.never_wrong("A13")
+@pytest.mark.parametrize(
     ("tokens", "media", "code"),
     [
         (TOKENS, [DOG, CAT], ""),

@@ -211,7 +211,10 @@ def _missing_media(params: object, identity: PromptIdentity | None) -> TicketErr
         return None
     if not 0 <= tokens <= _MOST_TOKENS:
         return None
-    return missing_media(fields["kv_media"], identity.media(int(tokens)) or (0, identity.digest(int(tokens))))
+    digest = identity.digest(int(tokens))
+    if digest is not None and digest == fields.get("kv_prompt"):
+        return None  # the same media, whatever they are
+    return missing_media(fields["kv_media"], identity.media(int(tokens)) or (0, digest))
 
 
 def _early_fields(params: object) -> Fields | None:

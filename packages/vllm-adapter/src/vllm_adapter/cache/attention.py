@@ -132,8 +132,12 @@ def _keys_by_channel(facts: EngineFacts, cache: LayerCache) -> list[FieldDocumen
             ],
         )
 
-    key = part("key", 0, element_step, tokens * element_step)
-    return [key, part("value", tokens * channels * element_step, channels * element_step, element_step)]
+    # Of a hybrid, the release before describes these pages by its first layer's back end, as token by token: with names of their
+    # own they are refused there, and its pages here.
+    prefix = "channel_" if facts.has_state else ""
+    key = part(f"{prefix}key", 0, element_step, tokens * element_step)
+    value_at = tokens * channels * element_step
+    return [key, part(f"{prefix}value", value_at, channels * element_step, element_step)]
 
 
 def _pairs_in_tiles(facts: EngineFacts, cache: LayerCache) -> list[FieldDocument]:

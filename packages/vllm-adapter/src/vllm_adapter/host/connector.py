@@ -167,6 +167,9 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
     def on_new_request(self, request: Request) -> None:
         """Admit a request."""
         self._scheduler_side.arrived(arrival_of(request, has_content_ids=self._has_content_ids))
+        # Here, too, because the host overrules what it is told below of a prompt that must be computed whole.
+        if self._scheduler_side.must_fail(request.request_id):
+            end_with_error(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return the tokens that a peer holds beyond the local prefix hit; None: ask again later. Free of side effects."""

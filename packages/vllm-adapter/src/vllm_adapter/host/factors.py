@@ -28,9 +28,17 @@ All others may differ between engines of one model: paths, names and revisions, 
 are identified together with their processor's settings), and what only changes speed.
 """
 _NOT_DECIDING = frozenset(
-    {"transformers_version", "id2label", "label2id", "max_model_len", "target_layer_count", "draft_vocab_size"}
+    {
+        *("transformers_version", "id2label", "label2id"),
+        *("max_model_len", "target_layer_count", "draft_vocab_size"),
+        "tie_word_embeddings",
+        *("initializer_range", "return_dict", "use_cache"),
+        *("output_attentions", "output_hidden_states", "output_router_logits"),
+    }
 )
-"""Settings of the resolved configuration that may differ; the last three are notes that some models add on some ranks."""
+"""Settings of the resolved configuration that may differ. By line: names; notes that some models add on some ranks; a finding
+of vLLM about the last layer, which it makes only where it sees the checkpoint's files; and what only training and outputs of
+transformers read, whose defaults its releases add and remove (`output_router_logits` of DeepSeek V3 came with 5.19)."""
 _LONGEST_SETTING = 200
 _WHOLE_CHECKPOINTS = frozenset(
     {

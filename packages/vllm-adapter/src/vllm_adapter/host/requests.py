@@ -53,14 +53,16 @@ class RequestIdentity:
     def media(self, tokens: int) -> tuple[int, str] | None:
         """Return how many media items begin among the first `tokens` tokens, and the digest without them; None for none.
 
-        An item that came as embeddings does not count: they may be placeholders, as on decode engines that get no images.
+        Where the prompt is to be read, an item that came as embeddings does not count: they may be placeholders, as on decode
+        engines that get no images. Elsewhere the prompt is computed with them.
         """
         items = self._items(tokens)
         if not items or tokens > self._request.num_tokens:
             return None
-        return sum([not any(key.endswith("_embeds") for key in item.data or ()) for item in items]), self._digest(
-            tokens, []
-        )
+        reads = _is_read(self._request.kv_transfer_params)
+        # The name is exact, because some models call a sound itself `input_audio_embeds`.
+        counted = [item for item in items if not (reads and f"{item.modality}_embeds" in (item.data or ()))]
+        return len(counted), self._digest(tokens, [])
 
     def _items(self, tokens: int) -> list[Any]:
         return [item for item in self._request.mm_features if item.mm_position.offset < tokens]
@@ -119,6 +121,12 @@ def _frontend_s(request: Request) -> float | None:
     """
     began_s: object = getattr(request, "arrival_time", None)
     return max(0.0, time.time() - began_s) if isinstance(began_s, float) else None
+
+
+def _is_read(params: object) -> bool:
+    """Return whether params ask to read the prompt, and not to compute it for another engine."""
+    fields = cast("dict[str, object]", params) if isinstance(params, dict) else {}
+    return fields.get("do_remote_prefill") is True and not fields.get("do_remote_decode")
 
 
 def _is_read_early(params: object) -> bool:

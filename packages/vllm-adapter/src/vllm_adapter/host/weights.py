@@ -85,9 +85,12 @@ def weights_digest(place: Path) -> str:
         OSError, ValueError: A file cannot be read, or is not what its name says.
     """
     try:
-        tensors = sorted(tensor for file in _files(place) for tensor in _tensors(file))
-    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+        return _digest(sorted(tensor for file in _files(place) for tensor in _tensors(file)))
+    except (KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ValueError(f"{place} holds no valid safetensors: {error!r}") from error
+
+
+def _digest(tensors: Sequence[_Tensor]) -> str:
     if not tensors:
         return ""
     kinds: dict[str, list[_Tensor]] = {}
