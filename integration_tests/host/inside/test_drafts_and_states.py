@@ -22,6 +22,7 @@ from engine import (
     prompt,
     tokens_of,
 )
+from transformers import PretrainedConfig
 from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import metadata as host_metadata
@@ -108,11 +109,14 @@ def _drafter(**change: Any) -> Any:
     facts: dict[str, Any] = {"method": "eagle3", "parallel_drafting": False, "kv_cache_dtype": None, "layers": [2, 5]}
     facts["model"] = "draft"
     facts |= change
+    resolved = PretrainedConfig(eagle_aux_hidden_state_layer_ids=facts["layers"])
     draft = SimpleNamespace(
         model=facts["model"],
         revision=None,
         code_revision=None,
-        hf_config=SimpleNamespace(eagle_aux_hidden_state_layer_ids=facts["layers"]),
+        quantization=None,
+        hf_config=resolved,
+        hf_text_config=resolved,
     )
     return SimpleNamespace(
         method=facts["method"],
