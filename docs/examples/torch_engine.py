@@ -198,7 +198,11 @@ class Engine:
             self.free += self.held.pop(name) if kind == "sent" else []
 
     def _start(self, name: str, prompt: list[int], params: object, room: int) -> tuple[int, list[int], Any]:
-        identity = SimpleNamespace(refusal="", digest=lambda tokens: lifecycle.prompt_digest(prompt[:tokens]))
+        identity = SimpleNamespace(
+            refusal="",
+            digest=lambda tokens: lifecycle.prompt_digest(prompt[:tokens]),
+            media=lambda _tokens: None,
+        )
         now_s, count = time.monotonic(), -(-(len(prompt) + room) // self.block_tokens)
         self.state.arrive(name, params, prompt_tokens=len(prompt), identity=identity, now_s=now_s)
         external = self.state.external_tokens(name, computed_tokens=0) or 0

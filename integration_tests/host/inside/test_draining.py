@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import signal
+import time
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
@@ -133,6 +134,9 @@ def test_reads_that_are_aborted_midway_are_cancelled_and_did_not_fail(
     consumer.scheduler.finish_requests(left, RequestStatus.FINISHED_ABORTED)
     consumer.step()
     assert sorted(consumer.orders("cancels")) == list(prompts)
+    reads = consumer.side._registration.reads._transfers
+    while sum(read.is_cancelled for read in list(reads.values())) < len(prompts):
+        time.sleep(0.001)  # the transfer thread has posted the reads and begun to cancel them
     fabric.agent(producer.agent_name).resume()
     with caplog.at_level(logging.INFO):
         for name in prompts:

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from vllm.lora.request import LoRARequest
 from vllm.v1.structured_output.request import StructuredOutputRequest
 
 class RequestStatus(enum.IntEnum):
@@ -23,11 +24,6 @@ class _MediaItem:
     data: Mapping[str, Any] | None
     identifier: str
     mm_position: _PlaceholderRange
-
-class LoRARequest:
-    lora_name: str
-    lora_int_id: int
-    lora_path: str
 
 class Request:
     request_id: str

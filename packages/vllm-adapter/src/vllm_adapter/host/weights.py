@@ -24,7 +24,7 @@ from vllm.logger import init_logger
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from vllm.v1.request import LoRARequest
+    from vllm.lora.request import LoRARequest
 
 __all__ = ["LoraAdapters", "local_checkpoint", "weights_digest"]
 

@@ -1,0 +1,4 @@
+class LoRARequest:
+    lora_name: str
+    lora_int_id: int
+    lora_path: str
