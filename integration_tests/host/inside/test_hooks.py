@@ -148,7 +148,7 @@ def _hosts_push_scheduler(config: Any) -> Any:
 
 
 def test_a_registration_of_a_push_reader_ends_the_lease_at_once(make, caplog: pytest.LogCaptureFixture) -> None:
-    """It comes from a reader that skips the check of hashes, and means that nobody will read."""
+    """It comes from a reader that skips the check of hashes, and means that the prompt will not be read."""
     producer = make("P", kv_lease_duration=60)
     reader = _hosts_push_scheduler(producer.config)
     for number in range(2):

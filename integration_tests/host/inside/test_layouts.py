@@ -122,8 +122,8 @@ class HostsWorker:
 
 HOST_CANNOT = {
     "replicated-convolution": "its own worker asserts that such a state is part of another kind of cache",
-    "flash-attn-heads-outermost": "its layout is none that either connector asks for",
-    "rocm-planes-outermost": "its layout is none that either connector asks for",
+    "flash-attn-heads-outermost": "neither connector asks for its layout",
+    "rocm-planes-outermost": "neither connector asks for its layout",
 }
 
 
