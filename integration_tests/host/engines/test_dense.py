@@ -130,7 +130,7 @@ def test_prometheus_scrapes_both_engines_and_answers_every_panel_and_rule(pair: 
     assert states.keys() == {rule.name for rule in rules()}
     assert {name for name, (_, state) in states.items() if state == "firing"} == set()
     # Samples by code appear with the first code.
-    by_code = "Failed reads", "Tickets withheld or refused", "Prompts not streamed, streams broken off"
+    by_code = "Failed and cancelled reads", "Tickets withheld or refused", "Prompts not streamed, streams broken off"
     assert empty <= {f"{name}, by code" for name in by_code}
     print(f"{len(drawn)} curves and {len(states)} rules answered")
 
