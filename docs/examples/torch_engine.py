@@ -198,19 +198,15 @@ class Engine:
             self.free += self.held.pop(name) if kind == "sent" else []
 
     def _start(self, name: str, prompt: list[int], params: object, room: int) -> tuple[int, list[int], Any]:
-        identity = SimpleNamespace(
-            refusal="",
-            digest=lambda tokens: lifecycle.prompt_digest(prompt[:tokens]),
-            media=lambda _tokens: None,
-        )
+        bound = SimpleNamespace(refusal="", digest=lambda n: lifecycle.prompt_digest(prompt[:n]), media=lambda _: None)
         now_s, count = time.monotonic(), -(-(len(prompt) + room) // self.block_tokens)
-        self.state.arrive(name, params, prompt_tokens=len(prompt), identity=identity, now_s=now_s)
+        self.state.arrive(name, params, prompt_tokens=len(prompt), identity=bound, now_s=now_s)
         external = self.state.external_tokens(name, computed_tokens=0) or 0
         self.held[name], self.free = self.free[:count], self.free[count:]
         lists = [self.held[name]]
         self.state.allocate(name, block_ids=lists, new_block_ids=lists, external_tokens=external, now_s=now_s)
         self.step()
-        return external, self.held[name], identity
+        return external, self.held[name], bound
 
     def _finish(self, name: str, computed: int, identity: Any) -> object:
         known: dict[str, Any] = {
