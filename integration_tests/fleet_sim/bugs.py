@@ -14,6 +14,7 @@ import bugs_of_worlds
 import defects
 from bugs_of_streams import STREAM_BUGS
 
+import kv_scheduler_state._admission
 import kv_scheduler_state._leases
 import vllm_adapter.worker.transfer.reads
 from kv_handshake import Client
@@ -28,7 +29,6 @@ from kv_nixl_agent._schedule import Schedule
 from kv_nixl_agent._settling import Settling
 from kv_nixl_agent._word_check import WordCheck
 from kv_scheduler_state import AnnouncedFences, LeaseTable
-from kv_scheduler_state._admission import Admissions
 from kv_scheduler_state._blocks import BlockRules
 from kv_scheduler_state._clock import ObservedClock
 from kv_scheduler_state._fences import FencePool
@@ -115,7 +115,7 @@ BUGS: dict[str, Bug] = {
     "fence-words-not-announced": _plan_without(AnnouncedFences, "fences"),
     "fence-scratch-shared": _swap(FenceArray, "take_scratch", defects.same_scratch),
     "ticket-without-fence": _swap(Producers, "_refusal", defects.unfenced),
-    "ticket-not-bound": _swap(Admissions, "_verified", defects.unbound),
+    "ticket-not-bound": _nothing(kv_scheduler_state._admission, "_require_prompt"),
     "ticket-seal-unverified": _swap(TicketSeal, "opened", defects.unverified),
     "ticket-first-tokens": _swap(BlockRules, "offered", defects.first_tokens_zero),
     "ticket-blocks-reversed": _swap(BlockRules, "offered", defects.whole_lists),

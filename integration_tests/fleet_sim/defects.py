@@ -15,7 +15,6 @@ from kv_nixl_agent._mailbox import Mailbox
 from kv_nixl_agent._peers import PeerTable
 from kv_nixl_agent._schedule import Schedule
 from kv_nixl_agent._word_check import WordCheck
-from kv_scheduler_state._admission import Admissions
 from kv_scheduler_state._blocks import BlockRules
 from kv_scheduler_state._fences import ENDED_BIT, FencePool
 from kv_scheduler_state._heartbeats import Heartbeats
@@ -60,7 +59,6 @@ __all__ = [
     "slot_returned_early",
     "stale_generation",
     "swapped_ranks",
-    "unbound",
     "unfenced",
     "unloads_all",
     "unverified",
@@ -130,8 +128,8 @@ def first_tokens_zero(old: Any) -> Any:
 
 
 def short_read(old: Any) -> Any:
-    def read(self: Outbox, request_id: str, order: Any) -> None:
-        old(self, request_id, order._replace(tokens=max(0, order.tokens - 1)))
+    def read(self: Outbox, request_id: str, order: Any, **named: Any) -> None:
+        old(self, request_id, order._replace(tokens=max(0, order.tokens - 1)), **named)
 
     return read
 
@@ -231,17 +229,6 @@ def unverified(old: Any) -> Any:  # noqa: ARG001
         return reader.ticket_of(fields, kind)
 
     return opened
-
-
-def unbound(old: Any) -> Any:  # noqa: ARG001
-    def verified(self: Admissions, fields: Any, kind: Any, identity: Any) -> Any:  # noqa: ARG001
-        return (
-            self._tickets.ticket_of(fields, kind)
-            if self.seal is None
-            else self.seal.opened(self._tickets, fields, kind)
-        )
-
-    return verified
 
 
 def always_quiet(old: Any) -> Any:

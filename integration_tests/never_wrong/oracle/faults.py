@@ -17,7 +17,7 @@ from kv_handshake._session import ClientSession
 from kv_nixl_agent import _agent
 from kv_nixl_agent._fences import FenceArray
 from kv_nixl_agent._word_check import WordCheck
-from kv_scheduler_state._admission import Admissions
+from kv_scheduler_state import _admission
 from kv_scheduler_state._blocks import BlockList, BlockRules
 from kv_scheduler_state._leases import LeaseTable
 from kv_topology import TransferPlan, _link
@@ -195,10 +195,6 @@ def _other_nonce(original: Callable[..., Any], *given: Any, **named: Any) -> Any
     return original(*given, **{**named, "nonce": "0"})
 
 
-def _unverified(_: Callable[..., Any], desk: Any, fields: Any, kind: str, __: Any) -> Any:
-    return desk._tickets.ticket_of(fields, kind)
-
-
 FAULTS = (
     Fault("blocks are paired one off", "kv_topology", _link, "pair_blocks", _after(_rolled_pairs)),
     Fault("the last pair of blocks is dropped", "kv_topology", _link, "pair_blocks", _after(_fewer_pairs)),
@@ -255,9 +251,9 @@ FAULTS = (
     Fault(
         "a ticket is not compared with the prompt",
         "kv_scheduler_state",
-        Admissions,
-        "_verified",
-        _instead(_unverified),
+        _admission,
+        "_require_prompt",
+        _instead(_nothing),
         200,
     ),
     Fault(
