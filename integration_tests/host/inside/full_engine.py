@@ -7,11 +7,13 @@ the weights that were loaded, so that a page shows who wrote it, and when.
 from __future__ import annotations
 
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -27,6 +29,16 @@ from vllm_adapter import KVTransferConnector, wiring
 from vllm_adapter.host import vllm as vllm_seam
 
 LAYER = "layers.0"
+TESTS = Path(__file__).resolve().parents[3] / "packages" / "vllm-adapter" / "tests"
+
+
+def adapters_tests(name: str) -> ModuleType:
+    """Return a module of the adapter's tests, such as those of the recorded layouts."""
+    sys.path.insert(0, str(TESTS))
+    try:
+        return __import__(name)
+    finally:
+        sys.path.remove(str(TESTS))
 
 
 def free_port() -> int:

@@ -4,28 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from collections import defaultdict
-from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 import vllm
-from full_engine import Layer
+from full_engine import TESTS, Layer, adapters_tests
 
-TESTS = Path(__file__).resolve().parents[3] / "packages" / "vllm-adapter" / "tests"
 RECORDING = json.loads((TESTS / "data" / "layouts.json").read_text())
 FAMILIES = RECORDING["families"]
-
-
-def _module(name: str) -> ModuleType:
-    sys.path.insert(0, str(TESTS))
-    try:
-        return __import__(name)
-    finally:
-        sys.path.remove(str(TESTS))
 
 
 @pytest.mark.skipif(
@@ -33,19 +22,19 @@ def _module(name: str) -> ModuleType:
 )
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_host_allocates_what_was_recorded(name: str) -> None:
-    recorder = _module("record_layouts")
+    recorder = adapters_tests("record_layouts")
     assert json.loads(json.dumps(recorder.record(name))) == FAMILIES[name]
 
 
 def test_nothing_is_recorded_that_the_recorder_does_not_know() -> None:
-    assert set(_module("record_layouts").FAMILIES) == set(FAMILIES)
+    assert set(adapters_tests("record_layouts").FAMILIES) == set(FAMILIES)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_host_seam_describes_caches_as_the_recorded_tests_do(name: str) -> None:
     from vllm_adapter.host.cache_config import _cache_group, layer_caches
 
-    recorder, recorded = _module("record_layouts"), _module("recorded")
+    recorder, recorded = adapters_tests("record_layouts"), adapters_tests("recorded")
     backend = FAMILIES[name]["backend"]
     layer = Layer(SimpleNamespace(get_name=lambda: backend), "vec")
     for tp, rank in recorder.record(name)["tp"].items():
@@ -143,10 +132,10 @@ def test_an_envelope_names_the_regions_that_the_hosts_own_worker_registers(
     from vllm_adapter.cache.envelope import metadata_fields
     from vllm_adapter.host.cache_config import layer_caches
 
-    config, tensors = _module("record_layouts").allocate(name, 1)
+    config, tensors = adapters_tests("record_layouts").allocate(name, 1)
     backend = FAMILIES[name]["backend"]
     layers = dict.fromkeys(tensors, Layer(SimpleNamespace(get_name=lambda: backend), "vec"))
-    facts, caches = _module("recorded").engine_facts(name, 1, 0), layer_caches(tensors, config, layers)
+    facts, caches = adapters_tests("recorded").engine_facts(name, 1, 0), layer_caches(tensors, config, layers)
     ours = metadata_fields(facts, caches, agent_metadata=b"", fence=None, geometry=b"{}", generation=1)
     monkeypatch.setattr(base_worker, "compute_nixl_compatibility_hash", lambda *_, **__: "")
     worker: Any = object.__new__(NixlPullConnectorWorker)

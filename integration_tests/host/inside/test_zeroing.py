@@ -8,10 +8,8 @@ blocks to zero, and the byte ranges of vLLM's `KVBlockZeroer`.
 from __future__ import annotations
 
 import ctypes
-import sys
 from dataclasses import replace
-from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +17,7 @@ import pytest
 import torch
 import vllm._custom_ops as ops
 from engine import FULL, SOME_TOKEN, WINDOW, hand_over, prompt
-from full_engine import Layer
+from full_engine import Layer, adapters_tests
 from vllm.v1.kv_cache_interface import AttentionSpec, UniformTypeKVCacheSpecs
 from vllm.v1.worker.utils import KVBlockZeroer
 
@@ -27,17 +25,8 @@ from kv_topology import BlockList, GeometryMismatch, Planner, UnsupportedTopolog
 from vllm_adapter.cache.geometry import local_document
 from vllm_adapter.host.cache_config import layer_caches
 
-TESTS = Path(__file__).resolve().parents[3] / "packages" / "vllm-adapter" / "tests"
 NAN = 0xFF
 BLOCKS = 64
-
-
-def _module(name: str) -> ModuleType:
-    sys.path.insert(0, str(TESTS))
-    try:
-        return __import__(name)
-    finally:
-        sys.path.remove(str(TESTS))
 
 
 def _pages(specs: tuple[Any, ...], fill: int) -> dict[str, torch.Tensor]:
@@ -136,14 +125,14 @@ def _segments(config: Any, tensors: dict[str, torch.Tensor], group: Any) -> list
 
 
 def _names() -> list[str]:
-    return list(_module("recorded").families())
+    return list(adapters_tests("recorded").families())
 
 
 @pytest.mark.never_wrong("A11")
 @pytest.mark.parametrize("name", _names())
 def test_a_read_writes_every_byte_that_the_host_would_zero(name: str) -> None:
     """Order a token in a block of each group, in every layout that the host allocates, between all recorded sizes."""
-    recorder, recorded = _module("record_layouts"), _module("recorded")
+    recorder, recorded = adapters_tests("record_layouts"), adapters_tests("recorded")
     backend = recorded.families()[name]["backend"]
     layer = Layer(SimpleNamespace(get_name=lambda: backend), "vec")
     for tp in map(int, recorded.families()[name]["tp"]):

@@ -61,9 +61,8 @@ def _revoke(
     folders = (Path(folder),) if folder else status_folders()
     try:
         timeout_s = seconds("--timeout", timeout)
-        found = (
-            of_engine(ask_all(folders, timeout_s=timeout_s), engine) if engine.strip() else []
-        )  # no name: a script's mistake
+        # An empty name is a script's mistake; as the beginning of every name it would stand for the only engine here.
+        found = of_engine(ask_all(folders, timeout_s=timeout_s), engine) if engine.strip() else []
     except AdapterError as error:
         return refuse("revoke", error)
     schedulers = [answer for answer in found if answer.get("part") == "scheduler"]
