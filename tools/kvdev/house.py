@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvdev.fragments import misnamed_fragments
 from kvdev.lockfile import is_neutral
-from kvdev.paths import LOCK, PACKAGES, ROOT
+from kvdev.paths import LOCK, PACKAGES, ROOT, SLOW_TESTS
 from kvdev.steps import DevError
 
 if TYPE_CHECKING:
@@ -35,6 +35,8 @@ def house_rules() -> None:
         if not (folder / "src" / package.replace("-", "_") / "py.typed").exists():
             broken.append(f"{package}: no py.typed")
         broken += [f"{name}: {why}" for name, why in misnamed_fragments(folder)]
+    slow = SLOW_TESTS.read_text().splitlines() if SLOW_TESTS.exists() else []
+    broken += [f"{test}: longer than 5 s in the last short run; mark it `full` or make it smaller" for test in slow]
     if not is_neutral(LOCK.read_text()):
         broken.append("uv.lock names a real index; run `python3 tools/dev.py lock`")
     if broken:
