@@ -114,11 +114,11 @@ def _bench(verbs: Verbs) -> None:
 
 
 def _release(verbs: Verbs) -> None:
-    parser = verbs.add_parser("release", help="fold the change fragments of one package, or build it as released")
+    parser = verbs.add_parser("release", help="build one package as it is released, and judge the files")
     parser.add_argument("package", help="the package to release")
-    how = parser.add_mutually_exclusive_group()
-    how.add_argument("--dry-run", action="store_true", help="fold, build and check on a copy; change nothing here")
-    how.add_argument("--tagged", action="store_true", help="build and check what a tag holds (the release workflow)")
+    parser.add_argument(
+        "--tagged", action="store_true", help="the tag must fit (the release workflow); else a rehearsal"
+    )
 
 
 def _dist(verbs: Verbs) -> None:

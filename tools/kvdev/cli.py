@@ -94,7 +94,7 @@ def _lock(uv: Path, options: Namespace) -> int:
 def _release(uv: Path, options: Namespace) -> int:
     from kvdev.release import release
 
-    return release(uv, options.package, dry_run=options.dry_run, tagged=options.tagged)
+    return release(uv, options.package, tagged=options.tagged)
 
 
 def _dist(uv: Path, options: Namespace) -> int:
