@@ -50,7 +50,7 @@ def test_a_planted_bug_is_found(name: str) -> None:
 
 def test_the_documented_examples_break_a_promise() -> None:
     """Examples name the seed under which the bug was found; others may not meet it."""
-    texts = [SIMULATE.read_text(), (SIMULATE.parents[2] / "docs" / "simulation.md").read_text()]
+    texts = [SIMULATE.read_text(), (SIMULATE.parents[2] / "docs" / "evidence.md").read_text()]
     told = [each for text in texts for each in re.findall(r"simulate\.py (\d+) --bug ([a-z-]+)", text)]
     assert len(told) >= 2
     assert told == [(str(RECORDED[name]["seed"]), name) for _, name in told]

@@ -8,6 +8,7 @@ import os
 import platform
 import subprocess
 import time
+from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -97,7 +98,7 @@ def render_page(evidence):
         "",
         "| check | outcome |",
         "|---|---|",
-        *(f"| {name} | {_cell(outcome)} |" for name, outcome in sorted(evidence["results"].items())),
+        *_outcomes(evidence["results"]),
         "",
         "| direction | GB/s, best of ten |",
         "|---|---|",
@@ -108,6 +109,16 @@ def render_page(evidence):
         rows = (f"| {_cell(name)} | {_cell(value)} |" for name, value in sorted(evidence["figures"].items()))
         lines += ["| figure of a test | value |", "|---|---|", *rows, ""]
     return "\n".join(lines)
+
+
+def _outcomes(results):
+    """Return a row per group of checks that passed, and one per check that did not."""
+    passed = Counter(name.partition(":")[0] for name, outcome in results.items() if outcome == "passed")
+    others = {name: outcome for name, outcome in results.items() if outcome != "passed"}
+    return [
+        *(f"| {group}: {count} checks | passed |" for group, count in sorted(passed.items())),
+        *(f"| {name} | {_cell(outcome)} |" for name, outcome in sorted(others.items())),
+    ]
 
 
 def _verdict(evidence):

@@ -130,7 +130,7 @@ def _dist(verbs: Verbs) -> None:
 
 def _docs(verbs: Verbs) -> None:
     verbs.add_parser(
-        "docs", help="write docs/state-machines.md and build the site in .dev/site; any warning is an error"
+        "docs", help="build the site in .dev/site; any warning is an error"
     )
 
 

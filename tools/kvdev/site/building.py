@@ -1,4 +1,4 @@
-"""`dev.py docs`: write the page of state machines and the reference, gather the pages, build the site with MkDocs, strictly."""
+"""`dev.py docs`: write the reference, gather the pages, build the site with MkDocs, strictly."""
 
 from __future__ import annotations
 
@@ -10,20 +10,17 @@ from kvdev.envs import docs_environment
 from kvdev.paths import ROOT, STATE
 from kvdev.site.gathering import gather_pages, weigh_pages
 from kvdev.site.reference import write_reference
-from kvdev.site.state_machines import state_machines_page
 from kvdev.steps import note, run_step
 
-__all__ = ["SITE", "STATE_MACHINES", "build_site", "run_docs"]
+__all__ = ["SITE", "build_site", "run_docs"]
 
 SITE = STATE / "site"
-STATE_MACHINES = ROOT / "docs" / "state-machines.md"
 _SOURCE = STATE / "site-source"
 
 
 def run_docs(uv: Path) -> int:
-    """Write the page of state machines, build the site, and say where it is."""
+    """Build the site and print where it is."""
     started = time.monotonic()
-    STATE_MACHINES.write_text(state_machines_page())
     pages = build_site(uv)
     note(f"docs: {pages} pages in {SITE}/index.html ({time.monotonic() - started:.0f} s)")
     return 0

@@ -28,8 +28,8 @@ ELSEWHERE = {
 
 _WEIGHTS = (
     (r"troubleshoot\.md", 4.0),
-    (r"(operate/.*|start|tutorial|security)\.md", 1.5),
-    (r"(adr|reference|wire|packages)/.*|(upstream-tests|never-wrong)\.md", 0.5),
+    (r"(operate/.*|tutorial|security)\.md", 1.5),
+    (r"(adr|reference|wire|packages)/.*|(evidence|never-wrong)\.md", 0.5),
 )
 """Patterns of pages, and how much a word on them counts in a search (others: 1). Operators search in haste, others read on."""
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!https?:|mailto:|#)([^)\s#]+)(#[^)\s]*)?\)")

@@ -1,4 +1,4 @@
-"""Write the reference pages: configuration, names of metrics and API from the code, codes of errors from the READMEs."""
+"""Write the reference pages: configuration, metrics, state machines and API from the code, codes of errors from the READMEs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvdev.paths import PACKAGES, ROOT
 from kvdev.site.gathering import link_inside
+from kvdev.site.state_machines import state_machines_page
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -29,6 +30,7 @@ def write_reference(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "configuration.md").write_text(configuration_page())
     (folder / "metric-names.md").write_text(metric_names_page())
+    (folder / "state-machines.md").write_text(state_machines_page())
     (folder / "errors.md").write_text(link_inside(errors_page(), "docs/reference/errors.md", "reference/errors.md"))
     for package in PACKAGES:
         modules = "\n\n".join(f"::: {name}" for name in API_MODULES[package])

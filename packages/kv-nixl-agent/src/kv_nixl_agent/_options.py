@@ -31,7 +31,7 @@ def _demand(holds: bool, message: str, **context: object) -> None:
 class BackendOptions:
     """NIXL backend and its parameters.
 
-    The defaults of UCX follow measurements (docs/transfer-evidence.md): four worker threads read many pages, and long runs
+    The defaults of UCX follow measurements (docs/performance.md): four worker threads read many pages, and long runs
     of host memory, faster, and let posting return sooner. Error handling stays at UCX's `peer`,
     without which a dead peer is never noticed.
 

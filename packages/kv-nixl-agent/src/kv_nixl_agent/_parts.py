@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Part", "order_for_merging", "split_into_parts", "spread_runs"]
 
-# Below it, handing pieces to other threads costs about what they save (docs/transfer-evidence.md).
+# Below it, handing pieces to other threads costs about what they save (docs/performance.md).
 _SPREAD_FROM_BYTES: Final = 16 << 20
 _KIND_NAMES: tuple[MemoryKind, MemoryKind] = ("DRAM", "VRAM")
 _GLANCE = 64

@@ -8,7 +8,7 @@ its extension module. Agents that other threads of the process create at the sam
 An event wakes the thread at once, and the thread that posted a read polls UCX for it by itself, so no read waits for the delay:
 with a delay of 60 s on both sides, reads of 16 KB to 32 MB and their notifications end as usual
 (`integration_tests/real_io/test_progress_thread.py`). An event that UCX does not report, which NIXL's source warns about, is
-found after 50 ms. The figures are in docs/transfer-evidence.md.
+found after 50 ms. The figures are in docs/performance.md.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ class IllegalTransition(SchedulerStateError):
     def __init__(self, machine: str, request_id: str, state: str, event: str) -> None:
         super().__init__(
             f"{machine} request {quote(request_id)} in state '{state}' has no transition for event '{event}'; "
-            "nothing was changed. Compare the calls with the table in docs/state-machines.md",
+            "nothing was changed. Compare the order of the calls with the package's README",
             code="illegal-transition",
             context={"machine": machine, "request_id": request_id, "state": state, "event": event},
         )
