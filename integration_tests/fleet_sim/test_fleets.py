@@ -43,7 +43,7 @@ def test_a_seed_is_a_run_byte_for_byte() -> None:
         subprocess.run(
             [python, "-c", script],
             cwd=HERE,
-            env={**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(HERE)},
+            env={**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": f"{HERE}:{HERE.parent / 'sim'}"},
             capture_output=True,
             text=True,
             check=True,

@@ -54,7 +54,7 @@ def test_a_seed_of_streams_is_a_run_byte_for_byte() -> None:
         subprocess.run(
             [sys.executable, "-c", script],
             cwd=HERE,
-            env={**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(HERE)},
+            env={**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": f"{HERE}:{HERE.parent / 'sim'}"},
             capture_output=True,
             text=True,
             check=True,

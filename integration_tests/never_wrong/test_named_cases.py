@@ -185,7 +185,10 @@ def test_a_wrong_fence_is_never_trusted() -> None:
 
 
 def test_the_children_of_one_prompt_share_one_read() -> None:
-    """n = 2: the second child waits, hits the prefix that the first has read, and the producer is told once."""
+    """n = 2: the second child waits, hits the prefix that the first has read, and the producer is told once.
+
+    Other content is in its blocks by then: a second read would bring wrong bytes.
+    """
     play = Play(case(FULL, 2, 2, Request(prompt=9), heads=2))
     handover, engine = play.prefill(0, play.case.requests[0]), play.consumer
     assert handover is not None
@@ -199,11 +202,9 @@ def test_the_children_of_one_prompt_share_one_read() -> None:
     assert engine.external_tokens("twin", 8) == 0
     assert handover.mine is not None
     engine.allocate("twin", handover.mine, 0)
-    moved = play.fabric.bytes_moved
     engine.step()
     for thread in [*engine.threads, *play.producer.threads] * 5:
         thread.turn()
     play.judge([handover], before)
     assert play.outcome.read == 1
-    assert play.fabric.bytes_moved == moved
     assert "twin" not in engine.received
