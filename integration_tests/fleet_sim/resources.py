@@ -1,8 +1,8 @@
 """Request ids that the production objects of an engine still hold, found by walking from object to object.
 
-Nothing here knows which containers production has: every attribute of every production object is followed, so a list that is added
-tomorrow is walked tomorrow. A container is named by the class and attribute that hold it, such as `LeaseTable._past`; `[]` behind the
-name stands for its entries.
+Nothing here knows which containers production has: every attribute of every production object is followed, so a list that is
+added tomorrow is walked tomorrow. A container is named by the class and attribute that hold it, such as `LeaseTable._past`; `[]`
+behind the name stands for its entries.
 """
 
 from __future__ import annotations

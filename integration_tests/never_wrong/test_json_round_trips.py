@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-import pytest
 from oracle.geometry import draw
 from oracle.runner import run
 
@@ -32,9 +31,9 @@ def test_doubles_change_what_they_cannot_hold() -> None:
     )
 
 
-@pytest.mark.parametrize("seed", [3, 5, 11, 21, 34])
-def test_a_float64_reader_leaves_a_ticket_usable(seed: int) -> None:
-    assert run(draw(seed), router=as_doubles).codes == run(draw(seed)).codes
+def test_a_float64_reader_leaves_a_ticket_usable() -> None:
+    for seed in (3, 5, 11, 21, 34):
+        assert run(draw(seed), router=as_doubles).codes == run(draw(seed)).codes, f"seed {seed}"
 
 
 def test_no_number_in_a_ticket_needs_more_than_a_double() -> None:
