@@ -11,75 +11,34 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, final
 
+from levels import family_of
 from live import FAILS, Live
 from load import ASK_TICKET, Asked, Load, Pair, running_load
-from recorder import family_of
-from series import TRANSFERS, write_report
+from proxy import Behaviour
 from verdicts import judge_all
 
 from kvdev.engines import Engine, metric_sum
 
 __all__ = [
-    "KINDS",
     "MISBEHAVIOURS",
     "Fault",
-    "FaultReport",
     "core_of",
-    "end_outages",
     "first_limit",
+    "healthy",
     "judged",
     "limited",
+    "reads_of",
     "revived",
     "standing_still",
     "start_anew",
     "used_descriptors",
 ]
 
-KINDS = {
-    "stop": "all processes of an engine are stopped (SIGSTOP), and go on",
-    "scheduler-kill": "the scheduler process of an engine is killed, its API server is not",
-    "descriptors-none": "no descriptor is left to the scheduler processes of a decode and of a prefill engine",
-    "descriptors-few": "24 descriptors are left to the scheduler processes of a decode and of a prefill engine",
-    "full-log": "nothing can be written to the logs of a decode and of a prefill engine",
-    "net-delay": "each packet between the sides takes 50 ms longer",
-    "net-loss": "1 of 100 packets between the sides is lost",
-    "partition": "no packet passes between the sides",
-    "prefill-unheard": "packets of prefill engines are lost, those of decode engines arrive",
-    "decode-unheard": "packets of decode engines are lost, those of prefill engines arrive",
-}
-"""Faults of `test_faults.py` and `test_partitions.py`; each has a row in `docs/failure-modes.md`, and so have the next ones."""
-MISBEHAVIOURS = {
-    "delay": "side channel of a prefill engine: each piece of data comes 0.3 s late",
-    "drop": "side channel: all that either side says is swallowed",
-    "drop-answers": "side channel: all that the prefill engine says is swallowed",
-    "half-open": "side channel: connections are accepted and never read",
-    "cut-midway": "side channel: connections are reset after 100 bytes of an answer",
-    "refuse": "side channel: connections are reset at once",
-}
-"""Behaviours of the proxy before the side channel of a prefill engine."""
+MISBEHAVIOURS: Sequence[Behaviour] = ("delay", "drop", "drop-answers", "half-open", "cut-midway", "refuse")
+"""Behaviours of the proxy before the side channel of a prefill engine; each has a row in `docs/failure-modes.md`."""
+_TRANSFERS = "vllm:nixl_xfer_time_seconds_count"
 _RESTORED_WITHIN_S = 60.0
 _LOOKS_EVERY_S = 0.2
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class FaultReport:
-    """Figures of a fault."""
-
-    fault: str
-    what: str
-    victims: Sequence[str]
-    seconds_on: float
-    requests: int
-    verdicts: dict[str, int]
-    slowest_s: float
-    """The slowest request that the fault touched and that got its text."""
-    others: dict[str, float]
-    """Requests that need no victim, sent and answered while the fault was on: their number, how many were right, the slowest."""
-    restored_s: float
-    """From the end of the fault until each pair has handed over a prompt that was sent after it."""
-    deaths: Sequence[str]
-    bad: list[str]
 
 
 @final
@@ -87,9 +46,6 @@ class FaultReport:
 class Fault:
     """The span of a fault; the test says when it begins and ends."""
 
-    kind: str
-    what: str
-    victims: Sequence[str]
     began_s: float = 0.0
     ended_s: float = 0.0
 
@@ -105,10 +61,6 @@ class Fault:
         """Whether a request was sent and has ended while the fault was on."""
         return self.began_s <= asked.started_s and asked.ended_s <= self.ended_s
 
-    def touches(self, asked: Asked) -> bool:
-        """Whether a request was under way while the fault was on."""
-        return self.began_s <= asked.ended_s and asked.started_s <= self.ended_s
-
 
 class Rewrite(Protocol):
     """Changes a ticket on its way."""
@@ -122,7 +74,6 @@ def judged(
     kind: str,
     victims: Sequence[str],
     *,
-    what: str = "",
     rewrite: Rewrite = dict,
     must_be_right: bool = False,
 ) -> Iterator[Fault]:
@@ -130,13 +81,12 @@ def judged(
 
     Args:
         live: The fleet, all of it well.
-        kind: A name of `KINDS`, or a behaviour of the proxy.
+        kind: Name of the fault.
         victims: Engines that the fault is about: pairs without them must be served as if there were none.
-        what: The fault in words; default: those of its kind.
         rewrite: Changes each ticket on its way.
         must_be_right: Whether no request may fail at all, whatever engine is out.
     """
-    fault = Fault(kind, what or KINDS[kind], victims)
+    fault = Fault()
     touched = live.load(seed=len(kind), workers=3, rewrite=rewrite)
     beside = [pair for pair in live.pairs() if not {pair.prefill, pair.decode} & set(victims)]
     others = Load(beside, live.prompts, seed=len(kind) + 1, workers=2, rewrite=rewrite)
@@ -145,15 +95,15 @@ def judged(
         yield fault
         assert fault.began_s < fault.ended_s, "the test does not say when the fault was on"
         restored_s = _wait_restored(live, fault, rewrite)
-        end_outages(live)
-    deaths = live.dead()
-    report = _report(live, fault, touched.asked, others.asked, restored_s, deaths)
-    write_report(f"fault-{kind}{'' if not what else '-' + victims[0]}", report)
-    print(report)
-    assert not report.bad, report.bad
-    assert report.verdicts["right"] > report.requests / 3
-    assert not must_be_right or report.verdicts["right"] == report.requests
-    assert not beside or report.others["requests"] == report.others["right"] > 0, "others were not served meanwhile"
+        _end_outages(live)
+    deaths, asked = live.dead(), [*touched.asked, *others.asked]
+    counts, bad = judge_all(asked, live.outages, FAILS)
+    meanwhile = [each for each in others.asked if fault.covers(each)]
+    print(f"{kind} of {victims}: {dict(counts)}, served again after {restored_s:.1f} s")
+    assert not bad, bad[:5]
+    assert counts["right"] > len(asked) / 3
+    assert not must_be_right or counts["right"] == len(asked)
+    assert not beside or (meanwhile and all(each.is_right for each in meanwhile)), "others were not served meanwhile"
     assert not deaths, [live.engines[name].last_words(6) for name in deaths]
     left = live.stranded()
     assert not left, f"held two leases later: {left}"
@@ -161,34 +111,20 @@ def judged(
     assert not unread, f"computed in place of read: {unread}"
 
 
-def _report(
-    live: Live,
-    fault: Fault,
-    touched: Sequence[Asked],
-    others: Sequence[Asked],
-    restored_s: float,
-    deaths: Sequence[str],
-) -> FaultReport:
-    counts, bad = judge_all([*touched, *others], live.outages, FAILS)
-    meanwhile = [each for each in others if fault.covers(each)]
-    hit = [each for each in touched if fault.touches(each) and each.end == "text"]
-    return FaultReport(
-        fault=fault.kind,
-        what=fault.what,
-        victims=list(fault.victims),
-        seconds_on=round(fault.ended_s - fault.began_s, 1),
-        requests=len(touched) + len(others),
-        verdicts={str(verdict): count for verdict, count in counts.items()},
-        slowest_s=round(max((each.ended_s - each.started_s for each in hit), default=0.0), 1),
-        others={
-            "requests": len(meanwhile),
-            "right": sum(each.end == "text" and each.text == each.prompt.answer for each in meanwhile),
-            "slowest_s": round(max((each.ended_s - each.started_s for each in meanwhile), default=0.0), 1),
-        },
-        restored_s=round(restored_s, 1),
-        deaths=list(deaths),
-        bad=[repr(each)[:600] for each in bad[:5]],
-    )
+def healthy(live: Live, asked: Sequence[Asked]) -> tuple[int, int]:
+    """Return how many requests needed no engine that was out while another one was, and how many of them were right."""
+    others = [
+        each
+        for each in asked
+        if any(live.outages.is_out(name, each.started_s, each.ended_s) for name in live.engines)
+        and not any(live.outages.is_out(n, each.started_s, each.ended_s) for n in (each.pair.prefill, each.pair.decode))
+    ]
+    return len(others), sum(each.is_right for each in others)
+
+
+def reads_of(live: Live, names: Sequence[str]) -> float:
+    """Return the reads that engines have counted."""
+    return sum(metric_sum(live.engines[name].metrics(), _TRANSFERS) for name in names)
 
 
 def revived(live: Live) -> Live:
@@ -197,7 +133,7 @@ def revived(live: Live) -> Live:
         engine.signal_all(signal.SIGCONT)
         if not engine.is_running:
             start_anew(live, name)
-    end_outages(live)
+    _end_outages(live)
     return live
 
 
@@ -208,7 +144,7 @@ def start_anew(live: Live, name: str) -> None:
     live.wait_serving(name)
 
 
-def end_outages(live: Live) -> None:
+def _end_outages(live: Live) -> None:
     """Note that no engine is out any more."""
     for name in live.engines:
         now_s = time.monotonic()
@@ -244,14 +180,14 @@ def _is_read(live: Live, pair: Pair, rewrite: Rewrite) -> bool:
     prompt = next(prompt for prompt in live.prompts if len(prompt.text) > 500)
     prefill, decode = live.engines[pair.prefill], live.engines[pair.decode]
     body: dict[str, object] = {"model": "tiny", "prompt": prompt.text, "max_tokens": 1, "temperature": 0}
-    before = metric_sum(decode.metrics(), TRANSFERS)
+    before = metric_sum(decode.metrics(), _TRANSFERS)
     ticket = prefill.complete({**body, "kv_transfer_params": ASK_TICKET})["kv_transfer_params"]
     assert isinstance(ticket, dict), f"{pair.prefill} gives no ticket"
     decode.complete({**body, "kv_transfer_params": rewrite(ticket)})
     until = time.monotonic() + 5
-    while metric_sum(decode.metrics(), TRANSFERS) <= before and time.monotonic() < until:
+    while metric_sum(decode.metrics(), _TRANSFERS) <= before and time.monotonic() < until:
         live.take_steps()
-    return metric_sum(decode.metrics(), TRANSFERS) > before
+    return metric_sum(decode.metrics(), _TRANSFERS) > before
 
 
 # --------------------------------------------------------------------------------------------------------- processes

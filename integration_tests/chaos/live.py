@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, final
 
+from levels import HELD_BY_ENGINE, Held, family_of, held_by, is_alive, usage_of
 from load import Load, Pair, Prompt, make_prompts
-from recorder import HELD_BY_ENGINE, Held, Recorder, family_of, is_alive, running_recorder, usage_of
 from verdicts import Outages
 
 from kvdev.demo import connector_config
@@ -80,7 +80,8 @@ class Live:
 
     engines: dict[str, Engine]
     prompts: Sequence[Prompt]
-    recorder: Recorder
+    status_folder: Path
+    """Folder of the sockets on which these engines answer `vllm-adapter status`."""
     outages: Outages = field(default_factory=Outages)
     restarts_s: list[float] = field(default_factory=list)
 
@@ -150,7 +151,7 @@ class Live:
 
     def held(self) -> dict[str, tuple[Held, float]]:
         """Return what each engine holds, and the share of its blocks that is in use."""
-        held = self.recorder.held()
+        held = held_by({name: engine.pid for name, engine in self.engines.items()}, self.status_folder)
         return {name: (held[name], usage_of(engine.metrics())) for name, engine in self.engines.items()}
 
     def stranded(self, within_s: float = 2.0 * LEASE_S + 2) -> dict[str, str]:
@@ -220,18 +221,14 @@ def _answers(warm: Warm, asked: Sequence[Prompt]) -> list[str]:
 
 @contextlib.contextmanager
 def started_live(warm: Warm, setting: Setting, launch: Launch | None = None) -> Iterator[Live]:
-    """Start the four engines, by forks unless something else launches them, and sample them all the time."""
+    """Start the four engines, by forks unless something else launches them."""
     runtime = warm.starter.folder / f"run-{setting.label}"
     runtime.mkdir(mode=0o700)
     specs = [spec_of(name, setting, warm.model, runtime) for name in NAMES]
     with start_all(specs, warm.python, quiet=True, launch=launch or warm.starter.launch) as started:
-        live = Live(dict(zip(NAMES, started, strict=True)), warm.prompts, Recorder(dict, runtime / "vllm-adapter"))
-        live.recorder.pids = lambda: {
-            name: engine.pid for name, engine in list(live.engines.items()) if engine.is_running
-        }
+        live = Live(dict(zip(NAMES, started, strict=True)), warm.prompts, runtime / "vllm-adapter")
         try:
-            with running_recorder(live.recorder):
-                yield live
+            yield live
         finally:
             # Engines that were started anew end too.
             started[:] = live.engines.values()

@@ -63,6 +63,11 @@ class Asked:
     is_stream: bool = False
     had_ticket: bool = False
 
+    @property
+    def is_right(self) -> bool:
+        """Whether it got the right text."""
+        return self.end == "text" and self.text == self.prompt.answer
+
 
 _WORDS = (12, 40, 60, 40, 150, 60, 280, 370)
 _TOKENS = (1, 8, 16, 4, 2, 12, 3, 1)

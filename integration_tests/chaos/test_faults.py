@@ -21,9 +21,9 @@ from faults import (
     start_anew,
     used_descriptors,
 )
+from levels import family_of
 from live import LEASE_S, Live, Setting, Warm, started_live
 from proxy import Behaviour, Proxy, running_proxy
-from recorder import family_of
 
 pytestmark = [
     pytest.mark.timeout(600),
@@ -50,8 +50,7 @@ def live(started: Live) -> Live:
 )
 def test_an_engine_that_stands_still_delays_its_own_requests_alone(live: Live, name: str, seconds: float) -> None:
     """A stop that is shorter than a lease costs time alone."""
-    what = f"a {name.partition('-')[0]} engine is stopped (SIGSTOP)"
-    with judged(live, "stop", [name], what=what, must_be_right=seconds < LEASE_S) as fault:
+    with judged(live, "stop", [name], must_be_right=seconds < LEASE_S) as fault:
         fault.begins()
         with standing_still(live, name):
             time.sleep(seconds)
@@ -87,10 +86,7 @@ def test_a_side_channel_that_misbehaves_costs_one_engine_and_no_other(live: Live
 
         if not is_slow_alone:  # it serves, but cannot be met: out to a decode engine that fails such requests
             live.outages.begin("prefill-1", time.monotonic())
-        what = MISBEHAVIOURS[behaviour]
-        with judged(
-            live, behaviour, ["prefill-1"], what=what, rewrite=through_the_proxy, must_be_right=is_slow_alone
-        ) as fault:
+        with judged(live, behaviour, ["prefill-1"], rewrite=through_the_proxy, must_be_right=is_slow_alone) as fault:
             fault.begins()
             time.sleep(12)
             fault.ends()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, final
 
@@ -18,8 +18,6 @@ __all__ = [
     "growth",
     "judge",
     "judge_all",
-    "percentile",
-    "slow_ends",
     "too_large",
 ]
 
@@ -65,7 +63,7 @@ def judge(asked: Asked, outages: Outages, fails: Mapping[str, bool] | None = Non
     """
     right = asked.prompt.answer
     if asked.end == "text":
-        return "right" if asked.text == right else "wrong text"
+        return "right" if asked.is_right else "wrong text"
     # Text that came before a connection broke is part of the answer, too.
     if not right.startswith(asked.text):
         return "wrong text"
@@ -88,16 +86,6 @@ def judge_all(
     for verdict, _ in verdicts:
         counts[verdict] += 1
     return counts, [each for verdict, each in verdicts if verdict in BAD]
-
-
-def slow_ends(asked: Sequence[Asked], is_counted: Callable[[Asked], bool]) -> list[float]:
-    """Return the seconds of the whole answers among the requests that are counted, ascending."""
-    return sorted(each.ended_s - each.started_s for each in asked if each.end == "text" and is_counted(each))
-
-
-def percentile(ascending: Sequence[float], share: float) -> float:
-    """Return the value below which this share lies. Example: the 0.5 of [1, 2, 9] is 2."""
-    return ascending[min(len(ascending) - 1, int(share * len(ascending)))] if ascending else math.nan
 
 
 def growth(series: Sequence[float], *, warm_up_share: float = 0.2) -> float:

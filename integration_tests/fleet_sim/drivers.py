@@ -17,6 +17,63 @@ _TURN_S = 2e-5
 """How long after a turn that moved something the next one begins."""
 
 
+class _Turns:
+    """Turns of a thread's loop: one event each; a later call of `_schedule` replaces an earlier one."""
+
+    kind = ""
+
+    def __init__(self, world: World, threads: SimThreads, process: Process, thread: SimThread) -> None:
+        self._world, self._threads, self.process, self._thread = world, threads, process, thread
+        self.loop: Any = thread.loop
+        self.is_running = True
+        self._token = 0
+
+    def ring(self) -> None:
+        """Begin the next turn now."""
+        if self.is_running:
+            self._schedule(_TURN_S)
+
+    def _schedule(self, delay_s: float) -> None:
+        self._token += 1
+        token = self._token
+        self._world.after(delay_s, lambda: self._due(token), self.process)
+
+    def _due(self, token: int) -> None:
+        if token == self._token and self.is_running:
+            self._turn()
+
+    def _turn(self) -> None:
+        raise NotImplementedError
+
+    def _as_thread(self, action: Any, *arguments: Any) -> Any:
+        former, self._threads.running = self._threads.running, self._thread
+        try:
+            return action(*arguments)
+        finally:
+            self._threads.running = former
+
+    def _guarded(self, action: Any) -> Exception | None:
+        """Call an action as the thread; an exception is a broken promise."""
+        self._world.counts[f"{self.kind}-turns"] += 1
+        try:
+            self._as_thread(action)
+        except Exception as error:
+            self._world.violated(f"{self.kind}-error", f"{self.process.name}: {error!r}")
+            return error
+        return None
+
+    def _wait_for_event(self, *waiting: Any) -> None:
+        """Schedule the next turn of a loop over connections: now, at its next event if it waits for anything, or never."""
+        if self.loop._hub.is_ready:
+            self._schedule(_TURN_S)
+        elif any(waiting):
+            self._schedule(max(_TURN_S, (self.loop._next_event_s() - self._world.clock()) / self.process.rate))
+
+    def end(self) -> None:
+        """Stop."""
+        self.is_running = False
+
+
 @final
 class _Bell:
     """Stands for the event that a transfer thread sleeps on."""
@@ -35,16 +92,15 @@ class _Bell:
 
 
 @final
-class TransferDriver:
+class TransferDriver(_Turns):
     """Turns of `kv_nixl_agent`'s owner thread."""
 
+    kind = "transfer"
+
     def __init__(self, world: World, threads: SimThreads, process: Process, thread: SimThread) -> None:
-        self._world, self._threads, self._process, self._thread = world, threads, process, thread
-        self.loop: Any = thread.loop
+        super().__init__(world, threads, process, thread)
         self.wait_s: float | None = None
         self.slept_s: float | None = None
-        self.is_running = True
-        self._token = 0
         self.loop.pacer._event = _Bell(self)
         self._as_thread(self.loop.pacer.begin)
         agent = self._as_thread(self.loop.set_up)
@@ -54,28 +110,9 @@ class TransferDriver:
         else:
             self._schedule(_TURN_S)
 
-    def ring(self) -> None:
-        """Begin the next turn now."""
-        if self.is_running:
-            self._schedule(_TURN_S)
-
-    def _schedule(self, delay_s: float) -> None:
-        self._token += 1
-        token = self._token
-        self._world.after(delay_s, lambda: self._turn(token), self._process)
-
-    def _as_thread(self, action: Any, *arguments: Any) -> Any:
-        former, self._threads.running = self._threads.running, self._thread
-        try:
-            return action(*arguments)
-        finally:
-            self._threads.running = former
-
-    def _turn(self, token: int) -> None:
-        if token != self._token or not self.is_running:
-            return
-        if self._world.now_s < self._process.starved_until_s:
-            self._schedule(self._process.starved_until_s - self._world.now_s)
+    def _turn(self) -> None:
+        if self._world.now_s < self.process.starved_until_s:
+            self._schedule(self.process.starved_until_s - self._world.now_s)
             return
         loop, pacer = self.loop, self.loop.pacer
         pacer._is_idle = False
@@ -87,11 +124,11 @@ class TransferDriver:
             loop.errors.loop_raised(error)
         if (loop.errors.loop_errors, loop.errors.callback_errors) != before:
             kind, text = loop.errors.last
-            self._world.violated("thread-error", f"{self._process.name}: {kind}\n{text}")
+            self._world.violated("thread-error", f"{self.process.name}: {kind}\n{text}")
         self._world.counts["transfer-turns"] += 1
         pacer._is_idle = self.wait_s is not None  # a sleep between two polls of the wire is not ended by a wake-up
         wait_s = self.wait_s if self.wait_s is not None else self.slept_s
-        self._schedule(_TURN_S if wait_s is None else max(_TURN_S, wait_s / self._process.rate))
+        self._schedule(_TURN_S if wait_s is None else max(_TURN_S, wait_s / self.process.rate))
 
     def end(self) -> None:
         """Tear down, as the thread does when it is told to close."""
@@ -102,98 +139,42 @@ class TransferDriver:
 
 
 @final
-class ClientDriver:
+class ClientDriver(_Turns):
     """Turns of `kv_handshake`'s client loop."""
 
+    kind = "client"
+
     def __init__(self, world: World, threads: SimThreads, process: Process, thread: SimThread) -> None:
-        self._world, self._threads, self._process, self._thread = world, threads, process, thread
-        self.loop: Any = thread.loop
+        super().__init__(world, threads, process, thread)
         self.loop._hub.driver = self
-        self.is_running = True
-        self._token = 0
 
-    @property
-    def process(self) -> Process:
-        """The client's process."""
-        return self._process
-
-    def ring(self) -> None:
-        """Begin the next turn now."""
-        if self.is_running:
-            self._schedule(_TURN_S)
-
-    def _schedule(self, delay_s: float) -> None:
-        self._token += 1
-        token = self._token
-        self._world.after(delay_s, lambda: self._turn(token), self._process)
-
-    def _turn(self, token: int) -> None:
-        if token != self._token or not self.is_running:
-            return
-        former, self._threads.running = self._threads.running, self._thread
-        try:
-            self.loop._turn()
-        except Exception as error:
-            self._world.violated("handshake-error", f"{self._process.name}: {error!r}")
-            self.loop._recover(error)
-        finally:
-            self._threads.running = former
-        self._world.counts["client-turns"] += 1
-        if self.loop._hub.is_ready:
-            self._schedule(_TURN_S)
-        elif self.loop._running or self.loop._waiting or self.loop._lookups or self.loop._inbox:
-            self._schedule(max(_TURN_S, (self.loop._next_event_s() - self._world.clock()) / self._process.rate))
-
-    def end(self) -> None:
-        """End all tasks, as the thread does when it is closed."""
-        self.is_running = False
+    def _turn(self) -> None:
+        loop = self.loop
+        error = self._guarded(loop._turn)
+        if error is not None:
+            self._as_thread(loop._recover, error)
+        self._wait_for_event(loop._running, loop._waiting, loop._lookups, loop._inbox)
 
 
 @final
-class AskerDriver:
+class AskerDriver(_Turns):
     """Turns of `kv_handshake`'s asker."""
 
+    kind = "asker"
+
     def __init__(self, world: World, threads: SimThreads, process: Process, thread: SimThread) -> None:
-        self._world, self._threads, self.process, self._thread = world, threads, process, thread
-        self.loop: Any = thread.loop
+        super().__init__(world, threads, process, thread)
         self.loop._hub.driver = self
-        self.is_running = True
-        self._token = 0
 
-    def ring(self) -> None:
-        """Begin the next turn now."""
-        if self.is_running:
-            self._schedule(_TURN_S)
-
-    def _schedule(self, delay_s: float) -> None:
-        self._token += 1
-        token = self._token
-        self._world.after(delay_s, lambda: self._turn(token), self.process)
-
-    def _as_thread(self, action: Any) -> None:
-        former, self._threads.running = self._threads.running, self._thread
-        try:
-            action()
-        except Exception as error:
-            self._world.violated("asker-error", f"{self.process.name}: {error!r}")
-        finally:
-            self._threads.running = former
-
-    def _turn(self, token: int) -> None:
-        if token != self._token or not self.is_running:
-            return
-        self._as_thread(self.loop._turn)
-        self._world.counts["asker-turns"] += 1
-        if self.loop._hub.is_ready:
-            self._schedule(_TURN_S)
-        elif self.loop._peers or self.loop._inbox:
-            self._schedule(max(_TURN_S, (self.loop._next_event_s() - self._world.clock()) / self.process.rate))
+    def _turn(self) -> None:
+        self._guarded(self.loop._turn)
+        self._wait_for_event(self.loop._peers, self.loop._inbox)
 
     def end(self) -> None:
         """End all asks, as the thread does when it is closed."""
         if self.is_running:
             self.is_running = False
-            self._as_thread(self.loop._run)
+            self._guarded(self.loop._run)
 
 
 @final

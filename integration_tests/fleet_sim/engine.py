@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from checks import EngineChecks
 from device import SimDevice
+from gathering import Gathered, Ranks
 from pages import HEAD_SIZE, HEADS, Pages, layer_names
 from plan import EnginePlan, GroupPlan
 from releases import RELEASES
@@ -14,7 +15,6 @@ from world import Process
 from vllm_adapter.cache.facts import CacheGroup, EngineFacts, GroupKind
 from vllm_adapter.config import Settings
 from vllm_adapter.scheduler.side import SchedulerSide
-from vllm_adapter.steps import ReadFailure
 from vllm_adapter.wiring import SchedulerParts, WorkerParts
 from vllm_adapter.worker.engine_thread import WorkerSide
 
@@ -47,8 +47,7 @@ class Engine:
         self.device = SimDevice() if self.plan.has_device and not self.plan.has_mirror else None
         self.settings = _settings(fleet, self.plan)
         self.workers: list[WorkerSide] = []
-        self._reports: dict[str, int] = {}
-        self._failed: set[str] = set()
+        self._ranks = Ranks(self.plan.tp)
         self.failure_codes: dict[str, str] = {}
         self.side: Any = None
         with RELEASES[release].running():
@@ -124,32 +123,11 @@ class Engine:
         """Write a line into the log."""
         self.fleet.world.note(self.lane, text)
 
-    def gather(self, reports: list[Any]) -> tuple[list[str], list[str], set[str], Any, Any]:
-        """Add the ranks' reports up as vLLM does: an id counts once every rank has reported it."""
-        sent: list[str] = []
-        self.failure_codes.clear()
-        received: list[str] = []
-        failed: set[str] = set()
-        registrations: dict[tuple[int, int], Any] = {}
-        reasons: dict[str, dict[tuple[int, int], ReadFailure]] = {}
-        for rank, report in reports:
-            failed |= report.failed
-            for request_id, reason in sorted(report.reasons.items()):
-                reasons.setdefault(request_id, {})[rank] = reason
-                self.failure_codes[request_id] = reason.code
-            if report.registration is not None:
-                registrations[rank] = report.registration
-            for kind, ids in (("sent", report.sent), ("received", report.received)):
-                for request_id in sorted(ids):
-                    key = f"{kind} {request_id}"
-                    self._reports[key] = self._reports.get(key, 0) + 1
-                    if self._reports[key] == self.plan.tp:
-                        del self._reports[key]
-                        (sent if kind == "sent" else received).append(request_id)
-        self._failed |= failed
-        bad = {request_id for request_id in received if request_id in self._failed}
-        self._failed -= bad
-        return sent, received, bad, registrations, reasons
+    def gather(self, reports: list[Any]) -> Gathered:
+        """Add the ranks' reports up, and note why reads failed."""
+        step = self._ranks.add(reports)
+        self.failure_codes = {name: next(iter(ranks.values())).code for name, ranks in step.reasons.items()}
+        return step
 
     def on_workers(self, hook: str, orders: Any) -> None:
         """Call a hook of every worker with a step's orders."""

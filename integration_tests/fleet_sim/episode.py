@@ -13,11 +13,11 @@ from typing import final
 from unittest.mock import patch
 
 from checks import leftovers
-from coverage_of_states import count_steps
 from epilogue import serve_again
 from faults import Faults
 from fleet import Fleet
 from plan import EpisodePlan
+from planted import Fault
 from resources import kept_requests
 from router import Router
 from seams import simulated
@@ -58,7 +58,6 @@ class Outcome:
     notes: tuple[Note, ...]
     events: int
     counts: Counter[str]
-    pairs: Counter[tuple[str, str]]
     ended_s: float
 
 
@@ -87,25 +86,16 @@ class _LogLines(logging.Handler):
             self._world.violated("exception", f"{lane}: {text[:200]}: {error!r}")
 
 
-def play(
-    plan: EpisodePlan, bug: Callable[[ExitStack], None] | None = None, run: Callable[[Fleet], None] | None = None
-) -> Outcome:
-    """Play a plan to its end, with a planted bug or none.
-
-    Args:
-        plan: The fleet, the requests and the faults.
-        bug: The planted bug.
-        run: Plays other events instead of the plan's requests and faults.
-    """
+def play(plan: EpisodePlan, fault: Fault | None = None, run: Callable[[Fleet], None] | None = None) -> Outcome:
+    """Play a plan to its end, with a planted fault or none; `run` plays other events than the plan's."""
     fleet = Fleet(plan)
     world = fleet.world
     with ExitStack() as stack:
         stack.enter_context(patch.dict(os.environ, {"SIM_FLEET_SECRET": "0123456789abcdef0123456789abcdef"}))
         stack.enter_context(patch.object(vllm_adapter.wiring, "use_allowed_cores", lambda: None))
         _take_logs(stack, world, plan)
-        if bug is not None:
-            bug(stack)
-        count_steps(stack, world)
+        if fault is not None:
+            stack.enter_context(fault.planted())
         fleet.threads = stack.enter_context(
             simulated(
                 world,
@@ -125,7 +115,6 @@ def play(
         tuple(world.notes),
         world.events,
         world.counts,
-        world.pairs,
         world.now_s,
     )
 

@@ -171,8 +171,12 @@ class Faults:
         engine = self._living(fault)
         if engine is not None and engine.pages.mirror is not None:
             mirror = engine.pages.mirror
-            mirror.is_broken = True
-            self._world.after(fault.duration_s, lambda: setattr(mirror, "is_broken", False))
+
+            def refuse(error: Exception | None) -> None:
+                mirror.save_refusal = mirror.restore_refusal = error
+
+            refuse(RuntimeError("a copy between device and host failed"))
+            self._world.after(fault.duration_s, lambda: refuse(None))
 
     def abort(self, fault: FaultPlan) -> None:
         """A client gives a request up, at one engine of the two."""

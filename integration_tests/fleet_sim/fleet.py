@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import bisect
 import itertools
-import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from device import MarksDriver
 from drivers import AskerDriver, ClientDriver, ListenerDriver, TransferDriver
 from network import Network
 from nixl_fake import Fabric
+from numpy_pages import NumpyPages
 from plan import EpisodePlan
 from world import Process, World
 
@@ -20,9 +19,6 @@ from kv_handshake import Listener
 from kv_handshake._asker import Asker
 from kv_handshake._loop import Loop as ClientLoop
 from vllm_adapter.worker.chunk_marks import ChunkMarks
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "sim"))
-from numpy_pages import NumpyPages
 
 if TYPE_CHECKING:
     from engine import Engine

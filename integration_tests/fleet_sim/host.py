@@ -293,19 +293,20 @@ class Host:
     # ------------------------------------------------------------------------------------------------------ results
 
     def _update(self, reports: list[Any], work: list[Work], resets: int) -> None:
-        sent, received, failed, registrations, reasons = self.engine.gather(reports)
+        step = self.engine.gather(reports)
         self.engine.side.update_output(
-            sent=sent,
-            received=received,
-            failed=failed,
-            registrations=registrations or None,
-            reasons=reasons or None,
+            sent=step.sent,
+            received=step.received,
+            failed=step.failed,
+            registrations=step.registrations or None,
+            reasons=step.reasons or None,
             stream_ends=self.engine.stream_ends(reports),
         )
-        for request_id in received:
-            self.engine.checks.fairness.reported(request_id, received, is_good=request_id not in failed)
-            self._received(request_id, resets, is_good=request_id not in failed)
-        for request_id in sent:
+        for request_id in step.received:
+            is_good = request_id not in step.failed
+            self.engine.checks.fairness.reported(request_id, step.received, is_good=is_good)
+            self._received(request_id, resets, is_good=is_good)
+        for request_id in step.sent:
             self._sent(request_id)
         for item in work:
             if item.life == item.request.preemptions:

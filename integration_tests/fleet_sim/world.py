@@ -90,7 +90,6 @@ class World:
     notes: list[Note] = field(default_factory=list[Note])
     violations: list[Violation] = field(default_factory=list[Violation])
     counts: Counter[str] = field(default_factory=Counter[str])
-    pairs: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
     accepted: set[str] = field(default_factory=set[str])
     """Requests whose reads an engine has accepted."""
     events: int = 0

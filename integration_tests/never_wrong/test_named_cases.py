@@ -126,17 +126,16 @@ def test_a_lease_that_ends_while_its_read_is_on_the_wire_is_never_trusted() -> N
     assert len(refused) < len(codes)
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_a_read_that_fails_once_is_made_again(seed: int) -> None:
-    """The producer is met anew; the rank whose completion has left already is not told twice."""
-    one = case(FULL, 2, 1, Request(prompt=9, fate="blip"), heads=2, seed=seed)
-    assert_read(one)
+def test_a_read_that_fails_once_is_made_again() -> None:
+    """The producer is connected anew; a rank whose completion has left already gets no second one."""
+    for seed in range(8):
+        assert_read(case(FULL, 2, 1, Request(prompt=9, fate="blip"), heads=2, seed=seed))
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_a_good_read_beside_a_blip_is_told_to_every_rank(seed: int) -> None:
-    """Another read ends well while its engine is about to be met anew: its producer's ranks are told all the same."""
-    assert_read(case(LATENT, 3, 1, Request(prompt=9, fate="blip"), Request(prompt=5), Request(prompt=7), seed=seed))
+def test_a_good_read_beside_a_blip_is_told_to_every_rank() -> None:
+    """Another read ends well while its engine is about to be connected anew: its producer's ranks are told all the same."""
+    for seed in range(8):
+        assert_read(case(LATENT, 3, 1, Request(prompt=9, fate="blip"), Request(prompt=5), Request(prompt=7), seed=seed))
 
 
 def test_requests_of_one_step_stay_apart() -> None:
@@ -185,7 +184,10 @@ def test_a_wrong_fence_is_never_trusted() -> None:
 
 
 def test_the_children_of_one_prompt_share_one_read() -> None:
-    """n = 2: the second child waits, hits the prefix that the first has read, and the producer is told once."""
+    """n = 2: the second child waits, hits the prefix that the first has read, and the producer is told once.
+
+    Other content is in its blocks by then: a second read would bring wrong bytes.
+    """
     play = Play(case(FULL, 2, 2, Request(prompt=9), heads=2))
     handover, engine = play.prefill(0, play.case.requests[0]), play.consumer
     assert handover is not None
@@ -199,11 +201,9 @@ def test_the_children_of_one_prompt_share_one_read() -> None:
     assert engine.external_tokens("twin", 8) == 0
     assert handover.mine is not None
     engine.allocate("twin", handover.mine, 0)
-    moved = play.fabric.bytes_moved
     engine.step()
     for thread in [*engine.threads, *play.producer.threads] * 5:
         thread.turn()
     play.judge([handover], before)
     assert play.outcome.read == 1
-    assert play.fabric.bytes_moved == moved
     assert "twin" not in engine.received

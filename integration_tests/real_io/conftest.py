@@ -42,7 +42,7 @@ class RemoteProducer:
         return [(sender, payload) for sender, payload, _ in self.process.notifications()]
 
 
-@pytest.fixture(params=TRANSPORTS, ids=list(TRANSPORTS))
+@pytest.fixture(params=["default", pytest.param("tcp", marks=pytest.mark.full)])
 def transport(request):
     return TRANSPORTS[request.param]
 

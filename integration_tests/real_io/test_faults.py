@@ -15,7 +15,7 @@ from kv_nixl_agent import AgentError, AgentOptions, BackendOptions, PeerSpec, Tr
 from kv_nixl_agent._port import MemoryKind
 from kv_nixl_agent.testing import PeerProcess, page_pattern
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = [pytest.mark.timeout(90), pytest.mark.full]
 
 
 def order(transfer_id, local, peer, **arguments):

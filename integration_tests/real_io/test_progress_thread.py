@@ -23,6 +23,7 @@ from kv_nixl_agent import (
 )
 from kv_nixl_agent.testing import PeerProcess, page_pattern
 
+pytestmark = pytest.mark.full
 PAGE_BYTES, PAGES = 16384, 2048
 ASLEEP_US = 60_000_000
 """Longer than a read may take: nothing that waits for a progress thread to look by itself ends in time."""

@@ -89,6 +89,7 @@ MOST_MEDIAN_S = 0.08
 """Of first looks after a notification at a producer that rests; it is 0.23 s where the producer looks out every 0.25 s."""
 
 
+@pytest.mark.full
 def test_a_look_that_follows_a_notification_does_not_wait_for_a_producer_that_rests(transport, capsys):
     """NIXL ends such a read only once the peer has made progress, and a producer that computes a stream has no lease yet."""
     options = AgentOptions(

@@ -21,6 +21,7 @@ from kv_handshake._pacing import AskLimits
 from kv_handshake.testing import sample_envelopes, sample_metadata
 
 
+@pytest.mark.full
 def test_a_flood_of_asks_costs_its_budget() -> None:
     limits = AskLimits()
     listener = Listener("127.0.0.1", 0, payloads=sample_envelopes(), limits=QueryLimits(queries_per_s=0))

@@ -70,6 +70,7 @@ REPLIES = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", REPLIES)
 def test_h7_no_reply_blocks_a_thread_for_long(kind: str, victim: Start, figure: Figure) -> None:
     """H7: one reply of 14.5 MB took the client's thread for 16 to 23 s and stopped another one for 6 s."""

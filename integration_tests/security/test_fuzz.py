@@ -58,6 +58,7 @@ def fetch(client: Client, port: int, times: int) -> list[float]:
     return seconds
 
 
+@pytest.mark.full
 def test_a_listener_survives_random_messages(victim: Start, figure: Figure) -> None:
     rng = random.Random(14)
     server = victim("listener")
@@ -97,6 +98,7 @@ def test_a_listener_survives_random_messages(victim: Start, figure: Figure) -> N
     assert p99_ms(during) < max(3 * p99_ms(before), 20), "an honest client waits"
 
 
+@pytest.mark.full
 @pytest.mark.timeout(3600 if FRAMES > 100_000 else 300)
 def test_a_client_survives_random_replies(victim: Start, figure: Figure) -> None:
     """Every handshake ends with a code, honest ones beside them succeed in time, and the process does not grow."""

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 
 import msgspec
+import pytest
 from victims import PeakMeter, Victim
 from zmtp import EMPTY_AND_MORE, connected, frame, read_frame
 
@@ -51,6 +52,7 @@ def send(sock: socket.socket, data: bytes, times: int) -> int:
     return times
 
 
+@pytest.mark.full
 def test_h5_empty_frames_hold_nobody_up(victim: Start, figure: Figure) -> None:
     """H5: a message of 5 million empty frames (10 MB) stopped the listener for 22.7 s."""
     server = victim("listener")
@@ -70,6 +72,7 @@ def test_h5_empty_frames_hold_nobody_up(victim: Start, figure: Figure) -> None:
     assert memory.growth_mb < 128
 
 
+@pytest.mark.full
 def test_h5_messages_of_many_frames_cost_their_senders_alone(victim: Start, figure: Figure) -> None:
     """H5, repeated: 236 bytes, twenty times a second, closed every connection of the listener each time."""
     server = victim("listener")
@@ -147,6 +150,7 @@ def test_h12_many_slow_messages_are_bounded_in_all(victim: Start, figure: Figure
     assert honest.failed == 0
 
 
+@pytest.mark.full
 def test_h16_connections_have_a_limit(victim: Start, figure: Figure) -> None:
     """H16: with 128 descriptors, 270 connections kept new peers out and a core at 39 %."""
     server = victim("listener", files=128)
@@ -190,6 +194,7 @@ def _is_closed(sock: socket.socket) -> bool:
         return True
 
 
+@pytest.mark.full
 def test_h17_a_flood_starves_no_neighbour(victim: Start, figure: Figure) -> None:
     """H17: while one connection floods, 13 of 60 queries of others at the same address were served."""
     server = victim("listener")

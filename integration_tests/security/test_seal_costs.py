@@ -20,6 +20,7 @@ def seals() -> Any:
     return importlib.import_module("seals")
 
 
+@pytest.mark.full
 def test_seals_cost_little_beside_the_prompts_own_digest_and_admission(
     seals: Any, figure: Callable[[str], None]
 ) -> None:
@@ -39,6 +40,7 @@ def test_seals_cost_little_beside_the_prompts_own_digest_and_admission(
     assert {name: best[name]["ratio"] for name in targets if best[name]["ratio"] > targets[name]} == {}
 
 
+@pytest.mark.full
 def test_keys_cost_little_at_first_contact(seals: Any, figure: Callable[[str], None]) -> None:
     """The shortest contacts are compared, since they were disturbed least; more are made while other programs disturb them."""
     keyed, plain = [], []

@@ -153,6 +153,7 @@ def test_no_odd_key_file_starts_or_stops_an_engine(tmp_path: Path, odd: str, mon
     assert security.refreshed() == security
 
 
+@pytest.mark.full
 def test_an_odd_file_among_the_clients_admits_nobody_and_holds_nobody_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, figure: Figure
 ) -> None:

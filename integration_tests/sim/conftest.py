@@ -1,4 +1,4 @@
-"""Engines for every test here: on the fake fabric, with and without a step of lag, and on real NIXL."""
+"""Engines for every test here: on the fake fabric; where a test says `EVERYWHERE`, with a step of lag and on real NIXL too."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(line)
 
 
-@pytest.fixture(params=["fake", "fake-lag", "nixl"])
+@pytest.fixture(params=["fake"])
 def make(request: pytest.FixtureRequest) -> Iterator[Callable[..., Engine]]:
     """A maker of engines that are closed at the end; `wrap` puts something in front of an engine's NIXL ports."""
     fabric = None if request.param == "nixl" else FakeFabric()

@@ -15,6 +15,8 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import pytest
+from gathering import Gathered, Ranks
 from numpy_mirror import NumpyMirror
 from numpy_pages import NumpyPages
 
@@ -24,12 +26,13 @@ from vllm_adapter.config import Settings
 from vllm_adapter.scheduler.prefill_chunks import ScheduledTokens
 from vllm_adapter.scheduler.side import SchedulerSide
 from vllm_adapter.scheduler.values import Arrival, Ending
-from vllm_adapter.steps import RankRegistration, ReadFailure
 from vllm_adapter.wiring import SchedulerParts, WorkerParts
 from vllm_adapter.worker.engine_thread import WorkerSide
 
 HEADS, TOKENS, HEAD_SIZE, LAYERS = 4, 16, 8, 3  # TOKENS: of a block unless an engine is given another size, a multiple
 _request_numbers = itertools.count(1)
+EVERYWHERE = pytest.mark.parametrize("make", ["fake", "fake-lag", "nixl"], indirect=True)
+"""For tests whose outcome may depend on a step of lag or on real NIXL."""
 
 
 @dataclass(frozen=True)
@@ -95,8 +98,7 @@ class Engine:
         self._free = list(range(1, blocks))
         self.held: dict[str, list[int]] = {}
         self.received: dict[str, bool] = {}
-        self._reports: dict[str, int] = {}
-        self._failed: set[str] = set()  # on some rank; the others may still be reading, and the engine remembers it
+        self._ranks = Ranks(tp)
 
     def _facts(self, rank: int, factors: Mapping[str, object], port: int = 0) -> EngineFacts:
         layers = tuple(f"layers.{n}" for n in range(LAYERS))
@@ -166,50 +168,29 @@ class Engine:
         late, self._late = self._late, None
         if late is not None:
             late()
-        sent: list[str] = []
-        received: list[str] = []
-        failed = self._failed
-        registrations: dict[tuple[int, int], RankRegistration] = {}
-        reasons: dict[str, dict[tuple[int, int], ReadFailure]] = {}
         if forward is not None:
             forward()
         for worker in self.workers:
             worker.apply(orders)
             worker.save(orders)
-        for worker in self.workers:
-            report = worker.take_report()
-            failed |= report.failed
-            for request_id, reason in report.reasons.items():
-                reasons.setdefault(request_id, {})[worker.rank] = reason
-            if report.registration is not None:
-                registrations[worker.rank] = report.registration
-            for request_id in (*report.sent, *report.received):
-                self._reports[request_id] = self._reports.get(request_id, 0) + 1
-                if self._reports[request_id] == self.tp:
-                    del self._reports[request_id]
-                    (sent if request_id in report.sent else received).append(request_id)
-        results = partial(self._take_results, sent, received, failed, registrations, reasons)
+        results = partial(self._take_results, self._ranks.add((one.rank, one.take_report()) for one in self.workers))
         if self.has_lag:
             self._late = results
         else:
             results()
 
-    def _take_results(
-        self,
-        sent: Sequence[str],
-        received: Sequence[str],
-        failed: set[str],
-        registrations: Mapping[tuple[int, int], RankRegistration],
-        reasons: Mapping[str, Mapping[tuple[int, int], ReadFailure]],
-    ) -> None:
+    def _take_results(self, step: Gathered) -> None:
         self.side.update_output(
-            sent=sent, received=received, failed=failed, registrations=registrations or None, reasons=reasons or None
+            sent=step.sent,
+            received=step.received,
+            failed=step.failed,
+            registrations=step.registrations or None,
+            reasons=step.reasons or None,
         )
-        for request_id in received:
+        for request_id in step.received:
             assert request_id not in self.received, "a read was reported twice"
-            self.received[request_id] = request_id not in failed
-            failed.discard(request_id)
-        for request_id in sent:
+            self.received[request_id] = request_id not in step.failed
+        for request_id in step.sent:
             self._free += self.held.pop(request_id)
 
     def prefill(

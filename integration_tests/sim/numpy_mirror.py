@@ -15,14 +15,14 @@ Array = np.ndarray[Any, Any]
 
 
 class NumpyMirror:
-    """A `MirrorMemory` whose `arrays` are what peers see of the `device` arrays."""
+    """A `MirrorMemory` whose `arrays` are what peers see of the `device` arrays; without any given, they are made."""
 
-    def __init__(self, device: Sequence[Array]) -> None:
-        self.arrays = [np.full_like(array, np.nan) for array in device]
+    def __init__(self, device: Sequence[Array], arrays: Sequence[Array] = (), *, is_asynchronous: bool = True) -> None:
+        self.arrays = list(arrays) or [np.full_like(array, np.nan) for array in device]
         for mine, its in zip(self.arrays, device, strict=True):
             assert mine.strides == its.strides
         self._pairs = [(flat_bytes(mine), flat_bytes(its)) for mine, its in zip(self.arrays, device, strict=True)]
-        self.is_asynchronous = True
+        self.is_asynchronous = is_asynchronous
         self.delay_s = 0.0
         self.save_refusal: Exception | None = None
         self.restore_refusal: Exception | None = None
@@ -34,7 +34,8 @@ class NumpyMirror:
 
     def save(self, copies: Sequence[PageCopy], after: object) -> None:
         assert after is not None
-        time.sleep(self.delay_s)
+        if self.delay_s:
+            time.sleep(self.delay_s)
         if self.save_refusal is not None:
             raise self.save_refusal
         self._copy(copies, to_device=False)

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from engines import LAYERS, TOKENS, Engine, Prompt, free_port, page_of
+from engines import LAYERS, TOKENS, Engine, free_port, page_of
 from hosts_listener import COMMAND, HostsListener, ask
 
 from kv_handshake import Client, Codec, Listener, LocalOffer, Timing
@@ -371,7 +371,3 @@ def test_h9_no_lying_ticket_ends_the_hosts_listener(
     assert reader.wait_received(honest)
     reader.assert_has(honest, source, TOKENS)
     figure(f"{LIES} lying tickets, {asked} queries; the listener answers, and an honest ticket was read")
-
-
-def test_the_prompt_of_these_attacks_is_the_simulations() -> None:
-    assert Prompt(3).digest(3) == prompt_digest(range(3)) != Other().digest(3)

@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 import pytest
-from engines import Engine
+from engines import EVERYWHERE, Engine
 
 from vllm_adapter.config import Settings
 
@@ -23,16 +23,17 @@ def hand_over(producer: Engine, consumer: Engine, tokens: int, *, hit_blocks: in
     consumer.finish(request)
 
 
-@pytest.mark.parametrize("choice", ["auto", "always", "never"])
 @pytest.mark.parametrize(
-    ("there", "here", "producer_tokens", "consumer_tokens"),
+    ("there", "here", "producer_tokens", "consumer_tokens", "choice"),
     [
-        ("NHD", "HND", 16, 16),
-        ("HND", "NHD", 16, 16),
-        ("NHD", "HND", 16, 48),
-        ("HND", "NHD", 16, 48),
-        ("NHD", "HND", 48, 16),
-        ("NHD", "HND", 32, 48),
+        ("NHD", "HND", 16, 16, "auto"),
+        ("HND", "NHD", 16, 16, "never"),
+        ("NHD", "HND", 16, 48, "always"),
+        ("HND", "NHD", 16, 48, "auto"),
+        ("NHD", "HND", 48, 16, "never"),
+        ("NHD", "HND", 32, 48, "auto"),
+        ("HND", "HND", 16, 48, "always"),
+        ("NHD", "NHD", 48, 16, "always"),
     ],
 )
 def test_pages_arrive_in_this_engines_order(
@@ -48,16 +49,6 @@ def test_pages_arrive_in_this_engines_order(
     for tokens in LENGTHS:
         hand_over(producer, consumer, tokens)
     assert bool(consumer.converters[0].pages_converted) is (choice != "never")
-    producer.wait_idle()
-
-
-@pytest.mark.parametrize(("order", "producer_tokens", "consumer_tokens"), [("HND", 16, 48), ("NHD", 48, 16)])
-def test_block_sizes_alone_differ(make: Make, order: str, producer_tokens: int, consumer_tokens: int) -> None:
-    producer = make("P", order=order, tokens=producer_tokens)
-    consumer = make("D", order=order, tokens=consumer_tokens, settings=Settings(receive_conversion="always"))
-    for tokens in LENGTHS:
-        hand_over(producer, consumer, tokens)
-    assert consumer.converters[0].pages_converted
     producer.wait_idle()
 
 
@@ -80,6 +71,7 @@ def test_insisting_refuses_a_peer_whose_pages_cannot_be_read_whole(
     assert "not-stageable" in caplog.text
 
 
+@EVERYWHERE
 @pytest.mark.parametrize(("producers", "consumers"), [(1, 2), (2, 1), (4, 2)])
 def test_the_pieces_of_several_ranks_are_put_in_order_once(make: Make, producers: int, consumers: int) -> None:
     producer = make("P", tp=producers, order="NHD", tokens=16)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from engines import TOKENS, Engine
+from engines import EVERYWHERE, TOKENS, Engine
 
 from vllm_adapter.config import Settings
 
@@ -50,6 +50,7 @@ def test_a_decode_engine_whose_thread_is_dead_answers_every_request(make: Make, 
     assert "thread-dead" in codes(consumer)
 
 
+@EVERYWHERE
 def test_a_read_on_the_wire_when_its_thread_dies_is_answered_once(make: Make) -> None:
     producer, consumer = make("P"), make("D")
     _, ticket = producer.prefill(PROMPT)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from engines import TOKENS, Engine
+from engines import EVERYWHERE, TOKENS, Engine
 
 from vllm_adapter.config import Settings
 from vllm_adapter.scheduler.values import Arrival, Ending
@@ -26,11 +27,10 @@ def hand_over(producer: Engine, consumer: Engine, tokens: int, **options: Any) -
 
 
 @pytest.mark.parametrize(("there", "here"), [(True, True), (True, False), (False, True)])
-@pytest.mark.parametrize("chunk_tokens", [None, TOKENS, 24, 5])
-def test_a_prompt_crosses_whole_and_in_chunks(make: Make, there: bool, here: bool, chunk_tokens: int | None) -> None:
+def test_a_prompt_crosses_whole_and_in_chunks(make: Make, there: bool, here: bool) -> None:
     """Chunks that end inside a block: the next one completes that block, which the engine does not name again."""
     producer, consumer = make("P", has_mirror=there), make("D", has_mirror=here)
-    for tokens in (1, TOKENS, 3 * TOKENS + 5, 5 * TOKENS):
+    for tokens, chunk_tokens in itertools.product((1, TOKENS, 3 * TOKENS + 5, 5 * TOKENS), (None, TOKENS, 24, 5)):
         hand_over(producer, consumer, tokens, chunk_tokens=chunk_tokens)
     producer.wait_idle()
 
@@ -49,6 +49,7 @@ def test_pages_of_another_order_are_put_in_order_in_the_mirror(make: Make) -> No
     producer.wait_idle()
 
 
+@EVERYWHERE
 def test_slow_copies_are_there_before_the_ticket_is(make: Make) -> None:
     producer, consumer = make("P", has_mirror=True), make("D")
     producer.mirrors[0].delay_s = 0.05
@@ -94,6 +95,7 @@ def test_a_failed_copy_to_the_device_is_that_requests_failure(make: Make, caplog
     producer.wait_idle()
 
 
+@EVERYWHERE
 def test_a_late_copy_of_an_aborted_prompt_never_lands_on_a_read(make: Make) -> None:
     """An engine of both roles: the aborted prompt's only blocks are those that the next request reads into."""
     producer, both = make("P"), make("B", has_mirror=True, blocks=3)

@@ -22,6 +22,7 @@ MOST_SHARE = 0.01
 Make = Callable[..., Engine]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("make", ["nixl"], indirect=True)
 @pytest.mark.parametrize("progress_thread", ["off", "on"])
 def test_workers_at_rest_take_less_than_a_hundredth_of_a_core(

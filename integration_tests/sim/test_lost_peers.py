@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from awake import AwakeClock
-from engines import TOKENS, Engine
+from engines import EVERYWHERE, TOKENS, Engine
 
 from kv_nixl_agent import AgentError
 from vllm_adapter.config import Settings
@@ -58,6 +58,7 @@ def statistics(engine: Engine) -> dict[str, list[Any]]:
     return found
 
 
+@EVERYWHERE
 @pytest.mark.never_wrong("B5")
 @pytest.mark.parametrize("producers", [1, 2])
 def test_one_disconnect_is_mended_by_a_second_attempt(make: Make, producers: int) -> None:
@@ -83,6 +84,7 @@ def test_without_retries_one_disconnect_fails_the_request(make: Make) -> None:
     assert consumer.wait_received(consumer.start_decode(ticket, TOKENS)) is False
 
 
+@EVERYWHERE
 @pytest.mark.never_wrong("B4")
 def test_a_closed_port_fails_each_of_many_requests_at_once_and_names_the_cause(make: Make) -> None:
     producer, consumer = make("P"), make("D")

@@ -27,6 +27,7 @@ _APART = ("pyright", "check-jsonschema", "zizmor")
 _NEIGHBOURS = {
     "fleet_sim": "integration_tests/sim",
     "security": "integration_tests/sim",
+    "never_wrong": "integration_tests/sim",
     "real_io": "packages/kv-nixl-agent/tests",
     "gpu": "packages/kv-nixl-agent/tests",
     "gpu/device": "integration_tests/sim",
@@ -135,7 +136,7 @@ def _variables_of(folder: Path) -> dict[str, str] | None:
 def _folders_of_tests() -> list[Path]:
     packages = [ROOT / "packages" / name / part for name in PACKAGES for part in ("tests", "examples")]
     shared = ROOT / "integration_tests"
-    plain = ("never_wrong", "sim", "wire_in_go", "fleet", "chaos", "chaos/agents")
+    plain = ("sim", "wire_in_go", "fleet", "chaos", "chaos/agents")
     names = (*plain, *_NEIGHBOURS, "host/inside", "host/engines")
     inner = [shared / name for name in names]
     return [

@@ -5,11 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from itertools import count
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -299,78 +296,3 @@ def test_a_trace_names_the_time_that_a_client_waited_for_its_first_token(pair: F
     shown = [f"{100 * part:.1f}" for part in (median(unexplained), min(unexplained), max(unexplained))]
     print(f"{len(unexplained)} hand-overs, unexplained: median {shown[0]} %, best {shown[1]} %, worst {shown[2]} %")
     assert (median if IS_LONG else min)(unexplained) <= 0.05, unexplained
-
-
-def test_status_shows_engines_under_load(pair: Fleet) -> None:
-    is_over = threading.Event()
-
-    def load() -> None:
-        rounds = count(600, 6)
-        while not is_over.is_set():
-            first = next(rounds)
-            pair.routed([prompt(number, 200) for number in range(first, first + 6)], max_tokens=20)
-
-    with ThreadPoolExecutor(1) as pool:
-        job = pool.submit(load)
-        try:
-            shown = json.loads(adapter("status", "--json"))
-        finally:
-            is_over.set()
-        job.result()
-    ranks = [answer for answers in shown["engines"].values() for answer in answers if answer["part"] == "0.0"]
-    assert len(ranks) >= 2
-    assert all(answer["thread"]["state"] == "running" for answer in ranks), ranks
-    assert any(answer["figures"]["bytes_moved"] for answer in ranks), ranks
-    assert shown["troubles"] == []
-    pair.assert_all_blocks_free()
-
-
-HOSTILE: list[object] = [
-    {"do_remote_prefill": True},
-    {"do_remote_prefill": True, "remote_block_ids": [[1, 2]]},
-    {
-        "do_remote_prefill": True,
-        "remote_block_ids": "x" * 1000,
-        "remote_engine_id": 1,
-        "remote_host": [],
-        "remote_port": 0,
-    },
-    {
-        "do_remote_prefill": True,
-        "remote_engine_id": "nobody",
-        "remote_request_id": "r",
-        "remote_host": "127.0.0.1",
-        "remote_port": 1,
-        "remote_block_ids": [[1, 2, 3]],
-        "tp_size": 1,
-    },
-    {
-        "do_remote_prefill": True,
-        "remote_engine_id": "nobody",
-        "remote_request_id": "r",
-        "remote_host": "127.0.0.1",
-        "remote_port": 1,
-        "remote_block_ids": [[1], [2], [3]],
-        "tp_size": 10**12,
-    },
-    {"do_remote_decode": True, "remote_block_ids": [[10**12]]},
-    {"do_remote_prefill": "yes", "do_remote_decode": 7},
-    {},
-]
-
-
-@pytest.mark.parametrize("number", range(len(HOSTILE)))
-def test_a_hostile_ticket_is_answered_or_refused_and_the_next_request_served(pair: Fleet, number: int) -> None:
-    async def send() -> int:
-        body = {"model": "tiny", "prompt": prompt(400 + number), "max_tokens": 4, "kv_transfer_params": HOSTILE[number]}
-        async with (
-            client(timeout_s=60) as session,
-            session.post(pair.engines["decode"].url + "/v1/completions", json=body) as reply,
-        ):
-            await reply.read()
-            return reply.status
-
-    assert asyncio.run(send()) in {200, 400, 500}
-    assert all(engine.is_healthy() for engine in pair.engines.values())
-    pair.assert_same_as_alone([prompt(500 + number)])
-    pair.assert_all_blocks_free(within_s=60)

@@ -6,7 +6,6 @@ Each request ends with the text of one engine alone: read from the peer where th
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import time
 import uuid
@@ -180,39 +179,6 @@ def test_whichever_engine_is_asked_late_or_never(fleet: Fleet) -> None:
     assert fleet.count("decode", COMPUTED, source="local_compute") == computed
     assert asyncio.run(decode(fleet, texts[2], early(fleet))) == expected[2:]
     assert asyncio.run(prefill(fleet, texts[2], early(fleet))) == 200
-
-
-def test_prompts_that_are_preempted_in_the_middle_are_read_anew(fleet: Fleet) -> None:
-    preempted = fleet.count("prefill", "vllm:num_preemptions_total")
-    texts = [prompt(50 + number, LONG - 40) for number in range(6)]
-
-    async def run() -> list[list[str]]:
-        streams = [early(fleet) for _ in texts]
-        asked = (decode(fleet, text, stream) for text, stream in zip(texts, streams, strict=True))
-        served = (prefill(fleet, text, stream, tokens=150) for text, stream in zip(texts, streams, strict=True))
-        done = await asyncio.gather(asyncio.gather(*asked), asyncio.gather(*served))
-        return list(done[0])
-
-    assert asyncio.run(run()) == [[text] for text in alone(fleet, *texts)]
-    assert fleet.count("prefill", "vllm:num_preemptions_total") > preempted
-    assert_nothing_wrong(fleet)
-
-
-def test_whichever_engine_loses_its_client_at_any_chunk(fleet: Fleet) -> None:
-    async def run(number: int, after_s: float) -> None:
-        text, stream = prompt(60 + number, LONG), early(fleet)
-        kept = asyncio.create_task(decode(fleet, text, stream) if number % 2 else both(fleet, text, stream))
-        leaving = prefill(fleet, text, stream) if number % 2 else both(fleet, text, early(fleet))
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(leaving, after_s)
-        kept_texts = await kept
-        assert kept_texts == await asyncio.to_thread(alone, fleet, text)
-
-    told = len(fleet.log("decode"))
-    for number in range(5):
-        asyncio.run(run(number, 0.03 + 0.06 * number))
-    assert_nothing_wrong(fleet)
-    assert "ticket-early-shared" not in fleet.log("decode")[told:], "a client that left is no second reader"
 
 
 def test_one_side_that_does_not_stream_and_blocks_of_other_sizes() -> None:

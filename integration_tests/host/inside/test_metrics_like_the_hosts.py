@@ -9,6 +9,7 @@ from typing import Any
 
 import prometheus_client
 import pytest
+from seeds import for_seeds
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnectorStats, NixlPromMetrics
 
 from vllm_adapter.host.metrics import PromMetrics, TransferStats
@@ -35,7 +36,7 @@ def interval(draw: random.Random) -> dict[str, list[float]]:
     return data
 
 
-@pytest.mark.parametrize("seed", range(60))
+@for_seeds(60)
 def test_the_log_line_has_the_hosts_keys_and_figures(seed: int) -> None:
     draw = random.Random(seed)
     ours, hosts = TransferStats(), NixlKVConnectorStats()
@@ -77,7 +78,7 @@ def page(metrics_class: Any, intervals: list[dict[str, list[float]]]) -> dict[tu
     }
 
 
-@pytest.mark.parametrize("seed", range(20))
+@for_seeds(20)
 def test_a_scrape_has_the_hosts_names_buckets_and_counts(seed: int) -> None:
     intervals = [interval(random.Random(1000 + seed + n)) for n in range(3)]
     ours, hosts = page(PromMetrics, intervals), page(NixlPromMetrics, intervals)

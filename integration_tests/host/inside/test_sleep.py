@@ -38,6 +38,7 @@ def _wait(condition: Callable[[], Any], within_s: float = 20) -> None:
         time.sleep(0.002)
 
 
+@pytest.mark.full
 def test_a_producer_hands_over_again_after_a_sleep(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     producer, consumer, other = make("P"), make("D"), make("E")
     old = hand_over(producer, other, "1", SOME)
@@ -84,6 +85,7 @@ def test_a_read_that_is_under_way_when_its_producer_falls_asleep_fails(
     consumer.assert_nothing_left()
 
 
+@pytest.mark.full
 def test_a_ticket_of_the_first_step_after_a_sleep_that_nobody_announced_never_brings_wrong_pages(
     make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -128,6 +130,7 @@ def test_a_consumer_that_falls_asleep_fails_what_has_arrived_and_reads_again_aft
     hand_over(producer, consumer, "2", OTHER)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("fabric", ["fake"], indirect=True)
 def test_a_read_on_the_wire_when_its_consumer_falls_asleep_is_ended_by_closing_the_agent(
     make: Make, fabric: FakeFabric, caplog: pytest.LogCaptureFixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -65,15 +66,24 @@ REFUSED: dict[str, Change] = {
 }
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda", "xpu", "tpu", "npu"])
-@pytest.mark.parametrize("buffer", ["device", "cpu"])
-@pytest.mark.parametrize("stages", [1, 2])
-@pytest.mark.parametrize("has_drafts", [False, True])
-@pytest.mark.parametrize("runner", ["0", "1"])
 def test_prompts_are_read_early_only_where_the_end_of_a_chunk_is_known(
-    make_engine, monkeypatch: pytest.MonkeyPatch, device: str, buffer: str, stages: int, has_drafts: bool, runner: str
+    make_engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make_engine("P")
+    devices = ("cpu", "cuda", "xpu", "tpu", "npu")
+    for case in itertools.product(devices, ("device", "cpu"), (1, 2), (False, True), ("0", "1")):
+        assert_read_early(engine, monkeypatch, *case)
+
+
+def assert_read_early(
+    engine: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    buffer: str,
+    stages: int,
+    has_drafts: bool,
+    runner: str,
+) -> None:
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", runner)
     monkeypatch.setattr(type(current_platform), "device_type", device)
     monkeypatch.setattr(type(current_platform), "get_nixl_supported_devices", lambda *_: {"npu": ("npu", "cpu")})

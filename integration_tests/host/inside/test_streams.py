@@ -10,9 +10,9 @@ from contextlib import suppress
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from fake_device import Event, FakeStreams
+from seeds import for_seeds
 
 from vllm_adapter.host.torch_mirror import TorchMirror
 from vllm_adapter.host.torch_pages import TorchPages
@@ -20,7 +20,8 @@ from vllm_adapter.worker.conversion import ConversionStep, PageRange, Permutatio
 from vllm_adapter.worker.host_mirror import PageCopy
 
 PAGES, PAGE_BYTES = 16, 64
-DEVICES = pytest.mark.parametrize(("seed", "eager"), [(seed, seed % 5 / 4) for seed in range(40)])
+DEVICES = for_seeds(40)
+"""Devices that are early or late in other ways."""
 
 
 def mirrored(streams: Any, pages_at_once: int = 3) -> tuple[torch.Tensor, torch.Tensor, TorchMirror, PageRange]:
@@ -36,8 +37,8 @@ def written(pages: torch.Tensor, value: int) -> None:
 
 
 @DEVICES
-def test_a_restore_follows_the_blocks_former_owner_and_comes_before_the_next_forward(seed: int, eager: float) -> None:
-    streams = FakeStreams(seed, eager)
+def test_a_restore_follows_the_blocks_former_owner_and_comes_before_the_next_forward(seed: int) -> None:
+    streams = FakeStreams(seed, seed % 5 / 4)
     device, twin, mirror, pages = mirrored(streams)
     chosen = np.array([1, 2, 5, 7, 8, 9, 11, 15], np.int64)
     read: list[torch.Tensor] = []
@@ -58,8 +59,8 @@ def test_a_restore_follows_the_blocks_former_owner_and_comes_before_the_next_for
 
 
 @DEVICES
-def test_what_a_failed_restore_has_queued_comes_before_the_next_forward(seed: int, eager: float) -> None:
-    streams = FakeStreams(seed, eager)
+def test_what_a_failed_restore_has_queued_comes_before_the_next_forward(seed: int) -> None:
+    streams = FakeStreams(seed, seed % 5 / 4)
     device, _, mirror, pages = mirrored(streams)
     pinned, made = streams.pinned, []
 
@@ -101,8 +102,8 @@ def test_a_restore_does_not_wait_for_the_forward_that_runs() -> None:
 
 
 @DEVICES
-def test_pinned_memory_is_filled_again_only_after_the_copy_from_it(seed: int, eager: float) -> None:
-    streams = FakeStreams(seed, eager)
+def test_pinned_memory_is_filled_again_only_after_the_copy_from_it(seed: int) -> None:
+    streams = FakeStreams(seed, seed % 5 / 4)
     device, twin, mirror, pages = mirrored(streams)
     for round_number in range(6):
         twin.fill_(round_number + 1)
@@ -110,14 +111,14 @@ def test_pinned_memory_is_filled_again_only_after_the_copy_from_it(seed: int, ea
         mirror.restore([PageCopy((pages,), PAGE_BYTES, chosen)], mirror.mark())
     streams.finish()
     assert device[:, 0].tolist() == [1, 2, 3, 4, 5, *[6] * 8, 0, 0, 0]
-    if eager == 1.0:
+    if seed % 5 == 4:
         assert len(streams.pinned_pieces) < 12
     assert streams.synchronized == []
 
 
 @DEVICES
-def test_a_conversion_is_queued_between_the_forwards_around_it(seed: int, eager: float) -> None:
-    streams = FakeStreams(seed, eager)
+def test_a_conversion_is_queued_between_the_forwards_around_it(seed: int) -> None:
+    streams = FakeStreams(seed, seed % 5 / 4)
     device = torch.from_numpy(np.random.default_rng(2).integers(0, 256, (PAGES, PAGE_BYTES), np.uint8))
     before = device.clone()
     pages = TorchPages([device], scratch_bytes=2 * PAGE_BYTES, streams=streams)

@@ -83,6 +83,7 @@ def test_a_prefix_hit_is_there_before_a_step_that_computes_none_of_it(
     assert step.held_tokens == held
 
 
+@pytest.mark.full
 def test_a_request_of_8192_blocks_without_a_ticket(make_engine: Any, capsys: pytest.CaptureFixture[str]) -> None:
     engine = make_engine("P")
     request = engine.add("r", prompt(4))

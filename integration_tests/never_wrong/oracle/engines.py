@@ -6,18 +6,17 @@ of each step between the scheduler and the workers.
 
 from __future__ import annotations
 
-import itertools
 import pickle
 import random
-from collections import Counter
 from typing import Any
 
 import numpy as np
-from numpy.lib.stride_tricks import as_strided
+from gathering import Ranks
+from numpy_pages import NumpyPages
 
+from kv_nixl_agent.testing import FakeFabric
 from kv_scheduler_state import prompt_digest
 from oracle.blocks import Lists, Pool
-from oracle.fabric import Fabric
 from oracle.geometry import Case, Side
 from oracle.hands import Clock, HandThread, SideChannel, StillClient, StillListener
 from oracle.memory import Array, Content, RankMemory, make_facts, span_tokens
@@ -27,7 +26,7 @@ from vllm_adapter.scheduler.values import Arrival, Ending
 from vllm_adapter.wiring import SchedulerParts, WorkerParts
 from vllm_adapter.worker.engine_thread import WorkerSide
 
-__all__ = ["Converter", "Engine", "HandParts"]
+__all__ = ["Engine", "HandParts"]
 
 LEASE_S = 30.0
 
@@ -81,29 +80,6 @@ class HandSchedulerParts:
         return StillListener(self._channel, self._parts.facts.host, self._parts.facts.port)
 
 
-class Converter:
-    """Puts received pages in order with numpy, one cell of a move at a time."""
-
-    def __init__(self, memory: RankMemory) -> None:
-        self._memory = memory
-        self.pages = 0
-
-    def convert(self, steps: Any) -> None:
-        for step in steps:
-            self.pages += len(step.pages) * len(step.regions)
-            for region, page in itertools.product(step.regions, step.pages.tolist()):
-                self._page(step.permutation, region.address - self._memory.base + page * region.stride_bytes)
-
-    def _page(self, how: Any, at: int) -> None:
-        start, size = at + how.start_bytes, how.span * how.word_bytes
-        target = self._memory.data[start : start + size]
-        words, received = target.view(f"u{how.word_bytes}"), target.copy().view(f"u{how.word_bytes}")
-        for move in how.moves:
-            to = as_strided(words[move.target_offset :], move.shape, [n * how.word_bytes for n in move.target_strides])
-            source = [n * how.word_bytes for n in move.source_strides]
-            to[...] = as_strided(received[move.source_offset :], move.shape, source)
-
-
 class Identity:
     """A prompt of tokens and nothing else."""
 
@@ -123,7 +99,7 @@ class Engine:
     """An engine of a case."""
 
     def __init__(
-        self, name: str, port: int, case: Case, side: Side, *, clock: Clock, fabric: Fabric, channel: SideChannel,
+        self, name: str, port: int, case: Case, side: Side, *, clock: Clock, fabric: FakeFabric, channel: SideChannel,
         rng: random.Random, is_threaded: bool = False,
     ) -> None:  # fmt: skip
         self.name, self.model, self.side, self.clock = name, case.model, side, clock
@@ -132,16 +108,16 @@ class Engine:
         self.memories = [RankMemory(model, side, rank, blocks) for rank in range(side.tp)]
         self.threads: list[HandThread] = []
         self.workers: list[WorkerSide] = []
-        self.converters: list[Converter] = []
+        self.converters: list[NumpyPages] = []
         self.pool = Pool(blocks, rng)
         generation = rng.randint(1, 2**40)
         envelopes: dict[tuple[int, int], bytes] = {}
         for rank, memory in enumerate(self.memories):
             facts = make_facts(model, side, rank, blocks, name, port, generation)
-            parts = WorkerParts(facts, self.settings, port_factory=fabric.factory(memory))
+            parts = WorkerParts(facts, self.settings, port_factory=fabric.port)
             hand_parts: Any = HandParts(parts, channel, None if is_threaded else self.threads)
             worker = WorkerSide(facts, hand_parts)
-            converter = Converter(memory)
+            converter = NumpyPages([memory.data])
             self.converters.append(converter)
             worker.register(memory.caches, None if side.conversion == "never" else converter)
             assert worker.envelope is not None
@@ -152,10 +128,9 @@ class Engine:
         self.scheduler_parts = scheduler_parts
         self.scheduler = SchedulerSide(facts, scheduler_parts, clock.monotonic)
         self.scheduler.serve(envelopes)
-        self.ends: Counter[tuple[str, str]] = Counter()
+        self._ranks = Ranks(side.tp)
         self.sent: set[str] = set()
         self.received: dict[str, str] = {}
-        self._failed: set[str] = set()
         self._codes: set[str] = set()
 
     # ------------------------------------------------------------------------------------------- the host's hooks
@@ -194,23 +169,15 @@ class Engine:
 
     def collect(self) -> None:
         """Carry the workers' reports up, adding up ranks as vLLM does."""
-        sent: list[str] = []
-        received: list[str] = []
-        for worker in self.workers:
-            report = worker.take_report()
-            self._failed |= report.failed
-            self._codes.update(failure.code for failure in report.reasons.values())
-            for kind, ids, done in (("sent", report.sent, sent), ("received", report.received, received)):
-                for request_id in ids:
-                    self.ends[kind, request_id] += 1
-                    assert self.ends[kind, request_id] <= self.side.tp, f"{kind} {request_id} is reported twice"
-                    if self.ends[kind, request_id] == self.side.tp:
-                        done.append(request_id)
-        self.scheduler.update_output(sent=sent, received=received, failed=[r for r in received if r in self._failed])
-        self.sent.update(sent)
+        step = self._ranks.add((worker.rank, worker.take_report()) for worker in self.workers)
+        again = self.sent & set(step.sent) | self.received.keys() & set(step.received)
+        assert not again, f"{again} are reported twice"
+        self._codes.update(failure.code for ranks in step.reasons.values() for failure in ranks.values())
+        self.scheduler.update_output(sent=step.sent, received=step.received, failed=step.failed)
+        self.sent.update(step.sent)
         codes = ",".join(sorted(self._codes))
-        for request_id in received:
-            self.received[request_id] = (codes or "uncoded") if request_id in self._failed else ""
+        for request_id in step.received:
+            self.received[request_id] = (codes or "uncoded") if request_id in step.failed else ""
 
     # ------------------------------------------------------------------------------------------------ memory
 
@@ -229,7 +196,7 @@ class Engine:
 
     @property
     def pages_converted(self) -> int:
-        return sum(converter.pages for converter in self.converters)
+        return sum(converter.pages_converted for converter in self.converters)
 
     def data(self) -> list[Array]:
         return [memory.data for memory in self.memories]

@@ -60,7 +60,6 @@ class Side:
         layout: Order of blocks (B), layers (L), heads (H) and tokens (N) in memory, in vLLM's names.
         is_shared: Whether layers of several groups lie in one pool.
         conv_order: Whether a state's convolution keeps the rows of a channel together ("DS") or the channels of a row ("SD").
-        base: Address of the rank's memory; two ranks may have the same.
         conversion: The setting `receive_conversion`.
     """
 
@@ -73,7 +72,6 @@ class Side:
     layout: str = "LBHNC"
     is_shared: bool = True
     conv_order: str = "DS"
-    base: int = 1 << 40
     conversion: _Conversion = "auto"
 
     @property
@@ -254,7 +252,6 @@ def _side(rng: random.Random, model: Model, tp: int, dcp: int) -> Side:
         layout=layout,
         is_shared=split == 1 and rng.random() < 0.7,
         conv_order=rng.choice(["DS", "SD"]),
-        base=rng.choice([1, 2]) << 40,
         conversion=rng.choices(_CONVERSIONS, [6, 2, 1])[0],
     )
 
@@ -297,7 +294,7 @@ def simpler(case: Case) -> Iterator[Case]:
         variants: tuple[dict[str, Any], ...] = (
             {"tp": 1, "dcp": 1}, {"tp": old.tp // 2, "dcp": 1}, {"tp": old.tp - 1, "dcp": 1}, {"dcp": 1}, {"turn": 0},
             {"split": 1},
-            {"layout": "LBHNC"}, {"is_shared": False}, {"conv_order": "DS"}, {"conversion": "never"}, {"base": 1 << 40},
+            {"layout": "LBHNC"}, {"is_shared": False}, {"conv_order": "DS"}, {"conversion": "never"},
             {"scratch": tuple(0 for _ in old.scratch)},
             *({"block_tokens": tuple(size for _ in old.block_tokens)} for size in (1, 2, 4)),
         )  # fmt: skip

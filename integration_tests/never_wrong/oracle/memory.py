@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -78,16 +78,17 @@ def _bytes(ids: Array, element_bytes: int) -> Array:
 
 
 class RankMemory:
-    """The cache of a rank. `data` are its bytes, `base` their address as the rank's process sees it."""
+    """The cache of a rank. `data` are its bytes, `base` is their address."""
 
     def __init__(self, model: Model, side: Side, rank: int, blocks: int) -> None:
         self.model, self.side, self.rank, self.blocks = model, side, rank, blocks
-        self.base = side.base
         self.heads = share(model.heads, side.tp, rank)
         self.caches: list[LayerCache] = []
         self._places: dict[tuple[int, int], tuple[int, int]] = {}
         total = self._allocate()
         self.data = np.full(total, NAN, np.uint8)
+        self.base = int(self.data.ctypes.data)
+        self.caches = [replace(cache, address=self.base + cache.address) for cache in self.caches]
 
     # ------------------------------------------------------------------------------------------------- allocation
 
@@ -135,7 +136,7 @@ class RankMemory:
         if group.kind == "state":
             shapes, sizes = self._state_shapes(group)
             cache = LayerCache(
-                address=self.base + at, shape=(self.blocks, 1, 1, own), stride_bytes=(stride, own, own, 1), element_bytes=1,
+                address=at, shape=(self.blocks, 1, 1, own), stride_bytes=(stride, own, own, 1), element_bytes=1,
                 state_shapes=shapes, state_element_bytes=sizes, state_kind=group.state,
                 **common,
             )  # fmt: skip
@@ -143,7 +144,7 @@ class RankMemory:
             content = model.head_size * _LATENT
             step = content * size
             cache = LayerCache(
-                address=self.base + at, shape=(count, 1, tokens, content),
+                address=at, shape=(count, 1, tokens, content),
                 stride_bytes=(stride // side.split, tokens * step, step, size), element_bytes=size, is_latent=True, **common,
             )  # fmt: skip
         else:
@@ -160,7 +161,7 @@ class RankMemory:
             if side.layout == "BHLNC":
                 at = start + layer * tokens * cell
             cache = LayerCache(
-                address=self.base + at, shape=(count, heads, tokens, content), stride_bytes=(*steps, size), element_bytes=size,
+                address=at, shape=(count, heads, tokens, content), stride_bytes=(*steps, size), element_bytes=size,
                 key_size=model.head_size, value_size=model.head_size, **common,
             )  # fmt: skip
         self.caches.append(cache)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from kv_nixl_agent.testing import FakeFabric
 from oracle.blocks import (
     Lists,
     blank_lists,
@@ -24,7 +25,6 @@ from oracle.blocks import (
     refusal_is_fair,
 )
 from oracle.engines import LEASE_S, Engine
-from oracle.fabric import Fabric
 from oracle.geometry import Case, Request, draw, shrink
 from oracle.hands import Clock, SideChannel
 from oracle.memory import NAN, Array, Content, span_tokens
@@ -48,7 +48,6 @@ class Outcome:
     read: int = 0
     hits: int = 0
     bytes_compared: int = 0
-    bytes_moved: int = 0
     pages_converted: int = 0
     codes: Counter[str] = field(default_factory=Counter)
 
@@ -84,7 +83,11 @@ class Play:
         self.is_threaded = is_threaded
         self.clock = Clock(is_real=is_threaded)
         self.clock.install()
-        self.fabric = Fabric(random.Random(case.seed + 1), blips=any(r.fate == "blip" for r in case.requests))
+        self.fabric = FakeFabric()
+        self.wire = random.Random(case.seed + 1)
+        self.most_polls = 2
+        if any(request.fate == "blip" for request in case.requests):
+            self.fabric.fail_next("check", "nixl-disconnected")
         channel = SideChannel()
         common = {
             "clock": self.clock,
@@ -97,7 +100,7 @@ class Play:
         self.consumer = Engine("D", 5601, case, case.consumer, **common)  # type: ignore[arg-type]
         self.is_expired = any(request.fate == "expired" for request in case.requests)
         if self.is_expired:
-            self.fabric.most_polls = 8  # long on the wire, so that the lease often ends before the bytes move
+            self.most_polls = 8  # long on the wire, so that the lease often ends before the bytes move
         self.outcome = Outcome()
         self.first_id = 1
         self.untold: set[str] = set()
@@ -113,7 +116,6 @@ class Play:
         self.consumer.step()
         self.play_out(handovers)
         self.judge(handovers, before)
-        self.outcome.bytes_moved = self.fabric.bytes_moved
         self.outcome.pages_converted = self.consumer.pages_converted
         return self.outcome
 
@@ -182,6 +184,7 @@ class Play:
                 time.sleep(0.002)
             else:
                 for thread in self.rng.sample(threads, len(threads)):
+                    self.fabric.latency_polls = self.wire.randint(0, self.most_polls)
                     thread.turn()
                     if self.rng.random() < 0.5:
                         thread.tick()

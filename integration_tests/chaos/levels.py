@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
 
 from kvdev.engines import metric_sum
 from vllm_adapter.cli.asking import Answer, ask_all
@@ -18,13 +14,12 @@ from vllm_adapter.cli.asking import Answer, ask_all
 __all__ = [
     "HELD_BY_ENGINE",
     "Held",
-    "Recorder",
     "Sample",
     "family_of",
-    "held_of",
+    "held_by",
     "is_alive",
-    "running_recorder",
     "sample_of",
+    "usage_of",
 ]
 
 
@@ -32,8 +27,6 @@ __all__ = [
 class Sample:
     """Levels of an engine's processes, added up."""
 
-    at_s: float
-    processes: int
     resident_mb: float
     """Anonymous resident memory: pages of files come and go with the kernel's needs."""
     descriptors: int
@@ -51,7 +44,6 @@ class Held:
     requests: int = 0
     reads: int = 0
     quarantined: int = 0
-    peers: int = 0
     is_silent: bool = False
 
 
@@ -79,9 +71,9 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def sample_of(pid: int, now_s: float) -> Sample:
+def sample_of(pid: int) -> Sample:
     """Return the levels of a process and its descendants; those that end meanwhile count nothing."""
-    processes = resident_kb = descriptors = sockets = threads = 0
+    resident_kb = descriptors = sockets = threads = 0
     for each in family_of(pid):
         with contextlib.suppress(OSError):
             fields = dict(line.split(":", 1) for line in Path(f"/proc/{each}/status").read_text().splitlines())
@@ -92,8 +84,7 @@ def sample_of(pid: int, now_s: float) -> Sample:
                 descriptors += 1
                 with contextlib.suppress(OSError):
                     sockets += str(Path(entry.path).readlink()).startswith("socket:")
-            processes += 1
-    return Sample(now_s, processes, resident_kb / 1024, descriptors, sockets, threads)
+    return Sample(resident_kb / 1024, descriptors, sockets, threads)
 
 
 def held_of(answers: Sequence[Answer], pids: Sequence[int]) -> Held:
@@ -110,7 +101,6 @@ def held_of(answers: Sequence[Answer], pids: Sequence[int]) -> Held:
         requests=sum(sum(part.get("requests_by_state", {}).values()) for part in schedulers),
         reads=_sum(workers, "reads"),
         quarantined=_sum(workers, "quarantined_transfers"),
-        peers=_sum(workers, "peers"),
     )
 
 
@@ -119,69 +109,10 @@ def _sum(parts: Sequence[Answer], name: str) -> int:
     return sum(level if isinstance(level, int) else len(level) for level in levels)
 
 
-@final
-@dataclass
-class Recorder:
-    """A thread that samples every engine once a second, and asks each for its status."""
-
-    pids: Callable[[], Mapping[str, int]]
-    """Engine -> the process that leads it, of those that live now."""
-    folder: Path
-    """Folder of the sockets on which these engines answer."""
-    every_s: float = 1.0
-    samples: dict[str, list[Sample]] = field(default_factory=dict)
-    holdings: dict[str, list[tuple[float, Held]]] = field(default_factory=dict)
-    _stop: threading.Event = field(default_factory=threading.Event)
-
-    def look(self) -> None:
-        """Take one sample of each engine."""
-        pids, now_s = self.pids(), time.monotonic()
-        for name, pid in pids.items():
-            self.samples.setdefault(name, []).append(sample_of(pid, now_s))
-        for name, held in self.held(pids).items():
-            self.holdings.setdefault(name, []).append((now_s, held))
-
-    def held(self, pids: Mapping[str, int] | None = None) -> dict[str, Held]:
-        """Ask each engine what it holds."""
-        pids = self.pids() if pids is None else pids
-        answers = ask_all([self.folder])
-        return {name: held_of(answers, family_of(pid)) for name, pid in pids.items()}
-
-    def run(self) -> None:
-        """Sample until told to stop."""
-        while not self._stop.wait(self.every_s):
-            self.look()
-
-    def stop(self) -> None:
-        """Let `run` return."""
-        self._stop.set()
-
-    def levels(self, engine: str, name: str) -> list[float]:
-        """Return one level of an engine over time."""
-        return [float(getattr(sample, name)) for sample in self.samples.get(engine, [])]
-
-    def write(self, file: Path) -> None:
-        """Write all samples as JSON, to draw them again."""
-        data: dict[str, Any] = {
-            "samples": {name: [asdict(each) for each in samples] for name, samples in self.samples.items()},
-            "holdings": {
-                name: [{"at_s": at_s, **asdict(held)} for at_s, held in holdings]
-                for name, holdings in self.holdings.items()
-            },
-        }
-        file.write_text(json.dumps(data))
-
-
-@contextlib.contextmanager
-def running_recorder(recorder: Recorder) -> Iterator[Recorder]:
-    """Sample on a thread of its own."""
-    thread = threading.Thread(target=recorder.run, name="recorder", daemon=True)
-    thread.start()
-    try:
-        yield recorder
-    finally:
-        recorder.stop()
-        thread.join(30)
+def held_by(pids: Mapping[str, int], folder: Path) -> dict[str, Held]:
+    """Return what each engine holds: it answers on a socket in this folder, and is led by this process."""
+    answers = ask_all([folder])
+    return {name: held_of(answers, family_of(pid)) for name, pid in pids.items()}
 
 
 def usage_of(page: str) -> float:
