@@ -327,7 +327,7 @@ def last_first(old: Any) -> Any:
 def waits_for_refused(old: Any) -> Any:
     """A refused connection is tried again until the request's time is over."""
 
-    def plan_retry(self: Task[Any], now_s: float, chance: float) -> bool:
+    def plan_retry(self: Task, now_s: float, chance: float) -> bool:
         error = self.session.error
         if error is None or error.code != "connection-refused":
             return bool(old(self, now_s, chance))

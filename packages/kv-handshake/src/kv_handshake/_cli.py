@@ -195,9 +195,6 @@ def _probe(  # noqa: PLR0913 - one for each option
         ),
     ] = None,
     save: Annotated[str | None, typer.Option(metavar="FILE", help="Write the received frames as a recording.")] = None,
-    advertisement: Annotated[
-        bool, typer.Option("--advertisement", help="Ask for the advertisement too; never of vLLM itself.")
-    ] = False,
     timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Wait per reply.")] = 5.0,
     secret_key: Annotated[
         str | None,
@@ -223,7 +220,6 @@ def _probe(  # noqa: PLR0913 - one for each option
             save,
             timeout,
             (secret_key, server_key),
-            wants_advertisement=advertisement,
             as_json=as_json,
         )
     )
@@ -243,7 +239,7 @@ def _serve(
 ) -> int:
     """Serve a recording, to test other implementations."""
     recording = Recording.read(file)
-    listener = Listener(host, port, payloads=recording.payloads, advertisement=recording.advertisement or None)
+    listener = Listener(host, port, payloads=recording.payloads)
     listener.start()
     try:
         ranks = sorted(recording.payloads)

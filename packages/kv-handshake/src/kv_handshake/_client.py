@@ -16,13 +16,11 @@ from kv_handshake._ask_frames import encode_ask
 from kv_handshake._asker import Asker
 from kv_handshake._endpoint import endpoint_of
 from kv_handshake._errors import ConfigurationError, HandshakeError, TransportError
-from kv_handshake._first_rank import FirstRankRequest
 from kv_handshake._log import GatedLog
 from kv_handshake._loop import Loop
 from kv_handshake._outcome import Outcome, outcome_of
 from kv_handshake._pacing import Backoff, FailureMemory
 from kv_handshake._queries import check_rank_count
-from kv_handshake._repeated import Repeated
 from kv_handshake._task import HandshakeRequest, Question, Task
 from kv_handshake._timing import Timing
 
@@ -30,11 +28,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from kv_handshake._messages import AgentMetadata
-    from kv_handshake._outcome import HandshakeSession
     from kv_handshake._pacing import RememberedFailure
     from kv_handshake._policy import LocalOffer
     from kv_handshake._queries import Rank
-    from kv_handshake._task import TaskRequest
     from kv_handshake._zmq import ClientSecurity
 
 __all__ = ["Client"]
@@ -83,7 +79,6 @@ class Client:
         self._lock = threading.Lock()
         self._counts = {"requests": 0, "succeeded": 0, "failed": 0, "callback_errors": 0, "background_attempts": 0}
         self._memory = FailureMemory(Backoff(self._timing.hold_first_s, self._timing.hold_most_s))
-        self._repeated = Repeated()
         self._security, self._seed = security, seed
         self._asker: Asker | None = None
         self._is_closed = False
@@ -130,7 +125,7 @@ class Client:
         """
         check_rank_count(ranks)
         question = Question(endpoint_of(host, port), tuple(ranks), engine_id, dialect, generation)
-        asked = self._request_for(question, check_first)
+        asked = HandshakeRequest(question, self._offer, check_first=check_first)
         task = Task(
             asked,
             lambda task: self._ended(task, asked, question, on_done),
@@ -235,12 +230,6 @@ class Client:
             asker.close()
         self._loop.close()
 
-    def _request_for(
-        self, question: Question, check_first: Callable[[AgentMetadata], None] | None
-    ) -> TaskRequest[HandshakeSession]:
-        whole = HandshakeRequest(question, self._offer, repeated=self._repeated)
-        return whole if check_first is None else FirstRankRequest(whole, check_first)
-
     # Everything below runs on the loop's thread.
 
     def _count(self, name: str) -> None:
@@ -264,8 +253,8 @@ class Client:
 
     def _ended(
         self,
-        task: Task[HandshakeSession],
-        asked: TaskRequest[HandshakeSession],
+        task: Task,
+        asked: HandshakeRequest,
         question: Question,
         on_done: Callable[[Outcome], None],
     ) -> None:
@@ -281,7 +270,7 @@ class Client:
             self._count("callback_errors")
             self._log.warning("callback", f"on_done of a handshake with {question.endpoint.host} raised {error!r}")
 
-    def _learn(self, question: Question, asked: TaskRequest[HandshakeSession], outcome: Outcome) -> None:
+    def _learn(self, question: Question, asked: HandshakeRequest, outcome: Outcome) -> None:
         """Forget an answered question's failures; remember a failure, and ask again in the background."""
         if outcome.is_ok:
             self._memory.forget(question)
@@ -295,7 +284,7 @@ class Client:
             else:
                 self._ask_again(question, asked, failure)
 
-    def _ask_again(self, question: Question, asked: TaskRequest[HandshakeSession], failure: RememberedFailure) -> None:
+    def _ask_again(self, question: Question, asked: HandshakeRequest, failure: RememberedFailure) -> None:
         """Plan one background attempt of a request, which keeps its rule about the first rank.
 
         If there is no place for it, the next request after the hold asks the peer itself.
@@ -313,9 +302,7 @@ class Client:
         if self._loop.submit(task):
             self._memory.hold(question)
 
-    def _asked_again(
-        self, task: Task[HandshakeSession], asked: TaskRequest[HandshakeSession], question: Question
-    ) -> None:
+    def _asked_again(self, task: Task, asked: HandshakeRequest, question: Question) -> None:
         self._memory.release(question)
         if task.attempts:
             self._count("background_attempts")

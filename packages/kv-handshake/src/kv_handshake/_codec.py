@@ -116,19 +116,18 @@ class Codec:
         return decode_metadata(envelope)
 
     @staticmethod
-    def server_core(payloads: Mapping[Rank, bytes], *, advertisement: bytes | None = None) -> ServerCore:
+    def server_core(payloads: Mapping[Rank, bytes]) -> ServerCore:
         """Return the listener's half of the protocol without its socket: `respond` turns a query into the frames of a reply.
 
         For transports of your own, such as HTTP: any bytes get an answer or a coded refusal, and nothing is raised.
 
         Args:
             payloads: Envelope by (pp, tp) rank.
-            advertisement: The engine's advertisement as JSON bytes.
 
         Raises:
             ConfigurationError: ``invalid-argument`` for a rank out of range.
         """
-        return ServerCore(payloads, advertisement=advertisement)
+        return ServerCore(payloads)
 
     @staticmethod
     def client_session(

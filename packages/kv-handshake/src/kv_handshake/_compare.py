@@ -110,9 +110,10 @@ def _compare_factors(
     if not known.factors:
         return (), ("any hashed factor",), "hash-unexplained"
     dialect = dialect_of(silent.dialect)
-    shown = {"attn_backend_name": silent.metadata.attn_backend_name, "nixl_connector_version": silent.dialect}
-    peer_hash = silent.envelope.compatibility_hash
-    found = explain_hash(known.factors, peer_hash, dialect, supposed=supposed, shown=shown, depth=2)
+    # The silent engine's metadata and dialect show two of its factors.
+    shown = {"attn_backend_name": (silent.metadata.attn_backend_name,), "nixl_connector_version": (silent.dialect,)}
+    tried = {name: (*supposed.get(name, ()), *shown.get(name, ())) for name in {**supposed, **shown}}
+    found = explain_hash(known.factors, silent.envelope.compatibility_hash, dialect, supposed=tried)
     if not found:
         return (), suspected_factors(known.factors, dialect), "hash-unexplained"
     if not is_left:

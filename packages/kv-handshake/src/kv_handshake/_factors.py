@@ -38,7 +38,6 @@ __all__ = [
     "Group",
     "check_factors",
     "compatibility_hash",
-    "compatibility_id",
     "differing_factors",
     "group_of",
     "hashed_factors",
@@ -134,20 +133,6 @@ def hashed_factors(factors: Mapping[str, object], dialect: Dialect) -> dict[str,
     if all(name in factors for name in dialect.hash_factors):
         return {name: factors[name] for name in dialect.hash_factors}
     return dict(factors)
-
-
-def compatibility_id(factors: Mapping[str, object]) -> str:
-    """Return a digest that two engines share exactly if no factor that must match differs (32 hex digits).
-
-    It is made for advertisements: a router compares two short texts instead of two sets of factors. Factors that
-    `FACTOR_GROUPS` does not name are left out, since what they mean is settled pair by pair.
-    """
-    kept: dict[str, object] = {}
-    for name, value in factors.items():
-        if value is None or FACTOR_GROUPS.get(name) is None or group_of(name, factors, factors) != "must-match":
-            continue
-        kept[name] = _major_minor(value) if name == "vllm_version" else value
-    return compatibility_hash(kept)[:32]
 
 
 def differing_factors(local: Mapping[str, object], peer: Mapping[str, object]) -> tuple[Difference, ...]:

@@ -77,7 +77,6 @@ class Listener:
         host: Address to bind: an IPv4 or IPv6 address, a name, or a wildcard (``0.0.0.0``, ``::``, ``*``).
         port: Port to bind; 0 for any free one, see `port`.
         payloads: Envelope by (pp rank, tp rank) to serve at first.
-        advertisement: The engine's advertisement as JSON bytes.
         advertised_host: Host name or address that peers connect to; needed if `host` is a wildcard.
         limits: How often one address may ask.
         security: Keys of an encrypted side channel; plain TCP without.
@@ -93,7 +92,6 @@ class Listener:
         port: int,
         *,
         payloads: Mapping[Rank, bytes] | None = None,
-        advertisement: bytes | None = None,
         advertised_host: str = "",
         limits: QueryLimits = _DEFAULT_LIMITS,
         security: ServerSecurity | None = None,
@@ -103,7 +101,7 @@ class Listener:
         self._advertised_host = advertised_host
         self._security = security
         self._clock = clock
-        self._core = ServerCore(payloads, advertisement=advertisement)
+        self._core = ServerCore(payloads)
         self._limits = limits
         self._buckets = TokenBuckets(rate_per_s=limits.queries_per_s, burst=limits.burst)
         self._log = GatedLog()
@@ -166,9 +164,9 @@ class Listener:
             )
             self._thread.start()
 
-    def replace(self, payloads: Mapping[Rank, bytes], *, advertisement: bytes | None = None) -> None:
+    def replace(self, payloads: Mapping[Rank, bytes]) -> None:
         """Serve these envelopes by (pp rank, tp rank) from now on; an empty mapping means "not ready"."""
-        self._core.replace(payloads, advertisement=advertisement)
+        self._core.replace(payloads)
 
     def take_asks(
         self, on_ask: Callable[[int, bytes], None], on_gone: Callable[[int], None], *, wait_s: float = 5.0

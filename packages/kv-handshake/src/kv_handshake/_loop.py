@@ -11,7 +11,7 @@ import random
 import threading
 import time
 from collections import Counter, deque
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, final
 
 from kv_handshake._errors import HandshakeError, WireError
 from kv_handshake._limits import MAX_REPLY_BYTES
@@ -67,11 +67,11 @@ class Loop:
         self._random = random.Random(seed)  # noqa: S311 - jitter, not secrets
         self._counts = {"attempts": 0, "restarts": 0}
         self._lock = threading.Lock()
-        self._inbox: deque[Task[Any]] = deque()
+        self._inbox: deque[Task] = deque()
         self._is_closing = False
-        self._waiting: deque[Task[Any]] = deque()
-        self._lookups: dict[Task[Any], Future[list[str]]] = {}
-        self._running: dict[Connection, Task[Any]] = {}
+        self._waiting: deque[Task] = deque()
+        self._lookups: dict[Task, Future[list[str]]] = {}
+        self._running: dict[Connection, Task] = {}
         self._hub = Hub(security)
         self._places: Counter[str] = Counter()
         self._next_look_s = 0.0
@@ -85,7 +85,7 @@ class Loop:
     def __repr__(self) -> str:
         return f"Loop(running={len(self._running)}, waiting={len(self._waiting)})"
 
-    def submit(self, task: Task[Any]) -> bool:
+    def submit(self, task: Task) -> bool:
         """Run a task; return False if the loop is closed. Callable from any thread."""
         with self._lock:
             if self._is_closing:
@@ -192,13 +192,13 @@ class Loop:
             else:
                 self._look_up(task)
 
-    def _look_up(self, task: Task[Any]) -> None:
+    def _look_up(self, task: Task) -> None:
         try:
             self._lookups[task] = self._names.look_up(task.request.endpoint.host)
         except RuntimeError as error:  # no thread can be made
             self._give_up(task, error)
 
-    def _give_up(self, task: Task[Any], error: Exception) -> None:
+    def _give_up(self, task: Task, error: Exception) -> None:
         """End an attempt that cannot begin: its task is in no list, and every task gets its end."""
         self._log.warning("open", f"no connection to {task.peer} because of {error!r}")
         now_s = time.monotonic()
@@ -244,7 +244,7 @@ class Loop:
             self._end_attempt(task)
         return True
 
-    def _begin(self, task: Task[Any], addresses: list[str]) -> None:
+    def _begin(self, task: Task, addresses: list[str]) -> None:
         """Connect to the first of the addresses."""
         if not addresses and not task.session.is_over:
             now_s, host = time.monotonic(), task.request.endpoint.host
@@ -256,7 +256,7 @@ class Loop:
         task.set_addresses(addresses)
         self._connect(task)
 
-    def _connect(self, task: Task[Any]) -> None:
+    def _connect(self, task: Task) -> None:
         """Open a connection to the task's next address, and send its first queries ahead."""
         address = task.next_address()
         if task.session.is_over or address is None:
@@ -264,7 +264,7 @@ class Loop:
             return
         self._open(task, address)
 
-    def _open(self, task: Task[Any], address: str, tried: Tried = NOTHING_TRIED) -> None:
+    def _open(self, task: Task, address: str, tried: Tried = NOTHING_TRIED) -> None:
         try:
             connection = self._hub.open(address, task.request.endpoint.port, tried)
         except HandshakeError as error:
@@ -280,11 +280,11 @@ class Loop:
         self._send_ahead(connection, task)
         self._hang_up_if_over(connection, task)
 
-    def _hang_up_if_over(self, connection: Connection, task: Task[Any]) -> None:
+    def _hang_up_if_over(self, connection: Connection, task: Task) -> None:
         if task.session.is_over:
             self._hang_up(connection, task)
 
-    def _send_ahead(self, connection: Connection, task: Task[Any]) -> None:
+    def _send_ahead(self, connection: Connection, task: Task) -> None:
         session = task.session
         try:
             while session.queries_left and session.queries_outstanding < self._timing.pipeline:
@@ -325,7 +325,7 @@ class Loop:
         task.session.fail(task.connection_error(fault, time.monotonic()))
         self._hang_up(connection, task)
 
-    def _hang_up(self, connection: Connection, task: Task[Any]) -> None:
+    def _hang_up(self, connection: Connection, task: Task) -> None:
         """Tell the caller first, then close the connection."""
         del self._running[connection]
         self._end_attempt(task)
@@ -378,7 +378,7 @@ class Loop:
             times += [time_s for time_s in silent_s if time_s > self._started_s]
         return min(times, default=time.monotonic() + _IDLE_POLL_S)
 
-    def _end_attempt(self, task: Task[Any]) -> None:
+    def _end_attempt(self, task: Task) -> None:
         host = task.request.endpoint.host
         self._places[host] -= 1
         if self._places[host] <= 0:

@@ -4,9 +4,9 @@ Any reader can decode the envelope; the metadata inside is opened only after the
 another schema is refused with a reason instead of a decoding error. Keys that start with ``kvh_`` are ours. vLLM's own
 decoder skips keys that it does not know, so the same bytes serve both kinds of peers.
 
-These two classes are the only list of fields in the package. `Envelope` is read and written as it stands. The rows of
-`AgentMetadata` carry a `Wire` each, and `METADATA_FIELDS` collects them: the reader's decoder and range checks, the
-writer's order and defaults, the keys of every dialect and the comparison of two engines all follow from that table.
+These classes are the only list of fields in the package. `Envelope` and `SentMetadata` are read as they stand, and
+`AgentMetadata` adds what the envelope says. The fields of `SentMetadata` carry a `Wire` each, and `METADATA_FIELDS` collects
+them: the range checks, the writer's order and defaults, the keys of every dialect and the comparison of two engines follow.
 Types say the least value of every number: `Natural` from 0, `Positive` from 1.
 """
 
@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Annotated, Any, final
 
 import msgspec
 
+from kv_handshake._limits import MAX_REGIONS
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -28,6 +30,7 @@ __all__ = [
     "Envelope",
     "MetadataField",
     "Refusal",
+    "SentMetadata",
     "Wire",
     "checksum_of",
     "usable_capabilities",
@@ -35,6 +38,14 @@ __all__ = [
 
 Natural = Annotated[int, msgspec.Meta(ge=0)]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
+# msgspec refuses a longer list from its first bytes, before it allocates anything.
+_Regions = msgspec.Meta(max_length=MAX_REGIONS)
+Naturals = Annotated[tuple[Natural, ...], _Regions]
+Positives = Annotated[tuple[Positive, ...], _Regions]
+Integers = Annotated[tuple[int, ...], _Regions]
+Texts = Annotated[tuple[str, ...], _Regions]
+Members = Annotated[tuple[tuple[str, ...], ...], _Regions]
+Layouts = Annotated[dict[str, tuple[int, int]], _Regions]
 
 OURS = 0
 """Stands for "first dialect" of the keys that are ours: written in every dialect, but only if they are set."""
@@ -76,9 +87,10 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     protocol: tuple[int, int] | None = msgspec.field(default=None, name="kvh_protocol")
     rank: tuple[int, int] | None = msgspec.field(default=None, name="kvh_rank")
     generation: int | None = msgspec.field(default=None, name="kvh_generation")
-    factors: dict[str, Any] = msgspec.field(default_factory=dict[str, Any], name="kvh_factors")
+    # `default={}`, not a factory: msgspec leaves out an empty map only if it knows that it is the default.
+    factors: dict[str, Any] = msgspec.field(default={}, name="kvh_factors")
     checksum: int | None = msgspec.field(default=None, name="kvh_checksum")
-    capabilities: dict[str, str] = msgspec.field(default_factory=dict[str, str], name="kvh_capabilities")
+    capabilities: dict[str, str] = msgspec.field(default={}, name="kvh_capabilities")
     refusal: Refusal | None = msgspec.field(default=None, name="kvh_refusal")
 
 
@@ -101,9 +113,8 @@ class Wire:
     unset: object = ...
 
 
-@final
-class AgentMetadata(msgspec.Struct, frozen=True, kw_only=True):
-    """Metadata of a peer rank: where its KV cache lies and how it is laid out.
+class SentMetadata(msgspec.Struct, frozen=True, kw_only=True):
+    """Metadata of a peer rank as it travels: where its KV cache lies and how it is laid out.
 
     Names are those of vLLM's wire; lists are parallel, one entry per registered region. The order is that in which
     vLLM 0.32 writes the keys.
@@ -134,33 +145,29 @@ class AgentMetadata(msgspec.Struct, frozen=True, kw_only=True):
         fence: (address, device, word count) of the rank's fence array; None from vLLM's own connector.
         geometry: A document that says which part of the model's cache the rank holds, opaque here.
         streams: (address, device, slots, table entries per slot) of the rank's stream memory; None without streaming.
-        generation: The envelope's generation.
-        factors: The envelope's factors.
-        capabilities: Names that the envelope gives as ``required`` or ``supported``, sorted; empty from vLLM's own
-            connector and from our release 0.1.
     """
 
     engine_id: Annotated[str, Wire()]
     agent_metadata: Annotated[bytes, Wire()]
-    kv_caches_base_addr: Annotated[tuple[Natural, ...], Wire()]
+    kv_caches_base_addr: Annotated[Naturals, Wire()]
     device_id: Annotated[Natural, Wire()]
     num_blocks: Annotated[Positive, Wire()]
-    block_lens: Annotated[tuple[Positive, ...], Wire(is_per_region=True, is_compared=True)]
-    block_strides: Annotated[tuple[Positive, ...] | None, Wire(since=9, is_per_region=True)] = None
+    block_lens: Annotated[Positives, Wire(is_per_region=True, is_compared=True)]
+    block_strides: Annotated[Positives | None, Wire(since=9, is_per_region=True)] = None
     kv_cache_layout: Annotated[str, Wire(is_compared=True)]
     block_size: Annotated[Positive, Wire(is_compared=True)]
     ssm_sizes: Annotated[tuple[Natural, Natural], Wire(is_compared=True)]
     attn_backend_name: Annotated[str, Wire(is_compared=True)]
     physical_blocks_per_logical_kv_block: Annotated[Natural, Wire(since=3, is_compared=True, unset=1)] = 0
-    region_num_blocks: Annotated[tuple[Natural, ...] | None, Wire(since=11, is_per_region=True)] = None
-    region_group_ids: Annotated[tuple[int, ...] | None, Wire(since=11, is_per_region=True, is_compared=True)] = None
-    region_names: Annotated[tuple[str, ...] | None, Wire(since=11, is_per_region=True, is_compared=True)] = None
-    region_mem_types: Annotated[tuple[str, ...] | None, Wire(since=11, is_per_region=True)] = None
+    region_num_blocks: Annotated[Naturals | None, Wire(since=11, is_per_region=True)] = None
+    region_group_ids: Annotated[Integers | None, Wire(since=11, is_per_region=True, is_compared=True)] = None
+    region_names: Annotated[Texts | None, Wire(since=11, is_per_region=True, is_compared=True)] = None
+    region_mem_types: Annotated[Texts | None, Wire(since=11, is_per_region=True)] = None
     dcp_size: Annotated[Positive, Wire(since=8, is_compared=True)] = 1
     pcp_size: Annotated[Positive, Wire(since=8, is_compared=True)] = 1
     ple_block_len: Annotated[Positive | None, Wire(since=14)] = None
-    region_members: Annotated[tuple[tuple[str, ...], ...], Wire(since=12)] = ()
-    packed_member_layouts: Annotated[dict[str, tuple[int, int]], Wire(since=13)] = msgspec.field(
+    region_members: Annotated[Members, Wire(since=12)] = ()
+    packed_member_layouts: Annotated[Layouts, Wire(since=13)] = msgspec.field(
         default_factory=dict[str, tuple[int, int]]
     )
     fence: Annotated[tuple[int, int, int] | None, Wire(since=OURS)] = msgspec.field(default=None, name="kvh_fence")
@@ -168,6 +175,19 @@ class AgentMetadata(msgspec.Struct, frozen=True, kw_only=True):
     streams: Annotated[tuple[int, int, int, int] | None, Wire(since=OURS)] = msgspec.field(
         default=None, name="kvh_streams"
     )
+
+
+@final
+class AgentMetadata(SentMetadata, frozen=True, kw_only=True):
+    """Metadata of a peer rank, with what its envelope says.
+
+    Attributes:
+        generation: The envelope's generation.
+        factors: The envelope's factors.
+        capabilities: Names that the envelope gives as ``required`` or ``supported``, sorted; empty from vLLM's own
+            connector and from our release 0.1.
+    """
+
     generation: int | None = msgspec.field(default=None, name="kvh_generation")
     factors: dict[str, Any] = msgspec.field(default_factory=dict[str, Any], name="kvh_factors")
     capabilities: tuple[str, ...] = msgspec.field(default=(), name="kvh_capabilities")
@@ -198,17 +218,13 @@ class MetadataField:
         return self.info.default if self.info.default is not msgspec.NODEFAULT else self.info.default_factory()
 
 
-def _rows() -> tuple[MetadataField, ...]:
-    return tuple(
-        MetadataField(info.name, info.encode_name, info, wire)
-        for info in msgspec.structs.fields(AgentMetadata)
-        for wire in getattr(info.type, "__metadata__", ())
-        if isinstance(wire, Wire)
-    )
-
-
-METADATA_FIELDS: tuple[MetadataField, ...] = _rows()
-"""The attributes of `AgentMetadata` that travel inside the envelope's metadata bytes, in the order of writing."""
+METADATA_FIELDS: tuple[MetadataField, ...] = tuple(
+    MetadataField(info.name, info.encode_name, info, wire)
+    for info in msgspec.structs.fields(SentMetadata)
+    for wire in info.type.__metadata__
+    if isinstance(wire, Wire)
+)
+"""The fields of `SentMetadata`, in the order of writing."""
 
 
 def checksum_of(metadata_bytes: bytes) -> int:

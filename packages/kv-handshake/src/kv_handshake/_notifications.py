@@ -121,19 +121,17 @@ def encode_read_complete(request_id: str, reader_count: int, *, nonce: str = "",
     Raises:
         ConfigurationError: ``invalid-argument`` if the peer could not read the result back.
     """
-    if not _is_request_id(request_id):
+    if not _is_request_id(request_id) or request_id.startswith(RESERVED_PREFIXES):
         raise _unsendable("request id", request_id)
-    if nonce:
-        if not _is_text(consumer):
-            raise _unsendable("consumer", consumer)
-        text = f"{_OURS}{msgspec.json.encode((request_id, nonce, consumer)).decode()}:{reader_count}"
-    else:
-        text = f"{request_id}:{reader_count}"
-    payload = text.encode()
-    wanted = Notification("read-complete", (request_id,), reader_count, nonces=(nonce,), consumer=consumer)
-    if request_id.startswith(RESERVED_PREFIXES) or parse_notification(payload) != wanted:
-        raise _unsendable("request id", request_id, reader_count=reader_count, nonce=nonce)
-    return payload
+    if not 1 <= reader_count <= MAX_READER_COUNT:
+        raise _unsendable("reader count", str(reader_count))
+    if not nonce and not consumer:
+        return f"{request_id}:{reader_count}".encode()
+    if _NONCE.fullmatch(nonce) is None:
+        raise _unsendable("nonce", nonce)
+    if not _is_text(consumer):
+        raise _unsendable("consumer", consumer)
+    return b"%s%s:%d" % (_OURS.encode(), msgspec.json.encode((request_id, nonce, consumer)), reader_count)
 
 
 def encode_heartbeats(readers: Sequence[tuple[str, str]], *, target_bytes: int = _TARGET_BYTES) -> tuple[bytes, ...]:

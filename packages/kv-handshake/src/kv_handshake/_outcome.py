@@ -4,46 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Protocol, TypeVar, final
+from typing import TYPE_CHECKING, final
 
 from kv_handshake._messages import AgentMetadata
 from kv_handshake._policy import Verdict
 from kv_handshake._queries import Rank
-from kv_handshake._task import Session, may_retry
+from kv_handshake._task import may_retry
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from kv_handshake._task import Task
 
-__all__ = ["HandshakeSession", "Outcome", "outcome_of"]
-
-
-class HandshakeSession(Session, Protocol):
-    """Protocol of a session that meets an engine."""
-
-    @property
-    def peers(self) -> Mapping[Rank, AgentMetadata]:
-        """Metadata by (pp, tp) of the ranks that have answered."""
-        ...
-
-    @property
-    def verdict(self) -> Verdict:
-        """The comparison with the peer that answered last."""
-        ...
-
-    @property
-    def rtt_s(self) -> float:
-        """Shortest round trip, seconds."""
-        ...
-
-    @property
-    def clock_offset_s(self) -> float | None:
-        """Peer's clock minus ours at the shortest round trip, seconds."""
-        ...
-
-
-H = TypeVar("H", bound=HandshakeSession)
+__all__ = ["Outcome", "outcome_of"]
 
 
 @final
@@ -81,7 +54,7 @@ class Outcome:
         return not self.code
 
 
-def outcome_of(task: Task[H], now_s: float) -> Outcome:
+def outcome_of(task: Task, now_s: float) -> Outcome:
     """Return the outcome of an ended handshake, from its last session."""
     session, error, endpoint = task.session, task.session.error, task.request.endpoint
     elapsed_s = now_s - task.began_s

@@ -5,9 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar, final
+from typing import TYPE_CHECKING, final
 
-from kv_handshake._advertisement_session import AdvertisementRequest
 from kv_handshake._endpoint import endpoint_of
 from kv_handshake._errors import ConfigurationError
 from kv_handshake._log import GatedLog
@@ -15,23 +14,20 @@ from kv_handshake._loop import Loop
 from kv_handshake._policy import LocalOffer
 from kv_handshake._reading import decode_envelope
 from kv_handshake._recording import Recording
-from kv_handshake._task import HandshakeRequest, Question, Session, Task
+from kv_handshake._task import HandshakeRequest, Question, Task
 from kv_handshake._timing import Timing
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from kv_handshake._advertisement import Advertisement
     from kv_handshake._messages import AgentMetadata
     from kv_handshake._queries import Rank
-    from kv_handshake._task import TaskRequest
+    from kv_handshake._session import ClientSession
     from kv_handshake._zmq import ClientSecurity
 
-__all__ = ["ProbeResult", "probe", "probe_advertisement"]
+__all__ = ["ProbeResult", "probe"]
 
 _LONGEST_S = 86_000.0
-
-S = TypeVar("S", bound=Session)
 
 
 @final
@@ -94,23 +90,7 @@ def probe(
     )
 
 
-def probe_advertisement(
-    host: str, port: int, *, timeout_s: float, security: ClientSecurity | None = None
-) -> tuple[Advertisement, bytes]:
-    """Ask one of our own listeners for its advertisement; return it with its bytes.
-
-    Never point this at vLLM's own listener, which would die on the query.
-
-    Raises:
-        TransportError: As `probe`.
-        WireError: ``malformed-advertisement``, or ``refused`` if the engine has none.
-        ConfigurationError: ``invalid-endpoint`` or ``invalid-argument``.
-    """
-    session = _run(AdvertisementRequest(endpoint_of(host, port)), timeout_s, 1, security)
-    return session.advertisement, session.data
-
-
-def _run(request: TaskRequest[S], timeout_s: float, replies: int, security: ClientSecurity | None) -> S:
+def _run(request: HandshakeRequest, timeout_s: float, replies: int, security: ClientSecurity | None) -> ClientSession:
     """Run one attempt on a client loop of its own; return the session, or raise the error that ended it."""
     if not 0 < timeout_s <= _LONGEST_S:
         raise ConfigurationError("invalid-argument", f"timeout {timeout_s} s is not above 0 and at most {_LONGEST_S}")

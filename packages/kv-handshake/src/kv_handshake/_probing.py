@@ -12,7 +12,7 @@ from kv_handshake._compare import Snapshot, compare
 from kv_handshake._dialect import dialect_of, dialect_of_vllm
 from kv_handshake._endpoint import parse_endpoint
 from kv_handshake._errors import ConfigurationError
-from kv_handshake._probe import probe, probe_advertisement
+from kv_handshake._probe import probe
 from kv_handshake._recording import Recording
 from kv_handshake._render import comparison_text, comparison_values, probe_text, probe_values
 from kv_handshake._zmq import ClientSecurity
@@ -48,7 +48,6 @@ class ProbeOptions:
     save: str | None
     timeout_s: float
     key_files: tuple[str | None, str | None]
-    wants_advertisement: bool
     as_json: bool
 
 
@@ -61,19 +60,11 @@ def run_probe(options: ProbeOptions) -> int:
     security = _security(options.key_files)
     ranks = _ranks(options.ranks)
     _warn(options, ranks)
-    advertisement = b""
-    if options.wants_advertisement:
-        _, advertisement = probe_advertisement(host, port, timeout_s=options.timeout_s, security=security)
     result = probe(host, port, ranks=ranks, dialect=version.version, timeout_s=options.timeout_s, security=security)
     if options.save:
-        Recording(
-            version.version, result.recording.payloads, result.recording.factors, advertisement=advertisement
-        ).write(options.save)
+        result.recording.write(options.save)
     document = probe_values(options.peer, result)
     text = probe_text(options.peer, result)
-    if advertisement:
-        document["advertisement"] = json.loads(advertisement)
-        text += f"\n  advertisement {advertisement.decode()}"
     code = _OK
     if options.against:
         other = _snapshot_against(options, options.against, ranks[:1], version.version, security)

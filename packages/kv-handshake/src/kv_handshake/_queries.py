@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, cast, final
+from typing import TYPE_CHECKING, Any, cast, final
 
 import msgspec
 
@@ -16,16 +16,12 @@ if TYPE_CHECKING:
 
     from kv_handshake._dialect import Dialect
 
-__all__ = ["ADVERTISEMENT_QUERY", "Query", "Rank", "check_rank", "check_rank_count", "encode_query", "parse_query"]
+__all__ = ["Query", "Rank", "check_askable", "check_rank", "check_rank_count", "encode_query", "parse_query"]
 
 Rank = tuple[int, int]
 """(pp rank, tp rank)."""
 
 _METADATA = b"get_meta_msg"
-_ADVERTISEMENT = b"get_advertisement"
-
-ADVERTISEMENT_QUERY: bytes = msgspec.msgpack.encode([_ADVERTISEMENT])
-"""Asks our own listeners for their advertisement. Never send it to vLLM's own listener, which would die on it."""
 
 
 @final
@@ -34,14 +30,12 @@ class Query:
     """A parsed query.
 
     Attributes:
-        command: ``metadata`` or ``advertisement``.
-        rank: (pp, tp) rank that is asked for; (0, 0) for an advertisement.
+        rank: (pp, tp) rank that is asked for.
         wants_clock: Whether the asker's dialect expects a clock frame.
     """
 
-    command: Literal["metadata", "advertisement"]
-    rank: Rank = (0, 0)
-    wants_clock: bool = False
+    rank: Rank
+    wants_clock: bool
 
 
 def encode_query(rank: Rank, dialect: Dialect) -> bytes:
@@ -50,18 +44,20 @@ def encode_query(rank: Rank, dialect: Dialect) -> bytes:
     Raises:
         ConfigurationError: ``invalid-argument`` for a rank out of range, or a pp rank above 0 in a dialect without one.
     """
+    check_askable(rank, dialect)
+    return msgspec.msgpack.encode((_METADATA, rank[1]) if dialect.query_fields == 2 else (_METADATA, *rank))
+
+
+def check_askable(rank: Rank, dialect: Dialect) -> None:
+    """Raise ``invalid-argument`` unless a query in this dialect can name the rank."""
     check_rank(rank)
-    pp, tp = rank
-    if dialect.query_fields == 2:
-        if pp:
-            raise ConfigurationError(
-                "invalid-argument",
-                f"a peer of version {dialect.version} has no pipeline ranks, but pp rank {pp} was asked for",
-                pp_rank=pp,
-                dialect=dialect.version,
-            )
-        return msgspec.msgpack.encode((_METADATA, tp))
-    return msgspec.msgpack.encode((_METADATA, pp, tp))
+    if dialect.query_fields == 2 and rank[0]:
+        raise ConfigurationError(
+            "invalid-argument",
+            f"a peer of version {dialect.version} has no pipeline ranks, but pp rank {rank[0]} was asked for",
+            pp_rank=rank[0],
+            dialect=dialect.version,
+        )
 
 
 def check_rank(rank: Rank) -> None:
@@ -95,15 +91,11 @@ def parse_query(frame: bytes) -> Query:
 
 def _interpret(fields: list[object]) -> Query:
     command, *numbers = fields
-    if command == _ADVERTISEMENT:
-        if numbers:
-            raise WireError("wrong-arity", f"advertisement query with {len(fields)} fields; it has 1")
-        return Query("advertisement")
     if command != _METADATA:
-        raise WireError("unknown-command", "the first field is not the bytes 'get_meta_msg' or 'get_advertisement'")
+        raise WireError("unknown-command", "the first field is not the bytes 'get_meta_msg'")
     if len(numbers) not in (1, 2):
         raise WireError("wrong-arity", f"metadata query with {len(fields)} fields; it has 2 (tp) or 3 (pp, tp)")
     ranks = [number for number in numbers if isinstance(number, int) and not isinstance(number, bool) and number >= 0]
     if len(ranks) != len(numbers):
         raise WireError("wrong-type", "a rank is not a non-negative integer")
-    return Query("metadata", (ranks[0] if len(ranks) == 2 else 0, ranks[-1]), wants_clock=len(ranks) == 2)
+    return Query((ranks[0] if len(ranks) == 2 else 0, ranks[-1]), wants_clock=len(ranks) == 2)

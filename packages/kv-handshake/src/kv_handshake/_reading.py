@@ -2,11 +2,6 @@
 
 Every function returns a checked value or raises a `WireError` with a code. Types, keys and ranges come from the classes in
 `kv_handshake._messages`.
-
-The ranks of an engine, and the engines of a fleet, send the same factors, region names and block sizes, and differ in addresses.
-So lists and factors are cut out of a message as bytes (`msgspec.Raw`) first, and a client hands in a `Repeated` that keeps the
-last value of each: equal bytes are opened and checked once. For 8 ranks of 128 regions that halves the time of reading, which
-is a third of a whole handshake over loopback (``tools/bench/handshake.py``). The result never depends on it.
 """
 
 from __future__ import annotations
@@ -16,74 +11,61 @@ import math
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
-from msgspec import Raw
 from msgspec.structs import asdict
 
 from kv_handshake._decoding import DECODE_ERRORS
 from kv_handshake._errors import WireError
-from kv_handshake._limits import MAX_DEPTH, MAX_ENGINE_ID_CHARS, MAX_ENVELOPE_BYTES, MAX_FACTORS, MAX_REPLY_BYTES
+from kv_handshake._limits import (
+    MAX_DEPTH,
+    MAX_ENGINE_ID_CHARS,
+    MAX_ENVELOPE_BYTES,
+    MAX_FACTORS,
+    MAX_LIST_BYTES,
+    MAX_REPLY_BYTES,
+)
 from kv_handshake._messages import (
     METADATA_FIELDS,
     AgentMetadata,
     Envelope,
+    SentMetadata,
     checksum_of,
     usable_capabilities,
 )
-from kv_handshake._repeated import ListTable, Repeated
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
-
-    from msgspec.structs import FieldInfo
+    from collections.abc import Iterable
 
 __all__ = ["decode_clock", "decode_envelope", "decode_metadata", "reconstruct_blocks_ratio"]
 
 _ADDRESS_END = 1 << 64
-
-
-def _is_long(info: FieldInfo) -> bool:
-    """Return whether a field is a list or a map without a fixed length."""
-    text = str(info.type)
-    return "..." in text or "dict[" in text
-
-
-def _sent_struct(name: str, fields: Sequence[FieldInfo], closed: Collection[str]) -> Any:  # noqa: ANN401 - as msgspec declares it
-    """Return a struct with these fields, of which the closed ones are kept as bytes."""
-    definitions: list[Any] = []
-    for info in fields:
-        default: Any = None if info.required else _default(info)
-        if info.name in closed and not info.required:
-            default = Raw(msgspec.msgpack.encode(default))
-        kind = Raw if info.name in closed else info.type
-        field = (
-            msgspec.field(name=info.encode_name)
-            if info.required
-            else msgspec.field(default=default, name=info.encode_name)
-        )
-        definitions.append((info.name, kind, field))
-    return msgspec.defstruct(name, definitions, frozen=True, kw_only=True)
-
-
-def _default(info: FieldInfo) -> object:
-    return info.default if info.default is not msgspec.NODEFAULT else info.default_factory()
-
-
-_METADATA_INFOS = [each.info for each in METADATA_FIELDS]
-_ENVELOPE_INFOS = msgspec.structs.fields(Envelope)
-_LISTS = ListTable(
-    {each.name: msgspec.msgpack.Decoder(each.type).decode for each in _METADATA_INFOS if _is_long(each)},
-    differing=("kv_caches_base_addr",),
-)
-
+_BLOBS = ("agent_metadata", "geometry")
 _PER_REGION = tuple(each.name for each in METADATA_FIELDS if each.wire.is_per_region)
 
-_envelope_decoder = msgspec.msgpack.Decoder(_sent_struct("_SentEnvelope", _ENVELOPE_INFOS, ("factors",)))
-_metadata_decoder = msgspec.msgpack.Decoder(_sent_struct("_SentMetadata", _METADATA_INFOS, _LISTS.decoders))
-_factors_decoder = msgspec.msgpack.Decoder(dict[str, Any])
+
+class _Outer(msgspec.Struct):
+    """The part of an envelope that shows how long the rest is."""
+
+    agent_metadata_bytes: memoryview
+
+
+# Lists are measured before any of them is opened: an empty text takes one byte here and 8 or more once it is read.
+_Unopened = msgspec.defstruct(
+    "_Unopened",
+    [
+        (each.name, msgspec.Raw, msgspec.field(name=each.key, default=msgspec.Raw(b"")))
+        for each in METADATA_FIELDS
+        if each.name not in _BLOBS
+    ],
+)
+
+_outer_decoder = msgspec.msgpack.Decoder(_Outer)
+_envelope_decoder = msgspec.msgpack.Decoder(Envelope)
+_unopened_decoder = msgspec.msgpack.Decoder(_Unopened)
+_metadata_decoder = msgspec.msgpack.Decoder(SentMetadata)
 _clock_decoder = msgspec.msgpack.Decoder(float)
 
 
-def decode_envelope(frame: bytes, repeated: Repeated | None = None) -> Envelope:
+def decode_envelope(frame: bytes) -> Envelope:
     """Return the envelope in a reply's first frame; its metadata stays closed.
 
     Raises:
@@ -96,25 +78,24 @@ def decode_envelope(frame: bytes, repeated: Repeated | None = None) -> Envelope:
             size_bytes=len(frame),
         )
     try:
-        sent = _envelope_decoder.decode(frame)
-        metadata: bytes = sent.agent_metadata_bytes
-        if len(frame) - len(metadata) > MAX_ENVELOPE_BYTES:
+        rest_bytes = len(frame) - len(_outer_decoder.decode(frame).agent_metadata_bytes)
+        if rest_bytes > MAX_ENVELOPE_BYTES:
             raise WireError(
                 "malformed-envelope",
-                f"envelope holds {len(frame) - len(metadata)} bytes besides its metadata; at most {MAX_ENVELOPE_BYTES} are read",
+                f"envelope holds {rest_bytes} bytes besides its metadata; at most {MAX_ENVELOPE_BYTES} are read",
             )
-        factors = (repeated or Repeated()).open("factors", sent.factors, _factors_decoder.decode, _check_factors)
+        envelope = _envelope_decoder.decode(frame)
     except DECODE_ERRORS as error:
         raise WireError("malformed-envelope", f"envelope of {len(frame)} bytes does not decode: {error}") from error
-    if sent.checksum is not None and sent.checksum != checksum_of(metadata):
+    _check_factors(envelope.factors)
+    metadata = envelope.agent_metadata_bytes
+    if envelope.checksum is not None and envelope.checksum != checksum_of(metadata):
         raise WireError(
             "checksum-mismatch",
             f"the CRC-32 of {len(metadata)} metadata bytes is not the announced one; ask again",
             size_bytes=len(metadata),
         )
-    values = asdict(sent)
-    values["factors"] = factors
-    return Envelope(**values)
+    return envelope
 
 
 def _check_factors(factors: dict[str, Any]) -> None:
@@ -140,25 +121,23 @@ def _is_deep(value: object, levels: int) -> bool:
     return levels == 0 or any(_is_deep(each, levels - 1) for each in inner)
 
 
-def decode_metadata(envelope: Envelope, repeated: Repeated | None = None) -> AgentMetadata:
+def decode_metadata(envelope: Envelope) -> AgentMetadata:
     """Open an accepted envelope and return its metadata, checked.
 
     Raises:
         WireError: ``malformed-metadata`` or ``invalid-metadata``.
     """
-    repeated = repeated or Repeated()
     try:
+        _check_sizes(_unopened_decoder.decode(envelope.agent_metadata_bytes))
         sent = _metadata_decoder.decode(envelope.agent_metadata_bytes)
-        values = asdict(sent)
-        repeated.open_lists(values, _LISTS)
     except DECODE_ERRORS as error:
         size = len(envelope.agent_metadata_bytes)
         # msgspec reports a number out of range as "Expected `int` >= 1 - at `$.num_blocks`", a wrong type without ">=".
         code = "invalid-metadata" if "`int` >=" in str(error) else "malformed-metadata"
         raise WireError(code, f"agent metadata of {size} bytes does not decode: {error}") from error
-    values["physical_blocks_per_logical_kv_block"] = values[
-        "physical_blocks_per_logical_kv_block"
-    ] or reconstruct_blocks_ratio(values["ssm_sizes"], values["block_lens"])
+    values = asdict(sent)
+    if not sent.physical_blocks_per_logical_kv_block:
+        values["physical_blocks_per_logical_kv_block"] = reconstruct_blocks_ratio(sent.ssm_sizes, sent.block_lens)
     metadata = AgentMetadata(
         **values,
         generation=envelope.generation,
@@ -166,11 +145,8 @@ def decode_metadata(envelope: Envelope, repeated: Repeated | None = None) -> Age
         capabilities=usable_capabilities(envelope.capabilities),
     )
     _check_values(metadata)
-    regions = len(metadata.kv_caches_base_addr)
-    if regions != repeated.checked_regions:
-        _check_lists(metadata, regions)
-        repeated.checked_regions = regions
-    if regions and max(metadata.kv_caches_base_addr) + max(metadata.block_lens) > _ADDRESS_END:
+    _check_lists(metadata)
+    if metadata.kv_caches_base_addr and max(metadata.kv_caches_base_addr) + max(metadata.block_lens) > _ADDRESS_END:
         raise _invalid("kv_caches_base_addr", "reaches beyond the 64-bit address space")
     return metadata
 
@@ -186,6 +162,15 @@ def reconstruct_blocks_ratio(ssm_sizes: tuple[int, int], block_lens: tuple[int, 
     if sum(ssm_sizes) == 0 or not block_lens or not block_lens[0]:
         return 1
     return math.ceil(sum(ssm_sizes) / block_lens[0])
+
+
+def _check_sizes(unopened: msgspec.Struct) -> None:
+    """Raise ``malformed-metadata`` for a value that is too long to be opened."""
+    for name, raw in asdict(unopened).items():
+        if len(memoryview(raw)) > MAX_LIST_BYTES:
+            raise WireError(
+                "malformed-metadata", f"{name} has {len(memoryview(raw))} bytes; at most {MAX_LIST_BYTES} are read"
+            )
 
 
 def _check_values(metadata: AgentMetadata) -> None:
@@ -209,8 +194,9 @@ def _check_values(metadata: AgentMetadata) -> None:
             )
 
 
-def _check_lists(metadata: AgentMetadata, regions: int) -> None:
+def _check_lists(metadata: AgentMetadata) -> None:
     """Raise ``invalid-metadata`` if parallel lists differ in length, or a page begins or ends where none can."""
+    regions = len(metadata.kv_caches_base_addr)
     for name in _PER_REGION:
         values = getattr(metadata, name)
         if values is not None and len(values) != regions:

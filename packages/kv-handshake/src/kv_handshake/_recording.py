@@ -1,9 +1,9 @@
 """Recordings: a listener's replies as a JSON file that can be served, compared or attached to a bug report.
 
     {"format": "kv-handshake-recording", "version": 1, "dialect": 14,
-     "ranks": [{"pp": 0, "tp": 0, "envelope": "<base64>"}], "advertisement": {...}, "factors": {...}}
+     "ranks": [{"pp": 0, "tp": 0, "envelope": "<base64>"}], "factors": {...}}
 
-``advertisement`` and ``factors`` may be missing. ``factors`` holds the factors of an engine that does not send them.
+``factors`` may be missing; it holds the factors of an engine that does not send them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ class _Document(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     dialect: int
     ranks: list[_RankRecord]
     factors: dict[str, Any] = {}
-    advertisement: dict[str, Any] = {}
 
 
 @final
@@ -55,13 +54,11 @@ class Recording:
         dialect: The engine's connector version.
         payloads: Envelope bytes by (pp, tp) rank.
         factors: The engine's factors, if its envelopes do not carry them.
-        advertisement: Its advertisement as JSON bytes; empty without one.
     """
 
     dialect: int
     payloads: Mapping[Rank, bytes]
     factors: Mapping[str, object] = field(default_factory=dict[str, object])
-    advertisement: bytes = b""
 
     def write(self, path: str | Path) -> None:
         """Write the recording to a file."""
@@ -71,7 +68,6 @@ class Recording:
             dialect=self.dialect,
             ranks=[_RankRecord(pp, tp, payload) for (pp, tp), payload in sorted(self.payloads.items())],
             factors=dict(self.factors),
-            advertisement=msgspec.json.decode(self.advertisement) if self.advertisement else {},
         )
         Path(path).write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n")
 
@@ -106,5 +102,4 @@ def _interpret(document: _Document) -> Recording:
         dialect=dialect_of(document.dialect).version,
         payloads=payloads,
         factors=document.factors,
-        advertisement=msgspec.json.encode(document.advertisement) if document.advertisement else b"",
     )

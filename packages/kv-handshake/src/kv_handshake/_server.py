@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, final
 
 from kv_handshake._dialect import dialect_of
 from kv_handshake._errors import WireError
-from kv_handshake._queries import ADVERTISEMENT_QUERY, Rank, check_rank, encode_query, parse_query
+from kv_handshake._queries import Rank, check_rank, encode_query, parse_query
 from kv_handshake._writing import encode_clock, encode_refusal
 
 if TYPE_CHECKING:
@@ -32,23 +32,21 @@ class ServerCore:
 
     Args:
         payloads: Envelope by (pp rank, tp rank); empty while there is nothing to serve yet.
-        advertisement: The engine's advertisement as JSON bytes, if it has one.
     """
 
-    def __init__(self, payloads: Mapping[Rank, bytes] | None = None, *, advertisement: bytes | None = None) -> None:
+    def __init__(self, payloads: Mapping[Rank, bytes] | None = None) -> None:
         self._counts: Counter[str] = Counter()
         self._replace_lock = threading.Lock()
         self._table: Mapping[bytes, tuple[bytes, bool]] = MappingProxyType({})
         self._payloads: Mapping[Rank, bytes] = MappingProxyType({})
         self._stages = 1
-        self._advertisement = advertisement
-        self.replace(payloads or {}, advertisement=advertisement)
+        self.replace(payloads or {})
 
     def __repr__(self) -> str:
         return f"ServerCore(ranks={len(self._payloads)}, answered={self._counts['answered']})"
 
-    def replace(self, payloads: Mapping[Rank, bytes], *, advertisement: bytes | None = None) -> None:
-        """Serve these envelopes from now on; an advertisement that is not given again stays.
+    def replace(self, payloads: Mapping[Rank, bytes]) -> None:
+        """Serve these envelopes from now on.
 
         Raises:
             ConfigurationError: ``invalid-argument`` for a rank out of range.
@@ -56,16 +54,12 @@ class ServerCore:
         for rank in payloads:
             check_rank(rank)
         with self._replace_lock:
-            if advertisement is not None:
-                self._advertisement = advertisement
             # The queries that clients really send, ready to look up: one dictionary access instead of a decode.
             table: dict[bytes, tuple[bytes, bool]] = {}
             for rank, payload in payloads.items():
                 table[encode_query(rank, _THREE_FIELDS)] = (payload, True)
                 if rank[0] == 0:
                     table[encode_query(rank, _TWO_FIELDS)] = (payload, False)
-            if self._advertisement is not None:
-                table[ADVERTISEMENT_QUERY] = (self._advertisement, False)
             self._payloads = MappingProxyType(dict(payloads))
             self._stages = 1 + max((pp for pp, _ in payloads), default=0)
             self._table = MappingProxyType(table)
@@ -112,11 +106,6 @@ class ServerCore:
             parsed = parse_query(query)
         except WireError as error:
             return self.refuse(error.code, str(error))
-        if parsed.command == "advertisement":
-            if self._advertisement is None:
-                return self.refuse("no-advertisement")
-            self._counts["answered"] += 1
-            return (self._advertisement,)
         clock = (encode_clock(clock_s),) if parsed.wants_clock else ()
         if is_refused:
             return (

@@ -1,12 +1,15 @@
-"""The client's half of the protocol, without any input or output; see `kv_handshake._states` for the theory.
+"""The client's half of the protocol for one connection to one listener, without any input or output.
 
-session = ClientSession(ranks=[(0, 0), (0, 1)], version=14, offer=offer)
-while session.queries_left:
-    transport.send(session.next_query(now_s=clock()))
-while not session.is_over:
-    session.receive(transport.read(), ends_frame=..., ends_message=..., now_s=clock())
-if session.error is None:
-    use(session.peers)
+    session = ClientSession(ranks=[(0, 0), (0, 1)], version=14, offer=offer)
+    while not session.is_over:
+        while session.queries_left:
+            transport.send(session.next_query(now_s=clock()))
+        session.receive_message(transport.read(), now_s=clock())
+    if session.error is None:
+        use(session.peers)
+
+Queries may be sent ahead of their replies (pipelining). A listener answers in order, so replies are matched to queries by
+position. The first error ends the session, because afterwards no later reply can be matched to its query.
 """
 
 from __future__ import annotations
@@ -17,22 +20,21 @@ from typing import TYPE_CHECKING, NamedTuple, final
 
 from kv_handshake._dialect import dialect_of
 from kv_handshake._errors import ConfigurationError, HandshakeError, WireError, without_frames
-from kv_handshake._judging import Judge
 from kv_handshake._limits import MAX_HANDSHAKE_BYTES, MAX_REPLY_BYTES
-from kv_handshake._queries import Rank, check_rank_count, encode_query
+from kv_handshake._policy import Verdict, judge
+from kv_handshake._queries import Rank, check_askable, check_rank_count, encode_query
 from kv_handshake._reading import decode_clock, decode_envelope, decode_metadata
-from kv_handshake._repeated import Repeated
-from kv_handshake._states import FINAL_STATES, INITIAL_STATE, Cause, IllegalEvent, RanksLeft, State, next_step
 from kv_handshake._text import shortened
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from kv_handshake._messages import AgentMetadata, Envelope
-    from kv_handshake._policy import LocalOffer, Verdict
+    from kv_handshake._policy import LocalOffer
 
 __all__ = ["ClientSession", "Reply"]
 
+_FIRST: Rank = (0, 0)
 _MAX_FRAMES = 2
 _MAX_NAMES = 64
 
@@ -53,7 +55,7 @@ class Reply(NamedTuple):
 
 @final
 class ClientSession:
-    """Asks one listener for several ranks and judges the replies.
+    """Requests the metadata of several ranks from one listener and judges the replies.
 
     Args:
         ranks: (pp, tp) ranks to ask for, each once, in this order.
@@ -62,7 +64,8 @@ class ClientSession:
         engine_id: The engine that must answer; empty if any may.
         generation: The registration generation that the ticket was made with; None to accept any.
         keeps_replies: Whether `replies` keeps the bytes of accepted replies.
-        repeated: Values that sessions on one thread share.
+        check_first: If given, rank (0, 0) is asked for alone, even if it is not among `ranks`, and this is called with its
+            metadata; the other ranks follow once it has returned, and an exception ends the session with ``first-rank-refused``.
 
     Raises:
         ConfigurationError: ``invalid-argument`` for no or repeated ranks or ranks that the dialect cannot ask for,
@@ -78,49 +81,52 @@ class ClientSession:
         engine_id: str = "",
         generation: int | None = None,
         keeps_replies: bool = False,
-        repeated: Repeated | None = None,
+        check_first: Callable[[AgentMetadata], None] | None = None,
     ) -> None:
         check_rank_count(ranks)
         if not ranks or len(set(ranks)) != len(ranks):
             raise ConfigurationError("invalid-argument", f"ranks {list(ranks)} are empty or repeat one")
         self._dialect = dialect_of(version)
-        self._queries = deque((rank, encode_query(rank, self._dialect)) for rank in ranks)
+        for rank in ranks:
+            check_askable(rank, self._dialect)
+        self._wanted = tuple(ranks)
+        # vLLM's own listener crashes on a query for a rank that it does not have, and every engine has rank (0, 0).
+        self._check_first = check_first
+        first = () if check_first is None else (_FIRST,)
+        self._unasked = deque(dict.fromkeys((*first, *ranks)))
         self._outstanding: deque[tuple[Rank, float]] = deque()
+        self._offer = offer
         self._engine_id = engine_id
         self._generation = generation
         self._keeps_replies = keeps_replies
-        self._state: State = INITIAL_STATE
-        self._frames: list[bytes] = []
-        self._partial = bytearray()
         self._peers: dict[Rank, AgentMetadata] = {}
         self._replies: dict[Rank, Reply] = {}
-        self._taken_bytes = 0
-        self._repeated = Repeated(repeated)
-        self._judge = Judge(offer, version, self._repeated)
+        self._received_bytes = 0
+        self._verdict = Verdict()
         self._error: HandshakeError | None = None
         self._best_rtt_s = float("inf")
         self._clock_offset_s: float | None = None
 
     def __repr__(self) -> str:
+        code = self._error.code if self._error is not None else ""
         return (
-            f"ClientSession({self._state}, asked={len(self._outstanding)}, left={len(self._queries)}, "
-            f"done={len(self._peers)})"
+            f"ClientSession(asked={len(self._outstanding)}, left={len(self._unasked)}, done={len(self._peers)}, "
+            f"error={code!r})"
         )
-
-    @property
-    def state(self) -> State:
-        """The present state, a key of the transition table."""
-        return self._state
 
     @property
     def is_over(self) -> bool:
         """Whether the session has ended: every rank is known, or there is an error."""
-        return self._state in FINAL_STATES
+        return self._error is not None or not (self._unasked or self._outstanding)
 
     @property
     def queries_left(self) -> int:
-        """Ranks that have not been asked for yet; 0 once the session is over."""
-        return 0 if self.is_over else len(self._queries)
+        """Ranks that may be asked for now; 0 once the session is over."""
+        if self.is_over:
+            return 0
+        if self._check_first is not None:
+            return int(not self._outstanding)
+        return len(self._unasked)
 
     @property
     def queries_outstanding(self) -> int:
@@ -129,8 +135,8 @@ class ClientSession:
 
     @property
     def peers(self) -> Mapping[Rank, AgentMetadata]:
-        """Metadata of the ranks that have answered so far, by (pp, tp)."""
-        return MappingProxyType(self._peers)
+        """Metadata of the wanted ranks that have answered so far, by (pp, tp)."""
+        return MappingProxyType({rank: self._peers[rank] for rank in self._wanted if rank in self._peers})
 
     @property
     def replies(self) -> Mapping[Rank, Reply]:
@@ -140,12 +146,12 @@ class ClientSession:
     @property
     def missing_ranks(self) -> tuple[Rank, ...]:
         """Ranks without an answer, in the order in which they were, or would have been, asked."""
-        return (*(rank for rank, _ in self._outstanding), *(rank for rank, _ in self._queries))
+        return (*(rank for rank, _ in self._outstanding), *self._unasked)
 
     @property
     def verdict(self) -> Verdict:
         """The comparison with the peer that answered last; empty before the first answer."""
-        return self._judge.verdict
+        return self._verdict
 
     @property
     def error(self) -> HandshakeError | None:
@@ -169,98 +175,52 @@ class ClientSession:
             ConfigurationError: ``illegal-event`` if no query is left.
         """
         if not self.queries_left:
-            raise ConfigurationError("illegal-event", f"no query is left: the session is {self._state}")
-        rank, query = self._queries.popleft()
+            raise ConfigurationError("illegal-event", "no query is left, or the reply of rank (0, 0) must come first")
+        rank = self._unasked.popleft()
         self._outstanding.append((rank, now_s))
-        self._step("query")
-        return query
-
-    def receive(self, data: bytes, *, ends_frame: bool, ends_message: bool, now_s: float) -> None:
-        """Take in the next piece of a reply, of any size.
-
-        Bytes before the first query fail the session with ``illegal-event`` (the caller's mistake), bytes that answer
-        no query with ``unexpected-reply`` (the peer's).
-
-        Args:
-            data: Bytes of the current frame.
-            ends_frame: Whether the frame ends after these bytes.
-            ends_message: Whether the reply ends with this frame; ignored unless the frame ends.
-            now_s: This engine's monotonic clock.
-        """
-        if self.is_over or not self._step("bytes"):
-            return
-        if len(self._partial) + sum(map(len, self._frames)) + len(data) > MAX_REPLY_BYTES:
-            self.fail(WireError("oversized-reply", f"a reply exceeds {MAX_REPLY_BYTES} bytes"))
-            return
-        if not ends_frame:
-            self._partial += data
-            return
-        self._frames.append(bytes(self._partial) + data if self._partial else data)
-        self._partial.clear()
-        if len(self._frames) > _MAX_FRAMES:
-            self.fail(WireError("unexpected-reply", f"a reply has more than {_MAX_FRAMES} frames"))
-        elif ends_message:
-            whole, self._frames = self._frames, []
-            self._take_reply(whole, now_s)
+        return encode_query(rank, self._dialect)
 
     def receive_message(self, frames: Sequence[bytes], *, now_s: float) -> None:
-        """Take in one whole reply."""
-        if 1 <= len(frames) <= _MAX_FRAMES and not self._frames and not self._partial:
-            if self.is_over or not self._step("bytes"):
-                return
-            if sum(map(len, frames)) <= MAX_REPLY_BYTES:
-                self._take_reply(frames, now_s)
-                return
-        if not frames:
-            self.fail(WireError("unexpected-reply", "a reply has no frame"))
-        for index, frame in enumerate(frames):
-            self.receive(frame, ends_frame=True, ends_message=index + 1 == len(frames), now_s=now_s)
+        """Take in one whole reply; a reply to no query fails the session."""
+        if self.is_over:
+            return
+        try:
+            self._take_reply(frames, now_s)
+        except HandshakeError as error:
+            self.fail(error)
 
     def fail(self, error: HandshakeError) -> None:
         """End the session early, with the reason; the first reason stays."""
         if not self.is_over:
             self._error = without_frames(error)
-            self._step("fault")
-            self._frames.clear()
-            self._partial.clear()
-
-    def _step(self, cause: Cause) -> bool:
-        """Move to the state that the table gives; fail the session and return False if it gives none."""
-        left: RanksLeft = "outstanding" if self._outstanding else "unasked" if self._queries else "none"
-        step = next_step(self._state, cause, left)
-        if not isinstance(step, IllegalEvent):
-            self._state = step
-            return True
-        self.fail(
-            WireError("unexpected-reply", "a reply came that answers no query")
-            if step.fault == "peer"
-            else ConfigurationError("illegal-event", f"a session that is {step.state} cannot take {step.cause}")
-        )
-        return False
 
     def _take_reply(self, frames: Sequence[bytes], now_s: float) -> None:
+        if not self._outstanding and not self._peers:
+            raise ConfigurationError("illegal-event", "a reply came before the first query")
+        if not self._outstanding:
+            raise WireError("unexpected-reply", "a reply came that answers no query")
+        size_bytes = sum(map(len, frames))
+        if size_bytes > MAX_REPLY_BYTES:
+            raise WireError("oversized-reply", f"a reply exceeds {MAX_REPLY_BYTES} bytes")
+        if not 1 <= len(frames) <= _MAX_FRAMES:
+            raise WireError("unexpected-reply", f"a reply has {len(frames)} frames, not 1 to {_MAX_FRAMES}")
+        self._received_bytes += size_bytes
+        if self._received_bytes > MAX_HANDSHAKE_BYTES:
+            raise WireError("oversized-reply", f"the replies of one handshake exceed {MAX_HANDSHAKE_BYTES} bytes")
         rank, sent_s = self._outstanding[0]
-        self._taken_bytes += sum(map(len, frames))
-        if self._taken_bytes > MAX_HANDSHAKE_BYTES:
-            self.fail(WireError("oversized-reply", f"the replies of one handshake exceed {MAX_HANDSHAKE_BYTES} bytes"))
-            return
-        try:
-            metadata = self._accepted(rank, frames)
-            self._measure_clock(frames, now_s - sent_s, (now_s + sent_s) / 2)
-        except HandshakeError as error:
-            self.fail(error)
-            return
+        metadata = self._accepted(rank, frames)
+        self._measure_clock(frames, now_s - sent_s, (now_s + sent_s) / 2)
+        self._check_first_rank(metadata)
         self._outstanding.popleft()
         self._peers[rank] = metadata
         if self._keeps_replies:
             self._replies[rank] = Reply(frames[0], now_s - sent_s, now_s)
-        self._step("reply")
 
     def _accepted(self, rank: Rank, frames: Sequence[bytes]) -> AgentMetadata:
-        envelope = decode_envelope(frames[0], self._repeated)
-        verdict = self._judge.judge(envelope)
-        if not verdict.is_accepted:
-            raise _refusal(rank, envelope, verdict)
+        envelope = decode_envelope(frames[0])
+        self._verdict = judge(self._offer, envelope, self._dialect.version)
+        if not self._verdict.is_accepted:
+            raise _refusal(rank, envelope, self._verdict)
         wanted = 2 if self._dialect.has_clock_frame else 1
         if len(frames) != wanted:
             raise WireError(
@@ -277,7 +237,7 @@ class ClientSession:
                 "generation-mismatch",
                 f"the ticket is of generation {self._generation}, the engine is at {envelope.generation}",
             )
-        metadata = decode_metadata(envelope, self._repeated)
+        metadata = decode_metadata(envelope)
         self._check_agreement(metadata)
         if self._engine_id and metadata.engine_id != self._engine_id:
             raise WireError(
@@ -298,6 +258,16 @@ class ClientSession:
                 "generation-mismatch",
                 f"ranks of generations {first.generation} and {metadata.generation} in one handshake; ask again",
             )
+
+    def _check_first_rank(self, metadata: AgentMetadata) -> None:
+        check, self._check_first = self._check_first, None
+        if check is None:
+            return
+        try:
+            check(metadata)
+        except Exception as error:
+            text = f"the metadata of rank {_FIRST} was refused: {shortened(str(error))}"
+            raise WireError("first-rank-refused", text) from error
 
     def _measure_clock(self, frames: Sequence[bytes], rtt_s: float, middle_s: float) -> None:
         """Keep the offset of the shortest round trip: longer ones are waiting time, which only blurs the estimate."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar, final
+from typing import TYPE_CHECKING, final
 
 from kv_handshake._errors import CODES, HandshakeError, TransportError
 from kv_handshake._pacing import Backoff
@@ -14,72 +14,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kv_handshake._endpoint import Endpoint
+    from kv_handshake._messages import AgentMetadata
     from kv_handshake._policy import LocalOffer
     from kv_handshake._queries import Rank
-    from kv_handshake._repeated import Repeated
     from kv_handshake._timing import Timing
 
-__all__ = ["HandshakeRequest", "Question", "Session", "Task", "TaskRequest", "may_retry"]
+__all__ = ["HandshakeRequest", "Question", "Task", "may_retry"]
 
 _SHOWN_RANKS = 16
-
-
-class Session(Protocol):
-    """Protocol of a single connection, as the client loop drives it."""
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the session has ended."""
-        ...
-
-    @property
-    def error(self) -> HandshakeError | None:
-        """The error that ended it early."""
-        ...
-
-    @property
-    def queries_left(self) -> int:
-        """Queries that are not sent yet."""
-        ...
-
-    @property
-    def queries_outstanding(self) -> int:
-        """Queries without a reply."""
-        ...
-
-    @property
-    def missing_ranks(self) -> tuple[Rank, ...]:
-        """Ranks without an answer."""
-        ...
-
-    def next_query(self, *, now_s: float) -> bytes:
-        """Return the next query."""
-        ...
-
-    def receive_message(self, frames: Sequence[bytes], *, now_s: float) -> None:
-        """Take in one reply."""
-        ...
-
-    def fail(self, error: HandshakeError) -> None:
-        """End the session with a reason."""
-        ...
-
-
-S_co = TypeVar("S_co", bound=Session, covariant=True)
-S = TypeVar("S", bound=Session)
-
-
-class TaskRequest(Protocol[S_co]):
-    """An endpoint to connect to and a session to run there."""
-
-    @property
-    def endpoint(self) -> Endpoint:
-        """Host and port of the listener."""
-        ...
-
-    def new_session(self) -> S_co:
-        """Return a fresh session; every attempt needs one, so that no result mixes two lives of an engine."""
-        ...
 
 
 @final
@@ -107,12 +49,12 @@ class Question:
 @final
 @dataclass(frozen=True, slots=True)
 class HandshakeRequest:
-    """A question together with this engine's side of the comparison, and what its sessions share with others."""
+    """A question together with this engine's side of the comparison; see `ClientSession` for the rest."""
 
     question: Question
     offer: LocalOffer
     keeps_replies: bool = False
-    repeated: Repeated | None = None
+    check_first: Callable[[AgentMetadata], None] | None = None
 
     @property
     def endpoint(self) -> Endpoint:
@@ -132,12 +74,12 @@ class HandshakeRequest:
             engine_id=self.question.engine_id,
             generation=self.question.generation,
             keeps_replies=self.keeps_replies,
-            repeated=self.repeated,
+            check_first=self.check_first,
         )
 
 
 @final
-class Task(Generic[S]):
+class Task:
     """Decides about one request: the running session, the time of the next attempt, the end.
 
     Args:
@@ -151,8 +93,8 @@ class Task(Generic[S]):
 
     def __init__(
         self,
-        request: TaskRequest[S],
-        on_end: Callable[[Task[S]], None],
+        request: HandshakeRequest,
+        on_end: Callable[[Task], None],
         *,
         timing: Timing,
         now_s: float,

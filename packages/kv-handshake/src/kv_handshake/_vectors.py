@@ -21,8 +21,8 @@ class Vector:
     Attributes:
         name: Unique, stable name.
         kind: ``query``, ``refused-query``, ``envelope``, ``refused-envelope``, ``refusal``, ``clock``,
-            ``refused-clock``, ``hash``, ``notification``, ``advertisement``, ``stream``, ``ask``, ``refused-ask``, ``answer`` or
-            ``refused-answer``.
+            ``refused-clock``, ``hash``, ``notification``, ``ask``, ``refused-ask``, ``answer`` or ``refused-answer``; the kinds
+            ``advertisement`` and ``stream`` belong to features that release 0.3 removed.
         data: The bytes.
         meaning: The meaning of the bytes, in a sentence.
         expect: Values that a correct implementation reads from them, by name.

@@ -1,62 +1,16 @@
-"""The fakes pass the same checks as the real things, and the checks notice faults."""
+"""Attempts of a handshake: deadlines, retries, errors and outcomes."""
 
 import pytest
 
-from kv_handshake import LocalOffer, Outcome, TransportError, WireError
+from kv_handshake import LocalOffer, WireError
 from kv_handshake._endpoint import endpoint_of
 from kv_handshake._outcome import outcome_of
 from kv_handshake._server import ServerCore
 from kv_handshake._task import HandshakeRequest, Question, Task
 from kv_handshake._timing import Timing
-from kv_handshake.testing import FakeClient, FakeListener, FakeNetwork, check_client, check_listener, sample_envelopes
+from kv_handshake.testing import sample_envelopes
 
 FACTORS = {"model": "sample", "dtype": "torch.bfloat16", "num_kv_heads": 8}
-
-
-def fetch_with(network, client, listener):
-    def fetch(ranks, engine_id, dialect):
-        ends: list[Outcome] = []
-        client.request(
-            host="127.0.0.1", port=listener.port, ranks=ranks, engine_id=engine_id, dialect=dialect, on_done=ends.append
-        )
-        assert ends == []
-        assert network.run() == 1
-        return ends[0]
-
-    return fetch
-
-
-def test_fakes_pass_the_checks():
-    network = FakeNetwork()
-    listener, client = FakeListener(network, payloads=sample_envelopes()), FakeClient(network)
-    listener.start()
-    check_listener(listener, lambda query: listener._core.respond(query, clock_s=1.0))
-    check_client(fetch_with(network, client, listener), listener)
-    assert client.statistics()["succeeded"] == 14
-    other = FakeListener(network, port=listener.port)
-    with pytest.raises(TransportError, match="taken"):
-        other.start()
-    listener.close()
-    assert fetch_with(network, client, listener)([(0, 0)], "", 14).code == "connection-refused"
-    client.close()
-
-
-def test_checks_notice_faults():
-    core = ServerCore()
-    with pytest.raises(AssertionError, match="other bytes"):
-        check_listener(core, lambda _: (b"always this",))
-
-    def answers_all(query):
-        frames = core.respond(query, clock_s=1.0)
-        return (*frames, b"\x01") if len(frames) == 1 else frames
-
-    with pytest.raises(AssertionError, match="frames"):
-        check_listener(core, answers_all)
-    network = FakeNetwork()
-    listener, careless = FakeListener(network), FakeClient(network, LocalOffer(policy="off"))
-    listener.start()
-    with pytest.raises(AssertionError, match="another dtype"):
-        check_client(fetch_with(network, careless, listener), listener)
 
 
 def request(engine_id):
