@@ -226,19 +226,16 @@ def test_vectors_are_printed(capsys):
     assert main(["vectors"]) == 0
     printed = capsys.readouterr().out
     assert "envelope-vllm-v14" in printed
-    assert len(printed.splitlines()) == 1 + len(load_vectors()), "a heading, and a line a vector"
+    assert len(printed.splitlines()) == len(load_vectors()), "a line a vector"
     assert all(each.data.hex() in printed for each in load_vectors()), "nothing is cut off or broken"
     assert main(["vectors", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["version"] == 1
 
 
 def test_help_documents_the_exit_codes(capsys):
-    with pytest.raises(SystemExit):
-        main(["--help"])
+    assert main(["--help"]) == 0
     assert "exit codes" in capsys.readouterr().out
-    with pytest.raises(SystemExit) as caught:
-        main([])
-    assert caught.value.code == 2
+    assert main([]) == 2
 
 
 GOOD = '{"format": "kv-handshake-recording", "version": 1, "dialect": 14, "ranks": [%s]}'

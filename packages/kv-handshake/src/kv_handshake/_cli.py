@@ -1,43 +1,43 @@
 """The command `kv-handshake`: probe a listener, serve a recording, write keys, print the conformance vectors.
 
-The only module that imports typer and rich.
+The only module that imports typer.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import sys
 import threading
-from contextlib import contextmanager
 from functools import wraps
-from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, final
+from typing import TYPE_CHECKING, Annotated, ParamSpec
 
 import typer
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-from typer.core import TyperGroup
 
 from kv_handshake import __version__
+from kv_handshake._compare import Snapshot, compare
+from kv_handshake._dialect import dialect_of, dialect_of_vllm
+from kv_handshake._endpoint import parse_endpoint
 from kv_handshake._errors import HandshakeError
 from kv_handshake._listener import Listener
-from kv_handshake._probing import DEFAULT_DIALECT, ProbeOptions, run_probe
+from kv_handshake._probe import probe
+from kv_handshake._probing import DEFAULT_DIALECT, ranks_of, recording_of, security_of, supposed_of
 from kv_handshake._recording import Recording
+from kv_handshake._render import comparison_text, comparison_values, probe_text, probe_values
 from kv_handshake._text import printable
 from kv_handshake._vectors import load_vectors, vectors_text
 from kv_handshake._zmq import write_keypair
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
-__all__ = ["main"]
+    from kv_handshake._queries import Rank
+
+__all__ = ["app", "main"]
 
 _NAME = "kv-handshake"
 _OK = 0
+_DIFFERENT = 1
 _USAGE = 2
-_PIPE_COLUMNS = 100_000
-"""Wider than any row."""
 _EXIT_BY_FAULT = {"local": _USAGE, "environment": 3, "peer": 4}
 
 _EXIT_CODES = """\b
@@ -73,55 +73,17 @@ example:
 Arguments = ParamSpec("Arguments")
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
-
-@final
-class _Ended(Exception):  # noqa: N818 - an end, not an error
-    """End of a command, on its way to `main`."""
-
-    def __init__(self, code: int) -> None:
-        super().__init__(code)
-        self.code = code
-
-
-@contextmanager
-def _quiet_pipe() -> Generator[None]:
-    """Flush what was printed; end without a word if its reader, such as `head`, has seen enough."""
-    try:
-        try:
-            yield
-        finally:
-            sys.stdout.flush()
-    except BrokenPipeError:
-        # Bytes that Python still wants to flush at its end go nowhere.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise _Ended(_OK) from None
-
-
-@final
-class _Commands(TyperGroup):
-    """Commands whose functions return their exit code."""
-
-    def make_context(self, *words: Any, **more: Any) -> Any:  # noqa: ANN401 - typer's own
-        """Read the words; help is printed here."""
-        with _quiet_pipe():
-            return super().make_context(*words, **more)
-
-    def invoke(self, *words: Any, **more: Any) -> Any:  # noqa: ANN401 - typer's own
-        """Run the command."""
-        with _quiet_pipe():
-            code: int = super().invoke(*words, **more)
-        raise _Ended(code)
-
-
-app = typer.Typer(cls=_Commands, rich_markup_mode=None, pretty_exceptions_enable=False, epilog=_EXIT_CODES)
+app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, epilog=_EXIT_CODES)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code; `SystemExit` ends wrong usage and pages of help."""
+    """Run the command and return its exit code."""
+    stdout = sys.stdout
     try:
-        typer.main.get_command(app)(args=arguments, prog_name=_NAME)
-    except _Ended as ended:
-        return ended.code
+        app(args=arguments, prog_name=_NAME)
+    except SystemExit as ended:
+        # typer replaces `sys.stdout` when the reader of a pipe, such as `head`, has gone: the command has not failed.
+        return _OK if sys.stdout is not stdout else int(ended.code or _OK)
     return _OK
 
 
@@ -141,19 +103,21 @@ def _describe(
     """Look at, serve and compare the metadata by which inference engines agree to move a KV cache."""
 
 
-def _coded(command: Callable[Arguments, int]) -> Callable[Arguments, int]:
-    """Print a coded error, as JSON after `--json`, and return its exit code."""
+def _coded(command: Callable[Arguments, int | None]) -> Callable[Arguments, None]:
+    """Exit with the code that a command returns; print a coded error, as JSON after `--json`, and exit with its code."""
 
     @wraps(command)
-    def run(*words: Arguments.args, **options: Arguments.kwargs) -> int:
+    def run(*words: Arguments.args, **options: Arguments.kwargs) -> None:
         try:
-            return command(*words, **options)
+            code = command(*words, **options)
+            sys.stdout.flush()
         except HandshakeError as error:
             if options["as_json"]:
                 print(json.dumps({"error": error.code, "fault": error.fault, "message": str(error)}))
             else:
                 print(f"kv-handshake: {error.code}: {printable(str(error))}", file=sys.stderr)
-            return _USAGE if error.code == "bind-failed" else _EXIT_BY_FAULT[error.fault]
+            code = _USAGE if error.code == "bind-failed" else _EXIT_BY_FAULT[error.fault]
+        raise typer.Exit(code or _OK)
 
     return run
 
@@ -208,21 +172,44 @@ def _probe(  # noqa: PLR0913 - one for each option
     """Print a live engine's metadata, and compare it with another's."""
     if dialect is not None and vllm is not None:
         raise typer.BadParameter("--dialect and --vllm exclude each other")
-    return run_probe(
-        ProbeOptions(
-            peer,
-            tuple(rank or ()),
-            dialect,
-            vllm,
-            against,
-            against_dialect,
-            tuple(suppose or ()),
-            save,
-            timeout,
-            (secret_key, server_key),
-            as_json=as_json,
-        )
+    endpoint = parse_endpoint(peer)
+    version = dialect_of_vllm(vllm) if vllm else dialect_of(DEFAULT_DIALECT if dialect is None else dialect)
+    security = security_of(secret_key, server_key)
+    ranks = ranks_of(rank or ())
+    _warn(ranks, has_dialect=bool(vllm) or dialect is not None)
+    result = probe(
+        endpoint.host, endpoint.port, ranks=ranks, dialect=version.version, timeout_s=timeout, security=security
     )
+    if save:
+        result.recording.write(save)
+    document, text, code = probe_values(peer, result), probe_text(peer, result), _OK
+    if against:
+        supposed = supposed_of(suppose or ())
+        recording = recording_of(
+            against, ranks[:1], dialect=against_dialect or version.version, timeout_s=timeout, security=security
+        )
+        comparison = compare(Snapshot.of(peer, result.recording), Snapshot.of(against, recording), supposed=supposed)
+        document["against"] = {"peer": against, **comparison_values(comparison)}
+        text += "\n" + comparison_text(comparison, peer, against)
+        code = _OK if comparison.is_compatible else _DIFFERENT
+    print(json.dumps(document, default=str) if as_json else text)
+    return code
+
+
+def _warn(ranks: Sequence[Rank], *, has_dialect: bool) -> None:
+    """Warn, before anything is sent, of a query on which vLLM's own listener would crash."""
+    if not has_dialect:
+        print(
+            "kv-handshake: the query has the shape of vLLM 0.26 and later; a listener of an older vLLM would end on it "
+            "(give --vllm or --dialect)",
+            file=sys.stderr,
+        )
+    if any(rank != (0, 0) for rank in ranks):
+        print(
+            f"kv-handshake: a listener of vLLM itself ends if it is asked for a rank that it does not serve; {len(ranks)} ranks "
+            "are asked for",
+            file=sys.stderr,
+        )
 
 
 @app.command("serve", epilog=_SERVE_EXAMPLES + _EXIT_CODES)
@@ -236,7 +223,7 @@ def _serve(
         float | None, typer.Option(metavar="S", help="Stop after this time; default: when interrupted.")
     ] = None,
     as_json: AsJson = False,
-) -> int:
+) -> None:
     """Serve a recording, to test other implementations."""
     recording = Recording.read(file)
     listener = Listener(host, port, payloads=recording.payloads)
@@ -249,10 +236,9 @@ def _serve(
             print(f"serving {len(ranks)} ranks of {file} on {host} port {listener.port}", flush=True)
         threading.Event().wait(seconds)
     except KeyboardInterrupt:
-        return _OK
+        pass  # the usual end
     finally:
         listener.close()
-    return _OK
 
 
 @app.command("keygen", epilog=_KEYGEN_EXAMPLES + _EXIT_CODES)
@@ -262,7 +248,7 @@ def _keygen(
     name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the engine, as it will stand in logs.")],
     *,
     as_json: AsJson = False,
-) -> int:
+) -> None:
     """Write a new pair of keys for an encrypted side channel."""
     public, secret = write_keypair(directory, name)
     if as_json:
@@ -270,34 +256,16 @@ def _keygen(
     else:
         print(f"{secret}: both keys, mode 0600, for this engine alone")
         print(f"{public}: the public key, for its peers")
-    return _OK
 
 
 @app.command("vectors", epilog=_VECTORS_EXAMPLES + _EXIT_CODES)
+@_coded
 def _vectors(
     *, as_json: Annotated[bool, typer.Option("--json", help="Print the data file instead of a table.")] = False
-) -> int:
+) -> None:
     """Print the conformance vectors."""
     if as_json:
         print(vectors_text())
     else:
-        _print_table(("kind", "name", "meaning", "bytes"), _rows())
-    return _OK
-
-
-def _rows() -> Iterable[tuple[str, ...]]:
-    return ((each.kind, each.name, each.meaning, each.data.hex()) for each in load_vectors())
-
-
-def _print_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print a table in the columns of a terminal; elsewhere a line a row."""
-    table = Table(*headings, box=None, pad_edge=False)
-    for column in table.columns:
-        column.overflow = "fold"
-    for row in rows:
-        table.add_row(*map(Text, row))
-    console = Console(width=None if sys.stdout.isatty() else _PIPE_COLUMNS)
-    # Printed by ourselves: at a pipe that is closed, rich would end the process with 1.
-    with console.capture() as drawn:
-        console.print(table)
-    print("\n".join(line.rstrip() for line in drawn.get().splitlines()))
+        for each in load_vectors():
+            print(f"{each.kind:16} {each.name:36} {each.data.hex()}  {each.meaning}")
