@@ -18,7 +18,7 @@ import kv_scheduler_state._admission
 import kv_scheduler_state._leases
 import vllm_adapter.worker.transfer.reads
 from kv_handshake import Client
-from kv_handshake._task import Task
+from kv_handshake._core.attempt import Task
 from kv_nixl_agent import TransferAgent, TransferThread
 from kv_nixl_agent._account import Account
 from kv_nixl_agent._fences import FenceArray

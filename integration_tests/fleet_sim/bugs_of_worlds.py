@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import kv_handshake._session
+import kv_handshake._core.session
 import kv_scheduler_state._scheduler_base
-from kv_handshake._policy import Verdict
+from kv_handshake._wire.policy import Verdict
 from kv_scheduler_state._blocks import BlockRules
 from kv_scheduler_state._consumer import Consumers
 from kv_scheduler_state._producer import Producers
@@ -72,7 +72,7 @@ SWAPPED = {
     "reset-prompts-stay": (Producers, "void", _prompts_stay),
     "hit-read-again": (BlockRules, "wanted", _whole_read),
     "mirror-half-blocks-skipped": (PrefillChunks, "scheduled", _half_blocks_skipped),
-    "releases-not-compared": (kv_handshake._session, "judge", _accepts_all),
+    "releases-not-compared": (kv_handshake._core.session, "judge", _accepts_all),
     "state-seen-twice": (Consumers, "_loadable_tokens", _state_of_whole_prompt),
 }
 """(Owner, name, what makes the replacement) by bug."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kv_handshake import Client
-from kv_handshake._task import Task
+from kv_handshake._core.attempt import Task
 from kv_nixl_agent import TransferThread
 from kv_nixl_agent._fences import FenceArray
 from kv_nixl_agent._handles import Handles

@@ -23,7 +23,7 @@ from plan import FaultPlan, RequestPlan
 from resources import contents_of
 from router import DAMAGES
 
-import kv_handshake._client
+import kv_handshake._net.client
 import kv_nixl_agent._peers
 import kv_nixl_agent._schedule
 import kv_nixl_agent._statistics
@@ -31,7 +31,7 @@ import kv_scheduler_state._handovers
 import kv_scheduler_state._hosts
 import kv_scheduler_state._ticket_reader
 import vllm_adapter.observe.hand_overs
-from kv_handshake._pacing import FailureMemory
+from kv_handshake._core.pacing import FailureMemory
 from kv_scheduler_state import LeaseTable
 from vllm_adapter.observe.hand_overs import HandOverLog
 
@@ -56,7 +56,7 @@ def small_memories() -> Iterator[None]:
         (kv_scheduler_state._ticket_reader, "_MAX_PEERS", _KEPT),
         (kv_scheduler_state._hosts, "_MAX_REMEMBERED", _KEPT),
         (kv_scheduler_state._handovers, "_REMEMBERED", _KEPT),
-        (kv_handshake._client, "_BACKGROUND_SHARE", 512 // _KEPT),
+        (kv_handshake._net.client, "_BACKGROUND_SHARE", 512 // _KEPT),
         (kv_nixl_agent._peers, "_MAX_WAITING_AGENTS", 2),
         (kv_nixl_agent._schedule, "_SMALLEST_REBUILD", _KEPT),
         (kv_nixl_agent._statistics, "_WINDOW", _KEPT),

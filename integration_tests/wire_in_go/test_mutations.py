@@ -17,9 +17,9 @@ from test_live import listen
 from wire_values import envelope
 
 from kv_handshake import Codec, HandshakeError
-from kv_handshake._ask_frames import is_ask, parse_answer, parse_ask
-from kv_handshake._queries import parse_query
-from kv_handshake._reading import decode_clock
+from kv_handshake._stream.messages import is_ask, parse_answer, parse_ask
+from kv_handshake._wire.queries import parse_query
+from kv_handshake._wire.replies import decode_clock
 from kv_handshake.testing import load_vectors
 
 VECTORS = load_vectors()

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from kv_handshake import _codec
-from kv_handshake._session import ClientSession
+from kv_handshake._core.session import ClientSession
 from kv_nixl_agent import _agent
 from kv_nixl_agent._fences import FenceArray
 from kv_nixl_agent._word_check import WordCheck

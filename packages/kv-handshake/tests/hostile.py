@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kv_handshake._ask_frames import encode_ask, encode_cancel
-from kv_handshake._dialect import dialect_of
-from kv_handshake._queries import encode_query
+from kv_handshake._stream.messages import encode_ask, encode_cancel
+from kv_handshake._wire.dialects import dialect_of
+from kv_handshake._wire.queries import encode_query
 
 if TYPE_CHECKING:
     import random

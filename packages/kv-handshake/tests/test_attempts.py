@@ -3,11 +3,9 @@
 import pytest
 
 from kv_handshake import LocalOffer, WireError
-from kv_handshake._endpoint import endpoint_of
-from kv_handshake._outcome import outcome_of
-from kv_handshake._server import ServerCore
-from kv_handshake._task import HandshakeRequest, Question, Task
-from kv_handshake._timing import Timing
+from kv_handshake._core.attempt import HandshakeRequest, Question, Task, Timing, outcome_of
+from kv_handshake._core.endpoint import endpoint_of
+from kv_handshake._core.server import ServerCore
 from kv_handshake.testing import sample_envelopes
 
 FACTORS = {"model": "sample", "dtype": "torch.bfloat16", "num_kv_heads": 8}

@@ -6,10 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_handshake import ConfigurationError, _explain, dialect_of_vllm
-from kv_handshake._dialect import dialect_of
-from kv_handshake._explain import explain_hash, suspected_factors
-from kv_handshake._factors import check_factors, compatibility_hash, differing_factors, hashed_factors
+from kv_handshake import ConfigurationError, dialect_of_vllm
+from kv_handshake._wire import factors
+from kv_handshake._wire.dialects import dialect_of
+from kv_handshake._wire.factors import (
+    check_factors,
+    compatibility_hash,
+    differing_factors,
+    explain_hash,
+    hashed_factors,
+    suspected_factors,
+)
 
 FULL = {
     "vllm_version": "0.32.0+cpu",
@@ -164,8 +171,8 @@ def test_a_bare_hash_is_explained(change):
 def test_unknown_hashes_cost_one_look_each(monkeypatch):
     """A stranger can send a new hash with each reply; 200 of them took 2 s."""
     computed = []
-    real = _explain.compatibility_hash
-    monkeypatch.setattr(_explain, "compatibility_hash", lambda factors: computed.append(1) or real(factors))
+    real = factors.compatibility_hash
+    monkeypatch.setattr(factors, "compatibility_hash", lambda values: computed.append(1) or real(values))
     local = {**FULL, "model": "a model of this test alone"}
     for number in range(200):
         assert explain_hash(local, hashlib.sha256(b"%d" % number).hexdigest(), dialect_of(14)) == ()

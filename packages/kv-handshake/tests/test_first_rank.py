@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_handshake import Client, ConfigurationError, LocalOffer, Timing, TransportError
-from kv_handshake._endpoint import endpoint_of
-from kv_handshake._queries import parse_query
-from kv_handshake._server import ServerCore
-from kv_handshake._task import HandshakeRequest, Question
+from kv_handshake._core.attempt import HandshakeRequest, Question
+from kv_handshake._core.endpoint import endpoint_of
+from kv_handshake._core.server import ServerCore
+from kv_handshake._wire.queries import parse_query
 from kv_handshake.testing import sample_envelopes
 
 OFFER = LocalOffer(policy="off")

@@ -10,10 +10,10 @@ import pytest
 import zmq
 
 from kv_handshake import Client, ConfigurationError, Listener, LocalOffer, Outcome, QueryLimits, Timing, TransportError
-from kv_handshake._dialect import NEWEST_DIALECT, OLDEST_DIALECT, dialect_of
-from kv_handshake._queries import encode_query
-from kv_handshake._reading import decode_clock, decode_envelope
-from kv_handshake._zmq import RouterSocket
+from kv_handshake._sockets import RouterSocket
+from kv_handshake._wire.dialects import NEWEST_DIALECT, OLDEST_DIALECT, dialect_of
+from kv_handshake._wire.queries import encode_query
+from kv_handshake._wire.replies import decode_clock, decode_envelope
 from kv_handshake.security import ClientSecurity, ServerSecurity, generate_keypair
 from kv_handshake.testing import sample_envelopes
 
@@ -435,7 +435,7 @@ def test_a_restart_refuses_no_connection(listener, monkeypatch):
         return router_socket(port, **options)
 
     router_socket = RouterSocket
-    monkeypatch.setattr("kv_handshake._listener.RouterSocket", made_later)
+    monkeypatch.setattr("kv_handshake._net.listener.RouterSocket", made_later)
     monkeypatch.setattr(listener._core, "respond", respond)
     timing = Timing(deadline_s=60, attempt_s=30, retry_first_s=0.01)
     client = Client(LocalOffer(policy="off"), timing=timing)

@@ -9,14 +9,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_handshake import Codec, ConfigurationError, HandshakeError, WireError
-from kv_handshake._dialect import dialect_of
 from kv_handshake._errors import CODES
-from kv_handshake._limits import MAX_DEPTH, MAX_REGIONS
-from kv_handshake._messages import METADATA_FIELDS, AgentMetadata, Envelope
-from kv_handshake._policy import LocalOffer
-from kv_handshake._queries import encode_query, parse_query
-from kv_handshake._reading import decode_clock, decode_envelope, decode_metadata, reconstruct_blocks_ratio
-from kv_handshake._writing import encode_clock, encode_metadata
+from kv_handshake._wire.dialects import dialect_of
+from kv_handshake._wire.limits import MAX_DEPTH, MAX_REGIONS
+from kv_handshake._wire.messages import METADATA_FIELDS, AgentMetadata, Envelope
+from kv_handshake._wire.policy import LocalOffer
+from kv_handshake._wire.queries import encode_query, parse_query
+from kv_handshake._wire.replies import (
+    decode_clock,
+    decode_envelope,
+    decode_metadata,
+    encode_clock,
+    encode_metadata,
+    reconstruct_blocks_ratio,
+)
 from kv_handshake.testing import sample_envelopes, sample_metadata
 
 FACTORS = {"model": "m"}

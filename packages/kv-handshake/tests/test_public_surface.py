@@ -2,6 +2,8 @@
 
 import importlib
 import pkgutil
+import subprocess
+import sys
 
 import pytest
 
@@ -49,6 +51,12 @@ def test_public_names(name):
 def test_no_other_public_module():
     found = {f"kv_handshake.{each.name}" for each in pkgutil.iter_modules(kv_handshake.__path__)}
     assert {name for name in found if not name.startswith("kv_handshake._")} == set(SURFACE) - {"kv_handshake"}
+
+
+def test_an_engine_loads_no_tools():
+    program = "import sys, kv_handshake, kv_handshake.security\nprint([name for name in sys.modules if '._tools' in name])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "[]\n"
 
 
 def test_the_surface_is_small():

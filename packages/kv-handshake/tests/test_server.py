@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_handshake import ConfigurationError
-from kv_handshake._dialect import dialect_of
+from kv_handshake._core.server import ServerCore
 from kv_handshake._errors import CODES
-from kv_handshake._queries import encode_query
-from kv_handshake._reading import decode_clock, decode_envelope
-from kv_handshake._server import ServerCore
+from kv_handshake._wire.dialects import dialect_of
+from kv_handshake._wire.queries import encode_query
+from kv_handshake._wire.replies import decode_clock, decode_envelope
 from kv_handshake.testing import sample_envelopes
 
 ENVELOPES = sample_envelopes([(0, 0), (0, 1), (1, 0)])

@@ -6,13 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_handshake import Codec, ConfigurationError, LocalOffer, WireError
-from kv_handshake._factors import compatibility_hash
-from kv_handshake._limits import MAX_HANDSHAKE_BYTES
-from kv_handshake._messages import Envelope
-from kv_handshake._policy import judge
-from kv_handshake._server import ServerCore
-from kv_handshake._session import ClientSession
-from kv_handshake._writing import encode_clock
+from kv_handshake._core.server import ServerCore
+from kv_handshake._core.session import ClientSession
+from kv_handshake._wire.factors import compatibility_hash
+from kv_handshake._wire.limits import MAX_HANDSHAKE_BYTES
+from kv_handshake._wire.messages import Envelope
+from kv_handshake._wire.policy import judge
+from kv_handshake._wire.replies import encode_clock
 from kv_handshake.testing import sample_envelopes, sample_metadata
 
 FACTORS = {"model": "sample", "dtype": "torch.bfloat16", "num_kv_heads": 8}

@@ -8,13 +8,14 @@ import zmq.auth
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_handshake import ConfigurationError, Timing, _names
-from kv_handshake._endpoint import endpoint_of, parse_endpoint
-from kv_handshake._limits import MAX_RANKS
-from kv_handshake._pacing import Backoff, FailureMemory, LogGate, TokenBuckets
-from kv_handshake._queries import check_rank_count
-from kv_handshake._text import printable, shortened
-from kv_handshake._zmq._key_files import read_authorized_keys, read_keypair, read_public_key, write_keypair
+from kv_handshake import ConfigurationError, Timing
+from kv_handshake._core.endpoint import endpoint_of, parse_endpoint
+from kv_handshake._core.pacing import Backoff, FailureMemory, LogGate, TokenBuckets
+from kv_handshake._errors import printable, shortened
+from kv_handshake._sockets import names as name_lookups
+from kv_handshake._sockets.keys import read_authorized_keys, read_keypair, read_public_key, write_keypair
+from kv_handshake._wire.limits import MAX_RANKS
+from kv_handshake._wire.queries import check_rank_count
 from kv_handshake.security import ClientSecurity, ServerSecurity
 
 
@@ -257,12 +258,12 @@ def test_one_handshake_asks_for_a_bounded_number_of_ranks():
 
 
 def test_names_that_were_looked_up_are_forgotten_in_time(monkeypatch):
-    monkeypatch.setattr(_names, "_addresses_of", lambda host: [host])
+    monkeypatch.setattr(name_lookups, "_addresses_of", lambda host: [host])
     ended = threading.Semaphore(0)
-    names = _names.Names(ended.release)
-    for number in range(_names._MOST_KNOWN + 10):
+    names = name_lookups.Names(ended.release)
+    for number in range(name_lookups._MOST_KNOWN + 10):
         names.look_up(f"host-{number}")
         assert ended.acquire(timeout=10)
-    assert len(names._known) == _names._MOST_KNOWN
+    assert len(names._known) == name_lookups._MOST_KNOWN
     assert "host-0" not in names._known
     names.close()

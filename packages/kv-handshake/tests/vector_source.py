@@ -12,13 +12,12 @@ from pathlib import Path
 import msgspec
 
 from kv_handshake import Codec
-from kv_handshake._ask_frames import encode_answer, encode_ask, encode_ask_refusal, encode_cancel
-from kv_handshake._dialect import dialect_of
-from kv_handshake._factors import compatibility_hash
-from kv_handshake._notifications import encode_heartbeats, encode_read_complete, parse_notification
-from kv_handshake._queries import encode_query
-from kv_handshake._reading import decode_envelope, decode_metadata
-from kv_handshake._writing import encode_clock, encode_refusal
+from kv_handshake._stream.messages import encode_answer, encode_ask, encode_ask_refusal, encode_cancel
+from kv_handshake._wire.dialects import dialect_of
+from kv_handshake._wire.factors import compatibility_hash
+from kv_handshake._wire.notifications import encode_heartbeats, encode_read_complete, parse_notification
+from kv_handshake._wire.queries import encode_query
+from kv_handshake._wire.replies import decode_envelope, decode_metadata, encode_clock, encode_refusal
 
 HERE = Path(__file__).parent
 DATA_FILE = HERE.parent / "src" / "kv_handshake" / "vectors.json"

@@ -1,8 +1,7 @@
 """Looking at engines by hand: probes, recordings and comparisons."""
 
-from kv_handshake._compare import Snapshot, compare
-from kv_handshake._probe import probe
-from kv_handshake._recording import Recording
+from kv_handshake._tools.probe import probe
+from kv_handshake._tools.recording import Recording, Snapshot, compare
 
 __all__ = [
     "Recording",

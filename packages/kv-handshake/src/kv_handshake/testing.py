@@ -1,18 +1,54 @@
-"""For tests of code that uses this package: sample metadata and envelopes, and the conformance vectors."""
+"""For tests of code that uses this package: sample metadata and envelopes, and the conformance vectors.
+
+The file of the vectors only ever grows: a vector that was published stays as it is.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import json
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any, final
 
 from kv_handshake._codec import Codec
-from kv_handshake._vectors import load_vectors
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from kv_handshake._queries import Rank
+    from kv_handshake._wire.queries import Rank
 
 __all__ = ["load_vectors", "sample_envelopes", "sample_metadata"]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Vector:
+    """A conformance vector.
+
+    Attributes:
+        name: Unique, stable name.
+        kind: ``query``, ``refused-query``, ``envelope``, ``refused-envelope``, ``refusal``, ``clock``,
+            ``refused-clock``, ``hash``, ``notification``, ``ask``, ``refused-ask``, ``answer`` or ``refused-answer``; the kinds
+            ``advertisement`` and ``stream`` belong to features that release 0.3 removed.
+        data: The bytes.
+        meaning: The meaning of the bytes, in a sentence.
+        expect: Values that a correct implementation reads from them, by name.
+    """
+
+    name: str
+    kind: str
+    data: bytes
+    meaning: str
+    expect: dict[str, Any]
+
+
+def load_vectors() -> tuple[Vector, ...]:
+    """Return all vectors in the order of their publication."""
+    return tuple(
+        Vector(each["name"], each["kind"], bytes.fromhex(each["hex"]), each["meaning"], each["expect"])
+        for each in json.loads(files("kv_handshake").joinpath("vectors.json").read_bytes())["vectors"]
+    )
+
 
 _FACTORS: Mapping[str, object] = {"model": "sample", "dtype": "torch.bfloat16", "num_kv_heads": 8}
 
