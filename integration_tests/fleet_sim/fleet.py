@@ -16,8 +16,8 @@ from plan import EpisodePlan
 from world import Process, World
 
 from kv_handshake import Listener
-from kv_handshake._asker import Asker
-from kv_handshake._loop import Loop as ClientLoop
+from kv_handshake._net.loop import Loop as ClientLoop
+from kv_handshake._stream.asker import Asker
 from vllm_adapter.worker.chunk_marks import ChunkMarks
 
 if TYPE_CHECKING:

@@ -16,11 +16,11 @@ from unittest.mock import patch
 
 from world import World
 
-import kv_handshake._asker
-import kv_handshake._client
-import kv_handshake._listener
-import kv_handshake._log
-import kv_handshake._loop
+import kv_handshake._core.pacing
+import kv_handshake._net.client
+import kv_handshake._net.listener
+import kv_handshake._net.loop
+import kv_handshake._stream.asker
 import kv_nixl_agent._handles
 import kv_nixl_agent._loop
 import kv_nixl_agent._pacing
@@ -37,11 +37,11 @@ from kv_nixl_agent import AgentOptions, ThreadOptions, TransferThread
 __all__ = ["SimThread", "simulated"]
 
 _TIMED = (
-    kv_handshake._asker,
-    kv_handshake._client,
-    kv_handshake._listener,
-    kv_handshake._log,
-    kv_handshake._loop,
+    kv_handshake._stream.asker,
+    kv_handshake._net.client,
+    kv_handshake._net.listener,
+    kv_handshake._core.pacing,
+    kv_handshake._net.loop,
     kv_nixl_agent._handles,
     kv_nixl_agent._loop,
     vllm_adapter.worker.completion,
@@ -50,9 +50,9 @@ _TIMED = (
 _POLL_S = 0.004
 """Shortest time between two looks at progress words; coarser than in production, since every look costs an event."""
 _THREADED = (
-    kv_handshake._asker,
-    kv_handshake._listener,
-    kv_handshake._loop,
+    kv_handshake._stream.asker,
+    kv_handshake._net.listener,
+    kv_handshake._net.loop,
     kv_nixl_agent._thread,
     vllm_adapter.worker.chunk_marks,
 )
@@ -218,10 +218,10 @@ def simulated(
         (kv_nixl_agent._pacing, "time", PacerTime(threads)),
         (vllm_adapter.worker.registration, "time", BlockingTime(world)),
         (vllm_adapter.worker.registration, "threading", BlockingThreads(world)),
-        (kv_handshake._asker, "Hub", hub),
-        (kv_handshake._loop, "Hub", hub),
-        (kv_handshake._listener, "ListeningPort", port),
-        (kv_handshake._listener, "RouterSocket", router),
+        (kv_handshake._stream.asker, "Hub", hub),
+        (kv_handshake._net.loop, "Hub", hub),
+        (kv_handshake._net.listener, "ListeningPort", port),
+        (kv_handshake._net.listener, "RouterSocket", router),
         (vllm_adapter.wiring, "secrets", SimSecrets(world)),
         (vllm_adapter.scheduler.stream_channel, "random", SimSecrets(world)),
         (vllm_adapter.wiring, "TransferThread", transfer_thread),

@@ -13,8 +13,8 @@ from fleet import Fleet
 from wire_bytes import damaged
 
 from kv_handshake._errors import TransportError
-from kv_handshake._zmq import Incoming
-from kv_handshake._zmq._watch import Sender
+from kv_handshake._sockets import Incoming
+from kv_handshake._sockets.watch import Sender
 
 __all__ = ["SimConnection", "SimHub", "SimPort", "SimRouter"]
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from kv_handshake import QueryLimits, Timing, _asker
-from kv_handshake import _limits as limits
-from kv_handshake._pacing import AskLimits
-from kv_handshake._zmq import _options, _router
-from kv_handshake._zmq._watch import ConnectionLimits
+from kv_handshake import QueryLimits, Timing
+from kv_handshake._sockets import connections as sockets
+from kv_handshake._sockets import router
+from kv_handshake._sockets.watch import ConnectionLimits
+from kv_handshake._stream import asker
+from kv_handshake._stream.desk import AskLimits
+from kv_handshake._wire import limits
 from kv_scheduler_state import _early_ticket, _stream_consumer
 from vllm_adapter.observe import plain_text
 from vllm_adapter.worker.transfer import parts
@@ -28,8 +30,8 @@ def test_numbers_are_those_of_the_code() -> None:
         "bytes that all connections are ahead of their queries": connections.ahead_bytes_in_all,
         "connections": connections.connections,
         "seconds without a query": int(connections.idle_s),
-        "unread replies of a connection": _options.HIGH_WATER_MARK,
-        "surplus frames of a message": vars(_router)["_MAX_SURPLUS_FRAMES"],
+        "unread replies of a connection": sockets.HIGH_WATER_MARK,
+        "surplus frames of a message": vars(router)["_MAX_SURPLUS_FRAMES"],
         "open asks of a connection": asks.per_connection,
         "open asks": asks.in_all,
         "bytes of all open asks": asks.bytes_in_all,
@@ -47,11 +49,11 @@ def test_numbers_are_those_of_the_code() -> None:
         "connections at once": timing.connections,
         "keys of `kv_stream`": vars(_early_ticket)["_MOST_KEYS"],
         "requests with an early ticket that wait or are read at once": vars(_stream_consumer)["_MOST_STREAMS"],
-        "failed places of early tickets that are remembered": vars(_asker)["_MOST_PLACES"],
+        "failed places of early tickets that are remembered": vars(asker)["_MOST_PLACES"],
         "requests that a heartbeat names": limits.MAX_HEARTBEAT_IDS,
         "bytes of a notification": limits.MAX_NOTIFICATION_BYTES,
         "characters of a client's or peer's text in a log line": vars(plain_text)["_MOST_CHARS"],
     }
     page = {name: int(re.match(r"\d+", value)[0]) for name, value, _ in ROWS if re.match(r"\d+", value)}  # type: ignore[index]
     assert {name: page[name] for name in code} == code
-    assert page["bytes of a frame"] == vars(_router)["_MAX_INCOMING_BYTES"]
+    assert page["bytes of a frame"] == vars(router)["_MAX_INCOMING_BYTES"]

@@ -13,7 +13,7 @@ import msgspec
 from zmtp import connected, frame, read_frame
 
 from kv_handshake import Client, Listener, LocalOffer, Timing
-from kv_handshake._cli import main
+from kv_handshake._tools.cli import main
 from kv_handshake.security import ClientSecurity, ServerSecurity, generate_keypair
 from kv_handshake.testing import sample_envelopes
 

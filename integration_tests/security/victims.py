@@ -120,10 +120,10 @@ def _serve(options: dict[str, Any]) -> None:
     if files := options.get("files"):
         resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
     if idle_s := options.get("idle_s"):
-        from kv_handshake._zmq import _router
-        from kv_handshake._zmq._watch import ConnectionLimits
+        from kv_handshake._sockets import router
+        from kv_handshake._sockets.watch import ConnectionLimits
 
-        vars(_router)["ConnectionLimits"] = lambda: ConnectionLimits(idle_s=idle_s)
+        vars(router)["ConnectionLimits"] = lambda: ConnectionLimits(idle_s=idle_s)
     payload = _with_blob(sample_envelopes([(0, 0)])[0, 0], options.get("blob_bytes", 0))
     listener = Listener("127.0.0.1", 0, payloads={(0, 0): payload})
     listener.start()

@@ -13,14 +13,11 @@ import zmq
 from gopher import Gopher
 from wire_values import FACTORS, METADATA, envelope
 
-from kv_handshake import Advertisement, Client, Codec, Listener, LocalOffer, compatibility_id
+from kv_handshake import Client, Codec, Listener, LocalOffer
 from kv_nixl_agent._metadata import add_checksum
 
 DIALECTS = (2, 4, 5, 9, 13, 15)
 RANKS = [(0, 0), (0, 1)]
-ADVERTISEMENT = Advertisement(
-    engine_id="p0", host="10.0.0.1", port=5600, dialect=15, compatibility_id=compatibility_id(FACTORS), tp_size=2
-)
 
 
 @pytest.fixture
@@ -91,18 +88,9 @@ def test_go_and_python_compare_alike(gopher: Gopher, listener: Listener, ours: d
     assert outcome.code == code
 
 
-def test_go_reads_an_advertisement(gopher: Gopher, listener: Listener) -> None:
-    refused = gopher.answer("ask-advertisement", address=address(listener))
-    assert (refused["code"], "no-advertisement" in refused["message"]) == ("refused", True)
-    listener.replace({rank: envelope(15, rank) for rank in RANKS}, advertisement=ADVERTISEMENT.encode())
-    read = gopher.ok("ask-advertisement", address=address(listener))
-    assert read["compatibility_id"] == gopher.ok("hash", factors=FACTORS)["id"]
-
-
 def listen(gopher: Gopher, dialect: int = 15) -> int:
     """Start a listener in Go that serves two ranks; return its port."""
     serve = {f"{pp},{tp}": envelope(dialect, (pp, tp)).hex() for pp, tp in RANKS}
-    serve["advertisement"] = ADVERTISEMENT.encode().hex()
     return gopher.ok("listen", serve=serve)
 
 

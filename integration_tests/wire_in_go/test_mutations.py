@@ -16,10 +16,10 @@ from gopher import Gopher
 from test_live import listen
 from wire_values import envelope
 
-from kv_handshake import Advertisement, Codec, HandshakeError
-from kv_handshake._ask_frames import is_ask, parse_answer, parse_ask
-from kv_handshake._queries import parse_query
-from kv_handshake._reading import decode_clock
+from kv_handshake import Codec, HandshakeError
+from kv_handshake._stream.messages import is_ask, parse_answer, parse_ask
+from kv_handshake._wire.queries import parse_query
+from kv_handshake._wire.replies import decode_clock
 from kv_handshake.testing import load_vectors
 
 VECTORS = load_vectors()
@@ -113,14 +113,6 @@ def test_answers(gopher: Gopher) -> None:
 
 def test_clocks(gopher: Gopher) -> None:
     assert differences(gopher, "clock", frames_of({"clock", "refused-clock"}, 3), decode_clock) == []
-
-
-def test_advertisements(gopher: Gopher) -> None:
-    # Of a key that stands twice the last value counts, and a reader may refuse the first one.
-    keys = [f'"{name}":'.encode() for name in Advertisement.__struct_fields__]
-    frames = [each for each in frames_of({"advertisement"}, 4) if all(each.count(key) < 2 for key in keys)]
-    assert len(frames) > 0.8 * FRAMES_OF_A_KIND
-    assert differences(gopher, "advertisement", frames, Advertisement.decode) == []
 
 
 def test_notifications(gopher: Gopher) -> None:

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 import zmq
 
 from kv_handshake import Client, Listener, LocalOffer, QueryLimits, Timing
-from kv_handshake._dialect import dialect_of
-from kv_handshake._queries import encode_query
+from kv_handshake._wire.dialects import dialect_of
+from kv_handshake._wire.queries import encode_query
 from kv_handshake.testing import sample_envelopes
 
 if TYPE_CHECKING:

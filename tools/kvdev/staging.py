@@ -94,6 +94,10 @@ def _origin() -> str:
 
 
 def project_of(folder: Path) -> dict[str, Any]:
-    """Return the table `[project]` of a package."""
-    project: dict[str, Any] = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+    """Return the table `[project]` of a package, with the version that its `__init__.py` holds."""
+    document = tomllib.loads((folder / "pyproject.toml").read_text())
+    project: dict[str, Any] = document["project"]
+    if "version" in project.get("dynamic", ()):
+        text = (folder / document["tool"]["hatch"]["version"]["path"]).read_text()
+        project["version"] = re.findall(r'^__version__ = "(.+)"$', text, re.MULTILINE)[0]
     return project

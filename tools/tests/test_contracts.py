@@ -42,7 +42,7 @@ VIOLATIONS: list[tuple[str, str, str]] = [
     ("host-room-imports-vllm", "vllm_adapter.worker.planted", "from torch import Tensor"),
     ("command-lines-alone", "vllm_adapter.observe.planted", "import rich.table"),
     ("command-lines-alone", "vllm_adapter.plugin", "import typer"),
-    ("command-lines-alone", "kv_handshake._probing", "from typer import Typer"),
+    ("command-lines-alone", "kv_handshake._tools.probe", "from typer import Typer"),
     ("command-lines-alone", "kv_topology._tools._report", "from rich.table import Table"),
     ("command-lines-alone", "kv_nixl_agent._doctor._report", "import typer"),
     ("command-lines-alone", "kv_scheduler_state._errors", "import typer"),

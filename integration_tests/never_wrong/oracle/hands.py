@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from kv_handshake import LocalOffer
-from kv_handshake._endpoint import endpoint_of
-from kv_handshake._first_rank import FirstRankRequest
-from kv_handshake._server import ServerCore
-from kv_handshake._task import HandshakeRequest, Question
+from kv_handshake._core.attempt import HandshakeRequest, Question
+from kv_handshake._core.endpoint import endpoint_of
+from kv_handshake._core.server import ServerCore
 
 __all__ = ["Clock", "HandThread", "SideChannel", "StillClient"]
 
@@ -144,8 +143,7 @@ class StillClient:
         on_done: Callable[[Any], None], generation: int | None = None, check_first: Callable[[Any], None] | None = None,
     ) -> None:  # fmt: skip
         question = Question(endpoint_of(host, port), tuple(ranks), engine_id, dialect, generation)
-        whole = HandshakeRequest(question, self._offer)
-        session = (whole if check_first is None else FirstRankRequest(whole, check_first)).new_session()
+        session = HandshakeRequest(question, self._offer, check_first=check_first).new_session()
         core = self._channel.listeners[host, port]
         while session.queries_left and not session.is_over:
             frames = core.respond(session.next_query(now_s=0.0), clock_s=0.0)

@@ -51,19 +51,6 @@ func hashOf(factors *Map) string {
 	return hex.EncodeToString(sum[:])
 }
 
-func compatibilityID(factors *Map) string {
-	chosen := newMap()
-	for _, name := range identifying {
-		if value := comparable(name, factors); value != nil {
-			chosen.set(name, value)
-		}
-	}
-	if _, identified := chosen.get("model_identity"); identified {
-		chosen.Keys = slices.DeleteFunc(chosen.Keys, func(key any) bool { return key == "model" })
-	}
-	return hashOf(chosen)[:32]
-}
-
 // comparable returns a factor's value; of `vllm_version` major and minor, "0.32" of "0.32.1".
 func comparable(name string, factors *Map) any {
 	value, _ := factors.get(name)

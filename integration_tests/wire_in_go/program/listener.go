@@ -15,10 +15,9 @@ const (
 
 // Listener serves envelopes by (pp, tp) rank.
 type Listener struct {
-	Envelopes     map[[2]int][]byte
-	Advertisement []byte
-	Keys          *Keys
-	open          atomic.Int64
+	Envelopes map[[2]int][]byte
+	Keys      *Keys
+	open      atomic.Int64
 }
 
 func (l *Listener) serve(socket net.Listener) {
@@ -66,12 +65,6 @@ func (l *Listener) answer(frames [][]byte) [][]byte {
 	query, err := decodeQuery(frames[0])
 	if err != nil {
 		return append(head, encodeRefusal(codeOf(err), err.Error(), 0))
-	}
-	if query.Command == "advertisement" {
-		if l.Advertisement == nil {
-			return append(head, encodeRefusal("no-advertisement", "this engine publishes none", 0))
-		}
-		return append(head, l.Advertisement)
 	}
 	envelope, served := l.Envelopes[[2]int{query.PP, query.TP}]
 	if len(l.Envelopes) == 0 {

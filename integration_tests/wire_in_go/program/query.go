@@ -7,11 +7,10 @@ const (
 	maxRank       = 65535
 )
 
-// Query is what a client asks; an advertisement query has no ranks. A rank above 65535 reads as 65536, which nobody serves.
+// Query is what a client asks. A rank above 65535 reads as 65536, which nobody serves.
 type Query struct {
-	Command string // "metadata" or "advertisement"
-	PP, TP  int
-	Clock   bool // three fields: the reply has a clock frame
+	PP, TP int
+	Clock  bool // three fields: the reply has a clock frame
 }
 
 func encodeQuery(dialect, pp, tp int) []byte {
@@ -20,8 +19,6 @@ func encodeQuery(dialect, pp, tp int) []byte {
 	}
 	return pack([]any{[]byte("get_meta_msg"), pp, tp})
 }
-
-func encodeAdvertisementQuery() []byte { return pack([]any{[]byte("get_advertisement")}) }
 
 func decodeQuery(frame []byte) (*Query, error) {
 	if len(frame) > maxQueryBytes {
@@ -32,24 +29,17 @@ func decodeQuery(frame []byte) (*Query, error) {
 	if err != nil || !isArray || len(fields) == 0 || !isSound(value) {
 		return nil, fault("malformed-query", "not one MessagePack array")
 	}
-	command, _ := fields[0].([]byte)
-	switch {
-	case bytes.Equal(command, []byte("get_advertisement")):
-		if len(fields) != 1 {
-			return nil, fault("wrong-arity", "%d fields, expected 1", len(fields))
-		}
-		return &Query{Command: "advertisement"}, nil
-	case bytes.Equal(command, []byte("get_meta_msg")):
-		return decodeRanks(fields[1:])
+	if command, _ := fields[0].([]byte); !bytes.Equal(command, []byte("get_meta_msg")) {
+		return nil, fault("unknown-command", "%v", fields[0])
 	}
-	return nil, fault("unknown-command", "%v", fields[0])
+	return decodeRanks(fields[1:])
 }
 
 func decodeRanks(fields []any) (*Query, error) {
 	if len(fields) != 1 && len(fields) != 2 {
 		return nil, fault("wrong-arity", "%d fields, expected 2 or 3", len(fields)+1)
 	}
-	query := &Query{Command: "metadata", Clock: len(fields) == 2}
+	query := &Query{Clock: len(fields) == 2}
 	for _, field := range fields {
 		switch rank := field.(type) {
 		case int64:

@@ -5,7 +5,6 @@ import (
 	"encoding/hex"
 	"encoding/json"
 	"net"
-	"time"
 )
 
 // request is one line on standard input; which keys count depends on "do".
@@ -115,13 +114,10 @@ func doQuery(r request) (any, error) {
 	if err != nil {
 		return nil, err
 	}
-	return map[string]any{"command": query.Command, "pp": query.PP, "tp": query.TP, "clock": query.Clock}, nil
+	return map[string]any{"command": "metadata", "pp": query.PP, "tp": query.TP, "clock": query.Clock}, nil
 }
 
 func doMakeQuery(r request) (any, error) {
-	if r.Dialect == 0 {
-		return hex.EncodeToString(encodeAdvertisementQuery()), nil
-	}
 	return hex.EncodeToString(encodeQuery(r.Dialect, r.PP, r.TP)), nil
 }
 
@@ -158,18 +154,6 @@ func doClock(r request) (any, error) {
 	return map[string]any{"clock_s": seconds, "again": hex.EncodeToString(encodeClock(seconds))}, nil
 }
 
-func doStream(r request) (any, error) {
-	frames, err := decodeStream(r.frame())
-	if err != nil {
-		return nil, err
-	}
-	shown := []string{}
-	for _, frame := range frames {
-		shown = append(shown, hex.EncodeToString(frame))
-	}
-	return map[string]any{"frames": shown, "again": hex.EncodeToString(encodeStream(frames))}, nil
-}
-
 func doNotification(r request) (any, error) {
 	found := parseNotification(r.frame())
 	shown := map[string]any{"notification": found}
@@ -183,24 +167,13 @@ func doNotification(r request) (any, error) {
 	return shown, nil
 }
 
-func doAdvertisement(r request) (any, error) {
-	found, err := decodeAdvertisement(r.frame())
-	if err != nil {
-		return nil, err
-	}
-	again, err := json.Marshal(found)
-	return map[string]any{"advertisement": found, "again": hex.EncodeToString(again)}, err
-}
-
 func doHash(r request) (any, error) {
 	factors := r.factors()
 	chosen := factors
 	if r.Dialect != 0 {
 		chosen = hashedFactors(factors, r.Dialect)
 	}
-	return map[string]any{
-		"json": hex.EncodeToString([]byte(sortedJSON(chosen))), "hash": hashOf(chosen), "id": compatibilityID(factors),
-	}, nil
+	return map[string]any{"json": hex.EncodeToString([]byte(sortedJSON(chosen))), "hash": hashOf(chosen)}, nil
 }
 
 func doSealedBytes(r request) (any, error) {
@@ -247,34 +220,6 @@ func doAsk(r request) (any, error) {
 	return shown, nil
 }
 
-func doAskAdvertisement(r request) (any, error) {
-	connection, err := net.DialTimeout("tcp", r.Address, 5*time.Second)
-	if err != nil {
-		return nil, fault("connection-refused", "%v", err)
-	}
-	defer connection.Close()
-	peer, err := openPeer(connection, "DEALER", maxReplyBytes, nil)
-	if err != nil {
-		return nil, err
-	}
-	if err := peer.sendMessage(nil, encodeAdvertisementQuery()); err != nil {
-		return nil, err
-	}
-	frames, err := peer.receiveMessage(4)
-	if err != nil {
-		return nil, err
-	}
-	if body := frames[len(frames)-1]; len(body) == 0 || body[0] != '{' {
-		envelope, err := decodeEnvelope(body)
-		if err != nil {
-			return nil, fault("malformed-advertisement", "neither JSON nor a refusal")
-		}
-		code, message, _ := envelope.refusal()
-		return nil, fault("refused", "%s: %s", code, message)
-	}
-	return decodeAdvertisement(frames[len(frames)-1])
-}
-
 // doAskQuery reads an ask and writes it again.
 func doAskQuery(r request) (any, error) {
 	ask, err := decodeAsk(r.frame())
@@ -311,10 +256,6 @@ func doListen(r request) (any, error) {
 		frame, err := hex.DecodeString(text)
 		if err != nil {
 			return nil, err
-		}
-		if rank == "advertisement" {
-			listener.Advertisement = frame
-			continue
 		}
 		var pair [2]int
 		if err := json.Unmarshal([]byte("["+rank+"]"), &pair); err != nil {

@@ -3,7 +3,7 @@
     python embedded_engine.py
 
 The cache is a bytearray and the "transfer library" an in-process copy; everything that crosses between the two engines
-goes through kv-handshake: advertisement, metadata per rank, compatibility, and the notifications of a read.
+goes through kv-handshake: metadata per rank, compatibility, and the notifications of a read.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ import itertools
 import sys
 from typing import TYPE_CHECKING
 
-from kv_handshake import Advertisement, Client, Codec, Listener, LocalOffer, compatibility_id
-from kv_handshake.inspect import probe_advertisement
+from kv_handshake import Client, Codec, Listener, LocalOffer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -40,18 +39,7 @@ class Engine:
         envelope = self.codec.encode_envelope(self._metadata(blocks), self.factors, dialect=DIALECT, rank=(0, 0))
         self.listener = Listener("127.0.0.1", 0, payloads={(0, 0): envelope})
         self.listener.start()
-        self.listener.replace({(0, 0): envelope}, advertisement=self.advertisement().encode())
         self.client = Client(LocalOffer(factors=self.factors, policy="negotiated"))
-
-    def advertisement(self) -> Advertisement:
-        """Return what a router needs to know of this engine."""
-        return Advertisement(
-            engine_id=self.name,
-            host=self.listener.advertised_host,
-            port=self.listener.port,
-            dialect=DIALECT,
-            compatibility_id=compatibility_id(self.factors),
-        )
 
     def prefill(self, request_id: str, prompt: bytes) -> list[int]:
         """Fill blocks for a prompt, keep them for one reader, and return their ids."""
@@ -61,10 +49,10 @@ class Engine:
         self.readers_left[request_id] = 1
         return list(range(len(pieces)))
 
-    def pull(self, peer: Advertisement, request_id: str, blocks: list[int]) -> bytes:
+    def pull(self, peer: Engine, request_id: str, blocks: list[int]) -> bytes:
         """Read a request's blocks from a peer; return the notification that is due to it."""
         outcome = self.client.fetch(
-            host=peer.host, port=peer.port, ranks=[(0, 0)], engine_id=peer.engine_id, dialect=peer.dialect
+            host="127.0.0.1", port=peer.listener.port, ranks=[(0, 0)], engine_id=peer.name, dialect=DIALECT
         )
         if not outcome.is_ok:
             raise RuntimeError(f"{outcome.code}: {outcome.message}")
@@ -105,16 +93,13 @@ def main() -> int:
     """Hand one prompt over, and show that an engine with another dtype is turned away by name."""
     producer, consumer, stranger = Engine("producer"), Engine("consumer"), Engine("stranger", dtype="float32")
     try:
-        found, _ = probe_advertisement("127.0.0.1", producer.listener.port, timeout_s=5)
-        print("router pairs producer and consumer:", not found.problems_as_producer_for(consumer.advertisement()))
-        print("router pairs producer and stranger:", not found.problems_as_producer_for(stranger.advertisement()))
         prompt = bytes(itertools.islice(itertools.cycle(range(256)), 200))
         blocks = producer.prefill("request-1", prompt)
-        producer.notify(consumer.pull(Advertisement.decode(found.encode()), "request-1", blocks))
+        producer.notify(consumer.pull(producer, "request-1", blocks))
         print("consumer holds the producer's bytes:", consumer.cache[:200] == prompt)
         print("producer freed the request:", not producer.readers_left)
         try:
-            stranger.pull(found, "request-1", blocks)
+            stranger.pull(producer, "request-1", blocks)
         except RuntimeError as error:
             print("stranger was refused:", error)
     finally:

@@ -1,6 +1,8 @@
 """Shared fixtures: free ports, and a listener, a client and raw questions over loopback TCP."""
 
 import socket
+import sys
+from pathlib import Path
 
 import pytest
 import zmq
@@ -8,6 +10,8 @@ from hypothesis import settings
 
 from kv_handshake import Client, Listener, LocalOffer, QueryLimits, Timing
 from kv_handshake.testing import sample_envelopes
+
+sys.path.insert(0, str(Path(__file__).parent))  # for `hostile`
 
 # A busy machine may stop any example for longer than a deadline.
 settings.register_profile("kv-handshake", deadline=None)

@@ -8,17 +8,15 @@ import msgspec
 import pytest
 
 from kv_handshake import Codec, Timing, WireError
-from kv_handshake._ask_desk import AskDesk
-from kv_handshake._ask_frames import encode_answer, encode_ask_refusal, encode_cancel, parse_answer
-from kv_handshake._ask_session import AskSession, OpenAsk
-from kv_handshake._asker import Asker, _Peer
-from kv_handshake._endpoint import endpoint_of
+from kv_handshake._core.endpoint import endpoint_of
+from kv_handshake._core.pacing import GatedLog
 from kv_handshake._errors import CODES
-from kv_handshake._limits import MAX_ASK_REPLY_BYTES
-from kv_handshake._log import GatedLog
-from kv_handshake._pacing import AskLimits
-from kv_handshake._parking import Parking
-from kv_handshake._writing import encode_refusal
+from kv_handshake._stream.asker import Asker, _Peer
+from kv_handshake._stream.desk import AskDesk, AskLimits, Parking
+from kv_handshake._stream.messages import encode_answer, encode_ask_refusal, encode_cancel, parse_answer
+from kv_handshake._stream.session import AskSession, OpenAsk
+from kv_handshake._wire.limits import MAX_ASK_REPLY_BYTES
+from kv_handshake._wire.replies import encode_refusal
 from kv_handshake.testing import sample_metadata
 
 NOTHING: Any = SimpleNamespace()

@@ -12,11 +12,11 @@ import pytest
 import zmq
 
 from kv_handshake import Client, Codec, ConfigurationError, Listener, LocalOffer, QueryLimits, Timing
-from kv_handshake._ask_frames import encode_answer, encode_ask, encode_cancel, parse_answer
-from kv_handshake._dialect import dialect_of
-from kv_handshake._pacing import AskLimits
-from kv_handshake._queries import encode_query
-from kv_handshake._reading import decode_envelope
+from kv_handshake._stream.desk import AskLimits
+from kv_handshake._stream.messages import encode_answer, encode_ask, encode_cancel, parse_answer
+from kv_handshake._wire.dialects import dialect_of
+from kv_handshake._wire.queries import encode_query
+from kv_handshake._wire.replies import decode_envelope
 from kv_handshake.testing import sample_metadata
 
 CAN_ASK: Mapping[str, Literal["supported"]] = {"ask": "supported"}

@@ -9,9 +9,10 @@ import pytest
 import zmq
 
 from kv_handshake import Client, Listener, LocalOffer, Outcome, Timing, TransportError
-from kv_handshake._task import Task
-from kv_handshake._zmq import Connection, Hub
-from kv_handshake.testing import check_client, sample_envelopes
+from kv_handshake._core.attempt import Task
+from kv_handshake._sockets import Connection, Hub
+from kv_handshake._wire.dialects import NEWEST_DIALECT, OLDEST_DIALECT
+from kv_handshake.testing import sample_envelopes
 
 FACTORS = {"model": "sample", "dtype": "torch.bfloat16", "num_kv_heads": 8}
 PATIENT = Timing(deadline_s=30, attempt_s=20)
@@ -64,6 +65,23 @@ def until(is_so, *, seconds=60):
 def fetch(client, port, **changes):
     arguments = {"host": "127.0.0.1", "port": port, "ranks": RANKS, "engine_id": "engine-a", "dialect": 14}
     return client.fetch(**{**arguments, **changes})
+
+
+def check_client(fetch, listener):
+    """Check that a client tells good peers from bad ones."""
+    ranks = [(0, 0), (0, 1)]
+    for version in range(OLDEST_DIALECT, NEWEST_DIALECT + 1):
+        listener.replace(sample_envelopes(ranks, dialect=version))
+        outcome = fetch(ranks, "engine-a", version)
+        assert outcome.is_ok, f"version {version}: {outcome.code}: {outcome.message}"
+        assert [outcome.peers[rank].device_id for rank in ranks] == [0, 1], f"version {version}: ranks are confused"
+    assert fetch(ranks, "engine-b", 14).code == "engine-mismatch", "another engine was accepted"
+    assert fetch([(0, 5)], "engine-a", 14).code == "refused", "a rank that is not served was accepted"
+    other = {**FACTORS, "dtype": "torch.float16"}
+    listener.replace(sample_envelopes(ranks, factors=other))
+    outcome = fetch(ranks, "engine-a", 14)
+    assert outcome.code == "hash-mismatch", f"another dtype was {outcome.code or 'accepted'}"
+    assert "dtype" in outcome.message, f"the differing factor is not named: {outcome.message}"
 
 
 def test_it_passes_the_checks_for_any_client(client, listener):
@@ -202,8 +220,8 @@ def test_a_peer_that_nobody_wants_is_forgotten(free_port):
 
 def test_dead_port_is_refused_remembered_and_forgotten(hasty, free_port, monkeypatch):
     clock = MovedClock()
-    monkeypatch.setattr("kv_handshake._client.time", clock)
-    monkeypatch.setattr("kv_handshake._loop.time", clock)
+    monkeypatch.setattr("kv_handshake._net.client.time", clock)
+    monkeypatch.setattr("kv_handshake._net.loop.time", clock)
     first = fetch(hasty, free_port)
     assert first.code == "connection-refused"
     second = fetch(hasty, free_port)
@@ -225,8 +243,8 @@ def test_without_a_place_for_background_attempts_a_request_asks_itself(free_port
     timing = Timing(deadline_s=30, attempt_s=20, hold_first_s=60, hold_most_s=60, connections=7)
     client = Client(LocalOffer(factors=FACTORS), timing=timing, seed=1)
     clock = MovedClock()
-    monkeypatch.setattr("kv_handshake._client.time", clock)
-    monkeypatch.setattr("kv_handshake._loop.time", clock)
+    monkeypatch.setattr("kv_handshake._net.client.time", clock)
+    monkeypatch.setattr("kv_handshake._net.loop.time", clock)
     assert [fetch(client, free_port).code for _ in range(2)] == ["connection-refused", "recently-failed"]
     clock.ahead_s = 60
     assert fetch(client, free_port).code == "connection-refused"
@@ -237,8 +255,8 @@ def test_without_a_place_for_background_attempts_a_request_asks_itself(free_port
 def test_a_peer_is_remembered_if_the_deadline_comes_before_the_next_attempt(hasty, monkeypatch):
     """As on a busy machine, where the thread wakes when both are past."""
     clock = MovedClock()
-    monkeypatch.setattr("kv_handshake._client.time", clock)
-    monkeypatch.setattr("kv_handshake._loop.time", clock)
+    monkeypatch.setattr("kv_handshake._net.client.time", clock)
+    monkeypatch.setattr("kv_handshake._net.loop.time", clock)
     real = Task.plan_retry
 
     def plan_retry(task, now_s, chance):

@@ -10,9 +10,9 @@ import pytest
 import zmq
 
 from kv_handshake import Client, Listener, LocalOffer, Timing
-from kv_handshake._zmq import _watch
-from kv_handshake._zmq._grip import CAN_LOOK, Grip
-from kv_handshake._zmq._watch import ConnectionWatch
+from kv_handshake._sockets import watch
+from kv_handshake._sockets.tcp import CAN_LOOK, Grip
+from kv_handshake._sockets.watch import ConnectionWatch
 from kv_handshake.testing import sample_envelopes
 
 pytestmark = pytest.mark.skipif(not CAN_LOOK, reason="this system does not count the bytes of a connection")
@@ -73,8 +73,8 @@ def test_a_number_that_became_another_file_is_nobody():
 def test_a_handshake_neither_wakes_the_watch_nor_is_measured(monkeypatch):
     """A handshake that ends between two looks costs the watch nothing: no wake-up of its own and no look at its connection."""
     looks, measured, wakes = [], [], []
-    monkeypatch.setattr(_watch, "_GRAIN_S", 0.3)
-    monkeypatch.setattr(_watch, "_AWAKE_S", 30.0)
+    monkeypatch.setattr(watch, "_GRAIN_S", 0.3)
+    monkeypatch.setattr(watch, "_AWAKE_S", 30.0)
     taken, ends = ConnectionWatch._take_events, Grip.ends
     monkeypatch.setattr(ConnectionWatch, "_take_events", lambda *args: looks.append(args[2]) or taken(*args))
     monkeypatch.setattr(Grip, "ends", lambda *args: measured.append(args[1]) or ends(*args))

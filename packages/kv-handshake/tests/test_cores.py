@@ -9,7 +9,7 @@ FACTORS = {"model": "toy", "dtype": "float16"}
 
 
 def core():
-    return Codec.server_core(sample_envelopes(factors=FACTORS), advertisement=b"{}")
+    return Codec.server_core(sample_envelopes(factors=FACTORS))
 
 
 def meet(server, **options):

@@ -6,11 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_handshake import ConfigurationError, _explain, compatibility_id, dialect_of_vllm
-from kv_handshake._dialect import dialect_of
-from kv_handshake._explain import suspected_factors
-from kv_handshake._factors import check_factors, compatibility_hash, differing_factors, hashed_factors
-from kv_handshake.inspect import explain_hash
+from kv_handshake import ConfigurationError, dialect_of_vllm
+from kv_handshake._wire import factors
+from kv_handshake._wire.dialects import dialect_of
+from kv_handshake._wire.factors import (
+    check_factors,
+    compatibility_hash,
+    differing_factors,
+    explain_hash,
+    hashed_factors,
+    suspected_factors,
+)
 
 FULL = {
     "vllm_version": "0.32.0+cpu",
@@ -109,19 +115,6 @@ def test_other_engines_hash_everything():
     assert hashed_factors(factors, dialect_of(14)) == factors
 
 
-def test_compatibility_id_ignores_what_may_differ():
-    same = [
-        FULL,
-        {**FULL, "vllm_version": "0.32.7"},
-        {**FULL, "attn_backend_name": "FLASH_ATTN"},
-        {**FULL, "engine_name": "x", "draft_model": None, "unheard_of": 1},
-    ]
-    assert len({compatibility_id(each) for each in same}) == 1
-    assert compatibility_id({**FULL, "dtype": "other"}) != compatibility_id(FULL)
-    with_identity = [{**FULL, "model": path, "model_identity": "i"} for path in ("/a", "/b")]
-    assert compatibility_id(with_identity[0]) == compatibility_id(with_identity[1])
-
-
 @pytest.mark.parametrize("bad", [{"a": {1, 2}}, {"a": b"x"}, {"a": object()}])
 def test_factors_must_be_json(bad):
     with pytest.raises(ConfigurationError) as caught:
@@ -178,21 +171,14 @@ def test_a_bare_hash_is_explained(change):
 def test_unknown_hashes_cost_one_look_each(monkeypatch):
     """A stranger can send a new hash with each reply; 200 of them took 2 s."""
     computed = []
-    real = _explain._hash_of
-    monkeypatch.setattr(_explain, "_hash_of", lambda written: computed.append(1) or real(written))
+    real = factors.compatibility_hash
+    monkeypatch.setattr(factors, "compatibility_hash", lambda values: computed.append(1) or real(values))
     local = {**FULL, "model": "a model of this test alone"}
     for number in range(200):
         assert explain_hash(local, hashlib.sha256(b"%d" % number).hexdigest(), dialect_of(14)) == ()
     assert len(computed) < 2000, "those of one table"
     assert explain_hash(local, compatibility_hash({**local, "dtype": "torch.float32"}), dialect_of(14))
     assert explain_hash(local, compatibility_hash(local), dialect_of(14)) == ()
-
-
-def test_two_changes_need_more_depth():
-    peer_hash = compatibility_hash({**FULL, "dtype": "torch.float32", "is_hma_enabled": False})
-    assert explain_hash(FULL, peer_hash, dialect_of(14)) == ()
-    found = explain_hash(FULL, peer_hash, dialect_of(14), depth=2)
-    assert [each.name for each in found] == ["dtype", "is_hma_enabled"]
 
 
 def test_a_model_is_only_found_if_supposed():
@@ -203,16 +189,11 @@ def test_a_model_is_only_found_if_supposed():
     assert (found.name, found.peer) == ("model", "/other")
 
 
-def test_supposed_and_shown_values_cost_no_depth():
-    """Two factors that were supposed, one that the peer shows, and two that are found by trying."""
-    change = {"model": "/b", "num_hidden_layers": 200, "attn_backend_name": "NEW_ATTN"}
-    tried = {"dtype": "torch.float32", "num_kv_heads": 4}
-    supposed: dict[str, Sequence[object]] = {"model": ["/a", "/b"], "num_hidden_layers": [200]}
-    peer_hash = compatibility_hash({**FULL, **change, **tried})
-    shown = {"attn_backend_name": "NEW_ATTN"}
-    assert explain_hash(FULL, peer_hash, dialect_of(14), supposed=supposed, shown=shown) == ()
-    found = explain_hash(FULL, peer_hash, dialect_of(14), supposed=supposed, shown=shown, depth=2)
-    assert {each.name: each.peer for each in found} == {**change, **tried}
+def test_supposed_values_are_combined_with_one_that_is_tried():
+    change = {"model": "/b", "num_hidden_layers": 200, "dtype": "torch.float32"}
+    supposed: dict[str, Sequence[object]] = {"model": ["/a", "/b"], "num_hidden_layers": [200], "unheard-of": [1]}
+    found = explain_hash(FULL, compatibility_hash({**FULL, **change}), dialect_of(14), supposed=supposed)
+    assert {each.name: each.peer for each in found} == change
 
 
 @given(FACTOR_SETS, JSON)

@@ -11,11 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_handshake import Client, ConfigurationError, LocalOffer, Timing, TransportError
-from kv_handshake._endpoint import endpoint_of
-from kv_handshake._first_rank import FirstRankRequest
-from kv_handshake._queries import parse_query
-from kv_handshake._server import ServerCore
-from kv_handshake._task import HandshakeRequest, Question
+from kv_handshake._core.attempt import HandshakeRequest, Question
+from kv_handshake._core.endpoint import endpoint_of
+from kv_handshake._core.server import ServerCore
+from kv_handshake._wire.queries import parse_query
 from kv_handshake.testing import sample_envelopes
 
 OFFER = LocalOffer(policy="off")
@@ -229,9 +228,9 @@ def test_the_rule_changes_nothing_but_the_order(ranks, fault_at, fault):
         envelope["agent_metadata_bytes"] = msgspec.msgpack.encode(metadata)
         return (msgspec.msgpack.encode(envelope), *frames[1:])
 
-    whole = HandshakeRequest(Question(endpoint_of("127.0.0.1", 5600), tuple(ranks), "engine-a", 14), OFFER)
-    plain, _ = sans_io(whole, respond)
-    session, asked = sans_io(FirstRankRequest(whole, checked.append), respond)
+    question = Question(endpoint_of("127.0.0.1", 5600), tuple(ranks), "engine-a", 14)
+    plain, _ = sans_io(HandshakeRequest(question, OFFER), respond)
+    session, asked = sans_io(HandshakeRequest(question, OFFER, check_first=checked.append), respond)
     assert asked[0] == (0, 0)
     assert sorted(asked) == sorted({*ranks, (0, 0)}) or session.error is not None
     if fault in ("good", "refusal", "noise", "other engine"):

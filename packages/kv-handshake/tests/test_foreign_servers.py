@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from kv_handshake._zmq import _connections
+from kv_handshake._sockets import connections
 
 RANKS = [(0, rank) for rank in range(8)]
 
@@ -72,7 +72,7 @@ def test_tcp_server_that_speaks_something_else(client, behaviour, words):
 
 
 def test_a_peer_that_is_too_busy_to_open_the_connection_is_tried_again(hasty, monkeypatch):
-    monkeypatch.setattr(_connections, "_OPENING_MS", 100)
+    monkeypatch.setattr(connections, "_OPENING_MS", 100)
     with socket.create_server(("127.0.0.1", 0)) as busy:
         outcome = fetch(hasty, busy.getsockname()[1])
     assert outcome.code in ("connection-lost", "timed-out")

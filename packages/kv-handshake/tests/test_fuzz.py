@@ -14,13 +14,14 @@ from pathlib import Path
 
 import pytest
 import zmq
+from hostile import hostile_queries
 
-from kv_handshake._ask_frames import parse_answer
-from kv_handshake._dialect import dialect_of
 from kv_handshake._errors import CODES
-from kv_handshake._queries import encode_query
-from kv_handshake._reading import decode_envelope
-from kv_handshake.testing import hostile_queries, sample_envelopes
+from kv_handshake._stream.messages import parse_answer
+from kv_handshake._wire.dialects import dialect_of
+from kv_handshake._wire.queries import encode_query
+from kv_handshake._wire.replies import decode_envelope
+from kv_handshake.testing import sample_envelopes
 
 FRAMES = int(os.environ.get("KV_HANDSHAKE_FUZZ_FRAMES", "200000"))
 SEED = int(os.environ.get("KV_HANDSHAKE_FUZZ_SEED", "1"))

@@ -4,9 +4,9 @@ import random
 
 import msgspec
 import pytest
+from hostile import mutate
 
 from kv_handshake import Codec, ConfigurationError, WireError
-from kv_handshake.testing import mutate
 
 SECRET, OTHER = b"a fleet secret, 16+", b"the secret of another fleet"
 QUESTION = {

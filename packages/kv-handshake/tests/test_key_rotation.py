@@ -10,7 +10,7 @@ import time
 import pytest
 
 from kv_handshake import Client, Listener, LocalOffer, Timing
-from kv_handshake._zmq import write_keypair
+from kv_handshake._sockets import write_keypair
 from kv_handshake.security import ClientSecurity, ServerSecurity
 from kv_handshake.testing import sample_envelopes
 

@@ -5,16 +5,17 @@ import struct
 import threading
 import time
 
+import msgspec
 import pytest
 import zmq
 
 from kv_handshake import Client, ConfigurationError, Listener, LocalOffer, Outcome, QueryLimits, Timing, TransportError
-from kv_handshake._dialect import dialect_of
-from kv_handshake._queries import encode_query
-from kv_handshake._reading import decode_clock, decode_envelope
-from kv_handshake._zmq import RouterSocket
+from kv_handshake._sockets import RouterSocket
+from kv_handshake._wire.dialects import NEWEST_DIALECT, OLDEST_DIALECT, dialect_of
+from kv_handshake._wire.queries import encode_query
+from kv_handshake._wire.replies import decode_clock, decode_envelope
 from kv_handshake.security import ClientSecurity, ServerSecurity, generate_keypair
-from kv_handshake.testing import check_listener, sample_envelopes
+from kv_handshake.testing import sample_envelopes
 
 QUERY = encode_query((0, 3), dialect_of(14))
 OLD_QUERY = encode_query((0, 3), dialect_of(4))
@@ -30,6 +31,39 @@ def until(condition, limit_s=20.0):
     while not condition():
         assert time.monotonic() < end_s, "it did not happen in time"
         time.sleep(0.01)
+
+
+def check_listener(listener, ask):
+    """Check that a running listener answers valid queries and survives and refuses bad ones."""
+    ranks = [(0, 0), (0, 1), (1, 0)]
+    envelopes = sample_envelopes(ranks)
+    listener.replace(envelopes)
+    for rank in ranks:
+        for version in range(OLDEST_DIALECT, NEWEST_DIALECT + 1):
+            dialect = dialect_of(version)
+            if dialect.query_fields == 2 and rank[0]:
+                continue
+            frames = list(ask(encode_query(rank, dialect)))
+            assert frames[0] == envelopes[rank], f"rank {rank} in version {version} got other bytes"
+            assert len(frames) == 1 + dialect.has_clock_frame, f"version {version} got {len(frames)} frames"
+            if dialect.has_clock_frame:
+                decode_clock(frames[1])
+    for query, code in (
+        (encode_query((0, 9), dialect_of(14)), "unknown-rank"),
+        (b"", "malformed-query"),
+        (b"\xc1" * 40, "malformed-query"),
+        (msgspec.msgpack.encode([b"get_meta_msg"]), "wrong-arity"),
+        (msgspec.msgpack.encode([b"other", 1]), "unknown-command"),
+        (b"x" * 1000, "oversized-query"),
+    ):
+        refusal = decode_envelope(ask(query)[0]).refusal
+        assert getattr(refusal, "code", "") == code, f"{query[:40]!r} was not refused as {code}: {refusal}"
+    listener.replace({})
+    refusal = decode_envelope(ask(encode_query((0, 0), dialect_of(14)))[0]).refusal
+    assert getattr(refusal, "code", "") == "not-ready", f"nothing to serve, but the answer is {refusal}"
+    listener.replace(envelopes)
+    assert ask(encode_query((0, 1), dialect_of(14)))[0] == envelopes[0, 1], "no good answer after the bad queries"
+    assert listener.statistics()["answered"] > 0, "good answers are not counted"
 
 
 def test_it_passes_the_checks_for_any_listener(listener, raw):
@@ -401,7 +435,7 @@ def test_a_restart_refuses_no_connection(listener, monkeypatch):
         return router_socket(port, **options)
 
     router_socket = RouterSocket
-    monkeypatch.setattr("kv_handshake._listener.RouterSocket", made_later)
+    monkeypatch.setattr("kv_handshake._net.listener.RouterSocket", made_later)
     monkeypatch.setattr(listener._core, "respond", respond)
     timing = Timing(deadline_s=60, attempt_s=30, retry_first_s=0.01)
     client = Client(LocalOffer(policy="off"), timing=timing)

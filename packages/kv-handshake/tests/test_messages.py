@@ -1,21 +1,29 @@
 import contextlib
-import sys
+import copy
+import pickle
 
 import msgspec
 import pytest
+from hostile import mutate
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_handshake import Codec, ConfigurationError, HandshakeError, WireError
-from kv_handshake._dialect import dialect_of
 from kv_handshake._errors import CODES
-from kv_handshake._messages import METADATA_FIELDS, AgentMetadata
-from kv_handshake._policy import LocalOffer
-from kv_handshake._queries import encode_query, parse_query
-from kv_handshake._reading import decode_clock, decode_envelope, decode_metadata, reconstruct_blocks_ratio
-from kv_handshake._repeated import MAX_SHARED_BYTES, Repeated
-from kv_handshake._writing import encode_clock, encode_metadata
-from kv_handshake.testing import mutate, sample_envelopes, sample_metadata
+from kv_handshake._wire.dialects import dialect_of
+from kv_handshake._wire.limits import MAX_DEPTH, MAX_REGIONS
+from kv_handshake._wire.messages import METADATA_FIELDS, AgentMetadata, Envelope
+from kv_handshake._wire.policy import LocalOffer
+from kv_handshake._wire.queries import encode_query, parse_query
+from kv_handshake._wire.replies import (
+    decode_clock,
+    decode_envelope,
+    decode_metadata,
+    encode_clock,
+    encode_metadata,
+    reconstruct_blocks_ratio,
+)
+from kv_handshake.testing import sample_envelopes, sample_metadata
 
 FACTORS = {"model": "m"}
 
@@ -177,7 +185,7 @@ def test_query_survives_the_way(version, pp, tp):
     dialect = dialect_of(version)
     rank = (pp if dialect.query_fields == 3 else 0, tp)
     query = parse_query(encode_query(rank, dialect))
-    assert (query.command, query.rank, query.wants_clock) == ("metadata", rank, dialect.has_clock_frame)
+    assert (query.rank, query.wants_clock) == (rank, dialect.has_clock_frame)
 
 
 @pytest.mark.parametrize(("rank", "version"), [((1, 0), 4), ((0, -1), 14), ((0, 65_536), 14), ((70_000, 0), 14)])
@@ -230,74 +238,40 @@ def test_an_envelope_is_short_besides_its_metadata():
     assert caught.value.code == "malformed-envelope"
 
 
-def read_reply(frame, repeated):
-    try:
-        envelope = decode_envelope(frame, repeated)
-        return envelope, decode_metadata(envelope, repeated)
-    except WireError as refusal:
-        return refusal.code, str(refusal)
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"block_lens": list(range(1, MAX_REGIONS + 2))}, "length <= 16384"),
+        ({"packed_member_layouts": {str(number): (0, 1) for number in range(MAX_REGIONS + 1)}}, "length <= 16384"),
+        ({"region_names": ["x" * 100] * 8000}, "at most 524288 are read"),
+        ({"region_members": [[""] * 600_000]}, "at most 524288 are read"),
+    ],
+)
+def test_a_list_beyond_its_budget_is_refused(changes, said):
+    document = msgspec.msgpack.decode(decode_envelope(sample_envelopes()[0, 0]).agent_metadata_bytes)
+    envelope = Envelope(compatibility_hash="", agent_metadata_bytes=msgspec.msgpack.encode(document | changes))
+    with pytest.raises(WireError, match=said) as caught:
+        decode_metadata(envelope)
+    assert caught.value.code == "malformed-metadata"
 
 
-@given(st.randoms(use_true_random=False))
-def test_earlier_replies_change_nothing(rng):
-    """A reader that keeps values of other replies, good and damaged, reads every reply as one that keeps none."""
-    repeated = Repeated()
-    frames = list(sample_envelopes([(0, 0), (0, 1)]).values())
-    frames += sample_envelopes([(0, 2)], dialect=2, factors={"model": "other"}).values()
-    for _ in range(12):
-        frame = rng.choice(frames)
-        if rng.random() < 0.5:
-            envelope = msgspec.msgpack.decode(frame)
-            envelope["agent_metadata_bytes"] = mutate(rng, envelope["agent_metadata_bytes"])
-            envelope.pop("kvh_checksum")
-            frame = msgspec.msgpack.encode(envelope)
-        elif rng.random() < 0.5:
-            frame = mutate(rng, frame)
-        assert read_reply(frame, repeated) == read_reply(frame, None)
-
-
-def test_lists_that_ranks_repeat_are_read_once():
-    repeated = Repeated()
-    one, other = (
-        decode_metadata(decode_envelope(frame, repeated), repeated)
-        for frame in sample_envelopes([(0, 0), (0, 1)], regions=9).values()
+def test_a_list_of_the_largest_size_is_read():
+    values = {**sample_metadata(regions=MAX_REGIONS), "region_names": ["layer"] * MAX_REGIONS}
+    assert (
+        len(decode_metadata(decode_envelope(Codec().encode_envelope(values, {}, dialect=15))).block_lens) == MAX_REGIONS
     )
-    assert one.kv_caches_base_addr != other.kv_caches_base_addr
-    for name in ("block_lens", "region_names", "region_mem_types", "factors"):
-        assert getattr(one, name) is getattr(other, name)
 
 
-def test_sessions_share_short_values_that_nobody_can_change():
-    client = Repeated()
-    one, other = (
-        decode_metadata(decode_envelope(frame, repeated), repeated)
-        for frame in sample_envelopes([(0, 0)], regions=9).values()
-        for repeated in (Repeated(client), Repeated(client))
+def test_factors_that_nest_too_deep_are_refused():
+    nested: object = 0
+    for _ in range(MAX_DEPTH + 1):
+        nested = [nested]
+    frame = msgspec.msgpack.encode(
+        {"compatibility_hash": "", "agent_metadata_bytes": b"", "kvh_factors": {"a": nested}}
     )
-    assert one == other
-    assert one.region_names is other.region_names
-    assert one.factors is not other.factors
-    one.factors["model"] = "changed by a caller"
-    later = decode_envelope(sample_envelopes([(0, 0)])[0, 0], Repeated(client))
-    assert later.factors == other.factors
-
-
-def test_no_long_value_and_no_whole_message_outlives_its_session():
-    client = Repeated()
-    names = tuple(f"layer {number} of an engine" for number in range(3000))
-    raw = msgspec.Raw(msgspec.msgpack.encode(names))
-    assert len(memoryview(raw)) > MAX_SHARED_BYTES
-    session = Repeated(client)
-    read = []
-    for _ in range(2):
-        session.open("region_names", raw, read.append)
-    assert len(read) == 1, "the ranks of a session share it"
-    Repeated(client).open("region_names", raw, read.append)
-    assert len(read) == 2
-    message = msgspec.msgpack.encode([b"x" * 10_000_000, [1, 2]])
-    (_, part) = msgspec.msgpack.decode(message, type=tuple[bytes, msgspec.Raw])
-    client.open("block_lens", part, msgspec.msgpack.decode)
-    assert sys.getrefcount(message) == 3, "the part alone is kept; `part` itself is the third reference"
+    with pytest.raises(WireError, match="nests more than 8") as caught:
+        decode_envelope(frame)
+    assert caught.value.code == "malformed-envelope"
 
 
 @given(st.binary(max_size=300))
@@ -305,6 +279,20 @@ def test_any_bytes_are_refused_or_read(data):
     for read in (parse_query, decode_envelope, decode_clock):
         with contextlib.suppress(WireError):
             assert read(data) is not None
+
+
+def subclasses(kind):
+    yield kind
+    for each in kind.__subclasses__():
+        yield from subclasses(each)
+
+
+def test_every_error_survives_a_pickle_and_a_copy():
+    for kind in subclasses(HandshakeError):
+        error = kind("timed-out", "no reply", host="h", missing_ranks=((0, 1),))
+        for again in (pickle.loads(pickle.dumps(error)), copy.copy(error), copy.deepcopy(error)):
+            assert (type(again), str(again), again.code, again.context) == (kind, str(error), error.code, error.context)
+            assert (again.fault, again.is_retry_safe, repr(again)) == (error.fault, error.is_retry_safe, repr(error))
 
 
 def test_every_code_is_described():

@@ -5,9 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_handshake import Codec, ConfigurationError, _notifications
-from kv_handshake._limits import MAX_HEARTBEAT_IDS
-from kv_handshake._notifications import _first_pairs, encode_heartbeats, encode_read_complete, parse_notification
+from kv_handshake import Codec, ConfigurationError
+from kv_handshake._wire import notifications
+from kv_handshake._wire.limits import MAX_HEARTBEAT_IDS
+from kv_handshake._wire.notifications import _first_pairs, encode_heartbeats, encode_read_complete, parse_notification
 from kv_handshake.testing import sample_envelopes
 
 REQUEST_IDS = (
@@ -262,7 +263,7 @@ def monkeypatch_limit():
     @contextlib.contextmanager
     def set_limit(limit):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(_notifications, "MAX_HEARTBEAT_IDS", limit)
+            patch.setattr(notifications, "MAX_HEARTBEAT_IDS", limit)
             yield
 
     return set_limit

@@ -8,7 +8,8 @@ import time
 import pytest
 import zmq
 
-from kv_handshake import Client, Listener, LocalOffer, Timing, _loop
+from kv_handshake import Client, Listener, LocalOffer, Timing
+from kv_handshake._net import loop
 from kv_handshake.testing import sample_envelopes
 
 PLACES = 8
@@ -76,7 +77,7 @@ def test_silent_hosts_keep_no_other_out(stages, each_asked):
 
 def test_hosts_that_answer_keep_their_places(monkeypatch):
     """Only silence costs a place: hosts that answer steadily end what they began, while others wait for places."""
-    monkeypatch.setattr(_loop, "_PATIENCE_S", 2.0)
+    monkeypatch.setattr(loop, "_PATIENCE_S", 2.0)
     ranks = [(0, rank) for rank in range(6)]
     ends = []
     done = threading.Event()

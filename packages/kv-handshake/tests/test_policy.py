@@ -2,12 +2,11 @@ import msgspec
 import pytest
 
 from kv_handshake import Codec, LocalOffer
-from kv_handshake._dialect import dialect_of
-from kv_handshake._factors import compatibility_hash
-from kv_handshake._messages import Envelope
-from kv_handshake._policy import judge
-from kv_handshake._reading import decode_envelope, decode_metadata
-from kv_handshake._writing import encode_refusal
+from kv_handshake._wire.dialects import dialect_of
+from kv_handshake._wire.factors import compatibility_hash
+from kv_handshake._wire.messages import Envelope
+from kv_handshake._wire.policy import judge
+from kv_handshake._wire.replies import decode_envelope, decode_metadata, encode_refusal
 from kv_handshake.testing import load_vectors, sample_metadata
 
 VLLM = dict.fromkeys(dialect_of(14).hash_factors, "x") | {

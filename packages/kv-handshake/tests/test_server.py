@@ -1,18 +1,18 @@
 import random
 import time
 
-import msgspec
 import pytest
+from hostile import hostile_queries
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_handshake import ConfigurationError
-from kv_handshake._dialect import dialect_of
+from kv_handshake._core.server import ServerCore
 from kv_handshake._errors import CODES
-from kv_handshake._queries import ADVERTISEMENT_QUERY, encode_query
-from kv_handshake._reading import decode_clock, decode_envelope
-from kv_handshake._server import ServerCore
-from kv_handshake.testing import hostile_queries, sample_envelopes
+from kv_handshake._wire.dialects import dialect_of
+from kv_handshake._wire.queries import encode_query
+from kv_handshake._wire.replies import decode_clock, decode_envelope
+from kv_handshake.testing import sample_envelopes
 
 ENVELOPES = sample_envelopes([(0, 0), (0, 1), (1, 0)])
 GOOD = encode_query((0, 1), dialect_of(14))
@@ -85,17 +85,6 @@ def test_replace_swaps_everything():
     assert code_of(core.respond(GOOD, clock_s=0.0)) == "unknown-rank"
     with pytest.raises(ConfigurationError):
         core.replace({(0, -1): b""})
-
-
-def test_advertisement():
-    core = ServerCore(ENVELOPES)
-    assert code_of(core.respond(ADVERTISEMENT_QUERY, clock_s=0.0)) == "no-advertisement"
-    core.replace(ENVELOPES, advertisement=b"{}")
-    assert core.respond(ADVERTISEMENT_QUERY, clock_s=0.0) == (b"{}",)
-    core.replace({})
-    assert core.respond(ADVERTISEMENT_QUERY, clock_s=0.0) == (b"{}",)
-    wide = b"\xdc\x00\x01" + msgspec.msgpack.encode(b"get_advertisement")
-    assert core.respond(wide, clock_s=0.0) == (b"{}",)
 
 
 def test_deferred_queries_get_the_frames_they_expect():

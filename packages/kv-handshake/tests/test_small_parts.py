@@ -1,107 +1,22 @@
-"""Streams, advertisements, pacing, endpoints, keys and states."""
+"""Pacing, endpoints, keys and names."""
 
-import json
 import threading
 from pathlib import Path
 
-import msgspec
 import pytest
 import zmq.auth
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_handshake import Advertisement, ConfigurationError, Timing, WireError, _names
-from kv_handshake._endpoint import endpoint_of, parse_endpoint
-from kv_handshake._limits import MAX_DEPTH, MAX_LIST_BYTES, MAX_RANKS, MAX_REGIONS
-from kv_handshake._pacing import Backoff, FailureMemory, LogGate, TokenBuckets
-from kv_handshake._queries import check_rank_count
-from kv_handshake._reading import _check_factors
-from kv_handshake._repeated import Repeated
-from kv_handshake._states import state_diagram
-from kv_handshake._stream import StreamReader, encode_stream
-from kv_handshake._text import printable, shortened
-from kv_handshake._zmq._key_files import read_authorized_keys, read_keypair, read_public_key, write_keypair
+from kv_handshake import ConfigurationError, Timing
+from kv_handshake._core.endpoint import endpoint_of, parse_endpoint
+from kv_handshake._core.pacing import Backoff, FailureMemory, LogGate, TokenBuckets
+from kv_handshake._errors import printable, shortened
+from kv_handshake._sockets import names as name_lookups
+from kv_handshake._sockets.keys import read_authorized_keys, read_keypair, read_public_key, write_keypair
+from kv_handshake._wire.limits import MAX_RANKS
+from kv_handshake._wire.queries import check_rank_count
 from kv_handshake.security import ClientSecurity, ServerSecurity
-
-ADVERTISEMENT = Advertisement(
-    engine_id="e", host="10.0.0.1", port=5600, dialect=14, compatibility_id="00ff", modes=("pull", "push")
-)
-
-
-def changed(**changes):
-    values = {name: getattr(ADVERTISEMENT, name) for name in Advertisement.__struct_fields__}
-    return Advertisement(**{**values, **changes})
-
-
-@given(st.lists(st.lists(st.binary(max_size=30), min_size=1, max_size=4), max_size=5), st.integers(1, 40))
-def test_stream_in_pieces_of_any_size(messages, piece):
-    data = b"".join(encode_stream(message) for message in messages)
-    reader = StreamReader()
-    found = [message for at in range(0, len(data), piece) for message in reader.feed(data[at : at + piece])]
-    assert found == [tuple(message) for message in messages]
-
-
-@pytest.mark.parametrize("data", [b"\x7f\xff\xff\xff", b"\x80\0\0\0" * 5])
-def test_stream_limits(data):
-    with pytest.raises(WireError) as caught:
-        StreamReader().feed(data)
-    assert caught.value.code == "malformed-stream"
-
-
-def test_stream_counts_all_frames_of_a_message():
-    with pytest.raises(WireError):
-        StreamReader(max_message_bytes=10).feed(encode_stream([b"x" * 6, b"y" * 6]))
-    assert StreamReader(max_message_bytes=10).feed(encode_stream([b"x" * 6]) * 3) == [(b"x" * 6,)] * 3
-
-
-@pytest.mark.parametrize("frames", [[], [b""] * 5, [bytes(17 * 1024 * 1024)]])
-def test_stream_messages_that_cannot_be_written(frames):
-    with pytest.raises(ConfigurationError):
-        encode_stream(frames)
-
-
-def test_advertisement_survives_the_way():
-    assert Advertisement.decode(ADVERTISEMENT.encode()) == ADVERTISEMENT
-    assert Advertisement.decode(ADVERTISEMENT.encode()[:-1] + b',"new":1}') == ADVERTISEMENT
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"host": "0.0.0.0"},
-        {"host": "a b"},
-        {"port": 0},
-        {"dialect": 1},
-        {"engine_id": ""},
-        {"compatibility_id": "no hex"},
-        {"tp_size": 0},
-        {"generation": -1},
-        {"protocol": (2, 1)},
-    ],
-)
-def test_bad_advertisements(changes):
-    with pytest.raises(ConfigurationError):
-        changed(**changes).encode()
-
-
-@pytest.mark.parametrize(
-    "data", [b"", b"{", b"[]", b"\xff", b"{}" + b" " * 20_000, ADVERTISEMENT.encode().replace(b"5600", b"0")]
-)
-def test_advertisement_from_bad_bytes(data):
-    with pytest.raises(WireError) as caught:
-        Advertisement.decode(data)
-    assert caught.value.code == "malformed-advertisement"
-
-
-def test_pairing():
-    consumer = changed(engine_id="c")
-    assert ADVERTISEMENT.problems_as_producer_for(consumer, mode="push") == ()
-    assert len(ADVERTISEMENT.problems_as_producer_for(ADVERTISEMENT)) == 1
-    problems = changed(modes=("pull",)).problems_as_producer_for(
-        changed(engine_id="c", compatibility_id="aa", modes=(), protocol=(2, 3)), mode="push"
-    )
-    assert len(problems) == 4
-    assert "only nothing" in problems[2]
 
 
 def test_buckets():
@@ -307,29 +222,6 @@ def test_bad_timing(changes):
         Timing(**changes)
 
 
-def test_state_diagram_shows_every_transition():
-    text = state_diagram()
-    assert text.startswith("stateDiagram-v2\n    [*] --> idle\n")
-    assert "    receiving --> done: last-rank-accepted\n" in text
-    assert "    failed --> [*]\n" in text
-
-
-@pytest.mark.never_wrong("B3")
-@pytest.mark.parametrize("generation", [2**53, 2**53 + 1, -1])
-def test_an_advertisement_holds_no_number_that_a_float_rounds(generation):
-    with pytest.raises(ConfigurationError):
-        changed(generation=generation).encode()
-
-
-@pytest.mark.never_wrong("B3")
-def test_numbers_up_to_2_53_survive_a_router_that_keeps_floats():
-    def through_floats(data):
-        return json.dumps(json.loads(data, parse_int=lambda text: int(float(text))))
-
-    sent = changed(generation=2**53 - 1)
-    assert Advertisement.decode(through_floats(sent.encode()).encode()) == sent
-
-
 def test_texts_of_peers_are_short_and_on_one_line():
     assert printable("a\nb\x1b[31m\u202e\ud800") == "a\\nb\\x1b[31m\\u202e\\ud800"
     assert printable("\u6f22") == "\u6f22"
@@ -365,47 +257,13 @@ def test_one_handshake_asks_for_a_bounded_number_of_ranks():
     assert caught.value.code == "invalid-argument"
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "code"),
-    [
-        ("block_lens", list(range(MAX_REGIONS + 1)), "malformed-metadata"),
-        ("block_lens", [0] * (1 << 16), "malformed-metadata"),
-        ("factors", {str(number): 0 for number in range(MAX_REGIONS + 1)}, "malformed-envelope"),
-        ("factors", {"a": "x" * MAX_LIST_BYTES}, "malformed-envelope"),
-    ],
-)
-def test_lists_and_maps_beyond_their_budget_are_refused_before_they_are_decoded(name, value, code):
-    decoded = []
-    with pytest.raises(WireError) as caught:
-        Repeated().open(name, msgspec.Raw(msgspec.msgpack.encode(value)), decoded.append)
-    assert caught.value.code == code
-    assert decoded == []
-
-
-def test_lists_and_maps_within_their_budget_are_decoded_once():
-    decoded = []
-    repeated = Repeated()
-    for _ in range(2):
-        repeated.open("block_lens", msgspec.Raw(msgspec.msgpack.encode(list(range(MAX_REGIONS)))), decoded.append)
-    assert len(decoded) == 1
-
-
-def test_factors_that_nest_without_end_are_refused():
-    nested: object = 0
-    for _ in range(MAX_DEPTH + 1):
-        nested = [nested]
-    with pytest.raises(WireError) as caught:
-        _check_factors({"model": nested})
-    assert caught.value.code == "malformed-envelope"
-
-
 def test_names_that_were_looked_up_are_forgotten_in_time(monkeypatch):
-    monkeypatch.setattr(_names, "_addresses_of", lambda host: [host])
+    monkeypatch.setattr(name_lookups, "_addresses_of", lambda host: [host])
     ended = threading.Semaphore(0)
-    names = _names.Names(ended.release)
-    for number in range(_names._MOST_KNOWN + 10):
+    names = name_lookups.Names(ended.release)
+    for number in range(name_lookups._MOST_KNOWN + 10):
         names.look_up(f"host-{number}")
         assert ended.acquire(timeout=10)
-    assert len(names._known) == _names._MOST_KNOWN
+    assert len(names._known) == name_lookups._MOST_KNOWN
     assert "host-0" not in names._known
     names.close()

@@ -7,9 +7,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kv_handshake import Codec, LocalOffer
-from kv_handshake._factors import differing_factors
-from kv_handshake._policy import judge
-from kv_handshake._reading import decode_envelope
+from kv_handshake._wire.factors import differing_factors
+from kv_handshake._wire.policy import judge
+from kv_handshake._wire.replies import decode_envelope
 from kv_handshake.testing import sample_metadata
 
 KINDS = ("attention", "sliding-window", "latent", "state")

@@ -11,15 +11,13 @@ from pathlib import Path
 
 import msgspec
 
-from kv_handshake import Advertisement, Codec
-from kv_handshake._ask_frames import encode_answer, encode_ask, encode_ask_refusal, encode_cancel
-from kv_handshake._dialect import dialect_of
-from kv_handshake._factors import compatibility_hash
-from kv_handshake._notifications import encode_heartbeats, encode_read_complete, parse_notification
-from kv_handshake._queries import ADVERTISEMENT_QUERY, encode_query
-from kv_handshake._reading import decode_envelope, decode_metadata
-from kv_handshake._stream import encode_stream
-from kv_handshake._writing import encode_clock, encode_refusal
+from kv_handshake import Codec
+from kv_handshake._stream.messages import encode_answer, encode_ask, encode_ask_refusal, encode_cancel
+from kv_handshake._wire.dialects import dialect_of
+from kv_handshake._wire.factors import compatibility_hash
+from kv_handshake._wire.notifications import encode_heartbeats, encode_read_complete, parse_notification
+from kv_handshake._wire.queries import encode_query
+from kv_handshake._wire.replies import decode_envelope, decode_metadata, encode_clock, encode_refusal
 
 HERE = Path(__file__).parent
 DATA_FILE = HERE.parent / "src" / "kv_handshake" / "vectors.json"
@@ -50,13 +48,6 @@ def queries():
             name = f"query-v{version}-pp{rank[0]}-tp{rank[1]}"
             meaning = f"version {version} asks for pp rank {rank[0]}, tp rank {rank[1]}"
             yield name, "query", encode_query(rank, dialect), meaning, expect
-    yield (
-        "query-advertisement",
-        "query",
-        ADVERTISEMENT_QUERY,
-        "asks one of our own listeners for its advertisement",
-        {"command": "advertisement", "pp": 0, "tp": 0, "clock": False},
-    )
     wide = bytes.fromhex("dc0002") + b"\xc5\x00\x0cget_meta_msg" + b"\xcd\x00\x03"
     yield (
         "query-wide-integers",
@@ -82,7 +73,6 @@ def refused_queries():
         ("other-command", pack((b"get_something", 3)), "unknown-command", "a command that nobody knows"),
         ("no-rank", pack((command,)), "wrong-arity", "a metadata query without a rank"),
         ("four-fields", pack((command, 0, 0, 0)), "wrong-arity", "a metadata query with three ranks"),
-        ("advertisement-rank", pack((b"get_advertisement", 0)), "wrong-arity", "an advertisement query with a rank"),
         ("negative", pack((command, -1)), "wrong-type", "a negative rank"),
         ("float", pack((command, 0.5)), "wrong-type", "half a rank"),
         ("text-rank", pack((command, 0, "3")), "wrong-type", "a rank as text"),
@@ -286,28 +276,6 @@ def notifications():
         yield f"notification-{name}", "notification", data, meaning, expect
 
 
-def others():
-    advertisement = Advertisement(
-        engine_id="e", host="10.0.0.1", port=5600, dialect=14, compatibility_id="00ff", generation=2, tp_size=4
-    )
-    yield (
-        "advertisement",
-        "advertisement",
-        advertisement.encode(),
-        "an engine in short",
-        {"engine_id": "e", "host": "10.0.0.1", "port": 5600, "dialect": 14, "tp_size": 4, "generation": 2},
-    )
-    frames = [b"payload", b"clock"]
-    yield (
-        "stream-two-frames",
-        "stream",
-        encode_stream(frames),
-        "a message of two frames on a byte stream",
-        {"frames": [frame.hex() for frame in frames]},
-    )
-    yield "stream-empty-frame", "stream", encode_stream([b""]), "a message of one empty frame", {"frames": [""]}
-
-
 def asks():
     payload = b"any bytes"
     for number in (1, 200, 70_000, 2**53 - 1):
@@ -356,7 +324,7 @@ def asks():
 
 
 def all_vectors():
-    before = (queries, refused_queries, envelopes, refused_envelopes, small_messages, hashes, notifications, others)
+    before = (queries, refused_queries, envelopes, refused_envelopes, small_messages, hashes, notifications)
     sources = (*before, asks, envelopes_with_streams)
     for source in sources:
         for name, kind, data, meaning, expect in source():

@@ -16,12 +16,11 @@ import pytest
 from stream_wires import InMemory, OverZeroMq
 
 from kv_handshake import Codec
-from kv_handshake._ask_desk import AskDesk
-from kv_handshake._ask_frames import encode_ask, encode_cancel
-from kv_handshake._log import GatedLog
-from kv_handshake._pacing import AskLimits
-from kv_handshake._zmq._router import Incoming
-from kv_handshake._zmq._watch import Sender
+from kv_handshake._core.pacing import GatedLog
+from kv_handshake._sockets.router import Incoming
+from kv_handshake._sockets.watch import Sender
+from kv_handshake._stream.desk import AskDesk, AskLimits
+from kv_handshake._stream.messages import encode_ask, encode_cancel
 from kv_scheduler_state._stream_values import StreamOutcome
 from vllm_adapter.observe.cause_log import CauseLog
 from vllm_adapter.scheduler.stream_channel import _AGAIN, StreamChannel

@@ -4,23 +4,19 @@ This top level serves metadata, fetches it and encodes notifications. `kv_handsh
 engines by hand, `.testing` helps tests of other code.
 """
 
-from kv_handshake._advertisement import Advertisement
-from kv_handshake._client import Client
 from kv_handshake._codec import Codec
-from kv_handshake._dialect import dialect_of_vllm
+from kv_handshake._core.attempt import Outcome, Timing
 from kv_handshake._errors import ConfigurationError, HandshakeError, TransportError, WireError
-from kv_handshake._factors import compatibility_id
-from kv_handshake._listener import Listener, QueryLimits
-from kv_handshake._messages import AgentMetadata
-from kv_handshake._notifications import Notification
-from kv_handshake._outcome import Outcome
-from kv_handshake._policy import LocalOffer
-from kv_handshake._timing import Timing
+from kv_handshake._net.client import Client
+from kv_handshake._net.listener import Listener, QueryLimits
+from kv_handshake._wire.dialects import dialect_of_vllm
+from kv_handshake._wire.messages import AgentMetadata
+from kv_handshake._wire.notifications import Notification
+from kv_handshake._wire.policy import LocalOffer
 
 __version__ = "0.2.0"
 
 __all__ = [
-    "Advertisement",
     "AgentMetadata",
     "Client",
     "Codec",
@@ -34,6 +30,5 @@ __all__ = [
     "Timing",
     "TransportError",
     "WireError",
-    "compatibility_id",
     "dialect_of_vllm",
 ]

@@ -6,24 +6,23 @@ from typing import TYPE_CHECKING, final
 
 import msgspec
 
-from kv_handshake._dialect import dialect_of
-from kv_handshake._factors import check_factors, compatibility_hash, hashed_factors
-from kv_handshake._hand_over_messages import answer_payload, question_payload, read_answer, read_question
-from kv_handshake._messages import AgentMetadata, Envelope, checksum_of
-from kv_handshake._notifications import (
+from kv_handshake._core.server import ServerCore
+from kv_handshake._core.session import ClientSession
+from kv_handshake._stream.messages import answer_payload, question_payload, read_answer, read_question
+from kv_handshake._wire.dialects import dialect_of
+from kv_handshake._wire.factors import check_factors, compatibility_hash, hashed_factors
+from kv_handshake._wire.limits import check_number
+from kv_handshake._wire.messages import AgentMetadata, Envelope, checksum_of
+from kv_handshake._wire.notifications import (
     RESERVED_PREFIXES,
     Notification,
     encode_heartbeats,
     encode_read_complete,
     parse_notification,
 )
-from kv_handshake._numbers import check_number
-from kv_handshake._policy import PROTOCOL_RANGE, Level, LocalOffer
-from kv_handshake._queries import Rank, check_rank
-from kv_handshake._reading import decode_envelope, decode_metadata
-from kv_handshake._server import ServerCore
-from kv_handshake._session import ClientSession
-from kv_handshake._writing import encode_metadata
+from kv_handshake._wire.policy import PROTOCOL_RANGE, Level, LocalOffer
+from kv_handshake._wire.queries import Rank, check_rank
+from kv_handshake._wire.replies import decode_envelope, decode_metadata, encode_metadata
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -116,19 +115,18 @@ class Codec:
         return decode_metadata(envelope)
 
     @staticmethod
-    def server_core(payloads: Mapping[Rank, bytes], *, advertisement: bytes | None = None) -> ServerCore:
+    def server_core(payloads: Mapping[Rank, bytes]) -> ServerCore:
         """Return the listener's half of the protocol without its socket: `respond` turns a query into the frames of a reply.
 
         For transports of your own, such as HTTP: any bytes get an answer or a coded refusal, and nothing is raised.
 
         Args:
             payloads: Envelope by (pp, tp) rank.
-            advertisement: The engine's advertisement as JSON bytes.
 
         Raises:
             ConfigurationError: ``invalid-argument`` for a rank out of range.
         """
-        return ServerCore(payloads, advertisement=advertisement)
+        return ServerCore(payloads)
 
     @staticmethod
     def client_session(

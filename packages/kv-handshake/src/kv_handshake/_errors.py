@@ -17,6 +17,8 @@ __all__ = [
     "HandshakeError",
     "TransportError",
     "WireError",
+    "printable",
+    "shortened",
     "without_frames",
 ]
 
@@ -60,7 +62,6 @@ CODES: Mapping[str, CodeFacts] = MappingProxyType(
         ),
         "unknown-rank": _facts("peer", None, "No metadata is served for this (pp, tp) rank."),
         "not-ready": _facts("peer", True, "The engine has not published its metadata yet, or has withdrawn it."),
-        "no-advertisement": _facts("peer", False, "The engine publishes no advertisement."),
         "rate-limited": _facts("peer", True, "This address asks faster than the listener allows."),
         "wrong-frames": _facts("peer", False, "The message has too many or too few frames for a query."),
         # Refusals of an ask, which carry its number.
@@ -76,7 +77,6 @@ CODES: Mapping[str, CodeFacts] = MappingProxyType(
         "malformed-metadata": _facts("peer", False, "The agent metadata in an accepted envelope does not decode."),
         "invalid-metadata": _facts("peer", False, "The agent metadata decodes, but its values contradict each other."),
         "malformed-clock": _facts("peer", False, "The clock frame is not one finite MessagePack number."),
-        "malformed-advertisement": _facts("peer", False, "An advertisement does not decode or contradicts itself."),
         "malformed-answer": _facts("peer", False, "The reply to an ask does not decode or is too long."),
         "too-many-peers": _facts("local", True, "As many peers are asked at once as this process has places for."),
         "ask-unsupported": _facts(
@@ -87,7 +87,6 @@ CODES: Mapping[str, CodeFacts] = MappingProxyType(
         ),
         "hand-over-seal": _facts("peer", False, "No fleet secret has sealed a message of a streamed hand-over."),
         "hand-over-mismatch": _facts("peer", False, "A message of a streamed hand-over answers another question."),
-        "malformed-stream": _facts("peer", False, "A byte stream breaks the frame format or its limits."),
         "checksum-mismatch": _facts("peer", True, "The agent metadata was altered on its way."),
         "rank-mismatch": _facts("peer", False, "The reply is about another rank than the one that was asked."),
         "engine-mismatch": _facts("peer", None, "Another engine answers at this address than the ticket says."),
@@ -148,8 +147,16 @@ class HandshakeError(Exception):
         self.is_retry_safe = facts.is_retry_safe
         self.context: Mapping[str, object] = MappingProxyType(context)
 
+    def __reduce__(self) -> tuple[object, ...]:
+        return _remade, (type(self), self.code, str(self), dict(self.context))
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.code!r}, {str(self)!r})"
+
+
+def _remade(kind: type[HandshakeError], code: str, message: str, context: Mapping[str, object]) -> HandshakeError:
+    """Return an equal error: exceptions are pickled and copied between processes."""
+    return kind(code, message, **context)
 
 
 def without_frames(error: HandshakeError) -> HandshakeError:
@@ -165,7 +172,7 @@ def without_frames(error: HandshakeError) -> HandshakeError:
 
 
 class WireError(HandshakeError):
-    """Bytes from a peer break the protocol, or say something that cannot be accepted."""
+    """A peer's message is malformed or carries an invalid value."""
 
 
 class ConfigurationError(HandshakeError):
@@ -174,3 +181,23 @@ class ConfigurationError(HandshakeError):
 
 class TransportError(HandshakeError):
     """The network or the machine failed."""
+
+
+_SHORT_CHARS = 200
+
+
+def shortened(text: str, most_chars: int = _SHORT_CHARS) -> str:
+    """Return a printable text of at most so many characters, and a note of its length if it was longer.
+
+    Characters that are not printable become escapes: a newline would fake a log line, and an escape sequence would reach a
+    terminal.
+    """
+    kept = text[:most_chars]
+    if not kept.isprintable():
+        kept = "".join(char if char.isprintable() else repr(char)[1:-1] for char in kept)
+    return kept if len(text) <= most_chars else f"{kept}... ({len(text)} characters)"
+
+
+def printable(text: str, *, most_chars: int = 1000) -> str:
+    """Return a text on one line, at most so long, with escapes for everything that is not printable."""
+    return shortened(text, most_chars)

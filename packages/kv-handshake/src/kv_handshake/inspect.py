@@ -1,15 +1,11 @@
-"""Looking at engines by hand: probes, recordings, comparisons, and explanations of bare hashes."""
+"""Looking at engines by hand: probes, recordings and comparisons."""
 
-from kv_handshake._compare import Snapshot, compare
-from kv_handshake._explain import explain_hash
-from kv_handshake._probe import probe, probe_advertisement
-from kv_handshake._recording import Recording
+from kv_handshake._tools.probe import probe
+from kv_handshake._tools.recording import Recording, Snapshot, compare
 
 __all__ = [
     "Recording",
     "Snapshot",
     "compare",
-    "explain_hash",
     "probe",
-    "probe_advertisement",
 ]

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, final
 
 from kv_handshake import Client, Codec, Listener, LocalOffer, Timing, dialect_of_vllm
-from kv_handshake.inspect import Recording, Snapshot, compare, probe
 from kv_handshake.security import ClientSecurity, ServerSecurity
 from kv_nixl_agent import AgentOptions, BackendOptions, ThreadOptions, TransferThread
 from kv_nixl_agent.port import PortFactory, open_nixl
@@ -38,6 +37,7 @@ from vllm_adapter.observe.recorder import Recorder
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from kv_handshake.inspect import Recording
     from vllm_adapter.cache.facts import CacheGroup, EngineFacts, LayerCache
     from vllm_adapter.config import Settings
     from vllm_adapter.fleet_secrets import FleetSecrets
@@ -301,9 +301,9 @@ class ProbedEngine:
 
     def differences_to(self, producer: ProbedEngine) -> ports.Comparison:
         """Compare this engine, as the consumer, with a producer."""
-        return compare(
-            Snapshot.of("consumer", self.recording), Snapshot.of("producer", producer.recording), supposed=None
-        )
+        from kv_handshake.inspect import Snapshot, compare  # not at the top: an engine compares nothing
+
+        return compare(Snapshot.of("consumer", self.recording), Snapshot.of("producer", producer.recording))
 
 
 def probe_engine(
@@ -325,6 +325,8 @@ def probe_engine(
         timeout_s: Longest wait for each reply.
         key_files: Our secret certificate and the engine's public one, for an encrypted side channel.
     """
+    from kv_handshake.inspect import probe  # not at the top: an engine probes nothing
+
     security = ClientSecurity.read(*key_files) if key_files is not None else None
     seen = probe(host, port, ranks=ranks, dialect=dialect, timeout_s=timeout_s, security=security)
     return ProbedEngine(seen.peers, seen.clock_offset_s, seen.recording)

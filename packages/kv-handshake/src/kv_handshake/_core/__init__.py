@@ -1,0 +1,3 @@
+"""The protocol of both ends without sockets and threads."""
+
+__all__: list[str] = []

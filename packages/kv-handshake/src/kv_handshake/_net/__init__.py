@@ -1,0 +1,3 @@
+"""The client and the listener: threads over sockets."""
+
+__all__: list[str] = []

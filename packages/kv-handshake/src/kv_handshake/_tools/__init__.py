@@ -1,0 +1,3 @@
+"""The command line, and what it prints and compares."""
+
+__all__: list[str] = []

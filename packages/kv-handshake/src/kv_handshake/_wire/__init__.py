@@ -1,0 +1,3 @@
+"""Bytes and values: no sockets and no clock."""
+
+__all__: list[str] = []
