@@ -141,7 +141,7 @@ BUGS: dict[str, Bug] = {
     "read-failure-hidden": _swap(WorkerSide, "take_report", defects.good_report),
     "read-one-token-short": _swap(Outbox, "read", defects.short_read),
     "read-blocks-mixed-up": _swap(SchedulerSide, "allocated", defects.mixed_up),
-    "read-wrong-pages": _swap(TransferPlan, "indices", defects.shifted_rows),
+    "read-wrong-pages": _swap(TransferPlan, "route", defects.shifted_rows),
     "ranks-swapped": _swap(PeerDirectory, "_wire_up", defects.swapped_ranks),
     "wake-up-lost": _nothing(PeerDirectory, "_handshake_ended"),
     "failed-handshake-lost": _both(

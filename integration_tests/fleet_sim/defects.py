@@ -135,11 +135,11 @@ def short_read(old: Any) -> Any:
 
 
 def shifted_rows(old: Any) -> Any:
-    def indices(self: TransferPlan, rank: Any, *arguments: Any, **named: Any) -> Any:
-        mine, theirs = old(self, rank, *arguments, **named)
-        return mine, theirs[::-1].copy()
+    def route(self: TransferPlan, *arguments: Any, **named: Any) -> Any:
+        found = old(self, *arguments, **named)
+        return found._replace(indices={rank: (to, source[::-1].copy()) for rank, (to, source) in found.indices.items()})
 
-    return indices
+    return route
 
 
 def swapped_ranks(old: Any) -> Any:

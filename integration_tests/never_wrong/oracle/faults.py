@@ -20,8 +20,9 @@ from kv_nixl_agent._word_check import WordCheck
 from kv_scheduler_state import _admission
 from kv_scheduler_state._blocks import BlockList, BlockRules
 from kv_scheduler_state._leases import LeaseTable
-from kv_topology import TransferPlan, _link
-from kv_topology._readers import Readers
+from kv_topology import TransferPlan
+from kv_topology.plan import plan as plans
+from kv_topology.plan.readers import Readers
 from vllm_adapter.cache import attention
 from vllm_adapter.scheduler.side import SchedulerSide
 from vllm_adapter.worker.completion import ReadCompletion
@@ -196,10 +197,10 @@ def _other_nonce(original: Callable[..., Any], *given: Any, **named: Any) -> Any
 
 
 FAULTS = (
-    Fault("blocks are paired one off", "kv_topology", _link, "pair_blocks", _after(_rolled_pairs)),
-    Fault("the last pair of blocks is dropped", "kv_topology", _link, "pair_blocks", _after(_fewer_pairs)),
-    Fault("the end of the last block is left", "kv_topology", _link, "pair_blocks", _after(_without_the_end)),
-    Fault("a page lands on its neighbour", "kv_topology", _link, "pair_blocks", _after(_one_page_on)),
+    Fault("blocks are paired one off", "kv_topology", plans, "pair_blocks", _after(_rolled_pairs)),
+    Fault("the last pair of blocks is dropped", "kv_topology", plans, "pair_blocks", _after(_fewer_pairs)),
+    Fault("the end of the last block is left", "kv_topology", plans, "pair_blocks", _after(_without_the_end)),
+    Fault("a page lands on its neighbour", "kv_topology", plans, "pair_blocks", _after(_one_page_on)),
     Fault("heads are read from another head's place", "kv_topology", TransferPlan, "peer_rows", _after(_rolled_rows)),
     Fault("rows begin one page late", "kv_topology", TransferPlan, "local_rows", _after(_shifted_rows)),
     Fault("a producer waits for one reader too many", "kv_topology", Readers, "count", _after(lambda n, *_: n + 1)),
