@@ -9,21 +9,15 @@ from typing import Any
 import pytest
 from gopher import Gopher
 
-from kv_topology import Group, to_document
-from kv_topology.layouts import AttentionShape, halves_layout, layer_regions, packed_layout, rank_geometry
+from kv_topology import to_document
+from kv_topology.tools import EngineSpec, ModelSpec, build_engine
 
-SHAPE = AttentionShape(kv_heads=4, head_dim=8, page_tokens=4, tp_size=2, tp_rank=1)
-LAYOUTS = {
-    "HND": packed_layout(SHAPE, "HND"),
-    "NHD": packed_layout(SHAPE, "NHD"),
-    "halves": halves_layout(SHAPE, "HND"),
-}
-BASE, PAGES = 1 << 46, 16
+LAYOUTS = {"HND": "packed-HND", "NHD": "packed-NHD", "halves": "halves-HND"}
 
 
 def document(name: str) -> dict[str, Any]:
-    regions = layer_regions(["layers.0", "layers.1"], LAYOUTS[name], base_address=BASE, page_count=PAGES)
-    return dict(to_document(rank_geometry([Group("attention", 4)], regions, tp_size=2, tp_rank=1)))
+    engine = EngineSpec(2, block_tokens=4, layout=LAYOUTS[name], block_count=16, base_address=1 << 46)
+    return dict(to_document(build_engine(ModelSpec(("attention",) * 2, 4, 8), engine)[0, 1]))
 
 
 def ask(gopher: Gopher, made: dict[str, Any], **place: Any) -> dict[str, Any]:
@@ -44,9 +38,8 @@ def test_every_byte_of_a_page_is_one_element_once(gopher: Gopher, name: str) -> 
 
 
 def test_the_worked_example_of_the_page(gopher: Gopher) -> None:
-    shape = AttentionShape(kv_heads=4, head_dim=64, page_tokens=16, tp_size=2, tp_rank=1)
-    regions = layer_regions(["layers.0"], packed_layout(shape, "HND"), base_address=65536, page_count=100)
-    made = dict(to_document(rank_geometry([Group("attention", 32, pages_per_block=2)], regions, tp_size=2, tp_rank=1)))
+    engine = EngineSpec(2, block_tokens=32, kernel_block_tokens=16, block_count=50, base_address=65536)
+    made = dict(to_document(build_engine(ModelSpec(("attention",), 4, 64), engine)[0, 1]))
     indices = {"token": 4, "head": 3, "channel": 5}
     assert ask(gopher, made, layer="layers.0", field="value", page=7, indices=indices)["ok"] == 128138
 
@@ -65,5 +58,6 @@ def test_what_a_rank_does_not_hold_and_what_is_no_document(gopher: Gopher) -> No
         "code"
     ] == ("document-malformed")
     assert (
-        ask(gopher, {**made, "unknown": 1}, **{**place, "indices": {"token": 0, "head": 2, "channel": 0}})["ok"] == BASE
+        ask(gopher, {**made, "unknown": 1}, **{**place, "indices": {"token": 0, "head": 2, "channel": 0}})["ok"]
+        == 1 << 46
     )

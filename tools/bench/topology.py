@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kv_topology import BlockList, from_document, plan_transfer, to_document
-from kv_topology._tools import EngineSpec, ModelSpec, StateSpec, build_engine
+from kv_topology.tools import EngineSpec, ModelSpec, StateSpec, build_engine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -62,7 +62,7 @@ def _dense_pair(blocks: int) -> tuple[RankGeometry, dict[tuple[int, int], RankGe
 
 def _rows_of(plan: TransferPlan) -> object:
     """Build the rows of both sides again from a plan's slices, without its cached ones."""
-    from kv_topology._link import Link
+    from kv_topology.plan.plan import _Link as Link
 
     link = Link(plan.local, plan._links[0, 0].peer, plan.slices((0, 0)))  # noqa: SLF001 - measures the inside
     return link.local_rows, link.peer_rows

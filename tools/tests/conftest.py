@@ -6,3 +6,4 @@ import sys
 from pathlib import Path
 
 sys.path[:0] = map(str, Path(__file__).resolve().parents[:2])
+sys.path.append(str(Path(__file__).resolve().parents[2] / "packages" / "kv-topology" / "tests" / "proof"))

@@ -20,7 +20,7 @@ from kvdev.paths import PACKAGES, ROOT
 COMMAND_LINES = {
     "kv-handshake": ("kv_handshake", "kv_handshake._tools.cli"),
     "kv-nixl": ("kv_nixl_agent", "kv_nixl_agent._cli"),
-    "kv-topology": ("kv_topology", "kv_topology._tools._cli"),
+    "kv-topology": ("kv_topology", "kv_topology.tools.cli"),
     "vllm-adapter": ("vllm_adapter", "vllm_adapter.cli.command"),
 }
 DISTRIBUTIONS = {"kv-nixl": "kv-nixl-agent"}
@@ -135,7 +135,6 @@ PIPED = [
     ("kv-nixl", "measure", "--help"),
     ("kv-topology", "plan", EXAMPLE, "--json"),
     ("kv-topology", "explain", EXAMPLE, "--slices", "64"),
-    ("kv-topology", "prove", "windows", "--step", "40"),
     ("vllm-adapter", "config", "--explain"),
     ("vllm-adapter", "check", "--help"),
     ("vllm-adapter", "trace", "--list"),

@@ -16,9 +16,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from byte_oracle import expand_rows
 
 from kv_scheduler_state import SchedulerConfig, SchedulerState
-from kv_topology import BlockList, expand_rows, plan_transfer
+from kv_topology import BlockList, plan_transfer
 from kvdev.paths import ROOT
 
 FOLDER = ROOT / "docs" / "examples"

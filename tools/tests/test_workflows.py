@@ -35,7 +35,7 @@ def test_a_person_can_choose_every_package() -> None:
 @pytest.mark.parametrize(
     ("files", "expected"),
     [
-        (["packages/kv-topology/src/kv_topology/_plan.py"], ["kv-topology", "vllm-adapter"]),
+        (["packages/kv-topology/src/kv_topology/document.py"], ["kv-topology", "vllm-adapter"]),
         (["packages/vllm-adapter/README.md"], ["vllm-adapter"]),
         (
             ["packages/kv-handshake/tests/x.py", "packages/kv-nixl-agent/x"],

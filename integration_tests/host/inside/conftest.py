@@ -12,6 +12,7 @@ import pytest
 from kv_nixl_agent.testing import FakeFabric
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.append(str(Path(__file__).parents[3] / "packages" / "kv-topology" / "tests" / "proof"))
 
 
 def pytest_configure(config: pytest.Config) -> None:

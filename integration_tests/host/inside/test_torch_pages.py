@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 from seeds import for_seeds
+from byte_oracle import MemoryOfRank, Request, execute, permute
 
-from kv_topology import BlockList, Group, plan_transfer
-from kv_topology.layouts import AttentionShape, layer_regions, packed_layout, rank_geometry
-from kv_topology.testing import MemoryOfRank, Request, execute, permute
+from kv_topology import BlockList, plan_transfer
+from kv_topology.tools import EngineSpec, ModelSpec, build_engine
 from vllm_adapter.host.torch_pages import TorchPages
 from vllm_adapter.host.torch_views import PageFinder
 from vllm_adapter.worker.conversion import ConversionStep, PageRange, Permutation, WordMove, conversion_steps
@@ -31,17 +31,9 @@ def rank(
     tp: int = 1,
     number: int = 0,
 ):
-    shape = AttentionShape(
-        kv_heads=heads,
-        head_dim=head_dim,
-        page_tokens=tokens,
-        element_bytes=dtype.itemsize,
-        tp_size=tp,
-        tp_rank=number,
-    )
-    layers = [f"layers.{n}" for n in range(5)]
-    regions = layer_regions(layers, packed_layout(shape, order), base_address=0x10000, page_count=PAGES)
-    return rank_geometry([Group("attention", tokens)], regions, tp_size=tp, tp_rank=number)
+    model = ModelSpec(("attention",) * 5, heads, head_dim, dtype.itemsize)
+    engine = EngineSpec(tp, block_tokens=tokens, layout=f"packed-{order}", block_count=PAGES)
+    return build_engine(model, engine)[0, number]
 
 
 def ranges_of(memory: MemoryOfRank, base: int) -> list[PageRange]:
@@ -87,7 +79,7 @@ def test_what_a_staged_plan_leaves_is_put_in_order_as_the_model_does(
     expected.place_tags(request.local, everything)
 
     tensor = torch.from_numpy(memory.data)
-    staged = plan.staged_pages(request.local, request.peer, tokens=request.tokens)
+    staged = plan.route(request.local, request.peer, tokens=request.tokens).staged
     steps = conversion_steps(staged, ranges_of(memory, tensor.data_ptr()))
     assert len(steps) == 1
     TorchPages([tensor], scratch_bytes=(1, 5000, 1 << 20)[(here_tokens + producers) % 3]).convert(steps)

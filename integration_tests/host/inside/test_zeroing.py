@@ -16,12 +16,13 @@ import numpy as np
 import pytest
 import torch
 import vllm._custom_ops as ops
+from byte_oracle import expand_rows
 from engine import FULL, SOME_TOKEN, WINDOW, hand_over, prompt
 from full_engine import Layer, adapters_tests
 from vllm.v1.kv_cache_interface import AttentionSpec, UniformTypeKVCacheSpecs
 from vllm.v1.worker.utils import KVBlockZeroer
 
-from kv_topology import BlockList, GeometryMismatch, Planner, UnsupportedTopology, expand_rows
+from kv_topology import BlockList, GeometryMismatch, Planner, UnsupportedTopology
 from vllm_adapter.cache.geometry import local_document
 from vllm_adapter.host.cache_config import layer_caches
 

@@ -2,16 +2,23 @@
 
 from typing import Any
 
+from byte_oracle import expand_rows
+
 from kv_topology import BlockList, Group, TokenDeal
-from kv_topology._blocks import pair_blocks
-from kv_topology._boxes import Pairing
-from kv_topology._lists import ListRules, read_lists
-from kv_topology._shards import common_unit_tokens
+from kv_topology.arithmetic import common_unit_tokens
+from kv_topology.plan.blocks import ListRules, pair_blocks, read_lists
+from kv_topology.plan.boxes import Pairing
 
 
 def lists(*groups, first=0, null=None):
     """Return a block list per group of ids, all from the same first token."""
     return [BlockList(ids, first, null) for ids in groups]
+
+
+def bytes_moved(plan, local, peer, *, tokens):
+    """Return the bytes that a request moves into this rank from all producer ranks."""
+    route = plan.route(local, peer, tokens=tokens)
+    return sum(int(expand_rows(plan.local_rows(rank))[to, 1].sum()) for rank, (to, _) in route.indices.items())
 
 
 def pairing(block, peer_block, pages=1, peer_pages=1, window=0, deal=None, peer_deal=None):

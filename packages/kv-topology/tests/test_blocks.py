@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kv_topology import Group, InvalidBlocks, TokenDeal, plan_transfer
-from kv_topology._blocks import _is_one_to_one, _pages
-from kv_topology._boxes import Pairing
-from kv_topology._lists import Blocks
-from kv_topology._shards import common_unit_tokens
-from kv_topology._tools import EngineSpec, ModelSpec, build_engine
+from kv_topology.arithmetic import common_unit_tokens
+from kv_topology.plan import plan as plans
+from kv_topology.plan.blocks import Blocks, _is_one_to_one, _pages, read_lists
+from kv_topology.plan.boxes import Pairing
+from kv_topology.tools import EngineSpec, ModelSpec, build_engine
 
 DENSE = ModelSpec(("attention",), 2, 4)
 
@@ -159,10 +159,43 @@ def test_malformed_first_tokens(first):
         assert (caught.value.code, caught.value.fault) == ("first-token-unaligned", side)
 
 
+def test_a_route_has_the_indices_of_every_rank():
+    """Context parallelism gives the ranks of one engine different pairs, tensor parallelism the same."""
+    latent = ModelSpec(("latent", "latent"), latent_dim=4)
+    dense = ModelSpec(("attention",), 4, 4)
+    for model, dcp in ((latent, 2), (dense, 1)):
+        engine = EngineSpec(4, dcp=dcp, block_tokens=8, block_count=12)
+        plan = plan_transfer(
+            build_engine(model, EngineSpec(block_tokens=8, block_count=12))[0, 0], build_engine(model, engine)
+        )
+        asked = (lists([5, 2, 9, 7]), lists([3, 8, 1, 4]))
+        route = plan.route(*asked, tokens=30)
+        assert tuple(route.indices) == plan.producer_ranks
+        assert len(plan.producer_ranks) == (2 if dcp > 1 else 4)
+        for rank, pair in route.indices.items():
+            one = plan.indices(rank, *asked, tokens=30)
+            assert [side.tolist() for side in pair] == [side.tolist() for side in one]
+        assert route.staged == ()
+
+
+def test_a_route_checks_lists_once_for_ranks_that_pair_alike(monkeypatch):
+    checked = []
+
+    def counted(given, rules):
+        checked.append(rules.side)
+        return read_lists(given, rules)
+
+    monkeypatch.setattr(plans, "read_lists", counted)
+    model = ModelSpec(("attention",), 4, 4)
+    plan = plan_transfer(build_engine(model, EngineSpec())[0, 0], build_engine(model, EngineSpec(4)))
+    plan.route(lists([4]), lists([1]), tokens=16)
+    assert checked == ["local", "peer"]
+
+
 @pytest.mark.parametrize("tokens", [10**30, -5, 2.5, float("nan"), True, None, "16"])
 def test_malformed_tokens(tokens):
     plan = plan_of()
-    for call in (partial(plan.indices, (0, 0)), plan.expected_bytes, plan.staged_pages):
+    for call in (partial(plan.indices, (0, 0)), plan.route):
         with pytest.raises(InvalidBlocks) as caught:
             call(lists([4]), lists([1]), tokens=tokens)
         assert (caught.value.code, caught.value.fault) == ("tokens-malformed", "local")
@@ -207,7 +240,7 @@ def test_windows_with_spare_and_missing_blocks_are_not_shifted():
 @pytest.mark.never_wrong("A3")
 def test_a_peer_list_that_ends_early_is_refused(local, peer):
     plan = plan_of()
-    for call in (plan.expected_bytes, partial(plan.indices, (0, 0))):
+    for call in (plan.route, partial(plan.indices, (0, 0))):
         with pytest.raises(InvalidBlocks) as caught:
             call(lists(local), lists(peer), tokens=16 * len(local))
         assert (caught.value.code, caught.value.fault) == ("peer-blocks-too-few", "peer")

@@ -6,14 +6,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from block_lists import lists
+from block_lists import bytes_moved, lists
+from byte_oracle import Request, check_readers, prove
 
 from kv_topology import Group, InvalidBlocks, TokenDeal, plan_transfer, target_ranks
-from kv_topology._blocks import BlockPairs
-from kv_topology._select import FieldClass, choose_pieces, notify_home, ranks_read
-from kv_topology._shards import even_interval, holders, tokens_meet
-from kv_topology._tools import EngineSpec, ModelSpec, StateSpec, build_engine
-from kv_topology.testing import Request, check_readers, prove
+from kv_topology.arithmetic import even_interval, holders, tokens_meet
+from kv_topology.plan.blocks import BlockPairs
+from kv_topology.plan.readers import FieldClass, choose_pieces, notify_home, ranks_read
+from kv_topology.tools import EngineSpec, ModelSpec, StateSpec, build_engine
 
 STATE = StateSpec(heads=8, head_dim=4, state_dim=4, groups=8, conv_rows=2)
 
@@ -214,7 +214,7 @@ def test_no_local_blocks_mean_none():
     mine, theirs = plan.indices((0, 0), [*lists([]), *lists([4], first=32)], lists([1, 2, 3], [5, 6, 7]), tokens=48)
     assert mine.tolist() == [64 + 4]
     assert theirs.tolist() == [64 + 7]
-    assert plan.expected_bytes(lists([], []), lists([1], [2]), tokens=16) == 0
+    assert bytes_moved(plan, lists([], []), lists([1], [2]), tokens=16) == 0
 
 
 def test_blocks_of_another_region_are_never_reached():

@@ -6,12 +6,12 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from named_layouts import AttentionShape, layer_regions, packed_layout, rank_geometry
 
 from kv_topology import Axis, Group, Member, from_document, to_document
-from kv_topology._document import MAX_VALUES
-from kv_topology._errors import InvalidGeometry
-from kv_topology._validate_layouts import LIMITS
-from kv_topology.layouts import AttentionShape, layer_regions, packed_layout, rank_geometry
+from kv_topology.checks import LIMITS
+from kv_topology.document import MAX_VALUES
+from kv_topology.errors import InvalidGeometry
 
 PACKAGE = Path(__file__).parents[1]
 DOCS = PACKAGE.parents[1] / "docs"

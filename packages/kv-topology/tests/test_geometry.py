@@ -10,6 +10,7 @@ import pytest
 from block_lists import lists
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from named_layouts import AttentionShape, halves_layout, packed_layout, rank_geometry
 
 from kv_topology import (
     Axis,
@@ -30,9 +31,8 @@ from kv_topology import (
     plan_transfer,
     to_document,
 )
-from kv_topology._tools import EngineSpec, ModelSpec, StateSpec, build_engine
-from kv_topology._tools._engine_values import KV_LAYOUTS
-from kv_topology.layouts import AttentionShape, halves_layout, packed_layout, rank_geometry
+from kv_topology.tools import EngineSpec, ModelSpec, StateSpec, build_engine
+from kv_topology.tools.engine import KV_LAYOUTS
 
 STATE = StateSpec(heads=4, head_dim=2, state_dim=2, groups=2, conv_rows=2)
 MODEL = ModelSpec(("attention", "mamba2"), 4, 4, state=STATE)

@@ -5,7 +5,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from block_lists import lists
+from block_lists import bytes_moved, lists
+from byte_oracle import expand_rows
 
 from kv_topology import (
     Axis,
@@ -20,15 +21,13 @@ from kv_topology import (
     StageLayer,
     TokenDeal,
     TopologyError,
-    canonical_segments,
-    expand_rows,
     from_document,
     plan_transfer,
     target_ranks,
     to_document,
 )
-from kv_topology._select import FieldClass, choose_pieces
-from kv_topology._tools import EngineSpec, ModelSpec, StateSpec, build_engine
+from kv_topology.plan.readers import FieldClass, choose_pieces
+from kv_topology.tools import EngineSpec, ModelSpec, StateSpec, build_engine
 
 LATENT = ModelSpec(("latent",), latent_dim=4)
 
@@ -75,7 +74,7 @@ def test_a_layer_on_two_producer_stages_is_read_from_the_first():
     producers = {**stages, (1, 0): replace(stages[1, 0], regions=(*stages[1, 0].regions, tied))}
     plan = plan_transfer(local, producers)
     page = 2 * 2 * 4 * 4 * 2
-    assert plan.expected_bytes(lists([3]), lists([5]), tokens=4) == 2 * page
+    assert bytes_moved(plan, lists([3]), lists([5]), tokens=4) == 2 * page
     written = np.concatenate(
         [expand_rows(plan.local_rows(r))[plan.indices(r, lists([3]), lists([5]), tokens=4)[0]] for r in producers]
     )
@@ -112,19 +111,6 @@ def test_only_the_version_itself_is_the_version(version):
     with pytest.raises(InvalidGeometry) as caught:
         from_document(document)
     assert caught.value.code == "document-version"
-
-
-@pytest.mark.never_wrong("A6")
-def test_canonical_bytes_of_a_field_in_several_regions_are_all_there():
-    """Heads in regions of their own: a token's heads lie in four regions, and the next token's again."""
-    model = ModelSpec(("attention",), 4, 3, 1)
-    apart = build_engine(model, EngineSpec(layout="heads-outer", block_tokens=2))[0, 0]
-    found = canonical_segments(apart, "layers.0", "value")
-    assert found.tolist() == [[head, 2 * 3 * token + 3, 3] for token in range(2) for head in range(4)]
-    assert canonical_segments(apart, "layers.0", "value", interval=(1, 3), tokens=(1, 2)).tolist() == [
-        [1, 9, 3],
-        [2, 9, 3],
-    ]
 
 
 # ------------------------------------------------------------------------------------------------- readers, refusals

@@ -24,7 +24,7 @@ from kv_topology import (
     plan_transfer,
     to_document,
 )
-from kv_topology._tools import EngineSpec, ModelSpec, build_engine
+from kv_topology.tools import EngineSpec, ModelSpec, build_engine
 
 LATENT = ModelSpec(("latent",), latent_dim=4)
 
@@ -143,7 +143,7 @@ def test_a_document_is_answered_within_a_second_and_100_megabytes(name, role):
         rank = from_document(given)
         plan = plan_transfer(rank, {(0, 0): rank})
         blocks = [BlockList([n % 64]) for n in range(len(given["groups"]))]
-        plan.expected_bytes(blocks, blocks, tokens=1)
+        plan.route(blocks, blocks, tokens=1)
 
     call = be_it if role == "local" else plan_from_it
 

@@ -2,7 +2,9 @@
 
 import numpy as np
 import pytest
-from block_lists import lists
+from block_lists import bytes_moved, lists
+from byte_oracle import Request, prove
+from named_layouts import AttentionShape, halves_layout, layer_regions, packed_layout, rank_geometry
 
 from kv_topology import (
     Group,
@@ -11,8 +13,6 @@ from kv_topology import (
     target_ranks,
     to_document,
 )
-from kv_topology.layouts import AttentionShape, halves_layout, layer_regions, packed_layout, rank_geometry
-from kv_topology.testing import Request, prove
 
 LAYERS = ("a", "b")
 
@@ -52,5 +52,5 @@ def test_planner_speaks_documents():
     assert local_index.dtype == np.int32
     assert peer_index.tolist() == [3, 4, 15, 16]
     assert local_index.tolist() == [5, 1, 17, 13]
-    assert plan.expected_bytes(lists([5, 1], first=16), lists([9, 3, 4]), tokens=48) == 2 * 2 * 2 * 2 * 16 * 3 * 2
+    assert bytes_moved(plan, lists([5, 1], first=16), lists([9, 3, 4]), tokens=48) == 2 * 2 * 2 * 2 * 16 * 3 * 2
     assert target_ranks(consumers[0, 0], peer_tp=4) == ((0, 0), (0, 1))

@@ -1,24 +1,20 @@
 """The public names: a change here is a change for every user, so it is made on purpose."""
 
+import copy
 import importlib
-import pkgutil
+import pickle
 
 import pytest
 
-import kv_topology
+from kv_topology import InvalidBlocks, TopologyError
 
 SURFACE = {
     "kv_topology": (
         "Axis BlockList CostModel FieldLayout GeometryMismatch Group InvalidBlocks InvalidGeometry Layout Member Planner "
-        "RankGeometry RankShape Region StageLayer TokenDeal TopologyError TransferPlan UnsupportedTopology "
-        "canonical_segments expand_rows from_document plan_transfer target_ranks to_document"
+        "RankGeometry Region Route StageLayer TokenDeal TopologyError TransferPlan UnsupportedTopology "
+        "from_document plan_transfer target_ranks to_document"
     ),
-    "kv_topology.layouts": (
-        "AttentionShape StateShape cells_layout cpu_layout gated_delta_layout halves_layout "
-        "keys_by_channel_layout layer_regions mamba1_layout mamba2_layout mla_layout packed_layout "
-        "rank_geometry region split_layouts"
-    ),
-    "kv_topology.testing": "MemoryOfRank OracleFailure Proof Request execute permute prove",
+    "kv_topology.layouts": "region",
 }
 
 
@@ -29,10 +25,19 @@ def test_public_names(module):
     assert all(hasattr(found, name) for name in found.__all__)
 
 
-def test_no_other_public_module():
-    found = {f"kv_topology.{each.name}" for each in pkgutil.iter_modules(kv_topology.__path__)}
-    assert {name for name in found if not name.startswith("kv_topology._")} == set(SURFACE) - {"kv_topology"}
+def test_errors_carry_what_a_caller_needs():
+    error = InvalidBlocks("Block 5 is gone.", code="x", context={"block": 5})
+    assert isinstance(error, TopologyError)
+    assert (error.code, error.fault, error.is_retry_safe, dict(error.context)) == ("x", "local", False, {"block": 5})
+    blamed = error.blamed_on("peer", rank=(0, 1))
+    assert type(blamed) is InvalidBlocks
+    assert (blamed.fault, dict(blamed.context), str(blamed)) == ("peer", {"block": 5, "rank": (0, 1)}, str(error))
 
 
-def test_the_top_level_is_small():
-    assert len(kv_topology.__all__) <= 25
+@pytest.mark.parametrize("kind", TopologyError.__subclasses__())
+@pytest.mark.parametrize("carry", [copy.copy, copy.deepcopy, lambda error: pickle.loads(pickle.dumps(error))])
+def test_errors_cross_processes(kind, carry):
+    error = kind("Block 5 is gone.", code="x", fault="peer", context={"block": 5})
+    found = carry(error)
+    assert (type(found), str(found), found.code, found.fault) == (kind, "Block 5 is gone.", "x", "peer")
+    assert dict(found.context) == {"block": 5}

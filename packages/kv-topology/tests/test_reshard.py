@@ -4,19 +4,16 @@ import random
 from itertools import pairwise, product
 
 import pytest
-
-from kv_topology import Axis, FieldLayout, Group, Layout, Member, RankGeometry, Region, UnsupportedTopology
-from kv_topology._reshard import RankShape, reshard, reshard_layout
-from kv_topology.layouts import (
+from named_layouts import (
     AttentionShape,
-    StateShape,
-    gated_delta_layout,
     halves_layout,
-    mamba1_layout,
-    mamba2_layout,
     packed_layout,
     split_layouts,
 )
+
+from kv_topology import Axis, FieldLayout, Group, Layout, Member, RankGeometry, Region, UnsupportedTopology
+from kv_topology.reshard import RankShape, reshard, reshard_layout
+from kv_topology.tools.engine import StateSpec, attention_layouts, state_layout
 
 ORDERS = ("HND", "NHD")
 MAKERS = {
@@ -54,15 +51,16 @@ def same_cells(found, expected):
     return True
 
 
+def test_the_same_shard_is_the_identity():
+    for layout in ("packed-HND", "packed-NHD", "halves-HND", "split-NHD"):
+        for mine in attention_layouts(layout, 4, 3, 16):
+            assert reshard_layout(mine, tp_size=1, tp_rank=0, page_tokens=16) == mine
+
+
 @pytest.mark.parametrize("kind", ["mamba2", "mamba1", "gated-delta"])
 def test_states_of_every_shard(kind):
     def make(tp, rank):
-        shape = StateShape(3, tp_size=tp, tp_rank=rank)
-        if kind == "mamba2":
-            return mamba2_layout(shape, heads=8, head_dim=2, groups=4, state_dim=2)
-        if kind == "mamba1":
-            return mamba1_layout(shape, channels=16, state_dim=4)
-        return gated_delta_layout(shape, key_heads=4, key_dim=2, value_heads=8, value_dim=4)
+        return state_layout(kind, StateSpec(heads=8, head_dim=4, state_dim=2, groups=4), tp, rank)
 
     for tp, peer_tp in product((1, 2, 4), repeat=2):
         for rank in range(peer_tp):

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from block_lists import lists
+from block_lists import bytes_moved, lists
+from byte_oracle import expand_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,18 +15,15 @@ from kv_topology import (
     Group,
     Layout,
     Member,
-    RankGeometry,
     Region,
     UnsupportedTopology,
-    _rows,
-    expand_rows,
     plan_transfer,
 )
-from kv_topology._aliases import find_aliases
-from kv_topology._link import _indices
-from kv_topology._rows import MAX_DESCRIPTORS, MAX_ROWS, build_rows
-from kv_topology._slices import SideColumns
-from kv_topology._tools import EngineSpec, ModelSpec, build_engine
+from kv_topology.checks import find_aliases
+from kv_topology.plan import slices
+from kv_topology.plan.plan import _indices
+from kv_topology.plan.slices import MAX_DESCRIPTORS, MAX_ROWS, SideColumns, build_rows
+from kv_topology.tools import EngineSpec, ModelSpec, build_engine
 
 DENSE = ModelSpec(("attention",), 2, 4)
 
@@ -42,7 +40,7 @@ def alias_of(*regions):
         Region(base, 8, stride, pages, (Member(f"l{number}", Layout((part,)), group),))
         for number, (base, stride, pages, group) in enumerate(regions)
     ]
-    return find_aliases(RankGeometry(1, 0, (Group("attention", 4), Group("attention", 4)), tuple(made)))
+    return find_aliases(made, (Group("attention", 4), Group("attention", 4)))
 
 
 def test_memory_shared_by_groups_is_noted_once_per_shape():
@@ -60,7 +58,7 @@ def test_expected_bytes_and_bytes_per_token():
     plan = plan_of(ModelSpec(("attention", "attention"), 2, 4))
     per_token = 2 * 2 * 2 * 4 * 2
     assert plan.bytes_per_token == per_token
-    assert plan.expected_bytes(lists([1, 2], first=16), lists([3, 4, 5]), tokens=48) == 2 * 16 * per_token
+    assert bytes_moved(plan, lists([1, 2], first=16), lists([3, 4, 5]), tokens=48) == 2 * 16 * per_token
     shared = plan_of(ModelSpec(("latent",), latent_dim=8), {"tp": 4, "dcp": 4})
     assert shared.bytes_per_token == pytest.approx(16)
 
@@ -107,14 +105,14 @@ def test_indices_end_at_int32():
     room = MAX_DESCRIPTORS - (1 << 20)
     assert rows_of(region, 1, 1, room)[2] == MAX_DESCRIPTORS
     # The last one's number of descriptors is 2**63, which as an int64 is negative.
-    for pages, slices, units, before in (
+    for pages, rows, units, before in (
         (1 << 20, 1, 1, room + 1),
         (1 << 30, 2, 1, 0),
         (1 << 31, 1, 1, 0),
         (1 << 31, 2, 1 << 31, 0),
     ):
         with pytest.raises(UnsupportedTopology) as caught:
-            rows_of(replace(region, page_count=pages), slices, units, before)
+            rows_of(replace(region, page_count=pages), rows, units, before)
         assert caught.value.code == "too-many-descriptors"
         limit, count = (caught.value.context[name] for name in ("limit", "descriptors"))
         assert isinstance(limit, int)
@@ -128,7 +126,7 @@ def test_pages_of_absurdly_many_units_are_refused(monkeypatch):
         rows_of(gaps, 1, MAX_ROWS + 1)
     assert (caught.value.code, caught.value.context["rows"]) == ("plan-too-fine", MAX_ROWS + 1)
     assert len(rows_of(replace(gaps, page_stride_bytes=8 * (MAX_ROWS + 1)), 1, MAX_ROWS + 1)[0]) == 1
-    monkeypatch.setattr(_rows, "MAX_ROWS", 6)
+    monkeypatch.setattr(slices, "MAX_ROWS", 6)
     assert len(rows_of(gaps, 2, 3)[0]) == 6
     with pytest.raises(UnsupportedTopology):
         rows_of(gaps, 7, 1)

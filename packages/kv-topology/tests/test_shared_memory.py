@@ -3,11 +3,11 @@
 from dataclasses import replace
 
 import pytest
-from block_lists import lists
+from block_lists import bytes_moved, lists
 
 from kv_topology import GeometryMismatch, Group, InvalidBlocks, plan_transfer
-from kv_topology._aliases import find_aliases
-from kv_topology._tools import EngineSpec, ModelSpec, StateSpec, build_engine
+from kv_topology.checks import find_aliases
+from kv_topology.tools import EngineSpec, ModelSpec, StateSpec, build_engine
 
 DENSE = ModelSpec(("attention",), 2, 4)
 
@@ -61,8 +61,8 @@ def test_hybrid_groups_share_memory_but_no_block():
     state = StateSpec(heads=2, head_dim=2, state_dim=2, conv_rows=2)
     plan = plan_of(ModelSpec(("attention", "mamba2"), 2, 4, state=state), block_tokens=32, kernel_block_tokens=16)
     tokens = {"tokens": 32}
-    assert plan.expected_bytes(lists([3], [4]), lists([3], [4]), **tokens) > 0
-    ((views),) = find_aliases(plan.local)
+    assert bytes_moved(plan, lists([3], [4]), lists([3], [4]), **tokens) > 0
+    ((views),) = find_aliases(plan.local.regions, plan.local.groups)
     attention, memory = plan.local.groups[0], plan.local.regions[0]
     assert attention.pages_per_block == 2
     assert [view.stride * view.pages_per_block for view in views] == [memory.page_stride_bytes * 2] * 2
@@ -78,12 +78,12 @@ def test_hybrid_groups_share_memory_but_no_block():
         with pytest.raises(InvalidBlocks):
             plan.indices((0, 0), lists(*local), lists([1, 2, 3], [4]), tokens=96)
     separate = plan_of(ModelSpec(("attention", "sliding"), 2, 4, window_tokens=64))
-    assert separate.expected_bytes(lists([3], [3]), lists([3], [4]), tokens=16) > 0
-    assert find_aliases(separate.local) == ()
+    assert bytes_moved(separate, lists([3], [3]), lists([3], [4]), tokens=16) > 0
+    assert find_aliases(separate.local.regions, separate.local.groups) == ()
     high = plan_of(
         ModelSpec(("attention", "mamba2"), 2, 4, state=state), block_tokens=32, base_address=(1 << 64) - (1 << 20)
     )
-    assert high.expected_bytes(lists([3], [4]), lists([3], [4]), **tokens) > 0
+    assert bytes_moved(high, lists([3], [4]), lists([3], [4]), **tokens) > 0
     with pytest.raises(InvalidBlocks):
         high.indices((0, 0), lists([4], [4]), lists([3], [4]), **tokens)
 
@@ -102,6 +102,6 @@ def test_null_blocks_of_groups_that_share_memory_are_written_by_nobody():
 def test_groups_on_two_devices_share_no_memory():
     local = build_engine(ModelSpec(("attention", "sliding"), 2, 4, window_tokens=64), EngineSpec())[0, 0]
     regions = [replace(region, base_address=1 << 32, device=n) for n, region in enumerate(local.regions)]
-    assert find_aliases(replace(local, regions=tuple(regions))) == ()
+    assert find_aliases(regions, local.groups) == ()
     regions = [replace(region, base_address=1 << 32) for region in local.regions]
-    assert len(find_aliases(replace(local, regions=tuple(regions)))) == 1
+    assert len(find_aliases(regions, local.groups)) == 1

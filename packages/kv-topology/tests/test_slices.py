@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from named_layouts import AttentionShape, halves_layout, split_layouts
 
 from kv_topology import (
     Axis,
@@ -16,17 +17,15 @@ from kv_topology import (
     RankGeometry,
     Region,
     UnsupportedTopology,
-    _slices,
     plan_transfer,
 )
-from kv_topology._rows import MAX_DESCRIPTORS, MAX_ROWS
-from kv_topology._runs import Runs, box_runs, join_runs, run_count
-from kv_topology._slices import SliceColumns
-from kv_topology._tools import EngineSpec, ModelSpec, build_engine
-from kv_topology.layouts import AttentionShape, halves_layout, split_layouts
+from kv_topology.arithmetic import Runs, box_runs, run_count
+from kv_topology.plan import slices
+from kv_topology.plan.slices import MAX_DESCRIPTORS, MAX_ROWS, SliceColumns, join_runs
+from kv_topology.tools import EngineSpec, ModelSpec, build_engine
 
 SHAPE = AttentionShape(2, 4, 4, 1)
-HALF = SHAPE.half_bytes
+HALF = 2 * 4 * 4
 
 
 def rank(*regions, tokens=4):
@@ -137,7 +136,7 @@ def test_joined_places_are_those_joined_one_by_one(chosen, random):
     rows = [(*row, *same) for part, *same in chosen for row in rising(part)]
     random.shuffle(rows)
     here, there, length, region, peer_region, step, peer_step = (np.array(column) for column in zip(*rows, strict=True))
-    found = _slices._join_places(SliceColumns(region, here, step, peer_region, there, peer_step, length))
+    found = slices._join_places(SliceColumns(region, here, step, peer_region, there, peer_step, length))
     region, here, step, peer_region, there, peer_step, length = (column.tolist() for column in found)
     ordered = sorted(rows, key=lambda row: (row[3], row[4], row[0]))
     assert list(zip(here, there, length, region, peer_region, step, peer_step, strict=True)) == joined_one_by_one(
@@ -158,7 +157,7 @@ def test_members_without_a_common_cell_have_no_slice():
 
 
 def test_limits_stay():
-    assert _slices.MAX_SLICES == 262_144
+    assert slices.MAX_SLICES == 262_144
     assert MAX_ROWS == 262_144
     assert np.iinfo(np.int32).max == MAX_DESCRIPTORS
 
@@ -175,10 +174,10 @@ def test_the_limit_on_slices(monkeypatch):
     local = build_engine(model, EngineSpec(layout="packed-HND", block_tokens=4))[0, 0]
     peers = build_engine(model, EngineSpec(layout="packed-NHD", block_tokens=4))
     count = 3 * 2 * 4
-    monkeypatch.setattr(_slices, "MAX_SLICES", count)
+    monkeypatch.setattr(slices, "MAX_SLICES", count)
     assert len(plan_transfer(local, peers).slices((0, 0))[0]) == count
     for limit in (count - 1, 2 * 4 - 1):
-        monkeypatch.setattr(_slices, "MAX_SLICES", limit)
+        monkeypatch.setattr(slices, "MAX_SLICES", limit)
         with pytest.raises(UnsupportedTopology) as caught:
             plan_transfer(local, peers)
         assert caught.value.code == "plan-too-fine"

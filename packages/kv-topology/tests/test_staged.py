@@ -6,14 +6,13 @@ from typing import Any
 
 import pytest
 from block_lists import lists
+from byte_oracle import Request, prove
+from byte_oracle.cases import ProofCase, request_for
 
 from kv_topology import CostModel, Group, RankGeometry, UnsupportedTopology, plan_transfer
-from kv_topology._boxes import Box
-from kv_topology._estimate import Estimate
-from kv_topology._staged import _Chunk, _extent, _place_of
-from kv_topology._tools import EngineSpec, ModelSpec, StateSpec, build_engine
-from kv_topology._tools._proof_cases import ProofCase, request_for
-from kv_topology.testing import Request, prove
+from kv_topology.plan.boxes import Box
+from kv_topology.plan.staged import Estimate, _Chunk, _extent, _place_of
+from kv_topology.tools import EngineSpec, ModelSpec, StateSpec, build_engine
 
 DENSE = ModelSpec(("attention",) * 2, 4, 8)
 PAIRS = [
@@ -172,6 +171,6 @@ def test_fields_need_not_begin_with_the_page(block):
 
 def test_only_written_pages_are_permuted():
     plan = plan_of({"layout": "packed-HND"}, {"layout": "packed-NHD"}, staging="always")
-    ((region, pages), _) = plan.staged_pages(lists([9, 4], first=16), lists([1, 2, 3]), tokens=48)
+    ((region, pages), _) = plan.route(lists([9, 4], first=16), lists([1, 2, 3]), tokens=48).staged
     assert pages.tolist() == [4, 9]
     assert (region.start, region.stop) == (0, 2 * 4 * 16 * 8 * 2)

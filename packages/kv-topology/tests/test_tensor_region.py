@@ -8,11 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from byte_oracle import expand_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from named_layouts import AttentionShape, halves_layout, packed_layout
 
-from kv_topology import BlockList, Group, InvalidGeometry, RankGeometry, _tensor_region, expand_rows, plan_transfer
-from kv_topology.layouts import AttentionShape, halves_layout, packed_layout, region
+from kv_topology import BlockList, Group, InvalidGeometry, RankGeometry, layouts, plan_transfer
+from kv_topology.layouts import region
 
 KINDS = ["<f2", "<f4", "|u1", "<f8"]
 
@@ -227,4 +229,4 @@ def test_any_pattern_is_read_or_refused_with_a_code(axes, depth):
 
 
 def test_the_examples_of_the_docstring():
-    assert doctest.testmod(_tensor_region) == doctest.TestResults(failed=0, attempted=12)
+    assert doctest.testmod(layouts) == doctest.TestResults(failed=0, attempted=12)

@@ -110,6 +110,9 @@ class Plan:
             raise CodedFailure("block-out-of-range")
         return tuple(np.array([b for blocks in side for b in blocks.ids], np.int32) for side in (local, peer))
 
+    def route(self, local: Any, peer: Any, *, tokens: int) -> Any:
+        return {rank: self.indices(rank, local, peer, tokens=tokens) for rank in self.producer_ranks}, ()
+
 
 class FakePlanner:
     def __init__(self) -> None:

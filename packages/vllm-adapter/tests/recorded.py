@@ -8,10 +8,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from byte_oracle import Request
 from factories import facts
 
 from kv_topology import BlockList
-from kv_topology.testing import Request
 from vllm_adapter.cache.facts import KEYS_BY_CHANNEL, CacheGroup, EngineFacts, GroupKind, LayerCache
 from vllm_adapter.cache.geometry import local_document
 from vllm_adapter.ports import GeometryDocument

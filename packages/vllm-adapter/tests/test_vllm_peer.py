@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kv_topology import Planner, RankGeometry, Region, TopologyError, from_document, to_document
-from kv_topology._tools import EngineSpec, ModelSpec, StateSpec, build_engine
+from kv_topology.tools import EngineSpec, ModelSpec, StateSpec, build_engine
 from vllm_adapter.cache.documents import with_names
 from vllm_adapter.cache.peer_geometry import PeerGeometry
 from vllm_adapter.cache.vllm_peer import derive_document

@@ -12,7 +12,7 @@ from typing import Any
 from recorded import families, is_state
 
 from kv_topology import Axis, FieldLayout, Group, Layout, Member, RankGeometry, Region
-from kv_topology.layouts import StateShape, gated_delta_layout, mamba1_layout, mamba2_layout
+from kv_topology.tools.engine import LayerKind, StateSpec, state_layout
 
 
 def share(parts: int, tp: int, rank: int) -> tuple[int, int]:
@@ -119,15 +119,19 @@ def _state(family: dict[str, Any], spec: dict[str, Any], whole: dict[str, Any], 
         axes = (Axis("head", heads, start, stop, inner, "tp"), Axis("inside", inner, 0, inner, 1))
         return Layout((FieldLayout("ssm", 1, 0, axes),))
     conv = shapes[0] if family["conv_order"] == "DS" else shapes[0][::-1]
-    shape = StateShape(conv[1], sizes[0], sizes[-1], *rank, order=family["conv_order"])
+
+    def layout(kind: LayerKind, heads: int, head_dim: int, state_dim: int, groups: int = 1) -> Layout:
+        spec = StateSpec(heads, head_dim, state_dim, groups, conv[1], sizes[0], sizes[-1])
+        return state_layout(kind, spec, *rank, family["conv_order"])
+
     if kind == "SHORT_CONV":
-        return Layout(mamba1_layout(shape, channels=conv[0], state_dim=1).fields[:1])
+        return Layout(layout("mamba1", conv[0], 1, 1).fields[:1])
     if len(shapes) != 2:
         return _opaque(used, rank)
     if kind == "MAMBA1":
-        return mamba1_layout(shape, channels=conv[0], state_dim=shapes[1][1])
+        return layout("mamba1", conv[0], 1, shapes[1][1])
     heads, head_dim, state = shapes[1]
     groups = (conv[0] - heads * head_dim) // (2 * state)
     if kind == "MAMBA2":
-        return mamba2_layout(shape, heads=heads, head_dim=head_dim, groups=groups, state_dim=state)
-    return gated_delta_layout(shape, key_heads=groups, key_dim=state, value_heads=heads, value_dim=head_dim)
+        return layout("mamba2", heads, head_dim, state, groups)
+    return layout("gated-delta", heads, head_dim, state, groups)

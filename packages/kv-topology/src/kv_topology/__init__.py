@@ -1,17 +1,14 @@
 """Transfer plans for paged KV caches: which bytes of which peer rank land where."""
 
-from kv_topology._canonical import canonical_segments
-from kv_topology._document import from_document, to_document
-from kv_topology._errors import GeometryMismatch, InvalidBlocks, InvalidGeometry, TopologyError, UnsupportedTopology
-from kv_topology._estimate import CostModel
-from kv_topology._lists import BlockList
-from kv_topology._model import Axis, FieldLayout, Group, Layout, Member, RankGeometry, Region, StageLayer
-from kv_topology._plan import TransferPlan, plan_transfer
-from kv_topology._planner import Planner
-from kv_topology._readers import target_ranks
-from kv_topology._reshard import RankShape
-from kv_topology._rows import expand_rows
-from kv_topology._shards import TokenDeal
+from kv_topology.arithmetic import TokenDeal
+from kv_topology.document import from_document, to_document
+from kv_topology.errors import GeometryMismatch, InvalidBlocks, InvalidGeometry, TopologyError, UnsupportedTopology
+from kv_topology.geometry import RankGeometry
+from kv_topology.model import Axis, FieldLayout, Group, Layout, Member, Region, StageLayer
+from kv_topology.plan.blocks import BlockList
+from kv_topology.plan.plan import Planner, Route, TransferPlan, plan_transfer
+from kv_topology.plan.readers import target_ranks
+from kv_topology.plan.staged import CostModel
 
 __version__ = "0.2.0"
 
@@ -28,15 +25,13 @@ __all__ = [
     "Member",
     "Planner",
     "RankGeometry",
-    "RankShape",
     "Region",
+    "Route",
     "StageLayer",
     "TokenDeal",
     "TopologyError",
     "TransferPlan",
     "UnsupportedTopology",
-    "canonical_segments",
-    "expand_rows",
     "from_document",
     "plan_transfer",
     "target_ranks",

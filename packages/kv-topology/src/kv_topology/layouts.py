@@ -1,34 +1,357 @@
-"""Layouts of the caches that exist, and regions of pages that hold them."""
+"""Describe a tensor that holds pages, from names of its axes: `region("page kv head token channel", tensor)`.
 
-from kv_topology._attention_layouts import (
-    AttentionShape,
-    cells_layout,
-    cpu_layout,
-    halves_layout,
-    keys_by_channel_layout,
-    layer_regions,
-    mla_layout,
-    packed_layout,
-    rank_geometry,
-    split_layouts,
-)
-from kv_topology._state_layouts import StateShape, gated_delta_layout, mamba1_layout, mamba2_layout
-from kv_topology._tensor_region import region
+Theory of operation. A pattern names each axis of the tensor, outermost first; parentheses name several axes of the model
+that lie in one axis of the tensor, as einops writes them. `_memory_of` tells where the tensor lies and how far apart
+its elements are. `page` becomes the region's page stride, `kv` the offsets of its fields, each other axis an `Axis`.
 
-__all__ = [
-    "AttentionShape",
-    "StateShape",
-    "cells_layout",
-    "cpu_layout",
-    "gated_delta_layout",
-    "halves_layout",
-    "keys_by_channel_layout",
-    "layer_regions",
-    "mamba1_layout",
-    "mamba2_layout",
-    "mla_layout",
-    "packed_layout",
-    "rank_geometry",
-    "region",
-    "split_layouts",
-]
+Worked example. A float16 cache of shape (100, 2, 8, 16, 64), dense, named "page kv head token channel". One step along
+the axes is 32768, 16384, 2048, 128 and 2 bytes. So a page has 32768 bytes; field `key` begins at byte 0 and `value` at
+16384; in both the axes are token (16 of 128 bytes), head (8 of 2048 bytes) and channel (64 of 2 bytes). The value of page 7,
+head 3, token 5, channel 0 lies at 7 * 32768 + 16384 + 3 * 2048 + 5 * 128 = 252544 bytes from the start.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple, cast, final
+
+from kv_topology.arithmetic import even_interval
+from kv_topology.checks import LIMITS, Budget, check_layout, refusal
+from kv_topology.model import TOKEN_AXIS, Axis, FieldLayout, Layout, Member, Region
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from kv_topology.model import MemoryKind
+
+__all__ = ["region"]
+
+_PAGE, _HEAD = "page", "head"
+_KV = "kv"
+_WORD = re.compile(r"\(([^()]*)\)|([^\s()]+)|(\S)")
+_NAME = re.compile(r"[a-z][a-z0-9_]*")
+_TYPE_TEXT = re.compile(r"[<>|=][a-zA-Z](\d+)")
+
+
+def region(
+    axes: str,
+    tensor: object,
+    *,
+    layer: str = "",
+    group: int = 0,
+    fields: Sequence[str] = ("key", "value"),
+    heads: int | None = None,
+    tp_size: int = 1,
+    tp_rank: int = 0,
+    **sizes: int,
+) -> Region:
+    """Return the region of a tensor whose axes are named; nothing is copied and the tensor is not kept.
+
+    Example: a cache of 100 pages of 16 tokens, 8 heads of 64 channels, keys before values in each page::
+
+        >>> import numpy as np
+        >>> from kv_topology import Group, RankGeometry
+        >>> from kv_topology.layouts import region
+        >>> cache = np.zeros((100, 2, 8, 16, 64), dtype=np.float16)
+        >>> made = region("page kv head token channel", cache, layer="layers.0")
+        >>> made.page_count, made.page_bytes, made.page_stride_bytes
+        (100, 32768, 32768)
+        >>> [(part.name, part.offset_bytes) for part in made.members[0].layout.fields]
+        [('key', 0), ('value', 16384)]
+        >>> [(axis.name, axis.stride_bytes) for axis in made.members[0].layout.fields[0].axes]
+        [('token', 128), ('head', 2048), ('channel', 2)]
+        >>> rank = RankGeometry(tp_size=1, tp_rank=0, groups=(Group("attention", 16),), regions=(made,))
+
+    Any order and any strides will do. Rank 1 of 2 keeps 4 of the 8 heads, each cell a key and then its value, in a
+    flat pool of 1600 slots for a token::
+
+        >>> pool = np.zeros((1600, 4, 128), dtype=np.float16)
+        >>> half = region("(page token) head (kv channel)", pool, token=16, heads=8, tp_size=2, tp_rank=1)
+        >>> half.page_count, [(a.name, a.start, a.stop) for a in half.members[0].layout.fields[0].axes]
+        (100, [('token', 0, 16), ('head', 4, 8), ('channel', 0, 64)])
+
+    Latent attention has one field and no `kv`: ``region("page token channel", cache, fields=["latent"])``. A cache that
+    keeps keys and values in tensors, or halves of a tensor, of their own is two regions of one layer:
+    ``region("page head token channel", cache[0], fields=["key"])`` and the like for values.
+
+    Args:
+        axes: A name for each axis of the tensor, outermost first. `page` counts pages and must be there, `kv` counts
+            `fields`, `token` the tokens of a page, `head` is dealt out over tensor-parallel ranks; every other axis is
+            held whole by each rank. Names in parentheses share one axis of the tensor.
+        tensor: A PyTorch tensor, or any object with NumPy's or CUDA's array interface.
+        layer: Name of the layer, as peers call it.
+        group: KV-cache group of the layer.
+        fields: Names of what `kv` counts; one name if there is no `kv`.
+        heads: Heads of the whole model; needed if `tp_size` is above 1 and there is an axis `head`.
+        tp_size: Tensor-parallel ranks.
+        tp_rank: This rank.
+        **sizes: Sizes of axes by name: all but one of those that share parentheses. Others are compared.
+
+    Raises:
+        InvalidGeometry: `axes-malformed`, `axis-repeated`, `page-axis-missing`, `axes-count`, `axis-size-differs`,
+            `fields-count`, `tensor-malformed`, `heads-missing`, `shard-irregular`, `axis-outside-page`,
+            `size-out-of-range`, `strides-overlap`, `fields-overlap`, ...
+    """
+    memory = _memory_of(tensor)
+    steps = _read_steps(axes, memory.shape, memory.strides_bytes, field_count=len(fields), sizes=sizes)
+    page, apart = steps.pop(_PAGE, None), steps.pop(_KV, None)
+    if page is None:
+        raise refusal("page-axis-missing", f"{axes!r} has no axis 'page', so it does not say what a block id counts.")
+    _check_fields(axes, fields, 1 if apart is None else apart.count)
+    inner = tuple(
+        _axis(step, memory.element_bytes, _held(step, heads, tp_size, tp_rank))
+        for step in sorted(steps.values(), key=_canonical_place)
+    )
+    step_bytes = 0 if apart is None else apart.stride_bytes
+    layout = Layout(
+        tuple(FieldLayout(name, memory.element_bytes, place * step_bytes, inner) for place, name in enumerate(fields))
+    )
+    check_layout(layout, repr(axes), Budget(LIMITS["compared_fields"], LIMITS["compared_runs"]))
+    _check_inside_page(axes, page, layout.extent_bytes, (*steps.values(), *([apart] if apart else [])))
+    stride = page.stride_bytes if page.count > 1 else layout.extent_bytes
+    member = Member(layer, layout, group)
+    return Region(memory.address, layout.extent_bytes, stride, page.count, (member,), memory.kind, memory.device)
+
+
+def _check_fields(axes: str, fields: Sequence[str], wanted: int) -> None:
+    if len(fields) != wanted or len(set(fields)) != wanted:
+        raise refusal(
+            "fields-count",
+            f"Pages of {axes!r} hold {wanted} fields, and the names {list(fields)} were given; each field needs one of its own.",
+            fields=list(fields),
+            wanted=wanted,
+        )
+
+
+def _canonical_place(step: _Step) -> int:
+    """Order axes as the other layouts do: tokens, heads, then the rest as the tensor has them (sorting is stable)."""
+    return {TOKEN_AXIS: 0, _HEAD: 1}.get(step.name, 2)
+
+
+def _held(step: _Step, heads: int | None, tp_size: int, tp_rank: int) -> tuple[int, int, int]:
+    """Return (size in the whole model, first part held, one past the last): 4 of 8 heads on rank 1 of 2 are (8, 4, 8)."""
+    if step.name != _HEAD:
+        return step.count, 0, step.count
+    if not 0 <= tp_rank < tp_size <= LIMITS["tp"]:
+        raise refusal("size-out-of-range", f"tp_rank {tp_rank} of tp_size {tp_size} is no rank.", value=tp_rank)
+    if heads is None and tp_size > 1:
+        raise refusal(
+            "heads-missing",
+            f"A rank of {tp_size} holds {step.count} heads; give the heads of the whole model, "
+            "since ranks beyond their number hold copies.",
+        )
+    whole = step.count if heads is None else heads
+    share = even_interval(whole, tp_size, tp_rank) if whole > 0 else (0, 0)
+    if share[1] - share[0] != step.count:
+        raise refusal(
+            "shard-irregular",
+            f"The tensor has {step.count} heads; the even share of rank {tp_rank} of {tp_size} is "
+            f"[{share[0]}, {share[1]}) of {whole}.",
+            held=step.count,
+            expected=share,
+        )
+    return whole, share[0], share[1]
+
+
+def _axis(step: _Step, element_bytes: int, held: tuple[int, int, int]) -> Axis:
+    # The stride of an axis with one part is never used, and tensors give it any value.
+    stride = step.stride_bytes if step.count > 1 else element_bytes
+    return Axis(step.name, *held, stride, "tp" if step.name == _HEAD else "whole")
+
+
+def _check_inside_page(axes: str, page: _Step, extent_bytes: int, inner: Sequence[_Step]) -> None:
+    """Raise unless one page ends before the next one begins."""
+    if page.count > 1 and page.stride_bytes < extent_bytes:
+        outer = [step.name for step in inner if step.count > 1 and step.stride_bytes >= page.stride_bytes]
+        raise refusal(
+            "axis-outside-page",
+            f"Pages of {axes!r} are {page.stride_bytes} bytes apart and each spans {extent_bytes}, because of "
+            f"{', '.join(outer) or 'their overlap'}. "
+            "Make a region of each part that lies outside of the pages, such as tensor[0] and tensor[1].",
+            page_stride_bytes=page.stride_bytes,
+            extent_bytes=extent_bytes,
+            outside=outer,
+        )
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """An axis by its name: how many parts the tensor holds, and how far apart they are."""
+
+    name: str
+    count: int
+    stride_bytes: int
+
+
+def _read_steps(
+    axes: str,
+    shape: Sequence[int],
+    strides_bytes: Sequence[int],
+    *,
+    field_count: int,
+    sizes: Mapping[str, int],
+) -> dict[str, _Step]:
+    """Return the steps of a tensor by name.
+
+    Args:
+        axes: The pattern.
+        shape: Parts of each axis of the tensor.
+        strides_bytes: Distance of neighbours along each.
+        field_count: Parts of `kv` where it shares an axis of the tensor.
+        sizes: Sizes that the caller gives, by name.
+    """
+    parsed = _parse(axes)
+    if len(parsed) != len(shape):
+        raise refusal(
+            "axes-count",
+            f"The tensor has {len(shape)} axes, {list(shape)}; {axes!r} names {len(parsed)}.",
+            shape=list(shape),
+            named=len(parsed),
+        )
+    _check_sizes(axes, {name for names in parsed for name in names}, sizes)
+    steps: dict[str, _Step] = {}
+    for names, count, stride_bytes in zip(parsed, shape, strides_bytes, strict=True):
+        known = {_KV: field_count, **sizes} if len(names) > 1 else sizes
+        inside = stride_bytes
+        for name, each in reversed(_divided(names, count, known)):
+            steps[name] = _Step(name, each, inside)
+            inside *= each
+    return steps
+
+
+def _parse(axes: str) -> tuple[tuple[str, ...], ...]:
+    """Return the names of each axis of the tensor: "(page token) head" gives (("page", "token"), ("head",))."""
+    parsed = tuple(_names(axes, *found) for found in _WORD.findall(axes))
+    every = [name for names in parsed for name in names]
+    if len(set(every)) != len(every):
+        raise refusal("axis-repeated", f"{axes!r} names an axis twice.", names=every)
+    return parsed
+
+
+def _names(axes: str, inside: str, alone: str, wrong: str) -> tuple[str, ...]:
+    names = (alone,) if alone else tuple(inside.split())
+    if wrong or not names or not all(map(_NAME.fullmatch, names)):
+        raise refusal(
+            "axes-malformed",
+            f"{axes!r} is not a list of axes: use names in small letters, and parentheses around those that share an axis, "
+            'such as "(page token) head channel".',
+        )
+    return names
+
+
+def _check_sizes(axes: str, names: set[str], sizes: Mapping[str, int]) -> None:
+    for name, size in sizes.items():
+        if name not in names:
+            raise refusal("axes-malformed", f"{axes!r} has no axis {name!r}, but a size of it was given.", name=name)
+        if type(size) is not int or size < 1:
+            raise refusal("size-out-of-range", f"Axis {name!r} of {axes!r} is {size!r}; give 1 or more.", value=size)
+
+
+def _divided(names: Sequence[str], count: int, sizes: Mapping[str, int]) -> list[tuple[str, int]]:
+    """Return the sizes of axes that share one of `count` parts: 1600 as (page, token) of 16 tokens is 100 and 16."""
+    known = {name: sizes[name] for name in names if name in sizes}
+    unknown = [name for name in names if name not in sizes]
+    if len(unknown) > 1:
+        raise refusal(
+            "axes-malformed",
+            f"The sizes of {', '.join(unknown)} do not follow from one axis of {count}; give all but one of them.",
+            names=unknown,
+        )
+    size = prod(known.values())
+    rest = count // size if unknown else 1
+    if count < 1 or rest * size != count:
+        raise refusal(
+            "axis-size-differs",
+            f"An axis of {count} of the tensor cannot be ({' '.join(names)}) with the sizes {known}.",
+            count=count,
+            names=list(names),
+        )
+    return [(name, sizes.get(name, rest)) for name in names]
+
+
+@final
+class _TensorMemory(NamedTuple):
+    """Where a tensor lies.
+
+    Attributes:
+        address: Address of its first element.
+        shape: Parts of each axis.
+        strides_bytes: Distance of neighbours along each axis.
+        element_bytes: Size of an element.
+        kind: Where the memory lives.
+        device: Number of the device.
+    """
+
+    address: int
+    shape: tuple[int, ...]
+    strides_bytes: tuple[int, ...]
+    element_bytes: int
+    kind: MemoryKind
+    device: int
+
+
+def _memory_of(tensor: object) -> _TensorMemory:
+    """Return where a tensor lies.
+
+    Raises:
+        InvalidGeometry: `tensor-malformed` for an object without any of the interfaces, or whose answers make no sense.
+    """
+    try:
+        found = _found(tensor)
+    except (TypeError, ValueError, KeyError, AttributeError, IndexError, RuntimeError) as error:
+        raise refusal(
+            "tensor-malformed", f"A {type(tensor).__name__} does not say where it lies: {error!r}."
+        ) from error
+    if found is None:
+        raise refusal(
+            "tensor-malformed",
+            f"A {type(tensor).__name__} is not a tensor: it has neither PyTorch's data_ptr(), stride() and element_size() "
+            "nor an array interface.",
+        )
+    if len(found.shape) != len(found.strides_bytes) or found.element_bytes < 1 or found.address < 1:
+        raise refusal(
+            "tensor-malformed",
+            f"A {type(tensor).__name__} lies at {found.address} with shape {found.shape}, strides {found.strides_bytes} "
+            f"and {found.element_bytes} bytes an element, which cannot be the memory of a cache.",
+        )
+    return found
+
+
+def _found(tensor: Any) -> _TensorMemory | None:  # noqa: ANN401 - known by its methods
+    if all(hasattr(tensor, name) for name in ("data_ptr", "stride", "element_size")):
+        return _of_torch(tensor)
+    if hasattr(tensor, "__cuda_array_interface__"):
+        return _of_interface(tensor.__cuda_array_interface__, "VRAM")
+    if hasattr(tensor, "__array_interface__"):
+        return _of_interface(tensor.__array_interface__, "DRAM")
+    return None
+
+
+def _of_torch(tensor: Any) -> _TensorMemory:  # noqa: ANN401 - likewise
+    element_bytes = int(tensor.element_size())
+    kind: MemoryKind = "DRAM" if getattr(tensor.device, "type", "cpu") == "cpu" else "VRAM"
+    return _TensorMemory(
+        int(tensor.data_ptr()),
+        tuple(int(count) for count in tensor.shape),
+        tuple(int(step) * element_bytes for step in tensor.stride()),
+        element_bytes,
+        kind,
+        int(getattr(tensor.device, "index", None) or 0),
+    )
+
+
+def _of_interface(interface: Mapping[str, object], kind: MemoryKind) -> _TensorMemory:
+    """Read an array interface; one without strides is dense, the last axis innermost."""
+    size = _TYPE_TEXT.fullmatch(str(interface["typestr"]))
+    if size is None:
+        raise ValueError(f"typestr {interface['typestr']!r}")
+    element_bytes = int(size[1])
+    shape = tuple(int(count) for count in cast("Sequence[int]", interface["shape"]))
+    strides = cast("Sequence[int] | None", interface.get("strides"))
+    if strides is None:
+        strides = [element_bytes * prod(shape[place + 1 :]) for place in range(len(shape))]
+    address = int(cast("Sequence[int]", interface["data"])[0])
+    return _TensorMemory(address, shape, tuple(int(step) for step in strides), element_bytes, kind, 0)

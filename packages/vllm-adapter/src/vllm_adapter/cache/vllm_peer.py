@@ -15,8 +15,7 @@ page is 40 960 bytes.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast, final
+from typing import TYPE_CHECKING, cast
 
 from vllm_adapter.cache.documents import with_names
 from vllm_adapter.cache.fields import extent_bytes, held_bytes
@@ -28,24 +27,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from vllm_adapter.cache.vllm_facts import PeerFacts
-    from vllm_adapter.ports import GeometryDocument, HeadOrder, MemoryKind, PeerSizes, Reshard
+    from vllm_adapter.ports import GeometryDocument, MemoryKind, PeerSizes, Reshard
 
 __all__ = ["derive_document"]
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class _PeerShape:
-    """The peer's rank, as the planner reshards to it."""
-
-    tp_size: int
-    tp_rank: int
-    page_tokens: int
-    pages_per_block: int
-    pp_size: int
-    pp_rank: int
-    context_sizes: tuple[int, ...]
-    order: HeadOrder | None
 
 
 def derive_document(
@@ -74,7 +58,8 @@ def derive_document(
     facts = read_facts(peer_facts)
     if sizes.pp > 1:
         _check_stages_can_be_told(local, facts)
-    shape = _PeerShape(
+    document = reshard(
+        local,
         tp_size=sizes.tp,
         tp_rank=rank[1],
         page_tokens=facts.page_tokens,
@@ -84,7 +69,7 @@ def derive_document(
         context_sizes=tuple(sizes.dcp if is_dealt else 1 for is_dealt in dealt_groups),
         order=facts.order,
     )
-    peer = with_names(reshard(local, shape))
+    peer = with_names(document)
     _check_states(peer, facts)
     # Groups that share memory with states have pages padded to the states' size.
     padded = {region["base_address"] for region in local["regions"] if _is_state(local, region)}

@@ -21,7 +21,6 @@ __all__ = [
     "PeerPlan",
     "PeerSizes",
     "Planner",
-    "RankShape",
     "RegionDocument",
     "Reshard",
     "StagedRegion",
@@ -153,20 +152,11 @@ class PeerPlan(Protocol):
 
     @property
     def is_staged(self) -> bool:
-        """Whether received pages are still in the producer's order: see `staged_pages`."""
-        ...
-
-    def staged_pages(
-        self, local: Sequence[BlockList], peer: Sequence[BlockList], *, tokens: int
-    ) -> Sequence[tuple[StagedRegion, PageNumbers]]:
-        """Permutations to apply after a read, with the local pages to apply them to; arguments as for `indices`."""
+        """Whether received pages are still in the producer's order: `route` lists them."""
         ...
 
     @property
     def bytes_per_token(self) -> float: ...
-    def expected_bytes(self, local: Sequence[BlockList], peer: Sequence[BlockList], *, tokens: int) -> int:
-        """Bytes that a request moves into this rank from all producer ranks; arguments as for `indices`."""
-        ...
 
     def reader_count(self, producer_rank: tuple[int, int]) -> int:
         """Number of consumer ranks that report to this producer rank."""
@@ -177,6 +167,12 @@ class PeerPlan(Protocol):
         ...
 
     def peer_rows(self, producer_rank: tuple[int, int]) -> Rows: ...
+    def route(
+        self, local: Sequence[BlockList], peer: Sequence[BlockList], *, tokens: int
+    ) -> tuple[Mapping[tuple[int, int], tuple[Indices, Indices]], Sequence[tuple[StagedRegion, PageNumbers]]]:
+        """Indices by producer rank, as from `indices`, and the permutations to apply to local pages after all reads."""
+        ...
+
     def indices(
         self, producer_rank: tuple[int, int], local: Sequence[BlockList], peer: Sequence[BlockList], *, tokens: int
     ) -> tuple[Indices, Indices]:
@@ -204,34 +200,23 @@ HeadOrder = Literal["HN", "NH"]
 """Order of the axes in memory: heads outside tokens (HN) or inside (NH)."""
 
 
-class RankShape(Protocol):
-    """A rank of the same model as ours: its place in its engine, and its block sizes."""
-
-    @property
-    def tp_size(self) -> int: ...
-    @property
-    def tp_rank(self) -> int: ...
-    @property
-    def page_tokens(self) -> int: ...
-    @property
-    def pages_per_block(self) -> int: ...
-    @property
-    def pp_size(self) -> int: ...
-    @property
-    def pp_rank(self) -> int: ...
-    @property
-    def context_sizes(self) -> Sequence[int]:
-        """Context-parallel size of each group; turns are whole blocks."""
-        ...
-
-    @property
-    def order(self) -> HeadOrder | None: ...
-
-
 class Reshard(Protocol):
     """Makes the document of another rank of the same model, with dense regions at addresses that count up from 0."""
 
-    def __call__(self, local: Mapping[str, object], shape: RankShape, /) -> Mapping[str, object]: ...
+    def __call__(  # noqa: PLR0913 - the numbers in which another rank differs
+        self,
+        local: Mapping[str, object],
+        /,
+        *,
+        tp_size: int,
+        tp_rank: int,
+        page_tokens: int,
+        pages_per_block: int,
+        pp_size: int,
+        pp_rank: int,
+        context_sizes: Sequence[int],
+        order: HeadOrder | None,
+    ) -> Mapping[str, object]: ...
 
 
 class Planner(Protocol):
@@ -251,4 +236,7 @@ class Planner(Protocol):
         """Return the plan for this rank's reads from peers, given as documents or as returned by `geometry`."""
         ...
 
-    def reshard(self, local: Mapping[str, object], shape: RankShape) -> Mapping[str, object]: ...
+    @property
+    def reshard(self) -> Reshard:
+        """Function that makes another rank's document; `context_sizes` has the context-parallel size of each group."""
+        ...

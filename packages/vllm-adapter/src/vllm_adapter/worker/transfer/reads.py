@@ -35,14 +35,12 @@ if TYPE_CHECKING:
     from vllm_adapter.ports import (
         HeartbeatOrder,
         Indices,
-        PeerPlan,
         ReadOrder,
         StreamOrder,
         StreamReaders,
         TransferResult,
     )
     from vllm_adapter.steps import Rank
-    from vllm_adapter.worker.conversion import ConversionStep
     from vllm_adapter.worker.transfer.limits import ReadLimits
     from vllm_adapter.worker.transfer.parts import PeerPlanner, TransferParts
     from vllm_adapter.worker.transfer.records import PeerEngine
@@ -206,20 +204,13 @@ class ReadCoordinator:
             return
         # Compute all ranks' indices first: nothing must be posted for a request that a later rank would refuse.
         ranks = [rank for rank in plan.producer_ranks if rank not in read.done_ranks]
-        blocks = (order.local_blocks, order.peer_blocks)
-        indices = {rank: plan.indices(rank, *blocks, tokens=order.tokens) for rank in ranks}
-        read.conversion = self._conversion(plan, order)
+        indices, staged = plan.route(order.local_blocks, order.peer_blocks, tokens=order.tokens)
+        read.conversion = conversion_steps(staged, self._ranges)
         read.begin_attempt(engine, ranks, self._parts.now_s(), self._limits)
         self._transfers.update(dict.fromkeys(read.transfers, read))
         engine.reads_in_flight += 1
         for rank in ranks:
             self._post_one(read, engine, rank, indices[rank])
-
-    def _conversion(self, plan: PeerPlan, order: ReadOrder) -> tuple[ConversionStep, ...]:
-        if not plan.is_staged:
-            return ()
-        staged = plan.staged_pages(order.local_blocks, order.peer_blocks, tokens=order.tokens)
-        return conversion_steps(staged, self._ranges)
 
     def _post_one(self, read: Read, engine: PeerEngine, rank: Rank, indices: tuple[Indices, Indices]) -> None:
         transfer_id = read.transfer_id(rank)

@@ -1,0 +1,96 @@
+"""The package's exceptions: one base, four kinds, each with a stable code; and values shortened for their messages."""
+
+from __future__ import annotations
+
+from collections.abc import Sized
+from functools import partial
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Literal, final
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping
+
+__all__ = [
+    "Fault",
+    "GeometryMismatch",
+    "InvalidBlocks",
+    "InvalidGeometry",
+    "TopologyError",
+    "UnsupportedTopology",
+    "shown",
+    "shown_ranks",
+]
+
+Fault = Literal["local", "peer", "environment"]
+
+
+class TopologyError(Exception):
+    """Base of every exception that this package raises on purpose.
+
+    Attributes:
+        code: Stable kebab-case reason, listed in the README.
+        fault: Side whose data was wrong.
+        is_retry_safe: Whether the same call can succeed later without a change; geometry never does.
+        context: The values that the sentence names.
+    """
+
+    def __init__(
+        self, message: str, *, code: str, fault: Fault = "local", context: Mapping[str, object] | None = None
+    ) -> None:
+        super().__init__(message)
+        self.code = code
+        self.fault: Fault = fault
+        self.is_retry_safe: bool | None = False
+        self.context: Mapping[str, object] = MappingProxyType(dict(context or {}))
+
+    def __reduce__(self) -> tuple[Callable[[str], TopologyError], tuple[str]]:
+        """Pickle the constructor's arguments, so that an error crosses processes with its code."""
+        make = partial(type(self), code=self.code, fault=self.fault, context=dict(self.context))
+        return make, (str(self),)
+
+    def blamed_on(self, fault: Fault, **context: object) -> TopologyError:
+        """Return the same error with another fault and more context: the one place where errors are re-labelled."""
+        message = str(self)
+        return type(self)(message, code=self.code, fault=fault, context={**self.context, **context})
+
+
+@final
+class InvalidGeometry(TopologyError):  # noqa: N818 - the name says what happened
+    """A description contradicts itself: overlapping strides, fields outside a page, absurd sizes."""
+
+
+@final
+class GeometryMismatch(TopologyError):  # noqa: N818 - the name says what happened
+    """Two descriptions that should agree do not: element sizes, axes, page sizes."""
+
+
+@final
+class UnsupportedTopology(TopologyError):  # noqa: N818 - the name says what happened
+    """No plan exists for the pair, or none that keeps within the limits."""
+
+
+@final
+class InvalidBlocks(TopologyError):  # noqa: N818 - the name says what happened
+    """Block ids are out of range, written twice, or do not cover the tokens asked for."""
+
+
+_LONGEST = 60
+_FEW = 6
+
+
+def shown(value: object) -> str:
+    """Return a short text of any value, without building the long one."""
+    if isinstance(value, int):
+        return repr(value) if value.bit_length() <= 128 else f"an integer of {value.bit_length()} bits"
+    if isinstance(value, (str, bytes)):
+        return repr(value) if len(value) <= _LONGEST else f"{value[:_LONGEST]!r}..."
+    if value is None or isinstance(value, float):
+        return repr(value)
+    length = len(value) if isinstance(value, Sized) else None
+    return f"a {type(value).__name__}" + (f" of {length} items" if length is not None else "")
+
+
+def shown_ranks(ranks: Collection[object]) -> str:
+    """Return the first few ranks of many."""
+    few = ", ".join(str(rank) for _, rank in zip(range(_FEW), ranks, strict=False))
+    return f"[{few}]" if len(ranks) <= _FEW else f"[{few}, ... {len(ranks)} in all]"

@@ -1,0 +1,1 @@
+"""Plans: which bytes of which producer rank a consumer rank reads."""

@@ -1,0 +1,437 @@
+"""Block lists, checked, and turned into (page, unit) pairs: the one place that decides what fills a local block.
+
+A list says everything that pairing needs, so nothing is aligned by guess. With blocks of 4 tokens, a prefix hit of 8
+tokens and a null block 0, the blocks still to be filled are `BlockList((5, 6), first_token=8, null=0)`: block 5 stands
+for tokens 8..11 and block 6 for tokens 12..15.
+
+Theory of operation. Both lists are laid on one line of *units* (see `shards`), the largest runs of tokens that no page
+and no turn of context parallelism cuts on either side. Every local unit gets its global number, is kept if it is
+ordered and the producer rank holds it, and is looked up in the producer's list by that number. Prefix hits, pages of 48
+against 64 tokens, kernel blocks and dealt-out tokens are the same few integer divisions.
+
+Worked example. Local blocks of 4 tokens, 8 tokens cached here: `BlockList((5, 6), first_token=8)`. Peer blocks of 8
+tokens, one page each: `BlockList((3, 9), first_token=0)`. The unit is gcd(4, 8) = 4 tokens, so a local block is 1 unit
+and a peer block is 2. `tokens` is 14.
+
+    local block 5   place 8 // 4 = 2   global unit 2   tokens  8..11   2 - 0 = 2 -> peer block 2 // 2 = 1 (id 9), unit 0
+    local block 6   place 3            global unit 3   tokens 12..15   3 - 0 = 3 -> peer block 3 // 2 = 1 (id 9), unit 1
+
+Unit 3 begins at token 12, before 14, so it is ordered although it is half full. Blocks that begin at token 14 or later
+hold nothing ordered and are left out, on both sides. With context parallelism of 2 and turns of 4 tokens, rank 1 packs the
+global units 1, 3, 5, ... densely, and units that the producer rank does not hold are left out: another rank has them.
+
+A local block that holds an ordered token is filled whole, because the host does not zero the blocks of a read, and attention
+kernels multiply by zero what lies behind the prompt: a NaN of the block's last owner would spread. Units that an ordered
+block of the peer holds come from there; all others repeat the last unit of the peer's last ordered block. With local blocks
+of 24 tokens, peer blocks of 8, kernel pages of 4 on both sides, and `tokens` 10, local block 5 (pages 30..35) is filled from
+the peer list (7, 8) (pages 14..17):
+
+    page 30   tokens  0..3    page 14           page 33   tokens 12..15   page 17
+    page 31   tokens  4..7    page 15           page 34   tokens 16..19   none: page 17 again
+    page 32   tokens  8..11   page 16           page 35   tokens 20..23   none: page 17 again
+
+A unit that is ordered and held by the producer, but missing from its list, is refused (`peer-blocks-too-few`), unless
+its whole local block lies outside the attention window of the next token. With a window of 4 and 16 tokens, the next
+token (number 16) sees tokens 13..15: units of local blocks that end at or before token 13 may be missing. A local block
+of tokens 8..15 must be filled from token 8 on, although 8..12 are out of sight: a prefix cache keeps it as a whole, and a
+shorter prefix may see them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, Protocol, final
+
+import numpy as np
+
+from kv_topology.arithmetic import count_up, flat_outer_sum
+from kv_topology.checks import LIMITS
+from kv_topology.errors import InvalidBlocks
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kv_topology.arithmetic import Bools, Indices, Ints
+    from kv_topology.errors import Fault
+    from kv_topology.geometry import RankGeometry
+    from kv_topology.model import Group
+    from kv_topology.plan.boxes import Pairing
+
+__all__ = [
+    "BlockList",
+    "BlockListLike",
+    "BlockPairs",
+    "Blocks",
+    "ListRules",
+    "check_tokens",
+    "list_rules",
+    "pair_blocks",
+    "read_lists",
+    "real_ids",
+]
+
+MAX_TOKENS = 1 << 40
+"""Tokens of a sequence beyond which a number is refused as absurd."""
+
+_DENSE = 64
+"""Blocks of a rank per block of a list up to which ids are marked in a table of all blocks."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class BlockList:
+    """Blocks of one request in one KV-cache group.
+
+    Attributes:
+        ids: Scheduler block ids in token order.
+        first_token: Global number of the first token that `ids[0]` stands for; a multiple of the tokens that one block
+            covers over all context-parallel ranks. Without meaning for states.
+        null: The id that means "no block here"; None to use the null block that the rank's geometry names, if any.
+    """
+
+    ids: Sequence[int]
+    first_token: int = 0
+    null: int | None = None
+
+
+class BlockListLike(Protocol):
+    """Anything with the three members of a `BlockList`."""
+
+    @property
+    def ids(self) -> Sequence[int]:
+        """Scheduler block ids in token order."""
+        ...
+
+    @property
+    def first_token(self) -> int:
+        """Token that `ids[0]` begins at."""
+        ...
+
+    @property
+    def null(self) -> int | None:
+        """The id that means "no block here"."""
+        ...
+
+
+class Blocks(NamedTuple):
+    """A checked block list.
+
+    Attributes:
+        ids: int64 (n,).
+        first: Place of the first block in the sequence, counted in blocks.
+        null: The id that means "no block here", -1 if there is none.
+        has_null: Whether that id occurs.
+        limit: Blocks that the rank has; every id is below.
+    """
+
+    ids: Ints
+    first: int
+    null: int
+    has_null: bool
+    limit: int
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ListRules:
+    """Rules that the block lists of a rank are checked against.
+
+    Attributes:
+        side: "local" or "peer"; decides who is at fault.
+        groups: The rank's groups.
+        counts: Number of scheduler blocks per group.
+        null: The rank's own null block, used by lists that name none.
+    """
+
+    side: Fault
+    groups: tuple[Group, ...]
+    counts: tuple[int, ...]
+    null: int | None
+
+    def refuse(self, code: str, message: str, **context: object) -> InvalidBlocks:
+        """Return the refusal of one of these lists."""
+        return InvalidBlocks(message, code=code, fault=self.side, context={"side": self.side, **context})
+
+
+def list_rules(geometry: RankGeometry, side: Fault) -> ListRules:
+    """Return the rules that a rank's block lists must keep; a group without layers here has no block count to keep to."""
+    counts = [LIMITS["page_count"]] * len(geometry.groups)
+    pages = {(member.group, region.page_count) for region in geometry.regions for member in region.members}
+    for group, count in pages:
+        counts[group] = min(counts[group], count // geometry.groups[group].pages_per_block)
+    return ListRules(side, geometry.groups, tuple(counts), geometry.null_block)
+
+
+def check_tokens(tokens: object) -> int:
+    """Return the number of ordered tokens; raises `InvalidBlocks` (`tokens-malformed`) unless it is a sane count."""
+    if type(tokens) is not int or not 0 <= tokens <= MAX_TOKENS:
+        shown = repr(tokens)[:60]
+        raise InvalidBlocks(
+            f"`tokens` must be an integer of 0..{MAX_TOKENS}, not {shown}.", code="tokens-malformed", context={}
+        )
+    return tokens
+
+
+def read_lists(lists: Sequence[BlockListLike], rules: ListRules) -> list[Blocks]:
+    """Return the block lists of all groups, checked.
+
+    Raises:
+        InvalidBlocks: `group-count`, `block-list-malformed`, `block-id-malformed`, `block-id-out-of-range`,
+            `first-token-unaligned`, and for local lists `local-block-twice`.
+    """
+    if len(lists) != len(rules.groups):
+        raise rules.refuse(
+            "group-count",
+            f"There are {len(lists)} {rules.side} block lists for {len(rules.groups)} groups.",
+            lists=len(lists),
+            groups=len(rules.groups),
+        )
+    return [_read(blocks, number, rules) for number, blocks in enumerate(lists)]
+
+
+def _read(blocks: BlockListLike, number: int, rules: ListRules) -> Blocks:
+    try:
+        ids, first_token, null = blocks.ids, blocks.first_token, blocks.null
+    except AttributeError:
+        raise rules.refuse(
+            "block-list-malformed",
+            f"The {rules.side} block list of group {number} has no ids, first_token and null; pass a `BlockList`.",
+            group=number,
+        ) from None
+    array = _array(ids, number, rules)
+    first = _first_block(first_token, number, rules)
+    null = rules.null if null is None else null
+    null = null if type(null) is int else -1
+    has_null = null >= 0 and bool((array == null).any())
+    if rules.side == "local":
+        _check_unique(array[array != null] if has_null else array, number, rules)
+    return Blocks(array, first, null, has_null, rules.counts[number])
+
+
+def _first_block(first_token: object, number: int, rules: ListRules) -> int:
+    """Return the place in the sequence, counted in blocks, at which a list begins: token 32 in blocks of 16 is block 2."""
+    group = rules.groups[number]
+    span = 1 if group.is_state else group.span_tokens
+    if type(first_token) is not int or not 0 <= first_token <= MAX_TOKENS or first_token % span:
+        raise rules.refuse(
+            "first-token-unaligned",
+            f"The {rules.side} block list of group {number} begins at token {first_token!r:.40}; it must be a multiple "
+            f"of the {span} tokens of a block.",
+            group=number,
+            span_tokens=span,
+        )
+    return first_token // span
+
+
+def _array(ids: Sequence[int], number: int, rules: ListRules) -> Ints:
+    """Return block ids as int64 (n,), range-checked."""
+    try:
+        array = np.asarray(ids)
+    except (TypeError, ValueError, OverflowError):
+        array = np.array(None)
+    if array.size == 0 and array.ndim == 1:
+        return np.empty(0, dtype=np.int64)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise rules.refuse(
+            "block-id-malformed",
+            f"The {rules.side} block list of group {number} is not a flat list of integers.",
+            group=number,
+        )
+    found = array.astype(np.int64, copy=False)
+    count = rules.counts[number]
+    if int(found.astype(np.uint64).max()) >= count:  # as unsigned numbers, negative ids are the largest
+        worst = min(int(found.min()), 0) or int(found.max())
+        raise rules.refuse(
+            "block-id-out-of-range",
+            f"Block {worst} of the {rules.side} list of group {number} does not exist; there are {count} blocks.",
+            group=number,
+            block=worst,
+            blocks=count,
+        )
+    return found
+
+
+def _check_unique(array: Ints, number: int, rules: ListRules) -> None:
+    slots = rules.counts[number]
+    if slots <= _DENSE * len(array):  # marking ids is four times as fast as sorting them
+        seen = np.zeros(slots, dtype=np.bool_)
+        seen[array] = True
+        if np.count_nonzero(seen) == len(array):
+            return
+    ordered = np.sort(array)
+    twice = np.flatnonzero(ordered[1:] == ordered[:-1])
+    if len(twice):
+        block = int(ordered[twice[0]])
+        raise rules.refuse(
+            "local-block-twice",
+            f"Local block {block} is twice in the list of group {number}; two reads would write into it.",
+            group=number,
+            block=block,
+        )
+
+
+_SHORT = 1 << 16
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class BlockPairs:
+    """Pairs of units to move, ascending at the peer; a unit's number is page * units of a page + unit in the page.
+
+    Attributes:
+        local: int32 (n,), unit numbers here.
+        peer: int32 (n,), unit numbers at the peer.
+    """
+
+    local: Indices
+    peer: Indices
+
+    def __len__(self) -> int:
+        return len(self.local)
+
+
+def pair_blocks(pairing: Pairing, local: Blocks, peer: Blocks, tokens: int) -> BlockPairs:
+    """Return which unit of which peer page goes to which unit of which local page, for one producer rank.
+
+    Args:
+        pairing: The two groups and their unit.
+        local: Blocks to fill; an empty list means nothing, not everything.
+        peer: The producer's blocks.
+        tokens: End of what is ordered, in tokens of the sequence.
+
+    Raises:
+        InvalidBlocks: `peer-blocks-too-few`, `state-list-too-long`.
+    """
+    if pairing.local.is_state:
+        return _pair_states(pairing, local, peer)
+    local, peer = _ordered(local, pairing.local, tokens), _ordered(peer, pairing.peer, tokens)
+    if _is_one_to_one(pairing, local, peer):
+        ahead = local.first - peer.first
+        return _ascending(local.ids, peer.ids[ahead : ahead + len(local.ids)], max(local.limit, peer.limit))
+    unit = pairing.unit_tokens
+    per_local, per_peer = pairing.local.block_tokens // unit, pairing.peer.block_tokens // unit
+    source = count_up(len(local.ids) * per_local)
+    units = pairing.local.deal.spread(source + local.first * per_local, unit)
+    wanted = pairing.peer.deal.owned(units, unit)
+    if local.has_null:
+        wanted &= local.ids[source // per_local] != local.null
+    source, units = source[wanted], units[wanted]
+    place = pairing.peer.deal.packed(units, unit) - peer.first * per_peer
+    held = (place >= 0) & (place < len(peer.ids) * per_peer)
+    if peer.has_null:
+        held[held] = peer.ids[place[held] // per_peer] != peer.null
+    if not held.all():
+        _check_missing(pairing, units[~held & (units * unit < tokens)], tokens, peer)
+        last = (int(np.flatnonzero(_isreal(peer)).max(initial=-1)) + 1) * per_peer - 1
+        filled = held | (last >= 0)
+        source, place = source[filled], np.where(held, place, last)[filled]
+    return _ascending(
+        local.ids[source // per_local] * per_local + source % per_local,
+        peer.ids[place // per_peer] * per_peer + place % per_peer,
+        max(local.limit * per_local, peer.limit * per_peer),
+    )
+
+
+def _ordered(blocks: Blocks, group: Group, tokens: int) -> Blocks:
+    """Return the blocks that hold an ordered token. Example: blocks of 16, first block 2, 40 tokens: one block, of 32..47."""
+    count = max(0, -(-tokens // group.span_tokens) - blocks.first)
+    return blocks._replace(ids=blocks.ids[:count]) if count < len(blocks.ids) else blocks
+
+
+def _is_one_to_one(pairing: Pairing, local: Blocks, peer: Blocks) -> bool:
+    """Return whether each local block is filled from one block of the peer's list, page from page: a shift of the list.
+
+    Example: blocks of 4 tokens, 8 cached here, 12 ordered: local (5,) from place 2, peer (1, 2, 3) from place 0. Block 5 is
+    filled from (1, 2, 3)[2 - 0] = 3.
+    """
+    groups = (pairing.local, pairing.peer)
+    return (
+        pairing.local_units == pairing.peer_units == 1
+        and not local.has_null
+        and not peer.has_null
+        and peer.first <= local.first
+        and local.first + len(local.ids) <= peer.first + len(peer.ids)
+        and all(group.pages_per_block == group.deal.size == 1 for group in groups)
+    )
+
+
+def _check_missing(pairing: Pairing, units: Ints, tokens: int, peer: Blocks) -> None:
+    """Raise unless the local blocks of all these ordered units of the sequence lie outside the window of the next token.
+
+    Example: window 6, 16 tokens, local blocks of 8, units of 4: the next token sees tokens 11..15. Unit 0 (tokens 0..3) may be
+    missing, since its block ends at token 8; unit 2 (tokens 8..11) may not, and neither may unit 3.
+    """
+    window, unit, span = pairing.local.window_tokens, pairing.unit_tokens, pairing.local.span_tokens
+    if window:
+        units = units[(units * unit // span + 1) * span > tokens - window + 1]
+    if len(units):
+        first = int(units.min()) * unit
+        raise InvalidBlocks(
+            f"Tokens from {first} on are ordered up to {tokens}, but the peer's list of group {pairing.peer_group} has "
+            f"no block for them: it has {len(peer.ids)} blocks from token {peer.first * pairing.peer.span_tokens} on.",
+            code="peer-blocks-too-few",
+            fault="peer",
+            context={"token": first, "tokens": tokens, "group": pairing.peer_group, "blocks": len(peer.ids)},
+        )
+
+
+def _ascending(local: Ints, peer: Ints, limit: int) -> BlockPairs:
+    """Sort pairs of unit numbers by the peer's, so that NIXL can merge neighbours where both sides ascend together.
+
+    Both numbers are below 2**31, as descriptor indices are, so a pair is sorted as one number: peer * 2**32 + local. Where
+    both are below 2**16, half as wide a number will do, and sorting takes half the time.
+
+    Args:
+        local: int64 (n,), unit numbers here.
+        peer: int64 (n,), unit numbers at the peer.
+        limit: Number that all of them are below.
+    """
+    if limit <= _SHORT:
+        short = (peer << 16 | local).astype(np.uint32)
+        short.sort()
+        return BlockPairs((short & 0xFFFF).view(np.int32), (short >> 16).view(np.int32))
+    keys: Ints = peer << 32
+    keys |= local
+    keys.sort()
+    lower = keys.astype(np.int32)  # a cast keeps the lower half
+    keys >>= 32
+    return BlockPairs(lower, keys.astype(np.int32))
+
+
+def _pair_states(pairing: Pairing, local: Blocks, peer: Blocks) -> BlockPairs:
+    """Return the pages of the one state to fill, paired with the pages of the peer's last state.
+
+    Example: two pages per block, local (0, 5) with null 0, peer (7, 8): pages 10 and 11 are filled from 16 and 17.
+    """
+    real = real_ids(local)
+    if len(real) > 1 or (len(real) and int(local.ids[-1]) == local.null):
+        raise InvalidBlocks(
+            f"The local list of state group {pairing.local_group} names {len(real)} states in {len(local.ids)} places; "
+            "it must name one, in the last place: the state after the ordered tokens.",
+            code="state-list-too-long",
+            context={"local": len(real), "group": pairing.local_group},
+        )
+    if len(real) and (not len(peer.ids) or int(peer.ids[-1]) == peer.null):
+        raise InvalidBlocks(
+            f"Local state {int(real[0])} of group {pairing.local_group} must be filled, but the peer's list does not "
+            "end with a state.",
+            code="peer-blocks-too-few",
+            fault="peer",
+            context={"block": int(real[0]), "group": pairing.peer_group, "blocks": len(peer.ids)},
+        )
+    pages, peer_pages = _pages(real, pairing.local), _pages(peer.ids[-1:][: len(real)], pairing.peer)
+    return _ascending(pages, peer_pages, 1 << 31)
+
+
+def real_ids(blocks: Blocks) -> Ints:
+    """Return the ids that are not the null block."""
+    return blocks.ids[_isreal(blocks)] if blocks.has_null else blocks.ids
+
+
+def _isreal(blocks: Blocks) -> Bools:
+    return np.not_equal(blocks.ids, blocks.null)
+
+
+def _pages(ids: Ints, group: Group) -> Ints:
+    """Return the pages of scheduler blocks: block b covers pages b*k ... b*k+k-1. int64 (n * k,)."""
+    return flat_outer_sum(ids * group.pages_per_block, count_up(group.pages_per_block))

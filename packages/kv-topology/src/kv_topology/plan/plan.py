@@ -1,0 +1,392 @@
+"""`plan_transfer`: turn geometries, or their documents, into everything that a consumer rank reads from a producer engine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, NamedTuple, cast, final
+
+import numpy as np
+
+from kv_topology.arithmetic import grid
+from kv_topology.checks import check_disjoint_groups, find_aliases
+from kv_topology.document import from_document, to_document
+from kv_topology.errors import InvalidGeometry, TopologyError, UnsupportedTopology, shown_ranks
+from kv_topology.geometry import RankGeometry
+from kv_topology.plan.blocks import check_tokens, list_rules, pair_blocks, read_lists, real_ids
+from kv_topology.plan.boxes import find_overlaps
+from kv_topology.plan.readers import Readers, target_ranks
+from kv_topology.plan.slices import build_rows, build_table
+from kv_topology.plan.staged import CostModel, Estimate, StagedRegion, make_estimate, stage
+from kv_topology.reshard import RankShape, reshard
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from kv_topology.arithmetic import Indices, Ints, Rows
+    from kv_topology.plan.blocks import BlockListLike, BlockPairs, Blocks, ListRules
+    from kv_topology.plan.boxes import Overlap, Pairing
+    from kv_topology.plan.slices import IndexRule, SideColumns, SliceTable
+    from kv_topology.plan.staged import Overlaps
+    from kv_topology.reshard import Order
+
+__all__ = ["Planner", "Rank", "Route", "Staging", "TransferPlan", "plan_transfer"]
+
+Rank = tuple[int, int]
+Staging = Literal["never", "auto", "always"]
+_NO_ROWS: Rows = np.empty((0, 5), dtype=np.uint64)
+
+
+class Route(NamedTuple):
+    """What one request reads.
+
+    Attributes:
+        indices: (local, peer) int32 descriptor indices of equal length, by producer rank.
+        staged: Local pages to permute after all reads are done, int64 (n,) per staged region; empty for a direct plan. Only
+            pages that are written are listed: permuting any other page would destroy it.
+    """
+
+    indices: Mapping[Rank, tuple[Indices, Indices]]
+    staged: tuple[tuple[StagedRegion, Ints], ...]
+
+
+@final
+class _Link:
+    """Everything that one local rank reads from one producer rank: slices by pair of groups, and strided rows of both sides.
+
+    Worked example of indices. Two slices (layers 0 and 1), one unit per page, regions of 100 pages: the rows are 2 x 100
+    descriptors, slice 0 at indices 0..99 and slice 1 at 100..199. Pages 9 and 4 become the outer sum [0, 100] + [9, 4], row
+    by row: [9, 4, 109, 104].
+    """
+
+    def __init__(self, local: RankGeometry, peer: RankGeometry, tables: Sequence[SliceTable]) -> None:
+        self.tables = tuple(tables)
+        self.pairings = tuple(table.pairing for table in tables)
+        self.rules = list_rules(peer, "peer")
+        sides = [(table.columns.local, table.pairing.local_units) for table in tables]
+        self.local_rows, self.local_index = _side(local, sides)
+        sides = [(table.columns.peer, table.pairing.peer_units) for table in tables]
+        self.peer_rows, self.peer_index = _side(peer, sides)
+
+    def indices(self, pairs: Sequence[BlockPairs]) -> tuple[Indices, Indices]:
+        """Return int32 descriptor indices, slice by slice, ascending at the peer inside a slice."""
+        return (
+            _indices([(rule, pair.local) for rule, pair in zip(self.local_index, pairs, strict=True)]),
+            _indices([(rule, pair.peer) for rule, pair in zip(self.peer_index, pairs, strict=True)]),
+        )
+
+
+def _side(geometry: RankGeometry, slices: Sequence[tuple[SideColumns, int]]) -> tuple[Rows, list[IndexRule]]:
+    """Return uint64 (n, 5) rows of one side's slices, each table with the units of its pages, and their index rules."""
+    rows = [_NO_ROWS]
+    rules: list[IndexRule] = []
+    total = 0
+    for columns, units in slices:
+        more, rule, total = build_rows(geometry.regions, columns, units, total)
+        rows.append(more)
+        rules.append(rule)
+    return np.concatenate(rows), rules
+
+
+def _indices(parts: Sequence[tuple[IndexRule, Indices]]) -> Indices:
+    if len(parts) == 1:
+        return parts[0][0].indices(parts[0][1])
+    out = np.empty(sum(len(rule.first) * len(units) for rule, units in parts), dtype=np.int32)
+    start = 0
+    for rule, units in parts:
+        stop = start + len(rule.first) * len(units)
+        rule.fill(grid(out[start:stop], len(rule.first), len(units)), units)
+        start = stop
+    return out
+
+
+@final
+class TransferPlan:
+    """Everything that one consumer rank reads from one producer engine. Immutable; build it with `plan_transfer`."""
+
+    def __init__(
+        self,
+        local: RankGeometry,
+        peers: Mapping[Rank, RankGeometry],
+        tables: Mapping[Rank, Sequence[SliceTable]],
+        readers: Readers,
+        estimate: Estimate,
+        staged: tuple[StagedRegion, ...] = (),
+    ) -> None:
+        self._local = local
+        self._links = {rank: _Link(local, peers[rank], tables[rank]) for rank in sorted(tables)}
+        self._readers = readers
+        self._estimate = estimate
+        self._staged = staged
+        self._rules = list_rules(local, "local")
+        self._aliases = find_aliases(local.regions, local.groups)
+        # Ranks whose block lists keep the same rules and pair alike: `route` checks and pairs once for all of them.
+        self._alike: dict[tuple[ListRules, tuple[Pairing, ...]], list[Rank]] = {}
+        for rank, link in self._links.items():
+            self._alike.setdefault((link.rules, link.pairings), []).append(rank)
+
+    @property
+    def local(self) -> RankGeometry:
+        """This rank's geometry."""
+        return self._local
+
+    @property
+    def producer_ranks(self) -> tuple[Rank, ...]:
+        """(pp, tp) ranks to read from, ascending."""
+        return tuple(self._links)
+
+    @property
+    def notify_only_ranks(self) -> tuple[Rank, ...]:
+        """(pp, tp) ranks that this rank does not read but must notify, because no other rank will."""
+        return self._readers.notify_only
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether received pages must be permuted before use, as `staged_regions` says."""
+        return bool(self._staged)
+
+    @property
+    def staged_regions(self) -> tuple[StagedRegion, ...]:
+        """The permutations that complete a staged plan; empty for a direct one."""
+        return self._staged
+
+    @property
+    def estimate(self) -> Estimate:
+        """Costs of the direct and the staged plan, and bytes moved per token."""
+        return self._estimate
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes that this rank receives per token of the prompt, states left out."""
+        return self._estimate.bytes_per_token
+
+    def reader_count(self, producer_rank: Rank) -> int:
+        """Return how many consumer ranks report a request to this producer rank, by reading or by notification."""
+        return self._readers.count(producer_rank)
+
+    def slices(self, producer_rank: Rank) -> tuple[SliceTable, ...]:
+        """Return the slices read from one rank, one table per pair of groups."""
+        return self._link(producer_rank).tables
+
+    def local_rows(self, producer_rank: Rank) -> Rows:
+        """Return uint64 (n, 5) rows (address, length_bytes, device, stride_bytes, count) of this rank's pages.
+
+        A rank of `notify_only_ranks` has no rows: (0, 5).
+        """
+        return _NO_ROWS if producer_rank in self._readers.notify_only else self._link(producer_rank).local_rows
+
+    def peer_rows(self, producer_rank: Rank) -> Rows:
+        """Return uint64 (m, 5) rows of the producer's pages; m is n unless the page sizes differ."""
+        return _NO_ROWS if producer_rank in self._readers.notify_only else self._link(producer_rank).peer_rows
+
+    def route(self, local: Sequence[BlockListLike], peer: Sequence[BlockListLike], *, tokens: int) -> Route:
+        """Return the descriptor indices of one request for every producer rank, and the pages to permute afterwards.
+
+        Every ordered token that lies in a real local block is moved: those from the local list's first token up to
+        `tokens`. A block that holds an ordered token is filled whole: its end comes from the peer's block, or repeats
+        what the peer has. Blocks at or beyond `tokens` hold nothing ordered and are ignored.
+
+        Worked example. Regions of 100 pages, one slice from each of two producer ranks, one unit per page. Local blocks
+        (5, 2) from peer blocks (7, 9) pair pages 5 with 7 and 2 with 9, once for both ranks; a staged plan lists pages
+        2 and 5 of its region.
+
+        Args:
+            local: Block list to fill per local group; the un-cached tail after a prefix hit.
+            peer: The producer's block list per peer group, the same for all of its ranks.
+            tokens: End of what is ordered: the tokens of the prompt that are in local KV after the read.
+
+        Raises:
+            InvalidBlocks: Malformed lists, ids out of range or written twice, or a peer that lacks ordered tokens.
+        """
+        mine, end = self._read_local(local), check_tokens(tokens)
+        found: dict[Rank, tuple[Indices, Indices]] = {}
+        written: dict[int, list[Ints]] = {}
+        for (rules, pairings), ranks in self._alike.items():
+            pairs = _paired(pairings, mine, read_lists(peer, rules), end)
+            found.update((rank, self._links[rank].indices(pairs)) for rank in ranks)
+            if self._staged:
+                for pairing, pair in zip(pairings, pairs, strict=True):
+                    pages = np.floor_divide(pair.local, pairing.local_units, dtype=np.int64)
+                    written.setdefault(pairing.local_group, []).append(pages)
+        pages_of = {group: np.unique(np.concatenate(parts)) for group, parts in written.items()}
+        return Route(found, tuple((region, pages_of[region.group]) for region in self._staged))
+
+    def indices(
+        self, producer_rank: Rank, local: Sequence[BlockListLike], peer: Sequence[BlockListLike], *, tokens: int
+    ) -> tuple[Indices, Indices]:
+        """Return the (local, peer) int32 descriptor indices of one producer rank of `producer_ranks`, as `route` does."""
+        link = self._link(producer_rank)
+        mine, end = self._read_local(local), check_tokens(tokens)
+        return link.indices(_paired(link.pairings, mine, read_lists(peer, link.rules), end))
+
+    def _link(self, producer_rank: Rank) -> _Link:
+        link = self._links.get(producer_rank)
+        if link is None:
+            raise UnsupportedTopology(
+                f"This rank reads nothing from producer rank {producer_rank}; it reads {shown_ranks(self._links)}.",
+                code="rank-not-read",
+                context={"rank": producer_rank},
+            )
+        return link
+
+    def _read_local(self, lists: Sequence[BlockListLike]) -> list[Blocks]:
+        local = read_lists(lists, self._rules)
+        check_disjoint_groups(self._aliases, [real_ids(blocks) for blocks in local])
+        return local
+
+
+def _paired(
+    pairings: Sequence[Pairing], local: Sequence[Blocks], peer: Sequence[Blocks], tokens: int
+) -> list[BlockPairs]:
+    return [pair_blocks(each, local[each.local_group], peer[each.peer_group], tokens) for each in pairings]
+
+
+def plan_transfer(
+    local: RankGeometry,
+    peers: Mapping[Rank, RankGeometry],
+    *,
+    peer_tp: int | None = None,
+    staging: Staging = "never",
+    cost: CostModel | None = None,
+) -> TransferPlan:
+    """Return the plan by which a consumer rank reads from a producer engine.
+
+    Args:
+        local: This rank.
+        peers: Geometry of the producer's ranks by (pp, tp); at least those that `target_ranks` names.
+        peer_tp: Tensor-parallel size of the producer, checked against the peers' own word if given.
+        staging: "never" for direct plans only; "auto" for the cheaper kind, where the caller can permute pages;
+            "always" to insist.
+        cost: Prices by which "auto" decides.
+
+    Raises:
+        InvalidGeometry: `peers-empty`, `peer-rank-differs`.
+        GeometryMismatch: The two sides are not the same model, with both values.
+        UnsupportedTopology: No plan exists: `layer-not-held`, `peer-missing`, `no-producer-holds`,
+            `not-stageable`, ...
+    """
+    _check_peers(peers, peer_tp)
+    readers = Readers(local, peers)
+    overlaps = _overlaps(local, peers, readers)
+    tables = _tables(overlaps)
+    staged = stage(tables, overlaps) if staging != "never" else None
+    estimate = make_estimate(tables, staged, cost or CostModel())
+    if staging == "always" and staged is None:
+        raise UnsupportedTopology(
+            "The plan cannot be staged: pages have gaps, tokens are dealt out, or a producer holds more than is read. "
+            'Use staging="auto", which then plans a direct read.',
+            code="not-stageable",
+        )
+    if staged is not None and (staging == "always" or estimate.is_staged_cheaper):
+        return TransferPlan(local, peers, staged[0], readers, estimate, staged[1])
+    return TransferPlan(local, peers, tables, readers, estimate)
+
+
+def _overlaps(
+    local: RankGeometry, peers: Mapping[Rank, RankGeometry], readers: Readers
+) -> dict[Rank, list[tuple[Pairing, list[Overlap]]]]:
+    """Return the overlaps to read from every producer rank, by pair of groups; pairs that share nothing are left out."""
+    return {
+        rank: [pair for pair in find_overlaps(local, peers[rank], readers.layers_of(rank[0])) if pair[1]]
+        for rank in readers.required()
+    }
+
+
+def _tables(overlaps: Mapping[Rank, Overlaps]) -> dict[Rank, list[SliceTable]]:
+    """Return the slices of every producer rank, all together within the limit of a plan."""
+    tables: dict[Rank, list[SliceTable]] = {}
+    count = 0
+    for rank, pairs in overlaps.items():
+        for pairing, found in pairs:
+            table = build_table(pairing, found, before=count)
+            count += len(table)
+            tables.setdefault(rank, []).append(table)
+    return tables
+
+
+def _check_peers(peers: Mapping[Rank, RankGeometry], peer_tp: int | None) -> None:
+    if not peers:
+        raise InvalidGeometry("There is no peer to read from: `peers` is empty.", code="peers-empty")
+    sizes = {(peer.tp_size, peer.pp_size) for peer in peers.values()}
+    for rank, peer in peers.items():
+        if rank != (peer.pp_rank, peer.tp_rank) or len(sizes) != 1 or peer_tp not in {None, peer.tp_size}:
+            raise InvalidGeometry(
+                f"The peer known as rank {rank} of tp {peer_tp or 'any'} says that it is "
+                f"{(peer.pp_rank, peer.tp_rank)} of tp {peer.tp_size}, pp {peer.pp_size}.",
+                code="peer-rank-differs",
+                fault="peer",
+                context={"rank": rank, "says": (peer.pp_rank, peer.tp_rank), "tp": peer.tp_size, "pp": peer.pp_size},
+            )
+
+
+@final
+class Planner:
+    """Makes plans from documents; errors of a peer's document carry `fault="peer"` and the rank.
+
+    Args:
+        staging: As for `plan_transfer`; "never" unless the caller executes `staged_regions`.
+        cost: Prices by which "auto" decides.
+    """
+
+    def __init__(self, *, staging: Staging = "never", cost: CostModel | None = None) -> None:
+        self._staging: Staging = staging
+        self._cost = cost
+
+    def target_ranks(
+        self, local: Mapping[str, object], *, peer_tp: int, peer_pp: int = 1, peer_dcp: int = 1
+    ) -> Sequence[tuple[int, int]]:
+        """Return the (pp, tp) ranks whose metadata this rank needs before it can plan."""
+        return target_ranks(from_document(local), peer_tp=peer_tp, peer_pp=peer_pp, peer_dcp=peer_dcp)
+
+    def geometry(self, document: Mapping[str, object], rank: tuple[int, int]) -> RankGeometry:
+        """Return a peer rank's geometry for `plan`, which then need not read all documents at once; raises as `from_document`."""
+        try:
+            return from_document(document)
+        except TopologyError as error:
+            raise error.blamed_on("peer", rank=rank) from None
+
+    def plan(
+        self, local: Mapping[str, object], peers: Mapping[tuple[int, int], object], *, peer_tp: int
+    ) -> TransferPlan:
+        """Return the plan by which this rank reads from the producer engine; raises as `plan_transfer` does.
+
+        Args:
+            local: This rank's document.
+            peers: Documents by (pp, tp), or what `geometry` returned for them.
+            peer_tp: Tensor-parallel size of the producer.
+        """
+        geometries = {rank: self._geometry(peer, rank) for rank, peer in peers.items()}
+        return plan_transfer(from_document(local), geometries, peer_tp=peer_tp, staging=self._staging, cost=self._cost)
+
+    def reshard(  # noqa: PLR0913 - the numbers that another rank differs in
+        self,
+        local: Mapping[str, object],
+        *,
+        tp_size: int,
+        tp_rank: int,
+        page_tokens: int,
+        pages_per_block: int = 1,
+        pp_size: int = 1,
+        pp_rank: int = 0,
+        context_sizes: Sequence[int] = (),
+        order: Order | None = None,
+    ) -> dict[str, object]:
+        """Return the document of another rank of the same make, at addresses that count up from 0.
+
+        Args:
+            local: This rank's document.
+            tp_size: Tensor-parallel ranks of the other rank's engine.
+            tp_rank: The rank among them.
+            page_tokens: Tokens of a page in groups that count tokens.
+            pages_per_block: Pages of a block in those groups.
+            pp_size: Pipeline stages of its engine.
+            pp_rank: The rank's stage.
+            context_sizes: Context-parallel size of each group, turns being whole blocks; empty for none.
+            order: "HN" for heads outside tokens in memory, "NH" for inside, None for as it is here.
+
+        Raises:
+            UnsupportedTopology: `layout-not-dense`, `packed-block-needs-equal-pages`.
+        """
+        shape = RankShape(tp_size, tp_rank, page_tokens, pages_per_block, pp_size, pp_rank, tuple(context_sizes), order)
+        return to_document(reshard(from_document(local), shape))
+
+    def _geometry(self, peer: object, rank: tuple[int, int]) -> RankGeometry:
+        return peer if isinstance(peer, RankGeometry) else self.geometry(cast("Mapping[str, object]", peer), rank)

@@ -1,0 +1,376 @@
+"""Staged plans and their price: read a producer's pages as they are, and put the bytes in order here.
+
+Theory of operation. A direct plan needs one descriptor per run of bytes that is contiguous on *both* sides; heads-first
+against tokens-first leaves runs of one head and token. A staged plan needs runs that are contiguous at the *producer*
+only: they are read into the local page itself, one after the other, unit by unit and producer by producer, so that they
+fill exactly the bytes that the page's fields take. Afterwards each page is permuted in place: copied aside, and written
+back from the producer's order of strides to ours. `PageMove`s describe this permutation; the caller executes it.
+
+This works when the fields of a page leave no gap and no tokens are dealt out; otherwise the plan stays direct.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, final
+
+import numpy as np
+
+from kv_topology.arithmetic import ints, tokens_meet
+from kv_topology.plan.slices import SliceColumns, SliceTable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from kv_topology.arithmetic import Bools
+    from kv_topology.plan.boxes import Box, Overlap, Pairing
+
+    Rank = tuple[int, int]
+    Overlaps = Sequence[tuple[Pairing, Sequence[Overlap]]]
+    Tables = Mapping[Rank, Sequence[SliceTable]]
+
+__all__ = ["CostModel", "Estimate", "PageMove", "StagedRegion", "bytes_per_token", "make_estimate", "stage"]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class PageMove:
+    """A strided copy inside a page: cell (i, j, ...) goes from source to target, all in bytes.
+
+    Attributes:
+        shape: Number of cells along each axis; the first axis is the page's units.
+        element_bytes: Bytes of a cell.
+        source_offset: Place of the first cell in the received page.
+        source_strides: Distances of neighbours in the received page.
+        target_offset: Place of the first cell in the final page.
+        target_strides: Distances of neighbours in the final page.
+    """
+
+    shape: tuple[int, ...]
+    element_bytes: int
+    source_offset: int
+    source_strides: tuple[int, ...]
+    target_offset: int
+    target_strides: tuple[int, ...]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class StagedRegion:
+    """How to put the pages of one region and group in order after all reads of a request are done.
+
+    Attributes:
+        region: Local region number.
+        group: Local group number.
+        start: First byte of a page that is permuted.
+        stop: Byte after the last that is permuted.
+        moves: Copies from the received page (set aside first) to the final one; together they fill [start, stop).
+    """
+
+    region: int
+    group: int
+    start: int
+    stop: int
+    moves: tuple[PageMove, ...]
+
+
+@final
+class _Bay:
+    """The bytes of one region's pages that all producers fill together, and what is put there so far.
+
+    Attributes:
+        start: First byte.
+        stop: Byte after the last.
+        local_units: Units in a page.
+        unit_bytes: Bytes that one unit takes.
+        filled: Bytes of a unit that have their place already.
+        moves: Copies that complete the page.
+    """
+
+    def __init__(self, start: int, stop: int, local_units: int) -> None:
+        self.start = start
+        self.stop = stop
+        self.local_units = local_units
+        self.unit_bytes = (stop - start) // local_units
+        self.filled = 0
+        self.moves: list[PageMove] = []
+
+    def take(self, length: int) -> int:
+        """Return the place of the next chunk."""
+        place = self.start + self.filled
+        self.filled += length
+        return place
+
+
+class _Span(NamedTuple):
+    """The bytes of a page that one producer's slices fill."""
+
+    start: int
+    stop: int
+    filled: int
+    units: int
+
+
+class _Row(NamedTuple):
+    """A slice of a staged plan: the columns of `SliceColumns`, one number each."""
+
+    local_region: int
+    local_offset: int
+    local_step: int
+    peer_region: int
+    peer_offset: int
+    peer_step: int
+    length: int
+
+
+class _Chunk(NamedTuple):
+    """A run of bytes that is contiguous at the producer, and where it is put in the received page."""
+
+    peer_region: int
+    peer_offset: int
+    peer_step: int
+    length: int
+    place: int = 0
+
+    def holds(self, region: int, start: int, stop: int) -> bool:
+        """Return whether a stretch of the producer's page lies in this chunk."""
+        return self.peer_region == region and self.peer_offset <= start and stop <= self.peer_offset + self.length
+
+
+def _span(table: SliceTable, chosen: Bools) -> _Span:
+    """Return what a producer's slices fill in a page."""
+    units, slices = table.pairing.local_units, table.columns.take(chosen)
+    stops = slices.local_offset + (units - 1) * slices.local_step + slices.length
+    return _Span(int(slices.local_offset.min()), int(stops.max()), int(slices.length.sum()) * units, units)
+
+
+def _chunks(table: SliceTable, chosen: Bools) -> list[_Chunk]:
+    """Return the runs that are contiguous at the producer."""
+    slices = table.columns.take(chosen)
+    columns = (slices.peer_region, slices.peer_step, slices.peer_offset, slices.length)
+    chunks: list[_Chunk] = []
+    for region, step, offset, length in sorted(zip(*(column.tolist() for column in columns), strict=True)):
+        last = chunks[-1] if chunks else None
+        end = (last.peer_region, last.peer_step, last.peer_offset + last.length) if last is not None else None
+        if last is not None and end == (region, step, offset):
+            chunks[-1] = last._replace(length=last.length + length)
+        else:
+            chunks.append(_Chunk(region, offset, step, length))
+    return chunks
+
+
+def _open_bays(tables: Sequence[SliceTable]) -> dict[tuple[int, int], _Bay] | None:
+    """Return the bytes that all producers fill in the pages of each region and group.
+
+    None if gaps, dealt tokens, or units of different sizes in one page forbid it.
+    """
+    if any(table.pairing.local.deal.size > 1 or table.pairing.peer.deal.size > 1 for table in tables):
+        return None
+    spans: dict[tuple[int, int], list[_Span]] = {}
+    for table in tables:
+        for region in np.unique(table.columns.local_region).tolist():
+            part = _span(table, table.columns.local_region == region)
+            spans.setdefault((region, table.pairing.local_group), []).append(part)
+    bays: dict[tuple[int, int], _Bay] = {}
+    for key, parts in spans.items():
+        bay = _bay(parts)
+        if bay is None:
+            return None
+        bays[key] = bay
+    return bays
+
+
+def _bay(parts: Sequence[_Span]) -> _Bay | None:
+    """Return the bytes that several producers' spans fill together, None if they leave gaps or have different units."""
+    start, stop = min(part.start for part in parts), max(part.stop for part in parts)
+    if len({part.units for part in parts}) != 1 or stop - start != sum(part.filled for part in parts):
+        return None
+    return _Bay(start, stop, parts[0].units)
+
+
+def stage(
+    tables: Mapping[Rank, Sequence[SliceTable]], overlaps: Mapping[Rank, Overlaps]
+) -> tuple[dict[Rank, list[SliceTable]], tuple[StagedRegion, ...]] | None:
+    """Return the slices of a staged plan and the permutations that complete it, or None if it cannot be staged.
+
+    State groups are left direct: their pages are few and their runs long.
+
+    Args:
+        tables: Slices of the direct plan by producer rank.
+        overlaps: The boxes from which they were made.
+    """
+    bays = _open_bays([t for found in tables.values() for t in found if not t.pairing.local.is_state])
+    if bays is None:
+        return None
+    staged: dict[Rank, list[SliceTable]] = {}
+    for rank, group_tables in tables.items():
+        done = _stage_rank(group_tables, overlaps[rank], bays)
+        if done is None:
+            return None
+        staged[rank] = done
+    regions = tuple(
+        StagedRegion(region, group, bay.start, bay.stop, tuple(bay.moves))
+        for (region, group), bay in sorted(bays.items())
+    )
+    return staged, regions
+
+
+def _stage_rank(
+    tables: Sequence[SliceTable], overlaps: Overlaps, bays: Mapping[tuple[int, int], _Bay]
+) -> list[SliceTable] | None:
+    """Return the staged slices of one producer rank, its state groups left direct, or None if it cannot be staged."""
+    boxes = {(pairing.local_group, pairing.peer_group): found for pairing, found in overlaps}
+    staged: list[SliceTable] = []
+    for table in tables:
+        pairing = table.pairing
+        found = boxes[pairing.local_group, pairing.peer_group]
+        done = table if pairing.local.is_state else _stage_table(table, found, bays)
+        if done is None:
+            return None
+        staged.append(done)
+    return staged
+
+
+def _stage_table(
+    table: SliceTable, overlaps: Sequence[Overlap], bays: Mapping[tuple[int, int], _Bay]
+) -> SliceTable | None:
+    """Give every chunk of one producer a place in its page, and note the moves of its boxes.
+
+    Returns None if a box is spread over several chunks, so that its cells do not keep the producer's strides.
+    """
+    rows: list[_Row] = []
+    group = table.pairing.local_group
+    for region in np.unique(table.columns.local_region).tolist():
+        bay = bays[region, group]
+        chunks: list[_Chunk] = []
+        for found in _chunks(table, table.columns.local_region == region):
+            chunk = found._replace(place=bay.take(found.length))
+            rows.append(_Row(region, chunk.place, bay.unit_bytes, *chunk[:4]))
+            chunks.append(chunk)
+        for overlap in overlaps:
+            for place in overlap.places:
+                if place.local_region == region:
+                    for box in overlap.boxes:
+                        there = place.peer_offset + box.there
+                        source = _place_of(chunks, place.peer_region, there, there + _extent(box))
+                        if source is None:
+                            return None
+                        bay.moves.append(_move(box, bay, source, place.local_offset + box.here))
+    return SliceTable(table.pairing, SliceColumns(*(ints(list(column)) for column in zip(*rows, strict=True))))
+
+
+def _extent(box: Box) -> int:
+    """Return the bytes from a box's first cell to the end of its last one at the producer."""
+    return sum((count - 1) * stride for count, _, stride in box.axes) + box.element_bytes
+
+
+def _place_of(chunks: Sequence[_Chunk], region: int, start: int, stop: int) -> int | None:
+    """Return where a stretch of the producer's page lies in the received page, None if no chunk holds all of it."""
+    found = next((chunk for chunk in chunks if chunk.holds(region, start, stop)), None)
+    return None if found is None else found.place + start - found.peer_offset
+
+
+def _move(box: Box, bay: _Bay, source: int, target: int) -> PageMove:
+    return PageMove(
+        (bay.local_units, *(axis[0] for axis in box.axes)),
+        box.element_bytes,
+        source,
+        (bay.unit_bytes, *(axis[2] for axis in box.axes)),
+        target,
+        (box.local_step, *(axis[1] for axis in box.axes)),
+    )
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """Prices of a transfer; the defaults are of one host over shared memory, measure yours.
+
+    Attributes:
+        descriptor_us: Time per descriptor.
+        bandwidth_gb_s: Bytes over the wire, in 1e9 bytes per second.
+        permute_gb_s: Bytes put in order by the receiver.
+        permute_launch_us: Time per region that is permuted, however small.
+        prompt_tokens: Length of the prompt for which the two kinds of plan are compared.
+
+    Source: NIXL 1.5.1 over UCX on one host, 2 to 3.5 us per descriptor and 8 to 10 GB/s.
+    """
+
+    descriptor_us: float = 2.5
+    bandwidth_gb_s: float = 9.0
+    permute_gb_s: float = 10.0
+    permute_launch_us: float = 20.0
+    prompt_tokens: int = 1024
+
+    def direct_us(self, descriptors: float, moved_bytes: float) -> float:
+        """Return the time of a transfer in microseconds."""
+        return descriptors * self.descriptor_us + moved_bytes / self.bandwidth_gb_s / 1e3
+
+    def permute_us(self, regions: int, moved_bytes: float) -> float:
+        """Return the time of putting bytes in order in microseconds."""
+        return regions * self.permute_launch_us + moved_bytes / self.permute_gb_s / 1e3
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Sizes and times of a plan, before NIXL joins neighbouring descriptors.
+
+    Attributes:
+        bytes_per_token: Bytes received per token of the prompt, states left out.
+        state_bytes: Bytes of states received per request.
+        direct_descriptors_per_token: Descriptors per token of the direct plan.
+        staged_descriptors_per_token: The same of the staged plan; None if there is none.
+        state_descriptors: Descriptors of states per request.
+        direct_us: Time of the direct plan for the cost model's prompt.
+        staged_us: Time of the staged plan; None if there is none.
+    """
+
+    bytes_per_token: float
+    state_bytes: int
+    direct_descriptors_per_token: float
+    staged_descriptors_per_token: float | None
+    state_descriptors: int
+    direct_us: float
+    staged_us: float | None
+
+    @property
+    def is_staged_cheaper(self) -> bool:
+        """Whether the staged plan exists and takes less time."""
+        return self.staged_us is not None and self.staged_us < self.direct_us
+
+
+def _all(tables: Tables) -> Iterable[SliceTable]:
+    return (table for found in tables.values() for table in found)
+
+
+def _share(table: SliceTable) -> float:
+    """Return units of this table per token of the prompt."""
+    return tokens_meet(table.pairing.local.deal, table.pairing.peer.deal) / table.pairing.unit_tokens
+
+
+def bytes_per_token(table: SliceTable) -> float:
+    """Return the bytes of a table per token of the prompt; of states, per request."""
+    moved = float(table.columns.length.sum())
+    return moved if table.pairing.local.is_state else moved * _share(table)
+
+
+def _descriptors_per_token(tables: Tables) -> float:
+    return sum(len(table) * _share(table) for table in _all(tables) if not table.pairing.local.is_state)
+
+
+def make_estimate(tables: Tables, staged: tuple[Tables, Sequence[StagedRegion]] | None, cost: CostModel) -> Estimate:
+    """Return the cost of the direct plan and, if there is one, of the staged plan, for the cost model's prompt."""
+    per_token = sum(bytes_per_token(table) for table in _all(tables) if not table.pairing.local.is_state)
+    states = [table for table in _all(tables) if table.pairing.local.is_state]
+    state_bytes = sum(int(table.columns.length.sum()) for table in states)
+    state_descriptors = sum(len(table) for table in states)
+    moved = per_token * cost.prompt_tokens
+    direct = _descriptors_per_token(tables)
+    direct_us = cost.direct_us(direct * cost.prompt_tokens + state_descriptors, moved + state_bytes)
+    staged_descriptors = staged_us = None
+    if staged is not None:
+        staged_descriptors = _descriptors_per_token(staged[0])
+        count = staged_descriptors * cost.prompt_tokens + state_descriptors
+        staged_us = cost.direct_us(count, moved + state_bytes) + cost.permute_us(len(staged[1]), moved)
+    return Estimate(per_token, state_bytes, direct, staged_descriptors, state_descriptors, direct_us, staged_us)

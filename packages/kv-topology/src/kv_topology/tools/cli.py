@@ -1,0 +1,168 @@
+"""The command `kv-topology`: dry runs of transfers without an engine. The only module that imports typer and rich."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+
+from kv_topology import __version__
+from kv_topology.errors import InvalidGeometry, TopologyError
+from kv_topology.tools.engine import KV_LAYOUTS
+from kv_topology.tools.report import (
+    estimate_json,
+    estimate_page,
+    explain_text,
+    explain_values,
+    report_json,
+    report_page,
+    survey,
+)
+from kv_topology.tools.spec import load_spec
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kv_topology.tools.report import Page, Survey
+
+__all__ = ["app", "main"]
+
+_USAGE = 2
+_NO_PLAN = 3
+
+_LAYOUTS = "\b\nlayouts:\n" + "".join(f"  {name:<16} {text}\n" for name, text in KV_LAYOUTS.items()) + "\n"
+_EXIT_CODES = """\b
+exit codes:
+  0  done
+  2  wrong usage, or an invalid specification
+  3  no plan exists
+"""
+_PLAN_EXAMPLES = """\b
+examples:
+  kv-topology plan examples/gqa_tp4_from_tp2.toml
+  kv-topology plan examples/gqa_tp4_from_tp2.toml --estimate
+
+"""
+_EXPLAIN_EXAMPLES = """\b
+example:
+  kv-topology explain examples/gqa_tp4_from_tp2.toml --rank 3
+
+"""
+
+Spec = Annotated[Path, typer.Argument(metavar="SPEC", help="TOML or JSON file: model, consumer, producer, link.")]
+
+app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, epilog=_LAYOUTS + _EXIT_CODES)
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run the command; ends by `SystemExit` with its exit code."""
+    app(args=arguments, prog_name="kv-topology")
+    raise SystemExit(0)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"kv-topology {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _describe(
+    *,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Plan a KV-cache transfer and explain it: which bytes of which peer rank land where."""
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    print(f"kv-topology: {message}", file=sys.stderr)
+    raise typer.Exit(code)
+
+
+def _survey(spec: Path, rank: int | None) -> Survey:
+    """Return all plans of a specification."""
+    try:
+        run = load_spec(spec)
+    except InvalidGeometry as error:
+        _fail(f"invalid specification ({error.code}): {error}", _USAGE)
+    if rank is not None and not 0 <= rank < run.consumer.tp:
+        _fail(f"--rank {rank}: the consumer has ranks 0 to {run.consumer.tp - 1}", _USAGE)
+    try:
+        return survey(run)
+    except InvalidGeometry as error:
+        _fail(f"the specification makes no engine ({error.code}): {error}", _USAGE)
+    except TopologyError as error:
+        _fail(f"no plan ({error.code}): {error}", _NO_PLAN)
+
+
+@app.command("plan", epilog=_PLAN_EXAMPLES + _EXIT_CODES)
+def _plan(
+    spec: Spec,
+    *,
+    estimate: Annotated[bool, typer.Option("--estimate", help="Only what it costs, direct and staged.")] = False,
+    rank: Annotated[int | None, typer.Option(metavar="R", help="Only the consumer rank with this tp rank.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plans with all slices as JSON.")] = False,
+) -> None:
+    """Plan a transfer between two engines, without any."""
+    found = _survey(spec, rank)
+    if as_json:
+        values = estimate_json(found, only=rank) if estimate else report_json(found, only=rank)
+        _print(json.dumps(values, indent=1))
+    else:
+        _show(estimate_page(found, only=rank) if estimate else report_page(found, only=rank))
+
+
+@app.command("explain", epilog=_EXPLAIN_EXAMPLES + _EXIT_CODES)
+def _explain(
+    spec: Spec,
+    *,
+    rank: Annotated[int, typer.Option(metavar="R", help="The consumer rank with this tp rank.")] = 0,
+    stage: Annotated[int, typer.Option(metavar="PP", help="Its pipeline stage.")] = 0,
+    slices: Annotated[int, typer.Option(metavar="N", help="Slices to show of each producer rank.")] = 4,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Explain a rank's plan, slice by slice."""
+    found = _survey(spec, rank)
+    if (stage, rank) not in found.plans:
+        _fail(f"--stage {stage}: the consumer has stages 0 to {found.run.consumer.pp - 1}", _USAGE)
+    most = max(slices, 0)
+    if as_json:
+        _print(json.dumps(explain_values(found, (stage, rank), most=most), indent=1))
+    else:
+        _print(explain_text(found, (stage, rank), most=most))
+
+
+def _show(page: Page) -> None:
+    """Draw a page on a terminal; elsewhere print it as plain text of fixed widths."""
+    if not sys.stdout.isatty():
+        _print(page.as_text())
+        return
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    table = Table(box=box.SIMPLE)
+    for heading, width in page.columns:
+        table.add_column(heading, justify="left" if width < 0 else "right", overflow="fold")
+    for row in page.rows:
+        table.add_row(*map(Text, row))
+    for part in (*map(Text, page.head), table, *map(Text, page.tail)):
+        console.print(part)
+
+
+def _print(text: str) -> None:
+    """Print, and exit quietly on a closed pipe (`... | head`)."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        # What Python still wants to flush at exit goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(0) from None

@@ -1,0 +1,489 @@
+"""Engines from a few numbers: every rank's geometry, for dry runs, proofs and benchmarks.
+
+The memory map is invented, at addresses that count up from a base, but shapes, strides, shards and groups are those that an
+engine of that kind registers. Layers of one kind form one group. With state layers the n-th layer of each group shares
+memory, the way hybrid engines hand pages to either.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal, final
+
+from kv_topology.arithmetic import TokenDeal, even_interval
+from kv_topology.errors import InvalidGeometry
+from kv_topology.geometry import RankGeometry
+from kv_topology.model import TOKEN_AXIS, Axis, FieldLayout, Group, Layout, Member, Region, StageLayer
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    LayersByKind = Mapping["LayerKind", Sequence[int]]
+    LayoutsByKind = Mapping["LayerKind", Sequence[Layout]]
+
+__all__ = [
+    "KV_LAYOUTS",
+    "STATE_KINDS",
+    "EngineSpec",
+    "LayerKind",
+    "ModelSpec",
+    "StateSpec",
+    "attention_layouts",
+    "build_engine",
+    "latent_layout",
+    "state_layout",
+]
+
+LayerKind = Literal["attention", "sliding", "latent", "mamba2", "mamba1", "gated-delta"]
+STATE_KINDS = ("mamba2", "mamba1", "gated-delta")
+
+KV_LAYOUTS = {
+    "packed-HND": "a region per layer; cells hold a head's key, then its value (vLLM: LBHNC)",
+    "packed-NHD": "the same with tokens outermost (vLLM: LBNHC)",
+    "halves-HND": "a region per layer; a page holds its keys, then its values",
+    "halves-NHD": "the same with tokens outermost",
+    "split-HND": "two regions per layer: keys and values",
+    "split-NHD": "the same with tokens outermost",
+    "cross-HND": "one region; a page holds all layers (vLLM: BLHNC)",
+    "cross-NHD": "the same with tokens outermost (vLLM: BLNHC)",
+    "heads-outer": "a region per layer and head (vLLM: LHBNC)",
+    "cross-heads": "one region; a page holds, head by head, all layers (vLLM: BHLNC)",
+    "keys-by-channel": "per head the keys channel by channel, then the values (vLLM's CPU attention, vec and vec16)",
+    "cpu": "vLLM's CPU attention, amx: per head keys, then values, in the kernel's own order",
+}
+"""Layouts of attention caches by name, with what they are."""
+
+_ALIASES = {
+    "LBHNC": "packed-HND",
+    "LBNHC": "packed-NHD",
+    "BLHNC": "cross-HND",
+    "BLNHC": "cross-NHD",
+    "LHBNC": "heads-outer",
+    "BHLNC": "cross-heads",
+}
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class StateSpec:
+    """Sizes of a recurrent layer; sizes that a kind does not use stay 0.
+
+    Attributes:
+        heads: State heads (Mamba-2), channels (Mamba-1) or value heads (gated delta net).
+        head_dim: Channels of a head, or the value dimension.
+        state_dim: State elements per channel, or the key dimension.
+        groups: Groups of B and C, or key heads.
+        conv_rows: Inputs that the convolution remembers.
+        conv_element_bytes: Bytes of an element of the convolution's state.
+        state_element_bytes: Bytes of an element of the recurrent state.
+    """
+
+    heads: int
+    head_dim: int
+    state_dim: int
+    groups: int = 1
+    conv_rows: int = 3
+    conv_element_bytes: int = 2
+    state_element_bytes: int = 4
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """The numbers of a model that decide its KV cache.
+
+    Attributes:
+        kinds: Kind of each layer.
+        kv_heads: KV heads.
+        head_dim: Elements of a key of one head.
+        element_bytes: Bytes of a cached element.
+        window_tokens: Window of the `sliding` layers.
+        latent_dim: Elements per token of the `latent` layers.
+        index_dim: Elements per token of their indexer, 0 for none.
+        state: Sizes of the recurrent layers.
+    """
+
+    kinds: tuple[LayerKind, ...]
+    kv_heads: int = 1
+    head_dim: int = 1
+    element_bytes: int = 2
+    window_tokens: int = 0
+    latent_dim: int = 0
+    index_dim: int = 0
+    state: StateSpec | None = None
+
+    @property
+    def group_kinds(self) -> tuple[LayerKind, ...]:
+        """Kinds in order of first appearance: one KV-cache group each."""
+        return tuple(dict.fromkeys(self.kinds))
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """How one engine shards and lays out the cache.
+
+    Attributes:
+        tp: Tensor-parallel size.
+        pp: Pipeline stages.
+        dcp: Context-parallel size of attention groups.
+        block_tokens: Tokens of a scheduler block on one rank.
+        kernel_block_tokens: Tokens of a page; 0 for one page per block.
+        layout: A name of `KV_LAYOUTS`, or vLLM's name for it.
+        block_count: Scheduler blocks per group.
+        interleave_tokens: Tokens per turn under context parallelism; 0 for a block.
+        conv_order: Order of convolution states.
+        base_address: Address of the first region.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    dcp: int = 1
+    block_tokens: int = 16
+    kernel_block_tokens: int = 0
+    layout: str = "packed-HND"
+    block_count: int = 64
+    interleave_tokens: int = 0
+    conv_order: Literal["DS", "SD"] = "DS"
+    base_address: int = 1 << 32
+
+    @property
+    def page_tokens(self) -> int:
+        """Tokens of a page."""
+        return self.kernel_block_tokens or self.block_tokens
+
+    @property
+    def layout_name(self) -> str:
+        """The layout's name in `KV_LAYOUTS`."""
+        name = _ALIASES.get(self.layout, self.layout)
+        if name not in KV_LAYOUTS:
+            known = ", ".join((*KV_LAYOUTS, *_ALIASES))
+            raise InvalidGeometry(f"Layout {self.layout!r} is not known; known: {known}.", code="bad-page-order")
+        return name
+
+
+_ORDERS = {
+    "packed-HND": ("head token kv channel", "head token kv channel"),
+    "packed-NHD": ("token head kv channel", "token head kv channel"),
+    "cross-HND": ("head token kv channel", "head token kv channel"),
+    "cross-NHD": ("token head kv channel", "token head kv channel"),
+    "cross-heads": ("head token kv channel", "head token kv channel"),
+    "heads-outer": ("head token kv channel", "head token kv channel"),
+    "halves-HND": ("kv head token channel", "kv head token channel"),
+    "halves-NHD": ("kv token head channel", "kv token head channel"),
+    "split-HND": ("head token channel", "head token channel"),
+    "split-NHD": ("token head channel", "token head channel"),
+    "keys-by-channel": ("head kv channel token", "head kv token channel"),
+    "cpu": ("head kv interior", "head kv interior"),
+}
+"""Memory order of the keys' and of the values' axes, outermost first; `kv` steps from the keys to the values."""
+
+
+def _dense(axes: Sequence[Axis], order: str, element_bytes: int) -> tuple[tuple[Axis, ...], int]:
+    """Return the axes with the strides of dense memory, and the bytes from keys to values (0 if `kv` is not in the order).
+
+    Example: 2 heads, 4 tokens, 8 channels of 2 bytes in the order "head token kv channel": a channel steps 2 bytes, values
+    lie 16 behind keys, a token steps 32 and a head 128.
+    """
+    counts = {"kv": 2, **{axis.name: axis.count for axis in axes}}
+    strides: dict[str, int] = {}
+    step = element_bytes
+    for name in reversed(order.split()):
+        strides[name] = step
+        step *= counts[name]
+    return tuple(replace(axis, stride_bytes=strides[axis.name]) for axis in axes), strides.get("kv", 0)
+
+
+def _whole(name: str, size: int) -> Axis:
+    return Axis(name, size, 0, size, 1)
+
+
+def attention_layouts(
+    name: str,
+    kv_heads: int,
+    head_dim: int,
+    page_tokens: int,
+    element_bytes: int = 2,
+    tp_size: int = 1,
+    tp_rank: int = 0,
+) -> tuple[Layout, ...]:
+    """Return the layouts of one attention layer's regions on one rank, one per region; `name` is of `KV_LAYOUTS`."""
+    start, stop = even_interval(kv_heads, tp_size, tp_rank)
+    if name == "heads-outer":
+        return tuple(
+            _pair(name, kv_heads, (head, head + 1), head_dim, page_tokens, element_bytes) for head in range(start, stop)
+        )
+    both = _pair(name, kv_heads, (start, stop), head_dim, page_tokens, element_bytes)
+    return tuple(Layout((field,)) for field in both.fields) if name.startswith("split") else (both,)
+
+
+def _pair(
+    name: str, kv_heads: int, held: tuple[int, int], head_dim: int, page_tokens: int, element_bytes: int
+) -> Layout:
+    """Return the layout of keys and values for an interval of heads."""
+    heads = Axis("head", kv_heads, *held, 1, "tp")
+    axes, packing = [_whole(TOKEN_AXIS, page_tokens), heads, _whole("channel", head_dim)], ""
+    if name == "cpu":  # the kernel interleaves tokens and channels, so only heads can be told apart
+        axes, packing = [heads, _whole("interior", page_tokens * head_dim)], f"vllm-cpu:amx:{page_tokens}"
+    fields: list[FieldLayout] = []
+    for place, (field, order) in enumerate(zip(("key", "value"), _ORDERS[name], strict=True)):
+        placed, to_values = _dense(axes, order, element_bytes)
+        fields.append(FieldLayout(field, element_bytes, place * to_values, placed, packing))
+    return Layout(tuple(fields))
+
+
+def latent_layout(latent_dim: int, page_tokens: int, element_bytes: int = 2, field: str = "latent") -> Layout:
+    """Return a page of latent attention (MLA), or of its indexer: one vector per token that every rank holds."""
+    axes, _ = _dense((_whole(TOKEN_AXIS, page_tokens), _whole("channel", latent_dim)), "token channel", element_bytes)
+    return Layout((FieldLayout(field, element_bytes, 0, axes),))
+
+
+def state_layout(kind: LayerKind, spec: StateSpec, tp_size: int, tp_rank: int, conv_order: str = "DS") -> Layout:
+    """Return a state page: the convolution's last inputs, one field per projection, then the recurrent state.
+
+    In the order "DS" (channel before row) each projection is contiguous; "SD" only changes strides. Projections that
+    belong to groups are shared when there are more ranks than groups, like KV heads.
+
+    Raises:
+        InvalidGeometry: `state-misaligned`.
+    """
+    groups, heads = (spec.groups, spec.state_dim), (spec.heads, spec.head_dim)
+    projections, inner = {
+        "mamba1": ({"conv_x": (spec.heads, 1)}, {"state": spec.state_dim}),
+        "mamba2": (
+            {"conv_x": heads, "conv_b": groups, "conv_c": groups},
+            {"channel": spec.head_dim, "state": spec.state_dim},
+        ),
+        "gated-delta": (
+            {"conv_q": groups, "conv_k": groups, "conv_v": heads},
+            {"value": spec.head_dim, "key": spec.state_dim},
+        ),
+    }[kind]
+    element, rows = spec.conv_element_bytes, spec.conv_rows
+    held = {name: even_interval(parts, tp_size, tp_rank) for name, (parts, _) in projections.items()}
+    width = sum((stop - start) * projections[name][1] for name, (start, stop) in held.items())
+    channel_stride, row_stride = (rows * element, element) if conv_order == "DS" else (element, width * element)
+    fields: list[FieldLayout] = []
+    done = 0
+    for name, (parts, channels) in projections.items():
+        start, stop = held[name]
+        axes = (
+            Axis("group", parts, start, stop, channels * channel_stride, "tp"),
+            Axis("channel", channels, 0, channels, channel_stride),
+            Axis("row", rows, 0, rows, row_stride),
+        )
+        fields.append(FieldLayout(name, element, done * channel_stride, axes))
+        done += (stop - start) * channels
+    offset = width * rows * element
+    if offset % spec.state_element_bytes:
+        raise InvalidGeometry(
+            f"The convolution's state takes {offset} bytes, which does not align the recurrent state's "
+            f"{spec.state_element_bytes}-byte elements.",
+            code="state-misaligned",
+            context={"conv_bytes": offset, "element_bytes": spec.state_element_bytes},
+        )
+    share = Axis("head", spec.heads, *even_interval(spec.heads, tp_size, tp_rank), 1, "tp")
+    whole = [_whole(name, size) for name, size in inner.items()]
+    state, _ = _dense((share, *whole), " ".join(("head", *inner)), spec.state_element_bytes)
+    return Layout((*fields, FieldLayout("ssm", spec.state_element_bytes, offset, state)))
+
+
+def layer_layouts(model: ModelSpec, engine: EngineSpec, kind: LayerKind, tp_rank: int) -> tuple[Layout, ...]:
+    """Return the layouts of one layer's regions on one rank, one per region."""
+    if kind in STATE_KINDS:
+        if model.state is None:
+            raise InvalidGeometry(f"The model has {kind} layers but no state sizes.", code="state-sizes-missing")
+        return (state_layout(kind, model.state, engine.tp, tp_rank, engine.conv_order),)
+    if kind == "latent":
+        latent = latent_layout(model.latent_dim, engine.page_tokens, model.element_bytes)
+        index = [latent_layout(model.index_dim, engine.page_tokens, 1, "index")] if model.index_dim else []
+        return (latent, *index)
+    return attention_layouts(
+        engine.layout_name, model.kv_heads, model.head_dim, engine.page_tokens, model.element_bytes, engine.tp, tp_rank
+    )
+
+
+def _regions(model: ModelSpec, engine: EngineSpec, stage: Sequence[int], layouts: LayoutsByKind) -> tuple[Region, ...]:
+    """Return the regions of a rank whose stage has these layers.
+
+    Args:
+        model: The model.
+        engine: The engine.
+        stage: Numbers of the layers on this rank.
+        layouts: Layouts of one layer of each kind, one per region.
+    """
+    layers: LayersByKind = {
+        kind: [number for number in stage if model.kinds[number] == kind] for kind in model.group_kinds
+    }
+    if engine.layout_name.startswith("cross"):
+        return tuple(_cross_regions(model, engine, layers, layouts))
+    if any(kind in STATE_KINDS for kind in model.group_kinds):
+        return tuple(_hybrid_regions(engine, layers, layouts))
+    return tuple(_regions_by_layer(engine, layers, layouts))
+
+
+def _regions_by_layer(engine: EngineSpec, layers: LayersByKind, layouts: LayoutsByKind) -> list[Region]:
+    """Return regions of one layer each, group after group."""
+    address = engine.base_address
+    regions: list[Region] = []
+    for group, (kind, numbers) in enumerate(layers.items()):
+        for layer in numbers:
+            placed, address = _layer_regions(engine, layer, layouts[kind], group, address)
+            regions += placed
+    return regions
+
+
+def _cross_regions(model: ModelSpec, engine: EngineSpec, layers: LayersByKind, layouts: LayoutsByKind) -> list[Region]:
+    """Return one region per group that has layers on this stage."""
+    address = engine.base_address
+    regions: list[Region] = []
+    for group, (kind, numbers) in enumerate(layers.items()):
+        region = _cross_region(model, engine, numbers, layouts[kind], group, address)
+        if region is not None:
+            regions.append(region)
+            address += region.page_stride_bytes * region.page_count
+    return regions
+
+
+def _layer_regions(
+    engine: EngineSpec, layer: int, layouts: Sequence[Layout], group: int, address: int
+) -> tuple[list[Region], int]:
+    pages = engine.block_count * (engine.block_tokens // engine.page_tokens)
+    regions: list[Region] = []
+    for layout in layouts:
+        size = layout.extent_bytes
+        regions.append(Region(address, size, size, pages, (Member(f"layers.{layer}", layout, group),)))
+        address += size * pages
+    return regions, address
+
+
+def _cross_region(
+    model: ModelSpec, engine: EngineSpec, layers: Sequence[int], layouts: Sequence[Layout], group: int, address: int
+) -> Region | None:
+    """Return the one region of a group whose pages hold all its layers, or None if the stage has none of them."""
+    if not layers:
+        return None
+    step = sum(layout.extent_bytes for layout in layouts)
+    pages = engine.block_count * (
+        1 if model.group_kinds[group] in STATE_KINDS else engine.block_tokens // engine.page_tokens
+    )
+    members: list[Member] = []
+    is_heads_outer = engine.layout_name == "cross-heads" and model.group_kinds[group] in {"attention", "sliding"}
+    if is_heads_outer:
+        head_bytes = 2 * engine.page_tokens * model.head_dim * model.element_bytes
+        layouts = tuple(_stretched(layout, head_bytes * len(layers)) for layout in layouts)
+        members = [
+            Member(f"layers.{layer}", layouts[0], group, place * head_bytes) for place, layer in enumerate(layers)
+        ]
+    else:
+        for place, layer in enumerate(layers):
+            offset = place * step
+            for layout in layouts:
+                members.append(Member(f"layers.{layer}", layout, group, offset))
+                offset += layout.extent_bytes
+    return Region(address, step * len(layers), step * len(layers), pages, tuple(members))
+
+
+def _stretched(layout: Layout, head_stride: int) -> Layout:
+    """Return a layout whose heads lie `head_stride` bytes apart."""
+    return Layout(
+        tuple(
+            replace(
+                field,
+                axes=tuple(replace(a, stride_bytes=head_stride) if a.name == "head" else a for a in field.axes),
+            )
+            for field in layout.fields
+        )
+    )
+
+
+def _hybrid_regions(engine: EngineSpec, layers: LayersByKind, layouts: LayoutsByKind) -> list[Region]:
+    """Return regions in which the n-th layers of all groups share memory, pages padded to the largest."""
+    per_block = engine.block_tokens // engine.page_tokens
+    sizes = {
+        kind: sum(layout.extent_bytes for layout in parts) * (1 if kind in STATE_KINDS else per_block)
+        for kind, parts in layouts.items()
+    }
+    block_bytes = -(-max(sizes.values()) // per_block) * per_block
+    address = engine.base_address
+    regions: list[Region] = []
+    for slot in range(max(len(numbers) for numbers in layers.values())):
+        for group, (kind, numbers) in enumerate(layers.items()):
+            if slot >= len(numbers):
+                continue
+            pages_per_block = 1 if kind in STATE_KINDS else per_block
+            stride = block_bytes // pages_per_block
+            offset = 0
+            for layout in layouts[kind]:
+                size = layout.extent_bytes
+                member = (Member(f"layers.{numbers[slot]}", layout, group),)
+                regions.append(Region(address + offset, size, stride, engine.block_count * pages_per_block, member))
+                offset += size
+        address += block_bytes * engine.block_count
+    return regions
+
+
+def _group(model: ModelSpec, engine: EngineSpec, kind: LayerKind, tp_rank: int) -> Group:
+    if kind in STATE_KINDS:
+        return Group("state", 0)
+    deal = TokenDeal()
+    if engine.dcp > 1:
+        deal = TokenDeal(engine.dcp, tp_rank % engine.dcp, engine.interleave_tokens or engine.block_tokens)
+    names: dict[str, Literal["attention", "sliding-window", "latent"]] = {
+        "attention": "attention",
+        "sliding": "sliding-window",
+        "latent": "latent",
+    }
+    window = model.window_tokens if kind == "sliding" else 0
+    return Group(names[kind], engine.block_tokens, engine.block_tokens // engine.page_tokens, window, deal)
+
+
+def build_engine(model: ModelSpec, engine: EngineSpec) -> Mapping[tuple[int, int], RankGeometry]:
+    """Return the geometry of every rank of an engine by (pp, tp).
+
+    Raises:
+        InvalidGeometry: The numbers do not make sense together.
+    """
+    _check_sizes(model, engine)
+    stages = [_stage(len(model.kinds), engine.pp, pp_rank) for pp_rank in range(engine.pp)]
+    entries = tuple(tuple(_stage_layer(model, engine, number) for number in stage) for stage in stages)
+    ranks: dict[tuple[int, int], RankGeometry] = {}
+    for pp_rank, stage in enumerate(stages):
+        for tp_rank in range(engine.tp):
+            layouts: dict[LayerKind, Sequence[Layout]] = {
+                kind: layer_layouts(model, engine, kind, tp_rank) for kind in model.group_kinds
+            }
+            ranks[pp_rank, tp_rank] = RankGeometry(
+                tp_size=engine.tp,
+                tp_rank=tp_rank,
+                groups=tuple(_group(model, engine, kind, tp_rank) for kind in model.group_kinds),
+                regions=_regions(model, engine, stage, layouts),
+                pp_size=engine.pp,
+                pp_rank=pp_rank,
+                stage_layers=entries if engine.pp > 1 else (),
+            )
+    return ranks
+
+
+def _check_sizes(model: ModelSpec, engine: EngineSpec) -> None:
+    if engine.dcp > 1 and engine.tp % engine.dcp:
+        raise InvalidGeometry(
+            f"Context parallelism of {engine.dcp} does not divide {engine.tp} tensor-parallel ranks.",
+            code="dcp-not-divisor",
+        )
+    if engine.pp > len(model.kinds):
+        raise InvalidGeometry(
+            f"{engine.pp} pipeline stages for {len(model.kinds)} layers leave a stage without any.",
+            code="stage-without-layers",
+        )
+
+
+def _stage(layers: int, pp_size: int, pp_rank: int) -> range:
+    """Return the layers of a pipeline stage: 5 layers on 2 stages are 0..1 and 2..4."""
+    return range(pp_rank * layers // pp_size, (pp_rank + 1) * layers // pp_size)
+
+
+def _stage_layer(model: ModelSpec, engine: EngineSpec, number: int) -> StageLayer:
+    kind = model.kinds[number]
+    fields = [field.name for layout in layer_layouts(model, engine, kind, 0) for field in layout.fields]
+    return StageLayer(f"layers.{number}", model.group_kinds.index(kind), tuple(dict.fromkeys(fields)))

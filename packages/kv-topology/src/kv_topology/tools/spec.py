@@ -1,0 +1,323 @@
+"""Dry-run specifications: a model and two engines, from TOML or JSON or a Hugging Face `config.json`.
+
+model = "path/to/config.json"        # relative to the file, or a table:
+[model]
+layers = 32                          # or kinds = ["attention", "sliding", ...]
+kv_heads = 8
+head_dim = 128
+
+[consumer]                           # and [producer]
+tp = 4
+block_tokens = 16
+layout = "LBHNC"
+
+[link]                               # optional prices, see CostModel
+bandwidth_gb_s = 40.0
+
+Any content of a file becomes a value or `spec-malformed`, and no other error.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, cast, final
+
+from kv_topology.errors import InvalidGeometry
+from kv_topology.plan.staged import CostModel
+from kv_topology.tools.engine import EngineSpec, ModelSpec, StateSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    from kv_topology.tools.engine import LayerKind
+
+__all__ = ["DryRun", "load_spec", "model_from_config", "parse_spec", "read_json", "read_spec"]
+
+Table = dict[str, Any]
+_SECTIONS = ("model", "consumer", "producer", "link")
+KINDS = ("attention", "sliding", "latent", "mamba2", "mamba1", "gated-delta")
+_CONV_ORDERS = ("DS", "SD")
+_MOST_LAYERS = 4096
+_LEAST, _MOST = 1e-9, 1e15
+"""Prices, rates, sizes and addresses lie between: what is computed from them is finite."""
+_SHOWN_CHARACTERS = 60
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class DryRun:
+    """A model, the two engines, and the prices of the link."""
+
+    model: ModelSpec
+    consumer: EngineSpec
+    producer: EngineSpec
+    cost: CostModel
+
+
+def _table(value: object, what: str) -> Table:
+    if not isinstance(value, dict):
+        raise _malformed(f"{what} must be a table, not {_shown(value)}.")
+    return cast("Table", value)
+
+
+def _construct(kind: type[Any], values: Mapping[str, Any], what: str) -> Any:  # noqa: ANN401 - one of four dataclasses
+    """Return a dataclass from a table, refusing unknown names and wrong types."""
+    known = {field.name: field for field in fields(kind)}
+    for name, value in values.items():
+        if name not in known:
+            also = ", layers" if kind is ModelSpec else ""
+            raise _malformed(f"{what} has no setting {_shown(name)}; known: {', '.join(known)}{also}.")
+        _check_value(f"{what}.{name}", str(known[name].type), value)
+    try:
+        return kind(**values)
+    except TypeError as error:
+        raise _malformed(f"{what} is incomplete: {error}.") from None
+
+
+def _check_value(setting: str, wanted: str, value: object) -> None:
+    """Raise unless a value has the type of its setting; numbers must be finite, not negative, and of a size that there is."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    is_ok = {"int": type(value) is int, "float": is_number}.get(wanted, isinstance(value, (str, tuple, StateSpec)))
+    if not is_ok:
+        raise _malformed(f"{setting} must be of type {wanted}, not {_shown(value)}.")
+    if not isinstance(value, (int, float)):
+        return
+    if value < 0:
+        raise _malformed(f"{setting} must not be negative, not {_shown(value)}.")
+    if value and not _LEAST <= value <= _MOST:
+        raise _malformed(f"{setting} must be a finite number, 0 or {_LEAST:g} to {_MOST:g}, not {_shown(value)}.")
+
+
+def _shown(value: object) -> str:
+    """Return a value for a message, cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
+
+
+def load_spec(path: Path) -> DryRun:
+    """Return the dry run that a TOML or JSON file describes.
+
+    Raises:
+        InvalidGeometry: `spec-malformed`, with the setting and what is wrong with it; also where the file, or the model
+            configuration that it names, cannot be read.
+    """
+    return parse_spec(_table(read_spec(path), "the specification"), path.parent)
+
+
+def parse_spec(data: Table, folder: Path) -> DryRun:
+    """Return the dry run of a parsed specification; model paths are relative to `folder`.
+
+    Raises:
+        InvalidGeometry: `spec-malformed`.
+    """
+    unknown = set(data) - set(_SECTIONS)
+    if unknown:
+        raise _malformed(f"The specification has no section {_shown(min(unknown))}; known: {', '.join(_SECTIONS)}.")
+    given = data.get("model")
+    if isinstance(given, str):
+        model = model_from_config(_table(read_json(folder / given), given))
+    else:
+        model = _model(_table(given, "model"))
+    consumer = _engine(data, "consumer")
+    producer = _engine(data, "producer")
+    cost: CostModel = _construct(CostModel, _table(data.get("link", {}), "link"), "link")
+    if cost.bandwidth_gb_s == 0 or cost.permute_gb_s == 0:
+        speeds = f"{cost.bandwidth_gb_s:g} and {cost.permute_gb_s:g}"
+        raise _malformed(f"link.bandwidth_gb_s and link.permute_gb_s are {speeds}; both must be positive.")
+    if cost.prompt_tokens == 0:
+        raise _malformed("link.prompt_tokens is 0; it must be positive.")
+    return DryRun(model, consumer, producer, cost)
+
+
+def _engine(data: Table, side: str) -> EngineSpec:
+    spec: EngineSpec = _construct(EngineSpec, _table(data.get(side), side), side)
+    for name in ("tp", "pp", "dcp", "block_tokens", "block_count"):
+        if not 1 <= getattr(spec, name) <= 1 << 20:
+            raise _malformed(f"{side}.{name} is {getattr(spec, name)}; it must lie in 1..{1 << 20}.")
+    if spec.tp > 1024 or spec.pp > 1024:
+        raise _malformed(f"{side} has {spec.tp} x {spec.pp} ranks; the limit is 1024 of each.")
+    if spec.conv_order not in _CONV_ORDERS:
+        raise _malformed(f"{side}.conv_order must be one of {', '.join(_CONV_ORDERS)}, not {_shown(spec.conv_order)}.")
+    if spec.block_tokens % spec.page_tokens:
+        raise _malformed(
+            f"{side}.kernel_block_tokens {spec.page_tokens} does not divide its blocks of {spec.block_tokens}."
+        )
+    return spec
+
+
+def _model(table: Table) -> ModelSpec:
+    values = dict(table)
+    layers: object = values.pop("layers", 0)
+    given: object = values.pop("kinds", None)
+    if given is None:
+        count = layers if type(layers) is int and 0 < layers <= _MOST_LAYERS else 0
+        given = ["latent" if values.get("latent_dim") else "attention"] * count
+    kinds = cast("list[object]", given) if isinstance(given, list) else []
+    if not 0 < len(kinds) <= _MOST_LAYERS or any(kind not in KINDS for kind in kinds):
+        raise _malformed(
+            f"model needs layers (1 to {_MOST_LAYERS}) or kinds (a list of so many of {', '.join(KINDS)})."
+        )
+    if "state" in values:
+        state: StateSpec = _construct(StateSpec, _table(values["state"], "model.state"), "model.state")
+        if not state.conv_element_bytes or not state.state_element_bytes:
+            sizes = f"{state.conv_element_bytes} and {state.state_element_bytes}"
+            raise _malformed(
+                f"model.state's conv_element_bytes and state_element_bytes are {sizes}; both must be positive."
+            )
+        values["state"] = state
+    model: ModelSpec = _construct(ModelSpec, {**values, "kinds": tuple(cast("list[LayerKind]", kinds))}, "model")
+    return model
+
+
+def model_from_config(config: Table) -> ModelSpec:
+    """Return the cache's numbers from a Hugging Face `config.json`.
+
+    Knows dense and sliding-window attention, latent attention (DeepSeek's keys), and hybrids of Mamba-2 or gated delta
+    nets that list their layers in `layer_types` or `layers_block_type`.
+
+    Raises:
+        InvalidGeometry: `spec-malformed` when a needed key is missing.
+    """
+    config = _table(config.get("text_config", config), "text_config")
+    layers = _number(config, "num_hidden_layers", most=_MOST_LAYERS)
+    element = _DTYPE_BYTES.get(str(config.get("torch_dtype", config.get("dtype", "bfloat16"))), 2)
+    if config.get("kv_lora_rank"):
+        latent = _number(config, "kv_lora_rank") + _number(config, "qk_rope_head_dim")
+        index = _optional(config, "index_head_dim")
+        all_latent: tuple[LayerKind, ...] = ("latent",)
+        return ModelSpec(all_latent * layers, element_bytes=element, latent_dim=latent, index_dim=index)
+    heads = _number(config, "num_attention_heads")
+    head_dim = _optional(config, "head_dim") or _number(config, "hidden_size") // heads
+    kv_heads = _optional(config, "num_key_value_heads") or heads
+    kinds = _layer_kinds(config, layers)
+    window = _optional(config, "sliding_window") if "sliding" in kinds else 0
+    state = _mamba2_state(config, element) if "mamba2" in kinds else None
+    if "gated-delta" in kinds:
+        state = _gated_delta_state(config, element)
+    return ModelSpec(kinds, kv_heads, head_dim, element, window, state=state)
+
+
+def _layer_kinds(config: Table, layers: int) -> tuple[LayerKind, ...]:
+    listed: object = config.get("layer_types") or config.get("layers_block_type") or ["full_attention"] * layers
+    names = [str(name) for name in cast("list[object]", listed)] if isinstance(listed, list) else []
+    known: dict[str, LayerKind] = {
+        "full_attention": "attention",
+        "attention": "attention",
+        "sliding_attention": "sliding",
+        "mamba": "mamba2",
+        "mamba2": "mamba2",
+        "linear_attention": "gated-delta",
+    }
+    unknown = [name for name in names if name not in known]
+    if unknown or len(names) != layers:
+        shown = [_shown(name) for name in unknown[:3]]
+        raise _malformed(
+            f"config.json lists {len(names)} layer types for {layers} layers; unknown: {', '.join(shown) or 'none'}."
+        )
+    return tuple(known[name] for name in names)
+
+
+def _mamba2_state(config: Table, element: int) -> StateSpec:
+    return StateSpec(
+        heads=_number(config, "mamba_n_heads"),
+        head_dim=_number(config, "mamba_d_head"),
+        state_dim=_number(config, "mamba_d_state"),
+        groups=_number(config, "mamba_n_groups"),
+        conv_rows=_number(config, "mamba_d_conv") - 1,
+        conv_element_bytes=element,
+        state_element_bytes=element,
+    )
+
+
+def _gated_delta_state(config: Table, element: int) -> StateSpec:
+    return StateSpec(
+        heads=_number(config, "linear_num_value_heads"),
+        head_dim=_number(config, "linear_value_head_dim"),
+        state_dim=_number(config, "linear_key_head_dim"),
+        groups=_number(config, "linear_num_key_heads"),
+        conv_rows=_number(config, "linear_conv_kernel_dim") - 1,
+        conv_element_bytes=element,
+        state_element_bytes=element,
+    )
+
+
+def _number(config: Table, key: str, *, most: int = (1 << 31) - 1) -> int:
+    value = config.get(key)
+    if type(value) is not int or not 0 < value <= most:
+        raise _malformed(f"config.json has no usable {key!r}: {_shown(value)}, must be 1 to {most}.")
+    return value
+
+
+def _optional(config: Table, key: str) -> int:
+    """Return a number that may be missing, null or 0."""
+    value: object = config.get(key)
+    return 0 if value is None or value == 0 else _number(config, key)
+
+
+_MOST_LEVELS = 32
+"""A specification has three, a model's configuration five."""
+
+
+def _malformed(message: str) -> InvalidGeometry:
+    """Return the error of a malformed specification."""
+    return InvalidGeometry(message, code="spec-malformed")
+
+
+def read_spec(path: Path) -> object:
+    """Return the content of a specification: JSON under the name `*.json`, otherwise TOML.
+
+    Raises:
+        InvalidGeometry: `spec-malformed`.
+    """
+    return _read(path, json.loads if path.suffix == ".json" else tomllib.loads)
+
+
+def read_json(path: Path) -> object:
+    """Return the content of a JSON file of any name.
+
+    Raises:
+        InvalidGeometry: `spec-malformed`.
+    """
+    return _read(path, json.loads)
+
+
+def _read(path: Path, parse: Callable[[str], object]) -> object:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise _malformed(f"{path} is no UTF-8 text: {error}.") from None
+    except OSError as error:
+        raise _malformed(f"{path} cannot be read: {error.strerror or error}.") from None
+    except ValueError as error:  # a name that no file can have
+        raise _malformed(f"{str(path)!r} cannot be read: {error}.") from None
+    try:
+        value = parse(text)
+    except ValueError as error:
+        raise _malformed(f"{path} does not parse: {error}.") from None
+    except RecursionError:
+        value = None
+        is_deep = True
+    else:
+        is_deep = _is_deep(value)
+    if is_deep:
+        raise _malformed(f"{path} is nested more than {_MOST_LEVELS} levels deep.")
+    return value
+
+
+def _is_deep(value: object) -> bool:
+    level: list[object] = [value]
+    for _ in range(_MOST_LEVELS):
+        level = [child for each in level for child in _children(each)]
+        if not level:
+            return False
+    return True
+
+
+def _children(value: object) -> list[object]:
+    if isinstance(value, dict):
+        return list(cast("dict[object, object]", value).values())
+    return cast("list[object]", value) if isinstance(value, list) else []
