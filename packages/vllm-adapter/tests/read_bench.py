@@ -6,6 +6,7 @@ from typing import Any
 
 from fakes import FakeAgent, FakeCodec, FakeHandshakes, FakePlanner, FakeRecorder, Result
 
+from kv_nixl_agent import PeerSpec
 from kv_scheduler_state.streams import StreamReaders
 from vllm_adapter.cache.peer_geometry import PeerGeometry
 from vllm_adapter.steps import ReadEnd
@@ -33,7 +34,7 @@ class Bench:
         self.counts, self.log = self.recorder.counts, self.recorder.lines
         untyped: Any = (self.agent, self.handshakes, codec or FakeCodec(), self.recorder, self.planner)
         agent, handshakes, codec, recorder, plans = untyped
-        parts = TransferParts(agent, handshakes, codec, recorder, lambda: self.now_s, "D")
+        parts = TransferParts(agent, handshakes, codec, recorder, lambda: self.now_s, "D", PeerSpec)
         planner = PeerPlanner(DOCUMENT, PeerGeometry(plans, ()), plans, "DRAM")
         limits = ReadLimits(60, 30, 20, PeerLimits(15, 3600, 14, only_ours=only_ours), retries=retries)
         self.streamed: list[FinishedRead] = []

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from vllm_adapter.ports import MemberEntry
+from vllm_adapter.cache.documents import MemberEntry
 from vllm_adapter.worker.conversion import PageRange
 from vllm_adapter.worker.host_mirror import HostMirror, PageCopy
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from lease_bench import Bench as LeaseBench
 from read_bench import KEY, Bench
 
 from kv_scheduler_state import BlockList
-from kv_scheduler_state.streams import StreamWorker
+from kv_scheduler_state.streams import StreamOrder, StreamWorker
 from vllm_adapter.worker.transfer.leases import StreamedLeases
 from vllm_adapter.worker.transfer.parts import PeerPlanner
 from vllm_adapter.worker.transfer.streams import StreamCoordinator
@@ -21,18 +20,10 @@ GROUP = {"kind": "attention", "block_tokens": 16, "pages_per_block": 1, "window_
 STREAMS = (0xA000, 0, 64, 8192)
 
 
-@dataclass(frozen=True)
-class Order:
-    read: Any
-    tag: int = 9
-    start: int = 0
-
-
-def stream(request_id: str = "r1", **changes: Any) -> Order:
+def stream(request_id: str = "r1", **changes: Any) -> StreamOrder:
     blocks = (BlockList((1, 2), 0, 0),)
-    return Order(
-        order(request_id, **{"tokens": 32, "fence": (3, 9), "local_blocks": blocks, "peer_blocks": (), **changes})
-    )
+    read = order(request_id, **{"tokens": 32, "fence": (3, 9), "local_blocks": blocks, "peer_blocks": (), **changes})
+    return StreamOrder(read, tag=9, start=0)
 
 
 @pytest.fixture

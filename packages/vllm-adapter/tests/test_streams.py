@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
 from fakes import CodedFailure, FakeAgent, FakeCodec, FakeRecorder, Plan, Result, order
 
+from kv_nixl_agent import PeerSpec
 from kv_scheduler_state import BlockList
 from kv_scheduler_state._stream_reader import StreamReaders
+from kv_scheduler_state.streams import StreamOrder
 from vllm_adapter.steps import ReadTimes
 from vllm_adapter.worker.transfer.parts import TransferParts
 from vllm_adapter.worker.transfer.records import FinishedRead, PeerEngine, Read
@@ -51,13 +52,6 @@ class Agent(FakeAgent):
         return watch
 
 
-@dataclass(frozen=True)
-class Order:
-    read: Any
-    tag: int = TAG
-    start: int = 0
-
-
 class Messages:
     def __init__(self) -> None:
         self.released: list[Any] = []
@@ -81,7 +75,7 @@ class Bench:
         self.dropped: list[str] = []
         untyped: Any = (self.agent, None, FakeCodec(), self.recorder, self.messages, self)
         agent, handshakes, codec, recorder, messages, peers = untyped
-        parts = TransferParts(agent, handshakes, codec, recorder, lambda: self.now_s, "D")
+        parts = TransferParts(agent, handshakes, codec, recorder, lambda: self.now_s, "D", PeerSpec)
         machine: Any = StreamReaders(stall_s=5.0)
         self.streams = StreamCoordinator(
             parts,
@@ -101,7 +95,7 @@ class Bench:
         for rank in ranks:
             untyped_spec: Any = Spec()
             self.agent.peers[self.engine.key(rank)] = untyped_spec
-        self._order = Order(here, start=start)
+        self._order = StreamOrder(here, TAG, start)
         self.begin()
 
     def begin(self) -> None:

@@ -4,7 +4,33 @@
 """
 
 from kv_scheduler_state._stream_ends import StreamEnds
-from kv_scheduler_state._stream_reader import StreamReaders
+from kv_scheduler_state._stream_reader import StreamFacts, StreamReaders, StreamReport
+from kv_scheduler_state._stream_values import (
+    StreamAnswer,
+    StreamChunk,
+    StreamOpen,
+    StreamOrder,
+    StreamOutcome,
+    StreamPart,
+    StreamPlan,
+    StreamQuestion,
+    StreamStanding,
+)
 from kv_scheduler_state._stream_worker import StreamWorker
 
-__all__ = ["StreamEnds", "StreamReaders", "StreamWorker"]
+__all__ = [
+    "StreamAnswer",
+    "StreamChunk",
+    "StreamEnds",
+    "StreamFacts",
+    "StreamOpen",
+    "StreamOrder",
+    "StreamOutcome",
+    "StreamPart",
+    "StreamPlan",
+    "StreamQuestion",
+    "StreamReaders",
+    "StreamReport",
+    "StreamStanding",
+    "StreamWorker",
+]

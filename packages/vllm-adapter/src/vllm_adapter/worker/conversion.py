@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from vllm_adapter.ports import GeometryDocument, PageMove, PageNumbers, StagedRegion
+    from vllm_adapter.cache.documents import GeometryDocument
+    from vllm_adapter.ports import PageMove, PageNumbers, StagedRegion
 
 __all__ = ["ConversionStep", "PageConverter", "PageRange", "Permutation", "WordMove", "conversion_steps", "page_ranges"]
 

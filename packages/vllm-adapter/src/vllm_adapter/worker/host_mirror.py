@@ -25,7 +25,8 @@ from vllm_adapter.worker.conversion import PageRange, page_ranges
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from vllm_adapter.ports import BlockIds, GeometryDocument, PageNumbers
+    from vllm_adapter.cache.documents import GeometryDocument
+    from vllm_adapter.ports import BlockIds, PageNumbers
 
 __all__ = ["HostMirror", "MirrorMemory", "PageCopy"]
 

@@ -218,7 +218,7 @@ def open_registration(
     streaming = None
     if settings.streaming:
         streaming = StreamReading(parts.make_stream_readers, stream_shape(facts), events.stream_ended)
-    shared = TransferParts(agent, handshakes, parts.codec, recorder, time.monotonic, facts.engine_id)
+    shared = TransferParts(agent, handshakes, parts.codec, recorder, time.monotonic, facts.engine_id, parts.peer_spec)
     reads = ReadCoordinator(shared, planner, read_limits(parts), events.read_ended, streaming)
     leases = LeaseKeeper(shared, parts.make_lease_table(), heartbeat_s=settings.heartbeat_s, sent=events.sent)
     try:

@@ -18,14 +18,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
 
 from vllm_adapter.errors import code_of
-from vllm_adapter.ports import PeerSpec
 from vllm_adapter.worker.transfer.probes import Probes
 from vllm_adapter.worker.transfer.records import PeerEngine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from vllm_adapter.ports import HandshakeOutcome, HeartbeatOrder, PeerAddress, PeerMetadata, PeerPlan, TransferResult
+    from vllm_adapter.ports import AgentMetadata, HeartbeatOrder, Outcome, PeerAddress, PeerPlan, TransferResult
     from vllm_adapter.steps import Rank
     from vllm_adapter.worker.transfer.limits import PeerLimits
     from vllm_adapter.worker.transfer.parts import PeerPlanner, PeerRanks, TransferParts
@@ -164,7 +163,7 @@ class PeerDirectory:
         peer = engine.address
         lies: list[Exception] = []
 
-        def check_first(first: PeerMetadata) -> None:
+        def check_first(first: AgentMetadata) -> None:
             """Raise if the engine's sizes differ from the ticket's; runs on the thread of the side channel's client."""
             try:
                 self._planner.check_sizes(peer, first)
@@ -200,7 +199,7 @@ class PeerDirectory:
         is_same_shape = (told >= _PIPELINE_RANKS_SINCE) == (self._limits.dialect >= _PIPELINE_RANKS_SINCE)
         return told if is_same_shape else self._limits.dialect
 
-    def _handshake_ended(self, engine: PeerEngine, outcome: HandshakeOutcome, lies: Sequence[Exception]) -> None:
+    def _handshake_ended(self, engine: PeerEngine, outcome: Outcome, lies: Sequence[Exception]) -> None:
         if self._engines.get(engine.address) is not engine:
             return
         told_s = self._parts.now_s()
@@ -248,7 +247,7 @@ class PeerDirectory:
         engine.can_stream = self._compared(self._planner.can_stream, ranks, plan)
         for rank in engine.ranks:
             self._parts.agent.add_peer(
-                PeerSpec(
+                self._parts.peer_spec(
                     engine.key(rank),
                     metadata[rank].agent_metadata,
                     plan.local_rows(rank),
@@ -275,7 +274,7 @@ class PeerDirectory:
             self._parts.recorder.trouble("comparison of cache groups", error)
             return False
 
-    def _agent_prefix(self, engine: PeerEngine, metadata: PeerMetadata) -> str:
+    def _agent_prefix(self, engine: PeerEngine, metadata: AgentMetadata) -> str:
         """Return the required prefix of a rank's agent name: its engine's id, so that no listener can serve another's agent."""
         return f"{engine.engine_id}/" if self._limits.only_ours or metadata.capabilities else ""
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, final
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from vllm_adapter.ports import PeerAddress, PeerMetadata, PeerPlan, ReadOrder, TransferResult
+    from vllm_adapter.ports import AgentMetadata, PeerAddress, PeerPlan, ReadOrder, TransferResult
     from vllm_adapter.steps import Rank, ReadEnd, ReadTimes
     from vllm_adapter.worker.conversion import ConversionStep
     from vllm_adapter.worker.transfer.limits import ReadLimits
@@ -174,7 +174,7 @@ class PeerEngine:
         life = "" if peer.generation is None else f"#{peer.generation:x}"
         return f"{peer.engine_id}@{peer.host}:{peer.port}/{peer.tp}.{peer.pp}.{peer.dcp}/{rank[0]}.{rank[1]}{life}"
 
-    def set_ready(self, plan: PeerPlan, metadata: Mapping[Rank, PeerMetadata]) -> None:
+    def set_ready(self, plan: PeerPlan, metadata: Mapping[Rank, AgentMetadata]) -> None:
         """Store the plan and the metadata from the handshake."""
         self.plan = plan
         self.generation = next((m.generation for m in metadata.values() if m.generation is not None), None)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol, final
 
 if TYPE_CHECKING:
-    from vllm_adapter.ports import MemoryKind, PeerPlan, StreamOrder, StreamWatch, TransferResult
+    from collections.abc import Sequence
+
+    from vllm_adapter.ports import PeerPlan, StreamOrder, StreamWatch, TransferResult
     from vllm_adapter.steps import Rank
     from vllm_adapter.worker.transfer.records import PeerEngine, Read
     from vllm_adapter.worker.transfer.stream_parts import PartBlocks
 
-__all__ = ["FollowedRank", "Part", "RankRead", "Stream", "StreamEvents"]
+__all__ = ["FollowedRank", "Part", "Stream", "StreamEvents", "as_one_read"]
 
 
 class StreamEvents(Protocol):
@@ -59,7 +62,7 @@ class Stream:
         order: The scheduler's order.
         engine: The producer's engine.
         open_ranks: Producer ranks that have not reported, by name.
-        whole_ranks: Sums over the parts of the ranks whose fence held.
+        whole_ranks: The reads from the ranks whose fence held.
         is_torn: Whether a rank broke, so that nothing of it counts.
         is_stopped: Whether the scheduler has given it up.
         reason: Code and sentence of the first thing that went wrong; empty while all is well.
@@ -73,7 +76,7 @@ class Stream:
         self.order = order
         self.engine = engine
         self.open_ranks: dict[str, FollowedRank] = {}
-        self.whole_ranks: list[RankRead] = []
+        self.whole_ranks: list[TransferResult] = []
         self.is_torn = False
         self.is_stopped = False
         self.reason: tuple[str, str] = ("", "")
@@ -95,35 +98,18 @@ class Stream:
             times.data_s, times.fence_s = now_s, 0.0
 
 
-@final
-class RankRead:
-    """Sums over the parts of a streamed read from one producer rank, to be counted as one read.
-
-    Attributes:
-        wire_s: Seconds on the wire.
-        post_s: Seconds to post.
-        queue_s: The longest wait for a place on the wire.
-        bytes_moved: Bytes.
-        descriptor_count: Descriptors, after merging.
-        fence_s: Seconds to verify the fence, which is an order of its own here: 0.
-        bytes_by_path: (backend, local memory, peer memory, bytes) of each part.
-    """
-
-    __slots__ = ("bytes_by_path", "bytes_moved", "descriptor_count", "fence_s", "post_s", "queue_s", "wire_s")
-
-    def __init__(self) -> None:
-        self.wire_s = self.post_s = self.queue_s = self.fence_s = 0.0
-        self.bytes_moved = self.descriptor_count = 0
-        self.bytes_by_path: list[tuple[str, MemoryKind, MemoryKind, int]] = []
-
-    def add(self, result: TransferResult) -> None:
-        """Add a part that has arrived."""
-        self.wire_s += result.wire_s
-        self.post_s += result.post_s
-        self.queue_s = max(self.queue_s, result.queue_s)
-        self.bytes_moved += result.bytes_moved
-        self.descriptor_count += result.descriptor_count
-        self.bytes_by_path += result.bytes_by_path
+def as_one_read(parts: Sequence[TransferResult]) -> TransferResult:
+    """Return the results of a streamed read's parts from one producer rank as those of one read; its fence is read apart."""
+    return replace(
+        parts[0],
+        wire_s=sum(part.wire_s for part in parts),
+        post_s=sum(part.post_s for part in parts),
+        queue_s=max(part.queue_s for part in parts),
+        bytes_moved=sum(part.bytes_moved for part in parts),
+        descriptor_count=sum(part.descriptor_count for part in parts),
+        fence_s=0.0,
+        bytes_by_path=tuple(entry for part in parts for entry in part.bytes_by_path),
+    )
 
 
 @final
@@ -137,7 +123,7 @@ class FollowedRank:
         watch: The agent's watch of its words; None before it begins.
         parts: Parts that are not posted yet, the oldest first.
         finished_tokens: Tokens of the prompt that it has finished, as its progress word last said.
-        arrived: Sums over the parts that have arrived.
+        arrived: Results of the parts that have arrived.
     """
 
     __slots__ = ("_events", "arrived", "finished_tokens", "name", "parts", "rank", "stream", "watch")
@@ -150,7 +136,7 @@ class FollowedRank:
         self.watch: StreamWatch | None = None
         self.parts: list[Part] = []
         self.finished_tokens = 0
-        self.arrived = RankRead()
+        self.arrived: list[TransferResult] = []
 
     def progress(self, tag: int, tokens: int) -> None:
         """Pass a progress word on."""

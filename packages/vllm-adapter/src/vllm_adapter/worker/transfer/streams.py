@@ -9,28 +9,20 @@ may then be read into again. "Read complete" is sent only after all ranks are do
 from __future__ import annotations
 
 from itertools import islice
-from typing import TYPE_CHECKING, Final, final
+from typing import TYPE_CHECKING, Final, NamedTuple, final
 
 import numpy as np
 
 from vllm_adapter.errors import AdapterError, code_of
-from vllm_adapter.ports import StreamFacts
 from vllm_adapter.steps import STREAM_STOPPED, ReadEnd
 from vllm_adapter.worker.transfer.records import FinishedRead, is_peer_at_fault
 from vllm_adapter.worker.transfer.stalls import note_quarantine
-from vllm_adapter.worker.transfer.stream_records import FollowedRank, Part, Stream
+from vllm_adapter.worker.transfer.stream_records import FollowedRank, Part, Stream, as_one_read
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from vllm_adapter.ports import (
-        Indices,
-        StreamOrder,
-        StreamPart,
-        StreamReaders,
-        StreamReport,
-        TransferResult,
-    )
+    from vllm_adapter.ports import Indices, StreamOrder, StreamPart, StreamReaders, StreamReport, TransferResult
     from vllm_adapter.steps import Rank
     from vllm_adapter.worker.transfer.messages import ProducerMessages
     from vllm_adapter.worker.transfer.parts import TransferParts
@@ -49,6 +41,16 @@ _BROKEN: Final[Mapping[str, tuple[str, str]]] = {
 }
 """Event that broke a stream -> code and reason. Lost parts have the code of their transfer."""
 _BROKE_OFF: Final = ("stream-broken", "it broke off")
+
+
+class _Facts(NamedTuple):
+    """A stream to be read from one rank."""
+
+    generation: int
+    tag: int
+    prompt_tokens: int
+    entry_tokens: int
+    first_entry: int = 0
 
 
 def _why(cause: str, rank: Rank) -> tuple[str, str]:
@@ -122,7 +124,7 @@ class StreamCoordinator:
             self._report(stream)
             return
         entry_tokens = self._shape.entry_tokens
-        facts = StreamFacts(fence[1], order.tag, read.order.tokens, entry_tokens, order.start // entry_tokens)
+        facts = _Facts(fence[1], order.tag, read.order.tokens, entry_tokens, order.start // entry_tokens)
         try:
             self._follow_ranks(stream, facts)
         except Exception as error:  # noqa: BLE001  (it has begun, so it ends as any other)
@@ -134,7 +136,7 @@ class StreamCoordinator:
             self._watch(following, fence[0])
         self._settle()
 
-    def _follow_ranks(self, stream: Stream, facts: StreamFacts) -> None:
+    def _follow_ranks(self, stream: Stream, facts: _Facts) -> None:
         for rank in stream.plan.producer_ranks:
             following = FollowedRank(self, stream, rank)
             self._readers.watch(following.name, facts, self._parts.now_s())
@@ -265,7 +267,7 @@ class StreamCoordinator:
         try:
             read = following.stream.read
             local = self._shape.local_blocks(part.blocks, read.order.local_blocks)
-            peer = self._shape.peer_blocks(part.blocks, part.ids)
+            peer = self._shape.peer_blocks(part.blocks, part.ids, read.order.local_blocks)
             indices = following.stream.plan.indices(following.rank, local, peer, tokens=part.tokens)
             if len(indices[0]):
                 read.times.posted_s = read.times.posted_s or self._parts.now_s()
@@ -298,7 +300,7 @@ class StreamCoordinator:
             following.stream.note_arrival(result, now_s, is_fence=is_fence)
             following.stream.engine.last_answer_s = now_s
             if not is_fence:
-                following.arrived.add(result)
+                following.arrived.append(result)
         else:
             self._note_failure(following.stream, result, is_fence=is_fence)
         if result.is_memory_quiet:
@@ -384,8 +386,8 @@ class StreamCoordinator:
         if not report.is_done:
             stream.is_torn = True
             self._give_up(stream, *_why(report.cause, following.rank))
-        else:
-            stream.whole_ranks.append(following.arrived)
+        elif following.arrived:
+            stream.whole_ranks.append(as_one_read(following.arrived))
         if not stream.open_ranks:
             self._report(stream)
 
