@@ -31,7 +31,10 @@ class Order:
 def stream(request_id: str = "r1", **changes: Any) -> Order:
     blocks = (BlockList((1, 2), 0, 0),)
     return Order(
-        order(request_id, **{"tokens": 32, "fence": (3, 9), "local_blocks": blocks, "peer_blocks": (), **changes})
+        order(
+            request_id,
+            **{"tokens": 32, "fence": (3, 9), "local_blocks": blocks, "peer_blocks": (BlockList(()),), **changes},
+        )
     )
 
 

@@ -1,14 +1,19 @@
 """Protocols by which the adapter uses the four libraries.
 
-The adapter is the consumer, so the Protocols live here; the libraries do not know them. `wiring.py` is the only module that
-names concrete classes, and it holds one static conformance line per Protocol.
+The adapter is the consumer, so the Protocols of services live here; the libraries do not know them. `wiring.py` is the only
+module that names concrete classes, and it holds one static conformance line per Protocol. Values of kv-scheduler-state are its
+own classes, named here for types alone.
 
 Values at these boundaries are builtins, bytes, sequences, mappings, `Literal` strings and numpy arrays of a stated dtype and
 shape: no enum, no torch, no other package's exception. All members are read-only. Every exception that crosses a boundary
 carries `code`, `fault`, `is_retry_safe` and `context`.
 """
 
+# ruff: noqa: TC004 -- `__all__` lists names of values, which exist for type checkers alone
+
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from vllm_adapter.ports.agent import (
     PeerSpec,
@@ -30,40 +35,18 @@ from vllm_adapter.ports.handshake import (
     PeerMetadata,
     WireCodec,
 )
-from vllm_adapter.ports.leases import AnnouncedFences, LeaseEnd, LeaseTable, Refusal
-from vllm_adapter.ports.orders import (
-    BlockList,
-    FenceOrder,
-    GrantOrder,
-    HeartbeatOrder,
-    PeerAddress,
-    ReadOrder,
-)
+from vllm_adapter.ports.leases import AnnouncedFences, LeaseTable
 from vllm_adapter.ports.preflight import Comparison, Difference, PlanEstimate
 from vllm_adapter.ports.requests import (
-    Admission,
-    FinishDecision,
     PromptIdentity,
     SchedulerState,
 )
-from vllm_adapter.ports.step_plan import StepPlan
-from vllm_adapter.ports.stream_machines import StreamEndReport, StreamEnds, StreamWorker
-from vllm_adapter.ports.stream_orders import (
-    StreamChunk,
-    StreamOpen,
-    StreamPlan,
-    StreamRun,
-    StreamVoid,
-)
-from vllm_adapter.ports.stream_reads import StreamFacts, StreamOrder, StreamPart, StreamReaders, StreamReport
+from vllm_adapter.ports.stream_machines import StreamEnds, StreamWorker
+from vllm_adapter.ports.stream_reads import StreamReaders
 from vllm_adapter.ports.streams import (
     AskClient,
     AskListener,
-    StreamAnswer,
     StreamCodec,
-    StreamOutcome,
-    StreamQuestion,
-    StreamStanding,
     StreamState,
 )
 from vllm_adapter.ports.topology import (
@@ -83,6 +66,35 @@ from vllm_adapter.ports.topology import (
     StagedRegion,
 )
 from vllm_adapter.ports.values import BlockIds, Indices, MemoryKind, PageNumbers, Rows
+
+if TYPE_CHECKING:
+    from kv_scheduler_state import (
+        Admission,
+        BlockList,
+        FenceOrder,
+        FinishDecision,
+        GrantOrder,
+        HeartbeatOrder,
+        LeaseEnd,
+        PeerAddress,
+        ReadOrder,
+        Refusal,
+        StepPlan,
+    )
+    from kv_scheduler_state.streams import (
+        StreamAnswer,
+        StreamChunk,
+        StreamOpen,
+        StreamOrder,
+        StreamOutcome,
+        StreamPart,
+        StreamPlan,
+        StreamQuestion,
+        StreamReport,
+        StreamRun,
+        StreamStanding,
+        StreamVoid,
+    )
 
 __all__ = [
     "Admission",
@@ -135,7 +147,6 @@ __all__ = [
     "StepPlan",
     "StreamAnswer",
     "StreamCodec",
-    "StreamFacts",
     "StreamListener",
     "StreamOrder",
     "StreamPart",
@@ -153,7 +164,6 @@ __all__ = [
     "StreamPlan",
     "StreamOpen",
     "StreamEnds",
-    "StreamEndReport",
     "StreamChunk",
     "ThreadHealth",
     "TransferResult",

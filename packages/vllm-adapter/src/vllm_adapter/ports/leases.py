@@ -2,50 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from vllm_adapter.ports.step_plan import StepPlan
+    from kv_scheduler_state import LeaseEnd, Refusal, StepPlan
 
-__all__ = ["AnnouncedFences", "LeaseEnd", "LeaseTable", "Refusal"]
-
-
-class Refusal(Protocol):
-    """An order that the lease table refused; all others were applied."""
-
-    @property
-    def request_id(self) -> str: ...
-    @property
-    def order(self) -> Literal["expect", "grant", "release", "revoke", "void"]: ...
-    @property
-    def code(self) -> str: ...
-    @property
-    def message(self) -> str: ...
-
-
-class LeaseEnd(Protocol):
-    """A producer request whose blocks may be freed, after its fence word was written."""
-
-    @property
-    def request_id(self) -> str: ...
-    @property
-    def reason(self) -> Literal["read", "expired", "released"]: ...
-    @property
-    def fence(self) -> tuple[int, int] | None:
-        """(slot, generation to write before the blocks are reported free)."""
-        ...
-
-    @property
-    def is_reported(self) -> bool:
-        """Whether the scheduler waits for the request to be reported as sent."""
-        ...
-
-    @property
-    def is_revoked(self) -> bool:
-        """Whether the scheduler ended it early."""
-        ...
+__all__ = [
+    "AnnouncedFences",
+    "LeaseTable",
+]
 
 
 class LeaseTable(Protocol):

@@ -1,4 +1,4 @@
-"""Protocols for kv-scheduler-state: the machine of requests, and the leases on one worker; its orders are in `orders.py`."""
+"""Protocols for kv-scheduler-state: the machine of requests, and the leases on one worker."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ from vllm_adapter.ports.streams import StreamState
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from vllm_adapter.ports.step_plan import StepPlan
+    from kv_scheduler_state import Admission, FinishDecision, StepPlan
     from vllm_adapter.ports.values import BlockIds
 
 __all__ = [
-    "Admission",
-    "FinishDecision",
     "PromptIdentity",
     "SchedulerState",
 ]
@@ -34,45 +32,6 @@ class PromptIdentity(Protocol):
 
     def media(self, tokens: int) -> tuple[int, str] | None:
         """Return how many media items begin among the first `tokens` tokens, and the digest without them; None for none."""
-        ...
-
-
-class Admission(Protocol):
-    """Decision on a request that has just arrived."""
-
-    @property
-    def role(self) -> Literal["none", "producer", "consumer"]: ...
-    @property
-    def rejected_code(self) -> str:
-        """Code of the reason why the ticket is refused; empty otherwise."""
-        ...
-
-    @property
-    def rejected_message(self) -> str: ...
-    @property
-    def truncate_tokens(self) -> int:
-        """Trailing prompt tokens that a producer must drop before the prefix lookup."""
-        ...
-
-    @property
-    def is_early(self) -> bool:
-        """Whether its prompt may be read while it is computed: by a peer, or, of a consumer, by this engine."""
-        ...
-
-
-class FinishDecision(Protocol):
-    """Decision on a finished request's blocks."""
-
-    @property
-    def keep_blocks(self) -> bool: ...
-    @property
-    def params(self) -> Mapping[str, object] | None:
-        """`kv_transfer_params` of the response, in vLLM's wire names."""
-        ...
-
-    @property
-    def withheld_code(self) -> str:
-        """Code of the reason why a producer's finished prompt is not handed over; empty otherwise."""
         ...
 
 

@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from vllm_adapter.ports.leases import LeaseEnd
-    from vllm_adapter.ports.stream_orders import StreamChunk, StreamOpen, StreamPlan
-    from vllm_adapter.ports.stream_reads import StreamOrder
+    from kv_scheduler_state import LeaseEnd
+    from kv_scheduler_state.streams import EndReport, StreamChunk, StreamOpen, StreamOrder, StreamPlan
 
-__all__ = ["StreamEndReport", "StreamEnds", "StreamWorker"]
+__all__ = ["StreamEnds", "StreamWorker"]
 
 
 class StreamWorker(Protocol):
@@ -42,17 +41,6 @@ class StreamWorker(Protocol):
         ...
 
 
-class StreamEndReport(Protocol):
-    """New ends of streams: for the engine, and for the scheduler half (request, whether its fence held)."""
-
-    @property
-    def received(self) -> tuple[str, ...]: ...
-    @property
-    def failed(self) -> tuple[str, ...]: ...
-    @property
-    def ends(self) -> tuple[tuple[str, bool], ...]: ...
-
-
 class StreamEnds(Protocol):
     """Tracks the outcome of each stream on a consumer's worker. Engine thread only."""
 
@@ -68,6 +56,6 @@ class StreamEnds(Protocol):
         """Record the end of a request's stream on this worker, whose memory is quiet; `is_done` if its fence held."""
         ...
 
-    def take_report(self) -> StreamEndReport:
+    def take_report(self) -> EndReport:
         """Return the ends since the last call."""
         ...

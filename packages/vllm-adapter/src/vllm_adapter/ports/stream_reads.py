@@ -1,75 +1,17 @@
-"""Streamed reads: orders of the request machines, and the reader that decides which part to read next."""
+"""Protocol of the reader that decides which part of a stream to read next."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from vllm_adapter.ports.orders import ReadOrder
+    from kv_scheduler_state.streams import StreamPart, StreamReport
 
-__all__ = ["StreamFacts", "StreamOrder", "StreamPart", "StreamReaders", "StreamReport"]
-
-
-class StreamFacts(NamedTuple):
-    """A stream to be read from one rank.
-
-    Attributes:
-        generation: Generation of the offer, which the fence word must still show at the end.
-        tag: Tag of progress words and table entries.
-        prompt_tokens: Tokens that are handed over.
-        entry_tokens: Tokens that become complete together: the common multiple of all groups' blocks.
-        first_entry: First entry to read; the local cache holds the earlier ones.
-    """
-
-    generation: int
-    tag: int
-    prompt_tokens: int
-    entry_tokens: int
-    first_entry: int = 0
-
-
-class StreamOrder(Protocol):
-    """Order to follow a peer's progress word and read the finished tokens."""
-
-    @property
-    def read(self) -> ReadOrder:
-        """The whole read, without the peer's blocks, which its table lists."""
-        ...
-
-    @property
-    def tag(self) -> int: ...
-    @property
-    def start(self) -> int:
-        """First token to read."""
-        ...
-
-
-class StreamPart(Protocol):
-    """Entries to read now."""
-
-    @property
-    def first(self) -> int: ...
-    @property
-    def stop(self) -> int: ...
-    @property
-    def is_last(self) -> bool:
-        """Whether this is the last part, with which states are read."""
-        ...
-
-
-class StreamReport(Protocol):
-    """End of a stream from one rank, once its memory is quiet."""
-
-    @property
-    def stream_id(self) -> str: ...
-    @property
-    def is_done(self) -> bool: ...
-    @property
-    def cause(self) -> str:
-        """Event that broke it: `changed`, `stall`, `slow`, `part-lost`, `lost` or `cancel`; empty if it is done."""
-        ...
+__all__ = [
+    "StreamReaders",
+]
 
 
 class StreamReaders(Protocol):
@@ -83,8 +25,18 @@ class StreamReaders(Protocol):
         """Return the event that broke a stream which is not quiet yet; empty for any other."""
         ...
 
-    def watch(self, stream_id: str, stream: StreamFacts, now_s: float) -> None:
-        """Start to follow a progress word."""
+    def watch(
+        self,
+        stream_id: str,
+        *,
+        generation: int,
+        tag: int,
+        prompt_tokens: int,
+        entry_tokens: int,
+        first_entry: int = 0,
+        now_s: float,
+    ) -> None:
+        """Start to follow a progress word; `entry_tokens` is the common multiple of all groups' blocks."""
         ...
 
     def observed(self, stream_id: str, tag: int, tokens: int, now_s: float) -> StreamPart | None:

@@ -2,101 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from kv_scheduler_state.streams import StreamAnswer, StreamOutcome, StreamQuestion, StreamStanding
+
 __all__ = [
     "AskClient",
     "AskListener",
-    "StreamAnswer",
     "StreamCodec",
-    "StreamOutcome",
-    "StreamQuestion",
-    "StreamStanding",
     "StreamState",
 ]
-
-
-class StreamQuestion(Protocol):
-    """Question of this engine about a hand-over, for the engine that computes the prompt."""
-
-    @property
-    def request_id(self) -> str: ...
-    @property
-    def number(self) -> int:
-        """Number that is returned with the answer, so that late answers can be recognised."""
-        ...
-
-    @property
-    def host(self) -> str: ...
-    @property
-    def port(self) -> int: ...
-    @property
-    def hand_over_id(self) -> str: ...
-    @property
-    def digest(self) -> str:
-        """Digest of this engine's own prompt."""
-        ...
-
-    @property
-    def tokens(self) -> int:
-        """Number of tokens that the digest covers."""
-        ...
-
-    @property
-    def wants_final(self) -> bool: ...
-
-
-class StreamAnswer(Protocol):
-    """Answer of this engine to a peer's question."""
-
-    @property
-    def asker(self) -> str:
-        """Name of the question, as passed to `stream_question`."""
-        ...
-
-    @property
-    def answer(self) -> Mapping[str, object]:
-        """``kind`` (``offer``, ``final`` or ``no``) and the fields of that kind."""
-        ...
-
-
-class StreamStanding(Protocol):
-    """Answer to every further question about an id, valid also while a step runs or while this engine takes no steps."""
-
-    @property
-    def hand_over_id(self) -> str: ...
-    @property
-    def digest(self) -> str:
-        """Digest of the prompt that the answer is for; empty for any prompt."""
-        ...
-
-    @property
-    def answer(self) -> Mapping[str, object] | None:
-        """The answer; None withdraws an earlier one for this id."""
-        ...
-
-
-class StreamOutcome(Protocol):
-    """Decision against streaming a prompt for which a peer was asked."""
-
-    @property
-    def request_id(self) -> str: ...
-    @property
-    def code(self) -> str:
-        """Reason of the decision."""
-        ...
-
-    @property
-    def result(self) -> Literal["read-whole", "computed-here", "given-up", "fails"]: ...
-    @property
-    def host(self) -> str: ...
-    @property
-    def port(self) -> int: ...
-    @property
-    def hand_over_id(self) -> str: ...
 
 
 class StreamState(Protocol):

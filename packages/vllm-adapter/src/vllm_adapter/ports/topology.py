@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypedDict
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from vllm_adapter.ports.orders import BlockList
+    from kv_scheduler_state import BlockList
     from vllm_adapter.ports.values import Indices, MemoryKind, PageNumbers, Rows
 
 __all__ = [

@@ -11,7 +11,6 @@ places 5 and 6.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import lcm
 from typing import TYPE_CHECKING, NamedTuple, final
 
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 
     from vllm_adapter.ports import BlockList
 
-__all__ = ["Blocks", "PartBlocks", "StreamGroup", "StreamShape"]
+__all__ = ["PartBlocks", "StreamGroup", "StreamShape"]
 
 
 class StreamGroup(NamedTuple):
@@ -28,16 +27,6 @@ class StreamGroup(NamedTuple):
 
     span_tokens: int
     window_tokens: int = 0
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Blocks:
-    """Blocks of one group, in token order; see `BlockList`."""
-
-    ids: tuple[int, ...]
-    first_token: int
-    null: int | None = None
 
 
 class PartBlocks(NamedTuple):
@@ -76,22 +65,28 @@ class StreamShape:
             place += -(-tokens // span)
         return found
 
-    def peer_blocks(self, parts: Sequence[PartBlocks], ids: Mapping[int, int]) -> list[Blocks]:
-        """Return the peer's blocks of a part; `ids` maps places to block ids."""
+    def peer_blocks(
+        self, parts: Sequence[PartBlocks], ids: Mapping[int, int], offered: Sequence[BlockList]
+    ) -> list[BlockList]:
+        """Return the peer's blocks of a part; `ids` maps places to block ids, `offered` are the offer's lists without ids."""
         return [
-            Blocks(tuple(ids[part.place + number] for number in range(part.length)), part.first * group.span_tokens)
-            for group, part in zip(self._groups, parts, strict=True)
+            blocks._replace(
+                ids=tuple(ids[part.place + number] for number in range(part.length)),
+                first_token=part.first * group.span_tokens,
+                null=None,
+            )
+            for group, part, blocks in zip(self._groups, parts, offered, strict=True)
         ]
 
-    def local_blocks(self, parts: Sequence[PartBlocks], whole: Sequence[BlockList]) -> list[Blocks]:
+    def local_blocks(self, parts: Sequence[PartBlocks], whole: Sequence[BlockList]) -> list[BlockList]:
         """Return our blocks of a part, taken from those of the whole read.
 
         Example: blocks of 16, the read begins at token 32 (`first_token`): block 3 of the prompt is the read's second block.
         """
-        found: list[Blocks] = []
+        found: list[BlockList] = []
         for group, part, blocks in zip(self._groups, parts, whole, strict=True):
             ahead = blocks.first_token // group.span_tokens if group.span_tokens else 0
             first = max(part.first - ahead, 0)
             stop = max(part.first + part.length - ahead, first)
-            found.append(Blocks(tuple(blocks.ids[first:stop]), (first + ahead) * group.span_tokens, blocks.null))
+            found.append(blocks._replace(ids=blocks.ids[first:stop], first_token=(first + ahead) * group.span_tokens))
         return found
