@@ -10,15 +10,16 @@ import pytest
 from fakes import FakeRecorder, order
 
 from kv_scheduler_state import StepPlan
-from kv_scheduler_state._stream_values import (
+from kv_scheduler_state.streams import (
     StreamChunk,
+    StreamEnds,
     StreamOpen,
     StreamOrder,
     StreamPlan,
     StreamRun,
     StreamVoid,
+    StreamWorker,
 )
-from kv_scheduler_state.streams import StreamEnds, StreamWorker
 from vllm_adapter.steps import ReadEnd, ReadTimes, StepReport
 from vllm_adapter.worker.chunk_marks import ChunkMarks
 from vllm_adapter.worker.rank_streams import RankStreams

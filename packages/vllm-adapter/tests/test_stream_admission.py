@@ -22,7 +22,10 @@ STREAMS = (0xA000, 0, 64, 8192)
 
 def stream(request_id: str = "r1", **changes: Any) -> StreamOrder:
     blocks = (BlockList((1, 2), 0, 0),)
-    read = order(request_id, **{"tokens": 32, "fence": (3, 9), "local_blocks": blocks, "peer_blocks": (), **changes})
+    read = order(
+        request_id,
+        **{"tokens": 32, "fence": (3, 9), "local_blocks": blocks, "peer_blocks": (BlockList(()),), **changes},
+    )
     return StreamOrder(read, tag=9, start=0)
 
 

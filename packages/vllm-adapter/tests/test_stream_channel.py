@@ -22,7 +22,7 @@ from kv_handshake._log import GatedLog
 from kv_handshake._pacing import AskLimits
 from kv_handshake._zmq._router import Incoming
 from kv_handshake._zmq._watch import Sender
-from kv_scheduler_state._stream_values import StreamOutcome
+from kv_scheduler_state.streams import StreamOutcome
 from vllm_adapter.observe.cause_log import CauseLog
 from vllm_adapter.scheduler.stream_channel import _AGAIN, StreamChannel
 

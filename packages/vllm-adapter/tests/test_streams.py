@@ -87,9 +87,9 @@ class Bench:
             ended=self.ended,
         )
         ids = tuple(range(10 + start // 16, 17))
-        here = order(tokens=100, fence=FENCE, local_blocks=(BlockList(ids, start, 0),), peer_blocks=())
+        here = order(tokens=100, fence=FENCE, local_blocks=(BlockList(ids, start, 0),), peer_blocks=(BlockList(()),))
         self.read = Read(here, ReadTimes(self.now_s))
-        self.engine = PeerEngine(here.peer, 0.0, 0.0)
+        self.engine = PeerEngine(here.ticket.peer, 0.0, 0.0)
         untyped_plan: Any = Plan(producer_ranks=ranks)
         self.engine.plan, self.engine.can_stream, self.engine.phase = untyped_plan, can_stream, "ready"
         for rank in ranks:
@@ -383,11 +383,11 @@ def test_the_fence_word_of_an_attempt_that_is_over_says_nothing_of_the_next() ->
 def test_a_stream_of_which_a_rank_cannot_be_followed_ends_once(monkeypatch: pytest.MonkeyPatch, good: int) -> None:
     watch, left = StreamReaders.watch, [good]
 
-    def fail(readers: StreamReaders, *values: Any) -> None:
+    def fail(readers: StreamReaders, name: str, **values: Any) -> None:
         if not left[0]:
             raise CodedFailure("duplicate-request")
         left[0] -= 1
-        watch(readers, *values)
+        watch(readers, name, **values)
 
     monkeypatch.setattr(StreamReaders, "watch", fail)
     bench = Bench(TWO_RANKS)

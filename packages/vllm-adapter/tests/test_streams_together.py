@@ -96,9 +96,12 @@ class Pair:
 
     def follow(self, generation: int) -> None:
         here = order(
-            tokens=TOKENS, fence=(1, generation), peer_blocks=(), local_blocks=(BlockList(tuple(range(20, 27)), 0, 0),)
+            tokens=TOKENS,
+            fence=(1, generation),
+            peer_blocks=(BlockList(()),),
+            local_blocks=(BlockList(tuple(range(20, 27)), 0, 0),),
         )
-        engine = PeerEngine(here.peer, 0.0, 0.0)
+        engine = PeerEngine(here.ticket.peer, 0.0, 0.0)
         plan: Any = Plan()
         engine.plan, engine.can_stream = plan, True
         key = engine.key((0, 0))

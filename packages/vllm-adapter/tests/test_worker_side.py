@@ -16,7 +16,7 @@ from fakes import order
 from scheduler_engine import Engine as SchedulerEngine
 
 from kv_scheduler_state import FenceOrder, GrantOrder, StepPlan
-from kv_scheduler_state._stream_values import StreamChunk, StreamOpen, StreamOrder, StreamPlan, StreamVoid
+from kv_scheduler_state.streams import StreamChunk, StreamOpen, StreamOrder, StreamPlan, StreamVoid
 from vllm_adapter.config import Settings
 from vllm_adapter.errors import AdapterError
 from vllm_adapter.steps import ReadEnd, ReadTimes, StepOrders

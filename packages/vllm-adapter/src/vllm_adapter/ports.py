@@ -42,7 +42,6 @@ if TYPE_CHECKING:
         StreamAnswer,
         StreamChunk,
         StreamEnds,
-        StreamFacts,
         StreamOpen,
         StreamOrder,
         StreamOutcome,
@@ -279,10 +278,7 @@ class TransferThread(Protocol):
     def quarantine(self) -> Sequence[QuarantineEntry]: ...
     def stalls(self) -> Sequence[StallEntry]: ...
     def call_soon(self, function: Callable[[], None]) -> None:
-        """Run `function` on the owner thread soon; wakes the thread; never blocks; any thread.
-
-        A notification that arrived after this call is delivered after `function` has run.
-        """
+        """Run `function` on the owner thread soon, before notifications that arrive after this call; never blocks; any thread."""
         ...
 
     def call_every(self, period_s: float, function: Callable[[], None]) -> None: ...
@@ -484,7 +480,17 @@ class StreamReaders(Protocol):
 
     def state_of(self, stream_id: str) -> str: ...
     def cause_of(self, stream_id: str) -> str: ...
-    def watch(self, stream_id: str, stream: StreamFacts, now_s: float) -> None: ...
+    def watch(
+        self,
+        stream_id: str,
+        *,
+        generation: int,
+        tag: int,
+        prompt_tokens: int,
+        entry_tokens: int,
+        first_entry: int = 0,
+        now_s: float,
+    ) -> None: ...
     def observed(self, stream_id: str, tag: int, tokens: int, now_s: float) -> StreamPart | None: ...
     def landed(self, stream_id: str, *, is_good: bool, now_s: float) -> None: ...
     def fence_found(self, stream_id: str, word: int | None) -> None: ...

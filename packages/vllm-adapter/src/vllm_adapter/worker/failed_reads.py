@@ -36,8 +36,8 @@ class FailedReads:
         """
         reasons: dict[str, ReadFailure] = {}
         for end in ends:
-            order, peer = end.order, end.order.peer
-            producer = f"request {order.peer_request_id} of engine {peer.engine_id} at {peer.host}:{peer.port}"
+            order, peer = end.order, end.order.ticket.peer
+            producer = f"request {order.ticket.peer_request_id} of engine {peer.engine_id} at {peer.host}:{peer.port}"
             reason = f"{end.message} ({end.code})"
             if order.is_reported:
                 reasons[order.request_id] = ReadFailure(end.code, f"{producer}: {reason}")

@@ -235,6 +235,6 @@ class RankStreams:
         self._recorder.observe("torn_stream_codes", end.code)
         self._recorder.info(
             "stream-torn",
-            f"request {end.order.request_id}: its stream from engine {end.order.peer.engine_id} broke off ({end.message}); "
-            f"its prompt is asked for again ({end.code})",
+            f"request {end.order.request_id}: its stream from engine {end.order.ticket.peer.engine_id} broke off "
+            f"({end.message}); its prompt is asked for again ({end.code})",
         )

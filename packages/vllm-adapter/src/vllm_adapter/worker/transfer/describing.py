@@ -35,8 +35,8 @@ def _read(read: Read, now_s: float) -> dict[str, object]:
     order = read.order
     entry: dict[str, object] = {
         "request_id": order.request_id,
-        "peer_request_id": order.peer_request_id,
-        "peer_engine_id": order.peer.engine_id,
+        "peer_request_id": order.ticket.peer_request_id,
+        "peer_engine_id": order.ticket.peer.engine_id,
         "tokens": order.tokens,
         "stage": _stage(read),
         "age_s": now_s - read.times.ordered_s,

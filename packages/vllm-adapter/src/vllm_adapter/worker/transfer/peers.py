@@ -80,10 +80,10 @@ class PeerDirectory:
 
     def submit(self, read: Read) -> None:
         """Pass a read on to `ready`, now or when its engine is ready."""
-        engine = self._find(read.order.peer)
+        engine = self._find(read.order.ticket.peer)
         if engine is not None and engine.phase == "ready" and not self._has_all_ranks(engine):
             self._drain(engine, "another engine has proved that its agents' names are its own")
-            engine = self._find(read.order.peer)
+            engine = self._find(read.order.ticket.peer)
         if engine is not None and engine.phase == "ready":
             engine.last_used_s = self._parts.now_s()
             self._waiting_since_s.pop(read, None)
@@ -91,7 +91,7 @@ class PeerDirectory:
             return
         self._waiting_since_s.setdefault(read, self._parts.now_s())
         if engine is None:
-            self._meet(read.order.peer, [read])
+            self._meet(read.order.ticket.peer, [read])
         else:
             engine.waiting.append(read)
 

@@ -177,7 +177,7 @@ class ReadCoordinator:
         engine, renewed = self._messages.renew(order)
         renewed_until_s = self._parts.now_s() + self._limits.renewed_s
         for read in self._transfers.values():
-            if read.engine is engine and read.order.peer_request_id in renewed:
+            if read.engine is engine and read.order.ticket.peer_request_id in renewed:
                 read.trusted_until_s = max(read.trusted_until_s, renewed_until_s)
 
     # ---------------------------------------------------------------------------------------------- posting
@@ -206,7 +206,7 @@ class ReadCoordinator:
             return
         # Compute all ranks' indices first: nothing must be posted for a request that a later rank would refuse.
         ranks = [rank for rank in plan.producer_ranks if rank not in read.done_ranks]
-        blocks = (order.local_blocks, order.peer_blocks)
+        blocks = (order.local_blocks, order.ticket.peer_blocks)
         indices = {rank: plan.indices(rank, *blocks, tokens=order.tokens) for rank in ranks}
         read.conversion = self._conversion(plan, order)
         read.begin_attempt(engine, ranks, self._parts.now_s(), self._limits)
@@ -218,7 +218,7 @@ class ReadCoordinator:
     def _conversion(self, plan: PeerPlan, order: ReadOrder) -> tuple[ConversionStep, ...]:
         if not plan.is_staged:
             return ()
-        staged = plan.staged_pages(order.local_blocks, order.peer_blocks, tokens=order.tokens)
+        staged = plan.staged_pages(order.local_blocks, order.ticket.peer_blocks, tokens=order.tokens)
         return conversion_steps(staged, self._ranges)
 
     def _post_one(self, read: Read, engine: PeerEngine, rank: Rank, indices: tuple[Indices, Indices]) -> None:
@@ -233,7 +233,7 @@ class ReadCoordinator:
                 *indices,
                 notification=self._messages.read_complete(read, engine, rank),
                 deadline_s=read.deadline_s - self._parts.now_s(),
-                fence=read.order.fence if engine.is_fenced else None,
+                fence=read.order.ticket.fence if engine.is_fenced else None,
             )
         except Exception as error:  # noqa: BLE001  (posting is refused: the request fails, the thread goes on)
             self._note_failure(read, code_of(error), str(error))
@@ -309,7 +309,7 @@ class ReadCoordinator:
     def _conclude(self, read: Read, engine: PeerEngine) -> None:
         order = read.order
         late_s = self._parts.now_s() - read.trusted_until_s
-        if not read.code and not (engine.is_fenced and order.fence is not None) and late_s > 0:
+        if not read.code and not (engine.is_fenced and order.ticket.fence is not None) and late_s > 0:
             # Without a fence, the only proof that the pages still held this prompt is that the lease had not ended.
             message = f"the read ended {late_s:.1f} s after the peer's lease on the pages"
             self._note_failure(read, "read-after-expiry", message)

@@ -93,7 +93,7 @@ class Read:
         if not self.attempt:
             self.times.posted_s = now_s
             self.deadline_s = now_s + limits.read_timeout_s
-            self.trusted_until_s = now_s + (self.order.lease_s or limits.lease_s)
+            self.trusted_until_s = now_s + (self.order.ticket.lease_s or limits.lease_s)
         self.attempt += 1
         self.engine = engine
         self.transfers = {self.transfer_id(rank): rank for rank in ranks}

@@ -39,7 +39,7 @@ class StallWatch:
             self._parts.recorder.count("num_stalled_reads")
             read = reads[transfer_id]
             if read.order.request_id not in known_requests:
-                fresh.setdefault(read.order.peer.engine_id, []).append(stalls[transfer_id])
+                fresh.setdefault(read.order.ticket.peer.engine_id, []).append(stalls[transfer_id])
         self._known = set(stalls)
         for engine_id, entries in fresh.items():
             self._warn(engine_id, entries, {reads[entry.transfer_id].order.request_id for entry in entries})
@@ -65,5 +65,5 @@ def note_quarantine(parts: TransferParts, read: Read, result: TransferResult) ->
         parts.recorder.warn(
             "quarantine",
             f"request {read.order.request_id}: its pages stay quarantined until the transfers from engine "
-            f"{read.order.peer.engine_id} are known to be over ({result.code})",
+            f"{read.order.ticket.peer.engine_id} are known to be over ({result.code})",
         )

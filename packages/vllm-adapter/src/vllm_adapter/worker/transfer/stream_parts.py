@@ -66,22 +66,16 @@ class StreamShape:
         return found
 
     def peer_blocks(
-        self, parts: Sequence[PartBlocks], ids: Mapping[int, int], whole: Sequence[BlockList]
+        self, parts: Sequence[PartBlocks], ids: Mapping[int, int], offered: Sequence[BlockList]
     ) -> list[BlockList]:
-        """Return the peer's blocks of a part.
-
-        Args:
-            parts: The part's blocks, per group.
-            ids: The peer's block ids by place.
-            whole: Our blocks of the whole read, per group.
-        """
+        """Return the peer's blocks of a part; `ids` maps places to block ids, `offered` are the offer's lists without ids."""
         return [
             blocks._replace(
                 ids=tuple(ids[part.place + number] for number in range(part.length)),
                 first_token=part.first * group.span_tokens,
                 null=None,
             )
-            for group, part, blocks in zip(self._groups, parts, whole, strict=True)
+            for group, part, blocks in zip(self._groups, parts, offered, strict=True)
         ]
 
     def local_blocks(self, parts: Sequence[PartBlocks], whole: Sequence[BlockList]) -> list[BlockList]:
@@ -94,7 +88,5 @@ class StreamShape:
             ahead = blocks.first_token // group.span_tokens if group.span_tokens else 0
             first = max(part.first - ahead, 0)
             stop = max(part.first + part.length - ahead, first)
-            found.append(
-                blocks._replace(ids=tuple(blocks.ids[first:stop]), first_token=(first + ahead) * group.span_tokens)
-            )
+            found.append(blocks._replace(ids=blocks.ids[first:stop], first_token=(first + ahead) * group.span_tokens))
         return found

@@ -9,7 +9,7 @@ may then be read into again. "Read complete" is sent only after all ranks are do
 from __future__ import annotations
 
 from itertools import islice
-from typing import TYPE_CHECKING, Final, NamedTuple, final
+from typing import TYPE_CHECKING, Final, final
 
 import numpy as np
 
@@ -41,16 +41,6 @@ _BROKEN: Final[Mapping[str, tuple[str, str]]] = {
 }
 """Event that broke a stream -> code and reason. Lost parts have the code of their transfer."""
 _BROKE_OFF: Final = ("stream-broken", "it broke off")
-
-
-class _Facts(NamedTuple):
-    """A stream to be read from one rank."""
-
-    generation: int
-    tag: int
-    prompt_tokens: int
-    entry_tokens: int
-    first_entry: int = 0
 
 
 def _why(cause: str, rank: Rank) -> tuple[str, str]:
@@ -109,7 +99,7 @@ class StreamCoordinator:
         Raises:
             AdapterError: `no-plan`: nothing of this engine can be read. The stream has then not begun.
         """
-        plan, fence, request_id = engine.plan, read.order.fence, read.order.request_id
+        plan, fence, request_id = engine.plan, read.order.ticket.fence, read.order.request_id
         if request_id in self._streams:
             self._parts.recorder.warn(
                 "stream-twice", f"request {request_id} is streamed already; its second order is left"
@@ -123,10 +113,8 @@ class StreamCoordinator:
             stream.is_torn, stream.reason = True, ("not-streamed", "its pages cannot be read in parts")
             self._report(stream)
             return
-        entry_tokens = self._shape.entry_tokens
-        facts = _Facts(fence[1], order.tag, read.order.tokens, entry_tokens, order.start // entry_tokens)
         try:
-            self._follow_ranks(stream, facts)
+            self._follow_ranks(stream, fence[1])
         except Exception as error:  # noqa: BLE001  (it has begun, so it ends as any other)
             stream.is_torn = True
             self._give_up(stream, code_of(error), str(error))
@@ -136,10 +124,19 @@ class StreamCoordinator:
             self._watch(following, fence[0])
         self._settle()
 
-    def _follow_ranks(self, stream: Stream, facts: _Facts) -> None:
+    def _follow_ranks(self, stream: Stream, generation: int) -> None:
+        order, entry_tokens = stream.order, self._shape.entry_tokens
         for rank in stream.plan.producer_ranks:
             following = FollowedRank(self, stream, rank)
-            self._readers.watch(following.name, facts, self._parts.now_s())
+            self._readers.watch(
+                following.name,
+                generation=generation,
+                tag=order.tag,
+                prompt_tokens=order.read.tokens,
+                entry_tokens=entry_tokens,
+                first_entry=order.start // entry_tokens,
+                now_s=self._parts.now_s(),
+            )
             stream.open_ranks[following.name] = self._ranks[following.name] = following
 
     def _watch(self, following: FollowedRank, slot: int) -> None:
@@ -195,7 +192,7 @@ class StreamCoordinator:
         behind = min(stream.open_ranks.values(), key=lambda rank: rank.finished_tokens, default=None)
         return {
             "request_id": order.request_id,
-            "peer_request_id": order.peer_request_id,
+            "peer_request_id": order.ticket.peer_request_id,
             "peer_engine_id": stream.engine.engine_id,
             "stage": "over" if behind is None else self._readers.state_of(behind.name),
             "tokens": order.tokens,
@@ -267,7 +264,7 @@ class StreamCoordinator:
         try:
             read = following.stream.read
             local = self._shape.local_blocks(part.blocks, read.order.local_blocks)
-            peer = self._shape.peer_blocks(part.blocks, part.ids, read.order.local_blocks)
+            peer = self._shape.peer_blocks(part.blocks, part.ids, read.order.ticket.peer_blocks)
             indices = following.stream.plan.indices(following.rank, local, peer, tokens=part.tokens)
             if len(indices[0]):
                 read.times.posted_s = read.times.posted_s or self._parts.now_s()
@@ -333,7 +330,7 @@ class StreamCoordinator:
         if is_fence and self._ranks.get(following.name) is not following:
             return  # a fence read of an earlier attempt: it says nothing about the data of the next one
         if is_fence:
-            fence = following.stream.read.order.fence
+            fence = following.stream.read.order.ticket.fence
             self._readers.fence_found(following.name, fence[1] if is_good and fence is not None else None)
         else:
             self._readers.landed(following.name, is_good=is_good, now_s=self._parts.now_s())
@@ -373,7 +370,7 @@ class StreamCoordinator:
         if following.watch is not None:
             following.watch.end()
         try:
-            self._start(following, (_NO_INDICES, _NO_INDICES), following.stream.read.order.fence)
+            self._start(following, (_NO_INDICES, _NO_INDICES), following.stream.read.order.ticket.fence)
         except Exception as error:  # noqa: BLE001  (a word that cannot be asked for ends its stream)
             self._parts.recorder.info("stream-fence", f"{following.name}: its fence could not be read: {error}")
             self._readers.fence_found(following.name, None)

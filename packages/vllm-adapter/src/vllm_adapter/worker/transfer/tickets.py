@@ -13,14 +13,14 @@ __all__ = ["lacks_nonce", "notices_restart", "refusal"]
 
 def notices_restart(order: ReadOrder, engine: PeerEngine) -> bool:
     """Return whether a peer's restart would be noticed: by its fence words, or by the generation in the ticket."""
-    return (engine.is_fenced and order.fence is not None) or order.peer.generation is not None
+    return (engine.is_fenced and order.ticket.fence is not None) or order.ticket.peer.generation is not None
 
 
 def refusal(order: ReadOrder, engine: PeerEngine) -> tuple[str, str] | None:
     """Return why a ticket contradicts its engine's announcements and must be refused; None if it does not."""
-    if engine.is_fenced and order.fence is None:
+    if engine.is_fenced and order.ticket.fence is None:
         return "fence-missing", f"engine {engine.engine_id} has fences, but the ticket names none"
-    if "prompt-digest" in engine.capabilities and not order.prompt:
+    if "prompt-digest" in engine.capabilities and not order.ticket.prompt:
         return "prompt-missing", f"engine {engine.engine_id} binds tickets to prompts, but the ticket has no digest"
     if not engine.has_our_blocks and "prompt-digest" not in engine.capabilities and _is_placed_by_size(order):
         sizes = f"blocks of engine {engine.engine_id} hold other numbers of tokens than ours"
@@ -37,7 +37,8 @@ def _is_placed_by_size(order: ReadOrder) -> bool:
     peer's block size, placed them as if it were ours.
     """
     return any(
-        blocks.first_token or (blocks.null is not None and blocks.null in blocks.ids) for blocks in order.peer_blocks
+        blocks.first_token or (blocks.null is not None and blocks.null in blocks.ids)
+        for blocks in order.ticket.peer_blocks
     )
 
 
@@ -47,4 +48,4 @@ def lacks_nonce(order: ReadOrder, engine: PeerEngine) -> bool:
     Request ids are no secrets, so such a ticket may be forged. The producer would count a "read complete" in the request's name,
     and end the lease while the holder of the real ticket still reads.
     """
-    return "nonce" in engine.capabilities and not order.nonce
+    return "nonce" in engine.capabilities and not order.ticket.nonce
