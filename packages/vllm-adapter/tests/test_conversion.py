@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.lib.stride_tricks import as_strided
 
 from kv_topology import PageMove, StagedRegion
-from vllm_adapter.worker.conversion import PageRange, Permutation, conversion_steps, page_ranges
+from vllm_adapter.worker.pages import PageRange, Permutation, conversion_steps, page_ranges
 
 
 def region(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kv_scheduler_state import BlockList, GroupConfig
 from kv_scheduler_state._stream_places import StreamPlaces
-from vllm_adapter.worker.transfer.stream_parts import StreamGroup, StreamShape
+from vllm_adapter.worker.transfer.stream_records import StreamGroup, StreamShape
 
 
 def test_the_worked_example_of_parts() -> None:

@@ -15,7 +15,7 @@ from kv_scheduler_state.streams import StreamOrder
 from vllm_adapter.steps import ReadTimes
 from vllm_adapter.worker.transfer.parts import TransferParts
 from vllm_adapter.worker.transfer.records import FinishedRead, PeerEngine, Read
-from vllm_adapter.worker.transfer.stream_parts import StreamGroup, StreamShape
+from vllm_adapter.worker.transfer.stream_records import StreamGroup, StreamShape
 from vllm_adapter.worker.transfer.streams import StreamCoordinator
 
 TAG, FENCE = 99, (3, 99)
@@ -108,6 +108,8 @@ class Bench:
             self.torn.append((finished.end.order.request_id, finished.end.code))
 
     # the directory of engines, as streams know it
+    def waiting(self, _request_id: str) -> list[Read]:
+        return []
 
     def drop(self, engine: PeerEngine, reason: str) -> None:
         assert engine is self.engine

@@ -16,7 +16,7 @@ from kv_scheduler_state.streams import StreamOrder
 from vllm_adapter.steps import ReadTimes
 from vllm_adapter.worker.transfer.parts import TransferParts
 from vllm_adapter.worker.transfer.records import FinishedRead, PeerEngine, Read
-from vllm_adapter.worker.transfer.stream_parts import StreamGroup, StreamShape
+from vllm_adapter.worker.transfer.stream_records import StreamGroup, StreamShape
 from vllm_adapter.worker.transfer.streams import StreamCoordinator
 
 BLOCKS, BLOCK_BYTES, TOKENS = 32, 64, 100

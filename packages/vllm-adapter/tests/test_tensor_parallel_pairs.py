@@ -24,8 +24,7 @@ from kv_topology import Planner
 from vllm_adapter.cache.facts import CacheGroup, EngineFacts, LayerCache
 from vllm_adapter.cache.geometry import local_document
 from vllm_adapter.cache.peer_geometry import PeerGeometry, pack_document
-from vllm_adapter.worker.transfer.limits import PeerLimits, ReadLimits
-from vllm_adapter.worker.transfer.parts import PeerPlanner, TransferParts
+from vllm_adapter.worker.transfer.parts import PeerLimits, PeerPlanner, ReadLimits, TransferParts
 from vllm_adapter.worker.transfer.reads import ReadCoordinator
 from vllm_adapter.worker.transfer.records import FinishedRead
 

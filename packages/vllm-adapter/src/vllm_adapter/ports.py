@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         StepPlan,
     )
     from kv_scheduler_state.streams import (
+        EndReport,
         StreamAnswer,
         StreamChunk,
         StreamEnds,
@@ -61,6 +62,7 @@ __all__ = [
     "Codec",
     "Comparison",
     "Difference",
+    "EndReport",
     "Estimate",
     "FinishDecision",
     "HandshakeClient",
@@ -89,6 +91,7 @@ __all__ = [
     "StreamOpen",
     "StreamOrder",
     "StreamOutcome",
+    "StreamPlan",
     "StreamPart",
     "StreamQuestion",
     "StreamReaders",
@@ -211,10 +214,7 @@ class PeerPlan(Protocol):
     @property
     def bytes_per_token(self) -> float: ...
     def reader_count(self, producer_rank: tuple[int, int]) -> int: ...
-    def local_rows(self, producer_rank: tuple[int, int]) -> Rows:
-        """uint64 (n, 5): address, length_bytes, device, stride_bytes, count; (0, 5) for a rank that only gets notifications."""
-        ...
-
+    def local_rows(self, producer_rank: tuple[int, int]) -> Rows: ...
     def peer_rows(self, producer_rank: tuple[int, int]) -> Rows: ...
     def indices(
         self, producer_rank: tuple[int, int], local: Sequence[BlockList], peer: Sequence[BlockList], *, tokens: int

@@ -1,4 +1,4 @@
-"""Shared parts of the coordinators of one registration, and the planner for peers."""
+"""Shared parts and limits of the coordinators of one registration, and the planner for peers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     )
     from vllm_adapter.steps import Rank
 
-__all__ = ["PeerPlanner", "PeerRanks", "TransferParts"]
+__all__ = ["PeerLimits", "PeerPlanner", "PeerRanks", "ReadLimits", "TransferParts"]
 
 _MOST_VALUES = 1 << 22
 """Most values in the geometry documents of all ranks of a peer; 64 ranks with 300 KB each have a third of that."""
@@ -192,3 +192,36 @@ def _spans(groups: Iterable[GroupDocument]) -> list[tuple[bool, int, int]]:
 
 def _layers(document: GeometryDocument) -> Iterator[str]:
     return (member.layer for region in document["regions"] for member in region["members"])
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class PeerLimits:
+    """Time limits for peers, and the connector version assumed of peers that announce none.
+
+    Attributes:
+        handshake_s: Longest wait of a read for its engine.
+        engine_ttl_s: Time without use after which an engine is forgotten.
+        probe_s: Interval between two probes of an engine that is not being read from.
+        dialect: Connector version of peers whose tickets announce none.
+        only_ours: Whether the configuration states that all peers run this connector; the names of a peer's agents must then
+            begin with its engine id. Otherwise only peers that announce this connector's capabilities must meet that.
+    """
+
+    handshake_s: float
+    engine_ttl_s: float
+    dialect: int
+    probe_s: float = 10.0
+    only_ours: bool = False
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ReadLimits:
+    """Time limits of a read, a lease and its renewal, the number of retries, and the limits of peers."""
+
+    read_timeout_s: float
+    lease_s: float
+    renewed_s: float
+    peers: PeerLimits
+    retries: int = 1

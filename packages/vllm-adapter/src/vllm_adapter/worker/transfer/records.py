@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Literal, final
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from vllm_adapter.ports import AgentMetadata, PeerAddress, PeerPlan, ReadOrder, TransferResult
+    from vllm_adapter.ports import AgentMetadata, PeerAddress, PeerPlan, ReadOrder, StreamOrder, TransferResult
     from vllm_adapter.steps import Rank, ReadEnd, ReadTimes
-    from vllm_adapter.worker.conversion import ConversionStep
-    from vllm_adapter.worker.transfer.limits import ReadLimits
+    from vllm_adapter.worker.pages import ConversionStep
+    from vllm_adapter.worker.transfer.parts import ReadLimits
 
 __all__ = ["FinishedRead", "PeerEngine", "Read", "is_peer_at_fault", "is_same_place", "may_be_mended"]
 
@@ -49,6 +49,7 @@ class Read:
     Attributes:
         order: Order that the read carries out.
         times: Timestamps of its stages.
+        stream: Order of the stream that it waits to begin; None for a plain read, and once the stream has begun or ended.
         engine: Engine that the read was posted to; None before.
         attempt: Number of the current attempt; 0 before the first post.
         deadline_s: Time at which the read is given up, across both attempts.
@@ -68,6 +69,7 @@ class Read:
 
     order: ReadOrder
     times: ReadTimes
+    stream: StreamOrder | None = None
     engine: PeerEngine | None = None
     attempt: int = 0
     deadline_s: float = 0.0

@@ -14,21 +14,30 @@ from typing import TYPE_CHECKING, Final, final
 import numpy as np
 
 from vllm_adapter.errors import AdapterError, code_of
-from vllm_adapter.steps import STREAM_STOPPED, ReadEnd
-from vllm_adapter.worker.transfer.records import FinishedRead, is_peer_at_fault
-from vllm_adapter.worker.transfer.stalls import note_quarantine
-from vllm_adapter.worker.transfer.stream_records import FollowedRank, Part, Stream, as_one_read
+from vllm_adapter.steps import STREAM_STOPPED, ReadEnd, ReadTimes
+from vllm_adapter.worker.transfer.describing import note_quarantine
+from vllm_adapter.worker.transfer.records import FinishedRead, Read, is_peer_at_fault
+from vllm_adapter.worker.transfer.stream_records import FollowedRank, Part, Stream, StreamEvents, as_one_read
+from vllm_adapter.worker.transfer.tickets import refusal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from vllm_adapter.ports import Indices, StreamOrder, StreamPart, StreamReaders, StreamReport, TransferResult
+    from vllm_adapter.ports import (
+        Indices,
+        StreamOrder,
+        StreamPart,
+        StreamPlan,
+        StreamReaders,
+        StreamReport,
+        TransferResult,
+    )
     from vllm_adapter.steps import Rank
     from vllm_adapter.worker.transfer.messages import ProducerMessages
     from vllm_adapter.worker.transfer.parts import TransferParts
     from vllm_adapter.worker.transfer.peers import PeerDirectory
-    from vllm_adapter.worker.transfer.records import PeerEngine, Read
-    from vllm_adapter.worker.transfer.stream_parts import StreamShape
+    from vllm_adapter.worker.transfer.records import PeerEngine
+from vllm_adapter.worker.transfer.stream_records import StreamShape
 
 __all__ = ["StreamCoordinator"]
 
@@ -85,6 +94,7 @@ class StreamCoordinator:
         self._messages = messages
         self._transfer_timeout_s = transfer_timeout_s
         self._ended = ended
+        self._events = StreamEvents(self._on_progress, self._on_table, self._on_broken)
         self._ranks: dict[str, FollowedRank] = {}
         self._streams: dict[str, Stream] = {}
         self._transfers: dict[str, tuple[FollowedRank, bool]] = {}
@@ -92,6 +102,46 @@ class StreamCoordinator:
         self._count = 0
 
     # ---------------------------------------------------------------------------------------------- orders
+
+    def apply(self, plan: StreamPlan) -> None:
+        """Follow and stop streams as a step orders; each order fails alone."""
+        for order in plan.watches:
+            self.follow(order)
+        for request_id in plan.stops:
+            with self._parts.recorder.guarded("end of a stream"):
+                self.stop(request_id)
+
+    def follow(self, order: StreamOrder) -> None:
+        """Follow a stream, at once or when its engine is ready."""
+        read = Read(order.read, ReadTimes(self._parts.now_s()), stream=order)
+        try:
+            self._peers.submit(read)
+        except Exception as error:  # noqa: BLE001  (one order can only fail itself)
+            self._parts.recorder.trouble("order of a stream", error)
+            self.not_met(read, code_of(error), str(error))
+
+    def ready(self, read: Read, order: StreamOrder, engine: PeerEngine) -> None:
+        """Begin a stream whose engine is ready; if it cannot begin, end it."""
+        read.stream = None
+        try:
+            reason = refusal(order.read, engine)
+            if reason is None:
+                self.begin(read, order, engine)
+                return
+        except Exception as error:  # noqa: BLE001  (one order can only fail itself)
+            self._parts.recorder.trouble("start of a stream", error)
+            reason = code_of(error), str(error)
+        self._end_unbegun(read, *reason)
+
+    def not_met(self, read: Read, code: str, message: str) -> None:
+        """End a stream whose engine cannot be read from."""
+        if read.stream is not None:
+            read.was_met = False
+            self._end_unbegun(read, code, message)
+
+    def _end_unbegun(self, read: Read, code: str, message: str) -> None:
+        read.stream, read.is_ended = None, True
+        self._ended(FinishedRead(ReadEnd(read.order, code, message, read.times, self._parts.now_s(), read.was_met)))
 
     def begin(self, read: Read, order: StreamOrder, engine: PeerEngine) -> None:
         """Follow a stream of an engine that is ready; ignore a second stream of a request, since the end of the first one stands.
@@ -127,7 +177,7 @@ class StreamCoordinator:
     def _follow_ranks(self, stream: Stream, generation: int) -> None:
         order, entry_tokens = stream.order, self._shape.entry_tokens
         for rank in stream.plan.producer_ranks:
-            following = FollowedRank(self, stream, rank)
+            following = FollowedRank(self._events, stream, rank)
             self._readers.watch(
                 following.name,
                 generation=generation,
@@ -147,7 +197,11 @@ class StreamCoordinator:
             self._give_up(following.stream, code_of(error), str(error))
 
     def stop(self, request_id: str) -> None:
-        """Stop reading; the end is reported, as failed, once all transfers are quiet."""
+        """Stop a stream; its end is reported, as failed, once all its transfers are quiet."""
+        for read in self._peers.waiting(request_id):
+            # The read keeps waiting as one that has ended, to notify its producer that the blocks are not needed.
+            if read.stream is not None:
+                self._end_unbegun(read, STREAM_STOPPED, "the stream was given up before it began")
         stream = self._streams.get(request_id)
         if stream is None:
             return
@@ -157,7 +211,7 @@ class StreamCoordinator:
         self._settle()
 
     def break_all(self, code: str, message: str) -> None:
-        """Stop all streams; each is reported once it is quiet."""
+        """Stop all streams that have begun; each is reported once it is quiet."""
         for stream in list(self._streams.values()):
             stream.is_torn = True
             self._give_up(stream, code, message)
@@ -213,7 +267,7 @@ class StreamCoordinator:
 
     # ---------------------------------------------------------------------------------------------- what watches tell
 
-    def on_progress(self, following: FollowedRank, tag: int, tokens: int) -> None:
+    def _on_progress(self, following: FollowedRank, tag: int, tokens: int) -> None:
         """Process a rank's progress."""
         part = self._readers.observed(following.name, tag, tokens, self._parts.now_s())
         if part is not None:
@@ -240,7 +294,7 @@ class StreamCoordinator:
         if not asked.missing:
             self._post(following, asked)
 
-    def on_table(self, following: FollowedRank, first: int, ids: tuple[int, ...]) -> None:
+    def _on_table(self, following: FollowedRank, first: int, ids: tuple[int, ...]) -> None:
         """Process entries of a rank's table; read the part whose entries are now complete."""
         part = next((each for each in following.parts if first in each.missing), None)
         if part is None:
@@ -251,7 +305,7 @@ class StreamCoordinator:
             self._post(following, part)
         self._settle()
 
-    def on_broken(self, following: FollowedRank, code: str, message: str) -> None:
+    def _on_broken(self, following: FollowedRank, code: str, message: str) -> None:
         """Process the end of a rank's watch."""
         self._give_up(following.stream, code, message)
         self._drop(following.stream, code, message)
