@@ -18,7 +18,7 @@ from world import Process, World
 from kv_handshake import Listener
 from kv_handshake._net.loop import Loop as ClientLoop
 from kv_handshake._stream.asker import Asker
-from vllm_adapter.worker.chunk_marks import ChunkMarks
+from vllm_adapter.worker.streams import ChunkMarks
 
 if TYPE_CHECKING:
     from engine import Engine

@@ -21,7 +21,7 @@ from kv_nixl_agent.testing import FakeFabric
 from vllm_adapter.cli.answer_shape import AnswerShape, misfit
 from vllm_adapter.config import Settings
 from vllm_adapter.wiring import WorkerParts
-from vllm_adapter.worker import status as worker_status_module
+from vllm_adapter.worker import health as worker_status_module
 from vllm_adapter.worker.engine_thread import WorkerSide
 from vllm_adapter.worker.registration import Registration
 

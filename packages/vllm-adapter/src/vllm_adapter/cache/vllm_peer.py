@@ -17,17 +17,17 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, cast
 
-from vllm_adapter.cache.documents import with_names
+from vllm_adapter.cache.documents import RegionDocument, with_names
 from vllm_adapter.cache.fields import extent_bytes, held_bytes
 from vllm_adapter.cache.vllm_facts import read_facts
 from vllm_adapter.errors import AdapterError
-from vllm_adapter.ports.topology import RegionDocument
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
+    from vllm_adapter.cache.documents import GeometryDocument, PeerSizes
     from vllm_adapter.cache.vllm_facts import PeerFacts
-    from vllm_adapter.ports import GeometryDocument, MemoryKind, PeerSizes, Reshard
+    from vllm_adapter.ports import MemoryKind
 
 __all__ = ["derive_document"]
 
@@ -38,7 +38,7 @@ def derive_document(
     rank: tuple[int, int],
     sizes: PeerSizes,
     *,
-    reshard: Reshard,
+    reshard: Callable[..., Mapping[str, object]],
     dealt_groups: Sequence[bool],
 ) -> GeometryDocument:
     """Return the geometry document of a rank of vLLM's own connector.

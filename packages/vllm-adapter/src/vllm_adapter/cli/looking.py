@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from vllm_adapter.cli.findings import Findings, Topic
-    from vllm_adapter.ports import PeerMetadata
+    from vllm_adapter.ports import AgentMetadata
     from vllm_adapter.wiring import ProbedEngine
 
 __all__ = ["Place", "Seen", "Way", "look", "look_further"]
@@ -95,7 +95,7 @@ class Seen:
     has_all_ranks: bool
 
     @property
-    def first(self) -> PeerMetadata:
+    def first(self) -> AgentMetadata:
         """Metadata of one rank, for what is the same on all."""
         return next(iter(self.probed.peers.values()))
 
@@ -200,7 +200,7 @@ def _missing(place: Place, way: Way, rank: Rank) -> str:
     return ""
 
 
-def _sizes(metadata: PeerMetadata) -> tuple[int, int]:
+def _sizes(metadata: AgentMetadata) -> tuple[int, int]:
     """Return (tp, pp) as the geometry document of our own peers says; 1 and 1 without one."""
     document = _document(metadata.geometry) if metadata.geometry is not None else {}
     return _size(document.get("tp")), _size(document.get("pp"))

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast, final
+from typing import TYPE_CHECKING, cast
 
-from vllm_adapter.cache.documents import with_names
+from vllm_adapter.cache.documents import PeerSizes, with_names
 from vllm_adapter.cache.peer_geometry import PeerGeometry
 from vllm_adapter.config import RENEWED_PART
 from vllm_adapter.errors import code_of
-from vllm_adapter.wiring import PairPlan
+from vllm_adapter.wiring import PairPlan, reshard
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from vllm_adapter.cache.documents import GeometryDocument
     from vllm_adapter.cli.findings import Findings
     from vllm_adapter.cli.looking import Seen
     from vllm_adapter.cli.terms import Terms
-    from vllm_adapter.ports import Comparison, Difference, GeometryDocument, PeerPlan, PlanEstimate
+    from vllm_adapter.ports import Comparison, Difference, Estimate, PeerPlan
 
 __all__ = ["check_clocks", "check_factors", "check_plan", "check_terms"]
 
@@ -98,16 +98,6 @@ def _value(value: object) -> str:
 # --------------------------------------------------------------------------------------------------------------- plan
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class _Sizes:
-    """Parallel sizes of the prefill engine, as a ticket tells them."""
-
-    tp: int
-    pp: int
-    dcp: int
-
-
 def check_plan(prefill: Seen, decode: Seen, gigabytes_per_s: float | None, findings: Findings) -> None:
     """Plan the reads of each decode rank, and tell what a prompt costs."""
     if not decode.is_ours:
@@ -116,7 +106,7 @@ def check_plan(prefill: Seen, decode: Seen, gigabytes_per_s: float | None, findi
     if not (prefill.has_all_ranks and decode.has_all_ranks):
         findings.note("plan", "plan-not-known", "no plan was made: it needs all ranks, and some do not answer")
         return
-    costs: list[PlanEstimate] = []
+    costs: list[Estimate] = []
     for rank in sorted(decode.probed.peers):
         where = f"decode rank {rank[0]}.{rank[1]}"
         try:
@@ -135,13 +125,13 @@ def check_plan(prefill: Seen, decode: Seen, gigabytes_per_s: float | None, findi
 
 def _plan(
     prefill: Seen, decode: Seen, rank: tuple[int, int], gigabytes_per_s: float | None
-) -> tuple[PeerPlan, PlanEstimate]:
+) -> tuple[PeerPlan, Estimate]:
     local = with_names(decode.document(rank))
     kind = PeerGeometry.memory_kind(decode.probed.peers[rank])
     pair = PairPlan(kind, gigabytes_per_s)
     dcp = max([group["context"][0] for group in local["groups"]], default=1)
-    sizes = _Sizes(prefill.tp, prefill.pp, dcp if not prefill.is_ours else _context_size(prefill))
-    geometry = PeerGeometry(pair.planner.reshard, tuple(group["kind"] != "state" for group in local["groups"]))
+    sizes = PeerSizes(prefill.tp, prefill.pp, dcp if not prefill.is_ours else _context_size(prefill))
+    geometry = PeerGeometry(reshard, tuple(group["kind"] != "state" for group in local["groups"]))
     documents: dict[tuple[int, int], Mapping[str, object]] = {
         number: geometry.document(local, metadata, number, sizes) for number, metadata in prefill.probed.peers.items()
     }
@@ -154,7 +144,7 @@ def _context_size(seen: Seen) -> int:
     return max([group["context"][0] for group in document["groups"]], default=1)
 
 
-def _tell_cost(costs: list[PlanEstimate], gigabytes_per_s: float | None, findings: Findings) -> None:
+def _tell_cost(costs: list[Estimate], gigabytes_per_s: float | None, findings: Findings) -> None:
     """Tell the slowest rank's time and all ranks' bytes for a prompt of 1024 tokens."""
     moved = sum(cost.bytes_per_token * _PROMPT_TOKENS + cost.state_bytes for cost in costs)
     slowest_us = max(

@@ -11,30 +11,21 @@ cuts heads unevenly, so with 8 heads 3 and 5 are not among those that it might b
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING
 
-from vllm_adapter.cache.documents import with_names
+from vllm_adapter.cache.documents import PeerSizes, with_names
 from vllm_adapter.cache.peer_geometry import PeerGeometry
 from vllm_adapter.errors import AdapterError, code_of
-from vllm_adapter.wiring import PairPlan
+from vllm_adapter.wiring import reshard
 
 if TYPE_CHECKING:
+    from vllm_adapter.cache.documents import GeometryDocument
     from vllm_adapter.cli.findings import Findings
     from vllm_adapter.cli.looking import Seen
-    from vllm_adapter.ports import GeometryDocument
 
 __all__ = ["may_ask_further"]
 
 _FIRST = (0, 0)
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class _Sizes:
-    tp: int
-    pp: int
-    dcp: int
 
 
 def may_ask_further(prefill: Seen, decode: Seen | None, findings: Findings, *, is_trusted: bool) -> bool:
@@ -84,9 +75,8 @@ def _contradiction(prefill: Seen, decode: Seen, tp: int) -> Exception | None:
         local = with_names(decode.document(rank))
         _require_even(local, tp)
         dcp = max([group["context"][0] for group in local["groups"]], default=1)
-        planner = PairPlan(PeerGeometry.memory_kind(decode.probed.peers[rank])).planner
-        geometry = PeerGeometry(planner.reshard, tuple(group["kind"] != "state" for group in local["groups"]))
-        geometry.document(local, prefill.first, _FIRST, _Sizes(tp, prefill.pp, dcp))
+        geometry = PeerGeometry(reshard, tuple(group["kind"] != "state" for group in local["groups"]))
+        geometry.document(local, prefill.first, _FIRST, PeerSizes(tp, prefill.pp, dcp))
     except Exception as error:  # noqa: BLE001  (whatever forbids the size is the answer)
         return error
     return None

@@ -19,7 +19,7 @@ from vllm_adapter.observe.plain_text import short_text
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-    from vllm_adapter.ports import ReadFigures
+    from vllm_adapter.ports import TransferResult
 
 __all__ = ["CHANGE_KEYS", "CODE_KEYS", "FAILURE_KEYS", "PATH_KEY", "SERIES_KEYS", "Recorder", "empty_observations"]
 
@@ -109,7 +109,7 @@ class Recorder:
 
     # ---------------------------------------------------------------------------------------------- observations
 
-    def read_done(self, result: ReadFigures) -> None:
+    def read_done(self, result: TransferResult) -> None:
         """Record a read from one producer rank that is done: a transfer, or all parts of a streamed prompt."""
         with self._lock:
             data = self._data
