@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from odd_input import ODD_VALUES, UNREADABLE, WRONG, Ended, changed, check_end, places, run
 from test_trace import answers as trace_answers
 
-from vllm_adapter.cli import asking, reading, trace_text
+from vllm_adapter.cli import asking, reading, trace
 from vllm_adapter.cli.answer_shape import AnswerShape, misfit
 from vllm_adapter.cli.asking import Answer
 from vllm_adapter.cli.json_values import parse_json
@@ -177,8 +177,8 @@ def test_a_saved_answer_with_any_value_is_shown_or_refused(
 @example(1e18, 0.0, 5e-324)
 @example(2.0, 1.0, 4.0)
 def test_a_bar_lies_within_its_columns(begin_s: float, duration_s: float, whole_s: float) -> None:
-    bar = trace_text._bar(Span("", "", begin_s, duration_s), whole_s)
-    assert len(bar) <= trace_text._BAR_COLUMNS
+    bar = trace._bar(Span("", "", begin_s, duration_s), whole_s)
+    assert len(bar) <= trace._BAR_COLUMNS
     assert bool(bar.strip()) is (whole_s > 0)
     if (begin_s, duration_s, whole_s) == (2.0, 1.0, 4.0):
         assert bar == " " * 14 + "#" * 7
