@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, final
 
 from kvdev.engines import metric_sum
-from vllm_adapter.cli.asking import Answer, ask_all
+from vllm_adapter.cli.engines import ask_all
+from vllm_adapter.observe.answers import Answer
 
 __all__ = [
     "HELD_BY_ENGINE",

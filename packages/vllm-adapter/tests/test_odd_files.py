@@ -16,9 +16,9 @@ from odd_input import NOBODY, ODD_NUMBERS, UNREADABLE, WRONG, check_end, numeric
 from test_trace import answers as trace_answers
 
 import vllm_adapter.cli
-from vllm_adapter.cli.json_values import json_text, parse_json
+from vllm_adapter.cli.values import json_text, parse_json
 from vllm_adapter.errors import AdapterError
-from vllm_adapter.observe import status_folder as folders
+from vllm_adapter.observe import status_socket as folders
 
 SOURCES = Path(vllm_adapter.cli.__file__).parent
 
@@ -123,7 +123,7 @@ def test_one_module_reads_json() -> None:
         for file in SOURCES.rglob("*.py")
         if re.search(r"json\.loads?\(|read_text\(\w*[^\w:)]", file.read_text())
     ]
-    assert readers == ["json_values.py"]
+    assert readers == ["values.py"]
 
 
 # -------------------------------------------------------------------------------------------------------------- numbers

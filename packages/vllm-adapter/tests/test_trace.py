@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from vllm_adapter.cli import main
-from vllm_adapter.cli.asking import Answer
 from vllm_adapter.cli.timeline import Timeline, join_hand_overs, make_timeline
 from vllm_adapter.cli.trace import timeline_text
-from vllm_adapter.observe import status_folder as folders
+from vllm_adapter.observe import status_socket as folders
 from vllm_adapter.observe.status_socket import StatusSocket
 
 SHIFTS = {"P/scheduler": 1000.0, "P/0.0": -3.0, "D/scheduler": 0.0, "D/0.0": 52.5, "D/0.1": 9.0}
@@ -43,7 +43,7 @@ FAST_RANK = {**RANK, "completed": 0.1525}
 SOURCE = {"granted": 0.101, "read": 0.151, "freed": 0.153}
 
 
-def told(process: str, moments: Mapping[str, float], role: str, request_id: str, **facts: object) -> Answer:
+def told(process: str, moments: Mapping[str, float], role: str, request_id: str, **facts: object) -> dict[str, Any]:
     """Return a process's answer to a command whose clock runs 5000 s ahead of the true time."""
     engine_id, part = process.split("/")
     shift_s = SHIFTS[process]
@@ -60,7 +60,7 @@ def told(process: str, moments: Mapping[str, float], role: str, request_id: str,
     }
 
 
-def answers() -> list[Answer]:
+def answers() -> list[Any]:
     peer = {"peer_engine_id": "P", "peer_request_id": "p1"}
     return [
         told("P/scheduler", PREFILL, "producer", "p1", frontend_s=0.010, tokens=512),
@@ -71,7 +71,7 @@ def answers() -> list[Answer]:
     ]
 
 
-def timeline(found: list[Answer], *, measured_s: float | None = None) -> Timeline:
+def timeline(found: list[Any], *, measured_s: float | None = None) -> Timeline:
     (hand_over,) = join_hand_overs(found)
     return make_timeline(hand_over, measured_s=measured_s)
 
@@ -205,7 +205,7 @@ STREAMED_RANK = {
 STREAMED_SOURCE = {"granted": 0.101, "read": 0.112, "freed": 0.113}
 
 
-def streamed(decode: Mapping[str, float] = STREAMED_DECODE, rank: Mapping[str, float] = STREAMED_RANK) -> list[Answer]:
+def streamed(decode: Mapping[str, float] = STREAMED_DECODE, rank: Mapping[str, float] = STREAMED_RANK) -> list[Any]:
     """Return answers after a router asked both engines at once: decode arrives long before prefill has answered."""
     peer = {"peer_engine_id": "P", "peer_request_id": "p1"}
     early = {"is_early": True, "is_streamed": True, "frontend_s": 0.002, "tokens": 512}

@@ -11,8 +11,7 @@ import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, final
 
-from kv_handshake import Client, Codec, Listener, LocalOffer, Timing, dialect_of_vllm
-from kv_handshake.inspect import Recording, Snapshot, compare, probe
+from kv_handshake import Client, Codec, Listener, LocalOffer, Timing
 from kv_handshake.security import ClientSecurity, ServerSecurity
 from kv_nixl_agent import AgentOptions, BackendOptions, ThreadOptions, TransferThread
 from kv_nixl_agent.port import PortFactory, open_nixl
@@ -43,13 +42,10 @@ if TYPE_CHECKING:
     from vllm_adapter.fleet_secrets import FleetSecrets
 
 __all__ = [
-    "PairPlan",
-    "ProbedEngine",
+    "PERMUTE_GB_S",
     "SchedulerParts",
     "WorkerParts",
-    "connector_version",
     "prefill_request_params",
-    "probe_engine",
     "prompt_digest",
 ]
 
@@ -63,7 +59,7 @@ _CAPABILITIES: Mapping[str, Literal["supported"]] = {"nonce": "supported", "prom
 _STREAMING_CAPABILITIES: Mapping[str, Literal["supported"]] = {**_CAPABILITIES, "ask": "supported"}
 
 _CORES_TO_SPARE = 8
-_PERMUTE_GB_S = {"DRAM": 1.2, "VRAM": 10.0}
+PERMUTE_GB_S = {"DRAM": 1.2, "VRAM": 10.0}
 """Speed of permuting pages, by which "auto" decides. DRAM: as measured with torch on one core, 134 MB of 32 layers."""
 
 
@@ -170,7 +166,7 @@ class WorkerParts:
 
     def make_planner(self, memory_kind: ports.MemoryKind, *, can_convert: bool) -> ports.Planner:
         """Return the planner for geometry documents; without a converter it makes only plans that need no conversion."""
-        cost = CostModel(permute_gb_s=_PERMUTE_GB_S[memory_kind])
+        cost = CostModel(permute_gb_s=PERMUTE_GB_S[memory_kind])
         return Planner(staging=self.settings.receive_conversion if can_convert else "never", cost=cost)
 
     @property
@@ -279,95 +275,6 @@ class WorkerParts:
         factors = {**facts.factors, **facts.extra_factors}
         rank = (facts.pp_rank, facts.tp_rank)
         return self.codec.encode_envelope(fields, factors, dialect=facts.connector_version, rank=rank)
-
-
-# ----------------------------------------------------------------------------------------- engines seen from outside
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class ProbedEngine:
-    """An engine's answers on its side channel, from one manual probe.
-
-    Attributes:
-        peers: Metadata by (pp, tp) rank.
-        clock_offset_s: Its clock minus ours, in seconds; None if it does not announce its clock.
-        recording: The frames as received.
-    """
-
-    peers: Mapping[tuple[int, int], ports.PeerMetadata]
-    clock_offset_s: float | None
-    recording: Recording
-
-    def differences_to(self, producer: ProbedEngine) -> ports.Comparison:
-        """Compare this engine, as the consumer, with a producer."""
-        return compare(
-            Snapshot.of("consumer", self.recording), Snapshot.of("producer", producer.recording), supposed=None
-        )
-
-
-def probe_engine(
-    host: str,
-    port: int,
-    ranks: Sequence[tuple[int, int]],
-    *,
-    dialect: int,
-    timeout_s: float,
-    key_files: tuple[str, str] | None = None,
-) -> ProbedEngine:
-    """Ask a listener for the metadata of some ranks; raises coded errors.
-
-    Args:
-        host: Address of the side channel.
-        port: Its port.
-        ranks: (pp, tp) ranks to ask for.
-        dialect: Connector version of the engine.
-        timeout_s: Longest wait for each reply.
-        key_files: Our secret certificate and the engine's public one, for an encrypted side channel.
-    """
-    security = ClientSecurity.read(*key_files) if key_files is not None else None
-    seen = probe(host, port, ranks=ranks, dialect=dialect, timeout_s=timeout_s, security=security)
-    return ProbedEngine(seen.peers, seen.clock_offset_s, seen.recording)
-
-
-def connector_version(vllm: str) -> int:
-    """Return the connector version of a vLLM release, e.g. 14 for 0.32.0; raises a coded error for one that is not known."""
-    return dialect_of_vllm(vllm).version
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class PairPlan:
-    """Plans the reads of one engine's rank from another engine, from documents that both sent.
-
-    Attributes:
-        memory_kind: Memory kind of the pages that are read into.
-        gigabytes_per_s: Speed of the wire, for the cost; None for shared memory on one host.
-    """
-
-    memory_kind: ports.MemoryKind
-    gigabytes_per_s: float | None = None
-
-    @property
-    def planner(self) -> ports.Planner:
-        """Plans as an engine with `receive_conversion` "auto" does."""
-        return self._planner
-
-    @property
-    def _planner(self) -> Planner:
-        permute = _PERMUTE_GB_S[self.memory_kind]
-        speed = self.gigabytes_per_s
-        cost = (
-            CostModel(permute_gb_s=permute) if speed is None else CostModel(bandwidth_gb_s=speed, permute_gb_s=permute)
-        )
-        return Planner(staging="auto", cost=cost)
-
-    def plan(
-        self, local: Mapping[str, object], peers: Mapping[tuple[int, int], Mapping[str, object]], *, peer_tp: int
-    ) -> tuple[ports.PeerPlan, ports.PlanEstimate]:
-        """Return one rank's plan and its estimated cost; raises coded errors for pairs that cannot be joined."""
-        plan = self._planner.plan(local, peers, peer_tp=peer_tp)
-        return plan, plan.estimate
 
 
 def _client_security(settings: Settings) -> ClientSecurity | None:

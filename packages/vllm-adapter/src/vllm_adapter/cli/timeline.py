@@ -11,12 +11,12 @@ complete" leaves at 3.004 s of D's and arrives at 10.008 s of P's, so D - P is a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, final
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from vllm_adapter.cli.asking import Answer
+    from vllm_adapter.observe.answers import Answer, HandOverEntry
 
 __all__ = ["HandOver", "Record", "Span", "Timeline", "join_hand_overs", "make_timeline"]
 
@@ -66,7 +66,7 @@ class Record:
         part: Its part of the engine: `scheduler`, or a rank as `0.1`.
         machine: The command that asked it, whose clock `moments` are read by; its own name where that is not known.
         uncertainty_s: Uncertainty of its clock against that machine's.
-        facts: Plain values.
+        facts: The entry of its answer.
         moments: Seconds by stage.
     """
 
@@ -74,7 +74,7 @@ class Record:
     part: str
     machine: str
     uncertainty_s: float
-    facts: dict[str, Any]
+    facts: HandOverEntry
     moments: dict[str, float]
 
     @property
@@ -85,7 +85,7 @@ class Record:
     @property
     def request_id(self) -> str:
         """The engine's own request."""
-        return str(self.facts.get("request_id", ""))
+        return self.facts.get("request_id") or ""
 
 
 @final
@@ -140,19 +140,17 @@ def _records(answer: Answer) -> Iterator[Record]:
     """Yield an answer's hand-overs, their moments by the clock of the command that asked."""
     engine_id, part = str(answer.get("engine_id", "")), str(answer.get("part", ""))
     machine, ahead_s, uncertainty_s = f"{engine_id}/{part}", 0.0, 0.0
-    names = ("asked_s", "heard_s", "answered_s", "received_s")
-    readings = [float(answer[name]) for name in names if answer.get(name) is not None]
-    if len(readings) == len(names):
-        asked_s, heard_s, answered_s, received_s = readings
-        machine = str(answer.get("desk", "command"))
+    asked_s, heard_s = answer.get("asked_s"), answer.get("heard_s")
+    answered_s, received_s = answer.get("answered_s"), answer.get("received_s")
+    if asked_s is not None and heard_s is not None and answered_s is not None and received_s is not None:
+        machine = answer.get("desk") or "command"
         ahead_s = ((heard_s - asked_s) + (answered_s - received_s)) / 2
         uncertainty_s = abs((received_s - asked_s) - (answered_s - heard_s)) / 2
     for entry in answer.get("hand_overs") or ():
-        facts = {name: value for name, value in entry.items() if name != "moments"}
-        moments = {stage: float(at_s) - ahead_s for stage, at_s in entry["moments"].items() if at_s is not None}
+        moments = {stage: at_s - ahead_s for stage, at_s in entry["moments"].items() if at_s is not None}
         if "arrived" in moments:
-            moments["entered"] = moments["arrived"] - float(facts.get("frontend_s") or 0.0)
-        yield Record(engine_id, part, machine, uncertainty_s, facts, moments)
+            moments["entered"] = moments["arrived"] - (entry.get("frontend_s") or 0.0)
+        yield Record(engine_id, part, machine, uncertainty_s, entry, moments)
 
 
 def _messages(hand_over: HandOver) -> Iterator[tuple[Record, float, Record, float]]:
@@ -236,7 +234,7 @@ class Timeline:
 
     decode: dict[str, str]
     prefill: dict[str, object]
-    tokens: int | None
+    tokens: float | None
     bytes: int
     is_streamed: bool
     early_bytes: int
@@ -282,7 +280,7 @@ def make_timeline(hand_over: HandOver, *, measured_s: float | None = None) -> Ti
         sum(int(rank.facts.get("bytes") or 0) for rank in ranks),
         bool(decode.facts.get("is_streamed")),
         sum(int(rank.facts.get("early_bytes") or 0) for rank in ranks),
-        [str(rank.facts["code"]) for rank in ranks if rank.facts.get("code")],
+        [code for rank in ranks if (code := rank.facts.get("code"))],
         measured_s,
         total_s,
         named_s,

@@ -11,20 +11,17 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from vllm_adapter.cli.answer_shape import AnswerShape, misfit
-from vllm_adapter.cli.asking import ask_all
-from vllm_adapter.cli.json_values import json_text, parse_json, read_text
-from vllm_adapter.cli.options import refuse, seconds
+from vllm_adapter.cli.engines import ask_all
 from vllm_adapter.cli.timeline import join_hand_overs, make_timeline
+from vllm_adapter.cli.values import coded_errors, json_text, misfit, parse_json, read_text, seconds
 from vllm_adapter.errors import AdapterError
-from vllm_adapter.observe.plain_text import plain_text
-from vllm_adapter.observe.status_folder import status_folders
-from vllm_adapter.observe.status_socket import TRACE_REQUEST
+from vllm_adapter.observe.answers import Answer
+from vllm_adapter.observe.cause_log import plain_text
+from vllm_adapter.observe.status_socket import TRACE_REQUEST, status_folders
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from vllm_adapter.cli.asking import Answer
     from vllm_adapter.cli.timeline import HandOver, Span, Timeline
 
 __all__ = ["add_trace", "timeline_text"]
@@ -32,7 +29,6 @@ __all__ = ["add_trace", "timeline_text"]
 _MOST_UNEXPLAINED = 0.05
 """Part of the time to the first token that may stay without a name."""
 _UNEXPLAINED = 1
-_WRONG = 2
 _NOT_FOUND = 3
 _LEAST_TTFT_S = 1e-6
 _BAR_COLUMNS = 28
@@ -79,19 +75,17 @@ def _trace(
         str | None,
         typer.Option(metavar="FOLDER", help="Where the sockets are; default: where this user's engines put them."),
     ] = None,
-) -> int:
+) -> None:
     """Show one hand-over's timeline, put together from both engines."""
     folders = (Path(folder),) if folder else status_folders()
     desk = f"command {os.uname().nodename} {os.getpid()} {time.monotonic_ns()}"
-    try:
+    with coded_errors("trace"):
         if ttft is not None:
             seconds("--ttft", ttft, least_s=_LEAST_TTFT_S)
         saved = [answer for file in others or () for answer in _saved(file)]
-        answers = [{"desk": desk, **answer} for answer in ask_all(folders, request=TRACE_REQUEST)]
+        answers: list[Answer] = [{"desk": desk, **answer} for answer in ask_all(folders, request=TRACE_REQUEST)]
         if save:
             _write(save, answers)
-    except AdapterError as error:
-        return refuse("trace", error)
     answers += saved
     for answer in answers:
         if "error" in answer:
@@ -99,14 +93,15 @@ def _trace(
     hand_overs = join_hand_overs(answers)
     if lists:
         print(json_text([_ids(each) for each in hand_overs], indent=2) if as_json else _list_text(hand_overs))
-        return 0 if hand_overs else _NOT_FOUND
+        raise typer.Exit(0 if hand_overs else _NOT_FOUND)
     wanted = [each for each in hand_overs if request is None or _is_meant(each, request)]
     if not wanted:
         _say(_not_found(request, hand_overs, answers))
-        return _NOT_FOUND
+        raise typer.Exit(_NOT_FOUND)
     timeline = make_timeline(wanted[-1], measured_s=ttft)
     print(json_text(asdict(timeline), indent=2) if as_json else timeline_text(timeline))
-    return 0 if timeline.unexplained_part <= _MOST_UNEXPLAINED else _UNEXPLAINED
+    if timeline.unexplained_part > _MOST_UNEXPLAINED:
+        raise typer.Exit(_UNEXPLAINED)
 
 
 def _write(file: str, value: object) -> None:
@@ -123,7 +118,7 @@ def _saved(file: str) -> list[Answer]:
         AdapterError: `unreadable`.
     """
     found = parse_json(read_text(file), file)
-    if wrong := misfit(found, list[AnswerShape]):
+    if wrong := misfit(found, list[Answer]):
         raise AdapterError(f"{file} was not written by `vllm-adapter trace --save`: {wrong}", code="unreadable")
     return cast("list[Answer]", found)
 

@@ -22,7 +22,7 @@ from vllm_adapter.host.vllm import (
     side_channel_port,
     wants_host_buffer,
 )
-from vllm_adapter.observe.plain_text import plain_text
+from vllm_adapter.observe.cause_log import plain_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

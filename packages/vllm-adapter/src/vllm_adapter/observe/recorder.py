@@ -12,9 +12,8 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, final
 
-from vllm_adapter.observe.cause_log import CauseLog
+from vllm_adapter.observe.cause_log import CauseLog, short_text
 from vllm_adapter.observe.hand_overs import HandOverLog
-from vllm_adapter.observe.plain_text import short_text
 
 if TYPE_CHECKING:
     from collections.abc import Generator
