@@ -106,8 +106,9 @@ def test_every_code_of_the_check_is_on_its_page() -> None:
 def test_an_engine_loads_no_room_of_the_command_line() -> None:
     code = """
 import sys
-import vllm_adapter.plugin, vllm_adapter.scheduler.side, vllm_adapter.wiring, vllm_adapter.worker.engine_thread
-import vllm_adapter.host.answering
+import vllm_adapter.observe.status_socket, vllm_adapter.plugin
+import vllm_adapter.scheduler.side, vllm_adapter.wiring, vllm_adapter.worker.engine_thread
+
 rooms = ("vllm_adapter.cli", "vllm_adapter.__main__", "kv_handshake.inspect", "typer", "rich")
 sys.exit(repr([name for name in sys.modules if name.startswith(rooms)]))
 """

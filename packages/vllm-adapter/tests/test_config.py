@@ -18,10 +18,10 @@ from scheduler_engine import BLOCK, TEXT, Engine
 from kv_scheduler_state import GrantOrder, GroupConfig, SchedulerConfig, SchedulerStateError, StepPlan
 from vllm_adapter.cli import main
 from vllm_adapter.config import OBSOLETE_KEYS, Settings, check_mirror, describe_keys, load_keys, load_settings
+from vllm_adapter.config.start_checks import streaming_warnings
+from vllm_adapter.config.whole import check_transfer_config
 from vllm_adapter.errors import ConfigurationError
-from vllm_adapter.host.transfer_config import check_transfer_config
 from vllm_adapter.scheduler.side import SchedulerSide
-from vllm_adapter.streaming_warnings import streaming_warnings
 from vllm_adapter.wiring import SchedulerParts, WorkerParts
 from vllm_adapter.worker.registration import read_limits
 

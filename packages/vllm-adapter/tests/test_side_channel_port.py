@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 
 import vllm_adapter.host
 from vllm_adapter.config import Settings, load_settings
+from vllm_adapter.config.start_checks import PORT_VARIABLE, listening_port
 from vllm_adapter.errors import ConfigurationError, UnsupportedHost
-from vllm_adapter.host.side_channel_port import PORT_VARIABLE, listening_port
 from vllm_adapter.scheduler.side import SchedulerSide
 from vllm_adapter.scheduler.values import Arrival, Ending
 from vllm_adapter.wiring import SchedulerParts
@@ -237,7 +237,7 @@ def test_no_other_module_reads_the_variable() -> None:
         file.name: file.read_text().count(f"envs.{PORT_VARIABLE}") + file.read_text().count(f'"{PORT_VARIABLE}"')
         for file in SOURCES.parent.rglob("*.py")
     }
-    assert {name: count for name, count in readers.items() if count} == {"vllm.py": 1, "side_channel_port.py": 1}
+    assert {name: count for name, count in readers.items() if count} == {"vllm.py": 1, "start_checks.py": 1}
 
 
 # ---------------------------------------------------------------------------------------------------------- Ray's replica

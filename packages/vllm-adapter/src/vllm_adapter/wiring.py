@@ -30,8 +30,8 @@ from vllm_adapter import ports
 from vllm_adapter.cache.envelope import metadata_fields
 from vllm_adapter.cache.peer_geometry import PeerGeometry, pack_document
 from vllm_adapter.config import RENEWED_PART
+from vllm_adapter.config.secrets import configured_secrets
 from vllm_adapter.cores import core_count, use_allowed_cores
-from vllm_adapter.fleet_secrets import configured_secrets
 from vllm_adapter.observe.recorder import Recorder
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from vllm_adapter.cache.facts import CacheGroup, EngineFacts, LayerCache
     from vllm_adapter.config import Settings
-    from vllm_adapter.fleet_secrets import FleetSecrets
+    from vllm_adapter.config.secrets import FleetSecrets
 
 __all__ = [
     "PERMUTE_GB_S",

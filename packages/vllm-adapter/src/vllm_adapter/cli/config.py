@@ -10,8 +10,8 @@ import typer
 
 from vllm_adapter.cli.values import json_text, parse_json, read_text, source_name
 from vllm_adapter.config import describe_keys, describe_schema
+from vllm_adapter.config.whole import Problem, Verdict, check_transfer_config
 from vllm_adapter.errors import AdapterError
-from vllm_adapter.host.transfer_config import Problem, Verdict, check_transfer_config
 from vllm_adapter.observe.cause_log import plain_text
 
 __all__ = ["add_config"]

@@ -40,11 +40,11 @@ from vllm.v1.structured_output.request import StructuredOutputRequest
 
 from vllm_adapter.cache.facts import EngineFacts
 from vllm_adapter.config import Settings
+from vllm_adapter.config.start_checks import listening_port
 from vllm_adapter.errors import UnsupportedHost
 from vllm_adapter.host.cache_config import cache_groups, state_groups, transfer_group_ids
 from vllm_adapter.host.drafting import backoff_tokens
 from vllm_adapter.host.factors import computation_factors, vllm_factors, weight_factors
-from vllm_adapter.host.side_channel_port import listening_port
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

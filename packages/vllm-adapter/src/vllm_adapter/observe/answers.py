@@ -117,7 +117,7 @@ class Answer(TypedDict, total=False):
     fence_slots_used: Number | None
     stream_slots_used: Number | None
     stream_blocks_held: Number | None
-    requests_by_state: dict[str, Number] | None
+    requests_by_state: dict[str, int] | None
     oldest_requests: list[Entry] | None
     # Of a rank's.
     is_asleep: bool | None

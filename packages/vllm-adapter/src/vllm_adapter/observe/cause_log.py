@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, final
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["CauseLog", "plain_text", "short_text"]
+__all__ = ["CauseLog", "plain_text", "short_text", "tag_lines"]
 
 # A child of the host's logger, so that its format and level apply.
 _logger = logging.getLogger("vllm.vllm_adapter")
 
 _LINES = 10
 _PERIOD_S = 10.0
+_TAG = "kv-transfer: "
 _MOST_CHARS = 2000
 _MOST_CAUSES = 256
 """Most causes that are told apart; codes are few, and all further ones count as one cause."""
@@ -108,6 +109,25 @@ def _harmless(value: object) -> object:
 
 def _indented(trace: str) -> str:
     return "".join(f"\n    {plain_text(line)}" for line in trace.splitlines())
+
+
+@final
+class _Tag(logging.Filter):
+    """Puts the connector's tag in front of each of its lines, and keeps each on one line, whatever text a client sent."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        try:
+            text = record.getMessage()
+        except Exception:  # noqa: BLE001  (arguments that do not fit: logging itself reports that)
+            return True
+        record.msg, record.args = short_text(text if text.startswith(_TAG) else _TAG + text), None
+        return True
+
+
+def tag_lines() -> None:
+    """Prefix every log line of this package with `kv-transfer: `; once per process."""
+    if not any(isinstance(known, _Tag) for known in _logger.filters):
+        _logger.addFilter(_Tag())
 
 
 def plain_text(text: str) -> str:

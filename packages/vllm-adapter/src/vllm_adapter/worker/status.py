@@ -11,9 +11,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from vllm_adapter.cache.facts import EngineFacts
+    from vllm_adapter.observe.answers import Answer, ThreadHealth
     from vllm_adapter.ports import TransferThread
     from vllm_adapter.worker.registration import Registration
 
@@ -38,9 +37,9 @@ _FIGURES = (
 
 def worker_status(
     facts: EngineFacts, registration: Registration | None, *, is_registered: bool, is_asleep: bool
-) -> dict[str, object]:
+) -> Answer:
     """Return health, leases, reads, peers, quarantine and stalls of a rank."""
-    status: dict[str, object] = {
+    status: Answer = {
         "part": f"{facts.pp_rank}.{facts.tp_rank}",
         "engine_id": facts.engine_id,
         "is_asleep": is_asleep,
@@ -64,7 +63,7 @@ def worker_status(
     }
 
 
-def _health(agent: TransferThread) -> dict[str, object]:
+def _health(agent: TransferThread) -> ThreadHealth:
     health = agent.health()
     return {
         "state": health.state,
@@ -75,9 +74,9 @@ def _health(agent: TransferThread) -> dict[str, object]:
     }
 
 
-def _described(registration: Registration) -> Mapping[str, object]:
+def _described(registration: Registration) -> Answer:
     """Return the transfer thread's description of its leases, reads and peers; empty if it does not answer."""
-    box: list[Mapping[str, object]] = []
+    box: list[Answer] = []
     is_done = threading.Event()
 
     def describe() -> None:

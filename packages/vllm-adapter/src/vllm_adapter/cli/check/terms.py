@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, final
 
 from vllm_adapter.cli.values import parse_json, read_text, source_name
 from vllm_adapter.config import RENEWED_PART, load_settings
+from vllm_adapter.config.secrets import FleetSecrets, secrets_in_variable
+from vllm_adapter.config.whole import check_transfer_config
 from vllm_adapter.errors import ConfigurationError
-from vllm_adapter.fleet_secrets import FleetSecrets, secrets_in_variable
-from vllm_adapter.host.transfer_config import check_transfer_config
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
