@@ -36,73 +36,18 @@ _CLEARED = "\x1b[2J\x1b[H"
 
 _PIPE_COLUMNS = 160
 _COLUMNS = ("engine", "part", "pid", "thread", "leases", "reads", "peers", "quarantine", "stalls", "read so far")
-_DETAILS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
+_DETAILS = (
+    ("requests", "oldest_requests", "request_id role state age_s peer_engine_id waits_for"),
+    ("leases", "oldest_leases", "request_id state left_s last_heartbeat_s readers_done readers_needed"),
+    ("reads", "oldest_reads", "request_id peer_engine_id stage age_s deadline_in_s attempt code"),
+    ("streamed reads", "oldest_streams", "request_id peer_engine_id stage tokens_finished tokens bytes age_s"),
     (
-        "oldest_requests",
-        "requests",
-        (
-            ("request", "request_id"),
-            ("role", "role"),
-            ("state", "state"),
-            ("age", "age_s"),
-            ("peer", "peer_engine_id"),
-            ("waits for", "waits_for"),
-        ),
-    ),
-    (
-        "oldest_leases",
-        "leases",
-        (
-            ("request", "request_id"),
-            ("state", "state"),
-            ("left", "left_s"),
-            ("last heartbeat", "last_heartbeat_s"),
-            ("readers done", "readers_done"),
-            ("of", "readers_needed"),
-        ),
-    ),
-    (
-        "oldest_reads",
-        "reads",
-        (
-            ("request", "request_id"),
-            ("from engine", "peer_engine_id"),
-            ("stage", "stage"),
-            ("age", "age_s"),
-            ("given up in", "deadline_in_s"),
-            ("attempt", "attempt"),
-            ("failure", "code"),
-        ),
-    ),
-    (
-        "oldest_streams",
-        "streamed reads",
-        (
-            ("request", "request_id"),
-            ("from engine", "peer_engine_id"),
-            ("stage", "stage"),
-            ("tokens finished there", "tokens_finished"),
-            ("of", "tokens"),
-            ("read", "bytes"),
-            ("age", "age_s"),
-        ),
-    ),
-    (
-        "peer_engines",
         "peers",
-        (
-            ("engine", "engine_id"),
-            ("side channel", "side_channel"),
-            ("phase", "phase"),
-            ("ranks read", "ranks_read"),
-            ("bytes a token", "bytes_per_token"),
-            ("reads", "reads_in_flight"),
-            ("waiting", "reads_waiting"),
-            ("last answer", "silent_s"),
-        ),
+        "peer_engines",
+        "engine_id side_channel phase ranks_read bytes_per_token reads_in_flight reads_waiting silent_s",
     ),
 )
-"""(key of an answer, title, (heading, key of an entry) per column)."""
+"""(title, key of an answer, keys of an entry that are shown)."""
 
 _EPILOG = """\b
 examples:
@@ -221,11 +166,11 @@ def print_tables(answers: Sequence[Answer], *, with_requests: bool = False) -> N
 
 def _draw_details(console: Console, answer: Answer) -> None:
     """Print the oldest requests, leases and reads of a process, and its peers."""
-    for key, title, columns in _DETAILS:
+    for title, key, names in _DETAILS:
         entries = cast("Sequence[Mapping[str, object]]", cast("Mapping[str, object]", answer).get(key) or ())
-        rows = [[_text(name, entry.get(name)) for _, name in columns] for entry in entries]
+        rows = [[_text(name, entry.get(name)) for name in names.split()] for entry in entries]
         if rows:
-            headings = [heading for heading, _ in columns]
+            headings = [name.removesuffix("_s").removesuffix("_id").replace("_", " ") for name in names.split()]
             _draw(console, f"{title} of {_name(answer)}, oldest first", headings, rows)
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, final
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
 
 __all__ = ["REQUEST", "REVOKE_REQUEST", "TRACE_REQUEST", "StatusSocket", "own_sockets", "status_folders"]
