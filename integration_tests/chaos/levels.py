@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvdev.engines import metric_sum
-from vllm_adapter.cli.asking import Answer, ask_all
+from vllm_adapter.cli.engines import ask_all
+from vllm_adapter.observe.answers import Answer
 
 __all__ = [
     "HELD_BY_ENGINE",

@@ -13,7 +13,7 @@ from kv_handshake._stream import asker
 from kv_handshake._stream.desk import AskLimits
 from kv_handshake._wire import limits
 from kv_scheduler_state import _early_ticket, _stream_consumer
-from vllm_adapter.observe import plain_text
+from vllm_adapter.observe import cause_log
 from vllm_adapter.worker.transfer import parts
 
 ROOT = Path(__file__).parents[2]
@@ -52,7 +52,7 @@ def test_numbers_are_those_of_the_code() -> None:
         "failed places of early tickets that are remembered": vars(asker)["_MOST_PLACES"],
         "requests that a heartbeat names": limits.MAX_HEARTBEAT_IDS,
         "bytes of a notification": limits.MAX_NOTIFICATION_BYTES,
-        "characters of a client's or peer's text in a log line": vars(plain_text)["_MOST_CHARS"],
+        "characters of a client's or peer's text in a log line": vars(cause_log)["_MOST_CHARS"],
     }
     page = {name: int(re.match(r"\d+", value)[0]) for name, value, _ in ROWS if re.match(r"\d+", value)}  # type: ignore[index]
     assert {name: page[name] for name in code} == code

@@ -14,8 +14,8 @@ import pytest
 from kv_handshake import Client, ConfigurationError, Listener, LocalOffer, Timing
 from kv_handshake.security import ClientSecurity, ServerSecurity, generate_keypair
 from kv_handshake.testing import sample_envelopes
+from vllm_adapter.config.secrets import FleetSecrets
 from vllm_adapter.errors import ConfigurationError as AdapterConfigurationError
-from vllm_adapter.fleet_secrets import FleetSecrets
 
 GOOD = b"a secret of the whole fleet\n"
 Figure = Callable[[str], None]

@@ -32,7 +32,7 @@ VIOLATIONS: list[tuple[str, str, str]] = [
     ("state-third-party", "kv_scheduler_state._errors", "import numpy"),
     ("adapter-third-party", "vllm_adapter.worker.planted", "import zmq"),
     ("adapter-third-party", "vllm_adapter.wiring", "import msgspec"),
-    ("adapter-third-party", "vllm_adapter.fleet_secrets", "from msgspec import Struct"),
+    ("adapter-third-party", "vllm_adapter.config.secrets", "from msgspec import Struct"),
     ("pure-packages", "kv_scheduler_state._errors", "import time"),
     ("pure-packages", "kv_topology.errors", "import logging"),
     ("one-module-imports-zmq", "kv_handshake._errors", "import zmq"),

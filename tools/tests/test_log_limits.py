@@ -24,12 +24,12 @@ LIMITERS = {
     "vllm_adapter/observe/cause_log.py CauseLog._log": "ten lines per cause and ten seconds",
 }
 ONCE = {
-    "vllm_adapter/fleet_secrets.py FleetSecrets.changed": "files of this host, looked at once a second; a trouble once",
+    "vllm_adapter/config/secrets.py FleetSecrets.changed": "files of this host, looked at once a second; a trouble once",
     "vllm_adapter/host/connector.py KVTransferConnector.__init__": "once per start",
     "vllm_adapter/host/factors.py _weights": "once per start",
     "vllm_adapter/host/metrics.py PromMetrics._guarded": "once per metric",
     "vllm_adapter/host/ray_serve.py KVTransferBackend._tell_of_sequence": "once per replica",
-    "vllm_adapter/host/refusals.py check_start": "once per start",
+    "vllm_adapter/config/start_checks.py check_start": "once per start",
     "vllm_adapter/host/shutdown.py warn_of_short_drain": "once per start",
     "vllm_adapter/host/sides.py make_scheduler_side": "once per start",
     "vllm_adapter/host/vllm.py check_host": "once per start",

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvdev.paths import ROOT
-from vllm_adapter.host.transfer_config import check_transfer_config
+from vllm_adapter.config.whole import check_transfer_config
 
 LINK = re.compile(r"\]\((?!https?:|mailto:|#)([^)\s#]+)(?:#[^)\s]*)?\)")
 _LISTED = subprocess.run(

@@ -274,16 +274,15 @@ def test_check_is_a_go_for_two_live_engines_and_names_what_a_third_party_would_b
     pair.assert_same_as_alone([prompt(160)])
 
 
-def test_a_trace_names_the_time_that_a_client_waited_for_its_first_token(pair: Fleet, tmp_path: Path) -> None:
+def test_a_trace_names_the_time_that_a_client_waited_for_its_first_token(pair: Fleet) -> None:
     """Both ends of the way, to prefill's frontend and from decode's, are the machine's: the best of several counts in CI."""
     pair.let_meet("prefill", "decode")
     unexplained: list[float] = []
     for number in range(TRACED):
         waited_s = time_to_first_token(pair, f"traced-{number:02d}", prompt(170 + number, 330))
-        file = tmp_path / f"{number}.json"
-        words = ("trace", f"traced-{number:02d}", "--ttft", f"{waited_s:.6f}", "--json", "--chrome", str(file))
-        told = json.loads(adapter(*words, code=None))
-        print(adapter(*words[:4], code=None))
+        words = ("trace", f"traced-{number:02d}", "--ttft", f"{waited_s:.6f}")
+        told = json.loads(adapter(*words, "--json", code=None))
+        print(adapter(*words, code=None))
         assert told["prefill"]["is_known"]
         assert told["codes"] == []
         assert told["total_s"] == pytest.approx(waited_s, abs=1e-5)

@@ -23,10 +23,10 @@ from vllm.platforms import current_platform
 
 from kv_nixl_agent import AgentError
 from vllm_adapter import KVTransferConnector, NixlConnector
+from vllm_adapter.config.whole import HOST_KEYS, ROLES
 from vllm_adapter.errors import UnsupportedHost
 from vllm_adapter.host import vllm as vllm_seam
 from vllm_adapter.host.metrics import TransferStats
-from vllm_adapter.host.transfer_config import HOST_KEYS, ROLES
 
 Change = Callable[[Any, pytest.MonkeyPatch], None]
 

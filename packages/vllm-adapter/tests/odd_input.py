@@ -60,14 +60,11 @@ class Stream(io.TextIOWrapper):
 
 
 def run(*words: str, stdin: bytes = b"") -> Ended:
-    """Run a command as a program runs: whatever it raises beyond `SystemExit` would be a traceback."""
+    """Run a command as a program runs: whatever it raises would be a traceback."""
     out, err = Stream("strict"), Stream("backslashreplace")
     given_in = io.TextIOWrapper(io.BytesIO(stdin), encoding="utf-8")
     with redirect_stdout(out), redirect_stderr(err), patch("sys.stdin", given_in):
-        try:
-            code = main(list(words))
-        except SystemExit as stop:
-            code = int(str(stop.code))
+        code = main(list(words))
     return Ended(code, out.text(), err.text())
 
 

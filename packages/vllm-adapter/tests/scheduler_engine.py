@@ -12,7 +12,7 @@ from stream_wires import Wire
 from kv_handshake import Codec
 from kv_scheduler_state import GroupConfig, SchedulerConfig, SchedulerState
 from vllm_adapter.cache.facts import CacheGroup, EngineFacts
-from vllm_adapter.fleet_secrets import FleetSecrets
+from vllm_adapter.config.secrets import FleetSecrets
 from vllm_adapter.scheduler.prefill_chunks import ScheduledTokens
 from vllm_adapter.scheduler.side import SchedulerSide
 from vllm_adapter.scheduler.values import Arrival, Ending

@@ -17,7 +17,7 @@ from engines_to_check import Checked, Rank, config, envelopes, silenced
 from kv_handshake import Listener
 from kv_handshake.security import ServerSecurity
 from vllm_adapter.cli import main
-from vllm_adapter.observe import status_folder as folders
+from vllm_adapter.observe import status_socket as folders
 from vllm_adapter.observe.status_socket import StatusSocket
 
 Serve = Callable[..., str]
@@ -216,16 +216,16 @@ def test_a_silent_peers_ranks_are_asked_for_only_if_the_operator_names_them(
     check: Check, serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM's own listener ends on a question for a rank that it does not serve."""
-    from vllm_adapter.cli import looking
-    from vllm_adapter.wiring import probe_engine as real
+    from kv_handshake.inspect import probe as real
+    from vllm_adapter.cli.check import engine
 
     asked: list[list[Rank]] = []
 
-    def noting(host: str, port: int, ranks: Any, **way: Any) -> Any:
+    def noting(host: str, port: int, *, ranks: Any, **way: Any) -> Any:
         asked.append(list(ranks))
-        return real(host, port, ranks, **way)
+        return real(host, port, ranks=ranks, **way)
 
-    monkeypatch.setattr(looking, "probe_engine", noting)
+    monkeypatch.setattr(engine, "probe", noting)
     addresses = serve(silenced(envelopes("P", tp=2))), serve(envelopes("D"))
     check(*addresses)
     assert asked == [[(0, 0)], [(0, 0)]]
@@ -241,16 +241,16 @@ def test_no_wrong_size_makes_a_silent_peer_be_asked_for_a_rank_that_it_lacks(
     check: Check, serve: Serve, monkeypatch: pytest.MonkeyPatch, heads: int, tp: int
 ) -> None:
     """Exhaustive to 9 ranks: a wrong number is refused or left open, the right one is asked for once it is proven or trusted."""
-    from vllm_adapter.cli import looking
-    from vllm_adapter.wiring import probe_engine as real
+    from kv_handshake.inspect import probe as real
+    from vllm_adapter.cli.check import engine
 
     asked: set[Rank] = set()
 
-    def noting(host: str, port: int, ranks: Any, **way: Any) -> Any:
+    def noting(host: str, port: int, *, ranks: Any, **way: Any) -> Any:
         asked.update(ranks)
-        return real(host, port, ranks, **way)
+        return real(host, port, ranks=ranks, **way)
 
-    monkeypatch.setattr(looking, "probe_engine", noting)
+    monkeypatch.setattr(engine, "probe", noting)
     prefill, decode = (serve(silenced(envelopes("P", tp=tp, heads=heads))), serve(envelopes("D", heads=heads)))
     served = {(0, rank) for rank in range(tp)}
     for told in range(1, 10):

@@ -16,8 +16,8 @@ from engines_to_check import NO_AGENT, Checked, config, envelopes, silenced
 
 from kv_handshake import Listener
 from kv_nixl_agent.testing import PeerProcess
-from vllm_adapter.cli import reading
-from vllm_adapter.observe import status_folder as folders
+from vllm_adapter.cli.check import reads
+from vllm_adapter.observe import status_socket as folders
 
 Start = Callable[..., PeerProcess]
 Serve = Callable[..., str]
@@ -175,10 +175,10 @@ def test_without_nixl_here_the_rest_is_checked_all_the_same(
 
 
 def test_only_a_measurement_beside_the_decode_engine_is_its_own() -> None:
-    assert reading._is_here("127.0.0.1")
-    assert reading._is_here("localhost")
-    assert not reading._is_here("192.0.2.1"), "an address for documentation, which no machine has"
-    assert not reading._is_here("nowhere.invalid")
+    assert reads._is_here("127.0.0.1")
+    assert reads._is_here("localhost")
+    assert not reads._is_here("192.0.2.1"), "an address for documentation, which no machine has"
+    assert not reads._is_here("nowhere.invalid")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
-        assert reading._is_here("127.0.0.1")
+        assert reads._is_here("127.0.0.1")

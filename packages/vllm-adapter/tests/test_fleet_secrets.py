@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm_adapter.config.secrets import FleetSecrets, configured_secrets, secrets_in_variable
 from vllm_adapter.errors import ConfigurationError
-from vllm_adapter.fleet_secrets import FleetSecrets, configured_secrets, secrets_in_variable
 
 OLD, NEW = b"0123456789abcdef-old", b"0123456789abcdef-new"
 

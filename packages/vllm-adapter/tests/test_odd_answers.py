@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 from odd_input import ODD_VALUES, UNREADABLE, WRONG, Ended, changed, check_end, places, run
 from test_trace import answers as trace_answers
 
-from vllm_adapter.cli import asking, reading, trace_text
-from vllm_adapter.cli.answer_shape import AnswerShape, misfit
-from vllm_adapter.cli.asking import Answer
-from vllm_adapter.cli.json_values import parse_json
+from vllm_adapter.cli import engines, trace
+from vllm_adapter.cli.check import reads
 from vllm_adapter.cli.timeline import Span
-from vllm_adapter.observe import status_folder as folders
+from vllm_adapter.cli.values import misfit, parse_json
+from vllm_adapter.observe import status_socket as folders
+from vllm_adapter.observe.answers import Answer
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -79,7 +79,7 @@ def ask_of(content: bytes, folder: Path, *commands: tuple[str, ...]) -> list[End
     folder.mkdir(mode=0o700, exist_ok=True)
     with socket.socket(socket.AF_UNIX) as left, suppress(OSError):  # there since an earlier example
         left.bind(str(folder / "1-0.0-00.sock"))
-    with patch.object(asking, "_exchange", lambda *_: (content, 1.0, 2.0)):
+    with patch.object(engines, "_exchange", lambda *_: (content, 1.0, 2.0)):
         ended = [run(*words, "--folder", str(folder)) for words in commands]
     for words, each in zip(commands, ended, strict=True):
         check_end(words, each)
@@ -122,7 +122,7 @@ def test_a_field_of_any_value_is_shown_or_the_answer_is_said_to_be_unreadable(
 ) -> None:
     found = ask_of(json.dumps(changed(STATUS, place, odd)).encode(), folder, *LOOKS)
     answer = changed(STATUS, place, odd)
-    wrong = misfit(parse_json(json.dumps(answer), "it"), AnswerShape)
+    wrong = misfit(parse_json(json.dumps(answer), "it"), Answer)
     (trouble,) = json.loads(found[0].out)["troubles"] or [""]
     assert ("maybe it is an engine of another version" in trouble) is bool(wrong)
     assert wrong in trouble
@@ -139,9 +139,9 @@ def test_fields_of_the_wrong_type_are_named(tmp_path: Path) -> None:
 
 
 def test_a_good_answer_has_the_shape() -> None:
-    assert misfit(STATUS, AnswerShape) == ""
+    assert misfit(STATUS, Answer) == ""
     for answer in trace_answers():
-        assert misfit(answer, AnswerShape) == ""
+        assert misfit(answer, Answer) == ""
 
 
 def test_an_answer_cannot_replace_when_and_where_it_was_asked(tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_an_answer_cannot_replace_when_and_where_it_was_asked(tmp_path: Path) ->
     assert (told["received_s"], Path(told["socket"]).parent) == (2.0, tmp_path / "live")
 
 
-TRACE: list[Answer] = trace_answers()
+TRACE = trace_answers()
 
 
 @settings(max_examples=60)
@@ -169,7 +169,7 @@ def test_a_saved_answer_with_any_value_is_shown_or_refused(
     words = ("trace", "--folder", str(folder / "none"), "--with", str(file), *(("--json",) if as_json else ()))
     ended = run(*words)
     check_end(words, ended)
-    wrong = any(misfit(answer, AnswerShape) for answer in json.loads(file.read_text()))
+    wrong = any(misfit(answer, Answer) for answer in json.loads(file.read_text()))
     assert (ended.code == 2) is wrong
 
 
@@ -177,8 +177,8 @@ def test_a_saved_answer_with_any_value_is_shown_or_refused(
 @example(1e18, 0.0, 5e-324)
 @example(2.0, 1.0, 4.0)
 def test_a_bar_lies_within_its_columns(begin_s: float, duration_s: float, whole_s: float) -> None:
-    bar = trace_text._bar(Span("", "", begin_s, duration_s), whole_s)
-    assert len(bar) <= trace_text._BAR_COLUMNS
+    bar = trace._bar(Span("", "", begin_s, duration_s), whole_s)
+    assert len(bar) <= trace._BAR_COLUMNS
     assert bool(bar.strip()) is (whole_s > 0)
     if (begin_s, duration_s, whole_s) == (2.0, 1.0, 4.0):
         assert bar == " " * 14 + "#" * 7
@@ -188,12 +188,12 @@ def test_what_kv_nixl_measures_in_another_shape_is_not_measured(monkeypatch: pyt
     rank = {"name": "0.0", "code": "", "message": "", "checksum": 1, "word_us": 2.0, "read_gb_s": 3.0}
     path = {"sizes": "0..inf", "method": "zero-copy", "config": "cma/memory"}
     good = {"error": "", "is_tcp": False, "paths": [path], "ranks": [rank]}
-    options = reading.Reading(1.0, None, allows_tcp=False)
+    options = reads.Reading(1.0, None, allows_tcp=False)
 
     def measured(content: str) -> dict[str, Any]:
         done = type("Done", (), {"stdout": content})
         monkeypatch.setattr("subprocess.run", lambda *_, **__: done)
-        return reading._measure([{"name": "0.0"}], options)
+        return reads._measure([{"name": "0.0"}], options)
 
     assert measured(json.dumps(good)) == good
     for place in places(good):
@@ -206,4 +206,4 @@ def test_what_kv_nixl_measures_in_another_shape_is_not_measured(monkeypatch: pyt
         assert measured(content.decode(errors="replace"))["error"]
     said = measured(json.dumps({**good, "ranks": [{}]}))["error"]
     assert said.endswith("is it of another version? Object missing required field `name` - at `$.ranks[0]`")
-    assert "told of 2 ranks, asked for 1" in measured(json.dumps({**good, "ranks": [rank, rank]}))["error"]
+    assert "reported 2 ranks, asked for 1" in measured(json.dumps({**good, "ranks": [rank, rank]}))["error"]

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm_adapter.config.start_checks import REFUSALS, WARNINGS, Situation, check_start
 from vllm_adapter.errors import UnsupportedHost
-from vllm_adapter.host.refusals import REFUSALS, WARNINGS, Situation, check_start
 
 REFUSED: dict[str, tuple[dict[str, Any], ...]] = {
     "consumer-pipeline-parallel": (

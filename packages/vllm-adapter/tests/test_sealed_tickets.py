@@ -11,7 +11,7 @@ import pytest
 from factories import facts
 from scheduler_engine import PREFILL, Parts, Prompt
 
-from vllm_adapter.fleet_secrets import FleetSecrets
+from vllm_adapter.config.secrets import FleetSecrets
 from vllm_adapter.scheduler.side import SchedulerSide
 from vllm_adapter.scheduler.values import Arrival, Ending
 

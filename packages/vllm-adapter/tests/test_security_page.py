@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from vllm_adapter.config import describe_keys, load_settings
-from vllm_adapter.fleet_secrets import FleetSecrets
-from vllm_adapter.host.transfer_config import check_transfer_config
+from vllm_adapter.config.secrets import FleetSecrets
+from vllm_adapter.config.whole import check_transfer_config
 
 PAGE = Path(__file__).parents[3] / "docs" / "security.md"
 TEXT = PAGE.read_text() if PAGE.exists() else ""

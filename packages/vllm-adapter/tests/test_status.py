@@ -20,9 +20,9 @@ from typing import Any
 import pytest
 
 from vllm_adapter.cli import main
-from vllm_adapter.cli.asking import ask_all, of_engine
-from vllm_adapter.cli.status_table import print_tables, troubles
-from vllm_adapter.observe import status_folder as folders
+from vllm_adapter.cli.engines import ask_all, of_engine
+from vllm_adapter.cli.status import print_tables, troubles
+from vllm_adapter.observe import status_socket as folders
 from vllm_adapter.observe.status_socket import StatusSocket
 
 TEXT = "a prompt of forty characters, no more..."
@@ -134,8 +134,8 @@ def test_a_process_that_can_start_no_thread_goes_on_without_a_socket(
 
 
 def test_a_process_without_an_answer_is_trouble_of_the_engine_that_is_asked_for() -> None:
-    silent = {"socket": "/s", "error": "no answer within 3 s"}
-    answers = [{"engine_id": "P", "part": "scheduler"}, {"engine_id": "D", "part": "scheduler"}, silent]
+    silent: Any = {"socket": "/s", "error": "no answer within 3 s"}
+    answers: list[Any] = [{"engine_id": "P", "part": "scheduler"}, {"engine_id": "D", "part": "scheduler"}, silent]
     assert of_engine(answers, "P") == [answers[0], silent]
     assert troubles(of_engine(answers, "P")) == ["/s: no answer within 3 s"]
     assert of_engine(answers, "X") == []
@@ -143,7 +143,7 @@ def test_a_process_without_an_answer_is_trouble_of_the_engine_that_is_asked_for(
 
 def test_texts_of_clients_do_not_command_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     request = {"request_id": "r\x1b]0;owned\x07", "state": "leased\n"}
-    answer = {"engine_id": "P\x1b[2J", "part": "scheduler", "oldest_leases": [request]}
+    answer: Any = {"engine_id": "P\x1b[2J", "part": "scheduler", "oldest_leases": [request]}
     print_tables([answer, {"socket": "/s", "error": "bad\x1b[2J"}], with_requests=True)
     printed = capsys.readouterr().out
     assert "owned" in printed
@@ -163,7 +163,7 @@ def test_streamed_reads_have_a_table_of_their_own_and_count_beside_the_others(
         "bytes": 176_160_768,
         "age_s": 1.62,
     }
-    answer = {"engine_id": "decode-0", "part": "0.0", "reads": 1, "streams": 1, "oldest_streams": [stream]}
+    answer: Any = {"engine_id": "decode-0", "part": "0.0", "reads": 1, "streams": 1, "oldest_streams": [stream]}
     print_tables([answer, {"engine_id": "decode-1", "part": "0.0", "reads": 0, "streams": 0}], with_requests=True)
     out = capsys.readouterr().out
     assert "1 + 1 streamed" in out
@@ -208,7 +208,7 @@ def test_a_folder_that_others_could_fill_is_reported_and_nothing_in_it_is_asked(
         folder.symlink_to(folder.with_name("elsewhere"))
     (answer,) = ask_all([folder])
     assert answer["socket"] == str(folder)
-    assert "is not a folder of user" in answer["error"]
+    assert "is not a folder of user" in str(answer["error"])
     assert main(["status", "--folder", str(folder)]) == 1
     assert not asked
 
@@ -241,7 +241,7 @@ def test_many_silent_sockets_cost_one_timeout_in_all(folder: Path) -> None:
     for each in silent:
         each.close()
     assert len(answers) == 100
-    assert all("no answer within 0.3 s" in answer["error"] for answer in answers)
+    assert all("no answer within 0.3 s" in str(answer["error"]) for answer in answers)
     assert took_s < 1.5, "16 are asked at once: a timeout for each would take 2.1 s"
 
 
@@ -383,7 +383,7 @@ def test_no_engine_is_an_error_that_says_where_was_looked(
 
 
 def test_an_engine_is_meant_by_its_id_a_beginning_that_is_its_own_or_a_process() -> None:
-    answers: list[dict[str, Any]] = [
+    answers: list[Any] = [
         {"engine_id": name, "pid": pid} for name, pid in (("ab", 1), ("ab", 2), ("abc", 3), ("x1", 4))
     ]
     meant = {

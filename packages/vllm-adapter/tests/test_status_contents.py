@@ -18,8 +18,9 @@ from read_bench import Bench
 from scheduler_engine import Engine
 
 from kv_nixl_agent.testing import FakeFabric
-from vllm_adapter.cli.answer_shape import AnswerShape, misfit
+from vllm_adapter.cli.values import misfit
 from vllm_adapter.config import Settings
+from vllm_adapter.observe.answers import Answer
 from vllm_adapter.wiring import WorkerParts
 from vllm_adapter.worker import health as worker_status_module
 from vllm_adapter.worker.engine_thread import WorkerSide
@@ -213,4 +214,4 @@ def test_all_that_this_version_tells_has_the_shape_that_commands_read() -> None:
     assert sum(bool(answer.get("hand_overs")) for answer in told) == 2
     peers: list[Any] = [answer.get("peer_engines", ()) for answer in told]
     assert sum(map(len, peers)) >= 2
-    assert [misfit(json.loads(json.dumps(answer, default=str)), AnswerShape) for answer in told] == [""] * len(told)
+    assert [misfit(json.loads(json.dumps(answer, default=str)), Answer) for answer in told] == [""] * len(told)

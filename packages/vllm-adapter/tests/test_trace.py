@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from vllm_adapter.cli import main
-from vllm_adapter.cli.asking import Answer
-from vllm_adapter.cli.chrome_trace import trace_events
-from vllm_adapter.cli.joining import align, join_hand_overs
-from vllm_adapter.cli.timeline import Timeline, make_timeline
-from vllm_adapter.cli.trace_text import timeline_text
-from vllm_adapter.observe import status_folder as folders
+from vllm_adapter.cli.timeline import Timeline, join_hand_overs, make_timeline
+from vllm_adapter.cli.trace import timeline_text
+from vllm_adapter.observe import status_socket as folders
 from vllm_adapter.observe.status_socket import StatusSocket
 
 SHIFTS = {"P/scheduler": 1000.0, "P/0.0": -3.0, "D/scheduler": 0.0, "D/0.0": 52.5, "D/0.1": 9.0}
@@ -46,7 +43,7 @@ FAST_RANK = {**RANK, "completed": 0.1525}
 SOURCE = {"granted": 0.101, "read": 0.151, "freed": 0.153}
 
 
-def told(process: str, moments: Mapping[str, float], role: str, request_id: str, **facts: object) -> Answer:
+def told(process: str, moments: Mapping[str, float], role: str, request_id: str, **facts: object) -> dict[str, Any]:
     """Return a process's answer to a command whose clock runs 5000 s ahead of the true time."""
     engine_id, part = process.split("/")
     shift_s = SHIFTS[process]
@@ -63,7 +60,7 @@ def told(process: str, moments: Mapping[str, float], role: str, request_id: str,
     }
 
 
-def answers() -> list[Answer]:
+def answers() -> list[Any]:
     peer = {"peer_engine_id": "P", "peer_request_id": "p1"}
     return [
         told("P/scheduler", PREFILL, "producer", "p1", frontend_s=0.010, tokens=512),
@@ -74,10 +71,9 @@ def answers() -> list[Answer]:
     ]
 
 
-def timeline(found: list[Answer], *, measured_s: float | None = None) -> Timeline:
-    hand_overs = join_hand_overs(found)
-    (hand_over,) = hand_overs
-    return make_timeline(hand_over, align(hand_over, hand_overs, found), measured_s=measured_s)
+def timeline(found: list[Any], *, measured_s: float | None = None) -> Timeline:
+    (hand_over,) = join_hand_overs(found)
+    return make_timeline(hand_over, measured_s=measured_s)
 
 
 def test_spans_are_the_true_durations_whatever_the_clocks_show() -> None:
@@ -105,7 +101,7 @@ def test_spans_are_the_true_durations_whatever_the_clocks_show() -> None:
     }
     assert made.total_s == pytest.approx(0.200, abs=2 * WIRE_S)
     assert made.unexplained_part == pytest.approx(0.0)
-    assert all(value is not None and value <= 2 * WIRE_S + 1e-9 for value in made.uncertainty_s.values())
+    assert all(value is not None and value <= 2 * WIRE_S + 1e-9 for value in made.clock_uncertainty_s.values())
     beside = {(span.where, span.name) for span in made.side_spans}
     assert ("decode 0.1", "read of another rank") in beside
     assert ("prefill 0.0", "lease, until its reader is done") in beside
@@ -120,7 +116,7 @@ def test_two_machines_are_aligned_by_the_hand_over_itself() -> None:
             for name in ("asked_s", "received_s"):
                 answer[name] += 12_345.0
     made = timeline(found)
-    uncertain_s = made.uncertainty_s["P/scheduler"]
+    uncertain_s = made.clock_uncertainty_s["P/scheduler"]
     assert uncertain_s is not None
     assert 0.0005 < uncertain_s < 0.010, "half of the router's 8 ms and the notification's 2 ms"
     (router,) = [span for span in made.spans if span.where == "outside"]
@@ -133,8 +129,10 @@ def test_a_rank_on_another_machine_is_aligned_by_its_order_and_its_report() -> N
     found[3]["desk"] = "another"
     del found[1]["hand_overs"][0]["moments"]["read"]
     made = timeline(found)
-    uncertain_s = made.uncertainty_s["D/0.0"]
-    assert uncertain_s == pytest.approx(0.0015, abs=2 * WIRE_S), "half of 1 ms down and 2 ms up"
+    uncertain_s = made.clock_uncertainty_s["D/0.0"]
+    assert uncertain_s == pytest.approx(0.0015 + 2 * WIRE_S), (
+        "half of 1 ms down and 2 ms up, and both commands' exchanges"
+    )
     assert made.total_s == pytest.approx(0.200, abs=2 * WIRE_S)
     assert all(span.is_named for span in made.spans)
 
@@ -156,8 +154,8 @@ def test_a_moment_that_is_missing_leaves_its_time_unexplained(process: int, stag
     made = timeline(found)
     (unnamed,) = [span for span in made.spans if not span.is_named]
     assert unnamed.name.startswith("not told: ")
-    assert made.unexplained_s == pytest.approx(unnamed.duration_s)
-    assert made.seen_s == pytest.approx(whole.seen_s, abs=2 * WIRE_S)
+    assert made.total_s - made.named_s == pytest.approx(unnamed.duration_s)
+    assert made.total_s == pytest.approx(whole.total_s, abs=2 * WIRE_S)
 
 
 def test_a_peer_that_was_known_has_no_handshake_and_a_full_prefix_hit_no_read() -> None:
@@ -180,29 +178,6 @@ def test_without_the_prefill_engine_the_timeline_begins_at_decode() -> None:
     made = timeline(answers()[2:])
     assert made.spans[0].where == "decode scheduler"
     assert made.total_s == pytest.approx(0.200 - 0.108, abs=2 * WIRE_S)
-
-
-def test_trace_events_are_what_chrome_and_perfetto_read() -> None:
-    """Complete events with numbers for time, process and thread, each of which has a name; nothing of JSON's extensions."""
-    made = timeline(answers(), measured_s=0.2)
-    file = json.loads(json.dumps(trace_events(made), allow_nan=False))
-    assert set(file) == {"traceEvents", "displayTimeUnit", "otherData"}
-    spans = [event for event in file["traceEvents"] if event["ph"] == "X"]
-    names = [event for event in file["traceEvents"] if event["ph"] == "M"]
-    assert len(spans) + len(names) == len(file["traceEvents"])
-    assert len(spans) == len(made.spans) + len(made.side_spans)
-    for event in spans:
-        assert isinstance(event["name"], str)
-        assert isinstance(event["cat"], str)
-        assert all(isinstance(event[key], int) for key in ("pid", "tid"))
-        assert all(isinstance(event[key], int | float) and event[key] >= 0 for key in ("ts", "dur"))
-    assert {event["pid"] for event in spans} == {e["pid"] for e in names if e["name"] == "process_name"}
-    assert {event["tid"] for event in spans} == {e["tid"] for e in names if e["name"] == "thread_name"}
-    whole_us = sum(event["dur"] for event in spans if event["cat"] == "way to the first token")
-    assert whole_us == pytest.approx(200_000, rel=0.01)
-    ends = [(event["ts"], event["ts"] + event["dur"]) for event in spans if event["cat"] == "way to the first token"]
-    for (_, end_us), (begin_us, _) in pairwise(ends):
-        assert begin_us == pytest.approx(end_us, abs=0.01)
 
 
 # --------------------------------------------------------------------------------------------------- streamed hand-overs
@@ -230,7 +205,7 @@ STREAMED_RANK = {
 STREAMED_SOURCE = {"granted": 0.101, "read": 0.112, "freed": 0.113}
 
 
-def streamed(decode: Mapping[str, float] = STREAMED_DECODE, rank: Mapping[str, float] = STREAMED_RANK) -> list[Answer]:
+def streamed(decode: Mapping[str, float] = STREAMED_DECODE, rank: Mapping[str, float] = STREAMED_RANK) -> list[Any]:
     """Return answers after a router asked both engines at once: decode arrives long before prefill has answered."""
     peer = {"peer_engine_id": "P", "peer_request_id": "p1"}
     early = {"is_early": True, "is_streamed": True, "frontend_s": 0.002, "tokens": 512}
@@ -272,37 +247,20 @@ def test_a_streamed_hand_over_waits_for_the_computation_and_the_last_blocks_alon
         ("decode scheduler", "wait for the offer, and for blocks", 7),
         ("decode 0.0", "read while the prompt is computed", 58),
     ]
-    values = made.as_values()
-    assert (values["is_streamed"], values["bytes"], values["early_bytes"]) == (True, 4096, 3072)
-    assert json.dumps(trace_events(made), allow_nan=False)
-    found = streamed()
-    text = timeline_text(made, align(made.hand_over, [made.hand_over], found))
+    assert (made.is_streamed, made.bytes, made.early_bytes) == (True, 4096, 3072)
+    text = timeline_text(made)
     assert "streamed: 3072 bytes (75%) had arrived when" in text
-    assert "contradict" not in text
     assert max(map(len, text.splitlines())) <= 130
 
 
-def test_no_clock_is_said_to_run_faster_for_a_decode_request_that_came_before_the_ticket() -> None:
-    """Neither of the hand-over that is shown, nor of its neighbours; and on two machines the offer bounds the clocks."""
+def test_two_machines_are_aligned_by_the_offer_where_no_ticket_passes_through_the_router() -> None:
     found = streamed()
-    other = streamed()
-    for mine, more in zip(found, other, strict=True):
-        for entry in more["hand_overs"]:
-            entry["request_id"] = entry["request_id"].replace("1", "2")
-            entry["moments"] = {stage: at_s + 0.5 for stage, at_s in entry["moments"].items()}
-            if "peer_request_id" in entry:
-                entry["peer_request_id"] = "p2"
-        mine["hand_overs"] += more["hand_overs"]
     for answer in found[:2]:
         answer["desk"] = "the other machine's"
         for name in ("asked_s", "received_s"):
             answer[name] += 777.0
-    hand_overs = join_hand_overs(found)
-    assert len(hand_overs) == 2
-    clocks = align(hand_overs[0], hand_overs, found)
-    assert clocks.contradiction_s() == 0
-    made = make_timeline(hand_overs[0], clocks)
-    uncertain_s = made.uncertainty_s["P/scheduler"]
+    made = timeline(found)
+    uncertain_s = made.clock_uncertainty_s["P/scheduler"]
     assert uncertain_s is not None
     assert uncertain_s < 0.006, "half of the offer's 5 ms and of the notification's 4 ms, and some"
     assert made.total_s == pytest.approx(0.150, abs=uncertain_s + 2 * WIRE_S)
@@ -333,12 +291,8 @@ def test_a_prompt_that_was_finished_before_it_was_read_has_the_wait_and_the_read
 
 def test_without_the_prefill_engine_a_streamed_timeline_begins_at_decode() -> None:
     made = timeline(streamed()[2:])
-    assert shown(made)[:6] == [
-        ("decode scheduler", "tokenize, pass on to the scheduler", 2.0),
-        ("decode scheduler", "wait for the offer, and for blocks", 7.0),
-        ("decode 0.0", "order to the rank", 2.0),
-        ("decode 0.0", "wait for the first blocks", 18.0),
-        ("decode 0.0", "read while the prompt is computed", 58.0),
+    assert shown(made)[:2] == [
+        ("decode 0.0", "compute the prompt, which is read meanwhile", 87.0),
         ("decode 0.0", "read the last blocks", 10.0),
     ]
     assert made.unexplained_part == pytest.approx(0.0)
@@ -363,7 +317,7 @@ def live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Statu
 
 
 def test_the_command_asks_both_engines_and_states_what_is_unexplained(
-    live: list[StatusSocket], capsys: pytest.CaptureFixture[str], tmp_path: Path
+    live: list[StatusSocket], capsys: pytest.CaptureFixture[str]
 ) -> None:
     # The processes of this test share a clock, and the moments in their answers do not fit it: only text and codes count.
     main(["trace"])
@@ -377,12 +331,10 @@ def test_the_command_asks_both_engines_and_states_what_is_unexplained(
     ):
         assert part in text
     assert max(map(len, text.splitlines())) <= 130
-    file = tmp_path / "trace.json"
-    main(["trace", "p1", "--json", "--chrome", str(file)])
+    main(["trace", "p1", "--json"])
     found = json.loads(capsys.readouterr().out)
     assert found["prefill"] == {"engine_id": "P", "request_id": "p1", "is_known": True}
     assert found["bytes"] == 8192
-    assert json.loads(file.read_text())["traceEvents"]
     assert main(["trace", "--list"]) == 0
     assert capsys.readouterr().out == "D d1 from P p1\n"
     assert main(["trace", "--ttft", "1000"]) == 1

@@ -16,7 +16,6 @@ __all__ = [
     "Axis",
     "BlockList",
     "CostModel",
-    "Estimate",
     "FieldLayout",
     "GeometryMismatch",
     "Group",

@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 import secrets
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, final
+from typing import TYPE_CHECKING, Any, Literal, final
 
-from kv_handshake import Client, Codec, Listener, LocalOffer, Timing, dialect_of_vllm
+from kv_handshake import Client, Codec, Listener, LocalOffer, Timing
 from kv_handshake.security import ClientSecurity, ServerSecurity
 from kv_nixl_agent import AgentOptions, BackendOptions, PeerSpec, ThreadOptions, TransferThread
 from kv_nixl_agent.port import PortFactory, open_nixl
@@ -25,32 +25,27 @@ from kv_scheduler_state import (
     prompt_digest,
 )
 from kv_scheduler_state.streams import StreamEnds, StreamReaders, StreamWorker
-from kv_topology import CostModel, Planner, RankShape
+from kv_topology import CostModel, Planner
 from vllm_adapter import ports
 from vllm_adapter.cache.envelope import metadata_fields
 from vllm_adapter.cache.peer_geometry import PeerGeometry, pack_document
 from vllm_adapter.config import RENEWED_PART
+from vllm_adapter.config.secrets import configured_secrets
 from vllm_adapter.cores import core_count, use_allowed_cores
-from vllm_adapter.fleet_secrets import configured_secrets
 from vllm_adapter.observe.recorder import Recorder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from kv_handshake.inspect import Recording
     from vllm_adapter.cache.facts import CacheGroup, EngineFacts, LayerCache
-    from vllm_adapter.cache.vllm_peer import PeerShape
     from vllm_adapter.config import Settings
-    from vllm_adapter.fleet_secrets import FleetSecrets
+    from vllm_adapter.config.secrets import FleetSecrets
 
 __all__ = [
-    "PairPlan",
-    "ProbedEngine",
+    "PERMUTE_GB_S",
     "SchedulerParts",
     "WorkerParts",
-    "connector_version",
     "prefill_request_params",
-    "probe_engine",
     "prompt_digest",
     "reshard",
 ]
@@ -65,7 +60,7 @@ _CAPABILITIES: Mapping[str, Literal["supported"]] = {"nonce": "supported", "prom
 _STREAMING_CAPABILITIES: Mapping[str, Literal["supported"]] = {**_CAPABILITIES, "ask": "supported"}
 
 _CORES_TO_SPARE = 8
-_PERMUTE_GB_S = {"DRAM": 1.2, "VRAM": 10.0}
+PERMUTE_GB_S = {"DRAM": 1.2, "VRAM": 10.0}
 """Speed of permuting pages, by which "auto" decides. DRAM: as measured with torch on one core, 134 MB of 32 layers."""
 
 
@@ -177,7 +172,7 @@ class WorkerParts:
 
     def make_planner(self, memory_kind: ports.MemoryKind, *, can_convert: bool) -> ports.Planner:
         """Return the planner for geometry documents; without a converter it makes only plans that need no conversion."""
-        cost = CostModel(permute_gb_s=_PERMUTE_GB_S[memory_kind])
+        cost = CostModel(permute_gb_s=PERMUTE_GB_S[memory_kind])
         return Planner(staging=self.settings.receive_conversion if can_convert else "never", cost=cost)
 
     @property
@@ -288,100 +283,9 @@ class WorkerParts:
         return self.codec.encode_envelope(fields, factors, dialect=facts.connector_version, rank=rank)
 
 
-# ----------------------------------------------------------------------------------------- engines seen from outside
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class ProbedEngine:
-    """An engine's answers on its side channel, from one manual probe.
-
-    Attributes:
-        peers: Metadata by (pp, tp) rank.
-        clock_offset_s: Its clock minus ours, in seconds; None if it does not announce its clock.
-        recording: The frames as received.
-    """
-
-    peers: Mapping[tuple[int, int], ports.AgentMetadata]
-    clock_offset_s: float | None
-    recording: Recording
-
-    def differences_to(self, producer: ProbedEngine) -> ports.Comparison:
-        """Compare this engine, as the consumer, with a producer."""
-        from kv_handshake.inspect import Snapshot, compare  # not at the top: an engine compares nothing
-
-        return compare(Snapshot.of("consumer", self.recording), Snapshot.of("producer", producer.recording))
-
-
-def probe_engine(
-    host: str,
-    port: int,
-    ranks: Sequence[tuple[int, int]],
-    *,
-    dialect: int,
-    timeout_s: float,
-    key_files: tuple[str, str] | None = None,
-) -> ProbedEngine:
-    """Ask a listener for the metadata of some ranks; raises coded errors.
-
-    Args:
-        host: Address of the side channel.
-        port: Its port.
-        ranks: (pp, tp) ranks to ask for.
-        dialect: Connector version of the engine.
-        timeout_s: Longest wait for each reply.
-        key_files: Our secret certificate and the engine's public one, for an encrypted side channel.
-    """
-    from kv_handshake.inspect import probe  # not at the top: an engine probes nothing
-
-    security = ClientSecurity.read(*key_files) if key_files is not None else None
-    seen = probe(host, port, ranks=ranks, dialect=dialect, timeout_s=timeout_s, security=security)
-    return ProbedEngine(seen.peers, seen.clock_offset_s, seen.recording)
-
-
-def reshard(document: Mapping[str, object], shape: PeerShape) -> Mapping[str, object]:
+def reshard(document: Mapping[str, object], **shape: Any) -> Mapping[str, object]:
     """Return the geometry document of another rank of the same model; raises coded errors."""
-    return Planner().reshard(document, RankShape(*shape))
-
-
-def connector_version(vllm: str) -> int:
-    """Return the connector version of a vLLM release, e.g. 14 for 0.32.0; raises a coded error for one that is not known."""
-    return dialect_of_vllm(vllm).version
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class PairPlan:
-    """Plans the reads of one engine's rank from another engine, from documents that both sent.
-
-    Attributes:
-        memory_kind: Memory kind of the pages that are read into.
-        gigabytes_per_s: Speed of the wire, for the cost; None for shared memory on one host.
-    """
-
-    memory_kind: ports.MemoryKind
-    gigabytes_per_s: float | None = None
-
-    @property
-    def planner(self) -> ports.Planner:
-        """Plans as an engine with `receive_conversion` "auto" does."""
-        return self._planner
-
-    @property
-    def _planner(self) -> Planner:
-        permute = _PERMUTE_GB_S[self.memory_kind]
-        speed = self.gigabytes_per_s
-        cost = (
-            CostModel(permute_gb_s=permute) if speed is None else CostModel(bandwidth_gb_s=speed, permute_gb_s=permute)
-        )
-        return Planner(staging="auto", cost=cost)
-
-    def plan(
-        self, local: Mapping[str, object], peers: Mapping[tuple[int, int], Mapping[str, object]], *, peer_tp: int
-    ) -> tuple[ports.PeerPlan, ports.Estimate]:
-        """Return one rank's plan and its estimated cost; raises coded errors for pairs that cannot be joined."""
-        plan = self._planner.plan(local, peers, peer_tp=peer_tp)
-        return plan, plan.estimate
+    return Planner().reshard(document, **shape)
 
 
 def _client_security(settings: Settings) -> ClientSecurity | None:

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from vllm_adapter.cache.documents import GeometryDocument, GroupDocument, PeerSizes
-    from vllm_adapter.cache.vllm_peer import PeerShape
     from vllm_adapter.ports import AgentMetadata, MemoryKind
 
 __all__ = ["PeerGeometry", "pack_document"]
@@ -52,7 +51,7 @@ class PeerGeometry:
     """
 
     def __init__(
-        self, reshard: Callable[[Mapping[str, object], PeerShape], Mapping[str, object]], dealt_groups: Sequence[bool]
+        self, reshard: Callable[..., Mapping[str, object]], dealt_groups: Sequence[bool]
     ) -> None:
         self._reshard = reshard
         self._dealt_groups = tuple(dealt_groups)

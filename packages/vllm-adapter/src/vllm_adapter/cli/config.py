@@ -8,11 +8,11 @@ from typing import Annotated
 
 import typer
 
-from vllm_adapter.cli.json_values import json_text, parse_json, read_text, source_name
+from vllm_adapter.cli.values import json_text, parse_json, read_text, source_name
 from vllm_adapter.config import describe_keys, describe_schema
+from vllm_adapter.config.whole import Problem, Verdict, check_transfer_config
 from vllm_adapter.errors import AdapterError
-from vllm_adapter.host.transfer_config import Problem, Verdict, check_transfer_config
-from vllm_adapter.observe.plain_text import plain_text
+from vllm_adapter.observe.cause_log import plain_text
 
 __all__ = ["add_config"]
 
@@ -46,14 +46,14 @@ def _config(
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="With --check: the result as JSON.")] = False,
-) -> int:
+) -> None:
     """Explain the connector's own keys, or check a --kv-transfer-config."""
     if explain + schema + (check is not None) != 1:
         raise typer.BadParameter("--explain, --schema and --check exclude each other, and one of them is needed")
     if check is not None:
-        return _check(check, as_json=as_json)
-    print(_explanation() if explain else json_text(describe_schema(), indent=2))
-    return 0
+        _check(check, as_json=as_json)
+    else:
+        print(_explanation() if explain else json_text(describe_schema(), indent=2))
 
 
 def _explanation() -> str:
@@ -68,20 +68,19 @@ def _explanation() -> str:
     return "\n".join(lines)
 
 
-def _check(source: str, *, as_json: bool) -> int:
-    """Print every problem of a configuration; return 0 if there is none."""
+def _check(source: str, *, as_json: bool) -> None:
+    """Print every problem of a configuration; exit with 1 if there is one."""
     verdict = _verdict(source)
     if as_json:
         problems = [dataclasses.asdict(problem) for problem in verdict.problems]
         print(json_text({"is_good": not problems, "problems": problems, "notes": verdict.notes}, indent=2))
-        return int(bool(problems))
-    for problem in verdict.problems:
+    for problem in () if as_json else verdict.problems:
         where = f"{problem.key}: " if problem.key else ""
         print(f"vllm-adapter config: {plain_text(where + problem.message)} ({problem.code})", file=sys.stderr)
     if verdict.problems:
-        return 1
-    print("\n".join([*verdict.notes, "good"]))
-    return 0
+        raise typer.Exit(1)
+    if not as_json:
+        print("\n".join([*verdict.notes, "good"]))
 
 
 def _verdict(source: str) -> Verdict:

@@ -8,17 +8,13 @@ from typing import Annotated
 
 import typer
 
-from vllm_adapter.cli.asking import ask_all, ask_one, of_engine
-from vllm_adapter.cli.json_values import json_text
-from vllm_adapter.cli.options import refuse, seconds
-from vllm_adapter.errors import AdapterError
-from vllm_adapter.observe.plain_text import plain_text
-from vllm_adapter.observe.status_folder import status_folders
-from vllm_adapter.observe.status_socket import REVOKE_REQUEST
+from vllm_adapter.cli.engines import ask_all, ask_one, of_engine
+from vllm_adapter.cli.values import coded_errors, json_text, seconds
+from vllm_adapter.observe.cause_log import plain_text
+from vllm_adapter.observe.status_socket import REVOKE_REQUEST, status_folders
 
 __all__ = ["add_revoke"]
 
-_WELL = 0
 _TROUBLE = 1
 _NOT_FOUND = 3
 
@@ -52,31 +48,27 @@ def _revoke(
         str | None,
         typer.Option(metavar="FOLDER", help="Where the sockets are; default: where this user's engines put them."),
     ] = None,
-) -> int:
+) -> None:
     """Revoke all unread leases of a live engine: their tickets become worthless, and their blocks are free.
 
     vLLM counts a finished request whose blocks are kept for a reader as work, so /pause of a prefill engine waits for its
     longest unread lease. Run this while /pause waits, or before it. Readers of these tickets end as kv_load_failure_policy says.
     """
     folders = (Path(folder),) if folder else status_folders()
-    try:
+    with coded_errors("revoke"):
         timeout_s = seconds("--timeout", timeout)
-        # An empty name is a script's mistake; as the beginning of every name it would stand for the only engine here.
-        found = of_engine(ask_all(folders, timeout_s=timeout_s), engine) if engine.strip() else []
-    except AdapterError as error:
-        return refuse("revoke", error)
-    schedulers = [answer for answer in found if answer.get("part") == "scheduler"]
-    if not schedulers:
+    # An empty name is a script's mistake; as the beginning of every name it would stand for the only engine here.
+    found = of_engine(ask_all(folders, timeout_s=timeout_s), engine) if engine.strip() else []
+    sockets = [answer.get("socket") or "" for answer in found if answer.get("part") == "scheduler"]
+    if not sockets:
         _say(f"no scheduler of an engine {engine!r} found; vllm-adapter status lists the engines of this machine")
-        return _NOT_FOUND
-    answer = ask_one(Path(str(schedulers[0]["socket"])), REVOKE_REQUEST, timeout_s=timeout_s) or {
-        "error": "it has ended"
-    }
+        raise typer.Exit(_NOT_FOUND)
+    answer = ask_one(Path(sockets[0]), REVOKE_REQUEST, timeout_s=timeout_s) or {"error": "it has ended"}
     if as_json:
         print(json_text(answer, indent=2))
     if "error" in answer:
         _say(f"engine {engine!r} revoked nothing: {answer['error']}")
-        return _TROUBLE
+        raise typer.Exit(_TROUBLE)
     if not as_json:
         print(
             plain_text(
@@ -84,7 +76,6 @@ def _revoke(
                 f"{answer.get('leased_blocks')} blocks ({answer.get('leased_bytes')} bytes on each rank) come back"
             )
         )
-    return _WELL
 
 
 def _say(text: str) -> None:

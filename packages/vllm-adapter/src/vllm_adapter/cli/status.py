@@ -2,34 +2,52 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
-from vllm_adapter.cli.asking import ask_all, of_engine
-from vllm_adapter.cli.json_values import json_text
-from vllm_adapter.cli.options import refuse, seconds
-from vllm_adapter.cli.status_table import print_tables, troubles
-from vllm_adapter.errors import AdapterError
-from vllm_adapter.observe.status_folder import status_folders
+from vllm_adapter.cli.engines import ask_all, of_engine
+from vllm_adapter.cli.values import coded_errors, json_text, seconds
+from vllm_adapter.observe.cause_log import plain_text
+from vllm_adapter.observe.status_socket import status_folders
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
-    from vllm_adapter.cli.asking import Answer
+    from vllm_adapter.observe.answers import Answer
 
-__all__ = ["add_status"]
+__all__ = ["add_status", "print_tables", "troubles"]
 
-_WELL = 0
 _TROUBLE = 1
 _NOT_FOUND = 3
 _LEAST_WATCH_S = 0.5
 """A process answers ten times a second at most; this leaves room for others who ask."""
 _CLEARED = "\x1b[2J\x1b[H"
 """Clears a terminal and puts the cursor into its first line."""
+
+_PIPE_COLUMNS = 160
+_COLUMNS = ("engine", "part", "pid", "thread", "leases", "reads", "peers", "quarantine", "stalls", "read so far")
+_DETAILS = (
+    ("requests", "oldest_requests", "request_id role state age_s peer_engine_id waits_for"),
+    ("leases", "oldest_leases", "request_id state left_s last_heartbeat_s readers_done readers_needed"),
+    ("reads", "oldest_reads", "request_id peer_engine_id stage age_s deadline_in_s attempt code"),
+    ("streamed reads", "oldest_streams", "request_id peer_engine_id stage tokens_finished tokens bytes age_s"),
+    (
+        "peers",
+        "peer_engines",
+        "engine_id side_channel phase ranks_read bytes_per_token reads_in_flight reads_waiting silent_s",
+    ),
+)
+"""(title, key of an answer, keys of an entry that are shown)."""
 
 _EPILOG = """\b
 examples:
@@ -71,27 +89,25 @@ def _status(
         str | None,
         typer.Option(metavar="FOLDER", help="Where the sockets are; default: where this user's engines put them."),
     ] = None,
-) -> int:
+) -> None:
     """Show what live engines of this machine hold: leases, reads, peers, stalls, health."""
     folders = (Path(folder),) if folder else status_folders()
-    code = _WELL
-    try:
+    with coded_errors("status"):
         seconds("--timeout", timeout)
         if watch is not None:
             seconds("--watch", watch, least_s=_LEAST_WATCH_S)
+    code = 0
+    with suppress(KeyboardInterrupt):
         while True:
             answers = ask_all(folders, timeout_s=timeout)
             if watch is not None and not as_json and sys.stdout.isatty():
                 print(_CLEARED, end="")
             code = _show(answers, engine, folders, requests=requests, as_json=as_json, indent=None if watch else 2)
             if watch is None or code == _NOT_FOUND:
-                return code
+                break
             sys.stdout.flush()
             time.sleep(watch)
-    except AdapterError as error:
-        return refuse("status", error)
-    except KeyboardInterrupt:
-        return code
+    raise typer.Exit(code)
 
 
 def _show(
@@ -112,7 +128,7 @@ def _show(
     if not found:
         print(f"vllm-adapter status: {_not_found(engine, answers, folders)}", file=sys.stderr)
         return _NOT_FOUND
-    return _TROUBLE if troubles(found) else _WELL
+    return _TROUBLE if troubles(found) else 0
 
 
 def _by_engine(answers: Sequence[Answer]) -> dict[str, list[Answer]]:
@@ -131,3 +147,142 @@ def _not_found(engine: str | None, answers: Sequence[Answer], folders: Sequence[
         f"no live engine found in {looked}. An engine answers to its own user, on its own machine and in its own container: "
         "run this command there. Its log says so if it could open no socket"
     )
+
+
+def print_tables(answers: Sequence[Answer], *, with_requests: bool = False) -> None:
+    """Print a row per process, then what is wrong."""
+    width = None if sys.stdout.isatty() else max(_PIPE_COLUMNS, shutil.get_terminal_size().columns)
+    console = Console(width=width)
+    # Printed by ourselves: at a pipe that is closed, rich would end the process with 1.
+    with console.capture() as drawn:
+        _draw(console, "", _COLUMNS, [_row(answer) for answer in answers])
+        for answer in answers if with_requests else ():
+            _draw_details(console, answer)
+        for style, lines in (("bold red", troubles(answers)), ("yellow", _unshielded(answers))):
+            for line in lines:
+                console.print(plain_text(line), style=style, markup=False, highlight=False)
+    print(drawn.get(), end="")
+
+
+def _draw_details(console: Console, answer: Answer) -> None:
+    """Print the oldest requests, leases and reads of a process, and its peers."""
+    for title, key, names in _DETAILS:
+        entries = cast("Sequence[Mapping[str, object]]", cast("Mapping[str, object]", answer).get(key) or ())
+        rows = [[_text(name, entry.get(name)) for name in names.split()] for entry in entries]
+        if rows:
+            headings = [name.removesuffix("_s").removesuffix("_id").replace("_", " ") for name in names.split()]
+            _draw(console, f"{title} of {_name(answer)}, oldest first", headings, rows)
+
+
+def _draw(console: Console, title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    table = Table(box=box.SIMPLE, title=Text(plain_text(title)) if title else None, title_justify="left")
+    for heading in headings:
+        table.add_column(heading, overflow="fold")
+    for row in rows:
+        table.add_row(*[Text(plain_text(cell)) for cell in row])
+    console.print(table)
+
+
+def _row(answer: Answer) -> list[str]:
+    thread = answer.get("thread") or {}
+    figures = answer.get("figures") or {}
+    return [
+        str(answer.get("engine_id", answer.get("socket", ""))),
+        str(answer.get("part", "?")),
+        str(answer.get("pid", "?")),
+        _thread(answer, str(thread.get("state", ""))),
+        _leases(answer),
+        _reads(answer),
+        str(answer.get("peers", "")),
+        _held(answer.get("quarantined_transfers"), answer.get("quarantined_bytes")),
+        _held(answer.get("stalled_transfers"), answer.get("stalled_bytes")),
+        _moved(figures),
+    ]
+
+
+def _thread(answer: Answer, state: str) -> str:
+    if "error" in answer:
+        return "no answer"
+    if answer.get("is_draining"):
+        return "drains"
+    return state or ("asleep" if answer.get("is_asleep") else "")
+
+
+def _leases(answer: Answer) -> str:
+    count, blocks, held = answer.get("leases", ""), answer.get("leased_blocks"), answer.get("leased_bytes")
+    return f"{count} ({blocks} blocks{', ' + size_text(held) if held else ''})" if blocks else str(count)
+
+
+def _reads(answer: Answer) -> str:
+    count, streams = answer.get("reads", ""), answer.get("streams")
+    return f"{count} + {streams} streamed" if streams else str(count)
+
+
+def _held(count: float | None, size: float | None) -> str:
+    return "" if count is None else f"{count} ({size_text(size or 0)})" if count else "0"
+
+
+def _moved(figures: Mapping[str, float | None]) -> str:
+    done = int(figures.get("transfers_done") or 0)
+    if not done:
+        return ""
+    speed = float(figures.get("recent_bytes_per_s") or 0.0)
+    return f"{done} in {size_text(figures.get('bytes_moved', 0))}" + (
+        f", {speed / 1e9:.2f} GB/s lately" if speed else ""
+    )
+
+
+def size_text(count: object) -> str:
+    """Return bytes in the largest unit of which there is one at least. Example: 13312 is `13.0 KiB`."""
+    size = float(count) if isinstance(count, int | float) else 0.0
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"
+
+
+def _text(name: str, value: object) -> str:
+    if value is None:
+        return ""
+    if name == "bytes":
+        return size_text(value)
+    if isinstance(value, float):
+        return f"{value:.1f} s" if name.endswith("_s") else f"{value:g}"
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+
+
+def _name(answer: Answer) -> str:
+    return f"engine {answer.get('engine_id', '?')}, {answer.get('part', '?')}"
+
+
+def troubles(answers: Sequence[Answer]) -> list[str]:
+    """Return what an operator should act on, a sentence per process and reason."""
+    found: list[str] = []
+    for answer in answers:
+        thread = answer.get("thread") or {}
+        if "error" in answer:
+            found.append(f"{answer.get('socket', _name(answer))}: {answer['error']}")
+        elif thread.get("state") == "dead":
+            found.append(
+                f"{_name(answer)}: the transfer thread has died; restart this engine ({thread.get('last_error', '')})"
+            )
+        elif thread.get("state") == "stuck" or answer.get("is_silent"):
+            found.append(
+                f"{_name(answer)}: the transfer thread does not answer; no read and no lease of it makes progress"
+            )
+    return found
+
+
+def _unshielded(answers: Sequence[Answer]) -> list[str]:
+    """Return a sentence per rank that a dying consumer can end; fakes of NIXL load no UCX, and older engines say nothing."""
+    found: list[str] = []
+    for answer in answers:
+        thread = answer.get("thread") or {}
+        state = thread.get("ucx_requests")
+        if state not in {None, "zeroed", "not-loaded"}:
+            found.append(
+                f"{_name(answer)}: UCX's requests are not zeroed ({state}): a consumer that dies in a read over TCP may end "
+                "this engine"
+            )
+    return found

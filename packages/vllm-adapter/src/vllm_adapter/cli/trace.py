@@ -5,44 +5,39 @@ from __future__ import annotations
 import os
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast, final
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from vllm_adapter.cli.answer_shape import AnswerShape, misfit
-from vllm_adapter.cli.asking import ask_all
-from vllm_adapter.cli.chrome_trace import trace_events
-from vllm_adapter.cli.joining import align, join_hand_overs
-from vllm_adapter.cli.json_values import json_text, parse_json, read_text
-from vllm_adapter.cli.options import refuse, seconds
-from vllm_adapter.cli.timeline import MOST_UNEXPLAINED, make_timeline
-from vllm_adapter.cli.trace_text import list_text, timeline_text
+from vllm_adapter.cli.engines import ask_all
+from vllm_adapter.cli.timeline import join_hand_overs, make_timeline
+from vllm_adapter.cli.values import coded_errors, json_text, misfit, parse_json, read_text, seconds
 from vllm_adapter.errors import AdapterError
-from vllm_adapter.observe.plain_text import plain_text
-from vllm_adapter.observe.status_folder import status_folders
-from vllm_adapter.observe.status_socket import TRACE_REQUEST
+from vllm_adapter.observe.answers import Answer
+from vllm_adapter.observe.cause_log import plain_text
+from vllm_adapter.observe.status_socket import TRACE_REQUEST, status_folders
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
-    from vllm_adapter.cli.asking import Answer
-    from vllm_adapter.cli.joining import HandOver
+    from vllm_adapter.cli.timeline import HandOver, Span, Timeline
 
-__all__ = ["TraceOptions", "add_trace", "run_trace"]
+__all__ = ["add_trace", "timeline_text"]
 
-_WELL = 0
+_MOST_UNEXPLAINED = 0.05
+"""Part of the time to the first token that may stay without a name."""
 _UNEXPLAINED = 1
-_WRONG = 2
 _NOT_FOUND = 3
 _LEAST_TTFT_S = 1e-6
+_BAR_COLUMNS = 28
 
 _EPILOG = """\b
 examples:
   vllm-adapter trace                      the latest hand-over
   vllm-adapter trace --list               the hand-overs that can be asked for
-  vllm-adapter trace cmpl-4f --chrome hand-over.json
+  vllm-adapter trace cmpl-4f --json
 
 \b
 exit codes:
@@ -70,9 +65,6 @@ def _trace(
         typer.Option(metavar="SECONDS", help="Time to the first token that a client measured, to compare with."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The timeline as JSON.")] = False,
-    chrome: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Also write trace events, for Perfetto or chrome://tracing.")
-    ] = None,
     save: Annotated[
         str | None, typer.Option(metavar="FILE", help="Write the answers of this machine's engines for --with.")
     ] = None,
@@ -83,82 +75,40 @@ def _trace(
         str | None,
         typer.Option(metavar="FOLDER", help="Where the sockets are; default: where this user's engines put them."),
     ] = None,
-) -> int:
+) -> None:
     """Show one hand-over's timeline, put together from both engines."""
-    options = TraceOptions(request, lists, ttft, as_json, chrome, save, tuple(others or ()))
-    return run_trace(options, folder=Path(folder) if folder else None)
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class TraceOptions:
-    """Choices of a command.
-
-    Attributes:
-        request: Part of a request id of either engine; None for the latest hand-over.
-        lists: Whether to list hand-overs instead of showing one.
-        measured_s: Time to the first token that a client measured.
-        as_json: Whether to print JSON.
-        chrome: File for trace events.
-        save: File for the answers of this machine's engines.
-        others: Files with the answers of other machines' engines.
-    """
-
-    request: str | None = None
-    lists: bool = False
-    measured_s: float | None = None
-    as_json: bool = False
-    chrome: str | None = None
-    save: str | None = None
-    others: tuple[str, ...] = ()
-
-
-def run_trace(options: TraceOptions, *, folder: Path | None = None) -> int:
-    """Ask, put together, print, and return the exit code.
-
-    Args:
-        options: The choices.
-        folder: Where the sockets are; None for where this user's engines put them.
-    """
-    try:
-        if options.measured_s is not None:
-            seconds("--ttft", options.measured_s, least_s=_LEAST_TTFT_S)
-        saved = [answer for file in options.others for answer in _saved(file)]
-    except AdapterError as error:
-        return refuse("trace", error)
-    folders = (folder,) if folder else status_folders()
+    folders = (Path(folder),) if folder else status_folders()
     desk = f"command {os.uname().nodename} {os.getpid()} {time.monotonic_ns()}"
-    answers = [{"desk": desk, **answer} for answer in ask_all(folders, request=TRACE_REQUEST)]
-    if options.save and (wrong := _write(options.save, answers)):
-        return wrong
+    with coded_errors("trace"):
+        if ttft is not None:
+            seconds("--ttft", ttft, least_s=_LEAST_TTFT_S)
+        saved = [answer for file in others or () for answer in _saved(file)]
+        answers: list[Answer] = [{"desk": desk, **answer} for answer in ask_all(folders, request=TRACE_REQUEST)]
+        if save:
+            _write(save, answers)
     answers += saved
-    _tell_silent(answers)
+    for answer in answers:
+        if "error" in answer:
+            _say(f"{answer.get('socket', '')}: {answer['error']}")
     hand_overs = join_hand_overs(answers)
-    if options.lists:
-        print(json_text(_brief(hand_overs), indent=2) if options.as_json else list_text(hand_overs))
-        return _WELL if hand_overs else _NOT_FOUND
-    wanted = [each for each in hand_overs if _is_meant(each, options.request)]
+    if lists:
+        print(json_text([_ids(each) for each in hand_overs], indent=2) if as_json else _list_text(hand_overs))
+        raise typer.Exit(0 if hand_overs else _NOT_FOUND)
+    wanted = [each for each in hand_overs if request is None or _is_meant(each, request)]
     if not wanted:
-        return _say(_not_found(options.request, hand_overs, answers), _NOT_FOUND)
-    return _show(wanted[-1], hand_overs, answers, options)
+        _say(_not_found(request, hand_overs, answers))
+        raise typer.Exit(_NOT_FOUND)
+    timeline = make_timeline(wanted[-1], measured_s=ttft)
+    print(json_text(asdict(timeline), indent=2) if as_json else timeline_text(timeline))
+    if timeline.unexplained_part > _MOST_UNEXPLAINED:
+        raise typer.Exit(_UNEXPLAINED)
 
 
-def _show(hand_over: HandOver, hand_overs: Sequence[HandOver], answers: Sequence[Answer], options: TraceOptions) -> int:
-    clocks = align(hand_over, hand_overs, answers)
-    timeline = make_timeline(hand_over, clocks, measured_s=options.measured_s)
-    if options.chrome and (wrong := _write(options.chrome, trace_events(timeline))):
-        return wrong
-    print(json_text(timeline.as_values(), indent=2) if options.as_json else timeline_text(timeline, clocks))
-    return _WELL if timeline.unexplained_part <= MOST_UNEXPLAINED else _UNEXPLAINED
-
-
-def _write(file: str, value: object) -> int:
-    """Write JSON; return 0, or the exit code after saying what is wrong with the file."""
+def _write(file: str, value: object) -> None:
     try:
         Path(file).write_text(json_text(value), encoding="utf-8")
     except (OSError, ValueError) as error:  # ValueError: a name that no file can have
-        return _say(f"{file} cannot be written: {error}", _WRONG)
-    return _WELL
+        raise AdapterError(f"{file} cannot be written: {error}", code="unwritable") from error
 
 
 def _saved(file: str) -> list[Answer]:
@@ -168,27 +118,18 @@ def _saved(file: str) -> list[Answer]:
         AdapterError: `unreadable`.
     """
     found = parse_json(read_text(file), file)
-    if wrong := misfit(found, list[AnswerShape]):
+    if wrong := misfit(found, list[Answer]):
         raise AdapterError(f"{file} was not written by `vllm-adapter trace --save`: {wrong}", code="unreadable")
     return cast("list[Answer]", found)
 
 
-def _is_meant(hand_over: HandOver, request: str | None) -> bool:
-    names = (hand_over.decode.request_id, str(hand_over.decode.facts.get("peer_request_id", "")))
-    return request is None or any(request in name for name in names)
+def _is_meant(hand_over: HandOver, request: str) -> bool:
+    return request in hand_over.decode.request_id or request in str(hand_over.decode.facts.get("peer_request_id", ""))
 
 
-def _brief(hand_overs: Sequence[HandOver]) -> list[dict[str, object]]:
-    return [
-        {
-            "decode": {"engine_id": each.decode.engine_id, "request_id": each.decode.request_id},
-            "prefill": {
-                "engine_id": each.decode.facts.get("peer_engine_id"),
-                "request_id": each.decode.facts.get("peer_request_id"),
-            },
-        }
-        for each in hand_overs
-    ]
+def _ids(hand_over: HandOver) -> dict[str, object]:
+    decode = hand_over.decode
+    return {"decode": {"engine_id": decode.engine_id, "request_id": decode.request_id}, "prefill": hand_over.peer}
 
 
 def _not_found(request: str | None, hand_overs: Sequence[HandOver], answers: Sequence[Answer]) -> str:
@@ -203,13 +144,75 @@ def _not_found(request: str | None, hand_overs: Sequence[HandOver], answers: Seq
     return f"no decode engine among {', '.join(engines)} remembers a hand-over: each remembers its last 128 since it started"
 
 
-def _tell_silent(answers: Sequence[Answer]) -> None:
-    for answer in answers:
-        if "error" in answer:
-            told = plain_text(f"{answer.get('socket', '')}: {answer['error']}")
-            print(f"vllm-adapter trace: {told}", file=sys.stderr)
-
-
-def _say(text: str, code: int) -> int:
+def _say(text: str) -> None:
     print(f"vllm-adapter trace: {plain_text(text)}", file=sys.stderr)
-    return code
+
+
+def timeline_text(timeline: Timeline) -> str:
+    """Return the spans with a bar each, the part that is unexplained, and how certain the clocks are."""
+    return "\n".join(map(plain_text, _lines(timeline)))
+
+
+def _lines(timeline: Timeline) -> Iterator[str]:
+    decode, prefill, size = timeline.decode, timeline.prefill, timeline.bytes
+    yield f"prefill  request {prefill['request_id']} of engine {prefill['engine_id']}"
+    yield f"decode   request {decode['request_id']} of engine {decode['engine_id']}, {timeline.tokens} tokens, {size} bytes"
+    if timeline.is_streamed:
+        share = f" ({timeline.early_bytes / size:.0%})" if size else ""
+        early = f"{timeline.early_bytes} bytes{share}"
+        yield f"streamed: {early} had arrived when the decode engine saw the end of the prompt's last step"
+    yield from ("", f"  {'begins':>11}  {'takes':>11}   {'':{_BAR_COLUMNS}}  where and what")
+    whole_s = sum(span.duration_s for span in timeline.spans)
+    yield from (_row(span, whole_s) for span in timeline.spans)
+    if timeline.side_spans:
+        yield from ("", "  beside it")
+        yield from (_row(span, whole_s) for span in timeline.side_spans)
+    yield ""
+    part, whose = (
+        timeline.unexplained_part,
+        "as the engines see it" if timeline.measured_s is None else "as the client measured it",
+    )
+    what = "is unexplained" if timeline.named_s <= timeline.total_s else "more than was measured"
+    verdict = "" if part <= _MOST_UNEXPLAINED else f" (more than {_MOST_UNEXPLAINED:.0%})"
+    named = f"named spans cover {_ms(timeline.named_s)}, {part:.1%} {what}{verdict}"
+    yield f"time to the first token, {whose}: {_ms(timeline.total_s)}; {named}"
+    if timeline.measured_s is None:
+        yield "not seen by engines: the client's way to prefill's frontend, and the first token's way back; --ttft counts them"
+    known = [(value, name) for name, value in timeline.clock_uncertainty_s.items() if value]
+    if known:
+        worst_s, worst = max(known)
+        yield f"clocks aligned by messages: within {_ms(worst_s)} of {decode['engine_id']}/scheduler ({worst})"
+    if unknown := [name for name, value in timeline.clock_uncertainty_s.items() if value is None]:
+        yield f"no messages went both ways to {', '.join(unknown)}: its moments are left out"
+    if not prefill["is_known"]:
+        yield "the prefill engine was not asked, or has forgotten: run this on its machine with --save, then here --with"
+    for code in timeline.codes:
+        yield f"the read failed: {code}; its prompt was computed here, or refused"
+
+
+def _row(span: Span, whole_s: float) -> str:
+    times = f"{_ms(span.begin_s):>11}  {_ms(span.duration_s):>11}"
+    return f"  {times}   {_bar(span, whole_s):{_BAR_COLUMNS}}  {span.where}: {span.name}"
+
+
+def _bar(span: Span, whole_s: float) -> str:
+    """Return where a span lies in the whole. Example: a quarter in the middle of 8 columns is `   ##`."""
+    if whole_s <= 0:
+        return ""
+    begin, end = (min(1.0, max(0.0, at_s / whole_s)) for at_s in (span.begin_s, span.begin_s + span.duration_s))
+    first = min(_BAR_COLUMNS - 1, int(_BAR_COLUMNS * begin))
+    last = max(first + 1, round(_BAR_COLUMNS * end))
+    return " " * first + "#" * (last - first)
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.2f} ms"
+
+
+def _list_text(hand_overs: Sequence[HandOver]) -> str:
+    lines = [
+        f"{each.decode.engine_id} {each.decode.request_id} from {each.decode.facts.get('peer_engine_id')} "
+        f"{each.decode.facts.get('peer_request_id')}{'' if each.prefill else ' (not asked, or forgotten)'}"
+        for each in hand_overs
+    ]
+    return "\n".join(map(plain_text, lines)) or "no hand-over is remembered"

@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING, final
 
 from vllm_adapter.config import load_settings
-from vllm_adapter.fleet_secrets import configured_secrets
+from vllm_adapter.config.secrets import configured_secrets
 from vllm_adapter.wiring import prefill_request_params
 
 if TYPE_CHECKING:

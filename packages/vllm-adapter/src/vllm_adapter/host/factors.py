@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, cast
 import vllm
 from vllm.logger import init_logger
 
-from vllm_adapter.host.drafting import speculative_factors
 from vllm_adapter.host.weights import local_checkpoint, weights_digest
 
 if TYPE_CHECKING:
@@ -72,8 +71,26 @@ def vllm_factors(config: VllmConfig, backend: str, connector_version: int) -> di
         "attn_backend_name": backend,
         "cache_dtype": str(cache.cache_dtype),
         "is_hma_enabled": not config.scheduler_config.disable_hybrid_kv_cache_manager,
-        "speculative_config": speculative_factors(config),
+        "speculative_config": _speculative_factors(config),
         "transfer_mode": "pull",
+    }
+
+
+def _speculative_factors(config: VllmConfig) -> dict[str, object] | None:
+    """Return the factors that engines with a drafter on hidden states must share, by vLLM's names; None without one."""
+    speculative = config.speculative_config
+    if speculative is None or not speculative.use_eagle():
+        return None
+    draft: Any = speculative.draft_model_config
+    layers: Any = getattr(draft.hf_config, "eagle_aux_hidden_state_layer_ids", None)
+    return {
+        "method": speculative.method,
+        "model": draft.model,
+        "revision": draft.revision,
+        "code_revision": draft.code_revision,
+        "parallel_drafting": speculative.parallel_drafting,
+        "kv_cache_dtype": str(speculative.kv_cache_dtype or config.cache_config.cache_dtype),
+        "auxiliary_layer_ids": tuple(layers) if layers is not None else None,
     }
 
 
@@ -104,7 +121,7 @@ def weight_factors(config: VllmConfig) -> dict[str, object]:
 def _draft_of(config: VllmConfig) -> Any | None:  # noqa: ANN401  (vLLM's, which types little of it)
     """Return the configuration of a drafter whose KV is handed over with the model's; None without one."""
     speculative = config.speculative_config
-    return None if speculative is None or speculative_factors(config) is None else speculative.draft_model_config
+    return None if speculative is None or _speculative_factors(config) is None else speculative.draft_model_config
 
 
 def _weights(config: VllmConfig, model: Any) -> str:  # noqa: ANN401  (vLLM's, which types little of it)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from vllm_adapter.host.vllm import KVConnectorPromMetrics, KVConnectorStats, create_metric_per_engine, init_logger
 from vllm_adapter.observe import metric_tables as tables
-from vllm_adapter.observe.recorder import FAILURE_KEYS, PATH_KEY, SERIES_KEYS, empty_observations
+from vllm_adapter.observe.metric_tables import FAILURE_KEYS, LIVE_KEY, PATH_KEY, SERIES_KEYS, empty_observations
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -199,11 +199,11 @@ class PromMetrics(KVConnectorPromMetrics):
         gauge = self._gauge_cls(name=name, documentation=doc, labelnames=labels, multiprocess_mode="sum")
 
         def record(data: Data, engine: int) -> None:
-            for by_state in data.get("live_requests", ()):
+            for by_state in data.get(LIVE_KEY, ()):
                 for state, change in by_state.items():
-                    self._total("live_requests", engine, state, change)
+                    self._total(LIVE_KEY, engine, state, change)
             for (key, index, state), total in self._totals.items():
-                if (key, index) == ("live_requests", engine):
+                if (key, index) == (LIVE_KEY, engine):
                     gauge.labels(*self._engine_labels[engine], state).set(total)
 
         return record

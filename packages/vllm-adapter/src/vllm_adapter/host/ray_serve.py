@@ -26,8 +26,8 @@ from ray.llm._internal.serve.engines.vllm.kv_transfer.base import clamp_request_
 from ray.llm._internal.serve.engines.vllm.kv_transfer.factory import KVConnectorBackendFactory
 from ray.llm._internal.serve.engines.vllm.kv_transfer.nixl import NixlConnectorBackend
 
+from vllm_adapter.config.start_checks import PORT_VARIABLE, listening_port
 from vllm_adapter.host.early_tickets import EarlyTicketWriter
-from vllm_adapter.host.side_channel_port import PORT_VARIABLE, listening_port
 
 if TYPE_CHECKING:
     from ray.llm._internal.serve.engines.vllm.kv_transfer.base import Request

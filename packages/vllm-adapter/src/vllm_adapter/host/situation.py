@@ -1,10 +1,10 @@
-"""The host's configuration as values for the checks in `refusals.py` and for the connector's start line."""
+"""The host's configuration as values for the checks at start, and the connector's description of itself."""
 
 from __future__ import annotations
 
-import logging
 import os
-from typing import TYPE_CHECKING, Any, final
+import time
+from typing import TYPE_CHECKING, Any, cast
 
 from vllm import __version__ as vllm_version
 from vllm import envs
@@ -12,8 +12,8 @@ from vllm.config import get_current_vllm_config_or_none
 from vllm.platforms import current_platform
 
 from vllm_adapter import __version__
+from vllm_adapter.config.start_checks import Situation
 from vllm_adapter.host.cache_config import cache_groups
-from vllm_adapter.host.refusals import Situation
 from vllm_adapter.host.vllm import (
     CONNECTOR_VERSIONS,
     check_host,
@@ -22,21 +22,22 @@ from vllm_adapter.host.vllm import (
     side_channel_port,
     wants_host_buffer,
 )
-from vllm_adapter.observe.plain_text import plain_text
+from vllm_adapter.observe.status_socket import StatusSocket
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from vllm_adapter.cache.facts import EngineFacts
     from vllm_adapter.config import Settings
+    from vllm_adapter.observe.answers import Answer
 
-__all__ = ["labels_of", "memory_of", "situation_of", "start_line", "tag_lines"]
+__all__ = ["labels_of", "memory_of", "open_status", "situation_of", "start_line"]
 
-_TAG = "kv-transfer: "
-_MOST_CHARACTERS = 2000
+_SCHEMA = 1
+"""Version of the answers to `vllm-adapter status`; adding keys does not change it."""
 
 
 def situation_of(config: VllmConfig, settings: Settings, caches: KVCacheConfig) -> Situation:
@@ -129,28 +130,47 @@ def start_line(labels: Mapping[str, str], facts: EngineFacts) -> str:
     return "started: " + " ".join(f"{key}={value}" for key, value in {**labels, **here}.items())
 
 
-@final
-class _Tag(logging.Filter):
-    """Puts the connector's tag in front of each of its lines, and keeps each on one line, whatever text a client sent."""
+def open_status(
+    part: str,
+    describe: Callable[[], Answer],
+    hand_overs: Callable[[], Answer],
+    labels: Mapping[str, str] | None = None,
+    settings: Settings | None = None,
+    *,
+    revoke: Callable[[], Answer] | None = None,
+) -> StatusSocket:
+    """Open this process's socket, if that is possible here.
 
-    def filter(self, record: logging.LogRecord) -> bool:
-        try:
-            text = record.getMessage()
-        except Exception:  # noqa: BLE001  (arguments that do not fit: logging itself reports that)
-            return True
-        record.msg, record.args = _plain(text if text.startswith(_TAG) else _TAG + text), None
-        return True
+    Args:
+        part: This process's part of its engine: `scheduler`, or a rank as `0.1`.
+        describe: Returns its current state, on the socket's thread.
+        hand_overs: Returns its latest hand-overs, on the socket's thread.
+        labels: The connector's description of itself, made at start.
+        settings: The configuration; the figures that peers depend on are included in the answer.
+        revoke: Takes all leases back, on the socket's thread; None for a process that grants none.
+    """
+    began_s = time.monotonic()
+    fixed: Answer = {
+        "schema": _SCHEMA,
+        "pid": os.getpid(),
+        "adapter_version": __version__,
+        "ucx_tls": os.environ.get("UCX_TLS", ""),
+        **cast("Answer", labels or {}),
+    }
+    if settings is not None:
+        fixed |= {
+            "lease_s": settings.kv_lease_duration,
+            "heartbeat_s": settings.heartbeat_s,
+            "requires_seals": settings.requires_seals,
+            "is_encrypted": bool(settings.side_channel_key),
+        }
 
+    def answer() -> Answer:
+        return {**fixed, "up_s": time.monotonic() - began_s, **describe()}
 
-def _plain(text: str) -> str:
-    """Return a text, escaped and cut, that can neither start another log line nor flood the log."""
-    if len(text) > _MOST_CHARACTERS:
-        text = f"{text[:_MOST_CHARACTERS]}... ({len(text)} characters)"
-    return plain_text(text)
+    def trace() -> Answer:
+        return {"schema": _SCHEMA, "pid": os.getpid(), **hand_overs()}
 
-
-def tag_lines() -> None:
-    """Prefix every log line of this package with `kv-transfer: `; once per process."""
-    logger = logging.getLogger("vllm.vllm_adapter")
-    if not any(isinstance(known, _Tag) for known in logger.filters):
-        logger.addFilter(_Tag())
+    status = StatusSocket(part, answer, hand_overs=trace, revoke=revoke)
+    status.open()
+    return status

@@ -40,11 +40,10 @@ from vllm.v1.structured_output.request import StructuredOutputRequest
 
 from vllm_adapter.cache.facts import EngineFacts
 from vllm_adapter.config import Settings
+from vllm_adapter.config.start_checks import listening_port
 from vllm_adapter.errors import UnsupportedHost
 from vllm_adapter.host.cache_config import cache_groups, state_groups, transfer_group_ids
-from vllm_adapter.host.drafting import backoff_tokens
 from vllm_adapter.host.factors import computation_factors, vllm_factors, weight_factors
-from vllm_adapter.host.side_channel_port import listening_port
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -271,7 +270,7 @@ def engine_facts(
         connector_version=connector_version,
         groups=groups,
         group_ids=transfer_group_ids(cache),
-        backoff_tokens=backoff_tokens(config, cache, has_state=any(group.kind == "state" for group in groups)),
+        backoff_tokens=_backoff_tokens(config, cache, has_state=any(group.kind == "state" for group in groups)),
         # Final by now: the host pins this value for its own connector's name before it creates a worker's connector.
         interleave_tokens=parallel.cp_kv_cache_interleave_size,
         state_groups=state_groups(config) if is_worker else 0,
@@ -281,6 +280,17 @@ def engine_facts(
         # Only workers send factors to peers.
         extra_factors={**_extra_factors(config, groups), **(weight_factors(config) if is_worker else {})},
     )
+
+
+def _backoff_tokens(config: VllmConfig, cache: KVCacheConfig, *, has_state: bool) -> int:
+    """Return how many trailing prompt tokens the decode engine computes itself.
+
+    One for a running state, which cannot be reset, and where the last window of a prefix hit is computed again. As many as a
+    drafter of several modules reads ahead, since at the end of a prompt it would store drafts that have not been verified.
+    Source: vLLM's own connector backs off alike. Hosts before 0.32 may lack either property.
+    """
+    replays = any(getattr(group.kv_cache_spec, "prefix_replay_tokens", 0) > 0 for group in cache.kv_cache_groups)
+    return max(1 if has_state or replays else 0, getattr(config, "num_prefill_lookahead_tokens", 0) - 1)
 
 
 def _extra_factors(config: VllmConfig, groups: Sequence[CacheGroup]) -> dict[str, object]:

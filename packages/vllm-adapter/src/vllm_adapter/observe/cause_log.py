@@ -1,4 +1,4 @@
-"""Log lines that clients and peers can cause by the thousand, limited per cause, and free of control characters."""
+"""Log lines and terminal texts that clients and peers can cause: limited per cause, and free of control characters."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
 
-from vllm_adapter.observe.plain_text import plain_text, short_text
-
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["CauseLog"]
+__all__ = ["CauseLog", "plain_text", "short_text", "tag_lines"]
 
 # A child of the host's logger, so that its format and level apply.
 _logger = logging.getLogger("vllm.vllm_adapter")
 
 _LINES = 10
 _PERIOD_S = 10.0
+_TAG = "kv-transfer: "
+_MOST_CHARS = 2000
 _MOST_CAUSES = 256
 """Most causes that are told apart; codes are few, and all further ones count as one cause."""
 
@@ -109,3 +109,33 @@ def _harmless(value: object) -> object:
 
 def _indented(trace: str) -> str:
     return "".join(f"\n    {plain_text(line)}" for line in trace.splitlines())
+
+
+@final
+class _Tag(logging.Filter):
+    """Puts the connector's tag in front of each of its lines, and keeps each on one line, whatever text a client sent."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        try:
+            text = record.getMessage()
+        except Exception:  # noqa: BLE001  (arguments that do not fit: logging itself reports that)
+            return True
+        record.msg, record.args = short_text(text if text.startswith(_TAG) else _TAG + text), None
+        return True
+
+
+def tag_lines() -> None:
+    """Prefix every log line of this package with `kv-transfer: `; once per process."""
+    if not any(isinstance(known, _Tag) for known in _logger.filters):
+        _logger.addFilter(_Tag())
+
+
+def plain_text(text: str) -> str:
+    """Return a text with its control characters escaped, because they could start another line or command a terminal."""
+    return text if text.isprintable() else "".join([c if c.isprintable() else ascii(c)[1:-1] for c in text])
+
+
+def short_text(text: str) -> str:
+    """Return a plain text of at most 2000 characters, with a note of its length if it was longer."""
+    plain = plain_text(text[:_MOST_CHARS])[:_MOST_CHARS]
+    return plain if len(text) <= _MOST_CHARS else f"{plain}... ({len(text)} characters)"

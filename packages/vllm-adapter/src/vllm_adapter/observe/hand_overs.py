@@ -13,11 +13,12 @@ scheduler's process; `ordered`, `told`, `planned`, `posted`, `started`, `whole` 
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, Any, Literal, final
+from typing import TYPE_CHECKING, Literal, cast, final
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from vllm_adapter.observe.answers import HandOverEntry
     from vllm_adapter.steps import ReadEnd, ReadTimes
 
 __all__ = ["MOST_HAND_OVERS", "HandOverLog", "short_id"]
@@ -89,22 +90,22 @@ class HandOverLog:
         stamps = times, end.ended_s, taken_s
         self._events.append((short_id(order.request_id), "completed", completed_s, "consumer", facts, stamps))
 
-    def describe(self) -> list[dict[str, object]]:
+    def describe(self) -> list[HandOverEntry]:
         """Return what is remembered, oldest first, as plain values."""
-        found: dict[str, dict[str, Any]] = {}
+        found: dict[str, HandOverEntry] = {}
         for request_id, stage, at_s, role, facts, stamps in self._events.copy():
             if role is not None:
                 found.pop(request_id, None)  # so that an id which is used again stands where it began anew
-                moments = {} if stamps is None else _moments(*stamps)
+                moments: dict[str, float | None] = {} if stamps is None else _moments(*stamps)
                 found[request_id] = {"request_id": request_id, "role": role, "moments": moments}
             entry = found.get(request_id)
             if entry is not None:
                 entry["moments"].setdefault(stage, at_s)
-                entry.update(facts or {})
+                entry.update(cast("HandOverEntry", facts or {}))
         return list(found.values())
 
 
-def _moments(times: ReadTimes, ended_s: float, taken_s: float) -> dict[str, float]:
+def _moments(times: ReadTimes, ended_s: float, taken_s: float) -> dict[str, float | None]:
     """Return a rank's moments of a read by stage, without those that it did not reach."""
     stages = {"ordered": times.ordered_s, "told": times.told_s, "planned": times.planned_s, "posted": times.posted_s}
     if times.posted_s is not None and times.data_s is not None:

@@ -1,10 +1,37 @@
-"""Names, help texts and buckets of all metrics: the `vllm:nixl_*` of vLLM's own connector, and ours beside them."""
+"""All metrics by kind: the `vllm:nixl_*` of vLLM's own connector, and ours beside them.
+
+A row is (key of observations, Prometheus name, help). The observations of a counter are ones, of a gauge changes of its level:
+numbers, or requests by state (mappings). Changes of several ranks and intervals add up.
+"""
 
 from __future__ import annotations
 
-from vllm_adapter.observe.recorder import FAILURE_KEYS
+from typing import Any
 
-__all__ = ["BY_CODE", "COUNTERS", "HISTOGRAMS", "INFO", "LEVELS", "LIVE", "PATHS", "SUMS"]
+__all__ = [
+    "BY_CODE",
+    "COUNTERS",
+    "FAILURE_KEYS",
+    "HISTOGRAMS",
+    "INFO",
+    "LEVELS",
+    "LIVE",
+    "LIVE_KEY",
+    "PATHS",
+    "PATH_KEY",
+    "SERIES_KEYS",
+    "SUMS",
+    "empty_observations",
+]
+
+SERIES_KEYS = ("transfer_duration", "post_duration", "bytes_transferred", "num_descriptors")
+"""Series of every completed read (seconds, seconds, bytes, descriptors). Source: vLLM's connector statistics."""
+FAILURE_KEYS = ("num_failed_transfers", "num_failed_notifications", "num_failed_handshakes", "num_unasked_engines")
+"""Events that vLLM's own connector counts as failed transfers. The last: reads without a handshake because their engine had
+failed a moment ago; vLLM's connector makes one each time, and counts it."""
+PATH_KEY = "bytes_by_path"
+"""Bytes of good reads: [backend, memory "PEER->LOCAL", UCX_TLS, bytes] per read and path."""
+LIVE_KEY = "live_requests"
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 5.0)
 _LATENESS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0, 60.0)
@@ -166,10 +193,14 @@ LEVELS: dict[str, tuple[str, str]] = {
         "Bytes of these blocks on each rank.",
     ),
 }
-"""Key of the data (changes of a level) -> (Prometheus name, help)."""
 PATHS = (
     "vllm:kv_transfer_read_bytes",
     "Bytes read, by NIXL backend, memory (peer's->ours) and, for UCX, the transports that it may choose from.",
 )
 LIVE = ("vllm:kv_transfer_live_requests", "Requests with a hand-over, by its state.")
 INFO = ("vllm:kv_transfer_info", "Always 1: the connector that runs, with its versions and choices as labels.")
+
+
+def empty_observations() -> dict[str, list[Any]]:
+    """Return an empty list for every key."""
+    return {key: [] for key in (*HISTOGRAMS, *COUNTERS, *FAILURE_KEYS, *BY_CODE, *LEVELS, LIVE_KEY, PATH_KEY)}

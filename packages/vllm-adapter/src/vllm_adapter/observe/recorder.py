@@ -12,75 +12,18 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, final
 
-from vllm_adapter.observe.cause_log import CauseLog
+from vllm_adapter.observe.cause_log import CauseLog, short_text
 from vllm_adapter.observe.hand_overs import HandOverLog
-from vllm_adapter.observe.plain_text import short_text
+from vllm_adapter.observe.metric_tables import PATH_KEY, empty_observations
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
     from vllm_adapter.ports import TransferResult
 
-__all__ = ["CHANGE_KEYS", "CODE_KEYS", "FAILURE_KEYS", "PATH_KEY", "SERIES_KEYS", "Recorder", "empty_observations"]
+__all__ = ["Recorder"]
 
-SERIES_KEYS = ("transfer_duration", "post_duration", "bytes_transferred", "num_descriptors")
-"""Series of every completed read (seconds, seconds, bytes, descriptors). Source: vLLM's connector statistics."""
-
-FAILURE_KEYS = ("num_failed_transfers", "num_failed_notifications", "num_failed_handshakes", "num_unasked_engines")
-"""Events that vLLM's own connector counts as failed transfers. The last: reads without a handshake because their engine had
-failed a moment ago; vLLM's connector makes one each time, and counts it."""
-_OTHER_KEYS = (
-    "num_kv_expired_reqs",
-    "num_revoked_leases",
-    "num_notifications_after_expiry",
-    "queue_duration",
-    "fence_duration",
-    "handshake_duration",
-    "heartbeat_lag",
-    "heartbeat_delay",
-    "conversion_duration",
-    "num_failed_conversions",
-    "mirror_save_duration",
-    "mirror_restore_duration",
-    "num_failed_mirror_copies",
-    "num_fence_rejections",
-    "num_quarantined_reads",
-    "num_stalled_reads",
-    "num_retried_reads",
-    "num_dropped_engines",
-    "num_refused_notifications",
-    "num_lease_renewals",
-    "num_unsent_heartbeats",
-    "num_callback_errors",
-    "stream_bytes",
-    "stream_early_bytes",
-)
-CODE_KEYS = (
-    "cancelled_read_codes",
-    "read_failure_codes",
-    "ticket_refusal_codes",
-    "torn_stream_codes",
-    "unstreamed_codes",
-    "withheld_ticket_codes",
-)
-"""Reasons by code, one per request."""
-CHANGE_KEYS = (
-    "quarantined_bytes",
-    "stuck_threads",
-    "fence_slots_used",
-    "leased_blocks",
-    "leased_bytes",
-    "live_requests",
-)
-"""Changes of levels: numbers, and requests by state (mappings). Changes of several ranks and intervals add up."""
-PATH_KEY = "bytes_by_path"
-"""Bytes of good reads: [backend, memory "PEER->LOCAL", UCX_TLS, bytes] per read and path."""
 _MOST_TRACEBACKS = 100
-
-
-def empty_observations() -> dict[str, list[Any]]:
-    """Return an empty list for every key; a counter is a list of ones."""
-    return {key: [] for key in (*SERIES_KEYS, *FAILURE_KEYS, *_OTHER_KEYS, *CODE_KEYS, *CHANGE_KEYS, PATH_KEY)}
 
 
 @final

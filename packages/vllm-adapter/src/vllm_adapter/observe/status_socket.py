@@ -14,18 +14,18 @@ import logging
 import os
 import secrets
 import socket
+import stat
 import threading
 import time
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, final
-
-from vllm_adapter.observe.status_folder import SUFFIX, make_private, own_sockets, status_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from pathlib import Path
 
-__all__ = ["REQUEST", "REVOKE_REQUEST", "TRACE_REQUEST", "StatusSocket", "remove_stale"]
+
+__all__ = ["REQUEST", "REVOKE_REQUEST", "TRACE_REQUEST", "StatusSocket", "own_sockets", "status_folders"]
 
 # A child of the host's logger, so that its format and level apply.
 _logger = logging.getLogger("vllm.vllm_adapter")
@@ -35,6 +35,10 @@ TRACE_REQUEST = b"trace\n"
 """Request line for the latest hand-overs, with the process's monotonic clock at both ends of its answer."""
 REVOKE_REQUEST = b"revoke\n"
 """Request line of an operator who takes all unread leases back; a scheduler's process answers with what they keep."""
+_SUFFIX = ".sock"
+_NAME = "vllm-adapter"
+_TEMPORARY = Path("/tmp")  # noqa: S108  (the folder in it is this user's alone, or is not used)
+_OTHERS_RIGHTS = 0o077
 _MOST_REQUEST_BYTES = 64
 _BACKLOG = 4
 _CLIENT_S = 1.0
@@ -66,20 +70,20 @@ class StatusSocket:
         self._describe = describe
         self._hand_overs = hand_overs
         self._revoke = revoke
-        self._folder = folder or status_folder()
+        self._folder = folder or status_folders()[0]
         self._listening: socket.socket | None = None
         self._thread = threading.Thread(target=self._serve, name="kv-status", daemon=True)
 
     @property
     def path(self) -> Path:
         """File of the socket."""
-        return self._folder / (self._name + SUFFIX)
+        return self._folder / (self._name + _SUFFIX)
 
     def open(self) -> bool:
         """Start answering; return False if that is not possible here, with a log line."""
         try:
-            make_private(self._folder)
-            remove_stale(self._folder)
+            _make_private(self._folder)
+            _remove_stale(self._folder)
             self._listening = self._listen()
             self._thread.start()
         except (OSError, RuntimeError) as error:  # RuntimeError: no thread can be started
@@ -158,7 +162,7 @@ def _text(describe: Callable[[], Mapping[str, object]]) -> bytes:
         return json.dumps({"error": f"{type(error).__name__}: {error}"}).encode()
 
 
-def remove_stale(folder: Path) -> None:
+def _remove_stale(folder: Path) -> None:
     """Remove the sockets of processes that no longer exist."""
     for file in own_sockets(folder):
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
@@ -169,3 +173,46 @@ def remove_stale(folder: Path) -> None:
                 file.unlink(missing_ok=True)
             except OSError:
                 continue
+
+
+def status_folders() -> tuple[Path, ...]:
+    """Return every folder that an engine of this user may use: a service may lack the variables of a login session."""
+    shared = _TEMPORARY / f"{_NAME}-{os.getuid()}"
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    # `os.path.isdir` is false where a variable of another user or of any length makes `Path.is_dir` raise.
+    return (Path(runtime) / _NAME, shared) if runtime and os.path.isdir(runtime) else (shared,)  # noqa: PTH112
+
+
+def _make_private(folder: Path) -> None:
+    """Create a folder that only this user can enter; an existing folder must already be private.
+
+    Raises:
+        OSError: It cannot be created, or it is a link, another user's, or open to others.
+    """
+    folder.mkdir(mode=0o700, exist_ok=True)
+    _require_private(folder)
+
+
+def own_sockets(folder: Path) -> list[Path]:
+    """Return the sockets in a folder that belongs to this user alone, sorted; links and other files are left out.
+
+    Raises:
+        OSError: There is no such folder, or it is a link, another user's, or open to others, who could put sockets there.
+        ValueError: No folder can have this name.
+    """
+    _require_private(folder)
+    return [file for file in sorted(folder.glob("*" + _SUFFIX)) if _is_own_socket(file)]
+
+
+def _is_own_socket(file: Path) -> bool:
+    try:
+        found = file.lstat()
+    except FileNotFoundError:  # its process has ended meanwhile
+        return False
+    return stat.S_ISSOCK(found.st_mode) and found.st_uid == os.getuid()
+
+
+def _require_private(folder: Path) -> None:
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & _OTHERS_RIGHTS:
+        raise PermissionError(f"{folder} is not a folder of user {os.getuid()} alone (0700); remove it")

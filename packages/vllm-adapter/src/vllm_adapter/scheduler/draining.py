@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from vllm_adapter.cache.facts import EngineFacts
+    from vllm_adapter.observe.answers import Answer
     from vllm_adapter.ports import SchedulerState
 
 __all__ = ["Draining"]
@@ -66,7 +67,7 @@ class Draining:
             self.leased_bytes,
         )
 
-    def ask_to_revoke(self) -> dict[str, object]:
+    def ask_to_revoke(self) -> Answer:
         """Let the next step revoke all leases; return how many there are and what they keep. Any thread.
 
         The host steps as long as there is a lease.

@@ -14,13 +14,12 @@ from vllm_adapter.observe.trace_links import TraceLinks
 from vllm_adapter.scheduler.awaited import AwaitedReports
 from vllm_adapter.scheduler.computed_chunks import ComputedChunks
 from vllm_adapter.scheduler.draining import Draining
-from vllm_adapter.scheduler.gauges import Gauges
 from vllm_adapter.scheduler.hook_guards import HookGuards
 from vllm_adapter.scheduler.prefill_chunks import PrefillChunks
 from vllm_adapter.scheduler.served_registration import ServedRegistration
 from vllm_adapter.scheduler.shortage import Shortage
 from vllm_adapter.scheduler.side_channel import SideChannel
-from vllm_adapter.scheduler.status import scheduler_status
+from vllm_adapter.scheduler.status import Gauges, scheduler_status
 from vllm_adapter.scheduler.stream_channel import StreamChannel
 from vllm_adapter.scheduler.streaming import Streaming
 from vllm_adapter.scheduler.ticket_log import TicketLog
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from vllm_adapter.cache.facts import EngineFacts
+    from vllm_adapter.observe.answers import Answer
     from vllm_adapter.ports import BlockIds, FinishDecision
     from vllm_adapter.scheduler.prefill_chunks import ScheduledTokens
     from vllm_adapter.scheduler.values import Arrival, Ending
@@ -416,17 +416,17 @@ class SchedulerSide:
         self._served.expect(envelopes if ranks is None else ranks, served=envelopes.keys())
         self._channel.serve(envelopes)
 
-    def status(self) -> Mapping[str, object]:
+    def status(self) -> Answer:
         """Return what this engine holds, as plain values; any thread."""
         ranks, now_s = self._served.rank_count, self._now_s()
         status = scheduler_status(self._facts, self._state, self._draining, served_ranks=ranks, now_s=now_s)
-        return {**status, "seals": self._seals.fingerprints}
+        return {**status, "seals": list(self._seals.fingerprints)}
 
-    def revoke_leases(self) -> Mapping[str, object]:
+    def revoke_leases(self) -> Answer:
         """Revoke all leases with the next step; return how many there are and what they keep, as plain values; any thread."""
         return {"part": "scheduler", "engine_id": self._facts.engine_id, **self._draining.ask_to_revoke()}
 
-    def hand_overs(self) -> Mapping[str, object]:
+    def hand_overs(self) -> Answer:
         """Return the moments of this engine's latest hand-overs in this process, as plain values; any thread."""
         log = self._stats.hand_overs
         return {"part": "scheduler", "engine_id": self._facts.engine_id, "hand_overs": log.describe()}

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, cast, final
 
 if TYPE_CHECKING:
-    from vllm_adapter.fleet_secrets import FleetSecrets
+    from vllm_adapter.config.secrets import FleetSecrets
     from vllm_adapter.ports import SchedulerState
 
 __all__ = ["TicketSeals"]

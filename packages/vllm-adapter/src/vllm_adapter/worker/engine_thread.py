@@ -32,9 +32,10 @@ from vllm_adapter.worker.resting import Resting
 from vllm_adapter.worker.streams import RankStreams
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from vllm_adapter.cache.facts import EngineFacts, LayerCache
+    from vllm_adapter.observe.answers import Answer
     from vllm_adapter.ports import EndReport, StepPlan
     from vllm_adapter.steps import ReadEnd, StepOrders, TraceLink
     from vllm_adapter.wiring import WorkerParts
@@ -482,13 +483,13 @@ class WorkerSide:
         """Return the observations of the last interval by key; None if there are none."""
         return self._recorder.take()
 
-    def status(self) -> Mapping[str, object]:
+    def status(self) -> Answer:
         """Return this rank's current state as plain values; any thread."""
         registration, dead = self._registration, self._dead
         is_registered = registration is not None
         return worker_status(self._facts, registration or dead, is_registered=is_registered, is_asleep=self._is_asleep)
 
-    def hand_overs(self) -> Mapping[str, object]:
+    def hand_overs(self) -> Answer:
         """Return the timestamps of this rank's latest hand-overs, as plain values; any thread."""
         part = f"{self._facts.pp_rank}.{self._facts.tp_rank}"
         return {"part": part, "engine_id": self._facts.engine_id, "hand_overs": self._recorder.hand_overs.describe()}

@@ -149,9 +149,9 @@ _FIGURES = (
 
 def worker_status(
     facts: EngineFacts, registration: Registration | None, *, is_registered: bool, is_asleep: bool
-) -> dict[str, object]:
+) -> Answer:
     """Return health, leases, reads, peers, quarantine and stalls of a rank."""
-    status: dict[str, object] = {
+    status: Answer = {
         "part": f"{facts.pp_rank}.{facts.tp_rank}",
         "engine_id": facts.engine_id,
         "is_asleep": is_asleep,
@@ -175,7 +175,7 @@ def worker_status(
     }
 
 
-def _health(agent: TransferThread) -> dict[str, object]:
+def _health(agent: TransferThread) -> ThreadHealth:
     health = agent.health()
     return {
         "state": health.state,
@@ -186,9 +186,9 @@ def _health(agent: TransferThread) -> dict[str, object]:
     }
 
 
-def _described(registration: Registration) -> Mapping[str, object]:
+def _described(registration: Registration) -> Answer:
     """Return the transfer thread's description of its leases, reads and peers; empty if it does not answer."""
-    box: list[Mapping[str, object]] = []
+    box: list[Answer] = []
     is_done = threading.Event()
 
     def describe() -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, cast, final
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from vllm_adapter.observe.answers import Answer, Entry
     from vllm_adapter.ports import StallEntry, TransferResult
     from vllm_adapter.worker.transfer.parts import TransferParts
     from vllm_adapter.worker.transfer.records import PeerEngine, Read
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["StallWatch", "describe_lease", "describe_peers", "describe_reads", "note_quarantine"]
 
 
-def describe_reads(posted: Iterable[Read], engines: Iterable[PeerEngine], now_s: float, most: int) -> dict[str, object]:
+def describe_reads(posted: Iterable[Read], engines: Iterable[PeerEngine], now_s: float, most: int) -> Answer:
     """Return the number of reads by stage, and a description of the first `most` of them.
 
     Args:
@@ -36,9 +37,9 @@ def describe_reads(posted: Iterable[Read], engines: Iterable[PeerEngine], now_s:
     }
 
 
-def _read(read: Read, now_s: float) -> dict[str, object]:
+def _read(read: Read, now_s: float) -> Entry:
     order = read.order
-    entry: dict[str, object] = {
+    entry: Entry = {
         "request_id": order.request_id,
         "peer_request_id": order.ticket.peer_request_id,
         "peer_engine_id": order.ticket.peer.engine_id,
@@ -61,12 +62,12 @@ def _stage(read: Read) -> str:
     return "in quarantine" if read.unquiet else "on the wire"
 
 
-def describe_peers(engines: Iterable[PeerEngine], now_s: float, most: int) -> list[dict[str, object]]:
+def describe_peers(engines: Iterable[PeerEngine], now_s: float, most: int) -> list[Entry]:
     """Return the first `most` engines that this rank reads from or is about to read from."""
     return [_peer(engine, now_s) for engine in islice(engines, most)]
 
 
-def _peer(engine: PeerEngine, now_s: float) -> dict[str, object]:
+def _peer(engine: PeerEngine, now_s: float) -> Entry:
     address, plan = engine.address, engine.plan
     return {
         "engine_id": engine.engine_id,
@@ -83,10 +84,10 @@ def _peer(engine: PeerEngine, now_s: float) -> dict[str, object]:
     }
 
 
-def describe_lease(entry: Mapping[str, object], renewed_s: float | None, now_s: float) -> dict[str, object]:
+def describe_lease(entry: Mapping[str, object], renewed_s: float | None, now_s: float) -> Entry:
     """Return a table's lease without the values that would let a reader of the description end it."""
     readers = cast("Sequence[object]", entry.get("readers") or ())
-    return {
+    lease: dict[str, object] = {
         "request_id": entry["request_id"],
         "state": entry["state"],
         "left_s": entry.get("left_s"),
@@ -94,6 +95,7 @@ def describe_lease(entry: Mapping[str, object], renewed_s: float | None, now_s: 
         "readers_needed": entry.get("readers_needed"),
         "last_heartbeat_s": None if renewed_s is None else now_s - renewed_s,
     }
+    return cast("Entry", lease)
 
 
 _NAMED = 4

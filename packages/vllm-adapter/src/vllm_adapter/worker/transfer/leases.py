@@ -10,6 +10,7 @@ from vllm_adapter.worker.transfer.describing import describe_lease
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from vllm_adapter.observe.answers import Entry
     from vllm_adapter.ports import LeaseEnd, LeaseTable, Notification, StepPlan, StreamWorker
     from vllm_adapter.worker.transfer.parts import TransferParts
 
@@ -246,7 +247,7 @@ class LeaseKeeper:
         """Return the number of open leases."""
         return self._leases.live_count()
 
-    def describe(self, most: int) -> list[dict[str, object]]:
+    def describe(self, most: int) -> list[Entry]:
         """Return an operator's view of the oldest `most` leases."""
         now_s = self._parts.now_s()
         entries = self._leases.snapshot(now_s=now_s, most=most)

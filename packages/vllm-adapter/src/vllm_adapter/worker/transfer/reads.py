@@ -29,6 +29,7 @@ from vllm_adapter.worker.transfer.tickets import may_retry, refusal, refused_ret
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from vllm_adapter.observe.answers import Answer
     from vllm_adapter.ports import (
         HeartbeatOrder,
         Indices,
@@ -109,11 +110,11 @@ class ReadCoordinator:
         streamed = self._streams.transfer_count if self._streams is not None else 0
         return {"engines": len(self._peers), "transfers": len(self._transfers) + streamed}
 
-    def describe(self, most: int) -> dict[str, object]:
+    def describe(self, most: int) -> Answer:
         """Return an operator's view: counts, and at most `most` reads and peers each."""
         now_s, engines = self._parts.now_s(), self._peers.engines()
         reads = describe_reads(dict.fromkeys(self._transfers.values()), engines, now_s, most)
-        streams = self._streams.describe(most) if self._streams is not None else {}
+        streams: Answer = self._streams.describe(most) if self._streams is not None else {}
         return {**reads, **streams, "peers": len(engines), "peer_engines": describe_peers(engines, now_s, most)}
 
     # ---------------------------------------------------------------------------------------------- orders

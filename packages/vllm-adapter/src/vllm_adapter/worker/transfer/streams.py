@@ -23,6 +23,7 @@ from vllm_adapter.worker.transfer.tickets import refusal
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from vllm_adapter.observe.answers import Answer, Entry
     from vllm_adapter.ports import (
         Indices,
         StreamOrder,
@@ -233,14 +234,14 @@ class StreamCoordinator:
         """Return the read that each transfer of a stream belongs to, by transfer id."""
         return {transfer_id: following.stream.read for transfer_id, (following, _) in self._transfers.items()}
 
-    def describe(self, most: int) -> dict[str, object]:
+    def describe(self, most: int) -> Answer:
         """Return an operator's view: the number of streams, and the oldest `most` of them."""
         return {
             "streams": len(self._streams),
             "oldest_streams": [self._entry(stream) for stream in islice(self._streams.values(), most)],
         }
 
-    def _entry(self, stream: Stream) -> dict[str, object]:
+    def _entry(self, stream: Stream) -> Entry:
         """Describe a stream; the rank that is furthest behind determines its progress."""
         order, times = stream.read.order, stream.read.times
         behind = min(stream.open_ranks.values(), key=lambda rank: rank.finished_tokens, default=None)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, cast, final
 import msgspec
 from msgspec import Meta
 
-from vllm_adapter.config_values import Key, check_host, check_networks, port_range, read_value, refusal
+from vllm_adapter.config.values import Key, check_host, check_networks, port_range, read_value, refusal
 from vllm_adapter.errors import ConfigurationError
 
 if TYPE_CHECKING:

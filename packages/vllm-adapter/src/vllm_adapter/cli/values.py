@@ -1,7 +1,7 @@
-"""JSON that commands read, from files, standard input, sockets and other commands, and JSON that they print.
+"""Values that commands take and print: JSON of files, standard input, sockets and other commands, and numbers of options.
 
-Whatever is read, it becomes a value or one coded error: bytes that are no text, text that is no JSON, and nesting on which
-Python's own recursion, or that of whoever goes through the value later, would end.
+Whatever is read becomes a value or one coded error: bytes that are not text, text that is not JSON, nesting that would exceed
+Python's recursion, and numbers that cannot be waited for.
 """
 
 from __future__ import annotations
@@ -9,12 +9,24 @@ from __future__ import annotations
 import json
 import math
 import sys
+from contextlib import contextmanager
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, Any, cast
 
-from vllm_adapter.errors import AdapterError
+import msgspec
+import typer
 
-__all__ = ["json_text", "parse_json", "read_text", "source_name"]
+from vllm_adapter.errors import AdapterError, ConfigurationError
+from vllm_adapter.observe.cause_log import plain_text
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+__all__ = ["coded_errors", "json_text", "misfit", "parse_json", "read_text", "seconds", "source_name", "within"]
+
+_USAGE = 2
+_LEAST_S = 0.001
+_MOST_S = 3600.0
 
 _MOST_LEVELS = 64
 """Engines answer, and are configured, with less than ten."""
@@ -99,3 +111,48 @@ def _without_nan(value: object) -> object:
     if isinstance(value, list | tuple):
         return [_without_nan(each) for each in cast("list[object]", value)]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def misfit(value: object, shape: Any) -> str:  # noqa: ANN401 - any type that msgspec knows
+    """Return the first field that has another shape, with what it must be; nothing if there is none.
+
+    Example: ``Expected `object | null`, got `int` - at `$.thread` ``.
+    """
+    try:
+        msgspec.convert(value, shape)
+    except (msgspec.ValidationError, UnicodeEncodeError) as error:  # half of a surrogate pair is no text
+        return str(error)
+    return ""
+
+
+def seconds(option: str, given: float, *, least_s: float = _LEAST_S) -> float:
+    """Return a time that an option gives, of an hour at most.
+
+    Raises:
+        ConfigurationError: `out-of-range`.
+    """
+    return within(option, given, least_s, _MOST_S, "s")
+
+
+def within(option: str, given: float, least: float, most: float, unit: str) -> float:
+    """Return a number that an option gives.
+
+    Raises:
+        ConfigurationError: `out-of-range`: it lies outside, or is NaN.
+    """
+    if not least <= given <= most:
+        raise ConfigurationError(
+            f"{option} must be {least:g} {unit} at least and {most:g} {unit} at most, got {given:g}",
+            code="out-of-range",
+        )
+    return given
+
+
+@contextmanager
+def coded_errors(command: str) -> Generator[None]:
+    """End a command with a line on standard error and the exit code of wrong usage where the block raises a coded error."""
+    try:
+        yield
+    except AdapterError as error:
+        print(f"vllm-adapter {command}: {plain_text(str(error))} ({error.code})", file=sys.stderr)
+        raise typer.Exit(_USAGE) from None

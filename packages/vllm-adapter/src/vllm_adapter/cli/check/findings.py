@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Literal, final
 
-from vllm_adapter.observe.plain_text import plain_text
+from vllm_adapter.observe.cause_log import plain_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Start-up refusals and warnings: a table whose rows each name an unusable or risky condition and the reason.
+"""Checks at start: refusals and warnings, in a table whose rows each name an unusable or risky condition and the reason.
 
 A hand-over that can never succeed is detected at start, instead of by the first request, by an engine whose KV is silently
 wrong, or by every peer. The rows read a `Situation` of plain values, which `situation.py` derives from the host.
@@ -8,17 +8,32 @@ from __future__ import annotations
 
 import ipaddress
 import logging
+import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Final, final
 
+from vllm_adapter.config.keys import Settings
 from vllm_adapter.errors import UnsupportedHost
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
-__all__ = ["REFUSALS", "WARNINGS", "Row", "Situation", "check_start"]
+__all__ = [
+    "PORT_VARIABLE",
+    "REFUSALS",
+    "WARNINGS",
+    "Row",
+    "Situation",
+    "check_start",
+    "listening_port",
+    "streaming_warnings",
+]
 
 _logger = logging.getLogger("vllm.vllm_adapter")
+PORT_VARIABLE: Final = "VLLM_NIXL_SIDE_CHANNEL_PORT"
+_SHOWN_CHARACTERS = 80
+_ONLY_WITH_STREAMING: Final = ("stream_slots", "stream_reserve_fraction", "ask_wait_s")
+_DEFAULTS: Final = Settings()
 _MOST_PORTS = 65535
 _LEAST_PORT = 1024
 """Lowest port that readers of tickets accept."""
@@ -237,3 +252,54 @@ def _reaches_host_memory(ucx_tls: str) -> bool:
     """Return whether a UCX_TLS has a transport for host memory; a list that only excludes some is trusted."""
     names = {name.strip().lower().removeprefix("\\") for name in ucx_tls.split(",")}
     return not ucx_tls or ucx_tls.startswith("^") or not names.isdisjoint(_HOST_TRANSPORTS)
+
+
+def streaming_warnings(settings: Settings, role: str | None = None) -> Iterator[str]:
+    """Yield a sentence per such setting.
+
+    Args:
+        settings: The connector's keys, already checked.
+        role: The engine's `kv_role`; None if it is not known.
+    """
+    if not settings.streaming:
+        unused = [name for name in _ONLY_WITH_STREAMING if getattr(settings, name) != getattr(_DEFAULTS, name)]
+        if unused:
+            yield f"{', '.join(unused)}: no effect without streaming"
+        return
+    if not settings.has_secrets and not settings.remote_hosts:
+        yield (
+            "streaming: without ticket_secret_files, ticket_secret_variable or remote_hosts this engine refuses early tickets "
+            "(ticket-early-uncovered), so nothing is streamed to or from it"
+        )
+    if role != "kv_producer" and not settings.stream_reserve_fraction:
+        yield "stream_reserve_fraction is 0: this engine refuses to read early (ticket-early-off) and computes these prompts"
+    if role == "kv_both" and settings.stream_reserve_fraction == 1:
+        yield "stream_reserve_fraction is 1 with kv_role 'kv_both': two engines that prefill for each other may wait for ever"
+
+
+def listening_port(read: Callable[[], int], data_parallel_index: int) -> int:
+    """Return the port on which an engine's side channel listens: the environment's port plus the data-parallel index.
+
+    Args:
+        read: Returns the number in `PORT_VARIABLE`, or its default.
+        data_parallel_index: The engine's place among those of its data-parallel group. Source: vLLM's own connector adds it.
+
+    Raises:
+        UnsupportedHost: `side-channel-port`: the variable holds no number.
+    """
+    try:
+        return read() + data_parallel_index
+    except ValueError:
+        value = os.environ.get(PORT_VARIABLE, "")
+        hint = ""
+        if "://" in value:
+            hint = (
+                "; Kubernetes sets it so in every pod beside a Service named vllm-nixl-side-channel: rename that Service, set "
+                "the variable in the pod's env, or enableServiceLinks to false in its spec"
+            )
+        raise UnsupportedHost(
+            f"{PORT_VARIABLE} is {value[:_SHOWN_CHARACTERS]!r}, which is no number: it must be a port, 1 to 65535{hint}",
+            code="side-channel-port",
+            fault="environment",
+            context={"variable": PORT_VARIABLE, "value": value},
+        ) from None

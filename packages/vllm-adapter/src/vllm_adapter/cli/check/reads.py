@@ -15,15 +15,15 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypedDict, cast, final
 
-from vllm_adapter.cli.answer_shape import Number, misfit
-from vllm_adapter.cli.json_values import parse_json
+from vllm_adapter.cli.values import misfit, parse_json
 from vllm_adapter.errors import AdapterError
+from vllm_adapter.observe.answers import Number  # noqa: TC001 - msgspec reads the annotations
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from vllm_adapter.cli.findings import Findings
-    from vllm_adapter.cli.looking import Seen
+    from vllm_adapter.cli.check.engine import Engine
+    from vllm_adapter.cli.check.findings import Findings
 
 __all__ = ["Reading", "check_reads"]
 
@@ -72,7 +72,7 @@ class Reading:
     allows_tcp: bool
 
 
-def check_reads(prefill: Seen, decode: Seen, reading: Reading, findings: Findings) -> float | None:
+def check_reads(prefill: Engine, decode: Engine, reading: Reading, findings: Findings) -> float | None:
     """Read from each prefill rank; return the slowest rank's GB/s, None if it was not measured."""
     ranks = _ranks(prefill)
     if not ranks:
@@ -100,7 +100,7 @@ def check_reads(prefill: Seen, decode: Seen, reading: Reading, findings: Finding
     return _judge_speed(prefill, decode, answer, reading, findings)
 
 
-def _ranks(prefill: Seen) -> Sequence[Mapping[str, object]]:
+def _ranks(prefill: Engine) -> Sequence[Mapping[str, object]]:
     """Return what `kv-nixl measure` takes, of the ranks with fence words."""
     return [
         {
@@ -108,7 +108,7 @@ def _ranks(prefill: Seen) -> Sequence[Mapping[str, object]]:
             "agent_metadata": base64.b64encode(metadata.agent_metadata).decode(),
             "fence": list(metadata.fence),
         }
-        for (stage, rank), metadata in sorted(prefill.probed.peers.items())
+        for (stage, rank), metadata in sorted(prefill.peers.items())
         if metadata.fence is not None
     ][:_MOST_RANKS]
 
@@ -139,13 +139,13 @@ def _measure(ranks: Sequence[Mapping[str, object]], reading: Reading) -> dict[st
         return {"error": f"the answer of kv-nixl measure cannot be read, is it of another version? {wrong}"}
     measured = cast("dict[str, Any]", answer)
     if not measured["error"] and len(measured["ranks"]) != len(ranks):
-        return {"error": f"kv-nixl measure told of {len(measured['ranks'])} ranks, asked for {len(ranks)}"}
+        return {"error": f"kv-nixl measure reported {len(measured['ranks'])} ranks, asked for {len(ranks)}"}
     return measured
 
 
-def _judge_rank(prefill: Seen, read: Mapping[str, Any], findings: Findings) -> bool:
+def _judge_rank(prefill: Engine, read: Mapping[str, Any], findings: Findings) -> bool:
     """Tell what the reads of one rank gave; False if it gave no figure."""
-    code, where = read["code"], f"{prefill.place}: rank {read['name']}"
+    code, where = read["code"], f"{prefill.channel}: rank {read['name']}"
     if not code:
         return True
     if code == "peer-rows-unregistered":
@@ -173,13 +173,15 @@ def _judge_rank(prefill: Seen, read: Mapping[str, Any], findings: Findings) -> b
     return False
 
 
-def _judge_speed(prefill: Seen, decode: Seen, answer: Mapping[str, Any], reading: Reading, findings: Findings) -> float:
+def _judge_speed(
+    prefill: Engine, decode: Engine, answer: Mapping[str, Any], reading: Reading, findings: Findings
+) -> float:
     read: list[Mapping[str, Any]] = answer["ranks"]
     slowest = min(read, key=lambda each: float(each["read_gb_s"]))
     speed = float(slowest["read_gb_s"])
     findings.ok(
         "reads",
-        f"{len(read)} of {len(prefill.probed.peers)} prefill ranks: the probe pages came whole (checksum "
+        f"{len(read)} of {len(prefill.peers)} prefill ranks: the probe pages came whole (checksum "
         f"{int(slowest['checksum']):08x}); a word takes {max(float(each['word_us']) for each in read):.0f} us",
     )
     ways = "; ".join(f"{path['sizes']} {path['method']} {path['config']}" for path in answer["paths"])
@@ -194,17 +196,17 @@ def _judge_speed(prefill: Seen, decode: Seen, answer: Mapping[str, Any], reading
         )
     else:
         findings.ok("transport", f"UCX reads by {ways}: {speed:.2f} GB/s from the slowest rank{_of_memory(prefill)}")
-    if not _is_here(decode.place.host):
+    if not _is_here(decode.channel.host):
         findings.note(
             "transport",
             "measured-elsewhere",
-            f"measured from this machine, which is not the decode engine's ({decode.place.host})",
+            f"measured from this machine, which is not the decode engine's ({decode.channel.host})",
             "run this on the decode engine's machine for its speed and transport",
         )
     return speed
 
 
-def _of_memory(prefill: Seen) -> str:
+def _of_memory(prefill: Engine) -> str:
     kinds = set(prefill.first.region_mem_types or ())
     return "; of host memory: the cache lies in VRAM, whose way may differ" if "VRAM" in kinds else ""
 

@@ -10,15 +10,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from vllm_adapter.cli.findings import Findings
-from vllm_adapter.cli.json_values import json_text
-from vllm_adapter.cli.options import refuse, seconds, within
-from vllm_adapter.errors import AdapterError
-from vllm_adapter.observe.plain_text import plain_text
+from vllm_adapter.cli.check.findings import Findings
+from vllm_adapter.cli.values import coded_errors, json_text, seconds, within
+from vllm_adapter.observe.cause_log import plain_text
 
 __all__ = ["add_check"]
 
-_GO = 0
 _NO_GO = 1
 _MOST_TP = 1024
 _SPEEDS = (1e-3, 1e6)
@@ -88,31 +85,38 @@ def _check(  # noqa: PLR0913 - one for each option
         bool, typer.Option("--allow-tcp", help="Reads over TCP are worth a note, and no reason against.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The findings as JSON.")] = False,
-) -> int:
+) -> None:
     """Tell whether two live engines can hand over, and why not."""
     # The four libraries, with NumPy and ZMQ, load for this command alone.
-    from vllm_adapter.cli.judging import Side, Wishes, dialect_asked, look_and_judge
+    from vllm_adapter.cli.check.pair import Choices, check_pair, dialect_of
 
     if dialect is not None and vllm is not None:
         raise typer.BadParameter("--dialect and --vllm exclude each other")
     findings = Findings()
-    sides = (
-        Side("prefill", prefill, prefill_config, prefill_tp, trust_prefill_tp),
-        Side("decode", decode, decode_config),
-    )
-    try:
-        speed = None if gbps is None else within("--gbps", gbps, *_SPEEDS, "GB/s")
-        wishes = Wishes(policy, dialect_asked(dialect, vllm), speed, seconds("--timeout", timeout), read, allow_tcp)
-        look_and_judge(*sides, wishes, findings)
-    except AdapterError as error:
-        return refuse("check", error)
+    with coded_errors("check"):
+        choices = Choices(
+            prefill=prefill,
+            decode=decode,
+            prefill_config=prefill_config,
+            decode_config=decode_config,
+            prefill_tp=prefill_tp,
+            is_tp_trusted=trust_prefill_tp,
+            policy=policy,
+            gigabytes_per_s=None if gbps is None else within("--gbps", gbps, *_SPEEDS, "GB/s"),
+            dialect=dialect_of(dialect, vllm),
+            timeout_s=seconds("--timeout", timeout),
+            reads=read,
+            allows_tcp=allow_tcp,
+        )
+        check_pair(choices, findings)
     if as_json:
         print(json_text({"is_go": findings.is_go, "findings": findings.as_values()}, indent=2))
     elif sys.stdout.isatty():
         _draw(findings)
     else:
         print(findings.as_text())
-    return _GO if findings.is_go else _NO_GO
+    if not findings.is_go:
+        raise typer.Exit(_NO_GO)
 
 
 def _draw(findings: Findings) -> None:

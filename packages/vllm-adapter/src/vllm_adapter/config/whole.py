@@ -9,9 +9,9 @@ import difflib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast, final
 
-from vllm_adapter.config import check_whole, describe_keys, load_keys
+from vllm_adapter.config.keys import check_whole, describe_keys, load_keys
+from vllm_adapter.config.start_checks import streaming_warnings
 from vllm_adapter.errors import ConfigurationError
-from vllm_adapter.streaming_warnings import streaming_warnings
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

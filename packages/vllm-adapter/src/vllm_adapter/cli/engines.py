@@ -1,4 +1,4 @@
-"""Answers of the live processes of this machine's engines, asked over their Unix sockets."""
+"""The live processes of this machine's engines, and their answers over their Unix sockets."""
 
 from __future__ import annotations
 
@@ -7,22 +7,18 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import repeat
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
-from vllm_adapter.cli.answer_shape import AnswerShape, misfit
-from vllm_adapter.cli.json_values import parse_json
+from vllm_adapter.cli.values import misfit, parse_json
 from vllm_adapter.errors import AdapterError
-from vllm_adapter.observe.status_folder import own_sockets, status_folders
-from vllm_adapter.observe.status_socket import REQUEST
+from vllm_adapter.observe.answers import Answer
+from vllm_adapter.observe.status_socket import REQUEST, own_sockets, status_folders
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from pathlib import Path
 
-__all__ = ["Answer", "ask_all", "ask_one", "of_engine"]
-
-Answer = dict[str, Any]
-"""A process's answer; `error` and `socket` alone if it gave none that can be read."""
+__all__ = ["ask_all", "ask_one", "of_engine"]
 
 _MOST_BYTES = 4 << 20
 _AT_ONCE = 16
@@ -30,6 +26,8 @@ _AT_ONCE = 16
 
 def ask_all(folders: Sequence[Path] = (), *, timeout_s: float = 3.0, request: bytes = REQUEST) -> list[Answer]:
     """Ask every process that has a socket; return the answers, ordered by engine and part.
+
+    An answer that cannot be read is replaced by its `socket` and an `error`.
 
     Args:
         folders: Where to look; where engines of this user put their sockets, if none is named.
@@ -92,7 +90,7 @@ def _read(text: bytes) -> Answer:
         answer = parse_json(text, f"its answer of {len(text)} bytes")
     except AdapterError as error:
         return {"error": f"{error} ({error.code})"}
-    if wrong := misfit(answer, AnswerShape):
+    if wrong := misfit(answer, Answer):
         return {
             "error": f"its answer cannot be read here, maybe it is an engine of another version: {wrong} (unreadable)"
         }

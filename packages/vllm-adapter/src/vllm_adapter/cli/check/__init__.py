@@ -1,0 +1,5 @@
+"""`vllm-adapter check`: whether two live engines can hand over, and why not."""
+
+from vllm_adapter.cli.check.command import add_check
+
+__all__ = ["add_check"]
