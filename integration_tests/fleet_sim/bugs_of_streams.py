@@ -53,7 +53,7 @@ def _no_fence(stack: ExitStack) -> None:
     def unread(coordinator: Any, following: Any) -> None:
         if following.watch is not None:
             following.watch.end()
-        coordinator._readers.fence_found(following.name, following.stream.read.order.ticket.fence[1])
+        coordinator._readers.fence_found(following.name, following.stream.read.order.fence[1])
 
     stack.enter_context(patch.object(StreamCoordinator, "_read_fence", unread))
 

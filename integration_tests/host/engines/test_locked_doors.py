@@ -23,8 +23,8 @@ from kv_handshake import HandshakeError
 from kv_handshake.inspect import probe
 from kv_handshake.security import ClientSecurity
 from kv_scheduler_state import SchedulerConfig, TicketError, TicketReader
-from kv_scheduler_state._seal import TicketSeal, canonical_ticket
 from kv_scheduler_state.testing import forged_tickets
+from kv_scheduler_state.ticket.seal import TicketSeal, canonical_ticket
 
 FORGERIES = 300
 REPLAYS = 8
@@ -108,12 +108,12 @@ def test_no_forged_ticket_is_acted_upon_and_every_honest_text_is_right(fleet: Fl
     reader = TicketReader(SchedulerConfig("d", "127.0.0.1", 5600, null_block=0))
 
     def reseal(params: dict[str, Any]) -> dict[str, Any]:
-        return {**params, "kv_seal": stranger.of_params(params, reader.read(params, "handoff").peer)}
+        return {**params, "kv_seal": stranger.of(reader.read(params, "handoff"))}
 
     def code_of(params: dict[str, Any]) -> str:
         """Return the code that the fleet's own secret gives this ticket: `ticket-seal`, or that of a malformed field."""
         try:
-            fleets.opened(reader, reader.fields_of(params), "handoff")
+            fleets.opened(reader, params, "handoff")
         except TicketError as error:
             return error.code
         return ""
@@ -168,7 +168,7 @@ def test_no_forged_ticket_is_acted_upon_and_every_honest_text_is_right(fleet: Fl
 
             drawn = [
                 (kind, params)
-                for kind, params in forged_tickets(tickets, 2 * FORGERIES, draw, reseal)
+                for kind, params in forged_tickets(tickets, 2 * FORGERIES, draw.randrange, reseal)
                 if not kind.startswith("changed") or is_changed(params)
             ][:FORGERIES]
             codes.update(code_of(params) for _, params in drawn)

@@ -10,7 +10,7 @@ import pytest
 from fakes import CodedFailure, FakeAgent, FakeCodec, FakeRecorder, Plan, Result, order
 
 from kv_scheduler_state import BlockList
-from kv_scheduler_state._stream_reader import StreamReaders
+from kv_scheduler_state.streams.reader import StreamReaders
 from vllm_adapter.steps import ReadTimes
 from vllm_adapter.worker.transfer.parts import TransferParts
 from vllm_adapter.worker.transfer.records import FinishedRead, PeerEngine, Read
