@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from judging import fleet_python
 
-from kv_scheduler_state._early_ticket import read_early
-from kv_scheduler_state._hosts import HostPolicy
-from kv_scheduler_state._seal import TicketSeal
+from kv_scheduler_state.hosts import HostPolicy
+from kv_scheduler_state.ticket.early import read_early
+from kv_scheduler_state.ticket.seal import TicketSeal
 
 SEAL = TicketSeal((b"a-fleet-secret,16+",))
 

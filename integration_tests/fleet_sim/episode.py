@@ -26,7 +26,7 @@ from world import Note, Violation, World
 
 import vllm_adapter.wiring
 from kv_nixl_agent import ThreadOptions
-from kv_scheduler_state._errors import DuplicateRequest
+from kv_scheduler_state.errors import DuplicateRequest
 
 __all__ = ["Outcome", "play", "settle", "start"]
 

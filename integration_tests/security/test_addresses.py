@@ -12,7 +12,7 @@ import pytest
 from kv_handshake import Client, ConfigurationError, LocalOffer, Timing
 from kv_handshake._core.endpoint import endpoint_of
 from kv_scheduler_state import TicketError
-from kv_scheduler_state._hosts import HostPolicy
+from kv_scheduler_state.hosts import HostPolicy
 
 SPECIAL = ("169.254.169.254", "169.254.0.1", "100.100.100.200", "168.63.129.16")
 WRITTEN: tuple[Callable[[int], str], ...] = (str, hex, "0{:o}".format, "0X{:X}".format, "000{:o}".format)

@@ -12,7 +12,8 @@ from kv_handshake._sockets.watch import ConnectionLimits
 from kv_handshake._stream import asker
 from kv_handshake._stream.desk import AskLimits
 from kv_handshake._wire import limits
-from kv_scheduler_state import _early_ticket, _stream_consumer
+from kv_scheduler_state.streams import consumer as stream_consumer
+from kv_scheduler_state.ticket import early
 from vllm_adapter.observe import cause_log
 from vllm_adapter.worker.transfer import parts
 
@@ -47,8 +48,8 @@ def test_numbers_are_those_of_the_code() -> None:
         "lists and maps within a factor": limits.MAX_DEPTH,
         "ranks of a handshake": limits.MAX_RANKS,
         "connections at once": timing.connections,
-        "keys of `kv_stream`": vars(_early_ticket)["_MOST_KEYS"],
-        "requests with an early ticket that wait or are read at once": vars(_stream_consumer)["_MOST_STREAMS"],
+        "keys of `kv_stream`": vars(early)["_MOST_KEYS"],
+        "requests with an early ticket that wait or are read at once": vars(stream_consumer)["_MOST_STREAMS"],
         "failed places of early tickets that are remembered": vars(asker)["_MOST_PLACES"],
         "requests that a heartbeat names": limits.MAX_HEARTBEAT_IDS,
         "bytes of a notification": limits.MAX_NOTIFICATION_BYTES,

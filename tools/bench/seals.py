@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kv_handshake.security import generate_keypair
-from kv_scheduler_state import SchedulerConfig, SchedulerState, prefill_request_params, prompt_digest
+from kv_scheduler_state import SchedulerConfig, SchedulerState, TicketReader, prefill_request_params, prompt_digest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -104,11 +104,11 @@ def _digest_rows(rounds: int) -> list[dict[str, object]]:
     sealed, unsealed = _state(is_sealed=True), _state(is_sealed=False)
     seal: Any = sealed._producers.seal  # noqa: SLF001  (the seal alone, without the hooks around it)
     params = _ticket(sealed, LONG, _Prompt(packed))
-    address: Any = sealed._producers._address  # noqa: SLF001
+    ticket = TicketReader(sealed.config).read(params, "handoff")
 
     def digest_and_seal() -> None:
         prompt_digest(packed)
-        seal.of_params(params, address)
+        seal.of(ticket)
 
     ours, keyed, packing, whole, plain = _by_turns(
         rounds,

@@ -181,9 +181,9 @@ def test_several_prompts_are_no_hand_over() -> None:
 
 
 def test_engines_of_the_fleet_take_the_routers_mac() -> None:
-    from kv_scheduler_state._early_ticket import read_early
-    from kv_scheduler_state._hosts import HostPolicy
-    from kv_scheduler_state._seal import TicketSeal
+    from kv_scheduler_state.hosts import HostPolicy
+    from kv_scheduler_state.ticket.early import read_early
+    from kv_scheduler_state.ticket.seal import TicketSeal
 
     _, _, _, (decode,), _ = ask(gives_ticket, [gives_text], {"prompt": "p"}, SECRET)
     read = read_early(decode.asked[0]["kv_transfer_params"], HostPolicy(), TicketSeal((SECRET,)))

@@ -9,7 +9,7 @@ from scheduler_helpers import FULL, WINDOW, prefill_request_params, scheduler, w
 from stream_helpers import Prompt, early, producer, question, run
 
 from kv_scheduler_state import FinishDecision, SchedulerState
-from kv_scheduler_state._errors import InvalidConfig
+from kv_scheduler_state.errors import InvalidConfig
 
 
 def end(

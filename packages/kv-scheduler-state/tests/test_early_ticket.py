@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from kv_scheduler_state import TicketError, prefill_request_params
-from kv_scheduler_state._early_ticket import (
+from kv_scheduler_state.hosts import HostPolicy
+from kv_scheduler_state.ticket.early import (
     EARLY_KEY,
     EarlyTicket,
     canonical_early,
@@ -18,8 +19,7 @@ from kv_scheduler_state._early_ticket import (
     named_id,
     read_early,
 )
-from kv_scheduler_state._hosts import HostPolicy
-from kv_scheduler_state._seal import TicketSeal
+from kv_scheduler_state.ticket.seal import TicketSeal
 
 SECRET, OTHER = b"a fleet secret, 16+", b"the secret of another fleet"
 EARLY = EarlyTicket("000102030405060708090a0b0c0d0e0f", "10.0.0.1", 5600)

@@ -8,8 +8,8 @@ import pytest
 from scheduler_helpers import config, consumer_params, prefill_request_params, scheduler, with_ticket
 
 from kv_scheduler_state import BlockList, FenceOrder, GrantOrder, LeaseTable, SchedulerState
-from kv_scheduler_state._errors import DuplicateRequest, IllegalTransition, UnknownRequest
-from kv_scheduler_state._plan import EMPTY_PLAN
+from kv_scheduler_state.errors import DuplicateRequest, IllegalTransition, UnknownRequest
+from kv_scheduler_state.plan import EMPTY_PLAN
 
 
 def test_prefill_is_announced_granted_and_forgotten():
@@ -88,7 +88,7 @@ def test_leases_follow_the_plans():
     state.finish("p1", reason="length", block_ids=[[1]], computed_tokens=16, now_s=0.0)
     assert table.read_complete("p1", reader="r0", reader_count=2, now_s=0.5) == "counted"
     table.apply(state.take_step_plan(now_s=1.0), now_s=1.0)
-    assert table.next_deadline_s == 31.0
+    assert table.snapshot(now_s=1.0)[0]["left_s"] == 30.0
     assert table.read_complete("p1", reader="r0", reader_count=2, now_s=2.0) == "duplicate"
     assert table.read_complete("p1", reader="r1", reader_count=1, now_s=2.0) == "bad-count"
     assert table.read_complete("p1", reader="r1", reader_count=2, now_s=2.0) == "complete"

@@ -10,9 +10,9 @@ from scheduler_helpers import FULL, STATE, WINDOW, config, consumer_params, ids,
 from stream_helpers import early
 
 from kv_scheduler_state import BlockList, GroupConfig, LeaseTable, SchedulerState, StepPlan, TicketReader, prompt_digest
-from kv_scheduler_state._announced import AnnouncedFences
-from kv_scheduler_state._errors import TicketError
-from kv_scheduler_state._plan import FenceOrder, GrantOrder
+from kv_scheduler_state.errors import TicketError
+from kv_scheduler_state.plan import FenceOrder, GrantOrder
+from kv_scheduler_state.worker.leases import AnnouncedFences
 
 NULLS = {"null_block": 0}
 

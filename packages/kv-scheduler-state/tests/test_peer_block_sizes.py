@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scheduler_helpers import config, consumer_params
 
 from kv_scheduler_state import GroupConfig, TicketReader
-from kv_scheduler_state._errors import TicketError
+from kv_scheduler_state.errors import TicketError
 
 SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 80, 128, 144, 256)
 WINDOWS = (1, 2, 16, 17, 32, 33, 64, 66, 100, 128, 129, 1024)

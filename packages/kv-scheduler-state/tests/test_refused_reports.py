@@ -8,7 +8,7 @@ import pytest
 from scheduler_helpers import WINDOW, config, consumer_params, prefill_request_params, scheduler, with_ticket
 
 from kv_scheduler_state import SchedulerState, SchedulerStateError, prompt_digest
-from kv_scheduler_state._errors import DuplicateRequest, InvalidEvent, UnknownRequest
+from kv_scheduler_state.errors import DuplicateRequest, InvalidEvent, UnknownRequest
 
 
 class Nameless:

@@ -8,7 +8,7 @@ import pytest
 from scheduler_helpers import STATE, consumer_params, prefill_request_params, renewed, scheduler, with_ticket
 
 from kv_scheduler_state import LeaseTable
-from kv_scheduler_state._errors import DuplicateRequest
+from kv_scheduler_state.errors import DuplicateRequest
 
 
 def test_leases_end_by_deadline_and_not_by_order_of_grant():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from scheduler_helpers import prefill_request_params, scheduler, with_ticket
 
-from kv_scheduler_state._errors import InvalidEvent
+from kv_scheduler_state.errors import InvalidEvent
 
 BLOCKS = [[1, 2, 3]]
 

@@ -16,8 +16,8 @@ from scheduler_helpers import (
 )
 
 from kv_scheduler_state import BlockList, GroupConfig, PeerAddress
-from kv_scheduler_state._blocks import BlockRules
-from kv_scheduler_state._errors import IllegalTransition, InvalidEvent
+from kv_scheduler_state.errors import IllegalTransition, InvalidEvent
+from kv_scheduler_state.values import BlockRules
 
 
 def allocate(state, request_id, blocks, new=None, *, external=0, now_s=0.0):

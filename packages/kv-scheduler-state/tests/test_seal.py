@@ -15,10 +15,10 @@ import pytest
 from scheduler_helpers import FULL, STATE, WINDOW, config, consumer_params, prefill_request_params
 
 from kv_scheduler_state import LeaseTable, SchedulerConfig, SchedulerState, SchedulerStateError, TicketReader
-from kv_scheduler_state._errors import InvalidConfig
-from kv_scheduler_state._seal import TicketSeal, _without_doubles, canonical_ticket
-from kv_scheduler_state._ticket import KNOWN_KEYS
+from kv_scheduler_state.errors import InvalidConfig
 from kv_scheduler_state.testing import forged_tickets, tampered_tickets
+from kv_scheduler_state.ticket.seal import TicketSeal, _without_doubles, canonical_ticket
+from kv_scheduler_state.ticket.ticket import KNOWN_KEYS
 
 SECRET, OTHER, NEXT = b"a fleet secret, 16+", b"the secret of another fleet", b"the secret after a rotation"
 VECTORS = json.loads((Path(__file__).parent / "data" / "seals.json").read_text())
@@ -174,9 +174,9 @@ def test_no_forged_ticket_is_admitted():
     reader = TicketReader(SchedulerConfig("d0", "10.0.0.2", 5600, null_block=0))
 
     def reseal(params):
-        return {**params, "kv_seal": stranger.of_params(params, reader.read(params, "handoff").peer)}
+        return {**params, "kv_seal": stranger.of(reader.read(params, "handoff"))}
 
-    for what, forgery in forged_tickets(tickets, 300, random.Random(14), reseal):
+    for what, forgery in forged_tickets(tickets, 300, random.Random(14).randrange, reseal):
         kind = what.split()[0]
         code = code_of(forgery)
         if kind == "changed" and not code:
@@ -260,7 +260,7 @@ def test_a_short_secret_is_refused_and_changes_nothing(secrets):
 
 
 def test_a_wrong_network_without_seals_is_told_by_the_name_of_its_setting():
-    with pytest.raises(InvalidConfig, match=r"\Aunsealed_networks: 'nowhere' is no network"):
+    with pytest.raises(InvalidConfig, match=r"\Aunsealed_networks: 'nowhere' is not a network"):
         TicketSeal([OTHER], ("nowhere",))
 
 

@@ -10,18 +10,27 @@ from hypothesis import strategies as st
 from scheduler_helpers import consumer_params, scheduler, with_ticket
 
 from kv_scheduler_state import SchedulerState
-from kv_scheduler_state._handovers import HandOver, HandOvers, key_of
-from kv_scheduler_state._ticket import HandoffTicket, PeerAddress
+from kv_scheduler_state.machine import NEW
+from kv_scheduler_state.records import ConsumerRecord, HandOver
+from kv_scheduler_state.scheduler.sharing import HandOvers, key_of
+from kv_scheduler_state.tables import CONSUMER_TABLE
+from kv_scheduler_state.ticket.ticket import HandoffTicket, PeerAddress
 
 
-class Record:
-    """A holder of a ticket, as `HandOvers` sees one."""
+def joined(
+    hand_overs: HandOvers, engine: str, request_id: str, nonce: str, fence: tuple[int, int] | None = None
+) -> ConsumerRecord:
+    """Return a new holder of a ticket."""
+    peer = PeerAddress(engine, "127.0.0.1", 5600)
+    ticket = HandoffTicket("handoff", peer, request_id, (), nonce=nonce, fence=fence)
+    record = ConsumerRecord(CONSUMER_TABLE.find("d", NEW, "arrive"), ticket, 48, 0.0)
+    hand_overs.join(record)
+    return record
 
-    def __init__(self, engine: str, request_id: str, nonce: str, fence: tuple[int, int] | None = None) -> None:
-        peer = PeerAddress(engine, "127.0.0.1", 5600, 1, 1, 1, None, None)
-        self.ticket = HandoffTicket("handoff", peer, request_id, (), nonce=nonce, fence=fence)
-        self.state = "queued"
-        self.hand_over: HandOver | None = None
+
+def held(record: ConsumerRecord) -> HandOver:
+    assert record.hand_over is not None
+    return record.hand_over
 
 
 @given(
@@ -30,43 +39,37 @@ class Record:
     )
 )
 def test_holders_are_those_of_equal_tickets(events: list[tuple[str, str, str, int]]) -> None:
-    hand_overs, waiting = HandOvers(), list[Record]()
+    hand_overs, waiting = HandOvers(), list[ConsumerRecord]()
     for engine, request_id, nonce, leaving in events:
         if leaving == 0 and waiting:
-            hand_overs.leave(waiting.pop(0))
+            hand_overs.leave(held(waiting.pop(0)))
         else:
-            waiting.append(Record(engine, request_id, nonce))
-            hand_overs.join(waiting[-1])
-        by_key: dict[object, list[Record]] = {}
+            waiting.append(joined(hand_overs, engine, request_id, nonce))
+        by_key: dict[object, list[ConsumerRecord]] = {}
         for record in waiting:
             by_key.setdefault(key_of(record.ticket), []).append(record)
         assert len(hand_overs) == len(by_key)
-        shared = [{id(record.hand_over) for record in records} for records in by_key.values() if len(records) > 1]
-        assert all(len(each) == 1 for each in shared)
-        assert len(set().union(*shared)) == len(shared)
+        assert len({id(record.hand_over) for record in waiting}) == len(by_key)
         for records in by_key.values():
-            hand_over = records[0].hand_over
-            assert hand_over.waiting == len(records) if hand_over else len(records) == 1
+            assert {held(record).waiting for record in records} == {len(records)}
     for record in waiting:
-        hand_overs.leave(record)
+        hand_overs.leave(held(record))
     assert len(hand_overs) == 0
 
 
-def test_a_ticket_that_was_read_to_the_end_is_read_by_nobody_else() -> None:
+def test_a_ticket_that_was_read_to_the_end_is_read_only_once() -> None:
     """As the second child of a request with n > 1 that arrives after the first one's read: a slow machine, or a fast wire."""
     hand_overs = HandOvers()
-    first, late, later = Record("A", "x", "1"), Record("A", "x", "1"), Record("A", "x", "1")
-    hand_overs.join(first)
+    first = held(joined(hand_overs, "A", "x", "1"))
+    first.read()
     hand_overs.read_ended(first, is_passed=False, is_good=True)
-    for record in (late, later):
-        hand_overs.join(record)
-        assert record.hand_over is not None
-        assert record.hand_over.is_spent
-        assert record.hand_over.is_wanted_by_others, "the peer is not told a second time"
+    late, later = (held(joined(hand_overs, "A", "x", "1")) for _ in range(2))
+    assert late.is_spent
+    assert later.is_spent
+    assert late.is_wanted_by_others, "the peer is not notified a second time"
     hand_overs.leave(late)
-    again = Record("A", "x", "2")
-    hand_overs.join(again)
-    assert again.hand_over is None, "a later hand-over by the same id is another one"
+    again = joined(hand_overs, "A", "x", "2")
+    assert not held(again).is_spent, "a later hand-over by the same id is another one"
     assert len(hand_overs) == 1
 
 
@@ -77,12 +80,11 @@ def test_a_ticket_whose_read_failed_or_was_passed_on_may_be_read_again(
 ) -> None:
     """Except that without a fence nothing would tell that the peer has freed the blocks, as it may after a failure."""
     hand_overs = HandOvers()
-    first, second = Record("A", "x", "1", fence), Record("A", "x", "1", fence)
-    hand_overs.join(first)
+    first = held(joined(hand_overs, "A", "x", "1", fence))
+    first.read()
     hand_overs.read_ended(first, is_passed=is_passed)
-    hand_overs.join(second)
-    is_used_up = fence is None and not is_passed
-    assert (second.hand_over is not None and second.hand_over.is_spent) is is_used_up
+    second = held(joined(hand_overs, "A", "x", "1", fence))
+    assert second.is_spent is (fence is None and not is_passed)
 
 
 BLOCKS = [[7, 8, 9]]
@@ -173,12 +175,9 @@ def test_an_engine_does_not_read_from_itself(is_readback: bool) -> None:
 def test_the_tickets_that_are_remembered_are_bounded() -> None:
     hand_overs = HandOvers()
     for number in range(1025):
-        record = Record("A", f"x{number}", "1")
-        hand_overs.join(record)
-        hand_overs.read_ended(record, is_passed=False, is_good=True)
-    oldest, next_one = Record("A", "x0", "1"), Record("A", "x1", "1")
-    hand_overs.join(oldest)
-    hand_overs.join(next_one)
-    assert oldest.hand_over is None
-    assert next_one.hand_over is not None
+        hand_over = held(joined(hand_overs, "A", f"x{number}", "1"))
+        hand_over.read()
+        hand_overs.read_ended(hand_over, is_passed=False, is_good=True)
+    assert not held(joined(hand_overs, "A", "x0", "1")).is_spent
+    assert held(joined(hand_overs, "A", "x1", "1")).is_spent
     assert len(hand_overs) == 1

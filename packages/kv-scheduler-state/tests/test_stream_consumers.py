@@ -10,7 +10,7 @@ from consumer_helpers import BLOCKS, RETRY, arrive, ask, asking, at, final_answe
 from stream_helpers import DIGEST, HAND_OVER, Prompt, answer_of, consumer, early, offered, question, run
 
 from kv_scheduler_state import GroupConfig, SchedulerStateError
-from kv_scheduler_state._plan import EMPTY_PLAN
+from kv_scheduler_state.plan import EMPTY_PLAN
 
 
 def test_an_early_ticket_asks_and_parks_without_blocks():

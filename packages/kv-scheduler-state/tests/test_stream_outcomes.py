@@ -6,7 +6,7 @@ import pytest
 from consumer_helpers import RETRY, ask, asking, at, final_answer, finish
 from stream_helpers import HAND_OVER, Prompt, answer_of, offered, producer, question
 
-from kv_scheduler_state._early_ticket import EarlyTicket, early_params
+from kv_scheduler_state.ticket.early import EarlyTicket, early_params
 
 
 def outcomes(state):

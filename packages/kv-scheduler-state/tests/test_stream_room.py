@@ -9,7 +9,7 @@ from consumer_helpers import BLOCKS, arrive, ask, asking, at, final_answer, fini
 from stream_helpers import Prompt, answer_of, consumer, early, offered, producer, question
 
 from kv_scheduler_state import GroupConfig, SchedulerStateError
-from kv_scheduler_state._plan import EMPTY_PLAN
+from kv_scheduler_state.plan import EMPTY_PLAN
 
 
 def test_beyond_the_share_or_the_free_blocks_nothing_is_reserved():

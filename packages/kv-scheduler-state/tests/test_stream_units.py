@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from kv_scheduler_state import GroupConfig, LeaseEnd
-from kv_scheduler_state._errors import DuplicateRequest, InvalidConfig, UnknownRequest
-from kv_scheduler_state._plan import (
+from kv_scheduler_state.errors import DuplicateRequest, InvalidConfig, UnknownRequest
+from kv_scheduler_state.plan import (
     ReadOrder,
     StepPlan,
     StreamChunk,
@@ -18,15 +18,19 @@ from kv_scheduler_state._plan import (
     StreamRun,
     StreamVoid,
 )
-from kv_scheduler_state._stream_ends import StreamEnds
-from kv_scheduler_state._stream_places import StreamPlaces
-from kv_scheduler_state._stream_reader import StreamReaders
-from kv_scheduler_state._stream_reserve import StreamReserve
-from kv_scheduler_state._stream_tables import STREAM_CONSUMER_TABLE, STREAM_PRODUCER_TABLE, STREAM_READER_TABLE
-from kv_scheduler_state._stream_values import StreamPart, is_later_tag, stream_tag
-from kv_scheduler_state._stream_worker import StreamWorker
-from kv_scheduler_state._tables import CONSUMER_TABLE, PRODUCER_TABLE
-from kv_scheduler_state._ticket import HandoffTicket, PeerAddress
+from kv_scheduler_state.streams.consumer import StreamReserve
+from kv_scheduler_state.streams.producer import StreamPlaces
+from kv_scheduler_state.streams.reader import StreamReaders
+from kv_scheduler_state.streams.values import StreamPart, is_later_tag, stream_tag
+from kv_scheduler_state.streams.worker import StreamEnds, StreamWorker
+from kv_scheduler_state.tables import (
+    CONSUMER_TABLE,
+    PRODUCER_TABLE,
+    STREAM_CONSUMER_TABLE,
+    STREAM_PRODUCER_TABLE,
+    STREAM_READER_TABLE,
+)
+from kv_scheduler_state.ticket.ticket import HandoffTicket, PeerAddress
 
 
 def test_every_pair_of_state_and_event_is_decided():

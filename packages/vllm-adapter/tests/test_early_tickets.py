@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from kv_scheduler_state._early_ticket import read_early
-from kv_scheduler_state._hosts import HostPolicy
-from kv_scheduler_state._seal import TicketSeal
+from kv_scheduler_state.hosts import HostPolicy
+from kv_scheduler_state.ticket.early import read_early
+from kv_scheduler_state.ticket.seal import TicketSeal
 from vllm_adapter.errors import ConfigurationError
 from vllm_adapter.host.early_tickets import EarlyTicketWriter
 

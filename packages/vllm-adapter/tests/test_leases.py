@@ -128,10 +128,10 @@ def test_the_silence_in_which_a_lease_ends_counts_and_is_logged(bench: Bench) ->
     bench.beat(29.0, "heard")
     bench.now_s += 20.5
     bench.leases.tick()
-    assert bench.sent == ["heard", "unheard"]
+    assert bench.sent == ["unheard", "heard"]
     assert bench.lags == [15.5]
-    assert "last heartbeat 20.5 s ago" in bench.log[0]
-    assert "no heartbeat ever came" in bench.log[1]
+    assert "last heartbeat 20.5 s ago" in bench.log[1]
+    assert "no heartbeat ever came" in bench.log[0]
 
 
 def test_a_request_id_that_comes_again_has_no_past(bench: Bench) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_scheduler_state import BlockList, GroupConfig
-from kv_scheduler_state._stream_places import StreamPlaces
+from kv_scheduler_state.streams.producer import StreamPlaces
 from vllm_adapter.worker.transfer.stream_records import StreamGroup, StreamShape
 
 

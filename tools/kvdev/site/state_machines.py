@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from kv_scheduler_state._machine import GONE, NEW
-from kv_scheduler_state._stream_tables import STREAM_CONSUMER_TABLE, STREAM_PRODUCER_TABLE, STREAM_READER_TABLE
-from kv_scheduler_state._tables import CONSUMER_TABLE, LEASE_TABLE, PRODUCER_TABLE
+from kv_scheduler_state.machine import GONE, NEW
+from kv_scheduler_state.tables import (
+    CONSUMER_TABLE,
+    LEASE_TABLE,
+    PRODUCER_TABLE,
+    STREAM_CONSUMER_TABLE,
+    STREAM_PRODUCER_TABLE,
+    STREAM_READER_TABLE,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kv_scheduler_state._machine import Table
+    from kv_scheduler_state.machine import Table
 
 __all__ = ["state_machines_page"]
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Final, final
 
-from kv_scheduler_state._config import GroupConfig, SchedulerConfig
-from kv_scheduler_state._scheduler import SchedulerState
+from kv_scheduler_state.config import GroupConfig, SchedulerConfig
+from kv_scheduler_state.scheduler.state import SchedulerState
 
 from .peers import Answer, Peer
 from .promises import Step, demand, demand_refusal
@@ -20,9 +20,9 @@ from .prompt import HEARTBEAT_S, LEASE_S
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kv_scheduler_state._decisions import FinishReason
-    from kv_scheduler_state._plan import StepPlan
-    from kv_scheduler_state._request import Request
+    from kv_scheduler_state.plan import StepPlan
+    from kv_scheduler_state.records import Request
+    from kv_scheduler_state.values import FinishReason
 
 __all__ = ["DecodeSide"]
 
@@ -323,7 +323,6 @@ class DecodeSide:
         outbox = self.state._outbox  # a probe must leave no trace
         self.state._reports.unread.discard(request_id)
         outbox.failures.pop(request_id, None)
-        outbox.has_orders = outbox.holds_orders()
 
     def _calls(self, request_id: str, now_s: float) -> dict[str, Callable[[], object]]:
         state, blocks = self.state, [[7, 8]]
@@ -378,4 +377,4 @@ class DecodeSide:
     def shared_key(self, now_s: float) -> tuple[object, ...]:
         """Return the state that no single request owns: when the peer's next heartbeat is due."""
         book = self.state._consumers.heartbeats
-        return tuple(max(0.0, due_s - now_s) for due_s, _, _ in sorted(book._due))
+        return tuple(sorted(max(0.0, peer.due_s - now_s) for peer in book._peers.values()))

@@ -15,13 +15,13 @@ from hashlib import blake2b
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, Protocol, cast, final
 
-from kv_scheduler_state._blocks import BlockRules
-from kv_scheduler_state._config import GroupConfig, SchedulerConfig
-from kv_scheduler_state._errors import SchedulerStateError
-from kv_scheduler_state._machine import Table, Transition
-from kv_scheduler_state._ticket import PeerAddress
-from kv_scheduler_state._ticket_reader import TicketReader
-from kv_scheduler_state.testing import ModelViolation
+from kv_scheduler_state.config import GroupConfig, SchedulerConfig
+from kv_scheduler_state.errors import SchedulerStateError
+from kv_scheduler_state.machine import Table, Transition
+from kv_scheduler_state.ticket.reader import TicketReader
+from kv_scheduler_state.ticket.ticket import PeerAddress
+from kv_scheduler_state.values import BlockRules
+from model.promises import ModelViolation
 
 from .decode import DecodeSide
 from .peers import GenerousPeer
@@ -31,7 +31,7 @@ from .promises import Step
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from kv_scheduler_state._scheduler import SchedulerState
+    from kv_scheduler_state.scheduler.state import SchedulerState
 
 __all__ = ["Exploration", "World", "decode_world", "explore", "pair_world", "prefill_world"]
 
@@ -347,7 +347,6 @@ class _Loader(pickle.Unpickler):
 
 
 def _constants(state: SchedulerState) -> list[object]:
-    """Return what a scheduler state holds and never changes besides whole objects: rows by event, ticket templates."""
+    """Return what a scheduler state holds and never changes besides whole objects: rows by event."""
     producers, consumers = state._producers, state._consumers
-    rows = [table.on(event) for table in (producers.table, consumers.table) for event in table.events]
-    return [*rows, producers._handoff, producers._readback]
+    return [table.on(event) for table in (producers.table, consumers.table) for event in table.events]

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, final
 
-from kv_scheduler_state._errors import SchedulerStateError
-from kv_scheduler_state.testing import ModelViolation
+from kv_scheduler_state.errors import SchedulerStateError
+from model.promises import ModelViolation
 
 from .fleet_consumer import FleetConsumer
 from .fleet_producer import FleetProducer

@@ -6,15 +6,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, final
 
-from kv_scheduler_state._config import SchedulerConfig
-from kv_scheduler_state._scheduler import SchedulerState
+from kv_scheduler_state.config import SchedulerConfig
+from kv_scheduler_state.scheduler.state import SchedulerState
 
 from .fleet_shared import FleetIdentity, FleetPrompt, Results, Shared
 from .promises import demand
 
 if TYPE_CHECKING:
-    from kv_scheduler_state._decisions import FinishReason
-    from kv_scheduler_state._plan import ReadOrder
+    from kv_scheduler_state.plan import ReadOrder
+    from kv_scheduler_state.values import FinishReason
 
 __all__ = ["FleetConsumer"]
 

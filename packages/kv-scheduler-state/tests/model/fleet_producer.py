@@ -5,19 +5,18 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, final
 
-from kv_scheduler_state._announced import AnnouncedFences
-from kv_scheduler_state._config import SchedulerConfig
-from kv_scheduler_state._early_ticket import prefill_request_params
-from kv_scheduler_state._errors import SchedulerStateError
-from kv_scheduler_state._leases import LeaseTable
-from kv_scheduler_state._scheduler import SchedulerState
+from kv_scheduler_state.config import SchedulerConfig
+from kv_scheduler_state.errors import SchedulerStateError
+from kv_scheduler_state.scheduler.state import SchedulerState
+from kv_scheduler_state.ticket.early import prefill_request_params
+from kv_scheduler_state.worker.leases import AnnouncedFences, LeaseTable
 
 from .fleet_shared import FleetIdentity, FleetPrompt, Results, Shared
 from .promises import demand
 
 if TYPE_CHECKING:
-    from kv_scheduler_state._config import GroupConfig
-    from kv_scheduler_state._lease import LeaseEnd
+    from kv_scheduler_state.config import GroupConfig
+    from kv_scheduler_state.worker.lease import LeaseEnd
 
 __all__ = ["FleetProducer"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, final
 
-from kv_scheduler_state._config import GroupConfig
-from kv_scheduler_state._prompt import prompt_digest
+from kv_scheduler_state.config import GroupConfig
+from kv_scheduler_state.ticket.prompt import prompt_digest
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -5,12 +5,12 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import Final, cast
 
-from kv_scheduler_state._blocks import BlockRules
-from kv_scheduler_state._clock import ObservedClock
-from kv_scheduler_state._config import GroupConfig, SchedulerConfig
-from kv_scheduler_state._machine import Table, Transition
-from kv_scheduler_state._seal import TicketSeal
-from kv_scheduler_state._ticket_reader import TicketReader
+from kv_scheduler_state.clock import ObservedClock
+from kv_scheduler_state.config import GroupConfig, SchedulerConfig
+from kv_scheduler_state.machine import Table, Transition
+from kv_scheduler_state.ticket.reader import TicketReader
+from kv_scheduler_state.ticket.seal import TicketSeal
+from kv_scheduler_state.values import BlockRules
 
 __all__ = ["freeze"]
 
@@ -23,13 +23,10 @@ _LEFT_OUT: Final = frozenset(
         "trace",
         "born_s",
         "last_delay_s",
-        "_sequence",
         "_past",
-        "_good",
-        "_read",
-        "_nonces",
-        "_handoff",
-        "_readback",
+        "_used",
+        "_draws",
+        "_address",
         "_outcomes",
         "last_word",
         "cause",
@@ -72,7 +69,8 @@ def _frozen(value: object, met: dict[int, int]) -> object:
 def _parts(value: object) -> list[object]:
     names = _slots(type(value))
     if hasattr(value, "__dict__"):
-        names = (*names, *[name for name in vars(value) if name not in _LEFT_OUT])
+        kept = [name for name in vars(value) if name not in _LEFT_OUT and not name.startswith(_PREFIXES)]
+        names = (*names, *kept)
     return [getattr(value, name, None) for name in names]
 
 

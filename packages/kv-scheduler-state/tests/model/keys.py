@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from kv_scheduler_state._lease import Lease
-    from kv_scheduler_state._leases import LeaseTable
-    from kv_scheduler_state._scheduler import SchedulerState
+    from kv_scheduler_state.scheduler.state import SchedulerState
+    from kv_scheduler_state.worker.lease import Lease
+    from kv_scheduler_state.worker.leases import LeaseTable
 
     from .prompt import Prompt
 

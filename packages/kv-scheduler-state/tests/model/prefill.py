@@ -11,10 +11,10 @@ import math
 from functools import partial
 from typing import TYPE_CHECKING, cast, final
 
-from kv_scheduler_state._config import GroupConfig, SchedulerConfig
-from kv_scheduler_state._early_ticket import prefill_request_params
-from kv_scheduler_state._leases import LeaseTable
-from kv_scheduler_state._scheduler import SchedulerState
+from kv_scheduler_state.config import GroupConfig, SchedulerConfig
+from kv_scheduler_state.scheduler.state import SchedulerState
+from kv_scheduler_state.ticket.early import prefill_request_params
+from kv_scheduler_state.worker.leases import LeaseTable
 
 from .keys import prefill_key
 from .promises import Step, demand, demand_refusal
@@ -23,7 +23,7 @@ from .prompt import HEARTBEAT_S, LAWFUL, LEASE_S, RENEWAL_S, Prompt
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kv_scheduler_state._plan import StepPlan
+    from kv_scheduler_state.plan import StepPlan
 
 __all__ = ["PrefillSide"]
 
@@ -54,12 +54,9 @@ class PrefillSide:
                 trace_length=1,
             )
         )
-        self.tables = [LeaseTable(admits_all_readers=False, max_pause_s=math.inf) for _ in range(workers)]
+        self.tables = [LeaseTable(max_pause_s=math.inf) for _ in range(workers)]
         self.words = [[0] * requests for _ in range(workers)]
         self.readers = tuple(f"reader-{rank}" for rank in range(readers))
-        for table in self.tables:
-            for reader in self.readers:
-                table.admit_reader(reader)
         self.prompts = {f"p{index}": Prompt(workers) for index in range(requests)}
         self.adversity = adversity
         # A plain engine reads device memory, so it saves nothing, and its workers do not use the announcements.
@@ -149,7 +146,7 @@ class PrefillSide:
         elif name == "p-forge":
             prompt.is_forged = True
             for table in self.tables:
-                table.read_complete(request_id, reader="mallory", reader_count=1, now_s=now_s)
+                table.read_complete(request_id, reader="mallory", reader_count=1, nonce="forged", now_s=now_s)
         else:
             self._end(name, request_id, prompt, now_s)
 

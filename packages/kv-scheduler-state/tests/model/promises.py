@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, final
 
 from kv_scheduler_state import SchedulerStateError
-from kv_scheduler_state.testing import ModelViolation
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -14,6 +13,11 @@ __all__ = ["ModelViolation", "Step", "demand", "demand_refusal"]
 
 Step = tuple[str, ...]
 """An event in a model: its name and the objects that it affects."""
+
+
+@final
+class ModelViolation(AssertionError):  # noqa: N818 -- named after what happened
+    """The code under test broke a promise that an engine, or a reader, relies on."""
 
 
 def demand(is_kept: bool, promise: str) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, final
 
-from kv_scheduler_state._config import SchedulerConfig
-from kv_scheduler_state._machine import GONE
-from kv_scheduler_state._plan import EMPTY_PLAN
-from kv_scheduler_state._scheduler import SchedulerState
-from kv_scheduler_state._stream_values import StreamAnswer
+from kv_scheduler_state.config import SchedulerConfig
+from kv_scheduler_state.machine import GONE
+from kv_scheduler_state.plan import EMPTY_PLAN
+from kv_scheduler_state.scheduler.state import SchedulerState
+from kv_scheduler_state.streams.values import StreamAnswer
 
 from .freeze import freeze
 from .promises import Step, demand
@@ -17,7 +17,7 @@ from .stream_reading import Reader
 from .stream_words import Identity, early_ticket
 
 if TYPE_CHECKING:
-    from kv_scheduler_state._stream_values import StreamQuestion
+    from kv_scheduler_state.streams.values import StreamQuestion
 
     from .stream_prefill import StreamPrefill
 

@@ -10,21 +10,21 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, cast, final
 
-from kv_scheduler_state._config import GroupConfig, SchedulerConfig
-from kv_scheduler_state._leases import LeaseTable
-from kv_scheduler_state._machine import GONE
-from kv_scheduler_state._plan import EMPTY_PLAN, EMPTY_STREAM_PLAN
-from kv_scheduler_state._scheduler import SchedulerState
-from kv_scheduler_state._stream_worker import StreamWorker
+from kv_scheduler_state.config import GroupConfig, SchedulerConfig
+from kv_scheduler_state.machine import GONE
+from kv_scheduler_state.plan import EMPTY_PLAN, EMPTY_STREAM_PLAN
+from kv_scheduler_state.scheduler.state import SchedulerState
+from kv_scheduler_state.streams.worker import StreamWorker
+from kv_scheduler_state.worker.leases import LeaseTable
 
 from .freeze import freeze
 from .promises import Step, demand
 from .stream_words import Device, Identity, Job, StreamRules, Words, early_ticket, page_text
 
 if TYPE_CHECKING:
-    from kv_scheduler_state._lease import LeaseEnd
-    from kv_scheduler_state._plan import StepPlan, StreamChunk
-    from kv_scheduler_state._stream_values import StreamQuestion
+    from kv_scheduler_state.plan import StepPlan, StreamChunk
+    from kv_scheduler_state.streams.values import StreamQuestion
+    from kv_scheduler_state.worker.lease import LeaseEnd
 
 __all__ = ["GROUPS", "StreamPrefill"]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, NamedTuple, final
 
-from kv_scheduler_state._stream_ends import StreamEnds
-from kv_scheduler_state._stream_reader import StreamReaders
-from kv_scheduler_state._stream_values import StreamPart, is_later_tag
+from kv_scheduler_state.streams.reader import StreamReaders
+from kv_scheduler_state.streams.values import StreamPart, is_later_tag
+from kv_scheduler_state.streams.worker import StreamEnds
 
 from .promises import Step, demand
 from .stream_words import page_text
@@ -14,7 +14,7 @@ from .stream_words import page_text
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kv_scheduler_state._plan import ReadOrder, StepPlan
+    from kv_scheduler_state.plan import ReadOrder, StepPlan
 
     from .stream_prefill import StreamPrefill, Worker
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, TypeAlias, final
 
-from kv_scheduler_state._stream_values import VOID_TOKENS
+from kv_scheduler_state.streams.values import VOID_TOKENS
 
 if TYPE_CHECKING:
-    from kv_scheduler_state._plan import StreamChunk
+    from kv_scheduler_state.plan import StreamChunk
 
 __all__ = ["DIGEST", "Device", "Identity", "Job", "StreamRules", "Words", "early_ticket"]
 

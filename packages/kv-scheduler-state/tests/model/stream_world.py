@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Final, final
 
-from kv_scheduler_state._errors import SchedulerStateError
-from kv_scheduler_state.testing import ModelViolation
+from kv_scheduler_state.errors import SchedulerStateError
+from model.promises import ModelViolation
 
 from .promises import Step
 from .stream_decode import StreamDecode

@@ -34,11 +34,12 @@ from vllm_adapter.steps import ReadEnd, ReadTimes
 from vllm_adapter.worker.transfer.records import FinishedRead
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
 
     from vllm_adapter.cache.facts import EngineFacts
+    from vllm_adapter.observe.answers import Answer, ThreadHealth
     from vllm_adapter.observe.recorder import Recorder
-    from vllm_adapter.ports import ReadOrder, ThreadHealth, TransferThread
+    from vllm_adapter.ports import ReadOrder, TransferThread
     from vllm_adapter.worker.registration import Registration
 
 __all__ = [

@@ -1,0 +1,322 @@
+"""The configuration of one engine, checked once."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, final
+
+from kv_scheduler_state.errors import InvalidConfig
+from kv_scheduler_state.hosts import HostPolicy
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["MAX_GENERATION", "MAX_PEER_GENERATION", "GroupConfig", "SchedulerConfig", "TicketLimits"]
+
+MAX_GENERATION = (1 << 53) - 1
+"""Largest generation that is ever granted or named: routers keep JSON numbers as doubles, which round integers from 2**53 on."""
+
+MAX_PEER_GENERATION = (1 << 63) - 1
+"""Largest generation that is read from a ticket: version 0.1 granted larger ones. The top bit of a fence word marks an end."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class GroupConfig:
+    """A KV-cache group of the model.
+
+    Attributes:
+        kind: "full" keeps every block; "window" only the tail that the attention window can still see; "state" only
+            the block with the running state of a recurrent layer.
+        block_tokens: Tokens per scheduler block and context rank.
+        window_tokens: Attention window, for kind "window".
+        chunk_tokens: For kind "full" with chunked local attention: a token sees the tokens from the last multiple of this on; 0
+            for all. The engine may give up the blocks of earlier tokens.
+        scratch_blocks: Trailing speculative blocks behind the running state, for kind "state".
+        dcp: Context ranks that share a block, so that it stands for `block_tokens * dcp` tokens of the prompt.
+    """
+
+    kind: Literal["full", "window", "state"] = "full"
+    block_tokens: int = 16
+    window_tokens: int = 0
+    scratch_blocks: int = 0
+    dcp: int = 1
+    chunk_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        if self.kind not in {"full", "window", "state"}:
+            raise InvalidConfig(f"group kind is {self.kind!r}; use 'full', 'window' or 'state'", kind=self.kind)
+        if self.block_tokens < 1 or self.dcp < 1:
+            raise InvalidConfig(f"block_tokens is {self.block_tokens} and dcp {self.dcp}, both must be at least 1")
+        if (self.kind == "window") != (self.window_tokens > 0):
+            raise InvalidConfig(f"a group of kind {self.kind!r} has window_tokens {self.window_tokens}")
+        if self.chunk_tokens < 0 or (self.chunk_tokens and self.kind != "full"):
+            raise InvalidConfig(f"a group of kind {self.kind!r} has chunk_tokens {self.chunk_tokens}")
+        if self.scratch_blocks < 0 or (self.scratch_blocks and self.kind != "state"):
+            raise InvalidConfig(f"a group of kind {self.kind!r} has scratch_blocks {self.scratch_blocks}")
+
+    @property
+    def span_tokens(self) -> int:
+        """Tokens of the prompt that one block stands for."""
+        return self.block_tokens * self.dcp
+
+    @property
+    def sees_a_part(self) -> bool:
+        """Whether a token sees only some of the tokens before it, so that blocks are given up before the prompt ends."""
+        return bool(self.window_tokens or self.chunk_tokens)
+
+    def first_seen(self, token: int) -> int:
+        """Return the first token that a token sees. Example: token 46 sees 15 of a window of 32, and 32 of chunks of 16."""
+        if self.window_tokens:
+            return max(0, token - self.window_tokens + 1)
+        return token // self.chunk_tokens * self.chunk_tokens if self.chunk_tokens else 0
+
+    def first_kept(self, token: int) -> int:
+        """Return the first token of the block that holds `first_seen(token)`."""
+        return self.first_seen(token) // self.span_tokens * self.span_tokens
+
+    @property
+    def window_blocks(self) -> int:
+        """Tail blocks that a window can touch: one more than fit, for a window that starts inside a block."""
+        return -(-self.window_tokens // self.span_tokens) + 1 if self.window_tokens else 0
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class TicketLimits:
+    """Upper bounds for what a client may put into a ticket.
+
+    Attributes:
+        max_keys: Keys of the `kv_transfer_params` object.
+        max_text_chars: Characters of an id or a host.
+        max_blocks: Block ids over all groups.
+        max_block_id: Largest block id; below 2**32.
+        max_parallel: Largest tensor-, pipeline- or context-parallel size.
+        max_tokens: Largest token count.
+        max_lease_s: Longest lease that is believed.
+        max_fence_slot: Largest fence slot.
+    """
+
+    max_keys: int = 64
+    max_text_chars: int = 512
+    max_blocks: int = 1 << 20
+    max_block_id: int = (1 << 32) - 1
+    max_parallel: int = 1024
+    max_tokens: int = 1 << 31
+    max_lease_s: float = 86_400.0
+    max_fence_slot: int = (1 << 24) - 1
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            value = getattr(self, name)
+            if not 0 < value < math.inf:
+                raise InvalidConfig(f"limit {name} is {value}, must be positive and finite", limit=name)
+        if self.max_block_id >= 1 << 32:
+            raise InvalidConfig(f"limit max_block_id is {self.max_block_id}, must be below 2**32", limit="max_block_id")
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Everything that the machines of one engine need to know about it.
+
+    Attributes:
+        engine_id: Name of this engine in tickets.
+        host: Address of this engine's side channel, as peers reach it.
+        port: Port of this engine's side channel.
+        tp: Tensor-parallel size.
+        pp: Pipeline-parallel size.
+        dcp: Decode-context-parallel size.
+        groups: The model's KV-cache groups, in the engine's order.
+        state_backoff_tokens: Trailing prompt tokens that a producer leaves to the consumer; None means 1 with a "state"
+            group and 0 without. An engine with a multi-token draft module sets its lookahead here.
+        lease_s: How long a producer keeps a finished prompt's blocks without hearing from a reader.
+        heartbeat_s: Time between two heartbeats to one peer engine; None means a sixth of the lease.
+        null_block: The engine's block id for "no block here"; None if every id is a block.
+        fence_slots: Words of the fence array; 0 hands over without fences. With all of them in use nothing is handed over.
+        fence_seed: First generation; pass a random number below 2**53, so that a restarted engine repeats none.
+        nonce_seed: Secret that the nonces of grants are derived from; pass random text, so that nobody can guess one.
+        uses_host_buffer: Whether finished chunks are saved to host memory before they can be read.
+        peer_networks: Networks (CIDR) that a ticket may point into; empty allows every address.
+        peer_hosts: Host names that a ticket may name besides addresses in `peer_networks`.
+        unsealed_networks: Networks (CIDR) of engines that write no seals; with fleet secrets, a ticket without a seal is only
+            accepted if it points there.
+        peer_ports: First and last port that a ticket may name; those below 1024 belong to the machines' own services.
+        reads: Whether the engine reads from peers; otherwise every ticket to read by is refused.
+        read_hold_steps: Plans for which a read is kept back: an engine that gives out blocks while a step may still write into
+            them has as many steps under way, besides the one that it plans. Nothing is streamed to it then.
+        load_failure_policy: The engine's treatment of a request whose read failed.
+        bidirectional: Whether a decode engine hands its blocks back for the next turn.
+        recompute_threshold_tokens: A readback of fewer tokens than this is not worth a transfer.
+        readback_lease_s: How long a decode engine keeps its blocks for the next turn.
+        max_leases: Leases that may be out at once; a prompt that ends beyond them is not handed over (`lease-quota`). None: any
+            number.
+        max_leased_blocks: Blocks that all leases together may keep, over all groups; beyond them likewise. None: any number.
+        dialect: Connector version that this engine speaks, told to consumers; None keeps silent.
+        generation: Generation of this engine's memory registration, told to consumers; None keeps silent.
+        stream_slots: Words of streams, in front of the `fence_slots` words of plain leases in one array; 0 offers no streams.
+        stream_table_entries: Block ids that a stream's table holds; a longer prompt is handed over plain.
+        stream_reserve_fraction: Share of `cache_blocks` that streams may hold before their data is whole; 0 asks for none.
+        cache_blocks: Blocks of the engine's pool.
+        stream_ask_s: Longest wait for an answer about a stream, and from an offer to room for its blocks; ten times as long for a
+            peer that says that the prompt is on its way.
+        stream_retry_s: Time between two questions to a peer that does not know the id yet.
+        stream_max_breaks: Broken streams of one request after which only its final ticket is asked for.
+        trace_length: Transitions that are remembered per request and machine.
+        reserved_id_prefixes: Request ids that begin with one of these cannot be notified and are refused at arrival.
+        limits: Upper bounds for tickets.
+    """
+
+    engine_id: str
+    host: str
+    port: int
+    tp: int = 1
+    pp: int = 1
+    dcp: int = 1
+    groups: tuple[GroupConfig, ...] = (GroupConfig(),)
+    state_backoff_tokens: int | None = None
+    lease_s: float = 30.0
+    heartbeat_s: float | None = None
+    null_block: int | None = None
+    fence_slots: int = 0
+    fence_seed: int = 1
+    nonce_seed: str = field(default="", repr=False)
+    uses_host_buffer: bool = False
+    peer_networks: tuple[str, ...] = ()
+    peer_hosts: tuple[str, ...] = ()
+    unsealed_networks: tuple[str, ...] = ()
+    peer_ports: tuple[int, int] = (1024, 65535)
+    reads: bool = True
+    read_hold_steps: int = 0
+    load_failure_policy: Literal["recompute", "fail"] = "recompute"
+    bidirectional: bool = False
+    recompute_threshold_tokens: int = 64
+    readback_lease_s: float = 480.0
+    max_leases: int | None = None
+    max_leased_blocks: int | None = None
+    dialect: int | None = None
+    generation: int | None = None
+    stream_slots: int = 0
+    stream_table_entries: int = 8192
+    stream_reserve_fraction: float = 0.0
+    cache_blocks: int = 0
+    stream_ask_s: float = 30.0
+    stream_retry_s: float = 0.1
+    stream_max_breaks: int = 2
+    trace_length: int = 16
+    reserved_id_prefixes: tuple[str, ...] = ()
+    limits: TicketLimits = field(default_factory=TicketLimits)
+
+    def __post_init__(self) -> None:
+        for problem in self._problems():
+            raise InvalidConfig(f"{problem} (engine {self.engine_id!r})", engine_id=self.engine_id)
+        # Refuse a bad network here, not at a request.
+        HostPolicy(self.unsealed_networks, setting="unsealed_networks")
+        HostPolicy(self.peer_networks, self.peer_hosts, self.peer_ports)
+
+    def _problems(self) -> Iterator[str]:
+        checks = (
+            (not self.engine_id or not self.host, "engine_id and host must not be empty"),
+            (not 1 <= self.port <= 65535, f"port is {self.port}, must be 1 to 65535"),
+            (
+                min(self.tp, self.pp, self.dcp) < 1,
+                f"parallel sizes are tp={self.tp} pp={self.pp} dcp={self.dcp}, all must be at least 1",
+            ),
+            (not self.groups, "groups is empty; a model has at least one KV-cache group"),
+            (
+                min(self.backoff_tokens, self.fence_slots, self.recompute_threshold_tokens, self.read_hold_steps) < 0,
+                "state_backoff_tokens, fence_slots, recompute_threshold_tokens and read_hold_steps must not be negative",
+            ),
+            (
+                not (0 < self.lease_s < math.inf and 0 < self.readback_lease_s < math.inf),
+                f"leases are {self.lease_s} s and {self.readback_lease_s} s, must be positive and finite",
+            ),
+            (
+                not 0 < self.heartbeat_period_s < self.lease_s,
+                f"heartbeat_s is {self.heartbeat_period_s}, must be above 0 and below lease_s {self.lease_s}",
+            ),
+            (
+                not 1 <= self.fence_seed <= MAX_GENERATION,
+                f"fence_seed is {self.fence_seed}, must be 1 to 2**53 - 1",
+            ),
+            (
+                self.load_failure_policy not in {"recompute", "fail"},
+                f"load_failure_policy is {self.load_failure_policy!r}, must be 'recompute' or 'fail'",
+            ),
+            (
+                self.bidirectional and self.uses_host_buffer,
+                "bidirectional needs the decode's blocks in readable memory; it does not go with uses_host_buffer",
+            ),
+            (
+                not 0 <= (self.generation or 0) <= MAX_GENERATION,
+                f"generation is {self.generation}, must be 0 to 2**53 - 1 or None",
+            ),
+            (
+                min(1 if quota is None else quota for quota in (self.max_leases, self.max_leased_blocks)) < 1,
+                f"max_leases is {self.max_leases}, max_leased_blocks {self.max_leased_blocks}; each must be at least 1 or None",
+            ),
+            (
+                min(self.stream_slots, self.stream_table_entries, self.cache_blocks, self.stream_max_breaks) < 0,
+                "stream_slots, stream_table_entries, cache_blocks and stream_max_breaks must not be negative",
+            ),
+            (
+                not 0 <= self.stream_reserve_fraction <= 1,
+                f"stream_reserve_fraction is {self.stream_reserve_fraction}, must be 0 to 1",
+            ),
+            (
+                not (0 < self.stream_ask_s < math.inf and 0 < self.stream_retry_s < math.inf),
+                f"stream_ask_s is {self.stream_ask_s}, stream_retry_s {self.stream_retry_s}; both must be positive and finite",
+            ),
+            (self.trace_length < 1, f"trace_length is {self.trace_length}, must be at least 1"),
+        )
+        return (problem for is_broken, problem in checks if is_broken)
+
+    @property
+    def has_state(self) -> bool:
+        """Whether the model keeps a recurrent state beside or instead of attention blocks."""
+        return any(group.kind == "state" for group in self.groups)
+
+    @property
+    def backoff_tokens(self) -> int:
+        """Trailing prompt tokens that the consumer recomputes itself (the N-1 rule)."""
+        if self.state_backoff_tokens is not None:
+            return self.state_backoff_tokens
+        return 1 if self.has_state else 0
+
+    def left_tokens(self, prompt_tokens: int) -> int:
+        """Return how many trailing tokens of a prompt the producer leaves to the consumer.
+
+        The number is also one if its engine, at the end of the prompt, gives up a block that the last token sees. A peer of
+        another kind counts on the blocks of the whole prompt, so this must not change their number.
+        """
+        left, last = self.backoff_tokens, prompt_tokens - 1
+        if left or any(last % group.span_tokens == 0 for group in self.groups if group.kind != "state"):
+            return left
+        return int(self.gives_up_early(prompt_tokens))
+
+    def gives_up_early(self, tokens: int) -> bool:
+        """Whether an engine, at the end of `tokens` tokens, gives up a block that the last of them sees.
+
+        Example: a window of 32, blocks of 16. At the end of 47 tokens the block of tokens 0 to 15 is given up, of which token 46
+        sees 15; at the end of 46 it is kept.
+        """
+        return any(group.first_kept(tokens) > group.first_seen(tokens - 1) for group in self.groups if tokens > 1)
+
+    def unread_tokens(self, prompt_tokens: int) -> int:
+        """Return how many trailing tokens of a prompt are not read: those that the producer leaves, or the last one.
+
+        An engine that has loaded a whole prompt computes its last token once more, in blocks that it laid out for the token
+        behind it. So it must not load the whole of a prompt at whose end it gives up a block that the last token sees.
+        """
+        return max(self.backoff_tokens, int(self.gives_up_early(prompt_tokens)))
+
+    @property
+    def reads_streams(self) -> bool:
+        """Whether requests with an early ticket are read while their peer computes them."""
+        return not self.read_hold_steps and int(self.cache_blocks * self.stream_reserve_fraction) > 0
+
+    @property
+    def heartbeat_period_s(self) -> float:
+        """Time between two heartbeats to one peer engine."""
+        return self.lease_s / 6 if self.heartbeat_s is None else self.heartbeat_s

@@ -1,0 +1,207 @@
+"""Records of the scheduler process: a request, with one record for each role that it has in a hand-over."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, final
+
+from kv_scheduler_state.machine import GONE
+from kv_scheduler_state.ticket.prompt import MEDIA_MISSING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kv_scheduler_state.machine import Trace, Transition
+    from kv_scheduler_state.plan import ReadOrder
+    from kv_scheduler_state.ticket.early import EarlyTicket
+    from kv_scheduler_state.ticket.ticket import HandoffTicket, PeerAddress
+
+__all__ = [
+    "UNRESERVED",
+    "ConsumedStream",
+    "ConsumerRecord",
+    "HandOver",
+    "ProducerRecord",
+    "Request",
+    "forget_if_ended",
+]
+
+UNRESERVED: Final = frozenset({"asking", "asking-final", "offered"})
+"""States of a request with an early ticket in which the engine has allocated nothing for it."""
+
+
+@final
+@dataclass(slots=True, eq=False)
+class HandOver:
+    """A ticket, shared by all local requests that hold it, see `HandOvers`.
+
+    Attributes:
+        ticket: The ticket.
+        waiting: Holders that have neither read nor given it up.
+        reading: Holders whose read has been ordered and has not ended.
+        is_spent: Whether the ticket is used up and can no longer be read.
+    """
+
+    ticket: HandoffTicket
+    waiting: int = 0
+    reading: int = 0
+    is_spent: bool = False
+
+    @property
+    def is_wanted_by_others(self) -> bool:
+        """Whether a waiting holder that gives up now leaves the hand-over, or its end, to another request."""
+        return self.is_spent or self.reading > 0 or self.waiting > 1
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether a read was passed on and no holder is left to take it up."""
+        return not (self.is_spent or self.reading or self.waiting)
+
+    def read(self) -> None:
+        """Note that a waiting holder's read is ordered."""
+        self.waiting -= 1
+        self.reading += 1
+
+
+@final
+class ConsumerRecord:
+    """A request whose prompt a peer has computed."""
+
+    __slots__ = (
+        "computed_tokens",
+        "hand_over",
+        "loadable_tokens",
+        "renewed_at",
+        "state",
+        "stream",
+        "ticket",
+        "trace",
+    )
+
+    # Set only for a request with an early ticket, and read only in the states of streams.
+    stream: ConsumedStream
+
+    def __init__(self, arrival: Transition, ticket: HandoffTicket, loadable_tokens: int, now_s: float) -> None:
+        self.state = arrival.target
+        self.trace: Trace = (now_s, arrival, None)
+        self.ticket = ticket
+        # None while a stream has no final ticket: one reader holds it, see `ticket-early-shared`.
+        self.hand_over: HandOver | None = None
+        self.loadable_tokens = loadable_tokens
+        # Local prefix hit of the latest look-up, which is the one that an allocation follows.
+        self.computed_tokens: int | None = None
+        # Peer engine at which the lease is renewed.
+        self.renewed_at: PeerAddress | None = None
+
+
+@final
+@dataclass(slots=True, eq=False)
+class ConsumedStream:
+    """A request whose prompt is to be read while the peer computes it.
+
+    Attributes:
+        digest: Digest of the tokens that the peer offers.
+        offered_tokens: Tokens under the digest; all of them are read, or none.
+        since_s: Time from which the deadline of its state counts. It does not move when a question is asked again, but it does
+            when the peer says that the prompt is on its way.
+        media: Its images, videos and sounds that this engine has, and the digest without them, see `missing_media`.
+        number: Number of the outstanding question; 0 if there is none.
+        last_word: Reason or code of the latest answer without a ticket; empty before the first one.
+        breaks: How often a stream of it broke.
+        entered_s: Start of its state.
+        is_too_large: Whether it needs more blocks than all streams together may hold, so that it would wait for room in vain.
+        hold_s: Time until which the offer is withheld from the engine; None if it is not withheld.
+        retry_s: Time at which the peer is asked again, or None.
+        read: The read as first ordered; every later read fills the same blocks.
+        start: First token to read.
+        done: Workers whose fence held, which is final.
+        torn: Workers that broke off the current stream.
+    """
+
+    request_id: str
+    record: ConsumerRecord
+    early: EarlyTicket
+    digest: str
+    prompt_tokens: int
+    offered_tokens: int
+    since_s: float
+    media: tuple[int, str] = field(init=False)
+    number: int = 0
+    last_word: str = ""
+    breaks: int = 0
+    entered_s: float = field(init=False)
+    is_too_large: bool = False
+    hold_s: float | None = None
+    retry_s: float | None = None
+    read: ReadOrder | None = None
+    start: int = 0
+    done: set[object] = field(default_factory=set[object])
+    torn: set[object] = field(default_factory=set[object])
+
+    def __post_init__(self) -> None:
+        self.media = 0, self.digest
+        self.entered_s = self.since_s
+
+
+@final
+class ProducerRecord:
+    """A request whose blocks a peer is to read."""
+
+    __slots__ = (
+        "fence",
+        "is_preemption_due",
+        "is_readback",
+        "is_void",
+        "leased_blocks",
+        "preemptions",
+        "prompt_tokens",
+        "saved_blocks",
+        "state",
+        "trace",
+    )
+
+    def __init__(self, arrival: Transition, prompt_tokens: int, now_s: float, *, is_readback: bool) -> None:
+        self.state = arrival.target
+        self.trace: Trace = (now_s, arrival, None)
+        self.prompt_tokens = prompt_tokens
+        self.is_readback = is_readback
+        self.is_void = False
+        self.fence: tuple[int, int] | None = None
+        self.saved_blocks = 0
+        # Leased blocks per group, while the lease is outstanding.
+        self.leased_blocks: Sequence[int] = ()
+        # The engine's own count of preemptions, and whether the engine has yet to report the latest one.
+        self.preemptions = 0
+        self.is_preemption_due = False
+
+
+@final
+@dataclass(slots=True, eq=False)
+class Request:
+    """A live request with its producer and consumer records; without either, it is the engine's own business.
+
+    Attributes:
+        rejected_code: Code of the reason why its ticket was refused; empty otherwise.
+    """
+
+    prompt_tokens: int
+    born_s: float
+    consumer: ConsumerRecord | None = None
+    producer: ProducerRecord | None = None
+    is_finished: bool = False
+    rejected_code: str = ""
+
+    @property
+    def must_fail(self) -> bool:
+        """Whether the engine must not compute the prompt itself, as it lacks a part of it."""
+        return self.rejected_code == MEDIA_MISSING
+
+
+def forget_if_ended(requests: dict[str, Request], request_id: str, request: Request) -> None:
+    """Drop the records that are gone, and with the last one a request that has finished."""
+    if request.consumer is not None and request.consumer.state == GONE:
+        request.consumer = None
+    if request.producer is not None and request.producer.state == GONE:
+        request.producer = None
+    if request.consumer is None and request.producer is None and request.is_finished:
+        del requests[request_id]

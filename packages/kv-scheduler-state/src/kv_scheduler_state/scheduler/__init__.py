@@ -1,0 +1,1 @@
+"""The scheduler process: requests, their records, and the orders of each step."""

@@ -1,0 +1,373 @@
+"""Admission: reads a request's `kv_transfer_params` once, and gives the request its records."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, cast, final
+
+from kv_scheduler_state.errors import TicketError, quote
+from kv_scheduler_state.streams.values import stream_tag
+from kv_scheduler_state.ticket.early import EARLY_KEY, is_withdrawal, named_id, read_early
+from kv_scheduler_state.ticket.prompt import missing_media
+from kv_scheduler_state.ticket.reader import TicketReader
+from kv_scheduler_state.values import BYSTANDER, Admission
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from kv_scheduler_state.records import ConsumedStream, ConsumerRecord, ProducerRecord, Request
+    from kv_scheduler_state.scheduler.consumer import Consumers
+    from kv_scheduler_state.scheduler.producer import Producers
+    from kv_scheduler_state.ticket.prompt import PromptIdentity
+    from kv_scheduler_state.ticket.reader import Fields
+    from kv_scheduler_state.ticket.seal import TicketSeal
+    from kv_scheduler_state.ticket.ticket import HandoffTicket, TicketKind
+
+__all__ = ["Admissions"]
+
+_MOST_TOKENS: Final = 1 << 31
+_PRODUCER: Final = Admission("producer")
+_CONSUMER: Final = Admission("consumer")
+_EARLY_CONSUMER: Final = Admission("consumer", is_early=True)
+
+
+@final
+class Admissions:
+    """Reads a request's ticket once, verifies that it belongs to the prompt, and gives the request its records."""
+
+    def __init__(self, consumers: Consumers, producers: Producers) -> None:
+        config = producers.config
+        self._consumers = consumers
+        self._producers = producers
+        self._config = config
+        self._is_bidirectional = config.bidirectional
+        self._reserved = config.reserved_id_prefixes
+        self._tickets = TicketReader(config)
+        self._offers = TicketReader(config, takes_offers=True)
+        self.seal: TicketSeal | None = None
+
+    def admit(
+        self, request_id: str, request: Request, params: object, identity: PromptIdentity | None, at_s: float
+    ) -> Admission:
+        """Give a request the records that its params ask for; a bad ticket only costs it the consumer record."""
+        try:
+            kind = self._tickets.classify(params)
+            fields = cast("Fields", params)
+            if kind == "handoff":
+                ticket = self._verified(request_id, request, fields, kind, identity)
+                prompt_tokens = request.prompt_tokens
+                request.consumer = self._consumers.arrive(request_id, ticket, prompt_tokens, at_s)
+                if self._is_bidirectional and not request_id.startswith(self._reserved):
+                    request.producer = self._producers.arrive(
+                        request_id, prompt_tokens=prompt_tokens, is_readback=True, now_s=at_s
+                    )
+                return _CONSUMER
+        except TicketError as error:
+            return self._early_or_refused(request_id, request, params, identity, error)
+        if kind == "none":
+            return BYSTANDER
+        if self._reserved and request_id.startswith(self._reserved):
+            request.rejected_code = "ticket-id-reserved"
+            self._decline(fields)
+            message = (
+                f"request id {quote(request_id)} begins like a notification of another kind, so no reader could name it"
+            )
+            return Admission("none", "ticket-id-reserved", message)
+        kept_tokens, truncate_tokens = request.prompt_tokens, self._config.left_tokens(request.prompt_tokens)
+        if kept_tokens <= truncate_tokens:
+            truncate_tokens = 0
+        kept_tokens -= truncate_tokens
+        early = self._early_producer(request_id, request, fields, identity, truncate_tokens)
+        if early is not None:
+            return early
+        request.producer = self._producers.arrive(request_id, prompt_tokens=kept_tokens, is_readback=False, now_s=at_s)
+        if kind == "readback":
+            try:
+                ticket = self._verified(request_id, request, fields, kind, identity)
+            except TicketError as error:
+                refusal = _missing_media(fields, identity) or error
+                request.rejected_code = refusal.code
+                return Admission("producer", refusal.code, str(refusal), truncate_tokens)
+            request.consumer = self._consumers.arrive(request_id, ticket, kept_tokens, at_s)
+        return Admission("producer", "", "", truncate_tokens) if truncate_tokens else _PRODUCER
+
+    def _withdrawn(self, request: Request, fields: Fields) -> Admission:
+        """Admit the request by which a router withdraws a hand-over; it takes part in none itself."""
+        try:
+            early = read_early(fields, self._tickets.hosts, self.seal)
+        except TicketError as error:
+            request.rejected_code = error.code
+            return Admission("none", error.code, str(error))
+        # A prompt that is here goes on; questions for an id that will not come are refused.
+        self._producers.streams.decline(early.hand_over_id, "withdrawn")
+        return BYSTANDER
+
+    def _early_producer(
+        self, request_id: str, request: Request, fields: Fields, identity: PromptIdentity | None, truncate_tokens: int
+    ) -> Admission | None:
+        """Admit a prompt to be streamed or, where its early ticket is refused, to be handed over whole.
+
+        None for a request without an early ticket, or for one that reads besides: its ticket is no early one.
+        """
+        if EARLY_KEY not in fields:
+            return None
+        if is_withdrawal(fields):
+            return self._withdrawn(request, fields)
+        if fields.get("remote_block_ids"):
+            self._decline(fields)
+            return None
+        tokens, now_s = request.prompt_tokens - truncate_tokens, request.born_s
+        try:
+            request.producer = self._streaming_producer(request_id, fields, tokens, identity, now_s)
+        except TicketError as error:
+            request.rejected_code = error.code
+            request.producer = self._producers.arrive(request_id, prompt_tokens=tokens, is_readback=False, now_s=now_s)
+            return Admission("producer", error.code, str(error), truncate_tokens)
+        return Admission("producer", "", "", truncate_tokens, is_early=True)
+
+    def _early_or_refused(
+        self, request_id: str, request: Request, params: object, identity: PromptIdentity | None, error: TicketError
+    ) -> Admission:
+        """Admit a request whose ticket could not be read because it is yet to come; refuse any other with the error."""
+        error = _missing_media(params, identity) or error
+        fields = _early_fields(params)
+        if fields is not None:
+            try:
+                request.consumer = self._streaming_consumer(
+                    request_id, fields, request.prompt_tokens, identity, request.born_s
+                )
+            except TicketError as early_error:
+                error = early_error
+            else:
+                return BYSTANDER if request.consumer is None else _EARLY_CONSUMER
+        request.rejected_code = error.code
+        return Admission("none", error.code, str(error))
+
+    def _verified(
+        self, request_id: str, request: Request, fields: Fields, kind: TicketKind, identity: PromptIdentity | None
+    ) -> HandoffTicket:
+        """Return the ticket if it was written for this prompt, or by a peer that binds no prompts.
+
+        Any other ticket whose seal proves its writer is released there: nothing of it will be read.
+
+        Raises:
+            TicketError: as `TicketReader.read`; `ticket-role`, `ticket-seal`, `ticket-own-engine`, `ticket-prompt`,
+                `ticket-prompt-unidentified`, or the code of `identity.refusal`.
+        """
+        self._require_reader()
+        tickets, seal = self._tickets, self.seal
+        ticket = tickets.read(fields, kind) if seal is None else seal.opened(tickets, fields, kind)
+        self._require_other_engine(ticket)
+        try:
+            _require_prompt(ticket, identity)
+        except TicketError:
+            # Without a seal a client may have made the ticket up, so no connection is made for it.
+            if seal is not None and fields.get("kv_seal") is not None:
+                self._consumers.decline(request_id, ticket, request.prompt_tokens, request.born_s)
+            raise
+        return ticket
+
+    # ---- early tickets
+
+    def _require_reader(self) -> None:
+        """Refuse a ticket of any kind on an engine that must not read.
+
+        Raises:
+            TicketError: `ticket-role`.
+        """
+        if not self._config.reads:
+            raise TicketError(
+                "ticket-role",
+                "this engine only produces KV and reads none: send this request to an engine that decodes (kv_role 'kv_consumer' "
+                "or 'kv_both')",
+            )
+
+    def _require_other_engine(self, ticket: HandoffTicket) -> None:
+        """Refuse a ticket of this engine, as when a router sends both requests of a hand-over to one engine.
+
+        Raises:
+            TicketError: `ticket-own-engine`.
+        """
+        if ticket.peer.engine_id == self._config.engine_id:
+            raise TicketError(
+                "ticket-own-engine",
+                f"the ticket is of this very engine ({quote(ticket.peer.engine_id)}), which cannot read from itself",
+                field="remote_engine_id",
+            )
+
+    def _streaming_producer(
+        self, request_id: str, fields: Fields, tokens: int, identity: PromptIdentity | None, now_s: float
+    ) -> ProducerRecord:
+        """Begin to stream a prompt. If that is refused, the prompt is handed over whole, and questions for its id are declined.
+
+        Raises:
+            TicketError: as `read_early`; `ticket-early-off`, `ticket-early-shared`, `ticket-prompt-unidentified`, or the code of
+                `identity.refusal`.
+        """
+        try:
+            early = read_early(fields, self._tickets.hosts, self.seal)
+            digest = self._streamable_digest(early.hand_over_id, tokens, identity)
+        except TicketError:
+            self._decline(fields)
+            raise
+        record = self._producers.arrive_early(request_id, early, digest, prompt_tokens=tokens, now_s=now_s)
+        self._producers.streams.keep_media(request_id, None if identity is None else identity.media(tokens))
+        return record
+
+    def _decline(self, fields: Fields) -> None:
+        """Refuse questions for the id of an early ticket that this engine does not follow.
+
+        The peer may accept what this engine refuses, and would then ask for the id until it gives up.
+        """
+        named = named_id(fields, self.seal)
+        if named:
+            self._producers.streams.decline(named)
+
+    def _streamable_digest(self, hand_over_id: str, tokens: int, identity: PromptIdentity | None) -> str:
+        """Return the digest under which a prompt may be streamed from here.
+
+        Raises:
+            TicketError: as `_streaming_producer`.
+        """
+        if not self._config.stream_slots:
+            raise TicketError(
+                "ticket-early-off",
+                "this engine streams no prompt while it computes it: streaming is off here",
+                field=EARLY_KEY,
+            )
+        if not self._producers.streams.may_begin(hand_over_id):
+            raise TicketError(
+                "ticket-early-shared",
+                f"another request of this engine is streamed as hand-over {quote(hand_over_id)}, which serves one reader",
+                field=EARLY_KEY,
+            )
+        return _digest(tokens, identity)
+
+    def _streaming_consumer(
+        self, request_id: str, fields: Fields, prompt_tokens: int, identity: PromptIdentity | None, now_s: float
+    ) -> ConsumerRecord | None:
+        """Begin to ask a peer for a prompt that it computes at the same time; None if this engine computes the prompt itself.
+
+        Raises:
+            TicketError: as `read_early`; `ticket-role`, `ticket-flags`, `ticket-early-off`, `ticket-early-shared`,
+                `ticket-prompt-unidentified`, or the code of `identity.refusal`.
+        """
+        self._require_reader()
+        early = read_early(fields, self._tickets.hosts, self.seal)
+        if is_withdrawal(fields):
+            raise TicketError(
+                "ticket-flags", "a hand-over is withdrawn at the engine that computes the prompt", field="withdraw"
+            )
+        if not self._config.reads_streams:
+            raise TicketError(
+                "ticket-early-off",
+                "this engine reads no prompt while its peer computes it: streaming is off here, or stream_reserve_fraction "
+                "leaves streams no block",
+                field=EARLY_KEY,
+            )
+        if self._consumers.streams.reads(early.hand_over_id):
+            raise TicketError(
+                "ticket-early-shared",
+                f"another request of this engine reads hand-over {quote(early.hand_over_id)}, which serves one reader",
+                field=EARLY_KEY,
+            )
+        code = self._consumers.why_not_early(prompt_tokens)
+        if code:
+            self._consumers.streams.note_local(request_id, early, code)
+            return None
+        tokens = max(0, prompt_tokens - self._config.left_tokens(prompt_tokens))
+        digest = _digest(tokens, identity)
+        record = self._consumers.arrive_early(request_id, early, digest, prompt_tokens, now_s)
+        record.stream.media = (None if identity is None else identity.media(tokens)) or (0, digest)
+        return record
+
+    def opened(self, stream: ConsumedStream, answer: Mapping[str, object]) -> HandoffTicket:
+        """Return the validated ticket of an offer or a final answer.
+
+        Raises:
+            TicketError: as `TicketReader.read`; `ticket-seal`, `ticket-own-engine`, `ticket-prompt`, `ticket-missing` or
+                `ticket-range`.
+        """
+        is_offer = answer["kind"] == "offer"
+        reader, seal = self._offers if is_offer else self._tickets, self.seal
+        fields = cast("Fields", answer["ticket"])
+        if reader.classify(fields) != "handoff":
+            raise TicketError("ticket-flags", "the ticket of the answer hands nothing over", field="ticket")
+        ticket = reader.read(fields, "handoff") if seal is None else seal.opened(reader, fields, "handoff")
+        self._require_other_engine(ticket)
+        self._consumers.streams.require_ticket(stream, ticket, is_offer=is_offer)
+        slot, generation = ticket.fence or (0, 0)
+        named = answer["request_id"], answer["slot"], answer["generation"], answer.get("tag", stream_tag(generation))
+        if named != (ticket.peer_request_id, slot, generation, stream_tag(generation)):
+            raise TicketError(
+                "ticket-range",
+                f"the answer for {quote(stream.early.hand_over_id)} and its ticket differ",
+                field="fence",
+            )
+        return ticket
+
+
+def _require_prompt(ticket: HandoffTicket, identity: PromptIdentity | None) -> None:
+    """Refuse a ticket of another prompt.
+
+    Raises:
+        TicketError: `ticket-prompt`, `ticket-prompt-unidentified`, or the code of `identity.refusal`.
+    """
+    if identity is not None and identity.refusal:
+        raise TicketError(
+            identity.refusal, "this engine cannot tell which prompt this is, so no ticket can be checked against it"
+        )
+    prompt = ticket.prompt
+    if prompt is None:
+        return
+    if not prompt:
+        raise TicketError(
+            "ticket-prompt-unidentified",
+            "the engine that wrote the ticket could not tell which prompt it had computed",
+        )
+    tokens = ticket.peer_tokens
+    digest = None if identity is None or tokens is None else identity.digest(tokens)
+    if digest != prompt:
+        raise TicketError(
+            "ticket-prompt",
+            f"the ticket is of another prompt: kv_prompt is {prompt[:16]}..., the first {tokens} tokens of this request are "
+            f"{'not identified' if digest is None else digest[:16] + '...'}",
+            field="kv_prompt",
+        )
+
+
+def _missing_media(params: object, identity: PromptIdentity | None) -> TicketError | None:
+    """Return the error for a refused ticket whose prompt cannot be computed here either, whatever else is wrong with it."""
+    fields: Fields = cast("Fields", params) if isinstance(params, dict) else {}
+    tokens: object = fields.get("remote_num_tokens")
+    if identity is None or not fields.get("kv_media") or not isinstance(tokens, int | float):
+        return None
+    if not 0 <= tokens <= _MOST_TOKENS:
+        return None
+    digest = identity.digest(int(tokens))
+    if digest is not None and digest == fields.get("kv_prompt"):
+        return None  # the same media, whatever they are
+    return missing_media(fields["kv_media"], identity.media(int(tokens)) or (0, digest))
+
+
+def _early_fields(params: object) -> Fields | None:
+    """Return params that ask to read a prompt with no other ticket than an early one, else None."""
+    if not isinstance(params, dict):
+        return None
+    fields = cast("Fields", params)
+    is_alone = EARLY_KEY in fields and fields.get("remote_block_ids") is None
+    is_read = fields.get("do_remote_prefill") is True and not fields.get("do_remote_decode")
+    return fields if is_alone and is_read else None
+
+
+def _digest(tokens: int, identity: PromptIdentity | None) -> str:
+    """Return the digest of a request's first tokens.
+
+    Raises:
+        TicketError: `ticket-prompt-unidentified`, or the code of `identity.refusal`.
+    """
+    if identity is not None and identity.refusal:
+        raise TicketError(identity.refusal, "this engine cannot tell which prompt this is, so it cannot stream it")
+    digest = None if identity is None or not tokens else identity.digest(tokens)
+    if not digest:
+        raise TicketError("ticket-prompt-unidentified", f"the first {tokens} tokens of this request are not identified")
+    return digest

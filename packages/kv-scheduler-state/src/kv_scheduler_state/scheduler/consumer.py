@@ -1,0 +1,299 @@
+"""The consumer record of a request in the scheduler process: from a valid ticket until its read has ended."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, final
+
+from kv_scheduler_state.errors import InvalidEvent, quote
+from kv_scheduler_state.machine import NEW, Table, Transition, advance
+from kv_scheduler_state.plan import ReadOrder
+from kv_scheduler_state.records import UNRESERVED, ConsumedStream, ConsumerRecord
+from kv_scheduler_state.scheduler.sharing import HandOvers, Heartbeats
+from kv_scheduler_state.streams.consumer import StreamConsumers
+from kv_scheduler_state.ticket.ticket import HandoffTicket, PeerAddress
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kv_scheduler_state.config import SchedulerConfig
+    from kv_scheduler_state.outbox import Outbox
+    from kv_scheduler_state.ticket.early import EarlyTicket
+    from kv_scheduler_state.values import BlockList, BlockRules
+
+__all__ = ["Consumers"]
+
+
+@final
+class Consumers:
+    """Applies events to consumer records and puts the resulting orders into the outbox.
+
+    Every method asks the table before it changes anything, so a refused event leaves no trace.
+    """
+
+    def __init__(self, config: SchedulerConfig, table: Table, rules: BlockRules, outbox: Outbox) -> None:
+        self.table = table
+        # The event that stands for a failed read under the failure policy.
+        self.failure_event = "broken" if config.load_failure_policy == "recompute" else "broken-for-good"
+        self._sees_parts = any(group.sees_a_part for group in config.groups)
+        self.streams = StreamConsumers(config, table, outbox)
+        self.heartbeats = Heartbeats(config.heartbeat_period_s)
+        self.hand_overs = HandOvers()
+        self._config = config
+        self._rules = rules
+        self._outbox = outbox
+
+    def arrive(self, request_id: str, ticket: HandoffTicket, prompt_tokens: int, now_s: float) -> ConsumerRecord:
+        """Begin the life of a request whose prompt is to be read."""
+        arrival = self.table.find(request_id, NEW, "arrive")
+        is_readback = ticket.kind == "readback"
+        loadable_tokens = self._loadable_tokens(ticket, prompt_tokens, is_readback=is_readback)
+        record = ConsumerRecord(arrival, ticket, loadable_tokens, now_s)
+        self.hand_overs.join(record)
+        # A decode engine pins a readback's blocks for a fixed time and listens to no heartbeat.
+        if "start-heartbeat" in arrival.effects and not is_readback:
+            self.heartbeats.start(record, now_s)
+        return record
+
+    def decline(self, request_id: str, ticket: HandoffTicket, prompt_tokens: int, now_s: float) -> None:
+        """Notify the writer of a refused ticket that it is not read, unless another request needs the hand-over."""
+        self.give_up(request_id, self.arrive(request_id, ticket, prompt_tokens, now_s), now_s)
+
+    def arrive_early(
+        self, request_id: str, early: EarlyTicket, digest: str, prompt_tokens: int, now_s: float
+    ) -> ConsumerRecord:
+        """Begin the life of a request whose prompt is to be read while its peer computes it; see `why_not_early`."""
+        arrival = self.table.find(request_id, NEW, "arrive-early")
+        # The peer's engine id and request id arrive with its answer.
+        ticket = HandoffTicket("handoff", PeerAddress("", early.host, early.port), early.hand_over_id, ())
+        offered_tokens = prompt_tokens - self._config.left_tokens(prompt_tokens)
+        record = ConsumerRecord(arrival, ticket, offered_tokens, now_s)
+        record.stream = ConsumedStream(request_id, record, early, digest, prompt_tokens, offered_tokens, now_s)
+        self.streams.begin(record.stream)
+        return record
+
+    def why_not_early(self, prompt_tokens: int) -> str:
+        """Return the code of the reason why no peer is asked for a prompt that it computes; empty if one is."""
+        tokens = prompt_tokens - self._config.left_tokens(prompt_tokens)
+        # The peer leaves that many tokens; if more must stay unread, it gives up a needed block when it finishes the prompt,
+        # possibly before that block is read.
+        if tokens <= 0 or prompt_tokens - self._config.unread_tokens(prompt_tokens) < tokens:
+            return "nothing-to-read"
+        return "too-many" if self.streams.is_full else ""
+
+    def step_early(self, stream: ConsumedStream, event: str, ticket: HandoffTicket | None, now_s: float) -> None:
+        """Apply an event of a stream, with the ticket that came with it.
+
+        Raises:
+            IllegalTransition: `illegal-transition`.
+        """
+        record = stream.record
+        row = self.table.find(stream.request_id, record.state, event)
+        if ticket is not None:
+            record.ticket = ticket
+        if event == "final":
+            record.loadable_tokens = self._loadable_tokens(record.ticket, stream.prompt_tokens, is_readback=False)
+        if row.target != record.state:
+            stream.entered_s = stream.since_s = now_s
+        self.settle(stream.request_id, record, row, now_s)
+
+    def _follow(self, request_id: str, record: ConsumerRecord, row: Transition, effect: str, now_s: float) -> None:
+        """Perform an effect of a stream's row."""
+        if effect == "start-heartbeat":
+            self.heartbeats.start(record, now_s)
+        elif effect == "join":
+            self.hand_overs.join(record)
+            if record.state == "reading" and record.hand_over is not None:
+                record.hand_over.read()
+        elif effect == "order-stream":
+            self.streams.order_again(record.stream, record.ticket)
+        elif effect == "order-final":
+            self.streams.order_final(record.stream, record.ticket)
+        else:
+            if effect == "end-stream" and row.event == "done":
+                self.hand_overs.note_read(record.ticket)
+            self.streams.follow(request_id, row, effect)
+
+    def external_tokens(self, record: ConsumerRecord, computed_tokens: int) -> int | None:
+        """Return the tokens to read beyond a local prefix of `computed_tokens`, or None while another request reads them."""
+        if record.state != "queued":
+            is_early = record.state in UNRESERVED
+            return self.streams.external_tokens(record, computed_tokens) if is_early else 0
+        record.computed_tokens = computed_tokens
+        hand_over = record.hand_over
+        tokens = record.loadable_tokens - computed_tokens
+        if tokens <= 0 or (tokens < self._config.recompute_threshold_tokens and record.ticket.kind == "readback"):
+            return 0
+        if hand_over is None:
+            return tokens
+        return 0 if hand_over.is_spent else None if hand_over.reading else tokens
+
+    def allocate(
+        self,
+        request_id: str,
+        record: ConsumerRecord,
+        block_ids: Sequence[Sequence[int]],
+        new_block_ids: Sequence[Sequence[int]],
+        external_tokens: int,
+        now_s: float,
+    ) -> None:
+        """Order the read, or only the notification if there are no external tokens.
+
+        Raises:
+            IllegalTransition: `illegal-transition`.
+            InvalidEvent: `invalid-event`, for a wrong number of groups or more tokens than the peer holds.
+        """
+        if not external_tokens:
+            self.give_up(request_id, record, now_s)
+            return
+        if external_tokens > record.loadable_tokens:
+            raise InvalidEvent(
+                f"request {quote(request_id)} expects {external_tokens} external tokens, its peer has "
+                f"{record.loadable_tokens} for it",
+                request_id=request_id,
+            )
+        row = self.table.find(request_id, record.state, "load")
+        # Example: 48 tokens can be loaded, 16 are a prefix hit, 32 are expected: the read covers tokens 16 to 48.
+        computed = record.computed_tokens
+        start = record.loadable_tokens - external_tokens if computed is None else computed
+        tokens = min(start + external_tokens, record.loadable_tokens)
+        local_blocks = self._rules.wanted(block_ids, new_block_ids, start, tokens)
+        advance(record, row, now_s)
+        if record.hand_over is not None:
+            record.hand_over.read()
+        if "order-read" in row.effects:
+            order = ReadOrder(request_id, record.ticket, local_blocks, tokens, is_reported=True)
+            self._outbox.read(request_id, order, fills_blocks=True)
+        elif "order-stream" in row.effects:
+            order = ReadOrder(request_id, record.ticket, local_blocks, tokens, is_reported=True)
+            self.streams.order(request_id, order, start)
+
+    def give_up(self, request_id: str, record: ConsumerRecord, now_s: float) -> None:
+        """Read nothing for a request with a ticket, and notify the peer unless another request needs the hand-over.
+
+        Raises:
+            IllegalTransition: `illegal-transition`.
+        """
+        state, hand_over = record.state, record.hand_over
+        is_waiting = state == "queued"
+        is_shared = is_waiting and hand_over is not None and hand_over.is_wanted_by_others
+        row = self.table.find(request_id, state, "hit-shared" if is_shared else "hit")
+        if row.effects or row.target != state:
+            self.settle(request_id, record, row, now_s)
+        if is_waiting and hand_over is not None:
+            self.hand_overs.leave(hand_over)
+
+    def finish(self, request_id: str, record: ConsumerRecord, now_s: float) -> None:
+        """End the request.
+
+        Raises:
+            IllegalTransition: `illegal-transition`.
+        """
+        state, hand_over = record.state, record.hand_over
+        is_shared = hand_over is not None and (
+            hand_over.is_wanted_by_others if state == "queued" else state == "reading" and hand_over.waiting > 0
+        )
+        row = self.table.find(request_id, state, "finish-shared" if is_shared else "finish")
+        self.settle(request_id, record, row, now_s)
+        if hand_over is not None and state == "queued":
+            self.hand_overs.leave(hand_over)
+        elif hand_over is not None and state == "reading" and not is_shared:
+            hand_over.is_spent = True
+
+    def settle(self, request_id: str, record: ConsumerRecord, row: Transition, now_s: float) -> None:
+        """Take a step and perform its row's effects, except a read, which `allocate` orders."""
+        advance(record, row, now_s)
+        for effect in row.effects:
+            if effect == "stop-heartbeat":
+                self.heartbeats.stop(record)
+            elif effect == "end-read":
+                self._end_read(request_id, record, is_passed=False, is_good=row.event == "done")
+            elif effect == "order-notify":
+                self._notify(request_id, record.ticket)
+            elif effect == "cancel-read":
+                self.hand_overs.note_notified(record.ticket)
+                self._cancel(request_id)
+            elif effect == "pass-read":
+                self._pass(request_id)
+            elif effect == "end-passed-read":
+                self._end_read(request_id, record, is_passed=True, is_good=False)
+            else:
+                self._follow(request_id, record, row, effect, now_s)
+
+    def _end_read(self, request_id: str, record: ConsumerRecord, *, is_passed: bool, is_good: bool) -> None:
+        hand_over = record.hand_over
+        if hand_over is not None:
+            self.hand_overs.read_ended(hand_over, is_passed=is_passed, is_good=is_good)
+            if is_passed and hand_over.is_abandoned:
+                self._notify(request_id, record.ticket)
+
+    def _notify(self, request_id: str, ticket: HandoffTicket) -> None:
+        """Order a notification to the peer that no request reads the hand-over."""
+        self.hand_overs.note_notified(ticket)
+        self._outbox.read(request_id, ReadOrder(request_id, ticket, self._rules.nothing, 0, is_reported=False))
+
+    def void(self, request_id: str, record: ConsumerRecord, now_s: float) -> None:
+        """Give up an unused ticket; order a running read to fail."""
+        if record.state == "queued":
+            self.give_up(request_id, record, now_s)
+        elif record.state == "reading":
+            self._outbox.voids.append(request_id)
+        elif record.state in UNRESERVED:
+            self.give_up(request_id, record, now_s)
+        elif record.state in {"streaming", "awaiting", "stopping"}:
+            self.step_early(record.stream, "reset", None, now_s)
+
+    def _loadable_tokens(self, ticket: HandoffTicket, prompt_tokens: int, *, is_readback: bool) -> int:
+        held = ticket.peer_tokens
+        if is_readback:
+            # A recurrent state cannot be cut, and the engine always computes the last token of a prompt itself. So the state fits
+            # only a prompt longer than its own tokens. Example: a state of 12 tokens fits a prompt of 13 tokens, not one of 12.
+            if held is None or (self._config.has_state and held >= prompt_tokens):
+                return 0
+            tokens = min(held, prompt_tokens - self._config.gives_up_early(prompt_tokens))
+        else:
+            loadable = prompt_tokens - self._config.unread_tokens(prompt_tokens)
+            if self._config.has_state and held is not None and held > loadable:
+                return 0  # the state covers more tokens than are wanted and cannot be rolled back, see above
+            # A ticket that came back with another prompt must not make the engine count tokens that were never computed.
+            tokens = held if held and held <= loadable else max(0, loadable)
+        return tokens if not self._sees_parts or self._covers_windows(ticket, tokens) else 0
+
+    def _covers_windows(self, ticket: HandoffTicket, tokens: int) -> bool:
+        """Return whether the peer's window lists reach back to the local block of the first token that the next token sees.
+
+        Example: a window of 32 tokens and blocks of 16. The peer went on to 90 tokens and lists (0, 6, 7) from token 32 on, 0
+        being null: block 6 begins with token 48. A prompt of 80 needs tokens 49 to 79, so the blocks from token 48 on, and is
+        read; one of 70 needs tokens 39 to 69, so the blocks from token 32 on, and is computed here. A peer with blocks of 4
+        that lists tokens 52 to 83 for a prompt of 84 is not enough either: the local block of tokens 48 to 63 would keep a
+        hole, and a prefix cache keeps blocks as a whole.
+        """
+        spans = ticket.span_tokens or [group.block_tokens * ticket.peer.dcp for group in self._config.groups]
+        return all(
+            not group.sees_a_part or _begins(blocks, span) <= group.first_kept(tokens)
+            for group, blocks, span in zip(self._config.groups, ticket.peer_blocks, spans, strict=True)
+        )
+
+    def _cancel(self, request_id: str) -> None:
+        order = self._outbox.reads.get(request_id)
+        if order is None:
+            self._outbox.cancels.append(request_id)
+        else:
+            # No worker has seen the read: it remains to notify the peer, and to report the request that the engine parked.
+            self._outbox.read(request_id, order._replace(local_blocks=self._rules.nothing))
+
+    def _pass(self, request_id: str) -> None:
+        if self._outbox.reads.pop(request_id, None) is None:
+            self._outbox.cancels.append(request_id)
+            self._outbox.passes.append(request_id)
+        else:
+            self._outbox.failures[request_id] = None  # no worker has seen the read, and the peer must not be notified
+
+
+def _begins(blocks: BlockList, span: int) -> int:
+    """Return the first token that a real block of the list holds."""
+    nulls = 0
+    for block in blocks.ids:
+        if block != blocks.null:
+            break
+        nulls += 1
+    return blocks.first_token + nulls * span

@@ -1,0 +1,359 @@
+"""The events of producer records: from arrival until the workers have ended the lease."""
+
+from __future__ import annotations
+
+from hashlib import shake_256
+from typing import TYPE_CHECKING, final
+
+from kv_scheduler_state.config import MAX_GENERATION
+from kv_scheduler_state.errors import InvalidEvent, quote
+from kv_scheduler_state.fences import FencePool, Outstanding
+from kv_scheduler_state.machine import NEW, Table, Transition, advance, shortened
+from kv_scheduler_state.plan import GrantOrder
+from kv_scheduler_state.records import ProducerRecord
+from kv_scheduler_state.streams.producer import StreamProducers
+from kv_scheduler_state.ticket.ticket import HandoffTicket, PeerAddress, ticket_params, wire_id
+from kv_scheduler_state.values import BlockList
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kv_scheduler_state.config import SchedulerConfig
+    from kv_scheduler_state.outbox import Outbox
+    from kv_scheduler_state.ticket.early import EarlyTicket
+    from kv_scheduler_state.ticket.prompt import PromptIdentity
+    from kv_scheduler_state.ticket.seal import TicketSeal
+    from kv_scheduler_state.values import BlockIds, BlockRules
+
+__all__ = ["Producers"]
+
+
+@final
+class Producers:
+    """Applies events to producer records and puts the resulting orders into the outbox.
+
+    Every method asks the table before it changes anything, so a refused event leaves no trace.
+    """
+
+    def __init__(self, config: SchedulerConfig, table: Table, rules: BlockRules, outbox: Outbox) -> None:
+        self.table = table
+        self.on_revoke = table.on("revoke")
+        self._on_allocate = table.on("allocate")
+        self._on_preempt = table.on("preempt")
+        self.fences = FencePool(config.fence_slots, config.fence_seed, config.stream_slots)
+        self.streams = StreamProducers(config, outbox)
+        self.config = config
+        self._rules = rules
+        self.outbox = outbox
+        self._spans = tuple([group.span_tokens for group in config.groups])
+        self._draws = 0
+        self.leases = Outstanding(config)
+        # Set by `drain`: from then on nothing is handed over.
+        self.is_draining = False
+        self.gives_offers = True
+        self.seal: TicketSeal | None = None
+        self.set_generation(config.generation)
+
+    def set_generation(self, generation: int | None) -> None:
+        """Name this generation in tickets from now on; None names none.
+
+        Raises:
+            InvalidEvent: `invalid-event`, for a number that no consumer would accept.
+        """
+        if generation is not None and (type(generation) is not int or not 0 <= generation <= MAX_GENERATION):
+            raise InvalidEvent(f"generation is {quote(generation)}, must be 0 to 2**53 - 1 or None")
+        config = self.config
+        sizes = config.tp, config.pp, config.dcp
+        self._address = PeerAddress(config.engine_id, config.host, config.port, *sizes, generation, config.dialect)
+
+    def arrive(self, request_id: str, *, prompt_tokens: int, is_readback: bool, now_s: float) -> ProducerRecord:
+        """Begin the life of a request that is to be handed over."""
+        arrival = self.table.find(request_id, NEW, "arrive")
+        return ProducerRecord(arrival, prompt_tokens, now_s, is_readback=is_readback)
+
+    def arrive_early(
+        self, request_id: str, early: EarlyTicket, digest: str, *, prompt_tokens: int, now_s: float
+    ) -> ProducerRecord:
+        """Begin the life of a request that a peer may read while it is computed."""
+        arrival = self.table.find(request_id, NEW, "arrive-early")
+        record = ProducerRecord(arrival, prompt_tokens, now_s, is_readback=False)
+        self.streams.begin(request_id, early.hand_over_id, digest, record)
+        return record
+
+    def require_allocation(self, request_id: str, record: ProducerRecord, preemptions: int) -> Transition:
+        """Return the row of an allocation, which may also report a preemption, see `allocate`.
+
+        Raises:
+            IllegalTransition: `illegal-transition`.
+        """
+        state = record.state
+        if preemptions > record.preemptions and state in self._on_preempt:
+            state = self._on_preempt[state].target
+        return self._on_allocate.get(state) or self.table.refuse(request_id, state, "allocate")
+
+    def allocate(self, request_id: str, record: ProducerRecord, preemptions: int, now_s: float) -> None:
+        """Announce the request to the workers, once, with a fence if a slot is free; give a restart a new fence.
+
+        A cache reset preempts outside of a step. The engine then reports the preemption with the step that has already
+        allocated the request again: its count of `preemptions` is higher than the recorded one.
+
+        Raises:
+            IllegalTransition: `illegal-transition`.
+        """
+        row = self.require_allocation(request_id, record, preemptions)
+        preemption = self._on_preempt.get(record.state) if preemptions > record.preemptions else None
+        record.preemptions = preemptions
+        if preemption is not None:
+            self.preempt(request_id, record, preemption, now_s)
+            record.is_preemption_due = True
+        advance(record, row, now_s)
+        if "announce" in row.effects:
+            record.fence = self.fences.take()
+            self.outbox.expect(request_id, record.fence)
+        elif "restart" in row.effects:
+            record.fence = self.fences.take() if record.fence is None else self.fences.renew(record.fence[0])
+            self.outbox.restart(request_id, record.fence)
+        elif row.effects and not self._give_slot(request_id, record):
+            advance(record, self.table.find(request_id, record.state, "no-slot"), now_s)
+            record.fence = self.fences.take()
+            self.outbox.expect(request_id, record.fence)
+
+    def _give_slot(self, request_id: str, record: ProducerRecord) -> bool:
+        """Give a prompt a stream slot, unless it might get no ticket at its end: an offer must be kept."""
+        if record.fence is not None:
+            return self.streams.give_slot(request_id, record)
+        if self.is_draining or not self.gives_offers:
+            return False
+        if not self.leases.promise(request_id, self.streams.block_count(request_id)):
+            return False
+        if self.streams.give_slot(request_id, record):
+            return True
+        self.leases.forget_promise(request_id)
+        return False
+
+    def scheduled(
+        self, request_id: str, record: ProducerRecord, row: Transition, blocks: BlockIds, now_s: float
+    ) -> None:
+        """Order the host-buffer save of a chunk."""
+        advance(record, row, now_s)
+        if not self.config.uses_host_buffer:
+            return
+        if "save" in row.effects and any(blocks):
+            self.outbox.saves.append((request_id, blocks))
+            record.saved_blocks += sum(map(len, blocks))
+        if "complete" in row.effects:
+            self.outbox.completes[request_id] = None
+
+    def computed(
+        self,
+        request_id: str,
+        record: ProducerRecord,
+        row: Transition,
+        block_ids: Sequence[Sequence[int]],
+        tokens: int,
+        held_tokens: int,
+    ) -> None:
+        """Order the stream words of a scheduled chunk, and offer the prompt with its first chunk."""
+        if self.streams.scheduled(request_id, row, block_ids, tokens, held_tokens):
+            self.streams.offer(request_id, self._offer(request_id, record))
+
+    def _offer(self, request_id: str, record: ProducerRecord) -> dict[str, object]:
+        """Return the ticket of an offer: a plain ticket without block ids."""
+        streams = self.streams
+        nonce = streams.nonce_of(request_id) or self._draw_nonce()
+        streams.keep_nonce(request_id, nonce)
+        no_blocks = tuple([BlockList((), 0, self.config.null_block) for _ in self._spans])
+        return self._written(
+            request_id,
+            record,
+            no_blocks,
+            record.prompt_tokens,
+            nonce,
+            streams.digest_of(request_id),
+            streams.media_of(request_id),
+        )
+
+    def _written(
+        self,
+        request_id: str,
+        record: ProducerRecord,
+        blocks: tuple[BlockList, ...],
+        tokens: int,
+        nonce: str,
+        prompt: str | None,
+        media: tuple[int, str] | None,
+    ) -> dict[str, object]:
+        """Return the params of a ticket of this engine, sealed if there is a secret."""
+        ticket = HandoffTicket(
+            "readback" if record.is_readback else "handoff",
+            self._address,
+            wire_id(request_id),
+            blocks,
+            peer_tokens=tokens,
+            lease_s=self._lease_s(record),
+            fence=record.fence,
+            nonce=nonce,
+            prompt=prompt,
+            span_tokens=self._spans,
+            transfer_mode="pull",
+        )
+        params = ticket_params(ticket)
+        if media is not None and media[0]:
+            params["kv_media"] = list(media)
+        if self.seal is not None:
+            params["kv_seal"] = self.seal.of(ticket)
+        return params
+
+    def _lease_s(self, record: ProducerRecord) -> float:
+        return self.config.readback_lease_s if record.is_readback else self.config.lease_s
+
+    def preempt(self, request_id: str, record: ProducerRecord, row: Transition, now_s: float) -> None:
+        """Apply a preemption: void the stream, and drop the saves of blocks that are gone."""
+        advance(record, row, now_s)
+        if "void" in row.effects:
+            self.streams.end(request_id, row, ends=False)
+        record.trace = shortened(record.trace, self.config.trace_length)
+        if "forget-saves" in row.effects:
+            self.outbox.drop_saves(request_id)
+            record.saved_blocks = 0
+        record.is_void = False
+
+    def void(self, request_id: str, record: ProducerRecord, now_s: float) -> None:
+        """Revoke the lease, or exclude everything computed so far from being handed over."""
+        revoke = self.on_revoke.get(record.state)
+        if revoke is not None:
+            self.revoke(request_id, record, revoke, now_s)
+        record.is_void = record.state in {"prefilling", "prefilled", "offered", "complete", "stale", "plain"}
+        reset = self.table.on("reset").get(record.state)
+        if reset is not None:
+            advance(record, reset, now_s)
+            self.streams.end(request_id, reset, ends=False)
+
+    def ending(
+        self,
+        request_id: str,
+        record: ProducerRecord,
+        block_ids: Sequence[Sequence[int]],
+        computed_tokens: int,
+        *,
+        withhold: bool,
+    ) -> tuple[Transition, str]:
+        """Return the row for a prompt that ended well, and a refusal code, which is empty if the prompt is handed over.
+
+        Raises:
+            IllegalTransition: `illegal-transition`.
+            InvalidEvent: `invalid-event`, for a wrong number of groups.
+        """
+        code = "withheld" if withhold else "cache-reset" if record.is_void else "" if any(block_ids) else "no-blocks"
+        if not code:
+            self._rules.require_groups(block_ids)
+            row = self.table.find(request_id, record.state, "hand-over")
+            code = self._refusal(record, block_ids, computed_tokens)
+            if not code:
+                return row, ""
+        return self.table.find(request_id, record.state, "drop"), code
+
+    def _refusal(self, record: ProducerRecord, block_ids: Sequence[Sequence[int]], computed_tokens: int) -> str:
+        """Return the code of the reason why this engine cannot hand over blocks now, empty if it can."""
+        # "complete": offered while it was computed, and its lease is promised. A refusal now could fail its reader.
+        if record.state != "complete":
+            if self.is_draining:
+                return "draining"
+            if self.leases.has_quota and not self.leases.has_room(block_ids):
+                return "lease-quota"
+        if record.fence is None and self.fences.slots:
+            return "no-fence-slot"
+        if self.config.has_state and computed_tokens > self._tokens_of(record, computed_tokens):
+            return "state-too-long"
+        return ""
+
+    def _tokens_of(self, record: ProducerRecord, computed_tokens: int) -> int:
+        """Return the number of tokens that a ticket promises; for a prefill, never more than its prompt."""
+        prompt_tokens = record.prompt_tokens
+        return computed_tokens if record.is_readback or computed_tokens < prompt_tokens else prompt_tokens
+
+    def ticket(
+        self,
+        request_id: str,
+        record: ProducerRecord,
+        row: Transition,
+        block_ids: Sequence[Sequence[int]],
+        computed_tokens: int,
+        identity: PromptIdentity | None,
+    ) -> dict[str, object] | None:
+        """Return the params of the ticket, or None for a row that grants none; `finish` then grants the lease."""
+        is_streamed = "finalise" in row.effects
+        if not is_streamed and "grant" not in row.effects:
+            return None
+        tokens = self._tokens_of(record, computed_tokens)
+        prompt, media = None, None
+        if identity is not None:
+            prompt, media = "" if identity.refusal else identity.digest(tokens) or "", identity.media(tokens)
+        # The tickets of a streamed prompt have the nonce of its offers.
+        nonce = self.streams.nonce_of(request_id) if is_streamed else ""
+        lists, first_tokens = self._rules.offered(block_ids, tokens)
+        blocks = tuple(
+            [
+                BlockList(tuple(ids), first_token, self.config.null_block)
+                for ids, first_token in zip(lists, first_tokens, strict=True)
+            ]
+        )
+        params = self._written(request_id, record, blocks, tokens, nonce or self._draw_nonce(), prompt, media)
+        if is_streamed:
+            self.streams.finalise(request_id, params)
+        return params
+
+    def finish(
+        self,
+        request_id: str,
+        record: ProducerRecord,
+        row: Transition,
+        block_ids: Sequence[Sequence[int]],
+        params: dict[str, object] | None,
+        now_s: float,
+    ) -> None:
+        """End the request: grant the lease of its ticket, or let the workers forget the request."""
+        advance(record, row, now_s)
+        if params is None:
+            if "withdraw" in row.effects:
+                self._withdraw(request_id, record)
+            if "refuse" in row.effects:
+                self.streams.end(request_id, row, ends=True)
+            return
+        nonce = str(params["kv_nonce"])
+        self.outbox.grants.append(GrantOrder(request_id, self._lease_s(record), record.fence, nonce))
+        self.leases.grant(request_id, record, block_ids)
+
+    def revoke(self, request_id: str, record: ProducerRecord, row: Transition, now_s: float) -> None:
+        """Order the early end of a lease."""
+        advance(record, row, now_s)
+        self.streams.revoked(request_id)
+        if "order-revoke" in row.effects:
+            self.outbox.revokes.append(request_id)
+
+    def sent(self, request_id: str, record: ProducerRecord, row: Transition, now_s: float) -> None:
+        """Take back the fence slot of a lease that every worker has ended."""
+        advance(record, row, now_s)
+        self.leases.end(request_id, record)
+        if "return-slot" in row.effects and record.fence is not None:
+            self.fences.give_back(record.fence[0])
+            record.fence = None
+        elif "give-back" in row.effects:
+            plain_slot = self.streams.sent(request_id, record)
+            if plain_slot is not None:
+                self.fences.give_back(plain_slot)
+
+    def _withdraw(self, request_id: str, record: ProducerRecord) -> None:
+        if not self.outbox.withdraw(request_id):
+            self.outbox.releases.append(request_id)
+        # Return the slot without waiting for the workers: no ticket was written, so no reader trusts the old word, and the
+        # workers apply the orders of the slot's next owner after this one's.
+        if record.fence is not None:
+            self.fences.give_back(record.fence[0])
+            record.fence = None
+
+    def _draw_nonce(self) -> str:
+        """Return a fresh nonce of 16 hexadecimal digits."""
+        config = self.config
+        self._draws += 1
+        return shake_256(f"{config.nonce_seed}/{config.engine_id}/{self._draws}".encode()).hexdigest(8)

@@ -1,0 +1,170 @@
+"""The ticket of a hand-over: the value of `kv_transfer_params`, and the table of its fields.
+
+The router carries this object from one engine to the other, and any client can write it. It is read once, at
+admission, into a frozen value; a fault in it has a code and turns into a local prefill, never into an exception in an
+engine hook. Names on the wire are vLLM's; those that begin with `kv_` are this project's and are ignored by others.
+"""
+
+from __future__ import annotations
+
+from hashlib import sha256
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, final
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kv_scheduler_state.values import BlockList
+
+__all__ = ["KNOWN_KEYS", "WHOLE_NUMBERS", "HandoffTicket", "PeerAddress", "TicketKind", "ticket_params", "wire_id"]
+
+TicketKind = Literal["handoff", "readback"]
+
+_SHORT: Final = "kv-id-"
+_MOST_CHARS: Final = 512
+"""Longest request id that readers accept, see `TicketLimits.max_text_chars`."""
+
+
+def wire_id(request_id: str) -> str:
+    """Return the id under which peers know a request: its own, or a short digest of one that not every reader accepts.
+
+    Clients choose request ids, so they may be long, not printable or in any script.
+    """
+    is_plain = request_id.isascii() and len(request_id) <= _MOST_CHARS and request_id.isprintable()
+    # An id that looks like a digest is replaced, too, so that it is never taken for that of another request.
+    if is_plain and not request_id.startswith(_SHORT):
+        return request_id
+    return _SHORT + sha256(request_id.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+
+@final
+class PeerAddress(NamedTuple):
+    """The engine that wrote a ticket; the same in all its tickets.
+
+    Attributes:
+        engine_id: Its name (`remote_engine_id`).
+        host: Address of its side channel (`remote_host`); an IP address always in the same spelling.
+        port: Port of its side channel (`remote_port`).
+        tp: Its tensor-parallel size (`tp_size`, 1 if absent).
+        pp: Its pipeline-parallel size (`pp_size`, 1 if absent).
+        dcp: Its decode-context-parallel size (`dcp_size`, 1 if absent).
+        generation: Generation of its memory registration (`kv_generation`, or vLLM's own counter of that kind,
+            `remote_registration_generation`), or None.
+        dialect: Connector version that it speaks (`kv_dialect`), or None.
+    """
+
+    engine_id: str
+    host: str
+    port: int
+    tp: int = 1
+    pp: int = 1
+    dcp: int = 1
+    generation: int | None = None
+    dialect: int | None = None
+
+
+@final
+class HandoffTicket(NamedTuple):
+    """A validated promise of one engine to serve one request's blocks.
+
+    The seal (`kv_seal`) is not part of it: the seal is verified over this value, and a changed value must be sealed anew. Nor is
+    `kv_media`, which only says what a reader needs to compute the prompt itself.
+
+    Attributes:
+        kind: "handoff": a prefill's blocks for the decode (`do_remote_prefill`). "readback": a decode's blocks for the
+            next turn's prefill (`do_remote_decode` with blocks).
+        peer: Engine that holds the blocks.
+        peer_request_id: The request's id there (`remote_request_id`).
+        peer_blocks: Blocks per KV-cache group (`remote_block_ids`, `kv_first_tokens`, `kv_null_block`).
+        peer_tokens: Tokens that the blocks hold (`remote_num_tokens`), or None if the peer did not say.
+        lease_s: Length of the lease (`kv_lease_s`), or None.
+        fence: (slot, generation) of the fence word (`kv_fence`), or None.
+        nonce: Nonce of the grant (`kv_nonce`); empty if the peer gave none.
+        prompt: Digest of the prompt (`kv_prompt`), None if the peer gave none, empty if it could not identify the prompt.
+        span_tokens: Tokens per block and group (`kv_span_tokens`); empty if the peer did not say.
+        expiry_clock_s: vLLM's `remote_blocks_expiry_time`, a reading of the *peer's* clock; kept, never compared here.
+        transfer_mode: "pull", or None if the peer did not say.
+    """
+
+    kind: TicketKind
+    peer: PeerAddress
+    peer_request_id: str
+    peer_blocks: tuple[BlockList, ...]
+    peer_tokens: int | None = None
+    lease_s: float | None = None
+    fence: tuple[int, int] | None = None
+    nonce: str = ""
+    prompt: str | None = None
+    span_tokens: tuple[int, ...] = ()
+    expiry_clock_s: float | None = None
+    transfer_mode: Literal["pull"] | None = None
+
+
+_FIRST_WITH_GENERATION: Final = 15
+"""Connector version whose tickets name a registration generation. Source: vLLM 0.33."""
+
+
+def _own_generation(ticket: HandoffTicket) -> int | None:
+    return ticket.peer.generation if (ticket.peer.dialect or 0) >= _FIRST_WITH_GENERATION else None
+
+
+def _null_block(ticket: HandoffTicket) -> int | None:
+    return next((blocks.null for blocks in ticket.peer_blocks), None)
+
+
+class _Field(NamedTuple):
+    """A key of `kv_transfer_params`.
+
+    Attributes:
+        key: Its name.
+        write: Returns its value in the ticket of this engine; None leaves the key out.
+        is_whole: Whether it holds whole numbers, or lists of them, which a router may have kept as doubles.
+    """
+
+    key: str
+    write: Callable[[HandoffTicket], object]
+    is_whole: bool = False
+
+
+_FIELDS: Final = (
+    _Field("do_remote_prefill", lambda ticket: ticket.kind == "handoff"),
+    _Field("do_remote_decode", lambda ticket: ticket.kind == "readback"),
+    _Field("remote_block_ids", lambda ticket: [list(blocks.ids) for blocks in ticket.peer_blocks], is_whole=True),
+    _Field("remote_engine_id", lambda ticket: ticket.peer.engine_id),
+    _Field("remote_request_id", lambda ticket: ticket.peer_request_id),
+    _Field("remote_host", lambda ticket: ticket.peer.host),
+    _Field("remote_port", lambda ticket: ticket.peer.port, is_whole=True),
+    _Field("tp_size", lambda ticket: ticket.peer.tp, is_whole=True),
+    _Field("dcp_size", lambda ticket: ticket.peer.dcp, is_whole=True),
+    _Field("pp_size", lambda ticket: ticket.peer.pp, is_whole=True),
+    _Field("remote_num_tokens", lambda ticket: ticket.peer_tokens, is_whole=True),
+    _Field("transfer_mode", lambda ticket: ticket.transfer_mode),
+    _Field("remote_registration_generation", _own_generation, is_whole=True),
+    _Field("kv_lease_s", lambda ticket: ticket.lease_s),
+    _Field("kv_fence", lambda ticket: ticket.fence and list(ticket.fence), is_whole=True),
+    _Field("kv_generation", lambda ticket: ticket.peer.generation, is_whole=True),
+    _Field("kv_dialect", lambda ticket: ticket.peer.dialect, is_whole=True),
+    _Field("kv_prompt", lambda ticket: ticket.prompt),
+    _Field("kv_nonce", lambda ticket: ticket.nonce or None),
+    _Field("kv_first_tokens", lambda ticket: [blocks.first_token for blocks in ticket.peer_blocks], is_whole=True),
+    _Field("kv_span_tokens", lambda ticket: list(ticket.span_tokens) or None, is_whole=True),
+    _Field("kv_null_block", _null_block, is_whole=True),
+)
+
+KNOWN_KEYS: Final = frozenset(field.key for field in _FIELDS) | {"remote_blocks_expiry_time", "kv_media", "kv_seal"}
+"""Every key that this package understands; it ignores all others."""
+
+WHOLE_NUMBERS: Final = frozenset(field.key for field in _FIELDS if field.is_whole)
+"""Keys that hold whole numbers, or lists of them."""
+
+
+def ticket_params(ticket: HandoffTicket) -> dict[str, object]:
+    """Return the `kv_transfer_params` of this engine's own ticket, without seal and media."""
+    params: dict[str, object] = {
+        # A clock reading would mean nothing to the peer; the lease's length travels in kv_lease_s.
+        "remote_blocks_expiry_time": None,
+    }
+    for key, write, _ in _FIELDS:
+        value = write(ticket)
+        if value is not None:
+            params[key] = value
+    return params

@@ -1,0 +1,1 @@
+"""A producer's worker: leases, and the fence words of announced requests."""

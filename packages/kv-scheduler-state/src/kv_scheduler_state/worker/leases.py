@@ -1,0 +1,438 @@
+"""The producer's leases on one worker.
+
+Theory of operation. The scheduler announces a request before any peer can read it (`expect`), and grants the lease
+when the prompt is done. Readers may be faster than the grant, because it travels with the next step: their reports are
+counted meanwhile and take effect with the grant. From then on the lease ends when all readers of one consumer have reported,
+when its deadline passes, or when the scheduler revokes it. Each end carries the fence word to write *before* the blocks are
+reported free.
+
+A notification that carries a nonce counts only for the grant with that nonce, so a late one cannot touch the next lease of a
+recycled request id. Notifications without one (vLLM's own readers, version 0.1) count for the request id alone.
+
+Lease time is observed time (see `ObservedClock`): between two readings of the clock it advances by at most a sixth of the
+shortest live lease, and by no more than `max_pause_s`. Example: a lease of 6 s is renewed to 4 s every second, so at least 3 s
+are left; a process that stood still for a minute takes off 1 s, and the renewals in its queue come in time. Leases expire in
+`take_ended` alone: call it after processing the waiting notifications.
+
+Fence words of announced requests are written on the engine thread, as soon as a plan arrives: they must be there before the
+step's end can make a ticket known. When a worker loses its memory (sleep), the words and the KV of announced requests are
+lost. Such a request becomes whole again when the engine computes it from the beginning: its new word is among the plan's
+fences. A lost request that is granted a lease all the same must end at once; without its word no reader accepts its pages.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, OrderedDict
+from functools import partial
+from typing import TYPE_CHECKING, Final, Literal, final
+
+from kv_scheduler_state.clock import ObservedClock
+from kv_scheduler_state.errors import InvalidConfig, InvalidEvent, SchedulerStateError, quote
+from kv_scheduler_state.fences import ended_generation
+from kv_scheduler_state.machine import GONE, NEW, Transition, advance
+from kv_scheduler_state.tables import LEASE_TABLE
+from kv_scheduler_state.ticket.ticket import wire_id
+from kv_scheduler_state.worker.lease import (
+    END_REASONS,
+    Lease,
+    LeaseEnd,
+    LeaseEndReason,
+    Readers,
+    ReaderVerdict,
+    Refusal,
+    describe_leases,
+    lease_violations,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from kv_scheduler_state.plan import StepPlan
+
+__all__ = ["AnnouncedFences", "LeaseTable"]
+
+_MAX_CONSUMERS: Final = 64
+"""Consumers that are counted per request; a ticket is for one, and a retry may bring another."""
+_PAUSE_PART: Final = 1 / 6
+"""Part of a lease that one pause may take off; leases are renewed six times per length and then last two thirds of it."""
+
+
+@final
+class LeaseTable:
+    """Keeps, renews and ends leases; performs nothing itself.
+
+    Not thread-safe: it belongs to the thread that drains notifications.
+
+    Args:
+        renewal_fraction: A renewal lasts this part of the lease. Source: vLLM's own connector renews to two thirds.
+        max_pause_s: Most lease time that passes between two readings of the clock, a sixth of the shortest live lease if that is
+            less; `math.inf` for plain clock time. Call at least this often, or leases last longer than announced.
+        max_readers: Largest believable number of readers of one consumer.
+        requires_nonces: True ignores notifications without a nonce for a grant that has one: they cannot come from a holder of
+            the ticket. Readers of vLLM's own kind send none.
+        remembered_ends: Ended requests that are remembered to tell a late notification from an unknown one.
+
+    Raises:
+        InvalidConfig: `invalid-config`.
+    """
+
+    def __init__(
+        self,
+        *,
+        renewal_fraction: float = 2 / 3,
+        max_pause_s: float = 5.0,
+        max_readers: int = 4096,
+        requires_nonces: bool = False,
+        remembered_ends: int = 1024,
+    ) -> None:
+        if not 0 < renewal_fraction <= 1 or max_readers < 1 or remembered_ends < 0:
+            raise InvalidConfig(
+                f"renewal_fraction {renewal_fraction} must be above 0 and at most 1, max_readers {max_readers} at "
+                f"least 1, remembered_ends {remembered_ends} at least 0"
+            )
+        self._renewal_fraction = renewal_fraction
+        self._requires_nonces = requires_nonces
+        self._clock = ObservedClock(max_pause_s)
+        self._max_pause_s = max_pause_s
+        # Number of live leases of each length.
+        self._lengths: Counter[float] = Counter()
+        self._max_readers = max_readers
+        self._remembered = remembered_ends
+        self._table = LEASE_TABLE
+        self._leases: dict[str, Lease] = {}
+        # No lease is due before this time, which may be too early after leases have ended, but never too late.
+        self._next_due_s = math.inf
+        self._ended: list[LeaseEnd] = []
+        self._past: OrderedDict[str, LeaseEndReason] = OrderedDict()
+        # Requests that peers know by another id than the engine's, by that id; as long as they are live or in `_past`.
+        self._named: dict[str, str] = {}
+
+    def apply(self, plan: StepPlan, *, void: Sequence[str] = (), now_s: float) -> tuple[Refusal, ...]:
+        """Apply the producer's part of a step plan, in the order that makes each order safe; return the refused orders.
+
+        Args:
+            plan: The orders.
+            void: Requests among its grants whose KV is lost: their leases end at once.
+            now_s: The caller's monotonic clock.
+
+        Raises:
+            InvalidEvent: `invalid-event`, for an invalid time; nothing is applied then.
+        """
+        self._clock.observe(now_s)
+        refusals: list[Refusal] = []
+        for request_id in plan.expects:
+            _collect(refusals, request_id, "expect", partial(self.expect, request_id, now_s=now_s))
+        for order in plan.grants:
+            grant = partial(self.grant, lease_s=order.lease_s, fence=order.fence, nonce=order.nonce, now_s=now_s)
+            _collect(refusals, order.request_id, "grant", partial(grant, order.request_id))
+        for request_id in plan.releases:
+            _collect(refusals, request_id, "release", partial(self.release, request_id, now_s=now_s))
+        for request_id in plan.revokes:
+            _collect(refusals, request_id, "revoke", partial(self.release, request_id, now_s=now_s))
+        for request_id in void:
+            _collect(refusals, request_id, "void", partial(self.release, request_id, now_s=now_s))
+        return tuple(refusals)
+
+    def expect(self, request_id: str, *, now_s: float) -> None:
+        """Announce a request whose readers may report before its grant.
+
+        Raises:
+            IllegalTransition: `illegal-transition`, if it is known already.
+            InvalidEvent: `invalid-event`.
+        """
+        row = self._table.find(request_id, self._state(request_id), "expect")
+        at_s = self._clock.observe(now_s)
+        lease = self._begin(request_id)
+        self._step(request_id, lease, row, at_s)
+
+    def request_of(self, named_id: str) -> str:
+        """Return the engine's id of a request that a peer's notification names."""
+        return self._named.get(named_id, named_id)
+
+    def grant(
+        self, request_id: str, *, lease_s: float, fence: tuple[int, int] | None, nonce: str = "", now_s: float
+    ) -> None:
+        """Start a lease now.
+
+        Args:
+            request_id: The request.
+            lease_s: Seconds without a renewal after which it ends.
+            fence: (slot, generation) that was written for it, or None.
+            nonce: Nonce in its ticket, which readers send back; empty for none.
+            now_s: The caller's monotonic clock.
+
+        Raises:
+            IllegalTransition: `illegal-transition`, for a second grant.
+            InvalidEvent: `invalid-event`, for a lease that is not positive and finite.
+        """
+        if (type(lease_s) is not float and type(lease_s) is not int) or not 0 < lease_s < 1e15:
+            raise InvalidEvent(f"lease_s is {quote(lease_s)}, must be a positive, finite number of seconds")
+        lease = self._leases.get(request_id)
+        if lease is not None and lease.state == "expected":
+            lease.keep_readers_of({nonce} if self._requires_nonces else {"", nonce})
+        is_complete = lease is not None and lease.is_read
+        state = NEW if lease is None else lease.state
+        row = self._table.find(request_id, state, "grant-complete" if is_complete else "grant")
+        at_s = self._clock.observe(now_s)
+        if lease is None:
+            lease = self._begin(request_id)
+        lease.fence = fence
+        lease.nonce = nonce
+        lease.lease_s = lease_s
+        lease.extension_s = lease_s * self._renewal_fraction
+        lease.deadline_s = at_s + lease_s
+        self._step(request_id, lease, row, at_s)
+
+    def renew(self, request_id: str, *, nonce: str = "", now_s: float) -> bool:
+        """Extend a lease after a heartbeat, never shorten it; return whether a running lease accepts this heartbeat.
+
+        Returns False without a lease, for the nonce of another grant, and before the grant: no lease runs yet, and its nonce is
+        not known here, so a stranger's heartbeat looks like a holder's.
+
+        Raises:
+            InvalidEvent: `invalid-event`, for an invalid time.
+        """
+        at_s = self._clock.observe(now_s)
+        lease = self._leases.get(request_id)
+        if lease is None or _is_stale(lease, nonce, self._requires_nonces):
+            return False
+        row = self._table.find(request_id, lease.state, "renew")
+        self._step(request_id, lease, row, at_s)
+        return "extend" in row.effects
+
+    def read_complete(
+        self, request_id: str, *, reader: str, consumer: str = "", reader_count: int, nonce: str = "", now_s: float
+    ) -> ReaderVerdict:
+        """Count a reader that is done, each identity once per consumer.
+
+        Args:
+            request_id: The request that was read.
+            reader: Identity of the reader, as the transport knows it.
+            consumer: The engine that the reader belongs to; empty if the notification does not say.
+            reader_count: Readers of that engine, as the notification says.
+            nonce: Nonce of the grant that the notification answers; empty if it has none.
+            now_s: The caller's monotonic clock.
+
+        Returns:
+            "counted"; "complete" for the last one; "duplicate" for a reader (or a whole request) that is done already;
+            "unknown" or "expired" for a request without a lease; "stale" for the nonce of another grant; "bad-count" for a
+            count that is impossible or not the one that the consumer's first reader gave; "bad-reader"
+            for an identity that does not count; "too-many-consumers".
+
+        Raises:
+            InvalidEvent: `invalid-event`, for an invalid time. Nothing that a peer sends raises.
+        """
+        at_s = self._clock.observe(now_s)
+        lease = self._leases.get(request_id)
+        if lease is None:
+            return self._verdict_without_lease(request_id)
+        refusal = self._reader_refusal(lease, reader, reader_count, nonce)
+        if refusal is not None:
+            return refusal
+        readers = lease.readers.get((nonce, consumer))
+        if readers is None:
+            if len(lease.readers) >= _MAX_CONSUMERS:
+                return "too-many-consumers"
+            readers = Readers(reader_count)
+        if reader in readers.done and readers.needed == reader_count:
+            return "duplicate"
+        if readers.needed != reader_count or readers.is_complete:
+            return "bad-count"  # complete: all that were announced are done already; the grant is still on its way
+        is_last = len(readers.done) + 1 >= reader_count
+        is_granted = lease.state == "granted"
+        row = self._table.find(request_id, lease.state, "last-reader" if is_last and is_granted else "reader")
+        if "count" in row.effects:
+            readers.done.add(reader)
+            lease.readers[nonce, consumer] = readers
+        self._step(request_id, lease, row, at_s)
+        return "complete" if is_last else "counted"
+
+    def _reader_refusal(self, lease: Lease, reader: str, reader_count: int, nonce: str) -> ReaderVerdict | None:
+        if _is_stale(lease, nonce, self._requires_nonces):
+            return "stale"
+        if type(reader) is not str or not reader:
+            return "bad-reader"
+        if type(reader_count) is not int or not 1 <= reader_count <= self._max_readers:
+            return "bad-count"
+        return None
+
+    def release(self, request_id: str, *, now_s: float) -> None:
+        """End a request that is not handed over after all, or a lease that the scheduler takes back.
+
+        A request that is not known here is accepted: a revocation may cross with the lease's own end.
+
+        Raises:
+            InvalidEvent: `invalid-event`, for an invalid time.
+        """
+        row = self._table.find(request_id, self._state(request_id), "release")
+        at_s = self._clock.observe(now_s)
+        lease = self._leases.get(request_id)
+        if lease is None:
+            lease = self._leases[request_id] = Lease()
+        self._step(request_id, lease, row, at_s)
+
+    def take_ended(self, *, now_s: float) -> tuple[LeaseEnd, ...]:
+        """Return the leases that ended since the last call, oldest first, after expiring those that are due.
+
+        Raises:
+            InvalidEvent: `invalid-event`, for an invalid time.
+        """
+        at_s = self._clock.observe(now_s)
+        if self._next_due_s <= at_s:
+            granted = [
+                (lease.deadline_s, name, lease) for name, lease in self._leases.items() if lease.state == "granted"
+            ]
+            due = [each for each in granted if each[0] <= at_s]
+            for _, request_id, lease in sorted(due, key=lambda each: each[0]):
+                self._step(request_id, lease, self._table.find(request_id, lease.state, "expire"), at_s)
+            # A renewal only moves a deadline to later, so no lease is due before this time.
+            self._next_due_s = min([deadline_s for deadline_s, _, _ in granted if deadline_s > at_s], default=math.inf)
+        ended, self._ended = tuple(self._ended), []
+        return ended
+
+    def live_count(self) -> int:
+        """Return the number of requests that are expected or granted here."""
+        return len(self._leases)
+
+    def live_ids(self) -> tuple[str, ...]:
+        """Return the requests that are expected or granted here, oldest first."""
+        return tuple(self._leases)
+
+    def granted_count(self) -> int:
+        """Return the number of running leases: only their readers may be on the way, or have reported already."""
+        return sum(self._lengths.values())
+
+    def snapshot(self, *, now_s: float, most: int | None = None) -> tuple[dict[str, object], ...]:
+        """Return leases with state, age, readers and the time left, oldest first; at most `most` of them."""
+        return describe_leases(self._leases, self._clock.observe(now_s), most)
+
+    def check_invariants(self) -> tuple[str, ...]:
+        """Return every broken internal promise in words; empty when the table is sound. Costs a scan."""
+        return tuple(lease_violations(self._leases, self._next_due_s, self._lengths))
+
+    def _state(self, request_id: str) -> str:
+        lease = self._leases.get(request_id)
+        return NEW if lease is None else lease.state
+
+    def _begin(self, request_id: str) -> Lease:
+        lease = self._leases[request_id] = Lease()
+        self._past.pop(request_id, None)
+        named_id = wire_id(request_id)
+        if named_id != request_id:
+            self._named[named_id] = request_id
+        return lease
+
+    def _verdict_without_lease(self, request_id: str) -> ReaderVerdict:
+        reason = self._past.get(request_id)
+        if reason is None:
+            return "unknown"
+        return "duplicate" if reason == "read" else "expired"
+
+    def _step(self, request_id: str, lease: Lease, row: Transition, at_s: float) -> None:
+        was_granted = lease.state == "granted"
+        advance(lease, row, at_s)
+        for effect in row.effects:
+            if effect == "extend":
+                lease.deadline_s = max(lease.deadline_s, at_s + lease.extension_s)
+            elif effect == "start":
+                self._note_length(lease.lease_s, 1)
+                self._next_due_s = min(self._next_due_s, lease.deadline_s)
+            elif effect in END_REASONS:
+                self._end(request_id, lease, effect)
+        if lease.state == GONE:
+            del self._leases[request_id]
+            if was_granted:
+                self._note_length(lease.lease_s, -1)
+
+    def _note_length(self, lease_s: float, change: int) -> None:
+        """Count a lease, and bound pauses by the shortest length among live leases."""
+        lengths = self._lengths
+        count = lengths[lease_s] + change
+        if count > 1 or (count == 1 and change < 0):
+            lengths[lease_s] = count
+            return
+        if count:
+            lengths[lease_s] = count
+        else:
+            del lengths[lease_s]
+        if self._max_pause_s < math.inf:
+            shortest_s = min(lengths, default=math.inf)
+            self._clock.max_step_s = min(self._max_pause_s, _PAUSE_PART * shortest_s)
+
+    def _end(self, request_id: str, lease: Lease, effect: str) -> None:
+        reason = END_REASONS[effect]
+        fence = lease.fence
+        self._ended.append(
+            LeaseEnd(
+                request_id,
+                reason,
+                None if fence is None else (fence[0], ended_generation(fence[1])),
+                reason != "released",
+                effect == "end-revoked",
+                len(lease.readers_done),
+            )
+        )
+        self._past[request_id] = reason
+        if len(self._past) > self._remembered:
+            forgotten, _ = self._past.popitem(last=False)
+            if self._named:
+                self._named.pop(wire_id(forgotten), None)
+
+
+def _is_stale(lease: Lease, nonce: str, is_required: bool) -> bool:
+    return (bool(nonce) or is_required) and lease.state == "granted" and nonce != lease.nonce
+
+
+def _collect(
+    refusals: list[Refusal],
+    request_id: str,
+    order: Literal["expect", "grant", "release", "revoke", "void"],
+    apply: Callable[[], None],
+) -> None:
+    try:
+        apply()
+    except SchedulerStateError as error:
+        refusals.append(Refusal(request_id, order, error.code, str(error)))
+
+
+@final
+class AnnouncedFences:
+    """Keeps the words of announced requests; writes nothing itself. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._words: dict[str, tuple[int, int] | None] = {}
+        self._lost: set[str] = set()
+
+    def apply(self, plan: StepPlan) -> tuple[tuple[tuple[int, int], ...], tuple[str, ...]]:
+        """Take in a plan.
+
+        Returns:
+            The (slot, generation) words to write now, and the requests that are granted a lease although their KV is lost:
+            pass these to `LeaseTable.apply` as `void`.
+        """
+        self._words.update(dict.fromkeys(plan.expects))
+        self._lost.difference_update(plan.restarts)
+        words = tuple([(order.slot, order.generation) for order in plan.fences])
+        for order, word in zip(plan.fences, words, strict=True):
+            self._words[order.request_id] = word
+        granted = [order.request_id for order in plan.grants]
+        void = tuple([request_id for request_id in granted if request_id in self._lost])
+        for request_id in (*plan.releases, *granted):
+            self._words.pop(request_id, None)
+            self._lost.discard(request_id)
+        return words, void
+
+    def slot(self, request_id: str) -> int | None:
+        """Return the request's fence slot, None if it has none."""
+        word = self._words.get(request_id)
+        return word[0] if word is not None else None
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """All announced requests, oldest first."""
+        return tuple(self._words)
+
+    def lose(self) -> None:
+        """Note that memory and fence words of all announced requests are gone."""
+        self._lost.update(self._words)
