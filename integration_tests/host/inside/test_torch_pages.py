@@ -8,8 +8,8 @@ from typing import Literal
 import numpy as np
 import pytest
 import torch
-from seeds import for_seeds
 from byte_oracle import MemoryOfRank, Request, execute, permute
+from seeds import for_seeds
 
 from kv_topology import BlockList, plan_transfer
 from kv_topology.tools import EngineSpec, ModelSpec, build_engine

@@ -10,8 +10,8 @@ from fakes import CodedFailure, FakeAgent, FakeCodec, FakeRecorder, Plan, Result
 
 from kv_nixl_agent import PeerSpec
 from kv_scheduler_state import BlockList
-from kv_scheduler_state.streams.reader import StreamReaders
 from kv_scheduler_state.streams import StreamOrder
+from kv_scheduler_state.streams.reader import StreamReaders
 from vllm_adapter.steps import ReadTimes
 from vllm_adapter.worker.transfer.parts import TransferParts
 from vllm_adapter.worker.transfer.records import FinishedRead, PeerEngine, Read

@@ -11,8 +11,8 @@ from fakes import FakeCodec, FakeRecorder, order
 from kv_nixl_agent import AgentOptions, PeerSpec, TransferAgent, TransferOrder
 from kv_nixl_agent.testing import FakeFabric
 from kv_scheduler_state import BlockList
-from kv_scheduler_state.streams.reader import StreamReaders
 from kv_scheduler_state.streams import StreamOrder
+from kv_scheduler_state.streams.reader import StreamReaders
 from vllm_adapter.steps import ReadTimes
 from vllm_adapter.worker.transfer.parts import TransferParts
 from vllm_adapter.worker.transfer.records import FinishedRead, PeerEngine, Read

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, final
+from typing import TYPE_CHECKING, Literal, final
 
 from kv_handshake import Client, Codec, Listener, LocalOffer, Timing
 from kv_handshake.security import ClientSecurity, ServerSecurity
@@ -47,7 +47,6 @@ __all__ = [
     "WorkerParts",
     "prefill_request_params",
     "prompt_digest",
-    "reshard",
 ]
 
 _SEED_BITS = 52
@@ -183,7 +182,7 @@ class WorkerParts:
     @property
     def peer_geometry(self) -> PeerGeometry:
         """Derives the geometry of peers."""
-        return PeerGeometry(reshard, self.facts.dealt_groups)
+        return PeerGeometry(Planner().reshard, self.facts.dealt_groups)
 
     def make_lease_table(self) -> ports.LeaseTable:
         """Return an empty lease table."""
@@ -281,11 +280,6 @@ class WorkerParts:
         factors = {**facts.factors, **facts.extra_factors}
         rank = (facts.pp_rank, facts.tp_rank)
         return self.codec.encode_envelope(fields, factors, dialect=facts.connector_version, rank=rank)
-
-
-def reshard(document: Mapping[str, object], **shape: Any) -> Mapping[str, object]:
-    """Return the geometry document of another rank of the same model; raises coded errors."""
-    return Planner().reshard(document, **shape)
 
 
 def _client_security(settings: Settings) -> ClientSecurity | None:

@@ -37,9 +37,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from vllm_adapter.cache.facts import EngineFacts
-    from vllm_adapter.observe.answers import Answer, ThreadHealth
+    from vllm_adapter.observe.answers import Answer
+    from vllm_adapter.observe.answers import ThreadHealth as ShownHealth
     from vllm_adapter.observe.recorder import Recorder
-    from vllm_adapter.ports import ReadOrder, TransferThread
+    from vllm_adapter.ports import ReadOrder, ThreadHealth, TransferThread
     from vllm_adapter.worker.registration import Registration
 
 __all__ = [
@@ -176,7 +177,7 @@ def worker_status(
     }
 
 
-def _health(agent: TransferThread) -> ThreadHealth:
+def _health(agent: TransferThread) -> ShownHealth:
     health = agent.health()
     return {
         "state": health.state,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, cast, final
 from kv_handshake.inspect import Snapshot, compare, probe
 from kv_handshake.security import ClientSecurity
 from kv_topology import CostModel, Planner
-from vllm_adapter.cache.documents import with_names
+from vllm_adapter.cache.documents import PeerSizes, with_names
 from vllm_adapter.cache.peer_geometry import PeerGeometry
 from vllm_adapter.cli.values import parse_json
 from vllm_adapter.errors import AdapterError, code_of
@@ -27,10 +27,11 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from kv_handshake.inspect import Recording
+    from vllm_adapter.cache.documents import GeometryDocument
     from vllm_adapter.cli.check.findings import Findings, Topic
-    from vllm_adapter.ports import Comparison, GeometryDocument, AgentMetadata
+    from vllm_adapter.ports import AgentMetadata, Comparison
 
-__all__ = ["Channel", "Engine", "Sizes", "ask_engine", "ask_further_ranks"]
+__all__ = ["Channel", "Engine", "ask_engine", "ask_further_ranks"]
 
 Rank = tuple[int, int]
 
@@ -79,16 +80,6 @@ class Channel:
     def __str__(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{self.role} {host}:{self.port}"
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """Parallel sizes of an engine."""
-
-    tp: int
-    pp: int
-    dcp: int
 
 
 @final
@@ -218,7 +209,7 @@ def _contradiction(prefill: Engine, decode: Engine, tp: int) -> Exception | None
         local, geometry = decode.geometry(min(decode.peers))
         _require_even(local, tp)
         dcp = max([group["context"][0] for group in local["groups"]], default=1)
-        geometry.document(local, prefill.first, (0, 0), Sizes(tp, prefill.pp, dcp))
+        geometry.document(local, prefill.first, (0, 0), PeerSizes(tp, prefill.pp, dcp))
     except Exception as error:  # noqa: BLE001  (whatever forbids the size is the answer)
         return error
     return None

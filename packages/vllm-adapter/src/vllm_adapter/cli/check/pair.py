@@ -8,7 +8,8 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, final
 
 from kv_handshake import dialect_of_vllm
-from vllm_adapter.cli.check.engine import Channel, Sizes, ask_engine, ask_further_ranks
+from vllm_adapter.cache.documents import PeerSizes
+from vllm_adapter.cli.check.engine import Channel, ask_engine, ask_further_ranks
 from vllm_adapter.cli.check.reads import Reading, check_reads
 from vllm_adapter.cli.check.terms import check_terms, terms_of_answer, terms_of_config
 from vllm_adapter.cli.engines import ask_all, of_engine
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from vllm_adapter.cli.check.findings import Findings
     from vllm_adapter.cli.check.terms import Terms
     from vllm_adapter.observe.answers import Answer
-    from vllm_adapter.ports import Comparison, Difference, PeerPlan, Estimate
+    from vllm_adapter.ports import Comparison, Difference, Estimate, PeerPlan
 
 __all__ = ["Choices", "check_pair", "dialect_of"]
 
@@ -254,7 +255,7 @@ def _plan(
 ) -> tuple[PeerPlan, Estimate]:
     local, geometry = decode.geometry(rank)
     groups = (prefill.document((0, 0)) if prefill.is_ours else local)["groups"]
-    sizes = Sizes(prefill.tp, prefill.pp, max([group["context"][0] for group in groups], default=1))
+    sizes = PeerSizes(prefill.tp, prefill.pp, max([group["context"][0] for group in groups], default=1))
     planner = decode.planner(rank, gigabytes_per_s)
     wanted = planner.target_ranks(local, peer_tp=sizes.tp, peer_pp=sizes.pp, peer_dcp=sizes.dcp)
     documents = {
