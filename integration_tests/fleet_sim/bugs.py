@@ -26,7 +26,6 @@ from kv_nixl_agent._handles import Handles
 from kv_nixl_agent._mailbox import Mailbox
 from kv_nixl_agent._peers import PeerTable
 from kv_nixl_agent._schedule import Schedule
-from kv_nixl_agent._settling import Settling
 from kv_nixl_agent._word_check import WordCheck
 from kv_scheduler_state import AnnouncedFences, LeaseTable
 from kv_scheduler_state._blocks import BlockRules
@@ -96,7 +95,6 @@ BUGS: dict[str, Bug] = {
     "pause-ends-leases": _both(
         _swap(ObservedClock, "max_step_s", lambda _: property(lambda _s: 1e9, lambda _s, _v: None)),
         _swap(ObservedClock, "__init__", lambda old: lambda self, *_a: old(self, 1e9)),
-        _nothing(Settling, "begin"),
     ),
     "scratch-word-lost": _nothing(FenceArray, "give_back"),
     "queue-count-leaks": _swap(Schedule, "forget", defects.cancelled_counts),

@@ -144,10 +144,9 @@ class NumpyPort:
     # --------------------------------------------------------------------------------------------------- transfers
 
     def make(
-        self, operation: str, local: object, local_indices: NDArray[np.int32], peer: object, peer_indices: NDArray[np.int32],
+        self, local: object, local_indices: NDArray[np.int32], peer: object, peer_indices: NDArray[np.int32],
         notification: bytes,
     ) -> object:  # fmt: skip
-        assert operation == "read"
         assert isinstance(local, _List)
         assert isinstance(peer, _List)
         if len(local_indices) != len(peer_indices) or not len(local_indices):

@@ -53,15 +53,6 @@ def test_bumped_fence_voids_the_read_and_sends_nothing():
     assert list(pair.producer.take_notifications()) == []
 
 
-def test_write_puts_bytes_into_the_peer():
-    pair = make_pair()
-    pair.connect()
-    pair.local.fill(3)
-    pair.consumer.post(order("w", [4], [5], operation="write", notification=b"w"))
-    assert pair.run()["w"].outcome == "done"
-    assert np.array_equal(pair.local.page(4), pair.remote.page(5))
-
-
 def test_reads_of_a_stopped_peer_are_reported_as_stalled_once_and_go_on():
     traced = []
     pair = make_pair(options=AgentOptions(stall_after_s=2.0, chunk_rows=2, trace=traced.append))

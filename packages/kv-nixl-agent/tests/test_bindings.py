@@ -88,7 +88,7 @@ def module(monkeypatch):
 
 
 def open_one(**parameters: str) -> tuple[Any, Any]:
-    binding: Any = open_nixl("me", [("UCX", parameters)], sync_mode="rw", progress_thread=False)
+    binding: Any = open_nixl("me", [("UCX", parameters)], progress_thread=False)
     return binding, binding._agent
 
 
@@ -167,7 +167,7 @@ def test_backends_that_cannot_start(module):
 def test_returns_are_normalised(module):
     binding, agent = open_one()
     local, remote = handles(binding, 2)
-    transfer = binding.make("read", local, ONE, remote, ONE, b"n")
+    transfer = binding.make(local, ONE, remote, ONE, b"n")
     agent.calls.clear()
     agent.answers |= {
         "add_remote_agent": b"peer",
@@ -189,7 +189,7 @@ def test_returns_are_normalised(module):
         agent.answers["query_xfer_backend"] = told
         assert binding.telemetry(transfer) == WireTelemetry(1.0, 2.0, 64, 1, known)
     assert agent.calls[0] == ("add_remote_agent", (b"blob",))
-    binding.make("read", local, ONE, remote, ONE, b"n")
+    binding.make(local, ONE, remote, ONE, b"n")
     assert agent.calls[-1][1][0] == "READ"
 
 
@@ -241,7 +241,7 @@ def test_rows_are_expanded_for_a_nixl_without_strided_lists(module):
     local = binding.prepare(None, "DRAM", ROWS)
     assert binding.features.strided_rows is False
     remote = binding.prepare("p", "DRAM", ROWS)
-    binding.make("read", local, ONE, remote, ONE, b"")
+    binding.make(local, ONE, remote, ONE, b"")
     assert agent.calls[-1] == ("make_prepped_xfer", ("READ", "handle", ONE, "handle", ONE, b""))
 
 
@@ -281,7 +281,7 @@ def test_handles_hold_nothing_of_the_agent_once_they_are_released_or_it_is_close
     """Each handle of NIXL's own holds its agent in C++, whoever keeps it."""
     binding, agent = open_one()
     prepared, left = handles(binding, 2)
-    transfer = binding.make("read", prepared, ONE, left, ONE, b"")
+    transfer = binding.make(prepared, ONE, left, ONE, b"")
     watched = [weakref.ref(handle.inner) for handle in (prepared, transfer, left)]
     binding.release(transfer)
     binding.release_prepared(prepared)

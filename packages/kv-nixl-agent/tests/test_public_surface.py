@@ -30,7 +30,6 @@ SURFACE = {
         "WireTelemetry",
         "open_nixl",
     },
-    "kv_nixl_agent.integrity": {"ChecksumTable", "PageLayout", "page_check"},
     "kv_nixl_agent.testing": {"FakeFabric", "PeerProcess", "page_pattern", "stop_process"},
 }
 

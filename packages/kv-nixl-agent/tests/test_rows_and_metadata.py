@@ -91,12 +91,12 @@ def test_any_bytes_are_metadata_or_damaged(blob):
 def test_metadata_with_a_checksum_opens_and_no_flip_or_cut_of_it_does(body, data):
     blob = b"nixlSerDes|" + body + b"|"
     whole = add_checksum(blob)
-    assert open_metadata(whole, is_checksum_required=True) == blob
+    assert open_metadata(whole) == blob
     damaged = bytearray(whole)
     damaged[data.draw(st.integers(0, len(whole) - 1))] ^= data.draw(st.integers(1, 255))
-    for wrong in (bytes(damaged), whole[: data.draw(st.integers(0, len(whole) - 1))]):
+    for wrong in (bytes(damaged), whole[: data.draw(st.integers(len(blob) + 1, len(whole) - 1))]):
         with pytest.raises(AgentError):
-            open_metadata(wrong, is_checksum_required=True)
+            open_metadata(wrong)
 
 
 @pytest.mark.parametrize("cut", range(1, 8))
@@ -108,12 +108,10 @@ def test_a_cut_trailer_is_no_absent_one_although_it_ends_like_nixls_blob(cut):
     assert refused.value.code == "metadata-damaged"
 
 
-def test_metadata_without_a_checksum_is_taken_unless_it_is_required():
+def test_metadata_without_a_checksum_is_taken():
     blob = b"nixlSerDes|Agent" + (3).to_bytes(8, "little") + b"abc|"
     assert open_metadata(blob) == blob
     assert peek_agent_name(blob) == "abc"
-    with pytest.raises(AgentError, match="no checksum trailer"):
-        open_metadata(blob, is_checksum_required=True)
 
 
 @pytest.mark.parametrize(
@@ -145,13 +143,11 @@ def test_backend_parameters_in_nixl_spelling():
         num_threads=4,
         split_batch_size=16,
         engine_config={"TLS": "tcp", "TCP_TX_SEG_SIZE": "128k"},
-        error_handling="none",
     )
     assert dict(options.as_parameters()) == {
         "num_threads": "4",
         "split_batch_size": "16",
         "engine_config": "TLS=tcp,TCP_TX_SEG_SIZE=128k",
-        "ucx_error_handling_mode": "none",
     }
 
 

@@ -20,15 +20,13 @@ __all__ = ["Account"]
 class Account:
     """Collects the figures that a result reports. No decision depends on it."""
 
-    __slots__ = ("_carried", "check_s", "descriptor_count", "entered_s", "merged_count", "payload_bytes", "post_s")
+    __slots__ = ("_carried", "descriptor_count", "entered_s", "merged_count", "payload_bytes", "post_s")
 
     def __init__(self, descriptor_count: int, payload_bytes: int) -> None:
         self.descriptor_count = descriptor_count
         self.payload_bytes = payload_bytes
         self.post_s = 0.0
         """Time inside NIXL's make and post calls."""
-        self.check_s = 0.0
-        """Time of the integrity check."""
         self.merged_count = 0
         self.entered_s: dict[State, float] = {}
         """Time at which each state was entered."""
@@ -72,7 +70,6 @@ class Account:
             post_s=self.post_s,
             wire_s=0.0 if first_s is None else (now_s if data_s is None else data_s) - first_s,
             fence_s=self._fence_s(),
-            check_s=self.check_s,
             is_notified=is_notified,
             bytes_by_path=tuple([(*path, size) for path, size in self._carried.items()]) if was_moved else (),
         )

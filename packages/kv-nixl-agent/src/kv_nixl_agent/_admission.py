@@ -26,14 +26,14 @@ def admit(order: TransferOrder, peer: Peer, options: AgentOptions, *, waiting: i
         raise AgentError(
             "quarantine-full",
             f"{held} unfinished transfers of peer {peer.key!r}, or of a former peer under its key, are in quarantine; a "
-            "process of it is probably stopped: wait, or declare them quiet once it is known to be gone",
+            "process of it is probably stopped: wait until they end",
             peer=peer.key,
         )
-    if not order.deadline_s > 0 or order.operation not in ("read", "write", "probe"):
+    if not order.deadline_s > 0 or order.operation not in ("read", "probe"):
         raise AgentError(
             "bad-options",
             f"transfer {order.transfer_id!r} has deadline {order.deadline_s} s and operation {order.operation!r}; "
-            "needed are a positive time, and read, write or probe",
+            "needed are a positive time, and read or probe",
         )
     if order.operation == "probe":
         _admit_probe(order, peer)
@@ -42,7 +42,7 @@ def admit(order: TransferOrder, peer: Peer, options: AgentOptions, *, waiting: i
 
 
 def _admit_probe(order: TransferOrder, peer: Peer) -> None:
-    if len(order.local_indices) or len(order.peer_indices) or order.page_check is not None:
+    if len(order.local_indices) or len(order.peer_indices):
         raise AgentError("bad-options", f"probe {order.transfer_id!r} names pages; it reads one word of its own choice")
     if peer.fence is None and not peer.rows.count:
         raise AgentError("bad-rows", f"peer {peer.key!r} has neither rows nor a fence: nothing of it can be probed")
@@ -51,7 +51,7 @@ def _admit_probe(order: TransferOrder, peer: Peer) -> None:
 def _admit_fence(order: TransferOrder, fence: tuple[int, int], peer: Peer) -> None:
     slot, generation = fence
     words = 0 if peer.fence is None else peer.fence[2]
-    if order.operation != "read" or not 0 <= slot < words or generation < 0:
+    if order.operation == "probe" or not 0 <= slot < words or generation < 0:
         raise AgentError(
             "bad-fence",
             f"transfer {order.transfer_id!r} names fence slot {slot}, peer {peer.key!r} has {words} words, and only "

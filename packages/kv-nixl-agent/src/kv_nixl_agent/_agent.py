@@ -78,9 +78,7 @@ class TransferAgent:
         self._generation = 1
         self._statistics = Statistics()
         backends = [(backend.name, backend.as_parameters()) for backend in self._options.backends]
-        self._port = port_factory(
-            name, backends, sync_mode=self._options.sync_mode, progress_thread=self._options.progress_thread
-        )
+        self._port = port_factory(name, backends, progress_thread=self._options.progress_thread)
         try:
             self._memory = MemoryTable(self._port, regions, self._options)
         except AgentError:
@@ -91,19 +89,17 @@ class TransferAgent:
         self._handles = Handles(
             self._port,
             self._statistics,
-            is_quiet_on_removal=self._options.is_quiet_on_removal,
             on_idle=self._retire,
             on_quiet=self._transfers.note_quiet,
         )
-        self._peers = PeerTable(self._port, self._memory, self._options, self._handles.last_look)
-        self._words = WordReader(self._port, self._memory.fences, self._peers, self._handles, clock)
+        self._peers = PeerTable(self._port, self._memory, self._handles.last_look)
+        self._words = WordReader(self._port, self._memory.fences, self._handles, clock)
         pads = self._memory.pads
         reader = None if pads is None else StripReader(self._port, pads, self._handles)
         self.polls = StreamPoller(reader, self._options, self._statistics, self._peers.get, clock)
         """Watches of peers' streams."""
         self._wiring = Wiring(
             self._port,
-            self._peers,
             self._handles,
             self._words,
             self._transfers.schedule,
@@ -341,15 +337,6 @@ class TransferAgent:
     def has_quarantine(self) -> bool:
         """Whether any transfer is in quarantine."""
         return self._handles.held_count > 0
-
-    def declare_quiet(self, transfer_id: str) -> bool:
-        """End a transfer's quarantine because the caller knows that nothing can write any more; return False if it is not held.
-
-        For a peer process that is known to be gone although NIXL cannot tell: NIXL loses track of a transfer when a second
-        process takes the peer's agent name. `take_quiet` reports the transfer as usual.
-        """
-        self._refuse_closed()
-        return self._handles.declare_quiet(transfer_id)
 
     def stalls(self) -> Sequence[StallEntry]:
         """Return the transfers on the wire without progress."""

@@ -93,7 +93,6 @@ def open_nixl(
     agent_name: str,
     backends: Sequence[tuple[str, Mapping[str, str]]],
     *,
-    sync_mode: str = "rw",
     progress_thread: bool = True,
 ) -> NixlBinding:
     """Create a NIXL agent with its backends; the default `PortFactory`.
@@ -112,7 +111,9 @@ def open_nixl(
         }
         modes = getattr(module, "nixl_thread_sync_t", None)
         if modes is not None:
-            arguments["sync_mode"] = modes[f"NIXL_THREAD_SYNC_{sync_mode.upper()}"]
+            arguments["sync_mode"] = modes[
+                "NIXL_THREAD_SYNC_RW"
+            ]  # the WorkerTurns of this thread and NIXL's own threads
         with sleeping_progress_thread(module.nixl_agent):
             return cast("NixlAgent", module.nixl_agent(agent_name, module.nixl_agent_config(**arguments)))
 

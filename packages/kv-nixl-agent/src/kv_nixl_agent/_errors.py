@@ -72,7 +72,6 @@ ERROR_CODES: Final[Mapping[str, ErrorFacts]] = MappingProxyType(
             "local", False, "a stream slot, tag or table is out of range, or there is no stream memory"
         ),
         "fence-mismatch": _facts("peer", False, "the producer ended the lease before the data was read"),
-        "checksum-mismatch": _facts("peer", True, "a page that was read differs from what the producer had"),
         # NIXL's own statuses, as the port reports them.
         "nixl-invalid-param": _facts("local", False, "NIXL: invalid parameter"),
         "nixl-not-found": _facts("local", False, "NIXL: not found"),

@@ -4,8 +4,7 @@ NIXL's release of an active transfer is best effort. Over TCP, data of a release
 after the peer had been removed. So a handle whose transfer has ended early is kept and polled, under one policy for all:
 
 1. A handle is kept until nothing of it can reach the wire any more: NIXL reports done or disconnected, or it was never posted.
-2. While it may write to the *caller's pages*, only three other events end it: the caller's assurance (`declare_quiet`), the
-   removal of its peer where the options promise that this is enough, and the closing of the agent (no worker is left that could
+2. While it may write to the *caller's pages*, only the closing of the agent ends it otherwise (no worker is left that could
    write). That is *quarantine*; it is bounded and counted per peer key.
 3. A handle that lands in *one of our own words* (a warm-up, or the fence read of a transfer that has ended) also ends after
    several errors in a row, since NIXL repeats an error for ever. Its word is marked as suspect and reused last.
@@ -91,7 +90,6 @@ class Handles(Generic[OngoingT]):
     Args:
         port: The NIXL agent.
         statistics: Counts refused releases.
-        is_quiet_on_removal: See `AgentOptions`.
         on_idle: Called with a removed peer once its last handle is released.
         on_quiet: Called with a quarantined transfer once its memory is quiet.
     """
@@ -101,13 +99,11 @@ class Handles(Generic[OngoingT]):
         port: NixlPort,
         statistics: Statistics,
         *,
-        is_quiet_on_removal: bool,
         on_idle: Callable[[Peer], None],
         on_quiet: Callable[[OngoingT], None],
     ) -> None:
         self._port = port
         self._statistics = statistics
-        self._is_quiet_on_removal = is_quiet_on_removal
         self._on_idle = on_idle
         self._on_quiet = on_quiet
         self._watched: list[_Watched] = []
@@ -265,7 +261,7 @@ class Handles(Generic[OngoingT]):
     def _has_ended(self, peer: Peer, part: Part) -> bool:
         if peer.is_lost:
             part.last_error = "NIXL lost track of it when another process took the name of its peer"
-            return self._is_quiet_on_removal
+            return False
         try:
             if self._port.check(part.handle) == "done":
                 return True
@@ -275,17 +271,9 @@ class Handles(Generic[OngoingT]):
             if has_left_the_wire(error):
                 return True
             part.last_error = f"{error.code}: {error}"
-        return self._is_quiet_on_removal and peer.is_removed
+        return False
 
     # ----------------------------------------------------------------------------------------------------- letting go
-
-    def declare_quiet(self, transfer_id: str) -> bool:
-        """End the quarantine of one transfer on the caller's assurance; return False if it is not held."""
-        held = self._held.get(transfer_id)
-        if held is None:
-            return False
-        self._give_up(held[0])
-        return True
 
     def close(self, wait_s: float) -> None:
         """Poll handles for up to `wait_s`, then release all, ended or not, since the agent is about to be destroyed."""

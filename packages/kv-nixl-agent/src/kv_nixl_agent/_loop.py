@@ -17,7 +17,6 @@ from ._errors import AgentError
 from ._health import ErrorLog
 from ._mailbox import Arrivals, Mailbox
 from ._pacing import Pacer
-from ._settling import ThreadWatch, thread_ids
 from ._statistics import Snapshot
 from ._timers import Timers
 from ._values import TransferOrder
@@ -111,9 +110,7 @@ class Loop:
         try:
             if self._options.on_thread_start is not None:
                 self._options.on_thread_start()
-            others = thread_ids()
             agent = self._make_agent()
-            self.timers.watch(ThreadWatch(thread_ids() - others).have_run)
             self.metadata = agent.agent_metadata()
         except AgentError as error:
             self.fail(error)
@@ -160,7 +157,7 @@ class Loop:
         """Do one turn."""
         self.turns += 1
         now_s = self.turn_began_s = self._clock()
-        if self.timers.begin_turn(now_s):
+        if self.timers.note(now_s):
             self.pacer.progressed()  # a thread that was at rest would otherwise poll too rarely now
         moved = self._run_calls(agent)
         moved = self._deliver_notifications(agent) or moved

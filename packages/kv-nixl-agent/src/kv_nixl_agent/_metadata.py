@@ -2,7 +2,7 @@
 
 NIXL silently accepts many damaged blobs, and a blob that it rejects half-way makes the peer's name unusable for the life of the
 agent. NIXL ignores bytes behind its own blob, so a 16-byte trailer is compatible both ways: readers without this package skip
-it, and blobs without a trailer are still accepted (unless the options demand one).
+it, and blobs without a trailer are still accepted.
 
 Trailer: 8 magic bytes, CRC-32 of the blob (4 bytes, little endian), and the same CRC inverted (4 bytes). A trailer counts as
 present when at least half of the magic bytes match, so that a damaged trailer counts as damage, not as absence. Complete magic
@@ -30,12 +30,11 @@ def add_checksum(blob: bytes) -> bytes:
     return blob + _TRAILER.pack(_MAGIC, checksum, checksum ^ 0xFFFFFFFF)
 
 
-def open_metadata(received: bytes, *, is_checksum_required: bool = False) -> bytes:
+def open_metadata(received: bytes) -> bytes:
     """Return NIXL's own blob from agent metadata with or without the trailer.
 
     Raises:
-        AgentError: `metadata-damaged` if the trailer does not match, is missing although required, or the blob cannot
-            be whole.
+        AgentError: `metadata-damaged` if the trailer does not match, or the blob cannot be whole.
     """
     if len(received) > _TRAILER.size:
         magic, checksum, inverted = _TRAILER.unpack(received[-_TRAILER.size :])
@@ -50,13 +49,6 @@ def open_metadata(received: bytes, *, is_checksum_required: bool = False) -> byt
                 "fetch it again",
                 received_bytes=len(received),
             )
-    if is_checksum_required:
-        raise AgentError(
-            "metadata-damaged",
-            f"agent metadata of {len(received)} bytes carries no checksum trailer; fetch it again, or allow peers "
-            "without one",
-            received_bytes=len(received),
-        )
     if not received.startswith(b"nixlSerDes|") or not received.endswith(b"|"):
         raise AgentError(
             "metadata-damaged",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final, TypeVar, cast, final
 
 from ._descriptors import refuse_without_descriptors
 from ._errors import AgentError
-from ._port import Handle, MemoryKind, Operation, PortFeatures, Progress, WireTelemetry
+from ._port import Handle, MemoryKind, PortFeatures, Progress, WireTelemetry
 from ._rows import expand_rows
 
 if TYPE_CHECKING:
@@ -151,19 +151,18 @@ class NixlBinding:
 
     def make(
         self,
-        operation: Operation,
         local: Handle,
         local_indices: npt.NDArray[np.int32],
         peer: Handle,
         peer_indices: npt.NDArray[np.int32],
         notification: bytes,
     ) -> Handle:
-        """Make a transfer from prepared lists."""
+        """Make a read from prepared lists."""
         return self._hold(
             attempt(
                 "make_prepped_xfer",
                 lambda: self._live().make_prepped_xfer(
-                    operation.upper(), _inner(local), local_indices, _inner(peer), peer_indices, notification
+                    "READ", _inner(local), local_indices, _inner(peer), peer_indices, notification
                 ),
             )
         )

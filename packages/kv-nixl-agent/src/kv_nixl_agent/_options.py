@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final, Literal, final
+from typing import TYPE_CHECKING, Final, final
 
 from ._errors import AgentError
 from ._stream_layout import MAX_CAPACITY, MAX_SLOTS
@@ -14,9 +14,7 @@ if TYPE_CHECKING:
 
     from ._values import MemoryRegion, TraceEvent
 
-__all__ = ["AgentOptions", "BackendOptions", "SyncMode", "ThreadOptions"]
-
-SyncMode = Literal["none", "rw", "strict"]
+__all__ = ["AgentOptions", "BackendOptions", "ThreadOptions"]
 
 _HOST_SPLIT_BATCH_SIZE: Final = 128
 
@@ -42,7 +40,6 @@ class BackendOptions:
             an agent that registers host memory alone, and for the plugin's default (1024) with device memory, which was not
             measured.
         engine_config: UCX settings by name without `UCX_`, for example `{"TLS": "tcp"}`.
-        error_handling: `peer` or `none`; None for the plugin's default.
         parameters: Further plugin parameters, passed unchanged; they override the fields above.
     """
 
@@ -50,7 +47,6 @@ class BackendOptions:
     num_threads: int = 4
     split_batch_size: int | None = None
     engine_config: Mapping[str, str] = field(default_factory=dict[str, str])
-    error_handling: Literal["peer", "none"] | None = None
     parameters: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def __post_init__(self) -> None:
@@ -76,8 +72,6 @@ class BackendOptions:
             result["split_batch_size"] = str(self.split_batch_size)
         if self.engine_config:
             result["engine_config"] = ",".join(f"{name}={value}" for name, value in self.engine_config.items())
-        if self.error_handling is not None:
-            result["ucx_error_handling_mode"] = self.error_handling
         result.update(self.parameters)
         return MappingProxyType(result)
 
@@ -102,17 +96,10 @@ class AgentOptions:
         max_queued: Transfers that may wait before further ones are refused with `queue-full`.
         max_quarantined_per_peer: Unfinished transfers of a peer in quarantine before further orders to it are
             refused.
-        is_quiet_on_removal: Promise that nothing is written once a peer is removed and its handles are released. True for
-            shared memory and CMA, False (the default) for TCP and unknown transports: there, quarantine outlives the
-            removal.
         wire_up: Whether to connect with a tiny read when a peer is added.
-        is_checksum_required: Whether to refuse agent metadata without this package's checksum trailer.
-        max_prepared_peers: Peers whose prepared lists are kept ready; beyond it the least recently used are released
-            and prepared again on demand.
         progress_thread: Whether NIXL runs its own progress thread, which sleeps between events of its transports. Needed
             by a rank whose memory is read over transports that the owner of the memory must help along (TCP, or large
             reads over shared memory) while its own thread sleeps.
-        sync_mode: NIXL's locking. One thread owns the agent, so this is a second line of defence.
         stall_after_s: Seconds on the wire without a part ending after which a transfer is reported as stalled (`stalls`, a
             counter, the trace); it goes on until its deadline. None for no such watch.
         close_wait_s: How long `close` polls transfers that are still on the wire, in seconds.
@@ -129,12 +116,8 @@ class AgentOptions:
     max_inflight_bytes: int | None = None
     max_queued: int = 65536
     max_quarantined_per_peer: int = 256
-    is_quiet_on_removal: bool = False
     wire_up: bool = True
-    is_checksum_required: bool = False
-    max_prepared_peers: int = 1024
     progress_thread: bool = True
-    sync_mode: SyncMode = "rw"
     stall_after_s: float | None = 5.0
     close_wait_s: float = 2.0
     trace: Callable[[TraceEvent], object] | None = None
@@ -164,7 +147,7 @@ class AgentOptions:
             f"stall_after_s is {self.stall_after_s}, it must be positive or None",
         )
         _demand(self.close_wait_s >= 0, f"close_wait_s is {self.close_wait_s}, it must not be negative")
-        for name in ("max_queued", "max_quarantined_per_peer", "max_prepared_peers"):
+        for name in ("max_queued", "max_quarantined_per_peer"):
             _demand(getattr(self, name) > 0, f"{name} is {getattr(self, name)}, it must be positive")
 
     def for_regions(self, regions: Sequence[MemoryRegion]) -> AgentOptions:

@@ -27,7 +27,7 @@ _TOUCH_BYTES = 8
 @final
 @dataclass(slots=True)
 class PeerLists:
-    """Prepared lists of one peer; empty while they are released to make room for other peers' lists."""
+    """Prepared lists of one peer."""
 
     local: dict[MemoryKind, Handle] = field(default_factory=dict["MemoryKind", "Handle"])
     peer: dict[MemoryKind, Handle] = field(default_factory=dict["MemoryKind", "Handle"])
@@ -49,7 +49,6 @@ class Peer:
         "is_removed",
         "is_wired",
         "key",
-        "last_used",
         "lists",
         "local",
         "outstanding",
@@ -69,13 +68,12 @@ class Peer:
         """Digest of the metadata that the peer's NIXL agent was loaded from."""
         self.agent_name = ""
         """Name of the peer's NIXL agent, once it is loaded."""
-        self.lists: PeerLists | None = None
+        self.lists = PeerLists()
         self.is_wired = False
         self.is_connected = True
         self.is_removed = False
         self.is_lost = False
         """Whether NIXL has forgotten the peer's process, so that it can say nothing more about outstanding handles."""
-        self.last_used = 0
         self.outstanding = 0
         """Handles made for this peer and not yet released."""
 
@@ -98,7 +96,6 @@ class Peer:
             "agent_name": self.agent_name,
             "is_wired": self.is_wired,
             "is_connected": self.is_connected,
-            "is_prepared": self.lists is not None,
             "outstanding": self.outstanding,
             "descriptors": self.rows.count,
             "has_fence": self.fence is not None,

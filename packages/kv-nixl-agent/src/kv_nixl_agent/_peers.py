@@ -1,7 +1,6 @@
 """Peers of one agent: loads their NIXL agents, and prepares and releases their lists.
 
-A local list is prepared once per content and shared by all peers that use it. A peer's lists are prepared when it is added,
-released when many other peers have been used since, and prepared again on demand.
+A local list is prepared once per content and shared by all peers that use it. A peer's lists are prepared when it is added.
 
 **A NIXL agent stays loaded when its peer is removed.** Repeatedly loading and unloading a live agent leaks sockets on both
 sides (5 per round over CMA, 10 over TCP, measured with bare NIXL 1.5.1); loading it once does not. So removing a peer releases
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from ._memory import MemoryTable
-    from ._options import AgentOptions
     from ._port import Handle, MemoryKind, NixlPort
     from ._values import PeerDescription
 
@@ -49,7 +47,6 @@ class PeerTable:
     Args:
         port: The NIXL agent.
         memory: Registered memory, which must contain the local rows.
-        options: `max_prepared_peers` and `is_checksum_required`.
         last_look: Called with the peers of a name before their agent is unloaded in favour of another process, as the last chance
             to learn from NIXL that their handles have ended.
     """
@@ -58,12 +55,10 @@ class PeerTable:
         self,
         port: NixlPort,
         memory: MemoryTable,
-        options: AgentOptions,
         last_look: Callable[[Sequence[Peer]], None],
     ) -> None:
         self._port = port
         self._memory = memory
-        self._options = options
         self._last_look = last_look
         self._by_key: dict[str, Peer] = {}
         self._by_name: dict[str, list[Peer]] = {}
@@ -72,7 +67,6 @@ class PeerTable:
         self._waiting_agents: dict[str, None] = {}
         """Names of loaded agents without a peer, longest waiting first."""
         self._shared = SharedLists(port)
-        self._uses = 0
 
     def __contains__(self, key: object) -> bool:
         return key in self._by_key
@@ -90,7 +84,6 @@ class PeerTable:
         return {
             "peers": len(self._by_key),
             "peers_retiring": len(self._retiring),
-            "peers_prepared": sum(peer.lists is not None for peer in self._by_key.values()),
             "agents_waiting": len(self._waiting_agents),
             "local_lists": len(self._shared),
         }
@@ -117,13 +110,13 @@ class PeerTable:
         """
         if spec.key in self._by_key:
             raise AgentError("peer-known", f"peer {spec.key!r} is known; replace or remove it", peer=spec.key)
-        blob = open_metadata(spec.agent_metadata, is_checksum_required=self._options.is_checksum_required)
+        blob = open_metadata(spec.agent_metadata)
         peer = Peer(spec)
         for kind, group in peer.local.groups.items():
             self._memory.check_local(kind, group)
         self._load(peer, blob)
         try:
-            self.prepare(peer)
+            self._prepare(peer)
         except AgentError:
             self._retire_later(peer)
             raise
@@ -234,31 +227,16 @@ class PeerTable:
 
     # -------------------------------------------------------------------------------------------------- prepared lists
 
-    def prepare(self, peer: Peer) -> PeerLists:
-        """Return the peer's prepared lists; lists of peers unused for long may be released to make room.
-
-        Raises:
-            AgentError: `rows-unregistered`, `peer-rows-unregistered`, `bad-fence`.
-        """
-        self._uses += 1
-        peer.last_used = self._uses
-        if peer.lists is not None:
-            return peer.lists
-        lists = peer.lists = PeerLists()
-        try:
-            for kind, group in peer.local.groups.items():
-                lists.local[kind] = self._prepare_local(peer, kind, group)
-            for kind, group in peer.rows.groups.items():
-                lists.peer[kind] = self._prepare_peer(peer, kind, group, "peer-rows-unregistered")
-            if peer.fence is not None:
-                address, device, words = peer.fence
-                row = np.array([[address, 8, device, 8, words]], dtype=np.uint64)
-                lists.fence = self._prepare_peer(peer, "DRAM", row, "bad-fence")
-        except AgentError:
-            self._release_lists(peer)
-            raise
-        self._evict(peer)
-        return lists
+    def _prepare(self, peer: Peer) -> None:
+        lists = peer.lists
+        for kind, group in peer.local.groups.items():
+            lists.local[kind] = self._prepare_local(peer, kind, group)
+        for kind, group in peer.rows.groups.items():
+            lists.peer[kind] = self._prepare_peer(peer, kind, group, "peer-rows-unregistered")
+        if peer.fence is not None:
+            address, device, words = peer.fence
+            row = np.array([[address, 8, device, 8, words]], dtype=np.uint64)
+            lists.fence = self._prepare_peer(peer, "DRAM", row, "bad-fence")
 
     def _prepare_local(self, peer: Peer, kind: MemoryKind, group: Rows) -> Handle:
         try:
@@ -280,18 +258,8 @@ class PeerTable:
                 peer=peer.key,
             ) from error
 
-    def _evict(self, newest: Peer) -> None:
-        ready = [peer for peer in self._by_key.values() if peer.lists is not None and peer is not newest]
-        excess = len(ready) + 1 - self._options.max_prepared_peers
-        if excess > 0:
-            idle = sorted((peer for peer in ready if peer.outstanding == 0), key=lambda peer: peer.last_used)
-            for peer in idle[:excess]:
-                self._release_lists(peer)
-
     def _release_lists(self, peer: Peer) -> None:
-        lists, peer.lists = peer.lists, None
-        if lists is None:
-            return
+        lists, peer.lists = peer.lists, PeerLists()
         for kind in lists.local:
             with contextlib.suppress(AgentError):
                 self._shared.give_back(kind, peer.local.groups[kind])

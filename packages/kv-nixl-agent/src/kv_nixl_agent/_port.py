@@ -14,10 +14,9 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-__all__ = ["Handle", "MemoryKind", "NixlPort", "Operation", "PortFactory", "PortFeatures", "Progress", "WireTelemetry"]
+__all__ = ["Handle", "MemoryKind", "NixlPort", "PortFactory", "PortFeatures", "Progress", "WireTelemetry"]
 
 MemoryKind = Literal["DRAM", "VRAM"]
-Operation = Literal["read", "write"]
 Progress = Literal["done", "in-progress"]
 Handle = object
 
@@ -89,14 +88,13 @@ class NixlPort(Protocol):
 
     def make(
         self,
-        operation: Operation,
         local: Handle,
         local_indices: npt.NDArray[np.int32],
         peer: Handle,
         peer_indices: npt.NDArray[np.int32],
         notification: bytes,
     ) -> Handle:
-        """Make a transfer; an empty `notification` sends none."""
+        """Make a read of the peer's rows into ours; an empty `notification` sends none."""
         ...
 
     def post(self, transfer: Handle) -> Progress:
@@ -136,7 +134,6 @@ class PortFactory(Protocol):
         agent_name: str,
         backends: Sequence[tuple[str, Mapping[str, str]]],
         *,
-        sync_mode: str,
         progress_thread: bool,
     ) -> NixlPort:
         """Create the agent with these backends, in order, each with its parameters."""

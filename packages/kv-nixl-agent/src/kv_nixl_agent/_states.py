@@ -90,8 +90,8 @@ TABLE: Final = (
         ("report",),
         "The word differs, or it ends early; only a scratch word is at risk.",
     ),
-    _T("verified", "confirm", "gone", ("report",), "The pages agree, if they are checked, and the peer is notified."),
-    _T("verified", "end", "gone", ("report",), "Pages differ, or a peer that is only notified cannot be."),
+    _T("verified", "confirm", "gone", ("report",), "The peer is notified."),
+    _T("verified", "end", "gone", ("report",), "A peer that is only notified cannot be reached."),
     _T("quarantined", "quiet", "gone", ("report-quiet",), "Nothing of it can reach the local pages any more."),
 )
 

@@ -30,7 +30,6 @@ _COUNTERS: Final = (
     "notifications_failed",
     "notifications_received",
     "fence_checks",
-    "page_checks",
     "warm_ups_done",
     "warm_ups_failed",
     "quarantined_total",
@@ -45,7 +44,7 @@ _COUNTERS: Final = (
     "stream_tables_early",
     "streams_broken",
 )
-_TIMES: Final = ("queue_s", "post_s", "wire_s", "fence_s", "check_s")
+_TIMES: Final = ("queue_s", "post_s", "wire_s", "fence_s")
 _WINDOW: Final = 1024
 
 
@@ -69,7 +68,7 @@ class Statistics:
         self._counts["bytes_moved"] += result.bytes_moved
         self._counts["descriptors"] += result.descriptor_count
         self._counts["descriptors_merged"] += result.merged_count
-        times = (result.queue_s, result.post_s, result.wire_s, result.fence_s, result.check_s)
+        times = (result.queue_s, result.post_s, result.wire_s, result.fence_s)
         self._recent.append((*times, float(result.bytes_moved)))
 
     def snapshot(self, gauges: Mapping[str, float]) -> Snapshot:
@@ -97,7 +96,7 @@ class Snapshot:
             result[f"recent_{name}_p50"] = p50
             result[f"recent_{name}_p99"] = p99
         busy_s = float(recent[:, 1:3].sum())
-        result["recent_bytes_per_s"] = float(recent[:, 5].sum()) / busy_s if busy_s > 0 else 0.0
+        result["recent_bytes_per_s"] = float(recent[:, 4].sum()) / busy_s if busy_s > 0 else 0.0
         return result
 
 

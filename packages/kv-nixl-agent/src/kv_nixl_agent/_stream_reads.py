@@ -151,7 +151,7 @@ class StripReader:
         try:
             lists.append(self._port.prepare(None, "DRAM", self.pads.row(pad, count)))
             lists.append(self._prepare(peer, location, first, count))
-            handle = self._port.make("read", lists[0], _FIRST, lists[1], _FIRST, b"")
+            handle = self._port.make(lists[0], _FIRST, lists[1], _FIRST, b"")
         except AgentError:
             self._give_back(pad, lists)
             raise

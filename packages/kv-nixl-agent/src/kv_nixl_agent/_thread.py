@@ -296,7 +296,7 @@ class TransferThread:
 
     @property
     def agent(self) -> TransferAgent:
-        """The agent itself, for members without a method here, such as `peers` and `declare_quiet`.
+        """The agent itself, for members without a method here, such as `peers`.
 
         Raises:
             AgentError: `wrong-thread`, `agent-closed`.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, final
 
-from ._settling import Settling
-
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -13,6 +11,8 @@ __all__ = ["Timers"]
 
 _HORIZON_S: Final = 1.0
 _PAUSE_S: Final = 0.5
+_CATCH_UP_S: Final = 0.5
+"""After a pause, NIXL's threads took up to 0.24 s to bring in what had been sent meanwhile (three busy processes, two cores)."""
 
 
 @final
@@ -30,55 +30,41 @@ class Timers:
     """Functions that run about once per period.
 
     Timers that fall due wait for the calls and notifications that arrived before them (see `_mailbox.py`). After more than half a
-    second without a turn, when the process was probably stopped, they also wait until NIXL's threads have caught up (see
-    `_settling.py`), because notifications sent meanwhile are still in the transport. This delays the ends of leases, usually by
-    0.2 s, and by up to 10 s on a machine short of cores; calls, notifications, reads and their deadlines are not delayed.
-
-    Args:
-        now_s: Current time.
-        have_run: Returns whether the threads that bring notifications have slept or run since the previous call.
+    second without a turn, when the process was probably stopped, they also wait for another half second, because notifications
+    sent meanwhile are still in the transport. Repeated pauses do not extend this. Nothing else is delayed. It makes unnecessary
+    ends of leases rare; that a pause ends none is up to the caller's clock, which must not count it.
     """
 
-    def __init__(self, now_s: float, have_run: Callable[[], bool] = lambda: True) -> None:
+    def __init__(self, now_s: float) -> None:
         self._timers: list[_Timer] = []
         self._seen_s = now_s
-        self._settling = Settling(have_run)
+        self._held_until_s: float | None = None
         self._round: tuple[int, float] | None = None
         """(number of calls that must run first, time of the round's start) for the due timers that are waiting."""
-
-    def watch(self, have_run: Callable[[], bool]) -> None:
-        """Replace `have_run`, once the threads are known."""
-        self._settling = Settling(have_run)
 
     def add(self, period_s: float, function: Callable[[], object], now_s: float) -> None:
         """Run `function` about every `period_s`."""
         self._timers.append(_Timer(period_s, function, now_s))
 
-    def begin_turn(self, now_s: float) -> bool:
-        """Record the time at which a turn begins, before it takes notifications; return True if the process paused before it."""
-        paused = self.note(now_s)
-        self._settling.look(now_s)
-        return paused
-
     def note(self, now_s: float) -> bool:
-        """Record the time within a turn; return True if the process paused since the last recorded time."""
+        """Record the time, at the beginning of a turn and within it; return True if the process paused since the last call."""
         paused = now_s - self._seen_s > _PAUSE_S
-        if paused:
-            self._settling.begin(now_s)
+        if paused and self._held_until_s is None:
+            self._held_until_s = now_s + _CATCH_UP_S
         self._seen_s = now_s
         return paused
 
     def take_due(self, now_s: float, *, given_count: int, taken_count: int) -> list[Callable[[], object]]:
         """Return the functions to run now, given the numbers of calls handed over and of calls that have run."""
-        if not self._settling.is_over or all(timer.due_s > now_s for timer in self._timers):
+        is_held = self._held_until_s is not None and now_s < self._held_until_s
+        if is_held or all(timer.due_s > now_s for timer in self._timers):
             return []
         if self._round is None:
             self._round = (given_count, now_s)
         due_after, opened_s = self._round
         if taken_count < due_after:
             return []
-        self._round = None
-        self._settling.timers_ran()
+        self._round = self._held_until_s = None
         due = [timer for timer in self._timers if timer.due_s <= opened_s]
         for timer in due:
             timer.due_s = now_s + timer.period_s
@@ -86,5 +72,5 @@ class Timers:
 
     def next_s(self, now_s: float) -> float:
         """Return the time at which a timer falls due next, at most a second ahead."""
-        earliest_s = now_s if self._settling.is_over else self._settling.next_look_s
+        earliest_s = now_s if self._held_until_s is None else self._held_until_s
         return min([now_s + _HORIZON_S, *[max(timer.due_s, earliest_s) for timer in self._timers]])

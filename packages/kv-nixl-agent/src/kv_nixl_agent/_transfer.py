@@ -1,8 +1,8 @@
 """`Transfer`: one accepted order, from its first part to its single result.
 
-`TABLE` in `_states.py` lists the legal steps; each method here takes one of them. With a fence or a page check, the
-notification is *not* attached to the data: it would make the producer release the blocks, and so void the fence, before the
-consumer has checked it. It is sent separately after the verification. Without either, it travels with the data as in vLLM's
+`TABLE` in `_states.py` lists the legal steps; each method here takes one of them. With a fence, the notification is
+*not* attached to the data: it would make the producer release the blocks, and so void the fence, before the consumer has
+checked it. It is sent separately after the verification. Without a fence, it travels with the data as in vLLM's
 own connector, at no cost.
 
 A transfer that ends while parts of it are active reports its result at once, with `is_memory_quiet=False`, and moves to
@@ -27,12 +27,11 @@ if TYPE_CHECKING:
     from ._handles import Handles
     from ._parts import Part
     from ._peer import Peer
-    from ._peers import PeerTable
     from ._port import Handle, NixlPort, Progress
     from ._schedule import Schedule
     from ._states import Event, State, Transition
     from ._statistics import Statistics, Tracer
-    from ._values import Outcome, PageCheck, TransferOrder, TransferResult
+    from ._values import Outcome, TransferOrder, TransferResult
     from ._word_reads import WordReader
 
 __all__ = ["Transfer", "Wiring"]
@@ -47,7 +46,6 @@ class Wiring:
     """
 
     port: NixlPort
-    peers: PeerTable
     handles: Handles[Transfer]
     words: WordReader
     schedule: Schedule[Transfer]
@@ -94,9 +92,7 @@ class Transfer:
         self._account = Account(
             sum([len(part.peer_indices) for part in parts]), sum([part.payload_bytes for part in parts])
         )
-        self._is_attached = bool(
-            len(parts) == 1 and order.notification and order.fence is None and order.page_check is None
-        )
+        self._is_attached = bool(len(parts) == 1 and order.notification and order.fence is None)
         """Whether the notification travels with the data; otherwise it is sent after the verification."""
         self._word = WordCheck(order, peer, wiring.words)
         self._go("accept")
@@ -148,9 +144,8 @@ class Transfer:
 
     def _make(self, part: Part) -> Handle:
         wiring = self._wiring
-        lists = wiring.peers.prepare(self.peer)
+        lists = self.peer.lists
         return wiring.port.make(
-            "write" if self.order.operation == "write" else "read",
             lists.local[part.local_kind],
             part.local_indices,
             lists.peer[part.peer_kind],
@@ -259,16 +254,8 @@ class Transfer:
         self.end("failed", transfer_code(error), f"the fence of peer {self.peer.key!r} could not be read: {error}")
 
     def _confirm(self) -> None:
-        """Check pages, notify the peer, and report success."""
+        """Notify the peer, and report success."""
         wiring, order = self._wiring, self.order
-        if order.page_check is not None and self._account.descriptor_count:
-            began_s = wiring.clock()
-            differing = _differing_pages(order.page_check)
-            self._account.check_s = wiring.clock() - began_s
-            wiring.statistics.count("page_checks")
-            if differing:
-                self.end("failed", "checksum-mismatch", differing)
-                return
         is_notified = self._is_attached
         if is_notified:
             wiring.statistics.count("notifications_sent")
@@ -332,14 +319,3 @@ class Transfer:
         """Record that nothing of the transfer can write to the local pages any more."""
         self._go("quiet")
         self._wiring.trace(self.order, "quiet")
-
-
-def _differing_pages(check: PageCheck) -> str:
-    """Run a page check; return the differing pages as text, empty if none. A check that cannot run counts as a difference."""
-    try:
-        differing = check()
-    except Exception as error:  # noqa: BLE001 - the caller's code
-        return f"the page check raised {type(error).__name__}: {error}"
-    if not differing:
-        return ""
-    return f"{len(differing)} pages differ from the producer's: " + "; ".join(differing[:4])

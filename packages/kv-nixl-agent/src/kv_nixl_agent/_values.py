@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, final
 
 from ._errors import ERROR_CODES
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy as np
     import numpy.typing as npt
 
@@ -20,7 +21,6 @@ __all__ = [
     "MemoryRegion",
     "OrderKind",
     "Outcome",
-    "PageCheck",
     "PeerDescription",
     "PeerSpec",
     "QuarantineEntry",
@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 Outcome = Literal["done", "failed", "fence-rejected", "timed-out", "cancelled"]
-OrderKind = Literal["read", "write", "probe"]
+OrderKind = Literal["read", "probe"]
 
 MemoryRegion = tuple[int, int, int, "MemoryKind"]
 """(address, length_bytes, device, memory kind) of memory to register."""
@@ -42,9 +42,6 @@ FenceLocation = tuple[int, int, int]
 
 StreamLocation = tuple[int, int, int, int]
 """(address, device, slots, capacity) of stream memory; capacity is the number of block ids that each slot's table holds."""
-
-PageCheck = Callable[[], "Sequence[str]"]
-"""Integrity check that runs after a read: returns one text per page that differs, empty when all agree."""
 
 
 class PeerDescription(Protocol):
@@ -140,8 +137,7 @@ class TransferOrder:
         notification: Bytes that the peer receives once the transfer is done; empty for none.
         deadline_s: Seconds from the order to the latest observed end.
         fence: (slot, generation) that the peer's fence array must show after the data was read.
-        operation: `read` (from the peer), `write` (to it), or `probe`: read one word of the peer, whatever it holds.
-        page_check: Integrity check to run between the data's arrival and the result.
+        operation: `read`, or `probe`: read one word of the peer, whatever its value.
     """
 
     transfer_id: str
@@ -152,7 +148,6 @@ class TransferOrder:
     deadline_s: float = 30.0
     fence: tuple[int, int] | None = None
     operation: OrderKind = "read"
-    page_check: PageCheck | None = field(default=None, compare=False)
 
 
 @final
@@ -174,7 +169,6 @@ class TransferResult:
         post_s: Time inside NIXL's make and post calls.
         wire_s: From the first post to the last observed completion of data.
         fence_s: From there to the verified fence word.
-        check_s: Time of the integrity check.
         is_notified: Whether the notification was handed to NIXL.
         bytes_by_path: The bytes moved by (backend as NIXL names it, local memory kind, peer memory kind, bytes); the name is
             empty where NIXL reports none.
@@ -193,7 +187,6 @@ class TransferResult:
     post_s: float = 0.0
     wire_s: float = 0.0
     fence_s: float = 0.0
-    check_s: float = 0.0
     is_notified: bool = False
     bytes_by_path: tuple[tuple[str, MemoryKind, MemoryKind, int], ...] = ()
 

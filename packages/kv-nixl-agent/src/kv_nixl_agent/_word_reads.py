@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from ._fences import FenceArray
     from ._handles import Handles
     from ._peer import Peer
-    from ._peers import PeerTable
     from ._port import Handle, NixlPort, Progress
 
 __all__ = ["WordRead", "WordReader"]
@@ -57,13 +56,11 @@ class WordReader:
         self,
         port: NixlPort,
         fences: FenceArray,
-        peers: PeerTable,
         handles: Handles[Any],
         clock: Callable[[], float],
     ) -> None:
         self._port = port
         self._fences = fences
-        self._peers = peers
         self._handles = handles
         self._clock = clock
         self._scratch = port.prepare(None, "DRAM", fences.rows())
@@ -78,12 +75,11 @@ class WordReader:
         Raises:
             AgentError: Raised while the peer's lists were prepared or the handle was made.
         """
-        fence_list = self._peers.prepare(peer).fence  # the lists may have been released meanwhile to make room
         word = self._fences.take_scratch(generation, is_early=is_early)
         if word is None:
             return None
         try:
-            handle = self._port.make("read", self._scratch, self._index(word), fence_list, self._index(slot), b"")
+            handle = self._port.make(self._scratch, self._index(word), peer.lists.fence, self._index(slot), b"")
         except AgentError:
             self._fences.give_back(word)
             raise
@@ -118,7 +114,7 @@ class WordReader:
         try:
             lists.append(self._port.prepare(None, "DRAM", mine))
             lists.append(self._port.prepare(peer.agent_name, kind, row))
-            handle = self._port.make("read", lists[0], _FIRST, lists[1], _FIRST, b"")
+            handle = self._port.make(lists[0], _FIRST, lists[1], _FIRST, b"")
         except AgentError:
             self._release_lists(tuple(lists))
             raise

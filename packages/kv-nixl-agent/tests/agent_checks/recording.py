@@ -16,7 +16,6 @@ if TYPE_CHECKING:
         Handle,
         MemoryKind,
         NixlPort,
-        Operation,
         PortFactory,
         PortFeatures,
         Progress,
@@ -82,7 +81,6 @@ class RecordingPort:
 
     def make(
         self,
-        operation: Operation,
         local: Handle,
         local_indices: npt.NDArray[np.int32],
         peer: Handle,
@@ -90,7 +88,7 @@ class RecordingPort:
         notification: bytes,
     ) -> Handle:
         """Pass on and count."""
-        made = self._port.make(operation, local, local_indices, peer, peer_indices, notification)
+        made = self._port.make(local, local_indices, peer, peer_indices, notification)
         return self._opened("transfer", made)
 
     def post(self, transfer: Handle) -> Progress:
@@ -142,10 +140,9 @@ def recording_factory(factory: PortFactory, ports: list[RecordingPort]) -> PortF
         agent_name: str,
         backends: Sequence[tuple[str, Mapping[str, str]]],
         *,
-        sync_mode: str,
         progress_thread: bool,
     ) -> NixlPort:
-        port = RecordingPort(factory(agent_name, backends, sync_mode=sync_mode, progress_thread=progress_thread))
+        port = RecordingPort(factory(agent_name, backends, progress_thread=progress_thread))
         ports.append(port)
         return port
 

@@ -52,7 +52,6 @@ class FakeFabric:
         agent_name: str,
         backends: Sequence[tuple[str, Mapping[str, str]]],
         *,
-        sync_mode: str = "rw",  # noqa: ARG002 - the factory's signature
         progress_thread: bool = True,  # noqa: ARG002 - the factory's signature
     ) -> FakeNixl:
         """Create an agent; this method is a `PortFactory`."""

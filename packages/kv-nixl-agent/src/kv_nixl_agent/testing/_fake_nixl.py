@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol, cast, final
 import numpy as np
 
 from kv_nixl_agent._errors import AgentError
-from kv_nixl_agent._port import Handle, MemoryKind, Operation, PortFeatures, Progress, WireTelemetry
+from kv_nixl_agent._port import Handle, MemoryKind, PortFeatures, Progress, WireTelemetry
 from kv_nixl_agent._rows import expand_rows
 
 if TYPE_CHECKING:
@@ -183,7 +183,6 @@ class FakeNixl:
 
     def make(
         self,
-        operation: Operation,
         local: Handle,
         local_indices: npt.NDArray[np.int32],
         peer: Handle,
@@ -205,8 +204,7 @@ class FakeNixl:
         mine, theirs = local.descriptors[local_indices], peer.descriptors[peer_indices]
         if bool((mine[:, 1] != theirs[:, 1]).any()):
             raise AgentError("nixl-mismatch", "make: lengths differ")
-        source, target = (theirs, mine) if operation == "read" else (mine, theirs)
-        copies = np.stack([source[:, 0], target[:, 0], mine[:, 1]], axis=1)
+        copies = np.stack([theirs[:, 0], mine[:, 0], mine[:, 1]], axis=1)
         copies = _merge(copies) if local.is_dense and peer.is_dense else copies
         agent = self._fabric.find(peer.owner, peer.incarnation)
         return FakeTransfer(agent, copies, notification, len(copies))
