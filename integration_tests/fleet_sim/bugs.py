@@ -14,19 +14,19 @@ import bugs_of_worlds
 import defects
 from bugs_of_streams import STREAM_BUGS
 
+import kv_nixl_agent.loop
 import kv_scheduler_state._admission
 import kv_scheduler_state._leases
 import vllm_adapter.worker.transfer.reads
 from kv_handshake import Client
 from kv_handshake._task import Task
 from kv_nixl_agent import TransferAgent, TransferThread
-from kv_nixl_agent._account import Account
-from kv_nixl_agent._fences import FenceArray
-from kv_nixl_agent._handles import Handles
-from kv_nixl_agent._mailbox import Mailbox
-from kv_nixl_agent._peers import PeerTable
-from kv_nixl_agent._schedule import Schedule
-from kv_nixl_agent._word_check import WordCheck
+from kv_nixl_agent.loop import Mailbox
+from kv_nixl_agent.memory.peers import PeerTable
+from kv_nixl_agent.transfers.handles import Handles
+from kv_nixl_agent.transfers.queue import Schedule
+from kv_nixl_agent.transfers.transfer import Account, Transfer
+from kv_nixl_agent.words.fences import FenceArray
 from kv_scheduler_state import AnnouncedFences, LeaseTable
 from kv_scheduler_state._blocks import BlockRules
 from kv_scheduler_state._clock import ObservedClock
@@ -95,16 +95,17 @@ BUGS: dict[str, Bug] = {
     "pause-ends-leases": _both(
         _swap(ObservedClock, "max_step_s", lambda _: property(lambda _s: 1e9, lambda _s, _v: None)),
         _swap(ObservedClock, "__init__", lambda old: lambda self, *_a: old(self, 1e9)),
+        _swap(kv_nixl_agent.loop, "_CATCH_UP_S", lambda _: 0.0),
     ),
     "scratch-word-lost": _nothing(FenceArray, "give_back"),
     "queue-count-leaks": _swap(Schedule, "forget", defects.cancelled_counts),
     "warm-up-handle-leaks": _nothing(Handles, "_end_watched"),
-    "fence-stale-generation": _swap(WordCheck, "judge", defects.stale_generation),
+    "fence-stale-generation": _swap(Transfer, "_verdict", defects.stale_generation),
     "fence-generations-repeat": _nothing(FencePool, "_draw", value=7),
     "revocation-not-ordered": _plan_without(LeaseTable, "revokes"),
     "engine-in-trouble-kept": _nothing(PeerDirectory, "drop"),
     "fence-skipped": _with(TransferThread, "post_read", fence=None),
-    "fence-ended-bit-ignored": _swap(WordCheck, "judge", defects.ended_bit_ignored),
+    "fence-ended-bit-ignored": _swap(Transfer, "_verdict", defects.ended_bit_ignored),
     "fence-not-voided": _swap(TransferThread, "write_fence", defects.no_ended_words),
     "fence-never-written": _swap(TransferThread, "write_fence", defects.no_first_words),
     "fence-voided-late": _swap(TransferThread, "write_fence", defects.late_fence),

@@ -8,10 +8,10 @@ from unittest.mock import patch
 
 from world import World
 
-import kv_nixl_agent._transfer
+import kv_nixl_agent.transfers.transfer
 import kv_scheduler_state._leases
-from kv_nixl_agent._states import TABLE as TRANSFER_TABLE
-from kv_nixl_agent._states import step
+from kv_nixl_agent.transfers.states import TABLE as TRANSFER_TABLE
+from kv_nixl_agent.transfers.states import step
 from kv_scheduler_state._consumer import ConsumerRecord
 from kv_scheduler_state._machine import advance
 from kv_scheduler_state._producer_record import ProducerRecord
@@ -77,7 +77,7 @@ def count_steps(stack: ExitStack, world: World) -> None:
         world.pairs[f"transfer {state}", event] += 1
         return step(state, event)
 
-    stack.enter_context(patch.object(kv_nixl_agent._transfer, "step", stepped))
+    stack.enter_context(patch.object(kv_nixl_agent.transfers.transfer, "step", stepped))
 
 
 def _counting(step_of: Any, name: str, world: World) -> Any:

@@ -9,12 +9,12 @@ from typing import Any
 from kv_handshake import Client
 from kv_handshake._task import Task
 from kv_nixl_agent import TransferThread
-from kv_nixl_agent._fences import FenceArray
-from kv_nixl_agent._handles import Handles
-from kv_nixl_agent._mailbox import Mailbox
-from kv_nixl_agent._peers import PeerTable
-from kv_nixl_agent._schedule import Schedule
-from kv_nixl_agent._word_check import WordCheck
+from kv_nixl_agent.loop import Mailbox
+from kv_nixl_agent.memory.peers import PeerTable
+from kv_nixl_agent.transfers.handles import Handles
+from kv_nixl_agent.transfers.queue import Schedule
+from kv_nixl_agent.transfers.transfer import Transfer
+from kv_nixl_agent.words.fences import FenceArray
 from kv_scheduler_state._blocks import BlockRules
 from kv_scheduler_state._fences import ENDED_BIT, FencePool
 from kv_scheduler_state._heartbeats import Heartbeats
@@ -94,12 +94,12 @@ def loses_every(count: int) -> Callable[[Any], Any]:
 
 
 def ended_bit_ignored(old: Any) -> Any:
-    def judge(self: WordCheck) -> tuple[int, str]:
-        found, objection = old(self)
-        fence = self._order.fence
-        return found, "" if fence is not None and found & ~ENDED_BIT == fence[1] else objection
+    def verdict(self: Transfer, found: int) -> str:
+        objection: str = old(self, found)
+        fence = self.order.fence
+        return "" if fence is not None and found & ~ENDED_BIT == fence[1] else objection
 
-    return judge
+    return verdict
 
 
 def good_report(old: Any) -> Any:
@@ -236,9 +236,9 @@ def always_quiet(old: Any) -> Any:
 
 
 def hold_nothing(old: Any) -> Any:
-    def hold(self: Handles, transfer: Any, now_s: float) -> None:
-        old(self, transfer, now_s)
-        self._give_up(transfer)
+    def hold(self: Handles, transfer_id: str, *more: Any) -> None:
+        old(self, transfer_id, *more)
+        self._give_up(self._held[transfer_id])
 
     return hold
 
@@ -296,19 +296,20 @@ def whole_lists(old: Any) -> Any:
 def stale_generation(old: Any) -> Any:
     """A word counts as good unless it says that a lease has ended: also the word of the slot's next owner."""
 
-    def judge(self: WordCheck) -> tuple[int, str]:
-        found, objection = old(self)
-        return found, objection if found & ENDED_BIT else ""
+    def verdict(self: Transfer, found: int) -> str:
+        objection: str = old(self, found)
+        return objection if found & ENDED_BIT else ""
 
-    return judge
+    return verdict
 
 
 def shared_cap(old: Any) -> Any:  # noqa: ARG001
     """Bytes in flight are capped over all peers, also for a peer that has none."""
 
-    def has_room(self: Schedule[Any], peer: Any, line: Any) -> bool:  # noqa: ARG001
+    def has_room(self: Schedule, peer: Any, line: Any) -> bool:  # noqa: ARG001
         part = next(iter(line)).pending[0]
-        return self._cap is None or not self.inflight_bytes or self.inflight_bytes + part.payload_bytes <= self._cap
+        inflight_bytes = self._load.payload_bytes
+        return self._cap is None or not inflight_bytes or inflight_bytes + part.payload_bytes <= self._cap
 
     return has_room
 
@@ -316,7 +317,7 @@ def shared_cap(old: Any) -> Any:  # noqa: ARG001
 def last_first(old: Any) -> Any:
     """Of a peer's waiting transfers the newest is posted first."""
 
-    def take_part(self: Schedule[Any], peer: Any) -> Any:
+    def take_part(self: Schedule, peer: Any) -> Any:
         line = self._lines[peer]
         line.move_to_end(next(reversed(line)), last=False)
         return old(self, peer)
@@ -350,7 +351,7 @@ def unloads_all(old: Any) -> Any:
 def cancelled_counts(old: Any) -> Any:
     """A cancelled transfer goes on counting as queued."""
 
-    def forget(self: Schedule[Any], transfer: Any) -> None:
+    def forget(self: Schedule, transfer: Any) -> None:
         count = self.count
         old(self, transfer)
         self.count = count

@@ -24,9 +24,8 @@ from resources import contents_of
 from router import DAMAGES
 
 import kv_handshake._client
-import kv_nixl_agent._peers
-import kv_nixl_agent._schedule
-import kv_nixl_agent._statistics
+import kv_nixl_agent.memory.peers
+import kv_nixl_agent.statistics
 import kv_scheduler_state._handovers
 import kv_scheduler_state._hosts
 import kv_scheduler_state._ticket_reader
@@ -57,9 +56,8 @@ def small_memories() -> Iterator[None]:
         (kv_scheduler_state._hosts, "_MAX_REMEMBERED", _KEPT),
         (kv_scheduler_state._handovers, "_REMEMBERED", _KEPT),
         (kv_handshake._client, "_BACKGROUND_SHARE", 512 // _KEPT),
-        (kv_nixl_agent._peers, "_MAX_WAITING_AGENTS", 2),
-        (kv_nixl_agent._schedule, "_SMALLEST_REBUILD", _KEPT),
-        (kv_nixl_agent._statistics, "_WINDOW", _KEPT),
+        (kv_nixl_agent.memory.peers, "_MAX_WAITING_AGENTS", 2),
+        (kv_nixl_agent.statistics, "_WINDOW", _KEPT),
         (vllm_adapter.observe.hand_overs, "_MOST_STAGES", 1),
     ]
     with ExitStack() as stack:

@@ -15,8 +15,8 @@ from typing import Any, Protocol, final
 from wire_bytes import damaged
 from world import Process, World
 
-from kv_nixl_agent._errors import AgentError
-from kv_nixl_agent.testing._fake_nixl import FakeNixl, FakeTransfer
+from kv_nixl_agent.errors import AgentError
+from kv_nixl_agent.testing import FakeNixl, FakeTransfer
 
 __all__ = ["Fabric", "SimNixl", "SimTransfer"]
 

@@ -14,7 +14,7 @@ from endurance import endure, growing, roomy, small_memories
 from episode import Outcome, play
 from resources import walk
 
-from kv_nixl_agent._peers import PeerTable
+from kv_nixl_agent.memory.peers import PeerTable
 from vllm_adapter.worker.engine_thread import WorkerSide
 from vllm_adapter.worker.transfer.probes import Probes
 

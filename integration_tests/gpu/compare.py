@@ -86,7 +86,7 @@ class Bare:
 
     def __init__(self, memory, rows, described):
         from kv_nixl_agent import BackendOptions
-        from kv_nixl_agent._bindings import find_nixl
+        from kv_nixl_agent.nixl.binding import find_nixl
 
         metadata, theirs, _ = described
         module = find_nixl()

@@ -12,7 +12,7 @@ import pytest
 from agent_checks.pauses import check_renewals_count_before_timers
 
 from kv_nixl_agent import AgentError, AgentOptions, BackendOptions, PeerSpec, TransferAgent, TransferOrder
-from kv_nixl_agent._port import MemoryKind
+from kv_nixl_agent.nixl.port import MemoryKind
 from kv_nixl_agent.testing import PeerProcess, page_pattern
 
 pytestmark = pytest.mark.timeout(90)

@@ -14,9 +14,9 @@ import numpy as np
 
 from kv_handshake import _codec
 from kv_handshake._session import ClientSession
-from kv_nixl_agent import _agent
-from kv_nixl_agent._fences import FenceArray
-from kv_nixl_agent._word_check import WordCheck
+from kv_nixl_agent import agent
+from kv_nixl_agent.transfers.transfer import Transfer
+from kv_nixl_agent.words.fences import FenceArray
 from kv_scheduler_state import _admission
 from kv_scheduler_state._blocks import BlockList, BlockRules
 from kv_scheduler_state._leases import LeaseTable
@@ -120,8 +120,8 @@ def _shorter_part(parts: Any, *_: Any) -> Any:
     return parts
 
 
-def _trusted(judged: tuple[int, str], *_: Any) -> tuple[int, str]:
-    return judged[0], ""
+def _trusted(*_: Any) -> str:
+    return ""
 
 
 def _never_voided(original: Callable[..., Any], fences: Any, slot: int, generation: int) -> None:
@@ -219,8 +219,8 @@ FAULTS = (
         _after(lambda *_: ()),
         200,
     ),
-    Fault("the last descriptor is never posted", "kv_nixl_agent", _agent, "split_into_parts", _after(_shorter_part)),
-    Fault("a fence is read and not looked at", "kv_nixl_agent", WordCheck, "judge", _after(_trusted), 200),
+    Fault("the last descriptor is never posted", "kv_nixl_agent", agent, "split_into_parts", _after(_shorter_part)),
+    Fault("a fence is read and not looked at", "kv_nixl_agent", Transfer, "_verdict", _after(_trusted), 200),
     Fault("a fence word is never voided", "kv_nixl_agent", FenceArray, "write", _instead(_never_voided), 200),
     Fault("a rank's envelope is taken for another's", "kv_handshake", ClientSession, "peers", _after(_swapped_peers)),
     Fault(

@@ -8,7 +8,7 @@ import pytest
 from helpers import make_pair, order
 
 from kv_nixl_agent import AgentError, AgentOptions
-from kv_nixl_agent._transfer import Transfer
+from kv_nixl_agent.transfers.transfer import Transfer
 
 
 def test_read_moves_the_right_bytes_and_notifies():
@@ -179,7 +179,7 @@ def test_close_waits_for_a_stopped_peer_no_longer_than_it_was_told(wait_s, monke
     pair.fabric.agent("producer").stop()
     pair.consumer.post(order("stuck", [0], [0]))
     pair.consumer.advance()
-    monkeypatch.setattr("kv_nixl_agent._handles.time", clock)
+    monkeypatch.setattr("kv_nixl_agent.transfers.handles.time", clock)
     pair.consumer.close()
     assert wait_s <= now_s[0] - 50.0 < wait_s + 0.01
     assert pair.consumer.take_quiet() == ["stuck"]

@@ -6,8 +6,8 @@ from collections import Counter
 import pytest
 from agent_checks.driver import run_episode
 
-from kv_nixl_agent import _transfer
-from kv_nixl_agent._states import TABLE, step
+from kv_nixl_agent.transfers import transfer
+from kv_nixl_agent.transfers.states import TABLE, step
 
 EPISODES = 4000 if os.environ.get("KVDEV_LONG") == "1" else 60
 
@@ -21,7 +21,7 @@ def test_random_episodes_keep_every_promise_and_take_every_step_of_the_table(mon
         taken[state, event] += 1
         return step(state, event)
 
-    monkeypatch.setattr(_transfer, "step", counted)
+    monkeypatch.setattr(transfer, "step", counted)
     for seed in range(EPISODES):
         run_episode(seed)
     missed = {(row.state, row.event) for row in TABLE} - set(taken)

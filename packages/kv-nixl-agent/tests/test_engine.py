@@ -7,7 +7,7 @@ import pytest
 from helpers import Pages, make_pair, order
 
 from kv_nixl_agent import AgentError, AgentOptions, PeerSpec, TransferAgent
-from kv_nixl_agent._fences import CLOSED_GENERATION
+from kv_nixl_agent.words.fences import CLOSED_GENERATION
 
 
 def code_of(call):

@@ -19,9 +19,9 @@ from kv_nixl_agent import (
     TransferResult,
     TransferThread,
 )
-from kv_nixl_agent._fences import SCRATCH_WORDS
-from kv_nixl_agent._pacing import Pacer
+from kv_nixl_agent.pacing import Pacer
 from kv_nixl_agent.testing import FakeFabric
+from kv_nixl_agent.words.fences import SCRATCH_WORDS
 
 NOTHING = np.empty(0, dtype=np.int32)
 ONE = np.zeros(1, dtype=np.int32)

@@ -8,8 +8,7 @@ from agent_checks.pauses import check_renewals_count_before_timers
 from helpers import Pages
 
 from kv_nixl_agent import AgentOptions, PeerSpec, ThreadOptions, TransferAgent
-from kv_nixl_agent._loop import Callbacks, Loop
-from kv_nixl_agent._timers import Timers
+from kv_nixl_agent.loop import Callbacks, Loop, Timers
 from kv_nixl_agent.testing import FakeFabric
 
 

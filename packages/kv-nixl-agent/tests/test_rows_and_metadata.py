@@ -6,11 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kv_nixl_agent import AgentError, AgentOptions, BackendOptions, ThreadOptions
-from kv_nixl_agent._errors import ERROR_CODES
-from kv_nixl_agent._metadata import add_checksum, open_metadata, peek_agent_name
-from kv_nixl_agent._parts import order_for_merging, spread_runs
-from kv_nixl_agent._rows import RowTable, check_rows, expand_rows
-from kv_nixl_agent._values import MemoryRegion
+from kv_nixl_agent.errors import ERROR_CODES
+from kv_nixl_agent.memory.rows import RowTable, check_rows
+from kv_nixl_agent.nixl.binding import expand_rows
+from kv_nixl_agent.nixl.metadata import add_checksum, open_metadata, peek_agent_name
+from kv_nixl_agent.transfers.parts import order_for_merging, spread_runs
+from kv_nixl_agent.values import MemoryRegion
 
 row = st.tuples(
     st.integers(1, 2**40), st.integers(1, 4096), st.integers(0, 3), st.integers(0, 4096), st.integers(1, 9)

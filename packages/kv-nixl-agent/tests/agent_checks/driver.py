@@ -25,18 +25,18 @@ import numpy as np
 
 from agent_checks.recording import RecordingPort, recording_factory
 from agent_checks.world import PAGE_BYTES, Clock, Producer, World, demand
-from kv_nixl_agent._agent import TransferAgent
-from kv_nixl_agent._errors import AgentError
-from kv_nixl_agent._fences import CLOSED_GENERATION, SCRATCH_WORDS
-from kv_nixl_agent._loop import Callbacks, Loop
-from kv_nixl_agent._options import AgentOptions, ThreadOptions
-from kv_nixl_agent._values import PeerSpec, TransferOrder
-from kv_nixl_agent.testing._fake import FakeFabric
+from kv_nixl_agent.agent import TransferAgent
+from kv_nixl_agent.errors import AgentError
+from kv_nixl_agent.loop import Callbacks, Loop
+from kv_nixl_agent.options import AgentOptions, ThreadOptions
+from kv_nixl_agent.testing import FakeFabric
+from kv_nixl_agent.values import PeerSpec, TransferOrder
+from kv_nixl_agent.words.fences import CLOSED_GENERATION, SCRATCH_WORDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kv_nixl_agent._values import TraceEvent
+    from kv_nixl_agent.values import TraceEvent
 
 __all__ = ["run_episode"]
 
@@ -176,8 +176,6 @@ class _Episode:
         for _ in range(self.chance.choice([0, 1, 1, 2, 5])):
             self.clock.now_s += 0.002
             self.turn()
-        kept, live = self.agent.statistics()["deadlines_kept"], len(self.world.live_ids())
-        demand(kept <= 2 * live + 130, f"{kept} transfers are kept for {live} that are live")
 
     def _burst(self) -> None:
         """Order more than a hundred things that end soon, while others may be stalled."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, final
 
-from kv_nixl_agent._errors import AgentError
+from kv_nixl_agent.errors import AgentError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -12,15 +12,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from kv_nixl_agent._port import (
-        Handle,
-        MemoryKind,
-        NixlPort,
-        PortFactory,
-        PortFeatures,
-        Progress,
-        WireTelemetry,
-    )
+    from kv_nixl_agent.nixl.port import Handle, MemoryKind, NixlPort, PortFactory, PortFeatures, Progress, WireTelemetry
 
 __all__ = ["RecordingPort", "recording_factory"]
 

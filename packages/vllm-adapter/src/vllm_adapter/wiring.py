@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Literal, final
 from kv_handshake import Client, Codec, Listener, LocalOffer, Timing, dialect_of_vllm
 from kv_handshake.inspect import Recording, Snapshot, compare, probe
 from kv_handshake.security import ClientSecurity, ServerSecurity
-from kv_nixl_agent import AgentOptions, BackendOptions, ThreadOptions, TransferThread
-from kv_nixl_agent.port import PortFactory, open_nixl
+from kv_nixl_agent import AgentOptions, BackendOptions, PortFactory, ThreadOptions, TransferThread, open_nixl
 from kv_scheduler_state import (
     AnnouncedFences,
     GroupConfig,
