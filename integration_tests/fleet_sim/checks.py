@@ -8,7 +8,7 @@ import numpy as np
 from fairness import Fairness
 from releases import may_read
 
-from kv_nixl_agent._stream_reads import PAD_COUNT
+from kv_nixl_agent.words.fences import PAD_COUNT
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -319,10 +319,9 @@ def _left_in_agent(agent: Any) -> list[tuple[str, str]]:
     """Return what an agent at rest still counts or has unloaded wrongly."""
     found: list[tuple[str, str]] = []
     schedule, free = agent._transfers.schedule, agent._memory.fences.free_scratch_words
-    if schedule.count or schedule.inflight_bytes:
-        found.append(
-            ("queue-left", f"counts {schedule.count} waiting transfers and {schedule.inflight_bytes} bytes in flight")
-        )
+    inflight_bytes = agent._transfers.load.payload_bytes
+    if schedule.count or inflight_bytes:
+        found.append(("queue-left", f"counts {schedule.count} waiting transfers and {inflight_bytes} bytes in flight"))
     if free != _SCRATCH_WORDS:
         found.append(("scratch-left", f"has {free} of {_SCRATCH_WORDS} scratch words"))
     gauges = agent.polls.gauges()

@@ -15,8 +15,8 @@ from typing import Any, Protocol, final
 from wire_bytes import damaged
 from world import Process, World
 
-from kv_nixl_agent._errors import AgentError
-from kv_nixl_agent.testing._fake_nixl import FakeNixl, FakeTransfer
+from kv_nixl_agent.errors import AgentError
+from kv_nixl_agent.testing import FakeNixl, FakeTransfer
 
 __all__ = ["Fabric", "SimNixl", "SimTransfer"]
 
@@ -86,7 +86,6 @@ class Fabric:
         agent_name: str,
         backends: Sequence[tuple[str, Mapping[str, str]]],
         *,
-        sync_mode: str,
         progress_thread: bool,
     ) -> SimNixl:
         """Make the agent of the running process."""
@@ -219,10 +218,8 @@ class SimNixl:
     def features(self) -> Any:
         return self.inner.features
 
-    def make(
-        self, operation: Any, local: Any, local_indices: Any, peer: Any, peer_indices: Any, notification: bytes
-    ) -> SimTransfer:
-        inner = self.inner.make(operation, local, local_indices, peer, peer_indices, notification)
+    def make(self, local: Any, local_indices: Any, peer: Any, peer_indices: Any, notification: bytes) -> SimTransfer:
+        inner = self.inner.make(local, local_indices, peer, peer_indices, notification)
         assert isinstance(inner, FakeTransfer)
         transfer = SimTransfer(self, inner, peer.owner)
         self.handles[transfer] = peer.owner

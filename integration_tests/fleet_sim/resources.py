@@ -29,8 +29,6 @@ _MEMORIES = {
     "LeaseTable._past[]": 1024,  # `remembered_ends`: tells a late notification from an unknown one
     "HandOvers._read[]": 1024,  # tickets that were read to the end: a late child of n > 1 reads none of them
     "HandOverLog._events[]": 128 * 6,  # moments of the latest hand-overs, for `vllm-adapter trace`
-    "TransferOrder.transfer_id": 2
-    * 64,  # ended transfers leave the heap of deadlines when more than half of it has ended
 }
 """Containers that may name requests that are over, and how many per rank; everything else forgets them."""
 

@@ -21,10 +21,10 @@ import kv_handshake._net.client
 import kv_handshake._net.listener
 import kv_handshake._net.loop
 import kv_handshake._stream.asker
-import kv_nixl_agent._handles
-import kv_nixl_agent._loop
-import kv_nixl_agent._pacing
-import kv_nixl_agent._thread
+import kv_nixl_agent.transfers.handles
+import kv_nixl_agent.loop
+import kv_nixl_agent.pacing
+import kv_nixl_agent.thread
 import vllm_adapter.scheduler.stream_channel
 import vllm_adapter.wiring
 import vllm_adapter.worker.engine_thread
@@ -42,8 +42,8 @@ _TIMED = (
     kv_handshake._net.listener,
     kv_handshake._core.pacing,
     kv_handshake._net.loop,
-    kv_nixl_agent._handles,
-    kv_nixl_agent._loop,
+    kv_nixl_agent.transfers.handles,
+    kv_nixl_agent.loop,
     vllm_adapter.worker.pages,
     vllm_adapter.worker.engine_thread,
 )
@@ -53,7 +53,7 @@ _THREADED = (
     kv_handshake._stream.asker,
     kv_handshake._net.listener,
     kv_handshake._net.loop,
-    kv_nixl_agent._thread,
+    kv_nixl_agent.thread,
     vllm_adapter.worker.streams,
 )
 
@@ -215,7 +215,7 @@ def simulated(
     replaced: list[tuple[object, str, object]] = [
         *[(module, "time", clock) for module in _TIMED],
         *[(module, "threading", threads) for module in _THREADED],
-        (kv_nixl_agent._pacing, "time", PacerTime(threads)),
+        (kv_nixl_agent.pacing, "time", PacerTime(threads)),
         (vllm_adapter.worker.registration, "time", BlockingTime(world)),
         (vllm_adapter.worker.registration, "threading", BlockingThreads(world)),
         (kv_handshake._stream.asker, "Hub", hub),

@@ -102,7 +102,7 @@ def main(arguments=None):
     if "reason" not in facts or options.control:
         import torch
 
-        from kv_nixl_agent.port import open_nixl
+        from kv_nixl_agent import open_nixl
 
         probe = open_nixl("gpu-probe", [("UCX", {})])
         implementation = probe.features.implementation

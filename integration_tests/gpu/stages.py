@@ -7,9 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from kv_nixl_agent import TransferAgent
-from kv_nixl_agent._port import MemoryKind
-from kv_nixl_agent.port import open_nixl
+from kv_nixl_agent import TransferAgent, open_nixl
+from kv_nixl_agent.nixl.port import MemoryKind
 from kv_nixl_agent.testing import page_pattern
 
 # The checks are those of the package's tests, here on other memory.

@@ -7,10 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kv_nixl_agent import AgentOptions, BackendOptions, TransferAgent
-from kv_nixl_agent._producer_process import count_sockets
-from kv_nixl_agent.port import open_nixl
+from kv_nixl_agent import AgentOptions, BackendOptions, TransferAgent, open_nixl
 from kv_nixl_agent.testing import PeerProcess
+from kv_nixl_agent.tools.producer import count_sockets
 
 sys.path.insert(0, str(Path(__file__).parent))
 # The checks are those of the package's tests, here on real NIXL.

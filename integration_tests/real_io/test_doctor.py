@@ -10,7 +10,7 @@ import pytest
 
 from kv_nixl_agent.testing import PeerProcess
 
-DOCTOR = [sys.executable, "-m", "kv_nixl_agent._cli", "doctor", "--json"]
+DOCTOR = [sys.executable, "-m", "kv_nixl_agent.tools.cli", "doctor", "--json"]
 
 
 def run(command, **variables):
@@ -22,7 +22,7 @@ def run(command, **variables):
 
 @pytest.mark.timeout(200)
 def test_doctor_with_a_peer():
-    serve = [sys.executable, "-m", "kv_nixl_agent._cli", "serve", "--port", "0", "--sessions", "1"]
+    serve = [sys.executable, "-m", "kv_nixl_agent.tools.cli", "serve", "--port", "0", "--sessions", "1"]
     with subprocess.Popen(serve, stdout=subprocess.PIPE, text=True) as server:
         endpoint = server.stdout.readline().split()[-1]
         code, report = run([*DOCTOR, "--peer", endpoint])

@@ -12,7 +12,7 @@ import pytest
 from agent_checks.pauses import check_renewals_count_before_timers
 
 from kv_nixl_agent import AgentError, AgentOptions, BackendOptions, PeerSpec, TransferAgent, TransferOrder
-from kv_nixl_agent._port import MemoryKind
+from kv_nixl_agent.nixl.port import MemoryKind
 from kv_nixl_agent.testing import PeerProcess, page_pattern
 
 pytestmark = [pytest.mark.timeout(90), pytest.mark.full]
@@ -156,8 +156,6 @@ def test_a_stopped_producer_is_replaced_under_its_name(make_stage, transport):
             stage.consumer.advance()
             (entry,) = stage.consumer.quarantine()
             assert "lost track" in entry.last_error
-            assert stage.consumer.declare_quiet("stuck")
-            assert stage.consumer.take_quiet() == ["stuck"]
         assert np.array_equal(stage.read_pages()[40:42], pattern[7:9])
     finally:
         stage.consumer.remove_peer("p")

@@ -12,15 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kv_nixl_agent import (
-    AgentOptions,
-    BackendOptions,
-    PeerSpec,
-    TransferOrder,
-    TransferResult,
-    TransferThread,
-    _progress,
-)
+from kv_nixl_agent import AgentOptions, BackendOptions, PeerSpec, TransferOrder, TransferResult, TransferThread
+from kv_nixl_agent.nixl import side_effects
 from kv_nixl_agent.testing import PeerProcess, page_pattern
 
 pytestmark = pytest.mark.full
@@ -32,7 +25,7 @@ READS = [1] * 21 + [200] * 11 + [PAGES] * 5
 """Pages of one read after the other; the largest are 32 MB."""
 MOST_MEDIAN_S = 0.03
 """Of reads of one page, which take about 0.5 ms. Over TCP it was 0.09 s where the producer was left to poll every 0.1 s."""
-SLEEPING_PRODUCER = f"import kv_nixl_agent._progress as progress\nprogress._PERIOD_US = {ASLEEP_US}\n"
+SLEEPING_PRODUCER = f"import kv_nixl_agent.nixl.side_effects as progress\nprogress._PERIOD_US = {ASLEEP_US}\n"
 
 
 class Reader:
@@ -69,7 +62,7 @@ class Reader:
 
 @pytest.fixture
 def producer(transport: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PeerProcess]:
-    monkeypatch.setattr(_progress, "_PERIOD_US", ASLEEP_US)
+    monkeypatch.setattr(side_effects, "_PERIOD_US", ASLEEP_US)
     (tmp_path / "sitecustomize.py").write_text(SLEEPING_PRODUCER)
     process = PeerProcess(
         "sleeper",

@@ -14,8 +14,7 @@ from agent_checks.stream_checks import STREAM_CHECKS, STREAM_FAULT_CHECKS, Strea
 from agent_checks.stream_rewriter import rewrite_streams
 from agent_checks.thread_checks import THREAD_CHECKS, ThreadStage
 
-from kv_nixl_agent import AgentOptions, BackendOptions, PeerSpec, TransferAgent, TransferThread
-from kv_nixl_agent.port import open_nixl
+from kv_nixl_agent import AgentOptions, BackendOptions, PeerSpec, TransferAgent, TransferThread, open_nixl
 from kv_nixl_agent.testing import PeerProcess
 
 NOTHING = np.empty((0, 5), dtype=np.uint64)

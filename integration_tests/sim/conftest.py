@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from engines import Engine
 
-from kv_nixl_agent.port import open_nixl
+from kv_nixl_agent import open_nixl
 from kv_nixl_agent.testing import FakeFabric
 
 FIGURES: list[str] = []

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kv_nixl_agent import AgentOptions, BackendOptions, PeerSpec, TransferOrder, TransferResult, TransferThread
-from kv_nixl_agent._bindings import find_nixl
+from kv_nixl_agent.nixl.binding import find_nixl
 from kv_nixl_agent.testing import PeerProcess, stop_process
 
 Indices = npt.NDArray[np.int32]

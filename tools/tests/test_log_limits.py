@@ -24,6 +24,7 @@ LIMITERS = {
     "vllm_adapter/observe/cause_log.py CauseLog._log": "ten lines per cause and ten seconds",
 }
 ONCE = {
+    "kv_nixl_agent/nixl/side_effects.py _log_once": "once per process and effect",
     "vllm_adapter/config/secrets.py FleetSecrets.changed": "files of this host, looked at once a second; a trouble once",
     "vllm_adapter/host/connector.py KVTransferConnector.__init__": "once per start",
     "vllm_adapter/host/factors.py _weights": "once per start",

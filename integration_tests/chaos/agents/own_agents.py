@@ -97,6 +97,6 @@ def read(link: Connection, shape: bare.Shape, state: mmap.mmap, introduction: In
 
 
 if __name__ == "__main__":
-    import kv_nixl_agent.port  # noqa: F401  as much as possible is loaded before the forks
+    import kv_nixl_agent.nixl.binding  # noqa: F401  as much as possible is loaded before the forks
 
     print(json.dumps(bare.run(bare.arguments().parse_args(), (serve, read))))

@@ -13,8 +13,8 @@ import pytest
 from campaigns import campaign
 
 from kv_nixl_agent import AgentOptions, BackendOptions, PeerSpec, TransferOrder, TransferResult, TransferThread
-from kv_nixl_agent._producer_process import count_sockets
 from kv_nixl_agent.testing import PeerProcess
+from kv_nixl_agent.tools.producer import count_sockets
 
 pytestmark = pytest.mark.skipif(os.environ.get("KVDEV_LONG") != "1", reason="takes minutes: dev.py test --long chaos")
 

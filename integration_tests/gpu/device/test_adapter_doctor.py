@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from kv_nixl_agent._doctor._transports import TRANSPORT_ENVIRONMENT, is_tcp, read_paths
+from kv_nixl_agent.tools.selftest import TRANSPORT_ENVIRONMENT, is_tcp, read_paths
 
 DOCTOR = Path(__file__).parent / "adapter_doctor.py"
 WITHIN_S = 120.0

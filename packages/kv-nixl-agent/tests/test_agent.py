@@ -8,7 +8,7 @@ import pytest
 from helpers import make_pair, order
 
 from kv_nixl_agent import AgentError, AgentOptions
-from kv_nixl_agent._transfer import Transfer
+from kv_nixl_agent.transfers.transfer import Transfer
 
 
 def test_read_moves_the_right_bytes_and_notifies():
@@ -51,15 +51,6 @@ def test_bumped_fence_voids_the_read_and_sends_nothing():
     result = pair.run()["f"]
     assert (result.outcome, result.code, result.is_memory_quiet) == ("fence-rejected", "fence-mismatch", True)
     assert list(pair.producer.take_notifications()) == []
-
-
-def test_write_puts_bytes_into_the_peer():
-    pair = make_pair()
-    pair.connect()
-    pair.local.fill(3)
-    pair.consumer.post(order("w", [4], [5], operation="write", notification=b"w"))
-    assert pair.run()["w"].outcome == "done"
-    assert np.array_equal(pair.local.page(4), pair.remote.page(5))
 
 
 def test_reads_of_a_stopped_peer_are_reported_as_stalled_once_and_go_on():
@@ -188,7 +179,7 @@ def test_close_waits_for_a_stopped_peer_no_longer_than_it_was_told(wait_s, monke
     pair.fabric.agent("producer").stop()
     pair.consumer.post(order("stuck", [0], [0]))
     pair.consumer.advance()
-    monkeypatch.setattr("kv_nixl_agent._handles.time", clock)
+    monkeypatch.setattr("kv_nixl_agent.transfers.handles.time", clock)
     pair.consumer.close()
     assert wait_s <= now_s[0] - 50.0 < wait_s + 0.01
     assert pair.consumer.take_quiet() == ["stuck"]

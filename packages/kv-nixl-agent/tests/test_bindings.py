@@ -1,6 +1,7 @@
 """The seam to NIXL, over a stand-in module: what it finds, passes on, normalises and codes."""
 
 import enum
+import os
 import subprocess
 import sys
 import types
@@ -10,14 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kv_nixl_agent import AgentError, _bindings, _descriptors, _progress, _worker_turns
-from kv_nixl_agent._bindings import find_nixl
-from kv_nixl_agent._nixl_port import NixlBinding
-from kv_nixl_agent.port import WireTelemetry, open_nixl
+from kv_nixl_agent import AgentError, WireTelemetry, open_nixl
+from kv_nixl_agent.nixl import binding as nixl_binding
+from kv_nixl_agent.nixl import side_effects
+from kv_nixl_agent.nixl.binding import NixlBinding, find_nixl
 
 OPEN_MORE = """
 import os, resource, sys
-from kv_nixl_agent._descriptors import descriptors_left
+from kv_nixl_agent.nixl.binding import descriptors_left
 used = {int(name) for name in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{name}")}
 resource.setrlimit(resource.RLIMIT_NOFILE, (max(used) + 1 + int(sys.argv[1]), 4096))
 left = descriptors_left()
@@ -88,7 +89,7 @@ def module(monkeypatch):
 
 
 def open_one(**parameters: str) -> tuple[Any, Any]:
-    binding: Any = open_nixl("me", [("UCX", parameters)], sync_mode="rw", progress_thread=False)
+    binding: Any = open_nixl("me", [("UCX", parameters)], progress_thread=False)
     return binding, binding._agent
 
 
@@ -126,9 +127,37 @@ def test_the_progress_thread_is_made_to_sleep_between_events(monkeypatch):
     Agent.__module__ = "nixl"
     monkeypatch.setitem(sys.modules, "nixl", stand_in)
     open_one()
-    assert seen == [(_progress._PERIOD_US, 7)]
-    assert _progress._PERIOD_US >= 5000
+    assert seen == [(side_effects._PERIOD_US, 7)]
+    assert side_effects._PERIOD_US >= 5000
     assert stand_in.nixlBind is extension
+
+
+def test_every_effect_has_a_variable_that_turns_it_off(monkeypatch, module):
+    for variable, _ in side_effects.EFFECTS.values():
+        monkeypatch.setenv(variable, "n")
+    module.nixlBind = types.SimpleNamespace(nixlAgent=lambda _name, configuration: configuration)
+    monkeypatch.setattr(StandIn, "__module__", "nixl")
+    with side_effects.sleeping_progress_thread(StandIn):
+        assert isinstance(module.nixlBind, types.SimpleNamespace)
+    turns = side_effects.WorkerTurns(StandIn("a", None), "a", THREADS)
+    turns.met_peer()
+    assert turns._agent is None
+    before = sys.getswitchinterval()
+    side_effects.SwitchInterval(before / 10).lower()
+    assert sys.getswitchinterval() == before
+    side_effects.bound_registration_cache()
+    assert os.environ["UCX_RCACHE_MAX_UNRELEASED"] == "n"
+
+
+def test_each_effect_is_logged_once(monkeypatch, caplog):
+    monkeypatch.setattr(side_effects, "_logged", set())
+    monkeypatch.delenv("UCX_RCACHE_MAX_UNRELEASED", raising=False)
+    with caplog.at_level("INFO", "kv_nixl_agent"):
+        for _ in range(2):
+            side_effects.bound_registration_cache()
+            monkeypatch.delenv("UCX_RCACHE_MAX_UNRELEASED")
+    assert len(caplog.messages) == 1
+    assert "UCX_RCACHE_MAX_UNRELEASED" in caplog.messages[0]
 
 
 def test_agent_is_made_with_our_settings(module):
@@ -144,7 +173,7 @@ def test_agent_is_made_with_our_settings(module):
 
 
 def test_missing_packages_are_named(monkeypatch):
-    for name in _bindings.IMPORT_NAMES:
+    for name in nixl_binding.IMPORT_NAMES:
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(AgentError, match=r"nixl_cu13.*nixl_rocm") as error:
         find_nixl()
@@ -167,7 +196,7 @@ def test_backends_that_cannot_start(module):
 def test_returns_are_normalised(module):
     binding, agent = open_one()
     local, remote = handles(binding, 2)
-    transfer = binding.make("read", local, ONE, remote, ONE, b"n")
+    transfer = binding.make(local, ONE, remote, ONE, b"n")
     agent.calls.clear()
     agent.answers |= {
         "add_remote_agent": b"peer",
@@ -189,7 +218,7 @@ def test_returns_are_normalised(module):
         agent.answers["query_xfer_backend"] = told
         assert binding.telemetry(transfer) == WireTelemetry(1.0, 2.0, 64, 1, known)
     assert agent.calls[0] == ("add_remote_agent", (b"blob",))
-    binding.make("read", local, ONE, remote, ONE, b"n")
+    binding.make(local, ONE, remote, ONE, b"n")
     assert agent.calls[-1][1][0] == "READ"
 
 
@@ -241,7 +270,7 @@ def test_rows_are_expanded_for_a_nixl_without_strided_lists(module):
     local = binding.prepare(None, "DRAM", ROWS)
     assert binding.features.strided_rows is False
     remote = binding.prepare("p", "DRAM", ROWS)
-    binding.make("read", local, ONE, remote, ONE, b"")
+    binding.make(local, ONE, remote, ONE, b"")
     assert agent.calls[-1] == ("make_prepped_xfer", ("READ", "handle", ONE, "handle", ONE, b""))
 
 
@@ -281,7 +310,7 @@ def test_handles_hold_nothing_of_the_agent_once_they_are_released_or_it_is_close
     """Each handle of NIXL's own holds its agent in C++, whoever keeps it."""
     binding, agent = open_one()
     prepared, left = handles(binding, 2)
-    transfer = binding.make("read", prepared, ONE, left, ONE, b"")
+    transfer = binding.make(prepared, ONE, left, ONE, b"")
     watched = [weakref.ref(handle.inner) for handle in (prepared, transfer, left)]
     binding.release(transfer)
     binding.release_prepared(prepared)
@@ -338,7 +367,7 @@ def test_the_threads_take_some_more_turns_after_a_peer_was_met(module, monkeypat
     monkeypatch.setattr(StandIn, "get_plugin_params", lambda *_: THREADS)
     agent: Any = StandIn("a", None)
     agent.answers |= {"initialize_xfer": NixlHandle, "check_xfer_state": "DONE"}
-    turns = _worker_turns.WorkerTurns(agent, "a", THREADS, clock=lambda: now_s[0])
+    turns = side_effects.WorkerTurns(agent, "a", THREADS, clock=lambda: now_s[0])
 
     def turns_until(end_s):
         found = []
@@ -374,7 +403,7 @@ def test_a_close_waits_for_a_turn_that_is_under_way_and_not_for_ever(module, mon
     assert next(states, "asked thrice") == "asked thrice"
     hanging, _ = open_with_threads(module, THREADS)
     hanging.add_peer(b"blob")
-    monkeypatch.setattr(_worker_turns, "_END_WAIT_S", 0.02)
+    monkeypatch.setattr(side_effects, "_END_WAIT_S", 0.02)
     monkeypatch.setattr(StandIn, "check_xfer_state", lambda *_: "PROC", raising=False)
     hanging.close()
 
@@ -399,7 +428,7 @@ def test_no_peer_is_met_without_descriptors_for_it(
     """UCX would be left with half a connection, which can abort the peer."""
     agent: Any = StandIn("a", None)
     agent.answers["add_remote_agent"] = b"peer"
-    monkeypatch.setattr(_descriptors, "descriptors_left", lambda: left)
+    monkeypatch.setattr(nixl_binding, "descriptors_left", lambda: left)
     binding = NixlBinding(agent, "stand-in")
     if not is_refused:
         assert binding.add_peer(b"metadata") == "peer"

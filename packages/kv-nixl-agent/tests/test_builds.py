@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from kv_nixl_agent._doctor import _builds
-from kv_nixl_agent._doctor._builds import check_builds
+from kv_nixl_agent.tools import machine
+from kv_nixl_agent.tools.machine import check_builds
 
 CU13, CU12, META = ("nixl-cu13", "1.5.1"), ("nixl-cu12", "1.5.1"), ("nixl", "1.5.1")
 
@@ -112,7 +112,7 @@ def test_other_accepted_versions_are_not_called_tested(tmp_path, version):
     ],
 )
 def test_the_build_against_the_cuda_of_torch(tmp_path, monkeypatch, cuda, hip, loaded, severity, words):
-    monkeypatch.setattr(_builds, "has_gpu", lambda: True)
+    monkeypatch.setattr(machine, "has_gpu", lambda: True)
     install_torch(tmp_path, "2.13.0", cuda, hip)
     found = judged(tmp_path, loaded)["nixl-cuda"]
     assert found[0] == severity
@@ -120,7 +120,7 @@ def test_the_build_against_the_cuda_of_torch(tmp_path, monkeypatch, cuda, hip, l
 
 
 def test_without_a_gpu_the_wrong_build_is_a_warning(tmp_path, monkeypatch):
-    monkeypatch.setattr(_builds, "has_gpu", lambda: False)
+    monkeypatch.setattr(machine, "has_gpu", lambda: False)
     install_torch(tmp_path, "2.13.0", "13.0")
     assert judged(tmp_path, "nixl_cu12")["nixl-cuda"][0] == "warning"
 

@@ -7,8 +7,8 @@ from agent_checks.recording import RecordingPort, recording_factory
 from agent_checks.stage import Stage
 
 from kv_nixl_agent import TransferAgent
-from kv_nixl_agent._values import MemoryRegion
 from kv_nixl_agent.testing import FakeFabric, page_pattern
+from kv_nixl_agent.values import MemoryRegion
 
 PAGES, PAGE_BYTES = 32, 64
 

@@ -9,15 +9,11 @@ from functools import partial
 
 import pytest
 
-from kv_nixl_agent import _cli
-from kv_nixl_agent._doctor import _environment, _report, _trials
-from kv_nixl_agent._doctor._environment import Finding, check_environment
-from kv_nixl_agent._doctor._quiet import captured_output, reason_in
-from kv_nixl_agent._doctor._report import Report, examine
-from kv_nixl_agent._doctor._selftest import Bandwidth, SelfTest
-from kv_nixl_agent._doctor._text import report_lines
-from kv_nixl_agent._doctor._transports import ReadPath, is_tcp, read_paths
-from kv_nixl_agent._doctor._trials import Transport, try_transports
+from kv_nixl_agent.tools import cli, machine, report, transports
+from kv_nixl_agent.tools.machine import Finding, check_environment
+from kv_nixl_agent.tools.report import Report, examine, report_lines
+from kv_nixl_agent.tools.selftest import Bandwidth, ReadPath, SelfTest, captured_output, is_tcp, read_paths, reason_in
+from kv_nixl_agent.tools.transports import Transport, try_transports
 
 LOG = """
 [1795219524.924020] [vm:26730:0]   +--------+-------------+-----------------------------------+
@@ -66,16 +62,16 @@ def test_variables(variables, name, severity):
 
 
 def test_a_transport_list_without_cuda_is_an_error_beside_a_gpu(monkeypatch):
-    monkeypatch.setattr(_environment, "has_gpu", lambda: True)
+    monkeypatch.setattr(machine, "has_gpu", lambda: True)
     assert by_name(check_environment({"UCX_TLS": "rc,sm"}))["ucx-tls"] == "error"
     assert "ucx-tls" not in by_name(check_environment({"UCX_TLS": "rc,cuda_copy"}))
 
 
 def examined(monkeypatch, test):
-    monkeypatch.setattr(_report, "run_selftest", lambda: test)
-    monkeypatch.setattr(_report, "check_environment", list)
-    monkeypatch.setattr(_report, "try_transports", lambda _: ())
-    monkeypatch.setattr(_report, "check_nixl", lambda: [Finding("nixl", "ok", "fake")])
+    monkeypatch.setattr(report, "run_selftest", lambda: test)
+    monkeypatch.setattr(report, "check_environment", list)
+    monkeypatch.setattr(report, "try_transports", lambda _: ())
+    monkeypatch.setattr(report, "check_nixl", lambda: [Finding("nixl", "ok", "fake")])
     return examine()
 
 
@@ -103,25 +99,25 @@ def test_severity(monkeypatch, test, severity, word):
 @pytest.mark.parametrize(("severity", "code"), [("ok", 0), ("warning", 1), ("error", 3)])
 def test_exit_code_and_json(monkeypatch, capfd, severity, code):
     report = Report([Finding("x", severity, "text")], FAST, CMA)
-    monkeypatch.setattr(_cli, "examine", lambda _: report)
-    assert _cli.main(["doctor", "--json"]) == code
+    monkeypatch.setattr(cli, "examine", lambda _: report)
+    assert cli.main(["doctor", "--json"]) == code
     answer = json.loads(capfd.readouterr().out)
     assert (answer["severity"], answer["exit_code"]) == (severity, code)
     assert answer["paths"][0]["config"] == "cma/memory"
-    assert _cli.main(["doctor"]) == code
+    assert cli.main(["doctor"]) == code
     assert "x: text" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize("endpoint", ["nothing", "host:", ":1", "host:x", "host:70000"])
 def test_a_malformed_peer_is_wrong_usage(endpoint, capsys):
     with pytest.raises(SystemExit) as stop:
-        _cli.main(["doctor", "--peer", endpoint])
+        cli.main(["doctor", "--peer", endpoint])
     assert stop.value.code == 2
     assert "HOST:PORT" in capsys.readouterr().err
 
 
 def test_an_unreachable_peer_is_an_error():
-    _, finding = _report._try_peer("127.0.0.1", 1)
+    _, finding = report._try_peer("127.0.0.1", 1)
     assert (finding.name, finding.severity) == ("peer", "error")
 
 
@@ -129,10 +125,10 @@ def judged(monkeypatch, tests, variables, *, obstacles=()):
     """Judge transports on self-tests that are given, by `UCX_TLS`; those in `obstacles` lack what they need."""
     candidates = [
         dataclasses.replace(each, obstacle=partial(str, "gone" if each.name in obstacles else ""))
-        for each in _trials._CANDIDATES
+        for each in transports._CANDIDATES
     ]
-    monkeypatch.setattr(_trials, "_CANDIDATES", candidates)
-    monkeypatch.setattr(_trials, "run_selftest", lambda ucx_tls, **_: tests[ucx_tls])
+    monkeypatch.setattr(transports, "_CANDIDATES", candidates)
+    monkeypatch.setattr(transports, "run_selftest", lambda ucx_tls, **_: tests[ucx_tls])
     return {each.name: each for each in try_transports(CMA, variables)}
 
 

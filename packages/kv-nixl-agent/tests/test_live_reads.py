@@ -7,13 +7,20 @@ import numpy as np
 import pytest
 
 from kv_nixl_agent import AgentOptions, TransferAgent
-from kv_nixl_agent._cli import main
-from kv_nixl_agent._doctor import _live_reads
-from kv_nixl_agent._doctor._live_reads import LiveRank, Measurement, RankRead, measure_ranks, read_ranks
-from kv_nixl_agent._doctor._transports import ReadPath
-from kv_nixl_agent._fences import PROBE_WORDS, FenceArray, probe_pattern, words_before_pages
-from kv_nixl_agent._probe_pages import PROBE_PAGE_BYTES, PROBE_PAGES, probe_rows
 from kv_nixl_agent.testing import FakeFabric
+from kv_nixl_agent.tools import remote
+from kv_nixl_agent.tools.cli import main
+from kv_nixl_agent.tools.remote import LiveRank, Measurement, RankRead, measure_ranks, read_ranks
+from kv_nixl_agent.tools.selftest import ReadPath
+from kv_nixl_agent.words.fences import (
+    PROBE_PAGE_BYTES,
+    PROBE_PAGES,
+    PROBE_WORDS,
+    FenceArray,
+    probe_pattern,
+    probe_rows,
+    words_before_pages,
+)
 
 CMA = [ReadPath("host", "host", "0..inf", "zero-copy", "cma/memory")]
 TCP = [ReadPath("host", "host", "0..inf", "software emulation", "tcp/lo")]
@@ -36,9 +43,9 @@ def rank():
 
 
 def reader(fabric, most_bytes=64 << 20, timeout_s=5.0):
-    memory = np.zeros((_live_reads._BATCH_PAGES, PROBE_PAGE_BYTES), dtype=np.uint8)
+    memory = np.zeros((remote._BATCH_PAGES, PROBE_PAGE_BYTES), dtype=np.uint8)
     agent = TransferAgent("reader", [(memory.ctypes.data, memory.nbytes, 0, "DRAM")], port_factory=fabric.port)
-    return agent, _live_reads._Reader(agent, memory, most_bytes, timeout_s)
+    return agent, remote._Reader(agent, memory, most_bytes, timeout_s)
 
 
 @pytest.mark.parametrize("words", [1, 7, 64, 4096])
@@ -142,7 +149,7 @@ def test_a_description_that_is_none_is_wrong_usage(text, tmp_path, capsys):
 )
 def test_exit_code_and_words(monkeypatch, capsys, tmp_path, found, code, said):
     (tmp_path / "ranks.json").write_text(json.dumps(DESCRIBED))
-    monkeypatch.setattr("kv_nixl_agent._cli.measure_ranks", lambda *_, **__: found)
+    monkeypatch.setattr("kv_nixl_agent.tools.cli.measure_ranks", lambda *_, **__: found)
     assert main(["measure", str(tmp_path / "ranks.json")]) == code
     assert said in capsys.readouterr().out
     assert main(["measure", str(tmp_path / "ranks.json"), "--json"]) == code

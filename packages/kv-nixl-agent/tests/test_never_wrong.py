@@ -19,9 +19,9 @@ from kv_nixl_agent import (
     TransferResult,
     TransferThread,
 )
-from kv_nixl_agent._fences import SCRATCH_WORDS
-from kv_nixl_agent._pacing import Pacer
+from kv_nixl_agent.pacing import Pacer
 from kv_nixl_agent.testing import FakeFabric
+from kv_nixl_agent.words.fences import SCRATCH_WORDS
 
 NOTHING = np.empty(0, dtype=np.int32)
 ONE = np.zeros(1, dtype=np.int32)
@@ -372,25 +372,6 @@ def test_an_order_without_descriptors_still_checks_its_fence():
     pair.run()
     assert (pair.results["stale"].outcome, pair.results["good"].outcome) == ("fence-rejected", "done")
     assert [payload for _, payload in pair.producer.take_notifications()] == [b"good:1"]
-
-
-@pytest.mark.never_wrong("C5")
-def test_lists_that_are_evicted_between_data_and_fence_are_prepared_again():
-    pair = make_pair(latency_polls=0, options=AgentOptions(max_prepared_peers=1))
-    other = TransferAgent("other", [pair.remote.region], port_factory=pair.fabric.port)
-    pair.connect()
-    pair.producer.write_fence(0, 3)
-    fences = pair.consumer._memory.fences
-    taken: list[Any] = [fences.take_scratch(0) for _ in range(SCRATCH_WORDS)]
-    pair.consumer.post(order("r", [0], [1], fence=(0, 3)))
-    pair.run(3)
-    assert pair.results == {}, "the data is there, the fence waits for a word"
-    pair.consumer.add_peer(pair.spec(other, "q"))
-    assert not pair.consumer.peers()["p"]["is_prepared"]
-    for word in taken:
-        fences.give_back(word)
-    result = pair.run()["r"]
-    assert (result.outcome, result.code) == ("done", "")
 
 
 # ----------------------------------------------------------------------------------------------- peers and quarantine

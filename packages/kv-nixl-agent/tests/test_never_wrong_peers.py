@@ -6,7 +6,7 @@ import pytest
 from helpers import make_pair, order
 
 from kv_nixl_agent import AgentError, AgentOptions, TransferAgent
-from kv_nixl_agent._transfer import Transfer
+from kv_nixl_agent.transfers.transfer import Transfer
 
 
 @pytest.mark.never_wrong("C5")

@@ -13,12 +13,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from odd_ranks import ODD_VALUES, UNREADABLE, WRONG, changed, places
 
-from kv_nixl_agent import _cli
-from kv_nixl_agent._doctor import _report
-from kv_nixl_agent._doctor._json_values import parse_json
-from kv_nixl_agent._doctor._live_reads import Measurement, RankRead
+from kv_nixl_agent.tools import cli, report
+from kv_nixl_agent.tools.remote import Measurement, RankRead
+from kv_nixl_agent.tools.selftest import parse_json
 
-SOURCES = Path(_cli.__file__).parent
+SOURCES = Path(cli.__file__).parent
 RANKS = [
     {"name": "0.0", "agent_metadata": "AAEC", "fence": [4096, 0, 16]},
     {"name": "0.1", "agent_metadata": "", "fence": [8, 1, 2]},
@@ -65,11 +64,11 @@ def run(*words, stdin=b""):
         patch("sys.stdin", io.TextIOWrapper(io.BytesIO(stdin), encoding="utf-8")),
     ):
         try:
-            code = _cli.main(list(words))
+            code = cli.main(list(words))
         except SystemExit as stop:
             code = int(str(stop.code))
     said, complained = out.text(), err.text()
-    documented = {int(each) for each in re.findall(r"^  (\d)  ", _cli._EXIT_CODES, re.MULTILINE)}
+    documented = {int(each) for each in re.findall(r"^  (\d)  ", cli._EXIT_CODES, re.MULTILINE)}
     assert code in documented
     if code == 2:
         assert (said, bool(complained.strip())) == ("", True)
@@ -87,7 +86,7 @@ def _measured(monkeypatch):
         assert 0 < timeout_s <= 3600
         return Measurement([RankRead(rank.name, read_gb_s=1.0) for rank in ranks])
 
-    monkeypatch.setattr(_cli, "measure_ranks", measured)
+    monkeypatch.setattr(cli, "measure_ranks", measured)
 
 
 # ---------------------------------------------------------------------------------------------------------------- files
@@ -127,7 +126,7 @@ def test_one_module_reads_json():
     readers = [
         file.name for file in SOURCES.rglob("*.py") if "testing" not in file.parts and "json.load" in file.read_text()
     ]
-    assert readers == ["_json_values.py"]
+    assert readers == ["selftest.py"]
 
 
 @given(st.integers(1, 200), st.sampled_from(["[{}]", '{{"a": {}}}']))
@@ -147,7 +146,7 @@ def test_nesting_is_taken_up_to_a_depth_that_does_not_depend_on_the_stack(depth,
 
 def numeric_options():
     """Yield (command, option) of every option that takes a number."""
-    for command in _cli.app.registered_commands:
+    for command in cli.app.registered_commands:
         assert command.callback is not None
         for name, hint in get_type_hints(command.callback, include_extras=True).items():
             kind, *about = get_args(hint) if get_origin(hint) is Annotated else (hint,)
@@ -172,7 +171,7 @@ def test_every_number_is_tried():
 @pytest.mark.parametrize(("command", "option"), NUMERIC)
 def test_no_number_ends_a_command_with_a_traceback(command, option, monkeypatch):
     served = []
-    monkeypatch.setattr(_cli, "serve_peer", lambda _, port, *, sessions: served.append((port, sessions)))
+    monkeypatch.setattr(cli, "serve_peer", lambda _, port, *, sessions: served.append((port, sessions)))
     for number in ODD_NUMBERS:
         code, _, _ = run(command, option, number, stdin=json.dumps(RANKS).encode())
         is_number = re.fullmatch(r"[\d_]+|-0\.0|1e-320|1e308", number) is not None
@@ -209,5 +208,5 @@ def test_a_peer_is_host_and_port(port):
 
 @pytest.mark.parametrize("host", ["a" * 300, "a\0b", "\ud800"])
 def test_a_peer_whose_name_is_none_is_a_finding(host):
-    bandwidth, finding = _report._try_peer(host, 1)
+    bandwidth, finding = report._try_peer(host, 1)
     assert (bandwidth, finding.severity) == (None, "error")

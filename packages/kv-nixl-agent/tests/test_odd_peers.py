@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from odd_ranks import ODD_VALUES, UNREADABLE, WRONG, changed, places
 
 from kv_nixl_agent import AgentError
-from kv_nixl_agent._doctor import _remote_test, _report
-from kv_nixl_agent._doctor._live_reads import LiveRank, measure_ranks
-from kv_nixl_agent._doctor._selftest import Bandwidth, run_selftest
+from kv_nixl_agent.tools import remote, report
+from kv_nixl_agent.tools.remote import LiveRank, measure_ranks
+from kv_nixl_agent.tools.selftest import Bandwidth, run_selftest
 
 # -------------------------------------------------------------------------------------------------------------- clients
 
@@ -42,8 +42,8 @@ GREETING = b'{"greeting": "kv-nixl-doctor-1"}\n'
 
 def served(lines, monkeypatch):
     """Send each line to one server, each over a connection of its own; return the answers."""
-    monkeypatch.setattr(_remote_test, "PeerProcess", Producer)
-    monkeypatch.setattr(_remote_test, "_TIMEOUT_S", 5.0)
+    monkeypatch.setattr(remote, "PeerProcess", Producer)
+    monkeypatch.setattr(remote, "_TIMEOUT_S", 5.0)
     bound, answers = [], []
     make = socket.create_server
 
@@ -54,7 +54,7 @@ def served(lines, monkeypatch):
 
     monkeypatch.setattr("socket.create_server", create_server)
     ended = []
-    server = threading.Thread(target=lambda: ended.append(_remote_test.serve_peer("127.0.0.1", 0, sessions=len(lines))))
+    server = threading.Thread(target=lambda: ended.append(remote.serve_peer("127.0.0.1", 0, sessions=len(lines))))
     server.start()
     while not bound:
         assert server.is_alive()
@@ -126,7 +126,7 @@ def test_a_client_that_is_gone_before_it_is_taken_ends_nothing(monkeypatch):
             return ours, None
 
     monkeypatch.setattr("socket.create_server", lambda _: Server())
-    assert _remote_test.serve_peer("127.0.0.1", 7, sessions=1) == 7
+    assert remote.serve_peer("127.0.0.1", 7, sessions=1) == 7
 
 
 # -------------------------------------------------------------------------------------------------------------- answers
@@ -142,14 +142,14 @@ def asked(answer):
         sender = threading.Thread(target=lambda: (theirs.sendall(answer), theirs.shutdown(socket.SHUT_WR)))
         with patch("socket.create_connection", lambda *_, **__: ours):
             sender.start()
-            found = _report._try_peer("10.0.0.1", 5700)
+            found = report._try_peer("10.0.0.1", 5700)
         sender.join(5)
     return found
 
 
 @pytest.fixture
 def _no_reads(monkeypatch):
-    monkeypatch.setattr(_remote_test, "measure_pages", lambda *_: Bandwidth(4096, 1.0, 2.0, 3.0))
+    monkeypatch.setattr(remote, "measure_pages", lambda *_: Bandwidth(4096, 1.0, 2.0, 3.0))
 
 
 @pytest.mark.usefixtures("_no_reads")
@@ -166,7 +166,7 @@ def test_an_answer_that_is_none_is_a_finding(name):
 @example(("rows",), [[0, 4096, 0, 4096, 1 << 30]])
 def test_a_region_of_any_values_is_read_or_a_finding(place, odd):
     answer = changed(REGION, place, odd) if place else REGION
-    with patch.object(_remote_test, "measure_pages", lambda *_: Bandwidth(4096, 1.0, 2.0, 3.0)):
+    with patch.object(remote, "measure_pages", lambda *_: Bandwidth(4096, 1.0, 2.0, 3.0)):
         bandwidth, finding = asked(json.dumps(answer).encode() + b"\n")
     assert (bandwidth is None) is (finding.severity == "error")
     assert place or finding.severity == "ok"
@@ -179,7 +179,7 @@ def test_whatever_reads_bring_about_is_a_finding(error, monkeypatch):
     def fail(*_):
         raise error
 
-    monkeypatch.setattr(_remote_test, "measure_pages", fail)
+    monkeypatch.setattr(remote, "measure_pages", fail)
     bandwidth, finding = asked(json.dumps(REGION).encode() + b"\n")
     assert (bandwidth, finding.severity) == (None, "error")
     assert type(error).__name__ in finding.message

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from kv_nixl_agent import _request_pool
-from kv_nixl_agent._doctor._peer_deaths import judge_peer_deaths
-from kv_nixl_agent._doctor._transports import ReadPath
-from kv_nixl_agent._request_pool import SWITCH, RequestPool, State
+from kv_nixl_agent.nixl import side_effects
+from kv_nixl_agent.nixl.side_effects import SWITCH, RequestPool, State
+from kv_nixl_agent.tools.selftest import ReadPath
+from kv_nixl_agent.tools.transports import judge_peer_deaths
 
 LIBRARIES = sorted({line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if ".so" in line})
 ONE_SIDED = ReadPath("host", "host", "0..inf", "zero-copy", "cma/memory")
@@ -22,9 +22,9 @@ Loaded = dict[str, set[str]]
 def outcome(monkeypatch: pytest.MonkeyPatch, before: Loaded, after: Loaded) -> State:
     """Return the state of a pool with these libraries loaded before it was watched, and before it is zeroed."""
     pool = RequestPool()
-    monkeypatch.setattr(_request_pool, "_loaded", lambda: before)
+    monkeypatch.setattr(side_effects, "_loaded", lambda: before)
     pool.watch()
-    monkeypatch.setattr(_request_pool, "_loaded", lambda: after)
+    monkeypatch.setattr(side_effects, "_loaded", lambda: after)
     pool.zero()
     return pool.state
 
@@ -62,7 +62,7 @@ class Functions:
 def test_a_version_that_was_not_measured_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(SWITCH, raising=False)
     library = Functions((1, 24, 0))
-    monkeypatch.setattr(_request_pool, "_open", lambda _: library)
+    monkeypatch.setattr(side_effects, "_open", lambda _: library)
     assert outcome(monkeypatch, {}, {"libucs": {"a"}, "libucp": {"b"}}) == "unknown-build"
     assert library.asked == 1
 
@@ -70,10 +70,10 @@ def test_a_version_that_was_not_measured_is_left_alone(monkeypatch: pytest.Monke
 def test_only_memory_that_may_be_written_is_written() -> None:
     own = bytearray(16)
     start = ctypes.addressof((ctypes.c_char * 16).from_buffer(own))
-    assert _request_pool._may_write(start, 16)
+    assert side_effects._may_write(start, 16)
     code = ctypes.cast(ctypes.pythonapi.Py_IsInitialized, ctypes.c_void_p).value or 0
-    assert not _request_pool._may_write(code, 16)
-    assert not _request_pool._may_write(8, 16), "nothing is mapped there"
+    assert not side_effects._may_write(code, 16)
+    assert not side_effects._may_write(8, 16), "nothing is mapped there"
 
 
 @pytest.mark.parametrize("word", ["n", "no", "off", "0", "N", "false"])
@@ -84,7 +84,7 @@ def test_the_switch_leaves_ucx_as_it_is(monkeypatch: pytest.MonkeyPatch, word: s
 
 def test_a_pool_that_nobody_watched_before_ucx_was_loaded_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(SWITCH, raising=False)
-    monkeypatch.setattr(_request_pool, "_loaded", lambda: {"libucs": {"a"}, "libucp": {"b"}})
+    monkeypatch.setattr(side_effects, "_loaded", lambda: {"libucs": {"a"}, "libucp": {"b"}})
     pool = RequestPool()
     pool.zero()
     assert pool.state == "already-in-use"
@@ -94,10 +94,10 @@ def test_ucx_that_another_part_loaded_between_two_agents_of_ours_is_left_alone(m
     """The first agent needs no UCX; then somebody else loads it; the second agent looks again."""
     monkeypatch.delenv(SWITCH, raising=False)
     pool = RequestPool()
-    monkeypatch.setattr(_request_pool, "_loaded", dict)
+    monkeypatch.setattr(side_effects, "_loaded", dict)
     pool.watch()
     pool.zero()
-    monkeypatch.setattr(_request_pool, "_loaded", lambda: {"libucs": {"a"}, "libucp": {"b"}})
+    monkeypatch.setattr(side_effects, "_loaded", lambda: {"libucs": {"a"}, "libucp": {"b"}})
     pool.watch()
     pool.zero()
     assert pool.state == "already-in-use"
@@ -120,7 +120,7 @@ def test_a_list_of_mapped_files_that_cannot_be_read_stops_no_start(
     monkeypatch.setattr(Path, "read_text", read)
     pool = RequestPool()
     pool.watch()
-    monkeypatch.setattr(_request_pool, "_loaded", lambda: {"libucs": {"a"}, "libucp": {"b"}})
+    monkeypatch.setattr(side_effects, "_loaded", lambda: {"libucs": {"a"}, "libucp": {"b"}})
     pool.zero()
     assert pool.state == ("already-in-use" if fault is not None else "unknown-build")
 
@@ -136,7 +136,7 @@ def test_libraries_are_found_by_the_names_that_wheels_and_distributions_give_the
         "7f07-7f08 rw-p 0 00:0 0    [heap]",
     ]
     monkeypatch.setattr(Path, "read_text", lambda *_, **__: "\n".join(lines))
-    assert _request_pool._loaded() == {
+    assert side_effects._loaded() == {
         "libucp": {"/v/nixl_cu12.libs/libucp-b39b3ed9.so.0.0.0"},
         "libucs": {"/usr/lib/libucs.so.0"},
     }

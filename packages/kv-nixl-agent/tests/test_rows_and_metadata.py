@@ -6,11 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kv_nixl_agent import AgentError, AgentOptions, BackendOptions, ThreadOptions
-from kv_nixl_agent._errors import ERROR_CODES
-from kv_nixl_agent._metadata import add_checksum, open_metadata, peek_agent_name
-from kv_nixl_agent._parts import order_for_merging, spread_runs
-from kv_nixl_agent._rows import RowTable, check_rows, expand_rows
-from kv_nixl_agent._values import MemoryRegion
+from kv_nixl_agent.errors import ERROR_CODES
+from kv_nixl_agent.memory.rows import RowTable, check_rows
+from kv_nixl_agent.nixl.binding import expand_rows
+from kv_nixl_agent.nixl.metadata import add_checksum, open_metadata, peek_agent_name
+from kv_nixl_agent.transfers.parts import order_for_merging, spread_runs
+from kv_nixl_agent.values import MemoryRegion
 
 row = st.tuples(
     st.integers(1, 2**40), st.integers(1, 4096), st.integers(0, 3), st.integers(0, 4096), st.integers(1, 9)
@@ -91,12 +92,12 @@ def test_any_bytes_are_metadata_or_damaged(blob):
 def test_metadata_with_a_checksum_opens_and_no_flip_or_cut_of_it_does(body, data):
     blob = b"nixlSerDes|" + body + b"|"
     whole = add_checksum(blob)
-    assert open_metadata(whole, is_checksum_required=True) == blob
+    assert open_metadata(whole) == blob
     damaged = bytearray(whole)
     damaged[data.draw(st.integers(0, len(whole) - 1))] ^= data.draw(st.integers(1, 255))
-    for wrong in (bytes(damaged), whole[: data.draw(st.integers(0, len(whole) - 1))]):
+    for wrong in (bytes(damaged), whole[: data.draw(st.integers(len(blob) + 1, len(whole) - 1))]):
         with pytest.raises(AgentError):
-            open_metadata(wrong, is_checksum_required=True)
+            open_metadata(wrong)
 
 
 @pytest.mark.parametrize("cut", range(1, 8))
@@ -108,12 +109,10 @@ def test_a_cut_trailer_is_no_absent_one_although_it_ends_like_nixls_blob(cut):
     assert refused.value.code == "metadata-damaged"
 
 
-def test_metadata_without_a_checksum_is_taken_unless_it_is_required():
+def test_metadata_without_a_checksum_is_taken():
     blob = b"nixlSerDes|Agent" + (3).to_bytes(8, "little") + b"abc|"
     assert open_metadata(blob) == blob
     assert peek_agent_name(blob) == "abc"
-    with pytest.raises(AgentError, match="no checksum trailer"):
-        open_metadata(blob, is_checksum_required=True)
 
 
 @pytest.mark.parametrize(
@@ -145,13 +144,11 @@ def test_backend_parameters_in_nixl_spelling():
         num_threads=4,
         split_batch_size=16,
         engine_config={"TLS": "tcp", "TCP_TX_SEG_SIZE": "128k"},
-        error_handling="none",
     )
     assert dict(options.as_parameters()) == {
         "num_threads": "4",
         "split_batch_size": "16",
         "engine_config": "TLS=tcp,TCP_TX_SEG_SIZE=128k",
-        "ucx_error_handling_mode": "none",
     }
 
 

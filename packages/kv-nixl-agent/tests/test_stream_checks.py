@@ -12,11 +12,10 @@ from agent_checks.stream_checks import STREAM_CHECKS, STREAM_FAULT_CHECKS, Liste
 from agent_checks.stream_rewriter import VOID_TOKENS, StreamRewriter, entries_of, entry_id
 
 from kv_nixl_agent import AgentError, AgentOptions, PeerSpec, ThreadOptions, TransferAgent, TransferThread
-from kv_nixl_agent._fences import FenceArray
-from kv_nixl_agent._pacing import Pacer
-from kv_nixl_agent._stream_layout import StreamLayout
-from kv_nixl_agent._stream_words import StreamWords
+from kv_nixl_agent.pacing import Pacer
+from kv_nixl_agent.streams.words import StreamLayout, StreamWords
 from kv_nixl_agent.testing import FakeFabric
+from kv_nixl_agent.words.fences import FenceArray
 
 NOTHING = np.empty((0, 5), dtype=np.uint64)
 OPTIONS = AgentOptions(stream_slots=8, stream_capacity=2048)

@@ -19,7 +19,7 @@ __all__ = ["API_MODULES", "configuration_page", "errors_page", "metric_names_pag
 API_MODULES: dict[str, tuple[str, ...]] = {
     "kv-handshake": ("kv_handshake", "kv_handshake.security", "kv_handshake.inspect"),
     "kv-topology": ("kv_topology", "kv_topology.layouts"),
-    "kv-nixl-agent": ("kv_nixl_agent", "kv_nixl_agent.integrity", "kv_nixl_agent.port"),
+    "kv-nixl-agent": ("kv_nixl_agent",),
     "kv-scheduler-state": ("kv_scheduler_state",),
     "vllm-adapter": ("vllm_adapter.config",),
 }

@@ -1,17 +1,21 @@
 """Memory registration and transfers through NIXL, off the engine's thread and safe against dying peers."""
 
-from ._agent import TransferAgent
-from ._errors import AgentError
-from ._health import ThreadHealth
-from ._options import AgentOptions, BackendOptions, ThreadOptions
-from ._thread import TransferThread
-from ._values import PeerSpec, QuarantineEntry, StallEntry, TraceEvent, TransferOrder, TransferResult
+from kv_nixl_agent.agent import TransferAgent
+from kv_nixl_agent.errors import AgentError
+from kv_nixl_agent.nixl.binding import open_nixl
+from kv_nixl_agent.nixl.port import NixlPort, PortFactory, PortFeatures, WireTelemetry
+from kv_nixl_agent.options import AgentOptions, BackendOptions, ThreadOptions
+from kv_nixl_agent.thread import ThreadHealth, TransferThread
+from kv_nixl_agent.values import PeerSpec, QuarantineEntry, StallEntry, TraceEvent, TransferOrder, TransferResult
 
 __all__ = [
     "AgentError",
     "AgentOptions",
     "BackendOptions",
+    "NixlPort",
     "PeerSpec",
+    "PortFactory",
+    "PortFeatures",
     "QuarantineEntry",
     "StallEntry",
     "ThreadHealth",
@@ -21,6 +25,8 @@ __all__ = [
     "TransferOrder",
     "TransferResult",
     "TransferThread",
+    "WireTelemetry",
+    "open_nixl",
 ]
 
 __version__ = "0.2.0"

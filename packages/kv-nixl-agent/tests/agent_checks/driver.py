@@ -25,18 +25,18 @@ import numpy as np
 
 from agent_checks.recording import RecordingPort, recording_factory
 from agent_checks.world import PAGE_BYTES, Clock, Producer, World, demand
-from kv_nixl_agent._agent import TransferAgent
-from kv_nixl_agent._errors import AgentError
-from kv_nixl_agent._fences import CLOSED_GENERATION, SCRATCH_WORDS
-from kv_nixl_agent._loop import Callbacks, Loop
-from kv_nixl_agent._options import AgentOptions, ThreadOptions
-from kv_nixl_agent._values import PeerSpec, TransferOrder
-from kv_nixl_agent.testing._fake import FakeFabric
+from kv_nixl_agent.agent import TransferAgent
+from kv_nixl_agent.errors import AgentError
+from kv_nixl_agent.loop import Callbacks, Loop
+from kv_nixl_agent.options import AgentOptions, ThreadOptions
+from kv_nixl_agent.testing import FakeFabric
+from kv_nixl_agent.values import PeerSpec, TransferOrder
+from kv_nixl_agent.words.fences import CLOSED_GENERATION, SCRATCH_WORDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kv_nixl_agent._values import TraceEvent
+    from kv_nixl_agent.values import TraceEvent
 
 __all__ = ["run_episode"]
 
@@ -69,7 +69,6 @@ def _draw(chance: random.Random, trace: Callable[[TraceEvent], object]) -> _Conf
         max_inflight_bytes=chance.choice([None, PAGE_BYTES, 6 * PAGE_BYTES]),
         max_queued=chance.choice([2, 4, 1000]),
         max_quarantined_per_peer=chance.choice([1, 2, 1000]),
-        max_prepared_peers=chance.choice([1, 2, 1000]),
         wire_up=chance.random() < 0.7,
         stall_after_s=chance.choice([None, 0.05]),
         close_wait_s=0.0,
@@ -177,8 +176,6 @@ class _Episode:
         for _ in range(self.chance.choice([0, 1, 1, 2, 5])):
             self.clock.now_s += 0.002
             self.turn()
-        kept, live = self.agent.statistics()["deadlines_kept"], len(self.world.live_ids())
-        demand(kept <= 2 * live + 130, f"{kept} transfers are kept for {live} that are live")
 
     def _burst(self) -> None:
         """Order more than a hundred things that end soon, while others may be stalled."""
@@ -277,17 +274,18 @@ class _Episode:
         for _ in range(100):
             self.clock.now_s += 0.01
             self.turn()
-        for entry in self.agent.quarantine():
-            # Where NIXL repeats an error for ever nothing is on the wire any more, but only the driver knows.
-            is_error_sticky = "sticky-error" in self.configuration.rates
-            demand(is_error_sticky, f"quarantine does not end: {entry}")
-            self.agent.declare_quiet(entry.transfer_id)
-        self.turn()
+        # Where NIXL repeats an error, quarantine lasts until the agent is closed.
+        is_error_sticky = "sticky-error" in self.configuration.rates
+        demand(
+            is_error_sticky or not self.agent.quarantine(), f"quarantine does not end: {self.agent.quarantine()[:3]}"
+        )
         self._expect_rest()
 
     def _expect_rest(self) -> None:
         demand(self.loop.errors.callback_errors + self.loop.errors.loop_errors == 0, self.loop.errors.last[1])
-        self.world.expect_all_ended()
+        is_held = self.agent.has_quarantine
+        if not is_held:
+            self.world.expect_all_ended()
         statistics = self.agent.statistics()
         demand(not self.trace_failures, self.trace_failures[0] if self.trace_failures else "")
         free, given = statistics["scratch_words_free"], self.configuration.scratch_words
@@ -295,9 +293,9 @@ class _Episode:
         is_refusing = "make-error" in self.configuration.rates
         demand(is_refusing or not self.world.rejected, f"rejected for no reason: {self.world.rejected[:3]}")
         demand(statistics["queued"] == statistics["inflight_bytes"] == 0, "something is counted that has ended")
-        demand(statistics["peers_retiring"] == 0, "a removed peer is kept")
+        demand(is_held or statistics["peers_retiring"] == 0, "a removed peer is kept")
         outstanding = {key: peer["outstanding"] for key, peer in self.agent.peers().items()}
-        demand(not any(outstanding.values()), f"outstanding handles {outstanding}")
+        demand(is_held or not any(outstanding.values()), f"outstanding handles {outstanding}")
         unloaded = self.fabric.agents_unloaded_alive
         demand(
             not unloaded or "disconnect" in self.configuration.rates, f"{unloaded} unloaded agents leak their sockets"

@@ -75,17 +75,6 @@ def check_fence(stage: Stage) -> None:
     expect(stage.await_notifications(1) == [(stage.consumer.name, b"end")], "a voided read notified")
 
 
-def check_write(stage: Stage) -> None:
-    """A write puts local pages into the producer's memory."""
-    stage.producer.fill(21)
-    stage.connect()
-    expect(stage.read("r", [0], [1]).outcome == "done", "read failed")
-    result = stage.read("w", [0], [4], operation="write", notification=b"w")
-    expect(result.outcome == "done", f"{result}")
-    stage.await_notifications(1)
-    expect(stage.producer.read_page(4) == stage.producer.read_page(1), "the page did not arrive")
-
-
 def check_bad_input(stage: Stage) -> None:
     """Everything malformed is refused with its code, and the agent works on."""
     agent, producer = stage.consumer, stage.producer
@@ -266,7 +255,6 @@ CHECKS: tuple[Callable[[Stage], None], ...] = (
     check_descending_pairs_merge,
     check_notification_without_data,
     check_fence,
-    check_write,
     check_bad_input,
     check_metadata_flips,
     check_unequal_lengths,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, final
 
-from kv_nixl_agent._errors import AgentError
+from kv_nixl_agent.errors import AgentError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -12,16 +12,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from kv_nixl_agent._port import (
-        Handle,
-        MemoryKind,
-        NixlPort,
-        Operation,
-        PortFactory,
-        PortFeatures,
-        Progress,
-        WireTelemetry,
-    )
+    from kv_nixl_agent.nixl.port import Handle, MemoryKind, NixlPort, PortFactory, PortFeatures, Progress, WireTelemetry
 
 __all__ = ["RecordingPort", "recording_factory"]
 
@@ -82,7 +73,6 @@ class RecordingPort:
 
     def make(
         self,
-        operation: Operation,
         local: Handle,
         local_indices: npt.NDArray[np.int32],
         peer: Handle,
@@ -90,7 +80,7 @@ class RecordingPort:
         notification: bytes,
     ) -> Handle:
         """Pass on and count."""
-        made = self._port.make(operation, local, local_indices, peer, peer_indices, notification)
+        made = self._port.make(local, local_indices, peer, peer_indices, notification)
         return self._opened("transfer", made)
 
     def post(self, transfer: Handle) -> Progress:
@@ -142,10 +132,9 @@ def recording_factory(factory: PortFactory, ports: list[RecordingPort]) -> PortF
         agent_name: str,
         backends: Sequence[tuple[str, Mapping[str, str]]],
         *,
-        sync_mode: str,
         progress_thread: bool,
     ) -> NixlPort:
-        port = RecordingPort(factory(agent_name, backends, sync_mode=sync_mode, progress_thread=progress_thread))
+        port = RecordingPort(factory(agent_name, backends, progress_thread=progress_thread))
         ports.append(port)
         return port
 

@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Protocol, final
 
 import numpy as np
 
-from kv_nixl_agent._errors import AgentError
-from kv_nixl_agent._producer_process import count_sockets, page_pattern
-from kv_nixl_agent._values import PeerSpec, TransferOrder, TransferResult
+from kv_nixl_agent.errors import AgentError
+from kv_nixl_agent.tools.producer import count_sockets, page_pattern
+from kv_nixl_agent.values import PeerSpec, TransferOrder, TransferResult
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     import numpy.typing as npt
 
-    from kv_nixl_agent._agent import TransferAgent
-    from kv_nixl_agent._port import MemoryKind
+    from kv_nixl_agent.agent import TransferAgent
+    from kv_nixl_agent.nixl.port import MemoryKind
 
 __all__ = ["ProducerControl", "Stage", "expect", "expect_error", "make_order"]
 

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Final, Protocol, final
 
 from agent_checks.stage import expect, expect_error
 from agent_checks.stream_rewriter import VOID_TOKENS, entries_of, entry_id, is_progress_of
-from kv_nixl_agent._stream_reads import PAD_COUNT
+from kv_nixl_agent.words.fences import PAD_COUNT
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kv_nixl_agent._agent import TransferAgent
-    from kv_nixl_agent._stream_watches import StreamWatch
-    from kv_nixl_agent._values import PeerSpec, StreamLocation
+    from kv_nixl_agent.agent import TransferAgent
+    from kv_nixl_agent.streams.polls import StreamWatch
+    from kv_nixl_agent.values import PeerSpec, StreamLocation
 
 __all__ = ["STREAM_CHECKS", "STREAM_FAULT_CHECKS", "Listener", "StreamControl", "StreamStage"]
 

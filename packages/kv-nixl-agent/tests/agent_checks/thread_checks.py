@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Final, final
 
 from agent_checks.stage import expect
 from agent_checks.stream_checks import Listener
-from kv_nixl_agent._stream_reads import PAD_COUNT
+from kv_nixl_agent.words.fences import PAD_COUNT
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from agent_checks.stream_checks import StreamControl
-    from kv_nixl_agent._stream_watches import StreamWatch
-    from kv_nixl_agent._thread import TransferThread
-    from kv_nixl_agent._values import PeerSpec
+    from kv_nixl_agent.streams.polls import StreamWatch
+    from kv_nixl_agent.thread import TransferThread
+    from kv_nixl_agent.values import PeerSpec
 
 __all__ = ["THREAD_CHECKS", "ThreadStage"]
 

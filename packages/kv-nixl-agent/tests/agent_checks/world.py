@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING, Final, final
 
 import numpy as np
 
-from kv_nixl_agent._agent import TransferAgent
-from kv_nixl_agent._options import AgentOptions
-from kv_nixl_agent._values import PeerSpec
+from kv_nixl_agent.agent import TransferAgent
+from kv_nixl_agent.options import AgentOptions
+from kv_nixl_agent.values import PeerSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     import numpy.typing as npt
 
-    from kv_nixl_agent._values import MemoryRegion, TransferOrder, TransferResult
-    from kv_nixl_agent.testing._fake import FakeFabric
+    from kv_nixl_agent.testing import FakeFabric
+    from kv_nixl_agent.values import MemoryRegion, TransferOrder, TransferResult
 
     Rows = npt.NDArray[np.uint64]
 

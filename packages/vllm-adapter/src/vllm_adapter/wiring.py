@@ -13,8 +13,15 @@ from typing import TYPE_CHECKING, Literal, final
 
 from kv_handshake import Client, Codec, Listener, LocalOffer, Timing
 from kv_handshake.security import ClientSecurity, ServerSecurity
-from kv_nixl_agent import AgentOptions, BackendOptions, PeerSpec, ThreadOptions, TransferThread
-from kv_nixl_agent.port import PortFactory, open_nixl
+from kv_nixl_agent import (
+    AgentOptions,
+    BackendOptions,
+    PeerSpec,
+    PortFactory,
+    ThreadOptions,
+    TransferThread,
+    open_nixl,
+)
 from kv_scheduler_state import (
     AnnouncedFences,
     GroupConfig,

@@ -1,0 +1,438 @@
+"""`TransferAgent`: one NIXL agent with its memory, peers and transfers, driven by its owner.
+
+Theory of operation. An order becomes a `Transfer` with one or more *parts*, each of which is one NIXL handle. The owner calls
+`advance` repeatedly. Each call posts parts, polls everything on the wire, ends transfers past their deadline (`TransferTable`),
+and polls the handles that no transfer waits for (`Handles`).
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, final
+
+from kv_nixl_agent.errors import AgentError
+from kv_nixl_agent.memory.memory import MemoryTable
+from kv_nixl_agent.memory.peers import PeerTable
+from kv_nixl_agent.nixl.binding import open_nixl
+from kv_nixl_agent.nixl.metadata import add_checksum
+from kv_nixl_agent.options import AgentOptions
+from kv_nixl_agent.statistics import Statistics, Tracer
+from kv_nixl_agent.streams.polls import StreamPoller
+from kv_nixl_agent.streams.words import StreamWords
+from kv_nixl_agent.transfers.handles import Handles
+from kv_nixl_agent.transfers.parts import split_into_parts
+from kv_nixl_agent.transfers.queue import TransferTable
+from kv_nixl_agent.transfers.reader import WordReader
+from kv_nixl_agent.transfers.transfer import Transfer, Wiring
+from kv_nixl_agent.values import TransferResult
+from kv_nixl_agent.words.fences import FenceArray, LandingPads
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from kv_nixl_agent.memory.peers import Peer
+    from kv_nixl_agent.nixl.port import PortFactory, PortFeatures
+    from kv_nixl_agent.statistics import Snapshot
+    from kv_nixl_agent.values import (
+        FenceLocation,
+        MemoryRegion,
+        Outcome,
+        PeerDescription,
+        QuarantineEntry,
+        StallEntry,
+        TransferOrder,
+    )
+
+__all__ = ["TransferAgent"]
+
+
+@final
+class TransferAgent:
+    """NIXL endpoint of a rank. Not thread-safe: one thread owns it and calls `advance` repeatedly.
+
+    Args:
+        name: NIXL agent name, unique among agents that connect to each other.
+        regions: Memory to register: (address, length_bytes, device, kind). The caller keeps it alive.
+        options: See `AgentOptions`.
+        port_factory: Creates the NIXL port; tests pass a fake.
+        clock: Monotonic clock, in seconds.
+
+    Raises:
+        AgentError: `nixl-missing`, `backend-unavailable`, `bad-region`, `registration-failed`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        regions: Sequence[MemoryRegion],
+        options: AgentOptions | None = None,
+        *,
+        port_factory: PortFactory = open_nixl,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._options = (options or AgentOptions()).for_regions(regions)
+        self.name = name
+        self._is_closed = False
+        self._clock = clock
+        self._generation = 1
+        self._statistics = Statistics()
+        fences = FenceArray(self._options.fence_words)
+        self.stream_words: StreamWords | None = None
+        """This rank's stream memory, writable from any thread; None without stream slots."""
+        pads: LandingPads | None = None
+        scratch: list[MemoryRegion] = []
+        if self._options.stream_slots:
+            words = self.stream_words = StreamWords(
+                fences,
+                self._options.stream_slots,
+                self._options.stream_capacity,
+                is_alone=not self._options.progress_thread,
+            )
+            pads = LandingPads()
+            scratch.append((words.location[0], words.total_bytes, 0, "DRAM"))
+            scratch.append((pads.address, pads.total_bytes, 0, "DRAM"))
+        backends = [(backend.name, backend.as_parameters()) for backend in self._options.backends]
+        self._port = port_factory(name, backends, progress_thread=self._options.progress_thread)
+        try:
+            self._memory = MemoryTable(self._port, fences, regions, scratch)
+        except AgentError:
+            self._port.close()
+            raise
+        trace = Tracer(self._options.trace, self._statistics, clock)
+        self._transfers = TransferTable(self._options, self._statistics, trace, clock)
+        self._handles = Handles(
+            self._port,
+            self._statistics,
+            on_idle=self._retire,
+        )
+        self._peers = PeerTable(self._port, self._memory, self._handles.last_look)
+        self._words = WordReader(self._port, fences, pads, self._handles, clock)
+        self.polls = StreamPoller(self._words, self._options, self._statistics, self._peers.get, clock)
+        """Watches of peers' streams."""
+        self._wiring = Wiring(
+            self._port,
+            self._handles,
+            self._words,
+            self._transfers.load,
+            self._statistics,
+            trace,
+            clock,
+            self._transfers.note_end,
+            self._transfers.note_quiet,
+        )
+
+    # ------------------------------------------------------------------------------------------------ this endpoint
+
+    @property
+    def features(self) -> PortFeatures:
+        """Features of the installed NIXL."""
+        self._refuse_closed()
+        return self._port.features
+
+    @property
+    def fence(self) -> FenceLocation:
+        """(address, device, word count) of this rank's fence array, for peers."""
+        return self._memory.fences.location
+
+    @property
+    def generation(self) -> int:
+        """Number that starts at 1 and grows whenever the regions change; peers then need fresh metadata."""
+        return self._generation
+
+    def agent_metadata(self) -> bytes:
+        """Return this agent's metadata for peers, with a checksum trailer that NIXL itself ignores."""
+        self._refuse_closed()
+        return add_checksum(self._port.agent_metadata())
+
+    def register(self, regions: Sequence[MemoryRegion]) -> None:
+        """Register further memory; peers need fresh metadata afterwards.
+
+        Raises:
+            AgentError: `bad-region`, `registration-failed`; nothing is registered then.
+        """
+        self._refuse_closed()
+        self._memory.register(regions)
+        self._generation += 1
+
+    def write_fence(self, slot: int, generation: int) -> None:
+        """Store `generation` in this rank's fence word `slot`; consumers see it at once. Any thread.
+
+        Raises:
+            AgentError: `bad-fence`; `agent-closed` once `close` has voided all words.
+        """
+        self._memory.fences.write(slot, generation)
+
+    def _refuse_closed(self) -> None:
+        if self._is_closed:
+            raise AgentError("agent-closed", f"agent {self.name!r} was closed")
+
+    # --------------------------------------------------------------------------------------------------------- peers
+
+    def add_peer(self, spec: PeerDescription) -> None:
+        """Register a peer rank and start connecting to it.
+
+        Args:
+            spec: A `PeerSpec`, or any value with its members.
+
+        Raises:
+            AgentError: `peer-known`, `agent-name`, `metadata-damaged`, `metadata-rejected`, `bad-rows`, `rows-unregistered`,
+                `peer-rows-unregistered`, `bad-fence`; nothing is kept then.
+        """
+        self._refuse_closed()
+        for squatter in self._peers.squatters_of(spec):
+            self.remove_peer(squatter)
+        peer = self._peers.add(spec)
+        if self._options.wire_up and peer.touch_row is not None:
+            self._words.warm_up(peer, lambda failure: self._note_warm_up(peer, failure))
+
+    def replace_peer(self, spec: PeerDescription) -> None:
+        """Register a restarted or re-registered peer whose key may be in use; transfers of the previous peer fail.
+
+        Raises:
+            AgentError: as `add_peer`; the previous peer is then removed, too.
+        """
+        if spec.key in self._peers:
+            self.remove_peer(spec.key)
+        self.add_peer(spec)
+
+    def remove_peer(self, peer: str) -> None:
+        """Forget a peer; its waiting transfers fail with `peer-removed`, and posted ones go to quarantine.
+
+        NIXL keeps the peer's agent loaded, in case the peer returns.
+
+        Raises:
+            AgentError: `unknown-peer`.
+        """
+        self._refuse_closed()
+        known = self._peers.get(peer)
+        self._transfers.end_peer(known)
+        self.polls.forget(known, "peer-removed", f"peer {peer!r} was removed or replaced")
+        self._peers.remove(peer)
+
+    def has_peer(self, peer: str) -> bool:
+        """Return whether `peer` can be used."""
+        return peer in self._peers
+
+    def peers(self) -> Mapping[str, Mapping[str, object]]:
+        """Return the state of every peer: agent name, wired, connected, prepared, outstanding handles."""
+        return {one.key: one.describe() for one in self._peers.all}
+
+    def send_notification(self, peer: str, payload: bytes) -> bool:
+        """Send `payload` to a peer; False if it cannot be sent.
+
+        Raises:
+            AgentError: `unknown-peer`.
+        """
+        self._refuse_closed()
+        known = self._peers.get(peer)
+        try:
+            self._port.send_notification(known.agent_name, payload)
+        except AgentError:
+            self._statistics.count("notifications_failed")
+            return False
+        self._statistics.count("notifications_sent")
+        return True
+
+    def _retire(self, peer: Peer) -> None:
+        self._peers.retire(peer)
+
+    def _note_warm_up(self, peer: Peer, failure: AgentError | None) -> None:
+        peer.is_wired = failure is None
+        peer.is_connected = failure is None or failure.code != "nixl-disconnected"
+        self._statistics.count("warm_ups_done" if failure is None else "warm_ups_failed")
+
+    # ----------------------------------------------------------------------------------------------------- transfers
+
+    def post(self, order: TransferOrder) -> None:
+        """Accept a transfer; `take_results` reports its end.
+
+        Raises:
+            AgentError: `unknown-peer`, `bad-indices`, `length-mismatch`, `bad-fence`, `bad-options`,
+                `duplicate-transfer`, `queue-full`, `quarantine-full`; nothing is changed then.
+        """
+        self._refuse_closed()
+        peer = self._peers.get(order.peer)
+        transfer_id = order.transfer_id
+        if self._transfers.get(transfer_id) is not None or self._handles.holds(transfer_id):
+            raise AgentError("duplicate-transfer", f"transfer id {transfer_id!r} is in progress or in quarantine")
+        waiting, held = self._transfers.schedule.count, self._handles.held_for(peer.key)
+        _admit(order, peer, self._options, waiting=waiting, held=held)
+        parts = split_into_parts(peer, order.local_indices, order.peer_indices, self._options)
+        self._transfers.add(Transfer(order, peer, parts, self._wiring))
+
+    def submit(self, order: TransferOrder) -> None:
+        """Accept a transfer, or report its refusal as a failed result; only a duplicate id raises.
+
+        Raises:
+            AgentError: `duplicate-transfer`, `agent-closed`.
+        """
+        try:
+            self.post(order)
+        except AgentError as error:
+            if error.code in ("duplicate-transfer", "agent-closed"):
+                raise
+            self.refuse(order, error)
+
+    def refuse(self, order: TransferOrder, error: AgentError) -> None:
+        """Report a refused order as a failed transfer."""
+        self._transfers.report(TransferResult(order.transfer_id, order.peer, "failed", error.code, str(error)))
+
+    def cancel(self, transfer_id: str) -> bool:
+        """End a transfer early; return False if it is not in progress. Parts on the wire go to quarantine."""
+        transfer = self._transfers.get(transfer_id)
+        if transfer is None:
+            return False
+        transfer.end("cancelled", "cancelled", "cancelled by the caller")
+        return True
+
+    def advance(self) -> bool:
+        """Do one turn of posting and polling; return True if anything progressed."""
+        self._refuse_closed()
+        moved = self._transfers.launch()
+        moved = self._transfers.poll() or moved
+        now_s = self._clock()
+        self._transfers.end_late(now_s)
+        moved = self.polls.advance(now_s) or moved
+        return self._handles.poll(now_s) or moved
+
+    def take_results(self) -> list[TransferResult]:
+        """Return the results since the last call, in the order in which the transfers ended."""
+        taken = list(self._transfers.results)
+        self._transfers.results.clear()
+        return taken
+
+    def take_quiet(self) -> list[str]:
+        """Return ids of transfers whose local memory left quarantine since the last call."""
+        taken = list(self._transfers.quiet)
+        self._transfers.quiet.clear()
+        return taken
+
+    def take_notifications(self) -> Sequence[tuple[str, bytes]]:
+        """Return the notifications received since the last call, as (agent name of the peer, payload)."""
+        self._refuse_closed()
+        try:
+            arrived = self._port.notifications()
+        except AgentError:
+            self._statistics.count("notification_poll_errors")
+            return ()
+        if arrived:
+            self._statistics.count("notifications_received", len(arrived))
+        return arrived
+
+    # --------------------------------------------------------------------------------------------------- observation
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether something is queued or on the wire; quarantine does not count."""
+        return self._transfers.is_busy or self._handles.watched_count > 0
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether something is queued or on the wire that is neither a probe nor a leftover."""
+        is_on_wire = self._handles.awaited_count > 0 or self.polls.is_on_wire
+        return not self._transfers.is_only_probing or is_on_wire
+
+    @property
+    def has_leftovers(self) -> bool:
+        """Whether something on the wire is to be polled although nobody waits for it.
+
+        This is quarantine, a read into one of our own words that is older than a second, or a poll of a peer without watches.
+        """
+        return self.has_quarantine or self._handles.has_late or self.polls.has_strays
+
+    @property
+    def has_quarantine(self) -> bool:
+        """Whether any transfer is in quarantine."""
+        return self._handles.held_count > 0
+
+    def stalls(self) -> Sequence[StallEntry]:
+        """Return the transfers on the wire without progress."""
+        return self._transfers.stalls.entries()
+
+    def quarantine(self) -> Sequence[QuarantineEntry]:
+        """Return the transfers in quarantine, oldest first."""
+        return self._handles.entries()
+
+    def statistics(self) -> Mapping[str, float]:
+        """Return counters, recent times and gauges in one flat mapping."""
+        return self.snapshot().summary()
+
+    def snapshot(self) -> Snapshot:
+        """Return counters and times as a snapshot, which another thread can summarise."""
+        own = {"scratch_words_free": float(self._memory.fences.free_scratch_words), **self.polls.gauges()}
+        return self._statistics.snapshot(
+            {**self._transfers.gauges(), **self._handles.gauges(), **self._peers.statistics(), **own}
+        )
+
+    # --------------------------------------------------------------------------------------------------------- close
+
+    def end_all(self, code: str = "cancelled", message: str = "the agent is being closed") -> None:
+        """End every transfer in progress; those on the wire go to quarantine."""
+        outcome: Outcome = "cancelled" if code == "cancelled" else "failed"
+        self._transfers.end_all(outcome, code, message)
+        self.polls.end_all("agent-closed" if code == "cancelled" else code, message)
+
+    def close(self) -> None:
+        """Close in order: transfers, prepared lists, peers, registrations. Idempotent.
+
+        Every fence word is voided first, so that a consumer that is still reading rejects the data. Transfers on the wire get
+        `close_wait_s` to end, since UCX may abort the process when it is destroyed in the middle of a copy.
+        """
+        if self._is_closed:
+            return
+        self._memory.fences.void_all()
+        if self.stream_words is not None:
+            self.stream_words.void_all()
+        self.end_all("cancelled", "the agent was closed")
+        self._is_closed = True
+        self._handles.close(self._options.close_wait_s)
+        self._words.close()
+        self._peers.close()
+        self._memory.deregister_all()
+        self._port.close()
+
+
+def _admit(order: TransferOrder, peer: Peer, options: AgentOptions, *, waiting: int, held: int) -> None:
+    """Refuse an order that cannot be served now; `waiting` counts queued transfers, `held` those of its peer in quarantine.
+
+    Raises:
+        AgentError: `queue-full`, `quarantine-full`, `bad-fence`, `bad-options`.
+    """
+    if waiting >= options.max_queued:
+        raise AgentError("queue-full", f"{waiting} transfers wait already; let some end first")
+    if held >= options.max_quarantined_per_peer:
+        raise AgentError(
+            "quarantine-full",
+            f"{held} unfinished transfers of peer {peer.key!r}, or of a former peer under its key, are in quarantine; a "
+            "process of it is probably stopped: wait until they end",
+            peer=peer.key,
+        )
+    if not order.deadline_s > 0 or order.operation not in ("read", "probe"):
+        raise AgentError(
+            "bad-options",
+            f"transfer {order.transfer_id!r} has deadline {order.deadline_s} s and operation {order.operation!r}; "
+            "needed are a positive time, and read or probe",
+        )
+    if order.operation == "probe":
+        _admit_probe(order, peer)
+    if order.fence is not None:
+        _admit_fence(order, order.fence, peer)
+
+
+def _admit_probe(order: TransferOrder, peer: Peer) -> None:
+    if len(order.local_indices) or len(order.peer_indices):
+        raise AgentError("bad-options", f"probe {order.transfer_id!r} names pages; it reads one word of its own choice")
+    if peer.fence is None and not peer.rows.count:
+        raise AgentError("bad-rows", f"peer {peer.key!r} has no rows and no fence, so there is nothing to read")
+
+
+def _admit_fence(order: TransferOrder, fence: tuple[int, int], peer: Peer) -> None:
+    slot, generation = fence
+    words = 0 if peer.fence is None else peer.fence[2]
+    if order.operation == "probe" or not 0 <= slot < words or generation < 0:
+        raise AgentError(
+            "bad-fence",
+            f"transfer {order.transfer_id!r} names fence slot {slot}, peer {peer.key!r} has {words} words, and only "
+            "reads are fenced",
+            peer=peer.key,
+        )

@@ -1,0 +1,3 @@
+"""Registered memory, strided rows and peers."""
+
+__all__: list[str] = []

@@ -1,0 +1,153 @@
+"""Strided rows: checking and indexing.
+
+A row `(address, length_bytes, device, stride_bytes, count)` stands for `count` descriptors of `length_bytes` bytes,
+the first at `address`, each `stride_bytes` behind the one before. Descriptors are numbered through all rows of a
+table, so a table of a thousand regions with a million pages is a thousand rows, and block ids become indices by
+arithmetic.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast, final
+
+import numpy as np
+
+from kv_nixl_agent.errors import AgentError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy.typing as npt
+
+    from kv_nixl_agent.nixl.port import MemoryKind
+
+    Rows = npt.NDArray[np.uint64]
+
+    Indices = npt.NDArray[np.int32]
+
+__all__ = ["RowTable", "check_rows", "row_ends"]
+
+_MAX_DESCRIPTORS = (1 << 31) - 1
+_MAX_ADDRESS = float(1 << 63)
+
+
+def check_rows(rows: object) -> Rows:
+    """Return `rows` as a read-only contiguous uint64 (n, 5) copy.
+
+    Raises:
+        AgentError: `bad-rows` with the first row that is wrong and why.
+    """
+    array = np.asarray(rows)
+    if array.ndim != 2 or array.shape[1] != 5 or array.shape[0] == 0:
+        raise AgentError("bad-rows", f"rows have shape {array.shape}, needed is (n, 5) with n >= 1", shape=array.shape)
+    if array.dtype.kind not in "iu":
+        raise AgentError("bad-rows", f"rows have dtype {array.dtype}, needed are unsigned 64-bit integers")
+    if array.dtype.kind == "i" and bool((array < 0).any()):
+        raise AgentError("bad-rows", "rows hold negative numbers; addresses and lengths are unsigned")
+    table = np.array(array, dtype=np.uint64, order="C")
+    _refuse(table, (table[:, 1] == 0) | (table[:, 4] == 0), "has a zero length or count")
+    _refuse(
+        table, (table[:, 4] > 1) & (table[:, 3] < table[:, 1]), "has a stride below its length: descriptors overlap"
+    )
+    span = table[:, 0].astype(np.float64) + table[:, 3].astype(np.float64) * table[:, 4] + table[:, 1]
+    _refuse(table, span >= _MAX_ADDRESS, "ends beyond the address space")
+    if float(table[:, 4].sum(dtype=np.float64)) > _MAX_DESCRIPTORS:
+        raise AgentError("bad-rows", f"rows hold more than {_MAX_DESCRIPTORS} descriptors; split the table")
+    table.flags.writeable = False
+    return table
+
+
+def _refuse(table: Rows, is_wrong: npt.NDArray[np.bool_], why: str) -> None:
+    if bool(is_wrong.any()):
+        row = int(np.flatnonzero(is_wrong)[0])
+        raise AgentError("bad-rows", f"row {row} {table[row].tolist()} {why}", row=row)
+
+
+def row_ends(rows: Rows) -> Rows:
+    """Return the exclusive end address of every row, uint64 (n,)."""
+    return cast("Rows", rows[:, 0] + rows[:, 3] * (rows[:, 4] - np.uint64(1)) + rows[:, 1])
+
+
+@final
+class RowTable:
+    """Checked rows of one side of a peer, with the memory kind of each row.
+
+    Args:
+        rows: uint64 (n, 5); n is 0 for a peer that is only notified.
+        kind: Memory kind of all rows, or one per row.
+    """
+
+    __slots__ = ("_first", "_group_first", "_is_mixed", "_lengths", "_row_kind", "count", "groups", "uniform_bytes")
+
+    def __init__(self, rows: object, kind: MemoryKind | Sequence[MemoryKind]) -> None:
+        array = np.asarray(rows)
+        table = np.empty((0, 5), dtype=np.uint64) if array.shape == (0, 5) else check_rows(array)
+        kinds = [kind] * len(table) if isinstance(kind, str) else list(kind)
+        if len(kinds) != len(table) or any(one not in ("DRAM", "VRAM") for one in kinds):
+            raise AgentError(
+                "bad-rows", f"{len(table)} rows need as many memory kinds, each DRAM or VRAM; got {kinds[:8]}"
+            )
+        counts = table[:, 4].astype(np.int64)
+        self._first = np.concatenate(([0], np.cumsum(counts)))
+        self.count = int(self._first[-1])
+        """Descriptors in the table."""
+        self._lengths = table[:, 1].astype(np.int64)
+        self.uniform_bytes = (
+            int(self._lengths[0]) if bool((self._lengths == self._lengths[:1]).all()) and len(table) else 0
+        )
+        """Length of every descriptor, 0 if they differ."""
+        self._row_kind: npt.NDArray[np.int8] = np.array([one == "VRAM" for one in kinds], dtype=np.int8)
+        self._is_mixed = bool((self._row_kind != self._row_kind[:1]).any())
+        self._group_first: npt.NDArray[np.int64] = np.array(self._first[:-1])
+        self.groups: dict[MemoryKind, Rows] = {}
+        """Rows by memory kind, in table order."""
+        for code, name in ((0, "DRAM"), (1, "VRAM")):
+            members = np.flatnonzero(self._row_kind == code)
+            if len(members):
+                ends = np.cumsum(counts[members])
+                self._group_first[members] = ends - counts[members]
+                group = table[members]
+                group.flags.writeable = False
+                self.groups[cast("MemoryKind", name)] = group
+
+    def check_indices(self, indices: object, side: str) -> Indices:
+        """Return `indices` as a contiguous int32 array within the table.
+
+        Raises:
+            AgentError: `bad-indices`.
+        """
+        array = np.asarray(indices)
+        if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
+            raise AgentError(
+                "bad-indices", f"{side} indices have dtype {array.dtype} and shape {array.shape}, not int32 (n,)"
+            )
+        if array.dtype == np.int32 and array.size and int(array.astype(np.uint32).max()) < self.count:
+            return np.ascontiguousarray(array, dtype=np.int32)  # a single pass: negative numbers become huge
+        if array.size:
+            low, high = int(array.min()), int(array.max())
+            if low < 0 or high >= self.count:
+                raise AgentError(
+                    "bad-indices",
+                    f"{side} indices span {low} to {high}, the list has {self.count} descriptors",
+                    low=low,
+                    high=high,
+                    count=self.count,
+                )
+        return np.ascontiguousarray(array, dtype=np.int32)
+
+    def lengths(self, indices: Indices) -> npt.NDArray[np.int64]:
+        """Return the length in bytes of each named descriptor, int64 (n,)."""
+        if self.uniform_bytes:
+            return np.full(len(indices), self.uniform_bytes, dtype=np.int64)
+        return self._lengths[self._rows_of(indices)]
+
+    def locate(self, indices: Indices) -> tuple[npt.NDArray[np.int8], Indices] | None:
+        """Return (kind codes, indices inside the kind's group), or None when there is only one kind."""
+        if not self._is_mixed:
+            return None
+        row = self._rows_of(indices)
+        inside: npt.NDArray[np.int64] = indices - self._first[row] + self._group_first[row]
+        return self._row_kind[row], inside.astype(np.int32)
+
+    def _rows_of(self, indices: Indices) -> npt.NDArray[np.intp]:
+        return np.searchsorted(self._first, indices, side="right") - 1

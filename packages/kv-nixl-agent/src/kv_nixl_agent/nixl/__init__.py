@@ -1,0 +1,3 @@
+"""The seam to NIXL and UCX."""
+
+__all__: list[str] = []

@@ -1,0 +1,470 @@
+"""`NixlBinding`: the port over a real NIXL agent. Finds NIXL's package, opens agents, normalises answers, codes errors.
+
+The only module that loads NIXL.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import os
+import resource
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar, cast, final
+
+import numpy as np
+
+from kv_nixl_agent.errors import AgentError
+from kv_nixl_agent.nixl.port import Handle, MemoryKind, PortFeatures, Progress, WireTelemetry
+from kv_nixl_agent.nixl.side_effects import POOL, WorkerTurns, bound_registration_cache, sleeping_progress_thread
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    import numpy.typing as npt
+
+__all__ = [
+    "IMPORT_NAMES",
+    "NixlBinding",
+    "available_plugins",
+    "descriptors_left",
+    "expand_rows",
+    "find_nixl",
+    "loaded_build",
+    "open_nixl",
+]
+
+_Result = TypeVar("_Result")
+
+_CODES: Final = MappingProxyType(
+    {
+        "nixlInvalidParamError": "nixl-invalid-param",
+        "nixlNotFoundError": "nixl-not-found",
+        "nixlMismatchError": "nixl-mismatch",
+        "nixlNotPostedError": "nixl-not-posted",
+        "nixlNotAllowedError": "nixl-not-allowed",
+        "nixlNotSupportedError": "nixl-not-supported",
+        "nixlRepostActiveError": "nixl-active",
+        "nixlRemoteDisconnectError": "nixl-disconnected",
+        "nixlCancelledError": "nixl-cancelled",
+        "nixlBackendError": "nixl-backend",
+    }
+)
+
+
+def attempt(what: str, call: Callable[[], _Result]) -> _Result:
+    """Run a NIXL call and translate its exceptions.
+
+    NIXL's own frames hold its agent, and an error may outlive the agent: without that traceback the agent is freed when it is
+    closed, not at some later garbage collection.
+    """
+    try:
+        return call()
+    except AgentError:
+        raise
+    except Exception as error:
+        code = _CODES.get(type(error).__name__, "nixl-unknown")
+        error.__traceback__ = None
+        raise AgentError(code, f"NIXL failed in {what}: {type(error).__name__}: {error}", call=what) from error
+
+
+def _progress(what: str, state: str) -> Progress:
+    if state == "DONE":
+        return "done"
+    if state == "PROC":
+        return "in-progress"
+    raise AgentError("nixl-backend", f"NIXL answered {what} with the state {state}", call=what)
+
+
+@final
+class _Held:
+    """Wraps a NIXL handle, which keeps the C++ agent alive. Emptied on release, so that stray references keep nothing alive."""
+
+    __slots__ = ("inner",)
+
+    def __init__(self, inner: object) -> None:
+        self.inner: object | None = inner
+
+
+@final
+class NixlBinding:
+    """`NixlPort` over a real `nixl_agent`."""
+
+    def __init__(self, agent: NixlAgent, implementation: str, turns: WorkerTurns | None = None) -> None:
+        self._agent: NixlAgent | None = agent
+        self._turns = turns
+        self._implementation = implementation
+        self._strided: bool | None = None
+        self._held: set[_Held] = set()
+
+    @property
+    def features(self) -> PortFeatures:
+        """Features of this agent."""
+        agent = self._live()
+        return PortFeatures(
+            implementation=self._implementation,
+            strided_rows=self._strided is not False,
+            telemetry=True,
+            backends=tuple(agent.backends),
+            backend_parameters={name: dict(agent.get_backend_params(name)) for name in agent.backends},
+        )
+
+    def register(self, kind: MemoryKind, ranges: npt.NDArray[np.uint64]) -> Handle:
+        """Register memory with every backend that supports its kind."""
+        descriptors = attempt("register_memory", lambda: self._live().register_memory(ranges, kind))
+        if descriptors is None:
+            raise AgentError("nixl-invalid-param", f"register_memory refused {len(ranges)} ranges")
+        return descriptors
+
+    def deregister(self, registration: Handle) -> None:
+        """Undo a registration."""
+        attempt("deregister_memory", lambda: self._live().deregister_memory(registration))
+
+    def agent_metadata(self) -> bytes:
+        """Describe this agent to peers."""
+        return bytes(attempt("get_agent_metadata", lambda: self._live().get_agent_metadata()))
+
+    def add_peer(self, agent_metadata: bytes) -> str:
+        """Load a peer's metadata, if there are descriptors for it; NIXL returns bytes although it is annotated str."""
+        refuse_without_descriptors()
+        name = attempt("add_remote_agent", lambda: self._live().add_remote_agent(agent_metadata))
+        text = name.decode(errors="replace") if isinstance(name, bytes) else str(name)
+        if not text:
+            raise AgentError("nixl-mismatch", "add_remote_agent returned no agent name")
+        if self._turns is not None:
+            self._turns.met_peer()
+        return text
+
+    def remove_peer(self, agent_name: str) -> None:
+        """Forget a peer."""
+        attempt("remove_remote_agent", lambda: self._live().remove_remote_agent(agent_name))
+
+    def prepare(self, agent_name: str | None, kind: MemoryKind, rows: npt.NDArray[np.uint64]) -> Handle:
+        """Prepare strided rows; for a NIXL before 1.5, expand them to one descriptor per line."""
+        owner = "NIXL_INIT_AGENT" if agent_name is None else agent_name
+        if self._strided is not False:
+            try:
+                handle = self._live().prep_xfer_dlist(owner, rows, kind)
+            except Exception as error:  # noqa: BLE001 - coded by _reraise
+                # An old NIXL takes only (n, 3) arrays: it logs, gets None and fails on the type. Try this only once.
+                if self._strided or not isinstance(error, (TypeError, AttributeError)):
+                    _reraise("prep_xfer_dlist", error)
+                self._strided = False
+            else:
+                self._strided = True
+                return self._hold(handle)
+        return self._hold(
+            attempt("prep_xfer_dlist", lambda: self._live().prep_xfer_dlist(owner, expand_rows(rows), kind))
+        )
+
+    def release_prepared(self, prepared: Handle) -> None:
+        """Release a prepared list."""
+        attempt("release_dlist_handle", lambda: self._live().release_dlist_handle(_inner(prepared)))
+        self._let_go(prepared)
+
+    def make(
+        self,
+        local: Handle,
+        local_indices: npt.NDArray[np.int32],
+        peer: Handle,
+        peer_indices: npt.NDArray[np.int32],
+        notification: bytes,
+    ) -> Handle:
+        """Make a read from prepared lists."""
+        return self._hold(
+            attempt(
+                "make_prepped_xfer",
+                lambda: self._live().make_prepped_xfer(
+                    "READ", _inner(local), local_indices, _inner(peer), peer_indices, notification
+                ),
+            )
+        )
+
+    def post(self, transfer: Handle) -> Progress:
+        """Start a transfer."""
+        return _progress("transfer", attempt("transfer", lambda: self._live().transfer(_inner(transfer))))
+
+    def check(self, transfer: Handle) -> Progress:
+        """Query a posted transfer."""
+        state = attempt("check_xfer_state", lambda: self._live().check_xfer_state(_inner(transfer)))
+        return _progress("check_xfer_state", state)
+
+    def release(self, transfer: Handle) -> None:
+        """Release a transfer."""
+        attempt("release_xfer_handle", lambda: self._live().release_xfer_handle(_inner(transfer)))
+        self._let_go(transfer)
+
+    def telemetry(self, transfer: Handle) -> WireTelemetry | None:
+        """Return NIXL's telemetry of a finished transfer; missing telemetry is not a failure of the transfer."""
+        try:
+            record = self._live().get_xfer_telemetry(_inner(transfer))
+            return WireTelemetry(
+                post_us=float(record.postDuration),
+                transfer_us=float(record.xferDuration),
+                total_bytes=int(record.totalBytes),
+                descriptor_count=int(record.descCount),
+                backend=_backend_of(self._live(), _inner(transfer)),
+            )
+        except Exception:  # noqa: BLE001 - telemetry never spoils a good transfer
+            return None
+
+    def notifications(self) -> Sequence[tuple[str, bytes]]:
+        """Return new notifications, and let the worker threads take the turn that is due."""
+        if self._turns is not None:
+            self._turns.take_due()
+        arrived = attempt("get_new_notifs", lambda: self._live().get_new_notifs())
+        if not arrived:
+            return ()
+        return [(name, bytes(payload)) for name, payloads in arrived.items() for payload in payloads]
+
+    def send_notification(self, agent_name: str, payload: bytes) -> None:
+        """Send a notification without a transfer."""
+        attempt("send_notif", lambda: self._live().send_notif(agent_name, payload))
+
+    def close(self) -> None:
+        """Destroy the agent: no other reference to it exists, and its destructor closes the backends."""
+        for held in self._held:
+            held.inner = None
+        self._held.clear()
+        if self._turns is not None:
+            self._turns.end()
+        self._agent = None
+
+    def _hold(self, inner: object) -> _Held:
+        held = _Held(inner)
+        self._held.add(held)
+        return held
+
+    def _let_go(self, handle: Handle) -> None:
+        held = cast("_Held", handle)
+        held.inner = None
+        self._held.discard(held)
+
+    def _live(self) -> NixlAgent:
+        if self._agent is None:
+            raise AgentError("agent-closed", "the NIXL agent was closed")
+        return self._agent
+
+
+def _inner(handle: Handle) -> object:
+    inner = cast("_Held", handle).inner
+    if inner is None:
+        raise AgentError("nixl-invalid-param", "a handle was used after its release")
+    return inner
+
+
+def _backend_of(agent: NixlAgent, transfer: Handle) -> str:
+    if len(agent.backends) == 1:  # querying costs as much as posting, and no other backend can have carried it
+        return next(iter(agent.backends))
+    try:
+        name = agent.query_xfer_backend(transfer)
+    except Exception:  # noqa: BLE001 - as with the rest of the account: what NIXL does not tell spoils nothing
+        return ""
+    return name if isinstance(name, str) else ""
+
+
+def _reraise(what: str, error: Exception) -> None:
+    def call() -> None:
+        raise error
+
+    attempt(what, call)
+
+
+IMPORT_NAMES: Final = ("nixl", "nixl_cu13", "nixl_cu12", "nixl_rocm")
+"""Modules to try, in this order; `nixl` itself loads one of the others."""
+
+# Accepted by the UCX plugin, although it does not list them.
+_UNLISTED: Final = frozenset({"num_threads", "split_batch_size", "engine_config"})
+
+
+def find_nixl() -> Any:  # noqa: ANN401 - the library is dynamic behind this seam
+    """Return the first NIXL Python package that imports.
+
+    Raises:
+        AgentError: `nixl-missing`, naming what was tried and why each failed.
+    """
+    bound_registration_cache()
+    reasons: list[str] = []
+    for name in IMPORT_NAMES:
+        try:
+            return importlib.import_module(name)
+        except (ImportError, OSError) as error:
+            reasons.append(f"{name}: {error}")
+    raise AgentError(
+        "nixl-missing",
+        "no NIXL package can be imported ("
+        + "; ".join(reasons)
+        + "); install the build for torch's CUDA, nixl-cu12 or nixl-cu13: pip install 'kv-nixl-agent[cu13]'",
+    )
+
+
+def loaded_build() -> str | None:
+    """Return the module that NIXL is loaded from, for example `nixl_cu13`; None where none can be loaded."""
+    try:
+        return _build_of(find_nixl())
+    except AgentError:
+        return None
+
+
+def _build_of(module: Any) -> str:  # noqa: ANN401
+    return str(module.nixl_agent.__module__).split(".")[0]
+
+
+def _version_of(module: Any) -> str:  # noqa: ANN401
+    name = _build_of(module)
+    for candidate in (name, name.replace("_", "-"), "nixl"):
+        try:
+            return f"{name} {importlib.metadata.version(candidate)}"
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return f"{name} (version unknown)"
+
+
+def available_plugins() -> Mapping[str, tuple[tuple[str, ...], Mapping[str, str]]]:
+    """Return (memory kinds, default parameters) of every NIXL plugin that can be loaded here."""
+    module = find_nixl()
+    POOL.watch()
+    agent = attempt("create agent", lambda: module.nixl_agent("plugin-query", module.nixl_agent_config(backends=[])))
+    result: dict[str, tuple[tuple[str, ...], Mapping[str, str]]] = {}
+    for name in agent.get_plugin_list():
+        kinds = tuple(str(kind).removesuffix("_SEG") for kind in agent.get_plugin_mem_types(name))
+        result[str(name)] = (kinds, dict(agent.get_plugin_params(name)))
+    POOL.zero()
+    return result
+
+
+def open_nixl(
+    agent_name: str,
+    backends: Sequence[tuple[str, Mapping[str, str]]],
+    *,
+    progress_thread: bool = True,
+) -> NixlBinding:
+    """Create a NIXL agent with its backends; the default `PortFactory`.
+
+    Raises:
+        AgentError: `nixl-missing`, `backend-unavailable`.
+    """
+    module = find_nixl()
+    POOL.watch()
+
+    def create() -> NixlAgent:
+        arguments: dict[str, object] = {
+            "backends": [],
+            "capture_telemetry": True,
+            "enable_prog_thread": progress_thread,
+        }
+        modes = getattr(module, "nixl_thread_sync_t", None)
+        if modes is not None:
+            arguments["sync_mode"] = modes[
+                "NIXL_THREAD_SYNC_RW"
+            ]  # the WorkerTurns of this thread and NIXL's own threads
+        with sleeping_progress_thread(module.nixl_agent):
+            return cast("NixlAgent", module.nixl_agent(agent_name, module.nixl_agent_config(**arguments)))
+
+    agent = attempt("create agent", create)
+    plugins = list(agent.get_plugin_list())
+    for name, parameters in backends:
+        if name not in plugins:
+            raise AgentError(
+                "backend-unavailable", f"NIXL has no plugin {name!r} here; it has {', '.join(plugins)}", backend=name
+            )
+        known = agent.get_plugin_params(name)
+        POOL.zero()
+        unknown = sorted(set(parameters) - set(known) - _UNLISTED)
+        if known and unknown:
+            raise AgentError(
+                "backend-unavailable",
+                f"plugin {name} has no parameters {unknown}; it has {', '.join(sorted(known))}",
+                backend=name,
+            )
+        create_backend: Callable[[], None] = functools.partial(agent.create_backend, name, dict(parameters))
+        try:
+            attempt("create_backend", create_backend)
+        except AgentError as error:
+            raise AgentError(
+                "backend-unavailable", f"plugin {name} did not start with {dict(parameters)}: {error}", backend=name
+            ) from error
+    turns = [WorkerTurns(agent, agent_name, parameters) for name, parameters in backends if name == "UCX"]
+    return NixlBinding(agent, _version_of(module), next(iter(turns), None))
+
+
+class NixlAgent(Protocol):
+    """The methods of `nixl_agent` that are used; handles are opaque."""
+
+    backends: Mapping[str, int]
+
+    def create_backend(self, backend: str, initParams: Mapping[str, str]) -> None: ...  # noqa: N803 - NIXL's spelling
+    def get_plugin_list(self) -> Sequence[str]: ...
+    def get_plugin_params(self, backend: str) -> Mapping[str, str]: ...
+    def get_plugin_mem_types(self, backend: str) -> Sequence[str]: ...
+    def get_backend_params(self, backend: str) -> Mapping[str, str]: ...
+    def register_memory(self, reg_list: object, mem_type: str) -> object: ...
+    def deregister_memory(self, dereg_list: object) -> None: ...
+    def get_agent_metadata(self) -> bytes: ...
+    def add_remote_agent(self, metadata: bytes) -> bytes | str: ...
+    def remove_remote_agent(self, agent: str) -> None: ...
+    def prep_xfer_dlist(self, agent_name: str, xfer_list: object, mem_type: str) -> object: ...
+    def make_prepped_xfer(
+        self, operation: str, local: object, li: object, remote: object, ri: object, notif_msg: bytes
+    ) -> object: ...
+    def transfer(self, handle: object) -> str: ...
+    def check_xfer_state(self, handle: object) -> str: ...
+    def release_xfer_handle(self, handle: object) -> None: ...
+    def release_dlist_handle(self, handle: object) -> None: ...
+    def get_xfer_telemetry(self, handle: object) -> Any: ...  # noqa: ANN401 - a C++ record
+    def query_xfer_backend(self, handle: object) -> object: ...
+    def get_xfer_descs(self, descs: object, mem_type: str) -> object: ...
+    def initialize_xfer(
+        self, operation: str, local: object, remote: object, remote_agent: str, notif_msg: bytes, backends: list[str]
+    ) -> object: ...
+    def get_new_notifs(self) -> Mapping[str, Sequence[bytes]]: ...
+    def send_notif(self, remote_agent_name: str, notif_msg: bytes) -> None: ...
+
+
+_PEER_NEEDS: Final = 32
+"""More than UCX opens for a peer with four worker threads: 5 stay open on one host, 10 over TCP."""
+
+
+def descriptors_left() -> int | None:
+    """Return how many more descriptors this process may open; None where there is no limit or it is unknown."""
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most == resource.RLIM_INFINITY:
+        return None
+    try:
+        # The list includes the descriptor of the directory itself, which is closed again.
+        return max(0, most - len(os.listdir("/proc/self/fd")) + 1)  # noqa: PTH208 - half the time, and each peer asks
+    except FileNotFoundError:
+        return None
+    except OSError:
+        return 0
+
+
+def refuse_without_descriptors() -> None:
+    """Do nothing if descriptors for a peer remain.
+
+    Raises:
+        AgentError: `no-descriptors`.
+    """
+    # With too few, UCX keeps half a connection: it cannot accept the connections that the peer opens in return, and a peer whose
+    # connection is refused in that state may be aborted by its own UCX.
+    left = descriptors_left()
+    if left is not None and left < _PEER_NEEDS:
+        raise AgentError(
+            "no-descriptors",
+            f"only {left} more descriptors may be opened by this process, and connecting to a peer needs up to {_PEER_NEEDS}: "
+            "raise its limit (`ulimit -n`, or LimitNOFILE of its service)",
+            left=left,
+        )
+
+
+def expand_rows(rows: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Return one (address, length_bytes, device) line per descriptor, uint64 (descriptors, 3), for an older NIXL."""
+    counts = rows[:, 4].astype(np.int64)
+    row = np.repeat(np.arange(len(rows)), counts)
+    ordinal = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+    result = np.empty((len(row), 3), dtype=np.uint64)
+    result[:, 0] = rows[row, 0] + ordinal.astype(np.uint64) * rows[row, 3]
+    result[:, 1] = rows[row, 1]
+    result[:, 2] = rows[row, 2]
+    return result

@@ -1,0 +1,140 @@
+"""The port: everything that this package needs from NIXL.
+
+`_bindings.py` implements it over the real library, `testing.py` with memory copies. All handles are opaque.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol, final
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import numpy as np
+    import numpy.typing as npt
+
+__all__ = ["Handle", "MemoryKind", "NixlPort", "PortFactory", "PortFeatures", "Progress", "WireTelemetry"]
+
+MemoryKind = Literal["DRAM", "VRAM"]
+Progress = Literal["done", "in-progress"]
+Handle = object
+
+
+@final
+@dataclass(frozen=True)
+class PortFeatures:
+    """Features of the installed NIXL."""
+
+    implementation: str
+    """Import name and version of the Python package, for example `nixl_cu12 1.5.1`."""
+    strided_rows: bool
+    """Whether a list is prepared from (n, 5) rows; otherwise rows are expanded to one descriptor each."""
+    telemetry: bool
+    backends: tuple[str, ...]
+    backend_parameters: Mapping[str, Mapping[str, str]]
+    """Effective parameters by backend."""
+
+
+@final
+@dataclass(frozen=True)
+class WireTelemetry:
+    """NIXL's own telemetry of a finished transfer."""
+
+    post_us: float
+    transfer_us: float
+    total_bytes: int
+    descriptor_count: int
+    """Descriptors after NIXL merged neighbours."""
+    backend: str = ""
+    """Backend that NIXL chose; empty if it does not report it."""
+
+
+class NixlPort(Protocol):
+    """NIXL agent, used by a single thread. Methods raise only `AgentError` with a `nixl-*` code."""
+
+    @property
+    def features(self) -> PortFeatures:
+        """Features of this agent."""
+        ...
+
+    def register(self, kind: MemoryKind, ranges: npt.NDArray[np.uint64]) -> Handle:
+        """Register memory; `ranges` is uint64 (n, 3): address, length_bytes, device."""
+        ...
+
+    def deregister(self, registration: Handle) -> None:
+        """Undo a registration."""
+        ...
+
+    def agent_metadata(self) -> bytes:
+        """Describe this agent and its registered memory to peers."""
+        ...
+
+    def add_peer(self, agent_metadata: bytes) -> str:
+        """Load a peer's metadata and return its agent name."""
+        ...
+
+    def remove_peer(self, agent_name: str) -> None:
+        """Forget a peer; unknown names are fine."""
+        ...
+
+    def prepare(self, agent_name: str | None, kind: MemoryKind, rows: npt.NDArray[np.uint64]) -> Handle:
+        """Prepare a list from strided rows (n, 5), local if `agent_name` is None."""
+        ...
+
+    def release_prepared(self, prepared: Handle) -> None:
+        """Release a prepared list."""
+        ...
+
+    def make(
+        self,
+        local: Handle,
+        local_indices: npt.NDArray[np.int32],
+        peer: Handle,
+        peer_indices: npt.NDArray[np.int32],
+        notification: bytes,
+    ) -> Handle:
+        """Make a read of the peer's rows into ours; an empty `notification` sends none."""
+        ...
+
+    def post(self, transfer: Handle) -> Progress:
+        """Start a transfer."""
+        ...
+
+    def check(self, transfer: Handle) -> Progress:
+        """Query a posted transfer, and let it make progress."""
+        ...
+
+    def release(self, transfer: Handle) -> None:
+        """Release a transfer that has ended (or abandon an active one: late writes may follow)."""
+        ...
+
+    def telemetry(self, transfer: Handle) -> WireTelemetry | None:
+        """Return NIXL's telemetry of a finished transfer; None where it has none; never raises."""
+        ...
+
+    def notifications(self) -> Sequence[tuple[str, bytes]]:
+        """Return new notifications, as (agent name, payload)."""
+        ...
+
+    def send_notification(self, agent_name: str, payload: bytes) -> None:
+        """Send a notification without a transfer."""
+        ...
+
+    def close(self) -> None:
+        """Destroy the agent; idempotent."""
+        ...
+
+
+class PortFactory(Protocol):
+    """Makes the port of an agent; `testing.FakeFabric.port` is one."""
+
+    def __call__(
+        self,
+        agent_name: str,
+        backends: Sequence[tuple[str, Mapping[str, str]]],
+        *,
+        progress_thread: bool,
+    ) -> NixlPort:
+        """Create the agent with these backends, in order, each with its parameters."""
+        ...

@@ -1,0 +1,202 @@
+"""Options, validated on construction."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final, final
+
+from kv_nixl_agent.errors import AgentError
+from kv_nixl_agent.values import MAX_CAPACITY, MAX_SLOTS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from kv_nixl_agent.values import MemoryRegion, TraceEvent
+
+__all__ = ["AgentOptions", "BackendOptions", "ThreadOptions"]
+
+_HOST_SPLIT_BATCH_SIZE: Final = 128
+
+
+def _demand(holds: bool, message: str, **context: object) -> None:
+    if not holds:
+        raise AgentError("bad-options", message, **context)
+
+
+@final
+@dataclass(frozen=True)
+class BackendOptions:
+    """NIXL backend and its parameters.
+
+    The defaults of UCX follow measurements (docs/performance.md): four worker threads read many pages, and long runs
+    of host memory, faster, and let posting return sooner. Error handling stays at UCX's `peer`,
+    without which a dead peer is never noticed.
+
+    Attributes:
+        name: Plugin name.
+        num_threads: UCX worker threads beside the progress thread; 0 for none.
+        split_batch_size: Descriptors, after merging, from which a transfer is shared among the worker threads. None for 128 with
+            an agent that registers host memory alone, and for the plugin's default (1024) with device memory, which was not
+            measured.
+        engine_config: UCX settings by name without `UCX_`, for example `{"TLS": "tcp"}`.
+        parameters: Further plugin parameters, passed unchanged; they override the fields above.
+    """
+
+    name: str = "UCX"
+    num_threads: int = 4
+    split_batch_size: int | None = None
+    engine_config: Mapping[str, str] = field(default_factory=dict[str, str])
+    parameters: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    def __post_init__(self) -> None:
+        _demand(bool(self.name), "a backend needs a plugin name such as 'UCX'")
+        _demand(0 <= self.num_threads <= 64, f"num_threads is {self.num_threads}, allowed are 0 to 64")
+        _demand(
+            self.split_batch_size is None or self.split_batch_size > 0,
+            f"split_batch_size is {self.split_batch_size}, it must be positive",
+        )
+
+    def for_host_memory(self) -> BackendOptions:
+        """Return these options with the default of an agent that registers host memory alone."""
+        if self.name != "UCX" or not self.num_threads or self.split_batch_size is not None:
+            return self
+        return replace(self, split_batch_size=_HOST_SPLIT_BATCH_SIZE)
+
+    def as_parameters(self) -> Mapping[str, str]:
+        """Return the parameters in NIXL's spelling."""
+        result: dict[str, str] = {}
+        if self.num_threads:
+            result["num_threads"] = str(self.num_threads)
+        if self.split_batch_size is not None:
+            result["split_batch_size"] = str(self.split_batch_size)
+        if self.engine_config:
+            result["engine_config"] = ",".join(f"{name}={value}" for name, value in self.engine_config.items())
+        result.update(self.parameters)
+        return MappingProxyType(result)
+
+
+@final
+@dataclass(frozen=True)
+class AgentOptions:
+    """How one agent registers, transfers and protects memory.
+
+    Attributes:
+        backends: Backends to create, in order.
+        fence_words: 64-bit words of this rank's fence array.
+        stream_slots: Most prompts that peers may read at once while they are computed: a progress word and a table of block ids
+            are registered for each. Their fence words come first. 0 for none; such an agent cannot watch peers either.
+        stream_capacity: Block ids that a slot's table holds, 8 bytes each.
+        stream_poll_s: Interval of polls of a peer whose progress has just changed.
+        stream_slow_poll_s: Longest interval of polls of a watched peer.
+        chunk_rows: Descriptors posted at once; a larger transfer is posted in pieces, so that polling, notifications
+            and other peers get their turn in between. 0 posts everything at once.
+        max_inflight_bytes: Bytes posted and not yet completed, over all peers; further ones wait in the queue, but a peer with
+            nothing on the wire may post one part. None for no cap.
+        max_queued: Transfers that may wait before further ones are refused with `queue-full`.
+        max_quarantined_per_peer: Unfinished transfers of a peer in quarantine before further orders to it are
+            refused.
+        wire_up: Whether to connect with a tiny read when a peer is added.
+        progress_thread: Whether NIXL runs its own progress thread, which sleeps between events of its transports. Needed
+            by a rank whose memory is read over transports that the owner of the memory must help along (TCP, or large
+            reads over shared memory) while its own thread sleeps.
+        stall_after_s: Seconds on the wire without a part ending after which a transfer is reported as stalled (`stalls`, a
+            counter, the trace); it goes on until its deadline. None for no such watch.
+        close_wait_s: How long `close` polls transfers that are still on the wire, in seconds.
+        trace: Called on the owner thread at every state change of a transfer; costs nothing when None.
+    """
+
+    backends: tuple[BackendOptions, ...] = (BackendOptions(),)
+    fence_words: int = 4096
+    stream_slots: int = 0
+    stream_capacity: int = 8192
+    stream_poll_s: float = 5e-4
+    stream_slow_poll_s: float = 0.02
+    chunk_rows: int = 16384
+    max_inflight_bytes: int | None = None
+    max_queued: int = 65536
+    max_quarantined_per_peer: int = 256
+    wire_up: bool = True
+    progress_thread: bool = True
+    stall_after_s: float | None = 5.0
+    close_wait_s: float = 2.0
+    trace: Callable[[TraceEvent], object] | None = None
+
+    def __post_init__(self) -> None:
+        _demand(len(self.backends) > 0, "at least one backend is needed, for example BackendOptions('UCX')")
+        names = [backend.name for backend in self.backends]
+        _demand(len(set(names)) == len(names), f"backends {names} name one plugin twice")
+        _demand(0 < self.fence_words <= 1 << 24, f"fence_words is {self.fence_words}, allowed are 1 to 16777216")
+        most = min(MAX_SLOTS, self.fence_words)
+        _demand(0 <= self.stream_slots <= most, f"stream_slots is {self.stream_slots}, allowed are 0 to {most}")
+        _demand(
+            0 < self.stream_capacity <= MAX_CAPACITY,
+            f"stream_capacity is {self.stream_capacity}, allowed are 1 to {MAX_CAPACITY}",
+        )
+        _demand(
+            0 < self.stream_poll_s <= self.stream_slow_poll_s,
+            f"looks every {self.stream_poll_s} s and at most every {self.stream_slow_poll_s} s: both positive, in this order",
+        )
+        _demand(self.chunk_rows >= 0, f"chunk_rows is {self.chunk_rows}, it must not be negative")
+        _demand(
+            self.max_inflight_bytes is None or self.max_inflight_bytes > 0,
+            f"max_inflight_bytes is {self.max_inflight_bytes}, it must be positive or None",
+        )
+        _demand(
+            self.stall_after_s is None or self.stall_after_s > 0,
+            f"stall_after_s is {self.stall_after_s}, it must be positive or None",
+        )
+        _demand(self.close_wait_s >= 0, f"close_wait_s is {self.close_wait_s}, it must not be negative")
+        for name in ("max_queued", "max_quarantined_per_peer"):
+            _demand(getattr(self, name) > 0, f"{name} is {getattr(self, name)}, it must be positive")
+
+    def for_regions(self, regions: Sequence[MemoryRegion]) -> AgentOptions:
+        """Return these options with the defaults filled in that depend on the memory to register."""
+        if any(region[3] != "DRAM" for region in regions):
+            return self
+        return replace(self, backends=tuple(backend.for_host_memory() for backend in self.backends))
+
+    @property
+    def shared_from(self) -> int:
+        """Number of descriptors from which a backend is known to share a transfer among its threads; 0 if none does."""
+        sizes = [backend.split_batch_size for backend in self.backends if backend.num_threads]
+        return min((size for size in sizes if size is not None), default=0)
+
+
+@final
+@dataclass(frozen=True)
+class ThreadOptions:
+    """Waiting behaviour of the owner thread.
+
+    Attributes:
+        spin_s: Time without progress, while transfers are in flight, before the thread starts to sleep between polls.
+        min_sleep_s: First sleep after spinning; doubles at every empty poll.
+        max_sleep_s: Longest sleep while transfers are in flight.
+        idle_poll_s: Polling period for notifications when nothing is in flight. New work wakes the thread at once.
+        slow_poll_s: Longest polling period while `allow_slow_polling` is on and nothing has happened for a while; timers may be
+            late by as much. The period is an eighth of the time without work, up to this limit.
+        stuck_after_s: Time in one turn of the loop after which `health` says `stuck`.
+        close_grace_s: Time that `close` gives transfers in flight to end before it abandons them.
+        gil_switch_interval_s: Upper bound for `sys.getswitchinterval()` while the thread has work or looks out for some; not
+            while it may poll slowly and has nothing to do. A notification waits that long when the engine thread
+            computes in Python, 5 ms by default; None leaves it alone.
+        on_thread_start: Called first on the owner thread, for example to select a CUDA device.
+    """
+
+    spin_s: float = 200e-6
+    min_sleep_s: float = 20e-6
+    max_sleep_s: float = 500e-6
+    idle_poll_s: float = 5e-4
+    slow_poll_s: float = 0.25
+    stuck_after_s: float = 30.0
+    close_grace_s: float = 2.0
+    gil_switch_interval_s: float | None = 5e-4
+    on_thread_start: Callable[[], None] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("spin_s", "min_sleep_s", "max_sleep_s", "close_grace_s"):
+            _demand(getattr(self, name) >= 0, f"{name} is {getattr(self, name)}, it must not be negative")
+        for name in ("idle_poll_s", "slow_poll_s", "stuck_after_s"):
+            _demand(getattr(self, name) > 0, f"{name} is {getattr(self, name)}, it must be positive")
+        interval = self.gil_switch_interval_s
+        _demand(interval is None or interval > 0, f"gil_switch_interval_s is {interval}, it must be positive or None")

@@ -1,0 +1,3 @@
+"""The command `kv-nixl` and its doctor."""
+
+__all__: list[str] = []

@@ -1,0 +1,413 @@
+"""Reads from other processes and hosts: `kv-nixl measure`, `kv-nixl serve` and `kv-nixl doctor --peer`.
+
+`measure` reads the probe pages of live ranks, compares and times them, and tells the transport. The work runs in a child process,
+because UCX reads its log level and its choice of transports when it starts. The ranks' other memory is not read.
+
+`serve` and `doctor --peer` exchange one JSON line each way over TCP. The server describes its region, which holds a public test
+pattern and nothing else; it serves until the other side closes the connection.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import zlib
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Final, cast, final
+
+import numpy as np
+
+from kv_nixl_agent.agent import TransferAgent
+from kv_nixl_agent.errors import AgentError
+from kv_nixl_agent.tools.producer import PeerProcess
+from kv_nixl_agent.tools.selftest import (
+    TRANSPORT_ENVIRONMENT,
+    Bandwidth,
+    ReadPath,
+    is_tcp,
+    measure_pages,
+    parse_json,
+    read_paths,
+)
+from kv_nixl_agent.values import PeerSpec, TransferOrder
+from kv_nixl_agent.words.fences import PROBE_PAGE_BYTES, PROBE_PAGES, probe_pattern, probe_rows
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy.typing as npt
+
+    from kv_nixl_agent.values import TransferResult
+
+__all__ = ["LiveRank", "Measurement", "RankRead", "measure_peer", "measure_ranks", "read_ranks", "serve_peer"]
+
+_BATCH_PAGES: Final = 256
+_LEAST_READS: Final = 3
+_START_S: Final = 30.0
+"""Time for the child to load NIXL."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class LiveRank:
+    """A rank to read from.
+
+    Attributes:
+        name: Its name in the result.
+        agent_metadata: Metadata of its agent, which readers connect with.
+        fence: (address, device, word count) of its fence array.
+    """
+
+    name: str
+    agent_metadata: bytes
+    fence: tuple[int, int, int]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class RankRead:
+    """Result for one rank.
+
+    Attributes:
+        name: The rank.
+        code: Empty if its pages came as they should; else the reason, for example `timed-out`, `bytes-differ`.
+        message: The reason in words.
+        checksum: CRC-32 of the probe pages as they came.
+        word_us: Shortest read of one word, microseconds.
+        read_gb_s: Fastest of the batches, 1e9 bytes per second.
+        moved_bytes: Bytes read in all.
+    """
+
+    name: str
+    code: str = ""
+    message: str = ""
+    checksum: int = 0
+    word_us: float = 0.0
+    read_gb_s: float = 0.0
+    moved_bytes: int = 0
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """Results of all ranks, and the transports that UCX chose for the reads.
+
+    Attributes:
+        ranks: In the order of the question.
+        paths: Each with its sizes, method and transport; empty if UCX did not tell.
+        error: Reason for which nothing was measured; empty if something was.
+    """
+
+    ranks: Sequence[RankRead]
+    paths: Sequence[ReadPath] = ()
+    error: str = ""
+
+    @property
+    def is_tcp(self) -> bool:
+        """Whether some reads go over TCP."""
+        return any(is_tcp(path) for path in self.paths)
+
+    @property
+    def is_good(self) -> bool:
+        """Whether all pages came as they should."""
+        return not self.error and all(not rank.code for rank in self.ranks)
+
+    def as_json(self) -> dict[str, object]:
+        """Return plain values for `--json`."""
+        return {
+            "error": self.error,
+            "is_tcp": self.is_tcp,
+            "paths": [asdict(path) for path in self.paths],
+            "ranks": [asdict(rank) for rank in self.ranks],
+        }
+
+
+def read_ranks(text: str) -> list[LiveRank]:
+    """Return the ranks that JSON describes: a list of objects with name, agent_metadata (Base64) and fence.
+
+    Raises:
+        ValueError: It does not.
+    """
+    described = parse_json(text)
+    if not isinstance(described, list):
+        raise ValueError(f"not a list of ranks: {type(described).__name__}")  # noqa: TRY004 - callers catch one kind
+    try:
+        return [_read_rank(entry) for entry in cast("list[dict[str, Any]]", described)]
+    except (TypeError, KeyError, AttributeError, OverflowError) as error:
+        raise ValueError(f"not a list of ranks: {type(error).__name__} {error}") from error
+
+
+def _read_rank(entry: dict[str, Any]) -> LiveRank:
+    address, device, words = (int(number) for number in entry["fence"])
+    if min(address, device, words) < 0 or words > 1 << 32 or device > 1 << 32 or address > (1 << 63):
+        raise ValueError(
+            f"rank {entry['name']}: fence is {entry['fence']}, must be an address, a device and a number of words"
+        )
+    metadata = base64.b64decode(str(entry["agent_metadata"]), validate=True)
+    name = str(entry["name"])
+    if not name.isprintable():
+        raise ValueError(f"name {name!r} must be printable")
+    return LiveRank(name, metadata, (address, device, words))
+
+
+def measure_ranks(ranks: Sequence[LiveRank], *, most_bytes: int, timeout_s: float) -> Measurement:
+    """Read from each rank in a child process and return the results; never raises.
+
+    Args:
+        ranks: The ranks.
+        most_bytes: Bytes to read from each rank, at most.
+        timeout_s: Longest wait for each read.
+    """
+    with tempfile.TemporaryFile(
+        "w+", encoding="utf-8", errors="replace"
+    ) as answers:  # a pipe would be full before the child has ended
+        theirs = answers.fileno()
+        command = [
+            sys.executable,
+            "-c",
+            f"from kv_nixl_agent.tools.remote import child; child({theirs}, {most_bytes}, {timeout_s})",
+        ]
+        try:
+            done = subprocess.run(
+                command,
+                input=_as_text(ranks),
+                env={**os.environ, **TRANSPORT_ENVIRONMENT},
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=_START_S + len(ranks) * 4 * timeout_s,
+                check=False,
+                pass_fds=[theirs],
+            )
+        except subprocess.TimeoutExpired as expired:
+            return Measurement([], error=f"the reads did not end within {expired.timeout:.0f} s")
+        except OSError as error:
+            return Measurement([], error=f"the reads cannot be started: {error}")
+        answers.seek(0)
+        answer = answers.read()
+    paths = read_paths(done.stdout + "\n" + done.stderr)
+    if not answer:
+        lines = [line for line in done.stderr.splitlines() if line.strip()]
+        return Measurement([], paths, lines[-1] if lines else f"exit code {done.returncode}")
+    try:
+        read = [RankRead(**entry) for entry in cast("list[dict[str, Any]]", parse_json(answer))]
+    except (TypeError, ValueError) as error:  # a child that was ended while it wrote
+        return Measurement([], paths, f"the reads were cut short: {error}")
+    missing = len(ranks) - len(read)
+    return Measurement(read, paths, f"the reads were cut short: {missing} ranks are missing" if missing else "")
+
+
+def _as_text(ranks: Sequence[LiveRank]) -> str:
+    return json.dumps(
+        [
+            {
+                "name": rank.name,
+                "agent_metadata": base64.b64encode(rank.agent_metadata).decode(),
+                "fence": list(rank.fence),
+            }
+            for rank in ranks
+        ]
+    )
+
+
+def child(answer: int, most_bytes: int, timeout_s: float) -> None:
+    """Be the child: read the ranks that standard input describes; write JSON to a descriptor."""
+    ranks = read_ranks(sys.stdin.read())
+    memory = np.zeros((_BATCH_PAGES, PROBE_PAGE_BYTES), dtype=np.uint8)
+    agent = TransferAgent(f"preflight-{secrets.token_hex(4)}", [(memory.ctypes.data, memory.nbytes, 0, "DRAM")])
+    try:
+        reader = _Reader(agent, memory, most_bytes, timeout_s)
+        results = [asdict(reader.read(rank)) for rank in ranks]
+    finally:
+        agent.close()
+    with os.fdopen(answer, "w") as file:
+        json.dump(results, file)
+
+
+@final
+class _Failed(Exception):  # noqa: N818 - becomes a result
+    """End of the reads of one rank."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+@final
+class _Reader:
+    """Reads the probe pages of one rank after the other."""
+
+    def __init__(self, agent: TransferAgent, memory: npt.NDArray[np.uint8], most_bytes: int, timeout_s: float) -> None:
+        self._agent = agent
+        self._memory = memory
+        self._most_bytes = most_bytes
+        self._timeout_s = timeout_s
+        self._count = 0
+
+    def read(self, rank: LiveRank) -> RankRead:
+        """Return what the reads of a rank gave."""
+        local = np.array(
+            [[self._memory.ctypes.data, PROBE_PAGE_BYTES, 0, PROBE_PAGE_BYTES, _BATCH_PAGES]], dtype=np.uint64
+        )
+        try:
+            spec = PeerSpec(rank.name, rank.agent_metadata, local, probe_rows(rank.fence), fence=rank.fence)
+            self._agent.add_peer(spec)
+            checksum = self._compare(rank.name)
+            word_us = min(self._read(rank.name, 0) for _ in range(_LEAST_READS)) * 1e6
+            speed, moved = self._measure(rank.name)
+        except AgentError as error:
+            return RankRead(rank.name, error.code, str(error))
+        except _Failed as failed:
+            return RankRead(rank.name, failed.code, str(failed))
+        return RankRead(rank.name, "", "", checksum, word_us, speed, moved)
+
+    def _compare(self, name: str) -> int:
+        """Read every probe page once; return the checksum of what came."""
+        self._memory[:] = 0
+        self._read(name, PROBE_PAGES)
+        came = self._memory[:PROBE_PAGES].tobytes()
+        wanted = probe_pattern().tobytes()
+        if came != wanted:
+            raise _Failed(
+                "bytes-differ",
+                f"the probe pages came with checksum {zlib.crc32(came):08x}, their content has {zlib.crc32(wanted):08x}",
+            )
+        return zlib.crc32(came)
+
+    def _measure(self, name: str) -> tuple[float, int]:
+        """Read batches of all pages again and again; return the fastest one's GB/s and the bytes of all.
+
+        Example: 16 MiB a batch and at most 64 MiB are four batches; one that takes longer than a second is the last.
+        """
+        moved, best_s = 0, float("inf")
+        while moved + self._memory.nbytes <= self._most_bytes:
+            took_s = self._read(name, _BATCH_PAGES)
+            moved += self._memory.nbytes
+            best_s = min(best_s, took_s)
+            if took_s > 1.0:
+                break
+        return (self._memory.nbytes / best_s / 1e9 if moved else 0.0), moved
+
+    def _read(self, name: str, pages: int) -> float:
+        """Read so many pages, 0 for one word, and return the seconds that it took."""
+        self._count += 1
+        local = np.arange(pages, dtype=np.int32)
+        order = TransferOrder(
+            f"read-{self._count}",
+            name,
+            local,
+            local % PROBE_PAGES,
+            deadline_s=self._timeout_s,
+            operation="read" if pages else "probe",
+        )
+        began_s = time.perf_counter()
+        self._agent.post(order)
+        result = self._wait()
+        if result.outcome != "done":
+            raise _Failed(result.code or result.outcome, result.message)
+        return time.perf_counter() - began_s
+
+    def _wait(self) -> TransferResult:
+        while True:
+            self._agent.advance()
+            for result in self._agent.take_results():
+                return result
+
+
+_PAGE_BYTES: Final = 65536
+_PAGE_COUNT: Final = 512
+_GREETING: Final = "kv-nixl-doctor-1"
+_MAX_LINE_BYTES: Final = 1 << 20
+_TIMEOUT_S: Final = 30.0
+
+
+def serve_peer(host: str, port: int, *, sessions: int = 0) -> int:
+    """Serve the test region, `sessions` times or for ever; returns the port once bound is of no more use.
+
+    Raises:
+        OSError: when nothing can be bound there.
+        ValueError: when no host can have this name.
+    """
+    socket.getaddrinfo(host or None, port)  # a name that no host can have is refused before there is a socket to close
+    with socket.create_server((host, port)) as server:
+        bound: int = server.getsockname()[1]
+        print(f"serving a test region on {host}:{bound}", flush=True)
+        served = 0
+        while not sessions or served < sessions:
+            try:
+                connection, _ = server.accept()
+            except ConnectionError:  # gone before it was taken
+                continue
+            with connection:
+                connection.settimeout(_TIMEOUT_S)
+                _serve_one(connection)
+            served += 1
+    return bound
+
+
+def _serve_one(connection: socket.socket) -> None:
+    try:
+        if _receive(connection).get("greeting") != _GREETING:
+            return
+        producer = PeerProcess("doctor-peer", page_bytes=_PAGE_BYTES, page_count=_PAGE_COUNT)
+        try:
+            described = {
+                "metadata": base64.b64encode(producer.agent_metadata).decode(),
+                "rows": producer.rows.tolist(),
+                "fence": producer.fence,
+            }
+            connection.sendall(json.dumps(described).encode() + b"\n")
+            connection.recv(1)  # the other side closes when it is done
+        finally:
+            producer.close()
+    except (OSError, ValueError):
+        return  # a client that talks nonsense or hangs is no reason to stop serving
+    except Exception as error:  # noqa: BLE001  (nor is whatever else a client brings about)
+        print(f"kv-nixl: a doctor was not served: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+
+
+def measure_peer(host: str, port: int) -> Bandwidth:
+    """Read another host's test region.
+
+    Raises:
+        AgentError: as `TransferAgent`.
+        OSError: when the peer cannot be reached or does not answer within 30 s.
+        ValueError: when it answers nonsense.
+        RuntimeError: when a read fails or brings other bytes.
+    """
+    with socket.create_connection((host, port), timeout=_TIMEOUT_S) as connection:
+        connection.sendall(json.dumps({"greeting": _GREETING}).encode() + b"\n")
+        answer = _receive(connection)
+        try:
+            metadata = base64.b64decode(str(answer["metadata"]), validate=True)
+            rows = np.array(answer["rows"], dtype=np.uint64)
+            address, device, words = (int(one) for one in answer["fence"])  # type: ignore[attr-defined]
+        except (KeyError, TypeError, OverflowError) as error:
+            message = f"the peer's answer is not a test region: {error}"
+            raise ValueError(message) from error
+        if rows.shape != (1, 5) or int(rows[0, 1]) * int(rows[0, 4]) > 1 << 30:
+            message = f"the peer describes {rows.shape} rows, or more than 1 GiB"
+            raise ValueError(message)
+        return measure_pages(metadata, rows, (address, device, words))
+
+
+def _receive(connection: socket.socket) -> dict[str, object]:
+    data = b""
+    while not data.endswith(b"\n"):
+        piece = connection.recv(65536)
+        if not piece or len(data) > _MAX_LINE_BYTES:
+            message = f"no complete line within {len(data)} bytes"
+            raise ValueError(message)
+        data += piece
+    value = parse_json(data)
+    if not isinstance(value, dict):
+        message = "not a JSON object"
+        raise ValueError(message)  # noqa: TRY004 - callers catch one kind of nonsense
+    return cast("dict[str, object]", value)

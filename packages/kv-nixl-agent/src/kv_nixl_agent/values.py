@@ -1,0 +1,240 @@
+"""Values that cross the package's boundary: peers and orders in, results, entries and trace events out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Literal, Protocol, final
+
+from kv_nixl_agent.errors import ERROR_CODES
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy as np
+    import numpy.typing as npt
+
+    from kv_nixl_agent.errors import Fault
+    from kv_nixl_agent.nixl.port import MemoryKind
+
+__all__ = [
+    "FenceLocation",
+    "MemoryRegion",
+    "OrderKind",
+    "Outcome",
+    "PeerDescription",
+    "PeerSpec",
+    "QuarantineEntry",
+    "StallEntry",
+    "MAX_CAPACITY",
+    "MAX_SLOTS",
+    "StreamLocation",
+    "TraceEvent",
+    "TransferOrder",
+    "TransferResult",
+]
+
+Outcome = Literal["done", "failed", "fence-rejected", "timed-out", "cancelled"]
+OrderKind = Literal["read", "probe"]
+
+MemoryRegion = tuple[int, int, int, "MemoryKind"]
+"""(address, length_bytes, device, memory kind) of memory to register."""
+
+FenceLocation = tuple[int, int, int]
+"""(address, device, word count) of a fence array."""
+
+MAX_SLOTS: Final = 1024
+"""Most stream slots of an agent: all progress words are read at once."""
+MAX_CAPACITY: Final = 1 << 20
+"""Most block ids of a stream slot's table."""
+
+StreamLocation = tuple[int, int, int, int]
+"""(address, device, slots, capacity) of stream memory; capacity is the number of block ids that each slot's table holds."""
+
+
+class PeerDescription(Protocol):
+    """Structure of a `PeerSpec`; any frozen value with these members is accepted."""
+
+    @property
+    def key(self) -> str:
+        """Name of the peer in orders and results."""
+        ...
+
+    @property
+    def agent_metadata(self) -> bytes:
+        """The peer's `agent_metadata()`, or NIXL's own blob."""
+        ...
+
+    @property
+    def local_rows(self) -> npt.NDArray[np.uint64]:
+        """uint64 (n, 5) over registered local memory."""
+        ...
+
+    @property
+    def peer_rows(self) -> npt.NDArray[np.uint64]:
+        """uint64 (m, 5) over the peer's registered memory."""
+        ...
+
+    @property
+    def memory_kind(self) -> MemoryKind | Sequence[MemoryKind]:
+        """Kind of the peer's rows, one for all or one per row."""
+        ...
+
+    @property
+    def local_kind(self) -> MemoryKind | Sequence[MemoryKind] | None:
+        """Kind of the local rows."""
+        ...
+
+    @property
+    def fence(self) -> FenceLocation | None:
+        """Location of the peer's fence array."""
+        ...
+
+    @property
+    def streams(self) -> StreamLocation | None:
+        """Location of the peer's stream memory."""
+        ...
+
+    @property
+    def agent_prefix(self) -> str:
+        """Required prefix of the peer's agent name; empty for any name."""
+        ...
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class PeerSpec:
+    """Description of one peer rank.
+
+    Attributes:
+        key: Name of the peer in orders and results.
+        agent_metadata: The peer's `agent_metadata()`, or NIXL's own blob.
+        local_rows: uint64 (n, 5) over registered local memory: address, length_bytes, device, stride_bytes, count.
+        peer_rows: uint64 (m, 5) over the peer's registered memory. Without rows on both sides, the peer can be notified
+            and its fence read, nothing else.
+        memory_kind: Kind of the peer's rows, one for all or one per row.
+        local_kind: Kind of the local rows; None if `memory_kind` is one for all and holds for both sides.
+        fence: (address, device, word count) of the peer's fence array; None if the peer has none.
+        agent_prefix: Required prefix of the peer's agent name, for instance its engine's name; empty for any. A peer with it
+            takes the name over from a peer without.
+        streams: (address, device, slots, capacity) of the peer's stream memory; None if the peer has none.
+    """
+
+    key: str
+    agent_metadata: bytes
+    local_rows: npt.NDArray[np.uint64]
+    peer_rows: npt.NDArray[np.uint64]
+    memory_kind: MemoryKind | Sequence[MemoryKind] = "DRAM"
+    local_kind: MemoryKind | Sequence[MemoryKind] | None = None
+    fence: FenceLocation | None = None
+    agent_prefix: str = ""
+    streams: StreamLocation | None = None
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class TransferOrder:
+    """Order for one transfer.
+
+    Attributes:
+        transfer_id: Name of the transfer in results and statistics; unique while it is in progress or quarantined.
+        peer: Key of the peer.
+        local_indices: int32 (n,), descriptors of the peer's local list. Must not be changed afterwards.
+        peer_indices: int32 (n,), descriptors of the peer list, pairwise. Without indices nothing is moved, but the fence
+            is verified and the notification sent all the same.
+        notification: Bytes that the peer receives once the transfer is done; empty for none.
+        deadline_s: Seconds from the order to the latest observed end.
+        fence: (slot, generation) that the peer's fence array must show after the data was read.
+        operation: `read`, or `probe`: read one word of the peer, whatever its value.
+    """
+
+    transfer_id: str
+    peer: str
+    local_indices: npt.NDArray[np.int32]
+    peer_indices: npt.NDArray[np.int32]
+    notification: bytes = b""
+    deadline_s: float = 30.0
+    fence: tuple[int, int] | None = None
+    operation: OrderKind = "read"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class TransferResult:
+    """End of one transfer; exactly one is reported for every accepted order.
+
+    Attributes:
+        transfer_id: As ordered.
+        peer: Key of the peer.
+        outcome: `done`, or the kind of failure.
+        code: Key of `ERROR_CODES`; empty when done.
+        message: Explanation; empty when done.
+        is_memory_quiet: False while the wire may still write into the local pages; `on_quiet` follows then.
+        bytes_moved: Payload bytes of the transfer; 0 unless the data arrived.
+        descriptor_count: Descriptors ordered.
+        merged_count: Descriptors after merging; 0 if NIXL does not report it.
+        queue_s: From the order to the first post.
+        post_s: Time inside NIXL's make and post calls.
+        wire_s: From the first post to the last observed completion of data.
+        fence_s: From there to the verified fence word.
+        is_notified: Whether the notification was handed to NIXL.
+        bytes_by_path: The bytes moved by (backend as NIXL names it, local memory kind, peer memory kind, bytes); the name is
+            empty where NIXL reports none.
+    """
+
+    transfer_id: str
+    peer: str
+    outcome: Outcome
+    code: str = ""
+    message: str = ""
+    is_memory_quiet: bool = True
+    bytes_moved: int = 0
+    descriptor_count: int = 0
+    merged_count: int = 0
+    queue_s: float = 0.0
+    post_s: float = 0.0
+    wire_s: float = 0.0
+    fence_s: float = 0.0
+    is_notified: bool = False
+    bytes_by_path: tuple[tuple[str, MemoryKind, MemoryKind, int], ...] = ()
+
+    @property
+    def fault(self) -> Literal["", Fault]:
+        """Origin of the failure's cause, as `ERROR_CODES` lists it for the code; empty when done."""
+        return ERROR_CODES[self.code].fault if self.code else ""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class StallEntry:
+    """A transfer on the wire none of whose parts has ended for a while."""
+
+    transfer_id: str
+    peer: str
+    since_s: float
+    """Monotonic time of the last sign of progress, in seconds."""
+    bytes_left: int
+    """Payload bytes of the parts that have not ended."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class QuarantineEntry:
+    """A transfer whose local pages may still be written to although its result has been reported."""
+
+    transfer_id: str
+    peer: str
+    since_s: float
+    bytes_at_risk: int
+    last_error: str
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class TraceEvent:
+    """A step of a transfer: queued, posted, data-done, fence-read, stalled, ended or quiet."""
+
+    at_s: float
+    transfer_id: str
+    peer: str
+    state: str
+    detail: str = ""

@@ -1,0 +1,3 @@
+"""Words that peers read one-sidedly."""
+
+__all__: list[str] = []

@@ -1,0 +1,249 @@
+"""Words that peers read one-sidedly, and scratch words into which our own reads of words land.
+
+Layout of the fence array of an agent with 4096 fence words: words 0 to 4095 are exposed to peers, 4096 to 4607 are the 512
+scratch words, 4608 is where warm-up reads land and is never read. From word 4616 on (a multiple of 64 bytes) lie the 32768
+words of the probe pages: a public pattern, which never changes and which a pre-flight check reads to compare and to measure.
+They lie in the same registered memory at an offset that follows from the number of words, so nothing new crosses the side
+channel and no address that peers know changes. A rank of an older version has none: NIXL then refuses the rows, because the
+rank's metadata does not register them.
+
+Worked example. A fence array of 4096 words has 4609 words with those of its own reads: 36872 bytes, rounded up to a multiple of
+64 are 36928. At address 0x10000 the probe pages begin at 0x10000 + 36928 = 102464, and end 262144 bytes later.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from functools import cache
+from typing import TYPE_CHECKING, Final, Literal, final
+
+import numpy as np
+
+from kv_nixl_agent.errors import AgentError
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from kv_nixl_agent.values import FenceLocation
+
+    Words = npt.NDArray[np.uint64]
+
+__all__ = [
+    "CLOSED_GENERATION",
+    "LOOK_PADS",
+    "PAD_COUNT",
+    "PAD_WORDS",
+    "PROBE_PAGES",
+    "PROBE_PAGE_BYTES",
+    "PROBE_WORDS",
+    "SCRATCH_WORDS",
+    "FenceArray",
+    "LandingPads",
+    "PadUse",
+    "aligned_words",
+    "probe_pattern",
+    "probe_rows",
+    "words_before_pages",
+]
+
+CLOSED_GENERATION: Final = (1 << 64) - 1
+"""Generation in every fence word of a closed agent; never granted to a request."""
+
+SCRATCH_WORDS: Final = 512
+
+PROBE_WORDS: Final = 32768
+PROBE_PAGES: Final = 4
+PROBE_PAGE_BYTES: Final = 65536
+
+PAD_WORDS: Final = 1024
+PAD_COUNT: Final = 256
+LOOK_PADS: Final = 128
+"""The first pads serve polls of progress words, the others reads of tables, so that neither waits for the other."""
+
+PadUse = Literal["look", "table"]
+_LINE_WORDS: Final = 8
+_NOTHING: Final = np.uint64((1 << 64) - 1)
+
+
+def aligned_words(count: int) -> Words:
+    """Return an array of zeroed words that starts at a 64-byte line."""
+    raw: Words = np.zeros(count + _LINE_WORDS, dtype=np.uint64)
+    shift = (-raw.ctypes.data % (8 * _LINE_WORDS)) // 8
+    return raw[shift : shift + count]
+
+
+def words_before_pages(word_count: int) -> int:
+    """Return the number of words before a fence array's probe pages. Example: 4616 for 4096 words."""
+    return -(-(word_count + SCRATCH_WORDS + 1) // _LINE_WORDS) * _LINE_WORDS
+
+
+@cache
+def probe_pattern() -> Words:
+    """Return the content of the probe pages, uint64 (PROBE_WORDS,), read-only; all words differ."""
+    pattern: Words = np.arange(1, PROBE_WORDS + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    pattern.flags.writeable = False
+    return pattern
+
+
+@final
+class FenceArray:
+    """64-bit words that a producer changes and consumers read one-sidedly, with scratch words for our own fence reads.
+
+    A word is written with one aligned 8-byte store, so a reader sees either the old or the new generation. A lock keeps writers
+    on other threads from making a word valid again after `void_all`.
+    """
+
+    __slots__ = ("_free", "_is_void", "_lock", "_memory", "_total_bytes", "word_count")
+
+    def __init__(self, word_count: int) -> None:
+        self.word_count = word_count
+        """Number of words exposed to peers."""
+        first = words_before_pages(word_count)
+        whole = aligned_words(first + PROBE_WORDS)
+        whole[first:] = probe_pattern()
+        self._memory: Words = whole[: word_count + SCRATCH_WORDS + 1]
+        self._total_bytes = int(whole.nbytes)
+        self._free = deque(range(word_count, word_count + SCRATCH_WORDS))
+        self._lock = threading.Lock()
+        self._is_void = False
+
+    @property
+    def location(self) -> FenceLocation:
+        """(address, device, word count) for peers."""
+        return (self.address, 0, self.word_count)
+
+    @property
+    def address(self) -> int:
+        """Address of the first word."""
+        return int(self._memory.ctypes.data)
+
+    @property
+    def warm_up_word(self) -> int:
+        """Number of the word in which warm-up reads land; its content means nothing."""
+        return self.word_count + SCRATCH_WORDS
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes to register, including scratch words and probe pages."""
+        return self._total_bytes
+
+    @property
+    def free_scratch_words(self) -> int:
+        """Number of scratch words not in use."""
+        return len(self._free)
+
+    def write(self, slot: int, generation: int) -> None:
+        """Store `generation` in `slot`; any thread.
+
+        Raises:
+            AgentError: `bad-fence` if either is out of range, `agent-closed` once all words are void.
+        """
+        if not 0 <= slot < self.word_count or not 0 <= generation < CLOSED_GENERATION:
+            raise AgentError(
+                "bad-fence",
+                f"fence slot {slot} with generation {generation}: slots are 0 to {self.word_count - 1}, "
+                "generations 0 to 2**64-2",
+                slot=slot,
+            )
+        with self._lock:
+            if self._is_void:
+                raise AgentError("agent-closed", f"fence word {slot} is void for good: the agent was closed")
+            self._memory[slot] = generation
+
+    def read(self, slot: int) -> int:
+        """Return the generation in `slot`."""
+        return int(self._memory[slot])
+
+    def words(self, word: int) -> Words:
+        """Return one word, uint64 (1,), without copying."""
+        return self._memory[word : word + 1]
+
+    def void_all(self) -> None:
+        """Permanently set every word to a value that differs from every granted generation."""
+        with self._lock:
+            self._is_void = True
+            self._memory[: self.word_count] = CLOSED_GENERATION
+
+    def take_scratch(self, expected: int, *, is_early: bool = False) -> int | None:
+        """Return a free scratch word, filled with a value other than `expected`; None if all are in use.
+
+        Early requests may use only half of the scratch words. Reads of a stopped peer keep theirs until their deadline, so
+        the other half stays free for healthy peers.
+        """
+        if len(self._free) <= (SCRATCH_WORDS // 2 if is_early else 0):
+            return None
+        word = self._free.popleft()
+        self._memory[word] = expected ^ CLOSED_GENERATION
+        return word
+
+    def give_back(self, word: int, *, is_suspect: bool = False) -> None:
+        """Free a scratch word. A suspect word, whose read ended in an error, is reused only after all others."""
+        if is_suspect:
+            self._free.append(word)
+        else:
+            self._free.appendleft(word)
+
+    def rows(self) -> Words:
+        """Return the whole array as one strided row of 8-byte descriptors."""
+        return np.array([[self.address, 8, 0, 8, len(self._memory)]], dtype=np.uint64)
+
+
+@final
+class LandingPads:
+    """Scratch memory for reads of streams: pads of 1024 words each."""
+
+    __slots__ = ("_free", "_memory")
+
+    def __init__(self) -> None:
+        self._memory = aligned_words(PAD_COUNT * PAD_WORDS)
+        self._free: dict[PadUse, deque[int]] = {
+            "look": deque(range(LOOK_PADS)),
+            "table": deque(range(LOOK_PADS, PAD_COUNT)),
+        }
+
+    @property
+    def address(self) -> int:
+        """Address of the first pad."""
+        return int(self._memory.ctypes.data)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes to register."""
+        return int(self._memory.nbytes)
+
+    @property
+    def free_count(self) -> int:
+        """Number of pads not in use."""
+        return sum(map(len, self._free.values()))
+
+    def take(self, use: PadUse) -> int | None:
+        """Return a free pad for this use, filled with words that no stream contains; None if all are in use."""
+        if not self._free[use]:
+            return None
+        pad = self._free[use].popleft()
+        self.words(pad, PAD_WORDS)[:] = _NOTHING
+        return pad
+
+    def give_back(self, pad: int, *, is_suspect: bool = False) -> None:
+        """Free a pad. A suspect pad, whose read ended in an error, is reused only after all others."""
+        free = self._free["look" if pad < LOOK_PADS else "table"]
+        if is_suspect:
+            free.append(pad)
+        else:
+            free.appendleft(pad)
+
+    def words(self, pad: int, count: int) -> Words:
+        """Return the first words of a pad, without copying."""
+        return self._memory[pad * PAD_WORDS : pad * PAD_WORDS + count]
+
+    def row(self, pad: int, count: int) -> Words:
+        """Return the first words of a pad as one strided row of one descriptor."""
+        return np.array([[self.address + 8 * pad * PAD_WORDS, 8 * count, 0, 8 * count, 1]], dtype=np.uint64)
+
+
+def probe_rows(fence: FenceLocation) -> Words:
+    """Return the probe pages of the rank that has this fence array, as one strided row."""
+    address, device, words = fence
+    first = address + 8 * words_before_pages(words)
+    return np.array([[first, PROBE_PAGE_BYTES, device, PROBE_PAGE_BYTES, PROBE_PAGES]], dtype=np.uint64)
