@@ -123,7 +123,7 @@ def _waits_for_refused(old: Any) -> Any:
 
 
 def _accepts_all(_: Any) -> Any:
-    verdict = resolve_name("kv_handshake._policy:Verdict")
+    verdict = resolve_name("kv_handshake._wire.policy:Verdict")
     return lambda *_: verdict(protocol=1, capabilities=frozenset())
 
 
@@ -191,30 +191,30 @@ _STATE, _WORKER = "kv_scheduler_state", "vllm_adapter.worker"
 FAULTS = (
     Fault("fence-skipped", "kv_nixl_agent:TransferThread.post_read", _with(fence=None), seed=20),
     Fault("fence-not-voided", "kv_nixl_agent:TransferThread.write_fence", _words_stay),
-    Fault("ticket-without-fence", f"{_STATE}._producer:Producers._refusal", _after(_unfenced), seed=2),
-    Fault("ticket-not-bound", f"{_STATE}._admission:_require_prompt", _returning(None), "oracle"),
-    Fault("ticket-seal-unverified", f"{_STATE}._seal:TicketSeal.opened", _unverified, seed=4),
+    Fault("ticket-without-fence", f"{_STATE}.scheduler.producer:Producers._refusal", _after(_unfenced), seed=2),
+    Fault("ticket-not-bound", f"{_STATE}.scheduler.admission:_require_prompt", _returning(None), "oracle"),
+    Fault("ticket-seal-unverified", f"{_STATE}.ticket.seal:TicketSeal.opened", _unverified, seed=4),
     Fault("lease-not-renewed", f"{_STATE}:LeaseTable.renew", _returning(True), seed=137),
     Fault("lease-never-expires", f"{_STATE}:LeaseTable.take_ended", _returning(())),
     Fault("lease-one-reader-is-all", f"{_STATE}:LeaseTable.read_complete", _with(reader_count=1), seed=633),
     Fault("lease-freed-at-grant", f"{_WORKER}.transfer.leases:LeaseKeeper.apply", _reported_at_grant),
-    Fault("lease-quota-ignored", f"{_STATE}._outstanding:Outstanding.has_room", _returning(True), seed=4),
+    Fault("lease-quota-ignored", f"{_STATE}.fences:Outstanding.has_room", _returning(True), seed=4),
     Fault("sleep-leases-stay", f"{_WORKER}.transfer.leases:LeaseKeeper.end_all", _returning(None), seed=9),
-    Fault("quarantine-released-early", "kv_nixl_agent._handles:Handles.hold", _given_up_at_once, seed=301),
-    Fault("notification-nonce-ignored", f"{_STATE}._leases:_is_stale", _returning(False), seed=67),
-    Fault("newest-read-first", "kv_nixl_agent._schedule:Schedule._take_part", _last_first, seed=303),
-    Fault("refused-connection-waits", "kv_handshake._task:Task.plan_retry", _waits_for_refused, seed=456),
-    Fault("releases-not-compared", "kv_handshake._judging:judge", _accepts_all, seed=9),
-    Fault("hit-read-again", f"{_STATE}._blocks:BlockRules.wanted", _whole_read, seed=1),
-    Fault("mirror-not-restored", f"{_WORKER}.host_mirror:HostMirror.restore", _returning(None), seed=11),
-    Fault("stream-before-event", f"{_WORKER}.chunk_marks:ChunkMarks.then", _at_once, "streams", 3),
-    Fault("stream-not-voided", f"{_WORKER}.rank_streams:RankStreams.before_forward", _never_voided, "streams", 16),
+    Fault("quarantine-released-early", "kv_nixl_agent.transfers.handles:Handles.hold", _given_up_at_once, seed=301),
+    Fault("notification-nonce-ignored", f"{_STATE}.worker.leases:_is_stale", _returning(False), seed=67),
+    Fault("newest-read-first", "kv_nixl_agent.transfers.queue:Schedule._take_part", _last_first, seed=303),
+    Fault("refused-connection-waits", "kv_handshake._core.attempt:Task.plan_retry", _waits_for_refused, seed=456),
+    Fault("releases-not-compared", "kv_handshake._wire.policy:judge", _accepts_all, seed=9),
+    Fault("hit-read-again", f"{_STATE}.values:BlockRules.wanted", _whole_read, seed=1),
+    Fault("mirror-not-restored", f"{_WORKER}.pages:HostMirror.restore", _returning(None), seed=11),
+    Fault("stream-before-event", f"{_WORKER}.streams:ChunkMarks.then", _at_once, "streams", 3),
+    Fault("stream-not-voided", f"{_WORKER}.streams:RankStreams.before_forward", _never_voided, "streams", 16),
     Fault("stream-fence-unread", f"{_WORKER}.transfer.streams:StreamCoordinator._read_fence", _unread, "streams", 876),
     Fault("stream-never-gives-way", f"{_STATE}:SchedulerState.give_way", _returning(""), "streams", 9),
-    Fault("first-unit-shifted", f"{_STATE}._blocks:BlockRules.wanted", _after(_from_the_first_token), "oracle"),
-    Fault("last-unit-missing", "kv_topology._link:pair_blocks", _after(_without_the_end), "oracle"),
+    Fault("first-unit-shifted", f"{_STATE}.values:BlockRules.wanted", _after(_from_the_first_token), "oracle"),
+    Fault("last-unit-missing", "kv_topology.plan.blocks:pair_blocks", _after(_without_the_end), "oracle"),
     Fault("report-before-bytes", f"{_WORKER}.transfer.reads:ReadCoordinator._close_transfer", _first_suffices, "oracle"),
-    Fault("pages-not-put-in-order", f"{_WORKER}.completion:ReadCompletion._convert", _returning(None), "oracle"),
+    Fault("pages-not-put-in-order", f"{_WORKER}.pages:ReadCompletion._convert", _returning(None), "oracle"),
     Fault("other-heads-announced", "vllm_adapter.cache.attention:_head_interval", _after(_other_heads), "oracle"),
     Fault("groups-change-places", "vllm_adapter.scheduler.side:SchedulerSide._transferable", _after(_reversed), "oracle"),
 )  # fmt: skip

@@ -21,10 +21,10 @@ import kv_handshake._net.client
 import kv_handshake._net.listener
 import kv_handshake._net.loop
 import kv_handshake._stream.asker
-import kv_nixl_agent.transfers.handles
 import kv_nixl_agent.loop
 import kv_nixl_agent.pacing
 import kv_nixl_agent.thread
+import kv_nixl_agent.transfers.handles
 import vllm_adapter.scheduler.stream_channel
 import vllm_adapter.wiring
 import vllm_adapter.worker.engine_thread

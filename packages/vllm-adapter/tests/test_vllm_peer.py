@@ -15,7 +15,6 @@ from vllm_adapter.cache.documents import PeerSizes, with_names
 from vllm_adapter.cache.peer_geometry import PeerGeometry
 from vllm_adapter.cache.vllm_peer import derive_document
 from vllm_adapter.errors import AdapterError
-from vllm_adapter.wiring import reshard
 from vllm_adapter.worker.transfer.parts import PeerPlanner
 
 DENSE = ModelSpec(("attention",) * 12, 4, 8)
@@ -33,7 +32,7 @@ def derived(
         facts,
         (0, rank),
         PeerSizes(tp, 1, dcp),
-        reshard=reshard,
+        reshard=Planner().reshard,
         dealt_groups=[dealt] * len(local.groups),
     )
     return from_document(document)
@@ -204,7 +203,7 @@ def test_the_first_rank_gives_a_lie_about_the_size_away(true_tp: int, told_tp: i
         vars(first).update(facts_of(build_engine(model, engine)[0, 0], engine))
         planner = PeerPlanner(
             with_names(to_document(ours)),
-            PeerGeometry(reshard, [False] * len(ours.groups)),
+            PeerGeometry(Planner().reshard, [False] * len(ours.groups)),
             Planner(),
             "DRAM",
         )
@@ -219,7 +218,7 @@ def test_the_first_rank_gives_a_lie_about_pipelines_away() -> None:
     engine = EngineSpec(1, block_tokens=96, kernel_block_tokens=32)
     whole = build_engine(DENSE, engine)[0, 0]
     document = with_names(to_document(whole))
-    planner = PeerPlanner(document, PeerGeometry(reshard, [False] * len(whole.groups)), Planner(), "DRAM")
+    planner = PeerPlanner(document, PeerGeometry(Planner().reshard, [False] * len(whole.groups)), Planner(), "DRAM")
     first: Any = SimpleNamespace(geometry=None, capabilities=(), region_num_blocks=None, region_mem_types=None)
     vars(first).update(facts_of(whole, engine))
     told: Any = PeerSizes(1, 2, 1)
@@ -249,7 +248,7 @@ def test_pipelines_are_met_only_where_stages_tell_their_layers(
     specs = [EngineSpec(1, pp, block_tokens=96, kernel_block_tokens=32) for pp in (1, true_pp)]
     whole, stage = (build_engine(model, spec)[0, 0] for spec in specs)
     planner = PeerPlanner(
-        with_names(to_document(whole)), PeerGeometry(reshard, [False] * len(whole.groups)), Planner(), "DRAM"
+        with_names(to_document(whole)), PeerGeometry(Planner().reshard, [False] * len(whole.groups)), Planner(), "DRAM"
     )
     first: Any = SimpleNamespace(
         geometry=None, capabilities=(), region_num_blocks=None, region_mem_types=None, region_names=None
