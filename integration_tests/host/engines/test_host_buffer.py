@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from fleets import BYTES, COMPUTED, FAILED, TRANSFERS, Fleet, probe_environment, probed, prompt, started_pair
+from fleets import COMPUTED, FAILED, TRANSFERS, Fleet, probe_environment, probed, prompt, started_pair
 
 CHUNK_TOKENS = 200  # of blocks of 128: chunks end inside blocks
 
@@ -37,14 +37,4 @@ def test_blocks_that_the_producer_computed_for_itself_are_handed_over_too(pair: 
     first = prompt(200, 90)
     pair.answers([first], decode="prefill")
     pair.assert_same_as_alone([first + prompt(201, 60)])
-    pair.assert_all_blocks_free()
-
-
-def test_a_prefix_hit_of_the_consumer_moves_only_the_rest(pair: Fleet) -> None:
-    first, longer = prompt(210, 90), prompt(210, 90) + prompt(211, 90)
-    pair.assert_same_as_alone([first])
-    moved = pair.count("decode", BYTES)
-    pair.assert_same_as_alone([longer])
-    block_bytes = 128 * 2 * 4 * 64 * 4 * 4
-    assert 0 < pair.count("decode", BYTES) - moved < len(longer) / 128 * block_bytes
     pair.assert_all_blocks_free()

@@ -98,26 +98,6 @@ def test_chunked_prompts_cross_between_unequal_block_sizes(fleet: Fleet, prefill
     fleet.assert_all_blocks_free()
 
 
-def test_requests_preempted_for_want_of_blocks_give_the_same_text(fleet: Fleet) -> None:
-    before = fleet.count("tight", PREEMPTIONS)
-    for attempt in range(4):  # on a busy machine requests may come so far apart that there is room for all
-        texts = [prompt(200 + 10 * attempt + n, 60) for n in range(6 + 2 * attempt)]
-        got = fleet.answers(texts, prefill="chunked", decode="tight", max_tokens=240)
-        assert got == fleet.answers(texts, decode="chunked", max_tokens=240)
-        if fleet.count("tight", PREEMPTIONS) > before:
-            break
-    assert fleet.count("tight", PREEMPTIONS) > before
-    assert fleet.count("tight", FAILED) == 0
-    fleet.assert_all_blocks_free()
-
-
-def test_a_producer_without_room_makes_prompts_wait_until_earlier_ones_are_read(fleet: Fleet) -> None:
-    texts = [prompt(300 + n, 60) for n in range(8)]
-    assert fleet.answers(texts, prefill="tight", decode="chunked") == fleet.answers(texts, decode="chunked")
-    assert fleet.count("chunked", FAILED) == 0
-    fleet.assert_all_blocks_free()
-
-
 @pytest.mark.never_wrong("B10")
 def test_a_full_prefill_cache_and_a_busy_decode_engine_cost_no_request(fleet: Fleet) -> None:
     """Decode takes seconds for each of eight answers, one after another; no lease is taken from its reader meanwhile."""

@@ -27,6 +27,18 @@ def make_engine(tmp_path: Path) -> Callable[..., Any]:
     return lambda name, **options: Engine(tmp_path / name, **options)
 
 
+@pytest.fixture
+def producer(make_engine: Callable[..., Any]) -> Any:
+    """An engine that computes prompts for others."""
+    return make_engine("P")
+
+
+@pytest.fixture
+def consumer(make_engine: Callable[..., Any]) -> Any:
+    """An engine that reads prompts of others."""
+    return make_engine("D")
+
+
 @pytest.fixture(params=["fake", "nixl"])
 def fabric(request: pytest.FixtureRequest) -> FakeFabric | None:
     """NIXL's fake, and None for NIXL itself."""

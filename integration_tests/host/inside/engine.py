@@ -284,6 +284,16 @@ class Engine:
         return [order for plan in self.plans for order in getattr(plan.plan, kind)]
 
     @property
+    def reads(self) -> list[Any]:
+        """All reads so far whose end the workers report."""
+        return [order for order in self.orders("reads") if order.is_reported]
+
+    @property
+    def notifications(self) -> list[Any]:
+        """All orders so far that only notify a peer."""
+        return [order for order in self.orders("reads") if not order.is_reported]
+
+    @property
     def orphans(self) -> list[str]:
         """Requests that the workers were told to report as failed."""
         return self.orders("failures")

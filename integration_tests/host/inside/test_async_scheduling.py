@@ -121,7 +121,7 @@ def test_a_hand_over_has_its_blocks_and_both_sides_give_them_back(make: Make) ->
     assert (ticket["remote_num_tokens"], len(ticket["remote_block_ids"][0])) == (40, 3)
     request = consumer.add("d", prompt(40), params=ticket)
     consumer.until(lambda: "d" in consumer.outputs)
-    (read,) = [order for order in consumer.orders("reads") if order.is_reported]
+    (read,) = consumer.reads
     assert ids(read.ticket.peer_blocks)[0] == tuple(ticket["remote_block_ids"][0])
     assert consumer.outputs["d"][0].prefill_stats.num_external_cached_tokens == 40
     assert request.num_preemptions == 0

@@ -39,10 +39,6 @@ SCRATCH = 2
 CACHED_STATES = [CACHED_STATE, replace(CACHED_STATE, num_speculative_blocks=SCRATCH)]
 
 
-def _reads(engine: Any) -> list[Any]:
-    return [order for order in engine.orders("reads") if order.is_reported]
-
-
 # ------------------------------------------------------------------------------------------------------------- drafters
 
 
@@ -63,7 +59,7 @@ def test_blocks_that_wait_for_drafts_are_not_handed_over(
     consumer = make_engine("D", **options)
     consumer.add("d", tokens, params=ticket)
     consumer.step()
-    (read,) = _reads(consumer)
+    (read,) = consumer.reads
     assert len(ids(read.local_blocks)[full]) == 3
     consumer.run(received=["d"])
     producer.step(sent=["p"])
@@ -84,7 +80,7 @@ def test_the_tokens_that_a_drafter_reads_ahead_are_left_to_the_decode_engine(
     assert ticket["remote_num_tokens"] == 50 - left
     consumer.add("d", prompt(50), params=ticket)
     consumer.step()
-    (read,) = _reads(consumer)
+    (read,) = consumer.reads
     assert tokens_of(read) == 50 - left
     consumer.step(received=["d"])
     assert consumer.step() == {"d": max(left, 1)}
@@ -141,11 +137,8 @@ def _drafter(**change: Any) -> Any:
         ({"method": "ngram"}, False),
     ],
 )
-def test_a_drafter_on_hidden_states_is_part_of_the_hosts_hash(
-    make_engine, change: dict[str, Any], is_same: bool
-) -> None:
-    engine = make_engine("P")
-    config, cache = engine.config, engine.scheduler.kv_cache_config
+def test_a_drafter_on_hidden_states_is_part_of_the_hosts_hash(producer, change: dict[str, Any], is_same: bool) -> None:
+    config, cache = producer.config, producer.scheduler.kv_cache_config
 
     def digest(drafter: Any) -> str:
         config.speculative_config = drafter
@@ -188,7 +181,7 @@ def test_behind_a_prefix_hit_the_state_is_read_whole_and_the_rest_in_part(make_e
     consumer.run()
     consumer.add("d", prompt(tokens), params=hand_over(producer, "p", prompt(tokens)))
     consumer.step()
-    (read,) = _reads(consumer)
+    (read,) = consumer.reads
     states, whole = consumer.blocks("d")
     running = -(-(tokens - 1) // BLOCK) - 1
     assert ids(read.local_blocks) == ((states[running],), whole[2:])
@@ -209,7 +202,7 @@ def test_a_state_that_lags_behind_the_other_groups_hit_is_read_all_the_same(make
     tokens = prompt(4 * BLOCK) + prompt(2 * BLOCK, seed=3)  # four blocks in common
     consumer.add("d", tokens, params=hand_over(producer, "p", tokens))
     consumer.step()
-    (read,) = _reads(consumer)
+    (read,) = consumer.reads
     states, whole = consumer.blocks("d")
     assert ids(read.local_blocks) == ((states[5],), whole[4:])
     assert tokens_of(read) == 2 * BLOCK - 1
@@ -226,7 +219,7 @@ def test_a_hit_of_all_that_the_producer_holds_needs_no_state_of_it(make_engine, 
     consumer.run()
     consumer.add("d", prompt(2 * BLOCK + 1), params=hand_over(producer, "p", prompt(2 * BLOCK + 1)))
     assert consumer.step() == {"d": 1}
-    assert _reads(consumer) == []
+    assert consumer.reads == []
     assert [order.ticket.peer_request_id for order in consumer.orders("reads")] == ["p"]
     consumer.run()
     consumer.assert_nothing_left()
@@ -267,7 +260,7 @@ def test_a_state_that_has_seen_too_much_is_not_read(make_engine, change: int) ->
     ticket["remote_num_tokens"] += change
     consumer.add("d", prompt(50), params=ticket)
     consumer.step()
-    assert len(_reads(consumer)) == (0 if change else 1)
+    assert len(consumer.reads) == (0 if change else 1)
     consumer.run(received=[] if change else ["d"])
     consumer.assert_nothing_left()
 
@@ -375,7 +368,7 @@ def test_a_prompt_whose_client_asks_for_each_token_stays_whole(
         reader = make_engine("D", specs=specs, prefix_caching=False)
         reader.add("d", tokens, params=dict(ticket))
         reader.step()
-        assert len(_reads(reader)) == (0 if WINDOW in specs else 1), "the window's block of the last token is gone"
+        assert len(reader.reads) == (0 if WINDOW in specs else 1), "the window's block of the last token is gone"
 
 
 @pytest.mark.never_wrong("A5")
@@ -401,7 +394,7 @@ def test_accepted_drafts_behind_the_end_of_an_answer_are_not_promised(make_engin
     turn = whole + prompt(30, seed=5)
     other.add("turn2", turn, max_tokens=1, params=ticket)
     other.step()
-    (read,) = _reads(other)
+    (read,) = other.reads
     assert read.tokens <= len(whole)
 
 

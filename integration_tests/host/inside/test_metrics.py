@@ -49,13 +49,6 @@ def test_levels_follow_their_changes_over_ranks_and_intervals(page: Any) -> None
     assert sample("vllm:kv_transfer_live_requests", state="consumer-queued") == 1
 
 
-def test_series_and_counters_keep_the_hosts_names(page: Any) -> None:
-    page(transfer_duration=[0.02, 0.04], bytes_transferred=[2**20, 2**20], num_failed_transfers=[1])
-    assert sample("vllm:nixl_xfer_time_seconds_count") == 2
-    assert sample("vllm:nixl_bytes_transferred_sum") == 2**21
-    assert sample("vllm:nixl_num_failed_transfers_total") == 1
-
-
 def test_bytes_add_up_by_backend_memory_and_the_transports_that_ucx_may_use(page: Any) -> None:
     page(bytes_by_path=[["UCX", "DRAM->VRAM", "unset", 1000], ["UCX", "DRAM->VRAM", "unset", 24]])
     page(bytes_by_path=[["unknown", "DRAM->DRAM", "", 7]])

@@ -23,10 +23,6 @@ from vllm_adapter.host.vllm import has_content_ids
 TOKENS = prompt(40)
 
 
-def _reads(engine: Any) -> list[Any]:
-    return [order for order in engine.orders("reads") if order.is_reported]
-
-
 def _picture(content: str, offset: int, *, kind: str = "") -> MultiModalFeatureSpec:
     data = MultiModalKwargsItem({kind: MultiModalKwargsItem.dummy()["dummy"]}) if kind else None
     return MultiModalFeatureSpec(
@@ -39,23 +35,21 @@ def _digest(request: Any, tokens: int = 40, *, has_content: bool = True) -> str 
 
 
 @pytest.mark.never_wrong("A1")
-def test_a_ticket_with_another_prompt_is_computed_here_and_poisons_nothing(make_engine) -> None:
-    producer, consumer = make_engine("P"), make_engine("D")
+def test_a_ticket_with_another_prompt_is_computed_here_and_poisons_nothing(producer, consumer) -> None:
     ticket = hand_over(producer, "p", TOKENS)
     other = [*TOKENS[:20], *prompt(20, seed=5)]
     consumer.add("wrong", other, params=ticket)
     assert consumer.step() == {"wrong": 40}
-    assert _reads(consumer) == []
+    assert consumer.reads == []
     consumer.run()
     consumer.add("honest", TOKENS, params=ticket)
     consumer.step()
-    assert [order.request_id for order in _reads(consumer)] == ["honest"]
+    assert [order.request_id for order in consumer.reads] == ["honest"]
     consumer.run(received=["honest"])
     consumer.assert_nothing_left()
 
 
-def test_the_producer_of_a_request_refused_by_the_frontend_is_told(make_engine) -> None:
-    producer, consumer = make_engine("P"), make_engine("D")
+def test_the_producer_of_a_request_refused_by_the_frontend_is_told(producer, consumer) -> None:
     ticket = hand_over(producer, "p", TOKENS)
     consumer.add("refused", [0], max_tokens=1, params=ticket, is_refused=True)
     consumer.step()
@@ -87,8 +81,7 @@ def test_the_stand_in_of_a_request_with_an_early_ticket_reads_nothing_and_is_no_
 
 
 @pytest.mark.never_wrong("A1")
-def test_a_client_that_sends_the_prompt_of_refused_requests_gets_nothing(make_engine) -> None:
-    producer, consumer = make_engine("P"), make_engine("D")
+def test_a_client_that_sends_the_prompt_of_refused_requests_gets_nothing(producer, consumer) -> None:
     ticket = hand_over(producer, "p", TOKENS)
     consumer.add("client", [0], max_tokens=1, params=ticket)
     consumer.run()
@@ -189,9 +182,8 @@ def test_what_an_encoder_made_of_a_picture_is_not_computed_without_it(
     ids=["uuids or pictures on both legs", "another text", "another picture"],
 )
 def test_a_prompt_that_this_engine_can_compute_is_read_or_computed(
-    make_engine, tokens: list[int], media: list[Any], code: str
+    producer, consumer, tokens: list[int], media: list[Any], code: str
 ) -> None:
-    producer, consumer = make_engine("P"), make_engine("D")
     ticket = _ticket_of_pictures(producer, CAT, DOG)
     request = consumer.add("d", tokens, params=ticket, media=media)
     connector = consumer.connector
@@ -201,12 +193,11 @@ def test_a_prompt_that_this_engine_can_compute_is_read_or_computed(
 
 
 @pytest.mark.never_wrong("A1")
-def test_a_prompt_is_told_from_every_other(make_engine) -> None:
-    engine = make_engine("P")
-    request = engine.add("p", TOKENS)
+def test_a_prompt_is_told_from_every_other(producer) -> None:
+    request = producer.add("p", TOKENS)
     plain = _digest(request)
-    assert plain == _digest(engine.add("same", TOKENS))
-    seen = {plain, _digest(request, 39), _digest(engine.add("other", prompt(40, seed=1)))}
+    assert plain == _digest(producer.add("same", TOKENS))
+    seen = {plain, _digest(request, 39), _digest(producer.add("other", prompt(40, seed=1)))}
     request.cache_salt = "tenant"
     seen.add(_digest(request))
     request.cache_salt, request.lora_request = None, LoRARequest("adapter", 1, "/one/path")
@@ -271,8 +262,9 @@ def test_an_adapter_is_its_name_and_its_content(make_engine, tmp_path: Path, cap
 
 
 @pytest.mark.never_wrong("A14")
-def test_a_ticket_of_an_adapter_that_was_reloaded_on_one_side_is_computed_here(make_engine, tmp_path: Path) -> None:
-    producer, consumer = make_engine("P"), make_engine("D")
+def test_a_ticket_of_an_adapter_that_was_reloaded_on_one_side_is_computed_here(
+    producer, consumer, tmp_path: Path
+) -> None:
     old, new = (_store_adapter(tmp_path / f"sql-{seed}", seed) for seed in (1, 2))
     reads: list[int] = []
     for number, (theirs, ours) in enumerate(((old, old), (new, old)), 1):
@@ -280,7 +272,7 @@ def test_a_ticket_of_an_adapter_that_was_reloaded_on_one_side_is_computed_here(m
         ticket = hand_over(producer, f"p{number}", tokens, lora=LoRARequest("sql", number, theirs))
         consumer.add(f"d{number}", tokens, params=ticket, lora=LoRARequest("sql", 1, ours))
         scheduled = consumer.step()
-        reads.append(len(_reads(consumer)))
+        reads.append(len(consumer.reads))
         assert scheduled == ({} if number == 1 else {"d2": 40})
         consumer.run(**({"received": ["d1"]} if number == 1 else {}))
     assert reads == [1, 1]
@@ -288,9 +280,8 @@ def test_a_ticket_of_an_adapter_that_was_reloaded_on_one_side_is_computed_here(m
 
 
 @pytest.mark.never_wrong("A1")
-def test_pictures_without_content_ids_identify_no_prompt(make_engine, caplog: pytest.LogCaptureFixture) -> None:
-    engine = make_engine("P")
-    request = engine.add("p", TOKENS)
+def test_pictures_without_content_ids_identify_no_prompt(producer, caplog: pytest.LogCaptureFixture) -> None:
+    request = producer.add("p", TOKENS)
     assert RequestIdentity(request, has_content_ids=False).refusal == ""
     request.mm_features = [_picture("p-image-0", 0)]
     identity = RequestIdentity(request, has_content_ids=False)
@@ -301,7 +292,7 @@ def test_pictures_without_content_ids_identify_no_prompt(make_engine, caplog: py
         cache = SimpleNamespace(enable_prefix_caching=caches_prefixes)
         return SimpleNamespace(model_config=SimpleNamespace(multimodal_config=media), cache_config=cache)
 
-    assert has_content_ids(engine.config)
+    assert has_content_ids(producer.config)
     assert has_content_ids(config(4, caches_prefixes=False))
     assert has_content_ids(config(0, caches_prefixes=True))
     assert not has_content_ids(config(0, caches_prefixes=False))
@@ -309,13 +300,12 @@ def test_pictures_without_content_ids_identify_no_prompt(make_engine, caplog: py
 
 
 @pytest.mark.never_wrong("B7")
-def test_children_of_one_request_share_one_read(make_engine) -> None:
-    producer, consumer = make_engine("P"), make_engine("D")
+def test_children_of_one_request_share_one_read(producer, consumer) -> None:
     ticket = hand_over(producer, "p", TOKENS)
     for number in range(4):
         consumer.add(f"{number}_d", TOKENS, params=ticket)
     assert consumer.step() == {}
-    assert [order.request_id for order in _reads(consumer)] == ["0_d"]
+    assert [order.request_id for order in consumer.reads] == ["0_d"]
     assert consumer.step(received=["0_d"]) == {}
     assert consumer.step() == {"0_d": 1, **{f"{number}_d": 40 - 2 * BLOCK for number in (1, 2, 3)}}
     consumer.run()
@@ -325,8 +315,7 @@ def test_children_of_one_request_share_one_read(make_engine) -> None:
 
 
 @pytest.mark.never_wrong("B7")
-def test_an_aborted_child_passes_its_read_on(make_engine) -> None:
-    producer, consumer = make_engine("P"), make_engine("D")
+def test_an_aborted_child_passes_its_read_on(producer, consumer) -> None:
     ticket = hand_over(producer, "p", TOKENS)
     for number in range(2):
         consumer.add(f"{number}_d", TOKENS, params=ticket)
@@ -336,7 +325,7 @@ def test_an_aborted_child_passes_its_read_on(make_engine) -> None:
     assert (consumer.orders("cancels"), consumer.orders("passes")) == (["0_d"], ["0_d"])
     consumer.step(failed=["0_d"])
     consumer.step()
-    assert [order.request_id for order in _reads(consumer)] == ["0_d", "1_d"]
+    assert [order.request_id for order in consumer.reads] == ["0_d", "1_d"]
     consumer.run(received=["1_d"])
     consumer.assert_nothing_left()
 
@@ -362,18 +351,16 @@ def test_a_full_cache_makes_requests_wait_and_takes_no_lease(make_engine, role: 
 
 
 @pytest.mark.never_wrong("B2")
-def test_a_prefill_whose_id_cannot_be_notified_gets_no_ticket(make_engine) -> None:
-    engine = make_engine("P")
-    engine.add("HB:x", TOKENS, max_tokens=1, params=dict(PREFILL))
-    engine.run()
-    assert engine.outputs["HB:x"][-1].kv_transfer_params is None
-    engine.assert_nothing_left()
+def test_a_prefill_whose_id_cannot_be_notified_gets_no_ticket(producer) -> None:
+    producer.add("HB:x", TOKENS, max_tokens=1, params=dict(PREFILL))
+    producer.run()
+    assert producer.outputs["HB:x"][-1].kv_transfer_params is None
+    producer.assert_nothing_left()
 
 
 @pytest.mark.never_wrong("B3")
-def test_every_number_of_a_ticket_survives_a_reader_of_doubles(make_engine) -> None:
-    engine = make_engine("P")
-    ticket = hand_over(engine, "p", TOKENS)
+def test_every_number_of_a_ticket_survives_a_reader_of_doubles(producer) -> None:
+    ticket = hand_over(producer, "p", TOKENS)
 
     def numbers(value: Any) -> list[int]:
         if isinstance(value, dict):
@@ -383,7 +370,7 @@ def test_every_number_of_a_ticket_survives_a_reader_of_doubles(make_engine) -> N
     found = [number for number in numbers(ticket) if isinstance(number, int)]
     assert found
     assert all(int(float(number)) == number < 1 << 53 for number in found)
-    engine.step(sent=["p"])
+    producer.step(sent=["p"])
 
 
 @pytest.mark.never_wrong("C1")
@@ -394,7 +381,7 @@ def test_blocks_that_were_allocated_ahead_are_not_in_the_ticket(make_engine) -> 
     assert ticket["kv_first_tokens"] == [0]
     consumer.add("d", TOKENS, params=ticket)
     consumer.step()
-    (read,) = _reads(consumer)
+    (read,) = consumer.reads
     assert len(ids(read.local_blocks)[0]) == 3
     consumer.run(received=["d"])
     consumer.assert_nothing_left()

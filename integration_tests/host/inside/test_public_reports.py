@@ -12,15 +12,6 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 
 
-@pytest.fixture
-def producer(make_engine) -> Any:
-    return make_engine("P")
-
-
-def _reads(engine: Any) -> list[Any]:
-    return [order for order in engine.orders("reads") if order.is_reported]
-
-
 @pytest.mark.parametrize("drafts", [0, 3])
 @pytest.mark.parametrize("more", [[], [SOME_TOKEN], [SOME_TOKEN, 3, 5]], ids=len)
 def test_a_prompt_of_token_ids_may_go_on_behind_what_was_computed(
@@ -33,7 +24,7 @@ def test_a_prompt_of_token_ids_may_go_on_behind_what_was_computed(
     consumer = make_engine("D", draft_tokens=drafts)
     consumer.add("d", [*prompt(40), *more], params=hand_over(producer, "p", prompt(40)))
     assert consumer.step() == {}
-    assert tokens_of(_reads(consumer)[0]) == 40
+    assert tokens_of(consumer.reads[0]) == 40
     consumer.step(received=["d"])
     assert consumer.step() == {"d": max(1, len(more))}
     consumer.run()
@@ -44,7 +35,7 @@ def test_the_threshold_of_readbacks_does_not_touch_a_prefilled_prompt(make_engin
     consumer = make_engine("D", bidirectional_kv_xfer=True, kv_recompute_threshold=1000)
     consumer.add("d", prompt(40), params=hand_over(producer, "p", prompt(40)))
     assert consumer.step() == {}
-    assert tokens_of(_reads(consumer)[0]) == 40
+    assert tokens_of(consumer.reads[0]) == 40
     consumer.step(received=["d"])
     while "d" not in consumer.outputs or not consumer.outputs["d"][-1].finished:
         consumer.step()
@@ -67,7 +58,7 @@ def test_a_request_that_waits_for_its_grammar_is_read_afterwards_and_keeps_its_l
     for request in waiting:
         request.structured_output_request.grammar = grammar
     assert consumer.step() == {}
-    assert len(_reads(consumer)) == 4
+    assert len(consumer.reads) == 4
     consumer.step(received=[f"d{n}" for n in range(4)])
     assert consumer.step() == {f"d{n}": 1 for n in range(4)}
     for request in waiting:
@@ -76,8 +67,7 @@ def test_a_request_that_waits_for_its_grammar_is_read_afterwards_and_keeps_its_l
     consumer.assert_nothing_left()
 
 
-def test_reads_and_clients_that_leave_while_decode_is_paused_leave_nothing(make_engine, producer) -> None:
-    consumer = make_engine("D")
+def test_reads_and_clients_that_leave_while_decode_is_paused_leave_nothing(consumer, producer) -> None:
     for number in range(3):
         names = [f"{number}{name}" for name in ("read", "left", "queued")]
         for name in names[:2]:
@@ -96,9 +86,8 @@ def test_reads_and_clients_that_leave_while_decode_is_paused_leave_nothing(make_
 
 
 def test_prefix_cache_events_name_the_blocks_of_a_read_as_those_of_the_engine_that_computed_them(
-    make_engine, producer
+    consumer, producer
 ) -> None:
-    consumer = make_engine("D")
     published: dict[Any, list[Any]] = {producer: [], consumer: []}
     for engine, batches in published.items():
         engine.scheduler.kv_cache_manager.block_pool.enable_kv_cache_events = True
@@ -116,9 +105,8 @@ def test_prefix_cache_events_name_the_blocks_of_a_read_as_those_of_the_engine_th
     consumer.run()
 
 
-def test_neither_statistics_nor_debug_lines_are_needed(make_engine, producer, caplog: pytest.LogCaptureFixture) -> None:
+def test_neither_statistics_nor_debug_lines_are_needed(consumer, producer, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "vllm.vllm_adapter")
-    consumer = make_engine("D")
     for engine in (producer, consumer):
         engine.scheduler.log_stats = False
     consumer.add("d", prompt(40), params=hand_over(producer, "p", prompt(40)))

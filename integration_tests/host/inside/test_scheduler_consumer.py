@@ -17,25 +17,11 @@ from vllm_adapter.steps import ReadFailure
 FAMILIES = {"dense": (FULL,), "sliding": (FULL, WINDOW, WINDOW), "state": (STATE, FULL)}
 
 
-@pytest.fixture
-def producer(make_engine) -> Any:
-    return make_engine("P")
-
-
-def _reads(engine: Any) -> list[Any]:
-    return [order for order in engine.orders("reads") if order.is_reported]
-
-
-def _notifications(engine: Any) -> list[Any]:
-    return [order for order in engine.orders("reads") if not order.is_reported]
-
-
-def test_a_remote_prefill_waits_for_its_read_and_recomputes_one_token(make_engine, producer) -> None:
-    consumer = make_engine("D")
+def test_a_remote_prefill_waits_for_its_read_and_recomputes_one_token(consumer, producer) -> None:
     request = consumer.add("d", prompt(40), params=hand_over(producer, "p", prompt(40)))
     assert consumer.step() == {}
     assert request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
-    (read,) = _reads(consumer)
+    (read,) = consumer.reads
     assert (read.ticket.peer_request_id, tokens_of(read)) == ("p", 40)
     assert ids(read.local_blocks) == consumer.blocks("d")
     assert consumer.step() == {}  # nothing happens until the workers say so
@@ -71,25 +57,23 @@ def test_a_role_for_which_vllm_keeps_no_freed_block_reads_nothing(
 )
 @pytest.mark.parametrize("overrules", [True, False], ids=["0.31", "0.30"])
 def test_a_prompt_that_must_be_computed_whole_is_not_read_and_its_lease_ends_at_once(
-    make_engine, producer, asks: dict[str, Any], overrules: bool
+    consumer, producer, asks: dict[str, Any], overrules: bool
 ) -> None:
     """vLLM 0.30 believes a connector that offers tokens for such a prompt, and ends when it makes the logprobs."""
-    consumer = make_engine("D")
     ticket = hand_over(producer, "p", prompt(40))
     request = consumer.add("d", prompt(40), params=ticket, **asks)
     assert request.skip_reading_prefix_cache
     request.skip_reading_prefix_cache = overrules  # the scheduler of 0.30 does not look at it
     assert consumer.connector.get_num_new_matched_tokens(request, 0) == (0, False)
     assert consumer.step() == {"d": 40}
-    assert _reads(consumer) == []
-    assert [order.ticket.peer_request_id for order in _notifications(consumer)] == ["p"]
+    assert consumer.reads == []
+    assert [order.ticket.peer_request_id for order in consumer.notifications] == ["p"]
     consumer.run()
     assert len(consumer.outputs["d"]) == 4
     consumer.assert_nothing_left()
 
 
-def test_local_requests_run_while_a_read_is_under_way(make_engine, producer) -> None:
-    consumer = make_engine("D")
+def test_local_requests_run_while_a_read_is_under_way(consumer, producer) -> None:
     consumer.add("d", prompt(40), params=hand_over(producer, "p", prompt(40)))
     consumer.add("before", prompt(20, seed=1))
     assert consumer.step() == {"before": 20}
@@ -102,8 +86,7 @@ def test_local_requests_run_while_a_read_is_under_way(make_engine, producer) -> 
     consumer.assert_nothing_left()
 
 
-def test_blocks_that_are_being_read_are_no_prefix_for_others(make_engine, producer) -> None:
-    consumer = make_engine("D")
+def test_blocks_that_are_being_read_are_no_prefix_for_others(consumer, producer) -> None:
     consumer.add("d", prompt(64), params=hand_over(producer, "p", prompt(64)))
     consumer.step()
     consumer.add("same", prompt(64))
@@ -113,8 +96,7 @@ def test_blocks_that_are_being_read_are_no_prefix_for_others(make_engine, produc
     assert consumer.outputs["same"][0].prefill_stats.num_cached_tokens == 0
 
 
-def test_what_was_read_is_a_prefix_for_later_requests(make_engine, producer) -> None:
-    consumer = make_engine("D")
+def test_what_was_read_is_a_prefix_for_later_requests(consumer, producer) -> None:
     consumer.add("d", prompt(64), params=hand_over(producer, "p", prompt(64)))
     consumer.step(received=[])
     consumer.run(received=["d"])
@@ -125,11 +107,10 @@ def test_what_was_read_is_a_prefix_for_later_requests(make_engine, producer) -> 
 
 
 @pytest.mark.parametrize("tokens", [BLOCK, 3 * BLOCK, 3 * BLOCK + 1, 5, 1])
-def test_prompts_of_whole_blocks_and_short_ones_are_read_whole(make_engine, producer, tokens: int) -> None:
-    consumer = make_engine("D")
+def test_prompts_of_whole_blocks_and_short_ones_are_read_whole(consumer, producer, tokens: int) -> None:
     consumer.add("d", prompt(tokens), params=hand_over(producer, "p", prompt(tokens)))
     consumer.step()
-    (read,) = _reads(consumer)
+    (read,) = consumer.reads
     assert len(ids(read.local_blocks)[0]) == len(ids(read.ticket.peer_blocks)[0]) == -(-tokens // BLOCK)
     consumer.step(received=["d"])
     assert consumer.step() == {"d": 1}
@@ -144,10 +125,10 @@ def test_without_room_for_its_blocks_a_read_is_not_ordered_yet(make_engine, prod
     request = consumer.add("d", prompt(4 * BLOCK), params=hand_over(producer, "p", prompt(4 * BLOCK)))
     consumer.step()
     assert request.status == RequestStatus.WAITING
-    assert _reads(consumer) == []
+    assert consumer.reads == []
     consumer.step()
     consumer.step()
-    assert len(_reads(consumer)) == 1
+    assert len(consumer.reads) == 1
     consumer.run(received=["d"])
     consumer.assert_nothing_left()
 
@@ -167,17 +148,16 @@ def test_without_room_to_go_on_after_the_read_a_request_waits(make_engine, produ
     consumer.run()
     assert len(consumer.outputs["d"]) == 20
     assert len(consumer.outputs["local"]) == 12
-    assert len(_reads(consumer)) == 1
+    assert len(consumer.reads) == 1
     consumer.assert_nothing_left()
 
 
-def test_a_partial_prefix_hit_reads_the_rest(make_engine, producer) -> None:
-    consumer = make_engine("D")
+def test_a_partial_prefix_hit_reads_the_rest(consumer, producer) -> None:
     consumer.add("warm", prompt(2 * BLOCK))
     consumer.run()
     consumer.add("d", prompt(4 * BLOCK + 5), params=hand_over(producer, "p", prompt(4 * BLOCK + 5)))
     consumer.step()
-    (read,) = _reads(consumer)
+    (read,) = consumer.reads
     assert read.local_blocks[0].first_token == 2 * BLOCK
     assert ids(read.local_blocks) == (consumer.blocks("d")[0][2:],)
     assert tokens_of(read) == 2 * BLOCK + 5
@@ -189,14 +169,13 @@ def test_a_partial_prefix_hit_reads_the_rest(make_engine, producer) -> None:
 
 
 @pytest.mark.parametrize(("tokens", "missing"), [(4 * BLOCK, BLOCK), (4 * BLOCK + 1, 1), (4 * BLOCK + 9, 9)])
-def test_the_longest_prefix_hit_leaves_the_last_block_to_read(make_engine, producer, tokens: int, missing: int) -> None:
+def test_the_longest_prefix_hit_leaves_the_last_block_to_read(consumer, producer, tokens: int, missing: int) -> None:
     """The host always leaves a token to compute, and hits are whole blocks."""
-    consumer = make_engine("D")
     consumer.add("warm", prompt(tokens))
     consumer.run()
     consumer.add("d", prompt(tokens), params=hand_over(producer, "p", prompt(tokens)))
     consumer.step()
-    (read,) = _reads(consumer)
+    (read,) = consumer.reads
     assert (tokens_of(read), len(ids(read.local_blocks)[0])) == (missing, 1)
     consumer.step(received=["d"])
     assert consumer.step() == {"d": 1}
@@ -204,14 +183,13 @@ def test_the_longest_prefix_hit_leaves_the_last_block_to_read(make_engine, produ
     consumer.assert_nothing_left()
 
 
-def test_a_hit_of_all_that_the_peer_holds_only_tells_the_peer(make_engine, producer) -> None:
-    consumer = make_engine("D")
+def test_a_hit_of_all_that_the_peer_holds_only_tells_the_peer(consumer, producer) -> None:
     consumer.add("warm", prompt(4 * BLOCK))
     consumer.run()
     consumer.add("d", prompt(4 * BLOCK + 6), params=hand_over(producer, "p", prompt(4 * BLOCK)))
     assert consumer.step() == {"d": 6}
-    assert _reads(consumer) == []
-    (order,) = _notifications(consumer)
+    assert consumer.reads == []
+    (order,) = consumer.notifications
     assert order.ticket.peer_request_id == "p"
     assert not any(ids(order.local_blocks))
     consumer.run()
@@ -262,7 +240,7 @@ def test_a_failed_read_is_computed_here_where_the_policy_says_so(make_engine, sp
     assert consumer.step() == {"d": 100}
     consumer.run()
     assert consumer.outputs["d"][-1].finish_reason == FinishReason.LENGTH
-    assert len(_reads(consumer)) == 1
+    assert len(consumer.reads) == 1
     consumer.assert_nothing_left()
 
 
@@ -288,8 +266,7 @@ def test_a_failed_read_ends_as_the_outer_policy_says(
     consumer.assert_nothing_left()
 
 
-def test_blocks_of_a_failed_read_are_no_prefix_for_anyone(make_engine, producer) -> None:
-    consumer = make_engine("D")
+def test_blocks_of_a_failed_read_are_no_prefix_for_anyone(consumer, producer) -> None:
     consumer.add("d", prompt(64), params=hand_over(producer, "p", prompt(64)))
     consumer.step()
     consumer.run(failed=["d"])
@@ -313,8 +290,7 @@ def test_a_failed_read_beside_good_ones_concerns_nobody_else(make_engine, produc
     consumer.assert_nothing_left()
 
 
-def test_an_abort_before_anything_was_scheduled_lets_the_producer_free_its_blocks(make_engine, producer) -> None:
-    consumer = make_engine("D")
+def test_an_abort_before_anything_was_scheduled_lets_the_producer_free_its_blocks(consumer, producer) -> None:
     consumer.add("d", prompt(40), params=hand_over(producer, "p", prompt(40)))
     consumer.abort("d")
     consumer.step()
@@ -324,8 +300,7 @@ def test_an_abort_before_anything_was_scheduled_lets_the_producer_free_its_block
     consumer.assert_nothing_left()
 
 
-def test_an_abort_during_the_read_keeps_the_blocks_until_the_read_has_ended(make_engine, producer) -> None:
-    consumer = make_engine("D")
+def test_an_abort_during_the_read_keeps_the_blocks_until_the_read_has_ended(consumer, producer) -> None:
     consumer.add("d", prompt(40), params=hand_over(producer, "p", prompt(40)))
     consumer.step()
     free = consumer.free_blocks
@@ -352,8 +327,7 @@ def test_an_abort_in_the_step_that_reports_the_read(make_engine, producer, polic
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2])
-def test_an_abort_after_the_read(make_engine, producer, steps: int) -> None:
-    consumer = make_engine("D")
+def test_an_abort_after_the_read(consumer, producer, steps: int) -> None:
     consumer.add("d", prompt(40), params=hand_over(producer, "p", prompt(40)), max_tokens=9)
     consumer.step()
     consumer.step(received=["d"])
@@ -375,7 +349,7 @@ def test_a_preempted_request_is_computed_here_and_read_only_once(make_engine, pr
     consumer.run(steps=200)
     assert request.num_preemptions == 1
     assert [len(consumer.outputs[name]) for name in ("d", "local")] == [40, 40]
-    assert len(_reads(consumer)) == 1
+    assert len(consumer.reads) == 1
     consumer.assert_nothing_left()
 
 
@@ -385,7 +359,7 @@ def test_hybrid_models_read_what_their_groups_keep(make_engine, specs: tuple[Any
     consumer = make_engine("D", specs=specs, prefix_caching=False)
     consumer.add("d", prompt(100), params=hand_over(producer, "p", prompt(100)))
     consumer.step()
-    (read,) = _reads(consumer)
+    (read,) = consumer.reads
     counts = [sum(block != 0 for block in group) for group in ids(read.local_blocks)]
     expected = {FULL: 7, STATE: 1, WINDOW: 3}
     assert counts == [expected[spec] for spec in specs]
@@ -414,12 +388,11 @@ def test_hybrid_models_read_what_their_groups_keep(make_engine, specs: tuple[Any
     ],
     ids=str,
 )
-def test_whatever_a_ticket_says_the_request_ends_and_nothing_is_left(make_engine, producer, change: Any) -> None:
-    consumer = make_engine("D")
+def test_whatever_a_ticket_says_the_request_ends_and_nothing_is_left(consumer, producer, change: Any) -> None:
     ticket = {**hand_over(producer, "p", prompt(40)), **change}
     consumer.add("d", prompt(40), params=ticket)
     consumer.step()
-    parked = [order.request_id for order in _reads(consumer)]
+    parked = [order.request_id for order in consumer.reads]
     consumer.step(received=parked, failed=consumer.orphans)
     consumer.run()
     assert consumer.outputs["d"][-1].finish_reason == FinishReason.LENGTH
@@ -428,8 +401,7 @@ def test_whatever_a_ticket_says_the_request_ends_and_nothing_is_left(make_engine
     consumer.assert_nothing_left()
 
 
-def test_only_the_flag_of_a_ticket_means_local_prefill(make_engine) -> None:
-    consumer = make_engine("D")
+def test_only_the_flag_of_a_ticket_means_local_prefill(consumer) -> None:
     consumer.add("d", prompt(40), params={"do_remote_prefill": True})
     assert consumer.step() == {"d": 40}
     consumer.run()
@@ -459,8 +431,7 @@ def test_only_requests_that_wait_for_a_peer_renew_a_lease(make_engine, producer)
     consumer.assert_nothing_left()
 
 
-def test_a_step_that_comes_late_shows_how_late_its_heartbeats_are(make_engine, producer) -> None:
-    consumer = make_engine("D")
+def test_a_step_that_comes_late_shows_how_late_its_heartbeats_are(consumer, producer) -> None:
     side, clock, seen = consumer.connector._scheduler_side, [1000.0], []
     side._now_s = lambda: clock[0]
     side._stats.observe = lambda key, value: seen.append((key, value))

@@ -13,51 +13,47 @@ from vllm.v1.request import RequestStatus
 from vllm_adapter.host import vllm as vllm_seam
 
 
-def test_a_remote_decode_keeps_its_blocks_until_they_were_read(make_engine) -> None:
-    engine = make_engine("P")
-    ticket = hand_over(engine, "p", prompt(40))
-    assert engine.outputs["p"][-1].finish_reason == FinishReason.LENGTH
+def test_a_remote_decode_keeps_its_blocks_until_they_were_read(producer) -> None:
+    ticket = hand_over(producer, "p", prompt(40))
+    assert producer.outputs["p"][-1].finish_reason == FinishReason.LENGTH
     assert (ticket["remote_request_id"], ticket["remote_engine_id"]) == ("p", "P")
     assert (ticket["remote_num_tokens"], len(ticket["remote_block_ids"][0])) == (40, 3)
-    assert engine.free_blocks == 63 - 3
-    engine.step()
-    (grant,) = engine.orders("grants")
+    assert producer.free_blocks == 63 - 3
+    producer.step()
+    (grant,) = producer.orders("grants")
     assert (grant.request_id, list(grant.fence)) == ("p", ticket["kv_fence"])
-    assert engine.free_blocks == 63 - 3
-    engine.step(sent=["p"])
-    engine.assert_nothing_left()
+    assert producer.free_blocks == 63 - 3
+    producer.step(sent=["p"])
+    producer.assert_nothing_left()
 
 
 @pytest.mark.parametrize("tokens", [1, BLOCK - 1, BLOCK, BLOCK + 1])
-def test_a_short_prompt_hands_over_its_partly_filled_block(make_engine, tokens: int) -> None:
-    engine = make_engine("P")
-    ticket = hand_over(engine, "p", prompt(tokens))
+def test_a_short_prompt_hands_over_its_partly_filled_block(producer, tokens: int) -> None:
+    ticket = hand_over(producer, "p", prompt(tokens))
     assert len(ticket["remote_block_ids"][0]) == -(-tokens // BLOCK)
     assert ticket["remote_num_tokens"] == tokens
-    engine.step(sent=["p"])
-    engine.assert_nothing_left()
+    producer.step(sent=["p"])
+    producer.assert_nothing_left()
 
 
-def test_a_prefix_hit_hands_over_all_blocks_of_the_prompt(make_engine) -> None:
-    engine = make_engine("P")
-    first = hand_over(engine, "p1", prompt(40))
-    second = hand_over(engine, "p2", prompt(60))
+def test_a_prefix_hit_hands_over_all_blocks_of_the_prompt(producer) -> None:
+    first = hand_over(producer, "p1", prompt(40))
+    second = hand_over(producer, "p2", prompt(60))
     assert len(second["remote_block_ids"][0]) == 4
     assert second["remote_block_ids"][0][:2] == first["remote_block_ids"][0][:2]
-    engine.step(sent=["p1"])
-    assert engine.free_blocks == 63 - 4  # the blocks that both had are still kept for the second
-    engine.step(sent=["p2"])
-    engine.assert_nothing_left()
+    producer.step(sent=["p1"])
+    assert producer.free_blocks == 63 - 4  # the blocks that both had are still kept for the second
+    producer.step(sent=["p2"])
+    producer.assert_nothing_left()
 
 
-def test_a_first_token_that_stops_the_request_is_handed_over(make_engine) -> None:
-    engine = make_engine("P")
-    engine.add("p", prompt(40), max_tokens=1, params=dict(PREFILL))
-    engine.step(token=STOP_TOKEN)
-    assert engine.outputs["p"][-1].finish_reason == FinishReason.STOP
-    assert engine.ticket("p")["do_remote_prefill"] is True
-    engine.step(sent=["p"])
-    engine.assert_nothing_left()
+def test_a_first_token_that_stops_the_request_is_handed_over(producer) -> None:
+    producer.add("p", prompt(40), max_tokens=1, params=dict(PREFILL))
+    producer.step(token=STOP_TOKEN)
+    assert producer.outputs["p"][-1].finish_reason == FinishReason.STOP
+    assert producer.ticket("p")["do_remote_prefill"] is True
+    producer.step(sent=["p"])
+    producer.assert_nothing_left()
 
 
 def test_a_prompt_in_chunks_is_handed_over_after_the_last(make_engine) -> None:
@@ -73,14 +69,13 @@ def test_a_prompt_in_chunks_is_handed_over_after_the_last(make_engine) -> None:
     engine.assert_nothing_left()
 
 
-def test_a_reader_that_is_faster_than_the_grant(make_engine) -> None:
+def test_a_reader_that_is_faster_than_the_grant(producer) -> None:
     """The workers may report the read before the scheduler has told them of the lease."""
-    engine = make_engine("P")
-    hand_over(engine, "p", prompt(40))
-    engine.step(sent=["p"])
-    engine.assert_nothing_left()
-    engine.step()
-    engine.assert_nothing_left()
+    hand_over(producer, "p", prompt(40))
+    producer.step(sent=["p"])
+    producer.assert_nothing_left()
+    producer.step()
+    producer.assert_nothing_left()
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2])
@@ -95,25 +90,23 @@ def test_an_abort_before_the_ticket_frees_the_blocks_at_once(make_engine, steps:
     assert engine.orders("grants") == []
 
 
-def test_an_abort_after_the_ticket_does_not_break_the_promise(make_engine) -> None:
-    engine = make_engine("P")
-    hand_over(engine, "p", prompt(40))
-    engine.abort("p")
-    engine.step()
-    assert engine.free_blocks == 63 - 3
-    engine.step(sent=["p"])
-    engine.assert_nothing_left()
+def test_an_abort_after_the_ticket_does_not_break_the_promise(producer) -> None:
+    hand_over(producer, "p", prompt(40))
+    producer.abort("p")
+    producer.step()
+    assert producer.free_blocks == 63 - 3
+    producer.step(sent=["p"])
+    producer.assert_nothing_left()
 
 
-def test_a_lease_that_ends_unread_frees_the_blocks_like_one_that_was_read(make_engine) -> None:
+def test_a_lease_that_ends_unread_frees_the_blocks_like_one_that_was_read(producer) -> None:
     """The workers report both alike: the scheduler does not care why nobody needs the blocks any more."""
-    engine = make_engine("P")
     for number in range(4):
-        hand_over(engine, f"p{number}", prompt(40, seed=number))
-    engine.step(sent=["p2", "p0"])
-    assert engine.free_blocks == 63 - 6
-    engine.step(sent=["p1", "p3"])
-    engine.assert_nothing_left()
+        hand_over(producer, f"p{number}", prompt(40, seed=number))
+    producer.step(sent=["p2", "p0"])
+    assert producer.free_blocks == 63 - 6
+    producer.step(sent=["p1", "p3"])
+    producer.assert_nothing_left()
 
 
 def test_a_preempted_prefill_is_handed_over_all_the_same(make_engine) -> None:
@@ -202,12 +195,11 @@ def test_every_end_that_vllm_knows_is_translated() -> None:
 
 
 @pytest.mark.parametrize("status", [status for status in ENDS if status != RequestStatus.FINISHED_IGNORED])
-def test_a_prompt_is_handed_over_if_its_request_ended_well(make_engine, status: RequestStatus) -> None:
-    engine = make_engine("P")
-    request = engine.add("p", prompt(40), max_tokens=9, params=dict(PREFILL))
-    engine.step()
+def test_a_prompt_is_handed_over_if_its_request_ended_well(producer, status: RequestStatus) -> None:
+    request = producer.add("p", prompt(40), max_tokens=9, params=dict(PREFILL))
+    producer.step()
     request.status = status
-    keeps_blocks, ticket = engine.connector.request_finished_all_groups(request, engine.blocks("p"))
+    keeps_blocks, ticket = producer.connector.request_finished_all_groups(request, producer.blocks("p"))
     assert keeps_blocks is (ticket is not None) is (ENDS[status] in {"stop", "length"})
 
 
@@ -239,8 +231,7 @@ def test_a_session_is_neither_handed_over_nor_read(
     engine.assert_nothing_left()
 
 
-def test_a_session_without_params_is_not_warned_of(make_engine, caplog: pytest.LogCaptureFixture) -> None:
-    engine = make_engine("P")
-    engine.add("s", prompt(40), max_tokens=1, is_session=True)
-    engine.step()
+def test_a_session_without_params_is_not_warned_of(producer, caplog: pytest.LogCaptureFixture) -> None:
+    producer.add("s", prompt(40), max_tokens=1, is_session=True)
+    producer.step()
     assert "ticket-session" not in caplog.text

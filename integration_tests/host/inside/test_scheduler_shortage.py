@@ -10,15 +10,6 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import FinishReason
 
 
-@pytest.fixture
-def producer(make_engine) -> Any:
-    return make_engine("P")
-
-
-def _notifications(engine: Any) -> list[Any]:
-    return [order for order in engine.orders("reads") if not order.is_reported]
-
-
 @pytest.mark.never_wrong("B13")
 @pytest.mark.parametrize("asks", [{}, {"prompt_logprobs": 1}], ids=["plain", "computed whole"])
 def test_a_read_gives_way_whatever_request_waits_for_leased_blocks_in_front(
@@ -32,7 +23,7 @@ def test_a_read_gives_way_whatever_request_waits_for_leased_blocks_in_front(
     engine.add("d", prompt(40), params=ticket)
     for _ in range(50):
         assert engine.step() == {}
-    assert [order.ticket.peer_request_id for order in _notifications(engine)] == ["p"]
+    assert [order.ticket.peer_request_id for order in engine.notifications] == ["p"]
     engine.run(sent=["lease"])
     engine.assert_nothing_left()
 
@@ -49,7 +40,7 @@ def test_no_read_gives_way_in_an_engine_that_is_paused(make_engine, producer, ca
     engine.step(received=["d"])
     for _ in range(50):
         assert engine.step() == {}
-    assert _notifications(engine) == []
+    assert engine.notifications == []
     assert "blocks-leased" not in caplog.text
     engine.scheduler.set_pause_state(PauseState.UNPAUSED)
     engine.step()

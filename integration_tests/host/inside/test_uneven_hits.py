@@ -57,7 +57,7 @@ def assert_filled(make_engine: Any, mix: str, seed: int) -> None:
     tokens = prompt(COMMON) + prompt(draw.choice([5, BLOCK + 5, TOKENS - COMMON]), seed=3)
     consumer.add("d", tokens, params=hand_over(producer, "p", tokens))
     consumer.step()
-    (read,) = [order for order in consumer.orders("reads") if order.is_reported]
+    (read,) = consumer.reads
     table = consumer.scheduler.kv_cache_manager.get_blocks("d").blocks
     for spec, held, local in zip(specs, table, read.local_blocks, strict=True):
         # A state has one running block; the others are real only where a hit covers them.
@@ -78,7 +78,7 @@ def test_a_state_that_lags_behind_costs_no_hit_of_full_attention(make_engine: An
     tokens = prompt(COMMON) + prompt(TOKENS - COMMON, seed=3)
     consumer.add("d", tokens, params=hand_over(producer, "p", tokens))
     consumer.step()
-    (read,) = [order for order in consumer.orders("reads") if order.is_reported]
+    (read,) = consumer.reads
     assert read.local_blocks[1].first_token == COMMON
 
 

@@ -72,7 +72,7 @@ def assert_written(make_engine: Any, second: Any, block: int, peer_block: int, t
     consumer.add("d", prompt(tokens), params=hand_over(producer, "p", prompt(tokens)))
     output, ran = consumer._run(set(), set(), set(), SOME_TOKEN)
     consumer._take(output, ran)
-    (read,) = [order for order in consumer.orders("reads") if order.is_reported]
+    (read,) = consumer.reads
     here, there = _pages(specs, NAN), _pages(theirs, 1)
     plan = Planner().plan(_document(consumer, here), {(0, 0): _document(producer, there)}, peer_tp=1)
     local, peer = plan.indices((0, 0), read.local_blocks, read.ticket.peer_blocks, tokens=read.tokens)
