@@ -97,7 +97,7 @@ class Rank:
     def _perform(self, plan: lifecycle.StepPlan) -> None:
         self.leases.apply(plan, now_s=time.monotonic())
         for order in plan.reads:
-            peer, ranks = order.peer, self.planner.target_ranks(self.document, peer_tp=order.peer.tp)
+            peer, ranks = order.ticket.peer, self.planner.target_ranks(self.document, peer_tp=order.ticket.peer.tp)
             where: dict[str, Any] = {
                 "host": peer.host,
                 "port": peer.port,
@@ -115,7 +115,7 @@ class Rank:
 
     def _met(self, order: lifecycle.ReadOrder, outcome: Outcome) -> None:
         try:
-            self._read(order, order.peer.engine_id, outcome)
+            self._read(order, order.ticket.peer.engine_id, outcome)
         except Exception as error:  # noqa: BLE001 - whatever a ticket or a peer says, only its own read fails
             print(f"{order.request_id}: {outcome.message or error}", file=sys.stderr)
             self.ends.append(("failed", order.request_id))
@@ -123,17 +123,17 @@ class Rank:
     def _read(self, order: lifecycle.ReadOrder, engine: str, outcome: Outcome) -> None:
         if engine not in self.plans:  # peers are empty, and no plan, if the handshake failed
             documents = {rank: json.loads(peer.geometry or b"{}") for rank, peer in outcome.peers.items()}
-            self.plans[engine] = plan = self.planner.plan(self.document, documents, peer_tp=order.peer.tp)
+            self.plans[engine] = plan = self.planner.plan(self.document, documents, peer_tp=order.ticket.peer.tp)
             for rank, peer in outcome.peers.items():
                 rows = plan.local_rows(rank), plan.peer_rows(rank)
                 self.thread.add_peer(PeerSpec(f"{engine}/{rank[1]}", peer.agent_metadata, *rows, fence=peer.fence))
-        plan, lists = self.plans[engine], (order.local_blocks, order.peer_blocks)
+        plan, ticket, lists = self.plans[engine], order.ticket, (order.local_blocks, order.ticket.peer_blocks)
         pairs = {rank: plan.indices(rank, *lists, tokens=order.tokens) for rank in plan.producer_ranks}
         self.open_reads[order.request_id] = len(pairs)
         for rank, (local, theirs) in pairs.items():
             count, name, key = plan.reader_count(rank), f"{order.request_id}|{rank}", f"{engine}/{rank[1]}"
-            done = self.codec.read_complete(order.peer_request_id, count, nonce=order.nonce, consumer=self.engine)
-            self.thread.post_read(name, key, local, theirs, notification=done, fence=order.fence)
+            done = self.codec.read_complete(ticket.peer_request_id, count, nonce=ticket.nonce, consumer=self.engine)
+            self.thread.post_read(name, key, local, theirs, notification=done, fence=ticket.fence)
 
     def ended(self, result: TransferResult) -> None:
         """Note the end of a read from one rank; pages that the wire may still write are waited for."""

@@ -9,9 +9,8 @@ from unittest.mock import patch
 from kv_scheduler_state import SchedulerState
 from kv_scheduler_state._fences import FencePool
 from kv_scheduler_state._stream_producer import StreamProducers
-from vllm_adapter.worker.chunk_marks import ChunkMarks
-from vllm_adapter.worker.rank_streams import RankStreams
-from vllm_adapter.worker.transfer.stream_parts import StreamShape
+from vllm_adapter.worker.streams import ChunkMarks, RankStreams
+from vllm_adapter.worker.transfer.stream_records import StreamShape
 from vllm_adapter.worker.transfer.streams import StreamCoordinator
 
 __all__ = ["STREAM_BUGS"]
@@ -53,7 +52,7 @@ def _no_fence(stack: ExitStack) -> None:
     def unread(coordinator: Any, following: Any) -> None:
         if following.watch is not None:
             following.watch.end()
-        coordinator._readers.fence_found(following.name, following.stream.read.order.fence[1])
+        coordinator._readers.fence_found(following.name, following.stream.read.order.ticket.fence[1])
 
     stack.enter_context(patch.object(StreamCoordinator, "_read_fence", unread))
 
@@ -68,12 +67,12 @@ def _late_void(stack: ExitStack) -> None:
     def only(plan: Any) -> Any:
         return plan._replace(streams=plan.streams._replace(opens=(), chunks=()))
 
-    def late(streams: RankStreams, plan: Any, then: Any, mirror: Any) -> None:
-        before(streams, only(plan), then, mirror)
-        given(streams, plan, then, mirror)
+    def late(streams: RankStreams, plan: Any, mirror: Any = None) -> None:
+        before(streams, only(plan), mirror)
+        given(streams, plan, mirror)
 
-    def early(streams: RankStreams, plan: Any, then: Any, mirror: Any = None) -> None:
-        before(streams, without(plan), then, mirror)
+    def early(streams: RankStreams, plan: Any, mirror: Any = None) -> None:
+        before(streams, without(plan), mirror)
 
     stack.enter_context(patch.object(RankStreams, "before_forward", early))
     stack.enter_context(patch.object(RankStreams, "chunks_given", late))

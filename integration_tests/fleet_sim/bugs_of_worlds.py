@@ -15,7 +15,7 @@ from kv_scheduler_state._consumer import Consumers
 from kv_scheduler_state._producer import Producers
 from vllm_adapter.scheduler.prefill_chunks import PrefillChunks, ScheduledTokens
 from vllm_adapter.worker.engine_thread import WorkerSide
-from vllm_adapter.worker.host_mirror import HostMirror
+from vllm_adapter.worker.pages import HostMirror
 from vllm_adapter.worker.transfer.leases import LeaseKeeper
 
 __all__ = ["NOTHING", "SWAPPED"]

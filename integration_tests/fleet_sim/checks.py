@@ -147,7 +147,7 @@ class EngineChecks:
         """Note the reads of a step."""
         for order in orders.plan.reads:
             self._unfenced.discard(order.request_id)
-            if order.fence is None:
+            if order.ticket.fence is None:
                 self._unfenced.add(order.request_id)
         self.fairness.ordered(orders)
 

@@ -78,12 +78,12 @@ class Fairness:
     def ordered(self, orders: Any) -> None:
         """Note the reads that a step orders, but for those of changed tickets, which may name an engine that never was."""
         for stream in orders.plan.streams.watches:
-            lane = self._fleet.slot_at(stream.read.peer.host, stream.read.peer.port)
+            lane = self._fleet.slot_at(stream.read.ticket.peer.host, stream.read.ticket.peer.port)
             if lane:
                 self._streams[stream.read.request_id] = int(lane[1:]), self._spent_s(lane)
         for order in orders.plan.reads:
             self._streams.pop(order.request_id, None)
-            lane = self._fleet.slot_at(order.peer.host, order.peer.port)
+            lane = self._fleet.slot_at(order.ticket.peer.host, order.ticket.peer.port)
             is_changed = order.request_id.split("-")[0].rstrip("x") in self._changed
             if lane and order.is_reported and not order.is_notify_only and not is_changed:
                 slot = int(lane[1:])

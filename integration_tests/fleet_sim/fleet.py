@@ -19,7 +19,7 @@ from world import Process, World
 from kv_handshake import Listener
 from kv_handshake._asker import Asker
 from kv_handshake._loop import Loop as ClientLoop
-from vllm_adapter.worker.chunk_marks import ChunkMarks
+from vllm_adapter.worker.streams import ChunkMarks
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "sim"))
 from numpy_pages import NumpyPages

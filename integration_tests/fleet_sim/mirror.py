@@ -7,7 +7,7 @@ from typing import Any, final
 
 import numpy as np
 
-from vllm_adapter.worker.host_mirror import PageCopy
+from vllm_adapter.worker.pages import PageCopy
 
 __all__ = ["SimMirror"]
 

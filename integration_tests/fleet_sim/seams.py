@@ -27,10 +27,10 @@ import kv_nixl_agent._pacing
 import kv_nixl_agent._thread
 import vllm_adapter.scheduler.stream_channel
 import vllm_adapter.wiring
-import vllm_adapter.worker.chunk_marks
-import vllm_adapter.worker.completion
 import vllm_adapter.worker.engine_thread
+import vllm_adapter.worker.pages
 import vllm_adapter.worker.registration
+import vllm_adapter.worker.streams
 from kv_handshake import Client, Listener
 from kv_nixl_agent import AgentOptions, ThreadOptions, TransferThread
 
@@ -44,7 +44,7 @@ _TIMED = (
     kv_handshake._loop,
     kv_nixl_agent._handles,
     kv_nixl_agent._loop,
-    vllm_adapter.worker.completion,
+    vllm_adapter.worker.pages,
     vllm_adapter.worker.engine_thread,
 )
 _POLL_S = 0.004
@@ -54,7 +54,7 @@ _THREADED = (
     kv_handshake._listener,
     kv_handshake._loop,
     kv_nixl_agent._thread,
-    vllm_adapter.worker.chunk_marks,
+    vllm_adapter.worker.streams,
 )
 
 

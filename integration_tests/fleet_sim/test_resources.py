@@ -16,7 +16,7 @@ from resources import walk
 
 from kv_nixl_agent._peers import PeerTable
 from vllm_adapter.worker.engine_thread import WorkerSide
-from vllm_adapter.worker.transfer.probes import Probes
+from vllm_adapter.worker.transfer.peers import Probes
 
 ROUNDS = 36
 

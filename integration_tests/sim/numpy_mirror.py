@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy_pages import flat_bytes
 
-from vllm_adapter.worker.host_mirror import PageCopy
+from vllm_adapter.worker.pages import PageCopy
 
 Array = np.ndarray[Any, Any]
 

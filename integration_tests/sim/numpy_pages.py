@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from vllm_adapter.worker.conversion import ConversionStep, PageRange
+from vllm_adapter.worker.pages import ConversionStep, PageRange
 
 Array = np.ndarray[Any, Any]
 

@@ -50,7 +50,7 @@ VIOLATIONS: list[tuple[str, str, str]] = [
     ("command-lines-by-main", "kv_topology._tools._engine", "import kv_topology._tools._cli"),
     ("adapter-layers", "vllm_adapter.errors", "import vllm_adapter.config"),
     ("adapter-layers", "vllm_adapter.config", "import vllm_adapter.ports"),
-    ("adapter-layers", "vllm_adapter.ports.planted", "import vllm_adapter.cache"),
+    ("adapter-layers", "vllm_adapter.ports", "import vllm_adapter.cache"),
     ("adapter-layers", "vllm_adapter.cache.planted", "import vllm_adapter.steps"),
     ("adapter-layers", "vllm_adapter.steps", "import vllm_adapter.observe"),
     ("adapter-layers", "vllm_adapter.observe.planted", "import vllm_adapter.wiring"),

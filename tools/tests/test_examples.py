@@ -152,7 +152,7 @@ def test_a_request_of_sglang_from_sender_to_receiver() -> None:
     receiver = sglang.Receiver(decode, "d", sender.ticket, 32)
     receiver.send_metadata([1, 2], decode_prefix_tokens=16, page_size=16)
     (order,) = decode.take_step_plan(now_s=time.monotonic()).reads
-    assert (order.peer_blocks[0].ids, order.local_blocks[0].ids) == ((4, 5), (2,))
+    assert (order.ticket.peer_blocks[0].ids, order.local_blocks[0].ids) == ((4, 5), (2,))
     assert receiver.poll() == sglang.KVPoll.TRANSFERRING
     receiver.ended(is_good=True)
     prefill.take_step_plan(now_s=time.monotonic())

@@ -15,8 +15,7 @@ import torch
 from vllm_adapter.host.streams import streams_of
 from vllm_adapter.host.torch_mirror import TorchMirror
 from vllm_adapter.host.torch_pages import TorchPages
-from vllm_adapter.worker.conversion import ConversionStep, PageRange, Permutation, WordMove
-from vllm_adapter.worker.host_mirror import PageCopy
+from vllm_adapter.worker.pages import ConversionStep, PageCopy, PageRange, Permutation, WordMove
 
 PAGES, PAGE_BYTES = 256, 1 << 16
 CHOSEN = np.array([1, 2, 5, 7, 8, 9, 11, 200, 255], np.int64)

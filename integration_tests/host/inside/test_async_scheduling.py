@@ -122,7 +122,7 @@ def test_a_hand_over_has_its_blocks_and_both_sides_give_them_back(make: Make) ->
     request = consumer.add("d", prompt(40), params=ticket)
     consumer.until(lambda: "d" in consumer.outputs)
     (read,) = [order for order in consumer.orders("reads") if order.is_reported]
-    assert ids(read.peer_blocks)[0] == tuple(ticket["remote_block_ids"][0])
+    assert ids(read.ticket.peer_blocks)[0] == tuple(ticket["remote_block_ids"][0])
     assert consumer.outputs["d"][0].prefill_stats.num_external_cached_tokens == 40
     assert request.num_preemptions == 0
     consumer.end()

@@ -99,7 +99,7 @@ def test_a_prompt_within_the_drafters_reach_is_computed_where_it_is_decoded(
     producer, consumer = make_engine("P"), make_engine("D")
     consumer.add("d", prompt(5), params=hand_over(producer, "p", prompt(5)))
     assert consumer.step() == {"d": 5}
-    assert [order.peer_request_id for order in consumer.orders("reads")] == ["p"]  # told, not read
+    assert [order.ticket.peer_request_id for order in consumer.orders("reads")] == ["p"]  # told, not read
     consumer.run()
     consumer.assert_nothing_left()
 
@@ -193,7 +193,7 @@ def test_behind_a_prefix_hit_the_state_is_read_whole_and_the_rest_in_part(make_e
     running = -(-(tokens - 1) // BLOCK) - 1
     assert ids(read.local_blocks) == ((states[running],), whole[2:])
     assert tokens_of(read) == tokens - 1 - 2 * BLOCK
-    assert [len(group) for group in ids(read.peer_blocks)] == [1, running + 1]
+    assert [len(group) for group in ids(read.ticket.peer_blocks)] == [1, running + 1]
     consumer.step(received=["d"])
     assert consumer.step() == {"d": 1}
     consumer.run()
@@ -227,7 +227,7 @@ def test_a_hit_of_all_that_the_producer_holds_needs_no_state_of_it(make_engine, 
     consumer.add("d", prompt(2 * BLOCK + 1), params=hand_over(producer, "p", prompt(2 * BLOCK + 1)))
     assert consumer.step() == {"d": 1}
     assert _reads(consumer) == []
-    assert [order.peer_request_id for order in consumer.orders("reads")] == ["p"]
+    assert [order.ticket.peer_request_id for order in consumer.orders("reads")] == ["p"]
     consumer.run()
     consumer.assert_nothing_left()
 

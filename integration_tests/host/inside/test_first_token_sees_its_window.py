@@ -94,7 +94,9 @@ def _run_to_first_token(consumer: Any, request: Any, specs: tuple[Any, ...]) -> 
         (read,) = reads
         first = held["first"]
         assert first + scheduled[name] == request.num_prompt_tokens
-        for spec, blocks, local, there in zip(specs, held["blocks"], read.local_blocks, read.peer_blocks, strict=True):
+        for spec, blocks, local, there in zip(
+            specs, held["blocks"], read.local_blocks, read.ticket.peer_blocks, strict=True
+        ):
             for token in range(first, request.num_prompt_tokens):
                 seen = range(_first_seen(spec, token), token + 1)
                 missing = [each for each in seen if not blocks[each // BLOCK]]

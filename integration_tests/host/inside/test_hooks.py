@@ -262,7 +262,7 @@ def test_it_works_behind_the_hosts_connector_of_connectors(make_engine) -> None:
     assert ticket["remote_request_id"] == "p"
     consumer.add("d", prompt(40), params=ticket)
     consumer.step()
-    assert [order.peer_request_id for order in consumer.orders("reads")] == ["p"]
+    assert [order.ticket.peer_request_id for order in consumer.orders("reads")] == ["p"]
     consumer.run(received=["d"])
     producer.step(sent=["p"])
     consumer.assert_nothing_left()
@@ -285,7 +285,7 @@ def test_a_decode_engine_hands_its_blocks_back_for_the_next_turn(make_engine) ->
     prefill.add("p2", turn + answer + prompt(20, seed=3), max_tokens=1, params=back)
     prefill.step()
     (read,) = prefill.orders("reads")
-    assert read.peer_request_id == "d1"
+    assert read.ticket.peer_request_id == "d1"
     assert tokens_of(read) >= 2 * BLOCK
     prefill.step(received=["p2"])
     prefill.step()

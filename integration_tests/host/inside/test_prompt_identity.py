@@ -60,7 +60,7 @@ def test_the_producer_of_a_request_refused_by_the_frontend_is_told(make_engine) 
     consumer.add("refused", [0], max_tokens=1, params=ticket, is_refused=True)
     consumer.step()
     (told,) = consumer.orders("reads")
-    assert (told.is_notify_only, told.peer_request_id) == (True, ticket["remote_request_id"])
+    assert (told.is_notify_only, told.ticket.peer_request_id) == (True, ticket["remote_request_id"])
     consumer.run()
     consumer.assert_nothing_left()
 

@@ -36,7 +36,7 @@ def test_a_remote_prefill_waits_for_its_read_and_recomputes_one_token(make_engin
     assert consumer.step() == {}
     assert request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
     (read,) = _reads(consumer)
-    assert (read.peer_request_id, tokens_of(read)) == ("p", 40)
+    assert (read.ticket.peer_request_id, tokens_of(read)) == ("p", 40)
     assert ids(read.local_blocks) == consumer.blocks("d")
     assert consumer.step() == {}  # nothing happens until the workers say so
     assert consumer.step(received=["d"]) == {}
@@ -82,7 +82,7 @@ def test_a_prompt_that_must_be_computed_whole_is_not_read_and_its_lease_ends_at_
     assert consumer.connector.get_num_new_matched_tokens(request, 0) == (0, False)
     assert consumer.step() == {"d": 40}
     assert _reads(consumer) == []
-    assert [order.peer_request_id for order in _notifications(consumer)] == ["p"]
+    assert [order.ticket.peer_request_id for order in _notifications(consumer)] == ["p"]
     consumer.run()
     assert len(consumer.outputs["d"]) == 4
     consumer.assert_nothing_left()
@@ -130,7 +130,7 @@ def test_prompts_of_whole_blocks_and_short_ones_are_read_whole(make_engine, prod
     consumer.add("d", prompt(tokens), params=hand_over(producer, "p", prompt(tokens)))
     consumer.step()
     (read,) = _reads(consumer)
-    assert len(ids(read.local_blocks)[0]) == len(ids(read.peer_blocks)[0]) == -(-tokens // BLOCK)
+    assert len(ids(read.local_blocks)[0]) == len(ids(read.ticket.peer_blocks)[0]) == -(-tokens // BLOCK)
     consumer.step(received=["d"])
     assert consumer.step() == {"d": 1}
     consumer.run()
@@ -212,7 +212,7 @@ def test_a_hit_of_all_that_the_peer_holds_only_tells_the_peer(make_engine, produ
     assert consumer.step() == {"d": 6}
     assert _reads(consumer) == []
     (order,) = _notifications(consumer)
-    assert order.peer_request_id == "p"
+    assert order.ticket.peer_request_id == "p"
     assert not any(ids(order.local_blocks))
     consumer.run()
     consumer.assert_nothing_left()
@@ -319,7 +319,7 @@ def test_an_abort_before_anything_was_scheduled_lets_the_producer_free_its_block
     consumer.abort("d")
     consumer.step()
     (order,) = consumer.orders("reads")
-    assert (order.peer_request_id, order.is_reported) == ("p", False)
+    assert (order.ticket.peer_request_id, order.is_reported) == ("p", False)
     assert not any(ids(order.local_blocks))
     consumer.assert_nothing_left()
 
@@ -389,7 +389,7 @@ def test_hybrid_models_read_what_their_groups_keep(make_engine, specs: tuple[Any
     counts = [sum(block != 0 for block in group) for group in ids(read.local_blocks)]
     expected = {FULL: 7, STATE: 1, WINDOW: 3}
     assert counts == [expected[spec] for spec in specs]
-    assert [len(group) for group in ids(read.peer_blocks)] == [len(group) for group in ids(read.local_blocks)]
+    assert [len(group) for group in ids(read.ticket.peer_blocks)] == [len(group) for group in ids(read.local_blocks)]
     consumer.step(received=["d"])
     assert consumer.step() == {"d": 1}
     consumer.run()

@@ -168,12 +168,12 @@ def test_many_hand_overs_between_two_engines_leave_nothing(make_engine) -> None:
         done, waiting = waiting[:1], waiting[1:]
         consumer.step(received=[order.request_id for order in done if order.is_reported])
         waiting += consumer.plans[-1].plan.reads
-        producer.step(sent=[order.peer_request_id for order in done])
+        producer.step(sent=[order.ticket.peer_request_id for order in done])
     for _ in range(200):
         done, waiting = waiting, []
         consumer.step(received=[order.request_id for order in done if order.is_reported])
         waiting += consumer.plans[-1].plan.reads
-        producer.step(sent=[order.peer_request_id for order in done])
+        producer.step(sent=[order.ticket.peer_request_id for order in done])
         if not waiting and not consumer.scheduler.requests:
             break
     assert {len(outputs) for outputs in consumer.outputs.values()} == {9}

@@ -32,7 +32,7 @@ def test_a_read_gives_way_whatever_request_waits_for_leased_blocks_in_front(
     engine.add("d", prompt(40), params=ticket)
     for _ in range(50):
         assert engine.step() == {}
-    assert [order.peer_request_id for order in _notifications(engine)] == ["p"]
+    assert [order.ticket.peer_request_id for order in _notifications(engine)] == ["p"]
     engine.run(sent=["lease"])
     engine.assert_nothing_left()
 

@@ -17,7 +17,10 @@ from vllm_adapter.steps import ReadEnd, ReadTimes, TraceLink
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 LINK = TraceLink({"traceparent": f"00-{TRACE}-{PARENT}-01"}, time.time_ns() - 10**9)
 ORDER: Any = SimpleNamespace(
-    request_id="r", peer_request_id="p", peer=SimpleNamespace(engine_id="prefill-0", host="127.0.0.1", port=5600)
+    request_id="r",
+    ticket=SimpleNamespace(
+        peer_request_id="p", peer=SimpleNamespace(engine_id="prefill-0", host="127.0.0.1", port=5600)
+    ),
 )
 exporter = InMemorySpanExporter()
 provider = TracerProvider()

@@ -16,8 +16,7 @@ from fake_device import Event, FakeStreams
 
 from vllm_adapter.host.torch_mirror import TorchMirror
 from vllm_adapter.host.torch_pages import TorchPages
-from vllm_adapter.worker.conversion import ConversionStep, PageRange, Permutation, WordMove
-from vllm_adapter.worker.host_mirror import PageCopy
+from vllm_adapter.worker.pages import ConversionStep, PageCopy, PageRange, Permutation, WordMove
 
 PAGES, PAGE_BYTES = 16, 64
 DEVICES = pytest.mark.parametrize(("seed", "eager"), [(seed, seed % 5 / 4) for seed in range(40)])

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from vllm_adapter.host.torch_mirror import TorchMirror
-from vllm_adapter.worker.conversion import PageRange
-from vllm_adapter.worker.host_mirror import PageCopy
+from vllm_adapter.worker.pages import PageCopy, PageRange
 
 DTYPES = [torch.float32, torch.bfloat16, torch.uint8, torch.float8_e4m3fn]
 

@@ -71,7 +71,7 @@ def test_a_read_writes_what_the_scheduler_has_not_zeroed(
     (read,) = [order for order in consumer.orders("reads") if order.is_reported]
     here, there = _pages(specs, NAN), _pages(theirs, 1)
     plan = Planner().plan(_document(consumer, here), {(0, 0): _document(producer, there)}, peer_tp=1)
-    local, peer = plan.indices((0, 0), read.local_blocks, read.peer_blocks, tokens=read.tokens)
+    local, peer = plan.indices((0, 0), read.local_blocks, read.ticket.peer_blocks, tokens=read.tokens)
     targets, sources = expand_rows(plan.local_rows((0, 0)))[local], expand_rows(plan.peer_rows((0, 0)))[peer]
     for (target, length, _), (source, _, _) in zip(targets.tolist(), sources.tolist(), strict=True):
         ctypes.memmove(target, source, length)

@@ -24,7 +24,7 @@ from kv_topology import TransferPlan, _link
 from kv_topology._readers import Readers
 from vllm_adapter.cache import attention
 from vllm_adapter.scheduler.side import SchedulerSide
-from vllm_adapter.worker.completion import ReadCompletion
+from vllm_adapter.worker.pages import ReadCompletion
 from vllm_adapter.worker.transfer.leases import LeaseKeeper
 from vllm_adapter.worker.transfer.peers import PeerDirectory
 from vllm_adapter.worker.transfer.reads import ReadCoordinator

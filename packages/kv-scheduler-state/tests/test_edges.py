@@ -227,4 +227,4 @@ def test_a_ticket_is_not_changed_by_a_whole_life():
     state.arrive("d1", params, prompt_tokens=48, now_s=0.0)
     state.allocate("d1", block_ids=[[1, 2, 3]], new_block_ids=[[1, 2, 3]], external_tokens=48, now_s=0.0)
     params["remote_block_ids"][0].append(99)  # nor does what happens to it later matter
-    assert state.take_step_plan(now_s=0.0).reads[0].peer_blocks[0].ids == (1, 2, 3)
+    assert state.take_step_plan(now_s=0.0).reads[0].ticket.peer_blocks[0].ids == (1, 2, 3)

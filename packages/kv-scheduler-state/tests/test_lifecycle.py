@@ -66,10 +66,10 @@ def test_the_ticket_of_one_engine_is_read_by_the_other():
     (order,) = plan.reads
     assert order.is_reported
     assert order.local_blocks == (BlockList((5, 6), first_token=16),)
-    assert order.peer_blocks == (BlockList((7, 8, 9), first_token=0),)
+    assert order.ticket.peer_blocks == (BlockList((7, 8, 9), first_token=0),)
     assert order.tokens == 48
-    assert order.fence == (0, 100)
-    assert order.lease_s == 30.0
+    assert order.ticket.fence == (0, 100)
+    assert order.ticket.lease_s == 30.0
     assert plan.heartbeats[0].readers == (("p1", params["kv_nonce"]),)
     assert pickle.loads(pickle.dumps(plan)) == plan
     decode.report(sent=[], received=["d1"], failed=[])

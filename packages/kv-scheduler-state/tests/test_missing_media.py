@@ -69,7 +69,7 @@ def test_a_prompt_must_fail_where_it_has_fewer_images_than_were_computed(own, co
     # A refused ticket whose seal proves its writer is released there; the engine reads nothing.
     (order,) = state.take_step_plan(now_s=0.0).reads if code else (None,)
     if order is not None:
-        assert (order.peer_request_id, [len(blocks.ids) for blocks in order.local_blocks]) == ("p1", [0])
+        assert (order.ticket.peer_request_id, [len(blocks.ids) for blocks in order.local_blocks]) == ("p1", [0])
         assert not order.is_reported
 
 

@@ -137,7 +137,7 @@ def test_a_list_says_with_which_token_it_begins_on_both_sides():
     )
     (order,) = state.take_step_plan(now_s=0.0).reads
     assert order.local_blocks == (BlockList((13, 14, 15, 16), 32, 0), BlockList((17, 18, 19), 48, 0))
-    assert order.peer_blocks == (BlockList((1, 2, 3, 4, 5, 6), 0, 0), BlockList((7, 8, 9), 48, 0))
+    assert order.ticket.peer_blocks == (BlockList((1, 2, 3, 4, 5, 6), 0, 0), BlockList((7, 8, 9), 48, 0))
     assert order.tokens == 90
 
 

@@ -36,7 +36,7 @@ def test_every_message_to_the_producer_carries_the_producers_id():
     with_ticket(state, "d2", remote_request_id="cmpl-2-prefill")
     state.allocate("d1", block_ids=[[1, 2, 3]], new_block_ids=[[]], external_tokens=0, now_s=0.0)
     plan = state.take_step_plan(now_s=0.0)
-    assert [order.peer_request_id for order in plan.reads] == ["cmpl-1-prefill"]
+    assert [order.ticket.peer_request_id for order in plan.reads] == ["cmpl-1-prefill"]
     assert [renewed(beat) for beat in plan.heartbeats] == [("cmpl-2-prefill",)]
 
 

@@ -68,7 +68,7 @@ def test_a_ticket_that_was_not_used_yet_is_given_up_and_its_producer_told():
     assert state.external_tokens("d1", computed_tokens=0) == 0
     plan = state.take_step_plan(now_s=100.0)
     (order,) = plan.reads
-    assert (order.peer_request_id, order.is_notify_only, order.is_reported) == ("cmpl-1", True, False)
+    assert (order.ticket.peer_request_id, order.is_notify_only, order.is_reported) == ("cmpl-1", True, False)
     assert plan.heartbeats == ()
     state.allocate("d1", block_ids=BLOCKS, new_block_ids=BLOCKS, external_tokens=0, now_s=0.7)
     assert state.take_step_plan(now_s=101.0).reads == ()

@@ -15,7 +15,7 @@ from scheduler_helpers import (
     with_ticket,
 )
 
-from kv_scheduler_state import BlockList, GroupConfig
+from kv_scheduler_state import BlockList, GroupConfig, PeerAddress
 from kv_scheduler_state._blocks import BlockRules
 from kv_scheduler_state._errors import IllegalTransition, InvalidEvent
 
@@ -37,12 +37,9 @@ def test_the_read_order_holds_the_allocated_blocks():
     with_ticket(state)
     allocate(state, "d1", [[4, 5, 6]], external=48)
     (order,) = state.take_step_plan(now_s=0.0).reads
-    assert (ids(order.local_blocks), ids(order.peer_blocks)) == (((4, 5, 6),), ((1, 2, 3),))
-    assert (order.peer.engine_id, order.peer.host, order.peer.port) == ("prefill-0", "10.0.0.1", 5600)
-    assert (order.peer.tp, order.peer.pp, order.peer.dcp, order.peer.generation, order.peer.dialect) == (
-        2, 1, 1, None, None
-    )  # fmt: skip
-    assert (order.fence, order.lease_s, order.is_reported, order.tokens) == (None, None, True, 48)
+    assert (ids(order.local_blocks), ids(order.ticket.peer_blocks)) == (((4, 5, 6),), ((1, 2, 3),))
+    assert order.ticket.peer == PeerAddress("prefill-0", "10.0.0.1", 5600, tp=2)
+    assert (order.ticket.fence, order.ticket.lease_s, order.is_reported, order.tokens) == (None, None, True, 48)
 
 
 def test_interleaved_requests_do_not_disturb_each_other():
@@ -139,7 +136,7 @@ def test_an_abort_before_allocation_tells_the_producer():
     with_ticket(state)
     finish(state, "d1", "abort", [[]], 0)
     (order,) = state.take_step_plan(now_s=0.0).reads
-    assert (order.peer_request_id, ids(order.local_blocks), order.is_reported) == ("cmpl-1", ((),), False)
+    assert (order.ticket.peer_request_id, ids(order.local_blocks), order.is_reported) == ("cmpl-1", ((),), False)
     assert state.live_count == 0
 
 
@@ -288,7 +285,7 @@ def test_a_hybrid_hand_over_is_clipped_on_both_sides():
     (order,) = state.take_step_plan(now_s=0.0).reads
     assert ids(order.local_blocks) == ((11, 12, 13, 14), (16, 17, 18))
     assert [blocks.first_token for blocks in order.local_blocks] == [0, 16]
-    assert [blocks.first_token for blocks in order.peer_blocks] == [0, 16]
+    assert [blocks.first_token for blocks in order.ticket.peer_blocks] == [0, 16]
 
 
 def test_a_ticket_for_a_shorter_prompt_is_not_believed_beyond_it():
@@ -393,7 +390,7 @@ def test_a_decode_hands_its_blocks_back_for_the_next_turn():
     assert prefill.external_tokens("p3", computed_tokens=16) == 104
     allocate(prefill, "p3", [list(range(13))], external=104)
     plan = prefill.take_step_plan(now_s=0.0)
-    assert (plan.heartbeats, [order.peer.engine_id for order in plan.reads]) == ((), ["decode-0"])
+    assert (plan.heartbeats, [order.ticket.peer.engine_id for order in plan.reads]) == ((), ["decode-0"])
     prefill.report(sent=[], received=["p3"], failed=[])
     allocate(prefill, "p3", [list(range(13))], [[]])
     assert finish(prefill, "p3", blocks=[list(range(13))], tokens=200).params["do_remote_prefill"] is True

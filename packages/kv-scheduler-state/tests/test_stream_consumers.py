@@ -30,10 +30,12 @@ def test_a_stream_is_ordered_with_everything_but_the_peers_blocks():
     plan = state.take_step_plan(now_s=0.0)
     (order,) = plan.streams.watches
     read = order.read
-    assert (order.tag, order.start, read.fence, read.nonce) == (100, 16, (0, 100), offer["ticket"]["kv_nonce"])
-    assert (read.peer.engine_id, read.peer_request_id, read.peer_blocks, read.tokens) == ("prefill-0", "p1", (), 100)
+    ticket = read.ticket
+    assert (order.tag, order.start, ticket.fence, ticket.nonce) == (100, 16, (0, 100), offer["ticket"]["kv_nonce"])
+    assert (ticket.peer.engine_id, ticket.peer_request_id, read.tokens) == ("prefill-0", "p1", 100)
+    assert [blocks.ids for blocks in ticket.peer_blocks] == [()]
     assert [blocks.ids for blocks in read.local_blocks] == [(12, 13, 14, 15, 16, 17)]
-    assert [beat.readers for beat in plan.heartbeats] == [(("p1", read.nonce),)]
+    assert [beat.readers for beat in plan.heartbeats] == [(("p1", read.ticket.nonce),)]
     state.stream_ended("d1", (0, 0), is_done=True)
     assert states(state) == ["consumer-streaming"]
     state.report(sent=[], received=["d1"], failed=[])
@@ -47,7 +49,7 @@ def test_a_final_ticket_that_comes_first_is_read_as_any_other():
     assert states(state) == ["consumer-queued"]
     load(state)
     (read,) = state.take_step_plan(now_s=0.0).reads
-    assert [blocks.ids for blocks in read.peer_blocks] == [(1, 2, 3, 4, 5, 6, 7)]
+    assert [blocks.ids for blocks in read.ticket.peer_blocks] == [(1, 2, 3, 4, 5, 6, 7)]
     state.report(sent=[], received=["d1"], failed=[])
     assert states(state) == ["consumer-local"]
 
@@ -67,7 +69,7 @@ def test_a_broken_stream_reads_the_final_ticket_into_the_same_blocks(failed, sta
     state, number = at("awaiting", load_failure_policy="fail")
     state.stream_answered("d1", number, final_answer(), now_s=1.0)
     plan = state.take_step_plan(now_s=1.0)
-    assert [(read.local_blocks[0].ids, read.fence) for read in plan.reads] == [(tuple(BLOCKS[0]), (0, 100))]
+    assert [(read.local_blocks[0].ids, read.ticket.fence) for read in plan.reads] == [(tuple(BLOCKS[0]), (0, 100))]
     assert (plan.streams.watches, state.stream_blocks_held) == ((), 0)
     state.report(sent=[], received=["d1"], failed=failed)
     assert states(state) == [f"consumer-{state_after}"]

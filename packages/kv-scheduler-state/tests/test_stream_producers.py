@@ -7,7 +7,7 @@ from stream_helpers import DIGEST, HAND_OVER, Prompt, answer_of, early, offered,
 
 from kv_scheduler_state import SchedulerStateError, TicketReader
 from kv_scheduler_state._early_ticket import EarlyTicket, early_params
-from kv_scheduler_state._stream_values import EMPTY_STREAM_PLAN, StreamChunk, StreamOpen, StreamRun, StreamVoid
+from kv_scheduler_state._plan import EMPTY_STREAM_PLAN, StreamChunk, StreamOpen, StreamRun, StreamVoid
 
 ENDED = 1 << 63
 OPENED = ["arrive", "allocate", "chunk", "plan"]

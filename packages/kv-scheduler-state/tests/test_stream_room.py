@@ -34,7 +34,7 @@ def take_final(state, *, now_s):
     assert states(state) == ["consumer-queued"]
     load(state, now_s=now_s)
     (read,) = state.take_step_plan(now_s=now_s).reads
-    assert [blocks.ids for blocks in read.peer_blocks] == [(1, 2, 3, 4, 5, 6, 7)]
+    assert [blocks.ids for blocks in read.ticket.peer_blocks] == [(1, 2, 3, 4, 5, 6, 7)]
 
 
 def test_a_prompt_of_more_blocks_than_the_share_is_read_from_its_final_ticket():
@@ -97,7 +97,9 @@ def test_a_prompt_that_asks_for_its_final_ticket_leaves_nothing(event, target, i
     assert state.take_stream_cancels() == ([("d1", asked.number)] if is_cancelled else [])
     assert states(state) == ([f"consumer-{target}"] if target else [])
     plan = state.take_step_plan(now_s=20.5)
-    assert [(read.is_notify_only, read.peer_request_id) for read in plan.reads] == ([(True, "p1")] if is_told else [])
+    assert [(read.is_notify_only, read.ticket.peer_request_id) for read in plan.reads] == (
+        [(True, "p1")] if is_told else []
+    )
     assert not plan.heartbeats
 
 

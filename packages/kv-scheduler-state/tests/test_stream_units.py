@@ -8,26 +8,25 @@ import pytest
 
 from kv_scheduler_state import GroupConfig, LeaseEnd
 from kv_scheduler_state._errors import DuplicateRequest, InvalidConfig, UnknownRequest
-from kv_scheduler_state._plan import ReadOrder, StepPlan
-from kv_scheduler_state._stream_ends import StreamEnds
-from kv_scheduler_state._stream_places import StreamPlaces
-from kv_scheduler_state._stream_reader import Stream, StreamReaders
-from kv_scheduler_state._stream_reserve import StreamReserve
-from kv_scheduler_state._stream_tables import STREAM_CONSUMER_TABLE, STREAM_PRODUCER_TABLE, STREAM_READER_TABLE
-from kv_scheduler_state._stream_values import (
+from kv_scheduler_state._plan import (
+    ReadOrder,
+    StepPlan,
     StreamChunk,
     StreamOpen,
     StreamOrder,
-    StreamPart,
     StreamPlan,
     StreamRun,
     StreamVoid,
-    is_later_tag,
-    stream_tag,
 )
+from kv_scheduler_state._stream_ends import StreamEnds
+from kv_scheduler_state._stream_places import StreamPlaces
+from kv_scheduler_state._stream_reader import StreamReaders
+from kv_scheduler_state._stream_reserve import StreamReserve
+from kv_scheduler_state._stream_tables import STREAM_CONSUMER_TABLE, STREAM_PRODUCER_TABLE, STREAM_READER_TABLE
+from kv_scheduler_state._stream_values import StreamPart, is_later_tag, stream_tag
 from kv_scheduler_state._stream_worker import StreamWorker
 from kv_scheduler_state._tables import CONSUMER_TABLE, PRODUCER_TABLE
-from kv_scheduler_state._ticket import PeerAddress
+from kv_scheduler_state._ticket import HandoffTicket, PeerAddress
 
 
 def test_every_pair_of_state_and_event_is_decided():
@@ -98,8 +97,12 @@ def test_words_are_stored_in_the_order_that_makes_them_safe():
     assert worker.take_sent() == []
 
 
+STREAM = {"generation": 7, "tag": 7, "prompt_tokens": 100, "entry_tokens": 16, "now_s": 0.0}
+
+
 def watch(request_id="r"):
-    read = ReadOrder(request_id, PeerAddress("p", "10.0.0.1", 1), "p1", (), (), 16, (0, 1), "n", 1.0, is_reported=True)
+    ticket = HandoffTicket("handoff", PeerAddress("p", "10.0.0.1", 1), "p1", (), fence=(0, 1), nonce="n", lease_s=1.0)
+    read = ReadOrder(request_id, ticket, (), 16, is_reported=True)
     return StreamPlan(watches=(StreamOrder(read, 1, 0),))
 
 
@@ -199,7 +202,7 @@ def test_a_share_is_one(fraction):
 
 def test_the_readers_example():
     made = StreamReaders(5.0)
-    made.watch("r", Stream(7, 7, 100, 16), 0.0)
+    made.watch("r", **STREAM)
     assert made.observed("r", 0, 0, 0.0) is None
     assert made.observed("r", 7, 10, 0.0) is None
     assert made.observed("r", 7, 40, 0.0) == StreamPart(0, 2, is_last=False)
@@ -213,16 +216,16 @@ def test_the_readers_example():
     assert made.take_reports() == [("r", True, "")]
     with pytest.raises(UnknownRequest):
         made.landed("r", is_good=True, now_s=1.0)
-    made.watch("r", Stream(7, 7, 100, 16), 0.0)
+    made.watch("r", **STREAM)
     with pytest.raises(DuplicateRequest):
-        made.watch("r", Stream(7, 7, 100, 16), 0.0)
+        made.watch("r", **STREAM)
 
 
 @pytest.mark.parametrize(("tag", "tokens"), [(8, 40), (7, 101), (7, 30)])
 def test_progress_that_cannot_be_breaks_the_stream(tag, tokens):
     """Of a later start, beyond the prompt's end, or back."""
     made = StreamReaders(5.0)
-    made.watch("r", Stream(7, 7, 100, 16), 0.0)
+    made.watch("r", **STREAM)
     made.observed("r", 7, 40, 0.0)
     assert made.observed("r", 7, 40, 0.0) is None, "the same word twice is no news"
     assert made.observed("r", tag, tokens, 0.0) is None
@@ -236,7 +239,7 @@ def test_progress_that_cannot_be_breaks_the_stream(tag, tokens):
 
 def test_deadlines_count_from_progress():
     made = StreamReaders(5.0)
-    made.watch("r", Stream(7, 7, 100, 16), 0.0)
+    made.watch("r", **STREAM)
     made.observed("r", 7, 40, 4.0)
     made.tick(8.9)
     assert made.state_of("r") == "watching"
@@ -249,13 +252,13 @@ def test_deadlines_count_from_progress():
 
 def test_a_prompt_that_creeps_is_slow_and_a_word_that_differs_is_lost():
     made = StreamReaders(5.0)
-    made.watch("r", Stream(7, 7, 100, 16), 0.0)
+    made.watch("r", **STREAM)
     for second, tokens in ((4, 20), (8, 40)):
         made.observed("r", 7, tokens, float(second))
         made.landed("r", is_good=True, now_s=float(second))
     made.tick(11.0)
     assert made.take_reports() == [("r", False, "slow")]
-    made.watch("r", Stream(7, 7, 100, 16), 0.0)
+    made.watch("r", **STREAM)
     made.observed("r", 7, 100, 0.0)
     made.landed("r", is_good=True, now_s=0.0)
     assert made.take_fences() == ["r"]
@@ -288,7 +291,7 @@ def test_a_stream_that_creeps_is_given_up(entry_tokens, tokens_per_step, period_
     """A peer that raised its progress by a token every 59 s held a place of the reserve for days."""
     readers = StreamReaders(60.0)
     prompt_tokens = 100_000
-    readers.watch("s", Stream(9, 9, prompt_tokens, entry_tokens), 0.0)
+    readers.watch("s", generation=9, tag=9, prompt_tokens=prompt_tokens, entry_tokens=entry_tokens, now_s=0.0)
     now_s = tokens = 0.0
     while readers.state_of("s") == "watching":
         now_s += period_s

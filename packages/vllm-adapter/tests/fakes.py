@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from kv_scheduler_state import BlockList, HeartbeatOrder, PeerAddress, ReadOrder
+from kv_nixl_agent import PeerSpec
+from kv_scheduler_state import BlockList, HandoffTicket, HeartbeatOrder, PeerAddress, ReadOrder
 from vllm_adapter.observe.hand_overs import HandOverLog
-from vllm_adapter.ports import PeerSpec
 
 
 def peer(engine_id: str = "P", host: str = "10.0.0.1", port: int = 5600, **changes: Any) -> PeerAddress:
@@ -25,18 +25,10 @@ def blocks(*ids: int) -> BlockList:
 
 def order(request_id: str = "r1", **changes: Any) -> ReadOrder:
     """A read of 256 tokens in two blocks, with a fence and a lease of 30 s."""
-    values: dict[str, Any] = {
-        "peer": peer(),
-        "peer_request_id": "p-r1",
-        "peer_blocks": (blocks(7, 8),),
-        "local_blocks": (blocks(1, 2),),
-        "tokens": 256,
-        "fence": (3, 99),
-        "nonce": "",
-        "lease_s": 30.0,
-        "is_reported": True,
-    }
-    return ReadOrder(request_id, **{**values, **changes})
+    ticket = HandoffTicket("handoff", peer(), "p-r1", (blocks(7, 8),), lease_s=30.0, fence=(3, 99))
+    values: dict[str, Any] = {"local_blocks": (blocks(1, 2),), "tokens": 256, "is_reported": True, **changes}
+    promised = {name: values.pop(name) for name in HandoffTicket._fields if name in values}
+    return ReadOrder(request_id, ticket._replace(**promised), **values)
 
 
 def heartbeat(*readers: tuple[str, str]) -> HeartbeatOrder:
@@ -44,7 +36,7 @@ def heartbeat(*readers: tuple[str, str]) -> HeartbeatOrder:
 
 
 @dataclass(frozen=True)
-class Result:
+class _Result:
     transfer_id: str
     outcome: Any = "done"
     code: str = ""
@@ -58,6 +50,10 @@ class Result:
     queue_s: float = 0.0
     fence_s: float = 0.0
     bytes_by_path: tuple[tuple[str, Any, Any, int], ...] = (("UCX", "DRAM", "DRAM", 100),)
+
+
+Result: Any = _Result
+"""A transfer's result whose fault the test chooses; the library derives it from the code."""
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import Any
 from fakes import FakeAgent, FakeRecorder
 
 from kv_handshake import Codec
+from kv_nixl_agent import PeerSpec
 from kv_scheduler_state import FenceOrder, GrantOrder, LeaseTable, StepPlan
 from vllm_adapter.worker.transfer.leases import LeaseKeeper
 from vllm_adapter.worker.transfer.parts import TransferParts
@@ -24,7 +25,7 @@ class Bench:
         self.counts, self.log = self.recorder.counts, self.recorder.lines
         untyped: Any = (self.agent, None, self.recorder)
         agent, handshakes, recorder = untyped
-        parts = TransferParts(agent, handshakes, Codec(), recorder, lambda: self.now_s, "P")
+        parts = TransferParts(agent, handshakes, Codec(), recorder, lambda: self.now_s, "P", PeerSpec)
         self.leases = LeaseKeeper(parts, LeaseTable(max_pause_s=math.inf), heartbeat_s=5.0, sent=self.sent.append)
 
     @property

@@ -6,14 +6,14 @@ from typing import Any
 
 from fakes import FakeAgent, FakeCodec, FakeHandshakes, FakePlanner, FakeRecorder, Result
 
+from kv_nixl_agent import PeerSpec
 from kv_scheduler_state.streams import StreamReaders
 from vllm_adapter.cache.peer_geometry import PeerGeometry
 from vllm_adapter.steps import ReadEnd
-from vllm_adapter.worker.transfer.limits import PeerLimits, ReadLimits
-from vllm_adapter.worker.transfer.parts import PeerPlanner, TransferParts
+from vllm_adapter.worker.transfer.parts import PeerLimits, PeerPlanner, ReadLimits, TransferParts
 from vllm_adapter.worker.transfer.reads import ReadCoordinator, StreamReading
 from vllm_adapter.worker.transfer.records import FinishedRead
-from vllm_adapter.worker.transfer.stream_parts import StreamGroup, StreamShape
+from vllm_adapter.worker.transfer.stream_records import StreamGroup, StreamShape
 
 KEY, OTHER_KEY = "P@10.0.0.1:5600/1.1.1/0.0", "P@10.0.0.1:5600/1.1.1/0.1"
 
@@ -33,7 +33,7 @@ class Bench:
         self.counts, self.log = self.recorder.counts, self.recorder.lines
         untyped: Any = (self.agent, self.handshakes, codec or FakeCodec(), self.recorder, self.planner)
         agent, handshakes, codec, recorder, plans = untyped
-        parts = TransferParts(agent, handshakes, codec, recorder, lambda: self.now_s, "D")
+        parts = TransferParts(agent, handshakes, codec, recorder, lambda: self.now_s, "D", PeerSpec)
         planner = PeerPlanner(DOCUMENT, PeerGeometry(plans, ()), plans, "DRAM")
         limits = ReadLimits(60, 30, 20, PeerLimits(15, 3600, 14, only_ours=only_ours), retries=retries)
         self.streamed: list[FinishedRead] = []

@@ -12,9 +12,9 @@ from factories import facts
 
 from kv_topology import BlockList
 from kv_topology.testing import Request
+from vllm_adapter.cache.documents import GeometryDocument
 from vllm_adapter.cache.facts import KEYS_BY_CHANNEL, CacheGroup, EngineFacts, GroupKind, LayerCache
 from vllm_adapter.cache.geometry import local_document
-from vllm_adapter.ports import GeometryDocument
 
 LAYOUTS = Path(__file__).parent / "data" / "layouts.json"
 Rank = tuple[int, int]

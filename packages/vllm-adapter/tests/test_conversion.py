@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,26 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.lib.stride_tricks import as_strided
 
-from vllm_adapter.worker.conversion import PageRange, Permutation, conversion_steps, page_ranges
+from kv_topology import PageMove, StagedRegion
+from vllm_adapter.worker.pages import PageRange, Permutation, conversion_steps, page_ranges
 
 
-@dataclass(frozen=True)
-class Move:
-    shape: tuple[int, ...]
-    element_bytes: int
-    source_offset: int
-    source_strides: tuple[int, ...]
-    target_offset: int
-    target_strides: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Region:
-    region: int = 0
-    group: int = 0
-    start: int = 0
-    stop: int = 0
-    moves: tuple[Move, ...] = field(default=())
+def region(
+    number: int = 0, *, group: int = 0, start: int = 0, stop: int, moves: tuple[PageMove, ...] = ()
+) -> StagedRegion:
+    return StagedRegion(number, group, start, stop, moves)
 
 
 def dense(shape: tuple[int, ...], axes: list[int], element_bytes: int) -> tuple[int, ...]:
@@ -43,7 +30,7 @@ def dense(shape: tuple[int, ...], axes: list[int], element_bytes: int) -> tuple[
 
 
 @st.composite
-def regions(draw: Any) -> Region:
+def regions(draw: Any) -> StagedRegion:
     """A page cut into equal parts, each permuted and put into another part's place."""
     shape = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4).map(tuple))
     element_bytes, start = draw(st.sampled_from([1, 2, 3, 4, 8, 16])), draw(st.integers(0, 40))
@@ -51,7 +38,7 @@ def regions(draw: Any) -> Region:
     part_bytes = math.prod(shape) * element_bytes
     axes = list(range(len(shape)))
     moves = tuple(
-        Move(
+        PageMove(
             shape,
             element_bytes,
             start + number * part_bytes,
@@ -61,10 +48,10 @@ def regions(draw: Any) -> Region:
         )
         for number, place in enumerate(parts)
     )
-    return Region(start=start, stop=start + len(parts) * part_bytes, moves=moves)
+    return region(start=start, stop=start + len(parts) * part_bytes, moves=moves)
 
 
-def moved(page: np.ndarray[Any, Any], region: Region) -> np.ndarray[Any, Any]:
+def moved(page: np.ndarray[Any, Any], region: StagedRegion) -> np.ndarray[Any, Any]:
     final = page.copy()
     for move in region.moves:
         shape = (*move.shape, move.element_bytes)
@@ -86,7 +73,7 @@ def permuted(page: np.ndarray[Any, Any], how: Permutation) -> np.ndarray[Any, An
 
 
 @given(regions(), st.sampled_from([1, 2, 4, 8, 12]))
-def test_words_move_as_the_bytes_do(region: Region, place: int) -> None:
+def test_words_move_as_the_bytes_do(region: StagedRegion, place: int) -> None:
     page = np.random.default_rng(0).integers(0, 256, region.stop + 7, np.uint8)
     (step,) = conversion_steps([(region, np.array([3]))], [PageRange(4096, 4096, 8)])
     assert step.permutation.word_bytes in {1, 2, 4, 8}
@@ -98,20 +85,20 @@ def test_words_move_as_the_bytes_do(region: Region, place: int) -> None:
 
 def test_what_stays_together_moves_together() -> None:
     """Tokens before heads into heads before tokens, 16 bit: a head's token is one run of 32 words of 8 bytes."""
-    move = Move((1, 16, 8, 128), 2, 0, (65536, 4096, 512, 2), 0, (0, 512, 8192, 2))
-    (step,) = conversion_steps([(Region(stop=65536, moves=(move,)), np.array([1]))], [PageRange(0, 65536, 9)])
+    move = PageMove((1, 16, 8, 128), 2, 0, (65536, 4096, 512, 2), 0, (0, 512, 8192, 2))
+    (step,) = conversion_steps([(region(stop=65536, moves=(move,)), np.array([1]))], [PageRange(0, 65536, 9)])
     assert step.permutation.word_bytes == 8
     assert [m.shape for m in step.permutation.moves] == [(16, 8, 32)]
 
 
 def test_layers_that_are_permuted_alike_share_a_step_and_shared_memory_is_permuted_once() -> None:
-    swap = (Move((1,), 4, 0, (4,), 4, (4,)), Move((1,), 4, 4, (4,), 0, (4,)))
-    other = (Move((1,), 8, 0, (8,), 0, (8,)),)
+    swap = (PageMove((1,), 4, 0, (4,), 4, (4,)), PageMove((1,), 4, 4, (4,), 0, (4,)))
+    other = (PageMove((1,), 8, 0, (8,), 0, (8,)),)
     ranges = [PageRange(300, 8, 9), PageRange(100, 8, 9), PageRange(200, 8, 9), PageRange(100, 8, 9)]
-    staged = [(Region(number, stop=8, moves=swap), np.array([1, 2])) for number in (0, 1, 3)]
-    staged.append((Region(2, stop=8, moves=other), np.array([1, 2])))
-    staged.append((Region(2, group=1, stop=8, moves=swap), np.array([4])))
-    staged.append((Region(0, group=2, stop=8, moves=swap), np.array([], np.int64)))
+    staged = [(region(number, stop=8, moves=swap), np.array([1, 2])) for number in (0, 1, 3)]
+    staged.append((region(2, stop=8, moves=other), np.array([1, 2])))
+    staged.append((region(2, group=1, stop=8, moves=swap), np.array([4])))
+    staged.append((region(0, group=2, stop=8, moves=swap), np.array([], np.int64)))
     steps = conversion_steps(staged, ranges)
     assert [[place.address for place in step.regions] for step in steps] == [[100, 300], [200], [200]]
     assert [step.pages.tolist() for step in steps] == [[1, 2], [1, 2], [4]]

@@ -8,10 +8,10 @@ import pytest
 from factories import attention_cache, facts
 
 from kv_topology import BlockList, Planner, from_document
+from vllm_adapter.cache.documents import GeometryDocument
 from vllm_adapter.cache.facts import CacheGroup, LayerCache
 from vllm_adapter.cache.geometry import local_document, registration_ranges
 from vllm_adapter.errors import AdapterError
-from vllm_adapter.ports import GeometryDocument
 
 PAGE = 4 * 128 * 128 * 4
 

@@ -14,9 +14,9 @@ from recorded import engine, engine_facts, families, layer_caches, request
 
 from kv_topology import Planner, RankGeometry, TransferPlan
 from kv_topology.testing import OracleFailure, Proof, prove
+from vllm_adapter.cache.documents import GeometryDocument
 from vllm_adapter.cache.facts import LayerCache
 from vllm_adapter.cache.geometry import local_document, region_caches
-from vllm_adapter.ports import GeometryDocument
 
 PRODUCER, CONSUMER = 1 << 20, 1 << 44
 

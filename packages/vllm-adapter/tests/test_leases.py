@@ -333,8 +333,10 @@ def test_whatever_id_a_client_chooses_its_prompt_is_read_and_its_lease_ends(requ
     assert bench.counts["num_lease_renewals"] == 1
     reader.allocate("d", [1, 2, 3], external=40)
     (read,) = reader.step().reads
-    bench.leases.notified("D", Codec().read_complete(read.peer_request_id, 1, nonce=read.nonce, consumer="D"))
+    bench.leases.notified(
+        "D", Codec().read_complete(read.ticket.peer_request_id, 1, nonce=read.ticket.nonce, consumer="D")
+    )
     assert bench.sent == [request_id]
-    assert read.peer_request_id.isascii()
+    assert read.ticket.peer_request_id.isascii()
     writer.report(sent=(request_id,))
     assert bench.counts["num_refused_notifications"] == 0

@@ -14,10 +14,10 @@ from copies import RankMemory, copy_plan
 from factories import facts
 
 from kv_topology import BlockList, Planner, TopologyError
+from vllm_adapter.cache.documents import GeometryDocument
 from vllm_adapter.cache.facts import CacheGroup, LayerCache
 from vllm_adapter.cache.geometry import local_document
 from vllm_adapter.config import load_settings
-from vllm_adapter.ports import GeometryDocument
 from vllm_adapter.wiring import SchedulerParts
 
 BASE = 1 << 30

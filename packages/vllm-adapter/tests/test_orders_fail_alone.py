@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,6 @@ from read_bench import KEY, OTHER_KEY, Bench
 
 from kv_handshake import Codec
 from kv_scheduler_state import BlockList, ReadOrder, StepPlan
-from vllm_adapter.worker.rank_streams import ReadsOfStep
 from vllm_adapter.worker.registration import Registration
 from vllm_adapter.worker.transfer.records import PeerEngine
 from vllm_adapter.worker.transfer.tickets import refusal
@@ -34,7 +34,8 @@ def perform(bench: Bench, plan: StepPlan) -> None:
     unused: Any = None
     leases: Any = Leases()
     recorder: Any = bench.recorder
-    Registration(unused, unused, bench.reads, leases, recorder, b"").perform(plan, (), ReadsOfStep(plan.reads))
+    agent: Any = SimpleNamespace(call_soon=lambda function: function())
+    Registration(agent, unused, bench.reads, leases, recorder, b"").order(plan)
 
 
 def step(*orders: ReadOrder, **parts: Any) -> StepPlan:

@@ -4,33 +4,30 @@ from __future__ import annotations
 
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from fakes import FakeRecorder, order
 
 from kv_scheduler_state import StepPlan
-from kv_scheduler_state._stream_values import (
+from kv_scheduler_state.streams import (
     StreamChunk,
+    StreamEnds,
     StreamOpen,
     StreamOrder,
     StreamPlan,
     StreamRun,
     StreamVoid,
+    StreamWorker,
 )
-from kv_scheduler_state.streams import StreamEnds, StreamWorker
-from vllm_adapter.steps import ReadEnd, ReadTimes, StepReport
-from vllm_adapter.worker.chunk_marks import ChunkMarks
-from vllm_adapter.worker.rank_streams import RankStreams
-from vllm_adapter.worker.sleep import failed_instead
+from vllm_adapter.steps import ReadEnd, ReadTimes
+from vllm_adapter.worker.health import failed_instead
+from vllm_adapter.worker.streams import ChunkMarks, RankStreams
 from vllm_adapter.worker.transfer.records import FinishedRead
 
 CHUNK = StreamChunk("p", 1, 7, (StreamRun(0, (4, 5)),), 32)
 BEGIN = StepPlan(streams=StreamPlan(opens=(StreamOpen("p", 1, 7, 7),), chunks=(CHUNK,)))
-
-
-def at_once(action: Any) -> None:
-    action()
 
 
 class Words:
@@ -65,7 +62,14 @@ class Rank:
         self.step(BEGIN)
 
     def step(self, plan: StepPlan) -> None:
-        self.streams.before_forward(plan, at_once)
+        self.streams.before_forward(plan)
+
+    def wait_for_device(self) -> list[Any]:
+        """Keep the actions that wait for the device in the list that is returned."""
+        given: list[Any] = []
+        marks: Any = SimpleNamespace(then=given.append)
+        self.streams._marks = marks
+        return given
 
     def watch(self, request_id: str = "r1") -> None:
         here: Any = order(request_id)
@@ -86,8 +90,8 @@ def rank() -> Rank:
 def test_words_come_before_the_forward_pass_and_progress_behind_the_device(rank: Rank) -> None:
     rank.begin()
     assert rank.words.stored == [("open", 1, 7, 7), ("put", 1, 7, 0, (4, 5))]
-    given: list[Any] = []
-    rank.streams.chunks_given(BEGIN, given.append, None)
+    given = rank.wait_for_device()
+    rank.streams.chunks_given(BEGIN)
     assert len(rank.words.stored) == 2, "nothing is shown before the device says so"
     given[0]()
     assert rank.words.stored[2:] == [("show", 1, 7, 32)]
@@ -95,8 +99,8 @@ def test_words_come_before_the_forward_pass_and_progress_behind_the_device(rank:
 
 def test_a_chunk_of_a_start_that_was_voided_is_not_shown(rank: Rank) -> None:
     rank.begin()
-    given: list[Any] = []
-    rank.streams.chunks_given(BEGIN, given.append, None)
+    given = rank.wait_for_device()
+    rank.streams.chunks_given(BEGIN)
     rank.step(StepPlan(streams=StreamPlan(voids=(StreamVoid("p", 1, 99, 7, True),))))
     given[0]()
     assert [each[0] for each in rank.words.stored] == ["open", "put", "void"]
@@ -114,7 +118,7 @@ def test_an_order_that_the_words_refuse_fails_alone(rank: Rank) -> None:
 def test_without_memory_words_are_void_already(rank: Rank) -> None:
     rank.streams.use(None)
     rank.begin()
-    rank.streams.chunks_given(BEGIN, at_once, None)
+    rank.streams.chunks_given(BEGIN)
     rank.step(StepPlan(streams=StreamPlan(voids=(StreamVoid("p", 1, 99, 7, True),))))
     assert (rank.words.stored, rank.streams.take_sent()) == ([], ["p"])
 
@@ -128,7 +132,7 @@ def test_with_a_mirror_progress_waits_for_its_copies(rank: Rank) -> None:
 
     mirror: Any = Mirror()
     rank.begin()
-    rank.streams.chunks_given(BEGIN, at_once, mirror)
+    rank.streams.chunks_given(BEGIN, mirror)
     ((request_id, action),) = waiting
     assert (request_id, rank.words.stored[-1][0]) == ("p", "put")
     action()
@@ -139,33 +143,31 @@ def test_a_good_end_is_told_to_the_engine_and_to_the_scheduler_half(rank: Rank) 
     assert rank.take() is None
     rank.watch()
     rank.end()
-    report = rank.take()
-    assert (report.received, report.failed_ids, report.ends) == ({"r1"}, frozenset(), (("r1", True),))
-    assert [end.code for end in report.good] == [""]
-    both = report.added_to(StepReport(received=frozenset({"x"})))
-    assert (both.received, both.failed, both.stream_ends) == ({"x", "r1"}, frozenset(), (("r1", True),))
+    report, ends = rank.take()
+    assert (report.received, report.failed, report.ends) == (("r1",), (), (("r1", True),))
+    assert [end.code for end in ends] == [""]
     assert rank.take() is None
 
 
 def test_a_torn_stream_is_told_to_the_scheduler_half_alone_and_its_reason_kept(rank: Rank) -> None:
     rank.watch()
     rank.end("peer-lost")
-    report = rank.take()
-    assert (report.received, report.ends, report.failed) == (frozenset(), (("r1", False),), ())
+    report, ends = rank.take()
+    assert (report.received, report.ends, ends) == ((), (("r1", False),), [])
     assert rank.recorder.observed == [("torn_stream_codes", "peer-lost")]
     rank.streams.apply(StepPlan(streams=StreamPlan(stops=("r1",))))
-    report = rank.take()
-    assert (report.received, report.failed_ids) == ({"r1"}, {"r1"})
-    assert [end.code for end in report.failed] == ["peer-lost"]
+    report, ends = rank.take()
+    assert (report.received, report.failed) == (("r1",), ("r1",))
+    assert [end.code for end in ends] == ["peer-lost"]
 
 
 def test_a_stream_that_is_stopped_is_reported_failed_however_it_ends(rank: Rank) -> None:
     rank.watch()
-    assert rank.streams.apply(StepPlan(streams=StreamPlan(stops=("r1",)))).stops == ("r1",)
+    assert rank.streams.apply(StepPlan(streams=StreamPlan(stops=("r1",)))).streams.stops == ("r1",)
     rank.end()
-    report = rank.take()
-    assert (report.received, report.failed_ids, report.ends) == ({"r1"}, {"r1"}, ())
-    assert [end.code for end in report.failed] == ["stream-stopped"], "all of it was there, and yet it is no good end"
+    report, ends = rank.take()
+    assert (report.received, report.failed, report.ends) == (("r1",), ("r1",), ())
+    assert [end.code for end in ends] == ["stream-stopped"], "all of it was there, and yet it is no good end"
 
 
 def test_a_rank_that_is_done_takes_part_in_no_second_read(rank: Rank) -> None:
@@ -180,24 +182,23 @@ def test_a_rank_that_is_done_takes_part_in_no_second_read(rank: Rank) -> None:
 def test_pages_that_could_not_be_completed_do_not_count(rank: Rank) -> None:
     rank.watch()
     rank.end()
-    report = rank.streams.take(lambda finished: failed_instead(finished, "mirror-copy-failed", "no copy").end)
-    assert report is not None
-    assert (report.received, report.ends) == (frozenset(), (("r1", False),))
+    taken = rank.streams.take(lambda finished: failed_instead(finished, "mirror-copy-failed", "no copy").end)
+    assert taken is not None
+    assert (taken[0].received, taken[0].ends) == ((), (("r1", False),))
 
 
 def test_streams_ordered_while_asleep_are_torn_at_once(rank: Rank) -> None:
     here: Any = order("r1")
-    watch = StreamOrder(here, 7, 0)
-    rank.streams.apply(StepPlan(streams=StreamPlan(watches=(watch,))))
-    rank.streams.fail([watch], 5.0, "asleep", "gone")
-    assert rank.take().ends == (("r1", False),)
+    plan = rank.streams.apply(StepPlan(streams=StreamPlan(watches=(StreamOrder(here, 7, 0),))))
+    rank.streams.fail(plan, 5.0, "asleep", "gone")
+    assert rank.take()[0].ends == (("r1", False),)
 
 
 def test_a_good_end_that_was_not_taken_before_sleep_is_a_bad_one(rank: Rank) -> None:
     rank.watch()
     rank.end()
     rank.streams.fail_finished(failed_instead)
-    assert rank.take().ends == (("r1", False),)
+    assert rank.take()[0].ends == (("r1", False),)
 
 
 # Marks ---------------------------------------------------------------------------------------------------------------
@@ -263,7 +264,7 @@ def test_words_of_a_prompt_whose_copy_failed_move_at_once_and_only_while_they_ar
     assert rank.streams.void("p")
     ((kind, slot, word, tag),) = rank.words.stored[2:]
     assert (kind, slot, tag, word != 7) == ("void", 1, 7, True)
-    rank.streams.chunks_given(BEGIN, at_once, None)
+    rank.streams.chunks_given(BEGIN)
     assert len(rank.words.stored) == 3, "its chunk is not shown any more"
     rank.streams.forget(["p"])
     assert not rank.streams.void("p"), "its lease has the slot"
@@ -276,16 +277,17 @@ def test_words_of_a_prompt_whose_copy_failed_move_at_once_and_only_while_they_ar
 
 
 def test_pages_of_a_prefix_hit_are_shown_behind_the_steps_before_and_not_by_a_mirror(rank: Rank) -> None:
-    given: list[Any] = []
+    given = rank.wait_for_device()
     hit = StepPlan(streams=StreamPlan(opens=BEGIN.streams.opens, chunks=(CHUNK._replace(held_tokens=16),)))
-    rank.streams.before_forward(hit, given.append)
+    rank.streams.before_forward(hit)
     assert [each[0] for each in rank.words.stored] == ["open", "put"], "the device is still at the step before"
     given.pop()()
     assert rank.words.stored[2:] == [("show", 1, 7, 16)]
-    rank.streams.chunks_given(hit, at_once, None)
+    rank.streams.chunks_given(hit)
+    given.pop()()
     assert rank.words.stored[3:] == [("show", 1, 7, 32)]
     mirror: Any = object()
-    rank.streams.before_forward(hit, given.append, mirror)
+    rank.streams.before_forward(hit, mirror)
     assert given == [], "the mirror's copies of this step come first"
-    rank.streams.before_forward(BEGIN, given.append)
+    rank.streams.before_forward(BEGIN)
     assert given == [], "nothing was held"

@@ -137,7 +137,7 @@ def test_an_engine_that_takes_no_step_answers_what_stands(make: Any) -> None:
     assert pair.matched() == len(TEXT), "the final ticket"
     pair.load()
     (read,) = pair.decode.step().reads
-    assert list(read.fence) == ticket["kv_fence"]
+    assert list(read.ticket.fence) == ticket["kv_fence"]
     pair.admit("other", text="y" * len(TEXT))
     pair.decode.step()
     assert pair.matched("other") == 0, "another prompt"
@@ -170,7 +170,7 @@ def test_an_id_that_comes_again_is_parked_for_its_new_prompt(make: Any) -> None:
     pair.until(lambda: pair.matched() is not None)
     pair.load()
     (watch,) = pair.decode.step().streams.watches
-    assert watch.read.peer_request_id == "again"
+    assert watch.read.ticket.peer_request_id == "again"
 
 
 def test_without_a_free_slot_the_final_ticket_answers(make: Any) -> None:
@@ -192,7 +192,7 @@ def test_without_a_free_slot_the_final_ticket_answers(make: Any) -> None:
     pair.until(lambda: pair.matched() is not None)
     pair.load()
     (read,) = pair.decode.step().reads
-    assert (read.peer_request_id, list(read.fence)) == ("p", ticket["kv_fence"])
+    assert (read.ticket.peer_request_id, list(read.ticket.fence)) == ("p", ticket["kv_fence"])
 
 
 def test_no_answer_in_time_means_that_the_prompt_is_computed_here(make: Any) -> None:
@@ -370,7 +370,7 @@ def test_a_preempted_prompt_is_read_anew_into_the_same_blocks(make: Any, chunks:
     ((opening,), (chunk,)) = plan.streams.opens, plan.streams.chunks
     assert (chunk.runs[0].first, chunk.runs[0].ids) == (0, (21, 22))
     (again,) = pair.decode.step().streams.watches  # heard before the plan was taken
-    assert (again.tag, again.read.fence) == (opening.tag, (opening.slot, opening.generation))
+    assert (again.tag, again.read.ticket.fence) == (opening.tag, (opening.slot, opening.generation))
     assert again.read.local_blocks[0].ids == (11, 12, 13, 14, 15, 16)
     pair.chunk()
     pair.chunk()

@@ -52,7 +52,7 @@ def test_a_prompt_is_read_while_it_is_computed(pair: StreamPair, caplog: pytest.
     pair.load()
     (watch,) = pair.decode.step().streams.watches
     assert (watch.tag, watch.start, watch.read.tokens) == (opening.tag, 0, len(TEXT))
-    assert watch.read.fence == (opening.slot, opening.generation)
+    assert watch.read.ticket.fence == (opening.slot, opening.generation)
     assert watch.read.local_blocks[0].ids == (11, 12, 13, 14, 15, 16)
     assert pair.decode.state.stream_blocks_held == 6
     (second,), (last,) = pair.chunk().streams.chunks, pair.chunk().streams.chunks
@@ -84,12 +84,12 @@ def test_a_prompt_is_streamed_whatever_id_its_client_chose(
     pair.until(lambda: pair.matched() is not None)
     pair.load()
     (watch,) = pair.decode.step().streams.watches
-    assert watch.read.peer_request_id.isascii()
+    assert watch.read.ticket.peer_request_id.isascii()
     pair.chunk(request_id, blocks=4)
     keeps, ticket = pair.finish(request_id)
     assert keeps
     assert ticket is not None
-    assert ticket["remote_request_id"] == watch.read.peer_request_id
+    assert ticket["remote_request_id"] == watch.read.ticket.peer_request_id
     pair.admit("late")
     pair.until(lambda: pair.matched("late") is not None)
     assert not errors(caplog)
@@ -107,8 +107,8 @@ def test_a_question_that_comes_after_the_end_gets_the_final_ticket(
     plan = pair.decode.step()
     assert not plan.streams.watches
     (read,) = plan.reads
-    assert read.peer_blocks[0].ids == (1, 2, 3, 4, 5, 6)
-    assert list(read.fence or ()) == ticket["kv_fence"]
+    assert read.ticket.peer_blocks[0].ids == (1, 2, 3, 4, 5, 6)
+    assert list(read.ticket.fence or ()) == ticket["kv_fence"]
     pair.decode.report(received=("d",))
     pair.decode.end("d", TEXT, [11])
     pair.prefill.report(sent=("p",))

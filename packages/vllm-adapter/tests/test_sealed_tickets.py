@@ -116,7 +116,9 @@ def test_a_refused_ticket_is_released_at_its_writer_if_the_seal_proves_who_that_
     reader.arrived(Arrival("r", ticket, 32, Prompt("y" * 32)))
     assert reader.external_tokens("r", 0) == (0, False)
     plan = reader.build_step((), ()).plan
-    assert [(order.peer_request_id, order.is_reported) for order in plan.reads] == [("w", False)] * (proof == "sealed")
+    assert [(order.ticket.peer_request_id, order.is_reported) for order in plan.reads] == [("w", False)] * (
+        proof == "sealed"
+    )
     assert plan.heartbeats == ()
     reader.allocated("r", [[1, 2]], [[1, 2]], external_tokens=0, preemptions=0)
     reader.finished(Ending("r", "abort", 32), [[1, 2]])

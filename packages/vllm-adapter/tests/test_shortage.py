@@ -83,7 +83,7 @@ def given_up(engine: Engine, questions: Round, *, for_s: float = 1.5, is_empty: 
         questions()
         plan = engine.side.build_step((), (), is_empty=is_empty).plan
         assert not plan.revokes, "no lease is revoked for want of blocks"
-        found += [order.peer_request_id for order in plan.reads if not order.is_reported]
+        found += [order.ticket.peer_request_id for order in plan.reads if not order.is_reported]
     return tuple(found)
 
 

@@ -18,8 +18,8 @@ from vllm_adapter.steps import RankRegistration, ReadEnd, ReadTimes, StepOrders
 from vllm_adapter.wiring import WorkerParts
 from vllm_adapter.worker import registration
 from vllm_adapter.worker.engine_thread import _VOID_GENERATION, WorkerSide
+from vllm_adapter.worker.health import fail_reads, failed_instead
 from vllm_adapter.worker.registration import Registration
-from vllm_adapter.worker.sleep import fail_reads, failed_instead
 from vllm_adapter.worker.transfer.records import FinishedRead
 
 RANK, OTHER_RANK = (0, 0), (0, 1)
@@ -53,9 +53,12 @@ class Parts:
         reads: Any = SimpleNamespace(
             end_all=lambda code, _message: self.calls.append(f"reads end: {code}"),
             snapshot=lambda: {"transfers": transfers},
+            apply=lambda _plan: None,
         )
         leases: Any = SimpleNamespace(
-            end_all=lambda *, has_fences: self.calls.append(f"leases end: {has_fences}"), expect=lambda _ids: None
+            end_all=lambda *, has_fences: self.calls.append(f"leases end: {has_fences}"),
+            expect=lambda _ids: None,
+            apply=lambda *_: None,
         )
         self.is_closed = False
         agent: Any = self
@@ -141,7 +144,7 @@ def test_what_was_at_risk_is_said(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def _worker(thread: str = "well") -> tuple[WorkerSide, Parts]:
-    worker, parts = WorkerSide(facts(), WorkerParts(facts(), Settings())), Parts(thread)
+    worker, parts = WorkerSide(facts(), WorkerParts(facts(), Settings(streaming=True))), Parts(thread)
     worker._registration = parts.registration
     return worker, parts
 
@@ -229,6 +232,7 @@ def test_the_words_of_a_stream_that_is_open_when_the_thread_dies_are_voided(is_c
         voided.append(opening.request_id)
 
     stream_worker: Any = SimpleNamespace(spoil=spoil)
+    assert worker._streams is not None
     worker._streams.use(stream_worker)
     opening: Any = SimpleNamespace(request_id="p1")
     worker._streams._open["p1"] = opening

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -11,8 +10,8 @@ from lease_bench import FENCE
 from lease_bench import Bench as LeaseBench
 from read_bench import KEY, Bench
 
-from kv_scheduler_state import BlockList
-from kv_scheduler_state.streams import StreamWorker
+from kv_scheduler_state import BlockList, StepPlan
+from kv_scheduler_state.streams import StreamOrder, StreamPlan, StreamWorker
 from vllm_adapter.worker.transfer.leases import StreamedLeases
 from vllm_adapter.worker.transfer.parts import PeerPlanner
 from vllm_adapter.worker.transfer.streams import StreamCoordinator
@@ -21,18 +20,17 @@ GROUP = {"kind": "attention", "block_tokens": 16, "pages_per_block": 1, "window_
 STREAMS = (0xA000, 0, 64, 8192)
 
 
-@dataclass(frozen=True)
-class Order:
-    read: Any
-    tag: int = 9
-    start: int = 0
-
-
-def stream(request_id: str = "r1", **changes: Any) -> Order:
+def stream(request_id: str = "r1", **changes: Any) -> StreamOrder:
     blocks = (BlockList((1, 2), 0, 0),)
-    return Order(
-        order(request_id, **{"tokens": 32, "fence": (3, 9), "local_blocks": blocks, "peer_blocks": (), **changes})
+    read = order(
+        request_id,
+        **{"tokens": 32, "fence": (3, 9), "local_blocks": blocks, "peer_blocks": (BlockList(()),), **changes},
     )
+    return StreamOrder(read, tag=9, start=0)
+
+
+def follow(bench: Bench, watch: StreamOrder) -> None:
+    bench.reads.apply(StepPlan(streams=StreamPlan(watches=(watch,))))
 
 
 @pytest.fixture
@@ -61,11 +59,11 @@ def watch_with(bench: Bench, watched: list[str]) -> None:
 def test_a_stream_begins_once_its_engine_is_met(bench: Bench) -> None:
     watched: list[str] = []
     watch_with(bench, watched)
-    bench.reads.follow(stream())
+    follow(bench, stream())
     assert watched == []
     bench.handshakes.answer(Outcome())
     assert watched == [f"{KEY} slot 3"]
-    bench.reads.follow(stream("r2"))
+    follow(bench, stream("r2"))
     assert len(watched) == 2, "at once: the engine is ready"
     described: Any = bench.reads.describe(1)
     (entry,) = described["oldest_streams"]
@@ -90,7 +88,7 @@ def test_streamed_and_plain_reads_that_stall_raise_the_alarm(bench: Bench) -> No
     asked, listeners = list[tuple[int, int, tuple[int, ...]]](), list[Any]()
     agent: Any = bench.agent
     agent.watch_stream = watch_stream
-    bench.reads.follow(stream())
+    follow(bench, stream())
     bench.reads.read(order("r2"))
     bench.handshakes.answer(Outcome())
     listeners[0].progress(9, 16)
@@ -108,13 +106,13 @@ def test_streamed_and_plain_reads_that_stall_raise_the_alarm(bench: Bench) -> No
 
 def test_without_streaming_nothing_is_followed() -> None:
     bench = Bench()
-    bench.reads.follow(stream())
-    bench.reads.stop("r1")
+    follow(bench, stream())
+    bench.reads.apply(StepPlan(streams=StreamPlan(stops=("r1",))))
     assert (bench.handshakes.asked, bench.ends) == ([], [])
 
 
 def test_an_engine_that_cannot_be_met_ends_its_stream_once(bench: Bench) -> None:
-    bench.reads.follow(stream())
+    follow(bench, stream())
     bench.handshakes.answer(Outcome(is_ok=False, code="timed-out", message="no answer"))
     assert codes(bench) == [("r1", "timed-out")]
     assert not bench.streamed[0].end.was_met
@@ -122,14 +120,14 @@ def test_an_engine_that_cannot_be_met_ends_its_stream_once(bench: Bench) -> None
 
 
 def test_an_offer_that_its_engine_contradicts_is_not_followed(bench: Bench) -> None:
-    bench.reads.follow(stream(nonce=""))
+    follow(bench, stream(nonce=""))
     bench.handshakes.answer(Outcome(peers={(0, 0): Metadata(capabilities=("nonce",), streams=STREAMS)}))
     assert codes(bench) == [("r1", "nonce-missing")]
 
 
 def test_a_stream_that_is_stopped_before_it_begins_ends_once_and_its_producer_is_told(bench: Bench) -> None:
-    bench.reads.follow(stream())
-    bench.reads.stop("r1")
+    follow(bench, stream())
+    bench.reads.apply(StepPlan(streams=StreamPlan(stops=("r1",))))
     assert codes(bench) == [("r1", "stream-stopped")]
     bench.handshakes.answer(Outcome())
     assert [key for key, _ in bench.agent.notified] == [KEY]
@@ -139,9 +137,9 @@ def test_a_stream_that_is_stopped_before_it_begins_ends_once_and_its_producer_is
 def test_all_streams_end_with_the_registration(bench: Bench) -> None:
     watched: list[str] = []
     watch_with(bench, watched)
-    bench.reads.follow(stream())
+    follow(bench, stream())
     bench.handshakes.answer(Outcome())
-    bench.reads.follow(stream("r2", peer=peer(port=5601)))
+    follow(bench, stream("r2", peer=peer(port=5601)))
     bench.reads.end_all("asleep", "memory is given back")
     assert sorted(codes(bench)) == [("r1", "asleep"), ("r2", "asleep")]
     assert watched[-1] == "ended"
@@ -153,7 +151,7 @@ def test_a_stream_whose_order_raises_ends(bench: Bench) -> None:
         def __hash__(self) -> int:
             raise OverflowError("a number that nobody thought of")
 
-    bench.reads.follow(stream(peer=Unreadable()))
+    follow(bench, stream(peer=Unreadable()))
     assert codes(bench) == [("r1", "OverflowError")]
 
 
@@ -222,7 +220,7 @@ def test_groups_that_cannot_be_compared_cost_the_stream_and_nothing_else() -> No
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PeerPlanner, "can_stream", refuse)
-        bench.reads.follow(stream())
+        follow(bench, stream())
         bench.reads.read(order("plain"))
         bench.handshakes.answer(Outcome())
     assert codes(bench) == [("r1", "not-streamed")]
@@ -259,9 +257,9 @@ def test_a_stream_that_cannot_begin_ends_and_takes_nobody_with_it(
         raise CodedFailure("no-plan")
 
     monkeypatch.setattr(StreamCoordinator, "begin", fail)
-    bench.reads.follow(stream())
+    follow(bench, stream())
     bench.reads.read(order("r2"))
-    bench.reads.follow(stream("r3"))
+    follow(bench, stream("r3"))
     bench.handshakes.answer(Outcome())
     assert codes(bench) == [("r1", "no-plan"), ("r3", "no-plan")]
     bench.finish("r2/0.0")

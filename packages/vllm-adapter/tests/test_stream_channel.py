@@ -22,7 +22,7 @@ from kv_handshake._log import GatedLog
 from kv_handshake._pacing import AskLimits
 from kv_handshake._zmq._router import Incoming
 from kv_handshake._zmq._watch import Sender
-from kv_scheduler_state._stream_values import StreamOutcome
+from kv_scheduler_state.streams import StreamOutcome
 from vllm_adapter.observe.cause_log import CauseLog
 from vllm_adapter.scheduler.stream_channel import _AGAIN, StreamChannel
 
@@ -126,10 +126,11 @@ class Pair:
         self, wire: Any, ours: Sequence[bytes] = (), theirs: Sequence[bytes] = (), *, takes_asks: bool = True
     ) -> None:
         self.wire = wire
-        self.producer, self.consumer = Machines(), Machines()
+        self.producer: Any = Machines()
+        self.consumer: Any = Machines()
         log = CauseLog(time.monotonic)
         self.counted: list[str] = []
-        made = partial(
+        made: Any = partial(
             StreamChannel, codec=Codec(), make_client=wire.client, wait_s=5.0, log=log, count=self.counted.append
         )
         self.there = made(self.producer, secrets=lambda: theirs)
@@ -388,9 +389,11 @@ class Desk:
 @pytest.mark.parametrize("cancels", [1.0, 0.5, 0.0])
 def test_what_waits_for_an_engine_at_rest_is_bounded(cancels: float) -> None:
     """Strangers ask without end: what they take back or wait for too long leaves nothing behind."""
-    codec, listener = Codec(), Desk()
+    machines: Any = Machines()
+    listener: Any = Desk()
+    codec = Codec()
     channel = StreamChannel(
-        Machines(), codec, _no_client, secrets=tuple, wait_s=30.0, log=CauseLog(time.monotonic), count=print
+        machines, codec, _no_client, secrets=tuple, wait_s=30.0, log=CauseLog(time.monotonic), count=print
     )
     channel.serve(listener)
     draw = random.Random(1)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kv_scheduler_state import BlockList, GroupConfig
 from kv_scheduler_state._stream_places import StreamPlaces
-from vllm_adapter.worker.transfer.stream_parts import StreamGroup, StreamShape
+from vllm_adapter.worker.transfer.stream_records import StreamGroup, StreamShape
 
 
 def test_the_worked_example_of_parts() -> None:
@@ -46,9 +46,9 @@ def test_parts_together_are_the_whole_prompt(tokens: int, start: int, window: in
 def test_blocks_of_a_part() -> None:
     shape = StreamShape([StreamGroup(16), StreamGroup(32), StreamGroup(0)])
     parts = shape.parts(100, 64, 100, is_last=True)
-    peer = shape.peer_blocks(parts, {place: 500 + place for place in range(12)})
-    assert [(each.ids, each.first_token) for each in peer] == [((504, 505, 506), 64), ((509, 510), 64), ((511,), 0)]
     whole = [BlockList((2, 3, 4, 5, 6), 32, 0), BlockList((21, 22, 23), 32, 0), BlockList((30,), 0, 0)]
+    peer = shape.peer_blocks(parts, {place: 500 + place for place in range(12)}, whole)
+    assert [(each.ids, each.first_token) for each in peer] == [((504, 505, 506), 64), ((509, 510), 64), ((511,), 0)]
     local = shape.local_blocks(parts, whole)
     assert [(each.ids, each.first_token) for each in local] == [((4, 5, 6), 64), ((22, 23), 64), ((30,), 0)]
     early = shape.local_blocks(shape.parts(100, 0, 64, is_last=False), whole)
@@ -80,7 +80,7 @@ def test_both_sides_mean_the_same_place_of_the_table(data: Any) -> None:
     for first in range(0, tokens, entry):
         stop = min(first + entry, tokens)
         parts = shape.parts(tokens, first, stop, is_last=stop == tokens)
-        for group, blocks in enumerate(shape.peer_blocks(parts, table)):
+        for group, blocks in enumerate(shape.peer_blocks(parts, table, [BlockList(())] * len(spans))):
             span = spans[group]
             numbers = range(first // span, -(-stop // span)) if span else range(int(stop == tokens))
             assert blocks.ids == tuple(1000 * group + number for number in numbers)

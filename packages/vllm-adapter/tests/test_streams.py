@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
 from fakes import CodedFailure, FakeAgent, FakeCodec, FakeRecorder, Plan, Result, order
 
+from kv_nixl_agent import PeerSpec
 from kv_scheduler_state import BlockList
 from kv_scheduler_state._stream_reader import StreamReaders
+from kv_scheduler_state.streams import StreamOrder
 from vllm_adapter.steps import ReadTimes
 from vllm_adapter.worker.transfer.parts import TransferParts
 from vllm_adapter.worker.transfer.records import FinishedRead, PeerEngine, Read
-from vllm_adapter.worker.transfer.stream_parts import StreamGroup, StreamShape
+from vllm_adapter.worker.transfer.stream_records import StreamGroup, StreamShape
 from vllm_adapter.worker.transfer.streams import StreamCoordinator
 
 TAG, FENCE = 99, (3, 99)
@@ -51,13 +52,6 @@ class Agent(FakeAgent):
         return watch
 
 
-@dataclass(frozen=True)
-class Order:
-    read: Any
-    tag: int = TAG
-    start: int = 0
-
-
 class Messages:
     def __init__(self) -> None:
         self.released: list[Any] = []
@@ -81,7 +75,7 @@ class Bench:
         self.dropped: list[str] = []
         untyped: Any = (self.agent, None, FakeCodec(), self.recorder, self.messages, self)
         agent, handshakes, codec, recorder, messages, peers = untyped
-        parts = TransferParts(agent, handshakes, codec, recorder, lambda: self.now_s, "D")
+        parts = TransferParts(agent, handshakes, codec, recorder, lambda: self.now_s, "D", PeerSpec)
         machine: Any = StreamReaders(stall_s=5.0)
         self.streams = StreamCoordinator(
             parts,
@@ -93,15 +87,15 @@ class Bench:
             ended=self.ended,
         )
         ids = tuple(range(10 + start // 16, 17))
-        here = order(tokens=100, fence=FENCE, local_blocks=(BlockList(ids, start, 0),), peer_blocks=())
+        here = order(tokens=100, fence=FENCE, local_blocks=(BlockList(ids, start, 0),), peer_blocks=(BlockList(()),))
         self.read = Read(here, ReadTimes(self.now_s))
-        self.engine = PeerEngine(here.peer, 0.0, 0.0)
+        self.engine = PeerEngine(here.ticket.peer, 0.0, 0.0)
         untyped_plan: Any = Plan(producer_ranks=ranks)
         self.engine.plan, self.engine.can_stream, self.engine.phase = untyped_plan, can_stream, "ready"
         for rank in ranks:
             untyped_spec: Any = Spec()
             self.agent.peers[self.engine.key(rank)] = untyped_spec
-        self._order = Order(here, start=start)
+        self._order = StreamOrder(here, TAG, start)
         self.begin()
 
     def begin(self) -> None:
@@ -114,6 +108,8 @@ class Bench:
             self.torn.append((finished.end.order.request_id, finished.end.code))
 
     # the directory of engines, as streams know it
+    def waiting(self, _request_id: str) -> list[Read]:
+        return []
 
     def drop(self, engine: PeerEngine, reason: str) -> None:
         assert engine is self.engine
@@ -389,11 +385,11 @@ def test_the_fence_word_of_an_attempt_that_is_over_says_nothing_of_the_next() ->
 def test_a_stream_of_which_a_rank_cannot_be_followed_ends_once(monkeypatch: pytest.MonkeyPatch, good: int) -> None:
     watch, left = StreamReaders.watch, [good]
 
-    def fail(readers: StreamReaders, *values: Any) -> None:
+    def fail(readers: StreamReaders, name: str, **values: Any) -> None:
         if not left[0]:
             raise CodedFailure("duplicate-request")
         left[0] -= 1
-        watch(readers, *values)
+        watch(readers, name, **values)
 
     monkeypatch.setattr(StreamReaders, "watch", fail)
     bench = Bench(TWO_RANKS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,10 +12,11 @@ from kv_nixl_agent import AgentOptions, PeerSpec, TransferAgent, TransferOrder
 from kv_nixl_agent.testing import FakeFabric
 from kv_scheduler_state import BlockList
 from kv_scheduler_state._stream_reader import StreamReaders
+from kv_scheduler_state.streams import StreamOrder
 from vllm_adapter.steps import ReadTimes
 from vllm_adapter.worker.transfer.parts import TransferParts
 from vllm_adapter.worker.transfer.records import FinishedRead, PeerEngine, Read
-from vllm_adapter.worker.transfer.stream_parts import StreamGroup, StreamShape
+from vllm_adapter.worker.transfer.stream_records import StreamGroup, StreamShape
 from vllm_adapter.worker.transfer.streams import StreamCoordinator
 
 BLOCKS, BLOCK_BYTES, TOKENS = 32, 64, 100
@@ -28,13 +28,6 @@ class Pages:
         self.memory = np.zeros((BLOCKS, BLOCK_BYTES), dtype=np.uint8)
         self.region: Any = (self.memory.ctypes.data, self.memory.nbytes, 0, "DRAM")
         self.rows = np.array([[self.memory.ctypes.data, BLOCK_BYTES, 0, BLOCK_BYTES, BLOCKS]], dtype=np.uint64)
-
-
-@dataclass(frozen=True)
-class Order:
-    read: Any
-    tag: int
-    start: int = 0
 
 
 class Plan:
@@ -69,7 +62,7 @@ class Pair:
         untyped: Any = (self, None, FakeCodec(), FakeRecorder(), StreamReaders(stall_s=5.0), self, self)
         agent, handshakes, codec, recorder, machine, messages, peers = untyped
         self.streams = StreamCoordinator(
-            TransferParts(agent, handshakes, codec, recorder, lambda: self.now_s, "D"),
+            TransferParts(agent, handshakes, codec, recorder, lambda: self.now_s, "D", PeerSpec),
             machine,
             StreamShape([StreamGroup(16)]),
             peers,
@@ -103,9 +96,12 @@ class Pair:
 
     def follow(self, generation: int) -> None:
         here = order(
-            tokens=TOKENS, fence=(1, generation), peer_blocks=(), local_blocks=(BlockList(tuple(range(20, 27)), 0, 0),)
+            tokens=TOKENS,
+            fence=(1, generation),
+            peer_blocks=(BlockList(()),),
+            local_blocks=(BlockList(tuple(range(20, 27)), 0, 0),),
         )
-        engine = PeerEngine(here.peer, 0.0, 0.0)
+        engine = PeerEngine(here.ticket.peer, 0.0, 0.0)
         plan: Any = Plan()
         engine.plan, engine.can_stream = plan, True
         key = engine.key((0, 0))
@@ -116,7 +112,7 @@ class Pair:
                     key, spec.agent_metadata, spec.local_rows, spec.peer_rows, fence=spec.fence, streams=spec.streams
                 )
             )
-        self.streams.begin(Read(here, ReadTimes(self.now_s)), Order(here, generation), engine)
+        self.streams.begin(Read(here, ReadTimes(self.now_s)), StreamOrder(here, generation, 0), engine)
 
     def compute(self, tag: int, first: int, stop: int, tokens: int) -> None:
         """Fill the producer's blocks of the prompt from `first` to `stop - 1`, with the tag and their number."""

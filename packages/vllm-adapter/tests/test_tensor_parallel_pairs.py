@@ -18,13 +18,13 @@ from factories import facts
 from fakes import FakeAgent, FakeHandshakes, FakeRecorder, Metadata, Outcome, Result, blocks, order, peer
 
 from kv_handshake import Codec
+from kv_nixl_agent import PeerSpec
 from kv_scheduler_state import LeaseTable
 from kv_topology import Planner
 from vllm_adapter.cache.facts import CacheGroup, EngineFacts, LayerCache
 from vllm_adapter.cache.geometry import local_document
 from vllm_adapter.cache.peer_geometry import PeerGeometry, pack_document
-from vllm_adapter.worker.transfer.limits import PeerLimits, ReadLimits
-from vllm_adapter.worker.transfer.parts import PeerPlanner, TransferParts
+from vllm_adapter.worker.transfer.parts import PeerLimits, PeerPlanner, ReadLimits, TransferParts
 from vllm_adapter.worker.transfer.reads import ReadCoordinator
 from vllm_adapter.worker.transfer.records import FinishedRead
 
@@ -140,7 +140,7 @@ def read_into(rank: Rank, producers: list[Rank], family: str, delivered: list[tu
     nobody: Any = None
     untyped: Any = (agent, handshakes, FakeRecorder())
     thread, client, recorder = untyped
-    parts = TransferParts(thread, client, Codec(), recorder, lambda: 0.0, "D")
+    parts = TransferParts(thread, client, Codec(), recorder, lambda: 0.0, "D", PeerSpec)
     planner = PeerPlanner(rank.document, PeerGeometry(nobody, ()), Planner(), "DRAM")
     limits = ReadLimits(60, 30, 20, PeerLimits(handshake_s=15, engine_ttl_s=3600, dialect=14))
     reads = ReadCoordinator(parts, planner, limits, finished.append)

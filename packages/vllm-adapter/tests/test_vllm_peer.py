@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -12,23 +11,17 @@ import pytest
 
 from kv_topology import Planner, RankGeometry, Region, TopologyError, from_document, to_document
 from kv_topology._tools import EngineSpec, ModelSpec, StateSpec, build_engine
-from vllm_adapter.cache.documents import with_names
+from vllm_adapter.cache.documents import PeerSizes, with_names
 from vllm_adapter.cache.peer_geometry import PeerGeometry
 from vllm_adapter.cache.vllm_peer import derive_document
 from vllm_adapter.errors import AdapterError
+from vllm_adapter.wiring import reshard
 from vllm_adapter.worker.transfer.parts import PeerPlanner
 
 DENSE = ModelSpec(("attention",) * 12, 4, 8)
 STATE = StateSpec(heads=8, head_dim=4, state_dim=4, groups=2, conv_rows=4)
 HYBRID = ModelSpec(("attention", "mamba2", "mamba2"), 4, 8, state=STATE)
 LATENT = ModelSpec(("latent",) * 3, latent_dim=24)
-
-
-@dataclass(frozen=True)
-class Sizes:
-    tp: int = 1
-    pp: int = 1
-    dcp: int = 1
 
 
 def derived(
@@ -39,8 +32,8 @@ def derived(
         with_names(to_document(local)),
         facts,
         (0, rank),
-        Sizes(tp, 1, dcp),
-        reshard=Planner().reshard,
+        PeerSizes(tp, 1, dcp),
+        reshard=reshard,
         dealt_groups=[dealt] * len(local.groups),
     )
     return from_document(document)
@@ -211,25 +204,25 @@ def test_the_first_rank_gives_a_lie_about_the_size_away(true_tp: int, told_tp: i
         vars(first).update(facts_of(build_engine(model, engine)[0, 0], engine))
         planner = PeerPlanner(
             with_names(to_document(ours)),
-            PeerGeometry(Planner().reshard, [False] * len(ours.groups)),
+            PeerGeometry(reshard, [False] * len(ours.groups)),
             Planner(),
             "DRAM",
         )
-        address: Any = Sizes(told_tp)
+        address: Any = PeerSizes(told_tp, 1, 1)
         with pytest.raises(AdapterError) if is_told else nullcontext() as caught:
             planner.check_sizes(address, first)
         assert not is_told or caught.value.code in {"page-bytes-differ", "state-bytes-differ"}
-        planner.check_sizes(Sizes(true_tp), first)  # type: ignore[arg-type]
+        planner.check_sizes(PeerSizes(true_tp, 1, 1), first)  # type: ignore[arg-type]
 
 
 def test_the_first_rank_gives_a_lie_about_pipelines_away() -> None:
     engine = EngineSpec(1, block_tokens=96, kernel_block_tokens=32)
     whole = build_engine(DENSE, engine)[0, 0]
     document = with_names(to_document(whole))
-    planner = PeerPlanner(document, PeerGeometry(Planner().reshard, [False] * len(whole.groups)), Planner(), "DRAM")
+    planner = PeerPlanner(document, PeerGeometry(reshard, [False] * len(whole.groups)), Planner(), "DRAM")
     first: Any = SimpleNamespace(geometry=None, capabilities=(), region_num_blocks=None, region_mem_types=None)
     vars(first).update(facts_of(whole, engine))
-    told: Any = Sizes(1, pp=2)
+    told: Any = PeerSizes(1, 2, 1)
     with pytest.raises(AdapterError, match="pipeline ranks") as caught:
         planner.check_sizes(told, first)
     assert caught.value.code == "pipeline-size-differs"
@@ -256,13 +249,13 @@ def test_pipelines_are_met_only_where_stages_tell_their_layers(
     specs = [EngineSpec(1, pp, block_tokens=96, kernel_block_tokens=32) for pp in (1, true_pp)]
     whole, stage = (build_engine(model, spec)[0, 0] for spec in specs)
     planner = PeerPlanner(
-        with_names(to_document(whole)), PeerGeometry(Planner().reshard, [False] * len(whole.groups)), Planner(), "DRAM"
+        with_names(to_document(whole)), PeerGeometry(reshard, [False] * len(whole.groups)), Planner(), "DRAM"
     )
     first: Any = SimpleNamespace(
         geometry=None, capabilities=(), region_num_blocks=None, region_mem_types=None, region_names=None
     )
     vars(first).update(facts_of(stage, specs[1], names=names))
-    told: Any = Sizes(1, pp=2)
+    told: Any = PeerSizes(1, 2, 1)
     if can_be_told and names and true_pp == 2:
         planner.check_sizes(told, first)
         return

@@ -16,7 +16,7 @@ from fakes import order
 from scheduler_engine import Engine as SchedulerEngine
 
 from kv_scheduler_state import FenceOrder, GrantOrder, StepPlan
-from kv_scheduler_state._stream_values import StreamChunk, StreamOpen, StreamOrder, StreamPlan, StreamVoid
+from kv_scheduler_state.streams import StreamChunk, StreamOpen, StreamOrder, StreamPlan, StreamVoid
 from vllm_adapter.config import Settings
 from vllm_adapter.errors import AdapterError
 from vllm_adapter.steps import ReadEnd, ReadTimes, StepOrders
@@ -27,7 +27,7 @@ from vllm_adapter.worker.transfer.records import FinishedRead
 
 
 def _worker() -> WorkerSide:
-    return WorkerSide(facts(), WorkerParts(facts(), Settings()))
+    return WorkerSide(facts(), WorkerParts(facts(), Settings(streaming=True)))
 
 
 def test_caches_in_two_kinds_of_memory_are_refused_at_registration() -> None:
@@ -102,7 +102,7 @@ def test_handing_a_step_over_waits_for_no_peer() -> None:
     agent = SimpleNamespace(
         call_soon=queued.append, write_fence=lambda slot, generation: fences.append((slot, generation)), is_alive=True
     )
-    registration: Any = SimpleNamespace(agent=agent, perform=lambda *_orders: threading.Event().wait(60))
+    registration: Any = SimpleNamespace(agent=agent, _apply=lambda *_orders: threading.Event().wait(60))
     registration.order = partial(Registration.order, registration)
     _use(worker, registration)
     plan = StepPlan(reads=(order(),), expects=("p1",), fences=(FenceOrder("p1", 3, 9),))

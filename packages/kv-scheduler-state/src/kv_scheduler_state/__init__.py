@@ -4,13 +4,14 @@ from kv_scheduler_state._announced import AnnouncedFences
 from kv_scheduler_state._blocks import BlockList
 from kv_scheduler_state._config import GroupConfig, SchedulerConfig, TicketLimits
 from kv_scheduler_state._decisions import Admission, FinishDecision
+from kv_scheduler_state._early_ticket import prefill_request_params
 from kv_scheduler_state._errors import SchedulerStateError, TicketError
 from kv_scheduler_state._lease import LeaseEnd, Refusal
 from kv_scheduler_state._leases import LeaseTable
 from kv_scheduler_state._plan import FenceOrder, GrantOrder, HeartbeatOrder, ReadOrder, StepPlan
 from kv_scheduler_state._prompt import prompt_digest
 from kv_scheduler_state._scheduler import SchedulerState
-from kv_scheduler_state._ticket import HandoffTicket, PeerAddress, prefill_request_params
+from kv_scheduler_state._ticket import HandoffTicket, PeerAddress
 from kv_scheduler_state._ticket_reader import TicketReader
 
 __version__ = "0.2.0"

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, final
 
 if TYPE_CHECKING:
-    from kv_scheduler_state._orders import ProducerOrders
+    from kv_scheduler_state._plan import StepPlan
 
 __all__ = ["AnnouncedFences"]
 
@@ -26,7 +26,7 @@ class AnnouncedFences:
         self._words: dict[str, tuple[int, int] | None] = {}
         self._lost: set[str] = set()
 
-    def apply(self, plan: ProducerOrders) -> tuple[tuple[tuple[int, int], ...], tuple[str, ...]]:
+    def apply(self, plan: StepPlan) -> tuple[tuple[tuple[int, int], ...], tuple[str, ...]]:
         """Take in a plan.
 
         Returns:

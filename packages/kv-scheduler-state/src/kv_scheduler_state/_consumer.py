@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, final
 
-from kv_scheduler_state._blocks import new_tuple
 from kv_scheduler_state._consumer_record import UNRESERVED, ConsumedStream, ConsumerRecord
 from kv_scheduler_state._errors import InvalidEvent, quote
 from kv_scheduler_state._handovers import HandOvers
@@ -193,10 +192,10 @@ class Consumers:
         if record.hand_over is not None:
             record.hand_over.read()
         if "order-read" in row.effects:
-            order = _read_order(request_id, record.ticket, local_blocks, tokens, is_reported=True)
+            order = ReadOrder(request_id, record.ticket, local_blocks, tokens, is_reported=True)
             self._outbox.read(request_id, order, fills_blocks=True)
         elif "order-stream" in row.effects:
-            order = _read_order(request_id, record.ticket, local_blocks, tokens, is_reported=True)
+            order = ReadOrder(request_id, record.ticket, local_blocks, tokens, is_reported=True)
             self.streams.order(request_id, order, start)
 
     def give_up(self, request_id: str, record: ConsumerRecord, now_s: float) -> None:
@@ -258,7 +257,7 @@ class Consumers:
     def _notify(self, request_id: str, ticket: HandoffTicket) -> None:
         """Order a notification to the peer that no request reads the hand-over."""
         self.hand_overs.note_told(ticket)
-        self._outbox.read(request_id, _read_order(request_id, ticket, self._rules.nothing, 0, is_reported=False))
+        self._outbox.read(request_id, ReadOrder(request_id, ticket, self._rules.nothing, 0, is_reported=False))
 
     def void(self, request_id: str, record: ConsumerRecord, now_s: float) -> None:
         """Give up an unused ticket; order a running read to fail."""
@@ -326,25 +325,3 @@ def _begins(blocks: BlockList, span: int) -> int:
             break
         nulls += 1
     return blocks.first_token + nulls * span
-
-
-def _read_order(
-    request_id: str, ticket: HandoffTicket, local_blocks: tuple[BlockList, ...], tokens: int, *, is_reported: bool
-) -> ReadOrder:
-    _, peer, peer_request_id, peer_blocks, _, lease_s, fence, nonce, prompt, _, _, _, _ = ticket
-    return new_tuple(
-        ReadOrder,
-        (
-            request_id,
-            peer,
-            peer_request_id,
-            peer_blocks,
-            local_blocks,
-            tokens,
-            fence,
-            nonce,
-            lease_s,
-            is_reported,
-            prompt or "",
-        ),
-    )

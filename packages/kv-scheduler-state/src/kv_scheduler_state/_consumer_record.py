@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from kv_scheduler_state._handovers import HandOver
     from kv_scheduler_state._heartbeats import PeerLeases
     from kv_scheduler_state._machine import Trace, Transition
-    from kv_scheduler_state._read_order import ReadOrder
+    from kv_scheduler_state._plan import ReadOrder
     from kv_scheduler_state._ticket import HandoffTicket
 
 __all__ = ["UNRESERVED", "ConsumedStream", "ConsumerRecord"]

@@ -23,7 +23,7 @@ from __future__ import annotations
 import hmac
 import re
 from struct import Struct
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, cast, final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast, final
 
 from kv_scheduler_state._errors import TicketError, quote
 
@@ -31,8 +31,18 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from kv_scheduler_state._hosts import HostPolicy
+    from kv_scheduler_state._seal import TicketSeal
 
-__all__ = ["EARLY_KEY", "EarlyTicket", "canonical_early", "early_params", "is_withdrawal", "named_id", "read_early"]
+__all__ = [
+    "EARLY_KEY",
+    "EarlyTicket",
+    "canonical_early",
+    "early_params",
+    "is_withdrawal",
+    "named_id",
+    "prefill_request_params",
+    "read_early",
+]
 
 EARLY_KEY: Final = "kv_stream"
 _TAG: Final = b"kv-early-1\0"
@@ -41,14 +51,6 @@ _NUMBER: Final = Struct("<q")
 _KEYS: Final = frozenset(("id", "host", "port"))
 _MOST_KEYS: Final = 16
 _MOST_HOST_CHARS: Final = 253
-
-
-class _Seal(Protocol):
-    """This engine's secrets: a `TicketSeal`."""
-
-    def covers(self, message: bytes, mac: object) -> bool:
-        """Return whether one of the secrets made this MAC of a message."""
-        ...
 
 
 @final
@@ -74,6 +76,29 @@ def early_params(early: EarlyTicket, secret: bytes | None = None) -> dict[str, o
     return params
 
 
+def prefill_request_params(
+    early: tuple[str, str, int] | None = None, *, secret: bytes | None = None
+) -> dict[str, object]:
+    """Return the `kv_transfer_params` with which a router asks an engine to prefill and hand over.
+
+    Args:
+        early: (id, host, port) of a streamed hand-over: 32 random lower-case hexadecimal digits, and the side channel of the
+            engine that prefills. The decode engine's request gets the same `kv_stream`, and `do_remote_prefill` alone.
+        secret: A fleet secret for the MAC that covers the address.
+    """
+    params: dict[str, object] = {
+        "do_remote_decode": True,
+        "do_remote_prefill": False,
+        "remote_engine_id": None,
+        "remote_block_ids": None,
+        "remote_host": None,
+        "remote_port": None,
+    }
+    if early is not None:
+        params[EARLY_KEY] = early_params(EarlyTicket(*early), secret)
+    return params
+
+
 def canonical_early(early: EarlyTicket) -> bytes:
     """Return the bytes under an early ticket's MAC; see the top of this module."""
     identity, host = early.hand_over_id.encode(), early.host.encode()
@@ -81,7 +106,7 @@ def canonical_early(early: EarlyTicket) -> bytes:
     return b"".join((_TAG, sizes[0], identity, sizes[1], host, _NUMBER.pack(early.port)))
 
 
-def read_early(fields: Mapping[object, Any], hosts: HostPolicy, seal: _Seal | None) -> EarlyTicket:
+def read_early(fields: Mapping[object, Any], hosts: HostPolicy, seal: TicketSeal | None) -> EarlyTicket:
     """Return the early ticket in `kv_transfer_params`.
 
     Args:
@@ -123,7 +148,7 @@ def is_withdrawal(fields: Mapping[object, Any]) -> bool:
     return type(value) is dict and cast("dict[object, object]", value).get("withdraw") is True
 
 
-def named_id(fields: Mapping[object, Any], seal: _Seal | None) -> str:
+def named_id(fields: Mapping[object, Any], seal: TicketSeal | None) -> str:
     """Return the hand-over id of an early ticket, even of one that is refused; empty if there is none.
 
     Where this engine has secrets, an id counts only under a good MAC: anybody could name the id of another hand-over.

@@ -188,5 +188,4 @@ class HandOvers:
 
 def key_of(ticket: HandoffTicket) -> TicketKey:
     """Return the key that requests with the same ticket have in common."""
-    _, peer, peer_request_id, _, _, _, fence, nonce, _, _, _, _, _ = ticket
-    return peer.engine_id, peer_request_id, nonce, fence
+    return ticket.peer.engine_id, ticket.peer_request_id, ticket.nonce, ticket.fence

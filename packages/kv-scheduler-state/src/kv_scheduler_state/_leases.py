@@ -35,7 +35,7 @@ from kv_scheduler_state._tables import LEASE_TABLE
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from kv_scheduler_state._orders import ProducerOrders
+    from kv_scheduler_state._plan import StepPlan
 
 __all__ = ["LeaseTable"]
 
@@ -116,7 +116,7 @@ class LeaseTable:
         # Requests that peers know by another id than the engine's, by that id; as long as they are live or in `_past`.
         self._named: dict[str, str] = {}
 
-    def apply(self, plan: ProducerOrders, *, void: Sequence[str] = (), now_s: float) -> tuple[Refusal, ...]:
+    def apply(self, plan: StepPlan, *, void: Sequence[str] = (), now_s: float) -> tuple[Refusal, ...]:
         """Apply the producer's part of a step plan, in the order that makes each order safe; return the refused orders.
 
         Args:

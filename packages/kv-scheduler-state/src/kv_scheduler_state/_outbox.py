@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, Protocol, final
 
 from kv_scheduler_state._blocks import new_tuple
-from kv_scheduler_state._plan import FenceOrder, GrantOrder, HeartbeatOrder, ReadOrder, StepPlan
+from kv_scheduler_state._plan import EMPTY_STREAM_PLAN, FenceOrder, GrantOrder, HeartbeatOrder, ReadOrder, StepPlan
 from kv_scheduler_state._stream_orders import StreamOrders
-from kv_scheduler_state._stream_values import EMPTY_STREAM_PLAN
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

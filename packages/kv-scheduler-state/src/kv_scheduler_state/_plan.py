@@ -10,15 +10,50 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, NamedTuple, final
 
-from kv_scheduler_state._read_order import ReadOrder
-from kv_scheduler_state._stream_values import EMPTY_STREAM_PLAN
-
 if TYPE_CHECKING:
-    from kv_scheduler_state._blocks import BlockIds
-    from kv_scheduler_state._stream_values import StreamPlan
-    from kv_scheduler_state._ticket import PeerAddress
+    from kv_scheduler_state._blocks import BlockIds, BlockList
+    from kv_scheduler_state._ticket import HandoffTicket, PeerAddress
 
-__all__ = ["EMPTY_PLAN", "FenceOrder", "GrantOrder", "HeartbeatOrder", "ReadOrder", "StepPlan"]
+__all__ = [
+    "EMPTY_PLAN",
+    "EMPTY_STREAM_PLAN",
+    "FenceOrder",
+    "GrantOrder",
+    "HeartbeatOrder",
+    "ReadOrder",
+    "StepPlan",
+    "StreamChunk",
+    "StreamOpen",
+    "StreamOrder",
+    "StreamPlan",
+    "StreamRun",
+    "StreamVoid",
+]
+
+
+@final
+class ReadOrder(NamedTuple):
+    """A request's read, or the notification that replaces it.
+
+    Attributes:
+        request_id: The local request.
+        ticket: The peer's promise: its address, its blocks, its fence. Of a streamed read it names no blocks.
+        local_blocks: Blocks to fill, per group. All without ids: nothing to read, only notify the peer.
+        tokens: Prompt tokens that the local KV holds after the read; blocks beyond are not filled.
+        is_reported: Whether the engine waits for the end of this order. True even without blocks, if the engine parked
+            the request before it was aborted.
+    """
+
+    request_id: str
+    ticket: HandoffTicket
+    local_blocks: tuple[BlockList, ...]
+    tokens: int
+    is_reported: bool
+
+    @property
+    def is_notify_only(self) -> bool:
+        """Whether there is nothing to read."""
+        return not any(blocks.ids for blocks in self.local_blocks)
 
 
 @final
@@ -51,6 +86,80 @@ class GrantOrder(NamedTuple):
     lease_s: float
     fence: tuple[int, int] | None
     nonce: str = ""
+
+
+@final
+class StreamRun(NamedTuple):
+    """Block ids for the table of a slot, at its places from `first` on, see `StreamTable`."""
+
+    first: int
+    ids: tuple[int, ...]
+
+
+@final
+class StreamOpen(NamedTuple):
+    """Order: store a generation, reset the progress, and give the table to this tag; before the forward pass."""
+
+    request_id: str
+    slot: int
+    generation: int
+    tag: int
+
+
+@final
+class StreamVoid(NamedTuple):
+    """Order: void the fence word before the forward pass, which may write freed blocks. `ends`: report it as sent."""
+
+    request_id: str
+    slot: int
+    word: int
+    tag: int
+    ends: bool
+
+
+@final
+class StreamChunk(NamedTuple):
+    """Order: put block ids into the table before the forward pass, and show `tokens` once the device has finished it."""
+
+    request_id: str
+    slot: int
+    tag: int
+    runs: tuple[StreamRun, ...]
+    tokens: int
+    held_tokens: int = 0
+    """Tokens whose pages are complete once the device has finished all steps before this one; 0 if none are known."""
+
+
+@final
+class StreamOrder(NamedTuple):
+    """Order: read behind a peer's progress word.
+
+    `read` is the whole read without the peer's blocks, which its table lists. `start` is the first token to read.
+    """
+
+    read: ReadOrder
+    tag: int
+    start: int
+
+
+@final
+class StreamPlan(NamedTuple):
+    """Orders of one step; those of one request apply in the order of these fields, those of several requests in any order.
+
+    A producer's worker applies `voids`, `opens` and `chunks` before the forward pass; a consumer's worker applies `ends`,
+    `watches` and `stops` with its reads. `ends`: forget these streams. `stops`: stop reading, and report the request as received
+    and failed once its reads are quiet; a stream that this worker has read to the end is not reported as received again.
+    """
+
+    voids: tuple[StreamVoid, ...] = ()
+    opens: tuple[StreamOpen, ...] = ()
+    chunks: tuple[StreamChunk, ...] = ()
+    ends: tuple[str, ...] = ()
+    watches: tuple[StreamOrder, ...] = ()
+    stops: tuple[str, ...] = ()
+
+
+EMPTY_STREAM_PLAN: Final = StreamPlan()
 
 
 @final

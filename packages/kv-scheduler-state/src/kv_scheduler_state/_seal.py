@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Final, NoReturn, cast, final
 from kv_scheduler_state._blocks import BlockList, new_tuple
 from kv_scheduler_state._errors import InvalidConfig, TicketError, quote
 from kv_scheduler_state._hosts import HostPolicy
-from kv_scheduler_state._ticket import NO_EXTRA, HandoffTicket, PeerAddress
+from kv_scheduler_state._ticket import HandoffTicket, PeerAddress
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -184,7 +184,7 @@ def canonical_ticket(ticket: HandoffTicket, host: str = "") -> bytes:
 
     See the top of this module.
     """
-    kind, peer, request_id, groups, tokens, lease_s, fence, nonce, prompt, spans, expiry_s, mode, _ = ticket
+    kind, peer, request_id, groups, tokens, lease_s, fence, nonce, prompt, spans, expiry_s, mode = ticket
     slot, word = (-1, -1) if fence is None else fence
     parts = [
         _TAG,
@@ -248,7 +248,6 @@ def _written(params: Mapping[str, object], peer: PeerAddress) -> HandoffTicket:
             fields["kv_span_tokens"],
             None,
             params["transfer_mode"],
-            NO_EXTRA,
         ),
     )
 

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Final, final
 
 from kv_scheduler_state._consumer_record import UNRESERVED
 from kv_scheduler_state._errors import TicketError, UnknownRequest, quote
+from kv_scheduler_state._plan import StreamOrder
 from kv_scheduler_state._prompt import MEDIA_MISSING
 from kv_scheduler_state._stream_reserve import StreamReserve
-from kv_scheduler_state._stream_values import StreamOrder, StreamOutcome, StreamQuestion, StreamResult, stream_tag
+from kv_scheduler_state._stream_values import StreamOutcome, StreamQuestion, StreamResult, stream_tag
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from kv_scheduler_state._early_ticket import EarlyTicket
     from kv_scheduler_state._machine import Table, Transition
     from kv_scheduler_state._outbox import Outbox
-    from kv_scheduler_state._read_order import ReadOrder
+    from kv_scheduler_state._plan import ReadOrder
     from kv_scheduler_state._ticket import HandoffTicket
 
 __all__ = ["StreamConsumers"]
@@ -174,14 +175,7 @@ class StreamConsumers:
         """Order a stream into the blocks of the request."""
         if stream.read is None or ticket.fence is None:
             raise UnknownRequest(stream.request_id, "stream")
-        read = stream.read._replace(
-            peer=ticket.peer,
-            peer_request_id=ticket.peer_request_id,
-            peer_blocks=(),
-            fence=ticket.fence,
-            nonce=ticket.nonce,
-            lease_s=ticket.lease_s,
-        )
+        read = stream.read._replace(ticket=ticket)
         order = StreamOrder(read, stream_tag(ticket.fence[1]), stream.start)
         self.outbox.stream().watches[stream.request_id] = order
 
@@ -189,14 +183,7 @@ class StreamConsumers:
         """Order the plain read of the final ticket into the blocks of the request."""
         if stream.read is None:
             raise UnknownRequest(stream.request_id, "final")
-        read = stream.read._replace(
-            peer=ticket.peer,
-            peer_request_id=ticket.peer_request_id,
-            peer_blocks=ticket.peer_blocks,
-            fence=ticket.fence,
-            nonce=ticket.nonce,
-            lease_s=ticket.lease_s,
-        )
+        read = stream.read._replace(ticket=ticket)
         self.outbox.read(stream.request_id, read)
 
     def require_ticket(self, stream: ConsumedStream, ticket: HandoffTicket, *, is_offer: bool) -> None:

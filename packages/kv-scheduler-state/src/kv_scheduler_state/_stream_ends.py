@@ -12,16 +12,12 @@ and failed, worker 0 reports nothing more.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, TypeVar, final
-
-from kv_scheduler_state._orders import Watch
+from typing import TYPE_CHECKING, NamedTuple, final
 
 if TYPE_CHECKING:
-    from kv_scheduler_state._orders import ReadingOrders
+    from kv_scheduler_state._plan import StreamOrder, StreamPlan
 
 __all__ = ["EndReport", "StreamEnds"]
-
-_Watch = TypeVar("_Watch", bound=Watch)
 
 
 class EndReport(NamedTuple):
@@ -45,11 +41,11 @@ class StreamEnds:
         self._failed: list[str] = []
         self._ends: list[tuple[str, bool]] = []
 
-    def apply(self, plan: ReadingOrders[_Watch]) -> tuple[tuple[_Watch, ...], tuple[str, ...]]:
+    def apply(self, plan: StreamPlan) -> tuple[tuple[StreamOrder, ...], tuple[str, ...]]:
         """Take in a plan; return the streams to watch and the streams to cancel."""
         for request_id in plan.ends:
             self._states.pop(request_id, None)
-        watches: list[_Watch] = []
+        watches: list[StreamOrder] = []
         for order in plan.watches:
             request_id = order.read.request_id
             if self._states.get(request_id) == "done":

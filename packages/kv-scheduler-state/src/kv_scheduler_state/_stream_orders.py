@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final, final
 
-from kv_scheduler_state._stream_values import (
+from kv_scheduler_state._plan import (
     EMPTY_STREAM_PLAN,
     StreamChunk,
     StreamOpen,

@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, final
 
 from kv_scheduler_state._blocks import running_state
-from kv_scheduler_state._stream_values import StreamRun
+from kv_scheduler_state._plan import StreamRun
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

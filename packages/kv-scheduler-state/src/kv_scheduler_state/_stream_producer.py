@@ -8,15 +8,9 @@ from typing import TYPE_CHECKING, Final, final
 from kv_scheduler_state._errors import InvalidEvent, UnknownRequest, quote
 from kv_scheduler_state._fences import FencePool, ended_generation
 from kv_scheduler_state._machine import GONE
+from kv_scheduler_state._plan import StreamChunk, StreamOpen, StreamVoid
 from kv_scheduler_state._stream_places import StreamPlaces
-from kv_scheduler_state._stream_values import (
-    StreamAnswer,
-    StreamChunk,
-    StreamOpen,
-    StreamStanding,
-    StreamVoid,
-    stream_tag,
-)
+from kv_scheduler_state._stream_values import StreamAnswer, StreamStanding, stream_tag
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

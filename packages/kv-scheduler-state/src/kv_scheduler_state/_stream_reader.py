@@ -11,44 +11,17 @@ the last window. A prefix that the consumer holds itself (`first_entry`) is neve
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple, Protocol, final
+from typing import Final, NamedTuple, final
 
 from kv_scheduler_state._errors import DuplicateRequest, UnknownRequest
 from kv_scheduler_state._machine import GONE, NEW, Transition
 from kv_scheduler_state._stream_tables import STREAM_READER_TABLE
 from kv_scheduler_state._stream_values import StreamPart, is_later_tag
 
-__all__ = ["Stream", "StreamReaders", "StreamReport"]
+__all__ = ["StreamReaders", "StreamReport"]
 
 _SLOWEST_TOKENS_PER_S: Final = 100
 """Pace below which a prompt is given up, even if it progresses steadily: a stream holds part of the reserve."""
-
-
-class StreamFacts(Protocol):
-    """A stream to be read, as `Stream` has it."""
-
-    @property
-    def generation(self) -> int: ...
-    @property
-    def tag(self) -> int: ...
-    @property
-    def prompt_tokens(self) -> int: ...
-    @property
-    def entry_tokens(self) -> int: ...
-    @property
-    def first_entry(self) -> int: ...
-
-
-class Stream(NamedTuple):
-    """A stream to be read."""
-
-    generation: int
-    tag: int
-    prompt_tokens: int
-    entry_tokens: int
-    """Tokens of a table entry: the common block size of both engines."""
-    first_entry: int = 0
-    """First entry to read; the consumer already has the entries before it."""
 
 
 class StreamReport(NamedTuple):
@@ -63,13 +36,30 @@ class StreamReport(NamedTuple):
 
 @final
 class _Reading:
-    __slots__ = ("began_s", "cause", "in_flight", "next_entry", "progress_s", "state", "stream", "tokens")
+    __slots__ = (
+        "began_s",
+        "cause",
+        "entry_tokens",
+        "generation",
+        "in_flight",
+        "next_entry",
+        "progress_s",
+        "prompt_tokens",
+        "state",
+        "tag",
+        "tokens",
+    )
 
-    def __init__(self, stream: StreamFacts, state: str, now_s: float) -> None:
-        self.stream = stream
-        self.state = state
+    def __init__(
+        self, generation: int, tag: int, prompt_tokens: int, entry_tokens: int, first_entry: int, now_s: float
+    ) -> None:
+        self.generation = generation
+        self.tag = tag
+        self.prompt_tokens = prompt_tokens
+        self.entry_tokens = entry_tokens
+        self.state = NEW
         self.tokens = 0
-        self.next_entry = stream.first_entry
+        self.next_entry = first_entry
         self.in_flight = 0
         self.cause = ""
         self.began_s = self.progress_s = now_s
@@ -84,7 +74,7 @@ class _Reading:
             return ""
         if now_s - self.progress_s >= stall_s:
             return "stall"
-        whole_s = 2 * stall_s + self.stream.prompt_tokens / _SLOWEST_TOKENS_PER_S
+        whole_s = 2 * stall_s + self.prompt_tokens / _SLOWEST_TOKENS_PER_S
         return "slow" if self.state == "watching" and now_s - self.began_s >= whole_s else ""
 
 
@@ -115,8 +105,27 @@ class StreamReaders:
         reading = self._readings.get(stream_id)
         return "" if reading is None else reading.cause
 
-    def watch(self, stream_id: str, stream: StreamFacts, now_s: float) -> None:
+    def watch(
+        self,
+        stream_id: str,
+        *,
+        generation: int,
+        tag: int,
+        prompt_tokens: int,
+        entry_tokens: int,
+        first_entry: int = 0,
+        now_s: float,
+    ) -> None:
         """Begin to read behind a progress word.
+
+        Args:
+            stream_id: Name of the stream.
+            generation: Generation of the offer, which the fence word must still show at the end.
+            tag: Tag of progress words and table entries.
+            prompt_tokens: Tokens that are handed over.
+            entry_tokens: Tokens of a table entry: the common block size of both engines.
+            first_entry: First entry to read; the consumer already has the entries before it.
+            now_s: The caller's monotonic clock.
 
         Raises:
             DuplicateRequest: `duplicate-request`.
@@ -124,32 +133,32 @@ class StreamReaders:
         known = self._readings.get(stream_id)
         if known is not None:
             raise DuplicateRequest(stream_id, known.state)
-        row = self._table.find(stream_id, NEW, "watch")
-        self._readings[stream_id] = _Reading(stream, row.target, now_s)
+        reading = _Reading(generation, tag, prompt_tokens, entry_tokens, first_entry, now_s)
+        reading.state = self._table.find(stream_id, NEW, "watch").target
+        self._readings[stream_id] = reading
 
     def observed(self, stream_id: str, tag: int, tokens: int, now_s: float) -> StreamPart | None:
         """Process a progress word; return the part to read now, if any. Only `watching` readers use it."""
         reading = self._readings.get(stream_id)
         if reading is None or reading.state != "watching":
             return None
-        stream = reading.stream
-        if tag != stream.tag:
+        if tag != reading.tag:
             # The offer may arrive before the producer has stored its words: zeros and older tags mean that it has not begun.
-            if is_later_tag(tag, stream.tag) and (tag or tokens):
+            if is_later_tag(tag, reading.tag) and (tag or tokens):
                 self._step(stream_id, reading, "changed")
             return None
-        if tokens > stream.prompt_tokens or tokens < reading.tokens:
+        if tokens > reading.prompt_tokens or tokens < reading.tokens:
             self._step(stream_id, reading, "changed")
             return None
         if tokens == reading.tokens:
             return None
-        if tokens == stream.prompt_tokens or tokens // stream.entry_tokens > reading.tokens // stream.entry_tokens:
+        if tokens == reading.prompt_tokens or tokens // reading.entry_tokens > reading.tokens // reading.entry_tokens:
             reading.progress_s = now_s
         reading.tokens = tokens
-        if tokens == stream.prompt_tokens:
+        if tokens == reading.prompt_tokens:
             row = self._step(stream_id, reading, "whole")
             return self._order_last_part(reading) if "order-last-part" in row.effects else None
-        stop = tokens // stream.entry_tokens
+        stop = tokens // reading.entry_tokens
         row = self._step(stream_id, reading, "progress")
         if stop <= reading.next_entry or "order-part" not in row.effects:
             return None
@@ -178,7 +187,7 @@ class StreamReaders:
         """Process the fence word, None if it could not be read; ignore a late word of a stream that has ended."""
         reading = self._readings.get(stream_id)
         if reading is not None and reading.state == "fencing":
-            self._step(stream_id, reading, "held" if word == reading.stream.generation else "lost")
+            self._step(stream_id, reading, "held" if word == reading.generation else "lost")
 
     def cancel(self, stream_id: str) -> None:
         """Stop reading; the report follows once the memory is quiet."""
@@ -204,8 +213,7 @@ class StreamReaders:
         return reports
 
     def _order_last_part(self, reading: _Reading) -> StreamPart:
-        stream = reading.stream
-        stop = -(-stream.prompt_tokens // stream.entry_tokens)
+        stop = -(-reading.prompt_tokens // reading.entry_tokens)
         part = StreamPart(reading.next_entry, stop, is_last=True)
         reading.next_entry = stop
         reading.in_flight += 1

@@ -1,26 +1,16 @@
-"""Values of a streamed hand-over: messages between engines, and orders of schedulers to their workers."""
+"""Values of a streamed hand-over: tags, messages between engines, and what becomes of a request."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
-
-if TYPE_CHECKING:
-    from kv_scheduler_state._read_order import ReadOrder
+from typing import Final, Literal, NamedTuple, TypeAlias
 
 __all__ = [
-    "EMPTY_STREAM_PLAN",
     "NoReason",
     "StreamAnswer",
-    "StreamChunk",
-    "StreamOpen",
-    "StreamOrder",
     "StreamOutcome",
     "StreamPart",
-    "StreamPlan",
     "StreamQuestion",
-    "StreamRun",
     "StreamStanding",
-    "StreamVoid",
     "VOID_TOKENS",
     "is_later_tag",
     "stream_tag",
@@ -103,74 +93,6 @@ class StreamStanding(NamedTuple):
     hand_over_id: str
     digest: str
     answer: dict[str, object] | None
-
-
-class StreamRun(NamedTuple):
-    """Block ids for the table of a slot, at its places from `first` on, see `StreamTable`."""
-
-    first: int
-    ids: tuple[int, ...]
-
-
-class StreamOpen(NamedTuple):
-    """Order: store a generation, reset the progress, and give the table to this tag; before the forward pass."""
-
-    request_id: str
-    slot: int
-    generation: int
-    tag: int
-
-
-class StreamVoid(NamedTuple):
-    """Order: void the fence word before the forward pass, which may write freed blocks. `ends`: report it as sent."""
-
-    request_id: str
-    slot: int
-    word: int
-    tag: int
-    ends: bool
-
-
-class StreamChunk(NamedTuple):
-    """Order: put block ids into the table before the forward pass, and show `tokens` once the device has finished it."""
-
-    request_id: str
-    slot: int
-    tag: int
-    runs: tuple[StreamRun, ...]
-    tokens: int
-    held_tokens: int = 0
-    """Tokens whose pages are complete once the device has finished all steps before this one; 0 if none are known."""
-
-
-class StreamOrder(NamedTuple):
-    """Order: read behind a peer's progress word.
-
-    `read` is the whole read without the peer's blocks, which its table lists. `start` is the first token to read.
-    """
-
-    read: ReadOrder
-    tag: int
-    start: int
-
-
-class StreamPlan(NamedTuple):
-    """Orders of one step; those of one request apply in the order of these fields, those of several requests in any order.
-
-    A producer's worker applies `voids`, `opens` and `chunks` before the forward pass; a consumer's worker applies `ends`,
-    `watches` and `stops` with its reads. `ends`: forget these streams. `stops`: stop reading, and report the request as received
-    and failed once its reads are quiet; a stream that this worker has read to the end is not reported as received again.
-    """
-
-    voids: tuple[StreamVoid, ...] = ()
-    opens: tuple[StreamOpen, ...] = ()
-    chunks: tuple[StreamChunk, ...] = ()
-    ends: tuple[str, ...] = ()
-    watches: tuple[StreamOrder, ...] = ()
-    stops: tuple[str, ...] = ()
-
-
-EMPTY_STREAM_PLAN: Final = StreamPlan()
 
 
 class StreamPart(NamedTuple):

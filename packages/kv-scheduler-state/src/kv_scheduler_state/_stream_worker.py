@@ -21,7 +21,8 @@ from kv_scheduler_state._stream_values import stream_tag
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable
 
-    from kv_scheduler_state._orders import EndedLease, WordChunk, WordOpening, WordOrders
+    from kv_scheduler_state._lease import LeaseEnd
+    from kv_scheduler_state._plan import StreamChunk, StreamOpen, StreamPlan
 
 __all__ = ["StreamWords", "StreamWorker"]
 
@@ -63,7 +64,7 @@ class StreamWorker:
         self._tags: dict[int, int] = {}
         self._ended: list[str] = []
 
-    def before_forward(self, plan: WordOrders) -> tuple[tuple[str, Exception], ...]:
+    def before_forward(self, plan: StreamPlan) -> tuple[tuple[str, Exception], ...]:
         """Void words, open slots and publish the ids of this step's chunks; return the orders that the words refused.
 
         A refused order does not affect the others. A refused void still counts as done: words refuse a void only when they are
@@ -86,22 +87,22 @@ class StreamWorker:
                     self._words.put(chunk.slot, chunk.tag, run.first, run.ids)
         return tuple(refused)
 
-    def chunk_ended(self, chunk: WordChunk) -> None:
+    def chunk_ended(self, chunk: StreamChunk) -> None:
         """Show the tokens of a chunk that the device has finished."""
         if self._tags.get(chunk.slot) == chunk.tag:
             self._words.show(chunk.slot, chunk.tag, chunk.tokens)
 
-    def held(self, chunk: WordChunk) -> None:
+    def held(self, chunk: StreamChunk) -> None:
         """Show the tokens whose pages existed before a chunk's step, once the device has finished the earlier steps."""
         if self._tags.get(chunk.slot) == chunk.tag:
             self._words.show(chunk.slot, chunk.tag, chunk.held_tokens)
 
-    def spoil(self, opening: WordOpening) -> None:
+    def spoil(self, opening: StreamOpen) -> None:
         """Store words that no reader accepts, for a prompt whose pages are invalid; its end is ordered later, as usual."""
         self._words.void(opening.slot, ended_generation(opening.generation), opening.tag)
         self._tags.pop(opening.slot, None)
 
-    def leases_ended(self, ends: Iterable[EndedLease]) -> None:
+    def leases_ended(self, ends: Iterable[LeaseEnd]) -> None:
         """Void the words of streams whose lease has ended on this worker."""
         for end in ends:
             if end.fence is not None and end.fence[0] < self._slots:

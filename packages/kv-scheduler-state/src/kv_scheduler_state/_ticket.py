@@ -7,17 +7,12 @@ engine hook. Names on the wire are vLLM's; those that begin with `kv_` are this 
 
 from __future__ import annotations
 
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, final
 
-from kv_scheduler_state._early_ticket import EARLY_KEY, EarlyTicket, early_params
-
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from kv_scheduler_state._blocks import BlockList
 
-__all__ = ["KNOWN_KEYS", "NO_EXTRA", "HandoffTicket", "PeerAddress", "TicketKind", "prefill_request_params"]
+__all__ = ["KNOWN_KEYS", "HandoffTicket", "PeerAddress", "TicketKind"]
 
 TicketKind = Literal["handoff", "readback"]
 
@@ -50,9 +45,7 @@ KNOWN_KEYS: Final = frozenset(
         "kv_seal",
     )
 )
-"""Every key that this package understands; all others are kept in `HandoffTicket.extra`."""
-
-NO_EXTRA: Final[Mapping[str, object]] = MappingProxyType({})
+"""Every key that this package understands; it ignores all others."""
 
 
 @final
@@ -102,7 +95,6 @@ class HandoffTicket(NamedTuple):
         span_tokens: Tokens per block and group (`kv_span_tokens`); empty if the peer did not say.
         expiry_clock_s: vLLM's `remote_blocks_expiry_time`, a reading of the *peer's* clock; kept, never compared here.
         transfer_mode: "pull", or None if the peer did not say.
-        extra: Keys that this package does not know, untouched.
     """
 
     kind: TicketKind
@@ -117,59 +109,3 @@ class HandoffTicket(NamedTuple):
     span_tokens: tuple[int, ...] = ()
     expiry_clock_s: float | None = None
     transfer_mode: Literal["pull"] | None = None
-    extra: Mapping[str, object] = NO_EXTRA
-
-    def to_params(self) -> dict[str, object]:
-        """Return `kv_transfer_params` with every known key that has a value, and the unknown ones."""
-        params: dict[str, object] = {
-            **self.extra,
-            "do_remote_prefill": self.kind == "handoff",
-            "do_remote_decode": self.kind == "readback",
-            "remote_block_ids": [list(blocks.ids) for blocks in self.peer_blocks],
-            "remote_engine_id": self.peer.engine_id,
-            "remote_request_id": self.peer_request_id,
-            "remote_host": self.peer.host,
-            "remote_port": self.peer.port,
-            "tp_size": self.peer.tp,
-            "dcp_size": self.peer.dcp,
-            "pp_size": self.peer.pp,
-            "kv_first_tokens": [blocks.first_token for blocks in self.peer_blocks],
-        }
-        optional: dict[str, object] = {
-            "remote_num_tokens": self.peer_tokens,
-            "remote_blocks_expiry_time": self.expiry_clock_s,
-            "transfer_mode": self.transfer_mode,
-            "kv_lease_s": self.lease_s,
-            "kv_fence": None if self.fence is None else list(self.fence),
-            "kv_generation": self.peer.generation,
-            "kv_dialect": self.peer.dialect,
-            "kv_prompt": self.prompt,
-            "kv_nonce": self.nonce or None,
-            "kv_span_tokens": list(self.span_tokens) or None,
-            "kv_null_block": next((blocks.null for blocks in self.peer_blocks), None),
-        }
-        params.update((key, value) for key, value in optional.items() if value is not None)
-        return params
-
-
-def prefill_request_params(
-    early: tuple[str, str, int] | None = None, *, secret: bytes | None = None
-) -> dict[str, object]:
-    """Return the `kv_transfer_params` with which a router asks an engine to prefill and hand over.
-
-    Args:
-        early: (id, host, port) of a streamed hand-over: 32 random lower-case hexadecimal digits, and the side channel of the
-            engine that prefills. The decode engine's request gets the same `kv_stream`, and `do_remote_prefill` alone.
-        secret: A fleet secret for the MAC that covers the address.
-    """
-    params: dict[str, object] = {
-        "do_remote_decode": True,
-        "do_remote_prefill": False,
-        "remote_engine_id": None,
-        "remote_block_ids": None,
-        "remote_host": None,
-        "remote_port": None,
-    }
-    if early is not None:
-        params[EARLY_KEY] = early_params(EarlyTicket(*early), secret)
-    return params

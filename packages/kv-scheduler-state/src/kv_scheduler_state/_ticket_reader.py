@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from array import array
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, final
 
 from kv_scheduler_state._blocks import new_tuple
@@ -13,7 +12,7 @@ from kv_scheduler_state._config import MAX_PEER_GENERATION
 from kv_scheduler_state._errors import TicketError, quote
 from kv_scheduler_state._hosts import HostPolicy, canonical_host
 from kv_scheduler_state._peer_blocks import PeerBlocks
-from kv_scheduler_state._ticket import KNOWN_KEYS, NO_EXTRA, HandoffTicket, PeerAddress, TicketKind
+from kv_scheduler_state._ticket import KNOWN_KEYS, HandoffTicket, PeerAddress, TicketKind
 
 if TYPE_CHECKING:
     from kv_scheduler_state._blocks import BlockIds
@@ -151,6 +150,8 @@ class TicketReader:
         held = None if tokens is None else _within("remote_num_tokens", tokens, 0, limits.max_tokens)
         if self._reserved:
             self._require_free(request_id)
+        if not KNOWN_KEYS.issuperset(fields):
+            _require_text_keys(fields)
         return new_tuple(
             HandoffTicket,
             (
@@ -166,7 +167,6 @@ class TicketReader:
                 () if get("kv_span_tokens") is None else self._peer_blocks.spans(fields),
                 None if expiry_s is None else _seconds("remote_blocks_expiry_time", expiry_s, _MAX_CLOCK_S),
                 None if get("transfer_mode") is None else "pull",
-                NO_EXTRA if KNOWN_KEYS.issuperset(fields) else _extra(fields),
             ),
         )
 
@@ -303,14 +303,10 @@ class TicketReader:
         return slot, generation
 
 
-def _extra(fields: Fields) -> Mapping[str, object]:
-    extra: dict[str, object] = {}
-    for key, value in fields.items():
+def _require_text_keys(fields: Fields) -> None:
+    for key in fields:
         if not isinstance(key, str):
-            raise TicketError("ticket-type", f"kv_transfer_params has the key {quote(key)}, which is no string")
-        if key not in KNOWN_KEYS:
-            extra[key] = value
-    return MappingProxyType(extra)
+            raise TicketError("ticket-type", f"kv_transfer_params has the key {quote(key)}, which is not a string")
 
 
 def _are_block_ids(group: Sequence[int], most: int) -> bool:

@@ -10,7 +10,7 @@ import copy
 import json
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast, final
 
-from kv_scheduler_state._ticket import prefill_request_params
+from kv_scheduler_state._early_ticket import prefill_request_params
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

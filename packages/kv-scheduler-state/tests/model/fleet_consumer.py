@@ -139,7 +139,7 @@ class FleetConsumer:
     def _tell_done(self, order: ReadOrder) -> None:
         """Let every rank tell the producer that it needs nothing more of a hand-over."""
         for rank in range(self.shared.config.readers):
-            self.shared.tell("done", order.peer_request_id, order.nonce, self.name, rank)
+            self.shared.tell("done", order.ticket.peer_request_id, order.ticket.nonce, self.name, rank)
 
     def _read(self, request_id: str, read: FleetRead) -> None:
         order = read.order
@@ -160,7 +160,9 @@ class FleetConsumer:
 
     def _copy(self, order: ReadOrder, read: FleetRead) -> None:
         """Copy the content of the peer's blocks as it is now, token by token, by the lists' own first tokens."""
-        for group, local, peer in zip(self.shared.config.groups, order.local_blocks, order.peer_blocks, strict=True):
+        for group, local, peer in zip(
+            self.shared.config.groups, order.local_blocks, order.ticket.peer_blocks, strict=True
+        ):
             if group.kind == "state":
                 read.memory.update({block: self.shared.memory.get(peer.ids[0]) for block in local.ids})
                 continue
@@ -176,11 +178,11 @@ class FleetConsumer:
                 read.memory[block] = self.shared.memory.get(peer.ids[there])
 
     def _verify(self, order: ReadOrder, read: FleetRead, rank: int) -> None:
-        slot, generation = order.fence or (0, 0)
-        is_intact = order.fence is None or all(words.get(slot) == generation for words in self.shared.words)
+        slot, generation = order.ticket.fence or (0, 0)
+        is_intact = order.ticket.fence is None or all(words.get(slot) == generation for words in self.shared.words)
         read.ranks[rank] = "ok" if is_intact else "bad"
         if is_intact:
-            self.shared.tell("done", order.peer_request_id, order.nonce, self.name, rank)
+            self.shared.tell("done", order.ticket.peer_request_id, order.ticket.nonce, self.name, rank)
 
     def _report(self, request_id: str, read: FleetRead, ranks: list[str]) -> None:
         failed = [request_id] if "bad" in ranks else []

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, Final, final
 
 from kv_scheduler_state._announced import AnnouncedFences
 from kv_scheduler_state._config import SchedulerConfig
+from kv_scheduler_state._early_ticket import prefill_request_params
 from kv_scheduler_state._errors import SchedulerStateError
 from kv_scheduler_state._leases import LeaseTable
 from kv_scheduler_state._scheduler import SchedulerState
-from kv_scheduler_state._ticket import prefill_request_params
 
 from .fleet_shared import FleetIdentity, FleetPrompt, Results, Shared
 from .promises import demand

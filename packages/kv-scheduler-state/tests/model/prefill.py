@@ -12,9 +12,9 @@ from functools import partial
 from typing import TYPE_CHECKING, cast, final
 
 from kv_scheduler_state._config import GroupConfig, SchedulerConfig
+from kv_scheduler_state._early_ticket import prefill_request_params
 from kv_scheduler_state._leases import LeaseTable
 from kv_scheduler_state._scheduler import SchedulerState
-from kv_scheduler_state._ticket import prefill_request_params
 
 from .keys import prefill_key
 from .promises import Step, demand, demand_refusal

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, cast, final
 from kv_scheduler_state._config import GroupConfig, SchedulerConfig
 from kv_scheduler_state._leases import LeaseTable
 from kv_scheduler_state._machine import GONE
-from kv_scheduler_state._plan import EMPTY_PLAN
+from kv_scheduler_state._plan import EMPTY_PLAN, EMPTY_STREAM_PLAN
 from kv_scheduler_state._scheduler import SchedulerState
-from kv_scheduler_state._stream_values import EMPTY_STREAM_PLAN
 from kv_scheduler_state._stream_worker import StreamWorker
 
 from .freeze import freeze
@@ -24,8 +23,8 @@ from .stream_words import Device, Identity, Job, StreamRules, Words, early_ticke
 
 if TYPE_CHECKING:
     from kv_scheduler_state._lease import LeaseEnd
-    from kv_scheduler_state._plan import StepPlan
-    from kv_scheduler_state._stream_values import StreamChunk, StreamQuestion
+    from kv_scheduler_state._plan import StepPlan, StreamChunk
+    from kv_scheduler_state._stream_values import StreamQuestion
 
 __all__ = ["GROUPS", "StreamPrefill"]
 

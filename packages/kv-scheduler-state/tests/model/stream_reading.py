@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, NamedTuple, final
 
 from kv_scheduler_state._stream_ends import StreamEnds
-from kv_scheduler_state._stream_reader import Stream, StreamReaders
+from kv_scheduler_state._stream_reader import StreamReaders
 from kv_scheduler_state._stream_values import StreamPart, is_later_tag
 
 from .promises import Step, demand
@@ -100,8 +100,15 @@ class Reader:
         for order in watches:
             request_id = order.read.request_id
             self._begin(request_id, order.read)
-            stream = Stream(self._generation(request_id), order.tag, order.read.tokens, 1, order.start)
-            self.streams.watch(request_id, stream, now_s)
+            self.streams.watch(
+                request_id,
+                generation=self._generation(request_id),
+                tag=order.tag,
+                prompt_tokens=order.read.tokens,
+                entry_tokens=1,
+                first_entry=order.start,
+                now_s=now_s,
+            )
         for request_id in cancels:
             self.streams.cancel(request_id)
         for read in plan.reads:
@@ -127,7 +134,7 @@ class Reader:
             return
         self._begin(request_id, read)
         self.plain.add(request_id)
-        entries, state = read.peer_blocks
+        entries, state = read.ticket.peer_blocks
         self.wire.append(Part(request_id, (*enumerate(entries.ids), (-1, state.ids[0]))))
 
     def poll(self, request_id: str, now_s: float) -> None:
@@ -225,11 +232,11 @@ class Reader:
     def _notify(self, read: ReadOrder, now_s: float) -> None:
         if not self.opposite.is_dead:
             verdict = self._words.leases.read_complete(
-                read.peer_request_id,
+                read.ticket.peer_request_id,
                 reader=f"decode-{self.number}",
                 reader_count=1,
                 consumer="decode",
-                nonce=read.nonce,
+                nonce=read.ticket.nonce,
                 now_s=now_s,
             )
             demand(verdict != "stale", "a nonce is good for all starts of a request")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias, final
 from kv_scheduler_state._stream_values import VOID_TOKENS
 
 if TYPE_CHECKING:
-    from kv_scheduler_state._stream_values import StreamChunk
+    from kv_scheduler_state._plan import StreamChunk
 
 __all__ = ["DIGEST", "Device", "Identity", "Job", "StreamRules", "Words", "early_ticket"]
 

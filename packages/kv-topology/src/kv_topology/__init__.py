@@ -3,7 +3,7 @@
 from kv_topology._canonical import canonical_segments
 from kv_topology._document import from_document, to_document
 from kv_topology._errors import GeometryMismatch, InvalidBlocks, InvalidGeometry, TopologyError, UnsupportedTopology
-from kv_topology._estimate import CostModel
+from kv_topology._estimate import CostModel, Estimate
 from kv_topology._lists import BlockList
 from kv_topology._model import Axis, FieldLayout, Group, Layout, Member, RankGeometry, Region, StageLayer
 from kv_topology._plan import TransferPlan, plan_transfer
@@ -12,6 +12,7 @@ from kv_topology._readers import target_ranks
 from kv_topology._reshard import RankShape
 from kv_topology._rows import expand_rows
 from kv_topology._shards import TokenDeal
+from kv_topology._staged import PageMove, StagedRegion
 
 __version__ = "0.2.0"
 
@@ -19,6 +20,7 @@ __all__ = [
     "Axis",
     "BlockList",
     "CostModel",
+    "Estimate",
     "FieldLayout",
     "GeometryMismatch",
     "Group",
@@ -26,11 +28,13 @@ __all__ = [
     "InvalidGeometry",
     "Layout",
     "Member",
+    "PageMove",
     "Planner",
     "RankGeometry",
     "RankShape",
     "Region",
     "StageLayer",
+    "StagedRegion",
     "TokenDeal",
     "TopologyError",
     "TransferPlan",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, final
 
 from kv_handshake import Client, Codec, Listener, LocalOffer, Timing
 from kv_handshake.security import ClientSecurity, ServerSecurity
-from kv_nixl_agent import AgentOptions, BackendOptions, ThreadOptions, TransferThread
+from kv_nixl_agent import AgentOptions, BackendOptions, PeerSpec, ThreadOptions, TransferThread
 from kv_nixl_agent.port import PortFactory, open_nixl
 from kv_scheduler_state import (
     AnnouncedFences,
@@ -25,7 +25,7 @@ from kv_scheduler_state import (
     prompt_digest,
 )
 from kv_scheduler_state.streams import StreamEnds, StreamReaders, StreamWorker
-from kv_topology import CostModel, Planner
+from kv_topology import CostModel, Planner, RankShape
 from vllm_adapter import ports
 from vllm_adapter.cache.envelope import metadata_fields
 from vllm_adapter.cache.peer_geometry import PeerGeometry, pack_document
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from vllm_adapter.cache.facts import CacheGroup, EngineFacts, LayerCache
+    from vllm_adapter.cache.vllm_peer import PeerShape
     from vllm_adapter.config import Settings
     from vllm_adapter.config.secrets import FleetSecrets
 
@@ -47,6 +48,7 @@ __all__ = [
     "WorkerParts",
     "prefill_request_params",
     "prompt_digest",
+    "reshard",
 ]
 
 _SEED_BITS = 52
@@ -135,11 +137,11 @@ class SchedulerParts:
         return self.settings.ask_wait_s
 
     @property
-    def stream_codec(self) -> ports.StreamCodec:
+    def stream_codec(self) -> ports.Codec:
         """Encodes and decodes questions and answers."""
         return Codec()
 
-    def make_ask_client(self) -> ports.AskClient:
+    def make_ask_client(self) -> ports.HandshakeClient:
         """Return the client that asks peers; it compares no factors."""
         return Client(LocalOffer(policy="off"), security=_client_security(self.settings))
 
@@ -164,20 +166,25 @@ class WorkerParts:
         """Transports that UCX may choose from, as this process is configured; `"unset"` is UCX's own default."""
         return os.environ.get("UCX_TLS") or "unset"
 
+    @property
+    def peer_spec(self) -> type[ports.PeerSpec]:
+        """Class of the value that describes a peer rank to the transfer thread."""
+        return PeerSpec
+
     def make_planner(self, memory_kind: ports.MemoryKind, *, can_convert: bool) -> ports.Planner:
         """Return the planner for geometry documents; without a converter it makes only plans that need no conversion."""
         cost = CostModel(permute_gb_s=PERMUTE_GB_S[memory_kind])
         return Planner(staging=self.settings.receive_conversion if can_convert else "never", cost=cost)
 
     @property
-    def codec(self) -> ports.WireCodec:
+    def codec(self) -> ports.Codec:
         """Encodes and decodes the bytes that cross between engines."""
         return Codec(capabilities=_STREAMING_CAPABILITIES if self.settings.streaming else _CAPABILITIES)
 
     @property
     def peer_geometry(self) -> PeerGeometry:
         """Derives the geometry of peers."""
-        return PeerGeometry(Planner().reshard, self.facts.dealt_groups)
+        return PeerGeometry(reshard, self.facts.dealt_groups)
 
     def make_lease_table(self) -> ports.LeaseTable:
         """Return an empty lease table."""
@@ -277,6 +284,11 @@ class WorkerParts:
         return self.codec.encode_envelope(fields, factors, dialect=facts.connector_version, rank=rank)
 
 
+def reshard(document: Mapping[str, object], shape: PeerShape) -> Mapping[str, object]:
+    """Return the geometry document of another rank of the same model; raises coded errors."""
+    return Planner().reshard(document, RankShape(*shape))
+
+
 def _client_security(settings: Settings) -> ClientSecurity | None:
     if not settings.side_channel_key:
         return None
@@ -314,15 +326,13 @@ def _reserved_prefixes() -> tuple[str, ...]:
 
 
 if TYPE_CHECKING:
-    _codec: ports.WireCodec = Codec()
-    _stream_codec: ports.StreamCodec = Codec()
-    _planner: ports.Planner = Planner()
-    _lease_table: ports.LeaseTable = LeaseTable()
-
-    def conformance(
-        client: Client, listener: Listener, thread: TransferThread, state: SchedulerState
-    ) -> tuple[ports.HandshakeClient, ports.HandshakeListener, ports.TransferThread, ports.SchedulerState]:
-        return client, listener, thread, state
-
-    def stream_conformance(client: Client, listener: Listener) -> tuple[ports.AskClient, ports.AskListener]:
-        return client, listener
+    _client: Callable[..., ports.HandshakeClient] = Client
+    _listener: Callable[..., ports.HandshakeListener] = Listener
+    _codec: Callable[..., ports.Codec] = Codec
+    _planner: Callable[..., ports.Planner] = Planner
+    _plan: Callable[..., ports.PeerPlan] = Planner().plan
+    _thread: Callable[..., ports.TransferThread] = TransferThread
+    _state: Callable[..., ports.SchedulerState] = SchedulerState
+    _lease_table: Callable[..., ports.LeaseTable] = LeaseTable
+    _stream_worker: Callable[..., ports.StreamWorker] = StreamWorker
+    _stream_readers: Callable[..., ports.StreamReaders] = StreamReaders

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from vllm_adapter.cache.documents import AxisEntry
 from vllm_adapter.cache.facts import KEYS_BY_CHANNEL, PAIRS_IN_TILES
 from vllm_adapter.cache.fields import dense_bytes, make_field, unknown_shape, whole_page
-from vllm_adapter.ports.topology import AxisEntry
 
 if TYPE_CHECKING:
+    from vllm_adapter.cache.documents import FieldDocument
     from vllm_adapter.cache.facts import EngineFacts, LayerCache
-    from vllm_adapter.ports.topology import FieldDocument
 
 __all__ = ["attention_fields", "latent_fields"]
 

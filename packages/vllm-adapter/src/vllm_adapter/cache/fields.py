@@ -5,8 +5,8 @@ from __future__ import annotations
 from math import prod
 from typing import TYPE_CHECKING
 
+from vllm_adapter.cache.documents import AxisEntry, FieldDocument
 from vllm_adapter.errors import AdapterError
-from vllm_adapter.ports.topology import AxisEntry, FieldDocument
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

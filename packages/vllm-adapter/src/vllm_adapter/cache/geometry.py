@@ -22,17 +22,17 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from vllm_adapter.cache.attention import attention_fields, latent_fields
+from vllm_adapter.cache.documents import GeometryDocument, GroupDocument, MemberEntry, RegionDocument
 from vllm_adapter.cache.fields import dense_bytes
 from vllm_adapter.cache.state import state_fields
 from vllm_adapter.errors import AdapterError
-from vllm_adapter.ports.topology import GeometryDocument, GroupDocument, MemberEntry, RegionDocument
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from vllm_adapter.cache.documents import FieldDocument
     from vllm_adapter.cache.facts import CacheGroup, EngineFacts, LayerCache
     from vllm_adapter.ports import MemoryKind
-    from vllm_adapter.ports.topology import FieldDocument
 
 __all__ = ["local_document", "region_caches", "registration_ranges"]
 

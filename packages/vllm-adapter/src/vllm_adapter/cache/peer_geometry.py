@@ -9,9 +9,11 @@ from vllm_adapter.cache.vllm_peer import derive_document
 from vllm_adapter.errors import AdapterError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from vllm_adapter.ports import GeometryDocument, GroupDocument, MemoryKind, PeerMetadata, PeerSizes, Reshard
+    from vllm_adapter.cache.documents import GeometryDocument, GroupDocument, PeerSizes
+    from vllm_adapter.cache.vllm_peer import PeerShape
+    from vllm_adapter.ports import AgentMetadata, MemoryKind
 
 __all__ = ["PeerGeometry", "pack_document"]
 
@@ -49,12 +51,14 @@ class PeerGeometry:
         dealt_groups: Whether context parallelism deals out the tokens of each group.
     """
 
-    def __init__(self, reshard: Reshard, dealt_groups: Sequence[bool]) -> None:
+    def __init__(
+        self, reshard: Callable[[Mapping[str, object], PeerShape], Mapping[str, object]], dealt_groups: Sequence[bool]
+    ) -> None:
         self._reshard = reshard
         self._dealt_groups = tuple(dealt_groups)
 
     def document(
-        self, local: GeometryDocument, metadata: PeerMetadata, rank: tuple[int, int], sizes: PeerSizes
+        self, local: GeometryDocument, metadata: AgentMetadata, rank: tuple[int, int], sizes: PeerSizes
     ) -> Mapping[str, object]:
         """Return the document of a (pp, tp) rank; raises coded errors for metadata that does not fit."""
         if metadata.geometry is not None:
@@ -77,12 +81,12 @@ class PeerGeometry:
             )
 
     @staticmethod
-    def value_count(metadata: PeerMetadata) -> int:
+    def value_count(metadata: AgentMetadata) -> int:
         """Return the approximate number of values in a peer rank's document; 0 if it sends none."""
         return _count_values(metadata.geometry) if metadata.geometry is not None else 0
 
     @staticmethod
-    def memory_kind(metadata: PeerMetadata) -> MemoryKind:
+    def memory_kind(metadata: AgentMetadata) -> MemoryKind:
         """Return the memory kind of the peer's pages; DRAM if it announces none."""
         kinds = set(metadata.region_mem_types or ("DRAM",))
         if len(kinds) != 1 or not kinds <= {"DRAM", "VRAM"}:

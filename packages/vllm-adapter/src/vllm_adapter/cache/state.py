@@ -10,12 +10,12 @@ from __future__ import annotations
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
+from vllm_adapter.cache.documents import AxisEntry
 from vllm_adapter.cache.fields import make_field, unknown_shape, whole_page
-from vllm_adapter.ports.topology import AxisEntry
 
 if TYPE_CHECKING:
+    from vllm_adapter.cache.documents import FieldDocument
     from vllm_adapter.cache.facts import EngineFacts, LayerCache
-    from vllm_adapter.ports.topology import FieldDocument
 
 __all__ = ["state_fields"]
 

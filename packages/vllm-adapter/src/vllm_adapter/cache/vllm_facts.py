@@ -14,7 +14,7 @@ from vllm_adapter.errors import AdapterError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from vllm_adapter.ports import HeadOrder
+    from vllm_adapter.cache.documents import HeadOrder
 
 __all__ = ["PeerFacts", "read_facts"]
 

@@ -15,28 +15,25 @@ page is 40 960 bytes.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast, final
+from typing import TYPE_CHECKING, NamedTuple, cast
 
-from vllm_adapter.cache.documents import with_names
+from vllm_adapter.cache.documents import RegionDocument, with_names
 from vllm_adapter.cache.fields import extent_bytes, held_bytes
 from vllm_adapter.cache.vllm_facts import read_facts
 from vllm_adapter.errors import AdapterError
-from vllm_adapter.ports.topology import RegionDocument
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
+    from vllm_adapter.cache.documents import GeometryDocument, HeadOrder, PeerSizes
     from vllm_adapter.cache.vllm_facts import PeerFacts
-    from vllm_adapter.ports import GeometryDocument, HeadOrder, MemoryKind, PeerSizes, Reshard
+    from vllm_adapter.ports import MemoryKind
 
-__all__ = ["derive_document"]
+__all__ = ["PeerShape", "derive_document"]
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class _PeerShape:
-    """The peer's rank, as the planner reshards to it."""
+class PeerShape(NamedTuple):
+    """The peer's rank, as the planner reshards to it; the members are those of kv-topology's `RankShape`, in its order."""
 
     tp_size: int
     tp_rank: int
@@ -54,7 +51,7 @@ def derive_document(
     rank: tuple[int, int],
     sizes: PeerSizes,
     *,
-    reshard: Reshard,
+    reshard: Callable[[Mapping[str, object], PeerShape], Mapping[str, object]],
     dealt_groups: Sequence[bool],
 ) -> GeometryDocument:
     """Return the geometry document of a rank of vLLM's own connector.
@@ -74,7 +71,7 @@ def derive_document(
     facts = read_facts(peer_facts)
     if sizes.pp > 1:
         _check_stages_can_be_told(local, facts)
-    shape = _PeerShape(
+    shape = PeerShape(
         tp_size=sizes.tp,
         tp_rank=rank[1],
         page_tokens=facts.page_tokens,

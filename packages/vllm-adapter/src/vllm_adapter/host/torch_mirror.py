@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 
     from vllm_adapter.host.streams import DeviceStreams
     from vllm_adapter.host.torch_views import PageFamily
-    from vllm_adapter.worker.conversion import PageRange
-    from vllm_adapter.worker.host_mirror import PageCopy
+    from vllm_adapter.worker.pages import PageCopy, PageRange
 
 __all__ = ["TorchMirror"]
 

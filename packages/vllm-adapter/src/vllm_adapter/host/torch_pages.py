@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from vllm_adapter.host.streams import DeviceStreams
     from vllm_adapter.host.torch_views import PageFamily
     from vllm_adapter.ports import PageNumbers
-    from vllm_adapter.worker.conversion import ConversionStep, Permutation
+    from vllm_adapter.worker.pages import ConversionStep, Permutation
 
 __all__ = ["TorchPages"]
 

@@ -15,7 +15,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from vllm_adapter.worker.conversion import PageRange
+    from vllm_adapter.worker.pages import PageRange
 
 __all__ = ["PageFamily", "PageFinder", "rounds"]
 

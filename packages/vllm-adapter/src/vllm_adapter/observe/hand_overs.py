@@ -79,8 +79,8 @@ class HandOverLog:
         """
         order, times = end.order, end.times
         facts = {
-            "peer_engine_id": order.peer.engine_id,
-            "peer_request_id": short_id(order.peer_request_id),
+            "peer_engine_id": order.ticket.peer.engine_id,
+            "peer_request_id": short_id(order.ticket.peer_request_id),
             "tokens": order.tokens,
             "bytes": times.bytes_moved,
             "code": end.code,

@@ -19,7 +19,7 @@ from vllm_adapter.observe.metric_tables import PATH_KEY, empty_observations
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-    from vllm_adapter.ports import ReadFigures
+    from vllm_adapter.ports import TransferResult
 
 __all__ = ["Recorder"]
 
@@ -52,7 +52,7 @@ class Recorder:
 
     # ---------------------------------------------------------------------------------------------- observations
 
-    def read_done(self, result: ReadFigures) -> None:
+    def read_done(self, result: TransferResult) -> None:
         """Record a read from one producer rank that is done: a transfer, or all parts of a streamed prompt."""
         with self._lock:
             data = self._data

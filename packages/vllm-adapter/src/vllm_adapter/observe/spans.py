@@ -60,9 +60,9 @@ class SpanWriter:
             attributes={
                 **self._attributes,
                 "gen_ai.request.id": order.request_id,
-                "kv_transfer.peer_engine_id": order.peer.engine_id,
-                "kv_transfer.peer_request_id": order.peer_request_id,
-                "kv_transfer.peer": f"{order.peer.host}:{order.peer.port}",
+                "kv_transfer.peer_engine_id": order.ticket.peer.engine_id,
+                "kv_transfer.peer_request_id": order.ticket.peer_request_id,
+                "kv_transfer.peer": f"{order.ticket.peer.host}:{order.ticket.peer.port}",
                 "kv_transfer.bytes": times.bytes_moved,
                 **({} if times.early_bytes is None else {"kv_transfer.early_bytes": times.early_bytes}),
                 **({"kv_transfer.code": end.code} if end.code else {}),

@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 
     from vllm_adapter.observe.cause_log import CauseLog
     from vllm_adapter.ports import (
-        AskClient,
-        AskListener,
-        StreamCodec,
+        Codec,
+        HandshakeClient,
+        HandshakeListener,
+        SchedulerState,
         StreamOutcome,
         StreamQuestion,
         StreamStanding,
-        StreamState,
     )
 
 __all__ = ["StreamChannel"]
@@ -109,9 +109,9 @@ class StreamChannel:
 
     def __init__(
         self,
-        state: StreamState,
-        codec: StreamCodec,
-        make_client: Callable[[], AskClient],
+        state: SchedulerState,
+        codec: Codec,
+        make_client: Callable[[], HandshakeClient],
         *,
         secrets: Callable[[], Sequence[bytes]],
         wait_s: float,
@@ -125,8 +125,8 @@ class StreamChannel:
         self._wait_s = wait_s
         self._log = log
         self._count = count
-        self._client: AskClient | None = None
-        self._listener: AskListener | None = None
+        self._client: HandshakeClient | None = None
+        self._listener: HandshakeListener | None = None
         self._lock = threading.Lock()
         # The inbox: questions of peers, questions withdrawn after the machines received them, and answers to our own questions.
         self._questions: dict[int, Mapping[str, object]] = {}
@@ -141,7 +141,7 @@ class StreamChannel:
         # The latest reason why prompts of a peer were computed here.
         self._plain_peers: OrderedDict[tuple[str, int], str] = OrderedDict()
 
-    def serve(self, listener: AskListener) -> None:
+    def serve(self, listener: HandshakeListener) -> None:
         """Take peers' questions from a listener that has not started yet."""
         self._listener = listener
         listener.take_asks(self._on_question, self._on_taken_back, wait_s=self._wait_s)

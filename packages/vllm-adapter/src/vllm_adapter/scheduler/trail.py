@@ -92,8 +92,8 @@ class Trail:
         for order in reads:
             if order.is_reported:
                 peer: dict[str, object] = {
-                    "peer_engine_id": order.peer.engine_id,
-                    "peer_request_id": short_id(order.peer_request_id),
+                    "peer_engine_id": order.ticket.peer.engine_id,
+                    "peer_request_id": short_id(order.ticket.peer_request_id),
                 }
                 self._log.mark(order.request_id, "ordered", now_s, {**peer, "is_streamed": is_streamed})
 

@@ -15,30 +15,32 @@ from typing import TYPE_CHECKING, Any, TypeVar, final
 from vllm_adapter.cache.geometry import local_document
 from vllm_adapter.errors import AdapterError
 from vllm_adapter.observe.cause_log import CauseLog
-from vllm_adapter.steps import RankRegistration, StepReport
-from vllm_adapter.worker.chunk_marks import ChunkMarks
-from vllm_adapter.worker.completion import ReadCompletion
-from vllm_adapter.worker.failed_reads import FailedReads
-from vllm_adapter.worker.host_mirror import HostMirror
-from vllm_adapter.worker.rank_streams import RankStreams
+from vllm_adapter.steps import RankRegistration, ReadFailure, StepReport
+from vllm_adapter.worker.health import (
+    ASLEEP,
+    ASLEEP_MESSAGE,
+    DEAD,
+    DEAD_MESSAGE,
+    ThreadWatch,
+    fail_reads,
+    failed_instead,
+    worker_status,
+)
+from vllm_adapter.worker.pages import HostMirror, ReadCompletion
 from vllm_adapter.worker.registration import Registration, RegistrationEvents, open_registration
 from vllm_adapter.worker.resting import Resting
-from vllm_adapter.worker.sleep import ASLEEP, ASLEEP_MESSAGE, DEAD, DEAD_MESSAGE, fail_reads, failed_instead
-from vllm_adapter.worker.status import worker_status
-from vllm_adapter.worker.thread_watch import ThreadWatch
+from vllm_adapter.worker.streams import RankStreams
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from vllm_adapter.cache.facts import EngineFacts, LayerCache
     from vllm_adapter.observe.answers import Answer
-    from vllm_adapter.ports import StepPlan
+    from vllm_adapter.ports import EndReport, StepPlan
     from vllm_adapter.steps import ReadEnd, StepOrders, TraceLink
     from vllm_adapter.wiring import WorkerParts
-    from vllm_adapter.worker.chunk_marks import DeviceMarks
-    from vllm_adapter.worker.conversion import PageConverter
-    from vllm_adapter.worker.host_mirror import MirrorMemory
-    from vllm_adapter.worker.rank_streams import ReadsOfStep, StreamReports
+    from vllm_adapter.worker.pages import MirrorMemory, PageConverter
+    from vllm_adapter.worker.streams import DeviceMarks
     from vllm_adapter.worker.transfer.records import FinishedRead
 
 __all__ = ["WorkerSide"]
@@ -59,6 +61,17 @@ def _drained(queue: deque[_Item]) -> Iterator[_Item]:
 
 def _reported_ids(ends: Iterable[ReadEnd]) -> frozenset[str]:
     return frozenset(end.order.request_id for end in ends if end.order.is_reported)
+
+
+def _producer(end: ReadEnd) -> str:
+    ticket = end.order.ticket
+    peer = ticket.peer
+    return f"request {ticket.peer_request_id} of engine {peer.engine_id} at {peer.host}:{peer.port}"
+
+
+def _failure(end: ReadEnd) -> ReadFailure:
+    """Return why a read failed; the scheduler counts and logs it once for all ranks."""
+    return ReadFailure(end.code, f"{_producer(end)}: {end.message} ({end.code})")
 
 
 def _write_words(registration: Registration, words: Iterable[tuple[int, int]]) -> None:
@@ -82,7 +95,7 @@ class WorkerSide:
         self._trace = trace
         self._links: dict[str, TraceLink] = {}
         self._recorder = parts.make_recorder()
-        self._failed_reads = FailedReads(self._recorder, CauseLog(time.monotonic, is_lead=self.rank == (0, 0)))
+        self._log = CauseLog(time.monotonic, is_lead=self.rank == (0, 0))
         self._finished: deque[FinishedRead] = deque()
         self._sent: deque[str] = deque()
         self._failures: list[str] = []
@@ -98,8 +111,7 @@ class WorkerSide:
         self._completion = ReadCompletion(None, None, self._recorder)
         self._watch = ThreadWatch(self._recorder, facts.engine_id)
         self._announced = parts.make_announced_fences()
-        self._streams = RankStreams(parts.make_stream_ends(), self._recorder)
-        self._marks = ChunkMarks(None, self._recorder.trouble)
+        self._streams = RankStreams(parts.make_stream_ends(), self._recorder) if parts.settings.streaming else None
         self._begun: StepOrders | None = None
         self._are_words_late = False
         self._resting = Resting(facts.pp)
@@ -131,7 +143,8 @@ class WorkerSide:
             select_device: Makes the rank's device current for the calling thread; None where there is nothing to select.
             marks: Tells when the device has finished earlier work; None where calls return only when their work is done.
         """
-        self._marks = ChunkMarks(marks, self._recorder.trouble)
+        if self._streams is not None:
+            self._streams.use_device(marks)
         self._select_device = select_device
         self._caches, self._can_convert = tuple(caches), converter is not None
         if mirror is not None:
@@ -149,7 +162,8 @@ class WorkerSide:
             generation=generation,
             can_convert=self._can_convert,
         )
-        self._streams.use(registration.stream_worker)
+        if self._streams is not None:
+            self._streams.use(registration.stream_worker)
         return registration
 
     def _read_ended(self, finished: FinishedRead) -> None:
@@ -161,7 +175,8 @@ class WorkerSide:
         self._resting.wake()
 
     def _stream_ended(self, finished: FinishedRead) -> None:
-        self._streams.ended(finished)
+        if self._streams is not None:
+            self._streams.ended(finished)
         self._resting.wake()
 
     def unregister(self) -> None:
@@ -174,7 +189,8 @@ class WorkerSide:
             self._ending, self._registration, self._dead = self._registration or self._dead, None, None
             self._is_dead_ended = False
             self._is_registration_due = True
-            self._streams.use(None)
+            if self._streams is not None:
+                self._streams.use(None)
             if self._mirror is not None:
                 self._mirror.settle_all()
                 self._mirror.settle_device()
@@ -191,7 +207,8 @@ class WorkerSide:
         finally:
             for _ in range(len(self._finished)):
                 self._finished.append(failed_instead(self._finished.popleft()))
-            self._streams.fail_finished(failed_instead)
+            if self._streams is not None:
+                self._streams.fail_finished(failed_instead)
         self._ending, self._is_asleep = None, True
         _logger.info("engine %s rank %d: asleep, nothing is registered", self._facts.engine_id, self._facts.tp_rank)
 
@@ -213,7 +230,8 @@ class WorkerSide:
     def close(self) -> None:
         """Stop both threads and deregister the memory; idempotent."""
         registration, self._registration, self._dead = self._registration or self._dead, None, None
-        self._marks.close()
+        if self._streams is not None:
+            self._streams.close()
         if registration is not None:
             registration.close()
         if self._mirror is not None:
@@ -236,7 +254,8 @@ class WorkerSide:
         self._begun = orders
         self._note_death()
         self._end_dead()
-        self._streams.before_forward(orders.plan, self._marks.then, self._mirror)
+        if self._streams is not None:
+            self._streams.before_forward(orders.plan, self._mirror)
 
     def apply(self, orders: StepOrders) -> None:
         """Hand a step's orders to the transfer thread and return at once."""
@@ -245,38 +264,44 @@ class WorkerSide:
             self.before_forward(orders)
         self._begun = None
         self._resting.begin(orders)
-        plan = orders.plan
-        self._failures += self._streams.failures(plan.failures)
+        plan, streams = orders.plan, self._streams
+        self._failures += plan.failures if streams is None else streams.failures(plan.failures)
         if orders.links and self._trace is not None:
             self._links.update(orders.links)
         if orders.question:
             self._answer, self._is_registration_due = orders.question, True
         if plan.is_empty:
             return
-        reads = self._streams.apply(plan)
-        self._due_reads.update(order.request_id for order in reads.reads if order.is_reported)
+        if streams is not None:
+            plan = streams.apply(plan)
+        self._due_reads.update(order.request_id for order in plan.reads if order.is_reported)
         # The scheduler may not know yet that one of these reads has ended.
         self._void_reads.update(self._due_reads.intersection(plan.voids))
+        self._hand_over(plan)
+        if streams is not None:
+            streams.forget(grant.request_id for grant in plan.grants)
+
+    def _hand_over(self, plan: StepPlan) -> None:
+        """Write a step's fence words, and pass its orders to the transfer thread; answer them here if there is none."""
         words, void_grants = self._announced.apply(plan)
         registration, mirror = self._registration, self._mirror
         if mirror is not None:
             mirror.forget(plan.releases)
-            if registration is not None and (reads.reads or reads.watches):
+            if registration is not None and (plan.reads or plan.streams.watches):
                 mirror.begin_reads()
         if registration is None:
-            self._refuse(plan, reads)
+            self._refuse(plan)
             return
         try:
             # Write at once, on this thread: the words must be in place before the step's end can make the tickets known.
             _write_words(registration, words)
-            registration.order(plan, void_grants, reads)
+            registration.order(plan, void_grants)
         except Exception:
             if registration.agent.is_alive:
                 raise
             self._void_grants(registration, plan)
             self._note_death()
-            self._refuse(plan, reads)
-        self._streams.forget(grant.request_id for grant in plan.grants)
+            self._refuse(plan)
 
     def _tell_late_words(self, plan: StepPlan) -> None:
         """Log once that the host does not call the hook before the forward pass, or calls it with other orders."""
@@ -289,13 +314,14 @@ class WorkerSide:
                 "handle_preemptions with this step's orders: peers may read pages that it has written anew (words-late)",
             )
 
-    def _refuse(self, plan: StepPlan, reads: ReadsOfStep) -> None:
+    def _refuse(self, plan: StepPlan) -> None:
         """Answer a step's orders while nothing is registered: no fence word is valid, so no block is read."""
         code, message = (ASLEEP, ASLEEP_MESSAGE) if self._dead is None else (DEAD, DEAD_MESSAGE)
         now_s = time.monotonic()
         self._sent += [grant.request_id for grant in plan.grants]
-        self._finished += fail_reads(reads.reads, now_s, code, message)
-        self._streams.fail(reads.watches, now_s, code, message)
+        self._finished += fail_reads(plan.reads, now_s, code, message)
+        if self._streams is not None:
+            self._streams.fail(plan, now_s, code, message)
 
     def _note_death(self) -> None:
         """Stop using a dead transfer thread, and void its words here, because the thread may hang before it voids them itself."""
@@ -306,7 +332,8 @@ class WorkerSide:
         self._is_registration_due = True  # peers learn that there is nothing to read
         for request_id in self._announced.ids:
             self._void(registration, request_id, self._announced.slot(request_id))
-        self._streams.use(None)
+        if self._streams is not None:
+            self._streams.use(None)
 
     def _end_dead(self) -> None:
         """End the reads and leases of a dead thread once it has ended; never waits for it."""
@@ -323,7 +350,8 @@ class WorkerSide:
     def _void(self, registration: Registration, request_id: str, slot: int | None) -> None:
         """Overwrite a request's fence word, so that no reader trusts its data; closing an agent has already voided its words."""
         with self._recorder.guarded("voiding of a fence word"):
-            if not self._streams.void(request_id) and slot is not None:
+            is_streamed = self._streams is not None and self._streams.void(request_id)
+            if not is_streamed and slot is not None:
                 registration.agent.write_fence(slot, _VOID_GENERATION)
 
     def save(self, orders: StepOrders) -> None:
@@ -333,7 +361,8 @@ class WorkerSide:
         device has finished it, or its copy to the mirror is done.
         """
         self._save(orders.plan)
-        self._streams.chunks_given(orders.plan, self._marks.then, self._mirror)
+        if self._streams is not None:
+            self._streams.chunks_given(orders.plan, self._mirror)
 
     def _save(self, plan: StepPlan) -> None:
         mirror, registration = self._mirror, self._registration
@@ -360,11 +389,13 @@ class WorkerSide:
 
         In a step that computes nothing, this may wait for the end of a read or of a lease (`StepOrders.rest_s`).
         """
-        self._resting.wait(is_reading=bool(self._due_reads) or self._streams.is_reading)
+        streams = self._streams
+        is_reading = bool(self._due_reads) or (streams is not None and streams.is_reading)
+        self._resting.wait(is_reading=is_reading)
         registration = self._registration or self._dead
         self._watch.check(registration.agent if registration is not None else None)
-        streams = self._take_streams()
-        if not (self._sent or self._finished or self._failures or self._is_registration_due or streams):
+        streamed = self._take_streams(streams) if streams is not None else None
+        if not (self._sent or self._finished or self._failures or self._is_registration_due or streamed):
             return _NOTHING
         sent = frozenset(_drained(self._sent))
         self._resting.reported(sent)
@@ -376,18 +407,41 @@ class WorkerSide:
             received=refused | _reported_ids(ends),
             failed=refused | _reported_ids(bad),
             registration=self._take_registration(),
-            reasons=self._failed_reads.take([*bad, *(streams.failed if streams else ())]),
+            reasons={end.order.request_id: _failure(end) for end in bad if end.order.is_reported},
         )
-        return report if streams is None else streams.added_to(report)
+        for end in bad:
+            if not end.order.is_reported:
+                self._tell_not_notified(end)
+        if streamed is None:
+            return report
+        of_streams, stream_ends = streamed
+        return replace(
+            report,
+            received=report.received.union(of_streams.received),
+            failed=report.failed.union(of_streams.failed),
+            reasons={**report.reasons, **{end.order.request_id: _failure(end) for end in stream_ends if not end.is_ok}},
+            stream_ends=of_streams.ends,
+        )
 
-    def _take_streams(self) -> StreamReports | None:
+    def _take_streams(self, streams: RankStreams) -> tuple[EndReport, list[ReadEnd]] | None:
         """Return the ends of streams; requests that ended while they were computed are reported as sent."""
-        self._sent.extend(self._streams.take_sent())
-        streams = self._streams.take(self._completion.complete)
+        self._sent.extend(streams.take_sent())
+        taken = streams.take(self._completion.complete)
         taken_s = time.monotonic()
-        for end in (*streams.good, *streams.failed) if streams is not None else ():
+        for end in taken[1] if taken is not None else ():
             self._tell_end(end, taken_s)
-        return streams
+        return taken
+
+    def _tell_not_notified(self, end: ReadEnd) -> None:
+        """Count and log a producer that could not be notified that its blocks are no longer needed."""
+        self._recorder.count("num_failed_notifications", times=int(end.was_met))
+        self._log.warning(
+            end.code,
+            "request %s: could not notify %s that it is no longer needed; its blocks stay leased until the lease expires: %s",
+            end.order.request_id,
+            _producer(end),
+            f"{end.message} ({end.code})",
+        )
 
     def _take_end(self, finished: FinishedRead) -> ReadEnd:
         """Complete a read whose transfers have ended, and close its trace."""

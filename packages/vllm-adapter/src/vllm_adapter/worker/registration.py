@@ -7,16 +7,16 @@ import math
 import threading
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, final
 
 from vllm_adapter.cache.geometry import local_document, registration_ranges
 from vllm_adapter.errors import AdapterError
-from vllm_adapter.worker.sleep import ASLEEP, ASLEEP_MESSAGE
+from vllm_adapter.worker.health import ASLEEP, ASLEEP_MESSAGE
 from vllm_adapter.worker.transfer.leases import LeaseKeeper, StreamedLeases
-from vllm_adapter.worker.transfer.limits import PeerLimits, ReadLimits
-from vllm_adapter.worker.transfer.parts import PeerPlanner, TransferParts
+from vllm_adapter.worker.transfer.parts import PeerLimits, PeerPlanner, ReadLimits, TransferParts
 from vllm_adapter.worker.transfer.reads import ReadCoordinator, StreamReading
-from vllm_adapter.worker.transfer.stream_parts import StreamGroup, StreamShape
+from vllm_adapter.worker.transfer.stream_records import StreamGroup, StreamShape
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from vllm_adapter.observe.recorder import Recorder
     from vllm_adapter.ports import HandshakeClient, MemoryKind, StepPlan, StreamWorker, TransferResult, TransferThread
     from vllm_adapter.wiring import WorkerParts
-    from vllm_adapter.worker.rank_streams import ReadsOfStep
     from vllm_adapter.worker.transfer.records import FinishedRead
 
 __all__ = ["Registration", "RegistrationEvents", "open_registration", "read_limits", "stream_shape"]
@@ -79,35 +78,20 @@ class Registration:
     envelope: bytes
     stream_worker: StreamWorker | None = None
 
-    def order(self, plan: StepPlan, void_grants: Sequence[str], reads: ReadsOfStep) -> None:
-        """Pass a step's orders to the transfer thread; the steps of a long prompt do not wake that thread. Engine thread."""
-        if not plan.is_local:
-            self.agent.call_soon(lambda: self.perform(plan, void_grants, reads))
-
-    def perform(self, plan: StepPlan, void_grants: Sequence[str], reads: ReadsOfStep) -> None:
-        """Carry out a step's orders; transfer thread only. An order that raises fails alone: the others are carried out.
+    def order(self, plan: StepPlan, void_grants: Sequence[str] = ()) -> None:
+        """Pass a step's orders to the transfer thread; the steps of a long prompt do not wake that thread. Engine thread.
 
         Args:
-            plan: The orders.
+            plan: The orders that concern this rank.
             void_grants: Requests among its grants whose KV is lost.
-            reads: The plan's reads and streams that concern this rank.
         """
-        guarded = self.recorder.guarded
-        with guarded("the producer's part of a step"):
+        if not plan.is_local:
+            self.agent.call_soon(partial(self._apply, plan, void_grants))
+
+    def _apply(self, plan: StepPlan, void_grants: Sequence[str]) -> None:
+        with self.recorder.guarded("the producer's part of a step"):
             self.leases.apply(plan, void_grants)
-        for order in reads.reads:
-            self.reads.read(order)
-        for watch in reads.watches:
-            self.reads.follow(watch)
-        for request_id in reads.stops:
-            with guarded("end of a stream"):
-                self.reads.stop(request_id)
-        for request_id in (*plan.cancels, *plan.voids):
-            with guarded("cancellation of a read"):
-                self.reads.cancel(request_id, is_passed_on=request_id in plan.passes)
-        for heartbeat in plan.heartbeats:
-            with guarded("heartbeat"):
-                self.reads.heartbeat(heartbeat)
+        self.reads.apply(plan)
 
     def close(self) -> None:
         """Stop both threads and deregister the memory; idempotent."""
@@ -218,7 +202,7 @@ def open_registration(
     streaming = None
     if settings.streaming:
         streaming = StreamReading(parts.make_stream_readers, stream_shape(facts), events.stream_ended)
-    shared = TransferParts(agent, handshakes, parts.codec, recorder, time.monotonic, facts.engine_id)
+    shared = TransferParts(agent, handshakes, parts.codec, recorder, time.monotonic, facts.engine_id, parts.peer_spec)
     reads = ReadCoordinator(shared, planner, read_limits(parts), events.read_ended, streaming)
     leases = LeaseKeeper(shared, parts.make_lease_table(), heartbeat_s=settings.heartbeat_s, sent=events.sent)
     try:

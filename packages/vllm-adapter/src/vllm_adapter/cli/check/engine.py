@@ -17,20 +17,21 @@ from typing import TYPE_CHECKING, cast, final
 from kv_handshake.inspect import Snapshot, compare, probe
 from kv_handshake.security import ClientSecurity
 from kv_topology import CostModel, Planner
-from vllm_adapter.cache.documents import with_names
+from vllm_adapter.cache.documents import PeerSizes, with_names
 from vllm_adapter.cache.peer_geometry import PeerGeometry
 from vllm_adapter.cli.values import parse_json
 from vllm_adapter.errors import AdapterError, code_of
-from vllm_adapter.wiring import PERMUTE_GB_S
+from vllm_adapter.wiring import PERMUTE_GB_S, reshard
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from kv_handshake.inspect import Recording
+    from vllm_adapter.cache.documents import GeometryDocument
     from vllm_adapter.cli.check.findings import Findings, Topic
-    from vllm_adapter.ports import Comparison, GeometryDocument, PeerMetadata
+    from vllm_adapter.ports import AgentMetadata, Comparison
 
-__all__ = ["Channel", "Engine", "Sizes", "ask_engine", "ask_further_ranks"]
+__all__ = ["Channel", "Engine", "ask_engine", "ask_further_ranks"]
 
 Rank = tuple[int, int]
 
@@ -83,16 +84,6 @@ class Channel:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Sizes:
-    """Parallel sizes of an engine."""
-
-    tp: int
-    pp: int
-    dcp: int
-
-
-@final
-@dataclass(frozen=True, slots=True)
 class Engine:
     """An engine that answered.
 
@@ -108,7 +99,7 @@ class Engine:
     """
 
     channel: Channel
-    peers: Mapping[Rank, PeerMetadata]
+    peers: Mapping[Rank, AgentMetadata]
     clock_offset_s: float | None
     recording: Recording
     tp: int = 1
@@ -117,7 +108,7 @@ class Engine:
     has_all_ranks: bool = True
 
     @property
-    def first(self) -> PeerMetadata:
+    def first(self) -> AgentMetadata:
         """Metadata of one rank, for what is the same on all."""
         return next(iter(self.peers.values()))
 
@@ -147,7 +138,7 @@ class Engine:
         """Return a rank's document with names, and what derives peers' documents from it."""
         local = with_names(self.document(rank))
         dealt = tuple(group["kind"] != "state" for group in local["groups"])
-        return local, PeerGeometry(self.planner(rank).reshard, dealt)
+        return local, PeerGeometry(reshard, dealt)
 
 
 def ask_engine(channel: Channel, findings: Findings, *, tp: int = 0) -> Engine | None:
@@ -218,7 +209,7 @@ def _contradiction(prefill: Engine, decode: Engine, tp: int) -> Exception | None
         local, geometry = decode.geometry(min(decode.peers))
         _require_even(local, tp)
         dcp = max([group["context"][0] for group in local["groups"]], default=1)
-        geometry.document(local, prefill.first, (0, 0), Sizes(tp, prefill.pp, dcp))
+        geometry.document(local, prefill.first, (0, 0), PeerSizes(tp, prefill.pp, dcp))
     except Exception as error:  # noqa: BLE001  (whatever forbids the size is the answer)
         return error
     return None

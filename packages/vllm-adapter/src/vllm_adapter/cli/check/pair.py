@@ -8,7 +8,8 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, final
 
 from kv_handshake import dialect_of_vllm
-from vllm_adapter.cli.check.engine import Channel, Sizes, ask_engine, ask_further_ranks
+from vllm_adapter.cache.documents import PeerSizes
+from vllm_adapter.cli.check.engine import Channel, ask_engine, ask_further_ranks
 from vllm_adapter.cli.check.reads import Reading, check_reads
 from vllm_adapter.cli.check.terms import check_terms, terms_of_answer, terms_of_config
 from vllm_adapter.cli.engines import ask_all, of_engine
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from vllm_adapter.cli.check.findings import Findings
     from vllm_adapter.cli.check.terms import Terms
     from vllm_adapter.observe.answers import Answer
-    from vllm_adapter.ports import Comparison, Difference, PeerPlan, PlanEstimate
+    from vllm_adapter.ports import Comparison, Difference, Estimate, PeerPlan
 
 __all__ = ["Choices", "check_pair", "dialect_of"]
 
@@ -232,7 +233,7 @@ def _check_plan(prefill: Engine, decode: Engine, gigabytes_per_s: float | None, 
     if not (prefill.has_all_ranks and decode.has_all_ranks):
         findings.note("plan", "plan-not-known", "no plan was made: it needs all ranks, and some do not answer")
         return
-    costs: list[PlanEstimate] = []
+    costs: list[Estimate] = []
     for rank in sorted(decode.peers):
         where = f"decode rank {rank[0]}.{rank[1]}"
         try:
@@ -251,10 +252,10 @@ def _check_plan(prefill: Engine, decode: Engine, gigabytes_per_s: float | None, 
 
 def _plan(
     prefill: Engine, decode: Engine, rank: tuple[int, int], gigabytes_per_s: float | None
-) -> tuple[PeerPlan, PlanEstimate]:
+) -> tuple[PeerPlan, Estimate]:
     local, geometry = decode.geometry(rank)
     groups = (prefill.document((0, 0)) if prefill.is_ours else local)["groups"]
-    sizes = Sizes(prefill.tp, prefill.pp, max([group["context"][0] for group in groups], default=1))
+    sizes = PeerSizes(prefill.tp, prefill.pp, max([group["context"][0] for group in groups], default=1))
     planner = decode.planner(rank, gigabytes_per_s)
     wanted = planner.target_ranks(local, peer_tp=sizes.tp, peer_pp=sizes.pp, peer_dcp=sizes.dcp)
     documents = {
@@ -264,7 +265,7 @@ def _plan(
     return plan, plan.estimate
 
 
-def _tell_cost(costs: list[PlanEstimate], gigabytes_per_s: float | None, findings: Findings) -> None:
+def _tell_cost(costs: list[Estimate], gigabytes_per_s: float | None, findings: Findings) -> None:
     """Tell the slowest rank's time and all ranks' bytes for a prompt of 1024 tokens."""
     moved = sum(cost.bytes_per_token * _PROMPT_TOKENS + cost.state_bytes for cost in costs)
     slowest_us = max(

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from vllm_adapter.observe.answers import Entry
-    from vllm_adapter.ports import LeaseEnd, LeaseTable, NotificationView, StepPlan, StreamWorker
+    from vllm_adapter.ports import LeaseEnd, LeaseTable, Notification, StepPlan, StreamWorker
     from vllm_adapter.worker.transfer.parts import TransferParts
 
 __all__ = ["LeaseKeeper", "StreamedLeases"]
@@ -135,7 +135,7 @@ class LeaseKeeper:
             )
         self.tick()
 
-    def _note_surplus(self, agent_name: str, view: NotificationView) -> None:
+    def _note_surplus(self, agent_name: str, view: Notification) -> None:
         """Count a heartbeat with more entries than are read; the first one is logged."""
         self._parts.recorder.count("num_refused_notifications")
         if not self._has_told_surplus:
@@ -146,7 +146,7 @@ class LeaseKeeper:
                 "renewed. Further ones are counted only (num_refused_notifications)",
             )
 
-    def _renew(self, view: NotificationView) -> None:
+    def _renew(self, view: Notification) -> None:
         now_s = self._parts.now_s()
         oldest_s: float | None = None
         for named_id, nonce in zip(view.request_ids, view.nonces, strict=True):
@@ -164,7 +164,7 @@ class LeaseKeeper:
     def _observe_lag(self, silence_s: float) -> None:
         self._parts.recorder.observe("heartbeat_lag", max(0.0, silence_s - self._heartbeat_s))
 
-    def _count_reader(self, request_id: str, nonce: str, reader: str, view: NotificationView) -> None:
+    def _count_reader(self, request_id: str, nonce: str, reader: str, view: Notification) -> None:
         now_s = self._parts.now_s()
         verdict = self._leases.read_complete(
             request_id,

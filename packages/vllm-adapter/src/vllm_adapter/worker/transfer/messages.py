@@ -30,8 +30,10 @@ class ProducerMessages:
         """Return the "read complete" notification for one rank of the producer."""
         order, plan = read.order, engine.plan
         count = plan.reader_count(rank) if plan is not None else 1
-        consumer = self._parts.engine_id if order.nonce else ""
-        return self._parts.codec.read_complete(order.peer_request_id, count, nonce=order.nonce, consumer=consumer)
+        consumer = self._parts.engine_id if order.ticket.nonce else ""
+        return self._parts.codec.read_complete(
+            order.ticket.peer_request_id, count, nonce=order.ticket.nonce, consumer=consumer
+        )
 
     def release(self, read: Read, engine: PeerEngine, ranks: Sequence[Rank]) -> None:
         """Notify ranks that this request needs nothing more from them, except those whose completion has been sent."""

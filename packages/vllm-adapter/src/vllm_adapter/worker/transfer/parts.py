@@ -1,4 +1,4 @@
-"""Shared parts of the coordinators of one registration, and the planner for peers."""
+"""Shared parts and limits of the coordinators of one registration, and the planner for peers."""
 
 from __future__ import annotations
 
@@ -6,28 +6,29 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast, final
 
+from vllm_adapter.cache.documents import PeerSizes
 from vllm_adapter.errors import AdapterError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+    from vllm_adapter.cache.documents import GeometryDocument, GroupDocument
     from vllm_adapter.cache.peer_geometry import PeerGeometry
     from vllm_adapter.observe.recorder import Recorder
     from vllm_adapter.ports import (
-        GeometryDocument,
-        GroupDocument,
+        AgentMetadata,
+        Codec,
         HandshakeClient,
         MemoryKind,
         PeerAddress,
-        PeerMetadata,
         PeerPlan,
+        PeerSpec,
         Planner,
         TransferThread,
-        WireCodec,
     )
     from vllm_adapter.steps import Rank
 
-__all__ = ["PeerPlanner", "PeerRanks", "TransferParts"]
+__all__ = ["PeerLimits", "PeerPlanner", "PeerRanks", "ReadLimits", "TransferParts"]
 
 _MOST_VALUES = 1 << 22
 """Most values in the geometry documents of all ranks of a peer; 64 ranks with 300 KB each have a third of that."""
@@ -45,14 +46,16 @@ class TransferParts:
         recorder: Records observations and log lines.
         now_s: Monotonic clock.
         engine_id: This engine's id, as its completions state it.
+        peer_spec: Class of the value that describes a peer rank to the agent.
     """
 
     agent: TransferThread
     handshakes: HandshakeClient
-    codec: WireCodec
+    codec: Codec
     recorder: Recorder
     now_s: Callable[[], float]
     engine_id: str
+    peer_spec: type[PeerSpec]
 
 
 @final
@@ -76,7 +79,7 @@ class PeerPlanner:
         """Return the ranks whose metadata `plan` needs; raises a coded error for impossible sizes."""
         return self.planner.target_ranks(self.document, peer_tp=peer.tp, peer_pp=peer.pp, peer_dcp=peer.dcp)
 
-    def check_sizes(self, peer: PeerAddress, first: PeerMetadata) -> None:
+    def check_sizes(self, peer: PeerAddress, first: AgentMetadata) -> None:
         """Raise a coded error if rank (0, 0)'s metadata shows that an engine of vLLM's own connector has other sizes.
 
         Our own listeners need no such check: they refuse a query for a missing rank and stay alive.
@@ -91,13 +94,13 @@ class PeerPlanner:
                 context={"pp": peer.pp},
             )
         try:
-            self.peer_geometry.document(self.document, first, (0, 0), peer)
+            self.peer_geometry.document(self.document, first, (0, 0), _sizes(peer))
         except AdapterError as error:
             # The first rank of a pipeline may hold only some of our layers; those are compared when the reads are planned.
             if peer.pp == 1 or error.code not in {"layer-not-held", "region-count-differs"}:
                 raise
 
-    def ranks(self, peer: PeerAddress, metadata: Mapping[Rank, PeerMetadata]) -> PeerRanks:
+    def ranks(self, peer: PeerAddress, metadata: Mapping[Rank, AgentMetadata]) -> PeerRanks:
         """Return a peer's ranks as `plan` needs them; the geometry of none has been read yet."""
         return PeerRanks(self, peer, metadata)
 
@@ -122,7 +125,7 @@ class PeerPlanner:
             return False
         return self.has_our_blocks(ranks, plan)
 
-    def memory_kind(self, metadata: PeerMetadata) -> MemoryKind:
+    def memory_kind(self, metadata: AgentMetadata) -> MemoryKind:
         """Return the memory kind of a peer rank's pages."""
         return self.peer_geometry.memory_kind(metadata)
 
@@ -138,7 +141,7 @@ class PeerRanks:
         groups: Cache groups of the ranks read so far, as in their documents.
     """
 
-    def __init__(self, planner: PeerPlanner, peer: PeerAddress, metadata: Mapping[Rank, PeerMetadata]) -> None:
+    def __init__(self, planner: PeerPlanner, peer: PeerAddress, metadata: Mapping[Rank, AgentMetadata]) -> None:
         self.peer = peer
         self.metadata = metadata
         self.geometries: dict[Rank, object] = {}
@@ -155,7 +158,7 @@ class PeerRanks:
     def read_next(self) -> None:
         """Read the next rank's geometry; raises a coded error for metadata that does not fit."""
         rank = self._left.popleft()
-        entry, geometry = self.metadata[rank], self._planner.peer_geometry
+        entry, geometry, sizes = self.metadata[rank], self._planner.peer_geometry, _sizes(self.peer)
         self._values += geometry.value_count(entry)
         if self._values > _MOST_VALUES:
             raise AdapterError(
@@ -164,15 +167,19 @@ class PeerRanks:
                 fault="peer",
                 context={"ranks": len(self.metadata)},
             )
-        document = geometry.document(self._planner.document, entry, rank, self.peer)
+        document = geometry.document(self._planner.document, entry, rank, sizes)
         self.geometries[rank] = self._planner.planner.geometry(document, rank)
         self.groups[rank] = cast("Sequence[GroupDocument]", document.get("groups", ()))
-        geometry.check_context(self.groups[rank], self.peer)
+        geometry.check_context(self.groups[rank], sizes)
 
     def read_all(self) -> None:
         """Read the geometries of the remaining ranks."""
         while self._left:
             self.read_next()
+
+
+def _sizes(peer: PeerAddress) -> PeerSizes:
+    return PeerSizes(peer.tp, peer.pp, peer.dcp)
 
 
 def _spans(groups: Iterable[GroupDocument]) -> list[tuple[bool, int, int]]:
@@ -185,3 +192,36 @@ def _spans(groups: Iterable[GroupDocument]) -> list[tuple[bool, int, int]]:
 
 def _layers(document: GeometryDocument) -> Iterator[str]:
     return (member.layer for region in document["regions"] for member in region["members"])
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class PeerLimits:
+    """Time limits for peers, and the connector version assumed of peers that announce none.
+
+    Attributes:
+        handshake_s: Longest wait of a read for its engine.
+        engine_ttl_s: Time without use after which an engine is forgotten.
+        probe_s: Interval between two probes of an engine that is not being read from.
+        dialect: Connector version of peers whose tickets announce none.
+        only_ours: Whether the configuration states that all peers run this connector; the names of a peer's agents must then
+            begin with its engine id. Otherwise only peers that announce this connector's capabilities must meet that.
+    """
+
+    handshake_s: float
+    engine_ttl_s: float
+    dialect: int
+    probe_s: float = 10.0
+    only_ours: bool = False
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ReadLimits:
+    """Time limits of a read, a lease and its renewal, the number of retries, and the limits of peers."""
+
+    read_timeout_s: float
+    lease_s: float
+    renewed_s: float
+    peers: PeerLimits
+    retries: int = 1

@@ -14,24 +14,20 @@ An engine that is not being read from is probed (`probes.py`). If it is gone, it
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
 
 from vllm_adapter.errors import code_of
-from vllm_adapter.ports import PeerSpec
-from vllm_adapter.worker.transfer.probes import Probes
 from vllm_adapter.worker.transfer.records import PeerEngine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from vllm_adapter.ports import HandshakeOutcome, HeartbeatOrder, PeerAddress, PeerMetadata, PeerPlan, TransferResult
+    from vllm_adapter.ports import AgentMetadata, HeartbeatOrder, Outcome, PeerAddress, PeerPlan, TransferResult
     from vllm_adapter.steps import Rank
-    from vllm_adapter.worker.transfer.limits import PeerLimits
-    from vllm_adapter.worker.transfer.parts import PeerPlanner, PeerRanks, TransferParts
+    from vllm_adapter.worker.transfer.parts import PeerLimits, PeerPlanner, PeerRanks, TransferParts
     from vllm_adapter.worker.transfer.records import Read
 
-__all__ = ["PEER_DRAINING", "PeerDirectory", "PeerEvents"]
+__all__ = ["PEER_DRAINING", "PeerDirectory"]
 
 PEER_DRAINING = "peer-draining"
 """Code of a read that waited in vain for a draining engine to be set up again; no handshake has failed."""
@@ -47,25 +43,31 @@ _PIPELINE_RANKS_SINCE = 5
 
 
 @final
-@dataclass(frozen=True, slots=True)
-class PeerEvents:
-    """Callbacks of the directory; none may raise."""
-
-    ready: Callable[[Read, PeerEngine], None]
-    """A read's engine is ready for it."""
-    failed: Callable[[Read, str, str], None]
-    """A read's engine cannot be read from: code and message."""
-
-
-@final
 class PeerDirectory:
-    """Sets up engines for reads, and passes each submitted read on exactly once: to `ready` or to `failed`."""
+    """Sets up engines for reads, and passes each submitted read on exactly once.
 
-    def __init__(self, parts: TransferParts, planner: PeerPlanner, limits: PeerLimits, events: PeerEvents) -> None:
+    Args:
+        parts: The registration's threads, codec, recorder and clock.
+        planner: Plans against peers.
+        limits: Durations and counts.
+        ready: Called with a read and its engine, once that is ready; must not raise.
+        failed: Called with a read whose engine cannot be read from, the code and the message; must not raise.
+    """
+
+    def __init__(
+        self,
+        parts: TransferParts,
+        planner: PeerPlanner,
+        limits: PeerLimits,
+        *,
+        ready: Callable[[Read, PeerEngine], None],
+        failed: Callable[[Read, str, str], None],
+    ) -> None:
         self._parts = parts
         self._planner = planner
         self._limits = limits
-        self._events = events
+        self._ready = ready
+        self._failed = failed
         self._engines: dict[PeerAddress, PeerEngine] = {}
         self._probes = Probes(parts, limits.probe_s, self.drop)
         self._waiting_since_s: dict[Read, float] = {}
@@ -81,18 +83,18 @@ class PeerDirectory:
 
     def submit(self, read: Read) -> None:
         """Pass a read on to `ready`, now or when its engine is ready."""
-        engine = self._find(read.order.peer)
+        engine = self._find(read.order.ticket.peer)
         if engine is not None and engine.phase == "ready" and not self._has_all_ranks(engine):
             self._drain(engine, "another engine has proved that its agents' names are its own")
-            engine = self._find(read.order.peer)
+            engine = self._find(read.order.ticket.peer)
         if engine is not None and engine.phase == "ready":
             engine.last_used_s = self._parts.now_s()
             self._waiting_since_s.pop(read, None)
-            self._events.ready(read, engine)
+            self._ready(read, engine)
             return
         self._waiting_since_s.setdefault(read, self._parts.now_s())
         if engine is None:
-            self._meet(read.order.peer, [read])
+            self._meet(read.order.ticket.peer, [read])
         else:
             engine.waiting.append(read)
 
@@ -164,7 +166,7 @@ class PeerDirectory:
         peer = engine.address
         lies: list[Exception] = []
 
-        def check_first(first: PeerMetadata) -> None:
+        def check_first(first: AgentMetadata) -> None:
             """Raise if the engine's sizes differ from the ticket's; runs on the thread of the side channel's client."""
             try:
                 self._planner.check_sizes(peer, first)
@@ -200,7 +202,7 @@ class PeerDirectory:
         is_same_shape = (told >= _PIPELINE_RANKS_SINCE) == (self._limits.dialect >= _PIPELINE_RANKS_SINCE)
         return told if is_same_shape else self._limits.dialect
 
-    def _handshake_ended(self, engine: PeerEngine, outcome: HandshakeOutcome, lies: Sequence[Exception]) -> None:
+    def _handshake_ended(self, engine: PeerEngine, outcome: Outcome, lies: Sequence[Exception]) -> None:
         if self._engines.get(engine.address) is not engine:
             return
         told_s = self._parts.now_s()
@@ -237,7 +239,7 @@ class PeerDirectory:
         engine.last_answer_s = self._parts.now_s()
         for read in self._take(engine):
             read.times.told_s, read.times.planned_s = told_s, engine.last_answer_s
-            self._events.ready(read, engine)
+            self._ready(read, engine)
 
     def _wire_up(self, engine: PeerEngine, ranks: PeerRanks) -> None:
         """Plan against the peer's geometry and prepare its ranks; raises coded errors."""
@@ -248,7 +250,7 @@ class PeerDirectory:
         engine.can_stream = self._compared(self._planner.can_stream, ranks, plan)
         for rank in engine.ranks:
             self._parts.agent.add_peer(
-                PeerSpec(
+                self._parts.peer_spec(
                     engine.key(rank),
                     metadata[rank].agent_metadata,
                     plan.local_rows(rank),
@@ -275,7 +277,7 @@ class PeerDirectory:
             self._parts.recorder.trouble("comparison of cache groups", error)
             return False
 
-    def _agent_prefix(self, engine: PeerEngine, metadata: PeerMetadata) -> str:
+    def _agent_prefix(self, engine: PeerEngine, metadata: AgentMetadata) -> str:
         """Return the required prefix of a rank's agent name: its engine's id, so that no listener can serve another's agent."""
         return f"{engine.engine_id}/" if self._limits.only_ours or metadata.capabilities else ""
 
@@ -293,7 +295,7 @@ class PeerDirectory:
         if self._engines.get(engine.address) is engine:
             del self._engines[engine.address]
         for read in self._take(engine):
-            self._events.failed(read, code, message)
+            self._failed(read, code, message)
 
     def drop(self, engine: PeerEngine, reason: str) -> None:
         """Stop using a failing engine; it is set up again once its reads in flight have ended."""
@@ -365,9 +367,9 @@ class PeerDirectory:
                 engine.waiting.remove(read)
                 del self._waiting_since_s[read]
                 if engine.phase == "draining":
-                    self._events.failed(read, PEER_DRAINING, self._draining(engine))
+                    self._failed(read, PEER_DRAINING, self._draining(engine))
                 else:
-                    self._events.failed(read, "handshake-overdue", self._overdue(engine))
+                    self._failed(read, "handshake-overdue", self._overdue(engine))
 
     def _look_after_idle(self, engine: PeerEngine, now_s: float) -> None:
         if engine.reads_in_flight:
@@ -380,3 +382,62 @@ class PeerDirectory:
     def probe_ended(self, result: TransferResult) -> None:
         """Process the end of a probe; results of other transfers are ignored."""
         self._probes.ended(result)
+
+
+_SILENT_PROBES = 2
+_PROBE_DEADLINE_S = 2.0
+
+
+@final
+class Probes:
+    """Checks whether idle engines still answer.
+
+    Args:
+        parts: The registration's threads, recorder and clock.
+        probe_s: Time between an engine's last answer and its next probe.
+        drop: Called with an engine that is gone, and the reason.
+    """
+
+    def __init__(self, parts: TransferParts, probe_s: float, drop: Callable[[PeerEngine, str], None]) -> None:
+        self._parts = parts
+        self._probe_s = probe_s
+        self._drop = drop
+        self._running: dict[str, PeerEngine] = {}
+        self._count = 0
+
+    def look_after(self, engine: PeerEngine, now_s: float) -> None:
+        """Probe an idle engine whose last answer is too old; repeat at once if its last probe had no answer."""
+        if not engine.is_probed and (engine.silent_probes or now_s - engine.last_answer_s > self._probe_s):
+            self._probe(engine)
+
+    def _probe(self, engine: PeerEngine) -> None:
+        if engine.plan is None or not engine.plan.producer_ranks:
+            return  # no memory of this engine can be read
+        # A request's transfers are named "<request>/<rank>", so no transfer has the name of a probe.
+        self._count += 1
+        probe_id = f"probe {self._count}"
+        self._running[probe_id] = engine
+        engine.is_probed = True
+        try:
+            self._parts.agent.probe(probe_id, engine.key(engine.plan.producer_ranks[0]), deadline_s=_PROBE_DEADLINE_S)
+        except Exception as error:  # noqa: BLE001  (a peer that cannot be probed is let go by its age)
+            del self._running[probe_id]
+            engine.is_probed, engine.last_answer_s = False, self._parts.now_s()
+            self._parts.recorder.trouble("probe of an idle engine", error)
+
+    def ended(self, result: TransferResult) -> None:
+        """Process the end of a probe; results of other transfers are ignored."""
+        engine = self._running.pop(result.transfer_id, None)
+        if engine is None:
+            return
+        engine.is_probed = False
+        if result.outcome == "done":
+            engine.silent_probes, engine.last_answer_s = 0, self._parts.now_s()
+            return
+        if result.outcome == "cancelled" or result.fault == "local" or engine.phase != "ready":
+            return  # the result says nothing about the engine, which is probed again
+        engine.silent_probes += 1
+        is_gone = result.code == "peer-disconnected"
+        if is_gone or engine.silent_probes >= _SILENT_PROBES:
+            reason = "its process is gone" if is_gone else f"{engine.silent_probes} probes had no answer"
+            self._drop(engine, f"{reason} ({result.code}: {result.message})")

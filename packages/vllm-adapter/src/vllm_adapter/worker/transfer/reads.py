@@ -18,16 +18,13 @@ from typing import TYPE_CHECKING, NamedTuple, final
 
 from vllm_adapter.errors import code_of
 from vllm_adapter.steps import ReadEnd, ReadTimes
-from vllm_adapter.worker.conversion import conversion_steps, page_ranges
-from vllm_adapter.worker.transfer.describing import describe_peers, describe_reads
+from vllm_adapter.worker.pages import conversion_steps, page_ranges
+from vllm_adapter.worker.transfer.describing import StallWatch, describe_peers, describe_reads, note_quarantine
 from vllm_adapter.worker.transfer.messages import ProducerMessages
-from vllm_adapter.worker.transfer.peers import PEER_DRAINING, PeerDirectory, PeerEvents
+from vllm_adapter.worker.transfer.peers import PEER_DRAINING, PeerDirectory
 from vllm_adapter.worker.transfer.records import FinishedRead, Read, is_peer_at_fault, may_be_mended
-from vllm_adapter.worker.transfer.retries import may_retry, refused_retry
-from vllm_adapter.worker.transfer.stalls import StallWatch, note_quarantine
-from vllm_adapter.worker.transfer.stream_admission import StreamAdmission
 from vllm_adapter.worker.transfer.streams import StreamCoordinator
-from vllm_adapter.worker.transfer.tickets import refusal
+from vllm_adapter.worker.transfer.tickets import may_retry, refusal, refused_retry
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,16 +35,15 @@ if TYPE_CHECKING:
         Indices,
         PeerPlan,
         ReadOrder,
-        StreamOrder,
+        StepPlan,
         StreamReaders,
         TransferResult,
     )
     from vllm_adapter.steps import Rank
-    from vllm_adapter.worker.conversion import ConversionStep
-    from vllm_adapter.worker.transfer.limits import ReadLimits
-    from vllm_adapter.worker.transfer.parts import PeerPlanner, TransferParts
+    from vllm_adapter.worker.pages import ConversionStep
+    from vllm_adapter.worker.transfer.parts import PeerPlanner, ReadLimits, TransferParts
     from vllm_adapter.worker.transfer.records import PeerEngine
-    from vllm_adapter.worker.transfer.stream_parts import StreamShape
+    from vllm_adapter.worker.transfer.stream_records import StreamShape
 
 __all__ = ["ReadCoordinator", "StreamReading"]
 
@@ -85,11 +81,10 @@ class ReadCoordinator:
         self._ended = ended
         self._ranges = page_ranges(planner.document)
         self._transfers: dict[str, Read] = {}
-        self._peers = PeerDirectory(parts, planner, limits.peers, PeerEvents(self._ready, self._not_met))
+        self._peers = PeerDirectory(parts, planner, limits.peers, ready=self._ready, failed=self._not_met)
         self._messages = ProducerMessages(parts, self._peers)
         self._stalls = StallWatch(parts, limits.read_timeout_s)
         self._streams: StreamCoordinator | None = None
-        self._admission: StreamAdmission | None = None
         if streaming is not None:
             self._streams = StreamCoordinator(
                 parts,
@@ -100,7 +95,6 @@ class ReadCoordinator:
                 transfer_timeout_s=limits.read_timeout_s,
                 ended=streaming.ended,
             )
-            self._admission = StreamAdmission(parts, self._peers, self._streams, streaming.ended)
 
     def look_after(self) -> None:
         """End waits that are too long, drop dead and unused engines, and report reads without progress."""
@@ -127,6 +121,19 @@ class ReadCoordinator:
 
     # ---------------------------------------------------------------------------------------------- orders
 
+    def apply(self, plan: StepPlan) -> None:
+        """Carry out the consumer's part of a step's orders; an order that raises fails alone."""
+        for order in plan.reads:
+            self.read(order)
+        if self._streams is not None:
+            self._streams.apply(plan.streams)
+        for request_id in (*plan.cancels, *plan.voids):
+            with self._parts.recorder.guarded("cancellation of a read"):
+                self.cancel(request_id, is_passed_on=request_id in plan.passes)
+        for heartbeat in plan.heartbeats:
+            with self._parts.recorder.guarded("heartbeat"):
+                self.heartbeat(heartbeat)
+
     def read(self, order: ReadOrder) -> None:
         """Start a request's read, or queue it until its engine is ready."""
         read = Read(order, ReadTimes(self._parts.now_s()))
@@ -134,16 +141,6 @@ class ReadCoordinator:
             self._peers.submit(read)
         except Exception as error:  # noqa: BLE001  (one order can only fail itself)
             self._abandon(read, "read order", error)
-
-    def follow(self, order: StreamOrder) -> None:
-        """Read a prompt while its engine computes it."""
-        if self._admission is not None:
-            self._admission.follow(order)
-
-    def stop(self, request_id: str) -> None:
-        """Stop the stream of a request; its end is reported once its pages are quiet."""
-        if self._admission is not None:
-            self._admission.stop(request_id)
 
     def cancel(self, request_id: str, *, is_passed_on: bool = False) -> None:
         """Give up a read that is no longer needed; it still ends once, when its pages are quiet.
@@ -164,8 +161,8 @@ class ReadCoordinator:
 
     def end_all(self, code: str, message: str) -> None:
         """Fail every read, including those whose data has arrived unverified; each ends once its pages are quiet."""
-        if self._admission is not None:
-            self._admission.end_all(code, message)
+        if self._streams is not None:
+            self._streams.break_all(code, message)
         for read in self._peers.take_waiting():
             self._not_met(read, code, message)
         for transfer_id, read in list(self._transfers.items()):
@@ -178,14 +175,14 @@ class ReadCoordinator:
         engine, renewed = self._messages.renew(order)
         renewed_until_s = self._parts.now_s() + self._limits.renewed_s
         for read in self._transfers.values():
-            if read.engine is engine and read.order.peer_request_id in renewed:
+            if read.engine is engine and read.order.ticket.peer_request_id in renewed:
                 read.trusted_until_s = max(read.trusted_until_s, renewed_until_s)
 
     # ---------------------------------------------------------------------------------------------- posting
 
     def _ready(self, read: Read, engine: PeerEngine) -> None:
-        if self._admission is not None and self._admission.takes(read):
-            self._admission.ready(read, engine)  # raises nothing
+        if self._streams is not None and read.stream is not None:
+            self._streams.ready(read, read.stream, engine)  # raises nothing
             return
         try:
             self._post(read, engine)
@@ -207,7 +204,7 @@ class ReadCoordinator:
             return
         # Compute all ranks' indices first: nothing must be posted for a request that a later rank would refuse.
         ranks = [rank for rank in plan.producer_ranks if rank not in read.done_ranks]
-        blocks = (order.local_blocks, order.peer_blocks)
+        blocks = (order.local_blocks, order.ticket.peer_blocks)
         indices = {rank: plan.indices(rank, *blocks, tokens=order.tokens) for rank in ranks}
         read.conversion = self._conversion(plan, order)
         read.begin_attempt(engine, ranks, self._parts.now_s(), self._limits)
@@ -219,7 +216,7 @@ class ReadCoordinator:
     def _conversion(self, plan: PeerPlan, order: ReadOrder) -> tuple[ConversionStep, ...]:
         if not plan.is_staged:
             return ()
-        staged = plan.staged_pages(order.local_blocks, order.peer_blocks, tokens=order.tokens)
+        staged = plan.staged_pages(order.local_blocks, order.ticket.peer_blocks, tokens=order.tokens)
         return conversion_steps(staged, self._ranges)
 
     def _post_one(self, read: Read, engine: PeerEngine, rank: Rank, indices: tuple[Indices, Indices]) -> None:
@@ -234,7 +231,7 @@ class ReadCoordinator:
                 *indices,
                 notification=self._messages.read_complete(read, engine, rank),
                 deadline_s=read.deadline_s - self._parts.now_s(),
-                fence=read.order.fence if engine.is_fenced else None,
+                fence=read.order.ticket.fence if engine.is_fenced else None,
             )
         except Exception as error:  # noqa: BLE001  (posting is refused: the request fails, the thread goes on)
             self._note_failure(read, code_of(error), str(error))
@@ -310,7 +307,7 @@ class ReadCoordinator:
     def _conclude(self, read: Read, engine: PeerEngine) -> None:
         order = read.order
         late_s = self._parts.now_s() - read.trusted_until_s
-        if not read.code and not (engine.is_fenced and order.fence is not None) and late_s > 0:
+        if not read.code and not (engine.is_fenced and order.ticket.fence is not None) and late_s > 0:
             # Without a fence, the only proof that the pages still held this prompt is that the lease had not ended.
             message = f"the read ended {late_s:.1f} s after the peer's lease on the pages"
             self._note_failure(read, "read-after-expiry", message)
@@ -320,8 +317,8 @@ class ReadCoordinator:
 
     def _not_met(self, read: Read, code: str, message: str) -> None:
         """End a read whose engine cannot be read from."""
-        if self._admission is not None and self._admission.takes(read):
-            self._admission.not_met(read, code, message)
+        if self._streams is not None and read.stream is not None:
+            self._streams.not_met(read, code, message)
             return
         read.fail(code, message)
         read.was_met = code == PEER_DRAINING

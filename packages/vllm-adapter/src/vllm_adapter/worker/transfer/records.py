@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Literal, final
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from vllm_adapter.ports import PeerAddress, PeerMetadata, PeerPlan, ReadOrder, TransferResult
+    from vllm_adapter.ports import AgentMetadata, PeerAddress, PeerPlan, ReadOrder, StreamOrder, TransferResult
     from vllm_adapter.steps import Rank, ReadEnd, ReadTimes
-    from vllm_adapter.worker.conversion import ConversionStep
-    from vllm_adapter.worker.transfer.limits import ReadLimits
+    from vllm_adapter.worker.pages import ConversionStep
+    from vllm_adapter.worker.transfer.parts import ReadLimits
 
 __all__ = ["FinishedRead", "PeerEngine", "Read", "is_peer_at_fault", "is_same_place", "may_be_mended"]
 
@@ -49,6 +49,7 @@ class Read:
     Attributes:
         order: Order that the read carries out.
         times: Timestamps of its stages.
+        stream: Order of the stream that it waits to begin; None for a plain read, and once the stream has begun or ended.
         engine: Engine that the read was posted to; None before.
         attempt: Number of the current attempt; 0 before the first post.
         deadline_s: Time at which the read is given up, across both attempts.
@@ -68,6 +69,7 @@ class Read:
 
     order: ReadOrder
     times: ReadTimes
+    stream: StreamOrder | None = None
     engine: PeerEngine | None = None
     attempt: int = 0
     deadline_s: float = 0.0
@@ -93,7 +95,7 @@ class Read:
         if not self.attempt:
             self.times.posted_s = now_s
             self.deadline_s = now_s + limits.read_timeout_s
-            self.trusted_until_s = now_s + (self.order.lease_s or limits.lease_s)
+            self.trusted_until_s = now_s + (self.order.ticket.lease_s or limits.lease_s)
         self.attempt += 1
         self.engine = engine
         self.transfers = {self.transfer_id(rank): rank for rank in ranks}
@@ -174,7 +176,7 @@ class PeerEngine:
         life = "" if peer.generation is None else f"#{peer.generation:x}"
         return f"{peer.engine_id}@{peer.host}:{peer.port}/{peer.tp}.{peer.pp}.{peer.dcp}/{rank[0]}.{rank[1]}{life}"
 
-    def set_ready(self, plan: PeerPlan, metadata: Mapping[Rank, PeerMetadata]) -> None:
+    def set_ready(self, plan: PeerPlan, metadata: Mapping[Rank, AgentMetadata]) -> None:
         """Store the plan and the metadata from the handshake."""
         self.plan = plan
         self.generation = next((m.generation for m in metadata.values() if m.generation is not None), None)

@@ -1,32 +1,111 @@
-"""Records of streamed reads: a stream, the producer ranks that it follows, and the parts that it asks the table for."""
+"""Records of streamed reads: a stream, the producer ranks that it follows, and the parts that it asks the table for.
+
+Parts of a streamed read: the places of the peer's table that they need, and the blocks that they move.
+
+The table holds the groups one after the other, each with a place for every block that the prompt's tokens need; a group of
+states has one place.
+
+Worked example. 100 tokens; groups with blocks of 16 and of 32 tokens and one of states: 7 + 4 + 1 = 12 places; the groups begin
+at 0, 7 and 11. Parts are whole multiples of 32 tokens. The part of tokens 32 to 64 needs places 2, 3 and 8. The last part, from
+token 96 on, needs 6, 10 and 11. With a window of 20 tokens in the first group, only its blocks from token 80 on are needed:
+places 5 and 6.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol, final
+from dataclasses import replace
+from math import lcm
+from typing import TYPE_CHECKING, NamedTuple, final
 
 if TYPE_CHECKING:
-    from vllm_adapter.ports import MemoryKind, PeerPlan, StreamOrder, StreamWatch, TransferResult
+    from collections.abc import Callable, Mapping, Sequence
+
+    from vllm_adapter.ports import BlockList, PeerPlan, StreamOrder, StreamWatch, TransferResult
     from vllm_adapter.steps import Rank
     from vllm_adapter.worker.transfer.records import PeerEngine, Read
-    from vllm_adapter.worker.transfer.stream_parts import PartBlocks
 
-__all__ = ["FollowedRank", "Part", "RankRead", "Stream", "StreamEvents"]
+__all__ = ["FollowedRank", "Part", "PartBlocks", "Stream", "StreamEvents", "StreamGroup", "StreamShape", "as_one_read"]
 
 
-class StreamEvents(Protocol):
-    """Events of a followed rank's watch."""
+class StreamGroup(NamedTuple):
+    """A KV-cache group: tokens per block, 0 for states, and its window, 0 for none."""
 
-    def on_progress(self, following: FollowedRank, tag: int, tokens: int) -> None:
-        """Process a progress word."""
-        ...
+    span_tokens: int
+    window_tokens: int = 0
 
-    def on_table(self, following: FollowedRank, first: int, ids: tuple[int, ...]) -> None:
-        """Process block ids, of the table entries from `first` on."""
-        ...
 
-    def on_broken(self, following: FollowedRank, code: str, message: str) -> None:
-        """Process the end of the watch."""
-        ...
+class PartBlocks(NamedTuple):
+    """Blocks of one group that a part moves: `length` blocks from the prompt's block `first`, listed from `place` on."""
+
+    first: int
+    length: int
+    place: int
+
+
+@final
+class StreamShape:
+    """Groups of an engine and its peer, whose blocks stand for equal numbers of tokens."""
+
+    __slots__ = ("_groups", "entry_tokens")
+
+    def __init__(self, groups: Sequence[StreamGroup]) -> None:
+        self._groups = tuple(groups)
+        self.entry_tokens = lcm(*(group.span_tokens for group in groups if group.span_tokens))
+        """Tokens that become complete together; 1 for states alone."""
+
+    def parts(self, tokens: int, first_token: int, stop_token: int, *, is_last: bool) -> list[PartBlocks]:
+        """Return the blocks per group that tokens `first_token` to `stop_token - 1` need; states come with the last part."""
+        found: list[PartBlocks] = []
+        place = 0
+        for group in self._groups:
+            span = group.span_tokens
+            if not span:
+                found.append(PartBlocks(0, int(is_last), place))
+                place += 1
+                continue
+            earliest = max(0, tokens - group.window_tokens) if group.window_tokens else 0
+            first = max(first_token, earliest) // span
+            stop = max(first, -(-stop_token // span))
+            found.append(PartBlocks(first, stop - first, place + first))
+            place += -(-tokens // span)
+        return found
+
+    def peer_blocks(
+        self, parts: Sequence[PartBlocks], ids: Mapping[int, int], offered: Sequence[BlockList]
+    ) -> list[BlockList]:
+        """Return the peer's blocks of a part; `ids` maps places to block ids, `offered` are the offer's lists without ids."""
+        return [
+            blocks._replace(
+                ids=tuple(ids[part.place + number] for number in range(part.length)),
+                first_token=part.first * group.span_tokens,
+                null=None,
+            )
+            for group, part, blocks in zip(self._groups, parts, offered, strict=True)
+        ]
+
+    def local_blocks(self, parts: Sequence[PartBlocks], whole: Sequence[BlockList]) -> list[BlockList]:
+        """Return our blocks of a part, taken from those of the whole read.
+
+        Example: blocks of 16, the read begins at token 32 (`first_token`): block 3 of the prompt is the read's second block.
+        """
+        found: list[BlockList] = []
+        for group, part, blocks in zip(self._groups, parts, whole, strict=True):
+            ahead = blocks.first_token // group.span_tokens if group.span_tokens else 0
+            first = max(part.first - ahead, 0)
+            stop = max(part.first + part.length - ahead, first)
+            found.append(blocks._replace(ids=blocks.ids[first:stop], first_token=(first + ahead) * group.span_tokens))
+        return found
+
+
+class StreamEvents(NamedTuple):
+    """Handlers of what a followed rank's watch reports."""
+
+    progress: Callable[[FollowedRank, int, int], None]
+    """A progress word: tag and tokens."""
+    table: Callable[[FollowedRank, int, tuple[int, ...]], None]
+    """Block ids, of the table entries from a place on."""
+    broken: Callable[[FollowedRank, str, str], None]
+    """The end of the watch: code and message."""
 
 
 @final
@@ -59,7 +138,7 @@ class Stream:
         order: The scheduler's order.
         engine: The producer's engine.
         open_ranks: Producer ranks that have not reported, by name.
-        whole_ranks: Sums over the parts of the ranks whose fence held.
+        whole_ranks: The reads from the ranks whose fence held.
         is_torn: Whether a rank broke, so that nothing of it counts.
         is_stopped: Whether the scheduler has given it up.
         reason: Code and sentence of the first thing that went wrong; empty while all is well.
@@ -73,7 +152,7 @@ class Stream:
         self.order = order
         self.engine = engine
         self.open_ranks: dict[str, FollowedRank] = {}
-        self.whole_ranks: list[RankRead] = []
+        self.whole_ranks: list[TransferResult] = []
         self.is_torn = False
         self.is_stopped = False
         self.reason: tuple[str, str] = ("", "")
@@ -95,35 +174,18 @@ class Stream:
             times.data_s, times.fence_s = now_s, 0.0
 
 
-@final
-class RankRead:
-    """Sums over the parts of a streamed read from one producer rank, to be counted as one read.
-
-    Attributes:
-        wire_s: Seconds on the wire.
-        post_s: Seconds to post.
-        queue_s: The longest wait for a place on the wire.
-        bytes_moved: Bytes.
-        descriptor_count: Descriptors, after merging.
-        fence_s: Seconds to verify the fence, which is an order of its own here: 0.
-        bytes_by_path: (backend, local memory, peer memory, bytes) of each part.
-    """
-
-    __slots__ = ("bytes_by_path", "bytes_moved", "descriptor_count", "fence_s", "post_s", "queue_s", "wire_s")
-
-    def __init__(self) -> None:
-        self.wire_s = self.post_s = self.queue_s = self.fence_s = 0.0
-        self.bytes_moved = self.descriptor_count = 0
-        self.bytes_by_path: list[tuple[str, MemoryKind, MemoryKind, int]] = []
-
-    def add(self, result: TransferResult) -> None:
-        """Add a part that has arrived."""
-        self.wire_s += result.wire_s
-        self.post_s += result.post_s
-        self.queue_s = max(self.queue_s, result.queue_s)
-        self.bytes_moved += result.bytes_moved
-        self.descriptor_count += result.descriptor_count
-        self.bytes_by_path += result.bytes_by_path
+def as_one_read(parts: Sequence[TransferResult]) -> TransferResult:
+    """Return the results of a streamed read's parts from one producer rank as those of one read; its fence is read apart."""
+    return replace(
+        parts[0],
+        wire_s=sum(part.wire_s for part in parts),
+        post_s=sum(part.post_s for part in parts),
+        queue_s=max(part.queue_s for part in parts),
+        bytes_moved=sum(part.bytes_moved for part in parts),
+        descriptor_count=sum(part.descriptor_count for part in parts),
+        fence_s=0.0,
+        bytes_by_path=tuple(entry for part in parts for entry in part.bytes_by_path),
+    )
 
 
 @final
@@ -137,7 +199,7 @@ class FollowedRank:
         watch: The agent's watch of its words; None before it begins.
         parts: Parts that are not posted yet, the oldest first.
         finished_tokens: Tokens of the prompt that it has finished, as its progress word last said.
-        arrived: Sums over the parts that have arrived.
+        arrived: Results of the parts that have arrived.
     """
 
     __slots__ = ("_events", "arrived", "finished_tokens", "name", "parts", "rank", "stream", "watch")
@@ -150,16 +212,16 @@ class FollowedRank:
         self.watch: StreamWatch | None = None
         self.parts: list[Part] = []
         self.finished_tokens = 0
-        self.arrived = RankRead()
+        self.arrived: list[TransferResult] = []
 
     def progress(self, tag: int, tokens: int) -> None:
         """Pass a progress word on."""
-        self._events.on_progress(self, tag, tokens)
+        self._events.progress(self, tag, tokens)
 
     def table(self, tag: int, first: int, ids: tuple[int, ...]) -> None:  # noqa: ARG002  (the watch asked under one tag)
         """Pass block ids on."""
-        self._events.on_table(self, first, ids)
+        self._events.table(self, first, ids)
 
     def broken(self, code: str, message: str) -> None:
         """Pass the end of the watch on."""
-        self._events.on_broken(self, code, message)
+        self._events.broken(self, code, message)

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Final, final
 import numpy as np
 
 from vllm_adapter.errors import AdapterError, code_of
-from vllm_adapter.ports import StreamFacts
-from vllm_adapter.steps import STREAM_STOPPED, ReadEnd
-from vllm_adapter.worker.transfer.records import FinishedRead, is_peer_at_fault
-from vllm_adapter.worker.transfer.stalls import note_quarantine
-from vllm_adapter.worker.transfer.stream_records import FollowedRank, Part, Stream
+from vllm_adapter.steps import STREAM_STOPPED, ReadEnd, ReadTimes
+from vllm_adapter.worker.transfer.describing import note_quarantine
+from vllm_adapter.worker.transfer.records import FinishedRead, Read, is_peer_at_fault
+from vllm_adapter.worker.transfer.stream_records import FollowedRank, Part, Stream, StreamEvents, as_one_read
+from vllm_adapter.worker.transfer.tickets import refusal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         Indices,
         StreamOrder,
         StreamPart,
+        StreamPlan,
         StreamReaders,
         StreamReport,
         TransferResult,
@@ -36,8 +37,8 @@ if TYPE_CHECKING:
     from vllm_adapter.worker.transfer.messages import ProducerMessages
     from vllm_adapter.worker.transfer.parts import TransferParts
     from vllm_adapter.worker.transfer.peers import PeerDirectory
-    from vllm_adapter.worker.transfer.records import PeerEngine, Read
-    from vllm_adapter.worker.transfer.stream_parts import StreamShape
+    from vllm_adapter.worker.transfer.records import PeerEngine
+from vllm_adapter.worker.transfer.stream_records import StreamShape
 
 __all__ = ["StreamCoordinator"]
 
@@ -94,6 +95,7 @@ class StreamCoordinator:
         self._messages = messages
         self._transfer_timeout_s = transfer_timeout_s
         self._ended = ended
+        self._events = StreamEvents(self._on_progress, self._on_table, self._on_broken)
         self._ranks: dict[str, FollowedRank] = {}
         self._streams: dict[str, Stream] = {}
         self._transfers: dict[str, tuple[FollowedRank, bool]] = {}
@@ -102,13 +104,53 @@ class StreamCoordinator:
 
     # ---------------------------------------------------------------------------------------------- orders
 
+    def apply(self, plan: StreamPlan) -> None:
+        """Follow and stop streams as a step orders; each order fails alone."""
+        for order in plan.watches:
+            self.follow(order)
+        for request_id in plan.stops:
+            with self._parts.recorder.guarded("end of a stream"):
+                self.stop(request_id)
+
+    def follow(self, order: StreamOrder) -> None:
+        """Follow a stream, at once or when its engine is ready."""
+        read = Read(order.read, ReadTimes(self._parts.now_s()), stream=order)
+        try:
+            self._peers.submit(read)
+        except Exception as error:  # noqa: BLE001  (one order can only fail itself)
+            self._parts.recorder.trouble("order of a stream", error)
+            self.not_met(read, code_of(error), str(error))
+
+    def ready(self, read: Read, order: StreamOrder, engine: PeerEngine) -> None:
+        """Begin a stream whose engine is ready; if it cannot begin, end it."""
+        read.stream = None
+        try:
+            reason = refusal(order.read, engine)
+            if reason is None:
+                self.begin(read, order, engine)
+                return
+        except Exception as error:  # noqa: BLE001  (one order can only fail itself)
+            self._parts.recorder.trouble("start of a stream", error)
+            reason = code_of(error), str(error)
+        self._end_unbegun(read, *reason)
+
+    def not_met(self, read: Read, code: str, message: str) -> None:
+        """End a stream whose engine cannot be read from."""
+        if read.stream is not None:
+            read.was_met = False
+            self._end_unbegun(read, code, message)
+
+    def _end_unbegun(self, read: Read, code: str, message: str) -> None:
+        read.stream, read.is_ended = None, True
+        self._ended(FinishedRead(ReadEnd(read.order, code, message, read.times, self._parts.now_s(), read.was_met)))
+
     def begin(self, read: Read, order: StreamOrder, engine: PeerEngine) -> None:
         """Follow a stream of an engine that is ready; ignore a second stream of a request, since the end of the first one stands.
 
         Raises:
             AdapterError: `no-plan`: nothing of this engine can be read. The stream has then not begun.
         """
-        plan, fence, request_id = engine.plan, read.order.fence, read.order.request_id
+        plan, fence, request_id = engine.plan, read.order.ticket.fence, read.order.request_id
         if request_id in self._streams:
             self._parts.recorder.warn(
                 "stream-twice", f"request {request_id} is streamed already; its second order is left"
@@ -122,10 +164,8 @@ class StreamCoordinator:
             stream.is_torn, stream.reason = True, ("not-streamed", "its pages cannot be read in parts")
             self._report(stream)
             return
-        entry_tokens = self._shape.entry_tokens
-        facts = StreamFacts(fence[1], order.tag, read.order.tokens, entry_tokens, order.start // entry_tokens)
         try:
-            self._follow_ranks(stream, facts)
+            self._follow_ranks(stream, fence[1])
         except Exception as error:  # noqa: BLE001  (it has begun, so it ends as any other)
             stream.is_torn = True
             self._give_up(stream, code_of(error), str(error))
@@ -135,10 +175,19 @@ class StreamCoordinator:
             self._watch(following, fence[0])
         self._settle()
 
-    def _follow_ranks(self, stream: Stream, facts: StreamFacts) -> None:
+    def _follow_ranks(self, stream: Stream, generation: int) -> None:
+        order, entry_tokens = stream.order, self._shape.entry_tokens
         for rank in stream.plan.producer_ranks:
-            following = FollowedRank(self, stream, rank)
-            self._readers.watch(following.name, facts, self._parts.now_s())
+            following = FollowedRank(self._events, stream, rank)
+            self._readers.watch(
+                following.name,
+                generation=generation,
+                tag=order.tag,
+                prompt_tokens=order.read.tokens,
+                entry_tokens=entry_tokens,
+                first_entry=order.start // entry_tokens,
+                now_s=self._parts.now_s(),
+            )
             stream.open_ranks[following.name] = self._ranks[following.name] = following
 
     def _watch(self, following: FollowedRank, slot: int) -> None:
@@ -149,7 +198,11 @@ class StreamCoordinator:
             self._give_up(following.stream, code_of(error), str(error))
 
     def stop(self, request_id: str) -> None:
-        """Stop reading; the end is reported, as failed, once all transfers are quiet."""
+        """Stop a stream; its end is reported, as failed, once all its transfers are quiet."""
+        for read in self._peers.waiting(request_id):
+            # The read keeps waiting as one that has ended, to notify its producer that the blocks are not needed.
+            if read.stream is not None:
+                self._end_unbegun(read, STREAM_STOPPED, "the stream was given up before it began")
         stream = self._streams.get(request_id)
         if stream is None:
             return
@@ -159,7 +212,7 @@ class StreamCoordinator:
         self._settle()
 
     def break_all(self, code: str, message: str) -> None:
-        """Stop all streams; each is reported once it is quiet."""
+        """Stop all streams that have begun; each is reported once it is quiet."""
         for stream in list(self._streams.values()):
             stream.is_torn = True
             self._give_up(stream, code, message)
@@ -194,7 +247,7 @@ class StreamCoordinator:
         behind = min(stream.open_ranks.values(), key=lambda rank: rank.finished_tokens, default=None)
         return {
             "request_id": order.request_id,
-            "peer_request_id": order.peer_request_id,
+            "peer_request_id": order.ticket.peer_request_id,
             "peer_engine_id": stream.engine.engine_id,
             "stage": "over" if behind is None else self._readers.state_of(behind.name),
             "tokens": order.tokens,
@@ -215,7 +268,7 @@ class StreamCoordinator:
 
     # ---------------------------------------------------------------------------------------------- what watches tell
 
-    def on_progress(self, following: FollowedRank, tag: int, tokens: int) -> None:
+    def _on_progress(self, following: FollowedRank, tag: int, tokens: int) -> None:
         """Process a rank's progress."""
         part = self._readers.observed(following.name, tag, tokens, self._parts.now_s())
         if part is not None:
@@ -242,7 +295,7 @@ class StreamCoordinator:
         if not asked.missing:
             self._post(following, asked)
 
-    def on_table(self, following: FollowedRank, first: int, ids: tuple[int, ...]) -> None:
+    def _on_table(self, following: FollowedRank, first: int, ids: tuple[int, ...]) -> None:
         """Process entries of a rank's table; read the part whose entries are now complete."""
         part = next((each for each in following.parts if first in each.missing), None)
         if part is None:
@@ -253,7 +306,7 @@ class StreamCoordinator:
             self._post(following, part)
         self._settle()
 
-    def on_broken(self, following: FollowedRank, code: str, message: str) -> None:
+    def _on_broken(self, following: FollowedRank, code: str, message: str) -> None:
         """Process the end of a rank's watch."""
         self._give_up(following.stream, code, message)
         self._drop(following.stream, code, message)
@@ -266,7 +319,7 @@ class StreamCoordinator:
         try:
             read = following.stream.read
             local = self._shape.local_blocks(part.blocks, read.order.local_blocks)
-            peer = self._shape.peer_blocks(part.blocks, part.ids)
+            peer = self._shape.peer_blocks(part.blocks, part.ids, read.order.ticket.peer_blocks)
             indices = following.stream.plan.indices(following.rank, local, peer, tokens=part.tokens)
             if len(indices[0]):
                 read.times.posted_s = read.times.posted_s or self._parts.now_s()
@@ -299,7 +352,7 @@ class StreamCoordinator:
             following.stream.note_arrival(result, now_s, is_fence=is_fence)
             following.stream.engine.last_answer_s = now_s
             if not is_fence:
-                following.arrived.add(result)
+                following.arrived.append(result)
         else:
             self._note_failure(following.stream, result, is_fence=is_fence)
         if result.is_memory_quiet:
@@ -332,7 +385,7 @@ class StreamCoordinator:
         if is_fence and self._ranks.get(following.name) is not following:
             return  # a fence read of an earlier attempt: it says nothing about the data of the next one
         if is_fence:
-            fence = following.stream.read.order.fence
+            fence = following.stream.read.order.ticket.fence
             self._readers.fence_found(following.name, fence[1] if is_good and fence is not None else None)
         else:
             self._readers.landed(following.name, is_good=is_good, now_s=self._parts.now_s())
@@ -372,7 +425,7 @@ class StreamCoordinator:
         if following.watch is not None:
             following.watch.end()
         try:
-            self._start(following, (_NO_INDICES, _NO_INDICES), following.stream.read.order.fence)
+            self._start(following, (_NO_INDICES, _NO_INDICES), following.stream.read.order.ticket.fence)
         except Exception as error:  # noqa: BLE001  (a word that cannot be asked for ends its stream)
             self._parts.recorder.info("stream-fence", f"{following.name}: its fence could not be read: {error}")
             self._readers.fence_found(following.name, None)
@@ -385,8 +438,8 @@ class StreamCoordinator:
         if not report.is_done:
             stream.is_torn = True
             self._give_up(stream, *_why(report.cause, following.rank))
-        else:
-            stream.whole_ranks.append(following.arrived)
+        elif following.arrived:
+            stream.whole_ranks.append(as_one_read(following.arrived))
         if not stream.open_ranks:
             self._report(stream)
 

@@ -1,65 +1,37 @@
 """Streams of a rank on the engine thread: the words of prompts that it computes, and reports on prompts that it reads.
 
-The words change before the forward pass (`before_forward`), because the forward pass may write into blocks that were freed in
-this step. A chunk is shown once the device has finished it (`chunks_given`). The transfer thread passes the ends of streams
-on; the next step reports them to the engine, or to the scheduler half alone, see `ports.StreamEnds`.
+A rank has a `RankStreams` only where prompts are streamed. The words change before the forward pass (`before_forward`), because
+the forward pass may write into blocks that were freed in this step. The transfer thread passes the ends of streams on; the next
+step reports them to the engine, or to the scheduler half alone, see `ports.StreamEnds`.
+
+A chunk's tokens may be shown once the device has finished it (`chunks_given`), never before. Where a call returns only when its
+work is done (CPU), they are shown at once. On a device with streams the engine thread records a mark in its stream behind the
+forward pass and continues; one thread of this module waits for the marks in order (`ChunkMarks`). With a host buffer readers
+take the mirror's pages, so showing waits for the copies instead (`HostMirror.then`).
 """
 
 from __future__ import annotations
 
+import threading
+import time
 from collections import deque
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, final
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Final, Protocol, final
 
 from vllm_adapter.steps import STREAM_STOPPED, ReadEnd
-from vllm_adapter.worker.sleep import fail_reads
+from vllm_adapter.worker.health import fail_reads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from vllm_adapter.observe.recorder import Recorder
-    from vllm_adapter.ports import ReadOrder, StepPlan, StreamEnds, StreamOpen, StreamOrder, StreamWorker
-    from vllm_adapter.steps import StepReport
-    from vllm_adapter.worker.host_mirror import HostMirror
+    from vllm_adapter.ports import EndReport, StepPlan, StreamEnds, StreamOpen, StreamWorker
+    from vllm_adapter.worker.pages import HostMirror
     from vllm_adapter.worker.transfer.records import FinishedRead
 
-__all__ = ["RankStreams", "ReadsOfStep", "StreamReports"]
-
-
-class ReadsOfStep(NamedTuple):
-    """Orders of a step for this rank's transfer thread, other than those about leases."""
-
-    reads: tuple[ReadOrder, ...]
-    """Plain reads and notifications."""
-    watches: tuple[StreamOrder, ...] = ()
-    """Streams to read."""
-    stops: tuple[str, ...] = ()
-    """Requests whose stream is to be stopped."""
-
-
-class StreamReports(NamedTuple):
-    """Ends of streams since the last step."""
-
-    received: frozenset[str]
-    """For the engine: requests that are finished on this rank, successfully or not."""
-    failed_ids: frozenset[str]
-    """The subset of them that failed."""
-    failed: tuple[ReadEnd, ...]
-    """Ends of the failed ones, where a reason is known."""
-    good: tuple[ReadEnd, ...]
-    """Ends of the successful ones."""
-    ends: tuple[tuple[str, bool], ...]
-    """For the scheduler half: request, and whether its fence held."""
-
-    def added_to(self, report: StepReport) -> StepReport:
-        """Return a report extended by these ends."""
-        return replace(
-            report,
-            received=report.received | self.received,
-            failed=report.failed | self.failed_ids,
-            stream_ends=self.ends,
-        )
+__all__ = ["ChunkMarks", "DeviceMarks", "RankStreams"]
 
 
 def _given_up(end: ReadEnd) -> ReadEnd:
@@ -79,6 +51,7 @@ class RankStreams:
     def __init__(self, ends: StreamEnds, recorder: Recorder) -> None:
         self._ends = ends
         self._recorder = recorder
+        self._marks = ChunkMarks(None, recorder.trouble)
         self._worker: StreamWorker | None = None
         self._finished: deque[FinishedRead] = deque()
         # Streams that are read here and not reported to the engine yet.
@@ -89,6 +62,14 @@ class RankStreams:
         # Openings of the prompts whose words are valid, by request.
         self._open: dict[str, StreamOpen] = {}
 
+    def use_device(self, marks: DeviceMarks | None) -> None:
+        """Show chunks by the device's marks; None where calls return only when their work is done."""
+        self._marks = ChunkMarks(marks, self._recorder.trouble)
+
+    def close(self) -> None:
+        """Show no more chunks; idempotent."""
+        self._marks.close()
+
     def use(self, worker: StreamWorker | None) -> None:
         """Write words through `worker` from now on; None while nothing is registered."""
         self._worker = worker
@@ -96,16 +77,13 @@ class RankStreams:
 
     # ---------------------------------------------------------------------------------------------- this rank computes
 
-    def before_forward(
-        self, plan: StepPlan, then: Callable[[Callable[[], None]], None], mirror: HostMirror | None = None
-    ) -> None:
+    def before_forward(self, plan: StepPlan, mirror: HostMirror | None = None) -> None:
         """Change words, open slots and publish block ids, before any work of the step runs on the device.
 
         Pages filled by earlier steps (a prefix hit) are shown once the device has finished those, without waiting for this step.
 
         Args:
             plan: The step's orders.
-            then: Runs an action once the device has finished its earlier work.
             mirror: Mirror from which readers take the pages, if there is one: pages are then shown after this step's copies.
         """
         orders = plan.streams
@@ -122,16 +100,13 @@ class RankStreams:
         self._sent += self._worker.take_sent()
         for chunk in orders.chunks:
             if chunk.held_tokens and mirror is None:
-                then(partial(self._worker.held, chunk))
+                self._marks.then(partial(self._worker.held, chunk))
 
-    def chunks_given(
-        self, plan: StepPlan, then: Callable[[Callable[[], None]], None], mirror: HostMirror | None
-    ) -> None:
+    def chunks_given(self, plan: StepPlan, mirror: HostMirror | None = None) -> None:
         """Show this step's chunks once they can be read.
 
         Args:
             plan: The step's orders.
-            then: Runs an action once the device has finished its earlier work.
             mirror: Mirror from which readers take the pages, if there is one: pages are then shown after this step's copies.
         """
         worker = self._worker
@@ -140,7 +115,7 @@ class RankStreams:
         for chunk in plan.streams.chunks:
             show = partial(worker.chunk_ended, chunk)
             if mirror is None:
-                then(show)
+                self._marks.then(show)
             else:
                 mirror.then(chunk.request_id, show)
 
@@ -164,20 +139,21 @@ class RankStreams:
 
     # ---------------------------------------------------------------------------------------------- this rank reads
 
-    def apply(self, plan: StepPlan) -> ReadsOfStep:
-        """Process a step's orders; return the orders for the transfer thread.
+    def apply(self, plan: StepPlan) -> StepPlan:
+        """Process a step's orders; return the plan with the reads and streams that the transfer thread must carry out.
 
         A rank that has read a stream to its end does nothing more for that request, see `StreamEnds.takes_read`.
         """
+        orders = plan.streams
         reads = tuple(
             [order for order in plan.reads if not order.is_reported or self._ends.takes_read(order.request_id)]
         )
-        watches, stops = self._ends.apply(plan.streams)
-        for request_id in (*plan.streams.ends, *(order.request_id for order in reads)):
+        watches, stops = self._ends.apply(orders)
+        for request_id in (*orders.ends, *(order.request_id for order in reads)):
             self._torn.pop(request_id, None)
             self._reading.discard(request_id)
         self._reading.update(order.read.request_id for order in watches)
-        return ReadsOfStep(reads, watches, stops)
+        return plan._replace(reads=reads, streams=orders._replace(watches=watches, stops=stops))
 
     @property
     def is_reading(self) -> bool:
@@ -193,18 +169,21 @@ class RankStreams:
         """Accept the end of a stream whose memory is quiet; any thread."""
         self._finished.append(finished)
 
-    def fail(self, watches: Iterable[StreamOrder], now_s: float, code: str, message: str) -> None:
+    def fail(self, plan: StepPlan, now_s: float, code: str, message: str) -> None:
         """End streams that are ordered while nothing is registered."""
-        for finished in fail_reads((order.read for order in watches), now_s, code, message):
-            self.ended(finished)
+        self._finished += fail_reads([order.read for order in plan.streams.watches], now_s, code, message)
 
     def fail_finished(self, failed: Callable[[FinishedRead], FinishedRead]) -> None:
         """Turn good ends that have not been reported into failed ones: their pages are about to be lost."""
         for _ in range(len(self._finished)):
             self._finished.append(failed(self._finished.popleft()))
 
-    def take(self, complete: Callable[[FinishedRead], ReadEnd]) -> StreamReports | None:
-        """Return the ends since the last call, None for none; `complete` is applied to each, to finish the pages of good ones."""
+    def take(self, complete: Callable[[FinishedRead], ReadEnd]) -> tuple[EndReport, list[ReadEnd]] | None:
+        """Return the ends since the last call for the engine and for the scheduler half, with their reads where known.
+
+        Args:
+            complete: Finishes the pages of a good read.
+        """
         latest: dict[str, ReadEnd] = {}
         while self._finished:
             end = complete(self._finished.popleft())
@@ -216,25 +195,83 @@ class RankStreams:
             return None
         self._torn.update(latest)
         known = {request_id: self._torn.pop(request_id, None) for request_id in report.received}
-        bad = [known[request_id] for request_id in report.failed]
-        good = [end for request_id, end in known.items() if request_id not in report.failed]
+        good = [
+            end
+            for request_id, end in known.items()
+            if end is not None and end.is_ok and request_id not in report.failed
+        ]
+        failed = [_given_up(end) for end in (known[request_id] for request_id in report.failed) if end is not None]
         for request_id, is_done in report.ends:
             if is_done:
                 self._torn.pop(request_id, None)
             elif request_id in latest:
                 self._tell_torn(latest[request_id])
-        return StreamReports(
-            frozenset(report.received),
-            frozenset(report.failed),
-            tuple([_given_up(end) for end in bad if end is not None]),
-            tuple([end for end in good if end is not None and end.is_ok]),
-            report.ends,
-        )
+        return report, [*good, *failed]
 
     def _tell_torn(self, end: ReadEnd) -> None:
         self._recorder.observe("torn_stream_codes", end.code)
         self._recorder.info(
             "stream-torn",
-            f"request {end.order.request_id}: its stream from engine {end.order.peer.engine_id} broke off ({end.message}); "
-            f"its prompt is asked for again ({end.code})",
+            f"request {end.order.request_id}: its stream from engine {end.order.ticket.peer.engine_id} broke off "
+            f"({end.message}); its prompt is asked for again ({end.code})",
         )
+
+
+_LOOK_S: Final = 0.0005
+"""Interval at which a mark is polled; the thread sleeps while there is none."""
+
+
+class DeviceMarks(Protocol):
+    """Marks behind all the work that the calling thread has given the device so far."""
+
+    def mark(self) -> object:
+        """Record and return a mark; never waits."""
+        ...
+
+    def is_over(self, mark: object) -> bool:
+        """Return whether everything before the mark is done; any thread."""
+        ...
+
+
+@final
+class ChunkMarks:
+    """Runs actions in the order in which they were given, each once the device has reached its mark.
+
+    Args:
+        device: The device's marks; None where calls return only when their work is done.
+        trouble: Receives the exception of an action or of polling a mark; later actions still run.
+    """
+
+    def __init__(self, device: DeviceMarks | None, trouble: Callable[[str, Exception], None]) -> None:
+        self._device = device
+        self._trouble = trouble
+        self._waiting: SimpleQueue[tuple[object, Callable[[], None]] | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._is_closed = False
+
+    def then(self, action: Callable[[], None]) -> None:
+        """Run an action after the work that the calling thread has given the device so far; engine thread, never waits."""
+        if self._device is None:
+            action()
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, args=(self._device,), name="kv-chunk-marks", daemon=True)
+            self._thread.start()
+        self._waiting.put((self._device.mark(), action))
+
+    def close(self) -> None:
+        """Run no more actions; idempotent."""
+        self._is_closed = True
+        self._waiting.put(None)
+
+    def _run(self, device: DeviceMarks) -> None:
+        while (item := self._waiting.get()) is not None:
+            mark, action = item
+            try:
+                while not device.is_over(mark):
+                    if self._is_closed:
+                        return
+                    time.sleep(_LOOK_S)
+                action()
+            except Exception as error:  # noqa: BLE001  (a chunk that is not shown costs its readers a fallback, nothing else)
+                self._trouble("showing a chunk", error)

@@ -1,0 +1,500 @@
+"""Services that the adapter uses, as Protocols, and the names of the values that pass through them.
+
+The adapter is the consumer, so the Protocols of services stand here; the libraries do not know them. `wiring.py` is the only
+module that imports concrete classes, and it holds one static conformance line per Protocol. A value is declared once, by the
+library that makes it: this module imports it for type checkers alone, and the other modules import it from here, alike. What
+a member does is documented where it is implemented; here stands what the adapter relies on beyond the name.
+
+Boundaries carry builtins, bytes, the owners' frozen values, `Literal` strings and numpy arrays of a stated dtype and shape: no
+enum, no torch, no other package's exception. Every exception that crosses one carries `code`, `fault`, `is_retry_safe` and
+`context`.
+"""
+
+# ruff: noqa: TC004  (`__all__` also lists values, which exist for type checkers alone)
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from kv_handshake import AgentMetadata, Notification, Outcome
+    from kv_handshake.inspect import Comparison, Difference
+    from kv_nixl_agent import PeerSpec, QuarantineEntry, StallEntry, ThreadHealth, TransferResult
+    from kv_scheduler_state import (
+        Admission,
+        AnnouncedFences,
+        BlockList,
+        FinishDecision,
+        HeartbeatOrder,
+        LeaseEnd,
+        PeerAddress,
+        ReadOrder,
+        Refusal,
+        StepPlan,
+    )
+    from kv_scheduler_state.streams import (
+        EndReport,
+        StreamAnswer,
+        StreamChunk,
+        StreamEnds,
+        StreamOpen,
+        StreamOrder,
+        StreamOutcome,
+        StreamPart,
+        StreamPlan,
+        StreamQuestion,
+        StreamReport,
+        StreamStanding,
+    )
+    from kv_topology import Estimate, PageMove, StagedRegion
+
+__all__ = [
+    "AgentMetadata",
+    "AnnouncedFences",
+    "BlockIds",
+    "BlockList",
+    "Codec",
+    "Comparison",
+    "Difference",
+    "EndReport",
+    "Estimate",
+    "FinishDecision",
+    "HandshakeClient",
+    "HandshakeListener",
+    "HeartbeatOrder",
+    "Indices",
+    "LeaseEnd",
+    "LeaseTable",
+    "MemoryKind",
+    "Notification",
+    "Outcome",
+    "PageMove",
+    "PageNumbers",
+    "PeerAddress",
+    "PeerPlan",
+    "PeerSpec",
+    "Planner",
+    "PromptIdentity",
+    "ReadOrder",
+    "Refusal",
+    "SchedulerState",
+    "StagedRegion",
+    "StallEntry",
+    "StepPlan",
+    "StreamEnds",
+    "StreamOpen",
+    "StreamOrder",
+    "StreamOutcome",
+    "StreamPlan",
+    "StreamPart",
+    "StreamQuestion",
+    "StreamReaders",
+    "StreamReport",
+    "StreamStanding",
+    "StreamWatch",
+    "StreamWords",
+    "StreamWorker",
+    "ThreadHealth",
+    "TransferResult",
+    "TransferThread",
+]
+
+BlockIds = Sequence[Sequence[int]]
+"""Logical block ids, one sequence per KV-cache group, in token order."""
+
+MemoryKind = Literal["DRAM", "VRAM"]
+
+Rows = npt.NDArray[np.uint64]
+"""uint64 (n, 5): address, length_bytes, device, stride_bytes, count; each row stands for `count` descriptors."""
+
+Indices = npt.NDArray[np.int32]
+"""int32 (n,): descriptor numbers, counted over all rows."""
+
+PageNumbers = npt.NDArray[np.int64]
+"""int64 (n,): page numbers in a region, ascending, each once."""
+
+
+class HandshakeClient(Protocol):
+    """Queries many peers at once from its own thread."""
+
+    def request(
+        self,
+        *,
+        host: str,
+        port: int,
+        ranks: Sequence[tuple[int, int]],
+        engine_id: str,
+        dialect: int,
+        on_done: Callable[[Outcome], None],
+        generation: int | None = None,
+        check_first: Callable[[AgentMetadata], None] | None = None,
+    ) -> None:
+        """Start a handshake and return at once; `on_done` runs on the client's thread exactly once.
+
+        While the client remembers a failure of the same question, the request ends at once with ``recently-failed``. With
+        `check_first`, every attempt queries rank (0, 0) alone and calls it on the client's thread with that rank's metadata; an
+        exception from it ends the handshake with ``first-rank-refused``, before any other rank is queried.
+        """
+        ...
+
+    def ask(
+        self, *, host: str, port: int, payload: bytes, on_reply: Callable[[str, bytes], None], deadline_s: float
+    ) -> Callable[[], None]:
+        """Send an ask and return at once a function that cancels it; `on_reply` gets (code, payload) once, on another thread.
+
+        Only a peer that accepts asks is asked; for any other the ask ends with ``ask-unsupported``.
+        """
+        ...
+
+    def close(self) -> None: ...
+
+
+class HandshakeListener(Protocol):
+    """Serves this engine's metadata, supervised; passes peers' asks to this engine, and sends its answers."""
+
+    @property
+    def port(self) -> int: ...
+    def start(self) -> None: ...
+    def replace(self, payloads: Mapping[tuple[int, int], bytes]) -> None: ...
+    def take_asks(self, on_ask: Callable[[int, bytes], None], on_gone: Callable[[int], None], *, wait_s: float) -> None:
+        """Call `on_ask` with (ask id, payload) per ask, `on_gone` for an ask that ended unanswered; set before `start`."""
+        ...
+
+    def answer(self, ask_id: int, payload: bytes) -> None: ...
+    def close(self) -> None: ...
+
+
+class Codec(Protocol):
+    """Bytes that the adapter sends or receives outside the side channel's own loop."""
+
+    def encode_envelope(
+        self,
+        metadata: Mapping[str, object],
+        factors: Mapping[str, object],
+        *,
+        dialect: int,
+        rank: tuple[int, int] | None = None,
+    ) -> bytes: ...
+    @property
+    def reserved_prefixes(self) -> tuple[str, ...]: ...
+    def read_complete(self, request_id: str, reader_count: int, *, nonce: str = "", consumer: str = "") -> bytes: ...
+    def heartbeats(self, readers: Sequence[tuple[str, str]]) -> Sequence[bytes]: ...
+    def parse_notification(self, payload: bytes) -> Notification: ...
+    def question_payload(self, question: Mapping[str, object], secrets: Sequence[bytes]) -> bytes: ...
+    def answer_payload(
+        self, question: Mapping[str, object], answer: Mapping[str, object], secrets: Sequence[bytes]
+    ) -> bytes: ...
+    def read_question(self, payload: bytes, secrets: Sequence[bytes]) -> Mapping[str, object]: ...
+    def read_answer(
+        self, payload: bytes, question: Mapping[str, object], secrets: Sequence[bytes]
+    ) -> Mapping[str, object]: ...
+
+
+class PeerPlan(Protocol):
+    """All reads of one local consumer rank from one producer engine."""
+
+    @property
+    def producer_ranks(self) -> Sequence[tuple[int, int]]: ...
+    @property
+    def notify_only_ranks(self) -> Sequence[tuple[int, int]]: ...
+    @property
+    def is_staged(self) -> bool: ...
+    def staged_pages(
+        self, local: Sequence[BlockList], peer: Sequence[BlockList], *, tokens: int
+    ) -> Sequence[tuple[StagedRegion, PageNumbers]]:
+        """Permutations to apply after a read, with the local pages to apply them to; arguments as for `indices`."""
+        ...
+
+    @property
+    def bytes_per_token(self) -> float: ...
+    def reader_count(self, producer_rank: tuple[int, int]) -> int: ...
+    def local_rows(self, producer_rank: tuple[int, int]) -> Rows: ...
+    def peer_rows(self, producer_rank: tuple[int, int]) -> Rows: ...
+    def indices(
+        self, producer_rank: tuple[int, int], local: Sequence[BlockList], peer: Sequence[BlockList], *, tokens: int
+    ) -> tuple[Indices, Indices]:
+        """(local, peer) int32 descriptor indices of equal length, ordered for merging; raises a coded error on bad lists.
+
+        One list per group and side. Every token from a local list's first one up to `tokens` is moved if it lies in a real local
+        block, and that block is filled whole, because the host does not zero it. A peer that lacks one of these tokens is
+        refused, unless the window of token number `tokens` does not reach it.
+        """
+        ...
+
+
+class Planner(Protocol):
+    """Plans from geometry documents, the plain form in which geometry travels."""
+
+    def target_ranks(
+        self, local: Mapping[str, object], *, peer_tp: int, peer_pp: int, peer_dcp: int
+    ) -> Sequence[tuple[int, int]]: ...
+    def geometry(self, document: Mapping[str, object], rank: tuple[int, int]) -> object: ...
+    def plan(
+        self, local: Mapping[str, object], peers: Mapping[tuple[int, int], object], *, peer_tp: int
+    ) -> PeerPlan: ...
+
+
+class StreamWords(Protocol):
+    """This rank's registered words of streams; stores are safe on any thread. A slot's fence word has the slot's number."""
+
+    def open(self, slot: int, generation: int, tag: int) -> None: ...
+    def void(self, slot: int, word: int, tag: int) -> None: ...
+    def put(self, slot: int, tag: int, first: int, ids: Sequence[int]) -> None: ...
+    def show(self, slot: int, tag: int, tokens: int) -> None: ...
+
+
+class StreamListener(Protocol):
+    """Receives the findings of a watch, on the owner thread."""
+
+    def progress(self, tag: int, tokens: int) -> None: ...
+    def table(self, tag: int, first: int, ids: tuple[int, ...]) -> None: ...
+    def broken(self, code: str, message: str) -> None: ...
+
+
+class StreamWatch(Protocol):
+    """A subscription to one stream slot of a peer. Owner thread only."""
+
+    def read_table(self, tag: int, first: int, stop: int) -> None: ...
+    def end(self) -> None: ...
+
+
+class TransferThread(Protocol):
+    """The owner thread of one NIXL agent. Methods marked *owner* may only be called on it (through `call_soon`)."""
+
+    def agent_metadata(self) -> bytes: ...
+    @property
+    def fence(self) -> tuple[int, int, int]: ...
+    @property
+    def streams(self) -> tuple[int, int, int, int] | None: ...
+    @property
+    def stream_words(self) -> StreamWords | None: ...
+    def start(self) -> None: ...
+    def quarantine(self) -> Sequence[QuarantineEntry]: ...
+    def stalls(self) -> Sequence[StallEntry]: ...
+    def call_soon(self, function: Callable[[], None]) -> None:
+        """Run `function` on the owner thread soon, before notifications that arrive after this call; never blocks; any thread."""
+        ...
+
+    def call_every(self, period_s: float, function: Callable[[], None]) -> None: ...
+    def allow_slow_polling(self, allowed: bool) -> None: ...
+    def write_fence(self, slot: int, generation: int) -> None:
+        """Write a word of this rank's fence array with one store; any thread. Refused once the thread is closed."""
+        ...
+
+    # owner
+    def add_peer(self, spec: PeerSpec) -> None: ...
+    def remove_peer(self, peer: str) -> None: ...
+    def has_peer(self, peer: str) -> bool: ...
+    def post_read(
+        self,
+        transfer_id: str,
+        peer: str,
+        local_indices: Indices,
+        peer_indices: Indices,
+        *,
+        notification: bytes,
+        deadline_s: float,
+        fence: tuple[int, int] | None,
+    ) -> None:
+        """Queue a read; `fence` is (slot, generation) to verify after it. `on_result` reports the end.
+
+        Without indices nothing is read; the fence is verified and the notification sent all the same.
+        """
+        ...
+
+    def probe(self, transfer_id: str, peer: str, *, deadline_s: float) -> None:
+        """Read one word of a peer, whatever its value, to see whether the peer answers. `on_result` reports the end.
+
+        `done`: the peer's memory can be read. `failed` with `peer-disconnected`: its process is gone. `timed-out`: no answer.
+        """
+        ...
+
+    def watch_stream(self, peer: str, slot: int, listener: StreamListener, *, tokens: int = 0) -> StreamWatch: ...
+    def cancel(self, transfer_id: str) -> None: ...
+    def send_notification(self, peer: str, payload: bytes) -> bool: ...
+
+    def statistics(self) -> Mapping[str, float]: ...
+    def health(self) -> ThreadHealth: ...
+    @property
+    def is_alive(self) -> bool:
+        """Whether orders are accepted; False from the moment the thread fails."""
+        ...
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the thread has stopped: its agent is closed and no longer touches the memory."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class PromptIdentity(Protocol):
+    """Computes the digest by which a ticket is bound to its prompt."""
+
+    @property
+    def refusal(self) -> str: ...
+    def digest(self, tokens: int) -> str | None: ...
+    def media(self, tokens: int) -> tuple[int, str] | None:
+        """Return how many media items begin among the first `tokens` tokens, and the digest without them; None for none."""
+        ...
+
+
+class SchedulerState(Protocol):
+    """The request machines of the scheduler process: events in, decisions out. Scheduler's thread only.
+
+    A call that is refused raises an exception with `code`, `fault`, `is_retry_safe` and `context`, and changes nothing; only
+    a refused allocation with external tokens puts the request into the `failures` of the next plan.
+    """
+
+    def arrive(
+        self,
+        request_id: str,
+        params: object,
+        *,
+        prompt_tokens: int,
+        identity: PromptIdentity | None = None,
+        now_s: float,
+    ) -> Admission: ...
+    def external_tokens(self, request_id: str, *, computed_tokens: int) -> int | None:
+        """Prompt tokens to load beyond the local prefix hit; None: ask again later, a sibling reads the same hand-over."""
+        ...
+
+    def must_fail(self, request_id: str) -> bool: ...
+    def allocate(
+        self,
+        request_id: str,
+        *,
+        block_ids: BlockIds,
+        new_block_ids: BlockIds,
+        external_tokens: int,
+        preemptions: int = 0,
+        now_s: float,
+    ) -> None: ...
+    def scheduled(
+        self,
+        request_id: str,
+        *,
+        new_block_ids: BlockIds,
+        is_prompt_complete: bool,
+        computed_tokens: int = 0,
+        touched_block_ids: BlockIds | None = None,
+        held_tokens: int = 0,
+    ) -> None: ...
+    def preempt(self, request_id: str, *, now_s: float) -> None: ...
+    def finish(
+        self,
+        request_id: str,
+        *,
+        reason: Literal["length", "stop", "abort", "error"],
+        block_ids: BlockIds,
+        computed_tokens: int,
+        withhold: bool = False,
+        identity: PromptIdentity | None = None,
+        now_s: float,
+    ) -> FinishDecision: ...
+    def report(self, *, sent: Sequence[str], received: Sequence[str], failed: Sequence[str]) -> None: ...
+    def take_step_plan(self, *, now_s: float) -> StepPlan: ...
+    def give_way(self, *, now_s: float) -> str: ...
+    def revoke_all(self, *, now_s: float) -> None: ...
+    def reset(self, *, now_s: float) -> None: ...
+    def set_secrets(self, secrets: Sequence[bytes]) -> None: ...
+    def set_generation(self, generation: int | None) -> None: ...
+    @property
+    def heartbeat_delay_s(self) -> float: ...
+    def drain(self) -> None: ...
+    @property
+    def is_draining(self) -> bool: ...
+    @property
+    def lease_count(self) -> int: ...
+    @property
+    def leased_blocks(self) -> Sequence[int]: ...
+    @property
+    def fence_slots_used(self) -> int: ...
+    def snapshot(self, *, now_s: float, most: int | None = None) -> Sequence[Mapping[str, object]]: ...
+    def state_counts(self) -> Mapping[str, int]: ...
+    # streamed hand-overs
+    def stream_question(self, asker: str, question: Mapping[str, object]) -> None: ...
+    def stream_cancelled(self, asker: str, hand_over_id: str) -> None: ...
+    def give_offers(self, is_on: bool) -> None: ...
+    def take_stream_answers(self) -> Sequence[StreamAnswer]: ...
+    def take_stream_standings(self) -> Sequence[StreamStanding]: ...
+    def take_stream_questions(self) -> Sequence[StreamQuestion]: ...
+    def take_stream_outcomes(self) -> Sequence[StreamOutcome]: ...
+    def take_stream_cancels(self) -> Sequence[tuple[str, int]]: ...
+    def stream_answered(self, request_id: str, number: int, answer: Mapping[str, object], *, now_s: float) -> bool: ...
+    def stream_whole(self, request_id: str) -> None: ...
+    def stream_ended(self, request_id: str, rank: object, *, is_done: bool) -> None: ...
+    def bind_free_blocks(self, free_blocks: Callable[[], int] | None) -> None: ...
+    @property
+    def stream_slots_used(self) -> int: ...
+    @property
+    def streams_lack_blocks(self) -> bool: ...
+    @property
+    def stream_blocks_held(self) -> int: ...
+
+
+class LeaseTable(Protocol):
+    """The producer's leases on one worker; pure, so time is passed in. Transfer thread only."""
+
+    def apply(self, plan: StepPlan, *, void: Sequence[str] = (), now_s: float) -> tuple[Refusal, ...]: ...
+    def expect(self, request_id: str, *, now_s: float) -> None: ...
+    def request_of(self, named_id: str) -> str: ...
+    def release(self, request_id: str, *, now_s: float) -> None: ...
+    def renew(self, request_id: str, *, nonce: str = "", now_s: float) -> bool: ...
+    def read_complete(
+        self, request_id: str, *, reader: str, consumer: str = "", reader_count: int, nonce: str = "", now_s: float
+    ) -> str:
+        """Count a reader of a consumer engine, each reader once; return the verdict.
+
+        "counted", "complete", "duplicate", "unknown", "expired", "stale" (another grant's nonce), "bad-count", "bad-reader",
+        "unadmitted-reader" or "too-many-consumers".
+        """
+        ...
+
+    def take_ended(self, *, now_s: float) -> Sequence[LeaseEnd]: ...
+    def live_count(self) -> int: ...
+    def live_ids(self) -> Sequence[str]: ...
+    def granted_count(self) -> int: ...
+    def snapshot(self, *, now_s: float, most: int | None = None) -> Sequence[Mapping[str, object]]: ...
+
+
+class StreamWorker(Protocol):
+    """Writes the words of a producer's worker, in the order that is safe."""
+
+    def before_forward(self, plan: StreamPlan) -> Sequence[tuple[str, Exception]]: ...
+    def chunk_ended(self, chunk: StreamChunk) -> None: ...
+    def held(self, chunk: StreamChunk) -> None: ...
+    def spoil(self, opening: StreamOpen) -> None: ...
+    def leases_ended(self, ends: Iterable[LeaseEnd]) -> None: ...
+    def take_sent(self) -> Sequence[str]: ...
+
+
+class StreamReaders(Protocol):
+    """Readers of one worker, each with a name for one stream from one rank."""
+
+    def state_of(self, stream_id: str) -> str: ...
+    def cause_of(self, stream_id: str) -> str: ...
+    def watch(
+        self,
+        stream_id: str,
+        *,
+        generation: int,
+        tag: int,
+        prompt_tokens: int,
+        entry_tokens: int,
+        first_entry: int = 0,
+        now_s: float,
+    ) -> None: ...
+    def observed(self, stream_id: str, tag: int, tokens: int, now_s: float) -> StreamPart | None: ...
+    def landed(self, stream_id: str, *, is_good: bool, now_s: float) -> None: ...
+    def fence_found(self, stream_id: str, word: int | None) -> None: ...
+    def cancel(self, stream_id: str) -> None: ...
+    def tick(self, now_s: float) -> None: ...
+    def take_fences(self) -> Sequence[str]: ...
+    def take_reports(self) -> Sequence[StreamReport]: ...

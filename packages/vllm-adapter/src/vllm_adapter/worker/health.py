@@ -1,0 +1,211 @@
+"""State of a rank beside its reads: asleep, its transfer thread dead, and what `vllm-adapter status` shows of it.
+
+Ends of reads while nothing is registered: in vLLM's sleep mode (from 0.33 on), or after the transfer thread has died.
+
+Theory of operation. Before the host unmaps the memory, the registration is closed. Every read ends with the code `asleep`, even
+if its data has just arrived, because its pages are about to be lost. Every lease ends with its fence void. Then the agent is
+closed, which ends the transfers on the wire (no transfer worker is left that could write) and deregisters the memory. Only then
+may the host go on. Steps that run meanwhile get an answer to every order: reads fail, leases end.
+
+Once the memory is mapped again, at the same addresses but empty, everything is registered again under another agent name and
+generation. Requests outlive the sleep: a request that was announced to this worker before has a word in the old fence array and
+KV in the lost memory. Such a request is *lost* until the host restarts it: then its new word is written into the new array, and
+KV computed from there on may be handed over. If a lost request is granted a lease all the same, the lease ends at once, and
+without a fence word no reader accepts its pages as valid (`ports.AnnouncedFences`).
+
+After the transfer thread has died, the engine goes on without hand-overs. The next step voids the words of all requests, and
+from then on every order is answered; once the thread has closed its agent, its remaining reads and leases end. A sleep and
+wake-up register the memory again.
+
+Current state of a rank as plain values, for `vllm-adapter status`. Callable on any thread.
+
+Leases, reads and peers belong to the transfer thread, so it is asked to describe them. If it does not answer in time, only its
+health is shown.
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING, final
+
+from vllm_adapter.steps import ReadEnd, ReadTimes
+from vllm_adapter.worker.transfer.records import FinishedRead
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from vllm_adapter.cache.facts import EngineFacts
+    from vllm_adapter.observe.answers import Answer, HealthEntry
+    from vllm_adapter.observe.recorder import Recorder
+    from vllm_adapter.ports import ReadOrder, ThreadHealth, TransferThread
+    from vllm_adapter.worker.registration import Registration
+
+__all__ = [
+    "ASLEEP",
+    "ASLEEP_MESSAGE",
+    "DEAD",
+    "DEAD_MESSAGE",
+    "MOST_ENTRIES",
+    "ThreadWatch",
+    "fail_reads",
+    "failed_instead",
+    "worker_status",
+]
+
+ASLEEP = "asleep"
+ASLEEP_MESSAGE = "this engine's cache memory was given back (sleep mode)"
+
+DEAD = "thread-dead"
+DEAD_MESSAGE = "the transfer thread of this rank has died; restart this engine"
+
+
+def failed_instead(finished: FinishedRead, code: str = ASLEEP, message: str = ASLEEP_MESSAGE) -> FinishedRead:
+    """Return a good read as a failed one, because its pages must not be used; a failed read is returned unchanged."""
+    if not finished.end.is_ok:
+        return finished
+    return FinishedRead(replace(finished.end, code=code, message=message))
+
+
+def fail_reads(reads: Iterable[ReadOrder], now_s: float, code: str, message: str) -> list[FinishedRead]:
+    """Return failed ends for reads that are ordered while nothing is registered."""
+    return [FinishedRead(ReadEnd(order, code, message, ReadTimes(now_s), now_s)) for order in reads]
+
+
+@final
+class ThreadWatch:
+    """Reports death, stuck turns, callback errors and quarantine of a rank's transfer thread. Engine thread only.
+
+    Args:
+        recorder: Records observations and log lines.
+        engine_id: This engine, for log lines.
+    """
+
+    def __init__(self, recorder: Recorder, engine_id: str) -> None:
+        self._recorder = recorder
+        self._engine_id = engine_id
+        self._errors: tuple[TransferThread, int] | None = None
+        self._reported_dead: TransferThread | None = None
+        self._is_stuck = False
+
+    def check(self, agent: TransferThread | None) -> None:
+        """Report changes since the last call; None while nothing is registered."""
+        held = agent.quarantine() if agent is not None else ()
+        self._recorder.level("quarantined_bytes", sum(entry.bytes_at_risk for entry in held))
+        if agent is None:
+            self._recorder.level("stuck_threads", 0)
+            return
+        health = agent.health()
+        self._check_errors(agent, health)
+        self._check_state(agent, health.state)
+
+    def _check_errors(self, agent: TransferThread, health: ThreadHealth) -> None:
+        """Count new errors of callbacks and turns; log each increase once, with the traceback of the latest error."""
+        errors = health.callback_errors + health.loop_errors
+        known = self._errors[1] if self._errors is not None and self._errors[0] is agent else 0
+        self._errors = (agent, errors)
+        if errors > known:
+            self._recorder.count("num_callback_errors", errors - known)
+            self._recorder.error(
+                "thread-errors",
+                f"the transfer thread of engine {self._engine_id} caught {errors - known} unexpected errors; "
+                f"the latest: {health.last_error}",
+                health.last_traceback,
+            )
+
+    def _check_state(self, agent: TransferThread, state: str) -> None:
+        is_stuck = state == "stuck"
+        self._recorder.level("stuck_threads", int(state in {"stuck", "dead"}))
+        if is_stuck and not self._is_stuck:
+            self._recorder.error(
+                "thread-stuck",
+                f"the transfer thread of engine {self._engine_id} is stuck in one turn: no read and no lease of this rank "
+                "makes progress",
+            )
+        self._is_stuck = is_stuck
+        if state == "dead" and self._reported_dead is not agent:
+            self._reported_dead = agent
+            self._recorder.error(
+                "thread-dead", f"the transfer thread of engine {self._engine_id} has died; restart this engine"
+            )
+
+
+MOST_ENTRIES = 50
+"""Most leases, reads and peers that are described, the oldest of each; all of them are counted."""
+_ANSWER_S = 1.0
+_FIGURES = (
+    "transfers_done",
+    "transfers_failed",
+    "transfers_fence_rejected",
+    "transfers_timed_out",
+    "transfers_cancelled",
+    "bytes_moved",
+    "recent_count",
+    "recent_bytes_per_s",
+    "recent_wire_s_p50",
+    "recent_wire_s_p99",
+)
+
+
+def worker_status(
+    facts: EngineFacts, registration: Registration | None, *, is_registered: bool, is_asleep: bool
+) -> Answer:
+    """Return health, leases, reads, peers, quarantine and stalls of a rank."""
+    status: Answer = {
+        "part": f"{facts.pp_rank}.{facts.tp_rank}",
+        "engine_id": facts.engine_id,
+        "is_asleep": is_asleep,
+        "is_registered": is_registered,
+    }
+    if registration is None:
+        return status
+    agent = registration.agent
+    described = _described(registration)
+    held, stalls = agent.quarantine(), agent.stalls()
+    figures = agent.statistics()
+    return {
+        **status,
+        "thread": _health(agent),
+        "quarantined_transfers": len(held),
+        "quarantined_bytes": sum(entry.bytes_at_risk for entry in held),
+        "stalled_transfers": len(stalls),
+        "stalled_bytes": sum(entry.bytes_left for entry in stalls),
+        "figures": {name: figures[name] for name in _FIGURES if name in figures},
+        **described,
+    }
+
+
+def _health(agent: TransferThread) -> HealthEntry:
+    health = agent.health()
+    return {
+        "state": health.state,
+        "calls_waiting": health.calls_waiting,
+        "errors": health.callback_errors + health.loop_errors,
+        "last_error": health.last_error,
+        "ucx_requests": health.ucx_requests,
+    }
+
+
+def _described(registration: Registration) -> Answer:
+    """Return the transfer thread's description of its leases, reads and peers; empty if it does not answer."""
+    box: list[Answer] = []
+    is_done = threading.Event()
+
+    def describe() -> None:
+        try:
+            leases = registration.leases
+            box.append(
+                {
+                    "leases": leases.live_count(),
+                    "oldest_leases": leases.describe(MOST_ENTRIES),
+                    **registration.reads.describe(MOST_ENTRIES),
+                }
+            )
+        finally:
+            is_done.set()
+
+    with suppress(Exception):  # a dead or closed thread accepts no calls
+        registration.agent.call_soon(describe)
+        is_done.wait(_ANSWER_S)
+    return box[0] if box else {"is_silent": True}

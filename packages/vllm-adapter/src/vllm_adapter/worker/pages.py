@@ -1,0 +1,475 @@
+"""Completion of good reads on the engine thread: conversion of staged pages, and the host mirror of the cache.
+
+Conversion of staged reads: received pages hold the producer's byte order and are permuted in place into ours.
+
+Theory of operation. A staged plan reads whole pages as the producer stores them, because a direct plan would need a descriptor
+for every run of bytes that is contiguous on both sides. For each local region, the plan lists the moves of a received page's
+cells (`kv_topology.PageMove`, in bytes). This module turns them into a few *steps*: regions with the same permutation share
+one step, neighbouring cells that stay together are joined, and lengths are counted in the widest word that divides them all.
+The host's tensor library executes a step over all its regions and pages at once (`torch_pages.py`); nothing here touches memory.
+
+Worked example. A page of 2 heads x 4 tokens x 8 bytes was received tokens first and is wanted heads first. The plan's move is
+`shape (1, 4, 2, 8)` for (unit, token, head, byte), `source_strides (64, 16, 8, 1)`, `target_strides (64, 8, 32, 1)`,
+`element_bytes 1`. The axis of one unit drops out; the bytes of a cell are contiguous on both sides and become a run of 8. The
+widest word that divides 8, 16 and 32 is 8 bytes, so in words the move is `shape (4, 2, 1)`, source strides (2, 1, 1), target
+strides (1, 4, 1): word (token 3, head 1) goes from 3 * 2 + 1 = 7 to 3 * 1 + 1 * 4 = 7, word (1, 1) from 3 to 5.
+
+Host-buffer mode: peers read and write a mirror of the cache in host memory, because NIXL cannot register the device's.
+
+Theory of operation. The mirror has the same layout as the cache at other addresses, so geometry, plans and registration are the
+same. The difference is when blocks are copied between the two.
+
+- Producer: after the forward pass of a step, the blocks that the step computed for prompts that will be handed over are copied to
+  the mirror. On a device with streams a separate thread makes the copies, in order, behind an event. The ticket of a prompt that
+  is complete with this step may be out before the next one, so the step waits for the copies of that prompt.
+- Consumer: copies of received blocks to the device are queued on the engine thread before the read is reported.
+
+A block may get a new owner while an old copy of it is still queued. Another prompt's copy comes later in the same order, but a
+read into the mirror would not, so all copies are waited for before reads are given to the transfer thread.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple, Protocol, final
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from vllm_adapter.cache.documents import GeometryDocument
+    from vllm_adapter.observe.recorder import Recorder
+    from vllm_adapter.ports import BlockIds, PageMove, PageNumbers, StagedRegion
+    from vllm_adapter.steps import ReadEnd
+    from vllm_adapter.worker.transfer.records import FinishedRead
+
+__all__ = [
+    "ConversionStep",
+    "HostMirror",
+    "MirrorMemory",
+    "PageConverter",
+    "PageCopy",
+    "PageRange",
+    "Permutation",
+    "ReadCompletion",
+    "WordMove",
+    "conversion_steps",
+    "page_ranges",
+]
+
+_WIDEST_WORD_BYTES = 8
+
+
+class _PlainMove(NamedTuple):
+    """A move of the plan as a hashable value, in bytes."""
+
+    shape: tuple[int, ...]
+    element_bytes: int
+    source_offset: int
+    source_strides: tuple[int, ...]
+    target_offset: int
+    target_strides: tuple[int, ...]
+
+
+class _JoinedAxis(NamedTuple):
+    """An axis that remains in a move: its number of steps, and bytes per step on both sides."""
+
+    steps: int
+    source: int
+    target: int
+
+
+class _JoinedMove(NamedTuple):
+    """A move whose contiguous axes are joined, with its start on both sides, in bytes from the first permuted byte."""
+
+    axes: tuple[_JoinedAxis, ...]
+    run_bytes: int
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class WordMove:
+    """A strided copy from a received page to the final one, in words; the last axis is contiguous on both sides."""
+
+    shape: tuple[int, ...]
+    source_offset: int
+    source_strides: tuple[int, ...]
+    target_offset: int
+    target_strides: tuple[int, ...]
+
+    def narrowed(self, parts: int) -> WordMove:
+        """Return the same move in words of 1/`parts` of the width."""
+        return WordMove(
+            (*self.shape[:-1], self.shape[-1] * parts),
+            self.source_offset * parts,
+            (*(stride * parts for stride in self.source_strides[:-1]), 1),
+            self.target_offset * parts,
+            (*(stride * parts for stride in self.target_strides[:-1]), 1),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Permutation:
+    """A rearrangement of the words of a page.
+
+    Attributes:
+        word_bytes: 1, 2, 4 or 8; all other lengths are counted in such words, from the first permuted word on.
+        start_bytes: First byte of the page that is permuted.
+        span: Words that are permuted.
+        moves: Moves that together write every word of the span exactly once.
+    """
+
+    word_bytes: int
+    start_bytes: int
+    span: int
+    moves: tuple[WordMove, ...]
+
+    def aligned(self, *places_bytes: int) -> Permutation:
+        """Return the same permutation in words small enough that all these memory addresses are aligned to them."""
+        word_bytes = math.gcd(self.word_bytes, *places_bytes)
+        parts = self.word_bytes // word_bytes
+        if parts == 1:
+            return self
+        return Permutation(
+            word_bytes, self.start_bytes, self.span * parts, tuple(move.narrowed(parts) for move in self.moves)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PageRange:
+    """The pages of a region: page n begins at `address + n * stride_bytes`."""
+
+    address: int
+    stride_bytes: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class ConversionStep:
+    """A permutation of the same pages of several regions.
+
+    Attributes:
+        permutation: Permutation to apply to each page.
+        regions: Page ranges of the regions; each one once, ascending.
+        pages: Numbers of the pages, each once.
+    """
+
+    permutation: Permutation
+    regions: tuple[PageRange, ...]
+    pages: PageNumbers
+
+
+class PageConverter(Protocol):
+    """Executes steps on the cache memory."""
+
+    def convert(self, steps: Sequence[ConversionStep]) -> None:
+        """Permute pages in place, before any work that the calling thread gives the device next.
+
+        If this raises, the content of the pages is invalid.
+        """
+        ...
+
+
+def page_ranges(document: GeometryDocument) -> tuple[PageRange, ...]:
+    """Return the page ranges of a geometry document, by region number."""
+    return tuple(
+        PageRange(region["base_address"], region["page_stride_bytes"], region["page_count"])
+        for region in document.get("regions", ())
+    )
+
+
+def conversion_steps(
+    staged: Sequence[tuple[StagedRegion, PageNumbers]], ranges: Sequence[PageRange]
+) -> tuple[ConversionStep, ...]:
+    """Return the steps that complete a staged read, one per distinct permutation and group.
+
+    Args:
+        staged: Regions whose pages the plan leaves unpermuted, with the numbers of their pages.
+        ranges: Page ranges, by region number.
+    """
+    alike: dict[tuple[int, int, int, tuple[_PlainMove, ...]], tuple[set[PageRange], PageNumbers]] = {}
+    for region, pages in staged:
+        if len(pages):
+            key = (region.group, region.start, region.stop, tuple(_plain(move) for move in region.moves))
+            # A set, because pages that two layers share are read once and permuted once.
+            alike.setdefault(key, (set(), pages))[0].add(ranges[region.region])
+    return tuple(
+        ConversionStep(_permutation(start, stop, moves), tuple(sorted(places, key=lambda p: p.address)), pages)
+        for (_, start, stop, moves), (places, pages) in alike.items()
+    )
+
+
+def _plain(move: PageMove) -> _PlainMove:
+    return _PlainMove(
+        tuple(move.shape),
+        move.element_bytes,
+        move.source_offset,
+        tuple(move.source_strides),
+        move.target_offset,
+        tuple(move.target_strides),
+    )
+
+
+@lru_cache(maxsize=256)
+def _permutation(start: int, stop: int, moves: tuple[_PlainMove, ...]) -> Permutation:
+    """Return a page's moves in the widest word that divides all their lengths, places and strides."""
+    joined = [_join(move, start) for move in moves]
+    word_bytes = math.gcd(_WIDEST_WORD_BYTES, start, stop - start)
+    for move in joined:
+        strides = [stride for axis in move.axes for stride in (axis.source, axis.target)]
+        word_bytes = math.gcd(word_bytes, move.run_bytes, move.source, move.target, *strides)
+    return Permutation(
+        word_bytes, start, (stop - start) // word_bytes, tuple(_in_words(move, word_bytes) for move in joined)
+    )
+
+
+def _in_words(move: _JoinedMove, word_bytes: int) -> WordMove:
+    return WordMove(
+        (*(axis.steps for axis in move.axes), move.run_bytes // word_bytes),
+        move.source // word_bytes,
+        (*(axis.source // word_bytes for axis in move.axes), 1),
+        move.target // word_bytes,
+        (*(axis.target // word_bytes for axis in move.axes), 1),
+    )
+
+
+def _join(move: _PlainMove, start: int) -> _JoinedMove:
+    """Return the axes that remain of a move after joining those that are contiguous on both sides.
+
+    Example: cells of 8 bytes, axes (count, source, target) = (4, 8, 8), (2, 64, 32): the first axis is contiguous (its stride
+    is the cell), so the run grows to 32 bytes; the second one is not contiguous at the source (64) and stays.
+    """
+    run_bytes = move.element_bytes
+    axes = [
+        _JoinedAxis(*axis)
+        for axis in zip(move.shape, move.source_strides, move.target_strides, strict=True)
+        if axis[0] > 1
+    ]
+    while (touching := next((axis for axis in axes if axis.source == axis.target == run_bytes), None)) is not None:
+        axes.remove(touching)
+        run_bytes *= touching.steps
+    joined: list[_JoinedAxis] = []
+    for axis in sorted(axes, key=lambda axis: axis.source, reverse=True):
+        merged = axis
+        if joined and joined[-1][1:] == (axis.source * axis.steps, axis.target * axis.steps):
+            # The outer axis continues where the inner one ends, on both sides, so the two become one axis.
+            merged = axis._replace(steps=axis.steps * joined.pop().steps)
+        joined.append(merged)
+    return _JoinedMove(tuple(joined), run_bytes, move.source_offset - start, move.target_offset - start)
+
+
+@dataclass(frozen=True, slots=True)
+class PageCopy:
+    """The same pages of several regions.
+
+    Attributes:
+        ranges: Page ranges in the mirror, ascending.
+        page_bytes: Bytes of a page.
+        pages: Page numbers, ascending, each once.
+    """
+
+    ranges: tuple[PageRange, ...]
+    page_bytes: int
+    pages: PageNumbers
+
+
+class MirrorMemory(Protocol):
+    """The device's cache and its mirror in host memory."""
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether `save` may run on another thread while the device computes."""
+        ...
+
+    def mark(self) -> object:
+        """Return a mark behind all the work that this thread has given the device so far."""
+        ...
+
+    def save(self, copies: Sequence[PageCopy], after: object) -> None:
+        """Copy pages to the mirror once `after` has been reached; the copies are complete when this returns."""
+        ...
+
+    def restore(self, copies: Sequence[PageCopy], after: object) -> None:
+        """Copy pages to the device once `after` has been reached, before any work that the calling thread gives the device next.
+
+        On a device that works asynchronously the calling thread does not wait.
+        """
+        ...
+
+
+@final
+class HostMirror:
+    """Copies blocks between the device and its mirror. Engine thread only.
+
+    Args:
+        memory: The device's cache and its mirror.
+        document: This rank's geometry document, whose addresses are the mirror's.
+    """
+
+    def __init__(self, memory: MirrorMemory, document: GeometryDocument) -> None:
+        self._memory = memory
+        self._null_block = document["null_block"]
+        self._pages_per_block = [group["pages_per_block"] for group in document["groups"]]
+        self._regions = _regions_by_group(document)
+        self._thread = ThreadPoolExecutor(1, "kv-host-saves") if memory.is_asynchronous else None
+        self._waiting: dict[str, list[Future[None]]] = {}
+        self._last: Future[None] | None = None
+        self._reads_after: object = None
+
+    def save(self, saves: Iterable[tuple[str, BlockIds]]) -> None:
+        """Start copying (request, blocks per group) to the mirror, in this order."""
+        after = self._memory.mark()
+        for request_id, blocks in saves:
+            copies = self._copies(blocks)
+            if self._thread is not None:
+                future = self._thread.submit(self._memory.save, copies, after)
+            else:
+                future = _done_now(self._memory, copies, after)
+            self._waiting.setdefault(request_id, []).append(future)
+            self._last = future
+
+    def settle(self, request_ids: Iterable[str]) -> dict[str, str]:
+        """Wait until all copies of these requests have ended; return the error of each request of which one failed."""
+        failed: dict[str, str] = {}
+        for request_id in request_ids:
+            for future in self._waiting.pop(request_id, ()):
+                error = future.exception()
+                if error is not None:
+                    failed[request_id] = f"{type(error).__name__}: {error}"
+        return failed
+
+    def then(self, request_id: str, action: Callable[[], None]) -> None:
+        """Run an action after all copies of a request that were started so far; never if one of them failed."""
+        copies = tuple(self._waiting.get(request_id, ()))
+
+        def run() -> None:
+            if all(copy.exception() is None for copy in copies):
+                action()
+
+        if self._thread is not None:
+            self._thread.submit(run)  # runs after these copies: the thread works in order
+        else:
+            run()
+
+    def settle_all(self) -> None:
+        """Wait until no copy is in progress, including copies of forgotten requests; failures are kept for `settle`."""
+        if self._last is not None:
+            self._last.exception()
+            self._last = None
+
+    def settle_device(self) -> None:
+        """Wait until the device has finished all work of this thread, restores included; for shutdown, not for a step."""
+        if self._thread is not None:
+            self._thread.submit(self._memory.save, (), self._memory.mark()).result()
+
+    def begin_reads(self) -> None:
+        """Prepare for reads into blocks that had other owners until now: wait for all copies, and mark the device."""
+        self.settle_all()
+        self._reads_after = self._memory.mark()
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """Forget requests that will not be handed over."""
+        for request_id in request_ids:
+            self._waiting.pop(request_id, None)
+
+    def restore(self, blocks: BlockIds) -> None:
+        """Copy received blocks to the device; raises any exception of the device.
+
+        The blocks had their former owners until their read was ordered; work given to the device later does not touch them.
+        """
+        self._memory.restore(self._copies(blocks), self._reads_after)
+
+    def close(self) -> None:
+        """Stop the thread, if there is one, after its copies; idempotent."""
+        if self._thread is not None:
+            self._thread.shutdown()
+
+    def _copies(self, blocks: BlockIds) -> list[PageCopy]:
+        copies: list[PageCopy] = []
+        for ids, per_block, regions in zip(blocks, self._pages_per_block, self._regions, strict=True):
+            held = sorted({block for block in ids if block != self._null_block})
+            pages = np.array([n for block in held for n in range(block * per_block, (block + 1) * per_block)], np.int64)
+            if held:
+                copies += [PageCopy(ranges, page_bytes, pages) for page_bytes, ranges in regions.items()]
+        return copies
+
+
+def _regions_by_group(document: GeometryDocument) -> list[dict[int, tuple[PageRange, ...]]]:
+    """Return the page ranges of each group's regions by page size; ranges that layers share are listed once."""
+    found: list[dict[int, set[PageRange]]] = [{} for _ in document["groups"]]
+    for region, pages in zip(document["regions"], page_ranges(document), strict=True):
+        for group in {member.group for member in region["members"]}:
+            found[group].setdefault(region["page_bytes"], set()).add(pages)
+    return [
+        {page_bytes: tuple(sorted(ranges, key=lambda r: r.address)) for page_bytes, ranges in by_size.items()}
+        for by_size in found
+    ]
+
+
+def _done_now(memory: MirrorMemory, copies: Sequence[PageCopy], after: object) -> Future[None]:
+    future: Future[None] = Future()
+    try:
+        memory.save(copies, after)
+    except Exception as error:  # noqa: BLE001  (kept for `settle`, like one of the thread's)
+        future.set_exception(error)
+    else:
+        future.set_result(None)
+    return future
+
+
+_FAILURES = {
+    "conversion": ("conversion-failed", "num_failed_conversions"),
+    "mirror_restore": ("mirror-copy-failed", "num_failed_mirror_copies"),
+}
+"""Completion step -> (code, statistic) of its failure."""
+
+
+@final
+class ReadCompletion:
+    """Completes good reads. Engine thread only.
+
+    Args:
+        converter: Permutes the bytes of received pages; None if no plan needs that.
+        mirror: Copies received blocks to the device; None without host-buffer mode.
+        recorder: Records observations.
+    """
+
+    def __init__(self, converter: PageConverter | None, mirror: HostMirror | None, recorder: Recorder) -> None:
+        self._converter = converter
+        self._mirror = mirror
+        self._recorder = recorder
+
+    def complete(self, finished: FinishedRead) -> ReadEnd:
+        """Complete a read and return its end, which is a failed one if a step failed."""
+        end, conversion = finished.end, finished.conversion
+        if end.is_ok and conversion:
+            end = self._attempt(end, "conversion", lambda: self._convert(conversion))
+        mirror = self._mirror
+        if end.is_ok and mirror is not None and end.order.is_reported:
+            blocks = [blocks.ids for blocks in end.order.local_blocks]
+            end = self._attempt(end, "mirror_restore", lambda: mirror.restore(blocks))
+        return end
+
+    def _convert(self, steps: Sequence[ConversionStep]) -> None:
+        if self._converter is None:
+            raise RuntimeError("a staged plan was made without a converter")
+        self._converter.convert(steps)
+
+    def _attempt(self, end: ReadEnd, step: str, action: Callable[[], None]) -> ReadEnd:
+        """Run a completion step, record its duration, and turn an exception into a failed end."""
+        code, counter = _FAILURES[step]
+        began_s = time.perf_counter()
+        try:
+            action()
+        except Exception as error:  # noqa: BLE001  (the request fails, the engine goes on)
+            self._recorder.trouble(f"completion of a read ({step})", error, f"request {end.order.request_id}")
+            self._recorder.count(counter)
+            return replace(end, code=code, message=f"{type(error).__name__}: {error}")
+        self._recorder.observe(f"{step}_duration", time.perf_counter() - began_s)
+        return end
