@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
     from vllm_adapter.cache.facts import EngineFacts
     from vllm_adapter.ports import SchedulerState
-    from vllm_adapter.scheduler.draining import Draining
+    from vllm_adapter.scheduler.tickets import Draining
 
 __all__ = ["MOST_REQUESTS", "scheduler_status"]
 
