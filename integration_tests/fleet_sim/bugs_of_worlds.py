@@ -13,7 +13,7 @@ from kv_handshake._policy import Verdict
 from kv_scheduler_state._blocks import BlockRules
 from kv_scheduler_state._consumer import Consumers
 from kv_scheduler_state._producer import Producers
-from vllm_adapter.scheduler.prefill_chunks import PrefillChunks, ScheduledTokens
+from vllm_adapter.scheduler.chunks import PrefillChunks, ScheduledTokens
 from vllm_adapter.worker.engine_thread import WorkerSide
 from vllm_adapter.worker.pages import HostMirror
 from vllm_adapter.worker.transfer.leases import LeaseKeeper
