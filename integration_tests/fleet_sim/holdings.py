@@ -14,7 +14,7 @@ import numpy as np
 from blocks import BlockPool
 from prefix import PrefixCache
 
-from vllm_adapter.scheduler.prefill_chunks import ScheduledTokens
+from vllm_adapter.scheduler.chunks import ScheduledTokens
 
 if TYPE_CHECKING:
     from engine import Engine

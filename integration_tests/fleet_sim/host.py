@@ -19,8 +19,8 @@ from noted import note_chunks, note_computed, note_orders
 from outages import Outages
 from request import Request
 
-from vllm_adapter.scheduler.prefill_chunks import ScheduledTokens
-from vllm_adapter.scheduler.values import Arrival, Ending
+from vllm_adapter.scheduler.chunks import ScheduledTokens
+from vllm_adapter.scheduler.hooks import Arrival, Ending
 
 __all__ = ["Host", "Request"]
 

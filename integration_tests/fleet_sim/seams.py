@@ -25,7 +25,7 @@ import kv_nixl_agent.loop
 import kv_nixl_agent.pacing
 import kv_nixl_agent.thread
 import kv_nixl_agent.transfers.handles
-import vllm_adapter.scheduler.stream_channel
+import vllm_adapter.scheduler.streams
 import vllm_adapter.wiring
 import vllm_adapter.worker.engine_thread
 import vllm_adapter.worker.pages
@@ -223,7 +223,7 @@ def simulated(
         (kv_handshake._net.listener, "ListeningPort", port),
         (kv_handshake._net.listener, "RouterSocket", router),
         (vllm_adapter.wiring, "secrets", SimSecrets(world)),
-        (vllm_adapter.scheduler.stream_channel, "random", SimSecrets(world)),
+        (vllm_adapter.scheduler.streams, "random", SimSecrets(world)),
         (vllm_adapter.wiring, "TransferThread", transfer_thread),
         (vllm_adapter.wiring, "Client", lambda *a, **n: Client(*a, **n, seed=world.random("jitter").getrandbits(30))),
         (vllm_adapter.wiring, "Listener", lambda *a, **n: Listener(*a, **n, clock=world.clock)),

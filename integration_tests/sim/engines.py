@@ -23,9 +23,9 @@ from numpy_pages import NumpyPages
 from kv_scheduler_state import prompt_digest
 from vllm_adapter.cache.facts import CacheGroup, EngineFacts, LayerCache
 from vllm_adapter.config import Settings
-from vllm_adapter.scheduler.prefill_chunks import ScheduledTokens
+from vllm_adapter.scheduler.chunks import ScheduledTokens
+from vllm_adapter.scheduler.hooks import Arrival, Ending
 from vllm_adapter.scheduler.side import SchedulerSide
-from vllm_adapter.scheduler.values import Arrival, Ending
 from vllm_adapter.wiring import SchedulerParts, WorkerParts
 from vllm_adapter.worker.engine_thread import WorkerSide
 

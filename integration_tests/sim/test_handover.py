@@ -9,7 +9,7 @@ import pytest
 from engines import EVERYWHERE, TOKENS, Engine, Prompt
 
 from vllm_adapter.config import Settings
-from vllm_adapter.scheduler.values import Arrival, Ending
+from vllm_adapter.scheduler.hooks import Arrival, Ending
 
 Make = Callable[..., Engine]
 

@@ -12,7 +12,7 @@ import pytest
 from engines import EVERYWHERE, TOKENS, Engine
 
 from vllm_adapter.config import Settings
-from vllm_adapter.scheduler.values import Arrival, Ending
+from vllm_adapter.scheduler.hooks import Arrival, Ending
 
 Make = Callable[..., Engine]
 QUICK = Settings(read_timeout_s=2.0)

@@ -21,8 +21,8 @@ from oracle.geometry import Case, Side
 from oracle.hands import Clock, HandThread, SideChannel, StillClient, StillListener
 from oracle.memory import Array, Content, RankMemory, make_facts, span_tokens
 from vllm_adapter.config import Settings
+from vllm_adapter.scheduler.hooks import Arrival, Ending
 from vllm_adapter.scheduler.side import SchedulerSide
-from vllm_adapter.scheduler.values import Arrival, Ending
 from vllm_adapter.wiring import SchedulerParts, WorkerParts
 from vllm_adapter.worker.engine_thread import WorkerSide
 

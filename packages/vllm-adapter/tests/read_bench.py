@@ -10,9 +10,9 @@ from kv_nixl_agent import PeerSpec
 from kv_scheduler_state.streams import StreamReaders
 from vllm_adapter.cache.peer_geometry import PeerGeometry
 from vllm_adapter.steps import ReadEnd
+from vllm_adapter.worker.pages import FinishedRead
 from vllm_adapter.worker.transfer.parts import PeerLimits, PeerPlanner, ReadLimits, TransferParts
 from vllm_adapter.worker.transfer.reads import ReadCoordinator, StreamReading
-from vllm_adapter.worker.transfer.records import FinishedRead
 from vllm_adapter.worker.transfer.stream_records import StreamGroup, StreamShape
 
 KEY, OTHER_KEY = "P@10.0.0.1:5600/1.1.1/0.0", "P@10.0.0.1:5600/1.1.1/0.1"

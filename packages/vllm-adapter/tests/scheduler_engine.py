@@ -13,9 +13,9 @@ from kv_handshake import Codec
 from kv_scheduler_state import GroupConfig, SchedulerConfig, SchedulerState
 from vllm_adapter.cache.facts import CacheGroup, EngineFacts
 from vllm_adapter.config.secrets import FleetSecrets
-from vllm_adapter.scheduler.prefill_chunks import ScheduledTokens
+from vllm_adapter.scheduler.chunks import ScheduledTokens
+from vllm_adapter.scheduler.hooks import Arrival, Ending
 from vllm_adapter.scheduler.side import SchedulerSide
-from vllm_adapter.scheduler.values import Arrival, Ending
 
 BLOCK = 16
 PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}

@@ -10,8 +10,8 @@ import pytest
 from scheduler_engine import BLOCK, Engine, Prompt
 from stream_wires import InMemory, Wire
 
-from vllm_adapter.scheduler.prefill_chunks import ScheduledTokens
-from vllm_adapter.scheduler.values import Arrival, Ending
+from vllm_adapter.scheduler.chunks import ScheduledTokens
+from vllm_adapter.scheduler.hooks import Arrival, Ending
 
 HAND_OVER = "0f" * 16
 TEXT = "x" * 6 * BLOCK

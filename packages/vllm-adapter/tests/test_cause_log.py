@@ -20,12 +20,12 @@ from vllm_adapter.config import Settings
 from vllm_adapter.observe import cause_log
 from vllm_adapter.observe.cause_log import CauseLog
 from vllm_adapter.observe.recorder import Recorder
-from vllm_adapter.scheduler.stream_channel import StreamChannel
+from vllm_adapter.scheduler.streams import StreamChannel
 from vllm_adapter.steps import ReadEnd, ReadTimes
 from vllm_adapter.wiring import WorkerParts
 from vllm_adapter.worker import engine_thread
 from vllm_adapter.worker.engine_thread import WorkerSide
-from vllm_adapter.worker.transfer.records import FinishedRead
+from vllm_adapter.worker.pages import FinishedRead
 
 OTHER = TEXT.replace("forty", "sixty")
 TAKEN = "its KV was not taken over"

@@ -16,8 +16,8 @@ from scheduler_engine import BLOCK, PREFILL, TEXT, Parts, Prompt
 
 from vllm_adapter.cache.facts import CacheGroup
 from vllm_adapter.host.shutdown import ShutdownWatch, warn_of_short_drain
+from vllm_adapter.scheduler.hooks import Arrival, Ending
 from vllm_adapter.scheduler.side import SchedulerSide
-from vllm_adapter.scheduler.values import Arrival, Ending
 
 BLOCK_BYTES = 4096
 

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_adapter.cache.facts import CacheGroup
-from vllm_adapter.scheduler.prefill_chunks import PrefillChunks, ScheduledTokens
+from vllm_adapter.scheduler.chunks import PrefillChunks, ScheduledTokens
 
 FULL = CacheGroup("attention", 16, 0, 0, ("a",))
 WINDOW = CacheGroup("sliding-window", 8, 32, 0, ("b",))
 STATE = CacheGroup("state", 64, 0, 1, ("c",))
+
+
+def following(groups: list[CacheGroup], sizes: list[int], tokens: int) -> PrefillChunks:
+    unused: Any = None
+    chunks = PrefillChunks(groups, sizes, unused, unused, has_mirror=True)
+    chunks.watch("r", tokens, is_early=False)
+    return chunks
 
 
 def step(blocks: list[list[int]], start: int, stop: int, *, fresh: bool = False, name: str = "r") -> ScheduledTokens:
@@ -32,8 +40,7 @@ def test_every_block_is_copied_after_its_last_token_was_computed(
     span = 16 * dcp
     hit = min(hit_blocks * span, (tokens - 1) // span * span)
     ends = sorted({cut for cut in cuts if hit < cut < tokens} | {tokens})
-    chunks = PrefillChunks([FULL], [dcp])
-    chunks.watch("r", tokens)
+    chunks = following([FULL], [dcp], tokens)
     written: dict[int, int] = dict.fromkeys(range(hit // span), -1)
     copied: dict[int, int] = {}
     had = 0
@@ -50,8 +57,7 @@ def test_every_block_is_copied_after_its_last_token_was_computed(
 
 
 def test_a_state_is_copied_when_the_prompt_is_complete() -> None:
-    chunks = PrefillChunks([FULL, WINDOW, STATE], [1, 1, 1])
-    chunks.watch("r", 40)
+    chunks = following([FULL, WINDOW, STATE], [1, 1, 1], 40)
     first = chunks.scheduled(step([[1, 2], [3, 4, 5], [6, 7]], 0, 20, fresh=True))
     last = chunks.scheduled(step([[8], [9, 10], []], 20, 40))
     assert first is not None
@@ -62,16 +68,14 @@ def test_a_state_is_copied_when_the_prompt_is_complete() -> None:
 
 def test_tokens_of_an_answer_are_no_tokens_of_the_prompt() -> None:
     """A request that starts again after some tokens of its answer computes them in one chunk with its prompt."""
-    chunks = PrefillChunks([FULL], [1])
-    chunks.watch("r", 40)
+    chunks = following([FULL], [1], 40)
     chunk = chunks.scheduled(step([[1, 2, 3]], 0, 45, fresh=True))
     assert chunk is not None
     assert (chunk.computed_tokens, chunk.is_prompt_complete) == (40, True)
 
 
 def test_a_preempted_prompt_starts_again_with_its_new_blocks() -> None:
-    chunks = PrefillChunks([FULL], [1])
-    chunks.watch("r", 32)
+    chunks = following([FULL], [1], 32)
     chunks.scheduled(step([[1, 2]], 0, 32, fresh=True))
     assert chunks.scheduled(step([[3]], 32, 33)) is None  # steps of its answer
     again = chunks.scheduled(step([[5, 6]], 0, 20, fresh=True))
@@ -81,8 +85,7 @@ def test_a_preempted_prompt_starts_again_with_its_new_blocks() -> None:
 
 @pytest.mark.parametrize("forget", [True, False])
 def test_only_prompts_that_will_be_handed_over_are_followed(forget: bool) -> None:
-    chunks = PrefillChunks([FULL], [1])
-    chunks.watch("r", 32)
+    chunks = following([FULL], [1], 32)
     if forget:
         chunks.forget("r")
         chunks.forget("never known")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vllm_adapter.scheduler.prefix_hits import PrefixHits
+from vllm_adapter.scheduler.chunks import PrefixHits
 
 Tables = dict[str, tuple[int, list[list[int]]]]
 """Tokens that are computed already, and the whole block table, by request."""

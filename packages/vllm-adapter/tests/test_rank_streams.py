@@ -23,8 +23,8 @@ from kv_scheduler_state.streams import (
 )
 from vllm_adapter.steps import ReadEnd, ReadTimes
 from vllm_adapter.worker.health import failed_instead
+from vllm_adapter.worker.pages import FinishedRead
 from vllm_adapter.worker.streams import ChunkMarks, RankStreams
-from vllm_adapter.worker.transfer.records import FinishedRead
 
 CHUNK = StreamChunk("p", 1, 7, (StreamRun(0, (4, 5)),), 32)
 BEGIN = StepPlan(streams=StreamPlan(opens=(StreamOpen("p", 1, 7, 7),), chunks=(CHUNK,)))

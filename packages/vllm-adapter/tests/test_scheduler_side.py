@@ -10,8 +10,8 @@ import pytest
 from scheduler_engine import BLOCK, PREFILL, TEXT, Engine, Prompt
 
 from vllm_adapter.cache.facts import CacheGroup
-from vllm_adapter.scheduler.prefill_chunks import ScheduledTokens
-from vllm_adapter.scheduler.values import Arrival
+from vllm_adapter.scheduler.chunks import ScheduledTokens
+from vllm_adapter.scheduler.hooks import Arrival
 from vllm_adapter.steps import RankRegistration, ReadFailure
 
 STATE_GROUP = CacheGroup("state", BLOCK, 0, 0, ("layers.1",))

@@ -13,7 +13,7 @@ from scheduler_engine import Prompt
 from stream_pair import HAND_OVER, TEXT, StreamPair, make_pairs, streaming  # noqa: F401  (a fixture)
 from stream_wires import InMemory, OverZeroMq
 
-from vllm_adapter.scheduler.values import Arrival
+from vllm_adapter.scheduler.hooks import Arrival
 from vllm_adapter.steps import ReadFailure
 
 CHUNKS = 3

@@ -13,7 +13,7 @@ from stream_pair import TEXT, StreamPair
 from stream_wires import InMemory, OverZeroMq
 
 from vllm_adapter.cache.facts import CacheGroup
-from vllm_adapter.scheduler.prefill_chunks import ScheduledTokens
+from vllm_adapter.scheduler.chunks import ScheduledTokens
 
 
 @pytest.fixture(params=[InMemory, OverZeroMq])

@@ -12,8 +12,8 @@ from factories import facts
 from scheduler_engine import PREFILL, Parts, Prompt
 
 from vllm_adapter.config.secrets import FleetSecrets
+from vllm_adapter.scheduler.hooks import Arrival, Ending
 from vllm_adapter.scheduler.side import SchedulerSide
-from vllm_adapter.scheduler.values import Arrival, Ending
 
 _NUMBERS = itertools.count()
 

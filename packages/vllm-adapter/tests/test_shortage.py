@@ -10,7 +10,7 @@ from stream_pair import TEXT as STREAMED
 from stream_pair import StreamPair
 from stream_wires import InMemory
 
-from vllm_adapter.scheduler.values import Arrival
+from vllm_adapter.scheduler.hooks import Arrival
 
 Round = Callable[[], None]
 

@@ -23,8 +23,8 @@ import vllm_adapter.host
 from vllm_adapter.config import Settings, load_settings
 from vllm_adapter.config.start_checks import PORT_VARIABLE, listening_port
 from vllm_adapter.errors import ConfigurationError, UnsupportedHost
+from vllm_adapter.scheduler.hooks import Arrival, Ending
 from vllm_adapter.scheduler.side import SchedulerSide
-from vllm_adapter.scheduler.values import Arrival, Ending
 from vllm_adapter.wiring import SchedulerParts
 
 HOST_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_HOST"

@@ -13,14 +13,14 @@ from kv_scheduler_state import FenceOrder, GrantOrder, StepPlan
 from vllm_adapter.config import Settings
 from vllm_adapter.errors import AdapterError
 from vllm_adapter.observe.recorder import Recorder
-from vllm_adapter.scheduler.served_registration import ServedRegistration
+from vllm_adapter.scheduler.registration import ServedRegistration
 from vllm_adapter.steps import RankRegistration, ReadEnd, ReadTimes, StepOrders
 from vllm_adapter.wiring import WorkerParts
 from vllm_adapter.worker import registration
 from vllm_adapter.worker.engine_thread import _VOID_GENERATION, WorkerSide
 from vllm_adapter.worker.health import fail_reads, failed_instead
+from vllm_adapter.worker.pages import FinishedRead
 from vllm_adapter.worker.registration import Registration
-from vllm_adapter.worker.transfer.records import FinishedRead
 
 RANK, OTHER_RANK = (0, 0), (0, 1)
 

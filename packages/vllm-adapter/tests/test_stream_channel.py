@@ -23,7 +23,7 @@ from kv_handshake._stream.desk import AskDesk, AskLimits
 from kv_handshake._stream.messages import encode_ask, encode_cancel
 from kv_scheduler_state.streams import StreamOutcome
 from vllm_adapter.observe.cause_log import CauseLog
-from vllm_adapter.scheduler.stream_channel import _AGAIN, StreamChannel
+from vllm_adapter.scheduler.streams import _AGAIN, StreamChannel
 
 SECRETS = (b"a fleet secret, 16+",)
 TICKET = {"do_remote_prefill": True, "remote_block_ids": [[]], "remote_request_id": "p-1"}

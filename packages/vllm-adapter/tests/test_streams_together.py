@@ -14,8 +14,9 @@ from kv_scheduler_state import BlockList
 from kv_scheduler_state.streams import StreamOrder
 from kv_scheduler_state.streams.reader import StreamReaders
 from vllm_adapter.steps import ReadTimes
+from vllm_adapter.worker.pages import FinishedRead
 from vllm_adapter.worker.transfer.parts import TransferParts
-from vllm_adapter.worker.transfer.records import FinishedRead, PeerEngine, Read
+from vllm_adapter.worker.transfer.records import PeerEngine, Read
 from vllm_adapter.worker.transfer.stream_records import StreamGroup, StreamShape
 from vllm_adapter.worker.transfer.streams import StreamCoordinator
 

@@ -24,9 +24,9 @@ from kv_topology import Planner
 from vllm_adapter.cache.facts import CacheGroup, EngineFacts, LayerCache
 from vllm_adapter.cache.geometry import local_document
 from vllm_adapter.cache.peer_geometry import PeerGeometry, pack_document
+from vllm_adapter.worker.pages import FinishedRead
 from vllm_adapter.worker.transfer.parts import PeerLimits, PeerPlanner, ReadLimits, TransferParts
 from vllm_adapter.worker.transfer.reads import ReadCoordinator
-from vllm_adapter.worker.transfer.records import FinishedRead
 
 BLOCKS, TOKENS, HEAD_SIZE, LAYERS = 8, 4, 2, 2
 PEER_IDS, LOCAL_IDS = (3, 5, 2), (1, 7, 4)

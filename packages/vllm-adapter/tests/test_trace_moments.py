@@ -12,8 +12,8 @@ from read_bench import Bench
 from scheduler_engine import PREFILL, Engine, Prompt
 
 from vllm_adapter.observe.hand_overs import MOST_HAND_OVERS, HandOverLog, short_id
+from vllm_adapter.scheduler.hooks import Arrival
 from vllm_adapter.scheduler.trail import Trail
-from vllm_adapter.scheduler.values import Arrival
 
 TEXT = "a prompt of forty characters, no more..."
 

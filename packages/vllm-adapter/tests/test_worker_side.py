@@ -22,8 +22,8 @@ from vllm_adapter.errors import AdapterError
 from vllm_adapter.steps import ReadEnd, ReadTimes, StepOrders
 from vllm_adapter.wiring import WorkerParts
 from vllm_adapter.worker.engine_thread import WorkerSide
+from vllm_adapter.worker.pages import FinishedRead
 from vllm_adapter.worker.registration import Registration
-from vllm_adapter.worker.transfer.records import FinishedRead
 
 
 def _worker() -> WorkerSide:
@@ -296,8 +296,8 @@ def test_the_scheduler_lets_workers_rest_while_it_waits_for_peers_alone() -> Non
     assert rest_s(is_empty=True) == 0.005, "a peer reads from here"
     side._awaited.sent(["p"])
     assert not rest_s(is_empty=True)
-    untyped: Any = side._streaming
-    untyped._channel = SimpleNamespace(is_asking=True, has_received=False, send=lambda: None)
+    asking: Any = SimpleNamespace(is_asking=True, receive=lambda _now_s: None, send=lambda: None)
+    side._streams = asking
     assert rest_s(is_empty=True) == 0.005, "a peer is asked"
 
 

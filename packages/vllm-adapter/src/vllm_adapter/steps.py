@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from vllm_adapter.ports import ReadOrder, StepPlan
 
 __all__ = [
+    "ASLEEP",
+    "ASLEEP_MESSAGE",
+    "DEAD",
+    "DEAD_MESSAGE",
     "STREAM_STOPPED",
     "Rank",
     "RankRegistration",
@@ -26,6 +30,10 @@ __all__ = [
     "TraceLink",
 ]
 
+ASLEEP: Final = "asleep"
+ASLEEP_MESSAGE: Final = "this engine's cache memory was given back (sleep mode)"
+DEAD: Final = "thread-dead"
+DEAD_MESSAGE: Final = "the transfer thread of this rank has died; restart this engine"
 STREAM_STOPPED: Final = "stream-stopped"
 """Code of a stream that was given up on this engine's own order."""
 

@@ -226,7 +226,8 @@ class Timeline:
         measured_s: Time to the first token as a client measured it.
         total_s: The same, or else as far as the engines see it.
         named_s: Sum of the named spans.
-        unexplained_part: The rest as a part of the whole; negative rests count as positive ones.
+        unexplained_s: The rest; of a client that measured less than the spans cover, by how much it did.
+        unexplained_part: The same as a part of the whole.
         clock_uncertainty_s: Of each process's clock against decode's scheduler; None where they cannot be compared.
         spans: In order, without gaps. Time before a missing moment belongs to an unnamed span.
         side_spans: Spans beside the way to the first token: the other ranks' reads, the lease at prefill.
@@ -242,6 +243,7 @@ class Timeline:
     measured_s: float | None
     total_s: float
     named_s: float
+    unexplained_s: float
     unexplained_part: float
     clock_uncertainty_s: dict[str, float | None]
     spans: list[Span]
@@ -284,6 +286,7 @@ def make_timeline(hand_over: HandOver, *, measured_s: float | None = None) -> Ti
         measured_s,
         total_s,
         named_s,
+        abs(total_s - named_s),
         abs(total_s - named_s) / total_s if total_s > 0 else 0.0,
         uncertainty_s,
         spans,

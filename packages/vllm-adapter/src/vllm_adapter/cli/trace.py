@@ -29,6 +29,7 @@ __all__ = ["add_trace", "timeline_text"]
 _MOST_UNEXPLAINED = 0.05
 """Part of the time to the first token that may stay without a name."""
 _UNEXPLAINED = 1
+_USAGE = 2
 _NOT_FOUND = 3
 _LEAST_TTFT_S = 1e-6
 _BAR_COLUMNS = 28
@@ -83,9 +84,9 @@ def _trace(
         if ttft is not None:
             seconds("--ttft", ttft, least_s=_LEAST_TTFT_S)
         saved = [answer for file in others or () for answer in _saved(file)]
-        answers: list[Answer] = [{"desk": desk, **answer} for answer in ask_all(folders, request=TRACE_REQUEST)]
-        if save:
-            _write(save, answers)
+    answers: list[Answer] = [{"desk": desk, **answer} for answer in ask_all(folders, request=TRACE_REQUEST)]
+    if save:
+        _write(save, answers)
     answers += saved
     for answer in answers:
         if "error" in answer:
@@ -108,7 +109,8 @@ def _write(file: str, value: object) -> None:
     try:
         Path(file).write_text(json_text(value), encoding="utf-8")
     except (OSError, ValueError) as error:  # ValueError: a name that no file can have
-        raise AdapterError(f"{file} cannot be written: {error}", code="unwritable") from error
+        _say(f"{file} cannot be written: {error}")
+        raise typer.Exit(_USAGE) from None
 
 
 def _saved(file: str) -> list[Answer]:

@@ -10,9 +10,8 @@ import torch
 
 from vllm_adapter.host.vllm import drop_prompt_tail, end_reason
 from vllm_adapter.host.weights import LoraAdapters
-from vllm_adapter.scheduler.prefill_chunks import ScheduledTokens
-from vllm_adapter.scheduler.prefix_hits import PrefixHits
-from vllm_adapter.scheduler.values import Arrival, Ending
+from vllm_adapter.scheduler.chunks import PrefixHits, ScheduledTokens
+from vllm_adapter.scheduler.hooks import Arrival, Ending
 from vllm_adapter.wiring import prompt_digest
 
 if TYPE_CHECKING:

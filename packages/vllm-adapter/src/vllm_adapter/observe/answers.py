@@ -10,7 +10,7 @@ from typing import Annotated, Required, TypedDict
 
 import msgspec
 
-__all__ = ["Answer", "Entry", "HandOverEntry", "Number", "ThreadHealth"]
+__all__ = ["Answer", "Entry", "HandOverEntry", "Number", "HealthEntry"]
 
 Number = Annotated[float, msgspec.Meta(ge=-1e18, le=1e18)]
 """Bytes, counts, seconds. What is computed from numbers within these bounds stays a finite float."""
@@ -72,7 +72,7 @@ class HandOverEntry(TypedDict, total=False):
     moments: Required[dict[str, Number | None]]
 
 
-class ThreadHealth(TypedDict, total=False):
+class HealthEntry(TypedDict, total=False):
     """Health of a rank's transfer thread."""
 
     state: str | None
@@ -123,7 +123,7 @@ class Answer(TypedDict, total=False):
     is_asleep: bool | None
     is_registered: bool | None
     is_silent: bool | None
-    thread: ThreadHealth | None
+    thread: HealthEntry | None
     figures: dict[str, Number | None] | None
     quarantined_transfers: Number | None
     quarantined_bytes: Number | None

@@ -11,19 +11,13 @@ from typing import TYPE_CHECKING, Any, Final, final
 from vllm_adapter.observe.cause_log import CauseLog
 from vllm_adapter.observe.recorder import Recorder
 from vllm_adapter.observe.trace_links import TraceLinks
-from vllm_adapter.scheduler.awaited import AwaitedReports
-from vllm_adapter.scheduler.computed_chunks import ComputedChunks
-from vllm_adapter.scheduler.draining import Draining
-from vllm_adapter.scheduler.hook_guards import HookGuards
-from vllm_adapter.scheduler.prefill_chunks import PrefillChunks
-from vllm_adapter.scheduler.served_registration import ServedRegistration
-from vllm_adapter.scheduler.shortage import Shortage
-from vllm_adapter.scheduler.side_channel import SideChannel
+from vllm_adapter.scheduler.chunks import PrefillChunks
+from vllm_adapter.scheduler.hooks import HookGuards
+from vllm_adapter.scheduler.pending import AwaitedReports, Shortage
+from vllm_adapter.scheduler.registration import ServedRegistration, SideChannel
 from vllm_adapter.scheduler.status import Gauges, scheduler_status
-from vllm_adapter.scheduler.stream_channel import StreamChannel
-from vllm_adapter.scheduler.streaming import Streaming
-from vllm_adapter.scheduler.ticket_log import TicketLog
-from vllm_adapter.scheduler.ticket_seals import TicketSeals
+from vllm_adapter.scheduler.streams import StreamChannel, Streaming
+from vllm_adapter.scheduler.tickets import Draining, TicketLog, TicketSeals
 from vllm_adapter.scheduler.trail import Trail
 from vllm_adapter.steps import StepOrders
 
@@ -33,8 +27,8 @@ if TYPE_CHECKING:
     from vllm_adapter.cache.facts import EngineFacts
     from vllm_adapter.observe.answers import Answer
     from vllm_adapter.ports import BlockIds, FinishDecision
-    from vllm_adapter.scheduler.prefill_chunks import ScheduledTokens
-    from vllm_adapter.scheduler.values import Arrival, Ending
+    from vllm_adapter.scheduler.chunks import ScheduledTokens
+    from vllm_adapter.scheduler.hooks import Arrival, Ending
     from vllm_adapter.steps import Rank, RankRegistration, ReadFailure, TraceLink
     from vllm_adapter.wiring import SchedulerParts
 
@@ -76,13 +70,13 @@ class SchedulerSide:
         self._stats = Recorder()
         self._seals = TicketSeals(parts.make_fleet_secrets(), self._state)
         self._guards = HookGuards(CauseLog(now_s))
-        streams = self._make_streams(parts, CauseLog(now_s)) if parts.streams else None
-        self._streaming = Streaming(facts, self._state, streams, self._guards)
-        self._channel = SideChannel(facts.engine_id, parts.make_listener, streams)
+        channel = self._make_channel(parts, CauseLog(now_s)) if parts.streams else None
+        self._streams = Streaming(facts, self._state, channel, self._guards) if channel is not None else None
+        self._channel = SideChannel(facts.engine_id, parts.make_listener, channel)
         self._now_s = now_s
-        chunks = PrefillChunks(facts.groups, facts.context_sizes)
-        self._span_tokens = chunks.span_tokens
-        self._chunks = ComputedChunks(chunks, self._state, self._guards, has_mirror=parts.uses_host_buffer)
+        self._chunks = PrefillChunks(
+            facts.groups, facts.context_sizes, self._state, self._guards, has_mirror=parts.uses_host_buffer
+        )
         self._links = TraceLinks(lease_ended)
         self._served = ServedRegistration(facts.generation)
         self._awaited = AwaitedReports(self._stats, CauseLog(now_s))
@@ -98,7 +92,7 @@ class SchedulerSide:
         # Arrivals that the machines refused: they know nothing of these requests, or another one by that id.
         self._not_admitted: set[str] = set()
 
-    def _make_streams(self, parts: SchedulerParts, log: CauseLog) -> StreamChannel:
+    def _make_channel(self, parts: SchedulerParts, log: CauseLog) -> StreamChannel:
         seals, stats = self._seals, self._stats
         return StreamChannel(
             self._state,
@@ -118,7 +112,7 @@ class SchedulerSide:
     @property
     def span_tokens(self) -> tuple[int, ...]:
         """Tokens that a block of each transferable group stands for; 0 for a group of states."""
-        return self._span_tokens
+        return self._chunks.span_tokens
 
     # ---------------------------------------------------------------------------------------------- requests
 
@@ -148,14 +142,15 @@ class SchedulerSide:
                 self._trail.arrived(arrival, admission.role, now_s, is_early=admission.is_early)
             if admission.role != "none" and not admission.rejected_code:
                 self._seals.accepted(arrival.params)
-                self._streaming.taken(arrival)
+                if self._streams is not None:
+                    self._streams.taken(arrival)
             tail = admission.truncate_tokens
             is_shortened = bool(tail) and arrival.drop_tail is not None and arrival.drop_tail(tail)
             if tail and not is_shortened:
                 self._tickets.not_shortened(request_id)
             if admission.role == "producer":
-                if admission.is_early:
-                    self._streaming.arrived(arrival, tail=tail, is_shortened=is_shortened)
+                if admission.is_early and self._streams is not None:
+                    self._streams.arrived(arrival, tail=tail, is_shortened=is_shortened)
                 tokens = arrival.prompt_tokens - tail * is_shortened
                 self._chunks.watch(request_id, tokens, is_early=admission.is_early)
 
@@ -176,7 +171,8 @@ class SchedulerSide:
         tokens: int | None = 0
         if request_id in self._followed:
             # An offer that has come since the last step saves this one.
-            self._streaming.receive(self._now_s())
+            if self._streams is not None:
+                self._streams.receive(self._now_s())
             with self._guards("prefix lookup", request_id):
                 tokens = self._state.external_tokens(request_id, computed_tokens=computed_tokens)
         self._shortage.told(tokens)
@@ -230,7 +226,8 @@ class SchedulerSide:
             return False, None
         self._draining.look()
         decision = self._end(ending, block_ids)
-        self._streaming.publish()
+        if self._streams is not None:
+            self._streams.publish()
         if request_id in self._followed:
             self._followed.discard(request_id)
             if ending.reason == "error":
@@ -292,14 +289,17 @@ class SchedulerSide:
             if request_id in self._followed:
                 with self._guards("preemption", request_id):
                     self._state.preempt(request_id, now_s=now_s)
-        self._chunks.tell(scheduled)
+        self._chunks.take(scheduled)
         if self._draining.is_revoking:
             with self._guards.of_engine("revocation of all leases", "they end when they are read or expire"):
                 self._draining.revoke(now_s)
-        self._streaming.receive(now_s)
+        streams = self._streams
+        if streams is not None:
+            streams.receive(now_s)
         plan = self._state.take_step_plan(now_s=now_s)
-        # An answer may reach its asker before the workers have stored the words that it names: older words tell of nothing.
-        self._streaming.send()
+        if streams is not None:
+            # An answer may reach its asker before the workers have stored the words that it names: older words show no progress.
+            streams.send()
         self._awaited.ordered(plan)
         if plan.reads:
             self._trail.ordered(plan.reads, now_s)
@@ -312,9 +312,12 @@ class SchedulerSide:
         is_roomy = is_empty and 2 * self._free_blocks() > self._facts.block_count
         if self._shortage.lasts(now_s, is_empty=is_empty, streams_lack_blocks=is_lacking, is_roomy=is_roomy):
             self._give_way(now_s)
-        return StepOrders(
-            plan, self._links.of_reads(plan), self._served.question, self._rest_s, self._streaming.is_asking
-        )
+        return StepOrders(plan, self._links.of_reads(plan), self._served.question, self._rest_s, self._is_asking)
+
+    @property
+    def _is_asking(self) -> bool:
+        """Whether a question to a peer is still unanswered."""
+        return self._streams is not None and self._streams.is_asking
 
     @property
     def _rest_s(self) -> float:
@@ -323,9 +326,9 @@ class SchedulerSide:
         if self._facts.is_lock_stepped:
             return 0.0
         # A single step that computes nothing may stand between two that do, where the host schedules ahead.
-        if self._empty_steps < 2 or not (self._awaited.is_awaiting or self._streaming.is_asking):
+        if self._empty_steps < 2 or not (self._awaited.is_awaiting or self._is_asking):
             return 0.0
-        return _REST_S if self._awaited.is_awaiting_whole or self._streaming.is_asking else _REST_OF_STREAMS_S
+        return _REST_S if self._awaited.is_awaiting_whole or self._is_asking else _REST_OF_STREAMS_S
 
     def _give_way(self, now_s: float) -> None:
         """Give up a waiting read if this engine and a peer may each wait for blocks that are leased to the other."""
@@ -359,13 +362,15 @@ class SchedulerSide:
                 self._registered(registrations)
         if reasons:
             self._awaited.explained(reasons)
-        self._streaming.ended(stream_ends)
+        if self._streams is not None:
+            self._streams.ended(stream_ends)
         sent_ids = self._awaited.sent(sent)
         ended, broken = self._awaited.received(received, failed)
         if sent_ids or ended:
             with self._guards.of_engine("report of the workers", "blocks may stay until their leases end"):
                 self._state.report(sent=sent_ids, received=ended, failed=broken)
-            self._streaming.publish()
+            if self._streams is not None:
+                self._streams.publish()
             self._trail.reported(sent_ids, "freed")
             self._trail.reported(ended, "reported")
             self._shortage.loaded(self._followed.intersection(ended).difference(broken))
@@ -396,7 +401,8 @@ class SchedulerSide:
     def bind_free_blocks(self, free_blocks: Callable[[], int]) -> None:
         """Ask this for the free blocks of the host's pool before a stream takes some, and where a request seems to lack some."""
         self._free_blocks = free_blocks
-        self._streaming.bind_free_blocks(free_blocks)
+        if self._streams is not None:
+            self._state.bind_free_blocks(free_blocks)
 
     def take_stats(self) -> dict[str, list[Any]] | None:
         """Return the observations since the last call by key, None for nothing."""
@@ -433,7 +439,8 @@ class SchedulerSide:
 
     def close(self) -> None:
         """Stop serving; idempotent."""
-        self._streaming.close()
+        if self._streams is not None:
+            self._streams.close()
         self._channel.close()
         self._draining.end()
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from vllm_adapter.observe.answers import Answer, Entry
     from vllm_adapter.observe.recorder import Recorder
     from vllm_adapter.ports import SchedulerState
-    from vllm_adapter.scheduler.draining import Draining
+    from vllm_adapter.scheduler.tickets import Draining
 
 __all__ = ["MOST_REQUESTS", "Gauges", "scheduler_status"]
 

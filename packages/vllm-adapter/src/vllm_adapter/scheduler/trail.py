@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from vllm_adapter.observe.hand_overs import HandOverLog
     from vllm_adapter.ports import ReadOrder
-    from vllm_adapter.scheduler.values import Arrival
+    from vllm_adapter.scheduler.hooks import Arrival
 
 __all__ = ["Trail"]
 

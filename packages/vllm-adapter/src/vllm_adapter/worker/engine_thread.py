@@ -15,17 +15,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, final
 from vllm_adapter.cache.geometry import local_document
 from vllm_adapter.errors import AdapterError
 from vllm_adapter.observe.cause_log import CauseLog
-from vllm_adapter.steps import RankRegistration, ReadFailure, StepReport
-from vllm_adapter.worker.health import (
-    ASLEEP,
-    ASLEEP_MESSAGE,
-    DEAD,
-    DEAD_MESSAGE,
-    ThreadWatch,
-    fail_reads,
-    failed_instead,
-    worker_status,
-)
+from vllm_adapter.steps import ASLEEP, ASLEEP_MESSAGE, DEAD, DEAD_MESSAGE, RankRegistration, ReadFailure, StepReport
+from vllm_adapter.worker.health import ThreadWatch, fail_reads, failed_instead, worker_status
 from vllm_adapter.worker.pages import HostMirror, ReadCompletion
 from vllm_adapter.worker.registration import Registration, RegistrationEvents, open_registration
 from vllm_adapter.worker.resting import Resting
@@ -39,9 +30,8 @@ if TYPE_CHECKING:
     from vllm_adapter.ports import EndReport, StepPlan
     from vllm_adapter.steps import ReadEnd, StepOrders, TraceLink
     from vllm_adapter.wiring import WorkerParts
-    from vllm_adapter.worker.pages import MirrorMemory, PageConverter
+    from vllm_adapter.worker.pages import FinishedRead, MirrorMemory, PageConverter
     from vllm_adapter.worker.streams import DeviceMarks
-    from vllm_adapter.worker.transfer.records import FinishedRead
 
 __all__ = ["WorkerSide"]
 

@@ -1,6 +1,4 @@
-"""State of a rank beside its reads: asleep, its transfer thread dead, and what `vllm-adapter status` shows of it.
-
-Ends of reads while nothing is registered: in vLLM's sleep mode (from 0.33 on), or after the transfer thread has died.
+"""State of a rank beside its reads: asleep (vLLM's sleep mode), its transfer thread dead, and what `vllm-adapter status` shows.
 
 Theory of operation. Before the host unmaps the memory, the registration is closed. Every read ends with the code `asleep`, even
 if its data has just arrived, because its pages are about to be lost. Every lease ends with its fence void. Then the agent is
@@ -17,10 +15,8 @@ After the transfer thread has died, the engine goes on without hand-overs. The n
 from then on every order is answered; once the thread has closed its agent, its remaining reads and leases end. A sleep and
 wake-up register the memory again.
 
-Current state of a rank as plain values, for `vllm-adapter status`. Callable on any thread.
-
-Leases, reads and peers belong to the transfer thread, so it is asked to describe them. If it does not answer in time, only its
-health is shown.
+For `status`, leases, reads and peers belong to the transfer thread, so it is asked to describe them. If it does not answer in
+time, only its health is shown.
 """
 
 from __future__ import annotations
@@ -30,36 +26,25 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, final
 
-from vllm_adapter.steps import ReadEnd, ReadTimes
-from vllm_adapter.worker.transfer.records import FinishedRead
+from vllm_adapter.steps import ASLEEP, ASLEEP_MESSAGE, ReadEnd, ReadTimes
+from vllm_adapter.worker.pages import FinishedRead
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from vllm_adapter.cache.facts import EngineFacts
-    from vllm_adapter.observe.answers import Answer
-    from vllm_adapter.observe.answers import ThreadHealth as ShownHealth
+    from vllm_adapter.observe.answers import Answer, HealthEntry
     from vllm_adapter.observe.recorder import Recorder
     from vllm_adapter.ports import ReadOrder, ThreadHealth, TransferThread
     from vllm_adapter.worker.registration import Registration
 
 __all__ = [
-    "ASLEEP",
-    "ASLEEP_MESSAGE",
-    "DEAD",
-    "DEAD_MESSAGE",
     "MOST_ENTRIES",
     "ThreadWatch",
     "fail_reads",
     "failed_instead",
     "worker_status",
 ]
-
-ASLEEP = "asleep"
-ASLEEP_MESSAGE = "this engine's cache memory was given back (sleep mode)"
-
-DEAD = "thread-dead"
-DEAD_MESSAGE = "the transfer thread of this rank has died; restart this engine"
 
 
 def failed_instead(finished: FinishedRead, code: str = ASLEEP, message: str = ASLEEP_MESSAGE) -> FinishedRead:
@@ -177,7 +162,7 @@ def worker_status(
     }
 
 
-def _health(agent: TransferThread) -> ShownHealth:
+def _health(agent: TransferThread) -> HealthEntry:
     health = agent.health()
     return {
         "state": health.state,

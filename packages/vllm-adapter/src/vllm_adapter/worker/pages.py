@@ -46,9 +46,9 @@ if TYPE_CHECKING:
     from vllm_adapter.observe.recorder import Recorder
     from vllm_adapter.ports import BlockIds, PageMove, PageNumbers, StagedRegion
     from vllm_adapter.steps import ReadEnd
-    from vllm_adapter.worker.transfer.records import FinishedRead
 
 __all__ = [
+    "FinishedRead",
     "ConversionStep",
     "HostMirror",
     "MirrorMemory",
@@ -428,6 +428,15 @@ _FAILURES = {
     "mirror_restore": ("mirror-copy-failed", "num_failed_mirror_copies"),
 }
 """Completion step -> (code, statistic) of its failure."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class FinishedRead:
+    """The end of a read, and the work that the engine thread must still do on the pages of a good one."""
+
+    end: ReadEnd
+    conversion: tuple[ConversionStep, ...] = ()
 
 
 @final

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, final
 
 from vllm_adapter.cache.geometry import local_document, registration_ranges
 from vllm_adapter.errors import AdapterError
-from vllm_adapter.worker.health import ASLEEP, ASLEEP_MESSAGE
+from vllm_adapter.steps import ASLEEP, ASLEEP_MESSAGE
 from vllm_adapter.worker.transfer.leases import LeaseKeeper, StreamedLeases
 from vllm_adapter.worker.transfer.parts import PeerLimits, PeerPlanner, ReadLimits, TransferParts
 from vllm_adapter.worker.transfer.reads import ReadCoordinator, StreamReading
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from vllm_adapter.observe.recorder import Recorder
     from vllm_adapter.ports import HandshakeClient, MemoryKind, StepPlan, StreamWorker, TransferResult, TransferThread
     from vllm_adapter.wiring import WorkerParts
-    from vllm_adapter.worker.transfer.records import FinishedRead
+    from vllm_adapter.worker.pages import FinishedRead
 
 __all__ = ["Registration", "RegistrationEvents", "open_registration", "read_limits", "stream_shape"]
 

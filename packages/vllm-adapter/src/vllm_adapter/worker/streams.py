@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 
     from vllm_adapter.observe.recorder import Recorder
     from vllm_adapter.ports import EndReport, StepPlan, StreamEnds, StreamOpen, StreamWorker
-    from vllm_adapter.worker.pages import HostMirror
-    from vllm_adapter.worker.transfer.records import FinishedRead
+    from vllm_adapter.worker.pages import FinishedRead, HostMirror
 
 __all__ = ["ChunkMarks", "DeviceMarks", "RankStreams"]
 

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, NamedTuple, final
 
 from vllm_adapter.errors import code_of
 from vllm_adapter.steps import ReadEnd, ReadTimes
-from vllm_adapter.worker.pages import conversion_steps, page_ranges
+from vllm_adapter.worker.pages import FinishedRead, conversion_steps, page_ranges
 from vllm_adapter.worker.transfer.describing import StallWatch, describe_peers, describe_reads, note_quarantine
 from vllm_adapter.worker.transfer.messages import ProducerMessages
 from vllm_adapter.worker.transfer.peers import PEER_DRAINING, PeerDirectory
-from vllm_adapter.worker.transfer.records import FinishedRead, Read, is_peer_at_fault, may_be_mended
+from vllm_adapter.worker.transfer.records import Read, is_peer_at_fault, may_be_mended
 from vllm_adapter.worker.transfer.streams import StreamCoordinator
 from vllm_adapter.worker.transfer.tickets import may_retry, refusal, refused_retry
 

@@ -9,11 +9,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from vllm_adapter.ports import AgentMetadata, PeerAddress, PeerPlan, ReadOrder, StreamOrder, TransferResult
-    from vllm_adapter.steps import Rank, ReadEnd, ReadTimes
+    from vllm_adapter.steps import Rank, ReadTimes
     from vllm_adapter.worker.pages import ConversionStep
     from vllm_adapter.worker.transfer.parts import ReadLimits
 
-__all__ = ["FinishedRead", "PeerEngine", "Read", "is_peer_at_fault", "is_same_place", "may_be_mended"]
+__all__ = ["PeerEngine", "Read", "is_peer_at_fault", "is_same_place", "may_be_mended"]
 
 
 def is_peer_at_fault(result: TransferResult) -> bool:
@@ -30,15 +30,6 @@ def may_be_mended(result: TransferResult) -> bool:
     This includes peers that the agent has removed (`peer-removed`), as when another engine proved that the name is its own.
     """
     return is_peer_at_fault(result) or result.code == "peer-removed"
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class FinishedRead:
-    """The end of a read, and the work that the engine thread must still do on the pages of a good one."""
-
-    end: ReadEnd
-    conversion: tuple[ConversionStep, ...] = ()
 
 
 @final

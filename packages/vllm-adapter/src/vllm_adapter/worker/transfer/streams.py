@@ -15,8 +15,9 @@ import numpy as np
 
 from vllm_adapter.errors import AdapterError, code_of
 from vllm_adapter.steps import STREAM_STOPPED, ReadEnd, ReadTimes
+from vllm_adapter.worker.pages import FinishedRead
 from vllm_adapter.worker.transfer.describing import note_quarantine
-from vllm_adapter.worker.transfer.records import FinishedRead, Read, is_peer_at_fault
+from vllm_adapter.worker.transfer.records import Read, is_peer_at_fault
 from vllm_adapter.worker.transfer.stream_records import FollowedRank, Part, Stream, StreamEvents, as_one_read
 from vllm_adapter.worker.transfer.tickets import refusal
 

@@ -1,16 +1,17 @@
-"""Plain values that the host's hooks give the scheduler side about one request."""
+"""The scheduler side's hooks: plain values that the host passes about a request, and guards that keep the hooks from raising."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, final
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from vllm_adapter.observe.cause_log import CauseLog
     from vllm_adapter.ports import PromptIdentity
 
-__all__ = ["Arrival", "Ending"]
+__all__ = ["Arrival", "Ending", "HookGuards"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,3 +73,58 @@ class Ending:
         """
         kept = max(0, self.computed_tokens - self.in_flight_tokens)
         return kept if self.known_tokens is None else min(kept, self.known_tokens)
+
+
+@final
+class HookGuards:
+    """Makes `with` blocks that turn an exception into a log line, unless lines of this event are rate-limited.
+
+    Example: `with guards("arrival", request_id): ...`, or, where no single request is concerned,
+    `with guards.of_engine("reset", "KV of before the reset may still be handed over; restart this engine"): ...`.
+
+    Args:
+        log: Rate-limits the lines of each event.
+    """
+
+    __slots__ = ("_log",)
+
+    def __init__(self, log: CauseLog) -> None:
+        self._log = log
+
+    def __call__(self, event: str, request_id: str) -> _Guard:
+        """Return a guard for a constant event and the request that it is about."""
+        return _Guard(self._log, event, f"request {request_id}: ", "the request goes on without a hand-over")
+
+    def of_engine(self, event: str, consequence: str) -> _Guard:
+        """Return a guard for a constant event that concerns no single request; the line says the `consequence` of a failure."""
+        return _Guard(self._log, event, "", consequence)
+
+
+@final
+class _Guard:
+    """Context manager that logs exceptions; `__exit__` returns a bool, so that type checkers know that it may suppress them."""
+
+    __slots__ = ("_consequence", "_event", "_log", "_whose")
+
+    def __init__(self, log: CauseLog, event: str, whose: str, consequence: str) -> None:
+        self._log = log
+        self._event = event
+        self._whose = whose
+        self._consequence = consequence
+
+    def __enter__(self) -> None:
+        """Enter the block."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
+        """Log an exception and suppress it, unless it ends the process."""
+        if not isinstance(error, Exception):
+            return False
+        self._log.error(
+            self._event,
+            "%s%s failed (traceback below): %s",
+            self._whose,
+            self._event,
+            self._consequence,
+            trace=error,
+        )
+        return True

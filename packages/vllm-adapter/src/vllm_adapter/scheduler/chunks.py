@@ -1,0 +1,254 @@
+"""Chunks of the prompts that will be handed over (`PrefillChunks`), and hits that are complete before a step (`PrefixHits`).
+
+In host-buffer mode the request machines need the chunks of every such prompt, for the copies to the mirror; otherwise only those
+of prompts that a peer may read while they are computed. If there are no such prompts, a step costs one check here.
+
+Streams need the blocks that a step adds; copies to a mirror need the blocks that it touches. A chunk touches the blocks of the
+tokens that it computes, including a block that the previous chunk left partly filled, which is not among the blocks that the
+engine adds in this step. A request's first chunk also covers all tokens before it: the blocks of a prefix hit may have been
+computed for requests that were not handed over.
+
+Example: blocks of 16 tokens, a prompt of 40, steps of 24 and 16 tokens. The first step touches blocks 0 and 1, the second tokens
+24 to 39, which lie in blocks 1 and 2.
+
+For states only the last one matters, once the prompt is complete. The blocks before it hold states of earlier boundaries. The
+host takes them away and gives them to other requests while the prompt continues, so a copy of such a block could overwrite
+data that is being read into it.
+
+A stream may show a prefix hit at once if its pages are complete before the step. The host indexes a block by its content as
+soon as the step that computes it is scheduled, so a hit may name blocks that another request of the same step is about to fill.
+Therefore, once a prompt that will be streamed has a hit, and only then, the blocks that the step writes are collected from the
+block tables of all its requests.
+
+Example: blocks of 16 tokens. A step computes tokens 16 to 47 of a request with the blocks 4, 5 and 6, so it writes 5 and 6. A
+hit on blocks 4 and 5 is not complete before the step; a hit on block 4 is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import lcm
+from typing import TYPE_CHECKING, final
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from vllm_adapter.cache.facts import CacheGroup
+    from vllm_adapter.ports import SchedulerState
+    from vllm_adapter.scheduler.hooks import HookGuards
+
+__all__ = ["PrefillChunk", "PrefillChunks", "PrefixHits", "ScheduledTokens"]
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledTokens:
+    """Tokens that a step computes for one request.
+
+    Attributes:
+        request_id: The request.
+        block_ids: Blocks per transferable group: all of them if `is_fresh`, else those that are new.
+        is_fresh: Whether the request starts, or starts again after a preemption.
+        computed_tokens: Tokens that are already computed.
+        new_tokens: Tokens that this step computes.
+        held_tokens: Tokens of a prefix hit that this step does not compute for any request, see `PrefixHits`.
+    """
+
+    request_id: str
+    block_ids: Sequence[Sequence[int]]
+    is_fresh: bool
+    computed_tokens: int
+    new_tokens: int
+    held_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillChunk:
+    """A step's part of a prompt.
+
+    Attributes:
+        request_id: The request.
+        block_ids: Blocks per group that hold the tokens of the step.
+        new_block_ids: Blocks per group that the request gains in this step: all its blocks, if it starts or starts again.
+        is_prompt_complete: Whether this step completes the prompt.
+        computed_tokens: Prompt tokens that are computed after the step, including those of a prefix hit.
+        held_tokens: Prompt tokens that were computed before the step.
+    """
+
+    request_id: str
+    block_ids: tuple[tuple[int, ...], ...]
+    new_block_ids: tuple[tuple[int, ...], ...]
+    is_prompt_complete: bool
+    computed_tokens: int
+    held_tokens: int = 0
+
+
+@dataclass(slots=True)
+class _Prompt:
+    tokens: int
+    blocks: list[list[int]] = field(default_factory=list[list[int]])
+    is_complete: bool = False
+
+
+@final
+class PrefillChunks:
+    """Follows the prompts that will be handed over, and passes their chunks to the request machines.
+
+    Args:
+        groups: The transferable groups.
+        context_sizes: Context-parallel size of each group, by which a block's token count is multiplied: blocks of 16 tokens
+            that are dealt out to two ranks stand for 32 tokens of the prompt.
+        state: The request machines.
+        guards: Turns an exception of the machines into a log line.
+        has_mirror: Whether all chunks are copied to a mirror in host memory.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[CacheGroup],
+        context_sizes: Sequence[int],
+        state: SchedulerState,
+        guards: HookGuards,
+        *,
+        has_mirror: bool,
+    ) -> None:
+        self.span_tokens = tuple(
+            0 if group.kind == "state" else group.block_tokens * size
+            for group, size in zip(groups, context_sizes, strict=True)
+        )
+        """Tokens that a block of each group stands for; 0 for a group of states."""
+        self._scratch_blocks = [group.scratch_blocks for group in groups]
+        self._state = state
+        self._guards = guards
+        self._has_mirror = has_mirror
+        self._prompts: dict[str, _Prompt] = {}
+        self._refused: set[str] = set()
+
+    def watch(self, request_id: str, prompt_tokens: int, *, is_early: bool) -> None:
+        """Follow the prompt of a producer's request from its arrival, if its chunks are needed."""
+        if self._has_mirror or is_early:
+            self._prompts[request_id] = _Prompt(prompt_tokens)
+
+    def forget(self, request_id: str) -> None:
+        """Stop following a request."""
+        self._refused.discard(request_id)
+        self._prompts.pop(request_id, None)
+
+    def follows(self, request_id: str) -> bool:
+        """Return whether the chunks of a request are needed."""
+        return request_id in self._prompts
+
+    def was_refused(self, request_id: str) -> bool:
+        """Return whether a chunk of the request was refused, so that its prompt must not be handed over."""
+        return request_id in self._refused
+
+    def take(self, scheduled: Iterable[ScheduledTokens]) -> None:
+        """Pass on the chunks that a step computes; `scheduled` is not iterated while no prompt is followed."""
+        if self._prompts:
+            for step in scheduled:
+                chunk = self.scheduled(step)
+                if chunk is not None and chunk.request_id not in self._refused:
+                    self._pass_on(chunk)
+
+    def scheduled(self, step: ScheduledTokens) -> PrefillChunk | None:
+        """Return the request's chunk in this step; None if the request is not followed or its prompt is complete."""
+        prompt = self._prompts.get(step.request_id)
+        if prompt is None:
+            return None
+        if step.is_fresh:
+            prompt.blocks, prompt.is_complete = [list(ids) for ids in step.block_ids], False
+        else:
+            for known, added in zip(prompt.blocks, step.block_ids, strict=False):
+                known.extend(added)
+        if prompt.is_complete:
+            return None
+        stop = step.computed_tokens + step.new_tokens
+        prompt.is_complete = stop >= prompt.tokens
+        start = 0 if step.is_fresh else step.computed_tokens
+        blocks = tuple(
+            _touched(ids, span, start, stop) if span else _running_state(ids, scratch) if prompt.is_complete else ()
+            for ids, span, scratch in zip(prompt.blocks, self.span_tokens, self._scratch_blocks, strict=True)
+        )
+        new_blocks = tuple(map(tuple, step.block_ids))
+        computed, held = min(stop, prompt.tokens), min(step.held_tokens, prompt.tokens)
+        return PrefillChunk(step.request_id, blocks, new_blocks, prompt.is_complete, computed, held)
+
+    def _pass_on(self, chunk: PrefillChunk) -> None:
+        # The prompt must not be handed over until the machine has accepted the chunk. After a refusal no further chunk is passed
+        # on either: the blocks of later chunks would take the places of the missing ones.
+        self._refused.add(chunk.request_id)
+        event = "copy to the mirror" if self._has_mirror else "chunk of a streamed prompt"
+        with self._guards(event, chunk.request_id):
+            self._state.scheduled(
+                chunk.request_id,
+                new_block_ids=chunk.new_block_ids,
+                touched_block_ids=chunk.block_ids if self._has_mirror else None,
+                is_prompt_complete=chunk.is_prompt_complete,
+                computed_tokens=chunk.computed_tokens,
+                held_tokens=chunk.held_tokens,
+            )
+            self._refused.discard(chunk.request_id)
+
+
+def _touched(ids: Sequence[int], span_tokens: int, start: int, stop: int) -> tuple[int, ...]:
+    """Return the blocks of tokens [start, stop)."""
+    return tuple(ids[start // span_tokens : -(-stop // span_tokens)])
+
+
+def _running_state(ids: Sequence[int], scratch_blocks: int) -> tuple[int, ...]:
+    """Return the block with the state of the last token, which precedes the scratch blocks."""
+    last = max(0, len(ids) - 1 - scratch_blocks)
+    return tuple(ids[last : last + 1])
+
+
+@final
+class PrefixHits:
+    """Checks the prefix hits of one step.
+
+    Args:
+        span_tokens: Tokens that a block of each transferable group stands for; 0 for a group of states, which is not checked.
+        scheduled: (request, computed tokens) of all requests of the step.
+        blocks_of: Returns a request's whole block table, per transferable group; None if the host does not tell.
+        null: The block id that stands for no block.
+    """
+
+    def __init__(
+        self,
+        span_tokens: Sequence[int],
+        scheduled: Callable[[], Iterable[tuple[str, int]]],
+        blocks_of: Callable[[str], Sequence[Sequence[int]] | None],
+        *,
+        null: int = 0,
+    ) -> None:
+        self._spans = span_tokens
+        self._scheduled = scheduled
+        self._blocks_of = blocks_of
+        self._null = null
+        self._written: set[int] | None = None
+        self._is_known = True
+
+    def held(self, block_ids: Sequence[Sequence[int]], computed_tokens: int) -> int:
+        """Return the tokens of a hit, in whole blocks of all groups; 0 if this step computes any of them, or in case of doubt."""
+        whole_tokens = computed_tokens - computed_tokens % lcm(*filter(None, self._spans))
+        if not whole_tokens:
+            return 0
+        if self._written is None:
+            self._written = self._find_written()
+        hits = {
+            block
+            for ids, span in zip(block_ids, self._spans, strict=True)
+            if span
+            for block in ids[: whole_tokens // span]
+        } - {self._null}
+        return whole_tokens if self._is_known and not hits & self._written else 0
+
+    def _find_written(self) -> set[int]:
+        written: set[int] = set()
+        for request_id, computed_tokens in self._scheduled():
+            tables = self._blocks_of(request_id)
+            if tables is None:
+                self._is_known = False
+                continue
+            for ids, span in zip(tables, self._spans, strict=True):
+                if span:
+                    written.update(ids[computed_tokens // span :])
+        return written
