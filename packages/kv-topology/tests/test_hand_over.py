@@ -15,10 +15,6 @@ from kv_topology._tools._survey import survey
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SCALE = EXAMPLES / "scale_8xh100.toml"
-PAGE = Path(__file__).parents[3] / "docs" / "performance.md"
-needs_page = pytest.mark.skipif(
-    not PAGE.exists(), reason="the page is not part of a source distribution of the package alone"
-)
 NONE = Load(0, 0)
 SMALL = HandOverModel(prefill_tokens_s=1000, chunk_tokens=40)
 WIRE = CostModel(descriptor_us=0, bandwidth_gb_s=0.1, prompt_tokens=100)
@@ -138,10 +134,3 @@ def test_only_an_estimate_with_the_section_tells_of_hand_overs(capsys):
     assert "streamed" not in capsys.readouterr().out
     assert main(["plan", str(EXAMPLES / "gqa_tp4_from_tp2.toml"), "--estimate", "--json"]) == 0
     assert "hand_over" not in json.loads(capsys.readouterr().out)
-
-
-@needs_page
-def test_the_page_shows_what_the_command_prints(capsys):
-    assert main(["plan", str(SCALE), "--estimate"]) == 0
-    table = capsys.readouterr().out.partition("pool ")[2]
-    assert f"```text\npool {table.rstrip()}\n```" in PAGE.read_text()
