@@ -121,9 +121,7 @@ def _dist(verbs: Verbs) -> None:
 
 
 def _docs(verbs: Verbs) -> None:
-    verbs.add_parser(
-        "docs", help="build the site in .dev/site; any warning is an error"
-    )
+    verbs.add_parser("docs", help="build the site in .dev/site; any warning is an error")
 
 
 def _affected(verbs: Verbs) -> None:
