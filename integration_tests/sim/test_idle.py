@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -32,6 +33,7 @@ def test_workers_at_rest_take_less_than_a_hundredth_of_a_core(
     time.sleep(2)  # polling slows down by and by
     threads = [thread for thread in threading.enumerate() if thread.name.startswith("kv-nixl-")]
     assert len(threads) == 2
+    shares, everything = [math.inf], math.inf
     for _ in range(TRIES):
         shares, everything = _shares(threads)
         with capsys.disabled():

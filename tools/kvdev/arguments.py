@@ -59,7 +59,9 @@ def _demo(verbs: Verbs) -> None:
 
 
 def _test(verbs: Verbs) -> None:
-    parser = verbs.add_parser("test", help="run the tests: all that this machine can run, or the scopes named")
+    parser = verbs.add_parser(
+        "test", help="run the tests: the short run of every change, all with --full, or the scopes named"
+    )
     parser.add_argument(
         "scope",
         nargs="*",
@@ -69,7 +71,13 @@ def _test(verbs: Verbs) -> None:
         "--vllm", default=DEFAULT_VLLM, help="vLLM version for the scopes host and fleet (default %(default)s)"
     )
     parser.add_argument("-k", dest="select", default="", help="passed to pytest")
-    parser.add_argument("--long", action="store_true", help="long variants of tests that have one (KVDEV_LONG=1)")
+    tier = parser.add_mutually_exclusive_group()
+    tier.add_argument("--full", action="store_const", dest="tier", const="all", help="the short run, then all the rest")
+    tier.add_argument(
+        "--rest", action="store_const", dest="tier", const="rest", help="what --full runs after the short run"
+    )
+    parser.set_defaults(tier="quick")
+    parser.add_argument("--long", action="store_true", help="weekly: everything, in the long variants (KVDEV_LONG=1)")
     parser.add_argument("--record", action="store_true", help="scope gpu: write docs/gpu-evidence.md")
     parser.add_argument("--lowest", action="store_true", help="packages with the lowest versions that they allow")
 
@@ -106,11 +114,11 @@ def _bench(verbs: Verbs) -> None:
 
 
 def _release(verbs: Verbs) -> None:
-    parser = verbs.add_parser("release", help="fold the change fragments of one package, or build it as released")
+    parser = verbs.add_parser("release", help="build one package as it is released, and judge the files")
     parser.add_argument("package", help="the package to release")
-    how = parser.add_mutually_exclusive_group()
-    how.add_argument("--dry-run", action="store_true", help="fold, build and check on a copy; change nothing here")
-    how.add_argument("--tagged", action="store_true", help="build and check what a tag holds (the release workflow)")
+    parser.add_argument(
+        "--tagged", action="store_true", help="the tag must fit (the release workflow); else a rehearsal"
+    )
 
 
 def _dist(verbs: Verbs) -> None:

@@ -9,8 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvdev.envs import check_environment
 from kvdev.house import house_rules
-from kvdev.paths import PACKAGES, ROOT
+from kvdev.paths import PACKAGES, ROOT, STATE
 from kvdev.steps import DevError, note, run_step
 
 if TYPE_CHECKING:
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 __all__ = ["run_checks"]
 
 _BIN = Path(sys.executable).parent
+_APART = ("pyright", "check-jsonschema", "zizmor")
+"""Programs of the environment `check-tools`."""
 _NEIGHBOURS = {
     "fleet_sim": "integration_tests/sim",
     "security": "integration_tests/sim",
@@ -32,9 +35,10 @@ _NEIGHBOURS = {
 """Folders of `integration_tests` whose tests import modules of another folder, such as bodies that run on another device."""
 
 
-def run_checks(*, fix: bool) -> int:
+def run_checks(uv: Path, *, fix: bool) -> int:
     """Run every check, report all that failed, return 0 when none did."""
     started = time.monotonic()
+    check_environment(uv)
     with ThreadPoolExecutor(2) as pool:
         # Sources are written in order before others read them; after that two checks run at a time.
         errors = [*map(_error_of, _formats(fix=fix)), *pool.map(_error_of, _checks())]
@@ -88,7 +92,8 @@ def _checks() -> list[_Check]:
 
 
 def _tool(name: str, program: str, *words: str | Path) -> _Check:
-    return name, lambda: run_step(name, [_BIN / program, *words], timeout_s=600)
+    folder = STATE / "venvs" / "check-tools" / "bin" if program in _APART else _BIN
+    return name, lambda: run_step(name, [folder / program, *words], timeout_s=600)
 
 
 def _check_types(sources: Sequence[Path]) -> None:

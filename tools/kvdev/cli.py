@@ -57,15 +57,20 @@ def _test(uv: Path, options: Namespace) -> int:
     from kvdev.testing import RunOptions, run_tests
 
     chosen = RunOptions(
-        options.vllm, options.select, is_long=options.long, is_lowest=options.lowest, is_recorded=options.record
+        options.vllm,
+        options.select,
+        is_long=options.long,
+        is_lowest=options.lowest,
+        is_recorded=options.record,
+        tier=options.tier,
     )
     return run_tests(uv, options.scope, chosen)
 
 
-def _check(_uv: Path, options: Namespace) -> int:
+def _check(uv: Path, options: Namespace) -> int:
     from kvdev.checks import run_checks
 
-    return run_checks(fix=options.fix)
+    return run_checks(uv, fix=options.fix)
 
 
 def _bench(_uv: Path, options: Namespace) -> int:
@@ -89,7 +94,7 @@ def _lock(uv: Path, options: Namespace) -> int:
 def _release(uv: Path, options: Namespace) -> int:
     from kvdev.release import release
 
-    return release(uv, options.package, dry_run=options.dry_run, tagged=options.tagged)
+    return release(uv, options.package, tagged=options.tagged)
 
 
 def _dist(uv: Path, options: Namespace) -> int:

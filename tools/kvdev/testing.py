@@ -1,8 +1,14 @@
-"""`dev.py test`: every scope in the environment it is meant for, counted, with what did not run and why."""
+"""`dev.py test`: the short run of every change, `--full` with the rest, or the scopes named; counted, with what did not run.
+
+The short run leaves out the tests marked `full`, and runs two calls of pytest at a time in the workspace's environment.
+`--full` runs the same first and then the rest: the tests marked `full`, each package alone in its environment with its
+coverage, and all tests on real engines. `--rest` is that second half by itself: CI has run the first by the README's command.
+"""
 
 from __future__ import annotations
 
 import configparser
+import math
 import os
 import shlex
 import sys
@@ -10,20 +16,34 @@ import time
 import xml.etree.ElementTree as ET
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from kvdev.envs import DEFAULT_VLLM, fleet_environment, host_environment, lowest_environment, package_environment
+from kvdev.envs import (
+    DEFAULT_VLLM,
+    check_environment,
+    fleet_environment,
+    go_environment,
+    host_environment,
+    lowest_environment,
+    package_environment,
+)
 from kvdev.gpu import cuda_host, gpu_environment, has_gpu, install_beside
-from kvdev.paths import PACKAGES, ROOT, STATE
+from kvdev.paths import PACKAGES, ROOT, SLOW_TESTS, STATE
 from kvdev.steps import DevError, fail, note, run_step
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    _Run = Callable[["_Tally"], None]
+
 __all__ = ["SCOPES", "RunOptions", "run_tests"]
 
+Tier = Literal["quick", "rest", "all"]
+BUDGET_S: dict[Tier, int] = {"quick": 720, "rest": 1380}
+"""Seconds on two cores that the short run and the rest of the full run may take, installations included; said, never judged."""
+SLOW_S = 5.0
 SCOPES = ("check", "tools", *PACKAGES, "never-wrong", "sim", "real-io", "security", "chaos", "host", "fleet", "gpu")
 GPU_PAGE = ROOT / "docs" / "gpu-evidence.md"
 _GPU_PARTS = ("gpu-device", "gpu-engines")
@@ -40,6 +60,7 @@ class _Tally:
     failures: list[str] = field(default_factory=list)
     durations: list[tuple[str, float]] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
+    slow: list[str] = field(default_factory=list)
 
     def add(self, other: _Tally) -> None:
         self.passed += other.passed
@@ -49,6 +70,7 @@ class _Tally:
         self.failures += other.failures
         self.durations += other.durations
         self.reasons += other.reasons
+        self.slow += other.slow
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,15 +83,18 @@ class RunOptions:
     is_lowest: bool = False
     is_recorded: bool = False
     """Whether the GPU stage writes its page in the documents."""
+    tier: Tier = "quick"
+    """Tests without the mark `full`, those with it, or both."""
 
     @property
     def words(self) -> list[str]:
         """Arguments that every call of pytest gets."""
-        return ["-k", self.select] if self.select else []
+        marks: dict[Tier, list[str]] = {"quick": ["-m", "not full"], "rest": ["-m", "full"], "all": []}
+        return [*marks[self.tier], *(["-k", self.select] if self.select else [])]
 
 
 def run_tests(uv: Path, scopes: Sequence[str], options: RunOptions | None = None) -> int:
-    """Run the scopes (none: all that this machine can run); return 0 when nothing failed."""
+    """Run the scopes (none: the tier of the options, all scopes); return 0 when nothing failed."""
     options = options or RunOptions()
     unknown = [scope for scope in scopes if scope not in SCOPES]
     if unknown:
@@ -80,58 +105,129 @@ def run_tests(uv: Path, scopes: Sequence[str], options: RunOptions | None = None
         fail("--record is for the scope gpu alone: dev.py test gpu --record")
     if options.is_long:
         os.environ["KVDEV_LONG"] = "1"
-    started = time.monotonic()
-    tally = _Tally()
-    for scope in scopes or (PACKAGES if options.is_lowest else SCOPES):
+        options = replace(options, tier="all")
+    if scopes or options.is_lowest or options.is_long:
+        return _run_scopes(uv, scopes or (PACKAGES if options.is_lowest else SCOPES), options)
+    tiers: tuple[Tier, ...] = ("quick", "rest") if options.tier == "all" else (options.tier,)
+    codes = [_run_tier(uv, replace(options, tier=tier)) for tier in tiers]
+    return max(codes)
+
+
+def _run_scopes(uv: Path, scopes: Sequence[str], options: RunOptions) -> int:
+    tally, started = _Tally(), time.monotonic()
+    for scope in scopes:
         begun = time.monotonic()
         try:
-            _run_scope(uv, scope, tally, options, is_asked_for=bool(scopes))
+            _run_scope(uv, scope, tally, options)
         except DevError as error:
-            tally.failed += 1
-            tally.failures.append(scope)
-            print(f"\n{scope}: {error}\n", flush=True)
+            _note_failure(tally, scope, error)
         tally.durations.append((scope, time.monotonic() - begun))
+    return _report(tally, started)
+
+
+def _run_tier(uv: Path, options: RunOptions) -> int:
+    tally, started = _Tally(), time.monotonic()
+    is_quick = options.tier == "quick"
+    for stage in _quick_stages(uv, options) if is_quick else _rest_stages(uv, options):
+        _two_at_a_time(tally, stage)
+    if is_quick:
+        SLOW_TESTS.write_text("".join(f"{line}\n" for line in tally.slow))
+        tally.not_run.append("left to `dev.py test --full`: tests marked `full`, the scopes fleet and gpu")
+    code = _report(tally, started)
+    print(f"budget: {time.monotonic() - started:.0f} of {BUDGET_S[options.tier]} s on two cores")
+    return code
+
+
+def _quick_stages(uv: Path, options: RunOptions) -> list[dict[str, _Run]]:
+    """Return what runs one stage after the other; within a stage two at a time, the longest first."""
+    words = options.words
+    python = host_environment(uv, options.vllm)
+
+    def here(name: str, folder: str, *more: str) -> _Run:
+        return lambda mine: _pytest(name, _here(), ROOT / folder, mine, *more, *words, env=_with_tools(uv))
+
+    inside = {
+        "host-inside": lambda mine: _pytest(
+            "host-inside", python, ROOT / "integration_tests/host/inside", mine, *words
+        ),
+        "host-device": lambda mine: _pytest("host-device", python, ROOT / "integration_tests/gpu/device", mine, *words),
+    }
+    units = {name: here(name, f"packages/{name}/tests") for name in PACKAGES}
+    folders = ("never_wrong", "real_io", "sim", "security", "fleet_sim", "chaos")
+    systems = {name.replace("_", "-"): here(name.replace("_", "-"), f"integration_tests/{name}") for name in folders}
+    rest = {**inside, **systems, **units, "tools": here("tools", "tools/tests")}
+    engines: dict[str, _Run] = {"host-engines": lambda mine: _engines(uv, mine, options)}
+    return [{"check": lambda mine: _check(uv, mine)}, rest, engines]
+
+
+def _rest_stages(uv: Path, options: RunOptions) -> list[dict[str, _Run]]:
+    """Return the same of the rest: what watches a clock or starts engines runs alone."""
+    os.environ["KVDEV_FULL"] = "1"
+    matrix = ROOT / "tools" / "tests" / "test_install_matrix.py"
+    first: dict[str, _Run] = {
+        "tools": lambda mine: _pytest(
+            "tools", _here(), matrix.parent, mine, f"--ignore={matrix}", *options.words, env=_with_tools(uv)
+        ),
+        "installations": lambda mine: _pytest("installations", _here(), matrix, mine, *options.words),
+        **{name: _of_package(uv, name, options) for name in PACKAGES},
+    }
+    alone = ("never-wrong", "sim", "real-io", "security", "chaos", "host", "fleet", "gpu")
+    return [first, *({scope: _of_scope(uv, scope, options)} for scope in alone)]
+
+
+def _of_package(uv: Path, name: str, options: RunOptions) -> _Run:
+    return lambda mine: _package(uv, name, mine, options)
+
+
+def _of_scope(uv: Path, scope: str, options: RunOptions) -> _Run:
+    return lambda mine: _run_scope(uv, scope, mine, options)
+
+
+def _report(tally: _Tally, started: float) -> int:
     print("\nseconds by scope: " + ", ".join(f"{scope} {seconds:.0f}" for scope, seconds in tally.durations))
     print(f"scopes failed: {', '.join(tally.failures) or 'none'} ({time.monotonic() - started:.0f} s in all)")
     for line in (*tally.reasons, *tally.not_run):
         print(line)
-    print(f"{tally.passed} passed, {tally.failed} failed, {tally.skipped} skipped")
+    print(f"{tally.passed} passed, {tally.failed} failed, {tally.skipped} skipped", flush=True)
     return 1 if tally.failed else 0
 
 
-def _run_scope(uv: Path, scope: str, tally: _Tally, options: RunOptions, *, is_asked_for: bool) -> None:
+def _note_failure(tally: _Tally, scope: str, error: DevError) -> None:
+    tally.failed += 1
+    tally.failures.append(scope)
+    print(f"\n{scope}: {error}\n", flush=True)
+
+
+def _run_scope(uv: Path, scope: str, tally: _Tally, options: RunOptions) -> None:
     note(f"scope {scope}")
     if scope == "check":
-        _check(tally)
+        _check(uv, tally)
     elif scope in PACKAGES:
         _package(uv, scope, tally, options)
     elif scope == "never-wrong":
-        _never_wrong(uv, tally, options, is_asked_for=is_asked_for)
+        _never_wrong(uv, tally, options)
     elif scope == "tools":
-        _tools(tally, options)
+        _pytest("tools", _here(), ROOT / "tools" / "tests", tally, *options.words, env=_with_tools(uv))
     elif scope in {"sim", "real-io", "security"}:
-        folder = ROOT / "integration_tests" / scope.replace("-", "_")
+        folders = {"sim": ("sim", "fleet_sim"), "real-io": ("real_io",), "security": ("security", "wire_in_go")}[scope]
+        go_environment(uv)
         # 10^6 random frames take a quarter of an hour each way.
         limit_s = 7200 if options.is_long else 1200
-        _pytest(scope, _here(), folder, tally, *options.words, timeout_s=limit_s)
-        if scope == "sim":
-            _pytest("sim-fleets", _here(), ROOT / "integration_tests" / "fleet_sim", tally, *options.words)
-        if scope == "security":
-            # Attacks on tickets and agents need the simulation's engines; the wire in Go refuses what ours does.
-            for name, tests in (("tickets", "sim/test_attacks.py"), ("wire", "wire_in_go")):
-                _pytest(f"security-{name}", _here(), ROOT / "integration_tests" / tests, tally, *options.words)
+        for name in folders:
+            folder = ROOT / "integration_tests" / name
+            _pytest(name.replace("_", "-"), _here(), folder, tally, *options.words, timeout_s=limit_s)
     elif scope in {"host", "fleet", "chaos"}:
         {"host": _host, "fleet": _fleet, "chaos": _chaos}[scope](uv, tally, options)
     else:
-        _gpu(uv, tally, options, is_asked_for=is_asked_for)
+        _gpu(uv, tally, options)
 
 
-def _gpu(uv: Path, tally: _Tally, options: RunOptions, *, is_asked_for: bool) -> None:
+def _gpu(uv: Path, tally: _Tally, options: RunOptions) -> None:
     """Run the stage in a CUDA vLLM that is found on this machine: NIXL and the agent, the adapter's device code, engines."""
     python, reason = cuda_host() if has_gpu() else (None, "this machine has no NVIDIA GPU")
     if python is None:
         tally.not_run.append(f"not run: gpu ({reason}; the GPU stage is not green, it did not happen)")
-        if is_asked_for:
+        if options.tier != "rest":  # asked for by its name
             tally.failed += 1
             tally.failures.append("gpu")
         return
@@ -174,38 +270,35 @@ def _record_gpu(python: Path, environment: Mapping[str, str], figures: Path) -> 
     run_step("record the GPU stage", command, env=environment, timeout_s=1200)
 
 
-def _check(tally: _Tally) -> None:
+def _check(uv: Path, tally: _Tally) -> None:
     from kvdev.checks import run_checks
 
-    if run_checks(fix=False) != 0:
+    if run_checks(uv, fix=False) != 0:
         tally.failed += 1
         tally.failures.append("check")
     else:
         tally.passed += 1
 
 
-def _tools(tally: _Tally, options: RunOptions) -> None:
-    """Run the tools' tests, and beside them the matrix of installations: it takes as long as a third of them, on one core."""
-    folder = ROOT / "tools" / "tests"
-    matrix = folder / "test_install_matrix.py"
-    _two_at_a_time(
-        tally,
-        lambda mine: _pytest("tools", _here(), folder, mine, f"--ignore={matrix}", *options.words),
-        lambda mine: _pytest("tools (installations)", _here(), matrix, mine, *options.words),
-    )
+def _two_at_a_time(tally: _Tally, runs: Mapping[str, _Run]) -> None:
+    """Make named runs that share nothing, two at a time in their order; add what they count."""
 
-
-def _two_at_a_time(tally: _Tally, *runs: Callable[[_Tally], None]) -> None:
-    """Do runs that use one core each and fail of no slowness, two at a time; add what they count in the order given."""
-
-    def counted(run: Callable[[_Tally], None]) -> _Tally:
-        mine = _Tally()
-        run(mine)
+    def counted(name: str) -> _Tally:
+        mine, begun = _Tally(), time.monotonic()
+        try:
+            runs[name](mine)
+        except DevError as error:
+            _note_failure(mine, name, error)
+        mine.durations.append((name, time.monotonic() - begun))
         return mine
 
     with ThreadPoolExecutor(2) as pool:
         for mine in pool.map(counted, runs):
             tally.add(mine)
+
+
+def _with_tools(uv: Path) -> dict[str, str]:
+    return {**os.environ, "KVDEV_UV": str(uv), "PYTHONPATH": str(ROOT / "tools")}
 
 
 def _package(uv: Path, name: str, tally: _Tally, options: RunOptions) -> None:
@@ -223,10 +316,8 @@ def _package(uv: Path, name: str, tally: _Tally, options: RunOptions) -> None:
     # Explorations and the like would take several times as long under coverage, and add nothing to it.
     slow = _tests_without_coverage(rules)
 
-    def explore(file: Path) -> Callable[[_Tally], None]:
-        return lambda mine: _pytest(f"{name} ({file.stem})", python, file, mine)
-
-    _two_at_a_time(tally, *map(explore, slow))
+    for file in slow:
+        _pytest(f"{name} ({file.stem})", python, file, tally)
     data = STATE / "reports" / f"{name}.coverage"
     environment = {**os.environ, "COVERAGE_FILE": str(data)}
     runner = ["-m", "coverage", "run", f"--rcfile={rules}"]
@@ -244,14 +335,16 @@ def _tests_without_coverage(rules: Path) -> list[Path]:
     return [rules.parent / "tests" / name for name in names]
 
 
-def _never_wrong(uv: Path, tally: _Tally, options: RunOptions, *, is_asked_for: bool) -> None:
-    """Run the named case of every defect that must not come back; in a run of all scopes the packages' part ran already."""
-    if is_asked_for:
+def _never_wrong(uv: Path, tally: _Tally, options: RunOptions) -> None:
+    """Run the named case of every defect that must not come back; in the rest of a full run the packages' part ran already."""
+    go_environment(uv)
+    check_environment(uv)  # a node, for tickets that JavaScript reads and writes
+    if options.tier != "rest":
         for name in PACKAGES:
             tests = ROOT / "packages" / name / "tests"
             if any("mark.never_wrong" in file.read_text() for file in tests.rglob("*.py")):
                 python = package_environment(uv, name)
-                _pytest(f"never-wrong-{name}", python, tests, tally, "-m", "never_wrong", *options.words)
+                _pytest(f"never-wrong-{name}", python, tests, tally, *options.words, "-m", "never_wrong")
     folder = ROOT / "integration_tests" / "never_wrong"
     _pytest("never-wrong", _here(), folder, tally, "--durations=5", *options.words)
 
@@ -262,9 +355,16 @@ def _host(uv: Path, tally: _Tally, options: RunOptions) -> None:
     _pytest("host-inside", python, folder / "inside", tally, *options.words)
     # The GPU stage's bodies, on this device: what runs on a GPU is known to work.
     _pytest("host-device", python, ROOT / "integration_tests" / "gpu" / "device", tally, *options.words)
-    env = {**os.environ, "KVDEV_VLLM": options.vllm, "PYTHONPATH": str(ROOT / "tools")}
+    _engines(uv, tally, options)
+
+
+def _engines(uv: Path, tally: _Tally, options: RunOptions) -> None:
+    """Run the tests on real engines; in the short run those of the main job alone."""
+    host_environment(uv, options.vllm)
+    env = {**_with_tools(uv), "KVDEV_VLLM": options.vllm}
     words = ["--timeout=900", *options.words]
-    _pytest("host-engines", _here(), folder / "engines", tally, *words, env=env, timeout_s=2400)
+    folder = ROOT / "integration_tests" / "host" / "engines"
+    _pytest("host-engines", _here(), folder, tally, *words, env=env, timeout_s=2400, slow_s=math.inf)
     if options.is_long:
         families = ROOT / "integration_tests" / "gpu" / "engines"
         _pytest("host-families", _here(), families, tally, *words, env=env, timeout_s=2400)
@@ -280,7 +380,7 @@ def _fleet(uv: Path, tally: _Tally, options: RunOptions) -> None:
         "PYTHONPATH": str(ROOT / "tools"),
     }
     # Output of tests that pass, too: the figures that docs/operate/ quotes, in .dev/logs/test-fleet.log.
-    words = ["--timeout=900", "--durations=15", "-rfEP", *options.words]
+    words = ["--timeout=900", "--durations=15", "-rfEP", *(["-k", options.select] if options.select else [])]
     _pytest("fleet", _here(), ROOT / "integration_tests" / "fleet", tally, *words, env=env, timeout_s=2400)
 
 
@@ -305,6 +405,7 @@ def _pytest(
     env: Mapping[str, str] | None = None,
     timeout_s: float = 1200,
     runner: Sequence[str] = (),
+    slow_s: float = SLOW_S,
 ) -> None:
     report = STATE / "reports" / f"{name}.xml"
     report.parent.mkdir(parents=True, exist_ok=True)
@@ -314,13 +415,16 @@ def _pytest(
         return
     command: list[str | Path] = [
         python, *runner, "-m", "pytest", "-q", "-c", ROOT / "pyproject.toml", "--rootdir", ROOT,
-        f"--junitxml={report}", "-o", "junit_family=xunit1", *words, folder,
+        f"--junitxml={report}", "-o", "junit_family=xunit1", "-o", "junit_duration_report=call",
+        *words, folder,
     ]  # fmt: skip
     code, log = run_step(f"test {name}", command, env=env, timeout_s=timeout_s, allowed=(0, 1, _NO_TESTS_COLLECTED))
     if code == _NO_TESTS_COLLECTED and words:
-        tally.not_run.append(f"not run: {name} (no test matches {shlex.join(words)})")
+        if "-k" in words:
+            tally.not_run.append(f"not run: {name} (no test matches {shlex.join(words)})")
         return
     passed, failed, skipped, reasons = _count(report)
+    tally.slow += _slow(report, slow_s)
     tally.passed += passed
     tally.failed += failed
     tally.skipped += skipped
@@ -352,6 +456,16 @@ def _count(report: Path) -> tuple[int, int, int, Counter[tuple[str, str]]]:
         else:
             passed += 1
     return passed, failed, skipped, reasons
+
+
+def _slow(report: Path, slow_s: float) -> list[str]:
+    """Return the cases of a report that took longer than `slow_s` without the set-up that they share."""
+    cases = ET.parse(report).getroot().iter("testcase") if report.exists() else ()
+    return [
+        f"{case.get('classname', '')}::{case.get('name', '')} ({float(case.get('time', 0)):.1f} s)"
+        for case in cases
+        if float(case.get("time", 0)) > slow_s
+    ]
 
 
 def _last_part(log: Path, lines: int = 120) -> str:

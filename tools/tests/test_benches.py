@@ -25,7 +25,9 @@ def test_every_benchmark_is_tried() -> None:
     assert {file.stem for file in FOLDER.glob("[!_]*.py")} == {*TINY, "connector"}
 
 
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.full if name == "transfer" else ()) for name in TINY]
+)
 def test_a_benchmark_runs_to_its_end(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(FOLDER))
     module = importlib.import_module(name)

@@ -27,6 +27,8 @@ from kvdev.dist import build_all
 from kvdev.paths import PACKAGES, ROOT
 from kvdev.uvtool import find_or_install_uv, uv_environment
 
+pytestmark = pytest.mark.full  # environments are made by the dozen
+
 LONG = os.environ.get("KVDEV_LONG") == "1"
 PIP_FROM_CHECKOUT = "pip builds each package of a checkout in an environment of its own: about 10 s a host (--long)"
 ADDRESS = "https://forge.test/team/project"

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from kvdev.fragments import fragments_of, misnamed_fragments
 from kvdev.paths import PACKAGES, ROOT
 from kvdev.release import version_faults
 from kvdev.staging import absolute_links, repository_address, with_urls
@@ -92,22 +91,3 @@ def test_urls_are_added_to_the_project() -> None:
     project = tomllib.loads(with_urls(text, "kv-topology", ADDRESS))["project"]
     assert project["urls"]["Repository"] == ADDRESS
     assert project["name"] == "kv-topology"
-
-
-def test_fragments_are_told_from_files_that_a_release_would_leave_out(tmp_path: Path) -> None:
-    folder = tmp_path / "changelog.d"
-    folder.mkdir()
-    for name, text in (
-        ("good.fixed.md", "x"),
-        ("empty.added.md", " \n"),
-        ("odd.md", "x"),
-        ("notes.txt", "x"),
-        (".gitignore", ""),
-    ):
-        (folder / name).write_text(text)
-    assert [path.name for path in fragments_of(tmp_path)] == ["empty.added.md", "good.fixed.md"]
-    assert {(name.rpartition("/")[2], why.split()[0]) for name, why in misnamed_fragments(tmp_path)} == {
-        ("empty.added.md", "empty"),
-        ("odd.md", "not"),
-        ("notes.txt", "not"),
-    }

@@ -16,6 +16,8 @@ from kvdev.site.state_machines import state_machines_page
 from kvdev.uvtool import find_or_install_uv
 from vllm_adapter.config import describe_keys
 
+pytestmark = pytest.mark.full  # the site is built with tools of its own
+
 
 class _Page(HTMLParser):
     def __init__(self) -> None:

@@ -292,6 +292,7 @@ def test_beside_tickets_of_a_grammar_every_honest_request_gets_its_text(fleet: F
 
 def test_a_producer_that_dies_after_its_ticket_costs_the_request_what_the_policy_says(fleet: Fleet) -> None:
     """The last test but one of this fleet: it kills an engine."""
+    fleet.let_meet("doomed", "fail")
     texts = [prompt(40 + n, 60) for n in range(3)]
     given = tickets(fleet, "doomed", texts)
     before = len(fleet.log("fail"))

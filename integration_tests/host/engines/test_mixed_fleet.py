@@ -39,7 +39,7 @@ LEASE_S = 4
 MIXED = [("ours", "hosts"), ("hosts", "ours")]
 
 
-@pytest.mark.parametrize("family", ["sliding-window", "mamba"])
+@pytest.mark.parametrize("family", ["dense", "sliding-window", "mamba"])
 def test_a_family_crosses_in_every_pairing(family: str) -> None:
     """Two engines run at a time: more of them leave two cores too little to answer within vLLM's five seconds."""
     with started_fleet(family, {"ours": ours(), "too": ours(), "hosts": hosts_own()}) as fleet:

@@ -1,4 +1,4 @@
-"""Ask engines for streamed answers, and note when each token comes."""
+"""Requests to engines whose answers are streamed, with the time of each token."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 import aiohttp
 
-from kvdev.pairs.plan import ANSWER_TOKENS
 from kvdev.steps import DevError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable, Sequence
 
 __all__ = [
+    "ANSWER_TOKENS",
     "Answer",
     "Stream",
     "ask",
@@ -30,6 +30,8 @@ __all__ = [
     "running_stream",
     "text_of_event",
 ]
+
+ANSWER_TOKENS: Final = 8
 
 _PRINTABLE: Final = range(4, 98)
 """Token ids of `!` to `~` in the byte-level tokenizer: each is one character of text, so no token waits for the next one."""

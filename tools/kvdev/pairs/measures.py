@@ -12,14 +12,13 @@ import aiohttp
 
 from kvdev.engines import Engine, metric_sum
 from kvdev.pairs.asking import Answer, Stream, ask, ask_all, client, running_stream
-from kvdev.pairs.plan import TOKEN_BYTES
-from kvdev.pairs.turns import cpu_seconds, processes_of
+from kvdev.pairs.engines import TOKEN_BYTES, cpu_seconds, processes_of
 from kvdev.steps import DevError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from kvdev.pairs.fleet import Pair
+    from kvdev.pairs.engines import Pair
 
 __all__ = [
     "Counts",

@@ -1,0 +1,80 @@
+"""How much code one plain hand-over runs on the decode side: functions and modules of ours, the first time left out."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import CodeType, FrameType
+from typing import Any
+
+import pytest
+from engine import prompt
+from full_engine import FullEngine, hand_over
+
+from kv_nixl_agent.testing import FakeFabric
+
+MOST_FUNCTIONS = 440
+MOST_MODULES = 100
+"""A hand-over that runs more than these has grown: find what can be left out before raising them."""
+OURS = ("/vllm_adapter/", "/kv_handshake/", "/kv_nixl_agent/", "/kv_scheduler_state/", "/kv_topology/")
+
+
+class Calls:
+    """The functions that run while `counted`, on `threads`."""
+
+    def __init__(self) -> None:
+        self.functions: set[CodeType] = set()
+        self.threads: set[int] = set()
+        self.is_counting = False
+
+    def note(self, frame: FrameType, event: str, _argument: Any) -> None:
+        if not (self.is_counting and event == "call" and threading.get_ident() in self.threads):
+            return
+        code = frame.f_code
+        is_ours = any(name in code.co_filename for name in OURS) and "/testing/" not in code.co_filename
+        if is_ours and not code.co_name.startswith(
+            "<"
+        ):  # comprehensions and lambdas belong to the function around them
+            self.functions.add(code)
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        self.is_counting = True
+        sys.setprofile(self.note)
+        try:
+            yield
+        finally:
+            sys.setprofile(None)
+            self.is_counting = False
+
+
+def test_a_plain_hand_over_runs_few_functions(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls, fabric = Calls(), FakeFabric()
+    monkeypatch.setattr(threading, "_profile_hook", calls.note)  # threads that start from here on are profiled
+    producer = FullEngine(tmp_path / "p", monkeypatch, fabric)
+    before = {thread.ident for thread in threading.enumerate()}
+    consumer = FullEngine(tmp_path / "d", monkeypatch, fabric)
+    try:
+        hand_over(producer, consumer, "0", prompt(100))  # the handshake and other first times
+        calls.threads = {thread.ident for thread in threading.enumerate() if thread.ident not in before}  # type: ignore[misc]
+        calls.threads.add(threading.get_ident())
+        ticket = producer.prefill("p1", prompt(100, seed=1))
+        assert ticket is not None
+        with calls.counted():
+            consumer.add("d1", prompt(100, seed=1), params=ticket)
+            consumer.until(received="d1")
+        consumer.assert_has("d1", prompt(100, seed=1), producer.weights)
+        with calls.counted():
+            consumer.run()
+    finally:
+        producer.close()
+        consumer.close()
+    modules = {code.co_filename for code in calls.functions}
+    with capsys.disabled():
+        print(f"\none warm hand-over, decode side: {len(calls.functions)} functions in {len(modules)} modules")
+    assert 50 < len(calls.functions) <= MOST_FUNCTIONS
+    assert len(modules) <= MOST_MODULES
