@@ -17,7 +17,7 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ("docs/architecture.md", "docs/interoperation.md", "docs/operate/drain.md")
+PAGES = ("docs/architecture.md", "docs/streaming.md", "docs/transfers.md", "docs/operate/drain.md")
 PAGE_CHARACTERS = 4000
 SPECIAL = ["<pad>", "<s>", "</s>", "<unk>"]
 VOCABULARY = 1024
