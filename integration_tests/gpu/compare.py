@@ -62,12 +62,11 @@ class Ours:
         assert met.wait(30), self._thread.health().last_error
 
     def read(self, into, ids):
-        from kv_nixl_agent import TransferOrder
-
         self._ended.clear()
         self._number += 1
         began_s = time.perf_counter()
-        self._thread.submit(TransferOrder(f"t{self._number}", "p", into, ids))
+        number = self._number
+        self._thread.call_soon(lambda: self._thread.post_read(f"t{number}", "p", into, ids))
         assert self._ended.wait(60)
         took_s = time.perf_counter() - began_s
         assert self._result.outcome == "done", self._result

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kv_nixl_agent import AgentOptions, BackendOptions, PeerSpec, TransferOrder, TransferResult, TransferThread
+from kv_nixl_agent import AgentOptions, BackendOptions, PeerSpec, TransferResult, TransferThread
 from kv_nixl_agent.testing import PeerProcess
 
 PAGE_BYTES, PAGES = 65536, 256
@@ -48,7 +48,7 @@ def main() -> None:
     ids = np.arange(PAGES, dtype=np.int32)
 
     def outcome(name: str) -> str:
-        thread.submit(TransferOrder(name, "p", ids, ids, deadline_s=5.0))
+        thread.call_soon(lambda: thread.post_read(name, "p", ids, ids, deadline_s=5.0))
         result = results.get(timeout=20.0)
         return str(result.code or result.outcome)
 
