@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kv_nixl_agent import AgentOptions, BackendOptions, PeerSpec, TransferOrder, TransferResult, TransferThread
+from kv_nixl_agent import AgentOptions, BackendOptions, PeerSpec, TransferResult, TransferThread
 from kv_nixl_agent.nixl import side_effects
 from kv_nixl_agent.testing import PeerProcess, page_pattern
 
@@ -54,8 +54,8 @@ class Reader:
     def read(self, name: str, ids: np.ndarray) -> None:
         """Read pages and notify the producer; the read must end well within its time."""
         self._ended.clear()
-        order = TransferOrder(name, "p", ids, ids, notification=name.encode(), deadline_s=READ_WITHIN_S)
-        self.thread.submit(order)
+        thread, payload = self.thread, name.encode()
+        thread.call_soon(lambda: thread.post_read(name, "p", ids, ids, notification=payload, deadline_s=READ_WITHIN_S))
         assert self._ended.wait(READ_WITHIN_S + 5)
         assert self._results[-1].outcome == "done", self._results[-1]
 

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kv_nixl_agent import AgentOptions, BackendOptions, PeerSpec, TransferOrder, TransferResult, TransferThread
+from kv_nixl_agent import AgentOptions, BackendOptions, PeerSpec, TransferResult, TransferThread
 from kv_nixl_agent.nixl.binding import find_nixl
 from kv_nixl_agent.testing import PeerProcess, stop_process
 
@@ -75,7 +76,7 @@ class Ours:
         self._expected = times
         for _ in range(times):
             self._number += 1
-            self.thread.submit(TransferOrder(f"t{self._number}", "p", local, theirs, **more))
+            self.thread.call_soon(partial(self.thread.post_read, f"t{self._number}", "p", local, theirs, **more))
 
     def wait(self) -> None:
         """Wait for all that was ordered."""
@@ -89,9 +90,9 @@ class Ours:
         self._all_ended.clear()
         self._expected = 1
         self._number += 1
-        order = TransferOrder(f"t{self._number}", "p", local, theirs)
+        order = partial(self.thread.post_read, f"t{self._number}", "p", local, theirs)
         began_s = time.perf_counter()
-        self.thread.submit(order)
+        self.thread.call_soon(order)
         cost_s = time.perf_counter() - began_s
         self.wait()
         return cost_s

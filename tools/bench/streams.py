@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kv_nixl_agent import AgentOptions, BackendOptions, PeerSpec, TransferOrder, TransferResult, TransferThread
+from kv_nixl_agent import AgentOptions, BackendOptions, PeerSpec, TransferResult, TransferThread
 from kv_nixl_agent.testing import PeerProcess
 
 if TYPE_CHECKING:
@@ -122,7 +122,8 @@ def _mailbox(words: int, config: dict[str, str]) -> list[tuple[float, float]]:
             nonlocal number
             number += 1
             ended.clear()
-            thread.submit(TransferOrder(f"poll-{number}", "p", first, first))
+            name = f"poll-{number}"
+            thread.call_soon(lambda: thread.post_read(name, "p", first, first))
             if not ended.wait(10):
                 message = "no answer within 10 s"
                 raise TimeoutError(message)

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "docs" / "upstream"
 
 import consumer_death as bare
 
-from kv_nixl_agent import AgentOptions, BackendOptions, PeerSpec, TransferOrder, TransferResult, TransferThread
+from kv_nixl_agent import AgentOptions, BackendOptions, PeerSpec, TransferResult, TransferThread
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -72,7 +72,7 @@ def read(link: Connection, shape: bare.Shape, state: mmap.mmap, introduction: In
 
     def submit(pages: int) -> None:
         ids = np.random.default_rng().permutation(shape.pages)[:pages].astype(np.int32)
-        thread.submit(TransferOrder(f"r{next(numbers)}", "p", ids, ids, deadline_s=20.0))
+        thread.call_soon(lambda: thread.post_read(f"r{next(numbers)}", "p", ids, ids, deadline_s=20.0))
 
     submit(1)
     if results.get(timeout=20.0).outcome != "done":

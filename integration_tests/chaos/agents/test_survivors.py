@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from campaigns import campaign
 
-from kv_nixl_agent import AgentOptions, BackendOptions, PeerSpec, TransferOrder, TransferResult, TransferThread
+from kv_nixl_agent import AgentOptions, BackendOptions, PeerSpec, TransferResult, TransferThread
 from kv_nixl_agent.testing import PeerProcess
 from kv_nixl_agent.tools.producer import count_sockets
 
@@ -76,7 +76,8 @@ class Reader:
         """Order all pages in random order."""
         self._number += 1
         ids = np.random.default_rng(self._number).permutation(PAGES).astype(np.int32)
-        self.thread.submit(TransferOrder(f"r{self._number}", "p", ids, ids, deadline_s=deadline_s))
+        number = self._number
+        self.thread.call_soon(lambda: self.thread.post_read(f"r{number}", "p", ids, ids, deadline_s=deadline_s))
 
     def outcome(self) -> str:
         """Return how the oldest order ended: `done`, or its code."""

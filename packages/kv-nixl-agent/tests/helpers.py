@@ -6,10 +6,12 @@ import time
 from dataclasses import dataclass, field
 
 import numpy as np
+import pytest
 from agent_checks.recording import RecordingPort, recording_factory
 
 from kv_nixl_agent import AgentOptions, PeerSpec, TransferAgent, TransferOrder
 from kv_nixl_agent.testing import FakeFabric
+from kv_nixl_agent.tools.cli import main
 
 
 class Pages:
@@ -89,6 +91,13 @@ def order(transfer_id, local, theirs, **arguments):
         peer_indices=np.asarray(theirs, dtype=np.int32),
         **arguments,
     )
+
+
+def exit_code(*words):
+    """Run `kv-nixl` with these words."""
+    with pytest.raises(SystemExit) as stop:
+        main(list(words))
+    return stop.value.code
 
 
 def wait_for(condition, limit_s=10.0, what="condition"):

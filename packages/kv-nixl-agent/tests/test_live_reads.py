@@ -5,11 +5,11 @@ import zlib
 
 import numpy as np
 import pytest
+from helpers import exit_code
 
 from kv_nixl_agent import AgentOptions, TransferAgent
 from kv_nixl_agent.testing import FakeFabric
 from kv_nixl_agent.tools import remote
-from kv_nixl_agent.tools.cli import main
 from kv_nixl_agent.tools.remote import LiveRank, Measurement, RankRead, measure_ranks, read_ranks
 from kv_nixl_agent.tools.selftest import ReadPath
 from kv_nixl_agent.words.fences import (
@@ -134,7 +134,7 @@ def test_damaged_metadata_is_a_result(rank):
 def test_a_description_that_is_none_is_wrong_usage(text, tmp_path, capsys):
     file = tmp_path / "ranks.json"
     file.write_text(text)
-    assert main(["measure", str(file)]) == 2
+    assert exit_code("measure", str(file)) == 2
     assert "kv-nixl: " in capsys.readouterr().err
 
 
@@ -150,9 +150,9 @@ def test_a_description_that_is_none_is_wrong_usage(text, tmp_path, capsys):
 def test_exit_code_and_words(monkeypatch, capsys, tmp_path, found, code, said):
     (tmp_path / "ranks.json").write_text(json.dumps(DESCRIBED))
     monkeypatch.setattr("kv_nixl_agent.tools.cli.measure_ranks", lambda *_, **__: found)
-    assert main(["measure", str(tmp_path / "ranks.json")]) == code
+    assert exit_code("measure", str(tmp_path / "ranks.json")) == code
     assert said in capsys.readouterr().out
-    assert main(["measure", str(tmp_path / "ranks.json"), "--json"]) == code
+    assert exit_code("measure", str(tmp_path / "ranks.json"), "--json") == code
     answer = json.loads(capsys.readouterr().out)
     assert (len(answer["ranks"]), answer["is_tcp"]) == (len(found.ranks), code == 1)
 

@@ -15,7 +15,6 @@ from kv_nixl_agent import (
     PeerSpec,
     ThreadOptions,
     TransferAgent,
-    TransferOrder,
     TransferResult,
     TransferThread,
 )
@@ -85,7 +84,7 @@ def test_every_accepted_order_has_one_result_though_the_thread_dies(death):
     def submit(mine, caller):
         for number in range(20_000):
             try:
-                owner.thread.submit(TransferOrder(f"{caller}-{number}", "nobody", ONE, ONE))
+                owner.thread.call_soon(partial(owner.thread.post_read, f"{caller}-{number}", "nobody", ONE, ONE))
             except AgentError as error:
                 assert error.code == "thread-dead"
                 return

@@ -11,17 +11,17 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code; without the extra `cli`, say what to install and return 2."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command, which ends by `SystemExit`; without the extra `cli`, say what to install and exit with 2."""
     try:
         from kv_nixl_agent.tools.cli import main as run
     except ModuleNotFoundError as error:
         if error.name not in {"typer", "rich"}:
             raise
         print("kv-nixl: the command line is not installed: uv pip install 'kv-nixl-agent[cli]'", file=sys.stderr)
-        return 2
-    return run(arguments)
+        sys.exit(2)
+    run(arguments)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

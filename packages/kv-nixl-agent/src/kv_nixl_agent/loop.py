@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Final, final
 from kv_nixl_agent.errors import AgentError
 from kv_nixl_agent.pacing import Pacer
 from kv_nixl_agent.statistics import Snapshot
-from kv_nixl_agent.values import TransferOrder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
     from kv_nixl_agent.agent import TransferAgent
     from kv_nixl_agent.options import ThreadOptions
     from kv_nixl_agent.streams.words import StreamWords
-    from kv_nixl_agent.values import FenceLocation, QuarantineEntry, StallEntry, TransferResult
+    from kv_nixl_agent.values import FenceLocation, QuarantineEntry, StallEntry, TransferOrder, TransferResult
 
 __all__ = ["Arrivals", "Callbacks", "Loop", "Mailbox", "Timers"]
 
@@ -167,7 +166,7 @@ class Loop:
         now_s = self.turn_began_s = self._clock()
         if self.timers.note(now_s):
             self.pacer.progressed()  # a thread that was at rest would otherwise poll too rarely now
-        moved = self._run_calls(agent)
+        moved = self._run_calls()
         moved = self._deliver_notifications(agent) or moved
         self.timers.note(self._clock())  # a process that was stopped within this turn must not end leases in it
         given, taken = self.mailbox.given_count, self.mailbox.taken_count
@@ -193,15 +192,13 @@ class Loop:
     def _has_work(self) -> bool:
         return len(self.mailbox) > 0 or self.is_closing
 
-    def _run_calls(self, agent: TransferAgent, slice_s: float = _CALLS_SLICE_S) -> bool:
+    def _run_calls(self, slice_s: float = _CALLS_SLICE_S) -> bool:
         """Run waiting calls for about one time slice, so that the first order is posted soon."""
         count, until_s = len(self.mailbox), self._clock() + slice_s
         for _ in range(count):
-            item = self.mailbox.take()
-            if isinstance(item, TransferOrder):
-                self._guarded(self.accept, agent, item)
-            elif item is not None:
-                self._guarded(item)
+            call = self.mailbox.take()
+            if call is not None:
+                self._guarded(call)
             if self._clock() > until_s:
                 break
         return count > 0
@@ -246,7 +243,7 @@ class Loop:
         if self.failure is None:
             self.mailbox.shut("agent-closed", f"transfer thread {self._name!r} was closed")
         # Calls handed over earlier still run; orders that they give after a failure are reported as failed.
-        self._protected(lambda: self._run_calls(agent, math.inf))
+        self._protected(lambda: self._run_calls(math.inf))
         if self.failure is None:
             self._protected(lambda: self._drain(agent))
             self._protected(agent.end_all)
@@ -279,10 +276,10 @@ class Loop:
 
 @final
 class Mailbox:
-    """Calls and orders, first in, first out. `put` and `len` are for any thread, the rest for the owner."""
+    """Calls, first in, first out. `put` and `len` are for any thread, the rest for the owner."""
 
     def __init__(self) -> None:
-        self._items: deque[Callable[[], object] | TransferOrder] = deque()
+        self._items: deque[Callable[[], object]] = deque()
         self._lock = threading.Lock()
         self._refusal: tuple[str, str] | None = None
         self.taken_count = 0
@@ -296,7 +293,7 @@ class Mailbox:
         """Items that were handed over so far."""
         return self.taken_count + len(self._items)
 
-    def put(self, item: Callable[[], object] | TransferOrder) -> None:
+    def put(self, item: Callable[[], object]) -> None:
         """Hand an item over. Once this returns, the item is served, also when the thread dies.
 
         Raises:
@@ -309,7 +306,7 @@ class Mailbox:
         code, message = self._refusal
         raise AgentError(code, message)
 
-    def take(self) -> Callable[[], object] | TransferOrder | None:
+    def take(self) -> Callable[[], object] | None:
         """Return the next item, None if there is none."""
         if not self._items:
             return None

@@ -181,15 +181,6 @@ class TransferThread:
         else:
             self.call_soon(lambda: self._loop.timers.add(period_s, function, self._clock()))
 
-    def submit(self, order: TransferOrder) -> None:
-        """Order a transfer from any thread, at the cost of one append. Refusals are reported through `on_result`.
-
-        Raises:
-            AgentError: `agent-closed` or `thread-dead`: the order is not accepted and has no result.
-        """
-        self._loop.mailbox.put(order)
-        self._loop.pacer.wake()
-
     def write_fence(self, slot: int, generation: int) -> None:
         """Write a word of this rank's fence array; any thread.
 

@@ -204,7 +204,7 @@ class _Episode:
             operation="probe" if kind == "probe" else "read",
         )
         self.world.ordered(order, producer, self.configuration.options)
-        self.loop.mailbox.put(order)
+        self.loop.mailbox.put(lambda: self.loop.accept(self.agent, order))
 
     def _end_lease(self) -> None:
         producer = self.chance.choice(self.producers)

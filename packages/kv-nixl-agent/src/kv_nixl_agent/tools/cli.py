@@ -6,21 +6,20 @@ The only module that imports typer.
 from __future__ import annotations
 
 import json
-import os
 import sys
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, final
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
-from typer.core import TyperGroup
 
 from kv_nixl_agent import __version__
 from kv_nixl_agent.tools.remote import Measurement, measure_ranks, read_ranks, serve_peer
 from kv_nixl_agent.tools.report import EXIT_CODES, examine, report_lines
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
+    from collections.abc import Sequence
+
+    from kv_nixl_agent.tools.machine import Severity
 
 __all__ = ["main"]
 
@@ -34,7 +33,7 @@ _LEAST_S, _MOST_S = 0.001, 3600.0
 _EXIT_CODES = """\b
 exit codes:
   0  all is well
-  1  it works, but not as hoped
+  1  works, with warnings
   2  wrong usage
   3  it does not work
 """
@@ -56,55 +55,18 @@ example:
 """
 
 
-@final
-class _Ended(Exception):  # noqa: N818 - an end, not an error
-    """End of a command, on its way to `main`."""
-
-    def __init__(self, code: int) -> None:
-        super().__init__(code)
-        self.code = code
+app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, epilog=_EXIT_CODES)
 
 
-@contextmanager
-def _quiet_pipe() -> Generator[None]:
-    """Flush what was printed; end without a word if its reader, such as `head`, has seen enough."""
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run the command; ends by `SystemExit` with its exit code."""
     try:
-        try:
-            yield
-        finally:
-            sys.stdout.flush()
-    except BrokenPipeError:
-        # Bytes that Python still wants to flush at its end go nowhere.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise _Ended(_OK) from None
-
-
-@final
-class _Commands(TyperGroup):
-    """Commands whose functions return their exit code."""
-
-    def make_context(self, *words: Any, **more: Any) -> Any:  # noqa: ANN401 - typer's own
-        """Read the words; help is printed here."""
-        with _quiet_pipe():
-            return super().make_context(*words, **more)
-
-    def invoke(self, *words: Any, **more: Any) -> Any:  # noqa: ANN401 - typer's own
-        """Run the command."""
-        with _quiet_pipe():
-            code: int = super().invoke(*words, **more)
-        raise _Ended(code)
-
-
-app = typer.Typer(cls=_Commands, rich_markup_mode=None, pretty_exceptions_enable=False, epilog=_EXIT_CODES)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code; `SystemExit` ends wrong usage and pages of help."""
-    try:
-        typer.main.get_command(app)(args=arguments, prog_name=_NAME)
-    except _Ended as ended:
-        return ended.code
-    return _OK
+        app(args=arguments, prog_name=_NAME)
+    except SystemExit as ended:
+        if isinstance(ended.__context__, BrokenPipeError):  # `... | head`: typer exits with 1
+            raise SystemExit(_OK) from None
+        raise
+    raise SystemExit(_OK)
 
 
 def _print_version(asked: bool) -> None:
@@ -120,13 +82,12 @@ def _describe(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Look after NIXL transfers on this machine."""
+    """Check NIXL transfers on this machine."""
 
 
 def _seconds(given: float) -> float:
-    """Return a time that an option gives; NaN, infinity and what nobody can wait for are refused."""
     if not _LEAST_S <= given <= _MOST_S:
-        raise typer.BadParameter(f"{given:g} is not {_LEAST_S:g} s at least and {_MOST_S:g} s at most (out-of-range)")
+        raise typer.BadParameter(f"{given:g} s is not between {_LEAST_S:g} s and {_MOST_S:g} s (out-of-range)")
     return given
 
 
@@ -137,12 +98,12 @@ def _doctor(
         str | None, typer.Option(metavar="HOST:PORT", help="Read from a `kv-nixl serve` elsewhere, too.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-) -> int:
+) -> None:
     """Say what works, over which transports and how fast."""
     endpoint = None if peer is None else _endpoint(peer)
     report = examine(endpoint)
-    print(json.dumps(report.as_json()) if as_json else "\n".join(report_lines(report)))
-    return report.exit_code
+    print(json.dumps(report.as_json()) if as_json else "\n".join(report_lines(report)), flush=True)
+    raise typer.Exit(report.exit_code)
 
 
 @app.command("measure", epilog=_MEASURE_EXAMPLES + _EXIT_CODES)
@@ -157,21 +118,20 @@ def _measure(
     ] = 64 << 20,
     timeout: Annotated[float, typer.Option(metavar="SECONDS", callback=_seconds, help="Wait per read.")] = 5.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-) -> int:
+) -> None:
     """Read from the probe pages of live ranks: speed, transport, checksum.
 
-    A rank is an object with name, agent_metadata (Base64) and fence (address, device, words), as its side channel tells them.
+    A rank is an object with name, agent_metadata (Base64) and fence (address, device, words), as its side channel sends them.
     """
     try:
         described = read_ranks(sys.stdin.read() if ranks == "-" else Path(ranks).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         print(f"kv-nixl: {ranks} describes no ranks: {error} (invalid-ranks)", file=sys.stderr)
-        return _USAGE
+        raise typer.Exit(_USAGE) from error
     found = measure_ranks(described, most_bytes=most_bytes, timeout_s=timeout)
-    print(json.dumps(found.as_json()) if as_json else _measured(found))
-    if found.is_good:
-        return EXIT_CODES["warning" if found.is_tcp else "ok"]
-    return EXIT_CODES["error"]
+    print(json.dumps(found.as_json()) if as_json else _measured(found), flush=True)
+    severity: Severity = "error" if not found.is_good else "warning" if found.is_tcp else "ok"
+    raise typer.Exit(EXIT_CODES[severity])
 
 
 def _measured(found: Measurement) -> str:
@@ -191,16 +151,15 @@ def _serve(
     host: Annotated[str, typer.Option(help="Address to bind.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=_MOST_PORT, help="Port to bind; 0 for any free one.")] = 5700,
     sessions: Annotated[int, typer.Option(min=0, help="End after so many doctors; 0 for never.")] = 0,
-) -> int:
+) -> None:
     """Serve a test region to another machine's doctor."""
     try:
         serve_peer(host, port, sessions=sessions)
     except (OSError, ValueError) as error:  # ValueError: a name that no host can have
         print(f"kv-nixl: cannot serve on {host}:{port}: {error}", file=sys.stderr)
-        return EXIT_CODES["error"]
+        raise typer.Exit(EXIT_CODES["error"]) from error
     except KeyboardInterrupt:
-        return _OK
-    return _OK
+        return
 
 
 def _endpoint(text: str) -> tuple[str, int]:
@@ -212,4 +171,4 @@ def _endpoint(text: str) -> tuple[str, int]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

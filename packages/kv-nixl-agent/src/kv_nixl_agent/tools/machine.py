@@ -46,7 +46,7 @@ class Finding:
 
     Attributes:
         name: Stable kebab-case name.
-        severity: `ok`, `warning` (works, but not as hoped) or `error` (does not work).
+        severity: `ok`, `warning` (works, with warnings) or `error` (does not work).
         message: The finding, and the remedy unless it is ok.
     """
 

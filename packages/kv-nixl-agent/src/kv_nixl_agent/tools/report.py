@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["EXIT_CODES", "Report", "examine", "report_lines"]
 
 EXIT_CODES: Final[Mapping[Severity, int]] = {"ok": 0, "warning": 1, "error": 3}
-"""Exit code by worst severity; 2 is argparse's for wrong usage."""
+"""Exit code by worst severity; 2 is wrong usage."""
 
 _SLOW_RATIO: Final = 0.05
 
@@ -58,7 +58,7 @@ class Report:
 def examine(peer: tuple[str, int] | None = None) -> Report:
     """Look at NIXL, the machine, and real reads between two processes (and from a peer); never raises, prints nothing.
 
-    NIXL logs a traceback for each plugin whose library this machine lacks: no news for somebody who reads the report.
+    NIXL logs a traceback per missing plugin; the report lists those already.
     """
     with captured_output():
         return _examine(peer)
@@ -117,7 +117,7 @@ def _try_peer(host: str, port: int) -> tuple[Bandwidth | None, Finding]:
 _SIGNS: Final[Mapping[str, str]] = {"ok": "ok", "warning": "WARN", "error": "ERROR"}
 _VERDICTS: Final[Mapping[str, str]] = {
     "ok": "All is well",
-    "warning": "It works, but not as hoped",
+    "warning": "Works, with warnings",
     "error": "It does not work",
 }
 _WIDTH: Final = 110
