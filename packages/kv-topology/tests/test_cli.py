@@ -59,7 +59,7 @@ def test_warnings():
     tiny = run_of(model={"layers": 1, "kv_heads": 1, "head_dim": 8}).warnings()
     assert tiny == ["tiny descriptors: slices as small as 512 bytes; larger blocks or equal layouts help"]
     replicas = run_of(model={"layers": 2, "latent_dim": 512}, producer={"tp": 4}).warnings()
-    assert replicas == ["replicas that nobody reads, only notified: tp1, tp2, tp3"]
+    assert replicas == ["replicas without readers, only notified: tp1, tp2, tp3"]
     shared = run_of(model={"layers": 2, "latent_dim": 512}, consumer={"tp": 4}).warnings()
     assert shared == ["replicated reads: every byte is read 4.00 times, by ranks that share it"]
     uneven = run_of(model={"layers": 1, "kv_heads": 8, "head_dim": 128}, consumer={"tp": 2}, producer={"tp": 3})

@@ -2,7 +2,6 @@
 
 import copy
 import json
-import os
 from dataclasses import replace
 from typing import Any, cast
 
@@ -11,6 +10,7 @@ from block_lists import lists
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from named_layouts import AttentionShape, halves_layout, packed_layout, rank_geometry
+from samples import LONG
 
 from kv_topology import (
     Axis,
@@ -407,7 +407,7 @@ PLACES = list(places(GOOD))[1:]
 
 
 @settings(
-    max_examples=int(os.environ.get("KV_TOPOLOGY_EXAMPLES", "25")) * 12,
+    max_examples=300 if LONG else 60,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
 )

@@ -6,6 +6,7 @@ import time
 import tracemalloc
 
 import pytest
+from samples import LONG
 
 from kv_topology import (
     Axis,
@@ -69,17 +70,19 @@ def woven(count, runs, spread=3):
 def bombs():
     yield "30 woven fields", document([woven(30, 1 << 20)], [region(0, [["l", 0, 0, 0]])])
     yield "400 woven fields", document([woven(400, 1 << 20)], [region(0, [["l", 0, 0, 0]])])
+    part = 1 if LONG else 16
     yield (
         "20000 regions of two woven members",
         document(
             [woven(1, 1 << 12), [field("g", [["a", 1 << 12, 0, 1 << 12, 7, "whole"]])]],
-            [region(n << 30, [[f"a{n}", 0, 0, 0], [f"b{n}", 1, 0, n + 1]]) for n in range(20000)],
+            [region(n << 30, [[f"a{n}", 0, 0, 0], [f"b{n}", 1, 0, n + 1]]) for n in range(20000 // part)],
         ),
     )
     yield (
         "3000 woven layouts",
         document(
-            [woven(2, 1 << 12, n) for n in range(3000)], [region(n << 30, [[f"l{n}", n, 0, 0]]) for n in range(3000)]
+            [woven(2, 1 << 12, n) for n in range(3000 // part)],
+            [region(n << 30, [[f"l{n}", n, 0, 0]]) for n in range(3000 // part)],
         ),
     )
     plain = [field("x", [["a", 8, 0, 8, 1, "whole"]])]
@@ -90,16 +93,16 @@ def bombs():
         "1000 groups over one memory",
         document(
             [plain],
-            [region(0, [[f"l{n}", 0, n, 0]], 1 << 10, 64) for n in range(1000)],
-            [{"kind": "attention", "block_tokens": 1}] * 1000,
+            [region(0, [[f"l{n}", 0, n, 0]], 1 << 10, 64) for n in range(1000 // part)],
+            [{"kind": "attention", "block_tokens": 1}] * (1000 // part),
         ),
     )
     yield (
         "4000 groups over one memory",
         document(
             [plain],
-            [region(0, [[f"l{n}", 0, n, 0]]) for n in range(4000)],
-            [{"kind": "attention", "block_tokens": 1}] * 4000,
+            [region(0, [[f"l{n}", 0, n, 0]]) for n in range(4000 // part)],
+            [{"kind": "attention", "block_tokens": 1}] * (4000 // part),
         ),
     )
     yield "a million empty lists", document([[]] * (1 << 20), [region(0, [["l", 0, 0, 0]])])
@@ -114,10 +117,15 @@ def bombs():
             tp=[4096, 0],
         ),
     )
-    yield "16000 plain regions", document([plain], [region(n << 20, [[f"l{n}", 0, 0, 0]], 8, 8) for n in range(16000)])
+    yield (
+        "16000 plain regions",
+        document([plain], [region(n << 20, [[f"l{n}", 0, 0, 0]], 8, 8) for n in range(16000 // part)]),
+    )
 
 
 BOMBS = dict(bombs())
+"""Documents of the named sizes; but for `KVDEV_LONG=1` those of many entries have a sixteenth of them."""
+MOST_S, MOST_BYTES = (1.0, 100 << 20) if LONG else (0.4, 40 << 20)
 
 
 @pytest.mark.parametrize("name", BOMBS)
@@ -152,14 +160,14 @@ def test_a_document_is_answered_within_a_second_and_100_megabytes(name, role):
         answer(call)
         return time.thread_time() - begun
 
-    assert any(seconds() < 1.0 for _ in range(6)), "the least disturbed of six: other programs slow a core down"
+    assert any(seconds() < MOST_S for _ in range(6)), "the least disturbed of six: other programs slow a core down"
     tracemalloc.start()
     try:
         answer(call)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert peak < 100 << 20
+    assert peak < MOST_BYTES
 
 
 @pytest.mark.never_wrong("B9")
@@ -229,7 +237,7 @@ def shares_a_byte(fields):
 def test_fields_are_told_to_overlap_exactly_when_they_share_a_byte():
     generator = random.Random(7)
     outcomes = {True: 0, False: 0}
-    for _ in range(3000):
+    for _ in range(3000 if LONG else 1000):
         fields = []
         stride = generator.choice([None, 12, 16, 24])
         for name in "xyz"[: generator.randint(2, 3)]:
@@ -253,4 +261,4 @@ def test_fields_are_told_to_overlap_exactly_when_they_share_a_byte():
             found = True
         assert found == shares_a_byte(fields), fields
         outcomes[found] += 1
-    assert min(outcomes.values()) > 300
+    assert min(outcomes.values()) > (300 if LONG else 100)

@@ -5,7 +5,6 @@ import dataclasses
 import io
 import json
 import math
-import os
 import re
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Annotated, Any, cast, get_args, get_origin, get_type_hints
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from samples import LONG, sampled
 from test_geometry import engine, junk
 
 from kv_topology import RankGeometry, StageLayer, from_document, to_document
@@ -21,8 +21,6 @@ from kv_topology.errors import InvalidGeometry
 from kv_topology.tools import cli
 from kv_topology.tools.spec import load_spec, model_from_config, parse_spec, read_json, read_spec
 
-LONG = os.environ.get("KVDEV_LONG") == "1"
-"""Full samples, as the weekly run takes them."""
 EXAMPLE = Path(__file__).parents[1] / "examples" / "gqa_tp4_from_tp2.toml"
 CODES = {int(each) for each in re.findall(r"^  (\d)  ", cli._EXIT_CODES, re.MULTILINE)}
 
@@ -128,7 +126,7 @@ def odd_files(tmp_path):
 
 @pytest.mark.parametrize("reader", READERS, ids=" ".join)
 def test_no_file_ends_a_command_with_a_traceback(reader, odd_files):
-    for name, file in odd_files.items():
+    for name, file in sampled(odd_files.items(), 80):
         code, _, complained = run(*reader, file)
         assert code == 2, name
         is_said = complained.startswith("kv-topology: invalid specification (spec-malformed): ")
@@ -318,7 +316,7 @@ STAGES = st.lists(
 ).map(tuple)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300 if LONG else 100, deadline=None)
 @given(
     st.sampled_from([each.name for each in dataclasses.fields(RankGeometry)]),
     junk | st.lists(junk).map(tuple) | PARTS | STAGES.map(lambda layers: (layers,)) | st.integers(-2, 5),

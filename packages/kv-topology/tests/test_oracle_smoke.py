@@ -1,10 +1,13 @@
 """The byte oracle on a first handful of pairs."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 from block_lists import bytes_moved, lists
 from byte_oracle import Request, prove
 from named_layouts import AttentionShape, halves_layout, layer_regions, packed_layout, rank_geometry
+from samples import sampled
 
 from kv_topology import (
     Group,
@@ -26,8 +29,7 @@ def engine(tp, make, *, heads=4, page_tokens=16, pages=12, base=1 << 20):
     return ranks
 
 
-@pytest.mark.parametrize("consumer_tp", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("producer_tp", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize(("consumer_tp", "producer_tp"), sampled(product([1, 2, 3, 4, 8], repeat=2), 8))
 def test_every_pair_moves_the_right_bytes(consumer_tp, producer_tp):
     consumers = engine(consumer_tp, packed_layout)
     producers = engine(producer_tp, halves_layout, page_tokens=32)

@@ -8,6 +8,7 @@ import pytest
 from block_lists import lists
 from byte_oracle import Request, prove
 from byte_oracle.cases import ProofCase, request_for
+from samples import sampled
 
 from kv_topology import CostModel, Group, RankGeometry, UnsupportedTopology, plan_transfer
 from kv_topology.plan.boxes import Box
@@ -27,7 +28,7 @@ def always(local, peers):
     return plan_transfer(local, peers, staging="always")
 
 
-@pytest.mark.parametrize(("mine", "theirs", "tp", "peer_tp", "block", "peer_block"), PAIRS)
+@pytest.mark.parametrize(("mine", "theirs", "tp", "peer_tp", "block", "peer_block"), sampled(PAIRS))
 def test_staged_plans_move_the_right_bytes(mine, theirs, tp, peer_tp, block, peer_block):
     consumer = EngineSpec(tp, block_tokens=block, layout=mine, block_count=8)
     producer = EngineSpec(peer_tp, block_tokens=peer_block, layout=theirs, block_count=12)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import nullcontext
 from itertools import product
 from types import SimpleNamespace
@@ -62,14 +63,19 @@ def facts_of(geometry: RankGeometry, engine: EngineSpec, *, names: bool = True) 
     }
 
 
-@pytest.mark.parametrize(("tp", "peer_tp"), list(product((1, 2, 4, 8), (1, 2, 4, 8))))
-@pytest.mark.parametrize("model", [DENSE, LATENT, HYBRID], ids=["dense", "latent", "hybrid"])
+MODELS = {"dense": DENSE, "latent": LATENT, "hybrid": HYBRID}
+LAYOUTS = [("packed-HND",) * 2, ("packed-HND", "packed-NHD"), ("halves-NHD",) * 2, ("keys-by-channel",) * 2]
+SIZES = (1, 2, 4, 8)
+STEP = 1 if os.environ.get("KVDEV_LONG") == "1" else 11
+"""Of 384 cases every 11th: 11 has no divisor in common with 384, so that each axis goes through all its values."""
+
+
 @pytest.mark.parametrize(
-    "layouts",
-    [("packed-HND",) * 2, ("packed-HND", "packed-NHD"), ("halves-NHD",) * 2, ("keys-by-channel",) * 2],
+    ("tp", "peer_tp", "name", "layouts", "names"),
+    list(product(SIZES, SIZES, MODELS, LAYOUTS, (True, False)))[::STEP],
 )
-@pytest.mark.parametrize("names", [True, False])
-def test_derived_geometry_is_the_peers_own(tp, peer_tp, model, layouts, names):
+def test_derived_geometry_is_the_peers_own(tp, peer_tp, name, layouts, names):
+    model = MODELS[name]
     mine = EngineSpec(tp, block_tokens=64, kernel_block_tokens=16, layout=layouts[0], block_count=6)
     theirs = EngineSpec(peer_tp, block_tokens=32, kernel_block_tokens=32, layout=layouts[1], block_count=9)
     if model is HYBRID:

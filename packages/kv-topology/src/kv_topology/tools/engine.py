@@ -8,6 +8,7 @@ memory, the way hybrid engines hand pages to either.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import TYPE_CHECKING, Literal, final
 
 from kv_topology.arithmetic import TokenDeal, even_interval
@@ -17,6 +18,8 @@ from kv_topology.model import TOKEN_AXIS, Axis, FieldLayout, Group, Layout, Memb
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from kv_topology.model import GroupKind
 
     LayersByKind = Mapping["LayerKind", Sequence[int]]
     LayoutsByKind = Mapping["LayerKind", Sequence[Layout]]
@@ -151,6 +154,11 @@ class EngineSpec:
     def page_tokens(self) -> int:
         """Tokens of a page."""
         return self.kernel_block_tokens or self.block_tokens
+
+    @property
+    def pages_per_block(self) -> int:
+        """Pages of a scheduler block."""
+        return self.block_tokens // self.page_tokens
 
     @property
     def layout_name(self) -> str:
@@ -319,69 +327,43 @@ def _regions(model: ModelSpec, engine: EngineSpec, stage: Sequence[int], layouts
         return tuple(_cross_regions(model, engine, layers, layouts))
     if any(kind in STATE_KINDS for kind in model.group_kinds):
         return tuple(_hybrid_regions(engine, layers, layouts))
-    return tuple(_regions_by_layer(engine, layers, layouts))
+    return tuple(_layer_regions(engine, layers, layouts))
 
 
-def _regions_by_layer(engine: EngineSpec, layers: LayersByKind, layouts: LayoutsByKind) -> list[Region]:
+def _layer_regions(engine: EngineSpec, layers: LayersByKind, layouts: LayoutsByKind) -> list[Region]:
     """Return regions of one layer each, group after group."""
-    address = engine.base_address
+    address, pages = engine.base_address, engine.block_count * engine.pages_per_block
     regions: list[Region] = []
     for group, (kind, numbers) in enumerate(layers.items()):
-        for layer in numbers:
-            placed, address = _layer_regions(engine, layer, layouts[kind], group, address)
-            regions += placed
+        for layer, layout in product(numbers, layouts[kind]):
+            size = layout.extent_bytes
+            regions.append(Region(address, size, size, pages, (Member(f"layers.{layer}", layout, group),)))
+            address += size * pages
     return regions
 
 
 def _cross_regions(model: ModelSpec, engine: EngineSpec, layers: LayersByKind, layouts: LayoutsByKind) -> list[Region]:
-    """Return one region per group that has layers on this stage."""
+    """Return one region per group that has layers on this stage; its pages hold all of them."""
     address = engine.base_address
     regions: list[Region] = []
     for group, (kind, numbers) in enumerate(layers.items()):
-        region = _cross_region(model, engine, numbers, layouts[kind], group, address)
-        if region is not None:
-            regions.append(region)
-            address += region.page_stride_bytes * region.page_count
-    return regions
-
-
-def _layer_regions(
-    engine: EngineSpec, layer: int, layouts: Sequence[Layout], group: int, address: int
-) -> tuple[list[Region], int]:
-    pages = engine.block_count * (engine.block_tokens // engine.page_tokens)
-    regions: list[Region] = []
-    for layout in layouts:
-        size = layout.extent_bytes
-        regions.append(Region(address, size, size, pages, (Member(f"layers.{layer}", layout, group),)))
-        address += size * pages
-    return regions, address
-
-
-def _cross_region(
-    model: ModelSpec, engine: EngineSpec, layers: Sequence[int], layouts: Sequence[Layout], group: int, address: int
-) -> Region | None:
-    """Return the one region of a group whose pages hold all its layers, or None if the stage has none of them."""
-    if not layers:
-        return None
-    step = sum(layout.extent_bytes for layout in layouts)
-    pages = engine.block_count * (
-        1 if model.group_kinds[group] in STATE_KINDS else engine.block_tokens // engine.page_tokens
-    )
-    members: list[Member] = []
-    is_heads_outer = engine.layout_name == "cross-heads" and model.group_kinds[group] in {"attention", "sliding"}
-    if is_heads_outer:
-        head_bytes = 2 * engine.page_tokens * model.head_dim * model.element_bytes
-        layouts = tuple(_stretched(layout, head_bytes * len(layers)) for layout in layouts)
-        members = [
-            Member(f"layers.{layer}", layouts[0], group, place * head_bytes) for place, layer in enumerate(layers)
-        ]
-    else:
-        for place, layer in enumerate(layers):
+        if not numbers:
+            continue
+        parts, step = layouts[kind], sum(layout.extent_bytes for layout in layouts[kind])
+        page = step * len(numbers)
+        if engine.layout_name == "cross-heads" and kind in {"attention", "sliding"}:
+            step = 2 * engine.page_tokens * model.head_dim * model.element_bytes  # a head of one layer
+            parts = tuple(_stretched(layout, step * len(numbers)) for layout in parts)
+        members: list[Member] = []
+        for place, layer in enumerate(numbers):
             offset = place * step
-            for layout in layouts:
+            for layout in parts:
                 members.append(Member(f"layers.{layer}", layout, group, offset))
                 offset += layout.extent_bytes
-    return Region(address, step * len(layers), step * len(layers), pages, tuple(members))
+        pages = engine.block_count * (1 if kind in STATE_KINDS else engine.pages_per_block)
+        regions.append(Region(address, page, page, pages, tuple(members)))
+        address += page * pages
+    return regions
 
 
 def _stretched(layout: Layout, head_stride: int) -> Layout:
@@ -399,7 +381,7 @@ def _stretched(layout: Layout, head_stride: int) -> Layout:
 
 def _hybrid_regions(engine: EngineSpec, layers: LayersByKind, layouts: LayoutsByKind) -> list[Region]:
     """Return regions in which the n-th layers of all groups share memory, pages padded to the largest."""
-    per_block = engine.block_tokens // engine.page_tokens
+    per_block = engine.pages_per_block
     sizes = {
         kind: sum(layout.extent_bytes for layout in parts) * (1 if kind in STATE_KINDS else per_block)
         for kind, parts in layouts.items()
@@ -429,13 +411,9 @@ def _group(model: ModelSpec, engine: EngineSpec, kind: LayerKind, tp_rank: int) 
     deal = TokenDeal()
     if engine.dcp > 1:
         deal = TokenDeal(engine.dcp, tp_rank % engine.dcp, engine.interleave_tokens or engine.block_tokens)
-    names: dict[str, Literal["attention", "sliding-window", "latent"]] = {
-        "attention": "attention",
-        "sliding": "sliding-window",
-        "latent": "latent",
-    }
+    names: dict[str, GroupKind] = {"attention": "attention", "sliding": "sliding-window", "latent": "latent"}
     window = model.window_tokens if kind == "sliding" else 0
-    return Group(names[kind], engine.block_tokens, engine.block_tokens // engine.page_tokens, window, deal)
+    return Group(names[kind], engine.block_tokens, engine.pages_per_block, window, deal)
 
 
 def build_engine(model: ModelSpec, engine: EngineSpec) -> Mapping[tuple[int, int], RankGeometry]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, final
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, final
 
 from kv_topology.arithmetic import box_runs
 from kv_topology.plan.plan import plan_transfer
@@ -82,7 +82,7 @@ class Survey:
 
     def _unread_replicas(self) -> str:
         idle = sorted(set(self.producers) - set(self._read_ranks()))
-        return f"replicas that nobody reads, only notified: {_ranks(idle)}" if idle else ""
+        return f"replicas without readers, only notified: {_ranks(idle)}" if idle else ""
 
     def _unequal_load(self) -> str:
         loads = [self._load(rank) for rank in self._read_ranks()]
@@ -170,7 +170,7 @@ class Page:
         return " ".join(padded).rstrip()
 
 
-def rank_name(rank: Rank) -> str:
+def _rank_name(rank: Rank) -> str:
     return f"{rank[0]}/{rank[1]}"
 
 
@@ -208,16 +208,17 @@ def report_page(found: Survey, *, only: int | None = None) -> Page:
         ("kind", -7),
         ("bytes/tok", 10),
         ("desc/tok", 9),
+        (f"{run.cost.prompt_tokens}-token prompt", -1),
     ]
-    columns.append((f"{run.cost.prompt_tokens}-token prompt", -1))
-    tail = ["", f"readers per producer rank: {_readers(found)}", _summary(found, only), *_warnings(found)]
+    warnings = [f"warning: {text}" for text in found.warnings()] or ["no warnings"]
+    tail = ["", f"readers per producer rank: {_readers(found)}", _summary(found, only), *warnings]
     return Page(head, columns, [_row(found, rank) for rank in _chosen(found, only)], tail)
 
 
 def _row(found: Survey, rank: Rank) -> list[str]:
     plan = found.plans[rank]
     return [
-        rank_name(rank),
+        _rank_name(rank),
         _list(plan.producer_ranks),
         _list(plan.notify_only_ranks),
         "staged" if plan.is_staged else "direct",
@@ -236,10 +237,6 @@ def _descriptors(found: Survey, plan: TransferPlan) -> float:
     return found.descriptors_per_token(plan) * found.run.cost.prompt_tokens + plan.estimate.state_descriptors
 
 
-def _warnings(found: Survey) -> list[str]:
-    return [f"warning: {text}" for text in found.warnings()] or ["no warnings"]
-
-
 def estimate_page(found: Survey, *, only: int | None = None) -> Page:
     """Return the cost of every plan, direct and staged."""
     columns = [("consumer", 8), ("moved", 12), ("descriptors", 12), ("direct", 12), ("staged", 12), ("chosen", -6)]
@@ -251,7 +248,7 @@ def estimate_page(found: Survey, *, only: int | None = None) -> Page:
         chosen = "staged" if plan.is_staged else "direct"
         direct = f"{plan.estimate.direct_us / 1e3:.2f} ms"
         rows.append(
-            [rank_name(rank), _size(_moved(found, plan)), f"{_descriptors(found, plan):.0f}", direct, staged, chosen]
+            [_rank_name(rank), _size(_moved(found, plan)), f"{_descriptors(found, plan):.0f}", direct, staged, chosen]
         )
     return Page([], columns, rows, ["", _summary(found, only)])
 
@@ -293,7 +290,7 @@ def _side(name: str, engine: object) -> str:
 
 
 def _list(ranks: tuple[Rank, ...]) -> str:
-    shown = " ".join(rank_name(rank) for rank in ranks[:5])
+    shown = " ".join(_rank_name(rank) for rank in ranks[:5])
     return (shown + f" +{len(ranks) - 5}" if len(ranks) > 5 else shown) or "-"
 
 
@@ -355,9 +352,7 @@ def _table_json(table: SliceTable) -> dict[str, object]:
 _SHOWN_CONTENTS = 4
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class _Share:
+class _Share(NamedTuple):
     """Parts of a field's split axis that a rank holds, [start, stop) of `size`; no axis: the whole field."""
 
     field: str
@@ -367,9 +362,7 @@ class _Share:
     size: int = 0
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class _Slice:
+class _Slice(NamedTuple):
     """Slice of a plan, and the (layer, field) pairs that have bytes in it."""
 
     contents: Sequence[tuple[str, str]]
@@ -384,35 +377,21 @@ class _Slice:
     peer_step: int
     peer_units: int
 
-    def in_words(self) -> str:
-        """Return a line. Example: 16 tokens: 8192 bytes of region 0 at 32768 + 8192 x unit of 2 -> region 0 at 0 (...)."""
-        named = [f"{field} of {layer}" for layer, field in self.contents[:_SHOWN_CONTENTS]]
-        more = ", ..." if len(self.contents) > _SHOWN_CONTENTS else ""
-        unit = f"{self.unit_tokens} tokens" if self.unit_tokens else "a state"
-        source = _place(self.peer_region, self.peer_offset, self.peer_step, self.peer_units)
-        target = _place(self.local_region, self.local_offset, self.local_step, self.local_units)
-        return f"{unit}: {self.length_bytes} bytes of {source} -> {target} ({', '.join(named)}{more})"
-
-
-def _place(region: int, offset: int, step: int, units: int) -> str:
-    return f"region {region} at {offset}" + (f" + {step} x unit of {units}" if units > 1 else "")
-
 
 def explain_values(found: Survey, rank: Rank, *, most: int) -> dict[str, object]:
-    """Return the explanation in plain values, with the first `most` slices of every producer rank."""
-    plan = found.plans[rank]
-    estimate = plan.estimate
+    """Return the explanation of a rank's plan in plain values, with the first `most` slices of every producer rank."""
+    plan, estimate = found.plans[rank], found.plans[rank].estimate
     return {
         "consumer_rank": list(rank),
-        "holds": [asdict(share) for share in _shares(found.consumers[rank])],
+        "holds": [share._asdict() for share in _shares(found.consumers[rank])],
         "reads": [
             {
                 "producer_rank": list(producer),
-                "holds": [asdict(share) for share in _shares(found.producers[producer])],
+                "holds": [share._asdict() for share in _shares(found.producers[producer])],
                 "readers": plan.reader_count(producer),
                 "moves": _moved_words(plan, producer),
-                "slices": _slice_count(plan, producer),
-                "first_slices": [asdict(each) for each in _slices(found, rank, producer, most)],
+                "slices": sum(map(len, plan.slices(producer))),
+                "first_slices": [each._asdict() for each in _slices(found, rank, producer, most)],
             }
             for producer in plan.producer_ranks
         ],
@@ -424,26 +403,25 @@ def explain_values(found: Survey, rank: Rank, *, most: int) -> dict[str, object]
 
 
 def explain_text(found: Survey, rank: Rank, *, most: int) -> str:
-    """Return the explanation as text for a person."""
+    """Return the explanation of a rank's plan as text for a person."""
     plan = found.plans[rank]
-    lines = [f"consumer rank {rank_name(rank)} holds {_held(found.consumers[rank])}"]
+    lines = [f"consumer rank {_rank_name(rank)} holds {_held(found.consumers[rank])}"]
     for producer in plan.producer_ranks:
-        count = _slice_count(plan, producer)
+        count = sum(map(len, plan.slices(producer)))
         lines += [
             "",
-            f"from producer rank {rank_name(producer)}, which holds {_held(found.producers[producer])}:",
+            f"from producer rank {_rank_name(producer)}, which holds {_held(found.producers[producer])}:",
             f"  {_moved_words(plan, producer)} in {count} slices; it waits for {plan.reader_count(producer)} readers",
-            *(f"  {each.in_words()}" for each in _slices(found, rank, producer, most)),
+            *(f"  {_in_words(each)}" for each in _slices(found, rank, producer, most)),
             *([f"  and {count - most} more"] if count > most else []),
         ]
     if plan.notify_only_ranks:
-        names = ", ".join(map(rank_name, plan.notify_only_ranks))
+        names = ", ".join(map(_rank_name, plan.notify_only_ranks))
         lines += ["", f"only notified: {names}; others hold the same, but these wait for this reader too"]
     return "\n".join([*lines, "", _kind(plan)])
 
 
 def _shares(geometry: RankGeometry) -> list[_Share]:
-    """Return a rank's share of each field."""
     shares: dict[str, _Share] = {}
     for region in geometry.regions:
         for member in region.members:
@@ -464,10 +442,6 @@ def _held(geometry: RankGeometry) -> str:
     return "; ".join(f"{words} ({', '.join(names)})" for words, names in fields_of.items())
 
 
-def _slice_count(plan: TransferPlan, producer: Rank) -> int:
-    return sum(map(len, plan.slices(producer)))
-
-
 def _moved_words(plan: TransferPlan, producer: Rank) -> str:
     """Return the bytes per token, and those of states per request. Example: 4096 bytes a token."""
     moved = [0.0, 0.0]
@@ -478,29 +452,29 @@ def _moved_words(plan: TransferPlan, producer: Rank) -> str:
 
 
 def _slices(found: Survey, rank: Rank, producer: Rank, most: int) -> list[_Slice]:
-    tables = found.plans[rank].slices(producer)
-    first = [(table, number) for table in tables for number in range(min(most, len(table)))][:most]
-    return [_slice(found.consumers[rank], table, number) for table, number in first]
+    slices: list[_Slice] = []
+    for table in found.plans[rank].slices(producer):
+        pairing = table.pairing
+        rows = zip(*(column[: most - len(slices)].tolist() for column in table.columns), strict=True)
+        for region, offset, step, peer_region, peer_offset, peer_step, length in rows:
+            contents = _contents_of(found.consumers[rank], region, pairing.local_group, offset, offset + length)
+            here = (region, offset, step, pairing.local_units)
+            there = (peer_region, peer_offset, peer_step, pairing.peer_units)
+            slices.append(_Slice(contents, length, pairing.unit_tokens, *here, *there))
+    return slices
 
 
-def _slice(local: RankGeometry, table: SliceTable, number: int) -> _Slice:
-    columns, pairing = table.columns, table.pairing
-    region, offset, length = (
-        int(column[number]) for column in (columns.local_region, columns.local_offset, columns.length)
-    )
-    return _Slice(
-        _contents_of(local, region, pairing.local_group, offset, offset + length),
-        length,
-        pairing.unit_tokens,
-        region,
-        offset,
-        int(columns.local_step[number]),
-        pairing.local_units,
-        int(columns.peer_region[number]),
-        int(columns.peer_offset[number]),
-        int(columns.peer_step[number]),
-        pairing.peer_units,
-    )
+def _in_words(each: _Slice) -> str:
+    """Return a line. Example: 16 tokens: 8192 bytes of region 0 at 32768 + 8192 x unit of 2 -> region 0 at 0 (...)."""
+    named = [f"{field} of {layer}" for layer, field in each.contents[:_SHOWN_CONTENTS]]
+    more = ", ..." if len(each.contents) > _SHOWN_CONTENTS else ""
+    unit = f"{each.unit_tokens} tokens" if each.unit_tokens else "a state"
+    source, target = _place(*each[7:11]), _place(*each[3:7])
+    return f"{unit}: {each.length_bytes} bytes of {source} -> {target} ({', '.join(named)}{more})"
+
+
+def _place(region: int, offset: int, step: int, units: int) -> str:
+    return f"region {region} at {offset}" + (f" + {step} x unit of {units}" if units > 1 else "")
 
 
 def _kind(plan: TransferPlan) -> str:
