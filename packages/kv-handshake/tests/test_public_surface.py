@@ -54,7 +54,9 @@ def test_no_other_public_module():
 
 
 def test_an_engine_loads_no_tools():
-    program = "import sys, kv_handshake, kv_handshake.security\nprint([name for name in sys.modules if '._tools' in name])"
+    program = (
+        "import sys, kv_handshake, kv_handshake.security\nprint([name for name in sys.modules if '._tools' in name])"
+    )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "[]\n"
 

@@ -313,12 +313,10 @@ class Listener:
             return self._reply_to_ask(self._desk, incoming, incoming.query, wait_s)
         if wait_s:
             rate = f"{self._limits.queries_per_s:g} times a second"
-            self._log.warning(
-                "rate-limited", f"{incoming.sender.address} asks more often than {rate}; it is told to wait"
-            )
+            self._log.warning("rate-limited", f"{incoming.sender.address} asks more often than {rate}; it must wait")
             return self._core.defer(incoming.query or b"", wait_s=wait_s, clock_s=now_s)
         if incoming.query is None:
-            self._log.warning("wrong-frames", f"{incoming.sender.address} sent a message that is no query")
+            self._log.warning("wrong-frames", f"{incoming.sender.address} sent a message that is not a query")
             return self._core.refuse("wrong-frames")
         if incoming.sender.is_req and self._core.stages > 1:
             self._say_once(incoming.sender.address)
