@@ -80,14 +80,6 @@ def test_factors_outside_the_hash_count_too():
         assert (verdict.code, verdict.differences[0].name) == ("factors-differ", "sliding_window")
 
 
-def test_operator_may_let_a_factor_differ():
-    verdict = judged(
-        {**VLLM, "quantization": "fp8"}, peer(VLLM), policy="negotiated", may_differ=frozenset({"quantization"})
-    )
-    assert verdict.is_accepted
-    assert "quantization" in verdict.warnings[0]
-
-
 def test_a_long_hash_text_is_cut():
     envelope = Envelope(compatibility_hash="x" * 10_000, agent_metadata_bytes=b"")
     assert len(judged(VLLM, envelope).message) < 400

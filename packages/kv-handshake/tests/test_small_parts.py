@@ -117,7 +117,6 @@ def test_endpoint_texts():
     assert parse_endpoint("host:1") == endpoint_of("host", 1)
     assert endpoint_of("::1", 1).url == "tcp://[::1]:1"
     assert endpoint_of("*", 0, allows_any_port=True).url == "tcp://*:*"
-    assert endpoint_of("::", 1).is_wildcard
     for text in ("host", "host:", "host:x", ":1", "host:123456"):
         with pytest.raises(ConfigurationError):
             parse_endpoint(text)

@@ -12,7 +12,6 @@ from kv_handshake._errors import ConfigurationError
 
 __all__ = ["Endpoint", "endpoint_of", "parse_endpoint"]
 
-_WILDCARDS = frozenset({"*", "0.0.0.0", "::"})  # noqa: S104 - recognised here, bound only if the operator says so
 _MAX_HOST_CHARS = 255
 _NUMBER = re.compile(r"(?:0[xX][0-9A-Fa-f]*|[0-9]+)\Z")
 """Last label of an IPv4 address in one of its old notations: 2852039166, 0xa9fea9fe and 169.254.43518 are all 169.254.169.254 to
@@ -33,11 +32,6 @@ class Endpoint:
     host: str
     port: int
     address: IPv4Address | IPv6Address | None = None
-
-    @property
-    def is_wildcard(self) -> bool:
-        """Whether the host means every interface, which a peer cannot connect to."""
-        return self.host in _WILDCARDS
 
     @property
     def url(self) -> str:

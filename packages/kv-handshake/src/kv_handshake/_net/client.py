@@ -114,7 +114,7 @@ class Client:
             generation: The registration generation that the ticket was made with; None to accept any.
             check_first: If given, every attempt asks for rank (0, 0) alone and calls this with its metadata, on the client's
                 thread. The other ranks are asked for on the same connection after it has returned; an exception ends the
-                handshake with ``first-rank-refused``. A listener of vLLM itself ends on a query for a rank that it does not have.
+                handshake with ``first-rank-refused``. vLLM's own listener crashes on an unknown rank.
 
         Raises:
             ConfigurationError: ``invalid-endpoint``, ``invalid-argument`` or ``unknown-dialect``, before anything is

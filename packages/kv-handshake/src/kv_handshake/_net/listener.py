@@ -76,7 +76,6 @@ class Listener:
         host: Address to bind: an IPv4 or IPv6 address, a name, or a wildcard (``0.0.0.0``, ``::``, ``*``).
         port: Port to bind; 0 for any free one, see `port`.
         payloads: Envelope by (pp rank, tp rank) to serve at first.
-        advertised_host: Host name or address that peers connect to; needed if `host` is a wildcard.
         limits: How often one address may ask.
         security: Keys of an encrypted side channel; plain TCP without.
         clock: The monotonic clock that replies carry, in seconds: the one that expiry times on tickets are read from.
@@ -91,13 +90,11 @@ class Listener:
         port: int,
         *,
         payloads: Mapping[Rank, bytes] | None = None,
-        advertised_host: str = "",
         limits: QueryLimits = _DEFAULT_LIMITS,
         security: ServerSecurity | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._endpoint = endpoint_of(host, port, allows_any_port=True)
-        self._advertised_host = advertised_host
         self._security = security
         self._clock = clock
         self._core = ServerCore(payloads)
@@ -121,20 +118,6 @@ class Listener:
     def port(self) -> int:
         """The bound port; before `start`, the requested one."""
         return self._endpoint.port
-
-    @property
-    def advertised_host(self) -> str:
-        """The host that peers should connect to.
-
-        Raises:
-            ConfigurationError: ``invalid-endpoint`` if the bind address is a wildcard and no other host was given.
-        """
-        host = self._advertised_host or self._endpoint.host
-        if endpoint_of(host, self.port, allows_any_port=True).is_wildcard:
-            raise ConfigurationError(
-                "invalid-endpoint", f"peers cannot connect to {host!r}: give an advertised host", host=host
-            )
-        return host
 
     @property
     def is_alive(self) -> bool:
@@ -313,12 +296,10 @@ class Listener:
             return self._reply_to_ask(self._desk, incoming, incoming.query, wait_s)
         if wait_s:
             rate = f"{self._limits.queries_per_s:g} times a second"
-            self._log.warning(
-                "rate-limited", f"{incoming.sender.address} asks more often than {rate}; it is told to wait"
-            )
+            self._log.warning("rate-limited", f"{incoming.sender.address} asks more often than {rate}; it must wait")
             return self._core.defer(incoming.query or b"", wait_s=wait_s, clock_s=now_s)
         if incoming.query is None:
-            self._log.warning("wrong-frames", f"{incoming.sender.address} sent a message that is no query")
+            self._log.warning("wrong-frames", f"{incoming.sender.address} sent a message that is not a query")
             return self._core.refuse("wrong-frames")
         if incoming.sender.is_req and self._core.stages > 1:
             self._say_once(incoming.sender.address)

@@ -357,7 +357,9 @@ class Loop:
         for connection in self._hub.flooded():
             task = self._running.get(connection)
             if task is not None:
-                task.session.fail(WireError("oversized-reply", f"more came in than replies of {MAX_REPLY_BYTES} bytes"))
+                task.session.fail(
+                    WireError("oversized-reply", f"the peer sent more than replies of {MAX_REPLY_BYTES} bytes")
+                )
                 self._hang_up(connection, task)
 
     def _next_event_s(self) -> float:

@@ -240,8 +240,8 @@ def write_keypair(directory: str | Path, name: str) -> tuple[Path, Path]:
     """Write a new pair as ``NAME.key`` and ``NAME.key_secret`` (mode 0600), and return both paths; no file is replaced.
 
     Raises:
-        ConfigurationError: ``invalid-argument`` for a name that is no plain file name, ``invalid-key-file`` if a file exists or
-            cannot be written.
+        ConfigurationError: ``invalid-argument`` for a name that is not a plain file name, ``invalid-key-file`` if a file
+            exists or cannot be written.
     """
     is_plain = 0 < len(name) <= _MOST_NAME_CHARS and name.isascii() and name.replace("-", "").replace("_", "").isalnum()
     if not is_plain:
@@ -317,7 +317,7 @@ def _require_plain(file: Path) -> None:
     """Refuse a file that could be read without end, or that waits for a writer; raises ValueError or OSError."""
     status = file.stat()
     if not stat.S_ISREG(status.st_mode):
-        raise ValueError("it is no plain file")
+        raise ValueError("it is not a plain file")
     if status.st_size > _MOST_FILE_BYTES:
         raise ValueError(f"it has more than {_MOST_FILE_BYTES} bytes")
 

@@ -76,7 +76,7 @@ class Names:
 
 
 def _addresses_of(host: str) -> list[str]:
-    """Return the addresses of a name, IPv4 first, because vLLM binds only IPv4; none if it has none."""
+    """Return the addresses of a name, IPv4 first, because vLLM binds only IPv4; empty if it has none."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):

@@ -288,7 +288,8 @@ class RouterSocket:
     def _refresh_keys(self) -> bool:
         """Load changed key files; return whether open connections may include some that would no longer be admitted.
 
-        Key files that cannot be read admit nobody, since one of them may have been a revocation. Runs on the thread of the watch.
+        Key files that cannot be read admit no client, since one of them may have been a revocation. Runs on the watch's
+        thread.
         """
         former = self.security
         if former is None:
@@ -328,7 +329,7 @@ class RouterSocket:
 
 
 def _make_router(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
-    """Return a socket whose routing ids begin at a number that nobody can guess.
+    """Return a socket whose routing ids begin at a random number.
 
     libzmq counts from a `rand()` that it never seeds, and ends the process when its counter meets an id that a peer has chosen.
     Later numbers of `rand()`, which others may show, tell nothing about this one.

@@ -88,7 +88,7 @@ class Grip:
         own: tuple[str, int] | str = self._pinned.getsockname()
         peer: tuple[str, int] | str = self._pinned.getpeername()
         if not (isinstance(own, tuple) and isinstance(peer, tuple)):
-            raise OSError("the descriptor is no TCP connection any more")
+            raise OSError("the descriptor is not a TCP connection any more")
         return (str(own[0]), int(own[1])), (str(peer[0]), int(peer[1]))
 
     def _pin(self, descriptor: int) -> bool:

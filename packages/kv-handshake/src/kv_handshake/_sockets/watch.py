@@ -230,7 +230,7 @@ class ConnectionWatch:
         if self._thread.ident is not None:
             self._thread.join(_JOIN_S)
         if self._means is not None:
-            # libzmq's own thread waits for ever for a monitor without a reader: switch it off first, close it last.
+            # libzmq's own thread blocks on a monitor without a reader: disable it first, close it last.
             self._socket.disable_monitor()
             if not self._thread.is_alive():
                 self._means.close()

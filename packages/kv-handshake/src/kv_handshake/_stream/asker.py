@@ -8,10 +8,9 @@ asks is closed after `_IDLE_S`. The thread sleeps until something arrives or a d
 A turn looks at the peers that have a connection, open asks or a pending look-up. The failures of all others are remembered apart,
 at most `_MOST_PLACES` of them, and cost nothing until the peer is asked again.
 
-At most `Timing.connections` peers have a connection, fewer where the process may open few files. When all places are taken, a
-peer without open asks gives up its place, or else a peer that has said nothing for `_PATIENCE_S`. If there is neither, the new
-peer's asks end with ``too-many-peers``, which does not count against that peer. A peer that has said nothing after
-`Timing.attempt_s` is given up.
+At most `Timing.connections` peers have a connection, fewer where the process may open few files. At that limit the idle peer
+used longest ago is disconnected, or else one silent for `_PATIENCE_S`. If there is neither, the new peer's asks end with
+``too-many-peers``, which does not count against that peer. A peer silent for `Timing.attempt_s` is given up.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ _LOOK_S = 0.1
 _JOIN_S = 5.0
 _RECOVERY_S = 0.02
 _PATIENCE_S = 0.5
-"""A peer that has not answered its first query within this time gives up its place if another peer needs it."""
+"""A peer that has not answered its first query within this time is disconnected if another peer needs its connection."""
 _MOST_PLACES = 1024
 """Failed peers that are remembered; the one asked longest ago is forgotten first. Also peers in use beyond which a name is not
 looked up, since look-ups hold places without a connection."""
@@ -367,7 +366,8 @@ class Asker:
     def _end_flooded(self) -> None:
         for connection in self._hub.flooded():
             self._refused(
-                self._by_connection[connection], WireError("oversized-reply", "more came in than was asked for")
+                self._by_connection[connection],
+                WireError("oversized-reply", "the peer sent more than the largest reply"),
             )
 
     def _next_event_s(self) -> float:

@@ -47,7 +47,8 @@ __all__ = [
 ]
 
 ASK_CAPABILITY = "ask"
-"""Announced in the envelopes of an engine whose listener takes asks. Send asks to no other: vLLM's own listener dies on them."""
+"""Announced in the envelopes of an engine whose listener takes asks. Never send asks without this:
+vLLM's own listener crashes on them."""
 
 _ASK = b"ask"
 _CANCEL = b"cancel_ask"
@@ -167,7 +168,7 @@ def parse_answer(frame: bytes) -> AskReply:
                     return AskReply(number, code=code if code in CODES else _OTHER_CODE, retry_after_s=wait_s)
             case _:
                 pass
-    raise WireError("malformed-answer", "answer is no array of 'ask', a number, and bytes or a code and a time")
+    raise WireError("malformed-answer", "answer is not an array of 'ask', a number, and bytes or a code and a time")
 
 
 def _is_number(value: object) -> bool:
@@ -364,17 +365,17 @@ def _opened(payload: bytes, secrets: Sequence[bytes], decoder: msgspec.msgpack.D
     try:
         return decoder.decode(body)
     except DECODE_ERRORS as error:
-        told = shortened(str(error))  # the error quotes an unknown key as the peer wrote it
-        raise WireError("malformed-hand-over", f"message of {len(body)} bytes does not decode: {told}") from error
+        shown = shortened(str(error))  # the error quotes an unknown key as the peer wrote it
+        raise WireError("malformed-hand-over", f"message of {len(body)} bytes does not decode: {shown}") from error
 
 
 def _ticket(data: bytes) -> dict[str, object]:
     try:
         ticket: object = msgspec.json.decode(data)
     except DECODE_ERRORS as error:
-        raise WireError("malformed-hand-over", f"ticket of {len(data)} bytes is no JSON: {error}") from error
+        raise WireError("malformed-hand-over", f"ticket of {len(data)} bytes is not JSON: {error}") from error
     if not isinstance(ticket, dict):
-        raise WireError("malformed-hand-over", "the ticket is no object")
+        raise WireError("malformed-hand-over", "the ticket is not an object")
     return cast("dict[str, object]", ticket)
 
 

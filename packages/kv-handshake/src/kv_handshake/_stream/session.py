@@ -1,7 +1,7 @@
 """The asking side of one peer: its connection, its open asks, and the queries to send. No input or output.
 
 The first query of each connection asks for the metadata of rank (0, 0), which every listener answers. The envelope tells whether
-the peer takes asks; only then are asks sent. So no ask ever reaches vLLM's own listener, which would die on it.
+the peer takes asks; only then are asks sent. So no ask ever reaches vLLM's own listener, which would crash on it.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class AskSession:
         if ask is not None:
             return ask, reply.code, reply.payload
         if not self._late_replies:
-            raise WireError("unexpected-reply", f"an answer to ask {reply.number}, which nobody waits for")
+            raise WireError("unexpected-reply", f"reply to unknown ask {reply.number}")
         self._late_replies -= 1
         return None
 

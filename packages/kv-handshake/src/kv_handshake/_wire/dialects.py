@@ -2,7 +2,7 @@
 
 A *dialect* is the version number of vLLM's NIXL connector (2 to 15). It decides how many fields a query has, whether
 a reply carries a clock frame, which keys the agent metadata holds and which factors enter the compatibility hash. It
-must be known before the first byte is sent: listeners of vLLM's own connector die on a query with the wrong number of
+must be known before the first byte is sent: vLLM's own listener crashes on a query with the wrong number of
 fields.
 
 Source: the connector's metadata module and listener in the vLLM releases named in `_RELEASES`, read one by one.
@@ -107,7 +107,7 @@ def dialect_of_vllm(release: str) -> Dialect:
     A release newer than the newest known one gets the newest dialect.
 
     Raises:
-        ConfigurationError: ``unknown-dialect`` for text that is no release, or one older than 0.20.
+        ConfigurationError: ``unknown-dialect`` for text that names no release, or one older than 0.20.
     """
     parts = release.strip().lstrip("v").split(".")
     try:
@@ -118,7 +118,7 @@ def dialect_of_vllm(release: str) -> Dialect:
     if not versions:
         raise ConfigurationError(
             "unknown-dialect",
-            f"{release!r} is no vLLM release from 0.20 on; give a text such as '0.32.0'",
+            f"{release!r} is not a vLLM release from 0.20 on; give a text such as '0.32.0'",
             release=release,
         )
     return dialect_of(versions[-1])

@@ -45,7 +45,6 @@ class LocalOffer:
         policy: ``exact``: the hashes must be equal, as vLLM's own connector demands. ``negotiated``: factors that must
             match do; of a peer that sends no factors the hash must be equal, or explained by factors that need not
             match. ``off``: differences only warn.
-        may_differ: Factor names that this operator allows to differ, whatever their group.
         protocol: (oldest, newest) version of our extensions.
         capabilities: ``required``, ``supported`` or ``absent`` by name. vLLM's own connector has none.
         hashes: Compatibility hash of the factors by dialect.
@@ -53,7 +52,6 @@ class LocalOffer:
 
     factors: Mapping[str, object] = field(default_factory=dict[str, object])
     policy: Policy = "exact"
-    may_differ: frozenset[str] = frozenset()
     protocol: tuple[int, int] = PROTOCOL_RANGE
     capabilities: Mapping[str, Level] = field(default_factory=dict[str, Level])
     hashes: Mapping[int, str] = field(init=False, repr=False, compare=False)
@@ -159,7 +157,7 @@ def _compare(
         differences = differing_factors(offer.factors, envelope.factors)
     else:
         differences = () if is_same_hash else explain_hash(offer.factors, envelope.compatibility_hash, dialect)
-    blocking = tuple(each for each in differences if each.group == "must-match" and each.name not in offer.may_differ)
+    blocking = tuple(each for each in differences if each.group == "must-match")
     if offer.policy == "negotiated" and (envelope.factors or differences):
         code = "factors-differ" if blocking else ""
     elif is_same_hash:

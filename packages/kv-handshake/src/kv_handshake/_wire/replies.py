@@ -140,7 +140,8 @@ def decode_metadata(envelope: Envelope) -> AgentMetadata:
         WireError: ``malformed-metadata`` or ``invalid-metadata``.
     """
     try:
-        _check_sizes(_unopened_decoder.decode(envelope.agent_metadata_bytes))
+        if len(envelope.agent_metadata_bytes) > MAX_LIST_BYTES:
+            _check_sizes(_unopened_decoder.decode(envelope.agent_metadata_bytes))
         sent = _metadata_decoder.decode(envelope.agent_metadata_bytes)
     except DECODE_ERRORS as error:
         size = len(envelope.agent_metadata_bytes)
