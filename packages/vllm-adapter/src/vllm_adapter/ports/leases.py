@@ -37,8 +37,8 @@ class LeaseTable(Protocol):
     ) -> str:
         """Count a reader of a consumer engine, each reader once; return the verdict.
 
-        "counted", "complete", "duplicate", "unknown", "expired", "stale" (another grant's nonce), "bad-count", "bad-reader",
-        "unadmitted-reader" or "too-many-consumers".
+        "counted", "complete", "duplicate", "unknown", "expired", "stale" (another grant's nonce), "bad-count", "bad-reader"
+        or "too-many-consumers".
         """
         ...
 
