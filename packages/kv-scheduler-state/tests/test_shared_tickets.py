@@ -10,10 +10,8 @@ from hypothesis import strategies as st
 from scheduler_helpers import consumer_params, scheduler, with_ticket
 
 from kv_scheduler_state import SchedulerState
-from kv_scheduler_state.machine import NEW
 from kv_scheduler_state.records import ConsumerRecord, HandOver
 from kv_scheduler_state.scheduler.sharing import HandOvers, key_of
-from kv_scheduler_state.tables import CONSUMER_TABLE
 from kv_scheduler_state.ticket.ticket import HandoffTicket, PeerAddress
 
 
@@ -23,7 +21,7 @@ def joined(
     """Return a new holder of a ticket."""
     peer = PeerAddress(engine, "127.0.0.1", 5600)
     ticket = HandoffTicket("handoff", peer, request_id, (), nonce=nonce, fence=fence)
-    record = ConsumerRecord(CONSUMER_TABLE.find("d", NEW, "arrive"), ticket, 48, 0.0)
+    record = ConsumerRecord("queued", None, ticket, 48)
     hand_overs.join(record)
     return record
 

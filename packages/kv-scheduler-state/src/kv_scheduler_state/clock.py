@@ -60,9 +60,10 @@ class ObservedClock:
             InvalidEvent: As `observe`.
         """
         reading_s = _checked(now_s)
-        if not self._has_begun:
-            return reading_s
-        return min(max(reading_s - self._lag_s, self.observed_s), self.observed_s + self.max_step_s)
+        at_s, before_s = reading_s - self._lag_s, self.observed_s
+        if before_s <= at_s <= before_s + self.max_step_s or not self._has_begun:
+            return at_s
+        return before_s if at_s < before_s else before_s + self.max_step_s
 
 
 def _checked(now_s: float) -> float:

@@ -107,7 +107,8 @@ class Table:
         Raises:
             IllegalTransition: `illegal-transition`, if the table has none.
         """
-        return self.on(event).get(state) or self.refuse(request_id, state, event)
+        row = self.by_state.get(state, {}).get(event)
+        return row or self.refuse(request_id, state, event)
 
 
 class Tracked(Protocol):

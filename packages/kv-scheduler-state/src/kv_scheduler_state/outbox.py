@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, final
 
-from kv_scheduler_state.plan import FenceOrder, StepPlan, StreamPlan
+from kv_scheduler_state.plan import EMPTY_STREAM_PLAN, FenceOrder, StepPlan, StreamPlan
 
 if TYPE_CHECKING:
     from kv_scheduler_state.plan import (
@@ -47,8 +47,15 @@ class StreamOrders:
         self.voids.pop(order.request_id, None)
         self.opens[order.request_id] = order
 
+    @property
+    def has_orders(self) -> bool:
+        """Whether any order waits."""
+        return bool(self.voids or self.opens or self.chunks or self.ends or self.watches or self.stops)
+
     def take(self) -> StreamPlan:
         """Return all waiting orders and clear them."""
+        if not self.has_orders:
+            return EMPTY_STREAM_PLAN
         plan = StreamPlan(
             voids=tuple(self.voids.values()),
             opens=tuple(self.opens.values()),
@@ -126,13 +133,12 @@ class Outbox:
 
     def is_ending(self, request_id: str) -> bool:
         """Whether the previous request of this id still ends in the next plan, so that the id cannot be used again yet."""
-        ends = (self.reads, self.releases, self.failures, self.streams.ends, self.streams.stops)
-        return any(request_id in part for part in ends)
+        is_ending = request_id in self.reads or request_id in self.releases or request_id in self.failures
+        return is_ending or request_id in self.streams.ends or request_id in self.streams.stops
 
     @property
     def has_orders(self) -> bool:
         """Whether any order waits."""
-        streams = self.streams
         return bool(
             self.reads
             or self.expects
@@ -148,12 +154,7 @@ class Outbox:
             or self.passes
             or self.voids
             or self.failures
-            or streams.voids
-            or streams.opens
-            or streams.chunks
-            or streams.ends
-            or streams.watches
-            or streams.stops
+            or self.streams.has_orders
         )
 
     def take(self) -> StepPlan:
@@ -174,12 +175,11 @@ class Outbox:
             heartbeats=tuple(self.heartbeats),
             cancels=tuple(self.cancels),
             passes=tuple(self.passes),
-            voids=tuple(request_id for request_id in self.voids if request_id not in kept),
+            voids=tuple([request_id for request_id in self.voids if request_id not in kept]),
             failures=tuple(self.failures),
             streams=self.streams.take(),
         )
         self._clear()
         self.reads, self.voids = kept, kept_voids
-        left = {request_id: self._young[request_id] - 1 for request_id in kept}
-        self._young = {request_id: plans for request_id, plans in left.items() if plans}
+        self._young = {request_id: self._young[request_id] - 1 for request_id in kept if self._young[request_id] > 1}
         return plan

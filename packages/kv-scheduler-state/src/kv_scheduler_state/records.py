@@ -11,7 +11,7 @@ from kv_scheduler_state.ticket.prompt import MEDIA_MISSING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kv_scheduler_state.machine import Trace, Transition
+    from kv_scheduler_state.machine import Trace
     from kv_scheduler_state.plan import ReadOrder
     from kv_scheduler_state.ticket.early import EarlyTicket
     from kv_scheduler_state.ticket.ticket import HandoffTicket, PeerAddress
@@ -64,34 +64,23 @@ class HandOver:
 
 
 @final
+@dataclass(slots=True, eq=False)
 class ConsumerRecord:
-    """A request whose prompt a peer has computed."""
+    """A request whose prompt a peer has computed.
 
-    __slots__ = (
-        "computed_tokens",
-        "hand_over",
-        "loadable_tokens",
-        "renewed_at",
-        "state",
-        "stream",
-        "ticket",
-        "trace",
-    )
+    Attributes:
+        hand_over: The ticket as all its holders share it; None while a stream has no final ticket, which has one reader.
+        computed_tokens: Local prefix hit of the latest look-up, which is the one that an allocation follows.
+        renewed_at: Peer engine at which the lease is renewed, or None.
+    """
 
-    # Set only for a request with an early ticket, and read only in the states of streams.
-    stream: ConsumedStream
-
-    def __init__(self, arrival: Transition, ticket: HandoffTicket, loadable_tokens: int, now_s: float) -> None:
-        self.state = arrival.target
-        self.trace: Trace = (now_s, arrival, None)
-        self.ticket = ticket
-        # None while a stream has no final ticket: one reader holds it, see `ticket-early-shared`.
-        self.hand_over: HandOver | None = None
-        self.loadable_tokens = loadable_tokens
-        # Local prefix hit of the latest look-up, which is the one that an allocation follows.
-        self.computed_tokens: int | None = None
-        # Peer engine at which the lease is renewed.
-        self.renewed_at: PeerAddress | None = None
+    state: str
+    trace: Trace
+    ticket: HandoffTicket
+    loadable_tokens: int
+    hand_over: HandOver | None = None
+    computed_tokens: int | None = None
+    renewed_at: PeerAddress | None = None
 
 
 @final
@@ -122,14 +111,14 @@ class ConsumedStream:
     record: ConsumerRecord
     early: EarlyTicket
     digest: str
+    media: tuple[int, str]
     prompt_tokens: int
     offered_tokens: int
     since_s: float
-    media: tuple[int, str] = field(init=False)
+    entered_s: float
     number: int = 0
     last_word: str = ""
     breaks: int = 0
-    entered_s: float = field(init=False)
     is_too_large: bool = False
     hold_s: float | None = None
     retry_s: float | None = None
@@ -138,41 +127,29 @@ class ConsumedStream:
     done: set[object] = field(default_factory=set[object])
     torn: set[object] = field(default_factory=set[object])
 
-    def __post_init__(self) -> None:
-        self.media = 0, self.digest
-        self.entered_s = self.since_s
-
 
 @final
+@dataclass(slots=True, eq=False)
 class ProducerRecord:
-    """A request whose blocks a peer is to read."""
+    """A request whose blocks a peer is to read.
 
-    __slots__ = (
-        "fence",
-        "is_preemption_due",
-        "is_readback",
-        "is_void",
-        "leased_blocks",
-        "preemptions",
-        "prompt_tokens",
-        "saved_blocks",
-        "state",
-        "trace",
-    )
+    Attributes:
+        is_void: Whether what was computed so far must not be handed over, because the cache was reset.
+        leased_blocks: Leased blocks per group, while the lease is outstanding.
+        preemptions: The engine's own count of preemptions.
+        is_preemption_due: Whether the engine has yet to report the latest one.
+    """
 
-    def __init__(self, arrival: Transition, prompt_tokens: int, now_s: float, *, is_readback: bool) -> None:
-        self.state = arrival.target
-        self.trace: Trace = (now_s, arrival, None)
-        self.prompt_tokens = prompt_tokens
-        self.is_readback = is_readback
-        self.is_void = False
-        self.fence: tuple[int, int] | None = None
-        self.saved_blocks = 0
-        # Leased blocks per group, while the lease is outstanding.
-        self.leased_blocks: Sequence[int] = ()
-        # The engine's own count of preemptions, and whether the engine has yet to report the latest one.
-        self.preemptions = 0
-        self.is_preemption_due = False
+    state: str
+    trace: Trace
+    prompt_tokens: int
+    is_readback: bool = False
+    is_void: bool = False
+    fence: tuple[int, int] | None = None
+    saved_blocks: int = 0
+    leased_blocks: Sequence[int] = ()
+    preemptions: int = 0
+    is_preemption_due: bool = False
 
 
 @final

@@ -159,13 +159,13 @@ class BlockRules:
     def _without_hits(self, ids: tuple[int, ...], new_ids: Sequence[int]) -> tuple[int, ...]:
         """Return the ids with null in place of every block that a prefix hit covers."""
         fillable, null = frozenset(new_ids), self._null
-        if null is not None:
-            return tuple([block if block in fillable else null for block in ids])
-        if not fillable.issuperset(ids):
+        if fillable.issuperset(ids):
+            return ids
+        if null is None:
             raise InvalidEvent(
                 f"blocks of a prefix hit lie among those to fill, and this engine has no null block: {ids}"
             )
-        return ids
+        return tuple([block if block in fillable else null for block in ids])
 
     def chunk(self, block_ids: Sequence[Sequence[int]]) -> BlockIds:
         """Return the blocks of one chunk of a prefill that have to be saved: all blocks of a state, since none is final yet.

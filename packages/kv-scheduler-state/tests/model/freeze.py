@@ -26,6 +26,7 @@ _LEFT_OUT: Final = frozenset(
         "_past",
         "_used",
         "_draws",
+        "_nonces",
         "_address",
         "_outcomes",
         "last_word",

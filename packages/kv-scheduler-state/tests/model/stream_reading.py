@@ -79,16 +79,16 @@ class Reader:
             return False
         reading = self.streams._readings[request_id]
         tag, tokens = self._words.words.progress[self._slot(request_id)]
-        if tag == reading.stream.tag:
+        if tag == reading.tag:
             return tokens != reading.tokens
-        return is_later_tag(tag, reading.stream.tag)
+        return is_later_tag(tag, reading.tag)
 
     def _slot(self, request_id: str) -> int:
-        fence = self.orders[request_id].fence
+        fence = self.orders[request_id].ticket.fence
         return fence[0] if fence is not None else 0
 
     def _generation(self, request_id: str) -> int:
-        fence = self.orders[request_id].fence
+        fence = self.orders[request_id].ticket.fence
         return fence[1] if fence is not None else 0
 
     # ---- events

@@ -209,9 +209,8 @@ class Admissions:
         except TicketError:
             self._decline(fields)
             raise
-        record = self._producers.arrive_early(request_id, early, digest, prompt_tokens=tokens, now_s=now_s)
-        self._producers.streams.keep_media(request_id, None if identity is None else identity.media(tokens))
-        return record
+        media = None if identity is None else identity.media(tokens)
+        return self._producers.arrive_early(request_id, early, digest, media, prompt_tokens=tokens, now_s=now_s)
 
     def _decline(self, fields: Fields) -> None:
         """Refuse questions for the id of an early ticket that this engine does not follow.
@@ -276,9 +275,8 @@ class Admissions:
             return None
         tokens = max(0, prompt_tokens - self._config.left_tokens(prompt_tokens))
         digest = _digest(tokens, identity)
-        record = self._consumers.arrive_early(request_id, early, digest, prompt_tokens, now_s)
-        record.stream.media = (None if identity is None else identity.media(tokens)) or (0, digest)
-        return record
+        media = (None if identity is None else identity.media(tokens)) or (0, digest)
+        return self._consumers.arrive_early(request_id, early, digest, media, prompt_tokens, now_s)
 
     def opened(self, stream: ConsumedStream, answer: Mapping[str, object]) -> HandoffTicket:
         """Return the validated ticket of an offer or a final answer.

@@ -34,6 +34,7 @@ class Consumers:
         self.table = table
         # The event that stands for a failed read under the failure policy.
         self.failure_event = "broken" if config.load_failure_policy == "recompute" else "broken-for-good"
+        self._has_state = config.has_state
         self._sees_parts = any(group.sees_a_part for group in config.groups)
         self.streams = StreamConsumers(config, table, outbox)
         self.heartbeats = Heartbeats(config.heartbeat_period_s)
@@ -47,7 +48,7 @@ class Consumers:
         arrival = self.table.find(request_id, NEW, "arrive")
         is_readback = ticket.kind == "readback"
         loadable_tokens = self._loadable_tokens(ticket, prompt_tokens, is_readback=is_readback)
-        record = ConsumerRecord(arrival, ticket, loadable_tokens, now_s)
+        record = ConsumerRecord(arrival.target, (now_s, arrival, None), ticket, loadable_tokens)
         self.hand_overs.join(record)
         # A decode engine pins a readback's blocks for a fixed time and listens to no heartbeat.
         if "start-heartbeat" in arrival.effects and not is_readback:
@@ -59,16 +60,24 @@ class Consumers:
         self.give_up(request_id, self.arrive(request_id, ticket, prompt_tokens, now_s), now_s)
 
     def arrive_early(
-        self, request_id: str, early: EarlyTicket, digest: str, prompt_tokens: int, now_s: float
+        self,
+        request_id: str,
+        early: EarlyTicket,
+        digest: str,
+        media: tuple[int, str],
+        prompt_tokens: int,
+        now_s: float,
     ) -> ConsumerRecord:
         """Begin the life of a request whose prompt is to be read while its peer computes it; see `why_not_early`."""
         arrival = self.table.find(request_id, NEW, "arrive-early")
         # The peer's engine id and request id arrive with its answer.
         ticket = HandoffTicket("handoff", PeerAddress("", early.host, early.port), early.hand_over_id, ())
         offered_tokens = prompt_tokens - self._config.left_tokens(prompt_tokens)
-        record = ConsumerRecord(arrival, ticket, offered_tokens, now_s)
-        record.stream = ConsumedStream(request_id, record, early, digest, prompt_tokens, offered_tokens, now_s)
-        self.streams.begin(record.stream)
+        record = ConsumerRecord(arrival.target, (now_s, arrival, None), ticket, offered_tokens)
+        stream = ConsumedStream(
+            request_id, record, early, digest, media, prompt_tokens, offered_tokens, since_s=now_s, entered_s=now_s
+        )
+        self.streams.begin(stream)
         return record
 
     def why_not_early(self, prompt_tokens: int) -> str:
@@ -105,19 +114,19 @@ class Consumers:
             if record.state == "reading" and record.hand_over is not None:
                 record.hand_over.read()
         elif effect == "order-stream":
-            self.streams.order_again(record.stream, record.ticket)
+            self.streams.order_again(request_id, record.ticket)
         elif effect == "order-final":
-            self.streams.order_final(record.stream, record.ticket)
+            self.streams.order_final(request_id, record.ticket)
         else:
             if effect == "end-stream" and row.event == "done":
                 self.hand_overs.note_read(record.ticket)
             self.streams.follow(request_id, row, effect)
 
-    def external_tokens(self, record: ConsumerRecord, computed_tokens: int) -> int | None:
+    def external_tokens(self, request_id: str, record: ConsumerRecord, computed_tokens: int) -> int | None:
         """Return the tokens to read beyond a local prefix of `computed_tokens`, or None while another request reads them."""
         if record.state != "queued":
             is_early = record.state in UNRESERVED
-            return self.streams.external_tokens(record, computed_tokens) if is_early else 0
+            return self.streams.external_tokens(request_id, computed_tokens) if is_early else 0
         record.computed_tokens = computed_tokens
         hand_over = record.hand_over
         tokens = record.loadable_tokens - computed_tokens
@@ -240,19 +249,19 @@ class Consumers:
         elif record.state in UNRESERVED:
             self.give_up(request_id, record, now_s)
         elif record.state in {"streaming", "awaiting", "stopping"}:
-            self.step_early(record.stream, "reset", None, now_s)
+            self.step_early(self.streams.find(request_id, "reset"), "reset", None, now_s)
 
     def _loadable_tokens(self, ticket: HandoffTicket, prompt_tokens: int, *, is_readback: bool) -> int:
         held = ticket.peer_tokens
         if is_readback:
             # A recurrent state cannot be cut, and the engine always computes the last token of a prompt itself. So the state fits
             # only a prompt longer than its own tokens. Example: a state of 12 tokens fits a prompt of 13 tokens, not one of 12.
-            if held is None or (self._config.has_state and held >= prompt_tokens):
+            if held is None or (self._has_state and held >= prompt_tokens):
                 return 0
             tokens = min(held, prompt_tokens - self._config.gives_up_early(prompt_tokens))
         else:
             loadable = prompt_tokens - self._config.unread_tokens(prompt_tokens)
-            if self._config.has_state and held is not None and held > loadable:
+            if self._has_state and held is not None and held > loadable:
                 return 0  # the state covers more tokens than are wanted and cannot be rolled back, see above
             # A ticket that came back with another prompt must not make the engine count tokens that were never computed.
             tokens = held if held and held <= loadable else max(0, loadable)

@@ -47,6 +47,8 @@ class Producers:
         self.outbox = outbox
         self._spans = tuple([group.span_tokens for group in config.groups])
         self._draws = 0
+        self._nonces: list[str] = []
+        self._has_state = config.has_state
         self.leases = Outstanding(config)
         # Set by `drain`: from then on nothing is handed over.
         self.is_draining = False
@@ -69,15 +71,22 @@ class Producers:
     def arrive(self, request_id: str, *, prompt_tokens: int, is_readback: bool, now_s: float) -> ProducerRecord:
         """Begin the life of a request that is to be handed over."""
         arrival = self.table.find(request_id, NEW, "arrive")
-        return ProducerRecord(arrival, prompt_tokens, now_s, is_readback=is_readback)
+        return ProducerRecord(arrival.target, (now_s, arrival, None), prompt_tokens, is_readback=is_readback)
 
     def arrive_early(
-        self, request_id: str, early: EarlyTicket, digest: str, *, prompt_tokens: int, now_s: float
+        self,
+        request_id: str,
+        early: EarlyTicket,
+        digest: str,
+        media: tuple[int, str] | None,
+        *,
+        prompt_tokens: int,
+        now_s: float,
     ) -> ProducerRecord:
         """Begin the life of a request that a peer may read while it is computed."""
         arrival = self.table.find(request_id, NEW, "arrive-early")
-        record = ProducerRecord(arrival, prompt_tokens, now_s, is_readback=False)
-        self.streams.begin(request_id, early.hand_over_id, digest, record)
+        record = ProducerRecord(arrival.target, (now_s, arrival, None), prompt_tokens)
+        self.streams.begin(request_id, early.hand_over_id, digest, media, record)
         return record
 
     def require_allocation(self, request_id: str, record: ProducerRecord, preemptions: int) -> Transition:
@@ -124,7 +133,7 @@ class Producers:
             return self.streams.give_slot(request_id, record)
         if self.is_draining or not self.gives_offers:
             return False
-        if not self.leases.promise(request_id, self.streams.block_count(request_id)):
+        if not self.leases.promise(request_id, self.streams.find(request_id, "allocate").places.total):
             return False
         if self.streams.give_slot(request_id, record):
             return True
@@ -159,18 +168,11 @@ class Producers:
 
     def _offer(self, request_id: str, record: ProducerRecord) -> dict[str, object]:
         """Return the ticket of an offer: a plain ticket without block ids."""
-        streams = self.streams
-        nonce = streams.nonce_of(request_id) or self._draw_nonce()
-        streams.keep_nonce(request_id, nonce)
+        stream = self.streams.find(request_id, "offer")
+        stream.nonce = stream.nonce or self._draw_nonce()
         no_blocks = tuple([BlockList((), 0, self.config.null_block) for _ in self._spans])
         return self._written(
-            request_id,
-            record,
-            no_blocks,
-            record.prompt_tokens,
-            nonce,
-            streams.digest_of(request_id),
-            streams.media_of(request_id),
+            request_id, record, no_blocks, record.prompt_tokens, stream.nonce, stream.digest, stream.media
         )
 
     def _written(
@@ -263,7 +265,7 @@ class Producers:
                 return "lease-quota"
         if record.fence is None and self.fences.slots:
             return "no-fence-slot"
-        if self.config.has_state and computed_tokens > self._tokens_of(record, computed_tokens):
+        if self._has_state and computed_tokens > self._tokens_of(record, computed_tokens):
             return "state-too-long"
         return ""
 
@@ -290,7 +292,7 @@ class Producers:
         if identity is not None:
             prompt, media = "" if identity.refusal else identity.digest(tokens) or "", identity.media(tokens)
         # The tickets of a streamed prompt have the nonce of its offers.
-        nonce = self.streams.nonce_of(request_id) if is_streamed else ""
+        nonce = self.streams.find(request_id, "hand-over").nonce if is_streamed else ""
         lists, first_tokens = self._rules.offered(block_ids, tokens)
         blocks = tuple(
             [
@@ -353,7 +355,10 @@ class Producers:
             record.fence = None
 
     def _draw_nonce(self) -> str:
-        """Return a fresh nonce of 16 hexadecimal digits."""
-        config = self.config
-        self._draws += 1
-        return shake_256(f"{config.nonce_seed}/{config.engine_id}/{self._draws}".encode()).hexdigest(8)
+        """Return a fresh nonce of 16 hexadecimal digits; one digest of the secret and a counter makes 64 of them."""
+        if not self._nonces:
+            config = self.config
+            self._draws += 1
+            digits = shake_256(f"{config.nonce_seed}/{config.engine_id}/{self._draws}".encode()).hexdigest(64 * 8)
+            self._nonces = [digits[at : at + 16] for at in range(0, 64 * 16, 16)]
+        return self._nonces.pop()

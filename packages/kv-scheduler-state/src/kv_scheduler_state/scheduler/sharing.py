@@ -146,6 +146,8 @@ class Heartbeats:
     def take_due(self, now_s: float) -> list[HeartbeatOrder]:
         """Return one order per peer that is due, the most overdue first, and forget peers without holders."""
         due = [(peer.due_s, address) for address, peer in self._peers.items() if peer.due_s <= now_s]
+        if not due:
+            return []
         orders: list[HeartbeatOrder] = []
         delays_s: list[float] = []
         for due_s, address in sorted(due, key=lambda item: item[0]):

@@ -112,7 +112,7 @@ class SchedulerState(SchedulerStreams):
         request = self._find(request_id, "external-tokens")
         require_count("computed_tokens", computed_tokens)
         consumer = request.consumer
-        return 0 if consumer is None else self._consumers.external_tokens(consumer, computed_tokens)
+        return 0 if consumer is None else self._consumers.external_tokens(request_id, consumer, computed_tokens)
 
     def must_fail(self, request_id: str) -> bool:
         """Return whether the engine must end a request with an error: it lacks a part of the prompt, and reads none of it."""

@@ -67,7 +67,7 @@ class SchedulerStreams:
         Raises:
             UnknownRequest: `unknown-request`, also for a request that is not streamed.
         """
-        self._producers.streams.keep_whole(request_id)
+        self._producers.streams.find(request_id, "whole").is_whole = True
 
     def give_offers(self, is_on: bool) -> None:
         """Offer prompts from now on or, while this engine could write no ticket for them, hand them over whole."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kv_scheduler_state.machine import Table, Transition
     from kv_scheduler_state.outbox import Outbox
     from kv_scheduler_state.plan import ReadOrder
-    from kv_scheduler_state.records import ConsumedStream, ConsumerRecord
+    from kv_scheduler_state.records import ConsumedStream
     from kv_scheduler_state.ticket.early import EarlyTicket
     from kv_scheduler_state.ticket.ticket import HandoffTicket
 
@@ -110,15 +110,16 @@ class StreamConsumers:
         """Return a live stream, or None."""
         return self._streams.get(request_id)
 
-    def external_tokens(self, record: ConsumerRecord, computed_tokens: int) -> int | None:
+    def external_tokens(self, request_id: str, computed_tokens: int) -> int | None:
         """Return the tokens to read, None while there is no offer, or no room for its blocks."""
+        stream = self.find(request_id, "external-tokens")
+        record = stream.record
         tokens = record.loadable_tokens - computed_tokens
         record.computed_tokens = computed_tokens
         if tokens <= 0:
             return 0
         if record.state != "offered":
             return None
-        stream = record.stream
         blocks = self._blocks(stream, computed_tokens)
         free = blocks if self.free_blocks is None else self.free_blocks()
         stream.is_too_large = blocks > self.reserve.limit
@@ -160,18 +161,20 @@ class StreamConsumers:
         """Order the first stream of a request, into blocks that it keeps for all later streams."""
         stream = self.find(request_id, "load")
         stream.read, stream.start = read, start
-        self.order_again(stream, stream.record.ticket)
+        self.order_again(request_id, stream.record.ticket)
 
-    def order_again(self, stream: ConsumedStream, ticket: HandoffTicket) -> None:
+    def order_again(self, request_id: str, ticket: HandoffTicket) -> None:
         """Order a stream into the blocks of the request."""
+        stream = self.find(request_id, "offer")
         if stream.read is None or ticket.fence is None:
             raise UnknownRequest(stream.request_id, "stream")
         read = stream.read._replace(ticket=ticket)
         order = StreamOrder(read, stream_tag(ticket.fence[1]), stream.start)
         self.outbox.streams.watches[stream.request_id] = order
 
-    def order_final(self, stream: ConsumedStream, ticket: HandoffTicket) -> None:
+    def order_final(self, request_id: str, ticket: HandoffTicket) -> None:
         """Order the plain read of the final ticket into the blocks of the request."""
+        stream = self.find(request_id, "final")
         if stream.read is None:
             raise UnknownRequest(stream.request_id, "final")
         read = stream.read._replace(ticket=ticket)

@@ -13,6 +13,7 @@ its state lies in block 30: the runs (4, (9, 10, 11)), (9, (22, 23)) and (11, (3
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from hmac import compare_digest
 from typing import TYPE_CHECKING, Final, final
 
@@ -45,40 +46,30 @@ Question = tuple[int, bool, float]
 
 
 @final
+@dataclass(slots=True, eq=False)
 class ProducedStream:
-    """A request that a peer may read while it is computed."""
+    """A request that a peer may read while it is computed.
 
-    __slots__ = (
-        "digest",
-        "hand_over_id",
-        "is_whole",
-        "media",
-        "nonce",
-        "parked",
-        "places",
-        "record",
-        "request_id",
-        "ticket",
-    )
+    Attributes:
+        digest: Digest of its prompt.
+        places: Places of its block ids in the stream's table.
+        media: Number of its images, videos and sounds, and the digest without them; None for none.
+        is_whole: Whether it may be read only once it is finished.
+        nonce: Nonce of all its starts: a reader of an earlier start has nothing to report under it.
+        ticket: Ticket of the offer, or the final one.
+        parked: Questions without an answer yet, by the asker's name.
+    """
 
-    def __init__(
-        self, request_id: str, hand_over_id: str, digest: str, record: ProducerRecord, places: StreamPlaces
-    ) -> None:
-        self.request_id = request_id
-        self.hand_over_id = hand_over_id
-        self.digest = digest
-        self.record = record
-        self.places = places
-        # Number of its images, videos and sounds, and the digest without them; None for none.
-        self.media: tuple[int, str] | None = None
-        # Whether it may be read only once it is finished.
-        self.is_whole = False
-        # Nonce of all its starts: a reader of an earlier start has nothing to report under it.
-        self.nonce = ""
-        # Ticket of the offer, or the final one.
-        self.ticket: dict[str, object] | None = None
-        # Questions without an answer yet, by the asker's name.
-        self.parked: dict[str, Question] = {}
+    request_id: str
+    hand_over_id: str
+    digest: str
+    record: ProducerRecord
+    places: StreamPlaces
+    media: tuple[int, str] | None = None
+    is_whole: bool = False
+    nonce: str = ""
+    ticket: dict[str, object] | None = None
+    parked: dict[str, Question] = field(default_factory=dict[str, Question])
 
 
 @final
@@ -109,10 +100,17 @@ class StreamProducers:
         """Whether a request may be streamed under this id: not if another live one is, as with n > 1."""
         return self._config.stream_slots > 0 and hand_over_id not in self._by_id
 
-    def begin(self, request_id: str, hand_over_id: str, digest: str, record: ProducerRecord) -> None:
-        """Begin a stream."""
+    def begin(
+        self,
+        request_id: str,
+        hand_over_id: str,
+        digest: str,
+        media: tuple[int, str] | None,
+        record: ProducerRecord,
+    ) -> None:
+        """Begin a stream of a prompt with this digest and these media."""
         places = StreamPlaces(self._config.groups, record.prompt_tokens)
-        stream = ProducedStream(request_id, hand_over_id, digest, record, places)
+        stream = ProducedStream(request_id, hand_over_id, digest, record, places, media if media and media[0] else None)
         self._streams[request_id] = self._by_id[hand_over_id] = stream
         if hand_over_id in self._ended_ids:
             self._standings[hand_over_id] = StreamStanding(hand_over_id, "", None)
@@ -122,17 +120,20 @@ class StreamProducers:
         if hand_over_id not in self._by_id:
             self._remember(hand_over_id, reason)
 
-    def keep_whole(self, request_id: str) -> None:
-        """Give a request no slot, so that it is read only once it is finished."""
-        self._require(request_id, "whole").is_whole = True
+    def find(self, request_id: str, event: str) -> ProducedStream:
+        """Return a live stream.
 
-    def block_count(self, request_id: str) -> int:
-        """Return the most blocks that the ticket of a request names, over all groups."""
-        return self._require(request_id, "allocate").places.total
+        Raises:
+            UnknownRequest: `unknown-request`.
+        """
+        stream = self._streams.get(request_id)
+        if stream is None:
+            raise UnknownRequest(request_id, event)
+        return stream
 
     def give_slot(self, request_id: str, record: ProducerRecord) -> bool:
         """Give a starting or restarting request a slot with a fresh generation; return False if there is none for it."""
-        stream = self._require(request_id, "allocate")
+        stream = self.find(request_id, "allocate")
         if record.fence is not None:
             record.fence = self.fences.renew(record.fence[0])
             stream.places.restart()
@@ -150,7 +151,7 @@ class StreamProducers:
         """Order the words of a scheduled chunk; return True if an offer can be made with it."""
         if "publish" not in row.effects:
             return False
-        stream = self._require(request_id, "chunk")
+        stream = self.find(request_id, "chunk")
         slot, generation = _fence(stream)
         tag, orders = stream_tag(generation), self.outbox.streams
         if "open" in row.effects:
@@ -166,36 +167,15 @@ class StreamProducers:
 
     def offer(self, request_id: str, ticket: dict[str, object]) -> None:
         """Answer with this ticket, from now on, the questions that an offer satisfies."""
-        stream = self._require(request_id, "offer")
+        stream = self.find(request_id, "offer")
         stream.ticket = ticket
         offer = _granting("offer", stream, ticket)
         self._standings[stream.hand_over_id] = StreamStanding(stream.hand_over_id, stream.digest, offer)
         self._answer_parked(stream)
 
-    def nonce_of(self, request_id: str) -> str:
-        """Return the nonce of a stream's tickets, empty before the first offer."""
-        return self._require(request_id, "nonce").nonce
-
-    def keep_nonce(self, request_id: str, nonce: str) -> None:
-        """Note the nonce of a stream's tickets."""
-        self._require(request_id, "nonce").nonce = nonce
-
-    def keep_media(self, request_id: str, media: tuple[int, str] | None) -> None:
-        """Note how many media items a stream's prompt has, and its digest without them."""
-        if media is not None and media[0]:
-            self._require(request_id, "media").media = media
-
-    def media_of(self, request_id: str) -> tuple[int, str] | None:
-        """Return what `keep_media` noted."""
-        return self._require(request_id, "media").media
-
-    def digest_of(self, request_id: str) -> str:
-        """Return the digest of a stream's prompt."""
-        return self._require(request_id, "digest").digest
-
     def finalise(self, request_id: str, ticket: dict[str, object]) -> None:
         """Keep the final ticket; it answers the questions once the lease runs."""
-        self._require(request_id, "hand-over").ticket = ticket
+        self.find(request_id, "hand-over").ticket = ticket
         self._finals = [each for each in self._finals if each in self._streams]
         self._finals.append(request_id)
 
@@ -218,7 +198,7 @@ class StreamProducers:
 
     def end(self, request_id: str, row: Transition, *, ends: bool) -> None:
         """Perform the effects of the row of a preemption, a reset or an end."""
-        stream = self._require(request_id, row.event)
+        stream = self.find(request_id, row.event)
         if "void" in row.effects:
             slot, generation = _fence(stream)
             word, tag = ended_generation(generation), stream_tag(generation)
@@ -233,7 +213,7 @@ class StreamProducers:
 
     def sent(self, request_id: str, record: ProducerRecord) -> int | None:
         """Forget a stream that every worker has ended and take back its slot, or return the slot if it is a plain lease's."""
-        self._forget(self._require(request_id, "sent"))
+        self._forget(self.find(request_id, "sent"))
         fence, record.fence = record.fence, None
         if fence is None or fence[0] >= self._config.stream_slots:
             return None if fence is None else fence[0]
@@ -285,12 +265,6 @@ class StreamProducers:
         return [StreamAnswer(*each) for each in answers]
 
     # ---- helpers
-
-    def _require(self, request_id: str, event: str) -> ProducedStream:
-        stream = self._streams.get(request_id)
-        if stream is None:
-            raise UnknownRequest(request_id, event)
-        return stream
 
     def _forget(self, stream: ProducedStream) -> None:
         del self._streams[stream.request_id], self._by_id[stream.hand_over_id]

@@ -151,7 +151,8 @@ class TicketReader:
     def _peer(self, fields: Fields) -> PeerAddress:
         # An engine writes the same into all its tickets, so its address is checked once. The types are compared, too, because
         # 1, 1.0 and True are equal.
-        key = tuple([(type(value), value) for value in map(fields.get, _ADDRESS_KEYS)])
+        values: list[object] = [fields.get(name) for name in _ADDRESS_KEYS]
+        key = tuple([(type(value), value) for value in values])
         try:
             known = self._peers.get(key)
         except TypeError:  # a list or an object among them: the checks say where

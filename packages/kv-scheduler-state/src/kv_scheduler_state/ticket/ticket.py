@@ -11,8 +11,6 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, final
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from kv_scheduler_state.values import BlockList
 
 __all__ = ["KNOWN_KEYS", "WHOLE_NUMBERS", "HandoffTicket", "PeerAddress", "TicketKind", "ticket_params", "wire_id"]
@@ -103,68 +101,74 @@ _FIRST_WITH_GENERATION: Final = 15
 """Connector version whose tickets name a registration generation. Source: vLLM 0.33."""
 
 
-def _own_generation(ticket: HandoffTicket) -> int | None:
-    return ticket.peer.generation if (ticket.peer.dialect or 0) >= _FIRST_WITH_GENERATION else None
+_FLAG, _TEXT, _WHOLE, _SECONDS = "flag", "text", "whole", "seconds"
+_FIELDS: Final = {
+    "do_remote_prefill": _FLAG,
+    "do_remote_decode": _FLAG,
+    "remote_block_ids": _WHOLE,
+    "remote_engine_id": _TEXT,
+    "remote_request_id": _TEXT,
+    "remote_host": _TEXT,
+    "remote_port": _WHOLE,
+    "tp_size": _WHOLE,
+    "dcp_size": _WHOLE,
+    "pp_size": _WHOLE,
+    "remote_num_tokens": _WHOLE,
+    "remote_blocks_expiry_time": _SECONDS,
+    "transfer_mode": _TEXT,
+    "remote_registration_generation": _WHOLE,
+    "kv_lease_s": _SECONDS,
+    "kv_fence": _WHOLE,
+    "kv_generation": _WHOLE,
+    "kv_dialect": _WHOLE,
+    "kv_prompt": _TEXT,
+    "kv_media": _TEXT,
+    "kv_nonce": _TEXT,
+    "kv_first_tokens": _WHOLE,
+    "kv_span_tokens": _WHOLE,
+    "kv_null_block": _WHOLE,
+    "kv_seal": _TEXT,
+}
+"""Keys of `kv_transfer_params`, and what each holds: a whole number may be a list of them."""
 
-
-def _null_block(ticket: HandoffTicket) -> int | None:
-    return next((blocks.null for blocks in ticket.peer_blocks), None)
-
-
-class _Field(NamedTuple):
-    """A key of `kv_transfer_params`.
-
-    Attributes:
-        key: Its name.
-        write: Returns its value in the ticket of this engine; None leaves the key out.
-        is_whole: Whether it holds whole numbers, or lists of them, which a router may have kept as doubles.
-    """
-
-    key: str
-    write: Callable[[HandoffTicket], object]
-    is_whole: bool = False
-
-
-_FIELDS: Final = (
-    _Field("do_remote_prefill", lambda ticket: ticket.kind == "handoff"),
-    _Field("do_remote_decode", lambda ticket: ticket.kind == "readback"),
-    _Field("remote_block_ids", lambda ticket: [list(blocks.ids) for blocks in ticket.peer_blocks], is_whole=True),
-    _Field("remote_engine_id", lambda ticket: ticket.peer.engine_id),
-    _Field("remote_request_id", lambda ticket: ticket.peer_request_id),
-    _Field("remote_host", lambda ticket: ticket.peer.host),
-    _Field("remote_port", lambda ticket: ticket.peer.port, is_whole=True),
-    _Field("tp_size", lambda ticket: ticket.peer.tp, is_whole=True),
-    _Field("dcp_size", lambda ticket: ticket.peer.dcp, is_whole=True),
-    _Field("pp_size", lambda ticket: ticket.peer.pp, is_whole=True),
-    _Field("remote_num_tokens", lambda ticket: ticket.peer_tokens, is_whole=True),
-    _Field("transfer_mode", lambda ticket: ticket.transfer_mode),
-    _Field("remote_registration_generation", _own_generation, is_whole=True),
-    _Field("kv_lease_s", lambda ticket: ticket.lease_s),
-    _Field("kv_fence", lambda ticket: ticket.fence and list(ticket.fence), is_whole=True),
-    _Field("kv_generation", lambda ticket: ticket.peer.generation, is_whole=True),
-    _Field("kv_dialect", lambda ticket: ticket.peer.dialect, is_whole=True),
-    _Field("kv_prompt", lambda ticket: ticket.prompt),
-    _Field("kv_nonce", lambda ticket: ticket.nonce or None),
-    _Field("kv_first_tokens", lambda ticket: [blocks.first_token for blocks in ticket.peer_blocks], is_whole=True),
-    _Field("kv_span_tokens", lambda ticket: list(ticket.span_tokens) or None, is_whole=True),
-    _Field("kv_null_block", _null_block, is_whole=True),
-)
-
-KNOWN_KEYS: Final = frozenset(field.key for field in _FIELDS) | {"remote_blocks_expiry_time", "kv_media", "kv_seal"}
+KNOWN_KEYS: Final = frozenset(_FIELDS)
 """Every key that this package understands; it ignores all others."""
 
-WHOLE_NUMBERS: Final = frozenset(field.key for field in _FIELDS if field.is_whole)
-"""Keys that hold whole numbers, or lists of them."""
+WHOLE_NUMBERS: Final = frozenset(key for key, kind in _FIELDS.items() if kind == _WHOLE)
+"""Keys that hold whole numbers, which a router may have kept as doubles."""
 
 
 def ticket_params(ticket: HandoffTicket) -> dict[str, object]:
     """Return the `kv_transfer_params` of this engine's own ticket, without seal and media."""
+    peer, blocks = ticket.peer, ticket.peer_blocks
     params: dict[str, object] = {
+        "do_remote_prefill": ticket.kind == "handoff",
+        "do_remote_decode": ticket.kind == "readback",
+        "remote_block_ids": [list(each.ids) for each in blocks],
+        "remote_engine_id": peer.engine_id,
+        "remote_request_id": ticket.peer_request_id,
+        "remote_host": peer.host,
+        "remote_port": peer.port,
+        "tp_size": peer.tp,
+        "dcp_size": peer.dcp,
+        "pp_size": peer.pp,
+        "remote_num_tokens": ticket.peer_tokens,
         # A clock reading would mean nothing to the peer; the lease's length travels in kv_lease_s.
         "remote_blocks_expiry_time": None,
+        "transfer_mode": ticket.transfer_mode,
+        "kv_lease_s": ticket.lease_s,
+        "kv_nonce": ticket.nonce,
+        "kv_first_tokens": [each.first_token for each in blocks],
+        "kv_span_tokens": list(ticket.span_tokens),
     }
-    for key, write, _ in _FIELDS:
-        value = write(ticket)
-        if value is not None:
-            params[key] = value
+    has_vllm_generation = (peer.dialect or 0) >= _FIRST_WITH_GENERATION
+    optional = (
+        ("remote_registration_generation", peer.generation if has_vllm_generation else None),
+        ("kv_fence", None if ticket.fence is None else list(ticket.fence)),
+        ("kv_generation", peer.generation),
+        ("kv_dialect", peer.dialect),
+        ("kv_prompt", ticket.prompt),
+        ("kv_null_block", blocks[0].null if blocks else None),
+    )
+    params.update([each for each in optional if each[1] is not None])
     return params

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, final
 
@@ -86,6 +86,7 @@ class Refusal(NamedTuple):
 
 
 @final
+@dataclass(slots=True, eq=False)
 class Readers:
     """The ranks of one consumer engine that are done with a request.
 
@@ -94,11 +95,8 @@ class Readers:
         done: Identities of those that have reported.
     """
 
-    __slots__ = ("done", "needed")
-
-    def __init__(self, needed: int) -> None:
-        self.needed = needed
-        self.done: set[str] = set()
+    needed: int
+    done: set[str] = field(default_factory=set[str])
 
     @property
     def is_complete(self) -> bool:
@@ -107,6 +105,7 @@ class Readers:
 
 
 @final
+@dataclass(slots=True, eq=False)
 class Lease:
     """The record of one lease.
 
@@ -114,17 +113,14 @@ class Lease:
     hold the same ticket never add up to a complete read.
     """
 
-    __slots__ = ("deadline_s", "extension_s", "fence", "lease_s", "nonce", "readers", "state", "trace")
-
-    def __init__(self) -> None:
-        self.state = NEW
-        self.trace: Trace = None
-        self.deadline_s = 0.0
-        self.extension_s = 0.0
-        self.lease_s = 0.0
-        self.fence: tuple[int, int] | None = None
-        self.nonce = ""
-        self.readers: dict[tuple[str, str], Readers] = {}
+    state: str = NEW
+    trace: Trace = None
+    deadline_s: float = 0.0
+    extension_s: float = 0.0
+    lease_s: float = 0.0
+    fence: tuple[int, int] | None = None
+    nonce: str = ""
+    readers: dict[tuple[str, str], Readers] = field(default_factory=dict[tuple[str, str], Readers])
 
     def keep_readers_of(self, nonces: set[str]) -> None:
         """Drop readers that answered with another nonce than these."""
