@@ -66,9 +66,9 @@ def count_steps(stack: ExitStack, world: World) -> None:
 
     watched = StreamReaders.watch
 
-    def watch(readers: StreamReaders, *arguments: Any) -> None:
+    def watch(readers: StreamReaders, *arguments: Any, **facts: Any) -> None:
         world.pairs["reader new", "watch"] += 1
-        watched(readers, *arguments)
+        watched(readers, *arguments, **facts)
 
     stack.enter_context(patch.object(StreamReaders, "_step", read))
     stack.enter_context(patch.object(StreamReaders, "watch", watch))

@@ -96,7 +96,7 @@ def loses_every(count: int) -> Callable[[Any], Any]:
 def ended_bit_ignored(old: Any) -> Any:
     def judge(self: WordCheck) -> tuple[int, str]:
         found, objection = old(self)
-        fence = self._order.ticket.fence
+        fence = self._order.fence
         return found, "" if fence is not None and found & ~ENDED_BIT == fence[1] else objection
 
     return judge

@@ -12,8 +12,7 @@ import torch
 from kv_topology import BlockList, Group, plan_transfer
 from kv_topology.layouts import AttentionShape, layer_regions, packed_layout, rank_geometry
 from kv_topology.testing import MemoryOfRank, Request, execute, permute
-from vllm_adapter.host.torch_pages import TorchPages
-from vllm_adapter.host.torch_views import PageFinder
+from vllm_adapter.host.torch_pages import PageFinder, TorchPages
 from vllm_adapter.worker.pages import ConversionStep, PageRange, Permutation, WordMove, conversion_steps
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2]

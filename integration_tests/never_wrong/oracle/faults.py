@@ -22,7 +22,7 @@ from kv_scheduler_state._blocks import BlockList, BlockRules
 from kv_scheduler_state._leases import LeaseTable
 from kv_topology import TransferPlan, _link
 from kv_topology._readers import Readers
-from vllm_adapter.cache import attention
+from vllm_adapter.cache import fields
 from vllm_adapter.scheduler.side import SchedulerSide
 from vllm_adapter.worker.pages import ReadCompletion
 from vllm_adapter.worker.transfer.leases import LeaseKeeper
@@ -259,7 +259,7 @@ FAULTS = (
     Fault(
         "notifications go to the wrong rank", "vllm_adapter", PeerDirectory, "notify", _instead(_to_the_first_rank), 200
     ),
-    Fault("a rank says that it holds other heads", "vllm_adapter", attention, "_head_interval", _after(_wrong_heads)),
+    Fault("a rank says that it holds other heads", "vllm_adapter", fields, "_head_interval", _after(_wrong_heads)),
     Fault("received pages are not put in order", "vllm_adapter", ReadCompletion, "_convert", _instead(_nothing), 200),
     Fault(
         "the end is reported before all bytes are there",

@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING, cast
 
 from vllm_adapter.cache.documents import PeerSizes, with_names
-from vllm_adapter.cache.peer_geometry import PeerGeometry
+from vllm_adapter.cache.vllm_peer import PeerGeometry
 from vllm_adapter.config import RENEWED_PART
 from vllm_adapter.errors import code_of
 from vllm_adapter.wiring import PairPlan, reshard

@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vllm_adapter.cache.documents import PeerSizes, with_names
-from vllm_adapter.cache.peer_geometry import PeerGeometry
+from vllm_adapter.cache.vllm_peer import PeerGeometry
 from vllm_adapter.errors import AdapterError, code_of
 from vllm_adapter.wiring import reshard
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_adapter.config import check_mirror, load_settings
 from vllm_adapter.host.answering import open_status
 from vllm_adapter.host.cache_config import layer_caches
-from vllm_adapter.host.devices import device_selector, request_amx
+from vllm_adapter.host.device_streams import device_marks, device_selector, request_amx
 from vllm_adapter.host.factory import register_connector
 from vllm_adapter.host.metadata import RankEnvelope, StepMetadata, WorkerReport
 from vllm_adapter.host.metrics import PromMetrics, TransferStats
@@ -15,7 +15,6 @@ from vllm_adapter.host.refusals import check_start
 from vllm_adapter.host.requests import arrival_of, ending_of, scheduled_tokens
 from vllm_adapter.host.sides import make_scheduler_side, make_worker_side
 from vllm_adapter.host.situation import labels_of, situation_of, tag_lines
-from vllm_adapter.host.streams import device_marks
 from vllm_adapter.host.torch_mirror import TorchMirror
 from vllm_adapter.host.torch_pages import TorchPages
 from vllm_adapter.host.vllm import (
