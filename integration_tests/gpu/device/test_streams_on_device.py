@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_adapter.host.streams import streams_of
+from vllm_adapter.host.device_streams import streams_of
 from vllm_adapter.host.torch_mirror import TorchMirror
 from vllm_adapter.host.torch_pages import TorchPages
 from vllm_adapter.worker.pages import ConversionStep, PageCopy, PageRange, Permutation, WordMove

@@ -11,7 +11,7 @@ import torch
 from engines import HEAD_SIZE, HEADS, Engine
 
 from vllm_adapter.cache.facts import LayerCache
-from vllm_adapter.host.devices import device_selector
+from vllm_adapter.host.device_streams import device_selector
 from vllm_adapter.host.torch_mirror import TorchMirror
 from vllm_adapter.host.torch_pages import TorchPages
 from vllm_adapter.worker.engine_thread import WorkerSide

@@ -15,7 +15,7 @@ from full_engine import FullEngine
 
 from kv_nixl_agent.testing import FakeFabric
 from vllm_adapter.host import connector as connector_module
-from vllm_adapter.host.devices import device_selector
+from vllm_adapter.host.device_streams import device_selector
 
 
 class Module:

@@ -13,8 +13,7 @@ from seeds import for_seeds
 
 from kv_topology import BlockList, plan_transfer
 from kv_topology.tools import EngineSpec, ModelSpec, build_engine
-from vllm_adapter.host.torch_pages import TorchPages
-from vllm_adapter.host.torch_views import PageFinder
+from vllm_adapter.host.torch_pages import PageFinder, TorchPages
 from vllm_adapter.worker.pages import ConversionStep, PageRange, Permutation, WordMove, conversion_steps
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2]

@@ -8,7 +8,7 @@ from fakes import FakeAgent, FakeCodec, FakeHandshakes, FakePlanner, FakeRecorde
 
 from kv_nixl_agent import PeerSpec
 from kv_scheduler_state.streams import StreamReaders
-from vllm_adapter.cache.peer_geometry import PeerGeometry
+from vllm_adapter.cache.vllm_peer import PeerGeometry
 from vllm_adapter.steps import ReadEnd
 from vllm_adapter.worker.pages import FinishedRead
 from vllm_adapter.worker.transfer.parts import PeerLimits, PeerPlanner, ReadLimits, TransferParts

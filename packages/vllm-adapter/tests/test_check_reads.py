@@ -45,6 +45,14 @@ def start() -> Iterator[Start]:
         each.close()
 
 
+@pytest.fixture(scope="module")
+def alive() -> Iterator[PeerProcess]:
+    """An agent that no test changes: starting one takes seconds."""
+    process = PeerProcess("prefill", page_count=1)
+    yield process
+    process.close()
+
+
 @pytest.fixture
 def serve() -> Iterator[Serve]:
     """Serve the envelopes of an engine that has this agent; return its address."""
@@ -71,13 +79,26 @@ def check(capsys: pytest.CaptureFixture[str]) -> Callable[..., Checked]:
 Check = Callable[..., Checked]
 
 
+def cache(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function with a memory of what it returned for the same input."""
+    known: dict[str, Any] = {}
+
+    def once(command: Any, **options: Any) -> Any:
+        key = str(options.get("input"))
+        if key not in known:
+            known[key] = run(command, **options)
+        return known[key]
+
+    return once
+
+
 def agent_of(process: PeerProcess, **changes: Any) -> SimpleNamespace:
     values = {"agent_metadata": lambda: process.agent_metadata, "fence": process.fence, "streams": None, **changes}
     return SimpleNamespace(**values)
 
 
 def test_bytes_transport_and_speed_are_those_of_real_reads_of_probe_pages_alone(
-    start: Start, serve: Serve, check: Check, monkeypatch: pytest.MonkeyPatch
+    alive: PeerProcess, serve: Serve, check: Check, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[dict[str, Any]] = []
     real = subprocess.run
@@ -87,10 +108,9 @@ def test_bytes_transport_and_speed_are_those_of_real_reads_of_probe_pages_alone(
         return real(command, **options)
 
     monkeypatch.setattr(subprocess, "run", noting)
-    process = start()
-    found = check(serve("P", agent_of(process)), serve("D"))
+    found = check(serve("P", agent_of(alive)), serve("D"))
     told = [(sorted(each), each["fence"]) for each in asked]
-    assert told == [(["agent_metadata", "fence", "name"], list(process.fence))], "no address of the cache"
+    assert told == [(["agent_metadata", "fence", "name"], list(alive.fence))], "no address of the cache"
     assert (found.code, found.reasons()) == (0, [])
     messages = {each["topic"]: each["message"] for each in found.findings if each["topic"] in {"reads", "transport"}}
     assert "1 of 1 prefill ranks: the probe pages came whole (checksum eacc91bb)" in messages["reads"]
@@ -102,7 +122,10 @@ def test_bytes_transport_and_speed_are_those_of_real_reads_of_probe_pages_alone(
     assert f"at {float(measured):.2f}"[:5] in cost, "the cost is that of the measured speed"
 
 
-def test_a_fall_back_to_tcp_is_a_reason_against_unless_it_is_allowed(start: Start, serve: Serve, check: Check) -> None:
+def test_a_fall_back_to_tcp_is_a_reason_against_unless_it_is_allowed(
+    start: Start, serve: Serve, check: Check, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subprocess, "run", cache(subprocess.run))  # one measurement is judged twice
     addresses = serve("P", agent_of(start(engine_config={"TLS": "tcp"}))), serve("D")
     found = check(*addresses)
     assert (found.code, found.reasons()) == (1, [("transport", "tcp-fallback")])
@@ -112,13 +135,18 @@ def test_a_fall_back_to_tcp_is_a_reason_against_unless_it_is_allowed(start: Star
     assert (allowed.code, allowed.codes("note")) == (0, {"tcp-fallback"})
 
 
-def test_a_rank_that_answers_and_cannot_be_read_is_a_reason_against(start: Start, serve: Serve, check: Check) -> None:
-    alive, gone = start(), start()
+def test_a_rank_that_answers_and_cannot_be_read_is_a_reason_against(
+    alive: PeerProcess, start: Start, serve: Serve, check: Check
+) -> None:
+    gone = start()
     addresses = serve("P", agent_of(alive), agent_of(gone)), serve("D")
     gone.kill()
     found = check(*addresses, "--timeout", "1")
     assert (found.code, found.reasons()) == (1, [("reads", "read-failed")])
     assert "rank 0.1 answers, and its memory cannot be read from here" in found.message("read-failed")
+
+
+def test_a_rank_whose_metadata_is_damaged_is_a_reason_against(serve: Serve, check: Check) -> None:
     damaged = check(serve("P"), serve("D"))
     assert damaged.reasons() == [("reads", "read-failed")]
     assert "metadata" in damaged.message("read-failed")
@@ -140,34 +168,32 @@ def test_a_rank_whose_data_port_is_silent_is_named_and_the_other_is_read(
     assert "rank 0.0" not in found.message("read-failed")
 
 
-def test_bytes_that_differ_are_a_reason_against(start: Start, serve: Serve, check: Check) -> None:
-    process = start()
-    address, device, words = process.fence
+def test_bytes_that_differ_are_a_reason_against(alive: PeerProcess, serve: Serve, check: Check) -> None:
+    address, device, words = alive.fence
     # Of an array with 24 words less the pages would begin 192 bytes earlier, where words of its own are.
-    found = check(serve("P", agent_of(process, fence=(address, device, words - 24))), serve("D"))
+    found = check(serve("P", agent_of(alive, fence=(address, device, words - 24))), serve("D"))
     assert found.reasons() == [("reads", "bytes-differ")]
     assert "their content has eacc91bb" in found.message("bytes-differ")
 
 
 def test_an_engine_without_probe_pages_is_not_measured_and_not_refused(
-    start: Start, serve: Serve, check: Check
+    alive: PeerProcess, serve: Serve, check: Check
 ) -> None:
-    process = start()
-    address, device, words = process.fence
-    older = check(serve("P", agent_of(process, fence=(address, device, words + 40_000))), serve("D"))
+    address, device, words = alive.fence
+    older = check(serve("P", agent_of(alive, fence=(address, device, words + 40_000))), serve("D"))
     assert (older.code, older.codes("note")) == (0, {"no-probe-pages"})
-    strange = check(serve("P", agent_of(process), is_silent=True), serve("D"))
+    strange = check(serve("P", agent_of(alive), is_silent=True), serve("D"))
     assert strange.code == 0
     assert "no-probe-pages" in strange.codes("note")
 
 
 def test_without_nixl_here_the_rest_is_checked_all_the_same(
-    start: Start, serve: Serve, check: Check, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    alive: PeerProcess, serve: Serve, check: Check, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     program = tmp_path / "python"
     program.write_text("#!/bin/sh\nexit 1\n")
     program.chmod(0o700)
-    prefill = serve("P", agent_of(start()))
+    prefill = serve("P", agent_of(alive))
     monkeypatch.setattr(sys, "executable", str(program))
     found = check(prefill, serve("D"))
     assert (found.code, found.codes("note")) == (0, {"not-measured"})

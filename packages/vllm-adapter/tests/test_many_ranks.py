@@ -15,7 +15,7 @@ from read_bench import Bench
 from kv_topology import Planner
 from vllm_adapter.cache.facts import CacheGroup
 from vllm_adapter.cache.geometry import local_document
-from vllm_adapter.cache.peer_geometry import PeerGeometry, pack_document
+from vllm_adapter.cache.vllm_peer import PeerGeometry, pack_document
 from vllm_adapter.errors import AdapterError
 from vllm_adapter.worker.transfer.parts import PeerPlanner
 

@@ -23,7 +23,7 @@ from kv_scheduler_state import LeaseTable
 from kv_topology import Planner
 from vllm_adapter.cache.facts import CacheGroup, EngineFacts, LayerCache
 from vllm_adapter.cache.geometry import local_document
-from vllm_adapter.cache.peer_geometry import PeerGeometry, pack_document
+from vllm_adapter.cache.vllm_peer import PeerGeometry, pack_document
 from vllm_adapter.worker.pages import FinishedRead
 from vllm_adapter.worker.transfer.parts import PeerLimits, PeerPlanner, ReadLimits, TransferParts
 from vllm_adapter.worker.transfer.reads import ReadCoordinator

@@ -13,8 +13,7 @@ import pytest
 from kv_topology import Planner, RankGeometry, Region, TopologyError, from_document, to_document
 from kv_topology.tools import EngineSpec, ModelSpec, StateSpec, build_engine
 from vllm_adapter.cache.documents import PeerSizes, with_names
-from vllm_adapter.cache.peer_geometry import PeerGeometry
-from vllm_adapter.cache.vllm_peer import derive_document
+from vllm_adapter.cache.vllm_peer import PeerGeometry, derive_document
 from vllm_adapter.errors import AdapterError
 from vllm_adapter.worker.transfer.parts import PeerPlanner
 

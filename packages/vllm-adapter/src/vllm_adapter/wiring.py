@@ -35,7 +35,7 @@ from kv_scheduler_state.streams import StreamEnds, StreamReaders, StreamWorker
 from kv_topology import CostModel, Planner
 from vllm_adapter import ports
 from vllm_adapter.cache.envelope import metadata_fields
-from vllm_adapter.cache.peer_geometry import PeerGeometry, pack_document
+from vllm_adapter.cache.vllm_peer import PeerGeometry, pack_document
 from vllm_adapter.config import RENEWED_PART
 from vllm_adapter.config.secrets import configured_secrets
 from vllm_adapter.cores import core_count, use_allowed_cores

@@ -1,11 +1,20 @@
-"""Fields in the pages of a cache, as the geometry document lists them, and shared helpers that build fields."""
+"""Fields of a page: attention and latent caches, and states of state-space layers.
+
+Pages of attention layers hold plainly strided heads, latent vectors, or a kernel's own order. Pages of state layers hold the
+convolution's last inputs, and then the recurrent state.
+
+The convolution keeps its projections side by side, each with the channels of this rank's heads or groups. The kind of layer
+determines which projections these are (the shapes cannot tell). Its rows are the last few inputs: the host keeps the rows of a
+channel together ("DS") or the channels of a row ("SD").
+"""
 
 from __future__ import annotations
 
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_adapter.cache.documents import AxisEntry, FieldDocument
+from vllm_adapter.cache.facts import KEYS_BY_CHANNEL, PAIRS_IN_TILES
 from vllm_adapter.errors import AdapterError
 
 if TYPE_CHECKING:
@@ -13,7 +22,17 @@ if TYPE_CHECKING:
 
     from vllm_adapter.cache.facts import EngineFacts, LayerCache
 
-__all__ = ["dense_bytes", "extent_bytes", "held_bytes", "make_field", "unknown_shape", "whole_page"]
+__all__ = [
+    "attention_fields",
+    "dense_bytes",
+    "extent_bytes",
+    "held_bytes",
+    "latent_fields",
+    "make_field",
+    "state_fields",
+    "unknown_shape",
+    "whole_page",
+]
 
 
 def make_field(
@@ -70,3 +89,296 @@ def unknown_shape(cache: LayerCache, expected: str) -> AdapterError:
         code="unknown-cache-shape",
         context={"layer": cache.layer, "shape": cache.shape, "stride_bytes": cache.stride_bytes},
     )
+
+
+def attention_fields(facts: EngineFacts, cache: LayerCache) -> list[FieldDocument]:
+    """Return the fields of an attention page, or of one head's part of it where heads lie apart.
+
+    Raises:
+        AdapterError: `unknown-cache-shape`, naming layer, shape and strides.
+    """
+    if len(cache.shape) != 4:
+        raise unknown_shape(cache, "attention caches have the axes block, head, token and content")
+    if cache.is_opaque:
+        # Only engines with equal pages and the same back end can read each other's.
+        packing = f"planes:{cache.backend}:{cache.head_slots or cache.shape[1]}x{cache.shape[2]}x{cache.shape[3]}"
+        return whole_page(
+            facts, f"cells_{cache.head_slot}" if cache.head_slots else "cells", dense_bytes(cache), packing
+        )
+    if cache.kernel_order == KEYS_BY_CHANNEL:
+        return _keys_by_channel(facts, cache)
+    if cache.kernel_order == PAIRS_IN_TILES:
+        return _pairs_in_tiles(facts, cache)
+    if cache.kernel_order:
+        return _kernel_ordered(facts, cache)
+    return _packed(facts, cache)
+
+
+def latent_fields(facts: EngineFacts, cache: LayerCache, page_tokens: int) -> list[FieldDocument]:
+    """Return the field of a latent page: one vector per token, or per several tokens, on every rank.
+
+    Some back ends keep the scales of all tokens behind the vectors (DeepSeek V4's 8-bit pages): such a page is opaque.
+
+    A page of the sparse indexer has that shape too, but vLLM's writers (`indexer_k_quant_and_cache`) put the values of all its
+    tokens first and their scales after them, and tile the values on ROCm, so its tokens have no separate byte ranges.
+
+    Raises:
+        AdapterError: `unknown-cache-shape`, naming layer, shape and strides.
+    """
+    if len(cache.shape) == 4 and cache.shape[1] == 1:
+        vectors, channels, vector_step, channel_step = (*cache.shape[2:], *cache.stride_bytes[2:])
+    elif len(cache.shape) == 3:
+        vectors, channels, vector_step, channel_step = (*cache.shape[1:], *cache.stride_bytes[1:])
+    else:
+        raise unknown_shape(cache, "latent caches have the axes block, token and channel")
+    if cache.is_indexer:
+        packing = f"indexer:{cache.backend}:{page_tokens}:{vectors}x{channels}"
+        return whole_page(facts, "index", dense_bytes(cache), packing, is_replicated=True)
+    if vectors != page_tokens:
+        used = vectors * channels
+        axes: list[AxisEntry] = [AxisEntry("interior", used, 0, used, channel_step)]
+        return [make_field("latent", cache.element_bytes, 0, axes, f"compressed:{page_tokens}:{vectors}x{channels}")]
+    if cache.is_opaque:
+        packing = f"latent:{cache.backend}:{page_tokens}:{vectors}x{channels}"
+        return whole_page(facts, "latent", dense_bytes(cache), packing, is_replicated=True)
+    axes = [
+        AxisEntry("token", vectors, 0, vectors, vector_step),
+        AxisEntry("channel", channels, 0, channels, channel_step),
+    ]
+    return [make_field("latent", cache.element_bytes, 0, axes)]
+
+
+def _head_interval(facts: EngineFacts, cache: LayerCache) -> tuple[int, int, int]:
+    """Return (first head, one past the last, heads of the model) of the page; ranks share heads when there are too few.
+
+    A layer may have a head count other than the model's (a draft model's, a global layer's): then each rank holds its own heads.
+    """
+    held = cache.head_slots or cache.shape[1]
+    total = max(facts.total_kv_heads, 1)
+    start = facts.tp_rank * total // facts.tp
+    stop = max((facts.tp_rank + 1) * total // facts.tp, start + 1)
+    if stop - start != held:
+        start, stop, total = facts.tp_rank * held, (facts.tp_rank + 1) * held, held * facts.tp
+    if cache.head_slots:
+        start, stop = start + cache.head_slot, start + cache.head_slot + 1
+    return start, stop, total
+
+
+def _packed(facts: EngineFacts, cache: LayerCache) -> list[FieldDocument]:
+    """Per head and token a key and then a value; one opaque cell where a quantized cache packs them."""
+    _, _, tokens, content = cache.shape
+    _, head_step, token_step, element_step = cache.stride_bytes
+    start, stop, total = _head_interval(facts, cache)
+    key_size = cache.key_size or facts.head_size
+    value_size = cache.value_size or content - key_size
+    parts = [("cell", 0, content)]
+    if value_size > 0 and key_size + value_size == content:
+        parts = [("key", 0, key_size), ("value", key_size * cache.element_bytes, value_size)]
+    return [
+        make_field(
+            name,
+            cache.element_bytes,
+            offset,
+            [
+                AxisEntry("token", tokens, 0, tokens, token_step),
+                AxisEntry("head", total, start, stop, head_step, "tp"),
+                AxisEntry("channel", size, 0, size, element_step),
+            ],
+        )
+        for name, offset, size in parts
+    ]
+
+
+def _keys_by_channel(facts: EngineFacts, cache: LayerCache) -> list[FieldDocument]:
+    """Per head the page's keys, tokens innermost, and then its values, channels innermost."""
+    _, _, tokens, content = cache.shape
+    _, head_step, _, element_step = cache.stride_bytes
+    start, stop, total = _head_interval(facts, cache)
+    channels = content // 2
+
+    def part(name: str, offset: int, token_step: int, channel_step: int) -> FieldDocument:
+        return make_field(
+            name,
+            cache.element_bytes,
+            offset,
+            [
+                AxisEntry("token", tokens, 0, tokens, token_step),
+                AxisEntry("head", total, start, stop, head_step, "tp"),
+                AxisEntry("channel", channels, 0, channels, channel_step),
+            ],
+        )
+
+    # Of a hybrid, the release before describes these pages by its first layer's back end, as token by token: with names of their
+    # own they are refused there, and its pages here.
+    prefix = "channel_" if facts.has_state else ""
+    key = part(f"{prefix}key", 0, element_step, tokens * element_step)
+    value_at = tokens * channels * element_step
+    return [key, part(f"{prefix}value", value_at, channels * element_step, element_step)]
+
+
+def _pairs_in_tiles(facts: EngineFacts, cache: LayerCache) -> list[FieldDocument]:
+    """Per head the page's keys and then its values, as the matrix kernel ("amx") keeps them; its pages hold 32 * n tokens.
+
+    Keys: tiles of 16 tokens, in each for two channels after two the 16 tokens' pairs of values. Values: columns of 16 channels,
+    in each for two tokens after two the 16 channels' pairs. So tokens have bytes of their own in runs of 16 alone, which no unit
+    of two such pages cuts. Within a run the strides below do not name the real place of a token or channel.
+
+    Example: heads of 64 channels, a page of 160 tokens. Tokens 32 to 63 are elements 32 * 64 to 64 * 64 of the keys, and of each
+    of the 4 columns of 160 * 16 values the elements 32 * 16 to 64 * 16.
+    """
+    _, _, tokens, content = cache.shape
+    _, head_step, _, element_step = cache.stride_bytes
+    start, stop, total = _head_interval(facts, cache)
+    channels = content // 2
+    head = AxisEntry("head", total, start, stop, head_step, "tp")
+
+    def token(step: int) -> AxisEntry:
+        return AxisEntry("token", tokens, 0, tokens, step * element_step)
+
+    key = [token(channels), head, AxisEntry("channel", channels, 0, channels, element_step)]
+    columns = channels // 16
+    column = AxisEntry("column", columns, 0, columns, 16 * tokens * element_step)
+    value = [token(16), head, column, AxisEntry("channel", 16, 0, 16, element_step)]
+    # Names of their own: an engine with another order has no such fields, and is refused.
+    return [
+        make_field("tiled_key", cache.element_bytes, 0, key),
+        make_field("tiled_value", cache.element_bytes, tokens * channels * element_step, value),
+    ]
+
+
+def _kernel_ordered(facts: EngineFacts, cache: LayerCache) -> list[FieldDocument]:
+    """Per head the page's keys and then its values, each in an order that only the same kernel understands."""
+    _, _, tokens, content = cache.shape
+    _, head_step, _, element_step = cache.stride_bytes
+    start, stop, total = _head_interval(facts, cache)
+    interior = tokens * content // 2
+    packing = f"{cache.kernel_order}:{tokens}"
+    return [
+        make_field(
+            name,
+            cache.element_bytes,
+            half * interior * cache.element_bytes,
+            [
+                AxisEntry("head", total, start, stop, head_step, "tp"),
+                AxisEntry("interior", interior, 0, interior, element_step),
+            ],
+            packing,
+        )
+        for half, name in enumerate(("key", "value"))
+    ]
+
+
+class Projection(NamedTuple):
+    """A projection whose inputs the convolution keeps, side by side with others.
+
+    Attributes:
+        name: Name of its field.
+        held: Heads or groups on this rank.
+        total: Heads or groups in the model; with fewer than ranks, neighbouring ranks hold copies of one.
+        channels: Channels of a head or group.
+    """
+
+    name: str
+    held: int
+    total: int
+    channels: int
+
+
+def state_fields(facts: EngineFacts, cache: LayerCache) -> list[FieldDocument]:
+    """Return the fields of a state page; one whole-page field where the kind of layer is not known.
+
+    Raises:
+        AdapterError: `unknown-cache-shape` for a state layer without shapes.
+    """
+    shapes = cache.state_shapes
+    if not shapes:
+        raise unknown_shape(cache, "state layers have the shapes of their states")
+    projections = None if cache.is_replicated else _projections(facts, cache)
+    if projections is None:
+        used = sum(prod(shape) * size for shape, size in zip(shapes, cache.state_element_bytes, strict=True))
+        packing = f"state:{cache.state_kind}:{shapes}:{cache.state_element_bytes}".replace(" ", "")
+        return whole_page(facts, "state", used, packing, is_replicated=cache.is_replicated)
+    fields, offset = _convolution(facts, cache, projections) if projections else ([], 0)
+    if len(shapes) == 2 or not fields:
+        fields.append(_recurrent(facts, shapes[-1], cache.state_element_bytes[-1], offset))
+    return fields
+
+
+def _projections(facts: EngineFacts, cache: LayerCache) -> list[Projection] | None:
+    """Return the projections whose inputs the convolution keeps; None for an unknown kind of layer."""
+    ranks = tuple(len(shape) for shape in cache.state_shapes)
+    channels = max(cache.state_shapes[0])
+    if (cache.state_kind, ranks) == ("LINEAR", (3,)):
+        return []
+    if (cache.state_kind, ranks) == ("SHORT_CONV", (2,)) or (
+        (cache.state_kind, ranks) == ("MAMBA1", (2, 2)) and cache.state_shapes[1][0] == channels
+    ):
+        return [Projection("conv_x", channels, channels * facts.tp, 1)]
+    return _grouped_projections(facts, cache, channels) if ranks == (2, 3) else None
+
+
+def _grouped_projections(facts: EngineFacts, cache: LayerCache, channels: int) -> list[Projection] | None:
+    """Return the projections of a layer whose heads share groups.
+
+    Example: 64 heads of 64 channels, one group, 128 states, on 2 ranks. A rank's convolution has 32 * 64 + 2 * 128 = 2304
+    channels, so it holds (2304 - 2048) / (2 * 128) = 1 group: the same one as its neighbour, since the model has one.
+    """
+    heads, head_dim, state = cache.state_shapes[1]
+    groups, rest = divmod(channels - heads * head_dim, 2 * state)
+    if groups <= 0 or rest:
+        return None
+    total_heads, total_groups = heads * facts.tp, groups * facts.tp
+    if cache.state_kind == "GDN_ATTN":
+        return [
+            Projection("conv_q", groups, total_groups, state),
+            Projection("conv_k", groups, total_groups, state),
+            Projection("conv_v", heads, total_heads, head_dim),
+        ]
+    if cache.state_kind != "MAMBA2":
+        return None
+    if facts.state_groups % facts.tp:  # vLLM extends the groups by copies where they do not divide by the ranks
+        if groups != 1 or facts.state_groups > facts.tp:
+            return None
+        total_groups = facts.state_groups
+    return [
+        Projection("conv_x", heads, total_heads, head_dim),
+        Projection("conv_b", groups, total_groups, state),
+        Projection("conv_c", groups, total_groups, state),
+    ]
+
+
+def _convolution(
+    facts: EngineFacts, cache: LayerCache, projections: list[Projection]
+) -> tuple[list[FieldDocument], int]:
+    """Return the fields of the convolution, and the bytes that they take."""
+    shape, element_bytes = cache.state_shapes[0], cache.state_element_bytes[0]
+    channels, rows = max(shape), min(shape)
+    is_channel_first = shape[0] == channels
+    channel_step, row_step = (
+        (rows * element_bytes, element_bytes) if is_channel_first else (element_bytes, channels * element_bytes)
+    )
+    fields: list[FieldDocument] = []
+    offset = 0
+    for name, held, total, width in projections:
+        first = facts.tp_rank * total // facts.tp
+        axes: list[AxisEntry] = [
+            AxisEntry("group", total, first, first + held, width * channel_step, "tp"),
+            AxisEntry("channel", width, 0, width, channel_step),
+            AxisEntry("row", rows, 0, rows, row_step),
+        ]
+        fields.append(make_field(name, element_bytes, offset, axes))
+        offset += held * width * channel_step
+    return fields, channels * rows * element_bytes
+
+
+def _recurrent(facts: EngineFacts, shape: tuple[int, ...], element_bytes: int, offset: int) -> FieldDocument:
+    heads, *inner = shape
+    step = element_bytes
+    axes: list[AxisEntry] = []
+    for number, length in reversed(list(enumerate(inner))):
+        name = "state" if number == len(inner) - 1 else "channel"
+        axes.insert(0, AxisEntry(name, length, 0, length, step))
+        step *= length
+    first = facts.tp_rank * heads
+    axes.insert(0, AxisEntry("head", heads * facts.tp, first, first + heads, step, "tp"))
+    return make_field("ssm", element_bytes, offset, axes)

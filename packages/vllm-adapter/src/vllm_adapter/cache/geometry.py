@@ -21,10 +21,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from vllm_adapter.cache.attention import attention_fields, latent_fields
 from vllm_adapter.cache.documents import GeometryDocument, GroupDocument, MemberEntry, RegionDocument
-from vllm_adapter.cache.fields import dense_bytes
-from vllm_adapter.cache.state import state_fields
+from vllm_adapter.cache.fields import attention_fields, dense_bytes, latent_fields, state_fields
 from vllm_adapter.errors import AdapterError
 
 if TYPE_CHECKING:

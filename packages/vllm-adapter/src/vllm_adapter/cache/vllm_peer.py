@@ -1,35 +1,150 @@
-"""Geometry of a peer that runs vLLM's own connector, derived from our document because the peer sends numbers only.
+"""A peer rank's geometry document: sent by our own peers, or derived from what vLLM's own connector sends.
 
-Theory of operation. The peer runs the same model, so its layers have our fields; its shard, block size, order of heads and
-tokens, and addresses may differ. The planner reshards our document to the peer's rank; this module places the result at the
-addresses that the peer sent, and checks every length that it sent against the one that follows from the model. Regions are named
-by layer; without names they are in the natural order of layer names, as that connector registers them. Layers that share a
-region here share one at the peer.
+Theory of operation. vLLM's own connector sends numbers only, so its geometry is derived from our document. The peer runs the
+same model, so its layers have our fields; its shard, block size, order of heads and tokens, and addresses may differ. The
+planner reshards our document to the peer's rank; this module places the result at the addresses that the peer sent, and checks
+every length that it sent against the one that follows from the model. Regions are named by layer; without names they are in the
+natural order of layer names, as that connector registers them. Layers that share a region here share one at the peer.
 
-Worked example. Our tp 1 keeps layers.0 in pages of 16 tokens x 8 heads x 256 bytes = 32 768 bytes. A peer of tp 2 with blocks of
-32 tokens must have 32 x 4 x 256 = 32 768 bytes too; one that says 65 536 runs another model or another tensor-parallel size, and
-is refused (`page-bytes-differ`). State pages take several kernel blocks: with 10 per block and `block_lens` 4 096 the state's
-page is 40 960 bytes.
+Worked example. Our tp 1 keeps layers.0 in pages of 16 tokens x 8 heads x 256 bytes = 32 768 bytes. A peer of tp 2 with blocks
+of 32 tokens must have 32 x 4 x 256 = 32 768 bytes too; one that says 65 536 runs another model or another tensor-parallel size,
+and is refused (`page-bytes-differ`). State pages take several kernel blocks: with 10 per block and `block_lens` 4 096 the
+state's page is 40 960 bytes.
+
+Source: the metadata of vLLM's own connector, versions 3 to 15 (block lengths and strides in bytes, block size in kernel tokens,
+one region per layer from vLLM 0.27 on).
 """
 
 from __future__ import annotations
 
+import json
 import re
-from typing import TYPE_CHECKING, cast
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast, final
 
 from vllm_adapter.cache.documents import RegionDocument, with_names
 from vllm_adapter.cache.fields import extent_bytes, held_bytes
-from vllm_adapter.cache.vllm_facts import read_facts
 from vllm_adapter.errors import AdapterError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from vllm_adapter.cache.documents import GeometryDocument, PeerSizes
-    from vllm_adapter.cache.vllm_facts import PeerFacts
-    from vllm_adapter.ports import MemoryKind
+    from vllm_adapter.cache.documents import GeometryDocument, GroupDocument, HeadOrder, PeerSizes
+    from vllm_adapter.ports import AgentMetadata, MemoryKind
 
-__all__ = ["derive_document"]
+__all__ = ["PeerFacts", "PeerGeometry", "derive_document", "pack_document", "read_facts"]
+
+_MAX_REGIONS = 1 << 15
+_ORDERS: dict[str, HeadOrder] = {
+    "HND": "HN",
+    "LBHNC": "HN",
+    "BLHNC": "HN",
+    "NHD": "NH",
+    "LBNHC": "NH",
+    "BLNHC": "NH",
+}
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class PeerFacts:
+    """The peer's numbers, by region where they are lists.
+
+    Attributes:
+        addresses: First byte of each region.
+        page_bytes: Bytes of a kernel block.
+        strides: Bytes from one kernel block to the next.
+        page_counts: Kernel blocks.
+        page_tokens: Tokens of a kernel block.
+        pages_per_block: Kernel blocks of a scheduler block.
+        device: Device number.
+        state_bytes: Bytes of (convolution, recurrent state); empty if it has no state.
+        names: Name of the layer of each region; empty if not sent.
+        memory_kinds: Kind of memory of each region; empty if not sent.
+        order: Order of heads and tokens; None if the layout has no such name.
+    """
+
+    addresses: tuple[int, ...]
+    page_bytes: tuple[int, ...]
+    strides: tuple[int, ...]
+    page_counts: tuple[int, ...]
+    page_tokens: int
+    pages_per_block: int
+    device: int
+    state_bytes: tuple[int, ...]
+    names: tuple[str, ...]
+    memory_kinds: tuple[str, ...]
+    order: HeadOrder | None
+
+
+def read_facts(facts: Mapping[str, object]) -> PeerFacts:
+    """Return the numbers of a peer's metadata by its own names; raises `AdapterError` (`peer-facts-malformed`)."""
+    addresses = _numbers(facts, "kv_caches_base_addr")
+    regions = len(addresses)
+    page_bytes = _numbers(facts, "block_lens", regions)
+    return PeerFacts(
+        addresses=addresses,
+        page_bytes=page_bytes,
+        strides=_optional(facts, "block_strides", regions) or page_bytes,
+        page_counts=_optional(facts, "region_num_blocks", regions) or (_number(facts, "num_blocks"),) * regions,
+        page_tokens=_number(facts, "block_size"),
+        pages_per_block=_number(facts, "physical_blocks_per_logical_kv_block", 1),
+        device=_number(facts, "device_id", 0),
+        state_bytes=_optional(facts, "ssm_sizes", None),
+        names=_texts(facts, "region_names", regions),
+        memory_kinds=_texts(facts, "region_mem_types", regions),
+        order=_ORDERS.get(str(facts.get("kv_cache_layout", ""))),
+    )
+
+
+def _bad(facts: Mapping[str, object], name: str, expected: str) -> AdapterError:
+    value = facts.get(name)
+    shown = (
+        f"a list of {len(cast('Sequence[object]', value))}" if isinstance(value, (list, tuple)) else repr(value)[:80]
+    )
+    return AdapterError(
+        f"the peer's {name} must be {expected}, not {shown}",
+        code="peer-facts-malformed",
+        fault="peer",
+        context={"name": name},
+    )
+
+
+def _number(facts: Mapping[str, object], name: str, default: int | None = None) -> int:
+    value = facts.get(name, default)
+    if type(value) is not int or value < 0 or (value == 0 and name != "device_id"):
+        raise _bad(facts, name, "a positive integer")
+    return value
+
+
+def _numbers(facts: Mapping[str, object], name: str, count: int | None = None) -> tuple[int, ...]:
+    value = facts.get(name)
+    items = cast("Sequence[object]", value) if isinstance(value, (list, tuple)) else None
+    if items is None or not _has_length(items, count):
+        raise _bad(facts, name, f"a list of {count if count is not None else f'at most {_MAX_REGIONS}'} integers")
+    numbers = tuple(item for item in items if type(item) is int and item >= 0)
+    if len(numbers) != len(items):
+        raise _bad(facts, name, "a list of non-negative integers")
+    return numbers
+
+
+def _has_length(items: Sequence[object], count: int | None) -> bool:
+    return len(items) <= _MAX_REGIONS and count in {None, len(items)}
+
+
+def _optional(facts: Mapping[str, object], name: str, count: int | None) -> tuple[int, ...]:
+    return _numbers(facts, name, count) if facts.get(name) else ()
+
+
+def _texts(facts: Mapping[str, object], name: str, count: int) -> tuple[str, ...]:
+    value = facts.get(name)
+    if not value:
+        return ()
+    items = cast("Sequence[object]", value) if isinstance(value, (list, tuple)) else ()
+    texts = tuple(item for item in items if isinstance(item, str))
+    if len(texts) != count:
+        raise _bad(facts, name, f"a list of {count} strings")
+    return texts
 
 
 def derive_document(
@@ -205,3 +320,105 @@ def _check_states(peer: GeometryDocument, facts: PeerFacts) -> None:
                         fault="peer",
                         context={"expected": list(sizes), "peer": list(facts.state_bytes)},
                     )
+
+
+_MAX_DOCUMENT_BYTES = 16 * 2**20
+_MAX_DOCUMENT_VALUES = 1 << 19
+"""Most commas and brackets of a document, counted before it is read: a value of two bytes takes sixty in memory."""
+_SENT = (
+    "kv_caches_base_addr",
+    "device_id",
+    "num_blocks",
+    "block_lens",
+    "block_strides",
+    "block_size",
+    "physical_blocks_per_logical_kv_block",
+    "kv_cache_layout",
+    "ssm_sizes",
+    "region_names",
+    "region_num_blocks",
+    "region_mem_types",
+)
+"""Fields of the metadata of vLLM's own connector from which a document is derived."""
+
+
+def pack_document(document: Mapping[str, object]) -> bytes:
+    """Return a geometry document as it travels (UTF-8 JSON)."""
+    return json.dumps(document, separators=(",", ":")).encode()
+
+
+@final
+class PeerGeometry:
+    """Provides the geometry document of a peer rank.
+
+    Args:
+        reshard: Makes the document of another rank from our own one, for peers that send no document.
+        dealt_groups: Whether context parallelism deals out the tokens of each group.
+    """
+
+    def __init__(
+        self, reshard: Callable[[Mapping[str, object], PeerShape], Mapping[str, object]], dealt_groups: Sequence[bool]
+    ) -> None:
+        self._reshard = reshard
+        self._dealt_groups = tuple(dealt_groups)
+
+    def document(
+        self, local: GeometryDocument, metadata: AgentMetadata, rank: tuple[int, int], sizes: PeerSizes
+    ) -> Mapping[str, object]:
+        """Return the document of a (pp, tp) rank; raises coded errors for metadata that does not fit."""
+        if metadata.geometry is not None:
+            return _unpack(metadata.geometry)
+        facts: dict[str, object] = {name: getattr(metadata, name) for name in _SENT}
+        return derive_document(local, facts, rank, sizes, reshard=self._reshard, dealt_groups=self._dealt_groups)
+
+    def check_context(self, groups: Iterable[GroupDocument], sizes: PeerSizes) -> None:
+        """Raise a coded error if an engine's groups deal out their tokens to other sizes than its ticket says.
+
+        A client may change an unsealed ticket, and an engine must not be set up twice with two sizes.
+        """
+        context = max((group.get("context", (1, 0, 1))[0] for group in groups), default=1)
+        if any(self._dealt_groups) and context != sizes.dcp:
+            raise AdapterError(
+                f"a ticket says that the peer has {sizes.dcp} context ranks, but its pages are those of {context}",
+                code="context-size-differs",
+                fault="peer",
+                context={"dcp": sizes.dcp, "found": context},
+            )
+
+    @staticmethod
+    def value_count(metadata: AgentMetadata) -> int:
+        """Return the approximate number of values in a peer rank's document; 0 if it sends none."""
+        return _count_values(metadata.geometry) if metadata.geometry is not None else 0
+
+    @staticmethod
+    def memory_kind(metadata: AgentMetadata) -> MemoryKind:
+        """Return the memory kind of the peer's pages; DRAM if it announces none."""
+        kinds = set(metadata.region_mem_types or ("DRAM",))
+        if len(kinds) != 1 or not kinds <= {"DRAM", "VRAM"}:
+            raise AdapterError(
+                f"the peer's regions are of the memory kinds {sorted(kinds)[:4]}; one of DRAM and VRAM is supported",
+                code="mixed-memory-kinds",
+                fault="peer",
+                context={"kinds": sorted(kinds)[:4]},
+            )
+        return cast("MemoryKind", kinds.pop())
+
+
+def _unpack(raw: bytes) -> Mapping[str, object]:
+    is_short = len(raw) <= _MAX_DOCUMENT_BYTES and _count_values(raw) <= _MAX_DOCUMENT_VALUES
+    try:
+        document: object = json.loads(raw) if is_short else None
+    except (ValueError, RecursionError):
+        document = None
+    if not isinstance(document, dict):
+        raise AdapterError(
+            f"the peer's geometry document ({len(raw)} bytes) is not a JSON object",
+            code="bad-geometry-document",
+            fault="peer",
+            context={"length_bytes": len(raw)},
+        )
+    return cast("dict[str, object]", document)
+
+
+def _count_values(raw: bytes) -> int:
+    return sum(raw.count(mark) for mark in (b",", b"[", b"{"))

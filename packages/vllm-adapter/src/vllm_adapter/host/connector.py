@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING, Any
 from vllm_adapter.config import check_mirror, load_settings
 from vllm_adapter.config.start_checks import check_start, streaming_warnings
 from vllm_adapter.host.cache_config import layer_caches
-from vllm_adapter.host.devices import device_selector, request_amx
+from vllm_adapter.host.device_streams import device_marks, device_selector, request_amx
 from vllm_adapter.host.factory import register_connector
 from vllm_adapter.host.metadata import RankEnvelope, StepMetadata, WorkerReport
 from vllm_adapter.host.metrics import PromMetrics, TransferStats
 from vllm_adapter.host.requests import arrival_of, ending_of, scheduled_tokens
 from vllm_adapter.host.sides import make_scheduler_side, make_worker_side
 from vllm_adapter.host.situation import labels_of, open_status, situation_of
-from vllm_adapter.host.streams import device_marks
 from vllm_adapter.host.torch_mirror import TorchMirror
 from vllm_adapter.host.torch_pages import TorchPages
 from vllm_adapter.host.vllm import (

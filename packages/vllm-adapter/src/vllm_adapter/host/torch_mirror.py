@@ -18,16 +18,16 @@ from typing import TYPE_CHECKING, Literal, final
 
 import torch
 
-from vllm_adapter.host.streams import PinnedPieces, streams_of
-from vllm_adapter.host.torch_views import PageFinder, rounds
+from vllm_adapter.host.device_streams import PinnedPieces, streams_of
+from vllm_adapter.host.torch_pages import PageFinder, rounds
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from vllm.distributed.kv_transfer.kv_connector.v1.base import CopyBlocksOp
 
-    from vllm_adapter.host.streams import DeviceStreams
-    from vllm_adapter.host.torch_views import PageFamily
+    from vllm_adapter.host.device_streams import DeviceStreams
+    from vllm_adapter.host.torch_pages import PageFamily
     from vllm_adapter.worker.pages import PageCopy, PageRange
 
 __all__ = ["TorchMirror"]

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from vllm_adapter.cache.documents import GeometryDocument, GroupDocument
-    from vllm_adapter.cache.peer_geometry import PeerGeometry
+    from vllm_adapter.cache.vllm_peer import PeerGeometry
     from vllm_adapter.observe.recorder import Recorder
     from vllm_adapter.ports import (
         AgentMetadata,

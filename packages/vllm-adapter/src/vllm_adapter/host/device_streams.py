@@ -1,4 +1,4 @@
-"""Work that is queued for a device: streams, events, and pinned memory that outlives the copies from it.
+"""Work of a rank on its device: selection, AMX, streams, events, and pinned memory that outlives the copies from it.
 
 The engine thread only queues: no call here waits for the device, because a wait for one copy is a wait for the forward pass
 queued before it. Pageable memory would make it wait (the copy is then synchronous), and so would a pinned buffer that must be
@@ -15,7 +15,16 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-__all__ = ["CudaStreams", "DeviceStreams", "PinnedPieces", "TorchMarks", "device_marks", "streams_of"]
+__all__ = [
+    "CudaStreams",
+    "DeviceStreams",
+    "PinnedPieces",
+    "TorchMarks",
+    "device_marks",
+    "device_selector",
+    "request_amx",
+    "streams_of",
+]
 
 
 class DeviceStreams(Protocol):
@@ -161,3 +170,31 @@ class PinnedPieces:
     def give_back(self, memory: torch.Tensor, stream: Any) -> None:  # noqa: ANN401
         """Make a piece reusable once all the work queued on `stream` is done."""
         self._pieces.append((memory, self._streams.mark(stream)))
+
+
+def device_selector(tensors: Iterable[torch.Tensor]) -> Callable[[], None] | None:
+    """Return a function that makes the tensors' device current on the calling thread; None on a CPU.
+
+    The current device belongs to a thread, and a new thread starts with device 0. Without this, UCX would treat rank 3's
+    transfers as device 0's, in a separate context and without NVLink. Source: vLLM issue 36475.
+    """
+    device = next(iter(tensors)).device
+    if device.type == "cpu":
+        return None
+    module = torch.get_device_module(device)
+
+    def select() -> None:
+        module.set_device(device)
+
+    return select
+
+
+def request_amx(tensors: Iterable[torch.Tensor]) -> None:
+    """Ask the operating system for AMX where the cache is in a CPU's memory; do nothing on CPUs without it.
+
+    Linux ends a process with SIGILL that uses AMX without having asked. vLLM's bfloat16 attention kernel does not ask; oneDNN
+    does, when the engine computes a longer prompt. So an engine whose first work was a read would end at its first token.
+    """
+    ask = getattr(torch.cpu, "_init_amx", None)
+    if ask is not None and next(iter(tensors)).device.type == "cpu":
+        ask()
