@@ -357,7 +357,7 @@ class PeerGeometry:
     """
 
     def __init__(
-        self, reshard: Callable[[Mapping[str, object], PeerShape], Mapping[str, object]], dealt_groups: Sequence[bool]
+        self, reshard: Callable[..., Mapping[str, object]], dealt_groups: Sequence[bool]
     ) -> None:
         self._reshard = reshard
         self._dealt_groups = tuple(dealt_groups)

@@ -18,10 +18,10 @@ from kv_handshake.inspect import Snapshot, compare, probe
 from kv_handshake.security import ClientSecurity
 from kv_topology import CostModel, Planner
 from vllm_adapter.cache.documents import PeerSizes, with_names
-from vllm_adapter.cache.peer_geometry import PeerGeometry
+from vllm_adapter.cache.vllm_peer import PeerGeometry
 from vllm_adapter.cli.values import parse_json
 from vllm_adapter.errors import AdapterError, code_of
-from vllm_adapter.wiring import PERMUTE_GB_S, reshard
+from vllm_adapter.wiring import PERMUTE_GB_S
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -138,7 +138,7 @@ class Engine:
         """Return a rank's document with names, and what derives peers' documents from it."""
         local = with_names(self.document(rank))
         dealt = tuple(group["kind"] != "state" for group in local["groups"])
-        return local, PeerGeometry(reshard, dealt)
+        return local, PeerGeometry(self.planner(rank).reshard, dealt)
 
 
 def ask_engine(channel: Channel, findings: Findings, *, tp: int = 0) -> Engine | None:
