@@ -10,7 +10,6 @@ from pathlib import Path
 
 from kvdev.engines import metric_sum
 from vllm_adapter.cli.engines import ask_all
-from vllm_adapter.observe.answers import Answer
 
 __all__ = [
     "HELD_BY_ENGINE",
@@ -88,7 +87,7 @@ def sample_of(pid: int) -> Sample:
     return Sample(resident_kb / 1024, descriptors, sockets, threads)
 
 
-def held_of(answers: Sequence[Answer], pids: Sequence[int]) -> Held:
+def held_of(answers: Sequence[Any], pids: Sequence[int]) -> Held:
     """Add up what the parts of one engine say, the engine being that of these processes."""
     parts = [answer for answer in answers if answer.get("pid") in set(pids)]
     schedulers = [part for part in parts if part.get("part") == "scheduler"]
@@ -105,7 +104,7 @@ def held_of(answers: Sequence[Answer], pids: Sequence[int]) -> Held:
     )
 
 
-def _sum(parts: Sequence[Answer], name: str) -> int:
+def _sum(parts: Sequence[Any], name: str) -> int:
     levels = (part.get(name, 0) for part in parts)
     return sum(level if isinstance(level, int) else len(level) for level in levels)
 

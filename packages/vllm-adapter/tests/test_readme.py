@@ -38,6 +38,7 @@ def test_modules_of_the_rooms_exist_where_the_table_has_them() -> None:
         "observe/",
         "cache/",
         "ports/",
+        "config/",
     ]
     missing = [
         room + name
