@@ -1,1 +1,3 @@
 """Plans: which bytes of which producer rank a consumer rank reads."""
+
+__all__: list[str] = []
