@@ -64,7 +64,7 @@ def run(*words, stdin=b""):
         patch("sys.stdin", io.TextIOWrapper(io.BytesIO(stdin), encoding="utf-8")),
     ):
         try:
-            code = cli.main(list(words))
+            cli.main(list(words))
         except SystemExit as stop:
             code = int(str(stop.code))
     said, complained = out.text(), err.text()
