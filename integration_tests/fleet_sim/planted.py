@@ -80,7 +80,7 @@ def _unfenced(code: str, *_: Any) -> str:
 
 
 def _unverified(_: Any) -> Any:
-    return lambda _seal, reader, fields, kind: reader.ticket_of(fields, kind)
+    return lambda _seal, reader, fields, kind: reader.read(fields, kind)
 
 
 def _reported_at_grant(old: Any) -> Any:
@@ -215,6 +215,6 @@ FAULTS = (
     Fault("last-unit-missing", "kv_topology.plan.blocks:pair_blocks", _after(_without_the_end), "oracle"),
     Fault("report-before-bytes", f"{_WORKER}.transfer.reads:ReadCoordinator._close_transfer", _first_suffices, "oracle"),
     Fault("pages-not-put-in-order", f"{_WORKER}.pages:ReadCompletion._convert", _returning(None), "oracle"),
-    Fault("other-heads-announced", "vllm_adapter.cache.attention:_head_interval", _after(_other_heads), "oracle"),
+    Fault("other-heads-announced", "vllm_adapter.cache.fields:_head_interval", _after(_other_heads), "oracle"),
     Fault("groups-change-places", "vllm_adapter.scheduler.side:SchedulerSide._transferable", _after(_reversed), "oracle"),
 )  # fmt: skip
