@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from many import play_many
 from plan import from_json, to_json
 
@@ -16,6 +17,7 @@ FIRST = int(os.environ.get("FLEET_SIM_FIRST", "0"))
 HERE = Path(__file__).parent
 
 
+@pytest.mark.sized
 def test_no_seed_breaks_a_promise(figures: list[str]) -> None:
     found = play_many(range(FIRST, FIRST + SEEDS))
     figures.append(found.text())

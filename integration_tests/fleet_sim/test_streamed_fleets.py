@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from draw_streams import AIMED, draw_stream_plan
 from episode import play
 from many import play_many
@@ -17,6 +18,7 @@ FIRST = int(os.environ.get("FLEET_SIM_FIRST", "0"))
 HERE = Path(__file__).parent
 
 
+@pytest.mark.sized
 def test_no_seed_of_streams_breaks_a_promise(figures: list[str]) -> None:
     found = play_many(range(FIRST, FIRST + SEEDS), "streams")
     figures.append(found.text())

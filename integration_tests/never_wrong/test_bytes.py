@@ -44,6 +44,7 @@ def _play(seeds: range) -> tuple[Counter[str], list[tuple[int, str]]]:
     return counts, wrong
 
 
+@pytest.mark.sized
 @pytest.mark.timeout(7200 if IS_LONG else 900)
 def test_no_byte_is_wrong_in_random_pairs() -> None:
     began_s = time.monotonic()
@@ -78,6 +79,7 @@ def _assert_covered(total: Counter[str]) -> None:
     assert total["code fence-mismatch"] > 10
 
 
+@pytest.mark.sized
 @pytest.mark.timeout(900)
 def test_no_byte_is_wrong_through_the_real_thread() -> None:
     """The same cases with production's transfer threads, as many as the ranks, in place of turns by hand."""

@@ -133,6 +133,7 @@ def play(seed: int, router: Router) -> Outcome:
         case.close()
 
 
+@pytest.mark.full
 def test_llm_d_asks_prefill_for_one_token_and_a_ticket(sidecar: Sidecar) -> None:
     assert sidecar.ask('{"remote_engine_id": "p"}') == 200
     sent = json.loads(sidecar.prefill.bodies[-1])
@@ -146,6 +147,7 @@ def test_llm_d_asks_prefill_for_one_token_and_a_ticket(sidecar: Sidecar) -> None
     assert {*sent} == {*REQUEST} - {"max_tokens", "stream", "stream_options"} | {"kv_transfer_params"}
 
 
+@pytest.mark.full
 def test_llm_d_gives_decode_the_clients_request_with_the_ticket(sidecar: Sidecar) -> None:
     assert sidecar.ask('{"remote_engine_id": "p", "remote_port": 5600}') == 200
     assert json.loads(sidecar.decode.bodies[-1]) == {
@@ -155,11 +157,13 @@ def test_llm_d_gives_decode_the_clients_request_with_the_ticket(sidecar: Sidecar
     assert sidecar.prefill.ids[-1] == sidecar.decode.ids[-1] == "request-7"
 
 
+@pytest.mark.full
 def test_without_a_ticket_decode_computes_the_prompt(sidecar: Sidecar) -> None:
     assert sidecar.ask("null") == 200
     assert json.loads(sidecar.decode.bodies[-1])["kv_transfer_params"] is None
 
 
+@pytest.mark.full
 def test_the_proxy_is_as_bad_with_numbers_as_gos_json(sidecar: Sidecar) -> None:
     assert json.loads(sidecar.carry('{"n": 9007199254740993, "text": "9007199254740993"}')) == {
         "n": 9007199254740992,
@@ -167,6 +171,7 @@ def test_the_proxy_is_as_bad_with_numbers_as_gos_json(sidecar: Sidecar) -> None:
     }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_ticket_passes_through_go_unchanged_and_is_read(sidecar: Sidecar, seed: int) -> None:
     seen: list[tuple[str, str]] = []

@@ -357,7 +357,9 @@ def test_h9_no_lying_ticket_ends_the_hosts_listener(
     for number, lie in enumerate(itertools.islice(lies(9), LIES)):
         # A name in another spelling is a place that was not met before, so that each lie is asked about.
         name = "".join(letter.upper() if number >> bit & 1 else letter for bit, letter in enumerate("localhost"))
-        request_id = attempt(reader, {**plain, "remote_host": name, **lie}, TOKENS)
+        # A ticket that was used up is never asked about again: each lie is one of its own.
+        another = {"remote_host": name, "remote_request_id": f"{plain['remote_request_id']} {number}"}
+        request_id = attempt(reader, {**plain, **another, **lie}, TOKENS)
         reader.finish(request_id)
         assert listener.is_alive, f"{lie} ended it after {number} others: {listener.death}"
     time.sleep(1.5)  # attempts in the background come 0.5 s and 1 s after the first

@@ -57,14 +57,10 @@ def release(uv: Path, package: str, *, tagged: bool) -> int:
 
 
 def version_faults(root: Path, package: str) -> list[str]:
-    """Return what contradicts: `__version__`, the ranges of siblings, Pythons promised against Pythons that run."""
+    """Return what contradicts: the ranges of siblings, Pythons promised against Pythons that run."""
     folder = root / "packages" / package
     project = project_of(folder)
-    version = project["version"]
-    module = folder / "src" / package.replace("-", "_") / "__init__.py"
     faults: list[str] = []
-    if f'__version__ = "{version}"' not in module.read_text():
-        faults.append(f"{module.relative_to(root)} does not say __version__ = {version!r}")
     extras: dict[str, list[str]] = project.get("optional-dependencies", {})
     for text in [*project["dependencies"], *(need for needs in extras.values() for need in needs)]:
         need = Requirement(text)

@@ -1,7 +1,7 @@
 """`dev.py test`: the short run of every change, `--full` with the rest, or the scopes named; counted, with what did not run.
 
 The short run leaves out the tests marked `full`, and runs two calls of pytest at a time in the workspace's environment.
-`--full` runs the same first and then the rest: the tests marked `full`, each package alone in its environment with its
+`--full` runs the same first and then the rest: the tests marked `full`, those marked `sized` with more cases, each package alone in its environment with its
 coverage, and all tests on real engines. `--rest` is that second half by itself: CI has run the first by the README's command.
 """
 
@@ -89,8 +89,17 @@ class RunOptions:
     @property
     def words(self) -> list[str]:
         """Arguments that every call of pytest gets."""
-        marks: dict[Tier, list[str]] = {"quick": ["-m", "not full"], "rest": ["-m", "full"], "all": []}
-        return [*marks[self.tier], *(["-k", self.select] if self.select else [])]
+        return [*self._marks, *self.names]
+
+    @property
+    def names(self) -> list[str]:
+        """The part of `words` that selects by name alone, for calls that belong to one tier as a whole."""
+        return ["-k", self.select] if self.select else []
+
+    @property
+    def _marks(self) -> list[str]:
+        marks: dict[Tier, list[str]] = {"quick": ["-m", "not full"], "rest": ["-m", "full or sized"], "all": []}
+        return marks[self.tier]
 
 
 def run_tests(uv: Path, scopes: Sequence[str], options: RunOptions | None = None) -> int:
@@ -209,13 +218,15 @@ def _run_scope(uv: Path, scope: str, tally: _Tally, options: RunOptions) -> None
     elif scope == "tools":
         _pytest("tools", _here(), ROOT / "tools" / "tests", tally, *options.words, env=_with_tools(uv))
     elif scope in {"sim", "real-io", "security"}:
-        folders = {"sim": ("sim", "fleet_sim"), "real-io": ("real_io",), "security": ("security", "wire_in_go")}[scope]
+        folders = {"sim": ("sim", "fleet_sim"), "real-io": ("real_io",), "security": ("security",)}[scope]
         go_environment(uv)
         # 10^6 random frames take a quarter of an hour each way.
         limit_s = 7200 if options.is_long else 1200
         for name in folders:
             folder = ROOT / "integration_tests" / name
             _pytest(name.replace("_", "-"), _here(), folder, tally, *options.words, timeout_s=limit_s)
+        if scope == "security":
+            _pytest("wire-in-go", _here(), ROOT / "integration_tests" / "wire_in_go", tally, *options.names)
     elif scope in {"host", "fleet", "chaos"}:
         {"host": _host, "fleet": _fleet, "chaos": _chaos}[scope](uv, tally, options)
     else:
@@ -380,7 +391,7 @@ def _fleet(uv: Path, tally: _Tally, options: RunOptions) -> None:
         "PYTHONPATH": str(ROOT / "tools"),
     }
     # Output of tests that pass, too: the figures that docs/operate/ quotes, in .dev/logs/test-fleet.log.
-    words = ["--timeout=900", "--durations=15", "-rfEP", *(["-k", options.select] if options.select else [])]
+    words = ["--timeout=900", "--durations=15", "-rfEP", *options.names]
     _pytest("fleet", _here(), ROOT / "integration_tests" / "fleet", tally, *words, env=env, timeout_s=2400)
 
 

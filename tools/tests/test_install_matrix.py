@@ -168,7 +168,7 @@ def test_the_hosts_packages_stay_as_they_are(bench: Bench, tool: str, source: st
     environment = bench.host(before)
     said = environment.run(WAYS[tool, source], bench.checkout)
     after = environment.versions()
-    assert {name: after.pop(name) for name in PACKAGES} == dict.fromkeys(PACKAGES, "0.2.0"), said
+    assert {name: after.pop(name) for name in PACKAGES} == dict.fromkeys(PACKAGES, "0.3.0"), said
     assert after == before, said
 
 
@@ -253,7 +253,7 @@ def strangers(tmp_path: Path) -> Iterator[str]:
     """An index on which a stranger has registered the five names: one version as ours, one that is higher."""
     for name in PACKAGES:
         (tmp_path / name).mkdir()
-        files = [f"{name.replace('-', '_')}-{version}-py3-none-any.whl" for version in ("0.2.0", "0.2.99")]
+        files = [f"{name.replace('-', '_')}-{version}-py3-none-any.whl" for version in ("0.3.0", "0.3.99")]
         for file in files:
             info, version = "-".join(file.split("-")[:2]) + ".dist-info", file.split("-")[1]
             with ZipFile(tmp_path / name / file, "w") as wheel:
@@ -293,24 +293,24 @@ def test_no_stranger_on_an_index_gets_in(bench: Bench, strangers: str, tool: str
     said = host.run(
         [*prefix, "install", "--find-links", "dist", "vllm-adapter"], bench.checkout, index=strangers, is_dry=True
     )
-    assert "0.2.99" in said, "an installer that asks this index takes the stranger's"
+    assert "0.3.99" in said, "an installer that asks this index takes the stranger's"
     host.run(WAYS[tool, "wheels"], bench.checkout, index=strangers)
-    assert _installed(host) == dict.fromkeys(PACKAGES, "0.2.0")
+    assert _installed(host) == dict.fromkeys(PACKAGES, "0.3.0")
     # Hints such as this one, of a command that lacks its libraries, are followed afterwards.
     host.run([*prefix, "install", "kv-handshake[cli]"], bench.checkout, index=strangers)
-    assert _installed(host) == dict.fromkeys(PACKAGES, "0.2.0")
+    assert _installed(host) == dict.fromkeys(PACKAGES, "0.3.0")
 
 
 @pytest.mark.parametrize("line", sorted(line for line in INSTALLS if " dist" in line))
 def test_no_line_of_the_pages_asks_an_index_for_our_packages(bench: Bench, strangers: str, line: str) -> None:
     host = bench.host({**HOSTS["cu13"], **BROUGHT})
     said = host.run(shlex.split(line), bench.checkout, index=strangers, is_dry=True)
-    assert "0.2.99" not in said, said
+    assert "0.3.99" not in said, said
 
 
 def test_a_wheel_that_was_exchanged_in_the_folder_is_refused(bench: Bench, tmp_path: Path) -> None:
     copied = shutil.copytree(bench.checkout / "dist", tmp_path / "dist")
-    with ZipFile(copied / "kv_handshake-0.2.0-py3-none-any.whl", "a") as wheel:
+    with ZipFile(copied / "kv_handshake-0.3.0-py3-none-any.whl", "a") as wheel:
         wheel.writestr("kv_handshake/more.py", "")
     with pytest.raises(AssertionError, match=r"(?i)hash"):
         bench.host(BROUGHT).run(WAYS["uv", "wheels"], tmp_path)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
+import pytest
+
 __all__ = ["IS_FULL", "for_seeds"]
 
 IS_FULL = bool({"KVDEV_FULL", "KVDEV_LONG"} & os.environ.keys())
@@ -20,6 +22,6 @@ def for_seeds(count: int) -> Callable[[Callable[[int], None]], Callable[[], None
                 test(seed)
 
         run.__name__, run.__doc__ = test.__name__, test.__doc__
-        return run
+        return pytest.mark.sized(run)
 
     return decorated

@@ -140,7 +140,7 @@ def test_one_line_says_which_connector_runs(
     with caplog.at_level(logging.INFO, "vllm"):
         make_engine("P", kv_lease_duration=12.5, policy="recompute")
     (line,) = [r.getMessage() for r in caplog.records if "started: " in r.getMessage()]
-    assert line.startswith("kv-transfer: started: adapter_version=0.2.0 vllm_version=")
+    assert line.startswith("kv-transfer: started: adapter_version=0.3.0 vllm_version=")
     words = dict(word.split("=") for word in line.split()[2:])
     assert (words["engine"], words["side_channel"]) == ("P", "127.0.0.1:5601")
     assert (words["kv_role"], words["memory"], words["backends"]) == ("kv_both", "DRAM", "UCX")

@@ -14,7 +14,7 @@ from kv_handshake._wire.messages import AgentMetadata
 from kv_handshake._wire.notifications import Notification
 from kv_handshake._wire.policy import LocalOffer
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = [
     "AgentMetadata",

@@ -29,4 +29,4 @@ __all__ = [
     "open_nixl",
 ]
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"

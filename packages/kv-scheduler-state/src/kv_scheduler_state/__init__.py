@@ -12,7 +12,7 @@ from kv_scheduler_state.values import Admission, BlockList, FinishDecision
 from kv_scheduler_state.worker.lease import LeaseEnd, Refusal
 from kv_scheduler_state.worker.leases import AnnouncedFences, LeaseTable
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = [
     # the scheduler process

@@ -10,7 +10,7 @@ from kv_topology.plan.plan import Planner, Route, TransferPlan, plan_transfer
 from kv_topology.plan.readers import target_ranks
 from kv_topology.plan.staged import CostModel, Estimate, PageMove, StagedRegion
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = [
     "Axis",

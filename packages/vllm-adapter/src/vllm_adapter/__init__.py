@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from vllm_adapter.host.connector import NixlConnector as NixlConnector
     from vllm_adapter.host.connector import NixlPullConnector as NixlPullConnector
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = ["KVTransferConnector", "NixlConnector", "NixlPullConnector", "__version__"]
 

@@ -356,9 +356,7 @@ class PeerGeometry:
         dealt_groups: Whether context parallelism deals out the tokens of each group.
     """
 
-    def __init__(
-        self, reshard: Callable[..., Mapping[str, object]], dealt_groups: Sequence[bool]
-    ) -> None:
+    def __init__(self, reshard: Callable[..., Mapping[str, object]], dealt_groups: Sequence[bool]) -> None:
         self._reshard = reshard
         self._dealt_groups = tuple(dealt_groups)
 
