@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from kvdev.engines import metric_sum
 from vllm_adapter.cli.engines import ask_all

@@ -1,8 +1,8 @@
 """`dev.py test`: the short run of every change, `--full` with the rest, or the scopes named; counted, with what did not run.
 
 The short run leaves out the tests marked `full`, and runs two calls of pytest at a time in the workspace's environment.
-`--full` runs the same first and then the rest: the tests marked `full`, those marked `sized` with more cases, each package alone in its environment with its
-coverage, and all tests on real engines. `--rest` is that second half by itself: CI has run the first by the README's command.
+`--full` runs the same first and then the rest: the tests marked `full`, those marked `sized` with more cases, each package
+alone in its environment with its coverage, and all tests on real engines. `--rest` is that second half by itself: CI has run the first by the README's command.
 """
 
 from __future__ import annotations

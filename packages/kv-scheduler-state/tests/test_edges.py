@@ -224,7 +224,7 @@ def test_every_exception_is_copied_and_pickled_whole():
             assert str(again) == str(error)
             assert vars(again) == vars(error)
             with pytest.raises(TypeError):
-                again.context["a"] = 2
+                again.context["a"] = 2  # type: ignore[index]
 
 
 def test_everything_public_is_documented():

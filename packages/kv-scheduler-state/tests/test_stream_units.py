@@ -101,7 +101,7 @@ def test_words_are_stored_in_the_order_that_makes_them_safe():
     assert worker.take_sent() == []
 
 
-STREAM = {"generation": 7, "tag": 7, "prompt_tokens": 100, "entry_tokens": 16, "now_s": 0.0}
+STREAM: Any = {"generation": 7, "tag": 7, "prompt_tokens": 100, "entry_tokens": 16, "now_s": 0.0}
 
 
 def watch(request_id="r"):

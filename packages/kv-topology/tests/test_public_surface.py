@@ -11,8 +11,8 @@ from kv_topology import InvalidBlocks, TopologyError
 SURFACE = {
     "kv_topology": (
         "Axis BlockList CostModel Estimate FieldLayout GeometryMismatch Group InvalidBlocks InvalidGeometry Layout Member "
-        "PageMove Planner RankGeometry Region Route StageLayer StagedRegion TokenDeal TopologyError TransferPlan UnsupportedTopology "
-        "from_document plan_transfer target_ranks to_document"
+        "PageMove Planner RankGeometry Region Route StageLayer StagedRegion TokenDeal TopologyError TransferPlan "
+        "UnsupportedTopology from_document plan_transfer target_ranks to_document"
     ),
     "kv_topology.layouts": "region",
 }
