@@ -2,7 +2,8 @@
 
 The short run leaves out the tests marked `full`, and runs two calls of pytest at a time in the workspace's environment.
 `--full` runs the same first and then the rest: the tests marked `full`, those marked `sized` with more cases, each package
-alone in its environment with its coverage, and all tests on real engines. `--rest` is that second half by itself: CI has run the first by the README's command.
+alone in its environment with its coverage, and all tests on real engines. `--rest` is that second half by itself: CI has run
+the first by the README's command.
 """
 
 from __future__ import annotations
