@@ -36,6 +36,7 @@ def test_no_seed_breaks_a_promise(figures: list[str]) -> None:
         assert found.counts["refused-releases"] > SEEDS / 100
 
 
+@pytest.mark.full
 def test_a_seed_is_a_run_byte_for_byte() -> None:
     script = (
         "from draw import draw_plan\nfrom episode import play\nprint([play(draw_plan(s)).log_hash for s in range(6)])"

@@ -47,6 +47,7 @@ def test_engines_that_read_from_each_other_never_wait_for_each_other() -> None:
         assert not play(plan).violations, f"seed {seed}"
 
 
+@pytest.mark.full
 def test_a_seed_of_streams_is_a_run_byte_for_byte() -> None:
     script = (
         "from draw_streams import draw_stream_plan\nfrom episode import play\n"

@@ -154,7 +154,11 @@ def _quick_stages(uv: Path, options: RunOptions) -> list[dict[str, _Run]]:
     python = host_environment(uv, options.vllm)
 
     def here(name: str, folder: str, *more: str) -> _Run:
-        return lambda mine: _pytest(name, _here(), ROOT / folder, mine, *more, *words, env=_with_tools(uv))
+        # Suites that play as many cases as fit are one long test each.
+        slow_s = math.inf if folder.endswith(("never_wrong", "fleet_sim")) else SLOW_S
+        return lambda mine: _pytest(
+            name, _here(), ROOT / folder, mine, *more, *words, env=_with_tools(uv), slow_s=slow_s
+        )
 
     inside = {
         "host-inside": lambda mine: _pytest(

@@ -26,7 +26,7 @@ def test_every_benchmark_is_tried() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.full if name == "transfer" else ()) for name in TINY]
+    "name", [pytest.param(name, marks=pytest.mark.full if name in {"handshake", "transfer"} else ()) for name in TINY]
 )
 def test_a_benchmark_runs_to_its_end(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(FOLDER))

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from kv_nixl_agent.tools.selftest import TRANSPORT_ENVIRONMENT, is_tcp, read_paths
@@ -48,6 +49,7 @@ def told_by(process: subprocess.Popen[str]) -> str:
     raise AssertionError(f"the process ended: {seen[-3000:]}")
 
 
+@pytest.mark.full
 def test_a_hand_over_between_processes_names_its_transports(
     device: torch.device, figure: Callable[[str, object], None]
 ) -> None:

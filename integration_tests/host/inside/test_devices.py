@@ -70,6 +70,7 @@ def test_the_connector_selects_its_device_on_the_transfer_thread(
         engine.connector.shutdown()
 
 
+@pytest.mark.full
 def test_vllms_call_of_the_plugin_notes_the_cores_before_a_thread_is_bound() -> None:
     program = """
 import os

@@ -26,6 +26,7 @@ def shown() -> list[str]:
     return page.split("$ python docs/examples/torch_engine.py\n")[1].split("\n```")[0].splitlines()
 
 
+@pytest.mark.full
 def test_decode_goes_on_from_pages_of_another_process_and_notices_a_spoilt_one() -> None:
     """Two prompts are as the page shows them; the third one's first page is spoilt, and its continuation is another."""
     done = run("--spoil")

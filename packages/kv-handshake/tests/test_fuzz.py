@@ -84,6 +84,7 @@ def shaped(rng, query):
     return [b""] * rng.randrange(3, 40)
 
 
+@pytest.mark.full
 @pytest.mark.timeout(max(300, FRAMES // 1000))
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
 def test_every_frame_is_answered_or_refused(raw):

@@ -75,6 +75,7 @@ def test_silent_hosts_keep_no_other_out(stages, each_asked):
     listener.close()
 
 
+@pytest.mark.full
 def test_hosts_that_answer_keep_their_places(monkeypatch):
     """Only silence costs a place: hosts that answer steadily end what they began, while others wait for places."""
     monkeypatch.setattr(loop, "_PATIENCE_S", 2.0)

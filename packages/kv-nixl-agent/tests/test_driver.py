@@ -12,6 +12,7 @@ from kv_nixl_agent.transfers.states import TABLE, step
 EPISODES = 4000 if os.environ.get("KVDEV_LONG") == "1" else 60
 
 
+@pytest.mark.full
 @pytest.mark.never_wrong("C8")
 @pytest.mark.timeout(900)
 def test_random_episodes_keep_every_promise_and_take_every_step_of_the_table(monkeypatch):

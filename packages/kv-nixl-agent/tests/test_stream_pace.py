@@ -137,6 +137,7 @@ def test_looks_that_find_nothing_leave_the_thread_at_rest():
         thread.close()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("check", THREAD_CHECKS, ids=lambda check: check.__name__)
 def test_check(check):
     fabric = FakeFabric(latency_polls=2)
@@ -173,6 +174,7 @@ def test_a_poll_of_a_stopped_peer_is_polled_as_rarely_as_quarantine_once_nobody_
     assert (consumer.is_awaited, consumer.has_leftovers) == (False, False)
 
 
+@pytest.mark.full
 def test_a_thread_whose_own_slots_are_open_looks_out_for_its_readers():
     """NIXL ends some reads of a peer only when this thread has looked, and slow polling is for times without readers."""
     fabric = FakeFabric(latency_polls=0)

@@ -152,6 +152,7 @@ def test_a_rank_whose_metadata_is_damaged_is_a_reason_against(serve: Serve, chec
     assert "metadata" in damaged.message("read-failed")
 
 
+@pytest.mark.full
 def test_a_rank_whose_data_port_is_silent_is_named_and_the_other_is_read(
     start: Start, serve: Serve, check: Check
 ) -> None:
