@@ -80,7 +80,8 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _file_of(folder: Path, module: str) -> Path:
-    return folder.joinpath(*module.split(".")).with_suffix(".py")
+    path = folder.joinpath(*module.split("."))
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
 
 
 def _lint(folder: Path, *words: str) -> str:
