@@ -28,6 +28,8 @@ SURFACE = {
     },
     "kv_handshake.security": {"ClientSecurity", "ServerSecurity", "generate_keypair"},
     "kv_handshake.inspect": {
+        "Comparison",
+        "Difference",
         "Recording",
         "Snapshot",
         "compare",
