@@ -20,6 +20,7 @@ def run(command, **variables):
     return done.returncode, json.loads(done.stdout)
 
 
+@pytest.mark.full
 @pytest.mark.timeout(200)
 def test_doctor_with_a_peer():
     serve = [sys.executable, "-m", "kv_nixl_agent.tools.cli", "serve", "--port", "0", "--sessions", "1"]
@@ -36,6 +37,7 @@ def test_doctor_with_a_peer():
     assert {row["page_bytes"] for row in report["bandwidth"]} == {4096, 16384, 65536, 1 << 20}
 
 
+@pytest.mark.full
 @pytest.mark.timeout(200)
 def test_tcp_is_shouted():
     done = subprocess.run(
@@ -52,6 +54,7 @@ def test_tcp_is_shouted():
     assert transports["cma"]["reason"] == "UCX_TLS=tcp leaves it out"
 
 
+@pytest.mark.full
 @pytest.mark.timeout(200)
 def test_measure_reads_the_probe_pages_of_a_live_rank(tmp_path):
     rank = PeerProcess("prefill-0", page_count=1)

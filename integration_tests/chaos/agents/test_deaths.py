@@ -36,6 +36,7 @@ ROWS: list[tuple[Who, dict[str, str]]] = [
 HARMS = {"kill": KILLS, "stop": OTHERS, "reset": OTHERS, "close": OTHERS, "frozen": OTHERS, "frozen-kill": OTHERS}
 
 
+@pytest.mark.full
 def test_a_killed_reader_leaves_our_producer_alive(figure: Callable[[str], None]) -> None:
     figures = campaign("own", "kill", 5, {**TCP, **PATTERN}, "--ready", "2")
     figure(line_of(figures))
@@ -44,6 +45,7 @@ def test_a_killed_reader_leaves_our_producer_alive(figure: Callable[[str], None]
     assert set(figures["by_signal"]) <= {"SIGABRT"}
 
 
+@pytest.mark.full
 def test_the_reproducer_of_the_report_still_ends_bare_nixl(figure: Callable[[str], None]) -> None:
     """Where this fails, UCX may have been mended: then the report, the finding of the doctor and the remedy can go."""
     by_signal: Counter[str] = Counter()
