@@ -339,16 +339,16 @@ def _with_tools(uv: Path) -> dict[str, str]:
 
 
 def _package(uv: Path, name: str, tally: _Tally, options: RunOptions) -> None:
-    """Run a package's tests in an environment that holds it alone, then hold its core to its coverage floor."""
+    """Run all tests of a package in an environment that holds it alone, then hold its core to its coverage floor."""
     folder = ROOT / "packages" / name
     if options.is_lowest:
         python = lowest_environment(uv, name)
-        _pytest(f"{name}-lowest", python, folder / "tests", tally, *options.words)
+        _pytest(f"{name}-lowest", python, folder / "tests", tally, *options.names)
         return
     python = package_environment(uv, name)
     rules = folder / "core.coveragerc"
     if not rules.exists() or options.select:
-        _pytest(name, python, folder / "tests", tally, *options.words)
+        _pytest(name, python, folder / "tests", tally, *options.names)
         return
     # Explorations and the like would take several times as long under coverage, and add nothing to it.
     slow = _tests_without_coverage(rules)
