@@ -17,6 +17,7 @@ from ruamel.yaml import YAML
 
 from kvdev.deploying import DeployTools, find_deploy_tools
 from kvdev.paths import ROOT
+from kvdev.staging import project_of
 from vllm_adapter.config import Settings
 from vllm_adapter.host.shutdown import LEASES_OF_A_DRAIN
 
@@ -311,8 +312,7 @@ def test_the_image_recipe_has_no_finding(tools: DeployTools, tmp_path: Path) -> 
 def test_the_image_recipe_copies_what_exists_and_installs_this_version() -> None:
     text = (ROOT / "deploy" / "Dockerfile").read_text()
     assert "python3 tools/dev.py dist /wheels" in text
-    version = re.search(r'^version = "(.+)"', (ROOT / "packages/vllm-adapter/pyproject.toml").read_text(), re.MULTILINE)
-    assert version
+    version = project_of(ROOT / "packages" / "vllm-adapter")["version"]
     assert (
         "--no-index --no-deps --find-links /opt/kv-transfer/wheels --require-hashes -r /opt/kv-transfer/wheels/requirements.txt"
         in text
@@ -320,4 +320,4 @@ def test_the_image_recipe_copies_what_exists_and_installs_this_version() -> None
     tags = re.findall(
         r'newTag: "?([\d.]+)', "".join(file.read_text() for file in KUBERNETES.rglob("kustomization.yaml"))
     )
-    assert {tag.rstrip(".") for tag in tags} == {version.group(1)}
+    assert {tag.rstrip(".") for tag in tags} == {version}
