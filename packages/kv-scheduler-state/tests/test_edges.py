@@ -59,6 +59,8 @@ def test_a_wrong_network_is_told_by_the_name_of_its_setting(setting):
         {"kind": "window"},
         {"window_tokens": 5},
         {"scratch_blocks": 1},
+        {"chunk_tokens": -1},
+        {"kind": "window", "window_tokens": 32, "chunk_tokens": 5},
         {"kind": "state", "scratch_blocks": -1},
     ],
 )

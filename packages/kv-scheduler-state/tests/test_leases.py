@@ -60,6 +60,7 @@ def test_a_long_pause_does_not_end_a_lease_that_was_renewed_in_time():
     # The process stands still for an hour; the heartbeats of that hour are still in the queue.
     assert table.take_ended(now_s=3605.0) == ()
     assert table.renew("p1", now_s=3605.1)
+    assert table.live_ids() == ("p1",)
     assert table.snapshot(now_s=3605.1)[0]["left_s"] == pytest.approx(20.0)
 
 

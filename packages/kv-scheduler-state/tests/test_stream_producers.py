@@ -141,6 +141,16 @@ def test_a_reset_takes_a_streamed_lease_back():
     assert state.stream_slots_used == 0
 
 
+def test_a_prompt_that_reads_besides_is_not_streamed_and_its_reader_learns_so():
+    state = producer(peer_networks=("10.0.0.0/8",), stream_slots=1)
+    refusal = state.arrive(
+        "p1", early(serves=True, remote_block_ids=[[1]]), prompt_tokens=100, identity=Prompt(), now_s=0.0
+    )
+    assert (refusal, state.stream_slots_used) != ("", 1)
+    state.stream_question("a", question())
+    assert answer_of(state)["kind"] == "no"
+
+
 def test_a_prompt_without_a_slot_is_answered_by_its_ticket():
     state = producer(stream_slots=1)
     run(state, OPENED)
