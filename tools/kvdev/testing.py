@@ -43,10 +43,11 @@ if TYPE_CHECKING:
 __all__ = ["SCOPES", "RunOptions", "run_tests"]
 
 Tier = Literal["quick", "rest", "all"]
-BUDGET_S: dict[Tier, int] = {"quick": 720, "rest": 1380}
+BUDGET_S: dict[Tier, int] = {"quick": 720, "rest": 1980}
 """Seconds on two cores that the short run and the rest of the full run may take, installations included; said, never judged."""
 SLOW_S = 5.0
 SCOPES = ("check", "tools", *PACKAGES, "never-wrong", "sim", "real-io", "security", "chaos", "host", "fleet", "gpu")
+_ALONE = ("never-wrong", "real-io", "security", "chaos", "fleet", "gpu")
 _LONGEST_FIRST = (
     "host-inside",
     "never-wrong",
@@ -204,10 +205,13 @@ def _rest_stages(uv: Path, options: RunOptions) -> list[dict[str, _Run]]:
             "tools", _here(), matrix.parent, mine, f"--ignore={matrix}", *options.words, env=_with_tools(uv)
         ),
         "installations": lambda mine: _pytest("installations", _here(), matrix, mine, *options.words),
+        "fleet-sim": lambda mine: _in_folder("fleet_sim", mine, options),
+        "host-inside": lambda mine: _inside(uv, mine, options),
         **{name: _of_package(uv, name, options) for name in PACKAGES},
     }
-    alone = ("never-wrong", "sim", "real-io", "security", "chaos", "host", "fleet", "gpu")
-    return [first, *({scope: _of_scope(uv, scope, options)} for scope in alone)]
+    engines: dict[str, _Run] = {"host-engines": lambda mine: _engines(uv, mine, options)}
+    alone = [{scope: _of_scope(uv, scope, options)} for scope in _ALONE]
+    return [first, {"sim": lambda mine: _in_folder("sim", mine, options)}, *alone, engines]
 
 
 def _of_package(uv: Path, name: str, options: RunOptions) -> _Run:
@@ -244,19 +248,23 @@ def _run_scope(uv: Path, scope: str, tally: _Tally, options: RunOptions) -> None
     elif scope == "tools":
         _pytest("tools", _here(), ROOT / "tools" / "tests", tally, *options.words, env=_with_tools(uv))
     elif scope in {"sim", "real-io", "security"}:
-        folders = {"sim": ("sim", "fleet_sim"), "real-io": ("real_io",), "security": ("security",)}[scope]
-        go_environment(uv)
-        # 10^6 random frames take a quarter of an hour each way.
-        limit_s = 7200 if options.is_long else 1200
-        for name in folders:
-            folder = ROOT / "integration_tests" / name
-            _pytest(name.replace("_", "-"), _here(), folder, tally, *options.words, timeout_s=limit_s)
+        for name in {"sim": ("sim", "fleet_sim"), "real-io": ("real_io",), "security": ("security",)}[scope]:
+            _in_folder(name, tally, options)
         if scope == "security":
+            go_environment(uv)
             _pytest("wire-in-go", _here(), ROOT / "integration_tests" / "wire_in_go", tally, *options.names)
     elif scope in {"host", "fleet", "chaos"}:
         {"host": _host, "fleet": _fleet, "chaos": _chaos}[scope](uv, tally, options)
     else:
         _gpu(uv, tally, options)
+
+
+def _in_folder(name: str, tally: _Tally, options: RunOptions) -> None:
+    """Run a folder of `integration_tests` in the workspace's environment."""
+    # 10^6 random frames take a quarter of an hour each way.
+    limit_s = 7200 if options.is_long else 1200
+    folder = ROOT / "integration_tests" / name
+    _pytest(name.replace("_", "-"), _here(), folder, tally, *options.words, timeout_s=limit_s)
 
 
 def _gpu(uv: Path, tally: _Tally, options: RunOptions) -> None:
@@ -387,12 +395,16 @@ def _never_wrong(uv: Path, tally: _Tally, options: RunOptions) -> None:
 
 
 def _host(uv: Path, tally: _Tally, options: RunOptions) -> None:
-    folder = ROOT / "integration_tests" / "host"
+    _inside(uv, tally, options)
+    _engines(uv, tally, options)
+
+
+def _inside(uv: Path, tally: _Tally, options: RunOptions) -> None:
+    """Run the tests inside vLLM's own scheduler, and those of device memory."""
     python = host_environment(uv, options.vllm)
-    _pytest("host-inside", python, folder / "inside", tally, *options.words)
+    _pytest("host-inside", python, ROOT / "integration_tests" / "host" / "inside", tally, *options.words)
     # The GPU stage's bodies, on this device: what runs on a GPU is known to work.
     _pytest("host-device", python, ROOT / "integration_tests" / "gpu" / "device", tally, *options.words)
-    _engines(uv, tally, options)
 
 
 def _engines(uv: Path, tally: _Tally, options: RunOptions) -> None:
