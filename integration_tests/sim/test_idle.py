@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 from engines import TOKENS, Engine
@@ -35,7 +35,8 @@ def test_workers_at_rest_take_less_than_a_hundredth_of_a_core(
     time.sleep(2)  # polling slows down by and by
     threads = [thread for thread in threading.enumerate() if thread.name.startswith("kv-nixl-")]
     assert len(threads) == 2
-    loops = [engine.workers[0]._registration.agent._loop for engine in (producer, consumer)]
+    agents: list[Any] = [engine.workers[0]._registration.agent for engine in (producer, consumer)]
+    loops = [agent._loop for agent in agents]
     turns = [loop.turns for loop in loops]
     shares, everything = _shares(threads)
     rates = [(loop.turns - before) / IDLE_S for loop, before in zip(loops, turns, strict=True)]

@@ -14,10 +14,8 @@ import os
 import shlex
 import sys
 import time
-import xml.etree.ElementTree as ET
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -34,11 +32,12 @@ from kvdev.envs import (
 from kvdev.gpu import cuda_host, gpu_environment, has_gpu, install_beside
 from kvdev.paths import PACKAGES, ROOT, SLOW_TESTS, STATE
 from kvdev.steps import DevError, fail, note, run_step
+from kvdev.tallies import Tally, count_cases, last_part, slow_cases
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    _Run = Callable[["_Tally"], None]
+    _Run = Callable[["Tally"], None]
 
 __all__ = ["SCOPES", "RunOptions", "run_tests"]
 
@@ -61,28 +60,6 @@ GPU_PAGE = ROOT / "docs" / "gpu-evidence.md"
 _GPU_PARTS = ("gpu-device", "gpu-engines")
 """Parts of the GPU stage whose outcomes go into the evidence beside those of `run.py` itself."""
 _NO_TESTS_COLLECTED = 5
-
-
-@dataclass(slots=True)
-class _Tally:
-    passed: int = 0
-    failed: int = 0
-    skipped: int = 0
-    not_run: list[str] = field(default_factory=list)
-    failures: list[str] = field(default_factory=list)
-    durations: list[tuple[str, float]] = field(default_factory=list)
-    reasons: list[str] = field(default_factory=list)
-    slow: list[str] = field(default_factory=list)
-
-    def add(self, other: _Tally) -> None:
-        self.passed += other.passed
-        self.failed += other.failed
-        self.skipped += other.skipped
-        self.not_run += other.not_run
-        self.failures += other.failures
-        self.durations += other.durations
-        self.reasons += other.reasons
-        self.slow += other.slow
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +112,7 @@ def run_tests(uv: Path, scopes: Sequence[str], options: RunOptions | None = None
 
 
 def _run_scopes(uv: Path, scopes: Sequence[str], options: RunOptions) -> int:
-    tally, started = _Tally(), time.monotonic()
+    tally, started = Tally(), time.monotonic()
     for scope in scopes:
         begun = time.monotonic()
         try:
@@ -147,7 +124,7 @@ def _run_scopes(uv: Path, scopes: Sequence[str], options: RunOptions) -> int:
 
 
 def _run_tier(uv: Path, options: RunOptions) -> int:
-    tally, started = _Tally(), time.monotonic()
+    tally, started = Tally(), time.monotonic()
     is_quick = options.tier == "quick"
     for stage in _quick_stages(uv, options) if is_quick else _rest_stages(uv, options):
         # Tests of the short run are bound by no clock, and a third of their time they wait.
@@ -222,7 +199,7 @@ def _of_scope(uv: Path, scope: str, options: RunOptions) -> _Run:
     return lambda mine: _run_scope(uv, scope, mine, options)
 
 
-def _report(tally: _Tally, started: float) -> int:
+def _report(tally: Tally, started: float) -> int:
     print("\nseconds by scope: " + ", ".join(f"{scope} {seconds:.0f}" for scope, seconds in tally.durations))
     print(f"scopes failed: {', '.join(tally.failures) or 'none'} ({time.monotonic() - started:.0f} s in all)")
     for line in (*tally.reasons, *tally.not_run):
@@ -231,13 +208,13 @@ def _report(tally: _Tally, started: float) -> int:
     return 1 if tally.failed else 0
 
 
-def _note_failure(tally: _Tally, scope: str, error: DevError) -> None:
+def _note_failure(tally: Tally, scope: str, error: DevError) -> None:
     tally.failed += 1
     tally.failures.append(scope)
     print(f"\n{scope}: {error}\n", flush=True)
 
 
-def _run_scope(uv: Path, scope: str, tally: _Tally, options: RunOptions) -> None:
+def _run_scope(uv: Path, scope: str, tally: Tally, options: RunOptions) -> None:
     note(f"scope {scope}")
     if scope == "check":
         _check(uv, tally)
@@ -259,7 +236,7 @@ def _run_scope(uv: Path, scope: str, tally: _Tally, options: RunOptions) -> None
         _gpu(uv, tally, options)
 
 
-def _in_folder(name: str, tally: _Tally, options: RunOptions) -> None:
+def _in_folder(name: str, tally: Tally, options: RunOptions) -> None:
     """Run a folder of `integration_tests` in the workspace's environment."""
     # 10^6 random frames take a quarter of an hour each way.
     limit_s = 7200 if options.is_long else 1200
@@ -267,7 +244,7 @@ def _in_folder(name: str, tally: _Tally, options: RunOptions) -> None:
     _pytest(name.replace("_", "-"), _here(), folder, tally, *options.words, timeout_s=limit_s)
 
 
-def _gpu(uv: Path, tally: _Tally, options: RunOptions) -> None:
+def _gpu(uv: Path, tally: Tally, options: RunOptions) -> None:
     """Run the stage in a CUDA vLLM that is found on this machine: NIXL and the agent, the adapter's device code, engines."""
     python, reason = cuda_host() if has_gpu() else (None, "this machine has no NVIDIA GPU")
     if python is None:
@@ -315,7 +292,7 @@ def _record_gpu(python: Path, environment: Mapping[str, str], figures: Path) -> 
     run_step("record the GPU stage", command, env=environment, timeout_s=1200)
 
 
-def _check(uv: Path, tally: _Tally) -> None:
+def _check(uv: Path, tally: Tally) -> None:
     from kvdev.checks import run_checks
 
     if run_checks(uv, fix=False) != 0:
@@ -325,11 +302,11 @@ def _check(uv: Path, tally: _Tally) -> None:
         tally.passed += 1
 
 
-def _side_by_side(tally: _Tally, runs: Mapping[str, _Run], lanes: int) -> None:
+def _side_by_side(tally: Tally, runs: Mapping[str, _Run], lanes: int) -> None:
     """Make named runs that share nothing, so many at a time in their order; add what they count."""
 
-    def counted(name: str) -> _Tally:
-        mine, begun = _Tally(), time.monotonic()
+    def counted(name: str) -> Tally:
+        mine, begun = Tally(), time.monotonic()
         try:
             runs[name](mine)
         except DevError as error:
@@ -346,7 +323,7 @@ def _with_tools(uv: Path) -> dict[str, str]:
     return {**os.environ, "KVDEV_UV": str(uv), "PYTHONPATH": str(ROOT / "tools")}
 
 
-def _package(uv: Path, name: str, tally: _Tally, options: RunOptions) -> None:
+def _package(uv: Path, name: str, tally: Tally, options: RunOptions) -> None:
     """Run all tests of a package in an environment that holds it alone, then hold its core to its coverage floor."""
     folder = ROOT / "packages" / name
     if options.is_lowest:
@@ -380,7 +357,7 @@ def _tests_without_coverage(rules: Path) -> list[Path]:
     return [rules.parent / "tests" / name for name in names]
 
 
-def _never_wrong(uv: Path, tally: _Tally, options: RunOptions) -> None:
+def _never_wrong(uv: Path, tally: Tally, options: RunOptions) -> None:
     """Run the named case of every defect that must not come back; in the rest of a full run the packages' part ran already."""
     go_environment(uv)
     check_environment(uv)  # a node, for tickets that JavaScript reads and writes
@@ -394,12 +371,12 @@ def _never_wrong(uv: Path, tally: _Tally, options: RunOptions) -> None:
     _pytest("never-wrong", _here(), folder, tally, "--durations=5", *options.words)
 
 
-def _host(uv: Path, tally: _Tally, options: RunOptions) -> None:
+def _host(uv: Path, tally: Tally, options: RunOptions) -> None:
     _inside(uv, tally, options)
     _engines(uv, tally, options)
 
 
-def _inside(uv: Path, tally: _Tally, options: RunOptions) -> None:
+def _inside(uv: Path, tally: Tally, options: RunOptions) -> None:
     """Run the tests inside vLLM's own scheduler, and those of device memory."""
     python = host_environment(uv, options.vllm)
     _pytest("host-inside", python, ROOT / "integration_tests" / "host" / "inside", tally, *options.words)
@@ -407,7 +384,7 @@ def _inside(uv: Path, tally: _Tally, options: RunOptions) -> None:
     _pytest("host-device", python, ROOT / "integration_tests" / "gpu" / "device", tally, *options.words)
 
 
-def _engines(uv: Path, tally: _Tally, options: RunOptions) -> None:
+def _engines(uv: Path, tally: Tally, options: RunOptions) -> None:
     """Run the tests on real engines; in the short run those of the main job alone."""
     host_environment(uv, options.vllm)
     env = {**_with_tools(uv), "KVDEV_VLLM": options.vllm}
@@ -419,7 +396,7 @@ def _engines(uv: Path, tally: _Tally, options: RunOptions) -> None:
         _pytest("host-families", _here(), families, tally, *words, env=env, timeout_s=2400)
 
 
-def _fleet(uv: Path, tally: _Tally, options: RunOptions) -> None:
+def _fleet(uv: Path, tally: Tally, options: RunOptions) -> None:
     """Run our connector in other people's engines: a real vLLM in Ray Serve LLM and behind vllm-router."""
     python = fleet_environment(uv, options.vllm)
     env = {
@@ -433,7 +410,7 @@ def _fleet(uv: Path, tally: _Tally, options: RunOptions) -> None:
     _pytest("fleet", _here(), ROOT / "integration_tests" / "fleet", tally, *words, env=env, timeout_s=2400)
 
 
-def _chaos(uv: Path, tally: _Tally, options: RunOptions) -> None:
+def _chaos(uv: Path, tally: Tally, options: RunOptions) -> None:
     """Test the tools that do harm; in a long run do it to real engines and to bare agents, in an hour and a half."""
     folder = ROOT / "integration_tests" / "chaos"
     env = {**os.environ, "KVDEV_VLLM": options.vllm, "KVDEV_UV": str(uv), "PYTHONPATH": str(ROOT / "tools")}
@@ -449,7 +426,7 @@ def _pytest(
     name: str,
     python: Path,
     folder: Path,
-    tally: _Tally,
+    tally: Tally,
     *words: str,
     env: Mapping[str, str] | None = None,
     timeout_s: float = 1200,
@@ -472,8 +449,8 @@ def _pytest(
         if "-k" in words:
             tally.not_run.append(f"not run: {name} (no test matches {shlex.join(words)})")
         return
-    passed, failed, skipped, reasons = _count(report)
-    tally.slow += _slow(report, slow_s)
+    passed, failed, skipped, reasons = count_cases(report)
+    tally.slow += slow_cases(report, slow_s)
     tally.passed += passed
     tally.failed += failed
     tally.skipped += skipped
@@ -484,41 +461,8 @@ def _pytest(
     if code != 0:
         tally.failed += 0 if failed else 1
         tally.failures.append(name)
-        print(_last_part(log), flush=True)
+        print(last_part(log), flush=True)
     note(f"      {name}: {passed} passed, {failed} failed, {skipped} skipped")
-
-
-def _count(report: Path) -> tuple[int, int, int, Counter[tuple[str, str]]]:
-    """Return how many cases passed, failed and were skipped, and how many of which test for which reason."""
-    reasons: Counter[tuple[str, str]] = Counter()
-    if not report.exists():
-        return 0, 1, 0, reasons
-    passed = failed = skipped = 0
-    for case in ET.parse(report).getroot().iter("testcase"):
-        skip = case.find("skipped")
-        if case.find("failure") is not None or case.find("error") is not None:
-            failed += 1
-        elif skip is not None:
-            skipped += 1
-            test = f"{case.get('classname', '')}::{case.get('name', '').partition('[')[0]}"
-            reasons[test, skip.get("message", "")] += 1
-        else:
-            passed += 1
-    return passed, failed, skipped, reasons
-
-
-def _slow(report: Path, slow_s: float) -> list[str]:
-    """Return the cases of a report that took longer than `slow_s` without the set-up that they share."""
-    cases = ET.parse(report).getroot().iter("testcase") if report.exists() else ()
-    return [
-        f"{case.get('classname', '')}::{case.get('name', '')} ({float(case.get('time', 0)):.1f} s)"
-        for case in cases
-        if float(case.get("time", 0)) > slow_s
-    ]
-
-
-def _last_part(log: Path, lines: int = 120) -> str:
-    return f"--- {log}\n" + "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
 
 
 def _here() -> Path:

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from kvdev import testing
 from kvdev.engines import EngineSpec, free_port, start_all
 from kvdev.paths import ROOT, STATE
 from kvdev.steps import DevError, run_step
+from kvdev.tallies import count_cases
 from kvdev.uvtool import find_or_install_uv
 
 DEV = ROOT / "tools" / "dev.py"
@@ -96,7 +96,7 @@ def test_cases_skipped_for_one_reason_are_counted_together(tmp_path: Path) -> No
     skipped = "".join(f'<testcase classname="m" name="t[{n}]"><skipped message="why"/></testcase>' for n in range(3))
     good_and_bad = '<testcase classname="m" name="t[3]"/><testcase classname="m" name="u"><failure/></testcase>'
     report.write_text(f"<testsuite>{skipped}{good_and_bad}</testsuite>")
-    assert testing._count(report) == (1, 1, 3, {("m::t", "why"): 3})
+    assert count_cases(report) == (1, 1, 3, {("m::t", "why"): 3})
 
 
 @pytest.mark.parametrize(
