@@ -6,16 +6,11 @@ from pathlib import Path
 
 import pytest
 import zmq
-from hypothesis import settings
 
 from kv_handshake import Client, Listener, LocalOffer, QueryLimits, Timing
 from kv_handshake.testing import sample_envelopes
 
 sys.path.insert(0, str(Path(__file__).parent))  # for `hostile`
-
-# A busy machine may stop any example for longer than a deadline.
-settings.register_profile("kv-handshake", deadline=None)
-settings.load_profile("kv-handshake")
 
 FACTORS = {"model": "sample", "dtype": "torch.bfloat16", "num_kv_heads": 8}
 PATIENT = Timing(
