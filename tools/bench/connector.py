@@ -60,7 +60,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is measured how often.
+    """Cases of a run and how often each is measured.
 
     `pair_rounds` are further samples of the longest new prompt, plain and streamed: what streaming saves is small beside what a
     prefill takes longer or shorter from one time to the next.

@@ -1,4 +1,4 @@
-"""What a call of pytest counted: cases by their end, reasons of skipped ones, cases that took long."""
+"""Counts of a call of pytest: cases by their end, reasons of skipped ones, cases that took long."""
 
 from __future__ import annotations
 

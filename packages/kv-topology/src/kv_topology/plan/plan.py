@@ -36,7 +36,7 @@ _NO_ROWS: Rows = np.empty((0, 5), dtype=np.uint64)
 
 
 class Route(NamedTuple):
-    """What one request reads.
+    """The reads of one request.
 
     Attributes:
         indices: (local, peer) int32 descriptor indices of equal length, by producer rank.

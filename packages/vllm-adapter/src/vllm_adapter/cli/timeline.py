@@ -59,7 +59,7 @@ _OF_A_READ = frozenset({"allocated", "reported"})
 @final
 @dataclass(slots=True)
 class Record:
-    """What one process remembers of a hand-over.
+    """One process's record of a hand-over.
 
     Attributes:
         engine_id: Its engine.

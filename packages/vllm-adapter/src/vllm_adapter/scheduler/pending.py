@@ -1,4 +1,4 @@
-"""What this engine waits for: reports of its workers (`AwaitedReports`), and free blocks (`Shortage`).
+"""Pending work of this engine: reports of its workers (`AwaitedReports`), and free blocks (`Shortage`).
 
 Beside other connectors (vLLM's MultiConnector) each connector receives the reports of all of them; ids that are not awaited
 here belong to another connector. The scheduler counts and logs a failed read, the ranks do not, because the scheduler knows

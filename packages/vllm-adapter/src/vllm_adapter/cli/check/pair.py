@@ -36,7 +36,7 @@ _PROMPT_TOKENS = 1024
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choices:
-    """What the operator gives; None and 0 for what the engines or this machine say.
+    """Options of the operator; None and 0 where the engines or this machine decide.
 
     Attributes:
         prefill: The engine that computes: HOST:PORT of its side channel, or its id.
