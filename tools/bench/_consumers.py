@@ -40,7 +40,6 @@ class Ours:
         self._memory = _shared_pages(options.pop("memory_fd"), count, self._page_bytes)
         self._results: list[TransferResult] = []
         self._ends_s: list[float] = []
-        self._wakes_s: list[float] = []
         self._expected = 0
         self._all_ended = threading.Event()
         backend = BackendOptions(**options.pop("backend", {}))
@@ -61,12 +60,7 @@ class Ours:
         began_s = time.perf_counter()
         self.order(local, theirs, times)
         self.wait()
-        self._wakes_s.append(time.monotonic() - self._ends_s[-1])
         return time.perf_counter() - began_s
-
-    def wakes(self) -> list[float]:
-        """Seconds from the last result to the caller's knowing of it, of every `read` so far: the scheduler's share."""
-        return self._wakes_s
 
     def order(self, local: Indices, theirs: Indices, times: int, **more: Any) -> None:
         """Order without waiting."""
@@ -173,14 +167,6 @@ class Bare:
         cost_s = time.perf_counter() - began_s
         self._finish(handle)
         return cost_s
-
-    def memcpy(self, times: int) -> float:
-        """Seconds to copy the same bytes in this process."""
-        source = np.ones_like(self._memory)
-        began_s = time.perf_counter()
-        for _ in range(times):
-            np.copyto(self._memory, source)
-        return time.perf_counter() - began_s
 
     def close(self) -> None:
         """Nothing to end."""

@@ -79,16 +79,6 @@ def test_a_python_without_a_cuda_vllm_is_refused_with_its_reason(
     assert gpu.cuda_host() == (python, "")
 
 
-@pytest.mark.parametrize(("outside", "inside"), [(None, "on"), ("auto", "auto")])
-def test_engines_on_one_gpu_read_over_cuda_ipc_unless_told_otherwise(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, outside: str | None, inside: str
-) -> None:
-    monkeypatch.delenv(gpu.READ_DIRECTLY, raising=False)
-    if outside is not None:
-        monkeypatch.setenv(gpu.READ_DIRECTLY, outside)
-    assert gpu.gpu_environment(tmp_path, tmp_path, tmp_path)[gpu.READ_DIRECTLY] == inside
-
-
 def test_record_is_for_the_gpu_alone() -> None:
     with pytest.raises(DevError, match="gpu alone"):
         run_tests(Path("uv"), ["gpu", "sim"], RunOptions(is_recorded=True))
