@@ -6,7 +6,7 @@ import os
 import time
 from pathlib import Path
 
-from kvdev.envs import docs_environment
+from kvdev.envs import tools_environment
 from kvdev.paths import ROOT, STATE
 from kvdev.site.gathering import gather_pages, weigh_pages
 from kvdev.site.reference import write_reference
@@ -28,7 +28,7 @@ def run_docs(uv: Path) -> int:
 
 def build_site(uv: Path) -> int:
     """Build the site in `SITE`; return how many pages it has. Any warning of MkDocs is an error."""
-    python = docs_environment(uv)
+    python = tools_environment(uv, "docs")
     gather_pages(_SOURCE)
     write_reference(_SOURCE / "reference")
     weigh_pages(_SOURCE)
