@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kvdev.envs import tools_environment
 from kvdev.paths import ROOT, STATE
-from kvdev.site.gathering import gather_pages, weigh_pages
+from kvdev.site.gathering import gather_pages
 from kvdev.site.reference import write_reference
 from kvdev.steps import note, run_step
 
@@ -31,7 +31,6 @@ def build_site(uv: Path) -> int:
     python = tools_environment(uv, "docs")
     gather_pages(_SOURCE)
     write_reference(_SOURCE / "reference")
-    weigh_pages(_SOURCE)
     run_step("draw state machines", [python, Path(__file__).with_name("draw_states.py"), _SOURCE], timeout_s=120)
     command: list[str | Path] = [python, "-m", "mkdocs", "build", "--strict", "--config-file", ROOT / "mkdocs.yml"]
     # MkDocs' theme advertises its successor on every build, which a log of warnings need not hold.
