@@ -12,7 +12,7 @@ from ruamel.yaml import YAML
 
 from kvdev.expressions import RULES, Rule, names_in, panel_expressions, plain, rules, samples, samples_read
 from kvdev.paths import ROOT
-from kvdev.prometheus import PrometheusTools, find_prometheus
+from kvdev.prometheus import find_promtool
 from vllm_adapter.observe import metric_tables as tables
 
 CASES = RULES.with_name("kv-transfer.tests.yaml")
@@ -21,8 +21,8 @@ KNOWN = samples()
 
 
 @pytest.fixture(scope="module")
-def tools() -> PrometheusTools:
-    found = find_prometheus()
+def tool() -> Path:
+    found = find_promtool()
     if isinstance(found, str):
         pytest.skip(found)
     return found
@@ -46,8 +46,8 @@ def section(anchor: str) -> str:
     raise AssertionError(f"no section {anchor}")
 
 
-def promtool(tools: PrometheusTools, *words: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([tools.promtool, *words], capture_output=True, text=True, timeout=60, check=False)
+def promtool(tool: Path, *words: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([tool, *words], capture_output=True, text=True, timeout=60, check=False)
 
 
 @pytest.mark.parametrize("name", EXPRESSIONS)
@@ -87,14 +87,14 @@ def test_the_page_names_each_rule_with_its_severity() -> None:
     assert sorted(named) == sorted((rule.name, rule.severity) for rule in rules())
 
 
-def test_prometheus_reads_the_rules_and_each_fires_when_it_must(tools: PrometheusTools) -> None:
-    done = promtool(tools, "test", "rules", CASES)
+def test_prometheus_reads_the_rules_and_each_fires_when_it_must(tool: Path) -> None:
+    done = promtool(tool, "test", "rules", CASES)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_prometheus_reads_the_expressions_of_the_dashboard(tools: PrometheusTools, tmp_path: Path) -> None:
+def test_prometheus_reads_the_expressions_of_the_dashboard(tool: Path, tmp_path: Path) -> None:
     texts = panel_expressions().values()
     recorded = [{"record": f"panel:{number}", "expr": plain(text)} for number, text in enumerate(texts)]
     (tmp_path / "panels.yaml").write_text(json.dumps({"groups": [{"name": "panels", "rules": recorded}]}))
-    done = promtool(tools, "check", "rules", "--lint=none", tmp_path / "panels.yaml")
+    done = promtool(tool, "check", "rules", "--lint=none", tmp_path / "panels.yaml")
     assert (done.returncode, f"{len(recorded)} rules found" in done.stdout) == (0, True), done.stdout + done.stderr
