@@ -16,8 +16,8 @@ from plan import EpisodePlan
 from world import Process, World
 
 from kv_handshake import Listener
-from kv_handshake._net.loop import Loop as ClientLoop
-from kv_handshake._stream.asker import Asker
+from kv_handshake.net.loop import Loop as ClientLoop
+from kv_handshake.stream.asker import Asker
 from vllm_adapter.worker.streams import ChunkMarks
 
 if TYPE_CHECKING:

@@ -14,11 +14,11 @@ import zmq
 from awake import AwakeClock
 
 from kv_handshake import Client, Codec, Listener, LocalOffer, QueryLimits, Timing
-from kv_handshake._stream.asker import _MOST_PLACES
-from kv_handshake._stream.desk import AskLimits
-from kv_handshake._stream.messages import encode_ask
-from kv_handshake._wire.limits import MAX_ASK_BYTES
+from kv_handshake.stream.asker import _MOST_PLACES
+from kv_handshake.stream.desk import AskLimits
+from kv_handshake.stream.messages import encode_ask
 from kv_handshake.testing import sample_envelopes, sample_metadata
+from kv_handshake.wire.limits import MAX_ASK_BYTES
 
 
 @pytest.mark.full

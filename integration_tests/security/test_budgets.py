@@ -6,12 +6,12 @@ import re
 from pathlib import Path
 
 from kv_handshake import QueryLimits, Timing
-from kv_handshake._sockets import connections as sockets
-from kv_handshake._sockets import router
-from kv_handshake._sockets.watch import ConnectionLimits
-from kv_handshake._stream import asker
-from kv_handshake._stream.desk import AskLimits
-from kv_handshake._wire import limits
+from kv_handshake.sockets import connections as sockets
+from kv_handshake.sockets import router
+from kv_handshake.sockets.watch import ConnectionLimits
+from kv_handshake.stream import asker
+from kv_handshake.stream.desk import AskLimits
+from kv_handshake.wire import limits
 from kv_scheduler_state.streams import consumer as stream_consumer
 from kv_scheduler_state.ticket import early
 from vllm_adapter.observe import cause_log

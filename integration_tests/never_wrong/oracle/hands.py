@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from kv_handshake import LocalOffer
-from kv_handshake._core.attempt import HandshakeRequest, Question
-from kv_handshake._core.endpoint import endpoint_of
-from kv_handshake._core.server import ServerCore
+from kv_handshake.core.attempt import HandshakeRequest, Question
+from kv_handshake.core.endpoint import endpoint_of
+from kv_handshake.core.server import ServerCore
 
 __all__ = ["Clock", "HandThread", "SideChannel", "StillClient"]
 

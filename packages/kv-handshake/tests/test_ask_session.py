@@ -8,16 +8,16 @@ import msgspec
 import pytest
 
 from kv_handshake import Codec, Timing, WireError
-from kv_handshake._core.endpoint import endpoint_of
-from kv_handshake._core.pacing import GatedLog
-from kv_handshake._errors import CODES
-from kv_handshake._stream.asker import Asker, _Peer
-from kv_handshake._stream.desk import AskDesk, AskLimits, Parking
-from kv_handshake._stream.messages import encode_answer, encode_ask_refusal, encode_cancel, parse_answer
-from kv_handshake._stream.session import AskSession, OpenAsk
-from kv_handshake._wire.limits import MAX_ASK_REPLY_BYTES
-from kv_handshake._wire.replies import encode_refusal
+from kv_handshake.core.endpoint import endpoint_of
+from kv_handshake.core.pacing import GatedLog
+from kv_handshake.errors import CODES
+from kv_handshake.stream.asker import Asker, _Peer
+from kv_handshake.stream.desk import AskDesk, AskLimits, Parking
+from kv_handshake.stream.messages import encode_answer, encode_ask_refusal, encode_cancel, parse_answer
+from kv_handshake.stream.session import AskSession, OpenAsk
 from kv_handshake.testing import sample_metadata
+from kv_handshake.wire.limits import MAX_ASK_REPLY_BYTES
+from kv_handshake.wire.replies import encode_refusal
 
 NOTHING: Any = SimpleNamespace()
 ENVELOPE = Codec(capabilities={"ask": "supported"}).encode_envelope(

@@ -12,12 +12,12 @@ import pytest
 import zmq
 
 from kv_handshake import Client, Codec, ConfigurationError, Listener, LocalOffer, QueryLimits, Timing
-from kv_handshake._stream.desk import AskLimits
-from kv_handshake._stream.messages import encode_answer, encode_ask, encode_cancel, parse_answer
-from kv_handshake._wire.dialects import dialect_of
-from kv_handshake._wire.queries import encode_query
-from kv_handshake._wire.replies import decode_envelope
+from kv_handshake.stream.desk import AskLimits
+from kv_handshake.stream.messages import encode_answer, encode_ask, encode_cancel, parse_answer
 from kv_handshake.testing import sample_metadata
+from kv_handshake.wire.dialects import dialect_of
+from kv_handshake.wire.queries import encode_query
+from kv_handshake.wire.replies import decode_envelope
 
 CAN_ASK: Mapping[str, Literal["supported"]] = {"ask": "supported"}
 FACTORS = {"model": "sample"}

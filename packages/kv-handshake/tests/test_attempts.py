@@ -3,9 +3,9 @@
 import pytest
 
 from kv_handshake import LocalOffer, WireError
-from kv_handshake._core.attempt import HandshakeRequest, Question, Task, Timing, outcome_of
-from kv_handshake._core.endpoint import endpoint_of
-from kv_handshake._core.server import ServerCore
+from kv_handshake.core.attempt import HandshakeRequest, Question, Task, Timing, outcome_of
+from kv_handshake.core.endpoint import endpoint_of
+from kv_handshake.core.server import ServerCore
 from kv_handshake.testing import sample_envelopes
 
 FACTORS = {"model": "sample", "dtype": "torch.bfloat16", "num_kv_heads": 8}

@@ -10,9 +10,9 @@ import pytest
 import zmq
 
 from kv_handshake import Client, Listener, LocalOffer, Timing
-from kv_handshake._sockets import watch
-from kv_handshake._sockets.tcp import CAN_LOOK, Grip
-from kv_handshake._sockets.watch import ConnectionWatch
+from kv_handshake.sockets import watch
+from kv_handshake.sockets.tcp import CAN_LOOK, Grip
+from kv_handshake.sockets.watch import ConnectionWatch
 from kv_handshake.testing import sample_envelopes
 
 pytestmark = pytest.mark.skipif(not CAN_LOOK, reason="this system does not count the bytes of a connection")

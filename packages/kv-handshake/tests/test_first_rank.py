@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_handshake import Client, ConfigurationError, LocalOffer, Timing, TransportError
-from kv_handshake._core.attempt import HandshakeRequest, Question
-from kv_handshake._core.endpoint import endpoint_of
-from kv_handshake._core.server import ServerCore
-from kv_handshake._wire.queries import parse_query
+from kv_handshake.core.attempt import HandshakeRequest, Question
+from kv_handshake.core.endpoint import endpoint_of
+from kv_handshake.core.server import ServerCore
 from kv_handshake.testing import sample_envelopes
+from kv_handshake.wire.queries import parse_query
 
 OFFER = LocalOffer(policy="off")
 

@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_handshake import Codec, ConfigurationError
-from kv_handshake._wire import notifications
-from kv_handshake._wire.limits import MAX_HEARTBEAT_IDS
-from kv_handshake._wire.notifications import _first_pairs, encode_heartbeats, encode_read_complete, parse_notification
 from kv_handshake.testing import sample_envelopes
+from kv_handshake.wire import notifications
+from kv_handshake.wire.limits import MAX_HEARTBEAT_IDS
+from kv_handshake.wire.notifications import _first_pairs, encode_heartbeats, encode_read_complete, parse_notification
 
 REQUEST_IDS = (
     st.text(min_size=1, max_size=60)

@@ -2,12 +2,12 @@ import msgspec
 import pytest
 
 from kv_handshake import Codec, LocalOffer
-from kv_handshake._wire.dialects import dialect_of
-from kv_handshake._wire.factors import compatibility_hash
-from kv_handshake._wire.messages import Envelope
-from kv_handshake._wire.policy import judge
-from kv_handshake._wire.replies import decode_envelope, decode_metadata, encode_refusal
 from kv_handshake.testing import load_vectors, sample_metadata
+from kv_handshake.wire.dialects import dialect_of
+from kv_handshake.wire.factors import compatibility_hash
+from kv_handshake.wire.messages import Envelope
+from kv_handshake.wire.policy import judge
+from kv_handshake.wire.replies import decode_envelope, decode_metadata, encode_refusal
 
 VLLM = dict.fromkeys(dialect_of(14).hash_factors, "x") | {
     "vllm_version": "0.32.0",

@@ -7,12 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_handshake import ConfigurationError
-from kv_handshake._core.server import ServerCore
-from kv_handshake._errors import CODES
-from kv_handshake._wire.dialects import dialect_of
-from kv_handshake._wire.queries import encode_query
-from kv_handshake._wire.replies import decode_clock, decode_envelope
+from kv_handshake.core.server import ServerCore
+from kv_handshake.errors import CODES
 from kv_handshake.testing import sample_envelopes
+from kv_handshake.wire.dialects import dialect_of
+from kv_handshake.wire.queries import encode_query
+from kv_handshake.wire.replies import decode_clock, decode_envelope
 
 ENVELOPES = sample_envelopes([(0, 0), (0, 1), (1, 0)])
 GOOD = encode_query((0, 1), dialect_of(14))

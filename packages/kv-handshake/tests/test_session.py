@@ -6,14 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_handshake import Codec, ConfigurationError, LocalOffer, WireError
-from kv_handshake._core.server import ServerCore
-from kv_handshake._core.session import ClientSession
-from kv_handshake._wire.factors import compatibility_hash
-from kv_handshake._wire.limits import MAX_HANDSHAKE_BYTES
-from kv_handshake._wire.messages import Envelope
-from kv_handshake._wire.policy import judge
-from kv_handshake._wire.replies import encode_clock
+from kv_handshake.core.server import ServerCore
+from kv_handshake.core.session import ClientSession
 from kv_handshake.testing import sample_envelopes, sample_metadata
+from kv_handshake.wire.factors import compatibility_hash
+from kv_handshake.wire.limits import MAX_HANDSHAKE_BYTES
+from kv_handshake.wire.messages import Envelope
+from kv_handshake.wire.policy import judge
+from kv_handshake.wire.replies import encode_clock
 
 FACTORS = {"model": "sample", "dtype": "torch.bfloat16", "num_kv_heads": 8}
 RANKS = [(0, 0), (0, 1), (0, 2)]

@@ -9,14 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_handshake import ConfigurationError, Timing
-from kv_handshake._core.endpoint import endpoint_of, parse_endpoint
-from kv_handshake._core.pacing import Backoff, FailureMemory, LogGate, TokenBuckets
-from kv_handshake._errors import printable, shortened
-from kv_handshake._sockets import names as name_lookups
-from kv_handshake._sockets.keys import read_authorized_keys, read_keypair, read_public_key, write_keypair
-from kv_handshake._wire.limits import MAX_RANKS
-from kv_handshake._wire.queries import check_rank_count
+from kv_handshake.core.endpoint import endpoint_of, parse_endpoint
+from kv_handshake.core.pacing import Backoff, FailureMemory, LogGate, TokenBuckets
+from kv_handshake.errors import printable, shortened
 from kv_handshake.security import ClientSecurity, ServerSecurity
+from kv_handshake.sockets import names as name_lookups
+from kv_handshake.sockets.keys import read_authorized_keys, read_keypair, read_public_key, write_keypair
+from kv_handshake.wire.limits import MAX_RANKS
+from kv_handshake.wire.queries import check_rank_count
 
 
 def test_buckets():
