@@ -20,7 +20,6 @@ import kv_handshake.core.pacing
 import kv_handshake.net.client
 import kv_handshake.net.listener
 import kv_handshake.net.loop
-import kv_handshake.stream.asker
 import kv_nixl_agent.loop
 import kv_nixl_agent.pacing
 import kv_nixl_agent.thread
@@ -37,7 +36,6 @@ from kv_nixl_agent import AgentOptions, ThreadOptions, TransferThread
 __all__ = ["SimThread", "simulated"]
 
 _TIMED = (
-    kv_handshake.stream.asker,
     kv_handshake.net.client,
     kv_handshake.net.listener,
     kv_handshake.core.pacing,
@@ -50,7 +48,6 @@ _TIMED = (
 _POLL_S = 0.004
 """Shortest time between two looks at progress words; coarser than in production, since every look costs an event."""
 _THREADED = (
-    kv_handshake.stream.asker,
     kv_handshake.net.listener,
     kv_handshake.net.loop,
     kv_nixl_agent.thread,
@@ -218,7 +215,6 @@ def simulated(
         (kv_nixl_agent.pacing, "time", PacerTime(threads)),
         (vllm_adapter.worker.registration, "time", BlockingTime(world)),
         (vllm_adapter.worker.registration, "threading", BlockingThreads(world)),
-        (kv_handshake.stream.asker, "Hub", hub),
         (kv_handshake.net.loop, "Hub", hub),
         (kv_handshake.net.listener, "ListeningPort", port),
         (kv_handshake.net.listener, "RouterSocket", router),

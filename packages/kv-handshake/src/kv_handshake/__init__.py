@@ -5,7 +5,7 @@ engines by hand, `.testing` helps tests of other code.
 """
 
 from kv_handshake.codec import Codec
-from kv_handshake.core.attempt import Outcome, Timing
+from kv_handshake.core.handshake import Outcome, Timing
 from kv_handshake.errors import ConfigurationError, HandshakeError, TransportError, WireError
 from kv_handshake.net.client import Client
 from kv_handshake.net.listener import Listener, QueryLimits

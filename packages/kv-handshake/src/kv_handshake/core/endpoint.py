@@ -33,6 +33,9 @@ class Endpoint:
     port: int
     address: IPv4Address | IPv6Address | None = None
 
+    def __str__(self) -> str:
+        return f"{self.host} port {self.port}"
+
     @property
     def url(self) -> str:
         """``tcp://host:port``, with brackets around an IPv6 address and ``*`` for port 0."""

@@ -16,7 +16,10 @@ from kv_handshake.errors import printable
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
-__all__ = ["Backoff", "FailureMemory", "GatedLog", "LogGate", "RememberedFailure", "TokenBuckets"]
+__all__ = ["MOST_FAILURES", "Backoff", "FailureMemory", "GatedLog", "LogGate", "RememberedFailure", "TokenBuckets"]
+
+MOST_FAILURES = 1024
+"""Failed peers that are remembered; the one that failed longest ago is forgotten first."""
 
 _MESSAGE_CHARS = 500
 """Characters that are kept of a failure's text, which a peer may have written."""
@@ -97,7 +100,7 @@ class RememberedFailure:
 class FailureMemory:
     """Remembers which peers failed, so that a dead one is asked ever more rarely instead of by every request."""
 
-    def __init__(self, backoff: Backoff, *, capacity: int = 1024) -> None:
+    def __init__(self, backoff: Backoff, *, capacity: int = MOST_FAILURES) -> None:
         self._backoff = backoff
         self._capacity = capacity
         self._failures: OrderedDict[Hashable, RememberedFailure] = OrderedDict()
@@ -121,11 +124,13 @@ class FailureMemory:
         self._failures[peer] = remembered = replace(remembered, wanted_s=now_s)
         return remembered if remembered.is_retried or now_s < remembered.until_s else None
 
-    def record(self, peer: Hashable, *, code: str, message: str, now_s: float, chance: float) -> RememberedFailure:
-        """Remember a failed handshake and return what is remembered."""
+    def record(
+        self, peer: Hashable, *, code: str, message: str, now_s: float, chance: float, least_s: float = 0.0
+    ) -> RememberedFailure:
+        """Remember a failure, which blocks for `least_s` at the least, and return what is remembered."""
         earlier = self._failures.pop(peer, None)
         failures = 1 + (earlier.failures if earlier is not None else 0)
-        until_s = now_s + self._backoff.delay_s(failures, chance)
+        until_s = now_s + max(self._backoff.delay_s(failures, chance), least_s)
         wanted_s = earlier.wanted_s if earlier is not None else now_s
         failure = RememberedFailure(failures, until_s, code, message[:_MESSAGE_CHARS], wanted_s, peer in self._retried)
         self._failures[peer] = failure

@@ -1,8 +1,11 @@
-"""The client loop: many requests at once, on one thread.
+"""The client loop: many handshakes and asks at once, on one thread.
 
-Every request has its own connection and its own times, and the thread never waits for a single one of them: host names
-are looked up on other threads, connecting is asynchronous, and one poll covers all connections. So a peer that is
-dead, slow or hostile delays no other request. `Client` and `probe` both run their requests here.
+A task is a handshake, or the asks at one peer. Every task has its own connection and its own times, and the thread never waits
+for a single one of them: host names are looked up on other threads, connecting is asynchronous, and one poll covers all
+connections. So a peer that is dead, slow or hostile delays no other task.
+
+A task waits until its next attempt is due and there is a place for it. An attempt looks the host's name up, then connects to one
+address after the other, until the task is over or the last connection has failed. Then the task decides whether it waits again.
 """
 
 from __future__ import annotations
@@ -11,7 +14,8 @@ import random
 import threading
 import time
 from collections import Counter, deque
-from typing import TYPE_CHECKING, final
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeAlias, final
 
 from kv_handshake.errors import HandshakeError, WireError
 from kv_handshake.sockets import NOTHING_TRIED, Connection, Hub, Tried, most_connections
@@ -19,12 +23,15 @@ from kv_handshake.sockets.names import Names
 from kv_handshake.wire.limits import MAX_REPLY_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from concurrent.futures import Future
 
-    from kv_handshake.core.attempt import Task, Timing
+    from kv_handshake.core.handshake import Handshake, Timing
     from kv_handshake.core.pacing import GatedLog
     from kv_handshake.sockets import ClientSecurity
+    from kv_handshake.stream.asks import PeerAsks
+
+    Task: TypeAlias = Handshake | PeerAsks
 
 __all__ = ["Loop"]
 
@@ -32,11 +39,36 @@ _IDLE_POLL_S = 60.0
 _JOIN_S = 5.0
 _RECOVERY_S = 0.02
 _LOOK_S = 0.02
-"""Time between two looks at how much has come in on open connections; most handshakes end before the first."""
+"""Time between two looks at how much has come in on connections that owe a reply; most handshakes end before the first."""
 
 _RESERVE = 8
 _PATIENCE_S = 0.5
 """A look-up or an attempt that has been silent for so long gives up its place if a host without any place needs it."""
+
+_READ_AT_ONCE = 64
+"""Replies of one peer that are read before other peers have their turn."""
+
+_FAULTS: Mapping[str, str] = {
+    "connection-refused": "cannot connect to {peer}",
+    "connection-lost": "the connection to {peer} ended before all replies had come",
+    "authentication-refused": "the connection to {peer} could not be opened: no side channel listens there (a web server, "
+    "perhaps), keys on one side only, wrong keys, or too many connections at the peer",
+}
+
+
+@final
+@dataclass(slots=True, eq=False)
+class _Attempt:
+    """An attempt under way, which holds a place: first a look-up, if the host is a name, then one connection after the other."""
+
+    task: Task
+    lookup: Future[list[str]] | None = None
+    connection: Connection | None = None
+    addresses: deque[str] = field(default_factory=deque[str])
+
+    @property
+    def is_open(self) -> bool:
+        return self.connection is not None and self.connection.is_open
 
 
 @final
@@ -44,7 +76,7 @@ class Loop:
     """Runs tasks from one thread of its own until they end.
 
     Args:
-        timing: Limits of connections and of queries under way.
+        timing: Limit of connections.
         security: Keys of an encrypted side channel; plain TCP without.
         seed: Seed of the jitter, for reproducible tests.
         log: Gets failures of the loop itself.
@@ -60,48 +92,39 @@ class Loop:
         seed: int | None,
         allows_link_local_names: bool = True,
     ) -> None:
-        self._timing = timing
-        self._connections = most_connections(timing.connections)
+        self._most = most_connections(timing.connections)
         self._log = log
         self._random = random.Random(seed)  # noqa: S311 - jitter, not secrets
         self._counts = {"attempts": 0, "restarts": 0}
         self._lock = threading.Lock()
-        self._inbox: deque[Task] = deque()
+        self._inbox: deque[Callable[[], None]] = deque()
         self._is_closing = False
         self._waiting: deque[Task] = deque()
-        self._lookups: dict[Task, Future[list[str]]] = {}
-        self._running: dict[Connection, Task] = {}
+        self._under_way: dict[Task, _Attempt] = {}
+        self._by_connection: dict[Connection, _Attempt] = {}
         self._hub = Hub(security)
         self._places: Counter[str] = Counter()
         self._next_look_s = 0.0
         self._started_s = 0.0
-        # Time at which no task was silent, so that the other waiting tasks need not look again in the same turn.
-        self._all_heard_s = 0.0
+        # Searches of this turn for a place to give up that found none: the other waiting tasks need not repeat them.
+        self._futile: set[bool] = set()
         self._names = Names(self._hub.wake, allows_link_local=allows_link_local_names)
         self._thread = threading.Thread(target=self._run, name="kv-handshake-client", daemon=True)
         self._thread.start()
 
-    def __repr__(self) -> str:
-        return f"Loop(running={len(self._running)}, waiting={len(self._waiting)})"
-
-    def submit(self, task: Task) -> bool:
-        """Run a task; return False if the loop is closed. Callable from any thread."""
+    def call(self, action: Callable[[], None]) -> bool:
+        """Run an action on the loop's thread soon; return False if the loop is closed. Callable from any thread."""
         with self._lock:
             if self._is_closing:
                 return False
-            self._inbox.append(task)
+            self._inbox.append(action)
         if threading.current_thread() is not self._thread:
             self._hub.wake()
         return True
 
-    def chance(self) -> float:
-        """Return a random number in [0, 1) for jitter."""
-        return self._random.random()
-
     def statistics(self) -> Mapping[str, int]:
         """Return the counts so far: ``attempts`` and ``restarts``."""
-        with self._lock:
-            return dict(self._counts)
+        return dict(self._counts)
 
     def close(self) -> None:
         """End all tasks with ``closed`` and stop the thread; idempotent."""
@@ -114,6 +137,14 @@ class Loop:
 
     # Everything below runs on the loop's thread.
 
+    def start(self, task: Task) -> None:
+        """Run a task."""
+        self._waiting.append(task)
+
+    def chance(self) -> float:
+        """Return a random number in [0, 1) for jitter."""
+        return self._random.random()
+
     def _run(self) -> None:
         try:
             while not self._is_closing:
@@ -124,267 +155,233 @@ class Loop:
         finally:
             with self._lock:
                 self._is_closing = True
-                leftover = list(self._inbox)
-            for task in (*leftover, *self._waiting, *self._lookups, *self._running.values()):
+            self._take_in()
+            for task in (*self._waiting, *self._under_way):
                 now_s = time.monotonic()
-                task.session.fail(
-                    task.transport_error("closed", f"the client was closed before {task.peer} had answered", now_s)
-                )
-                task.on_end(task)
+                task.fail("closed", f"the client was closed before {task.endpoint} had answered", now_s)
+                task.end(now_s)
             self._hub.close()
 
     def _turn(self) -> None:
-        now_s = time.monotonic()
-        with self._lock:
-            arrived, self._inbox = self._inbox, deque()
-        for task in arrived:
-            error = task.admit(now_s) if task.admit is not None else None
-            if error is None:
-                self._waiting.append(task)
-            else:
-                task.session.fail(error)
-                task.on_end(task)
-        self._start_due(now_s)
-        with self._lock:
-            has_work = bool(self._inbox)
-        readable, changed = self._hub.poll(0 if has_work else self._next_event_s() - time.monotonic())
+        self._take_in()
+        self._start_due(time.monotonic())
+        for attempt in list(self._by_connection.values()):
+            self._send_ahead(attempt)  # asks that came in
+        readable, changed = self._hub.poll(0 if self._inbox else self._next_event_s() - time.monotonic())
         for connection in readable:
             self._read(connection)
         for connection in changed:
             self._take_fault(connection)
         self._check_times(time.monotonic())
 
+    def _take_in(self) -> None:
+        for _ in range(len(self._inbox)):
+            self._inbox.popleft()()
+
     def _recover(self, error: Exception) -> None:
         """End the running tasks after a failure that was not foreseen, and go on with later ones."""
-        with self._lock:
-            self._counts["restarts"] += 1
+        self._counts["restarts"] += 1
         self._log.warning("restart", f"the client goes on after {error!r}")
-        for connection, task in list(self._running.items()):
-            now_s = time.monotonic()
-            task.session.fail(
-                task.transport_error("transport-failed", f"no reply from {task.peer} because of {error!r}", now_s)
-            )
-            self._hang_up(connection, task)
+        for attempt in list(self._by_connection.values()):
+            problem = f"no reply from {attempt.task.endpoint} because of {error!r}"
+            attempt.task.fail("transport-failed", problem, time.monotonic())
+            self._end(attempt)
         time.sleep(_RECOVERY_S)
 
     def _start_due(self, now_s: float) -> None:
         """Begin every attempt whose time has come, as far as there are places."""
         self._started_s = now_s
-        for task, lookup in list(self._lookups.items()):
-            if lookup.done():
-                del self._lookups[task]
-                self._begin(task, lookup.result())
-        for task in list(
-            self._waiting
-        ):  # without tasks that give up their places meanwhile: they wait behind all others
-            is_due = task.next_attempt_s <= now_s < task.deadline_s
-            if not is_due or not self._make_room(task.request.endpoint.host, now_s):
+        self._futile.clear()
+        for attempt in list(self._under_way.values()):
+            if attempt.lookup is not None and attempt.lookup.done():
+                addresses, attempt.lookup = attempt.lookup.result(), None
+                self._connect(attempt, addresses)
+        # Without tasks that give up their places meanwhile: they wait behind all others.
+        for task in list(self._waiting):
+            endpoint = task.endpoint
+            if not task.next_attempt_s <= now_s < task.due_s or not self._make_room(endpoint.host, now_s):
                 continue
             self._waiting.remove(task)
-            self._places[task.request.endpoint.host] += 1
+            self._places[endpoint.host] += 1
+            self._counts["attempts"] += 1
             task.begin_attempt(now_s)
-            with self._lock:
-                self._counts["attempts"] += 1
-            endpoint = task.request.endpoint
+            attempt = self._under_way[task] = _Attempt(task)
             if endpoint.address is not None:
-                self._begin(task, [endpoint.host])
-            else:
-                self._look_up(task)
+                self._connect(attempt, [endpoint.host])
+                continue
+            try:
+                attempt.lookup = self._names.look_up(endpoint.host)
+            except RuntimeError as error:  # no thread can be made
+                self._give_up(attempt, error)
 
-    def _look_up(self, task: Task) -> None:
-        try:
-            self._lookups[task] = self._names.look_up(task.request.endpoint.host)
-        except RuntimeError as error:  # no thread can be made
-            self._give_up(task, error)
-
-    def _give_up(self, task: Task, error: Exception) -> None:
-        """End an attempt that cannot begin: its task is in no list, and every task gets its end."""
-        self._log.warning("open", f"no connection to {task.peer} because of {error!r}")
-        now_s = time.monotonic()
-        task.session.fail(
-            task.transport_error("transport-failed", f"no connection to {task.peer} because of {error!r}", now_s)
-        )
-        self._end_attempt(task)
+    def _give_up(self, attempt: _Attempt, error: Exception) -> None:
+        """End an attempt that cannot begin."""
+        problem = f"no connection to {attempt.task.endpoint} because of {error!r}"
+        self._log.warning("open", problem)
+        attempt.task.fail("transport-failed", problem, time.monotonic())
+        self._end(attempt)
 
     def _make_room(self, host: str, now_s: float) -> bool:
-        """Return whether a host may take another place; for a host that has none, end a silent attempt of another host.
+        """Return whether a host may take another place; end an idle or silent attempt if that is needed.
 
         The last eighth of the places is shared out: a host takes no more of it than it leaves free. Of 512, one host has at most
         448, the next one at most 32, the one after that 16.
         """
-        free = self._connections - len(self._running) - len(self._lookups)
-        if self._places[host]:
-            return free > self._connections // _RESERVE or self._places[host] <= free
-        return free > 0 or self._displace(now_s)
+        free, held = self._most - len(self._under_way), self._places[host]
+        if free > (self._most // _RESERVE if held > free else 0):
+            return True
+        return self._displace(now_s, is_new=not held)
 
-    def _displace(self, now_s: float) -> bool:
-        """End the look-up or attempt that has been silent longest, of a host with most places; return False if none is silent."""
-        if now_s == self._all_heard_s:
+    def _displace(self, now_s: float, *, is_new: bool) -> bool:
+        """End an attempt without open asks or, for a host without any place, the one silent longest of a host with most places.
+
+        Returns:
+            Whether there was one.
+        """
+        if is_new in self._futile:
             return False
-        running = [(task, connection.is_open, connection) for connection, task in self._running.items()]
-        looked_up = [(task, False, None) for task in self._lookups]
-        task, _, connection = min(
-            (each for each in (*running, *looked_up) if now_s - each[0].heard_s >= _PATIENCE_S),
-            key=lambda each: (-self._places[each[0].request.endpoint.host], each[1], each[0].heard_s),
-            default=(None, False, None),
+        attempt = min(
+            (
+                each
+                for each in self._under_way.values()
+                if each.task.is_idle or (is_new and now_s - each.task.heard_s >= _PATIENCE_S)
+            ),
+            key=lambda each: (
+                not each.task.is_idle,
+                -self._places[each.task.endpoint.host],
+                each.is_open,
+                each.task.heard_s,
+            ),
+            default=None,
         )
-        if task is None:
-            self._all_heard_s = now_s
+        if attempt is None:
+            self._futile.add(is_new)
             return False
-        task.session.fail(
-            task.transport_error(
-                "timed-out", f"no answer from {task.peer} so far, and another peer needs its place here", now_s
-            )
-        )
-        if connection is not None:
-            self._hang_up(connection, task)
-        else:
-            del self._lookups[task]
-            self._end_attempt(task)
+        if not attempt.task.is_idle:
+            problem = f"no answer from {attempt.task.endpoint} so far, and another peer needs its place here"
+            attempt.task.fail("timed-out", problem, now_s)
+        self._end(attempt)
         return True
 
-    def _begin(self, task: Task, addresses: list[str]) -> None:
-        """Connect to the first of the addresses."""
-        if not addresses and not task.session.is_over:
-            now_s, host = time.monotonic(), task.request.endpoint.host
-            task.session.fail(
-                task.transport_error(
-                    "name-unresolved", f"the name {host!r} has no address, or only such as are valid on one link", now_s
-                )
-            )
-        task.set_addresses(addresses)
-        self._connect(task)
-
-    def _connect(self, task: Task) -> None:
-        """Open a connection to the task's next address, and send its first queries ahead."""
-        address = task.next_address()
-        if task.session.is_over or address is None:
-            self._end_attempt(task)
+    def _connect(self, attempt: _Attempt, addresses: list[str]) -> None:
+        """Connect to the first of the addresses; each attempt begins with the one after the last attempt's first."""
+        task = attempt.task
+        if not addresses:
+            problem = f"the name {task.endpoint.host!r} has no address, or only such as are valid on one link"
+            task.fail("name-unresolved", problem, time.monotonic())
+            self._end(attempt)
             return
-        self._open(task, address)
+        attempt.addresses.extend(addresses)
+        attempt.addresses.rotate(1 - task.attempts)
+        self._open(attempt, attempt.addresses.popleft())
 
-    def _open(self, task: Task, address: str, tried: Tried = NOTHING_TRIED) -> None:
+    def _open(self, attempt: _Attempt, address: str, tried: Tried = NOTHING_TRIED) -> None:
+        """Open a connection, and send its first queries ahead."""
         try:
-            connection = self._hub.open(address, task.request.endpoint.port, tried)
+            connection = self._hub.open(address, attempt.task.endpoint.port, tried)
         except HandshakeError as error:
-            task.session.fail(error)
-            self._end_attempt(task)
+            attempt.task.fail_with(error)
+            self._end(attempt)
             return
-        except Exception as error:  # noqa: BLE001 - one request must not take the others with it
-            self._give_up(task, error)
+        except Exception as error:  # noqa: BLE001 - one task must not take the others with it
+            self._give_up(attempt, error)
             return
-        if not self._running:
+        if not self._by_connection:
             self._next_look_s = time.monotonic() + _LOOK_S
-        self._running[connection] = task
-        self._send_ahead(connection, task)
-        self._hang_up_if_over(connection, task)
+        attempt.connection = connection
+        self._by_connection[connection] = attempt
+        self._send_ahead(attempt)
 
-    def _hang_up_if_over(self, connection: Connection, task: Task) -> None:
-        if task.session.is_over:
-            self._hang_up(connection, task)
+    def _reconnect(self, attempt: _Attempt, address: str, tried: Tried = NOTHING_TRIED) -> None:
+        self._hang_up(attempt)
+        attempt.task.reconnect()
+        self._open(attempt, address, tried)
 
-    def _send_ahead(self, connection: Connection, task: Task) -> None:
-        session = task.session
+    def _hang_up(self, attempt: _Attempt) -> None:
+        connection, attempt.connection = attempt.connection, None
+        if connection is not None:
+            del self._by_connection[connection]
+            self._hub.discard(connection)
+
+    def _send_ahead(self, attempt: _Attempt) -> None:
+        """Send what there is to send, and end an attempt that is over."""
+        task, connection = attempt.task, attempt.connection
         try:
-            while session.queries_left and session.queries_outstanding < self._timing.pipeline:
-                connection.send(session.next_query(now_s=time.perf_counter()))
+            while connection is not None and (query := task.next_query(time.monotonic())) is not None:
+                connection.send(query)
         except HandshakeError as error:
-            session.fail(error)
+            task.fail_with(error)
+        if task.is_over:
+            self._end(attempt)
 
-    def _read(self, connection: Connection) -> None:
-        task = self._running[connection]
-        while not task.session.is_over and (frames := connection.receive()) is not None:
-            task.session.receive_message(frames, now_s=time.perf_counter())
-            task.extend_attempt(time.monotonic())
-            self._send_ahead(connection, task)
-        self._hang_up_if_over(connection, task)
+    def _read(self, connection: Connection) -> bool:
+        """Read some replies; return whether there may be more."""
+        attempt = self._by_connection.get(connection)
+        for _ in range(_READ_AT_ONCE):  # replies that are left wake the next poll
+            if attempt is None or attempt.connection is not connection or (frames := connection.receive()) is None:
+                return False
+            attempt.task.receive(frames, time.monotonic())
+            self._send_ahead(attempt)
+        return True
 
     def _take_fault(self, connection: Connection) -> None:
-        if connection not in self._running:
-            return
         fault = connection.fault()
-        if not fault:
+        while self._read(connection):  # replies that came before the end of the connection still count
+            pass
+        attempt = self._by_connection.get(connection)
+        if attempt is None:
             return
-        self._read(connection)  # replies that came before the end of the connection still count
-        task = self._running.get(connection)
-        if task is None:
-            return
-        if fault == "connection-refused" and task.change_address():
-            del self._running[connection]
-            self._hub.discard(connection)
-            self._connect(task)
-            return
-        tried = self._hub.next_try(connection)
-        if tried is not None:
-            task.change_key()
-            del self._running[connection]
-            self._hub.discard(connection)
-            self._open(task, connection.address, tried)
-            return
-        task.session.fail(task.connection_error(fault, time.monotonic()))
-        self._hang_up(connection, task)
-
-    def _hang_up(self, connection: Connection, task: Task) -> None:
-        """Tell the caller first, then close the connection."""
-        del self._running[connection]
-        self._end_attempt(task)
-        self._hub.discard(connection)
+        if fault == "connection-refused" and attempt.addresses:
+            self._reconnect(attempt, attempt.addresses.popleft())
+        elif (tried := self._hub.next_try(connection)) is not None:
+            self._reconnect(attempt, connection.address, tried)
+        else:
+            attempt.task.fail(fault, _FAULTS[fault].format(peer=attempt.task.endpoint), time.monotonic())
+            self._end(attempt)
 
     def _check_times(self, now_s: float) -> None:
-        for connection, task in list(self._running.items()):
+        for task, attempt in list(self._under_way.items()):
+            if now_s >= task.due_s:
+                task.check_time(now_s)
+                if task.is_over:
+                    self._end(attempt)
+        for task in [task for task in self._waiting if now_s >= task.due_s]:
             task.check_time(now_s)
-            self._hang_up_if_over(connection, task)
-        for task in list(self._lookups):
-            task.check_time(now_s)
-            if task.session.is_over:
-                del self._lookups[task]
-                self._end_attempt(task)
-        if self._running and now_s >= self._next_look_s:
+            if task.is_over:
+                self._waiting.remove(task)
+                task.end(now_s)
+        if self._by_connection and now_s >= self._next_look_s:
             self._next_look_s = now_s + _LOOK_S
-            self._end_flooded()
-        for task in [task for task in self._waiting if now_s >= task.deadline_s]:
-            self._waiting.remove(task)
-            if task.attempts:
-                error = task.transport_error("timed-out", f"no metadata from {task.peer} in time", now_s)
-            else:
-                error = task.transport_error(
-                    "too-many-peers", f"no place in this process for a connection to {task.peer}", now_s
-                )
-            task.session.fail(error)
-            task.on_end(task)
-
-    def _end_flooded(self) -> None:
-        for connection in self._hub.flooded():
-            task = self._running.get(connection)
-            if task is not None:
-                task.session.fail(
-                    WireError("oversized-reply", f"the peer sent more than replies of {MAX_REPLY_BYTES} bytes")
-                )
-                self._hang_up(connection, task)
+            for connection in self._hub.flooded():
+                attempt = self._by_connection[connection]
+                problem = f"the peer sent more than replies of {MAX_REPLY_BYTES} bytes"
+                attempt.task.fail_with(WireError("oversized-reply", problem))
+                self._end(attempt)
 
     def _next_event_s(self) -> float:
-        return min(self._next_deadline_s(), self._next_look_s) if self._running else self._next_deadline_s()
-
-    def _next_deadline_s(self) -> float:
-        times = [task.attempt_deadline_s for task in (*self._running.values(), *self._lookups)]
-        if len(self._running) + len(self._lookups) < self._connections:
+        times = [task.due_s for task in self._under_way]
+        if any(not attempt.task.is_idle for attempt in self._by_connection.values()):
+            times.append(self._next_look_s)
+        if len(self._under_way) < self._most:
             # A task that was due but got no place waits for another task to end, not for a time.
             times += [
-                task.next_attempt_s if task.next_attempt_s > self._started_s else task.deadline_s
-                for task in self._waiting
+                task.next_attempt_s if task.next_attempt_s > self._started_s else task.due_s for task in self._waiting
             ]
-        else:
-            times += [task.deadline_s for task in self._waiting]
-            silent_s = (task.heard_s + _PATIENCE_S for task in self._lookups) if self._waiting else ()
+        elif self._waiting:
+            times += [task.due_s for task in self._waiting]
+            silent_s = (task.heard_s + _PATIENCE_S for task in self._under_way)
             times += [time_s for time_s in silent_s if time_s > self._started_s]
         return min(times, default=time.monotonic() + _IDLE_POLL_S)
 
-    def _end_attempt(self, task: Task) -> None:
-        host = task.request.endpoint.host
-        self._places[host] -= 1
-        if self._places[host] <= 0:
-            del self._places[host]
-        if task.plan_retry(time.monotonic(), self._random.random()):
+    def _end(self, attempt: _Attempt) -> None:
+        """End an attempt, and its task unless that waits for another one."""
+        task, now_s = attempt.task, time.monotonic()
+        self._hang_up(attempt)
+        del self._under_way[task]
+        self._places[task.endpoint.host] -= 1
+        if self._places[task.endpoint.host] <= 0:
+            del self._places[task.endpoint.host]
+        if task.plan_retry(now_s, self._random.random()):
             self._waiting.append(task)
         else:
-            task.on_end(task)
+            task.end(now_s)

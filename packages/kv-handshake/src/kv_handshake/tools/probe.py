@@ -7,14 +7,16 @@ import json
 import threading
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 import msgspec
 
-from kv_handshake.core.attempt import HandshakeRequest, Question, Task, Timing
-from kv_handshake.core.endpoint import endpoint_of, parse_endpoint
+from kv_handshake.core.endpoint import Endpoint, endpoint_of, parse_endpoint
+from kv_handshake.core.handshake import Handshake, Timing
 from kv_handshake.core.pacing import GatedLog
+from kv_handshake.core.session import ClientSession
 from kv_handshake.errors import ConfigurationError
 from kv_handshake.net.loop import Loop
 from kv_handshake.sockets import ClientSecurity
@@ -23,9 +25,8 @@ from kv_handshake.wire.policy import LocalOffer
 from kv_handshake.wire.replies import decode_envelope
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
-    from kv_handshake.core.session import ClientSession
     from kv_handshake.wire.messages import AgentMetadata
     from kv_handshake.wire.queries import Rank
 
@@ -89,10 +90,11 @@ def probe(
         WireError: The code of the first fault in a reply; ``refused`` for a refusal.
         ConfigurationError: ``invalid-endpoint``, ``invalid-argument`` or ``unknown-dialect``.
     """
-    question = Question(endpoint_of(host, port), tuple(ranks), "", dialect)
-    request = HandshakeRequest(question, LocalOffer(policy="off"), keeps_replies=True)
-    began_s = time.perf_counter()
-    session = _run(request, timeout_s, len(ranks), security)
+    new_session = partial(
+        ClientSession, ranks=ranks, version=dialect, offer=LocalOffer(policy="off"), keeps_replies=True
+    )
+    began_s = time.monotonic()
+    session = _run(endpoint_of(host, port), new_session, timeout_s, len(ranks), security)
     payloads = {rank: reply.envelope for rank, reply in session.replies.items()}
     factors = decode_envelope(next(iter(payloads.values()))).factors
     return ProbeResult(
@@ -104,16 +106,24 @@ def probe(
     )
 
 
-def _run(request: HandshakeRequest, timeout_s: float, replies: int, security: ClientSecurity | None) -> ClientSession:
+def _run(
+    endpoint: Endpoint,
+    new_session: Callable[[], ClientSession],
+    timeout_s: float,
+    replies: int,
+    security: ClientSecurity | None,
+) -> ClientSession:
     """Run one attempt on a client loop of its own; return the session, or raise the error that ended it."""
     if not 0 < timeout_s <= _LONGEST_S:
         raise ConfigurationError("invalid-argument", f"timeout {timeout_s} s is not above 0 and at most {_LONGEST_S}")
     timing = Timing(deadline_s=min(_LONGEST_S, timeout_s * replies), attempt_s=timeout_s, pipeline=1)
     is_over = threading.Event()
-    task = Task(request, lambda _: is_over.set(), timing=timing, now_s=time.monotonic(), attempts_most=1)
+    task = Handshake(
+        endpoint, new_session, lambda _: is_over.set(), timing=timing, start_s=time.monotonic(), attempts_most=1
+    )
     loop = Loop(timing, GatedLog(), security=security, seed=None)
     try:
-        loop.submit(task)
+        loop.call(lambda: loop.start(task))
         is_over.wait()
     finally:
         loop.close()
