@@ -142,9 +142,8 @@ class StillClient:
         on_done: Callable[[Any], None], generation: int | None = None, check_first: Callable[[Any], None] | None = None,
     ) -> None:  # fmt: skip
         session = ClientSession(
-            ranks=ranks, version=dialect, offer=self._offer, engine_id=engine_id, generation=generation,
-            check_first=check_first,
-        )  # fmt: skip
+            self._offer, ranks, dialect=dialect, engine_id=engine_id, generation=generation, check_first=check_first
+        )
         core = self._channel.listeners[host, port]
         while session.queries_left and not session.is_over:
             frames = core.respond(session.next_query(now_s=0.0), clock_s=0.0)

@@ -15,9 +15,7 @@ FACTORS = {"model": "sample", "dtype": "torch.bfloat16", "num_kv_heads": 8}
 
 
 def task(outcomes=None, engine_id="e", **timing):
-    new_session = partial(
-        ClientSession, ranks=[(0, 0), (0, 1)], version=14, offer=LocalOffer(factors=FACTORS), engine_id=engine_id
-    )
+    new_session = partial(ClientSession, LocalOffer(factors=FACTORS), [(0, 0), (0, 1)], dialect=14, engine_id=engine_id)
     ended = [] if outcomes is None else outcomes
     return Handshake(endpoint_of("host", 5600), new_session, ended.append, timing=Timing(**timing), start_s=100.0)
 

@@ -191,7 +191,7 @@ RANKS = st.lists(st.tuples(st.integers(0, 1), st.integers(0, 3)), min_size=1, ma
 
 def sans_io(respond, ranks, **rule):
     """Run a session, with as many queries ahead as it allows; return it and the ranks in the order of asking."""
-    session, asked, waiting = ClientSession(ranks=ranks, version=14, offer=OFFER, engine_id="engine-a", **rule), [], []
+    session, asked, waiting = ClientSession(OFFER, ranks, dialect=14, engine_id="engine-a", **rule), [], []
     while not session.is_over:
         while session.queries_left:
             query = session.next_query(now_s=1.0)

@@ -309,8 +309,6 @@ def test_every_code_is_described():
     [
         {"policy": "strict"},
         {"capabilities": {"a": "perhaps"}},
-        {"protocol": (2, 1)},
-        {"protocol": (0, 1)},
         {"factors": {"a": b""}},
     ],
 )

@@ -10,7 +10,7 @@ from kv_handshake import Codec, TransportError, WireError
 from kv_handshake.core.endpoint import endpoint_of
 from kv_handshake.errors import CODES
 from kv_handshake.stream.asks import OpenAsk, PeerAsks
-from kv_handshake.stream.desk import AskDesk, AskLimits, Parking
+from kv_handshake.stream.desk import AskDesk, AskLimits
 from kv_handshake.stream.messages import encode_answer, encode_ask, encode_ask_refusal, encode_cancel, parse_answer
 from kv_handshake.testing import sample_metadata
 from kv_handshake.wire.limits import MAX_ASK_REPLY_BYTES
@@ -150,45 +150,58 @@ def test_a_code_that_is_known_arrives(code):
     assert parse_answer(encode_ask_refusal(1, code)).code == code
 
 
+class Desk:
+    """A desk, its asks and those whose askers have gone; asks come from connections named by descriptor and address."""
+
+    def __init__(self, **limits):
+        self.asked, self.gone = [], []
+        self.desk = AskDesk(
+            lambda *ask: self.asked.append(ask), self.gone.append, limits=AskLimits(**limits), log=NOTHING
+        )
+
+    def put(self, descriptor, address, number, size_bytes=1, query=None):
+        sender = SimpleNamespace(descriptor=descriptor, address=address)
+        incoming: Any = SimpleNamespace(envelope=(b"peer",), sender=sender)
+        frames = self.desk.receive(incoming, query or encode_ask(number, bytes(size_bytes)), 0.0)
+        return parse_answer(frames[0]).code if frames else ""
+
+    def most(self, address, size_bytes):
+        """Ask until it is refused."""
+        number = 1
+        while not self.put(hash(address), address, number, size_bytes):
+            number += 1
+        return number - 1
+
+
 def test_a_desk_knows_only_connections_and_asks_of_its_own():
-    told: list[object] = []
-    desk = AskDesk(lambda *ask: told.append(ask), told.append, limits=AskLimits(), log=NOTHING)
-    assert desk.connection_ended(12345) is False
-    incoming: Any = SimpleNamespace(envelope=[b"peer"], sender=SimpleNamespace(descriptor=3))
-    (frame,) = desk.receive(incoming, encode_cancel(7), 0.0)
-    assert parse_answer(frame).code == "ask-cancelled"
-    assert (told, desk.statistics()["asks_cancelled"]) == ([], 0)
+    made = Desk()
+    assert made.desk.connection_ended(12345) is False
+    assert made.put(3, "a", 7, query=encode_cancel(7)) == "ask-cancelled"
+    assert (made.gone, made.desk.statistics()["asks_cancelled"]) == ([], 0)
 
 
-def test_budgets_in_all_and_in_bytes():
-    parking = Parking(AskLimits(per_connection=2, in_all=3, bytes_in_all=100))
-
-    def park(connection, number, size_bytes=1):
-        found = parking.park((connection,), number, size_bytes, address=connection.decode(), descriptor=1, now_s=0.0)
-        return found if isinstance(found, str) else ""
-
-    assert [park(b"a", 1), park(b"a", 2), park(b"a", 3)] == ["", "", "ask-busy"]
-    assert park(b"b", 1, size_bytes=99) == "ask-busy"
-    assert [park(b"b", 1, size_bytes=98), park(b"c", 1)] == ["", "ask-busy"]
-    assert park(b"a", 1) == "ask-repeated"
-    assert len(parking.take_of(1)) == 3
-    assert (len(parking), parking._held_by_address, parking._bytes_by_address) == (0, {}, {})
-    assert park(b"c", 1, size_bytes=100) == ""
-    assert [each.number for each in parking.take_expired(5.0)] == [1]
-    assert park(b"c", 1, size_bytes=100) == ""
+def test_budgets_of_a_connection_in_all_and_in_bytes():
+    made = Desk(per_connection=2, in_all=4, bytes_in_all=100)
+    assert [made.put(1, "a", 1), made.put(1, "a", 1), made.put(1, "a", 2), made.put(1, "a", 3)] == [
+        "",
+        "ask-repeated",
+        "",
+        "ask-busy",
+    ]
+    assert made.put(2, "b", 1, size_bytes=99) == "ask-busy"
+    assert [made.put(2, "b", 1, size_bytes=97), made.put(3, "c", 1, 2)] == ["", "ask-busy"]
+    assert made.desk.connection_ended(1)
+    assert len(made.desk.take_replies(1.0)) == 2
+    assert (made.gone, made.desk.statistics()["asks_lost"]) == ([1, 2], 2)
+    assert made.put(3, "c", 1, size_bytes=3) == ""
+    assert len(made.desk.take_replies(5.0)) == 2, "their time is over"
+    assert (made.desk._held, made.desk._held_by_address, made.desk._bytes_by_address) == ({}, {}, {})
+    made.put(1, "a", 1)
+    made.desk.drop_all()
+    assert made.desk.statistics()["asks_open"] == 0
 
 
 def test_an_address_leaves_others_half():
-    parking = Parking(AskLimits(per_connection=1000, in_all=64, bytes_in_all=6400))
-
-    def most(address, size_bytes):
-        count = 0
-        while not isinstance(
-            parking.park((address, b""), count, size_bytes, address=address.decode(), descriptor=1, now_s=0.0), str
-        ):
-            count += 1
-        return count
-
-    assert [most(b"a", 1), most(b"b", 1), most(b"c", 1)] == [32, 16, 8]
-    parking.take_all()
-    assert [most(b"a", 100), most(b"b", 100), most(b"c", 100)] == [32, 16, 8]
+    for size_bytes in (1, 100):
+        made = Desk(per_connection=1000, in_all=64, bytes_in_all=6400)
+        assert [made.most(address, size_bytes) for address in "abc"] == [32, 16, 8]

@@ -20,7 +20,7 @@ RANKS = [(0, 0), (0, 1), (0, 2)]
 
 
 def session(ranks=RANKS, version=14, **arguments):
-    return ClientSession(ranks=ranks, version=version, offer=LocalOffer(factors=FACTORS), **arguments)
+    return ClientSession(LocalOffer(factors=FACTORS), ranks, dialect=version, **arguments)
 
 
 def ask_all(asker, core, *, ahead=1, now_s=1.0):
@@ -45,7 +45,6 @@ def test_all_ranks_in_every_dialect(version, ahead):
     assert asker.missing_ranks == ()
     assert asker.queries_left == 0
     assert asker.verdict.is_accepted
-    assert "done=3" in repr(asker)
 
 
 def test_shortest_round_trip_sets_the_clock():
@@ -64,7 +63,6 @@ def fails(frames, code, *, asked=1, **arguments):
     asker.receive_message(frames, now_s=1.0)
     assert asker.is_over
     assert asker.error.code == code
-    assert code in repr(asker)
     assert asker.queries_left == 0
     return asker
 

@@ -17,7 +17,6 @@ __all__ = [
     "HandshakeError",
     "TransportError",
     "WireError",
-    "printable",
     "shortened",
     "without_frames",
 ]
@@ -196,8 +195,3 @@ def shortened(text: str, most_chars: int = _SHORT_CHARS) -> str:
     if not kept.isprintable():
         kept = "".join(char if char.isprintable() else repr(char)[1:-1] for char in kept)
     return kept if len(text) <= most_chars else f"{kept}... ({len(text)} characters)"
-
-
-def printable(text: str, *, most_chars: int = 1000) -> str:
-    """Return a text on one line, at most so long, with escapes for everything that is not printable."""
-    return shortened(text, most_chars)

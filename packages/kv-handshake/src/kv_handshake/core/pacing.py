@@ -7,20 +7,22 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, final
 
-from kv_handshake.errors import printable
+from kv_handshake.errors import shortened
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
-__all__ = ["MOST_FAILURES", "Backoff", "FailureMemory", "GatedLog", "LogGate", "RememberedFailure", "TokenBuckets"]
+__all__ = ["MOST_FAILURES", "Backoff", "FailureMemory", "GatedLog", "RememberedFailure", "TokenBuckets"]
 
 MOST_FAILURES = 1024
 """Failed peers that are remembered; the one that failed longest ago is forgotten first."""
 
+_LOG_PERIOD_S = 10.0
+_LOG_CHARS = 1000
 _MESSAGE_CHARS = 500
 """Characters that are kept of a failure's text, which a peer may have written."""
 
@@ -158,46 +160,29 @@ class FailureMemory:
             self._failures.pop(peer, None)
 
 
-@final
-class LogGate:
-    """Lets through one line per topic and period, and counts those it holds back.
-
-    Topics come from this package's code, never from a peer, so their number is small.
-    """
-
-    def __init__(self, *, period_s: float = 10.0) -> None:
-        self._period_s = period_s
-        self._next_s: dict[str, float] = {}
-        self._held: dict[str, int] = {}
-        self.held_total = 0
-
-    def admit(self, topic: str, now_s: float) -> int | None:
-        """Return the lines held back since the last one of this topic, or None if this one must be held back too."""
-        if now_s < self._next_s.get(topic, float("-inf")):
-            self._held[topic] = self._held.get(topic, 0) + 1
-            self.held_total += 1
-            return None
-        self._next_s[topic] = now_s + self._period_s
-        return self._held.pop(topic, 0)
-
-
 _logger = logging.getLogger("kv_handshake")
 
 
 @final
 class GatedLog:
-    """Logs at most one line per topic and ten seconds."""
+    """Logs one line per topic and ten seconds, and counts those held back.
 
-    def __init__(self, *, period_s: float = 10.0) -> None:
-        self._gate = LogGate(period_s=period_s)
+    Topics are constants, never a peer's text, so their number is small.
+    """
 
-    @property
-    def held_back(self) -> int:
-        """Lines held back so far."""
-        return self._gate.held_total
+    def __init__(self) -> None:
+        self.held_back = 0
+        self._next_s: dict[str, float] = {}
+        self._held: Counter[str] = Counter()
 
     def warning(self, topic: str, text: str) -> None:
-        """Log a warning, unless one of this topic was logged a moment ago. Topics are constants, never a peer's text."""
-        held = self._gate.admit(topic, time.monotonic())
-        if held is not None:
-            _logger.warning("%s%s", printable(text), f" ({held} more like this were not logged)" if held else "")
+        """Log a warning, unless one of this topic was logged a moment ago."""
+        now_s = time.monotonic()
+        if now_s < self._next_s.get(topic, float("-inf")):
+            self._held[topic] += 1
+            self.held_back += 1
+            return
+        self._next_s[topic] = now_s + _LOG_PERIOD_S
+        held = self._held.pop(topic, 0)
+        more = f" ({held} more like this were not logged)" if held else ""
+        _logger.warning("%s%s", shortened(text, _LOG_CHARS), more)

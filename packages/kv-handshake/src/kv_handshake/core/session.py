@@ -1,6 +1,6 @@
 """The client's half of the protocol for one connection to one listener, without any input or output.
 
-    session = ClientSession(ranks=[(0, 0), (0, 1)], version=14, offer=offer)
+    session = ClientSession(offer, [(0, 0), (0, 1)], dialect=14)
     while not session.is_over:
         while session.queries_left:
             transport.send(session.next_query(now_s=clock()))
@@ -57,9 +57,9 @@ class ClientSession:
     """Requests the metadata of several ranks from one listener and judges the replies.
 
     Args:
-        ranks: (pp, tp) ranks to ask for, each once, in this order.
-        version: The peer's connector version (2 to 15), from the ticket or the operator.
         offer: This engine's side of the comparison.
+        ranks: (pp, tp) ranks to ask for, each once, in this order.
+        dialect: The peer's connector version (2 to 15), from the ticket or the operator.
         engine_id: The engine that must answer; empty if any may.
         generation: The registration generation that the ticket was made with; None to accept any.
         keeps_replies: Whether `replies` keeps the bytes of accepted replies.
@@ -73,10 +73,10 @@ class ClientSession:
 
     def __init__(
         self,
-        *,
-        ranks: Sequence[Rank],
-        version: int,
         offer: LocalOffer,
+        ranks: Sequence[Rank],
+        *,
+        dialect: int,
         engine_id: str = "",
         generation: int | None = None,
         keeps_replies: bool = False,
@@ -85,7 +85,7 @@ class ClientSession:
         check_rank_count(ranks)
         if not ranks or len(set(ranks)) != len(ranks):
             raise ConfigurationError("invalid-argument", f"ranks {list(ranks)} are empty or repeat one")
-        self._dialect = dialect_of(version)
+        self._dialect = dialect_of(dialect)
         for rank in ranks:
             check_askable(rank, self._dialect)
         self._wanted = tuple(ranks)
@@ -105,13 +105,6 @@ class ClientSession:
         self._error: HandshakeError | None = None
         self._best_rtt_s = float("inf")
         self._clock_offset_s: float | None = None
-
-    def __repr__(self) -> str:
-        code = self._error.code if self._error is not None else ""
-        return (
-            f"ClientSession(asked={len(self._outstanding)}, left={len(self._unasked)}, done={len(self._peers)}, "
-            f"error={code!r})"
-        )
 
     @property
     def is_over(self) -> bool:

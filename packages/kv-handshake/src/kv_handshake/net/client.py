@@ -147,9 +147,9 @@ class Client:
         question = Question(endpoint_of(host, port), tuple(ranks), engine_id, dialect, generation)
         new_session = partial(
             ClientSession,
-            ranks=question.ranks,
-            version=dialect,
-            offer=self._offer,
+            self._offer,
+            question.ranks,
+            dialect=dialect,
             engine_id=engine_id,
             generation=generation,
             check_first=check_first,

@@ -111,9 +111,6 @@ class Listener:
         self._socket: RouterSocket | None = None
         self._thread: threading.Thread | None = None
 
-    def __repr__(self) -> str:
-        return f"Listener({self._endpoint.host!r}, {self.port}, alive={self.is_alive}, {self._core!r})"
-
     @property
     def port(self) -> int:
         """The bound port; before `start`, the requested one."""

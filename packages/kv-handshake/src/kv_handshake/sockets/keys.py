@@ -7,9 +7,11 @@ replaces files, a revocation deletes one, and nothing is restarted.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import stat
+import struct
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +21,7 @@ from typing import TYPE_CHECKING, final
 import zmq
 import zmq.auth
 from zmq.auth.thread import ThreadAuthenticator
+from zmq.utils import z85
 
 from kv_handshake.errors import ConfigurationError
 
@@ -52,29 +55,6 @@ def generate_keypair() -> tuple[str, str]:
     """Return a new CURVE (public, secret) key pair in Z85."""
     public, secret = zmq.curve_keypair()
     return public.decode("ascii"), secret.decode("ascii")
-
-
-def public_key_of(secret: str) -> str:
-    """Return the public key (Z85) of a secret one."""
-    return zmq.curve_public(secret.encode("ascii")).decode("ascii")
-
-
-def read_certificate(path: Path) -> tuple[str, str | None]:
-    """Return the (public, secret) key of a certificate file as `zmq.auth.create_certificates` writes it.
-
-    The secret key is None in a public certificate.
-
-    Raises:
-        OSError: The file cannot be read.
-        ValueError: It holds no public key.
-    """
-    public, secret = zmq.auth.load_certificate(path)  # pyright: ignore[reportUnknownMemberType]
-    return public.decode("ascii"), secret.decode("ascii") if secret is not None else None
-
-
-def _routing_id_property(routing_id: bytes) -> bytes:
-    name = b"Identity"
-    return bytes((len(name),)) + name + len(routing_id).to_bytes(4, "big") + routing_id
 
 
 @final
@@ -130,8 +110,9 @@ class ClientKeyCheck(ThreadAuthenticator):
     ) -> None:
         """Answer a request, with the routing id of the connection."""
         name = user_id.encode("ascii", "replace") if status_code == _LET_IN else b""
-        routing_id = _routing_id_property(b"\x01" + secrets.token_bytes(_ID_BYTES))
-        reply = [_ZAP_VERSION, request_id, status_code, status_text, name, routing_id]
+        routing_id = b"\x01" + secrets.token_bytes(_ID_BYTES)
+        metadata = b"\x08Identity" + len(routing_id).to_bytes(4, "big") + routing_id
+        reply = [_ZAP_VERSION, request_id, status_code, status_text, name, metadata]
         self.zap_socket.send_multipart(reply)  # pyright: ignore[reportUnknownMemberType]
 
     def denied(self) -> Mapping[str, int]:
@@ -140,9 +121,6 @@ class ClientKeyCheck(ThreadAuthenticator):
 
 
 _KEY_CHARS = 40
-_DIGITS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?&<>()[]{}@%$#"
-_Z85 = frozenset(_DIGITS)
-_MOST_NUMBER = (1 << 32) - 1
 _MOST_NAME_CHARS = 128
 _GROUP_READS = 0o440
 _MOST_FILE_BYTES = 64 * 1024
@@ -157,83 +135,49 @@ def signature_of(*paths: Path | None) -> Signature:
     for path in paths:
         if path is None:
             continue
-        try:
-            files = sorted(path.glob("*.key")) if path.is_dir() else [path]
-        except (OSError, ValueError):
-            continue  # another signature than before: the reading that follows says why
-        for each in files:
-            try:
-                status = each.stat()
-            except (OSError, ValueError):
-                continue
-            found.append((str(each), status.st_ino, status.st_mtime_ns, status.st_size))
+        # Unreadable ones are left out too, which is another signature than before: the reading that follows says why.
+        with contextlib.suppress(OSError, ValueError):
+            for each in sorted(path.glob("*.key")) if path.is_dir() else [path]:
+                with contextlib.suppress(OSError, ValueError):
+                    status = each.stat()
+                    found.append((str(each), status.st_ino, status.st_mtime_ns, status.st_size))
     return tuple(found)
 
 
-def read_public_key(path: str | Path) -> str:
+def read_public_key(path: Path) -> str:
     """Return the public key in a certificate file.
 
     Raises:
         ConfigurationError: ``invalid-key-file``.
     """
-    return _read(Path(path))[0]
+    return _read(path)[0]
 
 
-def read_keypair(path: str | Path) -> tuple[str, str]:
+def read_keypair(path: Path) -> tuple[str, str]:
     """Return the (public, secret) keys in a certificate file that only its owner and a group of this process can read.
 
     Raises:
         ConfigurationError: ``invalid-key-file``, or ``insecure-key-file``.
     """
-    file = Path(path)
-    try:
-        status = file.stat()
-    except (OSError, ValueError) as error:  # ValueError: a path that holds a zero byte
-        raise _unreadable(file, error) from error
-    mode = stat.S_IMODE(status.st_mode)
-    # Kubernetes mounts a secret with fsGroup as 0440: root's file, readable for a group of the process.
-    is_own_group = status.st_gid in {os.getegid(), *os.getgroups()}
-    if mode & 0o077 and not (mode == _GROUP_READS and is_own_group):
-        raise ConfigurationError(
-            "insecure-key-file",
-            f"secret key file {file} has mode {mode:04o} and group {status.st_gid}; make it 0400 or 0600, or 0440 with a group "
-            "of this process (in Kubernetes: defaultMode 0440 and fsGroup)",
-            path=str(file),
-            mode=mode,
-        )
-    public, secret = _read(file)
+    public, secret = _read(path, is_secret=True)
     if secret is None:
-        raise ConfigurationError("invalid-key-file", f"{file} holds no secret key", path=str(file))
+        raise ConfigurationError("invalid-key-file", f"{path} holds no secret key", path=str(path))
     return public, secret
 
 
-def read_authorized_keys(directory: str | Path) -> dict[str, str]:
+def read_authorized_keys(folder: Path) -> dict[str, str]:
     """Return the clients that may connect: name by key, from the ``*.key`` files in a directory.
 
     Raises:
         ConfigurationError: ``invalid-key-file`` if there is none, or one that holds no key.
     """
-    folder = Path(directory)
     try:
         files = sorted(folder.glob("*.key"))
     except OSError as error:
         raise _unreadable(folder, error) from error
     if not files:
         raise ConfigurationError("invalid-key-file", f"{folder} holds no *.key file", path=str(folder))
-    return {_read(file)[0]: file.stem for file in files}
-
-
-def read_server_keys(path: Path) -> tuple[str, ...]:
-    """Return the public keys that a listener may have: of one certificate, or of the ``*.key`` files in a directory.
-
-    Raises:
-        ConfigurationError: ``invalid-key-file``.
-    """
-    try:
-        is_folder = path.is_dir()
-    except OSError as error:
-        raise _unreadable(path, error) from error
-    return tuple(read_authorized_keys(path)) if is_folder else (read_public_key(path),)
+    return {read_public_key(file): file.stem for file in files}
 
 
 def write_keypair(directory: str | Path, name: str) -> tuple[Path, Path]:
@@ -246,24 +190,21 @@ def write_keypair(directory: str | Path, name: str) -> tuple[Path, Path]:
     is_plain = 0 < len(name) <= _MOST_NAME_CHARS and name.isascii() and name.replace("-", "").replace("_", "").isalnum()
     if not is_plain:
         raise ConfigurationError("invalid-argument", f"name {name[:80]!r} is not made of letters, digits, - and _")
-    folder = Path(directory)
+    public_file, secret_file = Path(directory, f"{name}.key"), Path(directory, f"{name}.key_secret")
     public, secret = generate_keypair()
-    head = "# CURVE certificate of kv-handshake, in the format of zmq.auth\ncurve\n"
-    written: list[Path] = []
-    for suffix, mode, lines in (
-        (".key_secret", 0o600, f'    public-key = "{public}"\n    secret-key = "{secret}"\n'),
-        (".key", 0o644, f'    public-key = "{public}"\n'),
+    head = f'# CURVE certificate of kv-handshake, in the format of zmq.auth\ncurve\n    public-key = "{public}"\n'
+    for file, mode, text in (
+        (secret_file, 0o600, f'{head}    secret-key = "{secret}"\n'),
+        (public_file, 0o644, head),
     ):
-        file = folder / f"{name}{suffix}"
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _write_whole(file, mode, head + lines)
+            file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _write_whole(file, mode, text)
         except OSError as error:
             raise ConfigurationError(
                 "invalid-key-file", f"key file {file} cannot be written: {error.strerror}", path=str(file)
             ) from error
-        written.append(file)
-    return written[1], written[0]
+    return public_file, secret_file
 
 
 def _write_whole(file: Path, mode: int, text: str) -> None:
@@ -279,9 +220,11 @@ def _write_whole(file: Path, mode: int, text: str) -> None:
 
 def check_key(key: str, where: str) -> None:
     """Raise ``invalid-key-file`` unless the key is 40 characters of Z85."""
-    is_written = len(key) == _KEY_CHARS and _Z85.issuperset(key)
-    # Five digits of base 85 hold more than 32 bits: "%nSc0" is 2**32 - 1, "%nSc1" stands for no four bytes.
-    if not is_written or any(_number(key[at : at + 5]) > _MOST_NUMBER for at in range(0, _KEY_CHARS, 5)):
+    try:
+        is_key = len(key) == _KEY_CHARS and bool(z85.decode(key))
+    except (ValueError, KeyError, struct.error):  # struct.error: five digits of base 85 hold more than 32 bits
+        is_key = False
+    if not is_key:
         raise ConfigurationError("invalid-key-file", f"the key {where} is not 40 characters of Z85")
 
 
@@ -289,21 +232,17 @@ def check_pair(public: str, secret: str, where: str) -> None:
     """Raise ``invalid-key-file`` unless both are keys and the public one is that of the secret one."""
     check_key(public, where)
     check_key(secret, where)
-    if public_key_of(secret) != public:
+    if zmq.curve_public(secret.encode("ascii")).decode("ascii") != public:
         raise ConfigurationError("invalid-key-file", f"the public key {where} is not that of the secret key")
 
 
-def _number(digits: str) -> int:
-    number = 0
-    for digit in digits:
-        number = 85 * number + _DIGITS.index(digit)
-    return number
-
-
-def _read(file: Path) -> tuple[str, str | None]:
+def _read(file: Path, *, is_secret: bool = False) -> tuple[str, str | None]:
+    """Return the (public, secret) key of a certificate file as `zmq.auth.create_certificates` writes it."""
     try:
-        _require_plain(file)
-        public, secret = read_certificate(file)
+        _check_file(file, is_secret=is_secret)
+        public_bytes, secret_bytes = zmq.auth.load_certificate(file)  # pyright: ignore[reportUnknownMemberType]
+        public = public_bytes.decode("ascii")
+        secret = secret_bytes.decode("ascii") if secret_bytes is not None else None
     except (OSError, ValueError, IndexError) as error:  # IndexError: a line without "=", half written
         raise _unreadable(file, error) from error
     if secret is None:
@@ -313,11 +252,21 @@ def _read(file: Path) -> tuple[str, str | None]:
     return public, secret
 
 
-def _require_plain(file: Path) -> None:
-    """Refuse a file that could be read without end, or that waits for a writer; raises ValueError or OSError."""
+def _check_file(file: Path, *, is_secret: bool) -> None:
     status = file.stat()
+    mode = stat.S_IMODE(status.st_mode)
+    # Kubernetes mounts a secret with fsGroup as 0440: root's file, readable for a group of the process.
+    is_own_group = status.st_gid in {os.getegid(), *os.getgroups()}
+    if is_secret and mode & 0o077 and not (mode == _GROUP_READS and is_own_group):
+        raise ConfigurationError(
+            "insecure-key-file",
+            f"secret key file {file} has mode {mode:04o} and group {status.st_gid}; make it 0400 or 0600, or 0440 with a group "
+            "of this process (in Kubernetes: defaultMode 0440 and fsGroup)",
+            path=str(file),
+            mode=mode,
+        )
     if not stat.S_ISREG(status.st_mode):
-        raise ValueError("it is not a plain file")
+        raise ValueError("it is not a plain file")  # it could be read without end, or wait for a writer
     if status.st_size > _MOST_FILE_BYTES:
         raise ValueError(f"it has more than {_MOST_FILE_BYTES} bytes")
 
@@ -436,7 +385,11 @@ class ClientSecurity:
         secret, others = Path(secret_file), Path(server_file)
         signature = signature_of(secret, others)
         public_key, secret_key = read_keypair(secret)
-        first, *further = read_server_keys(others)
+        try:
+            is_folder = others.is_dir()
+        except OSError as error:
+            raise _unreadable(others, error) from error
+        first, *further = read_authorized_keys(others) if is_folder else [read_public_key(others)]
         return ClientSecurity(public_key, secret_key, first, tuple(further), _Files(secret, others, signature))
 
     def refreshed(self) -> ClientSecurity:

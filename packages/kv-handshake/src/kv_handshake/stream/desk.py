@@ -6,6 +6,7 @@ that finds the queue empty; nothing polls. Everything else runs on the listener'
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import Counter, deque
 from dataclasses import dataclass
@@ -14,12 +15,12 @@ from typing import TYPE_CHECKING, NamedTuple, final
 from kv_handshake.stream.messages import encode_answer, encode_ask_refusal, parse_ask
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from kv_handshake.core.pacing import GatedLog
     from kv_handshake.sockets import Incoming
 
-__all__ = ["AskDesk", "AskLimits", "Parking"]
+__all__ = ["AskDesk", "AskLimits"]
 
 
 @final
@@ -41,7 +42,7 @@ class AskLimits:
 
 
 @final
-class Parked(NamedTuple):
+class OpenAsk(NamedTuple):
     """An ask that waits for its answer.
 
     Attributes:
@@ -63,107 +64,15 @@ class Parked(NamedTuple):
     until_s: float
 
 
-@final
-class Parking:
-    """Holds open asks within limits: of each connection, of each address, in all, in bytes and in time.
-
-    An address that holds as many asks, or bytes, as are still free gets no more, so a flood from one address leaves half to
-    others.
-
-    Example: of 1024 asks one address holds at most 512, the next one then at most 256.
-    """
-
-    def __init__(self, limits: AskLimits) -> None:
-        self._limits = limits
-        self._next_id = 1
-        # In order of arrival, and so of expiry, since all may wait equally long.
-        self._parked: dict[int, Parked] = {}
-        self._by_asker: dict[tuple[bytes, int], int] = {}
-        self._held: Counter[bytes] = Counter()
-        self._held_by_address: Counter[str] = Counter()
-        self._bytes_by_address: Counter[str] = Counter()
-        self._bytes = 0
-
-    def __len__(self) -> int:
-        return len(self._parked)
-
-    def park(
-        self, envelope: tuple[bytes, ...], number: int, size_bytes: int, *, address: str, descriptor: int, now_s: float
-    ) -> Parked | str:
-        """Park an ask, or return the code of the reason for refusing it."""
-        connection, limits = envelope[0], self._limits
-        if (connection, number) in self._by_asker:
-            return "ask-repeated"
-        is_full = (
-            self._held[connection] >= limits.per_connection
-            or self._held_by_address[address] >= limits.in_all - len(self._parked)
-            or self._bytes_by_address[address] + size_bytes > limits.bytes_in_all - self._bytes
-        )
-        if is_full:
-            return "ask-busy"
-        parked = Parked(self._next_id, envelope, number, size_bytes, address, descriptor, now_s + limits.wait_s)
-        self._next_id += 1
-        self._parked[parked.ask_id] = parked
-        self._by_asker[connection, number] = parked.ask_id
-        self._held[connection] += 1
-        self._held_by_address[address] += 1
-        self._bytes_by_address[address] += size_bytes
-        self._bytes += size_bytes
-        return parked
-
-    def take(self, ask_id: int) -> Parked | None:
-        """Return an ask and forget it; None if it has ended."""
-        parked = self._parked.pop(ask_id, None)
-        if parked is not None:
-            connection = parked.envelope[0]
-            del self._by_asker[connection, parked.number]
-            self._bytes -= parked.size_bytes
-            self._bytes_by_address[parked.address] -= parked.size_bytes
-            self._held[connection] -= 1
-            if not self._held[connection]:
-                del self._held[connection]
-            self._held_by_address[parked.address] -= 1
-            if not self._held_by_address[parked.address]:
-                del self._held_by_address[parked.address], self._bytes_by_address[parked.address]
-        return parked
-
-    def take_by_number(self, connection: bytes, number: int) -> Parked | None:
-        """Return an ask by its asker's own number and forget it."""
-        ask_id = self._by_asker.get((connection, number))
-        return None if ask_id is None else self.take(ask_id)
-
-    def take_expired(self, now_s: float) -> list[Parked]:
-        """Return the expired asks, and forget them."""
-        ended: list[Parked] = []
-        for parked in self._parked.values():
-            if now_s < parked.until_s:
-                break
-            ended.append(parked)
-        for parked in ended:
-            self.take(parked.ask_id)
-        return ended
-
-    def take_of(self, descriptor: int) -> list[Parked]:
-        """Return the asks of a connection, and forget them."""
-        ended = [each for each in self._parked.values() if each.descriptor == descriptor]
-        for parked in ended:
-            self.take(parked.ask_id)
-        return ended
-
-    def take_all(self) -> list[Parked]:
-        """Return all asks, and forget them."""
-        ended = list(self._parked.values())
-        for parked in ended:
-            self.take(parked.ask_id)
-        return ended
-
-
 _AFTER_BUSY_S = 0.05
 
 
 @final
 class AskDesk:
-    """Holds open asks, and answers on their way.
+    """Holds open asks within limits, and answers on their way.
+
+    An address that holds as many asks, or bytes, as are still free gets no more, so a flood from one address leaves half to
+    others. Example: of 1024 asks one address holds at most 512, the next one then at most 256.
 
     Args:
         on_ask: Called with (ask id, payload) on the listener's thread; must not block.
@@ -182,19 +91,25 @@ class AskDesk:
     ) -> None:
         self._on_ask = on_ask
         self._on_gone = on_gone
+        self.limits = limits
         self._log = log
-        self._parking = Parking(limits)
         self._lock = threading.Lock()
         self._answers: deque[tuple[int, bytes]] = deque()
         self._ended: deque[int] = deque()
-        # Read by the watch's thread. If it misses a descriptor for a moment, that connection's asks just end by their time limit.
-        self._descriptors: Counter[int] = Counter()
+        self._next_id = 1
+        # In order of arrival, and so of expiry, since all may wait equally long.
+        self._open: dict[int, OpenAsk] = {}
+        self._by_asker: dict[tuple[int, int], int] = {}
+        # By descriptor; also read by the watch's thread. If it misses one for a moment, those asks end by their time limit.
+        self._held: Counter[int] = Counter()
+        self._held_by_address: Counter[str] = Counter()
+        self._bytes_by_address: Counter[str] = Counter()
         self._counts: Counter[str] = Counter()
 
     def statistics(self) -> Mapping[str, int]:
         """Return counts: ``asks``, ``asks_open``, ``asks_answered``, ``asks_cancelled``, ``asks_lost`` and ``refused.<code>``."""
         names = ("asks", "asks_answered", "asks_cancelled", "asks_lost")
-        return {**dict.fromkeys(names, 0), **self._counts, "asks_open": len(self._parking)}
+        return {**dict.fromkeys(names, 0), **self._counts, "asks_open": len(self._open)}
 
     def put(self, ask_id: int, payload: bytes) -> bool:
         """Queue an answer; return whether the listener's thread must be woken. Any thread.
@@ -209,7 +124,7 @@ class AskDesk:
 
     def connection_ended(self, descriptor: int) -> bool:
         """Note the end of a connection; return whether the listener's thread must be woken. Any thread."""
-        if not self._descriptors.get(descriptor):
+        if not self._held.get(descriptor):
             return False
         self._ended.append(descriptor)
         return True
@@ -222,24 +137,33 @@ class AskDesk:
         Raises:
             WireError: As `parse_ask`.
         """
-        ask = parse_ask(query)
+        ask, sender = parse_ask(query), incoming.sender
+        known = self._by_asker.get((sender.descriptor, ask.number))
         if ask.payload is None:
-            self._cancel(incoming.envelope[0], ask.number)
+            if known is not None:
+                self._drop([self._open[known]], "asks_cancelled")
             return self.refuse(ask.number, "ask-cancelled")
-        size_bytes, sender = len(ask.payload), incoming.sender
-        parked = self._parking.park(
-            incoming.envelope,
-            ask.number,
-            size_bytes,
-            address=sender.address,
-            descriptor=sender.descriptor,
-            now_s=now_s,
+        if known is not None:
+            return self.refuse(ask.number, "ask-repeated", _AFTER_BUSY_S)
+        size_bytes, limits = len(ask.payload), self.limits
+        is_full = (
+            self._held[sender.descriptor] >= limits.per_connection
+            or self._held_by_address[sender.address] >= limits.in_all - len(self._open)
+            or self._bytes_by_address[sender.address] + size_bytes
+            > limits.bytes_in_all - self._bytes_by_address.total()
         )
-        if isinstance(parked, str):
-            return self.refuse(ask.number, parked, _AFTER_BUSY_S)
+        if is_full:
+            return self.refuse(ask.number, "ask-busy", _AFTER_BUSY_S)
+        until_s = now_s + limits.wait_s
+        made = OpenAsk(
+            self._next_id, incoming.envelope, ask.number, size_bytes, sender.address, sender.descriptor, until_s
+        )
+        self._next_id += 1
+        self._open[made.ask_id] = made
+        self._by_asker[made.descriptor, made.number] = made.ask_id
+        self._count_held(made, 1)
         self._counts["asks"] += 1
-        self._descriptors[parked.descriptor] += 1
-        self._call("on_ask", self._on_ask, parked.ask_id, ask.payload)
+        self._call("on_ask", self._on_ask, made.ask_id, ask.payload)
         return ()
 
     def refuse(self, number: int, code: str, wait_s: float = 0.0) -> tuple[bytes, ...]:
@@ -253,41 +177,41 @@ class AskDesk:
         with self._lock:
             answers, self._answers = self._answers, deque()
         for ask_id, payload in answers:
-            parked = self._parking.take(ask_id)
-            if parked is not None:
-                self._forget(parked)
+            ask = self._open.get(ask_id)
+            if ask is not None:
+                self._forget(ask)
                 self._counts["asks_answered"] += 1
-                replies.append((parked.envelope, (encode_answer(parked.number, payload),)))
-        gone = self._parking.take_expired(now_s)
-        while self._ended:
-            # Another connection may have this descriptor by now; its asks are then refused with a code that permits a retry.
-            gone += self._parking.take_of(self._ended.popleft())
-        for parked in gone:
-            self._lose(parked)
-            replies.append((parked.envelope, self.refuse(parked.number, "ask-expired", _AFTER_BUSY_S)))
-        return replies
+                replies.append((ask.envelope, (encode_answer(ask.number, payload),)))
+        # Another connection may have an ended one's descriptor by now; the refusal of its asks permits a retry.
+        ended = {self._ended.popleft() for _ in range(len(self._ended))}
+        gone = list(itertools.takewhile(lambda ask: now_s >= ask.until_s, self._open.values()))
+        if ended:
+            gone += [ask for ask in self._open.values() if ask.descriptor in ended and now_s < ask.until_s]
+        self._drop(gone, "asks_lost")
+        return replies + [(ask.envelope, self.refuse(ask.number, "ask-expired", _AFTER_BUSY_S)) for ask in gone]
 
     def drop_all(self) -> None:
         """Forget all asks: their connections are closed."""
-        for parked in self._parking.take_all():
-            self._lose(parked)
+        self._drop(list(self._open.values()), "asks_lost")
 
-    def _cancel(self, connection: bytes, number: int) -> None:
-        parked = self._parking.take_by_number(connection, number)
-        if parked is not None:
-            self._counts["asks_cancelled"] += 1
-            self._forget(parked)
-            self._call("on_ask_gone", self._on_gone, parked.ask_id)
+    def _drop(self, asks: Iterable[OpenAsk], count: str) -> None:
+        for ask in asks:
+            self._forget(ask)
+            self._counts[count] += 1
+            self._call("on_ask_gone", self._on_gone, ask.ask_id)
 
-    def _lose(self, parked: Parked) -> None:
-        self._counts["asks_lost"] += 1
-        self._forget(parked)
-        self._call("on_ask_gone", self._on_gone, parked.ask_id)
+    def _forget(self, ask: OpenAsk) -> None:
+        del self._open[ask.ask_id], self._by_asker[ask.descriptor, ask.number]
+        self._count_held(ask, -1)
 
-    def _forget(self, parked: Parked) -> None:
-        self._descriptors[parked.descriptor] -= 1
-        if self._descriptors[parked.descriptor] <= 0:
-            del self._descriptors[parked.descriptor]
+    def _count_held(self, ask: OpenAsk, change: int) -> None:
+        self._held[ask.descriptor] += change
+        self._held_by_address[ask.address] += change
+        self._bytes_by_address[ask.address] += change * ask.size_bytes
+        if not self._held[ask.descriptor]:
+            del self._held[ask.descriptor]
+        if not self._held_by_address[ask.address]:
+            del self._held_by_address[ask.address], self._bytes_by_address[ask.address]
 
     def _call(self, name: str, callback: Callable[..., None], *values: object) -> None:
         try:

@@ -16,7 +16,7 @@ import typer
 
 from kv_handshake import __version__
 from kv_handshake.core.endpoint import parse_endpoint
-from kv_handshake.errors import HandshakeError, printable
+from kv_handshake.errors import HandshakeError, shortened
 from kv_handshake.net.listener import Listener
 from kv_handshake.sockets import write_keypair
 from kv_handshake.testing import load_vectors
@@ -121,7 +121,7 @@ def _coded(command: Callable[Arguments, int | None]) -> Callable[Arguments, None
             if options["as_json"]:
                 print(json.dumps({"error": error.code, "fault": error.fault, "message": str(error)}))
             else:
-                print(f"kv-handshake: {error.code}: {printable(str(error))}", file=sys.stderr)
+                print(f"kv-handshake: {error.code}: {shortened(str(error), 1000)}", file=sys.stderr)
             code = _USAGE if error.code == "bind-failed" else _EXIT_BY_FAULT[error.fault]
         raise typer.Exit(code or _OK)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import msgspec
 
-from kv_handshake.core.endpoint import Endpoint, endpoint_of, parse_endpoint
+from kv_handshake.core.endpoint import endpoint_of, parse_endpoint
 from kv_handshake.core.handshake import Handshake, Timing
 from kv_handshake.core.pacing import GatedLog
 from kv_handshake.core.session import ClientSession
@@ -25,7 +25,7 @@ from kv_handshake.wire.policy import LocalOffer
 from kv_handshake.wire.replies import decode_envelope
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from kv_handshake.wire.messages import AgentMetadata
     from kv_handshake.wire.queries import Rank
@@ -90,46 +90,41 @@ def probe(
         WireError: The code of the first fault in a reply; ``refused`` for a refusal.
         ConfigurationError: ``invalid-endpoint``, ``invalid-argument`` or ``unknown-dialect``.
     """
-    new_session = partial(
-        ClientSession, ranks=ranks, version=dialect, offer=LocalOffer(policy="off"), keeps_replies=True
-    )
-    began_s = time.monotonic()
-    session = _run(endpoint_of(host, port), new_session, timeout_s, len(ranks), security)
-    payloads = {rank: reply.envelope for rank, reply in session.replies.items()}
-    factors = decode_envelope(next(iter(payloads.values()))).factors
-    return ProbeResult(
-        Recording(dialect, payloads, factors=factors),
-        session.peers,
-        {rank: reply.rtt_s for rank, reply in session.replies.items()},
-        next(iter(session.replies.values())).received_s - began_s,
-        session.clock_offset_s,
-    )
-
-
-def _run(
-    endpoint: Endpoint,
-    new_session: Callable[[], ClientSession],
-    timeout_s: float,
-    replies: int,
-    security: ClientSecurity | None,
-) -> ClientSession:
-    """Run one attempt on a client loop of its own; return the session, or raise the error that ended it."""
     if not 0 < timeout_s <= _LONGEST_S:
         raise ConfigurationError("invalid-argument", f"timeout {timeout_s} s is not above 0 and at most {_LONGEST_S}")
-    timing = Timing(deadline_s=min(_LONGEST_S, timeout_s * replies), attempt_s=timeout_s, pipeline=1)
-    is_over = threading.Event()
+    began_s, ended = time.monotonic(), threading.Event()
+    timing = Timing(deadline_s=min(_LONGEST_S, timeout_s * len(ranks)), attempt_s=timeout_s, pipeline=1)
+    new_session = partial(ClientSession, LocalOffer(policy="off"), ranks, dialect=dialect, keeps_replies=True)
     task = Handshake(
-        endpoint, new_session, lambda _: is_over.set(), timing=timing, start_s=time.monotonic(), attempts_most=1
+        endpoint_of(host, port),
+        new_session,
+        lambda _: ended.set(),
+        timing=timing,
+        start_s=began_s,
+        attempts_most=1,
     )
     loop = Loop(timing, GatedLog(), security=security, seed=None)
     try:
         loop.call(lambda: loop.start(task))
-        is_over.wait()
+        ended.wait()
     finally:
         loop.close()
-    if task.session.error is not None:
-        raise task.session.error
-    return task.session
+    session = task.session
+    if session.error is not None:
+        raise session.error
+    replies = session.replies
+    first = next(iter(replies.values()))
+    return ProbeResult(
+        Recording(
+            dialect,
+            {rank: reply.envelope for rank, reply in replies.items()},
+            factors=decode_envelope(first.envelope).factors,
+        ),
+        session.peers,
+        {rank: reply.rtt_s for rank, reply in replies.items()},
+        first.received_s - began_s,
+        session.clock_offset_s,
+    )
 
 
 DEFAULT_DIALECT = 5

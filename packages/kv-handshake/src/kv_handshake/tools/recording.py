@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast, final
 
 import msgspec
 
-from kv_handshake.errors import ConfigurationError, HandshakeError, printable
+from kv_handshake.errors import ConfigurationError, HandshakeError, shortened
 from kv_handshake.wire.dialects import dialect_of
 from kv_handshake.wire.factors import Difference, differing_factors, explain_hash, suspected_factors
 from kv_handshake.wire.limits import DECODE_ERRORS
@@ -213,6 +213,7 @@ def _compare_factors(
 
 
 _SHOWN = 6
+_SHOWN_CHARS = 1000
 
 
 def comparison_values(comparison: Comparison) -> dict[str, object]:
@@ -253,8 +254,8 @@ def _difference_line(difference: Difference) -> str:
 def shorten(value: object) -> str:
     """Return a value as text; of a long list the first six entries and their number."""
     if not isinstance(value, (tuple, list)):
-        return printable(str(value))
-    items = [printable(str(each)) for each in cast("Sequence[object]", value)]
+        return shortened(str(value), _SHOWN_CHARS)
+    items = [shortened(str(each), _SHOWN_CHARS) for each in cast("Sequence[object]", value)]
     if len(items) <= _SHOWN:
         return f"[{', '.join(items)}]"
     return f"[{', '.join(items[:_SHOWN])}, ... {len(items)} in all]"

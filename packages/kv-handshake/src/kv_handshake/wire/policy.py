@@ -45,14 +45,12 @@ class LocalOffer:
         policy: ``exact``: the hashes must be equal, as vLLM's own connector demands. ``negotiated``: factors that must
             match do; of a peer that sends no factors the hash must be equal, or explained by factors that need not
             match. ``off``: differences only warn.
-        protocol: (oldest, newest) version of our extensions.
         capabilities: ``required``, ``supported`` or ``absent`` by name. vLLM's own connector has none.
         hashes: Compatibility hash of the factors by dialect.
     """
 
     factors: Mapping[str, object] = field(default_factory=dict[str, object])
     policy: Policy = "exact"
-    protocol: tuple[int, int] = PROTOCOL_RANGE
     capabilities: Mapping[str, Level] = field(default_factory=dict[str, Level])
     hashes: Mapping[int, str] = field(init=False, repr=False, compare=False)
 
@@ -65,9 +63,6 @@ class LocalOffer:
             raise ConfigurationError(
                 "invalid-argument", f"capability level {unknown[0]!r} is not required, supported or absent"
             )
-        oldest, newest = self.protocol
-        if not 1 <= oldest <= newest:
-            raise ConfigurationError("invalid-argument", f"protocol range {self.protocol} is empty")
         object.__setattr__(self, "factors", MappingProxyType(dict(self.factors)))
         object.__setattr__(self, "capabilities", MappingProxyType(dict(self.capabilities)))
         hashes = {
@@ -116,7 +111,7 @@ def judge(offer: LocalOffer, envelope: Envelope, version: int) -> Verdict:
         return Verdict(
             "refused", f"the peer refused: {shortened(envelope.refusal.code)}: {shortened(envelope.refusal.message)}"
         )
-    protocol, problem = _common_protocol(offer.protocol, envelope.protocol)
+    protocol, problem = _common_protocol(PROTOCOL_RANGE, envelope.protocol)
     if problem:
         return Verdict("protocol-range", problem)
     capabilities, problem = _common_capabilities(offer, envelope)

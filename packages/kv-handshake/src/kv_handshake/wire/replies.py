@@ -90,12 +90,13 @@ def decode_envelope(frame: bytes) -> Envelope:
             size_bytes=len(frame),
         )
     try:
-        rest_bytes = len(frame) - len(_outer_decoder.decode(frame).agent_metadata_bytes)
-        if rest_bytes > MAX_ENVELOPE_BYTES:
-            raise WireError(
-                "malformed-envelope",
-                f"envelope holds {rest_bytes} bytes besides its metadata; at most {MAX_ENVELOPE_BYTES} are read",
-            )
+        if len(frame) > MAX_ENVELOPE_BYTES:
+            rest_bytes = len(frame) - len(_outer_decoder.decode(frame).agent_metadata_bytes)
+            if rest_bytes > MAX_ENVELOPE_BYTES:
+                raise WireError(
+                    "malformed-envelope",
+                    f"envelope holds {rest_bytes} bytes besides its metadata; at most {MAX_ENVELOPE_BYTES} are read",
+                )
         envelope = _envelope_decoder.decode(frame)
     except DECODE_ERRORS as error:
         raise WireError("malformed-envelope", f"envelope of {len(frame)} bytes does not decode: {error}") from error
