@@ -28,7 +28,6 @@ SURFACE = {
         "Comparison",
         "Difference",
         "Recording",
-        "Snapshot",
         "compare",
         "probe",
     },

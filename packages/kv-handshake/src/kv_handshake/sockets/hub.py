@@ -13,7 +13,7 @@ import zmq
 
 from kv_handshake.errors import ConfigurationError, HandshakeError, TransportError
 from kv_handshake.sockets.connections import NOTHING_TRIED, Connection, Tried
-from kv_handshake.sockets.tcp import CAN_LOOK, Grip, refuse_without_descriptors
+from kv_handshake.sockets.tcp import Grip, refuse_without_descriptors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -93,7 +93,7 @@ class Hub:
         self._needs_upkeep = True
         self._fresh: deque[tuple[float, Connection]] = deque()
         self._next_refresh_s = 0.0
-        self._grip = Grip() if CAN_LOOK else None
+        self._grip = Grip()
         self._poller.register(self._wakeup.fileno(), zmq.POLLIN)
 
     def next_try(self, connection: Connection) -> Tried | None:
@@ -231,8 +231,6 @@ class Hub:
 
     def flooded(self) -> list[Connection]:
         """Return the connections on which more has come in than was asked for: libzmq sets no limit to the frames of a reply."""
-        if self._grip is None:
-            return []
         return [each for each in dict.fromkeys(self._by_socket.values()) if each.is_flooded(self._grip)]
 
     def _do_upkeep(self) -> None:
@@ -254,6 +252,5 @@ class Hub:
         for connection in {*self._by_socket.values(), *self._ended, *prepared}:
             connection.close()
         self._wakeup.close()
-        if self._grip is not None:
-            self._grip.close()
+        self._grip.close()
         self._context.destroy(linger=0)

@@ -125,7 +125,6 @@ class RouterSocket:
     Args:
         port: The listening port.
         security: Keys of an encrypted side channel.
-        limits: Limits on connections.
         report: Called on another thread with the cause and the address of each connection that was shut down, and with ``keys``
             and a text if key files cannot be read.
         closed: Called on another thread with the descriptor of each connection that has ended.
@@ -143,9 +142,8 @@ class RouterSocket:
         port: ListeningPort,
         *,
         security: ServerSecurity | None = None,
-        limits: ConnectionLimits | None = None,
-        report: Callable[[str, str], None] = lambda _cause, _address: None,
-        closed: Callable[[int], None] = lambda _descriptor: None,
+        report: Callable[[str, str], None],
+        closed: Callable[[int], None],
     ) -> None:
         endpoint = port.endpoint
         try:
@@ -183,7 +181,7 @@ class RouterSocket:
             self._watch = ConnectionWatch(
                 self._socket,
                 endpoint.port,
-                limits or ConnectionLimits(),
+                ConnectionLimits(),
                 report=report,
                 upkeep=self._refresh_keys,
                 closed=closed,

@@ -16,10 +16,9 @@ import os
 import resource
 import socket
 import struct
-import sys
 from typing import Final, final
 
-__all__ = ["CAN_LOOK", "Ends", "Grip", "most_connections", "refuse_without_descriptors"]
+__all__ = ["Ends", "Grip", "most_connections", "refuse_without_descriptors"]
 
 _INFO_BYTES = 136
 _RECEIVED_AT = 128
@@ -28,9 +27,6 @@ _COUNT = struct.Struct("=Q")
 paces, of ``bytes_acked`` at 120 and of ``bytes_received`` at 128."""
 
 _RESET_AT_CLOSE = struct.pack("ii", 1, 0)
-
-CAN_LOOK = sys.platform == "linux" and hasattr(socket, "TCP_INFO")
-"""Whether this system counts a connection's bytes."""
 
 Ends = tuple[tuple[str, int], tuple[str, int]]
 """(host, port) of this end and of the peer's end of a connection, which no other living connection shares."""
@@ -139,7 +135,5 @@ def _descriptors_left() -> int | None:
     try:
         # An entry is that of the directory itself, which is closed again.
         return max(0, most - len(os.listdir("/proc/self/fd")) + 1)  # noqa: PTH208 - no object per descriptor
-    except FileNotFoundError:
-        return None
     except OSError:
         return 0

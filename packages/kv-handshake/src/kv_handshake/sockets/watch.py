@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, cast, final
 
 import zmq
 
-from kv_handshake.sockets.tcp import CAN_LOOK, Grip
+from kv_handshake.sockets.tcp import Grip
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -123,6 +123,7 @@ class ConnectionLimits:
 
 
 @final
+@dataclass(slots=True)
 class Sender:
     """A connection as the listener's thread knows it.
 
@@ -133,35 +134,23 @@ class Sender:
         queries: Messages that have come from it.
     """
 
-    __slots__ = ("address", "descriptor", "is_req", "queries")
-
-    def __init__(self, address: str, descriptor: int, *, is_req: bool = False) -> None:
-        self.address = address
-        self.descriptor = descriptor
-        self.is_req = is_req
-        self.queries = 0
+    address: str
+    descriptor: int
+    is_req: bool = False
+    queries: int = 0
 
 
 @final
+@dataclass(slots=True)
 class _Open:
     """An open connection as the watch knows it."""
 
-    __slots__ = (
-        "ahead_bytes",
-        "begin_bytes",
-        "descriptor",
-        "ends",
-        "queries",
-        "since_s",
-    )
-
-    def __init__(self, descriptor: int, ends: Ends, queries: int, now_s: float) -> None:
-        self.descriptor = descriptor
-        self.ends = ends
-        self.queries = queries
-        self.begin_bytes = 0
-        self.ahead_bytes = 0
-        self.since_s = now_s
+    descriptor: int
+    ends: Ends
+    queries: int
+    since_s: float
+    begin_bytes: int = 0
+    ahead_bytes: int = 0
 
     @property
     def address(self) -> str:
@@ -195,7 +184,7 @@ class ConnectionWatch:
         *,
         report: Callable[[str, str], None],
         upkeep: Callable[[], bool],
-        closed: Callable[[int], None] = lambda _descriptor: None,
+        closed: Callable[[int], None],
     ) -> None:
         self._limits = limits
         self._report = report
@@ -207,11 +196,8 @@ class ConnectionWatch:
         self._open: dict[int, _Open] = {}
         self._senders: dict[int, Sender] = {}
         self._ended = threading.Event()
-        self._means: WatchDescriptors | None = None
-        work = self._run_upkeep
-        if CAN_LOOK and hasattr(select, "epoll"):
-            self._means, work = WatchDescriptors(sock), self._run
-        self._thread = threading.Thread(target=work, name="kv-handshake-watch", daemon=True)
+        self._means = WatchDescriptors(sock)
+        self._thread = threading.Thread(target=self._run, name="kv-handshake-watch", daemon=True)
         try:
             self._thread.start()
         except RuntimeError:
@@ -225,30 +211,18 @@ class ConnectionWatch:
     def close(self) -> None:
         """Stop the thread."""
         self._ended.set()
-        if self._means is not None:
-            self._means.wake()
+        self._means.wake()
         if self._thread.ident is not None:
             self._thread.join(_JOIN_S)
-        if self._means is not None:
-            # libzmq's own thread blocks on a monitor without a reader: disable it first, close it last.
-            self._socket.disable_monitor()
-            if not self._thread.is_alive():
-                self._means.close()
+        # libzmq's own thread blocks on a monitor without a reader: disable it first, close it last.
+        self._socket.disable_monitor()
+        if not self._thread.is_alive():
+            self._means.close()
 
     # Everything below runs on the watch's thread.
 
-    def _run_upkeep(self) -> None:
-        """Look after the keys alone, where the system counts no bytes of connections."""
-        while not self._ended.wait(_ROUND_S):
-            try:
-                self._upkeep()
-            except Exception as error:  # noqa: BLE001 - revocations must outlive any failure
-                self._report("watch", f"the watch over connections goes on after {error!r}")
-
     def _run(self) -> None:
         means = self._means
-        if means is None:  # pragma: no cover - `_run_upkeep` is the work then
-            return
         poller = means.poller()
         now_s = time.monotonic()
         next_round_s, awake_until_s = now_s + _ROUND_S, now_s
@@ -259,19 +233,20 @@ class ConnectionWatch:
                 break
             now_s = time.monotonic()
             try:
-                has_events = self._take_events(means, now_s)
+                has_events = self._take_events(now_s)
                 touched = [self._open[fd] for fd, _ in means.arrivals.poll(0) if fd in self._open]
                 if touched or has_events:
                     awake_until_s = now_s + _AWAKE_S
-                self._look_at(means.grip, touched, now_s)
+                self._look_at(touched, now_s)
                 if now_s >= next_round_s:
                     next_round_s = now_s + _ROUND_S
-                    self._make_round(means.grip, now_s)
+                    self._make_round(now_s)
             except Exception as error:  # noqa: BLE001 - the limits and the monitor's reader must outlive any failure
                 self._report("watch", f"the watch over connections goes on after {error!r}")
 
-    def _take_events(self, means: WatchDescriptors, now_s: float) -> bool:
+    def _take_events(self, now_s: float) -> bool:
         """Take all news of connections in; return whether there were any. Most handshakes begin and end between two looks."""
+        means = self._means
         accepted: set[int] = set()
         has_events = False
         with contextlib.suppress(zmq.ZMQError):
@@ -286,59 +261,55 @@ class ConnectionWatch:
                     accepted.discard(descriptor)
                     self._closed(descriptor)
         for descriptor in accepted:
-            self._add(means, descriptor, now_s)
+            self._add(descriptor, now_s)
         if len(self._open) > self._most:
-            self._make_room(means.grip)
+            self._make_room()
         return has_events
 
-    def _add(self, means: WatchDescriptors, descriptor: int, now_s: float) -> None:
-        ends = means.grip.ends(descriptor)
+    def _add(self, descriptor: int, now_s: float) -> None:
+        ends = self._means.grip.ends(descriptor)
         if ends is None or ends[0][1] != self._port:  # gone, and its number is another file's now
             return
-        self._open[descriptor] = _Open(descriptor, ends, self._queries(descriptor), now_s)
+        self._open[descriptor] = _Open(descriptor, ends, self._queries(descriptor), since_s=now_s)
         with contextlib.suppress(OSError):
-            means.arrivals.register(descriptor, select.EPOLLIN | select.EPOLLET)
+            self._means.arrivals.register(descriptor, select.EPOLLIN | select.EPOLLET)
 
-    def _look_at(self, grip: Grip, connections: list[_Open], now_s: float) -> None:
+    def _look_at(self, connections: list[_Open], now_s: float) -> None:
         for each in connections:
-            self._measure(grip, each, now_s)
+            self._measure(each, now_s)
             if each.ahead_bytes > self._limits.ahead_bytes:
-                self._hang_up(grip, each, "message-too-long")
+                self._hang_up(each, "message-too-long")
         if not connections:
             return
         excess = sum(each.surplus_bytes for each in self._open.values()) - self._limits.ahead_bytes_in_all
         if excess > 0:
             for each in sorted(self._open.values(), key=lambda each: -each.ahead_bytes):
-                self._hang_up(grip, each, "messages-too-long")
+                self._hang_up(each, "messages-too-long")
                 excess -= each.surplus_bytes
                 if excess <= 0:
                     break
 
-    def _measure(self, grip: Grip, connection: _Open, now_s: float) -> None:
-        received = grip.received_bytes(connection.descriptor)
+    def _measure(self, connection: _Open, now_s: float) -> None:
+        received = self._means.grip.received_bytes(connection.descriptor)
         queries = self._queries(connection.descriptor)
         if queries != connection.queries:
-            connection.queries, connection.begin_bytes, connection.since_s = (
-                queries,
-                received,
-                now_s,
-            )
+            connection.queries, connection.begin_bytes, connection.since_s = queries, received, now_s
         connection.ahead_bytes = received - connection.begin_bytes
 
     def _queries(self, descriptor: int) -> int:
         sender = self._senders.get(descriptor)
         return sender.queries if sender is not None else 0
 
-    def _make_round(self, grip: Grip, now_s: float) -> None:
+    def _make_round(self, now_s: float) -> None:
         for each in list(self._open.values()):
-            self._measure(grip, each, now_s)
+            self._measure(each, now_s)
             if now_s - each.since_s > self._limits.idle_s:
-                self._hang_up(grip, each, "idle")
+                self._hang_up(each, "idle")
         if self._upkeep():
             for each in list(self._open.values()):
-                self._hang_up(grip, each, "keys-changed")
+                self._hang_up(each, "keys-changed")
 
-    def _make_room(self, grip: Grip) -> None:
+    def _make_room(self) -> None:
         """Shut down as many connections as are too many: of the address with most, the one longest without a query."""
         held = Counter(each.address for each in self._open.values())
         waiting = sorted(self._open.values(), key=lambda each: each.since_s, reverse=True)
@@ -346,12 +317,12 @@ class ConnectionWatch:
             address, _ = held.most_common(1)[0]
             at = next(at for at in range(len(waiting) - 1, -1, -1) if waiting[at].address == address)
             held[address] -= 1
-            self._hang_up(grip, waiting.pop(at), "too-many-connections")
+            self._hang_up(waiting.pop(at), "too-many-connections")
 
-    def _hang_up(self, grip: Grip, connection: _Open, cause: str) -> None:
+    def _hang_up(self, connection: _Open, cause: str) -> None:
         if self._open.pop(connection.descriptor, None) is None:
             return
-        if grip.hang_up(connection.descriptor, connection.ends):
+        if self._means.grip.hang_up(connection.descriptor, connection.ends):
             self._report(cause, connection.address)
 
 

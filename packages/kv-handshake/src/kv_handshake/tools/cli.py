@@ -30,7 +30,7 @@ from kv_handshake.tools.probe import (
     security_of,
     supposed_of,
 )
-from kv_handshake.tools.recording import Recording, Snapshot, compare, comparison_text, comparison_values
+from kv_handshake.tools.recording import Recording, compare, comparison_text, comparison_values
 from kv_handshake.wire.dialects import dialect_of, dialect_of_vllm
 
 if TYPE_CHECKING:
@@ -194,7 +194,7 @@ def _probe(  # noqa: PLR0913 - one for each option
         recording = recording_of(
             against, ranks[:1], dialect=against_dialect or version.version, timeout_s=timeout, security=security
         )
-        comparison = compare(Snapshot.of(peer, result.recording), Snapshot.of(against, recording), supposed=supposed)
+        comparison = compare(result.recording, recording, supposed=supposed)
         document["against"] = {"peer": against, **comparison_values(comparison)}
         text += "\n" + comparison_text(comparison, peer, against)
         code = _OK if comparison.is_compatible else _DIFFERENT

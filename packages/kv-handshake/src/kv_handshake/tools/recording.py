@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast, final
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast, final
 
 import msgspec
 
@@ -27,10 +27,10 @@ from kv_handshake.wire.replies import decode_envelope, decode_metadata
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from kv_handshake.wire.messages import AgentMetadata, Envelope
+    from kv_handshake.wire.messages import AgentMetadata
     from kv_handshake.wire.queries import Rank
 
-__all__ = ["Comparison", "Recording", "Snapshot", "compare", "comparison_text", "comparison_values", "shorten"]
+__all__ = ["Comparison", "Recording", "compare", "comparison_text", "comparison_values", "shorten"]
 
 _FORMAT = "kv-handshake-recording"
 _MAX_BYTES = 256 * 1024 * 1024
@@ -117,33 +117,6 @@ _COMPARED = tuple(each.name for each in METADATA_FIELDS if each.wire.is_compared
 
 @final
 @dataclass(frozen=True, slots=True)
-class Snapshot:
-    """An engine as a probe or a recording shows it.
-
-    Attributes:
-        name: Name for messages.
-        dialect: Its connector version.
-        envelope: The envelope of the first rank.
-        metadata: The metadata in it.
-        factors: Its factors, from the envelope or from a recording; empty if neither has them.
-    """
-
-    name: str
-    dialect: int
-    envelope: Envelope
-    metadata: AgentMetadata
-    factors: Mapping[str, object]
-
-    @staticmethod
-    def of(name: str, recording: Recording) -> Snapshot:
-        """Return the snapshot of a recorded engine."""
-        envelope = decode_envelope(next(iter(recording.payloads.values())))
-        factors = envelope.factors or recording.factors
-        return Snapshot(name, recording.dialect, envelope, decode_metadata(envelope), factors)
-
-
-@final
-@dataclass(frozen=True, slots=True)
 class Comparison:
     """The differences between two engines.
 
@@ -171,15 +144,36 @@ class Comparison:
         return self.is_same_hash and not self.differences and not self.suspects
 
 
-def compare(left: Snapshot, right: Snapshot, *, supposed: Mapping[str, Sequence[object]] | None = None) -> Comparison:
-    """Compare two engines.
+class _Side(NamedTuple):
+    """What an engine's first recorded rank shows."""
+
+    dialect: int
+    compatibility_hash: str
+    metadata: AgentMetadata
+    factors: Mapping[str, object]
+
+
+def _side(recording: Recording) -> _Side:
+    envelope = decode_envelope(next(iter(recording.payloads.values())))
+    factors = envelope.factors or recording.factors
+    return _Side(recording.dialect, envelope.compatibility_hash, decode_metadata(envelope), factors)
+
+
+def compare(
+    first: Recording, second: Recording, *, supposed: Mapping[str, Sequence[object]] | None = None
+) -> Comparison:
+    """Compare two engines by the first rank of each.
 
     Args:
-        left: The first engine.
-        right: The second engine.
+        first: The first engine.
+        second: The second engine.
         supposed: Values to try, by factor name, for an engine that sends only its hash.
+
+    Raises:
+        WireError: As `Codec.decode_envelope` and `Codec.decode_metadata`.
     """
-    is_same_hash = left.envelope.compatibility_hash == right.envelope.compatibility_hash
+    left, right = _side(first), _side(second)
+    is_same_hash = left.compatibility_hash == right.compatibility_hash
     differences, suspects, basis = _compare_factors(left, right, is_same_hash, supposed or {})
     named = {each.name for each in differences}
     shown = [
@@ -191,23 +185,23 @@ def compare(left: Snapshot, right: Snapshot, *, supposed: Mapping[str, Sequence[
 
 
 def _compare_factors(
-    left: Snapshot, right: Snapshot, is_same_hash: bool, supposed: Mapping[str, Sequence[object]]
+    left: _Side, right: _Side, is_same_hash: bool, supposed: Mapping[str, Sequence[object]]
 ) -> tuple[tuple[Difference, ...], tuple[str, ...], Basis]:
     if left.factors and right.factors:
         return differing_factors(left.factors, right.factors), (), "factors"
     if is_same_hash:
         return (), (), "hash"
-    known, silent, is_left = (left, right, True) if left.factors else (right, left, False)
+    known, silent = (left, right) if left.factors else (right, left)
     if not known.factors:
         return (), ("any hashed factor",), "hash-unexplained"
-    dialect = dialect_of(silent.dialect)
     # The silent engine's metadata and dialect show two of its factors.
     shown = {"attn_backend_name": (silent.metadata.attn_backend_name,), "nixl_connector_version": (silent.dialect,)}
     tried = {name: (*supposed.get(name, ()), *shown.get(name, ())) for name in {**supposed, **shown}}
-    found = explain_hash(known.factors, silent.envelope.compatibility_hash, dialect, supposed=tried)
+    dialect = dialect_of(silent.dialect)
+    found = explain_hash(known.factors, silent.compatibility_hash, dialect, supposed=tried)
     if not found:
         return (), suspected_factors(known.factors, dialect), "hash-unexplained"
-    if not is_left:
+    if known is right:
         found = tuple(Difference(each.name, each.peer, each.local, each.group) for each in found)
     return found, (), "hash-explained"
 

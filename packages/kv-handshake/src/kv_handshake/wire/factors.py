@@ -51,7 +51,7 @@ FACTOR_GROUPS: Mapping[str, Group] = MappingProxyType(
         # In vLLM's hash.
         "vllm_version": "must-match",  # major and minor; see _version_group
         "nixl_connector_version": "must-match",
-        "model": "must-match",  # informative where both sides have the same content; see group_of and _difference_group
+        "model": "must-match",  # informative where both sides have the same content; see _difference_group
         "dtype": "must-match",
         "num_kv_heads": "must-match",
         "head_size": "must-match",
@@ -147,16 +147,6 @@ def differing_factors(local: Mapping[str, object], peer: Mapping[str, object]) -
     return tuple(sorted(differences, key=lambda each: (rank[each.group], each.name)))
 
 
-def group_of(name: str, local: Mapping[str, object], peer: Mapping[str, object]) -> Group:
-    """Return the group of a factor between these two engines."""
-    if name == "model" and local.get("model_identity") is not None and peer.get("model_identity") is not None:
-        return "informative"
-    group = FACTOR_GROUPS.get(name)
-    if group is None:
-        return "must-match" if name in local and name in peer else "informative"
-    return group
-
-
 def check_factors(factors: Mapping[str, object]) -> None:
     """Raise ``invalid-factors`` unless the factors can be hashed and sent."""
     if len(factors) > MAX_FACTORS:
@@ -186,11 +176,13 @@ def _difference_group(name: str, local: Mapping[str, object], peer: Mapping[str,
         return "may-differ"
     if name == "kv_cache_groups" and stage_groups_agree(local, peer):
         return "may-differ"
-    if name == "model" and all(
-        local.get(each) is not None and _is_same(local[each], peer.get(each)) for each in _CONTENT
-    ):
-        return "informative"  # the same content under another name
-    return group_of(name, local, peer)
+    if name == "model":  # the same content under another name
+        is_identified = local.get("model_identity") is not None and peer.get("model_identity") is not None
+        if is_identified or all(
+            local.get(each) is not None and _is_same(local[each], peer.get(each)) for each in _CONTENT
+        ):
+            return "informative"
+    return FACTOR_GROUPS.get(name, "must-match" if name in local and name in peer else "informative")
 
 
 def _major_minor(release: object) -> object:

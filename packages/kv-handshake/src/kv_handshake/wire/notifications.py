@@ -132,12 +132,11 @@ def encode_read_complete(request_id: str, reader_count: int, *, nonce: str = "",
     return b"%s%s:%d" % (_OURS.encode(), msgspec.json.encode((request_id, nonce, consumer)), reader_count)
 
 
-def encode_heartbeats(readers: Sequence[tuple[str, str]], *, target_bytes: int = _TARGET_BYTES) -> tuple[bytes, ...]:
-    """Return the payloads that keep requests alive on a producer, few and none much longer than `target_bytes`.
+def encode_heartbeats(readers: Sequence[tuple[str, str]]) -> tuple[bytes, ...]:
+    """Return the payloads that keep requests alive on a producer, few and none much longer than 8 KiB.
 
     Args:
         readers: (request id, nonce) pairs in any number; nonce "" selects vLLM's form, repeated pairs are sent once.
-        target_bytes: A payload is closed when the next id would make it longer than this.
 
     Raises:
         ConfigurationError: ``invalid-argument`` for an id that is empty, reserved for us, not UTF-8 or longer than 4096
@@ -156,8 +155,8 @@ def encode_heartbeats(readers: Sequence[tuple[str, str]], *, target_bytes: int =
     our_bytes = len(_OUR_HEARTBEAT) + len("[]")
     return (
         *alone,
-        *(_HEARTBEAT.encode() + batch for batch in _batches(listed, target_bytes - len(_HEARTBEAT))),
-        *(_OUR_HEARTBEAT.encode() + b"[" + batch + b"]" for batch in _batches(ours, target_bytes - our_bytes)),
+        *(_HEARTBEAT.encode() + batch for batch in _batches(listed, _TARGET_BYTES - len(_HEARTBEAT))),
+        *(_OUR_HEARTBEAT.encode() + b"[" + batch + b"]" for batch in _batches(ours, _TARGET_BYTES - our_bytes)),
     )
 
 
