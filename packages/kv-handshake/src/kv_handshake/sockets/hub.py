@@ -6,7 +6,6 @@ import contextlib
 import math
 import socket
 import time
-from collections import deque
 from typing import TYPE_CHECKING, Any, final
 
 import zmq
@@ -23,45 +22,8 @@ if TYPE_CHECKING:
 __all__ = ["Hub"]
 
 
-@final
-class WakeupPipe:
-    """A descriptor to poll that any thread can make readable."""
-
-    def __init__(self) -> None:
-        self._reader, self._writer = socket.socketpair()
-        self._reader.setblocking(False)
-        self._writer.setblocking(False)
-
-    def fileno(self) -> int:
-        """Return the descriptor to poll for reading."""
-        return self._reader.fileno()
-
-    def drain(self) -> None:
-        """Make the descriptor unreadable again."""
-        with contextlib.suppress(BlockingIOError):
-            self._reader.recv(4096)
-
-    def wake(self) -> None:
-        """Make the descriptor readable; harmless after `close`."""
-        with contextlib.suppress(OSError):
-            self._writer.send(b"!")
-
-    def close(self) -> None:
-        """Close both ends."""
-        self._reader.close()
-        self._writer.close()
-
-
 _LONGEST_POLL_MS = 60_000
 _UPKEEP_MS = 2
-_MOST_STEPS = 3
-"""Times that `poll` keeps waiting after a step of an opening that needs no action: connected, opened."""
-
-_FRESH_MS = 2
-_FRESH_S = _FRESH_MS / 1000
-"""Time from which on the steps and the end of a connection are waited for. Most handshakes are over by then, and each step of an
-opening would wake the thread."""
-
 _REFRESH_S = 1.0
 _MOST_ENDED = 32
 """Ended connections are closed, and the sockets of the next one made, when no event has come for so long, or when so many
@@ -87,14 +49,15 @@ class Hub:
         self._security = security
         self._poller = zmq.Poller()
         self._by_socket: dict[Any, Connection] = {}
-        self._wakeup = WakeupPipe()
+        self._woken, self._waker = socket.socketpair()
+        self._woken.setblocking(False)
+        self._waker.setblocking(False)
         self._prepared: Connection | None = None
         self._ended: list[Connection] = []
         self._needs_upkeep = True
-        self._fresh: deque[tuple[float, Connection]] = deque()
         self._next_refresh_s = 0.0
         self._grip = Grip()
-        self._poller.register(self._wakeup.fileno(), zmq.POLLIN)
+        self._poller.register(self._woken.fileno(), zmq.POLLIN)
 
     def next_try(self, connection: Connection) -> Tried | None:
         """Return the next try after an opening that the listener refused, or None if there is nothing left to try.
@@ -150,20 +113,10 @@ class Hub:
         except HandshakeError:
             connection.close()
             raise
-        self._add(connection.socket, connection)
-        self._fresh.append((time.monotonic(), connection))
+        for each in (connection.socket, connection.monitor):
+            self._poller.register(each, zmq.POLLIN)
+            self._by_socket[each] = connection
         return connection
-
-    def _add(self, each: zmq.Socket[Any], connection: Connection) -> None:
-        self._poller.register(each, zmq.POLLIN)
-        self._by_socket[each] = connection
-
-    def _heed_ends(self, now_s: float) -> None:
-        """Begin to wait for the ends of connections that are no longer fresh."""
-        while self._fresh and now_s - self._fresh[0][0] >= _FRESH_S:
-            _, connection = self._fresh.popleft()
-            if connection.socket in self._by_socket:
-                self._add(connection.monitor, connection)
 
     def _refresh_keys(self) -> None:
         """Load changed key files, at most once a second."""
@@ -182,8 +135,8 @@ class Hub:
     def discard(self, connection: Connection) -> None:
         """Forget a connection; `poll` closes it when there is time."""
         for each in (connection.socket, connection.monitor):
-            if self._by_socket.pop(each, None) is not None:
-                self._poller.unregister(each)
+            del self._by_socket[each]
+            self._poller.unregister(each)
         self._ended.append(connection)
         self._needs_upkeep = True
         if len(self._ended) >= _MOST_ENDED:
@@ -196,38 +149,21 @@ class Hub:
             The connections with replies to read, and those for whose end `fault` has a code.
         """
         longest_ms = _UPKEEP_MS if self._needs_upkeep else _LONGEST_POLL_MS
-        wait_ms = max(
-            0,
-            min(_FRESH_MS if self._fresh else longest_ms, math.ceil(timeout_s * 1000)),
-        )
-        steps = 0
-        while True:
-            found = self._poller.poll(wait_ms)
-            readable, changed, is_awake = self._sort(found)
-            steps += 1
-            if readable or changed or is_awake or not found or steps == _MOST_STEPS:
-                break
-        if self._fresh:
-            self._heed_ends(time.monotonic())
+        found = self._poller.poll(max(0, min(longest_ms, math.ceil(timeout_s * 1000))))
         if self._needs_upkeep and not found:
             self._do_upkeep()
-        return readable, changed
-
-    def _sort(self, found: list[tuple[Any, int]]) -> tuple[list[Connection], list[Connection], bool]:
-        """Return the readable connections, those that have ended, and whether `wake` was called."""
         readable: list[Connection] = []
         ended: list[Connection] = []
-        is_awake = False
         for each, _ in found:
             connection = self._by_socket.get(each)
             if connection is None:
-                self._wakeup.drain()
-                is_awake = True
+                with contextlib.suppress(BlockingIOError):
+                    self._woken.recv(4096)
             elif each is connection.socket:
                 readable.append(connection)
             elif connection.fault():
                 ended.append(connection)
-        return readable, ended, is_awake
+        return readable, ended
 
     def flooded(self) -> list[Connection]:
         """Return the connections on which more has come in than was asked for: libzmq sets no limit to the frames of a reply."""
@@ -244,13 +180,15 @@ class Hub:
 
     def wake(self) -> None:
         """Make a blocked `poll` return; from any thread, also after `close`."""
-        self._wakeup.wake()
+        with contextlib.suppress(OSError):
+            self._waker.send(b"!")
 
     def close(self) -> None:
         """Close all connections and the wake-up."""
         prepared = [self._prepared] if self._prepared is not None else []
         for connection in {*self._by_socket.values(), *self._ended, *prepared}:
             connection.close()
-        self._wakeup.close()
+        self._woken.close()
+        self._waker.close()
         self._grip.close()
         self._context.destroy(linger=0)
