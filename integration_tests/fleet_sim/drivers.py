@@ -11,7 +11,7 @@ from typing import Any, final
 from seams import SimThread, SimThreads
 from world import Process, World
 
-__all__ = ["AskerDriver", "ClientDriver", "ListenerDriver", "TransferDriver"]
+__all__ = ["ClientDriver", "ListenerDriver", "TransferDriver"]
 
 _TURN_S = 2e-5
 """How long after a turn that moved something the next one begins."""
@@ -153,25 +153,10 @@ class ClientDriver(_Turns):
         error = self._guarded(loop._turn)
         if error is not None:
             self._as_thread(loop._recover, error)
-        self._wait_for_event(loop._running, loop._waiting, loop._lookups, loop._inbox)
-
-
-@final
-class AskerDriver(_Turns):
-    """Turns of `kv_handshake`'s asker."""
-
-    kind = "asker"
-
-    def __init__(self, world: World, threads: SimThreads, process: Process, thread: SimThread) -> None:
-        super().__init__(world, threads, process, thread)
-        self.loop._hub.driver = self
-
-    def _turn(self) -> None:
-        self._guarded(self.loop._turn)
-        self._wait_for_event(self.loop._peers, self.loop._inbox)
+        self._wait_for_event(loop._under_way, loop._waiting, loop._inbox)
 
     def end(self) -> None:
-        """End all asks, as the thread does when it is closed."""
+        """End all handshakes and asks, as the thread does when it is closed."""
         if self.is_running:
             self.is_running = False
             self._guarded(self.loop._run)
@@ -195,7 +180,7 @@ class ListenerDriver:
         desk = self.listener._desk
         if desk is not None and not reply:
             self._connections[incoming.envelope[0]] = connection
-            self._world.after(desk._parking._limits.wait_s / self.process.rate + _TURN_S, self._send_due, self.process)
+            self._world.after(desk.limits.wait_s / self.process.rate + _TURN_S, self._send_due, self.process)
         return reply
 
     def wake(self) -> None:

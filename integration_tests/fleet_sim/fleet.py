@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, final
 
 from device import MarksDriver
-from drivers import AskerDriver, ClientDriver, ListenerDriver, TransferDriver
+from drivers import ClientDriver, ListenerDriver, TransferDriver
 from network import Network
 from nixl_fake import Fabric
 from numpy_pages import NumpyPages
@@ -16,8 +16,7 @@ from plan import EpisodePlan
 from world import Process, World
 
 from kv_handshake import Listener
-from kv_handshake._net.loop import Loop as ClientLoop
-from kv_handshake._stream.asker import Asker
+from kv_handshake.net.loop import Loop as ClientLoop
 from vllm_adapter.worker.streams import ChunkMarks
 
 if TYPE_CHECKING:
@@ -149,8 +148,6 @@ class Fleet:
         assert process is not None
         if isinstance(thread.loop, Listener):
             return ListenerDriver(self.world, process, thread)
-        if isinstance(thread.loop, Asker):
-            return AskerDriver(self.world, self.threads, process, thread)
         if isinstance(thread.loop, ChunkMarks):
             return MarksDriver(self.world, self.threads, process, thread)
         kind = ClientDriver if isinstance(thread.loop, ClientLoop) else TransferDriver

@@ -116,14 +116,14 @@ def _waits_for_refused(old: Any) -> Any:
         error = task.session.error
         if error is None or error.code != "connection-refused":
             return bool(old(task, now_s, chance))
-        task.next_attempt_s = now_s + 0.1
-        return bool(task.next_attempt_s < task.deadline_s)
+        task.next_attempt_s, task._is_waiting = now_s + 0.1, True
+        return bool(task.next_attempt_s < task._deadline_s)
 
     return plan_retry
 
 
 def _accepts_all(_: Any) -> Any:
-    verdict = resolve_name("kv_handshake._wire.policy:Verdict")
+    verdict = resolve_name("kv_handshake.wire.policy:Verdict")
     return lambda *_: verdict(protocol=1, capabilities=frozenset())
 
 
@@ -203,8 +203,8 @@ FAULTS = (
     Fault("quarantine-released-early", "kv_nixl_agent.transfers.handles:Handles.hold", _given_up_at_once, seed=301),
     Fault("notification-nonce-ignored", f"{_STATE}.worker.leases:_is_stale", _returning(False), seed=67),
     Fault("newest-read-first", "kv_nixl_agent.transfers.queue:Schedule._take_part", _last_first, seed=303),
-    Fault("refused-connection-waits", "kv_handshake._core.attempt:Task.plan_retry", _waits_for_refused, seed=456),
-    Fault("releases-not-compared", "kv_handshake._wire.policy:judge", _accepts_all, seed=9),
+    Fault("refused-connection-waits", "kv_handshake.core.handshake:Handshake.plan_retry", _waits_for_refused, seed=456),
+    Fault("releases-not-compared", "kv_handshake.wire.policy:judge", _accepts_all, seed=9),
     Fault("hit-read-again", f"{_STATE}.values:BlockRules.wanted", _whole_read, seed=1),
     Fault("mirror-not-restored", f"{_WORKER}.pages:HostMirror.restore", _returning(None), seed=11),
     Fault("stream-before-event", f"{_WORKER}.streams:ChunkMarks.then", _at_once, "streams", 3),

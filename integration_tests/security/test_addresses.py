@@ -10,7 +10,7 @@ from ipaddress import IPv4Address, IPv6Address, ip_address
 import pytest
 
 from kv_handshake import Client, ConfigurationError, LocalOffer, Timing
-from kv_handshake._core.endpoint import endpoint_of
+from kv_handshake.core.endpoint import endpoint_of
 from kv_scheduler_state import TicketError
 from kv_scheduler_state.hosts import HostPolicy
 

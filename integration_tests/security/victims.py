@@ -120,8 +120,8 @@ def _serve(options: dict[str, Any]) -> None:
     if files := options.get("files"):
         resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
     if idle_s := options.get("idle_s"):
-        from kv_handshake._sockets import router
-        from kv_handshake._sockets.watch import ConnectionLimits
+        from kv_handshake.sockets import router
+        from kv_handshake.sockets.watch import ConnectionLimits
 
         vars(router)["ConnectionLimits"] = lambda: ConnectionLimits(idle_s=idle_s)
     payload = _with_blob(sample_envelopes([(0, 0)])[0, 0], options.get("blob_bytes", 0))

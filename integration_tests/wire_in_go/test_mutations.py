@@ -17,10 +17,10 @@ from test_live import listen
 from wire_values import envelope
 
 from kv_handshake import Codec, HandshakeError
-from kv_handshake._stream.messages import is_ask, parse_answer, parse_ask
-from kv_handshake._wire.queries import parse_query
-from kv_handshake._wire.replies import decode_clock
+from kv_handshake.stream.messages import is_ask, parse_answer, parse_ask
 from kv_handshake.testing import load_vectors
+from kv_handshake.wire.queries import parse_query
+from kv_handshake.wire.replies import decode_clock
 
 VECTORS = load_vectors()
 FRAMES_OF_A_KIND = 1500

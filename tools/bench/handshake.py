@@ -17,9 +17,9 @@ import zmq
 from _rows import row, said
 
 from kv_handshake import Client, Listener, LocalOffer, QueryLimits, Timing
-from kv_handshake._wire.dialects import dialect_of
-from kv_handshake._wire.queries import encode_query
 from kv_handshake.testing import sample_envelopes
+from kv_handshake.wire.dialects import dialect_of
+from kv_handshake.wire.queries import encode_query
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

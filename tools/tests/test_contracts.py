@@ -23,22 +23,22 @@ VIOLATIONS: list[tuple[str, str, str]] = [
     ("libraries-are-independent", "kv_topology.errors", "import kv_handshake"),
     ("libraries-know-no-host", "kv_nixl_agent.errors", "import torch"),
     ("wiring-names-classes", "vllm_adapter.config", "import kv_scheduler_state"),
-    ("handshake-third-party", "kv_handshake._errors", "import numpy"),
+    ("handshake-third-party", "kv_handshake.errors", "import numpy"),
     ("topology-third-party", "kv_topology.errors", "import msgspec"),
     ("agent-third-party", "kv_nixl_agent.errors", "import zmq"),
     ("state-third-party", "kv_scheduler_state.errors", "import numpy"),
     ("adapter-third-party", "vllm_adapter.worker.planted", "import zmq"),
     ("pure-packages", "kv_scheduler_state.errors", "import time"),
-    ("one-module-imports-zmq", "kv_handshake._errors", "import zmq"),
+    ("one-module-imports-zmq", "kv_handshake.errors", "import zmq"),
     ("one-module-loads-nixl", "kv_nixl_agent.errors", "import nixl"),
     ("host-room-imports-vllm", "vllm_adapter.scheduler.planted", "import vllm"),
     ("command-lines-alone", "vllm_adapter.observe.planted", "import rich.table"),
     ("command-lines-by-main", "vllm_adapter.host.planted", "import vllm_adapter.cli"),
     ("adapter-layers", "vllm_adapter.errors", "import vllm_adapter.config"),
-    ("no-cycles", "kv_handshake._errors", "import kv_handshake.planted"),
+    ("no-cycles", "kv_handshake.errors", "import kv_handshake.planted"),
 ]
 # Line of each planted module that closes a circle.
-CLOSING = {"kv_handshake.planted": "import kv_handshake._errors"}
+CLOSING = {"kv_handshake.planted": "import kv_handshake.errors"}
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ _LIMITED = re.compile(r"(^|[._])(log|recorder)$")
 _FACTORIES = frozenset({"logging.getLogger", "init_logger"})
 
 LIMITERS = {
-    "kv_handshake/_core/pacing.py GatedLog.warning": "one line per topic and ten seconds",
+    "kv_handshake/core/pacing.py GatedLog.warning": "one line per topic and ten seconds",
     "vllm_adapter/observe/cause_log.py CauseLog._log": "ten lines per cause and ten seconds",
 }
 ONCE = {

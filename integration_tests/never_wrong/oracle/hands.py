@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from kv_handshake import LocalOffer
-from kv_handshake._core.attempt import HandshakeRequest, Question
-from kv_handshake._core.endpoint import endpoint_of
-from kv_handshake._core.server import ServerCore
+from kv_handshake.core.server import ServerCore
+from kv_handshake.core.session import ClientSession
 
 __all__ = ["Clock", "HandThread", "SideChannel", "StillClient"]
 
@@ -142,8 +141,9 @@ class StillClient:
         self, *, host: str, port: int, ranks: Sequence[tuple[int, int]], engine_id: str, dialect: int,
         on_done: Callable[[Any], None], generation: int | None = None, check_first: Callable[[Any], None] | None = None,
     ) -> None:  # fmt: skip
-        question = Question(endpoint_of(host, port), tuple(ranks), engine_id, dialect, generation)
-        session = HandshakeRequest(question, self._offer, check_first=check_first).new_session()
+        session = ClientSession(
+            self._offer, ranks, dialect=dialect, engine_id=engine_id, generation=generation, check_first=check_first
+        )
         core = self._channel.listeners[host, port]
         while session.queries_left and not session.is_over:
             frames = core.respond(session.next_query(now_s=0.0), clock_s=0.0)
