@@ -21,7 +21,6 @@ import kv_handshake._net.client
 import kv_handshake._net.listener
 import kv_handshake._net.loop
 import kv_handshake._stream.asker
-import kv_nixl_agent.loop
 import kv_nixl_agent.pacing
 import kv_nixl_agent.thread
 import kv_nixl_agent.transfers.handles
@@ -43,7 +42,7 @@ _TIMED = (
     kv_handshake._core.pacing,
     kv_handshake._net.loop,
     kv_nixl_agent.transfers.handles,
-    kv_nixl_agent.loop,
+    kv_nixl_agent.thread,
     vllm_adapter.worker.pages,
     vllm_adapter.worker.engine_thread,
 )

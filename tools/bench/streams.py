@@ -108,7 +108,7 @@ def _mailbox(words: int, config: dict[str, str]) -> list[tuple[float, float]]:
         added = threading.Event()
 
         def add() -> None:
-            thread.add_peer(PeerSpec("p", producer.agent_metadata, mine, producer.rows, fence=producer.fence))
+            thread.agent.add_peer(PeerSpec("p", producer.agent_metadata, mine, producer.rows, fence=producer.fence))
             added.set()
 
         thread.call_soon(add)
@@ -123,7 +123,7 @@ def _mailbox(words: int, config: dict[str, str]) -> list[tuple[float, float]]:
             number += 1
             ended.clear()
             name = f"poll-{number}"
-            thread.call_soon(lambda: thread.post_read(name, "p", first, first))
+            thread.call_soon(lambda: thread.agent.post_read(name, "p", first, first))
             if not ended.wait(10):
                 message = "no answer within 10 s"
                 raise TimeoutError(message)

@@ -62,7 +62,7 @@ def check_nixl() -> Sequence[Finding]:
         plugins = available_plugins()
     except AgentError as error:
         return [Finding("nixl", "error", f"{error.code}: {error}")]
-    implementation = port.features.implementation
+    implementation = port.implementation
     port.close()
     kinds = plugins.get("UCX", ((), {}))[0]
     loaded = ", ".join(f"{name} ({'/'.join(given)})" for name, (given, _) in sorted(plugins.items()) if given)
