@@ -245,7 +245,7 @@ class EngineChecks:
             registration: Any = worker._registration
             if registration is None:
                 continue  # asleep: there are no words any more
-            word = registration.agent._loop.agent._memory.fences.read(slot)
+            word = registration.agent._agent._memory.fences.read(slot)
             if word == generation:
                 self._world.violated(
                     "fence-stands",
@@ -299,7 +299,7 @@ def _left_in(engine: Engine) -> list[tuple[str, str]]:
             found.append(("transfers-left", f"{rank} has {reads['transfers']} transfers"))
         if registration.leases.live_count():
             found.append(("leases-left", f"{rank} has {registration.leases.live_count()} leases"))
-        agent = registration.agent._loop.agent
+        agent = registration.agent._agent
         if agent.has_quarantine:
             found.append(("quarantine-left", f"{rank} has {len(agent.quarantine())} transfers in quarantine"))
         found += [(kind, f"{rank} {text}") for kind, text in _left_in_agent(agent)]

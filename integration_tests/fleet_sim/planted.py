@@ -93,9 +93,9 @@ def _reported_at_grant(old: Any) -> Any:
 
 
 def _given_up_at_once(old: Any) -> Any:
-    def hold(handles: Any, transfer: Any, now_s: float) -> None:
-        old(handles, transfer, now_s)
-        handles._give_up(transfer)
+    def hold(handles: Any, transfer_id: str, *about: Any) -> None:
+        old(handles, transfer_id, *about)
+        handles._give_up(handles._held[transfer_id])
 
     return hold
 
@@ -189,7 +189,7 @@ def _other_heads(interval: Any, *_: Any) -> Any:
 
 _STATE, _WORKER = "kv_scheduler_state", "vllm_adapter.worker"
 FAULTS = (
-    Fault("fence-skipped", "kv_nixl_agent:TransferThread.post_read", _with(fence=None), seed=20),
+    Fault("fence-skipped", "kv_nixl_agent:TransferAgent.post_read", _with(fence=None), seed=20),
     Fault("fence-not-voided", "kv_nixl_agent:TransferThread.write_fence", _words_stay),
     Fault("ticket-without-fence", f"{_STATE}.scheduler.producer:Producers._refusal", _after(_unfenced), seed=2),
     Fault("ticket-not-bound", f"{_STATE}.scheduler.admission:_require_prompt", _returning(None), "oracle"),

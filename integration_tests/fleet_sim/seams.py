@@ -20,7 +20,6 @@ import kv_handshake.core.pacing
 import kv_handshake.net.client
 import kv_handshake.net.listener
 import kv_handshake.net.loop
-import kv_nixl_agent.loop
 import kv_nixl_agent.pacing
 import kv_nixl_agent.thread
 import kv_nixl_agent.transfers.handles
@@ -41,7 +40,7 @@ _TIMED = (
     kv_handshake.core.pacing,
     kv_handshake.net.loop,
     kv_nixl_agent.transfers.handles,
-    kv_nixl_agent.loop,
+    kv_nixl_agent.thread,
     vllm_adapter.worker.pages,
     vllm_adapter.worker.engine_thread,
 )

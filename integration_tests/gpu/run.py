@@ -105,7 +105,7 @@ def main(arguments=None):
         from kv_nixl_agent import open_nixl
 
         probe = open_nixl("gpu-probe", [("UCX", {})])
-        implementation = probe.features.implementation
+        implementation = probe.implementation
         probe.close()
         for place in ("dram-to-dram",) if options.control else PLACES:
             run_place(torch, place, results, bandwidth)

@@ -45,7 +45,7 @@ class Reader:
         self.thread.start()
         here = np.array([[self.memory.ctypes.data, PAGE_BYTES, 0, PAGE_BYTES, PAGES]], np.uint64)
         spec = PeerSpec("p", producer.agent_metadata, here, producer.rows, fence=producer.fence)
-        self.thread.call_soon(lambda: self.thread.add_peer(spec))
+        self.thread.call_soon(lambda: self.thread.agent.add_peer(spec))
 
     def _note(self, result: TransferResult) -> None:
         self._results.append(result)
@@ -55,7 +55,9 @@ class Reader:
         """Read pages and notify the producer; the read must end well within its time."""
         self._ended.clear()
         thread, payload = self.thread, name.encode()
-        thread.call_soon(lambda: thread.post_read(name, "p", ids, ids, notification=payload, deadline_s=READ_WITHIN_S))
+        thread.call_soon(
+            lambda: thread.agent.post_read(name, "p", ids, ids, notification=payload, deadline_s=READ_WITHIN_S)
+        )
         assert self._ended.wait(READ_WITHIN_S + 5)
         assert self._results[-1].outcome == "done", self._results[-1]
 

@@ -52,7 +52,7 @@ class Ours:
         )
         self.thread.start()
         mine = np.array([[self._memory.ctypes.data, self._page_bytes, 0, self._page_bytes, count]], dtype=np.uint64)
-        self._do(lambda: self.thread.add_peer(PeerSpec("p", metadata, mine, rows, fence=fence)))
+        self._do(lambda: self.thread.agent.add_peer(PeerSpec("p", metadata, mine, rows, fence=fence)))
         self._number = 0
 
     def read(self, local: Indices, theirs: Indices, times: int) -> float:
@@ -70,7 +70,10 @@ class Ours:
         self._expected = times
         for _ in range(times):
             self._number += 1
-            self.thread.call_soon(partial(self.thread.post_read, f"t{self._number}", "p", local, theirs, **more))
+            self.thread.call_soon(partial(self._post, f"t{self._number}", local, theirs, **more))
+
+    def _post(self, name: str, local: Indices, theirs: Indices, **more: Any) -> None:
+        self.thread.agent.post_read(name, "p", local, theirs, **more)
 
     def wait(self) -> None:
         """Wait for all that was ordered."""
@@ -84,7 +87,7 @@ class Ours:
         self._all_ended.clear()
         self._expected = 1
         self._number += 1
-        order = partial(self.thread.post_read, f"t{self._number}", "p", local, theirs)
+        order = partial(self._post, f"t{self._number}", local, theirs)
         began_s = time.perf_counter()
         self.thread.call_soon(order)
         cost_s = time.perf_counter() - began_s

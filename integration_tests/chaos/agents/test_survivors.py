@@ -69,15 +69,14 @@ class Reader:
         """Know a producer, in place of an earlier one of that name."""
         here = np.array([[self._memory.ctypes.data, PAGE_BYTES, 0, PAGE_BYTES, PAGES]], np.uint64)
         spec = PeerSpec("p", producer.agent_metadata, here, producer.rows, fence=producer.fence)
-        add = self.thread.replace_peer if self._number else self.thread.add_peer
-        self.thread.call_soon(lambda: add(spec))
+        self.thread.call_soon(lambda: self.thread.agent.replace_peer(spec))
 
     def post(self, deadline_s: float = 20.0) -> None:
         """Order all pages in random order."""
         self._number += 1
         ids = np.random.default_rng(self._number).permutation(PAGES).astype(np.int32)
         number = self._number
-        self.thread.call_soon(lambda: self.thread.post_read(f"r{number}", "p", ids, ids, deadline_s=deadline_s))
+        self.thread.call_soon(lambda: self.thread.agent.post_read(f"r{number}", "p", ids, ids, deadline_s=deadline_s))
 
     def outcome(self) -> str:
         """Return how the oldest order ended: `done`, or its code."""

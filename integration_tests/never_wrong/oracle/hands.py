@@ -68,19 +68,17 @@ class HandThread:
         return getattr(self._thread, name)
 
     def start(self) -> None:
-        loop = self._thread._loop
         self._thread._thread = threading.current_thread()
-        loop.pacer = _Sleepless()
-        if loop.set_up() is None:
-            raise loop.failure
+        self._thread._pacer = _Sleepless()
+        if self._thread._set_up() is None:
+            raise self._thread.failure
 
     def call_every(self, period_s: float, function: Callable[[], None]) -> None:
         self._timers.append(function)
 
     def turn(self) -> None:
         """Run one turn of the loop."""
-        loop = self._thread._loop
-        loop.turn(loop.agent)
+        self._thread._turn(self._thread._agent)
         health = self._thread.health()
         assert health.callback_errors + health.loop_errors == 0, f"the transfer thread raised: {health.last_error}"
 
@@ -90,7 +88,7 @@ class HandThread:
             function()
 
     def close(self) -> None:
-        self._thread._loop.agent.close()
+        self._thread._agent.close()
 
 
 @dataclass(frozen=True)

@@ -78,6 +78,10 @@ class Pair:
 
     # the transfer thread and the messages, as the coordinator knows them
 
+    @property
+    def agent(self) -> Any:
+        return self
+
     def watch_stream(self, peer: str, slot: int, listener: Any, *, tokens: int = 0) -> Any:
         return self.consumer.polls.watch(peer, slot, listener, tokens=tokens)
 

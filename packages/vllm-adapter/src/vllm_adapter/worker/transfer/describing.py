@@ -117,7 +117,7 @@ class StallWatch:
         Args:
             reads: Reads on the wire, plain and streamed, by transfer id.
         """
-        stalls = {entry.transfer_id: entry for entry in self._parts.agent.stalls() if entry.transfer_id in reads}
+        stalls = {entry.transfer_id: entry for entry in self._parts.thread.stalls() if entry.transfer_id in reads}
         known_requests = {reads[known].order.request_id for known in self._known if known in reads}
         fresh: dict[str, list[StallEntry]] = {}
         for transfer_id in stalls.keys() - self._known:

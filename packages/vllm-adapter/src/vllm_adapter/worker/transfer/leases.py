@@ -193,7 +193,7 @@ class LeaseKeeper:
 
         A prompt that takes seconds is announced when it arrives; polling often from then on would take a tenth of a core.
         """
-        self._parts.agent.allow_slow_polling(self._leases.granted_count() == 0)
+        self._parts.thread.allow_slow_polling(self._leases.granted_count() == 0)
 
     def _end_due(self, *, has_fences: bool) -> None:
         for end in self._leases.take_ended(now_s=self._parts.now_s()):
@@ -207,7 +207,7 @@ class LeaseKeeper:
         if streams is not None and fence[0] < streams.slots:
             streams.worker.leases_ended([end])
         else:
-            self._parts.agent.write_fence(*fence)
+            self._parts.thread.write_fence(*fence)
 
     def _report(self, end: LeaseEnd, renewed_s: float | None) -> None:
         if not end.is_reported:

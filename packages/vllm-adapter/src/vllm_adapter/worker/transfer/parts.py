@@ -40,7 +40,7 @@ class TransferParts:
     """Parts that all coordinators use.
 
     Attributes:
-        agent: The transfer thread; its *owner* methods may be called, because all coordinators run on it.
+        thread: The transfer thread; its `agent` may be used, because all coordinators run on it.
         handshakes: Client of the side channel.
         codec: Encodes and decodes notifications.
         recorder: Records observations and log lines.
@@ -49,7 +49,7 @@ class TransferParts:
         peer_spec: Class of the value that describes a peer rank to the agent.
     """
 
-    agent: TransferThread
+    thread: TransferThread
     handshakes: HandshakeClient
     codec: Codec
     recorder: Recorder

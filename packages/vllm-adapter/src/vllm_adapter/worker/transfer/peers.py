@@ -99,7 +99,7 @@ class PeerDirectory:
             engine.waiting.append(read)
 
     def _has_all_ranks(self, engine: PeerEngine) -> bool:
-        return all(self._parts.agent.has_peer(engine.key(rank)) for rank in engine.ranks)
+        return all(self._parts.thread.agent.has_peer(engine.key(rank)) for rank in engine.ranks)
 
     def waiting(self, request_id: str) -> list[Read]:
         """Return a request's reads whose engine is not ready yet."""
@@ -129,7 +129,7 @@ class PeerDirectory:
     def notify(self, engine: PeerEngine, rank: Rank, payload: bytes) -> None:
         """Send a notification to one rank and count a failure; raises nothing, even if the agent is being closed."""
         try:
-            is_sent = self._parts.agent.send_notification(engine.key(rank), payload)
+            is_sent = self._parts.thread.agent.send_notification(engine.key(rank), payload)
         except Exception as error:  # noqa: BLE001  (what it would interrupt is the end of a request)
             self._parts.recorder.info("not-notified", f"engine {engine.engine_id} could not be notified: {error}")
             is_sent = False
@@ -183,7 +183,7 @@ class PeerDirectory:
                 engine_id=peer.engine_id,
                 dialect=self._dialect_for(peer),
                 generation=peer.generation,
-                on_done=lambda outcome: self._parts.agent.call_soon(
+                on_done=lambda outcome: self._parts.thread.call_soon(
                     lambda: self._handshake_ended(engine, outcome, lies)
                 ),
                 check_first=None if is_sure else check_first,
@@ -227,7 +227,7 @@ class PeerDirectory:
         try:
             ranks.read_next()
             if not ranks.is_read:
-                self._parts.agent.call_soon(lambda: self._read_on(engine, ranks, told_s))
+                self._parts.thread.call_soon(lambda: self._read_on(engine, ranks, told_s))
                 return
             self._wire_up(engine, ranks)
         except Exception as error:  # noqa: BLE001  (whatever a peer's metadata provokes ends its requests, never this thread)
@@ -249,7 +249,7 @@ class PeerDirectory:
         engine.has_our_blocks = self._compared(self._planner.has_our_blocks, ranks, plan)
         engine.can_stream = self._compared(self._planner.can_stream, ranks, plan)
         for rank in engine.ranks:
-            self._parts.agent.add_peer(
+            self._parts.thread.agent.add_peer(
                 self._parts.peer_spec(
                     engine.key(rank),
                     metadata[rank].agent_metadata,
@@ -330,8 +330,8 @@ class PeerDirectory:
     def _forget_ranks(self, engine: PeerEngine) -> None:
         for rank in engine.ranks:
             with self._parts.recorder.guarded("removal of a peer"):
-                if self._parts.agent.has_peer(engine.key(rank)):
-                    self._parts.agent.remove_peer(engine.key(rank))
+                if self._parts.thread.agent.has_peer(engine.key(rank)):
+                    self._parts.thread.agent.remove_peer(engine.key(rank))
 
     # ---------------------------------------------------------------------------------------------- upkeep
 
@@ -419,7 +419,9 @@ class Probes:
         self._running[probe_id] = engine
         engine.is_probed = True
         try:
-            self._parts.agent.probe(probe_id, engine.key(engine.plan.producer_ranks[0]), deadline_s=_PROBE_DEADLINE_S)
+            self._parts.thread.agent.probe(
+                probe_id, engine.key(engine.plan.producer_ranks[0]), deadline_s=_PROBE_DEADLINE_S
+            )
         except Exception as error:  # noqa: BLE001  (a peer that cannot be probed is let go by its age)
             del self._running[probe_id]
             engine.is_probed, engine.last_answer_s = False, self._parts.now_s()

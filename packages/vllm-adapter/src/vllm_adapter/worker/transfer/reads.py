@@ -150,7 +150,7 @@ class ReadCoordinator:
         for transfer_id, read in list(self._transfers.items()):
             if read.order.request_id == request_id:
                 read.is_passed_on, read.is_cancelled, read.may_retry = is_passed_on, True, False
-                self._parts.agent.cancel(transfer_id)
+                self._parts.thread.agent.cancel(transfer_id)
         for read in self._peers.waiting(request_id):
             # The read keeps waiting, but only to tell its producer that the blocks are not needed.
             read.is_passed_on = is_passed_on
@@ -166,7 +166,7 @@ class ReadCoordinator:
         for transfer_id, read in list(self._transfers.items()):
             self._note_failure(read, code, message)
             with self._parts.recorder.guarded("cancellation"):
-                self._parts.agent.cancel(transfer_id)
+                self._parts.thread.agent.cancel(transfer_id)
 
     def heartbeat(self, order: HeartbeatOrder) -> None:
         """Renew leases at a peer engine; the set-up of an unknown engine is started first."""
@@ -216,7 +216,7 @@ class ReadCoordinator:
             self._close_transfer(read, transfer_id)
             return
         try:
-            self._parts.agent.post_read(
+            self._parts.thread.agent.post_read(
                 transfer_id,
                 engine.key(rank),
                 *indices,
@@ -325,7 +325,7 @@ class ReadCoordinator:
             return
         for transfer_id in read.transfers:
             with self._parts.recorder.guarded("cancellation"):
-                self._parts.agent.cancel(transfer_id)
+                self._parts.thread.agent.cancel(transfer_id)
 
     def _end(self, read: Read) -> None:
         if read.is_ended:

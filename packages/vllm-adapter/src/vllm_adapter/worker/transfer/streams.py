@@ -194,7 +194,7 @@ class StreamCoordinator:
     def _watch(self, following: FollowedRank, slot: int) -> None:
         try:
             key, tokens = following.stream.engine.key(following.rank), following.stream.read.order.tokens
-            following.watch = self._parts.agent.watch_stream(key, slot, following, tokens=tokens)
+            following.watch = self._parts.thread.agent.watch_stream(key, slot, following, tokens=tokens)
         except Exception as error:  # noqa: BLE001  (a peer that cannot be watched ends its streams, never this thread)
             self._give_up(following.stream, code_of(error), str(error))
 
@@ -224,7 +224,7 @@ class StreamCoordinator:
         for transfer_id, (following, _) in list(self._transfers.items()):
             if following.stream is stream:
                 with self._parts.recorder.guarded("cancellation"):
-                    self._parts.agent.cancel(transfer_id)
+                    self._parts.thread.agent.cancel(transfer_id)
 
     @property
     def transfer_count(self) -> int:
@@ -336,7 +336,7 @@ class StreamCoordinator:
         self._count += 1
         transfer_id = f"{following.name}#{self._count}"
         key = following.stream.engine.key(following.rank)
-        self._parts.agent.post_read(
+        self._parts.thread.agent.post_read(
             transfer_id, key, *indices, notification=b"", deadline_s=self._transfer_timeout_s, fence=fence
         )
         self._transfers[transfer_id] = (following, fence is not None)
