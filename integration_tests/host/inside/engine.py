@@ -294,11 +294,6 @@ class Engine:
         return [order for order in self.orders("reads") if not order.is_reported]
 
     @property
-    def orphans(self) -> list[str]:
-        """Requests that the workers were told to report as failed."""
-        return self.orders("failures")
-
-    @property
     def state(self) -> Any:
         """The connector's request machines."""
         return self.connector._scheduler_side._state

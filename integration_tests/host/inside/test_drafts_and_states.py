@@ -42,6 +42,7 @@ CACHED_STATES = [CACHED_STATE, replace(CACHED_STATE, num_speculative_blocks=SCRA
 # ------------------------------------------------------------------------------------------------------------- drafters
 
 
+@pytest.mark.never_wrong("C1")
 @pytest.mark.parametrize("batch_tokens", [256, 2 * BLOCK])
 @pytest.mark.parametrize("specs", [(FULL,), (FULL, WINDOW), (STATE, FULL)], ids=["dense", "sliding", "state"])
 def test_blocks_that_wait_for_drafts_are_not_handed_over(
@@ -212,30 +213,6 @@ def test_a_state_that_lags_behind_the_other_groups_hit_is_read_all_the_same(make
     consumer.assert_nothing_left()
 
 
-@pytest.mark.parametrize("state", CACHED_STATES, ids=["plain", "scratch"])
-def test_a_hit_of_all_that_the_producer_holds_needs_no_state_of_it(make_engine, state: Any) -> None:
-    producer, consumer = _cached(make_engine, "P", state), _cached(make_engine, "D", state)
-    consumer.add("warm", prompt(2 * BLOCK + 3))
-    consumer.run()
-    consumer.add("d", prompt(2 * BLOCK + 1), params=hand_over(producer, "p", prompt(2 * BLOCK + 1)))
-    assert consumer.step() == {"d": 1}
-    assert consumer.reads == []
-    assert [order.ticket.peer_request_id for order in consumer.orders("reads")] == ["p"]
-    consumer.run()
-    consumer.assert_nothing_left()
-
-
-@pytest.mark.parametrize("state", CACHED_STATES, ids=["plain", "scratch"])
-def test_a_producers_own_prefix_hit_changes_nothing_about_its_ticket(make_engine, state: Any) -> None:
-    producer = _cached(make_engine, "P", state)
-    for name in ("first", "second"):
-        ticket = hand_over(producer, name, prompt(3 * BLOCK + 2))
-        held, whole = producer.blocks(name)
-        assert ticket["remote_block_ids"] == [[held[3]], list(whole)]
-        producer.step(sent=[name])
-    producer.assert_nothing_left()
-
-
 @pytest.mark.parametrize("batch_tokens", [256, 3 * BLOCK, 2 * BLOCK])
 @pytest.mark.parametrize("tokens", [3 * BLOCK + 1, 50, 161])
 @pytest.mark.parametrize("state", CACHED_STATES, ids=["plain", "scratch"])
@@ -262,13 +239,6 @@ def test_a_state_that_has_seen_too_much_is_not_read(make_engine, change: int) ->
     consumer.step()
     assert len(consumer.reads) == (0 if change else 1)
     consumer.run(received=[] if change else ["d"])
-    consumer.assert_nothing_left()
-
-
-def test_a_ticket_that_came_without_a_prefill_leaves_states_alone(make_engine) -> None:
-    consumer = _cached(make_engine, "D", CACHED_STATE)
-    consumer.add("d", prompt(50), params={**PREFILL, "do_remote_decode": False, "do_remote_prefill": True})
-    consumer.run()
     consumer.assert_nothing_left()
 
 

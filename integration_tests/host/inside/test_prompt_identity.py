@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine import BLOCK, PREFILL, hand_over, ids, prompt
+from engine import BLOCK, PREFILL, hand_over, prompt
 from safetensors.numpy import save_file
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItem, PlaceholderRange
@@ -314,22 +314,6 @@ def test_children_of_one_request_share_one_read(producer, consumer) -> None:
     consumer.assert_nothing_left()
 
 
-@pytest.mark.never_wrong("B7")
-def test_an_aborted_child_passes_its_read_on(producer, consumer) -> None:
-    ticket = hand_over(producer, "p", TOKENS)
-    for number in range(2):
-        consumer.add(f"{number}_d", TOKENS, params=ticket)
-    consumer.step()
-    consumer.abort("0_d")
-    assert consumer.step() == {}
-    assert (consumer.orders("cancels"), consumer.orders("passes")) == (["0_d"], ["0_d"])
-    consumer.step(failed=["0_d"])
-    consumer.step()
-    assert [order.request_id for order in consumer.reads] == ["0_d", "1_d"]
-    consumer.run(received=["1_d"])
-    consumer.assert_nothing_left()
-
-
 @pytest.mark.never_wrong("B10")
 @pytest.mark.parametrize("role", ["kv_producer", "kv_both"])
 def test_a_full_cache_makes_requests_wait_and_takes_no_lease(make_engine, role: str) -> None:
@@ -356,32 +340,3 @@ def test_a_prefill_whose_id_cannot_be_notified_gets_no_ticket(producer) -> None:
     producer.run()
     assert producer.outputs["HB:x"][-1].kv_transfer_params is None
     producer.assert_nothing_left()
-
-
-@pytest.mark.never_wrong("B3")
-def test_every_number_of_a_ticket_survives_a_reader_of_doubles(producer) -> None:
-    ticket = hand_over(producer, "p", TOKENS)
-
-    def numbers(value: Any) -> list[int]:
-        if isinstance(value, dict):
-            value = list(value.values())
-        return [n for one in value for n in numbers(one)] if isinstance(value, list | tuple) else [value]
-
-    found = [number for number in numbers(ticket) if isinstance(number, int)]
-    assert found
-    assert all(int(float(number)) == number < 1 << 53 for number in found)
-    producer.step(sent=["p"])
-
-
-@pytest.mark.never_wrong("C1")
-def test_blocks_that_were_allocated_ahead_are_not_in_the_ticket(make_engine) -> None:
-    producer, consumer = make_engine("P", draft_tokens=BLOCK), make_engine("D")
-    ticket = hand_over(producer, "p", TOKENS)
-    assert len(ticket["remote_block_ids"][0]) == 3
-    assert ticket["kv_first_tokens"] == [0]
-    consumer.add("d", TOKENS, params=ticket)
-    consumer.step()
-    (read,) = consumer.reads
-    assert len(ids(read.local_blocks)[0]) == 3
-    consumer.run(received=["d"])
-    consumer.assert_nothing_left()

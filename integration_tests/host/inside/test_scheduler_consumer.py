@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any, get_args
 
 import pytest
@@ -106,18 +105,6 @@ def test_what_was_read_is_a_prefix_for_later_requests(consumer, producer) -> Non
     consumer.assert_nothing_left()
 
 
-@pytest.mark.parametrize("tokens", [BLOCK, 3 * BLOCK, 3 * BLOCK + 1, 5, 1])
-def test_prompts_of_whole_blocks_and_short_ones_are_read_whole(consumer, producer, tokens: int) -> None:
-    consumer.add("d", prompt(tokens), params=hand_over(producer, "p", prompt(tokens)))
-    consumer.step()
-    (read,) = consumer.reads
-    assert len(ids(read.local_blocks)[0]) == len(ids(read.ticket.peer_blocks)[0]) == -(-tokens // BLOCK)
-    consumer.step(received=["d"])
-    assert consumer.step() == {"d": 1}
-    consumer.run()
-    consumer.assert_nothing_left()
-
-
 def test_without_room_for_its_blocks_a_read_is_not_ordered_yet(make_engine, producer) -> None:
     consumer = make_engine("D", blocks=1 + 8)
     consumer.add("local", prompt(6 * BLOCK - 4, seed=1), max_tokens=3)
@@ -196,18 +183,6 @@ def test_a_hit_of_all_that_the_peer_holds_only_tells_the_peer(consumer, producer
     consumer.assert_nothing_left()
 
 
-@pytest.mark.parametrize("specs", FAMILIES.values(), ids=FAMILIES)
-def test_a_failed_read_ends_the_request_with_an_error(make_engine, specs: tuple[Any, ...]) -> None:
-    producer = make_engine("P", specs=specs, prefix_caching=False)
-    consumer = make_engine("D", specs=specs, prefix_caching=False)
-    consumer.add("d", prompt(100), params=hand_over(producer, "p", prompt(100)))
-    consumer.step()
-    consumer.step(failed=["d"])
-    assert [output.finish_reason for output in consumer.outputs["d"]] == [FinishReason.ERROR]
-    consumer.run()
-    consumer.assert_nothing_left()
-
-
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
 def test_a_failed_read_is_counted_and_logged_whatever_the_policy(
     make_engine, producer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, policy: str
@@ -227,20 +202,6 @@ def test_a_failed_read_is_counted_and_logged_whatever_the_policy(
     (line,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
     assert "request d: its KV was not taken over by rank 0.0" in line
     consumer.run()
-    consumer.assert_nothing_left()
-
-
-@pytest.mark.parametrize("specs", FAMILIES.values(), ids=FAMILIES)
-def test_a_failed_read_is_computed_here_where_the_policy_says_so(make_engine, specs: tuple[Any, ...]) -> None:
-    producer = make_engine("P", specs=specs, prefix_caching=False)
-    consumer = make_engine("D", specs=specs, prefix_caching=False, policy="recompute")
-    consumer.add("d", prompt(100), params=hand_over(producer, "p", prompt(100)))
-    consumer.step()
-    assert consumer.step(failed=["d"]) == {}
-    assert consumer.step() == {"d": 100}
-    consumer.run()
-    assert consumer.outputs["d"][-1].finish_reason == FinishReason.LENGTH
-    assert len(consumer.reads) == 1
     consumer.assert_nothing_left()
 
 
@@ -326,18 +287,6 @@ def test_an_abort_in_the_step_that_reports_the_read(make_engine, producer, polic
     consumer.assert_nothing_left()
 
 
-@pytest.mark.parametrize("steps", [0, 1, 2])
-def test_an_abort_after_the_read(consumer, producer, steps: int) -> None:
-    consumer.add("d", prompt(40), params=hand_over(producer, "p", prompt(40)), max_tokens=9)
-    consumer.step()
-    consumer.step(received=["d"])
-    for _ in range(steps):
-        consumer.step()
-    consumer.abort("d")
-    consumer.run()
-    consumer.assert_nothing_left()
-
-
 def test_a_preempted_request_is_computed_here_and_read_only_once(make_engine, producer) -> None:
     consumer = make_engine("D", blocks=1 + 9)
     tokens = prompt(4 * BLOCK - 1)
@@ -370,64 +319,10 @@ def test_hybrid_models_read_what_their_groups_keep(make_engine, specs: tuple[Any
     consumer.assert_nothing_left()
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"remote_block_ids": [[]]},
-        {"remote_block_ids": [[1]]},
-        {"remote_block_ids": [[1, 2, 3], [1]]},
-        {"remote_block_ids": "all"},
-        {"remote_host": None},
-        {"remote_port": -1},
-        {"remote_engine_id": 7},
-        {"remote_num_tokens": 10**9},
-        {"remote_num_tokens": 3},
-        {"tp_size": 0},
-        {"kv_fence": ["a", None]},
-        {"do_remote_decode": True},
-    ],
-    ids=str,
-)
-def test_whatever_a_ticket_says_the_request_ends_and_nothing_is_left(consumer, producer, change: Any) -> None:
-    ticket = {**hand_over(producer, "p", prompt(40)), **change}
-    consumer.add("d", prompt(40), params=ticket)
-    consumer.step()
-    parked = [order.request_id for order in consumer.reads]
-    consumer.step(received=parked, failed=consumer.orphans)
-    consumer.run()
-    assert consumer.outputs["d"][-1].finish_reason == FinishReason.LENGTH
-    for order in consumer.orders("grants"):
-        consumer.step(sent=[order.request_id])
-    consumer.assert_nothing_left()
-
-
 def test_only_the_flag_of_a_ticket_means_local_prefill(consumer) -> None:
     consumer.add("d", prompt(40), params={"do_remote_prefill": True})
     assert consumer.step() == {"d": 40}
     consumer.run()
-    consumer.assert_nothing_left()
-
-
-def test_only_requests_that_wait_for_a_peer_renew_a_lease(make_engine, producer) -> None:
-    consumer = make_engine("D", kv_lease_duration=1.0)
-    consumer.add("local", prompt(20), max_tokens=20)
-    consumer.add("handed-over", prompt(20, seed=1), max_tokens=1, params={"do_remote_decode": True})
-    for _ in range(2):
-        consumer.step()
-        time.sleep(0.3)
-    assert consumer.orders("heartbeats") == []
-    consumer.add("d", prompt(40), params=hand_over(producer, "p", prompt(40)))
-    for _ in range(2):
-        consumer.step()
-        time.sleep(0.3)
-    consumer.step(sent=["handed-over"])
-    renewed = consumer.orders("heartbeats")
-    assert {tuple(request_id for request_id, _ in beat.readers) for beat in renewed} == {("p",)}
-    consumer.step(received=["d"])
-    count = len(consumer.orders("heartbeats"))
-    time.sleep(0.3)
-    consumer.run()
-    assert len(consumer.orders("heartbeats")) == count
     consumer.assert_nothing_left()
 
 

@@ -116,20 +116,6 @@ def test_a_prompt_that_outlives_the_sleep_is_handed_over_as_computed_after_it(ma
     producer.until(sent="p1")
 
 
-def test_a_consumer_that_falls_asleep_fails_what_has_arrived_and_reads_again_afterwards(make: Make) -> None:
-    producer, consumer = make("P"), make("D")
-    consumer.add("d1", SOME, params=producer.prefill("p1", SOME))
-    consumer.step()
-    _wait(lambda: consumer.side._finished)
-    consumer.sleep(resets=False)
-    consumer.wake()
-    consumer.until(received="d1")
-    assert not consumer.received["d1"], "its pages are lost"
-    consumer.run()
-    producer.until(sent="p1")
-    hand_over(producer, consumer, "2", OTHER)
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("fabric", ["fake"], indirect=True)
 def test_a_read_on_the_wire_when_its_consumer_falls_asleep_is_ended_by_closing_the_agent(
@@ -152,19 +138,6 @@ def test_a_read_on_the_wire_when_its_consumer_falls_asleep_is_ended_by_closing_t
     consumer.wake()
     consumer.run()
     hand_over(producer, consumer, "3", SOME)
-
-
-def test_steps_of_a_sleeping_engine_answer_every_order(make: Make, caplog: pytest.LogCaptureFixture) -> None:
-    producer, consumer = make("P"), make("D")
-    ticket = producer.prefill("p1", SOME)
-    consumer.worker.unregister_kv_caches()
-    consumer.add("d1", SOME, params=ticket)
-    consumer.until(received="d1")
-    assert not consumer.received["d1"]
-    assert "(asleep)" in caplog.text
-    consumer.run()
-    consumer.worker.restore_kv_caches()
-    hand_over(producer, consumer, "2", OTHER)
 
 
 def test_hooks_may_come_twice_or_alone(make: Make) -> None:
@@ -236,16 +209,3 @@ def test_a_waiting_request_gives_its_ticket_up_when_the_cache_is_reset(make: Mak
     producer.until(sent="p1")
     consumer.run()
     consumer.assert_nothing_left()
-
-
-def test_a_read_under_way_when_the_cache_is_reset_is_void(make: Make, caplog: pytest.LogCaptureFixture) -> None:
-    producer, consumer = make("P"), make("D")
-    consumer.add("d1", SOME, params=producer.prefill("p1", SOME))
-    consumer.step()
-    assert consumer.scheduler.reset_prefix_cache(reset_connector=True) is False
-    consumer.until(received="d1")
-    assert not consumer.received["d1"]
-    assert "(cache-reset)" in caplog.text
-    consumer.run()
-    consumer.assert_nothing_left()
-    producer.until(sent="p1")
