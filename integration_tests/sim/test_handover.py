@@ -6,10 +6,9 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from engines import EVERYWHERE, TOKENS, Engine, Prompt
+from engines import EVERYWHERE, TOKENS, Engine
 
 from vllm_adapter.config import Settings
-from vllm_adapter.scheduler.hooks import Arrival, Ending
 
 Make = Callable[..., Engine]
 
@@ -63,34 +62,6 @@ def test_a_full_hit_only_notifies(make: Make) -> None:
     assert request not in consumer.received
 
 
-def test_an_abort_before_allocation_frees_the_producer(make: Make) -> None:
-    producer, consumer = make("P"), make("D")
-    _, ticket = producer.prefill(2 * TOKENS)
-    consumer.side.arrived(Arrival("gone", ticket, 2 * TOKENS, identity=Prompt(2 * TOKENS)))
-    consumer.side.finished(Ending("gone", "abort", 0), [[]])
-    consumer.step()
-    producer.wait_idle()
-    consumer.step()
-    assert "gone" not in consumer.received
-
-
-@pytest.mark.parametrize("reason", ["abort", "error"])
-def test_a_prefill_that_is_aborted_hands_nothing_over(make: Make, reason: str) -> None:
-    producer = make("P")
-    free = len(producer._free)
-    _, ticket = producer.prefill(2 * TOKENS, reason=reason)
-    assert ticket is None
-    assert len(producer._free) == free
-
-
-def test_a_stopped_first_token_hands_over(make: Make) -> None:
-    producer, consumer = make("P"), make("D")
-    source, ticket = producer.prefill(TOKENS, reason="stop")
-    request = consumer.start_decode(ticket, TOKENS)
-    assert consumer.wait_received(request)
-    consumer.assert_has(request, source, TOKENS)
-
-
 @EVERYWHERE
 def test_a_read_after_the_lease_ended_is_void(make: Make) -> None:
     quick = Settings(kv_lease_duration=1.0)
@@ -139,34 +110,3 @@ def test_a_restarted_producer_under_its_old_name_is_met_anew(make: Make) -> None
         lost = consumer.start_decode(ticket, 2 * TOKENS)
         assert consumer.wait_received(lost)
     consumer.assert_has(lost, source, 2 * TOKENS)
-
-
-HOSTILE: list[dict[str, object]] = [
-    {"remote_block_ids": [[10**9]]},
-    {"remote_block_ids": [[1], [2]]},
-    {"remote_block_ids": "x"},
-    {"tp_size": 3},
-    {"tp_size": -1},
-    {"remote_host": 7},
-    {"remote_port": 99999},
-    {"remote_engine_id": "someone else"},
-    {"remote_request_id": None},
-    {"kv_fence": [0, 0]},
-    {"kv_fence": [10**6, 5]},
-    {"kv_dialect": 10**6},
-]
-
-
-def test_a_hostile_ticket_is_refused_or_fails_and_the_next_one_is_served(make: Make) -> None:
-    quick = Settings(handshake_timeout_s=5.0, handshake_attempts=1, read_timeout_s=5.0)
-    producer, consumer = make("P"), make("D", settings=quick)
-    for change in HOSTILE:
-        _, ticket = producer.prefill(TOKENS)
-        assert ticket is not None
-        request = consumer.start_decode({**ticket, **change}, TOKENS)
-        if consumer.state.external_tokens(request, computed_tokens=0):
-            assert consumer.wait_received(request) is False, change
-        source, ticket = producer.prefill(2 * TOKENS)
-        good = consumer.start_decode(ticket, 2 * TOKENS)
-        assert consumer.wait_received(good), change
-        consumer.assert_has(good, source, 2 * TOKENS)

@@ -35,13 +35,6 @@ def test_a_prompt_crosses_whole_and_in_chunks(make: Make, there: bool, here: boo
     producer.wait_idle()
 
 
-@pytest.mark.parametrize(("producers", "consumers"), [(1, 2), (2, 1)])
-def test_every_rank_has_its_own_mirror(make: Make, producers: int, consumers: int) -> None:
-    producer, consumer = make("P", tp=producers, has_mirror=True), make("D", tp=consumers, has_mirror=True)
-    hand_over(producer, consumer, 3 * TOKENS, chunk_tokens=20)
-    producer.wait_idle()
-
-
 def test_pages_of_another_order_are_put_in_order_in_the_mirror(make: Make) -> None:
     producer, consumer = make("P", order="NHD", has_mirror=True), make("D", tokens=48, has_mirror=True)
     hand_over(producer, consumer, 144, chunk_tokens=40)
