@@ -141,21 +141,6 @@ def test_a_stopped_producer_is_replaced_under_its_name(make_stage, transport):
         again.close()
 
 
-def test_the_same_producer_known_again_while_a_read_is_on_its_way(make_stage):
-    stage = make_stage(page_bytes=65536, page_count=64)
-    stage.connect()
-    assert stage.read("warm", [0], [0]).outcome == "done"
-    stage.producer.stop()
-    ids = np.arange(32)
-    stage.consumer.post(order("old", ids, ids, deadline_s=0.2))
-    old = stage.wait("old")
-    stage.consumer.remove_peer("p")
-    stage.connect()
-    stage.producer.resume()
-    assert stage.read("new", [40], [7]).outcome == "done"
-    stage.run_until(lambda: old.is_memory_quiet or "old" in stage.quiet, 10.0, "quiet memory")
-
-
 def test_a_read_from_a_stopped_producer_is_reported_as_stalled(make_stage):
     """Over TCP, where the producer's own process must send."""
     tcp = {"TLS": "tcp"}
@@ -187,20 +172,6 @@ def test_deregistered_under_a_reader(make_stage):
     wait_quiet(stage, "after")
 
 
-def test_lease_expiring_between_post_and_completion_is_always_caught(make_stage):
-    """The word is voided after the order is accepted and before its fence can be read: 1000 of 1000 are voided."""
-    stage = make_stage()
-    stage.connect()
-    ids = np.arange(8)
-    rejected = 0
-    for number in range(1000):
-        stage.producer.write_fence(1, 2 * number + 1)
-        stage.consumer.post(order(f"r{number}", ids, ids, fence=(1, 2 * number + 1), deadline_s=10.0))
-        stage.producer.write_fence(1, 2 * number + 2)
-        rejected += stage.wait(f"r{number}").outcome == "fence-rejected"
-    assert rejected == 1000
-
-
 def test_racing_leases_never_pass_void_data(make_stage):
     """The producer rewrites its pages as soon as it has voided the fence; whatever passes must be the old content."""
     stage = make_stage(page_bytes=16384, page_count=64)
@@ -221,26 +192,6 @@ def test_racing_leases_never_pass_void_data(make_stage):
             assert np.array_equal(stage.read_pages(), old)
     assert set(outcomes) <= {"done", "fence-rejected"}
     assert "fence-rejected" in outcomes
-
-
-def test_closing_with_transfers_in_flight(make_stage):
-    stage = make_stage(page_bytes=65536, page_count=256)
-    stage.connect()
-    ids = np.random.default_rng(1).permutation(256)
-    for number in range(4):
-        stage.consumer.post(order(f"r{number}", ids, ids))
-    stage.consumer.advance()
-    began = time.monotonic()
-    stage.consumer.close()
-    assert time.monotonic() - began < 10.0
-    results = {result.transfer_id: result for result in stage.consumer.take_results()}
-    assert set(results) == {"r0", "r1", "r2", "r3"}
-    quiet = set(stage.consumer.take_quiet())
-    assert all(result.is_memory_quiet or name in quiet for name, result in results.items())
-    stage.consumer.close()
-    with pytest.raises(AgentError) as error:
-        stage.consumer.post(order("late", [0], [0]))
-    assert error.value.code == "agent-closed"
 
 
 @pytest.mark.parametrize("transport_name", ["default", "tcp"])

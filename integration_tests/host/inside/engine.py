@@ -260,9 +260,10 @@ class Engine:
         return KVConnectorOutput(finished_sending=sent, finished_recving=received | failed, failed_recving=failed)
 
     def run(self, steps: int = 64, **reports: Any) -> None:
-        """Step until nothing is unfinished; what is reported goes with the first step."""
+        """Step until nothing is left; what is reported goes with the first step."""
         for number in range(steps):
             if not self.scheduler.has_requests():
+                self.assert_nothing_left()
                 return
             self.step(**(reports if number == 0 else {}))
         raise AssertionError(f"requests are left after {steps} steps: {list(self.scheduler.requests)}")
