@@ -122,11 +122,6 @@ def _waits_for_refused(old: Any) -> Any:
     return plan_retry
 
 
-def _accepts_all(_: Any) -> Any:
-    verdict = resolve_name("kv_handshake._wire.policy:Verdict")
-    return lambda *_: verdict(protocol=1, capabilities=frozenset())
-
-
 def _whole_read(old: Any) -> Any:
     """A prefix hit is read once more, into blocks that others use."""
     return lambda rules, block_ids, _new, _start, tokens: old(rules, block_ids, block_ids, 0, tokens)
@@ -204,7 +199,6 @@ FAULTS = (
     Fault("notification-nonce-ignored", f"{_STATE}.worker.leases:_is_stale", _returning(False), seed=67),
     Fault("newest-read-first", "kv_nixl_agent.transfers.queue:Schedule._take_part", _last_first, seed=303),
     Fault("refused-connection-waits", "kv_handshake._core.attempt:Task.plan_retry", _waits_for_refused, seed=456),
-    Fault("releases-not-compared", "kv_handshake._wire.policy:judge", _accepts_all, seed=9),
     Fault("hit-read-again", f"{_STATE}.values:BlockRules.wanted", _whole_read, seed=1),
     Fault("mirror-not-restored", f"{_WORKER}.pages:HostMirror.restore", _returning(None), seed=11),
     Fault("stream-before-event", f"{_WORKER}.streams:ChunkMarks.then", _at_once, "streams", 3),

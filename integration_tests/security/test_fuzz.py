@@ -16,8 +16,6 @@ from kv_handshake import Client, LocalOffer, Timing
 from kv_handshake.testing import sample_envelopes
 
 FRAMES = 1_000_000 if os.environ.get("KVDEV_LONG") == "1" else 100_000
-ROUND = 500
-DEADLINE_S = 5
 GOOD = sample_envelopes([(0, 0)])[0, 0]
 QUERY = msgspec.msgpack.encode((b"get_meta_msg", 0, 0))
 Figure = Callable[[str], None]

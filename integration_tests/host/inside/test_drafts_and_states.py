@@ -64,7 +64,6 @@ def test_blocks_that_wait_for_drafts_are_not_handed_over(
     assert len(ids(read.local_blocks)[full]) == 3
     consumer.run(received=["d"])
     producer.step(sent=["p"])
-    consumer.assert_nothing_left()
     producer.assert_nothing_left()
 
 
@@ -352,4 +351,3 @@ def test_a_state_of_a_prompt_that_could_not_be_shortened_is_not_handed_over(
     producer.add("p", prompt(WHOLE), max_tokens=1, params=dict(PREFILL))
     producer.run()
     assert producer.outputs["p"][-1].kv_transfer_params is None
-    producer.assert_nothing_left()

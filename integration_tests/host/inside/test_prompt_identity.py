@@ -83,7 +83,6 @@ def test_a_client_that_sends_the_prompt_of_refused_requests_gets_nothing(produce
     consumer.add("client", [0], max_tokens=1, params=ticket)
     consumer.run()
     assert consumer.orders("reads") == []
-    consumer.assert_nothing_left()
 
 
 def _ticket_of_pictures(producer: Any, *pictures: MultiModalFeatureSpec) -> dict[str, Any]:
@@ -121,7 +120,6 @@ def test_a_prompt_whose_pictures_went_to_prefill_alone_is_not_computed_without_t
     (line,) = [record for record in caplog.records if record.levelname == "ERROR"]
     assert "ticket-media-missing" in line.getMessage()
     assert "its uuid to decode" in line.getMessage()
-    consumer.assert_nothing_left()
 
 
 @pytest.mark.never_wrong("A13")
@@ -140,7 +138,6 @@ def test_a_prompt_that_must_be_computed_whole_is_not_computed_without_its_pictur
     consumer.run()
     (ended,) = consumer.outputs["blind"]
     assert (ended.finish_reason, list(ended.new_token_ids)) == (FinishReason.ERROR, [])
-    consumer.assert_nothing_left()
 
 
 EMBEDDED = _picture("embeddings of an encoder", 4, kind="image_embeds")
@@ -308,7 +305,6 @@ def test_children_of_one_request_share_one_read(producer, consumer) -> None:
     consumer.run()
     assert len(consumer.orders("reads")) == 1
     assert {len(outputs) for outputs in consumer.outputs.values()} == {4}
-    consumer.assert_nothing_left()
 
 
 @pytest.mark.never_wrong("B10")
@@ -328,7 +324,6 @@ def test_a_full_cache_makes_requests_wait_and_takes_no_lease(make_engine, role: 
     engine.run()
     assert engine.orders("revokes") == []
     assert len(engine.outputs["local"]) == 30
-    engine.assert_nothing_left()
 
 
 @pytest.mark.never_wrong("B2")
@@ -336,4 +331,3 @@ def test_a_prefill_whose_id_cannot_be_notified_gets_no_ticket(producer) -> None:
     producer.add("HB:x", TOKENS, max_tokens=1, params=dict(PREFILL))
     producer.run()
     assert producer.outputs["HB:x"][-1].kv_transfer_params is None
-    producer.assert_nothing_left()
