@@ -172,6 +172,20 @@ def test_deregistered_under_a_reader(make_stage):
     wait_quiet(stage, "after")
 
 
+def test_lease_expiring_between_post_and_completion_is_always_caught(make_stage):
+    """The word is voided after the order is accepted and before its fence can be read: 1000 of 1000 are voided."""
+    stage = make_stage()
+    stage.connect()
+    ids = np.arange(8)
+    rejected = 0
+    for number in range(1000):
+        stage.producer.write_fence(1, 2 * number + 1)
+        stage.consumer.post(order(f"r{number}", ids, ids, fence=(1, 2 * number + 1), deadline_s=10.0))
+        stage.producer.write_fence(1, 2 * number + 2)
+        rejected += stage.wait(f"r{number}").outcome == "fence-rejected"
+    assert rejected == 1000
+
+
 def test_racing_leases_never_pass_void_data(make_stage):
     """The producer rewrites its pages as soon as it has voided the fence; whatever passes must be the old content."""
     stage = make_stage(page_bytes=16384, page_count=64)

@@ -57,8 +57,8 @@ _LONGEST_FIRST = (
     "kv-nixl-agent",
 )
 GPU_PAGE = ROOT / "docs" / "gpu-evidence.md"
-_GPU_PARTS = ("gpu-device", "gpu-engines")
-"""Parts of the GPU stage whose outcomes go into the evidence beside those of `run.py` itself."""
+_GPU_PARTS = ("gpu", "gpu-device", "gpu-engines")
+"""Parts of the GPU stage whose outcomes go into its page."""
 _NO_TESTS_COLLECTED = 5
 
 
@@ -281,14 +281,9 @@ def _gpu(uv: Path, tally: Tally, options: RunOptions) -> None:
 
 
 def _record_gpu(python: Path, environment: Mapping[str, str], figures: Path) -> None:
-    """Run the agent's part once more by itself and write the page from all parts, also where one failed or did not run."""
+    """Write the page from all parts, also where one failed or did not run."""
     reports = STATE / "reports"
-    command: list[str | Path] = [
-        python,
-        ROOT / "integration_tests" / "gpu" / "run.py",
-        "--output",
-        reports / "gpu.json",
-    ]
+    command: list[str | Path] = [python, ROOT / "integration_tests" / "gpu" / "record.py"]
     for name in _GPU_PARTS:
         command += ["--report", reports / f"{name}.xml"]
     command += ["--figures", figures, "--record", GPU_PAGE]
