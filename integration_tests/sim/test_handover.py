@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 from engines import EVERYWHERE, TOKENS, Engine
 
@@ -29,40 +28,6 @@ def test_a_prompt_arrives_byte_for_byte_and_the_blocks_come_back(make: Make, pro
 
 
 @EVERYWHERE
-def test_many_requests_at_once_over_two_producers(make: Make) -> None:
-    producers, consumer = [make("P1"), make("P2")], make("D")
-    running = []
-    for number in range(12):
-        source, ticket = producers[number % 2].prefill(2 * TOKENS)
-        running.append((consumer.start_decode(ticket, 2 * TOKENS), source))
-    for request, source in running:
-        assert consumer.wait_received(request)
-        consumer.assert_has(request, source, 2 * TOKENS)
-    for producer in producers:
-        producer.wait_idle()
-
-
-@EVERYWHERE
-def test_a_prefix_hit_reads_only_the_tail(make: Make) -> None:
-    producer, consumer = make("P"), make("D")
-    source, ticket = producer.prefill(4 * TOKENS)
-    request = consumer.start_decode(ticket, 4 * TOKENS, hit_blocks=3)
-    assert consumer.wait_received(request)
-    consumer.assert_has(request, source, 4 * TOKENS, hit_blocks=3)
-    assert np.isnan(consumer.memory[0][0][consumer.held[request][0]]).all()
-    producer.wait_idle()
-
-
-def test_a_full_hit_only_notifies(make: Make) -> None:
-    producer, consumer = make("P"), make("D")
-    _, ticket = producer.prefill(2 * TOKENS)
-    request = consumer.start_decode(ticket, 2 * TOKENS, hit_blocks=2)
-    producer.wait_idle()
-    consumer.step()
-    assert request not in consumer.received
-
-
-@EVERYWHERE
 def test_a_read_after_the_lease_ended_is_void(make: Make) -> None:
     quick = Settings(kv_lease_duration=1.0)
     producer, consumer = make("P", settings=quick), make("D")
@@ -80,19 +45,6 @@ def test_engines_of_different_models_refuse_each_other_by_name(make: Make, caplo
     _, ticket = producer.prefill(TOKENS)
     assert consumer.wait_received(consumer.start_decode(ticket, TOKENS)) is False
     assert "dtype" in caplog.text
-
-
-def test_a_dead_side_channel_fails_the_request_and_delays_no_other(make: Make) -> None:
-    quick = Settings(handshake_timeout_s=5.0, handshake_attempts=1)
-    dead, alive, consumer = make("P1"), make("P2"), make("D", settings=quick)
-    _, dead_ticket = dead.prefill(TOKENS)
-    dead.listener.close()
-    waiting = consumer.start_decode(dead_ticket, TOKENS)
-    source, ticket = alive.prefill(TOKENS)
-    request = consumer.start_decode(ticket, TOKENS)
-    assert consumer.wait_received(request)
-    consumer.assert_has(request, source, TOKENS)
-    assert consumer.wait_received(waiting) is False
 
 
 @EVERYWHERE
