@@ -122,11 +122,6 @@ def _waits_for_refused(old: Any) -> Any:
     return plan_retry
 
 
-def _accepts_all(_: Any) -> Any:
-    verdict = resolve_name("kv_handshake.wire.policy:Verdict")
-    return lambda *_: verdict(protocol=1, capabilities=frozenset())
-
-
 def _whole_read(old: Any) -> Any:
     """A prefix hit is read once more, into blocks that others use."""
     return lambda rules, block_ids, _new, _start, tokens: old(rules, block_ids, block_ids, 0, tokens)
@@ -194,12 +189,12 @@ FAULTS = (
     Fault("ticket-without-fence", f"{_STATE}.scheduler.producer:Producers._refusal", _after(_unfenced), seed=2),
     Fault("ticket-not-bound", f"{_STATE}.scheduler.admission:_require_prompt", _returning(None), "oracle"),
     Fault("ticket-seal-unverified", f"{_STATE}.ticket.seal:TicketSeal.opened", _unverified, seed=4),
-    Fault("lease-not-renewed", f"{_STATE}:LeaseTable.renew", _returning(True), seed=137),
+    Fault("lease-not-renewed", f"{_STATE}:LeaseTable.renew", _returning(True), seed=20),
     Fault("lease-never-expires", f"{_STATE}:LeaseTable.take_ended", _returning(())),
-    Fault("lease-one-reader-is-all", f"{_STATE}:LeaseTable.read_complete", _with(reader_count=1), seed=633),
+    Fault("lease-one-reader-is-all", f"{_STATE}:LeaseTable.read_complete", _with(reader_count=1), seed=57),
     Fault("lease-freed-at-grant", f"{_WORKER}.transfer.leases:LeaseKeeper.apply", _reported_at_grant),
     Fault("lease-quota-ignored", f"{_STATE}.fences:Outstanding.has_room", _returning(True), seed=4),
-    Fault("sleep-leases-stay", f"{_WORKER}.transfer.leases:LeaseKeeper.end_all", _returning(None), seed=9),
+    Fault("sleep-leases-stay", f"{_WORKER}.transfer.leases:LeaseKeeper.end_all", _returning(None), seed=47),
     Fault("quarantine-released-early", "kv_nixl_agent.transfers.handles:Handles.hold", _given_up_at_once, seed=301),
     Fault("notification-nonce-ignored", f"{_STATE}.worker.leases:_is_stale", _returning(False), seed=67),
     Fault("newest-read-first", "kv_nixl_agent.transfers.queue:Schedule._take_part", _last_first, seed=303),
@@ -207,8 +202,11 @@ FAULTS = (
     Fault("releases-not-compared", "kv_handshake.wire.policy:judge", _accepts_all, seed=9),
     Fault("hit-read-again", f"{_STATE}.values:BlockRules.wanted", _whole_read, seed=1),
     Fault("mirror-not-restored", f"{_WORKER}.pages:HostMirror.restore", _returning(None), seed=11),
+    Fault("refused-connection-waits", "kv_handshake.core.handshake:Handshake.plan_retry", _waits_for_refused, seed=456),
+    Fault("hit-read-again", f"{_STATE}.values:BlockRules.wanted", _whole_read),
+    Fault("mirror-not-restored", f"{_WORKER}.pages:HostMirror.restore", _returning(None)),
     Fault("stream-before-event", f"{_WORKER}.streams:ChunkMarks.then", _at_once, "streams", 3),
-    Fault("stream-not-voided", f"{_WORKER}.streams:RankStreams.before_forward", _never_voided, "streams", 16),
+    Fault("stream-not-voided", f"{_WORKER}.streams:RankStreams.before_forward", _never_voided, "streams", 21),
     Fault("stream-fence-unread", f"{_WORKER}.transfer.streams:StreamCoordinator._read_fence", _unread, "streams", 876),
     Fault("stream-never-gives-way", f"{_STATE}:SchedulerState.give_way", _returning(""), "streams", 9),
     Fault("first-unit-shifted", f"{_STATE}.values:BlockRules.wanted", _after(_from_the_first_token), "oracle"),

@@ -7,7 +7,7 @@
 - *First contact*: from the ticket's arrival until the first read of a fresh pair of engines has ended, with NIXL over DRAM. Pairs
   with keys and without take turns, and change who begins, so that a busy machine slows both down.
 
-`integration_tests/security/test_seal_costs.py` holds the targets; docs/performance.md quotes the figures.
+docs/performance.md quotes the figures.
 """
 
 from __future__ import annotations

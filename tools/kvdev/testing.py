@@ -44,8 +44,8 @@ BUDGET_S: dict[Tier, int] = {"quick": 720, "rest": 1980}
 """Seconds on two cores that the short run and the rest of the full run may take, installations included; said, never judged."""
 SLOW_S = 5.0
 GPU_PAGE = ROOT / "docs" / "gpu-evidence.md"
-_GPU_PARTS = ("gpu-device", "gpu-engines")
-"""Parts of the GPU stage whose outcomes go into the evidence beside those of `run.py` itself."""
+_GPU_PARTS = ("gpu", "gpu-device", "gpu-engines")
+"""Parts of the GPU stage whose outcomes go into its page."""
 _NO_TESTS_COLLECTED = 5
 
 
@@ -305,8 +305,8 @@ def _gpu(uv: Path, tally: Tally, options: RunOptions) -> None:
     here = Path(sys.executable)
     _pytest("gpu-engines", here, folder / "engines", tally, *_ENGINES, *words, env=engines, timeout_s=2400)
     if options.is_recorded:
-        # The agent's part once more by itself; the page is written from all parts, also where one failed or did not run.
-        command: list[str | Path] = [python, folder / "run.py", "--output", reports / "gpu.json"]
+        # The page is written from all parts, also where one failed or did not run.
+        command: list[str | Path] = [python, folder / "record.py"]
         for name in _GPU_PARTS:
             command += ["--report", reports / f"{name}.xml"]
         command += ["--figures", figures, "--record", GPU_PAGE]

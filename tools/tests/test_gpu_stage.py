@@ -50,7 +50,7 @@ def test_record_runs_the_stage_in_the_cuda_vllm_and_writes_its_page(
     assert record[0] == Path("/cuda/python")
     assert record[-2:] == ["--record", GPU_PAGE]
     reports = [word.name for flag, word in itertools.pairwise(record) if flag == "--report"]
-    assert reports == ["gpu-device.xml", "gpu-engines.xml"]
+    assert reports == ["gpu.xml", "gpu-device.xml", "gpu-engines.xml"]
     assert run_tests(Path("uv"), ["gpu"], RunOptions()) == 0
     assert [name for name, *_ in commands[4:]] == ["gpu", "gpu-device", "gpu-engines"]
 

@@ -10,10 +10,9 @@ import threading
 import time
 import types
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from kv_handshake import LocalOffer
+from kv_handshake import LocalOffer, Outcome
 from kv_handshake.core.server import ServerCore
 from kv_handshake.core.session import ClientSession
 
@@ -91,20 +90,6 @@ class HandThread:
         self._thread._agent.close()
 
 
-@dataclass(frozen=True)
-class Answer:
-    """End of a handshake."""
-
-    peers: Mapping[tuple[int, int], Any]
-    code: str
-    message: str
-    elapsed_s: float = 0.0
-
-    @property
-    def is_ok(self) -> bool:
-        return not self.code
-
-
 class SideChannel:
     """Where the listeners of all engines are found, by (host, port)."""
 
@@ -147,6 +132,6 @@ class StillClient:
             frames = core.respond(session.next_query(now_s=0.0), clock_s=0.0)
             session.receive_message(frames, now_s=0.0)
         code = session.error.code if session.error else ""
-        on_done(Answer(dict(session.peers) if not code else {}, code, str(session.error or "")))
+        on_done(Outcome(dict(session.peers) if not code else {}, code, str(session.error or "")))
 
     def close(self) -> None: ...
