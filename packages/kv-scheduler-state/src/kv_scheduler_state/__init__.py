@@ -5,7 +5,7 @@ from kv_scheduler_state.errors import SchedulerStateError, TicketError
 from kv_scheduler_state.plan import FenceOrder, GrantOrder, HeartbeatOrder, ReadOrder, StepPlan
 from kv_scheduler_state.scheduler.state import SchedulerState
 from kv_scheduler_state.ticket.early import prefill_request_params
-from kv_scheduler_state.ticket.prompt import prompt_digest
+from kv_scheduler_state.ticket.prompt import PromptIdentity, prompt_digest
 from kv_scheduler_state.ticket.reader import TicketReader
 from kv_scheduler_state.ticket.ticket import HandoffTicket, PeerAddress
 from kv_scheduler_state.values import Admission, BlockList, FinishDecision
@@ -38,6 +38,7 @@ __all__ = [
     # the ticket
     "HandoffTicket",
     "TicketReader",
+    "PromptIdentity",
     "prefill_request_params",
     "prompt_digest",
     # errors

@@ -332,7 +332,3 @@ if TYPE_CHECKING:
     _planner: Callable[..., ports.Planner] = Planner
     _plan: Callable[..., ports.PeerPlan] = Planner().plan
     _thread: Callable[..., ports.TransferThread] = TransferThread
-    _state: Callable[..., ports.SchedulerState] = SchedulerState
-    _lease_table: Callable[..., ports.LeaseTable] = LeaseTable
-    _stream_worker: Callable[..., ports.StreamWorker] = StreamWorker
-    _stream_readers: Callable[..., ports.StreamReaders] = StreamReaders
