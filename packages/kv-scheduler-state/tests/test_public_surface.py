@@ -9,8 +9,8 @@ import pytest
 SURFACE = {
     "kv_scheduler_state": [
         "Admission",
-        "AnnouncedFences",
         "BlockList",
+        "EndReport",
         "FenceOrder",
         "FinishDecision",
         "GrantOrder",
@@ -20,6 +20,7 @@ SURFACE = {
         "LeaseEnd",
         "LeaseTable",
         "PeerAddress",
+        "PromptIdentity",
         "ReadOrder",
         "Refusal",
         "SchedulerConfig",
@@ -29,14 +30,13 @@ SURFACE = {
         "TicketError",
         "TicketLimits",
         "TicketReader",
+        "WorkerState",
         "prefill_request_params",
         "prompt_digest",
     ],
     "kv_scheduler_state.streams": [
-        "EndReport",
         "StreamAnswer",
         "StreamChunk",
-        "StreamEnds",
         "StreamOpen",
         "StreamOrder",
         "StreamOutcome",

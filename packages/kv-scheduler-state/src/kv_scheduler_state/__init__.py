@@ -10,7 +10,8 @@ from kv_scheduler_state.ticket.reader import TicketReader
 from kv_scheduler_state.ticket.ticket import HandoffTicket, PeerAddress
 from kv_scheduler_state.values import Admission, BlockList, FinishDecision
 from kv_scheduler_state.worker.lease import LeaseEnd, Refusal
-from kv_scheduler_state.worker.leases import AnnouncedFences, LeaseTable
+from kv_scheduler_state.worker.leases import LeaseTable
+from kv_scheduler_state.worker.state import EndReport, WorkerState
 
 __version__ = "0.3.0"
 
@@ -30,8 +31,9 @@ __all__ = [
     "GrantOrder",
     "BlockList",
     "PeerAddress",
-    # a producer's worker
-    "AnnouncedFences",
+    # a worker
+    "WorkerState",
+    "EndReport",
     "LeaseTable",
     "LeaseEnd",
     "Refusal",

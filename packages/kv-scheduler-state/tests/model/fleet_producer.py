@@ -9,7 +9,8 @@ from kv_scheduler_state.config import SchedulerConfig
 from kv_scheduler_state.errors import SchedulerStateError
 from kv_scheduler_state.scheduler.state import SchedulerState
 from kv_scheduler_state.ticket.early import prefill_request_params
-from kv_scheduler_state.worker.leases import AnnouncedFences, LeaseTable
+from kv_scheduler_state.worker.leases import LeaseTable
+from kv_scheduler_state.worker.state import WorkerState
 
 from .fleet_shared import FleetIdentity, FleetPrompt, Results, Shared
 from .promises import demand
@@ -48,7 +49,7 @@ class FleetProducer:
             )
         )
         self.leases = [LeaseTable() for _ in range(config.workers)]
-        self.announced = [AnnouncedFences() for _ in range(config.workers)]
+        self.workers = [WorkerState() for _ in range(config.workers)]
         # Turns in a row that each worker has skipped.
         self.skipped = [0] * config.workers
         self.free: list[int] = list(range(1, 400))
@@ -209,9 +210,9 @@ class FleetProducer:
             if prompt is not None:
                 prompt.words[order.generation] = prompt.start
         for worker, table in enumerate(self.leases):
-            words, void = self.announced[worker].apply(plan)
-            self.shared.words[worker].update(words)
-            refusals = table.apply(plan, void=void, now_s=self.shared.now_s)
+            mine = self.workers[worker].apply(plan)
+            self.shared.words[worker].update({order.slot: order.generation for order in mine.fences})
+            refusals = table.apply(mine, now_s=self.shared.now_s)
             demand(not refusals, f"the workers refuse {refusals}")
         for request_id, prompt in self.prompts.items():
             prompt.is_stepped = True

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from kv_handshake.inspect import Comparison, Difference
     from kv_nixl_agent import PeerSpec, QuarantineEntry, StallEntry, ThreadHealth, TransferResult
     from kv_scheduler_state import (
-        AnnouncedFences,
         BlockList,
+        EndReport,
         FinishDecision,
         HeartbeatOrder,
         LeaseEnd,
@@ -39,10 +39,9 @@ if TYPE_CHECKING:
         ReadOrder,
         SchedulerState,
         StepPlan,
+        WorkerState,
     )
     from kv_scheduler_state.streams import (
-        EndReport,
-        StreamEnds,
         StreamOpen,
         StreamOrder,
         StreamOutcome,
@@ -59,7 +58,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AgentMetadata",
-    "AnnouncedFences",
     "BlockIds",
     "BlockList",
     "Codec",
@@ -89,7 +87,6 @@ __all__ = [
     "StagedRegion",
     "StallEntry",
     "StepPlan",
-    "StreamEnds",
     "StreamOpen",
     "StreamOrder",
     "StreamOutcome",
@@ -105,6 +102,7 @@ __all__ = [
     "ThreadHealth",
     "TransferResult",
     "TransferThread",
+    "WorkerState",
 ]
 
 BlockIds = Sequence[Sequence[int]]

@@ -23,15 +23,15 @@ from kv_nixl_agent import (
     open_nixl,
 )
 from kv_scheduler_state import (
-    AnnouncedFences,
     GroupConfig,
     LeaseTable,
     SchedulerConfig,
     SchedulerState,
+    WorkerState,
     prefill_request_params,
     prompt_digest,
 )
-from kv_scheduler_state.streams import StreamEnds, StreamReaders, StreamWorker
+from kv_scheduler_state.streams import StreamReaders, StreamWorker
 from kv_topology import CostModel, Planner
 from vllm_adapter import ports
 from vllm_adapter.cache.envelope import metadata_fields
@@ -203,13 +203,9 @@ class WorkerParts:
         """Return the state machine of streams that this rank reads; `stall_s` without progress ends a stream."""
         return StreamReaders(stall_s)
 
-    def make_stream_ends(self) -> ports.StreamEnds:
-        """Return an empty record of the streams that this rank reads."""
-        return StreamEnds()
-
-    def make_announced_fences(self) -> ports.AnnouncedFences:
-        """Return an empty record of announced fence words."""
-        return AnnouncedFences()
+    def make_worker_state(self) -> ports.WorkerState:
+        """Return the state of this rank's hand-overs on its engine thread."""
+        return WorkerState()
 
     def make_recorder(self) -> Recorder:
         """Return this rank's recorder."""

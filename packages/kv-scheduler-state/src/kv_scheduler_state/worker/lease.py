@@ -80,7 +80,7 @@ class Refusal(NamedTuple):
     """
 
     request_id: str
-    order: Literal["expect", "grant", "release", "revoke", "void"]
+    order: Literal["expect", "grant", "release", "revoke"]
     code: str
     message: str
 

@@ -13,11 +13,6 @@ Lease time is observed time (see `ObservedClock`): between two readings of the c
 shortest live lease, and by no more than `max_pause_s`. Example: a lease of 6 s is renewed to 4 s every second, so at least 3 s
 are left; a process that stood still for a minute takes off 1 s, and the renewals in its queue come in time. Leases expire in
 `take_ended` alone: call it after processing the waiting notifications.
-
-Fence words of announced requests are written on the engine thread, as soon as a plan arrives: they must be there before the
-step's end can make a ticket known. When a worker loses its memory (sleep), the words and the KV of announced requests are
-lost. Such a request becomes whole again when the engine computes it from the beginning: its new word is among the plan's
-fences. A lost request that is granted a lease all the same must end at once; without its word no reader accepts its pages.
 """
 
 from __future__ import annotations
@@ -46,11 +41,11 @@ from kv_scheduler_state.worker.lease import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from kv_scheduler_state.plan import StepPlan
 
-__all__ = ["AnnouncedFences", "LeaseTable"]
+__all__ = ["LeaseTable"]
 
 _MAX_CONSUMERS: Final = 64
 """Consumers that are counted per request; a ticket is for one, and a retry may bring another."""
@@ -108,13 +103,8 @@ class LeaseTable:
         # Requests that peers know by another id than the engine's, by that id; as long as they are live or in `_past`.
         self._named: dict[str, str] = {}
 
-    def apply(self, plan: StepPlan, *, void: Sequence[str] = (), now_s: float) -> tuple[Refusal, ...]:
+    def apply(self, plan: StepPlan, *, now_s: float) -> tuple[Refusal, ...]:
         """Apply the producer's part of a step plan, in the order that makes each order safe; return the refused orders.
-
-        Args:
-            plan: The orders.
-            void: Requests among its grants whose KV is lost: their leases end at once.
-            now_s: The caller's monotonic clock.
 
         Raises:
             InvalidEvent: `invalid-event`, for an invalid time; nothing is applied then.
@@ -130,8 +120,6 @@ class LeaseTable:
             _collect(refusals, request_id, "release", partial(self.release, request_id, now_s=now_s))
         for request_id in plan.revokes:
             _collect(refusals, request_id, "revoke", partial(self.release, request_id, now_s=now_s))
-        for request_id in void:
-            _collect(refusals, request_id, "void", partial(self.release, request_id, now_s=now_s))
         return tuple(refusals)
 
     def expect(self, request_id: str, *, now_s: float) -> None:
@@ -387,52 +375,10 @@ def _is_stale(lease: Lease, nonce: str, is_required: bool) -> bool:
 def _collect(
     refusals: list[Refusal],
     request_id: str,
-    order: Literal["expect", "grant", "release", "revoke", "void"],
+    order: Literal["expect", "grant", "release", "revoke"],
     apply: Callable[[], None],
 ) -> None:
     try:
         apply()
     except SchedulerStateError as error:
         refusals.append(Refusal(request_id, order, error.code, str(error)))
-
-
-@final
-class AnnouncedFences:
-    """Keeps the words of announced requests; writes nothing itself. Not thread-safe."""
-
-    def __init__(self) -> None:
-        self._words: dict[str, tuple[int, int] | None] = {}
-        self._lost: set[str] = set()
-
-    def apply(self, plan: StepPlan) -> tuple[tuple[tuple[int, int], ...], tuple[str, ...]]:
-        """Take in a plan.
-
-        Returns:
-            The (slot, generation) words to write now, and the requests that are granted a lease although their KV is lost:
-            pass these to `LeaseTable.apply` as `void`.
-        """
-        self._words.update(dict.fromkeys(plan.expects))
-        self._lost.difference_update(plan.restarts)
-        words = tuple([(order.slot, order.generation) for order in plan.fences])
-        for order, word in zip(plan.fences, words, strict=True):
-            self._words[order.request_id] = word
-        granted = [order.request_id for order in plan.grants]
-        void = tuple([request_id for request_id in granted if request_id in self._lost])
-        for request_id in (*plan.releases, *granted):
-            self._words.pop(request_id, None)
-            self._lost.discard(request_id)
-        return words, void
-
-    def slot(self, request_id: str) -> int | None:
-        """Return the request's fence slot, None if it has none."""
-        word = self._words.get(request_id)
-        return word[0] if word is not None else None
-
-    @property
-    def ids(self) -> tuple[str, ...]:
-        """All announced requests, oldest first."""
-        return tuple(self._words)
-
-    def lose(self) -> None:
-        """Note that memory and fence words of all announced requests are gone."""
-        self._lost.update(self._words)
