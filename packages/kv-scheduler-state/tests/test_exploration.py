@@ -15,7 +15,7 @@ from model.explore import decode_world, explore, pair_world, prefill_world
 
 from kv_scheduler_state import LeaseTable
 from kv_scheduler_state.machine import Table, Transition
-from kv_scheduler_state.scheduler import streaming
+from kv_scheduler_state.scheduler import state as scheduler_state
 from kv_scheduler_state.tables import CONSUMER_TABLE
 from kv_scheduler_state.worker import leases
 
@@ -57,8 +57,8 @@ def test_no_order_of_events_breaks_a_promise(name, capsys):
 
 
 PLACES = {
-    "producer": (streaming, "PRODUCER_TABLE"),
-    "consumer": (streaming, "CONSUMER_TABLE"),
+    "producer": (scheduler_state, "PRODUCER_TABLE"),
+    "consumer": (scheduler_state, "CONSUMER_TABLE"),
     "lease": (leases, "LEASE_TABLE"),
 }
 

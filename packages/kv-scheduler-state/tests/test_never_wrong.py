@@ -448,5 +448,5 @@ def test_an_engine_that_only_produces_reads_nothing(kind: str, reads: bool) -> N
     assert any(name.startswith("consumer") for name in state.state_counts()) is reads
     if not reads:
         assert state.external_tokens("d1", computed_tokens=0) == 0
-        assert not state.take_stream_questions()
+        assert not state.streams.take_questions()
         assert not state.take_step_plan(now_s=0.0).reads

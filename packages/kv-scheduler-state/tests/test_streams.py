@@ -18,7 +18,7 @@ from model.stream_world import StreamSetting, StreamWorld
 from kv_scheduler_state.errors import SchedulerStateError
 from kv_scheduler_state.fences import FencePool
 from kv_scheduler_state.machine import GONE, Table, Transition
-from kv_scheduler_state.scheduler import streaming
+from kv_scheduler_state.scheduler import state as scheduler_state
 from kv_scheduler_state.streams import reader
 from kv_scheduler_state.streams.producer import StreamProducers
 
@@ -109,8 +109,8 @@ def test_no_order_of_events_breaks_a_stream(name, capsys):
 
 
 PLACES = {
-    "producer": (streaming, "STREAM_PRODUCER_TABLE"),
-    "consumer": (streaming, "STREAM_CONSUMER_TABLE"),
+    "producer": (scheduler_state, "STREAM_PRODUCER_TABLE"),
+    "consumer": (scheduler_state, "STREAM_CONSUMER_TABLE"),
     "reader": (reader, "STREAM_READER_TABLE"),
 }
 

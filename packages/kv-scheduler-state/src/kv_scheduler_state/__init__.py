@@ -4,6 +4,7 @@ from kv_scheduler_state.config import GroupConfig, SchedulerConfig, TicketLimits
 from kv_scheduler_state.errors import SchedulerStateError, TicketError
 from kv_scheduler_state.plan import FenceOrder, GrantOrder, HeartbeatOrder, ReadOrder, StepPlan
 from kv_scheduler_state.scheduler.state import SchedulerState
+from kv_scheduler_state.scheduler.streaming import Streams
 from kv_scheduler_state.ticket.early import prefill_request_params
 from kv_scheduler_state.ticket.prompt import PromptIdentity, prompt_digest
 from kv_scheduler_state.ticket.reader import TicketReader
@@ -18,6 +19,7 @@ __version__ = "0.3.0"
 __all__ = [
     # the scheduler process
     "SchedulerState",
+    "Streams",
     "SchedulerConfig",
     "GroupConfig",
     "TicketLimits",

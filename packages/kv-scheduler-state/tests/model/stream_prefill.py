@@ -134,6 +134,8 @@ class StreamPrefill:
             lease_s=1000.0,
             fence_slots=requests,
             stream_slots=slots,
+            stream_reserve_fraction=0.5,
+            cache_blocks=64,
             peer_networks=("10.0.0.0/8",),
             trace_length=1,
         )
@@ -327,7 +329,7 @@ class StreamPrefill:
 
     def _publish(self) -> None:
         """Let the listener give the answers that stand, as once a step and when a request has ended."""
-        for standing in self.state.take_stream_standings():
+        for standing in self.state.streams.produced.take_standings():
             if standing.answer is not None:
                 self.board[standing.hand_over_id] = standing.answer
             elif not self.rules.keeps_offers:
@@ -405,7 +407,7 @@ class StreamPrefill:
         left = [
             f"{request_id} is {prompt.status}" for request_id, prompt in self.prompts.items() if prompt.status != "over"
         ]
-        used = self.state.stream_slots_used + self.state.fence_slots_used
+        used = self.state.streams.produced.slots_used + self.state.fence_slots_used
         pages = len(self.workers[0].device.pages) - len(self.free)
         if used or pages or self.state.live_count:
             left.append(f"{used} slots, {pages} pages and {self.state.live_count} requests are in use")

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         ReadOrder,
         SchedulerState,
         StepPlan,
+        Streams,
         WorkerState,
     )
     from kv_scheduler_state.streams import (
@@ -95,6 +96,7 @@ __all__ = [
     "StreamQuestion",
     "StreamReaders",
     "StreamReport",
+    "Streams",
     "StreamStanding",
     "StreamWatch",
     "StreamWords",

@@ -132,11 +132,6 @@ class SchedulerParts:
         return Listener(*(facts.listens_on or (facts.host, facts.port)), security=security)
 
     @property
-    def streams(self) -> bool:
-        """Whether prompts are handed over while they are computed."""
-        return self.settings.streaming
-
-    @property
     def ask_wait_s(self) -> float:
         """Longest wait of a question for its answer, in seconds."""
         return self.settings.ask_wait_s

@@ -18,6 +18,7 @@ from kv_scheduler_state.values import BlockList
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kv_scheduler_state.clock import ObservedClock
     from kv_scheduler_state.config import SchedulerConfig
     from kv_scheduler_state.outbox import Outbox
     from kv_scheduler_state.ticket.early import EarlyTicket
@@ -35,13 +36,15 @@ class Producers:
     Every method asks the table before it changes anything, so a refused event leaves no trace.
     """
 
-    def __init__(self, config: SchedulerConfig, table: Table, rules: BlockRules, outbox: Outbox) -> None:
+    def __init__(
+        self, config: SchedulerConfig, table: Table, rules: BlockRules, outbox: Outbox, clock: ObservedClock
+    ) -> None:
         self.table = table
         self.on_revoke = table.on("revoke")
         self._on_allocate = table.on("allocate")
         self._on_preempt = table.on("preempt")
         self.fences = FencePool(config.fence_slots, config.fence_seed, config.stream_slots)
-        self.streams = StreamProducers(config, outbox)
+        self.streams = StreamProducers(config, outbox, clock)
         self.config = config
         self._rules = rules
         self.outbox = outbox
@@ -52,7 +55,6 @@ class Producers:
         self.leases = Outstanding(config)
         # Set by `drain`: from then on nothing is handed over.
         self.is_draining = False
-        self.gives_offers = True
         self.seal: TicketSeal | None = None
         self.set_generation(config.generation)
 
@@ -131,7 +133,7 @@ class Producers:
         """Give a prompt a stream slot, unless it might get no ticket at its end: an offer must be kept."""
         if record.fence is not None:
             return self.streams.give_slot(request_id, record)
-        if self.is_draining or not self.gives_offers:
+        if self.is_draining or not self.streams.gives_offers:
             return False
         if not self.leases.promise(request_id, self.streams.find(request_id, "allocate").places.total):
             return False
