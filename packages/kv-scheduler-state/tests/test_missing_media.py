@@ -142,8 +142,8 @@ def test_peers_know_a_request_by_a_short_id_where_its_own_is_not_plain(request_i
     named = prefill(Prompt(()), request_id)["remote_request_id"]
     assert (named == request_id) == is_plain
     assert is_plain or (named.startswith("kv-id-") and len(named) == 38)
-    table = LeaseTable(remembered_ends=1)
-    for number, each in enumerate((request_id, "next", "last")):
+    table = LeaseTable()
+    for number, each in enumerate((request_id, *map(str, range(1024)), "last")):
         table.apply(StepPlan(grants=(GrantOrder(each, 30.0, (number, 7)),)), now_s=0.0)
         if not number:
             assert table.request_of(named) == request_id

@@ -1,6 +1,6 @@
 """The life of a hand-over as state machines: tickets, leases, heartbeats, step plans."""
 
-from kv_scheduler_state.config import GroupConfig, SchedulerConfig, TicketLimits
+from kv_scheduler_state.config import GroupConfig, SchedulerConfig
 from kv_scheduler_state.errors import SchedulerStateError, TicketError
 from kv_scheduler_state.plan import FenceOrder, GrantOrder, HeartbeatOrder, ReadOrder, StepPlan
 from kv_scheduler_state.scheduler.state import SchedulerState
@@ -22,7 +22,6 @@ __all__ = [
     "Streams",
     "SchedulerConfig",
     "GroupConfig",
-    "TicketLimits",
     "Admission",
     "FinishDecision",
     # the step plan

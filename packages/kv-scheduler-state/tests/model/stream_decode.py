@@ -55,7 +55,6 @@ class StreamDecode:
             stream_ask_s=3.0,
             stream_retry_s=1.0,
             stream_max_breaks=max_breaks,
-            trace_length=1,
         )
         self.state = SchedulerState(config)
         self.state.streams.consumed.free_blocks = self.free_blocks

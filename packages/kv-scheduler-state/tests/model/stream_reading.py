@@ -146,17 +146,13 @@ class Reader:
         self._settle(now_s)
 
     def _order(self, request_id: str, part: StreamPart) -> None:
-        read, rules = self.orders[request_id], self.opposite.rules
+        read = self.orders[request_id]
         table = self._words.words.tables[self._slot(request_id)]
         tag = self._generation(request_id) % (1 << 32)
         state = read.tokens
         wanted = list(range(part.first, part.stop))
-        takes_state = part.first == 0 if rules.reads_state_early else part.is_last
-        places = [*wanted, *([state] if takes_state else [])]
+        places = [*wanted, *([state] if part.is_last else [])]
         found = {place: table[place][1] for place in places if table.get(place, (-1, 0))[0] == tag}
-        # The state is listed with the last chunk; a reader that reads it early guesses its page.
-        guess = {state: table[state - read.tokens][1] - 1} if takes_state and rules.reads_state_early else {}
-        found = {**guess, **found}
         demand(len(found) == len(places), "the table lists what is finished")
         self.wire.append(Part(request_id, tuple([(-1 if at == state else at, found[at]) for at in places])))
 

@@ -40,7 +40,7 @@ class Reports:
         consumer = None if request is None else request.consumer
         if consumer is None or consumer.state not in {"reading", "draining"}:
             self.unread.add(request_id)
-            self._producers.outbox.failures[request_id] = None
+            self._producers.outbox.orders.put("failures", request_id)
 
     def apply(self, sent: Sequence[str], received: Sequence[str], failed: Sequence[str]) -> None:
         """Apply the reports of a step, see `SchedulerState.report`."""

@@ -24,7 +24,6 @@ from kv_scheduler_state.errors import (
     require_count,
 )
 from kv_scheduler_state.outbox import Outbox
-from kv_scheduler_state.plan import EMPTY_PLAN
 from kv_scheduler_state.records import Request, find_request, forget_if_ended
 from kv_scheduler_state.scheduler.admission import Admissions
 from kv_scheduler_state.scheduler.consumer import Consumers
@@ -332,8 +331,9 @@ class SchedulerState:
             InvalidEvent: `invalid-event`; the orders stay for the next call.
         """
         at_s = self._clock.observe(now_s)
-        self._outbox.heartbeats += self._consumers.heartbeats.take_due(at_s)
-        return self._outbox.take() if self._outbox.has_orders else EMPTY_PLAN
+        for order in self._consumers.heartbeats.take_due(at_s):
+            self._outbox.orders.put("heartbeats", order.peer, order)
+        return self._outbox.take()
 
     # ---- operators and gauges
 
@@ -482,7 +482,7 @@ class SchedulerState:
         Changes nothing, time included, so any thread may call it; a request that changes meanwhile may show both states.
         """
         at_s, found = self._clock.peek(now_s), list(self._requests.items())[:most]
-        return tuple([describe(name, request, at_s, self._config.trace_length) for name, request in found])
+        return tuple([describe(name, request, at_s) for name, request in found])
 
     def state_counts(self) -> dict[str, int]:
         """Return how many live requests are in each state, such as `producer-leased`. Costs a scan; any thread."""
@@ -495,7 +495,7 @@ class SchedulerState:
             UnknownRequest: `unknown-request`.
         """
         request = find_request(self._requests, request_id, "explain")
-        return describe(request_id, request, self._clock.peek(now_s), self._config.trace_length)
+        return describe(request_id, request, self._clock.peek(now_s))
 
     def check_invariants(self) -> tuple[str, ...]:
         """Return every broken internal promise in words; empty when the state is sound. Costs a scan."""

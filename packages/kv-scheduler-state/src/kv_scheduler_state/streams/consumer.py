@@ -157,10 +157,10 @@ class StreamConsumers:
                 self._cancels.append((request_id, stream.number))
                 stream.number = 0
         elif effect == "stop-stream":
-            self.outbox.streams.stops[request_id] = None
+            self.outbox.streams.put("stops", request_id)
         elif effect in {"end-stream", "leave"}:
             if effect == "end-stream":
-                self.outbox.streams.ends[request_id] = None
+                self.outbox.streams.put("ends", request_id)
             self.reserve.give_back(request_id)
             del self._streams[request_id]
 
@@ -177,7 +177,7 @@ class StreamConsumers:
             raise UnknownRequest(stream.request_id, "stream")
         read = stream.read._replace(ticket=ticket)
         order = StreamOrder(read, stream_tag(ticket.fence[1]), stream.start)
-        self.outbox.streams.watches[stream.request_id] = order
+        self.outbox.streams.put("watches", stream.request_id, order)
 
     def order_final(self, request_id: str, ticket: HandoffTicket) -> None:
         """Order the plain read of the final ticket into the blocks of the request."""

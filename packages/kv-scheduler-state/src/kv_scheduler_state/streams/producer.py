@@ -159,12 +159,12 @@ class StreamProducers:
         if record.fence is not None:
             record.fence = self.fences.renew(record.fence[0])
             stream.places.restart()
-            self.outbox.restart(request_id, None)
+            self.outbox.announce("restarts", request_id, None)
             return True
         if not stream.is_whole and stream.places.total <= self._config.stream_table_entries:
             record.fence = self.fences.take()
         if record.fence is not None:
-            self.outbox.expect(request_id, None)
+            self.outbox.announce("expects", request_id, None)
         return record.fence is not None
 
     def scheduled(
@@ -177,14 +177,14 @@ class StreamProducers:
         slot, generation = _fence(stream)
         tag, orders = stream_tag(generation), self.outbox.streams
         if "open" in row.effects:
-            orders.open(StreamOpen(request_id, slot, generation, tag))
+            self.outbox.open(StreamOpen(request_id, slot, generation, tag))
         else:
             held_tokens = 0
         runs = stream.places.fill(block_ids, is_last=row.target == "complete")
-        known = orders.chunks.get(request_id)
+        known: StreamChunk | None = orders["chunks"].get(request_id)
         if known is not None:
             runs, held_tokens = (*known.runs, *runs), known.held_tokens
-        orders.chunks[request_id] = StreamChunk(request_id, slot, tag, runs, tokens, held_tokens)
+        orders.put("chunks", request_id, StreamChunk(request_id, slot, tag, runs, tokens, held_tokens))
         return "open" in row.effects
 
     def offer(self, request_id: str, ticket: dict[str, object]) -> None:
@@ -228,10 +228,10 @@ class StreamProducers:
         if "void" in row.effects:
             slot, generation = _fence(stream)
             word, tag = ended_generation(generation), stream_tag(generation)
-            self.outbox.streams.void(StreamVoid(request_id, slot, word, tag, ends))
+            self.outbox.void(StreamVoid(request_id, slot, word, tag, ends))
             self._standings[stream.hand_over_id] = StreamStanding(stream.hand_over_id, "", None)
-            if ends and not self.outbox.withdraw(request_id):
-                self.outbox.releases.append(request_id)
+            if ends:
+                self.outbox.withdraw(request_id)
         if "refuse" in row.effects:
             self._answer_all(stream, {"kind": "no", "reason": "withdrawn"})
         if row.target == GONE:
@@ -303,7 +303,7 @@ class StreamProducers:
     def _forget(self, stream: ProducedStream) -> None:
         del self._streams[stream.request_id], self._by_id[stream.hand_over_id]
         # A revocation that crossed with the lease's own end must not affect the slot's next owner.
-        self.outbox.streams.voids.pop(stream.request_id, None)
+        self.outbox.streams.drop("voids", stream.request_id)
         self._remember(stream.hand_over_id, "withdrawn")
 
     def _remember(self, hand_over_id: str, reason: NoReason) -> None:

@@ -49,6 +49,10 @@ __all__ = ["LeaseTable"]
 
 _MAX_CONSUMERS: Final = 64
 """Consumers that are counted per request; a ticket is for one, and a retry may bring another."""
+_MAX_READERS: Final = 4096
+"""Largest believable number of readers of one consumer."""
+_REMEMBERED_ENDS: Final = 1024
+"""Ended requests that are remembered to tell a late notification from an unknown one."""
 _PAUSE_PART: Final = 1 / 6
 """Part of a lease that one pause may take off; leases are renewed six times per length and then last two thirds of it."""
 
@@ -63,10 +67,8 @@ class LeaseTable:
         renewal_fraction: A renewal lasts this part of the lease. Source: vLLM's own connector renews to two thirds.
         max_pause_s: Most lease time that passes between two readings of the clock, a sixth of the shortest live lease if that is
             less; `math.inf` for plain clock time. Call at least this often, or leases last longer than announced.
-        max_readers: Largest believable number of readers of one consumer.
         requires_nonces: True ignores notifications without a nonce for a grant that has one: they cannot come from a holder of
             the ticket. Readers of vLLM's own kind send none.
-        remembered_ends: Ended requests that are remembered to tell a late notification from an unknown one.
 
     Raises:
         InvalidConfig: `invalid-config`.
@@ -77,23 +79,16 @@ class LeaseTable:
         *,
         renewal_fraction: float = 2 / 3,
         max_pause_s: float = 5.0,
-        max_readers: int = 4096,
         requires_nonces: bool = False,
-        remembered_ends: int = 1024,
     ) -> None:
-        if not 0 < renewal_fraction <= 1 or max_readers < 1 or remembered_ends < 0:
-            raise InvalidConfig(
-                f"renewal_fraction {renewal_fraction} must be above 0 and at most 1, max_readers {max_readers} at "
-                f"least 1, remembered_ends {remembered_ends} at least 0"
-            )
+        if not 0 < renewal_fraction <= 1:
+            raise InvalidConfig(f"renewal_fraction is {renewal_fraction}, must be above 0 and at most 1")
         self._renewal_fraction = renewal_fraction
         self._requires_nonces = requires_nonces
         self._clock = ObservedClock(max_pause_s)
         self._max_pause_s = max_pause_s
         # Number of live leases of each length.
         self._lengths: Counter[float] = Counter()
-        self._max_readers = max_readers
-        self._remembered = remembered_ends
         self._table = LEASE_TABLE
         self._leases: dict[str, Lease] = {}
         # No lease is due before this time, which may be too early after leases have ended, but never too late.
@@ -241,7 +236,7 @@ class LeaseTable:
             return "stale"
         if type(reader) is not str or not reader:
             return "bad-reader"
-        if type(reader_count) is not int or not 1 <= reader_count <= self._max_readers:
+        if type(reader_count) is not int or not 1 <= reader_count <= _MAX_READERS:
             return "bad-count"
         return None
 
@@ -335,17 +330,11 @@ class LeaseTable:
 
     def _note_length(self, lease_s: float, change: int) -> None:
         """Count a lease, and bound pauses by the shortest length among live leases."""
-        lengths = self._lengths
-        count = lengths[lease_s] + change
-        if count > 1 or (count == 1 and change < 0):
-            lengths[lease_s] = count
-            return
-        if count:
-            lengths[lease_s] = count
-        else:
-            del lengths[lease_s]
+        self._lengths[lease_s] += change
+        if not self._lengths[lease_s]:
+            del self._lengths[lease_s]
         if self._max_pause_s < math.inf:
-            shortest_s = min(lengths, default=math.inf)
+            shortest_s = min(self._lengths, default=math.inf)
             self._clock.max_step_s = min(self._max_pause_s, _PAUSE_PART * shortest_s)
 
     def _end(self, request_id: str, lease: Lease, effect: str) -> None:
@@ -362,7 +351,7 @@ class LeaseTable:
             )
         )
         self._past[request_id] = reason
-        if len(self._past) > self._remembered:
+        if len(self._past) > _REMEMBERED_ENDS:
             forgotten, _ = self._past.popitem(last=False)
             if self._named:
                 self._named.pop(wire_id(forgotten), None)
