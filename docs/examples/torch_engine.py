@@ -62,7 +62,7 @@ class Rank:
         self.document = to_document(RankGeometry(tp, number, (Group("attention", block_tokens),), regions))
         self.codec, self.planner = Codec(capabilities={"nonce": "supported"}), Planner()
         self.client = Client(LocalOffer(factors=FACTORS, policy="negotiated"))
-        self.fences, self.leases = lifecycle.AnnouncedFences(), lifecycle.LeaseTable()
+        self.state, self.leases = lifecycle.WorkerState(), lifecycle.LeaseTable()
         self.plans, self.open_reads, self.bad_reads = dict[str, TransferPlan](), Counter[str](), set[str]()
         spans = [(one.base_address, one.page_stride_bytes * PAGES, 0, one.memory_kind) for one in regions]
         self.thread = TransferThread(
@@ -90,8 +90,9 @@ class Rank:
 
     def perform(self, plan: lifecycle.StepPlan) -> None:
         """Take a step's orders. Fence words are written at once: from then on the prompt's pages may be read."""
-        for slot, generation in self.fences.apply(plan)[0]:
-            self.thread.write_fence(slot, generation)
+        plan = self.state.apply(plan)
+        for order in plan.fences:
+            self.thread.write_fence(order.slot, order.generation)
         self.thread.call_soon(partial(self._perform, plan))  # everything below runs on the transfer thread
 
     def _perform(self, plan: lifecycle.StepPlan) -> None:

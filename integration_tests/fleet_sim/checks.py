@@ -259,8 +259,9 @@ def _left_in(engine: Engine) -> list[tuple[str, str]]:
     if state.live_count or state.lease_count or state.fence_slots_used:
         left = f"{state.live_count} requests, {state.lease_count} leases, {state.fence_slots_used} fence slots"
         found.append(("records-left", f"the request machines keep {left}"))
-    if state.stream_slots_used or state.stream_blocks_held:
-        left = f"{state.stream_slots_used} stream slots, {state.stream_blocks_held} blocks of streams"
+    streams = state.streams
+    if streams is not None and (streams.produced.slots_used or streams.consumed.blocks_held):
+        left = f"{streams.produced.slots_used} stream slots, {streams.consumed.blocks_held} blocks of streams"
         found.append(("streams-left", f"the request machines keep {left}"))
     found += [("invariant", problem) for problem in state.check_invariants()]
     for worker in engine.workers:

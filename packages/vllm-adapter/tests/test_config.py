@@ -342,7 +342,7 @@ def test_a_producer_renews_to_the_time_that_its_reader_believes() -> None:
     settings, _ = load_settings({"kv_lease_duration": 60})
     parts = WorkerParts(facts(), settings)
     table = parts.make_lease_table()
-    table.apply(StepPlan(grants=(GrantOrder("r", settings.kv_lease_duration, None),)), void=(), now_s=0.0)
+    table.apply(StepPlan(grants=(GrantOrder("r", settings.kv_lease_duration, None),)), now_s=0.0)
     ends: list[int] = []
     for second in range(1, 200):
         if second == 50:

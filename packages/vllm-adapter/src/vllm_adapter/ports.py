@@ -1,9 +1,10 @@
-"""Services that the adapter uses, as Protocols, and the names of the values that pass through them.
+"""Services that the adapter uses, as Protocols, and the names of the libraries' types that it uses as they are.
 
-The adapter is the consumer, so the Protocols of services stand here; the libraries do not know them. `wiring.py` is the only
-module that imports concrete classes, and it holds one static conformance line per Protocol. A value is declared once, by the
-library that makes it: this module imports it for type checkers alone, and the other modules import it from here, alike. What
-a member does is documented where it is implemented; here stands what the adapter relies on beyond the name.
+A service acts on threads, sockets or memory, so tests replace it. The adapter consumes services, so it declares their Protocols
+here, and the libraries do not know them; `wiring.py` holds one static conformance line per Protocol. A value or a pure state
+machine is never replaced. It is declared once, by its library: this module imports its type for type checkers alone, and the
+other modules import it from here. What a member does is documented where it is implemented; here stands what the adapter relies
+on beyond the name.
 
 Boundaries carry builtins, bytes, the owners' frozen values, `Literal` strings and numpy arrays of a stated dtype and shape: no
 enum, no torch, no other package's exception. Every exception that crosses one carries `code`, `fault`, `is_retry_safe` and
@@ -21,42 +22,43 @@ import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Mapping
 
     from kv_handshake import AgentMetadata, Notification, Outcome
     from kv_handshake.inspect import Comparison, Difference
     from kv_nixl_agent import PeerSpec, QuarantineEntry, StallEntry, ThreadHealth, TransferResult
     from kv_scheduler_state import (
-        Admission,
-        AnnouncedFences,
         BlockList,
+        EndReport,
         FinishDecision,
         HeartbeatOrder,
         LeaseEnd,
+        LeaseTable,
         PeerAddress,
+        PromptIdentity,
         ReadOrder,
-        Refusal,
+        SchedulerState,
         StepPlan,
+        Streams,
+        WorkerState,
     )
     from kv_scheduler_state.streams import (
-        EndReport,
-        StreamAnswer,
-        StreamChunk,
-        StreamEnds,
         StreamOpen,
         StreamOrder,
         StreamOutcome,
         StreamPart,
         StreamPlan,
         StreamQuestion,
+        StreamReaders,
         StreamReport,
         StreamStanding,
+        StreamWords,
+        StreamWorker,
     )
     from kv_topology import Estimate, PageMove, StagedRegion
 
 __all__ = [
     "AgentMetadata",
-    "AnnouncedFences",
     "BlockIds",
     "BlockList",
     "Codec",
@@ -82,12 +84,10 @@ __all__ = [
     "Planner",
     "PromptIdentity",
     "ReadOrder",
-    "Refusal",
     "SchedulerState",
     "StagedRegion",
     "StallEntry",
     "StepPlan",
-    "StreamEnds",
     "StreamOpen",
     "StreamOrder",
     "StreamOutcome",
@@ -96,6 +96,7 @@ __all__ = [
     "StreamQuestion",
     "StreamReaders",
     "StreamReport",
+    "Streams",
     "StreamStanding",
     "StreamWatch",
     "StreamWords",
@@ -104,6 +105,7 @@ __all__ = [
     "TransferAgent",
     "TransferResult",
     "TransferThread",
+    "WorkerState",
 ]
 
 BlockIds = Sequence[Sequence[int]]
@@ -241,15 +243,6 @@ class Planner(Protocol):
     ) -> PeerPlan: ...
 
 
-class StreamWords(Protocol):
-    """This rank's registered words of streams; stores are safe on any thread. A slot's fence word has the slot's number."""
-
-    def open(self, slot: int, generation: int, tag: int) -> None: ...
-    def void(self, slot: int, word: int, tag: int) -> None: ...
-    def put(self, slot: int, tag: int, first: int, ids: Sequence[int]) -> None: ...
-    def show(self, slot: int, tag: int, tokens: int) -> None: ...
-
-
 class StreamListener(Protocol):
     """Receives the findings of a watch, on the owner thread."""
 
@@ -341,169 +334,3 @@ class TransferThread(Protocol):
         ...
 
     def close(self) -> None: ...
-
-
-class PromptIdentity(Protocol):
-    """Computes the digest by which a ticket is bound to its prompt."""
-
-    @property
-    def refusal(self) -> str: ...
-    def digest(self, tokens: int) -> str | None: ...
-    def media(self, tokens: int) -> tuple[int, str] | None:
-        """Return how many media items begin among the first `tokens` tokens, and the digest without them; None for none."""
-        ...
-
-
-class SchedulerState(Protocol):
-    """The request machines of the scheduler process: events in, decisions out. Scheduler's thread only.
-
-    A call that is refused raises an exception with `code`, `fault`, `is_retry_safe` and `context`, and changes nothing; only
-    a refused allocation with external tokens puts the request into the `failures` of the next plan.
-    """
-
-    def arrive(
-        self,
-        request_id: str,
-        params: object,
-        *,
-        prompt_tokens: int,
-        identity: PromptIdentity | None = None,
-        now_s: float,
-    ) -> Admission: ...
-    def external_tokens(self, request_id: str, *, computed_tokens: int) -> int | None:
-        """Prompt tokens to load beyond the local prefix hit; None: ask again later, a sibling reads the same hand-over."""
-        ...
-
-    def must_fail(self, request_id: str) -> bool: ...
-    def allocate(
-        self,
-        request_id: str,
-        *,
-        block_ids: BlockIds,
-        new_block_ids: BlockIds,
-        external_tokens: int,
-        preemptions: int = 0,
-        now_s: float,
-    ) -> None: ...
-    def scheduled(
-        self,
-        request_id: str,
-        *,
-        new_block_ids: BlockIds,
-        is_prompt_complete: bool,
-        computed_tokens: int = 0,
-        touched_block_ids: BlockIds | None = None,
-        held_tokens: int = 0,
-    ) -> None: ...
-    def preempt(self, request_id: str, *, now_s: float) -> None: ...
-    def finish(
-        self,
-        request_id: str,
-        *,
-        reason: Literal["length", "stop", "abort", "error"],
-        block_ids: BlockIds,
-        computed_tokens: int,
-        withhold: bool = False,
-        identity: PromptIdentity | None = None,
-        now_s: float,
-    ) -> FinishDecision: ...
-    def report(self, *, sent: Sequence[str], received: Sequence[str], failed: Sequence[str]) -> None: ...
-    def take_step_plan(self, *, now_s: float) -> StepPlan: ...
-    def give_way(self, *, now_s: float) -> str: ...
-    def revoke_all(self, *, now_s: float) -> None: ...
-    def reset(self, *, now_s: float) -> None: ...
-    def set_secrets(self, secrets: Sequence[bytes]) -> None: ...
-    def set_generation(self, generation: int | None) -> None: ...
-    @property
-    def heartbeat_delay_s(self) -> float: ...
-    def drain(self) -> None: ...
-    @property
-    def is_draining(self) -> bool: ...
-    @property
-    def lease_count(self) -> int: ...
-    @property
-    def leased_blocks(self) -> Sequence[int]: ...
-    @property
-    def fence_slots_used(self) -> int: ...
-    def snapshot(self, *, now_s: float, most: int | None = None) -> Sequence[Mapping[str, object]]: ...
-    def state_counts(self) -> Mapping[str, int]: ...
-    # streamed hand-overs
-    def stream_question(self, asker: str, question: Mapping[str, object]) -> None: ...
-    def stream_cancelled(self, asker: str, hand_over_id: str) -> None: ...
-    def give_offers(self, is_on: bool) -> None: ...
-    def take_stream_answers(self) -> Sequence[StreamAnswer]: ...
-    def take_stream_standings(self) -> Sequence[StreamStanding]: ...
-    def take_stream_questions(self) -> Sequence[StreamQuestion]: ...
-    def take_stream_outcomes(self) -> Sequence[StreamOutcome]: ...
-    def take_stream_cancels(self) -> Sequence[tuple[str, int]]: ...
-    def stream_answered(self, request_id: str, number: int, answer: Mapping[str, object], *, now_s: float) -> bool: ...
-    def stream_whole(self, request_id: str) -> None: ...
-    def stream_ended(self, request_id: str, rank: object, *, is_done: bool) -> None: ...
-    def bind_free_blocks(self, free_blocks: Callable[[], int] | None) -> None: ...
-    @property
-    def stream_slots_used(self) -> int: ...
-    @property
-    def streams_lack_blocks(self) -> bool: ...
-    @property
-    def stream_blocks_held(self) -> int: ...
-
-
-class LeaseTable(Protocol):
-    """The producer's leases on one worker; pure, so time is passed in. Transfer thread only."""
-
-    def apply(self, plan: StepPlan, *, void: Sequence[str] = (), now_s: float) -> tuple[Refusal, ...]: ...
-    def expect(self, request_id: str, *, now_s: float) -> None: ...
-    def request_of(self, named_id: str) -> str: ...
-    def release(self, request_id: str, *, now_s: float) -> None: ...
-    def renew(self, request_id: str, *, nonce: str = "", now_s: float) -> bool: ...
-    def read_complete(
-        self, request_id: str, *, reader: str, consumer: str = "", reader_count: int, nonce: str = "", now_s: float
-    ) -> str:
-        """Count a reader of a consumer engine, each reader once; return the verdict.
-
-        "counted", "complete", "duplicate", "unknown", "expired", "stale" (another grant's nonce), "bad-count", "bad-reader",
-        "unadmitted-reader" or "too-many-consumers".
-        """
-        ...
-
-    def take_ended(self, *, now_s: float) -> Sequence[LeaseEnd]: ...
-    def live_count(self) -> int: ...
-    def live_ids(self) -> Sequence[str]: ...
-    def granted_count(self) -> int: ...
-    def snapshot(self, *, now_s: float, most: int | None = None) -> Sequence[Mapping[str, object]]: ...
-
-
-class StreamWorker(Protocol):
-    """Writes the words of a producer's worker, in the order that is safe."""
-
-    def before_forward(self, plan: StreamPlan) -> Sequence[tuple[str, Exception]]: ...
-    def chunk_ended(self, chunk: StreamChunk) -> None: ...
-    def held(self, chunk: StreamChunk) -> None: ...
-    def spoil(self, opening: StreamOpen) -> None: ...
-    def leases_ended(self, ends: Iterable[LeaseEnd]) -> None: ...
-    def take_sent(self) -> Sequence[str]: ...
-
-
-class StreamReaders(Protocol):
-    """Readers of one worker, each with a name for one stream from one rank."""
-
-    def state_of(self, stream_id: str) -> str: ...
-    def cause_of(self, stream_id: str) -> str: ...
-    def watch(
-        self,
-        stream_id: str,
-        *,
-        generation: int,
-        tag: int,
-        prompt_tokens: int,
-        entry_tokens: int,
-        first_entry: int = 0,
-        now_s: float,
-    ) -> None: ...
-    def observed(self, stream_id: str, tag: int, tokens: int, now_s: float) -> StreamPart | None: ...
-    def landed(self, stream_id: str, *, is_good: bool, now_s: float) -> None: ...
-    def fence_found(self, stream_id: str, word: int | None) -> None: ...
-    def cancel(self, stream_id: str) -> None: ...
-    def tick(self, now_s: float) -> None: ...
-    def take_fences(self) -> Sequence[str]: ...
-    def take_reports(self) -> Sequence[StreamReport]: ...

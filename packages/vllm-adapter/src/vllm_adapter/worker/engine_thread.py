@@ -64,11 +64,6 @@ def _failure(end: ReadEnd) -> ReadFailure:
     return ReadFailure(end.code, f"{_producer(end)}: {end.message} ({end.code})")
 
 
-def _write_words(registration: Registration, words: Iterable[tuple[int, int]]) -> None:
-    for slot, generation in words:
-        registration.agent.write_fence(slot, generation)
-
-
 @final
 class WorkerSide:
     """Worker half of a rank: registers its cache, carries out a step's orders, and reports the ends of reads and leases."""
@@ -100,8 +95,8 @@ class WorkerSide:
         self._mirror: HostMirror | None = None
         self._completion = ReadCompletion(None, None, self._recorder)
         self._watch = ThreadWatch(self._recorder, facts.engine_id)
-        self._announced = parts.make_announced_fences()
-        self._streams = RankStreams(parts.make_stream_ends(), self._recorder) if parts.settings.streaming else None
+        self._state = parts.make_worker_state()
+        self._streams = RankStreams(self._state, self._recorder) if parts.settings.streaming else None
         self._begun: StepOrders | None = None
         self._are_words_late = False
         self._resting = Resting(facts.pp)
@@ -213,8 +208,8 @@ class WorkerSide:
         registration = self._open(self._generation + 1)
         self._generation += 1
         self._registration, self._is_asleep, self._is_registration_due = registration, False, True
-        self._announced.lose()
-        waiting = tuple(self._announced.ids)
+        self._state.lose()
+        waiting = self._state.announced
         registration.agent.call_soon(lambda: registration.leases.expect(waiting))
 
     def close(self) -> None:
@@ -254,16 +249,17 @@ class WorkerSide:
             self.before_forward(orders)
         self._begun = None
         self._resting.begin(orders)
-        plan, streams = orders.plan, self._streams
-        self._failures += plan.failures if streams is None else streams.failures(plan.failures)
+        streams = self._streams
         if orders.links and self._trace is not None:
             self._links.update(orders.links)
         if orders.question:
             self._answer, self._is_registration_due = orders.question, True
-        if plan.is_empty:
+        if orders.plan.is_empty:
             return
+        plan = self._state.apply(orders.plan)
+        self._failures += plan.failures
         if streams is not None:
-            plan = streams.apply(plan)
+            streams.apply(plan)
         self._due_reads.update(order.request_id for order in plan.reads if order.is_reported)
         # The scheduler may not know yet that one of these reads has ended.
         self._void_reads.update(self._due_reads.intersection(plan.voids))
@@ -273,7 +269,6 @@ class WorkerSide:
 
     def _hand_over(self, plan: StepPlan) -> None:
         """Write a step's fence words, and pass its orders to the transfer thread; answer them here if there is none."""
-        words, void_grants = self._announced.apply(plan)
         registration, mirror = self._registration, self._mirror
         if mirror is not None:
             mirror.forget(plan.releases)
@@ -284,8 +279,9 @@ class WorkerSide:
             return
         try:
             # Write at once, on this thread: the words must be in place before the step's end can make the tickets known.
-            _write_words(registration, words)
-            registration.order(plan, void_grants)
+            for order in plan.fences:
+                registration.agent.write_fence(order.slot, order.generation)
+            registration.order(plan)
         except Exception:
             if registration.agent.is_alive:
                 raise
@@ -320,8 +316,8 @@ class WorkerSide:
             return
         self._dead, self._registration = registration, None
         self._is_registration_due = True  # peers learn that there is nothing to read
-        for request_id in self._announced.ids:
-            self._void(registration, request_id, self._announced.slot(request_id))
+        for request_id in self._state.announced:
+            self._void(registration, request_id, self._state.fence_slot(request_id))
         if self._streams is not None:
             self._streams.use(None)
 
@@ -367,7 +363,7 @@ class WorkerSide:
 
     def _void_failed_copy(self, registration: Registration, request_id: str, reason: str) -> None:
         self._recorder.count("num_failed_mirror_copies")
-        self._void(registration, request_id, self._announced.slot(request_id))
+        self._void(registration, request_id, self._state.fence_slot(request_id))
         self._recorder.error(
             "mirror-copy",
             f"request {request_id}: its blocks could not be copied to host memory ({reason}); its readers will find its fence "
@@ -380,7 +376,7 @@ class WorkerSide:
         In a step that computes nothing, this may wait for the end of a read or of a lease (`StepOrders.rest_s`).
         """
         streams = self._streams
-        is_reading = bool(self._due_reads) or (streams is not None and streams.is_reading)
+        is_reading = bool(self._due_reads) or self._state.is_reading
         self._resting.wait(is_reading=is_reading)
         registration = self._registration or self._dead
         self._watch.check(registration.agent if registration is not None else None)

@@ -9,7 +9,7 @@ Once the memory is mapped again, at the same addresses but empty, everything is 
 generation. Requests outlive the sleep: a request that was announced to this worker before has a word in the old fence array and
 KV in the lost memory. Such a request is *lost* until the host restarts it: then its new word is written into the new array, and
 KV computed from there on may be handed over. If a lost request is granted a lease all the same, the lease ends at once, and
-without a fence word no reader accepts its pages as valid (`ports.AnnouncedFences`).
+without a fence word no reader accepts its pages as valid (`ports.WorkerState`).
 
 After the transfer thread has died, the engine goes on without hand-overs. The next step voids the words of all requests, and
 from then on every order is answered; once the thread has closed its agent, its remaining reads and leases end. A sleep and

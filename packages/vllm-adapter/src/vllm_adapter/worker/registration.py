@@ -78,19 +78,14 @@ class Registration:
     envelope: bytes
     stream_worker: StreamWorker | None = None
 
-    def order(self, plan: StepPlan, void_grants: Sequence[str] = ()) -> None:
-        """Pass a step's orders to the transfer thread; the steps of a long prompt do not wake that thread. Engine thread.
-
-        Args:
-            plan: The orders that concern this rank.
-            void_grants: Requests among its grants whose KV is lost.
-        """
+    def order(self, plan: StepPlan) -> None:
+        """Pass a step's orders to the transfer thread; the steps of a long prompt do not wake that thread. Engine thread."""
         if not plan.is_local:
-            self.agent.call_soon(partial(self._apply, plan, void_grants))
+            self.agent.call_soon(partial(self._apply, plan))
 
-    def _apply(self, plan: StepPlan, void_grants: Sequence[str]) -> None:
+    def _apply(self, plan: StepPlan) -> None:
         with self.recorder.guarded("the producer's part of a step"):
-            self.leases.apply(plan, void_grants)
+            self.leases.apply(plan)
         self.reads.apply(plan)
 
     def close(self) -> None:

@@ -2,7 +2,7 @@
 
 A rank has a `RankStreams` only where prompts are streamed. The words change before the forward pass (`before_forward`), because
 the forward pass may write into blocks that were freed in this step. The transfer thread passes the ends of streams on; the next
-step reports them to the engine, or to the scheduler half alone, see `ports.StreamEnds`.
+step reports them to the engine, or to the scheduler half alone, see `ports.WorkerState`.
 
 A chunk's tokens may be shown once the device has finished it (`chunks_given`), never before. Where a call returns only when its
 work is done (CPU), they are shown at once. On a device with streams the engine thread records a mark in its stream behind the
@@ -24,10 +24,10 @@ from vllm_adapter.steps import STREAM_STOPPED, ReadEnd
 from vllm_adapter.worker.health import fail_reads
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable
 
     from vllm_adapter.observe.recorder import Recorder
-    from vllm_adapter.ports import EndReport, StepPlan, StreamEnds, StreamOpen, StreamWorker
+    from vllm_adapter.ports import EndReport, StepPlan, StreamOpen, StreamWorker, WorkerState
     from vllm_adapter.worker.pages import FinishedRead, HostMirror
 
 __all__ = ["ChunkMarks", "DeviceMarks", "RankStreams"]
@@ -43,18 +43,16 @@ class RankStreams:
     """Streams of one rank. Engine thread only, except `ended`.
 
     Args:
-        ends: Tracks the outcome of each stream that is read here.
+        state: Tracks the outcome of each stream that is read here.
         recorder: Records failures and counts.
     """
 
-    def __init__(self, ends: StreamEnds, recorder: Recorder) -> None:
-        self._ends = ends
+    def __init__(self, state: WorkerState, recorder: Recorder) -> None:
+        self._state = state
         self._recorder = recorder
         self._marks = ChunkMarks(None, recorder.trouble)
         self._worker: StreamWorker | None = None
         self._finished: deque[FinishedRead] = deque()
-        # Streams that are read here and not reported to the engine yet.
-        self._reading: set[str] = set()
         # The latest end, with its reason, of each stream that has not been reported to the engine yet.
         self._torn: dict[str, ReadEnd] = {}
         self._sent: list[str] = []
@@ -138,31 +136,10 @@ class RankStreams:
 
     # ---------------------------------------------------------------------------------------------- this rank reads
 
-    def apply(self, plan: StepPlan) -> StepPlan:
-        """Process a step's orders; return the plan with the reads and streams that the transfer thread must carry out.
-
-        A rank that has read a stream to its end does nothing more for that request, see `StreamEnds.takes_read`.
-        """
-        orders = plan.streams
-        reads = tuple(
-            [order for order in plan.reads if not order.is_reported or self._ends.takes_read(order.request_id)]
-        )
-        watches, stops = self._ends.apply(orders)
-        for request_id in (*orders.ends, *(order.request_id for order in reads)):
+    def apply(self, plan: StepPlan) -> None:
+        """Forget the latest end of each stream about which a step orders something else."""
+        for request_id in (*plan.streams.ends, *(order.request_id for order in plan.reads)):
             self._torn.pop(request_id, None)
-            self._reading.discard(request_id)
-        self._reading.update(order.read.request_id for order in watches)
-        return plan._replace(reads=reads, streams=orders._replace(watches=watches, stops=stops))
-
-    @property
-    def is_reading(self) -> bool:
-        """Whether this rank waits for the end of a stream, or for the next order about a torn one."""
-        return bool(self._reading)
-
-    def failures(self, request_ids: Sequence[str]) -> list[str]:
-        """Return those of a step's failures that this rank must report."""
-        self._reading.difference_update(request_ids)
-        return [request_id for request_id in request_ids if self._ends.takes_read(request_id)]
 
     def ended(self, finished: FinishedRead) -> None:
         """Accept the end of a stream whose memory is quiet; any thread."""
@@ -187,9 +164,8 @@ class RankStreams:
         while self._finished:
             end = complete(self._finished.popleft())
             latest[end.order.request_id] = end
-            self._ends.ended(end.order.request_id, is_done=end.is_ok)
-        report = self._ends.take_report()
-        self._reading.difference_update(report.received)
+            self._state.ended(end.order.request_id, is_done=end.is_ok)
+        report = self._state.take_report()
         if not (report.received or report.ends):
             return None
         self._torn.update(latest)

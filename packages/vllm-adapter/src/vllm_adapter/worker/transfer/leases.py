@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple, final
 from vllm_adapter.worker.transfer.describing import describe_lease
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable
 
     from vllm_adapter.observe.answers import Entry
     from vllm_adapter.ports import LeaseEnd, LeaseTable, Notification, StepPlan, StreamWorker
@@ -74,17 +74,12 @@ class LeaseKeeper:
             with self._parts.recorder.guarded("announcement of a hand-over"):
                 self._leases.expect(request_id, now_s=now_s)
 
-    def apply(self, plan: StepPlan, void: Sequence[str] = ()) -> None:
-        """Apply the producer's part of a step's orders; orders that the table refuses are counted and logged.
-
-        Args:
-            plan: The orders.
-            void: Requests among its grants whose KV is lost: their leases end at once.
-        """
+    def apply(self, plan: StepPlan) -> None:
+        """Apply the producer's part of a step's orders; orders that the table refuses are counted and logged."""
         now_s, log = self._parts.now_s(), self._parts.recorder.hand_overs
         for grant in plan.grants:
             log.begin(grant.request_id, "producer", "granted", now_s)
-        for refusal in self._leases.apply(plan, void=void, now_s=now_s):
+        for refusal in self._leases.apply(plan, now_s=now_s):
             self._parts.recorder.count("num_callback_errors")
             self._parts.recorder.warn(
                 "refused-order",
