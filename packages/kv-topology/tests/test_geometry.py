@@ -1,15 +1,16 @@
 """Geometries that contradict themselves or each other are refused with a code and the numbers; documents survive."""
 
 import copy
+import dataclasses
 import json
 from dataclasses import replace
 from typing import Any, cast
 
 import pytest
 from block_lists import lists
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from named_layouts import AttentionShape, halves_layout, packed_layout, rank_geometry
+from named_layouts import AttentionShape, halves_layout, packed_layout
 from samples import LONG
 
 from kv_topology import (
@@ -437,8 +438,30 @@ def test_any_document_is_an_answer_or_a_coded_refusal(changes):
         assert address + (count - 1) * stride + length <= high
 
 
-def test_rank_geometry_sets_context_ranks():
-    layout = Layout((field(TOKENS, axis()),))
-    region = Region(4096, 64, 64, 4, (Member("a", layout, 0),))
-    made = rank_geometry([Group("latent", 4, deal=TokenDeal(2, 0, 4))], [region], tp_size=4, tp_rank=3)
-    assert made.groups[0].deal == TokenDeal(2, 1, 4)
+MADE = engine(2)[0, 1]
+PARTS = st.sampled_from([value for value in vars(MADE).values() if isinstance(value, tuple)])
+STAGES = st.lists(
+    st.builds(StageLayer, junk | st.text(max_size=3), junk | st.integers(-1, 2), junk | st.just(("key",))).map(tuple)
+    | st.builds(StageLayer, junk | st.text(max_size=3), junk | st.integers(-1, 2), junk | st.just(("key",)))
+    | junk,
+    max_size=2,
+).map(tuple)
+
+
+@settings(max_examples=300 if LONG else 100, deadline=None)
+@given(
+    st.sampled_from([each.name for each in dataclasses.fields(RankGeometry)]),
+    junk | st.lists(junk).map(tuple) | PARTS | STAGES.map(lambda layers: (layers,)) | st.integers(-2, 5),
+)
+@example("stage_layers", (("a",),))
+@example("stage_layers", ((StageLayer("a", 0, cast("Any", "key")),),))
+@example("tp_size", 2.0)
+@example("groups", [*MADE.groups])
+def test_a_field_of_any_value_makes_a_geometry_or_is_a_coded_refusal(name, value):
+    """A geometry that is accepted has the declared types: its document, with a type for each value, makes an equal one."""
+    try:
+        changed = dataclasses.replace(MADE, **{name: value})
+    except InvalidGeometry as error:
+        assert error.code
+        return
+    assert from_document(json.loads(json.dumps(to_document(changed)))) == changed

@@ -147,9 +147,9 @@ def reshard_layout(layout: Layout, *, tp_size: int, tp_rank: int, page_tokens: i
         place = _place_in_cell(field, changed, done[-1]) if done else None
         if place is None and field.offset_bytes < old_end:
             raise UnsupportedTopology(
+                "layout-not-dense",
                 f"Field {field.name!r} is woven into {done[-1][0].name!r}, so its place on another shard is unknown.",
-                code="layout-not-dense",
-                context={"field": field.name, "other": done[-1][0].name},
+                {"field": field.name, "other": done[-1][0].name},
             )
         changed = replace(changed, offset_bytes=new_end + field.offset_bytes - old_end if place is None else place)
         done.append((field, changed))
@@ -213,10 +213,10 @@ def _new_strides(field: FieldLayout, nest: list[Axis], changed: dict[str, Axis])
         stride, rest = divmod(axis.stride_bytes * new, old)
         if rest:
             raise UnsupportedTopology(
+                "layout-not-dense",
                 f"Axis {axis.name!r} of field {field.name!r} steps {axis.stride_bytes} bytes, which is not dense over "
                 "the axes inside it.",
-                code="layout-not-dense",
-                context={"field": field.name, "axis": axis.name, "stride_bytes": axis.stride_bytes},
+                {"field": field.name, "axis": axis.name, "stride_bytes": axis.stride_bytes},
             )
         strides[axis.name] = stride
         old *= axis.count
@@ -236,9 +236,9 @@ def _reordered(field: FieldLayout, order: str | None) -> FieldLayout:
     is_adjacent = outer.stride_bytes == cell and inner.stride_bytes == cell * outer.count
     if not is_adjacent and min(head.count, token.count) > 1:
         raise UnsupportedTopology(
+            "layout-not-dense",
             f"Field {field.name!r} has something between its heads and its tokens, so they cannot be swapped.",
-            code="layout-not-dense",
-            context={"field": field.name, "order": order},
+            {"field": field.name, "order": order},
         )
     strides = {inner.name: cell, outer.name: cell * inner.count}
     axes = tuple(replace(axis, stride_bytes=strides.get(axis.name, axis.stride_bytes)) for axis in field.axes)

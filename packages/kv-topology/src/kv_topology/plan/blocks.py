@@ -49,7 +49,7 @@ from kv_topology.checks import LIMITS
 from kv_topology.errors import InvalidBlocks
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from kv_topology.arithmetic import Bools, Indices, Ints
     from kv_topology.errors import Fault
@@ -148,9 +148,9 @@ class ListRules:
     counts: tuple[int, ...]
     null: int | None
 
-    def refuse(self, code: str, message: str, **context: object) -> InvalidBlocks:
+    def refuse(self, code: str, message: str, context: Mapping[str, object]) -> InvalidBlocks:
         """Return the refusal of one of these lists."""
-        return InvalidBlocks(message, code=code, fault=self.side, context={"side": self.side, **context})
+        return InvalidBlocks(code, message, {"side": self.side, **context}, fault=self.side)
 
 
 def list_rules(geometry: RankGeometry, side: Fault) -> ListRules:
@@ -166,9 +166,7 @@ def check_tokens(tokens: object) -> int:
     """Return the number of ordered tokens; raises `InvalidBlocks` (`tokens-malformed`) unless it is a sane count."""
     if type(tokens) is not int or not 0 <= tokens <= MAX_TOKENS:
         shown = repr(tokens)[:60]
-        raise InvalidBlocks(
-            f"`tokens` must be an integer of 0..{MAX_TOKENS}, not {shown}.", code="tokens-malformed", context={}
-        )
+        raise InvalidBlocks("tokens-malformed", f"`tokens` must be an integer of 0..{MAX_TOKENS}, not {shown}.")
     return tokens
 
 
@@ -183,8 +181,7 @@ def read_lists(lists: Sequence[BlockListLike], rules: ListRules) -> list[Blocks]
         raise rules.refuse(
             "group-count",
             f"There are {len(lists)} {rules.side} block lists for {len(rules.groups)} groups.",
-            lists=len(lists),
-            groups=len(rules.groups),
+            {"lists": len(lists), "groups": len(rules.groups)},
         )
     return [_read(blocks, number, rules) for number, blocks in enumerate(lists)]
 
@@ -196,7 +193,7 @@ def _read(blocks: BlockListLike, number: int, rules: ListRules) -> Blocks:
         raise rules.refuse(
             "block-list-malformed",
             f"The {rules.side} block list of group {number} has no ids, first_token and null; pass a `BlockList`.",
-            group=number,
+            {"group": number},
         ) from None
     array = _array(ids, number, rules)
     first = _first_block(first_token, number, rules)
@@ -217,8 +214,7 @@ def _first_block(first_token: object, number: int, rules: ListRules) -> int:
             "first-token-unaligned",
             f"The {rules.side} block list of group {number} begins at token {first_token!r:.40}; it must be a multiple "
             f"of the {span} tokens of a block.",
-            group=number,
-            span_tokens=span,
+            {"group": number, "span_tokens": span},
         )
     return first_token // span
 
@@ -235,7 +231,7 @@ def _array(ids: Sequence[int], number: int, rules: ListRules) -> Ints:
         raise rules.refuse(
             "block-id-malformed",
             f"The {rules.side} block list of group {number} is not a flat list of integers.",
-            group=number,
+            {"group": number},
         )
     found = array.astype(np.int64, copy=False)
     count = rules.counts[number]
@@ -244,9 +240,7 @@ def _array(ids: Sequence[int], number: int, rules: ListRules) -> Ints:
         raise rules.refuse(
             "block-id-out-of-range",
             f"Block {worst} of the {rules.side} list of group {number} does not exist; there are {count} blocks.",
-            group=number,
-            block=worst,
-            blocks=count,
+            {"group": number, "block": worst, "blocks": count},
         )
     return found
 
@@ -265,8 +259,7 @@ def _check_unique(array: Ints, number: int, rules: ListRules) -> None:
         raise rules.refuse(
             "local-block-twice",
             f"Local block {block} is twice in the list of group {number}; two reads would write into it.",
-            group=number,
-            block=block,
+            {"group": number, "block": block},
         )
 
 
@@ -367,11 +360,11 @@ def _check_missing(pairing: Pairing, units: Ints, tokens: int, peer: Blocks) -> 
     if len(units):
         first = int(units.min()) * unit
         raise InvalidBlocks(
+            "peer-blocks-too-few",
             f"Tokens from {first} on are ordered up to {tokens}, but the peer's list of group {pairing.peer_group} has "
             f"no block for them: it has {len(peer.ids)} blocks from token {peer.first * pairing.peer.span_tokens} on.",
-            code="peer-blocks-too-few",
+            {"token": first, "tokens": tokens, "group": pairing.peer_group, "blocks": len(peer.ids)},
             fault="peer",
-            context={"token": first, "tokens": tokens, "group": pairing.peer_group, "blocks": len(peer.ids)},
         )
 
 
@@ -406,18 +399,18 @@ def _pair_states(pairing: Pairing, local: Blocks, peer: Blocks) -> BlockPairs:
     real = real_ids(local)
     if len(real) > 1 or (len(real) and int(local.ids[-1]) == local.null):
         raise InvalidBlocks(
+            "state-list-too-long",
             f"The local list of state group {pairing.local_group} names {len(real)} states in {len(local.ids)} places; "
             "it must name one, in the last place: the state after the ordered tokens.",
-            code="state-list-too-long",
-            context={"local": len(real), "group": pairing.local_group},
+            {"local": len(real), "group": pairing.local_group},
         )
     if len(real) and (not len(peer.ids) or int(peer.ids[-1]) == peer.null):
         raise InvalidBlocks(
+            "peer-blocks-too-few",
             f"Local state {int(real[0])} of group {pairing.local_group} must be filled, but the peer's list does not "
             "end with a state.",
-            code="peer-blocks-too-few",
+            {"block": int(real[0]), "group": pairing.peer_group, "blocks": len(peer.ids)},
             fault="peer",
-            context={"block": int(real[0]), "group": pairing.peer_group, "blocks": len(peer.ids)},
         )
     pages, peer_pages = _pages(real, pairing.local), _pages(peer.ids[-1:][: len(real)], pairing.peer)
     return _ascending(pages, peer_pages, 1 << 31)

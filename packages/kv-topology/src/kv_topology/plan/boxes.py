@@ -138,10 +138,10 @@ def _check_unit(local: FieldLayout, pairing: Pairing, layer: str) -> None:
     if pairing.unit_tokens and local.token_axis is None and max(pairing.local_units, pairing.peer_units) > 1:
         mine, theirs = pairing.local.page_tokens, pairing.peer.page_tokens
         raise UnsupportedTopology(
+            "packed-block-needs-equal-pages",
             f"Field {local.name!r} of layer {layer!r} keeps a block in the order {local.packing!r} of a kernel, so "
             f"pages cannot be cut: {mine} tokens here, {theirs} at the peer. Use the same block size on both sides.",
-            code="packed-block-needs-equal-pages",
-            context={"local": mine, "peer": theirs, "packing": local.packing},
+            {"local": mine, "peer": theirs, "packing": local.packing},
         )
 
 

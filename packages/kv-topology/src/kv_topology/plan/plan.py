@@ -221,9 +221,9 @@ class TransferPlan:
         link = self._links.get(producer_rank)
         if link is None:
             raise UnsupportedTopology(
+                "rank-not-read",
                 f"This rank reads nothing from producer rank {producer_rank}; it reads {shown_ranks(self._links)}.",
-                code="rank-not-read",
-                context={"rank": producer_rank},
+                {"rank": producer_rank},
             )
         return link
 
@@ -271,9 +271,9 @@ def plan_transfer(
     estimate = make_estimate(tables, staged, cost or CostModel())
     if staging == "always" and staged is None:
         raise UnsupportedTopology(
+            "not-stageable",
             "The plan cannot be staged: pages have gaps, tokens are dealt out, or a producer holds more than is read. "
             'Use staging="auto", which then plans a direct read.',
-            code="not-stageable",
         )
     if staged is not None and (staging == "always" or estimate.is_staged_cheaper):
         return TransferPlan(local, peers, staged[0], readers, estimate, staged[1])
@@ -304,16 +304,16 @@ def _tables(overlaps: Mapping[Rank, Overlaps]) -> dict[Rank, list[SliceTable]]:
 
 def _check_peers(peers: Mapping[Rank, RankGeometry], peer_tp: int | None) -> None:
     if not peers:
-        raise InvalidGeometry("There is no peer to read from: `peers` is empty.", code="peers-empty")
+        raise InvalidGeometry("peers-empty", "There is no peer to read from: `peers` is empty.")
     sizes = {(peer.tp_size, peer.pp_size) for peer in peers.values()}
     for rank, peer in peers.items():
         if rank != (peer.pp_rank, peer.tp_rank) or len(sizes) != 1 or peer_tp not in {None, peer.tp_size}:
             raise InvalidGeometry(
+                "peer-rank-differs",
                 f"The peer known as rank {rank} of tp {peer_tp or 'any'} says that it is "
                 f"{(peer.pp_rank, peer.tp_rank)} of tp {peer.tp_size}, pp {peer.pp_size}.",
-                code="peer-rank-differs",
+                {"rank": rank, "says": (peer.pp_rank, peer.tp_rank), "tp": peer.tp_size, "pp": peer.pp_size},
                 fault="peer",
-                context={"rank": rank, "says": (peer.pp_rank, peer.tp_rank), "tp": peer.tp_size, "pp": peer.pp_size},
             )
 
 

@@ -132,10 +132,10 @@ class SliceTable:
 def _check_fineness(count: int) -> None:
     if count > MAX_SLICES:
         raise UnsupportedTopology(
+            "plan-too-fine",
             f"The layouts of the two sides cut pages into {count} runs (limit {MAX_SLICES}); "
             "use the same layout on both sides or a staged plan.",
-            code="plan-too-fine",
-            context={"slices": count, "limit": MAX_SLICES},
+            {"slices": count, "limit": MAX_SLICES},
         )
 
 
@@ -304,16 +304,16 @@ def _checked_total(first_index: int, counts: Ints, row_counts: Ints) -> int:
     total = first_index + int(np.minimum(counts, MAX_DESCRIPTORS + 1).sum())
     if total > MAX_DESCRIPTORS:
         raise UnsupportedTopology(
+            "too-many-descriptors",
             f"The plan needs at least {total} descriptors for one producer rank; indices end at {MAX_DESCRIPTORS}.",
-            code="too-many-descriptors",
-            context={"descriptors": total, "limit": MAX_DESCRIPTORS},
+            {"descriptors": total, "limit": MAX_DESCRIPTORS},
         )
     rows = int(row_counts.sum())
     if rows > MAX_ROWS:
         raise UnsupportedTopology(
+            "plan-too-fine",
             f"The plan needs {rows} rows for one producer rank (limit {MAX_ROWS}): its pages hold many units that do not "
             "follow each other; use block sizes that are closer to each other.",
-            code="plan-too-fine",
-            context={"rows": rows, "limit": MAX_ROWS},
+            {"rows": rows, "limit": MAX_ROWS},
         )
     return total
