@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from helpers import LONG, sampled
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from samples import LONG, sampled
 
 from kv_topology.errors import InvalidGeometry
 from kv_topology.tools import cli

@@ -205,9 +205,7 @@ def _layer_kinds(config: Table, layers: int) -> tuple[LayerKind, ...]:
     unknown = [name for name in names if name not in known]
     if unknown or len(names) != layers:
         few = ", ".join(map(shown, unknown[:3])) or "none"
-        raise _malformed(
-            f"config.json lists {len(names)} layer types for {layers} layers; unknown: {few}."
-        )
+        raise _malformed(f"config.json lists {len(names)} layer types for {layers} layers; unknown: {few}.")
     return tuple(known[name] for name in names)
 
 
