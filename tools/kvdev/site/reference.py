@@ -12,7 +12,7 @@ from kvdev.site.state_machines import state_machines_page
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from vllm_adapter.config.values import Key
+    from vllm_adapter.config.keys import Key
 
 __all__ = ["API_MODULES", "configuration_page", "errors_page", "metric_names_page", "write_reference"]
 
