@@ -195,6 +195,17 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return self.kv_lease_duration * RENEWED_PART
 
     @property
+    def terms(self) -> dict[str, object]:
+        """Terms on which peers depend, as an answer to `status` has them."""
+        return {
+            "lease_s": self.kv_lease_duration,
+            "heartbeat_s": self.heartbeat_s,
+            "compatibility_policy": self.policy,
+            "requires_seals": self.requires_seals,
+            "is_encrypted": bool(self.side_channel_key),
+        }
+
+    @property
     def policy(self) -> Literal["exact", "negotiated", "off"]:
         """How peers are compared, from the two keys that say so."""
         return self.compatibility_policy if self.enforce_handshake_compat else "off"
