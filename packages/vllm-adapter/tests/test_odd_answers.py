@@ -18,7 +18,6 @@ from odd_input import ODD_VALUES, UNREADABLE, WRONG, Ended, changed, check_end, 
 from test_trace import answers as trace_answers
 
 from vllm_adapter.cli import engines, trace
-from vllm_adapter.cli.timeline import Span
 from vllm_adapter.cli.values import misfit, parse_json
 from vllm_adapter.observe import status_socket as folders
 from vllm_adapter.observe.answers import Answer
@@ -176,7 +175,7 @@ def test_a_saved_answer_with_any_value_is_shown_or_refused(
 @example(1e18, 0.0, 5e-324)
 @example(2.0, 1.0, 4.0)
 def test_a_bar_lies_within_its_columns(begin_s: float, duration_s: float, whole_s: float) -> None:
-    bar = trace._bar(Span("", "", begin_s, duration_s), whole_s)
+    bar = trace._bar(begin_s, duration_s, whole_s)
     assert len(bar) <= trace._BAR_COLUMNS
     assert bool(bar.strip()) is (whole_s > 0)
     if (begin_s, duration_s, whole_s) == (2.0, 1.0, 4.0):

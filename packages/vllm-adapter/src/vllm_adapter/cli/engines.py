@@ -7,6 +7,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import repeat
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from vllm_adapter.cli.values import misfit, parse_json
@@ -16,14 +17,22 @@ from vllm_adapter.observe.status_socket import REQUEST, own_sockets, status_fold
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
-    from pathlib import Path
 
-__all__ = ["ask_all", "ask_one", "of_engine"]
+__all__ = ["NO_ENGINE", "ask_all", "ask_one", "folders_of", "of_engine"]
 
+NO_ENGINE = (
+    "An engine answers to its own user, on its own machine and in its own container: run this command there. Its log says so if "
+    "it could open no socket"
+)
 _MOST_BYTES = 4 << 20
 _AT_ONCE = 16
 _Reply = tuple[bytes, float, float] | OSError
 """What a process sent, and when it was asked and heard by the clock of this process; or why it sent nothing."""
+
+
+def folders_of(folder: str | None) -> tuple[Path, ...]:
+    """Return where sockets are: in the folder that an option names, or where this user's engines put them."""
+    return (Path(folder),) if folder else status_folders()
 
 
 def ask_all(folders: Sequence[Path] = (), *, timeout_s: float = 3.0, request: bytes = REQUEST) -> list[Answer]:
