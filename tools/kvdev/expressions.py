@@ -38,7 +38,6 @@ HOSTS_OWN: Final[Mapping[str, frozenset[str]]] = {
 }
 """Samples of vLLM's own that the dashboard draws beside ours; a test on real engines finds them there."""
 _EVERYWHERE: Final = frozenset({"instance", "job", "model_name", "engine"})
-_BY_CODE: Final = frozenset({"code"})
 _VARIABLES: Final = {"$__rate_interval": "1m", "$__range": "1h", "$model": ".+", "$instance": ".+"}
 INFO_LABELS: Final = frozenset({
     "adapter_version", "vllm_version", "kv_role", "memory", "backends", "compatibility_policy", "load_failure_policy",
@@ -60,13 +59,13 @@ class Rule:
 def samples() -> dict[str, frozenset[str]]:
     """Return every sample that an engine with the connector can show, with its labels, e.g. `..._bucket` with `le`."""
     found: dict[str, frozenset[str]] = dict(HOSTS_OWN)
-    for name, _, _ in tables.HISTOGRAMS.values():
-        found |= {f"{name}_bucket": frozenset({"le"}), f"{name}_sum": frozenset(), f"{name}_count": frozenset()}
-    found |= {f"{name}_total": frozenset() for name, _ in tables.COUNTERS.values()}
-    found |= {f"{name}_total": _BY_CODE for name, _ in tables.BY_CODE.values()}
-    found |= {name: frozenset() for name, _ in tables.LEVELS.values()}
-    found[tables.PATHS[0] + "_total"] = frozenset({"backend", "memory", "ucx_tls"})
-    found[tables.LIVE[0]] = frozenset({"state"})
+    for metric in tables.METRICS:
+        labels = frozenset(metric.labels)
+        if metric.kind == "histogram":
+            found |= {f"{metric.name}_{end}": labels for end in ("sum", "count")}
+            found[f"{metric.name}_bucket"] = frozenset({"le"})
+        else:
+            found[metric.name + ("_total" if metric.kind == "counter" else "")] = labels
     found[tables.INFO[0]] = INFO_LABELS
     return {name: labels | _EVERYWHERE for name, labels in found.items()}
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import socket
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +14,7 @@ from engines_to_check import NO_AGENT, Checked, config, envelopes, silenced
 
 from kv_handshake import Listener
 from kv_nixl_agent.testing import PeerProcess
+from kv_nixl_agent.tools.remote import Measurement, RankRead
 from vllm_adapter.cli.check import reads
 from vllm_adapter.observe import status_socket as folders
 
@@ -79,19 +78,6 @@ def check(capsys: pytest.CaptureFixture[str]) -> Callable[..., Checked]:
 Check = Callable[..., Checked]
 
 
-def cache(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function with a memory of what it returned for the same input."""
-    known: dict[str, Any] = {}
-
-    def once(command: Any, **options: Any) -> Any:
-        key = str(options.get("input"))
-        if key not in known:
-            known[key] = run(command, **options)
-        return known[key]
-
-    return once
-
-
 def agent_of(process: PeerProcess, **changes: Any) -> SimpleNamespace:
     values = {"agent_metadata": lambda: process.agent_metadata, "fence": process.fence, "streams": None, **changes}
     return SimpleNamespace(**values)
@@ -100,17 +86,16 @@ def agent_of(process: PeerProcess, **changes: Any) -> SimpleNamespace:
 def test_bytes_transport_and_speed_are_those_of_real_reads_of_probe_pages_alone(
     alive: PeerProcess, serve: Serve, check: Check, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[dict[str, Any]] = []
-    real = subprocess.run
+    asked: list[Any] = []
+    real = reads.measure_ranks
 
-    def noting(command: Any, **options: Any) -> Any:
-        asked.extend(json.loads(options["input"]))
-        return real(command, **options)
+    def noting(ranks: Any, **options: Any) -> Any:
+        asked.extend(ranks)
+        return real(ranks, **options)
 
-    monkeypatch.setattr(subprocess, "run", noting)
+    monkeypatch.setattr(reads, "measure_ranks", noting)
     found = check(serve("P", agent_of(alive)), serve("D"))
-    told = [(sorted(each), each["fence"]) for each in asked]
-    assert told == [(["agent_metadata", "fence", "name"], list(alive.fence))], "no address of the cache"
+    assert [each.fence for each in asked] == [alive.fence], "no address of the cache"
     assert (found.code, found.reasons()) == (0, [])
     messages = {each["topic"]: each["message"] for each in found.findings if each["topic"] in {"reads", "transport"}}
     assert "1 of 1 prefill ranks: the probe pages came whole (checksum eacc91bb)" in messages["reads"]
@@ -125,7 +110,13 @@ def test_bytes_transport_and_speed_are_those_of_real_reads_of_probe_pages_alone(
 def test_a_fall_back_to_tcp_is_a_reason_against_unless_it_is_allowed(
     start: Start, serve: Serve, check: Check, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(subprocess, "run", cache(subprocess.run))  # one measurement is judged twice
+    measured, real = list[Any](), reads.measure_ranks
+
+    def once(*ranks: Any, **options: Any) -> Any:  # one measurement is judged twice
+        measured[:] = measured or [real(*ranks, **options)]
+        return measured[0]
+
+    monkeypatch.setattr(reads, "measure_ranks", once)
     addresses = serve("P", agent_of(start(engine_config={"TLS": "tcp"}))), serve("D")
     found = check(*addresses)
     assert (found.code, found.reasons()) == (1, [("transport", "tcp-fallback")])
@@ -133,6 +124,15 @@ def test_a_fall_back_to_tcp_is_a_reason_against_unless_it_is_allowed(
     assert "kv-nixl doctor" in found.message("tcp-fallback")
     allowed = check(*addresses, "--allow-tcp")
     assert (allowed.code, allowed.codes("note")) == (0, {"tcp-fallback"})
+
+
+def test_reads_of_too_few_bytes_give_no_speed_and_the_cost_is_that_of_shared_memory(
+    serve: Serve, check: Check, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reads, "measure_ranks", lambda *_, **__: Measurement([RankRead("0.0")]))
+    found = check(serve("P"), serve("D"))
+    assert (found.code, found.reasons()) == (0, [])
+    assert any("at the speed of shared memory" in each["message"] for each in found.findings)
 
 
 def test_a_rank_that_answers_and_cannot_be_read_is_a_reason_against(

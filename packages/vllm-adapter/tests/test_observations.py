@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from fakes import Result
 
 from vllm_adapter.errors import code_of
-from vllm_adapter.observe.metric_tables import HISTOGRAMS
+from vllm_adapter.observe.metric_tables import METRICS
 from vllm_adapter.observe.recorder import Recorder
 
 if TYPE_CHECKING:
@@ -59,8 +59,9 @@ def test_further_kinds_than_are_remembered_are_logged_without_traceback_and_limi
 
 def test_a_handshake_that_fails_by_its_time_limit_has_a_bucket_and_the_hosts_buckets_stay() -> None:
     """Two attempts of 5 s and a pause take more than 10 s."""
-    assert HISTOGRAMS["handshake_duration"][2][-4:] == (5.0, 10.0, 20.0, 60.0)
-    assert {max(HISTOGRAMS[key][2]) for key in ("transfer_duration", "post_duration")} == {5.0}
+    buckets = {metric.key: metric.buckets for metric in METRICS}
+    assert buckets["handshake_duration"][-4:] == (5.0, 10.0, 20.0, 60.0)
+    assert {max(buckets[key]) for key in ("transfer_duration", "post_duration")} == {5.0}
 
 
 def test_an_exception_whose_code_is_empty_or_none_is_named_by_its_kind() -> None:

@@ -1,4 +1,4 @@
-"""Odd answers of engines, of saved files and of `kv-nixl measure`: shown, or said to be unreadable, and no traceback."""
+"""Odd answers of engines and of saved files: shown, or said to be unreadable, and no traceback."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ from odd_input import ODD_VALUES, UNREADABLE, WRONG, Ended, changed, check_end, 
 from test_trace import answers as trace_answers
 
 from vllm_adapter.cli import engines, trace
-from vllm_adapter.cli.check import reads
-from vllm_adapter.cli.timeline import Span
 from vllm_adapter.cli.values import misfit, parse_json
 from vllm_adapter.observe import status_socket as folders
 from vllm_adapter.observe.answers import Answer
@@ -177,33 +175,8 @@ def test_a_saved_answer_with_any_value_is_shown_or_refused(
 @example(1e18, 0.0, 5e-324)
 @example(2.0, 1.0, 4.0)
 def test_a_bar_lies_within_its_columns(begin_s: float, duration_s: float, whole_s: float) -> None:
-    bar = trace._bar(Span("", "", begin_s, duration_s), whole_s)
+    bar = trace._bar(begin_s, duration_s, whole_s)
     assert len(bar) <= trace._BAR_COLUMNS
     assert bool(bar.strip()) is (whole_s > 0)
     if (begin_s, duration_s, whole_s) == (2.0, 1.0, 4.0):
         assert bar == " " * 14 + "#" * 7
-
-
-def test_what_kv_nixl_measures_in_another_shape_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    rank = {"name": "0.0", "code": "", "message": "", "checksum": 1, "word_us": 2.0, "read_gb_s": 3.0}
-    path = {"sizes": "0..inf", "method": "zero-copy", "config": "cma/memory"}
-    good = {"error": "", "is_tcp": False, "paths": [path], "ranks": [rank]}
-    options = reads.Reading(1.0, None, allows_tcp=False)
-
-    def measured(content: str) -> dict[str, Any]:
-        done = type("Done", (), {"stdout": content})
-        monkeypatch.setattr("subprocess.run", lambda *_, **__: done)
-        return reads._measure([{"name": "0.0"}], options)
-
-    assert measured(json.dumps(good)) == good
-    for place in places(good):
-        for odd in ODD_VALUES:
-            answer = measured(json.dumps(changed(good, place, odd)))
-            if not answer.get("error"):
-                assert all(isinstance(each["read_gb_s"], int | float) for each in answer["ranks"])
-                assert len(answer["ranks"]) == 1
-    for content in (*UNREADABLE.values(), *WRONG.values()):
-        assert measured(content.decode(errors="replace"))["error"]
-    said = measured(json.dumps({**good, "ranks": [{}]}))["error"]
-    assert said.endswith("is it of another version? Object missing required field `name` - at `$.ranks[0]`")
-    assert "reported 2 ranks, asked for 1" in measured(json.dumps({**good, "ranks": [rank, rank]}))["error"]

@@ -329,6 +329,33 @@ def test_the_processes_of_an_engine_are_rows_of_one_table(
     assert "[r1]" in capsys.readouterr().out, "an id is no markup"
 
 
+_FIRST_ANSWERS = """
+import importlib, json, sys
+from vllm_adapter.cli import engines
+from vllm_adapter.observe import answers
+
+content = sys.argv[1].encode()
+engines._exchange = lambda *_: (content, 1.0, 2.0)
+sys.setswitchinterval(1e-6)
+for _ in range(60):
+    engines.Answer = importlib.reload(answers).Answer  # a type that msgspec has not seen
+    found = engines.ask_all()
+    assert len(found) == 16, found
+    assert not any("error" in each for each in found), found
+"""
+
+
+def test_complete_answers_of_many_processes_never_end_the_command(folder: Path) -> None:
+    """msgspec describes a type at its first use, in Python: two threads that began that at once ended with SIGSEGV."""
+    folder.mkdir(mode=0o700)
+    for number in range(16):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as bound:
+            bound.bind(str(folder / f"{number}.sock"))
+    answer = json.dumps({**SCHEDULER, **WORKER, "hand_overs": [{"moments": {"read": 1.0}}]})
+    ended = subprocess.run([sys.executable, "-c", _FIRST_ANSWERS, answer], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [

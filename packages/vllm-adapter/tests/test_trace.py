@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from vllm_adapter.cli import main
-from vllm_adapter.cli.timeline import Timeline, join_hand_overs, make_timeline
-from vllm_adapter.cli.trace import timeline_text
+from vllm_adapter.cli.trace import join_hand_overs, make_timeline, timeline_text
 from vllm_adapter.observe import status_socket as folders
 from vllm_adapter.observe.status_socket import StatusSocket
 
@@ -71,14 +70,14 @@ def answers() -> list[Any]:
     ]
 
 
-def timeline(found: list[Any], *, measured_s: float | None = None) -> Timeline:
+def timeline(found: list[Any], *, measured_s: float | None = None) -> Any:
     (hand_over,) = join_hand_overs(found)
     return make_timeline(hand_over, measured_s=measured_s)
 
 
 def test_spans_are_the_true_durations_whatever_the_clocks_show() -> None:
     made = timeline(answers())
-    durations = {(span.where, span.name): round(1e3 * span.duration_s, 1) for span in made.spans}
+    durations = {(span["where"], span["name"]): round(1e3 * span["duration_s"], 1) for span in made["spans"]}
     assert durations == {
         ("prefill scheduler", "tokenize, pass on to the scheduler"): 10.0,
         ("prefill scheduler", "wait in the queue"): 5.0,
@@ -99,10 +98,10 @@ def test_spans_are_the_true_durations_whatever_the_clocks_show() -> None:
         ("decode scheduler", "wait for a step"): 10.0,
         ("decode scheduler", "first decode step"): 30.0,
     }
-    assert made.total_s == pytest.approx(0.200, abs=2 * WIRE_S)
-    assert made.unexplained_part == pytest.approx(0.0)
-    assert all(value is not None and value <= 2 * WIRE_S + 1e-9 for value in made.clock_uncertainty_s.values())
-    beside = {(span.where, span.name) for span in made.side_spans}
+    assert made["total_s"] == pytest.approx(0.200, abs=2 * WIRE_S)
+    assert made["unexplained_part"] == pytest.approx(0.0)
+    assert all(value is not None and value <= 2 * WIRE_S + 1e-9 for value in made["clock_uncertainty_s"].values())
+    beside = {(span["where"], span["name"]) for span in made["side_spans"]}
     assert ("decode 0.1", "read of another rank") in beside
     assert ("prefill 0.0", "lease, until its reader is done") in beside
 
@@ -116,12 +115,12 @@ def test_two_machines_are_aligned_by_the_hand_over_itself() -> None:
             for name in ("asked_s", "received_s"):
                 answer[name] += 12_345.0
     made = timeline(found)
-    uncertain_s = made.clock_uncertainty_s["P/scheduler"]
+    uncertain_s = made["clock_uncertainty_s"]["P/scheduler"]
     assert uncertain_s is not None
     assert 0.0005 < uncertain_s < 0.010, "half of the router's 8 ms and the notification's 2 ms"
-    (router,) = [span for span in made.spans if span.where == "outside"]
-    assert abs(router.duration_s - 0.008) <= uncertain_s
-    assert made.total_s == pytest.approx(0.200, abs=uncertain_s + 2 * WIRE_S)
+    (router,) = [span for span in made["spans"] if span["where"] == "outside"]
+    assert abs(router["duration_s"] - 0.008) <= uncertain_s
+    assert made["total_s"] == pytest.approx(0.200, abs=uncertain_s + 2 * WIRE_S)
 
 
 def test_a_rank_on_another_machine_is_aligned_by_its_order_and_its_report() -> None:
@@ -129,19 +128,19 @@ def test_a_rank_on_another_machine_is_aligned_by_its_order_and_its_report() -> N
     found[3]["desk"] = "another"
     del found[1]["hand_overs"][0]["moments"]["read"]
     made = timeline(found)
-    uncertain_s = made.clock_uncertainty_s["D/0.0"]
+    uncertain_s = made["clock_uncertainty_s"]["D/0.0"]
     assert uncertain_s == pytest.approx(0.0015 + 2 * WIRE_S), (
         "half of 1 ms down and 2 ms up, and both commands' exchanges"
     )
-    assert made.total_s == pytest.approx(0.200, abs=2 * WIRE_S)
-    assert all(span.is_named for span in made.spans)
+    assert made["total_s"] == pytest.approx(0.200, abs=2 * WIRE_S)
+    assert all(span["is_named"] for span in made["spans"])
 
 
 @pytest.mark.parametrize(
     ("measured_s", "part"), [(0.202, 0.0099), (0.250, 0.2), (0.180, 0.111)], ids=["near", "too long", "too short"]
 )
 def test_what_a_client_measured_beyond_the_spans_is_unexplained(measured_s: float, part: float) -> None:
-    assert timeline(answers(), measured_s=measured_s).unexplained_part == pytest.approx(part, abs=0.002)
+    assert timeline(answers(), measured_s=measured_s)["unexplained_part"] == pytest.approx(part, abs=0.002)
 
 
 @pytest.mark.parametrize(
@@ -152,10 +151,10 @@ def test_a_moment_that_is_missing_leaves_its_time_unexplained(process: int, stag
     whole = timeline(found)
     del found[process]["hand_overs"][0]["moments"][stage]
     made = timeline(found)
-    (unnamed,) = [span for span in made.spans if not span.is_named]
-    assert unnamed.name.startswith("not told: ")
-    assert made.total_s - made.named_s == pytest.approx(unnamed.duration_s)
-    assert made.total_s == pytest.approx(whole.total_s, abs=2 * WIRE_S)
+    (unnamed,) = [span for span in made["spans"] if not span["is_named"]]
+    assert unnamed["name"].startswith("not told: ")
+    assert made["total_s"] - made["named_s"] == pytest.approx(unnamed["duration_s"])
+    assert made["total_s"] == pytest.approx(whole["total_s"], abs=2 * WIRE_S)
 
 
 def test_a_peer_that_was_known_has_no_handshake_and_a_full_prefix_hit_no_read() -> None:
@@ -164,20 +163,20 @@ def test_a_peer_that_was_known_has_no_handshake_and_a_full_prefix_hit_no_read() 
         for stage in ("told", "planned"):
             del found[rank]["hand_overs"][0]["moments"][stage]
     made = timeline(found)
-    assert not [span for span in made.spans if "first contact" in span.name]
-    assert all(span.is_named for span in made.spans)
+    assert not [span for span in made["spans"] if "first contact" in span["name"]]
+    assert all(span["is_named"] for span in made["spans"])
     hit = found[:3]
     for stage in ("allocated", "ordered", "reported"):
         del hit[2]["hand_overs"][0]["moments"][stage]
     made = timeline(hit)
-    assert [span.name for span in made.spans][-2:] == ["wait for a step", "first decode step"]
-    assert all(span.is_named for span in made.spans)
+    assert [span["name"] for span in made["spans"]][-2:] == ["wait for a step", "first decode step"]
+    assert all(span["is_named"] for span in made["spans"])
 
 
 def test_without_the_prefill_engine_the_timeline_begins_at_decode() -> None:
     made = timeline(answers()[2:])
-    assert made.spans[0].where == "decode scheduler"
-    assert made.total_s == pytest.approx(0.200 - 0.108, abs=2 * WIRE_S)
+    assert made["spans"][0]["where"] == "decode scheduler"
+    assert made["total_s"] == pytest.approx(0.200 - 0.108, abs=2 * WIRE_S)
 
 
 # --------------------------------------------------------------------------------------------------- streamed hand-overs
@@ -217,8 +216,8 @@ def streamed(decode: Mapping[str, float] = STREAMED_DECODE, rank: Mapping[str, f
     ]
 
 
-def shown(made: Timeline) -> list[tuple[str, str, float]]:
-    return [(span.where, span.name, round(1e3 * span.duration_s, 1)) for span in made.spans]
+def shown(made: Any) -> list[tuple[str, str, float]]:
+    return [(span["where"], span["name"], round(1e3 * span["duration_s"], 1)) for span in made["spans"]]
 
 
 TAKEN_UP = [
@@ -240,14 +239,14 @@ def test_a_streamed_hand_over_waits_for_the_computation_and_the_last_blocks_alon
         ("decode 0.0", "read the last blocks", 10.0),
         *TAKEN_UP,
     ]
-    assert made.total_s == pytest.approx(0.150, abs=2 * WIRE_S)
-    assert made.unexplained_part == pytest.approx(0.0)
-    beside = [(span.where, span.name, round(1e3 * span.duration_s)) for span in made.side_spans]
+    assert made["total_s"] == pytest.approx(0.150, abs=2 * WIRE_S)
+    assert made["unexplained_part"] == pytest.approx(0.0)
+    beside = [(span["where"], span["name"], round(1e3 * span["duration_s"])) for span in made["side_spans"]]
     assert beside[:2] == [
         ("decode scheduler", "wait for the offer, and for blocks", 7),
         ("decode 0.0", "read while the prompt is computed", 58),
     ]
-    assert (made.is_streamed, made.bytes, made.early_bytes) == (True, 4096, 3072)
+    assert (made["is_streamed"], made["bytes"], made["early_bytes"]) == (True, 4096, 3072)
     text = timeline_text(made)
     assert "streamed: 3072 bytes (75%) had arrived when" in text
     assert max(map(len, text.splitlines())) <= 130
@@ -260,10 +259,10 @@ def test_two_machines_are_aligned_by_the_offer_where_no_ticket_passes_through_th
         for name in ("asked_s", "received_s"):
             answer[name] += 777.0
     made = timeline(found)
-    uncertain_s = made.clock_uncertainty_s["P/scheduler"]
+    uncertain_s = made["clock_uncertainty_s"]["P/scheduler"]
     assert uncertain_s is not None
     assert uncertain_s < 0.006, "half of the offer's 5 ms and of the notification's 4 ms, and some"
-    assert made.total_s == pytest.approx(0.150, abs=uncertain_s + 2 * WIRE_S)
+    assert made["total_s"] == pytest.approx(0.150, abs=uncertain_s + 2 * WIRE_S)
 
 
 @pytest.mark.parametrize("is_streamed", [True, False], ids=["by its progress", "by its final ticket"])
@@ -286,7 +285,7 @@ def test_a_prompt_that_was_finished_before_it_was_read_has_the_wait_and_the_read
         ("decode 0.0", "read", 2.0),
         *TAKEN_UP,
     ]
-    assert made.unexplained_part == pytest.approx(0.0)
+    assert made["unexplained_part"] == pytest.approx(0.0)
 
 
 def test_without_the_prefill_engine_a_streamed_timeline_begins_at_decode() -> None:
@@ -295,7 +294,7 @@ def test_without_the_prefill_engine_a_streamed_timeline_begins_at_decode() -> No
         ("decode 0.0", "compute the prompt, which is read meanwhile", 87.0),
         ("decode 0.0", "read the last blocks", 10.0),
     ]
-    assert made.unexplained_part == pytest.approx(0.0)
+    assert made["unexplained_part"] == pytest.approx(0.0)
 
 
 # --------------------------------------------------------------------------------------------------------- the command

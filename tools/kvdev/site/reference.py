@@ -12,7 +12,8 @@ from kvdev.site.state_machines import state_machines_page
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from vllm_adapter.config.values import Key
+    from vllm_adapter.config.keys import Key
+    from vllm_adapter.observe.metric_tables import Metric
 
 __all__ = ["API_MODULES", "configuration_page", "errors_page", "metric_names_page", "write_reference"]
 
@@ -69,16 +70,14 @@ def metric_names_page() -> str:
         "| metric | kind | help |",
         "|---|---|---|",
     ]
-    rows = [(name, "histogram", text) for name, text, _ in tables.HISTOGRAMS.values()]
-    rows += [(name, "counter", text) for name, text in tables.COUNTERS.values()]
-    rows += [(name, "counter by `code`", text) for name, text in tables.BY_CODE.values()]
-    rows += [(name, "gauge", text) for name, text in tables.LEVELS.values()]
-    rows += [
-        (*tables.PATHS[:1], "counter by path", tables.PATHS[1]),
-        (tables.LIVE[0], "gauge by `state`", tables.LIVE[1]),
-    ]
+    rows = [(each.name, _kind(each), each.help) for each in tables.METRICS]
     rows += [(tables.INFO[0], "gauge", tables.INFO[1])]
     return "\n".join([*lines, *(f"| `{name}` | {kind} | {_cell(text)} |" for name, kind, text in sorted(rows))]) + "\n"
+
+
+def _kind(metric: Metric) -> str:
+    """Return the kind with the labels. Example: counter by `code`."""
+    return " by ".join(filter(None, (metric.kind, ", ".join(f"`{label}`" for label in metric.labels))))
 
 
 def errors_page() -> str:

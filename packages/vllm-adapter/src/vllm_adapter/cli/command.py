@@ -11,7 +11,6 @@ import typer
 from vllm_adapter import __version__
 from vllm_adapter.cli.check import add_check
 from vllm_adapter.cli.config import add_config
-from vllm_adapter.cli.revoke import add_revoke
 from vllm_adapter.cli.status import add_status
 from vllm_adapter.cli.trace import add_trace
 
@@ -23,7 +22,7 @@ __all__ = ["app", "main"]
 _NAME = "vllm-adapter"
 
 app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
-for _add in (add_check, add_config, add_revoke, add_status, add_trace):
+for _add in (add_check, add_config, add_status, add_trace):
     _add(app)
 
 

@@ -7,6 +7,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import repeat
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from vllm_adapter.cli.values import misfit, parse_json
@@ -16,12 +17,22 @@ from vllm_adapter.observe.status_socket import REQUEST, own_sockets, status_fold
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
-    from pathlib import Path
 
-__all__ = ["ask_all", "ask_one", "of_engine"]
+__all__ = ["NO_ENGINE", "ask_all", "ask_one", "folders_of", "of_engine"]
 
+NO_ENGINE = (
+    "An engine answers to its own user, on its own machine and in its own container: run this command there. Its log says so if "
+    "it could open no socket"
+)
 _MOST_BYTES = 4 << 20
 _AT_ONCE = 16
+_Reply = tuple[bytes, float, float] | OSError
+"""What a process sent, and when it was asked and heard by the clock of this process; or why it sent nothing."""
+
+
+def folders_of(folder: str | None) -> tuple[Path, ...]:
+    """Return where sockets are: in the folder that an option names, or where this user's engines put them."""
+    return (Path(folder),) if folder else status_folders()
 
 
 def ask_all(folders: Sequence[Path] = (), *, timeout_s: float = 3.0, request: bytes = REQUEST) -> list[Answer]:
@@ -44,15 +55,17 @@ def ask_all(folders: Sequence[Path] = (), *, timeout_s: float = 3.0, request: by
         except (OSError, ValueError):  # no such folder, or a name that none can have
             continue
     until_s = time.monotonic() + timeout_s
+    # The threads exchange bytes only: msgspec crashes where two threads are the first to use a type.
     with ThreadPoolExecutor(_AT_ONCE) as pool:
-        asked = pool.map(_ask, files, repeat(timeout_s), repeat(until_s), repeat(request))
-        answers += [answer for answer in asked if answer is not None]
+        replies = list(pool.map(_try_exchange, files, repeat(until_s), repeat(request)))
+    read = (_answer(file, reply, timeout_s, request) for file, reply in zip(files, replies, strict=True))
+    answers += [answer for answer in read if answer is not None]
     return sorted(answers, key=_order)
 
 
 def ask_one(file: Path, request: bytes, *, timeout_s: float) -> Answer | None:
     """Ask the process with this socket; None if it is gone."""
-    return _ask(file, timeout_s, time.monotonic() + timeout_s, request)
+    return _answer(file, _try_exchange(file, time.monotonic() + timeout_s, request), timeout_s, request)
 
 
 def _order(answer: Answer) -> tuple[str, bool, str]:
@@ -60,21 +73,17 @@ def _order(answer: Answer) -> tuple[str, bool, str]:
     return str(answer.get("engine_id", "")), part != "scheduler", part
 
 
-def _ask(file: Path, timeout_s: float, until_s: float, request: bytes) -> Answer | None:
-    """Return one process's answer and when it was asked and heard, by the clock of this process.
-
-    None if the process is gone, whose socket is removed then.
-    """
-    try:
-        text, asked_s, received_s = _exchange(file, until_s, request)
-    except FileNotFoundError:
-        return None
-    except ConnectionRefusedError:
+def _answer(file: Path, reply: _Reply, timeout_s: float, request: bytes) -> Answer | None:
+    """Return one process's answer with the times of the exchange; None if the process is gone, whose socket is removed."""
+    if isinstance(reply, ConnectionRefusedError):
         with suppress(OSError):
             file.unlink()
         return None
-    except OSError as error:
-        return {"socket": str(file), "error": f"no answer within {timeout_s:g} s: {error}"}
+    if isinstance(reply, FileNotFoundError):
+        return None
+    if isinstance(reply, OSError):
+        return {"socket": str(file), "error": f"no answer within {timeout_s:g} s: {reply}"}
+    text, asked_s, received_s = reply
     if not text:
         return {
             "socket": str(file),
@@ -95,6 +104,13 @@ def _read(text: bytes) -> Answer:
             "error": f"its answer cannot be read here, maybe it is an engine of another version: {wrong} (unreadable)"
         }
     return cast("Answer", answer)
+
+
+def _try_exchange(file: Path, until_s: float, request: bytes) -> _Reply:
+    try:
+        return _exchange(file, until_s, request)
+    except OSError as error:
+        return error
 
 
 def _exchange(file: Path, until_s: float, request: bytes) -> tuple[bytes, float, float]:

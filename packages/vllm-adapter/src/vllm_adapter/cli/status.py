@@ -1,4 +1,7 @@
-"""`vllm-adapter status`: what live engines hold, asked of each of their processes and merged."""
+"""`vllm-adapter status`: the state of live engines, asked of each of their processes and merged; and `vllm-adapter revoke`.
+
+`revoke` ends all unread leases of an engine, so that vLLM's `/pause` does not wait for them.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +18,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from vllm_adapter.cli.engines import ask_all, of_engine
-from vllm_adapter.cli.values import coded_errors, json_text, seconds
+from vllm_adapter.cli.engines import NO_ENGINE, ask_all, ask_one, folders_of, of_engine
+from vllm_adapter.cli.values import Folder, coded_errors, json_text, seconds
 from vllm_adapter.observe.cause_log import plain_text
-from vllm_adapter.observe.status_socket import status_folders
+from vllm_adapter.observe.status_socket import REVOKE_REQUEST
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -64,9 +67,24 @@ exit codes:
 """
 
 
+_REVOKE_EPILOG = """\b
+examples:
+  vllm-adapter revoke prefill-0
+  curl -X POST 'http://localhost:8000/pause?mode=keep' & vllm-adapter revoke prefill-0
+
+\b
+exit codes:
+  0  the engine revokes its leases, or had none
+  1  its scheduler did not answer
+  2  wrong usage
+  3  no such engine, or more than one, runs on this machine for this user
+"""
+
+
 def add_status(app: typer.Typer) -> None:
-    """Register the command."""
+    """Register the commands `status` and `revoke`."""
     app.command("status", epilog=_EPILOG)(_status)
+    app.command("revoke", epilog=_REVOKE_EPILOG)(_revoke)
 
 
 def _status(
@@ -85,13 +103,10 @@ def _status(
         float | None, typer.Option(metavar="SECONDS", help="Ask and show again after so many, until Ctrl-C.")
     ] = None,
     timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Wait for all processes.")] = 3.0,
-    folder: Annotated[
-        str | None,
-        typer.Option(metavar="FOLDER", help="Where the sockets are; default: where this user's engines put them."),
-    ] = None,
+    folder: Folder = None,
 ) -> None:
     """Show what live engines of this machine hold: leases, reads, peers, stalls, health."""
-    folders = (Path(folder),) if folder else status_folders()
+    folders = folders_of(folder)
     with coded_errors("status"):
         seconds("--timeout", timeout)
         if watch is not None:
@@ -142,11 +157,7 @@ def _not_found(engine: str | None, answers: Sequence[Answer], folders: Sequence[
     names = sorted({str(answer["engine_id"]) for answer in answers if "engine_id" in answer})
     if engine and names:
         return f"no engine, or more than one, is meant by {engine!r}; there are {', '.join(names)}"
-    looked = " and ".join(map(str, folders))
-    return (
-        f"no live engine found in {looked}. An engine answers to its own user, on its own machine and in its own container: "
-        "run this command there. Its log says so if it could open no socket"
-    )
+    return f"no live engine found in {' and '.join(map(str, folders))}. {NO_ENGINE}"
 
 
 def print_tables(answers: Sequence[Answer], *, with_requests: bool = False) -> None:
@@ -286,3 +297,47 @@ def _unshielded(answers: Sequence[Answer]) -> list[str]:
                 "this engine"
             )
     return found
+
+
+# ----------------------------------------------------------------------------------------------------------------- revoke
+
+
+def _revoke(
+    engine: Annotated[
+        str, typer.Argument(metavar="ENGINE", help="Engine id, the beginning of one, or a process id of its scheduler.")
+    ],
+    *,
+    as_json: Annotated[bool, typer.Option("--json", help="The engine's answer as JSON.")] = False,
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Wait for an answer.")] = 3.0,
+    folder: Folder = None,
+) -> None:
+    """Revoke all unread leases of a live engine: their tickets become worthless, and their blocks are free.
+
+    vLLM counts a finished request whose blocks are kept for a reader as work, so /pause of a prefill engine waits for its
+    longest unread lease. Run this while /pause waits, or before it. Readers of these tickets end as kv_load_failure_policy says.
+    """
+    with coded_errors("revoke"):
+        timeout_s = seconds("--timeout", timeout)
+    # An empty name is a script's mistake; as the beginning of every name it would stand for the only engine here.
+    found = of_engine(ask_all(folders_of(folder), timeout_s=timeout_s), engine) if engine.strip() else []
+    sockets = [answer.get("socket") or "" for answer in found if answer.get("part") == "scheduler"]
+    if not sockets:
+        _say(f"no scheduler of an engine {engine!r} found; vllm-adapter status lists the engines of this machine")
+        raise typer.Exit(_NOT_FOUND)
+    answer = ask_one(Path(sockets[0]), REVOKE_REQUEST, timeout_s=timeout_s) or {"error": "it has ended"}
+    if as_json:
+        print(json_text(answer, indent=2))
+    if "error" in answer:
+        _say(f"engine {engine!r} revoked nothing: {answer['error']}")
+        raise typer.Exit(_TROUBLE)
+    if not as_json:
+        print(
+            plain_text(
+                f"engine {answer.get('engine_id')}: {answer.get('leases')} leases revoked, "
+                f"{answer.get('leased_blocks')} blocks ({answer.get('leased_bytes')} bytes on each rank) come back"
+            )
+        )
+
+
+def _say(text: str) -> None:
+    print(f"vllm-adapter revoke: {plain_text(text)}", file=sys.stderr)

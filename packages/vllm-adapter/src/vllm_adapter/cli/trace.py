@@ -1,36 +1,40 @@
-"""`vllm-adapter trace`: one hand-over's timeline, put together from what both engines remember of it."""
+"""`vllm-adapter trace`: one hand-over's timeline, put together from what both engines remember of it.
+
+Spans go from the prompt's arrival at prefill to the first token of decode. Each process stamps moments by its own clock. The
+command exchanges a message with each process, which aligns that process with the command's machine. Between two machines,
+messages of the hand-over itself (ticket or offer, orders, reports, "read complete") bound the difference of the clocks from both
+sides: the middle is taken, and half of the width is the uncertainty.
+
+Example: a ticket is written at 10.000 s of P's machine and arrives at 3.002 s of D's, so D - P is at most -6.998 s. "Read
+complete" leaves at 3.004 s of D's and arrives at 10.008 s of P's, so D - P is at least -7.004 s: D is 7.001 s behind, +- 0.003 s.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast, final
 
 import typer
 
-from vllm_adapter.cli.engines import ask_all
-from vllm_adapter.cli.timeline import join_hand_overs, make_timeline
-from vllm_adapter.cli.values import coded_errors, json_text, misfit, parse_json, read_text, seconds
+from vllm_adapter.cli.engines import NO_ENGINE, ask_all, folders_of
+from vllm_adapter.cli.values import Folder, coded_errors, json_text, misfit, parse_json, read_text, seconds
 from vllm_adapter.errors import AdapterError
-from vllm_adapter.observe.answers import Answer
+from vllm_adapter.observe.answers import Answer, HandOverEntry
 from vllm_adapter.observe.cause_log import plain_text
-from vllm_adapter.observe.status_socket import TRACE_REQUEST, status_folders
+from vllm_adapter.observe.status_socket import TRACE_REQUEST
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from vllm_adapter.cli.timeline import HandOver, Span, Timeline
-
-__all__ = ["add_trace", "timeline_text"]
+__all__ = ["HandOver", "Record", "Span", "add_trace", "join_hand_overs", "make_timeline", "timeline_text"]
 
 _MOST_UNEXPLAINED = 0.05
 """Part of the time to the first token that may stay without a name."""
-_UNEXPLAINED = 1
-_USAGE = 2
-_NOT_FOUND = 3
+_UNEXPLAINED, _NOT_FOUND = 1, 3
 _LEAST_TTFT_S = 1e-6
 _BAR_COLUMNS = 28
 
@@ -48,6 +52,304 @@ exit codes:
   3  no such hand-over is remembered by the engines of this machine and user
 """
 
+Step = tuple[str, str, str]
+"""(process, stage at which the span ends, name)."""
+_COMPUTED: tuple[Step, ...] = (
+    ("prefill", "arrived", "tokenize, pass on to the scheduler"),
+    ("prefill", "scheduled", "wait in the queue"),
+    ("prefill", "answered", "compute the prompt, write the ticket"),
+)
+_READ: tuple[Step, ...] = (
+    ("rank", "ordered", "order to the rank"),
+    ("rank", "told", "handshake (first contact)"),
+    ("rank", "planned", "plan, prepare lists (first contact)"),
+    ("rank", "posted", "number the blocks"),
+    ("rank", "started", "wait for a place on the wire"),
+    ("rank", "data", "read"),
+)
+_TAKEN: tuple[Step, ...] = (
+    ("rank", "fence", "check the fence"),
+    ("rank", "taken", "wait for the engine's step"),
+    ("rank", "completed", "put pages in order"),
+    ("decode", "reported", "report to the scheduler"),
+    ("decode", "scheduled", "wait for a step"),
+    ("decode", "first_token", "first decode step"),
+)
+_PLAIN: tuple[Step, ...] = (
+    *_COMPUTED,
+    ("decode", "entered", "router and HTTP"),
+    ("decode", "arrived", "tokenize, pass on to the scheduler"),
+    ("decode", "allocated", "wait for blocks"),
+    *_READ,
+    *_TAKEN,
+)
+# The router asked both engines at once, and nothing was read before the prompt was finished.
+_EARLY: tuple[Step, ...] = (*_COMPUTED, ("decode", "allocated", "wait for the ticket, and for blocks"), *_READ, *_TAKEN)
+# The decode engine read while the prefill engine computed: the wait for blocks and the first reads delay nothing.
+_STREAMED: tuple[Step, ...] = (
+    *_COMPUTED[:2],
+    ("rank", "whole", "compute the prompt, which is read meanwhile"),
+    ("rank", "data", "read the last blocks"),
+    *_TAKEN,
+)
+
+
+@final
+@dataclass(slots=True)
+class Record:
+    """One process's record of a hand-over.
+
+    Attributes:
+        engine_id: Its engine.
+        part: Its part of the engine: `scheduler`, or a rank as `0.1`.
+        process: Name of the process.
+        machine: The command that asked it, whose clock `moments` are read by; its own name where that is not known.
+        uncertainty_s: Uncertainty of its clock against that machine's.
+        request_id: The engine's own request.
+        facts: The entry of its answer.
+        moments: Seconds by stage.
+    """
+
+    engine_id: str
+    part: str
+    process: str
+    machine: str
+    uncertainty_s: float
+    request_id: str
+    facts: HandOverEntry
+    moments: dict[str, float]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class HandOver:
+    """A hand-over as far as processes remember it.
+
+    Attributes:
+        decode: Record of the decode engine's scheduler.
+        prefill: That of prefill's; None if it was not asked, or has forgotten.
+        decode_ranks: Records of decode's ranks.
+        prefill_ranks: Those of prefill's ranks.
+        records: All of these, the decode engine's first.
+        slowest: The rank of decode whose read took longest; the request waits for that one.
+        ids: Ids of engine and request, by `decode` and `prefill`.
+    """
+
+    decode: Record
+    prefill: Record | None
+    decode_ranks: list[Record]
+    prefill_ranks: list[Record]
+    records: list[Record]
+    slowest: Record | None
+    ids: dict[str, dict[str, object]]
+
+
+def join_hand_overs(answers: Iterable[Answer]) -> list[HandOver]:
+    """Return the hand-overs that the answers contain, the latest last."""
+    records = [record for answer in answers for record in _records(answer)]
+    found: list[HandOver] = []
+    for decode in records:
+        here = decode.engine_id, decode.request_id
+        peer = decode.facts.get("peer_engine_id"), decode.facts.get("peer_request_id")
+        if decode.part != "scheduler" or decode.facts.get("role") != "consumer" or not peer[1]:
+            continue
+        readers = [each for each in records if _is_of(each, here, "consumer") and each.part != "scheduler"]
+        sources = [each for each in records if _is_of(each, peer, "producer")]
+        prefill = next((each for each in sources if each.part == "scheduler"), None)
+        ranks = [each for each in sources if each.part != "scheduler"]
+        ids = {"decode": _ids(*here), "prefill": _ids(*peer)}
+        every = [decode, *readers, *([prefill] if prefill is not None else []), *ranks]
+        found.append(HandOver(decode, prefill, readers, ranks, every, max(readers, key=_read_s, default=None), ids))
+    return sorted(found, key=lambda each: each.decode.moments.get("arrived", 0.0))
+
+
+def _ids(engine_id: object, request_id: object) -> dict[str, object]:
+    return {"engine_id": engine_id, "request_id": request_id}
+
+
+def _is_of(record: Record, ids: tuple[object, object], role: str) -> bool:
+    return (record.engine_id, record.request_id) == ids and record.facts.get("role") == role
+
+
+def _read_s(rank: Record) -> float:
+    return rank.moments.get("completed", 0.0) - rank.moments.get("ordered", 0.0)
+
+
+def _records(answer: Answer) -> Iterator[Record]:
+    """Yield an answer's hand-overs, their moments by the clock of the command that asked."""
+    engine_id, part = str(answer.get("engine_id", "")), str(answer.get("part", ""))
+    process = machine = f"{engine_id}/{part}"
+    ahead_s = uncertainty_s = 0.0
+    asked_s, heard_s = answer.get("asked_s"), answer.get("heard_s")
+    answered_s, received_s = answer.get("answered_s"), answer.get("received_s")
+    if asked_s is not None and heard_s is not None and answered_s is not None and received_s is not None:
+        machine = answer.get("desk") or "command"
+        ahead_s = ((heard_s - asked_s) + (answered_s - received_s)) / 2
+        uncertainty_s = abs((received_s - asked_s) - (answered_s - heard_s)) / 2
+    for entry in answer.get("hand_overs") or ():
+        moments = {stage: at_s - ahead_s for stage, at_s in entry["moments"].items() if at_s is not None}
+        if "arrived" in moments:
+            moments["entered"] = moments["arrived"] - (entry.get("frontend_s") or 0.0)
+        request_id = entry.get("request_id") or ""
+        yield Record(engine_id, part, process, machine, uncertainty_s, request_id, entry, moments)
+
+
+def _messages(hand_over: HandOver) -> Iterator[tuple[Record, str, Record, str]]:
+    """Yield (sender, its stage, receiver, its stage) of the messages of a hand-over."""
+    decode, prefill = hand_over.decode, hand_over.prefill
+    for rank in hand_over.decode_ranks:
+        yield from ((decode, "ordered", rank, "ordered"), (rank, "completed", decode, "reported"))
+        yield from ((rank, "data", source, "read") for source in hand_over.prefill_ranks)
+    if prefill is not None:
+        for source in hand_over.prefill_ranks:
+            yield from ((prefill, "answered", source, "granted"), (source, "freed", prefill, "freed"))
+        # Where the router asked both engines at once, no ticket passes through it; an offer comes from the first step on.
+        is_early = decode.facts.get("is_early")
+        yield (prefill, "scheduled", decode, "allocated") if is_early else (prefill, "answered", decode, "entered")
+
+
+def _aligned_machines(hand_over: HandOver) -> dict[str, tuple[float, float]]:
+    """Return by how much each machine's clock is ahead of that of decode's scheduler, and with what uncertainty (seconds)."""
+    found = {hand_over.decode.machine: (0.0, 0.0)}
+    messages = [
+        (sender, sender.moments[sent], receiver, receiver.moments[received])
+        for sender, sent, receiver, received in _messages(hand_over)
+        if sent in sender.moments and received in receiver.moments
+    ]
+    for machine in dict.fromkeys(record.machine for record in hand_over.records):
+        most_s: list[float] = []
+        least_s: list[float] = []
+        for sender, sent_s, receiver, received_s in messages:
+            if receiver.machine == machine and sender.machine in found:
+                most_s.append(received_s - sent_s + found[sender.machine][0])
+            if sender.machine == machine and receiver.machine in found:
+                least_s.append(sent_s - received_s + found[receiver.machine][0])
+        if machine not in found and most_s and least_s:
+            found[machine] = (min(most_s) + max(least_s)) / 2, abs(min(most_s) - max(least_s)) / 2
+    return found
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A part of the time to the first token.
+
+    Attributes:
+        name: The activity; of an unnamed span, which moments are missing.
+        where: `prefill` or `decode` with the part of that engine, as `decode 0.1`; `outside` between the two.
+        begin_s: Seconds from the beginning.
+        duration_s: Its length.
+        is_named: Whether the moment at its end is known.
+    """
+
+    name: str
+    where: str
+    begin_s: float
+    duration_s: float
+    is_named: bool = True
+
+
+def make_timeline(hand_over: HandOver, *, measured_s: float | None = None) -> dict[str, Any]:
+    """Return a hand-over's timeline, as `--json` prints it.
+
+    The moments of its records become seconds from the beginning; those of a machine that cannot be aligned are dropped. A client
+    that measured less than the spans cover leaves the difference unexplained, too. `spans` are in order, without gaps: time
+    before a missing moment belongs to an unnamed span. `side_spans` are beside the way to the first token: the other ranks'
+    reads, the lease at prefill. The uncertainty of a clock is against decode's scheduler; None where they cannot be compared.
+
+    Args:
+        hand_over: The hand-over.
+        measured_s: Time to the first token that a client measured.
+    """
+    machines = _aligned_machines(hand_over)
+    decode, prefill, ranks = hand_over.decode, hand_over.prefill, hand_over.decode_ranks
+    first = prefill if prefill is not None and prefill.machine in machines and "entered" in prefill.moments else decode
+    zero_s = first.moments.get("entered", 0.0) - machines[first.machine][0]
+    uncertainty_s: dict[str, float | None] = {}
+    for record in hand_over.records:
+        ahead_s, about_s = machines.get(record.machine, (0.0, None))
+        moments = {} if about_s is None else record.moments
+        record.moments = {stage: at_s - ahead_s - zero_s for stage, at_s in moments.items()}
+        own_s = record.uncertainty_s + decode.uncertainty_s
+        uncertainty_s[record.process] = None if about_s is None else about_s + own_s
+    uncertainty_s[decode.process] = 0.0
+    spans = list(_spans(hand_over))
+    total_s = sum(span.duration_s for span in spans) if measured_s is None else measured_s
+    named_s = sum(span.duration_s for span in spans if span.is_named)
+    unexplained_s = abs(total_s - named_s)
+    return {
+        **hand_over.ids,
+        "prefill": {**hand_over.ids["prefill"], "is_known": prefill is not None},
+        "tokens": decode.facts.get("tokens"),
+        "bytes": sum(int(rank.facts.get("bytes") or 0) for rank in ranks),
+        "is_streamed": bool(decode.facts.get("is_streamed")),
+        "early_bytes": sum(int(rank.facts.get("early_bytes") or 0) for rank in ranks),
+        "codes": [code for rank in ranks if (code := rank.facts.get("code"))],
+        "measured_s": measured_s,
+        "total_s": total_s,
+        "named_s": named_s,
+        "unexplained_s": unexplained_s,
+        "unexplained_part": unexplained_s / total_s if total_s > 0 else 0.0,
+        "clock_uncertainty_s": uncertainty_s,
+        "spans": list(map(asdict, spans)),
+        "side_spans": list(map(asdict, _side_spans(hand_over))),
+    }
+
+
+def _steps(hand_over: HandOver) -> tuple[Step, ...]:
+    """Return the steps for which the first token waited, in order."""
+    decode, prefill, rank = hand_over.decode, hand_over.prefill, hand_over.slowest
+    if not decode.facts.get("is_early"):
+        return _PLAIN
+    answered_s = prefill.moments.get("answered") if prefill is not None else None
+    posted_s = rank.moments.get("posted") if rank is not None else None
+    was_finished = answered_s is not None and posted_s is not None and posted_s > answered_s
+    return _EARLY if was_finished or not decode.facts.get("is_streamed") else _STREAMED
+
+
+def _spans(hand_over: HandOver) -> Iterator[Span]:
+    records = {"prefill": hand_over.prefill, "decode": hand_over.decode, "rank": hand_over.slowest}
+    places = {name: f"{'decode' if name == 'rank' else name} {each.part}" for name, each in records.items() if each}
+    has_read = "ordered" in hand_over.decode.moments
+    last_s, missing = 0.0, list[str]()
+    for process, stage, name in _steps(hand_over):
+        record = records[process]
+        if hand_over.prefill is None and (process == "prefill" or stage == "entered"):
+            continue
+        at_s = record.moments.get(stage) if record is not None else None
+        if at_s is None:
+            # A full prefix hit is not read, and no peer is met twice.
+            if stage not in {"told", "planned"} and (
+                has_read or not (process == "rank" or stage in {"allocated", "reported"})
+            ):
+                missing.append(name)
+            continue
+        # Where clocks are uncertain, a moment may seem to come before the one that it followed.
+        at_s = max(at_s, last_s)
+        label = f"not told: {', '.join([*missing, name])}" if missing else name
+        # A decode rank sees the end of the prompt's computation, which prefill spent.
+        spent = "prefill" if stage == "whole" and hand_over.prefill is not None else process
+        where = "outside" if stage == "entered" else places[spent]
+        yield Span(label, where, last_s, at_s - last_s, is_named=not missing)
+        last_s, missing = at_s, []
+
+
+def _side_spans(hand_over: HandOver) -> Iterator[Span]:
+    slowest, is_streamed = hand_over.slowest, hand_over.decode.facts.get("is_streamed")
+    beside = [("decode", rank, "ordered", "completed", "read of another rank") for rank in hand_over.decode_ranks]
+    beside = [each for each in beside if each[1] is not slowest]
+    if is_streamed and hand_over.prefill is not None:
+        beside.append(("decode", hand_over.decode, "arrived", "allocated", "wait for the offer, and for blocks"))
+        for rank in hand_over.decode_ranks:
+            beside.append(("decode", rank, "posted", "whole", "read while the prompt is computed"))
+    for source in hand_over.prefill_ranks:
+        beside.append(("prefill", source, "granted", "read", "lease, until its reader is done"))
+        beside.append(("prefill", source, "read", "freed", "void the fence, give the blocks back"))
+    for engine, record, begin, end, name in beside:
+        if begin in record.moments and end in record.moments:
+            begin_s, end_s = record.moments[begin], record.moments[end]
+            yield Span(name, f"{engine} {record.part}", begin_s, max(0.0, end_s - begin_s))
+
 
 def add_trace(app: typer.Typer) -> None:
     """Register the command."""
@@ -56,52 +358,43 @@ def add_trace(app: typer.Typer) -> None:
 
 def _trace(
     request: Annotated[
-        str | None,
-        typer.Argument(metavar="REQUEST", help="Request id of either engine, or a part of it; default: the latest."),
+        str | None, typer.Argument(metavar="REQUEST", help="Id at either engine, or a part of it.")
     ] = None,
     *,
     lists: Annotated[bool, typer.Option("--list", help="List the hand-overs that the engines remember.")] = False,
-    ttft: Annotated[
-        float | None,
-        typer.Option(metavar="SECONDS", help="Time to the first token that a client measured, to compare with."),
-    ] = None,
+    ttft: Annotated[float | None, typer.Option(metavar="SECONDS", help="What a client measured, to compare.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The timeline as JSON.")] = False,
-    save: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Write the answers of this machine's engines for --with.")
-    ] = None,
-    others: Annotated[
-        list[str] | None, typer.Option("--with", metavar="FILE", help="Answers saved on another machine.")
-    ] = None,
-    folder: Annotated[
-        str | None,
-        typer.Option(metavar="FOLDER", help="Where the sockets are; default: where this user's engines put them."),
-    ] = None,
+    save: Annotated[str | None, typer.Option(metavar="FILE", help="Write this machine's answers for --with.")] = None,
+    others: Annotated[list[str] | None, typer.Option("--with", metavar="FILE", help="Saved answers to add.")] = None,
+    folder: Folder = None,
 ) -> None:
     """Show one hand-over's timeline, put together from both engines."""
-    folders = (Path(folder),) if folder else status_folders()
     desk = f"command {os.uname().nodename} {os.getpid()} {time.monotonic_ns()}"
     with coded_errors("trace"):
         if ttft is not None:
             seconds("--ttft", ttft, least_s=_LEAST_TTFT_S)
         saved = [answer for file in others or () for answer in _saved(file)]
-    answers: list[Answer] = [{"desk": desk, **answer} for answer in ask_all(folders, request=TRACE_REQUEST)]
-    if save:
-        _write(save, answers)
+        asked = ask_all(folders_of(folder), request=TRACE_REQUEST)
+        answers: list[Answer] = [{"desk": desk, **answer} for answer in asked]
+        if save:
+            _write(save, answers)
     answers += saved
     for answer in answers:
         if "error" in answer:
             _say(f"{answer.get('socket', '')}: {answer['error']}")
     hand_overs = join_hand_overs(answers)
     if lists:
-        print(json_text([_ids(each) for each in hand_overs], indent=2) if as_json else _list_text(hand_overs))
+        print(json_text([each.ids for each in hand_overs], indent=2) if as_json else _list_text(hand_overs))
         raise typer.Exit(0 if hand_overs else _NOT_FOUND)
-    wanted = [each for each in hand_overs if request is None or _is_meant(each, request)]
+    wanted = [
+        each for each in hand_overs if any((request or "") in str(ids["request_id"]) for ids in each.ids.values())
+    ]
     if not wanted:
         _say(_not_found(request, hand_overs, answers))
         raise typer.Exit(_NOT_FOUND)
     timeline = make_timeline(wanted[-1], measured_s=ttft)
-    print(json_text(asdict(timeline), indent=2) if as_json else timeline_text(timeline))
-    if timeline.unexplained_part > _MOST_UNEXPLAINED:
+    print(json_text(timeline, indent=2) if as_json else timeline_text(timeline))
+    if timeline["unexplained_part"] > _MOST_UNEXPLAINED:
         raise typer.Exit(_UNEXPLAINED)
 
 
@@ -109,8 +402,7 @@ def _write(file: str, value: object) -> None:
     try:
         Path(file).write_text(json_text(value), encoding="utf-8")
     except (OSError, ValueError) as error:  # ValueError: a name that no file can have
-        _say(f"{file} cannot be written: {error}")
-        raise typer.Exit(_USAGE) from None
+        raise AdapterError(f"{file} cannot be written: {error}", code="unwritable") from error
 
 
 def _saved(file: str) -> list[Answer]:
@@ -125,83 +417,63 @@ def _saved(file: str) -> list[Answer]:
     return cast("list[Answer]", found)
 
 
-def _is_meant(hand_over: HandOver, request: str) -> bool:
-    return request in hand_over.decode.request_id or request in str(hand_over.decode.facts.get("peer_request_id", ""))
-
-
-def _ids(hand_over: HandOver) -> dict[str, object]:
-    decode = hand_over.decode
-    return {"decode": {"engine_id": decode.engine_id, "request_id": decode.request_id}, "prefill": hand_over.peer}
-
-
 def _not_found(request: str | None, hand_overs: Sequence[HandOver], answers: Sequence[Answer]) -> str:
     if hand_overs:
         return f"no hand-over is meant by {request!r}; `vllm-adapter trace --list` lists all {len(hand_overs)} that are known"
-    engines = sorted({str(answer["engine_id"]) for answer in answers if "engine_id" in answer})
-    if not engines:
-        return (
-            "no live engine found. An engine answers to its own user, on its own machine and in its own container: run this "
-            "command there"
-        )
-    return f"no decode engine among {', '.join(engines)} remembers a hand-over: each remembers its last 128 since it started"
+    engines = ", ".join(sorted({str(answer["engine_id"]) for answer in answers if "engine_id" in answer}))
+    forgotten = f"no decode engine among {engines} remembers a hand-over: each remembers its last 128 since it started"
+    return forgotten if engines else f"no live engine found. {NO_ENGINE}"
 
 
 def _say(text: str) -> None:
     print(f"vllm-adapter trace: {plain_text(text)}", file=sys.stderr)
 
 
-def timeline_text(timeline: Timeline) -> str:
+def timeline_text(timeline: Mapping[str, Any]) -> str:
     """Return the spans with a bar each, the part that is unexplained, and how certain the clocks are."""
     return "\n".join(map(plain_text, _lines(timeline)))
 
 
-def _lines(timeline: Timeline) -> Iterator[str]:
-    decode, prefill, size = timeline.decode, timeline.prefill, timeline.bytes
+def _lines(timeline: Mapping[str, Any]) -> Iterator[str]:
+    decode, prefill, size, early = (timeline[name] for name in ("decode", "prefill", "bytes", "early_bytes"))
     yield f"prefill  request {prefill['request_id']} of engine {prefill['engine_id']}"
-    yield f"decode   request {decode['request_id']} of engine {decode['engine_id']}, {timeline.tokens} tokens, {size} bytes"
-    if timeline.is_streamed:
-        share = f" ({timeline.early_bytes / size:.0%})" if size else ""
-        early = f"{timeline.early_bytes} bytes{share}"
-        yield f"streamed: {early} had arrived when the decode engine saw the end of the prompt's last step"
+    yield f"decode   request {decode['request_id']} of engine {decode['engine_id']}, {timeline['tokens']} tokens, {size} bytes"
+    if timeline["is_streamed"]:
+        share = f" ({early / size:.0%})" if size else ""
+        yield f"streamed: {early} bytes{share} had arrived when the decode engine saw the end of the prompt's last step"
     yield from ("", f"  {'begins':>11}  {'takes':>11}   {'':{_BAR_COLUMNS}}  where and what")
-    whole_s = sum(span.duration_s for span in timeline.spans)
-    yield from (_row(span, whole_s) for span in timeline.spans)
-    if timeline.side_spans:
-        yield from ("", "  beside it")
-        yield from (_row(span, whole_s) for span in timeline.side_spans)
-    yield ""
-    part, whose = (
-        timeline.unexplained_part,
-        "as the engines see it" if timeline.measured_s is None else "as the client measured it",
-    )
-    what = "is unexplained" if timeline.named_s <= timeline.total_s else "more than was measured"
+    whole_s = sum(span["duration_s"] for span in timeline["spans"])
+    for title, spans in ((), timeline["spans"]), (("", "  beside it"), timeline["side_spans"]):
+        yield from title if spans else ()
+        for span in spans:
+            begin_s, took_s = span["begin_s"], span["duration_s"]
+            times = f"{_ms(begin_s):>11}  {_ms(took_s):>11}   {_bar(begin_s, took_s, whole_s):{_BAR_COLUMNS}}"
+            yield f"  {times}  {span['where']}: {span['name']}"
+    part, named_s, total_s = (timeline[name] for name in ("unexplained_part", "named_s", "total_s"))
+    whose = "as the engines see it" if timeline["measured_s"] is None else "as the client measured it"
+    what = "is unexplained" if named_s <= total_s else "more than was measured"
     verdict = "" if part <= _MOST_UNEXPLAINED else f" (more than {_MOST_UNEXPLAINED:.0%})"
-    named = f"named spans cover {_ms(timeline.named_s)}, {part:.1%} {what}{verdict}"
-    yield f"time to the first token, {whose}: {_ms(timeline.total_s)}; {named}"
-    if timeline.measured_s is None:
+    named = f"named spans cover {_ms(named_s)}, {part:.1%} {what}{verdict}"
+    yield from ("", f"time to the first token, {whose}: {_ms(total_s)}; {named}")
+    if timeline["measured_s"] is None:
         yield "not seen by engines: the client's way to prefill's frontend, and the first token's way back; --ttft counts them"
-    known = [(value, name) for name, value in timeline.clock_uncertainty_s.items() if value]
-    if known:
+    uncertain_s: dict[str, float | None] = timeline["clock_uncertainty_s"]
+    if known := [(value, name) for name, value in uncertain_s.items() if value]:
         worst_s, worst = max(known)
         yield f"clocks aligned by messages: within {_ms(worst_s)} of {decode['engine_id']}/scheduler ({worst})"
-    if unknown := [name for name, value in timeline.clock_uncertainty_s.items() if value is None]:
+    if unknown := [name for name, value in uncertain_s.items() if value is None]:
         yield f"no messages went both ways to {', '.join(unknown)}: its moments are left out"
     if not prefill["is_known"]:
         yield "the prefill engine was not asked, or has forgotten: run this on its machine with --save, then here --with"
-    for code in timeline.codes:
+    for code in timeline["codes"]:
         yield f"the read failed: {code}; its prompt was computed here, or refused"
 
 
-def _row(span: Span, whole_s: float) -> str:
-    times = f"{_ms(span.begin_s):>11}  {_ms(span.duration_s):>11}"
-    return f"  {times}   {_bar(span, whole_s):{_BAR_COLUMNS}}  {span.where}: {span.name}"
-
-
-def _bar(span: Span, whole_s: float) -> str:
+def _bar(begin_s: float, duration_s: float, whole_s: float) -> str:
     """Return where a span lies in the whole. Example: a quarter in the middle of 8 columns is `   ##`."""
     if whole_s <= 0:
         return ""
-    begin, end = (min(1.0, max(0.0, at_s / whole_s)) for at_s in (span.begin_s, span.begin_s + span.duration_s))
+    begin, end = (min(1.0, max(0.0, at_s / whole_s)) for at_s in (begin_s, begin_s + duration_s))
     first = min(_BAR_COLUMNS - 1, int(_BAR_COLUMNS * begin))
     last = max(first + 1, round(_BAR_COLUMNS * end))
     return " " * first + "#" * (last - first)
@@ -212,9 +484,6 @@ def _ms(seconds: float) -> str:
 
 
 def _list_text(hand_overs: Sequence[HandOver]) -> str:
-    lines = [
-        f"{each.decode.engine_id} {each.decode.request_id} from {each.decode.facts.get('peer_engine_id')} "
-        f"{each.decode.facts.get('peer_request_id')}{'' if each.prefill else ' (not asked, or forgotten)'}"
-        for each in hand_overs
-    ]
-    return "\n".join(map(plain_text, lines)) or "no hand-over is remembered"
+    text = "{decode[engine_id]} {decode[request_id]} from {prefill[engine_id]} {prefill[request_id]}"
+    known = [text.format(**each.ids) + ("" if each.prefill else " (not asked, or forgotten)") for each in hand_overs]
+    return "\n".join(map(plain_text, known)) or "no hand-over is remembered"

@@ -11,7 +11,7 @@ import math
 import sys
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import msgspec
 import typer
@@ -22,8 +22,23 @@ from vllm_adapter.observe.cause_log import plain_text
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-__all__ = ["coded_errors", "json_text", "misfit", "parse_json", "read_text", "seconds", "source_name", "within"]
+__all__ = [
+    "Folder",
+    "coded_errors",
+    "json_text",
+    "misfit",
+    "parse_json",
+    "read_text",
+    "seconds",
+    "source_name",
+    "within",
+]
 
+Folder = Annotated[
+    str | None,
+    typer.Option(metavar="FOLDER", help="Where the sockets are; default: where this user's engines put them."),
+]
+"""Option `--folder` of the commands that ask live engines."""
 _USAGE = 2
 _LEAST_S = 0.001
 _MOST_S = 3600.0

@@ -7,13 +7,16 @@ silently ignored is found weeks later.
 from __future__ import annotations
 
 import difflib
+import inspect
+import ipaddress
+import re
+from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, cast, final
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, cast, final, get_args, get_origin
 
 import msgspec
 from msgspec import Meta
 
-from vllm_adapter.config.values import Key, check_host, check_networks, port_range, read_value, refusal
 from vllm_adapter.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = [
     "OBSOLETE_KEYS",
     "RENEWED_PART",
+    "Key",
     "Settings",
     "check_mirror",
     "check_whole",
@@ -40,238 +44,120 @@ OBSOLETE_KEYS: Mapping[str, str] = {
 RENEWED_PART: Final = 2 / 3
 """A heartbeat renews a lease to this part of its length from then. Source: vLLM's lease renewal."""
 
+_HOST_NAME = re.compile(r"(?!-)[A-Za-z0-9_.-]{1,253}")
+_WORDS = {"true": True, "false": False}
+"""vLLM's own connector takes some booleans as words."""
+_SCHEMA_TEXT = "The connector's configuration. A misspelt key or a wrong value stops the engine at start."
 _CHANNEL_KEYS = ("side_channel_key", "side_channel_server_key", "side_channel_clients")
 
 
 @final
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The connector's configuration, checked. Field names are the configuration's keys."""
+    """The connector's configuration, checked. Field names are the configuration's keys; operators read the texts below.
 
-    backends: Annotated[
-        tuple[str, ...],
-        Meta(
-            description="NIXL back ends to create, in order.",
-            extra_json_schema={"minItems": 1, "uniqueItems": True},
-        ),
-    ] = ("UCX",)
-    num_threads: Annotated[int, Meta(ge=0, le=64, description="Worker threads of the UCX back end.")] = 4
-    progress_thread: Annotated[
-        Literal["auto", "on", "off"],
-        Meta(
-            description="NIXL's own progress thread, beside the transfer thread, which makes progress without it. auto: where "
-            "this process may use more than 8 cores."
-        ),
-    ] = "auto"
-    enforce_handshake_compat: Annotated[
-        bool, Meta(description="Refuse a peer whose compatibility hash differs from ours.")
-    ] = True
-    compatibility_policy: Annotated[
-        Literal["exact", "negotiated"],
-        Meta(description="How peers are compared: by vLLM's exact hash, or factor by factor."),
-    ] = "exact"
-    kv_lease_duration: Annotated[
-        float,
-        Meta(
-            ge=1, le=86400, description="Seconds that a producer keeps a finished prompt's blocks without a heartbeat."
-        ),
-    ] = 30.0
-    engine_ttl: Annotated[
-        float,
-        Meta(
-            ge=0,
-            le=1e7,
-            description="Seconds after which an unused peer engine is forgotten (never while a read runs); 0 for never. A dead "
-            "one is let go within seconds whatever this says.",
-        ),
-    ] = 3600.0
-    kv_recompute_threshold: Annotated[
-        int,
-        Meta(ge=0, le=10**9, description="Fewer external tokens than this are recomputed on a later turn's prefill."),
-    ] = 64
-    bidirectional_kv_xfer: Annotated[
-        bool, Meta(description="Let a later turn's prefill read from the decode engine.")
-    ] = False
-    decoder_kv_blocks_ttl: Annotated[
-        float, Meta(ge=1, le=86400, description="Seconds that a decode engine keeps blocks for a later turn.")
-    ] = 480.0
-    handshake_timeout_s: Annotated[float, Meta(ge=0.05, le=600, description="Seconds for one handshake attempt.")] = 5.0
-    handshake_attempts: Annotated[
-        int, Meta(ge=1, le=10, description="Attempts per handshake before its requests fail.")
-    ] = 2
-    read_timeout_s: Annotated[
-        float,
-        Meta(
-            ge=0.1, le=3600, description="Seconds after which a read in progress is given up and its pages quarantined."
-        ),
-    ] = 60.0
-    read_retries: Annotated[
-        int,
-        Meta(
-            ge=0,
-            le=1,
-            description="How often a read whose peer was lost is made again, after the peer was met anew, within "
-            "read_timeout_s and the lease; then kv_load_failure_policy decides.",
-        ),
-    ] = 1
-    fence_slots: Annotated[
-        int, Meta(ge=0, le=1 << 20, description="Words of the fence array: hand-overs that can be fenced at once.")
-    ] = 4096
-    max_leases: Annotated[
-        int,
-        Meta(
-            ge=0,
-            le=1 << 20,
-            description="Finished prompts that may wait for their readers at once; beyond them prefill answers without a "
-            "ticket. A streamed prompt counts from its offer on. 0 for no limit.",
-        ),
-    ] = 0
-    max_leased_blocks: Annotated[
-        int,
-        Meta(
-            ge=0,
-            le=1 << 31,
-            description="Cache blocks that these may keep together, over all groups, so that clients that never read leave "
-            "prefill the rest of its cache; beyond them likewise. 0 for no limit.",
-        ),
-    ] = 0
-    streaming: Annotated[
-        bool,
-        Meta(
-            description="Hand prompts over while they are computed, behind a router that starts both engines at once "
-            "(kv_stream); all others as ever. Set it on both engines: behind such a router a decode engine computes each prompt "
-            "that one side does not stream. Both take early tickets only from peers that a fleet secret or remote_hosts covers."
-        ),
-    ] = False
-    stream_slots: Annotated[
-        int,
-        Meta(
-            ge=1,
-            le=1024,
-            description="Prompts that may be streamed from this engine at once, until their lease ends; others are handed over "
-            "whole. Each slot takes 64 KiB of host memory per rank.",
-        ),
-    ] = 64
-    stream_reserve_fraction: Annotated[
-        float,
-        Meta(
-            ge=0,
-            le=1,
-            description="Share of this engine's cache blocks that streams may hold before their data is whole, so that two "
-            "engines which prefill for each other never wait for each other; a prompt that needs more is read whole. 0 refuses "
-            "early tickets.",
-        ),
-    ] = 0.5
-    ask_wait_s: Annotated[
-        float,
-        Meta(
-            ge=0.1,
-            le=30,
-            description="Prefill engine: seconds that it keeps a peer's question open. Decode engine: seconds that a request "
-            "waits for an answer, for free blocks or for word that the prompt is on its way, before the prompt is computed here; "
-            "ten times as long in all.",
-        ),
-    ] = 30.0
-    max_inflight_bytes: Annotated[
-        int,
-        Meta(
-            ge=0,
-            le=1 << 50,
-            description="Bytes of reads in flight per rank before further ones wait; 0 for no limit. An engine with no read in "
-            "flight is always read from, so a stopped one holds up no other.",
-        ),
-    ] = 4 << 30
-    receive_conversion: Annotated[
-        Literal["auto", "never", "always"],
-        Meta(
-            description="Whether pages of another layout or block size are read whole and put in order here, instead of piece "
-            "by piece. auto: where that is cheaper; never: piece by piece; always: even where nothing needs it, and a peer "
-            "whose pages cannot be read whole is refused."
-        ),
-    ] = "auto"
-    remote_hosts: Annotated[
-        tuple[str, ...],
-        Meta(
-            description="Networks (CIDR) that a ticket's remote_host may name; empty for any. Hosts given by name are then "
-            "refused."
-        ),
-    ] = ()
-    peer_ports: Annotated[
-        str,
-        Meta(
-            description="First and last side-channel port that a ticket may name, such as 5600-5663; those below 1024 belong "
-            "to the machines' own services."
-        ),
-    ] = "1024-65535"
-    advertised_host: Annotated[
-        str,
-        Meta(
-            description="Address in this engine's tickets, where peers reach its side channel by another one than that on which "
-            "it listens (VLLM_NIXL_SIDE_CHANNEL_HOST), as behind NAT or a Kubernetes Service of this engine alone."
-        ),
-    ] = ""
-    advertised_port: Annotated[
-        int,
-        Meta(
-            ge=0,
-            le=65535,
-            description="Port in this engine's tickets, likewise; the data-parallel index is added. 0: that on which it listens.",
-        ),
-    ] = 0
-    ticket_secret_files: Annotated[
-        tuple[str, ...],
-        Meta(
-            description="Files with the fleet's secrets, one per line of 16 bytes or more: the first one of all seals this "
-            "engine's tickets, all verify those of peers. Read again when they change. Others than owner and group must have "
-            "no right on them."
-        ),
-    ] = ()
-    ticket_secret_variable: Annotated[
-        str,
-        Meta(
-            description="Environment variable with such secrets, separated by white space, after those of the files; read at "
-            "start."
-        ),
-    ] = ""
-    ticket_policy: Annotated[
-        Literal["", "require", "accept-unsigned"],
-        Meta(
-            description="Whether each ticket must be sealed. require: yes, the default once there is a fleet secret. "
-            "accept-unsigned: except for tickets that point into unsigned_hosts, where engines of vLLM's own connector live, "
-            "which cannot seal."
-        ),
-    ] = ""
-    unsigned_hosts: Annotated[
-        tuple[str, ...],
-        Meta(description="Networks (CIDR) of engines that cannot seal; only with ticket_policy accept-unsigned."),
-    ] = ()
-    side_channel_key: Annotated[
-        str,
-        Meta(
-            description="Certificate file (.key_secret) of this engine for an encrypted side channel, as listener and as "
-            "client; needs side_channel_server_key and side_channel_clients. Engines of vLLM's own connector can then not be "
-            "met."
-        ),
-    ] = ""
-    side_channel_server_key: Annotated[
-        str,
-        Meta(
-            description="Public certificate (.key) of the listeners that this engine connects to, or a folder of several."
-        ),
-    ] = ""
-    side_channel_clients: Annotated[
-        str,
-        Meta(
-            description="Folder with the public certificates (.key) of all clients that this engine's listener admits."
-        ),
-    ] = ""
-    ticket_dialect: Annotated[
-        int,
-        Meta(
-            ge=0,
-            le=15,
-            description="Connector version assumed of peers whose tickets do not say; 0 for that of this vLLM.",
-        ),
-    ] = 0
+    Attributes:
+        backends: NIXL back ends to create, in order.
+        num_threads: Worker threads of the UCX back end.
+        progress_thread: NIXL's own progress thread, beside the transfer thread, which makes progress without it. auto:
+            where this process may use more than 8 cores.
+        enforce_handshake_compat: Refuse a peer whose compatibility hash differs from ours.
+        compatibility_policy: How peers are compared: by vLLM's exact hash, or factor by factor.
+        kv_lease_duration: Seconds that a producer keeps a finished prompt's blocks without a heartbeat.
+        engine_ttl: Seconds after which an unused peer engine is forgotten (never while a read runs); 0 for never. A
+            dead one is let go within seconds whatever this says.
+        kv_recompute_threshold: Fewer external tokens than this are recomputed on a later turn's prefill.
+        bidirectional_kv_xfer: Let a later turn's prefill read from the decode engine.
+        decoder_kv_blocks_ttl: Seconds that a decode engine keeps blocks for a later turn.
+        handshake_timeout_s: Seconds for one handshake attempt.
+        handshake_attempts: Attempts per handshake before its requests fail.
+        read_timeout_s: Seconds after which a read in progress is given up and its pages quarantined.
+        read_retries: How often a read whose peer was lost is made again, after the peer was met anew, within
+            read_timeout_s and the lease; then kv_load_failure_policy decides.
+        fence_slots: Words of the fence array: hand-overs that can be fenced at once.
+        max_leases: Finished prompts that may wait for their readers at once; beyond them prefill answers without a
+            ticket. A streamed prompt counts from its offer on. 0 for no limit.
+        max_leased_blocks: Cache blocks that these may keep together, over all groups, so that clients that never read
+            leave prefill the rest of its cache; beyond them likewise. 0 for no limit.
+        streaming: Hand prompts over while they are computed, behind a router that starts both engines at once
+            (kv_stream); all others as ever. Set it on both engines: behind such a router a decode engine computes each
+            prompt that one side does not stream. Both take early tickets only from peers that a fleet secret or
+            remote_hosts covers.
+        stream_slots: Prompts that may be streamed from this engine at once, until their lease ends; others are handed
+            over whole. Each slot takes 64 KiB of host memory per rank.
+        stream_reserve_fraction: Share of this engine's cache blocks that streams may hold before their data is whole,
+            so that two engines which prefill for each other never wait for each other; a prompt that needs more is read
+            whole. 0 refuses early tickets.
+        ask_wait_s: Prefill engine: seconds that it keeps a peer's question open. Decode engine: seconds that a request
+            waits for an answer, for free blocks or for word that the prompt is on its way, before the prompt is
+            computed here; ten times as long in all.
+        max_inflight_bytes: Bytes of reads in flight per rank before further ones wait; 0 for no limit. An engine with
+            no read in flight is always read from, so a stopped one holds up no other.
+        receive_conversion: Whether pages of another layout or block size are read whole and put in order here, instead
+            of piece by piece. auto: where that is cheaper; never: piece by piece; always: even where nothing needs it,
+            and a peer whose pages cannot be read whole is refused.
+        remote_hosts: Networks (CIDR) that a ticket's remote_host may name; empty for any. Hosts given by name are then
+            refused.
+        peer_ports: First and last side-channel port that a ticket may name, such as 5600-5663; those below 1024 belong
+            to the machines' own services.
+        advertised_host: Address in this engine's tickets, where peers reach its side channel by another one than that
+            on which it listens (VLLM_NIXL_SIDE_CHANNEL_HOST), as behind NAT or a Kubernetes Service of this engine
+            alone.
+        advertised_port: Port in this engine's tickets, likewise; the data-parallel index is added. 0: that on which it
+            listens.
+        ticket_secret_files: Files with the fleet's secrets, one per line of 16 bytes or more: the first one of all
+            seals this engine's tickets, all verify those of peers. Read again when they change. Others than owner and
+            group must have no right on them.
+        ticket_secret_variable: Environment variable with such secrets, separated by white space, after those of the
+            files; read at start.
+        ticket_policy: Whether each ticket must be sealed. require: yes, the default once there is a fleet secret.
+            accept-unsigned: except for tickets that point into unsigned_hosts, where engines of vLLM's own connector
+            live, which cannot seal.
+        unsigned_hosts: Networks (CIDR) of engines that cannot seal; only with ticket_policy accept-unsigned.
+        side_channel_key: Certificate file (.key_secret) of this engine for an encrypted side channel, as listener and
+            as client; needs side_channel_server_key and side_channel_clients. Engines of vLLM's own connector can then
+            not be met.
+        side_channel_server_key: Public certificate (.key) of the listeners that this engine connects to, or a folder of
+            several.
+        side_channel_clients: Folder with the public certificates (.key) of all clients that this engine's listener
+            admits.
+        ticket_dialect: Connector version assumed of peers whose tickets do not say; 0 for that of this vLLM.
+    """
+
+    backends: Annotated[tuple[str, ...], Meta(extra_json_schema={"minItems": 1, "uniqueItems": True})] = ("UCX",)
+    num_threads: Annotated[int, Meta(ge=0, le=64)] = 4
+    progress_thread: Literal["auto", "on", "off"] = "auto"
+    enforce_handshake_compat: bool = True
+    compatibility_policy: Literal["exact", "negotiated"] = "exact"
+    kv_lease_duration: Annotated[float, Meta(ge=1, le=86400)] = 30.0
+    engine_ttl: Annotated[float, Meta(ge=0, le=1e7)] = 3600.0
+    kv_recompute_threshold: Annotated[int, Meta(ge=0, le=10**9)] = 64
+    bidirectional_kv_xfer: bool = False
+    decoder_kv_blocks_ttl: Annotated[float, Meta(ge=1, le=86400)] = 480.0
+    handshake_timeout_s: Annotated[float, Meta(ge=0.05, le=600)] = 5.0
+    handshake_attempts: Annotated[int, Meta(ge=1, le=10)] = 2
+    read_timeout_s: Annotated[float, Meta(ge=0.1, le=3600)] = 60.0
+    read_retries: Annotated[int, Meta(ge=0, le=1)] = 1
+    fence_slots: Annotated[int, Meta(ge=0, le=1 << 20)] = 4096
+    max_leases: Annotated[int, Meta(ge=0, le=1 << 20)] = 0
+    max_leased_blocks: Annotated[int, Meta(ge=0, le=1 << 31)] = 0
+    streaming: bool = False
+    stream_slots: Annotated[int, Meta(ge=1, le=1024)] = 64
+    stream_reserve_fraction: Annotated[float, Meta(ge=0, le=1)] = 0.5
+    ask_wait_s: Annotated[float, Meta(ge=0.1, le=30)] = 30.0
+    max_inflight_bytes: Annotated[int, Meta(ge=0, le=1 << 50)] = 4 << 30
+    receive_conversion: Literal["auto", "never", "always"] = "auto"
+    remote_hosts: tuple[str, ...] = ()
+    peer_ports: str = "1024-65535"
+    advertised_host: str = ""
+    advertised_port: Annotated[int, Meta(ge=0, le=65535)] = 0
+    ticket_secret_files: tuple[str, ...] = ()
+    ticket_secret_variable: str = ""
+    ticket_policy: Literal["", "require", "accept-unsigned"] = ""
+    unsigned_hosts: tuple[str, ...] = ()
+    side_channel_key: str = ""
+    side_channel_server_key: str = ""
+    side_channel_clients: str = ""
+    ticket_dialect: Annotated[int, Meta(ge=0, le=15)] = 0
 
     @property
     def has_secrets(self) -> bool:
@@ -291,7 +177,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     @property
     def peer_port_range(self) -> tuple[int, int]:
         """`peer_ports` as numbers."""
-        return port_range(self.peer_ports)
+        return _port_range(self.peer_ports)
 
     def advertised(self, host: str, port: int, data_parallel_index: int) -> tuple[str, int]:
         """Return the address in the tickets of an engine that listens on this host and port."""
@@ -309,9 +195,75 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return self.kv_lease_duration * RENEWED_PART
 
     @property
+    def terms(self) -> dict[str, object]:
+        """Terms on which peers depend, as an answer to `status` has them."""
+        return {
+            "lease_s": self.kv_lease_duration,
+            "heartbeat_s": self.heartbeat_s,
+            "compatibility_policy": self.policy,
+            "requires_seals": self.requires_seals,
+            "is_encrypted": bool(self.side_channel_key),
+        }
+
+    @property
     def policy(self) -> Literal["exact", "negotiated", "off"]:
         """How peers are compared, from the two keys that say so."""
         return self.compatibility_policy if self.enforce_handshake_compat else "off"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Key:
+    """A key of the configuration, as its field describes it.
+
+    Attributes:
+        name: The key.
+        annotation: The type and limits of its value, as msgspec takes them.
+        type: Name of the type alone, e.g. `float` or `tuple[str, ...]`.
+        default: The value if none is given.
+        choices: The words that are taken, in order; empty for any.
+        limits: The least and the greatest number; empty for a key that holds none.
+        doc: The meaning.
+    """
+
+    name: str
+    annotation: Any
+    type: str
+    default: bool | float | str | tuple[str, ...]
+    choices: tuple[str, ...]
+    limits: tuple[float, ...]
+    doc: str
+
+
+@cache
+def describe_keys() -> tuple[Key, ...]:
+    """Return all keys, in order."""
+    meanings = _meanings()
+    return tuple(_key(field, meanings[field.name]) for field in msgspec.structs.fields(Settings))
+
+
+def _key(field: msgspec.structs.FieldInfo, doc: str) -> Key:
+    plain, *metas = get_args(field.type) if get_origin(field.type) is Annotated else (field.type,)
+    choices = get_args(plain) if get_origin(plain) is Literal else ()
+    limits = tuple(limit for meta in metas for limit in (meta.ge, meta.le) if limit is not None)
+    name = inspect.formatannotation(str if choices else plain)
+    return Key(field.name, field.type, name, field.default, choices, limits, doc)
+
+
+def _meanings() -> dict[str, str]:
+    """Return the meaning of each key, from the docstring of `Settings`."""
+    attributes = (inspect.getdoc(Settings) or "").partition("Attributes:\n")[2]
+    entries = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", attributes, re.MULTILINE)
+    return {name: " ".join(text.split()) for name, text in entries}
+
+
+def describe_schema() -> dict[str, Any]:
+    """Return the JSON schema of `kv_connector_extra_config`."""
+    schema = msgspec.json.schema_components([Settings])[1]["Settings"]
+    properties = {key.name: {**schema["properties"][key.name], "description": key.doc} for key in describe_keys()}
+    title = "kv_connector_extra_config"
+    dialect = "https://json-schema.org/draft/2020-12/schema"
+    return {"$schema": dialect, **schema, "title": title, "description": _SCHEMA_TEXT, "properties": properties}
 
 
 def load_settings(extra: Mapping[str, object]) -> tuple[Settings, tuple[str, ...]]:
@@ -341,36 +293,60 @@ def load_keys(extra: Mapping[str, object]) -> tuple[Settings, tuple[str, ...]]:
                 f"kv_connector_extra_config has no key '{key}'{hint}", code="unknown-key", context={"key": key}
             )
         else:
-            values[key] = read_value(known[key], value)
+            values[key] = _read_value(known[key], value)
             _check_texts(key, values[key])
     settings = Settings(**values)
     _check_backends(settings.backends)
-    check_host("advertised_host", settings.advertised_host)
-    check_networks("remote_hosts", settings.remote_hosts)
-    check_networks("unsigned_hosts", settings.unsigned_hosts)
+    _check_host("advertised_host", settings.advertised_host)
+    _check_networks("remote_hosts", settings.remote_hosts)
+    _check_networks("unsigned_hosts", settings.unsigned_hosts)
     _ = settings.peer_port_range
     return settings, tuple(notes)
 
 
-def _check_texts(key: str, value: object) -> None:
-    """Refuse texts that name nothing: blank ones in a list, and those that no file, variable or back end can be called by.
+def _read_value(key: Key, value: object) -> object:
+    """Return the value of a key in its type, or raise what is right."""
+    if key.type == "bool" and isinstance(value, str):
+        value = _WORDS.get(value.lower(), value)
+    try:
+        # msgspec takes a set for a list, and the order of our lists counts.
+        return msgspec.convert(None if type(value) in {set, frozenset} else value, key.annotation)
+    except (msgspec.ValidationError, UnicodeError):
+        raise _explain(key, value) from None
 
-    Raises:
-        ConfigurationError: `out-of-range`.
-    """
+
+def _explain(key: Key, value: object) -> ConfigurationError:
+    """Return the error for a value that msgspec does not take."""
+    shown = repr(value)
+    if key.choices and isinstance(value, str):
+        near = difflib.get_close_matches(value, key.choices, n=1)
+        hint = f"; did you mean '{near[0]}'?" if near else ""
+        return _refused(key.name, shown, f"must be one of {', '.join(key.choices)}, got {shown}{hint}")
+    if key.limits and type(value).__name__ in {"int", key.type}:
+        return _refused(key.name, value, "must be between {} and {}, got {}. {}".format(*key.limits, value, key.doc))
+    return _refused(key.name, shown, f"must be {key.type}, got {shown}. {key.doc}", code="wrong-type")
+
+
+def _refused(key: str, value: object, reason: str, *, code: str = "out-of-range") -> ConfigurationError:
+    return ConfigurationError(
+        f"kv_connector_extra_config: '{key}' {reason}", code=code, context={"key": key, "value": value}
+    )
+
+
+def _check_texts(key: str, value: object) -> None:
+    """Refuse texts that name nothing: blank ones in a list, and those that no file, variable or back end can be called by."""
     texts = cast("tuple[object, ...]", value) if isinstance(value, tuple) else (value,)
     for text in texts:
         if not isinstance(text, str):
             continue
         if isinstance(value, tuple) and not text.strip():
-            raise refusal("out-of-range", f"'{key}' holds {text!r}, which names nothing: leave it out", key, text)
+            raise _refused(key, text, f"holds {text!r}, which names nothing: leave it out")
         if "\0" in text or _is_half(text):
-            reason = f"'{key}' holds {text!r}: no name may have a zero byte, or half of a surrogate pair"
-            raise refusal("out-of-range", reason, key, text)
+            raise _refused(key, text, f"holds {text!r}: no name may have a zero byte, or half of a surrogate pair")
 
 
 def _is_half(text: str) -> bool:
-    """Return whether a text cannot be written; bytes of a file name that are no UTF-8 can, as Python reads them."""
+    """Return whether a text cannot be written; bytes of a file name that are not UTF-8 can, as Python reads them."""
     try:
         text.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError:
@@ -379,42 +355,54 @@ def _is_half(text: str) -> bool:
 
 
 def _check_backends(names: tuple[str, ...]) -> None:
-    """Refuse a list of which NIXL could make nothing, or one back end twice.
-
-    Raises:
-        ConfigurationError: `out-of-range`.
-    """
+    """Refuse a list from which NIXL could create nothing, or one back end twice."""
     if not names or len(set(names)) < len(names):
-        raise refusal(
-            "out-of-range",
-            f"'backends' must name one NIXL back end or more, each once, such as UCX, got {list(names)}",
-            "backends",
-            list(names),
-        )
+        reason = f"must name one NIXL back end or more, each once, such as UCX, got {list(names)}"
+        raise _refused("backends", list(names), reason)
 
 
-@cache
-def describe_keys() -> tuple[Key, ...]:
-    """Return all keys, in order."""
-    return tuple(map(Key.of, msgspec.structs.fields(Settings)))
+def _check_host(key: str, host: str) -> None:
+    """Refuse a host that is neither an IP address nor a name, such as one with its port; readers would refuse every ticket."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError as error:
+        if host and not _HOST_NAME.fullmatch(host):
+            raise _refused(
+                key, host, f"is {host!r}: it must be an IP address or a host name, without a port"
+            ) from error
 
 
-def describe_schema() -> dict[str, Any]:
-    """Return the JSON schema of `kv_connector_extra_config`."""
-    schema = msgspec.json.schema_components([Settings])[1]["Settings"]
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "kv_connector_extra_config"}
+def _check_networks(key: str, networks: tuple[str, ...]) -> None:
+    """Refuse text that is not a network, as the request machines do: `10.0.0.1/8` could mean `10.0.0.0/8` or `10.0.0.1/32`."""
+    for text in networks:
+        try:
+            meant = ipaddress.ip_network(text, strict=False)
+        except ValueError as error:
+            raise _refused(key, text, f"holds {text!r}, which is no network: {error}") from error
+        address = text.split("/", maxsplit=1)[0]
+        if int(ipaddress.ip_address(address)) != int(meant.network_address):
+            hint = f"write {meant} or {address}/{meant.max_prefixlen}"
+            raise _refused(key, text, f"holds {text!r}, which names an address, not a network: {hint}")
+
+
+def _port_range(text: str) -> tuple[int, int]:
+    """Return the two ports of a text such as ``5600-5663``; a single port is a range of one."""
+    found = re.fullmatch(r"([0-9]{1,5})(?:-([0-9]{1,5}))?", text)
+    first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    if not 1 <= first <= last <= 65_535:
+        raise _refused("peer_ports", text, f"must be FIRST-LAST within 1 to 65535, got {text!r}")
+    return first, last
 
 
 def check_mirror(settings: Settings) -> None:
-    """Refuse a mirror in host memory without fences: a copy that fails can only be told to readers through its fence.
+    """Refuse a mirror in host memory without fences: a copy that fails can only be reported to readers through its fence.
 
     Raises:
         ConfigurationError: `incomplete-keys`.
     """
     if not settings.fence_slots:
-        raise refusal(
-            "incomplete-keys",
-            "a mirror in host memory needs fence_slots: readers learn of a copy that failed by its fence alone",
+        raise _incomplete(
+            "a mirror in host memory needs fence_slots: readers learn of a copy that failed by its fence alone"
         )
 
 
@@ -424,25 +412,23 @@ def check_whole(settings: Settings) -> None:
     Raises:
         ConfigurationError: `incomplete-keys`.
     """
-    channel = {name: getattr(settings, name) for name in _CHANNEL_KEYS}
-    missing = [name for name, value in channel.items() if not value]
-    if 0 < len(missing) < len(channel):
-        raise refusal(
-            "incomplete-keys",
-            f"an encrypted side channel needs {', '.join(_CHANNEL_KEYS)}; there is no {', '.join(missing)}",
-        )
+    missing = [name for name in _CHANNEL_KEYS if not getattr(settings, name)]
+    if 0 < len(missing) < len(_CHANNEL_KEYS):
+        needed = ", ".join(_CHANNEL_KEYS)
+        raise _incomplete(f"an encrypted side channel needs {needed}; there is no {', '.join(missing)}")
     if settings.streaming and not settings.fence_slots:
-        raise refusal("incomplete-keys", "streaming needs fence_slots: what was read early counts only by the fence")
-    accepts = settings.ticket_policy == "accept-unsigned"
+        raise _incomplete("streaming needs fence_slots: what was read early counts only by the fence")
     if settings.ticket_policy and not settings.has_secrets:
-        raise refusal(
-            "incomplete-keys",
+        raise _incomplete(
             f"ticket_policy '{settings.ticket_policy}' needs ticket_secret_files or ticket_secret_variable: without a secret "
-            "nothing is verified",
+            "nothing is verified"
         )
-    if accepts != bool(settings.unsigned_hosts):
-        raise refusal(
-            "incomplete-keys",
+    if (settings.ticket_policy == "accept-unsigned") != bool(settings.unsigned_hosts):
+        raise _incomplete(
             "ticket_policy 'accept-unsigned' and unsigned_hosts go together: the place of a peer decides whether it must seal, "
-            "never its ticket",
+            "never its ticket"
         )
+
+
+def _incomplete(reason: str) -> ConfigurationError:
+    return ConfigurationError(f"kv_connector_extra_config: {reason}", code="incomplete-keys")

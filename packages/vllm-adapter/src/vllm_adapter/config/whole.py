@@ -16,7 +16,7 @@ from vllm_adapter.errors import ConfigurationError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-__all__ = ["HOST_KEYS", "ROLES", "Problem", "Verdict", "check_transfer_config"]
+__all__ = ["HOST_KEYS", "ROLES", "Problem", "Verdict", "check_transfer_config", "own_keys"]
 
 HOST_KEYS: Mapping[str, type] = {
     "kv_connector": str,
@@ -194,6 +194,14 @@ class _Check:
                     )
         if not ours:
             self._notes.append("no child of this MultiConnector is ours: nothing of it was checked")
+
+
+def own_keys(config: Mapping[str, object]) -> Mapping[str, object]:
+    """Return our connector's keys in a configuration without problems, also where it is one of several."""
+    extra = _table(config.get("kv_connector_extra_config"))
+    children = cast("list[object]", extra.get("connectors") or []) if config.get("kv_connector") == _SEVERAL else []
+    ours = next((child for child in map(_table, children) if not _is_others(child)), None)
+    return own_keys(ours) if ours is not None else extra
 
 
 _JSON_NAMES: Mapping[type, str] = {str: "a string", int: "a number", bool: "true or false", dict: "an object"}

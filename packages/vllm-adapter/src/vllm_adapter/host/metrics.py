@@ -10,16 +10,17 @@ import statistics
 from collections import defaultdict
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, cast, final
 
 from vllm_adapter.host.vllm import KVConnectorPromMetrics, KVConnectorStats, create_metric_per_engine, init_logger
-from vllm_adapter.observe import metric_tables as tables
-from vllm_adapter.observe.metric_tables import FAILURE_KEYS, LIVE_KEY, PATH_KEY, SERIES_KEYS, empty_observations
+from vllm_adapter.observe.metric_tables import FAILURE_KEYS, INFO, METRICS, SERIES_KEYS, empty_observations
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 
     from vllm.config import VllmConfig
+
+    from vllm_adapter.observe.metric_tables import Metric
 
     Data = Mapping[str, Sequence[Any]]
     Record = Callable[[Data, int], None]
@@ -103,36 +104,21 @@ class PromMetrics(KVConnectorPromMetrics):
     ) -> None:
         super().__init__(vllm_config, dict(metric_types), labelnames, per_engine_labelvalues)
         self._label_names, self._engine_labels = labelnames, per_engine_labelvalues
-        # Changes are summed wherever they arrive, so the processes of one server are summed, too. Gauges are only ever set,
-        # because vLLM's wrapper under Ray offers nothing else. All gauges are set with every observation, changed or not: Ray
-        # drops a gauge that was not set for 20 s.
-        self._totals: defaultdict[tuple[str, int, str], float] = defaultdict(float)
         self._failed: set[str] = set()
         self._records: dict[str, Record] = {}
-        for key, (name, doc, buckets) in tables.HISTOGRAMS.items():
-            self._add(name, self._histogram, key, doc, buckets)
-        for key, (name, doc) in tables.COUNTERS.items():
-            self._add(name, self._counter, key, doc)
-        for key, (name, doc) in tables.BY_CODE.items():
-            self._add(name, self._counter_by_code, key, doc)
-        for key, (name, doc) in tables.LEVELS.items():
-            self._add(name, self._level, key, doc)
-        name, doc = tables.PATHS
-        self._add(name, self._bytes_by_path, doc)
-        name, doc = tables.LIVE
-        self._add(name, self._live_requests, doc)
+        kinds = {"histogram": self._histogram, "counter": self._counter, "gauge": self._gauge}
+        for metric in METRICS:
+            with self._guarded(metric.name):
+                self._records[metric.name] = kinds[metric.kind](metric)
         if info:
-            self._add(tables.INFO[0], self._info, info)
+            with self._guarded(INFO[0]):
+                self._records[INFO[0]] = self._info(*INFO, info)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Record one interval's observations."""
         for name, record in self._records.items():
             with self._guarded(name):
                 record(transfer_stats_data, engine_idx)
-
-    def _add(self, name: str, make: Callable[..., Record], *arguments: object) -> None:
-        with self._guarded(name):
-            self._records[name] = make(name, *arguments)
 
     @contextmanager
     def _guarded(self, name: str) -> Generator[None]:
@@ -145,74 +131,56 @@ class PromMetrics(KVConnectorPromMetrics):
 
     # ---------------------------------------------------------------------------------------------- kinds
 
-    def _histogram(self, name: str, key: str, doc: str, buckets: Sequence[float]) -> Record:
-        metric = self._histogram_cls(name=name, documentation=doc, buckets=buckets, labelnames=self._label_names)
-        engines = create_metric_per_engine(metric, self._engine_labels)
+    def _histogram(self, metric: Metric) -> Record:
+        made = self._histogram_cls(
+            name=metric.name, documentation=metric.help, buckets=metric.buckets, labelnames=self._label_names
+        )
+        engines = create_metric_per_engine(made, self._engine_labels)
 
         def record(data: Data, engine: int) -> None:
-            for value in data.get(key, ()):
+            for value in data.get(metric.key, ()):
                 engines[engine].observe(value)
 
         return record
 
-    def _counter(self, name: str, key: str, doc: str) -> Record:
-        metric = self._counter_cls(name=name, documentation=doc, labelnames=self._label_names)
-        engines, parts = create_metric_per_engine(metric, self._engine_labels), tables.SUMS.get(key, (key,))
+    def _counter(self, metric: Metric) -> Record:
+        names = [*self._label_names, *metric.labels]
+        made = self._counter_cls(name=metric.name, documentation=metric.help, labelnames=names)
+        engines = {} if metric.labels else create_metric_per_engine(made, self._engine_labels)
+        parts = FAILURE_KEYS if metric.key == "num_failed_transfers" else (metric.key,)
 
         def record(data: Data, engine: int) -> None:
-            total = sum(sum(data.get(part, ())) for part in parts)
-            if total:
-                engines[engine].inc(total)
+            for labels, amount in _sums(data, parts).items():
+                child = made.labels(*self._engine_labels[engine], *labels) if labels else engines[engine]
+                child.inc(amount)
 
         return record
 
-    def _counter_by_code(self, name: str, key: str, doc: str) -> Record:
-        metric = self._counter_cls(name=name, documentation=doc, labelnames=[*self._label_names, "code"])
+    def _gauge(self, metric: Metric) -> Record:
+        """Return what adds changes up: they are summed wherever they arrive, so the processes of one server are summed, too.
+
+        Gauges are only ever set, because vLLM's wrapper under Ray offers nothing else, and with every observation, changed or
+        not: Ray drops a gauge that was not set for 20 s.
+        """
+        names = [*self._label_names, *metric.labels]
+        made = self._gauge_cls(name=metric.name, documentation=metric.help, labelnames=names, multiprocess_mode="sum")
+        engines = {} if metric.labels else create_metric_per_engine(made, self._engine_labels)
+        totals: defaultdict[int, defaultdict[tuple[str, ...], float]] = defaultdict(lambda: defaultdict(float))
+        for engine in engines:
+            totals[engine][()] = 0.0
 
         def record(data: Data, engine: int) -> None:
-            for code in data.get(key, ()):
-                metric.labels(*self._engine_labels[engine], code).inc()
+            for labels, change in _sums(data, (metric.key,)).items():
+                totals[engine][labels] += change
+            for labels, level in totals[engine].items():
+                child = made.labels(*self._engine_labels[engine], *labels) if labels else engines[engine]
+                child.set(level)
 
         return record
 
-    def _bytes_by_path(self, name: str, doc: str) -> Record:
-        labels = [*self._label_names, "backend", "memory", "ucx_tls"]
-        metric = self._counter_cls(name=name, documentation=doc, labelnames=labels)
-
-        def record(data: Data, engine: int) -> None:
-            for *path, size in data.get(PATH_KEY, ()):
-                metric.labels(*self._engine_labels[engine], *path).inc(size)
-
-        return record
-
-    def _level(self, name: str, key: str, doc: str) -> Record:
-        gauge = self._gauge_cls(name=name, documentation=doc, labelnames=self._label_names, multiprocess_mode="sum")
-        engines = create_metric_per_engine(gauge, self._engine_labels)
-
-        def record(data: Data, engine: int) -> None:
-            engines[engine].set(self._total(key, engine, "", sum(data.get(key, ()))))
-
-        return record
-
-    def _live_requests(self, name: str, doc: str) -> Record:
-        labels = [*self._label_names, "state"]
-        gauge = self._gauge_cls(name=name, documentation=doc, labelnames=labels, multiprocess_mode="sum")
-
-        def record(data: Data, engine: int) -> None:
-            for by_state in data.get(LIVE_KEY, ()):
-                for state, change in by_state.items():
-                    self._total(LIVE_KEY, engine, state, change)
-            for (key, index, state), total in self._totals.items():
-                if (key, index) == (LIVE_KEY, engine):
-                    gauge.labels(*self._engine_labels[engine], state).set(total)
-
-        return record
-
-    def _info(self, name: str, info: Mapping[str, str]) -> Record:
+    def _info(self, name: str, text: str, info: Mapping[str, str]) -> Record:
         labels = [*self._label_names, *info]
-        gauge = self._gauge_cls(
-            name=name, documentation=tables.INFO[1], labelnames=labels, multiprocess_mode="mostrecent"
-        )
+        gauge = self._gauge_cls(name=name, documentation=text, labelnames=labels, multiprocess_mode="mostrecent")
 
         def record(_data: Data, engine: int) -> None:
             gauge.labels(*self._engine_labels[engine], *info.values()).set(1)
@@ -221,10 +189,25 @@ class PromMetrics(KVConnectorPromMetrics):
             record({}, engine)
         return record
 
-    def _total(self, key: str, engine: int, state: str, change: float) -> float:
-        """Return a level after a change, e.g. 3072 for 4096 bytes in quarantine and a change of -1024."""
-        self._totals[key, engine, state] += change
-        return self._totals[key, engine, state]
+
+def _sums(data: Data, keys: Iterable[str]) -> dict[tuple[str, ...], float]:
+    """Return the sums of observations by the values of their labels; the kinds are those of `metric_tables`.
+
+    Example: `["timed-out", "timed-out", "peer-silent"]` gives `{("timed-out",): 2, ("peer-silent",): 1}`.
+    """
+    sums: defaultdict[tuple[str, ...], float] = defaultdict(float)
+    for value in (value for key in keys for value in data.get(key, ())):
+        if isinstance(value, dict):
+            for label, amount in cast("dict[str, float]", value).items():
+                sums[label,] += amount
+        elif isinstance(value, list):
+            *labels, amount = value
+            sums[tuple(labels)] += amount
+        elif isinstance(value, str):
+            sums[value,] += 1
+        else:
+            sums[()] += value
+    return sums
 
 
 def _listed(values: object) -> list[Any]:

@@ -158,12 +158,7 @@ def open_status(
         **cast("Answer", labels or {}),
     }
     if settings is not None:
-        fixed |= {
-            "lease_s": settings.kv_lease_duration,
-            "heartbeat_s": settings.heartbeat_s,
-            "requires_seals": settings.requires_seals,
-            "is_encrypted": bool(settings.side_channel_key),
-        }
+        fixed |= cast("Answer", settings.terms)
 
     def answer() -> Answer:
         return {**fixed, "up_s": time.monotonic() - began_s, **describe()}

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Annotated, Literal
 
 import typer
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from vllm_adapter.cli.check.findings import Findings
 from vllm_adapter.cli.values import coded_errors, json_text, seconds, within
-from vllm_adapter.observe.cause_log import plain_text
 
 __all__ = ["add_check"]
 
@@ -20,7 +15,6 @@ _NO_GO = 1
 _MOST_TP = 1024
 _SPEEDS = (1e-3, 1e6)
 """GB/s of a network, at least and at most."""
-_STYLES = {"ok": "green", "note": "yellow", "no-go": "bold red"}
 _EPILOG = """An engine is named by its side channel, HOST:PORT ([ADDRESS]:PORT for IPv6). One that runs on this machine
 may be named by its id, as `vllm-adapter status` shows it. It is asked as a peer would ask it; its cache is not read.
 
@@ -93,6 +87,8 @@ def _check(  # noqa: PLR0913 - one for each option
     if dialect is not None and vllm is not None:
         raise typer.BadParameter("--dialect and --vllm exclude each other")
     findings = Findings()
+    if allow_tcp:
+        findings.allow("tcp-fallback", "tcp-only")
     with coded_errors("check"):
         choices = Choices(
             prefill=prefill,
@@ -106,27 +102,8 @@ def _check(  # noqa: PLR0913 - one for each option
             dialect=dialect_of(dialect, vllm),
             timeout_s=seconds("--timeout", timeout),
             reads=read,
-            allows_tcp=allow_tcp,
         )
         check_pair(choices, findings)
-    if as_json:
-        print(json_text({"is_go": findings.is_go, "findings": findings.as_values()}, indent=2))
-    elif sys.stdout.isatty():
-        _draw(findings)
-    else:
-        print(findings.as_text())
+    print(json_text(findings.as_values(), indent=2) if as_json else findings.as_text())
     if not findings.is_go:
         raise typer.Exit(_NO_GO)
-
-
-def _draw(findings: Findings) -> None:
-    """Print the findings on a terminal, in columns."""
-    console = Console(highlight=False)
-    table = Table.grid("level", "topic", "message", padding=(0, 2, 0, 0))
-    for each in findings.made:
-        style = _STYLES[each.level]
-        code = f" ({each.code})" if each.code else ""
-        advice = Text(f"\n-> {plain_text(each.advice)}" if each.advice else "", style="dim")
-        table.add_row(Text(each.level, style=style), each.topic, Text(plain_text(each.message) + code) + advice)
-    console.print(table)
-    console.print(Text(findings.summary, style=_STYLES["ok" if findings.is_go else "no-go"]))

@@ -19,6 +19,7 @@ from kv_handshake.security import ClientSecurity
 from kv_topology import CostModel, Planner
 from vllm_adapter.cache.documents import PeerSizes, with_names
 from vllm_adapter.cache.vllm_peer import PeerGeometry
+from vllm_adapter.cli.check.findings import ADVICE
 from vllm_adapter.cli.values import parse_json
 from vllm_adapter.errors import AdapterError, code_of
 from vllm_adapter.wiring import PERMUTE_GB_S
@@ -38,22 +39,7 @@ Rank = tuple[int, int]
 _MOST_RANKS = 256
 _MOST_SIZE = 1 << 20
 """Sizes that an engine claims are counted up to this; it has no more ranks than are asked anyway."""
-_ADVICE: Mapping[str, str] = {
-    "connection-refused": "nothing listens there: is the engine up, and is this its VLLM_NIXL_SIDE_CHANNEL_PORT (not its HTTP "
-    "port), plus its data-parallel index?",
-    "timed-out": "a firewall or network policy drops the connection, or something else than a side channel listens there",
-    "name-unresolved": "use an address, or a name that both machines resolve",
-    "not-ready": "the engine has not registered its cache yet: wait until /health answers",
-    "invalid-key-file": "check the files that the configuration names",
-    "insecure-key-file": "chmod 600 the secret file",
-}
 _KEY_CODES = frozenset({"invalid-key-file", "insecure-key-file"})
-_PORT_ADVICE = "see that this is its VLLM_NIXL_SIDE_CHANNEL_PORT plus its data-parallel index, and not its HTTP port"
-_KEYS_ADVICE = (
-    "compare side_channel_key, side_channel_server_key and side_channel_clients of both engines, and give --prefill-config and "
-    "--decode-config if they have keys"
-)
-_CROWD_ADVICE = "look in its log for connections that it closes because there are too many"
 
 
 @final
@@ -128,9 +114,8 @@ class Engine:
     def planner(self, rank: Rank, gigabytes_per_s: float | None = None) -> Planner:
         """Return a planner as this rank has it with `receive_conversion` "auto"; without a speed, that of shared memory."""
         permute = PERMUTE_GB_S[PeerGeometry.memory_kind(self.peers[rank])]
-        if gigabytes_per_s is None:
-            return Planner(staging="auto", cost=CostModel(permute_gb_s=permute))
-        return Planner(staging="auto", cost=CostModel(bandwidth_gb_s=gigabytes_per_s, permute_gb_s=permute))
+        cost = CostModel(permute_gb_s=permute)
+        return Planner(staging="auto", cost=replace(cost, bandwidth_gb_s=gigabytes_per_s or cost.bandwidth_gb_s))
 
     def geometry(self, rank: Rank) -> tuple[GeometryDocument, PeerGeometry]:
         """Return a rank's document with names, and what derives peers' documents from it."""
@@ -153,7 +138,7 @@ def ask_engine(channel: Channel, findings: Findings, *, tp: int = 0) -> Engine |
     try:
         engine = _probe(channel, [(0, 0)])
     except Exception as error:  # noqa: BLE001  (whatever keeps the engine from answering is the finding)
-        _refuse(findings, channel, error)
+        _add_silence(findings, channel, error)
         return None
     is_ours = engine.first.geometry is not None
     document = _document(engine.first.geometry)
@@ -179,24 +164,19 @@ def ask_further_ranks(prefill: Engine, decode: Engine | None, findings: Findings
     reason = "the decode engine sends no geometry to compare with"
     if decode is not None and decode.is_ours:
         if error := _contradiction(prefill, decode, prefill.tp):
-            findings.refuse(
-                "ranks",
-                code_of(error),
-                f"{prefill.channel}: --prefill-tp {prefill.tp} cannot be, so no rank but the first was asked for: {error}",
-                "give the engine's --tensor-parallel-size",
-            )
+            reason = f"--prefill-tp {prefill.tp} cannot be, so no rank but the first was asked for: {error}"
+            findings.add("ranks", code_of(error), f"{prefill.channel}: {reason}", ADVICE["page-bytes-differ"])
             return prefill
         others = [str(tp) for tp in range(1, prefill.tp) if _contradiction(prefill, decode, tp) is None]
         is_trusted = is_trusted or not others
         reason = f"its first rank would be the same with {', '.join(others)}"
     if is_trusted:
         return _with_all_ranks(prefill, findings)
-    findings.note(
+    findings.add(
         "ranks",
         "size-not-proven",
         f"{prefill.channel}: only the first of {prefill.tp} ranks was asked for, since a listener of vLLM's own ends on a "
         f"question for one that it does not have, and nothing proves that it has so many: {reason}",
-        "if you are sure of the number, add --trust-prefill-tp",
     )
     return prefill
 
@@ -239,16 +219,12 @@ def _probe(channel: Channel, ranks: Sequence[Rank]) -> Engine:
     return Engine(channel, seen.peers, seen.clock_offset_s, seen.recording)
 
 
-def _refuse(findings: Findings, channel: Channel, error: Exception) -> None:
+def _add_silence(findings: Findings, channel: Channel, error: Exception) -> None:
     code, has_keys = code_of(error), channel.key_files is not None
-    topic: Topic = "keys" if code in _KEY_CODES else "reach"
-    advice = _ADVICE.get(code, "")
-    if code == "authentication-refused":
-        # A web server, wrong keys and too many connections end the opening of a connection alike.
-        topic = "keys" if has_keys else "reach"
-        first, second = (_KEYS_ADVICE, _PORT_ADVICE) if has_keys else (_PORT_ADVICE, _KEYS_ADVICE)
-        advice = f"first, {first}; second, {second}; third, {_CROWD_ADVICE}"
-    findings.refuse(topic, code, f"{channel}: {error}", advice)
+    is_locked = code == "authentication-refused" and has_keys
+    topic: Topic = "keys" if code in _KEY_CODES or is_locked else "reach"
+    advice = ADVICE["authentication-refused with keys"] if is_locked else ""
+    findings.add(topic, code, f"{channel}: {error}", advice)
 
 
 def _with_all_ranks(engine: Engine, findings: Findings) -> Engine:
@@ -257,12 +233,8 @@ def _with_all_ranks(engine: Engine, findings: Findings) -> Engine:
     if count == 1:
         return engine
     if count > _MOST_RANKS:
-        findings.refuse(
-            "ranks",
-            "size-out-of-range",
-            f"{engine.channel}: it says that it has {count} ranks, more than the {_MOST_RANKS} that are asked",
-            "another program answers there, or the engine's --tensor-parallel-size is wrong",
-        )
+        claim = f"it says that it has {count} ranks, more than the {_MOST_RANKS} that are asked"
+        findings.add("ranks", "size-out-of-range", f"{engine.channel}: {claim}")
         return engine
     ranks = [(stage, rank) for stage in range(engine.pp) for rank in range(engine.tp)]
     try:
@@ -270,12 +242,8 @@ def _with_all_ranks(engine: Engine, findings: Findings) -> Engine:
     except Exception:  # noqa: BLE001  (each is asked alone, so that the missing ones can be named)
         missing = [(rank, reason) for rank in ranks if (reason := _failure(engine.channel, rank))]
         for (stage, rank), reason in missing:
-            findings.refuse(
-                "ranks",
-                "rank-missing",
-                f"{engine.channel}: rank {stage}.{rank} does not answer: {reason}",
-                "a worker that died or never registered its cache: look into the engine's log, and restart it",
-            )
+            message = f"{engine.channel}: rank {stage}.{rank} does not answer: {reason}"
+            findings.add("ranks", "rank-missing", message)
         return replace(engine, has_all_ranks=not missing)
     findings.ok("ranks", f"{engine.channel}: all {count} ranks answer")
     return replace(

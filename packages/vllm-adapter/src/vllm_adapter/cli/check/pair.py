@@ -1,18 +1,26 @@
-"""Whether one live engine can read what another computes: reachability, factors, reads, plan, clocks and terms."""
+"""Whether one live engine can read what another computes: reachability, factors, reads, plan, clocks and terms.
+
+Terms are what a side channel does not send: lease, heartbeats, policy, keys, seals and transports. They are read from an engine's
+`--kv-transfer-config`, or, for an engine of this machine, from its answer to `status`.
+"""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Any, cast, final
 
 from kv_handshake import dialect_of_vllm
 from vllm_adapter.cache.documents import PeerSizes
 from vllm_adapter.cli.check.engine import Channel, ask_engine, ask_further_ranks
-from vllm_adapter.cli.check.reads import Reading, check_reads
-from vllm_adapter.cli.check.terms import check_terms, terms_of_answer, terms_of_config
+from vllm_adapter.cli.check.findings import ADVICE
+from vllm_adapter.cli.check.reads import check_reads
 from vllm_adapter.cli.engines import ask_all, of_engine
+from vllm_adapter.cli.values import parse_json, read_text, source_name
+from vllm_adapter.config import RENEWED_PART, load_settings
+from vllm_adapter.config.secrets import FleetSecrets, secrets_in_variable
+from vllm_adapter.config.whole import check_transfer_config, own_keys
 from vllm_adapter.errors import ConfigurationError, code_of
 
 if TYPE_CHECKING:
@@ -20,7 +28,6 @@ if TYPE_CHECKING:
 
     from vllm_adapter.cli.check.engine import Engine
     from vllm_adapter.cli.check.findings import Findings
-    from vllm_adapter.cli.check.terms import Terms
     from vllm_adapter.observe.answers import Answer
     from vllm_adapter.ports import Comparison, Difference, Estimate, PeerPlan
 
@@ -31,6 +38,9 @@ _DEFAULT_DIALECT = 14
 """That of vLLM 0.32, where none is installed here."""
 _SHOWN_CHARACTERS = 80
 _PROMPT_TOKENS = 1024
+_TERMS = ("lease_s", "heartbeat_s", "compatibility_policy", "seals")
+"""An answer without all of these is that of another version."""
+_Keys = tuple[str, str] | None
 
 
 @final
@@ -50,7 +60,6 @@ class Choices:
         gigabytes_per_s: Speed of the network, for the cost.
         timeout_s: Longest wait per reply.
         reads: Whether probe pages are read.
-        allows_tcp: Whether TCP is only a note.
     """
 
     prefill: str
@@ -64,19 +73,19 @@ class Choices:
     gigabytes_per_s: float | None
     timeout_s: float
     reads: bool
-    allows_tcp: bool
 
 
 def check_pair(choices: Choices, findings: Findings) -> None:
-    """Ask both engines and add what is found.
+    """Query both engines and add what is found.
 
     Raises:
         ConfigurationError: A name that is no engine (`invalid-endpoint`), or a configuration that is wrong.
+        AdapterError: `unreadable`: a configuration cannot be read.
     """
     answers = [answer for answer in ask_all() if answer.get("part") == "scheduler"]
     addresses = [_address(name, answers) for name in (choices.prefill, choices.decode)]
-    given = [terms_of_config(each) if each else None for each in (choices.prefill_config, choices.decode_config)]
-    prefill_keys, decode_keys = (each.key_files if each is not None else None for each in given)
+    prefill_terms, prefill_keys = _terms_of_config(choices.prefill_config)
+    decode_terms, decode_keys = _terms_of_config(choices.decode_config)
     # The decode engine connects with keys of its own. To ask it, the prefill engine's do, or its own again.
     keys = decode_keys or prefill_keys, prefill_keys or decode_keys
     channels = [
@@ -87,23 +96,23 @@ def check_pair(choices: Choices, findings: Findings) -> None:
     decode = ask_engine(channels[1], findings)
     if prefill is not None:
         prefill = ask_further_ranks(prefill, decode, findings, is_trusted=choices.is_tp_trusted)
-    terms = [each or _terms_of(engine, answers) for each, engine in zip(given, (prefill, decode), strict=True)]
+    prefill_terms = prefill_terms or _terms_of_process(prefill, answers)
+    decode_terms = decode_terms or _terms_of_process(decode, answers)
     if prefill is not None and decode is not None:
-        _check_engines(prefill, decode, terms[1], choices, findings)
-    check_terms(terms[0], terms[1], findings, allows_tcp=choices.allows_tcp)
+        _check_engines(prefill, decode, decode_terms or {}, choices, findings)
+    _check_terms(prefill_terms, decode_terms, findings)
 
 
-def _check_engines(prefill: Engine, decode: Engine, terms: Terms | None, choices: Choices, findings: Findings) -> None:
-    policy = choices.policy or (terms.policy if terms is not None else "exact")
-    _check_factors(prefill, decode, policy, findings)
+def _check_engines(prefill: Engine, decode: Engine, terms: Answer, choices: Choices, findings: Findings) -> None:
+    _check_factors(prefill, decode, choices.policy or terms.get("compatibility_policy") or "exact", findings)
     measured = None
     if choices.reads:
-        reading = Reading(choices.timeout_s, terms.ucx_tls if terms is not None else None, choices.allows_tcp)
-        measured = check_reads(prefill, decode, reading, findings)
+        ucx_tls = terms.get("ucx_tls") or ""
+        measured = check_reads(prefill, decode, findings, ucx_tls=ucx_tls, timeout_s=choices.timeout_s)
     _check_plan(prefill, decode, choices.gigabytes_per_s or measured, findings)
     _check_clocks(prefill, decode, findings)
     if not prefill.is_ours:
-        findings.note(
+        findings.add(
             "factors",
             "no-fences",
             "the prefill engine has no fences and binds no tickets: its reads are trusted by its leases alone, and a ticket that "
@@ -151,50 +160,29 @@ def dialect_of(dialect: int | None, vllm: str | None) -> int:
     return _DEFAULT_DIALECT
 
 
-def _terms_of(engine: Engine | None, answers: Sequence[Answer]) -> Terms | None:
-    """Return the terms that an engine of this machine reports, None for one of another machine."""
-    if engine is None:
-        return None
-    found = [answer for answer in answers if answer.get("engine_id") == engine.engine_id]
-    return terms_of_answer(found[0]) if found else None
+# ------------------------------------------------------------------------------------------------------------- factors
 
 
 def _check_factors(prefill: Engine, decode: Engine, policy: str, findings: Findings) -> None:
-    """Compare the engines as the decode engine does when it meets the prefill engine."""
+    """Compare the engines as the decode engine does when it connects to the prefill engine."""
     if prefill.engine_id == decode.engine_id:
-        findings.refuse(
-            "factors",
-            "same-engine",
-            f"both addresses are engine {prefill.engine_id}",
-            "name two engines; two that really share an id need engine_id in one --kv-transfer-config",
-        )
+        findings.add("factors", "same-engine", f"both addresses are engine {prefill.engine_id}")
         return
     comparison = decode.differences_to(prefill)
-    if not _forbid_all(comparison, policy, findings):
-        _judge_hash(comparison, policy, findings, has_factors=prefill.is_ours and decode.is_ours)
-    for each in comparison.differences:
-        if each.group != "must-match":
-            findings.note("factors", "may-differ", _words(each))
-
-
-def _forbid_all(comparison: Comparison, policy: str, findings: Findings) -> bool:
-    """Tell every factor that must match and differs, or probably does; False if there is none."""
     messages = [_words(each) for each in comparison.differences if each.group == "must-match"]
     messages += [
         f"{name} probably differs: the hashes do, and the peer does not send its factors"
         for name in comparison.suspects
     ]
-    for message in messages:
-        _forbid(findings, message, policy)
-    return bool(messages)
-
-
-def _forbid(findings: Findings, message: str, policy: str) -> None:
     if policy == "off":
-        advice = "enforce_handshake_compat is off, so the engines will not refuse each other; the text will be wrong"
-        findings.note("factors", "factors-differ", message, advice)
-        return
-    findings.refuse("factors", "factors-differ", message, "start both engines with the same value")
+        findings.allow("factors-differ")
+    for message in messages:
+        findings.add("factors", "factors-differ", message, ADVICE["factors-ignored"] if policy == "off" else "")
+    if not messages:
+        _judge_hash(comparison, policy, findings, has_factors=prefill.is_ours and decode.is_ours)
+    for each in comparison.differences:
+        if each.group != "must-match":
+            findings.add("factors", "may-differ", _words(each))
 
 
 def _judge_hash(comparison: Comparison, policy: str, findings: Findings, *, has_factors: bool) -> None:
@@ -204,12 +192,8 @@ def _judge_hash(comparison: Comparison, policy: str, findings: Findings, *, has_
         )
         findings.ok("factors", f"the compatibility hashes are equal; {more}")
     elif policy == "exact":
-        findings.refuse(
-            "factors",
-            "hash-mismatch",
-            "the compatibility hashes differ, by factors that need not match",
-            'vLLM\'s exact rule refuses that; "compatibility_policy": "negotiated" on the decode engine accepts it',
-        )
+        message = "the compatibility hashes differ, by factors that need not match"
+        findings.add("factors", "hash-mismatch", message)
     else:
         findings.ok("factors", f"no factor that must match differs; the hashes do, which policy {policy!r} accepts")
 
@@ -225,13 +209,16 @@ def _value(value: object) -> str:
     return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 3] + "..."
 
 
+# ------------------------------------------------------------------------------------------------------ plan and clocks
+
+
 def _check_plan(prefill: Engine, decode: Engine, gigabytes_per_s: float | None, findings: Findings) -> None:
-    """Plan the reads of each decode rank, and tell what a prompt costs."""
+    """Plan the reads of each decode rank, and report what a prompt costs."""
     if not decode.is_ours:
-        findings.note("plan", "plan-not-known", "the decode engine sends no geometry: it plans by its own rules")
+        findings.add("plan", "plan-not-known", "the decode engine sends no geometry: it plans by its own rules")
         return
     if not (prefill.has_all_ranks and decode.has_all_ranks):
-        findings.note("plan", "plan-not-known", "no plan was made: it needs all ranks, and some do not answer")
+        findings.add("plan", "plan-not-known", "no plan was made: it needs all ranks, and some do not answer")
         return
     costs: list[Estimate] = []
     for rank in sorted(decode.peers):
@@ -239,7 +226,7 @@ def _check_plan(prefill: Engine, decode: Engine, gigabytes_per_s: float | None, 
         try:
             plan, cost = _plan(prefill, decode, rank, gigabytes_per_s)
         except Exception as error:  # noqa: BLE001  (whatever forbids the plan is the finding)
-            findings.refuse("plan", code_of(error), f"{where}: {error}")
+            findings.add("plan", code_of(error), f"{where}: {error}")
             return
         readers = ", ".join(f"{stage}.{number}" for stage, number in plan.producer_ranks) or "none"
         order = "read whole and put in order here" if plan.is_staged else "read piece by piece, as they lie"
@@ -247,7 +234,15 @@ def _check_plan(prefill: Engine, decode: Engine, gigabytes_per_s: float | None, 
             "plan", f"{where} reads from prefill ranks {readers}: {plan.bytes_per_token:g} bytes a token, pages {order}"
         )
         costs.append(cost)
-    _tell_cost(costs, gigabytes_per_s, findings)
+    moved = sum(cost.bytes_per_token * _PROMPT_TOKENS + cost.state_bytes for cost in costs)
+    slowest_us = max(
+        cost.staged_us if cost.is_staged_cheaper and cost.staged_us is not None else cost.direct_us for cost in costs
+    )
+    wire = "at the speed of shared memory on one host; give --gbps for yours"
+    if gigabytes_per_s is not None:
+        wire = f"at {gigabytes_per_s:.3g} GB/s"
+    size = f"{moved / 2**20:.1f} MiB, about {slowest_us / 1e3:.1f} ms"
+    findings.ok("plan", f"a prompt of {_PROMPT_TOKENS} tokens moves {size} {wire}")
 
 
 def _plan(
@@ -265,29 +260,111 @@ def _plan(
     return plan, plan.estimate
 
 
-def _tell_cost(costs: list[Estimate], gigabytes_per_s: float | None, findings: Findings) -> None:
-    """Tell the slowest rank's time and all ranks' bytes for a prompt of 1024 tokens."""
-    moved = sum(cost.bytes_per_token * _PROMPT_TOKENS + cost.state_bytes for cost in costs)
-    slowest_us = max(
-        cost.staged_us if cost.is_staged_cheaper and cost.staged_us is not None else cost.direct_us for cost in costs
-    )
-    wire = (
-        "at the speed of shared memory on one host; give --gbps for yours"
-        if gigabytes_per_s is None
-        else f"at {gigabytes_per_s:.3g} GB/s"
-    )
-    findings.ok(
-        "plan",
-        f"a prompt of {_PROMPT_TOKENS} tokens moves {moved / 2**20:.1f} MiB, about {slowest_us / 1e3:.1f} ms {wire}",
-    )
-
-
 def _check_clocks(prefill: Engine, decode: Engine, findings: Findings) -> None:
-    """Tell how far the clocks are apart, which forbids nothing."""
-    offsets = [engine.clock_offset_s for engine in (prefill, decode)]
-    if offsets[0] is None or offsets[1] is None:
+    """Report how far the clocks are apart, which forbids nothing."""
+    if prefill.clock_offset_s is not None and decode.clock_offset_s is not None:
+        apart_s = abs(prefill.clock_offset_s - decode.clock_offset_s)
+        findings.ok(
+            "clock", f"the engines' clocks are {apart_s:.1f} s apart, which is no matter: each keeps time by its own"
+        )
+
+
+# --------------------------------------------------------------------------------------------------------------- terms
+
+
+def _terms_of_config(source: str | None) -> tuple[Answer | None, _Keys]:
+    """Return the terms in a `--kv-transfer-config`, which is given as JSON text, a file with it, or `-`, and the key files.
+
+    Raises:
+        AdapterError: `unreadable`.
+        ConfigurationError: The configuration is wrong; all its problems are named.
+    """
+    if not source:
+        return None, None
+    config: Any = parse_json(read_text(source), source_name(source))
+    problems = check_transfer_config(config).problems
+    if problems:
+        said = "; ".join(f"{problem.key}: {problem.message} ({problem.code})" for problem in problems)
+        raise ConfigurationError(said, code=problems[0].code)
+    settings, _ = load_settings(own_keys(config))
+    words = secrets_in_variable(settings.ticket_secret_variable)
+    seals = FleetSecrets(settings.ticket_secret_files, words).fingerprints if settings.has_secrets else ()
+    keys = (settings.side_channel_key, settings.side_channel_server_key) if settings.side_channel_key else None
+    return cast("Answer", {**settings.terms, "seals": list(seals)}), keys
+
+
+def _terms_of_process(engine: Engine | None, answers: Sequence[Answer]) -> Answer | None:
+    """Return the terms that an engine of this machine reports; None for one of another machine or version."""
+    for answer in answers:
+        if engine is not None and answer.get("engine_id") == engine.engine_id:
+            return answer if all(answer.get(name) is not None for name in _TERMS) else None
+    return None
+
+
+def _check_terms(prefill: Answer | None, decode: Answer | None, findings: Findings) -> None:
+    """Check lease, keys, seals and transports, as far as the engines' terms are known."""
+    for name, terms in (("prefill", prefill), ("decode", decode)):
+        ucx_tls = (terms or {}).get("ucx_tls") or ""
+        words = set(ucx_tls.split(",")) - {"", "self", "sm", "shm", "posix", "sysv", "cma"}
+        if words and words <= {"tcp"}:
+            message = f"UCX_TLS={ucx_tls} lets the {name} engine use no network but TCP"
+            findings.add("transport", "tcp-only", message)
+    if prefill is None or decode is None:
+        silent = " and ".join(name for name, terms in (("prefill", prefill), ("decode", decode)) if terms is None)
+        reason = f"the terms of the {silent} engine are not known here"
+        findings.add("lease", "terms-not-known", f"lease, keys and seals were not compared: {reason}")
         return
-    apart_s = abs(offsets[0] - offsets[1])
-    findings.ok(
-        "clock", f"the engines' clocks are {apart_s:.1f} s apart, which is no matter: each keeps time by its own"
+    _check_lease(prefill, decode, findings)
+    _check_keys(prefill, decode, findings)
+    _check_seals(prefill, decode, findings)
+
+
+def _check_lease(prefill: Answer, decode: Answer, findings: Findings) -> None:
+    """Compare the decode engine's heartbeats with what they renew.
+
+    Worked example. Prefill leases 6 s, so a heartbeat renews to 4 s from then. A decode engine that leases 30 s sends one every
+    5 s: each lease ends 1 s before its second heartbeat.
+    """
+    lease_s, heartbeat_s = prefill.get("lease_s") or 0.0, decode.get("heartbeat_s") or 0.0
+    renewed_s = lease_s * RENEWED_PART
+    terms = (
+        f"prefill keeps a prompt for {lease_s:g} s, a heartbeat renews that to {renewed_s:g} s, and decode sends one "
+        f"every {heartbeat_s:g} s"
     )
+    if heartbeat_s >= renewed_s:
+        findings.add("lease", "lease-shorter-than-heartbeat", f"{terms}: every lease ends before it is renewed")
+    elif 2 * heartbeat_s >= renewed_s:
+        findings.add("lease", "one-heartbeat-to-spare", f"{terms}: one that is late ends the lease")
+    else:
+        findings.ok("lease", terms)
+
+
+def _check_keys(prefill: Answer, decode: Answer, findings: Findings) -> None:
+    has_keys = bool(decode.get("is_encrypted"))
+    if bool(prefill.get("is_encrypted")) == has_keys:
+        findings.ok("keys", "both side channels have keys" if has_keys else "neither side channel has keys")
+        return
+    locked, plain = ("decode", "prefill") if has_keys else ("prefill", "decode")
+    findings.add(
+        "keys",
+        "keys-on-one-side",
+        f"the {locked} engine encrypts its side channel, the {plain} engine does not: they cannot meet",
+        f"give the {plain} engine side_channel_key, side_channel_server_key and side_channel_clients",
+    )
+
+
+def _check_seals(prefill: Answer, decode: Answer, findings: Findings) -> None:
+    made, known = prefill.get("seals") or [], decode.get("seals") or []
+    if not known and not made:
+        findings.ok("seals", "tickets are not sealed")
+    elif not known:
+        findings.add("seals", "seals-not-verified", "prefill seals its tickets, and decode verifies none")
+    elif not made and decode.get("requires_seals"):
+        findings.add("seals", "seal-missing", "decode takes sealed tickets alone, and prefill seals none")
+    elif not made:
+        findings.add("seals", "unsealed-tickets", "prefill seals no tickets; decode takes some from unsigned_hosts")
+    elif made[0] in known:
+        findings.ok("seals", "decode knows the secret by which prefill seals its tickets")
+    else:
+        secrets = f"prefill seals by secret {made[0]} (fingerprint), decode knows {', '.join(known)}"
+        findings.add("seals", "seal-not-known", secrets)
