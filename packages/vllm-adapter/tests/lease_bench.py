@@ -11,7 +11,7 @@ from kv_handshake import Codec
 from kv_nixl_agent import PeerSpec
 from kv_scheduler_state import FenceOrder, GrantOrder, LeaseTable, StepPlan
 from vllm_adapter.worker.transfer.leases import LeaseKeeper
-from vllm_adapter.worker.transfer.parts import TransferParts
+from vllm_adapter.worker.transfer.records import TransferParts
 
 FENCE = (3, 77)
 

@@ -223,7 +223,7 @@ def test_bytes_in_flight_have_a_cap_unless_it_is_taken_away() -> None:
 
 def test_an_engine_time_to_live_of_zero_means_never_as_in_the_hosts_own_connector() -> None:
     settings, _ = load_settings({"engine_ttl": 0})
-    assert read_limits(WorkerParts(facts(), settings)).peers.engine_ttl_s == math.inf
+    assert read_limits(WorkerParts(facts(), settings)).engine_ttl_s == math.inf
 
 
 ADDRESSES = st.one_of(

@@ -6,7 +6,7 @@ import pytest
 from fakes import CodedFailure, Metadata, Outcome, Plan, order, peer
 from read_bench import Bench
 
-from vllm_adapter.worker.transfer.parts import PeerPlanner
+from vllm_adapter.worker.transfer.planner import PeerPlanner
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +13,7 @@ from read_bench import KEY, OTHER_KEY, Bench
 from kv_handshake import Codec
 from kv_scheduler_state import BlockList, ReadOrder, StepPlan
 from vllm_adapter.worker.registration import Registration
-from vllm_adapter.worker.transfer.records import PeerEngine
-from vllm_adapter.worker.transfer.tickets import refusal
+from vllm_adapter.worker.transfer.records import PeerEngine, refusal
 
 
 @pytest.fixture
@@ -34,8 +32,7 @@ def perform(bench: Bench, plan: StepPlan) -> None:
     unused: Any = None
     leases: Any = Leases()
     recorder: Any = bench.recorder
-    agent: Any = SimpleNamespace(call_soon=lambda function: function())
-    Registration(agent, unused, bench.reads, leases, recorder, b"").order(plan)
+    Registration(unused, unused, bench.reads, leases, recorder, b"").apply(plan)
 
 
 def step(*orders: ReadOrder, **parts: Any) -> StepPlan:

@@ -22,8 +22,6 @@ from kv_scheduler_state.streams import (
     StreamWorker,
 )
 from vllm_adapter.steps import ReadEnd, ReadTimes
-from vllm_adapter.worker.health import failed_instead
-from vllm_adapter.worker.pages import FinishedRead
 from vllm_adapter.worker.streams import ChunkMarks, RankStreams
 
 CHUNK = StreamChunk("p", 1, 7, (StreamRun(0, (4, 5)),), 32)
@@ -76,10 +74,10 @@ class Rank:
         self.streams.apply(StepPlan(streams=StreamPlan(watches=(StreamOrder(here, 7, 0),))))
 
     def end(self, code: str = "", request_id: str = "r1") -> None:
-        self.streams.ended(FinishedRead(ReadEnd(order(request_id), code, code, ReadTimes(0.0), 1.0)))
+        self.streams.ended(ReadEnd(order(request_id), code, code, ReadTimes(0.0), 1.0))
 
     def take(self) -> Any:
-        return self.streams.take(lambda finished: finished.end)
+        return self.streams.take(lambda end: end)
 
 
 @pytest.fixture
@@ -176,13 +174,14 @@ def test_a_rank_that_is_done_takes_part_in_no_second_read(rank: Rank) -> None:
     rank.take()
     final = StepPlan(reads=(order("r1"), order("other")))
     assert [each.request_id for each in rank.streams.apply(final).reads] == ["other"]
-    assert rank.streams.failures(["r1", "other"]) == ["r1", "other"], "asked once for each order"
+    final = rank.streams.apply(StepPlan(failures=("r1", "other")))
+    assert final.failures == ("r1", "other"), "asked once for each order"
 
 
 def test_pages_that_could_not_be_completed_do_not_count(rank: Rank) -> None:
     rank.watch()
     rank.end()
-    taken = rank.streams.take(lambda finished: failed_instead(finished, "mirror-copy-failed", "no copy").end)
+    taken = rank.streams.take(lambda end: end.failed("mirror-copy-failed", "no copy"))
     assert taken is not None
     assert (taken[0].received, taken[0].ends) == ((), (("r1", False),))
 
@@ -190,14 +189,14 @@ def test_pages_that_could_not_be_completed_do_not_count(rank: Rank) -> None:
 def test_streams_ordered_while_asleep_are_torn_at_once(rank: Rank) -> None:
     here: Any = order("r1")
     plan = rank.streams.apply(StepPlan(streams=StreamPlan(watches=(StreamOrder(here, 7, 0),))))
-    rank.streams.fail(plan, 5.0, "asleep", "gone")
+    rank.streams.fail(plan, "asleep", "gone")
     assert rank.take()[0].ends == (("r1", False),)
 
 
 def test_a_good_end_that_was_not_taken_before_sleep_is_a_bad_one(rank: Rank) -> None:
     rank.watch()
     rank.end()
-    rank.streams.fail_finished(failed_instead)
+    rank.streams.fail_finished("asleep", "gone")
     assert rank.take()[0].ends == (("r1", False),)
 
 

@@ -18,8 +18,6 @@ from vllm_adapter.steps import RankRegistration, ReadEnd, ReadTimes, StepOrders
 from vllm_adapter.wiring import WorkerParts
 from vllm_adapter.worker import registration
 from vllm_adapter.worker.engine_thread import _VOID_GENERATION, WorkerSide
-from vllm_adapter.worker.health import fail_reads, failed_instead
-from vllm_adapter.worker.pages import FinishedRead
 from vllm_adapter.worker.registration import Registration
 
 RANK, OTHER_RANK = (0, 0), (0, 1)
@@ -28,16 +26,15 @@ RANK, OTHER_RANK = (0, 0), (0, 1)
 # ---------------------------------------------------------------------------------------------- ends of reads
 
 
-def _finished(code: str = "", message: str = "", conversion: Any = ()) -> FinishedRead:
-    return FinishedRead(ReadEnd(order(), code, message, ReadTimes(0.0), 1.0), conversion)
+def _finished(code: str = "", message: str = "", staged: Any = ()) -> ReadEnd:
+    return ReadEnd(order(), code, message, ReadTimes(0.0), 1.0, staged=staged)
 
 
 def test_an_end_that_was_good_becomes_a_failure_and_a_failure_stays_what_it_is() -> None:
-    good = _finished(conversion=(SimpleNamespace(),))
+    good = _finished(staged=(SimpleNamespace(),)).failed("asleep", "gone")
+    assert (good.code, good.staged) == ("asleep", ())
     bad = _finished("peer-lost", "gone")
-    assert (failed_instead(good).end.code, failed_instead(good).conversion) == ("asleep", ())
-    assert failed_instead(bad) is bad
-    assert [finished.end.code for finished in fail_reads([order()], 1.0, "asleep", "gone")] == ["asleep"]
+    assert bad.failed("asleep", "gone") is bad
 
 
 # ------------------------------------------------------------------------------------------ the end of a registration
@@ -70,6 +67,7 @@ class Parts:
 
     def call_soon(self, function: Any) -> None:
         if self.thread in {"dead", "dies slowly"}:
+            self.is_alive = False
             raise AdapterError("dead", code="thread-dead")
         if self.thread == "well":
             function()
@@ -190,11 +188,8 @@ def test_a_worker_whose_thread_hangs_steps_on_and_tries_again() -> None:
 def test_a_thread_that_has_died_fails_no_step(is_seen_before: bool) -> None:
     worker, parts = _worker()
     parts.thread = "dead"  # `call_soon` raises from now on
-    parts.is_alive = False
-    orders = _orders(StepPlan(reads=(order(),), grants=(GrantOrder("p1", 30.0, None, ""),)))
-    if not is_seen_before:  # it dies between the look and the order
-        worker._begun = orders
-    worker.apply(orders)
+    parts.is_alive = not is_seen_before  # it dies between the look and the order
+    worker.apply(_orders(StepPlan(reads=(order(),), grants=(GrantOrder("p1", 30.0, None, ""),))))
     results = worker.take_report()
     assert results.sent == {"p1"}
     assert results.received == results.failed == {"r1"}
@@ -252,7 +247,7 @@ def test_what_is_granted_in_the_very_step_in_which_the_thread_dies_is_voided_bef
     worker.apply(_orders(StepPlan(expects=("p1",), fences=(FenceOrder("p1", 3, 9),))))
     orders = _orders(StepPlan(grants=(GrantOrder("p1", 30.0, (3, 9), ""),)))
     worker.before_forward(orders)
-    parts.thread, parts.is_alive = "dies slowly", False
+    parts.thread = "dies slowly"
     worker.apply(orders)
     assert parts.calls == ["word 3 = 9", f"word 3 = {_VOID_GENERATION}"]
     assert worker.take_report().sent == {"p1"}
@@ -277,8 +272,10 @@ def test_two_copies_that_fail_beside_a_dying_thread_fail_no_step() -> None:
     worker, parts = _worker()
     worker.apply(_orders(StepPlan(expects=("p1", "p2"), fences=(FenceOrder("p1", 3, 9), FenceOrder("p2", 4, 9)))))
     parts.is_closed = True
-    for request_id in ("p1", "p2"):
-        worker._void_failed_copy(parts.registration, request_id, "no memory")
+    failed = {"p1": "no memory", "p2": "no memory"}
+    mirror: Any = SimpleNamespace(save=lambda _: None, settle=lambda _: failed)
+    worker._mirror = mirror
+    worker.save(_orders(StepPlan(completes=("p1", "p2"))))
     assert (worker.take_stats() or {})["num_failed_mirror_copies"] == [1, 1]
 
 
@@ -342,7 +339,7 @@ def test_a_reset_that_crosses_with_the_report_of_a_read_leaves_nothing_behind() 
 def test_the_end_of_a_notification_leaves_the_read_of_a_later_request_of_its_id_void() -> None:
     worker, _ = _worker("hangs")
     worker.apply(_orders(StepPlan(reads=(order(),))))
-    worker._finished.append(FinishedRead(ReadEnd(order(is_reported=False), "", "", ReadTimes(0.0), 1.0), ()))
+    worker._finished.append(ReadEnd(order(is_reported=False), "", "", ReadTimes(0.0), 1.0))
     worker.take_report()
     worker.apply(_orders(StepPlan(voids=("r1",))))
     worker._finished.append(_finished())

@@ -12,11 +12,9 @@ from kv_nixl_agent import PeerSpec
 from kv_scheduler_state import BlockList
 from kv_scheduler_state.streams import StreamOrder
 from kv_scheduler_state.streams.reader import StreamReaders
-from vllm_adapter.steps import ReadTimes
-from vllm_adapter.worker.pages import FinishedRead
-from vllm_adapter.worker.transfer.parts import TransferParts
-from vllm_adapter.worker.transfer.records import PeerEngine, Read
-from vllm_adapter.worker.transfer.stream_records import StreamGroup, StreamShape
+from vllm_adapter.steps import ReadEnd, ReadTimes
+from vllm_adapter.worker.transfer.records import PeerEngine, Read, TransferParts
+from vllm_adapter.worker.transfer.stream_records import StreamShape
 from vllm_adapter.worker.transfer.streams import StreamCoordinator
 
 TAG, FENCE = 99, (3, 99)
@@ -53,14 +51,6 @@ class Agent(FakeAgent):
         return watch
 
 
-class Messages:
-    def __init__(self) -> None:
-        self.released: list[Any] = []
-
-    def release(self, read: Read, _engine: PeerEngine, ranks: Any) -> None:
-        self.released.append((read.order.request_id, tuple(ranks)))
-
-
 class Spec:
     local_rows = np.zeros((1, 5), np.uint64)
 
@@ -70,26 +60,25 @@ class Bench:
 
     def __init__(self, ranks: Any = ((0, 0),), *, start: int = 0, can_stream: bool = True) -> None:
         self.now_s = 100.0
-        self.agent, self.messages, self.recorder = Agent(), Messages(), FakeRecorder()
-        self.finished: list[FinishedRead] = []
+        self.agent, self.recorder = Agent(), FakeRecorder()
+        self.released: list[Any] = []
+        self.finished: list[ReadEnd] = []
         self.torn: list[tuple[str, str]] = []
         self.dropped: list[str] = []
-        untyped: Any = (self.agent, None, FakeCodec(), self.recorder, self.messages, self)
-        agent, handshakes, codec, recorder, messages, peers = untyped
+        untyped: Any = (self.agent, None, FakeCodec(), self.recorder, self)
+        agent, handshakes, codec, recorder, peers = untyped
         parts = TransferParts(agent, handshakes, codec, recorder, lambda: self.now_s, "D", PeerSpec)
         machine: Any = StreamReaders(stall_s=5.0)
         self.streams = StreamCoordinator(
             parts,
             machine,
-            StreamShape([StreamGroup(16)]),
+            StreamShape([(16, 0)]),
             peers,
-            messages,
             transfer_timeout_s=5.0,
             ended=self.ended,
         )
         ids = tuple(range(10 + start // 16, 17))
         here = order(tokens=100, fence=FENCE, local_blocks=(BlockList(ids, start, 0),), peer_blocks=(BlockList(()),))
-        self.read = Read(here, ReadTimes(self.now_s))
         self.engine = PeerEngine(here.ticket.peer, 0.0, 0.0)
         untyped_plan: Any = Plan(producer_ranks=ranks)
         self.engine.plan, self.engine.can_stream, self.engine.phase = untyped_plan, can_stream, "ready"
@@ -100,17 +89,21 @@ class Bench:
         self.begin()
 
     def begin(self) -> None:
+        self.read = Read(self._order.read, ReadTimes(self.now_s))
         self.streams.begin(self.read, self._order, self.engine)
 
-    def ended(self, finished: FinishedRead) -> None:
-        if finished.end.code in {"", "stream-stopped"}:
-            self.finished.append(finished)
+    def ended(self, end: ReadEnd) -> None:
+        if end.code in {"", "stream-stopped"}:
+            self.finished.append(end)
         else:
-            self.torn.append((finished.end.order.request_id, finished.end.code))
+            self.torn.append((end.order.request_id, end.code))
 
     # the directory of engines, as streams know it
     def waiting(self, _request_id: str) -> list[Read]:
         return []
+
+    def release(self, read: Read, _engine: PeerEngine, ranks: Any) -> None:
+        self.released.append((read.order.request_id, tuple(ranks)))
 
     def drop(self, engine: PeerEngine, reason: str) -> None:
         assert engine is self.engine
@@ -142,7 +135,7 @@ class Bench:
             assert self.streams.transfer_ended(Result(transfer_id, **facts))
 
     def codes(self) -> list[str]:
-        return [each.end.code for each in self.finished]
+        return [end.code for end in self.finished]
 
 
 def test_parts_follow_progress_and_the_fence_decides() -> None:
@@ -163,10 +156,10 @@ def test_parts_follow_progress_and_the_fence_decides() -> None:
     bench.end_all()
     assert bench.posts() == [([], [], FENCE)], "the word is read once all parts have landed"
     assert bench.watch().is_ended
-    assert not bench.messages.released
+    assert not bench.released
     bench.end_all()
     assert bench.codes() == [""]
-    assert bench.messages.released == [("r1", ((0, 0),))]
+    assert bench.released == [("r1", ((0, 0),))]
     assert (bench.read.times.bytes_moved, bench.engine.reads_in_flight, bench.dropped) == (400, 0, [])
     assert bench.read.times.early_bytes == 200
     assert bench.torn == []
@@ -217,7 +210,7 @@ def test_a_fence_that_does_not_hold_tears_the_stream(outcome: str) -> None:
     assert bench.torn == [("r1", "stream-void")]
     assert not bench.recorder.done_bytes
     assert not bench.finished
-    assert not bench.messages.released
+    assert not bench.released
 
 
 def test_a_restart_tears_the_stream_once_its_parts_are_quiet() -> None:
@@ -267,12 +260,12 @@ def test_all_ranks_are_done_or_none() -> None:
     bench.end_all()
     bench.end_all()
     assert not bench.finished
-    assert not bench.messages.released, "a rank that is done is not told: the stream may be read once more"
+    assert not bench.released, "a rank that is done is not told: the stream may be read once more"
     bench.watch((0, 1)).tell()
     bench.end_all()
     bench.end_all()
     assert bench.codes() == [""]
-    assert bench.messages.released == [("r1", TWO_RANKS)]
+    assert bench.released == [("r1", TWO_RANKS)]
 
 
 def test_one_broken_rank_ends_the_others() -> None:
@@ -296,7 +289,7 @@ def test_a_rank_that_broke_ends_the_stream_though_another_was_done_before() -> N
     bench.end_all()
     bench.progress(0, (0, 1), tag=TAG + 1)
     assert bench.torn == [("r1", "stream-restarted")]
-    assert not bench.messages.released
+    assert not bench.released
 
 
 def test_no_progress_in_time_tears_the_stream() -> None:
@@ -337,7 +330,7 @@ def test_a_stream_that_is_stopped_ends_once_quiet() -> None:
     assert set(bench.agent.cancelled) == set(bench.agent.posts)
     bench.end_all()
     assert bench.codes() == ["stream-stopped"]
-    assert bench.messages.released == [("r1", ((0, 0),))], "nobody reads it any more"
+    assert bench.released == [("r1", ((0, 0),))], "nobody reads it any more"
     assert bench.torn == []
     bench.streams.stop("r1")
     assert len(bench.finished) == 1

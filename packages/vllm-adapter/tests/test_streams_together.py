@@ -13,11 +13,9 @@ from kv_nixl_agent.testing import FakeFabric
 from kv_scheduler_state import BlockList
 from kv_scheduler_state.streams import StreamOrder
 from kv_scheduler_state.streams.reader import StreamReaders
-from vllm_adapter.steps import ReadTimes
-from vllm_adapter.worker.pages import FinishedRead
-from vllm_adapter.worker.transfer.parts import TransferParts
-from vllm_adapter.worker.transfer.records import PeerEngine, Read
-from vllm_adapter.worker.transfer.stream_records import StreamGroup, StreamShape
+from vllm_adapter.steps import ReadEnd, ReadTimes
+from vllm_adapter.worker.transfer.records import PeerEngine, Read, TransferParts
+from vllm_adapter.worker.transfer.stream_records import StreamShape
 from vllm_adapter.worker.transfer.streams import StreamCoordinator
 
 BLOCKS, BLOCK_BYTES, TOKENS = 32, 64, 100
@@ -57,26 +55,25 @@ class Pair:
         self.consumer = TransferAgent(
             "consumer", [self.here.region], OPTIONS, port_factory=fabric.port, clock=lambda: self.now_s
         )
-        self.finished: list[FinishedRead] = []
+        self.finished: list[ReadEnd] = []
         self.torn: list[str] = []
         self.released: list[str] = []
-        untyped: Any = (self, None, FakeCodec(), FakeRecorder(), StreamReaders(stall_s=5.0), self, self)
-        agent, handshakes, codec, recorder, machine, messages, peers = untyped
+        untyped: Any = (self, None, FakeCodec(), FakeRecorder(), StreamReaders(stall_s=5.0), self)
+        agent, handshakes, codec, recorder, machine, peers = untyped
         self.streams = StreamCoordinator(
             TransferParts(agent, handshakes, codec, recorder, lambda: self.now_s, "D", PeerSpec),
             machine,
-            StreamShape([StreamGroup(16)]),
+            StreamShape([(16, 0)]),
             peers,
-            messages,
             transfer_timeout_s=5.0,
-            ended=lambda each: self.torn.append(each.end.code) if each.end.code else self.finished.append(each),
+            ended=lambda each: self.torn.append(each.code) if each.code else self.finished.append(each),
         )
         self.spec = PeerSpec(
             "", self.producer.agent_metadata(), self.here.rows, self.there.rows,
             fence=self.producer.fence, streams=self.words.location,
         )  # fmt: skip
 
-    # the transfer thread and the messages, as the coordinator knows them
+    # the transfer thread and the directory of engines, as the coordinator knows them
 
     def watch_stream(self, peer: str, slot: int, listener: Any, *, tokens: int = 0) -> Any:
         return self.consumer.polls.watch(peer, slot, listener, tokens=tokens)
@@ -147,9 +144,9 @@ def test_a_prompt_is_read_behind_the_producer(latency_polls: int) -> None:
     pair.compute(7, 5, 7, 100)
     pair.run()
     assert pair.here.memory[20:27, 0].tolist() == [7, 8, 9, 10, 11, 12, 13]
-    assert [each.end.code for each in pair.finished] == [""]
+    assert [each.code for each in pair.finished] == [""]
     assert (pair.released, pair.torn) == (["r1"], [])
-    assert pair.finished[0].end.times.bytes_moved == 7 * BLOCK_BYTES
+    assert pair.finished[0].times.bytes_moved == 7 * BLOCK_BYTES
     assert pair.consumer.statistics()["streams_watched"] == 0
 
 
@@ -170,7 +167,7 @@ def test_what_was_read_before_a_restart_does_not_count(latency_polls: int) -> No
     pair.compute(8, 3, 7, 100)
     pair.run()
     assert pair.here.memory[20:27, 0].tolist() == [8, 9, 10, 11, 12, 13, 14]
-    assert [each.end.code for each in pair.finished] == [""]
+    assert [each.code for each in pair.finished] == [""]
 
 
 def test_a_void_after_the_last_chunk_is_found_by_the_fence() -> None:

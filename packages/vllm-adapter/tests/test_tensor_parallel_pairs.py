@@ -24,9 +24,10 @@ from kv_topology import Planner
 from vllm_adapter.cache.facts import CacheGroup, EngineFacts, LayerCache
 from vllm_adapter.cache.geometry import local_document
 from vllm_adapter.cache.vllm_peer import PeerGeometry, pack_document
-from vllm_adapter.worker.pages import FinishedRead
-from vllm_adapter.worker.transfer.parts import PeerLimits, PeerPlanner, ReadLimits, TransferParts
+from vllm_adapter.steps import ReadEnd
+from vllm_adapter.worker.transfer.planner import PeerPlanner
 from vllm_adapter.worker.transfer.reads import ReadCoordinator
+from vllm_adapter.worker.transfer.records import Limits, TransferParts
 
 BLOCKS, TOKENS, HEAD_SIZE, LAYERS = 8, 4, 2, 2
 PEER_IDS, LOCAL_IDS = (3, 5, 2), (1, 7, 4)
@@ -136,13 +137,13 @@ def places(rows: Any, indices: Any) -> list[tuple[int, int]]:
 
 def read_into(rank: Rank, producers: list[Rank], family: str, delivered: list[tuple[str, bytes]]) -> None:
     """Hand one read order to a production coordinator of this rank, and step it to the order's end."""
-    agent, handshakes, finished = MovingAgent(delivered), FakeHandshakes(), list[FinishedRead]()
+    agent, handshakes, finished = MovingAgent(delivered), FakeHandshakes(), list[ReadEnd]()
     nobody: Any = None
     untyped: Any = (agent, handshakes, FakeRecorder())
     thread, client, recorder = untyped
     parts = TransferParts(thread, client, Codec(), recorder, lambda: 0.0, "D", PeerSpec)
     planner = PeerPlanner(rank.document, PeerGeometry(nobody, ()), Planner(), "DRAM")
-    limits = ReadLimits(60, 30, 20, PeerLimits(handshake_s=15, engine_ttl_s=3600, dialect=14))
+    limits = Limits(60, 30, 20, handshake_s=15, engine_ttl_s=3600, dialect=14)
     reads = ReadCoordinator(parts, planner, limits, finished.append)
     wanted = order(
         family, peer=peer(tp=len(producers)), peer_blocks=(blocks(*PEER_IDS),), local_blocks=(blocks(*LOCAL_IDS),),
@@ -157,7 +158,7 @@ def read_into(rank: Rank, producers: list[Rank], family: str, delivered: list[tu
         asked["on_done"](Outcome(peers=peers))
     for transfer_id in agent.moved:
         reads.transfer_ended(Result(transfer_id))
-    assert [(done.end.code, done.end.message) for done in finished] == [("", "")]
+    assert [(end.code, end.message) for end in finished] == [("", "")]
     assert recorder.errors == []
 
 

@@ -22,8 +22,6 @@ from vllm_adapter.errors import AdapterError
 from vllm_adapter.steps import ReadEnd, ReadTimes, StepOrders
 from vllm_adapter.wiring import WorkerParts
 from vllm_adapter.worker.engine_thread import WorkerSide
-from vllm_adapter.worker.pages import FinishedRead
-from vllm_adapter.worker.registration import Registration
 
 
 def _worker() -> WorkerSide:
@@ -43,8 +41,8 @@ def _use(worker: WorkerSide, registration: Any) -> None:
     worker._registration = registration
 
 
-def _end(code: str = "", **changes: Any) -> FinishedRead:
-    return FinishedRead(ReadEnd(order(**changes), code, code and "the peer said nothing", ReadTimes(0.0), 1.0))
+def _end(code: str = "", **changes: Any) -> ReadEnd:
+    return ReadEnd(order(**changes), code, code and "the peer said nothing", ReadTimes(0.0), 1.0)
 
 
 def test_a_failed_read_is_reported_with_who_what_and_why_and_logged_once_for_all_ranks(
@@ -83,7 +81,7 @@ def test_a_notification_that_failed_is_logged_but_no_request_is_reported(caplog:
     assert stats is not None
     assert stats["num_failed_notifications"] == [1]
     end = _end("connection-refused", is_reported=False)
-    worker._finished.append(replace(end, end=replace(end.end, was_met=False)))
+    worker._finished.append(replace(end, was_met=False))
     worker.take_report()
     assert worker.take_stats() is None, "the handshake counts as failed, and nothing else does"
 
@@ -102,9 +100,7 @@ def test_handing_a_step_over_waits_for_no_peer() -> None:
     agent = SimpleNamespace(
         call_soon=queued.append, write_fence=lambda slot, generation: fences.append((slot, generation)), is_alive=True
     )
-    registration: Any = SimpleNamespace(agent=agent, _apply=lambda *_orders: threading.Event().wait(60))
-    registration.order = partial(Registration.order, registration)
-    _use(worker, registration)
+    _use(worker, SimpleNamespace(agent=agent, apply=lambda *_orders: threading.Event().wait(60)))
     plan = StepPlan(reads=(order(),), expects=("p1",), fences=(FenceOrder("p1", 3, 9),))
     began_s = time.monotonic()
     worker.apply(StepOrders(plan))
@@ -205,7 +201,7 @@ def test_a_step_that_computes_nothing_waits_a_moment_for_a_read_and_no_other_ste
 
     worker, event = _worker(), Event()
     untyped: Any = event
-    worker._resting._has_ended = untyped
+    worker._has_ended = untyped
     worker.apply(StepOrders(StepPlan()))
     worker.take_report()
     assert done == ["clear"]
@@ -243,10 +239,11 @@ def test_a_step_that_computes_nothing_waits_a_moment_for_a_read_and_no_other_ste
 def test_a_rank_rests_only_until_it_has_reported_all_that_it_waits_for(plan: StepPlan) -> None:
     worker, waited = _worker(), list[float]()
     ended: Any = SimpleNamespace(wait=waited.append, clear=lambda: None, set=lambda: None)
-    worker._resting._has_ended = ended
+    worker._has_ended = ended
     agent: Any = Agent()
     agent.is_alive = True
-    _use(worker, SimpleNamespace(agent=agent, order=lambda *_: None))
+    agent.call_soon = lambda _: None
+    _use(worker, SimpleNamespace(agent=agent, apply=lambda *_: None))
     rests: Any = partial(StepOrders, rest_s=0.005)
     for orders in (plan, StepPlan()):
         worker.apply(rests(orders))

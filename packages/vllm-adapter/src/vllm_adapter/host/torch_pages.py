@@ -171,7 +171,7 @@ class TorchPages:
         """Permute the pages of all steps, in place."""
         for step in steps:
             for family in self._finder.families(step.regions):
-                self._convert(family, step.permutation.aligned(*family.places_bytes), step.pages)
+                self._convert(family, step.permutation(*family.places_bytes), step.pages)
 
     def _convert(self, family: PageFamily, how: Permutation, pages: PageNumbers) -> None:
         words = family.words(how.start_bytes, how.word_bytes, how.span)
