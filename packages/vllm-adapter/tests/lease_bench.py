@@ -10,6 +10,7 @@ from fakes import FakeAgent, FakeRecorder
 from kv_handshake import Codec
 from kv_nixl_agent import PeerSpec
 from kv_scheduler_state import FenceOrder, GrantOrder, LeaseTable, StepPlan
+from vllm_adapter.config import Settings
 from vllm_adapter.worker.transfer.leases import LeaseKeeper
 from vllm_adapter.worker.transfer.records import TransferParts
 
@@ -25,8 +26,8 @@ class Bench:
         self.counts, self.log = self.recorder.counts, self.recorder.lines
         untyped: Any = (self.agent, None, self.recorder)
         agent, handshakes, recorder = untyped
-        parts = TransferParts(agent, handshakes, Codec(), recorder, lambda: self.now_s, "P", PeerSpec)
-        self.leases = LeaseKeeper(parts, LeaseTable(max_pause_s=math.inf), heartbeat_s=5.0, sent=self.sent.append)
+        parts = TransferParts(agent, handshakes, Codec(), recorder, lambda: self.now_s, "P", PeerSpec, Settings(), 14)
+        self.leases = LeaseKeeper(parts, LeaseTable(max_pause_s=math.inf), self.sent.append)
 
     @property
     def lags(self) -> list[float]:

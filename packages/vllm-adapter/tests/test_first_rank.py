@@ -44,7 +44,7 @@ def test_a_first_rank_that_cannot_be_met_fails_the_request(bench: Bench) -> None
 
 
 def test_sealed_tickets_are_believed_about_ranks() -> None:
-    bench = Bench(only_ours=True)
+    bench = Bench(ticket_secret_variable="SECRET")
     bench.planner.made = Plan(((0, 1),))
     bench.reads.read(order())
     assert [asked["ranks"] for asked in bench.handshakes.asked] == [[(0, 1)]]

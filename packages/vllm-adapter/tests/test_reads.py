@@ -210,7 +210,7 @@ def test_agents_of_another_kind_may_have_any_name_unless_all_are_ours(bench: Ben
     bench.reads.read(order())
     bench.handshakes.answer(Outcome())
     assert bench.agent.peers[KEY].agent_prefix == ""
-    strict = Bench(only_ours=True)
+    strict = Bench(ticket_secret_variable="SECRET")
     strict.reads.read(order())
     strict.handshakes.answer(Outcome())
     assert strict.agent.peers[KEY].agent_prefix == "P/"
@@ -244,7 +244,10 @@ def test_a_forged_generation_fails_its_own_request_and_disturbs_nobody(bench: Be
     assert "r3/0.0" in bench.agent.posts
 
 
-def test_an_unused_engine_is_forgotten_but_never_while_it_is_read_from(bench: Bench) -> None:
+@pytest.mark.parametrize("engine_ttl", [3600, 0])
+def test_an_unused_engine_is_forgotten_but_never_while_it_is_read_from(engine_ttl: float) -> None:
+    """A time to live of 0 means never, as in vLLM's own connector."""
+    bench = Bench(engine_ttl=engine_ttl)
     bench.reads.read(order())
     bench.handshakes.answer(Outcome())
     bench.now_s += 4000
@@ -252,7 +255,7 @@ def test_an_unused_engine_is_forgotten_but_never_while_it_is_read_from(bench: Be
     assert bench.agent.has_peer(KEY)
     bench.finish()
     bench.reads.look_after()
-    assert not bench.agent.has_peer(KEY)
+    assert bench.agent.has_peer(KEY) == (not engine_ttl)
 
 
 def test_a_handshake_that_never_ends_fails_what_waits_for_it(bench: Bench) -> None:

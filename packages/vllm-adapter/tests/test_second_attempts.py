@@ -14,7 +14,7 @@ TWO_RANKS = {(0, 0): Metadata(), (0, 1): Metadata()}
 
 @pytest.fixture
 def bench() -> Bench:
-    return Bench(retries=1)
+    return Bench(read_retries=1)
 
 
 def start(bench: Bench, ranks: int = 1, **changes: Any) -> None:

@@ -291,7 +291,7 @@ def test_a_rank_whose_thread_has_died_is_alive_again_after_a_sleep(
     worker.unregister()
     assert worker.status()["is_asleep"] is True
     anew = Parts("well")
-    monkeypatch.setattr(worker, "_open", lambda _generation: anew.registration)
+    monkeypatch.setattr(worker, "_open", lambda **_: anew.registration)
     worker.restore()
     assert worker.envelope == b"envelope"
     worker.apply(_orders(StepPlan(grants=(GrantOrder("p1", 30.0, None, ""),))))

@@ -12,6 +12,7 @@ from kv_nixl_agent import PeerSpec
 from kv_scheduler_state import BlockList
 from kv_scheduler_state.streams import StreamOrder
 from kv_scheduler_state.streams.reader import StreamReaders
+from vllm_adapter.config import Settings
 from vllm_adapter.steps import ReadEnd, ReadTimes
 from vllm_adapter.worker.transfer.records import PeerEngine, Read, TransferParts
 from vllm_adapter.worker.transfer.stream_records import StreamShape
@@ -67,15 +68,16 @@ class Bench:
         self.dropped: list[str] = []
         untyped: Any = (self.agent, None, FakeCodec(), self.recorder, self)
         agent, handshakes, codec, recorder, peers = untyped
-        parts = TransferParts(agent, handshakes, codec, recorder, lambda: self.now_s, "D", PeerSpec)
+        parts = TransferParts(
+            agent, handshakes, codec, recorder, lambda: self.now_s, "D", PeerSpec, Settings(read_timeout_s=5.0), 14
+        )
         machine: Any = StreamReaders(stall_s=5.0)
         self.streams = StreamCoordinator(
             parts,
             machine,
             StreamShape([(16, 0)]),
             peers,
-            transfer_timeout_s=5.0,
-            ended=self.ended,
+            self.ended,
         )
         ids = tuple(range(10 + start // 16, 17))
         here = order(tokens=100, fence=FENCE, local_blocks=(BlockList(ids, start, 0),), peer_blocks=(BlockList(()),))

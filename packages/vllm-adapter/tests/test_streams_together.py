@@ -13,6 +13,7 @@ from kv_nixl_agent.testing import FakeFabric
 from kv_scheduler_state import BlockList
 from kv_scheduler_state.streams import StreamOrder
 from kv_scheduler_state.streams.reader import StreamReaders
+from vllm_adapter.config import Settings
 from vllm_adapter.steps import ReadEnd, ReadTimes
 from vllm_adapter.worker.transfer.records import PeerEngine, Read, TransferParts
 from vllm_adapter.worker.transfer.stream_records import StreamShape
@@ -61,12 +62,13 @@ class Pair:
         untyped: Any = (self, None, FakeCodec(), FakeRecorder(), StreamReaders(stall_s=5.0), self)
         agent, handshakes, codec, recorder, machine, peers = untyped
         self.streams = StreamCoordinator(
-            TransferParts(agent, handshakes, codec, recorder, lambda: self.now_s, "D", PeerSpec),
+            TransferParts(
+                agent, handshakes, codec, recorder, lambda: self.now_s, "D", PeerSpec, Settings(read_timeout_s=5.0), 14
+            ),
             machine,
             StreamShape([(16, 0)]),
             peers,
-            transfer_timeout_s=5.0,
-            ended=lambda each: self.torn.append(each.code) if each.code else self.finished.append(each),
+            lambda each: self.torn.append(each.code) if each.code else self.finished.append(each),
         )
         self.spec = PeerSpec(
             "", self.producer.agent_metadata(), self.here.rows, self.there.rows,

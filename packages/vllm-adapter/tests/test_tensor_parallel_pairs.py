@@ -24,10 +24,11 @@ from kv_topology import Planner
 from vllm_adapter.cache.facts import CacheGroup, EngineFacts, LayerCache
 from vllm_adapter.cache.geometry import local_document
 from vllm_adapter.cache.vllm_peer import PeerGeometry, pack_document
+from vllm_adapter.config import Settings
 from vllm_adapter.steps import ReadEnd
 from vllm_adapter.worker.transfer.planner import PeerPlanner
 from vllm_adapter.worker.transfer.reads import ReadCoordinator
-from vllm_adapter.worker.transfer.records import Limits, TransferParts
+from vllm_adapter.worker.transfer.records import TransferParts
 
 BLOCKS, TOKENS, HEAD_SIZE, LAYERS = 8, 4, 2, 2
 PEER_IDS, LOCAL_IDS = (3, 5, 2), (1, 7, 4)
@@ -141,10 +142,9 @@ def read_into(rank: Rank, producers: list[Rank], family: str, delivered: list[tu
     nobody: Any = None
     untyped: Any = (agent, handshakes, FakeRecorder())
     thread, client, recorder = untyped
-    parts = TransferParts(thread, client, Codec(), recorder, lambda: 0.0, "D", PeerSpec)
+    parts = TransferParts(thread, client, Codec(), recorder, lambda: 0.0, "D", PeerSpec, Settings(), 14)
     planner = PeerPlanner(rank.document, PeerGeometry(nobody, ()), Planner(), "DRAM")
-    limits = Limits(60, 30, 20, handshake_s=15, engine_ttl_s=3600, dialect=14)
-    reads = ReadCoordinator(parts, planner, limits, finished.append)
+    reads = ReadCoordinator(parts, planner, finished.append)
     wanted = order(
         family, peer=peer(tp=len(producers)), peer_blocks=(blocks(*PEER_IDS),), local_blocks=(blocks(*LOCAL_IDS),),
         tokens=len(PEER_IDS) * TOKENS, nonce="n",

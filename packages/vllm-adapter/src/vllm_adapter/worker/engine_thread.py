@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from collections import deque
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
@@ -32,7 +33,6 @@ from vllm_adapter.worker.streams import RankStreams
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from vllm_adapter.cache.documents import GeometryDocument
     from vllm_adapter.cache.facts import EngineFacts, LayerCache
     from vllm_adapter.observe.answers import Answer
     from vllm_adapter.ports import EndReport, StepPlan
@@ -79,10 +79,7 @@ class WorkerSide:
         self._registration: Registration | None = None
         # A registration that is no longer used and has not ended yet: its thread has died, or a sleep has not succeeded.
         self._left: Registration | None = None
-        self._caches: Sequence[LayerCache] = ()
-        self._document: GeometryDocument | None = None
-        self._can_convert = False
-        self._select_device: Callable[[], None] | None = None
+        self._open: Callable[..., Registration] | None = None
         self._mirror: HostMirror | None = None
         self._completion = ReadCompletion(None, None, self._recorder)
         self._watch = ThreadWatch(self._recorder, facts.engine_id)
@@ -124,25 +121,24 @@ class WorkerSide:
         """
         if self._streams is not None:
             self._streams.use_device(marks)
-        self._select_device = select_device
-        self._caches, self._can_convert = tuple(caches), converter is not None
-        self._document = local_document(self._facts, caches)
+        document = local_document(self._facts, caches)
         if mirror is not None:
-            self._mirror = HostMirror(mirror, self._document)
-        self._completion = ReadCompletion(converter, self._mirror, self._recorder, self._document)
-        self._registration = self._open(self._generation)
-
-    def _open(self, generation: int) -> Registration:
-        assert self._document is not None  # noqa: S101  (made by `register`)
-        registration = open_registration(
+            self._mirror = HostMirror(mirror, document)
+        self._completion = ReadCompletion(converter, self._mirror, self._recorder, document)
+        events = RegistrationEvents(self._read_ended, self._lease_ended, self._stream_ended, select_device)
+        self._open = partial(
+            open_registration,
             self._parts,
-            self._caches,
-            self._document,
+            tuple(caches),
+            document,
             self._recorder,
-            RegistrationEvents(self._read_ended, self._lease_ended, self._stream_ended, self._select_device),
-            generation=generation,
-            can_convert=self._can_convert,
+            events,
+            can_convert=converter is not None,
         )
+        self._registration = self._register(self._open, self._generation)
+
+    def _register(self, open_registration: Callable[..., Registration], generation: int) -> Registration:
+        registration = open_registration(generation=generation)
         if self._streams is not None:
             self._streams.use(registration.stream_worker)
         return registration
@@ -197,9 +193,9 @@ class WorkerSide:
         Raises:
             Exception: Passed on from the transfer library; nothing is registered then, and the call may be repeated.
         """
-        if not self._is_asleep:
+        if not self._is_asleep or self._open is None:
             return
-        registration = self._open(self._generation + 1)
+        registration = self._register(self._open, self._generation + 1)
         self._generation += 1
         self._registration, self._is_asleep, self._is_registration_due = registration, False, True
         self._announced.lose()
@@ -412,7 +408,7 @@ class WorkerSide:
             self._due_reads.discard(request_id)
             if request_id in self._void_reads:
                 self._void_reads.discard(request_id)
-                end = end.failed("cache-reset", _RESET)
+                end = replace(end, code="cache-reset", message=_RESET, staged=())
         end = self._completion.complete(end)
         if not end.order.is_reported and not end.is_ok:
             self._recorder.count("num_failed_notifications", times=int(end.was_met))

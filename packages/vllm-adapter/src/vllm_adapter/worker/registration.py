@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ from vllm_adapter.steps import ASLEEP, ASLEEP_MESSAGE
 from vllm_adapter.worker.transfer.leases import LeaseKeeper
 from vllm_adapter.worker.transfer.planner import PeerPlanner
 from vllm_adapter.worker.transfer.reads import ReadCoordinator
-from vllm_adapter.worker.transfer.records import Limits, TransferParts
+from vllm_adapter.worker.transfer.records import TransferParts
 from vllm_adapter.worker.transfer.stream_records import StreamShape
 
 if TYPE_CHECKING:
@@ -28,14 +27,13 @@ if TYPE_CHECKING:
     from vllm_adapter.steps import ReadEnd
     from vllm_adapter.wiring import WorkerParts
 
-__all__ = ["Registration", "RegistrationEvents", "open_registration", "read_limits", "stream_shape"]
+__all__ = ["Registration", "RegistrationEvents", "open_registration", "stream_shape"]
 
 _logger = logging.getLogger("vllm.vllm_adapter")
 _TICK_S = 0.05
 _LOOK_AFTER_S = 1.0
 _ORDERLY_S = 10.0
 """Longest time for the transfer thread to end all reads and leases; the thread has nothing else to do then."""
-_MOST_PROBE_S = 10.0
 _QUIET_S = 2.0
 """Longest wait for cancelled reads to leave the wire; after that the agent is closed in spite of them."""
 _POLL_S = 0.005
@@ -184,13 +182,22 @@ def open_registration(
         on_start=events.thread_started,
     )
     handshakes = parts.make_handshake_client()
-    shared = TransferParts(agent, handshakes, parts.codec, recorder, time.monotonic, facts.engine_id, parts.peer_spec)
-    limits = read_limits(parts)
-    reads = ReadCoordinator(shared, planner, limits, events.read_ended)
+    shared = TransferParts(
+        agent,
+        handshakes,
+        parts.codec,
+        recorder,
+        time.monotonic,
+        facts.engine_id,
+        parts.peer_spec,
+        settings,
+        settings.ticket_dialect or facts.connector_version,
+    )
+    reads = ReadCoordinator(shared, planner, events.read_ended)
     if settings.streaming:
-        readers = parts.make_stream_readers(limits.read_timeout_s)
+        readers = parts.make_stream_readers(settings.read_timeout_s)
         reads.use_streams(readers, stream_shape(facts), events.stream_ended)
-    leases = LeaseKeeper(shared, parts.make_lease_table(), heartbeat_s=settings.heartbeat_s, sent=events.sent)
+    leases = LeaseKeeper(shared, parts.make_lease_table(), events.sent)
     try:
         agent.start()
         words = agent.stream_words
@@ -234,20 +241,4 @@ def stream_shape(facts: EngineFacts) -> StreamShape:
             (0, 0) if group.kind == "state" else (group.block_tokens * facts.deal_of(group)[0], group.window_tokens)
             for group in facts.groups
         ]
-    )
-
-
-def read_limits(parts: WorkerParts) -> Limits:
-    """Return the configured limits of reads and peers."""
-    settings = parts.settings
-    return Limits(
-        read_timeout_s=settings.read_timeout_s,
-        lease_s=settings.kv_lease_duration,
-        renewed_s=settings.renewed_s,
-        retries=settings.read_retries,
-        handshake_s=settings.handshake_timeout_s * (settings.handshake_attempts + 1),
-        engine_ttl_s=settings.engine_ttl or math.inf,
-        dialect=settings.ticket_dialect or parts.facts.connector_version,
-        probe_s=min(_MOST_PROBE_S, settings.kv_lease_duration / 3),
-        only_ours=settings.requires_seals,
     )

@@ -26,26 +26,22 @@ class LeaseKeeper:
     The engine thread writes a request's fence word before the request can be handed over (`WorkerSide.apply`). This class
     overwrites the word before the blocks are reported free.
 
-    A lease's *lag* is the time since its previous heartbeat, from any reader, beyond `heartbeat_s`. It is recorded once per
-    heartbeat, for the lease in it that has waited longest, and once when a lease expires, because the longest silence ends
-    without a heartbeat. Example: heartbeats are due every 5 s and one comes after 11.5 s: the lag is 6.5 s. The time before a
-    lease's first heartbeat belongs to the router and is not lag.
+    A lease's *lag* is the time since its previous heartbeat, from any reader, beyond the interval of heartbeats. It is recorded
+    once per heartbeat, for the lease in it that has waited longest, and once when a lease expires, because the longest silence
+    ends without a heartbeat. Example: heartbeats are due every 5 s and one comes after 11.5 s: the lag is 6.5 s. The time before
+    a lease's first heartbeat belongs to the router and is not lag.
 
     While no lease is granted, no reader has anything to report: the thread may poll slowly, and the grant itself wakes it.
 
     Args:
         parts: The registration's agent, codec, recorder and clock.
         leases: The lease table.
-        heartbeat_s: Interval between two heartbeats of a reader that is on time.
         sent: Called with every request whose blocks are free; cheap and thread-safe.
     """
 
-    def __init__(
-        self, parts: TransferParts, leases: LeaseTable, *, heartbeat_s: float, sent: Callable[[str], None]
-    ) -> None:
+    def __init__(self, parts: TransferParts, leases: LeaseTable, sent: Callable[[str], None]) -> None:
         self._parts = parts
         self._leases = leases
-        self._heartbeat_s = heartbeat_s
         self._sent = sent
         self._stream_worker: StreamWorker | None = None
         self._stream_slots = 0
@@ -154,7 +150,7 @@ class LeaseKeeper:
             self._observe_lag(now_s - oldest_s)
 
     def _observe_lag(self, silence_s: float) -> None:
-        self._parts.recorder.observe("heartbeat_lag", max(0.0, silence_s - self._heartbeat_s))
+        self._parts.recorder.observe("heartbeat_lag", max(0.0, silence_s - self._parts.settings.heartbeat_s))
 
     def _count_reader(self, request_id: str, nonce: str, reader: str, view: Notification) -> None:
         now_s = self._parts.now_s()

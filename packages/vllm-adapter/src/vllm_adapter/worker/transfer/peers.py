@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from vllm_adapter.ports import AgentMetadata, HeartbeatOrder, Outcome, PeerAddress, TransferResult
     from vllm_adapter.steps import Rank
     from vllm_adapter.worker.transfer.planner import PeerPlanner
-    from vllm_adapter.worker.transfer.records import Limits, Read, TransferParts
+    from vllm_adapter.worker.transfer.records import Read, TransferParts
 
 __all__ = ["PEER_DRAINING", "PeerDirectory"]
 
@@ -41,6 +41,7 @@ _NO_FENCE = (
 _NOT_BOUND = "its tickets are not bound to their prompts: a ticket that reaches the wrong prompt is not noticed"
 _PIPELINE_RANKS_SINCE = 5
 """First dialect whose queries have three fields."""
+_MOST_PROBE_S = 10.0
 _SILENT_PROBES = 2
 _PROBE_DEADLINE_S = 2.0
 
@@ -52,7 +53,6 @@ class PeerDirectory:
     Args:
         parts: The registration's threads, codec, recorder and clock.
         planner: Plans against peers.
-        limits: Durations and counts.
         ready: Called with a read and its engine, once that is ready; must not raise.
         failed: Called with a read whose engine cannot be read from, the code and the message; must not raise.
     """
@@ -61,14 +61,18 @@ class PeerDirectory:
         self,
         parts: TransferParts,
         planner: PeerPlanner,
-        limits: Limits,
         *,
         ready: Callable[[Read, PeerEngine], None],
         failed: Callable[[Read, str, str], None],
     ) -> None:
         self._parts = parts
         self._planner = planner
-        self._limits = limits
+        settings = parts.settings
+        # Longest wait of a read for its engine.
+        self._wait_s = settings.handshake_timeout_s * (settings.handshake_attempts + 1)
+        self._probe_s = min(_MOST_PROBE_S, settings.kv_lease_duration / 3)
+        # Otherwise only peers that announce this connector's capabilities must give their agents names of their engine.
+        self._only_ours = settings.requires_seals
         self._ready = ready
         self._failed = failed
         self._engines: dict[PeerAddress, PeerEngine] = {}
@@ -201,7 +205,7 @@ class PeerDirectory:
                 lies[:] = [error]
                 raise
 
-        is_sure = self._limits.only_ours or set(ranks) == {(0, 0)}
+        is_sure = self._only_ours or set(ranks) == {(0, 0)}
         self._parts.handshakes.request(
             host=peer.host,
             port=peer.port,
@@ -220,9 +224,9 @@ class PeerDirectory:
         answer both shapes. Example: with dialect 14 configured, a ticket that says 13 is queried in 13, a ticket that says 4
         in 14.
         """
-        told = peer.dialect or self._limits.dialect
-        is_same_shape = (told >= _PIPELINE_RANKS_SINCE) == (self._limits.dialect >= _PIPELINE_RANKS_SINCE)
-        return told if is_same_shape else self._limits.dialect
+        told = peer.dialect or self._parts.dialect
+        is_same_shape = (told >= _PIPELINE_RANKS_SINCE) == (self._parts.dialect >= _PIPELINE_RANKS_SINCE)
+        return told if is_same_shape else self._parts.dialect
 
     def _handshake_ended(self, engine: PeerEngine, outcome: Outcome, lies: Sequence[Exception]) -> None:
         if self._engines.get(engine.address) is not engine:
@@ -277,7 +281,7 @@ class PeerDirectory:
         have_words = all(metadata[rank].streams is not None for rank in plan.producer_ranks)
         engine.can_stream = engine.has_our_blocks and have_words and not plan.is_staged
         for rank in engine.ranks:
-            is_ours = self._limits.only_ours or metadata[rank].capabilities
+            is_ours = self._only_ours or metadata[rank].capabilities
             self._parts.agent.add_peer(
                 self._parts.peer_spec(
                     engine.key(rank),
@@ -356,7 +360,7 @@ class PeerDirectory:
 
     def look_after(self) -> None:
         """End waits that are too long, probe engines that are not being read from, and drop unused ones."""
-        now_s, wait_s = self._parts.now_s(), self._limits.handshake_s
+        now_s, wait_s = self._parts.now_s(), self._wait_s
         for engine in list(self._engines.values()):
             if engine.phase == "ready":
                 self._look_after_idle(engine, now_s)
@@ -374,7 +378,7 @@ class PeerDirectory:
 
     def _overdue(self, engine: PeerEngine) -> tuple[str, str]:
         """Return the code and message of a read that has waited too long."""
-        wait = f"within {self._limits.handshake_s:g} s"
+        wait = f"within {self._wait_s:g} s"
         if engine.phase != "draining":
             return "handshake-overdue", f"engine {engine.engine_id} was not met {wait}: its handshake has not ended"
         return PEER_DRAINING, (
@@ -385,9 +389,10 @@ class PeerDirectory:
     def _look_after_idle(self, engine: PeerEngine, now_s: float) -> None:
         if engine.reads_in_flight:
             return
-        is_silent = engine.silent_probes or now_s - engine.last_answer_s > self._limits.probe_s
-        if now_s - engine.last_used_s > self._limits.engine_ttl_s:
-            self._drain(engine, f"unused for {self._limits.engine_ttl_s:g} s")
+        is_silent = engine.silent_probes or now_s - engine.last_answer_s > self._probe_s
+        ttl_s = self._parts.settings.engine_ttl  # 0: engines are never forgotten, as in vLLM's own connector
+        if ttl_s and now_s - engine.last_used_s > ttl_s:
+            self._drain(engine, f"unused for {ttl_s:g} s")
         elif is_silent and not engine.is_probed and engine.plan is not None and engine.plan.producer_ranks:
             self._probe(engine, engine.plan.producer_ranks[0])
 

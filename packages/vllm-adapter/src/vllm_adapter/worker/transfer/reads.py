@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from vllm_adapter.ports import HeartbeatOrder, ReadOrder, StallEntry, StepPlan, StreamReaders, TransferResult
     from vllm_adapter.steps import ReadEnd
     from vllm_adapter.worker.transfer.planner import PeerPlanner
-    from vllm_adapter.worker.transfer.records import Limits, PeerEngine, TransferParts
+    from vllm_adapter.worker.transfer.records import PeerEngine, TransferParts
     from vllm_adapter.worker.transfer.stream_records import StreamShape
 
 __all__ = ["ReadCoordinator"]
@@ -54,18 +54,14 @@ class ReadCoordinator:
     Args:
         parts: The registration's threads, codec, recorder and clock.
         planner: Plans against peers.
-        limits: Durations and counts.
         ended: Called once with the end of every read; cheap and thread-safe.
     """
 
-    def __init__(
-        self, parts: TransferParts, planner: PeerPlanner, limits: Limits, ended: Callable[[ReadEnd], None]
-    ) -> None:
+    def __init__(self, parts: TransferParts, planner: PeerPlanner, ended: Callable[[ReadEnd], None]) -> None:
         self._parts = parts
-        self._limits = limits
         self._ended = ended
         self._transfers: dict[str, Read] = {}
-        self._peers = PeerDirectory(parts, planner, limits, ready=self._ready, failed=self._not_met)
+        self._peers = PeerDirectory(parts, planner, ready=self._ready, failed=self._not_met)
         self._stalled: set[str] = set()
         self._streams: StreamCoordinator | None = None
 
@@ -77,9 +73,7 @@ class ReadCoordinator:
             shape: Groups of both engines.
             ended: Called once with the end of every stream; the blocks of a failed one may be read into again.
         """
-        self._streams = StreamCoordinator(
-            self._parts, readers, shape, self._peers, transfer_timeout_s=self._limits.read_timeout_s, ended=ended
-        )
+        self._streams = StreamCoordinator(self._parts, readers, shape, self._peers, ended)
 
     def look_after(self) -> None:
         """End waits that are too long, drop dead and unused engines, and report reads without progress."""
@@ -112,7 +106,7 @@ class ReadCoordinator:
                 "stalled",
                 f"engine {engine_id} is stopped, slow or unreachable: no part of {len(entries)} reads has ended for "
                 f"{since_s:.1f} s, {bytes_left} bytes are left (requests {names}); each is given up after "
-                f"{self._limits.read_timeout_s:g} s",
+                f"{self._parts.settings.read_timeout_s:g} s",
             )
 
     def snapshot(self) -> dict[str, int]:
@@ -189,7 +183,7 @@ class ReadCoordinator:
     def heartbeat(self, order: HeartbeatOrder) -> None:
         """Renew leases at a peer engine; the set-up of an unknown engine is started first."""
         engine, renewed = self._peers.renew(order)
-        renewed_until_s = self._parts.now_s() + self._limits.renewed_s
+        renewed_until_s = self._parts.now_s() + self._parts.settings.renewed_s
         for read in self._transfers.values():
             if read.engine is engine and read.order.ticket.peer_request_id in renewed:
                 read.trusted_until_s = max(read.trusted_until_s, renewed_until_s)
@@ -215,7 +209,7 @@ class ReadCoordinator:
             return
         reason = refusal(order, engine)
         if reason is None and read.attempt:
-            reason = refused_retry(read, plan, engine, now_s, self._limits)
+            reason = refused_retry(read, plan, engine, now_s, self._parts.settings)
         if reason is not None:
             read.fail(*reason)
             self._end(read)
@@ -223,7 +217,7 @@ class ReadCoordinator:
         # Compute all ranks' indices first: nothing must be posted for a request that a later rank would refuse.
         ranks = [rank for rank in plan.producer_ranks if rank not in read.done_ranks]
         indices, read.staged = plan.route(order.local_blocks, ticket.peer_blocks, tokens=order.tokens)
-        read.begin_attempt(engine, ranks, now_s, self._limits)
+        read.begin_attempt(engine, ranks, now_s, self._parts.settings)
         self._transfers.update(dict.fromkeys(read.transfers, read))
         engine.reads_in_flight += 1
         for transfer_id, rank in list(read.transfers.items()):
@@ -300,7 +294,7 @@ class ReadCoordinator:
             return
         engine = read.engine
         try:
-            if read.code and may_retry(read, self._parts.now_s(), self._limits):
+            if read.code and may_retry(read, self._parts.now_s(), self._parts.settings):
                 self._retry(read, engine)
             else:
                 self._conclude(read, engine)

@@ -10,6 +10,7 @@ from vllm_adapter.steps import ReadEnd
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from vllm_adapter.config import Settings
     from vllm_adapter.observe.answers import Entry
     from vllm_adapter.observe.recorder import Recorder
     from vllm_adapter.ports import (
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from vllm_adapter.steps import Rank, ReadTimes
 
 __all__ = [
-    "Limits",
     "PeerEngine",
     "Read",
     "TransferParts",
@@ -56,6 +56,8 @@ class TransferParts:
         now_s: Monotonic clock.
         engine_id: This engine's id, as its completions state it.
         peer_spec: Class of the value that describes a peer rank to the agent.
+        settings: The connector's configuration.
+        dialect: Connector version of peers whose tickets announce none.
     """
 
     agent: TransferThread
@@ -65,35 +67,8 @@ class TransferParts:
     now_s: Callable[[], float]
     engine_id: str
     peer_spec: type[PeerSpec]
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Limits of reads, leases and peers.
-
-    Attributes:
-        read_timeout_s: Longest duration of a read, over both attempts.
-        lease_s: Duration of a lease whose ticket does not say it.
-        renewed_s: Duration of a lease from a heartbeat on.
-        handshake_s: Longest wait of a read for its engine.
-        engine_ttl_s: Time without use after which an engine is forgotten.
-        dialect: Connector version of peers whose tickets announce none.
-        probe_s: Interval between two probes of an engine that is not being read from.
-        only_ours: Whether the configuration states that all peers run this connector; the names of a peer's agents must then
-            begin with its engine id. Otherwise only peers that announce this connector's capabilities must meet that.
-        retries: Most further attempts at a read whose peer was lost.
-    """
-
-    read_timeout_s: float
-    lease_s: float
-    renewed_s: float
-    handshake_s: float
-    engine_ttl_s: float
+    settings: Settings
     dialect: int
-    probe_s: float = 10.0
-    only_ours: bool = False
-    retries: int = 1
 
 
 def is_peer_at_fault(result: TransferResult) -> bool:
@@ -159,12 +134,12 @@ class Read:
     is_cancelled: bool = False
     is_passed_on: bool = False
 
-    def begin_attempt(self, engine: PeerEngine, ranks: Iterable[Rank], now_s: float, limits: Limits) -> None:
+    def begin_attempt(self, engine: PeerEngine, ranks: Iterable[Rank], now_s: float, settings: Settings) -> None:
         """Name the transfers of an attempt, e.g. `r1/0.1`, and `r1/0.1+` at the second one; the first sets the deadlines."""
         if not self.attempt:
             self.times.posted_s = now_s
-            self.deadline_s = now_s + limits.read_timeout_s
-            self.trusted_until_s = now_s + (self.order.ticket.lease_s or limits.lease_s)
+            self.deadline_s = now_s + settings.read_timeout_s
+            self.trusted_until_s = now_s + (self.order.ticket.lease_s or settings.kv_lease_duration)
         self.attempt += 1
         self.engine = engine
         mark = "+" * (self.attempt - 1)
@@ -342,24 +317,24 @@ def lacks_nonce(order: ReadOrder, engine: PeerEngine) -> bool:
     return "nonce" in engine.capabilities and not order.ticket.nonce
 
 
-def may_retry(read: Read, now_s: float, limits: Limits) -> bool:
+def may_retry(read: Read, now_s: float, settings: Settings) -> bool:
     """Return whether to retry a read that has failed: its peer caused the failure, and time and attempts remain.
 
     Both attempts share one deadline. A rank whose part has arrived is neither read nor notified again, so a second attempt is
     made only where a restart of the peer would be noticed, and only while the peer keeps its pages as before.
     """
-    if not read.may_retry or read.attempt > limits.retries or read.engine is None:
+    if not read.may_retry or read.attempt > settings.read_retries or read.engine is None:
         return False
     is_in_time = now_s < min(read.deadline_s, read.trusted_until_s)
     return is_in_time and notices_restart(read.order, read.engine)
 
 
 def refused_retry(
-    read: Read, plan: PeerPlan, engine: PeerEngine, now_s: float, limits: Limits
+    read: Read, plan: PeerPlan, engine: PeerEngine, now_s: float, settings: Settings
 ) -> tuple[str, str] | None:
     """Return why a second attempt cannot continue where the first one ended, as (code, message); None if it can."""
     if now_s >= read.deadline_s:
-        return "transfer-timed-out", f"the engine was met anew only after {limits.read_timeout_s:g} s"
+        return "transfer-timed-out", f"the engine was met anew only after {settings.read_timeout_s:g} s"
     is_same_plan = read.done_ranks <= set(plan.producer_ranks) and bool(read.staged) == plan.is_staged
     if not is_same_plan or not notices_restart(read.order, engine):
         return "peer-changed", "the engine that was met anew keeps its pages in another way than before"

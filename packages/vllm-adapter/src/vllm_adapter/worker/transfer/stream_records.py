@@ -94,24 +94,15 @@ class StreamShape:
         return found
 
 
-@final
-class Part:
-    """A part of which the table is asked for the block ids.
+class Part(NamedTuple):
+    """A part of a stream: its blocks by group, and the tokens of the prompt that are read once it has landed."""
 
-    Attributes:
-        blocks: Its blocks, run by run.
-        tokens: Tokens of the prompt that are read once it has landed.
-        missing: First table entry of each run whose ids have not come yet.
-        ids: The producer's block ids by table entry.
-    """
+    blocks: list[PartBlocks]
+    tokens: int
 
-    __slots__ = ("blocks", "ids", "missing", "tokens")
-
-    def __init__(self, blocks: list[PartBlocks], tokens: int) -> None:
-        self.blocks = blocks
-        self.tokens = tokens
-        self.missing = {each.place for each in blocks if each.length}
-        self.ids: dict[int, int] = {}
+    def is_listed(self, ids: Mapping[int, int]) -> bool:
+        """Return whether the table has listed all its blocks; `ids` maps places to block ids."""
+        return all(each.place + each.length - 1 in ids for each in self.blocks if each.length)
 
 
 @final
@@ -177,6 +168,7 @@ class FollowedRank:
         rank: (pp, tp) rank of the producer.
         watch: The agent's watch of its words; None before it begins.
         parts: Parts that are not posted yet, the oldest first.
+        ids: The producer's block ids of these parts, by place in the table.
         finished_tokens: Tokens of the prompt that it has finished, by its latest progress word.
         arrived: Results of the parts that have arrived.
     """
@@ -186,6 +178,7 @@ class FollowedRank:
     rank: Rank
     watch: StreamWatch | None = None
     parts: list[Part] = field(default_factory=list[Part])
+    ids: dict[int, int] = field(default_factory=dict[int, int])
     finished_tokens: int = 0
     arrived: list[TransferResult] = field(default_factory=list["TransferResult"])
 

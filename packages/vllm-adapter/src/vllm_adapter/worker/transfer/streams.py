@@ -68,7 +68,6 @@ class StreamCoordinator:
         readers: The state machine that decides what to read next.
         shape: Groups of both engines.
         peers: Directory of peer engines, which is notified of each stream's end and of failing engines.
-        transfer_timeout_s: Longest duration of a single transfer, in seconds.
         ended: Called once with the end of every stream, when it is quiet; the blocks of a failed stream may be read into again.
     """
 
@@ -78,15 +77,12 @@ class StreamCoordinator:
         readers: StreamReaders,
         shape: StreamShape,
         peers: PeerDirectory,
-        *,
-        transfer_timeout_s: float,
         ended: Callable[[ReadEnd], None],
     ) -> None:
         self._parts = parts
         self._readers = readers
         self._shape = shape
         self._peers = peers
-        self._transfer_timeout_s = transfer_timeout_s
         self._ended = ended
         self._ranks: dict[str, FollowedRank] = {}
         self._streams: dict[str, Stream] = {}
@@ -267,19 +263,16 @@ class StreamCoordinator:
             if blocks.length:
                 tag = following.stream.order.tag
                 following.watch.read_table(tag, blocks.place, blocks.place + blocks.length)
-        if not asked.missing:
+        if asked.is_listed({}):  # it needs no blocks
             self._post(following, asked)
 
     def table(self, following: FollowedRank, first: int, ids: tuple[int, ...]) -> None:
         """Process entries of a rank's table; read the part whose entries are now complete."""
-        part = next((each for each in following.parts if first in each.missing), None)
-        if part is None:
-            return
-        part.missing.remove(first)
-        part.ids.update((first + number, block) for number, block in enumerate(ids))
-        if not part.missing:
+        following.ids.update(enumerate(ids, first))
+        part = next((each for each in following.parts if each.is_listed(following.ids)), None)
+        if part is not None:
             self._post(following, part)
-        self._settle()
+            self._settle()
 
     def broken(self, following: FollowedRank, code: str, message: str) -> None:
         """Process the end of a rank's watch."""
@@ -294,7 +287,7 @@ class StreamCoordinator:
         try:
             read = following.stream.read
             local = self._shape.local_blocks(part.blocks, read.order.local_blocks)
-            peer = self._shape.peer_blocks(part.blocks, part.ids, read.order.ticket.peer_blocks)
+            peer = self._shape.peer_blocks(part.blocks, following.ids, read.order.ticket.peer_blocks)
             indices = following.stream.plan.indices(following.rank, local, peer, tokens=part.tokens)
             if len(indices[0]):
                 read.times.posted_s = read.times.posted_s or self._parts.now_s()
@@ -311,7 +304,7 @@ class StreamCoordinator:
         transfer_id = f"{following.name}#{self._count}"
         key = following.stream.engine.key(following.rank)
         self._parts.agent.post_read(
-            transfer_id, key, *indices, notification=b"", deadline_s=self._transfer_timeout_s, fence=fence
+            transfer_id, key, *indices, notification=b"", deadline_s=self._parts.settings.read_timeout_s, fence=fence
         )
         self._transfers[transfer_id] = (following, fence is not None)
 
