@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from fakes import FakeAgent, FakeCodec, FakeHandshakes, FakePlanner, FakeRecorder, Result
+from fakes import FakeAgent, FakeCodec, FakeHandshakes, FakePlanner, FakeRecorder, Outcome, Result, order
 
 from kv_nixl_agent import PeerSpec
+from kv_scheduler_state import ReadOrder
 from kv_scheduler_state.streams import StreamReaders
 from vllm_adapter.cache.vllm_peer import PeerGeometry
 from vllm_adapter.config import Settings
@@ -41,6 +42,12 @@ class Bench:
         self.reads = ReadCoordinator(parts, planner, self.ends.append)
         if streams:
             self.reads.use_streams(StreamReaders(60), StreamShape([(16, 0)]), self.streamed.append)
+
+    def start(self, read: ReadOrder | None = None, *more: ReadOrder, **outcome: Any) -> None:
+        """Order reads, and let the handshake end."""
+        for each in (read or order(), *more):
+            self.reads.read(each)
+        self.handshakes.answer(Outcome(**outcome))
 
     def finish(self, transfer_id: str = "r1/0.0", **facts: Any) -> None:
         self.reads.transfer_ended(Result(transfer_id, **facts))

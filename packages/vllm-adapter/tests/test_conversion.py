@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.lib.stride_tricks import as_strided
 
 from kv_topology import PageMove, StagedRegion
-from vllm_adapter.worker.pages import PageRange, Permutation, conversion_steps, page_ranges
+from vllm_adapter.worker.pages import PageRange, Permutation, conversion_steps
 
 
 def region(
@@ -101,11 +101,6 @@ def test_layers_that_are_permuted_alike_share_a_step_and_shared_memory_is_permut
     steps = conversion_steps(staged, ranges)
     assert [[place.address for place in step.regions] for step in steps] == [[100, 300], [200], [200]]
     assert [step.pages.tolist() for step in steps] == [[1, 2], [1, 2], [4]]
-
-
-def test_ranges_are_those_of_the_document() -> None:
-    document: Any = {"regions": [{"base_address": 7, "page_stride_bytes": 9, "page_count": 3, "page_bytes": 8}]}
-    assert page_ranges(document) == (PageRange(7, 9, 3),)
 
 
 @pytest.mark.parametrize("choice", ["auto", "never", "always"])

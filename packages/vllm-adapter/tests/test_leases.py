@@ -12,7 +12,7 @@ from lease_bench import FENCE, Bench
 from scheduler_engine import Engine
 
 from kv_handshake import Codec
-from kv_scheduler_state import GrantOrder, StepPlan
+from kv_scheduler_state import StepPlan
 
 
 @pytest.fixture
@@ -28,14 +28,6 @@ def test_a_read_ends_the_lease_after_the_fence_was_bumped(bench: Bench) -> None:
     ((slot, generation),) = bench.agent.fences
     assert slot == FENCE[0]
     assert generation != FENCE[1]
-
-
-def test_a_reader_quicker_than_the_grant_is_counted(bench: Bench) -> None:
-    bench.expect()
-    bench.read()
-    bench.grant()
-    bench.leases.tick()
-    assert bench.sent == ["r"]
 
 
 @pytest.mark.parametrize("count", [0, 2])
@@ -101,16 +93,6 @@ def test_heartbeats_on_time_have_no_lag_and_late_ones_what_exceeds_the_interval(
     assert bench.lags == [0.0, 0.0, 6.5]
 
 
-def test_any_readers_heartbeat_breaks_the_silence_and_strangers_do_not(bench: Bench) -> None:
-    bench.expect()
-    bench.grant()
-    bench.beat(1.0, reader="D0")
-    bench.beat(6.0, reader="D1")
-    bench.beat(0.5, reader="D0")
-    bench.beat(9.0, "unknown")
-    assert bench.lags == [1.0, 0.0]
-
-
 def test_a_heartbeat_for_several_leases_is_as_late_as_for_the_most_neglected(bench: Bench) -> None:
     for request_id in ("a", "b", "c"):
         bench.expect(request_id)
@@ -144,13 +126,6 @@ def test_a_request_id_that_comes_again_has_no_past(bench: Bench) -> None:
     assert bench.lags == []
 
 
-def test_a_request_that_was_never_handed_over_is_not_reported(bench: Bench) -> None:
-    bench.expect()
-    bench.leases.apply(StepPlan(releases=("r",)))
-    bench.leases.tick()
-    assert bench.sent == []
-
-
 def test_a_revoked_lease_is_reported(bench: Bench) -> None:
     bench.expect()
     bench.grant()
@@ -162,15 +137,6 @@ def test_a_revoked_lease_is_reported(bench: Bench) -> None:
     assert bench.counts == {"num_lease_renewals": 1, "num_revoked_leases": 1}, "it did not expire"
     (line,) = bench.log
     assert "request r: this engine revoked its lease before it was read (last heartbeat 3.2 s ago)" in line
-
-
-def test_an_order_that_contradicts_the_table_does_not_stop_the_others(bench: Bench) -> None:
-    bench.leases.apply(
-        StepPlan(expects=("a", "a"), grants=(GrantOrder("ghost", 3.0, None), GrantOrder("a", 30.0, None)))
-    )
-    bench.read("a")
-    bench.leases.tick()
-    assert bench.sent == ["a"]
 
 
 @given(st.binary(max_size=64))
@@ -205,14 +171,6 @@ def test_all_leases_end_also_without_a_fence_array(bench: Bench) -> None:
     assert (bench.sent, bench.agent.fences) == (["r"], [])
 
 
-def test_a_grant_of_lost_pages_ends_at_once(bench: Bench) -> None:
-    bench.leases.expect(["r"])
-    bench.leases.apply(StepPlan(grants=(GrantOrder("r", 30.0, FENCE), GrantOrder("good", 30.0, None))), ["r"])
-    bench.leases.tick()
-    assert bench.sent == ["r"]
-    assert bench.leases.live_count() == 1
-
-
 # ---------------------------------------------------------------------------------------------- nonces
 
 
@@ -226,19 +184,6 @@ def test_only_readers_that_echo_the_nonce_end_and_renew_a_lease(bench: Bench) ->
     assert bench.sent == []
     assert bench.counts["num_lease_renewals"] == 0
     bench.read(nonce="mine")
-    bench.leases.tick()
-    assert bench.sent == ["r"]
-
-
-@pytest.mark.never_wrong("C6")
-def test_two_consumers_of_one_ticket_never_add_up(bench: Bench) -> None:
-    bench.expect()
-    bench.grant(nonce="n")
-    for reader, consumer in (("D1/0", "D1"), ("D2/1", "D2")):
-        bench.leases.notified(reader, Codec().read_complete("r", 2, nonce="n", consumer=consumer))
-    bench.leases.tick()
-    assert bench.sent == []
-    bench.leases.notified("D1/1", Codec().read_complete("r", 2, nonce="n", consumer="D1"))
     bench.leases.tick()
     assert bench.sent == ["r"]
 
@@ -274,14 +219,6 @@ def test_the_thread_may_poll_slowly_only_while_no_reader_has_anything_to_tell(be
     assert not bench.agent.may_poll_slowly
     bench.read()
     assert bench.agent.may_poll_slowly
-
-
-def test_a_grant_after_a_sleep_ends_slow_polling(bench: Bench) -> None:
-    bench.leases.tick()
-    bench.leases.expect(["r"])
-    assert bench.agent.may_poll_slowly
-    bench.grant("r")
-    assert not bench.agent.may_poll_slowly
 
 
 @pytest.mark.parametrize("nonce", ["", "n"])

@@ -405,15 +405,6 @@ def test_a_second_order_of_a_request_is_left() -> None:
     assert (bench.codes(), bench.torn, bench.engine.reads_in_flight) == ([""], [], 0)
 
 
-def test_a_peer_that_cannot_be_watched_tears_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise CodedFailure("bad-streams")
-
-    monkeypatch.setattr(Agent, "watch_stream", refuse)
-    bench = Bench(TWO_RANKS)
-    assert bench.torn == [("r1", "bad-streams")]
-
-
 @pytest.mark.parametrize(("start", "can_stream"), [(8, True), (0, False)])
 def test_pages_that_cannot_be_read_in_parts_are_not(start: int, can_stream: bool) -> None:
     bench = Bench(start=start, can_stream=can_stream)
@@ -421,16 +412,16 @@ def test_pages_that_cannot_be_read_in_parts_are_not(start: int, can_stream: bool
     assert bench.agent.watches == {}
 
 
-def test_ids_that_the_plan_refuses_tear_the_stream() -> None:
-    bench = Bench()
-    bench.progress(40)
-    bench.watch().listener.table(TAG, 0, (1, 5000))
-    assert bench.torn == [("r1", "block-out-of-range")]
+@pytest.mark.parametrize("refused", ["ids", "post", "watch"])
+def test_what_the_plan_or_the_agent_refuses_tears_the_stream(monkeypatch: pytest.MonkeyPatch, refused: str) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise CodedFailure("bad-streams")
 
-
-def test_a_post_that_is_refused_tears_the_stream() -> None:
-    bench = Bench()
-    bench.agent.refuse_post = True
-    bench.progress(40)
-    bench.watch().tell()
-    assert bench.torn == [("r1", "post-refused")]
+    if refused == "watch":
+        monkeypatch.setattr(Agent, "watch_stream", refuse)
+    bench = Bench(TWO_RANKS if refused == "watch" else ((0, 0),))
+    if refused != "watch":
+        bench.agent.refuse_post = refused == "post"
+        bench.progress(40)
+        bench.watch().listener.table(TAG, 0, (1, 5000 if refused == "ids" else 2))
+    assert bench.torn == [("r1", {"ids": "block-out-of-range", "post": "post-refused"}.get(refused, "bad-streams"))]
