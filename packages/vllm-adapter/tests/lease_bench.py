@@ -39,6 +39,12 @@ class Bench:
     def grant(self, request_id: str = "r", lease_s: float = 30.0, nonce: str = "") -> None:
         self.leases.apply(StepPlan(grants=(GrantOrder(request_id, lease_s, FENCE, nonce),)))
 
+    def lease(self, *request_ids: str, **grant: Any) -> None:
+        """Announce and grant."""
+        for request_id in request_ids or ("r",):
+            self.expect(request_id)
+            self.grant(request_id, **grant)
+
     def beat(self, after_s: float, *request_ids: str, reader: str = "D", nonce: str = "") -> None:
         self.now_s += after_s
         for payload in Codec().heartbeats([(name, nonce) for name in request_ids or ("r",)]):

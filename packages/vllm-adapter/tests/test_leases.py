@@ -21,8 +21,7 @@ def bench() -> Bench:
 
 
 def test_a_read_ends_the_lease_after_the_fence_was_bumped(bench: Bench) -> None:
-    bench.expect()
-    bench.grant()
+    bench.lease()
     bench.read()
     assert bench.sent == ["r"], "at once: the timer's next turn may be 50 ms away"
     ((slot, generation),) = bench.agent.fences
@@ -33,8 +32,7 @@ def test_a_read_ends_the_lease_after_the_fence_was_bumped(bench: Bench) -> None:
 @pytest.mark.parametrize("count", [0, 2])
 def test_what_is_said_of_a_reader_in_push_mode_is_what_becomes_of_the_lease(bench: Bench, count: int) -> None:
     """Other ranks of a reader that has begun to report count on; only a lease that nobody has read ends at once."""
-    bench.expect("c-7-5f0c11d2")
-    bench.grant("c-7-5f0c11d2")
+    bench.lease("c-7-5f0c11d2")
     if count:
         bench.read("c-7-5f0c11d2", reader="D0", count=count)
     bench.leases.notified("push", b"PUSH_REG:" + msgspec.msgpack.encode({"request_id": "c-7-91b7aa03"}))
@@ -44,8 +42,7 @@ def test_what_is_said_of_a_reader_in_push_mode_is_what_becomes_of_the_lease(benc
 
 
 def test_all_readers_must_report_and_none_counts_twice(bench: Bench) -> None:
-    bench.expect()
-    bench.grant()
+    bench.lease()
     bench.read(reader="D0", count=2)
     bench.read(reader="D0", count=2)
     bench.leases.tick()
@@ -56,8 +53,7 @@ def test_all_readers_must_report_and_none_counts_twice(bench: Bench) -> None:
 
 
 def test_heartbeats_keep_a_lease_and_silence_ends_it(bench: Bench) -> None:
-    bench.expect()
-    bench.grant(lease_s=30)
+    bench.lease(lease_s=30)
     bench.now_s += 25
     for payload in Codec().heartbeats([("r", ""), ("unknown", "")]):
         bench.leases.notified("D", payload)
@@ -73,9 +69,7 @@ def test_heartbeats_keep_a_lease_and_silence_ends_it(bench: Bench) -> None:
 
 
 def test_a_renewed_lease_does_not_keep_the_one_behind_it(bench: Bench) -> None:
-    for request_id in ("renewed", "unread"):
-        bench.expect(request_id)
-        bench.grant(request_id, lease_s=30)
+    bench.lease("renewed", "unread", lease_s=30)
     bench.beat(25.0, "renewed")
     bench.now_s += 5.5
     bench.leases.tick()
@@ -83,8 +77,7 @@ def test_a_renewed_lease_does_not_keep_the_one_behind_it(bench: Bench) -> None:
 
 
 def test_heartbeats_on_time_have_no_lag_and_late_ones_what_exceeds_the_interval(bench: Bench) -> None:
-    bench.expect()
-    bench.grant()
+    bench.lease()
     bench.beat(12.0)  # the ticket was on its way
     assert bench.lags == []
     bench.beat(5.0)
@@ -94,9 +87,7 @@ def test_heartbeats_on_time_have_no_lag_and_late_ones_what_exceeds_the_interval(
 
 
 def test_a_heartbeat_for_several_leases_is_as_late_as_for_the_most_neglected(bench: Bench) -> None:
-    for request_id in ("a", "b", "c"):
-        bench.expect(request_id)
-        bench.grant(request_id)
+    bench.lease("a", "b", "c")
     bench.beat(0.0, "a", "b")
     bench.beat(6.0, "b")
     bench.beat(2.0, "c", "a", "b")
@@ -104,9 +95,7 @@ def test_a_heartbeat_for_several_leases_is_as_late_as_for_the_most_neglected(ben
 
 
 def test_the_silence_in_which_a_lease_ends_counts_and_is_logged(bench: Bench) -> None:
-    for request_id in ("heard", "unheard"):
-        bench.expect(request_id)
-        bench.grant(request_id)
+    bench.lease("heard", "unheard")
     bench.beat(29.0, "heard")
     bench.now_s += 20.5
     bench.leases.tick()
@@ -118,8 +107,7 @@ def test_the_silence_in_which_a_lease_ends_counts_and_is_logged(bench: Bench) ->
 
 def test_a_request_id_that_comes_again_has_no_past(bench: Bench) -> None:
     for _ in range(2):
-        bench.expect()
-        bench.grant()
+        bench.lease()
         bench.beat(20.0)
         bench.read()
         bench.leases.tick()
@@ -127,8 +115,7 @@ def test_a_request_id_that_comes_again_has_no_past(bench: Bench) -> None:
 
 
 def test_a_revoked_lease_is_reported(bench: Bench) -> None:
-    bench.expect()
-    bench.grant()
+    bench.lease()
     bench.beat(4.0)
     bench.now_s += 3.2
     bench.leases.apply(StepPlan(revokes=("r",)))
@@ -143,16 +130,14 @@ def test_a_revoked_lease_is_reported(bench: Bench) -> None:
 def test_no_notification_raises_or_frees_anything(payload: bytes) -> None:
     assume(not payload.startswith(b"r:"))  # that one is the request's own
     bench = Bench()
-    bench.expect()
-    bench.grant()
+    bench.lease()
     bench.leases.notified("stranger", payload)
     bench.leases.tick()
     assert bench.sent == []
 
 
 def test_all_leases_end_at_once_fences_first_and_are_reported_once(bench: Bench) -> None:
-    bench.expect("granted")
-    bench.grant("granted")
+    bench.lease("granted")
     bench.expect("expected")
     bench.leases.end_all()
     assert bench.sent == ["granted"], "nobody waits for a request that was never handed over"
@@ -165,8 +150,7 @@ def test_all_leases_end_at_once_fences_first_and_are_reported_once(bench: Bench)
 
 
 def test_all_leases_end_also_without_a_fence_array(bench: Bench) -> None:
-    bench.expect()
-    bench.grant()
+    bench.lease()
     bench.leases.end_all(has_fences=False)
     assert (bench.sent, bench.agent.fences) == (["r"], [])
 
@@ -176,8 +160,7 @@ def test_all_leases_end_also_without_a_fence_array(bench: Bench) -> None:
 
 @pytest.mark.never_wrong("C6")
 def test_only_readers_that_echo_the_nonce_end_and_renew_a_lease(bench: Bench) -> None:
-    bench.expect()
-    bench.grant(nonce="mine")
+    bench.lease(nonce="mine")
     bench.read(nonce="of-a-former-life")
     bench.beat(20.0, nonce="of-a-former-life")
     bench.leases.tick()
@@ -201,8 +184,7 @@ def test_a_heartbeat_before_the_grant_renews_nothing_and_counts_as_no_sign_of_a_
 
 @pytest.mark.never_wrong("B12")
 def test_an_expiry_is_a_warning(bench: Bench) -> None:
-    bench.expect()
-    bench.grant()
+    bench.lease()
     bench.now_s += 31
     bench.leases.tick()
     assert len(bench.recorder.warnings) == 1
@@ -225,8 +207,7 @@ def test_the_thread_may_poll_slowly_only_while_no_reader_has_anything_to_tell(be
 def test_a_heartbeat_of_too_many_requests_renews_the_first_and_reports_the_others(bench: Bench, nonce: str) -> None:
     names = [f"r{number}" for number in range(8193)]
     for name in (names[0], names[8191], names[8192]):
-        bench.expect(name)
-        bench.grant(name, nonce=nonce)
+        bench.lease(name, nonce=nonce)
     pairs = ",".join(f'["{name}","{nonce}"]' for name in names)
     payload = f"HB:,KVH:[{pairs}]" if nonce else "HB:" + ",".join(names)
     for renewed, refused in ((2, 1), (4, 2)):

@@ -95,16 +95,6 @@ def test_words_come_before_the_forward_pass_and_progress_behind_the_device(rank:
     assert rank.words.stored[2:] == [("show", 1, 7, 32)]
 
 
-def test_a_chunk_of_a_start_that_was_voided_is_not_shown(rank: Rank) -> None:
-    rank.begin()
-    given = rank.wait_for_device()
-    rank.streams.chunks_given(BEGIN)
-    rank.step(StepPlan(streams=StreamPlan(voids=(StreamVoid("p", 1, 99, 7, True),))))
-    given[0]()
-    assert [each[0] for each in rank.words.stored] == ["open", "put", "void"]
-    assert (rank.streams.take_sent(), rank.streams.take_sent()) == (["p"], [])
-
-
 def test_an_order_that_the_words_refuse_fails_alone(rank: Rank) -> None:
     bad = StreamChunk("bad", 3, 9, (StreamRun(0, (1,)),), 16)
     rank.step(StepPlan(streams=StreamPlan(chunks=(bad, CHUNK))))
@@ -168,16 +158,6 @@ def test_a_stream_that_is_stopped_is_reported_failed_however_it_ends(rank: Rank)
     assert [end.code for end in ends] == ["stream-stopped"], "all of it was there, and yet it is no good end"
 
 
-def test_a_rank_that_is_done_takes_part_in_no_second_read(rank: Rank) -> None:
-    rank.watch()
-    rank.end()
-    rank.take()
-    final = StepPlan(reads=(order("r1"), order("other")))
-    assert [each.request_id for each in rank.streams.apply(final).reads] == ["other"]
-    final = rank.streams.apply(StepPlan(failures=("r1", "other")))
-    assert final.failures == ("r1", "other"), "asked once for each order"
-
-
 def test_pages_that_could_not_be_completed_do_not_count(rank: Rank) -> None:
     rank.watch()
     rank.end()
@@ -190,13 +170,6 @@ def test_streams_ordered_while_asleep_are_torn_at_once(rank: Rank) -> None:
     here: Any = order("r1")
     plan = rank.streams.apply(StepPlan(streams=StreamPlan(watches=(StreamOrder(here, 7, 0),))))
     rank.streams.fail(plan, "asleep", "gone")
-    assert rank.take()[0].ends == (("r1", False),)
-
-
-def test_a_good_end_that_was_not_taken_before_sleep_is_a_bad_one(rank: Rank) -> None:
-    rank.watch()
-    rank.end()
-    rank.streams.fail_finished("asleep", "gone")
     assert rank.take()[0].ends == (("r1", False),)
 
 

@@ -100,8 +100,7 @@ def test_pages_that_may_still_be_written_are_not_reported(bench: Bench) -> None:
 
 
 def test_reads_that_do_not_get_on_are_told_once_and_by_engine(bench: Bench) -> None:
-    for name in ("r1", "r2", "r3", "r4", "r5", "r6"):
-        bench.start(order(name))
+    bench.start(*(order(f"r{number}") for number in range(1, 7)))
     bench.now_s += 7
     bench.reads.look_after()
     assert bench.counts["num_stalled_reads"] == 0

@@ -230,8 +230,7 @@ def test_the_end_of_a_streamed_lease_moves_its_progress_word_too(slots: int) -> 
     bench = LeaseBench()
     words: Any = Words()
     bench.leases.use_streams(StreamWorker(words, slots), slots)
-    bench.expect()
-    bench.grant()
+    bench.lease()
     bench.read()
     assert bench.sent == ["r"]
     plain = [slot for slot, _ in bench.agent.fences]

@@ -120,6 +120,11 @@ class Bench:
     def progress(self, tokens: int, rank: Any = (0, 0), tag: int = TAG) -> None:
         self.watch(rank).listener.progress(tag, tokens)
 
+    def read_to(self, tokens: int, rank: Any = (0, 0)) -> None:
+        """Let a rank finish so many tokens, and list their blocks."""
+        self.progress(tokens, rank)
+        self.watch(rank).tell()
+
     def posts(self) -> list[tuple[list[int], list[int], Any]]:
         """Return the transfers that are not over: our blocks, the peer's, fence."""
         return [(post["local"], post["remote"], post["fence"]) for post in self.agent.posts.values()]
@@ -131,10 +136,12 @@ class Bench:
                 del self.agent.posts[transfer_id]
                 assert self.streams.transfer_ended(Result(transfer_id))
 
-    def end_all(self, **facts: Any) -> None:
-        for transfer_id in list(self.agent.posts):
-            del self.agent.posts[transfer_id]
-            assert self.streams.transfer_ended(Result(transfer_id, **facts))
+    def end_all(self, *, times: int = 1, **facts: Any) -> None:
+        """End all transfers; at the second time those that the first ends have led to, e.g. of fence words."""
+        for _ in range(times):
+            for transfer_id in list(self.agent.posts):
+                del self.agent.posts[transfer_id]
+                assert self.streams.transfer_ended(Result(transfer_id, **facts))
 
     def codes(self) -> list[str]:
         return [end.code for end in self.finished]
@@ -148,11 +155,9 @@ def test_parts_follow_progress_and_the_fence_decides() -> None:
     assert bench.posts() == []
     bench.watch().tell()
     assert bench.posts() == [([10, 11], [500, 501], None)]
-    bench.progress(80)
-    bench.watch().tell()
+    bench.read_to(80)
     bench.end_all()
-    bench.progress(100)
-    bench.watch().tell()
+    bench.read_to(100)
     assert bench.posts() == [([15, 16], [505, 506], None)]
     assert not bench.finished
     bench.end_all()
@@ -197,16 +202,14 @@ def test_the_times_of_a_stream_tell_the_prompts_end_the_last_bytes_and_the_fence
 
 def test_what_is_here_already_is_not_read() -> None:
     bench = Bench(start=32)
-    bench.progress(48)
-    bench.watch().tell()
+    bench.read_to(48)
     assert bench.posts() == [([12], [502], None)]
 
 
 @pytest.mark.parametrize("outcome", ["fence-rejected", "failed", "timed-out"])
 def test_a_fence_that_does_not_hold_tears_the_stream(outcome: str) -> None:
     bench = Bench()
-    bench.progress(100)
-    bench.watch().tell()
+    bench.read_to(100)
     bench.end_all()
     bench.end_all(outcome=outcome, code="x")
     assert bench.torn == [("r1", "stream-void")]
@@ -217,8 +220,7 @@ def test_a_fence_that_does_not_hold_tears_the_stream(outcome: str) -> None:
 
 def test_a_restart_tears_the_stream_once_its_parts_are_quiet() -> None:
     bench = Bench()
-    bench.progress(40)
-    bench.watch().tell()
+    bench.read_to(40)
     bench.progress(80)  # its table is never told
     bench.progress(0, tag=TAG + 1)
     assert bench.torn == [], "a part is on the wire"
@@ -231,8 +233,7 @@ def test_a_restart_tears_the_stream_once_its_parts_are_quiet() -> None:
 
 def test_pages_in_quarantine_are_waited_for() -> None:
     bench = Bench()
-    bench.progress(40)
-    bench.watch().tell()
+    bench.read_to(40)
     (transfer_id,) = bench.agent.posts
     bench.end_all(outcome="timed-out", code="deadline-exceeded", is_memory_quiet=False)
     assert bench.torn == []
@@ -248,8 +249,7 @@ def test_pages_in_quarantine_are_waited_for() -> None:
 @pytest.mark.parametrize(("fault", "dropped"), [("local", 0), ("peer", 1), ("environment", 1)])
 def test_what_the_own_agent_refuses_is_not_held_against_the_peer(fault: str, dropped: int) -> None:
     bench = Bench()
-    bench.progress(40)
-    bench.watch().tell()
+    bench.read_to(40)
     bench.end_all(outcome="failed", code="x", fault=fault)
     assert (bench.torn, len(bench.dropped)) == ([("r1", "x")], dropped)
 
@@ -259,21 +259,18 @@ def test_all_ranks_are_done_or_none() -> None:
     for rank in TWO_RANKS:
         bench.progress(100, rank)
     bench.watch((0, 0)).tell()
-    bench.end_all()
-    bench.end_all()
+    bench.end_all(times=2)
     assert not bench.finished
     assert not bench.released, "a rank that is done is not told: the stream may be read once more"
     bench.watch((0, 1)).tell()
-    bench.end_all()
-    bench.end_all()
+    bench.end_all(times=2)
     assert bench.codes() == [""]
     assert bench.released == [("r1", TWO_RANKS)]
 
 
 def test_one_broken_rank_ends_the_others() -> None:
     bench = Bench(TWO_RANKS)
-    bench.progress(40, (0, 0))
-    bench.watch((0, 0)).tell()
+    bench.read_to(40, (0, 0))
     bench.watch((0, 1)).listener.broken("peer-disconnected", "gone")
     assert bench.torn == []
     assert bench.watch((0, 0)).is_ended
@@ -285,10 +282,8 @@ def test_one_broken_rank_ends_the_others() -> None:
 
 def test_a_rank_that_broke_ends_the_stream_though_another_was_done_before() -> None:
     bench = Bench(TWO_RANKS)
-    bench.progress(100, (0, 0))
-    bench.watch((0, 0)).tell()
-    bench.end_all()
-    bench.end_all()
+    bench.read_to(100, (0, 0))
+    bench.end_all(times=2)
     bench.progress(0, (0, 1), tag=TAG + 1)
     assert bench.torn == [("r1", "stream-restarted")]
     assert not bench.released
@@ -311,8 +306,7 @@ def test_no_progress_in_time_tears_the_stream() -> None:
 def test_a_long_stream_keeps_no_engine_from_being_met_anew(phase: Any, others: int, is_torn: bool) -> None:
     """Another read from the engine failed, and those behind wait until all that are under way have ended."""
     bench = Bench()
-    bench.progress(40)
-    bench.watch().tell()
+    bench.read_to(40)
     bench.engine.phase, bench.engine.waiting = phase, [bench.read] * others
     for _ in range(2):
         bench.streams.look_after()
@@ -324,8 +318,7 @@ def test_a_long_stream_keeps_no_engine_from_being_met_anew(phase: Any, others: i
 
 def test_a_stream_that_is_stopped_ends_once_quiet() -> None:
     bench = Bench()
-    bench.progress(40)
-    bench.watch().tell()
+    bench.read_to(40)
     bench.streams.stop("r1")
     bench.streams.stop("r1")
     assert not bench.finished
@@ -345,10 +338,8 @@ def test_a_stream_that_is_over_does_not_end_again() -> None:
     torn.streams.stop("r1")
     assert (torn.codes(), torn.engine.reads_in_flight) == ([], 0)
     done = Bench()
-    done.progress(100)
-    done.watch().tell()
-    done.end_all()
-    done.end_all()
+    done.read_to(100)
+    done.end_all(times=2)
     done.streams.stop("r1")
     assert done.codes() == [""]
 
@@ -356,16 +347,14 @@ def test_a_stream_that_is_over_does_not_end_again() -> None:
 def test_the_fence_word_of_an_attempt_that_is_over_says_nothing_of_the_next() -> None:
     bench = Bench(TWO_RANKS)
     whole, broken = TWO_RANKS
-    bench.progress(100, whole)
-    bench.watch(whole).tell()
+    bench.read_to(100, whole)
     bench.end_parts()
     ((late, _),) = bench.agent.posts.items()
     bench.watch(broken).listener.broken("nixl-remote", "its words cannot be read")
     assert bench.torn == [("r1", "nixl-remote")]
     bench.begin()
     for rank in TWO_RANKS:
-        bench.progress(100, rank)
-        bench.watch(rank).tell()
+        bench.read_to(100, rank)
     bench.end_parts()
     del bench.agent.posts[late]
     assert bench.streams.transfer_ended(Result(late))
@@ -398,10 +387,8 @@ def test_a_second_order_of_a_request_is_left() -> None:
     bench = Bench()
     bench.begin()
     assert bench.engine.reads_in_flight == 1
-    bench.progress(100)
-    bench.watch().tell()
-    bench.end_all()
-    bench.end_all()
+    bench.read_to(100)
+    bench.end_all(times=2)
     assert (bench.codes(), bench.torn, bench.engine.reads_in_flight) == ([""], [], 0)
 
 

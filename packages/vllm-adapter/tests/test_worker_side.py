@@ -187,44 +187,32 @@ def test_quarantined_bytes_are_reported_as_changes() -> None:
 
 
 def test_a_step_that_computes_nothing_waits_a_moment_for_a_read_and_no_other_step_does() -> None:
-    done: list[object] = []
+    worker, waited = _worker(), list[float]()
+    ended: Any = SimpleNamespace(wait=waited.append, clear=lambda: None, set=lambda: waited.append(0))
+    worker._has_ended = ended
 
-    class Event:
-        def wait(self, seconds: float) -> None:
-            done.append(seconds)
+    def step(**orders: Any) -> Any:
+        worker.apply(StepOrders(StepPlan(), **orders))
+        report = worker.take_report()
+        worker.take_report()  # waits once a step
+        return report
 
-        def set(self) -> None:
-            done.append("set")
-
-        def clear(self) -> None:
-            done.append("clear")
-
-    worker, event = _worker(), Event()
-    untyped: Any = event
-    worker._has_ended = untyped
-    worker.apply(StepOrders(StepPlan()))
-    worker.take_report()
-    assert done == ["clear"]
-    worker.apply(StepOrders(StepPlan(), rest_s=0.005))
-    worker.take_report()
-    assert done == ["clear"] * 2, "other ranks wait, this one has nothing to wait for"
-    done.clear()
-    worker.apply(StepOrders(StepPlan(), rest_s=0.005, is_asking=True))
-    worker.take_report()
-    worker.take_report()
-    assert done == [0.005, "clear", "clear"], "once a step"
-    done.clear()
+    step()
+    step(rest_s=0.005)
+    assert waited == [], "other ranks wait, this one has nothing to wait for"
+    step(rest_s=0.005, is_asking=True)
+    assert waited == [0.005]
     worker._read_ended(_end())
     worker._stream_ended(_end())
     worker._lease_ended("p1")
-    assert done == ["set", "set", "set"], "an end wakes it"
+    assert waited[1:] == [0, 0, 0], "an end wakes it"
     report = worker.take_report()
     assert (set(report.received), set(report.sent)) == ({"r1"}, {"p1"})
-    done.clear()
-    for _ in range(2):
-        worker.apply(StepOrders(StepPlan(), rest_s=0.005, is_asking=True))
-        worker.take_report()
-    assert done == ["clear", 0.005, "clear"], "not in the step that the host has built before it heard the report"
+    worker.apply(StepOrders(StepPlan(), rest_s=0.005, is_asking=True))
+    worker.take_report()
+    assert waited[4:] == [], "not in the step that the host has built before it took the report in"
+    step(rest_s=0.005, is_asking=True)
+    assert waited[4:] == [0.005]
 
 
 @pytest.mark.parametrize(
