@@ -119,8 +119,9 @@ def test_with_a_mirror_progress_waits_for_its_copies(rank: Rank) -> None:
             waiting.append((request_id, action))
 
     mirror: Any = Mirror()
+    rank.streams._mirror = mirror
     rank.begin()
-    rank.streams.chunks_given(BEGIN, mirror)
+    rank.streams.chunks_given(BEGIN)
     ((request_id, action),) = waiting
     assert (request_id, rank.words.stored[-1][0]) == ("p", "put")
     action()
@@ -259,7 +260,8 @@ def test_pages_of_a_prefix_hit_are_shown_behind_the_steps_before_and_not_by_a_mi
     given.pop()()
     assert rank.words.stored[3:] == [("show", 1, 7, 32)]
     mirror: Any = object()
-    rank.streams.before_forward(hit, mirror)
-    assert given == [], "the mirror's copies of this step come first"
     rank.streams.before_forward(BEGIN)
     assert given == [], "nothing was held"
+    rank.streams._mirror = mirror
+    rank.streams.before_forward(hit)
+    assert given == [], "the mirror's copies of this step come first"

@@ -151,8 +151,7 @@ def _pieces(tensors: Sequence[_Tensor]) -> Iterator[tuple[_Tensor, bytes]]:
 def _read(tensor: _Tensor) -> bytes:
     piece_bytes = min(_PIECE_BYTES, tensor.size_bytes)
     with tensor.file.open("rb", buffering=0) as source:
-        source.seek(tensor.first_byte + (tensor.size_bytes - piece_bytes) // 2)
-        return source.read(piece_bytes)
+        return os.pread(source.fileno(), piece_bytes, tensor.first_byte + (tensor.size_bytes - piece_bytes) // 2)
 
 
 # ------------------------------------------------------------------------------------------------------------ adapters

@@ -119,11 +119,11 @@ class WorkerSide:
             select_device: Makes the rank's device current for the calling thread; None where there is nothing to select.
             marks: Tells when the device has finished earlier work; None where calls return only when their work is done.
         """
-        if self._streams is not None:
-            self._streams.use_device(marks)
         document = local_document(self._facts, caches)
         if mirror is not None:
             self._mirror = HostMirror(mirror, document)
+        if self._streams is not None:
+            self._streams.use_device(marks, self._mirror)
         self._completion = ReadCompletion(converter, self._mirror, self._recorder, document)
         events = RegistrationEvents(self._read_ended, self._lease_ended, self._stream_ended, select_device)
         self._open = partial(
@@ -228,14 +228,14 @@ class WorkerSide:
         """Write the progress and fence words of streams that must change before the step writes into any block."""
         if self._streams is not None:
             self._note_death()
-            self._streams.before_forward(orders.plan, self._mirror)
+            self._streams.before_forward(orders.plan)
 
     def apply(self, orders: StepOrders) -> None:
         """Hand a step's orders to the transfer thread and return at once."""
         self._note_death()
         plan, streams = orders.plan, self._streams
         if streams is not None:
-            plan = streams.apply(plan, self._mirror)
+            plan = streams.apply(plan)
         self._rest_s, self._is_asking = orders.rest_s, orders.is_asking
         self._failures += plan.failures
         if self._trace is not None:
@@ -315,7 +315,7 @@ class WorkerSide:
         if self._mirror is not None and self._registration is not None:
             self._save(self._mirror, self._registration, orders.plan)
         if self._streams is not None:
-            self._streams.chunks_given(orders.plan, self._mirror)
+            self._streams.chunks_given(orders.plan)
 
     def _save(self, mirror: HostMirror, registration: Registration, plan: StepPlan) -> None:
         if not (plan.saves or plan.completes):

@@ -46,6 +46,7 @@ class RankStreams:
         self._ends = ends
         self._recorder = recorder
         self._marks = ChunkMarks(None, recorder.trouble)
+        self._mirror: HostMirror | None = None
         self._worker: StreamWorker | None = None
         self._finished: deque[ReadEnd] = deque()
         # Streams that are read here and not reported to the engine yet.
@@ -58,8 +59,12 @@ class RankStreams:
         self._begun: StepPlan | None = None
         self._are_words_late = False
 
-    def use_device(self, marks: DeviceMarks | None) -> None:
-        """Show chunks by the device's marks; None where calls return only when their work is done."""
+    def use_device(self, marks: DeviceMarks | None, mirror: HostMirror | None) -> None:
+        """Show chunks by the device's marks; None where calls return only when their work is done.
+
+        If there is a mirror, readers take the pages from it: chunks are then shown after the copies of their step.
+        """
+        self._mirror = mirror
         self._marks = ChunkMarks(marks, self._recorder.trouble)
 
     def close(self) -> None:
@@ -73,14 +78,10 @@ class RankStreams:
 
     # ---------------------------------------------------------------------------------------------- this rank computes
 
-    def before_forward(self, plan: StepPlan, mirror: HostMirror | None = None) -> None:
+    def before_forward(self, plan: StepPlan) -> None:
         """Change words, open slots and publish block ids, before any work of the step runs on the device.
 
         Pages filled by earlier steps (a prefix hit) are shown once the device has finished those, without waiting for this step.
-
-        Args:
-            plan: The step's orders.
-            mirror: Mirror from which readers take the pages, if there is one: pages are then shown after this step's copies.
         """
         self._begun, orders = plan, plan.streams
         if not (orders.voids or orders.opens or orders.chunks):
@@ -95,17 +96,12 @@ class RankStreams:
             self._recorder.trouble("storing the words of a stream", error, f"request {request_id}")
         self._sent += self._worker.take_sent()
         for chunk in orders.chunks:
-            if chunk.held_tokens and mirror is None:
+            if chunk.held_tokens and self._mirror is None:
                 self._marks.then(partial(self._worker.held, chunk))
 
-    def chunks_given(self, plan: StepPlan, mirror: HostMirror | None = None) -> None:
-        """Show this step's chunks once they can be read.
-
-        Args:
-            plan: The step's orders.
-            mirror: Mirror from which readers take the pages, if there is one: pages are then shown after this step's copies.
-        """
-        worker = self._worker
+    def chunks_given(self, plan: StepPlan) -> None:
+        """Show this step's chunks once they can be read."""
+        worker, mirror = self._worker, self._mirror
         if worker is None:
             return
         for chunk in plan.streams.chunks:
@@ -135,7 +131,7 @@ class RankStreams:
 
     # ---------------------------------------------------------------------------------------------- this rank reads
 
-    def apply(self, plan: StepPlan, mirror: HostMirror | None = None) -> StepPlan:
+    def apply(self, plan: StepPlan) -> StepPlan:
         """Process a step's orders; return the plan with the reads, streams and failures that this rank must carry out.
 
         A rank that has read a stream to its end does nothing more for that request, see `StreamEnds.takes_read`.
@@ -144,7 +140,7 @@ class RankStreams:
         if self._begun is not plan:
             if orders.voids or orders.opens or orders.chunks:
                 self._note_late_words()
-            self.before_forward(plan, mirror)
+            self.before_forward(plan)
         self._begun = None
         failures = tuple([request_id for request_id in plan.failures if self._ends.takes_read(request_id)])
         reads = tuple(
