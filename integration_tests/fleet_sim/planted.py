@@ -134,6 +134,7 @@ def _at_once(_: Any) -> Any:
 def _never_voided(old: Any) -> Any:
     def before_forward(streams: Any, plan: Any, *arguments: Any) -> None:
         old(streams, plan._replace(streams=plan.streams._replace(voids=())), *arguments)
+        streams._begun = plan
 
     return before_forward
 
@@ -144,7 +145,7 @@ def _unread(_: Any) -> Any:
     def unread(coordinator: Any, following: Any) -> None:
         if following.watch is not None:
             following.watch.end()
-        coordinator._readers.fence_found(following.name, following.stream.read.order.fence[1])
+        coordinator._readers.fence_found(following.name, following.stream.read.order.ticket.fence[1])
 
     return unread
 

@@ -15,7 +15,7 @@ from kv_handshake.wire import limits
 from kv_scheduler_state.streams import consumer as stream_consumer
 from kv_scheduler_state.ticket import early
 from vllm_adapter.observe import cause_log
-from vllm_adapter.worker.transfer import parts
+from vllm_adapter.worker.transfer import planner
 
 ROOT = Path(__file__).parents[2]
 ROWS = re.findall(
@@ -40,7 +40,7 @@ def test_numbers_are_those_of_the_code() -> None:
         "queries at once from an address": int(QueryLimits().burst),
         "bytes of a frame of a reply": limits.MAX_REPLY_BYTES,
         "bytes of all replies of a handshake": limits.MAX_HANDSHAKE_BYTES,
-        "values in the geometry documents of a peer": vars(parts)["_MOST_VALUES"],
+        "values in the geometry documents of a peer": vars(planner)["_MOST_VALUES"],
         "bytes of an envelope without its metadata": limits.MAX_ENVELOPE_BYTES,
         "entries of a list": limits.MAX_REGIONS,
         "bytes of a list": limits.MAX_LIST_BYTES,

@@ -1,4 +1,4 @@
-"""Shared parts and limits of the coordinators of one registration, and the planner for peers."""
+"""Plans for reading from a peer engine, from the geometry that its ranks announce."""
 
 from __future__ import annotations
 
@@ -10,52 +10,17 @@ from vllm_adapter.cache.documents import PeerSizes
 from vllm_adapter.errors import AdapterError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from vllm_adapter.cache.documents import GeometryDocument, GroupDocument
     from vllm_adapter.cache.vllm_peer import PeerGeometry
-    from vllm_adapter.observe.recorder import Recorder
-    from vllm_adapter.ports import (
-        AgentMetadata,
-        Codec,
-        HandshakeClient,
-        MemoryKind,
-        PeerAddress,
-        PeerPlan,
-        PeerSpec,
-        Planner,
-        TransferThread,
-    )
+    from vllm_adapter.ports import AgentMetadata, MemoryKind, PeerAddress, PeerPlan, Planner
     from vllm_adapter.steps import Rank
 
-__all__ = ["PeerLimits", "PeerPlanner", "PeerRanks", "ReadLimits", "TransferParts"]
+__all__ = ["PeerPlanner", "PeerRanks"]
 
 _MOST_VALUES = 1 << 22
 """Most values in the geometry documents of all ranks of a peer; 64 ranks with 300 KB each have a third of that."""
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class TransferParts:
-    """Parts that all coordinators use.
-
-    Attributes:
-        thread: The transfer thread; its `agent` may be used, because all coordinators run on it.
-        handshakes: Client of the side channel.
-        codec: Encodes and decodes notifications.
-        recorder: Records observations and log lines.
-        now_s: Monotonic clock.
-        engine_id: This engine's id, as its completions state it.
-        peer_spec: Class of the value that describes a peer rank to the agent.
-    """
-
-    thread: TransferThread
-    handshakes: HandshakeClient
-    codec: Codec
-    recorder: Recorder
-    now_s: Callable[[], float]
-    engine_id: str
-    peer_spec: type[PeerSpec]
 
 
 @final
@@ -100,34 +65,16 @@ class PeerPlanner:
             if peer.pp == 1 or error.code not in {"layer-not-held", "region-count-differs"}:
                 raise
 
-    def ranks(self, peer: PeerAddress, metadata: Mapping[Rank, AgentMetadata]) -> PeerRanks:
-        """Return a peer's ranks as `plan` needs them; the geometry of none has been read yet."""
-        return PeerRanks(self, peer, metadata)
-
     def plan(self, ranks: PeerRanks) -> PeerPlan:
         """Plan the reads of this rank; raises a coded error for metadata that does not fit."""
-        ranks.read_all()
+        while not ranks.is_read:
+            ranks.read_next()
         return self.planner.plan(self.document, ranks.geometries, peer_tp=ranks.peer.tp)
 
     def has_our_blocks(self, ranks: PeerRanks, plan: PeerPlan) -> bool:
         """Return whether the groups of every rank that is read from have blocks of as many tokens as ours, and our windows."""
         ours = _spans(self.document["groups"])
         return all(_spans(ranks.groups[rank]) == ours for rank in plan.producer_ranks)
-
-    def can_stream(self, ranks: PeerRanks, plan: PeerPlan) -> bool:
-        """Return whether a peer's prompts can be read in parts while it computes them.
-
-        The peer must have stream memory, its pages must need no conversion, and its groups must equal ours one by one,
-        because its table lists blocks by its own groups. Example: blocks of 16 tokens here and of 32 there do not become
-        complete together, so such a peer is read once its prompts are finished.
-        """
-        if plan.is_staged or any(ranks.metadata[rank].streams is None for rank in plan.producer_ranks):
-            return False
-        return self.has_our_blocks(ranks, plan)
-
-    def memory_kind(self, metadata: AgentMetadata) -> MemoryKind:
-        """Return the memory kind of a peer rank's pages."""
-        return self.peer_geometry.memory_kind(metadata)
 
 
 @final
@@ -172,11 +119,6 @@ class PeerRanks:
         self.groups[rank] = cast("Sequence[GroupDocument]", document.get("groups", ()))
         geometry.check_context(self.groups[rank], sizes)
 
-    def read_all(self) -> None:
-        """Read the geometries of the remaining ranks."""
-        while self._left:
-            self.read_next()
-
 
 def _sizes(peer: PeerAddress) -> PeerSizes:
     return PeerSizes(peer.tp, peer.pp, peer.dcp)
@@ -192,36 +134,3 @@ def _spans(groups: Iterable[GroupDocument]) -> list[tuple[bool, int, int]]:
 
 def _layers(document: GeometryDocument) -> Iterator[str]:
     return (member.layer for region in document["regions"] for member in region["members"])
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class PeerLimits:
-    """Time limits for peers, and the connector version assumed of peers that announce none.
-
-    Attributes:
-        handshake_s: Longest wait of a read for its engine.
-        engine_ttl_s: Time without use after which an engine is forgotten.
-        probe_s: Interval between two probes of an engine that is not being read from.
-        dialect: Connector version of peers whose tickets announce none.
-        only_ours: Whether the configuration states that all peers run this connector; the names of a peer's agents must then
-            begin with its engine id. Otherwise only peers that announce this connector's capabilities must meet that.
-    """
-
-    handshake_s: float
-    engine_ttl_s: float
-    dialect: int
-    probe_s: float = 10.0
-    only_ours: bool = False
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class ReadLimits:
-    """Time limits of a read, a lease and its renewal, the number of retries, and the limits of peers."""
-
-    read_timeout_s: float
-    lease_s: float
-    renewed_s: float
-    peers: PeerLimits
-    retries: int = 1
