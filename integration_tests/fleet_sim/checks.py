@@ -8,7 +8,7 @@ import numpy as np
 from fairness import Fairness
 from releases import may_read
 
-from kv_nixl_agent.words.fences import PAD_COUNT
+from kv_nixl_agent.memory.fences import PAD_COUNT
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final, Protocol, final
 
 from agent_checks.stage import expect, expect_error
 from agent_checks.stream_rewriter import VOID_TOKENS, entries_of, entry_id, is_progress_of
-from kv_nixl_agent.words.fences import PAD_COUNT
+from kv_nixl_agent.memory.fences import PAD_COUNT
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from kv_nixl_agent.memory.memory import MemoryTable
+    from kv_nixl_agent.memory.rows import MemoryTable
     from kv_nixl_agent.nixl.port import Handle, MemoryKind, NixlPort
     from kv_nixl_agent.values import FenceLocation, PeerSpec, StreamLocation
 

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Final, Protocol, final
 import numpy as np
 
 from kv_nixl_agent.errors import AgentError, transfer_code
+from kv_nixl_agent.memory.fences import PAD_WORDS
 from kv_nixl_agent.streams.words import LOW_HALF, TAG_SHIFT, layout_of, row_of
 from kv_nixl_agent.transfers.handles import QUARANTINE_POLL_S
-from kv_nixl_agent.words.fences import PAD_WORDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

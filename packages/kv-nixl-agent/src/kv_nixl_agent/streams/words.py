@@ -32,15 +32,15 @@ from typing import TYPE_CHECKING, Final, NamedTuple, final
 import numpy as np
 
 from kv_nixl_agent.errors import AgentError
-from kv_nixl_agent.words.fences import aligned_words
+from kv_nixl_agent.memory.fences import aligned_words
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     import numpy.typing as npt
 
+    from kv_nixl_agent.memory.fences import FenceArray
     from kv_nixl_agent.values import StreamLocation
-    from kv_nixl_agent.words.fences import FenceArray
 
     Words = npt.NDArray[np.uint64]
 

@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
+    from kv_nixl_agent.memory.fences import FenceArray, LandingPads, PadUse
     from kv_nixl_agent.memory.peers import Peer
     from kv_nixl_agent.nixl.port import Handle, MemoryKind, NixlPort
     from kv_nixl_agent.transfers.handles import Handles
-    from kv_nixl_agent.words.fences import FenceArray, LandingPads, PadUse
 
     Words = npt.NDArray[np.uint64]
 
