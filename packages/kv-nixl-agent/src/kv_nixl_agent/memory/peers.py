@@ -299,22 +299,6 @@ class PeerLists:
 class Peer:
     """A peer rank: its agent, row tables, prepared lists and number of outstanding handles."""
 
-    __slots__ = (
-        "agent_digest",
-        "agent_name",
-        "agent_prefix",
-        "fence",
-        "is_connected",
-        "is_lost",
-        "is_removed",
-        "key",
-        "lists",
-        "local",
-        "outstanding",
-        "rows",
-        "streams",
-    )
-
     def __init__(self, spec: PeerSpec) -> None:
         self.key = spec.key
         self.agent_prefix = spec.agent_prefix

@@ -80,8 +80,6 @@ class RowTable:
         kind: Memory kind of all rows, or one per row.
     """
 
-    __slots__ = ("_first", "_group_first", "_is_mixed", "_lengths", "_row_kind", "count", "groups", "uniform_bytes")
-
     def __init__(self, rows: object, kind: MemoryKind | Sequence[MemoryKind]) -> None:
         array = np.asarray(rows)
         table = np.empty((0, 5), dtype=np.uint64) if array.shape == (0, 5) else check_rows(array)
@@ -159,8 +157,6 @@ class RowTable:
 @final
 class MemoryTable:
     """Regions registered with NIXL; refuses rows outside them before NIXL sees the rows."""
-
-    __slots__ = ("_port", "_regions", "_registrations", "fences")
 
     def __init__(
         self,

@@ -119,20 +119,6 @@ class StreamWords:
         is_alone: Whether NIXL makes progress only on the owner thread.
     """
 
-    __slots__ = (
-        "_fences",
-        "_first_until_s",
-        "_gate",
-        "_has_opened",
-        "_is_alone",
-        "_layout",
-        "_lock",
-        "_memory",
-        "_tags",
-        "on_open",
-        "open_count",
-    )
-
     def __init__(self, fences: FenceArray, slots: int, capacity: int, *, is_alone: bool = True) -> None:
         self._fences = fences
         self._layout = StreamLayout(slots, capacity)

@@ -15,6 +15,7 @@ that of one. Its handle is posted again for every poll, once the previous one ha
 from __future__ import annotations
 
 import contextlib
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, final
 
 import numpy as np
@@ -41,19 +42,17 @@ _FIRST: Final = np.zeros(1, dtype=np.int32)
 
 
 @final
+@dataclass(slots=True, eq=False)
 class WordRead:
     """Read of a run of a peer's words. It may be posted again once it has ended."""
 
-    __slots__ = ("free", "handle", "is_on_wire", "peer", "words")
-
-    def __init__(self, peer: Peer, handle: Handle, words: Words, free: Callable[[bool], None]) -> None:
-        self.peer = peer
-        self.handle = handle
-        self.words = words
-        """Scratch words in which the read lands, without copying."""
-        self.free = free
-        """Frees the scratch words, and lists of this read alone; True if a late write may still reach the words."""
-        self.is_on_wire = False
+    peer: Peer
+    handle: Handle
+    words: Words
+    """Scratch words in which the read lands, without copying."""
+    free: Callable[[bool], None]
+    """Frees the scratch words, and lists of this read alone; True if a late write may still reach the words."""
+    is_on_wire: bool = False
 
 
 @final

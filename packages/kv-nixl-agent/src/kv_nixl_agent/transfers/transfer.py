@@ -61,25 +61,6 @@ class Transfer:
         wiring: See `Wiring`.
     """
 
-    __slots__ = (
-        "_entered_s",
-        "_is_attached",
-        "_merged_count",
-        "_moved_bytes",
-        "_payload_bytes",
-        "_post_s",
-        "_read",
-        "_row_count",
-        "_wiring",
-        "active",
-        "deadline_s",
-        "moved_s",
-        "order",
-        "peer",
-        "pending",
-        "state",
-    )
-
     def __init__(self, order: TransferOrder, peer: Peer, parts: deque[Part], wiring: Wiring) -> None:
         self._wiring = wiring
         self.order = order
