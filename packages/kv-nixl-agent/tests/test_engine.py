@@ -4,16 +4,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import Pages, make_pair, order
+from helpers import Pages, code_of, make_pair, order
 
 from kv_nixl_agent import AgentError, AgentOptions, PeerSpec, TransferAgent
 from kv_nixl_agent.memory.fences import CLOSED_GENERATION
-
-
-def code_of(call):
-    with pytest.raises(AgentError) as error:
-        call()
-    return error.value.code
 
 
 def test_peers_take_turns():

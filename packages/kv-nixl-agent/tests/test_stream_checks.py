@@ -10,6 +10,7 @@ import pytest
 from agent_checks.recording import RecordingPort, recording_factory
 from agent_checks.stream_checks import STREAM_CHECKS, STREAM_FAULT_CHECKS, Listener, StreamStage
 from agent_checks.stream_rewriter import VOID_TOKENS, StreamRewriter, entries_of, entry_id
+from helpers import code_of
 
 from kv_nixl_agent import AgentError, AgentOptions, PeerSpec, ThreadOptions, TransferAgent, TransferThread
 from kv_nixl_agent.memory.fences import FenceArray
@@ -22,7 +23,7 @@ OPTIONS = AgentOptions(stream_slots=8, stream_capacity=2048)
 
 
 class InProcessStreams:
-    """`StreamControl` over an agent of the same process."""
+    """Producer of the checks over an agent of the same process."""
 
     def __init__(self, fabric):
         self._fabric = fabric
@@ -269,9 +270,7 @@ def test_what_cannot_be_stored_is_refused_and_changes_nothing(wrong):
     _, words, memory = make_words()
     words.open(1, 7, 7)
     before = memory.copy()
-    with pytest.raises(AgentError) as error:
-        wrong(words)
-    assert error.value.code == "bad-streams"
+    assert code_of(lambda: wrong(words)) == "bad-streams"
     assert np.array_equal(memory, before)
 
 
@@ -286,9 +285,7 @@ def test_a_closed_agent_shows_no_progress_and_takes_none():
     words.show(0, 7, 32)
     assert int(words._memory[0]) == 7 << 32 | VOID_TOKENS
     for store in (partial(words.open, 0, 8, 8), partial(words.void, 0, 8, 8)):
-        with pytest.raises(AgentError) as error:
-            store()
-        assert error.value.code == "agent-closed"
+        assert code_of(store) == "agent-closed"
 
 
 def test_without_slots_nothing_is_registered_and_nobody_watches():
@@ -300,9 +297,7 @@ def test_without_slots_nothing_is_registered_and_nobody_watches():
     assert len(fabric.agent("streams")._all_regions()) == 3
     location = streams.stream_words.location
     plain.add_peer(PeerSpec("p", streams.agent_metadata(), NOTHING, NOTHING, fence=streams.fence, streams=location))
-    with pytest.raises(AgentError) as error:
-        plain.polls.watch("p", 0, Listener())
-    assert error.value.code == "bad-streams"
+    assert code_of(lambda: plain.polls.watch("p", 0, Listener())) == "bad-streams"
 
 
 # Pace and thread -----------------------------------------------------------------------------------------------------

@@ -96,7 +96,7 @@ class WordReader:
         if word is None:
             return None
         try:
-            handle = self._port.make(self._scratch, self._index(word), peer.lists.fence, self._index(slot), b"")
+            handle = self._port.make(self._scratch, self._index(word), peer.fence_list, self._index(slot), b"")
         except AgentError:
             self._fences.give_back(word)
             raise

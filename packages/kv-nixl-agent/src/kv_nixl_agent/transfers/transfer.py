@@ -132,11 +132,10 @@ class Transfer:
             self._finish_data_if_complete()
 
     def _make(self, part: Part) -> Handle:
-        lists = self.peer.lists
         return self._wiring.port.make(
-            lists.local[part.local_kind],
+            self.peer.local_lists[part.local_kind],
             part.local_indices,
-            lists.peer[part.peer_kind],
+            self.peer.peer_lists[part.peer_kind],
             part.peer_indices,
             self.order.notification if self._is_attached else b"",
         )
