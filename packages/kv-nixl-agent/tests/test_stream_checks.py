@@ -96,17 +96,13 @@ def test_check(check, latency_polls):
 
 
 class HalfDone:
-    """Lets a reader look in between any two stores of a producer; `plant` says how a word is stored.
+    """Lets a reader look in between any two stores of a producer, which stores whole words in any order."""
 
-    The right way stores whole words, in any order; `halves` stores a word as two.
-    """
-
-    def __init__(self, monkeypatch, plant, seed):
+    def __init__(self, monkeypatch, seed):
         fabric = FakeFabric(latency_polls=0)
         producer = InProcessStreams(fabric)
         self.stage = stage_of(fabric, producer)
         self.stage.connect()
-        self._plant = plant
         self._random = random.Random(seed)
         self.watched = [self.stage.watch(slot) for slot in range(8)]
         self._asked = [0] * 8
@@ -137,16 +133,8 @@ class HalfDone:
             self._asked[slot] = len(self.watched[slot][0].progressed)
 
     def _store(self, at, tag, low):
-        if self._plant == "halves":
-            halves = self._memory.view(np.uint32)
-            places = [(2 * at + 1, tag), (2 * at, low)]
-            self._random.shuffle(places)
-            for place, half in places:
-                halves[place] = half
-                self.look()
-        else:
-            self._memory[at] = tag << 32 | low
-            self.look()
+        self._memory[at] = tag << 32 | low
+        self.look()
 
     def _put_entries(self, slot, first, tag, ids):
         places = list(enumerate(ids.tolist()))[:40]
@@ -159,21 +147,15 @@ class HalfDone:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_no_look_between_two_stores_is_torn(monkeypatch, seed):
-    reader = HalfDone(monkeypatch, "", seed)
+    reader = HalfDone(monkeypatch, seed)
     reader.run(150)
     found = reader.stage.consumer.statistics()
     assert found["stream_tables"] > 20
 
 
-def test_a_word_that_is_stored_in_halves_is_found(monkeypatch):
-    reader = HalfDone(monkeypatch, "halves", 1)
-    with pytest.raises(AssertionError, match=r"stored by nobody|not all its own"):
-        reader.run(150)
-
-
 def test_progress_before_its_entries_makes_a_table_late_and_never_wrong(monkeypatch):
     """Stores that overtake each other, as on ARM, cost a look."""
-    reader = HalfDone(monkeypatch, "", 5)
+    reader = HalfDone(monkeypatch, 5)
     put, show = StreamWords.put, StreamWords.show
     held: dict[tuple[int, int], list[tuple[int, list[int]]]] = {}
 
