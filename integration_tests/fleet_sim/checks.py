@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 from fairness import Fairness
 
-from kv_nixl_agent.words.fences import PAD_COUNT
+from kv_nixl_agent.memory.fences import PAD_COUNT
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -294,7 +294,7 @@ def _left_in_agent(agent: Any) -> list[tuple[str, str]]:
     """Return what an agent at rest still counts or has unloaded wrongly."""
     found: list[tuple[str, str]] = []
     schedule, free = agent._transfers.schedule, agent._memory.fences.free_scratch_words
-    inflight_bytes = agent._transfers.load.payload_bytes
+    inflight_bytes = agent._transfers.wiring.load.payload_bytes
     if schedule.count or inflight_bytes:
         found.append(("queue-left", f"counts {schedule.count} waiting transfers and {inflight_bytes} bytes in flight"))
     if free != _SCRATCH_WORDS:

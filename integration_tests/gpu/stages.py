@@ -56,7 +56,7 @@ class Memory:
 
 
 class LocalProducer:
-    """`ProducerControl` over an agent of this process."""
+    """Producer of the checks over an agent of this process."""
 
     page_bytes, page_count = PAGE_BYTES, PAGES
 

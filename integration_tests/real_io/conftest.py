@@ -22,7 +22,7 @@ TRANSPORTS = {"default": {}, "tcp": {"TLS": "tcp"}}
 
 
 class RemoteProducer:
-    """`ProducerControl` over a `PeerProcess`."""
+    """Producer of the checks over a `PeerProcess`."""
 
     def __init__(self, process):
         self.process = process

@@ -316,7 +316,7 @@ def test_a_peer_that_is_kept_loaded_is_read_from_memory_that_it_registered_later
 
 
 class StoppedOwner:
-    """`PausedOwner` over a stage: the owner thread of the producer's process."""
+    """Paused owner of the check over a stage: the owner thread of the producer's process."""
 
     def __init__(self, stage):
         self._consumer, self._producer = stage.consumer, stage.producer

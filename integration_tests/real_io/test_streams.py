@@ -23,7 +23,7 @@ FINDS_CHECKS = {"PYTHONPATH": str(Path(agent_checks.__file__).parents[1])}
 
 
 class RemoteStreams:
-    """`StreamControl` over a `PeerProcess`."""
+    """Producer of the checks over a `PeerProcess`."""
 
     def __init__(self, process):
         self._process = process

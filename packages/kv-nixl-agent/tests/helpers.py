@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from agent_checks.recording import RecordingPort, recording_factory
 
-from kv_nixl_agent import AgentOptions, PeerSpec, TransferAgent, TransferOrder
+from kv_nixl_agent import AgentError, AgentOptions, PeerSpec, TransferAgent, TransferOrder
 from kv_nixl_agent.testing import FakeFabric
 from kv_nixl_agent.tools.cli import main
 
@@ -91,6 +91,13 @@ def order(transfer_id, local, theirs, **arguments):
         peer_indices=np.asarray(theirs, dtype=np.int32),
         **arguments,
     )
+
+
+def code_of(call):
+    """Return the code of the `AgentError` that a call raises."""
+    with pytest.raises(AgentError) as error:
+        call()
+    return error.value.code
 
 
 def exit_code(*words):

@@ -1,56 +1,12 @@
 """The agent on the fake fabric: bytes, results, fences, peers."""
 
-import gc
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from helpers import make_pair, order
+from helpers import code_of, make_pair, order
 
-from kv_nixl_agent import AgentError, AgentOptions
-from kv_nixl_agent.transfers.transfer import Transfer
-
-
-def test_read_moves_the_right_bytes_and_notifies():
-    pair = make_pair()
-    pair.connect()
-    pair.consumer.post(order("r1", [3, 1, 2], [30, 5, 6], notification=b"r1:1"))
-    result = pair.run()["r1"]
-    assert (result.outcome, result.code, result.is_memory_quiet, result.is_notified) == ("done", "", True, True)
-    assert (result.bytes_moved, result.descriptor_count, result.merged_count) == (3 * 64, 3, 2)
-    for mine, theirs in ((3, 30), (1, 5), (2, 6)):
-        assert np.array_equal(pair.local.page(mine), pair.remote.page(theirs))
-    assert not pair.local.page(0).any()
-    assert list(pair.producer.take_notifications()) == [("consumer", b"r1:1")]
-
-
-def test_empty_order_only_notifies():
-    pair = make_pair()
-    pair.connect()
-    pair.consumer.post(order("n", [], [], notification=b"n:2"))
-    assert pair.run()["n"].outcome == "done"
-    assert list(pair.producer.take_notifications()) == [("consumer", b"n:2")]
-
-
-def test_matching_fence_passes_and_the_notification_follows_it():
-    pair = make_pair()
-    pair.connect()
-    pair.producer.write_fence(9, 77)
-    pair.consumer.post(order("f", [0], [1], notification=b"f:1", fence=(9, 77)))
-    assert pair.run()["f"].outcome == "done"
-    assert list(pair.producer.take_notifications()) == [("consumer", b"f:1")]
-
-
-def test_bumped_fence_voids_the_read_and_sends_nothing():
-    pair = make_pair(latency_polls=3)
-    pair.connect()
-    pair.producer.write_fence(9, 77)
-    pair.consumer.post(order("f", [0], [1], notification=b"f:1", fence=(9, 77)))
-    pair.consumer.advance()
-    pair.producer.write_fence(9, 78)
-    result = pair.run()["f"]
-    assert (result.outcome, result.code, result.is_memory_quiet) == ("fence-rejected", "fence-mismatch", True)
-    assert list(pair.producer.take_notifications()) == []
+from kv_nixl_agent import AgentOptions
 
 
 def test_reads_of_a_stopped_peer_are_reported_as_stalled_and_go_on():
@@ -90,22 +46,6 @@ def test_an_end_of_one_part_is_progress():
     assert seen == 0
 
 
-def test_an_agent_at_rest_keeps_no_transfer_that_has_ended():
-    def kept():
-        gc.collect()
-        return [each for each in gc.get_objects() if type(each) is Transfer and each.order.transfer_id == "kept"]
-
-    pair = make_pair(options=AgentOptions(stall_after_s=2.0), latency_polls=6)
-    pair.connect()
-    pair.run(40)
-    pair.consumer.post(order("kept", [0, 1], [2, 3], deadline_s=10.0))
-    pair.run(3, step_s=0.5)  # the watchdog looks while it is on the wire
-    assert kept()
-    assert pair.run(20)["kept"].outcome == "done"
-    pair.run(2, step_s=10.0)  # its deadline passes
-    assert not kept()
-
-
 def test_without_a_limit_nothing_stalls():
     pair = make_pair(options=AgentOptions(stall_after_s=None))
     pair.connect()
@@ -127,9 +67,7 @@ def test_a_stopped_peer_times_out_into_quarantine_and_leaves_it_when_it_resumes(
     assert not pair.results["s"].is_memory_quiet
     assert [entry.transfer_id for entry in pair.consumer.quarantine()] == ["s"]
     assert pair.consumer.take_quiet() == []
-    with pytest.raises(AgentError) as error:
-        pair.consumer.post(order("s", [0], [0]))
-    assert error.value.code == "duplicate-transfer"
+    assert code_of(lambda: pair.consumer.post(order("s", [0], [0]))) == "duplicate-transfer"
     pair.fabric.agent("producer").resume()
     pair.run(5, step_s=0.5)
     assert pair.consumer.take_quiet() == ["s"]

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers import code_of
 
 from kv_nixl_agent import AgentError, WireTelemetry, open_nixl
 from kv_nixl_agent.nixl import binding as nixl_binding
@@ -95,12 +96,6 @@ def open_one(**parameters: str) -> tuple[Any, Any]:
 
 def handles(binding, count):
     return [binding.prepare(None, "DRAM", ROWS) for _ in range(count)]
-
-
-def code_of(call):
-    with pytest.raises(AgentError) as error:
-        call()
-    return error.value.code
 
 
 class Configuration:

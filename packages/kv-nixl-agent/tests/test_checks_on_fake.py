@@ -14,7 +14,7 @@ PAGES, PAGE_BYTES = 32, 64
 
 
 class InProcessProducer:
-    """`ProducerControl` over an agent of the same process."""
+    """Producer of the checks over an agent of the same process."""
 
     page_bytes, page_count = PAGE_BYTES, PAGES
 

@@ -12,6 +12,12 @@ from kv_nixl_agent.transfers.states import TABLE, step
 EPISODES = 4000 if os.environ.get("KVDEV_LONG") == "1" else 60
 
 
+@pytest.mark.never_wrong("C8")
+@pytest.mark.parametrize("seed", [1000, 1001, 1002])
+def test_an_episode_keeps_every_promise(seed):
+    run_episode(seed)
+
+
 @pytest.mark.full
 @pytest.mark.never_wrong("C8")
 @pytest.mark.timeout(900)

@@ -4,16 +4,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import Pages, make_pair, order
+from helpers import Pages, code_of, make_pair, order
 
 from kv_nixl_agent import AgentError, AgentOptions, PeerSpec, TransferAgent
-from kv_nixl_agent.words.fences import CLOSED_GENERATION
-
-
-def code_of(call):
-    with pytest.raises(AgentError) as error:
-        call()
-    return error.value.code
+from kv_nixl_agent.memory.fences import CLOSED_GENERATION
 
 
 def test_peers_take_turns():
@@ -114,20 +108,6 @@ def test_cancel_in_the_queue_and_on_the_wire():
     assert [pair.results[name].is_memory_quiet for name in ("queued", "posted")] == [True, False]
     assert pair.consumer.take_quiet() == ["posted"]
     assert not pair.local.page(0).any()
-
-
-def test_quarantine_outlives_the_removal_of_its_peer():
-    pair = make_pair()
-    pair.connect()
-    pair.run(3)
-    pair.fabric.agent("producer").stop()
-    pair.consumer.post(order("stuck", [0], [0]))
-    pair.run(2)
-    pair.consumer.remove_peer("p")
-    pair.run(5, step_s=0.1)
-    assert pair.results["stuck"].code == "peer-removed"
-    assert pair.consumer.has_quarantine
-    assert pair.consumer.take_quiet() == []
 
 
 def test_late_writes_into_released_memory_are_what_quarantine_prevents():

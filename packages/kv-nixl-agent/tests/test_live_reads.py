@@ -8,11 +8,7 @@ import pytest
 from helpers import exit_code
 
 from kv_nixl_agent import AgentOptions, TransferAgent
-from kv_nixl_agent.testing import FakeFabric
-from kv_nixl_agent.tools import remote
-from kv_nixl_agent.tools.remote import LiveRank, Measurement, RankRead, measure_ranks, read_ranks
-from kv_nixl_agent.tools.selftest import ReadPath
-from kv_nixl_agent.words.fences import (
+from kv_nixl_agent.memory.fences import (
     PROBE_PAGE_BYTES,
     PROBE_PAGES,
     PROBE_WORDS,
@@ -21,6 +17,10 @@ from kv_nixl_agent.words.fences import (
     probe_rows,
     words_before_pages,
 )
+from kv_nixl_agent.testing import FakeFabric
+from kv_nixl_agent.tools import remote
+from kv_nixl_agent.tools.remote import LiveRank, Measurement, RankRead, measure_ranks, read_ranks
+from kv_nixl_agent.tools.selftest import ReadPath
 
 CMA = [ReadPath("host", "host", "0..inf", "zero-copy", "cma/memory")]
 TCP = [ReadPath("host", "host", "0..inf", "software emulation", "tcp/lo")]
@@ -81,16 +81,6 @@ def test_a_rank_is_read_compared_and_timed(rank):
     agent.close()
 
 
-def test_voided_and_written_fence_words_change_no_page(rank):
-    fabric, make = rank
-    producer = make()
-    agent, reads = reader(fabric, most_bytes=0)
-    for slot in range(64):
-        producer.write_fence(slot, slot + 1)
-    assert reads.read(LiveRank("a", producer.agent_metadata(), producer.fence)).checksum == 0xEACC91BB
-    agent.close()
-
-
 def test_a_rank_of_an_older_version_has_no_pages(rank):
     fabric, make = rank
     producer = make()
@@ -121,24 +111,6 @@ def test_damaged_metadata_is_a_result(rank):
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "{}",
-        "[1]",
-        '[{"name": "a"}]',
-        '[{"name": "a", "agent_metadata": "AA=", "fence": []}]',
-        '[{"name": "a", "agent_metadata": "", "fence": []}]',
-    ],
-)
-def test_a_description_that_is_none_is_wrong_usage(text, tmp_path, capsys):
-    file = tmp_path / "ranks.json"
-    file.write_text(text)
-    assert exit_code("measure", str(file)) == 2
-    assert "kv-nixl: " in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
     ("found", "code", "said"),
     [
         (Measurement([GOOD], CMA), 0, "0.0: 3.00 GB/s, a word in 2 us, checksum 00000001"),
@@ -155,10 +127,6 @@ def test_exit_code_and_words(monkeypatch, capsys, tmp_path, found, code, said):
     assert exit_code("measure", str(tmp_path / "ranks.json"), "--json") == code
     answer = json.loads(capsys.readouterr().out)
     assert (len(answer["ranks"]), answer["is_tcp"]) == (len(found.ranks), code == 1)
-
-
-def test_ranks_are_those_of_the_description():
-    assert read_ranks(json.dumps(DESCRIBED)) == [LiveRank("0.0", b"\x00\x01\x02", (4096, 0, 16))]
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,8 @@ from kv_nixl_agent import (
     TransferResult,
     TransferThread,
 )
-from kv_nixl_agent.pacing import Pacer
+from kv_nixl_agent.memory.fences import SCRATCH_WORDS
 from kv_nixl_agent.testing import FakeFabric
-from kv_nixl_agent.words.fences import SCRATCH_WORDS
 
 NOTHING = np.empty(0, dtype=np.int32)
 ONE = np.zeros(1, dtype=np.int32)
@@ -238,22 +237,6 @@ def test_a_probe_through_the_thread():
     ]
 
 
-def test_idle_polling_slows_down_only_where_it_is_allowed():
-    now_s = [100.0]
-    pacer = Pacer(ThreadOptions(idle_poll_s=5e-4, slow_poll_s=8e-3), lambda: now_s[0])
-
-    def period_s(quiet_s):
-        return pacer._idle_period_s(100.0 + quiet_s)
-
-    assert period_s(60.0) == 5e-4
-    pacer.may_poll_slowly = True
-    assert [period_s(quiet_s) for quiet_s in (0.0, 0.003, 0.3, 60.0)] == [5e-4, 5e-4, 8e-3, 8e-3]
-    assert period_s(0.016) == pytest.approx(2e-3)  # an eighth
-    now_s[0] = 160.0
-    pacer.progressed()
-    assert pacer._idle_period_s(160.0) == 5e-4
-
-
 def test_work_wakes_a_slowly_polling_thread_at_once():
     owner = Owner(FakeFabric(), thread_options=ThreadOptions(idle_poll_s=1e-3, slow_poll_s=30.0))
     owner.thread.allow_slow_polling(True)
@@ -363,18 +346,6 @@ def test_writers_on_other_threads_revive_no_word_of_a_closed_agent():
         owner.thread.close()
         writer.join(10)
         assert fences.read(3) == (1 << 64) - 1
-
-
-@pytest.mark.never_wrong("C5")
-def test_an_order_without_descriptors_still_checks_its_fence():
-    pair = make_pair()
-    pair.connect()
-    pair.producer.write_fence(4, 10)
-    pair.consumer.post(order("stale", [], [], fence=(4, 9), notification=b"stale:1"))
-    pair.consumer.post(order("good", [], [], fence=(4, 10), notification=b"good:1"))
-    pair.run()
-    assert (pair.results["stale"].outcome, pair.results["good"].outcome) == ("fence-rejected", "done")
-    assert [payload for _, payload in pair.producer.take_notifications()] == [b"good:1"]
 
 
 # ----------------------------------------------------------------------------------------------- peers and quarantine

@@ -13,7 +13,7 @@ from kv_nixl_agent.testing import FakeFabric
 
 
 class ClockedOwner:
-    """`PausedOwner` whose loop has a turn every `turn_s`, and whose NIXL gets a core `starved_s` after each pause.
+    """Paused owner of the check, whose loop has a turn every `turn_s`, and whose NIXL gets a core `starved_s` after each pause.
 
     Until then NIXL's thread brings nothing in, as over TCP, where it alone reads the sockets.
     """

@@ -10,8 +10,8 @@ import pytest
 
 from kv_nixl_agent.nixl import side_effects
 from kv_nixl_agent.nixl.side_effects import SWITCH, RequestPool, State
+from kv_nixl_agent.tools.report import judge_peer_deaths
 from kv_nixl_agent.tools.selftest import ReadPath
-from kv_nixl_agent.tools.transports import judge_peer_deaths
 
 LIBRARIES = sorted({line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if ".so" in line})
 ONE_SIDED = ReadPath("host", "host", "0..inf", "zero-copy", "cma/memory")

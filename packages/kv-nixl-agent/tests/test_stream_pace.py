@@ -221,8 +221,8 @@ class Reader:
 
 @pytest.mark.parametrize(("pads", "look_pads", "peers"), [(8, 6, 40), (8, 2, 40), (64, 48, 100)])
 def test_more_peers_are_watched_than_there_are_pads(monkeypatch, pads, look_pads, peers):
-    monkeypatch.setattr("kv_nixl_agent.words.fences.PAD_COUNT", pads)
-    monkeypatch.setattr("kv_nixl_agent.words.fences.LOOK_PADS", look_pads)
+    monkeypatch.setattr("kv_nixl_agent.memory.fences.PAD_COUNT", pads)
+    monkeypatch.setattr("kv_nixl_agent.memory.fences.LOOK_PADS", look_pads)
     now_s = 100.0
     fabric = FakeFabric(latency_polls=0)
     options = AgentOptions(stream_slots=8, stream_capacity=16)

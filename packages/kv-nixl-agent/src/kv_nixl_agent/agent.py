@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Final, final
 import numpy as np
 
 from kv_nixl_agent.errors import AgentError
-from kv_nixl_agent.memory.memory import MemoryTable
+from kv_nixl_agent.memory.fences import FenceArray, LandingPads
 from kv_nixl_agent.memory.peers import PeerTable
+from kv_nixl_agent.memory.rows import MemoryTable
 from kv_nixl_agent.nixl.binding import open_nixl
 from kv_nixl_agent.nixl.metadata import add_checksum
 from kv_nixl_agent.options import AgentOptions
@@ -29,7 +30,6 @@ from kv_nixl_agent.transfers.queue import TransferTable
 from kv_nixl_agent.transfers.reader import WordReader
 from kv_nixl_agent.transfers.transfer import Transfer
 from kv_nixl_agent.values import Statistics, TransferOrder, TransferResult
-from kv_nixl_agent.words.fences import FenceArray, LandingPads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -15,6 +15,7 @@ from __future__ import annotations
 import threading
 import traceback
 from collections import deque
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, final
 
 from kv_nixl_agent.errors import AgentError
@@ -96,13 +97,11 @@ _CATCH_UP_S: Final = 0.5
 
 
 @final
+@dataclass(slots=True, eq=False)
 class _Timer:
-    __slots__ = ("due_s", "function", "period_s")
-
-    def __init__(self, period_s: float, function: Callable[[], object], now_s: float) -> None:
-        self.period_s = period_s
-        self.function = function
-        self.due_s = now_s + period_s
+    period_s: float
+    function: Callable[[], object]
+    due_s: float
 
 
 @final
@@ -124,7 +123,7 @@ class Timers:
 
     def add(self, period_s: float, function: Callable[[], object], now_s: float) -> None:
         """Run `function` about every `period_s`."""
-        self._timers.append(_Timer(period_s, function, now_s))
+        self._timers.append(_Timer(period_s, function, now_s + period_s))
 
     def note(self, now_s: float) -> bool:
         """Record the time, at the beginning of a turn and within it; return True if the process paused since the last call."""

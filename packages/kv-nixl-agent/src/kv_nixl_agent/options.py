@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, final
@@ -17,11 +18,22 @@ if TYPE_CHECKING:
 __all__ = ["AgentOptions", "BackendOptions", "ThreadOptions"]
 
 _HOST_SPLIT_BATCH_SIZE: Final = 128
+_LEAST_S: Final = 1e-9
 
 
-def _demand(holds: bool, message: str, **context: object) -> None:
+def _demand(holds: bool, message: str) -> None:
     if not holds:
-        raise AgentError("bad-options", message, **context)
+        raise AgentError("bad-options", message)
+
+
+def _demand_within(options: object, **limits: tuple[float, float]) -> None:
+    """Refuse an option outside (lowest, highest); None, for no limit, is always fine."""
+    for name, (lowest, highest) in limits.items():
+        value = getattr(options, name)
+        _demand(
+            value is None or lowest <= value <= highest,
+            f"{name} is {value}, allowed are {lowest:g} to {'any number' if highest == math.inf else f'{highest:g}'}",
+        )
 
 
 @final
@@ -51,11 +63,7 @@ class BackendOptions:
 
     def __post_init__(self) -> None:
         _demand(bool(self.name), "a backend needs a plugin name such as 'UCX'")
-        _demand(0 <= self.num_threads <= 64, f"num_threads is {self.num_threads}, allowed are 0 to 64")
-        _demand(
-            self.split_batch_size is None or self.split_batch_size > 0,
-            f"split_batch_size is {self.split_batch_size}, it must be positive",
-        )
+        _demand_within(self, num_threads=(0, 64), split_batch_size=(1, math.inf))
 
     def for_host_memory(self) -> BackendOptions:
         """Return these options with the default of an agent that registers host memory alone."""
@@ -124,29 +132,19 @@ class AgentOptions:
         _demand(len(self.backends) > 0, "at least one backend is needed, for example BackendOptions('UCX')")
         names = [backend.name for backend in self.backends]
         _demand(len(set(names)) == len(names), f"backends {names} name one plugin twice")
-        _demand(0 < self.fence_words <= 1 << 24, f"fence_words is {self.fence_words}, allowed are 1 to 16777216")
-        most = min(MAX_SLOTS, self.fence_words)
-        _demand(0 <= self.stream_slots <= most, f"stream_slots is {self.stream_slots}, allowed are 0 to {most}")
-        _demand(
-            0 < self.stream_capacity <= MAX_CAPACITY,
-            f"stream_capacity is {self.stream_capacity}, allowed are 1 to {MAX_CAPACITY}",
+        _demand_within(
+            self,
+            fence_words=(1, 1 << 24),
+            stream_slots=(0, min(MAX_SLOTS, self.fence_words)),
+            stream_capacity=(1, MAX_CAPACITY),
+            stream_poll_s=(_LEAST_S, self.stream_slow_poll_s),
+            chunk_rows=(0, math.inf),
+            max_inflight_bytes=(1, math.inf),
+            max_queued=(1, math.inf),
+            max_quarantined_per_peer=(1, math.inf),
+            stall_after_s=(_LEAST_S, math.inf),
+            close_wait_s=(0, math.inf),
         )
-        _demand(
-            0 < self.stream_poll_s <= self.stream_slow_poll_s,
-            f"looks every {self.stream_poll_s} s and at most every {self.stream_slow_poll_s} s: both positive, in this order",
-        )
-        _demand(self.chunk_rows >= 0, f"chunk_rows is {self.chunk_rows}, it must not be negative")
-        _demand(
-            self.max_inflight_bytes is None or self.max_inflight_bytes > 0,
-            f"max_inflight_bytes is {self.max_inflight_bytes}, it must be positive or None",
-        )
-        _demand(
-            self.stall_after_s is None or self.stall_after_s > 0,
-            f"stall_after_s is {self.stall_after_s}, it must be positive or None",
-        )
-        _demand(self.close_wait_s >= 0, f"close_wait_s is {self.close_wait_s}, it must not be negative")
-        for name in ("max_queued", "max_quarantined_per_peer"):
-            _demand(getattr(self, name) > 0, f"{name} is {getattr(self, name)}, it must be positive")
 
     def for_regions(self, regions: Sequence[MemoryRegion]) -> AgentOptions:
         """Return these options with the defaults filled in that depend on the memory to register."""
@@ -192,9 +190,10 @@ class ThreadOptions:
     on_thread_start: Callable[[], None] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("spin_s", "min_sleep_s", "max_sleep_s", "close_grace_s"):
-            _demand(getattr(self, name) >= 0, f"{name} is {getattr(self, name)}, it must not be negative")
-        for name in ("idle_poll_s", "slow_poll_s", "stuck_after_s"):
-            _demand(getattr(self, name) > 0, f"{name} is {getattr(self, name)}, it must be positive")
-        interval = self.gil_switch_interval_s
-        _demand(interval is None or interval > 0, f"gil_switch_interval_s is {interval}, it must be positive or None")
+        _demand_within(
+            self,
+            **dict.fromkeys(("spin_s", "min_sleep_s", "max_sleep_s", "close_grace_s"), (0, math.inf)),
+            **dict.fromkeys(
+                ("idle_poll_s", "slow_poll_s", "stuck_after_s", "gil_switch_interval_s"), (_LEAST_S, math.inf)
+            ),
+        )

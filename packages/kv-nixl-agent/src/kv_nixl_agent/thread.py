@@ -459,7 +459,6 @@ class TransferThread:
             self._errors.keep(error)
 
     def _drain(self, agent: TransferAgent) -> None:
-        """Let transfers in flight end within the grace period."""
         deadline_s = self._clock() + self._options.close_grace_s
         while agent.is_busy and self._clock() < deadline_s:
             if not agent.advance():

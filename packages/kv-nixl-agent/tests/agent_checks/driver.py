@@ -26,11 +26,11 @@ import numpy as np
 from agent_checks.recording import RecordingPort, recording_factory
 from agent_checks.world import PAGE_BYTES, Clock, Producer, World, demand
 from kv_nixl_agent.errors import AgentError
+from kv_nixl_agent.memory.fences import CLOSED_GENERATION, SCRATCH_WORDS
 from kv_nixl_agent.options import AgentOptions, ThreadOptions
 from kv_nixl_agent.testing import FakeFabric
 from kv_nixl_agent.thread import TransferThread
 from kv_nixl_agent.values import PeerSpec, TransferOrder
-from kv_nixl_agent.words.fences import CLOSED_GENERATION, SCRATCH_WORDS
 
 if TYPE_CHECKING:
     from kv_nixl_agent.values import TransferResult

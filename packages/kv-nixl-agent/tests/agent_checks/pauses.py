@@ -2,45 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import Any
 
 from agent_checks.stage import expect
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-__all__ = ["PausedOwner", "check_renewals_count_before_timers"]
+__all__ = ["check_renewals_count_before_timers"]
 
 
-class PausedOwner(Protocol):
-    """Owner thread that writes down the notifications it delivers, by payload, and the runs of a timer, as `timer`."""
-
-    def watch_timer(self, period_s: float) -> None:
-        """See to it that a timer of this period runs."""
-        ...
-
-    def stop(self) -> None:
-        """Freeze the process."""
-        ...
-
-    def wait(self, duration_s: float) -> None:
-        """Let time pass."""
-        ...
-
-    def notify(self, payload: str) -> None:
-        """Send a notification to the owner, frozen or not."""
-        ...
-
-    def resume(self) -> None:
-        """Let the process go on."""
-        ...
-
-    def events_since_stop(self, event: str) -> Sequence[str]:
-        """Return what was written down since the last stop, once `event` is among it."""
-        ...
-
-
-def check_renewals_count_before_timers(owner: PausedOwner) -> None:
+def check_renewals_count_before_timers(owner: Any) -> None:
     """The process stands for a second; its timer of 20 ms must see the notification that was sent meanwhile, then run."""
     for number in range(3):
         owner.watch_timer(0.02)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol, final
+from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
@@ -21,66 +21,9 @@ if TYPE_CHECKING:
     from kv_nixl_agent.agent import TransferAgent
     from kv_nixl_agent.nixl.port import MemoryKind
 
-__all__ = ["ProducerControl", "Stage", "expect", "expect_error", "make_order"]
+__all__ = ["Stage", "expect", "expect_error", "make_order"]
 
 _LIMIT_S = 20.0
-
-
-class ProducerControl(Protocol):
-    """Producer under the control of the checks; `page_pattern(seed, ...)` is the content of its pages."""
-
-    @property
-    def agent_metadata(self) -> bytes:
-        """Metadata with its checksum trailer."""
-        ...
-
-    @property
-    def fence(self) -> tuple[int, int, int]:
-        """Location of the fence array."""
-        ...
-
-    @property
-    def rows(self) -> npt.NDArray[np.uint64]:
-        """Strided row over the pages."""
-        ...
-
-    @property
-    def page_bytes(self) -> int:
-        """Size of a page."""
-        ...
-
-    @property
-    def page_count(self) -> int:
-        """Number of pages."""
-        ...
-
-    def fill(self, seed: int) -> None:
-        """Set the content of all pages."""
-        ...
-
-    def read_page(self, number: int) -> bytes:
-        """Return the content of a page."""
-        ...
-
-    def write_fence(self, slot: int, generation: int) -> None:
-        """Write a fence word."""
-        ...
-
-    def take_notifications(self) -> Sequence[tuple[str, bytes]]:
-        """Return (sender, payload) since the last call."""
-        ...
-
-    def stop(self) -> None:
-        """Freeze the producer."""
-        ...
-
-    def resume(self) -> None:
-        """Go on."""
-        ...
-
-    def kill(self) -> None:
-        """End the producer without a word."""
-        ...
 
 
 def _own_sockets() -> int:
@@ -94,7 +37,7 @@ class Stage:
 
     Attributes:
         consumer: Agent under test, driven by `run_until`.
-        producer: The other side.
+        producer: The other side, in this process, in another one or on a GPU, with the content `page_pattern(seed, ...)`.
         read_pages: Returns the consumer's pages, uint8 (page_count, page_bytes); a copy where they are not host
             memory.
         local_rows: A strided row over the consumer's pages, as many and as large as the producer's.
@@ -103,7 +46,7 @@ class Stage:
     """
 
     consumer: TransferAgent
-    producer: ProducerControl
+    producer: Any
     read_pages: Callable[[], npt.NDArray[np.uint8]]
     local_rows: npt.NDArray[np.uint64]
     memory_kinds: tuple[MemoryKind, MemoryKind] = ("DRAM", "DRAM")

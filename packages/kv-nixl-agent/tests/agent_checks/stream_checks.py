@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Protocol, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 from agent_checks.stage import expect, expect_error
 from agent_checks.stream_rewriter import VOID_TOKENS, entries_of, entry_id, is_progress_of
-from kv_nixl_agent.words.fences import PAD_COUNT
+from kv_nixl_agent.memory.fences import PAD_COUNT
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,42 +18,10 @@ if TYPE_CHECKING:
     from kv_nixl_agent.streams.polls import StreamWatch
     from kv_nixl_agent.values import PeerSpec, StreamLocation
 
-__all__ = ["STREAM_CHECKS", "STREAM_FAULT_CHECKS", "Listener", "StreamControl", "StreamStage"]
+__all__ = ["STREAM_CHECKS", "STREAM_FAULT_CHECKS", "Listener", "StreamStage"]
 
 _LIMIT_S: Final = 10.0
 _REWRITE_S: Final = 1.0
-
-
-class StreamControl(Protocol):
-    """Producer of streams under the control of the checks."""
-
-    def stream(self, method: str, *arguments: object) -> None:
-        """Call a method of its stream words."""
-        ...
-
-    def begin_rewriting(self, duration_s: float, seed: int) -> None:
-        """Begin to restart streams in all slots."""
-        ...
-
-    def finish_rewriting(self) -> int:
-        """Wait for the end of that; return how many streams there were."""
-        ...
-
-    def stop(self) -> None:
-        """Freeze the producer."""
-        ...
-
-    def resume(self) -> None:
-        """Go on."""
-        ...
-
-    def kill(self) -> None:
-        """End the producer without a word."""
-        ...
-
-    def deregister(self) -> None:
-        """Close the producer's agent, in order."""
-        ...
 
 
 @final
@@ -96,7 +64,7 @@ class StreamStage:
     """
 
     consumer: TransferAgent
-    producer: StreamControl
+    producer: Any
     spec: Callable[[StreamLocation | None], PeerSpec]
     location: StreamLocation
 

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import random
 import time
-from typing import TYPE_CHECKING, Final, Protocol, final
+from typing import TYPE_CHECKING, Final, final
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from kv_nixl_agent import TransferThread
+    from kv_nixl_agent.streams.words import StreamWords
 
 __all__ = ["VOID_TOKENS", "StreamRewriter", "entries_of", "entry_id", "is_progress_of", "rewrite_streams"]
 
@@ -37,18 +36,11 @@ def is_progress_of(tag: int, tokens: int) -> bool:
     return tokens in {0, VOID_TOKENS} or tokens % 1000 == tag % 1000
 
 
-class _Words(Protocol):
-    def open(self, slot: int, generation: int, tag: int) -> None: ...
-    def void(self, slot: int, word: int, tag: int) -> None: ...
-    def put(self, slot: int, tag: int, first: int, ids: Sequence[int]) -> None: ...
-    def show(self, slot: int, tag: int, tokens: int) -> None: ...
-
-
 @final
 class StreamRewriter:
     """Rewrites the words of all slots, one stream after the other, pausing only for short rests."""
 
-    def __init__(self, words: _Words, slots: int, seed: int, *, rests: bool = True) -> None:
+    def __init__(self, words: StreamWords, slots: int, seed: int, *, rests: bool = True) -> None:
         self._words = words
         self._slots = slots
         self._random = random.Random(seed)

@@ -5,16 +5,15 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 from agent_checks.stage import expect
 from agent_checks.stream_checks import Listener
-from kv_nixl_agent.words.fences import PAD_COUNT
+from kv_nixl_agent.memory.fences import PAD_COUNT
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from agent_checks.stream_checks import StreamControl
     from kv_nixl_agent.streams.polls import StreamWatch
     from kv_nixl_agent.thread import TransferThread
     from kv_nixl_agent.values import PeerSpec
@@ -39,7 +38,7 @@ class ThreadStage:
     """
 
     thread: TransferThread
-    producer: StreamControl
+    producer: Any
     spec: PeerSpec
 
     def do(self, call: Callable[[], object]) -> None:

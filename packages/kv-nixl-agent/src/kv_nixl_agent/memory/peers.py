@@ -15,7 +15,6 @@ A removed peer whose handles have not all ended is *retiring*: its lists are rel
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import TYPE_CHECKING, Final, final
 
@@ -31,13 +30,13 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from kv_nixl_agent.memory.memory import MemoryTable
+    from kv_nixl_agent.memory.rows import MemoryTable
     from kv_nixl_agent.nixl.port import Handle, MemoryKind, NixlPort
     from kv_nixl_agent.values import FenceLocation, PeerSpec, StreamLocation
 
     Rows = npt.NDArray[np.uint64]
 
-__all__ = ["Peer", "PeerLists", "PeerTable", "SharedLists"]
+__all__ = ["Peer", "PeerTable", "SharedLists"]
 
 _MAX_WAITING_AGENTS: Final = 1024
 
@@ -229,15 +228,14 @@ class PeerTable:
     # -------------------------------------------------------------------------------------------------- prepared lists
 
     def _prepare(self, peer: Peer) -> None:
-        lists = peer.lists
         for kind, group in peer.local.groups.items():
-            lists.local[kind] = self._prepare_local(peer, kind, group)
+            peer.local_lists[kind] = self._prepare_local(peer, kind, group)
         for kind, group in peer.rows.groups.items():
-            lists.peer[kind] = self._prepare_peer(peer, kind, group, "peer-rows-unregistered")
+            peer.peer_lists[kind] = self._prepare_peer(peer, kind, group, "peer-rows-unregistered")
         if peer.fence is not None:
             address, device, words = peer.fence
             row = np.array([[address, 8, device, 8, words]], dtype=np.uint64)
-            lists.fence = self._prepare_peer(peer, "DRAM", row, "bad-fence")
+            peer.fence_list = self._prepare_peer(peer, "DRAM", row, "bad-fence")
 
     def _prepare_local(self, peer: Peer, kind: MemoryKind, group: Rows) -> Handle:
         try:
@@ -260,12 +258,12 @@ class PeerTable:
             ) from error
 
     def _release_lists(self, peer: Peer) -> None:
-        lists, peer.lists = peer.lists, PeerLists()
-        for kind in lists.local:
+        for kind in peer.local_lists:
             with contextlib.suppress(AgentError):
                 self._shared.give_back(kind, peer.local.groups[kind])
-        remote = [*lists.peer.values(), *([] if lists.fence is None else [lists.fence])]
-        for prepared in remote:
+        theirs = [*peer.peer_lists.values(), *([] if peer.fence_list is None else [peer.fence_list])]
+        peer.local_lists, peer.peer_lists, peer.fence_list = {}, {}, None
+        for prepared in theirs:
             with contextlib.suppress(AgentError):
                 self._port.release_prepared(prepared)
 
@@ -285,35 +283,8 @@ _TOUCH_BYTES = 8
 
 
 @final
-@dataclass(slots=True)
-class PeerLists:
-    """Prepared lists of one peer."""
-
-    local: dict[MemoryKind, Handle] = field(default_factory=dict["MemoryKind", "Handle"])
-    peer: dict[MemoryKind, Handle] = field(default_factory=dict["MemoryKind", "Handle"])
-    fence: Handle | None = None
-    """The peer's fence array, one descriptor per word."""
-
-
-@final
 class Peer:
     """A peer rank: its agent, row tables, prepared lists and number of outstanding handles."""
-
-    __slots__ = (
-        "agent_digest",
-        "agent_name",
-        "agent_prefix",
-        "fence",
-        "is_connected",
-        "is_lost",
-        "is_removed",
-        "key",
-        "lists",
-        "local",
-        "outstanding",
-        "rows",
-        "streams",
-    )
 
     def __init__(self, spec: PeerSpec) -> None:
         self.key = spec.key
@@ -327,7 +298,10 @@ class Peer:
         """Digest of the metadata that the peer's NIXL agent was loaded from."""
         self.agent_name = ""
         """Name of the peer's NIXL agent, once it is loaded."""
-        self.lists = PeerLists()
+        self.local_lists: dict[MemoryKind, Handle] = {}
+        self.peer_lists: dict[MemoryKind, Handle] = {}
+        self.fence_list: Handle | None = None
+        """Prepared list of the peer's fence array, one descriptor per word."""
         self.is_connected = True
         self.is_removed = False
         self.is_lost = False

@@ -11,7 +11,7 @@ import importlib.metadata
 import os
 import resource
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar, cast, final
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast, final
 
 import numpy as np
 
@@ -81,8 +81,6 @@ def _progress(what: str, state: str) -> Progress:
 class _Held:
     """Wraps a NIXL handle, which keeps the C++ agent alive. Emptied on release, so that stray references keep nothing alive."""
 
-    __slots__ = ("inner",)
-
     def __init__(self, inner: object) -> None:
         self.inner: object | None = inner
 
@@ -91,8 +89,8 @@ class _Held:
 class NixlBinding:
     """`NixlPort` over a real `nixl_agent`."""
 
-    def __init__(self, agent: NixlAgent, implementation: str, turns: WorkerTurns | None = None) -> None:
-        self._agent: NixlAgent | None = agent
+    def __init__(self, agent: Any, implementation: str, turns: WorkerTurns | None = None) -> None:  # noqa: ANN401 - a `nixl_agent`
+        self._agent: Any = agent
         self._turns = turns
         self.implementation = implementation
         """Import name and version of NIXL's package."""
@@ -224,7 +222,7 @@ class NixlBinding:
         held.inner = None
         self._held.discard(held)
 
-    def _live(self) -> NixlAgent:
+    def _live(self) -> Any:  # noqa: ANN401
         if self._agent is None:
             raise AgentError("agent-closed", "the NIXL agent was closed")
         return self._agent
@@ -237,9 +235,9 @@ def _inner(handle: Handle) -> object:
     return inner
 
 
-def _backend_of(agent: NixlAgent, transfer: Handle) -> str:
+def _backend_of(agent: Any, transfer: Handle) -> str:  # noqa: ANN401
     if len(agent.backends) == 1:  # querying costs as much as posting, and no other backend can have carried it
-        return next(iter(agent.backends))
+        return str(next(iter(agent.backends)))
     try:
         name = agent.query_xfer_backend(transfer)
     except Exception:  # noqa: BLE001 - as with the rest of the account: what NIXL does not tell spoils nothing
@@ -331,7 +329,7 @@ def open_nixl(
     module = find_nixl()
     POOL.watch()
 
-    def create() -> NixlAgent:
+    def create() -> Any:  # noqa: ANN401
         arguments: dict[str, object] = {
             "backends": [],
             "capture_telemetry": True,
@@ -343,7 +341,7 @@ def open_nixl(
                 "NIXL_THREAD_SYNC_RW"
             ]  # the WorkerTurns of this thread and NIXL's own threads
         with sleeping_progress_thread(module.nixl_agent):
-            return cast("NixlAgent", module.nixl_agent(agent_name, module.nixl_agent_config(**arguments)))
+            return module.nixl_agent(agent_name, module.nixl_agent_config(**arguments))
 
     agent = attempt("create agent", create)
     plugins = list(agent.get_plugin_list())
@@ -370,38 +368,6 @@ def open_nixl(
             ) from error
     turns = [WorkerTurns(agent, agent_name, parameters) for name, parameters in backends if name == "UCX"]
     return NixlBinding(agent, _version_of(module), next(iter(turns), None))
-
-
-class NixlAgent(Protocol):
-    """The methods of `nixl_agent` that are used; handles are opaque."""
-
-    backends: Mapping[str, int]
-
-    def create_backend(self, backend: str, initParams: Mapping[str, str]) -> None: ...  # noqa: N803 - NIXL's spelling
-    def get_plugin_list(self) -> Sequence[str]: ...
-    def get_plugin_params(self, backend: str) -> Mapping[str, str]: ...
-    def get_plugin_mem_types(self, backend: str) -> Sequence[str]: ...
-    def register_memory(self, reg_list: object, mem_type: str) -> object: ...
-    def deregister_memory(self, dereg_list: object) -> None: ...
-    def get_agent_metadata(self) -> bytes: ...
-    def add_remote_agent(self, metadata: bytes) -> bytes | str: ...
-    def remove_remote_agent(self, agent: str) -> None: ...
-    def prep_xfer_dlist(self, agent_name: str, xfer_list: object, mem_type: str) -> object: ...
-    def make_prepped_xfer(
-        self, operation: str, local: object, li: object, remote: object, ri: object, notif_msg: bytes
-    ) -> object: ...
-    def transfer(self, handle: object) -> str: ...
-    def check_xfer_state(self, handle: object) -> str: ...
-    def release_xfer_handle(self, handle: object) -> None: ...
-    def release_dlist_handle(self, handle: object) -> None: ...
-    def get_xfer_telemetry(self, handle: object) -> Any: ...  # noqa: ANN401 - a C++ record
-    def query_xfer_backend(self, handle: object) -> object: ...
-    def get_xfer_descs(self, descs: object, mem_type: str) -> object: ...
-    def initialize_xfer(
-        self, operation: str, local: object, remote: object, remote_agent: str, notif_msg: bytes, backends: list[str]
-    ) -> object: ...
-    def get_new_notifs(self) -> Mapping[str, Sequence[bytes]]: ...
-    def send_notif(self, remote_agent_name: str, notif_msg: bytes) -> None: ...
 
 
 _PEER_NEEDS: Final = 32

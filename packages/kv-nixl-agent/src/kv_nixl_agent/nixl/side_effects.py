@@ -301,8 +301,6 @@ _TURNS: Final = 20
 class WorkerTurns:
     """Lets an agent's worker threads take a turn; does nothing if it has none, or if NIXL cannot read from itself."""
 
-    __slots__ = ("_agent", "_clock", "_left", "_memory", "_name", "_next_s", "_pieces", "_transfer")
-
     def __init__(
         self,
         agent: Any,  # noqa: ANN401 - a `nixl_agent`

@@ -13,15 +13,16 @@ never ends because the slot has lost the tag: the progress word shows that first
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol, final
 
 import numpy as np
 
 from kv_nixl_agent.errors import AgentError, transfer_code
+from kv_nixl_agent.memory.fences import PAD_WORDS
 from kv_nixl_agent.streams.words import LOW_HALF, TAG_SHIFT, layout_of, row_of
 from kv_nixl_agent.transfers.handles import QUARANTINE_POLL_S
-from kv_nixl_agent.words.fences import PAD_WORDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -310,19 +311,6 @@ class StreamListener(Protocol):
 class StreamWatch:
     """A listener's subscription to a stream slot of a peer. Owner thread only."""
 
-    __slots__ = (
-        "_changed_s",
-        "_polls",
-        "_step_s",
-        "_step_tokens",
-        "_tokens",
-        "is_live",
-        "is_wanted",
-        "listener",
-        "seen",
-        "slot",
-    )
-
     def __init__(self, polls: _PeerPolls, slot: int, listener: StreamListener, *, tokens: int, now_s: float) -> None:
         self._polls = polls
         self._tokens = tokens
@@ -396,17 +384,15 @@ class StreamWatch:
 
 
 @final
+@dataclass(slots=True, eq=False)
 class _TableRead:
-    __slots__ = ("count", "due_s", "first", "ids", "stop", "strip", "tag", "watch")
-
-    def __init__(self, watch: StreamWatch, tag: int, first: int, stop: int) -> None:
-        self.watch = watch
-        self.tag = tag
-        self.first = first
-        self.stop = stop
-        self.ids: list[int] = []
-        self.strip: WordRead | None = None
-        self.due_s = 0.0
+    watch: StreamWatch
+    tag: int
+    first: int
+    stop: int
+    ids: list[int] = field(default_factory=list[int])
+    strip: WordRead | None = None
+    due_s: float = 0.0
 
     @property
     def next_piece(self) -> tuple[int, int]:

@@ -32,15 +32,15 @@ from typing import TYPE_CHECKING, Final, NamedTuple, final
 import numpy as np
 
 from kv_nixl_agent.errors import AgentError
-from kv_nixl_agent.words.fences import aligned_words
+from kv_nixl_agent.memory.fences import aligned_words
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     import numpy.typing as npt
 
+    from kv_nixl_agent.memory.fences import FenceArray
     from kv_nixl_agent.values import StreamLocation
-    from kv_nixl_agent.words.fences import FenceArray
 
     Words = npt.NDArray[np.uint64]
 
@@ -118,20 +118,6 @@ class StreamWords:
         capacity: Block ids that a table has room for.
         is_alone: Whether NIXL makes progress only on the owner thread.
     """
-
-    __slots__ = (
-        "_fences",
-        "_first_until_s",
-        "_gate",
-        "_has_opened",
-        "_is_alone",
-        "_layout",
-        "_lock",
-        "_memory",
-        "_tags",
-        "on_open",
-        "open_count",
-    )
 
     def __init__(self, fences: FenceArray, slots: int, capacity: int, *, is_alone: bool = True) -> None:
         self._fences = fences

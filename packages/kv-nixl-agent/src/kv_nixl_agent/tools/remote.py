@@ -23,6 +23,7 @@ import numpy as np
 
 from kv_nixl_agent.agent import TransferAgent
 from kv_nixl_agent.errors import AgentError
+from kv_nixl_agent.memory.fences import PROBE_PAGE_BYTES, PROBE_PAGES, probe_pattern, probe_rows
 from kv_nixl_agent.tools.producer import PeerProcess
 from kv_nixl_agent.tools.selftest import (
     Bandwidth,
@@ -36,7 +37,6 @@ from kv_nixl_agent.tools.selftest import (
     run_child,
 )
 from kv_nixl_agent.values import PeerSpec, TransferOrder
-from kv_nixl_agent.words.fences import PROBE_PAGE_BYTES, PROBE_PAGES, probe_pattern, probe_rows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

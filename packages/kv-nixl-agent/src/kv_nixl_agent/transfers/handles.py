@@ -17,6 +17,7 @@ the thread awake: its peer is probably stopped, for minutes or for ever, and nob
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, final
 
 from kv_nixl_agent.errors import AgentError
@@ -62,18 +63,16 @@ def has_left_the_wire(error: AgentError) -> bool:
 
 
 @final
+@dataclass(slots=True, eq=False)
 class _Watched:
     """A posted handle that lands in one of our own words. `on_end` gets None on success, or the error that ended the handle."""
 
-    __slots__ = ("errors", "handle", "is_late", "on_end", "peer", "since_s")
-
-    def __init__(self, peer: Peer, handle: Handle, on_end: Callable[[AgentError | None], None]) -> None:
-        self.peer = peer
-        self.handle = handle
-        self.on_end = on_end
-        self.errors = 0
-        self.since_s: float | None = None
-        self.is_late = False
+    peer: Peer
+    handle: Handle
+    on_end: Callable[[AgentError | None], None]
+    errors: int = 0
+    since_s: float | None = None
+    is_late: bool = False
 
     def note_poll(self, now_s: float) -> None:
         if self.since_s is None:
@@ -82,19 +81,15 @@ class _Watched:
 
 
 @final
+@dataclass(slots=True, eq=False)
 class _Held:
     """A transfer that has ended with parts on the wire."""
 
-    __slots__ = ("on_quiet", "parts", "peer", "since_s", "transfer_id")
-
-    def __init__(
-        self, transfer_id: str, peer: Peer, parts: list[Part], since_s: float, on_quiet: Callable[[], None]
-    ) -> None:
-        self.transfer_id = transfer_id
-        self.peer = peer
-        self.parts = parts
-        self.since_s = since_s
-        self.on_quiet = on_quiet
+    transfer_id: str
+    peer: Peer
+    parts: list[Part]
+    since_s: float
+    on_quiet: Callable[[], None]
 
 
 @final

@@ -9,6 +9,7 @@ NIXL merges neighbouring descriptors only where both index lists ascend together
 from __future__ import annotations
 
 from collections import Counter, deque
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, final
 
 import numpy as np
@@ -35,21 +36,17 @@ _GLANCE = 64
 
 
 @final
+@dataclass(slots=True, eq=False)
 class Part:
     """Descriptors of one local and one peer list that are posted at once."""
 
-    __slots__ = ("handle", "last_error", "local_indices", "local_kind", "payload_bytes", "peer_indices", "peer_kind")
-
-    def __init__(
-        self, local_kind: MemoryKind, local: Indices, peer_kind: MemoryKind, peer: Indices, payload_bytes: int
-    ) -> None:
-        self.local_kind: MemoryKind = local_kind
-        self.local_indices = local
-        self.peer_kind: MemoryKind = peer_kind
-        self.peer_indices = peer
-        self.payload_bytes = payload_bytes
-        self.handle: Handle | None = None
-        self.last_error = ""
+    local_kind: MemoryKind
+    local_indices: Indices
+    peer_kind: MemoryKind
+    peer_indices: Indices
+    payload_bytes: int
+    handle: Handle | None = None
+    last_error: str = ""
 
 
 @final

@@ -15,6 +15,7 @@ that of one. Its handle is posted again for every poll, once the previous one ha
 from __future__ import annotations
 
 import contextlib
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, final
 
 import numpy as np
@@ -27,10 +28,10 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
+    from kv_nixl_agent.memory.fences import FenceArray, LandingPads, PadUse
     from kv_nixl_agent.memory.peers import Peer
     from kv_nixl_agent.nixl.port import Handle, MemoryKind, NixlPort
     from kv_nixl_agent.transfers.handles import Handles
-    from kv_nixl_agent.words.fences import FenceArray, LandingPads, PadUse
 
     Words = npt.NDArray[np.uint64]
 
@@ -41,19 +42,17 @@ _FIRST: Final = np.zeros(1, dtype=np.int32)
 
 
 @final
+@dataclass(slots=True, eq=False)
 class WordRead:
     """Read of a run of a peer's words. It may be posted again once it has ended."""
 
-    __slots__ = ("free", "handle", "is_on_wire", "peer", "words")
-
-    def __init__(self, peer: Peer, handle: Handle, words: Words, free: Callable[[bool], None]) -> None:
-        self.peer = peer
-        self.handle = handle
-        self.words = words
-        """Scratch words in which the read lands, without copying."""
-        self.free = free
-        """Frees the scratch words, and lists of this read alone; True if a late write may still reach the words."""
-        self.is_on_wire = False
+    peer: Peer
+    handle: Handle
+    words: Words
+    """Scratch words in which the read lands, without copying."""
+    free: Callable[[bool], None]
+    """Frees the scratch words, and lists of this read alone; True if a late write may still reach the words."""
+    is_on_wire: bool = False
 
 
 @final
@@ -97,7 +96,7 @@ class WordReader:
         if word is None:
             return None
         try:
-            handle = self._port.make(self._scratch, self._index(word), peer.lists.fence, self._index(slot), b"")
+            handle = self._port.make(self._scratch, self._index(word), peer.fence_list, self._index(slot), b"")
         except AgentError:
             self._fences.give_back(word)
             raise

@@ -61,25 +61,6 @@ class Transfer:
         wiring: See `Wiring`.
     """
 
-    __slots__ = (
-        "_entered_s",
-        "_is_attached",
-        "_merged_count",
-        "_moved_bytes",
-        "_payload_bytes",
-        "_post_s",
-        "_read",
-        "_row_count",
-        "_wiring",
-        "active",
-        "deadline_s",
-        "moved_s",
-        "order",
-        "peer",
-        "pending",
-        "state",
-    )
-
     def __init__(self, order: TransferOrder, peer: Peer, parts: deque[Part], wiring: Wiring) -> None:
         self._wiring = wiring
         self.order = order
@@ -151,11 +132,10 @@ class Transfer:
             self._finish_data_if_complete()
 
     def _make(self, part: Part) -> Handle:
-        lists = self.peer.lists
         return self._wiring.port.make(
-            lists.local[part.local_kind],
+            self.peer.local_lists[part.local_kind],
             part.local_indices,
-            lists.peer[part.peer_kind],
+            self.peer.peer_lists[part.peer_kind],
             part.peer_indices,
             self.order.notification if self._is_attached else b"",
         )

@@ -94,8 +94,6 @@ class FenceArray:
     on other threads from making a word valid again after `void_all`.
     """
 
-    __slots__ = ("_free", "_is_void", "_lock", "_memory", "_total_bytes", "word_count")
-
     def __init__(self, word_count: int) -> None:
         self.word_count = word_count
         """Number of words exposed to peers."""
@@ -192,8 +190,6 @@ class FenceArray:
 @final
 class LandingPads:
     """Scratch memory for reads of streams: pads of 1024 words each."""
-
-    __slots__ = ("_free", "_memory")
 
     def __init__(self) -> None:
         self._memory = aligned_words(PAD_COUNT * PAD_WORDS)

@@ -1,3 +1,0 @@
-"""Words that peers read one-sidedly."""
-
-__all__: list[str] = []
