@@ -110,7 +110,7 @@ class TorchMirror:
                 here, there = (host, device) if to_device else (device, host)
                 for regions, some_pages in rounds(len(here), len(copy.pages), self._scratch_bytes // copy.page_bytes):
                     chosen = torch.from_numpy(copy.pages[some_pages])
-                    taken = here[regions].index_select(1, chosen.to(here.device))
+                    taken = torch.index_select(here[regions], 1, chosen.to(here.device))
                     there[regions].index_copy_(1, chosen.to(there.device), self._carried(taken, there.device))
 
     def _carried(self, pages: torch.Tensor, target: torch.device) -> torch.Tensor:
