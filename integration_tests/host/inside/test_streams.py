@@ -121,8 +121,9 @@ def test_a_conversion_is_queued_between_the_forwards_around_it(seed: int) -> Non
     streams = FakeStreams(seed, seed % 5 / 4)
     device = torch.from_numpy(np.random.default_rng(2).integers(0, 256, (PAGES, PAGE_BYTES), np.uint8))
     before = device.clone()
-    pages = TorchPages([device], scratch_bytes=2 * PAGE_BYTES, streams=streams)
-    swap = (PageMove((4,), 8, 0, (8,), 32, (8,)), PageMove((4,), 8, 32, (8,), 0, (8,)))  # fmt: skip
+    untyped: Any = streams
+    pages = TorchPages([device], scratch_bytes=2 * PAGE_BYTES, streams=untyped)
+    swap = (PageMove((4,), 8, 0, (8,), 32, (8,)), PageMove((4,), 8, 32, (8,), 0, (8,)))
     seen: list[torch.Tensor] = []
     streams.queue(streams.engine, lambda: seen.append(device.clone()))
     numbers = np.array([3, 4, 6, 9, 12], np.int64)

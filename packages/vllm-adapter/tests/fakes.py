@@ -160,6 +160,27 @@ class Stall:
     bytes_left: int = 4096
 
 
+class FakeWatch:
+    """A subscription whose findings the test makes up."""
+
+    def __init__(self, slot: int, listener: Any, tokens: int) -> None:
+        self.slot, self.listener, self.tokens = slot, listener, tokens
+        self.asked: list[tuple[int, int, int]] = []
+        self.is_ended = False
+
+    def read_table(self, tag: int, first: int, stop: int) -> None:
+        self.asked.append((tag, first, stop))
+
+    def end(self) -> None:
+        self.is_ended = True
+
+    def tell(self) -> None:
+        """Tell the tables that were asked for: the id at place p is 500 + p."""
+        asked, self.asked = self.asked, []
+        for tag, first, stop in asked:
+            self.listener.table(tag, first, tuple(range(500 + first, 500 + stop)))
+
+
 class FakeAgent:
     """An owner thread that runs what it is given at once, and remembers it all."""
 
@@ -179,6 +200,11 @@ class FakeAgent:
         self.deaf_peers: set[str] = set()
         self.stalled: list[Stall] = []
         self.may_poll_slowly = False
+        self.watches: dict[str, FakeWatch] = {}
+
+    def watch_stream(self, peer: str, slot: int, listener: Any, *, tokens: int = 0) -> FakeWatch:
+        self.watches[peer] = watch = FakeWatch(slot, listener, tokens)
+        return watch
 
     @property
     def agent(self) -> Any:

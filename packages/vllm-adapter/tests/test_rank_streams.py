@@ -170,14 +170,6 @@ def test_pages_that_could_not_be_completed_do_not_count(rank: Rank) -> None:
     assert (taken[0].received, taken[0].ends) == ((), (("r1", False),))
 
 
-def test_streams_ordered_while_asleep_are_torn_at_once(rank: Rank) -> None:
-    here: Any = order("r1")
-    plan = StepPlan(streams=StreamPlan(watches=(StreamOrder(here, 7, 0),)))
-    rank.apply(plan)
-    rank.streams.fail(plan, "asleep", "gone")
-    assert rank.take()[0].ends == (("r1", False),)
-
-
 # Marks ---------------------------------------------------------------------------------------------------------------
 
 

@@ -12,14 +12,13 @@ from fakes import (
     Outcome,
     Plan,
     Stall,
-    blocks,
     heartbeat,
     order,
     peer,
 )
 from hypothesis import given
 from hypothesis import strategies as st
-from read_bench import KEY, OTHER_KEY, Bench
+from read_bench import KEY, Bench
 
 from vllm_adapter.worker.transfer.planner import PeerPlanner
 
@@ -51,13 +50,6 @@ def test_a_failed_handshake_fails_what_waited_and_the_next_read_tries_again(benc
     assert len(bench.handshakes.asked) == 2
 
 
-def test_a_dead_engine_does_not_delay_another(bench: Bench) -> None:
-    bench.reads.read(order(peer=peer(engine_id="dead")))
-    bench.reads.read(order(request_id="r2"))
-    bench.handshakes.answer(Outcome(), 1)
-    assert set(bench.agent.posts) == {"r2/0.0"}
-
-
 def test_an_incompatible_geometry_fails_the_request_and_leaves_nothing_behind(bench: Bench) -> None:
     bench.planner.refusal = CodedFailure("heads-differ")
     bench.start()
@@ -71,13 +63,6 @@ def test_hostile_parallel_sizes_fail_the_request(bench: Bench) -> None:
     assert bench.handshakes.asked == []
     assert bench.codes() == {"r1": "too-many-ranks"}
     assert bench.reads.snapshot() == {"engines": 0, "transfers": 0}
-
-
-def test_nothing_to_read_only_notifies_and_is_not_reported(bench: Bench) -> None:
-    bench.planner.made = Plan(((0, 0),), ((0, 1),))
-    bench.start(order(local_blocks=(blocks(),), is_reported=False), peers={(0, 0): Metadata(), (0, 1): Metadata()})
-    assert [peer for peer, _ in bench.agent.notified] == [KEY, OTHER_KEY]
-    assert bench.ends == []
 
 
 def test_a_request_over_two_ranks_ends_with_the_last_and_fails_with_the_first(bench: Bench) -> None:
@@ -155,15 +140,6 @@ def test_a_lost_peer_is_met_anew_once_its_reads_have_ended(bench: Bench) -> None
     assert len(bench.handshakes.asked) == 2
     bench.handshakes.answer(Outcome())
     assert "r3/0.0" in bench.agent.posts
-
-
-def test_a_changed_generation_makes_the_engine_be_met_anew(bench: Bench) -> None:
-    bench.start(order(peer=peer(generation=1)))
-    bench.finish()
-    bench.reads.read(order(request_id="r2", peer=peer(generation=2)))
-    assert len(bench.handshakes.asked) == 2
-    bench.handshakes.answer(Outcome(peers={(0, 0): Metadata(generation=2)}))
-    assert "r2/0.0" in bench.agent.posts
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from factories import facts
 from fakes import order
 
 from kv_scheduler_state import FenceOrder, GrantOrder, StepPlan
+from kv_scheduler_state.streams import StreamOrder, StreamPlan
 from vllm_adapter.config import Settings
 from vllm_adapter.errors import AdapterError
 from vllm_adapter.observe.recorder import Recorder
@@ -140,8 +141,10 @@ def test_a_worker_whose_thread_hangs_steps_on_and_tries_again() -> None:
     worker, parts = _worker("hangs")
     with pytest.raises(AdapterError):
         worker.unregister()
-    worker.apply(_orders(StepPlan(reads=(order(),))))
-    assert worker.take_report().failed == {"r1"}
+    watches = StreamPlan(watches=(StreamOrder(order("s1"), 7, 0),))
+    worker.apply(_orders(StepPlan(reads=(order(),), streams=watches)))
+    report = worker.take_report()
+    assert (report.failed, report.stream_ends) == ({"r1"}, (("s1", False),))
     parts.thread, parts.is_alive = "dead", False
     worker.unregister()
     assert worker.envelope is None

@@ -22,7 +22,7 @@ from vllm_adapter.cli.values import misfit
 from vllm_adapter.config import Settings
 from vllm_adapter.observe.answers import Answer
 from vllm_adapter.wiring import WorkerParts
-from vllm_adapter.worker import health as worker_status_module
+from vllm_adapter.worker import registration as worker_status_module
 from vllm_adapter.worker.engine_thread import WorkerSide
 from vllm_adapter.worker.registration import Registration
 

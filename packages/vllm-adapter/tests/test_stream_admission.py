@@ -43,28 +43,14 @@ def codes(bench: Bench) -> list[tuple[str, str]]:
     return [(end.order.request_id, end.code) for end in bench.streamed]
 
 
-def watch_with(bench: Bench, watched: list[str]) -> None:
-    class Watch:
-        def end(self) -> None:
-            watched.append("ended")
-
-    def watch_stream(key: str, slot: int, _listener: Any, *, tokens: int) -> Watch:
-        watched.append(f"{key} slot {slot}")
-        return Watch()
-
-    agent: Any = bench.agent
-    agent.watch_stream = watch_stream
-
-
 def test_a_stream_begins_once_its_engine_is_met(bench: Bench) -> None:
-    watched: list[str] = []
-    watch_with(bench, watched)
     follow(bench, stream())
-    assert watched == []
+    assert bench.agent.watches == {}
     bench.handshakes.answer(Outcome(peers=STREAMING))
-    assert watched == [f"{KEY} slot 3"]
+    first = bench.agent.watches[KEY]
+    assert (first.slot, first.tokens) == (3, 32)
     follow(bench, stream("r2"))
-    assert len(watched) == 2, "at once: the engine is ready"
+    assert bench.agent.watches[KEY] is not first, "at once: the engine is ready"
     described: Any = bench.reads.describe(1)
     (entry,) = described["oldest_streams"]
     assert described["streams"] == 2
@@ -73,27 +59,12 @@ def test_a_stream_begins_once_its_engine_is_met(bench: Bench) -> None:
 
 
 def test_streamed_and_plain_reads_that_stall_raise_the_alarm(bench: Bench) -> None:
-    class Watch:
-        def read_table(self, tag: int, first: int, stop: int) -> None:
-            asked.append((tag, first, tuple(range(500 + first, 500 + stop))))
-
-        def end(self) -> None:
-            pass
-
-    def watch_stream(_key: str, _slot: int, listener: Any, *, tokens: int) -> Watch:
-        assert tokens == 32
-        listeners.append(listener)
-        return Watch()
-
-    asked, listeners = list[tuple[int, int, tuple[int, ...]]](), list[Any]()
-    agent: Any = bench.agent
-    agent.watch_stream = watch_stream
     follow(bench, stream())
     bench.reads.read(order("r2"))
     bench.handshakes.answer(Outcome(peers=STREAMING))
-    listeners[0].progress(9, 16)
-    for entries in asked:
-        listeners[0].table(*entries)
+    watch = bench.agent.watches[KEY]
+    watch.listener.progress(9, 16)
+    watch.tell()
     assert set(bench.agent.posts) == {"r1/0.0#1", "r2/0.0"}
     bench.agent.stalled = [Stall(name, 95.0) for name in bench.agent.posts]
     bench.reads.look_after()
@@ -135,14 +106,12 @@ def test_a_stream_that_is_stopped_before_it_begins_ends_once_and_its_producer_is
 
 
 def test_all_streams_end_with_the_registration(bench: Bench) -> None:
-    watched: list[str] = []
-    watch_with(bench, watched)
     follow(bench, stream())
     bench.handshakes.answer(Outcome(peers=STREAMING))
     follow(bench, stream("r2", peer=peer(port=5601)))
     bench.reads.end_all("asleep", "memory is given back")
     assert sorted(codes(bench)) == [("r1", "asleep"), ("r2", "asleep")]
-    assert watched[-1] == "ended"
+    assert bench.agent.watches[KEY].is_ended
     assert bench.reads.snapshot()["transfers"] == 0
 
 

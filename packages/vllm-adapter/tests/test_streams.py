@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fakes import CodedFailure, FakeAgent, FakeCodec, FakeRecorder, Plan, Result, order
+from fakes import CodedFailure, FakeAgent, FakeCodec, FakeRecorder, FakeWatch, Plan, Result, order
 
 from kv_nixl_agent import PeerSpec
 from kv_scheduler_state import BlockList
@@ -22,36 +22,6 @@ TAG, FENCE = 99, (3, 99)
 TWO_RANKS = ((0, 0), (0, 1))
 
 
-class Watch:
-    def __init__(self, listener: Any) -> None:
-        self.listener = listener
-        self.asked: list[tuple[int, int, int]] = []
-        self.is_ended = False
-
-    def read_table(self, tag: int, first: int, stop: int) -> None:
-        self.asked.append((tag, first, stop))
-
-    def end(self) -> None:
-        self.is_ended = True
-
-    def tell(self) -> None:
-        """Tell the tables that were asked for: the id at place p is 500 + p."""
-        asked, self.asked = self.asked, []
-        for tag, first, stop in asked:
-            self.listener.table(tag, first, tuple(range(500 + first, 500 + stop)))
-
-
-class Agent(FakeAgent):
-    def __init__(self) -> None:
-        super().__init__()
-        self.watches: dict[str, Watch] = {}
-
-    def watch_stream(self, peer: str, slot: int, listener: Any, *, tokens: int = 0) -> Watch:
-        assert (slot, tokens) == (FENCE[0], 100)
-        self.watches[peer] = watch = Watch(listener)
-        return watch
-
-
 class Spec:
     local_rows = np.zeros((1, 5), np.uint64)
 
@@ -61,7 +31,7 @@ class Bench:
 
     def __init__(self, ranks: Any = ((0, 0),), *, start: int = 0, can_stream: bool = True) -> None:
         self.now_s = 100.0
-        self.agent, self.recorder = Agent(), FakeRecorder()
+        self.agent, self.recorder = FakeAgent(), FakeRecorder()
         self.released: list[Any] = []
         self.finished: list[ReadEnd] = []
         self.torn: list[tuple[str, str]] = []
@@ -114,7 +84,7 @@ class Bench:
     def read_ended(self, engine: PeerEngine) -> None:
         engine.reads_in_flight -= 1
 
-    def watch(self, rank: Any = (0, 0)) -> Watch:
+    def watch(self, rank: Any = (0, 0)) -> FakeWatch:
         return self.agent.watches[self.engine.key(rank)]
 
     def progress(self, tokens: int, rank: Any = (0, 0), tag: int = TAG) -> None:
@@ -405,7 +375,7 @@ def test_what_the_plan_or_the_agent_refuses_tears_the_stream(monkeypatch: pytest
         raise CodedFailure("bad-streams")
 
     if refused == "watch":
-        monkeypatch.setattr(Agent, "watch_stream", refuse)
+        monkeypatch.setattr(FakeAgent, "watch_stream", refuse)
     bench = Bench(TWO_RANKS if refused == "watch" else ((0, 0),))
     if refused != "watch":
         bench.agent.refuse_post = refused == "post"

@@ -169,6 +169,11 @@ class ReadEnd:
     was_met: bool = True
     staged: Sequence[tuple[StagedRegion, PageNumbers]] = ()
 
+    @classmethod
+    def refused(cls, order: ReadOrder, code: str, message: str, now_s: float) -> ReadEnd:
+        """Return the failed end of a read that is ordered while nothing is registered."""
+        return cls(order, code, message, ReadTimes(now_s), now_s)
+
     @property
     def is_ok(self) -> bool:
         """Whether every page arrived and the lease held."""

@@ -52,18 +52,15 @@ class TorchMirror:
         scratch_bytes: int = _SCRATCH_BYTES,
         streams: CudaStreams | None = None,
     ) -> None:
-        self._tensors = dict(tensors)
         self._scratch_bytes = scratch_bytes
-        self._device = next(iter(self._tensors.values())).device
+        self._device = next(iter(tensors.values())).device
+        # The mirror's allocations by the device's, and the device's by the mirror's.
         self._allocations: dict[int, torch.Tensor] = {}
-        self.tensors = {name: self._twin(tensor) for name, tensor in self._tensors.items()}
+        self._device_of: dict[int, torch.UntypedStorage] = {}
+        self.tensors = {name: self._twin(tensor) for name, tensor in tensors.items()}
         """The mirror's tensors by layer."""
-        self._device_of = {
-            self._allocations[tensor.untyped_storage().data_ptr()].data_ptr(): tensor.untyped_storage()
-            for tensor in self._tensors.values()
-        }
         self._finder = PageFinder(self.tensors.values())
-        self._buffer = _Buffer(self._device)  # not for queued restores, which run beside saves
+        self._pinned: torch.Tensor | None = None
         self._streams = streams or streams_of(self._device)
         self._save_stream = self._streams.make() if self._streams is not None else None
         self._queue = _RestoreQueue(self._streams, self._device, scratch_bytes) if self._streams is not None else None
@@ -113,11 +110,20 @@ class TorchMirror:
                 here, there = (host, device) if to_device else (device, host)
                 for regions, some_pages in rounds(len(here), len(copy.pages), self._scratch_bytes // copy.page_bytes):
                     chosen = torch.from_numpy(copy.pages[some_pages])
-                    taken = self._buffer.take(here[regions], len(chosen))
-                    torch.index_select(here[regions], 1, chosen.to(here.device), out=taken)
-                    carried = self._buffer.carry(taken, there)
-                    there[regions].index_copy_(1, chosen.to(there.device), carried)
-                    self._buffer.settle()
+                    taken = torch.index_select(here[regions], 1, chosen.to(here.device))
+                    there[regions].index_copy_(1, chosen.to(there.device), self._carried(taken, there.device))
+
+    def _carried(self, pages: torch.Tensor, target: torch.device) -> torch.Tensor:
+        """Return pages on another device; those of a CUDA device through pinned memory, and only once they have arrived."""
+        if pages.device.type != "cuda" or self._streams is None:
+            return pages.to(target)
+        size_bytes = pages.numel() * pages.element_size()
+        if self._pinned is None or self._pinned.numel() < size_bytes:
+            self._pinned = self._streams.pinned(size_bytes)
+        arrived = self._pinned[:size_bytes].view(pages.dtype).view(*pages.shape)
+        arrived.copy_(pages, non_blocking=True)
+        self._streams.synchronize(self._streams.current())
+        return arrived
 
     def _families(self, copy: PageCopy) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield the pages (region, page, word) of each family, in the mirror and on the device."""
@@ -131,7 +137,7 @@ class TorchMirror:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in self._allocations:
             made = torch.empty(storage.nbytes(), dtype=torch.uint8, device=torch.device("cpu"))
-            self._allocations[storage.data_ptr()] = made
+            self._allocations[storage.data_ptr()], self._device_of[made.data_ptr()] = made, storage
         twin = torch.empty(0, dtype=tensor.dtype, device=torch.device("cpu"))
         return twin.set_(
             self._allocations[storage.data_ptr()].untyped_storage(),
@@ -181,44 +187,3 @@ class _RestoreQueue:
         near = self._near[:needed_bytes].view(taken.dtype).view(*taken.shape)
         near.copy_(taken, non_blocking=True)
         there.index_copy_(1, numbers.to(self._device, non_blocking=True), near)
-
-
-@final
-class _Buffer:
-    """Staging memory for pages: on the host, pinned for a CUDA device, and as much again on the device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._is_cuda = device.type == "cuda"
-        self._host: torch.Tensor | None = None
-        self._near: torch.Tensor | None = None
-
-    def take(self, like: torch.Tensor, pages: int) -> torch.Tensor:
-        """Return dense (region, page, word) staging memory on the side of `like`."""
-        regions, _, span = like.shape
-        needed_bytes = regions * pages * span * like.element_size()
-        if self._host is None or self._host.numel() < needed_bytes:
-            self._host = torch.empty(
-                needed_bytes, dtype=torch.uint8, device=torch.device("cpu"), pin_memory=self._is_cuda
-            )
-            if self._device.type != "cpu":
-                self._near = torch.empty(needed_bytes, dtype=torch.uint8, device=self._device)
-        room = self._near if like.device.type != "cpu" and self._near is not None else self._host
-        return room[:needed_bytes].view(like.dtype).view(regions, pages, span)
-
-    def carry(self, taken: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """Return the same pages on the side of the target."""
-        if taken.device.type == target.device.type:
-            return taken
-        assert self._host is not None and self._near is not None  # noqa: S101, PT018  (made by `take`)
-        other = self._host if target.device.type == "cpu" else self._near
-        arrived = other[: taken.numel() * taken.element_size()].view(taken.dtype).view(*taken.shape)
-        arrived.copy_(taken, non_blocking=self._is_cuda)
-        if target.device.type == "cpu":
-            self.settle()
-        return arrived
-
-    def settle(self) -> None:
-        """Wait until the staging memory may be used again."""
-        if self._is_cuda:
-            torch.cuda.current_stream(self._device).synchronize()

@@ -164,7 +164,7 @@ class TorchPages:
         self._streams = streams or (streams_of(tensors[0].device) if tensors else None)
         self._numbers = PinnedPieces(self._streams, _NUMBERS_BYTES) if self._streams is not None else None
         self._scratch_bytes = scratch_bytes
-        self._scratch: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._scratch: torch.Tensor | None = None
 
     @torch.inference_mode()
     def convert(self, steps: Sequence[ConversionStep]) -> None:
@@ -181,19 +181,17 @@ class TorchPages:
 
     def _convert_round(self, part: torch.Tensor, chosen: torch.Tensor, how: Permutation) -> None:
         if self._streams is None or self._numbers is None:
-            self._permute_pages(part, chosen.to(part.device), how)
+            self._permute_pages(part, chosen, how)
             return
         stream = self._streams.current()
         piece = self._numbers.take(8 * len(chosen))
         pinned = piece[: 8 * len(chosen)].view(torch.int64)
         pinned.copy_(chosen)
-        self._streams.queue(stream, partial(self._permute_uploaded, part, pinned, how))
+        self._streams.queue(stream, partial(self._permute_pages, part, pinned, how))
         self._numbers.give_back(piece, stream)
 
-    def _permute_uploaded(self, part: torch.Tensor, pinned: torch.Tensor, how: Permutation) -> None:
-        self._permute_pages(part, pinned.to(part.device, non_blocking=True), how)
-
     def _permute_pages(self, part: torch.Tensor, chosen: torch.Tensor, how: Permutation) -> None:
+        chosen = chosen.to(part.device, non_blocking=True)
         received, final = self._aside(part, len(chosen))
         torch.index_select(part, 1, chosen, out=received)
         _permute(received, final, how)
@@ -203,12 +201,11 @@ class TorchPages:
         """Return two dense (region, page, word) scratch tensors on the cache's device; their previous content is lost."""
         regions, _, span = like.shape
         needed_bytes = regions * pages * span * like.element_size()
-        if self._scratch is None or self._scratch[0].numel() < needed_bytes:
-            size = max(self._scratch_bytes, needed_bytes)
-            made = (torch.empty(size, dtype=torch.uint8, device=like.device) for _ in range(2))
-            self._scratch = (next(made), next(made))
-        one, two = (place[:needed_bytes].view(like.dtype).view(regions, pages, span) for place in self._scratch)
-        return one, two
+        if self._scratch is None or self._scratch.numel() < 2 * needed_bytes:
+            size = 2 * max(self._scratch_bytes, needed_bytes)
+            self._scratch = torch.empty(size, dtype=torch.uint8, device=like.device)
+        both = self._scratch[: 2 * needed_bytes].view(like.dtype).view(2, regions, pages, span)
+        return both[0], both[1]
 
 
 def _permute(received: torch.Tensor, final: torch.Tensor, how: Permutation) -> None:

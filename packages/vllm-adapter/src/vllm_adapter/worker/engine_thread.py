@@ -22,12 +22,18 @@ from vllm_adapter.steps import (
     DEAD,
     DEAD_MESSAGE,
     RankRegistration,
+    ReadEnd,
     ReadFailure,
     StepReport,
 )
-from vllm_adapter.worker.health import ThreadWatch, fail_reads, worker_status
 from vllm_adapter.worker.pages import HostMirror, ReadCompletion
-from vllm_adapter.worker.registration import Registration, RegistrationEvents, open_registration
+from vllm_adapter.worker.registration import (
+    Registration,
+    RegistrationEvents,
+    ThreadWatch,
+    open_registration,
+    worker_status,
+)
 from vllm_adapter.worker.streams import RankStreams
 
 if TYPE_CHECKING:
@@ -36,7 +42,7 @@ if TYPE_CHECKING:
     from vllm_adapter.cache.facts import EngineFacts, LayerCache
     from vllm_adapter.observe.answers import Answer
     from vllm_adapter.ports import EndReport, StepPlan
-    from vllm_adapter.steps import ReadEnd, StepOrders, TraceLink
+    from vllm_adapter.steps import StepOrders, TraceLink
     from vllm_adapter.wiring import WorkerParts
     from vllm_adapter.worker.pages import MirrorMemory, PageConverter
     from vllm_adapter.worker.streams import DeviceMarks
@@ -285,9 +291,10 @@ class WorkerSide:
         is_dead = self._left is not None and not self._left.agent.is_alive
         code, message = (DEAD, DEAD_MESSAGE) if is_dead else (ASLEEP, ASLEEP_MESSAGE)
         self._sent += [grant.request_id for grant in plan.grants]
-        self._finished += fail_reads(plan.reads, code, message)
-        if self._streams is not None:
-            self._streams.fail(plan, code, message)
+        now_s = time.monotonic()
+        self._finished += [ReadEnd.refused(order, code, message, now_s) for order in plan.reads]
+        for order in plan.streams.watches:
+            self._stream_ended(ReadEnd.refused(order.read, code, message, now_s))
 
     def _note_death(self) -> None:
         """Stop using a dead transfer thread, and end its reads and leases once it has ended; never waits for it."""

@@ -20,7 +20,6 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Final, Protocol, final
 
 from vllm_adapter.steps import STREAM_STOPPED
-from vllm_adapter.worker.health import fail_reads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -156,10 +155,6 @@ class RankStreams:
     def ended(self, end: ReadEnd) -> None:
         """Accept the end of a stream whose memory is quiet; any thread."""
         self._finished.append(end)
-
-    def fail(self, plan: StepPlan, code: str, message: str) -> None:
-        """End streams that are ordered while nothing is registered."""
-        self._finished += fail_reads([order.read for order in plan.streams.watches], code, message)
 
     def fail_finished(self, code: str, message: str) -> None:
         """Turn good ends that have not been reported into failed ones: their pages are about to be lost."""

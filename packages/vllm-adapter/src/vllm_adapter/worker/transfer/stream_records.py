@@ -20,12 +20,10 @@ from typing import TYPE_CHECKING, NamedTuple, final
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from vllm_adapter.ports import BlockList, PeerPlan, StreamOrder, StreamWatch, TransferResult
-    from vllm_adapter.steps import Rank
+    from vllm_adapter.ports import BlockList, PeerPlan, StreamOrder, TransferResult
     from vllm_adapter.worker.transfer.records import PeerEngine, Read
-    from vllm_adapter.worker.transfer.streams import StreamCoordinator
 
-__all__ = ["FollowedRank", "Part", "PartBlocks", "Stream", "StreamShape", "as_one_read"]
+__all__ = ["Part", "PartBlocks", "Stream", "StreamShape", "as_one_read"]
 
 
 class PartBlocks(NamedTuple):
@@ -115,7 +113,7 @@ class Stream:
         order: The scheduler's order.
         engine: The producer's engine.
         plan: Plan against the producer's engine.
-        open_ranks: Producer ranks that have not reported, by name.
+        open_ranks: Names of the producer ranks that have not reported.
         whole_ranks: The reads from the ranks whose fence held.
     """
 
@@ -123,7 +121,7 @@ class Stream:
     order: StreamOrder
     engine: PeerEngine
     plan: PeerPlan
-    open_ranks: dict[str, FollowedRank] = field(default_factory=dict[str, "FollowedRank"])
+    open_ranks: list[str] = field(default_factory=list[str])
     whole_ranks: list[TransferResult] = field(default_factory=list["TransferResult"])
 
     def note_whole(self, now_s: float) -> None:
@@ -155,46 +153,3 @@ def as_one_read(parts: Sequence[TransferResult]) -> TransferResult:
         fence_s=0.0,
         bytes_by_path=tuple(entry for part in parts for entry in part.bytes_by_path),
     )
-
-
-@final
-@dataclass(slots=True, eq=False)
-class FollowedRank:
-    """A producer rank of a stream. It passes what its watch reports on to the coordinator.
-
-    Attributes:
-        coordinator: The coordinator of the stream.
-        stream: The stream.
-        rank: (pp, tp) rank of the producer.
-        watch: The agent's watch of its words; None before it begins.
-        parts: Parts that are not posted yet, the oldest first.
-        ids: The producer's block ids of these parts, by place in the table.
-        finished_tokens: Tokens of the prompt that it has finished, by its latest progress word.
-        arrived: Results of the parts that have arrived.
-    """
-
-    coordinator: StreamCoordinator
-    stream: Stream
-    rank: Rank
-    watch: StreamWatch | None = None
-    parts: list[Part] = field(default_factory=list[Part])
-    ids: dict[int, int] = field(default_factory=dict[int, int])
-    finished_tokens: int = 0
-    arrived: list[TransferResult] = field(default_factory=list["TransferResult"])
-
-    @property
-    def name(self) -> str:
-        """Its name among all that are followed."""
-        return f"{self.stream.read.order.request_id}/{self.rank[0]}.{self.rank[1]}"
-
-    def progress(self, tag: int, tokens: int) -> None:
-        """Pass a progress word on."""
-        self.coordinator.progress(self, tag, tokens)
-
-    def table(self, tag: int, first: int, ids: tuple[int, ...]) -> None:  # noqa: ARG002  (the watch asked under one tag)
-        """Pass block ids on."""
-        self.coordinator.table(self, first, ids)
-
-    def broken(self, code: str, message: str) -> None:
-        """Pass the end of the watch on."""
-        self.coordinator.broken(self, code, message)

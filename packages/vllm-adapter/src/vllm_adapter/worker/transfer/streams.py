@@ -8,6 +8,7 @@ may then be read into again. "Read complete" is sent only after all ranks are do
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Final, final
 
@@ -16,7 +17,7 @@ import numpy as np
 from vllm_adapter.errors import AdapterError, code_of
 from vllm_adapter.steps import STREAM_STOPPED, ReadTimes
 from vllm_adapter.worker.transfer.records import Read, is_peer_at_fault, note_quarantine, refusal
-from vllm_adapter.worker.transfer.stream_records import FollowedRank, Part, Stream, as_one_read
+from vllm_adapter.worker.transfer.stream_records import Part, Stream, as_one_read
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
         StreamPlan,
         StreamReaders,
         StreamReport,
+        StreamWatch,
         TransferResult,
     )
     from vllm_adapter.steps import Rank, ReadEnd
@@ -36,7 +38,7 @@ if TYPE_CHECKING:
     from vllm_adapter.worker.transfer.records import PeerEngine, TransferParts
     from vllm_adapter.worker.transfer.stream_records import StreamShape
 
-__all__ = ["StreamCoordinator"]
+__all__ = ["FollowedRank", "StreamCoordinator"]
 
 _NO_INDICES: Final = np.empty(0, dtype=np.int32)
 _BROKEN: Final[Mapping[str, tuple[str, str]]] = {
@@ -57,6 +59,49 @@ def _why(cause: str, rank: Rank) -> tuple[str, str]:
 
 def _wants_data(read: Read) -> bool:
     return not (read.is_ended or read.order.is_notify_only)
+
+
+@final
+@dataclass(slots=True, eq=False)
+class FollowedRank:
+    """A producer rank of a stream. It passes what its watch reports on to the coordinator.
+
+    Attributes:
+        coordinator: The coordinator of the stream.
+        stream: The stream.
+        rank: (pp, tp) rank of the producer.
+        watch: The agent's watch of its words; None before it begins.
+        parts: Parts that are not posted yet, the oldest first.
+        ids: The producer's block ids of these parts, by place in the table.
+        finished_tokens: Tokens of the prompt that it has finished, by its latest progress word.
+        arrived: Results of the parts that have arrived.
+    """
+
+    coordinator: StreamCoordinator
+    stream: Stream
+    rank: Rank
+    watch: StreamWatch | None = None
+    parts: list[Part] = field(default_factory=list[Part])
+    ids: dict[int, int] = field(default_factory=dict[int, int])
+    finished_tokens: int = 0
+    arrived: list[TransferResult] = field(default_factory=list["TransferResult"])
+
+    @property
+    def name(self) -> str:
+        """Its name among all that are followed."""
+        return f"{self.stream.read.order.request_id}/{self.rank[0]}.{self.rank[1]}"
+
+    def progress(self, tag: int, tokens: int) -> None:
+        """Pass a progress word on."""
+        self.coordinator.progress(self, tag, tokens)
+
+    def table(self, tag: int, first: int, ids: tuple[int, ...]) -> None:  # noqa: ARG002  (the watch asked under one tag)
+        """Pass block ids on."""
+        self.coordinator.table(self, first, ids)
+
+    def broken(self, code: str, message: str) -> None:
+        """Pass the end of the watch on."""
+        self.coordinator.broken(self, code, message)
 
 
 @final
@@ -170,10 +215,14 @@ class StreamCoordinator:
                 first_entry=order.start // entry_tokens,
                 now_s=self._parts.now_s(),
             )
-            stream.open_ranks[following.name] = self._ranks[following.name] = following
-        for following in list(stream.open_ranks.values()):
+            self._ranks[following.name] = following
+            stream.open_ranks.append(following.name)
+        for following in self._open_ranks(stream):
             key = stream.engine.key(following.rank)
             following.watch = self._parts.thread.agent.watch_stream(key, slot, following, tokens=order.read.tokens)
+
+    def _open_ranks(self, stream: Stream) -> list[FollowedRank]:
+        return [self._ranks[name] for name in stream.open_ranks]
 
     def stop(self, request_id: str) -> None:
         """Stop a stream; its end is reported, as failed, once all its transfers are quiet."""
@@ -215,7 +264,7 @@ class StreamCoordinator:
     def _entry(self, stream: Stream) -> Entry:
         """Describe a stream; the rank that is furthest behind determines its progress."""
         order, times = stream.read.order, stream.read.times
-        behind = min(stream.open_ranks.values(), key=lambda rank: rank.finished_tokens, default=None)
+        behind = min(self._open_ranks(stream), key=lambda rank: rank.finished_tokens, default=None)
         return {
             "request_id": order.request_id,
             "peer_request_id": order.ticket.peer_request_id,
@@ -364,7 +413,7 @@ class StreamCoordinator:
     def _give_up(self, stream: Stream, code: str, message: str) -> None:
         """Stop all ranks of a stream; each reports once it is quiet."""
         stream.read.fail(code, message)
-        for following in list(stream.open_ranks.values()):
+        for following in self._open_ranks(stream):
             if following.watch is not None:
                 following.watch.end()
             self._readers.cancel(following.name)
@@ -399,7 +448,7 @@ class StreamCoordinator:
 
     def _rank_ended(self, following: FollowedRank, report: StreamReport) -> None:
         stream = following.stream
-        del stream.open_ranks[following.name]
+        stream.open_ranks.remove(following.name)
         if following.watch is not None:
             following.watch.end()
         if not report.is_done:
