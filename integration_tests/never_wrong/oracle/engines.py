@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 from gathering import Ranks
+from hands import Clock, HandThread, SideChannel, StillClient, StillListener
 from numpy_pages import NumpyPages
 
 from kv_nixl_agent.testing import FakeFabric
 from kv_scheduler_state import prompt_digest
 from oracle.blocks import Lists, Pool
 from oracle.geometry import Case, Side
-from oracle.hands import Clock, HandThread, SideChannel, StillClient, StillListener
 from oracle.memory import Array, Content, RankMemory, make_facts, span_tokens
 from vllm_adapter.config import Settings
 from vllm_adapter.scheduler.hooks import Arrival, Ending

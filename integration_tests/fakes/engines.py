@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gathering import Gathered, Ranks
-from numpy_mirror import NumpyMirror
-from numpy_pages import NumpyPages
+from numpy_pages import NumpyMirror, NumpyPages
 
 from kv_scheduler_state import prompt_digest
 from vllm_adapter.cache.facts import CacheGroup, EngineFacts, LayerCache
