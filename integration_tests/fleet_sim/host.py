@@ -15,7 +15,6 @@ from typing import Any, final
 from blocks import BlockPool
 from engine import Engine
 from holdings import Holdings, Work
-from noted import note_chunks, note_computed, note_orders
 from outages import Outages
 from request import Request
 
@@ -136,9 +135,8 @@ class Host:
         self.engine.on_workers("before_forward", orders)
         if not self.plan.applies_late:
             self.engine.on_workers("apply", orders)
-        self.engine.checks.reads_ordered(orders)
-        note_orders(self.engine, self.requests, orders.plan)
-        note_chunks(self.engine.fleet, work)
+        self.engine.checks.orders_made(orders)
+        self.engine.fleet.chunks_scheduled(work)
         idle_s = _ASKING_STEP_S if self._is_asking else _IDLE_STEP_S
         duration_s = self.plan.step_s if work or orders.plan.reads else idle_s
         if self.engine.device is not None:
@@ -158,7 +156,7 @@ class Host:
         if self.outages.delays(lambda: self._end_step(orders, work)):
             return
         self.holdings.compute(work)
-        note_computed(self.engine.fleet, work)
+        self.engine.fleet.chunks_computed(work)
         if self.plan.applies_late:
             self.engine.on_workers("apply", orders)
         if self.engine.device is None:
