@@ -16,6 +16,7 @@ from blocks import BlockPool
 from engine import Engine
 from holdings import Holdings, Work
 from outages import Outages
+from prompts import Prompt
 from request import Request
 
 from vllm_adapter.scheduler.chunks import ScheduledTokens
@@ -68,7 +69,7 @@ class Host:
                 request.request_id,
                 request.params,
                 request.prompt_tokens,
-                identity=request,
+                identity=Prompt(request.ids),
                 drop_tail=lambda tail: backoff.append(tail) is None,
                 max_tokens=request.most_tokens - request.prompt_tokens,
             )
@@ -370,7 +371,7 @@ class Host:
         if outcome == "done":
             self.engine.checks.finished(request)
         blocks = [list(group) for group in request.blocks] or [[] for _ in self.groups]
-        ending = Ending(request.request_id, reason, request.computed, identity=request)
+        ending = Ending(request.request_id, reason, request.computed, identity=Prompt(request.ids))
         keeps, params = self.engine.side.finished(ending, blocks)
         self._reply(request, outcome, params)
         if keeps:
