@@ -143,7 +143,6 @@ class Load:
     """Changes a ticket on its way, as a proxy between engines needs it."""
     asked: list[Asked] = field(default_factory=list)
     is_needed: bool = True
-    is_paused: bool = False
     _loop: asyncio.AbstractEventLoop | None = None
     _session: aiohttp.ClientSession | None = None
     _bursts: set[asyncio.Future[Asked]] = field(default_factory=set)
@@ -162,7 +161,7 @@ class Load:
     async def _work(self, draw: random.Random) -> None:
         while self.is_needed:
             await asyncio.sleep(draw.expovariate(1 / self.pause_s))
-            if self.is_needed and not self.is_paused:
+            if self.is_needed:
                 leaves_after_s = draw.uniform(0.0, 0.1) if draw.random() < self.leave_share else None
                 await self.one(draw.choice(self.pairs), draw.choice(self.prompts), draw.random() < 0.5, leaves_after_s)
 

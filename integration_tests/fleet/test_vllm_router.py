@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
 import signal
 import subprocess
 import time
@@ -154,10 +153,3 @@ def _wait_until_it_is_asked(url: str, engine: Engine, alone: Alone, number: int)
             return
         assert time.monotonic() < until, "the router does not take it back"
         time.sleep(2)
-
-
-def test_the_document_names_the_options_that_the_tests_run() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "operate" / "vllm-router.md").read_text()
-    options = set(re.findall(r'"(--[a-z-]+)"', Path(__file__).read_text()))
-    missing = {option for option in options if option not in page}
-    assert not missing, f"docs/operate/vllm-router.md does not say: {missing}"

@@ -77,17 +77,17 @@ class EngineChecks:
             ("unequal-tp", any(one.tp != plan.tp for one in fleet.engines)),
         )
 
-    def ordered(self, request: Request, blocks: list[list[int]]) -> None:
+    def _ordered(self, request: Request, order: Any) -> None:
         """A read fills no block that others may use."""
-        for group in blocks:
-            for block in group:
+        for blocks in order.local_blocks:
+            for block in blocks.ids:
                 if block and self._engine.host.pool.is_shared(block):
                     self._world.violated(
                         "read-into-shared",
                         f"{self._engine.name}: {request.request_id} is to read into block {block}, which others may use",
                     )
 
-    def slot_opened(self, request: Request, slot: int) -> None:
+    def _slot_opened(self, request: Request, slot: int) -> None:
         """A stream's slot has no other owner that still holds blocks: its void would hit the new owner's word."""
         for other in self._engine.host.requests.values():
             if other is not request and other.fence is not None and other.fence[0] == slot and any(other.blocks):
@@ -127,13 +127,28 @@ class EngineChecks:
         """The pages of a request still hold its own tokens when it ends."""
         self._contents(request, min(request.computed, len(request.ids)), "finished")
 
-    def reads_ordered(self, orders: Any) -> None:
-        """Note the reads of a step."""
-        for order in orders.plan.reads:
+    def orders_made(self, orders: Any) -> None:
+        """Take in the fences, reads and streams of a step's orders."""
+        requests, plan = self._engine.host.requests, orders.plan
+        for order in plan.fences:
+            if (request := requests.get(order.request_id)) is not None:
+                request.fence = (order.slot, order.generation)
+        for order in plan.reads:
             self._unfenced.discard(order.request_id)
             if order.ticket.fence is None:
                 self._unfenced.add(order.request_id)
+            if (request := requests.get(order.request_id)) is not None:
+                request.is_streamed = False
+                self._ordered(request, order)
         self.fairness.ordered(orders)
+        for opening in plan.streams.opens:
+            if (request := requests.get(opening.request_id)) is not None:
+                self._slot_opened(request, opening.slot)
+                request.fence = (opening.slot, opening.generation)
+        for stream in plan.streams.watches:
+            if (request := requests.get(stream.read.request_id)) is not None:
+                request.is_streamed = True
+                self._ordered(request, stream.read)
 
     def failed(self, request: Request) -> None:
         """Where nothing breaks, no read fails."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, final
 
 from checks import EngineChecks
-from device import SimDevice
+from drivers import SimDevice
 from gathering import Gathered, Ranks
 from pages import HEAD_SIZE, HEADS, Pages, layer_names
 from plan import EnginePlan, GroupPlan

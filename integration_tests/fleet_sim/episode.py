@@ -13,10 +13,9 @@ from typing import final
 from unittest.mock import patch
 
 from checks import leftovers
-from epilogue import serve_again
 from faults import Faults
 from fleet import Fleet
-from plan import EpisodePlan
+from plan import EpisodePlan, RequestPlan
 from planted import Fault
 from resources import kept_requests
 from router import Router
@@ -45,6 +44,11 @@ _OPTIONS = ThreadOptions(
     slow_poll_s=0.25,
     gil_switch_interval_s=None,
 )
+
+
+_ROUNDS = 6
+_PAUSE_S = 2.5
+"""Time between two attempts. A failed engine is asked again in the background after 5 s at most, so the third round meets it."""
 
 
 @final
@@ -171,6 +175,37 @@ def settle(fleet: Fleet) -> None:
             for kind, text in left[:1]:
                 world.violated(kind, f"{text}, {until_s - began_s:.0f} s after the last fault or request")
             return
+
+
+def serve_again(fleet: Fleet, bound_s: float) -> None:
+    """Hand one short prompt over per pair of engines, until each has had a read accepted.
+
+    Args:
+        fleet: A fleet at rest, without faults.
+        bound_s: Longest time that a round may take.
+    """
+    world, engines = fleet.world, fleet.plan.fleet.engines
+    prefills = [slot for slot, engine in enumerate(engines) if engine.role == "prefill"]
+    decodes = [slot for slot, engine in enumerate(engines) if engine.role == "decode"]
+    missing = [(prefill, decode) for prefill in prefills for decode in decodes]
+    began_s = world.now_s
+    for number in range(_ROUNDS):
+        if world.violations:
+            return
+        names = {pair: f"again{number}.{pair[0]}.{pair[1]}" for pair in missing}
+        for (prefill, decode), name in names.items():
+            fleet.router.start(RequestPlan(name, 0.0, prefill, decode, tokens=6, new_tokens=1, router_s=0.001))
+        world.run(world.now_s + bound_s, lambda: not fleet.router.open_names())
+        missing = [pair for pair, name in names.items() if f"{name}-d1" not in world.accepted]
+        if not missing:
+            return
+        world.run(world.now_s + _PAUSE_S)
+    for prefill, decode in missing[:1]:
+        world.violated(
+            "service-not-restored",
+            f"{fleet.lane(decode)} has read nothing from {fleet.lane(prefill)} in {_ROUNDS} attempts, "
+            f"{world.now_s - began_s:.0f} s after everything was at rest",
+        )
 
 
 def bound_s(plan: EpisodePlan) -> float:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, final
 
+from network import damaged
 from plan import FaultPlan
-from wire_bytes import damaged
 
 from kv_handshake import Codec
 

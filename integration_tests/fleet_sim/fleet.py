@@ -7,8 +7,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, final
 
-from device import MarksDriver
-from drivers import ClientDriver, ListenerDriver, TransferDriver
+from drivers import ClientDriver, ListenerDriver, MarksDriver, TransferDriver
 from network import Network
 from nixl_fake import Fabric
 from numpy_pages import NumpyPages
@@ -21,6 +20,7 @@ from vllm_adapter.worker.streams import ChunkMarks
 
 if TYPE_CHECKING:
     from engine import Engine
+    from holdings import Work
     from router import Router
     from seams import SimThread, SimThreads
 
@@ -119,7 +119,24 @@ class Fleet:
 
         return count
 
-    def reached(self, request_id: str, number: int) -> None:
+    def chunks_scheduled(self, work: Sequence[Work]) -> None:
+        """Run the actions for chunks of prompts that are scheduled; number 0 is the last one of a prompt."""
+        for item in work:
+            request, chunk = item.request, item.chunk
+            if request.hand_over_id and chunk.computed_tokens < request.prompt_tokens:
+                request.chunks += 1
+                self._reached(request.request_id, request.chunks)
+                if chunk.computed_tokens + chunk.new_tokens >= request.prompt_tokens:
+                    self._reached(request.request_id, 0)
+
+    def chunks_computed(self, work: Sequence[Work]) -> None:
+        """Note prompts whose last chunk has been computed."""
+        for item in work:
+            request = item.request
+            if request.hand_over_id and item.chunk.computed_tokens + len(item.ids) >= request.prompt_tokens:
+                self.whole.add(request.hand_over_id)
+
+    def _reached(self, request_id: str, number: int) -> None:
         """Take in that a request has come to a chunk."""
         for action in self._watchers.pop((request_id, number), ()):
             action()

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
 
 import numpy as np
-from blocks import BlockPool
-from prefix import PrefixCache
+from blocks import BlockPool, PrefixCache
 
 from vllm_adapter.scheduler.chunks import ScheduledTokens
 

@@ -15,8 +15,8 @@ from typing import Any, final
 from blocks import BlockPool
 from engine import Engine
 from holdings import Holdings, Work
-from noted import note_chunks, note_computed, note_orders
 from outages import Outages
+from prompts import Prompt
 from request import Request
 
 from vllm_adapter.scheduler.chunks import ScheduledTokens
@@ -69,7 +69,7 @@ class Host:
                 request.request_id,
                 request.params,
                 request.prompt_tokens,
-                identity=request,
+                identity=Prompt(request.ids),
                 drop_tail=lambda tail: backoff.append(tail) is None,
                 max_tokens=request.most_tokens - request.prompt_tokens,
             )
@@ -136,9 +136,8 @@ class Host:
         self.engine.on_workers("before_forward", orders)
         if not self.plan.applies_late:
             self.engine.on_workers("apply", orders)
-        self.engine.checks.reads_ordered(orders)
-        note_orders(self.engine, self.requests, orders.plan)
-        note_chunks(self.engine.fleet, work)
+        self.engine.checks.orders_made(orders)
+        self.engine.fleet.chunks_scheduled(work)
         idle_s = _ASKING_STEP_S if self._is_asking else _IDLE_STEP_S
         duration_s = self.plan.step_s if work or orders.plan.reads else idle_s
         if self.engine.device is not None:
@@ -158,7 +157,7 @@ class Host:
         if self.outages.delays(lambda: self._end_step(orders, work)):
             return
         self.holdings.compute(work)
-        note_computed(self.engine.fleet, work)
+        self.engine.fleet.chunks_computed(work)
         if self.plan.applies_late:
             self.engine.on_workers("apply", orders)
         if self.engine.device is None:
@@ -372,7 +371,7 @@ class Host:
         if outcome == "done":
             self.engine.checks.finished(request)
         blocks = [list(group) for group in request.blocks] or [[] for _ in self.groups]
-        ending = Ending(request.request_id, reason, request.computed, identity=request)
+        ending = Ending(request.request_id, reason, request.computed, identity=Prompt(request.ids))
         keeps, params = self.engine.side.finished(ending, blocks)
         self._reply(request, outcome, params)
         if keeps:

@@ -11,7 +11,7 @@ from typing import final
 
 from world import World
 
-__all__ = ["Link", "Network"]
+__all__ = ["Link", "Network", "damaged"]
 
 _MESSAGE_BYTES_PER_S = 1e7
 
@@ -66,3 +66,13 @@ class Network:
     def heal(self) -> None:
         """End all bad conditions."""
         self.links.clear()
+
+
+def damaged(data: bytes, draw: random.Random) -> bytes:
+    """Return the bytes with a bit changed, or cut off."""
+    if not data:
+        return b"\x00"
+    at = draw.randrange(len(data))
+    if draw.random() < 0.3:
+        return data[:at]
+    return data[:at] + bytes([data[at] ^ (1 << draw.randrange(8))]) + data[at + 1 :]

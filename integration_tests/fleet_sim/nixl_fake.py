@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, final
 
-from wire_bytes import damaged
+from network import damaged
 from world import Process, World
 
 from kv_nixl_agent.errors import AgentError

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, final
 
 import numpy as np
-from numpy_mirror import NumpyMirror
+from numpy_pages import NumpyMirror
 from page_kinds import HEAD_SIZE, HEADS, AttentionPages, LatentPages, StatePages, layer_cache, pages_of, words_of
 from plan import EnginePlan, GroupPlan
 

@@ -6,8 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import final
 
-from kv_scheduler_state import prompt_digest
-
 __all__ = ["Request"]
 
 
@@ -51,17 +49,9 @@ class Request:
     is_answered: bool = False
     void_since: int = 0
     fence: tuple[int, int] | None = None
-    refusal: str = ""
     hand_over_id: str = ""
     is_producer: bool = False
     chunks: int = 0
     is_streamed: bool = False
     early_bytes: int = 0
     late_bytes: int = 0
-
-    def digest(self, tokens: int) -> str | None:
-        """Return the digest of the first tokens."""
-        return prompt_digest(self.ids[:tokens]) if tokens <= len(self.ids) else None
-
-    def media(self, tokens: int) -> None:
-        """Return None: the prompt has no media."""

@@ -21,22 +21,9 @@ if TYPE_CHECKING:
 __all__ = ["DAMAGES", "Router"]
 
 DAMAGES = (
-    "blocks",
-    "tokens",
-    "first-tokens",
-    "fence",
-    "nonce",
-    "engine",
-    "port",
-    "request",
-    "sizes",
-    "prompt",
-    "types",
-    "generation",
-    "lease",
-    "span",
-    "foreign",
-)
+    "blocks", "tokens", "first-tokens", "fence", "nonce", "engine", "port", "request", "sizes", "prompt", "types",
+    "generation", "lease", "span", "foreign",
+)  # fmt: skip
 """Parts of a ticket that a hostile client changes."""
 
 _BLIND = frozenset(("blocks", "tokens", "first-tokens", "request", "span", "fence"))

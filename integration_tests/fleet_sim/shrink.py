@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import MISSING, fields, replace
 from typing import Any, TypeVar
 
 from episode import Outcome, play
@@ -14,6 +14,7 @@ from planted import Fault
 __all__ = ["shrink"]
 
 Item = TypeVar("Item")
+Plan = TypeVar("Plan", RequestPlan, EnginePlan)
 
 
 def shrink(plan: EpisodePlan, fault: Fault | None = None, *, within_s: float = 60.0) -> Outcome:
@@ -41,7 +42,7 @@ def _smaller(plan: EpisodePlan) -> Iterator[EpisodePlan]:
     for faults in _parts(plan.faults):
         yield replace(plan, faults=faults)
     for at, request in enumerate(plan.requests):
-        for simpler in _simpler(request):
+        for simpler in _plainer(request, new_tokens=1, tokens=min(request.tokens, 8)):
             yield replace(plan, requests=(*plan.requests[:at], simpler, *plan.requests[at + 1 :]))
     for slot in range(len(plan.fleet.engines)):
         if not _is_named(plan, slot):
@@ -49,7 +50,7 @@ def _smaller(plan: EpisodePlan) -> Iterator[EpisodePlan]:
     if len(plan.fleet.groups) > 1:
         yield replace(plan, fleet=replace(plan.fleet, groups=plan.fleet.groups[:1]))
     for at, engine in enumerate(plan.fleet.engines):
-        for plainer in _plainer(engine):
+        for plainer in _plainer(engine, tp=1, has_lag=False, order="HND"):
             engines = (*plan.fleet.engines[:at], plainer, *plan.fleet.engines[at + 1 :])
             yield replace(plan, fleet=replace(plan.fleet, engines=engines))
     for changed in ({"is_bidirectional": False}, {"is_sealed": False}, {"read_retries": 0}):
@@ -66,36 +67,13 @@ def _parts(items: tuple[Item, ...]) -> Iterator[tuple[Item, ...]]:
         size //= 2
 
 
-def _simpler(request: RequestPlan) -> Iterator[RequestPlan]:
-    plain: dict[str, Any] = {
-        "turns": 1,
-        "readers": 1,
-        "damage": "",
-        "abort": "",
-        "new_tokens": 1,
-        "again": "",
-        "family_tokens": 0,
-    }
-    for name, value in plain.items():
-        if getattr(request, name) != value:
-            yield replace(request, **{name: value})
-    if request.tokens > 8:
-        yield replace(request, tokens=8)
-
-
-def _plainer(engine: EnginePlan) -> Iterator[EnginePlan]:
-    plain: dict[str, Any] = {
-        "tp": 1,
-        "has_lag": False,
-        "has_prefix_cache": False,
-        "has_mirror": False,
-        "order": "HND",
-        "clock_rate": 1.0,
-        "clock_offset_s": 0.0,
-    }
-    for name, value in plain.items():
-        if getattr(engine, name) != value:
-            yield replace(engine, **{name: value})
+def _plainer(item: Plan, **plain: object) -> Iterator[Plan]:
+    """Yield an item with one field at its default, or as plain as is said."""
+    for field in fields(item):
+        value = plain.get(field.name, field.default)
+        if value is not MISSING and getattr(item, field.name) != value:
+            changed: Any = {field.name: value}
+            yield replace(item, **changed)
 
 
 _LINK_KINDS = frozenset(("cut", "slow", "loss", "doubling", "damage", "blip"))

@@ -45,7 +45,7 @@ def test_a_seed_is_a_run_byte_for_byte() -> None:
         subprocess.run(
             [python, "-c", script],
             cwd=HERE,
-            env={**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": f"{HERE}:{HERE.parent / 'sim'}"},
+            env={**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": f"{HERE}:{HERE.parent / 'fakes'}"},
             capture_output=True,
             text=True,
             check=True,

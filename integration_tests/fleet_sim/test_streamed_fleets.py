@@ -57,7 +57,7 @@ def test_a_seed_of_streams_is_a_run_byte_for_byte() -> None:
         subprocess.run(
             [sys.executable, "-c", script],
             cwd=HERE,
-            env={**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": f"{HERE}:{HERE.parent / 'sim'}"},
+            env={**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": f"{HERE}:{HERE.parent / 'fakes'}"},
             capture_output=True,
             text=True,
             check=True,

@@ -10,7 +10,7 @@ from collections import deque
 from typing import Any, final
 
 from fleet import Fleet
-from wire_bytes import damaged
+from network import damaged
 
 from kv_handshake.errors import TransportError
 from kv_handshake.sockets import Incoming

@@ -7,4 +7,4 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
-sys.path.append(str(Path(__file__).resolve().parents[1] / "sim"))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "fakes"))

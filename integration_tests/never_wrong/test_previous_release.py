@@ -109,7 +109,7 @@ def engines(old_python: Path) -> Iterator[dict[str, Process]]:
     """An engine of each release."""
     started = {
         "previous": _start(old_python, OLD / "source" / "integration_tests" / "sim", "previous"),
-        "current": _start(Path(sys.executable), ROOT / "integration_tests" / "sim", "current"),
+        "current": _start(Path(sys.executable), ROOT / "integration_tests" / "fakes", "current"),
     }
     try:
         for name, process in started.items():

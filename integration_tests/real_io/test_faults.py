@@ -111,36 +111,6 @@ def test_late_writes_of_a_stopped_producer_are_caught(make_stage, transport):
         assert np.array_equal(stage.read_pages(), at_rest), "memory was written after it was reported quiet"
 
 
-def test_a_stopped_producer_is_replaced_under_its_name(make_stage, transport):
-    """The old process still holds a read of ours when its successor is added; both are kept apart."""
-    stage = make_stage(page_bytes=65536, page_count=64)
-    stage.connect()
-    assert stage.read("warm", [0], [0]).outcome == "done"
-    stage.producer.stop()
-    ids = np.arange(32)
-    stage.consumer.post(order("stuck", ids, ids, deadline_s=0.2))
-    stuck = stage.wait("stuck")
-    again = PeerProcess("producer", page_bytes=65536, page_count=64, engine_config=transport)
-    try:
-        again.call("fill", 5)
-        stage.consumer.replace_peer(
-            PeerSpec("p", again.agent_metadata, stage.local_rows, again.rows, fence=again.fence)
-        )
-        result = stage.read("second", [40, 41], [7, 8])
-        assert result.outcome == "done", result
-        pattern = page_pattern(5, 64, 65536)
-        assert np.array_equal(stage.read_pages()[40:42], pattern[7:9])
-        stage.producer.kill()
-        if not stuck.is_memory_quiet:  # NIXL can tell no more about it, but we know that the process is gone
-            stage.consumer.advance()
-            (entry,) = stage.consumer.quarantine()
-            assert "lost track" in entry.last_error
-        assert np.array_equal(stage.read_pages()[40:42], pattern[7:9])
-    finally:
-        stage.consumer.remove_peer("p")
-        again.close()
-
-
 def test_a_read_from_a_stopped_producer_is_reported_as_stalled(make_stage):
     """Over TCP, where the producer's own process must send."""
     tcp = {"TLS": "tcp"}

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-sys.path.append(str(Path(__file__).resolve().parents[1] / "sim"))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "fakes"))
 
 from victims import Victim
 

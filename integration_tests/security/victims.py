@@ -151,15 +151,12 @@ def _ask(options: dict[str, Any]) -> None:
     for line in sys.stdin:
         asked = json.loads(line)
         began_s = time.monotonic()
-        ranks = [(0, rank) for rank in range(asked.get("ranks", 1))]
         codes: list[str] = []
         meter = _StallMeter()
         for number in range(asked.get("times", 1)):
             # Another engine each time, as forged tickets have it, so that no remembered failure answers.
             engine = f"{asked.get('engine', '')}{number if asked.get('times') else ''}"
-            outcome = client.fetch(
-                host="127.0.0.1", port=asked["port"], ranks=ranks, engine_id=engine, dialect=asked.get("dialect", 14)
-            )
+            outcome = client.fetch(host="127.0.0.1", port=asked["port"], ranks=[(0, 0)], engine_id=engine, dialect=14)
             codes.append(outcome.code)
         seconds, stall_s = time.monotonic() - began_s, meter.stop()
         gc.collect()

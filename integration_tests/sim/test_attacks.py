@@ -12,10 +12,10 @@ import msgspec
 import numpy as np
 import pytest
 from engines import LAYERS, TOKENS, Engine, free_port, page_of
+from prompts import Prompt
 
 from kv_handshake import Client, Codec, Listener, LocalOffer, Timing
 from kv_handshake.security import generate_keypair
-from kv_scheduler_state import prompt_digest
 from vllm_adapter.config import Settings
 
 Make = Callable[..., Engine]
@@ -90,18 +90,6 @@ def test_foreign_blocks_are_not_read(make: Make, secrets: dict[str, Any], is_loc
         reader.assert_has(honest, victim, tokens)
 
 
-class Other:
-    """Another prompt than the simulation's one text."""
-
-    refusal = ""
-
-    def digest(self, tokens: int) -> str | None:
-        return prompt_digest(range(1, tokens + 1))
-
-    def media(self, tokens: int) -> None:
-        """Return None: the prompt has no media."""
-
-
 @pytest.mark.parametrize("is_locked", [False, True])
 def test_a_ticket_is_not_bound_to_another_prompt_by_its_bearer(
     make: Make, secrets: dict[str, Any], is_locked: bool, figure: Figure
@@ -112,7 +100,7 @@ def test_a_ticket_is_not_bound_to_another_prompt_by_its_bearer(
     tokens = 4 * TOKENS
     source, ticket = producer.prefill(tokens)
     assert ticket is not None
-    prompt: Any = Other()
+    prompt = Prompt(range(1, tokens + 1))
     request_id = attempt(reader, {**ticket, "kv_prompt": prompt.digest(tokens)}, tokens, prompt)
     found = stolen(reader, request_id, source, 4)
     figure(f"{'sealed' if is_locked else 'unsealed'}: {found} pages of a prompt under another one's tokens")

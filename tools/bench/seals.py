@@ -145,7 +145,7 @@ def _contact_s(settings: Any) -> float:
 
 
 def _contact_rows(contacts: int) -> list[dict[str, object]]:
-    sys.path.insert(0, str(Path(__file__).parents[2] / "integration_tests" / "sim"))
+    sys.path.insert(0, str(Path(__file__).parents[2] / "integration_tests" / "fakes"))
     logging.disable(logging.WARNING)
     from vllm_adapter.config import Settings
 

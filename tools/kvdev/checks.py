@@ -25,9 +25,6 @@ _BIN = Path(sys.executable).parent
 _APART = ("pyright", "check-jsonschema", "zizmor")
 """Programs of the environment `check-tools`."""
 _NEIGHBOURS = {
-    "fleet_sim": "integration_tests/sim",
-    "security": "integration_tests/sim",
-    "never_wrong": "integration_tests/sim",
     "real_io": "packages/kv-nixl-agent/tests",
     "gpu": "packages/kv-nixl-agent/tests",
     "gpu/device": "integration_tests/sim",
@@ -136,7 +133,7 @@ def _variables_of(folder: Path) -> dict[str, str] | None:
 def _folders_of_tests() -> list[Path]:
     packages = [ROOT / "packages" / name / part for name in PACKAGES for part in ("tests", "examples")]
     shared = ROOT / "integration_tests"
-    plain = ("sim", "wire_in_go", "fleet", "chaos", "chaos/agents")
+    plain = ("fakes", "sim", "fleet_sim", "security", "never_wrong", "wire_in_go", "fleet", "chaos", "chaos/agents")
     names = (*plain, *_NEIGHBOURS, "host/inside", "host/engines")
     inner = [shared / name for name in names]
     return [

@@ -45,7 +45,7 @@ def test_a_person_can_choose_every_package() -> None:
         (["uv.toml"], list(PACKAGES)),
         (["tools/kvdev/testing.py"], list(PACKAGES)),
         ([".github/workflows/ci.yml"], list(PACKAGES)),
-        (["docs/architecture.md", "README.md", "integration_tests/sim/engines.py"], []),
+        (["docs/architecture.md", "README.md", "integration_tests/fakes/engines.py"], []),
         ([], []),
     ],
 )

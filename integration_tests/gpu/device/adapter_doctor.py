@@ -15,10 +15,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2] / "sim")]
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2] / "fakes")]
 
 import torch  # noqa: E402
-from engines import LAYERS, TOKENS  # noqa: E402  (of the simulation)
+from engines import LAYERS, TOKENS  # noqa: E402  (of the fakes)
 from torch_engine import TorchEngine  # noqa: E402  (beside this file)
 
 READS = 12

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parents[1] / "sim")]
+sys.path[:0] = [str(HERE), *(str(HERE.parents[1] / name) for name in ("fakes", "sim"))]
 
 from torch_engine import TorchEngine  # noqa: E402  (beside this file)
 

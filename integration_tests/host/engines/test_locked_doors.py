@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 import subprocess
 import sys
 import threading
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
-from fleets import FAILED, FAILED_READS, REFUSED, TRANSFERS, Fleet, client, ours, prompt, started_fleet
+from fleets import FAILED, REFUSED, TRANSFERS, Fleet, ours, prompt, started_fleet
 
 from kv_handshake import HandshakeError
 from kv_handshake.inspect import probe
 from kv_handshake.security import ClientSecurity
 
-REPLAYS = 8
 OLD, NEW = "0123456789abcdef-old-secret", "0123456789abcdef-new-secret"
 
 
@@ -78,47 +74,8 @@ def fleet(keys: Keys) -> Iterator[Fleet]:
         name: ours(role, kv_load_failure_policy="recompute", **keys.make(name), engine_ttl=0.2)
         for name, role in {"prefill": "kv_producer", "decode": "kv_both"}.items()
     }
-    with started_fleet(
-        "dense", sealed, environment={"VLLM_SERVER_DEV_MODE": "1"}
-    ) as running:  # for /reset_prefix_cache
+    with started_fleet("dense", sealed) as running:
         yield running
-
-
-def test_a_replayed_ticket_gives_nobody_another_prompts_cache(fleet: Fleet) -> None:
-    """Its seal is good: under another prompt it is refused at arrival, under its own nothing is read again; texts are right."""
-    mine, others = ([prompt(base + n, 20) for n in range(REPLAYS)] for base in (5000, 5100))
-
-    async def run(bring: list[str], tickets: list[dict[str, Any]]) -> list[str]:
-        async with client() as session:
-            bodies = [
-                {"prompt": text, "max_tokens": 6, **({"kv_transfer_params": ticket} if ticket else {})}
-                for text, ticket in zip(bring, tickets, strict=True)
-            ]
-            answers = await asyncio.gather(*(fleet.post(session, "decode", body) for body in bodies))
-            return [str(answer["choices"][0]["text"]) for answer in answers]
-
-    async def take() -> list[dict[str, Any]]:
-        async with client() as session:
-            return [await fleet.ticket(session, text, "prefill", {}) for text in mine]
-
-    expected = [fleet.answers(texts, decode="prefill", max_tokens=6) for texts in (mine, others)]
-    tickets = asyncio.run(take())
-    assert asyncio.run(run(mine, tickets)) == expected[0], "used once, as it is meant"
-    fleet.assert_all_blocks_free()
-    refused, transfers = fleet.count("decode", REFUSED, code="ticket-prompt"), fleet.count("decode", TRANSFERS)
-    assert asyncio.run(run(others, tickets)) == expected[1]
-    refused = fleet.count("decode", REFUSED, code="ticket-prompt") - refused
-    assert (refused, fleet.count("decode", TRANSFERS)) == (REPLAYS, transfers)
-    fleet.assert_all_blocks_free()
-    reset = urllib.request.Request(fleet.engines["decode"].url + "/reset_prefix_cache", method="POST")
-    with urllib.request.urlopen(reset, timeout=30) as reply:
-        assert reply.status == 200
-    failed = fleet.count("decode", FAILED_READS)
-    assert asyncio.run(run(mine, tickets)) == expected[0]
-    read = fleet.count("decode", TRANSFERS) - transfers
-    print(f"\n  replayed: {refused:.0f} as ticket-prompt under other prompts, {read:.0f} read again under their own")
-    assert (read, fleet.count("decode", FAILED_READS)) == (0, failed)
-    fleet.assert_all_blocks_free()
 
 
 class Load:

@@ -16,7 +16,7 @@ from typing import Any
 
 import full_engine
 import pytest
-from engine import BLOCK, PREFILL, hand_over, prompt
+from engine import BLOCK, hand_over, prompt
 from vllm.v1.engine import core
 from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
 from vllm.v1.request import RequestStatus
@@ -83,21 +83,6 @@ def test_a_pause_waits_for_an_unread_lease_until_an_operator_revokes_it(make, mo
     engine.until(sent="p", within_s=5)
     engine.step()
     assert not loop.has_work()
-    engine.assert_nothing_left()
-
-
-def test_a_prompt_that_runs_at_the_signal_ends_without_a_ticket(make_engine, engine_core_handler: list[int]) -> None:
-    engine = make_engine("P")
-    engine.add("p", prompt(40), max_tokens=1, params=dict(PREFILL))
-    os.kill(os.getpid(), signal.SIGTERM)
-    assert engine_core_handler == [signal.SIGTERM]
-    loop = drain_loop(engine, timeout_s=60)
-    steps = 0
-    while goes_on(loop):
-        engine.step()
-        steps += 1
-        assert steps < 20, "the drain does not end"
-    assert engine.outputs["p"][-1].kv_transfer_params is None
     engine.assert_nothing_left()
 
 

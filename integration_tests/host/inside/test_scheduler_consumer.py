@@ -146,20 +146,6 @@ def test_a_partial_prefix_hit_reads_the_rest(consumer, producer) -> None:
     assert consumer.outputs["d"][0].prefill_stats.num_local_cached_tokens == 2 * BLOCK
 
 
-@pytest.mark.parametrize(("tokens", "missing"), [(4 * BLOCK, BLOCK), (4 * BLOCK + 1, 1), (4 * BLOCK + 9, 9)])
-def test_the_longest_prefix_hit_leaves_the_last_block_to_read(consumer, producer, tokens: int, missing: int) -> None:
-    """The host always leaves a token to compute, and hits are whole blocks."""
-    consumer.add("warm", prompt(tokens))
-    consumer.run()
-    consumer.add("d", prompt(tokens), params=hand_over(producer, "p", prompt(tokens)))
-    consumer.step()
-    (read,) = consumer.reads
-    assert (tokens_of(read), len(ids(read.local_blocks)[0])) == (missing, 1)
-    consumer.step(received=["d"])
-    assert consumer.step() == {"d": 1}
-    consumer.run()
-
-
 def test_a_hit_of_all_that_the_peer_holds_only_tells_the_peer(consumer, producer) -> None:
     consumer.add("warm", prompt(4 * BLOCK))
     consumer.run()

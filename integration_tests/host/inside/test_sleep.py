@@ -11,7 +11,6 @@ import pytest
 from engine import BLOCK, prompt
 from full_engine import FullEngine, hand_over
 
-from kv_nixl_agent.testing import FakeFabric
 from vllm_adapter import KVTransferConnector
 
 Make = Callable[..., FullEngine]
@@ -113,30 +112,6 @@ def test_a_prompt_that_outlives_the_sleep_is_handed_over_as_computed_after_it(ma
     assert consumer.received["d1"], "its fence word is in the new array"
     consumer.assert_has("d1", SOME, 2)
     producer.until(sent="p1")
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("fabric", ["fake"], indirect=True)
-def test_a_read_on_the_wire_when_its_consumer_falls_asleep_is_ended_by_closing_the_agent(
-    make: Make, fabric: FakeFabric, caplog: pytest.LogCaptureFixture
-) -> None:
-    producer, consumer = make("P"), make("D")
-    hand_over(producer, consumer, "1", SOME)
-    consumer.add("d2", OTHER, params=producer.prefill("p2", OTHER))
-    fabric.agent(producer.agent_name).stop()
-    consumer.step()
-    _wait(lambda: consumer.side._registration.agent.statistics()["inflight"])
-    began_s = time.monotonic()
-    consumer.sleep(resets=False)
-    assert time.monotonic() - began_s < 8
-    assert "1 reads are still on the wire" in caplog.text
-    assert "bytes at risk" in caplog.text
-    consumer.step()
-    assert not consumer.received["d2"]
-    fabric.agent(producer.agent_name).resume()
-    consumer.wake()
-    consumer.run()
-    hand_over(producer, consumer, "3", SOME)
 
 
 def test_hooks_may_come_twice_or_alone(make: Make) -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 from typing import Literal
 
 import numpy as np
 import pytest
 import torch
 from byte_oracle import MemoryOfRank, Request, execute, permute
-from seeds import for_seeds
 
 from kv_topology import BlockList, PageMove, plan_transfer
 from kv_topology.tools import EngineSpec, ModelSpec, build_engine
@@ -84,72 +82,6 @@ def test_what_a_staged_plan_leaves_is_put_in_order_as_the_model_does(
     TorchPages([tensor], scratch_bytes=(1, 5000, 1 << 20)[(here_tokens + producers) % 3]).convert(steps)
     np.testing.assert_array_equal(memory.data, model.data)
     np.testing.assert_array_equal(memory.data, expected.data)
-
-
-def random_moves(rng: np.random.Generator, cell_bytes: int, start: int) -> tuple[int, tuple[PageMove, ...]]:
-    """All cells of a page dealt to random axes, written back with the axes in another order, in one or two halves."""
-    shape = tuple(int(n) for n in rng.integers(1, 5, size=4))
-    halves = int(rng.integers(1, 3))
-    order = rng.permutation(4)
-    part = int(np.prod(shape)) * cell_bytes
-
-    def strides(axes: list[int]) -> list[int]:
-        found, step = [0] * 4, cell_bytes
-        for axis in reversed(axes):
-            found[axis], step = step, step * shape[axis]
-        return found
-
-    here, there = strides([0, 1, 2, 3]), strides([int(axis) for axis in order])
-    moves = tuple(
-        PageMove(shape, cell_bytes, start + half * part, tuple(here), start + (halves - 1 - half) * part, tuple(there))
-        for half in range(halves)
-    )
-    return start + halves * part, moves
-
-
-def model_of(cache: np.ndarray, step: ConversionStep, base: int) -> None:
-    for region in step.regions:
-        for page in step.pages.tolist():
-            final = cache[region.address - base + page * region.stride_bytes :]
-            received = final[: step.stop].copy()
-            for move in step.moves:
-                cells = np.indices(move.shape).reshape(len(move.shape), -1)
-                source = move.source_offset + np.array(move.source_strides) @ cells
-                target = move.target_offset + np.array(move.target_strides) @ cells
-                for byte in range(move.element_bytes):
-                    final[target + byte] = received[source + byte]
-
-
-@for_seeds(60)
-def test_random_permutations_of_random_regions(seed: int) -> None:
-    """Regions at equal and unequal distances in one allocation or several, at even and odd places."""
-    rng = np.random.default_rng(seed)
-    dtype = DTYPES[seed % len(DTYPES)]
-    start = int(rng.choice([0, 8, 24]))
-    page_bytes, moves = random_moves(rng, int(rng.choice([1, 2, 4, 8])), start)
-    gap = int(rng.choice([0, 0, 8, 3]))
-    layers, allocations = int(rng.integers(1, 5)), int(rng.integers(1, 3))
-    tensors, models, ranges = [], [], []
-    for _ in range(allocations):
-        room = layers * (PAGES * (page_bytes + gap) + 64)
-        room += -room % 8
-        tensor = torch.from_numpy(rng.integers(0, 256, room, np.uint8)).view(dtype)
-        tensors.append(tensor)
-        raw = np.ctypeslib.as_array((ctypes.c_uint8 * room).from_address(tensor.data_ptr()))
-        models.append((tensor.data_ptr(), raw.copy(), raw))
-        extra = 0
-        for layer in range(layers):
-            extra += int(rng.choice([0, 0, 5]))
-            at = tensor.data_ptr() + layer * PAGES * (page_bytes + gap) + extra
-            ranges.append(PageRange(at, page_bytes + gap, PAGES))
-    pages = np.sort(rng.choice(PAGES, int(rng.integers(1, PAGES)), replace=False)).astype(np.int64)
-    for base, model, _ in models:
-        own = tuple(r for r in ranges if base <= r.address < base + len(model))
-        model_of(model, ConversionStep(start, page_bytes, moves, own, pages), base)
-    step = ConversionStep(start, page_bytes, moves, tuple(sorted(ranges)), pages)
-    TorchPages(tensors, scratch_bytes=int(rng.choice([1, 200, 1 << 20]))).convert([step])
-    for _, model, raw in models:
-        np.testing.assert_array_equal(raw, model)
 
 
 def test_layers_of_one_allocation_are_one_view_and_shared_ones_are_permuted_once() -> None:

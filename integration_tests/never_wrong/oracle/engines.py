@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 from gathering import Ranks
+from hands import Clock, HandThread, SideChannel, StillClient, StillListener
 from numpy_pages import NumpyPages
+from prompts import Prompt
 
 from kv_nixl_agent.testing import FakeFabric
-from kv_scheduler_state import prompt_digest
 from oracle.blocks import Lists, Pool
 from oracle.geometry import Case, Side
-from oracle.hands import Clock, HandThread, SideChannel, StillClient, StillListener
 from oracle.memory import Array, Content, RankMemory, make_facts, span_tokens
 from vllm_adapter.config import Settings
 from vllm_adapter.scheduler.hooks import Arrival, Ending
@@ -64,21 +64,6 @@ class HandSchedulerParts:
         return StillListener(self._channel, self._parts.facts.host, self._parts.facts.port)
 
 
-class Identity:
-    """A prompt of tokens and nothing else."""
-
-    refusal = ""
-
-    def __init__(self, prompt: list[int]) -> None:
-        self._prompt = prompt
-
-    def digest(self, tokens: int) -> str | None:
-        return prompt_digest(self._prompt[:tokens]) if tokens <= len(self._prompt) else None
-
-    def media(self, tokens: int) -> None:
-        """Return None: the prompt has no media."""
-
-
 class Engine:
     """An engine of a case."""
 
@@ -122,7 +107,7 @@ class Engine:
         """Announce a request; return (why its ticket is refused, prompt tokens that it has lost)."""
         dropped: list[int] = []
         arrival = Arrival(
-            request_id, params, len(prompt), Identity(prompt), drop_tail=lambda tokens: dropped.append(tokens) is None
+            request_id, params, len(prompt), Prompt(prompt), drop_tail=lambda tokens: dropped.append(tokens) is None
         )
         self.scheduler.arrived(arrival)
         codes = (self.scheduler.take_stats() or {}).get("ticket_refusal_codes", [])
@@ -139,7 +124,7 @@ class Engine:
         self, request_id: str, lists: Lists, computed: int, prompt: list[int], in_flight: int = 0
     ) -> tuple[dict[str, object] | None, str]:
         """End a request; return its ticket, or why it has none."""
-        ending = Ending(request_id, "length", computed + in_flight, in_flight, Identity(prompt))
+        ending = Ending(request_id, "length", computed + in_flight, in_flight, Prompt(prompt))
         is_kept, ticket = self.scheduler.finished(ending, lists.ids)
         assert is_kept is (ticket is not None)
         return ticket, ",".join((self.scheduler.take_stats() or {}).get("withheld_ticket_codes", []))

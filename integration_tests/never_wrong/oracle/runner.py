@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+from hands import Clock, SideChannel
 
 from kv_nixl_agent.testing import FakeFabric
 from oracle.blocks import (
@@ -26,7 +27,6 @@ from oracle.blocks import (
 )
 from oracle.engines import LEASE_S, Engine
 from oracle.geometry import Case, Request, draw
-from oracle.hands import Clock, SideChannel
 from oracle.memory import NAN, Array, Content, span_tokens
 
 __all__ = ["Outcome", "Play", "Router", "Wrong", "run", "try_seed", "try_threads"]

@@ -1,6 +1,6 @@
 """A simulated engine of one release in a process of its own, driven by JSON lines; runs in that release's environment.
 
-    driver.py FOLDER NAME    FOLDER holds that release's `engines.py` (integration_tests/sim); NAME names the engine.
+    driver.py FOLDER NAME    FOLDER holds that release's `engines.py`; NAME names the engine.
 
 It only uses what the simulated engines of both releases offer. Between two commands the engine goes on stepping.
 """

@@ -1,7 +1,7 @@
 """Two engines without vLLM: the production scheduler side, worker sides, planner and side channel, over NIXL or its fake.
 
-Each engine has numpy memory in place of a KV cache. A test writes a prompt's pages on the producer, walks the hooks in vLLM's
-order and compares the consumer's pages byte by byte.
+Each engine has numpy memory in place of a KV cache; all prompts are the first tokens of one text. A test writes a prompt's pages
+on the producer, walks the hooks in vLLM's order and compares the consumer's pages byte by byte.
 """
 
 from __future__ import annotations
@@ -10,17 +10,15 @@ import itertools
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 from gathering import Gathered, Ranks
-from numpy_mirror import NumpyMirror
-from numpy_pages import NumpyPages
+from numpy_pages import NumpyMirror, NumpyPages
+from prompts import Prompt
 
-from kv_scheduler_state import prompt_digest
 from vllm_adapter.cache.facts import CacheGroup, EngineFacts, LayerCache
 from vllm_adapter.config import Settings
 from vllm_adapter.scheduler.chunks import ScheduledTokens
@@ -33,20 +31,6 @@ HEADS, TOKENS, HEAD_SIZE, LAYERS = 4, 16, 8, 3  # TOKENS: of a block unless an e
 _request_numbers = itertools.count(1)
 EVERYWHERE = pytest.mark.parametrize("make", ["fake", "fake-lag", "nixl"], indirect=True)
 """For tests whose outcome may depend on a step of lag or on real NIXL."""
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """The first tokens of the one text that all prompts of the simulation begin with."""
-
-    tokens: int
-    refusal: str = ""
-
-    def digest(self, tokens: int) -> str | None:
-        return prompt_digest(range(tokens)) if tokens <= self.tokens else None
-
-    def media(self, tokens: int) -> None:
-        """Return None: the prompt has no media."""
 
 
 class Engine:
@@ -198,7 +182,7 @@ class Engine:
     ) -> tuple[str, dict[str, object] | None]:
         """Compute a prompt, in chunks if told so, and finish it; return (request id, ticket)."""
         request_id = f"{self.name}-{next(_request_numbers)}"
-        prompt = prompt or Prompt(tokens)
+        prompt = prompt or Prompt(range(tokens))
         self.side.arrived(Arrival(request_id, {"do_remote_decode": True}, tokens, identity=prompt))
         blocks = self.take_blocks(request_id, tokens)
         self.side.allocated(request_id, [blocks], [blocks], external_tokens=0, preemptions=0)
@@ -233,7 +217,7 @@ class Engine:
     ) -> str:
         """Admit a request with a ticket and allocate its blocks; return its id."""
         request_id = f"{self.name}-{next(_request_numbers)}"
-        self.side.arrived(Arrival(request_id, ticket, tokens, identity=prompt or Prompt(tokens)))
+        self.side.arrived(Arrival(request_id, ticket, tokens, identity=prompt or Prompt(range(tokens))))
         external, _ = self.side.external_tokens(request_id, hit_blocks * self.tokens)
         blocks = self.take_blocks(request_id, tokens)
         self.side.allocated(request_id, [blocks], [blocks[hit_blocks:]], external_tokens=external or 0, preemptions=0)
