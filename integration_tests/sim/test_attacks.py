@@ -197,7 +197,7 @@ def test_an_engine_that_serves_anothers_metadata_does_not_take_its_name(
     tokens = 3 * TOKENS
     source, ticket = producer.prefill(tokens)
     assert ticket is not None
-    envelope = producer.workers[0].envelope
+    envelope = producer.workers[0].registration.envelope
     assert envelope is not None
     squatter = squat(envelope, name="evil", is_ours=is_ours)
     _, attackers = producer.prefill(tokens)
@@ -266,7 +266,7 @@ def test_h11_a_ticket_that_names_anothers_request_frees_nothing(
     _, ticket = producer.prefill(tokens)
     assert ticket is not None
     assert victims_ticket is not None
-    envelope = producer.workers[0].envelope
+    envelope = producer.workers[0].registration.envelope
     assert envelope is not None
     squatter = squat(envelope, name="P", is_ours=False)
     forged = {**ticket, "remote_request_id": victims_ticket["remote_request_id"]}
@@ -348,7 +348,7 @@ def test_h9_no_lying_ticket_ends_the_hosts_listener(
     """
     quick = Settings(enforce_handshake_compat=False, handshake_timeout_s=2.0, handshake_attempts=1)
     producer, reader = make("P", settings=quick), make("D", settings=quick)
-    envelope = producer.workers[0].envelope
+    envelope = producer.workers[0].registration.envelope
     assert envelope is not None
     listener = hosts(rewritten(envelope, name="P", is_ours=False))
     _, ticket = producer.prefill(TOKENS)

@@ -54,7 +54,7 @@ VIOLATIONS: list[tuple[str, str, str]] = [
     ("adapter-layers", "vllm_adapter.cache.planted", "import vllm_adapter.steps"),
     ("adapter-layers", "vllm_adapter.steps", "import vllm_adapter.observe"),
     ("adapter-layers", "vllm_adapter.observe.planted", "import vllm_adapter.wiring"),
-    ("adapter-layers", "vllm_adapter.wiring", "import vllm_adapter.worker"),
+    ("adapter-layers", "vllm_adapter.worker.planted", "import vllm_adapter.wiring"),
     ("adapter-layers", "vllm_adapter.worker.planted", "import vllm_adapter.scheduler"),
     ("adapter-layers", "vllm_adapter.scheduler.planted", "import vllm_adapter.worker"),
     ("adapter-layers", "vllm_adapter.worker.planted", "import vllm_adapter.host"),

@@ -15,14 +15,13 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from scheduler_engine import BLOCK, TEXT, Engine
 
-from kv_scheduler_state import GrantOrder, GroupConfig, SchedulerConfig, SchedulerStateError, StepPlan
+from kv_scheduler_state import GrantOrder, GroupConfig, LeaseTable, SchedulerConfig, SchedulerStateError, StepPlan
 from vllm_adapter.cli import main
 from vllm_adapter.config import OBSOLETE_KEYS, Settings, check_mirror, describe_keys, load_keys, load_settings
 from vllm_adapter.config.start_checks import streaming_warnings
 from vllm_adapter.config.whole import check_transfer_config
 from vllm_adapter.errors import ConfigurationError
-from vllm_adapter.scheduler.side import SchedulerSide
-from vllm_adapter.wiring import SchedulerParts, WorkerParts
+from vllm_adapter.wiring import make_scheduler
 from vllm_adapter.worker.registration import read_limits
 
 SEALED = {"ticket_secret_files": ["/run/secrets/kv"]}
@@ -96,9 +95,7 @@ def test_a_ticket_names_only_ports_within_peer_ports(given: dict[str, object], p
     assert ticket is not None
     ticket["remote_port"] = port
     consumer = Engine("D")
-    parts: Any = consumer.parts
-    parts.make_state = SchedulerParts(consumer.facts, settings).make_state
-    consumer.side = SchedulerSide(consumer.facts, consumer.parts)  # type: ignore[arg-type]
+    consumer.side = make_scheduler(consumer.facts, settings)
     consumer.admit("d", ticket, TEXT)
     assert consumer.refusals() == codes
 
@@ -223,7 +220,7 @@ def test_bytes_in_flight_have_a_cap_unless_it_is_taken_away() -> None:
 
 def test_an_engine_time_to_live_of_zero_means_never_as_in_the_hosts_own_connector() -> None:
     settings, _ = load_settings({"engine_ttl": 0})
-    assert read_limits(WorkerParts(facts(), settings)).peers.engine_ttl_s == math.inf
+    assert read_limits(facts(), settings).peers.engine_ttl_s == math.inf
 
 
 ADDRESSES = st.one_of(
@@ -340,8 +337,7 @@ def test_a_mirror_needs_fences() -> None:
 
 def test_a_producer_renews_to_the_time_that_its_reader_believes() -> None:
     settings, _ = load_settings({"kv_lease_duration": 60})
-    parts = WorkerParts(facts(), settings)
-    table = parts.make_lease_table()
+    table = LeaseTable(renewal_fraction=2 / 3)
     table.apply(StepPlan(grants=(GrantOrder("r", settings.kv_lease_duration, None),)), void=(), now_s=0.0)
     ends: list[int] = []
     for second in range(1, 200):
@@ -349,4 +345,4 @@ def test_a_producer_renews_to_the_time_that_its_reader_believes() -> None:
             assert table.renew("r", nonce="", now_s=second)
         ends += [second for _ in table.take_ended(now_s=second)]
     assert ends == [50 + settings.renewed_s] == [90]
-    assert read_limits(parts).renewed_s == settings.renewed_s
+    assert read_limits(facts(), settings).renewed_s == settings.renewed_s

@@ -14,7 +14,7 @@ from stream_pair import HAND_OVER, TEXT, StreamPair, make_pairs, streaming  # no
 from stream_wires import InMemory, OverZeroMq
 
 from vllm_adapter.scheduler.hooks import Arrival
-from vllm_adapter.steps import ReadFailure
+from vllm_adapter.steps import ReadFailure, StepReport
 
 CHUNKS = 3
 
@@ -328,8 +328,8 @@ def test_a_reader_that_is_aborted_holds_its_blocks_until_it_is_quiet(make: Any, 
     pair.decode.end("d", TEXT, [11], reason="abort")
     assert pair.decode.step().streams.stops == ("d",)
     assert pair.decode.state.stream_blocks_held == 6
-    reason = {"d": {(0, 0): ReadFailure("stream-stopped", "request p: the stream was given up (stream-stopped)")}}
-    pair.decode.side.update_output(sent=(), received=("d",), failed=("d",), reasons=reason)
+    failure = ReadFailure("d", (0, 0), "stream-stopped", "request p: the stream was given up (stream-stopped)")
+    pair.decode.side.update_output(StepReport(received=["d"], failed=["d"], failures=(failure,)))
     go_on(pair, chunks)
     assert pair.finish()[0]
     pair.prefill.report(sent=("p",))

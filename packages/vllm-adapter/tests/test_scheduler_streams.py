@@ -14,6 +14,7 @@ from stream_wires import InMemory, OverZeroMq
 
 from vllm_adapter.cache.facts import CacheGroup
 from vllm_adapter.scheduler.chunks import ScheduledTokens
+from vllm_adapter.steps import StepReport
 
 
 @pytest.fixture(params=[InMemory, OverZeroMq])
@@ -169,9 +170,9 @@ def test_a_stream_counts_once_all_ranks_have_it(make: Any) -> None:
     pair.load()
     pair.decode.step()
     side = pair.decode.side
-    side.update_output(sent=(), received=(), failed=(), stream_ends=[("d", (0, 0), True)])
+    side.update_output(StepReport(stream_ends=(("d", (0, 0), True),)))
     assert pair.states()[1] == ["consumer-streaming"]
-    side.update_output(sent=(), received=(), failed=(), stream_ends=[("d", (0, 1), False)])
+    side.update_output(StepReport(stream_ends=(("d", (0, 1), False),)))
     assert pair.states()[1] == ["consumer-awaiting"], "one rank lacks it, and all are quiet"
 
 
@@ -283,7 +284,7 @@ def test_an_attention_only_model_streams_also_where_it_generates_more(make: Any)
 
 
 def test_a_streamed_prompt_is_copied_to_the_mirror_with_the_blocks_that_it_writes(make: Any) -> None:
-    pair = make(prefill={"uses_host_buffer": True})
+    pair = make(prefill={"is_mirrored": True})
     pair.arrive()
     pair.start()
     plans = [pair.prefill.step(scheduled=(pair.tokens("p", 24, is_fresh=number == 0),)) for number in range(4)]

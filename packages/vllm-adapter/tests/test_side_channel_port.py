@@ -24,8 +24,7 @@ from vllm_adapter.config import Settings, load_settings
 from vllm_adapter.config.start_checks import PORT_VARIABLE, listening_port
 from vllm_adapter.errors import ConfigurationError, UnsupportedHost
 from vllm_adapter.scheduler.hooks import Arrival, Ending
-from vllm_adapter.scheduler.side import SchedulerSide
-from vllm_adapter.wiring import SchedulerParts
+from vllm_adapter.wiring import make_scheduler
 
 HOST_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_HOST"
 SOURCES = Path(vllm_adapter.host.__file__).parent
@@ -195,8 +194,7 @@ def test_an_advertised_address_is_in_the_ticket_and_under_its_seal_while_the_lis
     secret.chmod(0o400)
     settings = load_settings({"ticket_secret_files": [str(secret)]})[0]
     engine = replace(facts(engine_id="P"), host="203.0.113.7", port=31000, listens_on=("127.0.0.1", 0))
-    parts = SchedulerParts(engine, settings)
-    writer, reader = (SchedulerSide(each, SchedulerParts(each, settings)) for each in (engine, facts(engine_id="D")))
+    writer, reader = (make_scheduler(each, settings) for each in (engine, facts(engine_id="D")))
     writer.arrived(Arrival("p", {"do_remote_decode": True}, 32))
     writer.allocated("p", [[1, 2]], [[1, 2]], external_tokens=0, preemptions=0)
     _, ticket = writer.finished(Ending("p", "length", 32), [[1, 2]])
@@ -205,12 +203,11 @@ def test_an_advertised_address_is_in_the_ticket_and_under_its_seal_while_the_lis
     reader.arrived(Arrival("d", ticket, 32))
     reader.arrived(Arrival("moved", {**ticket, "remote_host": "127.0.0.1"}, 32))
     assert [reader.external_tokens(name, 0)[0] for name in ("d", "moved")] == [32, 0]
-    listener: Any = parts.make_listener()
-    listener.start()
+    writer.serve({})
     try:
-        assert listener.port not in {0, 31000}
+        assert writer._served._listener.port not in {0, 31000}
     finally:
-        listener.close()
+        writer.close()
 
 
 @pytest.mark.parametrize("value", [OF_KUBERNETES, ""])

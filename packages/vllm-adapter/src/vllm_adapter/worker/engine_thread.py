@@ -18,7 +18,7 @@ from vllm_adapter.observe.cause_log import CauseLog
 from vllm_adapter.steps import ASLEEP, ASLEEP_MESSAGE, DEAD, DEAD_MESSAGE, RankRegistration, ReadFailure, StepReport
 from vllm_adapter.worker.health import ThreadWatch, fail_reads, failed_instead, worker_status
 from vllm_adapter.worker.pages import HostMirror, ReadCompletion
-from vllm_adapter.worker.registration import Registration, RegistrationEvents, open_registration
+from vllm_adapter.worker.registration import Registration, RegistrationEvents
 from vllm_adapter.worker.resting import Resting
 from vllm_adapter.worker.streams import RankStreams
 
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
     from vllm_adapter.cache.facts import EngineFacts, LayerCache
     from vllm_adapter.observe.answers import Answer
-    from vllm_adapter.ports import EndReport, StepPlan
+    from vllm_adapter.observe.recorder import Recorder
+    from vllm_adapter.ports import AnnouncedFences, EndReport, StepPlan, StreamEnds
     from vllm_adapter.steps import ReadEnd, StepOrders, TraceLink
-    from vllm_adapter.wiring import WorkerParts
     from vllm_adapter.worker.pages import FinishedRead, MirrorMemory, PageConverter
     from vllm_adapter.worker.streams import DeviceMarks
 
@@ -59,11 +59,6 @@ def _producer(end: ReadEnd) -> str:
     return f"request {ticket.peer_request_id} of engine {peer.engine_id} at {peer.host}:{peer.port}"
 
 
-def _failure(end: ReadEnd) -> ReadFailure:
-    """Return why a read failed; the scheduler counts and logs it once for all ranks."""
-    return ReadFailure(end.code, f"{_producer(end)}: {end.message} ({end.code})")
-
-
 def _write_words(registration: Registration, words: Iterable[tuple[int, int]]) -> None:
     for slot, generation in words:
         registration.agent.write_fence(slot, generation)
@@ -71,20 +66,32 @@ def _write_words(registration: Registration, words: Iterable[tuple[int, int]]) -
 
 @final
 class WorkerSide:
-    """Worker half of a rank: registers its cache, carries out a step's orders, and reports the ends of reads and leases."""
+    """Worker half of a rank: registers its cache, carries out a step's orders, and reports the ends of reads and leases.
+
+    Args:
+        facts: This engine and rank.
+        recorder: Takes observations and log lines.
+        open_registration: Registers the caches; called as `wiring` does, with (caches, events, generation, can_convert).
+        announced: An empty record of announced fence words.
+        stream_ends: An empty record of streams that end here; None for an engine that does not stream.
+        trace: Called at the end of each traced read.
+    """
 
     def __init__(
         self,
         facts: EngineFacts,
-        parts: WorkerParts,
+        recorder: Recorder,
+        open_registration: Callable[..., Registration],
+        announced: AnnouncedFences,
+        stream_ends: StreamEnds | None = None,
         *,
         trace: Callable[[TraceLink, ReadEnd], None] | None = None,
     ) -> None:
         self._facts = facts
-        self._parts = parts
+        self._open_registration = open_registration
         self._trace = trace
         self._links: dict[str, TraceLink] = {}
-        self._recorder = parts.make_recorder()
+        self._recorder = recorder
         self._log = CauseLog(time.monotonic, is_lead=self.rank == (0, 0))
         self._finished: deque[FinishedRead] = deque()
         self._sent: deque[str] = deque()
@@ -100,8 +107,8 @@ class WorkerSide:
         self._mirror: HostMirror | None = None
         self._completion = ReadCompletion(None, None, self._recorder)
         self._watch = ThreadWatch(self._recorder, facts.engine_id)
-        self._announced = parts.make_announced_fences()
-        self._streams = RankStreams(parts.make_stream_ends(), self._recorder) if parts.settings.streaming else None
+        self._announced = announced
+        self._streams = RankStreams(stream_ends, recorder) if stream_ends is not None else None
         self._begun: StepOrders | None = None
         self._are_words_late = False
         self._resting = Resting(facts.pp)
@@ -144,13 +151,8 @@ class WorkerSide:
 
     def _open(self, generation: int) -> Registration:
         events = RegistrationEvents(self._read_ended, self._lease_ended, self._stream_ended, self._select_device)
-        registration = open_registration(
-            self._parts,
-            self._caches,
-            self._recorder,
-            events,
-            generation=generation,
-            can_convert=self._can_convert,
+        registration = self._open_registration(
+            self._caches, events, generation=generation, can_convert=self._can_convert
         )
         if self._streams is not None:
             self._streams.use(registration.stream_worker)
@@ -233,9 +235,10 @@ class WorkerSide:
         return self._facts.pp_rank, self._facts.tp_rank
 
     @property
-    def envelope(self) -> bytes | None:
-        """Bytes that the side channel serves for this rank; None before registration."""
-        return self._registration.envelope if self._registration is not None else None
+    def registration(self) -> RankRegistration:
+        """This rank's registration; its envelope is None while nothing is registered."""
+        envelope = self._registration.envelope if self._registration is not None else None
+        return RankRegistration(self._generation, envelope, self._answer)
 
     # ---------------------------------------------------------------------------------------------- every step
 
@@ -392,26 +395,29 @@ class WorkerSide:
         ends = [self._take_end(finished) for finished in _drained(self._finished)]
         bad = [end for end in ends if not end.is_ok]
         refused, self._failures = frozenset(self._failures), []
-        report = StepReport(
-            sent=sent,
-            received=refused | _reported_ids(ends),
-            failed=refused | _reported_ids(bad),
-            registration=self._take_registration(),
-            reasons={end.order.request_id: _failure(end) for end in bad if end.order.is_reported},
-        )
         for end in bad:
             if not end.order.is_reported:
                 self._tell_not_notified(end)
-        if streamed is None:
-            return report
-        of_streams, stream_ends = streamed
-        return replace(
-            report,
-            received=report.received.union(of_streams.received),
-            failed=report.failed.union(of_streams.failed),
-            reasons={**report.reasons, **{end.order.request_id: _failure(end) for end in stream_ends if not end.is_ok}},
-            stream_ends=of_streams.ends,
+        received, failed = refused | _reported_ids(ends), refused | _reported_ids(bad)
+        failures = [self._failure(end) for end in bad if end.order.is_reported]
+        of_streams, stream_ends = streamed if streamed is not None else (None, ())
+        if of_streams is not None:
+            received, failed = received.union(of_streams.received), failed.union(of_streams.failed)
+            failures += [self._failure(end) for end in stream_ends if not end.is_ok]
+        is_due, self._is_registration_due = self._is_registration_due, False
+        return StepReport(
+            sent=sent,
+            received=received,
+            failed=failed,
+            registrations={self.rank: self.registration} if is_due else {},
+            failures=tuple(failures),
+            stream_ends=tuple((name, self.rank, is_done) for name, is_done in of_streams.ends) if of_streams else (),
         )
+
+    def _failure(self, end: ReadEnd) -> ReadFailure:
+        """Return why a read failed; the scheduler counts and logs it once for all ranks."""
+        text = f"{_producer(end)}: {end.message} ({end.code})"
+        return ReadFailure(end.order.request_id, self.rank, end.code, text)
 
     def _take_streams(self, streams: RankStreams) -> tuple[EndReport, list[ReadEnd]] | None:
         """Return the ends of streams; requests that ended while they were computed are reported as sent."""
@@ -453,10 +459,6 @@ class WorkerSide:
         link = self._links.pop(end.order.request_id, None)
         if link is not None and self._trace is not None:
             self._trace(link, end)
-
-    def _take_registration(self) -> RankRegistration | None:
-        is_due, self._is_registration_due = self._is_registration_due, False
-        return RankRegistration(self._generation, self.envelope, self._answer) if is_due else None
 
     def _confirmed(self, finished: FinishedRead) -> FinishedRead:
         """Return the read as failed if the cache was reset after it was ordered."""

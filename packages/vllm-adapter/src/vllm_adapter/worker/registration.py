@@ -10,28 +10,25 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, final
 
-from vllm_adapter.cache.geometry import local_document, registration_ranges
 from vllm_adapter.errors import AdapterError
 from vllm_adapter.steps import ASLEEP, ASLEEP_MESSAGE
-from vllm_adapter.worker.transfer.leases import LeaseKeeper, StreamedLeases
-from vllm_adapter.worker.transfer.parts import PeerLimits, PeerPlanner, ReadLimits, TransferParts
-from vllm_adapter.worker.transfer.reads import ReadCoordinator, StreamReading
+from vllm_adapter.worker.transfer.parts import PeerLimits, ReadLimits
 from vllm_adapter.worker.transfer.stream_records import StreamGroup, StreamShape
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from vllm_adapter.cache.facts import EngineFacts, LayerCache
+    from vllm_adapter.config import Settings
     from vllm_adapter.observe.recorder import Recorder
-    from vllm_adapter.ports import HandshakeClient, MemoryKind, StepPlan, StreamWorker, TransferResult, TransferThread
-    from vllm_adapter.wiring import WorkerParts
+    from vllm_adapter.ports import HandshakeClient, MemoryKind, StepPlan, StreamWorker, TransferThread
     from vllm_adapter.worker.pages import FinishedRead
+    from vllm_adapter.worker.transfer.leases import LeaseKeeper
+    from vllm_adapter.worker.transfer.reads import ReadCoordinator
 
-__all__ = ["Registration", "RegistrationEvents", "open_registration", "read_limits", "stream_shape"]
+__all__ = ["Registration", "RegistrationEvents", "memory_kind", "read_limits", "stream_shape"]
 
 _logger = logging.getLogger("vllm.vllm_adapter")
-_TICK_S = 0.05
-_LOOK_AFTER_S = 1.0
 _ORDERLY_S = 10.0
 """Longest time for the transfer thread to end all reads and leases; the thread has nothing else to do then."""
 _MOST_PROBE_S = 10.0
@@ -154,79 +151,12 @@ class Registration:
             )
 
 
-def open_registration(
-    parts: WorkerParts,
-    caches: Sequence[LayerCache],
-    recorder: Recorder,
-    events: RegistrationEvents,
-    *,
-    generation: int,
-    can_convert: bool,
-) -> Registration:
-    """Register this rank's memory, start its transfer thread and make its side-channel envelope.
-
-    Args:
-        parts: Makes the concrete parts.
-        caches: This rank's layers, as peers are to read and write them.
-        recorder: Takes observations and log lines.
-        events: Callbacks for the ends of reads, leases and streams, invoked on the transfer thread.
-        generation: Number of this registration.
-        can_convert: Whether received pages can be permuted.
+def memory_kind(caches: Sequence[LayerCache]) -> MemoryKind:
+    """Return the one kind of memory of the caches.
 
     Raises:
-        AdapterError: `mixed-memory-kinds`, or as `local_document`.
+        AdapterError: `mixed-memory-kinds`.
     """
-    facts, settings = parts.facts, parts.settings
-    document = local_document(facts, caches)
-    kind = _memory_kind(caches)
-    planner = PeerPlanner(document, parts.peer_geometry, parts.make_planner(kind, can_convert=can_convert), kind)
-
-    # The thread calls these three functions only after it was started, when both coordinators exist.
-    def on_result(result: TransferResult) -> None:
-        reads.transfer_ended(result)
-
-    def on_quiet(transfer_id: str) -> None:
-        reads.memory_quiet(transfer_id)
-
-    def on_notification(agent_name: str, payload: bytes) -> None:
-        leases.notified(agent_name, payload)
-
-    agent = parts.make_transfer_thread(
-        registration_ranges(caches),
-        on_result=on_result,
-        on_quiet=on_quiet,
-        on_notification=on_notification,
-        on_start=events.thread_started,
-    )
-    handshakes = parts.make_handshake_client()
-    streaming = None
-    if settings.streaming:
-        streaming = StreamReading(parts.make_stream_readers, stream_shape(facts), events.stream_ended)
-    shared = TransferParts(agent, handshakes, parts.codec, recorder, time.monotonic, facts.engine_id, parts.peer_spec)
-    reads = ReadCoordinator(shared, planner, read_limits(parts), events.read_ended, streaming)
-    leases = LeaseKeeper(shared, parts.make_lease_table(), heartbeat_s=settings.heartbeat_s, sent=events.sent)
-    try:
-        agent.start()
-        words = agent.stream_words
-        stream_worker = None if words is None else parts.make_stream_worker(words)
-        if stream_worker is not None:
-            leases.use_streams(StreamedLeases(stream_worker, settings.stream_slots))
-        agent.call_every(_TICK_S, leases.tick)
-        agent.call_every(_LOOK_AFTER_S, reads.look_after)
-        envelope = parts.encode_envelope(caches, document, agent, generation=generation)
-    except BaseException:
-        handshakes.close()
-        agent.close()
-        raise
-    recorder.info(
-        "registered",
-        f"engine {facts.engine_id} rank {facts.tp_rank}: {len(caches)} layers registered for hand-over, "
-        f"fence of {agent.fence[2]} words",
-    )
-    return Registration(agent, handshakes, reads, leases, recorder, envelope, stream_worker)
-
-
-def _memory_kind(caches: Sequence[LayerCache]) -> MemoryKind:
     kinds = sorted({cache.memory_kind for cache in caches})
     if len(kinds) > 1:
         raise AdapterError(
@@ -253,9 +183,8 @@ def stream_shape(facts: EngineFacts) -> StreamShape:
     )
 
 
-def read_limits(parts: WorkerParts) -> ReadLimits:
+def read_limits(facts: EngineFacts, settings: Settings) -> ReadLimits:
     """Return the configured limits of reads and peers."""
-    settings = parts.settings
     return ReadLimits(
         read_timeout_s=settings.read_timeout_s,
         lease_s=settings.kv_lease_duration,
@@ -264,7 +193,7 @@ def read_limits(parts: WorkerParts) -> ReadLimits:
         peers=PeerLimits(
             handshake_s=settings.handshake_timeout_s * (settings.handshake_attempts + 1),
             engine_ttl_s=settings.engine_ttl or math.inf,
-            dialect=settings.ticket_dialect or parts.facts.connector_version,
+            dialect=settings.ticket_dialect or facts.connector_version,
             probe_s=min(_MOST_PROBE_S, settings.kv_lease_duration / 3),
             only_ours=settings.requires_seals,
         ),

@@ -20,8 +20,8 @@ from kv_topology import CostModel, Planner
 from vllm_adapter.cache.documents import PeerSizes, with_names
 from vllm_adapter.cache.vllm_peer import PeerGeometry
 from vllm_adapter.cli.values import parse_json
+from vllm_adapter.config.keys import PERMUTE_GB_S
 from vllm_adapter.errors import AdapterError, code_of
-from vllm_adapter.wiring import PERMUTE_GB_S
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
