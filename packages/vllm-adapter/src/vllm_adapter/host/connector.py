@@ -94,16 +94,17 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
             check_mirror(settings)
         self._mirror: TorchMirror | None = None
         self._report = StepReport()
-        self._scheduler: SchedulerSide | None = None
-        self._worker: WorkerSide | None = None
+        # vLLM calls the hooks of this connector's own role alone.
+        self._side: SchedulerSide | WorkerSide
         if is_worker:
             rank = facts.pp_rank, facts.tp_rank
             spans = _span_writer(vllm_config, facts, rank)
-            worker = self._worker = make_worker(facts, settings, trace=spans.read_ended if spans is not None else None)
+            trace = spans.read_ended if spans is not None else None
+            worker = self._side = self._worker_side = make_worker(facts, settings, trace=trace)
             self._status = open_status(f"{rank[0]}.{rank[1]}", worker.status, worker.hand_overs)
         else:
             labels = labels_of(vllm_config, settings)
-            side = self._scheduler = self._make_scheduler(vllm_config, facts, settings)
+            side = self._side = self._scheduler_side = self._make_scheduler(vllm_config, facts, settings)
             _logger.info(start_line(labels, facts))
             self._status = open_status(
                 "scheduler", side.status, side.hand_overs, labels, settings, revoke=side.revoke_leases
@@ -129,18 +130,6 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
         the scheduler counts the prefix that all groups have in common.
         """
         return self._completes_uneven_hits
-
-    @property
-    def _scheduler_side(self) -> SchedulerSide:
-        if self._scheduler is None:
-            raise RuntimeError("a scheduler hook was called on the worker's connector")
-        return self._scheduler
-
-    @property
-    def _worker_side(self) -> WorkerSide:
-        if self._worker is None:
-            raise RuntimeError("a worker hook was called on the scheduler's connector")
-        return self._worker
 
     # ---------------------------------------------------------------------------------------------- both
 
@@ -176,10 +165,7 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
     def shutdown(self) -> None:
         """Stop this side; idempotent."""
         self._status.close()
-        if self._worker is not None:
-            self._worker.close()
-        if self._scheduler is not None:
-            self._scheduler.close()
+        self._side.close()
 
     # ---------------------------------------------------------------------------------------------- scheduler
 
@@ -353,8 +339,7 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """Return the interval's statistics."""
-        side = self._worker or self._scheduler
-        observed = side.take_stats() if side is not None else None
+        observed = self._side.take_stats()
         return TransferStats(data=observed) if observed is not None else None
 
 

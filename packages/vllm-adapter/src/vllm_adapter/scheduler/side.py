@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from vllm_adapter.cache.facts import EngineFacts
     from vllm_adapter.config.secrets import FleetSecrets
     from vllm_adapter.observe.answers import Answer
-    from vllm_adapter.ports import BlockIds, FinishDecision, HandshakeListener, SchedulerState
+    from vllm_adapter.ports import Admission, BlockIds, FinishDecision, HandshakeListener, SchedulerState
     from vllm_adapter.scheduler.chunks import ScheduledTokens
     from vllm_adapter.scheduler.hooks import Arrival, Ending
     from vllm_adapter.scheduler.streams import AskService
@@ -95,7 +95,7 @@ class SchedulerSide:
         self._chunks = PrefillChunks(
             facts.groups, facts.context_sizes, state, self._guards, has_mirror=facts.is_mirrored
         )
-        self._links = TraceLinks(lease_ended)
+        self._links = TraceLinks(lease_ended) if lease_ended is not None else None
         self._awaited = AwaitedReports(self._stats, CauseLog(now_s))
         self._tickets = TicketLog(self._stats, CauseLog(now_s))
         self._holdings = Holdings(facts, state, is_ending)
@@ -136,11 +136,11 @@ class SchedulerSide:
                 request_id, params, prompt_tokens=arrival.prompt_tokens, identity=arrival.identity, now_s=now_s
             )
             self._not_admitted.discard(request_id)
-            self._links.arrived(request_id, arrival.trace_headers)
-            is_producer = admission.role == "producer"
+            if self._links is not None:
+                self._links.arrived(request_id, arrival.trace_headers)
             if admission.rejected_code:
                 code, message = admission.rejected_code, admission.rejected_message
-                self._tickets.refused(request_id, code, message, is_producer=is_producer)
+                self._tickets.refused(request_id, code, message, is_producer=admission.role == "producer")
             if admission.role != "none":
                 self._followed.add(request_id)
                 self._trail.arrived(arrival, admission.role, now_s, is_early=admission.is_early)
@@ -150,15 +150,19 @@ class SchedulerSide:
                         self._streams.admitted(arrival)
             elif self._state.must_fail(request_id):
                 self._followed.add(request_id)
-            tail = admission.truncate_tokens
-            is_shortened = bool(tail) and arrival.drop_tail is not None and arrival.drop_tail(tail)
-            if tail and not is_shortened:
-                self._tickets.not_shortened(request_id)
-            if is_producer:
-                if admission.is_early and self._streams is not None:
-                    self._streams.check_whole(arrival, tail=tail, is_shortened=is_shortened)
-                tokens = arrival.prompt_tokens - tail * is_shortened
-                self._chunks.watch(request_id, tokens, is_early=admission.is_early)
+            self._begin_prompt(arrival, admission)
+
+    def _begin_prompt(self, arrival: Arrival, admission: Admission) -> None:
+        """Drop the tokens that the consumer computes from the end of a producer's prompt, and follow it."""
+        tail = admission.truncate_tokens
+        is_shortened = bool(tail) and arrival.drop_tail is not None and arrival.drop_tail(tail)
+        if tail and not is_shortened:
+            self._tickets.not_shortened(arrival.request_id)
+        if admission.role == "producer":
+            if admission.is_early and self._streams is not None:
+                self._streams.check_whole(arrival, tail=tail, is_shortened=is_shortened)
+            tokens = arrival.prompt_tokens - tail * is_shortened
+            self._chunks.watch(arrival.request_id, tokens, is_early=admission.is_early)
 
     def follows(self, request_id: str) -> bool:
         """Return whether the request takes part in a hand-over; the calls for all others change nothing."""
@@ -241,7 +245,8 @@ class SchedulerSide:
             self._shortage.finished(request_id)
             self._trail.finished(request_id)
         self._chunks.forget(request_id)
-        self._links.finished(request_id, keeps_blocks=decision is not None and decision.keep_blocks)
+        if self._links is not None:
+            self._links.finished(request_id, keeps_blocks=decision is not None and decision.keep_blocks)
         if decision is None:
             return False, None
         if decision.keep_blocks:
@@ -315,7 +320,8 @@ class SchedulerSide:
         is_roomy = is_empty and 2 * self._free_blocks() > self._facts.block_count
         if self._shortage.lasts(now_s, is_empty=is_empty, streams_lack_blocks=is_lacking, is_roomy=is_roomy):
             self._give_way(now_s)
-        return StepOrders(plan, self._links.of_reads(plan), self._served.question, self._rest_s, self._is_asking)
+        links = self._links.of_reads(plan) if self._links is not None else {}
+        return StepOrders(plan, links, self._served.question, self._rest_s, self._is_asking)
 
     @property
     def _is_asking(self) -> bool:
@@ -358,7 +364,8 @@ class SchedulerSide:
             self._trail.reported(sent, "freed")
             self._trail.reported(ended, "reported")
             self._shortage.loaded(self._followed.intersection(ended).difference(broken))
-        self._links.sent(sent)
+        if self._links is not None:
+            self._links.sent(sent)
         self._awaited.log_failures(broken, self._followed)
 
     # ---------------------------------------------------------------------------------------------- the engine
