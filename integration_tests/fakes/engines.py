@@ -10,12 +10,13 @@ import itertools
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
-from gathering import Gathered, Ranks
+from gathering import Ranks
 from numpy_pages import NumpyMirror, NumpyPages
 from prompts import Prompt
 
@@ -23,8 +24,8 @@ from vllm_adapter.cache.facts import CacheGroup, EngineFacts, LayerCache
 from vllm_adapter.config import Settings
 from vllm_adapter.scheduler.chunks import ScheduledTokens
 from vllm_adapter.scheduler.hooks import Arrival, Ending
-from vllm_adapter.scheduler.side import SchedulerSide
-from vllm_adapter.wiring import SchedulerParts, WorkerParts
+from vllm_adapter.steps import StepReport
+from vllm_adapter.wiring import make_scheduler, make_worker
 from vllm_adapter.worker.engine_thread import WorkerSide
 
 HEADS, TOKENS, HEAD_SIZE, LAYERS = 4, 16, 8, 3  # TOKENS: of a block unless an engine is given another size, a multiple
@@ -66,15 +67,13 @@ class Engine:
         self.workers: list[WorkerSide] = []
         payloads = {}
         for rank in range(tp):
-            worker = WorkerSide(facts[rank], WorkerParts(facts[rank], self.settings, port_factory=port_factory))
+            worker = make_worker(facts[rank], self.settings, port_factory=port_factory)
             self._register(worker, self.memory[rank], has_mirror=has_mirror)
-            assert worker.envelope is not None
-            payloads[0, rank] = worker.envelope
+            assert worker.registration.envelope is not None
+            payloads[0, rank] = worker.registration.envelope
             self.workers.append(worker)
-        parts = SchedulerParts(
-            self._facts(0, {}, free_port()), self.settings, load_failure_policy=policy, uses_host_buffer=has_mirror
-        )
-        self.side = SchedulerSide(parts.facts, parts)
+        here = replace(self._facts(0, {}, free_port()), load_failure_policy=policy, is_mirrored=has_mirror)
+        self.side = make_scheduler(here, self.settings)
         self.side.serve(payloads)
         self.has_lag = has_lag
         self._late: Callable[[], None] | None = None
@@ -140,7 +139,7 @@ class Engine:
     @property
     def listener(self) -> Any:
         """The side channel's listener."""
-        return self.side._channel.listener
+        return self.side._served._listener
 
     def step(self, forward: Callable[[], None] | None = None, scheduled: Sequence[ScheduledTokens] = ()) -> None:
         """Run an engine step: orders to the workers, reports back to the scheduler side.
@@ -157,20 +156,14 @@ class Engine:
         for worker in self.workers:
             worker.apply(orders)
             worker.save(orders)
-        results = partial(self._take_results, self._ranks.add((one.rank, one.take_report()) for one in self.workers))
+        results = partial(self._take_results, self._ranks.add(one.take_report() for one in self.workers))
         if self.has_lag:
             self._late = results
         else:
             results()
 
-    def _take_results(self, step: Gathered) -> None:
-        self.side.update_output(
-            sent=step.sent,
-            received=step.received,
-            failed=step.failed,
-            registrations=step.registrations or None,
-            reasons=step.reasons or None,
-        )
+    def _take_results(self, step: StepReport) -> None:
+        self.side.update_output(step)
         for request_id in step.received:
             assert request_id not in self.received, "a read was reported twice"
             self.received[request_id] = request_id not in step.failed

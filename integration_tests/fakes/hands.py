@@ -116,9 +116,9 @@ class StillListener:
 class StillClient:
     """A handshake client that asks and answers at once: real queries, replies and judgements, no socket."""
 
-    def __init__(self, channel: SideChannel, factors: Mapping[str, object]) -> None:
+    def __init__(self, channel: SideChannel, offer: LocalOffer) -> None:
         self._channel = channel
-        self._offer = LocalOffer(factors=factors)
+        self._offer = offer
 
     def request(
         self, *, host: str, port: int, ranks: Sequence[tuple[int, int]], engine_id: str, dialect: int,

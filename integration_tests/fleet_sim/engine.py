@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, final
 
 from checks import EngineChecks
 from drivers import SimDevice
-from gathering import Gathered, Ranks
+from gathering import Ranks
 from pages import HEAD_SIZE, HEADS, Pages, layer_names
 from plan import EnginePlan, GroupPlan
 from world import Process
 
 from vllm_adapter.cache.facts import CacheGroup, EngineFacts, GroupKind
 from vllm_adapter.config import Settings
-from vllm_adapter.scheduler.side import SchedulerSide
-from vllm_adapter.wiring import SchedulerParts, WorkerParts
+from vllm_adapter.steps import StepReport
+from vllm_adapter.wiring import make_scheduler, make_worker
 from vllm_adapter.worker.engine_thread import WorkerSide
 
 if TYPE_CHECKING:
@@ -57,18 +58,16 @@ class Engine:
         port: Any = self.fleet.fabric.port
         for rank in range(self.plan.tp):
             facts = self._facts(rank)
-            worker = WorkerSide(facts, WorkerParts(facts, self.settings, port_factory=port))
+            worker = make_worker(facts, self.settings, port_factory=port)
             worker.register(
                 self.pages.caches(rank), self.fleet.converter(self, rank), self.pages.mirror, marks=self.device
             )
-            assert worker.envelope is not None
-            payloads[0, rank] = worker.envelope
+            assert worker.registration.envelope is not None
+            payloads[0, rank] = worker.registration.envelope
             self.workers.append(worker)
         policy = self.fleet.plan.fleet.policy
-        parts = SchedulerParts(
-            self._facts(0), self.settings, load_failure_policy=policy, uses_host_buffer=self.plan.has_mirror
-        )
-        self.side = SchedulerSide(parts.facts, parts, self.fleet.world.clock)
+        here = replace(self._facts(0), load_failure_policy=policy, is_mirrored=self.plan.has_mirror)
+        self.side = make_scheduler(here, self.settings, now_s=self.fleet.world.clock, is_ending=self._is_ending)
         self.side.serve(payloads)
         self.side.bind_free_blocks(lambda: len(self.host.free))
 
@@ -110,18 +109,16 @@ class Engine:
         """Write a line into the log."""
         self.fleet.world.note(self.lane, text)
 
-    def gather(self, reports: list[Any]) -> Gathered:
-        """Add the ranks' reports up."""
-        return self._ranks.add(reports)
+    def gather(self, reports: list[StepReport]) -> StepReport:
+        """Add the ranks' reports up, and note why reads failed."""
+        step = self._ranks.add(reports)
+        self.failure_codes = {failure.request_id: failure.code for failure in reversed(step.failures)}
+        return step
 
     def on_workers(self, hook: str, orders: Any) -> None:
         """Call a hook of every worker with a step's orders."""
         for worker in self.workers:
             getattr(worker, hook)(orders)
-
-    def stream_ends(self, reports: list[Any]) -> list[tuple[str, Any, bool]]:
-        """Return the ends of streams as vLLM's aggregation does: one behind the other."""
-        return [(request_id, rank, is_done) for rank, report in reports for request_id, is_done in report.stream_ends]
 
     def die(self) -> None:
         """End as by SIGKILL."""

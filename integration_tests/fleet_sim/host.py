@@ -164,7 +164,7 @@ class Host:
             self.engine.on_workers("save", orders)
         else:
             self.engine.device.computed()
-        reports = [(worker.rank, worker.take_report()) for worker in self.engine.workers]
+        reports = [worker.take_report() for worker in self.engine.workers]
         resets = self.outages.resets
 
         def results() -> None:
@@ -290,14 +290,7 @@ class Host:
 
     def _update(self, reports: list[Any], work: list[Work], resets: int) -> None:
         step = self.engine.gather(reports)
-        self.engine.side.update_output(
-            sent=step.sent,
-            received=step.received,
-            failed=step.failed,
-            registrations=step.registrations or None,
-            reasons=step.reasons or None,
-            stream_ends=self.engine.stream_ends(reports),
-        )
+        self.engine.side.update_output(step)
         for request_id in step.received:
             is_good = request_id not in step.failed
             self.engine.checks.fairness.reported(request_id, step.received, is_good=is_good)

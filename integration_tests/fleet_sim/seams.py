@@ -43,6 +43,7 @@ _TIMED = (
     kv_nixl_agent.thread,
     vllm_adapter.worker.pages,
     vllm_adapter.worker.engine_thread,
+    vllm_adapter.wiring,
 )
 _POLL_S = 0.004
 """Shortest time between two looks at progress words; coarser than in production, since every look costs an event."""
@@ -222,7 +223,7 @@ def simulated(
         (vllm_adapter.wiring, "TransferThread", transfer_thread),
         (vllm_adapter.wiring, "Client", lambda *a, **n: Client(*a, **n, seed=world.random("jitter").getrandbits(30))),
         (vllm_adapter.wiring, "Listener", lambda *a, **n: Listener(*a, **n, clock=world.clock)),
-        (vllm_adapter.worker.registration, "_TICK_S", tick_s),
+        (vllm_adapter.wiring, "_TICK_S", tick_s),
         (vllm_adapter.wiring, "AgentOptions", partial(AgentOptions, stream_poll_s=_POLL_S)),
     ]
     with ExitStack() as stack:

@@ -183,7 +183,7 @@ def test_an_engine_that_serves_anothers_metadata_does_not_take_its_name(
     tokens = 3 * TOKENS
     source, ticket = producer.prefill(tokens)
     assert ticket is not None
-    envelope = producer.workers[0].envelope
+    envelope = producer.workers[0].registration.envelope
     assert envelope is not None
     squatter = squat(envelope, name="evil", is_ours=is_ours)
     _, attackers = producer.prefill(tokens)
@@ -252,7 +252,7 @@ def test_h11_a_ticket_that_names_anothers_request_frees_nothing(
     _, ticket = producer.prefill(tokens)
     assert ticket is not None
     assert victims_ticket is not None
-    envelope = producer.workers[0].envelope
+    envelope = producer.workers[0].registration.envelope
     assert envelope is not None
     squatter = squat(envelope, name="P", is_ours=False)
     forged = {**ticket, "remote_request_id": victims_ticket["remote_request_id"]}

@@ -235,7 +235,7 @@ class Engine:
         """Let the workers run a step."""
         scheduler = self.scheduler
         told: Any = output.kv_connector_metadata
-        self.plans.append((told.metadata[0] if hasattr(told, "metadata") else told).orders)
+        self.plans.append(told.metadata[0] if hasattr(told, "metadata") else told)
         ids = list(output.num_scheduled_tokens)
         sampled: list[list[int]] = []
         for request_id in ids:

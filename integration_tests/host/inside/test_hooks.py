@@ -26,9 +26,9 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from kv_handshake import Codec
 from vllm_adapter import KVTransferConnector
-from vllm_adapter.host.metadata import RankEnvelope
 from vllm_adapter.host.metrics import TransferStats
 from vllm_adapter.host.vllm import engine_facts
+from vllm_adapter.steps import RankRegistration
 
 
 @pytest.fixture
@@ -59,10 +59,10 @@ def test_each_ranks_metadata_is_served_as_it_was_given(make_engine, free_port: i
         for tp in range(2)
     }
     try:
-        connector.set_xfer_handshake_metadata_pp_aware({rank: RankEnvelope(e) for rank, e in envelopes.items()})
+        connector.set_xfer_handshake_metadata_pp_aware({rank: RankRegistration(1, e) for rank, e in envelopes.items()})
         for rank, envelope in envelopes.items():
             assert _ask(free_port, *rank, kind=zmq.DEALER)[0] == envelope
-        connector.set_xfer_handshake_metadata({0: RankEnvelope(envelopes[1, 1])})
+        connector.set_xfer_handshake_metadata({0: RankRegistration(1, envelopes[1, 1])})
         assert _ask(free_port, 0, 0)[0] == envelopes[1, 1]
     finally:
         connector.shutdown()
@@ -118,7 +118,7 @@ def test_an_engine_with_pipeline_stages_refuses_the_hosts_own_reader(
     envelope = msgspec.msgpack.encode({"compatibility_hash": "h", "agent_metadata_bytes": metadata})
     reader = _hosts_reader("h", enforces=enforces)
     try:
-        connector.set_xfer_handshake_metadata_pp_aware({(pp, 0): RankEnvelope(envelope) for pp in range(2)})
+        connector.set_xfer_handshake_metadata_pp_aware({(pp, 0): RankRegistration(1, envelope) for pp in range(2)})
         for number in range(3):
             remote = host_metadata.RemoteMeta([[1]], "127.0.0.1", free_port, "P", f"p{number}")
             meta = host_metadata.ReqMeta([[1]], [[1]], 1, remote=remote, pp_size=2)

@@ -10,8 +10,7 @@ from vllm.config.kv_transfer import KVRole
 from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 
-from vllm_adapter.host.metadata import WorkerReport
-from vllm_adapter.steps import ReadFailure
+from vllm_adapter.steps import ReadFailure, StepReport
 
 FAMILIES = {"dense": (FULL,), "sliding": (FULL, WINDOW, WINDOW), "state": (STATE, FULL)}
 
@@ -168,8 +167,8 @@ def test_a_failed_read_is_counted_and_logged_whatever_the_policy(
     consumer.add("d", prompt(100), params=hand_over(producer, "p", prompt(100)))
     consumer.step()
     output, ran = consumer._run(set(), set(), {"d"}, 0)
-    reasons = {"d": {(0, 0): ReadFailure("timed-out", "request p of engine P: no answer (timed-out)")}}
-    ran.kv_connector_output.kv_connector_worker_meta = WorkerReport({}, reasons)
+    failure = ReadFailure("d", (0, 0), "timed-out", "request p of engine P: no answer (timed-out)")
+    ran.kv_connector_output.kv_connector_worker_meta = StepReport(failures=(failure,))
     consumer._take(output, ran)
     assert (consumer.outputs.get("d", []) != []) is (policy == "fail")
     found = consumer.connector._scheduler_side.take_stats()

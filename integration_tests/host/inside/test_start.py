@@ -23,6 +23,7 @@ from vllm.platforms import current_platform
 
 from kv_nixl_agent import AgentError
 from vllm_adapter import KVTransferConnector, NixlConnector
+from vllm_adapter.config import load_settings
 from vllm_adapter.config.whole import HOST_KEYS, ROLES
 from vllm_adapter.errors import UnsupportedHost
 from vllm_adapter.host import vllm as vllm_seam
@@ -55,7 +56,7 @@ REFUSED: dict[str, Change] = {
     "consumer-pipeline-parallel": lambda it, _: setattr(it.parallel_config, "pipeline_parallel_size", 2),
     "prefill-context-parallel": lambda it, _: setattr(it.parallel_config, "prefill_context_parallel_size", 2),
     "side-channel-wildcard": lambda _, patch: patch.setenv("VLLM_NIXL_SIDE_CHANNEL_HOST", "0.0.0.0"),
-    "side-channel-port": lambda _, patch: patch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", "65536"),
+    "side-channel-port": lambda _, patch: patch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", "tcp://10.96.0.7:5600"),
     "sleep-mode-unsupported": lambda it, _: setattr(it.model_config, "enable_sleep_mode", True),
     "elastic-expert-parallel": lambda it, _: setattr(it.parallel_config, "enable_elastic_ep", True),
     "host-resident-cache": lambda it, _: setattr(it.attention_config, "hisparse_config", SimpleNamespace()),
@@ -122,6 +123,22 @@ def test_what_cannot_work_stops_the_engine_at_start(
     with pytest.raises(UnsupportedHost) as caught:
         KVTransferConnector(engine.config, role, engine.scheduler.kv_cache_config)
     assert caught.value.code == code
+
+
+def test_tickets_name_the_advertised_address_and_the_listener_keeps_its_own(
+    make_engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_HOST", "127.0.0.1")
+    monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", "5600")
+    engine = make_engine("P")
+    engine.config.parallel_config.data_parallel_index = 2
+    keys = {"advertised_host": "203.0.113.7", "advertised_port": 31000}
+    for given, place in (({}, ("127.0.0.1", 5602)), (keys, ("203.0.113.7", 31002))):
+        settings = load_settings(given)[0]
+        facts = vllm_seam.engine_facts(
+            engine.config, engine.scheduler.kv_cache_config, is_worker=False, settings=settings
+        )
+        assert (facts.host, facts.port, facts.listens_on) == (*place, ("127.0.0.1", 5602))
 
 
 def test_a_backend_that_nixl_has_not_stops_the_engine_at_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import pickle
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 from gathering import Ranks
@@ -16,52 +19,44 @@ from hands import Clock, HandThread, SideChannel, StillClient, StillListener
 from numpy_pages import NumpyPages
 from prompts import Prompt
 
+from kv_nixl_agent import TransferThread
 from kv_nixl_agent.testing import FakeFabric
 from oracle.blocks import Lists, Pool
 from oracle.geometry import Case, Side
 from oracle.memory import Array, Content, RankMemory, make_facts, span_tokens
+from vllm_adapter import wiring
 from vllm_adapter.config import Settings
 from vllm_adapter.scheduler.hooks import Arrival, Ending
-from vllm_adapter.scheduler.side import SchedulerSide
-from vllm_adapter.wiring import SchedulerParts, WorkerParts
 from vllm_adapter.worker.engine_thread import WorkerSide
 
-__all__ = ["Engine", "HandParts"]
+__all__ = ["Engine", "turned_by_hand"]
 
 LEASE_S = 30.0
 
 
-class HandParts:
-    """Production's parts of a worker, with the thread and the handshake turned by hand."""
+@contextmanager
+def turned_by_hand(channel: SideChannel, threads: list[HandThread] | None) -> Iterator[None]:
+    """Let engines that are made meanwhile have threads that are turned by hand, and a side channel without sockets."""
 
-    def __init__(self, parts: WorkerParts, channel: SideChannel, threads: list[HandThread] | None) -> None:
-        self._parts, self._channel, self._threads = parts, channel, threads
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._parts, name)
-
-    def make_transfer_thread(self, *arguments: Any, **options: Any) -> Any:
-        thread = self._parts.make_transfer_thread(*arguments, **options)
-        if self._threads is not None:
+    def transfer_thread(*arguments: Any, **options: Any) -> Any:
+        thread: Any = TransferThread(*arguments, **options)
+        if threads is not None:
             thread = HandThread(thread)
-            self._threads.append(thread)
+            threads.append(thread)
         return thread
 
-    def make_handshake_client(self) -> StillClient:
-        return StillClient(self._channel, self._parts.facts.factors)
+    def client(offer: Any, **_options: Any) -> StillClient:
+        return StillClient(channel, offer)
 
+    def listener(host: str, port: int, **_options: Any) -> StillListener:
+        return StillListener(channel, host, port)
 
-class HandSchedulerParts:
-    """Production's parts of a scheduler, its listener reached without a socket."""
-
-    def __init__(self, parts: SchedulerParts, channel: SideChannel) -> None:
-        self._parts, self._channel = parts, channel
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._parts, name)
-
-    def make_listener(self) -> StillListener:
-        return StillListener(self._channel, self._parts.facts.host, self._parts.facts.port)
+    with (
+        patch.object(wiring, "TransferThread", transfer_thread),
+        patch.object(wiring, "Client", client),
+        patch.object(wiring, "Listener", listener),
+    ):
+        yield
 
 
 class Engine:
@@ -83,18 +78,17 @@ class Engine:
         envelopes: dict[tuple[int, int], bytes] = {}
         for rank, memory in enumerate(self.memories):
             facts = make_facts(model, side, rank, blocks, name, port, generation)
-            parts = WorkerParts(facts, self.settings, port_factory=fabric.port)
-            hand_parts: Any = HandParts(parts, channel, None if is_threaded else self.threads)
-            worker = WorkerSide(facts, hand_parts)
+            worker = wiring.make_worker(facts, self.settings, port_factory=fabric.port)
             converter = NumpyPages([memory.data])
             self.converters.append(converter)
-            worker.register(memory.caches, None if side.conversion == "never" else converter)
-            assert worker.envelope is not None
-            envelopes[0, rank] = worker.envelope
+            with turned_by_hand(channel, None if is_threaded else self.threads):
+                worker.register(memory.caches, None if side.conversion == "never" else converter)
+            assert worker.registration.envelope is not None
+            envelopes[0, rank] = worker.registration.envelope
             self.workers.append(worker)
         facts = make_facts(model, side, 0, blocks, name, port, generation)
-        scheduler_parts: Any = HandSchedulerParts(SchedulerParts(facts, self.settings), channel)
-        self.scheduler = SchedulerSide(facts, scheduler_parts, clock.monotonic)
+        with turned_by_hand(channel, None):
+            self.scheduler = wiring.make_scheduler(facts, self.settings, now_s=clock.monotonic)
         self.scheduler.serve(envelopes)
         self._ranks = Ranks(side.tp)
         self.sent: set[str] = set()
@@ -137,11 +131,11 @@ class Engine:
 
     def collect(self) -> None:
         """Carry the workers' reports up, adding up ranks as vLLM does."""
-        step = self._ranks.add((worker.rank, worker.take_report()) for worker in self.workers)
+        step = self._ranks.add(worker.take_report() for worker in self.workers)
         again = self.sent & set(step.sent) | self.received.keys() & set(step.received)
         assert not again, f"{again} are reported twice"
-        self._codes.update(failure.code for ranks in step.reasons.values() for failure in ranks.values())
-        self.scheduler.update_output(sent=step.sent, received=step.received, failed=step.failed)
+        self._codes.update(failure.code for failure in step.failures)
+        self.scheduler.update_output(step)
         self.sent.update(step.sent)
         codes = ",".join(sorted(self._codes))
         for request_id in step.received:

@@ -12,10 +12,10 @@ import msgspec
 import pytest
 from factories import TOKENS, attention_cache, facts
 
+from kv_handshake import Codec
 from vllm_adapter.cache.geometry import local_document
 from vllm_adapter.cli import main
-from vllm_adapter.config import Settings
-from vllm_adapter.wiring import WorkerParts
+from vllm_adapter.wiring import _CAPABILITIES, _encode_envelope
 
 __all__ = ["NO_AGENT", "Checked", "Rank", "config", "envelopes", "silenced"]
 
@@ -79,9 +79,9 @@ def envelopes(
             )
             for number, layer in enumerate(group.layers)
         ]
-        parts = WorkerParts(here, Settings())
-        made[0, rank] = parts.encode_envelope(
-            caches, local_document(here, caches), agents[min(rank, len(agents) - 1)], generation=1
+        agent = agents[min(rank, len(agents) - 1)]
+        made[0, rank] = _encode_envelope(
+            Codec(capabilities=_CAPABILITIES), here, caches, local_document(here, caches), agent, generation=1
         )
     return made
 

@@ -35,6 +35,11 @@ def facts(*, tp: int = 1, rank: int = 0, heads: int = 4, blocks: int = 64, **cha
     return EngineFacts(**{**values, **changes})
 
 
+def attention_caches(**changes: Any) -> list[LayerCache]:
+    """The caches of the two layers of `facts()`, at addresses where nothing is."""
+    return [attention_cache(f"layers.{number}", address=(1 + number) << 40, **changes) for number in (0, 1)]
+
+
 def attention_cache(
     layer: str, *, address: int, heads: int = 4, blocks: int = 64, tokens: int = TOKENS, group: int = 0
 ) -> LayerCache:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field
+import time
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from factories import facts
-from stream_wires import Wire
 
 from kv_handshake import Codec
 from kv_scheduler_state import GroupConfig, SchedulerConfig, SchedulerState
 from vllm_adapter.cache.facts import CacheGroup, EngineFacts
-from vllm_adapter.config.secrets import FleetSecrets
+from vllm_adapter.observe.cause_log import CauseLog
 from vllm_adapter.scheduler.chunks import ScheduledTokens
-from vllm_adapter.scheduler.hooks import Arrival, Ending
+from vllm_adapter.scheduler.hooks import Arrival, Ending, HookGuards
 from vllm_adapter.scheduler.side import SchedulerSide
+from vllm_adapter.scheduler.streams import AskService, Streaming
+from vllm_adapter.steps import StepReport
 
 BLOCK = 16
 PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -40,58 +43,52 @@ class Listener:
     def take_asks(self, on_ask: Any, on_gone: Any, *, wait_s: float) -> None:
         pass
 
+    def answer(self, ask_id: int, payload: bytes) -> None:
+        pass
+
     def close(self) -> None:
         self.is_closed = True
 
 
-@dataclass
-class Parts:
-    """The concrete parts of a scheduler side, as `wiring.SchedulerParts` makes them."""
+NO_CLIENT: Any = SimpleNamespace(close=lambda: None)
+"""The client of an engine that asks no peer."""
 
-    facts: EngineFacts
-    uses_host_buffer: bool = False
-    changes: dict[str, Any] = field(default_factory=dict)
-    listener: Listener = field(default_factory=Listener)
-    secrets: FleetSecrets | None = None
-    wire: Wire | None = None
-    """The side channel on which streams are asked for; None for an engine that does not stream."""
-    is_asked: bool = False
-    """Whether the wire leads to this engine, and not from it."""
 
-    ask_wait_s = 5.0
-    stream_codec = Codec()
+def scheduler_side(
+    engine: EngineFacts, now_s: Any = time.monotonic, *, listener: Any = None, asks: Any = None, secrets: Any = None,
+    is_ending: Any = lambda: False, **changes: Any,
+) -> SchedulerSide:  # fmt: skip
+    """Return a scheduler side with the real request machines; `changes` are keys of their configuration."""
+    kinds = {
+        "state": GroupConfig("state", BLOCK),
+        "attention": GroupConfig("full", BLOCK),
+        "sliding-window": GroupConfig("window", BLOCK, window_tokens=2 * BLOCK),
+    }
+    values: dict[str, Any] = {
+        "groups": tuple(kinds[group.kind] for group in engine.groups),
+        "fence_slots": 4,
+        "fence_seed": 100,
+        "null_block": 0,
+        "uses_host_buffer": engine.is_mirrored,
+        "tp": engine.tp,
+        "reserved_id_prefixes": ("HB:", "PUSH_REG:"),
+        **changes,
+    }
+    state = SchedulerState(SchedulerConfig(engine.engine_id, "10.0.0.1", 5600, **values))
+    return SchedulerSide(
+        engine, state, listener or Listener(), now_s=now_s, asks=asks, secrets=secrets, is_ending=is_ending
+    )
 
-    @property
-    def streams(self) -> bool:
-        return self.wire is not None
 
-    def make_ask_client(self) -> Any:
-        assert self.wire is not None
-        return self.wire.client()
-
-    def make_state(self) -> SchedulerState:
-        kinds = {
-            "state": GroupConfig("state", BLOCK),
-            "attention": GroupConfig("full", BLOCK),
-            "sliding-window": GroupConfig("window", BLOCK, window_tokens=2 * BLOCK),
-        }
-        values: dict[str, Any] = {
-            "groups": tuple(kinds[group.kind] for group in self.facts.groups),
-            "fence_slots": 4,
-            "fence_seed": 100,
-            "null_block": 0,
-            "uses_host_buffer": self.uses_host_buffer,
-            "tp": self.facts.tp,
-            "reserved_id_prefixes": ("HB:", "PUSH_REG:"),
-            **self.changes,
-        }
-        return SchedulerState(SchedulerConfig(self.facts.engine_id, "10.0.0.1", 5600, **values))
-
-    def make_fleet_secrets(self) -> FleetSecrets | None:
-        return self.secrets
-
-    def make_listener(self) -> Any:
-        return self.wire.listener() if self.wire is not None and self.is_asked else self.listener
+def streaming(
+    state: Any, *, listener: Any = None, client: Any = NO_CLIENT, wait_s: float = 5.0, log: Any = None, count: Any = print,
+    secrets: Any = tuple,
+) -> Any:  # fmt: skip
+    """Return the streamed hand-overs of an engine, whose machines may be a fake."""
+    log = log or CauseLog(time.monotonic)
+    asks = AskService(Codec(), client, wait_s)
+    listener = listener or Listener()
+    return Streaming(facts(), state, asks, listener, HookGuards(log), secrets=secrets, log=log, count=count)
 
 
 @dataclass
@@ -116,13 +113,14 @@ class Engine:
     def __init__(self, name: str = "engine", *, groups: tuple[CacheGroup, ...] = (), **changes: Any) -> None:
         layers = CacheGroup("attention", BLOCK, 0, 0, ("layers.0",))
         groups = groups or (layers,)
-        uses_host_buffer = changes.pop("uses_host_buffer", False)
         wire, is_asked = changes.pop("wire", None), changes.pop("is_asked", False)
-        told = {key: changes.pop(key) for key in ("tp", "whole_reason", "is_lock_stepped") if key in changes}
+        names = ("tp", "whole_reason", "is_lock_stepped", "is_mirrored")
+        told = {key: changes.pop(key) for key in names if key in changes}
         self.facts = facts(engine_id=name, groups=groups, group_ids=tuple(range(len(groups))), **told)
-        self.parts = Parts(self.facts, uses_host_buffer, changes, wire=wire, is_asked=is_asked)
         self.now_s = 0.0
-        self.side = SchedulerSide(self.facts, self.parts, lambda: self.now_s)  # type: ignore[arg-type]
+        self.listener: Any = wire.listener() if wire is not None and is_asked else Listener()
+        asks = AskService(Codec(), NO_CLIENT if is_asked else wire.client(), 5.0) if wire is not None else None
+        self.side = scheduler_side(self.facts, lambda: self.now_s, listener=self.listener, asks=asks, **changes)
         self.side.serve({(0, 0): wire.envelope if wire is not None else b"envelope"})
 
     @property
@@ -159,7 +157,7 @@ class Engine:
     def report(
         self, *, sent: tuple[str, ...] = (), received: tuple[str, ...] = (), failed: tuple[str, ...] = ()
     ) -> None:
-        self.side.update_output(sent=sent, received=received, failed=failed)
+        self.side.update_output(StepReport(sent, received, failed))
 
     def refusals(self) -> list[str]:
         return (self.side.take_stats() or {}).get("ticket_refusal_codes", [])

@@ -12,6 +12,7 @@ from stream_wires import InMemory, Wire
 
 from vllm_adapter.scheduler.chunks import ScheduledTokens
 from vllm_adapter.scheduler.hooks import Arrival, Ending
+from vllm_adapter.steps import StepReport
 
 HAND_OVER = "0f" * 16
 TEXT = "x" * 6 * BLOCK
@@ -103,7 +104,7 @@ class StreamPair:
     def told(self, request_id: str = "d", *, is_done: bool, rank: Any = RANK) -> None:
         """Report of a decode worker: its part of the stream is quiet."""
         received = (request_id,) if is_done else ()
-        self.decode.side.update_output(sent=(), received=received, failed=(), stream_ends=[(request_id, rank, is_done)])
+        self.decode.side.update_output(StepReport(received=received, stream_ends=((request_id, rank, is_done),)))
 
     # ------------------------------------------------------------------------------------------- both
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ import msgspec
 import pytest
 from factories import facts
 from fakes import order
-from scheduler_engine import TEXT, Engine
+from scheduler_engine import TEXT, Engine, streaming
 
 from kv_handshake import Codec
 from kv_handshake.stream.messages import encode_ask_refusal, parse_answer
@@ -20,9 +21,8 @@ from vllm_adapter.config import Settings
 from vllm_adapter.observe import cause_log
 from vllm_adapter.observe.cause_log import CauseLog
 from vllm_adapter.observe.recorder import Recorder
-from vllm_adapter.scheduler.streams import StreamChannel
 from vllm_adapter.steps import ReadEnd, ReadTimes
-from vllm_adapter.wiring import WorkerParts
+from vllm_adapter.wiring import make_worker
 from vllm_adapter.worker import engine_thread
 from vllm_adapter.worker.engine_thread import WorkerSide
 
@@ -33,7 +33,7 @@ TOLD = "could not notify"
 
 def worker(rank: int = 0) -> WorkerSide:
     here = facts(tp=2, rank=rank)
-    return WorkerSide(here, WorkerParts(here, Settings()))
+    return make_worker(here, Settings())
 
 
 def fail(side: WorkerSide, request_id: str, code: str, **changes: Any) -> Any:
@@ -91,9 +91,9 @@ def test_failed_reads_log_few_lines_per_code_and_the_number_of_the_others(caplog
         consumer.admit(request_id, ticket, TEXT)
         consumer.allocate(request_id, [1, 2, 3], external=consumer.side.external_tokens(request_id, 0)[0] or 0)
         assert [each.request_id for each in consumer.step().reads if each.is_reported] == [request_id]
-        ended = {(0, n): fail(side, request_id, codes[n]) for n, side in enumerate(ranks)}
-        reasons = {request_id: {rank: report.reasons[request_id] for rank, report in ended.items()}}
-        consumer.side.update_output(sent=(), received=(request_id,), failed=(request_id,), reasons=reasons)
+        first, second = (fail(side, request_id, code) for side, code in zip(ranks, codes, strict=True))
+        told = replace(first.aggregate(second), received=[request_id], failed=[request_id])
+        consumer.side.update_output(told)
 
     with caplog.at_level(logging.ERROR):
         for number in range(300):
@@ -223,8 +223,7 @@ def by_a_read_that_failed(text: str) -> None:
     consumer.allocate("d", [1, 2, 3], external=consumer.side.external_tokens("d", 0)[0] or 0)
     consumer.step()
     side._finished.append(ReadEnd(order("d"), "peer-silent", text, ReadTimes(0.0), 1.0))
-    reasons = {"d": {(0, 0): side.take_report().reasons["d"]}}
-    consumer.side.update_output(sent=(), received=("d",), failed=("d",), reasons=reasons)
+    consumer.side.update_output(side.take_report())
 
 
 def by_a_notification_that_failed(text: str) -> None:
@@ -247,9 +246,7 @@ def by_a_line_of_a_rank(text: str) -> None:
 def channel() -> Any:
     log = CauseLog(lambda: 0.0)
     nothing: Any = SimpleNamespace()
-    return StreamChannel(
-        nothing, Codec(), lambda: nothing, secrets=lambda: (), wait_s=1.0, log=log, count=lambda _: None
-    )
+    return streaming(nothing, log=log)
 
 
 @pytest.mark.parametrize(

@@ -9,19 +9,17 @@ from typing import Any
 
 import msgspec
 import pytest
-from factories import facts
 from hypothesis import example, given
 from hypothesis import strategies as st
 from scheduler_engine import BLOCK, TEXT, Engine
 
-from kv_scheduler_state import GrantOrder, GroupConfig, SchedulerConfig, SchedulerStateError, StepPlan
+from kv_scheduler_state import GrantOrder, GroupConfig, LeaseTable, SchedulerConfig, SchedulerStateError, StepPlan
 from vllm_adapter.cli import main
 from vllm_adapter.config import OBSOLETE_KEYS, Settings, check_mirror, describe_keys, load_keys, load_settings
 from vllm_adapter.config.start_checks import streaming_warnings
 from vllm_adapter.config.whole import check_transfer_config
 from vllm_adapter.errors import ConfigurationError
-from vllm_adapter.scheduler.side import SchedulerSide
-from vllm_adapter.wiring import SchedulerParts, WorkerParts
+from vllm_adapter.wiring import make_scheduler
 
 SEALED = {"ticket_secret_files": ["/run/secrets/kv"]}
 
@@ -94,9 +92,7 @@ def test_a_ticket_names_only_ports_within_peer_ports(given: dict[str, object], p
     assert ticket is not None
     ticket["remote_port"] = port
     consumer = Engine("D")
-    parts: Any = consumer.parts
-    parts.make_state = SchedulerParts(consumer.facts, settings).make_state
-    consumer.side = SchedulerSide(consumer.facts, consumer.parts)  # type: ignore[arg-type]
+    consumer.side = make_scheduler(consumer.facts, settings)
     consumer.admit("d", ticket, TEXT)
     assert consumer.refusals() == codes
 
@@ -333,8 +329,7 @@ def test_a_mirror_needs_fences() -> None:
 
 def test_a_producer_renews_to_the_time_that_its_reader_believes() -> None:
     settings, _ = load_settings({"kv_lease_duration": 60})
-    parts = WorkerParts(facts(), settings)
-    table = parts.make_lease_table()
+    table = LeaseTable(renewal_fraction=2 / 3)
     table.apply(StepPlan(grants=(GrantOrder("r", settings.kv_lease_duration, None),)), now_s=0.0)
     ends: list[int] = []
     for second in range(1, 200):

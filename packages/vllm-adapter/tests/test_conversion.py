@@ -7,11 +7,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from factories import attention_caches, facts
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.lib.stride_tricks import as_strided
 
-from kv_topology import PageMove, StagedRegion
+from kv_nixl_agent.testing import FakeFabric
+from kv_topology import PageMove, Planner, StagedRegion
+from vllm_adapter import wiring
+from vllm_adapter.config import load_settings
 from vllm_adapter.worker.pages import PageRange, Permutation, conversion_steps
 
 
@@ -104,13 +108,17 @@ def test_layers_that_are_permuted_alike_share_a_step_and_shared_memory_is_permut
 
 
 @pytest.mark.parametrize("choice", ["auto", "never", "always"])
-def test_the_choice_reaches_the_planner(choice: str) -> None:
-    from factories import facts
-
-    from vllm_adapter.config import load_settings
-    from vllm_adapter.wiring import WorkerParts
-
+def test_the_choice_reaches_the_planner(choice: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
     settings, _ = load_settings({"receive_conversion": choice})
-    parts: Any = WorkerParts(facts(), settings)
-    assert parts.make_planner("DRAM", can_convert=True)._staging == choice
-    assert parts.make_planner("VRAM", can_convert=False)._staging == "never"
+
+    def planner(**named: Any) -> Planner:
+        made.extend(filter(None, [named.get("staging")]))
+        return Planner(**named)
+
+    monkeypatch.setattr(wiring, "Planner", planner)
+    for converter in (object(), None):
+        worker: Any = wiring.make_worker(facts(), settings, port_factory=FakeFabric().port)
+        worker.register(attention_caches(), converter)
+        worker.close()
+    assert made == [choice, "never"]

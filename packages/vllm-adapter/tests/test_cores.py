@@ -8,12 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from factories import facts
+from factories import attention_caches, facts
 
 from kv_nixl_agent.testing import FakeFabric
-from vllm_adapter import cores, wiring
+from vllm_adapter import cores
 from vllm_adapter.config import Settings
-from vllm_adapter.wiring import WorkerParts
+from vllm_adapter.wiring import make_worker
 
 ALLOWED = sorted(os.sched_getaffinity(0))
 needs_two_cores = pytest.mark.skipif(len(ALLOWED) < 2, reason="this process may use one core only")
@@ -23,19 +23,14 @@ import os
 from vllm_adapter.cores import note_cores
 note_cores()
 {after}
-from factories import facts
+from factories import attention_caches, facts
 from kv_nixl_agent.testing import FakeFabric
 from vllm_adapter.config import Settings
-from vllm_adapter.wiring import WorkerParts
+from vllm_adapter.wiring import make_worker
 seen = []
-parts = WorkerParts(facts(), Settings(), port_factory=FakeFabric().port)
-nothing = lambda *_: None
-thread = parts.make_transfer_thread(
-    [], on_result=nothing, on_quiet=nothing, on_notification=nothing,
-    on_start=lambda: seen.append(sorted(os.sched_getaffinity(0))),
-)
-thread.start()
-thread.close()
+worker = make_worker(facts(), Settings(), port_factory=FakeFabric().port)
+worker.register(attention_caches(), select_device=lambda: seen.append(sorted(os.sched_getaffinity(0))))
+worker.close()
 print(seen)
 """
 
@@ -102,24 +97,20 @@ def test_a_quota_of_the_first_cgroup_version_counts_too(tmp_path: Path) -> None:
 def test_nixls_progress_thread_needs_cores_that_this_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
     monkeypatch.setattr(cores, "_allowed", lambda: frozenset(range(4)))
-    assert not wiring._wants_progress_thread("auto")
+    assert not cores.has_cores_to_spare()
     monkeypatch.setattr(cores, "_allowed", lambda: frozenset(range(64)))
     monkeypatch.setattr(cores, "_quotas", lambda *_places: [2])
-    assert not wiring._wants_progress_thread("auto")
+    assert not cores.has_cores_to_spare()
     monkeypatch.setattr(cores, "_quotas", lambda *_places: [])
-    assert wiring._wants_progress_thread("auto")
+    assert cores.has_cores_to_spare()
 
 
 def test_what_the_thread_does_first_may_refuse_to_start_it() -> None:
     """A device that cannot be selected stops the engine here, with the reason, not at the first transfer."""
-    parts = WorkerParts(facts(), Settings(), port_factory=FakeFabric().port)
+    worker = make_worker(facts(), Settings(), port_factory=FakeFabric().port)
 
     def refuse() -> None:
         raise RuntimeError("invalid device ordinal")
 
-    thread = parts.make_transfer_thread(
-        [], on_result=print, on_quiet=print, on_notification=print, on_start=refuse
-    )  # fmt: skip
     with pytest.raises(Exception, match="invalid device ordinal"):
-        thread.start()
-    thread.close()
+        worker.register(attention_caches(), select_device=refuse)

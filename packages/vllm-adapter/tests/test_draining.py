@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 from factories import facts
-from scheduler_engine import BLOCK, PREFILL, TEXT, Parts, Prompt
+from scheduler_engine import BLOCK, PREFILL, TEXT, Prompt, scheduler_side
 
 from vllm_adapter.cache.facts import CacheGroup
 from vllm_adapter.host.shutdown import ShutdownWatch, warn_of_short_drain
 from vllm_adapter.scheduler.hooks import Arrival, Ending
-from vllm_adapter.scheduler.side import SchedulerSide
+from vllm_adapter.steps import StepReport
 
 BLOCK_BYTES = 4096
 
@@ -29,8 +29,7 @@ class Producer:
         layers = CacheGroup("attention", BLOCK, 0, 0, ("layers.0",), block_bytes=BLOCK_BYTES)
         self.facts = facts(engine_id="P", groups=(layers,))
         self.is_told = False
-        parts: Any = Parts(self.facts)
-        self.side = SchedulerSide(self.facts, parts, lambda: 0.0, is_ending=lambda: self.is_told)
+        self.side = scheduler_side(self.facts, lambda: 0.0, is_ending=lambda: self.is_told)
         self.side.serve({(0, 0): b"envelope"})
 
     def begin(self, request_id: str) -> None:
@@ -84,7 +83,7 @@ def test_leased_blocks_are_a_level_of_blocks_and_bytes() -> None:
     assert producer.levels() == (0, 0)
     producer.end("p")
     assert producer.levels() == (3, 3 * BLOCK_BYTES)
-    producer.side.update_output(sent=["p"], received=(), failed=())
+    producer.side.update_output(StepReport(sent=["p"]))
     assert producer.levels() == (-3, -3 * BLOCK_BYTES)
 
 
@@ -108,7 +107,7 @@ def test_an_engine_whose_tickets_were_read_ends_quietly(caplog: pytest.LogCaptur
     producer = Producer()
     producer.begin("p")
     producer.end("p")
-    producer.side.update_output(sent=["p"], received=(), failed=())
+    producer.side.update_output(StepReport(sent=["p"]))
     producer.side.close()
     assert caplog.records == []
 

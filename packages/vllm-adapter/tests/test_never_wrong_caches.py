@@ -18,7 +18,7 @@ from vllm_adapter.cache.documents import GeometryDocument
 from vllm_adapter.cache.facts import CacheGroup, LayerCache
 from vllm_adapter.cache.geometry import local_document
 from vllm_adapter.config import load_settings
-from vllm_adapter.wiring import SchedulerParts
+from vllm_adapter.wiring import make_scheduler
 
 BASE = 1 << 30
 BLOCKS = 12
@@ -240,7 +240,7 @@ def test_tickets_count_blocks_of_groups_that_context_parallelism_does_not_deal_o
         CacheGroup("latent", 64, 0, 0, ("layers.1",), is_dealt=False),
     )
     engine = facts(tp=2, dcp=2, groups=groups, group_ids=(0, 1))
-    state = SchedulerParts(engine, load_settings({})[0]).make_state()
+    state = make_scheduler(engine, load_settings({})[0])._state
     prompt = {"do_remote_decode": True, "do_remote_prefill": False}
     state.arrive("r", prompt, prompt_tokens=200, identity=None, now_s=0.0)
     blocks = [[1, 2], [3, 4, 5, 6]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,18 +11,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_adapter.cache.facts import CacheGroup
+from vllm_adapter.observe.cause_log import CauseLog
 from vllm_adapter.scheduler.chunks import PrefillChunks, ScheduledTokens
+from vllm_adapter.scheduler.hooks import HookGuards
 
 FULL = CacheGroup("attention", 16, 0, 0, ("a",))
 WINDOW = CacheGroup("sliding-window", 8, 32, 0, ("b",))
 STATE = CacheGroup("state", 64, 0, 1, ("c",))
 
 
-def following(groups: list[CacheGroup], sizes: list[int], tokens: int) -> PrefillChunks:
-    unused: Any = None
-    chunks = PrefillChunks(groups, sizes, unused, unused, has_mirror=True)
-    chunks.watch("r", tokens, is_early=False)
-    return chunks
+class Chunks(SimpleNamespace):
+    """The chunks of a prompt, as the request machines take them."""
+
+    def __init__(self, groups: list[CacheGroup], sizes: list[int], tokens: int) -> None:
+        self.taken: list[Any] = []
+        machines: Any = SimpleNamespace(scheduled=lambda _name, **chunk: self.taken.append(SimpleNamespace(**chunk)))
+        self.chunks = PrefillChunks(groups, sizes, machines, HookGuards(CauseLog(lambda: 0.0)), has_mirror=True)
+        self.chunks.watch("r", tokens, is_early=False)
+
+    def scheduled(self, step: ScheduledTokens) -> Any:
+        self.taken.clear()
+        self.chunks.take([step])
+        return self.taken[0] if self.taken else None
 
 
 def step(blocks: list[list[int]], start: int, stop: int, *, fresh: bool = False, name: str = "r") -> ScheduledTokens:
@@ -40,7 +51,7 @@ def test_every_block_is_copied_after_its_last_token_was_computed(
     span = 16 * dcp
     hit = min(hit_blocks * span, (tokens - 1) // span * span)
     ends = sorted({cut for cut in cuts if hit < cut < tokens} | {tokens})
-    chunks = following([FULL], [dcp], tokens)
+    chunks = Chunks([FULL], [dcp], tokens)
     written: dict[int, int] = dict.fromkeys(range(hit // span), -1)
     copied: dict[int, int] = {}
     had = 0
@@ -49,44 +60,39 @@ def test_every_block_is_copied_after_its_last_token_was_computed(
         chunk = chunks.scheduled(step([list(range(had, needed))], start, stop, fresh=number == 0))
         had = needed
         written.update(dict.fromkeys(range(start // span, needed), number))
-        assert chunk is not None
         assert chunk.is_prompt_complete is (stop == tokens)
-        copied.update(dict.fromkeys(chunk.block_ids[0], number))
+        copied.update(dict.fromkeys(chunk.touched_block_ids[0], number))
     assert copied.keys() == written.keys()
     assert all(copied[block] >= written[block] for block in written)
 
 
 def test_a_state_is_copied_when_the_prompt_is_complete() -> None:
-    chunks = following([FULL, WINDOW, STATE], [1, 1, 1], 40)
+    chunks = Chunks([FULL, WINDOW, STATE], [1, 1, 1], 40)
     first = chunks.scheduled(step([[1, 2], [3, 4, 5], [6, 7]], 0, 20, fresh=True))
     last = chunks.scheduled(step([[8], [9, 10], []], 20, 40))
-    assert first is not None
-    assert last is not None
-    assert first.block_ids == ((1, 2), (3, 4, 5), ())
-    assert last.block_ids == ((2, 8), (5, 9, 10), (6,))
+    assert first.touched_block_ids == [[1, 2], [3, 4, 5], ()]
+    assert last.touched_block_ids == [[2, 8], [5, 9, 10], [6]]
 
 
 def test_tokens_of_an_answer_are_no_tokens_of_the_prompt() -> None:
     """A request that starts again after some tokens of its answer computes them in one chunk with its prompt."""
-    chunks = following([FULL], [1], 40)
+    chunks = Chunks([FULL], [1], 40)
     chunk = chunks.scheduled(step([[1, 2, 3]], 0, 45, fresh=True))
-    assert chunk is not None
     assert (chunk.computed_tokens, chunk.is_prompt_complete) == (40, True)
 
 
 def test_a_preempted_prompt_starts_again_with_its_new_blocks() -> None:
-    chunks = following([FULL], [1], 32)
+    chunks = Chunks([FULL], [1], 32)
     chunks.scheduled(step([[1, 2]], 0, 32, fresh=True))
     assert chunks.scheduled(step([[3]], 32, 33)) is None  # steps of its answer
     again = chunks.scheduled(step([[5, 6]], 0, 20, fresh=True))
-    assert again is not None
-    assert (again.block_ids, again.is_prompt_complete) == (((5, 6),), False)
+    assert (again.touched_block_ids, again.is_prompt_complete) == ([[5, 6]], False)
 
 
 @pytest.mark.parametrize("forget", [True, False])
 def test_only_prompts_that_will_be_handed_over_are_followed(forget: bool) -> None:
-    chunks = following([FULL], [1], 32)
+    chunks = Chunks([FULL], [1], 32)
     if forget:
-        chunks.forget("r")
-        chunks.forget("never known")
+        chunks.chunks.forget("r")
+        chunks.chunks.forget("never known")
     assert chunks.scheduled(step([[1]], 0, 16, fresh=True, name="r" if forget else "other")) is None

@@ -12,7 +12,7 @@ from scheduler_engine import BLOCK, PREFILL, TEXT, Engine, Prompt
 from vllm_adapter.cache.facts import CacheGroup
 from vllm_adapter.scheduler.chunks import ScheduledTokens
 from vllm_adapter.scheduler.hooks import Arrival
-from vllm_adapter.steps import RankRegistration, ReadFailure
+from vllm_adapter.steps import RankRegistration, ReadFailure, StepReport
 
 STATE_GROUP = CacheGroup("state", BLOCK, 0, 0, ("layers.1",))
 
@@ -189,11 +189,14 @@ def test_a_read_whose_request_has_ended_was_cancelled_and_did_not_fail(
     consumer.step()
     consumer.end("left", TEXT, [1, 2, 3], reason="abort")
     assert consumer.step().cancels == ("left",)
-    reasons = {(0, rank): ReadFailure(code, "request p of engine P: ...") for rank, code in enumerate(codes)}
     with caplog.at_level(logging.INFO):
         for request_id in ("left", "waits"):
+            failures = (
+                ReadFailure(request_id, (0, rank), code, "request p of engine P: ...")
+                for rank, code in enumerate(codes)
+            )
             consumer.side.update_output(
-                sent=(), received=(request_id,), failed=(request_id,), reasons={request_id: reasons}
+                StepReport(received=[request_id], failed=[request_id], failures=tuple(failures))
             )
     stats = consumer.side.take_stats() or {}
     assert stats["cancelled_read_codes"] == ["request-ended"]
@@ -247,7 +250,7 @@ def test_a_restart_has_a_new_generation_also_when_it_is_told_late() -> None:
     (second,) = plan.fences
     assert plan.restarts == ("p",)
     assert (second.slot, second.generation != first.generation) == (first.slot, True)
-    producer.side.update_output(sent=(), received=(), failed=(), registrations={(0, 0): RankRegistration(1, b"e", 1)})
+    producer.side.update_output(StepReport(registrations={(0, 0): RankRegistration(1, b"e", 1)}))
     ticket = producer.end("p", TEXT, [4, 5, 6])
     assert ticket is not None
     assert ticket["kv_fence"] == [second.slot, second.generation]
@@ -263,8 +266,8 @@ def test_while_the_registration_is_unknown_no_ticket_is_written() -> None:
     assert orders.question == 1
     assert producer.end("p", TEXT, [1, 2, 3]) is None
     registration = RankRegistration(2, b"new", 1)
-    producer.side.update_output(sent=(), received=(), failed=(), registrations={(0, 0): registration})
-    assert producer.parts.listener.served[-1] == {(0, 0): b"new"}
+    producer.side.update_output(StepReport(registrations={(0, 0): registration}))
+    assert producer.listener.served[-1] == {(0, 0): b"new"}
     ticket = producer.prefill("q", TEXT)
     assert ticket is not None
     assert ticket["kv_generation"] == 2
@@ -311,7 +314,7 @@ def test_reads_under_way_are_void_after_a_reset() -> None:
 
 
 def test_a_copy_to_the_mirror_that_was_refused_keeps_the_ticket_back(caplog: pytest.LogCaptureFixture) -> None:
-    producer = Engine("P", uses_host_buffer=True)
+    producer = Engine("P", is_mirrored=True)
     producer.side.arrived(Arrival("p", PREFILL, len(TEXT), Prompt(TEXT)))
     producer.allocate("p", [1, 2, 3])
     plan = producer.step(scheduled=(ScheduledTokens("p", [[1, 2]], True, 0, 24),))
@@ -334,7 +337,7 @@ def test_a_request_without_a_ticket_costs_the_machines_nothing() -> None:
     assert engine.end("local", TEXT, [1, 2, 3]) is None
     assert not engine.state.live_count
     engine.side.close()
-    assert engine.parts.listener.is_closed
+    assert engine.listener.is_closed
 
 
 def test_reports_of_other_connectors_are_left_to_them(caplog: pytest.LogCaptureFixture) -> None:
@@ -346,12 +349,12 @@ def test_reports_of_other_connectors_are_left_to_them(caplog: pytest.LogCaptureF
     engine.allocate("busy", [4, 5])
     engine.step()
     for ids in (("unheard of",), ("busy",), ("leased",)):
-        engine.side.update_output(sent=(), received=ids, failed=ids)
+        engine.side.update_output(StepReport(received=ids, failed=ids))
     for ids in (("unheard of",), ("busy",)):
-        engine.side.update_output(sent=ids, received=(), failed=())
+        engine.side.update_output(StepReport(sent=ids))
     assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == []
     assert engine.state.live_count == 2
-    engine.side.update_output(sent=("leased", "unheard of"), received=(), failed=())
+    engine.side.update_output(StepReport(sent=("leased", "unheard of")))
     assert engine.state.live_count == 1
 
 
@@ -365,7 +368,7 @@ def test_ranks_whose_metadata_another_connector_kept_back_are_asked_for_it() -> 
     assert engine.prefill("early", "x" * 20) is None, "nobody could read from this engine yet"
     for rank in ranks:
         answer = RankRegistration(engine.facts.generation, b"envelope of %d" % rank[1], orders.question)
-        engine.side.update_output(sent=(), received=(), failed=(), registrations={rank: answer})
-    assert engine.parts.listener.served[-1] == {(0, 0): b"envelope of 0", (0, 1): b"envelope of 1"}
+        engine.side.update_output(StepReport(registrations={rank: answer}))
+    assert engine.listener.served[-1] == {(0, 0): b"envelope of 0", (0, 1): b"envelope of 1"}
     assert engine.side.build_step((), ()).question == 0
     assert engine.prefill("later", "x" * 20) is not None

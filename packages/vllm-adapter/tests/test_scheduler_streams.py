@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from scheduler_engine import BLOCK, Prompt
-from stream_pair import TEXT, StreamPair
+from stream_pair import TEXT, StreamPair, make_pairs  # noqa: F401  (a fixture)
 from stream_wires import InMemory, OverZeroMq
 
 from vllm_adapter.cache.facts import CacheGroup
-from vllm_adapter.scheduler.chunks import ScheduledTokens
+from vllm_adapter.steps import StepReport
 
 
 @pytest.fixture(params=[InMemory, OverZeroMq])
@@ -21,19 +20,6 @@ def pair(request: pytest.FixtureRequest) -> Iterator[StreamPair]:
     pair = StreamPair(request.param())
     yield pair
     pair.close()
-
-
-@pytest.fixture
-def make() -> Iterator[Any]:
-    made: list[StreamPair] = []
-
-    def build(**changes: Any) -> StreamPair:
-        made.append(StreamPair(InMemory(), **changes))
-        return made[-1]
-
-    yield build
-    for each in made:
-        each.close()
 
 
 def errors(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -126,41 +112,6 @@ def test_an_offer_that_has_come_counts_in_the_step_that_begins(make: Any) -> Non
     assert pair.matched() == len(TEXT)
 
 
-def test_blocks_of_a_prefix_hit_are_told_with_the_first_chunk(make: Any) -> None:
-    pair = make()
-    pair.arrive()
-    pair.start(hits=2)
-    (chunk,) = pair.chunk(blocks=1, is_fresh=True).streams.chunks
-    assert (chunk.runs[0].ids, chunk.tokens) == ((1, 2, 3), 3 * BLOCK)
-    (rest,) = pair.chunk(blocks=3).streams.chunks
-    assert (rest.runs[0].first, rest.runs[0].ids, rest.tokens) == (3, (4, 5, 6), 6 * BLOCK)
-
-
-def test_a_hit_that_was_there_before_is_told_with_the_first_chunk_of_each_start_alone(make: Any) -> None:
-    pair = make()
-    pair.arrive()
-    pair.start(hits=2)
-
-    def held(step: ScheduledTokens, **more: Any) -> int:
-        (chunk,) = pair.prefill.step(scheduled=(replace(step, held_tokens=2 * BLOCK),), **more).streams.chunks
-        return chunk.held_tokens
-
-    assert held(pair.tokens("p", BLOCK, is_fresh=True)) == 2 * BLOCK
-    assert held(pair.tokens("p", BLOCK, is_fresh=False)) == 0
-    pair.prefill.step(preempted=("p",))
-    pair.start(hits=2, preemptions=1)
-    assert held(pair.tokens("p", BLOCK, is_fresh=True)) == 2 * BLOCK
-
-
-def test_a_chunk_may_end_within_a_block(make: Any) -> None:
-    pair = make()
-    pair.arrive()
-    pair.start()
-    plans = [pair.prefill.step(scheduled=(pair.tokens("p", 24, is_fresh=number == 0),)) for number in range(4)]
-    told = [(chunk.runs[0].first, chunk.runs[0].ids, chunk.tokens) for plan in plans for chunk in plan.streams.chunks]
-    assert told == [(0, (1, 2), 24), (2, (3,), 48), (3, (4, 5), 72), (5, (6,), 96)]
-
-
 def test_a_stream_counts_once_all_ranks_have_it(make: Any) -> None:
     pair = make(decode={"tp": 2})
     pair.run()
@@ -169,9 +120,9 @@ def test_a_stream_counts_once_all_ranks_have_it(make: Any) -> None:
     pair.load()
     pair.decode.step()
     side = pair.decode.side
-    side.update_output(sent=(), received=(), failed=(), stream_ends=[("d", (0, 0), True)])
+    side.update_output(StepReport(stream_ends=(("d", (0, 0), True),)))
     assert pair.states()[1] == ["consumer-streaming"]
-    side.update_output(sent=(), received=(), failed=(), stream_ends=[("d", (0, 1), False)])
+    side.update_output(StepReport(stream_ends=(("d", (0, 1), False),)))
     assert pair.states()[1] == ["consumer-awaiting"], "one rank lacks it, and all are quiet"
 
 
@@ -273,28 +224,6 @@ def test_an_engine_that_has_streamed_takes_a_whole_hand_over_in_silence(
     pair.arrive()
     pair.prefill.admit("whole", {"do_remote_decode": True, "do_remote_prefill": False}, TEXT)
     assert "came without an early ticket" not in caplog.text
-
-
-def test_an_attention_only_model_streams_also_where_it_generates_more(make: Any) -> None:
-    pair = make()
-    pair.arrive(max_tokens=100)
-    pair.start()
-    assert pair.chunk(is_fresh=True).streams.chunks
-
-
-def test_a_streamed_prompt_is_copied_to_the_mirror_with_the_blocks_that_it_writes(make: Any) -> None:
-    pair = make(prefill={"uses_host_buffer": True})
-    pair.arrive()
-    pair.start()
-    plans = [pair.prefill.step(scheduled=(pair.tokens("p", 24, is_fresh=number == 0),)) for number in range(4)]
-    assert [plan.saves for plan in plans] == [
-        (("p", ((1, 2),)),),
-        (("p", ((2, 3),)),),
-        (("p", ((4, 5),)),),
-        (("p", ((5, 6),)),),
-    ]
-    assert [plan.completes for plan in plans] == [(), (), (), ("p",)]
-    assert [chunk.runs[0].ids for plan in plans for chunk in plan.streams.chunks] == [(1, 2), (3,), (4, 5), (6,)]
 
 
 def test_a_prompt_of_which_a_chunk_was_refused_is_not_handed_over(make: Any, caplog: pytest.LogCaptureFixture) -> None:

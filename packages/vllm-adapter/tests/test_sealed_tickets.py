@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 from factories import facts
-from scheduler_engine import PREFILL, Parts, Prompt
+from scheduler_engine import PREFILL, Prompt, scheduler_side
 
 from vllm_adapter.config.secrets import FleetSecrets
 from vllm_adapter.scheduler.hooks import Arrival, Ending
 from vllm_adapter.scheduler.side import SchedulerSide
+from vllm_adapter.steps import StepReport
 
 _NUMBERS = itertools.count()
 
@@ -27,8 +28,7 @@ def write_secret(file: Path, *secrets: str) -> FleetSecrets:
 
 def sealing_side(secrets: FleetSecrets | None, now: Any = time.monotonic, **changes: Any) -> SchedulerSide:
     engine = facts(engine_id=f"engine-{next(_NUMBERS)}")
-    parts: Any = Parts(engine, secrets=secrets, changes=changes)
-    return SchedulerSide(engine, parts, now)
+    return scheduler_side(engine, now, secrets=secrets, **changes)
 
 
 def finished_ticket(
@@ -70,7 +70,7 @@ def test_secrets_rotate_under_a_running_engine(tmp_path: Path) -> None:
         now[0] += 2.0
         reader.arrived(Arrival(f"d{number}", finished_ticket(writer, f"p{number}"), 32))
         assert reader.external_tokens(f"d{number}", 0) == (32, True), f"refused after {name} had {secrets}"
-        writer.update_output(sent=[f"p{number}"], received=[], failed=[])
+        writer.update_output(StepReport(sent=[f"p{number}"]))
 
 
 def test_an_unsealed_peer_is_accepted_from_where_it_may_be_and_said_once(

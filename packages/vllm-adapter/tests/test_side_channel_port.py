@@ -7,8 +7,6 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -20,17 +18,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import vllm_adapter.host
-from vllm_adapter.config import Settings, load_settings
+from vllm_adapter.config import load_settings
 from vllm_adapter.config.start_checks import PORT_VARIABLE, listening_port
 from vllm_adapter.errors import ConfigurationError, UnsupportedHost
 from vllm_adapter.scheduler.hooks import Arrival, Ending
-from vllm_adapter.scheduler.side import SchedulerSide
-from vllm_adapter.wiring import SchedulerParts
+from vllm_adapter.wiring import make_scheduler
 
 HOST_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_HOST"
 SOURCES = Path(vllm_adapter.host.__file__).parent
 OF_KUBERNETES = "tcp://10.96.0.7:5600"
-NO_CACHES: Any = SimpleNamespace(kv_cache_groups=[])
 NO_NUMBERS = [OF_KUBERNETES, "udp://10.96.0.7:5600", "", " ", "http", "5600/tcp", "0x15e0", "5600.0", "-", "1" * 5000]
 
 
@@ -73,9 +69,6 @@ def test_the_refusal_names_the_variable_and_what_is_right_and_kubernetes_where_i
         assert len(str(error)) < 500
 
 
-# ---------------------------------------------------------------------------------------------- vLLM, as far as it is read
-
-
 class Anything(ModuleType):
     """A module of a host that is not installed: it has every name."""
 
@@ -83,102 +76,6 @@ class Anything(ModuleType):
         if name.startswith("__"):
             raise AttributeError(name)
         return MagicMock(name=f"{self.__name__}.{name}")
-
-
-class Envs(Anything):
-    """Reads the variables whenever they are asked for, as `vllm.envs` does."""
-
-    def __getattr__(self, name: str) -> Any:
-        return int(os.getenv(name, "5600")) if name == PORT_VARIABLE else os.getenv(name, "localhost")
-
-
-class Stand(MetaPathFinder, Loader):
-    """Finds any module of vLLM, and of what comes with it."""
-
-    def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        is_ours = fullname.partition(".")[0] in {"vllm", "torch", "huggingface_hub"}
-        return ModuleSpec(fullname, self, is_package=True) if is_ours else None
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        module = (Envs if spec.name == "vllm.envs" else Anything)(spec.name)
-        module.__dict__["__version__"] = "0.32.0"
-        return module
-
-    def exec_module(self, module: ModuleType) -> None:
-        """Nothing: each name is made when it is asked for."""
-
-
-@pytest.fixture
-def host() -> Iterator[Any]:
-    """Give the adapter's modules of the host over stand-ins of vLLM, and forget them afterwards."""
-    before, finder = dict(sys.modules), Stand()
-    sys.meta_path.insert(0, finder)
-    try:
-        for name in ("vllm", "vllm_adapter.host.vllm", "vllm_adapter.host.situation"):
-            sys.modules.pop(name, None)
-        importlib.import_module("vllm.envs")
-        seam: Any = importlib.import_module("vllm_adapter.host.vllm")
-        seam.current_platform.device_type = "cpu"
-        yield SimpleNamespace(
-            vllm=seam,
-            situation=importlib.import_module("vllm_adapter.host.situation"),
-        )
-    finally:
-        sys.meta_path.remove(finder)
-        for name in set(sys.modules) - set(before):
-            del sys.modules[name]
-        sys.modules.update(before)
-
-
-def config(index: int) -> Any:
-    """Return a configuration of vLLM whose numbers are all there."""
-    made = MagicMock()
-    for name in ("pipeline", "prefill_context", "tensor", "decode_context", "data"):
-        setattr(made.parallel_config, f"{name}_parallel_size", 1)
-    made.parallel_config.data_parallel_index = index
-    return made
-
-
-def facts_of(host: Any, made: Any, settings: Any = Settings()) -> Any:  # noqa: B008 - a frozen value
-    """Return the facts of an engine, but for the parts of it that are not numbers here."""
-    for name in ("cache_groups", "transfer_group_ids", "_backoff_tokens"):
-        setattr(host.vllm, name, MagicMock(return_value=()))
-    for name in ("vllm_factors", "computation_factors"):
-        setattr(host.vllm, name, MagicMock(return_value={}))
-    made.kv_transfer_config.engine_id = "engine"
-    return host.vllm.engine_facts(made, MagicMock(), is_worker=False, settings=settings)
-
-
-@pytest.mark.parametrize(("value", "index"), [(None, 0), ("5600", 1), ("20002", 7)])
-def test_what_is_checked_at_start_and_what_tickets_name_is_one_port(
-    host: Any, monkeypatch: pytest.MonkeyPatch, value: str | None, index: int
-) -> None:
-    if value is not None:
-        monkeypatch.setenv(PORT_VARIABLE, value)
-    wanted = int(value or 5600) + index
-    assert host.situation.situation_of(config(index), load_settings({})[0], NO_CACHES).port == wanted
-    assert facts_of(host, config(index)).port == wanted
-
-
-@pytest.mark.parametrize(
-    ("keys", "wanted"),
-    [
-        ({}, ("10.0.0.9", 5602)),
-        ({"advertised_host": "203.0.113.7"}, ("203.0.113.7", 5602)),
-        ({"advertised_port": 31000}, ("10.0.0.9", 31002)),
-        ({"advertised_host": "prefill-0.svc", "advertised_port": 31000}, ("prefill-0.svc", 31002)),
-    ],
-)
-def test_tickets_name_the_advertised_address_and_the_listener_keeps_its_own(
-    host: Any, monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any], wanted: tuple[str, int]
-) -> None:
-    monkeypatch.setenv(PORT_VARIABLE, "5600")
-    monkeypatch.setenv(HOST_VARIABLE, "10.0.0.9")
-    settings = load_settings(keys)[0]
-    made = facts_of(host, config(2), settings)
-    checked = host.situation.situation_of(config(2), settings, NO_CACHES)
-    assert (made.host, made.port) == (checked.host, checked.port) == wanted
-    assert made.listens_on == ("10.0.0.9", 5602)
 
 
 @pytest.mark.parametrize("value", ["prefill:5600", "http://prefill", "a b", "-x", "[::1]:5600"])
@@ -195,8 +92,7 @@ def test_an_advertised_address_is_in_the_ticket_and_under_its_seal_while_the_lis
     secret.chmod(0o400)
     settings = load_settings({"ticket_secret_files": [str(secret)]})[0]
     engine = replace(facts(engine_id="P"), host="203.0.113.7", port=31000, listens_on=("127.0.0.1", 0))
-    parts = SchedulerParts(engine, settings)
-    writer, reader = (SchedulerSide(each, SchedulerParts(each, settings)) for each in (engine, facts(engine_id="D")))
+    writer, reader = (make_scheduler(each, settings) for each in (engine, facts(engine_id="D")))
     writer.arrived(Arrival("p", {"do_remote_decode": True}, 32))
     writer.allocated("p", [[1, 2]], [[1, 2]], external_tokens=0, preemptions=0)
     _, ticket = writer.finished(Ending("p", "length", 32), [[1, 2]])
@@ -205,24 +101,11 @@ def test_an_advertised_address_is_in_the_ticket_and_under_its_seal_while_the_lis
     reader.arrived(Arrival("d", ticket, 32))
     reader.arrived(Arrival("moved", {**ticket, "remote_host": "127.0.0.1"}, 32))
     assert [reader.external_tokens(name, 0)[0] for name in ("d", "moved")] == [32, 0]
-    listener: Any = parts.make_listener()
-    listener.start()
+    writer.serve({})
     try:
-        assert listener.port not in {0, 31000}
+        assert writer._served._listener.port not in {0, 31000}
     finally:
-        listener.close()
-
-
-@pytest.mark.parametrize("value", [OF_KUBERNETES, ""])
-def test_an_engine_refuses_a_port_that_is_no_number_by_its_code(
-    host: Any, monkeypatch: pytest.MonkeyPatch, value: str
-) -> None:
-    monkeypatch.setenv(PORT_VARIABLE, value)
-    for run in (
-        lambda: host.situation.situation_of(config(0), load_settings({})[0], NO_CACHES),
-        lambda: facts_of(host, config(0)),
-    ):
-        assert refusal(run).code == "side-channel-port"
+        writer.close()
 
 
 def test_no_other_module_reads_the_variable() -> None:
@@ -280,13 +163,13 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
 @pytest.mark.parametrize("own", [None, "5600"], ids=["port of Ray", "port of the environment"])
 @pytest.mark.parametrize("rank", [None, 0, 1, 2, 15])
 def test_a_replica_publishes_the_port_on_which_its_engine_listens(
-    backend: Callable[..., Any], host: Any, monkeypatch: pytest.MonkeyPatch, rank: int | None, own: str | None
+    backend: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, rank: int | None, own: str | None
 ) -> None:
     if own is not None:
         monkeypatch.setenv(PORT_VARIABLE, own)
     replica = backend(rank)
     replica.setup()
-    listened = host.situation.situation_of(config(rank or 0), load_settings({})[0], NO_CACHES).port
+    listened = listening_port(lambda: int(os.environ[PORT_VARIABLE]), rank or 0)
     assert replica.replica_metadata() == {"kv_side_channel": ["10.0.0.1", listened]}
     assert listened == (int(own) + (rank or 0) if own else RaysBackend.first_port + 2 * (rank or 0))
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from factories import facts
 from fakes import order
+from scheduler_engine import Listener
 
 from kv_scheduler_state import FenceOrder, GrantOrder, StepPlan
 from kv_scheduler_state.streams import StreamOrder, StreamPlan
@@ -16,7 +17,7 @@ from vllm_adapter.errors import AdapterError
 from vllm_adapter.observe.recorder import Recorder
 from vllm_adapter.scheduler.registration import ServedRegistration
 from vllm_adapter.steps import RankRegistration, ReadEnd, ReadTimes, StepOrders
-from vllm_adapter.wiring import WorkerParts
+from vllm_adapter.wiring import make_worker
 from vllm_adapter.worker import registration
 from vllm_adapter.worker.engine_thread import _VOID_GENERATION, WorkerSide
 from vllm_adapter.worker.registration import Registration
@@ -128,7 +129,7 @@ def test_what_was_at_risk_is_said(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def _worker(thread: str = "well") -> tuple[WorkerSide, Parts]:
-    worker, parts = WorkerSide(facts(), WorkerParts(facts(), Settings(streaming=True))), Parts(thread)
+    worker, parts = make_worker(facts(), Settings(streaming=True)), Parts(thread)
     worker._registration = parts.registration
     return worker, parts
 
@@ -147,7 +148,7 @@ def test_a_worker_whose_thread_hangs_steps_on_and_tries_again() -> None:
     assert (report.failed, report.stream_ends) == ({"r1"}, (("s1", False),))
     parts.thread, parts.is_alive = "dead", False
     worker.unregister()
-    assert worker.envelope is None
+    assert worker.registration.envelope is None
 
 
 @pytest.mark.parametrize("is_seen_before", [True, False])
@@ -159,10 +160,10 @@ def test_a_thread_that_has_died_fails_no_step(is_seen_before: bool) -> None:
     results = worker.take_report()
     assert results.sent == {"p1"}
     assert results.received == results.failed == {"r1"}
-    assert "restart this engine" in results.reasons["r1"].text
+    assert "restart this engine" in results.failures[0].text
     worker.apply(_orders())
     assert parts.calls == ["handshakes closed", "agent closed", "reads end: thread-dead", "leases end: False"]
-    assert worker.envelope is None
+    assert worker.registration.envelope is None
 
 
 def test_a_thread_that_hangs_while_it_dies_keeps_its_leases_and_voids_their_words() -> None:
@@ -231,7 +232,7 @@ def test_a_sleep_that_fails_beside_a_dying_thread_leaves_nothing_behind(has_step
     parts.thread = "dead"
     worker.apply(_orders(StepPlan(reads=(order(),))))
     assert parts.calls == ["handshakes closed", "agent closed", "reads end: thread-dead", "leases end: False"]
-    assert worker.take_report().reasons["r1"].code == "thread-dead"
+    assert worker.take_report().failures[0].code == "thread-dead"
 
 
 def test_two_copies_that_fail_beside_a_dying_thread_fail_no_step() -> None:
@@ -259,7 +260,7 @@ def test_a_rank_whose_thread_has_died_is_alive_again_after_a_sleep(
     anew = Parts("well")
     monkeypatch.setattr(worker, "_open", lambda **_: anew.registration)
     worker.restore()
-    assert worker.envelope == b"envelope"
+    assert worker.registration.envelope == b"envelope"
     worker.apply(_orders(StepPlan(grants=(GrantOrder("p1", 30.0, None, ""),))))
     assert not worker.take_report().sent
 
@@ -267,10 +268,10 @@ def test_a_rank_whose_thread_has_died_is_alive_again_after_a_sleep(
 def test_a_worker_says_what_it_has_when_asked_and_when_it_changed() -> None:
     worker, _ = _worker()
     worker.apply(_orders(question=4))
-    assert worker.take_report().registration == RankRegistration(1, b"envelope", 4)
-    assert worker.take_report().registration is None
+    assert worker.take_report().registrations == {RANK: RankRegistration(1, b"envelope", 4)}
+    assert not worker.take_report().registrations
     worker.unregister()
-    assert worker.take_report().registration == RankRegistration(1, None, 4)
+    assert worker.take_report().registrations == {RANK: RankRegistration(1, None, 4)}
 
 
 def test_a_reset_that_crosses_with_the_report_of_a_read_leaves_nothing_behind() -> None:
@@ -306,65 +307,78 @@ def test_a_request_that_is_released_while_its_engine_sleeps_leaves_nothing_in_th
 # ------------------------------------------------------------------------------------------------ what tickets may name
 
 
-def test_nobody_is_sure_from_a_doubt_to_the_answer_of_all_ranks() -> None:
-    served = ServedRegistration(7)
-    served.expect([RANK, OTHER_RANK])
-    assert (served.is_sure, served.question) == (True, 0)
-    served.doubt()
-    assert (served.is_sure, served.question) == (False, 1)
+class Served:
+    """The registrations of an engine's ranks, after its first `serve`."""
+
+    def __init__(self, *ranks: Any) -> None:
+        self.listener: Any = Listener()
+        self.kept = ServedRegistration(facts(generation=7), self.listener)
+        self.expect(*ranks)
+
+    def expect(self, *ranks: Any) -> None:
+        self.kept.serve(dict.fromkeys(ranks, b"first"), ranks)
+
+    def update(self, reports: dict[Any, RankRegistration]) -> dict[Any, bytes] | None:
+        """Return what is served anew; None for no change."""
+        self.listener.served.clear()
+        self.kept.update(reports)
+        return self.listener.served[-1] if self.listener.served else None
+
+    def state(self) -> tuple[bool, int, int]:
+        return self.kept.is_sure, self.kept.generation, self.kept.question
+
+
+def test_the_registration_is_unknown_from_a_doubt_to_the_answer_of_all_ranks() -> None:
+    served = Served(RANK, OTHER_RANK)
+    assert served.state() == (True, 7, 0)
+    served.kept.doubt()
     assert served.update({RANK: RankRegistration(7, b"a", 1)}) is None
-    assert not served.is_sure
+    assert served.state() == (False, 7, 1)
     assert served.update({OTHER_RANK: RankRegistration(7, b"b", 1)}) == {RANK: b"a", OTHER_RANK: b"b"}
-    assert (served.is_sure, served.generation, served.question) == (True, 7, 0)
+    assert served.state() == (True, 7, 0)
 
 
 def test_what_ranks_answered_before_they_were_expected_anew_does_not_count() -> None:
-    served = ServedRegistration(7)
-    served.expect([RANK])
+    served = Served(RANK)
     served.update({RANK: RankRegistration(7, None)})
-    served.update({RANK: RankRegistration(7, None, served.question)})
-    assert served.question == 0
-    served.expect([RANK])
-    assert served.update({RANK: RankRegistration(8, b"a", served.question)}) == {RANK: b"a"}
-    assert (served.is_sure, served.generation) == (True, 8)
+    served.update({RANK: RankRegistration(7, None, served.kept.question)})
+    assert served.kept.question == 0
+    served.expect(RANK)
+    assert served.update({RANK: RankRegistration(8, b"a", served.kept.question)}) == {RANK: b"a"}
+    assert served.state() == (True, 8, 0)
 
 
 def test_an_answer_to_an_older_question_does_not_count() -> None:
-    served = ServedRegistration(7)
-    served.doubt()
-    served.doubt()
+    served = Served(RANK)
+    served.kept.doubt()
+    served.kept.doubt()
     assert served.update({RANK: RankRegistration(7, b"a", 1)}) is None
-    assert (served.is_sure, served.question) == (False, 2)
+    assert served.state() == (False, 7, 2)
 
 
-def test_a_change_that_nobody_announced_is_taken_from_all_ranks_at_once() -> None:
-    served = ServedRegistration(7)
-    served.expect([RANK, OTHER_RANK])
+def test_an_unannounced_change_is_taken_from_all_ranks_at_once() -> None:
+    served = Served(RANK, OTHER_RANK)
     new = {RANK: RankRegistration(8, b"a"), OTHER_RANK: RankRegistration(8, b"b")}
     assert served.update(new) == {RANK: b"a", OTHER_RANK: b"b"}
-    assert (served.is_sure, served.generation) == (True, 8)
+    assert served.state() == (True, 8, 0)
 
 
 @pytest.mark.parametrize("said", [RankRegistration(8, b"a"), RankRegistration(7, None)])
 def test_while_ranks_differ_or_sleep_nothing_is_served(said: RankRegistration) -> None:
-    served = ServedRegistration(7)
-    served.expect([RANK, OTHER_RANK])
-    served.update({RANK: RankRegistration(7, b"a"), OTHER_RANK: RankRegistration(7, b"b")})
+    served = Served(RANK, OTHER_RANK)
     assert served.update({RANK: said}) == {}
-    assert not served.is_sure
-    assert served.question > 0
+    assert not served.kept.is_sure
+    assert served.kept.question > 0
 
 
 def test_ranks_that_have_answered_are_asked_no_more_and_report_by_themselves() -> None:
-    served = ServedRegistration(7)
-    served.expect([RANK, OTHER_RANK])
-    served.update({RANK: RankRegistration(7, b"a"), OTHER_RANK: RankRegistration(7, b"b")})
+    served = Served(RANK, OTHER_RANK)
     assert served.update({RANK: RankRegistration(7, None)}) == {}
-    question = served.question
+    question = served.kept.question
     assert served.update({RANK: RankRegistration(7, None, question)}) == {}
-    assert served.question == question, "the other one has not answered yet"
+    assert served.kept.question == question, "the other one has not answered yet"
     served.update({OTHER_RANK: RankRegistration(7, b"b", question)})
-    assert (served.question, served.is_sure) == (0, False)
+    assert served.state() == (False, 7, 0)
     assert served.update({RANK: RankRegistration(8, b"a", question)}) == {}
     assert served.update({OTHER_RANK: RankRegistration(8, b"b", question)}) == {RANK: b"a", OTHER_RANK: b"b"}
-    assert (served.generation, served.is_sure) == (8, True)
+    assert served.state() == (True, 8, 0)

@@ -21,9 +21,8 @@ from kv_nixl_agent.testing import FakeFabric
 from vllm_adapter.cli.values import misfit
 from vllm_adapter.config import Settings
 from vllm_adapter.observe.answers import Answer
-from vllm_adapter.wiring import WorkerParts
+from vllm_adapter.wiring import make_worker
 from vllm_adapter.worker import registration as worker_status_module
-from vllm_adapter.worker.engine_thread import WorkerSide
 from vllm_adapter.worker.registration import Registration
 
 TEXT = "a prompt of forty characters, no more..."
@@ -119,7 +118,7 @@ def test_a_worker_tells_the_health_of_its_thread_and_what_it_holds() -> None:
         attention_cache(f"layers.{number}", address=address + number * layer_bytes, blocks=8) for number in (0, 1)
     ]
     here = facts(blocks=8, engine_id="D")
-    worker = WorkerSide(here, WorkerParts(here, Settings(), port_factory=FakeFabric().port))
+    worker = make_worker(here, Settings(), port_factory=FakeFabric().port)
     assert worker.status() == {"part": "0.0", "engine_id": "D", "is_asleep": False, "is_registered": False}
     worker.register(caches)
     try:
@@ -205,7 +204,7 @@ def test_all_that_this_version_tells_has_the_shape_that_commands_read() -> None:
     bench.handshakes.answer(Outcome())
     posted = bench.reads.describe(10)
     bench.finish(outcome="timed-out", code="timed-out", is_memory_quiet=False)
-    worker = WorkerSide(facts(), WorkerParts(facts(), Settings(), port_factory=FakeFabric().port))
+    worker = make_worker(facts(), Settings(), port_factory=FakeFabric().port)
     told = [side.status() for side in (producer.side, consumer.side)] + [worker.status(), worker.hand_overs()]
     told += [side.hand_overs() for side in (producer.side, consumer.side)]
     told += [waiting, posted, bench.reads.describe(10), {"oldest_leases": leases.leases.describe(10)}]

@@ -7,12 +7,12 @@ import random
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from scheduler_engine import streaming
 from stream_wires import InMemory, OverZeroMq
 
 from kv_handshake import Codec
@@ -23,7 +23,7 @@ from kv_handshake.stream.desk import AskDesk, AskLimits
 from kv_handshake.stream.messages import encode_ask, encode_cancel
 from kv_scheduler_state.streams import StreamOutcome
 from vllm_adapter.observe.cause_log import CauseLog
-from vllm_adapter.scheduler.streams import _AGAIN, StreamChannel
+from vllm_adapter.scheduler.streams import _AGAIN
 
 SECRETS = (b"a fleet secret, 16+",)
 TICKET = {"do_remote_prefill": True, "remote_block_ids": [[]], "remote_request_id": "p-1"}
@@ -134,13 +134,11 @@ class Pair:
         self.consumer: Any = Machines()
         log = CauseLog(time.monotonic)
         self.counted: list[str] = []
-        made: Any = partial(
-            StreamChannel, codec=Codec(), make_client=wire.client, wait_s=5.0, log=log, count=self.counted.append
+        listener = wire.listener() if takes_asks else None
+        self.there = streaming(self.producer, listener=listener, log=log, secrets=lambda: theirs)
+        self.here = streaming(
+            self.consumer, client=wire.client(), log=log, secrets=lambda: ours, count=self.counted.append
         )
-        self.there = made(self.producer, secrets=lambda: theirs)
-        self.here = made(self.consumer, secrets=lambda: ours)
-        if takes_asks:
-            self.there.serve(wire.listener())
         wire.start()
 
     def ask(self, **changes: Any) -> None:
@@ -266,7 +264,8 @@ def test_a_reason_is_said_again_once_it_is_another_one_or_was_gone_meanwhile(
         return len(caplog.messages)
 
     assert [told(code) for code in ("connection-refused", "connection-refused", "ask-unsupported")] == [1, 0, 1]
-    channel._codec = SimpleNamespace(read_answer=lambda *_: {"kind": "no", "reason": "busy"})
+    codec = SimpleNamespace(read_answer=lambda *_: {"kind": "no", "reason": "busy"})
+    channel._asks = replace(channel._asks, codec=codec)
     assert told("", b"an answer") == 0
     assert told("ask-unsupported") == 1
 
@@ -364,10 +363,6 @@ def test_an_answer_of_an_earlier_question_is_not_taken_for_that_of_a_later_one()
         assert pair.answered()[2]["kind"] == ("offer" if number == 1 else "no")
 
 
-def _no_client() -> Any:
-    raise AssertionError("this engine asks nobody")
-
-
 class Desk:
     """A listener without sockets: the real desk, and connections that ask, take back and wait until their asks expire."""
 
@@ -396,10 +391,7 @@ def test_what_waits_for_an_engine_at_rest_is_bounded(cancels: float) -> None:
     machines: Any = Machines()
     listener: Any = Desk()
     codec = Codec()
-    channel = StreamChannel(
-        machines, codec, _no_client, secrets=tuple, wait_s=30.0, log=CauseLog(time.monotonic), count=print
-    )
-    channel.serve(listener)
+    channel = streaming(machines, listener=listener, wait_s=30.0)
     draw = random.Random(1)
     for number in range(1, 8_001):
         told = {"hand_over_id": f"{number:032x}", "number": number, "nonce": "0" * 32, "digest": "d" * 64}
@@ -414,4 +406,4 @@ def test_what_waits_for_an_engine_at_rest_is_bounded(cancels: float) -> None:
         waiting = len(channel._questions) + len(channel._gone_askers)
         assert waiting <= 2 * AskLimits().in_all, number
     channel.receive(0.0)
-    assert not channel.has_received
+    assert (channel._questions, channel._gone_askers) == ({}, [])

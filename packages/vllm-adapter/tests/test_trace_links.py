@@ -16,7 +16,7 @@ def plan(*ids: str, is_reported: bool = True) -> Any:
 
 
 def test_only_traced_and_reported_reads_are_linked() -> None:
-    links = TraceLinks()
+    links = TraceLinks(print)
     links.arrived("traced", HEADERS)
     links.arrived("plain", None)
     assert links.of_reads(plan("traced", is_reported=False)) == {}

@@ -19,13 +19,13 @@ from kv_scheduler_state import FenceOrder, GrantOrder, StepPlan
 from kv_scheduler_state.streams import StreamChunk, StreamOpen, StreamOrder, StreamPlan, StreamVoid
 from vllm_adapter.config import Settings
 from vllm_adapter.errors import AdapterError
-from vllm_adapter.steps import ReadEnd, ReadTimes, StepOrders
-from vllm_adapter.wiring import WorkerParts
+from vllm_adapter.steps import ReadEnd, ReadTimes, StepOrders, StepReport
+from vllm_adapter.wiring import make_worker
 from vllm_adapter.worker.engine_thread import WorkerSide
 
 
 def _worker() -> WorkerSide:
-    return WorkerSide(facts(), WorkerParts(facts(), Settings(streaming=True)))
+    return make_worker(facts(), Settings(streaming=True))
 
 
 def test_caches_in_two_kinds_of_memory_are_refused_at_registration() -> None:
@@ -55,10 +55,9 @@ def test_a_failed_read_is_reported_with_who_what_and_why_and_logged_once_for_all
         side = SchedulerEngine().side
         awaited, ids = side._awaited, ("r1", "r2")
         awaited.ordered(StepPlan(reads=tuple(order(request_id=name) for name in ids)))
-        for tp_rank in range(8):
-            awaited.explained({name: {(0, tp_rank): reason} for name, reason in results.reasons.items()})
         side._followed.add("r1")
-        side.update_output(sent=(), received=ids, failed=("r1",))
+        failures = tuple(replace(failure, rank=(0, rank)) for failure in results.failures for rank in range(8))
+        side.update_output(StepReport(received=ids, failed=("r1",), failures=failures))
     assert results.received == {"r1", "r2"}
     assert results.failed == {"r1"}
     (record,) = [record for record in caplog.records if "not taken over" in record.getMessage()]
@@ -171,7 +170,7 @@ def test_a_stuck_or_dead_transfer_thread_is_an_error_and_a_gauge(caplog: pytest.
 def test_what_all_ranks_see_is_a_warning_of_the_first_rank_only(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         for rank in (0, 1):
-            WorkerParts(facts(tp=2, rank=rank), Settings()).make_recorder().warn("lease-ended", "a lease ended")
+            make_worker(facts(tp=2, rank=rank), Settings())._recorder.warn("lease-ended", "a lease ended")
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
 
 
@@ -271,15 +270,15 @@ def test_the_scheduler_lets_workers_rest_while_it_waits_for_peers_alone() -> Non
     assert not rest_s(), "something is computed"
     assert not rest_s(is_empty=True), "one may stand between two that compute"
     assert rest_s(is_empty=True)
-    side._awaited.received(["r"], [])
+    side._awaited.take(StepReport(received=["r"]))
     assert rest_s(is_empty=True) == 0.01
     side._awaited.ordered(StepPlan(reads=(order("s"),)))
     assert rest_s(is_empty=True) == 0.005, "its final ticket is read"
-    side._awaited.received(["s"], [])
+    side._awaited.take(StepReport(received=["s"]))
     assert not rest_s(is_empty=True)
     side._awaited.leased("p")
     assert rest_s(is_empty=True) == 0.005, "a peer reads from here"
-    side._awaited.sent(["p"])
+    side._awaited.take(StepReport(sent=["p"]))
     assert not rest_s(is_empty=True)
     asking: Any = SimpleNamespace(is_asking=True, receive=lambda _now_s: None, send=lambda: None)
     side._streams = asking

@@ -17,12 +17,13 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-__all__ = ["core_count", "note_cores", "use_allowed_cores"]
+__all__ = ["core_count", "has_cores_to_spare", "note_cores", "use_allowed_cores"]
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _OPENMP_BINDINGS = frozenset({"KMP_AFFINITY", "GOMP_CPU_AFFINITY", "OMP_PLACES", "OMP_PROC_BIND"})
 """Variables by which vLLM lets OpenMP bind a worker's threads. Source: `vllm.utils.ompmultiprocessing`, 0.32."""
 _V1_FOLDERS = ("cpu", "cpu,cpuacct")
+_CORES_TO_SPARE = 8
 
 
 @cache
@@ -62,6 +63,11 @@ def core_count() -> int:
     Example: 16 cores and a quota of 250 ms in 100 ms give 3.
     """
     return min([len(_allowed()), *_quotas(_CGROUPS, Path("/proc/self/cgroup"))])
+
+
+def has_cores_to_spare() -> bool:
+    """Return whether a thread of NIXL's own that never sleeps leaves the engine enough cores."""
+    return core_count() > _CORES_TO_SPARE
 
 
 def _quotas(root: Path, membership: Path) -> list[int]:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from kv_handshake.inspect import Comparison, Difference
     from kv_nixl_agent import PeerSpec, QuarantineEntry, StallEntry, ThreadHealth, TransferResult
     from kv_scheduler_state import (
+        Admission,
         BlockList,
         EndReport,
         FinishDecision,
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
     from kv_topology import Estimate, PageMove, StagedRegion
 
 __all__ = [
+    "Admission",
     "AgentMetadata",
     "BlockIds",
     "BlockList",

@@ -1,7 +1,7 @@
 """The two messages between the scheduler's process and the workers' processes of one engine: orders down, a report up.
 
 A scheduler step produces one `StepOrders`. A worker answers with one `StepReport`. Both are frozen and can be pickled; vLLM
-carries them inside the objects of `host/metadata.py`. Within one step orders only go down and reports only go up.
+carries them as its connector's metadata. Within one step orders only go down and reports only go up.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from vllm_adapter.ports import PageNumbers, ReadOrder, StagedRegion, StepPlan
 
@@ -94,33 +94,47 @@ class ReadFailure:
     """Why a read failed on one rank.
 
     Attributes:
+        request_id: The consumer's request.
+        rank: The rank that could not read.
         code: The reason as a code.
         text: Request and place of the producer, and the reason as a sentence.
     """
 
+    request_id: str
+    rank: Rank
     code: str
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """Everything that one worker reports after a step.
+    """Everything that the workers report after a step: those of one worker, or of all of them.
+
+    vLLM itself merges `sent`, `received` and `failed` of all ranks, and carries the rest beside them.
 
     Attributes:
-        sent: Producer requests whose lease has ended on this worker; their fence word is void.
-        received: Consumer requests whose read has ended on this worker, well or badly.
+        sent: Producer requests whose lease has ended; their fence word is void.
+        received: Consumer requests whose read has ended, well or badly.
         failed: The part of `received` that ended badly.
-        registration: This rank's registration, if it was asked for or has changed.
-        reasons: Why each of `failed` ended badly, where it was a read that did.
-        stream_ends: For the scheduler half alone: (request, whether its fence held) of streams that ended on this worker.
+        registrations: Registrations of ranks that were asked for theirs, or have a new one.
+        failures: Why reads of `failed` ended badly.
+        stream_ends: (request, rank, whether its fence held) of streams that ended.
     """
 
-    sent: frozenset[str] = frozenset()
-    received: frozenset[str] = frozenset()
-    failed: frozenset[str] = frozenset()
-    registration: RankRegistration | None = None
-    reasons: Mapping[str, ReadFailure] = field(default_factory=dict[str, ReadFailure])
-    stream_ends: tuple[tuple[str, bool], ...] = ()
+    sent: Collection[str] = ()
+    received: Collection[str] = ()
+    failed: Collection[str] = ()
+    registrations: Mapping[Rank, RankRegistration] = field(default_factory=dict[Rank, RankRegistration])
+    failures: tuple[ReadFailure, ...] = ()
+    stream_ends: tuple[tuple[str, Rank, bool], ...] = ()
+
+    def aggregate(self, other: StepReport) -> StepReport:
+        """Return both ranks' reports merged, but for the ids that vLLM merges; vLLM calls this."""
+        return StepReport(
+            registrations={**self.registrations, **other.registrations},
+            failures=self.failures + other.failures,
+            stream_ends=self.stream_ends + other.stream_ends,
+        )
 
 
 @dataclass(slots=True)

@@ -1,6 +1,6 @@
-"""Assembly of the concrete classes of the four libraries: the only module that imports them.
+"""Assembly of the two sides of the connector: the only module that imports the concrete classes of the four libraries.
 
-The lines at the end bind each concrete class to the Protocol that it implements, so that drift is a type error which names
+The lines at the end bind each class of a service to the Protocol that it implements, so that drift is a type error which names
 the missing member.
 """
 
@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import secrets
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, final
+import time
+from functools import partial
+from typing import TYPE_CHECKING, Literal
 
 from kv_handshake import Client, Codec, Listener, LocalOffer, Timing
 from kv_handshake.security import ClientSecurity, ServerSecurity
@@ -17,7 +18,6 @@ from kv_nixl_agent import (
     AgentOptions,
     BackendOptions,
     PeerSpec,
-    PortFactory,
     ThreadOptions,
     TransferThread,
     open_nixl,
@@ -35,26 +35,32 @@ from kv_scheduler_state.streams import StreamReaders, StreamWorker
 from kv_topology import CostModel, Planner
 from vllm_adapter import ports
 from vllm_adapter.cache.envelope import metadata_fields
+from vllm_adapter.cache.geometry import local_document, registration_ranges
 from vllm_adapter.cache.vllm_peer import PeerGeometry, pack_document
-from vllm_adapter.config import RENEWED_PART
+from vllm_adapter.config.keys import PERMUTE_GB_S, RENEWED_PART
 from vllm_adapter.config.secrets import configured_secrets
-from vllm_adapter.cores import core_count, use_allowed_cores
+from vllm_adapter.cores import has_cores_to_spare, use_allowed_cores
 from vllm_adapter.observe.recorder import Recorder
+from vllm_adapter.scheduler.side import SchedulerSide
+from vllm_adapter.scheduler.streams import AskService
+from vllm_adapter.worker.engine_thread import WorkerSide
+from vllm_adapter.worker.registration import Registration, memory_kind, stream_shape
+from vllm_adapter.worker.transfer.leases import LeaseKeeper
+from vllm_adapter.worker.transfer.planner import PeerPlanner
+from vllm_adapter.worker.transfer.reads import ReadCoordinator
+from vllm_adapter.worker.transfer.records import TransferParts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from kv_nixl_agent import PortFactory
+    from vllm_adapter.cache.documents import GeometryDocument
     from vllm_adapter.cache.facts import CacheGroup, EngineFacts, LayerCache
     from vllm_adapter.config import Settings
-    from vllm_adapter.config.secrets import FleetSecrets
+    from vllm_adapter.steps import ReadEnd, TraceLink
+    from vllm_adapter.worker.registration import RegistrationEvents
 
-__all__ = [
-    "PERMUTE_GB_S",
-    "SchedulerParts",
-    "WorkerParts",
-    "prefill_request_params",
-    "prompt_digest",
-]
+__all__ = ["make_scheduler", "make_worker", "prefill_request_params", "prompt_digest"]
 
 _SEED_BITS = 52
 _NULL_BLOCK = 0
@@ -65,219 +71,243 @@ _CAPABILITIES: Mapping[str, Literal["supported"]] = {"nonce": "supported", "prom
 
 _STREAMING_CAPABILITIES: Mapping[str, Literal["supported"]] = {**_CAPABILITIES, "ask": "supported"}
 
-_CORES_TO_SPARE = 8
-PERMUTE_GB_S = {"DRAM": 1.2, "VRAM": 10.0}
-"""Speed of permuting pages, by which "auto" decides. DRAM: as measured with torch on one core, 134 MB of 32 layers."""
+_TICK_S = 0.05
+_LOOK_AFTER_S = 1.0
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class SchedulerParts:
-    """Makes the concrete parts of the scheduler's half."""
+def make_scheduler(
+    facts: EngineFacts,
+    settings: Settings,
+    *,
+    now_s: Callable[[], float] = time.monotonic,
+    lease_ended: Callable[[TraceLink, str, int], None] | None = None,
+    is_ending: Callable[[], bool] = lambda: False,
+) -> SchedulerSide:
+    """Return the scheduler's side of an engine; its listener is bound by `serve`.
 
-    facts: EngineFacts
-    settings: Settings
-    load_failure_policy: str = "fail"
-    uses_host_buffer: bool = False
-    reads: bool = True
-    read_hold_steps: int = 0
+    Args:
+        facts: This engine.
+        settings: The connector's configuration.
+        now_s: The monotonic clock.
+        lease_ended: Called with (link, request id, Unix time of the grant in ns) at the end of a traced lease.
+        is_ending: Tells whether the host was told to end.
 
-    def make_state(self) -> ports.SchedulerState:
-        """Return the request machines of this engine."""
-        facts, settings = self.facts, self.settings
-        config = SchedulerConfig(
-            engine_id=facts.engine_id,
-            host=facts.host,
-            port=facts.port,
-            tp=facts.tp,
-            pp=facts.pp,
-            dcp=facts.dcp,
-            groups=tuple(map(_group_config, facts.groups, facts.context_sizes)),
-            null_block=_NULL_BLOCK,
-            state_backoff_tokens=facts.backoff_tokens,
-            lease_s=settings.kv_lease_duration,
-            heartbeat_s=settings.heartbeat_s,
-            fence_slots=settings.fence_slots,
-            fence_seed=secrets.randbits(_SEED_BITS) + 1,
-            nonce_seed=secrets.token_hex(16),
-            uses_host_buffer=self.uses_host_buffer,
-            peer_networks=settings.remote_hosts,
-            peer_ports=settings.peer_port_range,
-            unsealed_networks=settings.unsigned_hosts,
-            reads=self.reads,
-            read_hold_steps=self.read_hold_steps,
-            load_failure_policy="recompute" if self.load_failure_policy == "recompute" else "fail",
-            bidirectional=settings.bidirectional_kv_xfer,
-            recompute_threshold_tokens=settings.kv_recompute_threshold,
-            readback_lease_s=settings.decoder_kv_blocks_ttl,
-            stream_slots=settings.stream_slots if settings.streaming else 0,
-            stream_reserve_fraction=settings.stream_reserve_fraction if settings.streaming else 0.0,
-            stream_ask_s=settings.ask_wait_s,
-            cache_blocks=facts.block_count,
-            max_leases=settings.max_leases or None,
-            max_leased_blocks=settings.max_leased_blocks or None,
-            dialect=facts.connector_version,
-            generation=facts.generation,
-            reserved_id_prefixes=_reserved_prefixes(),
-        )
-        return SchedulerState(config)
-
-    def make_listener(self) -> ports.HandshakeListener:
-        """Return the side channel's listener, not yet bound."""
-        settings = self.settings
-        security = None
-        if settings.side_channel_key:
-            security = ServerSecurity.read(settings.side_channel_key, settings.side_channel_clients)
-        facts = self.facts
-        return Listener(*(facts.listens_on or (facts.host, facts.port)), security=security)
-
-    @property
-    def ask_wait_s(self) -> float:
-        """Longest wait of a question for its answer, in seconds."""
-        return self.settings.ask_wait_s
-
-    @property
-    def stream_codec(self) -> ports.Codec:
-        """Encodes and decodes questions and answers."""
-        return Codec()
-
-    def make_ask_client(self) -> ports.HandshakeClient:
-        """Return the client that asks peers; it compares no factors."""
-        return Client(LocalOffer(policy="off"), security=_client_security(self.settings))
-
-    def make_fleet_secrets(self) -> FleetSecrets | None:
-        """Return the fleet's secrets, None if tickets are not sealed."""
-        settings = self.settings
-        return configured_secrets(settings.ticket_secret_files, settings.ticket_secret_variable)
+    Raises:
+        ConfigurationError: For the files of the side channel's keys or of the fleet's secrets.
+    """
+    config = SchedulerConfig(
+        engine_id=facts.engine_id,
+        host=facts.host,
+        port=facts.port,
+        tp=facts.tp,
+        pp=facts.pp,
+        dcp=facts.dcp,
+        groups=tuple(map(_group_config, facts.groups, facts.context_sizes)),
+        null_block=_NULL_BLOCK,
+        state_backoff_tokens=facts.backoff_tokens,
+        lease_s=settings.kv_lease_duration,
+        heartbeat_s=settings.heartbeat_s,
+        fence_slots=settings.fence_slots,
+        fence_seed=secrets.randbits(_SEED_BITS) + 1,
+        nonce_seed=secrets.token_hex(16),
+        uses_host_buffer=facts.is_mirrored,
+        peer_networks=settings.remote_hosts,
+        peer_ports=settings.peer_port_range,
+        unsealed_networks=settings.unsigned_hosts,
+        reads=facts.reads or settings.bidirectional_kv_xfer,
+        read_hold_steps=facts.read_hold_steps,
+        load_failure_policy="recompute" if facts.load_failure_policy == "recompute" else "fail",
+        bidirectional=settings.bidirectional_kv_xfer,
+        recompute_threshold_tokens=settings.kv_recompute_threshold,
+        readback_lease_s=settings.decoder_kv_blocks_ttl,
+        stream_slots=settings.stream_slots if settings.streaming else 0,
+        stream_reserve_fraction=settings.stream_reserve_fraction if settings.streaming else 0.0,
+        stream_ask_s=settings.ask_wait_s,
+        cache_blocks=facts.block_count,
+        max_leases=settings.max_leases or None,
+        max_leased_blocks=settings.max_leased_blocks or None,
+        dialect=facts.connector_version,
+        generation=facts.generation,
+        reserved_id_prefixes=Codec().reserved_prefixes,
+    )
+    security = None
+    if settings.side_channel_key:
+        security = ServerSecurity.read(settings.side_channel_key, settings.side_channel_clients)
+    asks = None
+    if settings.streaming:
+        client = Client(LocalOffer(policy="off"), security=_client_security(settings))
+        asks = AskService(Codec(), client, settings.ask_wait_s)
+    return SchedulerSide(
+        facts,
+        SchedulerState(config),
+        Listener(*(facts.listens_on or (facts.host, facts.port)), security=security),
+        secrets=configured_secrets(settings.ticket_secret_files, settings.ticket_secret_variable),
+        asks=asks,
+        now_s=now_s,
+        lease_ended=lease_ended,
+        is_ending=is_ending,
+    )
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class WorkerParts:
-    """Makes the concrete parts of the worker's half."""
+def make_worker(
+    facts: EngineFacts,
+    settings: Settings,
+    *,
+    port_factory: PortFactory | None = None,
+    trace: Callable[[TraceLink, ReadEnd], None] | None = None,
+) -> WorkerSide:
+    """Return the side of one worker; it has no memory before `register`.
 
-    facts: EngineFacts
-    settings: Settings
-    port_factory: PortFactory | None = None
-    """Creates the NIXL port; None for the real one."""
+    Args:
+        facts: This engine and rank.
+        settings: The connector's configuration.
+        port_factory: Creates the NIXL port; None for the real one.
+        trace: Called at the end of each traced read.
+    """
+    rank = facts.pp_rank, facts.tp_rank
+    recorder = Recorder(ucx_tls=os.environ.get("UCX_TLS") or "unset", is_lead=rank == (0, 0))
+    open_registration = partial(_open_registration, facts, settings, recorder, port_factory or open_nixl)
+    return WorkerSide(facts, recorder, open_registration, WorkerState(), is_streaming=settings.streaming, trace=trace)
 
-    @property
-    def ucx_tls(self) -> str:
-        """Transports that UCX may choose from, as this process is configured; `"unset"` is UCX's own default."""
-        return os.environ.get("UCX_TLS") or "unset"
 
-    @property
-    def peer_spec(self) -> type[ports.PeerSpec]:
-        """Class of the value that describes a peer rank to the transfer thread."""
-        return PeerSpec
+def _open_registration(
+    facts: EngineFacts,
+    settings: Settings,
+    recorder: Recorder,
+    port_factory: PortFactory,
+    caches: Sequence[LayerCache],
+    events: RegistrationEvents,
+    *,
+    generation: int,
+    can_convert: bool,
+) -> Registration:
+    """Register a rank's memory, start its transfer thread and encode its side-channel envelope.
 
-    def make_planner(self, memory_kind: ports.MemoryKind, *, can_convert: bool) -> ports.Planner:
-        """Return the planner for geometry documents; without a converter it makes only plans that need no conversion."""
-        cost = CostModel(permute_gb_s=PERMUTE_GB_S[memory_kind])
-        return Planner(staging=self.settings.receive_conversion if can_convert else "never", cost=cost)
+    Args:
+        facts: This engine and rank.
+        settings: The connector's configuration.
+        recorder: Takes observations and log lines.
+        port_factory: Creates the NIXL port.
+        caches: This rank's layers, as peers are to read and write them.
+        events: Callbacks for the ends of reads, leases and streams, invoked on the transfer thread.
+        generation: Number of this registration.
+        can_convert: Whether received pages can be permuted.
 
-    @property
-    def codec(self) -> ports.Codec:
-        """Encodes and decodes the bytes that cross between engines."""
-        return Codec(capabilities=_STREAMING_CAPABILITIES if self.settings.streaming else _CAPABILITIES)
+    Raises:
+        AdapterError: `mixed-memory-kinds`, or as `local_document`.
+    """
+    document, kind = local_document(facts, caches), memory_kind(caches)
+    cost = CostModel(permute_gb_s=PERMUTE_GB_S[kind])
+    planner = PeerPlanner(
+        document,
+        PeerGeometry(Planner().reshard, facts.dealt_groups),
+        Planner(staging=settings.receive_conversion if can_convert else "never", cost=cost),
+        kind,
+    )
 
-    @property
-    def peer_geometry(self) -> PeerGeometry:
-        """Derives the geometry of peers."""
-        return PeerGeometry(Planner().reshard, self.facts.dealt_groups)
+    # The thread calls these only after it was started, when both coordinators exist.
+    def on_result(result: ports.TransferResult) -> None:
+        reads.transfer_ended(result)
 
-    def make_lease_table(self) -> ports.LeaseTable:
-        """Return an empty lease table."""
-        return LeaseTable(renewal_fraction=RENEWED_PART, requires_nonces=self.settings.requires_nonces)
+    def on_quiet(transfer_id: str) -> None:
+        reads.memory_quiet(transfer_id)
 
-    def make_stream_worker(self, words: ports.StreamWords) -> ports.StreamWorker:
-        """Return the writer of the words of prompts that are streamed from this rank."""
-        return StreamWorker(words, self.settings.stream_slots)
+    def on_notification(agent_name: str, payload: bytes) -> None:
+        leases.notified(agent_name, payload)
 
-    def make_stream_readers(self, stall_s: float) -> ports.StreamReaders:
-        """Return the state machine of streams that this rank reads; `stall_s` without progress ends a stream."""
-        return StreamReaders(stall_s)
+    def on_start() -> None:
+        use_allowed_cores()  # it inherits the one core of the engine thread
+        if events.thread_started is not None:
+            events.thread_started()
 
-    def make_worker_state(self) -> ports.WorkerState:
-        """Return the state of this rank's hand-overs on its engine thread."""
-        return WorkerState()
+    thread = TransferThread(
+        f"{facts.engine_id}/{facts.pp_rank}.{facts.tp_rank}/{secrets.token_hex(4)}",
+        registration_ranges(caches),
+        on_result=on_result,
+        on_quiet=on_quiet,
+        on_notification=on_notification,
+        options=_agent_options(settings),
+        thread_options=ThreadOptions(on_thread_start=on_start),
+        port_factory=port_factory,
+    )
+    attempt_s = settings.handshake_timeout_s
+    handshakes = Client(
+        LocalOffer(
+            factors={**facts.factors, **facts.extra_factors}, policy=settings.policy, capabilities=_CAPABILITIES
+        ),
+        timing=Timing(deadline_s=attempt_s * settings.handshake_attempts, attempt_s=attempt_s),
+        security=_client_security(settings),
+    )
+    codec = Codec(capabilities=_STREAMING_CAPABILITIES if settings.streaming else _CAPABILITIES)
+    dialect = settings.ticket_dialect or facts.connector_version
+    shared = TransferParts(
+        thread, handshakes, codec, recorder, time.monotonic, facts.engine_id, PeerSpec, settings, dialect
+    )
+    reads = ReadCoordinator(shared, planner, events.read_ended)
+    if settings.streaming:
+        reads.use_streams(StreamReaders(settings.read_timeout_s), stream_shape(facts), events.stream_ended)
+    table = LeaseTable(renewal_fraction=RENEWED_PART, requires_nonces=settings.requires_nonces)
+    leases = LeaseKeeper(shared, table, events.sent)
+    try:
+        thread.start()
+        words = thread.stream_words
+        stream_worker = None if words is None else StreamWorker(words, settings.stream_slots)
+        if stream_worker is not None:
+            leases.use_streams(stream_worker, settings.stream_slots)
+        thread.call_every(_TICK_S, leases.tick)
+        thread.call_every(_LOOK_AFTER_S, reads.look_after)
+        has_fence = settings.fence_slots > 0
+        envelope = _encode_envelope(codec, facts, caches, document, thread, generation=generation, has_fence=has_fence)
+    except BaseException:
+        handshakes.close()
+        thread.close()
+        raise
+    recorder.info(
+        "registered",
+        f"engine {facts.engine_id} rank {facts.tp_rank}: {len(caches)} layers registered for hand-over, "
+        f"fence of {thread.fence[2]} words",
+    )
+    return Registration(thread, handshakes, reads, leases, recorder, envelope, stream_worker)
 
-    def make_recorder(self) -> Recorder:
-        """Return this rank's recorder."""
-        return Recorder(ucx_tls=self.ucx_tls, is_lead=(self.facts.pp_rank, self.facts.tp_rank) == (0, 0))
 
-    def make_transfer_thread(
-        self,
-        regions: Sequence[tuple[int, int, int, ports.MemoryKind]],
-        *,
-        on_result: Callable[[ports.TransferResult], None],
-        on_quiet: Callable[[str], None],
-        on_notification: Callable[[str, bytes], None],
-        on_start: Callable[[], None] | None = None,
-    ) -> ports.TransferThread:
-        """Return this rank's transfer thread, not yet started; `on_start` is its first call."""
-        # Without this, UCX keeps registrations of freed memory. Source: vLLM sets the same before NIXL is imported.
-        os.environ.setdefault("UCX_RCACHE_MAX_UNRELEASED", "1024")
-        facts, settings = self.facts, self.settings
-        is_ucx_only = settings.backends == ("UCX",)
-        backends = tuple(
-            BackendOptions(name, num_threads=settings.num_threads if is_ucx_only else 0) for name in settings.backends
-        )
-        options = AgentOptions(
-            backends=backends,
-            # The first words belong to streams, the others to plain leases.
-            fence_words=max(settings.fence_slots, 1) + (settings.stream_slots if settings.streaming else 0),
-            stream_slots=settings.stream_slots if settings.streaming else 0,
-            max_inflight_bytes=settings.max_inflight_bytes or None,
-            progress_thread=_wants_progress_thread(settings.progress_thread),
-        )
-        return TransferThread(
-            f"{facts.engine_id}/{facts.pp_rank}.{facts.tp_rank}/{secrets.token_hex(4)}",
-            regions,
-            on_result=on_result,
-            on_quiet=on_quiet,
-            on_notification=on_notification,
-            options=options,
-            thread_options=ThreadOptions(on_thread_start=_starting(on_start)),
-            port_factory=self.port_factory or open_nixl,
-        )
+def _encode_envelope(
+    codec: ports.Codec,
+    facts: EngineFacts,
+    caches: Sequence[LayerCache],
+    document: GeometryDocument,
+    agent: ports.TransferThread,
+    *,
+    generation: int,
+    has_fence: bool = True,
+) -> bytes:
+    fields = metadata_fields(
+        facts,
+        caches,
+        agent_metadata=agent.agent_metadata(),
+        # An engine without fence slots announces no fence array, so that its tickets are not refused for lacking a fence.
+        fence=agent.fence if has_fence else None,
+        geometry=pack_document(document),
+        generation=generation,
+        streams=agent.streams,
+    )
+    factors = {**facts.factors, **facts.extra_factors}
+    return codec.encode_envelope(fields, factors, dialect=facts.connector_version, rank=(facts.pp_rank, facts.tp_rank))
 
-    def make_handshake_client(self) -> ports.HandshakeClient:
-        """Return a client that checks peers against this engine's factors."""
-        settings = self.settings
-        policy = settings.policy
-        offer = LocalOffer(
-            factors={**self.facts.factors, **self.facts.extra_factors},
-            policy=policy,
-            capabilities=_CAPABILITIES,
-        )
-        attempt_s = settings.handshake_timeout_s
-        timing = Timing(deadline_s=attempt_s * settings.handshake_attempts, attempt_s=attempt_s)
-        return Client(offer, timing=timing, security=_client_security(settings))
 
-    def encode_envelope(
-        self,
-        caches: Sequence[LayerCache],
-        document: Mapping[str, object],
-        agent: ports.TransferThread,
-        *,
-        generation: int,
-    ) -> bytes:
-        """Return this rank's envelope for the listener, with the number of this registration."""
-        facts = self.facts
-        fields = metadata_fields(
-            facts,
-            caches,
-            agent_metadata=agent.agent_metadata(),
-            # An engine without fence slots announces no fence array, so that its tickets are not refused for lacking a fence.
-            fence=agent.fence if self.settings.fence_slots else None,
-            geometry=pack_document(document),
-            generation=generation,
-            streams=agent.streams,
-        )
-        factors = {**facts.factors, **facts.extra_factors}
-        rank = (facts.pp_rank, facts.tp_rank)
-        return self.codec.encode_envelope(fields, factors, dialect=facts.connector_version, rank=rank)
+def _agent_options(settings: Settings) -> AgentOptions:
+    stream_slots = settings.stream_slots if settings.streaming else 0
+    threads = settings.num_threads if settings.backends == ("UCX",) else 0
+    has_progress_thread = settings.progress_thread == "on" or (
+        settings.progress_thread == "auto" and has_cores_to_spare()
+    )
+    return AgentOptions(
+        backends=tuple(BackendOptions(name, num_threads=threads) for name in settings.backends),
+        # The first words belong to streams, the others to plain leases.
+        fence_words=max(settings.fence_slots, 1) + stream_slots,
+        stream_slots=stream_slots,
+        max_inflight_bytes=settings.max_inflight_bytes or None,
+        progress_thread=has_progress_thread,
+    )
 
 
 def _client_security(settings: Settings) -> ClientSecurity | None:
@@ -286,34 +316,12 @@ def _client_security(settings: Settings) -> ClientSecurity | None:
     return ClientSecurity.read(settings.side_channel_key, settings.side_channel_server_key)
 
 
-def _wants_progress_thread(choice: str) -> bool:
-    if choice == "auto":
-        return core_count() > _CORES_TO_SPARE
-    return choice == "on"
-
-
-def _starting(on_start: Callable[[], None] | None) -> Callable[[], None]:
-    """Return the start function of a transfer thread: it leaves the engine thread's core, then calls `on_start`."""
-
-    def start() -> None:
-        use_allowed_cores()
-        if on_start is not None:
-            on_start()
-
-    return start
-
-
 def _group_config(group: CacheGroup, dcp: int) -> GroupConfig:
     if group.kind == "state":
         return GroupConfig("state", group.block_tokens, scratch_blocks=group.scratch_blocks)
     if group.kind == "sliding-window":
         return GroupConfig("window", group.block_tokens, window_tokens=group.window_tokens, dcp=dcp)
     return GroupConfig("full", group.block_tokens, dcp=dcp, chunk_tokens=group.chunk_tokens)
-
-
-def _reserved_prefixes() -> tuple[str, ...]:
-    """Return the id prefixes that no notification can name."""
-    return Codec().reserved_prefixes
 
 
 if TYPE_CHECKING:

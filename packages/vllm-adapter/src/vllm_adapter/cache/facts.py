@@ -118,6 +118,10 @@ class EngineFacts:
         state_groups: Groups of B and C in the model's Mamba-2 layers, 0 if not known; ranks beyond them hold copies.
         whole_reason: Why no prompt of this engine can be read while it is computed; empty where prompts can be.
         is_lock_stepped: Whether other engines wait in each step for this one.
+        is_mirrored: Whether the workers mirror their caches in host memory, which peers then read.
+        reads: Whether the host gives this engine the role of a reader.
+        read_hold_steps: Further steps for which a read waits after its blocks were given.
+        load_failure_policy: The host's policy for a request whose load failed, `"fail"` or `"recompute"`.
     """
 
     engine_id: str
@@ -145,6 +149,10 @@ class EngineFacts:
     whole_reason: str = ""
     is_lock_stepped: bool = False
     listens_on: tuple[str, int] | None = None
+    is_mirrored: bool = False
+    reads: bool = True
+    read_hold_steps: int = 0
+    load_failure_policy: str = "fail"
 
     @property
     def has_state(self) -> bool:

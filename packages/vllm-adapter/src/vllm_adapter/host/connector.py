@@ -2,35 +2,39 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
 
 from vllm_adapter.config import check_mirror, load_settings
 from vllm_adapter.config.start_checks import check_start, streaming_warnings
 from vllm_adapter.host.cache_config import layer_caches
 from vllm_adapter.host.device_streams import device_selector, request_amx, streams_of
 from vllm_adapter.host.factory import register_connector
-from vllm_adapter.host.metadata import RankEnvelope, StepMetadata, WorkerReport
 from vllm_adapter.host.metrics import PromMetrics, TransferStats
 from vllm_adapter.host.requests import arrival_of, ending_of, scheduled_tokens
-from vllm_adapter.host.sides import make_scheduler_side, make_worker_side
-from vllm_adapter.host.situation import labels_of, open_status, situation_of
+from vllm_adapter.host.shutdown import ShutdownWatch, warn_of_short_drain
+from vllm_adapter.host.situation import labels_of, open_status, situation_of, start_line
 from vllm_adapter.host.torch_mirror import TorchMirror
 from vllm_adapter.host.torch_pages import TorchPages
 from vllm_adapter.host.vllm import (
     P2P_HITS,
     KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
     SupportsHMA,
     end_with_error,
     engine_facts,
     extra_config,
     has_content_ids,
     init_logger,
-    wants_host_buffer,
+    is_tracing,
 )
 from vllm_adapter.observe.cause_log import tag_lines
-from vllm_adapter.steps import StepReport
+from vllm_adapter.steps import RankRegistration, StepOrders, StepReport
+from vllm_adapter.wiring import make_scheduler, make_worker
 
 if TYPE_CHECKING:
     import torch
@@ -44,13 +48,21 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-    from vllm_adapter.host.vllm import KVConnectorHandshakeMetadata, KVConnectorMetadata, KVConnectorStats
+    from vllm_adapter.cache.facts import EngineFacts
+    from vllm_adapter.config import Settings
+    from vllm_adapter.host.vllm import KVConnectorStats
+    from vllm_adapter.observe.spans import SpanWriter
     from vllm_adapter.scheduler.side import SchedulerSide
     from vllm_adapter.worker.engine_thread import WorkerSide
 
 __all__ = ["KVTransferConnector", "NixlConnector", "NixlPullConnector"]
 
 _logger = init_logger("vllm.vllm_adapter")
+
+# vLLM carries the messages between the two sides as they are: of its classes of metadata they need no more than the name.
+KVConnectorMetadata.register(StepOrders)
+KVConnectorHandshakeMetadata.register(RankRegistration)
+KVConnectorWorkerMetadata.register(StepReport)
 
 
 class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
@@ -76,24 +88,38 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
         self._completes_uneven_hits = facts.completes_uneven_hits(len(kv_cache_config.kv_cache_groups))
         self._cache_config = kv_cache_config
         self._layers = vllm_config.compilation_config.static_forward_context
-        self._has_mirror = wants_host_buffer(vllm_config)
+        self._has_mirror = facts.is_mirrored
         if self._has_mirror:
             check_mirror(settings)
         self._mirror: TorchMirror | None = None
         self._report = StepReport()
-        self._scheduler: SchedulerSide | None = None
-        self._worker: WorkerSide | None = None
+        # vLLM calls the hooks of this connector's own role alone.
+        self._side: SchedulerSide | WorkerSide
         if is_worker:
-            self._worker = make_worker_side(vllm_config, facts, settings)
-            part = f"{facts.pp_rank}.{facts.tp_rank}"
-            self._status = open_status(part, self._worker.status, self._worker.hand_overs)
+            rank = facts.pp_rank, facts.tp_rank
+            spans = _span_writer(vllm_config, facts, rank)
+            trace = spans.read_ended if spans is not None else None
+            worker = self._side = self._worker_side = make_worker(facts, settings, trace=trace)
+            self._status = open_status(f"{rank[0]}.{rank[1]}", worker.status, worker.hand_overs)
         else:
-            self._scheduler = make_scheduler_side(vllm_config, facts, settings, has_mirror=self._has_mirror)
             labels = labels_of(vllm_config, settings)
-            side = self._scheduler
+            side = self._side = self._scheduler_side = self._make_scheduler(vllm_config, facts, settings)
+            _logger.info(start_line(labels, facts))
             self._status = open_status(
                 "scheduler", side.status, side.hand_overs, labels, settings, revoke=side.revoke_leases
             )
+
+    def _make_scheduler(self, config: VllmConfig, facts: EngineFacts, settings: Settings) -> SchedulerSide:
+        """Return the scheduler's side, and watch for the host's shutdown."""
+        spans, watch = _span_writer(config, facts, None), ShutdownWatch()
+        watch.install()
+        warn_of_short_drain(config, settings.kv_lease_duration)
+        return make_scheduler(
+            facts,
+            settings,
+            lease_ended=spans.lease_ended if spans is not None else None,
+            is_ending=watch.is_requested,
+        )
 
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:
@@ -103,18 +129,6 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
         the scheduler counts the prefix that all groups have in common.
         """
         return self._completes_uneven_hits
-
-    @property
-    def _scheduler_side(self) -> SchedulerSide:
-        if self._scheduler is None:
-            raise RuntimeError("a scheduler hook was called on the worker's connector")
-        return self._scheduler
-
-    @property
-    def _worker_side(self) -> WorkerSide:
-        if self._worker is None:
-            raise RuntimeError("a worker hook was called on the scheduler's connector")
-        return self._worker
 
     # ---------------------------------------------------------------------------------------------- both
 
@@ -150,10 +164,7 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
     def shutdown(self) -> None:
         """Stop this side; idempotent."""
         self._status.close()
-        if self._worker is not None:
-            self._worker.close()
-        if self._scheduler is not None:
-            self._scheduler.close()
+        self._side.close()
 
     # ---------------------------------------------------------------------------------------------- scheduler
 
@@ -204,7 +215,7 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
         preempted = scheduler_output.preempted_req_ids or ()
         scheduled = scheduled_tokens(scheduler_output, side.group_ids, side.span_tokens, side.computes)
         is_empty = not scheduler_output.num_scheduled_tokens
-        return StepMetadata(side.build_step(preempted, scheduled, is_empty=is_empty))
+        return cast("KVConnectorMetadata", side.build_step(preempted, scheduled, is_empty=is_empty))
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Decide whether a finished request's blocks are kept for a peer (one cache group)."""
@@ -219,15 +230,14 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Process the workers' reports."""
-        report = connector_output.kv_connector_worker_meta
-        self._scheduler_side.update_output(
+        meta: object = connector_output.kv_connector_worker_meta
+        report = replace(
+            meta if isinstance(meta, StepReport) else StepReport(),
             sent=connector_output.finished_sending or (),
             received=connector_output.finished_recving or (),
             failed=getattr(connector_output, "failed_recving", None) or (),
-            registrations=report.ranks if isinstance(report, WorkerReport) else None,
-            reasons=report.reasons if isinstance(report, WorkerReport) else None,
-            stream_ends=report.stream_ends if isinstance(report, WorkerReport) else (),
         )
+        self._scheduler_side.update_output(report)
 
     def reset_cache(self) -> bool:
         """Invalidate all KV computed so far: the weights have changed, or the memory is about to be discarded."""
@@ -244,7 +254,12 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
 
         Beside other connectors the metadata may come from another connector; our workers are then asked for theirs.
         """
-        envelopes = {rank: value.envelope for rank, value in metadata.items() if isinstance(value, RankEnvelope)}
+        ours = cast("dict[tuple[int, int], object]", metadata)
+        envelopes = {
+            rank: value.envelope
+            for rank, value in ours.items()
+            if isinstance(value, RankRegistration) and value.envelope is not None
+        }
         self._scheduler_side.serve(envelopes, metadata)
 
     # ---------------------------------------------------------------------------------------------- worker
@@ -269,21 +284,22 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
         """Register the cache again after the host has mapped it again; do nothing if it was never deregistered."""
         self._worker_side.restore()
 
-    def get_handshake_metadata(self) -> RankEnvelope | None:
-        """Return the envelope that the side channel serves for this rank."""
-        envelope = self._worker_side.envelope
-        return RankEnvelope(envelope) if envelope is not None else None
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """Return this rank's registration, whose envelope the side channel serves."""
+        registration = self._worker_side.registration
+        return cast("KVConnectorHandshakeMetadata", registration) if registration.envelope is not None else None
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Write the fence and progress words of streams that must change before the step writes into any block."""
-        if isinstance(kv_connector_metadata, StepMetadata):
-            self._worker_side.before_forward(kv_connector_metadata.orders)
+        orders: object = kv_connector_metadata
+        if isinstance(orders, StepOrders):
+            self._worker_side.before_forward(orders)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:  # noqa: ANN401, ARG002
         """Hand this step's orders to the transfer thread."""
-        metadata = self._connector_metadata
-        if isinstance(metadata, StepMetadata):
-            self._worker_side.apply(metadata.orders)
+        orders: object = self._connector_metadata
+        if isinstance(orders, StepOrders):
+            self._worker_side.apply(orders)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing: a request's forward pass runs only once all its layers have been read."""
@@ -299,33 +315,35 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
 
     def wait_for_save(self) -> None:
         """Copy the blocks that this step computed to the mirror (host-buffer mode); publish the progress of streams."""
-        metadata = self._connector_metadata
-        if isinstance(metadata, StepMetadata):
-            self._worker_side.save(metadata.orders)
+        orders: object = self._connector_metadata
+        if isinstance(orders, StepOrders):
+            self._worker_side.save(orders)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:  # noqa: ARG002
         """Return the hand-overs that ended since the last step."""
         self._report = report = self._worker_side.take_report()
         return KVConnectorTransferResults(set(report.sent), set(report.received), set(report.failed))
 
-    def build_connector_worker_meta(self) -> WorkerReport | None:
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """Return the reports for the scheduler half alone: a registration, reasons of failed reads, and ends of streams."""
         report, self._report = self._report, StepReport()
-        if report.registration is None and not report.reasons and not report.stream_ends:
+        if not (report.registrations or report.failures or report.stream_ends):
             return None
-        rank = self._worker_side.rank
-        registrations = {rank: report.registration} if report.registration is not None else {}
-        return WorkerReport(
-            registrations,
-            {request_id: {rank: reason} for request_id, reason in report.reasons.items()},
-            [(request_id, rank, is_done) for request_id, is_done in report.stream_ends],
-        )
+        return cast("KVConnectorWorkerMetadata", report)
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """Return the interval's statistics."""
-        side = self._worker or self._scheduler
-        observed = side.take_stats() if side is not None else None
+        observed = self._side.take_stats()
         return TransferStats(data=observed) if observed is not None else None
+
+
+def _span_writer(config: VllmConfig, facts: EngineFacts, rank: tuple[int, int] | None) -> SpanWriter | None:
+    """Return the span writer; None where the engine does not trace. OpenTelemetry is imported only where it traces."""
+    if not is_tracing(config):
+        return None
+    from vllm_adapter.observe.spans import SpanWriter
+
+    return SpanWriter(facts.engine_id, rank)
 
 
 NixlConnector = KVTransferConnector

@@ -100,8 +100,7 @@ class RefusedIdentity:
     refusal = ""
 
     def __init__(self, params: object) -> None:
-        fields = cast("dict[str, object]", params) if isinstance(params, dict) else {}
-        named = fields.get("kv_prompt")
+        named = _fields(params).get("kv_prompt")
         self._digest = named if isinstance(named, str) else None
 
     def digest(self, tokens: int) -> str | None:
@@ -122,9 +121,13 @@ def _frontend_s(request: Request) -> float | None:
     return max(0.0, time.time() - began_s) if isinstance(began_s, float) else None
 
 
+def _fields(params: object) -> dict[str, object]:
+    return cast("dict[str, object]", params) if isinstance(params, dict) else {}
+
+
 def _is_read(params: object) -> bool:
     """Return whether params ask to read the prompt, and not to compute it for another engine."""
-    fields = cast("dict[str, object]", params) if isinstance(params, dict) else {}
+    fields = _fields(params)
     return fields.get("do_remote_prefill") is True and not fields.get("do_remote_decode")
 
 
@@ -134,7 +137,7 @@ def _is_read_early(params: object) -> bool:
     vLLM also sends the stand-in of a refused request after each request whose client has left. With an early ticket, the stand-in
     would be taken for a second reader of the same hand-over.
     """
-    fields = cast("dict[str, object]", params) if isinstance(params, dict) else {}
+    fields = _fields(params)
     return "kv_stream" in fields and fields.get("do_remote_prefill") is True
 
 

@@ -78,8 +78,6 @@ __all__ = [
     "init_logger",
     "is_tracing",
     "load_failure_policy",
-    "may_read",
-    "read_hold_steps",
     "side_channel_port",
     "wants_host_buffer",
 ]
@@ -167,20 +165,14 @@ def load_failure_policy(config: VllmConfig) -> str:
     return transfer.kv_load_failure_policy if transfer is not None else "fail"
 
 
-def may_read(config: VllmConfig) -> bool:
-    """Return whether this engine reads from peers, by its role."""
-    transfer = config.kv_transfer_config
-    return transfer is not None and transfer.is_kv_consumer
-
-
-def read_hold_steps(config: VllmConfig) -> int:
+def _read_hold_steps(config: VllmConfig, *, reads: bool) -> int:
     """Return for how many further steps a read waits after its blocks were given, so that no step still writes into them.
 
     Source: if the role reads, vLLM frees a block only after the last step that writes into it has ended (`defer_block_free`).
     Otherwise it may give out blocks of a request whose last step is under way. Of steps, at most `max_concurrent_batches` are in
     its queue, in order (`step_with_batch_queue`), so when it plans that many steps more, less one, the earlier ones have ended.
     """
-    return 0 if may_read(config) else config.max_concurrent_batches - 1
+    return 0 if reads else config.max_concurrent_batches - 1
 
 
 def has_content_ids(config: VllmConfig) -> bool:
@@ -276,6 +268,10 @@ def engine_facts(
         state_groups=state_groups(config) if is_worker else 0,
         whole_reason=_whole_reason(config, cache),
         is_lock_stepped=_is_lock_stepped(config),
+        is_mirrored=wants_host_buffer(config),
+        reads=transfer.is_kv_consumer,
+        read_hold_steps=_read_hold_steps(config, reads=transfer.is_kv_consumer),
+        load_failure_policy=transfer.kv_load_failure_policy,
         factors=vllm_factors(config, backend, connector_version),
         # Only workers send factors to peers.
         extra_factors={**_extra_factors(config, groups), **(weight_factors(config) if is_worker else {})},

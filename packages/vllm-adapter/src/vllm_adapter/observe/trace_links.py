@@ -1,6 +1,6 @@
 """Trace links of live requests, kept in the scheduler's process and sent along with read orders.
 
-Without tracing, the host gives requests no trace headers; then no link is kept or sent.
+An engine that does not trace has none of this; a request without trace headers has no link.
 """
 
 from __future__ import annotations
@@ -23,11 +23,10 @@ class TraceLinks:
     """Links of live requests and of leases.
 
     Args:
-        lease_ended: Called with (link, request id, Unix time in nanoseconds of the grant) when a prompt's blocks are freed; None
-            without tracing.
+        lease_ended: Called with (link, request id, Unix time in nanoseconds of the grant) when a prompt's blocks are freed.
     """
 
-    def __init__(self, lease_ended: Callable[[TraceLink, str, int], None] | None = None) -> None:
+    def __init__(self, lease_ended: Callable[[TraceLink, str, int], None]) -> None:
         self._lease_ended = lease_ended
         self._live: dict[str, TraceLink] = {}
         self._leased: dict[str, tuple[TraceLink, int]] = {}
@@ -50,12 +49,12 @@ class TraceLinks:
     def finished(self, request_id: str, *, keeps_blocks: bool) -> None:
         """Forget a request's link, or keep it until its lease ends."""
         link = self._live.pop(request_id, None)
-        if link is not None and keeps_blocks and self._lease_ended is not None:
+        if link is not None and keeps_blocks:
             self._leased[request_id] = (link, time.time_ns())
 
     def sent(self, request_ids: Iterable[str]) -> None:
         """Report the leases that have ended."""
         for request_id in request_ids:
             leased = self._leased.pop(request_id, None)
-            if leased is not None and self._lease_ended is not None:
+            if leased is not None:
                 self._lease_ended(leased[0], request_id, leased[1])

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from vllm_adapter.ports import SchedulerState
     from vllm_adapter.scheduler.hooks import HookGuards
 
-__all__ = ["PrefillChunk", "PrefillChunks", "PrefixHits", "ScheduledTokens"]
+__all__ = ["PrefillChunks", "PrefixHits", "ScheduledTokens"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,27 +58,6 @@ class ScheduledTokens:
     is_fresh: bool
     computed_tokens: int
     new_tokens: int
-    held_tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillChunk:
-    """A step's part of a prompt.
-
-    Attributes:
-        request_id: The request.
-        block_ids: Blocks per group that hold the tokens of the step.
-        new_block_ids: Blocks per group that the request gains in this step: all its blocks, if it starts or starts again.
-        is_prompt_complete: Whether this step completes the prompt.
-        computed_tokens: Prompt tokens that are computed after the step, including those of a prefix hit.
-        held_tokens: Prompt tokens that were computed before the step.
-    """
-
-    request_id: str
-    block_ids: tuple[tuple[int, ...], ...]
-    new_block_ids: tuple[tuple[int, ...], ...]
-    is_prompt_complete: bool
-    computed_tokens: int
     held_tokens: int = 0
 
 
@@ -145,59 +124,54 @@ class PrefillChunks:
         """Pass on the chunks that a step computes; `scheduled` is not iterated while no prompt is followed."""
         if self._prompts:
             for step in scheduled:
-                chunk = self.scheduled(step)
-                if chunk is not None and chunk.request_id not in self._refused:
-                    self._pass_on(chunk)
+                prompt = self._prompts.get(step.request_id)
+                if prompt is not None:
+                    self._take_chunk(prompt, step)
 
-    def scheduled(self, step: ScheduledTokens) -> PrefillChunk | None:
-        """Return the request's chunk in this step; None if the request is not followed or its prompt is complete."""
-        prompt = self._prompts.get(step.request_id)
-        if prompt is None:
-            return None
+    def _take_chunk(self, prompt: _Prompt, step: ScheduledTokens) -> None:
         if step.is_fresh:
             prompt.blocks, prompt.is_complete = [list(ids) for ids in step.block_ids], False
         else:
             for known, added in zip(prompt.blocks, step.block_ids, strict=False):
                 known.extend(added)
         if prompt.is_complete:
-            return None
+            return
         stop = step.computed_tokens + step.new_tokens
         prompt.is_complete = stop >= prompt.tokens
-        start = 0 if step.is_fresh else step.computed_tokens
-        blocks = tuple(
-            _touched(ids, span, start, stop) if span else _running_state(ids, scratch) if prompt.is_complete else ()
-            for ids, span, scratch in zip(prompt.blocks, self.span_tokens, self._scratch_blocks, strict=True)
-        )
-        new_blocks = tuple(map(tuple, step.block_ids))
-        computed, held = min(stop, prompt.tokens), min(step.held_tokens, prompt.tokens)
-        return PrefillChunk(step.request_id, blocks, new_blocks, prompt.is_complete, computed, held)
-
-    def _pass_on(self, chunk: PrefillChunk) -> None:
+        if step.request_id in self._refused:
+            return
         # The prompt must not be handed over until the machine has accepted the chunk. After a refusal no further chunk is passed
         # on either: the blocks of later chunks would take the places of the missing ones.
-        self._refused.add(chunk.request_id)
+        self._refused.add(step.request_id)
         event = "copy to the mirror" if self._has_mirror else "chunk of a streamed prompt"
-        with self._guards(event, chunk.request_id):
+        with self._guards(event, step.request_id):
+            start = 0 if step.is_fresh else step.computed_tokens
             self._state.scheduled(
-                chunk.request_id,
-                new_block_ids=chunk.new_block_ids,
-                touched_block_ids=chunk.block_ids if self._has_mirror else None,
-                is_prompt_complete=chunk.is_prompt_complete,
-                computed_tokens=chunk.computed_tokens,
-                held_tokens=chunk.held_tokens,
+                step.request_id,
+                new_block_ids=step.block_ids,
+                touched_block_ids=self._touched_blocks(prompt, start, stop) if self._has_mirror else None,
+                is_prompt_complete=prompt.is_complete,
+                computed_tokens=min(stop, prompt.tokens),
+                held_tokens=min(step.held_tokens, prompt.tokens),
             )
-            self._refused.discard(chunk.request_id)
+            self._refused.discard(step.request_id)
+
+    def _touched_blocks(self, prompt: _Prompt, start: int, stop: int) -> list[Sequence[int]]:
+        """Return the blocks per group with the tokens [start, stop); of a state, the last one once the prompt is complete."""
+        return [
+            ids[start // span : -(-stop // span)]
+            if span
+            else _running_state(ids, scratch)
+            if prompt.is_complete
+            else ()
+            for ids, span, scratch in zip(prompt.blocks, self.span_tokens, self._scratch_blocks, strict=True)
+        ]
 
 
-def _touched(ids: Sequence[int], span_tokens: int, start: int, stop: int) -> tuple[int, ...]:
-    """Return the blocks of tokens [start, stop)."""
-    return tuple(ids[start // span_tokens : -(-stop // span_tokens)])
-
-
-def _running_state(ids: Sequence[int], scratch_blocks: int) -> tuple[int, ...]:
+def _running_state(ids: Sequence[int], scratch_blocks: int) -> Sequence[int]:
     """Return the block with the state of the last token, which precedes the scratch blocks."""
     last = max(0, len(ids) - 1 - scratch_blocks)
-    return tuple(ids[last : last + 1])
+    return ids[last : last + 1]
 
 
 @final

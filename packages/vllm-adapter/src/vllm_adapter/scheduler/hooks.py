@@ -79,38 +79,35 @@ class Ending:
 class HookGuards:
     """Makes `with` blocks that turn an exception into a log line, unless lines of this event are rate-limited.
 
-    Example: `with guards("arrival", request_id): ...`, or, where no single request is concerned,
-    `with guards.of_engine("reset", "KV of before the reset may still be handed over; restart this engine"): ...`.
-
     Args:
         log: Rate-limits the lines of each event.
     """
 
-    __slots__ = ("_log",)
-
     def __init__(self, log: CauseLog) -> None:
         self._log = log
 
-    def __call__(self, event: str, request_id: str) -> _Guard:
-        """Return a guard for a constant event and the request that it is about."""
-        return _Guard(self._log, event, f"request {request_id}: ", "the request goes on without a hand-over")
+    def __call__(
+        self, event: str, request_id: str = "", *, consequence: str = "the request goes on without a hand-over"
+    ) -> _Guard:
+        """Return a guard.
 
-    def of_engine(self, event: str, consequence: str) -> _Guard:
-        """Return a guard for a constant event that concerns no single request; the line says the `consequence` of a failure."""
-        return _Guard(self._log, event, "", consequence)
+        Args:
+            event: Constant name of what the block does.
+            request_id: The request that it is about; empty where it concerns no single request.
+            consequence: What a failure means, for the log line.
+        """
+        return _Guard(self._log, event, f"request {request_id}: " if request_id else "", consequence)
 
 
 @final
+@dataclass(frozen=True, slots=True)
 class _Guard:
     """Context manager that logs exceptions; `__exit__` returns a bool, so that type checkers know that it may suppress them."""
 
-    __slots__ = ("_consequence", "_event", "_log", "_whose")
-
-    def __init__(self, log: CauseLog, event: str, whose: str, consequence: str) -> None:
-        self._log = log
-        self._event = event
-        self._whose = whose
-        self._consequence = consequence
+    log: CauseLog
+    event: str
+    subject: str
+    consequence: str
 
     def __enter__(self) -> None:
         """Enter the block."""
@@ -119,12 +116,6 @@ class _Guard:
         """Log an exception and suppress it, unless it ends the process."""
         if not isinstance(error, Exception):
             return False
-        self._log.error(
-            self._event,
-            "%s%s failed (traceback below): %s",
-            self._whose,
-            self._event,
-            self._consequence,
-            trace=error,
-        )
+        line = "%s%s failed (traceback below): %s"
+        self.log.error(self.event, line, self.subject, self.event, self.consequence, trace=error)
         return True

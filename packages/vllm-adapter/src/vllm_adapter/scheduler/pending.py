@@ -17,12 +17,12 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Final, final
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterable, Mapping
+    from collections.abc import Container, Iterable, Sequence
 
     from vllm_adapter.observe.cause_log import CauseLog
     from vllm_adapter.observe.recorder import Recorder
     from vllm_adapter.ports import StepPlan
-    from vllm_adapter.steps import Rank, ReadFailure
+    from vllm_adapter.steps import ReadFailure, StepReport
 
 __all__ = ["AwaitedReports", "Shortage"]
 
@@ -41,7 +41,8 @@ class AwaitedReports:
         self._refused: set[str] = set()
         # Those of `_reads` whose request the host has ended with an error since the latest step.
         self._erred: set[str] = set()
-        self._reasons: defaultdict[str, dict[Rank, ReadFailure]] = defaultdict(dict)
+        # Failures of ranks, by request; a read is reported once all other ranks have ended, too.
+        self._failures: defaultdict[str, list[ReadFailure]] = defaultdict(list)
 
     def ordered(self, plan: StepPlan) -> None:
         """Record the reads and failures that a step orders."""
@@ -75,25 +76,17 @@ class AwaitedReports:
         if request_id in self._reads:
             self._erred.add(request_id)
 
-    def explained(self, reasons: Mapping[str, Mapping[Rank, ReadFailure]]) -> None:
-        """Record why reads failed, by request and rank; the failures are reported now or once all other ranks have ended."""
-        for request_id, by_rank in reasons.items():
-            if request_id in self._reads:
-                self._reasons[request_id].update(by_rank)
-
-    def sent(self, request_ids: Iterable[str]) -> list[str]:
-        """Return the awaited leases among these requests, sorted by id."""
-        return _take(self._leases, request_ids)
-
-    def received(self, request_ids: Iterable[str], failed: Iterable[str]) -> tuple[list[str], list[str]]:
-        """Return the awaited reads among these requests as (all, failed)."""
-        ended = set(request_ids)
-        refused = _take(self._refused, ended)
-        mine = sorted({*_take(self._reads, ended), *refused})
+    def take(self, report: StepReport) -> tuple[list[str], list[str], list[str]]:
+        """Return the awaited ids of a report, sorted: leases that have ended, reads that have ended, and those that failed."""
+        for failure in report.failures:
+            if failure.request_id in self._reads:
+                self._failures[failure.request_id].append(failure)
+        sent = _take(self._leases, report.sent)
+        ended = sorted({*_take(self._refused, report.received), *_take(self._reads, report.received)})
         self._streamed.intersection_update(self._reads)
-        return mine, sorted(set(mine).intersection(failed))
+        return sent, ended, [request_id for request_id in ended if request_id in report.failed]
 
-    def failed(self, request_ids: Iterable[str], live: Container[str]) -> None:
+    def log_failures(self, request_ids: Iterable[str], live: Container[str]) -> None:
         """Count and log each failed read for which a rank gave a reason; reads with the same codes share a rate limit.
 
         A read whose request had ended was cancelled by this engine: its client left, or the host aborted it. That is no failure,
@@ -104,7 +97,7 @@ class AwaitedReports:
             live: Requests that have not ended here.
         """
         for request_id in request_ids:
-            failures = self._reasons.pop(request_id, {})
+            failures = self._failures.pop(request_id, [])
             if not failures:
                 continue
             if request_id not in live and request_id not in self._erred:
@@ -113,7 +106,7 @@ class AwaitedReports:
                     "request-ended", "request %s: its read was cancelled, as the request had ended", request_id
                 )
                 continue
-            codes = sorted({failure.code for failure in failures.values()})
+            codes = sorted({failure.code for failure in failures})
             for code in codes:
                 self._recorder.observe("read_failure_codes", code)
             self._log.error(
@@ -124,14 +117,15 @@ class AwaitedReports:
             )
 
 
-def _reason(failures: Mapping[Rank, ReadFailure]) -> str:
+def _reason(failures: Sequence[ReadFailure]) -> str:
     """Return the ranks that could not read, and their reasons.
 
     Example: `"by ranks 0.0, 0.1 from request p1 of engine P: timed out; by rank 0.2 from ..."`.
     """
     ranks: defaultdict[str, list[str]] = defaultdict(list)
-    for pp_rank, tp_rank in sorted(failures):
-        ranks[failures[pp_rank, tp_rank].text].append(f"{pp_rank}.{tp_rank}")
+    for failure in sorted(failures, key=lambda one: one.rank):
+        pp_rank, tp_rank = failure.rank
+        ranks[failure.text].append(f"{pp_rank}.{tp_rank}")
     return "; ".join(f"by rank{'s' * (len(of) > 1)} {', '.join(of)} from {reason}" for reason, of in ranks.items())
 
 

@@ -14,25 +14,31 @@ import logging
 from typing import TYPE_CHECKING, final
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping
+    from collections.abc import Iterable, Mapping
 
+    from vllm_adapter.cache.facts import EngineFacts
     from vllm_adapter.ports import HandshakeListener
-    from vllm_adapter.scheduler.streams import StreamChannel
     from vllm_adapter.steps import Rank, RankRegistration
 
-__all__ = ["ServedRegistration", "SideChannel"]
+__all__ = ["ServedRegistration"]
+
+_logger = logging.getLogger("vllm.vllm_adapter")
 
 
 @final
 class ServedRegistration:
-    """The latest reports of all ranks. Scheduler's thread only.
+    """The latest reports of all ranks, served to peers from the first `serve` until `close`. Scheduler's thread only.
 
     Args:
-        generation: Generation of the first registration.
+        facts: This engine; its generation is that of the first registration.
+        listener: Serves the ranks' envelopes; it has not been started yet.
     """
 
-    def __init__(self, generation: int) -> None:
-        self._generation = generation
+    def __init__(self, facts: EngineFacts, listener: HandshakeListener) -> None:
+        self._engine_id = facts.engine_id
+        self._listener = listener
+        self._is_serving = False
+        self._generation = facts.generation
         self._ranks: frozenset[Rank] = frozenset()
         self._registrations: dict[Rank, RankRegistration] = {}
         self._question = 0
@@ -63,26 +69,31 @@ class ServedRegistration:
         is_answered = bool(answers) and all(one is not None and one.answer >= self._question for one in answers)
         return 0 if self._is_sure or is_answered else self._question
 
-    def expect(self, ranks: Iterable[Rank], served: Collection[Rank] | None = None) -> None:
-        """Record the ranks whose reports are needed; the generation becomes unknown if the envelope of any of them is missing.
+    def serve(self, envelopes: Mapping[Rank, bytes], ranks: Iterable[Rank]) -> None:
+        """Serve these envelopes; the generation becomes unknown if that of any of `ranks`, all workers, is missing.
 
-        Args:
-            ranks: (pp rank, tp rank) of all workers.
-            served: Ranks whose envelope is already served; None for all of them.
+        A port that cannot be bound stops the engine here, with the reason.
         """
         self._ranks = frozenset(ranks)
         self._registrations.clear()  # they may come from workers that no longer exist
-        is_missing = served is not None and not self._ranks <= set(served)
-        if is_missing or not self._is_sure:
+        if not self._is_sure or not self._ranks <= envelopes.keys():
             self.doubt()
+        self._listener.replace(envelopes)
+        if self._is_serving:
+            return
+        self._listener.start()
+        self._is_serving = True
+        _logger.info(
+            "side channel of engine %s serves %d ranks on port %d", self._engine_id, len(envelopes), self._listener.port
+        )
 
     def doubt(self) -> None:
         """Discard all earlier reports: the current registration is unknown until the ranks report again."""
         self._is_sure = False
         self._question += 1
 
-    def update(self, registrations: Mapping[Rank, RankRegistration]) -> Mapping[Rank, bytes] | None:
-        """Process reports of ranks; return the envelopes to serve from now on, {} until all are ready, None for no change."""
+    def update(self, registrations: Mapping[Rank, RankRegistration]) -> None:
+        """Process reports of ranks: serve the envelopes of a new registration, and none until all ranks are ready."""
         self._registrations.update(registrations)
         ranks = self._ranks or self._registrations.keys()
         envelopes = self._answers(ranks)
@@ -90,11 +101,23 @@ class ServedRegistration:
         if len(envelopes) == len(ranks) and len(generations) == 1:
             self._generation = generations.pop()
             self._is_sure = True
-            return envelopes
+            self._renew(envelopes)
+            return
         if self._is_sure:
             self.doubt()
-        is_old = any(one.envelope is None or one.generation != self._generation for one in registrations.values())
-        return {} if is_old else None
+        if any(one.envelope is None or one.generation != self._generation for one in registrations.values()):
+            self._renew({})
+
+    def _renew(self, envelopes: Mapping[Rank, bytes]) -> None:
+        if self._is_serving:
+            self._listener.replace(envelopes)
+            _logger.info("side channel of engine %s serves %d ranks anew", self._engine_id, len(envelopes))
+
+    def close(self) -> None:
+        """Stop serving; idempotent."""
+        if self._is_serving:
+            self._is_serving = False
+            self._listener.close()
 
     def _answers(self, ranks: Iterable[Rank]) -> dict[Rank, bytes]:
         """Return the envelopes of the ranks that have answered the latest question."""
@@ -104,57 +127,3 @@ class ServedRegistration:
             if one is not None and one.envelope is not None and one.answer >= self._question:
                 envelopes[rank] = one.envelope
         return envelopes
-
-
-_logger = logging.getLogger("vllm.vllm_adapter")
-
-
-@final
-class SideChannel:
-    """Serves the ranks' envelopes to peers from the first `serve` until `close`. Scheduler's thread only.
-
-    Args:
-        engine_id: This engine, for log lines.
-        make_listener: Creates a listener that has not been started.
-        streams: Receives the listener before it starts; None where nothing is streamed.
-    """
-
-    def __init__(
-        self, engine_id: str, make_listener: Callable[[], HandshakeListener], streams: StreamChannel | None = None
-    ) -> None:
-        self._streams = streams
-        self._engine_id = engine_id
-        self._make_listener = make_listener
-        self._listener: HandshakeListener | None = None
-
-    @property
-    def listener(self) -> HandshakeListener | None:
-        """The active listener; None before the first `serve` and after `close`."""
-        return self._listener
-
-    def serve(self, envelopes: Mapping[Rank, bytes]) -> None:
-        """Serve these envelopes; a port that cannot be bound stops the engine here, with the reason."""
-        if self._listener is not None:
-            self._listener.replace(envelopes)
-            return
-        listener = self._make_listener()
-        listener.replace(envelopes)
-        if self._streams is not None:
-            self._streams.serve(listener)
-        listener.start()
-        self._listener = listener
-        _logger.info(
-            "side channel of engine %s serves %d ranks on port %d", self._engine_id, len(envelopes), listener.port
-        )
-
-    def renew(self, envelopes: Mapping[Rank, bytes]) -> None:
-        """Serve the envelopes of a new registration, if a listener is active."""
-        if self._listener is not None:
-            self._listener.replace(envelopes)
-            _logger.info("side channel of engine %s serves %d ranks anew", self._engine_id, len(envelopes))
-
-    def close(self) -> None:
-        """Stop serving; idempotent."""
-        listener, self._listener = self._listener, None
-        if listener is not None:
-            listener.close()

@@ -12,12 +12,12 @@ from vllm_adapter.observe.cause_log import CauseLog
 from vllm_adapter.observe.recorder import Recorder
 from vllm_adapter.observe.trace_links import TraceLinks
 from vllm_adapter.scheduler.chunks import PrefillChunks
+from vllm_adapter.scheduler.holdings import Holdings
 from vllm_adapter.scheduler.hooks import HookGuards
 from vllm_adapter.scheduler.pending import AwaitedReports, Shortage
-from vllm_adapter.scheduler.registration import ServedRegistration, SideChannel
-from vllm_adapter.scheduler.status import Gauges, scheduler_status
-from vllm_adapter.scheduler.streams import StreamChannel, Streaming
-from vllm_adapter.scheduler.tickets import Draining, TicketLog, TicketSeals
+from vllm_adapter.scheduler.registration import ServedRegistration
+from vllm_adapter.scheduler.streams import Streaming
+from vllm_adapter.scheduler.tickets import TicketLog, TicketSeals
 from vllm_adapter.scheduler.trail import Trail
 from vllm_adapter.steps import StepOrders
 
@@ -25,12 +25,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from vllm_adapter.cache.facts import EngineFacts
+    from vllm_adapter.config.secrets import FleetSecrets
     from vllm_adapter.observe.answers import Answer
-    from vllm_adapter.ports import BlockIds, FinishDecision, Streams
+    from vllm_adapter.ports import Admission, BlockIds, FinishDecision, HandshakeListener, SchedulerState
     from vllm_adapter.scheduler.chunks import ScheduledTokens
     from vllm_adapter.scheduler.hooks import Arrival, Ending
-    from vllm_adapter.steps import Rank, RankRegistration, ReadFailure, TraceLink
-    from vllm_adapter.wiring import SchedulerParts
+    from vllm_adapter.scheduler.streams import AskService
+    from vllm_adapter.steps import Rank, StepReport, TraceLink
 
 __all__ = ["SchedulerSide"]
 
@@ -39,6 +40,7 @@ _REST_S: Final = 0.005
 such steps a second."""
 _REST_OF_STREAMS_S: Final = 0.01
 """The same while nothing but prompts is read that peers still compute."""
+_SESSION: Final = "the request is a session whose prompt comes in parts, and only whole prompts are handed over"
 
 
 @final
@@ -50,7 +52,10 @@ class SchedulerSide:
 
     Args:
         facts: This engine.
-        parts: Makes the concrete parts.
+        state: The request machines.
+        listener: The side channel's listener, not yet started.
+        secrets: The fleet's secrets; None if tickets are not sealed.
+        asks: Sends questions to peers; None for an engine that does not stream.
         now_s: The monotonic clock.
         lease_ended: Called with (link, request id, Unix time of the grant in ns) at the end of a traced lease.
         is_ending: Tells whether the host was told to end; from then on no ticket is given, and open leases go on.
@@ -59,32 +64,41 @@ class SchedulerSide:
     def __init__(
         self,
         facts: EngineFacts,
-        parts: SchedulerParts,
-        now_s: Callable[[], float] = time.monotonic,
+        state: SchedulerState,
+        listener: HandshakeListener,
         *,
+        secrets: FleetSecrets | None = None,
+        asks: AskService | None = None,
+        now_s: Callable[[], float] = time.monotonic,
         lease_ended: Callable[[TraceLink, str, int], None] | None = None,
         is_ending: Callable[[], bool] = lambda: False,
     ) -> None:
         self._facts = facts
-        self._state = parts.make_state()
-        self._stats = Recorder()
-        self._seals = TicketSeals(parts.make_fleet_secrets(), self._state)
-        self._guards = HookGuards(CauseLog(now_s))
-        channel, self._streams = None, None
-        if self._state.streams is not None:
-            channel = self._make_channel(parts, self._state.streams, CauseLog(now_s))
-            self._streams = Streaming(facts, self._state.streams, channel, self._guards)
-        self._channel = SideChannel(facts.engine_id, parts.make_listener, channel)
+        self._state = state
         self._now_s = now_s
+        self._stats = Recorder()
+        self._seals = TicketSeals(secrets, state)
+        self._guards = HookGuards(CauseLog(now_s))
+        self._streams: Streaming | None = None
+        if asks is not None and state.streams is not None:
+            self._streams = Streaming(
+                facts,
+                state.streams,
+                asks,
+                listener,
+                self._guards,
+                secrets=lambda: self._seals.current,
+                log=CauseLog(now_s),
+                count=lambda code: self._stats.observe("unstreamed_codes", code),
+            )
+        self._served = ServedRegistration(facts, listener)
         self._chunks = PrefillChunks(
-            facts.groups, facts.context_sizes, self._state, self._guards, has_mirror=parts.uses_host_buffer
+            facts.groups, facts.context_sizes, state, self._guards, has_mirror=facts.is_mirrored
         )
-        self._links = TraceLinks(lease_ended)
-        self._served = ServedRegistration(facts.generation)
+        self._links = TraceLinks(lease_ended) if lease_ended is not None else None
         self._awaited = AwaitedReports(self._stats, CauseLog(now_s))
         self._tickets = TicketLog(self._stats, CauseLog(now_s))
-        self._draining = Draining(facts, self._state, is_ending)
-        self._gauges = Gauges(self._state, self._draining)
+        self._holdings = Holdings(facts, state, is_ending)
         self._trail = Trail(self._stats.hand_overs, now_s)
         self._shortage = Shortage()
         self._free_blocks: Callable[[], int] = int  # none, as far as is known
@@ -93,18 +107,6 @@ class SchedulerSide:
         self._empty_steps = 0
         # Arrivals that the machines refused: they know nothing of these requests, or another one by that id.
         self._not_admitted: set[str] = set()
-
-    def _make_channel(self, parts: SchedulerParts, streams: Streams, log: CauseLog) -> StreamChannel:
-        seals, stats = self._seals, self._stats
-        return StreamChannel(
-            streams,
-            parts.stream_codec,
-            parts.make_ask_client,
-            secrets=lambda: seals.current,
-            wait_s=parts.ask_wait_s,
-            log=log,
-            count=lambda code: stats.observe("unstreamed_codes", code),
-        )
 
     @property
     def group_ids(self) -> tuple[int, ...]:
@@ -120,41 +122,47 @@ class SchedulerSide:
 
     def arrived(self, arrival: Arrival) -> None:
         """Admit a request; a refused ticket means local prefill, or an error if that is impossible, and a logged reason."""
-        request_id = arrival.request_id
+        request_id, params = arrival.request_id, arrival.params
         self._not_admitted.add(request_id)
         with self._guards("arrival", request_id):
             now_s = self._now_s()
             self._seals.look(now_s)
+            if arrival.is_session and params:
+                # Source: vLLM tells connectors of a session's first part alone. Later parts extend the prompt and write into its
+                # blocks.
+                self._tickets.refused(request_id, "ticket-session", _SESSION)
+                params = None
             admission = self._state.arrive(
-                request_id,
-                self._tickets.params_of(arrival),
-                prompt_tokens=arrival.prompt_tokens,
-                identity=arrival.identity,
-                now_s=now_s,
+                request_id, params, prompt_tokens=arrival.prompt_tokens, identity=arrival.identity, now_s=now_s
             )
             self._not_admitted.discard(request_id)
-            self._links.arrived(request_id, arrival.trace_headers)
+            if self._links is not None:
+                self._links.arrived(request_id, arrival.trace_headers)
             if admission.rejected_code:
-                is_producer = admission.role == "producer"
                 code, message = admission.rejected_code, admission.rejected_message
-                self._tickets.refused(request_id, code, message, is_producer=is_producer)
-            if admission.role != "none" or self._state.must_fail(request_id):
-                self._followed.add(request_id)
+                self._tickets.refused(request_id, code, message, is_producer=admission.role == "producer")
             if admission.role != "none":
+                self._followed.add(request_id)
                 self._trail.arrived(arrival, admission.role, now_s, is_early=admission.is_early)
-            if admission.role != "none" and not admission.rejected_code:
-                self._seals.accepted(arrival.params)
-                if self._streams is not None:
-                    self._streams.taken(arrival)
-            tail = admission.truncate_tokens
-            is_shortened = bool(tail) and arrival.drop_tail is not None and arrival.drop_tail(tail)
-            if tail and not is_shortened:
-                self._tickets.not_shortened(request_id)
-            if admission.role == "producer":
-                if admission.is_early and self._streams is not None:
-                    self._streams.arrived(arrival, tail=tail, is_shortened=is_shortened)
-                tokens = arrival.prompt_tokens - tail * is_shortened
-                self._chunks.watch(request_id, tokens, is_early=admission.is_early)
+                if not admission.rejected_code:
+                    self._seals.accepted(params)
+                    if self._streams is not None:
+                        self._streams.admitted(arrival)
+            elif self._state.must_fail(request_id):
+                self._followed.add(request_id)
+            self._begin_prompt(arrival, admission)
+
+    def _begin_prompt(self, arrival: Arrival, admission: Admission) -> None:
+        """Drop the tokens that the consumer computes from the end of a producer's prompt, and follow it."""
+        tail = admission.truncate_tokens
+        is_shortened = bool(tail) and arrival.drop_tail is not None and arrival.drop_tail(tail)
+        if tail and not is_shortened:
+            self._tickets.not_shortened(arrival.request_id)
+        if admission.role == "producer":
+            if admission.is_early and self._streams is not None:
+                self._streams.check_whole(arrival, tail=tail, is_shortened=is_shortened)
+            tokens = arrival.prompt_tokens - tail * is_shortened
+            self._chunks.watch(arrival.request_id, tokens, is_early=admission.is_early)
 
     def follows(self, request_id: str) -> bool:
         """Return whether the request takes part in a hand-over; the calls for all others change nothing."""
@@ -227,7 +235,7 @@ class SchedulerSide:
         if request_id in self._not_admitted:
             self._not_admitted.discard(request_id)
             return False, None
-        self._draining.look()
+        self._holdings.look()
         decision = self._end(ending, block_ids)
         if self._streams is not None:
             self._streams.publish()
@@ -238,7 +246,8 @@ class SchedulerSide:
             self._shortage.finished(request_id)
             self._trail.finished(request_id)
         self._chunks.forget(request_id)
-        self._links.finished(request_id, keeps_blocks=decision is not None and decision.keep_blocks)
+        if self._links is not None:
+            self._links.finished(request_id, keeps_blocks=decision is not None and decision.keep_blocks)
         if decision is None:
             return False, None
         if decision.keep_blocks:
@@ -287,15 +296,15 @@ class SchedulerSide:
             is_empty: Whether the step computes nothing for any request.
         """
         now_s = self._now_s()
-        self._draining.look()
+        self._holdings.look()
         for request_id in preempted:
             if request_id in self._followed:
                 with self._guards("preemption", request_id):
                     self._state.preempt(request_id, now_s=now_s)
         self._chunks.take(scheduled)
-        if self._draining.is_revoking:
-            with self._guards.of_engine("revocation of all leases", "they end when they are read or expire"):
-                self._draining.revoke(now_s)
+        if self._holdings.is_revoking:
+            with self._guards("revocation of all leases", consequence="they end when they are read or expire"):
+                self._holdings.revoke(now_s)
         streams = self._streams
         if streams is not None:
             streams.receive(now_s)
@@ -304,10 +313,7 @@ class SchedulerSide:
             # An answer may reach its asker before the workers have stored the words that it names: older words show no progress.
             streams.send()
         self._awaited.ordered(plan)
-        if plan.reads:
-            self._trail.ordered(plan.reads, now_s)
-        if plan.streams.watches:
-            self._trail.ordered([order.read for order in plan.streams.watches], now_s, is_streamed=True)
+        self._trail.ordered(plan, now_s)
         if plan.heartbeats:
             self._stats.observe("heartbeat_delay", self._state.heartbeat_delay_s)
         self._empty_steps = self._empty_steps + 1 if is_empty else 0
@@ -315,7 +321,8 @@ class SchedulerSide:
         is_roomy = is_empty and 2 * self._free_blocks() > self._facts.block_count
         if self._shortage.lasts(now_s, is_empty=is_empty, streams_lack_blocks=is_lacking, is_roomy=is_roomy):
             self._give_way(now_s)
-        return StepOrders(plan, self._links.of_reads(plan), self._served.question, self._rest_s, self._is_asking)
+        links = self._links.of_reads(plan) if self._links is not None else {}
+        return StepOrders(plan, links, self._served.question, self._rest_s, self._is_asking)
 
     @property
     def _is_asking(self) -> bool:
@@ -335,58 +342,32 @@ class SchedulerSide:
 
     def _give_way(self, now_s: float) -> None:
         """Give up a waiting read if this engine and a peer may each wait for blocks that are leased to the other."""
-        with self._guards.of_engine("giving up a read", "requests that wait for blocks go on waiting"):
+        with self._guards("giving up a read", consequence="requests that wait for blocks go on waiting"):
             request_id = self._state.give_way(now_s=now_s)
             if request_id:
-                self._tickets.gave_way(request_id, self._state.lease_count, self._draining.leased_blocks)
+                self._tickets.gave_way(request_id, self._state.lease_count, self._holdings.leased_blocks)
 
-    def update_output(
-        self,
-        *,
-        sent: Iterable[str],
-        received: Iterable[str],
-        failed: Iterable[str],
-        registrations: Mapping[Rank, RankRegistration] | None = None,
-        reasons: Mapping[str, Mapping[Rank, ReadFailure]] | None = None,
-        stream_ends: Iterable[tuple[str, Rank, bool]] = (),
-    ) -> None:
-        """Take in the workers' reports of a step; ids of other connectors beside this one may be among them.
-
-        Args:
-            sent: Requests whose blocks nobody needs any more.
-            received: Requests whose load has ended, well or badly.
-            failed: Those that ended badly.
-            registrations: Registrations that ranks announce.
-            reasons: Why reads failed, by request and rank.
-            stream_ends: (request, rank, whether the fence held) of streams that have ended on a rank.
-        """
-        if registrations:
-            with self._guards.of_engine("registration", "peers cannot meet this engine; restart it"):
-                self._registered(registrations)
-        if reasons:
-            self._awaited.explained(reasons)
+    def update_output(self, report: StepReport) -> None:
+        """Take in the workers' report of a step; ids of other connectors beside this one may be among its own."""
+        if report.registrations:
+            with self._guards("registration", consequence="peers cannot meet this engine; restart it"):
+                self._served.update(report.registrations)
+                if self._served.is_sure:
+                    self._state.set_generation(self._served.generation)
         if self._streams is not None:
-            self._streams.ended(stream_ends)
-        sent_ids = self._awaited.sent(sent)
-        ended, broken = self._awaited.received(received, failed)
-        if sent_ids or ended:
-            with self._guards.of_engine("report of the workers", "blocks may stay until their leases end"):
-                self._state.report(sent=sent_ids, received=ended, failed=broken)
+            self._streams.ended(report.stream_ends)
+        sent, ended, broken = self._awaited.take(report)
+        if sent or ended:
+            with self._guards("report of the workers", consequence="blocks may stay until their leases end"):
+                self._state.report(sent=sent, received=ended, failed=broken)
             if self._streams is not None:
                 self._streams.publish()
-            self._trail.reported(sent_ids, "freed")
+            self._trail.reported(sent, "freed")
             self._trail.reported(ended, "reported")
             self._shortage.loaded(self._followed.intersection(ended).difference(broken))
-        self._links.sent(sent_ids)
-        self._awaited.failed(broken, self._followed)
-
-    def _registered(self, registrations: Mapping[Rank, RankRegistration]) -> None:
-        """Serve the registration that the workers have now."""
-        envelopes = self._served.update(registrations)
-        if self._served.is_sure:
-            self._state.set_generation(self._served.generation)
-        if envelopes is not None:
-            self._channel.renew(envelopes)
+        if self._links is not None:
+            self._links.sent(sent)
+        self._awaited.log_failures(broken, self._followed)
 
     # ---------------------------------------------------------------------------------------------- the engine
 
@@ -396,7 +377,7 @@ class SchedulerSide:
         Until the workers have reported the registration that they have, no prompt is handed over: the host may be about to sleep.
         """
         self._served.doubt()
-        with self._guards.of_engine("reset", "KV of before it may still be handed over; restart this engine"):
+        with self._guards("reset", consequence="KV of before it may still be handed over; restart this engine"):
             self._state.reset(now_s=self._now_s())
             return True
         return False
@@ -409,9 +390,8 @@ class SchedulerSide:
 
     def take_stats(self) -> dict[str, list[Any]] | None:
         """Return the observations since the last call by key, None for nothing."""
-        if self._trail.starting:
-            self._trail.step_ended()
-        self._gauges.record(self._stats, self._now_s())
+        self._trail.step_ended()
+        self._holdings.record(self._stats, self._now_s())
         return self._stats.take()
 
     def serve(self, envelopes: Mapping[Rank, bytes], ranks: Iterable[Rank] | None = None) -> None:
@@ -422,18 +402,16 @@ class SchedulerSide:
             ranks: All ranks, None for those of `envelopes`. The others are asked with the next step, and no prompt is handed
                 over until they have answered.
         """
-        self._served.expect(envelopes if ranks is None else ranks, served=envelopes.keys())
-        self._channel.serve(envelopes)
+        self._served.serve(envelopes, envelopes if ranks is None else ranks)
 
     def status(self) -> Answer:
         """Return what this engine holds, as plain values; any thread."""
-        ranks, now_s = self._served.rank_count, self._now_s()
-        status = scheduler_status(self._facts, self._state, self._draining, served_ranks=ranks, now_s=now_s)
-        return {**status, "seals": list(self._seals.fingerprints)}
+        holdings = self._holdings.describe(self._now_s())
+        return {**holdings, "served_ranks": self._served.rank_count, "seals": list(self._seals.fingerprints)}
 
     def revoke_leases(self) -> Answer:
         """Revoke all leases with the next step; return how many there are and what they keep, as plain values; any thread."""
-        return {"part": "scheduler", "engine_id": self._facts.engine_id, **self._draining.ask_to_revoke()}
+        return {"part": "scheduler", "engine_id": self._facts.engine_id, **self._holdings.ask_to_revoke()}
 
     def hand_overs(self) -> Answer:
         """Return the moments of this engine's latest hand-overs in this process, as plain values; any thread."""
@@ -444,8 +422,8 @@ class SchedulerSide:
         """Stop serving; idempotent."""
         if self._streams is not None:
             self._streams.close()
-        self._channel.close()
-        self._draining.end()
+        self._served.close()
+        self._holdings.end()
 
     def _transferable(self, block_ids: BlockIds) -> tuple[Sequence[int], ...]:
         """Return the block ids of the transferable groups."""

@@ -21,9 +21,10 @@ import secrets as random
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from hmac import compare_digest
-from typing import TYPE_CHECKING, Final, NamedTuple, cast, final
+from typing import TYPE_CHECKING, Final, cast, final
 
 from vllm_adapter.errors import code_of
 
@@ -39,12 +40,13 @@ if TYPE_CHECKING:
         StreamOutcome,
         StreamQuestion,
         Streams,
-        StreamStanding,
     )
     from vllm_adapter.scheduler.hooks import Arrival, HookGuards
     from vllm_adapter.steps import Rank
 
-__all__ = ["StreamChannel", "Streaming"]
+__all__ = ["AskService", "Streaming"]
+
+_logger = logging.getLogger("vllm.vllm_adapter")
 
 _AGAIN: Final = frozenset(
     {
@@ -81,80 +83,132 @@ _MARGIN_S: Final = 2.0
 """Extra wait for an answer, so that the peer's listener gives the question up first and reports that."""
 _MOST_PEERS: Final = 256
 _MOST_STANDING: Final = 4096
+_LATER: Final = "prompts are read early later, or not at all"
 
+_GOES_ON = "the prefill engine was asked for more than one token, and the model keeps a state, which would run on"
+_WINDOW_GOES_ON = (
+    "the prefill engine was asked for more than one token, and would free blocks of the prompt's last window"
+)
+_NOT_SHORTENED = "its last tokens are the decode engine's to compute, and could not be left out here"
 
-class _Answered(NamedTuple):
-    """The outcome of a question that this engine asked."""
-
-    request_id: str
-    number: int
-    answer: Mapping[str, object]
-
-
-class _Published(NamedTuple):
-    """A published answer, and the digest of the prompt that it is for; empty for any prompt."""
-
-    digest: str
-    answer: Mapping[str, object]
+Message = Mapping[str, object]
+"""A question or an answer, decoded."""
 
 
 @final
-class StreamChannel:
-    """Passes questions and answers on. Call `receive`, `send` and `close` on the scheduler's thread only.
+@dataclass(frozen=True, slots=True)
+class AskService:
+    """Sends questions to peers' side channels.
+
+    Attributes:
+        codec: Encodes and decodes questions and answers.
+        client: Asks peers; it compares no factors.
+        wait_s: Seconds that a question may wait at the peer.
+    """
+
+    codec: Codec
+    client: HandshakeClient
+    wait_s: float
+
+
+@final
+class Streaming:
+    """Streamed hand-overs of one engine. Scheduler's thread only; it exists only where prompts are streamed.
 
     Args:
+        facts: This engine.
         streams: The request machines of streams.
-        codec: Encodes and decodes the messages.
-        make_client: Creates the client, at the first question.
+        asks: Sends questions to peers.
+        listener: Receives peers' questions; it has not been started yet.
+        guards: Turns an exception of the machines into a log line.
         secrets: Returns the fleet's secrets, empty if nothing is sealed; any thread.
-        wait_s: Seconds that a question may wait at the peer.
         log: Rate-limits log lines about peers.
         count: Counts a prompt that is not streamed, by the code of the reason.
     """
 
     def __init__(
         self,
+        facts: EngineFacts,
         streams: Streams,
-        codec: Codec,
-        make_client: Callable[[], HandshakeClient],
+        asks: AskService,
+        listener: HandshakeListener,
+        guards: HookGuards,
         *,
         secrets: Callable[[], Sequence[bytes]],
-        wait_s: float,
         log: CauseLog,
         count: Callable[[str], None],
     ) -> None:
+        self._facts = facts
         self._streams = streams
-        self._codec = codec
-        self._make_client = make_client
+        self._asks = asks
+        self._listener: HandshakeListener | None = listener
+        self._guards = guards
         self._secrets = secrets
-        self._wait_s = wait_s
         self._log = log
         self._count = count
-        self._client: HandshakeClient | None = None
-        self._listener: HandshakeListener | None = None
         self._lock = threading.Lock()
-        # The inbox: questions of peers, questions withdrawn after the machines received them, and answers to our own questions.
-        self._questions: dict[int, Mapping[str, object]] = {}
+        # The inbox: questions of peers, questions withdrawn after the machines received them, and (request, number, answer) of
+        # this engine's own questions.
+        self._questions: dict[int, Message] = {}
         self._gone_askers: list[int] = []
-        self._answers: list[_Answered] = []
+        self._answers: list[tuple[str, int, Message]] = []
         # Peers' questions that the machines have not answered yet, by asker.
-        self._asked: dict[str, Mapping[str, object]] = {}
+        self._asked: dict[str, Message] = {}
         # Functions that withdraw this engine's questions, by request and number.
         self._cancels: dict[tuple[str, int], Callable[[], None]] = {}
-        # Published answers, by hand-over id. The scheduler's thread writes, the listener's thread reads.
-        self._board: dict[str, StreamStanding] = {}
+        # Published answers with the digest of their prompt (empty for any prompt), by hand-over id. The scheduler's thread
+        # writes, the listener's thread reads.
+        self._board: dict[str, tuple[str, Message]] = {}
         # The latest reason why prompts of a peer were computed here.
         self._plain_peers: OrderedDict[tuple[str, int], str] = OrderedDict()
+        self._logged: set[str] = set()
+        self._is_router_known = False
+        listener.take_asks(self._on_question, self._on_taken_back, wait_s=asks.wait_s)
 
-    def serve(self, listener: HandshakeListener) -> None:
-        """Take peers' questions from a listener that has not started yet."""
-        self._listener = listener
-        listener.take_asks(self._on_question, self._on_taken_back, wait_s=self._wait_s)
+    # ---------------------------------------------------------------------------------------------- requests
 
-    @property
-    def has_received(self) -> bool:
-        """Whether `receive` has anything to pass on."""
-        return bool(self._questions or self._gone_askers or self._answers)
+    def admitted(self, arrival: Arrival) -> None:
+        """Log once, at the first hand-over, if this engine streams but its router does not."""
+        if self._is_router_known:
+            return
+        self._is_router_known = True
+        params = arrival.params
+        if isinstance(params, Mapping) and "kv_stream" not in params:
+            _logger.info(
+                "prompts are handed over whole, not streamed: request %s came without an early ticket, so its router asks "
+                "the decode engine when the prefill engine has answered",
+                arrival.request_id,
+            )
+
+    def check_whole(self, arrival: Arrival, *, tail: int, is_shortened: bool) -> None:
+        """Check a producer's request that a peer wants to read early; hand it over whole if it cannot be streamed.
+
+        Args:
+            arrival: The request.
+            tail: Tokens that were to be dropped from the end of its prompt.
+            is_shortened: Whether they were dropped; the request then generates one token, whatever it was asked for.
+        """
+        reason = self._why_whole(arrival, tail=tail, is_shortened=is_shortened)
+        if not reason:
+            return
+        with self._guards("hand-over in one piece", arrival.request_id):
+            self._streams.produced.hand_over_whole(arrival.request_id)
+        if reason not in self._logged:
+            self._logged.add(reason)
+            _logger.warning("prompts such as that of request %s are handed over whole: %s", arrival.request_id, reason)
+
+    def _why_whole(self, arrival: Arrival, *, tail: int, is_shortened: bool) -> str:
+        if self._facts.whole_reason:
+            return self._facts.whole_reason
+        if tail and not is_shortened:
+            return _NOT_SHORTENED
+        if is_shortened or arrival.max_tokens == 1:
+            return ""
+        if self._facts.has_state:
+            return _GOES_ON
+        return _WINDOW_GOES_ON if any(group.window_tokens for group in self._facts.groups) else ""
+
+    # ---------------------------------------------------------------------------------------------- steps
 
     @property
     def is_asking(self) -> bool:
@@ -162,50 +216,54 @@ class StreamChannel:
         return bool(self._cancels)
 
     def receive(self, now_s: float) -> None:
-        """Pass the received messages to the machines.
-
-        Each message fails alone: a message that the machines refuse is logged, and its sender gets a refusal.
-        """
-        self._take_questions()
-        with self._lock:
-            answers, self._answers = self._answers, []
-        for answer in answers:
-            self._take_answer(answer, now_s)
+        """Pass the messages of peers since the last call to the machines; one that they refuse is logged and fails alone."""
+        if not (self._questions or self._gone_askers or self._answers):
+            return
+        with self._guards("receipt of questions and answers", consequence=_LATER):
+            self._take_questions()
+            with self._lock:
+                answers, self._answers = self._answers, []
+            for request_id, number, answer in answers:
+                self._take_answer(request_id, number, answer, now_s)
 
     def send(self) -> None:
-        """Send the machines' questions, answers and cancellations to the side channel; once a step."""
+        """Send the machines' questions, answers and cancellations to peers; once a step, after its plan was taken."""
         self.publish()
-        self._take_questions()  # questions that arrived before the answers that are published now
-        for each in self._streams.produced.take_answers():
-            self._answer(each.asker, each.answer)
-        questions = self._streams.take_questions()  # also cancels questions that have waited too long
-        for request_id, number in self._streams.consumed.take_cancels():
-            cancel = self._cancels.pop((request_id, number), None)
-            if cancel is not None:
-                cancel()
-        for outcome in self._streams.consumed.take_outcomes():
-            self._note_outcome(outcome)
-        for question in questions:
-            self._ask(question)
+        with self._guards("sending of questions and answers", consequence=_LATER):
+            self._take_questions()  # questions that arrived before the answers that are published now
+            for each in self._streams.produced.take_answers():
+                self._answer(each.asker, each.answer)
+            questions = self._streams.take_questions()  # also cancels questions that have waited too long
+            for key in self._streams.consumed.take_cancels():
+                cancel = self._cancels.pop(key, None)
+                if cancel is not None:
+                    cancel()
+            for outcome in self._streams.consumed.take_outcomes():
+                self._note_outcome(outcome)
+            for question in questions:
+                self._ask(question)
 
     def publish(self) -> None:
-        """Publish the current answers, so that the listener's thread can give them by itself."""
+        """Publish the answers that have changed, so that the listener's thread gives them whether or not a step follows."""
         board = self._board
-        for standing in self._streams.produced.take_standings():
-            board.pop(standing.hand_over_id, None)
-            if standing.answer is not None:
-                board[standing.hand_over_id] = standing
-                if len(board) > _MOST_STANDING:
-                    del board[next(iter(board))]
+        with self._guards("standing answers", consequence="peers are answered a step later"):
+            for standing in self._streams.produced.take_standings():
+                board.pop(standing.hand_over_id, None)
+                if standing.answer is not None:
+                    board[standing.hand_over_id] = standing.digest, standing.answer
+                    if len(board) > _MOST_STANDING:
+                        del board[next(iter(board))]
+
+    def ended(self, ends: Iterable[tuple[str, Rank, bool]]) -> None:
+        """Record the streams that have ended on a rank, and whether their fence held there."""
+        for request_id, rank, is_done in ends:
+            with self._guards("end of a stream", request_id):
+                self._streams.ended(request_id, rank, is_done=is_done)
 
     def close(self) -> None:
-        """Stop asking questions; idempotent. The listener's owner closes the listener."""
-        client, self._client = self._client, None
+        """Stop asking and answering questions; idempotent. The listener's owner closes the listener."""
         self._listener = None
-        if client is not None:
-            client.close()
-
-    # ------------------------------------------------------------------------------- the scheduler's thread
+        self._asks.client.close()
 
     def _take_questions(self) -> None:
         with self._lock:
@@ -216,7 +274,7 @@ class StreamChannel:
         for ask_id in gone:
             self._take_back(str(ask_id))
 
-    def _take_question(self, asker: str, question: Mapping[str, object]) -> None:
+    def _take_question(self, asker: str, question: Message) -> None:
         self._asked[asker] = question
         try:
             self._streams.produced.ask(asker, {key: value for key, value in question.items() if key != "nonce"})
@@ -232,19 +290,19 @@ class StreamChannel:
         except Exception as error:  # noqa: BLE001 - one peer's question fails alone
             self._log.error("stream-question", "a peer's question could not be taken back", trace=error)
 
-    def _answer(self, asker: str, answer: Mapping[str, object]) -> None:
+    def _answer(self, asker: str, answer: Message) -> None:
         question = self._asked.pop(asker, None)
         if question is not None:
             self._send_answer(int(asker), question, answer)
 
-    def _send_answer(self, ask_id: int, question: Mapping[str, object], answer: Mapping[str, object]) -> None:
+    def _send_answer(self, ask_id: int, question: Message, answer: Message) -> None:
         """Answer a question; any thread."""
         listener = self._listener
         if listener is None:
             return
         for each in (answer, {"kind": "no", "reason": "withdrawn"}):
             try:
-                listener.answer(ask_id, self._codec.answer_payload(question, each, self._secrets()))
+                listener.answer(ask_id, self._asks.codec.answer_payload(question, each, self._secrets()))
             except Exception as error:  # noqa: BLE001 - as when a ticket is too long for an answer
                 self._log.error("stream-answer", "an answer to a peer's question cannot be sent", trace=error)
             else:
@@ -262,27 +320,25 @@ class StreamChannel:
         }
         peer = question.host, question.port
         try:
-            if self._client is None:
-                self._client = self._make_client()
-            self._cancels[key] = self._client.ask(
+            self._cancels[key] = self._asks.client.ask(
                 host=question.host,
                 port=question.port,
-                payload=self._codec.question_payload(told, self._secrets()),
+                payload=self._asks.codec.question_payload(told, self._secrets()),
                 on_reply=partial(self._on_answer, key, peer, told),
-                deadline_s=self._wait_s + _MARGIN_S,
+                deadline_s=self._asks.wait_s + _MARGIN_S,
             )
         except Exception as error:  # noqa: BLE001 - a question that cannot be asked makes its hand-over a plain one
             self._log.error(
                 "stream-ask", "request %s: its hand-over cannot be asked for", question.request_id, trace=error
             )
-            self._keep_answer(_Answered(*key, {"kind": "no", "reason": "not-streamed"}))
+            self._keep_answer(*key, {"kind": "no", "reason": "not-streamed"})
 
-    def _take_answer(self, event: _Answered, now_s: float) -> None:
-        self._cancels.pop((event.request_id, event.number), None)
+    def _take_answer(self, request_id: str, number: int, answer: Message, now_s: float) -> None:
+        self._cancels.pop((request_id, number), None)
         try:
-            self._streams.answered(event.request_id, event.number, event.answer, now_s=now_s)
+            self._streams.answered(request_id, number, answer, now_s=now_s)
         except Exception as error:  # noqa: BLE001 - one peer's answer fails alone
-            self._log.error("stream-answered", "request %s: an answer was refused", event.request_id, trace=error)
+            self._log.error("stream-answered", "request %s: an answer was refused", request_id, trace=error)
 
     def _note_outcome(self, outcome: StreamOutcome) -> None:
         """Count a prompt that is not streamed, and log it unless the reason was logged for its peer as a whole."""
@@ -305,7 +361,7 @@ class StreamChannel:
 
     def _on_question(self, ask_id: int, payload: bytes) -> None:
         try:
-            question = self._codec.read_question(payload, self._secrets())
+            question = self._asks.codec.read_question(payload, self._secrets())
         except Exception as error:  # noqa: BLE001 - whatever a peer sends
             self._log.warning(code_of(error), "a question for a hand-over was refused: %s", error)
             if self._listener is not None:
@@ -323,15 +379,16 @@ class StreamChannel:
             with self._lock:
                 if self._questions.pop(ask_id, None) is None:
                     return  # the machines have it, or its asker has gone
-        is_same = not standing.digest or compare_digest(standing.digest.encode(), str(question["digest"]).encode())
-        self._send_answer(ask_id, question, standing.answer if is_same else _mismatch(standing.answer))
+        digest, answer = standing
+        is_same = not digest or compare_digest(digest.encode(), str(question["digest"]).encode())
+        self._send_answer(ask_id, question, answer if is_same else _mismatch(answer))
 
-    def _standing_for(self, question: Mapping[str, object]) -> _Published | None:
-        """Return the published answer that settles a question; None if there is none."""
+    def _standing_for(self, question: Message) -> tuple[str, Message] | None:
+        """Return the published answer that settles a question, with its digest; None if there is none."""
         standing = self._board.get(str(question["hand_over_id"]))
-        if standing is None or standing.answer is None or not _is_of_use(standing.answer, question):
-            return None
-        return _Published(standing.digest, standing.answer)
+        # An offer does not settle a question for the final ticket.
+        is_settled = standing is not None and (standing[1]["kind"] != "offer" or not question["wants_final"])
+        return standing if is_settled else None
 
     def _on_taken_back(self, ask_id: int) -> None:
         with self._lock:
@@ -339,12 +396,12 @@ class StreamChannel:
                 self._gone_askers.append(ask_id)
 
     def _on_answer(
-        self, key: tuple[str, int], peer: tuple[str, int], question: Mapping[str, object], code: str, payload: bytes
+        self, key: tuple[str, int], peer: tuple[str, int], question: Message, code: str, payload: bytes
     ) -> None:
-        answer: Mapping[str, object] = {"kind": "no", "reason": "unanswered"}
+        answer: Message = {"kind": "no", "reason": "unanswered"}
         if not code:
             try:
-                answer = self._codec.read_answer(payload, question, self._secrets())
+                answer = self._asks.codec.read_answer(payload, question, self._secrets())
                 self._plain_peers.pop(peer, None)
             except Exception as error:  # noqa: BLE001 - whatever a peer sends
                 code = code_of(error) if payload else _UNREAD
@@ -356,11 +413,11 @@ class StreamChannel:
         elif code:
             answer = {"kind": "no", "reason": "not-streamed", "code": code}
             self._note_plain_peer(peer, code)
-        self._keep_answer(_Answered(*key, answer))
+        self._keep_answer(*key, answer)
 
-    def _keep_answer(self, answer: _Answered) -> None:
+    def _keep_answer(self, request_id: str, number: int, answer: Message) -> None:
         with self._lock:
-            self._answers.append(answer)
+            self._answers.append((request_id, number, answer))
 
     def _note_plain_peer(self, peer: tuple[str, int], code: str) -> None:
         """Log why a peer's prompts cannot be read; log again after the reason has changed or has been absent."""
@@ -369,124 +426,16 @@ class StreamChannel:
         self._plain_peers[peer] = code
         if len(self._plain_peers) > _MOST_PEERS:
             self._plain_peers.popitem(last=False)
-        if code == _UNSUPPORTED:
-            self._log.warning(code, "prompts of %s port %d are computed here, not streamed: %s", *peer, code)
-        else:
-            self._log.warning(
-                code, "prompts of %s port %d cannot be asked for now, and are computed here: %s", *peer, code
-            )
+        what = (
+            "are computed here, not streamed"
+            if code == _UNSUPPORTED
+            else "cannot be asked for now, and are computed here"
+        )
+        self._log.warning(code, f"prompts of %s port %d {what}: %s", *peer, code)
 
 
-def _mismatch(granting: Mapping[str, object]) -> Mapping[str, object]:
+def _mismatch(granting: Message) -> Message:
     """Return the answer to a question about another prompt than that of an offer or a final answer."""
-    ticket = cast("Mapping[str, object]", granting["ticket"])
+    ticket = cast("Message", granting["ticket"])
     media = ticket.get("kv_media")
     return {"kind": "no", "reason": "digest-mismatch", **({} if media is None else {"media": media})}
-
-
-def _is_of_use(answer: Mapping[str, object], question: Mapping[str, object]) -> bool:
-    """Return whether an answer settles a question: an offer does not settle a question for the final ticket."""
-    return answer["kind"] != "offer" or not question["wants_final"]
-
-
-_logger = logging.getLogger("vllm.vllm_adapter")
-
-_GOES_ON = "the prefill engine was asked for more than one token, and the model keeps a state, which would run on"
-_WINDOW_GOES_ON = (
-    "the prefill engine was asked for more than one token, and would free blocks of the prompt's last window"
-)
-_NOT_SHORTENED = "its last tokens are the decode engine's to compute, and could not be left out here"
-
-
-@final
-class Streaming:
-    """Streamed hand-overs as the scheduler's hooks use them; it exists only where prompts are streamed. Scheduler's thread only.
-
-    Args:
-        facts: This engine.
-        streams: The request machines of streams.
-        channel: Passes questions and answers on.
-        guards: Turns an exception of the machines into a log line.
-    """
-
-    def __init__(self, facts: EngineFacts, streams: Streams, channel: StreamChannel, guards: HookGuards) -> None:
-        self._facts = facts
-        self._streams = streams
-        self._channel = channel
-        self._guards = guards
-        self._logged: set[str] = set()
-        self._is_router_known = False
-
-    def arrived(self, arrival: Arrival, *, tail: int, is_shortened: bool) -> None:
-        """Check a producer's request that a peer wants to read early; hand it over whole if it cannot be streamed.
-
-        Args:
-            arrival: The request.
-            tail: Tokens that were to be dropped from the end of its prompt.
-            is_shortened: Whether they were dropped; the request then generates one token, whatever it was asked for.
-        """
-        reason = self._why_whole(arrival, tail=tail, is_shortened=is_shortened)
-        if not reason:
-            return
-        with self._guards("hand-over in one piece", arrival.request_id):
-            self._streams.produced.hand_over_whole(arrival.request_id)
-        if reason not in self._logged:
-            self._logged.add(reason)
-            _logger.warning("prompts such as that of request %s are handed over whole: %s", arrival.request_id, reason)
-
-    def taken(self, arrival: Arrival) -> None:
-        """Log once, at the first hand-over, if this engine streams but its router does not."""
-        if self._is_router_known:
-            return
-        self._is_router_known = True
-        params = arrival.params
-        if isinstance(params, Mapping) and "kv_stream" not in params:
-            _logger.info(
-                "prompts are handed over whole, not streamed: request %s came without an early ticket, so its router asks "
-                "the decode engine when the prefill engine has answered",
-                arrival.request_id,
-            )
-
-    def _why_whole(self, arrival: Arrival, *, tail: int, is_shortened: bool) -> str:
-        if self._facts.whole_reason:
-            return self._facts.whole_reason
-        if tail and not is_shortened:
-            return _NOT_SHORTENED
-        if is_shortened or arrival.max_tokens == 1:
-            return ""
-        if self._facts.has_state:
-            return _GOES_ON
-        return _WINDOW_GOES_ON if any(group.window_tokens for group in self._facts.groups) else ""
-
-    @property
-    def is_asking(self) -> bool:
-        """Whether a question to a peer is still unanswered."""
-        return self._channel.is_asking
-
-    def receive(self, now_s: float) -> None:
-        """Pass the questions and answers that peers have sent since the last call to the machines."""
-        if self._channel.has_received:
-            with self._guards.of_engine(
-                "receipt of questions and answers", "prompts are read early later, or not at all"
-            ):
-                self._channel.receive(now_s)
-
-    def send(self) -> None:
-        """Send the machines' questions and answers; once a step, after its plan was taken."""
-        with self._guards.of_engine("sending of questions and answers", "prompts are read early later, or not at all"):
-            self._channel.send()
-
-    def publish(self) -> None:
-        """Publish the answers that changed when a request ended, whether or not another step follows."""
-        with self._guards.of_engine("standing answers", "peers are answered a step later"):
-            self._channel.publish()
-
-    def ended(self, ends: Iterable[tuple[str, Rank, bool]]) -> None:
-        """Record the streams that have ended on a rank, and whether their fence held there."""
-        for request_id, rank, is_done in ends:
-            with self._guards("end of a stream", request_id):
-                self._streams.ended(request_id, rank, is_done=is_done)
-
-    def close(self) -> None:
-        """Stop asking questions; idempotent."""
-        self._channel.close()

@@ -6,38 +6,26 @@ for its first token, and only then, its tokens are counted there.
 
 from __future__ import annotations
 
-import logging
-from functools import wraps
-from typing import TYPE_CHECKING, Literal, TypeVar, cast, final
+from typing import TYPE_CHECKING, Literal, final
 
 from vllm_adapter.observe.hand_overs import short_id
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable
 
     from vllm_adapter.observe.hand_overs import HandOverLog
-    from vllm_adapter.ports import ReadOrder
+    from vllm_adapter.ports import StepPlan
     from vllm_adapter.scheduler.hooks import Arrival
 
 __all__ = ["Trail"]
 
-_logger = logging.getLogger("vllm.vllm_adapter")
-_Method = TypeVar("_Method", bound="Callable[..., None]")
 
-
-def _harmless(method: _Method) -> _Method:
-    """Return the method so that a fault in it, or in the host's count, loses one moment of a trace and never fails a step."""
-
-    @wraps(method)
-    def call(trail: Trail, *words: object, **named: object) -> None:
-        try:
-            method(trail, *words, **named)
-        except Exception:
-            if not trail.faults:
-                _logger.exception("a moment of a hand-over was not noted; the next such faults are only counted")
-            trail.faults += 1
-
-    return cast("_Method", call)
+def _is_started(count: Callable[[], int]) -> bool:
+    """Return whether a request has its first token; a fault of the host's count loses a moment, and fails no step."""
+    try:
+        return count() > 0
+    except Exception:  # noqa: BLE001 - the host's code
+        return False
 
 
 @final
@@ -47,10 +35,6 @@ class Trail:
     Args:
         log: This process's ring.
         now_s: The monotonic clock.
-
-    Attributes:
-        starting: Requests that wait for their first token, with what counts their tokens.
-        faults: Moments that were lost to an exception.
     """
 
     def __init__(self, log: HandOverLog, now_s: Callable[[], float]) -> None:
@@ -58,10 +42,9 @@ class Trail:
         self._now_s = now_s
         self._handed_over: set[str] = set()
         self._counts: dict[str, Callable[[], int]] = {}
-        self.starting: dict[str, Callable[[], int]] = {}
-        self.faults = 0
+        # Requests that wait for their first token, with what counts their tokens.
+        self._starting: dict[str, Callable[[], int]] = {}
 
-    @_harmless
     def arrived(
         self, arrival: Arrival, role: Literal["producer", "consumer"], now_s: float, *, is_early: bool = False
     ) -> None:
@@ -75,7 +58,6 @@ class Trail:
         elif arrival.output_tokens is not None:
             self._counts[arrival.request_id] = arrival.output_tokens
 
-    @_harmless
     def allocated(self, request_id: str, *, external_tokens: int) -> None:
         """Note blocks that were allocated: for a read, or for the step that computes the rest."""
         if external_tokens:
@@ -83,42 +65,38 @@ class Trail:
             return
         count = self._counts.pop(request_id, None)
         if count is not None:
-            self.starting[request_id] = count
+            self._starting[request_id] = count
         self._log.mark(request_id, "scheduled", self._now_s())
 
-    @_harmless
-    def ordered(self, reads: Sequence[ReadOrder], now_s: float, *, is_streamed: bool = False) -> None:
-        """Note the reads that a step orders; `is_streamed`: they follow prompts that are still computed."""
-        for order in reads:
-            if order.is_reported:
-                peer: dict[str, object] = {
-                    "peer_engine_id": order.ticket.peer.engine_id,
-                    "peer_request_id": short_id(order.ticket.peer_request_id),
-                }
-                self._log.mark(order.request_id, "ordered", now_s, {**peer, "is_streamed": is_streamed})
+    def ordered(self, plan: StepPlan, now_s: float) -> None:
+        """Note the reads that a step orders, and the streams of prompts that are still computed."""
+        streamed = [(order.read, True) for order in plan.streams.watches]
+        for order, is_streamed in [*((order, False) for order in plan.reads if order.is_reported), *streamed]:
+            facts: dict[str, object] = {
+                "peer_engine_id": order.ticket.peer.engine_id,
+                "peer_request_id": short_id(order.ticket.peer_request_id),
+                "is_streamed": is_streamed,
+            }
+            self._log.mark(order.request_id, "ordered", now_s, facts)
 
-    @_harmless
     def reported(self, request_ids: Iterable[str], stage: str) -> None:
         """Note what the workers have reported: reads that ended, or blocks that are free."""
         now_s = self._now_s()
         for request_id in request_ids:
             self._log.mark(request_id, stage, now_s)
 
-    @_harmless
     def step_ended(self) -> None:
-        """Note first tokens; to be called after a step while requests are `starting`."""
-        now_s = self._now_s()
-        for request_id in [request_id for request_id, count in self.starting.items() if count()]:
-            del self.starting[request_id]
-            self._log.mark(request_id, "first_token", now_s)
+        """Note first tokens; to be called after each step."""
+        for request_id in [request_id for request_id, count in self._starting.items() if _is_started(count)]:
+            del self._starting[request_id]
+            self._log.mark(request_id, "first_token", self._now_s())
 
-    @_harmless
     def finished(self, request_id: str) -> None:
         """Note the answer of a request that is handed over, or that one which was taken over is done."""
         self._counts.pop(request_id, None)
-        count = self.starting.pop(request_id, None)
+        count = self._starting.pop(request_id, None)
         if request_id in self._handed_over:
             self._handed_over.discard(request_id)
             self._log.mark(request_id, "answered", self._now_s())
-        elif count is not None and count():
+        elif count is not None and _is_started(count):
             self._log.mark(request_id, "first_token", self._now_s())

@@ -27,13 +27,7 @@ from vllm_adapter.steps import (
     StepReport,
 )
 from vllm_adapter.worker.pages import HostMirror, ReadCompletion
-from vllm_adapter.worker.registration import (
-    Registration,
-    RegistrationEvents,
-    ThreadWatch,
-    open_registration,
-    worker_status,
-)
+from vllm_adapter.worker.registration import Registration, RegistrationEvents, ThreadWatch, worker_status
 from vllm_adapter.worker.streams import RankStreams
 
 if TYPE_CHECKING:
@@ -41,9 +35,9 @@ if TYPE_CHECKING:
 
     from vllm_adapter.cache.facts import EngineFacts, LayerCache
     from vllm_adapter.observe.answers import Answer
-    from vllm_adapter.ports import EndReport, StepPlan
+    from vllm_adapter.observe.recorder import Recorder
+    from vllm_adapter.ports import EndReport, StepPlan, WorkerState
     from vllm_adapter.steps import StepOrders, TraceLink
-    from vllm_adapter.wiring import WorkerParts
     from vllm_adapter.worker.pages import MirrorMemory, PageConverter
     from vllm_adapter.worker.streams import DeviceMarks
 
@@ -64,20 +58,32 @@ def _producer(end: ReadEnd) -> str:
 
 @final
 class WorkerSide:
-    """Worker half of a rank: registers its cache, carries out a step's orders, and reports the ends of reads and leases."""
+    """Worker half of a rank: registers its cache, carries out a step's orders, and reports the ends of reads and leases.
+
+    Args:
+        facts: This engine and rank.
+        recorder: Takes observations and log lines.
+        open_registration: Registers the caches, see `wiring`.
+        state: This rank's part of all hand-overs; it outlives registrations.
+        is_streaming: Whether prompts are handed over while they are computed.
+        trace: Called at the end of each traced read.
+    """
 
     def __init__(
         self,
         facts: EngineFacts,
-        parts: WorkerParts,
+        recorder: Recorder,
+        open_registration: Callable[..., Registration],
+        state: WorkerState,
         *,
+        is_streaming: bool = False,
         trace: Callable[[TraceLink, ReadEnd], None] | None = None,
     ) -> None:
         self._facts = facts
-        self._parts = parts
+        self._open_registration = open_registration
         self._trace = trace
         self._links: dict[str, TraceLink] = {}
-        self._recorder = parts.make_recorder()
+        self._recorder = recorder
         self._log = CauseLog(time.monotonic, is_lead=self.rank == (0, 0))
         self._finished: deque[ReadEnd] = deque()
         self._sent: deque[str] = deque()
@@ -89,8 +95,8 @@ class WorkerSide:
         self._mirror: HostMirror | None = None
         self._completion = ReadCompletion(None, None, self._recorder)
         self._watch = ThreadWatch(self._recorder, facts.engine_id)
-        self._state = parts.make_worker_state()
-        self._streams = RankStreams(self._state, self._recorder) if parts.settings.streaming else None
+        self._state = state
+        self._streams = RankStreams(state, recorder) if is_streaming else None
         # Reads whose end has not been collected yet, and the subset of them that must end as failed.
         self._due_reads: set[str] = set()
         self._void_reads: set[str] = set()
@@ -132,15 +138,7 @@ class WorkerSide:
             self._streams.use_device(marks, self._mirror)
         self._completion = ReadCompletion(converter, self._mirror, self._recorder, document)
         events = RegistrationEvents(self._read_ended, self._lease_ended, self._stream_ended, select_device)
-        self._open = partial(
-            open_registration,
-            self._parts,
-            tuple(caches),
-            document,
-            self._recorder,
-            events,
-            can_convert=converter is not None,
-        )
+        self._open = partial(self._open_registration, tuple(caches), events, can_convert=converter is not None)
         self._registration = self._register(self._open, self._generation)
 
     def _register(self, open_registration: Callable[..., Registration], generation: int) -> Registration:
@@ -224,9 +222,10 @@ class WorkerSide:
         return self._facts.pp_rank, self._facts.tp_rank
 
     @property
-    def envelope(self) -> bytes | None:
-        """Bytes that the side channel serves for this rank; None before registration."""
-        return self._registration.envelope if self._registration is not None else None
+    def registration(self) -> RankRegistration:
+        """This rank's registration; its envelope is None while nothing is registered."""
+        envelope = self._registration.envelope if self._registration is not None else None
+        return RankRegistration(self._generation, envelope, self._answer)
 
     # ---------------------------------------------------------------------------------------------- every step
 
@@ -366,21 +365,21 @@ class WorkerSide:
             received.update(streamed[0].received)
             failed.update(streamed[0].failed)
             ends += streamed[1]
-        reasons: dict[str, ReadFailure] = {}
+        failures: list[ReadFailure] = []
         for end in ends:
             if not end.is_ok and end.order.is_reported:
                 # The scheduler counts and logs it once for all ranks.
                 text = f"{_producer(end)}: {end.message} ({end.code})"
-                reasons[end.order.request_id] = ReadFailure(end.code, text)
+                failures.append(ReadFailure(end.order.request_id, self.rank, end.code, text))
                 failed.add(end.order.request_id)
         is_due, self._is_registration_due = self._is_registration_due, False
         return StepReport(
             sent=sent,
-            received=frozenset(received),
-            failed=frozenset(failed),
-            registration=RankRegistration(self._generation, self.envelope, self._answer) if is_due else None,
-            reasons=reasons,
-            stream_ends=streamed[0].ends if streamed is not None else (),
+            received=received,
+            failed=failed,
+            registrations={self.rank: self.registration} if is_due else {},
+            failures=tuple(failures),
+            stream_ends=tuple([(name, self.rank, is_done) for name, is_done in (streamed[0].ends if streamed else ())]),
         )
 
     def _rest(self) -> None:

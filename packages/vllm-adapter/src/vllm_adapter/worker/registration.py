@@ -9,7 +9,7 @@ Once the memory is mapped again, at the same addresses but empty, everything is 
 generation. Requests outlive the sleep: a request that was announced to this worker before has a word in the old fence array and
 KV in the lost memory. Such a request is *lost* until the host restarts it: then its new word is written into the new array, and
 KV computed from there on may be handed over. If a lost request is granted a lease all the same, the lease ends at once, and
-without a fence word no reader accepts its pages as valid (`ports.AnnouncedFences`).
+without a fence word no reader accepts its pages as valid (`ports.WorkerState`).
 
 After the transfer thread has died, the engine goes on without hand-overs. The next step voids the words of all requests, and
 from then on every order is answered; once the thread has closed its agent, its remaining reads and leases end. A sleep and
@@ -28,34 +28,22 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, final
 
-from vllm_adapter.cache.geometry import registration_ranges
 from vllm_adapter.errors import AdapterError
 from vllm_adapter.steps import ASLEEP, ASLEEP_MESSAGE
-from vllm_adapter.worker.transfer.leases import LeaseKeeper
-from vllm_adapter.worker.transfer.planner import PeerPlanner
-from vllm_adapter.worker.transfer.reads import ReadCoordinator
-from vllm_adapter.worker.transfer.records import TransferParts
 from vllm_adapter.worker.transfer.stream_records import StreamShape
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from vllm_adapter.cache.documents import GeometryDocument
     from vllm_adapter.cache.facts import EngineFacts, LayerCache
     from vllm_adapter.observe.answers import Answer
     from vllm_adapter.observe.recorder import Recorder
     from vllm_adapter.ports import HandshakeClient, MemoryKind, StepPlan, StreamWorker, TransferThread
     from vllm_adapter.steps import ReadEnd
-    from vllm_adapter.wiring import WorkerParts
+    from vllm_adapter.worker.transfer.leases import LeaseKeeper
+    from vllm_adapter.worker.transfer.reads import ReadCoordinator
 
-__all__ = [
-    "Registration",
-    "RegistrationEvents",
-    "ThreadWatch",
-    "open_registration",
-    "stream_shape",
-    "worker_status",
-]
+__all__ = ["Registration", "RegistrationEvents", "ThreadWatch", "memory_kind", "stream_shape", "worker_status"]
 
 _logger = logging.getLogger("vllm.vllm_adapter")
 _TICK_S = 0.05
@@ -169,80 +157,12 @@ class Registration:
             )
 
 
-def open_registration(
-    parts: WorkerParts,
-    caches: Sequence[LayerCache],
-    document: GeometryDocument,
-    recorder: Recorder,
-    events: RegistrationEvents,
-    *,
-    generation: int,
-    can_convert: bool,
-) -> Registration:
-    """Register this rank's memory, start its transfer thread and make its side-channel envelope.
-
-    Args:
-        parts: Makes the concrete parts.
-        caches: This rank's layers, as peers are to read and write them.
-        document: Geometry document of the caches.
-        recorder: Takes observations and log lines.
-        events: Callbacks for the ends of reads, leases and streams, invoked on the transfer thread.
-        generation: Number of this registration.
-        can_convert: Whether received pages can be permuted.
+def memory_kind(caches: Sequence[LayerCache]) -> MemoryKind:
+    """Return the one kind of memory of the caches.
 
     Raises:
         AdapterError: `mixed-memory-kinds`.
     """
-    facts, settings = parts.facts, parts.settings
-    kind = _memory_kind(caches)
-    planner = PeerPlanner(document, parts.peer_geometry, parts.make_planner(kind, can_convert=can_convert), kind)
-    agent = parts.make_transfer_thread(
-        registration_ranges(caches),
-        # The thread calls these only after it was started, when both coordinators exist.
-        on_result=lambda result: reads.transfer_ended(result),  # noqa: PLW0108
-        on_quiet=lambda transfer_id: reads.memory_quiet(transfer_id),  # noqa: PLW0108
-        on_notification=lambda agent_name, payload: leases.notified(agent_name, payload),  # noqa: PLW0108
-        on_start=events.thread_started,
-    )
-    handshakes = parts.make_handshake_client()
-    shared = TransferParts(
-        agent,
-        handshakes,
-        parts.codec,
-        recorder,
-        time.monotonic,
-        facts.engine_id,
-        parts.peer_spec,
-        settings,
-        settings.ticket_dialect or facts.connector_version,
-    )
-    reads = ReadCoordinator(shared, planner, events.read_ended)
-    if settings.streaming:
-        readers = parts.make_stream_readers(settings.read_timeout_s)
-        reads.use_streams(readers, stream_shape(facts), events.stream_ended)
-    leases = LeaseKeeper(shared, parts.make_lease_table(), events.sent)
-    try:
-        agent.start()
-        words = agent.stream_words
-        stream_worker = None if words is None else parts.make_stream_worker(words)
-        if stream_worker is not None:
-            leases.use_streams(stream_worker, settings.stream_slots)
-        agent.call_every(_TICK_S, leases.tick)
-        agent.call_every(_LOOK_AFTER_S, reads.look_after)
-        envelope = parts.encode_envelope(caches, document, agent, generation=generation)
-    except BaseException:
-        handshakes.close()
-        agent.close()
-        raise
-    recorder.info(
-        "registered",
-        f"engine {facts.engine_id} rank {facts.tp_rank}: {len(caches)} layers registered for hand-over, "
-        f"fence of {agent.fence[2]} words",
-    )
-    return Registration(agent, handshakes, reads, leases, recorder, envelope, stream_worker)
-
-
-def _memory_kind(caches: Sequence[LayerCache]) -> MemoryKind:
     kinds = sorted({cache.memory_kind for cache in caches})
     if len(kinds) > 1:
         raise AdapterError(

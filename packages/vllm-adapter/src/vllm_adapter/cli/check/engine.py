@@ -21,8 +21,8 @@ from vllm_adapter.cache.documents import PeerSizes, with_names
 from vllm_adapter.cache.vllm_peer import PeerGeometry
 from vllm_adapter.cli.check.findings import ADVICE
 from vllm_adapter.cli.values import parse_json
+from vllm_adapter.config.keys import PERMUTE_GB_S
 from vllm_adapter.errors import AdapterError, code_of
-from vllm_adapter.wiring import PERMUTE_GB_S
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -1,4 +1,5 @@
 import enum
+from abc import ABC
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -23,10 +24,10 @@ class KVConnectorRole(enum.Enum):
     SCHEDULER = 0
     WORKER = 1
 
-class KVConnectorHandshakeMetadata: ...
-class KVConnectorMetadata: ...
+class KVConnectorHandshakeMetadata(ABC): ...
+class KVConnectorMetadata(ABC): ...
 
-class KVConnectorWorkerMetadata:
+class KVConnectorWorkerMetadata(ABC):
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata: ...
 
 

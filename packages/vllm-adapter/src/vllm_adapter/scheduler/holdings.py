@@ -1,0 +1,168 @@
+"""What this engine holds: its live requests and its leases, for the metrics, `vllm-adapter status`, drain and revocation."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, cast, final
+
+from vllm_adapter.observe.metric_tables import LIVE_KEY
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from vllm_adapter.cache.facts import EngineFacts
+    from vllm_adapter.observe.answers import Answer, Entry
+    from vllm_adapter.observe.recorder import Recorder
+    from vllm_adapter.ports import SchedulerState
+
+__all__ = ["MOST_REQUESTS", "Holdings"]
+
+_logger = logging.getLogger("vllm.vllm_adapter")
+MOST_REQUESTS = 50
+"""Most requests that are described, oldest first; all requests are counted."""
+_TRIES = 3
+_COUNT_EVERY_S = 1.0
+"""Interval of counting live requests, which takes a scan and is too costly for every step."""
+
+
+@final
+class Holdings:
+    """Counts requests and leases, and ends the leases when the host shuts down or an operator revokes them.
+
+    The host keeps stepping while a finished request keeps blocks, so open leases need no action here during a drain.
+
+    Args:
+        facts: This engine.
+        state: Its request machines.
+        is_ending: Tells whether the host has been told to shut down.
+
+    Attributes:
+        is_revoking: Whether the next step is to revoke all leases; set on another thread.
+    """
+
+    def __init__(self, facts: EngineFacts, state: SchedulerState, is_ending: Callable[[], bool]) -> None:
+        self._facts = facts
+        self._block_bytes = tuple(group.block_bytes for group in facts.groups)
+        self._state = state
+        self._is_ending = is_ending
+        self._has_ended = False
+        self.is_revoking = False
+        self._counted: Mapping[str, int] = {}
+        self._counted_s = -_COUNT_EVERY_S
+
+    @property
+    def leased_blocks(self) -> int:
+        """Blocks that finished requests keep for a reader; a block shared by two of them counts twice."""
+        return sum(self._state.leased_blocks)
+
+    @property
+    def leased_bytes(self) -> int:
+        """Bytes of the leased blocks on each rank.
+
+        Example: 3 blocks of 4096 bytes in the first group and 1 of 1024 in the second: 13312.
+        """
+        return sum(blocks * size for blocks, size in zip(self._state.leased_blocks, self._block_bytes, strict=True))
+
+    def look(self) -> None:
+        """Start to drain if the host is shutting down; the first time, log the tickets that are still to be read."""
+        if self._state.is_draining or not self._is_ending():
+            return
+        self._state.drain()
+        _logger.info(
+            "engine %s drains: it gives no more tickets; %d requests keep %d blocks (%d bytes on each rank) until they are "
+            "read, their lease expires or the host's --shutdown-timeout is over",
+            self._facts.engine_id,
+            self._state.lease_count,
+            self.leased_blocks,
+            self.leased_bytes,
+        )
+
+    def ask_to_revoke(self) -> Answer:
+        """Let the next step revoke all leases; return how many there are and what they keep. Any thread.
+
+        The host steps as long as there is a lease.
+        """
+        count = self._state.lease_count
+        self.is_revoking = count > 0
+        return {"leases": count, "leased_blocks": self.leased_blocks, "leased_bytes": self.leased_bytes}
+
+    def revoke(self, now_s: float) -> None:
+        """Order the end of all leases, as an operator has asked."""
+        self.is_revoking = False
+        _logger.info(
+            "engine %s revokes %d leases, which keep %d blocks, as an operator has asked",
+            self._facts.engine_id,
+            self._state.lease_count,
+            self.leased_blocks,
+        )
+        self._state.revoke_all(now_s=now_s)
+
+    def end(self) -> None:
+        """Warn about tickets that can no longer be read; idempotent."""
+        if self._state.lease_count and not self._has_ended:
+            _logger.warning(
+                "engine %s ends with %d requests unread, which keep %d blocks: their readers will find it gone",
+                self._facts.engine_id,
+                self._state.lease_count,
+                self.leased_blocks,
+            )
+        self._has_ended = True
+
+    def record(self, recorder: Recorder, now_s: float) -> None:
+        """Record all levels; those that need a scan at most once a second.
+
+        Live requests are recorded by state, as the change since the previous count. Example: 3 requests wait and 1 is being read,
+        then 2 wait and 2 are being read: the changes are -1 and +1.
+        """
+        if now_s - self._counted_s >= _COUNT_EVERY_S:
+            self._counted_s, before, counts = now_s, self._counted, self._state.state_counts()
+            self._counted = counts
+            changes = {state: counts.get(state, 0) - before.get(state, 0) for state in {*before, *counts}}
+            if any(changes.values()):
+                recorder.observe(LIVE_KEY, changes)
+            recorder.level("fence_slots_used", self._state.fence_slots_used)
+        recorder.level("leased_blocks", self.leased_blocks)
+        recorder.level("leased_bytes", self.leased_bytes)
+
+    def describe(self, now_s: float) -> Answer:
+        """Return counts, leases and the oldest requests of a live engine, without changing anything; any thread.
+
+        The request machines keep running on another thread, so figures that belong together may be a step apart.
+        """
+        facts, state = self._facts, self._state
+        return {
+            "part": "scheduler",
+            "engine_id": facts.engine_id,
+            "side_channel": f"{facts.host}:{facts.port}",
+            "is_draining": state.is_draining,
+            "leases": state.lease_count,
+            "leased_blocks": self.leased_blocks,
+            "leased_bytes": self.leased_bytes,
+            "fence_slots_used": state.fence_slots_used,
+            "stream_slots_used": 0 if state.streams is None else state.streams.produced.slots_used,
+            "stream_blocks_held": 0 if state.streams is None else state.streams.consumed.blocks_held,
+            **_requests(state, now_s),
+        }
+
+
+def _requests(state: SchedulerState, now_s: float) -> Answer:
+    for left in reversed(range(_TRIES)):
+        try:
+            counts = dict(state.state_counts())
+            oldest = [_brief(entry) for entry in state.snapshot(now_s=now_s, most=MOST_REQUESTS)]
+        except (RuntimeError, LookupError):  # a table changed during iteration: try again
+            if not left:
+                raise
+            continue
+        return {"requests_by_state": counts, "oldest_requests": oldest}
+    return {}
+
+
+def _brief(entry: Mapping[str, object]) -> Entry:
+    """Return an operator's view of a request, without fences and nonces, which could be used to end a lease."""
+    names = ("request_id", "role", "state", "age_s", "prompt_tokens", "waits_for", "rejected_code")
+    brief = cast("Entry", {name: entry[name] for name in names if entry.get(name) not in (None, "")})
+    consumer = entry.get("consumer")
+    if isinstance(consumer, dict):
+        brief["peer_engine_id"] = consumer["peer_engine_id"]
+    return brief
