@@ -2,7 +2,7 @@
 
 import pytest
 
-from kv_handshake import Codec, ConfigurationError, LocalOffer
+from kv_handshake import Codec, LocalOffer
 from kv_handshake.testing import sample_envelopes
 
 FACTORS = {"model": "toy", "dtype": "float16"}
@@ -26,18 +26,3 @@ def test_a_handshake_without_sockets():
     assert session.peers[0, 0].engine_id == engine_id
     assert session.clock_offset_s == pytest.approx(4.75)
     assert server.statistics() == {"answered": 1}
-
-
-def test_what_a_ticket_says_is_held_against_the_answer():
-    assert meet(core(), engine_id="engine-b").error.code == "engine-mismatch"
-    assert meet(core(), generation=99).error.code == "generation-mismatch"
-    assert meet(Codec.server_core({})).error.context["peer_code"] == "not-ready"
-
-
-def test_arguments_are_refused():
-    with pytest.raises(ConfigurationError, match="1"):
-        Codec.client_session(LocalOffer(factors=FACTORS), [(0, 0)], dialect=1)
-    with pytest.raises(ConfigurationError, match="ranks"):
-        Codec.client_session(LocalOffer(factors=FACTORS), [], dialect=14)
-    with pytest.raises(ConfigurationError):
-        Codec.server_core({(-1, 0): b""})

@@ -103,13 +103,6 @@ def test_a_factor_that_is_none_equals_a_missing_one():
     assert differing_factors({"sliding_window": None}, {}) == ()
 
 
-@pytest.mark.parametrize("version", range(2, 16))
-def test_vllm_hash_takes_only_its_own_names(version):
-    dialect = dialect_of(version)
-    own = {name: FULL.get(name, False) for name in dialect.hash_factors}
-    assert hashed_factors({**own, "sliding_window": 5}, dialect) == own
-
-
 def test_other_engines_hash_everything():
     factors = {"model": "m", "dtype": "x"}
     assert hashed_factors(factors, dialect_of(14)) == factors
@@ -194,13 +187,6 @@ def test_supposed_values_are_combined_with_one_that_is_tried():
     supposed: dict[str, Sequence[object]] = {"model": ["/a", "/b"], "num_hidden_layers": [200], "unheard-of": [1]}
     found = explain_hash(FULL, compatibility_hash({**FULL, **change}), dialect_of(14), supposed=supposed)
     assert {each.name: each.peer for each in found} == change
-
-
-@given(FACTOR_SETS, JSON)
-def test_explaining_hashes_as_everybody_does(factors, value):
-    local = {**factors, "dtype": "torch.float16", "\u00e9": value}
-    (found,) = explain_hash(local, compatibility_hash({**local, "dtype": "torch.float32"}), dialect_of(14))
-    assert (found.name, found.peer) == ("dtype", "torch.float32")
 
 
 def test_explaining_engines_that_are_not_vllm():

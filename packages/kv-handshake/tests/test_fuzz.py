@@ -126,18 +126,3 @@ def test_every_frame_is_answered_or_refused(raw):
     assert (statistics["restarts"], statistics["unsent"], statistics["alive"]) == (0, 0, True)
     growth = max(memory) - memory[1]
     assert growth < 4 * 1024 * 1024, f"memory grew by {growth} bytes over {FRAMES} frames"
-
-
-@pytest.mark.parametrize("kind", [zmq.REQ, zmq.DEALER])
-def test_many_short_lives(listener, raw, kind):
-    """Each hostile frame on a connection of its own."""
-    rng = random.Random(SEED)
-    stream = hostile_queries(rng)
-    for _ in range(100):
-        sock = raw(kind, listener.port)
-        sock.send(next(stream))
-        if rng.random() < 0.5:
-            sock.recv_multipart()
-        sock.close(0)
-    assert listener.is_alive
-    assert listener.statistics()["restarts"] == 0

@@ -110,36 +110,6 @@ def test_a_clients_own_keys_change(keys):
     listener.close()
 
 
-def test_a_client_key_that_is_half_written_ends_nothing(keys):
-    listener, client = served(keys), client_of(keys)
-    assert code(client, listener) == ""
-    half = keys / "known-clients" / "new.key"
-    half.write_text("metadata\ncurve\n    public-key")
-    until(client, listener, {"authentication-refused", "connection-lost", "recently-failed"})
-    half.unlink()
-    until(client, listener, {""})
-    assert listener.statistics()["restarts"] == 0
-    client.close()
-    began_s = time.monotonic()
-    listener.close()
-    assert time.monotonic() - began_s < 3
-    assert not listener.is_alive
-
-
-def test_a_server_key_that_is_half_written_is_waited_for(keys):
-    listener, client = served(keys), client_of(keys)
-    half = keys / "known-servers" / "new.key"
-    half.write_text("metadata\ncurve\n    public-key")
-    codes = set()
-    for _ in range(30):
-        codes.add(code(client, listener))
-        time.sleep(0.05)
-    assert codes == {""}
-    assert client.statistics()["restarts"] == 0
-    client.close()
-    listener.close()
-
-
 def test_new_keys_are_never_seen_half_written(tmp_path, monkeypatch):
     seen = []
     link = os.link

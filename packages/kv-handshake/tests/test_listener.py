@@ -5,7 +5,6 @@ import struct
 import threading
 import time
 
-import msgspec
 import pytest
 import zmq
 
@@ -13,7 +12,7 @@ from kv_handshake import Client, ConfigurationError, Listener, LocalOffer, Outco
 from kv_handshake.security import ClientSecurity, ServerSecurity, generate_keypair
 from kv_handshake.sockets import RouterSocket
 from kv_handshake.testing import sample_envelopes
-from kv_handshake.wire.dialects import NEWEST_DIALECT, OLDEST_DIALECT, dialect_of
+from kv_handshake.wire.dialects import dialect_of
 from kv_handshake.wire.queries import encode_query
 from kv_handshake.wire.replies import decode_clock, decode_envelope
 
@@ -31,49 +30,6 @@ def until(condition, limit_s=20.0):
     while not condition():
         assert time.monotonic() < end_s, "it did not happen in time"
         time.sleep(0.01)
-
-
-def check_listener(listener, ask):
-    """Check that a running listener answers valid queries and survives and refuses bad ones."""
-    ranks = [(0, 0), (0, 1), (1, 0)]
-    envelopes = sample_envelopes(ranks)
-    listener.replace(envelopes)
-    for rank in ranks:
-        for version in range(OLDEST_DIALECT, NEWEST_DIALECT + 1):
-            dialect = dialect_of(version)
-            if dialect.query_fields == 2 and rank[0]:
-                continue
-            frames = list(ask(encode_query(rank, dialect)))
-            assert frames[0] == envelopes[rank], f"rank {rank} in version {version} got other bytes"
-            assert len(frames) == 1 + dialect.has_clock_frame, f"version {version} got {len(frames)} frames"
-            if dialect.has_clock_frame:
-                decode_clock(frames[1])
-    for query, code in (
-        (encode_query((0, 9), dialect_of(14)), "unknown-rank"),
-        (b"", "malformed-query"),
-        (b"\xc1" * 40, "malformed-query"),
-        (msgspec.msgpack.encode([b"get_meta_msg"]), "wrong-arity"),
-        (msgspec.msgpack.encode([b"other", 1]), "unknown-command"),
-        (b"x" * 1000, "oversized-query"),
-    ):
-        refusal = decode_envelope(ask(query)[0]).refusal
-        assert getattr(refusal, "code", "") == code, f"{query[:40]!r} was not refused as {code}: {refusal}"
-    listener.replace({})
-    refusal = decode_envelope(ask(encode_query((0, 0), dialect_of(14)))[0]).refusal
-    assert getattr(refusal, "code", "") == "not-ready", f"nothing to serve, but the answer is {refusal}"
-    listener.replace(envelopes)
-    assert ask(encode_query((0, 1), dialect_of(14)))[0] == envelopes[0, 1], "no good answer after the bad queries"
-    assert listener.statistics()["answered"] > 0, "good answers are not counted"
-
-
-def test_it_passes_the_checks_for_any_listener(listener, raw):
-    sock = raw(zmq.DEALER, listener.port)
-
-    def ask(query):
-        sock.send_multipart([b"", query])
-        return sock.recv_multipart()[1:]
-
-    check_listener(listener, ask)
 
 
 @pytest.mark.never_wrong("B16")
@@ -205,15 +161,6 @@ def test_rate_limit_is_per_address_and_refuses_with_a_time(raw):
     listener.close()
 
 
-def test_log_is_no_flood(listener, raw, caplog):
-    sock = raw(zmq.DEALER, listener.port)
-    for _ in range(300):
-        sock.send_multipart([b"", b"a", b"b"])
-        sock.recv_multipart()
-    assert len(caplog.records) == 1
-    assert listener.statistics()["log_lines_held_back"] == 299
-
-
 def test_taken_port_is_reported_at_once(listener):
     second = Listener("127.0.0.1", listener.port)
     began = time.monotonic()
@@ -273,23 +220,6 @@ def test_whatever_breaks_is_restarted_and_counted(listener, raw, monkeypatch):
     until(is_answered, 60)
     assert listener.statistics()["restarts"] == 3
     assert listener.is_alive
-
-
-def test_replacing_while_serving(listener, ask):
-    stop = threading.Event()
-    versions = [{(0, 3): b"a" * 3000}, {(0, 3): b"b" * 3000}]
-
-    def swap():
-        while not stop.is_set():
-            for version in versions:
-                listener.replace(version)
-
-    swapper = threading.Thread(target=swap)
-    swapper.start()
-    seen = {ask(QUERY)[0] for _ in range(500)} - {ENVELOPES[0, 3]}
-    stop.set()
-    swapper.join()
-    assert seen <= {b"a" * 3000, b"b" * 3000}
 
 
 @pytest.mark.skipif(not socket.has_ipv6, reason="this machine has no IPv6")
@@ -370,19 +300,6 @@ def test_plain_client_and_wrong_server_key_get_nothing(keys):
     listener.close()
 
 
-def test_a_message_of_endless_frames_stops_nobody(listener, raw):
-    """It has more frames than may come in: its connection or the socket is dropped, and the next client is answered."""
-    flood = raw(zmq.DEALER, listener.port)
-    flood.send_multipart([b""] * 500_000)
-    until(lambda: listener.statistics().get("refused.wrong-frames", 0) >= 1)
-    client = Client(LocalOffer(policy="off"), timing=Timing(deadline_s=30, attempt_s=20))
-    outcome = client.fetch(host="127.0.0.1", port=listener.port, ranks=[(0, 3)], dialect=14)
-    assert outcome.is_ok, outcome
-    assert listener.statistics()["restarts"] == 0
-    assert listener.is_alive
-    client.close()
-
-
 @pytest.mark.parametrize(("frames", "messages"), [(70, 8), (5_000, 8), (135_000, 2)])
 def test_messages_of_many_frames_end_no_connection(listener, raw, frames, messages):
     neighbour = raw(zmq.DEALER, listener.port)
@@ -394,26 +311,6 @@ def test_messages_of_many_frames_end_no_connection(listener, raw, frames, messag
     neighbour.send_multipart([b"", QUERY])
     assert decode_envelope(neighbour.recv_multipart()[1]).refusal is None
     assert (listener.statistics()["restarts"], listener.statistics()["answered"]) == (0, messages + 1)
-
-
-def test_peers_write_no_log_lines_of_their_own(caplog):
-    """Neither a line break nor an escape sequence nor a long text of a peer reaches the log; topics are few."""
-    factors = {"model": "a\nb\x1b[31m" + "x" * 100_000}
-    listener = Listener("127.0.0.1", 0, payloads=sample_envelopes([(0, 0)], factors=factors))
-    listener.start()
-    client = Client(LocalOffer(factors={"model": "other"}, policy="off"), timing=Timing(deadline_s=30, attempt_s=20))
-    for engine_id in ("engine-a", ""):
-        for _ in range(10):
-            outcome = client.fetch(
-                host="127.0.0.1", port=listener.port, ranks=[(0, 0)], engine_id=engine_id, dialect=14
-            )
-            assert outcome.is_ok
-    (text,) = [record.getMessage() for record in caplog.records]
-    assert len(text) < 1200
-    assert text.isprintable()
-    assert client.statistics()["log_lines_held_back"] == 19
-    client.close()
-    listener.close()
 
 
 def test_a_restart_refuses_no_connection(listener, monkeypatch):

@@ -216,13 +216,6 @@ def test_field_table_is_the_wire():
     assert set(AgentMetadata.__struct_fields__) - set(names) == {"generation", "factors", "capabilities"}
 
 
-def test_capabilities_of_the_envelope_reach_the_metadata():
-    codec = Codec(capabilities={"nonce": "supported", "digest": "required", "push": "absent"})
-    envelope = decode_envelope(codec.encode_envelope(sample_metadata(), {}, dialect=14))
-    assert decode_metadata(envelope).capabilities == ("digest", "nonce")
-    assert decode_metadata(decode_envelope(sample_envelopes()[0, 0])).capabilities == ()
-
-
 def test_metadata_under_an_unknown_name_is_refused():
     with pytest.raises(ConfigurationError, match="block_sise") as caught:
         Codec().encode_envelope({**sample_metadata(), "block_sise": 16}, {}, dialect=14)
@@ -293,15 +286,6 @@ def test_every_error_survives_a_pickle_and_a_copy():
         for again in (pickle.loads(pickle.dumps(error)), copy.copy(error), copy.deepcopy(error)):
             assert (type(again), str(again), again.code, again.context) == (kind, str(error), error.code, error.context)
             assert (again.fault, again.is_retry_safe, repr(again)) == (error.fault, error.is_retry_safe, repr(error))
-
-
-def test_every_code_is_described():
-    for code, facts in CODES.items():
-        assert code == code.lower()
-        assert facts.meaning.endswith(".")
-        error = HandshakeError(code, "text", number=1)
-        assert (error.fault, error.is_retry_safe, error.context["number"]) == (facts.fault, facts.is_retry_safe, 1)
-        assert code in repr(error)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Pacing, endpoints, keys and names."""
 
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,10 +14,7 @@ from kv_handshake.core.endpoint import endpoint_of, parse_endpoint
 from kv_handshake.core.pacing import Backoff, FailureMemory, GatedLog, TokenBuckets
 from kv_handshake.errors import shortened
 from kv_handshake.security import ClientSecurity, ServerSecurity
-from kv_handshake.sockets import names as name_lookups
 from kv_handshake.sockets.keys import read_authorized_keys, read_keypair, read_public_key, write_keypair
-from kv_handshake.wire.limits import MAX_RANKS
-from kv_handshake.wire.queries import check_rank_count
 
 
 def test_buckets():
@@ -252,22 +248,3 @@ def test_a_held_failure_blocks_until_it_is_released():
     memory.release("p")
     assert memory.blocking("p", 1000.0 + 2.0) is None
     assert memory.blocking("p", 1000.0).wanted_s == 1000.0
-
-
-def test_one_handshake_asks_for_a_bounded_number_of_ranks():
-    check_rank_count([(0, 0)] * MAX_RANKS)
-    with pytest.raises(ConfigurationError) as caught:
-        check_rank_count([(0, 0)] * (MAX_RANKS + 1))
-    assert caught.value.code == "invalid-argument"
-
-
-def test_names_that_were_looked_up_are_forgotten_in_time(monkeypatch):
-    monkeypatch.setattr(name_lookups, "_addresses_of", lambda host: [host])
-    ended = threading.Semaphore(0)
-    names = name_lookups.Names(ended.release)
-    for number in range(name_lookups._MOST_KNOWN + 10):
-        names.look_up(f"host-{number}")
-        assert ended.acquire(timeout=10)
-    assert len(names._known) == name_lookups._MOST_KNOWN
-    assert "host-0" not in names._known
-    names.close()
