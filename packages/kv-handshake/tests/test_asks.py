@@ -216,13 +216,8 @@ def test_asks_count_towards_the_rate_of_their_address(raw):
     ("frame", "code"),
     [
         (encode_ask(1, b"x" * 4096) + b"x", "malformed-query"),
-        (b"\x93\xc4\x03ask", "malformed-query"),
-        (b"\x93\xc4\x03ask\x00\xc4\x01x", "wrong-type"),
-        (b"\x93\xc4\x03ask\x01\xa1x", "wrong-type"),
-        (b"\x93\xc4\x03ask\xc3\xc4\x01x", "wrong-type"),
         (b"\x93\xc4\x03ask\x01" + b"x" * 5000, "oversized-query"),
         (b"\x92\xc4\x0acancel_ask\xff", "wrong-type"),
-        (b"\x92\xc4\x0acancel_ask" + b"x" * 300, "oversized-query"),
     ],
 )
 def test_asks_that_cannot_be_read_are_refused_as_queries(engine, raw, frame, code):

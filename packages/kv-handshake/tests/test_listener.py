@@ -71,20 +71,6 @@ def test_messages_that_are_no_query(listener, raw, frames):
     assert listener.statistics()["refused.wrong-frames"] == 1
 
 
-def test_router_socket(listener, raw):
-    sock = raw(zmq.ROUTER, listener.port)
-    sock.setsockopt(zmq.CONNECT_ROUTING_ID, b"peer")
-    sock.connect(f"tcp://127.0.0.1:{listener.port}")
-    sock.setsockopt(zmq.ROUTER_MANDATORY, 1)
-    for _ in range(100):
-        try:
-            sock.send_multipart([b"peer", b"", QUERY])
-            break
-        except zmq.ZMQError:  # not connected yet
-            time.sleep(0.02)
-    assert sock.recv_multipart()[2] == ENVELOPES[0, 3]
-
-
 @pytest.mark.parametrize("kind", [zmq.PUSH, zmq.PUB, zmq.SUB, zmq.PAIR, zmq.PULL])
 def test_sockets_that_do_not_fit_change_nothing(listener, raw, ask, kind):
     sock = raw(kind, listener.port)
@@ -118,21 +104,6 @@ def test_oversized_messages(listener, raw, ask):
     with pytest.raises(zmq.Again):
         flood.recv()
     assert ask(QUERY)[0] == ENVELOPES[0, 3]
-
-
-def test_a_peer_that_never_reads_blocks_nobody(raw):
-    big = {(0, 3): ENVELOPES[0, 3] + bytes(500_000)}
-    listener = Listener("127.0.0.1", 0, payloads=big, limits=QueryLimits(queries_per_s=0))
-    listener.start()
-    greedy = raw(zmq.DEALER, listener.port)
-    greedy.setsockopt(zmq.RCVHWM, 1)
-    for _ in range(900):
-        greedy.send_multipart([b"", QUERY])
-    sock = raw(zmq.REQ, listener.port)
-    sock.send(QUERY)
-    assert sock.recv_multipart()[0] == big[0, 3]
-    until(lambda: listener.statistics()["unsent"] > 0)
-    listener.close()
 
 
 def test_rate_limit_is_per_address_and_refuses_with_a_time(raw):
@@ -268,20 +239,6 @@ def test_encrypted_channel_lets_friends_in_and_names_strangers(keys):
         each.close()
 
 
-def test_encrypted_channel_lets_every_key_in_if_told_so(keys):
-    listener = Listener(
-        "127.0.0.1",
-        0,
-        payloads=ENVELOPES,
-        security=ServerSecurity(keys["server"][0], keys["server"][1], admits_any_client=True),
-    )
-    listener.start()
-    stranger = secure_client(keys, "stranger")
-    assert stranger.fetch(host="127.0.0.1", port=listener.port, ranks=[(0, 3)], dialect=14).is_ok
-    stranger.close()
-    listener.close()
-
-
 def test_plain_client_and_wrong_server_key_get_nothing(keys):
     listener = Listener(
         "127.0.0.1",
@@ -298,19 +255,6 @@ def test_plain_client_and_wrong_server_key_get_nothing(keys):
         each.close()
     assert listener.statistics()["answered"] == 0
     listener.close()
-
-
-@pytest.mark.parametrize(("frames", "messages"), [(70, 8), (5_000, 8), (135_000, 2)])
-def test_messages_of_many_frames_end_no_connection(listener, raw, frames, messages):
-    neighbour = raw(zmq.DEALER, listener.port)
-    for _ in range(messages):
-        raw(zmq.DEALER, listener.port).send_multipart([b""] * frames)
-        neighbour.send_multipart([b"", QUERY])
-        assert decode_envelope(neighbour.recv_multipart()[1]).refusal is None
-    until(lambda: listener.statistics().get("refused.wrong-frames", 0) >= 1)
-    neighbour.send_multipart([b"", QUERY])
-    assert decode_envelope(neighbour.recv_multipart()[1]).refusal is None
-    assert (listener.statistics()["restarts"], listener.statistics()["answered"]) == (0, messages + 1)
 
 
 def test_a_restart_refuses_no_connection(listener, monkeypatch):

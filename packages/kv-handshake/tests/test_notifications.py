@@ -60,7 +60,7 @@ def test_huge_payload_is_not_looked_into():
 
 @pytest.mark.parametrize(
     ("request_id", "count"),
-    [("", 1), ("r", 0), ("r", -1), ("r", 65_537), ("HB:r", 1), ("PUSH_REG:r", 1), ("r" * 5000, 1)],
+    [("\ud800", 1), ("", 1), ("r", 0), ("r", -1), ("r", 65_537), ("HB:r", 1), ("PUSH_REG:r", 1), ("r" * 5000, 1)],
 )
 def test_read_complete_that_nobody_could_read_is_refused(request_id, count):
     with pytest.raises(ConfigurationError) as caught:
@@ -72,11 +72,6 @@ def test_read_complete_that_nobody_could_read_is_refused(request_id, count):
 def test_heartbeat_that_nobody_could_read_is_refused(request_id):
     with pytest.raises(ConfigurationError):
         encode_heartbeats([(request_id, "")])
-
-
-def test_lone_surrogate_cannot_be_notified():
-    with pytest.raises(ConfigurationError):
-        encode_read_complete("\ud800", 1)
 
 
 NONCES = st.from_regex(r"[!-~]{1,64}", fullmatch=True)

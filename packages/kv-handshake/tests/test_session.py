@@ -153,8 +153,8 @@ def test_nothing_happens_after_the_end():
     assert (caught.value.code, caught.value.fault) == ("illegal-event", "local")
 
 
-@pytest.mark.parametrize("ranks", [[], [(0, 0), (0, 0)]])
-def test_ranks_must_be_some_and_distinct(ranks):
+@pytest.mark.parametrize("ranks", [[], [(0, 0), (0, 0)], [(0, rank) for rank in range(4097)]])
+def test_ranks_must_be_some_and_distinct_and_few(ranks):
     with pytest.raises(ConfigurationError):
         session(ranks=ranks)
 
