@@ -128,15 +128,6 @@ def test_ranks_of_two_lives_are_not_mixed():
         assert asker.error.code == code
 
 
-def test_refusal_carries_the_peers_code():
-    core = ServerCore(sample_envelopes([(0, 9)]))
-    asker = session()
-    asker.receive_message(core.respond(asker.next_query(now_s=0.0), clock_s=1.0), now_s=1.0)
-    assert asker.error.code == "refused"
-    assert asker.error.context["peer_code"] == "unknown-rank"
-    assert asker.error.context["rank"] == (0, 0)
-
-
 def test_mismatch_names_factors():
     asker = fails(good(factors={**FACTORS, "dtype": "torch.float16"}), "hash-mismatch")
     assert asker.error.context["names"] == ("dtype",)
