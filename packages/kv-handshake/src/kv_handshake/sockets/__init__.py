@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from kv_handshake.sockets.connections import NOTHING_TRIED, Connection, Tried
-from kv_handshake.sockets.hub import Hub
+from kv_handshake.sockets.connections import NOTHING_TRIED, Connection, Hub, Tried
 from kv_handshake.sockets.keys import ClientSecurity, ServerSecurity, generate_keypair, write_keypair
 from kv_handshake.sockets.router import Incoming, ListeningPort, RouterSocket, TooManyFrames
 from kv_handshake.sockets.tcp import most_connections
