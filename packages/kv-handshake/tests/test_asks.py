@@ -10,6 +10,7 @@ from typing import Literal
 
 import pytest
 import zmq
+from handshake_helpers import until
 
 from kv_handshake import Client, Codec, ConfigurationError, Listener, LocalOffer, QueryLimits, Timing
 from kv_handshake.stream.desk import AskLimits
@@ -82,13 +83,6 @@ def asking():
     made = Asking()
     yield made
     made.client.close()
-
-
-def until(condition, limit_s=20.0):
-    end_s = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < end_s, "it did not happen in time"
-        time.sleep(0.005)
 
 
 def test_answers_come_in_any_order_over_one_connection(engine, asking):

@@ -7,6 +7,7 @@ import time
 
 import pytest
 import zmq
+from handshake_helpers import RANKS, fetch, until
 
 from kv_handshake import Client, ConfigurationError, Listener, LocalOffer, Outcome, Timing, TransportError
 from kv_handshake.core.handshake import Handshake
@@ -15,7 +16,6 @@ from kv_handshake.testing import sample_envelopes
 
 FACTORS = {"model": "sample", "dtype": "torch.bfloat16", "num_kv_heads": 8}
 PATIENT = Timing(deadline_s=30, attempt_s=20)
-RANKS = [(0, rank) for rank in range(8)]
 
 
 class Puppet:
@@ -54,18 +54,6 @@ def puppet(script):
         made.close()
 
 
-def until(is_so, *, seconds=60):
-    deadline = time.monotonic() + seconds
-    while not is_so():
-        assert time.monotonic() < deadline, "it does not happen"
-        time.sleep(0.005)
-
-
-def fetch(client, port, **changes):
-    arguments = {"host": "127.0.0.1", "port": port, "ranks": RANKS, "engine_id": "engine-a", "dialect": 14}
-    return client.fetch(**{**arguments, **changes})
-
-
 def test_all_ranks_over_one_connection(client, listener):
     outcome = fetch(client, listener.port)
     assert outcome.is_ok, outcome
@@ -76,14 +64,11 @@ def test_all_ranks_over_one_connection(client, listener):
     assert client.statistics()["succeeded"] == 1
 
 
-def test_more_ranks_than_the_pipeline_holds():
+def test_more_ranks_than_the_pipeline_holds(serve, connect):
     ranks = [(0, rank) for rank in range(100)]
-    listener = Listener("127.0.0.1", 0, payloads=sample_envelopes(ranks))
-    listener.start()
-    client = Client(LocalOffer(factors=FACTORS), timing=Timing(pipeline=3, deadline_s=30, attempt_s=20))
+    listener = serve(payloads=sample_envelopes(ranks))
+    client = connect(timing=Timing(pipeline=3, deadline_s=30, attempt_s=20))
     assert list(fetch(client, listener.port, ranks=ranks).peers) == ranks
-    client.close()
-    listener.close()
 
 
 def test_a_name_is_looked_up(client, listener):
@@ -126,10 +111,9 @@ def test_a_name_with_a_refusing_address_is_reached_at_its_next_one(client, liste
 
 
 @pytest.mark.never_wrong("B4")
-def test_a_failed_peer_is_asked_again_in_the_background(free_port):
+def test_a_failed_peer_is_asked_again_in_the_background(free_port, serve, connect):
     """Requests fail at once all the while; the first one after the peer has answered succeeds."""
-    timing = Timing(deadline_s=30, attempt_s=20, hold_first_s=0.02, hold_most_s=0.05)
-    client = Client(LocalOffer(factors=FACTORS), timing=timing, seed=1)
+    client = connect(timing=Timing(deadline_s=30, attempt_s=20, hold_first_s=0.02, hold_most_s=0.05), seed=1)
     assert fetch(client, free_port).code == "connection-refused"
     until(lambda: client.statistics()["background_attempts"] > 2)
     outcome = fetch(client, free_port)
@@ -137,19 +121,16 @@ def test_a_failed_peer_is_asked_again_in_the_background(free_port):
     assert outcome.context["last_code"] == "connection-refused"
     assert isinstance(outcome.context["failures"], int)
     assert outcome.context["failures"] > 2
-    listener = Listener("127.0.0.1", free_port, payloads=sample_envelopes(RANKS))
-    listener.start()
+    serve(port=free_port)
     until(lambda: client.statistics()["remembered_failures"] == 0)
     assert fetch(client, free_port).is_ok
     assert client.statistics()["requests"] == 3
-    client.close()
-    listener.close()
 
 
 @pytest.mark.never_wrong("B4")
-def test_a_silent_peer_makes_one_request_wait_and_no_other(free_port):
+def test_a_silent_peer_makes_one_request_wait_and_no_other(connect):
     """While the one background attempt hangs, every request fails at once."""
-    client = Client(LocalOffer(factors=FACTORS), timing=Timing(deadline_s=1, attempt_s=0.5, hold_first_s=0.01), seed=1)
+    client = connect(timing=Timing(deadline_s=1, attempt_s=0.5, hold_first_s=0.01), seed=1)
     with socket.create_server(("127.0.0.1", 0)) as mute:
         port = mute.getsockname()[1]
         assert fetch(client, port).code == "timed-out"
@@ -159,22 +140,20 @@ def test_a_silent_peer_makes_one_request_wait_and_no_other(free_port):
         assert {outcome.code for outcome in outcomes} == {"recently-failed"}
         assert {outcome.attempts for outcome in outcomes} == {0}
         assert min(outcome.elapsed_s for outcome in outcomes) < 0.1
-        client.close()
 
 
-def test_a_peer_that_nobody_wants_is_forgotten(free_port):
+def test_a_peer_that_nobody_wants_is_forgotten(free_port, connect):
     timing = Timing(deadline_s=30, attempt_s=20, hold_first_s=0.02, hold_most_s=0.02, forget_s=0.1)
-    client = Client(LocalOffer(factors=FACTORS), timing=timing, seed=1)
+    client = connect(timing=timing, seed=1)
     assert fetch(client, free_port).code == "connection-refused"
     until(lambda: client.statistics()["remembered_failures"] == 0)
     assert client.statistics()["background_attempts"] > 1
     assert fetch(client, free_port).code == "connection-refused"
-    client.close()
 
 
-def test_without_a_place_for_background_attempts_a_request_asks_itself(free_port, monkeypatch):
+def test_without_a_place_for_background_attempts_a_request_asks_itself(free_port, connect, monkeypatch):
     timing = Timing(deadline_s=30, attempt_s=20, hold_first_s=60, hold_most_s=60, connections=7)
-    client = Client(LocalOffer(factors=FACTORS), timing=timing, seed=1)
+    client = connect(timing=timing, seed=1)
     clock = MovedClock()
     monkeypatch.setattr("kv_handshake.net.client.time", clock)
     monkeypatch.setattr("kv_handshake.net.loop.time", clock)
@@ -182,7 +161,6 @@ def test_without_a_place_for_background_attempts_a_request_asks_itself(free_port
     clock.ahead_s = 60
     assert fetch(client, free_port).code == "connection-refused"
     assert client.statistics()["background_attempts"] == 0
-    client.close()
 
 
 def test_a_peer_is_remembered_if_the_deadline_comes_before_the_next_attempt(hasty, monkeypatch):

@@ -7,8 +7,9 @@ import time
 
 import pytest
 import zmq
+from handshake_helpers import fetch, until
 
-from kv_handshake import Client, ConfigurationError, Listener, LocalOffer, Outcome, QueryLimits, Timing, TransportError
+from kv_handshake import ConfigurationError, Listener, Outcome, QueryLimits, Timing, TransportError
 from kv_handshake.security import ClientSecurity, ServerSecurity, generate_keypair
 from kv_handshake.sockets import RouterSocket
 from kv_handshake.testing import sample_envelopes
@@ -23,13 +24,6 @@ ENVELOPES = sample_envelopes([(0, rank) for rank in range(8)])
 
 def code_of(frames):
     return decode_envelope(frames[0]).refusal.code
-
-
-def until(condition, limit_s=20.0):
-    end_s = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < end_s, "it did not happen in time"
-        time.sleep(0.01)
 
 
 @pytest.mark.never_wrong("B16")
@@ -106,18 +100,15 @@ def test_oversized_messages(listener, raw, ask):
     assert ask(QUERY)[0] == ENVELOPES[0, 3]
 
 
-def test_rate_limit_is_per_address_and_refuses_with_a_time(raw):
-    client = Client(LocalOffer(policy="off"), timing=Timing(deadline_s=30, attempt_s=20, retry_first_s=0.05))
+def test_rate_limit_is_per_address_and_refuses_with_a_time(raw, serve, connect):
+    client = connect(timing=Timing(deadline_s=30, attempt_s=20, retry_first_s=0.05))
 
     def clock():
         """Stand still until the client tries a second time."""
         return 110.0 if client.statistics()["attempts"] > 1 else 100.0
 
-    limits = QueryLimits(queries_per_s=5, burst=3)
-    listener = Listener("127.0.0.1", 0, payloads=ENVELOPES, limits=limits, clock=clock)
-    listener.start()
-    codes = []
-    refusal = None
+    listener = serve(limits=QueryLimits(queries_per_s=5, burst=3), clock=clock)
+    codes, refusal = [], None
     for _ in range(6):
         sock = raw(zmq.REQ, listener.port)
         sock.send(QUERY)
@@ -128,8 +119,6 @@ def test_rate_limit_is_per_address_and_refuses_with_a_time(raw):
     outcome = client.fetch(host="127.0.0.1", port=listener.port, ranks=[(0, 0)], dialect=14)
     assert (outcome.code, outcome.attempts) == ("", 2)
     assert outcome.elapsed_s >= 0.2, "our own client waits as long as it is told"
-    client.close()
-    listener.close()
 
 
 def test_taken_port_is_reported_at_once(listener):
@@ -183,26 +172,14 @@ def test_whatever_breaks_is_restarted_and_counted(listener, raw, monkeypatch):
         except zmq.Again:
             return False  # lost with the socket that broke: whoever asks does so again
 
-    until(is_answered, 60)
+    until(is_answered)
     assert listener.statistics()["restarts"] == 3
     assert listener.is_alive
 
 
-@pytest.mark.skipif(not socket.has_ipv6, reason="this machine has no IPv6")
-def test_ipv6(client):
-    listener = Listener("::1", 0, payloads=ENVELOPES)
-    listener.start()
-    outcome = client.fetch(host="::1", port=listener.port, ranks=[(0, 3)], dialect=14)
-    listener.close()
-    assert outcome.is_ok, outcome
-
-
-@pytest.mark.parametrize("host", ["0.0.0.0", "*", "::"])
-def test_a_wildcard_serves_every_interface(host, client):
-    listener = Listener(host, 0, payloads=ENVELOPES)
-    listener.start()
-    assert client.fetch(host="127.0.0.1", port=listener.port, ranks=[(0, 3)], dialect=14).is_ok
-    listener.close()
+@pytest.mark.parametrize(("host", "asked"), [("::1", "::1"), ("0.0.0.0", ""), ("*", ""), ("::", "")])
+def test_address_families_and_wildcards(host, asked, client, serve):
+    assert fetch(client, serve(host).port, host=asked or "127.0.0.1").is_ok
 
 
 @pytest.fixture
@@ -210,49 +187,30 @@ def keys():
     return {name: generate_keypair() for name in ("server", "friend", "stranger")}
 
 
-def secure_client(keys, name, *, server="server"):
-    return Client(
-        LocalOffer(policy="off"),
-        security=ClientSecurity(keys[name][0], keys[name][1], keys[server][0]),
-        timing=Timing(deadline_s=30, attempt_s=20),
-    )
+def keys_of(keys, name, *, server="server"):
+    return ClientSecurity(*keys[name], keys[server][0])
 
 
-def test_encrypted_channel_lets_friends_in_and_names_strangers(keys):
-    security = ServerSecurity(keys["server"][0], keys["server"][1], {keys["friend"][0]: "friend"})
-    listener = Listener("127.0.0.1", 0, payloads=ENVELOPES, security=security)
-    listener.start()
-    friend, stranger = secure_client(keys, "friend"), secure_client(keys, "stranger")
-    assert friend.fetch(host="127.0.0.1", port=listener.port, ranks=[(0, 3)], dialect=14).is_ok
-    refused = stranger.fetch(host="127.0.0.1", port=listener.port, ranks=[(0, 3)], dialect=14)
+def test_encrypted_channel_lets_friends_in_and_names_strangers(keys, serve, connect):
+    listener = serve(security=ServerSecurity(*keys["server"], {keys["friend"][0]: "friend"}))
+    assert fetch(connect(security=keys_of(keys, "friend")), listener.port, ranks=[(0, 3)]).is_ok
+    refused = fetch(connect(security=keys_of(keys, "stranger")), listener.port)
     assert refused.code == "authentication-refused"
     counts = listener.statistics()
     assert counts["clients_refused"] >= 1
     assert counts[f"clients_refused.127.0.0.1 {keys['stranger'][0]}"] == counts["clients_refused"]
     assert counts["answered"] == 1
-    for each in (friend, stranger, listener):
-        each.close()
 
 
-def test_plain_client_and_wrong_server_key_get_nothing(keys):
-    listener = Listener(
-        "127.0.0.1",
-        0,
-        payloads=ENVELOPES,
-        security=ServerSecurity(keys["server"][0], keys["server"][1], admits_any_client=True),
-    )
-    listener.start()
-    plain = Client(LocalOffer(policy="off"), timing=Timing(deadline_s=30, attempt_s=20))
-    wrong = secure_client(keys, "friend", server="stranger")
-    for each in (plain, wrong):
-        outcome = each.fetch(host="127.0.0.1", port=listener.port, ranks=[(0, 3)], dialect=14)
+def test_plain_client_and_wrong_server_key_get_nothing(keys, serve, connect):
+    listener = serve(security=ServerSecurity(*keys["server"], admits_any_client=True))
+    for security in (None, keys_of(keys, "friend", server="stranger")):
+        outcome = fetch(connect(security=security), listener.port)
         assert (outcome.code, outcome.attempts) == ("authentication-refused", 1)
-        each.close()
     assert listener.statistics()["answered"] == 0
-    listener.close()
 
 
-def test_a_restart_refuses_no_connection(listener, monkeypatch):
+def test_a_restart_refuses_no_connection(listener, connect, monkeypatch):
     """The port stays open: a client that comes between two sockets waits for the second one."""
     gate = threading.Event()
     real, failures = listener._core.respond, iter([RuntimeError("broken")])
@@ -269,8 +227,7 @@ def test_a_restart_refuses_no_connection(listener, monkeypatch):
     router_socket = RouterSocket
     monkeypatch.setattr("kv_handshake.net.listener.RouterSocket", made_later)
     monkeypatch.setattr(listener._core, "respond", respond)
-    timing = Timing(deadline_s=60, attempt_s=30, retry_first_s=0.01)
-    client = Client(LocalOffer(policy="off"), timing=timing)
+    client = connect(timing=Timing(deadline_s=60, attempt_s=30, retry_first_s=0.01))
     ends: list[Outcome] = []
 
     def ask():
@@ -286,4 +243,3 @@ def test_a_restart_refuses_no_connection(listener, monkeypatch):
     gate.set()
     until(lambda: len(ends) == 2)
     assert [outcome.code for outcome in ends] == ["", ""]
-    client.close()

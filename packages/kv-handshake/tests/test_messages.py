@@ -3,7 +3,7 @@ import pickle
 
 import msgspec
 import pytest
-from hostile import mutate
+from handshake_helpers import mutate
 from hypothesis import given
 from hypothesis import strategies as st
 
