@@ -11,7 +11,7 @@ from handshake_helpers import RANKS, fetch, until
 
 from kv_handshake import Client, ConfigurationError, Listener, LocalOffer, Outcome, Timing, TransportError
 from kv_handshake.core.handshake import Handshake
-from kv_handshake.sockets import Connection, Hub
+from kv_handshake.sockets.connections import Connection, Hub
 from kv_handshake.testing import sample_envelopes
 
 FACTORS = {"model": "sample", "dtype": "torch.bfloat16", "num_kv_heads": 8}

@@ -11,7 +11,7 @@ from handshake_helpers import fetch, until
 
 from kv_handshake import ConfigurationError, Listener, Outcome, QueryLimits, Timing, TransportError
 from kv_handshake.security import ClientSecurity, ServerSecurity, generate_keypair
-from kv_handshake.sockets import RouterSocket
+from kv_handshake.sockets.router import RouterSocket
 from kv_handshake.testing import sample_envelopes
 from kv_handshake.wire.dialects import dialect_of
 from kv_handshake.wire.queries import encode_query
