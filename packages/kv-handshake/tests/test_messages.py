@@ -134,6 +134,13 @@ def test_memory_beyond_the_address_space(address, length):
     assert caught.value.code == "invalid-metadata"
 
 
+def test_packed_members_are_read():
+    values = {**sample_metadata(), "packed_member_layouts": {"a": (0, 64)}, "region_members": [["a"], ["b", "c"]]}
+    metadata = decode_metadata(decode_envelope(Codec().encode_envelope(values, {}, dialect=15)))
+    assert metadata.packed_member_layouts == {"a": (0, 64)}
+    assert metadata.region_members == (("a",), ("b", "c"))
+
+
 def test_missing_field_is_named():
     values = sample_metadata()
     del values["block_size"]
