@@ -60,6 +60,7 @@ def test_all_ranks_over_one_connection(client, listener):
     assert [outcome.peers[rank].device_id for rank in RANKS] == list(range(8))
     assert (outcome.attempts, outcome.code, outcome.message) == (1, "", "")
     assert 0 < outcome.rtt_s <= outcome.elapsed_s
+    assert outcome.clock_offset_s is not None
     assert abs(outcome.clock_offset_s) <= outcome.rtt_s, "the same process has no clock offset"
     assert client.statistics()["succeeded"] == 1
 

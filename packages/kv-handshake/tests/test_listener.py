@@ -188,11 +188,12 @@ def keys():
 
 
 def keys_of(keys, name, *, server="server"):
-    return ClientSecurity(*keys[name], keys[server][0])
+    public, secret = keys[name]
+    return ClientSecurity(public, secret, keys[server][0])
 
 
 def test_encrypted_channel_lets_friends_in_and_names_strangers(keys, serve, connect):
-    listener = serve(security=ServerSecurity(*keys["server"], {keys["friend"][0]: "friend"}))
+    listener = serve(security=ServerSecurity(keys["server"][0], keys["server"][1], {keys["friend"][0]: "friend"}))
     assert fetch(connect(security=keys_of(keys, "friend")), listener.port, ranks=[(0, 3)]).is_ok
     refused = fetch(connect(security=keys_of(keys, "stranger")), listener.port)
     assert refused.code == "authentication-refused"
@@ -203,7 +204,7 @@ def test_encrypted_channel_lets_friends_in_and_names_strangers(keys, serve, conn
 
 
 def test_plain_client_and_wrong_server_key_get_nothing(keys, serve, connect):
-    listener = serve(security=ServerSecurity(*keys["server"], admits_any_client=True))
+    listener = serve(security=ServerSecurity(keys["server"][0], keys["server"][1], admits_any_client=True))
     for security in (None, keys_of(keys, "friend", server="stranger")):
         outcome = fetch(connect(security=security), listener.port)
         assert (outcome.code, outcome.attempts) == ("authentication-refused", 1)

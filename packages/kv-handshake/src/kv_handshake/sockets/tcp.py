@@ -20,7 +20,7 @@ import struct
 from typing import TYPE_CHECKING, Final, final
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Generator
 
 __all__ = ["Ends", "Grip", "most_connections", "refuse_without_descriptors"]
 
@@ -81,7 +81,7 @@ class Grip:
         os.close(self._nothing)
 
     @contextlib.contextmanager
-    def _hold(self, descriptor: int) -> Iterator[socket.socket]:
+    def _hold(self, descriptor: int) -> Generator[socket.socket, None, None]:
         """Pin a descriptor; raises OSError if it is gone."""
         os.dup2(descriptor, self._pinned.fileno(), inheritable=False)
         try:
