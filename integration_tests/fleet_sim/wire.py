@@ -13,7 +13,7 @@ from fleet import Fleet
 from network import damaged
 
 from kv_handshake.errors import TransportError
-from kv_handshake.sockets import Incoming
+from kv_handshake.sockets.router import Incoming
 from kv_handshake.sockets.watch import Sender
 
 __all__ = ["SimConnection", "SimHub", "SimPort", "SimRouter"]

@@ -1,5 +1,6 @@
 """Shared fixtures: free ports, and a listener, a client and raw questions over loopback TCP."""
 
+import contextlib
 import socket
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ import zmq
 from kv_handshake import Client, Listener, LocalOffer, QueryLimits, Timing
 from kv_handshake.testing import sample_envelopes
 
-sys.path.insert(0, str(Path(__file__).parent))  # for `hostile`
+sys.path.insert(0, str(Path(__file__).parent))  # for `handshake_helpers`
 
 FACTORS = {"model": "sample", "dtype": "torch.bfloat16", "num_kv_heads": 8}
 PATIENT = Timing(
@@ -29,28 +30,49 @@ def free_port():
         return probe.getsockname()[1]
 
 
-@pytest.fixture
-def listener():
-    served = Listener(
-        "127.0.0.1", 0, payloads=sample_envelopes([(0, rank) for rank in range(8)]), limits=QueryLimits(queries_per_s=0)
-    )
-    served.start()
-    yield served
-    served.close()
+ENVELOPES = sample_envelopes([(0, rank) for rank in range(8)])
 
 
 @pytest.fixture
-def client():
-    made = Client(LocalOffer(factors=FACTORS), timing=PATIENT, seed=1)
-    yield made
-    made.close()
+def serve():
+    """A factory of started listeners, closed at the end."""
+    with contextlib.ExitStack() as stack:
+
+        def start(host="127.0.0.1", port=0, *, payloads=ENVELOPES, **options):
+            made = Listener(host, port, payloads=payloads, **options)
+            made.start()
+            stack.callback(made.close)
+            return made
+
+        yield start
 
 
 @pytest.fixture
-def hasty():
-    made = Client(LocalOffer(factors=FACTORS), timing=HASTY, seed=1)
-    yield made
-    made.close()
+def connect():
+    """A factory of clients, closed at the end; without an offer they accept every engine."""
+    with contextlib.ExitStack() as stack:
+
+        def make(offer=None, *, timing=PATIENT, **options):
+            made = Client(offer or LocalOffer(policy="off"), timing=timing, **options)
+            stack.callback(made.close)
+            return made
+
+        yield make
+
+
+@pytest.fixture
+def listener(serve):
+    return serve(limits=QueryLimits(queries_per_s=0))
+
+
+@pytest.fixture
+def client(connect):
+    return connect(LocalOffer(factors=FACTORS), seed=1)
+
+
+@pytest.fixture
+def hasty(connect):
+    return connect(LocalOffer(factors=FACTORS), timing=HASTY, seed=1)
 
 
 @pytest.fixture

@@ -76,13 +76,3 @@ def test_success_is_not_retried():
     assert outcomes[0].is_ok
     made.check_time(200.0)
     assert made.session.error is None
-
-
-def test_a_task_that_gets_no_place_ends_with_its_deadline():
-    outcomes = []
-    made = task(outcomes, deadline_s=10.0)
-    made.check_time(109.9)
-    assert not made.is_over
-    made.check_time(110.0)
-    made.end(110.0)
-    assert (outcomes[0].code, outcomes[0].attempts) == ("too-many-peers", 0)

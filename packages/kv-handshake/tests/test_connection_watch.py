@@ -7,12 +7,9 @@ import threading
 import time
 
 import pytest
-import zmq
 
 from kv_handshake import Client, Listener, LocalOffer, Timing
-from kv_handshake.sockets import watch
 from kv_handshake.sockets.tcp import Grip
-from kv_handshake.sockets.watch import ConnectionWatch
 from kv_handshake.testing import sample_envelopes
 
 
@@ -66,31 +63,6 @@ def test_a_number_that_became_another_file_is_nobody():
     for number in pipe:
         os.close(number)
     grip.close()
-
-
-def test_a_handshake_neither_wakes_the_watch_nor_is_measured(monkeypatch):
-    """A handshake that ends between two looks costs the watch nothing: no wake-up of its own and no look at its connection."""
-    looks, measured, wakes = [], [], []
-    monkeypatch.setattr(watch, "_GRAIN_S", 0.3)
-    monkeypatch.setattr(watch, "_AWAKE_S", 30.0)
-    taken, ends = ConnectionWatch._take_events, Grip.ends
-    monkeypatch.setattr(ConnectionWatch, "_take_events", lambda *args: looks.append(args[1]) or taken(*args))
-    monkeypatch.setattr(Grip, "ends", lambda *args: measured.append(args[1]) or ends(*args))
-    poll = zmq.Poller.poll
-    monkeypatch.setattr(zmq.Poller, "poll", lambda *args: wakes.append(threading.current_thread().name) or poll(*args))
-    listener = Listener("127.0.0.1", 0, payloads=sample_envelopes([(0, 0)]))
-    listener.start()
-    client = Client(LocalOffer(policy="off"))
-    began_s = time.monotonic()
-    for _ in range(100):
-        assert client.fetch(host="127.0.0.1", port=listener.port, ranks=[(0, 0)], dialect=14).is_ok
-        time.sleep(0.01)
-    elapsed_s = time.monotonic() - began_s
-    client.close()
-    listener.close()
-    assert len(looks) <= elapsed_s / 0.3 + 2
-    assert len(measured) <= 2 * len(looks)
-    assert wakes.count("kv-handshake-watch") <= 1
 
 
 def test_a_listener_closes_after_a_flood_of_short_connections():

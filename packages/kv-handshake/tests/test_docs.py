@@ -11,7 +11,6 @@ import pytest
 from kv_handshake.errors import CODES
 from kv_handshake.stream.desk import AskLimits
 from kv_handshake.wire import limits as bounds
-from kv_handshake.wire.dialects import dialect_of
 from kv_handshake.wire.factors import FACTOR_GROUPS
 from kv_handshake.wire.messages import METADATA_FIELDS, Envelope
 
@@ -135,16 +134,6 @@ def test_protocol_page_lists_the_reasons_of_dropped_notifications():
     source = (PACKAGE / "src" / "kv_handshake" / "wire" / "notifications.py").read_text()
     listed = {*names("".join(row[0] for row in table("protocol.md", "Notifications") if row[0][1].islower()))}
     assert listed == {*re.findall(r'"([a-z0-9]+(?:-[a-z0-9]+)*)"', "".join(re.findall(r"_unknown\(.*", source)))}
-
-
-@needs_docs
-def test_wire_pages_name_every_field_and_factor():
-    protocol, compatibility = (WIRE / "protocol.md").read_text(), (WIRE / "compatibility.md").read_text()
-    for name in dialect_of(15).metadata_fields:
-        assert f"`{name}`" in protocol
-    for name in (*dialect_of(15).hash_factors, *dialect_of(2).hash_factors):
-        assert f"`{name}`" in compatibility
-        assert name in FACTOR_GROUPS
 
 
 @needs_docs

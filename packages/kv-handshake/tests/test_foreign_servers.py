@@ -6,15 +6,9 @@ import struct
 import threading
 
 import pytest
+from handshake_helpers import fetch
 
 from kv_handshake.sockets import connections
-
-RANKS = [(0, rank) for rank in range(8)]
-
-
-def fetch(client, port, **changes):
-    arguments = {"host": "127.0.0.1", "port": port, "ranks": RANKS, "engine_id": "engine-a", "dialect": 14}
-    return client.fetch(**{**arguments, **changes})
 
 
 def test_tcp_server_that_says_nothing(hasty):

@@ -4,7 +4,7 @@ import random
 
 import msgspec
 import pytest
-from hostile import mutate
+from handshake_helpers import mutate
 
 from kv_handshake import Codec, ConfigurationError, WireError
 

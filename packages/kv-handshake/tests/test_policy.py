@@ -81,11 +81,6 @@ def test_factors_outside_the_hash_count_too():
         assert (verdict.code, verdict.differences[0].name) == ("factors-differ", "sliding_window")
 
 
-def test_a_long_hash_text_is_cut():
-    envelope = Envelope(compatibility_hash="x" * 10_000, agent_metadata_bytes=b"")
-    assert len(judged(VLLM, envelope).message) < 400
-
-
 def test_protocol_ranges():
     assert judged(VLLM, replace(peer(VLLM), protocol=(1, 3))).protocol == 1
     assert judged(VLLM, silent(VLLM)).protocol is None

@@ -2,7 +2,7 @@ import random
 import time
 
 import pytest
-from hostile import hostile_queries
+from handshake_helpers import hostile_queries
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, NamedTuple, final
 
 from kv_handshake.errors import ConfigurationError, HandshakeError, WireError, shortened, without_frames
 from kv_handshake.wire.dialects import dialect_of
-from kv_handshake.wire.limits import MAX_HANDSHAKE_BYTES, MAX_REPLY_BYTES
+from kv_handshake.wire.limits import MAX_HANDSHAKE_BYTES, MAX_RANKS, MAX_REPLY_BYTES
 from kv_handshake.wire.policy import Verdict, judge
-from kv_handshake.wire.queries import Rank, check_askable, check_rank_count, encode_query
+from kv_handshake.wire.queries import Rank, check_askable, encode_query
 from kv_handshake.wire.replies import decode_clock, decode_envelope, decode_metadata
 
 if TYPE_CHECKING:
@@ -82,7 +82,10 @@ class ClientSession:
         keeps_replies: bool = False,
         check_first: Callable[[AgentMetadata], None] | None = None,
     ) -> None:
-        check_rank_count(ranks)
+        if len(ranks) > MAX_RANKS:  # a ticket may name 1024 x 1024
+            raise ConfigurationError(
+                "invalid-argument", f"{len(ranks)} ranks; one handshake asks for at most {MAX_RANKS}"
+            )
         if not ranks or len(set(ranks)) != len(ranks):
             raise ConfigurationError("invalid-argument", f"ranks {list(ranks)} are empty or repeat one")
         self._dialect = dialect_of(dialect)

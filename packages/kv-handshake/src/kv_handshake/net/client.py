@@ -11,9 +11,9 @@ failure if that is an answer in itself: ``ask-unsupported`` or ``connection-refu
 from __future__ import annotations
 
 import itertools
-import threading
 import time
 from functools import partial
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, NamedTuple, final
 
 from kv_handshake.core.endpoint import Endpoint, endpoint_of
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from kv_handshake.core.handshake import Outcome
     from kv_handshake.core.pacing import RememberedFailure
-    from kv_handshake.sockets import ClientSecurity
+    from kv_handshake.sockets.keys import ClientSecurity
     from kv_handshake.wire.messages import AgentMetadata
     from kv_handshake.wire.policy import LocalOffer
     from kv_handshake.wire.queries import Rank
@@ -173,24 +173,17 @@ class Client:
         Raises:
             ConfigurationError: As `request`.
         """
-        box: list[Outcome] = []
-        is_done = threading.Event()
-
-        def keep(outcome: Outcome) -> None:
-            box.append(outcome)
-            is_done.set()
-
+        outcomes: SimpleQueue[Outcome] = SimpleQueue()
         self.request(
             host=host,
             port=port,
             ranks=ranks,
             engine_id=engine_id,
             dialect=dialect,
-            on_done=keep,
+            on_done=outcomes.put,
             generation=generation,
         )
-        is_done.wait()
-        return box[0]
+        return outcomes.get()
 
     def ask(
         self, *, host: str, port: int, payload: bytes, on_reply: Callable[[str, bytes], None], deadline_s: float

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import Counter
@@ -13,14 +14,15 @@ from kv_handshake.core.endpoint import endpoint_of
 from kv_handshake.core.pacing import GatedLog, TokenBuckets
 from kv_handshake.core.server import ServerCore
 from kv_handshake.errors import ConfigurationError, HandshakeError, WireError
-from kv_handshake.sockets import ListeningPort, RouterSocket, TooManyFrames
+from kv_handshake.sockets.router import ListeningPort, RouterSocket, TooManyFrames
 from kv_handshake.stream.desk import AskDesk, AskLimits
 from kv_handshake.stream.messages import is_ask, parse_ask
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from kv_handshake.sockets import Incoming, ServerSecurity
+    from kv_handshake.sockets.keys import ServerSecurity
+    from kv_handshake.sockets.router import Incoming
     from kv_handshake.wire.queries import Rank
 
 __all__ = ["Listener", "QueryLimits"]
@@ -105,7 +107,6 @@ class Listener:
         self._desk: AskDesk | None = None
         self._counts: Counter[str] = Counter()
         self._closed: Counter[str] = Counter()
-        self._watch_lock = threading.Lock()
         self._closing = threading.Event()
         self._lifecycle = threading.Lock()
         self._socket: RouterSocket | None = None
@@ -193,8 +194,7 @@ class Listener:
         answered = Counter(self._core.statistics())
         if self._desk is not None:
             answered.update(self._desk.statistics())
-        with self._watch_lock:
-            closed = {f"connections_closed.{cause}": count for cause, count in self._closed.items()}
+        closed = {f"connections_closed.{cause}": count for cause, count in dict(self._closed).items()}
         return {
             "answered": 0,
             "unsent": 0,
@@ -220,34 +220,31 @@ class Listener:
 
     def _supervise(self, port: ListeningPort) -> None:
         """Serve until closed; an early end of the loop is counted, logged, and followed by a fresh socket."""
-        try:
-            self._keep_serving(port)
-        finally:
-            port.close()
-
-    def _keep_serving(self, port: ListeningPort) -> None:
-        failures = 0
-        while not self._closing.is_set():
-            began_s = time.monotonic()
-            try:
-                if self._socket is None:
-                    self._socket = self._open_socket(port)
-                self._serve(self._socket)
-                if self._take_over_keys(self._socket):
-                    failures = -1  # a rotation, which must not make clients wait
-            except TooManyFrames as message:
-                self._counts["refused.wrong-frames"] += 1
-                self._log.warning("frames", f"{message} sent a message of too many frames; all connections are closed")
-                failures = -1  # caused by one peer, which must not make others wait
-            except Exception as error:  # noqa: BLE001 - the supervisor's purpose: nothing may end the listener
-                self._counts["restarts"] += 1
-                failures = failures + 1 if time.monotonic() - began_s < _RESTART_MOST_S else 1
-                self._log.warning("restart", f"listener on port {self.port} restarts after {error!r}")
-            finally:
-                self._drop_socket()
-            if failures >= 0 and not self._closing.is_set():
-                self._closing.wait(min(_RESTART_MOST_S, _RESTART_FIRST_S * 2.0 ** min(failures, 20)))
-            failures = max(0, failures)
+        with contextlib.closing(port):
+            failures = 0
+            while not self._closing.is_set():
+                began_s = time.monotonic()
+                try:
+                    if self._socket is None:
+                        self._socket = self._open_socket(port)
+                    self._serve(self._socket)
+                    if self._socket.is_outdated:
+                        failures = -1  # a rotation, which must not make clients wait
+                except TooManyFrames as message:
+                    self._counts["refused.wrong-frames"] += 1
+                    self._log.warning(
+                        "frames", f"{message} sent a message of too many frames; all connections are closed"
+                    )
+                    failures = -1  # caused by one peer, which must not make others wait
+                except Exception as error:  # noqa: BLE001 - the supervisor's purpose: nothing may end the listener
+                    self._counts["restarts"] += 1
+                    failures = failures + 1 if time.monotonic() - began_s < _RESTART_MOST_S else 1
+                    self._log.warning("restart", f"listener on port {self.port} restarts after {error!r}")
+                finally:
+                    self._drop_socket()
+                if failures >= 0 and not self._closing.is_set():
+                    self._closing.wait(min(_RESTART_MOST_S, _RESTART_FIRST_S * 2.0 ** min(failures, 20)))
+                failures = max(0, failures)
 
     def _open_socket(self, port: ListeningPort) -> RouterSocket:
         return RouterSocket(port, security=self._security, report=self._hung_up, closed=self._connection_ended)
@@ -261,11 +258,6 @@ class Listener:
         sock = self._socket
         if sock is not None and threading.current_thread() is not self._thread:
             sock.wake()
-
-    def _take_over_keys(self, sock: RouterSocket) -> bool:
-        """Use the keys that the socket read from its files; return whether the socket is outdated."""
-        self._security = sock.security
-        return sock.is_outdated
 
     def _serve(self, sock: RouterSocket) -> None:
         while not self._closing.is_set() and not sock.is_outdated:
@@ -334,10 +326,9 @@ class Listener:
         if cause in {"keys", "watch"}:
             self._log.warning(cause, address)
             return
-        with self._watch_lock:
-            self._closed[cause] += 1
-            if cause in _TOO_LONG:
-                self._counts["refused.wrong-frames"] += 1
+        self._closed[cause] += 1
+        if cause in _TOO_LONG:
+            self._counts["refused.wrong-frames"] += 1
         self._log.warning(cause, f"a connection of {address} was closed: {_CLOSED.get(cause, cause)}")
 
     def _drop_socket(self) -> None:
@@ -346,7 +337,4 @@ class Listener:
             self._desk.drop_all()
         if sock is not None:
             self._security = sock.security  # the latest keys of the files, also after a failure
-            try:
-                sock.close()
-            except HandshakeError as error:
-                self._log.warning("close", f"listener socket does not close: {error!r}")
+            sock.close()

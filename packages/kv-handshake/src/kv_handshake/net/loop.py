@@ -18,8 +18,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias, final
 
 from kv_handshake.errors import HandshakeError, WireError
-from kv_handshake.sockets import NOTHING_TRIED, Connection, Hub, Tried, most_connections
+from kv_handshake.sockets.connections import NOTHING_TRIED, Connection, Hub, Tried
 from kv_handshake.sockets.names import Names
+from kv_handshake.sockets.tcp import most_connections
 from kv_handshake.wire.limits import MAX_REPLY_BYTES
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
     from kv_handshake.core.handshake import Handshake, Timing
     from kv_handshake.core.pacing import GatedLog
-    from kv_handshake.sockets import ClientSecurity
+    from kv_handshake.sockets.keys import ClientSecurity
     from kv_handshake.stream.asks import PeerAsks
 
     Task: TypeAlias = Handshake | PeerAsks

@@ -289,8 +289,8 @@ class RouterSocket:
         Key files that cannot be read admit no client, since one of them may have been a revocation. Runs on the watch's
         thread.
         """
-        former = self.security
-        if former is None:
+        former, check = self.security, self._key_check
+        if former is None or check is None:
             return False
         try:
             self.security = former.refreshed()
@@ -298,14 +298,11 @@ class RouterSocket:
             if str(error) != self._key_problem:
                 self._key_problem = str(error)
                 self._report("keys", f"no new client is let in: {error}")
-            return self._key_check is not None and self._key_check.admit({})
+            return check.admit({})
         self._key_problem = ""
-        if self.security is former:
-            # The files may have become readable again with their former content.
-            return self._key_check is not None and self._key_check.admit(former.authorized)
         if (self.security.public_key, self.security.secret_key) != (former.public_key, former.secret_key):
             self.is_outdated = True
-        return self._key_check is not None and self._key_check.admit(self.security.authorized)
+        return check.admit(self.security.authorized)
 
     def _sender(self, identity: bytes, frame: zmq.Frame) -> Sender:
         """Return the connection that a message came from; a peer chooses its identity, even one that another had before."""

@@ -11,12 +11,16 @@ before it is shut down. That descriptor exists from the beginning, so a process 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import resource
 import socket
 import struct
-from typing import Final, final
+from typing import TYPE_CHECKING, Final, final
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
 
 __all__ = ["Ends", "Grip", "most_connections", "refuse_without_descriptors"]
 
@@ -43,36 +47,32 @@ class Grip:
 
     def received_bytes(self, descriptor: int) -> int:
         """Return the bytes that have come in on a connection, or 0 if it is gone."""
-        with_info = self._pin(descriptor)
         try:
-            info = self._pinned.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES) if with_info else b""
+            with self._hold(descriptor) as held:
+                info = held.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
         except OSError:
             return 0
-        finally:
-            self._let_go()
         return int(_COUNT.unpack_from(info, _RECEIVED_AT)[0]) if len(info) == _INFO_BYTES else 0
 
     def ends(self, descriptor: int) -> Ends | None:
         """Return the two ends of a connection, or None if it is gone."""
         try:
-            return self._pinned_ends() if self._pin(descriptor) else None
+            with self._hold(descriptor) as held:
+                return _ends_of(held)
         except OSError:
             return None
-        finally:
-            self._let_go()
 
     def hang_up(self, descriptor: int, ends: Ends) -> bool:
         """Shut a connection down if the descriptor still is the one with these ends; return whether it was."""
         try:
-            if not self._pin(descriptor) or self._pinned_ends() != ends:
-                return False
-            # libzmq's close then resets the connection: a peer that sends without end learns of it, and no buffer stays.
-            self._pinned.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_AT_CLOSE)
-            self._pinned.shutdown(socket.SHUT_RDWR)
+            with self._hold(descriptor) as held:
+                if _ends_of(held) != ends:
+                    return False
+                # libzmq's close then resets the connection: a peer that sends without end learns of it, and no buffer stays.
+                held.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_AT_CLOSE)
+                held.shutdown(socket.SHUT_RDWR)
         except OSError:
             return False
-        finally:
-            self._let_go()
         return True
 
     def close(self) -> None:
@@ -80,22 +80,22 @@ class Grip:
         self._pinned.close()
         os.close(self._nothing)
 
-    def _pinned_ends(self) -> Ends:
-        own: tuple[str, int] | str = self._pinned.getsockname()
-        peer: tuple[str, int] | str = self._pinned.getpeername()
-        if not (isinstance(own, tuple) and isinstance(peer, tuple)):
-            raise OSError("the descriptor is not a TCP connection any more")
-        return (str(own[0]), int(own[1])), (str(peer[0]), int(peer[1]))
-
-    def _pin(self, descriptor: int) -> bool:
+    @contextlib.contextmanager
+    def _hold(self, descriptor: int) -> Generator[socket.socket, None, None]:
+        """Pin a descriptor; raises OSError if it is gone."""
+        os.dup2(descriptor, self._pinned.fileno(), inheritable=False)
         try:
-            os.dup2(descriptor, self._pinned.fileno(), inheritable=False)
-        except OSError:
-            return False
-        return True
+            yield self._pinned
+        finally:
+            os.dup2(self._nothing, self._pinned.fileno(), inheritable=False)
 
-    def _let_go(self) -> None:
-        os.dup2(self._nothing, self._pinned.fileno(), inheritable=False)
+
+def _ends_of(connection: socket.socket) -> Ends:
+    own: tuple[str, int] | str = connection.getsockname()
+    peer: tuple[str, int] | str = connection.getpeername()
+    if not (isinstance(own, tuple) and isinstance(peer, tuple)):
+        raise OSError("the descriptor is not a TCP connection any more")
+    return (str(own[0]), int(own[1])), (str(peer[0]), int(peer[1]))
 
 
 A_CONTEXT_NEEDS: Final = 32

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from kv_handshake.core.pacing import GatedLog
-    from kv_handshake.sockets import Incoming
+    from kv_handshake.sockets.router import Incoming
 
 __all__ = ["AskDesk", "AskLimits"]
 

@@ -18,7 +18,7 @@ from kv_handshake import __version__
 from kv_handshake.core.endpoint import parse_endpoint
 from kv_handshake.errors import HandshakeError, shortened
 from kv_handshake.net.listener import Listener
-from kv_handshake.sockets import write_keypair
+from kv_handshake.sockets.keys import write_keypair
 from kv_handshake.testing import load_vectors
 from kv_handshake.tools.probe import (
     DEFAULT_DIALECT,

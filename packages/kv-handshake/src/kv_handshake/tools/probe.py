@@ -19,7 +19,7 @@ from kv_handshake.core.pacing import GatedLog
 from kv_handshake.core.session import ClientSession
 from kv_handshake.errors import ConfigurationError
 from kv_handshake.net.loop import Loop
-from kv_handshake.sockets import ClientSecurity
+from kv_handshake.sockets.keys import ClientSecurity
 from kv_handshake.tools.recording import Recording, shorten
 from kv_handshake.wire.policy import LocalOffer
 from kv_handshake.wire.replies import decode_envelope

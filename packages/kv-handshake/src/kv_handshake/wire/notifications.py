@@ -24,14 +24,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar, final
 import msgspec
 
 from kv_handshake.errors import ConfigurationError
-from kv_handshake.wire.limits import (
-    DECODE_ERRORS,
-    MAX_ENGINE_ID_CHARS,
-    MAX_HEARTBEAT_IDS,
-    MAX_NOTIFICATION_BYTES,
-    MAX_READER_COUNT,
-    MAX_REQUEST_ID_BYTES,
-)
+from kv_handshake.wire import limits
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -94,7 +87,7 @@ class Notification:
 
 def parse_notification(payload: bytes) -> Notification:
     """Parse a peer's notification; never raises."""
-    if len(payload) > MAX_NOTIFICATION_BYTES:
+    if len(payload) > limits.MAX_NOTIFICATION_BYTES:
         return _unknown("oversized")
     if payload.startswith(_PUSH.encode()):
         return _parse_registration(payload[len(_PUSH) :])
@@ -121,7 +114,7 @@ def encode_read_complete(request_id: str, reader_count: int, *, nonce: str = "",
     """
     if not _is_request_id(request_id) or request_id.startswith(RESERVED_PREFIXES):
         raise _unsendable("request id", request_id)
-    if not 1 <= reader_count <= MAX_READER_COUNT:
+    if not 1 <= reader_count <= limits.MAX_READER_COUNT:
         raise _unsendable("reader count", str(reader_count))
     if not nonce and not consumer:
         return f"{request_id}:{reader_count}".encode()
@@ -178,7 +171,7 @@ def _parse_read(text: str) -> Notification:
     request_id, colon, count = text.rpartition(":")
     if not colon:
         return _unknown("no-count")
-    if _COUNT.fullmatch(count) is None or int(count) > MAX_READER_COUNT:
+    if _COUNT.fullmatch(count) is None or int(count) > limits.MAX_READER_COUNT:
         return _unknown("bad-count" if _is_request_id(request_id) else "bad-id")
     if request_id.startswith(_OURS):
         return _parse_our_read(request_id, int(count))
@@ -190,7 +183,7 @@ def _parse_read(text: str) -> Notification:
 def _parse_registration(body: bytes) -> Notification:
     try:
         named = _registration_decoder.decode(body).request_id
-    except DECODE_ERRORS:
+    except limits.DECODE_ERRORS:
         named = ""
     return _unknown("push-registration", (named,) if _is_request_id(named) else ())
 
@@ -199,9 +192,9 @@ def _parse_heartbeat(text: str) -> Notification:
     if text.startswith(_VERBATIM) and "," in text[len(_VERBATIM) :]:
         request_ids, surplus = [text[len(_VERBATIM) :]], 0
     else:
-        request_ids = text[len(_HEARTBEAT) :].split(",", MAX_HEARTBEAT_IDS)
-        surplus = sum(1 + unread.count(",") for unread in request_ids[MAX_HEARTBEAT_IDS:])
-    read = request_ids[:MAX_HEARTBEAT_IDS]
+        request_ids = text[len(_HEARTBEAT) :].split(",", limits.MAX_HEARTBEAT_IDS)
+        surplus = sum(1 + unread.count(",") for unread in request_ids[limits.MAX_HEARTBEAT_IDS :])
+    read = request_ids[: limits.MAX_HEARTBEAT_IDS]
     kept = tuple(filter(_is_request_id, dict.fromkeys(read)))
     return Notification("heartbeat", kept, nonces=("",) * len(kept), surplus=surplus) if kept else _unknown("bad-id")
 
@@ -226,12 +219,12 @@ def _first_pairs(text: str) -> tuple[list[tuple[str, str]], int] | None:
     ``a\"b`` and ``n``. Reading ends at the first entry that is not a pair.
     """
     masked = text.replace("\\\\", "__").replace('\\"', "__") if "\\" in text else text
-    if masked.count('"') <= 4 * MAX_HEARTBEAT_IDS:
+    if masked.count('"') <= 4 * limits.MAX_HEARTBEAT_IDS:
         pairs = _decode(_heartbeat_decoder, text)
         return None if pairs is None else (pairs, 0)
-    rest = masked.split('"', 4 * MAX_HEARTBEAT_IDS)[-1]
+    rest = masked.split('"', 4 * limits.MAX_HEARTBEAT_IDS)[-1]
     pairs = _decode(_heartbeat_decoder, f"{text[: len(text) - len(rest)]}]]")
-    return None if pairs is None or len(pairs) != MAX_HEARTBEAT_IDS else (pairs, rest.count('"') // 4)
+    return None if pairs is None or len(pairs) != limits.MAX_HEARTBEAT_IDS else (pairs, rest.count('"') // 4)
 
 
 def _parse_our_read(text: str, reader_count: int) -> Notification:
@@ -247,23 +240,23 @@ def _parse_our_read(text: str, reader_count: int) -> Notification:
 def _decode(decoder: msgspec.json.Decoder[T], text: str) -> T | None:
     try:
         return decoder.decode(text)
-    except DECODE_ERRORS:
+    except limits.DECODE_ERRORS:
         return None
 
 
 def _is_request_id(request_id: str) -> bool:
-    if not request_id or len(request_id) > MAX_REQUEST_ID_BYTES:
+    if not request_id or len(request_id) > limits.MAX_REQUEST_ID_BYTES:
         return False
     if request_id.isascii():
         return True
     try:
-        return len(request_id.encode()) <= MAX_REQUEST_ID_BYTES
+        return len(request_id.encode()) <= limits.MAX_REQUEST_ID_BYTES
     except UnicodeEncodeError:
         return False
 
 
 def _is_text(engine_id: str) -> bool:
-    return len(engine_id) <= MAX_ENGINE_ID_CHARS and engine_id.isprintable()
+    return len(engine_id) <= limits.MAX_ENGINE_ID_CHARS and engine_id.isprintable()
 
 
 def _unsendable(name: str, value: str, **context: object) -> ConfigurationError:

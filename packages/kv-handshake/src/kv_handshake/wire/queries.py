@@ -8,14 +8,12 @@ from typing import TYPE_CHECKING, Any, cast, final
 import msgspec
 
 from kv_handshake.errors import ConfigurationError, WireError
-from kv_handshake.wire.limits import DECODE_ERRORS, MAX_QUERY_BYTES, MAX_RANK, MAX_RANKS
+from kv_handshake.wire.limits import DECODE_ERRORS, MAX_QUERY_BYTES, MAX_RANK
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from kv_handshake.wire.dialects import Dialect
 
-__all__ = ["Query", "Rank", "check_askable", "check_rank", "check_rank_count", "encode_query", "parse_query"]
+__all__ = ["Query", "Rank", "check_askable", "check_rank", "encode_query", "parse_query"]
 
 Rank = tuple[int, int]
 """(pp rank, tp rank)."""
@@ -63,12 +61,6 @@ def check_rank(rank: Rank) -> None:
     """Raise ``invalid-argument`` unless both numbers are ranks."""
     if not all(0 <= number <= MAX_RANK for number in rank):
         raise ConfigurationError("invalid-argument", f"rank {rank} is outside 0 to {MAX_RANK}")
-
-
-def check_rank_count(ranks: Sequence[Rank]) -> None:
-    """Raise ``invalid-argument`` if one handshake would ask for too many ranks: a ticket may name 1024 x 1024."""
-    if len(ranks) > MAX_RANKS:
-        raise ConfigurationError("invalid-argument", f"{len(ranks)} ranks; one handshake asks for at most {MAX_RANKS}")
 
 
 def parse_query(frame: bytes) -> Query:

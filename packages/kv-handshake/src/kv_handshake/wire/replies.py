@@ -14,15 +14,7 @@ import msgspec
 from msgspec.structs import asdict
 
 from kv_handshake.errors import CODES, ConfigurationError, WireError
-from kv_handshake.wire.limits import (
-    DECODE_ERRORS,
-    MAX_DEPTH,
-    MAX_ENGINE_ID_CHARS,
-    MAX_ENVELOPE_BYTES,
-    MAX_FACTORS,
-    MAX_LIST_BYTES,
-    MAX_REPLY_BYTES,
-)
+from kv_handshake.wire import limits
 from kv_handshake.wire.messages import (
     METADATA_FIELDS,
     OURS,
@@ -83,22 +75,22 @@ def decode_envelope(frame: bytes) -> Envelope:
     Raises:
         WireError: ``oversized-reply``, ``malformed-envelope`` or ``checksum-mismatch``.
     """
-    if len(frame) > MAX_REPLY_BYTES:
+    if len(frame) > limits.MAX_REPLY_BYTES:
         raise WireError(
             "oversized-reply",
-            f"envelope of {len(frame)} bytes; at most {MAX_REPLY_BYTES} are read",
+            f"envelope of {len(frame)} bytes; at most {limits.MAX_REPLY_BYTES} are read",
             size_bytes=len(frame),
         )
     try:
-        if len(frame) > MAX_ENVELOPE_BYTES:
+        if len(frame) > limits.MAX_ENVELOPE_BYTES:
             rest_bytes = len(frame) - len(_outer_decoder.decode(frame).agent_metadata_bytes)
-            if rest_bytes > MAX_ENVELOPE_BYTES:
+            if rest_bytes > limits.MAX_ENVELOPE_BYTES:
                 raise WireError(
                     "malformed-envelope",
-                    f"envelope holds {rest_bytes} bytes besides its metadata; at most {MAX_ENVELOPE_BYTES} are read",
+                    f"envelope holds {rest_bytes} bytes besides its metadata; at most {limits.MAX_ENVELOPE_BYTES} are read",
                 )
         envelope = _envelope_decoder.decode(frame)
-    except DECODE_ERRORS as error:
+    except limits.DECODE_ERRORS as error:
         raise WireError("malformed-envelope", f"envelope of {len(frame)} bytes does not decode: {error}") from error
     _check_factors(envelope.factors)
     metadata = envelope.agent_metadata_bytes
@@ -113,13 +105,13 @@ def decode_envelope(frame: bytes) -> Envelope:
 
 def _check_factors(factors: dict[str, Any]) -> None:
     """Raise ``malformed-envelope`` unless the factors are few, and JSON."""
-    if len(factors) > MAX_FACTORS:
-        raise WireError("malformed-envelope", f"envelope names {len(factors)} factors; at most {MAX_FACTORS}")
-    if any(_is_deep(each, MAX_DEPTH) for each in factors.values()):
-        raise WireError("malformed-envelope", f"a factor nests more than {MAX_DEPTH} lists and maps")
+    if len(factors) > limits.MAX_FACTORS:
+        raise WireError("malformed-envelope", f"envelope names {len(factors)} factors; at most {limits.MAX_FACTORS}")
+    if any(_is_deep(each, limits.MAX_DEPTH) for each in factors.values()):
+        raise WireError("malformed-envelope", f"a factor nests more than {limits.MAX_DEPTH} lists and maps")
     try:
         json.dumps(factors, sort_keys=True)
-    except DECODE_ERRORS as error:
+    except limits.DECODE_ERRORS as error:
         raise WireError("malformed-envelope", f"the factors in an envelope are no JSON values: {error}") from error
 
 
@@ -141,10 +133,10 @@ def decode_metadata(envelope: Envelope) -> AgentMetadata:
         WireError: ``malformed-metadata`` or ``invalid-metadata``.
     """
     try:
-        if len(envelope.agent_metadata_bytes) > MAX_LIST_BYTES:
+        if len(envelope.agent_metadata_bytes) > limits.MAX_LIST_BYTES:
             _check_sizes(_unopened_decoder.decode(envelope.agent_metadata_bytes))
         sent = _metadata_decoder.decode(envelope.agent_metadata_bytes)
-    except DECODE_ERRORS as error:
+    except limits.DECODE_ERRORS as error:
         size = len(envelope.agent_metadata_bytes)
         # msgspec reports a number out of range as "Expected `int` >= 1 - at `$.num_blocks`", a wrong type without ">=".
         code = "invalid-metadata" if "`int` >=" in str(error) else "malformed-metadata"
@@ -181,16 +173,17 @@ def reconstruct_blocks_ratio(ssm_sizes: tuple[int, int], block_lens: tuple[int, 
 def _check_sizes(unopened: msgspec.Struct) -> None:
     """Raise ``malformed-metadata`` for a value that is too long to be opened."""
     for name, raw in asdict(unopened).items():
-        if len(memoryview(raw)) > MAX_LIST_BYTES:
+        if len(memoryview(raw)) > limits.MAX_LIST_BYTES:
             raise WireError(
-                "malformed-metadata", f"{name} has {len(memoryview(raw))} bytes; at most {MAX_LIST_BYTES} are read"
+                "malformed-metadata",
+                f"{name} has {len(memoryview(raw))} bytes; at most {limits.MAX_LIST_BYTES} are read",
             )
 
 
 def _check_values(metadata: AgentMetadata) -> None:
     """Raise ``invalid-metadata`` for an engine id of a bad length, or arrays of words that are none."""
-    if not 1 <= len(metadata.engine_id) <= MAX_ENGINE_ID_CHARS:
-        raise _invalid("engine_id", f"has {len(metadata.engine_id)} characters, not 1 to {MAX_ENGINE_ID_CHARS}")
+    if not 1 <= len(metadata.engine_id) <= limits.MAX_ENGINE_ID_CHARS:
+        raise _invalid("engine_id", f"has {len(metadata.engine_id)} characters, not 1 to {limits.MAX_ENGINE_ID_CHARS}")
     if metadata.fence is not None:
         address, device, words = metadata.fence
         if address < 0 or device < 0 or words < 1 or address + 8 * words > _ADDRESS_END or address % 8:
@@ -234,7 +227,7 @@ def decode_clock(frame: bytes) -> float:
     """
     try:
         clock_s = _clock_decoder.decode(frame)
-    except DECODE_ERRORS as error:
+    except limits.DECODE_ERRORS as error:
         raise WireError("malformed-clock", f"clock frame of {len(frame)} bytes does not decode: {error}") from error
     if not math.isfinite(clock_s):
         raise WireError("malformed-clock", f"clock frame says {clock_s}")

@@ -1,7 +1,8 @@
-"""Hostile bytes: mutated frames, and endless queries that are wrong in one way or another."""
+"""Waiting for a condition, one fetch, and hostile bytes: mutated frames and queries that are wrong in one way or another."""
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -12,9 +13,25 @@ from kv_handshake.wire.queries import encode_query
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
-__all__ = ["hostile_queries", "mutate"]
+    from kv_handshake import Client, Outcome
+
+__all__ = ["RANKS", "fetch", "hostile_queries", "mutate", "until"]
+
+RANKS = [(0, rank) for rank in range(8)]
+
+
+def until(condition: Callable[[], object], *, seconds: float = 60.0) -> None:
+    end_s = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end_s, "it did not happen in time"
+        time.sleep(0.005)
+
+
+def fetch(client: Client, port: int, **changes: object) -> Outcome:
+    arguments = {"host": "127.0.0.1", "port": port, "ranks": RANKS, "engine_id": "engine-a", "dialect": 14}
+    return client.fetch(**{**arguments, **changes})  # type: ignore[arg-type]
 
 
 def mutate(rng: random.Random, frame: bytes) -> bytes:
