@@ -7,6 +7,7 @@ import math
 import pickle
 
 import pytest
+from model.invariants import problems
 from scheduler_helpers import config, consumer_params, prefill_request_params, scheduler, with_ticket
 
 import kv_scheduler_state
@@ -130,7 +131,7 @@ def test_a_mistake_is_coded_and_changes_nothing():
         assert caught.value.code in {"invalid-event", "unknown-request", "duplicate-request", "illegal-transition"}
         assert dict(caught.value.context) is not None
         assert state.snapshot(now_s=0.0) == before
-        assert state.check_invariants() == ()
+        assert problems(state) == []
     assert len(state.take_step_plan(now_s=0.0).expects) == 1
 
 
@@ -178,7 +179,7 @@ def test_a_broken_state_says_so():
     state.arrive("p1", prefill_request_params(), prompt_tokens=48, now_s=0.0)
     state.allocate("p1", block_ids=[[1]], new_block_ids=[[1]], external_tokens=0, now_s=0.0)
     state.arrive("local", None, prompt_tokens=1, now_s=0.0)
-    assert state.check_invariants() == ()
+    assert problems(state) == []
     live = state._requests
     live["local"].is_finished = True
     live["p1"].producer.state = "leased"
@@ -187,7 +188,7 @@ def test_a_broken_state_says_so():
     state._consumers.heartbeats.stop(live["d1"].consumer)
     live["d1"].consumer.renewed_at = live["d1"].consumer.ticket.peer
     state._outbox.orders.put("expects", "stranger")
-    broken = "\n".join(state.check_invariants())
+    broken = "\n".join(problems(state))
     for text in (
         "still remembered",
         "has not finished",

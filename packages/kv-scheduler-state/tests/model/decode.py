@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final, final
 from kv_scheduler_state.config import GroupConfig, SchedulerConfig
 from kv_scheduler_state.scheduler.state import SchedulerState
 
+from .invariants import problems
 from .peers import Answer, Peer
 from .promises import Step, demand, demand_refusal
 from .prompt import HEARTBEAT_S, LEASE_S
@@ -141,8 +142,8 @@ class DecodeSide:
                 self._workers_step(name, request_id, answer, now_s)
             else:
                 self._request_step(name, request_id, answer, now_s)
-        problems = self.state.check_invariants()
-        demand(not problems, "; ".join(problems))
+        found = problems(self.state)
+        demand(not found, "; ".join(found))
 
     def _request_step(self, name: str, request_id: str, answer: Answer, now_s: float) -> None:
         blocks = [[7, 8]]

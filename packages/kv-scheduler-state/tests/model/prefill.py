@@ -16,6 +16,7 @@ from kv_scheduler_state.scheduler.state import SchedulerState
 from kv_scheduler_state.ticket.early import prefill_request_params
 from kv_scheduler_state.worker.leases import LeaseTable
 
+from .invariants import problems
 from .keys import prefill_key
 from .promises import Step, demand, demand_refusal
 from .prompt import HEARTBEAT_S, LAWFUL, LEASE_S, RENEWAL_S, Prompt
@@ -114,11 +115,11 @@ class PrefillSide:
             self._poll(now_s)
         else:
             self._request_step(name, request_id, self.prompts[request_id], now_s)
-        problems = (
-            *self.state.check_invariants(),
-            *[text for table in self.tables for text in table.check_invariants()],
+        found = (
+            *problems(self.state),
+            *[text for table in self.tables for text in problems(table)],
         )
-        demand(not problems, "; ".join(problems))
+        demand(not found, "; ".join(found))
 
     def _request_step(self, name: str, request_id: str, prompt: Prompt, now_s: float) -> None:
         blocks = [self._blocks(request_id)]

@@ -11,6 +11,7 @@ from kv_scheduler_state.scheduler.state import SchedulerState
 from kv_scheduler_state.streams.values import StreamAnswer
 
 from .freeze import freeze
+from .invariants import problems
 from .promises import Step, demand
 from .stream_prefill import GROUPS
 from .stream_reading import Reader
@@ -139,8 +140,8 @@ class StreamDecode:
         else:
             self._request_step(name, argument, now_s)
         self.pump()
-        problems = self.state.check_invariants()
-        demand(not problems, "; ".join(problems))
+        found = problems(self.state)
+        demand(not found, "; ".join(found))
 
     def _worker_step(self, name: str, reader: Reader, argument: str, now_s: float) -> None:
         if name == "c-work":

@@ -18,6 +18,7 @@ from kv_scheduler_state.streams.worker import StreamWorker
 from kv_scheduler_state.worker.leases import LeaseTable
 
 from .freeze import freeze
+from .invariants import problems
 from .promises import Step, demand
 from .stream_words import Device, Identity, Job, StreamRules, Words, early_ticket, page_text
 
@@ -349,8 +350,8 @@ class StreamPrefill:
             if prompt.status in {"kept", "leased"} and len(prompt.reported) == len(self.workers):
                 self.state.report(sent=[request_id], received=[], failed=[])
                 self._release(prompt, "over")
-        problems = self.state.check_invariants()
-        demand(not problems, "; ".join(problems))
+        found = problems(self.state)
+        demand(not found, "; ".join(found))
 
     def _take_page(self) -> int:
         page = min(self.free)

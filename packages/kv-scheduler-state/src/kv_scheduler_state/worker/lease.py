@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, final
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple, final
 from kv_scheduler_state.machine import NEW, Trace, Transition, describe_trace
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
 
 __all__ = [
@@ -22,7 +21,6 @@ __all__ = [
     "Readers",
     "Refusal",
     "describe_leases",
-    "lease_violations",
 ]
 
 LeaseEndReason = Literal["read", "expired", "released"]
@@ -154,15 +152,3 @@ def describe_leases(leases: Mapping[str, Lease], at_s: float, most: int | None =
             for request_id, lease in islice(leases.items(), most)
         ]
     )
-
-
-def lease_violations(leases: Mapping[str, Lease], next_due_s: float, lengths: Mapping[float, int]) -> Iterator[str]:
-    """Yield every broken promise between the leases, their deadlines and the counted lengths."""
-    for request_id, lease in leases.items():
-        if lease.state == "granted" and lease.deadline_s < next_due_s:
-            yield f"{request_id}: granted, but nothing will ever expire it"
-        if lease.state not in {"expected", "granted"}:
-            yield f"{request_id}: lease state '{lease.state}' is not a live state"
-    found = Counter([lease.lease_s for lease in leases.values() if lease.state == "granted"])
-    if found != {lease_s: count for lease_s, count in lengths.items() if count}:
-        yield f"lengths of live leases are {dict(found)}, noted are {dict(lengths)}"

@@ -37,7 +37,6 @@ from kv_scheduler_state.worker.lease import (
     ReaderVerdict,
     Refusal,
     describe_leases,
-    lease_violations,
 )
 
 if TYPE_CHECKING:
@@ -289,10 +288,6 @@ class LeaseTable:
     def snapshot(self, *, now_s: float, most: int | None = None) -> tuple[dict[str, object], ...]:
         """Return leases with state, age, readers and the time left, oldest first; at most `most` of them."""
         return describe_leases(self._leases, self._clock.observe(now_s), most)
-
-    def check_invariants(self) -> tuple[str, ...]:
-        """Return every broken internal promise in words; empty when the table is sound. Costs a scan."""
-        return tuple(lease_violations(self._leases, self._next_due_s, self._lengths))
 
     def _state(self, request_id: str) -> str:
         lease = self._leases.get(request_id)
