@@ -109,15 +109,6 @@ def test_a_draining_engine_goes_on_reading() -> None:
     assert [order.request_id for order in state.take_step_plan(now_s=0.0).reads] == ["d1"]
 
 
-def test_a_revoked_lease_is_out_until_the_workers_have_ended_it() -> None:
-    state = scheduler()
-    end(state, "p1", [[1, 2]])
-    state.revoke("p1", now_s=1.0)
-    assert (state.lease_count, state.leased_blocks) == (1, (2,))
-    state.report(sent=["p1"], received=[], failed=[])
-    assert (state.lease_count, state.leased_blocks) == (0, (0,))
-
-
 def test_null_blocks_keep_nothing() -> None:
     state = scheduler(groups=(FULL, WINDOW), null_block=0)
     end(state, "p1", [[1, 2, 3, 4], [0, 0, 7, 8]])
@@ -145,12 +136,6 @@ def test_blocks_beyond_the_quota_are_not_leased() -> None:
     assert end(state, "p5", [list(range(100, 151))]) == (False, None, "lease-quota")
     assert end(state, "p6", [list(range(100, 150))]).keep_blocks
     assert state.leased_blocks == (100,)
-
-
-def test_no_quota_is_the_default() -> None:
-    state = scheduler(fence_slots=300)
-    assert all(end(state, f"p{number}", [[number]]).keep_blocks for number in range(300))
-    assert (state.lease_count, state.leased_blocks) == (300, (300,))
 
 
 @pytest.mark.parametrize("quota", ["max_leases", "max_leased_blocks"])

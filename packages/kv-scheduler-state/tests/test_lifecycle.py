@@ -107,3 +107,15 @@ def test_an_unknown_or_doubled_request_is_refused():
         state.external_tokens("d2", computed_tokens=0)
     with pytest.raises(IllegalTransition, match=r"consumer request 'd1' in state 'queued'.* 'done'"):
         state.report(sent=[], received=["d1"], failed=[])
+
+
+def test_calls_for_a_bystander_are_accepted_and_change_nothing():
+    state = scheduler()
+    assert state.arrive("r", None, prompt_tokens=5, now_s=0.0).role == "none"
+    blocks = {"block_ids": [[1]], "now_s": 0.0}
+    assert state.external_tokens("r", computed_tokens=0) == 0
+    state.allocate("r", new_block_ids=[[1]], external_tokens=0, **blocks)
+    state.scheduled("r", new_block_ids=[[1]], is_prompt_complete=True)
+    state.preempt("r", now_s=0.0)
+    assert state.finish("r", reason="stop", computed_tokens=5, **blocks) == (False, None, "")
+    assert (state.take_step_plan(now_s=0.0), state.live_count) == (EMPTY_PLAN, 0)

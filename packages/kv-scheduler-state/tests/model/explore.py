@@ -76,10 +76,6 @@ class Explorable(Protocol):
         """Let one of `different_steps` happen."""
         ...
 
-    def probe(self) -> None:
-        """Demand that everything unlawful is refused in this state."""
-        ...
-
     def key(self) -> bytes:
         """Return bytes that are equal for states with equal futures."""
         ...
@@ -144,16 +140,6 @@ class World:
                 cast("DecodeSide", self.decode).apply(step, self.now_s)
         except SchedulerStateError as error:
             raise ModelViolation(f"{step} was refused: {error}") from None
-
-    def probe(self) -> None:
-        """Demand that everything unlawful is refused in this state.
-
-        Raises:
-            ModelViolation: if something is accepted.
-        """
-        for side in (self.prefill, self.decode):
-            if side is not None:
-                side.probe(self.now_s)
 
     def key(self) -> bytes:
         """Return a digest that is equal for states with equal futures; requests are interchangeable."""
@@ -271,7 +257,6 @@ def explore(
                     continue
                 seen.add(key)
                 following = None if is_last else (codec.save(world), world.different_steps())
-                world.probe()
                 world.heal()
             except ModelViolation as error:
                 path = (*_path(paths, number), step)
