@@ -22,7 +22,6 @@ from kv_scheduler_state.plan import (
 from kv_scheduler_state.streams.producer import StreamPlaces
 from kv_scheduler_state.streams.reader import StreamReaders
 from kv_scheduler_state.streams.values import StreamPart, is_later_tag, stream_tag
-from kv_scheduler_state.streams.worker import StreamWorker
 from kv_scheduler_state.tables import (
     CONSUMER_TABLE,
     PRODUCER_TABLE,
@@ -30,7 +29,7 @@ from kv_scheduler_state.tables import (
     STREAM_PRODUCER_TABLE,
 )
 from kv_scheduler_state.ticket.ticket import HandoffTicket, PeerAddress
-from kv_scheduler_state.worker.state import WorkerState
+from kv_scheduler_state.worker.state import StreamWorker, WorkerState
 
 
 def test_streams_join_the_machines_of_plain_hand_overs():

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final, Protocol, cast, final
 
 from kv_scheduler_state.config import GroupConfig, SchedulerConfig
 from kv_scheduler_state.errors import SchedulerStateError
-from kv_scheduler_state.machine import Table, Transition
+from kv_scheduler_state.tables import Table, Transition
 from kv_scheduler_state.ticket.reader import TicketReader
 from kv_scheduler_state.ticket.ticket import PeerAddress
 from kv_scheduler_state.values import BlockRules

@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from kv_scheduler_state import SchedulerState
-    from kv_scheduler_state.machine import Table
     from kv_scheduler_state.outbox import Outbox
     from kv_scheduler_state.records import Request
     from kv_scheduler_state.scheduler.consumer import Consumers
     from kv_scheduler_state.scheduler.producer import Producers
     from kv_scheduler_state.scheduler.sharing import TicketKey
+    from kv_scheduler_state.tables import Table
 
 __all__ = ["problems"]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, final
 
 from kv_scheduler_state.config import SchedulerConfig
-from kv_scheduler_state.machine import GONE
 from kv_scheduler_state.plan import EMPTY_PLAN
 from kv_scheduler_state.scheduler.state import SchedulerState
 from kv_scheduler_state.streams.values import StreamAnswer
+from kv_scheduler_state.tables import GONE
 
 from .freeze import freeze
 from .invariants import problems

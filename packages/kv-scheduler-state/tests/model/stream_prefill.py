@@ -11,11 +11,11 @@ import math
 from typing import TYPE_CHECKING, cast, final
 
 from kv_scheduler_state.config import GroupConfig, SchedulerConfig
-from kv_scheduler_state.machine import GONE
 from kv_scheduler_state.plan import EMPTY_PLAN, EMPTY_STREAM_PLAN
 from kv_scheduler_state.scheduler.state import SchedulerState
-from kv_scheduler_state.streams.worker import StreamWorker
+from kv_scheduler_state.tables import GONE
 from kv_scheduler_state.worker.leases import LeaseTable
+from kv_scheduler_state.worker.state import StreamWorker
 
 from .freeze import freeze
 from .invariants import problems
@@ -25,7 +25,7 @@ from .stream_words import Device, Identity, Job, StreamRules, Words, early_ticke
 if TYPE_CHECKING:
     from kv_scheduler_state.plan import StepPlan, StreamChunk
     from kv_scheduler_state.streams.values import StreamQuestion
-    from kv_scheduler_state.worker.lease import LeaseEnd
+    from kv_scheduler_state.worker.leases import LeaseEnd
 
 __all__ = ["GROUPS", "StreamPrefill"]
 

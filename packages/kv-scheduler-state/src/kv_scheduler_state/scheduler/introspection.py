@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from kv_scheduler_state.machine import GONE, describe_trace
+from kv_scheduler_state.tables import GONE, describe_trace
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from kv_scheduler_state.config import GroupConfig, SchedulerConfig
-    from kv_scheduler_state.machine import Table, Transition
     from kv_scheduler_state.outbox import Outbox
     from kv_scheduler_state.plan import ReadOrder
     from kv_scheduler_state.records import ConsumedStream
+    from kv_scheduler_state.tables import Table, Transition
     from kv_scheduler_state.ticket.early import EarlyTicket
     from kv_scheduler_state.ticket.ticket import HandoffTicket
 
