@@ -8,6 +8,7 @@ import pytest
 
 from kv_scheduler_state import GroupConfig, LeaseEnd
 from kv_scheduler_state.errors import DuplicateRequest, InvalidConfig, UnknownRequest
+from kv_scheduler_state.fences import is_later_tag, stream_tag
 from kv_scheduler_state.plan import (
     EMPTY_PLAN,
     ReadOrder,
@@ -21,7 +22,7 @@ from kv_scheduler_state.plan import (
 )
 from kv_scheduler_state.streams.producer import StreamPlaces
 from kv_scheduler_state.streams.reader import StreamReaders
-from kv_scheduler_state.streams.values import StreamPart, is_later_tag, stream_tag
+from kv_scheduler_state.streams.values import StreamPart
 from kv_scheduler_state.tables import (
     CONSUMER_TABLE,
     PRODUCER_TABLE,

@@ -14,9 +14,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, final
 
 from kv_scheduler_state.errors import TicketError, UnknownRequest, quote
+from kv_scheduler_state.fences import stream_tag
 from kv_scheduler_state.plan import StreamOrder
 from kv_scheduler_state.records import UNRESERVED
-from kv_scheduler_state.streams.values import StreamOutcome, StreamQuestion, StreamResult, stream_tag
+from kv_scheduler_state.streams.values import StreamOutcome, StreamQuestion, StreamResult
 from kv_scheduler_state.ticket.prompt import MEDIA_MISSING
 
 if TYPE_CHECKING:

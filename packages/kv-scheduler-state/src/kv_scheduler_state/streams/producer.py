@@ -18,9 +18,9 @@ from hmac import compare_digest
 from typing import TYPE_CHECKING, Final, final
 
 from kv_scheduler_state.errors import InvalidEvent, UnknownRequest, quote
-from kv_scheduler_state.fences import FencePool, ended_generation
+from kv_scheduler_state.fences import FencePool, ended_generation, stream_tag
 from kv_scheduler_state.plan import StreamChunk, StreamOpen, StreamRun, StreamVoid
-from kv_scheduler_state.streams.values import StreamAnswer, StreamStanding, stream_tag
+from kv_scheduler_state.streams.values import StreamAnswer, StreamStanding
 from kv_scheduler_state.tables import GONE
 from kv_scheduler_state.values import running_state
 

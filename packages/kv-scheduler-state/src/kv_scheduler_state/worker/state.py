@@ -30,8 +30,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple, Protocol, final
 
-from kv_scheduler_state.fences import ended_generation
-from kv_scheduler_state.streams.values import stream_tag
+from kv_scheduler_state.fences import ended_generation, stream_tag
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable
