@@ -84,8 +84,8 @@ def _unverified(_: Any) -> Any:
 
 
 def _reported_at_grant(old: Any) -> Any:
-    def apply(keeper: Any, plan: Any, void: Any = ()) -> None:
-        old(keeper, plan, void)
+    def apply(keeper: Any, plan: Any) -> None:
+        old(keeper, plan)
         for order in plan.grants:
             keeper._sent(order.request_id)
 

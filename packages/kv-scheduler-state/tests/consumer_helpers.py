@@ -1,5 +1,6 @@
 """A consumer of streamed prompts in every state, for tests."""
 
+from model.invariants import problems
 from stream_helpers import Prompt, answer_of, consumer, early, offered, question, run
 
 BLOCKS = [[11, 12, 13, 14, 15, 16, 17]]
@@ -57,7 +58,7 @@ def at(name, **changes):
 
 
 def states(state):
-    assert not state.check_invariants()
+    assert not problems(state)
     return list(state.state_counts())
 
 

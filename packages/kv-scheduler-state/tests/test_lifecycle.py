@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 
 import pytest
+from model.invariants import problems
 from scheduler_helpers import config, consumer_params, prefill_request_params, scheduler, with_ticket
 
 from kv_scheduler_state import BlockList, FenceOrder, GrantOrder, LeaseTable, SchedulerState
@@ -49,7 +50,7 @@ def test_prefill_is_announced_granted_and_forgotten():
     assert state.live_count == 1
     state.report(sent=["p1"], received=[], failed=[])
     assert state.live_count == 0
-    assert state.check_invariants() == ()
+    assert problems(state) == []
 
 
 def test_the_ticket_of_one_engine_is_read_by_the_other():
@@ -106,3 +107,15 @@ def test_an_unknown_or_doubled_request_is_refused():
         state.external_tokens("d2", computed_tokens=0)
     with pytest.raises(IllegalTransition, match=r"consumer request 'd1' in state 'queued'.* 'done'"):
         state.report(sent=[], received=["d1"], failed=[])
+
+
+def test_calls_for_a_bystander_are_accepted_and_change_nothing():
+    state = scheduler()
+    assert state.arrive("r", None, prompt_tokens=5, now_s=0.0).role == "none"
+    blocks = {"block_ids": [[1]], "now_s": 0.0}
+    assert state.external_tokens("r", computed_tokens=0) == 0
+    state.allocate("r", new_block_ids=[[1]], external_tokens=0, **blocks)
+    state.scheduled("r", new_block_ids=[[1]], is_prompt_complete=True)
+    state.preempt("r", now_s=0.0)
+    assert state.finish("r", reason="stop", computed_tokens=5, **blocks) == (False, None, "")
+    assert (state.take_step_plan(now_s=0.0), state.live_count) == (EMPTY_PLAN, 0)

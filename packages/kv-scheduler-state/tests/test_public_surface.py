@@ -51,10 +51,6 @@ SURFACE = {
         "StreamWords",
         "StreamWorker",
     ],
-    "kv_scheduler_state.testing": [
-        "forged_tickets",
-        "tampered_tickets",
-    ],
 }
 
 

@@ -95,12 +95,6 @@ def test_token_ids_are_swapped_where_the_machine_is_big_endian(monkeypatch):
     assert prompt_digest([1, 2, 3]) != little  # swapped although this machine needs the opposite
 
 
-def test_a_window_list_of_vllms_own_peer_that_begins_nowhere_is_refused():
-    state = SchedulerState(config(groups=(WINDOW,)))
-    cut = consumer_params(remote_block_ids=[[7, 8, 9]], remote_num_tokens=160)
-    assert state.arrive("d1", cut, prompt_tokens=160, now_s=0.0).rejected_code == "ticket-first-token"
-
-
 def test_a_read_that_does_not_begin_at_a_block_or_lacks_blocks_is_refused():
     for blocks, external in (([[1, 2, 3]], 40), ([[1, 2]], 48)):
         state = scheduler()

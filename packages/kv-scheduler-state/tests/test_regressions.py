@@ -11,14 +11,6 @@ from kv_scheduler_state import LeaseTable
 from kv_scheduler_state.errors import DuplicateRequest
 
 
-def test_leases_end_by_deadline_and_not_by_order_of_grant():
-    table = LeaseTable()
-    table.grant("long", lease_s=2.0, fence=None, now_s=0.0)
-    table.grant("short", lease_s=1.0, fence=None, now_s=0.0)
-    ends = [(tenth, end.request_id) for tenth in range(21) for end in table.take_ended(now_s=tenth / 10)]
-    assert ends == [(10, "short"), (20, "long")]
-
-
 def test_a_flag_alone_does_not_kill_the_engine_or_park_the_request():
     for params in ({"do_remote_prefill": True}, consumer_params(remote_host=None)):
         state = scheduler()
@@ -70,13 +62,6 @@ def test_an_id_is_free_again_once_the_plan_with_its_end_is_taken():
     with_ticket(state, "d1")  # its end was told with the last plan
     assert state.take_step_plan(now_s=0.0).releases == ("p1",)
     state.arrive("p1", None, prompt_tokens=1, now_s=0.0)
-
-
-def test_a_stop_at_the_first_token_hands_over():
-    state = scheduler()
-    state.arrive("p1", prefill_request_params(), prompt_tokens=48, now_s=0.0)
-    state.allocate("p1", block_ids=[[1]], new_block_ids=[[1]], external_tokens=0, now_s=0.0)
-    assert state.finish("p1", reason="stop", block_ids=[[1]], computed_tokens=48, now_s=0.0).keep_blocks
 
 
 def test_a_prefill_that_ends_without_blocks_is_forgotten_by_the_workers():

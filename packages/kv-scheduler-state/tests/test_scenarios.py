@@ -42,42 +42,6 @@ def test_the_read_order_holds_the_allocated_blocks():
     assert (order.ticket.fence, order.ticket.lease_s, order.is_reported, order.tokens) == (None, None, True, 48)
 
 
-def test_interleaved_requests_do_not_disturb_each_other():
-    state = scheduler()
-    with_ticket(state, "d1", remote_request_id="a")
-    state.arrive("local", None, prompt_tokens=5, now_s=0.0)
-    allocate(state, "d1", [[4, 5, 6]], external=48)
-    with_ticket(state, "d2", remote_request_id="b")
-    assert [order.request_id for order in state.take_step_plan(now_s=0.0).reads] == ["d1"]
-    allocate(state, "d2", [[7, 8, 9]], external=48)
-    assert [order.request_id for order in state.take_step_plan(now_s=0.0).reads] == ["d2"]
-    allocate(state, "local", [[10]])
-    state.scheduled("local", new_block_ids=[[10]], is_prompt_complete=True)
-    state.preempt("local", now_s=0.0)
-    state.report(sent=[], received=["d2"], failed=[])
-    state.report(sent=[], received=["d1"], failed=[])
-    for request_id in ("d1", "d2", "local"):
-        finish(state, request_id, "stop")
-    assert state.live_count == 0
-
-
-def test_a_prompt_below_one_block_is_read_whole():
-    state = scheduler()
-    with_ticket(state, prompt_tokens=5, remote_block_ids=[[9]], remote_num_tokens=5)
-    assert state.external_tokens("d1", computed_tokens=0) == 5
-
-
-def test_a_full_block_prompt_counts_every_token_and_the_engine_recomputes_the_last():
-    state = scheduler()
-    with_ticket(state, prompt_tokens=48)
-    assert state.external_tokens("d1", computed_tokens=0) == 48
-    allocate(state, "d1", [[4, 5, 6]], external=48)
-    state.take_step_plan(now_s=0.0)
-    state.report(sent=[], received=["d1"], failed=[])
-    allocate(state, "d1", [[4, 5, 6, 7]], [[7]])
-    assert state.take_step_plan(now_s=0.0).reads == ()
-
-
 def test_a_request_that_cannot_be_allocated_yet_is_asked_again():
     state = scheduler()
     with_ticket(state)
@@ -103,28 +67,6 @@ def test_a_failed_read_follows_the_policy(policy, state_after):
         state.preempt("d1", now_s=0.0)
         allocate(state, "d1", [[4, 5, 6]])
     finish(state, "d1", "error")
-    assert state.live_count == 0
-
-
-def test_failures_and_successes_come_in_one_report():
-    state = scheduler()
-    for name in ("d1", "d2"):
-        with_ticket(state, name, remote_request_id=name)
-        allocate(state, name, [[4, 5, 6]], external=48)
-    state.take_step_plan(now_s=0.0)
-    with pytest.raises(IllegalTransition):
-        state.report(sent=[], received=["d1", "d2", "d1"], failed=["d2"])
-    assert [state.explain(name, now_s=0.0)["state"] for name in ("d1", "d2")] == ["local", "local"]
-
-
-def test_an_engine_may_fail_the_request_before_it_reports_the_read():
-    state = scheduler(load_failure_policy="fail")
-    with_ticket(state)
-    allocate(state, "d1", [[4, 5, 6]], external=48)
-    state.take_step_plan(now_s=0.0)
-    finish(state, "d1", "error")
-    assert state.explain("d1", now_s=0.0)["waits_for"] == "the workers, to report that its cancelled read is quiet"
-    state.report(sent=[], received=["d1"], failed=["d1"])
     assert state.live_count == 0
 
 
@@ -240,20 +182,6 @@ def test_without_a_free_slot_nothing_is_handed_over_and_slots_come_back():
     assert state.take_step_plan(now_s=0.0).fences[0].generation == 1
 
 
-def test_a_lease_can_be_taken_back():
-    state = scheduler()
-    for now_s, name in enumerate(("p1", "p2", "p3")):
-        state.arrive(name, prefill_request_params(), prompt_tokens=48, now_s=float(now_s))
-        allocate(state, name, [[1]], now_s=float(now_s))
-    for name in ("p1", "p2"):
-        finish(state, name, blocks=[[1]], now_s=5.0)
-    state.arrive("local", None, prompt_tokens=1, now_s=5.0)
-    state.revoke("p2", now_s=6.0)
-    assert state.take_step_plan(now_s=6.0).revokes == ("p2",)
-    state.report(sent=["p2"], received=[], failed=[])
-    assert state.live_count == 3
-
-
 # ---- groups, windows and states
 
 
@@ -273,20 +201,6 @@ def test_windows_are_clipped_to_the_tail():
 def test_the_running_state_is_in_front_of_the_speculative_blocks(blocks, kept):
     group = GroupConfig("state", scratch_blocks=2)
     assert BlockRules((group,)).offered([blocks], 16) == (BlockList((kept,)),)
-
-
-def test_a_hybrid_hand_over_is_clipped_on_both_sides():
-    producer, state = scheduler(groups=(FULL, WINDOW), engine_id="prefill-0"), scheduler(groups=(FULL, WINDOW))
-    producer.arrive("p1", prefill_request_params(), prompt_tokens=64, now_s=0.0)
-    allocate(producer, "p1", [[1, 2, 3, 4], [5, 6, 7, 8]])
-    params = finish(producer, "p1", blocks=[[1, 2, 3, 4], [0, 6, 7, 8]], tokens=64).params
-    assert params["remote_block_ids"] == [[1, 2, 3, 4], [6, 7, 8]]
-    state.arrive("d1", params, prompt_tokens=64, now_s=0.0)
-    allocate(state, "d1", [[11, 12, 13, 14], [15, 16, 17, 18]], external=64)
-    (order,) = state.take_step_plan(now_s=0.0).reads
-    assert ids(order.local_blocks) == ((11, 12, 13, 14), (16, 17, 18))
-    assert [blocks.first_token for blocks in order.local_blocks] == [0, 16]
-    assert [blocks.first_token for blocks in order.ticket.peer_blocks] == [0, 16]
 
 
 def test_a_ticket_for_a_shorter_prompt_is_not_believed_beyond_it():
@@ -404,14 +318,3 @@ def test_a_bad_readback_is_still_a_prefill():
     params = consumer_params(do_remote_prefill=False, do_remote_decode=True, remote_port=0)
     admission = state.arrive("p1", params, prompt_tokens=200, now_s=0.0)
     assert (admission.role, admission.rejected_code) == ("producer", "ticket-range")
-
-
-def test_a_state_is_read_back_only_as_far_as_it_goes():
-    """Prefill leaves the last token to decode, and its engine computes the one before itself: a state of 100 fits from 102 on."""
-    state = scheduler(bidirectional=True, groups=(STATE,), recompute_threshold_tokens=0)
-    params = consumer_params(do_remote_prefill=False, do_remote_decode=True, remote_num_tokens=100)
-    for name, prompt_tokens, loaded in (("p0", 102, 100), ("p1", 101, 0), ("p2", 100, 0), ("p3", 300, 100)):
-        state.arrive(name, params, prompt_tokens=prompt_tokens, now_s=0.0)
-        assert state.external_tokens(name, computed_tokens=0) == loaded
-    state.arrive("p4", {**params, "remote_num_tokens": None}, prompt_tokens=300, now_s=0.0)
-    assert state.external_tokens("p4", computed_tokens=0) == 0

@@ -31,14 +31,6 @@ class HandOver(RuleBasedStateMachine):
         # The world checks every promise while the step happens, and raises ModelViolation.
         self.world.apply(data.draw(st.sampled_from(self.world.steps())))
 
-    @rule()
-    def ask(self):
-        for side in (self.world.prefill, self.world.decode):
-            if side is not None:
-                before = side.state.snapshot(now_s=self.world.now_s)
-                side.probe(self.world.now_s)
-                assert side.state.snapshot(now_s=self.world.now_s) == before
-
     def teardown(self):
         if hasattr(self, "world"):
             self.world.heal()

@@ -365,15 +365,6 @@ def test_a_stream_that_is_not_there_is_refused_by_name_and_its_end_means_nothing
     assert states(state) == ["consumer-streaming"]
 
 
-def test_no_read_is_ordered_of_a_stream_without_blocks():
-    state, _ = at("asking")
-    streams = state._consumers.streams
-    stream = streams.find("d1", "final")
-    for order in (streams.order_again, streams.order_final):
-        with pytest.raises(SchedulerStateError):
-            order(stream, None)
-
-
 @pytest.mark.parametrize("seed", range(200))
 def test_no_answers_of_a_lying_producer_keep_a_request_for_ever(seed):
     """It offers, hands over, refuses and is silent as it likes, and breaks every stream; the request ends within its waits."""

@@ -8,6 +8,7 @@ import pytest
 
 from kv_scheduler_state import GroupConfig, LeaseEnd
 from kv_scheduler_state.errors import DuplicateRequest, InvalidConfig, UnknownRequest
+from kv_scheduler_state.fences import is_later_tag, stream_tag
 from kv_scheduler_state.plan import (
     EMPTY_PLAN,
     ReadOrder,
@@ -19,31 +20,17 @@ from kv_scheduler_state.plan import (
     StreamRun,
     StreamVoid,
 )
-from kv_scheduler_state.streams.consumer import StreamReserve
 from kv_scheduler_state.streams.producer import StreamPlaces
 from kv_scheduler_state.streams.reader import StreamReaders
-from kv_scheduler_state.streams.values import StreamPart, is_later_tag, stream_tag
-from kv_scheduler_state.streams.worker import StreamWorker
+from kv_scheduler_state.streams.values import StreamPart
 from kv_scheduler_state.tables import (
     CONSUMER_TABLE,
     PRODUCER_TABLE,
     STREAM_CONSUMER_TABLE,
     STREAM_PRODUCER_TABLE,
-    STREAM_READER_TABLE,
 )
 from kv_scheduler_state.ticket.ticket import HandoffTicket, PeerAddress
-from kv_scheduler_state.worker.state import WorkerState
-
-
-def test_every_pair_of_state_and_event_is_decided():
-    def pairs(table):
-        states = [state for state in table.states if state != "gone"]
-        return len(table.rows), len(states) * len(table.events) - len(table.rows)
-
-    # Listed, and refused: whoever adds a state or an event decides each of its pairs.
-    assert pairs(STREAM_PRODUCER_TABLE) == (43, 89)
-    assert pairs(STREAM_CONSUMER_TABLE) == (44, 148)
-    assert pairs(STREAM_READER_TABLE) == (16, 34)
+from kv_scheduler_state.worker.state import StreamWorker, WorkerState
 
 
 def test_streams_join_the_machines_of_plain_hand_overs():
@@ -167,20 +154,6 @@ def test_the_last_order_is_carried_out_by_those_who_are_not_done(last):
     assert worker.apply(last) == last
 
 
-def test_a_reservation_is_counted_once_and_comes_back():
-    reserve = StreamReserve(10, 0.5)
-    assert not reserve.take("r", 6, free_blocks=10)
-    assert not reserve.take("r", 5, free_blocks=4)
-    assert reserve.take("r", 5, free_blocks=5)
-    assert reserve.take("r", 5, free_blocks=5)
-    assert not reserve.take("s", 1, free_blocks=5)
-    assert not reserve.take("r", 5, free_blocks=4)
-    assert reserve.held == 0
-    assert reserve.take("s", 1, free_blocks=5)
-    reserve.give_back("s")
-    assert reserve.held == 0
-
-
 def test_held_tokens_are_shown_under_the_tag_of_their_start_alone():
     words = Log()
     worker = StreamWorker(words, 2)
@@ -207,12 +180,6 @@ def test_words_that_refuse_an_order_fail_it_alone():
     refused = worker.before_forward(StreamPlan((), opens, chunks))
     assert [(request_id, str(error)) for request_id, error in refused] == [("r1", "1"), ("r2", "2")]
     assert words == [("open", 1, 8, 8), ("open", 2, 8, 8)]
-
-
-@pytest.mark.parametrize("fraction", [-0.1, 1.1, float("nan")])
-def test_a_share_is_one(fraction):
-    with pytest.raises(InvalidConfig):
-        StreamReserve(10, fraction)
 
 
 def test_the_readers_example():

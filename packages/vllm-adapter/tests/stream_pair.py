@@ -134,7 +134,6 @@ class StreamPair:
         for engine in (self.prefill, self.decode):
             engine.step()
             assert not engine.state.live_count, self.states()
-            assert engine.state.check_invariants() == ()
         assert self.prefill.state.streams.produced.slots_used == 0
         assert self.decode.state.streams.consumed.blocks_held == 0
 

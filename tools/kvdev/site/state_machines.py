@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from kv_scheduler_state.machine import GONE, NEW
 from kv_scheduler_state.tables import (
     CONSUMER_TABLE,
+    GONE,
     LEASE_TABLE,
+    NEW,
     PRODUCER_TABLE,
     STREAM_CONSUMER_TABLE,
     STREAM_PRODUCER_TABLE,
@@ -17,7 +18,7 @@ from kv_scheduler_state.tables import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kv_scheduler_state.machine import Table
+    from kv_scheduler_state.tables import Table
 
 __all__ = ["state_machines_page"]
 

@@ -10,8 +10,7 @@ from kv_scheduler_state.ticket.prompt import PromptIdentity, prompt_digest
 from kv_scheduler_state.ticket.reader import TicketReader
 from kv_scheduler_state.ticket.ticket import HandoffTicket, PeerAddress
 from kv_scheduler_state.values import Admission, BlockList, FinishDecision
-from kv_scheduler_state.worker.lease import LeaseEnd, Refusal
-from kv_scheduler_state.worker.leases import LeaseTable
+from kv_scheduler_state.worker.leases import LeaseEnd, LeaseTable, Refusal
 from kv_scheduler_state.worker.state import EndReport, WorkerState
 
 __version__ = "0.3.0"

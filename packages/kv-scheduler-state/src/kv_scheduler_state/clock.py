@@ -59,14 +59,9 @@ class ObservedClock:
         Raises:
             InvalidEvent: As `observe`.
         """
-        reading_s = _checked(now_s)
-        at_s, before_s = reading_s - self._lag_s, self.observed_s
+        if (type(now_s) is not float and type(now_s) is not int) or not 0 <= now_s <= _LARGEST:
+            raise InvalidEvent(f"now_s is {quote(now_s)}, must be a finite number of seconds, zero or more")
+        at_s, before_s = float(now_s) - self._lag_s, self.observed_s
         if before_s <= at_s <= before_s + self.max_step_s or not self._has_begun:
             return at_s
         return before_s if at_s < before_s else before_s + self.max_step_s
-
-
-def _checked(now_s: float) -> float:
-    if (type(now_s) is not float and type(now_s) is not int) or not 0 <= now_s <= _LARGEST:
-        raise InvalidEvent(f"now_s is {quote(now_s)}, must be a finite number of seconds, zero or more")
-    return float(now_s)

@@ -260,7 +260,9 @@ class SchedulerConfig:
         Example: a window of 32, blocks of 16. At the end of 47 tokens the block of tokens 0 to 15 is given up, of which token 46
         sees 15; at the end of 46 it is kept.
         """
-        return any(group.first_kept(tokens) > group.first_seen(tokens - 1) for group in self.groups if tokens > 1)
+        return tokens > 1 and any(
+            group.sees_a_part and group.first_kept(tokens) > group.first_seen(tokens - 1) for group in self.groups
+        )
 
     def unread_tokens(self, prompt_tokens: int) -> int:
         """Return how many trailing tokens of a prompt are not read: those that the producer leaves, or the last one.

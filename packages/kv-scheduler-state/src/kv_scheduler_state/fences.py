@@ -31,8 +31,9 @@ if TYPE_CHECKING:
     from kv_scheduler_state.config import SchedulerConfig
     from kv_scheduler_state.records import ProducerRecord
 
-__all__ = ["ENDED_BIT", "FencePool", "Outstanding", "ended_generation"]
+__all__ = ["ENDED_BIT", "FencePool", "Outstanding", "ended_generation", "is_later_tag", "stream_tag"]
 
+_TAG_BITS: Final = 32
 ENDED_BIT: Final = 1 << 63
 """Set in a fence word whose lease has ended; no granted generation has it."""
 
@@ -40,6 +41,23 @@ ENDED_BIT: Final = 1 << 63
 def ended_generation(generation: int) -> int:
     """Return the word that voids a granted generation; the same on every worker, and granted to nobody."""
     return generation | ENDED_BIT
+
+
+def stream_tag(generation: int) -> int:
+    """Return the tag of a generation: its low 32 bits.
+
+    A tag paces reads and names the table's owner; it repeats after 2**32 generations, so it never decides. Example: the
+    generations 7 and 2**32 + 7 share the tag 7, and a reader that mistakes one for the other fails at the fence.
+    """
+    return generation % (1 << _TAG_BITS)
+
+
+def is_later_tag(tag: int, other: int) -> bool:
+    """Return whether `tag` was issued after `other`, provided that fewer than half of all tags lie between them.
+
+    Examples: 8 is later than 7; 1 is later than 2**32 - 1, since tags wrap around; 7 is not later than 7.
+    """
+    return 0 < (tag - other) % (1 << _TAG_BITS) < 1 << (_TAG_BITS - 1)
 
 
 @final

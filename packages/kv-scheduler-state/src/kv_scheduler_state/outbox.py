@@ -112,9 +112,11 @@ class Outbox:
 
     def is_ending(self, request_id: str) -> bool:
         """Whether the previous request of this id still ends in the next plan, so that the id cannot be used again yet."""
-        parts = ((self.orders, "reads"), (self.orders, "releases"), (self.orders, "failures"))
-        streams = ((self.streams, "ends"), (self.streams, "stops"))
-        return any(request_id in orders[part] for orders, part in (*parts, *streams))
+        orders, streams = self.orders, self.streams
+        if not self.has_orders:
+            return False
+        is_ending = any(request_id in orders[part] for part in ("reads", "releases", "failures"))
+        return is_ending or request_id in streams["ends"] or request_id in streams["stops"]
 
     @property
     def has_orders(self) -> bool:
@@ -126,18 +128,18 @@ class Outbox:
         if not self.has_orders:
             return EMPTY_PLAN
         # Reads that are kept back stay, with their voids, which mean nothing before them.
-        reads = self.orders["reads"]
-        kept = {request_id: reads[request_id] for request_id in self._young if request_id in reads}
-        voids = [request_id for request_id in kept if self.orders.drop("voids", request_id)]
-        for request_id in kept:
+        young, reads = self._young, self.orders["reads"]
+        kept = [(request_id, left, reads[request_id]) for request_id, left in young.items() if request_id in reads]
+        voids = [request_id for request_id, _, _ in kept if self.orders.drop("voids", request_id)]
+        for request_id, _, _ in kept:
             self.orders.drop("reads", request_id)
         parts = self.orders.take()
         if "saves" in parts:
             parts["saves"] = tuple([save for saves in parts["saves"] for save in saves])
         streams = StreamPlan(**self.streams.take()) if self.streams else EMPTY_STREAM_PLAN
-        for request_id, order in kept.items():
+        for request_id, _, order in kept:
             self.orders.put("reads", request_id, order)
         for request_id in voids:
             self.orders.put("voids", request_id)
-        self._young = {request_id: self._young[request_id] - 1 for request_id in kept if self._young[request_id] > 1}
+        self._young = {request_id: left - 1 for request_id, left, _ in kept if left > 1}
         return StepPlan(**parts, streams=streams)

@@ -6,14 +6,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, final
 
 from kv_scheduler_state.errors import UnknownRequest
-from kv_scheduler_state.machine import GONE
+from kv_scheduler_state.tables import GONE
 from kv_scheduler_state.ticket.prompt import MEDIA_MISSING
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kv_scheduler_state.machine import Trace
     from kv_scheduler_state.plan import ReadOrder
+    from kv_scheduler_state.tables import Trace
     from kv_scheduler_state.ticket.early import EarlyTicket
     from kv_scheduler_state.ticket.ticket import HandoffTicket, PeerAddress
 

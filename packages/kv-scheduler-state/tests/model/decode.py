@@ -7,19 +7,17 @@ which always serves and so lets the decode side be explored alone.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Final, final
 
 from kv_scheduler_state.config import GroupConfig, SchedulerConfig
 from kv_scheduler_state.scheduler.state import SchedulerState
 
+from .invariants import problems
 from .peers import Answer, Peer
-from .promises import Step, demand, demand_refusal
+from .promises import Step, demand
 from .prompt import HEARTBEAT_S, LEASE_S
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from kv_scheduler_state.plan import StepPlan
     from kv_scheduler_state.records import Request
     from kv_scheduler_state.values import FinishReason
@@ -28,15 +26,6 @@ __all__ = ["DecodeSide"]
 
 
 _REASONS: Final[dict[str, FinishReason]] = {"d-finish": "stop", "d-abort": "abort", "d-fail": "error"}
-_LAWFUL: Final = {
-    "absent": frozenset(("arrive",)),
-    "waiting": frozenset(("load", "hit", "finish", "external")),
-    "parked": frozenset(("finish", "received", "failed", "external")),
-    "aborting": frozenset(("received", "failed", "external")),
-    "running": frozenset(("hit", "preempt", "finish", "external")),
-    "failing": frozenset(("hit", "finish", "external")),
-    "gone": frozenset(("arrive",)),
-}
 _WANTS_LEASE: Final = frozenset(("waiting", "parked"))
 
 
@@ -141,8 +130,8 @@ class DecodeSide:
                 self._workers_step(name, request_id, answer, now_s)
             else:
                 self._request_step(name, request_id, answer, now_s)
-        problems = self.state.check_invariants()
-        demand(not problems, "; ".join(problems))
+        found = problems(self.state)
+        demand(not found, "; ".join(found))
 
     def _request_step(self, name: str, request_id: str, answer: Answer, now_s: float) -> None:
         blocks = [[7, 8]]
@@ -306,40 +295,6 @@ class DecodeSide:
     def _is_peer_told(self, ended: list[Answer]) -> bool:
         """Whether some holder of the shared ticket has notified the peer, or let a read end."""
         return not ended or any(answer.is_over or answer.is_notified for answer in ended)
-
-    def probe(self, now_s: float) -> None:
-        """Demand that everything unlawful is refused now."""
-        for request_id, answer in self.answers.items():
-            is_failing = request_id in self.state._outbox.orders["failures"]
-            for name, call in self._calls(request_id, now_s).items():
-                if name not in _LAWFUL[answer.status]:
-                    demand_refusal(f"{request_id}: {name} while {answer.status}", call)
-            if not is_failing:
-                self._forget_failure(request_id)
-
-    def _forget_failure(self, request_id: str) -> None:
-        """Take back the failure that a refused load orders, since this engine never parked the request."""
-        outbox = self.state._outbox  # a probe must leave no trace
-        self.state._reports.unread.discard(request_id)
-        outbox.orders.drop("failures", request_id)
-
-    def _calls(self, request_id: str, now_s: float) -> dict[str, Callable[[], object]]:
-        state, blocks = self.state, [[7, 8]]
-        allocate = partial(state.allocate, request_id, block_ids=blocks, new_block_ids=blocks, now_s=now_s)
-        return {
-            "arrive": partial(state.arrive, request_id, None, prompt_tokens=1, now_s=now_s),
-            "external": partial(state.external_tokens, request_id, computed_tokens=0),
-            "hit": partial(allocate, external_tokens=0),
-            "preempt": partial(state.preempt, request_id, now_s=now_s),
-            "finish": partial(
-                state.finish, request_id, reason="abort", block_ids=blocks, computed_tokens=1, now_s=now_s
-            ),
-            "received": partial(state.report, sent=[], received=[request_id], failed=[]),
-            "failed": partial(state.report, sent=[], received=[], failed=[request_id]),
-            "sent": partial(state.report, sent=[request_id], received=[], failed=[]),
-            # Last, because a refused load is reported as failed: the engine has parked the request.
-            "load": partial(allocate, external_tokens=32),
-        }
 
     def request_key(self, request_id: str, now_s: float, *, is_named: bool) -> tuple[object, ...]:
         """Return everything that determines this request's future, with times relative to now and, perhaps, ranks unnamed."""

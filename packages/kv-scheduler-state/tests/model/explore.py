@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final, Protocol, cast, final
 
 from kv_scheduler_state.config import GroupConfig, SchedulerConfig
 from kv_scheduler_state.errors import SchedulerStateError
-from kv_scheduler_state.machine import Table, Transition
+from kv_scheduler_state.tables import Table, Transition
 from kv_scheduler_state.ticket.reader import TicketReader
 from kv_scheduler_state.ticket.ticket import PeerAddress
 from kv_scheduler_state.values import BlockRules
@@ -74,10 +74,6 @@ class Explorable(Protocol):
 
     def apply(self, step: Step) -> None:
         """Let one of `different_steps` happen."""
-        ...
-
-    def probe(self) -> None:
-        """Demand that everything unlawful is refused in this state."""
         ...
 
     def key(self) -> bytes:
@@ -144,16 +140,6 @@ class World:
                 cast("DecodeSide", self.decode).apply(step, self.now_s)
         except SchedulerStateError as error:
             raise ModelViolation(f"{step} was refused: {error}") from None
-
-    def probe(self) -> None:
-        """Demand that everything unlawful is refused in this state.
-
-        Raises:
-            ModelViolation: if something is accepted.
-        """
-        for side in (self.prefill, self.decode):
-            if side is not None:
-                side.probe(self.now_s)
 
     def key(self) -> bytes:
         """Return a digest that is equal for states with equal futures; requests are interchangeable."""
@@ -271,7 +257,6 @@ def explore(
                     continue
                 seen.add(key)
                 following = None if is_last else (codec.save(world), world.different_steps())
-                world.probe()
                 world.heal()
             except ModelViolation as error:
                 path = (*_path(paths, number), step)

@@ -7,7 +7,7 @@ from typing import Final, cast
 
 from kv_scheduler_state.clock import ObservedClock
 from kv_scheduler_state.config import GroupConfig, SchedulerConfig
-from kv_scheduler_state.machine import Table, Transition
+from kv_scheduler_state.tables import Table, Transition
 from kv_scheduler_state.ticket.reader import TicketReader
 from kv_scheduler_state.ticket.seal import TicketSeal
 from kv_scheduler_state.values import BlockRules

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from kv_scheduler_state.scheduler.state import SchedulerState
-    from kv_scheduler_state.worker.lease import Lease
-    from kv_scheduler_state.worker.leases import LeaseTable
+    from kv_scheduler_state.worker.leases import Lease, LeaseTable
 
     from .prompt import Prompt
 

@@ -8,7 +8,6 @@ without asking the code under test.
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import TYPE_CHECKING, cast, final
 
 from kv_scheduler_state.config import GroupConfig, SchedulerConfig
@@ -16,13 +15,12 @@ from kv_scheduler_state.scheduler.state import SchedulerState
 from kv_scheduler_state.ticket.early import prefill_request_params
 from kv_scheduler_state.worker.leases import LeaseTable
 
+from .invariants import problems
 from .keys import prefill_key
-from .promises import Step, demand, demand_refusal
-from .prompt import HEARTBEAT_S, LAWFUL, LEASE_S, RENEWAL_S, Prompt
+from .promises import Step, demand
+from .prompt import HEARTBEAT_S, LEASE_S, RENEWAL_S, Prompt
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from kv_scheduler_state.plan import StepPlan
 
 __all__ = ["PrefillSide"]
@@ -114,11 +112,11 @@ class PrefillSide:
             self._poll(now_s)
         else:
             self._request_step(name, request_id, self.prompts[request_id], now_s)
-        problems = (
-            *self.state.check_invariants(),
-            *[text for table in self.tables for text in table.check_invariants()],
+        found = (
+            *problems(self.state),
+            *[text for table in self.tables for text in problems(table)],
         )
-        demand(not problems, "; ".join(problems))
+        demand(not found, "; ".join(found))
 
     def _request_step(self, name: str, request_id: str, prompt: Prompt, now_s: float) -> None:
         blocks = [self._blocks(request_id)]
@@ -331,40 +329,6 @@ class PrefillSide:
     def is_settled(self) -> bool:
         """Whether nothing is left of any request: no record, no lease, no slot in use."""
         return not (self.state.live_count or self.state.has_work() or any(table.live_count() for table in self.tables))
-
-    def probe(self, now_s: float) -> None:
-        """Demand that everything unlawful is refused now."""
-        for request_id, prompt in self.prompts.items():
-            calls = self._calls(request_id, now_s)
-            lawful = LAWFUL[prompt.status]
-            if prompt.is_revoked and prompt.status == "kept":
-                lawful = lawful - {"revoke"}
-            for name, call in calls.items():
-                if name not in lawful:
-                    demand_refusal(f"{request_id}: {name} while {prompt.status}", call)
-            for table in self.tables:
-                lease = table._leases.get(request_id)
-                if lease is not None:
-                    demand_refusal(f"{request_id}: expected twice", partial(table.expect, request_id, now_s=now_s))
-                if lease is not None and lease.state == "granted":
-                    grant = partial(table.grant, request_id, lease_s=1.0, fence=None, now_s=now_s)
-                    demand_refusal(f"{request_id}: granted twice", grant)
-
-    def _calls(self, request_id: str, now_s: float) -> dict[str, Callable[[], object]]:
-        state, blocks = self.state, [self._blocks(request_id)]
-        allocate = partial(state.allocate, block_ids=blocks, new_block_ids=blocks, external_tokens=0, now_s=now_s)
-        finish = partial(state.finish, block_ids=blocks, computed_tokens=1, now_s=now_s)
-        return {
-            "arrive": partial(state.arrive, request_id, None, prompt_tokens=1, now_s=now_s),
-            "allocate": partial(allocate, request_id),
-            "scheduled": partial(state.scheduled, request_id, new_block_ids=blocks, is_prompt_complete=True),
-            "preempt": partial(state.preempt, request_id, now_s=now_s),
-            "finish": partial(finish, request_id, reason="length"),
-            "abort": partial(finish, request_id, reason="abort"),
-            "revoke": partial(state.revoke, request_id, now_s=now_s),
-            "sent": partial(state.report, sent=[request_id], received=[], failed=[]),
-            "received": partial(state.report, sent=[], received=[request_id], failed=[]),
-        }
 
     def request_key(self, request_id: str, now_s: float, *, is_named: bool) -> tuple[object, ...]:
         """Return everything that determines this request's future."""

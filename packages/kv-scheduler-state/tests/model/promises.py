@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, final
+from typing import final
 
-from kv_scheduler_state import SchedulerStateError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-__all__ = ["ModelViolation", "Step", "demand", "demand_refusal"]
+__all__ = ["ModelViolation", "Step", "demand"]
 
 Step = tuple[str, ...]
 """An event in a model: its name and the objects that it affects."""
@@ -28,16 +23,3 @@ def demand(is_kept: bool, promise: str) -> None:
     """
     if not is_kept:
         raise ModelViolation(promise)
-
-
-def demand_refusal(what: str, call: Callable[[], object]) -> None:
-    """Raise unless the call is refused with a code.
-
-    Raises:
-        ModelViolation: if the call was accepted.
-    """
-    try:
-        call()
-    except SchedulerStateError:
-        return
-    raise ModelViolation(f"{what} was accepted")

@@ -1,20 +1,10 @@
-"""The models' knowledge of a prompt, and the calls that are lawful in each of its states."""
+"""The models' knowledge of a prompt."""
 
 from __future__ import annotations
 
-from typing import Final, final
+from typing import final
 
-__all__ = ["HEARTBEAT_S", "LAWFUL", "LEASE_S", "RENEWAL_S", "Prompt"]
-
-LAWFUL: Final = {
-    "absent": frozenset(("arrive",)),
-    "waiting": frozenset(("allocate", "abort")),
-    "running": frozenset(("allocate", "scheduled", "preempt", "finish", "abort")),
-    "preempted": frozenset(("allocate", "abort")),
-    "kept": frozenset(("revoke", "sent")),
-    "dropped": frozenset(("arrive",)),
-    "freed": frozenset(("arrive",)),
-}
+__all__ = ["HEARTBEAT_S", "LEASE_S", "RENEWAL_S", "Prompt"]
 
 LEASE_S = 3.0
 HEARTBEAT_S = 1.0

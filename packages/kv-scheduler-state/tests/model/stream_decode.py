@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, final
 
 from kv_scheduler_state.config import SchedulerConfig
-from kv_scheduler_state.machine import GONE
 from kv_scheduler_state.plan import EMPTY_PLAN
 from kv_scheduler_state.scheduler.state import SchedulerState
 from kv_scheduler_state.streams.values import StreamAnswer
+from kv_scheduler_state.tables import GONE
 
 from .freeze import freeze
+from .invariants import problems
 from .promises import Step, demand
 from .stream_prefill import GROUPS
 from .stream_reading import Reader
@@ -139,8 +140,8 @@ class StreamDecode:
         else:
             self._request_step(name, argument, now_s)
         self.pump()
-        problems = self.state.check_invariants()
-        demand(not problems, "; ".join(problems))
+        found = problems(self.state)
+        demand(not found, "; ".join(found))
 
     def _worker_step(self, name: str, reader: Reader, argument: str, now_s: float) -> None:
         if name == "c-work":

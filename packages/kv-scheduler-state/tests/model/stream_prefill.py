@@ -11,20 +11,21 @@ import math
 from typing import TYPE_CHECKING, cast, final
 
 from kv_scheduler_state.config import GroupConfig, SchedulerConfig
-from kv_scheduler_state.machine import GONE
 from kv_scheduler_state.plan import EMPTY_PLAN, EMPTY_STREAM_PLAN
 from kv_scheduler_state.scheduler.state import SchedulerState
-from kv_scheduler_state.streams.worker import StreamWorker
+from kv_scheduler_state.tables import GONE
 from kv_scheduler_state.worker.leases import LeaseTable
+from kv_scheduler_state.worker.state import StreamWorker
 
 from .freeze import freeze
+from .invariants import problems
 from .promises import Step, demand
 from .stream_words import Device, Identity, Job, StreamRules, Words, early_ticket, page_text
 
 if TYPE_CHECKING:
     from kv_scheduler_state.plan import StepPlan, StreamChunk
     from kv_scheduler_state.streams.values import StreamQuestion
-    from kv_scheduler_state.worker.lease import LeaseEnd
+    from kv_scheduler_state.worker.leases import LeaseEnd
 
 __all__ = ["GROUPS", "StreamPrefill"]
 
@@ -349,8 +350,8 @@ class StreamPrefill:
             if prompt.status in {"kept", "leased"} and len(prompt.reported) == len(self.workers):
                 self.state.report(sent=[request_id], received=[], failed=[])
                 self._release(prompt, "over")
-        problems = self.state.check_invariants()
-        demand(not problems, "; ".join(problems))
+        found = problems(self.state)
+        demand(not found, "; ".join(found))
 
     def _take_page(self) -> int:
         page = min(self.free)

@@ -112,11 +112,12 @@ class StreamWorld:
             else:
                 self.decode.apply(step, self.now_s)
             self.prefill.settle()
+            self._check()
         except SchedulerStateError as error:
             raise ModelViolation(f"{step} was refused: {error}") from None
 
-    def probe(self) -> None:
-        """Look for slots that two requests hold."""
+    def _check(self) -> None:
+        """Look for slots that two requests hold, and for questions that have an answer."""
         streams = self.prefill.state._producers.streams._streams.values()
         slots = [each.record.fence[0] for each in streams if each.record.fence is not None]
         if len(slots) != len(set(slots)):

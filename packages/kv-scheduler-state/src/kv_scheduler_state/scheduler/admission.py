@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, cast, final
 
 from kv_scheduler_state.errors import TicketError, quote
-from kv_scheduler_state.streams.values import stream_tag
+from kv_scheduler_state.fences import stream_tag
 from kv_scheduler_state.ticket.early import EARLY_KEY, is_withdrawal, named_id, read_early
 from kv_scheduler_state.ticket.prompt import missing_media
 from kv_scheduler_state.ticket.reader import TicketReader

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, final
 
 from kv_scheduler_state.errors import InvalidEvent, quote
-from kv_scheduler_state.machine import NEW, Table, Transition, advance
 from kv_scheduler_state.plan import ReadOrder
 from kv_scheduler_state.records import UNRESERVED, ConsumedStream, ConsumerRecord
 from kv_scheduler_state.scheduler.sharing import HandOvers, Heartbeats
 from kv_scheduler_state.streams.consumer import StreamConsumers
+from kv_scheduler_state.tables import NEW, Table, Transition, advance
 from kv_scheduler_state.ticket.ticket import HandoffTicket, PeerAddress
 
 if TYPE_CHECKING:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, final
 from kv_scheduler_state.config import MAX_GENERATION
 from kv_scheduler_state.errors import InvalidEvent, quote
 from kv_scheduler_state.fences import FencePool, Outstanding
-from kv_scheduler_state.machine import NEW, Table, Transition, advance, shorten
 from kv_scheduler_state.plan import GrantOrder
 from kv_scheduler_state.records import ProducerRecord
 from kv_scheduler_state.streams.producer import StreamProducers
+from kv_scheduler_state.tables import NEW, Table, Transition, advance, shorten
 from kv_scheduler_state.ticket.ticket import HandoffTicket, PeerAddress, ticket_params, wire_id
 from kv_scheduler_state.values import BlockList
 

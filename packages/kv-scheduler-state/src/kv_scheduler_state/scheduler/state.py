@@ -27,7 +27,7 @@ from kv_scheduler_state.outbox import Outbox
 from kv_scheduler_state.records import Request, find_request, forget_if_ended
 from kv_scheduler_state.scheduler.admission import Admissions
 from kv_scheduler_state.scheduler.consumer import Consumers
-from kv_scheduler_state.scheduler.introspection import count_states, describe, state_of, violations
+from kv_scheduler_state.scheduler.introspection import count_states, describe, state_of
 from kv_scheduler_state.scheduler.producer import Producers
 from kv_scheduler_state.scheduler.reports import Reports
 from kv_scheduler_state.scheduler.streaming import Streams
@@ -496,7 +496,3 @@ class SchedulerState:
         """
         request = find_request(self._requests, request_id, "explain")
         return describe(request_id, request, self._clock.peek(now_s))
-
-    def check_invariants(self) -> tuple[str, ...]:
-        """Return every broken internal promise in words; empty when the state is sound. Costs a scan."""
-        return tuple(violations(self._requests, self._consumers, self._producers, self._outbox))

@@ -13,7 +13,7 @@ from kv_scheduler_state.streams.values import (
     StreamQuestion,
     StreamStanding,
 )
-from kv_scheduler_state.streams.worker import StreamWords, StreamWorker
+from kv_scheduler_state.worker.state import StreamWords, StreamWorker
 
 __all__ = [
     "StreamAnswer",

@@ -13,24 +13,25 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, final
 
-from kv_scheduler_state.errors import InvalidConfig, TicketError, UnknownRequest, quote
+from kv_scheduler_state.errors import TicketError, UnknownRequest, quote
+from kv_scheduler_state.fences import stream_tag
 from kv_scheduler_state.plan import StreamOrder
 from kv_scheduler_state.records import UNRESERVED
-from kv_scheduler_state.streams.values import StreamOutcome, StreamQuestion, StreamResult, stream_tag
+from kv_scheduler_state.streams.values import StreamOutcome, StreamQuestion, StreamResult
 from kv_scheduler_state.ticket.prompt import MEDIA_MISSING
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from kv_scheduler_state.config import GroupConfig, SchedulerConfig
-    from kv_scheduler_state.machine import Table, Transition
     from kv_scheduler_state.outbox import Outbox
     from kv_scheduler_state.plan import ReadOrder
     from kv_scheduler_state.records import ConsumedStream
+    from kv_scheduler_state.tables import Table, Transition
     from kv_scheduler_state.ticket.early import EarlyTicket
     from kv_scheduler_state.ticket.ticket import HandoffTicket
 
-__all__ = ["StreamConsumers", "StreamReserve"]
+__all__ = ["StreamConsumers"]
 
 _WAITS: Final = UNRESERVED | {"awaiting"}
 _MOST_WAITS: Final = 10
@@ -66,7 +67,9 @@ class StreamConsumers:
         self._config = config
         self.table = table
         self.outbox = outbox
-        self.reserve = StreamReserve(config.cache_blocks, config.stream_reserve_fraction)
+        # Blocks that each stream holds, and the most that all of them may hold together.
+        self._held: dict[str, int] = {}
+        self._most_held = int(config.cache_blocks * config.stream_reserve_fraction)
         self.free_blocks: Callable[[], int] | None = None
         self._streams: dict[str, ConsumedStream] = {}
         self._number = 0
@@ -81,7 +84,7 @@ class StreamConsumers:
     @property
     def blocks_held(self) -> int:
         """Blocks that streams hold before their data is whole."""
-        return self.reserve.held
+        return sum(self._held.values())
 
     @property
     def has_broken_off(self) -> bool:
@@ -127,15 +130,16 @@ class StreamConsumers:
             return 0
         if record.state != "offered":
             return None
+        self._held.pop(request_id, None)
         blocks = self._blocks(stream, computed_tokens)
         free = blocks if self.free_blocks is None else self.free_blocks()
-        stream.is_too_large = blocks > self.reserve.limit
+        stream.is_too_large = blocks > self._most_held
         if blocks > free or stream.hold_s is not None:
             self._short.append(stream)
-            self.reserve.give_back(stream.request_id)
             return None
-        if not self.reserve.take(stream.request_id, blocks, free):
+        if self.blocks_held + blocks > self._most_held:
             return None
+        self._held[request_id] = blocks
         self._told.append(stream)
         return tokens
 
@@ -148,7 +152,7 @@ class StreamConsumers:
         if effect == "ask":
             if row.event in {"expire", "misfit"}:  # only the final ticket is of use from now on
                 stream.breaks = max(stream.breaks, self._config.stream_max_breaks)
-                self.reserve.give_back(request_id)
+                self._held.pop(request_id, None)
             stream.breaks += row.event == "torn"
             stream.torn.clear()
             self._ask(stream)
@@ -161,7 +165,7 @@ class StreamConsumers:
         elif effect in {"end-stream", "leave"}:
             if effect == "end-stream":
                 self.outbox.streams.put("ends", request_id)
-            self.reserve.give_back(request_id)
+            self._held.pop(request_id, None)
             del self._streams[request_id]
 
     def order(self, request_id: str, read: ReadOrder, start: int) -> None:
@@ -221,7 +225,7 @@ class StreamConsumers:
         refused = [stream for stream in self._told if stream.record.state == "offered"]
         for stream in refused:
             stream.hold_s = now_s + _HOLD_S
-            self.reserve.give_back(stream.request_id)
+            self._held.pop(stream.request_id, None)
         self.lacks_blocks = bool(refused) or any(stream.record.state == "offered" for stream in self._short)
         self._short.clear()
         self._told.clear()
@@ -337,45 +341,3 @@ def _first_taken(group: GroupConfig, tokens: int, computed_tokens: int) -> int:
     """Return the number of the first block that is neither a prefix hit nor wholly before the window at the end of `tokens`."""
     first_token = max(0, tokens - group.window_tokens) if group.kind == "window" else 0
     return max(first_token, computed_tokens) // group.span_tokens
-
-
-@final
-class StreamReserve:
-    """Counts the blocks that streams hold.
-
-    Args:
-        total_blocks: Blocks of the engine's pool.
-        fraction: Share of them that streams may hold together, 0 to 1.
-
-    Raises:
-        InvalidConfig: `invalid-config`, for a fraction outside of 0 to 1 or a negative total.
-    """
-
-    def __init__(self, total_blocks: int, fraction: float) -> None:
-        if not 0 <= fraction <= 1 or total_blocks < 0:
-            raise InvalidConfig(f"streams may hold {fraction} of {total_blocks} blocks: give a share of 0 to 1")
-        self._limit = int(total_blocks * fraction)
-        self._held: dict[str, int] = {}
-
-    @property
-    def limit(self) -> int:
-        """Most blocks that streams hold together."""
-        return self._limit
-
-    @property
-    def held(self) -> int:
-        """Blocks that streams hold now."""
-        return sum(self._held.values())
-
-    def take(self, request_id: str, blocks: int, free_blocks: int) -> bool:
-        """Count a request's blocks in place of any earlier count; return False if too few are free or left in the share."""
-        others = self.held - self._held.get(request_id, 0)
-        if blocks > free_blocks or others + blocks > self._limit:
-            self._held.pop(request_id, None)
-            return False
-        self._held[request_id] = blocks
-        return True
-
-    def give_back(self, request_id: str) -> None:
-        """Stop counting a request's blocks, if they were counted."""
-        self._held.pop(request_id, None)

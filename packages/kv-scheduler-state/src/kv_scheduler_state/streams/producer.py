@@ -18,10 +18,10 @@ from hmac import compare_digest
 from typing import TYPE_CHECKING, Final, final
 
 from kv_scheduler_state.errors import InvalidEvent, UnknownRequest, quote
-from kv_scheduler_state.fences import FencePool, ended_generation
-from kv_scheduler_state.machine import GONE
+from kv_scheduler_state.fences import FencePool, ended_generation, stream_tag
 from kv_scheduler_state.plan import StreamChunk, StreamOpen, StreamRun, StreamVoid
-from kv_scheduler_state.streams.values import StreamAnswer, StreamStanding, stream_tag
+from kv_scheduler_state.streams.values import StreamAnswer, StreamStanding
+from kv_scheduler_state.tables import GONE
 from kv_scheduler_state.values import running_state
 
 if TYPE_CHECKING:
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
     from kv_scheduler_state.clock import ObservedClock
     from kv_scheduler_state.config import GroupConfig, SchedulerConfig
-    from kv_scheduler_state.machine import Transition
     from kv_scheduler_state.outbox import Outbox
     from kv_scheduler_state.records import ProducerRecord
     from kv_scheduler_state.streams.values import NoReason
+    from kv_scheduler_state.tables import Transition
 
 __all__ = ["ProducedStream", "StreamPlaces", "StreamProducers"]
 

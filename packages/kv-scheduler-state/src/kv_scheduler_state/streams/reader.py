@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple, final
 
 from kv_scheduler_state.errors import DuplicateRequest, UnknownRequest
-from kv_scheduler_state.machine import GONE, NEW, Transition
-from kv_scheduler_state.streams.values import StreamPart, is_later_tag
-from kv_scheduler_state.tables import STREAM_READER_TABLE
+from kv_scheduler_state.fences import is_later_tag
+from kv_scheduler_state.streams.values import StreamPart
+from kv_scheduler_state.tables import GONE, NEW, STREAM_READER_TABLE, Transition
 
 __all__ = ["StreamReaders", "StreamReport"]
 

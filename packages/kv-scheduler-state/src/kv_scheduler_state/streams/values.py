@@ -12,33 +12,13 @@ __all__ = [
     "StreamQuestion",
     "StreamStanding",
     "VOID_TOKENS",
-    "is_later_tag",
-    "stream_tag",
 ]
 
 StreamResult: TypeAlias = Literal["read-whole", "computed-here", "given-up", "fails"]
 NoReason: TypeAlias = Literal["digest-mismatch", "unknown-id", "withdrawn", "busy", "not-streamed"]
-_TAG_BITS: Final = 32
 
 VOID_TOKENS: Final = (1 << 32) - 1
 """Progress of a tag that was voided: more than any prompt has."""
-
-
-def stream_tag(generation: int) -> int:
-    """Return the tag of a generation: its low 32 bits.
-
-    A tag paces reads and names the table's owner; it repeats after 2**32 generations, so it never decides. Example: the
-    generations 7 and 2**32 + 7 share the tag 7, and a reader that mistakes one for the other fails at the fence.
-    """
-    return generation % (1 << _TAG_BITS)
-
-
-def is_later_tag(tag: int, other: int) -> bool:
-    """Return whether `tag` was issued after `other`, provided that fewer than half of all tags lie between them.
-
-    Examples: 8 is later than 7; 1 is later than 2**32 - 1, since tags wrap around; 7 is not later than 7.
-    """
-    return 0 < (tag - other) % (1 << _TAG_BITS) < 1 << (_TAG_BITS - 1)
 
 
 class StreamOutcome(NamedTuple):

@@ -25,7 +25,7 @@ import re
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast, final
 
 from kv_scheduler_state.errors import TicketError, quote
-from kv_scheduler_state.ticket.encoding import encode
+from kv_scheduler_state.ticket.ticket import encode
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

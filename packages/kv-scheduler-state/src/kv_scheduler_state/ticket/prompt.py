@@ -20,7 +20,7 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, Final, Protocol, cast
 
 from kv_scheduler_state.errors import TicketError, quote
-from kv_scheduler_state.ticket.encoding import encode
+from kv_scheduler_state.ticket.ticket import encode
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -113,14 +113,14 @@ class TicketReader:
 
         Args:
             params: The object as the client sent it; never changed.
-            kind: The answer of `classify`.
+            kind: The answer of `classify` to it.
 
         Raises:
-            TicketError: `ticket-not-mapping`, `ticket-too-large`, `ticket-missing`, `ticket-type`, `ticket-range`,
+            TicketError: `ticket-too-large`, `ticket-missing`, `ticket-type`, `ticket-range`,
                 `ticket-text`, `ticket-id-reserved`, `ticket-host`, `ticket-blocks`, `ticket-first-token`, `ticket-groups`,
                 `ticket-empty` or `ticket-mode`.
         """
-        fields = self._fields(params)
+        fields = cast("Fields", params)
         get = fields.get
         peer = self._peer(fields)
         request_id = self._text("remote_request_id", get("remote_request_id"))

@@ -33,9 +33,8 @@ from typing import TYPE_CHECKING, Final, NoReturn, cast, final
 
 from kv_scheduler_state.errors import InvalidConfig, TicketError, quote
 from kv_scheduler_state.hosts import HostPolicy
-from kv_scheduler_state.ticket.encoding import encode
 from kv_scheduler_state.ticket.reader import MAX_BLOCKS
-from kv_scheduler_state.ticket.ticket import WHOLE_NUMBERS
+from kv_scheduler_state.ticket.ticket import WHOLE_NUMBERS, encode
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -8,12 +8,14 @@ engine hook. Names on the wire are vLLM's; those that begin with `kv_` are this 
 from __future__ import annotations
 
 from hashlib import sha256
+from struct import Struct
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, final
 
 if TYPE_CHECKING:
     from kv_scheduler_state.values import BlockList
 
-__all__ = ["WHOLE_NUMBERS", "HandoffTicket", "PeerAddress", "TicketKind", "ticket_params", "wire_id"]
+
+__all__ = ["HandoffTicket", "PeerAddress", "TicketKind", "WHOLE_NUMBERS", "encode", "ticket_params", "wire_id"]
 
 TicketKind = Literal["handoff", "readback"]
 
@@ -155,3 +157,29 @@ def ticket_params(ticket: HandoffTicket) -> dict[str, object]:
     )
     params.update([each for each in optional if each[1] is not None])
     return params
+
+
+_INTEGER: Final = Struct("<q")
+_SECONDS: Final = Struct("<d")
+
+
+def encode(tag: str, *fields: float | str | bytes | None) -> bytes:
+    """Return a tag, one zero byte, and the fields.
+
+    An integer takes 8 bytes, signed, little-endian; a float, an IEEE 754 double, little-endian; a text, its length in bytes as
+    an integer, then UTF-8; None is the integer -1, and so is an absent text's length; bytes are taken as they are.
+    """
+    parts = [tag.encode(), b"\0"]
+    for field in fields:
+        if field is None:
+            parts.append(_INTEGER.pack(-1))
+        elif isinstance(field, str):
+            data = field.encode("utf-8", "surrogatepass")
+            parts += _INTEGER.pack(len(data)), data
+        elif isinstance(field, bytes):
+            parts.append(field)
+        elif isinstance(field, int):
+            parts.append(_INTEGER.pack(field))
+        else:
+            parts.append(_SECONDS.pack(field))
+    return b"".join(parts)

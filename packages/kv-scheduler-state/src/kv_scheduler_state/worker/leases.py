@@ -19,33 +19,154 @@ from __future__ import annotations
 
 import math
 from collections import Counter, OrderedDict
+from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Final, Literal, final
+from itertools import islice
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, final
 
 from kv_scheduler_state.clock import ObservedClock
 from kv_scheduler_state.errors import InvalidConfig, InvalidEvent, SchedulerStateError, quote
 from kv_scheduler_state.fences import ended_generation
-from kv_scheduler_state.machine import GONE, NEW, Transition, advance
-from kv_scheduler_state.tables import LEASE_TABLE
+from kv_scheduler_state.tables import GONE, LEASE_TABLE, NEW, Trace, Transition, advance, describe_trace
 from kv_scheduler_state.ticket.ticket import wire_id
-from kv_scheduler_state.worker.lease import (
-    END_REASONS,
-    Lease,
-    LeaseEnd,
-    LeaseEndReason,
-    Readers,
-    ReaderVerdict,
-    Refusal,
-    describe_leases,
-    lease_violations,
-)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from kv_scheduler_state.plan import StepPlan
 
-__all__ = ["LeaseTable"]
+__all__ = ["Lease", "LeaseEnd", "LeaseTable", "Refusal"]
+
+_EndReason = Literal["read", "expired", "released"]
+_Verdict = Literal[
+    "counted",
+    "complete",
+    "duplicate",
+    "unknown",
+    "expired",
+    "stale",
+    "bad-count",
+    "bad-reader",
+    "too-many-consumers",
+]
+_END_REASONS: Final[dict[str, _EndReason]] = {
+    "end-read": "read",
+    "end-expired": "expired",
+    "end-released": "released",
+    "end-revoked": "expired",
+}
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class LeaseEnd:
+    """A producer request whose blocks may be given back, once its fence word is written.
+
+    Attributes:
+        request_id: The request.
+        reason: "read": all readers of a consumer are done. "expired": its deadline passed, or the scheduler revoked it.
+            "released": it was never handed over.
+        fence: (slot, generation) to write before the blocks are reported free, or None.
+        is_reported: Whether the engine waits for its report as sent. False for "released": the engine has forgotten it.
+        is_revoked: Whether the scheduler ended it early.
+        readers_done: Readers that had reported, over all consumers.
+    """
+
+    request_id: str
+    reason: _EndReason
+    fence: tuple[int, int] | None
+    is_reported: bool
+    is_revoked: bool
+    readers_done: int
+
+
+@final
+class Refusal(NamedTuple):
+    """An order of a plan that the lease table refused; all others were applied.
+
+    Attributes:
+        request_id: The request.
+        order: The kind of order.
+        code: Code of the error.
+        message: The same as a sentence.
+    """
+
+    request_id: str
+    order: Literal["expect", "grant", "release", "revoke"]
+    code: str
+    message: str
+
+
+@final
+@dataclass(slots=True, eq=False)
+class _Readers:
+    """The ranks of one consumer engine that are done with a request.
+
+    Attributes:
+        needed: Ranks that the consumer says there are.
+        done: Identities of those that have reported.
+    """
+
+    needed: int
+    done: set[str] = field(default_factory=set[str])
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all ranks have reported."""
+        return len(self.done) >= self.needed
+
+
+@final
+@dataclass(slots=True, eq=False)
+class Lease:
+    """The record of one lease.
+
+    Readers are kept by (nonce, consumer): before the grant its nonce is not known here, and the ranks of two consumers that
+    hold the same ticket never add up to a complete read.
+    """
+
+    state: str = NEW
+    trace: Trace = field(default_factory=list[tuple[float, Transition]])
+    deadline_s: float = 0.0
+    extension_s: float = 0.0
+    lease_s: float = 0.0
+    fence: tuple[int, int] | None = None
+    nonce: str = ""
+    readers: dict[tuple[str, str], _Readers] = field(default_factory=dict[tuple[str, str], _Readers])
+
+    def keep_readers_of(self, nonces: set[str]) -> None:
+        """Drop readers that answered with another nonce than these."""
+        self.readers = {key: readers for key, readers in self.readers.items() if key[0] in nonces}
+
+    @property
+    def is_read(self) -> bool:
+        """Whether some consumer has read it with all its ranks."""
+        return any(readers.is_complete for readers in self.readers.values())
+
+    @property
+    def readers_done(self) -> tuple[str, ...]:
+        """Identities of all readers that have reported."""
+        return tuple(sorted({reader for readers in self.readers.values() for reader in readers.done}))
+
+
+def _described(leases: Mapping[str, Lease], at_s: float, most: int | None = None) -> tuple[dict[str, object], ...]:
+    """Return the oldest `most` leases as plain values, oldest first; all of them without a limit."""
+    return tuple(
+        [
+            {
+                "request_id": request_id,
+                "state": lease.state,
+                "left_s": lease.deadline_s - at_s if lease.state == "granted" else None,
+                "fence": lease.fence,
+                "nonce": lease.nonce,
+                "readers": list(lease.readers_done),
+                "readers_needed": max([readers.needed for readers in lease.readers.values()], default=0),
+                **describe_trace(lease.trace, at_s),
+            }
+            for request_id, lease in islice(leases.items(), most)
+        ]
+    )
+
 
 _MAX_CONSUMERS: Final = 64
 """Consumers that are counted per request; a ticket is for one, and a retry may bring another."""
@@ -94,7 +215,7 @@ class LeaseTable:
         # No lease is due before this time, which may be too early after leases have ended, but never too late.
         self._next_due_s = math.inf
         self._ended: list[LeaseEnd] = []
-        self._past: OrderedDict[str, LeaseEndReason] = OrderedDict()
+        self._past: OrderedDict[str, _EndReason] = OrderedDict()
         # Requests that peers know by another id than the engine's, by that id; as long as they are live or in `_past`.
         self._named: dict[str, str] = {}
 
@@ -186,7 +307,7 @@ class LeaseTable:
 
     def read_complete(
         self, request_id: str, *, reader: str, consumer: str = "", reader_count: int, nonce: str = "", now_s: float
-    ) -> ReaderVerdict:
+    ) -> _Verdict:
         """Count a reader that is done, each identity once per consumer.
 
         Args:
@@ -217,7 +338,7 @@ class LeaseTable:
         if readers is None:
             if len(lease.readers) >= _MAX_CONSUMERS:
                 return "too-many-consumers"
-            readers = Readers(reader_count)
+            readers = _Readers(reader_count)
         if reader in readers.done and readers.needed == reader_count:
             return "duplicate"
         if readers.needed != reader_count or readers.is_complete:
@@ -231,7 +352,7 @@ class LeaseTable:
         self._step(request_id, lease, row, at_s)
         return "complete" if is_last else "counted"
 
-    def _reader_refusal(self, lease: Lease, reader: str, reader_count: int, nonce: str) -> ReaderVerdict | None:
+    def _reader_refusal(self, lease: Lease, reader: str, reader_count: int, nonce: str) -> _Verdict | None:
         if _is_stale(lease, nonce, self._requires_nonces):
             return "stale"
         if type(reader) is not str or not reader:
@@ -288,11 +409,7 @@ class LeaseTable:
 
     def snapshot(self, *, now_s: float, most: int | None = None) -> tuple[dict[str, object], ...]:
         """Return leases with state, age, readers and the time left, oldest first; at most `most` of them."""
-        return describe_leases(self._leases, self._clock.observe(now_s), most)
-
-    def check_invariants(self) -> tuple[str, ...]:
-        """Return every broken internal promise in words; empty when the table is sound. Costs a scan."""
-        return tuple(lease_violations(self._leases, self._next_due_s, self._lengths))
+        return _described(self._leases, self._clock.observe(now_s), most)
 
     def _state(self, request_id: str) -> str:
         lease = self._leases.get(request_id)
@@ -306,7 +423,7 @@ class LeaseTable:
             self._named[named_id] = request_id
         return lease
 
-    def _verdict_without_lease(self, request_id: str) -> ReaderVerdict:
+    def _verdict_without_lease(self, request_id: str) -> _Verdict:
         reason = self._past.get(request_id)
         if reason is None:
             return "unknown"
@@ -321,7 +438,7 @@ class LeaseTable:
             elif effect == "start":
                 self._note_length(lease.lease_s, 1)
                 self._next_due_s = min(self._next_due_s, lease.deadline_s)
-            elif effect in END_REASONS:
+            elif effect in _END_REASONS:
                 self._end(request_id, lease, effect)
         if lease.state == GONE:
             del self._leases[request_id]
@@ -338,7 +455,7 @@ class LeaseTable:
             self._clock.max_step_s = min(self._max_pause_s, _PAUSE_PART * shortest_s)
 
     def _end(self, request_id: str, lease: Lease, effect: str) -> None:
-        reason = END_REASONS[effect]
+        reason = _END_REASONS[effect]
         fence = lease.fence
         self._ended.append(
             LeaseEnd(

@@ -1,16 +1,14 @@
-"""For tests of a user of this package: forged and tampered tickets."""
+"""Tickets that were tampered with, without knowledge of a secret."""
 
 from __future__ import annotations
 
 import copy
-import json
 from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
-
-__all__ = ["forged_tickets", "tampered_tickets"]
+__all__ = ["tampered_tickets"]
 
 Params = dict[str, Any]
 
@@ -68,41 +66,3 @@ def tampered_tickets(params: Params) -> Iterator[tuple[str, Params]]:
         params["do_remote_prefill"],
     )
     yield "direction", flipped
-
-
-def forged_tickets(
-    tickets: list[Params], count: int, randrange: Callable[[int], int], reseal: Callable[[Params], Params]
-) -> Iterator[tuple[str, Params]]:
-    """Yield `count` forged tickets, drawn from honest ones.
-
-    Args:
-        tickets: At least two honest, sealed tickets.
-        count: How many.
-        randrange: Returns a random integer from 0, below its argument.
-        reseal: Seals a ticket under a secret that is not the fleet's.
-    """
-    for index in range(count):
-        first = randrange(len(tickets))
-        second = (first + 1 + randrange(len(tickets) - 1)) % len(tickets)
-        mine, other = copy.deepcopy(tickets[first]), copy.deepcopy(tickets[second])
-        kind = ("changed", "foreign blocks", "foreign request", "foreign seal", "cut", "re-signed", "unsealed")[
-            index % 7
-        ]
-        if kind == "changed":
-            changed = list(tampered_tickets(mine))
-            what, mine = changed[randrange(len(changed))]
-            kind = f"changed {what}"
-        elif kind == "foreign blocks":
-            ids = [[block + 1 + randrange(5) for block in group] for group in mine["remote_block_ids"]]
-            mine["remote_block_ids"] = ids
-        elif kind == "foreign request":
-            mine["remote_request_id"], mine["kv_nonce"] = other["remote_request_id"], other["kv_nonce"]
-        elif kind == "foreign seal":
-            mine["kv_seal"] = other["kv_seal"]
-        elif kind == "cut":
-            mine["kv_seal"] = mine["kv_seal"][: randrange(64)]
-        elif kind == "re-signed":
-            mine = reseal(mine)
-        else:
-            del mine["kv_seal"]
-        yield kind, json.loads(json.dumps(mine))

@@ -1,0 +1,96 @@
+"""Internal promises between the parts of a state; every test that meets a broken one fails."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Final
+
+from kv_scheduler_state import LeaseTable
+from kv_scheduler_state.scheduler.introspection import pending_records
+from kv_scheduler_state.scheduler.sharing import key_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from kv_scheduler_state import SchedulerState
+    from kv_scheduler_state.outbox import Outbox
+    from kv_scheduler_state.records import Request
+    from kv_scheduler_state.scheduler.consumer import Consumers
+    from kv_scheduler_state.scheduler.producer import Producers
+    from kv_scheduler_state.scheduler.sharing import TicketKey
+    from kv_scheduler_state.tables import Table
+
+__all__ = ["problems"]
+
+_AFTER_THE_END: Final = frozenset(
+    {"draining", "leased", "revoked", "voiding", "streamed", "taken-back", "draining-stream"}
+)
+_RENEWED: Final = frozenset({"queued", "reading", "offered", "streaming"})
+
+
+def problems(part: SchedulerState | LeaseTable) -> list[str]:
+    """Return every broken internal promise in words; empty when the state is sound."""
+    if isinstance(part, LeaseTable):
+        return list(_lease_violations(part))
+    live, consumers, producers = part._requests, part._consumers, part._producers
+    return [
+        *_record_violations(live, consumers.table, producers.table),
+        *_fence_violations(live, producers),
+        *_heartbeat_violations(live, consumers),
+        *_outbox_violations(live, part._outbox),
+    ]
+
+
+def _record_violations(live: Mapping[str, Request], consumer_table: Table, producer_table: Table) -> Iterator[str]:
+    for request_id, entry in live.items():
+        for table, record in ((consumer_table, entry.consumer), (producer_table, entry.producer)):
+            if record is not None and record.state not in table.states:
+                yield f"{request_id}: {table.name} state '{record.state}' is in no table"
+        pending = pending_records(entry)
+        if entry.is_finished and not pending:
+            yield f"{request_id}: ended, but still remembered"
+        if not entry.is_finished and any(record.state in _AFTER_THE_END for record in pending):
+            yield f"{request_id}: waits for the end of a request that has not finished"
+
+
+def _fence_violations(live: Mapping[str, Request], producers: Producers) -> Iterator[str]:
+    used = [entry.producer.fence for entry in live.values() if entry.producer and entry.producer.fence]
+    streams, plain = producers.streams.fences, producers.fences
+    slots = [slot for slot, _ in used] + [*streams.free_slots, *plain.free_slots]
+    if sorted(slots) != list(range(streams.slots + plain.slots)):
+        yield f"fence slots in use and free are {sorted(slots)}, of {streams.slots} and {plain.slots}"
+
+
+def _heartbeat_violations(live: Mapping[str, Request], consumers: Consumers) -> Iterator[str]:
+    wanted: dict[TicketKey, int] = {}
+    for request_id, entry in live.items():
+        record = entry.consumer
+        if record is None:
+            continue
+        if record.renewed_at is not None:
+            key = key_of(record.ticket)
+            wanted[key] = wanted.get(key, 0) + 1
+        should_renew = record.state in _RENEWED and record.ticket.kind == "handoff"
+        if (record.renewed_at is not None) != should_renew:
+            yield f"{request_id}: consumer in state '{record.state}' is {'' if record.renewed_at else 'not '}renewed"
+    if wanted != consumers.heartbeats.holders():
+        yield f"heartbeats go to {consumers.heartbeats.holders()}, the live requests want {wanted}"
+
+
+def _outbox_violations(live: Mapping[str, Request], outbox: Outbox) -> Iterator[str]:
+    parts = [outbox.orders[part] for part in ("expects", "restarts", "completes", "grants", "saves")]
+    for request_id in (request_id for part in parts for request_id in part):
+        entry = live.get(request_id)
+        if entry is None or entry.producer is None:
+            yield f"{request_id}: an order waits for a producer request that is not live"
+
+
+def _lease_violations(table: LeaseTable) -> Iterator[str]:
+    for request_id, lease in table._leases.items():
+        if lease.state == "granted" and lease.deadline_s < table._next_due_s:
+            yield f"{request_id}: granted, but nothing will ever expire it"
+        if lease.state not in {"expected", "granted"}:
+            yield f"{request_id}: lease state '{lease.state}' is not a live state"
+    found = Counter([lease.lease_s for lease in table._leases.values() if lease.state == "granted"])
+    if found != table._lengths:
+        yield f"lengths of live leases are {dict(found)}, noted are {dict(table._lengths)}"
