@@ -250,12 +250,8 @@ def _check_aliases(geometry: RankGeometry) -> None:
 def _check_geometry(geometry: RankGeometry) -> None:
     """Raise `InvalidGeometry` with a code and the numbers if the geometry contradicts itself or is absurdly large."""
     where = "the geometry"
-    for name, entries in (
-        ("groups", geometry.groups),
-        ("regions", geometry.regions),
-        ("stage_layers", geometry.stage_layers),
-    ):
-        _check_tuple(name, entries)
+    for name in ("groups", "regions", "stage_layers"):
+        _check_tuple(name, getattr(geometry, name))
     if geometry.null_block is not None and type(geometry.null_block) is not int:
         raise InvalidGeometry(
             "geometry-malformed", f"null_block is {shown(geometry.null_block)}; it must be an integer or None."
