@@ -145,7 +145,7 @@ def test_the_oracle_catches_wrong_plans(broken, why):
     case = ProofCase("planted", ModelSpec(("attention",), 2, 4), consumer, replace(producer, tp=2), 20)
     consumers, producers = build_engine(case.model, case.consumer), build_engine(case.model, case.producer)
     request = request_for(case)
-    request = replace(request, peer=[BlockList([*request.peer[0].ids, 7])])
+    request = replace(request, peer=[BlockList([*request.peer[0][0], 7])])
     with pytest.raises(OracleFailure, match=why):
         prove(consumers, producers, request, lambda mine, theirs: broken(plan_transfer(mine, theirs)))
     prove(consumers, producers, request, plan_transfer)
