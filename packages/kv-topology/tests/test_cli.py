@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from kv_topology.errors import InvalidGeometry
-from kv_topology.tools import cli
+from kv_topology.tools import ModelSpec, StateSpec, cli
 from kv_topology.tools.report import report_values, survey, warnings
 from kv_topology.tools.spec import load_spec, model_from_config, parse_spec
 
@@ -191,34 +191,6 @@ def test_ranks_and_stages_that_do_not_exist(tmp_path):
     assert "none.toml cannot be read: No such file or directory." in run("plan", str(tmp_path / "none.toml"))[2]
 
 
-def test_model_configurations():
-    dense = {"num_hidden_layers": 2, "num_attention_heads": 8, "hidden_size": 512, "torch_dtype": "float32"}
-    model = model_from_config(dense)
-    assert (model.kinds, model.kv_heads, model.head_dim, model.element_bytes) == (("attention",) * 2, 8, 64, 4)
-    sliding = {**dense, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 77, "head_dim": 32}
-    model = model_from_config({"text_config": sliding})
-    assert (model.kinds, model.window_tokens, model.head_dim) == (("sliding", "attention"), 77, 32)
-    latent = {"num_hidden_layers": 1, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_head_dim": 128}
-    model = model_from_config(latent)
-    assert (model.kinds, model.latent_dim, model.index_dim) == (("latent",), 576, 128)
-    linear = {
-        **dense,
-        "layer_types": ["linear_attention", "full_attention"],
-        "linear_num_key_heads": 4,
-        "linear_num_value_heads": 8,
-        "linear_key_head_dim": 32,
-        "linear_value_head_dim": 64,
-        "linear_conv_kernel_dim": 4,
-    }
-    model = model_from_config(linear)
-    assert (model.kinds, model.state.groups, model.state.heads) == (("gated-delta", "attention"), 4, 8)
-    assert (model.state.state_dim, model.state.head_dim, model.state.conv_rows) == (32, 64, 3)
-    hybrid = json.loads((EXAMPLES / "granite_hybrid.config.json").read_text())
-    model = model_from_config(hybrid)
-    assert model.group_kinds == ("mamba2", "attention")
-    assert model.state.conv_rows == 3
-
-
 def places(value, at=()):
     below: Any = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, child in below:
@@ -237,32 +209,22 @@ def changed(value, place, odd):
 
 # ---------------------------------------------------------------------------------------------------------------- files
 
-ODD_FILES = {
-    "empty": b"",
-    "no UTF-8": b"\xff\xfe\x00\x01",
-    "Latin-1": b'model = "\xe9"',
-    "zero bytes": b"\0" * 100,
-    "prose": b"no specification",
-    "half": b'{"model": ',
-    "number": b"5",
-    "null": b"null",
-    "NaN": b"NaN",
-    "list": b"[1]",
-    "empty name": b'"" = 1',
-    "empty name in JSON": b'{"": 1}',
-    "surrogate": b'{"\\ud800": "\\ud800"}',
-    "model of a surrogate": b'{"model": "\\ud800"}',
-    "model of a zero byte": b'{"model": "a\\u0000b"}',
-    "digits": b"1" * 5000,
-    "digits inside": b'{"model": {"layers": ' + b"1" * 5000 + b"}}",
-    "digits in TOML": b"[model]\nlayers = " + b"1" * 5000,
-    "broken heading": b"[model]]\nlayers = 4",
-    **{f"lists {depth}": b"[" * depth + b"]" * depth for depth in (40, 950, 200_000)},
-    **{f"open lists {depth}": b"[" * depth for depth in (1000, 200_000)},
-    **{f"objects {depth}": b'{"model":' * depth + b"1" + b"}" * depth for depth in (250, 5000)},
-    **{f"lists in TOML {depth}": b"model = " + b"[" * depth + b"]" * depth for depth in (40, 900, 5000)},
-    **{f"names in TOML {depth}": b".".join([b"model"] * depth) + b" = 1" for depth in (40, 3000)},
-}
+ODD_FILES = [
+    *(b"", b"\xff\xfe\x00\x01", b'model = "\xe9"', b"\0" * 100, b"prose", b'{"model": ', b"5", b"null", b"NaN", b"[1]"),
+    *(
+        b'"" = 1',
+        b'{"": 1}',
+        b'{"\\ud800": "\\ud800"}',
+        b'{"model": "\\ud800"}',
+        b'{"model": "a\\u0000b"}',
+        b"[model]]\nlayers = 4",
+    ),
+    *(b"[model]]", b"1" * 5000, b'{"model": {"layers": ' + b"1" * 5000 + b"}}", b"[model]\nlayers = " + b"1" * 5000),
+    *(b"[" * depth + b"]" * depth for depth in (40, 950, 200_000)),
+    *(b'{"model":' * depth + b"1" + b"}" * depth for depth in (250, 5000)),
+    *(b"model = " + b"[" * depth + b"]" * depth for depth in (40, 900, 5000)),
+    *(b".".join([b"model"] * depth) + b" = 1" for depth in (40, 3000)),
+]
 BY_TYPER = {"no name", "surrogate"}
 """Names that no file can have are refused with the other words of a command."""
 READERS = [("plan",), ("plan", "--json"), ("plan", "--estimate", "--json"), ("explain",), ("explain", "--json")]
@@ -279,7 +241,7 @@ def odd_files(tmp_path):
         "long name": "x" * 300,
         "surrogate": "\ud800",
     }
-    for number, content in enumerate(ODD_FILES.values()):
+    for number, content in enumerate(ODD_FILES):
         for suffix in ("toml", "json"):
             (tmp_path / f"odd{number}.{suffix}").write_bytes(content)
             found[f"odd{number}.{suffix}"] = f"odd{number}.{suffix}"
@@ -362,34 +324,38 @@ def test_a_setting_of_any_value_makes_a_plan_or_is_refused(tmp_path, base_and_pl
     run(*reader, str(file))
 
 
-CONFIGS = {
-    "dense": {"num_hidden_layers": 2, "num_attention_heads": 8, "hidden_size": 512, "head_dim": 64, "num_key_value_heads": 4},
-    "sliding": {
-        "num_hidden_layers": 2, "num_attention_heads": 8, "hidden_size": 512, "sliding_window": 64, "torch_dtype": "float32",
-        "layer_types": ["sliding_attention", "full_attention"],
-    },
-    "latent": {"num_hidden_layers": 1, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_head_dim": 128},
-    "hybrid": {
-        "num_hidden_layers": 2, "num_attention_heads": 8, "hidden_size": 512, "layers_block_type": ["mamba", "attention"],
-        "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_d_conv": 4,
-    },
-    "text": {"text_config": {"num_hidden_layers": 1, "num_attention_heads": 8, "hidden_size": 512}},
+DENSE = {"num_hidden_layers": 2, "num_attention_heads": 8, "hidden_size": 512, "torch_dtype": "float32"}
+SLIDING = {
+    **DENSE, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 77, "head_dim": 32,
+    "num_key_value_heads": 4,
 }  # fmt: skip
+LINEAR = {
+    **DENSE, "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 4, "linear_num_value_heads": 8,
+    "linear_key_head_dim": 32, "linear_value_head_dim": 64, "linear_conv_kernel_dim": 4,
+}  # fmt: skip
+INDEXED = {"num_hidden_layers": 1, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_head_dim": 128}
+GRANITE = json.loads((EXAMPLES / "granite_hybrid.config.json").read_text())
+CONFIGS = [
+    (DENSE, ModelSpec(("attention",) * 2, 8, 64, 4)),
+    ({"text_config": SLIDING}, ModelSpec(("sliding", "attention"), 4, 32, 4, 77)),
+    (INDEXED, ModelSpec(("latent",), latent_dim=576, index_dim=128)),
+    (LINEAR, ModelSpec(("gated-delta", "attention"), 8, 64, 4, state=StateSpec(8, 64, 32, 4, 3, 4, 4))),
+    (GRANITE, None),
+]
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_a_models_configuration_of_any_values_is_a_model_or_refused(name):
-    taken = 0
-    for place in places(CONFIGS[name]):
+@pytest.mark.parametrize(("config", "model"), CONFIGS, ids=["dense", "sliding", "latent", "gated-delta", "mamba-2"])
+def test_a_models_configuration_of_any_values_is_a_model_or_refused(config, model):
+    found = model_from_config(config)
+    assert model is None or found == model
+    assert model or (found.group_kinds, found.state.conv_rows) == (("mamba2", "attention"), 3)
+    for place in places(config):
         for odd in ODD_VALUES:
             try:
-                model_from_config(cast("Any", changed(CONFIGS[name], place, odd)))
-                taken += 1
+                model_from_config(cast("Any", changed(config, place, odd)))
             except InvalidGeometry as error:
                 assert error.code == "spec-malformed"
                 assert len(str(error)) < 300
-    model_from_config(cast("Any", CONFIGS[name]))
-    assert taken
 
 
 # -------------------------------------------------------------------------------------------------------------- numbers
@@ -398,14 +364,12 @@ ODD_NUMBERS = [
     *("nan", "inf", "-inf", "-1", "0", "1", "3", "1e3", "4294967296", "9" * 40, "9" * 400, "9" * 5000, "-" + "9" * 400),
     *("", " ", "x", "4_0", "0x10", "1,5", "\u0663\u0660", "--json"),
 ]
-WORDS = {"plan": ("plan", str(EXAMPLE)), "explain": ("explain", str(EXAMPLE))}
 
 
-NUMERIC = [("plan", "--rank"), ("explain", "--rank"), ("explain", "--stage"), ("explain", "--slices")]
-
-
-@pytest.mark.parametrize(("command", "option"), NUMERIC)
+@pytest.mark.parametrize(
+    ("command", "option"), [("plan", "--rank"), ("explain", "--rank"), ("explain", "--stage"), ("explain", "--slices")]
+)
 def test_no_number_ends_a_command_with_a_traceback(command, option):
     for number in ODD_NUMBERS:
-        code, _, _ = run(*WORDS[command], option, number, "--json")
+        code, _, _ = run(command, str(EXAMPLE), option, number, "--json")
         assert code in {0, 2}

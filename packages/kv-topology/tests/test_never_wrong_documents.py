@@ -44,7 +44,7 @@ def region(base, members, page=1 << 30, count=1):
     }
 
 
-def document(layouts, regions, groups=None, **changes):
+def document(layouts, regions, kinds=None, **changes):
     return {
         "schema": "kv-topology/geometry",
         "version": 1,
@@ -52,7 +52,7 @@ def document(layouts, regions, groups=None, **changes):
         "pp": [1, 0],
         "null_block": None,
         "stage_layers": [],
-        "groups": groups or [{"kind": "attention", "block_tokens": 1}],
+        "groups": kinds or groups(1),
         "layouts": layouts,
         "regions": regions,
         **changes,
@@ -64,64 +64,41 @@ def woven(count, runs, spread=3):
     return [field(f"f{n}", [["a", runs, 0, runs, 2 * count + spread + n, "whole"]], 1, 2 * n) for n in range(count)]
 
 
+PLAIN = [field("x", [["a", 8, 0, 8, 1, "whole"]])]
+ONE = [region(0, [["l", 0, 0, 0]])]
+PART = 1 if LONG else 16
+"""Documents of many entries have a sixteenth of them, but for `KVDEV_LONG=1`."""
+
+
+def groups(count, tokens=1, **changes):
+    return [{"kind": "attention", "block_tokens": tokens, **changes}] * count
+
+
 def bombs():
-    yield "30 woven fields", document([woven(30, 1 << 20)], [region(0, [["l", 0, 0, 0]])])
-    yield "400 woven fields", document([woven(400, 1 << 20)], [region(0, [["l", 0, 0, 0]])])
-    part = 1 if LONG else 16
-    yield (
-        "20000 regions of two woven members",
-        document(
-            [woven(1, 1 << 12), [field("g", [["a", 1 << 12, 0, 1 << 12, 7, "whole"]])]],
-            [region(n << 30, [[f"a{n}", 0, 0, 0], [f"b{n}", 1, 0, n + 1]]) for n in range(20000 // part)],
-        ),
-    )
-    yield (
-        "3000 woven layouts",
-        document(
-            [woven(2, 1 << 12, n) for n in range(3000 // part)],
-            [region(n << 30, [[f"l{n}", n, 0, 0]]) for n in range(3000 // part)],
-        ),
-    )
-    plain = [field("x", [["a", 8, 0, 8, 1, "whole"]])]
-    yield "tp and pp of 65536", document([plain], [region(0, [["l", 0, 0, 0]])], tp=[65536, 0], pp=[65536, 0])
+    yield "30 woven fields", document([woven(30, 1 << 20)], ONE)
+    yield "400 woven fields", document([woven(400, 1 << 20)], ONE)
+    pair = [woven(1, 1 << 12), [field("g", [["a", 1 << 12, 0, 1 << 12, 7, "whole"]])]]
+    twos = [region(n << 30, [[f"a{n}", 0, 0, 0], [f"b{n}", 1, 0, n + 1]]) for n in range(20000 // PART)]
+    yield "20000 regions of two woven members", document(pair, twos)
+    many = range(3000 // PART)
+    layouts = [woven(2, 1 << 12, n) for n in many]
+    yield "3000 woven layouts", document(layouts, [region(n << 30, [[f"l{n}", n, 0, 0]]) for n in many])
+    yield "tp and pp of 65536", document([PLAIN], ONE, tp=[65536, 0], pp=[65536, 0])
     heads = [field("x", [["h", 4096, 0, 1, 8, "tp"], ["a", 8, 0, 8, 1, "whole"]])]
-    yield "4096 ranks", document([heads], [region(0, [["l", 0, 0, 0]])], tp=[4096, 0])
-    yield (
-        "1000 groups over one memory",
-        document(
-            [plain],
-            [region(0, [[f"l{n}", 0, n, 0]], 1 << 10, 64) for n in range(1000 // part)],
-            [{"kind": "attention", "block_tokens": 1}] * (1000 // part),
-        ),
-    )
-    yield (
-        "4000 groups over one memory",
-        document(
-            [plain],
-            [region(0, [[f"l{n}", 0, n, 0]]) for n in range(4000 // part)],
-            [{"kind": "attention", "block_tokens": 1}] * (4000 // part),
-        ),
-    )
-    yield "a million empty lists", document([[]] * (1 << 20), [region(0, [["l", 0, 0, 0]])])
-    yield "a schema of 100 MB", document([plain], [], schema="x" * (100 << 20))
-    yield "an integer of 100 000 digits", document([plain], [region(10**100_000, [["l", 0, 0, 0]])])
-    yield (
-        "a context of 4096",
-        document(
-            [plain],
-            [region(0, [["l", 0, 0, 0]])],
-            [{"kind": "latent", "block_tokens": 4096, "context": [4096, 0, 1]}],
-            tp=[4096, 0],
-        ),
-    )
-    yield (
-        "16000 plain regions",
-        document([plain], [region(n << 20, [[f"l{n}", 0, 0, 0]], 8, 8) for n in range(16000 // part)]),
-    )
+    yield "4096 ranks", document([heads], ONE, tp=[4096, 0])
+    for count, size in ((1000, {"page": 1 << 10, "count": 64}), (4000, {})):
+        regions = [region(0, [[f"l{n}", 0, n, 0]], **size) for n in range(count // PART)]
+        yield f"{count} groups over one memory", document([PLAIN], regions, groups(count // PART))
+    yield "a million empty lists", document([[]] * (1 << 20), ONE)
+    yield "a schema of 100 MB", document([PLAIN], [], schema="x" * (100 << 20))
+    yield "an integer of 100 000 digits", document([PLAIN], [region(10**100_000, [["l", 0, 0, 0]])])
+    dealt = groups(1, 4096, kind="latent", context=[4096, 0, 1])
+    yield "a context of 4096", document([PLAIN], ONE, dealt, tp=[4096, 0])
+    regions = [region(n << 20, [[f"l{n}", 0, 0, 0]], 8, 8) for n in range(16000 // PART)]
+    yield "16000 plain regions", document([PLAIN], regions)
 
 
 BOMBS = dict(bombs())
-"""Documents of the named sizes; but for `KVDEV_LONG=1` those of many entries have a sixteenth of them."""
 MOST_S, MOST_BYTES = (1.0, 100 << 20) if LONG else (0.4, 40 << 20)
 
 
@@ -130,7 +107,7 @@ MOST_S, MOST_BYTES = (1.0, 100 << 20) if LONG else (0.4, 40 << 20)
 @pytest.mark.never_wrong("B9")
 def test_a_document_is_answered_within_a_second_and_100_megabytes(name, role):
     """Read, and planned against itself where it can be; as a peer's it is planned from a modest rank of ours."""
-    local = document([[field("x", [["a", 8, 0, 8, 1, "whole"]])]], [region(0, [["l", 0, 0, 0]], 8, 8)])
+    local = document([PLAIN], [region(0, [["l", 0, 0, 0]], 8, 8)])
     given = BOMBS[name]
 
     def answer(call):

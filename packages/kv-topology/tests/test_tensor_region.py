@@ -194,7 +194,7 @@ REFUSED = [
     ),
     ("page token", [[1, 2]], {}, "tensor-malformed"),
     ("page token", LikeTorch(None), {}, "tensor-malformed"),
-    ("page token", LikeCuda({"typestr": "?", "shape": (1, 2), "data": (8, False)}), {}, "tensor-malformed"),
+    ("page token", LikeCuda({"typestr": "<q9", "shape": (1, 2), "data": (8, False)}), {}, "tensor-malformed"),
     ("page token", LikeCuda({"typestr": "<f2", "shape": (1, 2), "data": (0, False)}), {}, "tensor-malformed"),
     ("page token", LikeCuda({"typestr": "<f2", "shape": (1, 2)}), {}, "tensor-malformed"),
 ]

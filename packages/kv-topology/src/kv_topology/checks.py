@@ -22,7 +22,7 @@ so the request is refused. Blocks (3) and (4) write 384..511 and 512..639 and ar
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple, final
+from typing import TYPE_CHECKING, NamedTuple, TypeVar, final
 
 import numpy as np
 
@@ -30,10 +30,12 @@ from kv_topology.arithmetic import box_runs, count_up, flat_outer_sum, run_count
 from kv_topology.errors import InvalidBlocks, InvalidGeometry, shown
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from kv_topology.arithmetic import Ints
     from kv_topology.model import Axis, FieldLayout, Group, Layout, Region
+
+_T = TypeVar("_T")
 
 __all__ = [
     "LIMITS",
@@ -44,6 +46,7 @@ __all__ = [
     "check_disjoint_groups",
     "check_in_range",
     "check_layout",
+    "clusters",
     "find_aliases",
     "find_shared_byte",
 ]
@@ -213,6 +216,18 @@ class _Part:
         return self.offset + sum((count - 1) * stride for count, stride in self.axes) + self.element_bytes
 
 
+def clusters(spans: Iterable[tuple[int, int, _T]]) -> list[list[tuple[int, int, _T]]]:
+    """Return spans (start, stop, value) in groups whose ranges do not touch those of other groups, by their starts."""
+    found: list[list[tuple[int, int, _T]]] = []
+    end = -1
+    for span in sorted(spans, key=lambda span: span[:2]):
+        if span[0] >= end:
+            found.append([])
+        found[-1].append(span)
+        end = max(end, span[1])
+    return found
+
+
 def find_shared_byte(fields: Sequence[tuple[FieldLayout, int]], budget: Budget) -> Shared | None:
     """Return a byte that two of the fields (each with its offset in the page) share, or None.
 
@@ -228,26 +243,14 @@ def find_shared_byte(fields: Sequence[tuple[FieldLayout, int]], budget: Budget) 
 
 def _find(parts: Sequence[_Part], budget: Budget) -> Shared | None:
     budget.spend(fields=len(parts))
-    for cluster in _clusters(parts):
-        found = None
+    for cluster in clusters((part.offset, part.stop, part) for part in parts):
         if len(cluster) > 1:
-            inside = _first_step(cluster)
-            found = _find(inside, budget) if inside is not None else _enumerate(cluster, budget)
-        if found is not None:
-            return found
+            touching = [part for _, _, part in cluster]
+            inside = _first_step(touching)
+            found = _find(inside, budget) if inside is not None else _enumerate(touching, budget)
+            if found is not None:
+                return found
     return None
-
-
-def _clusters(parts: Sequence[_Part]) -> list[list[_Part]]:
-    """Return the parts in groups whose ranges do not touch those of other groups."""
-    clusters: list[list[_Part]] = []
-    end = -1
-    for part in sorted(parts, key=lambda part: part.offset):
-        if part.offset >= end:
-            clusters.append([])
-        clusters[-1].append(part)
-        end = max(end, part.stop)
-    return clusters
 
 
 def _first_step(parts: Sequence[_Part]) -> list[_Part] | None:
@@ -296,23 +299,18 @@ class SharedView(NamedTuple):
 
 def find_aliases(regions: Sequence[Region], groups: Sequence[Group]) -> tuple[tuple[SharedView, ...], ...]:
     """Return the shapes of the clusters of memory that several groups share, as hybrid engines have them."""
-    views: set[tuple[str, int, int, int, SharedView]] = set()
+    spans: dict[tuple[str, int], set[tuple[int, int, SharedView]]] = {}
     for region in regions:
-        stop = region.base_address + region.page_stride_bytes * (region.page_count - 1) + region.page_bytes
         for group in {member.group for member in region.members}:
             per_block = groups[group].pages_per_block
             view = SharedView(0, group, region.page_stride_bytes, region.page_bytes, per_block)
-            views.add((region.memory_kind, region.device, region.base_address, stop, view))
+            memory = spans.setdefault((region.memory_kind, region.device), set())
+            memory.add((region.base_address, region.stop_address, view))
     shapes: set[tuple[SharedView, ...]] = set()
-    cluster: list[SharedView] = []
-    origin, end = ("", 0, 0), 0
-    for kind, device, base, stop, view in [*sorted(views), ("", -1, 0, 0, SharedView(0, 0, 0, 0, 0))]:
-        if (kind, device) != origin[:2] or base >= end:
-            if len({member.group for member in cluster}) > 1:
-                shapes.add(tuple(cluster))
-            cluster, origin, end = [], (kind, device, base), stop
-        cluster.append(view._replace(offset=base - origin[2]))
-        end = max(end, stop)
+    for memory in spans.values():
+        for cluster in clusters(sorted(memory)):
+            if len({view.group for _, _, view in cluster}) > 1:
+                shapes.add(tuple(view._replace(offset=base - cluster[0][0]) for base, _, view in cluster))
     return tuple(sorted(shapes))
 
 

@@ -19,7 +19,7 @@ Layers that look alike refer to one layout, which keeps the document of a 64-lay
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from kv_topology.arithmetic import TokenDeal
 from kv_topology.errors import InvalidGeometry, shown
@@ -27,7 +27,7 @@ from kv_topology.geometry import RankGeometry
 from kv_topology.model import Axis, FieldLayout, Group, Layout, Member, Region, StageLayer
 
 if TYPE_CHECKING:
-    from kv_topology.model import GroupKind, MemoryKind, Split
+    from collections.abc import Callable
 
 __all__ = ["DOCUMENT_SCHEMA", "DOCUMENT_VERSION", "from_document", "to_document"]
 
@@ -51,47 +51,31 @@ def to_document(geometry: RankGeometry) -> dict[str, object]:
         "pp": [geometry.pp_size, geometry.pp_rank],
         "null_block": geometry.null_block,
         "stage_layers": [[entry.layer for entry in layers] for layers in geometry.stage_layers],
-        "stages": [_stage_document(layers) for layers in geometry.stage_layers],
-        "groups": [_group_document(group) for group in geometry.groups],
-        "layouts": [[_field_document(field) for field in layout.fields] for layout in numbers],
-        "regions": [_region_document(region, numbers) for region in geometry.regions],
+        "stages": [
+            [[entry.layer, entry.group, list(entry.fields)] for entry in layers] for layers in geometry.stage_layers
+        ],
+        "groups": [
+            _written(group, _GROUP) | {"context": [group.deal.size, group.deal.rank, group.deal.interleave_tokens]}
+            for group in geometry.groups
+        ],
+        "layouts": [
+            [
+                _written(field, _FIELD)
+                | {"axes": [[a.name, a.size, a.start, a.stop, a.stride_bytes, a.split] for a in field.axes]}
+                for field in layout.fields
+            ]
+            for layout in numbers
+        ],
+        "regions": [
+            _written(region, _REGION)
+            | {"members": [[m.layer, numbers[m.layout], m.group, m.offset_bytes] for m in region.members]}
+            for region in geometry.regions
+        ],
     }
 
 
-def _stage_document(layers: Sequence[StageLayer]) -> list[list[object]]:
-    return [[entry.layer, entry.group, list(entry.fields)] for entry in layers]
-
-
-def _group_document(group: Group) -> dict[str, object]:
-    return {
-        "kind": group.kind,
-        "block_tokens": group.block_tokens,
-        "pages_per_block": group.pages_per_block,
-        "window_tokens": group.window_tokens,
-        "context": [group.deal.size, group.deal.rank, group.deal.interleave_tokens],
-    }
-
-
-def _region_document(region: Region, numbers: Mapping[Layout, int]) -> dict[str, object]:
-    return {
-        "base_address": region.base_address,
-        "page_bytes": region.page_bytes,
-        "page_stride_bytes": region.page_stride_bytes,
-        "page_count": region.page_count,
-        "memory_kind": region.memory_kind,
-        "device": region.device,
-        "members": [[m.layer, numbers[m.layout], m.group, m.offset_bytes] for m in region.members],
-    }
-
-
-def _field_document(field: FieldLayout) -> dict[str, object]:
-    return {
-        "name": field.name,
-        "element_bytes": field.element_bytes,
-        "offset_bytes": field.offset_bytes,
-        "packing": field.packing,
-        "axes": [[a.name, a.size, a.start, a.stop, a.stride_bytes, a.split] for a in field.axes],
-    }
+def _written(value: object, keys: Mapping[str, object]) -> dict[str, object]:
+    return {key: getattr(value, key) for key in keys}
 
 
 def _bad(path: str, expected: str, value: object) -> InvalidGeometry:
@@ -149,39 +133,47 @@ def _table(value: object, path: str) -> Mapping[str, object]:
     return cast("Mapping[str, object]", value)
 
 
-def _axis(value: object, path: str) -> Axis:
-    name, size, start, stop, stride, split = _items(value, path, 6)
-    return Axis(
-        _text(name, path),
-        _int(size, path),
-        _int(start, path),
-        _int(stop, path),
-        _int(stride, path),
-        cast("Split", _text(split, path)),
-    )
+_FIELD = {"name": _text, "element_bytes": _int, "offset_bytes": _int, "packing": _text}
+_GROUP = {"kind": _text, "block_tokens": _int, "pages_per_block": _int, "window_tokens": _int}
+_REGION = {
+    "base_address": _int,
+    "page_bytes": _int,
+    "page_stride_bytes": _int,
+    "page_count": _int,
+    "memory_kind": _text,
+    "device": _int,
+}
+"""Keys of the tables by how they are read; each is an attribute of the value."""
+_DEFAULTS = {"packing": "", "pages_per_block": 1, "window_tokens": 0, "memory_kind": "DRAM", "device": 0}
+
+
+def _read(table: Mapping[str, object], path: str, keys: Mapping[str, Callable[[object, str], Any]]) -> dict[str, Any]:
+    return {key: read(table.get(key, _DEFAULTS.get(key)), f"{path}.{key}") for key, read in keys.items()}
+
+
+def _tuple(value: object, path: str, *reads: Callable[[object, str], Any]) -> tuple[Any, ...]:
+    """Return a list of as many values as there are readers."""
+    items = _items(value, path, len(reads))
+    return tuple(read(item, path) for read, item in zip(reads, items, strict=True))
 
 
 def _field(value: object, path: str) -> FieldLayout:
     table = _table(value, path)
-    return FieldLayout(
-        _text(table.get("name"), f"{path}.name"),
-        _int(table.get("element_bytes"), f"{path}.element_bytes"),
-        _int(table.get("offset_bytes"), f"{path}.offset_bytes"),
-        tuple(_axis(axis, f"{path}.axes") for axis in _items(table.get("axes"), f"{path}.axes")),
-        _text(table.get("packing", ""), f"{path}.packing"),
+    axes = tuple(
+        Axis(*_tuple(axis, f"{path}.axes", _text, _int, _int, _int, _int, _text))
+        for axis in _items(table.get("axes"), f"{path}.axes")
     )
+    return FieldLayout(axes=axes, **_read(table, path, _FIELD))
+
+
+def _layout(value: object, path: str) -> Layout:
+    return Layout(tuple(_field(field, path) for field in _items(value, path)))
 
 
 def _group(value: object, path: str) -> Group:
     table = _table(value, path)
-    size, rank, interleave = _items(table.get("context", [1, 0, 1]), f"{path}.context", 3)
-    return Group(
-        cast("GroupKind", _text(table.get("kind"), f"{path}.kind")),
-        _int(table.get("block_tokens"), f"{path}.block_tokens"),
-        _int(table.get("pages_per_block", 1), f"{path}.pages_per_block"),
-        _int(table.get("window_tokens", 0), f"{path}.window_tokens"),
-        TokenDeal(_int(size, path), _int(rank, path), _int(interleave, path)),
-    )
+    context = _tuple(table.get("context", [1, 0, 1]), f"{path}.context", _int, _int, _int)
+    return Group(deal=TokenDeal(*context), **_read(table, path, _GROUP))
 
 
 def _member(value: object, layouts: Sequence[Layout], path: str) -> Member:
@@ -193,37 +185,32 @@ def _member(value: object, layouts: Sequence[Layout], path: str) -> Member:
 
 
 def _region(value: object, layouts: Sequence[Layout], path: str) -> Region:
-    table = _table(value, path)
-    members = _items(table.get("members"), f"{path}.members")
+    table, members = _table(value, path), f"{path}.members"
     return Region(
-        _int(table.get("base_address"), f"{path}.base_address"),
-        _int(table.get("page_bytes"), f"{path}.page_bytes"),
-        _int(table.get("page_stride_bytes"), f"{path}.page_stride_bytes"),
-        _int(table.get("page_count"), f"{path}.page_count"),
-        tuple(_member(member, layouts, f"{path}.members") for member in members),
-        cast("MemoryKind", _text(table.get("memory_kind", "DRAM"), f"{path}.memory_kind")),
-        _int(table.get("device", 0), f"{path}.device"),
+        members=tuple(_member(member, layouts, members) for member in _items(table.get("members"), members)),
+        **_read(table, path, _REGION),
     )
 
 
 def _stages(table: Mapping[str, object]) -> tuple[tuple[StageLayer, ...], ...]:
     """Return the layers by stage: with groups and fields from 0.2 on, by name alone from 0.1."""
-    if table.get("stages"):
-        stages = _items(table.get("stages"), "stages")
-        return tuple(tuple(_stage_layer(entry) for entry in _items(layers, "stages")) for layers in stages)
-    names = _items(table.get("stage_layers", []), "stage_layers")
-    return tuple(
-        tuple(StageLayer(_text(layer, "stage_layers")) for layer in _items(layers, "stage_layers")) for layers in names
-    )
+    key, read = ("stages", _stage_layer) if table.get("stages") else ("stage_layers", _named_layer)
+    stages = _items(table.get(key, []), key)
+    return tuple(tuple(read(entry, key) for entry in _items(layers, key)) for layers in stages)
 
 
-def _stage_layer(value: object) -> StageLayer:
-    layer, group, fields = _items(value, "stages", 3)
-    return StageLayer(
-        _text(layer, "stages"),
-        None if group is None else _int(group, "stages"),
-        tuple(_text(name, "stages") for name in _items(fields, "stages")),
-    )
+def _named_layer(value: object, path: str) -> StageLayer:
+    return StageLayer(_text(value, path))
+
+
+def _stage_layer(value: object, path: str) -> StageLayer:
+    layer, group, fields = _items(value, path, 3)
+    names = tuple(_text(name, path) for name in _items(fields, path))
+    return StageLayer(_text(layer, path), _optional_int(group, path), names)
+
+
+def _optional_int(value: object, path: str) -> int | None:
+    return None if value is None else _int(value, path)
 
 
 def from_document(document: Mapping[str, object]) -> RankGeometry:
@@ -246,21 +233,17 @@ def from_document(document: Mapping[str, object]) -> RankGeometry:
             {"theirs": shown(version), "ours": DOCUMENT_VERSION},
         )
     _check_size(table)
-    tp_size, tp_rank = _items(table.get("tp"), "tp", 2)
-    pp_size, pp_rank = _items(table.get("pp"), "pp", 2)
-    null_block = table.get("null_block")
-    layouts = [
-        Layout(tuple(_field(field, f"layouts[{n}]") for field in _items(fields, f"layouts[{n}]")))
-        for n, fields in enumerate(_items(table.get("layouts"), "layouts"))
-    ]
-    regions = enumerate(_items(table.get("regions"), "regions"))
+    tp_size, tp_rank = _tuple(table.get("tp"), "tp", _int, _int)
+    pp_size, pp_rank = _tuple(table.get("pp"), "pp", _int, _int)
+    layouts, groups, regions = (enumerate(_items(table.get(key), key)) for key in ("layouts", "groups", "regions"))
+    known = [_layout(fields, f"layouts[{n}]") for n, fields in layouts]
     return RankGeometry(
-        tp_size=_int(tp_size, "tp"),
-        tp_rank=_int(tp_rank, "tp"),
-        groups=tuple(_group(g, f"groups[{n}]") for n, g in enumerate(_items(table.get("groups"), "groups"))),
-        regions=tuple(_region(region, layouts, f"regions[{n}]") for n, region in regions),
-        pp_size=_int(pp_size, "pp"),
-        pp_rank=_int(pp_rank, "pp"),
+        tp_size=tp_size,
+        tp_rank=tp_rank,
+        groups=tuple(_group(group, f"groups[{n}]") for n, group in groups),
+        regions=tuple(_region(region, known, f"regions[{n}]") for n, region in regions),
+        pp_size=pp_size,
+        pp_rank=pp_rank,
         stage_layers=_stages(table),
-        null_block=None if null_block is None else _int(null_block, "null_block"),
+        null_block=_optional_int(table.get("null_block"), "null_block"),
     )

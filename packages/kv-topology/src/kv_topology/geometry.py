@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, final
 
 from kv_topology.arithmetic import even_interval
-from kv_topology.checks import LIMITS, Budget, check_disjoint, check_in_range, check_layout
+from kv_topology.checks import LIMITS, Budget, check_disjoint, check_in_range, check_layout, clusters
 from kv_topology.errors import GeometryMismatch, InvalidGeometry, shown
 from kv_topology.model import Group, Member, Region, StageLayer
 
@@ -87,14 +87,15 @@ class RankGeometry:
         )
 
 
-def _check_region(region: Region, number: int, group_count: int, known: set[object], budget: Budget) -> None:
+def _check_region(
+    region: Region, number: int, group_count: int, extents: Mapping[Layout, int], known: set[object], budget: Budget
+) -> None:
     where = f"region {number}"
     check_in_range("page_count", region.page_count, 1, LIMITS["page_count"], where)
     check_in_range("page_bytes", region.page_bytes, 1, LIMITS["page_bytes"], where)
     check_in_range("page_stride_bytes", region.page_stride_bytes, region.page_bytes, LIMITS["page_bytes"], where)
     check_in_range("base_address", region.base_address, 0, LIMITS["address"] - 1, where)
-    end = region.base_address + (region.page_count - 1) * region.page_stride_bytes + region.page_bytes
-    check_in_range("end address", end, 0, LIMITS["address"], where)
+    check_in_range("end address", region.stop_address, 0, LIMITS["address"], where)
     check_in_range("device", region.device, 0, LIMITS["devices"], where)
     if region.memory_kind not in {"DRAM", "VRAM"}:
         raise InvalidGeometry("bad-memory-kind", f"{where} is in {region.memory_kind!r} memory; known: DRAM, VRAM.")
@@ -102,7 +103,7 @@ def _check_region(region: Region, number: int, group_count: int, known: set[obje
     for member in region.members:
         check_in_range(f"group of layer {member.layer!r}", member.group, 0, group_count - 1, where)
         check_in_range("offset_bytes", member.offset_bytes, 0, LIMITS["page_bytes"], f"{member.layer!r} in {where}")
-        stop = member.offset_bytes + member.layout.extent_bytes
+        stop = member.offset_bytes + extents[member.layout]
         if stop > region.page_bytes:
             raise InvalidGeometry(
                 "field-outside-page",
@@ -170,46 +171,45 @@ def _check_member_group(member: Member, group: Group, where: str) -> None:
 
 def _check_shards(geometry: RankGeometry) -> None:
     """Check that the parts of every field make up the interval that the even rule gives to this rank."""
-    checked: set[Layout] = set()
+    checked: set[tuple[Layout, ...]] = set()
     for layer, placed in geometry.placements.items():
-        if len(placed) == 1:
-            layout = placed[0][1].layout
-            if layout not in checked:
-                checked.add(layout)
-                for field in layout.fields:
-                    _check_parts(layer, [field], geometry.tp_size, geometry.tp_rank)
-            continue
         groups = {member.group for _, member in placed}
         if len(groups) > 1:
             raise InvalidGeometry(
                 "layer-in-two-groups", f"Layer {layer!r} is in groups {sorted(groups)}.", {"groups": sorted(groups)}
             )
-        by_name: dict[str, list[FieldLayout]] = {}
-        for _, member in placed:
-            for field in member.layout.fields:
-                by_name.setdefault(field.name, []).append(field)
-        for fields in by_name.values():
-            _check_parts(layer, fields, geometry.tp_size, geometry.tp_rank)
+        layouts = tuple(member.layout for _, member in placed)
+        if layouts not in checked:
+            checked.add(layouts)
+            parts: dict[str, list[FieldLayout]] = {}
+            for field in (field for layout in layouts for field in layout.fields):
+                parts.setdefault(field.name, []).append(field)
+            for fields in parts.values():
+                _check_parts(layer, fields, geometry.tp_size, geometry.tp_rank)
 
 
 def _check_parts(layer: str, fields: list[FieldLayout], tp_size: int, tp_rank: int) -> None:
+    """Raise unless the parts of a field make up the rank's even share: heads 2..3 of 8 on rank 1 of 4."""
     name = fields[0].name
     held = [axis for field in fields if (axis := field.split_axis) is not None]
     if len(fields) > 1 and len(held) != len(fields):
         raise InvalidGeometry(
             "field-twice", f"Layer {layer!r} has field {name!r} in {len(fields)} places without a split axis."
         )
-    if held:
-        _check_share(held, f"field {name!r} of layer {layer!r}", tp_size, tp_rank)
-
-
-def _check_share(held: list[Axis], where: str, tp_size: int, tp_rank: int) -> None:
-    """Raise unless the held parts of a split axis make up the rank's even share: heads 2..3 of 8 on rank 1 of 4."""
-    intervals = sorted((axis.start, axis.stop) for axis in held)
-    _check_adjoining(intervals, where)
+    if not held:
+        return
+    where = f"field {name!r} of layer {layer!r}"
     if len({(axis.name, axis.size) for axis in held}) != 1:
         axes = ", ".join(sorted({f"{axis.name} of {axis.size}" for axis in held}))
         raise InvalidGeometry("parts-differ", f"Parts of {where} are split along different axes: {axes}.")
+    intervals = sorted((axis.start, axis.stop) for axis in held)
+    for one, two in pairwise(intervals):
+        if one[1] != two[0]:
+            raise InvalidGeometry(
+                "parts-overlap" if one[1] > two[0] else "parts-leave-hole",
+                f"Parts [{one[0]}, {one[1]}) and [{two[0]}, {two[1]}) of {where} neither meet nor follow each other.",
+                {"first": one, "second": two},
+            )
     share = (intervals[0][0], intervals[-1][1])
     expected = even_interval(held[0].size, tp_size, tp_rank)
     if share != expected:
@@ -221,67 +221,37 @@ def _check_share(held: list[Axis], where: str, tp_size: int, tp_rank: int) -> No
         )
 
 
-def _check_adjoining(intervals: list[tuple[int, int]], where: str) -> None:
-    """Raise unless each of the sorted intervals begins where the one before it ends."""
-    for one, two in pairwise(intervals):
-        if one[1] != two[0]:
-            code = "parts-overlap" if one[1] > two[0] else "parts-leave-hole"
-            raise InvalidGeometry(
-                code,
-                f"Parts [{one[0]}, {one[1]}) and [{two[0]}, {two[1]}) of {where} neither meet nor follow each other.",
-                {"first": one, "second": two},
-            )
-
-
 def _check_aliases(geometry: RankGeometry) -> None:
-    """Raise if two regions of one group share bytes. Overlap is fine between groups: a page belongs to one of them."""
-    seen: dict[tuple[int, str, int], list[tuple[int, int]]] = {}
+    """Raise if two regions of one group share bytes. Overlap is fine between groups: a page belongs to one of them.
+
+    Regions of a group may lie in one another's gaps, as interleaved rows of one page stride.
+    """
+    spans: dict[tuple[int, str, int], list[tuple[int, int, int]]] = {}
     for number, region in enumerate(geometry.regions):
         for group in {member.group for member in region.members}:
-            key = (group, region.memory_kind, region.device)
-            seen.setdefault(key, []).append((region.base_address, number))
-    for (group, _, _), entries in seen.items():
-        entries.sort()
-        cluster: list[int] = []
-        cluster_end = 0
-        for base, number in entries:
-            region = geometry.regions[number]
-            end = base + (region.page_count - 1) * region.page_stride_bytes + region.page_bytes
-            if base >= cluster_end:
-                _check_cluster(geometry, cluster, group)
-                cluster = []
-            cluster.append(number)
-            cluster_end = max(cluster_end, end)
-        _check_cluster(geometry, cluster, group)
-
-
-def _check_cluster(geometry: RankGeometry, numbers: list[int], group: int) -> None:
-    """Raise unless regions whose extents overlap are interleaved rows of one page stride."""
-    if len(numbers) < 2:
-        return
-    regions = [geometry.regions[number] for number in numbers]
-    stride = regions[0].page_stride_bytes
-    origin = regions[0].base_address
-    rows = sorted((((region.base_address - origin) % stride), region.page_bytes) for region in regions)
-    rows.append((rows[0][0] + stride, 0))
-    is_disjoint = all(one[0] + one[1] <= two[0] for one, two in pairwise(rows))
-    if not is_disjoint or any(region.page_stride_bytes != stride for region in regions):
-        raise InvalidGeometry(
-            "regions-overlap",
-            f"Regions {numbers} of group {group} share memory; a byte must have one place in a group.",
-            {"regions": numbers, "group": group},
-        )
+            memory = spans.setdefault((group, region.memory_kind, region.device), [])
+            memory.append((region.base_address, region.stop_address, number))
+    for (group, _, _), memory in spans.items():
+        for cluster in (each for each in clusters(memory) if len(each) > 1):
+            regions = [geometry.regions[number] for _, _, number in cluster]
+            stride, origin = regions[0].page_stride_bytes, regions[0].base_address
+            rows = sorted(((region.base_address - origin) % stride, region.page_bytes) for region in regions)
+            rows.append((rows[0][0] + stride, 0))
+            is_disjoint = all(one[0] + one[1] <= two[0] for one, two in pairwise(rows))
+            if not is_disjoint or any(region.page_stride_bytes != stride for region in regions):
+                numbers = [number for _, _, number in cluster]
+                raise InvalidGeometry(
+                    "regions-overlap",
+                    f"Regions {numbers} of group {group} share memory; a byte must have one place in a group.",
+                    {"regions": numbers, "group": group},
+                )
 
 
 def _check_geometry(geometry: RankGeometry) -> None:
     """Raise `InvalidGeometry` with a code and the numbers if the geometry contradicts itself or is absurdly large."""
     where = "the geometry"
-    for name, entries in (
-        ("groups", geometry.groups),
-        ("regions", geometry.regions),
-        ("stage_layers", geometry.stage_layers),
-    ):
-        _check_tuple(name, entries)
+    for name in ("groups", "regions", "stage_layers"):
+        _check_tuple(name, getattr(geometry, name))
     if geometry.null_block is not None and type(geometry.null_block) is not int:
         raise InvalidGeometry(
             "geometry-malformed", f"null_block is {shown(geometry.null_block)}; it must be an integer or None."
@@ -318,15 +288,15 @@ def _check_deal_rank(group: Group, number: int, tp_rank: int) -> None:
 
 def _check_regions(geometry: RankGeometry) -> None:
     budget = Budget(LIMITS["compared_fields"], LIMITS["compared_runs"])
-    layouts: set[Layout] = set()
+    extents: dict[Layout, int] = {}
     grouped: set[tuple[Layout, int]] = set()
     patterns: set[object] = set()
     for number, region in enumerate(geometry.regions):
         for member in region.members:
-            if member.layout not in layouts:
+            if member.layout not in extents:
                 check_layout(member.layout, f"layer {member.layer!r}", budget)
-                layouts.add(member.layout)
-        _check_region(region, number, len(geometry.groups), patterns, budget)
+                extents[member.layout] = member.layout.extent_bytes
+        _check_region(region, number, len(geometry.groups), extents, patterns, budget)
         for member in region.members:
             if (member.layout, member.group) not in grouped:
                 _check_member_group(member, geometry.groups[member.group], f"region {number}")

@@ -15,7 +15,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from math import prod
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple, cast, final
+
+import numpy as np
 
 from kv_topology.arithmetic import even_interval
 from kv_topology.checks import LIMITS, Budget, check_layout
@@ -25,6 +28,8 @@ from kv_topology.model import TOKEN_AXIS, Axis, FieldLayout, Layout, Member, Reg
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    import numpy.typing as npt
+
     from kv_topology.model import MemoryKind
 
 __all__ = ["region"]
@@ -33,7 +38,6 @@ _PAGE, _HEAD = "page", "head"
 _KV = "kv"
 _WORD = re.compile(r"\(([^()]*)\)|([^\s()]+)|(\S)")
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
-_TYPE_TEXT = re.compile(r"[<>|=][a-zA-Z](\d+)")
 
 
 def region(
@@ -347,14 +351,7 @@ def _of_torch(tensor: Any) -> _TensorMemory:  # noqa: ANN401 - likewise
 
 
 def _of_interface(interface: Mapping[str, object], kind: MemoryKind) -> _TensorMemory:
-    """Read an array interface; one without strides is dense, the last axis innermost."""
-    size = _TYPE_TEXT.fullmatch(str(interface["typestr"]))
-    if size is None:
-        raise ValueError(f"typestr {interface['typestr']!r}")
-    element_bytes = int(size[1])
-    shape = tuple(int(count) for count in cast("Sequence[int]", interface["shape"]))
-    strides = cast("Sequence[int] | None", interface.get("strides"))
-    if strides is None:
-        strides = [element_bytes * prod(shape[place + 1 :]) for place in range(len(shape))]
-    address = int(cast("Sequence[int]", interface["data"])[0])
-    return _TensorMemory(address, shape, tuple(int(step) for step in strides), element_bytes, kind, 0)
+    """Read an array interface; NumPy works out strides and sizes, and looks at no element."""
+    array: npt.NDArray[np.generic] = np.asarray(SimpleNamespace(__array_interface__=interface))
+    address, _ = cast("tuple[int, bool]", interface["data"])
+    return _TensorMemory(address, array.shape, array.strides, array.itemsize, kind, 0)

@@ -176,6 +176,11 @@ class Region:
     memory_kind: MemoryKind = "DRAM"
     device: int = 0
 
+    @property
+    def stop_address(self) -> int:
+        """Address behind the last page."""
+        return self.base_address + (self.page_count - 1) * self.page_stride_bytes + self.page_bytes
+
 
 @final
 @dataclass(frozen=True, slots=True)

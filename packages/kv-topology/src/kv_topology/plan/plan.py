@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from kv_topology.arithmetic import Indices, Ints, Rows
     from kv_topology.plan.blocks import AnyBlockList, BlockPairs, Blocks, ListRules
-    from kv_topology.plan.boxes import Overlap, Pairing
+    from kv_topology.plan.boxes import Pairing
     from kv_topology.plan.slices import IndexRule, SideColumns, SliceTable
     from kv_topology.plan.staged import Overlaps
     from kv_topology.reshard import Order
@@ -252,7 +252,10 @@ def plan_transfer(
     """
     _check_peers(peers, peer_tp)
     readers = Readers(local, peers)
-    overlaps = _overlaps(local, peers, readers)
+    overlaps = {
+        rank: [pair for pair in find_overlaps(local, peers[rank], readers.layers_of(rank[0])) if pair[1]]
+        for rank in readers.required()
+    }
     tables = _tables(overlaps)
     staged = stage(tables, overlaps) if staging != "never" else None
     estimate = make_estimate(tables, staged, cost or CostModel())
@@ -265,16 +268,6 @@ def plan_transfer(
     if staged is not None and (staging == "always" or estimate.is_staged_cheaper):
         return TransferPlan(local, peers, staged[0], readers, estimate, staged[1])
     return TransferPlan(local, peers, tables, readers, estimate)
-
-
-def _overlaps(
-    local: RankGeometry, peers: Mapping[Rank, RankGeometry], readers: Readers
-) -> dict[Rank, list[tuple[Pairing, list[Overlap]]]]:
-    """Return the overlaps to read from every producer rank, by pair of groups; pairs that share nothing are left out."""
-    return {
-        rank: [pair for pair in find_overlaps(local, peers[rank], readers.layers_of(rank[0])) if pair[1]]
-        for rank in readers.required()
-    }
 
 
 def _tables(overlaps: Mapping[Rank, Overlaps]) -> dict[Rank, list[SliceTable]]:

@@ -194,10 +194,11 @@ class Readers:
         self._tp = (local.tp_size, any_peer.tp_size)
         self._pp = (local.pp_size, any_peer.pp_size)
         self._stages = self._one_of_every_stage()
-        self._owners = self._layer_owners()
-        self._owned = {
-            stage: frozenset(la for la, owner in self._owners.items() if owner == stage) for stage in self._stages
-        }
+        # A layer is read from the first producer stage that holds it.
+        self._owners: dict[str, int] = {}
+        for stage, peer in self._stages.items():
+            for layer in peer.placements:
+                self._owners.setdefault(layer, stage)
         self._classes = self._stage_classes()
 
     def _one_of_every_stage(self) -> dict[int, RankGeometry]:
@@ -214,17 +215,9 @@ class Readers:
             )
         return found
 
-    def _layer_owners(self) -> dict[str, int]:
-        """Return the producer stage that each layer is read from: the first one that holds it."""
-        owners: dict[str, int] = {}
-        for stage, peer in self._stages.items():
-            for layer in peer.placements:
-                owners.setdefault(layer, stage)
-        return owners
-
     def layers_of(self, stage: int) -> frozenset[str]:
         """Return the layers that are read from a producer stage."""
-        return self._owned[stage]
+        return frozenset(layer for layer, owner in self._owners.items() if owner == stage)
 
     def _stage_classes(self) -> dict[tuple[int, int], frozenset[FieldClass]]:
         """Return the field classes that each (consumer stage, producer stage) pair moves."""

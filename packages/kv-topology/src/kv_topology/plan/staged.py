@@ -82,7 +82,6 @@ class _Bay:
         start: First byte.
         stop: Byte after the last.
         local_units: Units in a page.
-        unit_bytes: Bytes that one unit takes.
         filled: Bytes of a unit that have their place already.
         moves: Copies that complete the page.
     """
@@ -91,36 +90,19 @@ class _Bay:
         self.start = start
         self.stop = stop
         self.local_units = local_units
-        self.unit_bytes = (stop - start) // local_units
         self.filled = 0
         self.moves: list[PageMove] = []
+
+    @property
+    def unit_bytes(self) -> int:
+        """Bytes that one unit takes."""
+        return (self.stop - self.start) // self.local_units
 
     def take(self, length: int) -> int:
         """Return the place of the next chunk."""
         place = self.start + self.filled
         self.filled += length
         return place
-
-
-class _Span(NamedTuple):
-    """The bytes of a page that one producer's slices fill."""
-
-    start: int
-    stop: int
-    filled: int
-    units: int
-
-
-class _Row(NamedTuple):
-    """A slice of a staged plan: the columns of `SliceColumns`, one number each."""
-
-    local_region: int
-    local_offset: int
-    local_step: int
-    peer_region: int
-    peer_offset: int
-    peer_step: int
-    length: int
 
 
 class _Chunk(NamedTuple):
@@ -135,13 +117,6 @@ class _Chunk(NamedTuple):
     def holds(self, region: int, start: int, stop: int) -> bool:
         """Return whether a stretch of the producer's page lies in this chunk."""
         return self.peer_region == region and self.peer_offset <= start and stop <= self.peer_offset + self.length
-
-
-def _span(table: SliceTable, chosen: Bools) -> _Span:
-    """Return what a producer's slices fill in a page."""
-    units, slices = table.pairing.local_units, table.columns.take(chosen)
-    stops = slices.local_offset + (units - 1) * slices.local_step + slices.length
-    return _Span(int(slices.local_offset.min()), int(stops.max()), int(slices.length.sum()) * units, units)
 
 
 def _chunks(table: SliceTable, chosen: Bools) -> list[_Chunk]:
@@ -166,26 +141,21 @@ def _open_bays(tables: Sequence[SliceTable]) -> dict[tuple[int, int], _Bay] | No
     """
     if any(table.pairing.local.deal.size > 1 or table.pairing.peer.deal.size > 1 for table in tables):
         return None
-    spans: dict[tuple[int, int], list[_Span]] = {}
-    for table in tables:
-        for region in np.unique(table.columns.local_region).tolist():
-            part = _span(table, table.columns.local_region == region)
-            spans.setdefault((region, table.pairing.local_group), []).append(part)
     bays: dict[tuple[int, int], _Bay] = {}
-    for key, parts in spans.items():
-        bay = _bay(parts)
-        if bay is None:
-            return None
-        bays[key] = bay
-    return bays
-
-
-def _bay(parts: Sequence[_Span]) -> _Bay | None:
-    """Return the bytes that several producers' spans fill together, None if they leave gaps or have different units."""
-    start, stop = min(part.start for part in parts), max(part.stop for part in parts)
-    if len({part.units for part in parts}) != 1 or stop - start != sum(part.filled for part in parts):
-        return None
-    return _Bay(start, stop, parts[0].units)
+    filled: dict[tuple[int, int], int] = {}
+    for table in tables:
+        units = table.pairing.local_units
+        for region in np.unique(table.columns.local_region).tolist():
+            slices = table.columns.take(table.columns.local_region == region)
+            stops = slices.local_offset + (units - 1) * slices.local_step + slices.length
+            key = (region, table.pairing.local_group)
+            bay = bays.setdefault(key, _Bay(1 << 62, 0, units))
+            if bay.local_units != units:
+                return None
+            bay.start, bay.stop = min(bay.start, int(slices.local_offset.min())), max(bay.stop, int(stops.max()))
+            filled[key] = filled.get(key, 0) + int(slices.length.sum()) * units
+    has_gaps = any(bay.stop - bay.start != filled[key] for key, bay in bays.items())
+    return None if has_gaps else bays
 
 
 def stage(
@@ -238,14 +208,14 @@ def _stage_table(
 
     Returns None if a box is spread over several chunks, so that its cells do not keep the producer's strides.
     """
-    rows: list[_Row] = []
+    rows: list[tuple[int, ...]] = []  # the columns of `SliceColumns`, one number each
     group = table.pairing.local_group
     for region in np.unique(table.columns.local_region).tolist():
         bay = bays[region, group]
         chunks: list[_Chunk] = []
         for found in _chunks(table, table.columns.local_region == region):
             chunk = found._replace(place=bay.take(found.length))
-            rows.append(_Row(region, chunk.place, bay.unit_bytes, *chunk[:4]))
+            rows.append((region, chunk.place, bay.unit_bytes, *chunk[:4]))
             chunks.append(chunk)
         for overlap in overlaps:
             for place in overlap.places:

@@ -422,8 +422,15 @@ def build_engine(model: ModelSpec, engine: EngineSpec) -> Mapping[tuple[int, int
     Raises:
         InvalidGeometry: The numbers do not make sense together.
     """
-    _check_sizes(model, engine)
-    stages = [_stage(len(model.kinds), engine.pp, pp_rank) for pp_rank in range(engine.pp)]
+    if engine.dcp > 1 and engine.tp % engine.dcp:
+        message = f"Context parallelism of {engine.dcp} does not divide {engine.tp} tensor-parallel ranks."
+        raise InvalidGeometry("dcp-not-divisor", message)
+    layers, pp = len(model.kinds), engine.pp
+    if pp > layers:
+        message = f"{pp} pipeline stages for {layers} layers leave a stage without any."
+        raise InvalidGeometry("stage-without-layers", message)
+    # 5 layers on 2 stages are 0..1 and 2..4.
+    stages = [range(stage * layers // pp, (stage + 1) * layers // pp) for stage in range(pp)]
     entries = tuple(tuple(_stage_layer(model, engine, number) for number in stage) for stage in stages)
     ranks: dict[tuple[int, int], RankGeometry] = {}
     for pp_rank, stage in enumerate(stages):
@@ -441,23 +448,6 @@ def build_engine(model: ModelSpec, engine: EngineSpec) -> Mapping[tuple[int, int
                 stage_layers=entries if engine.pp > 1 else (),
             )
     return ranks
-
-
-def _check_sizes(model: ModelSpec, engine: EngineSpec) -> None:
-    if engine.dcp > 1 and engine.tp % engine.dcp:
-        raise InvalidGeometry(
-            "dcp-not-divisor", f"Context parallelism of {engine.dcp} does not divide {engine.tp} tensor-parallel ranks."
-        )
-    if engine.pp > len(model.kinds):
-        raise InvalidGeometry(
-            "stage-without-layers",
-            f"{engine.pp} pipeline stages for {len(model.kinds)} layers leave a stage without any.",
-        )
-
-
-def _stage(layers: int, pp_size: int, pp_rank: int) -> range:
-    """Return the layers of a pipeline stage: 5 layers on 2 stages are 0..1 and 2..4."""
-    return range(pp_rank * layers // pp_size, (pp_rank + 1) * layers // pp_size)
 
 
 def _stage_layer(model: ModelSpec, engine: EngineSpec, number: int) -> StageLayer:

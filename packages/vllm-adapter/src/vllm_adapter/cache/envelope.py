@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -58,7 +59,13 @@ def metadata_fields(
     return {
         "engine_id": facts.engine_id,
         "agent_metadata": agent_metadata,
-        **_region_fields(regions),
+        "kv_caches_base_addr": [region.address for region in regions],
+        "block_lens": [region.page_bytes for region in regions],
+        "block_strides": [region.stride_bytes for region in regions],
+        "region_num_blocks": [region.pages for region in regions],
+        "region_group_ids": [region.group for region in regions],
+        "region_names": [region.name for region in regions],
+        "region_mem_types": [region.memory_kind for region in regions],
         "device_id": caches[0].device,
         "num_blocks": facts.block_count * kernel_blocks,
         "kv_cache_layout": facts.layout,
@@ -71,19 +78,6 @@ def metadata_fields(
         "streams": streams,
         "geometry": geometry,
         "generation": generation,
-    }
-
-
-def _region_fields(regions: Sequence[_Region]) -> dict[str, object]:
-    """Return the fields that have one entry per region."""
-    return {
-        "kv_caches_base_addr": [region.address for region in regions],
-        "block_lens": [region.page_bytes for region in regions],
-        "block_strides": [region.stride_bytes for region in regions],
-        "region_num_blocks": [region.pages for region in regions],
-        "region_group_ids": [region.group for region in regions],
-        "region_names": [region.name for region in regions],
-        "region_mem_types": [region.memory_kind for region in regions],
     }
 
 
@@ -158,11 +152,7 @@ def _state_bytes(caches: Sequence[LayerCache]) -> tuple[int, int]:
     """Return the bytes of the convolution's inputs and of the recurrent state of a state layer, zeros without one."""
     for cache in caches:
         if cache.state_shapes and cache.state_kind != "RING":
-            sizes: list[int] = []
-            for shape, element_bytes in zip(cache.state_shapes, cache.state_element_bytes, strict=True):
-                total = element_bytes
-                for length in shape:
-                    total *= length
-                sizes.append(total)
-            return sizes[0], sum(sizes[1:])
+            shapes = zip(cache.state_shapes, cache.state_element_bytes, strict=True)
+            conv, *others = (prod(shape) * element_bytes for shape, element_bytes in shapes)
+            return conv, sum(others)
     return 0, 0

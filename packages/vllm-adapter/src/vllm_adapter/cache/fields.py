@@ -42,6 +42,11 @@ def make_field(
     return FieldDocument(name=name, element_bytes=element_bytes, offset_bytes=offset_bytes, packing=packing, axes=axes)
 
 
+def _whole(name: str, count: int, step: int) -> AxisEntry:
+    """Return an axis that every rank holds whole."""
+    return AxisEntry(name, count, 0, count, step)
+
+
 def whole_page(
     facts: EngineFacts, name: str, page_bytes: int, packing: str, *, is_replicated: bool = False
 ) -> list[FieldDocument]:
@@ -54,7 +59,7 @@ def whole_page(
         packing: Name of the order inside the page, which both engines must share.
         is_replicated: Whether all ranks hold the same bytes, so that the sizes of the engines do not matter.
     """
-    interior = AxisEntry("interior", page_bytes, 0, page_bytes, 1)
+    interior = _whole("interior", page_bytes, 1)
     if is_replicated:
         return [make_field(name, 1, 0, [interior], packing)]
     shard = AxisEntry("shard", facts.tp, facts.tp_rank, facts.tp_rank + 1, page_bytes, "tp")
@@ -135,16 +140,13 @@ def latent_fields(facts: EngineFacts, cache: LayerCache, page_tokens: int) -> li
         packing = f"indexer:{cache.backend}:{page_tokens}:{vectors}x{channels}"
         return whole_page(facts, "index", dense_bytes(cache), packing, is_replicated=True)
     if vectors != page_tokens:
-        used = vectors * channels
-        axes: list[AxisEntry] = [AxisEntry("interior", used, 0, used, channel_step)]
-        return [make_field("latent", cache.element_bytes, 0, axes, f"compressed:{page_tokens}:{vectors}x{channels}")]
+        packing = f"compressed:{page_tokens}:{vectors}x{channels}"
+        interior = _whole("interior", vectors * channels, channel_step)
+        return [make_field("latent", cache.element_bytes, 0, [interior], packing)]
     if cache.is_opaque:
         packing = f"latent:{cache.backend}:{page_tokens}:{vectors}x{channels}"
         return whole_page(facts, "latent", dense_bytes(cache), packing, is_replicated=True)
-    axes = [
-        AxisEntry("token", vectors, 0, vectors, vector_step),
-        AxisEntry("channel", channels, 0, channels, channel_step),
-    ]
+    axes = [_whole("token", vectors, vector_step), _whole("channel", channels, channel_step)]
     return [make_field("latent", cache.element_bytes, 0, axes)]
 
 
@@ -164,27 +166,23 @@ def _head_interval(facts: EngineFacts, cache: LayerCache) -> tuple[int, int, int
     return start, stop, total
 
 
+def _heads(facts: EngineFacts, cache: LayerCache) -> AxisEntry:
+    start, stop, total = _head_interval(facts, cache)
+    return AxisEntry("head", total, start, stop, cache.stride_bytes[1], "tp")
+
+
 def _packed(facts: EngineFacts, cache: LayerCache) -> list[FieldDocument]:
     """Per head and token a key and then a value; one opaque cell where a quantized cache packs them."""
     _, _, tokens, content = cache.shape
-    _, head_step, token_step, element_step = cache.stride_bytes
-    start, stop, total = _head_interval(facts, cache)
+    _, _, token_step, element_step = cache.stride_bytes
     key_size = cache.key_size or facts.head_size
     value_size = cache.value_size or content - key_size
     parts = [("cell", 0, content)]
     if value_size > 0 and key_size + value_size == content:
         parts = [("key", 0, key_size), ("value", key_size * cache.element_bytes, value_size)]
+    outer = [_whole("token", tokens, token_step), _heads(facts, cache)]
     return [
-        make_field(
-            name,
-            cache.element_bytes,
-            offset,
-            [
-                AxisEntry("token", tokens, 0, tokens, token_step),
-                AxisEntry("head", total, start, stop, head_step, "tp"),
-                AxisEntry("channel", size, 0, size, element_step),
-            ],
-        )
+        make_field(name, cache.element_bytes, offset, [*outer, _whole("channel", size, element_step)])
         for name, offset, size in parts
     ]
 
@@ -192,28 +190,17 @@ def _packed(facts: EngineFacts, cache: LayerCache) -> list[FieldDocument]:
 def _keys_by_channel(facts: EngineFacts, cache: LayerCache) -> list[FieldDocument]:
     """Per head the page's keys, tokens innermost, and then its values, channels innermost."""
     _, _, tokens, content = cache.shape
-    _, head_step, _, element_step = cache.stride_bytes
-    start, stop, total = _head_interval(facts, cache)
+    step, heads = cache.stride_bytes[3], _heads(facts, cache)
     channels = content // 2
-
-    def part(name: str, offset: int, token_step: int, channel_step: int) -> FieldDocument:
-        return make_field(
-            name,
-            cache.element_bytes,
-            offset,
-            [
-                AxisEntry("token", tokens, 0, tokens, token_step),
-                AxisEntry("head", total, start, stop, head_step, "tp"),
-                AxisEntry("channel", channels, 0, channels, channel_step),
-            ],
-        )
-
+    key = [_whole("token", tokens, step), heads, _whole("channel", channels, tokens * step)]
+    value = [_whole("token", tokens, channels * step), heads, _whole("channel", channels, step)]
     # Of a hybrid, the release before describes these pages by its first layer's back end, as token by token: with names of their
     # own they are refused there, and its pages here.
     prefix = "channel_" if facts.has_state else ""
-    key = part(f"{prefix}key", 0, element_step, tokens * element_step)
-    value_at = tokens * channels * element_step
-    return [key, part(f"{prefix}value", value_at, channels * element_step, element_step)]
+    return [
+        make_field(f"{prefix}key", cache.element_bytes, 0, key),
+        make_field(f"{prefix}value", cache.element_bytes, tokens * channels * step, value),
+    ]
 
 
 def _pairs_in_tiles(facts: EngineFacts, cache: LayerCache) -> list[FieldDocument]:
@@ -227,45 +214,25 @@ def _pairs_in_tiles(facts: EngineFacts, cache: LayerCache) -> list[FieldDocument
     of the 4 columns of 160 * 16 values the elements 32 * 16 to 64 * 16.
     """
     _, _, tokens, content = cache.shape
-    _, head_step, _, element_step = cache.stride_bytes
-    start, stop, total = _head_interval(facts, cache)
+    step, heads = cache.stride_bytes[3], _heads(facts, cache)
     channels = content // 2
-    head = AxisEntry("head", total, start, stop, head_step, "tp")
-
-    def token(step: int) -> AxisEntry:
-        return AxisEntry("token", tokens, 0, tokens, step * element_step)
-
-    key = [token(channels), head, AxisEntry("channel", channels, 0, channels, element_step)]
-    columns = channels // 16
-    column = AxisEntry("column", columns, 0, columns, 16 * tokens * element_step)
-    value = [token(16), head, column, AxisEntry("channel", 16, 0, 16, element_step)]
+    key = [_whole("token", tokens, channels * step), heads, _whole("channel", channels, step)]
+    column = _whole("column", channels // 16, 16 * tokens * step)
+    value = [_whole("token", tokens, 16 * step), heads, column, _whole("channel", 16, step)]
     # Names of their own: an engine with another order has no such fields, and is refused.
     return [
         make_field("tiled_key", cache.element_bytes, 0, key),
-        make_field("tiled_value", cache.element_bytes, tokens * channels * element_step, value),
+        make_field("tiled_value", cache.element_bytes, tokens * channels * step, value),
     ]
 
 
 def _kernel_ordered(facts: EngineFacts, cache: LayerCache) -> list[FieldDocument]:
     """Per head the page's keys and then its values, each in an order that only the same kernel understands."""
     _, _, tokens, content = cache.shape
-    _, head_step, _, element_step = cache.stride_bytes
-    start, stop, total = _head_interval(facts, cache)
     interior = tokens * content // 2
-    packing = f"{cache.kernel_order}:{tokens}"
-    return [
-        make_field(
-            name,
-            cache.element_bytes,
-            half * interior * cache.element_bytes,
-            [
-                AxisEntry("head", total, start, stop, head_step, "tp"),
-                AxisEntry("interior", interior, 0, interior, element_step),
-            ],
-            packing,
-        )
-        for half, name in enumerate(("key", "value"))
-    ]
+    axes = [_heads(facts, cache), _whole("interior", interior, cache.stride_bytes[3])]
+    size, packing = cache.element_bytes, f"{cache.kernel_order}:{tokens}"
+    return [make_field(name, size, half * interior * size, axes, packing) for half, name in enumerate(("key", "value"))]
 
 
 class Projection(NamedTuple):
@@ -361,11 +328,8 @@ def _convolution(
     offset = 0
     for name, held, total, width in projections:
         first = facts.tp_rank * total // facts.tp
-        axes: list[AxisEntry] = [
-            AxisEntry("group", total, first, first + held, width * channel_step, "tp"),
-            AxisEntry("channel", width, 0, width, channel_step),
-            AxisEntry("row", rows, 0, rows, row_step),
-        ]
+        group = AxisEntry("group", total, first, first + held, width * channel_step, "tp")
+        axes = [group, _whole("channel", width, channel_step), _whole("row", rows, row_step)]
         fields.append(make_field(name, element_bytes, offset, axes))
         offset += held * width * channel_step
     return fields, channels * rows * element_bytes
@@ -373,12 +337,9 @@ def _convolution(
 
 def _recurrent(facts: EngineFacts, shape: tuple[int, ...], element_bytes: int, offset: int) -> FieldDocument:
     heads, *inner = shape
-    step = element_bytes
-    axes: list[AxisEntry] = []
-    for number, length in reversed(list(enumerate(inner))):
-        name = "state" if number == len(inner) - 1 else "channel"
-        axes.insert(0, AxisEntry(name, length, 0, length, step))
-        step *= length
+    names = (*("channel" for _ in inner[1:]), "state")
     first = facts.tp_rank * heads
-    axes.insert(0, AxisEntry("head", heads * facts.tp, first, first + heads, step, "tp"))
+    steps = [element_bytes * prod(inner[place:]) for place in range(len(inner) + 1)]
+    axes = [AxisEntry("head", heads * facts.tp, first, first + heads, steps[0], "tp")]
+    axes += [_whole(name, length, step) for name, length, step in zip(names, inner, steps[1:], strict=True)]
     return make_field("ssm", element_bytes, offset, axes)

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast, final
 
 from vllm_adapter.cache.documents import RegionDocument, with_names
@@ -32,9 +31,8 @@ if TYPE_CHECKING:
     from vllm_adapter.cache.documents import GeometryDocument, GroupDocument, HeadOrder, PeerSizes
     from vllm_adapter.ports import AgentMetadata, MemoryKind
 
-__all__ = ["PeerFacts", "PeerGeometry", "derive_document", "pack_document", "read_facts"]
+__all__ = ["PeerGeometry", "derive_document", "pack_document"]
 
-_MAX_REGIONS = 1 << 15
 _ORDERS: dict[str, HeadOrder] = {
     "HND": "HN",
     "LBHNC": "HN",
@@ -45,111 +43,13 @@ _ORDERS: dict[str, HeadOrder] = {
 }
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class PeerFacts:
-    """The peer's numbers, by region where they are lists.
-
-    Attributes:
-        addresses: First byte of each region.
-        page_bytes: Bytes of a kernel block.
-        strides: Bytes from one kernel block to the next.
-        page_counts: Kernel blocks.
-        page_tokens: Tokens of a kernel block.
-        pages_per_block: Kernel blocks of a scheduler block.
-        device: Device number.
-        state_bytes: Bytes of (convolution, recurrent state); empty if it has no state.
-        names: Name of the layer of each region; empty if not sent.
-        memory_kinds: Kind of memory of each region; empty if not sent.
-        order: Order of heads and tokens; None if the layout has no such name.
-    """
-
-    addresses: tuple[int, ...]
-    page_bytes: tuple[int, ...]
-    strides: tuple[int, ...]
-    page_counts: tuple[int, ...]
-    page_tokens: int
-    pages_per_block: int
-    device: int
-    state_bytes: tuple[int, ...]
-    names: tuple[str, ...]
-    memory_kinds: tuple[str, ...]
-    order: HeadOrder | None
-
-
-def read_facts(facts: Mapping[str, object]) -> PeerFacts:
-    """Return the numbers of a peer's metadata by its own names; raises `AdapterError` (`peer-facts-malformed`)."""
-    addresses = _numbers(facts, "kv_caches_base_addr")
-    regions = len(addresses)
-    page_bytes = _numbers(facts, "block_lens", regions)
-    return PeerFacts(
-        addresses=addresses,
-        page_bytes=page_bytes,
-        strides=_optional(facts, "block_strides", regions) or page_bytes,
-        page_counts=_optional(facts, "region_num_blocks", regions) or (_number(facts, "num_blocks"),) * regions,
-        page_tokens=_number(facts, "block_size"),
-        pages_per_block=_number(facts, "physical_blocks_per_logical_kv_block", 1),
-        device=_number(facts, "device_id", 0),
-        state_bytes=_optional(facts, "ssm_sizes", None),
-        names=_texts(facts, "region_names", regions),
-        memory_kinds=_texts(facts, "region_mem_types", regions),
-        order=_ORDERS.get(str(facts.get("kv_cache_layout", ""))),
-    )
-
-
-def _bad(facts: Mapping[str, object], name: str, expected: str) -> AdapterError:
-    value = facts.get(name)
-    shown = (
-        f"a list of {len(cast('Sequence[object]', value))}" if isinstance(value, (list, tuple)) else repr(value)[:80]
-    )
-    return AdapterError(
-        f"the peer's {name} must be {expected}, not {shown}",
-        code="peer-facts-malformed",
-        fault="peer",
-        context={"name": name},
-    )
-
-
-def _number(facts: Mapping[str, object], name: str, default: int | None = None) -> int:
-    value = facts.get(name, default)
-    if type(value) is not int or value < 0 or (value == 0 and name != "device_id"):
-        raise _bad(facts, name, "a positive integer")
-    return value
-
-
-def _numbers(facts: Mapping[str, object], name: str, count: int | None = None) -> tuple[int, ...]:
-    value = facts.get(name)
-    items = cast("Sequence[object]", value) if isinstance(value, (list, tuple)) else None
-    if items is None or not _has_length(items, count):
-        raise _bad(facts, name, f"a list of {count if count is not None else f'at most {_MAX_REGIONS}'} integers")
-    numbers = tuple(item for item in items if type(item) is int and item >= 0)
-    if len(numbers) != len(items):
-        raise _bad(facts, name, "a list of non-negative integers")
-    return numbers
-
-
-def _has_length(items: Sequence[object], count: int | None) -> bool:
-    return len(items) <= _MAX_REGIONS and count in {None, len(items)}
-
-
-def _optional(facts: Mapping[str, object], name: str, count: int | None) -> tuple[int, ...]:
-    return _numbers(facts, name, count) if facts.get(name) else ()
-
-
-def _texts(facts: Mapping[str, object], name: str, count: int) -> tuple[str, ...]:
-    value = facts.get(name)
-    if not value:
-        return ()
-    items = cast("Sequence[object]", value) if isinstance(value, (list, tuple)) else ()
-    texts = tuple(item for item in items if isinstance(item, str))
-    if len(texts) != count:
-        raise _bad(facts, name, f"a list of {count} strings")
-    return texts
+def _refusal(code: str, message: str, **context: object) -> AdapterError:
+    return AdapterError(message, code=code, fault="peer", context=context)
 
 
 def derive_document(
     local: GeometryDocument,
-    peer_facts: Mapping[str, object],
+    metadata: AgentMetadata,
     rank: tuple[int, int],
     sizes: PeerSizes,
     *,
@@ -160,43 +60,42 @@ def derive_document(
 
     Args:
         local: Our document, of the same model.
-        peer_facts: The peer's metadata by its own names.
+        metadata: What the peer sent; the handshake has checked its numbers and the lengths of its lists.
         rank: (pp, tp) of the peer's rank.
         sizes: Parallel sizes of the peer's engine.
         reshard: The planner's function for resharding documents.
         dealt_groups: Whether context parallelism deals out the tokens of each group.
 
     Raises:
-        AdapterError: `peer-facts-malformed`, `page-bytes-differ`, `state-bytes-differ`, `region-count-differs`,
-            `layer-not-held`, `pipeline-regions-ambiguous`; or the planner's errors.
+        AdapterError: `page-bytes-differ`, `state-bytes-differ`, `region-count-differs`, `layer-not-held`,
+            `pipeline-regions-ambiguous`; or the planner's errors.
     """
-    facts = read_facts(peer_facts)
     if sizes.pp > 1:
-        _check_stages_can_be_told(local, facts)
+        _check_stages_can_be_told(local, metadata)
     document = reshard(
         local,
         tp_size=sizes.tp,
         tp_rank=rank[1],
-        page_tokens=facts.page_tokens,
-        pages_per_block=facts.pages_per_block,
+        page_tokens=metadata.block_size,
+        pages_per_block=metadata.physical_blocks_per_logical_kv_block,
         pp_size=sizes.pp,
         pp_rank=rank[0],
         context_sizes=tuple(sizes.dcp if is_dealt else 1 for is_dealt in dealt_groups),
-        order=facts.order,
+        order=_ORDERS.get(metadata.kv_cache_layout),
     )
     peer = with_names(document)
-    _check_states(peer, facts)
+    _check_states(peer, tuple(metadata.ssm_sizes))
     # Groups that share memory with states have pages padded to the states' size.
     padded = {region["base_address"] for region in local["regions"] if _is_state(local, region)}
     peer["regions"] = [
-        _placed(local, peer["regions"][view], facts, ours=local["regions"][view], number=number, padded=padded)
-        for number, views in _assign(local, facts)
+        _placed(local, peer["regions"][view], metadata, ours=local["regions"][view], number=number, padded=padded)
+        for number, views in _assign(local, metadata)
         for view in views
     ]
     return peer
 
 
-def _check_stages_can_be_told(local: GeometryDocument, facts: PeerFacts) -> None:
+def _check_stages_can_be_told(local: GeometryDocument, metadata: AgentMetadata) -> None:
     """Refuse a pipeline whose stages do not say which layers they hold.
 
     A region is named by one layer. Where several layers share a region here, the layers of a stage may be shared differently.
@@ -204,14 +103,14 @@ def _check_stages_can_be_told(local: GeometryDocument, facts: PeerFacts) -> None
     layers 0 to 2 and names its regions 0 and 2, but that of 2 holds no layer 3.
     """
     shared = [slot for slot in _slots(local) if len({layer for view in slot for layer in _layers(local, view)}) > 1]
-    if shared or not facts.names:
+    if shared or not metadata.region_names:
         why = "layers of this model share regions" if shared else "its regions have no names"
-        raise AdapterError(
+        raise _refusal(
+            "pipeline-regions-ambiguous",
             f"the stages of the peer's pipeline do not tell which layers they hold: {why}; read from an engine without pipeline "
             "stages, or one with this connector",
-            code="pipeline-regions-ambiguous",
-            fault="peer",
-            context={"shared_regions": len(shared), "names": len(facts.names)},
+            shared_regions=len(shared),
+            names=len(metadata.region_names or ()),
         )
 
 
@@ -236,31 +135,25 @@ def _slots(local: GeometryDocument) -> list[list[int]]:
     return sorted(by_base.values(), key=first_layer)
 
 
-def _assign(local: GeometryDocument, facts: PeerFacts) -> list[tuple[int, list[int]]]:
+def _assign(local: GeometryDocument, metadata: AgentMetadata) -> list[tuple[int, list[int]]]:
     """Return (number of the peer's region, numbers of our regions of the same layers)."""
     slots = _slots(local)
-    if not facts.names:
-        if len(slots) != len(facts.addresses):
-            raise AdapterError(
-                f"the peer registered {len(facts.addresses)} regions, this rank {len(slots)}; without region names they must "
-                "pair up one to one",
-                code="region-count-differs",
-                fault="peer",
-                context={"local": len(slots), "peer": len(facts.addresses)},
+    if not metadata.region_names:
+        count = len(metadata.kv_caches_base_addr)
+        if len(slots) != count:
+            raise _refusal(
+                "region-count-differs",
+                f"the peer registered {count} regions, this rank {len(slots)}; without region names they must pair up one to one",
+                local=len(slots),
+                peer=count,
             )
         return list(enumerate(slots))
     by_layer = {layer: slot for slot in slots for view in slot for layer in _layers(local, view)}
-    pairs: list[tuple[int, list[int]]] = []
-    for number, name in enumerate(facts.names):
+    for number, name in enumerate(metadata.region_names):
         if name not in by_layer:
-            raise AdapterError(
-                f"the peer's region {number} is named {name[:80]!r}, which is no layer of this rank",
-                code="layer-not-held",
-                fault="peer",
-                context={"layer": name[:80]},
-            )
-        pairs.append((number, by_layer[name]))
-    return pairs
+            message = f"the peer's region {number} is named {name[:80]!r}, which is no layer of this rank"
+            raise _refusal("layer-not-held", message, layer=name[:80])
+    return [(number, by_layer[name]) for number, name in enumerate(metadata.region_names)]
 
 
 def _is_state(document: GeometryDocument, region: RegionDocument) -> bool:
@@ -270,76 +163,61 @@ def _is_state(document: GeometryDocument, region: RegionDocument) -> bool:
 def _placed(
     local: GeometryDocument,
     theirs: RegionDocument,
-    facts: PeerFacts,
+    metadata: AgentMetadata,
     *,
     ours: RegionDocument,
     number: int,
     padded: set[int],
 ) -> RegionDocument:
     """Return one of the peer's regions at its real address, after checking the page length that the peer sent."""
-    pages_per_page = facts.pages_per_block if _is_state(local, ours) else 1
-    page_bytes, needed = facts.page_bytes[number] * pages_per_page, theirs["page_bytes"]
+    pages_per_page = metadata.physical_blocks_per_logical_kv_block if _is_state(local, ours) else 1
+    page_bytes, needed = metadata.block_lens[number] * pages_per_page, theirs["page_bytes"]
     padding = ours["page_bytes"] - sum(extent_bytes(local["layouts"][member.layout]) for member in ours["members"])
     is_exact = page_bytes in {needed, needed + padding}
     if needed > page_bytes or not (is_exact or ours["base_address"] in padded):
         layer = ours["members"][0].layer
-        raise AdapterError(
+        raise _refusal(
+            "page-bytes-differ",
             f"the peer's pages of layer {layer!r} are {page_bytes} bytes; the same model on its shard needs {needed}: check "
             "model, dtype, block size and tensor-parallel size",
-            code="page-bytes-differ",
-            fault="peer",
-            context={"layer": layer, "expected": needed, "peer": page_bytes},
+            layer=layer,
+            expected=needed,
+            peer=page_bytes,
         )
-    kind = facts.memory_kinds[number] if facts.memory_kinds else ours["memory_kind"]
+    kind = metadata.region_mem_types[number] if metadata.region_mem_types else ours["memory_kind"]
+    strides, counts = metadata.block_strides or metadata.block_lens, metadata.region_num_blocks
     return RegionDocument(
-        base_address=facts.addresses[number],
+        base_address=metadata.kv_caches_base_addr[number],
         page_bytes=page_bytes,
-        page_stride_bytes=facts.strides[number] * pages_per_page,
-        page_count=facts.page_counts[number] // pages_per_page,
+        page_stride_bytes=strides[number] * pages_per_page,
+        page_count=(counts[number] if counts else metadata.num_blocks) // pages_per_page,
         memory_kind=cast("MemoryKind", kind),
-        device=0 if kind == "DRAM" else facts.device,
+        device=0 if kind == "DRAM" else metadata.device_id,
         members=theirs["members"],
     )
 
 
-def _check_states(peer: GeometryDocument, facts: PeerFacts) -> None:
-    """Raise unless the state sizes that the peer sent are those of our states, resharded for it."""
-    if len(facts.state_bytes) != 2 or not any(facts.state_bytes):
-        return
-    for region in peer["regions"]:
-        for member in region["members"]:
-            if peer["groups"][member.group]["kind"] == "state":
-                fields = peer["layouts"][member.layout]
-                conv = sum(held_bytes(field) for field in fields if field["name"].startswith("conv"))
-                sizes = (conv, sum(held_bytes(field) for field in fields) - conv)
-                if sizes != facts.state_bytes:
-                    raise AdapterError(
-                        f"the peer's states of layer {member.layer!r} are {list(facts.state_bytes)} bytes (conv, ssm); the "
-                        f"same model on its shard has {list(sizes)}",
-                        code="state-bytes-differ",
-                        fault="peer",
-                        context={"expected": list(sizes), "peer": list(facts.state_bytes)},
-                    )
+def _check_states(peer: GeometryDocument, sent: tuple[int, ...]) -> None:
+    """Raise unless the (convolution, recurrent state) bytes that the peer sent are those of our states, resharded for it."""
+    members = (member for region in peer["regions"] for member in region["members"] if any(sent))
+    for member in members:
+        if peer["groups"][member.group]["kind"] == "state":
+            fields = peer["layouts"][member.layout]
+            conv = sum(held_bytes(field) for field in fields if field["name"].startswith("conv"))
+            sizes = (conv, sum(held_bytes(field) for field in fields) - conv)
+            if sizes != sent:
+                raise _refusal(
+                    "state-bytes-differ",
+                    f"the peer's states of layer {member.layer!r} are {list(sent)} bytes (conv, ssm); the same model on its "
+                    f"shard has {list(sizes)}",
+                    expected=list(sizes),
+                    peer=list(sent),
+                )
 
 
 _MAX_DOCUMENT_BYTES = 16 * 2**20
 _MAX_DOCUMENT_VALUES = 1 << 19
 """Most commas and brackets of a document, counted before it is read: a value of two bytes takes sixty in memory."""
-_SENT = (
-    "kv_caches_base_addr",
-    "device_id",
-    "num_blocks",
-    "block_lens",
-    "block_strides",
-    "block_size",
-    "physical_blocks_per_logical_kv_block",
-    "kv_cache_layout",
-    "ssm_sizes",
-    "region_names",
-    "region_num_blocks",
-    "region_mem_types",
-)
-"""Fields of the metadata of vLLM's own connector from which a document is derived."""
 
 
 def pack_document(document: Mapping[str, object]) -> bytes:
@@ -366,8 +244,7 @@ class PeerGeometry:
         """Return the document of a (pp, tp) rank; raises coded errors for metadata that does not fit."""
         if metadata.geometry is not None:
             return _unpack(metadata.geometry)
-        facts: dict[str, object] = {name: getattr(metadata, name) for name in _SENT}
-        return derive_document(local, facts, rank, sizes, reshard=self._reshard, dealt_groups=self._dealt_groups)
+        return derive_document(local, metadata, rank, sizes, reshard=self._reshard, dealt_groups=self._dealt_groups)
 
     def check_context(self, groups: Iterable[GroupDocument], sizes: PeerSizes) -> None:
         """Raise a coded error if an engine's groups deal out their tokens to other sizes than its ticket says.
@@ -376,12 +253,8 @@ class PeerGeometry:
         """
         context = max((group.get("context", (1, 0, 1))[0] for group in groups), default=1)
         if any(self._dealt_groups) and context != sizes.dcp:
-            raise AdapterError(
-                f"a ticket says that the peer has {sizes.dcp} context ranks, but its pages are those of {context}",
-                code="context-size-differs",
-                fault="peer",
-                context={"dcp": sizes.dcp, "found": context},
-            )
+            message = f"a ticket says that the peer has {sizes.dcp} context ranks, but its pages are those of {context}"
+            raise _refusal("context-size-differs", message, dcp=sizes.dcp, found=context)
 
     @staticmethod
     def value_count(metadata: AgentMetadata) -> int:
@@ -393,12 +266,9 @@ class PeerGeometry:
         """Return the memory kind of the peer's pages; DRAM if it announces none."""
         kinds = set(metadata.region_mem_types or ("DRAM",))
         if len(kinds) != 1 or not kinds <= {"DRAM", "VRAM"}:
-            raise AdapterError(
-                f"the peer's regions are of the memory kinds {sorted(kinds)[:4]}; one of DRAM and VRAM is supported",
-                code="mixed-memory-kinds",
-                fault="peer",
-                context={"kinds": sorted(kinds)[:4]},
-            )
+            few = sorted(kinds)[:4]
+            message = f"the peer's regions are of the memory kinds {few}; one of DRAM and VRAM is supported"
+            raise _refusal("mixed-memory-kinds", message, kinds=few)
         return cast("MemoryKind", kinds.pop())
 
 
@@ -409,12 +279,8 @@ def _unpack(raw: bytes) -> Mapping[str, object]:
     except (ValueError, RecursionError):
         document = None
     if not isinstance(document, dict):
-        raise AdapterError(
-            f"the peer's geometry document ({len(raw)} bytes) is not a JSON object",
-            code="bad-geometry-document",
-            fault="peer",
-            context={"length_bytes": len(raw)},
-        )
+        message = f"the peer's geometry document ({len(raw)} bytes) is not a JSON object"
+        raise _refusal("bad-geometry-document", message, length_bytes=len(raw))
     return cast("dict[str, object]", document)
 
 
