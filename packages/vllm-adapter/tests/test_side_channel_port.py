@@ -225,14 +225,6 @@ def test_an_engine_refuses_a_port_that_is_no_number_by_its_code(
         assert refusal(run).code == "side-channel-port"
 
 
-def test_no_other_module_reads_the_variable() -> None:
-    readers = {
-        file.name: file.read_text().count(f"envs.{PORT_VARIABLE}") + file.read_text().count(f'"{PORT_VARIABLE}"')
-        for file in SOURCES.parent.rglob("*.py")
-    }
-    assert {name: count for name, count in readers.items() if count} == {"vllm.py": 1, "start_checks.py": 1}
-
-
 # ---------------------------------------------------------------------------------------------------------- Ray's replica
 
 

@@ -319,9 +319,8 @@ def _spans(hand_over: HandOver) -> Iterator[Span]:
         at_s = record.moments.get(stage) if record is not None else None
         if at_s is None:
             # A full prefix hit is not read, and no peer is met twice.
-            if stage not in {"told", "planned"} and (
-                has_read or not (process == "rank" or stage in {"allocated", "reported"})
-            ):
+            is_of_read = process == "rank" or stage in {"allocated", "reported"}
+            if stage not in {"told", "planned"} and (has_read or not is_of_read):
                 missing.append(name)
             continue
         # Where clocks are uncertain, a moment may seem to come before the one that it followed.
