@@ -6,17 +6,12 @@ import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from odd_input import NOBODY, ODD_NUMBERS, UNREADABLE, WRONG, check_end, numeric_options, program, run
 from test_trace import answers as trace_answers
 
 import vllm_adapter.cli
-from vllm_adapter.cli.values import json_text, parse_json
-from vllm_adapter.errors import AdapterError
 from vllm_adapter.observe import status_socket as folders
 
 SOURCES = Path(vllm_adapter.cli.__file__).parent
@@ -166,38 +161,3 @@ def test_a_time_is_refused_by_its_option_and_range(command: str, tmp_path: Path)
         ended = run(*words, "--timeout", number)
         said = f"--timeout must be 0.001 s at least and 3600 s at most, got {float(number):g}"
         assert ended == (2, "", f"vllm-adapter {command}: {said} (out-of-range)\n")
-
-
-# ----------------------------------------------------------------------------------------------------------- the reader
-
-JSON: st.SearchStrategy[Any] = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(), max_size=4),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
-)
-
-
-@given(JSON)
-def test_json_comes_back_as_it_was_and_numbers_that_json_lacks_as_null(value: Any) -> None:
-    printed = json_text(value)
-    read = json.loads(printed, parse_constant=pytest.fail)
-    assert repr(read) == repr(_plain(value))
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, list):
-        return [_plain(each) for each in value]
-    return {key: _plain(each) for key, each in value.items()} if isinstance(value, dict) else value
-
-
-@given(st.integers(1, 300), st.sampled_from(["[{}]", '{{"a": {}}}']))
-def test_nesting_is_taken_up_to_a_depth_that_does_not_depend_on_the_stack(depth: int, shape: str) -> None:
-    text = "1"
-    for _ in range(depth):
-        text = shape.format(text)
-    if depth < 64:
-        assert parse_json(text, "it") == json.loads(text)
-    else:
-        with pytest.raises(AdapterError, match="it is nested more than 64 levels deep"):
-            parse_json(text, "it")

@@ -102,13 +102,6 @@ def test_a_folder_that_others_could_have_made_is_one_line_and_no_engine_ends(
     assert str(folder) in record.getMessage()
 
 
-def test_a_path_that_is_too_long_for_a_socket_is_one_line_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.DEBUG, "vllm.vllm_adapter"):
-        assert not StatusSocket("scheduler", dict, folder=tmp_path / ("x" * 120)).open()
-    assert [record.levelno for record in caplog.records] == [logging.INFO]
-    assert not list(tmp_path.rglob("*.new"))
-
-
 @pytest.mark.parametrize("runtime", ["/" + "x" * 300, "/nowhere", "nowhere/here"])
 def test_any_runtime_folder_in_the_environment_leaves_the_engine_alone(
     runtime: str, monkeypatch: pytest.MonkeyPatch
@@ -417,16 +410,6 @@ def test_an_engine_is_meant_by_its_id_a_beginning_that_is_its_own_or_a_process()
         word: [answer["pid"] for answer in of_engine(answers, word)] for word in ("ab", "abc", "a", "x", "3", "2", "y")
     }
     assert meant == {"ab": [1, 2], "abc": [3], "a": [], "x": [4], "3": [3], "2": [1, 2], "y": []}
-
-
-def test_the_answers_are_there_as_json(
-    folder: Path, opened: list[StatusSocket], capsys: pytest.CaptureFixture[str]
-) -> None:
-    serve(opened, SCHEDULER)
-    assert main(["status", "--json"]) == 0
-    (answer,) = json.loads(capsys.readouterr().out)["engines"]["prefill-0"]
-    assert answer["oldest_requests"] == SCHEDULER["oldest_requests"]
-    assert Path(answer["socket"]).name.startswith(f"{os.getpid()}-scheduler-")
 
 
 def watching(folder: Path, *words: str, **more: Any) -> subprocess.Popen[str]:

@@ -288,15 +288,6 @@ def test_a_prompt_that_was_finished_before_it_was_read_has_the_wait_and_the_read
     assert made["unexplained_part"] == pytest.approx(0.0)
 
 
-def test_without_the_prefill_engine_a_streamed_timeline_begins_at_decode() -> None:
-    made = timeline(streamed()[2:])
-    assert shown(made)[:2] == [
-        ("decode 0.0", "compute the prompt, which is read meanwhile", 87.0),
-        ("decode 0.0", "read the last blocks", 10.0),
-    ]
-    assert made["unexplained_part"] == pytest.approx(0.0)
-
-
 # --------------------------------------------------------------------------------------------------------- the command
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from vllm_adapter.host.shutdown import ShutdownWatch, warn_of_short_drain
 from vllm_adapter.host.situation import labels_of, start_line
 from vllm_adapter.host.vllm import init_logger, is_tracing, load_failure_policy, may_read, read_hold_steps
+from vllm_adapter.observe.spans import SpanWriter
 from vllm_adapter.scheduler.side import SchedulerSide
 from vllm_adapter.wiring import SchedulerParts, WorkerParts
 from vllm_adapter.worker.engine_thread import WorkerSide
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
 
     from vllm_adapter.cache.facts import EngineFacts
     from vllm_adapter.config import Settings
-    from vllm_adapter.observe.spans import SpanWriter
 
 __all__ = ["make_scheduler_side", "make_worker_side"]
 
@@ -59,6 +59,4 @@ def _span_writer(config: VllmConfig, facts: EngineFacts, rank: tuple[int, int] |
     """Return the span writer; None where the engine does not trace. OpenTelemetry is imported only where it traces."""
     if not is_tracing(config):
         return None
-    from vllm_adapter.observe.spans import SpanWriter
-
     return SpanWriter(facts.engine_id, rank)

@@ -95,7 +95,7 @@ def describe_lease(entry: Mapping[str, object], renewed_s: float | None, now_s: 
         "readers_needed": entry.get("readers_needed"),
         "last_heartbeat_s": None if renewed_s is None else now_s - renewed_s,
     }
-    return cast("Entry", lease)
+    return lease
 
 
 _NAMED = 4
