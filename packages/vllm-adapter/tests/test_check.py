@@ -17,17 +17,10 @@ from engines_to_check import Checked, Rank, config, envelopes, silenced
 from kv_handshake import Listener
 from kv_handshake.security import ServerSecurity
 from vllm_adapter.cli import main
-from vllm_adapter.observe import status_socket as folders
 from vllm_adapter.observe.status_socket import StatusSocket
 
 Serve = Callable[..., str]
-
-
-@pytest.fixture(autouse=True)
-def _nobody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep real engines of this machine out of sight."""
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    monkeypatch.setattr(folders, "_TEMPORARY", tmp_path)
+pytestmark = pytest.mark.usefixtures("no_engines")
 
 
 @pytest.fixture

@@ -16,18 +16,10 @@ from kv_handshake import Listener
 from kv_nixl_agent.testing import PeerProcess
 from kv_nixl_agent.tools.remote import Measurement, RankRead
 from vllm_adapter.cli.check import reads
-from vllm_adapter.observe import status_socket as folders
 
 Start = Callable[..., PeerProcess]
 Serve = Callable[..., str]
-
-
-@pytest.fixture(autouse=True)
-def _nobody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep real engines of this machine out of sight, and the choice of transports to UCX."""
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    monkeypatch.setattr(folders, "_TEMPORARY", tmp_path)
-    monkeypatch.delenv("UCX_TLS", raising=False)
+pytestmark = pytest.mark.usefixtures("no_engines")
 
 
 @pytest.fixture
@@ -70,7 +62,8 @@ def serve() -> Iterator[Serve]:
 
 
 @pytest.fixture
-def check(capsys: pytest.CaptureFixture[str]) -> Callable[..., Checked]:
+def check(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Checked]:
+    monkeypatch.delenv("UCX_TLS", raising=False)
     terms = ("--prefill-config", config(), "--decode-config", config())
     return lambda *words: Checked(capsys, "--read", *terms, *words)
 

@@ -11,17 +11,7 @@ import pytest
 from odd_input import NOBODY, ODD_NUMBERS, UNREADABLE, WRONG, check_end, numeric_options, program, run
 from test_trace import answers as trace_answers
 
-import vllm_adapter.cli
-from vllm_adapter.observe import status_socket as folders
-
-SOURCES = Path(vllm_adapter.cli.__file__).parent
-
-
-@pytest.fixture(autouse=True)
-def _nobody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep real engines of this machine out of sight."""
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    monkeypatch.setattr(folders, "_TEMPORARY", tmp_path)
+pytestmark = pytest.mark.usefixtures("no_engines")
 
 
 # ---------------------------------------------------------------------------------------------------------------- files
@@ -58,20 +48,6 @@ def test_no_file_ends_a_command_with_a_traceback(reader: tuple[str, ...], tmp_pa
         check_end(reader, ended)
         is_saved = reader[0] == "trace" and name == "surrogates"  # answers with odd texts, and without a hand-over
         assert ended.code == (3 if is_saved else 1 if reader[0] == "config" else 2), (name, ended)
-
-
-@pytest.mark.parametrize("name", UNREADABLE)
-def test_standard_input_and_words_are_read_alike(name: str) -> None:
-    content = UNREADABLE[name]
-    piped = run("config", "--check", "-", "--json", stdin=content)
-    check_end(("config", "--json"), piped)
-    (problem,) = json.loads(piped.out)["problems"]
-    assert problem["code"] in {"unreadable", "not-json"}
-    assert problem["message"].startswith("standard input ")
-    if content.startswith((b"{", b"[")) and name != "Latin-1":
-        said = run("config", "--check", content.decode())
-        assert (said.code, said.err.startswith("vllm-adapter config: the configuration is ")) == (1, True)
-        assert len(said.err) < 300, "the words are not repeated"
 
 
 def test_what_is_wrong_is_said_with_a_code_and_what_is_right(tmp_path: Path) -> None:

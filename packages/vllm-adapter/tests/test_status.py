@@ -22,19 +22,15 @@ import pytest
 from vllm_adapter.cli import main
 from vllm_adapter.cli.engines import ask_all, of_engine
 from vllm_adapter.cli.status import print_tables, troubles
-from vllm_adapter.observe import status_socket as folders
 from vllm_adapter.observe.status_socket import StatusSocket
 
 TEXT = "a prompt of forty characters, no more..."
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(no_engines: Path) -> Path:
     """Return the folder that engines and the command use here."""
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    monkeypatch.setattr(folders, "_TEMPORARY", tmp_path / "tmp")
-    (tmp_path / "tmp").mkdir()
-    return tmp_path / "vllm-adapter"
+    return no_engines
 
 
 @pytest.fixture
@@ -82,19 +78,24 @@ def test_only_its_user_reaches_a_socket_and_nothing_is_left_of_a_closed_one(
     assert not served._thread.is_alive()
 
 
-@pytest.mark.parametrize("spoil", ["open", "link", "file"])
-def test_a_folder_that_others_could_have_made_is_one_line_and_no_engine_ends(
-    folder: Path, spoil: str, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("spoil", ["open", "link", "file", "thread"])
+def test_a_socket_that_cannot_be_opened_is_one_line_and_no_engine_ends(
+    folder: Path, spoil: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def refuse(_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
     if spoil == "open":
         folder.mkdir(mode=0o755)
     elif spoil == "link":
         (folder.parent / "elsewhere").mkdir(mode=0o700)
         folder.symlink_to(folder.parent / "elsewhere")
-    else:
+    elif spoil == "file":
         folder.write_text("")
-    with caplog.at_level(logging.DEBUG, "vllm.vllm_adapter"):
-        refused = StatusSocket("scheduler", dict)
+    refused = StatusSocket("scheduler", dict)
+    with caplog.at_level(logging.DEBUG, "vllm.vllm_adapter"), monkeypatch.context() as full:
+        if spoil == "thread":
+            full.setattr(threading.Thread, "start", refuse)
         assert not refused.open()
         refused.close()
     (record,) = caplog.records
@@ -109,21 +110,6 @@ def test_any_runtime_folder_in_the_environment_leaves_the_engine_alone(
     """`Path.is_dir` raises for a name that is too long, and for a folder below one of another user's."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", runtime)
     assert StatusSocket("scheduler", dict).path.parent.name == f"vllm-adapter-{os.getuid()}"
-
-
-def test_a_process_that_can_start_no_thread_goes_on_without_a_socket(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def refuse(_: object) -> None:
-        raise RuntimeError("can't start new thread")
-
-    refused = StatusSocket("scheduler", dict)
-    with caplog.at_level(logging.DEBUG, "vllm.vllm_adapter"), monkeypatch.context() as full:
-        full.setattr(threading.Thread, "start", refuse)
-        assert not refused.open()
-    refused.close()
-    assert [record.levelno for record in caplog.records] == [logging.INFO]
-    assert list(folder.iterdir()) == []
 
 
 def test_a_process_without_an_answer_is_trouble_of_the_engine_that_is_asked_for() -> None:
@@ -323,7 +309,7 @@ def test_the_processes_of_an_engine_are_rows_of_one_table(
 
 
 _FIRST_ANSWERS = """
-import importlib, json, sys
+import importlib, pathlib, sys
 from vllm_adapter.cli import engines
 from vllm_adapter.observe import answers
 
@@ -332,7 +318,7 @@ engines._exchange = lambda *_: (content, 1.0, 2.0)
 sys.setswitchinterval(1e-6)
 for _ in range(60):
     engines.Answer = importlib.reload(answers).Answer  # a type that msgspec has not seen
-    found = engines.ask_all()
+    found = engines.ask_all([pathlib.Path(sys.argv[2])])
     assert len(found) == 16, found
     assert not any("error" in each for each in found), found
 """
@@ -345,7 +331,9 @@ def test_complete_answers_of_many_processes_never_end_the_command(folder: Path) 
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as bound:
             bound.bind(str(folder / f"{number}.sock"))
     answer = json.dumps({**SCHEDULER, **WORKER, "hand_overs": [{"moments": {"read": 1.0}}]})
-    ended = subprocess.run([sys.executable, "-c", _FIRST_ANSWERS, answer], capture_output=True, text=True, check=False)
+    ended = subprocess.run(
+        [sys.executable, "-c", _FIRST_ANSWERS, answer, str(folder)], capture_output=True, text=True, check=False
+    )
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
