@@ -23,6 +23,7 @@ from vllm_adapter.observe.recorder import Recorder
 from vllm_adapter.scheduler.streams import StreamChannel
 from vllm_adapter.steps import ReadEnd, ReadTimes
 from vllm_adapter.wiring import WorkerParts
+from vllm_adapter.worker import engine_thread
 from vllm_adapter.worker.engine_thread import WorkerSide
 from vllm_adapter.worker.pages import FinishedRead
 
@@ -111,6 +112,49 @@ def test_failed_reads_log_few_lines_per_code_and_the_number_of_the_others(caplog
     assert {record.levelname for record in caplog.records} == {"ERROR"}
     counted = (consumer.side.take_stats() or {})["read_failure_codes"]
     assert len(counted) == 304, "each is counted, once for all ranks, or once per code"
+
+
+def test_failed_notifications_log_few_lines_per_code_and_the_number_of_the_others(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = [0.0]
+    monkeypatch.setattr(engine_thread, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    first, second = worker(0), worker(1)
+    with caplog.at_level(logging.INFO):
+        for number in range(300):
+            fail(first, f"d{number}", "connection-refused", is_reported=False)
+        assert len(lines(caplog, TOLD)) == 10
+        fail(first, "another-cause", "peer-lost", is_reported=False)
+        assert "request another-cause: could not notify" in caplog.messages[-1], "a flood of one code hides no other"
+        now_s[0] += 11
+        fail(first, "later", "connection-refused", is_reported=False)
+        assert "request later" in caplog.messages[-1]
+        assert caplog.messages[-1].endswith("; 290 more like this were not logged")
+        fail(second, "other-rank", "connection-refused", is_reported=False)
+    assert [record.levelname for record in caplog.records][-2:] == ["WARNING", "INFO"], "one rank warns for all"
+    stats = first.take_stats()
+    assert stats is not None
+    assert len(stats["num_failed_notifications"]) == 302, "each is counted"
+
+
+def test_refused_calls_of_the_host_log_few_lines_with_their_tracebacks(caplog: pytest.LogCaptureFixture) -> None:
+    engine = Engine()
+    for number in range(300):
+        engine.allocate(f"never-seen-{number}", [1])
+    refused = lines(caplog, "allocation failed")
+    assert len(refused) == 10
+    assert all(record.exc_info for record in caplog.records)
+    engine.now_s += 11
+    engine.allocate("later", [1])
+    assert "request later" in caplog.messages[-1]
+    assert caplog.messages[-1].endswith("; 290 more like this were not logged")
+
+
+def test_prompts_that_cannot_be_shortened_log_few_lines(caplog: pytest.LogCaptureFixture) -> None:
+    tickets = Engine().side._tickets
+    for number in range(300):
+        tickets.not_shortened(f"r{number}")
+    assert len(lines(caplog, "could not be left out here")) == 10
 
 
 def test_lines_of_a_rank_are_limited_by_cause(caplog: pytest.LogCaptureFixture) -> None:
