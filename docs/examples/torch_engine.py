@@ -62,7 +62,7 @@ class Rank:
         self.document = to_document(RankGeometry(tp, number, (Group("attention", block_tokens),), regions))
         self.codec, self.planner = Codec(capabilities={"nonce": "supported"}), Planner()
         self.client = Client(LocalOffer(factors=FACTORS, policy="negotiated"))
-        self.fences, self.leases = lifecycle.AnnouncedFences(), lifecycle.LeaseTable()
+        self.state, self.leases = lifecycle.WorkerState(), lifecycle.LeaseTable()
         self.plans, self.open_reads, self.bad_reads = dict[str, TransferPlan](), Counter[str](), set[str]()
         spans = [(one.base_address, one.page_stride_bytes * PAGES, 0, one.memory_kind) for one in regions]
         self.thread = TransferThread(
@@ -90,8 +90,9 @@ class Rank:
 
     def perform(self, plan: lifecycle.StepPlan) -> None:
         """Take a step's orders. Fence words are written at once: from then on the prompt's pages may be read."""
-        for slot, generation in self.fences.apply(plan)[0]:
-            self.thread.write_fence(slot, generation)
+        plan = self.state.apply(plan)
+        for order in plan.fences:
+            self.thread.write_fence(order.slot, order.generation)
         self.thread.call_soon(partial(self._perform, plan))  # everything below runs on the transfer thread
 
     def _perform(self, plan: lifecycle.StepPlan) -> None:
@@ -107,8 +108,8 @@ class Rank:
             self.client.request(**where, ranks=ranks, on_done=partial(self._answered, order))
         for beat in plan.heartbeats:
             for key in (f"{beat.peer.engine_id}/{rank}" for rank in range(beat.peer.tp)):
-                for payload in self.codec.heartbeats(beat.readers) if self.thread.has_peer(key) else ():
-                    self.thread.send_notification(key, payload)
+                for payload in self.codec.heartbeats(beat.readers) if self.thread.agent.has_peer(key) else ():
+                    self.thread.agent.send_notification(key, payload)
 
     def _answered(self, order: lifecycle.ReadOrder, outcome: Outcome) -> None:
         self.thread.call_soon(partial(self._met, order, outcome))  # this ran on the client's thread
@@ -126,14 +127,16 @@ class Rank:
             self.plans[engine] = plan = self.planner.plan(self.document, documents, peer_tp=order.ticket.peer.tp)
             for rank, peer in outcome.peers.items():
                 rows = plan.local_rows(rank), plan.peer_rows(rank)
-                self.thread.add_peer(PeerSpec(f"{engine}/{rank[1]}", peer.agent_metadata, *rows, fence=peer.fence))
+                self.thread.agent.add_peer(
+                    PeerSpec(f"{engine}/{rank[1]}", peer.agent_metadata, *rows, fence=peer.fence)
+                )
         plan, ticket, lists = self.plans[engine], order.ticket, (order.local_blocks, order.ticket.peer_blocks)
         pairs = {rank: plan.indices(rank, *lists, tokens=order.tokens) for rank in plan.producer_ranks}
         self.open_reads[order.request_id] = len(pairs)
         for rank, (local, theirs) in pairs.items():
             count, name, key = plan.reader_count(rank), f"{order.request_id}|{rank}", f"{engine}/{rank[1]}"
             done = self.codec.read_complete(ticket.peer_request_id, count, nonce=ticket.nonce, consumer=self.engine)
-            self.thread.post_read(name, key, local, theirs, notification=done, fence=ticket.fence)
+            self.thread.agent.post_read(name, key, local, theirs, notification=done, fence=ticket.fence)
 
     def ended(self, result: TransferResult) -> None:
         """Note the end of a read from one rank; pages that the wire may still write are waited for."""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import os
 import signal
 import time
@@ -195,28 +193,17 @@ def warm_starter() -> Iterator[Warm]:
 
 
 def with_answers(warm: Warm, count: int = PROMPTS) -> Warm:
-    """Let one plain engine, without a connector, answer all prompts, and end it; answers are kept beside the model."""
-    asked = make_prompts(count)
-    source = [
-        os.environ["KVDEV_VLLM"],
-        (warm.model / "made.json").read_text(),
-        *(f"{p.tokens} {p.text}" for p in asked),
-    ]
-    kept = warm.model / f"chaos-{hashlib.sha256(chr(10).join(source).encode()).hexdigest()[:16]}.json"
-    if not kept.exists():
-        kept.write_text(json.dumps(_answers(warm, asked)))
-    answered = [replace(prompt, answer=text) for prompt, text in zip(asked, json.loads(kept.read_text()), strict=True)]
+    """Let one plain engine, without a connector, answer all prompts, and end it."""
+    spec = EngineSpec("chaos-alone", warm.model, str(min(os.sched_getaffinity(0))))
+    answered: list[Prompt] = []
+    with start_all([spec], warm.python, quiet=True, launch=warm.starter.launch) as (engine,):
+        for prompt in make_prompts(count):
+            body = {"prompt": prompt.text, "max_tokens": prompt.tokens, "temperature": 0, "ignore_eos": True}
+            answer: Any = engine.complete({"model": "tiny", **body})
+            answered.append(replace(prompt, answer=str(answer["choices"][0]["text"])))
     texts = [prompt.answer for prompt in answered if prompt.tokens > 1]
     assert len(set(texts)) > 0.9 * len(texts), "prompts share answers: a mix-up would not show"
     return replace(warm, prompts=answered)
-
-
-def _answers(warm: Warm, asked: Sequence[Prompt]) -> list[str]:
-    spec = EngineSpec("chaos-alone", warm.model, str(min(os.sched_getaffinity(0))))
-    with start_all([spec], warm.python, quiet=True, launch=warm.starter.launch) as (engine,):
-        bodies = ({"prompt": prompt.text, "max_tokens": prompt.tokens, "temperature": 0} for prompt in asked)
-        answers: list[Any] = [engine.complete({"model": "tiny", "ignore_eos": True, **body}) for body in bodies]
-    return [str(answer["choices"][0]["text"]) for answer in answers]
 
 
 @contextlib.contextmanager

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from load import Asked, Pair, Prompt
-from proxy import Behaviour, Proxy, running_proxy
 from verdicts import Outages, growth, judge, judge_all, too_large
 
 from kvdev.forked import ForkedProcess
@@ -25,66 +21,6 @@ PAIR = Pair("p", "d", "http://127.0.0.1:1", "http://127.0.0.1:1")
 RIGHT = Asked(PROMPT, PAIR, 10.0, 11.0, "decode", "text", " and its answer", "", False, True)
 
 # ---------------------------------------------------------------------------------------------------------- the proxy
-
-
-@contextlib.contextmanager
-def echo_server() -> Iterator[int]:
-    """Serve a port that sends back what it gets, upper case."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-
-        def serve() -> None:
-            with contextlib.suppress(OSError):
-                while True:
-                    connection, _ = server.accept()
-                    threading.Thread(target=answer, args=(connection,), daemon=True).start()
-
-        def answer(connection: socket.socket) -> None:
-            with contextlib.suppress(OSError), connection:
-                while data := connection.recv(1 << 16):
-                    connection.sendall(data.upper())
-
-        threading.Thread(target=serve, daemon=True).start()
-        yield server.getsockname()[1]
-        server.shutdown(socket.SHUT_RDWR)
-
-
-def said(port: int, data: bytes, within_s: float) -> bytes | str:
-    """Return the answer to `data`, or how the connection ended."""
-    try:
-        with socket.create_connection(("127.0.0.1", port), timeout=within_s) as client:
-            client.sendall(data)
-            answer = b""
-            while len(answer) < len(data):
-                part = client.recv(1 << 16)
-                if not part:
-                    return "closed"
-                answer += part
-            return answer
-    except TimeoutError:
-        return "silence"
-    except ConnectionResetError:
-        return "reset"
-
-
-@pytest.mark.parametrize(
-    ("behaviour", "expected"),
-    [
-        ("pass", b"HELLO"),
-        ("drop", "silence"),
-        ("drop-answers", "silence"),
-        ("half-open", "silence"),
-        ("refuse", "reset"),
-        ("cut-midway", "reset"),
-    ],
-)
-def test_the_proxy_behaves_as_it_is_told(behaviour: Behaviour, expected: bytes | str) -> None:
-    with echo_server() as port, running_proxy(Proxy(("127.0.0.1", port), cut_after_bytes=2)) as proxy:
-        proxy.become(behaviour)
-        assert said(proxy.port, b"hello", 0.3 if expected == "silence" else 5.0) == expected
-        assert proxy.dropped_bytes == (5 if behaviour.startswith("drop") else 0)
-        proxy.become("pass")
-        assert said(proxy.port, b"hello", 5.0) == b"HELLO"
-        assert proxy.accepted == 2
 
 
 # ------------------------------------------------------------------------------------------------------- the verdicts

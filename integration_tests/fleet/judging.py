@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -90,6 +91,31 @@ async def ask_all(url: str, numbers: Sequence[int], *, at_once: int = 4, timeout
                 return await _ask(session, url, number)
 
         return list(await asyncio.gather(*(one(number) for number in numbers)))
+
+
+class Load:
+    """Prompts of these numbers on a thread of its own, a few at a time: each once, and again and again while `is_needed`."""
+
+    def __init__(self, url: str, numbers: Sequence[int], *, at_once: int, is_needed: bool = False) -> None:
+        self.replies: list[Reply] = []
+        self._url, self._numbers, self._at_once, self._is_needed = url, numbers, at_once, is_needed
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def ended(self) -> list[Reply]:
+        """Need no more, wait for the answers, and return them."""
+        self._is_needed = False
+        self._thread.join(timeout=240)
+        assert len(self.replies) >= len(self._numbers)
+        return self.replies
+
+    def _run(self) -> None:
+        count = len(self._numbers)
+        while self._is_needed or len(self.replies) < count:
+            numbers = [self._numbers[(len(self.replies) + n) % count] for n in range(self._at_once)]
+            self.replies += asyncio.run(ask_all(self._url, numbers, at_once=self._at_once))
+            # Engines that start share the cores with those that answer.
+            time.sleep(0.3)
 
 
 class Alone:

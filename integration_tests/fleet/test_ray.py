@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import re
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -17,7 +16,7 @@ from judging import (
     SLOTS,
     USAGE,
     Alone,
-    Reply,
+    Load,
     ask_all,
     assert_no_lease_left,
     assert_nothing_failed,
@@ -171,8 +170,8 @@ def test_a_killed_prefill_replica_is_survived_and_its_replacement_hands_over(alo
         assert len(leasing) == 2, app.last_words()
         first, second = app.processes(_PREFILL)
 
-        load = Load(app, range(8, 32))
-        eventually(lambda: load.answered >= 6)
+        load = Load(app.url, range(8, 32), at_once=_AT_ONCE)
+        eventually(lambda: len(load.replies) >= 6)
         app.kill([first])
         replies = load.ended()
         good = [reply for reply in replies if reply.status == 200]
@@ -187,32 +186,6 @@ def test_a_killed_prefill_replica_is_survived_and_its_replacement_hands_over(alo
         eventually(lambda: hands_over(3), _REPLACED_WITHIN_S)
         assert len(leasing) == 3, app.last_words()
         settles(app, prefill_replicas=2)
-
-
-class Load:
-    """Requests that run meanwhile, a few at a time."""
-
-    def __init__(self, app: RayCluster, numbers: range) -> None:
-        self._replies: list[Reply] = []
-        self._app, self._numbers = app, numbers
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-
-    @property
-    def answered(self) -> int:
-        """How many have ended."""
-        return len(self._replies)
-
-    def ended(self) -> list[Reply]:
-        """Wait for all, and return the replies."""
-        self._thread.join(timeout=240)
-        assert len(self._replies) == len(self._numbers)
-        return self._replies
-
-    def _run(self) -> None:
-        for first in range(0, len(self._numbers), _AT_ONCE):
-            numbers = self._numbers[first : first + _AT_ONCE]
-            self._replies += asyncio.run(ask_all(self._app.url, numbers, at_once=_AT_ONCE))
 
 
 def replicas_with(page: str, name: str, **labels: str) -> set[str]:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
 import time
 import urllib.error
-from dataclasses import dataclass, field
 from typing import Any
 
-import openai
 from judging import (
     EXPIRED,
     FAILED,
     PROMPTS,
     REQUESTS,
     Alone,
+    Load,
     Reply,
     assert_no_lease_left,
     failures,
@@ -25,50 +22,12 @@ from judging import (
 )
 from two_by_two import SHUTDOWN_TIMEOUT_S, TwoByTwo
 
-from kvdev.asking import openai_client
 from kvdev.demo import running_router
 
 PLACES = (0, 1, 2, 3)
 """Engines that are replaced, one after the other."""
 ASK_TICKET = {"do_remote_decode": True, "do_remote_prefill": False}
 AT_ONCE = 3
-
-
-@dataclass
-class Load:
-    """Requests through a router, every second one as a stream, until as many as wanted are answered and nobody needs more."""
-
-    url: str
-    replies: list[Reply] = field(default_factory=list)
-    is_needed: bool = True
-    _sent: int = 0
-
-    async def run(self) -> None:
-        """Send requests."""
-        async with openai_client(self.url, timeout_s=180) as asked:
-            await asyncio.gather(*(self._one_after_another(asked) for _ in range(AT_ONCE)))
-
-    async def _one_after_another(self, asked: openai.AsyncOpenAI) -> None:
-        while self.is_needed or self._sent < REQUESTS:
-            number = self._sent
-            self._sent += 1
-            self.replies.append(await ask(asked, number % REQUESTS, is_stream=number % 2 == 1))
-            # Engines that start share the cores with those that answer.
-            await asyncio.sleep(0.3)
-
-
-async def ask(asked: openai.AsyncOpenAI, number: int, *, is_stream: bool) -> Reply:
-    body = request_body(prompt(number))
-    try:
-        answer = await asked.completions.create(model="", prompt="", stream=is_stream, extra_body=body)
-        parts = [part async for part in answer] if isinstance(answer, openai.AsyncStream) else [answer]
-    except openai.APIStatusError as error:
-        return Reply(number, error.status_code, error.message)
-    except openai.APIConnectionError as error:
-        return Reply(number, 0, repr(error))
-    except openai.APIError as error:
-        return Reply(number, 502, error.message)
-    return Reply(number, 200, "".join(choice.text for part in parts for choice in part.choices))
 
 
 def hold_ticket(fleet: TwoByTwo, place: int, number: int) -> dict[str, Any]:
@@ -124,21 +83,15 @@ def test_engines_are_replaced_under_load_and_no_request_fails(alone: Alone, two_
     fleet = two_by_two
     prefill, decode = ([engine.url for engine in side] for side in (fleet.prefill, fleet.decode))
     with running_router(prefill, decode) as router:
-        load = Load(router)
-
         # Engines end with the thread that started them, so that is this one, and the load has a thread of its own.
-        sending = threading.Thread(target=lambda: asyncio.run(load.run()), daemon=True)
-        started_s = time.monotonic()
-        sending.start()
+        started_s, load = time.monotonic(), Load(router, range(REQUESTS), at_once=AT_ONCE, is_needed=True)
         try:
             for place in PLACES:
                 replace(fleet, place, alone)
         finally:
-            load.is_needed = False
-            sending.join()
-        print(f"{len(load.replies)} requests in {time.monotonic() - started_s:.0f} s")
-        assert len(load.replies) >= REQUESTS
-        alone.assert_same(load.replies)
+            replies = load.ended()
+        print(f"{len(replies)} requests in {time.monotonic() - started_s:.0f} s")
+        alone.assert_same(replies)
         # Counters of engines that were replaced began anew; those that were not must have read.
         assert handed_over([engine.metrics() for engine in fleet.decode]) >= 1
         counts = failures(fleet.pages())

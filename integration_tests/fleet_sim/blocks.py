@@ -40,11 +40,6 @@ class BlockPool:
         self._found: dict[Key, int] = {}
         self._holders: dict[int, list[int]] = {}
 
-    @property
-    def has_holders(self) -> bool:
-        """Whether a request holds a block."""
-        return bool(self._holders)
-
     def take(self, request: Request, count: int) -> list[int]:
         """Give a request so many blocks; there are enough."""
         taken: list[int] = []

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 from fairness import Fairness
-from releases import may_read
 
 from kv_nixl_agent.words.fences import PAD_COUNT
 
@@ -22,8 +21,6 @@ __all__ = ["EngineChecks", "leftovers"]
 _MOST_PEERS = 24
 _SCRATCH_WORDS = 512
 _MANY_SLOTS = 64
-_REFUSALS = frozenset(("hash-mismatch", "factors-differ", "recently-failed"))
-"""Codes of reads that end because two engines do not go together."""
 
 
 @final
@@ -40,12 +37,6 @@ class EngineChecks:
     def accepted(self, request: Request) -> None:
         """A read that the engine accepts has brought this prompt's tokens and no others."""
         self._world.accepted.add(request.request_id)
-        if not self._may_read(request):
-            self._world.violated(
-                "accepted-across-releases",
-                f"{self._engine.name} ({self._engine.release}) accepts what {request.request_id} read from an engine of another "
-                "release",
-            )
         if request.request_id in self._unfenced:
             self._world.violated("unfenced-read", f"{self._engine.name}: {request.request_id} is read without a fence")
         self._contents(request, request.valid, "accepted")
@@ -65,7 +56,6 @@ class EngineChecks:
     def _features(self, request: Request) -> tuple[tuple[str, bool], ...]:
         """Return what an accepted read has shown to work."""
         plan, fleet = self._engine.plan, self._engine.fleet
-        theirs = fleet.releases.get(_producer_of(request))
         kinds = {group.kind for group in fleet.plan.fleet.groups}
         return (
             ("latent", "latent" in kinds),
@@ -74,7 +64,6 @@ class EngineChecks:
             ("after-hit", request.hit > 0),
             ("streamed", request.is_streamed),
             *((f"streamed {name}", request.is_streamed and is_so) for name, is_so in self._shapes()),
-            ("other-release", theirs is not None and theirs != self._engine.release),
         )
 
     def _shapes(self) -> tuple[tuple[str, bool], ...]:
@@ -87,11 +76,6 @@ class EngineChecks:
             ("mirror", any(one.has_mirror for one in fleet.engines)),
             ("unequal-tp", any(one.tp != plan.tp for one in fleet.engines)),
         )
-
-    def _may_read(self, request: Request) -> bool:
-        fleet = self._engine.fleet
-        theirs = fleet.releases.get(_producer_of(request))
-        return theirs is None or may_read(self._engine.release, theirs, fleet.plan.fleet.compatibility)
 
     def ordered(self, request: Request, blocks: list[list[int]]) -> None:
         """A read fills no block that others may use."""
@@ -152,11 +136,7 @@ class EngineChecks:
         self.fairness.ordered(orders)
 
     def failed(self, request: Request) -> None:
-        """Where nothing breaks, no read fails; but engines whose releases do not go together refuse each other."""
-        code = self._engine.failure_codes.get(request.request_id, "")
-        if code in _REFUSALS and not self._may_read(request):
-            self._world.counts["refused-releases"] += 1
-            return
+        """Where nothing breaks, no read fails."""
         if self._engine.fleet.plan.fleet.is_calm:
             self._world.violated("needless-failure", f"{request.request_id}: its read failed, and nothing was wrong")
 
@@ -245,19 +225,13 @@ class EngineChecks:
             registration: Any = worker._registration
             if registration is None:
                 continue  # asleep: there are no words any more
-            word = registration.agent._loop.agent._memory.fences.read(slot)
+            word = registration.agent._agent._memory.fences.read(slot)
             if word == generation:
                 self._world.violated(
                     "fence-stands",
                     f"{self._engine.name}: the blocks of {request.request_id} are free, and fence word {slot} of rank "
                     f"{worker.rank[1]} still says {generation}",
                 )
-
-
-def _producer_of(request: Request) -> str:
-    """Return the engine id in a request's ticket."""
-    ticket: Any = request.params if isinstance(request.params, dict) else {}
-    return str(ticket.get("remote_engine_id"))
 
 
 def leftovers(fleet: Fleet) -> list[tuple[str, str]]:
@@ -285,8 +259,9 @@ def _left_in(engine: Engine) -> list[tuple[str, str]]:
     if state.live_count or state.lease_count or state.fence_slots_used:
         left = f"{state.live_count} requests, {state.lease_count} leases, {state.fence_slots_used} fence slots"
         found.append(("records-left", f"the request machines keep {left}"))
-    if state.stream_slots_used or state.stream_blocks_held:
-        left = f"{state.stream_slots_used} stream slots, {state.stream_blocks_held} blocks of streams"
+    streams = state.streams
+    if streams is not None and (streams.produced.slots_used or streams.consumed.blocks_held):
+        left = f"{streams.produced.slots_used} stream slots, {streams.consumed.blocks_held} blocks of streams"
         found.append(("streams-left", f"the request machines keep {left}"))
     found += [("invariant", problem) for problem in state.check_invariants()]
     for worker in engine.workers:
@@ -299,7 +274,7 @@ def _left_in(engine: Engine) -> list[tuple[str, str]]:
             found.append(("transfers-left", f"{rank} has {reads['transfers']} transfers"))
         if registration.leases.live_count():
             found.append(("leases-left", f"{rank} has {registration.leases.live_count()} leases"))
-        agent = registration.agent._loop.agent
+        agent = registration.agent._agent
         if agent.has_quarantine:
             found.append(("quarantine-left", f"{rank} has {len(agent.quarantine())} transfers in quarantine"))
         found += [(kind, f"{rank} {text}") for kind, text in _left_in_agent(agent)]

@@ -1,4 +1,4 @@
-"""Draw what a plan has beyond its plain fleet: kinds of groups, prefix caches, mirrors, releases, resets, sleep, ids sent again.
+"""Draw what a plan has beyond its plain fleet: kinds of groups, prefix caches, mirrors, resets, sleep, ids sent again.
 
 The numbers come from a source of their own, so that the plain part of a seed's plan stays what it is. Each part is drawn for some
 of the seeds, and several parts often meet.
@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any
 
 from plan import EnginePlan, EpisodePlan, FaultPlan, GroupPlan, RequestPlan
-from releases import CHANGES
 
 __all__ = ["PARTS_OF_STREAMS", "enriched", "parts_of"]
 
@@ -121,41 +120,6 @@ def _with_faults(plan: EpisodePlan, faults: list[FaultPlan]) -> EpisodePlan:
     return replace(plan, faults=tuple(sorted((*plan.faults, *faults), key=lambda fault: fault.at_s)))
 
 
-def _releases(draw: random.Random, plan: EpisodePlan) -> EpisodePlan:
-    """Two releases in one fleet: engines that differ from the start, or are replaced one by one under load."""
-    before, after = draw.choice(CHANGES)
-    if "first" in (before, after):
-        if all(group.window_tokens for group in plan.fleet.groups):
-            return plan  # its lists have no first token, which nothing tells without a list of the whole prompt
-        size = max(
-            engine.block_tokens for engine in plan.fleet.engines
-        )  # and they say nothing of the size of its blocks
-        plan = _with_engines(plan, lambda engine: replace(engine, block_tokens=size))
-    is_rolling = not plan.fleet.is_calm and draw.random() < 0.7
-    plan = _with_engines(
-        plan,
-        lambda engine: replace(engine, release=before if is_rolling or draw.random() < 0.5 else after),
-        compatibility=draw.choice(("exact", "negotiated")),
-        next_release=after,
-        is_sealed=plan.fleet.is_sealed and "first" not in (before, after),
-    )
-    if "first" in (before, after):  # its tickets are bound to no prompt, so a false one cannot be told from a true one
-        plan = replace(plan, requests=tuple(replace(request, damage="") for request in plan.requests))
-    if not is_rolling:
-        return plan
-    order = list(range(len(plan.fleet.engines)))
-    draw.shuffle(order)
-    every_s = plan.fleet.faults_end_s / (len(order) + 1)
-    rolling = [
-        FaultPlan(
-            "upgrade", every_s * (number + draw.random()), draw.choice((0.05, 0.5)), slot, draw.randrange(2), drain_s
-        )
-        for number, slot in enumerate(order)
-        for drain_s in (draw.choice((0.0, 1.0, 2.5 * plan.fleet.lease_s)),)
-    ]
-    return _with_faults(plan, rolling)
-
-
 def _again(draw: random.Random, plan: EpisodePlan) -> EpisodePlan:
     """Requests that come again under the same id, and engines that come back under the same id meanwhile."""
     if plan.fleet.is_calm:
@@ -185,7 +149,6 @@ _PARTS = (
     (_kinds, 0.3),
     (_prefixes, 0.35),
     (_mirrors, 0.15),
-    (_releases, 0.15),
     (_again, 0.15),
     (_resets, 0.15),
     (_sleeps, 0.15),

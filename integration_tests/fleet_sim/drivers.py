@@ -11,7 +11,7 @@ from typing import Any, final
 from seams import SimThread, SimThreads
 from world import Process, World
 
-__all__ = ["AskerDriver", "ClientDriver", "ListenerDriver", "TransferDriver"]
+__all__ = ["ClientDriver", "ListenerDriver", "TransferDriver"]
 
 _TURN_S = 2e-5
 """How long after a turn that moved something the next one begins."""
@@ -101,10 +101,10 @@ class TransferDriver(_Turns):
         super().__init__(world, threads, process, thread)
         self.wait_s: float | None = None
         self.slept_s: float | None = None
-        self.loop.pacer._event = _Bell(self)
-        self._as_thread(self.loop.pacer.begin)
-        agent = self._as_thread(self.loop.set_up)
-        self.loop.ready.set()
+        self.loop._pacer._event = _Bell(self)
+        self._as_thread(self.loop._pacer.begin)
+        agent = self._as_thread(self.loop._set_up)
+        self.loop._ready.set()
         if agent is None:
             self.is_running = False
         else:
@@ -114,16 +114,16 @@ class TransferDriver(_Turns):
         if self._world.now_s < self.process.starved_until_s:
             self._schedule(self.process.starved_until_s - self._world.now_s)
             return
-        loop, pacer = self.loop, self.loop.pacer
+        loop, pacer = self.loop, self.loop._pacer
         pacer._is_idle = False
         self.wait_s = self.slept_s = None
-        before = loop.errors.loop_errors, loop.errors.callback_errors
+        before = loop._errors.loop_errors, loop._errors.callback_errors
         try:
-            self._as_thread(loop.turn, loop.agent)
+            self._as_thread(loop._turn, loop._agent)
         except Exception as error:
-            loop.errors.loop_raised(error)
-        if (loop.errors.loop_errors, loop.errors.callback_errors) != before:
-            kind, text = loop.errors.last
+            loop._errors.keep(error)
+        if (loop._errors.loop_errors, loop._errors.callback_errors) != before:
+            kind, text = loop._errors.last
             self._world.violated("thread-error", f"{self.process.name}: {kind}\n{text}")
         self._world.counts["transfer-turns"] += 1
         pacer._is_idle = self.wait_s is not None  # a sleep between two polls of the wire is not ended by a wake-up
@@ -134,8 +134,8 @@ class TransferDriver(_Turns):
         """Tear down, as the thread does when it is told to close."""
         if self.is_running:
             self.is_running = False
-            self._as_thread(self.loop.tear_down, self.loop.agent)
-            self.loop.pacer.end()
+            self._as_thread(self.loop._tear_down, self.loop._agent)
+            self.loop._pacer.end()
 
 
 @final
@@ -153,25 +153,10 @@ class ClientDriver(_Turns):
         error = self._guarded(loop._turn)
         if error is not None:
             self._as_thread(loop._recover, error)
-        self._wait_for_event(loop._running, loop._waiting, loop._lookups, loop._inbox)
-
-
-@final
-class AskerDriver(_Turns):
-    """Turns of `kv_handshake`'s asker."""
-
-    kind = "asker"
-
-    def __init__(self, world: World, threads: SimThreads, process: Process, thread: SimThread) -> None:
-        super().__init__(world, threads, process, thread)
-        self.loop._hub.driver = self
-
-    def _turn(self) -> None:
-        self._guarded(self.loop._turn)
-        self._wait_for_event(self.loop._peers, self.loop._inbox)
+        self._wait_for_event(loop._under_way, loop._waiting, loop._inbox)
 
     def end(self) -> None:
-        """End all asks, as the thread does when it is closed."""
+        """End all handshakes and asks, as the thread does when it is closed."""
         if self.is_running:
             self.is_running = False
             self._guarded(self.loop._run)
@@ -195,7 +180,7 @@ class ListenerDriver:
         desk = self.listener._desk
         if desk is not None and not reply:
             self._connections[incoming.envelope[0]] = connection
-            self._world.after(desk._parking._limits.wait_s / self.process.rate + _TURN_S, self._send_due, self.process)
+            self._world.after(desk.limits.wait_s / self.process.rate + _TURN_S, self._send_due, self.process)
         return reply
 
     def wake(self) -> None:

@@ -9,7 +9,6 @@ from device import SimDevice
 from gathering import Gathered, Ranks
 from pages import HEAD_SIZE, HEADS, Pages, layer_names
 from plan import EnginePlan, GroupPlan
-from releases import RELEASES
 from world import Process
 
 from vllm_adapter.cache.facts import CacheGroup, EngineFacts, GroupKind
@@ -33,11 +32,10 @@ class Engine:
         slot: Number of its slot, which stands for its host and port.
         name: Its engine id.
         life: Number of this life, the generation that its tickets carry.
-        release: Release of the connector that it runs, a key of `RELEASES`.
     """
 
-    def __init__(self, fleet: Fleet, slot: int, name: str, life: int, release: str) -> None:
-        self.fleet, self.slot, self.name, self.life, self.release = fleet, slot, name, life, release
+    def __init__(self, fleet: Fleet, slot: int, name: str, life: int) -> None:
+        self.fleet, self.slot, self.name, self.life = fleet, slot, name, life
         self.plan: EnginePlan = fleet.plan.fleet.engines[slot]
         self.lane = fleet.lane(slot)
         rate, offset_s = self.plan.clock_rate, self.plan.clock_offset_s
@@ -48,10 +46,8 @@ class Engine:
         self.settings = _settings(fleet, self.plan)
         self.workers: list[WorkerSide] = []
         self._ranks = Ranks(self.plan.tp)
-        self.failure_codes: dict[str, str] = {}
         self.side: Any = None
-        with RELEASES[release].running():
-            fleet.world.act(self.process, self._start)
+        fleet.world.act(self.process, self._start)
         from host import Host
 
         self.host = Host(self)
@@ -72,22 +68,13 @@ class Engine:
         parts = SchedulerParts(
             self._facts(0), self.settings, load_failure_policy=policy, uses_host_buffer=self.plan.has_mirror
         )
-        self.side = SchedulerSide(parts.facts, parts, self.fleet.world.clock, is_ending=self._is_ending)
+        self.side = SchedulerSide(parts.facts, parts, self.fleet.world.clock)
         self.side.serve(payloads)
         self.side.bind_free_blocks(lambda: len(self.host.free))
-
-    def _is_ending(self) -> bool:
-        return self.host.outages.is_ending
-
-    def written(self, ticket: Any) -> Any:
-        """Return a ticket as this release writes it."""
-        missing = RELEASES[self.release].missing
-        return ticket if ticket is None else {key: value for key, value in ticket.items() if key not in missing}
 
     def _facts(self, rank: int) -> EngineFacts:
         groups, names = self.fleet.plan.fleet.groups, layer_names(self.fleet.plan.fleet.groups)
         host, port = self.fleet.place(self.slot)
-        release = RELEASES[self.release]
         return EngineFacts(
             engine_id=self.name,
             host=host,
@@ -103,7 +90,7 @@ class Engine:
             generation=self.life,
             layout="LBHNC" if self.plan.order == "HND" else "LBNHC",
             attention_backend="SIM",
-            connector_version=release.connector,
+            connector_version=14,
             groups=tuple(
                 CacheGroup(
                     _kind(group),
@@ -115,7 +102,7 @@ class Engine:
                 for number, group in enumerate(groups)
             ),
             group_ids=tuple(range(len(groups))),
-            factors=release.factors(),
+            factors={"model": "m", "dtype": "f"},
             state_groups=self.fleet.plan.fleet.state_groups,
         )
 
@@ -124,10 +111,8 @@ class Engine:
         self.fleet.world.note(self.lane, text)
 
     def gather(self, reports: list[Any]) -> Gathered:
-        """Add the ranks' reports up, and note why reads failed."""
-        step = self._ranks.add(reports)
-        self.failure_codes = {name: next(iter(ranks.values())).code for name, ranks in step.reasons.items()}
-        return step
+        """Add the ranks' reports up."""
+        return self._ranks.add(reports)
 
     def on_workers(self, hook: str, orders: Any) -> None:
         """Call a hook of every worker with a step's orders."""
@@ -172,7 +157,6 @@ def _settings(fleet: Fleet, engine: EnginePlan) -> Settings:
         decoder_kv_blocks_ttl=plan.readback_s,
         kv_recompute_threshold=1,
         receive_conversion=plan.conversion,
-        compatibility_policy=plan.compatibility,
         ticket_secret_variable="SIM_FLEET_SECRET" if plan.is_sealed else "",
         streaming=engine.streams,
         stream_slots=max(1, plan.stream_slots),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from plan import RequestPlan
-from releases import may_read
 
 if TYPE_CHECKING:
     from fleet import Fleet
@@ -18,7 +17,7 @@ _PAUSE_S = 2.5
 
 
 def serve_again(fleet: Fleet, bound_s: float) -> None:
-    """Hand one short prompt over per pair of engines that may read from each other, until each has had a read accepted.
+    """Hand one short prompt over per pair of engines, until each has had a read accepted.
 
     Args:
         fleet: A fleet at rest, without faults.
@@ -27,7 +26,7 @@ def serve_again(fleet: Fleet, bound_s: float) -> None:
     world, engines = fleet.world, fleet.plan.fleet.engines
     prefills = [slot for slot, engine in enumerate(engines) if engine.role == "prefill"]
     decodes = [slot for slot, engine in enumerate(engines) if engine.role == "decode"]
-    missing = [(prefill, decode) for prefill in prefills for decode in decodes if _go_together(fleet, prefill, decode)]
+    missing = [(prefill, decode) for prefill in prefills for decode in decodes]
     began_s = world.now_s
     for number in range(_ROUNDS):
         if world.violations:
@@ -36,10 +35,7 @@ def serve_again(fleet: Fleet, bound_s: float) -> None:
         for (prefill, decode), name in names.items():
             fleet.router.start(RequestPlan(name, 0.0, prefill, decode, tokens=6, new_tokens=1, router_s=0.001))
         world.run(world.now_s + bound_s, lambda: not fleet.router.open_names())
-        # An engine that was still ending at first may have come back as another release since.
-        missing = [
-            pair for pair, name in names.items() if f"{name}-d1" not in world.accepted and _go_together(fleet, *pair)
-        ]
+        missing = [pair for pair, name in names.items() if f"{name}-d1" not in world.accepted]
         if not missing:
             return
         world.run(world.now_s + _PAUSE_S)
@@ -49,10 +45,3 @@ def serve_again(fleet: Fleet, bound_s: float) -> None:
             f"{fleet.lane(decode)} has read nothing from {fleet.lane(prefill)} in {_ROUNDS} attempts, "
             f"{world.now_s - began_s:.0f} s after everything was at rest",
         )
-
-
-def _go_together(fleet: Fleet, prefill: int, decode: int) -> bool:
-    one, other = fleet.engine(prefill), fleet.engine(decode)
-    if one is None or other is None:
-        return True
-    return may_read(one.release, other.release, fleet.plan.fleet.compatibility)

@@ -147,25 +147,6 @@ class Faults:
         if engine is not None:
             engine.host.outages.sleep(fault.duration_s, aborts=bool(fault.second))
 
-    def upgrade(self, fault: FaultPlan) -> None:
-        """End an engine in order and start the next release, under the same id or, with `second`, a new one."""
-        engine = self._living(fault)
-        if engine is None or engine.host.outages.is_ending:
-            return
-
-        def replace() -> None:
-            if self._fleet.engine(fault.engine) is engine and not engine.process.is_dead:
-                self._fleet.retire(fault.engine)
-                self._fleet.world.after(fault.duration_s, start)
-
-        def start() -> None:
-            newest = self._fleet.engine(fault.engine)
-            if newest is engine:
-                release = self._fleet.plan.fleet.next_release or engine.release
-                self._fleet.start(fault.engine, is_renamed=bool(fault.second), release=release)
-
-        engine.host.outages.drain(fault.amount, lambda: self._world.after(0.0, replace))
-
     def mirror(self, fault: FaultPlan) -> None:
         """Let copies between device and host fail for a while."""
         engine = self._living(fault)
@@ -224,7 +205,6 @@ _ACTIONS: dict[str, Callable[[Faults, FaultPlan], None]] = {
     "forged": Faults.forged,
     "reset": Faults.reset,
     "sleep": Faults.sleep,
-    "upgrade": Faults.upgrade,
     "mirror": Faults.mirror,
     "blip": Faults.blip,
     "starve": Faults.starve,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, final
 
 from device import MarksDriver
-from drivers import AskerDriver, ClientDriver, ListenerDriver, TransferDriver
+from drivers import ClientDriver, ListenerDriver, TransferDriver
 from network import Network
 from nixl_fake import Fabric
 from numpy_pages import NumpyPages
@@ -16,8 +16,7 @@ from plan import EpisodePlan
 from world import Process, World
 
 from kv_handshake import Listener
-from kv_handshake._net.loop import Loop as ClientLoop
-from kv_handshake._stream.asker import Asker
+from kv_handshake.net.loop import Loop as ClientLoop
 from vllm_adapter.worker.streams import ChunkMarks
 
 if TYPE_CHECKING:
@@ -47,7 +46,6 @@ class Fleet:
         self.threads: SimThreads
         self.router: Router
         self.is_sealed = plan.fleet.is_sealed
-        self.releases: dict[str, str] = {}
         self.whole: set[str] = set()
         self._watchers: dict[tuple[str, int], list[Callable[[], None]]] = {}
         self._engines: list[Engine | None] = [None] * len(plan.fleet.engines)
@@ -83,8 +81,8 @@ class Fleet:
         """Return the engines that live."""
         return [one for one in self._engines if one is not None and not one.process.is_dead]
 
-    def start(self, slot: int, *, is_renamed: bool = False, release: str | None = None) -> None:
-        """Start an engine at a slot, again or for the first time; `release` is an upgrade."""
+    def start(self, slot: int, *, is_renamed: bool = False) -> None:
+        """Start an engine at a slot, again or for the first time."""
         from engine import Engine
 
         life = next(self._lives)
@@ -92,23 +90,8 @@ class Fleet:
         name = former.name if former is not None else self.lane(slot)
         if is_renamed:
             name = f"{self.lane(slot)}.{life}"
-        if release is None:
-            release = former.release if former is not None else self.plan.fleet.engines[slot].release
-        self._engines[slot] = Engine(self, slot, name, life, release)
-        self.releases[name] = release
-        self.world.note(self.lane(slot), f"engine {name} starts" + f" as {release}" * bool(release))
-
-    def retire(self, slot: int) -> None:
-        """End an engine in order."""
-        engine = self._engines[slot]
-        if engine is None or engine.process.is_dead:
-            return
-        self.world.note(self.lane(slot), f"engine {engine.name} ends")
-        self.world.act(engine.process, engine.side.close)
-        for worker in engine.workers:
-            self.world.act(engine.process, worker.close)
-        engine.die()
-        self.router.engine_died(engine)
+        self._engines[slot] = Engine(self, slot, name, life)
+        self.world.note(self.lane(slot), f"engine {name} starts")
 
     def crash(self, slot: int) -> None:
         """Kill an engine."""
@@ -149,8 +132,6 @@ class Fleet:
         assert process is not None
         if isinstance(thread.loop, Listener):
             return ListenerDriver(self.world, process, thread)
-        if isinstance(thread.loop, Asker):
-            return AskerDriver(self.world, self.threads, process, thread)
         if isinstance(thread.loop, ChunkMarks):
             return MarksDriver(self.world, self.threads, process, thread)
         kind = ClientDriver if isinstance(thread.loop, ClientLoop) else TransferDriver

@@ -57,9 +57,6 @@ class Host:
         """Take a request in."""
         if self.outages.delays(lambda: self.arrive(request)):
             return
-        if self.outages.is_ending:
-            request.answer("engine-ending", None, request.ids)
-            return
         if request.request_id in self.requests:
             request.answer("duplicate-id", None, request.ids)
             return
@@ -377,7 +374,7 @@ class Host:
         blocks = [list(group) for group in request.blocks] or [[] for _ in self.groups]
         ending = Ending(request.request_id, reason, request.computed, identity=request)
         keeps, params = self.engine.side.finished(ending, blocks)
-        self._reply(request, outcome, self.engine.written(params))
+        self._reply(request, outcome, params)
         if keeps:
             if params is not None or not request.hand_over_id:
                 self.engine.checks.handed_over(params)

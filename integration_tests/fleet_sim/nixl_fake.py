@@ -198,7 +198,7 @@ class SimNixl:
 
     def __init__(self, fabric: Fabric, process: Process, inner: FakeNixl) -> None:
         self.fabric, self.process, self.inner = fabric, process, inner
-        self.name = inner.name
+        self.name, self.implementation = inner.name, inner.implementation
         self.inbox: deque[tuple[str, bytes]] = deque()
         self.is_closed = False
         self.handles: dict[object, str] = {}
@@ -213,10 +213,6 @@ class SimNixl:
     def is_alive(self) -> bool:
         """Whether its process lives and it is open."""
         return not self.is_closed and not self.process.is_dead
-
-    @property
-    def features(self) -> Any:
-        return self.inner.features
 
     def make(self, local: Any, local_indices: Any, peer: Any, peer_indices: Any, notification: bytes) -> SimTransfer:
         inner = self.inner.make(local, local_indices, peer, peer_indices, notification)

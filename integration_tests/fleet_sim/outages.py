@@ -1,4 +1,4 @@
-"""Calls that an operator makes of an engine: cache resets, sleep and wake-up, the drain before its end.
+"""Calls that an operator makes of an engine: cache resets, sleep and wake-up.
 
 As in vLLM's core, such a call is made between two steps. A reset may preempt what runs; it does nothing else then if blocks are
 in use all the same. Sleep voids all KV, gives the memory back on every rank, and loses what was in it. While the ranks give it
@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, final
 
-from releases import RELEASES
 from world import ProcessDied
 
 if TYPE_CHECKING:
@@ -27,7 +26,6 @@ class Outages:
     Attributes:
         is_paused: Whether waiting requests are not admitted.
         is_asleep: Whether the cache's memory is given back.
-        is_ending: Whether the engine was told to end: it takes no requests, and gives no tickets.
         resets: Number of resets so far.
     """
 
@@ -35,7 +33,7 @@ class Outages:
         self._host = host
         self._engine = host.engine
         self._world = host.world
-        self.is_paused = self.is_asleep = self.is_ending = False
+        self.is_paused = self.is_asleep = False
         self.resets = 0
         self._is_frozen = self._is_blocked = False
         self._calls: list[Callable[[], None]] = []
@@ -151,9 +149,8 @@ class Outages:
 
     def _wake_up(self) -> None:
         self.is_asleep = self._engine.process.is_asleep = False
-        with RELEASES[self._engine.release].running():
-            for worker in self._engine.workers:
-                worker.restore()
+        for worker in self._engine.workers:
+            worker.restore()
         self.is_paused = self._is_frozen = False
         self._engine.note("is awake")
 
@@ -161,19 +158,3 @@ class Outages:
         inputs, self._inputs = self._inputs, []
         for action in inputs:
             action()
-
-    # ------------------------------------------------------------------------------------------------------ the end
-
-    def drain(self, deadline_s: float, ended: Callable[[], None]) -> None:
-        """Take no more requests, and call `ended` once all have ended, or at the deadline."""
-        self.is_ending = True
-        self._engine.note("is told to end")
-        until_s = self._world.now_s + deadline_s
-
-        def look() -> None:
-            if not self._host.requests or self._world.now_s >= until_s or self._world.is_healed:
-                ended()
-            else:
-                self._world.after(0.1, look, self._engine.process)
-
-        look()

@@ -44,7 +44,6 @@ class EnginePlan:
         clock_offset_s: Its clock's lead.
         has_prefix_cache: Whether blocks are kept by content, and shared.
         has_mirror: Whether peers see a mirror of its cache in host memory.
-        release: The release that it runs, a key of `releases.RELEASES`.
         streams: Whether it hands prompts over, and reads them, while they are computed.
         has_device: Whether the forward pass runs on a device: workers are done with a step before it is.
         applies_late: Whether workers get the orders of reads after the forward pass, as vLLM 0.32 has it.
@@ -62,7 +61,6 @@ class EnginePlan:
     clock_offset_s: float = 0.0
     has_prefix_cache: bool = False
     has_mirror: bool = False
-    release: str = ""
     streams: bool = False
     has_device: bool = False
     applies_late: bool = False
@@ -73,7 +71,7 @@ class EnginePlan:
 class FleetPlan:
     """The fleet and its configuration; durations in seconds. In a calm one every read must succeed.
 
-    `next_release` is what an upgrade brings. With `ends_at_sample` a request ends with the sample of its last token, as in vLLM;
+    With `ends_at_sample` a request ends with the sample of its last token, as in vLLM;
     else once that token is computed, too. Transfer threads look at the wire at least every `poll_s`, and at their leases
     `tick_parts` times a lease. Of engines that stream, `stream_fraction` of the blocks may wait for their data; a question waits
     `ask_wait_s`. With `answer_s` every request has its answer within that time.
@@ -101,8 +99,6 @@ class FleetPlan:
     patience_s: float
     faults_end_s: float
     is_calm: bool = False
-    compatibility: Literal["exact", "negotiated"] = "exact"
-    next_release: str = ""
     state_groups: int = 2
     ends_at_sample: bool = False
     poll_s: float = 0.02

@@ -93,9 +93,9 @@ def _reported_at_grant(old: Any) -> Any:
 
 
 def _given_up_at_once(old: Any) -> Any:
-    def hold(handles: Any, transfer: Any, now_s: float) -> None:
-        old(handles, transfer, now_s)
-        handles._give_up(transfer)
+    def hold(handles: Any, transfer_id: str, *about: Any) -> None:
+        old(handles, transfer_id, *about)
+        handles._give_up(handles._held[transfer_id])
 
     return hold
 
@@ -116,15 +116,10 @@ def _waits_for_refused(old: Any) -> Any:
         error = task.session.error
         if error is None or error.code != "connection-refused":
             return bool(old(task, now_s, chance))
-        task.next_attempt_s = now_s + 0.1
-        return bool(task.next_attempt_s < task.deadline_s)
+        task.next_attempt_s, task._is_waiting = now_s + 0.1, True
+        return bool(task.next_attempt_s < task._deadline_s)
 
     return plan_retry
-
-
-def _accepts_all(_: Any) -> Any:
-    verdict = resolve_name("kv_handshake._wire.policy:Verdict")
-    return lambda *_: verdict(protocol=1, capabilities=frozenset())
 
 
 def _whole_read(old: Any) -> Any:
@@ -139,6 +134,7 @@ def _at_once(_: Any) -> Any:
 def _never_voided(old: Any) -> Any:
     def before_forward(streams: Any, plan: Any, *arguments: Any) -> None:
         old(streams, plan._replace(streams=plan.streams._replace(voids=())), *arguments)
+        streams._begun = plan
 
     return before_forward
 
@@ -149,7 +145,7 @@ def _unread(_: Any) -> Any:
     def unread(coordinator: Any, following: Any) -> None:
         if following.watch is not None:
             following.watch.end()
-        coordinator._readers.fence_found(following.name, following.stream.read.order.fence[1])
+        coordinator._readers.fence_found(following.name, following.stream.read.order.ticket.fence[1])
 
     return unread
 
@@ -189,26 +185,28 @@ def _other_heads(interval: Any, *_: Any) -> Any:
 
 _STATE, _WORKER = "kv_scheduler_state", "vllm_adapter.worker"
 FAULTS = (
-    Fault("fence-skipped", "kv_nixl_agent:TransferThread.post_read", _with(fence=None), seed=20),
+    Fault("fence-skipped", "kv_nixl_agent:TransferAgent.post_read", _with(fence=None), seed=20),
     Fault("fence-not-voided", "kv_nixl_agent:TransferThread.write_fence", _words_stay),
     Fault("ticket-without-fence", f"{_STATE}.scheduler.producer:Producers._refusal", _after(_unfenced), seed=2),
     Fault("ticket-not-bound", f"{_STATE}.scheduler.admission:_require_prompt", _returning(None), "oracle"),
     Fault("ticket-seal-unverified", f"{_STATE}.ticket.seal:TicketSeal.opened", _unverified, seed=4),
-    Fault("lease-not-renewed", f"{_STATE}:LeaseTable.renew", _returning(True), seed=137),
+    Fault("lease-not-renewed", f"{_STATE}:LeaseTable.renew", _returning(True), seed=20),
     Fault("lease-never-expires", f"{_STATE}:LeaseTable.take_ended", _returning(())),
-    Fault("lease-one-reader-is-all", f"{_STATE}:LeaseTable.read_complete", _with(reader_count=1), seed=633),
+    Fault("lease-one-reader-is-all", f"{_STATE}:LeaseTable.read_complete", _with(reader_count=1), seed=57),
     Fault("lease-freed-at-grant", f"{_WORKER}.transfer.leases:LeaseKeeper.apply", _reported_at_grant),
     Fault("lease-quota-ignored", f"{_STATE}.fences:Outstanding.has_room", _returning(True), seed=4),
-    Fault("sleep-leases-stay", f"{_WORKER}.transfer.leases:LeaseKeeper.end_all", _returning(None), seed=9),
+    Fault("sleep-leases-stay", f"{_WORKER}.transfer.leases:LeaseKeeper.end_all", _returning(None), seed=47),
     Fault("quarantine-released-early", "kv_nixl_agent.transfers.handles:Handles.hold", _given_up_at_once, seed=301),
     Fault("notification-nonce-ignored", f"{_STATE}.worker.leases:_is_stale", _returning(False), seed=67),
     Fault("newest-read-first", "kv_nixl_agent.transfers.queue:Schedule._take_part", _last_first, seed=303),
-    Fault("refused-connection-waits", "kv_handshake._core.attempt:Task.plan_retry", _waits_for_refused, seed=456),
-    Fault("releases-not-compared", "kv_handshake._wire.policy:judge", _accepts_all, seed=9),
-    Fault("hit-read-again", f"{_STATE}.values:BlockRules.wanted", _whole_read, seed=1),
-    Fault("mirror-not-restored", f"{_WORKER}.pages:HostMirror.restore", _returning(None), seed=11),
+    Fault("refused-connection-waits", "kv_handshake.core.handshake:Handshake.plan_retry", _waits_for_refused, seed=456),
+    Fault("hit-read-again", f"{_STATE}.values:BlockRules.wanted", _whole_read),
+    Fault("mirror-not-restored", f"{_WORKER}.pages:HostMirror.restore", _returning(None)),
+    Fault("refused-connection-waits", "kv_handshake.core.handshake:Handshake.plan_retry", _waits_for_refused, seed=456),
+    Fault("hit-read-again", f"{_STATE}.values:BlockRules.wanted", _whole_read),
+    Fault("mirror-not-restored", f"{_WORKER}.pages:HostMirror.restore", _returning(None)),
     Fault("stream-before-event", f"{_WORKER}.streams:ChunkMarks.then", _at_once, "streams", 3),
-    Fault("stream-not-voided", f"{_WORKER}.streams:RankStreams.before_forward", _never_voided, "streams", 16),
+    Fault("stream-not-voided", f"{_WORKER}.streams:RankStreams.before_forward", _never_voided, "streams", 21),
     Fault("stream-fence-unread", f"{_WORKER}.transfer.streams:StreamCoordinator._read_fence", _unread, "streams", 876),
     Fault("stream-never-gives-way", f"{_STATE}:SchedulerState.give_way", _returning(""), "streams", 9),
     Fault("first-unit-shifted", f"{_STATE}.values:BlockRules.wanted", _after(_from_the_first_token), "oracle"),

@@ -51,8 +51,6 @@ class Request:
     is_answered: bool = False
     void_since: int = 0
     fence: tuple[int, int] | None = None
-    received_ranks: int = 0
-    sent_ranks: int = 0
     refusal: str = ""
     hand_over_id: str = ""
     is_producer: bool = False

@@ -26,7 +26,7 @@ _REQUEST = re.compile(r"(again)?\w*\d+(\.\d+)*-[pd]\d")
 """Beginning of a request's id, such as `r3-p1` or `again0.0.2-d1`; a transfer's id begins with its request's."""
 
 _MEMORIES = {
-    "LeaseTable._past[]": 1024,  # `remembered_ends`: tells a late notification from an unknown one
+    "LeaseTable._past[]": 1024,  # tells a late notification from an unknown one
     "HandOvers._read[]": 1024,  # tickets that were read to the end: a late child of n > 1 reads none of them
     "HandOverLog._events[]": 128 * 6,  # moments of the latest hand-overs, for `vllm-adapter trace`
 }

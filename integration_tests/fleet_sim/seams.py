@@ -16,12 +16,10 @@ from unittest.mock import patch
 
 from world import World
 
-import kv_handshake._core.pacing
-import kv_handshake._net.client
-import kv_handshake._net.listener
-import kv_handshake._net.loop
-import kv_handshake._stream.asker
-import kv_nixl_agent.loop
+import kv_handshake.core.pacing
+import kv_handshake.net.client
+import kv_handshake.net.listener
+import kv_handshake.net.loop
 import kv_nixl_agent.pacing
 import kv_nixl_agent.thread
 import kv_nixl_agent.transfers.handles
@@ -37,22 +35,20 @@ from kv_nixl_agent import AgentOptions, ThreadOptions, TransferThread
 __all__ = ["SimThread", "simulated"]
 
 _TIMED = (
-    kv_handshake._stream.asker,
-    kv_handshake._net.client,
-    kv_handshake._net.listener,
-    kv_handshake._core.pacing,
-    kv_handshake._net.loop,
+    kv_handshake.net.client,
+    kv_handshake.net.listener,
+    kv_handshake.core.pacing,
+    kv_handshake.net.loop,
     kv_nixl_agent.transfers.handles,
-    kv_nixl_agent.loop,
+    kv_nixl_agent.thread,
     vllm_adapter.worker.pages,
     vllm_adapter.worker.engine_thread,
 )
 _POLL_S = 0.004
 """Shortest time between two looks at progress words; coarser than in production, since every look costs an event."""
 _THREADED = (
-    kv_handshake._stream.asker,
-    kv_handshake._net.listener,
-    kv_handshake._net.loop,
+    kv_handshake.net.listener,
+    kv_handshake.net.loop,
     kv_nixl_agent.thread,
     vllm_adapter.worker.streams,
 )
@@ -218,10 +214,9 @@ def simulated(
         (kv_nixl_agent.pacing, "time", PacerTime(threads)),
         (vllm_adapter.worker.registration, "time", BlockingTime(world)),
         (vllm_adapter.worker.registration, "threading", BlockingThreads(world)),
-        (kv_handshake._stream.asker, "Hub", hub),
-        (kv_handshake._net.loop, "Hub", hub),
-        (kv_handshake._net.listener, "ListeningPort", port),
-        (kv_handshake._net.listener, "RouterSocket", router),
+        (kv_handshake.net.loop, "Hub", hub),
+        (kv_handshake.net.listener, "ListeningPort", port),
+        (kv_handshake.net.listener, "RouterSocket", router),
         (vllm_adapter.wiring, "secrets", SimSecrets(world)),
         (vllm_adapter.scheduler.streams, "random", SimSecrets(world)),
         (vllm_adapter.wiring, "TransferThread", transfer_thread),

@@ -2,7 +2,7 @@
 
 Examples:
     python integration_tests/fleet_sim/simulate.py 162
-    python integration_tests/fleet_sim/simulate.py 137 --bug lease-not-renewed --save small.json
+    python integration_tests/fleet_sim/simulate.py 20 --bug lease-not-renewed --save small.json
     python integration_tests/fleet_sim/simulate.py 0 --count 20000
 """
 

@@ -12,9 +12,9 @@ from typing import Any, final
 from fleet import Fleet
 from wire_bytes import damaged
 
-from kv_handshake._errors import TransportError
-from kv_handshake._sockets import Incoming
-from kv_handshake._sockets.watch import Sender
+from kv_handshake.errors import TransportError
+from kv_handshake.sockets import Incoming
+from kv_handshake.sockets.watch import Sender
 
 __all__ = ["SimConnection", "SimHub", "SimPort", "SimRouter"]
 

@@ -42,7 +42,7 @@ class Memory:
         self.rows = np.array([[self.tensor.data_ptr(), PAGE_BYTES, 0, PAGE_BYTES, PAGES]], dtype=np.uint64)
 
     def fill(self, seed):
-        pattern = np.ascontiguousarray(page_pattern(seed, PAGES, PAGE_BYTES))
+        pattern = np.array(page_pattern(seed, PAGES, PAGE_BYTES))  # torch takes no array that is read alone
         self.tensor.copy_(self._torch.from_numpy(pattern))
         self._settle()
 

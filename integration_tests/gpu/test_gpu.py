@@ -1,75 +1,72 @@
-"""The GPU stage under pytest, and what can be tested of it without a GPU."""
+"""The agent's checks with pages in VRAM on one side or both, the fastest read of each direction, and the page of a run."""
 
-import json
-import subprocess
 import sys
+import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
+sys.path.insert(0, str(Path(__file__).parent))
 
-from evidence import (  # noqa: E402 - beside this file
-    device_facts,
-    make_evidence,
-    render_page,
-)
-from run import figures_of, outcomes_of  # noqa: E402 - beside this file
+from record import figures_of, outcomes_of, page_of
+from stages import CHECKS, PAGE_BYTES, PAGES, PLACES, make_stage
 
-FACTS = {"name": "Fake GPU", "count": 1, "driver": "1.2", "torch": "2", "cuda": "12"}
+FACTS = {"name": "Fake GPU", "count": 1}
 
 
-def test_on_a_gpu(tmp_path):
-    """Everything on VRAM; skipped, with the reason, where there is no GPU."""
-    facts = device_facts()
-    if "reason" in facts:
-        pytest.skip(f"no GPU, nothing is shown: {facts['reason']}")
-    done = subprocess.run([sys.executable, str(HERE / "run.py"), "--output", str(tmp_path / "e.json")], check=False)
-    assert done.returncode == 0
+@pytest.fixture(params=PLACES)
+def stage(request):
+    torch = pytest.importorskip("torch")
+    if "VRAM" in PLACES[request.param] and not torch.cuda.is_available():
+        pytest.skip("no GPU, nothing is shown")
+    made, close = make_stage(torch, request.param)
+    yield made
+    close()
 
 
-def test_without_a_gpu_the_runner_is_not_green(tmp_path):
-    if "reason" not in device_facts():
-        pytest.skip("this machine has a GPU")
-    output = tmp_path / "e.json"
-    done = subprocess.run(
-        [sys.executable, str(HERE / "run.py"), "--output", str(output)], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 77
-    assert "NOT RUN, NOT GREEN" in done.stderr
-    evidence = json.loads(output.read_text())
-    assert (evidence["is_green"], evidence["results"]) == (False, {})
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_check(check, stage):
+    check(stage)
+
+
+def test_reads_of_all_pages_in_random_order(stage, figure):
+    stage.connect()
+    ids = np.random.default_rng(0).permutation(PAGES)
+    best_s = 1e9
+    for number in range(10):
+        began_s = time.perf_counter()
+        assert stage.read(f"b{number}", ids, ids).outcome == "done"
+        best_s = min(best_s, time.perf_counter() - began_s)
+    figure("GB/s, best of ten", f"{PAGES * PAGE_BYTES / best_s / 1e9:.2f}")
 
 
 @pytest.mark.parametrize(
-    ("facts", "results"),
-    [(FACTS, {}), (FACTS, {"a": "passed", "b": "failed: x"}), ({"reason": "none"}, {"a": "passed"})],
+    ("facts", "results", "verdict"),
+    [
+        (FACTS, {"a": "passed"}, "Passed"),
+        (FACTS, {}, "INCOMPLETE"),
+        (FACTS, {"a": "passed", "b": "not run: x"}, "INCOMPLETE"),
+        (FACTS, {"a": "passed", "b": "failed: x"}, "FAILED"),
+        ({"reason": "none"}, {"a": "passed"}, "Not run"),
+    ],
 )
-def test_evidence_is_green_only_for_a_full_pass_on_a_gpu(facts, results):
-    assert make_evidence(facts, "nixl 9", results, {})["is_green"] is False
+def test_a_page_says_passed_only_of_a_full_pass_on_a_gpu(facts, results, verdict):
+    assert f"**{verdict}**" in page_of(facts, results, {})
 
 
-def test_a_part_that_did_not_run_is_shown_and_never_green(tmp_path):
+def test_outcomes_and_figures_come_from_the_parts(tmp_path):
     case = '<testcase name="{}">{}</testcase>'
-    cases = [case.format("a", ""), case.format("b", '<skipped message="no room"/>')]
-    report = tmp_path / "gpu-device.xml"
-    report.write_text(f"<testsuites><testsuite>{''.join(cases)}</testsuite></testsuites>")
-    results = {**outcomes_of(report), **outcomes_of(tmp_path / "gpu-engines.xml")}
-    assert results == {"gpu-device:a": "passed", "gpu-device:b": "not run: no room", "gpu-engines": "not run"}
-    evidence = make_evidence(FACTS, "nixl 9", results, {})
-    assert evidence["is_green"] is False
-    assert "**INCOMPLETE** at" in render_page(evidence)
-    report.write_text(report.read_text().replace("skipped", "failure"))
-    results = outcomes_of(report)
-    assert results["gpu-device:b"] == "failed: no room"
-    assert "**FAILED** at" in render_page(make_evidence(FACTS, "nixl 9", results, {}))
-
-
-def test_figures_of_tests_are_on_the_page(tmp_path):
-    file = tmp_path / "figures.jsonl"
-    file.write_text('{"test": "t", "name": "host from host, 0..inf", "value": "zero-copy: cma/memory"}\n')
-    figures = figures_of(file)
-    page = render_page(make_evidence(FACTS, "nixl 9", {"a": "passed"}, {}, figures))
-    assert "| t: host from host, 0..inf | zero-copy: cma/memory |" in page.splitlines()
-    assert figures_of(None) == figures_of(tmp_path / "none") == {}
+    cases = [case.format("a", ""), case.format("b", '<skipped message="no room"/>'), case.format("c", "<error/>")]
+    (tmp_path / "gpu-device.xml").write_text(f"<testsuites><testsuite>{''.join(cases)}</testsuite></testsuites>")
+    (tmp_path / "figures").write_text('{"test": "t", "name": "host from host, 0..inf", "value": "cma/memory"}\n')
+    results = outcomes_of(tmp_path / "gpu-device.xml") | outcomes_of(tmp_path / "gpu-engines.xml")
+    assert results == {
+        "gpu-device:a": "passed",
+        "gpu-device:b": "not run: no room",
+        "gpu-device:c": "failed: ",
+        "gpu-engines": "not run",
+    }
+    page = page_of(FACTS, results, figures_of(tmp_path / "figures")).splitlines()
+    assert "| t: host from host, 0..inf | cma/memory |" in page
+    assert figures_of(tmp_path / "none") == {}

@@ -1,4 +1,4 @@
-"""Play one case again and say how it went: `replay.py SEED` or `replay.py 'Case(...)'`; `--shrink` makes it smaller first."""
+"""Play one case again and say how it went: `replay.py SEED` or `replay.py 'Case(...)'`."""
 
 from __future__ import annotations
 
@@ -11,15 +11,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.append(str(Path(__file__).parent.parent / "sim"))
 
 from oracle import geometry
-from oracle.runner import explain, run
+from oracle.runner import run
 
 
 def main() -> int:
     text = sys.argv[-1]
-    if "--shrink" in sys.argv:
-        logging.disable(logging.CRITICAL)
-        print(explain(int(text)))
-        return 1
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     case = geometry.draw(int(text)) if text.isdigit() else eval(text, dict(vars(geometry)))
     print(case)

@@ -111,27 +111,6 @@ def test_late_writes_of_a_stopped_producer_are_caught(make_stage, transport):
         assert np.array_equal(stage.read_pages(), at_rest), "memory was written after it was reported quiet"
 
 
-def test_restart_under_the_same_name(make_stage, transport):
-    stage = make_stage()
-    stage.connect()
-    assert stage.read("first", [0], [0]).outcome == "done"
-    stage.producer.kill()
-    stage.read("dead", [1], [1])
-    again = PeerProcess("producer", page_bytes=4096, page_count=64, engine_config=transport)
-    try:
-        again.call("fill", 5)
-        stage.consumer.replace_peer(
-            PeerSpec("p", again.agent_metadata, stage.local_rows, again.rows, fence=again.fence)
-        )
-        result = stage.read("second", [2, 3], [7, 8])
-        assert result.outcome == "done", result
-        pattern = page_pattern(5, 64, 4096)
-        assert np.array_equal(stage.read_pages()[2:4], pattern[7:9])
-    finally:
-        stage.consumer.remove_peer("p")
-        again.close()
-
-
 def test_a_stopped_producer_is_replaced_under_its_name(make_stage, transport):
     """The old process still holds a read of ours when its successor is added; both are kept apart."""
     stage = make_stage(page_bytes=65536, page_count=64)
@@ -160,31 +139,6 @@ def test_a_stopped_producer_is_replaced_under_its_name(make_stage, transport):
     finally:
         stage.consumer.remove_peer("p")
         again.close()
-
-
-def test_the_same_producer_known_again_while_a_read_is_on_its_way(make_stage):
-    stage = make_stage(page_bytes=65536, page_count=64)
-    stage.connect()
-    assert stage.read("warm", [0], [0]).outcome == "done"
-    stage.producer.stop()
-    ids = np.arange(32)
-    stage.consumer.post(order("old", ids, ids, deadline_s=0.2))
-    old = stage.wait("old")
-    stage.consumer.remove_peer("p")
-    stage.connect()
-    stage.producer.resume()
-    assert stage.read("new", [40], [7]).outcome == "done"
-    stage.run_until(lambda: old.is_memory_quiet or "old" in stage.quiet, 10.0, "quiet memory")
-
-
-def test_a_producer_that_was_stopped_stands_with_all_its_threads(make_stage):
-    producer = make_stage().producer
-    for _ in range(50):
-        producer.stop()
-        stats = list(Path(f"/proc/{producer.process.pid}/task").glob("*/stat"))
-        assert len(stats) > 1
-        assert {stat.read_text().rpartition(") ")[2][0] for stat in stats} == {"T"}
-        producer.resume()
 
 
 def test_a_read_from_a_stopped_producer_is_reported_as_stalled(make_stage):
@@ -252,26 +206,6 @@ def test_racing_leases_never_pass_void_data(make_stage):
             assert np.array_equal(stage.read_pages(), old)
     assert set(outcomes) <= {"done", "fence-rejected"}
     assert "fence-rejected" in outcomes
-
-
-def test_closing_with_transfers_in_flight(make_stage):
-    stage = make_stage(page_bytes=65536, page_count=256)
-    stage.connect()
-    ids = np.random.default_rng(1).permutation(256)
-    for number in range(4):
-        stage.consumer.post(order(f"r{number}", ids, ids))
-    stage.consumer.advance()
-    began = time.monotonic()
-    stage.consumer.close()
-    assert time.monotonic() - began < 10.0
-    results = {result.transfer_id: result for result in stage.consumer.take_results()}
-    assert set(results) == {"r0", "r1", "r2", "r3"}
-    quiet = set(stage.consumer.take_quiet())
-    assert all(result.is_memory_quiet or name in quiet for name, result in results.items())
-    stage.consumer.close()
-    with pytest.raises(AgentError) as error:
-        stage.consumer.post(order("late", [0], [0]))
-    assert error.value.code == "agent-closed"
 
 
 @pytest.mark.parametrize("transport_name", ["default", "tcp"])

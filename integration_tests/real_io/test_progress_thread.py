@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 import threading
 import time
@@ -45,7 +44,7 @@ class Reader:
         self.thread.start()
         here = np.array([[self.memory.ctypes.data, PAGE_BYTES, 0, PAGE_BYTES, PAGES]], np.uint64)
         spec = PeerSpec("p", producer.agent_metadata, here, producer.rows, fence=producer.fence)
-        self.thread.call_soon(lambda: self.thread.add_peer(spec))
+        self.thread.call_soon(lambda: self.thread.agent.add_peer(spec))
 
     def _note(self, result: TransferResult) -> None:
         self._results.append(result)
@@ -55,7 +54,9 @@ class Reader:
         """Read pages and notify the producer; the read must end well within its time."""
         self._ended.clear()
         thread, payload = self.thread, name.encode()
-        thread.call_soon(lambda: thread.post_read(name, "p", ids, ids, notification=payload, deadline_s=READ_WITHIN_S))
+        thread.call_soon(
+            lambda: thread.agent.post_read(name, "p", ids, ids, notification=payload, deadline_s=READ_WITHIN_S)
+        )
         assert self._ended.wait(READ_WITHIN_S + 5)
         assert self._results[-1].outcome == "done", self._results[-1]
 
@@ -101,38 +102,3 @@ def test_reads_and_notifications_do_not_wait_for_a_progress_thread_that_sleeps(
     assert figures[1][0] < MOST_MEDIAN_S
     assert arrived == {b"first", *(b"t%d" % number for number in range(len(READS)))}
     np.testing.assert_array_equal(reader.memory, page_pattern(0, PAGES, PAGE_BYTES))
-
-
-PRODUCERS = 6
-SETTLED_S = 1.5
-WATCHED_S = 1.0
-MOST_IDLE_SHARE = 0.4
-"""Of a core, beside a process that polls 1 000 times a second. Without turns for the worker threads it is 1.1 at one in four."""
-
-
-def test_progress_threads_of_producers_sleep_once_their_reader_is_connected(
-    transport: dict[str, str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A reader's worker threads, if nothing makes them finish their connections, keep the peer's thread awake."""
-    shares: list[float] = []
-    for number in range(PRODUCERS):
-        process = PeerProcess(f"p{number}", page_bytes=PAGE_BYTES, page_count=PAGES, engine_config=transport)
-        reader = Reader(process, transport)
-        try:
-            reader.read("first", np.arange(4, dtype=np.int32))
-            time.sleep(SETTLED_S)
-            began_s = _cpu_s(process.pid)
-            time.sleep(WATCHED_S)
-            shares.append((_cpu_s(process.pid) - began_s) / WATCHED_S)
-        finally:
-            reader.thread.close()
-            process.close()
-    with capsys.disabled():
-        print(f"\nproducers at rest, in cores, {transport or 'default'}: {[round(share, 2) for share in shares]}")
-    assert max(shares) < MOST_IDLE_SHARE
-
-
-def _cpu_s(pid: int) -> float:
-    """Return the processor time of a process and its threads, in seconds."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

@@ -105,7 +105,7 @@ def test_a_look_that_follows_a_notification_does_not_wait_for_a_producer_that_re
 
     def look(slot):
         consumer.send_notification("p", b"kept")
-        watches.append(consumer.watch_stream("p", slot, listener))
+        watches.append(consumer.agent.watch_stream("p", slot, listener))
 
     took_s, watches = [], []
     try:

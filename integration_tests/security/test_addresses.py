@@ -5,12 +5,11 @@ from __future__ import annotations
 import itertools
 import socket
 from collections.abc import Callable, Iterator
-from ipaddress import IPv4Address, IPv6Address, ip_address
+from ipaddress import IPv4Address, IPv6Address
 
 import pytest
 
-from kv_handshake import Client, ConfigurationError, LocalOffer, Timing
-from kv_handshake._core.endpoint import endpoint_of
+from kv_handshake import Client, LocalOffer, Timing
 from kv_scheduler_state import TicketError
 from kv_scheduler_state.hosts import HostPolicy
 
@@ -53,20 +52,6 @@ def test_no_notation_of_a_metadata_address_is_taken(figure: Figure) -> None:
     figure(f"{len(taken)} of {len(hosts)} notations of {len(SPECIAL)} addresses taken")
     assert len(hosts) > 5000
     assert not taken
-
-
-@pytest.mark.parametrize("address", ["127.0.0.1", "10.0.0.1", "0.0.0.0"])
-def test_what_is_taken_reads_the_same_to_everybody(address: str) -> None:
-    """A rule and the resolver must mean the same: a host that is taken is an address in its only notation, or no number."""
-    for host in (*old_notations(address), *carried(address)):
-        for each in (host, f"{host}.", f"x.{host}"):
-            if is_taken(each):
-                assert str(ip_address(each.strip("[]")))
-            try:
-                endpoint = endpoint_of(each, 5600)
-            except ConfigurationError:
-                continue
-            assert endpoint.address is not None
 
 
 def test_a_name_leads_to_no_address_of_one_link(figure: Figure, monkeypatch: pytest.MonkeyPatch) -> None:

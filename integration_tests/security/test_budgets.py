@@ -6,16 +6,16 @@ import re
 from pathlib import Path
 
 from kv_handshake import QueryLimits, Timing
-from kv_handshake._sockets import connections as sockets
-from kv_handshake._sockets import router
-from kv_handshake._sockets.watch import ConnectionLimits
-from kv_handshake._stream import asker
-from kv_handshake._stream.desk import AskLimits
-from kv_handshake._wire import limits
+from kv_handshake.core import pacing
+from kv_handshake.sockets import connections as sockets
+from kv_handshake.sockets import router
+from kv_handshake.sockets.watch import ConnectionLimits
+from kv_handshake.stream.desk import AskLimits
+from kv_handshake.wire import limits
 from kv_scheduler_state.streams import consumer as stream_consumer
 from kv_scheduler_state.ticket import early
 from vllm_adapter.observe import cause_log
-from vllm_adapter.worker.transfer import parts
+from vllm_adapter.worker.transfer import planner
 
 ROOT = Path(__file__).parents[2]
 ROWS = re.findall(
@@ -40,7 +40,7 @@ def test_numbers_are_those_of_the_code() -> None:
         "queries at once from an address": int(QueryLimits().burst),
         "bytes of a frame of a reply": limits.MAX_REPLY_BYTES,
         "bytes of all replies of a handshake": limits.MAX_HANDSHAKE_BYTES,
-        "values in the geometry documents of a peer": vars(parts)["_MOST_VALUES"],
+        "values in the geometry documents of a peer": vars(planner)["_MOST_VALUES"],
         "bytes of an envelope without its metadata": limits.MAX_ENVELOPE_BYTES,
         "entries of a list": limits.MAX_REGIONS,
         "bytes of a list": limits.MAX_LIST_BYTES,
@@ -50,7 +50,7 @@ def test_numbers_are_those_of_the_code() -> None:
         "connections at once": timing.connections,
         "keys of `kv_stream`": vars(early)["_MOST_KEYS"],
         "requests with an early ticket that wait or are read at once": vars(stream_consumer)["_MOST_STREAMS"],
-        "failed places of early tickets that are remembered": vars(asker)["_MOST_PLACES"],
+        "failed places of early tickets that are remembered": pacing.MOST_FAILURES,
         "requests that a heartbeat names": limits.MAX_HEARTBEAT_IDS,
         "bytes of a notification": limits.MAX_NOTIFICATION_BYTES,
         "characters of a client's or peer's text in a log line": vars(cause_log)["_MOST_CHARS"],

@@ -287,20 +287,6 @@ def test_h14_strangers_write_no_log(figure: Figure, caplog: pytest.LogCaptureFix
     assert all(line.isprintable() for line in lines)
 
 
-def test_h14_a_refusal_reaches_the_terminal_harmless(figure: Figure) -> None:
-    """H14: line breaks and escapes in a refusal passed into logs and onto the terminal."""
-    hostile = {"code": "a\n\x1b[31m", "message": "b\r\x1b]0;title\x07", "retry_after_s": 0.0}
-    server = HostileServer(answering(*reply_with(kvh_refusal=hostile)))
-    client = Client(LocalOffer(policy="off"), timing=TIMING)
-    outcome = client.fetch(host="127.0.0.1", port=server.port, ranks=[(0, 0)], dialect=14)
-    client.close()
-    server.close()
-    figure(repr(outcome.message))
-    assert outcome.code == "refused"
-    assert outcome.message.isprintable()
-    assert all(not isinstance(value, str) or value.isprintable() for value in outcome.context.values())
-
-
 def test_h4_an_address_is_one_address(figure: Figure) -> None:
     """H4: `::ffff:127.0.0.1%1]:0;[127.0.0.77` passed a rule for 127.0.0.1 and reached 127.0.0.77."""
     accepted: list[str] = []

@@ -53,26 +53,6 @@ def send(sock: socket.socket, data: bytes, times: int) -> int:
 
 
 @pytest.mark.full
-def test_h5_empty_frames_hold_nobody_up(victim: Start, figure: Figure) -> None:
-    """H5: a message of 5 million empty frames (10 MB) stopped the listener for 22.7 s."""
-    server = victim("listener")
-    honest = Honest(server.port)
-    with PeakMeter(server) as memory, connected(server.port) as sock:
-        attack = threading.Thread(target=send, args=(sock, EMPTY_AND_MORE * 50_000, 100))
-        attack.start()
-        honest.fetch(40)
-        attack.join()
-        honest.fetch(10)
-    closed = server.call("close")
-    honest.close()
-    figure(f"worst fetch {max(honest.seconds):.2f} s, {memory.growth_mb:.0f} MB, close {closed['seconds']:.2f} s")
-    assert honest.failed == 0
-    assert max(honest.seconds) < 5
-    assert not closed["alive"]
-    assert memory.growth_mb < 128
-
-
-@pytest.mark.full
 def test_h5_messages_of_many_frames_cost_their_senders_alone(victim: Start, figure: Figure) -> None:
     """H5, repeated: 236 bytes, twenty times a second, closed every connection of the listener each time."""
     server = victim("listener")

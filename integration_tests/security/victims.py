@@ -8,12 +8,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
-    from kv_handshake import Client, Outcome
+    pass
 
 __all__ = ["PeakMeter", "Victim", "main"]
 
@@ -120,8 +119,8 @@ def _serve(options: dict[str, Any]) -> None:
     if files := options.get("files"):
         resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
     if idle_s := options.get("idle_s"):
-        from kv_handshake._sockets import router
-        from kv_handshake._sockets.watch import ConnectionLimits
+        from kv_handshake.sockets import router
+        from kv_handshake.sockets.watch import ConnectionLimits
 
         vars(router)["ConnectionLimits"] = lambda: ConnectionLimits(idle_s=idle_s)
     payload = _with_blob(sample_envelopes([(0, 0)])[0, 0], options.get("blob_bytes", 0))
@@ -151,9 +150,6 @@ def _ask(options: dict[str, Any]) -> None:
     _say({"port": 0})
     for line in sys.stdin:
         asked = json.loads(line)
-        if asked["command"] == "storm":
-            _say({**_storm(client, asked), **client.statistics()})
-            continue
         began_s = time.monotonic()
         ranks = [(0, rank) for rank in range(asked.get("ranks", 1))]
         codes: list[str] = []
@@ -168,39 +164,6 @@ def _ask(options: dict[str, Any]) -> None:
         seconds, stall_s = time.monotonic() - began_s, meter.stop()
         gc.collect()
         _say({"codes": sorted(set(codes)), "seconds": seconds, "stall_s": stall_s, **client.statistics()})
-
-
-def _storm(client: Client, asked: dict[str, Any]) -> dict[str, Any]:
-    """Ask a hostile server many times, `at_once` at a time, and an honest listener one handshake after the other meanwhile."""
-    codes: Counter[str] = Counter()
-    places = threading.Semaphore(asked["at_once"])
-    seconds: list[float] = []
-    lost: list[str] = []
-
-    def ended(outcome: Outcome) -> None:
-        codes[outcome.code] += 1
-        places.release()
-
-    for number in range(asked["times"]):
-        if not places.acquire(timeout=60):
-            raise RuntimeError("a handshake has no end")
-        # Another engine each time, as forged tickets have it, so that no remembered failure answers.
-        client.request(
-            host="127.0.0.1",
-            port=asked["hostile"],
-            ranks=[(0, 0)],  # a single rank, since the first bad reply ends a handshake
-            engine_id=f"{asked['engine']}{number}",
-            dialect=14,
-            on_done=ended,
-        )
-        if number % asked["honest_every"] == 0:
-            outcome = client.fetch(host="127.0.0.1", port=asked["honest"], ranks=[(0, 0)], dialect=14)
-            seconds.append(outcome.elapsed_s)
-            lost += [] if outcome.is_ok else [str(outcome)]
-    for _ in range(asked["at_once"]):
-        if not places.acquire(timeout=60):
-            raise RuntimeError("a handshake has no end")
-    return {"codes": dict(codes), "honest_s": seconds, "honest_lost": lost}
 
 
 class _StallMeter:

@@ -31,7 +31,7 @@ class NumpyPages:
                     self.pages_converted += 1
 
     def _convert(self, step: ConversionStep, region: PageRange, page: int) -> None:
-        how = step.permutation
+        how = step.permutation()
         start = region.address + page * region.stride_bytes + how.start_bytes
         array = next(a for a in self._arrays if a.ctypes.data <= start < a.ctypes.data + a.nbytes)
         at = start - array.ctypes.data

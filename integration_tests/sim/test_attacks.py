@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +12,6 @@ import msgspec
 import numpy as np
 import pytest
 from engines import LAYERS, TOKENS, Engine, free_port, page_of
-from hosts_listener import COMMAND, HostsListener, ask
 
 from kv_handshake import Client, Codec, Listener, LocalOffer, Timing
 from kv_handshake.security import generate_keypair
@@ -291,85 +289,3 @@ def step_for(engine: Engine, seconds: float) -> None:
     while time.monotonic() < until:
         engine.step()
         time.sleep(0.02)
-
-
-@pytest.fixture
-def hosts() -> Iterator[Callable[[bytes], HostsListener]]:
-    made: list[HostsListener] = []
-
-    def build(envelope: bytes) -> HostsListener:
-        made.append(HostsListener({(0, 0): envelope}))
-        return made[-1]
-
-    yield build
-    for each in made:
-        each.close()
-
-
-@pytest.mark.parametrize("query", [(COMMAND, 0), (COMMAND, 0, 1), (COMMAND, 1, 0)], ids=["shape", "tp", "pp"])
-def test_h9_the_hosts_listener_dies_of_one_bad_query(
-    hosts: Callable[[bytes], HostsListener], query: tuple[object, ...], figure: Figure
-) -> None:
-    """The next attack must not provoke this: a query of two fields, or for a rank that is not there, sent by hand."""
-    listener = hosts(b"metadata")
-    assert ask(listener.port, COMMAND, 0, 0, within_s=5)
-    assert not ask(listener.port, *query)
-    assert not ask(listener.port, COMMAND, 0, 0)
-    assert not listener.is_alive
-    figure(f"the listener ended: {listener.death}")
-
-
-LIES = 48
-
-
-def lies(seed: int) -> Iterator[dict[str, object]]:
-    """Make up what an unsealed ticket says of its engine, which speaks dialect 14 and has one rank."""
-    draw = random.Random(seed)
-    sizes = [2, 3, 4, 5, 7, 8, 16, 64, 1024]
-    while True:
-        lie: dict[str, object] = {
-            "kv_dialect": draw.randrange(16),
-            "tp_size": draw.choice(sizes),
-            "pp_size": draw.choice(sizes),
-            "dcp_size": draw.choice([1, 2, 4, 8]),
-            "kv_generation": draw.randrange(1 << 50),
-            "remote_engine_id": draw.choice(["P", "p", "somebody"]),
-        }
-        yield {key: lie[key] for key in draw.sample(sorted(lie), draw.randint(1, len(lie)))}
-
-
-@pytest.mark.parametrize("make", ["nixl"], indirect=True)
-def test_h9_no_lying_ticket_ends_the_hosts_listener(
-    make: Make, hosts: Callable[[bytes], HostsListener], figure: Figure
-) -> None:
-    """Tickets with `kv_dialect`, `tp_size`, `pp_size` and more made up; then an honest one, read from the same listener.
-
-    It is one of its own: a lie that changes nothing of what is read may have used the first ticket up.
-    """
-    quick = Settings(enforce_handshake_compat=False, handshake_timeout_s=2.0, handshake_attempts=1)
-    producer, reader = make("P", settings=quick), make("D", settings=quick)
-    envelope = producer.workers[0].envelope
-    assert envelope is not None
-    listener = hosts(rewritten(envelope, name="P", is_ours=False))
-    _, ticket = producer.prefill(TOKENS)
-    assert ticket is not None
-    plain = {key: value for key, value in ticket.items() if key not in HOSTS_LACKS} | {"remote_port": listener.port}
-    for number, lie in enumerate(itertools.islice(lies(9), LIES)):
-        # A name in another spelling is a place that was not met before, so that each lie is asked about.
-        name = "".join(letter.upper() if number >> bit & 1 else letter for bit, letter in enumerate("localhost"))
-        # A ticket that was used up is never asked about again: each lie is one of its own.
-        another = {"remote_host": name, "remote_request_id": f"{plain['remote_request_id']} {number}"}
-        request_id = attempt(reader, {**plain, **another, **lie}, TOKENS)
-        reader.finish(request_id)
-        assert listener.is_alive, f"{lie} ended it after {number} others: {listener.death}"
-    time.sleep(1.5)  # attempts in the background come 0.5 s and 1 s after the first
-    asked = len(listener.asked)
-    assert asked >= LIES // 2, "too few lies got as far as a query"
-    assert ask(listener.port, COMMAND, 0, 0, within_s=5), listener.death
-    source, ticket = producer.prefill(TOKENS)
-    assert ticket is not None
-    plain = {key: value for key, value in ticket.items() if key not in HOSTS_LACKS} | {"remote_port": listener.port}
-    honest = reader.start_decode(plain, TOKENS)
-    assert reader.wait_received(honest)
-    reader.assert_has(honest, source, TOKENS)
-    figure(f"{LIES} lying tickets, {asked} queries; the listener answers, and an honest ticket was read")

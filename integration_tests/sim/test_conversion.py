@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
 
-import numpy as np
 import pytest
-from engines import EVERYWHERE, Engine
+from engines import Engine
 
 from vllm_adapter.config import Settings
 
@@ -23,44 +21,6 @@ def hand_over(producer: Engine, consumer: Engine, tokens: int, *, hit_blocks: in
     consumer.finish(request)
 
 
-@pytest.mark.parametrize(
-    ("there", "here", "producer_tokens", "consumer_tokens", "choice"),
-    [
-        ("NHD", "HND", 16, 16, "auto"),
-        ("HND", "NHD", 16, 16, "never"),
-        ("NHD", "HND", 16, 48, "always"),
-        ("HND", "NHD", 16, 48, "auto"),
-        ("NHD", "HND", 48, 16, "never"),
-        ("NHD", "HND", 32, 48, "auto"),
-        ("HND", "HND", 16, 48, "always"),
-        ("NHD", "NHD", 48, 16, "always"),
-    ],
-)
-def test_pages_arrive_in_this_engines_order(
-    make: Make,
-    choice: Literal["auto", "always", "never"],
-    there: str,
-    here: str,
-    producer_tokens: int,
-    consumer_tokens: int,
-) -> None:
-    producer = make("P", order=there, tokens=producer_tokens)
-    consumer = make("D", order=here, tokens=consumer_tokens, settings=Settings(receive_conversion=choice))
-    for tokens in LENGTHS:
-        hand_over(producer, consumer, tokens)
-    assert bool(consumer.converters[0].pages_converted) is (choice != "never")
-    producer.wait_idle()
-
-
-@pytest.mark.parametrize("here", ["HND", "NHD"])
-def test_parts_of_a_page_that_lie_apart_are_read_piece_by_piece(make: Make, here: str) -> None:
-    producer, consumer = make("P", tokens=48), make("D", order=here)
-    for tokens in LENGTHS:
-        hand_over(producer, consumer, tokens)
-    assert not consumer.converters[0].pages_converted
-    producer.wait_idle()
-
-
 def test_insisting_refuses_a_peer_whose_pages_cannot_be_read_whole(
     make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -69,39 +29,6 @@ def test_insisting_refuses_a_peer_whose_pages_cannot_be_read_whole(
     _, ticket = producer.prefill(48)
     assert consumer.wait_received(consumer.start_decode(ticket, 48)) is False
     assert "not-stageable" in caplog.text
-
-
-@EVERYWHERE
-@pytest.mark.parametrize(("producers", "consumers"), [(1, 2), (2, 1), (4, 2)])
-def test_the_pieces_of_several_ranks_are_put_in_order_once(make: Make, producers: int, consumers: int) -> None:
-    producer = make("P", tp=producers, order="NHD", tokens=16)
-    consumer = make("D", tp=consumers, tokens=48)
-    for tokens in LENGTHS:
-        hand_over(producer, consumer, tokens)
-    producer.wait_idle()
-
-
-def test_a_prefix_hit_leaves_the_pages_before_it_alone(make: Make) -> None:
-    producer, consumer = make("P", order="NHD"), make("D", tokens=48)
-    source, ticket = producer.prefill(144)
-    request = consumer.start_decode(ticket, 144, hit_blocks=2)
-    hit = consumer.held[request][:2]
-    assert consumer.wait_received(request)
-    consumer.assert_has(request, source, 144, hit_blocks=2)
-    assert all(np.isnan(cache[hit]).all() for cache in consumer.memory[0])
-    assert consumer.converters[0].pages_converted == len(consumer.memory[0])
-
-
-def test_requests_at_once_are_put_in_order_each_by_itself(make: Make) -> None:
-    producer, consumer = make("P", order="NHD"), make("D")
-    running = []
-    for number in range(8):
-        tokens = 16 * (1 + number % 3)
-        source, ticket = producer.prefill(tokens)
-        running.append((consumer.start_decode(ticket, tokens), source, tokens))
-    for request, source, tokens in running:
-        assert consumer.wait_received(request)
-        consumer.assert_has(request, source, tokens)
 
 
 def test_a_failed_conversion_is_that_requests_failure(make: Make, caplog: pytest.LogCaptureFixture) -> None:

@@ -22,7 +22,7 @@ def kill(engine: Engine, rank: int = 0) -> None:
     def turn(_agent: object) -> None:
         raise SystemExit("killed by the test")
 
-    agent._loop.turn = turn
+    agent._turn = turn
     agent.call_soon(lambda: None)  # wakes it
     until_s = time.monotonic() + 20
     while agent._thread.is_alive():

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 from engines import EVERYWHERE, TOKENS, Engine
 
@@ -26,44 +24,12 @@ def hand_over(producer: Engine, consumer: Engine, tokens: int, **options: Any) -
     consumer.finish(request)
 
 
-@pytest.mark.parametrize(("there", "here"), [(True, True), (True, False), (False, True)])
-def test_a_prompt_crosses_whole_and_in_chunks(make: Make, there: bool, here: bool) -> None:
-    """Chunks that end inside a block: the next one completes that block, which the engine does not name again."""
-    producer, consumer = make("P", has_mirror=there), make("D", has_mirror=here)
-    for tokens, chunk_tokens in itertools.product((1, TOKENS, 3 * TOKENS + 5, 5 * TOKENS), (None, TOKENS, 24, 5)):
-        hand_over(producer, consumer, tokens, chunk_tokens=chunk_tokens)
-    producer.wait_idle()
-
-
-@pytest.mark.parametrize(("producers", "consumers"), [(1, 2), (2, 1)])
-def test_every_rank_has_its_own_mirror(make: Make, producers: int, consumers: int) -> None:
-    producer, consumer = make("P", tp=producers, has_mirror=True), make("D", tp=consumers, has_mirror=True)
-    hand_over(producer, consumer, 3 * TOKENS, chunk_tokens=20)
-    producer.wait_idle()
-
-
-def test_pages_of_another_order_are_put_in_order_in_the_mirror(make: Make) -> None:
-    producer, consumer = make("P", order="NHD", has_mirror=True), make("D", tokens=48, has_mirror=True)
-    hand_over(producer, consumer, 144, chunk_tokens=40)
-    assert consumer.converters[0].pages_converted
-    producer.wait_idle()
-
-
 @EVERYWHERE
 def test_slow_copies_are_there_before_the_ticket_is(make: Make) -> None:
     producer, consumer = make("P", has_mirror=True), make("D")
     producer.mirrors[0].delay_s = 0.05
     for chunk_tokens in (None, TOKENS):
         hand_over(producer, consumer, 4 * TOKENS, chunk_tokens=chunk_tokens)
-    producer.wait_idle()
-
-
-def test_only_blocks_in_use_are_touched_in_the_mirror(make: Make) -> None:
-    producer, consumer = make("P", has_mirror=True), make("D", has_mirror=True)
-    hand_over(producer, consumer, 2 * TOKENS)
-    for engine in (producer, consumer):
-        used = [(~np.isnan(cache)).any(axis=(1, 2, 3)).sum() for cache in engine.mirrors[0].arrays]
-        assert used == [2] * len(used)
     producer.wait_idle()
 
 

@@ -17,33 +17,14 @@ from test_live import listen
 from wire_values import envelope
 
 from kv_handshake import Codec, HandshakeError
-from kv_handshake._stream.messages import is_ask, parse_answer, parse_ask
-from kv_handshake._wire.queries import parse_query
-from kv_handshake._wire.replies import decode_clock
+from kv_handshake.stream.messages import is_ask, parse_answer, parse_ask
 from kv_handshake.testing import load_vectors
+from kv_handshake.wire.queries import parse_query
+from kv_handshake.wire.replies import decode_clock
 
 VECTORS = load_vectors()
 FRAMES_OF_A_KIND = 1500
-INTERESTING = (
-    0x00,
-    0x01,
-    0x7F,
-    0x80,
-    0x90,
-    0xA0,
-    0xC0,
-    0xC1,
-    0xC2,
-    0xC4,
-    0xC6,
-    0xCB,
-    0xCF,
-    0xD3,
-    0xD9,
-    0xDD,
-    0xDF,
-    0xFF,
-)
+INTERESTING = bytes.fromhex("00 01 7f 80 90 a0 c0 c1 c2 c4 c6 cb cf d3 d9 dd df ff")
 
 
 def mutated(data: bytes, draw: random.Random) -> bytes:

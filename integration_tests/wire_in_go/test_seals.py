@@ -30,11 +30,6 @@ def test_golden_seals(gopher: Gopher, name: str) -> None:
     assert gopher.ok("verify", ticket=case["ticket"], secrets=["an older secret of 16", case["secret"]]) is True
 
 
-def test_the_example_of_the_page_has_228_bytes(gopher: Gopher) -> None:
-    ticket = {**TICKET, "remote_request_id": "r", "kv_nonce": "n", "kv_prompt": None}
-    assert len(bytes.fromhex(gopher.ok("sealed-bytes", ticket=ticket))) == 228
-
-
 def admitted(ticket: dict[str, Any]) -> str:
     """Return the code with which a Python consumer refuses a ticket, "" where it reads by it."""
     config = SchedulerConfig("d0", "10.0.0.2", 5600, null_block=0)

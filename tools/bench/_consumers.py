@@ -40,7 +40,6 @@ class Ours:
         self._memory = _shared_pages(options.pop("memory_fd"), count, self._page_bytes)
         self._results: list[TransferResult] = []
         self._ends_s: list[float] = []
-        self._wakes_s: list[float] = []
         self._expected = 0
         self._all_ended = threading.Event()
         backend = BackendOptions(**options.pop("backend", {}))
@@ -53,7 +52,7 @@ class Ours:
         )
         self.thread.start()
         mine = np.array([[self._memory.ctypes.data, self._page_bytes, 0, self._page_bytes, count]], dtype=np.uint64)
-        self._do(lambda: self.thread.add_peer(PeerSpec("p", metadata, mine, rows, fence=fence)))
+        self._do(lambda: self.thread.agent.add_peer(PeerSpec("p", metadata, mine, rows, fence=fence)))
         self._number = 0
 
     def read(self, local: Indices, theirs: Indices, times: int) -> float:
@@ -61,12 +60,7 @@ class Ours:
         began_s = time.perf_counter()
         self.order(local, theirs, times)
         self.wait()
-        self._wakes_s.append(time.monotonic() - self._ends_s[-1])
         return time.perf_counter() - began_s
-
-    def wakes(self) -> list[float]:
-        """Seconds from the last result to the caller's knowing of it, of every `read` so far: the scheduler's share."""
-        return self._wakes_s
 
     def order(self, local: Indices, theirs: Indices, times: int, **more: Any) -> None:
         """Order without waiting."""
@@ -76,7 +70,10 @@ class Ours:
         self._expected = times
         for _ in range(times):
             self._number += 1
-            self.thread.call_soon(partial(self.thread.post_read, f"t{self._number}", "p", local, theirs, **more))
+            self.thread.call_soon(partial(self._post, f"t{self._number}", local, theirs, **more))
+
+    def _post(self, name: str, local: Indices, theirs: Indices, **more: Any) -> None:
+        self.thread.agent.post_read(name, "p", local, theirs, **more)
 
     def wait(self) -> None:
         """Wait for all that was ordered."""
@@ -90,7 +87,7 @@ class Ours:
         self._all_ended.clear()
         self._expected = 1
         self._number += 1
-        order = partial(self.thread.post_read, f"t{self._number}", "p", local, theirs)
+        order = partial(self._post, f"t{self._number}", local, theirs)
         began_s = time.perf_counter()
         self.thread.call_soon(order)
         cost_s = time.perf_counter() - began_s
@@ -173,14 +170,6 @@ class Bare:
         cost_s = time.perf_counter() - began_s
         self._finish(handle)
         return cost_s
-
-    def memcpy(self, times: int) -> float:
-        """Seconds to copy the same bytes in this process."""
-        source = np.ones_like(self._memory)
-        began_s = time.perf_counter()
-        for _ in range(times):
-            np.copyto(self._memory, source)
-        return time.perf_counter() - began_s
 
     def close(self) -> None:
         """Nothing to end."""

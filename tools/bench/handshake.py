@@ -14,11 +14,12 @@ import time
 from typing import TYPE_CHECKING
 
 import zmq
+from _rows import row, said
 
 from kv_handshake import Client, Listener, LocalOffer, QueryLimits, Timing
-from kv_handshake._wire.dialects import dialect_of
-from kv_handshake._wire.queries import encode_query
 from kv_handshake.testing import sample_envelopes
+from kv_handshake.wire.dialects import dialect_of
+from kv_handshake.wire.queries import encode_query
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,41 +39,22 @@ def run(report: Callable[[str], None]) -> list[dict[str, object]]:
     """Measure everything and return one mapping per number."""
     envelopes = sample_envelopes(RANKS, regions=128)
     report(f"one rank's envelope: {len(envelopes[0, 0])} bytes, 128 regions")
-    results = [_responses(envelopes, report), _handshake(envelopes, report), _dead_peers(envelopes, report)]
-    for each in results:
-        report(f"{each['name']}: ratio {each['ratio']:.2f} (target {each['target']}), met: {each['met']}")
-    return results
-
-
-def _result(
-    name: str, unit: str, ours: float, baseline: float, ratio: float, target: str, met: bool
-) -> dict[str, object]:
-    return {
-        "name": name,
-        "unit": unit,
-        "ours": ours,
-        "baseline": baseline,
-        "ratio": ratio,
-        "target": target,
-        "met": met,
-    }
+    return [one for measure in (_responses, _handshake, _dead_peers) for one in said([measure(envelopes)], report)]
 
 
 # Server responses per second -----------------------------------------------------------------------------------------
 
 
-def _responses(envelopes: Mapping[tuple[int, int], bytes], report: Callable[[str], None]) -> dict[str, object]:
+def _responses(envelopes: Mapping[tuple[int, int], bytes]) -> dict[str, object]:
     """Count replies per second to a client with `WINDOW` queries under way; servers in processes of their own."""
     ours, bare = [], []
     with _served(_serve_ours, envelopes) as our_port, _served(_serve_bare, envelopes) as bare_port:
         for _ in range(9):
             ours.append(_flood(our_port))
             bare.append(_flood(bare_port))
-    report(f"responses/s: ours {statistics.median(ours):.0f}, bare ROUTER {statistics.median(bare):.0f}")
     ratio = statistics.median(one / other for one, other in zip(ours, bare, strict=True))
-    return _result(
-        "server responses", "1/s", statistics.median(ours), statistics.median(bare), ratio, ">= 0.7", ratio >= 0.7
-    )
+    mine, theirs = statistics.median(ours), statistics.median(bare)
+    return row("server responses", "1/s", mine, theirs, ">= 0.7", met=ratio >= 0.7, ratio=ratio)
 
 
 def _flood(port: int) -> float:
@@ -132,7 +114,7 @@ def _serve_bare(envelopes: Mapping[tuple[int, int], bytes], tell: Callable[[int]
 # Single handshake ----------------------------------------------------------------------------------------------------
 
 
-def _handshake(envelopes: Mapping[tuple[int, int], bytes], report: Callable[[str], None]) -> dict[str, object]:
+def _handshake(envelopes: Mapping[tuple[int, int], bytes]) -> dict[str, object]:
     """Time one handshake of 8 ranks, connection included, against one bare REQ socket that fetches the same bytes.
 
     Both sides keep what a program keeps between two handshakes: ours its client, the bare one its context.
@@ -157,9 +139,8 @@ def _handshake(envelopes: Mapping[tuple[int, int], bytes], report: Callable[[str
             bare.append(time.perf_counter() - began)
     client.close()
     median, baseline = statistics.median(ours), statistics.median(bare)
-    report(f"one handshake: ours {median * 1e3:.2f} ms, bare REQ/ROUTER {baseline * 1e3:.2f} ms")
     ratio = median / baseline
-    return _result("handshake of 8 ranks x 128 regions", "s", median, baseline, ratio, "<= 1.5", ratio <= 1.5)
+    return row("handshake of 8 ranks x 128 regions", "s", median, baseline, "<= 1.5", met=ratio <= 1.5)
 
 
 def _fetch_bare(context: zmq.Context[zmq.Socket[bytes]], port: int) -> None:
@@ -174,7 +155,7 @@ def _fetch_bare(context: zmq.Context[zmq.Socket[bytes]], port: int) -> None:
 # Dead peers ----------------------------------------------------------------------------------------------------------
 
 
-def _dead_peers(envelopes: Mapping[tuple[int, int], bytes], report: Callable[[str], None]) -> dict[str, object]:
+def _dead_peers(envelopes: Mapping[tuple[int, int], bytes]) -> dict[str, object]:
     """Time 48 healthy peers, asked together with 16 dead ones and without them. Half of the dead hang, half refuse."""
     with_dead, without = [], []
     with (
@@ -189,9 +170,8 @@ def _dead_peers(envelopes: Mapping[tuple[int, int], bytes], report: Callable[[st
             without.append(_time_healthy([port] * 48, port))
             with_dead.append(_time_healthy(mixed, port))
     median, baseline = statistics.median(with_dead), statistics.median(without)
-    report(f"48 healthy peers: {median * 1e3:.1f} ms beside 16 dead, {baseline * 1e3:.1f} ms without them")
     ratio = median / baseline
-    return _result("healthy peers beside dead ones", "s", median, baseline, ratio, "<= 2", ratio <= 2)
+    return row("healthy peers beside dead ones", "s", median, baseline, "<= 2", met=ratio <= 2)
 
 
 def _time_healthy(ports: Sequence[int], healthy: int) -> float:
@@ -214,7 +194,3 @@ def _time_healthy(ports: Sequence[int], healthy: int) -> float:
     elapsed = time.perf_counter() - began
     client.close()
     return elapsed
-
-
-if __name__ == "__main__":
-    run(print)

@@ -13,11 +13,13 @@ the lists. The ids are from the middle of a pool; a ticket that names block 0 or
 from __future__ import annotations
 
 import logging
-import statistics
 import time
 import tracemalloc
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
+
+from _rows import by_turns, row, said
 
 from kv_scheduler_state import LeaseTable, SchedulerConfig, SchedulerState, prefill_request_params
 
@@ -296,34 +298,14 @@ def _baseline_lives(state: _Baseline) -> None:
         state.finished(request, blocks)
 
 
-def _interleaved(ours: Callable[[], Any], baseline: Callable[[], Any], repeat: int) -> tuple[float, float]:
-    """Return the median CPU seconds per call of each, taken in turns."""
-    samples: tuple[list[float], list[float]] = ([], [])
-    for _ in range(ROUNDS):
-        for times, function in zip(samples, (ours, baseline), strict=True):
-            begin = time.thread_time()
-            for _ in range(repeat):
-                function()
-            times.append((time.thread_time() - begin) / repeat)
-    return statistics.median(samples[0]), statistics.median(samples[1])
-
-
-def _row(name: str, ours: float, baseline: float, target: str, met: bool) -> dict[str, object]:
-    return {
-        "name": name,
-        "unit": "us",
-        "ours": round(ours * 1e6, 3),
-        "baseline": round(baseline * 1e6, 3),
-        "ratio": round(ours / baseline, 3),
-        "target": target,
-        "met": met,
-    }
+def _row(name: str, ours: float, baseline: float, target: str, *, met: bool) -> dict[str, object]:
+    return row(name, "us", round(ours * 1e6, 3), round(baseline * 1e6, 3), target, met=met, ratio=ours / baseline)
 
 
 def _life_rows() -> list[dict[str, object]]:
-    ours, baseline = _interleaved(lambda: _our_lives(_state()), lambda: _baseline_lives(_Baseline()), 1)
+    ours, baseline = by_turns(ROUNDS, lambda: _our_lives(_state()), lambda: _baseline_lives(_Baseline()))
     target = "all hooks of one prefill and its decode: at most 2x"
-    return [_row("request-life", ours / LIVES, baseline / LIVES, target, ours <= 2 * baseline)]
+    return [_row("request-life", ours / LIVES, baseline / LIVES, target, met=ours <= 2 * baseline)]
 
 
 def _live_state(requests: int) -> SchedulerState:
@@ -336,11 +318,13 @@ def _idle_step_rows() -> list[dict[str, object]]:
     state, small = _live_state(LIVE), _live_state(10)
     baseline = _Baseline(uses_host_buffer=True)
     scheduled = {f"d{index}": 1 for index in range(LIVE)}
-    ours, theirs = _interleaved(lambda: state.take_step_plan(now_s=1.0), lambda: baseline.step(scheduled), 300)
-    large, little = _interleaved(lambda: state.take_step_plan(now_s=1.0), lambda: small.take_step_plan(now_s=1.0), 3000)
+    step = partial(state.take_step_plan, now_s=1.0)
+    ours, theirs = by_turns(ROUNDS, step, lambda: baseline.step(scheduled), repeat=300)
+    large, little = by_turns(ROUNDS, step, partial(small.take_step_plan, now_s=1.0), repeat=3000)
+    beside = f"idle-step-{LIVE}-live-against-10"
     return [
-        _row(f"idle-step-{LIVE}-live", ours, theirs, "at least 5x better than a scan", theirs >= 5 * ours),
-        _row(f"idle-step-{LIVE}-live-against-10", large, little, "does not scale: at most 1.5x", large <= 1.5 * little),
+        _row(f"idle-step-{LIVE}-live", ours, theirs, "at least 5x better than a scan", met=theirs >= 5 * ours),
+        _row(beside, large, little, "does not scale: at most 1.5x", met=large <= 1.5 * little),
     ]
 
 
@@ -350,12 +334,14 @@ def _lease_rows() -> list[dict[str, object]]:
     for index in range(LEASES):
         table.grant(f"p{index}", lease_s=30.0 + index % 7, fence=(index, index + 1), now_s=1.0)
         deadlines[f"p{index}"] = 31.0 + index % 7
-    ours, theirs = _interleaved(
+    ours, theirs = by_turns(
+        ROUNDS,
         lambda: table.take_ended(now_s=2.0),
         lambda: [request_id for request_id, deadline in deadlines.items() if deadline <= 2.0],
-        50,
+        repeat=50,
     )
-    return [_row(f"idle-look-{LEASES}-leases", ours, theirs, "at least 5x better than a scan", theirs >= 5 * ours)]
+    target = "at least 5x better than a scan"
+    return [_row(f"idle-look-{LEASES}-leases", ours, theirs, target, met=theirs >= 5 * ours)]
 
 
 def _memory_rows() -> list[dict[str, object]]:
@@ -368,8 +354,8 @@ def _memory_rows() -> list[dict[str, object]]:
         sizes.append(tracemalloc.get_traced_memory()[0])
         tracemalloc.stop()
         del kept
-    ours, baseline = (size / LIVE / 1e6 for size in sizes)
-    return [{**_row("memory-per-live-request", ours, baseline, "reported", True), "unit": "bytes"}]
+    ours, baseline = (size / LIVE for size in sizes)
+    return [row("memory-per-live-request", "bytes", ours, baseline)]
 
 
 def _live_with(tickets: list[dict[str, Any]], **changes: float) -> SchedulerState:
@@ -390,13 +376,5 @@ def _baseline_with(requests: list[_Request]) -> _Baseline:
 
 def run(report: Callable[[str], None]) -> list[dict[str, object]]:
     """Measure, report as it goes and return one row per figure (medians of interleaved runs)."""
-    rows: list[dict[str, object]] = []
-    for measure in (_life_rows, _idle_step_rows, _lease_rows, _memory_rows):
-        for row in measure():
-            rows.append(row)
-            report(f"{row['name']}: {row['ours']} {row['unit']}, baseline {row['baseline']}, ratio {row['ratio']}")
-    return rows
-
-
-if __name__ == "__main__":
-    run(print)
+    measures = (_life_rows, _idle_step_rows, _lease_rows, _memory_rows)
+    return [one for measure in measures for one in said(measure(), report)]

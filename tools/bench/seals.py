@@ -7,12 +7,11 @@
 - *First contact*: from the ticket's arrival until the first read of a fresh pair of engines has ended, with NIXL over DRAM. Pairs
   with keys and without take turns, and change who begins, so that a busy machine slows both down.
 
-`integration_tests/security/test_seal_costs.py` holds the targets; docs/performance.md quotes the figures.
+docs/performance.md quotes the figures.
 """
 
 from __future__ import annotations
 
-import gc
 import hmac
 import importlib
 import logging
@@ -23,6 +22,8 @@ import time
 from array import array
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from _rows import by_turns, row, said
 
 from kv_handshake.security import generate_keypair
 from kv_scheduler_state import SchedulerConfig, SchedulerState, TicketReader, prefill_request_params, prompt_digest
@@ -66,35 +67,9 @@ def _ticket(state: SchedulerState, tokens: int, prompt: _Prompt) -> dict[str, An
     return dict(decision.params or {})
 
 
-def _by_turns(rounds: int, *calls: Callable[[], object], repeat: int = 1) -> list[float]:
-    """Return the median CPU seconds of each, taken in turns, with the garbage collector off as in `timeit`."""
-    samples: list[list[float]] = [[] for _ in calls]
-    is_collecting = gc.isenabled()
-    gc.disable()
-    try:
-        for _ in range(rounds):
-            for times, call in zip(samples, calls, strict=True):
-                begin = time.thread_time()
-                for _ in range(repeat):
-                    call()
-                times.append((time.thread_time() - begin) / repeat)
-    finally:
-        if is_collecting:
-            gc.enable()
-    return [statistics.median(times) for times in samples]
-
-
 def _row(name: str, ours: float, baseline: float, most: float | None) -> dict[str, object]:
-    ratio = ours / baseline
-    return {
-        "name": name,
-        "unit": "us",
-        "ours": round(ours * 1e6, 1),
-        "baseline": round(baseline * 1e6, 1),
-        "ratio": round(ratio, 3),
-        "target": "none" if most is None else f"at most {most}x",
-        "met": most is None or ratio <= most,
-    }
+    target, is_met = "context" if most is None else f"at most {most}x", most is None or ours <= most * baseline
+    return row(name, "us", round(ours * 1e6, 1), round(baseline * 1e6, 1), target, met=is_met, ratio=ours / baseline)
 
 
 def _digest_rows(rounds: int) -> list[dict[str, object]]:
@@ -110,7 +85,7 @@ def _digest_rows(rounds: int) -> list[dict[str, object]]:
         prompt_digest(packed)
         seal.of(ticket)
 
-    ours, keyed, packing, whole, plain = _by_turns(
+    ours, keyed, packing, whole, plain = by_turns(
         rounds,
         digest_and_seal,
         lambda: hmac.digest(SECRET, raw, "sha256"),
@@ -140,7 +115,7 @@ def _admission_rows(rounds: int) -> list[dict[str, object]]:
         state.take_step_plan(now_s=0.0)
 
     # Turns of half a millisecond: what disturbs the machine for longer slows both down.
-    sealed, unsealed = _by_turns(20 * rounds, lambda: admit(True), lambda: admit(False), repeat=10)
+    sealed, unsealed = by_turns(20 * rounds, lambda: admit(True), lambda: admit(False), repeat=10)
     return [_row(f"admission-{SHORT}-tokens-sealed", sealed, unsealed, 1.3)]
 
 
@@ -190,13 +165,5 @@ def _contact_rows(contacts: int) -> list[dict[str, object]]:
 
 def run(report: Callable[[str], None], rounds: int = ROUNDS, contacts: int = CONTACTS) -> list[dict[str, object]]:
     """Measure, report as it goes and return one row per figure (medians, taken in turns)."""
-    rows: list[dict[str, object]] = []
-    for measure, times in ((_digest_rows, rounds), (_admission_rows, rounds), (_contact_rows, contacts)):
-        for row in measure(times):
-            rows.append(row)
-            report(f"{row['name']}: {row['ours']} {row['unit']}, baseline {row['baseline']}, ratio {row['ratio']}")
-    return rows
-
-
-if __name__ == "__main__":
-    run(print)
+    measures = ((_digest_rows, rounds), (_admission_rows, rounds), (_contact_rows, contacts))
+    return [one for measure, times in measures for one in said(measure(times), report)]

@@ -6,12 +6,11 @@ it is computation, and what else runs on the machine should not count.
 
 from __future__ import annotations
 
-import time
 from functools import partial
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from _rows import by_turns, row
 
 from kv_topology import BlockList, from_document, plan_transfer, to_document
 from kv_topology.tools import EngineSpec, ModelSpec, StateSpec, build_engine
@@ -30,20 +29,6 @@ HYBRID = ModelSpec(
 )
 BLOCKS = (2_000, 20_000)
 """Blocks of a cache, few and many."""
-
-
-def _timed(function: Callable[[], object]) -> float:
-    start = time.thread_time()
-    function()
-    return time.thread_time() - start
-
-
-def _medians(ours: Callable[[], object], baseline: Callable[[], object], runs: int) -> tuple[float, float]:
-    """Return the medians (s) of two functions over interleaved runs, after one warm-up each."""
-    ours()
-    baseline()
-    pairs = [(_timed(ours), _timed(baseline)) for _ in range(runs)]
-    return median(pair[0] for pair in pairs), median(pair[1] for pair in pairs)
 
 
 def per_block_rows(addresses: Sequence[int], page_bytes: int, blocks: int, device: int) -> list[tuple[int, int, int]]:
@@ -88,44 +73,17 @@ def bench_rows(report: Callable[[str], None]) -> list[dict[str, object]]:
         count = int(plan.peer_rows((0, 0))[:, 4].sum())
         report(f"rows: {count} descriptors as {len(plan.peer_rows((0, 0)))} rows")
         # Ours builds both sides, so the loop does too.
-        ours, baseline = _medians(
-            partial(_ten_times_rows_of, plan, peers[0, 0]),
-            partial(_both_per_block, addresses, page, blocks),
-            3,
+        ours, baseline = by_turns(
+            3, partial(_ten_times_rows_of, plan, peers[0, 0]), partial(_both_per_block, addresses, page, blocks)
         )
         times[blocks] = ours / 10
         if blocks == BLOCKS[-1]:
-            results.append(_entry("rows of 2.56M descriptors", "ms", ours * 100, baseline * 1000, 1000, at_least=True))
+            faster = baseline / ours * 10
+            name, target = "rows of 2.56M descriptors", ">= 1000 times as fast"
+            results.append(row(name, "ms", ours * 100, baseline * 1000, target, met=faster >= 1000, ratio=faster))
     few, many = (times[blocks] * 1e3 for blocks in BLOCKS)
-    flat = many / few
-    results.append(
-        {
-            "name": "rows, time for 20000 blocks over 2000 blocks",
-            "unit": "ratio",
-            "ours": many,
-            "baseline": few,
-            "ratio": flat,
-            "target": 1.5,
-            "met": flat <= 1.5,
-        }
-    )
-    return results
-
-
-def _entry(
-    name: str, unit: str, ours: float, baseline: float, target: float, *, at_least: bool = False
-) -> dict[str, object]:
-    ratio = baseline / ours if at_least else ours / baseline
-    met = ratio >= target if at_least else ratio <= target
-    return {
-        "name": name,
-        "unit": unit,
-        "ours": ours,
-        "baseline": baseline,
-        "ratio": ratio,
-        "target": target,
-        "met": met,
-    }
+    name = "rows, time for 20000 blocks over 2000 blocks"
+    return [*results, row(name, "ms", many, few, "<= 1.5", met=many <= 1.5 * few)]
 
 
 def bench_planning(report: Callable[[str], None]) -> list[dict[str, object]]:
@@ -139,19 +97,9 @@ def bench_planning(report: Callable[[str], None]) -> list[dict[str, object]]:
     def parse() -> dict[tuple[int, int], RankGeometry]:
         return {rank: from_document(document) for rank, document in documents.items()}
 
-    planning, parsing = _medians(lambda: plan_transfer(local, peers), parse, 15)
-    return [
-        {
-            "name": name,
-            "unit": "ms",
-            "ours": seconds * 1e3,
-            "baseline": 50.0,
-            "ratio": seconds / 0.05,
-            "target": 1.0,
-            "met": seconds <= 0.05,
-        }
-        for name, seconds in (("plan, 16 peer ranks", planning), ("parse and check 16 peer documents", parsing))
-    ]
+    planning, parsing = by_turns(15, lambda: plan_transfer(local, peers), parse)
+    figures = (("plan, 16 peer ranks", planning), ("parse and check 16 peer documents", parsing))
+    return [row(name, "ms", each_s * 1e3, 50.0, "<= 50 ms", met=each_s <= 0.05) for name, each_s in figures]
 
 
 def bench_indices(report: Callable[[str], None]) -> list[dict[str, object]]:
@@ -169,15 +117,11 @@ def bench_indices(report: Callable[[str], None]) -> list[dict[str, object]]:
         left, right = mine.astype(np.int32), theirs.astype(np.int32)
         return (first + left).ravel(), (first + right).ravel()
 
-    ours, baseline = _medians(lambda: plan.indices((0, 0), local, peer, tokens=8 * blocks), bare, 101)
-    return [_entry("indices of 10000 ids x 128 regions", "ms", ours * 1e3, baseline * 1e3, 1.3)]
+    ours, baseline = by_turns(101, lambda: plan.indices((0, 0), local, peer, tokens=8 * blocks), bare)
+    name = "indices of 10000 ids x 128 regions"
+    return [row(name, "ms", ours * 1e3, baseline * 1e3, "<= 1.3", met=ours <= 1.3 * baseline)]
 
 
 def run(report: Callable[[str], None]) -> list[dict[str, object]]:
     """Return all measures as dictionaries with name, unit, ours, baseline, ratio, target and met."""
     return [*bench_rows(report), *bench_planning(report), *bench_indices(report)]
-
-
-if __name__ == "__main__":
-    for line in run(print):
-        print(line)

@@ -8,13 +8,8 @@ the caller knows that all have ended. Rounds take the sides in random order.
 How fast a process copies depends on where its memory and its threads happen to lie, and stays so for as long as it lives: two
 bare loops in two processes differ by 10 % and more. So every side is started anew several times.
 
-Ours includes the wake-up of the caller by our thread, which a bare loop has not. On two cores that progress threads poll
-on, the scheduler takes up to some milliseconds for it: `caller awake` shows it.
-
-Two rows per case say what the others can mean. Two processes run the bare loop, and `raw` is both of them; `control` is
-one against the other, so what it differs from 1 by is the resolution of this run. `ceiling of ratio_seed` is what one
-thread's memcpy of the same bytes would make of `ratio_seed`: where it lies below the target, copying the bytes once is
-too slow for it already.
+Two processes run the bare loop, and `raw` is both of them; `control` is one against the other, so what it differs from 1 by is
+the resolution of this run.
 """
 
 from __future__ import annotations
@@ -27,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from _consumers import ConsumerProcess
+from _rows import row, said
 
 from kv_nixl_agent import BackendOptions
 from kv_nixl_agent.testing import PeerProcess
@@ -43,20 +39,6 @@ READS = 6
 STARTS = int(os.environ.get("KV_BENCH_STARTS", "5"))
 ROUNDS = int(os.environ.get("KV_BENCH_ROUNDS", "3"))
 SAMPLES = STARTS * ROUNDS
-
-
-def _row(name: str, unit: str, figures: tuple[float, float], ratio: float, goal: tuple[str, bool]) -> dict[str, object]:
-    ours, baseline = figures
-    target, met = goal
-    return {
-        "name": name,
-        "unit": unit,
-        "ours": ours,
-        "baseline": baseline,
-        "ratio": round(ratio, 3),
-        "target": target,
-        "met": met,
-    }
 
 
 @contextmanager
@@ -87,7 +69,6 @@ def _throughput(report: Callable[[str], None], page_bytes: int) -> list[dict[str
     }
     results: list[dict[str, object]] = []
     times: dict[str, dict[str, list[float]]] = {pattern: {} for pattern in patterns}
-    wakes_us: list[float] = []
     order = np.random.default_rng(4)
     peer = PeerProcess(f"producer{page_bytes}", page_bytes=page_bytes, page_count=count)
     for _ in range(STARTS):
@@ -95,14 +76,9 @@ def _throughput(report: Callable[[str], None], page_bytes: int) -> list[dict[str
             for pattern, (local, theirs) in patterns.items():
                 for side, taken in _interleaved(consumers, _calls(local, theirs), order).items():
                     times[pattern].setdefault(side, []).extend(taken)
-            wakes_us += [1e6 * wake_s for wake_s in consumers["ours"].call("wakes")]
     peer.close()
     for pattern, by_side in times.items():
         results += _judge(report, f"{page_bytes // 1024} KB {pattern}", by_side, READS * count * page_bytes)
-    middle, longest = round(median(wakes_us)), round(max(wakes_us))
-    label = f"caller awake after the last result (baseline: longest), {page_bytes // 1024} KB"
-    results.append(_row(label, "us", (middle, longest), longest / middle, ("context", True)))
-    report(f"{label}: {middle} against {longest} us")
     return results
 
 
@@ -115,7 +91,6 @@ def _calls(local: Indices, theirs: Indices) -> dict[str, Call]:
         "raw": ("raw", "read", bare),
         "control": ("control", "read", bare),
         "seed": ("seed", "read", (*halves, READS)),
-        "memcpy": ("raw", "memcpy", (READS,)),
     }
 
 
@@ -140,25 +115,19 @@ def _judge(
     def ratio(one: str, baseline: str) -> float:
         return median(other / mine for mine, other in zip(times[one], times[baseline], strict=True))
 
-    ratios = {"raw": ratio("ours twice", "both"), **{name: ratio("ours", name) for name in ("seed", "memcpy")}}
-    baselines = {"raw": gb_s["both"], **{name: gb_s[name] for name in ("seed", "memcpy")}}
-    sides = ", ".join(f"{name} {value:.2f} ({ratios[name]:.2f})" for name, value in baselines.items())
-    report(f"{label}: ours {gb_s['ours']:.2f}, {sides}")
+    def judged(name: str, one: str, baseline: str, least: float | None) -> dict[str, object]:
+        found = ratio(one, baseline)
+        target, is_met = "context" if least is None else f">= {least}", least is None or found >= least
+        return row(f"{name} {label}", "GB/s", gb_s[one], gb_s[baseline], target, met=is_met, ratio=found)
+
     is_small = label.startswith(("4 KB", "16 KB"))
-    floor = (1.3 if "random" in label else 2.5 if "descending" in label else 0.0) if is_small else 0.0
-    goals = {
-        "raw": (">= 0.95", ratios["raw"] >= 0.95),
-        "seed": (f">= {floor}" if floor else "context", ratios["seed"] >= floor),
-        "memcpy": ("context", True),
-    }
-    context = {"control": ("raw", "control"), "ceiling of ratio_seed": ("memcpy", "seed")}
-    return [
-        _row(f"ratio_{name} {label}", "GB/s", (gb_s["ours"], baselines[name]), ratios[name], goal)
-        for name, goal in goals.items()
-    ] + [
-        _row(f"{name} {label}", "GB/s", (gb_s[one], gb_s[other]), ratio(one, other), ("context", True))
-        for name, (one, other) in context.items()
+    floor = (1.3 if "random" in label else 2.5 if "descending" in label else None) if is_small else None
+    rows = [
+        judged("ratio_raw", "ours twice", "both", 0.95),
+        judged("ratio_seed", "ours", "seed", floor),
+        judged("control", "raw", "control", None),
     ]
+    return said(rows, report)
 
 
 def _costs(report: Callable[[str], None]) -> list[dict[str, object]]:
@@ -170,10 +139,8 @@ def _costs(report: Callable[[str], None]) -> list[dict[str, object]]:
             _fence_cost(consumers["ours"], peer, 10_000),
             _notification(consumers["ours"], peer),
         ]
-    for one in results:
-        report(f"{one['name']}: {one['ours']} against {one['baseline']} {one['unit']}")
     peer.close()
-    return results
+    return said(results, report)
 
 
 def _post_cost(consumers: dict[str, ConsumerProcess]) -> dict[str, object]:
@@ -184,9 +151,9 @@ def _post_cost(consumers: dict[str, ConsumerProcess]) -> dict[str, object]:
         for _ in range(SAMPLES + 1)
     ]
     ours, inline = (median(pair[side] for pair in pairs[1:]) for side in (0, 1))
-    figures = (round(ours * 1e6, 1), round(inline * 1e6, 1))
-    goal = ("<= 300 us, and inline >= 30 times as much", ours <= 0.3e-3 and ours * 30 <= inline)
-    return _row("engine thread, posting 10000 rows", "us", figures, inline / ours, goal)
+    target, is_met = "<= 300 us, and inline >= 30 times as much", ours <= 0.3e-3 and ours * 30 <= inline
+    name = "engine thread, posting 10000 rows"
+    return row(name, "us", ours * 1e6, inline * 1e6, target, met=is_met, ratio=inline / ours)
 
 
 def _fence_cost(ours: ConsumerProcess, peer: PeerProcess, pages: int) -> dict[str, object]:
@@ -199,9 +166,9 @@ def _fence_cost(ours: ConsumerProcess, peer: PeerProcess, pages: int) -> dict[st
         fenced.append(total_s)
         fence.append(fence_s)
     cost_s, read_s = median(fence), median(plain)
-    figures = (round(cost_s * 1e6, 1), round(read_s * 1e6, 1))
-    goal = ("<= 50 us or 3 % of the read", cost_s <= max(50e-6, 0.03 * read_s))
-    return _row(f"fence check of a read of {pages} pages of 4 KB", "us", figures, cost_s / read_s, goal)
+    is_met = cost_s <= max(50e-6, 0.03 * read_s)
+    name = f"fence check of a read of {pages} pages of 4 KB"
+    return row(name, "us", cost_s * 1e6, read_s * 1e6, "<= 50 us or 3 % of the read", met=is_met)
 
 
 def _notification(ours: ConsumerProcess, peer: PeerProcess) -> dict[str, object]:
@@ -218,9 +185,9 @@ def _notification(ours: ConsumerProcess, peer: PeerProcess) -> dict[str, object]
         time.sleep(0.05)
         delays[is_busy] = [arrived_s - ends[payload] for _, payload, arrived_s in peer.notifications()]
     busy, idle = median(delays[True]), median(delays[False])
-    goal = ("< 2000 us (baseline: producer idle)", len(delays[True]) == 100 and busy < 2e-3)
-    figures = (round(busy * 1e6), round(idle * 1e6))
-    return _row("completion to notification, producer computing in 20 ms steps", "us", figures, busy / idle, goal)
+    is_met = len(delays[True]) == 100 and busy < 2e-3
+    name = "completion to notification, producer computing in 20 ms steps"
+    return row(name, "us", busy * 1e6, idle * 1e6, "< 2000 us (baseline: producer idle)", met=is_met)
 
 
 def run(report: Callable[[str], None]) -> list[dict[str, object]]:

@@ -89,7 +89,7 @@ def _check(verbs: Verbs) -> None:
 
 def _bench(verbs: Verbs) -> None:
     parser = verbs.add_parser("bench", help="measure against a baseline, interleaved in the same run")
-    parser.add_argument("name", help="connector, handshake, scheduler, seals, streams, topology or transfer")
+    parser.add_argument("name", help="connector, handshake, scheduler, seals, topology or transfer")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     parser.add_argument(
         "--against", metavar="PATH_OR_REV", help="compare with another checkout or commit, runs interleaved"

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvdev.envs import check_environment
+from kvdev.envs import tools_environment
 from kvdev.house import house_rules
 from kvdev.paths import PACKAGES, ROOT, STATE
 from kvdev.steps import DevError, note, run_step
@@ -39,7 +39,7 @@ _NEIGHBOURS = {
 def run_checks(uv: Path, *, fix: bool) -> int:
     """Run every check, report all that failed, return 0 when none did."""
     started = time.monotonic()
-    check_environment(uv)
+    tools_environment(uv, "check")
     with ThreadPoolExecutor(2) as pool:
         # Sources are written in order before others read them; after that two checks run at a time.
         errors = [*map(_error_of, _formats(fix=fix)), *pool.map(_error_of, _checks())]

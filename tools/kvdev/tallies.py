@@ -26,6 +26,11 @@ class Tally:
     reasons: list[str] = field(default_factory=list)
     slow: list[str] = field(default_factory=list)
 
+    def fail(self, name: str) -> None:
+        """Count a failure that no case reports."""
+        self.failed += 1
+        self.failures.append(name)
+
     def add(self, other: Tally) -> None:
         """Add the counts of another call."""
         self.passed += other.passed

@@ -21,13 +21,11 @@ from typing import TYPE_CHECKING, Literal
 
 from kvdev.envs import (
     DEFAULT_VLLM,
-    check_environment,
     fleet_environment,
-    go_environment,
     host_environment,
-    host_python,
     lowest_environment,
     package_environment,
+    tools_environment,
 )
 from kvdev.gpu import cuda_host, gpu_environment, has_gpu, install_beside
 from kvdev.paths import PACKAGES, ROOT, SLOW_TESTS, STATE
@@ -45,26 +43,82 @@ Tier = Literal["quick", "rest", "all"]
 BUDGET_S: dict[Tier, int] = {"quick": 720, "rest": 1980}
 """Seconds on two cores that the short run and the rest of the full run may take, installations included; said, never judged."""
 SLOW_S = 5.0
-SCOPES = ("check", "tools", *PACKAGES, "never-wrong", "sim", "real-io", "security", "chaos", "host", "fleet", "gpu")
-_ALONE = ("never-wrong", "real-io", "security", "chaos", "fleet", "gpu")
-_LONGEST_FIRST = (
-    "host-inside",
-    "never-wrong",
-    "vllm-adapter",
-    "kv-handshake",
-    "tools",
-    "kv-scheduler-state",
-    "kv-nixl-agent",
-)
 GPU_PAGE = ROOT / "docs" / "gpu-evidence.md"
-_GPU_PARTS = ("gpu-device", "gpu-engines")
-"""Parts of the GPU stage whose outcomes go into the evidence beside those of `run.py` itself."""
+_GPU_PARTS = ("gpu", "gpu-device", "gpu-engines")
+"""Parts of the GPU stage whose outcomes go into its page."""
 _NO_TESTS_COLLECTED = 5
 
 
 @dataclass(frozen=True, slots=True)
+class _Suite:
+    """One call of pytest.
+
+    Attributes:
+        folder: Below the repository.
+        place: Environment that it runs in: the workspace's, the host's, or that of other people's engines.
+        words: Arguments of pytest.
+        groups: Tool chains that its tests start, by dependency group.
+        timeout_s: Longest time of the call; four times as long with `--long`.
+        is_one_tier: Whether all its tests belong to the rest, without marks.
+        has_long_tests: Whether its tests of the short run may take more than `SLOW_S`: those that play as many cases as fit.
+    """
+
+    folder: str
+    place: Literal["workspace", "host", "fleet"] = "workspace"
+    words: tuple[str, ...] = ()
+    groups: tuple[str, ...] = ()
+    timeout_s: float = 1200
+    is_one_tier: bool = False
+    has_long_tests: bool = False
+
+
+_ENGINES = ("--timeout=900",)
+_INTEGRATION = "integration_tests"
+_MATRIX = "tools/tests/test_install_matrix.py"
+_SUITES = {
+    "host-inside": _Suite(f"{_INTEGRATION}/host/inside", "host"),
+    # The GPU stage's bodies, on this device: what runs on a GPU is known to work.
+    "host-device": _Suite(f"{_INTEGRATION}/gpu/device", "host"),
+    # A node, for tickets that JavaScript reads and writes.
+    "never-wrong": _Suite(f"{_INTEGRATION}/never_wrong", groups=("go", "check"), has_long_tests=True),
+    **{name: _Suite(f"packages/{name}/tests") for name in (PACKAGES[4], PACKAGES[0], PACKAGES[3], *PACKAGES[1:3])},
+    "tools": _Suite("tools/tests", words=(f"--ignore={ROOT / _MATRIX}",)),
+    "installations": _Suite(_MATRIX, is_one_tier=True),
+    "real-io": _Suite(f"{_INTEGRATION}/real_io"),
+    "sim": _Suite(f"{_INTEGRATION}/sim"),
+    "fleet-sim": _Suite(f"{_INTEGRATION}/fleet_sim", has_long_tests=True),
+    "security": _Suite(f"{_INTEGRATION}/security"),
+    "wire-in-go": _Suite(f"{_INTEGRATION}/wire_in_go", groups=("go",), is_one_tier=True),
+    "chaos": _Suite(f"{_INTEGRATION}/chaos", words=("--durations=5", "-rfEP"), timeout_s=2400),
+    # Output of tests that pass, too: the figures that docs/operate/ quotes, in .dev/logs/test-fleet.log.
+    "fleet": _Suite(f"{_INTEGRATION}/fleet", "fleet", (*_ENGINES, "-rfEP"), timeout_s=2400, is_one_tier=True),
+    "host-engines": _Suite(f"{_INTEGRATION}/host/engines", "host", _ENGINES, timeout_s=2400, has_long_tests=True),
+    "host-families": _Suite(f"{_INTEGRATION}/gpu/engines", "host", _ENGINES, timeout_s=2400),
+}
+"""Every suite, the longest first: so they start where several run at a time."""
+SCOPES: dict[str, tuple[str, ...]] = {
+    "check": (),
+    "tools": ("tools", "installations"),
+    **{name: (name,) for name in PACKAGES},
+    "never-wrong": ("never-wrong",),
+    "sim": ("sim", "fleet-sim"),
+    "real-io": ("real-io",),
+    "security": ("security", "wire-in-go"),
+    "chaos": ("chaos",),
+    "host": ("host-inside", "host-device", "host-engines"),
+    "fleet": ("fleet",),
+    "gpu": (),
+}
+_SHARED = ("never-wrong", "fleet-sim", "host-inside", "host-device", "tools", "installations", *PACKAGES, "wire-in-go")
+_ALONE = ("sim", "real-io", "security", "chaos", "fleet", "gpu", "host-engines")
+"""Of the rest: what is bound by no clock and starts no engine runs two at a time, all else by itself."""
+_WEEKLY = {"host": ("host-families",)}
+"""What `--long` adds to a scope."""
+
+
+@dataclass(frozen=True, slots=True)
 class RunOptions:
-    """Choices that hold for every scope of a run: vLLM's version, pytest's -k, long variants, lowest versions."""
+    """Choices that hold for every suite of a run: vLLM's version, pytest's -k, long variants, lowest versions."""
 
     vllm: str = DEFAULT_VLLM
     select: str = ""
@@ -78,19 +132,14 @@ class RunOptions:
     """Whether the caller named scopes; a named one that cannot run here is a failure."""
 
     @property
-    def words(self) -> list[str]:
-        """Arguments that every call of pytest gets."""
-        return [*self._marks, *self.names]
-
-    @property
     def names(self) -> list[str]:
-        """The part of `words` that selects by name alone, for calls that belong to one tier as a whole."""
+        """Arguments of pytest that select by name."""
         return ["-k", self.select] if self.select else []
 
-    @property
-    def _marks(self) -> list[str]:
+    def words_of(self, suite: _Suite) -> list[str]:
+        """Return the arguments that select a suite's tests."""
         marks: dict[Tier, list[str]] = {"quick": ["-m", "not full"], "rest": ["-m", "full or sized"], "all": []}
-        return marks[self.tier]
+        return [*([] if suite.is_one_tier else marks[self.tier]), *self.names]
 
 
 def run_tests(uv: Path, scopes: Sequence[str], options: RunOptions | None = None) -> int:
@@ -108,222 +157,104 @@ def run_tests(uv: Path, scopes: Sequence[str], options: RunOptions | None = None
         os.environ["KVDEV_LONG"] = "1"
         options = replace(options, tier="all")
     if scopes or options.is_lowest or options.is_long:
-        return _run_scopes(uv, scopes or (PACKAGES if options.is_lowest else SCOPES), options)
+        chosen = scopes or (PACKAGES if options.is_lowest else tuple(SCOPES))
+        more = _WEEKLY if options.is_long else {}
+        names = [name for scope in chosen for name in (SCOPES[scope] or (scope,)) + more.get(scope, ())]
+        return _run_stages([{name: _alone(uv, name, options)} for name in names], 1)
     tiers: tuple[Tier, ...] = ("quick", "rest") if options.tier == "all" else (options.tier,)
-    codes = [_run_tier(uv, replace(options, tier=tier)) for tier in tiers]
-    return max(codes)
-
-
-def _run_scopes(uv: Path, scopes: Sequence[str], options: RunOptions) -> int:
-    tally, started = Tally(), time.monotonic()
-    for scope in scopes:
-        begun = time.monotonic()
-        try:
-            _run_scope(uv, scope, tally, options)
-        except DevError as error:
-            _note_failure(tally, scope, error)
-        tally.durations.append((scope, time.monotonic() - begun))
-    return _report(tally, started)
+    return max([_run_tier(uv, replace(options, tier=tier)) for tier in tiers])
 
 
 def _run_tier(uv: Path, options: RunOptions) -> int:
-    tally, started = Tally(), time.monotonic()
-    is_quick = options.tier == "quick"
-    for stage in _quick_stages(uv, options) if is_quick else _rest_stages(uv, options):
+    started = time.monotonic()
+    if options.tier == "quick":
+        note("left to `dev.py test --full`: tests marked `full`, the scopes fleet and gpu")
+        tools_environment(uv, "check")  # one environment is made at a time: the checks need not wait for the host's
+        host: dict[str, _Run] = {"host environment": lambda _: _no_value(host_environment(uv, options.vllm))}
+        engines, late = "host-engines", {"installations", "wire-in-go", "fleet", "host-families"}
+        suites = {name: _suite(uv, name, options) for name in _SUITES if name not in {engines, *late}}
+        stages = [{"check": lambda mine: _check(uv, mine), **host}, suites, {engines: _suite(uv, engines, options)}]
         # Tests of the short run are bound by no clock, and a third of their time they wait.
-        _side_by_side(tally, stage, 3 if is_quick else 2)
-    if is_quick:
-        SLOW_TESTS.write_text("".join(f"{line}\n" for line in tally.slow))
-        tally.not_run.append("left to `dev.py test --full`: tests marked `full`, the scopes fleet and gpu")
-    code = _report(tally, started)
+        code = _run_stages(stages, 3)
+    else:
+        os.environ["KVDEV_FULL"] = "1"
+        shared = {name: _alone(uv, name, options) for name in _SHARED}
+        code = _run_stages([shared, *({name: _alone(uv, name, options)} for name in _ALONE)], 2)
     print(f"budget: {time.monotonic() - started:.0f} of {BUDGET_S[options.tier]} s on two cores")
     return code
 
 
-def _quick_stages(uv: Path, options: RunOptions) -> list[dict[str, _Run]]:
-    """Return what runs one stage after the other; within a stage several at a time, the longest first."""
-    words = options.words
-    python = host_python(options.vllm)
-    check_environment(uv)  # one environment is made at a time: the checks need not wait for the host's
-
-    def here(name: str, folder: str, *more: str) -> _Run:
-        # Suites that play as many cases as fit are one long test each.
-        slow_s = math.inf if folder.endswith(("never_wrong", "fleet_sim")) else SLOW_S
-        return lambda mine: _pytest(
-            name, _here(), ROOT / folder, mine, *more, *words, env=_with_tools(uv), slow_s=slow_s
-        )
-
-    inside = {
-        "host-inside": lambda mine: _pytest(
-            "host-inside", python, ROOT / "integration_tests/host/inside", mine, *words
-        ),
-        "host-device": lambda mine: _pytest("host-device", python, ROOT / "integration_tests/gpu/device", mine, *words),
-    }
-    units = {name: here(name, f"packages/{name}/tests") for name in PACKAGES}
-    folders = ("never_wrong", "real_io", "sim", "security", "fleet_sim", "chaos")
-    systems = {name.replace("_", "-"): here(name.replace("_", "-"), f"integration_tests/{name}") for name in folders}
-    every = {**inside, **systems, **units, "tools": here("tools", "tools/tests")}
-    rest = {name: every[name] for name in (*_LONGEST_FIRST, *every)}
-    engines: dict[str, _Run] = {"host-engines": lambda mine: _engines(uv, mine, options)}
-    first: dict[str, _Run] = {
-        "check": lambda mine: _check(uv, mine),
-        "host environment": lambda _: _prepare_host(uv, options),
-    }
-    return [first, rest, engines]
+def _no_value(_: object) -> None:
+    """Take what a step returns and is not needed."""
 
 
-def _prepare_host(uv: Path, options: RunOptions) -> None:
-    host_environment(uv, options.vllm)
-
-
-def _rest_stages(uv: Path, options: RunOptions) -> list[dict[str, _Run]]:
-    """Return the same of the rest: what watches a clock or starts engines runs alone."""
-    os.environ["KVDEV_FULL"] = "1"
-    matrix = ROOT / "tools" / "tests" / "test_install_matrix.py"
-    first: dict[str, _Run] = {
-        "tools": lambda mine: _pytest(
-            "tools", _here(), matrix.parent, mine, f"--ignore={matrix}", *options.words, env=_with_tools(uv)
-        ),
-        "installations": lambda mine: _pytest("installations", _here(), matrix, mine, *options.words),
-        "fleet-sim": lambda mine: _in_folder("fleet_sim", mine, options),
-        "host-inside": lambda mine: _inside(uv, mine, options),
-        **{name: _of_package(uv, name, options) for name in PACKAGES},
-    }
-    engines: dict[str, _Run] = {"host-engines": lambda mine: _engines(uv, mine, options)}
-    alone = [{scope: _of_scope(uv, scope, options)} for scope in _ALONE]
-    return [first, {"sim": lambda mine: _in_folder("sim", mine, options)}, *alone, engines]
-
-
-def _of_package(uv: Path, name: str, options: RunOptions) -> _Run:
-    return lambda mine: _package(uv, name, mine, options)
-
-
-def _of_scope(uv: Path, scope: str, options: RunOptions) -> _Run:
-    return lambda mine: _run_scope(uv, scope, mine, options)
-
-
-def _report(tally: Tally, started: float) -> int:
-    print("\nseconds by scope: " + ", ".join(f"{scope} {seconds:.0f}" for scope, seconds in tally.durations))
-    print(f"scopes failed: {', '.join(tally.failures) or 'none'} ({time.monotonic() - started:.0f} s in all)")
+def _run_stages(stages: Sequence[Mapping[str, _Run]], lanes: int) -> int:
+    """Make the named runs of each stage, so many at a time in their order; report what all of them count."""
+    tally, started = Tally(), time.monotonic()
+    for stage in stages:
+        with ThreadPoolExecutor(lanes) as pool:
+            for mine in pool.map(_counted, stage.items()):
+                tally.add(mine)
+    if stages[0].keys() >= {"check"} and len(stages) > 1:
+        SLOW_TESTS.write_text("".join(f"{line}\n" for line in tally.slow))
+    print("\nseconds: " + ", ".join(f"{name} {seconds:.0f}" for name, seconds in tally.durations))
+    print(f"failed: {', '.join(tally.failures) or 'none'} ({time.monotonic() - started:.0f} s in all)")
     for line in (*tally.reasons, *tally.not_run):
         print(line)
     print(f"{tally.passed} passed, {tally.failed} failed, {tally.skipped} skipped", flush=True)
     return 1 if tally.failed else 0
 
 
-def _note_failure(tally: Tally, scope: str, error: DevError) -> None:
-    tally.failed += 1
-    tally.failures.append(scope)
-    print(f"\n{scope}: {error}\n", flush=True)
+def _counted(named: tuple[str, _Run]) -> Tally:
+    name, run = named
+    tally, begun = Tally(), time.monotonic()
+    try:
+        run(tally)
+    except DevError as error:
+        tally.fail(name)
+        print(f"\n{name}: {error}\n", flush=True)
+    tally.durations.append((name, time.monotonic() - begun))
+    return tally
 
 
-def _run_scope(uv: Path, scope: str, tally: Tally, options: RunOptions) -> None:
-    note(f"scope {scope}")
-    if scope == "check":
-        _check(uv, tally)
-    elif scope in PACKAGES:
-        _package(uv, scope, tally, options)
-    elif scope == "never-wrong":
-        _never_wrong(uv, tally, options)
-    elif scope == "tools":
-        _pytest("tools", _here(), ROOT / "tools" / "tests", tally, *options.words, env=_with_tools(uv))
-    elif scope in {"sim", "real-io", "security"}:
-        for name in {"sim": ("sim", "fleet_sim"), "real-io": ("real_io",), "security": ("security",)}[scope]:
-            _in_folder(name, tally, options)
-        if scope == "security":
-            go_environment(uv)
-            _pytest("wire-in-go", _here(), ROOT / "integration_tests" / "wire_in_go", tally, *options.names)
-    elif scope in {"host", "fleet", "chaos"}:
-        {"host": _host, "fleet": _fleet, "chaos": _chaos}[scope](uv, tally, options)
-    else:
-        _gpu(uv, tally, options)
+def _alone(uv: Path, name: str, options: RunOptions) -> _Run:
+    """Return a run in the environment that proves most: a package by itself, everything else as in the short run."""
+    if name in PACKAGES:
+        return lambda mine: _package(uv, name, mine, options)
+    if name in {"check", "gpu"}:
+        return lambda mine: _check(uv, mine) if name == "check" else _gpu(uv, mine, options)
+    return _suite(uv, name, options)
 
 
-def _in_folder(name: str, tally: Tally, options: RunOptions) -> None:
-    """Run a folder of `integration_tests` in the workspace's environment."""
-    # 10^6 random frames take a quarter of an hour each way.
-    limit_s = 7200 if options.is_long else 1200
-    folder = ROOT / "integration_tests" / name
-    _pytest(name.replace("_", "-"), _here(), folder, tally, *options.words, timeout_s=limit_s)
+def _suite(uv: Path, name: str, options: RunOptions) -> _Run:
+    suite = _SUITES[name]
 
+    def run(tally: Tally) -> None:
+        for group in suite.groups:
+            tools_environment(uv, group)
+        env = {**os.environ, "KVDEV_UV": str(uv), "KVDEV_VLLM": options.vllm, "PYTHONPATH": str(ROOT / "tools")}
+        python = Path(sys.executable)
+        if suite.place == "host":
+            hosts = host_environment(uv, options.vllm)
+            if not name.endswith(("engines", "families")):
+                python, env = hosts, dict(os.environ)
+        elif suite.place == "fleet":
+            env["KVDEV_FLEET_PYTHON"] = str(fleet_environment(uv, options.vllm))
+        limit_s = suite.timeout_s * (4 if options.is_long else 1)
+        slow_s = math.inf if suite.has_long_tests or options.tier != "quick" else SLOW_S
+        words = [*suite.words, *options.words_of(suite)]
+        _pytest(name, python, ROOT / suite.folder, tally, *words, env=env, timeout_s=limit_s, slow_s=slow_s)
 
-def _gpu(uv: Path, tally: Tally, options: RunOptions) -> None:
-    """Run the stage in a CUDA vLLM that is found on this machine: NIXL and the agent, the adapter's device code, engines."""
-    python, reason = cuda_host() if has_gpu() else (None, "this machine has no NVIDIA GPU")
-    if python is None:
-        tally.not_run.append(f"not run: gpu ({reason}; the GPU stage is not green, it did not happen)")
-        if options.is_named:
-            tally.failed += 1
-            tally.failures.append("gpu")
-        return
-    site, reports = install_beside(uv, python), STATE / "reports"
-    figures = reports / "gpu-figures.jsonl"
-    for old in (figures, *(reports / f"{name}.xml" for name in _GPU_PARTS)):
-        old.unlink(missing_ok=True)
-    variables = {**os.environ, **gpu_environment(python, site, figures)}
-    inside = {**variables, "PYTHONPATH": str(site)}
-    folder = ROOT / "integration_tests" / "gpu"
-    _pytest("gpu", python, folder / "test_gpu.py", tally, *options.words, env=inside)
-    _pytest("gpu-device", python, folder / "device", tally, "--timeout=300", *options.words, env=inside)
-    engines = {**variables, "PYTHONPATH": str(ROOT / "tools")}
-    _pytest(
-        "gpu-engines",
-        _here(),
-        folder / "engines",
-        tally,
-        "--timeout=900",
-        *options.words,
-        env=engines,
-        timeout_s=2400,
-    )
-    if options.is_recorded:
-        _record_gpu(python, inside, figures)
-
-
-def _record_gpu(python: Path, environment: Mapping[str, str], figures: Path) -> None:
-    """Run the agent's part once more by itself and write the page from all parts, also where one failed or did not run."""
-    reports = STATE / "reports"
-    command: list[str | Path] = [
-        python,
-        ROOT / "integration_tests" / "gpu" / "run.py",
-        "--output",
-        reports / "gpu.json",
-    ]
-    for name in _GPU_PARTS:
-        command += ["--report", reports / f"{name}.xml"]
-    command += ["--figures", figures, "--record", GPU_PAGE]
-    run_step("record the GPU stage", command, env=environment, timeout_s=1200)
+    return run
 
 
 def _check(uv: Path, tally: Tally) -> None:
     from kvdev.checks import run_checks
 
     if run_checks(uv, fix=False) != 0:
-        tally.failed += 1
-        tally.failures.append("check")
+        tally.fail("check")
     else:
         tally.passed += 1
-
-
-def _side_by_side(tally: Tally, runs: Mapping[str, _Run], lanes: int) -> None:
-    """Make named runs that share nothing, so many at a time in their order; add what they count."""
-
-    def counted(name: str) -> Tally:
-        mine, begun = Tally(), time.monotonic()
-        try:
-            runs[name](mine)
-        except DevError as error:
-            _note_failure(mine, name, error)
-        mine.durations.append((name, time.monotonic() - begun))
-        return mine
-
-    with ThreadPoolExecutor(lanes) as pool:
-        for mine in pool.map(counted, runs):
-            tally.add(mine)
-
-
-def _with_tools(uv: Path) -> dict[str, str]:
-    return {**os.environ, "KVDEV_UV": str(uv), "PYTHONPATH": str(ROOT / "tools")}
 
 
 def _package(uv: Path, name: str, tally: Tally, options: RunOptions) -> None:
@@ -339,12 +270,12 @@ def _package(uv: Path, name: str, tally: Tally, options: RunOptions) -> None:
         _pytest(name, python, folder / "tests", tally, *options.names)
         return
     # Explorations and the like would take several times as long under coverage, and add nothing to it.
-    slow = _tests_without_coverage(rules)
-
+    parser = configparser.ConfigParser(interpolation=None)
+    parser.read(rules)
+    slow = [folder / "tests" / file for file in parser.get("kvdev", "without_coverage", fallback="").split()]
     for file in slow:
         _pytest(f"{name} ({file.stem})", python, file, tally)
-    data = STATE / "reports" / f"{name}.coverage"
-    environment = {**os.environ, "COVERAGE_FILE": str(data)}
+    environment = {**os.environ, "COVERAGE_FILE": str(STATE / "reports" / f"{name}.coverage")}
     runner = ["-m", "coverage", "run", f"--rcfile={rules}"]
     rest = [f"--ignore={file}" for file in slow]
     _pytest(name, python, folder / "tests", tally, *rest, env=environment, runner=runner)
@@ -352,77 +283,34 @@ def _package(uv: Path, name: str, tally: Tally, options: RunOptions) -> None:
     run_step(f"coverage of the core of {name}", report, env=environment, timeout_s=120)
 
 
-def _tests_without_coverage(rules: Path) -> list[Path]:
-    """Return the test files that the coverage configuration of a package names under `[kvdev] without_coverage`."""
-    parser = configparser.ConfigParser(interpolation=None)
-    parser.read(rules)
-    names = parser.get("kvdev", "without_coverage", fallback="").split()
-    return [rules.parent / "tests" / name for name in names]
-
-
-def _never_wrong(uv: Path, tally: Tally, options: RunOptions) -> None:
-    """Run the named case of every defect that must not come back; in the rest of a full run the packages' part ran already."""
-    go_environment(uv)
-    check_environment(uv)  # a node, for tickets that JavaScript reads and writes
-    if options.tier != "rest":
-        for name in PACKAGES:
-            tests = ROOT / "packages" / name / "tests"
-            if any("mark.never_wrong" in file.read_text() for file in tests.rglob("*.py")):
-                python = package_environment(uv, name)
-                _pytest(f"never-wrong-{name}", python, tests, tally, *options.words, "-m", "never_wrong")
-    folder = ROOT / "integration_tests" / "never_wrong"
-    _pytest("never-wrong", _here(), folder, tally, "--durations=5", *options.words)
-
-
-def _host(uv: Path, tally: Tally, options: RunOptions) -> None:
-    _inside(uv, tally, options)
-    _engines(uv, tally, options)
-
-
-def _inside(uv: Path, tally: Tally, options: RunOptions) -> None:
-    """Run the tests inside vLLM's own scheduler, and those of device memory."""
-    python = host_environment(uv, options.vllm)
-    _pytest("host-inside", python, ROOT / "integration_tests" / "host" / "inside", tally, *options.words)
-    # The GPU stage's bodies, on this device: what runs on a GPU is known to work.
-    _pytest("host-device", python, ROOT / "integration_tests" / "gpu" / "device", tally, *options.words)
-
-
-def _engines(uv: Path, tally: Tally, options: RunOptions) -> None:
-    """Run the tests on real engines; in the short run those of the main job alone."""
-    host_environment(uv, options.vllm)
-    env = {**_with_tools(uv), "KVDEV_VLLM": options.vllm}
-    words = ["--timeout=900", *options.words]
-    folder = ROOT / "integration_tests" / "host" / "engines"
-    _pytest("host-engines", _here(), folder, tally, *words, env=env, timeout_s=2400, slow_s=math.inf)
-    if options.is_long:
-        families = ROOT / "integration_tests" / "gpu" / "engines"
-        _pytest("host-families", _here(), families, tally, *words, env=env, timeout_s=2400)
-
-
-def _fleet(uv: Path, tally: Tally, options: RunOptions) -> None:
-    """Run our connector in other people's engines: a real vLLM in Ray Serve LLM and behind vllm-router."""
-    python = fleet_environment(uv, options.vllm)
-    env = {
-        **os.environ,
-        "KVDEV_VLLM": options.vllm,
-        "KVDEV_FLEET_PYTHON": str(python),
-        "PYTHONPATH": str(ROOT / "tools"),
-    }
-    # Output of tests that pass, too: the figures that docs/operate/ quotes, in .dev/logs/test-fleet.log.
-    words = ["--timeout=900", "--durations=15", "-rfEP", *options.names]
-    _pytest("fleet", _here(), ROOT / "integration_tests" / "fleet", tally, *words, env=env, timeout_s=2400)
-
-
-def _chaos(uv: Path, tally: Tally, options: RunOptions) -> None:
-    """Test the tools that do harm; in a long run do it to real engines and to bare agents, in an hour and a half."""
-    folder = ROOT / "integration_tests" / "chaos"
-    env = {**os.environ, "KVDEV_VLLM": options.vllm, "KVDEV_UV": str(uv), "PYTHONPATH": str(ROOT / "tools")}
-    limit_s = 9000 if options.is_long else 1200
-    words = ["--durations=5", "-rfEP"] if options.is_long else []
-    agents = folder / "agents"
-    _pytest("chaos", _here(), folder, tally, f"--ignore={agents}", *words, *options.words, env=env, timeout_s=limit_s)
-    if agents.exists():
-        _pytest("chaos-agents", _here(), agents, tally, *words, *options.words, env=env, timeout_s=limit_s)
+def _gpu(uv: Path, tally: Tally, options: RunOptions) -> None:
+    """Run the stage in a CUDA vLLM that is found on this machine: NIXL and the agent, the adapter's device code, engines."""
+    python, reason = cuda_host() if has_gpu() else (None, "this machine has no NVIDIA GPU")
+    if python is None:
+        tally.not_run.append(f"not run: gpu ({reason}; the GPU stage is not green, it did not happen)")
+        if options.is_named:
+            tally.fail("gpu")
+        return
+    site, reports = install_beside(uv, python), STATE / "reports"
+    figures = reports / "gpu-figures.jsonl"
+    for old in (figures, *(reports / f"{name}.xml" for name in _GPU_PARTS)):
+        old.unlink(missing_ok=True)
+    variables = {**os.environ, **gpu_environment(python, site, figures)}
+    inside = {**variables, "PYTHONPATH": str(site)}
+    engines = {**variables, "PYTHONPATH": str(ROOT / "tools")}
+    folder = ROOT / "integration_tests" / "gpu"
+    words = options.words_of(_Suite(""))
+    _pytest("gpu", python, folder / "test_gpu.py", tally, *words, env=inside)
+    _pytest("gpu-device", python, folder / "device", tally, "--timeout=300", *words, env=inside)
+    here = Path(sys.executable)
+    _pytest("gpu-engines", here, folder / "engines", tally, *_ENGINES, *words, env=engines, timeout_s=2400)
+    if options.is_recorded:
+        # The page is written from all parts, also where one failed or did not run.
+        command: list[str | Path] = [python, folder / "record.py"]
+        for name in _GPU_PARTS:
+            command += ["--report", reports / f"{name}.xml"]
+        command += ["--figures", figures, "--record", GPU_PAGE]
+        run_step("record the GPU stage", command, env=inside, timeout_s=1200)
 
 
 def _pytest(
@@ -434,14 +322,11 @@ def _pytest(
     env: Mapping[str, str] | None = None,
     timeout_s: float = 1200,
     runner: Sequence[str] = (),
-    slow_s: float = SLOW_S,
+    slow_s: float = math.inf,
 ) -> None:
     report = STATE / "reports" / f"{name}.xml"
     report.parent.mkdir(parents=True, exist_ok=True)
     report.unlink(missing_ok=True)
-    if not folder.is_file() and not any(folder.rglob("test_*.py")):
-        tally.not_run.append(f"not run: {name} (no tests in {folder.relative_to(ROOT)})")
-        return
     command: list[str | Path] = [
         python, *runner, "-m", "pytest", "-q", "-c", ROOT / "pyproject.toml", "--rootdir", ROOT,
         f"--junitxml={report}", "-o", "junit_family=xunit1", "-o", "junit_duration_report=call",
@@ -466,7 +351,3 @@ def _pytest(
         tally.failures.append(name)
         print(last_part(log), flush=True)
     note(f"      {name}: {passed} passed, {failed} failed, {skipped} skipped")
-
-
-def _here() -> Path:
-    return Path(sys.executable)

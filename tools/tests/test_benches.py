@@ -14,7 +14,6 @@ TINY: dict[str, dict[str, Any]] = {
     "handshake": {"QUERIES": 50, "ROUNDS": 2},
     "scheduler": {"ROUNDS": 1, "LIVES": 5, "LIVE": 20, "LEASES": 20},
     "seals": {},
-    "streams": {"ROUNDS": 1, "LENGTH_S": 0.3, "WORDS": (64,), "TRANSPORTS": {"default": {}}},
     "topology": {"BLOCKS": (20, 200)},
     "transfer": {"STARTS": 1, "ROUNDS": 1, "SAMPLES": 1, "PAGES": {4096: 64}},
 }

@@ -21,49 +21,24 @@ CONTRACTS: dict[str, str] = {
 # contract -> the module that gets a forbidden line, and the line. A module that is not there yet is made.
 VIOLATIONS: list[tuple[str, str, str]] = [
     ("libraries-are-independent", "kv_topology.errors", "import kv_handshake"),
-    ("libraries-are-independent", "kv_scheduler_state.errors", "import kv_nixl_agent"),
     ("libraries-know-no-host", "kv_nixl_agent.errors", "import torch"),
-    ("libraries-know-no-host", "kv_handshake._errors", "import vllm"),
-    ("libraries-know-no-host", "kv_topology.errors", "import vllm_adapter"),
     ("wiring-names-classes", "vllm_adapter.config", "import kv_scheduler_state"),
-    ("handshake-third-party", "kv_handshake._errors", "import numpy"),
+    ("handshake-third-party", "kv_handshake.errors", "import numpy"),
     ("topology-third-party", "kv_topology.errors", "import msgspec"),
     ("agent-third-party", "kv_nixl_agent.errors", "import zmq"),
     ("state-third-party", "kv_scheduler_state.errors", "import numpy"),
     ("adapter-third-party", "vllm_adapter.worker.planted", "import zmq"),
-    ("adapter-third-party", "vllm_adapter.wiring", "import msgspec"),
-    ("adapter-third-party", "vllm_adapter.config.secrets", "from msgspec import Struct"),
     ("pure-packages", "kv_scheduler_state.errors", "import time"),
-    ("pure-packages", "kv_topology.errors", "import logging"),
-    ("one-module-imports-zmq", "kv_handshake._errors", "import zmq"),
+    ("one-module-imports-zmq", "kv_handshake.errors", "import zmq"),
     ("one-module-loads-nixl", "kv_nixl_agent.errors", "import nixl"),
-    ("one-module-loads-nixl", "kv_nixl_agent.errors", "import importlib"),
     ("host-room-imports-vllm", "vllm_adapter.scheduler.planted", "import vllm"),
-    ("host-room-imports-vllm", "vllm_adapter.worker.planted", "from torch import Tensor"),
     ("command-lines-alone", "vllm_adapter.observe.planted", "import rich.table"),
-    ("command-lines-alone", "vllm_adapter.plugin", "import typer"),
-    ("command-lines-alone", "kv_handshake._tools.probe", "from typer import Typer"),
-    ("command-lines-alone", "kv_topology.tools.report", "from rich.table import Table"),
-    ("command-lines-alone", "kv_nixl_agent.tools.report", "import typer"),
-    ("command-lines-alone", "kv_scheduler_state.errors", "import typer"),
     ("command-lines-by-main", "vllm_adapter.host.planted", "import vllm_adapter.cli"),
-    ("command-lines-by-main", "kv_topology.tools.engine", "import kv_topology.tools.cli"),
     ("adapter-layers", "vllm_adapter.errors", "import vllm_adapter.config"),
-    ("adapter-layers", "vllm_adapter.config", "import vllm_adapter.ports"),
-    ("adapter-layers", "vllm_adapter.ports", "import vllm_adapter.cache"),
-    ("adapter-layers", "vllm_adapter.cache.planted", "import vllm_adapter.steps"),
-    ("adapter-layers", "vllm_adapter.steps", "import vllm_adapter.observe"),
-    ("adapter-layers", "vllm_adapter.observe.planted", "import vllm_adapter.wiring"),
-    ("adapter-layers", "vllm_adapter.wiring", "import vllm_adapter.worker"),
-    ("adapter-layers", "vllm_adapter.worker.planted", "import vllm_adapter.scheduler"),
-    ("adapter-layers", "vllm_adapter.scheduler.planted", "import vllm_adapter.worker"),
-    ("adapter-layers", "vllm_adapter.worker.planted", "import vllm_adapter.host"),
-    ("adapter-layers", "vllm_adapter.host.planted", "import vllm_adapter.plugin"),
-    ("adapter-layers", "vllm_adapter.cli.planted", "import vllm_adapter.__main__"),
-    ("no-cycles", "kv_handshake._errors", "import kv_handshake.planted"),
+    ("no-cycles", "kv_handshake.errors", "import kv_handshake.planted"),
 ]
 # Line of each planted module that closes a circle.
-CLOSING = {"kv_handshake.planted": "import kv_handshake._errors"}
+CLOSING = {"kv_handshake.planted": "import kv_handshake.errors"}
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import re
 import subprocess
 import sys
 import time
@@ -17,27 +16,11 @@ import pytest
 from aiohttp import web
 
 from kvdev import demo
-from kvdev.engines import families_of, metric_sum, samples_of
 from kvdev.families import FAMILIES
 from kvdev.paths import ROOT
 from kvdev.steps import DevError
 
 IS_LONG = os.environ.get("KVDEV_LONG") == "1"
-PAGE = """\
-# HELP t_total Tokens.
-# TYPE t_total counter
-t_total{engine="0",source="local"} 3.0
-t_total{engine="1",source="local"} 4.5
-t_total{engine="1",not_source="local",source="far"} 100.0
-t_total{engine="2",source="a \\"local\\", b"} 1000.0
-# HELP empty_total Nothing yet.
-# TYPE empty_total counter
-# TYPE h histogram
-h_bucket{le="1.0"} 1.0
-h_bucket{le="+Inf"} 2.0
-h_count 2.0
-h_sum 7.0
-"""
 
 
 def dev(*words: str) -> subprocess.CompletedProcess[str]:
@@ -57,40 +40,6 @@ def test_an_unknown_family_is_answered_with_those_there_are() -> None:
     assert done.returncode == 1
     assert "no family named 'dens'" in done.stderr
     assert all(name in done.stderr for name in FAMILIES)
-
-
-def test_each_family_can_be_made_and_no_other() -> None:
-    source = (ROOT / "tools/kvdev/make_model.py").read_text()
-    tested = re.findall(r'family == ("[a-z-]+")|family in \{([^}]+)\}', source)
-    made = {name for each in tested for part in each for name in re.findall(r'"([a-z-]+)"', part)}
-    assert made == FAMILIES.keys() - {"words"}
-
-
-@pytest.mark.parametrize(
-    ("name", "labels", "total"),
-    [
-        ("t_total", {"source": "local"}, 7.5),
-        ("t_total", {"source": "local", "engine": "1"}, 4.5),
-        ("t_total", {"source": 'a "local", b'}, 1000.0),
-        ("t_total", {}, 1107.5),
-        ("h_count", {}, 2.0),
-        ("h_bucket", {"le": "1.0"}, 1.0),
-        ("t", {}, 0.0),
-        ("empty_total", {}, 0.0),
-    ],
-)
-def test_samples_are_added_up_by_their_labels(name: str, labels: dict[str, str], total: float) -> None:
-    assert metric_sum(PAGE, name, **labels) == total
-
-
-def test_metrics_without_a_sample_are_families_too() -> None:
-    assert [(family.name, family.type) for family in families_of(PAGE)] == [
-        ("t", "counter"),
-        ("empty", "counter"),
-        ("h", "histogram"),
-    ]
-    assert len(samples_of(PAGE, "h_bucket", "h_sum")) == 3
-    assert len(samples_of(PAGE)) == 8
 
 
 async def served(events: list[Any], status: int, prompts: list[str]) -> AsyncIterator[str]:
@@ -169,19 +118,6 @@ def test_prompts_are_those_that_were_made_with_the_model(tmp_path: Path) -> None
     assert demo._prompts(tmp_path) == demo._ANY_PROMPTS
     (tmp_path / "prompts.json").write_text('["from the model"]')
     assert list(demo._prompts(tmp_path)) == ["from the model"]
-
-
-def test_the_answer_in_the_readme_is_a_sentence_that_the_model_learns() -> None:
-    (row,) = re.findall(r"^ \.\.\. .*\n(?: +.*\n)*", (ROOT / "README.md").read_text(), re.MULTILINE)
-    starts = [match.start() for match in re.finditer(r"(?<=  )\S", row.splitlines()[0])]
-    columns = [
-        " ".join(" ".join(line[start:end].strip() for line in row.splitlines()).split())
-        for start, end in zip([1, *starts[:2]], starts, strict=True)
-    ]
-    said = columns[0].removeprefix("... ") + " " + columns[1]
-    assert columns[1] == columns[2]
-    page = (ROOT / "docs/architecture.md").read_text().replace("`", "")
-    assert said in " ".join(page.split())
 
 
 @pytest.mark.skipif(not IS_LONG, reason="starts six vLLM engines (two minutes); `test --long tools` runs it")

@@ -88,25 +88,6 @@ def test_what_is_rendered_is_valid(tools: DeployTools, tmp_path: Path, folder: s
     assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
-def test_plain_manifests_are_valid_without_kustomize(tools: DeployTools) -> None:
-    plain = [file for file in sorted((KUBERNETES / "base").glob("*.yaml")) if file.name != "kustomization.yaml"]
-    ended = judge(tools, NEWEST, *plain)
-    assert (ended.returncode, len(plain)) == (0, 4), ended.stdout + ended.stderr
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [("terminationGracePeriodSeconds: 90", 'terminationGracePeriodSeconds: "90"'), ("preStop:", "preStopp:")],
-)
-def test_the_schemas_refuse_a_wrong_type_and_a_misspelt_key(
-    tools: DeployTools, tmp_path: Path, old: str, new: str
-) -> None:
-    text = (KUBERNETES / "base" / "prefill.yaml").read_text()
-    assert old in text
-    (tmp_path / "bad.yaml").write_text(text.replace(old, new))
-    assert judge(tools, NEWEST, tmp_path / "bad.yaml").returncode != 0
-
-
 @dataclass(frozen=True, slots=True)
 class TimesToEnd:
     """Seconds that an engine's pod has, by its manifest or by a chart's values."""
@@ -160,29 +141,6 @@ def test_every_engine_has_time_for_two_leases_and_its_pod_for_hook_drain_and_tea
     times = all_times_to_end(tools)
     assert len(times) == 2 * (len(FOLDERS) + len(list((KUBERNETES / "helm").glob("*.yaml"))))
     assert [broken for one in times for broken in one.broken()] == []
-
-
-def test_a_drain_of_less_than_two_leases_and_a_grace_period_without_teardown_are_told() -> None:
-    assert TimesToEnd("good", pre_stop_s=10, drain_s=60, lease_s=30, grace_s=80).broken() == []
-    assert TimesToEnd("bad", pre_stop_s=10, drain_s=59, lease_s=30, grace_s=78).broken() == [
-        "bad: drain of 59 s < 2 x 30 s",
-        "bad: grace period of 78 s < 79 s",
-    ]
-
-
-def test_the_pages_say_the_rule_in_one_place_and_with_the_manifests_numbers(tools: DeployTools) -> None:
-    page = (ROOT / "docs" / "operate" / "drain.md").read_text()
-    rules = re.findall(
-        r"^    (terminationGracePeriodSeconds|--shutdown-timeout) +>= +.*?(\d+) >= (\d+ [x+].*)$", page, re.MULTILINE
-    )
-    assert [name for name, *_ in rules] == ["--shutdown-timeout", "terminationGracePeriodSeconds"]
-    base = next(one for one in all_times_to_end(tools) if one.name == "base/prefill")
-    assert [(int(left), right) for _, left, right in rules] == [
-        (base.drain_s, f"{LEASES_OF_A_DRAIN} x {base.lease_s:.0f}"),
-        (base.grace_s, f"{base.pre_stop_s} + {base.drain_s} + {TEARDOWN_S}"),
-    ]
-    others = [file for file in (ROOT / "docs").rglob("*.md") if file.name != "drain.md"]
-    assert [file.name for file in others if re.search(r"shutdown-timeout +>=", file.read_text())] == []
 
 
 @pytest.mark.parametrize("folder", FOLDERS)

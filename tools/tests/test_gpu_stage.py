@@ -50,7 +50,7 @@ def test_record_runs_the_stage_in_the_cuda_vllm_and_writes_its_page(
     assert record[0] == Path("/cuda/python")
     assert record[-2:] == ["--record", GPU_PAGE]
     reports = [word.name for flag, word in itertools.pairwise(record) if flag == "--report"]
-    assert reports == ["gpu-device.xml", "gpu-engines.xml"]
+    assert reports == ["gpu.xml", "gpu-device.xml", "gpu-engines.xml"]
     assert run_tests(Path("uv"), ["gpu"], RunOptions()) == 0
     assert [name for name, *_ in commands[4:]] == ["gpu", "gpu-device", "gpu-engines"]
 
@@ -77,16 +77,6 @@ def test_a_python_without_a_cuda_vllm_is_refused_with_its_reason(
     assert gpu.cuda_host() == (None, f"{said} ({python}: ModuleNotFoundError: No module named torch)")
     python.write_text("#!/bin/sh\nexit 0\n")
     assert gpu.cuda_host() == (python, "")
-
-
-@pytest.mark.parametrize(("outside", "inside"), [(None, "on"), ("auto", "auto")])
-def test_engines_on_one_gpu_read_over_cuda_ipc_unless_told_otherwise(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, outside: str | None, inside: str
-) -> None:
-    monkeypatch.delenv(gpu.READ_DIRECTLY, raising=False)
-    if outside is not None:
-        monkeypatch.setenv(gpu.READ_DIRECTLY, outside)
-    assert gpu.gpu_environment(tmp_path, tmp_path, tmp_path)[gpu.READ_DIRECTLY] == inside
 
 
 def test_record_is_for_the_gpu_alone() -> None:

@@ -53,13 +53,6 @@ def test_links_that_leave_the_package_become_absolute_or_plain() -> None:
     )
 
 
-def test_a_link_to_a_sibling_package_keeps_its_folder() -> None:
-    text = "[a](../kv-handshake/README.md)"
-    assert (
-        absolute_links(text, "kv-topology", ADDRESS, "v1") == f"[a]({ADDRESS}/blob/v1/packages/kv-handshake/README.md)"
-    )
-
-
 @pytest.mark.parametrize(
     "origin",
     [
@@ -71,13 +64,6 @@ def test_a_link_to_a_sibling_package_keeps_its_folder() -> None:
 )
 def test_the_address_comes_from_the_remote(origin: str) -> None:
     assert repository_address({}, origin + "\n") == ADDRESS
-
-
-def test_the_address_comes_from_github_first_and_from_nowhere_else() -> None:
-    github = {"GITHUB_SERVER_URL": "https://forge.test", "GITHUB_REPOSITORY": "team/project"}
-    assert repository_address(github, "https://other.test/a/b") == ADDRESS
-    assert repository_address({}, "/srv/project.git") == ""
-    assert repository_address({}, "") == ""
 
 
 def test_urls_are_added_to_the_project() -> None:

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from kvdev.engines import EngineSpec, free_port, start_all
+from kvdev.engines import EngineSpec, start_all
 from kvdev.paths import ROOT, STATE
 from kvdev.steps import DevError, run_step
-from kvdev.tallies import count_cases
 from kvdev.uvtool import find_or_install_uv
 
 DEV = ROOT / "tools" / "dev.py"
@@ -83,20 +82,6 @@ def test_an_engine_that_dies_while_starting_is_reported_with_the_cause_and_the_e
     end, _, errors = str(caught.value).partition("the first errors that it names:")
     assert "OSError: port in use" in errors
     assert "no such model" in end
-
-
-def test_ports_of_engines_are_given_once_and_to_nobody_who_asks_for_any() -> None:
-    ports = [free_port() for _ in range(300)]
-    assert len(set(ports)) == 300
-    assert max(ports) < 32_768, "from there on Linux gives them to whoever asks for any"
-
-
-def test_cases_skipped_for_one_reason_are_counted_together(tmp_path: Path) -> None:
-    report = tmp_path / "report.xml"
-    skipped = "".join(f'<testcase classname="m" name="t[{n}]"><skipped message="why"/></testcase>' for n in range(3))
-    good_and_bad = '<testcase classname="m" name="t[3]"/><testcase classname="m" name="u"><failure/></testcase>'
-    report.write_text(f"<testsuite>{skipped}{good_and_bad}</testsuite>")
-    assert count_cases(report) == (1, 1, 3, {("m::t", "why"): 3})
 
 
 @pytest.mark.parametrize(

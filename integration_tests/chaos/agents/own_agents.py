@@ -66,13 +66,13 @@ def read(link: Connection, shape: bare.Shape, state: mmap.mmap, introduction: In
     here, there = (
         np.array([[start, shape.page_bytes, 0, shape.page_bytes, shape.pages]], np.uint64) for start in (own, address)
     )
-    thread.call_soon(lambda: thread.add_peer(PeerSpec("p", metadata, here, there, fence=fence)))
+    thread.call_soon(lambda: thread.agent.add_peer(PeerSpec("p", metadata, here, there, fence=fence)))
 
     numbers = itertools.count()
 
     def submit(pages: int) -> None:
         ids = np.random.default_rng().permutation(shape.pages)[:pages].astype(np.int32)
-        thread.call_soon(lambda: thread.post_read(f"r{next(numbers)}", "p", ids, ids, deadline_s=20.0))
+        thread.call_soon(lambda: thread.agent.post_read(f"r{next(numbers)}", "p", ids, ids, deadline_s=20.0))
 
     submit(1)
     if results.get(timeout=20.0).outcome != "done":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -44,17 +43,3 @@ def make(device: torch.device) -> Iterator[Callable[..., TorchEngine]]:
     yield build
     for engine in made:
         engine.close()
-
-
-@pytest.fixture
-def figure(request: pytest.FixtureRequest) -> Callable[[str, object], None]:
-    """Return a function that notes a figure of this test for the evidence (a line of JSON in `KVDEV_FIGURES`)."""
-    path = os.environ.get("KVDEV_FIGURES")
-
-    def note(name: str, value: object) -> None:
-        print(f"{name}: {value}")
-        if path:
-            with Path(path).open("a") as file:
-                file.write(json.dumps({"test": request.node.name, "name": name, "value": str(value)}) + "\n")
-
-    return note

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 import torch
 
+from kv_topology import PageMove
 from vllm_adapter.host.device_streams import streams_of
 from vllm_adapter.host.torch_mirror import TorchMirror
 from vllm_adapter.host.torch_pages import TorchPages
-from vllm_adapter.worker.pages import ConversionStep, PageCopy, PageRange, Permutation, WordMove
+from vllm_adapter.worker.pages import ConversionStep, PageCopy, PageRange
 
 PAGES, PAGE_BYTES = 256, 1 << 16
 CHOSEN = np.array([1, 2, 5, 7, 8, 9, 11, 200, 255], np.int64)
@@ -80,15 +81,14 @@ def test_a_save_holds_what_the_forward_before_it_wrote(device: torch.device, cac
 def test_a_conversion_comes_between_the_forwards_around_it(device: torch.device, cache: torch.Tensor) -> None:
     content = np.random.default_rng(2).integers(0, 256, (PAGES, PAGE_BYTES), np.uint8)
     half = PAGE_BYTES // 2
-    words = half // 8
-    moves = (WordMove((words,), 0, (1,), words, (1,)), WordMove((words,), words, (1,), 0, (1,)))
+    moves = (PageMove((half,), 1, 0, (1,), half, (1,)), PageMove((half,), 1, half, (1,), 0, (1,)))
     pages = TorchPages([cache], scratch_bytes=2 * PAGE_BYTES)
-    step = Permutation(8, 0, 2 * words, moves)
+    ranges = (PageRange(cache.data_ptr(), PAGE_BYTES, PAGES),)
     for _ in ROUNDS:
         keep_busy(device)
         cache.copy_(torch.from_numpy(content))
         numbers = CHOSEN.copy()
-        pages.convert([ConversionStep(step, (PageRange(cache.data_ptr(), PAGE_BYTES, PAGES),), numbers)])
+        pages.convert([ConversionStep(0, PAGE_BYTES, moves, ranges, numbers)])
         numbers[:] = 0
         seen = cache.clone().cpu().numpy()
         expected = content.copy()

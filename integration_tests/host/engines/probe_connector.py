@@ -5,8 +5,6 @@ environment variables and by files in the folder that `KVDEV_PROBE_FOLDER` names
 
 - `KVDEV_PROBE_CORRUPT=1`: make one element of the first page of every received hand-over huge: the control of every comparison.
 - `KVDEV_PROBE_MIRROR=1`: host-buffer mode on a device that does not need it.
-- `KVDEV_PROBE_USED=1`: fill the cache before its first use, as earlier requests might have left it: with NaN where vLLM zeroes
-  new blocks, since it does so for models whose blocks may hold any bytes; else with a large number.
 - `KVDEV_PROBE_RECEIVED=1`: write `REQUEST.RANK.npz`, this rank's whole cache, at the moment a hand-over has been received.
 - a file `dump.RANK`: write `now.RANK.npz`, the same, at the next step, and remove the file.
 - a file `disconnect`: report the next read of pages that is complete as a lost connection instead, and remove the file.
@@ -41,7 +39,7 @@ def _is_set(name: str) -> bool:
     return os.environ.get(f"KVDEV_PROBE_{name}") == "1"
 
 
-for _name in filter(_is_set, ("CORRUPT", "MIRROR", "RECEIVED", "USED")):
+for _name in filter(_is_set, ("CORRUPT", "MIRROR", "RECEIVED")):
     print(f"KVDEV_PROBE_{_name} is set: for tests only", flush=True)
 
 
@@ -53,7 +51,6 @@ class NixlConnector(Connector):
         self._caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]] = {}
         if _is_set("MIRROR"):
             vars(connector_module)["wants_host_buffer"] = lambda _config: True
-        self._left_byte = 0xFF if kv_cache_config.needs_kv_cache_zeroing else 0x47
         super().__init__(vllm_config, role, kv_cache_config)
         if role == KVConnectorRole.WORKER:
             _let_connections_be_lost(self._folder / "disconnect")
@@ -80,10 +77,6 @@ class NixlConnector(Connector):
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         self._caches = kv_caches
-        if _is_set("USED"):
-            for cache in kv_caches.values():
-                for part in [cache] if isinstance(cache, torch.Tensor) else cache:
-                    part.view(torch.uint8).fill_(self._left_byte)
         super().register_kv_caches(kv_caches)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:

@@ -7,7 +7,6 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -29,8 +28,7 @@ from fleets import (
 
 from kvdev.asking import openai_client
 from kvdev.engines import families_of, samples_of
-from kvdev.expressions import INFO_LABELS, RULES, panel_expressions, plain, rules, samples_read
-from kvdev.prometheus import find_prometheus, query, rule_states, running_prometheus
+from kvdev.expressions import INFO_LABELS, panel_expressions, samples_read
 
 ANSWERED = "vllm:request_success_total"
 IS_LONG = os.environ.get("KVDEV_LONG") == "1"
@@ -94,42 +92,6 @@ def test_chat_and_streaming_go_through_the_router(pair: Fleet) -> None:
             return "".join([event.choices[0].delta.content or "" async for event in events])
 
     assert asyncio.run(stream(pair.router)) == asyncio.run(stream(pair.engines["prefill"].url))
-
-
-def wait_for(is_so: Callable[[], bool], within_s: float = 30) -> None:
-    until = time.monotonic() + within_s
-    while not is_so():
-        assert time.monotonic() < until, f"not within {within_s} s"
-        time.sleep(0.3)
-
-
-def test_prometheus_scrapes_both_engines_and_answers_every_panel_and_rule(pair: Fleet, tmp_path: Path) -> None:
-    tools = find_prometheus()
-    if isinstance(tools, str):
-        pytest.skip(tools)
-    targets = [engine.url.removeprefix("http://") for engine in pair.engines.values()]
-    settings = {
-        "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
-        "rule_files": [str(RULES)],
-        "scrape_configs": [{"job_name": "vllm", "static_configs": [{"targets": targets}]}],
-    }
-    (tmp_path / "prometheus.yml").write_text(json.dumps(settings))
-    with running_prometheus(tools, tmp_path / "prometheus.yml", tmp_path) as url:
-        wait_for(lambda: len(query(url, "up == 1")) == 2)
-        for number in range(3):
-            pair.assert_same_as_alone([prompt(600 + number, 60)])
-        drawn = {name: plain(text) for name, text in panel_expressions().items()}
-        throughput = next(text for name, text in drawn.items() if name.startswith("KV read, by transport"))
-        wait_for(lambda: any(float(each["value"][1]) > 0 for each in query(url, throughput)))
-        wait_for(lambda: all(health == "ok" for health, _ in rule_states(url).values()))
-        empty = {name.partition(":")[0] for name, text in drawn.items() if not query(url, text)}
-        states = rule_states(url)
-    assert states.keys() == {rule.name for rule in rules()}
-    assert {name for name, (_, state) in states.items() if state == "firing"} == set()
-    # Samples by code appear with the first code.
-    by_code = "Failed and cancelled reads", "Tickets withheld or refused", "Prompts not streamed, streams broken off"
-    assert empty <= {f"{name}, by code" for name in by_code}
-    print(f"{len(drawn)} curves and {len(states)} rules answered")
 
 
 def test_what_the_dashboard_reads_is_on_the_engines_pages(pair: Fleet) -> None:

@@ -50,12 +50,11 @@ def test_a_family_crosses_in_every_pairing(family: str) -> None:
             fleet.assert_handed_over(prefill, decode, texts, fleet.answers(texts, decode=prefill))
 
 
-def test_both_connectors_explain_themselves_read_from_one_another_and_renew_each_others_leases() -> None:
+def test_both_connectors_read_from_one_another_renew_leases_and_outlive_lying_tickets() -> None:
     """A hand-over that queues for longer than its lease arrives, because the reader's heartbeats renew the lease."""
     configs = {"ours": ours(kv_lease_duration=LEASE_S), "hosts": hosts_own(kv_lease_duration=LEASE_S)}
     arguments = {name: ["--max-num-seqs", "1"] for name in configs}
     with started_fleet("dense", configs, arguments=arguments) as fleet:
-        assert_probes_explain(fleet)
         for number, (prefill, decode) in enumerate(MIXED):
             fleet.let_meet(prefill, decode)
             texts = [prompt(10 * number + n, 20 + 60 * n) for n in range(3)]
@@ -109,45 +108,6 @@ def assert_no_ticket_ends_the_hosts_listener(fleet: Fleet) -> None:
         stranger.connect(f"tcp://127.0.0.1:{fleet.engines['hosts'].side_channel_port}")
         stranger.send(msgspec.msgpack.encode((b"get_meta_msg", 0)))
     assert not is_served(), "the same query by hand ends it: the tickets above had something to end"
-
-
-def probe(fleet: Fleet, engine: str, against: Fleet, other: str) -> tuple[int, dict[str, Any]]:
-    """Return exit code and JSON of `kv-handshake probe ENGINE --against OTHER`."""
-    command = Path(sys.executable).with_name("kv-handshake")
-    ports = (fleet.engines[engine].side_channel_port, against.engines[other].side_channel_port)
-    words = [f"127.0.0.1:{ports[0]}", "--against", f"127.0.0.1:{ports[1]}", "--vllm", VLLM, "--json"]
-    words += ["--suppose", f"model={fleet.engines[engine].spec.model}"]
-    done = subprocess.run([command, "probe", *words], capture_output=True, text=True, timeout=60, check=False)
-    assert done.stdout, done.stderr
-    return done.returncode, json.loads(done.stdout)
-
-
-def assert_probes_explain(fleet: Fleet) -> None:
-    """Equal engines show no difference; of engines that differ in one thing, that thing is named."""
-    code, report = probe(fleet, "hosts", fleet, "ours")
-    assert (code, report["against"]["equal"], report["against"]["differences"]) == (0, True, [])
-    assert report["ranks"][0]["metadata"]["num_blocks"] > 0
-    renamed = fleet.engines["ours"].spec.model.with_name("dense-by-another-name")
-    if not renamed.exists():
-        renamed.symlink_to(fleet.engines["ours"].spec.model, target_is_directory=True)
-    changes = {
-        ("dtype", "model"): ["--dtype", "bfloat16", "--model", str(renamed)],
-        ("block_size",): ["--block-size", "64"],
-    }
-    arguments = {"-and-".join(names): words for names, words in changes.items()}
-    fleet.only()  # the progress thread of vLLM's own connector takes a core, which others need to start
-    with started_fleet("dense", dict.fromkeys(arguments, ours()), arguments=arguments) as changed:
-        fleet.only("hosts")
-        for names, engine in zip(changes, changed.engines, strict=True):
-            code, report = probe(fleet, "hosts", changed, engine)
-            # Pages of another size follow from other elements and other blocks, and are named as well.
-            named = {difference["name"] for difference in report["against"]["differences"]}
-            assert named >= set(names), report["against"]
-            assert named <= {*names, "block_lens", "block_strides", "num_blocks", "region_num_blocks"}, named
-            # Hashes say nothing about block sizes: such engines are compatible.
-            assert code == (0 if names == ("block_size",) else 1)
-            assert report["against"]["same_hash"] is (names == ("block_size",))
-    fleet.only("ours", "hosts")
 
 
 def assert_a_queued_hand_over_arrives(fleet: Fleet, prefill: str, decode: str, text: str) -> None:

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 import uuid
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from fleets import COMPUTED, OWN_WORKERS, Fleet, client, ours, prompt, started_fleet
+from fleets import OWN_WORKERS, Fleet, client, ours, prompt, started_fleet
 
 STREAMED = "vllm:kv_transfer_stream_bytes_count"
 SERVES = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -29,7 +28,6 @@ KEYS: dict[str, Any] = {
 CHUNKS = ["--max-num-batched-tokens", "128", "--max-num-seqs", "8"]
 LONG = 150
 """Words of a prompt that takes many chunks."""
-ENDS_WITHIN_S = 20.0
 LONG_ONLY = pytest.mark.skipif(
     not os.environ.get("KVDEV_LONG"), reason="long: dev.py test --long host; more engines start"
 )
@@ -97,51 +95,6 @@ def fleet() -> Iterator[Fleet]:
         yield running
 
 
-FORGED: tuple[object, ...] = (
-    None,
-    [],
-    "x",
-    {},
-    {"id": 7},
-    {"id": "x" * 100_000},
-    {"host": None},
-    {"host": "10.255.255.1"},
-    {"port": 2**63},
-    {"port": True},
-    {"port": 1},
-    {"unheard_of": 1},
-)
-
-
-def test_a_forged_early_ticket_costs_its_own_request_the_hand_over_and_no_time(fleet: Fleet) -> None:
-    text = prompt(10)
-    expected = alone(fleet, text)
-    # A part of a ticket that is good otherwise, or none at all.
-    streams = [{**early(fleet), **each} if isinstance(each, dict) and each else each for each in FORGED]
-
-    async def run() -> list[list[str]]:
-        return list(await asyncio.gather(*(both(fleet, text, stream) for stream in streams)))
-
-    began_s = time.monotonic()
-    assert asyncio.run(run()) == [expected] * len(FORGED)
-    assert time.monotonic() - began_s < ENDS_WITHIN_S, "none of them waits for a deadline"
-    assert_streams(fleet, prompt(11, LONG))
-
-
-def test_an_old_id_serves_again_and_never_for_another_prompt(fleet: Fleet) -> None:
-    stream, first, other = early(fleet), prompt(20, LONG), prompt(21, LONG)
-    expected = alone(fleet, first, other)
-    assert asyncio.run(both(fleet, first, stream)) == expected[:1]
-    assert asyncio.run(both(fleet, first, stream)) == expected[:1]
-    assert asyncio.run(both(fleet, other, stream)) == expected[1:]
-    assert asyncio.run(decode(fleet, first, stream)) == expected[:1], "nobody computes it under that id"
-
-    async def crossed() -> list[str]:
-        return (await asyncio.gather(decode(fleet, other, stream), prefill(fleet, first, stream)))[0]
-
-    assert asyncio.run(crossed()) == expected[1:], "one id, and a prompt each"
-
-
 def test_requests_that_share_an_id_get_their_own_texts(fleet: Fleet) -> None:
     texts = [prompt(30 + number, LONG) for number in range(3)]
     expected = alone(fleet, *texts)
@@ -155,46 +108,6 @@ def test_requests_that_share_an_id_get_their_own_texts(fleet: Fleet) -> None:
         return answers
 
     assert asyncio.run(readers()) == [expected[:1]] * 3
-
-
-def test_whichever_engine_is_asked_late_or_never(fleet: Fleet) -> None:
-    async def late(text: str, *, prefill_s: float, decode_s: float) -> list[str]:
-        stream = early(fleet)
-
-        async def serve() -> None:
-            await asyncio.sleep(prefill_s)
-            await prefill(fleet, text, stream)
-
-        async def read() -> list[str]:
-            await asyncio.sleep(decode_s)
-            return await decode(fleet, text, stream)
-
-        return (await asyncio.gather(read(), serve()))[0]
-
-    texts = [prompt(40 + number, LONG) for number in range(3)]
-    expected = alone(fleet, *texts)
-    computed = fleet.count("decode", COMPUTED, source="local_compute")
-    assert asyncio.run(late(texts[0], prefill_s=0.4, decode_s=0)) == expected[:1]
-    assert asyncio.run(late(texts[1], prefill_s=0, decode_s=0.8)) == expected[1:2]
-    assert fleet.count("decode", COMPUTED, source="local_compute") == computed
-    assert asyncio.run(decode(fleet, texts[2], early(fleet))) == expected[2:]
-    assert asyncio.run(prefill(fleet, texts[2], early(fleet))) == 200
-
-
-def test_one_side_that_does_not_stream_and_blocks_of_other_sizes() -> None:
-    off = {key: value for key, value in KEYS.items() if key != "streaming"}
-    configs = {"on": ours(**KEYS), "off": ours(**off), "small": ours(**KEYS)}
-    arguments = {"on": CHUNKS, "off": CHUNKS, "small": [*CHUNKS, "--block-size", "64"]}
-    with started_fleet("dense", configs, arguments=arguments) as fleet:
-        for number, (first, second) in enumerate([("on", "off"), ("off", "on"), ("on", "small"), ("small", "on")]):
-            fleet.only(first, second)
-            text = prompt(70 + number, LONG)
-            streams = fleet.count(second, STREAMED)
-            assert asyncio.run(both(fleet, text, early(fleet, first), first, second)) == alone(
-                fleet, text, engine=first
-            )
-            assert fleet.count(second, STREAMED) == streams
-            assert_nothing_wrong(fleet)
 
 
 @pytest.mark.parametrize("family", ["sliding-window", "mla"])

@@ -56,26 +56,3 @@ def test_a_second_turn_reads_back_what_the_first_generated() -> None:
         assert computed < len(tokens), f"{computed:.0f} tokens computed at the prefill engine in two turns"
         assert fleet.answers([tokens], decode="decode") == [text]
         fleet.assert_all_blocks_free(within_s=3 * KEPT_S)
-
-
-def test_an_answer_begun_anew_from_its_middle_is_right_where_layers_have_windows() -> None:
-    """The ticket of a turn holds more tokens than the prompt that goes back into its middle: places count from the front."""
-    config = ours(bidirectional_kv_xfer=True, decoder_kv_blocks_ttl=KEPT_S)
-
-    async def again(fleet: Fleet, number: int, kept: int) -> tuple[list[int], str]:
-        async with client() as session:
-            first = await turn(session, fleet, prompt(number, 30), None, 400)
-            choice = first["choices"][0]
-            tokens = [*choice["prompt_token_ids"], *choice["token_ids"][:kept]]
-            ticket = first["kv_transfer_params"]
-            assert ticket["remote_num_tokens"] > len(tokens)
-            second = await turn(session, fleet, tokens, ticket, 24)
-            return tokens, second["choices"][0]["text"]
-
-    with started_fleet("sliding-window", dict.fromkeys(("prefill", "decode"), config)) as fleet:
-        for number, kept in enumerate((150, 300)):
-            tokens, text = asyncio.run(again(fleet, number, kept))
-            alone = fleet.answers([tokens], decode="prefill", cache_salt="alone")
-            assert [text] == alone, f"{kept} of 400 tokens kept"
-            assert fleet.answers([tokens], decode="prefill") == alone, "what it left in the prefix cache is wrong"
-        fleet.assert_all_blocks_free(within_s=3 * KEPT_S)

@@ -260,9 +260,10 @@ class Engine:
         return KVConnectorOutput(finished_sending=sent, finished_recving=received | failed, failed_recving=failed)
 
     def run(self, steps: int = 64, **reports: Any) -> None:
-        """Step until nothing is unfinished; what is reported goes with the first step."""
+        """Step until nothing is left; what is reported goes with the first step."""
         for number in range(steps):
             if not self.scheduler.has_requests():
+                self.assert_nothing_left()
                 return
             self.step(**(reports if number == 0 else {}))
         raise AssertionError(f"requests are left after {steps} steps: {list(self.scheduler.requests)}")
@@ -292,11 +293,6 @@ class Engine:
     def notifications(self) -> list[Any]:
         """All orders so far that only notify a peer."""
         return [order for order in self.orders("reads") if not order.is_reported]
-
-    @property
-    def orphans(self) -> list[str]:
-        """Requests that the workers were told to report as failed."""
-        return self.orders("failures")
 
     @property
     def state(self) -> Any:

@@ -25,7 +25,7 @@ class Event:
 
 
 class FakeStreams:
-    """`DeviceStreams`; the test is the engine thread, and `engine` its stream.
+    """Stands for `CudaStreams`; the test is the engine thread, and `engine` its stream.
 
     `eager` is the chance that the device gets on by one piece of work whenever it is asked for anything.
     """
@@ -51,8 +51,8 @@ class FakeStreams:
         stream.given.append(("work", work))
         self._perhaps()
 
-    def mark(self, stream: Stream) -> Event:
-        event = Event()
+    def mark(self, stream: Stream | None = None) -> Event:
+        event, stream = Event(), stream or self.engine
         stream.given.append(("mark", event))
         return event
 

@@ -115,20 +115,6 @@ def ticket_of(engine: AsyncEngine, request_id: str, tokens: list[int], **options
     return engine.ticket(request_id)
 
 
-def test_a_hand_over_has_its_blocks_and_both_sides_give_them_back(make: Make) -> None:
-    producer, consumer = make("P"), make("D")
-    ticket = ticket_of(producer, "p", prompt(40))
-    assert (ticket["remote_num_tokens"], len(ticket["remote_block_ids"][0])) == (40, 3)
-    request = consumer.add("d", prompt(40), params=ticket)
-    consumer.until(lambda: "d" in consumer.outputs)
-    (read,) = consumer.reads
-    assert ids(read.ticket.peer_blocks)[0] == tuple(ticket["remote_block_ids"][0])
-    assert consumer.outputs["d"][0].prefill_stats.num_external_cached_tokens == 40
-    assert request.num_preemptions == 0
-    consumer.end()
-    producer.end()
-
-
 def has_ended(engine: Any, request_id: str) -> bool:
     outputs = engine.outputs.get(request_id)
     return bool(outputs) and outputs[-1].finish_reason is not None

@@ -21,9 +21,9 @@ from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
 from kv_handshake import Codec, LocalOffer
-from kv_handshake._wire.factors import differing_factors
-from kv_handshake._wire.messages import Envelope
-from kv_handshake._wire.policy import Verdict, judge
+from kv_handshake.wire.factors import differing_factors
+from kv_handshake.wire.messages import Envelope
+from kv_handshake.wire.policy import Verdict, judge
 from vllm_adapter.cache.facts import EngineFacts
 from vllm_adapter.host.factors import weight_factors
 from vllm_adapter.host.vllm import engine_facts

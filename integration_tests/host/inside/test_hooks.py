@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
-from engine import BLOCK, FULL, STATE, hand_over, prompt, tokens_of
+from engine import BLOCK, FULL, STATE, prompt
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator, TransferTopology
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorStats
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import metadata as host_metadata
@@ -215,20 +215,6 @@ def _stats(count: int = 1, **more: list[Any]) -> TransferStats:
     return stats
 
 
-def test_statistics_of_ranks_add_up_and_are_forgotten_once_read() -> None:
-    assert KVTransferConnector.build_kv_connector_stats().is_empty()
-    total = _stats(2).aggregate(_stats(3)).aggregate(_stats(1, num_failed_transfers=[1], num_kv_expired_reqs=[1, 1]))
-    figures = total.reduce()
-    assert figures["Num successful transfers"] == 6
-    assert figures["Avg xfer time (ms)"] == 1500
-    assert figures["Avg number of descriptors"] == 2
-    assert figures["Avg MB per transfer"] == 1
-    assert (figures["Num failed transfers"], figures["Num KV expired reqs"]) == (1, 2)
-    total.reset()
-    assert total.is_empty()
-    assert total.reduce()["Num successful transfers"] == 0
-
-
 def test_statistics_survive_the_way_to_the_scheduler_and_beside_others() -> None:
     rebuilt = KVTransferConnector.build_kv_connector_stats(data=_stats(2).to_dict())
     one, two = MultiKVConnectorStats(), MultiKVConnectorStats()
@@ -265,35 +251,7 @@ def test_it_works_behind_the_hosts_connector_of_connectors(make_engine) -> None:
     assert [order.ticket.peer_request_id for order in consumer.orders("reads")] == ["p"]
     consumer.run(received=["d"])
     producer.step(sent=["p"])
-    consumer.assert_nothing_left()
     producer.assert_nothing_left()
-
-
-def test_a_decode_engine_hands_its_blocks_back_for_the_next_turn(make_engine) -> None:
-    options = {"bidirectional_kv_xfer": True, "kv_recompute_threshold": 16}
-    prefill, decode = make_engine("P", **options), make_engine("D", **options)
-    turn = prompt(4 * BLOCK)
-    decode.add("d1", turn, params=hand_over(prefill, "p1", turn), max_tokens=3 * BLOCK)
-    decode.step()
-    decode.step(received=["d1"])
-    while decode.outputs.get("d1", [None])[-1] is None or decode.outputs["d1"][-1].finish_reason is None:
-        decode.step()
-    back = decode.ticket("d1")
-    assert back["do_remote_decode"] is True
-    answer = [token for output in decode.outputs["d1"] for token in output.new_token_ids]
-    prefill.step(sent=["p1"])
-    prefill.add("p2", turn + answer + prompt(20, seed=3), max_tokens=1, params=back)
-    prefill.step()
-    (read,) = prefill.orders("reads")
-    assert read.ticket.peer_request_id == "d1"
-    assert tokens_of(read) >= 2 * BLOCK
-    prefill.step(received=["p2"])
-    prefill.step()
-    assert prefill.ticket("p2")["do_remote_prefill"] is True
-    prefill.step(sent=["p2"])
-    decode.step(sent=["d1"])
-    prefill.assert_nothing_left()
-    decode.assert_nothing_left()
 
 
 def test_a_preempted_state_prompt_is_shortened_only_once(make_engine) -> None:

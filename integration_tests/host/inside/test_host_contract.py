@@ -38,21 +38,6 @@ def test_the_host_has_what_the_stubs_say(module: str, owner: str | None, name: s
     assert hasattr(getattr(where, owner) if owner else where, name), f"{module}.{owner or ''}.{name}"
 
 
-def test_both_hashes_agree() -> None:
-    from vllm.config.utils import hash_factors
-
-    from kv_handshake import Codec
-
-    factors = {
-        "vllm_version": "0.32.0",
-        "model": "m",
-        "num_kv_heads": 4,
-        "cross": None,
-        "nested": {"b": [1, 2], "a": "é"},
-    }
-    assert Codec().compatibility_hash(factors) == hash_factors(factors)
-
-
 def test_the_hosts_own_decoder_reads_our_envelope() -> None:
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlAgentMetadata, NixlHandshakePayload
 

@@ -65,8 +65,9 @@ def test_late_heartbeats_show_in_the_bucket_of_their_lag(page: Any) -> None:
     assert sample("vllm:kv_transfer_num_unsent_heartbeats_total") == 1
 
 
-def gauge_into(values: dict[tuple[str, ...], float]) -> type[Any]:
-    """Return a gauge as Ray's wrapper has it, with `set` alone, that writes into `values` by (name, labels...)."""
+def test_gauges_can_only_be_set_under_ray_and_are_set_with_every_observation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`Gauge.inc` raised AttributeError in Ray's wrapper, and Ray drops a gauge that was not set for 20 s."""
+    values: dict[tuple[str, ...], float] = {}
 
     class OnlySet:
         def __init__(self, name: str = "", *_: Any, **_options: Any) -> None:
@@ -80,59 +81,27 @@ def gauge_into(values: dict[tuple[str, ...], float]) -> type[Any]:
         def set(self, value: float) -> None:
             values[self._key] = value
 
-    return OnlySet
-
-
-def test_gauges_work_with_the_wrapper_that_the_host_uses_under_ray_which_can_only_be_set(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """`Gauge.inc` raised AttributeError there, which ended the host's output loop and failed all requests."""
-    values: dict[tuple[str, ...], float] = {}
-
-    only_set = gauge_into(values)
-
-    class Ignored(only_set):  # type: ignore[valid-type,misc]
+    class Ignored(OnlySet):
         def inc(self, _value: float = 1) -> None: ...
         def observe(self, _value: float) -> None: ...
 
-    classes = {
-        prometheus_client.Gauge: only_set,
+    kinds: Any = {
+        prometheus_client.Gauge: OnlySet,
         prometheus_client.Counter: Ignored,
         prometheus_client.Histogram: Ignored,
     }
-    config: Any = SimpleNamespace(kv_transfer_config=None)
-    kinds: Any = classes
-    metrics = PromMetrics(config, kinds, ["model_name", "engine"], {0: ["tiny", "0"]})
     failures: list[str] = []
     monkeypatch.setattr("vllm_adapter.host.metrics._logger.exception", failures.append)
-    data = TransferStats().data
-    metrics.observe({**data, "quarantined_bytes": [4096, -1024], "live_requests": [{"leased": 2}]})
-    metrics.observe({**data, "quarantined_bytes": [-1024], "live_requests": [{"leased": -1}], "stuck_threads": [1]})
-    assert values["vllm:kv_transfer_quarantined_bytes", "tiny", "0"] == 2048
-    assert values["vllm:kv_transfer_stuck_threads", "tiny", "0"] == 1
-    assert values["vllm:kv_transfer_live_requests", "tiny", "0", "leased"] == 1
-    assert failures == []
-
-
-def test_every_gauge_is_set_with_every_observation_because_ray_drops_those_that_were_not_for_20_s() -> None:
-    values: dict[tuple[str, ...], float] = {}
-
-    only_set = gauge_into(values)
-
-    class Metric(only_set):  # type: ignore[valid-type,misc]
-        def inc(self, _value: float = 1) -> None: ...
-        def observe(self, _value: float) -> None: ...
-
-    kinds: Any = dict.fromkeys(
-        (prometheus_client.Gauge, prometheus_client.Counter, prometheus_client.Histogram), Metric
-    )
     config: Any = SimpleNamespace(kv_transfer_config=None)
     metrics = PromMetrics(config, kinds, ["engine"], {0: ["0"], 1: ["1"]}, info={"version": "1"})
     assert values.keys() == {("vllm:kv_transfer_info", engine, "1") for engine in "01"}
     data = TransferStats().data
-    metrics.observe({**data, "fence_slots_used": [3], "live_requests": [{"leased": 3, "reading": 1}]})
+    metrics.observe({**data, "quarantined_bytes": [4096, -1024], "live_requests": [{"leased": 3, "reading": 1}]})
+    metrics.observe({**data, "quarantined_bytes": [-1024], "live_requests": [{"leased": -1}]})
     once = {key: value for key, value in values.items() if key[1] == "0"}
-    assert once["vllm:kv_transfer_fence_slots_used", "0"] == once["vllm:kv_transfer_live_requests", "0", "leased"] == 3
+    assert once["vllm:kv_transfer_quarantined_bytes", "0"] == 2048
+    assert once["vllm:kv_transfer_live_requests", "0", "leased"] == 2
     values.clear()
     metrics.observe({**data, "num_lease_renewals": [1]})
     assert values == once
+    assert failures == []

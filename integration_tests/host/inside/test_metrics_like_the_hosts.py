@@ -16,7 +16,6 @@ from vllm_adapter.host.metrics import PromMetrics, TransferStats
 
 CONFIG: Any = SimpleNamespace(kv_transfer_config=None)
 LABELS = {"model_name": "tiny", "engine": "0"}
-SERIES = ("transfer_duration", "post_duration", "bytes_transferred", "num_descriptors")
 EVENTS = (
     "num_failed_transfers",
     "num_failed_notifications",

@@ -25,7 +25,6 @@ def test_a_read_gives_way_whatever_request_waits_for_leased_blocks_in_front(
         assert engine.step() == {}
     assert [order.ticket.peer_request_id for order in engine.notifications] == ["p"]
     engine.run(sent=["lease"])
-    engine.assert_nothing_left()
 
 
 def test_no_read_gives_way_in_an_engine_that_is_paused(make_engine, producer, caplog: pytest.LogCaptureFixture) -> None:
@@ -45,7 +44,6 @@ def test_no_read_gives_way_in_an_engine_that_is_paused(make_engine, producer, ca
     engine.scheduler.set_pause_state(PauseState.UNPAUSED)
     engine.step()
     engine.run(received=["waits"], sent=["lease"])
-    engine.assert_nothing_left()
 
 
 @pytest.mark.never_wrong("B10")

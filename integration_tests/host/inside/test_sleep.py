@@ -55,7 +55,6 @@ def test_a_producer_hands_over_again_after_a_sleep(make: Make, caplog: pytest.Lo
     assert code in {"generation-mismatch", "fence-mismatch", "nixl-disconnected", "peer-disconnected"}
     hand_over(producer, consumer, "5", OTHER)
     producer.run()
-    producer.assert_nothing_left()
     consumer.assert_nothing_left()
 
 
@@ -116,20 +115,6 @@ def test_a_prompt_that_outlives_the_sleep_is_handed_over_as_computed_after_it(ma
     producer.until(sent="p1")
 
 
-def test_a_consumer_that_falls_asleep_fails_what_has_arrived_and_reads_again_afterwards(make: Make) -> None:
-    producer, consumer = make("P"), make("D")
-    consumer.add("d1", SOME, params=producer.prefill("p1", SOME))
-    consumer.step()
-    _wait(lambda: consumer.side._finished)
-    consumer.sleep(resets=False)
-    consumer.wake()
-    consumer.until(received="d1")
-    assert not consumer.received["d1"], "its pages are lost"
-    consumer.run()
-    producer.until(sent="p1")
-    hand_over(producer, consumer, "2", OTHER)
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("fabric", ["fake"], indirect=True)
 def test_a_read_on_the_wire_when_its_consumer_falls_asleep_is_ended_by_closing_the_agent(
@@ -152,19 +137,6 @@ def test_a_read_on_the_wire_when_its_consumer_falls_asleep_is_ended_by_closing_t
     consumer.wake()
     consumer.run()
     hand_over(producer, consumer, "3", SOME)
-
-
-def test_steps_of_a_sleeping_engine_answer_every_order(make: Make, caplog: pytest.LogCaptureFixture) -> None:
-    producer, consumer = make("P"), make("D")
-    ticket = producer.prefill("p1", SOME)
-    consumer.worker.unregister_kv_caches()
-    consumer.add("d1", SOME, params=ticket)
-    consumer.until(received="d1")
-    assert not consumer.received["d1"]
-    assert "(asleep)" in caplog.text
-    consumer.run()
-    consumer.worker.restore_kv_caches()
-    hand_over(producer, consumer, "2", OTHER)
 
 
 def test_hooks_may_come_twice_or_alone(make: Make) -> None:
@@ -198,54 +170,3 @@ def test_a_reset_ends_leases_and_voids_their_fences(make: Make, caplog: pytest.L
     assert producer.sent == ["p1", "p2", "p4"]
     producer.assert_nothing_left()
     consumer.assert_nothing_left()
-
-
-def test_a_prompt_in_the_middle_of_which_the_cache_is_reset_is_handed_over_as_computed_afterwards(make: Make) -> None:
-    producer, consumer = make("P", batch_tokens=2 * BLOCK), make("D")
-    producer.add("p1", SOME, max_tokens=1, params={"do_remote_decode": True})
-    producer.step()
-    assert producer.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
-    producer.weights = 2
-    while "p1" not in producer.outputs:
-        producer.step()
-    consumer.add("d1", SOME, params=producer.ticket("p1"))
-    consumer.until(received="d1")
-    consumer.assert_has("d1", SOME, 2)
-    producer.until(sent="p1")
-    producer.assert_nothing_left()
-
-
-def test_a_prompt_whose_beginning_is_of_before_the_reset_is_not_handed_over(make: Make) -> None:
-    producer = make("P", batch_tokens=2 * BLOCK)
-    producer.add("p1", SOME, max_tokens=1, params={"do_remote_decode": True})
-    producer.step()
-    producer.scheduler.reset_prefix_cache(reset_connector=True)
-    producer.run()
-    assert producer.outputs["p1"][-1].kv_transfer_params is None
-    producer.assert_nothing_left()
-
-
-def test_a_waiting_request_gives_its_ticket_up_when_the_cache_is_reset(make: Make) -> None:
-    producer, consumer = make("P"), make("D")
-    consumer.add("d1", SOME, params=producer.prefill("p1", SOME))
-    assert consumer.scheduler.reset_prefix_cache(reset_connector=True)
-    consumer.weights = 3
-    consumer.step()
-    assert consumer.received == {}
-    consumer.assert_has("d1", SOME, 3)
-    producer.until(sent="p1")
-    consumer.run()
-    consumer.assert_nothing_left()
-
-
-def test_a_read_under_way_when_the_cache_is_reset_is_void(make: Make, caplog: pytest.LogCaptureFixture) -> None:
-    producer, consumer = make("P"), make("D")
-    consumer.add("d1", SOME, params=producer.prefill("p1", SOME))
-    consumer.step()
-    assert consumer.scheduler.reset_prefix_cache(reset_connector=True) is False
-    consumer.until(received="d1")
-    assert not consumer.received["d1"]
-    assert "(cache-reset)" in caplog.text
-    consumer.run()
-    consumer.assert_nothing_left()
-    producer.until(sent="p1")

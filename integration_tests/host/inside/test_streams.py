@@ -14,9 +14,10 @@ import torch
 from fake_device import Event, FakeStreams
 from seeds import for_seeds
 
+from kv_topology import PageMove
 from vllm_adapter.host.torch_mirror import TorchMirror
 from vllm_adapter.host.torch_pages import TorchPages
-from vllm_adapter.worker.pages import ConversionStep, PageCopy, PageRange, Permutation, WordMove
+from vllm_adapter.worker.pages import ConversionStep, PageCopy, PageRange
 
 PAGES, PAGE_BYTES = 16, 64
 DEVICES = for_seeds(40)
@@ -121,13 +122,11 @@ def test_a_conversion_is_queued_between_the_forwards_around_it(seed: int) -> Non
     device = torch.from_numpy(np.random.default_rng(2).integers(0, 256, (PAGES, PAGE_BYTES), np.uint8))
     before = device.clone()
     pages = TorchPages([device], scratch_bytes=2 * PAGE_BYTES, streams=streams)
-    swap = Permutation(
-        8, 0, 8, (WordMove((4,), 0, (1,), 4, (1,)), WordMove((4,), 4, (1,), 0, (1,)))
-    )  # fmt: skip
+    swap = (PageMove((4,), 8, 0, (8,), 32, (8,)), PageMove((4,), 8, 32, (8,), 0, (8,)))  # fmt: skip
     seen: list[torch.Tensor] = []
     streams.queue(streams.engine, lambda: seen.append(device.clone()))
     numbers = np.array([3, 4, 6, 9, 12], np.int64)
-    pages.convert([ConversionStep(swap, (PageRange(device.data_ptr(), PAGE_BYTES, PAGES),), numbers)])
+    pages.convert([ConversionStep(0, 64, swap, (PageRange(device.data_ptr(), PAGE_BYTES, PAGES),), numbers)])
     chosen = numbers.copy()
     numbers[:] = 0
     streams.queue(streams.engine, lambda: seen.append(device.clone()))

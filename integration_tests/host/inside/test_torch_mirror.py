@@ -80,26 +80,6 @@ def test_exactly_the_named_pages_cross(seed: int) -> None:
     np.testing.assert_array_equal(device, np.where(is_named, host, before))
 
 
-def test_the_hosts_operation_is_used_where_tensors_are_lists_of_pages() -> None:
-    backing = torch.arange(512, dtype=torch.uint8)
-    tensors = {"pages": backing[:256].view(8, 32), "flat": backing[256:]}
-    mirror = TorchMirror(tensors)
-    mirror.use(lambda *_: None)
-    assert mirror._operation is None  # on a CPU the host has none that works
-    called = []
-    mirror._operation = lambda source, target, *how: called.append((list(source), list(target), *how))
-    base = mirror.tensors["pages"].data_ptr()
-    copies = [PageCopy((PageRange(base, 32, 8), PageRange(base + 256, 32, 8)), 32, np.array([1, 5]))]
-    raw(mirror.tensors["pages"])[:] = 0
-    mirror.save(copies, None)
-    assert called == [(["pages"], ["pages"], [1, 5], [1, 5], "d2h")]
-    assert not mirror.tensors["pages"].any()
-    assert torch.equal(mirror.tensors["flat"].view(8, 32)[[1, 5]], backing[256:].view(8, 32)[[1, 5]])
-    assert not mirror.tensors["flat"].view(8, 32)[[0, 2, 3, 4, 6, 7]].any()
-    mirror.restore(copies, None)
-    assert called[-1] == (["pages"], ["pages"], [1, 5], [1, 5], "h2d")
-
-
 def test_only_copied_blocks_take_memory() -> None:
     """A mirror of 512 MiB of which 1 MiB was used."""
 

@@ -11,10 +11,10 @@ import torch
 from byte_oracle import MemoryOfRank, Request, execute, permute
 from seeds import for_seeds
 
-from kv_topology import BlockList, plan_transfer
+from kv_topology import BlockList, PageMove, plan_transfer
 from kv_topology.tools import EngineSpec, ModelSpec, build_engine
 from vllm_adapter.host.torch_pages import PageFinder, TorchPages
-from vllm_adapter.worker.pages import ConversionStep, PageRange, Permutation, WordMove, conversion_steps
+from vllm_adapter.worker.pages import ConversionStep, PageRange, conversion_steps
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2]
 PAGES = 24
@@ -86,39 +86,38 @@ def test_what_a_staged_plan_leaves_is_put_in_order_as_the_model_does(
     np.testing.assert_array_equal(memory.data, expected.data)
 
 
-def random_permutation(rng: np.random.Generator, word_bytes: int, start_bytes: int) -> Permutation:
-    """All words of a page dealt to random axes, written back with the axes in another order, in one or two halves."""
+def random_moves(rng: np.random.Generator, cell_bytes: int, start: int) -> tuple[int, tuple[PageMove, ...]]:
+    """All cells of a page dealt to random axes, written back with the axes in another order, in one or two halves."""
     shape = tuple(int(n) for n in rng.integers(1, 5, size=4))
     halves = int(rng.integers(1, 3))
     order = rng.permutation(4)
-    count = int(np.prod(shape))
+    part = int(np.prod(shape)) * cell_bytes
 
     def strides(axes: list[int]) -> list[int]:
-        found, step = [0] * 4, 1
+        found, step = [0] * 4, cell_bytes
         for axis in reversed(axes):
             found[axis], step = step, step * shape[axis]
         return found
 
     here, there = strides([0, 1, 2, 3]), strides([int(axis) for axis in order])
     moves = tuple(
-        WordMove((*shape, 1), half * count, (*here, 1), (halves - 1 - half) * count, (*there, 1))
+        PageMove(shape, cell_bytes, start + half * part, tuple(here), start + (halves - 1 - half) * part, tuple(there))
         for half in range(halves)
     )
-    return Permutation(word_bytes, start_bytes, halves * count, moves)
+    return start + halves * part, moves
 
 
 def model_of(cache: np.ndarray, step: ConversionStep, base: int) -> None:
-    how = step.permutation
     for region in step.regions:
         for page in step.pages.tolist():
-            at = region.address - base + page * region.stride_bytes + how.start_bytes
-            words = cache[at : at + how.span * how.word_bytes].reshape(how.span, how.word_bytes)
-            received = words.copy()
-            for move in how.moves:
+            final = cache[region.address - base + page * region.stride_bytes :]
+            received = final[: step.stop].copy()
+            for move in step.moves:
                 cells = np.indices(move.shape).reshape(len(move.shape), -1)
                 source = move.source_offset + np.array(move.source_strides) @ cells
                 target = move.target_offset + np.array(move.target_strides) @ cells
-                words[target] = received[source]
+                for byte in range(move.element_bytes):
+                    final[target + byte] = received[source + byte]
 
 
 @for_seeds(60)
@@ -126,8 +125,8 @@ def test_random_permutations_of_random_regions(seed: int) -> None:
     """Regions at equal and unequal distances in one allocation or several, at even and odd places."""
     rng = np.random.default_rng(seed)
     dtype = DTYPES[seed % len(DTYPES)]
-    how = random_permutation(rng, int(rng.choice([1, 2, 4, 8])), int(rng.choice([0, 8, 24])))
-    page_bytes = how.start_bytes + how.span * how.word_bytes
+    start = int(rng.choice([0, 8, 24]))
+    page_bytes, moves = random_moves(rng, int(rng.choice([1, 2, 4, 8])), start)
     gap = int(rng.choice([0, 0, 8, 3]))
     layers, allocations = int(rng.integers(1, 5)), int(rng.integers(1, 3))
     tensors, models, ranges = [], [], []
@@ -146,8 +145,8 @@ def test_random_permutations_of_random_regions(seed: int) -> None:
     pages = np.sort(rng.choice(PAGES, int(rng.integers(1, PAGES)), replace=False)).astype(np.int64)
     for base, model, _ in models:
         own = tuple(r for r in ranges if base <= r.address < base + len(model))
-        model_of(model, ConversionStep(how, own, pages), base)
-    step = ConversionStep(how, tuple(sorted(ranges, key=lambda r: r.address)), pages)
+        model_of(model, ConversionStep(start, page_bytes, moves, own, pages), base)
+    step = ConversionStep(start, page_bytes, moves, tuple(sorted(ranges)), pages)
     TorchPages(tensors, scratch_bytes=int(rng.choice([1, 200, 1 << 20]))).convert([step])
     for _, model, raw in models:
         np.testing.assert_array_equal(raw, model)
@@ -163,15 +162,15 @@ def test_layers_of_one_allocation_are_one_view_and_shared_ones_are_permuted_once
 
 def test_memory_that_the_engine_did_not_register_is_not_touched() -> None:
     pages, other = TorchPages([torch.zeros(64, dtype=torch.uint8)]), torch.zeros(64, dtype=torch.uint8)
-    how = Permutation(1, 0, 2, (WordMove((2, 1), 0, (1, 1), 0, (1, 1)),))
+    moves = (PageMove((2,), 1, 0, (1,), 0, (1,)),)
     for address in (other.data_ptr(), 16):
         with pytest.raises(LookupError, match="none of the engine's tensors"):
-            pages.convert([ConversionStep(how, (PageRange(address, 64, 2),), np.array([0]))])
+            pages.convert([ConversionStep(0, 2, moves, (PageRange(address, 64, 2),), np.array([0]))])
 
 
 def test_caches_that_were_made_in_inference_mode_are_permuted_outside_of_it() -> None:
     with torch.inference_mode():
         cache = torch.arange(4, dtype=torch.uint8)
-    swap = Permutation(1, 0, 2, (WordMove((1,), 0, (1,), 1, (1,)), WordMove((1,), 1, (1,), 0, (1,))))
-    TorchPages([cache]).convert([ConversionStep(swap, (PageRange(cache.data_ptr(), 2, 2),), np.array([0, 1]))])
+    swap = (PageMove((1,), 1, 0, (1,), 1, (1,)), PageMove((1,), 1, 1, (1,), 0, (1,)))
+    TorchPages([cache]).convert([ConversionStep(0, 2, swap, (PageRange(cache.data_ptr(), 2, 2),), np.array([0, 1]))])
     assert cache.tolist() == [1, 0, 3, 2]

@@ -68,20 +68,6 @@ def assert_filled(make_engine: Any, mix: str, seed: int) -> None:
     assert any(ids(read.local_blocks))
 
 
-def test_a_state_that_lags_behind_costs_no_hit_of_full_attention(make_engine: Any) -> None:
-    options = {"specs": (CACHED_STATE, FULL), "mamba_cache_mode": "align"}
-    producer, consumer = make_engine("P", **options), make_engine("D", **options)
-    consumer.add("warm", prompt(TOKENS), max_tokens=1)
-    consumer.run()
-    pool = consumer.scheduler.kv_cache_manager.block_pool
-    pool.evict_blocks(_cached(pool, 0))
-    tokens = prompt(COMMON) + prompt(TOKENS - COMMON, seed=3)
-    consumer.add("d", tokens, params=hand_over(producer, "p", tokens))
-    consumer.step()
-    (read,) = consumer.reads
-    assert read.local_blocks[1].first_token == COMMON
-
-
 def _cached(pool: Any, group: int) -> set[int]:
     """Return a group's blocks in the prefix cache."""
     hashed = [block for block in pool.blocks if block.block_hash is not None]

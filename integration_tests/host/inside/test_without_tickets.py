@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from engine import prompt
-from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 from vllm_adapter.host.requests import scheduled_tokens
 
@@ -81,25 +78,3 @@ def test_a_prefix_hit_is_there_before_a_step_that_computes_none_of_it(
     )
     (step,) = scheduled_tokens(output, (0,), (16,), lambda name: name == "hit")
     assert step.held_tokens == held
-
-
-@pytest.mark.full
-def test_a_request_of_8192_blocks_without_a_ticket(make_engine: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    engine = make_engine("P")
-    request = engine.add("r", prompt(4))
-    connector = engine.scheduler.connector
-    blocks = KVCacheBlocks(tuple([KVCacheBlock(number) for number in range(8192)] for _ in range(1)))
-
-    def best_us(call: Any) -> float:
-        times = []
-        for _ in range(30):
-            began_s = time.perf_counter()
-            call()
-            times.append(time.perf_counter() - began_s)
-        return min(times) * 1e6
-
-    alone_us = best_us(lambda: connector.update_state_after_alloc(request, blocks, 0))
-    lists_us = best_us(lambda: (blocks.get_block_ids(), blocks.get_unhashed_block_ids_all_groups()))
-    with capsys.disabled():
-        print(f"\n8192 blocks without a ticket: {alone_us:.1f} us; the lists alone take {lists_us:.1f} us")
-    assert alone_us * 10 < lists_us

@@ -52,29 +52,13 @@ class HandParts:
 
 
 class HandSchedulerParts:
-    """Production's parts of a scheduler, its listener reached without a socket; remembers why no ticket was given."""
-
-    uses_host_buffer = False
-    streams = False
+    """Production's parts of a scheduler, its listener reached without a socket."""
 
     def __init__(self, parts: SchedulerParts, channel: SideChannel) -> None:
         self._parts, self._channel = parts, channel
-        self.withheld_code = ""
-
-    def make_fleet_secrets(self) -> Any:
-        return self._parts.make_fleet_secrets()
-
-    def make_state(self) -> HandSchedulerParts:
-        self._state: Any = self._parts.make_state()
-        return self
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._state, name)
-
-    def finish(self, request_id: str, **details: Any) -> Any:
-        decision = self._state.finish(request_id, **details)
-        self.withheld_code = decision.withheld_code
-        return decision
+        return getattr(self._parts, name)
 
     def make_listener(self) -> StillListener:
         return StillListener(self._channel, self._parts.facts.host, self._parts.facts.port)
@@ -125,7 +109,6 @@ class Engine:
             self.workers.append(worker)
         facts = make_facts(model, side, 0, blocks, name, port, generation)
         scheduler_parts: Any = HandSchedulerParts(SchedulerParts(facts, self.settings), channel)
-        self.scheduler_parts = scheduler_parts
         self.scheduler = SchedulerSide(facts, scheduler_parts, clock.monotonic)
         self.scheduler.serve(envelopes)
         self._ranks = Ranks(side.tp)
@@ -159,7 +142,7 @@ class Engine:
         ending = Ending(request_id, "length", computed + in_flight, in_flight, Identity(prompt))
         is_kept, ticket = self.scheduler.finished(ending, lists.ids)
         assert is_kept is (ticket is not None)
-        return ticket, self.scheduler_parts.withheld_code
+        return ticket, ",".join((self.scheduler.take_stats() or {}).get("withheld_ticket_codes", []))
 
     def step(self) -> None:
         """Carry one step's orders down."""

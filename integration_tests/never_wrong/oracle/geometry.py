@@ -1,18 +1,18 @@
 """Random pairs of engines and the requests that cross between them, as frozen values whose `repr` evaluates to them again.
 
 A `Case` says all that happens: the model, both engines' sizes and layouts of memory, and per request its lengths and the shapes
-of its block lists. `draw(seed)` makes one; `simpler(case)` yields smaller variants, by which a failing case is shrunk.
+of its block lists. `draw(seed)` makes one.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
-__all__ = ["Case", "Group", "Model", "Request", "Side", "draw", "simpler"]
+__all__ = ["Case", "Group", "Model", "Request", "Side", "draw"]
 
 STATE_KINDS = ("MAMBA2", "GDN_ATTN", "MAMBA1", "LINEAR")
 _Conversion = Literal["auto", "never", "always"]
@@ -276,73 +276,3 @@ def _request(rng: random.Random, case: Case) -> Request:
         consumer_nulls=rng.choice([0.0, 0.5, 1.0, 1.0]),
         fate=rng.choices(["", "expired", "foreign", "blip"], [28, 2, 1, 1])[0],
     )
-
-
-# ------------------------------------------------------------------------------------------------------------- shrinking
-
-
-def simpler(case: Case) -> Iterator[Case]:
-    """Yield variants that are one step smaller; each may be impossible, which its user finds out."""
-    for number in range(len(case.requests)):
-        if len(case.requests) > 1:
-            yield replace(case, requests=case.requests[:number] + case.requests[number + 1 :])
-    for number in range(len(case.model.groups)):
-        if len(case.model.groups) > 1:
-            yield _without_group(case, number)
-    for side in ("producer", "consumer"):
-        old: Side = getattr(case, side)
-        variants: tuple[dict[str, Any], ...] = (
-            {"tp": 1, "dcp": 1}, {"tp": old.tp // 2, "dcp": 1}, {"tp": old.tp - 1, "dcp": 1}, {"dcp": 1}, {"turn": 0},
-            {"split": 1},
-            {"layout": "LBHNC"}, {"is_shared": False}, {"conv_order": "DS"}, {"conversion": "never"},
-            {"scratch": tuple(0 for _ in old.scratch)},
-            *({"block_tokens": tuple(size for _ in old.block_tokens)} for size in (1, 2, 4)),
-        )  # fmt: skip
-        for changes in variants:
-            smaller: Any = {side: replace(old, **changes)}
-            yield replace(case, **smaller)
-    yield replace(case, consumer=replace(case.producer, tp=case.consumer.tp))
-    for changes in (
-        {"groups": tuple(replace(group, layers=1) for group in case.model.groups)}, {"head_size": 1}, {"rows": 1},
-        {"heads": 1}, {"state_size": 1}, {"element_bytes": 4}, {"state_groups": 1}, {"state_heads": case.model.state_heads // 2},
-    ):  # fmt: skip
-        yield replace(case, model=replace(case.model, **changes))
-    yield from _simpler_requests(case)
-
-
-def _simpler_requests(case: Case) -> Iterator[Case]:
-    for number, request in enumerate(case.requests):
-        for changes in (
-            {"prompt": request.prompt // 2}, {"prompt": request.prompt - 1}, {"hit_blocks": 0}, {"spare_local": 0},
-            {"spare_peer": 0},
-            {"further": 0}, {"further": 1}, {"in_flight": 0}, {"producer_nulls": 0.0}, {"consumer_nulls": 0.0}, {"fate": ""},
-        ):  # fmt: skip
-            smaller = replace(request, **changes)
-            yield replace(case, requests=(*case.requests[:number], smaller, *case.requests[number + 1 :]))
-
-
-def _without_group(case: Case, number: int) -> Case:
-    def cut(values: tuple[int, ...]) -> tuple[int, ...]:
-        return values[:number] + values[number + 1 :]
-
-    groups = case.model.groups[:number] + case.model.groups[number + 1 :]
-    sides = [
-        replace(side, block_tokens=cut(side.block_tokens), scratch=cut(side.scratch))
-        for side in (case.producer, case.consumer)
-    ]
-    return replace(case, model=replace(case.model, groups=groups), producer=sides[0], consumer=sides[1])
-
-
-def shrink(case: Case, fails: Callable[[Case], bool], tries: int = 400) -> Case:
-    """Return a smaller case for which `fails` still holds, by simple retries."""
-    is_smaller = True
-    while is_smaller and tries > 0:
-        is_smaller = False
-        for variant in simpler(case):
-            tries -= 1
-            if tries <= 0:
-                break
-            if variant != case and fails(variant):
-                case, is_smaller = variant, True
-                break
-    return case

@@ -10,13 +10,11 @@ import threading
 import time
 import types
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from kv_handshake import LocalOffer
-from kv_handshake._core.attempt import HandshakeRequest, Question
-from kv_handshake._core.endpoint import endpoint_of
-from kv_handshake._core.server import ServerCore
+from kv_handshake import LocalOffer, Outcome
+from kv_handshake.core.server import ServerCore
+from kv_handshake.core.session import ClientSession
 
 __all__ = ["Clock", "HandThread", "SideChannel", "StillClient"]
 
@@ -69,19 +67,17 @@ class HandThread:
         return getattr(self._thread, name)
 
     def start(self) -> None:
-        loop = self._thread._loop
         self._thread._thread = threading.current_thread()
-        loop.pacer = _Sleepless()
-        if loop.set_up() is None:
-            raise loop.failure
+        self._thread._pacer = _Sleepless()
+        if self._thread._set_up() is None:
+            raise self._thread.failure
 
     def call_every(self, period_s: float, function: Callable[[], None]) -> None:
         self._timers.append(function)
 
     def turn(self) -> None:
         """Run one turn of the loop."""
-        loop = self._thread._loop
-        loop.turn(loop.agent)
+        self._thread._turn(self._thread._agent)
         health = self._thread.health()
         assert health.callback_errors + health.loop_errors == 0, f"the transfer thread raised: {health.last_error}"
 
@@ -91,21 +87,7 @@ class HandThread:
             function()
 
     def close(self) -> None:
-        self._thread._loop.agent.close()
-
-
-@dataclass(frozen=True)
-class Answer:
-    """End of a handshake."""
-
-    peers: Mapping[tuple[int, int], Any]
-    code: str
-    message: str
-    elapsed_s: float = 0.0
-
-    @property
-    def is_ok(self) -> bool:
-        return not self.code
+        self._thread._agent.close()
 
 
 class SideChannel:
@@ -142,13 +124,14 @@ class StillClient:
         self, *, host: str, port: int, ranks: Sequence[tuple[int, int]], engine_id: str, dialect: int,
         on_done: Callable[[Any], None], generation: int | None = None, check_first: Callable[[Any], None] | None = None,
     ) -> None:  # fmt: skip
-        question = Question(endpoint_of(host, port), tuple(ranks), engine_id, dialect, generation)
-        session = HandshakeRequest(question, self._offer, check_first=check_first).new_session()
+        session = ClientSession(
+            self._offer, ranks, dialect=dialect, engine_id=engine_id, generation=generation, check_first=check_first
+        )
         core = self._channel.listeners[host, port]
         while session.queries_left and not session.is_over:
             frames = core.respond(session.next_query(now_s=0.0), clock_s=0.0)
             session.receive_message(frames, now_s=0.0)
         code = session.error.code if session.error else ""
-        on_done(Answer(dict(session.peers) if not code else {}, code, str(session.error or "")))
+        on_done(Outcome(dict(session.peers) if not code else {}, code, str(session.error or "")))
 
     def close(self) -> None: ...

@@ -25,11 +25,11 @@ from oracle.blocks import (
     refusal_is_fair,
 )
 from oracle.engines import LEASE_S, Engine
-from oracle.geometry import Case, Request, draw, shrink
+from oracle.geometry import Case, Request, draw
 from oracle.hands import Clock, SideChannel
 from oracle.memory import NAN, Array, Content, span_tokens
 
-__all__ = ["Outcome", "Play", "Router", "Wrong", "explain", "run", "try_seed", "try_threads"]
+__all__ = ["Outcome", "Play", "Router", "Wrong", "run", "try_seed", "try_threads"]
 
 Router = Callable[[str], str]
 """Carries a ticket's JSON text from one engine to the other."""
@@ -352,19 +352,6 @@ def run(case: Case, *, router: Router | None = None, is_hostile: bool = False) -
     return Play(case, router=router, is_hostile=is_hostile).run()
 
 
-def failure(case: Case) -> str:
-    """Return what is wrong with a case, "" for nothing; a case that cannot be set up is not wrong."""
-    try:
-        play = Play(case)
-    except Exception:
-        return ""
-    try:
-        play.run()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
 def try_seed(seed: int) -> tuple[Outcome, str]:
     """Run the case of a seed; return its outcome and, if it went wrong, why."""
     logging.disable(logging.CRITICAL)
@@ -387,10 +374,3 @@ def try_threads(seed: int) -> tuple[Outcome, str]:
         return play.outcome, f"{type(error).__name__}: {error}"
     finally:
         play.close()
-
-
-def explain(seed: int) -> str:
-    """Shrink a failing seed and return one line that reproduces it."""
-    small = shrink(draw(seed), lambda case: bool(failure(case)))
-    why, quoted = failure(small) or try_seed(seed)[1], repr(small).replace("'", '"')
-    return f"seed {seed}: {why}\n  .venv/bin/python integration_tests/never_wrong/replay.py '{quoted}'"

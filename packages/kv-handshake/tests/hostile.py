@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kv_handshake._stream.messages import encode_ask, encode_cancel
-from kv_handshake._wire.dialects import dialect_of
-from kv_handshake._wire.queries import encode_query
+from kv_handshake.stream.messages import encode_ask, encode_cancel
+from kv_handshake.wire.dialects import dialect_of
+from kv_handshake.wire.queries import encode_query
 
 if TYPE_CHECKING:
     import random

@@ -1,27 +1,28 @@
 """Attempts of a handshake: deadlines, retries, errors and outcomes."""
 
+from functools import partial
+
 import pytest
 
-from kv_handshake import LocalOffer, WireError
-from kv_handshake._core.attempt import HandshakeRequest, Question, Task, Timing, outcome_of
-from kv_handshake._core.endpoint import endpoint_of
-from kv_handshake._core.server import ServerCore
+from kv_handshake import LocalOffer, Timing, WireError
+from kv_handshake.core.endpoint import endpoint_of
+from kv_handshake.core.handshake import Handshake
+from kv_handshake.core.server import ServerCore
+from kv_handshake.core.session import ClientSession
 from kv_handshake.testing import sample_envelopes
 
 FACTORS = {"model": "sample", "dtype": "torch.bfloat16", "num_kv_heads": 8}
 
 
-def request(engine_id):
-    question = Question(endpoint_of("host", 5600), ((0, 0), (0, 1)), engine_id, 14)
-    return HandshakeRequest(question, LocalOffer(factors=FACTORS))
-
-
-def task(**timing):
-    return Task(request("e"), lambda _: None, timing=Timing(**timing), now_s=100.0)
+def task(outcomes=None, engine_id="e", **timing):
+    new_session = partial(ClientSession, LocalOffer(factors=FACTORS), [(0, 0), (0, 1)], dialect=14, engine_id=engine_id)
+    ended = [] if outcomes is None else outcomes
+    return Handshake(endpoint_of("host", 5600), new_session, ended.append, timing=Timing(**timing), start_s=100.0)
 
 
 def test_a_task_retries_until_its_deadline():
-    made = task(deadline_s=10.0, attempt_s=4.0, retry_first_s=1.0, retry_most_s=8.0)
+    outcomes = []
+    made = task(outcomes, deadline_s=10.0, attempt_s=4.0, retry_first_s=1.0, retry_most_s=8.0)
     made.begin_attempt(100.0)
     made.check_time(103.9)
     assert not made.session.is_over
@@ -33,38 +34,17 @@ def test_a_task_retries_until_its_deadline():
     assert made.plan_retry(104.0, 0.0)
     assert made.next_attempt_s == 104.5
     made.begin_attempt(104.5)
-    assert (made.session.is_over, made.attempt_deadline_s) == (False, 108.5)
-    made.session.fail(made.transport_error("connection-lost", "lost", 109.5))
+    assert (made.is_over, made.due_s) == (False, 108.5)
+    made.fail("connection-lost", "lost", 109.5)
     assert not made.plan_retry(109.5, 0.5)
-    outcome = outcome_of(made, 109.5)
+    made.end(109.5)
+    (outcome,) = outcomes
     assert (outcome.code, outcome.attempts, outcome.elapsed_s, outcome.is_retry_safe) == (
         "connection-lost",
         2,
         9.5,
         True,
     )
-
-
-@pytest.mark.parametrize(
-    ("fault", "said"),
-    [
-        ("connection-refused", "cannot connect to host port 5600 (after 0.50 s, attempt 1); "),
-        (
-            "connection-lost",
-            "the connection to host port 5600 ended before all replies had come (after 0.50 s, attempt 1); ",
-        ),
-        (
-            "authentication-refused",
-            "the connection to host port 5600 could not be opened: no side channel listens there",
-        ),
-    ],
-)
-def test_the_error_of_a_connection_is_a_sentence(fault, said):
-    made = task()
-    made.begin_attempt(100.0)
-    error = made.connection_error(fault, 100.5)
-    assert (error.code, error.context["host"], error.context["port"]) == (fault, "host", 5600)
-    assert str(error).startswith(said)
 
 
 @pytest.mark.parametrize(
@@ -85,15 +65,24 @@ def test_refusals_are_retried_as_the_peer_says(context, is_retried):
 
 
 def test_success_is_not_retried():
-    made = task()
+    core, outcomes = ServerCore(sample_envelopes([(0, 0), (0, 1)])), []
+    made = task(outcomes, "engine-a")
     made.begin_attempt(100.0)
-    core = ServerCore(sample_envelopes([(0, 0), (0, 1)]))
-    made = Task(request("engine-a"), lambda _: None, timing=Timing(), now_s=0.0)
-    made.begin_attempt(0.0)
-    while not made.session.is_over:
-        made.session.receive_message(core.respond(made.session.next_query(now_s=0.0), clock_s=1.0), now_s=0.5)
-    made.check_time(1.0)
-    assert not made.plan_retry(1.0, 0.0)
-    assert outcome_of(made, 1.0).is_ok
-    made.check_time(100.0)
+    while (query := made.next_query(100.0)) is not None:
+        made.receive(core.respond(query, clock_s=1.0), 100.5)
+    assert made.is_over
+    assert not made.plan_retry(101.0, 0.0)
+    made.end(101.0)
+    assert outcomes[0].is_ok
+    made.check_time(200.0)
     assert made.session.error is None
+
+
+def test_a_task_that_gets_no_place_ends_with_its_deadline():
+    outcomes = []
+    made = task(outcomes, deadline_s=10.0)
+    made.check_time(109.9)
+    assert not made.is_over
+    made.check_time(110.0)
+    made.end(110.0)
+    assert (outcomes[0].code, outcomes[0].attempts) == ("too-many-peers", 0)

@@ -9,13 +9,13 @@ import msgspec
 import pytest
 
 from kv_handshake import Codec, ConfigurationError, Listener
-from kv_handshake._tools.cli import main
-from kv_handshake._wire.dialects import dialect_of
-from kv_handshake._wire.factors import compatibility_hash
-from kv_handshake._wire.replies import decode_envelope, decode_metadata
-from kv_handshake.inspect import Recording, Snapshot, compare
+from kv_handshake.inspect import Recording, compare
 from kv_handshake.security import ServerSecurity
 from kv_handshake.testing import load_vectors, sample_envelopes, sample_metadata
+from kv_handshake.tools.cli import main
+from kv_handshake.wire.dialects import dialect_of
+from kv_handshake.wire.factors import compatibility_hash
+from kv_handshake.wire.replies import decode_envelope
 
 FACTORS = dict.fromkeys(dialect_of(14).hash_factors, "x") | {"vllm_version": "0.32.0", "dtype": "torch.bfloat16"}
 
@@ -28,11 +28,6 @@ def recording(factors=FACTORS, *, silent=False, **changes):
             {"compatibility_hash": compatibility_hash(factors), "agent_metadata_bytes": inner}
         )
     return Recording(14, {(0, 0): frame})
-
-
-def snapshot(made):
-    envelope = decode_envelope(made.payloads[0, 0])
-    return Snapshot("engine", made.dialect, envelope, decode_metadata(envelope), envelope.factors)
 
 
 @pytest.fixture
@@ -137,14 +132,14 @@ def test_against_a_file_and_a_supposed_model(served, capsys, tmp_path):
 
 
 def test_two_silent_peers():
-    same = compare(snapshot(recording(silent=True)), snapshot(recording(silent=True)))
+    same = compare(recording(silent=True), recording(silent=True))
     assert (same.is_equal, same.basis) == (True, "hash")
-    other = compare(snapshot(recording(silent=True)), snapshot(recording({**FACTORS, "model": "b"}, silent=True)))
+    other = compare(recording(silent=True), recording({**FACTORS, "model": "b"}, silent=True))
     assert (other.suspects, other.is_compatible) == (("any hashed factor",), False)
 
 
 def test_first_engine_stands_first_in_every_difference():
-    ours, silent = snapshot(recording()), snapshot(recording({**FACTORS, "dtype": "torch.float16"}, silent=True))
+    ours, silent = recording(), recording({**FACTORS, "dtype": "torch.float16"}, silent=True)
     (forth,), (back,) = compare(ours, silent).differences, compare(silent, ours).differences
     assert (forth.local, forth.peer) == ("torch.bfloat16", "torch.float16")
     assert (back.local, back.peer) == ("torch.float16", "torch.bfloat16")
@@ -202,7 +197,7 @@ def test_serve_serves_a_recording_until_it_is_interrupted(capsys, tmp_path):
     file = tmp_path / "engine.json"
     recording().write(file)
     command = (
-        "import signal, sys; from kv_handshake._tools.cli import main\n"
+        "import signal, sys; from kv_handshake.tools.cli import main\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it\n"
         "sys.exit(main(sys.argv[1:]))"
     )

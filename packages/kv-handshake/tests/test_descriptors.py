@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from kv_handshake import Timing
-from kv_handshake._sockets import most_connections
+from kv_handshake.sockets import most_connections
 
 COMMON = """
 import os, resource, socket, sys, time

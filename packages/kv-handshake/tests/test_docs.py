@@ -8,12 +8,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kv_handshake._errors import CODES
-from kv_handshake._stream.desk import AskLimits
-from kv_handshake._wire import limits as bounds
-from kv_handshake._wire.dialects import dialect_of
-from kv_handshake._wire.factors import FACTOR_GROUPS
-from kv_handshake._wire.messages import METADATA_FIELDS, Envelope
+from kv_handshake.errors import CODES
+from kv_handshake.stream.desk import AskLimits
+from kv_handshake.wire import limits as bounds
+from kv_handshake.wire.dialects import dialect_of
+from kv_handshake.wire.factors import FACTOR_GROUPS
+from kv_handshake.wire.messages import METADATA_FIELDS, Envelope
 
 PACKAGE = Path(__file__).parent.parent
 WIRE = PACKAGE.parent.parent / "docs" / "wire"
@@ -109,10 +109,10 @@ def raised_in(*modules):
 @needs_docs
 def test_protocol_page_lists_the_codes():
     listener = {name for row in table("protocol.md", "Refusal") for name in names(row[0])}
-    assert listener == raised_in("_wire/queries", "_core/server", "_net/listener")
+    assert listener == raised_in("wire/queries", "core/server", "net/listener")
     reader = [name for row in table("protocol.md", "Codes of a reader") for name in names(row[0]) if name.islower()]
     assert {*reader} == (
-        raised_in("_wire/replies", "_core/session", "_wire/policy") | {"malformed-metadata", "invalid-metadata"}
+        raised_in("wire/replies", "core/session", "wire/policy") | {"malformed-metadata", "invalid-metadata"}
     ) - {"first-rank-refused"}
     assert {*reader, *listener} <= {*CODES}
 
@@ -132,7 +132,7 @@ def test_protocol_page_lists_the_refusals_of_asks():
 
 @needs_docs
 def test_protocol_page_lists_the_reasons_of_dropped_notifications():
-    source = (PACKAGE / "src" / "kv_handshake" / "_wire" / "notifications.py").read_text()
+    source = (PACKAGE / "src" / "kv_handshake" / "wire" / "notifications.py").read_text()
     listed = {*names("".join(row[0] for row in table("protocol.md", "Notifications") if row[0][1].islower()))}
     assert listed == {*re.findall(r'"([a-z0-9]+(?:-[a-z0-9]+)*)"', "".join(re.findall(r"_unknown\(.*", source)))}
 

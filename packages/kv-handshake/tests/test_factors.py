@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_handshake import ConfigurationError, dialect_of_vllm
-from kv_handshake._wire import factors
-from kv_handshake._wire.dialects import dialect_of
-from kv_handshake._wire.factors import (
+from kv_handshake.wire import factors
+from kv_handshake.wire.dialects import dialect_of
+from kv_handshake.wire.factors import (
     check_factors,
     compatibility_hash,
     differing_factors,

@@ -11,11 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_handshake import Client, ConfigurationError, LocalOffer, Timing, TransportError
-from kv_handshake._core.attempt import HandshakeRequest, Question
-from kv_handshake._core.endpoint import endpoint_of
-from kv_handshake._core.server import ServerCore
-from kv_handshake._wire.queries import parse_query
+from kv_handshake.core.server import ServerCore
+from kv_handshake.core.session import ClientSession
 from kv_handshake.testing import sample_envelopes
+from kv_handshake.wire.queries import parse_query
 
 OFFER = LocalOffer(policy="off")
 
@@ -190,9 +189,9 @@ def test_a_peer_that_restarts_smaller_survives_a_retry(client):
 RANKS = st.lists(st.tuples(st.integers(0, 1), st.integers(0, 3)), min_size=1, max_size=8, unique=True)
 
 
-def sans_io(request, respond):
+def sans_io(respond, ranks, **rule):
     """Run a session, with as many queries ahead as it allows; return it and the ranks in the order of asking."""
-    session, asked, waiting = request.new_session(), [], []
+    session, asked, waiting = ClientSession(OFFER, ranks, dialect=14, engine_id="engine-a", **rule), [], []
     while not session.is_over:
         while session.queries_left:
             query = session.next_query(now_s=1.0)
@@ -228,9 +227,8 @@ def test_the_rule_changes_nothing_but_the_order(ranks, fault_at, fault):
         envelope["agent_metadata_bytes"] = msgspec.msgpack.encode(metadata)
         return (msgspec.msgpack.encode(envelope), *frames[1:])
 
-    question = Question(endpoint_of("127.0.0.1", 5600), tuple(ranks), "engine-a", 14)
-    plain, _ = sans_io(HandshakeRequest(question, OFFER), respond)
-    session, asked = sans_io(HandshakeRequest(question, OFFER, check_first=checked.append), respond)
+    plain, _ = sans_io(respond, ranks)
+    session, asked = sans_io(respond, ranks, check_first=checked.append)
     assert asked[0] == (0, 0)
     assert sorted(asked) == sorted({*ranks, (0, 0)}) or session.error is not None
     if fault in ("good", "refusal", "noise", "other engine"):

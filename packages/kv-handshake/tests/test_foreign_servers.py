@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from kv_handshake._sockets import connections
+from kv_handshake.sockets import connections
 
 RANKS = [(0, rank) for rank in range(8)]
 

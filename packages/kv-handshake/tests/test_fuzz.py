@@ -16,12 +16,12 @@ import pytest
 import zmq
 from hostile import hostile_queries
 
-from kv_handshake._errors import CODES
-from kv_handshake._stream.messages import parse_answer
-from kv_handshake._wire.dialects import dialect_of
-from kv_handshake._wire.queries import encode_query
-from kv_handshake._wire.replies import decode_envelope
+from kv_handshake.errors import CODES
+from kv_handshake.stream.messages import parse_answer
 from kv_handshake.testing import sample_envelopes
+from kv_handshake.wire.dialects import dialect_of
+from kv_handshake.wire.queries import encode_query
+from kv_handshake.wire.replies import decode_envelope
 
 FRAMES = int(os.environ.get("KV_HANDSHAKE_FUZZ_FRAMES", "200000"))
 SEED = int(os.environ.get("KV_HANDSHAKE_FUZZ_SEED", "1"))

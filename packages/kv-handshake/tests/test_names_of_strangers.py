@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_handshake._sockets.names import _is_reachable_for_strangers
+from kv_handshake.sockets.names import _is_reachable_for_strangers
 
 METADATA = ["169.254.169.254", "100.100.100.200", "168.63.129.16"]
 

@@ -9,7 +9,7 @@ import pytest
 import zmq
 
 from kv_handshake import Client, Listener, LocalOffer, Timing
-from kv_handshake._net import loop
+from kv_handshake.net import loop
 from kv_handshake.testing import sample_envelopes
 
 PLACES = 8

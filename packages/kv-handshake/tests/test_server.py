@@ -7,12 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_handshake import ConfigurationError
-from kv_handshake._core.server import ServerCore
-from kv_handshake._errors import CODES
-from kv_handshake._wire.dialects import dialect_of
-from kv_handshake._wire.queries import encode_query
-from kv_handshake._wire.replies import decode_clock, decode_envelope
+from kv_handshake.core.server import ServerCore
+from kv_handshake.errors import CODES
 from kv_handshake.testing import sample_envelopes
+from kv_handshake.wire.dialects import dialect_of
+from kv_handshake.wire.queries import encode_query
+from kv_handshake.wire.replies import decode_clock, decode_envelope
 
 ENVELOPES = sample_envelopes([(0, 0), (0, 1), (1, 0)])
 GOOD = encode_query((0, 1), dialect_of(14))
@@ -58,7 +58,6 @@ def test_old_and_new_dialects():
     payload, clock = core.respond(encode_query((1, 0), dialect_of(5)), clock_s=7.0)
     assert (payload, decode_clock(clock)) == (ENVELOPES[1, 0], 7.0)
     assert core.statistics() == {"answered": 2}
-    assert "answered=2" in repr(core)
 
 
 def test_unusual_encoding_of_a_good_query():

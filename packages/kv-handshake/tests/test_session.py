@@ -6,21 +6,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_handshake import Codec, ConfigurationError, LocalOffer, WireError
-from kv_handshake._core.server import ServerCore
-from kv_handshake._core.session import ClientSession
-from kv_handshake._wire.factors import compatibility_hash
-from kv_handshake._wire.limits import MAX_HANDSHAKE_BYTES
-from kv_handshake._wire.messages import Envelope
-from kv_handshake._wire.policy import judge
-from kv_handshake._wire.replies import encode_clock
+from kv_handshake.core.server import ServerCore
+from kv_handshake.core.session import ClientSession
 from kv_handshake.testing import sample_envelopes, sample_metadata
+from kv_handshake.wire.factors import compatibility_hash
+from kv_handshake.wire.limits import MAX_HANDSHAKE_BYTES
+from kv_handshake.wire.messages import Envelope
+from kv_handshake.wire.policy import judge
+from kv_handshake.wire.replies import encode_clock
 
 FACTORS = {"model": "sample", "dtype": "torch.bfloat16", "num_kv_heads": 8}
 RANKS = [(0, 0), (0, 1), (0, 2)]
 
 
 def session(ranks=RANKS, version=14, **arguments):
-    return ClientSession(ranks=ranks, version=version, offer=LocalOffer(factors=FACTORS), **arguments)
+    return ClientSession(LocalOffer(factors=FACTORS), ranks, dialect=version, **arguments)
 
 
 def ask_all(asker, core, *, ahead=1, now_s=1.0):
@@ -45,7 +45,6 @@ def test_all_ranks_in_every_dialect(version, ahead):
     assert asker.missing_ranks == ()
     assert asker.queries_left == 0
     assert asker.verdict.is_accepted
-    assert "done=3" in repr(asker)
 
 
 def test_shortest_round_trip_sets_the_clock():
@@ -64,7 +63,6 @@ def fails(frames, code, *, asked=1, **arguments):
     asker.receive_message(frames, now_s=1.0)
     assert asker.is_over
     assert asker.error.code == code
-    assert code in repr(asker)
     assert asker.queries_left == 0
     return asker
 

@@ -2,6 +2,7 @@
 
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import zmq.auth
@@ -9,14 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_handshake import ConfigurationError, Timing
-from kv_handshake._core.endpoint import endpoint_of, parse_endpoint
-from kv_handshake._core.pacing import Backoff, FailureMemory, LogGate, TokenBuckets
-from kv_handshake._errors import printable, shortened
-from kv_handshake._sockets import names as name_lookups
-from kv_handshake._sockets.keys import read_authorized_keys, read_keypair, read_public_key, write_keypair
-from kv_handshake._wire.limits import MAX_RANKS
-from kv_handshake._wire.queries import check_rank_count
+from kv_handshake.core import pacing
+from kv_handshake.core.endpoint import endpoint_of, parse_endpoint
+from kv_handshake.core.pacing import Backoff, FailureMemory, GatedLog, TokenBuckets
+from kv_handshake.errors import shortened
 from kv_handshake.security import ClientSecurity, ServerSecurity
+from kv_handshake.sockets import names as name_lookups
+from kv_handshake.sockets.keys import read_authorized_keys, read_keypair, read_public_key, write_keypair
+from kv_handshake.wire.limits import MAX_RANKS
+from kv_handshake.wire.queries import check_rank_count
 
 
 def test_buckets():
@@ -50,11 +52,14 @@ def test_failures_are_remembered_for_longer_and_longer():
     assert memory.blocking("a", 100.0) is None
 
 
-def test_log_gate():
-    gate = LogGate(period_s=10.0)
-    assert [gate.admit("t", now_s) for now_s in (0.0, 1.0, 2.0, 10.0, 11.0)] == [0, None, None, 2, None]
-    assert gate.admit("other", 1.0) == 0
-    assert gate.held_total == 3
+def test_a_log_has_one_line_per_topic_and_ten_seconds(caplog, monkeypatch):
+    gated, now_s = GatedLog(), 0.0
+    monkeypatch.setattr(pacing, "time", SimpleNamespace(monotonic=lambda: now_s))
+    for now_s in (0.0, 1.0, 2.0, 10.0, 11.0):
+        gated.warning("t", f"at {now_s}")
+    gated.warning("other", "another topic")
+    assert caplog.messages == ["at 0.0", "at 10.0 (2 more like this were not logged)", "another topic"]
+    assert gated.held_back == 3
 
 
 @pytest.mark.parametrize(
@@ -222,9 +227,9 @@ def test_bad_timing(changes):
 
 
 def test_texts_of_peers_are_short_and_on_one_line():
-    assert printable("a\nb\x1b[31m\u202e\ud800") == "a\\nb\\x1b[31m\\u202e\\ud800"
-    assert printable("\u6f22") == "\u6f22"
-    assert len(printable("x" * 1_000_000)) < 1100
+    assert shortened("a\nb\x1b[31m\u202e\ud800") == "a\\nb\\x1b[31m\\u202e\\ud800"
+    assert shortened("\u6f22") == "\u6f22"
+    assert len(shortened("x" * 1_000_000, 1000)) < 1100
     assert shortened("x" * 201).endswith("(201 characters)")
 
 

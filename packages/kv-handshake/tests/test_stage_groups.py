@@ -7,10 +7,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kv_handshake import Codec, LocalOffer
-from kv_handshake._wire.factors import differing_factors
-from kv_handshake._wire.policy import judge
-from kv_handshake._wire.replies import decode_envelope
 from kv_handshake.testing import sample_metadata
+from kv_handshake.wire.factors import differing_factors
+from kv_handshake.wire.policy import judge
+from kv_handshake.wire.replies import decode_envelope
 
 KINDS = ("attention", "sliding-window", "latent", "state")
 BASE = {"model": "org/model", "dtype": "torch.bfloat16"}

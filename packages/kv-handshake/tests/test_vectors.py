@@ -11,12 +11,12 @@ import msgspec
 import pytest
 
 from kv_handshake import WireError
-from kv_handshake._stream.messages import is_ask, parse_answer, parse_ask
-from kv_handshake._wire.factors import compatibility_hash
-from kv_handshake._wire.notifications import parse_notification
-from kv_handshake._wire.queries import parse_query
-from kv_handshake._wire.replies import decode_clock, decode_envelope, decode_metadata
+from kv_handshake.stream.messages import is_ask, parse_answer, parse_ask
 from kv_handshake.testing import load_vectors
+from kv_handshake.wire.factors import compatibility_hash
+from kv_handshake.wire.notifications import parse_notification
+from kv_handshake.wire.queries import parse_query
+from kv_handshake.wire.replies import decode_clock, decode_envelope, decode_metadata
 
 SOURCE = runpy.run_path(str(Path(__file__).with_name("vector_source.py")))
 DATA_FILE, LOCK_FILE, RELEASES = SOURCE["DATA_FILE"], SOURCE["LOCK_FILE"], SOURCE["RELEASES"]

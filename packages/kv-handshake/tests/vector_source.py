@@ -12,12 +12,12 @@ from pathlib import Path
 import msgspec
 
 from kv_handshake import Codec
-from kv_handshake._stream.messages import encode_answer, encode_ask, encode_ask_refusal, encode_cancel
-from kv_handshake._wire.dialects import dialect_of
-from kv_handshake._wire.factors import compatibility_hash
-from kv_handshake._wire.notifications import encode_heartbeats, encode_read_complete, parse_notification
-from kv_handshake._wire.queries import encode_query
-from kv_handshake._wire.replies import decode_envelope, decode_metadata, encode_clock, encode_refusal
+from kv_handshake.stream.messages import encode_answer, encode_ask, encode_ask_refusal, encode_cancel
+from kv_handshake.wire.dialects import dialect_of
+from kv_handshake.wire.factors import compatibility_hash
+from kv_handshake.wire.notifications import encode_heartbeats, encode_read_complete, parse_notification
+from kv_handshake.wire.queries import encode_query
+from kv_handshake.wire.replies import decode_envelope, decode_metadata, encode_clock, encode_refusal
 
 HERE = Path(__file__).parent
 DATA_FILE = HERE.parent / "src" / "kv_handshake" / "vectors.json"

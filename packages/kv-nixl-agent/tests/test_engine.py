@@ -17,11 +17,7 @@ def code_of(call):
 
 
 def test_peers_take_turns():
-    posted = []
-    options = AgentOptions(
-        chunk_rows=4, trace=lambda event: posted.append(event.transfer_id) if event.state == "posted" else None
-    )
-    pair = make_pair(options=options)
+    pair = make_pair(options=AgentOptions(chunk_rows=4))
     other = TransferAgent("other", [pair.remote.region], port_factory=pair.fabric.port)
     pair.connect("p")
     pair.consumer.add_peer(pair.spec(other, "q"))
@@ -29,9 +25,7 @@ def test_peers_take_turns():
     for number in range(3):
         pair.consumer.post(order(f"p{number}", ids, ids, peer="p"))
     pair.consumer.post(order("q0", ids, ids, peer="q"))
-    pair.run()
-    assert posted.index("q0") == 1, posted
-    assert [name for name in posted if name.startswith("p")] == ["p0", "p1", "p2"]
+    assert list(pair.run()) == ["p0", "q0", "p1", "p2"]
     assert {result.outcome for result in pair.results.values()} == {"done"}
 
 
@@ -241,11 +235,10 @@ def test_two_keys_cannot_share_an_agent_of_other_metadata():
     assert not pair.consumer.has_peer("q")
 
 
-def test_a_failed_warm_up_is_counted_and_leaves_the_peer():
+def test_a_failed_warm_up_leaves_the_peer():
     pair = make_pair()
     pair.fabric.fail_next("post", "nixl-disconnected")
     pair.connect()
-    assert pair.consumer.statistics()["warm_ups_failed"] == 1
     assert pair.consumer.peers()["p"]["is_connected"] is False
     assert pair.ports[1].open_handles()["transfer"] == 0
 
@@ -375,17 +368,6 @@ def test_a_fence_read_that_cannot_be_made_early_is_made_late():
     assert len(calls) == 3
 
 
-def test_trace_tells_the_whole_life():
-    events = []
-    pair = make_pair(options=AgentOptions(trace=events.append))
-    pair.connect()
-    pair.producer.write_fence(0, 3)
-    pair.consumer.post(order("r", [0], [0], fence=(0, 3)))
-    pair.run()
-    assert [event.state for event in events] == ["queued", "posted", "data-done", "fence-read", "ended"]
-    assert {event.transfer_id for event in events} == {"r"}
-
-
 @pytest.mark.parametrize(("slot", "generation"), [(-1, 0), (4096, 0), (0, -1), (0, 2**64 - 1)])
 def test_fence_words_have_bounds(slot, generation):
     pair = make_pair()
@@ -400,19 +382,6 @@ def test_statistics_summarise():
     pair.run(step_s=0.001)
     statistics = pair.consumer.statistics()
     assert statistics["transfers_done"] == 10
-    assert statistics["descriptors"] == 20
-    assert statistics["descriptors_merged"] == 10
-    assert statistics["notifications_sent"] == 10
+    assert statistics["bytes_moved"] == 20 * 64
     assert statistics["recent_wire_s_p99"] >= statistics["recent_wire_s_p50"] >= 0
     assert all(isinstance(value, float | int) for value in statistics.values())
-
-
-def test_a_raising_trace_hook_stops_nothing():
-    def hook(event):
-        raise RuntimeError(event.state)
-
-    pair = make_pair(options=AgentOptions(trace=hook))
-    pair.connect()
-    pair.consumer.post(order("r", [0], [0]))
-    assert pair.run()["r"].outcome == "done"
-    assert pair.consumer.statistics()["trace_errors"] == 4

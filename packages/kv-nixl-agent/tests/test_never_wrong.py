@@ -11,7 +11,6 @@ from helpers import Pages, make_pair, order, wait_for
 
 from kv_nixl_agent import (
     AgentError,
-    AgentOptions,
     PeerSpec,
     ThreadOptions,
     TransferAgent,
@@ -55,6 +54,9 @@ class Owner:
         assert is_held.wait(10)
         return release
 
+    def post_in_vain(self, transfer_id):
+        self.thread.agent.post_read(transfer_id, "unknown", ONE, ONE)
+
     def call(self, name, cost_s=0.0):
         def run():
             time.sleep(cost_s)
@@ -84,7 +86,7 @@ def test_every_accepted_order_has_one_result_though_the_thread_dies(death):
     def submit(mine, caller):
         for number in range(20_000):
             try:
-                owner.thread.call_soon(partial(owner.thread.post_read, f"{caller}-{number}", "nobody", ONE, ONE))
+                owner.thread.call_soon(partial(owner.post_in_vain, f"{caller}-{number}"))
             except AgentError as error:
                 assert error.code == "thread-dead"
                 return
@@ -123,7 +125,7 @@ def test_calls_that_wait_when_the_thread_dies_still_order_and_are_told_so():
     time.sleep(0.01)
     for number in range(200):
         owner.call("slow", 1e-4)
-        owner.thread.call_soon(partial(owner.thread.post_read, f"r{number}", "nobody", ONE, ONE))
+        owner.thread.call_soon(partial(owner.post_in_vain, f"r{number}"))
     release.set()
     owner.thread._thread.join(30)
     assert [result.transfer_id for result in owner.results] == [f"r{number}" for number in range(200)]
@@ -154,7 +156,7 @@ def test_a_renewal_that_waits_counts_before_timers_run(how):
     owner = Owner(fabric)
     reader = notifier(fabric, owner)
     release = owner.hold()
-    owner.thread._loop.timers.add(0.02, lambda: owner.events.append("expire"), time.monotonic())
+    owner.thread._timers.add(0.02, lambda: owner.events.append("expire"), time.monotonic())
     time.sleep(0.05)  # the timer has fallen due
     for _ in range(10):
         owner.call("work", 1e-3)
@@ -216,16 +218,16 @@ def test_a_probe_through_the_thread():
 
     def begin():
         spec = PeerSpec("p", producer.thread.agent_metadata(), consumer.pages.rows, producer.pages.rows)
-        consumer.thread.add_peer(spec)
-        consumer.thread.probe("alive", "p", deadline_s=5.0)
+        consumer.thread.agent.add_peer(spec)
+        consumer.thread.agent.probe("alive", "p", deadline_s=5.0)
 
     consumer.thread.call_soon(begin)
     wait_for(lambda: len(consumer.results) == 1)
     fabric.agent("producer").stop()
-    consumer.thread.call_soon(lambda: consumer.thread.probe("silent", "p", deadline_s=0.05))
+    consumer.thread.call_soon(lambda: consumer.thread.agent.probe("silent", "p", deadline_s=0.05))
     wait_for(lambda: len(consumer.results) == 2)
     fabric.agent("producer").die()
-    consumer.thread.call_soon(lambda: consumer.thread.probe("gone", "p", deadline_s=5.0))
+    consumer.thread.call_soon(lambda: consumer.thread.agent.probe("gone", "p", deadline_s=5.0))
     wait_for(lambda: len(consumer.results) == 3)
     consumer.thread.close()
     ends = [(result.transfer_id, result.outcome, result.code) for result in consumer.results]
@@ -319,15 +321,17 @@ def test_a_suspect_scratch_word_is_used_again_after_all_others():
 def test_no_word_becomes_valid_while_or_after_the_agent_closes():
     refused: list[str] = []
 
-    def revive(event):
+    def report(result):
+        real_report(result)
         try:
             agent.write_fence(0, 7)
         except AgentError as error:
             refused.append(error.code)
 
     pair = make_pair()
-    options = AgentOptions(trace=lambda event: revive(event) if event.state == "ended" else None)
-    agent = TransferAgent("other", [pair.local.region], options, port_factory=pair.fabric.port)
+    agent = TransferAgent("other", [pair.local.region], port_factory=pair.fabric.port)
+    transfers: Any = agent._transfers
+    real_report, transfers.report = transfers.report, report
     agent.add_peer(pair.spec(pair.producer))
     agent.write_fence(0, 7)
     agent.post(order("r", [0], [0]))
@@ -342,7 +346,7 @@ def test_no_word_becomes_valid_while_or_after_the_agent_closes():
 def test_writers_on_other_threads_revive_no_word_of_a_closed_agent():
     for _ in range(20):
         owner = Owner(FakeFabric())
-        fences = owner.thread._loop.agent._memory.fences
+        fences = owner.thread._agent._memory.fences
         is_running = threading.Event()
 
         def write(thread=owner.thread, is_running=is_running):

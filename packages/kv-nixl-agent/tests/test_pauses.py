@@ -7,8 +7,8 @@ import pytest
 from agent_checks.pauses import check_renewals_count_before_timers
 from helpers import Pages
 
-from kv_nixl_agent import AgentOptions, PeerSpec, ThreadOptions, TransferAgent
-from kv_nixl_agent.loop import Callbacks, Loop, Timers
+from kv_nixl_agent import PeerSpec, ThreadOptions, TransferAgent, TransferThread
+from kv_nixl_agent.mailbox import Timers
 from kv_nixl_agent.testing import FakeFabric
 
 
@@ -23,17 +23,16 @@ class ClockedOwner:
         self._events: list[str] = []
         fabric, self._pages = FakeFabric(), Pages(1, 8)
         options = ThreadOptions(idle_poll_s=1e-9, gil_switch_interval_s=None)
-        self._loop = Loop("owner", lambda: self._make_agent(fabric), self._callbacks(), options, lambda: self._now_s)
-        self._agent = self._loop.set_up()
-        assert self._agent is not None
-        self._reader = TransferAgent("reader", [], port_factory=fabric.port)
-        rows = self._pages.rows[:0]
-        self._reader.add_peer(PeerSpec("owner", self._loop.metadata, rows, rows))
-
-    def _make_agent(self, fabric: FakeFabric) -> TransferAgent:
-        agent = TransferAgent(
-            "owner", [self._pages.region], AgentOptions(), port_factory=fabric.port, clock=lambda: self._now_s
+        self._thread = TransferThread(
+            "owner",
+            [self._pages.region],
+            on_result=lambda _: None,
+            on_notification=lambda _, payload: self._events.append(payload.decode()),
+            thread_options=options,
+            port_factory=fabric.port,
+            clock=lambda: self._now_s,
         )
+        self._agent = self._thread._set_up()
         port = fabric.agent("owner")
         notifications = port.notifications
 
@@ -41,10 +40,9 @@ class ClockedOwner:
             return notifications() if self._has_core() else ()
 
         port.notifications = found
-        return agent
-
-    def _callbacks(self) -> Callbacks:
-        return Callbacks(lambda _: None, lambda _, payload: self._events.append(payload.decode()), None)
+        self._reader = TransferAgent("reader", [], port_factory=fabric.port)
+        rows = self._pages.rows[:0]
+        self._reader.add_peer(PeerSpec("owner", self._thread.agent_metadata(), rows, rows))
 
     def _has_core(self) -> bool:
         return self._now_s >= self._core_at_s
@@ -52,10 +50,10 @@ class ClockedOwner:
     def _turn(self) -> None:
         assert self._agent is not None
         self._now_s += self._turn_s
-        self._loop.turn(self._agent)
+        self._thread._turn(self._agent)
 
     def watch_timer(self, period_s: float) -> None:
-        self._loop.timers.add(period_s, lambda: self._events.append("timer"), self._now_s)
+        self._thread._timers.add(period_s, lambda: self._events.append("timer"), self._now_s)
         self._events.clear()
         self.events_since_stop("timer")
 

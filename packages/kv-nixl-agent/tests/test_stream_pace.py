@@ -120,18 +120,17 @@ def test_looks_that_find_nothing_leave_the_thread_at_rest():
         spec = PeerSpec("p", producer.agent_metadata(), NOTHING, NOTHING, streams=producer.stream_words.location)
         told, watches = [], []
         listener = SimpleNamespace(progress=lambda *word: told.append(word))
-        thread.call_soon(lambda: thread.add_peer(spec))
-        thread.call_soon(lambda: watches.append(thread.watch_stream("p", 0, listener)))
+        thread.call_soon(lambda: thread.agent.add_peer(spec))
+        thread.call_soon(lambda: watches.append(thread.agent.watch_stream("p", 0, listener)))
         thread.allow_slow_polling(True)
         end_s = time.monotonic() + 20
         while not told and time.monotonic() < end_s:
             time.sleep(0.01)
         assert told
         time.sleep(0.3)
-        loop = thread._loop
-        turns, began_s = loop.turns, time.monotonic()
+        turns, began_s = thread._turns, time.monotonic()
         time.sleep(0.5)
-        rate = (loop.turns - turns) / (time.monotonic() - began_s)
+        rate = (thread._turns - turns) / (time.monotonic() - began_s)
         assert rate < 150, f"{rate:.0f} turns a second for 50 looks"
     finally:
         thread.close()
@@ -184,18 +183,18 @@ def test_a_thread_whose_own_slots_are_open_looks_out_for_its_readers():
         try:
             thread.allow_slow_polling(True)
             time.sleep(2.5)  # it looks every 0.25 s by now
-            turns = thread._loop.turns
+            turns = thread._turns
             thread.stream_words.open(1, 7, 7)
             time.sleep(0.5)
-            assert least <= thread._loop.turns - turns <= most, "every 10 ms for 0.2 s, then every 0.1 s"
-            turns = thread._loop.turns
+            assert least <= thread._turns - turns <= most, "every 10 ms for 0.2 s, then every 0.1 s"
+            turns = thread._turns
             time.sleep(0.5)
-            assert thread._loop.turns - turns <= 15, "they take the interpreter from the engine that computes"
+            assert thread._turns - turns <= 15, "they take the interpreter from the engine that computes"
             thread.stream_words.void(1, 8, 7)
             time.sleep(0.05)
-            turns = thread._loop.turns
+            turns = thread._turns
             time.sleep(0.5)
-            assert thread._loop.turns - turns < 15
+            assert thread._turns - turns < 15
         finally:
             thread.close()
 

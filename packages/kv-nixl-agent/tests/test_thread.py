@@ -63,7 +63,7 @@ def ranks():
     for rank in (producer, consumer):
         rank.thread.start()
     consumer.do(
-        lambda: consumer.thread.add_peer(
+        lambda: consumer.thread.agent.add_peer(
             PeerSpec(
                 "p",
                 producer.thread.agent_metadata(),
@@ -82,7 +82,7 @@ def test_read_through_two_threads(ranks):
     _, producer, consumer = ranks
     producer.do(lambda: producer.thread.write_fence(1, 5))
     ids = np.arange(4, dtype=np.int32)
-    consumer.do(lambda: consumer.thread.post_read("r", "p", ids, ids + 2, notification=b"r:1", fence=(1, 5)))
+    consumer.do(lambda: consumer.thread.agent.post_read("r", "p", ids, ids + 2, notification=b"r:1", fence=(1, 5)))
     wait_for(lambda: "r" in consumer.results and producer.notifications)
     assert consumer.results["r"][0].outcome == "done"
     assert np.array_equal(consumer.pages.page(0), producer.pages.page(2))
@@ -92,14 +92,14 @@ def test_read_through_two_threads(ranks):
 def test_owner_methods_refuse_other_threads(ranks):
     _, _, consumer = ranks
     with pytest.raises(AgentError) as error:
-        consumer.thread.has_peer("p")
+        consumer.thread.agent.has_peer("p")
     assert error.value.code == "wrong-thread"
 
 
 def test_raising_callbacks_do_not_kill_the_thread(ranks):
     _, _, consumer = ranks
     consumer.thread.call_soon(lambda: 1 // 0)
-    assert consumer.do(lambda: consumer.thread.has_peer("p"))
+    assert consumer.do(lambda: consumer.thread.agent.has_peer("p"))
     assert consumer.thread.health().callback_errors == 1
     assert "ZeroDivisionError" in consumer.thread.health().last_error
     assert consumer.thread.is_alive
@@ -115,8 +115,8 @@ def test_health_tells_whether_ucx_has_zeroed_requests(ranks, monkeypatch: pytest
 def test_refused_orders_end_as_results(ranks):
     _, _, consumer = ranks
     one = np.zeros(1, dtype=np.int32)
-    consumer.do(lambda: consumer.thread.post_read("x", "nobody", one, one))
-    consumer.do(lambda: consumer.thread.post_read("y", "p", one + 99, one))
+    consumer.do(lambda: consumer.thread.agent.post_read("x", "nobody", one, one))
+    consumer.do(lambda: consumer.thread.agent.post_read("y", "p", one + 99, one))
     wait_for(lambda: {"x", "y"} <= set(consumer.results))
     assert consumer.results["x"][0].code == "unknown-peer"
     assert consumer.results["y"][0].code == "bad-indices"
@@ -152,11 +152,11 @@ def test_a_dying_loop_reports_everything_and_is_seen():
     one = np.zeros(1, dtype=np.int32)
 
     def connect_and_stall():
-        consumer.thread.add_peer(
+        consumer.thread.agent.add_peer(
             PeerSpec("p", producer.thread.agent_metadata(), consumer.pages.rows, producer.pages.rows)
         )
         fabric.agent("producer").stop()
-        consumer.thread.post_read("r", "p", one, one)
+        consumer.thread.agent.post_read("r", "p", one, one)
 
         def broken():
             message = "broken on purpose"
@@ -199,7 +199,7 @@ def test_close_gives_every_result_and_quiet_before_it_returns(ranks):
     fabric, _, consumer = ranks
     fabric.agent("producer").stop()
     one = np.zeros(1, dtype=np.int32)
-    consumer.do(lambda: [consumer.thread.post_read(f"r{n}", "p", one, one) for n in range(5)])
+    consumer.do(lambda: [consumer.thread.agent.post_read(f"r{n}", "p", one, one) for n in range(5)])
     consumer.thread.close()
     consumer.thread.close()
     assert set(consumer.results) == {f"r{n}" for n in range(5)}
@@ -283,7 +283,7 @@ def test_timers_of_a_thread_at_rest_run_however_slowly_it_may_poll():
     rank.thread.call_every(0.05, lambda: ticks.append(time.monotonic()))
     rank.thread.allow_slow_polling(True)
     wait_for(lambda: ticks)  # the calls above count as work
-    pacer = rank.thread._loop.pacer
+    pacer = rank.thread._pacer
 
     def rest_for_long():
         pacer._last_progress_s = time.monotonic() - 60.0
@@ -313,7 +313,7 @@ def test_a_probe_that_nobody_answers_keeps_no_idle_thread_awake(ranks):
     fabric, _, consumer = ranks
     consumer.thread.allow_slow_polling(True)
     fabric.agent("producer").stop()
-    consumer.do(lambda: consumer.thread.probe("silent", "p", deadline_s=120.0))
+    consumer.do(lambda: consumer.thread.agent.probe("silent", "p", deadline_s=120.0))
     turns = undisturbed(lambda: consumer.thread.statistics()["thread_turns"], wait_s=0.0)
     fabric.agent("producer").resume()
     wait_for(lambda: "silent" in consumer.results)

@@ -13,7 +13,7 @@ def arrive(state, *, now_s=0.0, identity=None, request_id="d1", **changes):
 
 def ask(state):
     """The one new question."""
-    (found,) = state.take_stream_questions()
+    (found,) = state.streams.take_questions()
     return found
 
 
@@ -28,7 +28,7 @@ def final_answer():
     state, _ = offered()
     run(state, ["plan", "last-chunk", "plan"])
     run(state, ["length"])
-    state.stream_question("final", question(2, wants_final=True))
+    state.streams.produced.ask("final", question(2, wants_final=True))
     return answer_of(state)
 
 
@@ -42,16 +42,16 @@ def at(name, **changes):
     """A consumer in a state, its plan taken, and the number of the question that is out."""
     state, asked = asking(**changes)
     if name != "asking":
-        assert state.stream_answered("d1", asked.number, offered()[1], now_s=0.0)
+        assert state.streams.answered("d1", asked.number, offered()[1], now_s=0.0)
     if name in {"streaming", "awaiting", "stopping"}:
         load(state)
     number = asked.number
     if name in {"awaiting", "stopping"}:
-        state.stream_ended("d1", (0, 0), is_done=False)
+        state.streams.ended("d1", (0, 0), is_done=False)
         number = ask(state).number
     state.take_step_plan(now_s=0.0)
     if name == "stopping":
-        state.stream_answered("d1", number, {"kind": "no", "reason": "withdrawn"}, now_s=0.0)
+        state.streams.answered("d1", number, {"kind": "no", "reason": "withdrawn"}, now_s=0.0)
     assert states(state) == [f"consumer-{name}"]
     return state, number
 

@@ -86,7 +86,7 @@ def run(state, events, request_id="p1", *, now_s=0.0):
 
 def answer_of(state) -> dict[str, Any]:
     """The one new answer."""
-    ((_, _, answer),) = state.take_stream_answers()
+    ((_, _, answer),) = state.streams.produced.take_answers()
     return answer
 
 
@@ -94,5 +94,5 @@ def offered(**changes) -> tuple[SchedulerState, dict[str, Any]]:
     """A producer with an offer out, and the offer."""
     state = producer(**changes)
     run(state, ["arrive", "allocate", "chunk"])
-    state.stream_question("a", question())
+    state.streams.produced.ask("a", question())
     return state, answer_of(state)

@@ -24,13 +24,13 @@ def test_who_waits_for_a_prompt_that_has_begun_is_told_so(state_name, ask_s, sil
         run(state, ["allocate"], "p0")
     run(state, BEGUN.get(state_name, ["arrive", "allocate"] if state_name == "plain" else ["arrive"]))
     assert f"producer-{state_name}" in state.state_counts()
-    state.stream_question("a", question(1, wants_final=True))
+    state.streams.produced.ask("a", question(1, wants_final=True))
     state.take_step_plan(now_s=silence_s - 0.1)
-    assert state.take_stream_answers() == []
-    state.stream_question("b", question(2, wants_final=True))
+    assert state.streams.produced.take_answers() == []
+    state.streams.produced.ask("b", question(2, wants_final=True))
     state.take_step_plan(now_s=silence_s)
     told = [("a", 1, {"kind": "no", "reason": "busy"})] if state_name != "early" else []
-    assert state.take_stream_answers() == told
-    state.stream_cancelled("a", HAND_OVER)
+    assert state.streams.produced.take_answers() == told
+    state.streams.produced.cancel("a", HAND_OVER)
     state.take_step_plan(now_s=2 * silence_s)
-    assert [each.asker for each in state.take_stream_answers()] == (["b"] if state_name != "early" else [])
+    assert [each.asker for each in state.streams.produced.take_answers()] == (["b"] if state_name != "early" else [])

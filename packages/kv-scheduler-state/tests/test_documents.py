@@ -17,7 +17,7 @@ from kv_scheduler_state.tables import (
     STREAM_PRODUCER_TABLE,
     STREAM_READER_TABLE,
 )
-from kv_scheduler_state.ticket.ticket import KNOWN_KEYS
+from kv_scheduler_state.ticket.ticket import WHOLE_NUMBERS, HandoffTicket, PeerAddress, ticket_params
 
 PACKAGE = Path(__file__).parents[1]
 TICKET_PAGE = PACKAGE.parents[1] / "docs" / "wire" / "ticket.md"
@@ -26,8 +26,9 @@ TICKET_PAGE = PACKAGE.parents[1] / "docs" / "wire" / "ticket.md"
 @pytest.mark.skipif(not TICKET_PAGE.is_file(), reason="the package is tested outside its repository")
 def test_the_ticket_page_names_every_sealed_key_and_works_out_a_digest():
     page = TICKET_PAGE.read_text()
-    unsealed = {"kv_seal"}
-    assert all(f"`{key}`" in page for key in KNOWN_KEYS - unsealed)
+    peer = PeerAddress("p0", "10.0.0.1", 1, generation=1, dialect=15)
+    written = ticket_params(HandoffTicket("handoff", peer, "r", (), fence=(0, 1), prompt=""))
+    assert all(f"`{key}`" in page for key in {*written, *WHOLE_NUMBERS})
     assert prompt_digest([1, 2, 3]) in page
 
 

@@ -56,7 +56,7 @@ def test_a_prompt_that_a_peer_streams_is_handed_over_whatever_came_meanwhile(lim
     after = end(state, "p10", [[10, 11]])
     assert after.withheld_code == ("draining" if limit == "drain" else "lease-quota")
     state.report(sent=["p1"], received=[], failed=[])
-    assert (state.lease_count, state.leased_blocks, state.stream_slots_used) == (0, (0,), 0)
+    assert (state.lease_count, state.leased_blocks, state.streams.produced.slots_used) == (0, (0,), 0)
     assert limit == "drain" or end(state, "p11", [[10, 11]]).keep_blocks, "its promise ended with its lease"
 
 
@@ -83,17 +83,20 @@ def test_quotas_bound_streamed_prompts_that_nobody_reads_and_ended_ones_make_roo
         state.take_step_plan(now_s=0.0)
     assert state.lease_count == (2 if event == "length" else 0)
     state.report(sent=["p0", "p1"], received=[], failed=[])
-    assert (state.lease_count, state.leased_blocks, state.stream_slots_used) == (0, (0,), 0)
+    assert (state.lease_count, state.leased_blocks, state.streams.produced.slots_used) == (0, (0,), 0)
     assert end(state, "p9", [[1] * 16]).keep_blocks, "every promise is gone"
 
 
 @pytest.mark.parametrize("cause", ["drain", "no tickets"])
 def test_an_engine_that_could_give_no_ticket_offers_nothing(cause: str) -> None:
     state = producer()
-    state.drain() if cause == "drain" else state.give_offers(False)
+    if cause == "drain":
+        state.drain()
+    else:
+        state.streams.produced.gives_offers = False
     run(state, ["arrive", "allocate", "chunk"])
-    state.stream_question("a", question())
-    assert (state.stream_slots_used, state.take_step_plan(now_s=0.0).streams.opens) == (0, ())
+    state.streams.produced.ask("a", question())
+    assert (state.streams.produced.slots_used, state.take_step_plan(now_s=0.0).streams.opens) == (0, ())
 
 
 def test_a_draining_engine_goes_on_reading() -> None:

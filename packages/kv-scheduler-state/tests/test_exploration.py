@@ -1,23 +1,18 @@
-"""Every order of events for up to three requests and two readers, and a planted bug in every transition.
+"""Every order of events for up to three requests and two readers.
 
 Worlds that are too large to be walked to the end are walked to a depth, and completely so. With the exploration of streams the
-full depths cost two minutes of a core, which the daily run cannot spare: it walks three steps less and plants every tenth bug.
-`KVDEV_LONG=1` walks to the full depths, and plants all.
+full depths cost two minutes of a core, which the daily run cannot spare: it walks three steps less. `KVDEV_LONG=1` walks to the
+full depths.
 """
 
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 
 import pytest
 from model.explore import decode_world, explore, pair_world, prefill_world
 
 from kv_scheduler_state import LeaseTable
-from kv_scheduler_state.machine import Table, Transition
-from kv_scheduler_state.scheduler import streaming
-from kv_scheduler_state.tables import CONSUMER_TABLE
-from kv_scheduler_state.worker import leases
 
 IS_LONG = os.environ.get("KVDEV_LONG") == "1"
 
@@ -56,52 +51,6 @@ def test_no_order_of_events_breaks_a_promise(name, capsys):
     assert result.states > 100
 
 
-PLACES = {
-    "producer": (streaming, "PRODUCER_TABLE"),
-    "consumer": (streaming, "CONSUMER_TABLE"),
-    "lease": (leases, "LEASE_TABLE"),
-}
-
-
-def planted_bugs():
-    """Every row without itself, without each effect, and leading somewhere else."""
-    for kind, place in PLACES.items():
-        table: Table = getattr(*place)
-        for index, row in enumerate(table.rows):
-            name = f"{kind}: {row.state} x {row.event}"
-            others = [state for state in table.states if state not in {row.target, "new"}]
-            wrong = others[index % len(others)]
-            changes: list[tuple[str, tuple[Transition, ...]]] = [(f"{name}, removed", ())]
-            changes += [
-                (f"{name}, without {effect}", (replace(row, effects=tuple(e for e in row.effects if e != effect)),))
-                for effect in row.effects
-            ]
-            changes.append((f"{name}, to {wrong}", (replace(row, target=wrong),)))
-            for label, rows in changes:
-                yield label, kind, (*table.rows[:index], *rows, *table.rows[index + 1 :])
-
-
-ALL_BUGS = {label: (kind, rows) for label, kind, rows in planted_bugs()}
-BUGS = dict(list(ALL_BUGS.items())[:: 1 if IS_LONG else 10])
-
-
-@pytest.mark.parametrize("label", BUGS)
-def test_a_planted_bug_in_any_transition_is_caught(label, monkeypatch):
-    kind, rows = BUGS[label]
-    monkeypatch.setattr(*PLACES[kind], Table(kind, rows))
-    worlds = (
-        [
-            lambda: decode_world(requests=1),
-            lambda: decode_world(requests=1, fails_requests=True),
-            lambda: decode_world(requests=2, readers=1, is_shared=True),
-            lambda: decode_world(requests=2, readers=1, is_shared=True, fails_requests=True),
-        ]
-        if kind == "consumer"
-        else [lambda: prefill_world(requests=1, is_plain=True), lambda: prefill_world(requests=1)]
-    )
-    assert any(explore(world, max_states=1400).violation for world in worlds)
-
-
 def test_grants_that_the_lease_table_does_not_apply_are_noticed(monkeypatch):
     apply = LeaseTable.apply
 
@@ -109,15 +58,9 @@ def test_grants_that_the_lease_table_does_not_apply_are_noticed(monkeypatch):
         return apply(table, plan._replace(grants=()), **values)
 
     monkeypatch.setattr(LeaseTable, "apply", without_grants)
-    assert "its lease is over, unnoticed" in str(explore(lambda: prefill_world(requests=1)))
-
-
-def test_a_violation_comes_with_its_path(monkeypatch):
-    rows = tuple(row for row in CONSUMER_TABLE.rows if (row.state, row.event) != ("reading", "done"))
-    monkeypatch.setattr(*PLACES["consumer"], Table("consumer", rows))
-    result = explore(lambda: decode_world(requests=1))
-    assert "no transition for event 'done'" in str(result)
-    assert result.path == (("d-arrive", "d0"), ("d-load", "d0"))
+    result = explore(lambda: prefill_world(requests=1))
+    assert "its lease is over, unnoticed" in str(result)
+    assert result.path[0] == ("p-arrive", "p0")
 
 
 def test_a_bound_on_depth_is_kept():

@@ -104,11 +104,13 @@ def test_a_streamed_prompt_must_fail_where_it_has_fewer_images():
     producing.arrive("p1", early(serves=True), prompt_tokens=100, identity=Prompt(), now_s=0.0)
     arrive(reading, identity=Prompt(()))
     asked = ask(reading)
-    producing.stream_question("a", question(asked.number, digest=asked.digest))
+    producing.streams.produced.ask("a", question(asked.number, digest=asked.digest))
     answer = answer_of(producing)
     assert (answer["reason"], answer["media"]) == ("digest-mismatch", (2, prompt_digest([5] * 100)))
-    assert reading.stream_answered("d1", asked.number, answer, now_s=0.0)
-    assert [(each.code, each.result) for each in reading.take_stream_outcomes()] == [("ticket-media-missing", "fails")]
+    assert reading.streams.answered("d1", asked.number, answer, now_s=0.0)
+    assert [(each.code, each.result) for each in reading.streams.consumed.take_outcomes()] == [
+        ("ticket-media-missing", "fails")
+    ]
     assert reading.must_fail("d1")
 
 
@@ -118,7 +120,7 @@ def test_an_offer_names_the_images_of_its_prompt():
     state.arrive("p1", early(serves=True), prompt_tokens=100, identity=Prompt(), now_s=0.0)
     state.allocate("p1", block_ids=blocks, new_block_ids=blocks, external_tokens=0, now_s=0.0)
     state.scheduled("p1", new_block_ids=[blocks[0][:3]], is_prompt_complete=False, computed_tokens=48)
-    state.stream_question("a", question(digest=Prompt().digest(100)))
+    state.streams.produced.ask("a", question(digest=Prompt().digest(100)))
     assert answer_of(state)["ticket"]["kv_media"] == [2, prompt_digest([5] * 100)]
 
 
@@ -140,8 +142,8 @@ def test_peers_know_a_request_by_a_short_id_where_its_own_is_not_plain(request_i
     named = prefill(Prompt(()), request_id)["remote_request_id"]
     assert (named == request_id) == is_plain
     assert is_plain or (named.startswith("kv-id-") and len(named) == 38)
-    table = LeaseTable(remembered_ends=1)
-    for number, each in enumerate((request_id, "next", "last")):
+    table = LeaseTable()
+    for number, each in enumerate((request_id, *map(str, range(1024)), "last")):
         table.apply(StepPlan(grants=(GrantOrder(each, 30.0, (number, 7)),)), now_s=0.0)
         if not number:
             assert table.request_of(named) == request_id

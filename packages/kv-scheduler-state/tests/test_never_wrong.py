@@ -12,7 +12,7 @@ from stream_helpers import early
 from kv_scheduler_state import BlockList, GroupConfig, LeaseTable, SchedulerState, StepPlan, TicketReader, prompt_digest
 from kv_scheduler_state.errors import TicketError
 from kv_scheduler_state.plan import FenceOrder, GrantOrder
-from kv_scheduler_state.worker.leases import AnnouncedFences
+from kv_scheduler_state.worker.state import WorkerState
 
 NULLS = {"null_block": 0}
 
@@ -385,25 +385,28 @@ def test_a_restart_has_a_new_generation(is_told_late):
 
 @pytest.mark.never_wrong("C7")
 def test_words_of_announced_requests_are_lost_with_the_memory_until_they_start_again():
-    fences = AnnouncedFences()
+    worker = WorkerState()
     plan = StepPlan(expects=("p1", "p2", "p3"), fences=(FenceOrder("p1", 0, 7), FenceOrder("p2", 1, 8)))
-    assert fences.apply(plan) == (((0, 7), (1, 8)), ())
-    assert (fences.ids, fences.slot("p1"), fences.slot("p3"), fences.slot("p9")) == (("p1", "p2", "p3"), 0, None, None)
-    fences.lose()
+    assert worker.apply(plan) == plan
+    assert worker.announced == ("p1", "p2", "p3")
+    assert [worker.fence_slot(request_id) for request_id in ("p1", "p3", "p9")] == [0, None, None]
+    worker.lose()
     restart = StepPlan(restarts=("p1",), fences=(FenceOrder("p1", 0, 9),))
-    assert fences.apply(restart) == (((0, 9),), ())
+    assert worker.apply(restart) == restart
     grants = StepPlan(grants=tuple(GrantOrder(name, 30.0, None) for name in ("p1", "p2")), releases=("p3",))
-    assert fences.apply(grants) == ((), ("p2",))
-    assert fences.ids == ()
+    assert worker.apply(grants) == grants._replace(revokes=("p2",))
+    assert worker.announced == ()
 
 
 @pytest.mark.never_wrong("C7")
 def test_a_grant_whose_kv_is_lost_ends_at_once_and_one_order_fails_alone():
     table = LeaseTable()
     plan = StepPlan(
-        expects=("p1", "p1"), grants=(GrantOrder("p2", -1.0, None), GrantOrder("p1", 30.0, (0, 7))), revokes=("p9",)
+        expects=("p1", "p1"),
+        grants=(GrantOrder("p2", -1.0, None), GrantOrder("p1", 30.0, (0, 7))),
+        revokes=("p9", "p1"),
     )
-    refusals = table.apply(plan, void=("p1",), now_s=0.0)
+    refusals = table.apply(plan, now_s=0.0)
     assert [(refusal.request_id, refusal.order, refusal.code) for refusal in refusals] == [
         ("p1", "expect", "illegal-transition"),
         ("p2", "grant", "invalid-event"),
@@ -445,5 +448,5 @@ def test_an_engine_that_only_produces_reads_nothing(kind: str, reads: bool) -> N
     assert any(name.startswith("consumer") for name in state.state_counts()) is reads
     if not reads:
         assert state.external_tokens("d1", computed_tokens=0) == 0
-        assert not state.take_stream_questions()
+        assert not state.streams.take_questions()
         assert not state.take_step_plan(now_s=0.0).reads

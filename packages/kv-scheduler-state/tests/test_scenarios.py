@@ -261,9 +261,10 @@ def test_windows_are_clipped_to_the_tail():
     assert GroupConfig("window", block_tokens=16, window_tokens=2048).window_blocks == 129
     assert FULL.window_blocks == 0
     rules = BlockRules((FULL, WINDOW, STATE))
-    assert rules.offered([[1, 2, 3, 4], [0, 5, 6, 7], [0, 0, 8]], 64) == ([[1, 2, 3, 4], [5, 6, 7], [8]], [0, 16, 0])
+    offered = rules.offered([[1, 2, 3, 4], [0, 5, 6, 7], [0, 0, 8]], 64)
+    assert offered == (BlockList((1, 2, 3, 4)), BlockList((5, 6, 7), 16), BlockList((8,)))
     assert rules.chunk([[1], [2], [3, 4]]) == ((1,), (2,), (3, 4))
-    assert rules.offered([[], [], []], 0) == ([[], [], []], [0, 0, 0])
+    assert rules.offered([[], [], []], 0) == rules.nothing
     with pytest.raises(InvalidEvent):
         rules.chunk([[1]])
 
@@ -271,7 +272,7 @@ def test_windows_are_clipped_to_the_tail():
 @pytest.mark.parametrize(("blocks", "kept"), [([1, 2, 3, 4], 2), ([1, 2], 1), ([1], 1)])
 def test_the_running_state_is_in_front_of_the_speculative_blocks(blocks, kept):
     group = GroupConfig("state", scratch_blocks=2)
-    assert BlockRules((group,)).offered([blocks], 16) == ([[kept]], [0])
+    assert BlockRules((group,)).offered([blocks], 16) == (BlockList((kept,)),)
 
 
 def test_a_hybrid_hand_over_is_clipped_on_both_sides():

@@ -18,7 +18,6 @@ from kv_scheduler_state import LeaseTable, SchedulerConfig, SchedulerState, Sche
 from kv_scheduler_state.errors import InvalidConfig
 from kv_scheduler_state.testing import forged_tickets, tampered_tickets
 from kv_scheduler_state.ticket.seal import TicketSeal, _without_doubles, canonical_ticket
-from kv_scheduler_state.ticket.ticket import KNOWN_KEYS
 
 SECRET, OTHER, NEXT = b"a fleet secret, 16+", b"the secret of another fleet", b"the secret after a rotation"
 VECTORS = json.loads((Path(__file__).parent / "data" / "seals.json").read_text())
@@ -117,7 +116,7 @@ def test_a_router_does_not_break_a_seal(groups, blocks, router):
 @pytest.mark.parametrize("key", ["x", "remote_block_ids"])
 def test_doubles_cost_nothing_beyond_what_a_ticket_may_hold(key):
     big = [list(range(10**6))] * 3
-    whole = _without_doubles({"remote_port": 5600.0, key: big}, 1 << 20)
+    whole = _without_doubles({"remote_port": 5600.0, key: big})
     assert whole["remote_port"] == 5600
     assert whole[key] is big
 
@@ -148,7 +147,6 @@ def test_every_field_that_is_acted_upon_is_sealed(groups, blocks):
     params = ticket_of(prefill(groups=groups), blocks)
     reader = TicketReader(SchedulerConfig("d0", "10.0.0.2", 5600, null_block=0, groups=groups))
     honest = reader.read(params, "handoff")
-    assert set(params) <= KNOWN_KEYS
     refused, same = 0, []
     for what, forgery in tampered_tickets(params):
         code = code_of(forgery, groups=groups)

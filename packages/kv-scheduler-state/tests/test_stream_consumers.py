@@ -17,16 +17,16 @@ def test_an_early_ticket_asks_and_parks_without_blocks():
     state, asked = asking()
     assert asked == ("d1", 1, "10.0.0.1", 5600, HAND_OVER, DIGEST, 100, False)
     assert state.external_tokens("d1", computed_tokens=0) is None
-    assert (state.take_step_plan(now_s=0.0), state.take_stream_questions()) == (EMPTY_PLAN, [])
+    assert (state.take_step_plan(now_s=0.0), state.streams.take_questions()) == (EMPTY_PLAN, [])
     assert state.external_tokens("d1", computed_tokens=112) == 0
 
 
 def test_a_stream_is_ordered_with_everything_but_the_peers_blocks():
     state, asked = asking()
     _, offer = offered()
-    state.stream_answered("d1", asked.number, offer, now_s=0.0)
+    state.streams.answered("d1", asked.number, offer, now_s=0.0)
     load(state, 84, computed=16)
-    assert state.stream_blocks_held == 6
+    assert state.streams.consumed.blocks_held == 6
     plan = state.take_step_plan(now_s=0.0)
     (order,) = plan.streams.watches
     read = order.read
@@ -36,16 +36,16 @@ def test_a_stream_is_ordered_with_everything_but_the_peers_blocks():
     assert [blocks.ids for blocks in ticket.peer_blocks] == [()]
     assert [blocks.ids for blocks in read.local_blocks] == [(12, 13, 14, 15, 16, 17)]
     assert [beat.readers for beat in plan.heartbeats] == [(("p1", read.ticket.nonce),)]
-    state.stream_ended("d1", (0, 0), is_done=True)
+    state.streams.ended("d1", (0, 0), is_done=True)
     assert states(state) == ["consumer-streaming"]
     state.report(sent=[], received=["d1"], failed=[])
-    assert (states(state), state.stream_blocks_held) == (["consumer-local"], 0)
+    assert (states(state), state.streams.consumed.blocks_held) == (["consumer-local"], 0)
     assert state.take_step_plan(now_s=0.0).streams.ends == ("d1",)
 
 
 def test_a_final_ticket_that_comes_first_is_read_as_any_other():
     state, asked = asking()
-    state.stream_answered("d1", asked.number, final_answer(), now_s=0.0)
+    state.streams.answered("d1", asked.number, final_answer(), now_s=0.0)
     assert states(state) == ["consumer-queued"]
     load(state)
     (read,) = state.take_step_plan(now_s=0.0).reads
@@ -56,10 +56,10 @@ def test_a_final_ticket_that_comes_first_is_read_as_any_other():
 
 def test_a_broken_stream_asks_again_and_reads_the_next_one_into_the_same_blocks():
     state, number = at("awaiting")
-    state.stream_answered("d1", number, offered(fence_seed=200)[1], now_s=1.0)
+    state.streams.answered("d1", number, offered(fence_seed=200)[1], now_s=1.0)
     (order,) = state.take_step_plan(now_s=1.0).streams.watches
     assert (order.tag, order.read.local_blocks[0].ids) == (200, tuple(BLOCKS[0]))
-    state.stream_ended("d1", (0, 0), is_done=False)
+    state.streams.ended("d1", (0, 0), is_done=False)
     assert ask(state).wants_final
     assert states(state) == ["consumer-awaiting"]
 
@@ -67,28 +67,28 @@ def test_a_broken_stream_asks_again_and_reads_the_next_one_into_the_same_blocks(
 @pytest.mark.parametrize(("failed", "state_after"), [([], "local"), (["d1"], "failed")])
 def test_a_broken_stream_reads_the_final_ticket_into_the_same_blocks(failed, state_after):
     state, number = at("awaiting", load_failure_policy="fail")
-    state.stream_answered("d1", number, final_answer(), now_s=1.0)
+    state.streams.answered("d1", number, final_answer(), now_s=1.0)
     plan = state.take_step_plan(now_s=1.0)
     assert [(read.local_blocks[0].ids, read.ticket.fence) for read in plan.reads] == [(tuple(BLOCKS[0]), (0, 100))]
-    assert (plan.streams.watches, state.stream_blocks_held) == ((), 0)
+    assert (plan.streams.watches, state.streams.consumed.blocks_held) == ((), 0)
     state.report(sent=[], received=["d1"], failed=failed)
     assert states(state) == [f"consumer-{state_after}"]
 
 
 def test_the_peer_is_asked_again_once_all_workers_are_quiet():
     state, asked = asking(tp=2, pp=2)
-    state.stream_answered("d1", asked.number, offered()[1], now_s=0.0)
+    state.streams.answered("d1", asked.number, offered()[1], now_s=0.0)
     load(state)
     for rank, is_done in ((0, 0), True), ((0, 1), False), ((1, 0), False):
-        state.stream_ended("d1", rank, is_done=is_done)
+        state.streams.ended("d1", rank, is_done=is_done)
         assert states(state) == ["consumer-streaming"]
-    state.stream_ended("d1", (1, 1), is_done=True)
+    state.streams.ended("d1", (1, 1), is_done=True)
     assert states(state) == ["consumer-awaiting"]
-    state.stream_answered("d1", ask(state).number, offered()[1], now_s=0.0)
+    state.streams.answered("d1", ask(state).number, offered()[1], now_s=0.0)
     # Those who are done stay so; the others have to report anew.
-    state.stream_ended("d1", (0, 1), is_done=True)
+    state.streams.ended("d1", (0, 1), is_done=True)
     assert states(state) == ["consumer-streaming"]
-    state.stream_ended("d1", (1, 0), is_done=False)
+    state.streams.ended("d1", (1, 0), is_done=False)
     assert states(state) == ["consumer-awaiting"]
 
 
@@ -97,14 +97,14 @@ def test_the_peer_is_asked_again_once_all_workers_are_quiet():
 def test_a_refusal_is_told_to_the_engine_only_where_blocks_wait(reason, policy):
     refusal = {"kind": "no", "reason": reason}
     state, number = at("awaiting", load_failure_policy=policy)
-    assert state.stream_answered("d1", number, refusal, now_s=1.0)
+    assert state.streams.answered("d1", number, refusal, now_s=1.0)
     assert state.take_step_plan(now_s=1.0).streams.stops == ("d1",)
-    assert state.stream_blocks_held == 7
+    assert state.streams.consumed.blocks_held == 7
     state.report(sent=[], received=["d1"], failed=["d1"])
     assert states(state) == ["consumer-failed" if policy == "fail" else "consumer-local"]
     if reason != "unknown-id":
         state, asked = asking(load_failure_policy=policy)
-        state.stream_answered("d1", asked.number, refusal, now_s=1.0)
+        state.streams.answered("d1", asked.number, refusal, now_s=1.0)
         assert (states(state), state.external_tokens("d1", computed_tokens=0)) == (["consumer-local"], 0)
         state.allocate("d1", block_ids=BLOCKS, new_block_ids=BLOCKS, external_tokens=0, now_s=1.0)
         assert state.take_step_plan(now_s=1.0) == EMPTY_PLAN
@@ -113,15 +113,15 @@ def test_a_refusal_is_told_to_the_engine_only_where_blocks_wait(reason, policy):
 @pytest.mark.parametrize("name", ["asking", "awaiting"])
 def test_a_busy_peer_is_asked_again_and_a_late_answer_means_nothing(name):
     state, first = at(name)
-    assert state.stream_answered("d1", first, RETRY, now_s=1.0)
-    assert state.take_stream_questions() == []
+    assert state.streams.answered("d1", first, RETRY, now_s=1.0)
+    assert state.streams.take_questions() == []
     state.take_step_plan(now_s=2.0)
     second = ask(state)
     assert second.number == first + 1
-    assert not state.stream_answered("d1", first, offered()[1], now_s=2.0)
-    assert state.stream_answered("d1", second.number, offered()[1], now_s=2.0)
-    assert not state.stream_answered("d1", second.number, offered()[1], now_s=2.0)
-    assert not state.stream_answered("other", 1, RETRY, now_s=2.0)
+    assert not state.streams.answered("d1", first, offered()[1], now_s=2.0)
+    assert state.streams.answered("d1", second.number, offered()[1], now_s=2.0)
+    assert not state.streams.answered("d1", second.number, offered()[1], now_s=2.0)
+    assert not state.streams.answered("other", 1, RETRY, now_s=2.0)
 
 
 def answered_until_it_ends(name, reason):
@@ -133,11 +133,11 @@ def answered_until_it_ends(name, reason):
         number = ask(state).number
     for second in range(begun, 1000):
         state.take_step_plan(now_s=float(second))
-        for asked in state.take_stream_questions():
+        for asked in state.streams.take_questions():
             number = asked.number
         if states(state) != [f"consumer-{name}"]:
             return second - begun, *states(state)
-        state.stream_answered("d1", number, {"kind": "no", "reason": reason}, now_s=float(second))
+        state.streams.answered("d1", number, {"kind": "no", "reason": reason}, now_s=float(second))
     return None
 
 
@@ -154,13 +154,13 @@ def test_a_peer_that_does_not_know_the_id_yet_does_not_move_the_deadline():
 @pytest.mark.parametrize("name", ["asking", "awaiting"])
 def test_a_deadline_counts_from_the_last_word(name):
     state, number = at(name)
-    state.stream_answered("d1", number, RETRY, now_s=8.0)
+    state.streams.answered("d1", number, RETRY, now_s=8.0)
     state.take_step_plan(now_s=17.9)
     number = ask(state).number
     assert states(state) == [f"consumer-{name}"]
     state.take_step_plan(now_s=18.0)
-    assert state.take_stream_questions() == []
-    assert state.take_stream_cancels() == [("d1", number)]
+    assert state.streams.take_questions() == []
+    assert state.streams.consumed.take_cancels() == [("d1", number)]
 
 
 ENDS = [
@@ -188,19 +188,19 @@ def test_a_stream_that_is_not_wanted_any_more_leaves_nothing(name, event, target
         assert finish(state).keep_blocks is False
     elif event == "expire":
         state.take_step_plan(now_s=10.0)
-        state.take_stream_questions()
+        state.streams.take_questions()
     elif event == "hit":
         state.allocate("d1", block_ids=BLOCKS, new_block_ids=[[]], external_tokens=0, now_s=5.0)
     else:
         state.reset(now_s=5.0)
-    assert state.take_stream_cancels() == ([("d1", number)] if has_question else [])
+    assert state.streams.consumed.take_cancels() == ([("d1", number)] if has_question else [])
     assert states(state) == ([f"consumer-{target}"] if target else [])
     plan = state.take_step_plan(now_s=10.0)
     assert plan.streams.stops == (("d1",) if target in {"stopping", "draining-stream"} else ())
     assert [read.is_notify_only for read in plan.reads] == ([True] if name == "offered" else [])
     if target in {"stopping", "draining-stream"}:
         state.report(sent=[], received=["d1"], failed=["d1"])
-    assert state.stream_blocks_held == 0
+    assert state.streams.consumed.blocks_held == 0
     assert states(state) == ([] if event == "finish" else ["consumer-local"])
 
 
@@ -212,9 +212,9 @@ def test_reports_that_cross_with_a_stop_are_taken(name, failed):
         state.reset(now_s=1.0)
     else:
         finish(state)
-    state.stream_ended("d1", (0, 0), is_done=False)
+    state.streams.ended("d1", (0, 0), is_done=False)
     assert states(state) == [f"consumer-{name}"]
-    assert state.take_stream_questions() == []
+    assert state.streams.take_questions() == []
     state.report(sent=[], received=["d1"], failed=failed)
     left = [] if name == "draining-stream" else ["consumer-failed" if failed else "consumer-local"]
     assert states(state) == left
@@ -246,7 +246,7 @@ def test_an_answer_that_cannot_be_trusted_is_a_refusal(case):
     state, asked = asking()
     _, offer = offered()
     answer = {**offer, **changes, "ticket": 7 if ticket is None else {**offer["ticket"], **ticket}}
-    assert state.stream_answered("d1", asked.number, answer, now_s=0.0)
+    assert state.streams.answered("d1", asked.number, answer, now_s=0.0)
     assert states(state) == ["consumer-local"]
     assert state.explain("d1", now_s=0.0)["rejected_code"] == code
 
@@ -254,7 +254,7 @@ def test_an_answer_that_cannot_be_trusted_is_a_refusal(case):
 def test_an_answer_of_an_unknown_kind_is_refused():
     state, asked = asking()
     with pytest.raises(SchedulerStateError, match="must be an offer"):
-        state.stream_answered("d1", asked.number, {"kind": "maybe"}, now_s=0.0)
+        state.streams.answered("d1", asked.number, {"kind": "maybe"}, now_s=0.0)
     assert states(state) == ["consumer-asking"]
 
 
@@ -286,7 +286,7 @@ def test_an_early_ticket_that_is_refused_is_computed_here(case):
     state = consumer(**settings)
     admission = arrive(state, identity=identity, **changes)
     assert (admission.role, admission.rejected_code) == ("none", code)
-    assert state.take_stream_questions() == []
+    assert state.streams is None or state.streams.take_questions() == []
 
 
 def test_an_id_serves_one_request_at_a_time():
@@ -322,9 +322,9 @@ WINDOW = GroupConfig("window", 16, window_tokens=34)
 def test_a_prompt_of_which_nothing_can_be_read_is_not_asked_for(settings, tokens, is_asked):
     state = consumer(**settings)
     admission = state.arrive("d1", early(serves=False), prompt_tokens=tokens, identity=Prompt(), now_s=0.0)
-    assert len(state.take_stream_questions()) == is_asked
+    assert len(state.streams.take_questions()) == is_asked
     assert (admission.role, admission.rejected_code) == ("consumer" if is_asked else "none", "")
-    outcomes = [(each.request_id, each.code, each.result) for each in state.take_stream_outcomes()]
+    outcomes = [(each.request_id, each.code, each.result) for each in state.streams.consumed.take_outcomes()]
     assert outcomes == ([] if is_asked else [("d1", "nothing-to-read", "computed-here")])
     blocks = [[1, 2, 3, 4]] * len(settings.get("groups", (0,)))
     if not is_asked:  # the engine treats it as any other prompt
@@ -347,8 +347,10 @@ def test_waiting_early_requests_are_bounded():
         for number in range(1030)
     ]
     assert roles == ["consumer"] * 1024 + ["none"] * 6
-    assert len(state.take_stream_questions()) == 1024
-    assert {(each.code, each.result) for each in state.take_stream_outcomes()} == {("too-many", "computed-here")}
+    assert len(state.streams.take_questions()) == 1024
+    assert {(each.code, each.result) for each in state.streams.consumed.take_outcomes()} == {
+        ("too-many", "computed-here")
+    }
     finish(state)
     assert arrive(state, request_id="next", hand_over_id="f" * 32).role == "consumer"
 
@@ -359,7 +361,7 @@ def test_a_stream_that_is_not_there_is_refused_by_name_and_its_end_means_nothing
     with pytest.raises(SchedulerStateError, match="nobody"):
         streams.find("nobody", "torn")
     assert streams.note_end("nobody", (0, 0), is_done=False) is False
-    state.stream_ended("nobody", (0, 0), is_done=True)
+    state.streams.ended("nobody", (0, 0), is_done=True)
     assert states(state) == ["consumer-streaming"]
 
 
@@ -386,14 +388,14 @@ def test_no_answers_of_a_lying_producer_keep_a_request_for_ever(seed):
             fence_seed += 10
             answer = draw.choice((offered(fence_seed=fence_seed)[1], offered(fence_seed=fence_seed)[1], RETRY, None))
             if answer is not None:
-                state.stream_answered("d1", questions.pop().number, answer, now_s=now_s)
+                state.streams.answered("d1", questions.pop().number, answer, now_s=now_s)
         if not is_loading and state.external_tokens("d1", computed_tokens=0):
             load(state, now_s=now_s)
             is_loading = True
         state.take_step_plan(now_s=now_s)
         if is_loading and "consumer-streaming" in state.state_counts():
-            state.stream_ended("d1", (0, 0), is_done=False)
-        questions = [*state.take_stream_questions(), *questions][:1]
+            state.streams.ended("d1", (0, 0), is_done=False)
+        questions = [*state.streams.take_questions(), *questions][:1]
         is_refused = not {
             "consumer-asking",
             "consumer-offered",
@@ -404,17 +406,17 @@ def test_no_answers_of_a_lying_producer_keep_a_request_for_ever(seed):
 
 def streamed(state, offer, ending):
     """Let `d1` read a stream to its end, well or badly, and end."""
-    assert state.stream_answered("d1", ask(state).number, offer, now_s=0.0)
+    assert state.streams.answered("d1", ask(state).number, offer, now_s=0.0)
     load(state)
     if ending == "good, of an aborted request":
         finish(state)
     elif ending == "good, given up meanwhile":
         state.reset(now_s=0.0)
     state.take_step_plan(now_s=0.0)
-    state.stream_ended("d1", (0, 0), is_done=ending != "bad")
+    state.streams.ended("d1", (0, 0), is_done=ending != "bad")
     if ending == "bad":
         number = ask(state).number
-        state.stream_answered("d1", number, {"kind": "no", "reason": "withdrawn"}, now_s=0.0)
+        state.streams.answered("d1", number, {"kind": "no", "reason": "withdrawn"}, now_s=0.0)
     state.report(sent=[], received=["d1"], failed=["d1"] if ending == "bad" else [])
     if ending != "good, of an aborted request":
         finish(state)
@@ -428,7 +430,7 @@ def test_a_prompt_that_was_streamed_is_read_by_nobody_who_comes_late(late, endin
     peer, offer = offered()
     run(peer, ["plan", "last-chunk", "plan"])
     params = run(peer, ["length"]).params
-    peer.stream_question("final", question(2))
+    peer.streams.produced.ask("final", question(2))
     final = answer_of(peer)
     state = consumer(load_failure_policy="fail")
     arrive(state)
@@ -437,7 +439,7 @@ def test_a_prompt_that_was_streamed_is_read_by_nobody_who_comes_late(late, endin
         state.arrive("d2", params, prompt_tokens=100, identity=Prompt(), now_s=5.0)
     else:
         arrive(state, request_id="d2", now_s=5.0)
-        assert state.stream_answered("d2", ask(state).number, offer if late == "an offer" else final, now_s=5.0)
+        assert state.streams.answered("d2", ask(state).number, offer if late == "an offer" else final, now_s=5.0)
     assert state.external_tokens("d2", computed_tokens=0) == (100 if ending == "bad" else 0)
     if ending != "bad":
         state.allocate("d2", block_ids=BLOCKS, new_block_ids=BLOCKS, external_tokens=0, now_s=5.0)

@@ -11,8 +11,8 @@ from kv_scheduler_state.ticket.early import EarlyTicket, early_params
 
 def outcomes(state):
     """The decisions against streaming since the last call: (code, result)."""
-    state.take_stream_questions()
-    return [(each.code, each.result) for each in state.take_stream_outcomes()]
+    state.streams.take_questions()
+    return [(each.code, each.result) for each in state.streams.consumed.take_outcomes()]
 
 
 @pytest.mark.parametrize("name", ["asking", "asking-final", "awaiting"])
@@ -27,23 +27,25 @@ def test_a_prompt_that_is_not_streamed_has_one_outcome_with_its_reason(name, eve
         now_s = 31.0
         state.take_step_plan(now_s=now_s)
         number = ask(state).number
-        assert [(each.code, each.result) for each in state.take_stream_outcomes()] == [("no-room", "read-whole")]
+        assert [(each.code, each.result) for each in state.streams.consumed.take_outcomes()] == [
+            ("no-room", "read-whole")
+        ]
     assert outcomes(state) == []
     due = {"refused": "withdrawn", "refused with a code": "ask-unsupported", "silent": "no-answer", "busy": "busy"}
     if event == "refused":
-        state.stream_answered("d1", number, {"kind": "no", "reason": "withdrawn"}, now_s=now_s)
+        state.streams.answered("d1", number, {"kind": "no", "reason": "withdrawn"}, now_s=now_s)
     elif event == "refused with a code":
         no = {"kind": "no", "reason": "not-streamed", "code": "ask-unsupported"}
-        state.stream_answered("d1", number, no, now_s=now_s)
+        state.streams.answered("d1", number, no, now_s=now_s)
     elif event == "of another prompt":
         answer = final_answer()
         ticket = {**answer["ticket"], "kv_prompt": "0" * 64}
-        state.stream_answered("d1", number, {**answer, "ticket": ticket}, now_s=now_s)
+        state.streams.answered("d1", number, {**answer, "ticket": ticket}, now_s=now_s)
         due[event] = "ticket-prompt"
     else:
         words = {"unanswered": {"kind": "no", "reason": "unanswered", "code": "timed-out"}, "busy": RETRY}
         if event in words:
-            state.stream_answered("d1", number, words[event], now_s=now_s)
+            state.streams.answered("d1", number, words[event], now_s=now_s)
         due["unanswered"] = "timed-out"
         state.take_step_plan(now_s=now_s + 400.0)
     result = "given-up" if name == "awaiting" else "computed-here"
@@ -58,13 +60,13 @@ def test_an_offer_that_no_share_holds_and_one_of_other_blocks_are_read_whole():
     state, asked = asking()
     _, offer = offered()
     ticket = {**offer["ticket"], "kv_span_tokens": [8]}
-    state.stream_answered("d1", asked.number, {**offer, "ticket": ticket}, now_s=0.0)
+    state.streams.answered("d1", asked.number, {**offer, "ticket": ticket}, now_s=0.0)
     assert outcomes(state) == [("other-blocks", "read-whole")]
 
 
 def test_a_stream_that_is_read_or_that_its_client_leaves_has_no_outcome():
     state, asked = asking()
-    state.stream_answered("d1", asked.number, final_answer(), now_s=1.0)
+    state.streams.answered("d1", asked.number, final_answer(), now_s=1.0)
     assert outcomes(state) == []
     state, _ = asking()
     finish(state)
@@ -76,7 +78,7 @@ def test_an_engine_reads_no_stream_of_its_own(kind):
     """A router sent both requests to one engine: the prompt is computed once more, and nothing is read or reserved."""
     state, asked = asking(engine_id="prefill-0")
     answer = offered()[1] if kind == "offer" else final_answer()
-    assert state.stream_answered("d1", asked.number, answer, now_s=0.0)
+    assert state.streams.answered("d1", asked.number, answer, now_s=0.0)
     assert outcomes(state) == [("ticket-own-engine", "computed-here")]
     assert state.external_tokens("d1", computed_tokens=0) == 0
 
@@ -93,11 +95,11 @@ def test_a_withdrawn_hand_over_is_refused_at_once_and_leases_nothing(secret):
     state = producer()
     if secret:
         state.set_secrets((secret,))
-    state.stream_question("a", question())
+    state.streams.produced.ask("a", question())
     assert answer_of(state) == {"kind": "no", "reason": "unknown-id"}
     assert withdraw(state, secret=secret) == ("none", "", "", 0, False)
-    assert [each.answer for each in state.take_stream_standings()] == [{"kind": "no", "reason": "withdrawn"}]
-    state.stream_question("a", question(2))
+    assert [each.answer for each in state.streams.produced.take_standings()] == [{"kind": "no", "reason": "withdrawn"}]
+    state.streams.produced.ask("a", question(2))
     assert answer_of(state) == {"kind": "no", "reason": "withdrawn"}
     decision = state.finish("w", reason="length", block_ids=[[1]], computed_tokens=1, now_s=0.0)
     assert (decision.keep_blocks, decision.params, state.live_count) == (False, None, 0)
@@ -106,7 +108,7 @@ def test_a_withdrawn_hand_over_is_refused_at_once_and_leases_nothing(secret):
 def test_a_withdrawal_ends_no_hand_over_whose_prompt_has_come():
     state, _ = offered()
     assert withdraw(state).role == "none"
-    state.stream_question("b", question(2))
+    state.streams.produced.ask("b", question(2))
     assert answer_of(state)["kind"] == "offer"
 
 

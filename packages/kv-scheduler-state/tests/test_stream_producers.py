@@ -51,11 +51,11 @@ def test_an_offer_names_all_but_the_blocks_and_the_lease_goes_on_with_it():
     assert final["remote_block_ids"] == [[1, 2, 3, 4, 5, 6, 7]]
     (grant,) = state.take_step_plan(now_s=0.0).grants
     assert (grant.fence, grant.nonce) == ((0, 100), final["kv_nonce"])
-    state.stream_question("b", question(2, wants_final=True))
+    state.streams.produced.ask("b", question(2, wants_final=True))
     answer = answer_of(state)
     assert answer == {"kind": "final", "request_id": "p1", "slot": 0, "generation": 100, "ticket": final}
     state.report(sent=["p1"], received=[], failed=[])
-    assert (state.stream_slots_used, state.live_count) == (0, 0)
+    assert (state.streams.produced.slots_used, state.live_count) == (0, 0)
     assert not state.check_invariants()
 
 
@@ -87,9 +87,9 @@ def test_an_aborted_stream_keeps_its_blocks_until_its_word_has_moved(way):
     plan = state.take_step_plan(now_s=0.0)
     assert plan.streams == EMPTY_STREAM_PLAN._replace(voids=(StreamVoid("p1", 0, 100 | ENDED, 100, ends=True),))
     assert plan.releases == (("p1",) if "plan" in way else ())
-    assert (states(state), state.stream_slots_used) == (["producer-voiding"], 1)
+    assert (states(state), state.streams.produced.slots_used) == (["producer-voiding"], 1)
     state.report(sent=["p1"], received=[], failed=[])
-    assert (state.live_count, state.stream_slots_used) == (0, 0)
+    assert (state.live_count, state.streams.produced.slots_used) == (0, 0)
 
 
 def test_a_restart_has_another_generation_and_its_void_gives_way_to_it():
@@ -135,10 +135,10 @@ def test_a_reset_takes_a_streamed_lease_back():
     run(state, ["plan", "reset"])
     assert state.take_step_plan(now_s=0.0).revokes == ("p1",)
     assert states(state) == ["producer-taken-back"]
-    state.stream_question("a", question())
+    state.streams.produced.ask("a", question())
     assert answer_of(state) == {"kind": "no", "reason": "withdrawn"}
     state.report(sent=["p1"], received=[], failed=[])
-    assert state.stream_slots_used == 0
+    assert state.streams.produced.slots_used == 0
 
 
 def test_a_prompt_that_reads_besides_is_not_streamed_and_its_reader_learns_so():
@@ -146,8 +146,8 @@ def test_a_prompt_that_reads_besides_is_not_streamed_and_its_reader_learns_so():
     refusal = state.arrive(
         "p1", early(serves=True, remote_block_ids=[[1]]), prompt_tokens=100, identity=Prompt(), now_s=0.0
     )
-    assert (refusal, state.stream_slots_used) != ("", 1)
-    state.stream_question("a", question())
+    assert (refusal, state.streams.produced.slots_used) != ("", 1)
+    state.streams.produced.ask("a", question())
     assert answer_of(state)["kind"] == "no"
 
 
@@ -157,8 +157,8 @@ def test_a_prompt_without_a_slot_is_answered_by_its_ticket():
     other = "0" * 31 + "8"
     state.arrive("p2", early(serves=True, hand_over_id=other), prompt_tokens=100, identity=Prompt(), now_s=0.0)
     run(state, ["allocate", "chunk"], "p2")
-    state.stream_question("a", question(hand_over_id=other))
-    assert not state.take_stream_answers()
+    state.streams.produced.ask("a", question(hand_over_id=other))
+    assert not state.streams.produced.take_answers()
     plan = state.take_step_plan(now_s=0.0)
     assert [(order.request_id, order.slot) for order in plan.fences] == [("p2", 1)]
     assert plan.streams == EMPTY_STREAM_PLAN
@@ -167,7 +167,7 @@ def test_a_prompt_without_a_slot_is_answered_by_its_ticket():
     assert answer_of(state)["kind"] == "final"
     run(state, ["plan"])
     state.report(sent=["p2"], received=[], failed=[])
-    assert (state.stream_slots_used, state.fence_slots_used) == (1, 0)
+    assert (state.streams.produced.slots_used, state.fence_slots_used) == (1, 0)
     assert not state.check_invariants()
 
 
@@ -175,7 +175,7 @@ def test_a_prompt_without_a_slot_is_answered_by_its_ticket():
 def test_an_aborted_prompt_without_a_slot_frees_its_blocks_at_once(way):
     state = producer(stream_table_entries=3)
     run(state, ["arrive", *way, "plan"])
-    state.stream_question("a", question())
+    state.streams.produced.ask("a", question())
     assert run(state, ["abort"]) == (False, None, "")
     assert answer_of(state) == {"kind": "no", "reason": "withdrawn"}
     assert (state.live_count, state.fence_slots_used) == (0, 0)
@@ -183,33 +183,35 @@ def test_an_aborted_prompt_without_a_slot_frees_its_blocks_at_once(way):
 
 def test_a_question_is_parked_until_there_is_an_answer():
     state = producer()
-    state.stream_question("early", question(1))
+    state.streams.produced.ask("early", question(1))
     assert answer_of(state) == {"kind": "no", "reason": "unknown-id"}
     run(state, ["arrive"])
-    state.stream_question("a", question(2))
-    state.stream_question("final", question(3, wants_final=True))
-    state.stream_question("gone", question(4))
-    state.stream_cancelled("gone", HAND_OVER)
-    state.stream_cancelled("gone", "another")
-    assert not state.take_stream_answers()
+    state.streams.produced.ask("a", question(2))
+    state.streams.produced.ask("final", question(3, wants_final=True))
+    state.streams.produced.ask("gone", question(4))
+    state.streams.produced.cancel("gone", HAND_OVER)
+    state.streams.produced.cancel("gone", "another")
+    assert not state.streams.produced.take_answers()
     run(state, ["allocate", "chunk"])
-    ((asker, number, answer),) = state.take_stream_answers()
+    ((asker, number, answer),) = state.streams.produced.take_answers()
     assert (asker, number, answer["kind"]) == ("a", 2, "offer")
     run(state, ["abort"])
-    assert [(asker, answer["reason"]) for asker, _, answer in state.take_stream_answers()] == [("final", "withdrawn")]
+    assert [(asker, answer["reason"]) for asker, _, answer in state.streams.produced.take_answers()] == [
+        ("final", "withdrawn")
+    ]
     state.report(sent=["p1"], received=[], failed=[])
-    state.stream_question("late", question(5))
+    state.streams.produced.ask("late", question(5))
     assert answer_of(state) == {"kind": "no", "reason": "withdrawn"}
 
 
 def test_questions_are_answered_for_the_same_prompt_only_and_are_bounded():
     state = producer()
     run(state, ["arrive"])
-    state.stream_question("a", question(digest="e" * 64))
+    state.streams.produced.ask("a", question(digest="e" * 64))
     assert answer_of(state) == {"kind": "no", "reason": "digest-mismatch"}
     for index in range(9):
-        state.stream_question(f"a{index}", question(index + 1))
-    ((asker, _, answer),) = state.take_stream_answers()
+        state.streams.produced.ask(f"a{index}", question(index + 1))
+    ((asker, _, answer),) = state.streams.produced.take_answers()
     assert (asker, answer["reason"]) == ("a8", "busy")
 
 
@@ -233,8 +235,9 @@ def test_what_is_not_streamed_is_handed_over_plain_and_says_so(case):
     admission = state.arrive("p1", params, prompt_tokens=100, identity=identity, now_s=0.0)
     assert (admission.role, states(state)[-1]) == ("producer", "producer-waiting")
     assert (admission.rejected_code, admission.is_early) == (REFUSED[case], False)
-    if case != "id in use":
-        state.stream_question("a", question())
+    assert (state.streams is None) == (case == "no slots")
+    if case in {"no identity", "declined"}:
+        state.streams.produced.ask("a", question())
         assert answer_of(state) == {"kind": "no", "reason": "not-streamed"}
 
 
@@ -243,7 +246,7 @@ def test_an_early_ticket_that_is_none_leaves_a_plain_hand_over():
     admission = state.arrive("p1", early(serves=True, port=0), prompt_tokens=100, identity=Prompt(), now_s=0.0)
     assert admission.rejected_code.startswith("ticket-")
     assert states(state) == ["producer-waiting"]
-    state.stream_question("a", question())
+    state.streams.produced.ask("a", question())
     assert answer_of(state) == {"kind": "no", "reason": "not-streamed"}, (
         "or its reader would ask until its patience ends"
     )
@@ -284,7 +287,7 @@ def test_an_event_out_of_turn_is_refused_and_changes_nothing(way, event):
 def test_a_request_that_never_ran_ends_without_a_trace():
     state = producer()
     run(state, ["arrive"])
-    state.stream_question("a", question())
+    state.streams.produced.ask("a", question())
     assert run(state, ["abort"]) == (False, None, "")
     assert answer_of(state)["reason"] == "withdrawn"
     assert state.live_count == 0
@@ -302,7 +305,7 @@ def test_a_streamed_prompt_is_saved_like_any_other(slots):
     state = producer(uses_host_buffer=True, stream_slots=slots or 1)
     if not slots:
         run(state, ["arrive"])
-        state.stream_whole("p1")
+        state.streams.produced.hand_over_whole("p1")
     run(state, (["arrive"] if slots else []) + ["allocate", "chunk"])
     saves, plan = saves_of(state)
     assert (saves, plan.completes) == ([("p1", (1, 2, 3))], ())
@@ -333,15 +336,15 @@ def test_blocks_that_a_chunk_writes_again_are_saved_and_not_published():
         ["arrive", "allocate", "chunk"],
         ["arrive", "allocate", "chunk", "last-chunk"],
         ["arrive", "allocate", "chunk", "reset"],
-        ["arrive", "stream_whole", "allocate", "chunk"],
+        ["arrive", "whole", "allocate", "chunk"],
     ],
     ids=["offered", "complete", "stale", "plain"],
 )
 def test_a_preempted_stream_saves_nothing_of_blocks_that_are_gone(events):
     state = producer(uses_host_buffer=True)
     for event in events:
-        if event == "stream_whole":
-            state.stream_whole("p1")
+        if event == "whole":
+            state.streams.produced.hand_over_whole("p1")
         else:
             run(state, [event])
     run(state, ["preempt"])
@@ -352,11 +355,11 @@ def test_a_preempted_stream_saves_nothing_of_blocks_that_are_gone(events):
 def test_a_request_that_is_handed_over_whole_answers_with_its_final_ticket():
     state = producer()
     run(state, ["arrive"])
-    state.stream_whole("p1")
-    state.stream_question("a", question())
+    state.streams.produced.hand_over_whole("p1")
+    state.streams.produced.ask("a", question())
     run(state, ["allocate", "chunk", "plan", "last-chunk", "plan"])
-    assert not state.take_stream_answers()
-    assert state.stream_slots_used == 0
+    assert not state.streams.produced.take_answers()
+    assert state.streams.produced.slots_used == 0
     final = run(state, ["length"]).params
     assert answer_of(state) == {
         "kind": "final",
@@ -366,11 +369,11 @@ def test_a_request_that_is_handed_over_whole_answers_with_its_final_ticket():
         "ticket": final,
     }
     with pytest.raises(SchedulerStateError):
-        state.stream_whole("unknown")
+        state.streams.produced.hand_over_whole("unknown")
 
 
 def standings(state):
-    return [(each.hand_over_id, each.digest, each.answer) for each in state.take_stream_standings()]
+    return [(each.hand_over_id, each.digest, each.answer) for each in state.streams.produced.take_standings()]
 
 
 def test_an_offer_stands_from_the_first_step_until_the_words_move():
@@ -378,7 +381,7 @@ def test_an_offer_stands_from_the_first_step_until_the_words_move():
     run(state, ["arrive", "allocate"])
     assert standings(state) == []
     run(state, ["chunk"])
-    state.stream_question("a", question())
+    state.streams.produced.ask("a", question())
     offer = answer_of(state)
     assert standings(state) == [(HAND_OVER, DIGEST, offer)]
     run(state, ["plan", "last-chunk", "plan"])
@@ -406,7 +409,7 @@ def test_no_offer_stands_after_a_reset():
 def test_no_offer_stands_of_a_prompt_that_is_read_whole():
     state = producer()
     run(state, ["arrive"])
-    state.stream_whole("p1")
+    state.streams.produced.hand_over_whole("p1")
     run(state, ["allocate", "chunk", "plan"])
     assert standings(state) == []
 

@@ -16,10 +16,10 @@ def test_beyond_the_share_or_the_free_blocks_nothing_is_reserved():
     state, _ = at("offered", stream_reserve_fraction=0.3)
     assert state.external_tokens("d1", computed_tokens=0) is None  # 7 of 6
     assert state.external_tokens("d1", computed_tokens=16) == 84
-    state.bind_free_blocks(lambda: 5)
+    state.streams.consumed.free_blocks = lambda: 5
     assert state.external_tokens("d1", computed_tokens=16) is None
-    assert state.stream_blocks_held == 0
-    state.bind_free_blocks(lambda: 6)
+    assert state.streams.consumed.blocks_held == 0
+    state.streams.consumed.free_blocks = lambda: 6
     assert state.external_tokens("d1", computed_tokens=16) == 84
 
 
@@ -28,9 +28,9 @@ def take_final(state, *, now_s):
     asked = ask(state)
     assert asked.wants_final
     assert states(state) == ["consumer-asking-final"]
-    assert state.stream_blocks_held == 0, "others may have its share"
+    assert state.streams.consumed.blocks_held == 0, "others may have its share"
     assert state.take_step_plan(now_s=now_s) == EMPTY_PLAN  # the peer is not told that nobody reads it
-    assert state.stream_answered("d1", asked.number, final_answer(), now_s=now_s)
+    assert state.streams.answered("d1", asked.number, final_answer(), now_s=now_s)
     assert states(state) == ["consumer-queued"]
     load(state, now_s=now_s)
     (read,) = state.take_step_plan(now_s=now_s).reads
@@ -47,9 +47,9 @@ def test_a_prompt_without_room_in_time_is_read_from_its_final_ticket():
     """As where all places of the engine's batch are taken."""
     state, _ = at("offered")
     assert state.external_tokens("d1", computed_tokens=0) == 100
-    assert state.stream_blocks_held == 7
+    assert state.streams.consumed.blocks_held == 7
     state.take_step_plan(now_s=9.0)
-    assert state.take_stream_questions() == []
+    assert state.streams.take_questions() == []
     state.take_step_plan(now_s=10.0)
     take_final(state, now_s=10.0)
 
@@ -67,7 +67,7 @@ def misfit(state, asked):
     """Answer with an offer of blocks of other sizes."""
     _, offer = offered()
     ticket = {**offer["ticket"], "kv_span_tokens": [8]}
-    assert state.stream_answered("d1", asked.number, {**offer, "ticket": ticket}, now_s=1.0)
+    assert state.streams.answered("d1", asked.number, {**offer, "ticket": ticket}, now_s=1.0)
 
 
 @pytest.mark.parametrize("way", ["no room", "blocks of other sizes"])
@@ -79,22 +79,22 @@ def test_a_prompt_that_asks_for_its_final_ticket_leaves_nothing(event, target, i
     else:
         state, first = asking()
         misfit(state, first)
-        state.stream_answered("d1", ask(state).number, {"kind": "no", "reason": "busy"}, now_s=1.0)
+        state.streams.answered("d1", ask(state).number, {"kind": "no", "reason": "busy"}, now_s=1.0)
     state.take_step_plan(now_s=10.0)
     asked = ask(state)
     assert states(state) == ["consumer-asking-final"]
     if event == "refuse":
-        state.stream_answered("d1", asked.number, {"kind": "no", "reason": "unknown-id"}, now_s=10.0)
+        state.streams.answered("d1", asked.number, {"kind": "no", "reason": "unknown-id"}, now_s=10.0)
     elif event == "expire":
         state.take_step_plan(now_s=20.5)
-        assert state.take_stream_questions() == []
+        assert state.streams.take_questions() == []
     elif event == "hit":
         state.allocate("d1", block_ids=BLOCKS, new_block_ids=[[]], external_tokens=0, now_s=11.0)
     elif event == "reset":
         state.reset(now_s=11.0)
     else:
         finish(state)
-    assert state.take_stream_cancels() == ([("d1", asked.number)] if is_cancelled else [])
+    assert state.streams.consumed.take_cancels() == ([("d1", asked.number)] if is_cancelled else [])
     assert states(state) == ([f"consumer-{target}"] if target else [])
     plan = state.take_step_plan(now_s=20.5)
     assert [(read.is_notify_only, read.ticket.peer_request_id) for read in plan.reads] == (
@@ -107,7 +107,7 @@ def test_a_peer_without_a_place_for_the_question_is_asked_again_for_the_final_ti
     state, _ = at("offered")
     state.take_step_plan(now_s=10.0)
     first = ask(state)
-    state.stream_answered("d1", first.number, {"kind": "no", "reason": "busy"}, now_s=10.0)
+    state.streams.answered("d1", first.number, {"kind": "no", "reason": "busy"}, now_s=10.0)
     state.preempt("d1", now_s=10.5)
     state.take_step_plan(now_s=11.0)
     take_final(state, now_s=11.0)
@@ -121,7 +121,7 @@ def test_an_offered_prompt_whose_allocation_is_refused_is_given_up_at_once():
     assert state.take_step_plan(now_s=1.0).failures == ("d1",)
     state.report(sent=[], received=["d1"], failed=["d1"])
     assert (states(state), state.external_tokens("d1", computed_tokens=0)) == (["consumer-local"], 0)
-    assert state.stream_blocks_held == 0
+    assert state.streams.consumed.blocks_held == 0
 
 
 def test_a_refused_allocation_is_given_up_also_if_its_offer_has_expired_meanwhile():
@@ -140,7 +140,7 @@ def test_a_question_that_nobody_waits_for_any_more_is_not_asked(ends):
     state = consumer()
     arrive(state)
     ends(state)
-    assert state.take_stream_questions() == []
+    assert state.streams.take_questions() == []
 
 
 def test_a_window_takes_only_the_blocks_that_it_sees():
@@ -152,10 +152,10 @@ def test_a_window_takes_only_the_blocks_that_it_sees():
     peer.arrive("p1", early(serves=True), prompt_tokens=100, identity=Prompt(), now_s=0.0)
     peer.allocate("p1", block_ids=blocks, new_block_ids=blocks, external_tokens=0, now_s=0.0)
     peer.scheduled("p1", new_block_ids=blocks, is_prompt_complete=False, computed_tokens=48)
-    peer.stream_question("a", question())
-    state.stream_answered("d1", asked.number, answer_of(peer), now_s=0.0)
+    peer.streams.produced.ask("a", question())
+    state.streams.answered("d1", asked.number, answer_of(peer), now_s=0.0)
     assert state.external_tokens("d1", computed_tokens=0) == 100
-    assert state.stream_blocks_held == 22
+    assert state.streams.consumed.blocks_held == 22
 
 
 @pytest.mark.never_wrong("A8")
@@ -176,28 +176,28 @@ def test_an_offer_of_other_blocks_becomes_a_plain_hand_over():
     assert again.wants_final
     assert again.number > asked.number
     assert state.external_tokens("d1", computed_tokens=0) is None
-    assert state.stream_answered("d1", again.number, final_answer(), now_s=2.0)
+    assert state.streams.answered("d1", again.number, final_answer(), now_s=2.0)
     assert state.external_tokens("d1", computed_tokens=0) == 100
 
 
 def step_ends(state, *, now_s):
     state.take_step_plan(now_s=now_s)
-    assert state.take_stream_questions() == []
+    assert state.streams.take_questions() == []
 
 
 @pytest.mark.parametrize(("free_blocks", "answer", "lacks"), [(6, None, True), (7, 100, True), (7, 100, False)])
 def test_an_offer_lacks_blocks_that_are_not_free_or_that_the_engine_does_not_give(free_blocks, answer, lacks):
     """The engine keeps free blocks for prompts that run already, for drafts and for a watermark."""
     state, _ = at("offered")
-    state.bind_free_blocks(lambda: free_blocks)
-    assert not state.streams_lack_blocks
+    state.streams.consumed.free_blocks = lambda: free_blocks
+    assert not state.streams.consumed.lacks_blocks
     assert state.external_tokens("d1", computed_tokens=0) == answer
     if not lacks:
         state.allocate("d1", block_ids=BLOCKS, new_block_ids=BLOCKS, external_tokens=100, now_s=0.0)
     step_ends(state, now_s=0.1)
-    assert state.streams_lack_blocks == lacks
+    assert state.streams.consumed.lacks_blocks == lacks
     step_ends(state, now_s=0.2)
-    assert not state.streams_lack_blocks, "nobody asked for it"
+    assert not state.streams.consumed.lacks_blocks, "nobody asked for it"
 
 
 @pytest.mark.parametrize("step_s", [0.001, 0.02, 0.1])
@@ -208,10 +208,10 @@ def test_an_offer_without_blocks_keeps_those_behind_it_for_few_steps(step_s):
     for number in range(1, round(2 / step_s)):
         answers.append(state.external_tokens("d1", computed_tokens=0))
         step_ends(state, now_s=number * step_s)
-        assert state.streams_lack_blocks
-        assert state.stream_blocks_held == 0, "others may have its share"
+        assert state.streams.consumed.lacks_blocks
+        assert state.streams.consumed.blocks_held == 0, "others may have its share"
     assert 4 <= answers.count(100) <= 8
     assert all(None in two for two in pairwise(answers))
     step_ends(state, now_s=3.0)
     load(state, now_s=3.0)
-    assert state.stream_blocks_held == 7
+    assert state.streams.consumed.blocks_held == 7

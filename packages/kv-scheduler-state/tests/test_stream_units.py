@@ -9,6 +9,7 @@ import pytest
 from kv_scheduler_state import GroupConfig, LeaseEnd
 from kv_scheduler_state.errors import DuplicateRequest, InvalidConfig, UnknownRequest
 from kv_scheduler_state.plan import (
+    EMPTY_PLAN,
     ReadOrder,
     StepPlan,
     StreamChunk,
@@ -22,7 +23,7 @@ from kv_scheduler_state.streams.consumer import StreamReserve
 from kv_scheduler_state.streams.producer import StreamPlaces
 from kv_scheduler_state.streams.reader import StreamReaders
 from kv_scheduler_state.streams.values import StreamPart, is_later_tag, stream_tag
-from kv_scheduler_state.streams.worker import StreamEnds, StreamWorker
+from kv_scheduler_state.streams.worker import StreamWorker
 from kv_scheduler_state.tables import (
     CONSUMER_TABLE,
     PRODUCER_TABLE,
@@ -31,6 +32,7 @@ from kv_scheduler_state.tables import (
     STREAM_READER_TABLE,
 )
 from kv_scheduler_state.ticket.ticket import HandoffTicket, PeerAddress
+from kv_scheduler_state.worker.state import WorkerState
 
 
 def test_every_pair_of_state_and_event_is_decided():
@@ -104,56 +106,65 @@ def test_words_are_stored_in_the_order_that_makes_them_safe():
 STREAM: Any = {"generation": 7, "tag": 7, "prompt_tokens": 100, "entry_tokens": 16, "now_s": 0.0}
 
 
-def watch(request_id="r"):
+def read(request_id="r"):
     ticket = HandoffTicket("handoff", PeerAddress("p", "10.0.0.1", 1), "p1", (), fence=(0, 1), nonce="n", lease_s=1.0)
-    read = ReadOrder(request_id, ticket, (), 16, is_reported=True)
-    return StreamPlan(watches=(StreamOrder(read, 1, 0),))
+    return ReadOrder(request_id, ticket, (), 16, is_reported=True)
+
+
+WATCH = StepPlan(streams=StreamPlan(watches=(StreamOrder(read(), 1, 0),)))
+STOP = StepPlan(streams=StreamPlan(stops=("r",)))
+NOTHING = ((), (), ())
+
+
+def ended(*, is_done):
+    worker = WorkerState()
+    assert worker.apply(WATCH) == WATCH
+    assert worker.is_reading
+    worker.ended("r", is_done=is_done)
+    return worker
 
 
 def test_a_worker_whose_fence_held_tells_the_engine_once():
-    ends = StreamEnds()
-    assert [order.read.request_id for order in ends.apply(watch())[0]] == ["r"]
-    ends.ended("r", is_done=True)
-    assert ends.take_report() == (("r",), (), (("r", True),))
+    worker = ended(is_done=True)
+    assert not worker.is_reading
+    assert worker.take_report() == (("r",), (), (("r", True),))
     # Another worker broke: what this one has read counts for the next stream, for the final ticket and for a stop.
-    assert ends.apply(watch()) == ((), ())
-    assert ends.take_report() == ((), (), (("r", True),))
-    assert ends.apply(StreamPlan(stops=("r",))) == ((), ())
-    assert ends.take_report() == ((), (), ())
+    assert worker.apply(WATCH) == EMPTY_PLAN
+    assert worker.take_report() == ((), (), (("r", True),))
+    assert worker.apply(STOP) == EMPTY_PLAN
+    assert worker.take_report() == NOTHING
 
 
 def test_a_worker_whose_stream_broke_tells_the_scheduler_half_alone():
-    ends = StreamEnds()
-    ends.apply(watch())
-    ends.ended("r", is_done=False)
-    assert ends.take_report() == ((), (), (("r", False),))
-    assert ends.apply(StreamPlan(stops=("r",))) == ((), ())
-    assert ends.take_report() == (("r",), ("r",), ())
+    worker = ended(is_done=False)
+    assert worker.is_reading
+    assert worker.take_report() == ((), (), (("r", False),))
+    assert worker.apply(STOP) == EMPTY_PLAN
+    assert worker.take_report() == (("r",), ("r",), ())
+    assert not worker.is_reading
+    assert worker.apply(STOP) == EMPTY_PLAN
 
 
 @pytest.mark.parametrize("is_done", [False, True])
 def test_a_stopped_stream_is_reported_as_failed_however_it_ends(is_done):
-    ends = StreamEnds()
-    ends.apply(watch())
-    assert ends.apply(StreamPlan(stops=("r",))) == ((), ("r",))
-    assert ends.take_report() == ((), (), ())
-    ends.ended("r", is_done=is_done)
-    assert ends.take_report() == (("r",), ("r",), ())
+    worker = WorkerState()
+    worker.apply(WATCH)
+    assert worker.apply(STOP) == STOP
+    assert worker.take_report() == NOTHING
+    worker.ended("r", is_done=is_done)
+    assert worker.take_report() == (("r",), ("r",), ())
 
 
-def test_the_final_ticket_is_read_by_those_who_are_not_done():
-    done, torn = StreamEnds(), StreamEnds()
-    for ends in (done, torn):
-        ends.apply(watch())
-        ends.ended("r", is_done=ends is done)
-    assert (done.takes_read("r"), torn.takes_read("r")) == (False, True)
+@pytest.mark.parametrize("last", [StepPlan(reads=(read(),)), StepPlan(failures=("r",))])
+def test_the_last_order_is_carried_out_by_those_who_are_not_done(last):
+    assert ended(is_done=False).apply(last) == last
+    worker = ended(is_done=True)
+    assert worker.apply(last) == EMPTY_PLAN
     # Afterwards nothing is remembered: the id may come again.
-    assert done.takes_read("r")
-    ends = StreamEnds()
-    ends.apply(watch())
-    ends.ended("r", is_done=True)
-    ends.apply(StreamPlan(ends=("r",)))
-    assert ends.takes_read("r")
+    assert worker.apply(last) == last
+    worker = ended(is_done=True)
+    worker.apply(StepPlan(streams=StreamPlan(ends=("r",))))
+    assert worker.apply(last) == last
 
 
 def test_a_reservation_is_counted_once_and_comes_back():

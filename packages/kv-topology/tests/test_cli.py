@@ -1,37 +1,65 @@
-"""The command line: tables, JSON, exit codes, and bad specifications."""
+"""The command line and its specifications: tables, JSON, exit codes, and odd files, settings and numbers without a traceback."""
 
+import copy
+import io
 import json
-import subprocess
-import sys
+import math
+import re
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
+from helpers import LONG, sampled
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
 
+from kv_topology.errors import InvalidGeometry
 from kv_topology.tools import cli
-from kv_topology.tools.report import survey
+from kv_topology.tools.report import report_values, survey, warnings
 from kv_topology.tools.spec import load_spec, model_from_config, parse_spec
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLE = EXAMPLES / "gqa_tp4_from_tp2.toml"
 SPECS = sorted(path for path in EXAMPLES.iterdir() if "config" not in path.name)
+CODES = {int(each) for each in re.findall(r"^  (\d)  ", cli._EXIT_CODES, re.MULTILINE)}
 
 
-def main(words):
-    """Run a command and return its exit code."""
-    with pytest.raises(SystemExit) as ended:
-        cli.main(words)
-    return ended.value.code
+class Stream(io.TextIOWrapper):
+    """A stream of a program, whose bytes are kept."""
+
+    def __init__(self, errors):
+        self.kept = io.BytesIO()
+        super().__init__(self.kept, encoding="utf-8", errors=errors)
+
+    def text(self):
+        self.flush()
+        return self.kept.getvalue().decode()
+
+
+def run(*words):
+    """Run a command as a program is run; return its exit code, and what it says on both streams."""
+    out, err = Stream("strict"), Stream("backslashreplace")
+    with redirect_stdout(out), redirect_stderr(err):
+        with pytest.raises(SystemExit) as stop:
+            cli.main(list(words))
+        code = int(str(stop.value.code))
+    said, complained = out.text(), err.text()
+    assert code in CODES
+    if code:
+        assert (said, bool(complained.strip())) == ("", True)
+    elif "--json" in words:
+        json.loads(said, parse_constant=pytest.fail)
+    return code, said, complained
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda path: path.name)
-def test_examples_plan(spec, capsys):
-    assert main(["plan", str(spec)]) == 0
-    text = capsys.readouterr().out
-    assert "readers per producer rank" in text
-    assert main(["plan", str(spec), "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
-    run = load_spec(spec)
-    assert len(report["plans"]) == run.consumer.tp
-    found = survey(run)
+def test_examples_plan(spec):
+    assert "readers per producer rank" in run("plan", str(spec))[1]
+    report = json.loads(run("plan", str(spec), "--json")[1])
+    loaded = load_spec(spec)
+    assert len(report["plans"]) == loaded.consumer.tp
+    found = survey(loaded)
     for entry in report["plans"]:
         plan = found.plans[tuple(entry["consumer_rank"])]
         assert [tuple(p["rank"]) for p in entry["producers"]] == list(plan.producer_ranks)
@@ -40,13 +68,23 @@ def test_examples_plan(spec, capsys):
         assert per_token == pytest.approx(entry["bytes_per_token"])
 
 
-def test_table_of_the_grouped_query_example(capsys):
-    assert main(["plan", str(EXAMPLES / "gqa_tp4_from_tp2.toml"), "--rank", "3"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+def test_table_of_the_grouped_query_example():
+    lines = run("plan", str(EXAMPLE), "--rank", "3")[1].splitlines()
     row = next(line for line in lines if line.strip().startswith("0/3"))
     assert row.split()[:6] == ["0/3", "0/1", "-", "direct", "32768", "4.000"]
     assert not any(line.strip().startswith("0/2") for line in lines)
     assert lines[-1] == "no warnings"
+
+
+def test_an_explanation_names_shares_slices_and_both_kinds_of_plan():
+    lines = run("explain", str(EXAMPLE), "--rank", "3", "--slices", "1")[1].splitlines()
+    assert lines[0] == "consumer rank 0/3 holds head 6 to 7 of 8 (key, value)"
+    assert lines[2:4] == [
+        "from producer rank 0/1, which holds head 4 to 7 of 8 (key, value):",
+        "  32768 bytes a token in 64 slices; it waits for 2 readers",
+    ]
+    assert lines[5] == "  and 63 more"
+    assert lines[-1].startswith("direct: read directly 11.08 ms")
 
 
 def run_of(**sections):
@@ -54,25 +92,50 @@ def run_of(**sections):
     return survey(parse_spec(data, EXAMPLES))
 
 
-def test_warnings():
-    assert run_of().warnings() == []
-    tiny = run_of(model={"layers": 1, "kv_heads": 1, "head_dim": 8}).warnings()
-    assert tiny == ["tiny descriptors: slices as small as 512 bytes; larger blocks or equal layouts help"]
-    replicas = run_of(model={"layers": 2, "latent_dim": 512}, producer={"tp": 4}).warnings()
-    assert replicas == ["replicas without readers, only notified: tp1, tp2, tp3"]
-    shared = run_of(model={"layers": 2, "latent_dim": 512}, consumer={"tp": 4}).warnings()
-    assert shared == ["replicated reads: every byte is read 4.00 times, by ranks that share it"]
-    uneven = run_of(model={"layers": 1, "kv_heads": 8, "head_dim": 128}, consumer={"tp": 2}, producer={"tp": 3})
-    assert uneven.warnings()[0].startswith("unequal load: producer ranks send 1024 to 1536")
-    staged = run_of(consumer={"layout": "LBNHC"}, producer={"layout": "LBHNC"}).warnings()
-    assert staged[-1] == "staged: consumer ranks tp0 permute pages after the read"
+LATENT_MODEL = {"layers": 2, "latent_dim": 512}
+
+
+@pytest.mark.parametrize(
+    ("sections", "warning"),
+    [
+        ({}, None),
+        (
+            {"model": {"layers": 1, "kv_heads": 1, "head_dim": 8}},
+            "tiny descriptors: slices as small as 512 bytes; larger blocks or equal layouts help",
+        ),
+        (
+            {"model": LATENT_MODEL, "producer": {"tp": 4}},
+            "replicas without readers, only notified: tp1, tp2, tp3",
+        ),
+        (
+            {"model": LATENT_MODEL, "consumer": {"tp": 4}},
+            "replicated reads: every byte is read 4.00 times, by ranks that share it",
+        ),
+        (
+            {"model": {"layers": 1, "kv_heads": 8, "head_dim": 128}, "consumer": {"tp": 2}, "producer": {"tp": 3}},
+            "unequal load: producer ranks send 1024 to 1536 bytes per token",
+        ),
+        (
+            {"consumer": {"layout": "LBNHC"}, "producer": {"layout": "LBHNC"}},
+            "staged: consumer ranks tp0 permute pages after the read",
+        ),
+        ({"model": LATENT_MODEL, "consumer": {"tp": 2, "dcp": 2}, "producer": {"tp": 2, "dcp": 2}}, None),
+        (
+            {"consumer": {"layout": "LHBNC"}, "producer": {"layout": "LHBNC"}, "model": {"layers": 1, "head_dim": 999}},
+            None,
+        ),
+    ],
+)
+def test_warnings(sections, warning):
+    found = warnings(run_of(**sections))
+    assert found == [] if warning is None else warning in found
 
 
 def test_estimates_follow_the_prices():
     found = run_of(link={"descriptor_us": 2.0, "bandwidth_gb_s": 1.0, "prompt_tokens": 160})
-    plan = found.plans[0, 0]
     moved = 160 * 2 * 2 * 2 * 64 * 2
-    assert found.transfer_ms(plan) == pytest.approx((20 * 2.0 + moved / 1e3) / 1e3)
+    (plan,) = report_values(found)["plans"]
+    assert plan["transfer_ms"] == pytest.approx((20 * 2.0 + moved / 1e3) / 1e3)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +146,7 @@ def test_estimates_follow_the_prices():
         ("[model]\nlayers = 1\n[consumer]\ntp = 0", "consumer.tp is 0"),
         ("[model]\nlayers = 1\n[consumer]\ntp = 2000", "limit is 1024"),
         ("[model]\nlayers = 1\n[consumer]\ntp = true", "consumer.tp must be of type int"),
-        ("[model]\nlayers = 1\n[consumer]\nblock_tokens = -4", "must not be negative"),
+        ("[model]\nlayers = 1\n[consumer]\nblock_tokens = -4", "must be 0 or a finite number"),
         ("[model]\nlayers = 1\n[consumer]\nspeed = 1", "no setting 'speed'"),
         ("[model]\nlayers = 1\n[consumer]\nkernel_block_tokens = 5", "does not divide"),
         ("[model]\nlayers = 1\n[consumer]", "producer must be a table"),
@@ -93,20 +156,6 @@ def test_estimates_follow_the_prices():
         ("[model]\nkinds = ['mamba2']\n[model.state]\nheads = 1\n", "incomplete"),
         ("no toml", "does not parse"),
         ("model = 'nowhere.json'", "nowhere.json"),
-    ],
-)
-def test_bad_specifications(text, message, tmp_path, capsys):
-    spec = tmp_path / "spec.toml"
-    spec.write_text(text)
-    assert main(["plan", str(spec)]) == 2
-    captured = capsys.readouterr()
-    assert message in captured.err
-    assert captured.out == ""
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
         ("[model]\nkinds = ['mamba2']\n[consumer]\n[producer]", "state-sizes-missing"),
         ("[model]\nlayers = 1\n[consumer]\nlayout = 'XYZ'\n[producer]", "bad-page-order"),
         ("[model]\nlayers = 1\n[consumer]\ntp = 3\ndcp = 2\n[producer]", "dcp-not-divisor"),
@@ -114,44 +163,32 @@ def test_bad_specifications(text, message, tmp_path, capsys):
         ("[model]\nlayers = 2\n[consumer]\npp = 3\n[producer]", "stage-without-layers"),
         ("[model]\nlayers = 1\n[consumer]\n[producer]\n[link]\nbandwidth_gb_s = nan", "finite"),
         ("[model]\nlayers = 1\nheads = 1\n[consumer]\n[producer]", "layers"),
+        ("[model]\nlayers = 1000000000000000", "model needs layers (1 to 4096)"),
+        ("[model]\nlayers = 1\n[consumer]\n[producer]\n[link]\ndescriptor_us = 1e16", "must be 0 or a finite number"),
+        ("model = " + "[" * 40 + "]" * 40, "model must be a table, not a list of 1 items"),
+        ("model = " + "[" * 5000, "is nested too deeply"),
     ],
 )
-def test_specifications_that_make_no_engine(text, message, tmp_path, capsys):
+def test_bad_specifications(text, message, tmp_path):
     spec = tmp_path / "spec.toml"
     spec.write_text(text)
-    assert main(["plan", str(spec), "--json"]) == 2
-    assert message in capsys.readouterr().err
+    code, _, complaint = run("plan", str(spec), "--json")
+    assert code == 2
+    assert message in complaint
 
 
-def test_no_plan(tmp_path, capsys):
+def test_no_plan(tmp_path):
     spec = tmp_path / "spec.toml"
     spec.write_text("[model]\nlayers = 1\nkv_heads = 4\n[consumer]\n[producer]\ntp = 4\ndcp = 4")
-    assert main(["plan", str(spec)]) == 3
-    assert "no plan" in capsys.readouterr().err
+    code, _, complaint = run("plan", str(spec))
+    assert code == 3
+    assert "no plan" in complaint
 
 
-def test_a_reader_that_has_seen_enough():
-    command = [sys.executable, "-m", "kv_topology", "plan", str(EXAMPLES / "granite_hybrid.json"), "--json"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as begun:
-        begun.stdout.read(1)
-        begun.stdout.close()
-        assert begun.stderr.read() == ""
-        assert begun.wait(60) == 0
-
-
-def test_other_refusals(tmp_path, capsys):
-    spec = str(EXAMPLES / "gqa_tp4_from_tp2.toml")
-    assert main(["plan", str(tmp_path / "none.toml")]) == 2
-    assert main(["plan", spec, "--rank", "4"]) == 2
-    assert main(["explain", spec, "--stage", "1"]) == 2
-    assert capsys.readouterr().out == ""
-    assert main([]) == 2
-
-
-def test_as_a_program():
-    done = subprocess.run([sys.executable, "-m", "kv_topology", "--help"], capture_output=True, text=True, check=False)
-    assert done.returncode == 0
-    assert "exit codes" in done.stdout
+def test_ranks_and_stages_that_do_not_exist(tmp_path):
+    for words in (("plan", "--rank", "4"), ("explain", "--stage", "1")):
+        assert run(*words, str(EXAMPLE))[0] == 2
+    assert "none.toml cannot be read: No such file or directory." in run("plan", str(tmp_path / "none.toml"))[2]
 
 
 def test_model_configurations():
@@ -180,3 +217,195 @@ def test_model_configurations():
     model = model_from_config(hybrid)
     assert model.group_kinds == ("mamba2", "attention")
     assert model.state.conv_rows == 3
+
+
+def places(value, at=()):
+    below: Any = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, child in below:
+        yield (*at, key)
+        yield from places(child, (*at, key))
+
+
+def changed(value, place, odd):
+    made = copy.deepcopy(value)
+    inner = made
+    for key in place[:-1]:
+        inner = inner[key]
+    inner[place[-1]] = odd
+    return made
+
+
+# ---------------------------------------------------------------------------------------------------------------- files
+
+ODD_FILES = {
+    "empty": b"",
+    "no UTF-8": b"\xff\xfe\x00\x01",
+    "Latin-1": b'model = "\xe9"',
+    "zero bytes": b"\0" * 100,
+    "prose": b"no specification",
+    "half": b'{"model": ',
+    "number": b"5",
+    "null": b"null",
+    "NaN": b"NaN",
+    "list": b"[1]",
+    "empty name": b'"" = 1',
+    "empty name in JSON": b'{"": 1}',
+    "surrogate": b'{"\\ud800": "\\ud800"}',
+    "model of a surrogate": b'{"model": "\\ud800"}',
+    "model of a zero byte": b'{"model": "a\\u0000b"}',
+    "digits": b"1" * 5000,
+    "digits inside": b'{"model": {"layers": ' + b"1" * 5000 + b"}}",
+    "digits in TOML": b"[model]\nlayers = " + b"1" * 5000,
+    "broken heading": b"[model]]\nlayers = 4",
+    **{f"lists {depth}": b"[" * depth + b"]" * depth for depth in (40, 950, 200_000)},
+    **{f"open lists {depth}": b"[" * depth for depth in (1000, 200_000)},
+    **{f"objects {depth}": b'{"model":' * depth + b"1" + b"}" * depth for depth in (250, 5000)},
+    **{f"lists in TOML {depth}": b"model = " + b"[" * depth + b"]" * depth for depth in (40, 900, 5000)},
+    **{f"names in TOML {depth}": b".".join([b"model"] * depth) + b" = 1" for depth in (40, 3000)},
+}
+BY_TYPER = {"no name", "surrogate"}
+"""Names that no file can have are refused with the other words of a command."""
+READERS = [("plan",), ("plan", "--json"), ("plan", "--estimate", "--json"), ("explain",), ("explain", "--json")]
+
+
+@pytest.fixture
+def odd_files(tmp_path):
+    """Write every odd file under both kinds of names, and others that name it as their model; return their paths."""
+    (tmp_path / "folder.toml").mkdir()
+    found = {
+        "missing": "none.toml",
+        "folder": "folder.toml",
+        "no name": "a\0b.toml",
+        "long name": "x" * 300,
+        "surrogate": "\ud800",
+    }
+    for number, content in enumerate(ODD_FILES.values()):
+        for suffix in ("toml", "json"):
+            (tmp_path / f"odd{number}.{suffix}").write_bytes(content)
+            found[f"odd{number}.{suffix}"] = f"odd{number}.{suffix}"
+    for name, model in [*found.items()]:
+        spec = {"model": model, "consumer": {"tp": 1}, "producer": {"tp": 1}}
+        (tmp_path / f"of {name}.json").write_text(json.dumps(spec))
+        found[f"of {name}"] = f"of {name}.json"
+    return {name: str(tmp_path / file) for name, file in found.items()}
+
+
+@pytest.mark.parametrize("reader", READERS, ids=" ".join)
+def test_no_file_ends_a_command_with_a_traceback(reader, odd_files):
+    for name, file in sampled(odd_files.items(), 80):
+        code, _, complained = run(*reader, file)
+        assert code == 2, name
+        is_said = complained.startswith("kv-topology: invalid specification (spec-malformed): ")
+        assert is_said or name in BY_TYPER, complained
+        assert len(complained) < 1500, name
+
+
+# ------------------------------------------------------------------------------------------------------------- settings
+
+ODD_VALUES = [
+    *(None, True, False, 0, 1, -1, 3, 2**31, 2**53, 2**63, 2**64, 10**15, 10**16, 10**400, -(10**400)),
+    *(1.5, -0.0, 5e-324, 1e-9, 1e308, math.nan, math.inf, -math.inf, "", "x", "\ud800", "SD", "LBHNC", "latent"),
+    *([], [1], [[]], ["attention"], [None], {}, {"a": 1}, {"heads": 1, "head_dim": 1, "state_dim": 1}),
+]
+SPEC = {
+    "model": {
+        "layers": 2, "kv_heads": 2, "head_dim": 16, "element_bytes": 2, "window_tokens": 32, "latent_dim": 0, "index_dim": 0,
+    },
+    "consumer": {
+        "tp": 2, "pp": 1, "dcp": 1, "block_tokens": 16, "kernel_block_tokens": 0, "layout": "LBHNC", "block_count": 8,
+        "interleave_tokens": 0, "conv_order": "DS", "base_address": 1 << 32,
+    },
+    "producer": {"tp": 1, "layout": "LBNHC"},
+    "link": {
+        "descriptor_us": 2.5, "bandwidth_gb_s": 9.0, "permute_gb_s": 10.0, "permute_launch_us": 20.0, "prompt_tokens": 256,
+    },
+}  # fmt: skip
+HYBRID = {
+    "model": {
+        "kinds": ["attention", "mamba2", "sliding"], "kv_heads": 2, "head_dim": 16, "window_tokens": 32,
+        "state": {
+            "heads": 4, "head_dim": 8, "state_dim": 8, "groups": 2, "conv_rows": 3, "conv_element_bytes": 2,
+            "state_element_bytes": 4,
+        },
+    },
+    "consumer": {"tp": 2, "block_tokens": 16, "block_count": 8, "conv_order": "SD"},
+    "producer": {"tp": 1, "block_tokens": 16, "block_count": 8},
+}  # fmt: skip
+
+
+BASES = {
+    "dense": SPEC,
+    **{kind: changed(HYBRID, ("model", "kinds", 1), kind) for kind in ("mamba1", "mamba2", "gated-delta")},
+}
+
+
+@settings(max_examples=400 if LONG else 60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.sampled_from([(base, place) for base in BASES.values() for place in places(base)]),
+    st.sampled_from(ODD_VALUES),
+    st.data(),
+)
+@example((SPEC, ("link", "prompt_tokens")), 10**400, None)
+@example((SPEC, ("link", "bandwidth_gb_s")), 10**400, None)
+@example((SPEC, ("link", "bandwidth_gb_s")), 5e-324, None)
+@example((SPEC, ("link", "prompt_tokens")), 10**15, None)
+@example((SPEC, ("model", "layers")), 10**15, None)
+@example((SPEC, ("model", "kv_heads")), 10**15, None)
+@example((SPEC, ("model", "head_dim")), 10**15, None)
+@example((SPEC, ("consumer", "base_address")), 10**15, None)
+@example((HYBRID, ("model", "state")), {"heads": 1, "head_dim": 1, "state_dim": 1}, None)
+def test_a_setting_of_any_value_makes_a_plan_or_is_refused(tmp_path, base_and_place, odd, data):
+    base, place = base_and_place
+    file = tmp_path / "spec.json"
+    file.write_text(json.dumps(changed(base, place, odd)))
+    reader = ("plan", "--estimate", "--json") if data is None else data.draw(st.sampled_from(READERS))
+    run(*reader, str(file))
+
+
+CONFIGS = {
+    "dense": {"num_hidden_layers": 2, "num_attention_heads": 8, "hidden_size": 512, "head_dim": 64, "num_key_value_heads": 4},
+    "sliding": {
+        "num_hidden_layers": 2, "num_attention_heads": 8, "hidden_size": 512, "sliding_window": 64, "torch_dtype": "float32",
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "latent": {"num_hidden_layers": 1, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_head_dim": 128},
+    "hybrid": {
+        "num_hidden_layers": 2, "num_attention_heads": 8, "hidden_size": 512, "layers_block_type": ["mamba", "attention"],
+        "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_d_conv": 4,
+    },
+    "text": {"text_config": {"num_hidden_layers": 1, "num_attention_heads": 8, "hidden_size": 512}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_models_configuration_of_any_values_is_a_model_or_refused(name):
+    taken = 0
+    for place in places(CONFIGS[name]):
+        for odd in ODD_VALUES:
+            try:
+                model_from_config(cast("Any", changed(CONFIGS[name], place, odd)))
+                taken += 1
+            except InvalidGeometry as error:
+                assert error.code == "spec-malformed"
+                assert len(str(error)) < 300
+    model_from_config(cast("Any", CONFIGS[name]))
+    assert taken
+
+
+# -------------------------------------------------------------------------------------------------------------- numbers
+
+ODD_NUMBERS = [
+    *("nan", "inf", "-inf", "-1", "0", "1", "3", "1e3", "4294967296", "9" * 40, "9" * 400, "9" * 5000, "-" + "9" * 400),
+    *("", " ", "x", "4_0", "0x10", "1,5", "\u0663\u0660", "--json"),
+]
+WORDS = {"plan": ("plan", str(EXAMPLE)), "explain": ("explain", str(EXAMPLE))}
+
+
+NUMERIC = [("plan", "--rank"), ("explain", "--rank"), ("explain", "--stage"), ("explain", "--slices")]
+
+
+@pytest.mark.parametrize(("command", "option"), NUMERIC)
+def test_no_number_ends_a_command_with_a_traceback(command, option):
+    for number in ODD_NUMBERS:
+        code, _, _ = run(*WORDS[command], option, number, "--json")
+        assert code in {0, 2}

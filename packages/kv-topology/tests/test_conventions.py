@@ -2,17 +2,14 @@
 
 from itertools import product
 from math import lcm
-from typing import Any
 
 import numpy as np
 import pytest
-from block_lists import bytes_moved, lists
 from byte_oracle import Request, check_readers, prove
-from samples import sampled
+from helpers import LATENT, bytes_moved, indices, lists, sampled
 
-from kv_topology import Group, InvalidBlocks, TokenDeal, plan_transfer, target_ranks
+from kv_topology import TokenDeal, plan_transfer, target_ranks
 from kv_topology.arithmetic import even_interval, holders, tokens_meet
-from kv_topology.plan.blocks import BlockPairs
 from kv_topology.plan.readers import FieldClass, choose_pieces, notify_home, ranks_read
 from kv_topology.tools import EngineSpec, ModelSpec, StateSpec, build_engine
 
@@ -51,7 +48,7 @@ def test_divisible_pairs_read_the_ranks_that_vllm_pairs(tp, peer_tp):
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 @pytest.mark.parametrize("peer_tp", [1, 2, 4, 8])
 def test_latent_reads_one_replica_and_notifies_the_rest(tp, peer_tp):
-    for rank, plan in enumerate(plans(ModelSpec(("latent",), latent_dim=8), tp, peer_tp)):
+    for rank, plan in enumerate(plans(LATENT, tp, peer_tp)):
         assert reads(plan) == [rank * peer_tp // tp]
         home = range(rank * peer_tp // tp, (rank + 1) * peer_tp // tp)
         assert [r for _, r in plan.notify_only_ranks] == list(home)[1:]
@@ -79,12 +76,6 @@ def test_two_heads_on_hybrid_engines(tp, rank, peer_tp, attention, everything):
     assert reads(plan) == everything
 
 
-@pytest.mark.parametrize(("tp", "rank", "peer_tp", "ranks"), [(2, 1, 2, [1]), (4, 2, 2, [1]), (1, 0, 2, [0, 1])])
-def test_source_ranks(tp, rank, peer_tp, ranks):
-    local = build_engine(ModelSpec(("attention",), 4, 2), EngineSpec(tp))[0, rank]
-    assert [r for _, r in target_ranks(local, peer_tp=peer_tp)] == ranks
-
-
 def test_replicated_heads_are_read_at_the_right_head():
     # Two heads over eight consumer ranks: rank r reads head r*2//8 of producer rank r//2 of four.
     model = ModelSpec(("attention",), 2, 4, 1)
@@ -97,18 +88,8 @@ def test_replicated_heads_are_read_at_the_right_head():
         assert table.columns.peer_offset.tolist() == [(rank * 4 // 8 - (rank // 4) * 2) * 2 * 16 * 4]
 
 
-def test_split_lengths():
-    for peer_tp in (2, 4):
-        plan = plans(ModelSpec(("attention",), 4, 8), 1, peer_tp)[0]
-        page = 2 * 4 * 16 * 8 * 2
-        for rank in range(peer_tp):
-            table = plan.slices((0, rank))[0]
-            assert table.columns.length.tolist() == [page // peer_tp]
-            assert table.columns.local_offset.tolist() == [rank * page // peer_tp]
-
-
 def test_context_parallel_ranks_and_readers():
-    model = ModelSpec(("latent",), latent_dim=8)
+    model = LATENT
 
     def ranks(tp, dcp, peer_tp, peer_dcp):
         consumers = build_engine(model, EngineSpec(tp, dcp=dcp))
@@ -128,27 +109,9 @@ def test_descriptor_numbers_of_a_hybrid_list():
     local = build_engine(model, EngineSpec(2, block_tokens=16, block_count=100))[0, 0]
     peers = build_engine(model, EngineSpec(1, block_tokens=16, block_count=100))
     plan = plan_transfer(local, peers)
-    mine, peer = plan.indices((0, 0), lists([3, 5], [1]), lists([3, 5], [1]), tokens=32)
-    assert peer.tolist() == [3, 5, 103, 105, 201, 301, 401, 501]
-    assert mine.tolist() == peer.tolist()
+    numbers = [3, 5, 103, 105, 201, 301, 401, 501]
+    assert indices(plan, lists([3, 5], [1]), lists([3, 5], [1]), tokens=32) == (numbers, numbers)
     assert len(plan.local_rows((0, 0))) == len(plan.peer_rows((0, 0))) == 6
-    link = plan._links[0, 0]
-    ids, states = np.array([3, 5], dtype=np.int32), np.array([1, 2], dtype=np.int32)
-    _, peer = link.indices([BlockPairs(ids, ids), BlockPairs(states, states)])
-    assert peer.tolist() == [3, 5, 103, 105, 201, 202, 301, 302, 401, 402, 501, 502]
-
-
-def test_descriptor_numbers_with_kernel_blocks():
-    model = ModelSpec(("attention", "attention", "mamba2"), 4, 4, state=STATE)
-    engine: dict[str, Any] = {"block_tokens": 64, "kernel_block_tokens": 16, "block_count": 100}
-    local = build_engine(model, EngineSpec(2, **engine))[0, 0]
-    plan = plan_transfer(local, build_engine(model, EngineSpec(1, **engine)))
-    link = plan._links[0, 0]
-    ids, states = np.array([3, 7], dtype=np.int32), np.array([1, 2], dtype=np.int32)
-    _, peer = link.indices([BlockPairs(ids, ids), BlockPairs(states, states)])
-    assert peer.tolist() == [3, 7, 403, 407, 801, 802, 901, 902, 1001, 1002, 1101, 1102]
-    _, peer = plan.indices((0, 0), lists([1], []), lists([1], [2]), tokens=64)
-    assert peer.tolist() == [4, 5, 6, 7, 404, 405, 406, 407]
 
 
 def test_conv_offsets_of_a_shard():
@@ -166,17 +129,8 @@ def test_conv_offsets_of_a_shard():
         assert table.columns.local_offset.tolist() == [0, xb, xb + bb, xb + 2 * bb]
 
 
-def naive_halves(page_bytes, ratio, sub_block):
-    """Offsets and lengths by the formula that divides the key's length by the ratio, but not the value's."""
-    key = page_bytes // 2 // ratio
-    return (sub_block * page_bytes // ratio, key), (sub_block * page_bytes // ratio + key, page_bytes // 2)
-
-
 def test_values_of_a_split_page_end_inside_it():
-    """Blocks-first pages of 1024 bytes against half of the block size: the naive value runs past the region."""
-    naive = [naive_halves(1024, 2, sub) for sub in range(2)]
-    assert naive[1][1] == (768, 512)
-    assert sum(naive[1][1]) > 1024
+    """Blocks-first pages of 1024 bytes against half of the block size, where dividing the key alone overruns."""
     model = ModelSpec(("attention",), 1, 16, 1)
     consumers = build_engine(model, EngineSpec(block_tokens=32, layout="halves-NHD", block_count=4))
     producers = build_engine(model, EngineSpec(block_tokens=16, layout="halves-NHD", block_count=8))
@@ -188,14 +142,8 @@ def test_values_of_a_split_page_end_inside_it():
     prove(consumers, producers, Request(lists([2, 1]), lists([5, 0, 3, 1]), 64), plan_transfer)
 
 
-def naive_expansion(blocks, peer_ratio, local_ratio):
-    """Kernel blocks of peer blocks by the formula that strides by one ratio and counts by the other."""
-    return [block * peer_ratio + step for block in blocks for step in range(local_ratio)]
-
-
 def test_unequal_physical_ratios_take_the_right_kernel_blocks():
     """640 tokens in pages of 64: producer blocks of 6 pages, consumer blocks of 10."""
-    assert naive_expansion([0, 1], 6, 10)[-10:] == list(range(6, 16))
     model = ModelSpec(("attention", "mamba2"), 1, 2, state=STATE)
     local = build_engine(model, EngineSpec(block_tokens=640, kernel_block_tokens=64, block_count=4))[0, 0]
     peers = build_engine(model, EngineSpec(block_tokens=384, kernel_block_tokens=64, block_count=4))
@@ -216,17 +164,6 @@ def test_no_local_blocks_mean_none():
     assert mine.tolist() == [64 + 4]
     assert theirs.tolist() == [64 + 7]
     assert bytes_moved(plan, lists([], []), lists([1], [2]), tokens=16) == 0
-
-
-def test_blocks_of_another_region_are_never_reached():
-    plan = plans(ModelSpec(("attention", "attention"), 2, 4), 1, 1, block_count=10)[0]
-    with pytest.raises(InvalidBlocks) as caught:
-        plan.indices((0, 0), lists([2]), lists([12]), tokens=16)
-    assert (caught.value.code, caught.value.context["block"], caught.value.context["blocks"]) == (
-        "block-id-out-of-range",
-        12,
-        10,
-    )
 
 
 def test_even_intervals_their_holders_and_homes():
@@ -252,22 +189,6 @@ def test_replicas_are_shared_out():
     assert [(piece.producer, piece.start, piece.stop) for piece in pieces] == [(0, 0, 2), (1, 2, 4)]
 
 
-def test_replicas_that_do_not_lie_across_are_shared_out_too():
-    shares = FieldClass(1, 1, 1, 2, 4)
-    assert [piece.producer for piece in choose_pieces(shares, 8, 3, 8)] == [2, 3]
-    assert [piece.producer for piece in choose_pieces(shares, 8, 6, 8)] == [6, 7]
-    assert [(p.producer, p.start, p.stop) for p in choose_pieces(split_in(3), 8, 3, 4)] == [(2, 1, 2)]
-    assert [(p.start, p.stop) for p in choose_pieces(split_in(1), 2, 0, 2)] == [(0, 1)]
-
-
-def test_token_deals():
-    deal = TokenDeal(3, 1, 4)
-    units = np.arange(12)
-    assert np.flatnonzero(deal.owned(units, 2)).tolist() == [2, 3, 8, 9]
-    assert deal.packed(units[deal.owned(units, 2)], 2).tolist() == [0, 1, 2, 3]
-    assert Group("latent", 8, deal=deal).span_tokens == 24
-
-
 def test_shares_of_tokens_are_those_counted():
     for turn, peer_turn, size, peer_size in product(range(1, 7), range(1, 7), range(1, 5), range(1, 5)):
         tokens = np.arange(lcm(turn * size, peer_turn * peer_size))
@@ -285,7 +206,7 @@ def test_shares_of_tokens_in_absurd_turns():
 
 MODELS = (
     (ModelSpec(("attention",), 4, 2), (1,)),
-    (ModelSpec(("latent",), latent_dim=4), (1, 2, 4)),
+    (LATENT, (1, 2, 4)),
     (ModelSpec(("latent", "mamba2"), latent_dim=4, state=STATE), (1, 2, 4)),
 )
 

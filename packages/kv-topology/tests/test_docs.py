@@ -6,12 +6,13 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from named_layouts import AttentionShape, layer_regions, packed_layout, rank_geometry
+from helpers import DENSE
 
-from kv_topology import Axis, Group, Member, from_document, to_document
+from kv_topology import Axis, Member, from_document, to_document
 from kv_topology.checks import LIMITS
 from kv_topology.document import MAX_VALUES
 from kv_topology.errors import InvalidGeometry
+from kv_topology.tools import EngineSpec, build_engine
 
 PACKAGE = Path(__file__).parents[1]
 DOCS = PACKAGE.parents[1] / "docs"
@@ -32,9 +33,7 @@ def test_examples(page):
 
 
 def document():
-    shape = AttentionShape(kv_heads=4, head_dim=64, page_tokens=16)
-    regions = layer_regions(["layers.0"], packed_layout(shape, "HND"), base_address=65536, page_count=8)
-    return to_document(rank_geometry([Group("attention", 16)], regions))
+    return to_document(build_engine(DENSE, EngineSpec())[0, 0])
 
 
 def section(title):

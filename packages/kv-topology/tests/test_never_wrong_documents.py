@@ -6,7 +6,7 @@ import time
 import tracemalloc
 
 import pytest
-from samples import LONG
+from helpers import LATENT, LONG, refused
 
 from kv_topology import (
     Axis,
@@ -26,9 +26,6 @@ from kv_topology import (
     to_document,
 )
 from kv_topology.tools import EngineSpec, ModelSpec, build_engine
-
-LATENT = ModelSpec(("latent",), latent_dim=4)
-
 
 # --------------------------------------------------------------------------------------------------------- documents
 
@@ -178,9 +175,8 @@ def test_plans_that_cut_pages_into_too_many_slices_are_refused_in_time():
     columns = [field("x", [["a", side, 0, side, 1, "whole"], ["b", side, 0, side, side, "whole"]])]
     mine, theirs = (document([layout], [region(0, [["l", 0, 0, 0]])]) for layout in (rows, columns))
     begun = time.thread_time()
-    with pytest.raises(TopologyError) as caught:
+    with refused("plan-too-fine"):
         Planner().plan(mine, {(0, 0): theirs}, peer_tp=1)
-    assert caught.value.code == "plan-too-fine"
     assert time.thread_time() - begun < 1.0
 
 
@@ -195,9 +191,8 @@ def test_absurd_sizes_of_a_ticket_are_refused_in_time():
         {"peer_tp": True},
         {"peer_tp": 2.0},
     ):
-        with pytest.raises(TopologyError) as caught:
+        with refused("size-out-of-range", "peer"):
             Planner().target_ranks(local, **sizes)
-        assert caught.value.code == "size-out-of-range"
     begun = time.thread_time()
     assert len(Planner().target_ranks(local, peer_tp=4096, peer_pp=4)) <= 4096 * 4
     assert time.thread_time() - begun < 1.0

@@ -26,7 +26,7 @@ def test_public_names(module):
 
 
 def test_errors_carry_what_a_caller_needs():
-    error = InvalidBlocks("Block 5 is gone.", code="x", context={"block": 5})
+    error = InvalidBlocks("x", "Block 5 is gone.", {"block": 5})
     assert isinstance(error, TopologyError)
     assert (error.code, error.fault, error.is_retry_safe, dict(error.context)) == ("x", "local", False, {"block": 5})
     blamed = error.blamed_on("peer", rank=(0, 1))
@@ -37,7 +37,7 @@ def test_errors_carry_what_a_caller_needs():
 @pytest.mark.parametrize("kind", TopologyError.__subclasses__())
 @pytest.mark.parametrize("carry", [copy.copy, copy.deepcopy, lambda error: pickle.loads(pickle.dumps(error))])
 def test_errors_cross_processes(kind, carry):
-    error = kind("Block 5 is gone.", code="x", fault="peer", context={"block": 5})
+    error = kind("x", "Block 5 is gone.", {"block": 5}, fault="peer")
     found = carry(error)
     assert (type(found), str(found), found.code, found.fault) == (kind, "Block 5 is gone.", "x", "peer")
     assert dict(found.context) == {"block": 5}

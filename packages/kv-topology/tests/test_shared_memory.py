@@ -3,18 +3,11 @@
 from dataclasses import replace
 
 import pytest
-from block_lists import bytes_moved, lists
+from helpers import bytes_moved, lists, plan_of
 
 from kv_topology import GeometryMismatch, Group, InvalidBlocks, plan_transfer
 from kv_topology.checks import find_aliases
 from kv_topology.tools import EngineSpec, ModelSpec, StateSpec, build_engine
-
-DENSE = ModelSpec(("attention",), 2, 4)
-
-
-def plan_of(model=DENSE, peer=None, **mine):
-    local = build_engine(model, EngineSpec(**mine))[0, 0]
-    return plan_transfer(local, build_engine(model, EngineSpec(**(peer if peer is not None else mine))))
 
 
 @pytest.mark.never_wrong("A3")

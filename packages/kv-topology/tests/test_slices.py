@@ -1,28 +1,20 @@
-"""How boxes become slices: what is joined, what must not be, and the limit on fineness."""
+"""Boxes into slices and slices into descriptor rows: what is joined, addresses, indices, and the limits."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import pytest
+from byte_oracle import expand_rows
+from helpers import DENSE, AttentionShape, indices, lists, refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from named_layouts import AttentionShape, halves_layout, split_layouts
 
-from kv_topology import (
-    Axis,
-    FieldLayout,
-    Group,
-    Layout,
-    Member,
-    RankGeometry,
-    Region,
-    UnsupportedTopology,
-    plan_transfer,
-)
+from kv_topology import Axis, FieldLayout, Group, Layout, Member, RankGeometry, Region, plan_transfer
 from kv_topology.arithmetic import Runs, box_runs, run_count
 from kv_topology.plan import slices
-from kv_topology.plan.slices import MAX_DESCRIPTORS, MAX_ROWS, SliceColumns, join_runs
+from kv_topology.plan.slices import MAX_DESCRIPTORS, MAX_ROWS, SideColumns, SliceColumns, build_rows, join_runs
 from kv_topology.tools import EngineSpec, ModelSpec, build_engine
+from kv_topology.tools.engine import attention_layouts
 
 SHAPE = AttentionShape(2, 4, 4, 1)
 HALF = 2 * 4 * 4
@@ -39,11 +31,11 @@ def columns(plan):
 
 
 def halves(base):
-    return rank(Region(base, 2 * HALF, 2 * HALF, 3, (Member("a", halves_layout(SHAPE), 0),)))
+    return rank(Region(base, 2 * HALF, 2 * HALF, 3, (Member("a", SHAPE.layout("halves-HND"), 0),)))
 
 
 def split_with_offset(base):
-    key, value = split_layouts(SHAPE)
+    key, value = attention_layouts("split-HND", *SHAPE)
     return rank(
         Region(base, HALF, HALF, 3, (Member("a", key, 0),)),
         Region(base * 2, 2 * HALF, 2 * HALF, 3, (Member("a", value, 0, HALF),)),
@@ -84,13 +76,6 @@ def test_runs_of_a_box():
 
 def table(*rows):
     return Runs(*(np.array(column) for column in zip(*rows, strict=True)))
-
-
-def test_joining_needs_both_sides():
-    assert len(join_runs([table((0, 0, 4), (4, 4, 4), (8, 9, 4), (13, 13, 4))])) == 3
-    unsorted = [table((4, 14, 4)), table((0, 10, 4))]
-    joined = join_runs(unsorted)
-    assert (joined.here.tolist(), joined.there.tolist(), joined.length.tolist()) == ([0], [10], [8])
 
 
 def joined_one_by_one(rows):
@@ -144,24 +129,6 @@ def test_joined_places_are_those_joined_one_by_one(chosen, random):
     )
 
 
-def test_members_without_a_common_cell_have_no_slice():
-    model = ModelSpec(("attention",), 4, 4, 1)
-    engine = EngineSpec(layout="heads-outer")
-    ranks = build_engine(model, engine)
-    (found,) = plan_transfer(ranks[0, 0], ranks).slices((0, 0))
-    assert (found.columns.local_region.tolist(), found.columns.peer_region.tolist()) == ([0, 1, 2, 3], [0, 1, 2, 3])
-    assert found.columns.length.tolist() == [2 * 4 * 16] * 4
-    packed = build_engine(model, EngineSpec(2))
-    (found,) = plan_transfer(packed[0, 1], ranks).slices((0, 0))
-    assert (found.columns.peer_region.tolist(), found.columns.length.tolist()) == ([2, 3], [2 * 4 * 16] * 2)
-
-
-def test_limits_stay():
-    assert slices.MAX_SLICES == 262_144
-    assert MAX_ROWS == 262_144
-    assert np.iinfo(np.int32).max == MAX_DESCRIPTORS
-
-
 def test_fields_with_and_without_tokens_are_joined():
     tokens = FieldLayout("x", 4, 0, (Axis("token", 4, 0, 4, 8), Axis("channel", 2, 0, 2, 4)))
     scales = FieldLayout("scale", 4, 32, (Axis("channel", 2, 0, 2, 4),))
@@ -178,7 +145,99 @@ def test_the_limit_on_slices(monkeypatch):
     assert len(plan_transfer(local, peers).slices((0, 0))[0]) == count
     for limit in (count - 1, 2 * 4 - 1):
         monkeypatch.setattr(slices, "MAX_SLICES", limit)
-        with pytest.raises(UnsupportedTopology) as caught:
+        with refused("plan-too-fine", limit=limit):
             plan_transfer(local, peers)
-        assert caught.value.code == "plan-too-fine"
-        assert caught.value.context["limit"] == limit
+
+
+def test_rows_and_their_expansion():
+    local = build_engine(DENSE, EngineSpec(block_tokens=32, layout="packed-HND", block_count=3))[0, 0]
+    peers = build_engine(DENSE, EngineSpec(block_tokens=16, layout="packed-HND", block_count=5))
+    plan = plan_transfer(local, peers)
+    base, peer_base = local.regions[0].base_address, peers[0, 0].regions[0].base_address
+    unit, head, page = 16 * 2 * 4 * 2, 32 * 2 * 4 * 2, 2 * 32 * 2 * 4 * 2
+    rows = plan.local_rows((0, 0))
+    assert rows.dtype == np.uint64
+    assert rows.tolist() == [[base + offset, unit, 0, page, 3] for offset in (0, unit, head, head + unit)]
+    assert plan.peer_rows((0, 0)).tolist() == [
+        [peer_base, unit, 0, page // 2, 5],
+        [peer_base + unit, unit, 0, page // 2, 5],
+    ]
+    assert indices(plan, lists([2]), lists([4, 1]), tokens=32) == ([5, 2, 11, 8], [1, 4, 6, 9])
+    wide = expand_rows(rows)
+    assert wide.shape == (12, 3)
+    assert wide[5].tolist() == [base + unit + 2 * page, unit, 0]
+
+
+def test_dense_units_are_one_row():
+    local = build_engine(DENSE, EngineSpec(block_tokens=48, layout="packed-NHD", block_count=3))[0, 0]
+    peers = build_engine(DENSE, EngineSpec(block_tokens=32, layout="packed-NHD", block_count=5))
+    plan = plan_transfer(local, peers)
+    unit = 16 * 2 * 2 * 4 * 2
+    assert plan.local_rows((0, 0)).tolist() == [[local.regions[0].base_address, unit, 0, unit, 9]]
+    found = indices(plan, lists([2, 0]), lists([4, 1, 0]), tokens=96)
+    assert found == ([1, 2, 8, 0, 6, 7], [0, 1, 2, 3, 8, 9])
+
+
+def rows_of(region, slices, units, before=0):
+    zero = np.zeros(slices, dtype=np.int64)
+    return build_rows([region], SideColumns(zero, zero, zero + 8, zero + 8), units, before)
+
+
+def test_indices_end_at_int32():
+    region = Region(4096, 8, 8, 1 << 20, ())
+    room = MAX_DESCRIPTORS - (1 << 20)
+    assert rows_of(region, 1, 1, room)[2] == MAX_DESCRIPTORS
+    # The last one's number of descriptors is 2**63, which as an int64 is negative.
+    for pages, rows, units, before in (
+        (1 << 20, 1, 1, room + 1),
+        (1 << 30, 2, 1, 0),
+        (1 << 31, 1, 1, 0),
+        (1 << 31, 2, 1 << 31, 0),
+    ):
+        with refused("too-many-descriptors", limit=MAX_DESCRIPTORS):
+            rows_of(replace(region, page_count=pages), rows, units, before)
+
+
+def test_pages_of_absurdly_many_units_are_refused(monkeypatch):
+    gaps = Region(4096, 1 << 30, 1 << 30, 1, ())
+    with refused("plan-too-fine", rows=MAX_ROWS + 1):
+        rows_of(gaps, 1, MAX_ROWS + 1)
+    assert len(rows_of(replace(gaps, page_stride_bytes=8 * (MAX_ROWS + 1)), 1, MAX_ROWS + 1)[0]) == 1
+    monkeypatch.setattr(slices, "MAX_ROWS", 6)
+    assert len(rows_of(gaps, 2, 3)[0]) == 6
+    with refused("plan-too-fine"):
+        rows_of(gaps, 7, 1)
+
+
+@st.composite
+def sliced_regions(draw):
+    """Regions, and slices of their pages: (region, offset, step)."""
+    units, length = draw(st.integers(1, 3)), 4
+    regions, slices, address = [], [], 1 << 40
+    for number in range(draw(st.integers(1, 4))):
+        step = length * draw(st.integers(1, 2)) if units > 1 else 0
+        stride = max(step * units, length) + draw(st.sampled_from([0, 0, 12]))
+        count = draw(st.integers(1, 4))
+        regions.append(Region(address, stride, stride, count, (), device=number))
+        slices += [(number, 0, step)] * draw(st.integers(0, 2))
+        address += 1 << 20
+    return units, regions, slices or [(0, 0, length if units > 1 else 0)]
+
+
+@settings(deadline=None)
+@given(sliced_regions(), st.integers(0, 5))
+def test_every_page_and_unit_has_its_descriptor(drawn, before):
+    units, regions, slices = drawn
+    region, offset, step = (np.array(column) for column in zip(*slices, strict=True))
+    side = SideColumns(region, offset, step, np.full(len(slices), 4))
+    rows, rule, total = build_rows(regions, side, units, before)
+    wide = expand_rows(rows).tolist()
+    assert total == before + len(wide)
+    assert len(rows) <= len(slices) * units
+    pages = np.repeat(np.arange(min(r.page_count for r in regions)), units)
+    unit = np.tile(np.arange(units), len(pages) // units)
+    found = rule.indices((pages * units + unit).astype(np.int32)).reshape(len(slices), len(pages)) - before
+    for (number, start, jump), places in zip(slices, found.tolist(), strict=True):
+        base, stride = regions[number].base_address, regions[number].page_stride_bytes
+        expected = [[base + p * stride + start + u * jump, 4, number] for p, u in zip(pages, unit, strict=True)]
+        assert [wide[index] for index in places] == expected

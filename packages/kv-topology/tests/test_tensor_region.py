@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 from byte_oracle import expand_rows
+from helpers import AttentionShape
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from named_layouts import AttentionShape, halves_layout, packed_layout
 
 from kv_topology import BlockList, Group, InvalidGeometry, RankGeometry, layouts, plan_transfer
 from kv_topology.layouts import region
@@ -103,8 +103,8 @@ def test_layouts_from_numbers_and_from_a_tensor_agree(tp_rank):
     sharded: dict[str, Any] = {"heads": 8, "tp_size": 2, "tp_rank": tp_rank}
     halves = region("page kv head token channel", np.zeros((9, 2, 4, 16, 64), np.float16), **sharded)
     packed = region("page token head (kv channel)", np.zeros((9, 16, 4, 128), np.float16), **sharded)
-    assert halves.members[0].layout == halves_layout(shape, "HND")
-    assert packed.members[0].layout == packed_layout(shape, "NHD")
+    assert halves.members[0].layout == shape.layout("halves-HND")
+    assert packed.members[0].layout == shape.layout("packed-NHD")
 
 
 def test_what_a_plan_moves_is_what_numpy_would_copy():

@@ -180,6 +180,10 @@ class FakeAgent:
         self.stalled: list[Stall] = []
         self.may_poll_slowly = False
 
+    @property
+    def agent(self) -> Any:
+        return self
+
     def allow_slow_polling(self, allowed: bool) -> None:
         self.may_poll_slowly = allowed
 

@@ -10,8 +10,9 @@ from fakes import FakeAgent, FakeRecorder
 from kv_handshake import Codec
 from kv_nixl_agent import PeerSpec
 from kv_scheduler_state import FenceOrder, GrantOrder, LeaseTable, StepPlan
+from vllm_adapter.config import Settings
 from vllm_adapter.worker.transfer.leases import LeaseKeeper
-from vllm_adapter.worker.transfer.parts import TransferParts
+from vllm_adapter.worker.transfer.records import TransferParts
 
 FENCE = (3, 77)
 
@@ -25,8 +26,8 @@ class Bench:
         self.counts, self.log = self.recorder.counts, self.recorder.lines
         untyped: Any = (self.agent, None, self.recorder)
         agent, handshakes, recorder = untyped
-        parts = TransferParts(agent, handshakes, Codec(), recorder, lambda: self.now_s, "P", PeerSpec)
-        self.leases = LeaseKeeper(parts, LeaseTable(max_pause_s=math.inf), heartbeat_s=5.0, sent=self.sent.append)
+        parts = TransferParts(agent, handshakes, Codec(), recorder, lambda: self.now_s, "P", PeerSpec, Settings(), 14)
+        self.leases = LeaseKeeper(parts, LeaseTable(max_pause_s=math.inf), self.sent.append)
 
     @property
     def lags(self) -> list[float]:
@@ -37,6 +38,12 @@ class Bench:
 
     def grant(self, request_id: str = "r", lease_s: float = 30.0, nonce: str = "") -> None:
         self.leases.apply(StepPlan(grants=(GrantOrder(request_id, lease_s, FENCE, nonce),)))
+
+    def lease(self, *request_ids: str, **grant: Any) -> None:
+        """Announce and grant."""
+        for request_id in request_ids or ("r",):
+            self.expect(request_id)
+            self.grant(request_id, **grant)
 
     def beat(self, after_s: float, *request_ids: str, reader: str = "D", nonce: str = "") -> None:
         self.now_s += after_s

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from fakes import FakeAgent, FakeCodec, FakeHandshakes, FakePlanner, FakeRecorder, Result
+from fakes import FakeAgent, FakeCodec, FakeHandshakes, FakePlanner, FakeRecorder, Outcome, Result, order
 
 from kv_nixl_agent import PeerSpec
+from kv_scheduler_state import ReadOrder
 from kv_scheduler_state.streams import StreamReaders
 from vllm_adapter.cache.vllm_peer import PeerGeometry
+from vllm_adapter.config import Settings
 from vllm_adapter.steps import ReadEnd
-from vllm_adapter.worker.pages import FinishedRead
-from vllm_adapter.worker.transfer.parts import PeerLimits, PeerPlanner, ReadLimits, TransferParts
-from vllm_adapter.worker.transfer.reads import ReadCoordinator, StreamReading
-from vllm_adapter.worker.transfer.stream_records import StreamGroup, StreamShape
+from vllm_adapter.worker.transfer.planner import PeerPlanner
+from vllm_adapter.worker.transfer.reads import ReadCoordinator
+from vllm_adapter.worker.transfer.records import TransferParts
+from vllm_adapter.worker.transfer.stream_records import StreamShape
 
 KEY, OTHER_KEY = "P@10.0.0.1:5600/1.1.1/0.0", "P@10.0.0.1:5600/1.1.1/0.1"
 
@@ -25,26 +27,27 @@ DOCUMENT: Any = {}
 class Bench:
     """A coordinator between recording fakes, with a clock of its own."""
 
-    def __init__(self, *, retries: int = 0, codec: Any = None, only_ours: bool = False, streams: bool = False) -> None:
+    def __init__(self, *, codec: Any = None, streams: bool = False, **settings: Any) -> None:
         self.now_s = 100.0
         self.agent, self.handshakes, self.planner = FakeAgent(), FakeHandshakes(), FakePlanner()
-        self.finished: list[FinishedRead] = []
+        self.ends: list[ReadEnd] = []
         self.recorder = FakeRecorder()
         self.counts, self.log = self.recorder.counts, self.recorder.lines
         untyped: Any = (self.agent, self.handshakes, codec or FakeCodec(), self.recorder, self.planner)
         agent, handshakes, codec, recorder, plans = untyped
-        parts = TransferParts(agent, handshakes, codec, recorder, lambda: self.now_s, "D", PeerSpec)
+        configured = Settings(**{"read_timeout_s": 60, "read_retries": 0, **settings})
+        parts = TransferParts(agent, handshakes, codec, recorder, lambda: self.now_s, "D", PeerSpec, configured, 14)
         planner = PeerPlanner(DOCUMENT, PeerGeometry(plans, ()), plans, "DRAM")
-        limits = ReadLimits(60, 30, 20, PeerLimits(15, 3600, 14, only_ours=only_ours), retries=retries)
-        self.streamed: list[FinishedRead] = []
-        streaming = (
-            StreamReading(StreamReaders, StreamShape([StreamGroup(16)]), self.streamed.append) if streams else None
-        )
-        self.reads = ReadCoordinator(parts, planner, limits, self.finished.append, streaming)
+        self.streamed: list[ReadEnd] = []
+        self.reads = ReadCoordinator(parts, planner, self.ends.append)
+        if streams:
+            self.reads.use_streams(StreamReaders(60), StreamShape([(16, 0)]), self.streamed.append)
 
-    @property
-    def ends(self) -> list[ReadEnd]:
-        return [finished.end for finished in self.finished]
+    def start(self, read: ReadOrder | None = None, *more: ReadOrder, **outcome: Any) -> None:
+        """Order reads, and let the handshake end."""
+        for each in (read or order(), *more):
+            self.reads.read(each)
+        self.handshakes.answer(Outcome(**outcome))
 
     def finish(self, transfer_id: str = "r1/0.0", **facts: Any) -> None:
         self.reads.transfer_ended(Result(transfer_id, **facts))

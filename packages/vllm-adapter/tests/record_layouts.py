@@ -109,12 +109,7 @@ def _spec_facts(spec: KVCacheSpec) -> dict[str, Any]:
         facts |= {"mamba_type": spec.mamba_type.name, "is_replicated": spec.tp_replicated}
     elif isinstance(spec, AttentionSpec):
         facts |= {"kv_heads": spec.num_kv_heads, "head_size": spec.head_size, "head_size_v": spec.head_size_v}
-        facts |= {
-            "head_slots": spec.num_heads,
-            "has_planes": spec.num_head_slots is not None,
-            "tokens_per_state": int(spec.tokens_per_state),
-        }
-        facts["quantization"] = spec.kv_quant_mode.name
+        facts["has_planes"] = spec.num_head_slots is not None
         if hasattr(spec, "cache_role"):
             facts["cache_role"] = spec.cache_role.name
     if isinstance(spec, SlidingWindowSpec):
@@ -126,33 +121,27 @@ def _spec_facts(spec: KVCacheSpec) -> dict[str, Any]:
 
 def _rank(name: str, tp: int) -> dict[str, Any]:
     cache, tensors = allocate(name, tp)
-    groups = []
-    for group in cache.kv_cache_groups:
-        facts = _spec_facts(_group_specs(group.kv_cache_spec))
-        groups.append({"layers": list(group.layer_names), "is_uniform_type": isinstance(
-            group.kv_cache_spec, UniformTypeKVCacheSpecs), **facts})  # fmt: skip
-    start = min(tensor.untyped_storage().data_ptr() for tensor in tensors.values())
-    per_layer = {
-        layer: spec.kv_cache_specs[layer] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
+    groups = [
+        {"layers": list(group.layer_names), **_spec_facts(_group_specs(group.kv_cache_spec))}
         for group in cache.kv_cache_groups
-        for spec in [group.kv_cache_spec]
-        for layer in group.layer_names
+    ]
+    start = min(tensor.untyped_storage().data_ptr() for tensor in tensors.values())
+    found = {
+        layer: {
+            "offset_bytes": tensor.data_ptr() - start,
+            "shape": list(tensor.shape),
+            "stride": list(tensor.stride()),
+            "element_bytes": tensor.element_size(),
+        }
+        for layer, tensor in tensors.items()
     }
-    return {
-        "blocks": cache.num_blocks,
-        "groups": groups,
-        "tensors": {
-            layer: {
-                "offset_bytes": tensor.data_ptr() - start,
-                "shape": list(tensor.shape),
-                "stride": list(tensor.stride()),
-                "dtype": str(tensor.dtype).removeprefix("torch."),
-                "element_bytes": tensor.element_size(),
-                "spec": _spec_facts(per_layer[layer]) if layer in per_layer else None,
-            }
-            for layer, tensor in tensors.items()
-        },
-    }
+    for group, facts in zip(cache.kv_cache_groups, groups, strict=True):
+        spec = group.kv_cache_spec
+        if isinstance(spec, UniformTypeKVCacheSpecs):  # a layer's own facts, where they are not its group's
+            for layer, own in spec.kv_cache_specs.items():
+                if {**facts, **_spec_facts(own)} != facts:
+                    found[layer]["spec"] = _spec_facts(own)
+    return {"blocks": cache.num_blocks, "groups": groups, "tensors": found}
 
 
 def record(name: str) -> dict[str, Any]:
@@ -164,7 +153,6 @@ def record(name: str) -> dict[str, Any]:
         "source": source,
         "layout": family.get("layout", "LBHNC"),
         "conv_order": family.get("conv", "DS"),
-        "is_mla": family.get("mla", False),
         "total_kv_heads": 1 if family.get("mla") else family.get("heads", 4),
         "head_size": 576 if family.get("mla") else family.get("size", 32),
         "tp": {str(tp): _rank(name, tp) for tp in family.get("tp", (1, 2))},

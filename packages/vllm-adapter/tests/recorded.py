@@ -27,6 +27,12 @@ def families() -> dict[str, dict[str, Any]]:
     return found
 
 
+def spec_of(rank: dict[str, Any], layer: str) -> dict[str, Any] | None:
+    """Return a layer's cache spec: its own or its group's; None for a layer that uses another one's cache."""
+    own: dict[str, Any] | None = rank["tensors"][layer].get("spec")
+    return own or next((group for group in rank["groups"] if layer in group["layers"]), None)
+
+
 def is_state(group: dict[str, Any]) -> bool:
     """Whether a request has one block of the group, whatever its length."""
     return group["class"] in {"MambaSpec", "CircularBufferSpec"}
@@ -72,8 +78,9 @@ def engine_facts(name: str, tp: int, tp_rank: int) -> EngineFacts:
 
 def _state_groups(name: str) -> int:
     """Return the model's groups of B and C, which one rank alone holds without copies; 0 without Mamba-2 layers."""
-    for tensor in families()[name]["tp"]["1"]["tensors"].values():
-        spec = tensor["spec"]
+    rank = families()[name]["tp"]["1"]
+    for layer in rank["tensors"]:
+        spec = spec_of(rank, layer)
         if spec is not None and spec.get("mamba_type") == "MAMBA2":
             heads, head_dim, state = spec["state_shapes"][1]
             return (max(spec["state_shapes"][0]) - heads * head_dim) // (2 * state)
@@ -99,20 +106,19 @@ def rank_caches(rank: dict[str, Any], address: int, backend: str) -> list[LayerC
             element_bytes=tensor["element_bytes"],
             memory_kind="DRAM",
             device=0,
-            page_bytes=tensor["spec"]["page_bytes"],
-            **_spec_facts(tensor),
+            page_bytes=spec["page_bytes"],
+            **_spec_facts(tensor, spec),
             backend=backend,
             kernel_order=KEYS_BY_CHANNEL if backend == "CPU_ATTN" else "",
-            is_opaque=bool(tensor["spec"].get("has_planes")),
+            is_opaque=bool(spec.get("has_planes")),
         )
         for layer, tensor in rank["tensors"].items()
-        if tensor["spec"] is not None
+        if (spec := spec_of(rank, layer)) is not None
     ]
 
 
-def _spec_facts(tensor: dict[str, Any]) -> dict[str, Any]:
+def _spec_facts(tensor: dict[str, Any], spec: dict[str, Any]) -> dict[str, Any]:
     """Return what the host seam reads off a layer's spec."""
-    spec = tensor["spec"]
     if spec["class"] == "CircularBufferSpec":
         shape = tuple(tensor["shape"][1:])
         return {"state_shapes": (shape,), "state_element_bytes": (tensor["element_bytes"],), "state_kind": "RING"}

@@ -134,8 +134,8 @@ class StreamPair:
             engine.step()
             assert not engine.state.live_count, self.states()
             assert engine.state.check_invariants() == ()
-        assert self.prefill.state.stream_slots_used == 0
-        assert self.decode.state.stream_blocks_held == 0
+        assert self.prefill.state.streams.produced.slots_used == 0
+        assert self.decode.state.streams.consumed.blocks_held == 0
 
     def close(self) -> None:
         for engine in (self.decode, self.prefill):

@@ -15,7 +15,7 @@ from fakes import order
 from scheduler_engine import TEXT, Engine
 
 from kv_handshake import Codec
-from kv_handshake._stream.messages import encode_ask_refusal, parse_answer
+from kv_handshake.stream.messages import encode_ask_refusal, parse_answer
 from vllm_adapter.config import Settings
 from vllm_adapter.observe import cause_log
 from vllm_adapter.observe.cause_log import CauseLog
@@ -25,7 +25,6 @@ from vllm_adapter.steps import ReadEnd, ReadTimes
 from vllm_adapter.wiring import WorkerParts
 from vllm_adapter.worker import engine_thread
 from vllm_adapter.worker.engine_thread import WorkerSide
-from vllm_adapter.worker.pages import FinishedRead
 
 OTHER = TEXT.replace("forty", "sixty")
 TAKEN = "its KV was not taken over"
@@ -40,7 +39,7 @@ def worker(rank: int = 0) -> WorkerSide:
 def fail(side: WorkerSide, request_id: str, code: str, **changes: Any) -> Any:
     """Let a read end badly on a rank; return the rank's report."""
     end = ReadEnd(order(request_id, **changes), code, "the peer is gone", ReadTimes(0.0), 1.0)
-    side._finished.append(FinishedRead(end))
+    side._finished.append(end)
     return side.take_report()
 
 
@@ -223,7 +222,7 @@ def by_a_read_that_failed(text: str) -> None:
     consumer.admit("d", ticket, TEXT)
     consumer.allocate("d", [1, 2, 3], external=consumer.side.external_tokens("d", 0)[0] or 0)
     consumer.step()
-    side._finished.append(FinishedRead(ReadEnd(order("d"), "peer-silent", text, ReadTimes(0.0), 1.0)))
+    side._finished.append(ReadEnd(order("d"), "peer-silent", text, ReadTimes(0.0), 1.0))
     reasons = {"d": {(0, 0): side.take_report().reasons["d"]}}
     consumer.side.update_output(sent=(), received=("d",), failed=("d",), reasons=reasons)
 
@@ -231,7 +230,7 @@ def by_a_read_that_failed(text: str) -> None:
 def by_a_notification_that_failed(text: str) -> None:
     end = ReadEnd(order("d", peer_request_id=text, is_reported=False), "peer-silent", text, ReadTimes(0.0), 1.0)
     side = worker()
-    side._finished.append(FinishedRead(end))
+    side._finished.append(end)
     side.take_report()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ from vllm_adapter.config.whole import check_transfer_config
 from vllm_adapter.errors import ConfigurationError
 from vllm_adapter.scheduler.side import SchedulerSide
 from vllm_adapter.wiring import SchedulerParts, WorkerParts
-from vllm_adapter.worker.registration import read_limits
 
 SEALED = {"ticket_secret_files": ["/run/secrets/kv"]}
 
@@ -208,11 +206,6 @@ def test_bytes_in_flight_have_a_cap_unless_it_is_taken_away() -> None:
     assert load_settings({"max_inflight_bytes": 0})[0].max_inflight_bytes == 0
 
 
-def test_an_engine_time_to_live_of_zero_means_never_as_in_the_hosts_own_connector() -> None:
-    settings, _ = load_settings({"engine_ttl": 0})
-    assert read_limits(WorkerParts(facts(), settings)).peers.engine_ttl_s == math.inf
-
-
 HINT = re.compile(r"names an address, not a network: write (\S+) or (\S+?)\Z")
 
 
@@ -280,11 +273,10 @@ def test_a_producer_renews_to_the_time_that_its_reader_believes() -> None:
     settings, _ = load_settings({"kv_lease_duration": 60})
     parts = WorkerParts(facts(), settings)
     table = parts.make_lease_table()
-    table.apply(StepPlan(grants=(GrantOrder("r", settings.kv_lease_duration, None),)), void=(), now_s=0.0)
+    table.apply(StepPlan(grants=(GrantOrder("r", settings.kv_lease_duration, None),)), now_s=0.0)
     ends: list[int] = []
     for second in range(1, 200):
         if second == 50:
             assert table.renew("r", nonce="", now_s=second)
         ends += [second for _ in table.take_ended(now_s=second)]
     assert ends == [50 + settings.renewed_s] == [90]
-    assert read_limits(parts).renewed_s == settings.renewed_s

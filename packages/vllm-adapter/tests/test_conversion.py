@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.lib.stride_tricks import as_strided
 
 from kv_topology import PageMove, StagedRegion
-from vllm_adapter.worker.pages import PageRange, Permutation, conversion_steps, page_ranges
+from vllm_adapter.worker.pages import PageRange, Permutation, conversion_steps
 
 
 def region(
@@ -76,19 +76,18 @@ def permuted(page: np.ndarray[Any, Any], how: Permutation) -> np.ndarray[Any, An
 def test_words_move_as_the_bytes_do(region: StagedRegion, place: int) -> None:
     page = np.random.default_rng(0).integers(0, 256, region.stop + 7, np.uint8)
     (step,) = conversion_steps([(region, np.array([3]))], [PageRange(4096, 4096, 8)])
-    assert step.permutation.word_bytes in {1, 2, 4, 8}
-    np.testing.assert_array_equal(permuted(page, step.permutation), moved(page, region))
-    aligned = step.permutation.aligned(place)
-    assert place % aligned.word_bytes == 0
-    np.testing.assert_array_equal(permuted(page, aligned), moved(page, region))
+    for how in (step.permutation(), step.permutation(place)):
+        assert how.word_bytes in {1, 2, 4, 8}
+        np.testing.assert_array_equal(permuted(page, how), moved(page, region))
+    assert place % step.permutation(place).word_bytes == 0
 
 
 def test_what_stays_together_moves_together() -> None:
     """Tokens before heads into heads before tokens, 16 bit: a head's token is one run of 32 words of 8 bytes."""
     move = PageMove((1, 16, 8, 128), 2, 0, (65536, 4096, 512, 2), 0, (0, 512, 8192, 2))
     (step,) = conversion_steps([(region(stop=65536, moves=(move,)), np.array([1]))], [PageRange(0, 65536, 9)])
-    assert step.permutation.word_bytes == 8
-    assert [m.shape for m in step.permutation.moves] == [(16, 8, 32)]
+    assert step.permutation().word_bytes == 8
+    assert [m.shape for m in step.permutation().moves] == [(16, 8, 32)]
 
 
 def test_layers_that_are_permuted_alike_share_a_step_and_shared_memory_is_permuted_once() -> None:
@@ -102,13 +101,6 @@ def test_layers_that_are_permuted_alike_share_a_step_and_shared_memory_is_permut
     steps = conversion_steps(staged, ranges)
     assert [[place.address for place in step.regions] for step in steps] == [[100, 300], [200], [200]]
     assert [step.pages.tolist() for step in steps] == [[1, 2], [1, 2], [4]]
-
-
-def test_ranges_are_those_of_the_document() -> None:
-    document: Any = {"regions": [{"base_address": 7, "page_stride_bytes": 9, "page_count": 3, "page_bytes": 8}]}
-    assert page_ranges(document) == (PageRange(7, 9, 3),)
-    nothing: Any = {}
-    assert page_ranges(nothing) == ()
 
 
 @pytest.mark.parametrize("choice", ["auto", "never", "always"])

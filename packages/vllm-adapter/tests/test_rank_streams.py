@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 from fakes import FakeRecorder, order
 
-from kv_scheduler_state import StepPlan
+from kv_scheduler_state import StepPlan, WorkerState
 from kv_scheduler_state.streams import (
     StreamChunk,
-    StreamEnds,
     StreamOpen,
     StreamOrder,
     StreamPlan,
@@ -22,8 +21,6 @@ from kv_scheduler_state.streams import (
     StreamWorker,
 )
 from vllm_adapter.steps import ReadEnd, ReadTimes
-from vllm_adapter.worker.health import failed_instead
-from vllm_adapter.worker.pages import FinishedRead
 from vllm_adapter.worker.streams import ChunkMarks, RankStreams
 
 CHUNK = StreamChunk("p", 1, 7, (StreamRun(0, (4, 5)),), 32)
@@ -55,7 +52,8 @@ class Rank:
     def __init__(self) -> None:
         self.words, self.recorder = Words(), FakeRecorder()
         untyped: Any = self.recorder
-        self.streams = RankStreams(StreamEnds(), untyped)
+        self.state = WorkerState()
+        self.streams = RankStreams(self.state, untyped)
         self.streams.use(StreamWorker(self.words, 4))
 
     def begin(self) -> None:
@@ -73,13 +71,16 @@ class Rank:
 
     def watch(self, request_id: str = "r1") -> None:
         here: Any = order(request_id)
-        self.streams.apply(StepPlan(streams=StreamPlan(watches=(StreamOrder(here, 7, 0),))))
+        self.apply(StepPlan(streams=StreamPlan(watches=(StreamOrder(here, 7, 0),))))
+
+    def apply(self, plan: StepPlan) -> None:
+        self.streams.apply(self.state.apply(plan))
 
     def end(self, code: str = "", request_id: str = "r1") -> None:
-        self.streams.ended(FinishedRead(ReadEnd(order(request_id), code, code, ReadTimes(0.0), 1.0)))
+        self.streams.ended(ReadEnd(order(request_id), code, code, ReadTimes(0.0), 1.0))
 
     def take(self) -> Any:
-        return self.streams.take(lambda finished: finished.end)
+        return self.streams.take(lambda end: end)
 
 
 @pytest.fixture
@@ -95,16 +96,6 @@ def test_words_come_before_the_forward_pass_and_progress_behind_the_device(rank:
     assert len(rank.words.stored) == 2, "nothing is shown before the device says so"
     given[0]()
     assert rank.words.stored[2:] == [("show", 1, 7, 32)]
-
-
-def test_a_chunk_of_a_start_that_was_voided_is_not_shown(rank: Rank) -> None:
-    rank.begin()
-    given = rank.wait_for_device()
-    rank.streams.chunks_given(BEGIN)
-    rank.step(StepPlan(streams=StreamPlan(voids=(StreamVoid("p", 1, 99, 7, True),))))
-    given[0]()
-    assert [each[0] for each in rank.words.stored] == ["open", "put", "void"]
-    assert (rank.streams.take_sent(), rank.streams.take_sent()) == (["p"], [])
 
 
 def test_an_order_that_the_words_refuse_fails_alone(rank: Rank) -> None:
@@ -131,8 +122,9 @@ def test_with_a_mirror_progress_waits_for_its_copies(rank: Rank) -> None:
             waiting.append((request_id, action))
 
     mirror: Any = Mirror()
+    rank.streams._mirror = mirror
     rank.begin()
-    rank.streams.chunks_given(BEGIN, mirror)
+    rank.streams.chunks_given(BEGIN)
     ((request_id, action),) = waiting
     assert (request_id, rank.words.stored[-1][0]) == ("p", "put")
     action()
@@ -155,7 +147,7 @@ def test_a_torn_stream_is_told_to_the_scheduler_half_alone_and_its_reason_kept(r
     report, ends = rank.take()
     assert (report.received, report.ends, ends) == ((), (("r1", False),), [])
     assert rank.recorder.observed == [("torn_stream_codes", "peer-lost")]
-    rank.streams.apply(StepPlan(streams=StreamPlan(stops=("r1",))))
+    rank.apply(StepPlan(streams=StreamPlan(stops=("r1",))))
     report, ends = rank.take()
     assert (report.received, report.failed) == (("r1",), ("r1",))
     assert [end.code for end in ends] == ["peer-lost"]
@@ -163,41 +155,26 @@ def test_a_torn_stream_is_told_to_the_scheduler_half_alone_and_its_reason_kept(r
 
 def test_a_stream_that_is_stopped_is_reported_failed_however_it_ends(rank: Rank) -> None:
     rank.watch()
-    assert rank.streams.apply(StepPlan(streams=StreamPlan(stops=("r1",)))).streams.stops == ("r1",)
+    rank.apply(StepPlan(streams=StreamPlan(stops=("r1",))))
     rank.end()
     report, ends = rank.take()
     assert (report.received, report.failed, report.ends) == (("r1",), ("r1",), ())
     assert [end.code for end in ends] == ["stream-stopped"], "all of it was there, and yet it is no good end"
 
 
-def test_a_rank_that_is_done_takes_part_in_no_second_read(rank: Rank) -> None:
-    rank.watch()
-    rank.end()
-    rank.take()
-    final = StepPlan(reads=(order("r1"), order("other")))
-    assert [each.request_id for each in rank.streams.apply(final).reads] == ["other"]
-    assert rank.streams.failures(["r1", "other"]) == ["r1", "other"], "asked once for each order"
-
-
 def test_pages_that_could_not_be_completed_do_not_count(rank: Rank) -> None:
     rank.watch()
     rank.end()
-    taken = rank.streams.take(lambda finished: failed_instead(finished, "mirror-copy-failed", "no copy").end)
+    taken = rank.streams.take(lambda end: end.failed("mirror-copy-failed", "no copy"))
     assert taken is not None
     assert (taken[0].received, taken[0].ends) == ((), (("r1", False),))
 
 
 def test_streams_ordered_while_asleep_are_torn_at_once(rank: Rank) -> None:
     here: Any = order("r1")
-    plan = rank.streams.apply(StepPlan(streams=StreamPlan(watches=(StreamOrder(here, 7, 0),))))
-    rank.streams.fail(plan, 5.0, "asleep", "gone")
-    assert rank.take()[0].ends == (("r1", False),)
-
-
-def test_a_good_end_that_was_not_taken_before_sleep_is_a_bad_one(rank: Rank) -> None:
-    rank.watch()
-    rank.end()
-    rank.streams.fail_finished(failed_instead)
+    plan = StepPlan(streams=StreamPlan(watches=(StreamOrder(here, 7, 0),)))
+    rank.apply(plan)
+    rank.streams.fail(plan, "asleep", "gone")
     assert rank.take()[0].ends == (("r1", False),)
 
 
@@ -287,7 +264,8 @@ def test_pages_of_a_prefix_hit_are_shown_behind_the_steps_before_and_not_by_a_mi
     given.pop()()
     assert rank.words.stored[3:] == [("show", 1, 7, 32)]
     mirror: Any = object()
-    rank.streams.before_forward(hit, mirror)
-    assert given == [], "the mirror's copies of this step come first"
     rank.streams.before_forward(BEGIN)
     assert given == [], "nothing was held"
+    rank.streams._mirror = mirror
+    rank.streams.before_forward(hit)
+    assert given == [], "the mirror's copies of this step come first"

@@ -177,7 +177,7 @@ def test_without_a_free_slot_the_final_ticket_answers(make: Any) -> None:
     pair = make(prefill={"stream_slots": 1})
     pair.arrive("first")
     pair.start("first")
-    assert pair.prefill.state.stream_slots_used == 1
+    assert pair.prefill.state.streams.produced.slots_used == 1
     stream = {"id": "aa" * 16, "host": "127.0.0.1", "port": pair.wire.port}
     pair.prefill.admit("p", {"do_remote_decode": True, "do_remote_prefill": False, "kv_stream": stream}, TEXT)
     pair.start("p")
@@ -298,7 +298,7 @@ def test_an_address_that_nothing_covers_is_not_asked(make: Any, caplog: pytest.L
     pair.admit()
     assert pair.matched() == 0
     assert pair.decode.refusals()
-    assert not pair.decode.state.take_stream_questions()
+    assert not pair.decode.state.streams.take_questions()
 
 
 # ------------------------------------------------------------------------------------------- aborts, preemptions
@@ -324,10 +324,10 @@ def test_a_prompt_that_is_aborted_keeps_its_blocks_until_the_words_have_moved(ma
 def test_a_reader_that_is_aborted_holds_its_blocks_until_it_is_quiet(make: Any, chunks: int) -> None:
     pair = make()
     streaming(pair, chunks)
-    assert pair.decode.state.stream_blocks_held == 6
+    assert pair.decode.state.streams.consumed.blocks_held == 6
     pair.decode.end("d", TEXT, [11], reason="abort")
     assert pair.decode.step().streams.stops == ("d",)
-    assert pair.decode.state.stream_blocks_held == 6
+    assert pair.decode.state.streams.consumed.blocks_held == 6
     reason = {"d": {(0, 0): ReadFailure("stream-stopped", "request p: the stream was given up (stream-stopped)")}}
     pair.decode.side.update_output(sent=(), received=("d",), failed=("d",), reasons=reason)
     go_on(pair, chunks)

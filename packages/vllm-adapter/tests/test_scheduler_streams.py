@@ -54,7 +54,7 @@ def test_a_prompt_is_read_while_it_is_computed(pair: StreamPair, caplog: pytest.
     assert (watch.tag, watch.start, watch.read.tokens) == (opening.tag, 0, len(TEXT))
     assert watch.read.ticket.fence == (opening.slot, opening.generation)
     assert watch.read.local_blocks[0].ids == (11, 12, 13, 14, 15, 16)
-    assert pair.decode.state.stream_blocks_held == 6
+    assert pair.decode.state.streams.consumed.blocks_held == 6
     (second,), (last,) = pair.chunk().streams.chunks, pair.chunk().streams.chunks
     assert (second.runs[0].first, second.runs[0].ids, second.tokens) == (2, (3, 4), 4 * BLOCK)
     assert (last.runs[0].first, last.runs[0].ids, last.tokens) == (4, (5, 6), 6 * BLOCK)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from fakes import CodedFailure, Metadata, Outcome, Plan, order, peer
+from fakes import Metadata, Outcome, Plan, order, peer
 from read_bench import KEY, OTHER_KEY, Bench
 
 TWO_RANKS = {(0, 0): Metadata(), (0, 1): Metadata()}
@@ -14,13 +14,12 @@ TWO_RANKS = {(0, 0): Metadata(), (0, 1): Metadata()}
 
 @pytest.fixture
 def bench() -> Bench:
-    return Bench(retries=1)
+    return Bench(read_retries=1)
 
 
 def start(bench: Bench, ranks: int = 1, **changes: Any) -> None:
     bench.planner.made = Plan(tuple((0, rank) for rank in range(ranks)))
-    bench.reads.read(order(**changes))
-    bench.handshakes.answer(Outcome(peers=dict(list(TWO_RANKS.items())[:ranks])))
+    bench.start(order(**changes), peers=dict(list(TWO_RANKS.items())[:ranks]))
 
 
 @pytest.mark.never_wrong("B5")
@@ -75,16 +74,6 @@ def test_what_a_new_meeting_cannot_mend_is_not_read_again(bench: Bench, outcome:
     assert bench.counts["num_retried_reads"] == 0
 
 
-def test_what_the_own_agent_refuses_is_neither_read_again_nor_held_against_the_peer(bench: Bench) -> None:
-    start(bench)
-    bench.finish(outcome="failed", code="queue-full", fault="local")
-    assert bench.codes() == {"r1": "queue-full"}
-    assert (bench.counts["num_retried_reads"], bench.counts["num_dropped_engines"]) == (0, 0)
-    bench.reads.read(order("r2"))
-    assert "r2/0.0" in bench.agent.posts, "the engine is still known"
-    assert len(bench.handshakes.asked) == 1
-
-
 def test_a_peer_that_the_own_agent_has_let_go_is_met_anew_and_read_once_more(bench: Bench) -> None:
     start(bench)
     bench.agent.remove_peer(KEY)
@@ -105,8 +94,7 @@ def test_a_lease_that_may_have_ended_is_not_read_again(bench: Bench) -> None:
 @pytest.mark.never_wrong("B5")
 def test_a_peer_whose_restart_would_not_be_noticed_is_not_read_again(bench: Bench) -> None:
     """vLLM's own peers: no fence words and no generation in the ticket."""
-    bench.reads.read(order(fence=None))
-    bench.handshakes.answer(Outcome(peers={(0, 0): Metadata(fence=None)}))
+    bench.start(order(fence=None), peers={(0, 0): Metadata(fence=None)})
     bench.finish(outcome="failed", code="peer-disconnected")
     assert bench.codes() == {"r1": "peer-disconnected"}
 
@@ -162,11 +150,3 @@ def test_a_refused_post_is_not_tried_again(bench: Bench) -> None:
     bench.agent.refuse_post = True
     bench.handshakes.answer(Outcome())
     assert bench.codes() == {"r1": "post-refused"}
-
-
-def test_a_refusal_of_the_second_attempts_blocks_ends_the_read(bench: Bench) -> None:
-    start(bench)
-    bench.finish(outcome="failed", code="peer-disconnected")
-    bench.planner.refusal = CodedFailure("heads-differ")
-    bench.handshakes.answer(Outcome())
-    assert bench.codes() == {"r1": "heads-differ"}

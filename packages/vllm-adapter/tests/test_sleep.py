@@ -18,8 +18,6 @@ from vllm_adapter.steps import RankRegistration, ReadEnd, ReadTimes, StepOrders
 from vllm_adapter.wiring import WorkerParts
 from vllm_adapter.worker import registration
 from vllm_adapter.worker.engine_thread import _VOID_GENERATION, WorkerSide
-from vllm_adapter.worker.health import fail_reads, failed_instead
-from vllm_adapter.worker.pages import FinishedRead
 from vllm_adapter.worker.registration import Registration
 
 RANK, OTHER_RANK = (0, 0), (0, 1)
@@ -28,16 +26,15 @@ RANK, OTHER_RANK = (0, 0), (0, 1)
 # ---------------------------------------------------------------------------------------------- ends of reads
 
 
-def _finished(code: str = "", message: str = "", conversion: Any = ()) -> FinishedRead:
-    return FinishedRead(ReadEnd(order(), code, message, ReadTimes(0.0), 1.0), conversion)
+def _finished(code: str = "", message: str = "", staged: Any = ()) -> ReadEnd:
+    return ReadEnd(order(), code, message, ReadTimes(0.0), 1.0, staged=staged)
 
 
 def test_an_end_that_was_good_becomes_a_failure_and_a_failure_stays_what_it_is() -> None:
-    good = _finished(conversion=(SimpleNamespace(),))
+    good = _finished(staged=(SimpleNamespace(),)).failed("asleep", "gone")
+    assert (good.code, good.staged) == ("asleep", ())
     bad = _finished("peer-lost", "gone")
-    assert (failed_instead(good).end.code, failed_instead(good).conversion) == ("asleep", ())
-    assert failed_instead(bad) is bad
-    assert [finished.end.code for finished in fail_reads([order()], 1.0, "asleep", "gone")] == ["asleep"]
+    assert bad.failed("asleep", "gone") is bad
 
 
 # ------------------------------------------------------------------------------------------ the end of a registration
@@ -48,7 +45,7 @@ class Parts:
 
     def __init__(self, thread: str, transfers: int = 0) -> None:
         self.thread, self.calls = thread, list[str]()
-        self.is_alive = thread in {"well", "hangs"}
+        self.is_alive, self.is_closed = thread in {"well", "hangs"}, False
         handshakes: Any = SimpleNamespace(close=lambda: self.calls.append("handshakes closed"))
         reads: Any = SimpleNamespace(
             end_all=lambda code, _message: self.calls.append(f"reads end: {code}"),
@@ -60,9 +57,14 @@ class Parts:
             expect=lambda _ids: None,
             apply=lambda *_: None,
         )
-        self.is_closed = False
         agent: Any = self
         self.registration = Registration(agent, handshakes, reads, leases, Recorder(), b"envelope")
+        health = SimpleNamespace(
+            state="running", calls_waiting=0, callback_errors=0, loop_errors=0, last_error="", ucx_requests="zeroed"
+        )
+        self.health = lambda: health
+        self.stalls, self.statistics = list[Any], dict[str, float]
+        self.quarantine = lambda: [SimpleNamespace(bytes_at_risk=4096)]
 
     @property
     def has_ended(self) -> bool:
@@ -70,34 +72,15 @@ class Parts:
 
     def call_soon(self, function: Any) -> None:
         if self.thread in {"dead", "dies slowly"}:
+            self.is_alive = False
             raise AdapterError("dead", code="thread-dead")
         if self.thread == "well":
             function()
-
-    def health(self) -> Any:
-        return SimpleNamespace(
-            state="running",
-            calls_waiting=0,
-            callback_errors=0,
-            loop_errors=0,
-            last_error="",
-            last_traceback="",
-            ucx_requests="zeroed",
-        )
 
     def write_fence(self, slot: int, generation: int) -> None:
         if self.is_closed:
             raise AdapterError("closed", code="agent-closed")
         self.calls.append(f"word {slot} = {generation}")
-
-    def stalls(self) -> list[Any]:
-        return []
-
-    def statistics(self) -> dict[str, float]:
-        return {}
-
-    def quarantine(self) -> list[Any]:
-        return [SimpleNamespace(bytes_at_risk=4096)]
 
     def close(self) -> None:
         self.calls.append("agent closed")
@@ -153,28 +136,6 @@ def _orders(plan: StepPlan | None = None, question: int = 0) -> StepOrders:
     return StepOrders(plan if plan is not None else StepPlan(), question=question)
 
 
-def test_a_sleeping_worker_answers_every_order_once() -> None:
-    worker, parts = _worker()
-    worker.unregister()
-    worker.unregister()
-    assert parts.calls.count("agent closed") == 1
-    plan = StepPlan(reads=(order(),), grants=(GrantOrder("p1", 30.0, None, ""),))
-    worker.apply(_orders(plan))
-    results = worker.take_report()
-    assert results.sent == {"p1"}
-    assert results.received == results.failed == {"r1"}
-    results = worker.take_report()
-    assert not results.sent
-    assert not results.received
-
-
-def test_data_that_arrived_before_the_sleep_is_not_reported_good() -> None:
-    worker, _ = _worker()
-    worker._finished.append(_finished())
-    worker.unregister()
-    assert worker.take_report().failed == {"r1"}
-
-
 def test_a_worker_whose_thread_hangs_steps_on_and_tries_again() -> None:
     worker, parts = _worker("hangs")
     with pytest.raises(AdapterError):
@@ -190,11 +151,8 @@ def test_a_worker_whose_thread_hangs_steps_on_and_tries_again() -> None:
 def test_a_thread_that_has_died_fails_no_step(is_seen_before: bool) -> None:
     worker, parts = _worker()
     parts.thread = "dead"  # `call_soon` raises from now on
-    parts.is_alive = False
-    orders = _orders(StepPlan(reads=(order(),), grants=(GrantOrder("p1", 30.0, None, ""),)))
-    if not is_seen_before:  # it dies between the look and the order
-        worker._begun = orders
-    worker.apply(orders)
+    parts.is_alive = not is_seen_before  # it dies between the look and the order
+    worker.apply(_orders(StepPlan(reads=(order(),), grants=(GrantOrder("p1", 30.0, None, ""),))))
     results = worker.take_report()
     assert results.sent == {"p1"}
     assert results.received == results.failed == {"r1"}
@@ -252,7 +210,7 @@ def test_what_is_granted_in_the_very_step_in_which_the_thread_dies_is_voided_bef
     worker.apply(_orders(StepPlan(expects=("p1",), fences=(FenceOrder("p1", 3, 9),))))
     orders = _orders(StepPlan(grants=(GrantOrder("p1", 30.0, (3, 9), ""),)))
     worker.before_forward(orders)
-    parts.thread, parts.is_alive = "dies slowly", False
+    parts.thread = "dies slowly"
     worker.apply(orders)
     assert parts.calls == ["word 3 = 9", f"word 3 = {_VOID_GENERATION}"]
     assert worker.take_report().sent == {"p1"}
@@ -277,8 +235,10 @@ def test_two_copies_that_fail_beside_a_dying_thread_fail_no_step() -> None:
     worker, parts = _worker()
     worker.apply(_orders(StepPlan(expects=("p1", "p2"), fences=(FenceOrder("p1", 3, 9), FenceOrder("p2", 4, 9)))))
     parts.is_closed = True
-    for request_id in ("p1", "p2"):
-        worker._void_failed_copy(parts.registration, request_id, "no memory")
+    failed = {"p1": "no memory", "p2": "no memory"}
+    mirror: Any = SimpleNamespace(save=lambda _: None, settle=lambda _: failed)
+    worker._mirror = mirror
+    worker.save(_orders(StepPlan(completes=("p1", "p2"))))
     assert (worker.take_stats() or {})["num_failed_mirror_copies"] == [1, 1]
 
 
@@ -294,18 +254,11 @@ def test_a_rank_whose_thread_has_died_is_alive_again_after_a_sleep(
     worker.unregister()
     assert worker.status()["is_asleep"] is True
     anew = Parts("well")
-    monkeypatch.setattr(worker, "_open", lambda _generation: anew.registration)
+    monkeypatch.setattr(worker, "_open", lambda **_: anew.registration)
     worker.restore()
     assert worker.envelope == b"envelope"
     worker.apply(_orders(StepPlan(grants=(GrantOrder("p1", 30.0, None, ""),))))
     assert not worker.take_report().sent
-
-
-def test_a_restore_alone_does_nothing() -> None:
-    worker, parts = _worker()
-    worker.restore()
-    assert worker._registration is parts.registration
-    assert worker.take_report().registration is None
 
 
 def test_a_worker_says_what_it_has_when_asked_and_when_it_changed() -> None:
@@ -315,17 +268,6 @@ def test_a_worker_says_what_it_has_when_asked_and_when_it_changed() -> None:
     assert worker.take_report().registration is None
     worker.unregister()
     assert worker.take_report().registration == RankRegistration(1, None, 4)
-
-
-def test_a_read_that_a_reset_has_made_void_ends_badly_whatever_it_brought() -> None:
-    worker, _ = _worker("hangs")
-    worker.apply(_orders(StepPlan(reads=(order(),))))
-    worker._finished.append(_finished())
-    worker._registration = None
-    worker.apply(_orders(StepPlan(voids=("r1",))))
-    assert worker.take_report().failed == {"r1"}
-    worker._finished.append(_finished())
-    assert worker.take_report().failed == set(), "a later request of that id is another one"
 
 
 def test_a_reset_that_crosses_with_the_report_of_a_read_leaves_nothing_behind() -> None:
@@ -342,7 +284,7 @@ def test_a_reset_that_crosses_with_the_report_of_a_read_leaves_nothing_behind() 
 def test_the_end_of_a_notification_leaves_the_read_of_a_later_request_of_its_id_void() -> None:
     worker, _ = _worker("hangs")
     worker.apply(_orders(StepPlan(reads=(order(),))))
-    worker._finished.append(FinishedRead(ReadEnd(order(is_reported=False), "", "", ReadTimes(0.0), 1.0), ()))
+    worker._finished.append(ReadEnd(order(is_reported=False), "", "", ReadTimes(0.0), 1.0))
     worker.take_report()
     worker.apply(_orders(StepPlan(voids=("r1",))))
     worker._finished.append(_finished())

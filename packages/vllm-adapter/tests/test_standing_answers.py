@@ -24,7 +24,7 @@ def test_an_answer_that_stands_is_given_by_the_listener_and_to_its_own_prompt_al
     pair.turn()
     pair.ask()
     pair.ask(number=2, digest="d2" * 32)
-    told = [(answer["kind"], answer.get("reason")) for *_, answer in pair.consumer.answered]
+    told = [(answer["kind"], answer.get("reason")) for *_, answer in pair.consumer.answers_given]
     assert told == [("final", None), ("no", "digest-mismatch")]
     assert not pair.producer.asked, "the machines were not needed"
     pair.producer.standings.append(Standing(None))
@@ -38,10 +38,10 @@ def test_an_offer_is_given_while_a_step_runs_but_not_to_who_wants_the_final_tick
     pair.producer.standings.append(Standing(OFFER))
     pair.turn()
     pair.ask()
-    assert [answer["kind"] for *_, answer in pair.consumer.answered] == ["offer"]
+    assert [answer["kind"] for *_, answer in pair.consumer.answers_given] == ["offer"]
     assert not pair.producer.asked, "no step was needed"
     pair.ask(number=2, wants_final=True)
-    assert len(pair.consumer.answered) == 1
+    assert len(pair.consumer.answers_given) == 1
     assert [question["wants_final"] for question in pair.producer.asked.values()] == [True]
 
 
@@ -70,5 +70,5 @@ def test_an_answer_that_is_published_while_a_question_arrives_reaches_it_without
     pair.consumer.questions.append(Question("127.0.0.1", pair.wire.port))
     pair.here.send()
     pair.here.receive(0.0)
-    assert [answer["kind"] for *_, answer in pair.consumer.answered] == ["final"]
+    assert [answer["kind"] for *_, answer in pair.consumer.answers_given] == ["final"]
     assert not channel.has_received

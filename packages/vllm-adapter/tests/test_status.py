@@ -309,7 +309,8 @@ def test_the_processes_of_an_engine_are_rows_of_one_table(
 
 
 _FIRST_ANSWERS = """
-import importlib, pathlib, sys
+import importlib, sys
+from pathlib import Path
 from vllm_adapter.cli import engines
 from vllm_adapter.observe import answers
 
@@ -318,7 +319,7 @@ engines._exchange = lambda *_: (content, 1.0, 2.0)
 sys.setswitchinterval(1e-6)
 for _ in range(60):
     engines.Answer = importlib.reload(answers).Answer  # a type that msgspec has not seen
-    found = engines.ask_all([pathlib.Path(sys.argv[2])])
+    found = engines.ask_all([Path(sys.argv[2])])
     assert len(found) == 16, found
     assert not any("error" in each for each in found), found
 """
@@ -332,7 +333,7 @@ def test_complete_answers_of_many_processes_never_end_the_command(folder: Path) 
             bound.bind(str(folder / f"{number}.sock"))
     answer = json.dumps({**SCHEDULER, **WORKER, "hand_overs": [{"moments": {"read": 1.0}}]})
     ended = subprocess.run(
-        [sys.executable, "-c", _FIRST_ANSWERS, answer, str(folder)], capture_output=True, text=True, check=False
+        [sys.executable, "-c", _FIRST_ANSWERS, answer, folder], capture_output=True, text=True, check=False
     )
     assert (ended.returncode, ended.stderr) == (0, "")
 

@@ -146,8 +146,7 @@ def test_reads_are_told_by_stage_and_peers_by_phase() -> None:
 
 def test_leases_are_told_with_the_time_left_and_without_their_nonce() -> None:
     bench = LeaseBench()
-    bench.expect()
-    bench.grant(nonce="a-secret-nonce")
+    bench.lease(nonce="a-secret-nonce")
     bench.beat(4.0, nonce="a-secret-nonce")
     bench.now_s += 1
     (lease,) = bench.leases.describe(10)
@@ -191,8 +190,7 @@ def test_a_transfer_thread_that_does_not_answer_is_shown_by_its_health(monkeypat
 def test_all_that_this_version_tells_has_the_shape_that_commands_read() -> None:
     producer, consumer, bench, leases = Engine("P"), Engine("D"), Bench(), LeaseBench()
     consumer.admit("r2", producer.prefill("r1", TEXT), TEXT)
-    leases.expect()
-    leases.grant()
+    leases.lease()
     bench.reads.read(order())
     waiting = bench.reads.describe(10)
     bench.handshakes.answer(Outcome())

@@ -12,12 +12,12 @@ from read_bench import KEY, Bench
 
 from kv_scheduler_state import BlockList, StepPlan
 from kv_scheduler_state.streams import StreamOrder, StreamPlan, StreamWorker
-from vllm_adapter.worker.transfer.leases import StreamedLeases
-from vllm_adapter.worker.transfer.parts import PeerPlanner
+from vllm_adapter.worker.transfer.planner import PeerPlanner, PeerRanks
 from vllm_adapter.worker.transfer.streams import StreamCoordinator
 
 GROUP = {"kind": "attention", "block_tokens": 16, "pages_per_block": 1, "window_tokens": 0, "context": (1, 0, 1)}
 STREAMS = (0xA000, 0, 64, 8192)
+STREAMING = {(0, 0): Metadata(streams=STREAMS)}
 
 
 def stream(request_id: str = "r1", **changes: Any) -> StreamOrder:
@@ -35,12 +35,12 @@ def follow(bench: Bench, watch: StreamOrder) -> None:
 
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
-    monkeypatch.setattr(PeerPlanner, "can_stream", lambda *_: True)
+    monkeypatch.setattr(PeerPlanner, "has_our_blocks", lambda *_: True)
     return Bench(streams=True)
 
 
 def codes(bench: Bench) -> list[tuple[str, str]]:
-    return [(each.end.order.request_id, each.end.code) for each in bench.streamed]
+    return [(end.order.request_id, end.code) for end in bench.streamed]
 
 
 def watch_with(bench: Bench, watched: list[str]) -> None:
@@ -61,7 +61,7 @@ def test_a_stream_begins_once_its_engine_is_met(bench: Bench) -> None:
     watch_with(bench, watched)
     follow(bench, stream())
     assert watched == []
-    bench.handshakes.answer(Outcome())
+    bench.handshakes.answer(Outcome(peers=STREAMING))
     assert watched == [f"{KEY} slot 3"]
     follow(bench, stream("r2"))
     assert len(watched) == 2, "at once: the engine is ready"
@@ -90,7 +90,7 @@ def test_streamed_and_plain_reads_that_stall_raise_the_alarm(bench: Bench) -> No
     agent.watch_stream = watch_stream
     follow(bench, stream())
     bench.reads.read(order("r2"))
-    bench.handshakes.answer(Outcome())
+    bench.handshakes.answer(Outcome(peers=STREAMING))
     listeners[0].progress(9, 16)
     for entries in asked:
         listeners[0].table(*entries)
@@ -115,7 +115,7 @@ def test_an_engine_that_cannot_be_met_ends_its_stream_once(bench: Bench) -> None
     follow(bench, stream())
     bench.handshakes.answer(Outcome(is_ok=False, code="timed-out", message="no answer"))
     assert codes(bench) == [("r1", "timed-out")]
-    assert not bench.streamed[0].end.was_met
+    assert not bench.streamed[0].was_met
     assert bench.ends == [], "the engine hears nothing of it: the prompt is asked for again"
 
 
@@ -129,7 +129,7 @@ def test_a_stream_that_is_stopped_before_it_begins_ends_once_and_its_producer_is
     follow(bench, stream())
     bench.reads.apply(StepPlan(streams=StreamPlan(stops=("r1",))))
     assert codes(bench) == [("r1", "stream-stopped")]
-    bench.handshakes.answer(Outcome())
+    bench.handshakes.answer(Outcome(peers=STREAMING))
     assert [key for key, _ in bench.agent.notified] == [KEY]
     assert (codes(bench), bench.ends) == ([("r1", "stream-stopped")], [])
 
@@ -138,7 +138,7 @@ def test_all_streams_end_with_the_registration(bench: Bench) -> None:
     watched: list[str] = []
     watch_with(bench, watched)
     follow(bench, stream())
-    bench.handshakes.answer(Outcome())
+    bench.handshakes.answer(Outcome(peers=STREAMING))
     follow(bench, stream("r2", peer=peer(port=5601)))
     bench.reads.end_all("asleep", "memory is given back")
     assert sorted(codes(bench)) == [("r1", "asleep"), ("r2", "asleep")]
@@ -175,13 +175,6 @@ def planner(theirs: dict[str, Any]) -> PeerPlanner:
     return PeerPlanner(document, geometry, plans, "DRAM")
 
 
-def can_stream(theirs: dict[str, Any], metadata: Any, plan: Any) -> bool:
-    by = planner(theirs)
-    ranks = by.ranks(peer(), metadata)
-    by.plan(ranks)
-    return by.can_stream(ranks, plan)
-
-
 @pytest.mark.parametrize(
     ("change", "can"),
     [
@@ -194,37 +187,32 @@ def can_stream(theirs: dict[str, Any], metadata: Any, plan: Any) -> bool:
     ],
 )
 def test_groups_must_be_the_same_one_by_one(change: dict[str, Any], can: bool) -> None:
+    metadata: Any = STREAMING
     plan: Any = Plan()
-    metadata: Any = {(0, 0): Metadata(streams=STREAMS)}
-    assert can_stream({**GROUP, **change}, metadata, plan) == can
     by = planner({**GROUP, **change})
-    ranks = by.ranks(peer(), metadata)
+    ranks = PeerRanks(by, peer(), metadata)
     by.plan(ranks)
     assert by.has_our_blocks(ranks, plan) == can
 
 
-def test_a_peer_without_stream_memory_or_with_staged_pages_is_read_as_a_whole() -> None:
-    plan: Any = Plan()
-    without: Any = {(0, 0): Metadata()}
-    assert not can_stream(GROUP, without, plan)
-    plan.is_staged = True
-    with_memory: Any = {(0, 0): Metadata(streams=STREAMS)}
-    assert not can_stream(GROUP, with_memory, plan)
+@pytest.mark.parametrize(("metadata", "is_staged"), [(Metadata(), False), (STREAMING[0, 0], True)])
+def test_a_peer_without_stream_memory_or_with_staged_pages_is_read_as_a_whole(
+    bench: Bench, metadata: Metadata, is_staged: bool
+) -> None:
+    bench.planner.made = Plan(is_staged=is_staged)
+    follow(bench, stream())
+    bench.handshakes.answer(Outcome(peers={(0, 0): metadata}))
+    assert codes(bench) == [("r1", "not-streamed")]
 
 
 def test_groups_that_cannot_be_compared_cost_the_stream_and_nothing_else() -> None:
     bench = Bench(streams=True)
-
-    def refuse(*_: object) -> bool:
-        raise CodedFailure("unreadable")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PeerPlanner, "can_stream", refuse)
-        follow(bench, stream())
-        bench.reads.read(order("plain"))
-        bench.handshakes.answer(Outcome())
+    follow(bench, stream())
+    bench.reads.read(order("plain"))
+    bench.handshakes.answer(Outcome(peers=STREAMING))
     assert codes(bench) == [("r1", "not-streamed")]
     assert "plain/0.0" in bench.agent.posts
+    assert "comparison of cache groups" in bench.recorder.errors[0][0]
 
 
 # Leases of streamed prompts --------------------------------------------------------------------------------------------
@@ -241,9 +229,8 @@ def test_the_end_of_a_streamed_lease_moves_its_progress_word_too(slots: int) -> 
 
     bench = LeaseBench()
     words: Any = Words()
-    bench.leases.use_streams(StreamedLeases(StreamWorker(words, slots), slots))
-    bench.expect()
-    bench.grant()
+    bench.leases.use_streams(StreamWorker(words, slots), slots)
+    bench.lease()
     bench.read()
     assert bench.sent == ["r"]
     plain = [slot for slot, _ in bench.agent.fences]
@@ -260,7 +247,7 @@ def test_a_stream_that_cannot_begin_ends_and_takes_nobody_with_it(
     follow(bench, stream())
     bench.reads.read(order("r2"))
     follow(bench, stream("r3"))
-    bench.handshakes.answer(Outcome())
+    bench.handshakes.answer(Outcome(peers=STREAMING))
     assert codes(bench) == [("r1", "no-plan"), ("r3", "no-plan")]
     bench.finish("r2/0.0")
     assert bench.codes() == {"r2": ""}

@@ -16,11 +16,11 @@ import pytest
 from stream_wires import InMemory, OverZeroMq
 
 from kv_handshake import Codec
-from kv_handshake._core.pacing import GatedLog
-from kv_handshake._sockets.router import Incoming
-from kv_handshake._sockets.watch import Sender
-from kv_handshake._stream.desk import AskDesk, AskLimits
-from kv_handshake._stream.messages import encode_ask, encode_cancel
+from kv_handshake.core.pacing import GatedLog
+from kv_handshake.sockets.router import Incoming
+from kv_handshake.sockets.watch import Sender
+from kv_handshake.stream.desk import AskDesk, AskLimits
+from kv_handshake.stream.messages import encode_ask, encode_cancel
 from kv_scheduler_state.streams import StreamOutcome
 from vllm_adapter.observe.cause_log import CauseLog
 from vllm_adapter.scheduler.streams import _AGAIN, StreamChannel
@@ -72,37 +72,42 @@ class Machines:
     outcomes: list[Any] = field(default_factory=list)
     asked: dict[str, Mapping[str, object]] = field(default_factory=dict)
     gone: list[tuple[str, str]] = field(default_factory=list)
-    answered: list[tuple[str, int, dict[str, object]]] = field(default_factory=list)
+    answers_given: list[tuple[str, int, dict[str, object]]] = field(default_factory=list)
     error: Exception | None = None
 
-    def stream_question(self, asker: str, question: Mapping[str, object]) -> None:
+    @property
+    def produced(self) -> Machines:
+        return self
+
+    @property
+    def consumed(self) -> Machines:
+        return self
+
+    def ask(self, asker: str, question: Mapping[str, object]) -> None:
         if self.error is not None:
             raise self.error
         self.asked[asker] = question
 
-    def stream_cancelled(self, asker: str, hand_over_id: str) -> None:
+    def cancel(self, asker: str, hand_over_id: str) -> None:
         self.gone.append((asker, hand_over_id))
 
-    def give_offers(self, is_on: bool) -> None:
-        raise AssertionError("the channel decides no offers")
-
-    def take_stream_answers(self) -> Sequence[Answer]:
+    def take_answers(self) -> Sequence[Answer]:
         return _taken(self.answers)
 
-    def take_stream_standings(self) -> Sequence[Any]:
+    def take_standings(self) -> Sequence[Any]:
         return _taken(self.standings)
 
-    def take_stream_questions(self) -> Sequence[Question]:
+    def take_questions(self) -> Sequence[Question]:
         return _taken(self.questions)
 
-    def take_stream_outcomes(self) -> Sequence[Any]:
+    def take_outcomes(self) -> Sequence[Any]:
         return _taken(self.outcomes)
 
-    def take_stream_cancels(self) -> Sequence[tuple[str, int]]:
+    def take_cancels(self) -> Sequence[tuple[str, int]]:
         return _taken(self.cancels)
 
-    def stream_answered(self, request_id: str, number: int, answer: Mapping[str, object], *, now_s: float) -> bool:
-        self.answered.append((request_id, number, dict(answer)))
+    def answered(self, request_id: str, number: int, answer: Mapping[str, object], *, now_s: float) -> bool:
+        self.answers_given.append((request_id, number, dict(answer)))
         return True
 
 
@@ -160,8 +165,8 @@ class Pair:
         return list(self.producer.asked)[-1]
 
     def answered(self) -> tuple[str, int, dict[str, object]]:
-        self.until(lambda: self.consumer.answered)
-        return self.consumer.answered.pop(0)
+        self.until(lambda: self.consumer.answers_given)
+        return self.consumer.answers_given.pop(0)
 
 
 @pytest.fixture
@@ -191,7 +196,7 @@ def test_a_question_is_answered_with_a_later_step(wire: Any, secrets: Sequence[b
         "tokens": 100,
         "wants_final": False,
     }
-    assert not pair.consumer.answered
+    assert not pair.consumer.answers_given
     pair.producer.answers.append(Answer(asker, answer))
     request_id, number, read = pair.answered()
     assert (request_id, number, {key: read[key] for key in answer}) == ("d-1", 1, answer)
@@ -205,9 +210,9 @@ def test_many_questions_are_open_at_once_and_answered_in_any_order(wire: Any) ->
     numbers = {asker: question["number"] for asker, question in pair.producer.asked.items()}
     for asker in reversed(numbers):
         pair.producer.answers.append(Answer(asker, {**OFFER, "slot": numbers[asker]}))
-    pair.until(lambda: len(pair.consumer.answered) == 30)
-    assert {(f"d-{read['slot']}", read["slot"]) for *_, read in pair.consumer.answered} == {
-        (request_id, number) for request_id, number, _ in pair.consumer.answered
+    pair.until(lambda: len(pair.consumer.answers_given) == 30)
+    assert {(f"d-{read['slot']}", read["slot"]) for *_, read in pair.consumer.answers_given} == {
+        (request_id, number) for request_id, number, _ in pair.consumer.answers_given
     }
 
 
@@ -312,10 +317,10 @@ def test_no_answer_is_not_taken_for_a_peers_word(code: str) -> None:
     pair = Pair(InMemory())
     pair.here._on_answer(("d-1", 1), ("127.0.0.1", 5600), {"wants_final": False}, code, b"")
     pair.turn()
-    assert pair.consumer.answered == [("d-1", 1, {**UNANSWERED, "code": code})]
+    assert pair.consumer.answers_given == [("d-1", 1, {**UNANSWERED, "code": code})]
     pair.ask()
     pair.producer.answers.append(Answer(pair.asker(), {**BUSY}))
-    pair.consumer.answered.clear()
+    pair.consumer.answers_given.clear()
     assert pair.answered()[2]["reason"] == "busy"
 
 

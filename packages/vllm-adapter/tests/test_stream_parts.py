@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 
 from kv_scheduler_state import BlockList, GroupConfig
 from kv_scheduler_state.streams.producer import StreamPlaces
-from vllm_adapter.worker.transfer.stream_records import StreamGroup, StreamShape
+from vllm_adapter.worker.transfer.stream_records import StreamShape
 
 
 def test_the_worked_example_of_parts() -> None:
-    shape = StreamShape([StreamGroup(16), StreamGroup(32), StreamGroup(0)])
+    shape = StreamShape([(16, 0), (32, 0), (0, 0)])
     assert shape.entry_tokens == 32
     assert [tuple(each) for each in shape.parts(100, 32, 64, is_last=False)] == [(2, 2, 2), (1, 1, 8), (0, 0, 11)]
     assert [tuple(each) for each in shape.parts(100, 96, 100, is_last=True)] == [(6, 1, 6), (3, 1, 10), (0, 1, 11)]
-    window = StreamShape([StreamGroup(16, 20), StreamGroup(32), StreamGroup(0)])
+    window = StreamShape([(16, 20), (32, 0), (0, 0)])
     assert [window.parts(100, at, min(at + 32, 100), is_last=False)[0].length for at in range(0, 100, 32)] == [
         0,
         0,
@@ -31,7 +31,7 @@ def test_the_worked_example_of_parts() -> None:
 @pytest.mark.parametrize("start", [0, 32])
 @pytest.mark.parametrize("window", [0, 20, 64])
 def test_parts_together_are_the_whole_prompt(tokens: int, start: int, window: int) -> None:
-    shape = StreamShape([StreamGroup(16, window), StreamGroup(32), StreamGroup(0)])
+    shape = StreamShape([(16, window), (32, 0), (0, 0)])
     start = start if start < tokens else 0
     seen: list[int] = []
     for at in range(start, tokens, 32):
@@ -44,7 +44,7 @@ def test_parts_together_are_the_whole_prompt(tokens: int, start: int, window: in
 
 
 def test_blocks_of_a_part() -> None:
-    shape = StreamShape([StreamGroup(16), StreamGroup(32), StreamGroup(0)])
+    shape = StreamShape([(16, 0), (32, 0), (0, 0)])
     parts = shape.parts(100, 64, 100, is_last=True)
     whole = [BlockList((2, 3, 4, 5, 6), 32, 0), BlockList((21, 22, 23), 32, 0), BlockList((30,), 0, 0)]
     peer = shape.peer_blocks(parts, {place: 500 + place for place in range(12)}, whole)
@@ -64,7 +64,7 @@ def test_both_sides_mean_the_same_place_of_the_table(data: Any) -> None:
     spans = data.draw(st.lists(st.sampled_from((0, 8, 16, 32, 48)), min_size=1, max_size=4))
     tokens = data.draw(st.integers(1, 400))
     groups = tuple(GroupConfig(block_tokens=span) if span else GroupConfig("state") for span in spans)
-    places, shape = StreamPlaces(groups, tokens), StreamShape([StreamGroup(span) for span in spans])
+    places, shape = StreamPlaces(groups, tokens), StreamShape([(span, 0) for span in spans])
     cuts = sorted({*data.draw(st.lists(st.integers(1, tokens), max_size=5)), tokens})
     table: dict[int, int] = {}
     done = [0] * len(spans)

@@ -12,11 +12,10 @@ from kv_nixl_agent import PeerSpec
 from kv_scheduler_state import BlockList
 from kv_scheduler_state.streams import StreamOrder
 from kv_scheduler_state.streams.reader import StreamReaders
-from vllm_adapter.steps import ReadTimes
-from vllm_adapter.worker.pages import FinishedRead
-from vllm_adapter.worker.transfer.parts import TransferParts
-from vllm_adapter.worker.transfer.records import PeerEngine, Read
-from vllm_adapter.worker.transfer.stream_records import StreamGroup, StreamShape
+from vllm_adapter.config import Settings
+from vllm_adapter.steps import ReadEnd, ReadTimes
+from vllm_adapter.worker.transfer.records import PeerEngine, Read, TransferParts
+from vllm_adapter.worker.transfer.stream_records import StreamShape
 from vllm_adapter.worker.transfer.streams import StreamCoordinator
 
 TAG, FENCE = 99, (3, 99)
@@ -53,14 +52,6 @@ class Agent(FakeAgent):
         return watch
 
 
-class Messages:
-    def __init__(self) -> None:
-        self.released: list[Any] = []
-
-    def release(self, read: Read, _engine: PeerEngine, ranks: Any) -> None:
-        self.released.append((read.order.request_id, tuple(ranks)))
-
-
 class Spec:
     local_rows = np.zeros((1, 5), np.uint64)
 
@@ -70,26 +61,26 @@ class Bench:
 
     def __init__(self, ranks: Any = ((0, 0),), *, start: int = 0, can_stream: bool = True) -> None:
         self.now_s = 100.0
-        self.agent, self.messages, self.recorder = Agent(), Messages(), FakeRecorder()
-        self.finished: list[FinishedRead] = []
+        self.agent, self.recorder = Agent(), FakeRecorder()
+        self.released: list[Any] = []
+        self.finished: list[ReadEnd] = []
         self.torn: list[tuple[str, str]] = []
         self.dropped: list[str] = []
-        untyped: Any = (self.agent, None, FakeCodec(), self.recorder, self.messages, self)
-        agent, handshakes, codec, recorder, messages, peers = untyped
-        parts = TransferParts(agent, handshakes, codec, recorder, lambda: self.now_s, "D", PeerSpec)
+        untyped: Any = (self.agent, None, FakeCodec(), self.recorder, self)
+        agent, handshakes, codec, recorder, peers = untyped
+        parts = TransferParts(
+            agent, handshakes, codec, recorder, lambda: self.now_s, "D", PeerSpec, Settings(read_timeout_s=5.0), 14
+        )
         machine: Any = StreamReaders(stall_s=5.0)
         self.streams = StreamCoordinator(
             parts,
             machine,
-            StreamShape([StreamGroup(16)]),
+            StreamShape([(16, 0)]),
             peers,
-            messages,
-            transfer_timeout_s=5.0,
-            ended=self.ended,
+            self.ended,
         )
         ids = tuple(range(10 + start // 16, 17))
         here = order(tokens=100, fence=FENCE, local_blocks=(BlockList(ids, start, 0),), peer_blocks=(BlockList(()),))
-        self.read = Read(here, ReadTimes(self.now_s))
         self.engine = PeerEngine(here.ticket.peer, 0.0, 0.0)
         untyped_plan: Any = Plan(producer_ranks=ranks)
         self.engine.plan, self.engine.can_stream, self.engine.phase = untyped_plan, can_stream, "ready"
@@ -100,17 +91,21 @@ class Bench:
         self.begin()
 
     def begin(self) -> None:
+        self.read = Read(self._order.read, ReadTimes(self.now_s))
         self.streams.begin(self.read, self._order, self.engine)
 
-    def ended(self, finished: FinishedRead) -> None:
-        if finished.end.code in {"", "stream-stopped"}:
-            self.finished.append(finished)
+    def ended(self, end: ReadEnd) -> None:
+        if end.code in {"", "stream-stopped"}:
+            self.finished.append(end)
         else:
-            self.torn.append((finished.end.order.request_id, finished.end.code))
+            self.torn.append((end.order.request_id, end.code))
 
     # the directory of engines, as streams know it
     def waiting(self, _request_id: str) -> list[Read]:
         return []
+
+    def release(self, read: Read, _engine: PeerEngine, ranks: Any) -> None:
+        self.released.append((read.order.request_id, tuple(ranks)))
 
     def drop(self, engine: PeerEngine, reason: str) -> None:
         assert engine is self.engine
@@ -125,6 +120,11 @@ class Bench:
     def progress(self, tokens: int, rank: Any = (0, 0), tag: int = TAG) -> None:
         self.watch(rank).listener.progress(tag, tokens)
 
+    def read_to(self, tokens: int, rank: Any = (0, 0)) -> None:
+        """Let a rank finish so many tokens, and list their blocks."""
+        self.progress(tokens, rank)
+        self.watch(rank).tell()
+
     def posts(self) -> list[tuple[list[int], list[int], Any]]:
         """Return the transfers that are not over: our blocks, the peer's, fence."""
         return [(post["local"], post["remote"], post["fence"]) for post in self.agent.posts.values()]
@@ -136,13 +136,15 @@ class Bench:
                 del self.agent.posts[transfer_id]
                 assert self.streams.transfer_ended(Result(transfer_id))
 
-    def end_all(self, **facts: Any) -> None:
-        for transfer_id in list(self.agent.posts):
-            del self.agent.posts[transfer_id]
-            assert self.streams.transfer_ended(Result(transfer_id, **facts))
+    def end_all(self, *, times: int = 1, **facts: Any) -> None:
+        """End all transfers; at the second time those that the first ends have led to, e.g. of fence words."""
+        for _ in range(times):
+            for transfer_id in list(self.agent.posts):
+                del self.agent.posts[transfer_id]
+                assert self.streams.transfer_ended(Result(transfer_id, **facts))
 
     def codes(self) -> list[str]:
-        return [each.end.code for each in self.finished]
+        return [end.code for end in self.finished]
 
 
 def test_parts_follow_progress_and_the_fence_decides() -> None:
@@ -153,20 +155,18 @@ def test_parts_follow_progress_and_the_fence_decides() -> None:
     assert bench.posts() == []
     bench.watch().tell()
     assert bench.posts() == [([10, 11], [500, 501], None)]
-    bench.progress(80)
-    bench.watch().tell()
+    bench.read_to(80)
     bench.end_all()
-    bench.progress(100)
-    bench.watch().tell()
+    bench.read_to(100)
     assert bench.posts() == [([15, 16], [505, 506], None)]
     assert not bench.finished
     bench.end_all()
     assert bench.posts() == [([], [], FENCE)], "the word is read once all parts have landed"
     assert bench.watch().is_ended
-    assert not bench.messages.released
+    assert not bench.released
     bench.end_all()
     assert bench.codes() == [""]
-    assert bench.messages.released == [("r1", ((0, 0),))]
+    assert bench.released == [("r1", ((0, 0),))]
     assert (bench.read.times.bytes_moved, bench.engine.reads_in_flight, bench.dropped) == (400, 0, [])
     assert bench.read.times.early_bytes == 200
     assert bench.torn == []
@@ -202,28 +202,25 @@ def test_the_times_of_a_stream_tell_the_prompts_end_the_last_bytes_and_the_fence
 
 def test_what_is_here_already_is_not_read() -> None:
     bench = Bench(start=32)
-    bench.progress(48)
-    bench.watch().tell()
+    bench.read_to(48)
     assert bench.posts() == [([12], [502], None)]
 
 
 @pytest.mark.parametrize("outcome", ["fence-rejected", "failed", "timed-out"])
 def test_a_fence_that_does_not_hold_tears_the_stream(outcome: str) -> None:
     bench = Bench()
-    bench.progress(100)
-    bench.watch().tell()
+    bench.read_to(100)
     bench.end_all()
     bench.end_all(outcome=outcome, code="x")
     assert bench.torn == [("r1", "stream-void")]
     assert not bench.recorder.done_bytes
     assert not bench.finished
-    assert not bench.messages.released
+    assert not bench.released
 
 
 def test_a_restart_tears_the_stream_once_its_parts_are_quiet() -> None:
     bench = Bench()
-    bench.progress(40)
-    bench.watch().tell()
+    bench.read_to(40)
     bench.progress(80)  # its table is never told
     bench.progress(0, tag=TAG + 1)
     assert bench.torn == [], "a part is on the wire"
@@ -236,8 +233,7 @@ def test_a_restart_tears_the_stream_once_its_parts_are_quiet() -> None:
 
 def test_pages_in_quarantine_are_waited_for() -> None:
     bench = Bench()
-    bench.progress(40)
-    bench.watch().tell()
+    bench.read_to(40)
     (transfer_id,) = bench.agent.posts
     bench.end_all(outcome="timed-out", code="deadline-exceeded", is_memory_quiet=False)
     assert bench.torn == []
@@ -253,8 +249,7 @@ def test_pages_in_quarantine_are_waited_for() -> None:
 @pytest.mark.parametrize(("fault", "dropped"), [("local", 0), ("peer", 1), ("environment", 1)])
 def test_what_the_own_agent_refuses_is_not_held_against_the_peer(fault: str, dropped: int) -> None:
     bench = Bench()
-    bench.progress(40)
-    bench.watch().tell()
+    bench.read_to(40)
     bench.end_all(outcome="failed", code="x", fault=fault)
     assert (bench.torn, len(bench.dropped)) == ([("r1", "x")], dropped)
 
@@ -264,21 +259,18 @@ def test_all_ranks_are_done_or_none() -> None:
     for rank in TWO_RANKS:
         bench.progress(100, rank)
     bench.watch((0, 0)).tell()
-    bench.end_all()
-    bench.end_all()
+    bench.end_all(times=2)
     assert not bench.finished
-    assert not bench.messages.released, "a rank that is done is not told: the stream may be read once more"
+    assert not bench.released, "a rank that is done is not told: the stream may be read once more"
     bench.watch((0, 1)).tell()
-    bench.end_all()
-    bench.end_all()
+    bench.end_all(times=2)
     assert bench.codes() == [""]
-    assert bench.messages.released == [("r1", TWO_RANKS)]
+    assert bench.released == [("r1", TWO_RANKS)]
 
 
 def test_one_broken_rank_ends_the_others() -> None:
     bench = Bench(TWO_RANKS)
-    bench.progress(40, (0, 0))
-    bench.watch((0, 0)).tell()
+    bench.read_to(40, (0, 0))
     bench.watch((0, 1)).listener.broken("peer-disconnected", "gone")
     assert bench.torn == []
     assert bench.watch((0, 0)).is_ended
@@ -290,13 +282,11 @@ def test_one_broken_rank_ends_the_others() -> None:
 
 def test_a_rank_that_broke_ends_the_stream_though_another_was_done_before() -> None:
     bench = Bench(TWO_RANKS)
-    bench.progress(100, (0, 0))
-    bench.watch((0, 0)).tell()
-    bench.end_all()
-    bench.end_all()
+    bench.read_to(100, (0, 0))
+    bench.end_all(times=2)
     bench.progress(0, (0, 1), tag=TAG + 1)
     assert bench.torn == [("r1", "stream-restarted")]
-    assert not bench.messages.released
+    assert not bench.released
 
 
 def test_no_progress_in_time_tears_the_stream() -> None:
@@ -316,8 +306,7 @@ def test_no_progress_in_time_tears_the_stream() -> None:
 def test_a_long_stream_keeps_no_engine_from_being_met_anew(phase: Any, others: int, is_torn: bool) -> None:
     """Another read from the engine failed, and those behind wait until all that are under way have ended."""
     bench = Bench()
-    bench.progress(40)
-    bench.watch().tell()
+    bench.read_to(40)
     bench.engine.phase, bench.engine.waiting = phase, [bench.read] * others
     for _ in range(2):
         bench.streams.look_after()
@@ -329,15 +318,14 @@ def test_a_long_stream_keeps_no_engine_from_being_met_anew(phase: Any, others: i
 
 def test_a_stream_that_is_stopped_ends_once_quiet() -> None:
     bench = Bench()
-    bench.progress(40)
-    bench.watch().tell()
+    bench.read_to(40)
     bench.streams.stop("r1")
     bench.streams.stop("r1")
     assert not bench.finished
     assert set(bench.agent.cancelled) == set(bench.agent.posts)
     bench.end_all()
     assert bench.codes() == ["stream-stopped"]
-    assert bench.messages.released == [("r1", ((0, 0),))], "nobody reads it any more"
+    assert bench.released == [("r1", ((0, 0),))], "nobody reads it any more"
     assert bench.torn == []
     bench.streams.stop("r1")
     assert len(bench.finished) == 1
@@ -350,10 +338,8 @@ def test_a_stream_that_is_over_does_not_end_again() -> None:
     torn.streams.stop("r1")
     assert (torn.codes(), torn.engine.reads_in_flight) == ([], 0)
     done = Bench()
-    done.progress(100)
-    done.watch().tell()
-    done.end_all()
-    done.end_all()
+    done.read_to(100)
+    done.end_all(times=2)
     done.streams.stop("r1")
     assert done.codes() == [""]
 
@@ -361,16 +347,14 @@ def test_a_stream_that_is_over_does_not_end_again() -> None:
 def test_the_fence_word_of_an_attempt_that_is_over_says_nothing_of_the_next() -> None:
     bench = Bench(TWO_RANKS)
     whole, broken = TWO_RANKS
-    bench.progress(100, whole)
-    bench.watch(whole).tell()
+    bench.read_to(100, whole)
     bench.end_parts()
     ((late, _),) = bench.agent.posts.items()
     bench.watch(broken).listener.broken("nixl-remote", "its words cannot be read")
     assert bench.torn == [("r1", "nixl-remote")]
     bench.begin()
     for rank in TWO_RANKS:
-        bench.progress(100, rank)
-        bench.watch(rank).tell()
+        bench.read_to(100, rank)
     bench.end_parts()
     del bench.agent.posts[late]
     assert bench.streams.transfer_ended(Result(late))
@@ -403,20 +387,9 @@ def test_a_second_order_of_a_request_is_left() -> None:
     bench = Bench()
     bench.begin()
     assert bench.engine.reads_in_flight == 1
-    bench.progress(100)
-    bench.watch().tell()
-    bench.end_all()
-    bench.end_all()
+    bench.read_to(100)
+    bench.end_all(times=2)
     assert (bench.codes(), bench.torn, bench.engine.reads_in_flight) == ([""], [], 0)
-
-
-def test_a_peer_that_cannot_be_watched_tears_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise CodedFailure("bad-streams")
-
-    monkeypatch.setattr(Agent, "watch_stream", refuse)
-    bench = Bench(TWO_RANKS)
-    assert bench.torn == [("r1", "bad-streams")]
 
 
 @pytest.mark.parametrize(("start", "can_stream"), [(8, True), (0, False)])
@@ -426,16 +399,16 @@ def test_pages_that_cannot_be_read_in_parts_are_not(start: int, can_stream: bool
     assert bench.agent.watches == {}
 
 
-def test_ids_that_the_plan_refuses_tear_the_stream() -> None:
-    bench = Bench()
-    bench.progress(40)
-    bench.watch().listener.table(TAG, 0, (1, 5000))
-    assert bench.torn == [("r1", "block-out-of-range")]
+@pytest.mark.parametrize("refused", ["ids", "post", "watch"])
+def test_what_the_plan_or_the_agent_refuses_tears_the_stream(monkeypatch: pytest.MonkeyPatch, refused: str) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise CodedFailure("bad-streams")
 
-
-def test_a_post_that_is_refused_tears_the_stream() -> None:
-    bench = Bench()
-    bench.agent.refuse_post = True
-    bench.progress(40)
-    bench.watch().tell()
-    assert bench.torn == [("r1", "post-refused")]
+    if refused == "watch":
+        monkeypatch.setattr(Agent, "watch_stream", refuse)
+    bench = Bench(TWO_RANKS if refused == "watch" else ((0, 0),))
+    if refused != "watch":
+        bench.agent.refuse_post = refused == "post"
+        bench.progress(40)
+        bench.watch().listener.table(TAG, 0, (1, 5000 if refused == "ids" else 2))
+    assert bench.torn == [("r1", {"ids": "block-out-of-range", "post": "post-refused"}.get(refused, "bad-streams"))]

@@ -163,8 +163,7 @@ def test_a_read_tells_handshake_and_plan_only_where_the_peer_was_met_for_it() ->
 
 def test_a_rank_that_is_read_from_stamps_grant_read_and_release() -> None:
     bench = LeaseBench()
-    bench.expect()
-    bench.grant()
+    bench.lease()
     bench.now_s += 2.0
     bench.read()
     bench.leases.tick()

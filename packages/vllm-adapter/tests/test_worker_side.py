@@ -22,8 +22,6 @@ from vllm_adapter.errors import AdapterError
 from vllm_adapter.steps import ReadEnd, ReadTimes, StepOrders
 from vllm_adapter.wiring import WorkerParts
 from vllm_adapter.worker.engine_thread import WorkerSide
-from vllm_adapter.worker.pages import FinishedRead
-from vllm_adapter.worker.registration import Registration
 
 
 def _worker() -> WorkerSide:
@@ -43,8 +41,8 @@ def _use(worker: WorkerSide, registration: Any) -> None:
     worker._registration = registration
 
 
-def _end(code: str = "", **changes: Any) -> FinishedRead:
-    return FinishedRead(ReadEnd(order(**changes), code, code and "the peer said nothing", ReadTimes(0.0), 1.0))
+def _end(code: str = "", **changes: Any) -> ReadEnd:
+    return ReadEnd(order(**changes), code, code and "the peer said nothing", ReadTimes(0.0), 1.0)
 
 
 def test_a_failed_read_is_reported_with_who_what_and_why_and_logged_once_for_all_ranks(
@@ -83,7 +81,7 @@ def test_a_notification_that_failed_is_logged_but_no_request_is_reported(caplog:
     assert stats is not None
     assert stats["num_failed_notifications"] == [1]
     end = _end("connection-refused", is_reported=False)
-    worker._finished.append(replace(end, end=replace(end.end, was_met=False)))
+    worker._finished.append(replace(end, was_met=False))
     worker.take_report()
     assert worker.take_stats() is None, "the handshake counts as failed, and nothing else does"
 
@@ -102,9 +100,7 @@ def test_handing_a_step_over_waits_for_no_peer() -> None:
     agent = SimpleNamespace(
         call_soon=queued.append, write_fence=lambda slot, generation: fences.append((slot, generation)), is_alive=True
     )
-    registration: Any = SimpleNamespace(agent=agent, _apply=lambda *_orders: threading.Event().wait(60))
-    registration.order = partial(Registration.order, registration)
-    _use(worker, registration)
+    _use(worker, SimpleNamespace(agent=agent, apply=lambda *_orders: threading.Event().wait(60)))
     plan = StepPlan(reads=(order(),), expects=("p1",), fences=(FenceOrder("p1", 3, 9),))
     began_s = time.monotonic()
     worker.apply(StepOrders(plan))
@@ -191,44 +187,32 @@ def test_quarantined_bytes_are_reported_as_changes() -> None:
 
 
 def test_a_step_that_computes_nothing_waits_a_moment_for_a_read_and_no_other_step_does() -> None:
-    done: list[object] = []
+    worker, waited = _worker(), list[float]()
+    ended: Any = SimpleNamespace(wait=waited.append, clear=lambda: None, set=lambda: waited.append(0))
+    worker._has_ended = ended
 
-    class Event:
-        def wait(self, seconds: float) -> None:
-            done.append(seconds)
+    def step(**orders: Any) -> Any:
+        worker.apply(StepOrders(StepPlan(), **orders))
+        report = worker.take_report()
+        worker.take_report()  # waits once a step
+        return report
 
-        def set(self) -> None:
-            done.append("set")
-
-        def clear(self) -> None:
-            done.append("clear")
-
-    worker, event = _worker(), Event()
-    untyped: Any = event
-    worker._resting._has_ended = untyped
-    worker.apply(StepOrders(StepPlan()))
-    worker.take_report()
-    assert done == ["clear"]
-    worker.apply(StepOrders(StepPlan(), rest_s=0.005))
-    worker.take_report()
-    assert done == ["clear"] * 2, "other ranks wait, this one has nothing to wait for"
-    done.clear()
-    worker.apply(StepOrders(StepPlan(), rest_s=0.005, is_asking=True))
-    worker.take_report()
-    worker.take_report()
-    assert done == [0.005, "clear", "clear"], "once a step"
-    done.clear()
+    step()
+    step(rest_s=0.005)
+    assert waited == [], "other ranks wait, this one has nothing to wait for"
+    step(rest_s=0.005, is_asking=True)
+    assert waited == [0.005]
     worker._read_ended(_end())
     worker._stream_ended(_end())
     worker._lease_ended("p1")
-    assert done == ["set", "set", "set"], "an end wakes it"
+    assert waited[1:] == [0, 0, 0], "an end wakes it"
     report = worker.take_report()
     assert (set(report.received), set(report.sent)) == ({"r1"}, {"p1"})
-    done.clear()
-    for _ in range(2):
-        worker.apply(StepOrders(StepPlan(), rest_s=0.005, is_asking=True))
-        worker.take_report()
-    assert done == ["clear", 0.005, "clear"], "not in the step that the host has built before it heard the report"
+    worker.apply(StepOrders(StepPlan(), rest_s=0.005, is_asking=True))
+    worker.take_report()
+    assert waited[4:] == [], "not in the step that the host has built before it took the report in"
+    step(rest_s=0.005, is_asking=True)
+    assert waited[4:] == [0.005]
 
 
 @pytest.mark.parametrize(
@@ -243,10 +227,11 @@ def test_a_step_that_computes_nothing_waits_a_moment_for_a_read_and_no_other_ste
 def test_a_rank_rests_only_until_it_has_reported_all_that_it_waits_for(plan: StepPlan) -> None:
     worker, waited = _worker(), list[float]()
     ended: Any = SimpleNamespace(wait=waited.append, clear=lambda: None, set=lambda: None)
-    worker._resting._has_ended = ended
+    worker._has_ended = ended
     agent: Any = Agent()
     agent.is_alive = True
-    _use(worker, SimpleNamespace(agent=agent, order=lambda *_: None))
+    agent.call_soon = lambda _: None
+    _use(worker, SimpleNamespace(agent=agent, apply=lambda *_: None))
     rests: Any = partial(StepOrders, rest_s=0.005)
     for orders in (plan, StepPlan()):
         worker.apply(rests(orders))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
-from recorded import families, is_state
+from recorded import families, is_state, spec_of
 
 from kv_topology import Axis, FieldLayout, Group, Layout, Member, RankGeometry, Region
 from kv_topology.tools.engine import LayerKind, StateSpec, state_layout
@@ -23,7 +23,7 @@ def share(parts: int, tp: int, rank: int) -> tuple[int, int]:
 
 def rank_geometry(name: str, tp: int, tp_rank: int, address: int) -> RankGeometry:
     """Return the geometry that a recorded rank really has."""
-    family, whole = families()[name], families()[name]["tp"]["1"]["tensors"]
+    family, whole = families()[name], families()[name]["tp"]["1"]
     rank = family["tp"][str(tp)]
     regions: list[Region] = []
     groups: list[Group] = []
@@ -36,20 +36,33 @@ def rank_geometry(name: str, tp: int, tp_rank: int, address: int) -> RankGeometr
         for layer, tensor in tensors.items():
             size = tensor["element_bytes"]
             stride = tensor["stride"][0] * size
-            for offset, layout in _places(family, tensor, whole[layer], (tp, tp_rank), tokens // pages):
+            for offset, layout in _places(
+                family, tensor, _spec(rank, layer), _spec(whole, layer), (tp, tp_rank), tokens // pages
+            ):
                 place = address + tensor["offset_bytes"] + offset
                 member = Member(layer, layout, number)
                 regions.append(Region(place, min(layout.extent_bytes, stride), stride, tensor["shape"][0], (member,)))
     return RankGeometry(tp, tp_rank, tuple(groups), tuple(regions), null_block=0)
 
 
+def _spec(rank: dict[str, Any], layer: str) -> dict[str, Any]:
+    found = spec_of(rank, layer)
+    assert found is not None
+    return found
+
+
 def _places(
-    family: dict[str, Any], tensor: dict[str, Any], whole: dict[str, Any], rank: tuple[int, int], page_tokens: int
+    family: dict[str, Any],
+    tensor: dict[str, Any],
+    spec: dict[str, Any],
+    whole: dict[str, Any],
+    rank: tuple[int, int],
+    page_tokens: int,
 ) -> list[tuple[int, Layout]]:
     """Return (offset, layout) of the parts of a layer's tensor: one, or one per head where heads lie apart."""
-    spec, size = tensor["spec"], tensor["element_bytes"]
+    size = tensor["element_bytes"]
     if spec["class"] == "MambaSpec":
-        return [(0, _state(family, spec, whole["spec"], rank))]
+        return [(0, _state(family, spec, whole, rank))]
     _, slots, tokens, content = tensor["shape"]
     _, head_step, token_step, _ = (step * size for step in tensor["stride"])
     is_apart = head_step * (slots - 1) >= tensor["stride"][0] * size or head_step > tokens * content * size
@@ -68,14 +81,13 @@ def _places(
         return [(0, _opaque(slots * part, rank))]
     if family["backend"] == "CPU_ATTN":
         inside = (Axis("inside", tokens * content, 0, tokens * content, size),)
-        return [(0, _heads(whole["spec"], rank, slots, 0, head_step, inside, size))]
+        return [(0, _heads(whole, rank, slots, 0, head_step, inside, size))]
     inner = (Axis("token", tokens, 0, tokens, token_step), Axis("content", content, 0, content, size))
     if is_apart:
         return [
-            (slot * head_step, _heads(whole["spec"], rank, slots, slot, head_step, inner, size, 1))
-            for slot in range(slots)
+            (slot * head_step, _heads(whole, rank, slots, slot, head_step, inner, size, 1)) for slot in range(slots)
         ]
-    return [(0, _heads(whole["spec"], rank, slots, 0, head_step, inner, size))]
+    return [(0, _heads(whole, rank, slots, 0, head_step, inner, size))]
 
 
 def _heads(

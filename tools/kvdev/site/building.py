@@ -6,9 +6,9 @@ import os
 import time
 from pathlib import Path
 
-from kvdev.envs import docs_environment
+from kvdev.envs import tools_environment
 from kvdev.paths import ROOT, STATE
-from kvdev.site.gathering import gather_pages, weigh_pages
+from kvdev.site.gathering import gather_pages
 from kvdev.site.reference import write_reference
 from kvdev.steps import note, run_step
 
@@ -28,10 +28,9 @@ def run_docs(uv: Path) -> int:
 
 def build_site(uv: Path) -> int:
     """Build the site in `SITE`; return how many pages it has. Any warning of MkDocs is an error."""
-    python = docs_environment(uv)
+    python = tools_environment(uv, "docs")
     gather_pages(_SOURCE)
     write_reference(_SOURCE / "reference")
-    weigh_pages(_SOURCE)
     run_step("draw state machines", [python, Path(__file__).with_name("draw_states.py"), _SOURCE], timeout_s=120)
     command: list[str | Path] = [python, "-m", "mkdocs", "build", "--strict", "--config-file", ROOT / "mkdocs.yml"]
     # MkDocs' theme advertises its successor on every build, which a log of warnings need not hold.

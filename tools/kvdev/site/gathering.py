@@ -16,7 +16,7 @@ from kvdev.paths import PACKAGES, ROOT
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["ELSEWHERE", "gather_pages", "link_inside", "weigh_pages"]
+__all__ = ["ELSEWHERE", "gather_pages", "link_inside"]
 
 ELSEWHERE = {
     "README.md": "project.md",
@@ -26,12 +26,6 @@ ELSEWHERE = {
 }
 """Pages of the site that lie outside `docs/` in the repository -> their place in the site."""
 
-_WEIGHTS = (
-    (r"troubleshoot\.md", 4.0),
-    (r"(operate/.*|tutorial|security)\.md", 1.5),
-    (r"(adr|reference|wire|packages)/.*|(evidence|never-wrong)\.md", 0.5),
-)
-"""Patterns of pages, and how much a word on them counts in a search (others: 1). Operators search in haste, others read on."""
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!https?:|mailto:|#)([^)\s#]+)(#[^)\s]*)?\)")
 _FENCE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 
@@ -49,15 +43,6 @@ def gather_pages(target: Path) -> list[Path]:
         place = str(page.relative_to(target))
         page.write_text(link_inside(page.read_text(), origins.get(place, f"docs/{place}"), place))
     return pages
-
-
-def weigh_pages(target: Path) -> None:
-    """Give each gathered or written page its weight in the site's search: `search: boost` in a header that only the site has."""
-    for page in target.rglob("*.md"):
-        place = str(page.relative_to(target))
-        weight = next((weight for pattern, weight in _WEIGHTS if re.fullmatch(pattern, place)), None)
-        if weight is not None:
-            page.write_text(f"---\nsearch:\n  boost: {weight}\n---\n\n{page.read_text()}")
 
 
 def link_inside(text: str, origin: str, place: str) -> str:

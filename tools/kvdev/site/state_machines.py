@@ -70,7 +70,7 @@ _SECTIONS: Final = (
         "Stream reader",
         STREAM_READER_TABLE,
         (
-            "`StreamReaders`, for a stream on one worker of the consumer. Its end goes through `StreamEnds`, which knows what "
+            "`StreamReaders`, for a stream on one worker of the consumer. Its end goes through `WorkerState`, which knows what "
             "the engine may hear."
         ),
     ),

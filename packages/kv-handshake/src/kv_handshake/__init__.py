@@ -4,15 +4,15 @@ This top level serves metadata, fetches it and encodes notifications. `kv_handsh
 engines by hand, `.testing` helps tests of other code.
 """
 
-from kv_handshake._codec import Codec
-from kv_handshake._core.attempt import Outcome, Timing
-from kv_handshake._errors import ConfigurationError, HandshakeError, TransportError, WireError
-from kv_handshake._net.client import Client
-from kv_handshake._net.listener import Listener, QueryLimits
-from kv_handshake._wire.dialects import dialect_of_vllm
-from kv_handshake._wire.messages import AgentMetadata
-from kv_handshake._wire.notifications import Notification
-from kv_handshake._wire.policy import LocalOffer
+from kv_handshake.codec import Codec
+from kv_handshake.core.handshake import Outcome, Timing
+from kv_handshake.errors import ConfigurationError, HandshakeError, TransportError, WireError
+from kv_handshake.net.client import Client
+from kv_handshake.net.listener import Listener, QueryLimits
+from kv_handshake.wire.dialects import dialect_of_vllm
+from kv_handshake.wire.messages import AgentMetadata
+from kv_handshake.wire.notifications import Notification
+from kv_handshake.wire.policy import LocalOffer
 
 __version__ = "0.3.0"
 

@@ -1,14 +1,13 @@
 """Looking at engines by hand: probes, recordings and comparisons."""
 
-from kv_handshake._tools.probe import probe
-from kv_handshake._tools.recording import Comparison, Recording, Snapshot, compare
-from kv_handshake._wire.factors import Difference
+from kv_handshake.tools.probe import probe
+from kv_handshake.tools.recording import Comparison, Recording, compare
+from kv_handshake.wire.factors import Difference
 
 __all__ = [
     "Comparison",
     "Difference",
     "Recording",
-    "Snapshot",
     "compare",
     "probe",
 ]

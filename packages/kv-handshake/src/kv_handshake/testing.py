@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any, final
 
-from kv_handshake._codec import Codec
+from kv_handshake.codec import Codec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from kv_handshake._wire.queries import Rank
+    from kv_handshake.wire.queries import Rank
 
 __all__ = ["load_vectors", "sample_envelopes", "sample_metadata"]
 

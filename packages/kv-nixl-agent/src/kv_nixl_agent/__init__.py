@@ -3,10 +3,10 @@
 from kv_nixl_agent.agent import TransferAgent
 from kv_nixl_agent.errors import AgentError
 from kv_nixl_agent.nixl.binding import open_nixl
-from kv_nixl_agent.nixl.port import NixlPort, PortFactory, PortFeatures, WireTelemetry
+from kv_nixl_agent.nixl.port import NixlPort, PortFactory, WireTelemetry
 from kv_nixl_agent.options import AgentOptions, BackendOptions, ThreadOptions
 from kv_nixl_agent.thread import ThreadHealth, TransferThread
-from kv_nixl_agent.values import PeerSpec, QuarantineEntry, StallEntry, TraceEvent, TransferOrder, TransferResult
+from kv_nixl_agent.values import PeerSpec, QuarantineEntry, StallEntry, TransferOrder, TransferResult
 
 __all__ = [
     "AgentError",
@@ -15,12 +15,10 @@ __all__ = [
     "NixlPort",
     "PeerSpec",
     "PortFactory",
-    "PortFeatures",
     "QuarantineEntry",
     "StallEntry",
     "ThreadHealth",
     "ThreadOptions",
-    "TraceEvent",
     "TransferAgent",
     "TransferOrder",
     "TransferResult",

@@ -3,12 +3,17 @@
 Theory of operation. An order becomes a `Transfer` with one or more *parts*, each of which is one NIXL handle. The owner calls
 `advance` repeatedly. Each call posts parts, polls everything on the wire, ends transfers past their deadline (`TransferTable`),
 and polls the handles that no transfer waits for (`Handles`).
+
+The way of one read: `post_read` checks the order, cuts it into parts and queues it here; `Transfer` in
+`transfers/transfer.py` posts the parts, verifies the fence, notifies the peer and reports the result.
 """
 
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Final, final
+
+import numpy as np
 
 from kv_nixl_agent.errors import AgentError
 from kv_nixl_agent.memory.memory import MemoryTable
@@ -16,34 +21,39 @@ from kv_nixl_agent.memory.peers import PeerTable
 from kv_nixl_agent.nixl.binding import open_nixl
 from kv_nixl_agent.nixl.metadata import add_checksum
 from kv_nixl_agent.options import AgentOptions
-from kv_nixl_agent.statistics import Statistics, Tracer
 from kv_nixl_agent.streams.polls import StreamPoller
 from kv_nixl_agent.streams.words import StreamWords
 from kv_nixl_agent.transfers.handles import Handles
 from kv_nixl_agent.transfers.parts import split_into_parts
 from kv_nixl_agent.transfers.queue import TransferTable
 from kv_nixl_agent.transfers.reader import WordReader
-from kv_nixl_agent.transfers.transfer import Transfer, Wiring
-from kv_nixl_agent.values import TransferResult
+from kv_nixl_agent.transfers.transfer import Transfer
+from kv_nixl_agent.values import Statistics, TransferOrder, TransferResult
 from kv_nixl_agent.words.fences import FenceArray, LandingPads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    import numpy.typing as npt
+
     from kv_nixl_agent.memory.peers import Peer
-    from kv_nixl_agent.nixl.port import PortFactory, PortFeatures
-    from kv_nixl_agent.statistics import Snapshot
+    from kv_nixl_agent.nixl.port import PortFactory
+    from kv_nixl_agent.streams.polls import StreamListener, StreamWatch
     from kv_nixl_agent.values import (
         FenceLocation,
+        Figures,
         MemoryRegion,
         Outcome,
-        PeerDescription,
+        PeerSpec,
         QuarantineEntry,
         StallEntry,
-        TransferOrder,
     )
 
+    Indices = npt.NDArray[np.int32]
+
 __all__ = ["TransferAgent"]
+
+_NO_INDICES: Final = np.empty(0, dtype=np.int32)
 
 
 @final
@@ -70,74 +80,45 @@ class TransferAgent:
         port_factory: PortFactory = open_nixl,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._options = (options or AgentOptions()).for_regions(regions)
+        chosen = self._options = (options or AgentOptions()).for_regions(regions)
         self.name = name
+        self.refusal: AgentError | None = None
+        """Reason for which `post_read` and `probe` report every order as failed; None while orders are accepted."""
         self._is_closed = False
         self._clock = clock
-        self._generation = 1
         self._statistics = Statistics()
-        fences = FenceArray(self._options.fence_words)
+        fences = FenceArray(chosen.fence_words)
         self.stream_words: StreamWords | None = None
         """This rank's stream memory, writable from any thread; None without stream slots."""
         pads: LandingPads | None = None
         scratch: list[MemoryRegion] = []
-        if self._options.stream_slots:
+        if chosen.stream_slots:
             words = self.stream_words = StreamWords(
-                fences,
-                self._options.stream_slots,
-                self._options.stream_capacity,
-                is_alone=not self._options.progress_thread,
+                fences, chosen.stream_slots, chosen.stream_capacity, is_alone=not chosen.progress_thread
             )
             pads = LandingPads()
             scratch.append((words.location[0], words.total_bytes, 0, "DRAM"))
             scratch.append((pads.address, pads.total_bytes, 0, "DRAM"))
-        backends = [(backend.name, backend.as_parameters()) for backend in self._options.backends]
-        self._port = port_factory(name, backends, progress_thread=self._options.progress_thread)
+        backends = [(backend.name, backend.as_parameters()) for backend in chosen.backends]
+        self._port = port_factory(name, backends, progress_thread=chosen.progress_thread)
         try:
             self._memory = MemoryTable(self._port, fences, regions, scratch)
         except AgentError:
             self._port.close()
             raise
-        trace = Tracer(self._options.trace, self._statistics, clock)
-        self._transfers = TransferTable(self._options, self._statistics, trace, clock)
-        self._handles = Handles(
-            self._port,
-            self._statistics,
-            on_idle=self._retire,
-        )
+        self._handles = Handles(self._port, on_idle=self._retire)
         self._peers = PeerTable(self._port, self._memory, self._handles.last_look)
         self._words = WordReader(self._port, fences, pads, self._handles, clock)
-        self.polls = StreamPoller(self._words, self._options, self._statistics, self._peers.get, clock)
+        self._transfers = TransferTable(self._port, self._handles, self._words, chosen, self._statistics, clock)
+        self.polls = StreamPoller(self._words, chosen, self._statistics, self._peers.get, clock)
         """Watches of peers' streams."""
-        self._wiring = Wiring(
-            self._port,
-            self._handles,
-            self._words,
-            self._transfers.load,
-            self._statistics,
-            trace,
-            clock,
-            self._transfers.note_end,
-            self._transfers.note_quiet,
-        )
 
     # ------------------------------------------------------------------------------------------------ this endpoint
-
-    @property
-    def features(self) -> PortFeatures:
-        """Features of the installed NIXL."""
-        self._refuse_closed()
-        return self._port.features
 
     @property
     def fence(self) -> FenceLocation:
         """(address, device, word count) of this rank's fence array, for peers."""
         return self._memory.fences.location
-
-    @property
-    def generation(self) -> int:
-        """Number that starts at 1 and grows whenever the regions change; peers then need fresh metadata."""
-        return self._generation
 
     def agent_metadata(self) -> bytes:
         """Return this agent's metadata for peers, with a checksum trailer that NIXL itself ignores."""
@@ -152,7 +133,6 @@ class TransferAgent:
         """
         self._refuse_closed()
         self._memory.register(regions)
-        self._generation += 1
 
     def write_fence(self, slot: int, generation: int) -> None:
         """Store `generation` in this rank's fence word `slot`; consumers see it at once. Any thread.
@@ -168,11 +148,8 @@ class TransferAgent:
 
     # --------------------------------------------------------------------------------------------------------- peers
 
-    def add_peer(self, spec: PeerDescription) -> None:
+    def add_peer(self, spec: PeerSpec) -> None:
         """Register a peer rank and start connecting to it.
-
-        Args:
-            spec: A `PeerSpec`, or any value with its members.
 
         Raises:
             AgentError: `peer-known`, `agent-name`, `metadata-damaged`, `metadata-rejected`, `bad-rows`, `rows-unregistered`,
@@ -183,9 +160,9 @@ class TransferAgent:
             self.remove_peer(squatter)
         peer = self._peers.add(spec)
         if self._options.wire_up and peer.touch_row is not None:
-            self._words.warm_up(peer, lambda failure: self._note_warm_up(peer, failure))
+            self._words.warm_up(peer)
 
-    def replace_peer(self, spec: PeerDescription) -> None:
+    def replace_peer(self, spec: PeerSpec) -> None:
         """Register a restarted or re-registered peer whose key may be in use; transfers of the previous peer fail.
 
         Raises:
@@ -214,7 +191,7 @@ class TransferAgent:
         return peer in self._peers
 
     def peers(self) -> Mapping[str, Mapping[str, object]]:
-        """Return the state of every peer: agent name, wired, connected, prepared, outstanding handles."""
+        """Return the state of every peer: agent name, connected, outstanding handles."""
         return {one.key: one.describe() for one in self._peers.all}
 
     def send_notification(self, peer: str, payload: bytes) -> bool:
@@ -224,24 +201,72 @@ class TransferAgent:
             AgentError: `unknown-peer`.
         """
         self._refuse_closed()
-        known = self._peers.get(peer)
+        name = self._peers.get(peer).agent_name
         try:
-            self._port.send_notification(known.agent_name, payload)
+            self._port.send_notification(name, payload)
         except AgentError:
-            self._statistics.count("notifications_failed")
             return False
-        self._statistics.count("notifications_sent")
         return True
 
     def _retire(self, peer: Peer) -> None:
         self._peers.retire(peer)
 
-    def _note_warm_up(self, peer: Peer, failure: AgentError | None) -> None:
-        peer.is_wired = failure is None
-        peer.is_connected = failure is None or failure.code != "nixl-disconnected"
-        self._statistics.count("warm_ups_done" if failure is None else "warm_ups_failed")
-
     # ----------------------------------------------------------------------------------------------------- transfers
+
+    def post_read(
+        self,
+        transfer_id: str,
+        peer: str,
+        local_indices: Indices,
+        peer_indices: Indices,
+        *,
+        notification: bytes = b"",
+        deadline_s: float = 30.0,
+        fence: tuple[int, int] | None = None,
+    ) -> None:
+        """Queue a read of a peer's rows into ours. A refusal, even for an index out of range, is a failed result.
+
+        Args:
+            transfer_id: Name of the transfer, unique among those that have not ended.
+            peer: The peer's key.
+            local_indices: Our rows to fill, int32 of shape (n,); see `PeerSpec` for the rows.
+            peer_indices: The peer's rows to read, int32 of the same length: row `peer_indices[i]` goes to `local_indices[i]`.
+            notification: Bytes for the peer once the data has arrived and its fence has held; none if empty.
+            deadline_s: Seconds from now after which the read ends with `timed-out`.
+            fence: (slot, generation) to verify after the data; None for data that needs no proof.
+
+        Raises:
+            AgentError: `duplicate-transfer`, `agent-closed`.
+        """
+        self.submit(TransferOrder(transfer_id, peer, local_indices, peer_indices, notification, deadline_s, fence))
+
+    def probe(self, transfer_id: str, peer: str, *, deadline_s: float) -> None:
+        """Read one word of a peer, whatever its value, to see whether the peer answers. A result reports the end.
+
+        `done`: the peer's memory can be read. `failed` with `peer-disconnected`: its process is gone. `timed-out`: no answer in
+        time. Over CMA the kernel answers even for a stopped process.
+
+        Raises:
+            AgentError: `duplicate-transfer`, `agent-closed`.
+        """
+        self.submit(
+            TransferOrder(transfer_id, peer, _NO_INDICES, _NO_INDICES, deadline_s=deadline_s, operation="probe")
+        )
+
+    def submit(self, order: TransferOrder) -> None:
+        """Accept a transfer, or report its refusal as a failed result; only a duplicate id raises.
+
+        Raises:
+            AgentError: `duplicate-transfer`, `agent-closed`.
+        """
+        try:
+            if self.refusal is not None:
+                raise self.refusal
+            self.post(order)
+        except AgentError as error:
+            if error.code in ("duplicate-transfer", "agent-closed"):
+                raise
+            self._transfers.report(TransferResult(order.transfer_id, order.peer, "failed", error.code, str(error)))
 
     def post(self, order: TransferOrder) -> None:
         """Accept a transfer; `take_results` reports its end.
@@ -258,24 +283,7 @@ class TransferAgent:
         waiting, held = self._transfers.schedule.count, self._handles.held_for(peer.key)
         _admit(order, peer, self._options, waiting=waiting, held=held)
         parts = split_into_parts(peer, order.local_indices, order.peer_indices, self._options)
-        self._transfers.add(Transfer(order, peer, parts, self._wiring))
-
-    def submit(self, order: TransferOrder) -> None:
-        """Accept a transfer, or report its refusal as a failed result; only a duplicate id raises.
-
-        Raises:
-            AgentError: `duplicate-transfer`, `agent-closed`.
-        """
-        try:
-            self.post(order)
-        except AgentError as error:
-            if error.code in ("duplicate-transfer", "agent-closed"):
-                raise
-            self.refuse(order, error)
-
-    def refuse(self, order: TransferOrder, error: AgentError) -> None:
-        """Report a refused order as a failed transfer."""
-        self._transfers.report(TransferResult(order.transfer_id, order.peer, "failed", error.code, str(error)))
+        self._transfers.add(Transfer(order, peer, parts, self._transfers.wiring))
 
     def cancel(self, transfer_id: str) -> bool:
         """End a transfer early; return False if it is not in progress. Parts on the wire go to quarantine."""
@@ -284,6 +292,21 @@ class TransferAgent:
             return False
         transfer.end("cancelled", "cancelled", "cancelled by the caller")
         return True
+
+    def watch_stream(self, peer: str, slot: int, listener: StreamListener, *, tokens: int = 0) -> StreamWatch:
+        """Start polling a stream slot of a peer; `listener` receives its progress, and the tables that the watch requests.
+
+        Args:
+            peer: The peer's key.
+            slot: The peer's slot.
+            listener: Receives progress, table entries and the end of the watch.
+            tokens: Progress that the peer will reach, 0 if unknown; near the expected end of its last step it is polled often.
+
+        Raises:
+            AgentError: `unknown-peer`; `bad-streams` without stream memory on either side, or for a slot that does not exist;
+                `peer-rows-unregistered`.
+        """
+        return self.polls.watch(peer, slot, listener, tokens=tokens)
 
     def advance(self) -> bool:
         """Do one turn of posting and polling; return True if anything progressed."""
@@ -297,8 +320,7 @@ class TransferAgent:
 
     def take_results(self) -> list[TransferResult]:
         """Return the results since the last call, in the order in which the transfers ended."""
-        taken = list(self._transfers.results)
-        self._transfers.results.clear()
+        taken, self._transfers.results = self._transfers.results, []
         return taken
 
     def take_quiet(self) -> list[str]:
@@ -311,13 +333,9 @@ class TransferAgent:
         """Return the notifications received since the last call, as (agent name of the peer, payload)."""
         self._refuse_closed()
         try:
-            arrived = self._port.notifications()
+            return self._port.notifications()
         except AgentError:
-            self._statistics.count("notification_poll_errors")
-            return ()
-        if arrived:
-            self._statistics.count("notifications_received", len(arrived))
-        return arrived
+            return ()  # the next call tries again
 
     # --------------------------------------------------------------------------------------------------- observation
 
@@ -329,8 +347,7 @@ class TransferAgent:
     @property
     def is_awaited(self) -> bool:
         """Whether something is queued or on the wire that is neither a probe nor a leftover."""
-        is_on_wire = self._handles.awaited_count > 0 or self.polls.is_on_wire
-        return not self._transfers.is_only_probing or is_on_wire
+        return not self._transfers.is_only_probing or self._handles.has_awaited or self.polls.is_on_wire
 
     @property
     def has_leftovers(self) -> bool:
@@ -346,8 +363,8 @@ class TransferAgent:
         return self._handles.held_count > 0
 
     def stalls(self) -> Sequence[StallEntry]:
-        """Return the transfers on the wire without progress."""
-        return self._transfers.stalls.entries()
+        """Return the transfers on the wire without progress for `stall_after_s`."""
+        return self._transfers.stalls()
 
     def quarantine(self) -> Sequence[QuarantineEntry]:
         """Return the transfers in quarantine, oldest first."""
@@ -355,14 +372,12 @@ class TransferAgent:
 
     def statistics(self) -> Mapping[str, float]:
         """Return counters, recent times and gauges in one flat mapping."""
-        return self.snapshot().summary()
+        return self.figures().summary()
 
-    def snapshot(self) -> Snapshot:
-        """Return counters and times as a snapshot, which another thread can summarise."""
+    def figures(self) -> Figures:
+        """Return counters, gauges and times of this moment, which another thread can summarise."""
         own = {"scratch_words_free": float(self._memory.fences.free_scratch_words), **self.polls.gauges()}
-        return self._statistics.snapshot(
-            {**self._transfers.gauges(), **self._handles.gauges(), **self._peers.statistics(), **own}
-        )
+        return self._statistics.figures({**self._transfers.gauges(), **self._peers.gauges(), **own})
 
     # --------------------------------------------------------------------------------------------------------- close
 
@@ -396,7 +411,7 @@ def _admit(order: TransferOrder, peer: Peer, options: AgentOptions, *, waiting: 
     """Refuse an order that cannot be served now; `waiting` counts queued transfers, `held` those of its peer in quarantine.
 
     Raises:
-        AgentError: `queue-full`, `quarantine-full`, `bad-fence`, `bad-options`.
+        AgentError: `queue-full`, `quarantine-full`, `bad-fence`, `bad-rows`, `bad-options`.
     """
     if waiting >= options.max_queued:
         raise AgentError("queue-full", f"{waiting} transfers wait already; let some end first")
@@ -407,29 +422,22 @@ def _admit(order: TransferOrder, peer: Peer, options: AgentOptions, *, waiting: 
             "process of it is probably stopped: wait until they end",
             peer=peer.key,
         )
-    if not order.deadline_s > 0 or order.operation not in ("read", "probe"):
+    is_probe = order.operation == "probe"
+    if not order.deadline_s > 0 or not (is_probe or order.operation == "read"):
         raise AgentError(
             "bad-options",
             f"transfer {order.transfer_id!r} has deadline {order.deadline_s} s and operation {order.operation!r}; "
             "needed are a positive time, and read or probe",
         )
-    if order.operation == "probe":
-        _admit_probe(order, peer)
-    if order.fence is not None:
-        _admit_fence(order, order.fence, peer)
-
-
-def _admit_probe(order: TransferOrder, peer: Peer) -> None:
-    if len(order.local_indices) or len(order.peer_indices):
+    if is_probe and (len(order.local_indices) or len(order.peer_indices)):
         raise AgentError("bad-options", f"probe {order.transfer_id!r} names pages; it reads one word of its own choice")
-    if peer.fence is None and not peer.rows.count:
+    if is_probe and peer.touch_row is None:
         raise AgentError("bad-rows", f"peer {peer.key!r} has no rows and no fence, so there is nothing to read")
-
-
-def _admit_fence(order: TransferOrder, fence: tuple[int, int], peer: Peer) -> None:
-    slot, generation = fence
+    if order.fence is None:
+        return
+    slot, generation = order.fence
     words = 0 if peer.fence is None else peer.fence[2]
-    if order.operation == "probe" or not 0 <= slot < words or generation < 0:
+    if is_probe or not 0 <= slot < words or generation < 0:
         raise AgentError(
             "bad-fence",
             f"transfer {order.transfer_id!r} names fence slot {slot}, peer {peer.key!r} has {words} words, and only "

@@ -12,7 +12,7 @@ from kv_nixl_agent.values import MAX_CAPACITY, MAX_SLOTS
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from kv_nixl_agent.values import MemoryRegion, TraceEvent
+    from kv_nixl_agent.values import MemoryRegion
 
 __all__ = ["AgentOptions", "BackendOptions", "ThreadOptions"]
 
@@ -103,7 +103,6 @@ class AgentOptions:
         stall_after_s: Seconds on the wire without a part ending after which a transfer is reported as stalled (`stalls`, a
             counter, the trace); it goes on until its deadline. None for no such watch.
         close_wait_s: How long `close` polls transfers that are still on the wire, in seconds.
-        trace: Called on the owner thread at every state change of a transfer; costs nothing when None.
     """
 
     backends: tuple[BackendOptions, ...] = (BackendOptions(),)
@@ -120,7 +119,6 @@ class AgentOptions:
     progress_thread: bool = True
     stall_after_s: float | None = 5.0
     close_wait_s: float = 2.0
-    trace: Callable[[TraceEvent], object] | None = None
 
     def __post_init__(self) -> None:
         _demand(len(self.backends) > 0, "at least one backend is needed, for example BackendOptions('UCX')")

@@ -22,7 +22,7 @@ import numpy as np
 
 from kv_nixl_agent.errors import AgentError
 from kv_nixl_agent.nixl.binding import expand_rows
-from kv_nixl_agent.nixl.port import Handle, MemoryKind, PortFeatures, Progress, WireTelemetry
+from kv_nixl_agent.nixl.port import Handle, MemoryKind, Progress, WireTelemetry
 from kv_nixl_agent.tools.producer import PeerProcess, page_pattern, stop_process
 
 if TYPE_CHECKING:
@@ -161,6 +161,7 @@ class FakeNixl:
         self, fabric: _Fabric, name: str, incarnation: int, parameters: Mapping[str, Mapping[str, str]]
     ) -> None:
         self.name = name
+        self.implementation = "fake"
         self.incarnation = incarnation
         self.is_dead = False
         self.is_stopped = False
@@ -188,11 +189,6 @@ class FakeNixl:
         self.is_stopped = False
 
     # Port -------------------------------------------------------------------------------------------------------------
-
-    @property
-    def features(self) -> PortFeatures:
-        """Features of this agent."""
-        return PortFeatures("fake", True, True, tuple(self._parameters), self._parameters)
 
     def register(self, kind: MemoryKind, ranges: npt.NDArray[np.uint64]) -> Handle:
         """Register memory."""
@@ -356,8 +352,7 @@ class FakeNixl:
     def telemetry(self, transfer: Handle) -> WireTelemetry | None:
         """Account for a finished transfer."""
         transfer = _transfer_of(transfer)
-        total_bytes = int(transfer.copies[:, 2].sum())
-        return WireTelemetry(1.0, 1.0, total_bytes, transfer.merged, next(iter(self._parameters), ""))
+        return WireTelemetry(transfer.merged, next(iter(self._parameters), ""))
 
     def notifications(self) -> Sequence[tuple[str, bytes]]:
         """Take what came in."""

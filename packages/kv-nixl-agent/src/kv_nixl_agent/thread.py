@@ -1,59 +1,57 @@
 """`TransferThread`: the thread that owns and drives one agent.
 
 Other threads only put calls into a mailbox (one append, and a wake-up if the thread sleeps); they never touch NIXL and never wait
-for it. `loop.py` is the thread's own side.
+for it.
+
+One turn of the thread: run calls, deliver notifications, run timers that are due, call the agent's `advance` once, deliver
+results and quiet memory, wait. `mailbox.py` says what precedes what. An exception from a callback or call is counted and
+recorded, and the thread continues. If the loop itself fails, every accepted order, posted or still in the mailbox, is reported
+as failed with `thread-dead`.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal, final
 
-import numpy as np
-
 from kv_nixl_agent.agent import TransferAgent
 from kv_nixl_agent.errors import AgentError
-from kv_nixl_agent.loop import Callbacks, Loop
+from kv_nixl_agent.mailbox import Arrivals, ErrorLog, Mailbox, Timers
 from kv_nixl_agent.nixl.binding import open_nixl
 from kv_nixl_agent.nixl.side_effects import POOL
 from kv_nixl_agent.options import AgentOptions, ThreadOptions
-from kv_nixl_agent.values import TransferOrder
+from kv_nixl_agent.pacing import Pacer
+from kv_nixl_agent.values import Figures
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    import numpy.typing as npt
-
     from kv_nixl_agent.nixl.port import PortFactory
     from kv_nixl_agent.nixl.side_effects import State
-    from kv_nixl_agent.streams.polls import StreamListener, StreamWatch
     from kv_nixl_agent.streams.words import StreamWords
     from kv_nixl_agent.values import (
         FenceLocation,
         MemoryRegion,
-        PeerDescription,
         QuarantineEntry,
         StallEntry,
         StreamLocation,
         TransferResult,
     )
 
-    Indices = npt.NDArray[np.int32]
-
 __all__ = ["ThreadHealth", "ThreadState", "TransferThread"]
 
 _START_TIMEOUT_S: Final = 120.0
-_NO_INDICES: Final = np.empty(0, dtype=np.int32)
+_MAX_CRASHES_IN_A_ROW: Final = 16
+_PUBLISH_PERIOD_S: Final = 0.1
+_CALLS_SLICE_S: Final = 2e-4
 
 
 @final
 class TransferThread:
-    """Owns a `TransferAgent` and runs it on a separate thread.
-
-    Methods under "owner" may be called only on that thread: through `call_soon`, from timers or from callbacks. On other threads
-    they raise `wrong-thread`, and `agent-closed` once the thread no longer has an agent.
+    """Owns a `TransferAgent` and runs it on a separate thread: orders go to `agent`, on that thread alone.
 
     Args:
         name: NIXL agent name.
@@ -81,17 +79,26 @@ class TransferThread:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._name = name
-        self._clock = clock
+        self._make_agent: Callable[[], TransferAgent] = lambda: TransferAgent(
+            name, regions, options, port_factory=port_factory, clock=clock
+        )
+        self._on_result, self._on_notification, self._on_quiet = on_result, on_notification, on_quiet
         self._options = thread_options or ThreadOptions()
-        self._is_closed = False
-        given_regions, agent_options = tuple(regions), options or AgentOptions()
-
-        def make_agent() -> TransferAgent:
-            return TransferAgent(name, given_regions, agent_options, port_factory=port_factory, clock=clock)
-
-        callbacks = Callbacks(on_result, on_notification, on_quiet)
-        self._loop = Loop(name, make_agent, callbacks, self._options, clock)
-        self._thread = threading.Thread(target=self._loop.run, name=f"kv-nixl-{name}", daemon=True)
+        self._clock = clock
+        self._thread = threading.Thread(target=self._run, name=f"kv-nixl-{name}", daemon=True)
+        self._ready = threading.Event()
+        self._mailbox, self._arrivals, self._timers = Mailbox(), Arrivals(), Timers(clock())
+        self._pacer = Pacer(self._options, clock)
+        self._errors = ErrorLog()
+        self._is_closing = self._is_closed = False
+        self._failure: AgentError | None = None
+        self._agent: TransferAgent | None = None
+        self._metadata = b""
+        self._turns = 0
+        self._turn_began_s = clock()
+        self._figures = Figures({})
+        self._quarantine: Sequence[QuarantineEntry] = ()
+        self._stalls: Sequence[StallEntry] = ()
 
     # ---------------------------------------------------------------------------------------------------- any thread
 
@@ -104,20 +111,19 @@ class TransferThread:
         if self._thread.ident is not None or self._is_closed:
             raise AgentError("thread-dead", f"transfer thread {self._name!r} can be started once only")
         self._thread.start()
-        if not self._loop.ready.wait(_START_TIMEOUT_S):
+        if not self._ready.wait(_START_TIMEOUT_S):
             raise AgentError("thread-dead", f"transfer thread {self._name!r} was not ready in {_START_TIMEOUT_S:.0f} s")
-        if self._loop.failure is not None:
-            raise self._loop.failure
+        if self._failure is not None:
+            raise self._failure
 
     def agent_metadata(self) -> bytes:
-        """Return this agent's metadata for peers, as of the latest registration.
+        """Return this agent's metadata for peers, as of its start.
 
         Raises:
             AgentError: `not-started`.
         """
-        if not self._loop.metadata:
-            raise self._not_started()
-        return self._loop.metadata
+        self._started()
+        return self._metadata
 
     @property
     def fence(self) -> FenceLocation:
@@ -126,9 +132,7 @@ class TransferThread:
         Raises:
             AgentError: `not-started`.
         """
-        if self._loop.fence is None:
-            raise self._not_started()
-        return self._loop.fence
+        return self._started().fence
 
     @property
     def streams(self) -> StreamLocation | None:
@@ -137,9 +141,8 @@ class TransferThread:
         Raises:
             AgentError: `not-started`.
         """
-        if self._loop.fence is None:
-            raise self._not_started()
-        return None if self._loop.stream_words is None else self._loop.stream_words.location
+        words = self.stream_words
+        return None if words is None else words.location
 
     @property
     def stream_words(self) -> StreamWords | None:
@@ -148,12 +151,12 @@ class TransferThread:
         Raises:
             AgentError: `not-started`.
         """
-        if self._loop.fence is None:
-            raise self._not_started()
-        return self._loop.stream_words
+        return self._started().stream_words
 
-    def _not_started(self) -> AgentError:
-        return AgentError("not-started", f"transfer thread {self._name!r} has no agent yet; start it first")
+    def _started(self) -> TransferAgent:
+        if self._agent is None:
+            raise AgentError("not-started", f"transfer thread {self._name!r} has no agent yet; start it first")
+        return self._agent
 
     def call_soon(self, function: Callable[[], object]) -> None:
         """Run `function` on the owner thread soon; wakes the thread and never blocks.
@@ -163,8 +166,8 @@ class TransferThread:
         Raises:
             AgentError: `agent-closed` or `thread-dead`: the function would never run.
         """
-        self._loop.mailbox.put(function)
-        self._loop.pacer.wake()
+        self._mailbox.put(function)
+        self._pacer.wake()
 
     def call_every(self, period_s: float, function: Callable[[], object]) -> None:
         """Run `function` on the owner thread about every `period_s` while the thread lives; may be called before `start`.
@@ -177,9 +180,9 @@ class TransferThread:
         if not period_s > 0:
             raise AgentError("bad-options", f"a timer needs a positive period, not {period_s} s")
         if self._thread.ident is None:
-            self._loop.timers.add(period_s, function, self._clock())
+            self._timers.add(period_s, function, self._clock())
         else:
-            self.call_soon(lambda: self._loop.timers.add(period_s, function, self._clock()))
+            self.call_soon(lambda: self._timers.add(period_s, function, self._clock()))
 
     def write_fence(self, slot: int, generation: int) -> None:
         """Write a word of this rank's fence array; any thread.
@@ -190,12 +193,7 @@ class TransferThread:
         Raises:
             AgentError: `bad-fence`, `not-started`, `agent-closed`.
         """
-        agent = self._loop.agent
-        if agent is None:
-            if self._loop.fence is not None:
-                raise AgentError("agent-closed", f"transfer thread {self._name!r} has no agent any more")
-            raise self._not_started()
-        agent.write_fence(slot, generation)
+        self._started().write_fence(slot, generation)
 
     def allow_slow_polling(self, allowed: bool) -> None:
         """Let the thread poll for notifications less often while it is idle; any thread.
@@ -203,30 +201,27 @@ class TransferThread:
         Use it while no lease is open, so that no peer has a reason to read from this rank or to notify it. Calls and orders still
         wake the thread at once.
         """
-        self._loop.pacer.may_poll_slowly = allowed
+        self._pacer.may_poll_slowly = allowed
 
     def statistics(self) -> Mapping[str, float]:
-        """Return the thread's figures, and the agent's counters, times and gauges as of about 0.1 s ago (0.3 s at rest)."""
+        """Return the number of turns, and the agent's counters, times and gauges as of about 0.1 s ago (0.3 s at rest)."""
         return {
-            **self._loop.snapshot.summary(),
-            "thread_turns": float(self._loop.turns),
-            "thread_callback_errors": float(self._loop.errors.callback_errors),
-            "thread_loop_errors": float(self._loop.errors.loop_errors),
-            "thread_calls_waiting": float(len(self._loop.mailbox)),
+            **self._figures.summary(),
+            "thread_turns": float(self._turns),
         }
 
     def stalls(self) -> Sequence[StallEntry]:
         """Return the transfers on the wire without progress, as of about 0.1 s ago (0.3 s at rest)."""
-        return self._loop.stalls
+        return self._stalls
 
     def quarantine(self) -> Sequence[QuarantineEntry]:
         """Return the transfers in quarantine, as of about 0.1 s ago (0.3 s at rest)."""
-        return self._loop.quarantine
+        return self._quarantine
 
     @property
     def is_alive(self) -> bool:
         """Whether the owner thread runs and accepts orders; False from the moment it fails."""
-        return self._thread.is_alive() and self._loop.failure is None
+        return self._thread.is_alive() and self._failure is None
 
     @property
     def has_ended(self) -> bool:
@@ -236,33 +231,33 @@ class TransferThread:
     @property
     def failure(self) -> AgentError | None:
         """Reason why the thread died or did not start; None while it works and after an orderly close."""
-        return self._loop.failure
+        return self._failure
 
     def health(self) -> ThreadHealth:
         """Return the owner thread's state and latest error, and whether a dying reader can end this process."""
-        age_s = self._clock() - self._loop.turn_began_s
-        error, text = self._loop.errors.last
+        age_s = self._clock() - self._turn_began_s
+        error, text = self._errors.last
         return ThreadHealth(
             state=self._state(age_s),
             turn_age_s=age_s,
-            turns=self._loop.turns,
-            calls_waiting=len(self._loop.mailbox),
-            callback_errors=self._loop.errors.callback_errors,
-            loop_errors=self._loop.errors.loop_errors,
+            turns=self._turns,
+            calls_waiting=len(self._mailbox),
+            callback_errors=self._errors.callback_errors,
+            loop_errors=self._errors.loop_errors,
             last_error=error,
             last_traceback=text,
             ucx_requests=POOL.state,
         )
 
     def _state(self, turn_age_s: float) -> ThreadState:
-        if self._loop.failure is not None:
+        if self._failure is not None:
             return "dead"
         if self._is_closed:
             return "closed"
         if self._thread.ident is None:
             return "new"
         if not self._thread.is_alive():
-            return "closed" if self._loop.is_closing else "dead"
+            return "closed" if self._is_closing else "dead"
         return "stuck" if turn_age_s > self._options.stuck_after_s else "running"
 
     def close(self) -> None:
@@ -274,11 +269,11 @@ class TransferThread:
         if self._is_closed:
             return
         if self._thread.ident is None:
-            self._loop.mailbox.shut("agent-closed", f"transfer thread {self._name!r} was closed")
+            self._mailbox.shut(self._closed())
             self._is_closed = True
             return
-        self._loop.is_closing = True
-        self._loop.pacer.wake()
+        self._is_closing = True
+        self._pacer.wake()
         if threading.current_thread() is self._thread:
             return
         self._thread.join(self._options.close_grace_s + self._options.stuck_after_s)
@@ -288,107 +283,190 @@ class TransferThread:
 
     @property
     def agent(self) -> TransferAgent:
-        """The agent itself, for members without a method here, such as `peers`.
+        """The agent, for calls on the owner thread: through `call_soon`, from timers or from callbacks.
 
         Raises:
-            AgentError: `wrong-thread`, `agent-closed`.
+            AgentError: `wrong-thread` on any other thread; `not-started`.
         """
         if threading.current_thread() is not self._thread:
             raise AgentError(
                 "wrong-thread",
-                f"this method belongs to the owner thread of {self._name!r}; hand it over with call_soon",
+                f"the agent belongs to the owner thread of {self._name!r}; hand the call over with call_soon",
             )
-        if self._loop.agent is None:
-            raise AgentError("agent-closed", f"transfer thread {self._name!r} has no agent any more")
-        return self._loop.agent
+        return self._started()
 
-    def register(self, regions: Sequence[MemoryRegion]) -> None:
-        """Register further memory; `agent_metadata` changes."""
-        agent = self.agent
-        agent.register(regions)
-        self._loop.metadata = agent.agent_metadata()
+    # ---------------------------------------------------------------------------------------------------------- turns
 
-    def add_peer(self, spec: PeerDescription) -> None:
-        """Register a peer rank and start connecting to it; see `TransferAgent.add_peer`."""
-        self.agent.add_peer(spec)
+    def _run(self) -> None:
+        self._pacer.begin()
+        try:
+            agent = self._set_up()
+            if agent is not None:
+                self._ready.set()
+                self._turn_until_closed(agent)
+                self._tear_down(agent)
+        finally:
+            self._pacer.end()
+            self._ready.set()
 
-    def replace_peer(self, spec: PeerDescription) -> None:
-        """Register a restarted peer whose key may be in use; see `TransferAgent.replace_peer`."""
-        self.agent.replace_peer(spec)
+    def _set_up(self) -> TransferAgent | None:
+        """Create the agent; return None, with `failure` set, if that fails."""
+        try:
+            if self._options.on_thread_start is not None:
+                self._options.on_thread_start()
+            agent = self._make_agent()
+            self._metadata = agent.agent_metadata()
+        except AgentError as error:
+            self._fail(error)
+            return None
+        except Exception as error:  # noqa: BLE001 - handed to the starter
+            self._fail(AgentError("thread-dead", f"the set-up raised {type(error).__name__}: {error}"))
+            return None
+        if agent.stream_words is not None:
+            agent.stream_words.on_open = self._pacer.wake
+        self._agent = agent
+        self._timers.add(_PUBLISH_PERIOD_S, lambda: self._publish(agent), self._clock())
+        self._publish(agent)
+        return agent
 
-    def remove_peer(self, peer: str) -> None:
-        """Forget a peer; see `TransferAgent.remove_peer`."""
-        self.agent.remove_peer(peer)
+    def _fail(self, failure: AgentError) -> None:
+        self._failure = failure
+        self._mailbox.shut(failure)
+        if self._agent is not None:
+            self._agent.refusal = failure
 
-    def has_peer(self, peer: str) -> bool:
-        """Return whether `peer` can be used."""
-        return self.agent.has_peer(peer)
+    def _turn_until_closed(self, agent: TransferAgent) -> None:
+        crashes = 0
+        while not self._is_closing:
+            try:
+                self._turn(agent)
+                crashes = 0
+            except Exception as error:  # noqa: BLE001 - one bad turn must not strand every request
+                self._errors.keep(error)
+                crashes += 1
+                if crashes >= _MAX_CRASHES_IN_A_ROW:
+                    last = self._errors.last[0]
+                    self._fail(AgentError("thread-dead", f"the loop raised {crashes} times in a row, last {last}"))
+                    return
+                time.sleep(self._options.max_sleep_s)
+            except BaseException as error:  # noqa: BLE001 - SystemExit and the like end the thread, but no order is lost
+                self._errors.keep(error)
+                self._fail(AgentError("thread-dead", f"the loop was ended by {self._errors.last[0]}"))
+                return
 
-    def post_read(
-        self,
-        transfer_id: str,
-        peer: str,
-        local_indices: Indices,
-        peer_indices: Indices,
-        *,
-        notification: bytes = b"",
-        deadline_s: float = 30.0,
-        fence: tuple[int, int] | None = None,
-    ) -> None:
-        """Queue a read of a peer's rows into ours. Its end, even for an index out of range, is reported through `on_result`.
+    def _turn(self, agent: TransferAgent) -> None:
+        self._turns += 1
+        now_s = self._turn_began_s = self._clock()
+        if self._timers.note(now_s):
+            self._pacer.progressed()  # a thread that was at rest would otherwise poll too rarely now
+        moved = self._run_calls()
+        moved = self._deliver_notifications(agent) or moved
+        self._timers.note(self._clock())  # a process that was stopped within this turn must not end leases in it
+        given, taken = self._mailbox.given_count, self._mailbox.taken_count
+        for function in self._timers.take_due(now_s, given_count=given, taken_count=taken):
+            self._guarded(function)
+        moved = agent.advance() or moved
+        has_ends = self._deliver_ends(agent)
+        if moved or has_ends:
+            self._pacer.progressed()
+            if not has_ends or agent.is_awaited:
+                return
+            time.sleep(0)  # another thread may wait for this last end, and needs the interpreter now
+        if agent.is_awaited:
+            self._pacer.wait_busy()
+        else:
+            look_s = agent.polls.next_look_s
+            if agent.stream_words is not None:
+                look_s = min(look_s, agent.stream_words.look_out_s(now_s))
+            self._pacer.wait_idle(
+                self._timers.next_s(now_s), self._has_work, has_leftovers=agent.has_leftovers, look_s=look_s
+            )
 
-        Args:
-            transfer_id: Name of the transfer, unique among those that have not ended.
-            peer: The peer's key.
-            local_indices: Our rows to fill, int32 of shape (n,); see `PeerSpec` for the rows.
-            peer_indices: The peer's rows to read, int32 of the same length: row `peer_indices[i]` goes to `local_indices[i]`.
-            notification: Bytes for the peer once the data has arrived and its fence has held; none if empty.
-            deadline_s: Seconds from now after which the read ends with `timed-out`.
-            fence: (slot, generation) to verify after the data; None for data that needs no proof.
+    def _has_work(self) -> bool:
+        return len(self._mailbox) > 0 or self._is_closing
 
-        Raises:
-            AgentError: `duplicate-transfer`, `wrong-thread`, `agent-closed`.
-        """
-        self._loop.accept(
-            self.agent, TransferOrder(transfer_id, peer, local_indices, peer_indices, notification, deadline_s, fence)
-        )
+    def _run_calls(self, slice_s: float = _CALLS_SLICE_S) -> bool:
+        """Run waiting calls for about one time slice, so that the first order is posted soon."""
+        count, until_s = len(self._mailbox), self._clock() + slice_s
+        for _ in range(count):
+            call = self._mailbox.take()
+            if call is not None:
+                self._guarded(call)
+            if self._clock() > until_s:
+                break
+        return count > 0
 
-    def probe(self, transfer_id: str, peer: str, *, deadline_s: float) -> None:
-        """Read one word of a peer, whatever its value, to see whether the peer answers. `on_result` reports the end.
+    def _deliver_notifications(self, agent: TransferAgent) -> bool:
+        """Fetch new notifications, and deliver those that no earlier call must precede."""
+        arrived = agent.take_notifications()
+        if arrived:
+            self._arrivals.add(arrived, self._mailbox.given_count)
+        if len(self._arrivals):
+            for sender, payload in self._arrivals.take_due(self._mailbox.taken_count):
+                self._guarded(self._on_notification, sender, payload)
+        return bool(arrived)
 
-        `done`: the peer's memory can be read. `failed` with `peer-disconnected`: its process is gone. `timed-out`: no answer in
-        time. Over CMA the kernel answers even for a stopped process.
+    def _deliver_ends(self, agent: TransferAgent) -> bool:
+        """Invoke the callbacks for results, quiet memory and streams; return True if there were any."""
+        results, quiet, news = agent.take_results(), agent.take_quiet(), agent.polls.take_news()
+        for result in results:
+            self._guarded(self._on_result, result)
+        if self._on_quiet is not None:
+            for transfer_id in quiet:
+                self._guarded(self._on_quiet, transfer_id)
+        for call in news:
+            self._guarded(call)
+        return bool(results or quiet or news)
 
-        Raises:
-            AgentError: `duplicate-transfer`.
-        """
-        self._loop.accept(
-            self.agent,
-            TransferOrder(transfer_id, peer, _NO_INDICES, _NO_INDICES, deadline_s=deadline_s, operation="probe"),
-        )
+    def _guarded(self, function: Callable[..., object], *arguments: object) -> None:
+        try:
+            function(*arguments)
+        except BaseException as error:  # noqa: BLE001 - the caller's code must not kill the thread
+            self._errors.keep(error, is_callback=True)
 
-    def watch_stream(self, peer: str, slot: int, listener: StreamListener, *, tokens: int = 0) -> StreamWatch:
-        """Start polling a stream slot of a peer; `listener` receives its progress, and the tables that the watch requests.
+    def _publish(self, agent: TransferAgent) -> None:
+        self._figures = agent.figures()
+        self._quarantine = agent.quarantine()
+        self._stalls = agent.stalls()
 
-        Args:
-            peer: The peer's key.
-            slot: The peer's slot.
-            listener: Receives progress, table entries and the end of the watch.
-            tokens: Progress that the peer will reach, 0 if unknown; near the expected end of its last step it is polled often.
+    # ------------------------------------------------------------------------------------------------------ tear-down
 
-        Raises:
-            AgentError: `unknown-peer`; `bad-streams` without stream memory on either side, or for a slot that does not exist;
-                `peer-rows-unregistered`.
-        """
-        return self.agent.polls.watch(peer, slot, listener, tokens=tokens)
+    def _tear_down(self, agent: TransferAgent) -> None:
+        """End all accepted orders, close the agent, and deliver the last results."""
+        if self._failure is None:
+            self._mailbox.shut(self._closed())
+        # Calls handed over earlier still run; orders that they give after a failure are reported as failed.
+        self._protected(lambda: self._run_calls(math.inf))
+        if self._failure is None:
+            self._protected(lambda: self._drain(agent))
+            self._protected(agent.end_all)
+        else:
+            failure = self._failure
+            self._protected(lambda: agent.end_all("thread-dead", str(failure)))
+        self._protected(lambda: self._deliver_ends(agent))
+        self._protected(agent.close)
+        self._protected(lambda: self._deliver_ends(agent))
+        self._protected(lambda: self._publish(agent))
 
-    def cancel(self, transfer_id: str) -> None:
-        """End a transfer early; its result says `cancelled`. Unknown ids are fine: it may just have ended."""
-        self.agent.cancel(transfer_id)
+    def _closed(self) -> AgentError:
+        return AgentError("agent-closed", f"transfer thread {self._name!r} was closed")
 
-    def send_notification(self, peer: str, payload: bytes) -> bool:
-        """Send `payload` to a peer; False if it cannot be sent."""
-        return self.agent.send_notification(peer, payload)
+    def _protected(self, step: Callable[[], object]) -> None:
+        """Run one step of the tear-down; an exception does not prevent the later steps."""
+        try:
+            step()
+        except BaseException as error:  # noqa: BLE001 - results are still to be delivered
+            self._errors.keep(error)
+
+    def _drain(self, agent: TransferAgent) -> None:
+        """Let transfers in flight end within the grace period."""
+        deadline_s = self._clock() + self._options.close_grace_s
+        while agent.is_busy and self._clock() < deadline_s:
+            if not agent.advance():
+                self._pacer.wait_busy()
+            self._deliver_notifications(agent)
+            self._deliver_ends(agent)
+        self._deliver_notifications(agent)
 
 
 ThreadState = Literal["new", "running", "stuck", "dead", "closed"]

@@ -1,16 +1,18 @@
-"""Values that cross the package's boundary: peers and orders in, results, entries and trace events out."""
+"""Values that cross the package's boundary: peers and orders in, results, entries and figures out."""
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Literal, Protocol, final
+from typing import TYPE_CHECKING, Final, Literal, final
+
+import numpy as np
 
 from kv_nixl_agent.errors import ERROR_CODES
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
-    import numpy as np
     import numpy.typing as npt
 
     from kv_nixl_agent.errors import Fault
@@ -18,17 +20,17 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FenceLocation",
+    "Figures",
     "MemoryRegion",
     "OrderKind",
     "Outcome",
-    "PeerDescription",
     "PeerSpec",
     "QuarantineEntry",
     "StallEntry",
+    "Statistics",
     "MAX_CAPACITY",
     "MAX_SLOTS",
     "StreamLocation",
-    "TraceEvent",
     "TransferOrder",
     "TransferResult",
 ]
@@ -49,55 +51,6 @@ MAX_CAPACITY: Final = 1 << 20
 
 StreamLocation = tuple[int, int, int, int]
 """(address, device, slots, capacity) of stream memory; capacity is the number of block ids that each slot's table holds."""
-
-
-class PeerDescription(Protocol):
-    """Structure of a `PeerSpec`; any frozen value with these members is accepted."""
-
-    @property
-    def key(self) -> str:
-        """Name of the peer in orders and results."""
-        ...
-
-    @property
-    def agent_metadata(self) -> bytes:
-        """The peer's `agent_metadata()`, or NIXL's own blob."""
-        ...
-
-    @property
-    def local_rows(self) -> npt.NDArray[np.uint64]:
-        """uint64 (n, 5) over registered local memory."""
-        ...
-
-    @property
-    def peer_rows(self) -> npt.NDArray[np.uint64]:
-        """uint64 (m, 5) over the peer's registered memory."""
-        ...
-
-    @property
-    def memory_kind(self) -> MemoryKind | Sequence[MemoryKind]:
-        """Kind of the peer's rows, one for all or one per row."""
-        ...
-
-    @property
-    def local_kind(self) -> MemoryKind | Sequence[MemoryKind] | None:
-        """Kind of the local rows."""
-        ...
-
-    @property
-    def fence(self) -> FenceLocation | None:
-        """Location of the peer's fence array."""
-        ...
-
-    @property
-    def streams(self) -> StreamLocation | None:
-        """Location of the peer's stream memory."""
-        ...
-
-    @property
-    def agent_prefix(self) -> str:
-        """Required prefix of the peer's agent name; empty for any name."""
-        ...
 
 
 @final
@@ -228,13 +181,61 @@ class QuarantineEntry:
     last_error: str
 
 
+_COUNTERS: Final = (
+    "transfers_done",
+    "transfers_failed",
+    "transfers_fence_rejected",
+    "transfers_timed_out",
+    "transfers_cancelled",
+    "bytes_moved",
+    "fence_checks",
+    "stream_looks",
+    "stream_tables",
+    "stream_tables_early",
+    "streams_broken",
+)
+_WINDOW: Final = 1024
+
+
+@final
+class Statistics:
+    """Counts since the start, and times of the last 1024 completed transfers."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, int] = dict.fromkeys(_COUNTERS, 0)
+        self._recent: deque[tuple[float, float, int]] = deque(maxlen=_WINDOW)
+
+    def count(self, name: str) -> None:
+        """Add one to a counter."""
+        self._counts[name] += 1
+
+    def ended(self, result: TransferResult) -> None:
+        """Record a result."""
+        self._counts["transfers_" + result.outcome.replace("-", "_")] += 1
+        if result.outcome == "done":
+            self._counts["bytes_moved"] += result.bytes_moved
+            self._recent.append((result.post_s, result.wire_s, result.bytes_moved))
+
+    def figures(self, gauges: Mapping[str, float]) -> Figures:
+        """Return the counts and times so far, together with gauges."""
+        return Figures({**self._counts, **gauges}, tuple(self._recent))
+
+
 @final
 @dataclass(frozen=True, slots=True)
-class TraceEvent:
-    """A step of a transfer: queued, posted, data-done, fence-read, stalled, ended or quiet."""
+class Figures:
+    """Counts and times at one moment. Taking them costs microseconds; evaluating them costs their reader milliseconds."""
 
-    at_s: float
-    transfer_id: str
-    peer: str
-    state: str
-    detail: str = ""
+    levels: Mapping[str, float]
+    recent: tuple[tuple[float, float, int], ...] = ()
+
+    def summary(self) -> Mapping[str, float]:
+        """Return the counters and gauges, and of the recent transfers the wire time's median and 99th percentile and the rate."""
+        result = {name: float(value) for name, value in self.levels.items()}
+        result["recent_count"] = float(len(self.recent))
+        if self.recent:
+            recent = np.array(self.recent)
+            result["recent_wire_s_p50"], result["recent_wire_s_p99"] = np.percentile(recent[:, 1], (50, 99)).tolist()
+            busy_s = float(recent[:, :2].sum())
+            result["recent_bytes_per_s"] = float(recent[:, 2].sum()) / busy_s if busy_s > 0 else 0.0
+        return result

@@ -25,18 +25,15 @@ import numpy as np
 
 from agent_checks.recording import RecordingPort, recording_factory
 from agent_checks.world import PAGE_BYTES, Clock, Producer, World, demand
-from kv_nixl_agent.agent import TransferAgent
 from kv_nixl_agent.errors import AgentError
-from kv_nixl_agent.loop import Callbacks, Loop
 from kv_nixl_agent.options import AgentOptions, ThreadOptions
 from kv_nixl_agent.testing import FakeFabric
+from kv_nixl_agent.thread import TransferThread
 from kv_nixl_agent.values import PeerSpec, TransferOrder
 from kv_nixl_agent.words.fences import CLOSED_GENERATION, SCRATCH_WORDS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from kv_nixl_agent.values import TraceEvent
+    from kv_nixl_agent.values import TransferResult
 
 __all__ = ["run_episode"]
 
@@ -62,7 +59,7 @@ class _Configuration:
     scratch_words: int
 
 
-def _draw(chance: random.Random, trace: Callable[[TraceEvent], object]) -> _Configuration:
+def _draw(chance: random.Random) -> _Configuration:
     options = AgentOptions(
         fence_words=4,
         chunk_rows=chance.choice([0, 1, 2, 8]),
@@ -72,7 +69,6 @@ def _draw(chance: random.Random, trace: Callable[[TraceEvent], object]) -> _Conf
         wire_up=chance.random() < 0.7,
         stall_after_s=chance.choice([None, 0.05]),
         close_wait_s=0.0,
-        trace=trace,
     )
     return _Configuration(
         options,
@@ -91,9 +87,8 @@ class _Episode:
     def __init__(self, seed: int) -> None:
         self.chance = random.Random(seed)
         self.clock = Clock()
-        self.trace_failures: list[str] = []
         self.world = World(self.clock, _LOCAL_PAGES)
-        self.configuration = _draw(self.chance, self._on_trace)
+        self.configuration = _draw(self.chance)
         self.fabric = FakeFabric(latency_polls=self.configuration.latency_polls, seed=seed)
         self.ports: list[RecordingPort] = []
         options = ThreadOptions(
@@ -104,10 +99,20 @@ class _Episode:
             close_grace_s=0.0,
             gil_switch_interval_s=None,
         )
-        self.loop = Loop("consumer", self._make_agent, self._callbacks(), options, self.clock)
-        self.loop.timers.add(0.01, self.world.timer_ran, self.clock.now_s)
-        self.loop.timers.add(0.0037, _do_nothing, self.clock.now_s)  # a round of timers that opens at other times
-        agent = self.loop.set_up()
+        self.thread = TransferThread(
+            "consumer",
+            [self.world.region],
+            on_result=self._result_came,
+            on_notification=lambda _, payload: self.world.notification_came(payload),
+            on_quiet=self.world.quiet_came,
+            options=self.configuration.options,
+            thread_options=options,
+            port_factory=recording_factory(self.fabric.port, self.ports),
+            clock=self.clock,
+        )
+        self.thread._timers.add(0.01, self.world.timer_ran, self.clock.now_s)
+        self.thread._timers.add(0.0037, _do_nothing, self.clock.now_s)  # a round of timers that opens at other times
+        agent = self.thread._set_up()
         assert agent is not None, "the agent does not start"
         self.agent = agent
         self.producers = [self._start_producer(f"p{number}", 1) for number in range(self.configuration.peers)]
@@ -118,33 +123,26 @@ class _Episode:
             fences.take_scratch(0)
         self.fabric.fault_rates = self.configuration.rates
 
-    def _make_agent(self) -> TransferAgent:
-        factory = recording_factory(self.fabric.port, self.ports)
-        return TransferAgent(
-            "consumer", [self.world.region], self.configuration.options, port_factory=factory, clock=self.clock
-        )
-
-    def _callbacks(self) -> Callbacks:
-        world = self.world
-        return Callbacks(world.result_came, lambda _, payload: world.notification_came(payload), world.quiet_came)
-
-    def _on_trace(self, event: TraceEvent) -> None:
-        """Try to write a fence word in the middle of everything, as an engine thread may."""
+    def _result_came(self, result: TransferResult) -> None:
+        """Take a result, and write a fence word in the middle of everything, as an engine thread may."""
+        self.world.result_came(result)
         try:
-            if event.state == "queued":
-                self.world.accepted(event.transfer_id)
-            elif event.state in ("ended", "quiet"):
-                self.agent.write_fence(0, 5)
+            self.agent.write_fence(0, 5)
         except AgentError as error:
-            if error.code != "agent-closed":
-                self.trace_failures.append(f"a fence word was refused with {error.code}")
-        except AssertionError as error:
-            self.trace_failures.append(str(error))
+            demand(error.code == "agent-closed", f"a fence word was refused with {error.code}")
+
+    def _give(self, order: TransferOrder) -> None:
+        """Hand an order over, and check that the agent may accept it."""
+        refused = len(self.agent._transfers.results)
+        self.agent.submit(order)
+        ends = self.agent._transfers.results[refused:]
+        if not any(end.transfer_id == order.transfer_id and end.outcome == "failed" for end in ends):
+            self.world.accepted(order.transfer_id)
 
     def _start_producer(self, name: str, incarnation: int) -> Producer:
         producer = Producer(self.fabric, name, incarnation)
         rows = self.world.rows[:0]
-        spec = PeerSpec("consumer", self.loop.metadata, rows, rows)
+        spec = PeerSpec("consumer", self.thread.agent_metadata(), rows, rows)
         producer.agent.add_peer(spec)
         return producer
 
@@ -153,7 +151,7 @@ class _Episode:
     def turn(self) -> None:
         """Run one turn of the loop."""
         self.world.turn_begins()
-        self.loop.turn(self.agent)
+        self.thread._turn(self.agent)
 
     def step(self) -> None:
         """Let one random event happen, and some turns pass."""
@@ -172,7 +170,7 @@ class _Episode:
             [10, 3, 2, 1, 0.5, 1, 2, 0.2, 0.1],
         )
         events[0]()
-        self.loop.deliver_ends(self.agent)
+        self.thread._deliver_ends(self.agent)
         for _ in range(self.chance.choice([0, 1, 1, 2, 5])):
             self.clock.now_s += 0.002
             self.turn()
@@ -204,7 +202,7 @@ class _Episode:
             operation="probe" if kind == "probe" else "read",
         )
         self.world.ordered(order, producer, self.configuration.options)
-        self.loop.mailbox.put(lambda: self.loop.accept(self.agent, order))
+        self.thread._mailbox.put(lambda: self._give(order))
 
     def _end_lease(self) -> None:
         producer = self.chance.choice(self.producers)
@@ -250,7 +248,7 @@ class _Episode:
 
     def _calls_and_notifications(self) -> None:
         for _ in range(self.chance.choice([1, 3, 8])):
-            self.loop.mailbox.put(self.world.make_call(cost_s=self.chance.choice([0.0, 3e-4])))
+            self.thread._mailbox.put(self.world.make_call(cost_s=self.chance.choice([0.0, 3e-4])))
             if self.chance.random() < 0.4:
                 producer = self.chance.choice(self.producers)
                 self.world.notify(producer, self.fabric)
@@ -269,7 +267,7 @@ class _Episode:
         for _ in range(4000):
             self.clock.now_s += 0.01
             self.turn()
-            if not (self.agent.is_busy or len(self.loop.mailbox)):
+            if not (self.agent.is_busy or len(self.thread._mailbox)):
                 break
         for _ in range(100):
             self.clock.now_s += 0.01
@@ -282,12 +280,11 @@ class _Episode:
         self._expect_rest()
 
     def _expect_rest(self) -> None:
-        demand(self.loop.errors.callback_errors + self.loop.errors.loop_errors == 0, self.loop.errors.last[1])
+        demand(self.thread._errors.callback_errors + self.thread._errors.loop_errors == 0, self.thread._errors.last[1])
         is_held = self.agent.has_quarantine
         if not is_held:
             self.world.expect_all_ended()
         statistics = self.agent.statistics()
-        demand(not self.trace_failures, self.trace_failures[0] if self.trace_failures else "")
         free, given = statistics["scratch_words_free"], self.configuration.scratch_words
         demand(free == given, f"{free} of {given} scratch words are free")
         is_refusing = "make-error" in self.configuration.rates
@@ -309,9 +306,9 @@ class _Episode:
             self.turn()
             for _ in range(20):
                 self._order()
-            self.loop.fail(AgentError("thread-dead", "the driver ended it"))
-        self.loop.is_closing = True
-        self.loop.tear_down(self.agent)
+            self.thread._fail(AgentError("thread-dead", "the driver ended it"))
+        self.thread._is_closing = True
+        self.thread._tear_down(self.agent)
         self.world.expect_all_ended()
         fences = self.agent._memory.fences
         words = {fences.read(slot) for slot in range(4)}

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from kv_nixl_agent.nixl.port import Handle, MemoryKind, NixlPort, PortFactory, PortFeatures, Progress, WireTelemetry
+    from kv_nixl_agent.nixl.port import Handle, MemoryKind, NixlPort, PortFactory, Progress, WireTelemetry
 
 __all__ = ["RecordingPort", "recording_factory"]
 
@@ -34,9 +34,9 @@ class RecordingPort:
         return {kind: len(handles) for kind, handles in self._open.items()}
 
     @property
-    def features(self) -> PortFeatures:
+    def implementation(self) -> str:
         """Features of the port."""
-        return self._port.features
+        return self._port.implementation
 
     def register(self, kind: MemoryKind, ranges: npt.NDArray[np.uint64]) -> Handle:
         """Pass on and count."""

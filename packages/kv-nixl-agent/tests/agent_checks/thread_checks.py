@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Final, final
 
 from agent_checks.stage import expect
@@ -54,7 +53,7 @@ class ThreadStage:
         """Watch slot 0, from its first progress on."""
         listener = Listener()
         watches: list[StreamWatch] = []
-        self.do(lambda: watches.append(self.thread.watch_stream("p", 0, listener)))
+        self.do(lambda: watches.append(self.thread.agent.watch_stream("p", 0, listener)))
         self.wait_for(lambda: bool(listener.progressed), "progress")
         return listener, watches[0]
 
@@ -82,17 +81,17 @@ def check_a_stopped_peer_leaves_the_thread_at_rest(stage: ThreadStage) -> None:
     """A poll that a stopped peer does not answer wakes the thread rarely once its watch has ended, also after its removal."""
     thread = stage.thread
     thread.allow_slow_polling(True)
-    stage.do(lambda: thread.add_peer(stage.spec))
+    stage.do(lambda: thread.agent.add_peer(stage.spec))
     _, watch = stage.watch()
     stage.producer.stop()
     time.sleep(0.2)  # a poll is on the wire by now
     stage.do(watch.end)
     stage.expect_rest("without a watch of the stopped peer")
-    stage.do(partial(thread.remove_peer, "p"))
+    stage.do(lambda: thread.agent.remove_peer("p"))
     stage.expect_rest("after the removal of the stopped peer")
     stage.producer.resume()
     stage.wait_for(lambda: thread.statistics()["stream_pads_free"] == PAD_COUNT, "the end of all polls")
-    stage.do(lambda: thread.add_peer(stage.spec))
+    stage.do(lambda: thread.agent.add_peer(stage.spec))
     listener, watch = stage.watch()
     stage.do(watch.end)
     expect(not listener.ends, f"{listener.ends}")

@@ -1,25 +1,27 @@
 """The life of a hand-over as state machines: tickets, leases, heartbeats, step plans."""
 
-from kv_scheduler_state.config import GroupConfig, SchedulerConfig, TicketLimits
+from kv_scheduler_state.config import GroupConfig, SchedulerConfig
 from kv_scheduler_state.errors import SchedulerStateError, TicketError
 from kv_scheduler_state.plan import FenceOrder, GrantOrder, HeartbeatOrder, ReadOrder, StepPlan
 from kv_scheduler_state.scheduler.state import SchedulerState
+from kv_scheduler_state.scheduler.streaming import Streams
 from kv_scheduler_state.ticket.early import prefill_request_params
-from kv_scheduler_state.ticket.prompt import prompt_digest
+from kv_scheduler_state.ticket.prompt import PromptIdentity, prompt_digest
 from kv_scheduler_state.ticket.reader import TicketReader
 from kv_scheduler_state.ticket.ticket import HandoffTicket, PeerAddress
 from kv_scheduler_state.values import Admission, BlockList, FinishDecision
 from kv_scheduler_state.worker.lease import LeaseEnd, Refusal
-from kv_scheduler_state.worker.leases import AnnouncedFences, LeaseTable
+from kv_scheduler_state.worker.leases import LeaseTable
+from kv_scheduler_state.worker.state import EndReport, WorkerState
 
 __version__ = "0.3.0"
 
 __all__ = [
     # the scheduler process
     "SchedulerState",
+    "Streams",
     "SchedulerConfig",
     "GroupConfig",
-    "TicketLimits",
     "Admission",
     "FinishDecision",
     # the step plan
@@ -30,14 +32,16 @@ __all__ = [
     "GrantOrder",
     "BlockList",
     "PeerAddress",
-    # a producer's worker
-    "AnnouncedFences",
+    # a worker
+    "WorkerState",
+    "EndReport",
     "LeaseTable",
     "LeaseEnd",
     "Refusal",
     # the ticket
     "HandoffTicket",
     "TicketReader",
+    "PromptIdentity",
     "prefill_request_params",
     "prompt_digest",
     # errors

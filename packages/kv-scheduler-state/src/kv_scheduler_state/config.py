@@ -12,7 +12,7 @@ from kv_scheduler_state.hosts import HostPolicy
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["MAX_GENERATION", "MAX_PEER_GENERATION", "GroupConfig", "SchedulerConfig", "TicketLimits"]
+__all__ = ["MAX_GENERATION", "MAX_PEER_GENERATION", "GroupConfig", "SchedulerConfig"]
 
 MAX_GENERATION = (1 << 53) - 1
 """Largest generation that is ever granted or named: routers keep JSON numbers as doubles, which round integers from 2**53 on."""
@@ -84,40 +84,6 @@ class GroupConfig:
 
 @final
 @dataclass(frozen=True, slots=True)
-class TicketLimits:
-    """Upper bounds for what a client may put into a ticket.
-
-    Attributes:
-        max_keys: Keys of the `kv_transfer_params` object.
-        max_text_chars: Characters of an id or a host.
-        max_blocks: Block ids over all groups.
-        max_block_id: Largest block id; below 2**32.
-        max_parallel: Largest tensor-, pipeline- or context-parallel size.
-        max_tokens: Largest token count.
-        max_lease_s: Longest lease that is believed.
-        max_fence_slot: Largest fence slot.
-    """
-
-    max_keys: int = 64
-    max_text_chars: int = 512
-    max_blocks: int = 1 << 20
-    max_block_id: int = (1 << 32) - 1
-    max_parallel: int = 1024
-    max_tokens: int = 1 << 31
-    max_lease_s: float = 86_400.0
-    max_fence_slot: int = (1 << 24) - 1
-
-    def __post_init__(self) -> None:
-        for name in self.__slots__:
-            value = getattr(self, name)
-            if not 0 < value < math.inf:
-                raise InvalidConfig(f"limit {name} is {value}, must be positive and finite", limit=name)
-        if self.max_block_id >= 1 << 32:
-            raise InvalidConfig(f"limit max_block_id is {self.max_block_id}, must be below 2**32", limit="max_block_id")
-
-
-@final
-@dataclass(frozen=True, slots=True)
 class SchedulerConfig:
     """Everything that the machines of one engine need to know about it.
 
@@ -138,8 +104,7 @@ class SchedulerConfig:
         fence_seed: First generation; pass a random number below 2**53, so that a restarted engine repeats none.
         nonce_seed: Secret that the nonces of grants are derived from; pass random text, so that nobody can guess one.
         uses_host_buffer: Whether finished chunks are saved to host memory before they can be read.
-        peer_networks: Networks (CIDR) that a ticket may point into; empty allows every address.
-        peer_hosts: Host names that a ticket may name besides addresses in `peer_networks`.
+        peer_networks: Networks (CIDR) that a ticket may point into; empty allows every address and name.
         unsealed_networks: Networks (CIDR) of engines that write no seals; with fleet secrets, a ticket without a seal is only
             accepted if it points there.
         peer_ports: First and last port that a ticket may name; those below 1024 belong to the machines' own services.
@@ -163,9 +128,7 @@ class SchedulerConfig:
             peer that says that the prompt is on its way.
         stream_retry_s: Time between two questions to a peer that does not know the id yet.
         stream_max_breaks: Broken streams of one request after which only its final ticket is asked for.
-        trace_length: Transitions that are remembered per request and machine.
         reserved_id_prefixes: Request ids that begin with one of these cannot be notified and are refused at arrival.
-        limits: Upper bounds for tickets.
     """
 
     engine_id: str
@@ -184,7 +147,6 @@ class SchedulerConfig:
     nonce_seed: str = field(default="", repr=False)
     uses_host_buffer: bool = False
     peer_networks: tuple[str, ...] = ()
-    peer_hosts: tuple[str, ...] = ()
     unsealed_networks: tuple[str, ...] = ()
     peer_ports: tuple[int, int] = (1024, 65535)
     reads: bool = True
@@ -204,16 +166,14 @@ class SchedulerConfig:
     stream_ask_s: float = 30.0
     stream_retry_s: float = 0.1
     stream_max_breaks: int = 2
-    trace_length: int = 16
     reserved_id_prefixes: tuple[str, ...] = ()
-    limits: TicketLimits = field(default_factory=TicketLimits)
 
     def __post_init__(self) -> None:
         for problem in self._problems():
             raise InvalidConfig(f"{problem} (engine {self.engine_id!r})", engine_id=self.engine_id)
         # Refuse a bad network here, not at a request.
         HostPolicy(self.unsealed_networks, setting="unsealed_networks")
-        HostPolicy(self.peer_networks, self.peer_hosts, self.peer_ports)
+        HostPolicy(self.peer_networks, self.peer_ports)
 
     def _problems(self) -> Iterator[str]:
         checks = (
@@ -268,7 +228,6 @@ class SchedulerConfig:
                 not (0 < self.stream_ask_s < math.inf and 0 < self.stream_retry_s < math.inf),
                 f"stream_ask_s is {self.stream_ask_s}, stream_retry_s {self.stream_retry_s}; both must be positive and finite",
             ),
-            (self.trace_length < 1, f"trace_length is {self.trace_length}, must be at least 1"),
         )
         return (problem for is_broken, problem in checks if is_broken)
 

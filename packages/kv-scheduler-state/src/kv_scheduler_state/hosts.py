@@ -47,8 +47,7 @@ class HostPolicy:
     """Decides whether a ticket's host may be connected to.
 
     Args:
-        networks: CIDR networks that addresses must lie in; empty allows every address.
-        hosts: Names that are allowed besides; with no networks and no names, every well-formed name is.
+        networks: CIDR networks that addresses must lie in; empty allows every address and every well-formed name.
         ports: First and last port that are allowed.
         setting: Name of the setting that holds the networks, for messages.
 
@@ -59,7 +58,6 @@ class HostPolicy:
     def __init__(
         self,
         networks: tuple[str, ...] = (),
-        hosts: tuple[str, ...] = (),
         ports: tuple[int, int] = (1, 65535),
         *,
         setting: str = "peer_networks",
@@ -73,12 +71,11 @@ class HostPolicy:
             raise InvalidConfig(f"peer_ports: {least} to {most} is not a range within 1 to 65535")
         self._ports = ports
         self._setting = setting
-        self._hosts = frozenset(hosts)
-        self._is_open = not networks and not hosts
+        self._is_open = not networks
 
     @property
     def names_peers(self) -> bool:
-        """Whether networks or names were given, so that not every well-formed host is allowed."""
+        """Whether networks were given, so that not every well-formed host is allowed."""
         return not self._is_open
 
     def require(self, host: str) -> None:
@@ -109,14 +106,12 @@ class HostPolicy:
             )
 
     def _refusal(self, host: str) -> str:
-        if host in self._hosts:
-            return ""
         try:
             address = _parsed(host)
         except ValueError:
             if len(host) > _MAX_HOST_CHARS or not _NAME.match(host) or _NUMBER.match(host):
                 return "is neither an IP address nor a host name"
-            return "" if self._is_open else "is a name that peer_hosts does not list"
+            return "" if self._is_open else f"is a name, and only addresses in {self._setting} are allowed"
         if isinstance(address, ipaddress.IPv6Address) and address.scope_id is not None:
             return "names a zone, and libzmq would read what stands there"
         if address.is_unspecified or address.is_multicast:

@@ -8,14 +8,14 @@ the documents' diagrams are drawn from the same rows, and the proofs mutate them
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn, Protocol, TypeAlias, final
+from typing import TYPE_CHECKING, Final, NoReturn, Protocol, TypeAlias, final
 
 from kv_scheduler_state.errors import IllegalTransition, InvalidConfig
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["GONE", "NEW", "Table", "Trace", "Transition", "advance", "describe_trace", "latest_steps", "shortened"]
+__all__ = ["GONE", "NEW", "Table", "Trace", "Transition", "advance", "describe_trace", "shorten"]
 
 NEW = "new"
 """State of a request before its first event."""
@@ -43,8 +43,9 @@ class Transition:
     why: str
 
 
-Trace: TypeAlias = "tuple[float, Transition, Trace] | None"
-"""Steps of a request from state to state, the newest first: its observed time, its row, and the steps before it."""
+Trace: TypeAlias = "list[tuple[float, Transition]]"
+"""Steps of a request from state to state, oldest first: its observed time and its row."""
+_TRACE_LENGTH: Final = 16
 
 
 @final
@@ -120,35 +121,22 @@ class Tracked(Protocol):
 
 def advance(record: Tracked, row: Transition, now_s: float) -> None:
     """Move a request to a row's target and remember the step, unless the request stays where it is."""
-    target = row.target
-    if target != record.state:
-        record.state = target
-        record.trace = now_s, row, record.trace
+    if row.target != record.state:
+        record.state = row.target
+        record.trace.append((now_s, row))
 
 
-def latest_steps(trace: Trace, length: int) -> list[tuple[float, Transition]]:
-    """Return the newest steps of a trace with their times, oldest first, at most `length` of them."""
-    steps: list[tuple[float, Transition]] = []
-    while trace is not None and len(steps) < length:
-        at_s, row, trace = trace
-        steps.append((at_s, row))
-    return steps[::-1]
-
-
-def shortened(trace: Trace, length: int) -> Trace:
-    """Return a trace of the newest `length` steps.
+def shorten(trace: Trace) -> None:
+    """Drop all but the newest steps of a trace.
 
     Only for the steps that close a circle in a table (`preempt`): between two of those a trace cannot grow beyond the table.
     """
-    short: Trace = None
-    for at_s, row in latest_steps(trace, length):
-        short = at_s, row, short
-    return short
+    del trace[:-_TRACE_LENGTH]
 
 
-def describe_trace(trace: Trace, length: int, now_s: float) -> dict[str, object]:
+def describe_trace(trace: Trace, now_s: float) -> dict[str, object]:
     """Return how long a request has been in its state, and its newest steps, oldest first."""
     return {
-        "in_state_s": now_s - trace[0] if trace else 0.0,
-        "trace": [{"at_s": at_s, "event": row.event, "state": row.target} for at_s, row in latest_steps(trace, length)],
+        "in_state_s": now_s - trace[-1][0] if trace else 0.0,
+        "trace": [{"at_s": at_s, "event": row.event, "state": row.target} for at_s, row in trace[-_TRACE_LENGTH:]],
     }

@@ -1,9 +1,9 @@
 """The step plan: all orders of one scheduler step.
 
-A plan is a plain immutable value that can be pickled. Workers apply its parts in this order: the words of `streams` before
-anything may write a freed block, `AnnouncedFences.apply` (words are written at once), `LeaseTable.apply` (expects, grants,
-releases, revokes), then reads, cancels, voids and heartbeats; saves and completes as soon as the step's blocks are computed;
-failures with the next report.
+A plan is a plain immutable value that can be pickled. `WorkerState.apply` returns the part that a worker must carry out, in this
+order: the words of `streams` before anything may write a freed block, `fences` (words are written at once), `LeaseTable.apply`
+(expects, grants, releases, revokes), then reads, cancels, voids and heartbeats; saves and completes as soon as the step's blocks
+are computed; failures with the next report.
 """
 
 from __future__ import annotations

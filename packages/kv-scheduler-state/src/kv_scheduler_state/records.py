@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, final
 
+from kv_scheduler_state.errors import UnknownRequest
 from kv_scheduler_state.machine import GONE
 from kv_scheduler_state.ticket.prompt import MEDIA_MISSING
 
@@ -23,6 +24,7 @@ __all__ = [
     "HandOver",
     "ProducerRecord",
     "Request",
+    "find_request",
     "forget_if_ended",
 ]
 
@@ -172,6 +174,18 @@ class Request:
     def must_fail(self) -> bool:
         """Whether the engine must not compute the prompt itself, as it lacks a part of it."""
         return self.rejected_code == MEDIA_MISSING
+
+
+def find_request(requests: dict[str, Request], request_id: str, event: str) -> Request:
+    """Return a live request.
+
+    Raises:
+        UnknownRequest: `unknown-request`.
+    """
+    try:
+        return requests[request_id]
+    except (KeyError, TypeError):
+        raise UnknownRequest(request_id, event) from None
 
 
 def forget_if_ended(requests: dict[str, Request], request_id: str, request: Request) -> None:

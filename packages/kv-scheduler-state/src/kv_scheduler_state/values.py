@@ -43,10 +43,6 @@ BlockIds = tuple[tuple[int, ...], ...]
 """Block ids, one tuple per KV-cache group, in token order."""
 
 
-_Row = tuple[str, int, int, int]
-"""Kind, span, window blocks and scratch blocks of a group."""
-
-
 @final
 class BlockList(NamedTuple):
     """Blocks of one KV-cache group, in token order.
@@ -73,11 +69,7 @@ class BlockRules:
 
     def __init__(self, groups: tuple[GroupConfig, ...], null: int | None = None) -> None:
         self._groups = groups
-        self._count = len(groups)
         self._null = null
-        self._rows: tuple[_Row, ...] = tuple(
-            [(group.kind, group.span_tokens, group.window_blocks, group.scratch_blocks) for group in groups]
-        )
         self.nothing = tuple([BlockList(()) for _ in groups])
 
     def require_groups(self, block_ids: Sequence[Sequence[int]]) -> None:
@@ -86,28 +78,23 @@ class BlockRules:
         Raises:
             InvalidEvent: `invalid-event`, if the number of groups is not the model's.
         """
-        if len(block_ids) != self._count:
+        if len(block_ids) != len(self._groups):
             raise InvalidEvent(
-                f"block ids come in {len(block_ids)} groups, the model has {self._count}",
+                f"block ids come in {len(block_ids)} groups, the model has {len(self._groups)}",
                 groups=len(block_ids),
-                expected=self._count,
+                expected=len(self._groups),
             )
 
-    def offered(self, block_ids: Sequence[Sequence[int]], tokens: int) -> tuple[list[list[int]], list[int]]:
-        """Return the blocks that a producer offers of its first `tokens` tokens, and the first token of each list."""
-        lists: list[list[int]] = []
-        first_tokens: list[int] = []
-        for (kind, span, window_blocks, scratch_blocks), ids in zip(self._rows, block_ids, strict=True):
-            if kind == "state":
-                lists.append(list(running_state(scratch_blocks, ids)))
-                first_tokens.append(0)
-                continue
-            kept = list(ids)
-            del kept[-(-tokens // span) :]
-            first = max(0, len(kept) - window_blocks) if window_blocks else 0
-            lists.append(kept[first:] if first else kept)
-            first_tokens.append(first * span)
-        return lists, first_tokens
+    def offered(self, block_ids: Sequence[Sequence[int]], tokens: int) -> tuple[BlockList, ...]:
+        """Return the blocks that a producer offers of its first `tokens` tokens."""
+        return tuple([self._offered(*each, tokens) for each in zip(self._groups, block_ids, strict=True)])
+
+    def _offered(self, group: GroupConfig, ids: Sequence[int], tokens: int) -> BlockList:
+        if group.kind == "state":
+            return BlockList(running_state(group.scratch_blocks, ids), 0, self._null)
+        kept, window = ids[: -(-tokens // group.span_tokens)], group.window_blocks
+        first = max(0, len(kept) - window) if window else 0
+        return BlockList(tuple(kept[first:]), first * group.span_tokens, self._null)
 
     def wanted(
         self, block_ids: Sequence[Sequence[int]], new_block_ids: Sequence[Sequence[int]], start: int, tokens: int
@@ -128,20 +115,14 @@ class BlockRules:
         self.require_groups(new_block_ids)
         if not any(new_block_ids):
             return self.nothing
-        groups = zip(self._rows, block_ids, new_block_ids, strict=True)
-        return tuple([self._filled(row, ids, new, start, tokens) for row, ids, new in groups])
+        groups = zip(self._groups, block_ids, new_block_ids, strict=True)
+        return tuple([self._filled(*each, start, tokens) for each in groups])
 
-    def _filled(self, row: _Row, ids: Sequence[int], new: Sequence[int], start: int, tokens: int) -> BlockList:
+    def _filled(self, group: GroupConfig, ids: Sequence[int], new: Sequence[int], start: int, tokens: int) -> BlockList:
         """Return the blocks of one group that a consumer fills, see `wanted`."""
-        kind, span, window_blocks, scratch_blocks = row
-        if kind == "state":
-            return BlockList(running_state(scratch_blocks, new), 0, self._null)
-        return self._tail(span, window_blocks, ids, new, start, tokens)
-
-    def _tail(
-        self, span: int, window_blocks: int, ids: Sequence[int], new: Sequence[int], start: int, tokens: int
-    ) -> BlockList:
-        """Return the blocks that a consumer fills of a group that keeps its prompt, or the end of it if there is a window."""
+        if group.kind == "state":
+            return BlockList(running_state(group.scratch_blocks, new), 0, self._null)
+        span, window = group.span_tokens, group.window_blocks
         first, end = start // span, -(-tokens // span)
         if start % span or len(ids) < end:
             raise InvalidEvent(
@@ -152,8 +133,8 @@ class BlockRules:
                 span_tokens=span,
                 blocks=len(ids),
             )
-        if window_blocks:
-            first = max(first, end - window_blocks)
+        if window:
+            first = max(first, end - window)
         return BlockList(self._without_hits(tuple(ids[first:end]), new), first * span, self._null)
 
     def _without_hits(self, ids: tuple[int, ...], new_ids: Sequence[int]) -> tuple[int, ...]:

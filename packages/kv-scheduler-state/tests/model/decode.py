@@ -62,7 +62,6 @@ class DecodeSide:
                 lease_s=LEASE_S,
                 heartbeat_s=HEARTBEAT_S,
                 load_failure_policy="fail" if fails_requests else "recompute",
-                trace_length=1,
             )
         )
         self.peer = peer
@@ -311,7 +310,7 @@ class DecodeSide:
     def probe(self, now_s: float) -> None:
         """Demand that everything unlawful is refused now."""
         for request_id, answer in self.answers.items():
-            is_failing = request_id in self.state._outbox.failures
+            is_failing = request_id in self.state._outbox.orders["failures"]
             for name, call in self._calls(request_id, now_s).items():
                 if name not in _LAWFUL[answer.status]:
                     demand_refusal(f"{request_id}: {name} while {answer.status}", call)
@@ -322,7 +321,7 @@ class DecodeSide:
         """Take back the failure that a refused load orders, since this engine never parked the request."""
         outbox = self.state._outbox  # a probe must leave no trace
         self.state._reports.unread.discard(request_id)
-        outbox.failures.pop(request_id, None)
+        outbox.orders.drop("failures", request_id)
 
     def _calls(self, request_id: str, now_s: float) -> dict[str, Callable[[], object]]:
         state, blocks = self.state, [[7, 8]]
@@ -347,7 +346,7 @@ class DecodeSide:
         answer = self.answers[request_id]
         live = self.state._requests.get(request_id)  # the key must see what decides the future
         outbox = self.state._outbox
-        order = outbox.reads.get(request_id)
+        order = outbox.orders["reads"].get(request_id)
         ranks = [(doing, rank in answer.in_flight) for rank, doing in enumerate(answer.ranks)]
         return (
             answer.status,
@@ -358,9 +357,9 @@ class DecodeSide:
             None if answer.beaten_s is None else min(now_s - answer.beaten_s, HEARTBEAT_S),
             live and live.consumer and live.consumer.state,
             order and (order.is_notify_only, order.is_reported),
-            request_id in outbox.cancels,
-            request_id in outbox.passes,
-            request_id in outbox.failures,
+            request_id in outbox.orders["cancels"],
+            request_id in outbox.orders["passes"],
+            request_id in outbox.orders["failures"],
             (answer.is_over, answer.is_read, answer.is_passed, answer.may_tell),
             self._hand_over_key(live),
         )

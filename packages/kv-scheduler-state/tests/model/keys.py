@@ -29,7 +29,7 @@ def prefill_key(side: _Prefill, request_id: str, now_s: float, *, is_named: bool
     """Return everything that determines this request's future, with times relative to now and, perhaps, readers unnamed."""
     prompt = side.prompts[request_id]
     live = side.state._requests.get(request_id)  # the key must see what decides the future
-    outbox = side.state._outbox
+    outbox = side.state._outbox.orders
     leases = [table._leases.get(request_id) for table in side.tables]
     readers = [
         [
@@ -49,16 +49,21 @@ def prefill_key(side: _Prefill, request_id: str, now_s: float, *, is_named: bool
         readers if is_named else sorted(readers),
         tuple(None if at is None else max(0.0, at - now_s) for at in prompt.deadlines),
         tuple(sorted(prompt.reported)),
-        (prompt.is_start_due, prompt.completes_due, request_id in outbox.restarts, request_id in outbox.completes),
+        (
+            prompt.is_start_due,
+            prompt.completes_due,
+            request_id in outbox["restarts"],
+            request_id in outbox["completes"],
+        ),
         (prompt.is_release_told, tuple(sorted(prompt.released)), prompt.is_allocated_twice, prompt.decoded),
         live and live.producer and live.producer.state,
         [_lease_key(lease, now_s) for lease in leases],
         prompt.ticket is not None and side.is_fence_intact(request_id),
-        request_id in outbox.expects,
-        any(grant.request_id == request_id for grant in outbox.grants),
-        request_id in outbox.releases,
-        request_id in outbox.revokes,
-        sum(save[0] == request_id for save in outbox.saves),
+        request_id in outbox["expects"],
+        request_id in outbox["grants"],
+        request_id in outbox["releases"],
+        request_id in outbox["revokes"],
+        len(outbox["saves"].get(request_id, ())),
     )
 
 

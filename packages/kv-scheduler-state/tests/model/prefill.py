@@ -51,7 +51,6 @@ class PrefillSide:
                 heartbeat_s=HEARTBEAT_S,
                 fence_slots=requests,
                 uses_host_buffer=not is_plain,
-                trace_length=1,
             )
         )
         self.tables = [LeaseTable(max_pause_s=math.inf) for _ in range(workers)]

@@ -55,10 +55,9 @@ class StreamDecode:
             stream_ask_s=3.0,
             stream_retry_s=1.0,
             stream_max_breaks=max_breaks,
-            trace_length=1,
         )
         self.state = SchedulerState(config)
-        self.state.bind_free_blocks(self.free_blocks)
+        self.state.streams.consumed.free_blocks = self.free_blocks
         self.status = dict.fromkeys(peer.prompts, "absent")
         self.readers = [Reader(number, peer) for number in range(len(peer.workers))]
         self.reports: dict[str, dict[int, bool]] = {}
@@ -122,14 +121,14 @@ class StreamDecode:
             for question in self.questions:
                 answer = self.opposite.answer_by_listener(question)
                 if answer is None:
-                    self.opposite.state.stream_question(question.request_id, question._asdict())
+                    self.opposite.state.streams.produced.ask(question.request_id, question._asdict())
                 else:
                     self.told.append(StreamAnswer(question.request_id, question.number, answer))
             self.questions.clear()
         elif name == "c-answer":
             told, self.told = self.told, []
-            for asker, number, answer in (*told, *self.opposite.state.take_stream_answers()):
-                self.state.stream_answered(asker, number, answer, now_s=now_s)
+            for asker, number, answer in (*told, *self.opposite.state.streams.produced.take_answers()):
+                self.state.streams.answered(asker, number, answer, now_s=now_s)
         elif name == "c-step":
             self._send(now_s)
         elif name == "c-reset":
@@ -202,7 +201,7 @@ class StreamDecode:
             demand(reader.number not in told, "a worker reports a request as received once")
             told[reader.number] = is_failed
         for request_id, is_done in ends:
-            self.state.stream_ended(request_id, reader.number, is_done=is_done)
+            self.state.streams.ended(request_id, reader.number, is_done=is_done)
         for request_id, told in list(self.reports.items()):
             if len(told) == len(self.readers):
                 del self.reports[request_id]
@@ -232,13 +231,13 @@ class StreamDecode:
 
     def pump(self) -> None:
         """Take questions, and cancel at the peer those that need no answer any more."""
-        self.questions += self.state.take_stream_questions()
-        self.state.take_stream_outcomes()
-        for request_id, number in self.state.take_stream_cancels():
+        self.questions += self.state.streams.take_questions()
+        self.state.streams.consumed.take_outcomes()
+        for request_id, number in self.state.streams.consumed.take_cancels():
             self.questions = [each for each in self.questions if each.number != number]
             hand_over_id = f"{int(request_id[1:]):032x}"
             if not self.opposite.is_dead:
-                self.opposite.state.stream_cancelled(request_id, hand_over_id)
+                self.opposite.state.streams.produced.cancel(request_id, hand_over_id)
 
     # ---- the end
 
@@ -255,7 +254,7 @@ class StreamDecode:
     def leftovers(self) -> list[str]:
         """Return everything that should not be left at the end."""
         left = [f"{request_id} is {status} here" for request_id, status in self.status.items() if status != "over"]
-        held, live = self.state.stream_blocks_held, self.state.live_count
+        held, live = self.state.streams.consumed.blocks_held, self.state.live_count
         if held or live or self.state._consumers.streams._streams:
             left.append(f"{held} blocks are reserved, {live} requests are live")
         states = [reader.ends._states for reader in self.readers]

@@ -64,18 +64,12 @@ class Worker:
         streams = plan.streams
         voids = EMPTY_STREAM_PLAN._replace(voids=streams.voids)
         if not self.stage:
-            if rules.voids_last or rules.voids_after_forward:
+            if rules.voids_last:
                 self.streams.before_forward(streams._replace(voids=()))
-            if rules.voids_after_forward:
-                self._forward(job, rules)
-            else:
-                self.streams.before_forward(voids if rules.voids_last else streams)
+            self.streams.before_forward(voids if rules.voids_last else streams)
             self.stage = 1
             return
-        if rules.voids_after_forward:
-            self.streams.before_forward(voids)
-        else:
-            self._forward(job, rules)
+        self.device.submit(job)
         for order in plan.fences:
             self.words.fences[order.slot] = order.generation
         refusals = self.leases.apply(plan, now_s=now_s)
@@ -83,15 +77,10 @@ class Worker:
         self.stage = 0
         self.inbox.pop(0)
 
-    def _forward(self, job: Job, rules: StreamRules) -> None:
-        self.device.submit(job)
-        if job[1] is not None and rules.shows_before_event:
-            self.notes.append(job[1])
-
-    def event(self, rules: StreamRules) -> None:
+    def event(self) -> None:
         """Let the device finish a step."""
         chunk = self.device.finish()
-        if chunk is not None and not rules.shows_before_event:
+        if chunk is not None:
             self.notes.append(chunk)
 
     def take_sent(self, now_s: float) -> list[str]:
@@ -134,8 +123,9 @@ class StreamPrefill:
             lease_s=1000.0,
             fence_slots=requests,
             stream_slots=slots,
+            stream_reserve_fraction=0.5,
+            cache_blocks=64,
             peer_networks=("10.0.0.0/8",),
-            trace_length=1,
         )
         self.state = SchedulerState(config)
         self.rules = rules
@@ -225,7 +215,7 @@ class StreamPrefill:
         if name == "p-work":
             self.workers[int(argument)].work(self.rules, self.now_s)
         elif name == "p-event":
-            self.workers[int(argument)].event(self.rules)
+            self.workers[int(argument)].event()
         elif name == "p-note":
             worker = self.workers[int(argument)]
             worker.streams.chunk_ended(worker.notes.pop(0))
@@ -327,7 +317,7 @@ class StreamPrefill:
 
     def _publish(self) -> None:
         """Let the listener give the answers that stand, as once a step and when a request has ended."""
-        for standing in self.state.take_stream_standings():
+        for standing in self.state.streams.produced.take_standings():
             if standing.answer is not None:
                 self.board[standing.hand_over_id] = standing.answer
             elif not self.rules.keeps_offers:
@@ -405,7 +395,7 @@ class StreamPrefill:
         left = [
             f"{request_id} is {prompt.status}" for request_id, prompt in self.prompts.items() if prompt.status != "over"
         ]
-        used = self.state.stream_slots_used + self.state.fence_slots_used
+        used = self.state.streams.produced.slots_used + self.state.fence_slots_used
         pages = len(self.workers[0].device.pages) - len(self.free)
         if used or pages or self.state.live_count:
             left.append(f"{used} slots, {pages} pages and {self.state.live_count} requests are in use")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, final
 
 from kv_scheduler_state.streams.reader import StreamReaders
 from kv_scheduler_state.streams.values import StreamPart, is_later_tag
-from kv_scheduler_state.streams.worker import StreamEnds
+from kv_scheduler_state.worker.state import WorkerState
 
 from .promises import Step, demand
 from .stream_words import page_text
@@ -38,7 +38,7 @@ class Reader:
         self.number = number
         self.opposite = peer
         self.streams = StreamReaders(_STALL_S)
-        self.ends = StreamEnds()
+        self.ends = WorkerState()
         self.entries: dict[str, dict[int, str]] = {}
         self.orders: dict[str, ReadOrder] = {}
         self.plain: set[str] = set()
@@ -95,9 +95,8 @@ class Reader:
 
     def work(self, now_s: float) -> None:
         """Apply the oldest plan."""
-        plan = self.inbox.pop(0)
-        watches, cancels = self.ends.apply(plan.streams)
-        for order in watches:
+        plan = self.ends.apply(self.inbox.pop(0))
+        for order in plan.streams.watches:
             request_id = order.read.request_id
             self._begin(request_id, order.read)
             self.streams.watch(
@@ -109,12 +108,12 @@ class Reader:
                 first_entry=order.start,
                 now_s=now_s,
             )
-        for request_id in cancels:
+        for request_id in plan.streams.stops:
             self.streams.cancel(request_id)
         for read in plan.reads:
             self._read(read, now_s)
         self.void.update(self.plain.intersection(plan.voids))
-        self.received += [(each, True) for each in plan.failures if self.ends.takes_read(each)]
+        self.received += [(each, True) for each in plan.failures]
         self._settle(now_s)
 
     def _begin(self, request_id: str, read: ReadOrder) -> None:
@@ -125,8 +124,6 @@ class Reader:
 
     def _read(self, read: ReadOrder, now_s: float) -> None:
         request_id = read.request_id
-        if read.is_reported and not self.ends.takes_read(request_id):
-            return
         if read.is_notify_only:
             self._notify(read, now_s)
             if read.is_reported:
@@ -149,17 +146,13 @@ class Reader:
         self._settle(now_s)
 
     def _order(self, request_id: str, part: StreamPart) -> None:
-        read, rules = self.orders[request_id], self.opposite.rules
+        read = self.orders[request_id]
         table = self._words.words.tables[self._slot(request_id)]
         tag = self._generation(request_id) % (1 << 32)
         state = read.tokens
         wanted = list(range(part.first, part.stop))
-        takes_state = part.first == 0 if rules.reads_state_early else part.is_last
-        places = [*wanted, *([state] if takes_state else [])]
+        places = [*wanted, *([state] if part.is_last else [])]
         found = {place: table[place][1] for place in places if table.get(place, (-1, 0))[0] == tag}
-        # The state is listed with the last chunk; a reader that reads it early guesses its page.
-        guess = {state: table[state - read.tokens][1] - 1} if takes_state and rules.reads_state_early else {}
-        found = {**guess, **found}
         demand(len(found) == len(places), "the table lists what is finished")
         self.wire.append(Part(request_id, tuple([(-1 if at == state else at, found[at]) for at in places])))
 

@@ -21,12 +21,9 @@ Job: TypeAlias = "tuple[tuple[Write, ...], StreamChunk | None]"
 @final
 @dataclass(frozen=True, slots=True)
 class StreamRules:
-    """Order in which an engine and its workers do things; the defaults are right, the tests plant the others."""
+    """Order in which an engine and its workers do things; each is right."""
 
     chunks: int = 2
-    shows_before_event: bool = False
-    voids_after_forward: bool = False
-    reads_state_early: bool = False
     voids_last: bool = False
     """Voids of a plan after its openings: right as well, since no order between requests is promised."""
     keeps_offers: bool = False

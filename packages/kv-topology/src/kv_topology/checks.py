@@ -46,7 +46,6 @@ __all__ = [
     "check_layout",
     "find_aliases",
     "find_shared_byte",
-    "refusal",
 ]
 
 LIMITS = {
@@ -67,42 +66,32 @@ LIMITS = {
 """Sizes beyond which a geometry is refused as absurd."""
 
 
-def refusal(code: str, message: str, **context: object) -> InvalidGeometry:
-    """Return the error of that code."""
-    return InvalidGeometry(message, code=code, context=context)
-
-
 def check_in_range(what: str, value: int, low: int, high: int, where: str) -> None:
     """Raise `size-out-of-range` unless it is an integer and low <= value <= high."""
     if type(value) is not int or not low <= value <= high:
-        raise refusal(
+        raise InvalidGeometry(
             "size-out-of-range",
             f"{what} of {where} is {shown(value)}; it must be an integer of {low}..{high}.",
-            value=value,
-            low=low,
-            high=high,
+            {"value": value, "low": low, "high": high},
         )
 
 
 def _check_axis(axis: Axis, where: str) -> None:
     check_in_range(f"axis {axis.name!r} size", axis.size, 1, LIMITS["axis_size"], where)
     if not 0 <= axis.start < axis.stop <= axis.size:
-        raise refusal(
+        raise InvalidGeometry(
             "interval-out-of-range",
             f"Axis {axis.name!r} of {where} holds [{axis.start}, {axis.stop}) of {axis.size} parts; "
             "the interval must be non-empty and inside the axis.",
-            start=axis.start,
-            stop=axis.stop,
-            size=axis.size,
+            {"start": axis.start, "stop": axis.stop, "size": axis.size},
         )
     if axis.split not in {"whole", "tp"}:
-        raise refusal("bad-split", f"Axis {axis.name!r} of {where} is split {axis.split!r}; known: whole, tp.")
+        raise InvalidGeometry("bad-split", f"Axis {axis.name!r} of {where} is split {axis.split!r}; known: whole, tp.")
     if axis.split == "whole" and axis.count != axis.size:
-        raise refusal(
+        raise InvalidGeometry(
             "whole-axis-partial",
             f"Axis {axis.name!r} of {where} is not split, but holds only {axis.count} of {axis.size} parts.",
-            count=axis.count,
-            size=axis.size,
+            {"count": axis.count, "size": axis.size},
         )
     check_in_range(f"axis {axis.name!r} stride_bytes", axis.stride_bytes, 1, LIMITS["page_bytes"], where)
 
@@ -117,17 +106,23 @@ def _check_field(field: FieldLayout, where: str) -> None:
     _check_strides(field, where)
     token = field.token_axis
     if token is not None and token.split != "whole":
-        raise refusal("token-axis-split", f"The token axis of {where} is split {token.split!r}; it must be whole.")
+        raise InvalidGeometry(
+            "token-axis-split", f"The token axis of {where} is split {token.split!r}; it must be whole."
+        )
     if field.packing and token is not None:
-        raise refusal("packed-token-axis", f"{where} is in the order {field.packing!r} of a kernel, and names tokens.")
+        raise InvalidGeometry(
+            "packed-token-axis", f"{where} is in the order {field.packing!r} of a kernel, and names tokens."
+        )
 
 
 def _check_names(field: FieldLayout, where: str) -> None:
     names = [axis.name for axis in field.axes]
     if len(set(names)) != len(names):
-        raise refusal("axis-repeated", f"Axis names of {where} repeat: {', '.join(names)}.", names=names)
+        raise InvalidGeometry("axis-repeated", f"Axis names of {where} repeat: {', '.join(names)}.", {"names": names})
     if sum(axis.split == "tp" for axis in field.axes) > 1:
-        raise refusal("two-split-axes", f"{where} splits more than one axis over tensor-parallel ranks.", names=names)
+        raise InvalidGeometry(
+            "two-split-axes", f"{where} splits more than one axis over tensor-parallel ranks.", {"names": names}
+        )
 
 
 def _check_strides(field: FieldLayout, where: str) -> None:
@@ -135,12 +130,11 @@ def _check_strides(field: FieldLayout, where: str) -> None:
     extent = field.element_bytes
     for axis in sorted((axis for axis in field.axes if axis.count > 1), key=lambda axis: axis.stride_bytes):
         if axis.stride_bytes < extent:
-            raise refusal(
+            raise InvalidGeometry(
                 "strides-overlap",
                 f"Axis {axis.name!r} of {where} steps {axis.stride_bytes} bytes over cells of {extent} bytes; "
                 "neighbours would share memory.",
-                stride_bytes=axis.stride_bytes,
-                extent_bytes=extent,
+                {"stride_bytes": axis.stride_bytes, "extent_bytes": extent},
             )
         extent += (axis.count - 1) * axis.stride_bytes
 
@@ -150,22 +144,20 @@ def check_disjoint(fields: list[tuple[str, FieldLayout, int]], where: str, budge
     shared = find_shared_byte([(field, offset) for _, field, offset in fields], budget)
     if shared is not None:
         one, two = fields[shared.first], fields[shared.second]
-        raise refusal(
+        raise InvalidGeometry(
             "fields-overlap",
             f"{one[0]} and {two[0]} share byte {shared.offset_bytes} of the pages of {where}.",
-            first=one[0],
-            second=two[0],
-            offset_bytes=shared.offset_bytes,
+            {"first": one[0], "second": two[0], "offset_bytes": shared.offset_bytes},
         )
 
 
 def check_layout(layout: Layout, where: str, budget: Budget) -> None:
     """Raise unless the fields of a layout are sound, differ in name, and keep to different bytes."""
     if not layout.fields:
-        raise refusal("layout-empty", f"The layout of {where} has no fields.")
+        raise InvalidGeometry("layout-empty", f"The layout of {where} has no fields.")
     names = [field.name for field in layout.fields]
     if len(set(names)) != len(names):
-        raise refusal("field-twice", f"The layout of {where} has a field name twice: {', '.join(names[:8])}.")
+        raise InvalidGeometry("field-twice", f"The layout of {where} has a field name twice: {', '.join(names[:8])}.")
     for field in layout.fields:
         _check_field(field, f"field {field.name!r} of {where}")
     check_disjoint([(field.name, field, field.offset_bytes) for field in layout.fields], where, budget)
@@ -190,11 +182,11 @@ class Budget:
         self._runs -= runs
         if self._fields < 0 or self._runs < 0:
             raise InvalidGeometry(
+                "layout-too-fine",
                 "The fields of the pages are woven into each other too finely to be checked: a geometry may take "
                 f"{self._most_fields} comparisons of fields and {self._most_runs} runs of bytes. Keep fields apart, or "
                 "let them step alike.",
-                code="layout-too-fine",
-                context={"fields": fields, "runs": runs},
+                {"fields": fields, "runs": runs},
             )
 
 
@@ -352,10 +344,10 @@ def _check_disjoint_pages(views: Sequence[SharedView], page_starts: Sequence[Int
         owner = np.repeat([view.group for view in views], counts)[order]
         groups = sorted({int(owner[touching[0]]), int(owner[touching[0] + 1])})
         raise InvalidBlocks(
+            "local-block-twice",
             f"Groups {groups} share memory, and their local block lists both name the page at byte "
             f"{int(starts[order][touching[0] + 1])}; a block belongs to one group at a time.",
-            code="local-block-twice",
-            context={"groups": tuple(groups)},
+            {"groups": tuple(groups)},
         )
 
 

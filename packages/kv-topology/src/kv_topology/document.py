@@ -96,9 +96,9 @@ def _field_document(field: FieldLayout) -> dict[str, object]:
 
 def _bad(path: str, expected: str, value: object) -> InvalidGeometry:
     return InvalidGeometry(
+        "document-malformed",
         f"Geometry document: {path} must be {expected}, not {shown(value)}.",
-        code="document-malformed",
-        context={"path": path, "expected": expected},
+        {"path": path, "expected": expected},
     )
 
 
@@ -111,9 +111,7 @@ def _check_size(document: Mapping[str, object]) -> None:
         count += len(inside)
         if count > MAX_VALUES:
             raise InvalidGeometry(
-                f"The geometry document has more than {MAX_VALUES} values.",
-                code="document-too-large",
-                context={"limit": MAX_VALUES},
+                "document-too-large", f"The geometry document has more than {MAX_VALUES} values.", {"limit": MAX_VALUES}
             )
         for item in inside:
             if type(item) in _SCALARS:
@@ -242,10 +240,10 @@ def from_document(document: Mapping[str, object]) -> RankGeometry:
     schema, version = table.get("schema"), table.get("version")
     if schema != DOCUMENT_SCHEMA or type(version) is not int or version != DOCUMENT_VERSION:
         raise InvalidGeometry(
+            "document-version",
             f"Geometry document is {shown(schema)} version {shown(version)}; "
             f"this is {DOCUMENT_SCHEMA!r} {DOCUMENT_VERSION}.",
-            code="document-version",
-            context={"theirs": shown(version), "ours": DOCUMENT_VERSION},
+            {"theirs": shown(version), "ours": DOCUMENT_VERSION},
         )
     _check_size(table)
     tp_size, tp_rank = _items(table.get("tp"), "tp", 2)

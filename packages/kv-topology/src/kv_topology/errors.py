@@ -35,7 +35,7 @@ class TopologyError(Exception):
     """
 
     def __init__(
-        self, message: str, *, code: str, fault: Fault = "local", context: Mapping[str, object] | None = None
+        self, code: str, message: str, context: Mapping[str, object] | None = None, *, fault: Fault = "local"
     ) -> None:
         super().__init__(message)
         self.code = code
@@ -43,15 +43,13 @@ class TopologyError(Exception):
         self.is_retry_safe: bool | None = False
         self.context: Mapping[str, object] = MappingProxyType(dict(context or {}))
 
-    def __reduce__(self) -> tuple[Callable[[str], TopologyError], tuple[str]]:
+    def __reduce__(self) -> tuple[Callable[[], TopologyError], tuple[()]]:
         """Pickle the constructor's arguments, so that an error crosses processes with its code."""
-        make = partial(type(self), code=self.code, fault=self.fault, context=dict(self.context))
-        return make, (str(self),)
+        return partial(type(self), self.code, str(self), dict(self.context), fault=self.fault), ()
 
     def blamed_on(self, fault: Fault, **context: object) -> TopologyError:
         """Return the same error with another fault and more context: the one place where errors are re-labelled."""
-        message = str(self)
-        return type(self)(message, code=self.code, fault=fault, context={**self.context, **context})
+        return type(self)(self.code, str(self), {**self.context, **context}, fault=fault)
 
 
 @final

@@ -13,8 +13,8 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, final
 
 from kv_topology.arithmetic import even_interval
-from kv_topology.checks import LIMITS, Budget, check_disjoint, check_in_range, check_layout, refusal
-from kv_topology.errors import GeometryMismatch, shown
+from kv_topology.checks import LIMITS, Budget, check_disjoint, check_in_range, check_layout
+from kv_topology.errors import GeometryMismatch, InvalidGeometry, shown
 from kv_topology.model import Group, Member, Region, StageLayer
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class RankGeometry:
         try:
             _check_geometry(self)
         except (AttributeError, TypeError) as error:  # a part that is not what the check takes it for
-            raise refusal("geometry-malformed", f"A part of the geometry has another type: {error}.") from error
+            raise InvalidGeometry("geometry-malformed", f"A part of the geometry has another type: {error}.") from error
 
     @cached_property
     def placements(self) -> Mapping[str, tuple[tuple[int, Member], ...]]:
@@ -97,18 +97,17 @@ def _check_region(region: Region, number: int, group_count: int, known: set[obje
     check_in_range("end address", end, 0, LIMITS["address"], where)
     check_in_range("device", region.device, 0, LIMITS["devices"], where)
     if region.memory_kind not in {"DRAM", "VRAM"}:
-        raise refusal("bad-memory-kind", f"{where} is in {region.memory_kind!r} memory; known: DRAM, VRAM.")
+        raise InvalidGeometry("bad-memory-kind", f"{where} is in {region.memory_kind!r} memory; known: DRAM, VRAM.")
     by_group: dict[int, list[Member]] = {}
     for member in region.members:
         check_in_range(f"group of layer {member.layer!r}", member.group, 0, group_count - 1, where)
         check_in_range("offset_bytes", member.offset_bytes, 0, LIMITS["page_bytes"], f"{member.layer!r} in {where}")
         stop = member.offset_bytes + member.layout.extent_bytes
         if stop > region.page_bytes:
-            raise refusal(
+            raise InvalidGeometry(
                 "field-outside-page",
                 f"Layer {member.layer!r} needs {stop} bytes of the pages of {where}, which have {region.page_bytes}.",
-                needed_bytes=stop,
-                page_bytes=region.page_bytes,
+                {"needed_bytes": stop, "page_bytes": region.page_bytes},
             )
         by_group.setdefault(member.group, []).append(member)
     for members in by_group.values():
@@ -127,29 +126,29 @@ def _check_group(group: Group, number: int) -> None:
     where = f"group {number}"
     if group.kind not in {"attention", "sliding-window", "latent", "state"}:
         known = "attention, sliding-window, latent, state"
-        raise refusal("bad-group-kind", f"{where} is of kind {group.kind!r}; known: {known}.", kind=group.kind)
+        raise InvalidGeometry(
+            "bad-group-kind", f"{where} is of kind {group.kind!r}; known: {known}.", {"kind": group.kind}
+        )
     check_in_range("pages_per_block", group.pages_per_block, 1, LIMITS["axis_size"], where)
     low, high = (0, 0) if group.is_state else (1, LIMITS["axis_size"])
     check_in_range("block_tokens", group.block_tokens, low, high, where)
     check_in_range("window_tokens", group.window_tokens, 0, LIMITS["axis_size"], where)
     if group.block_tokens % group.pages_per_block:
-        raise refusal(
+        raise InvalidGeometry(
             "block-not-whole-pages",
             f"Blocks of {group.block_tokens} tokens ({where}) do not divide into {group.pages_per_block} pages.",
-            block_tokens=group.block_tokens,
-            pages_per_block=group.pages_per_block,
+            {"block_tokens": group.block_tokens, "pages_per_block": group.pages_per_block},
         )
     deal = group.deal
     check_in_range("context size", deal.size, 1, LIMITS["tp"], where)
     check_in_range("context rank", deal.rank, 0, deal.size - 1, where)
     check_in_range("interleave_tokens", deal.interleave_tokens, 1, LIMITS["axis_size"], where)
     if deal.size > 1 and (group.is_state or group.block_tokens % deal.interleave_tokens):
-        raise refusal(
+        raise InvalidGeometry(
             "deal-not-block-aligned",
             f"{where} deals out turns of {deal.interleave_tokens} tokens, "
             f"which do not divide its blocks of {group.block_tokens} tokens.",
-            interleave_tokens=deal.interleave_tokens,
-            block_tokens=group.block_tokens,
+            {"interleave_tokens": deal.interleave_tokens, "block_tokens": group.block_tokens},
         )
 
 
@@ -157,14 +156,15 @@ def _check_member_group(member: Member, group: Group, where: str) -> None:
     for field in member.layout.fields:
         token = field.token_axis
         if group.is_state and token is not None:
-            raise refusal("state-has-tokens", f"Layer {member.layer!r} is in a state group, but {where} counts tokens.")
+            raise InvalidGeometry(
+                "state-has-tokens", f"Layer {member.layer!r} is in a state group, but {where} counts tokens."
+            )
         if token is not None and token.size != group.page_tokens:
-            raise refusal(
+            raise InvalidGeometry(
                 "page-tokens-differ",
                 f"Field {field.name!r} of layer {member.layer!r} has {token.size} tokens in a page; "
                 f"its group has {group.page_tokens}.",
-                field_tokens=token.size,
-                page_tokens=group.page_tokens,
+                {"field_tokens": token.size, "page_tokens": group.page_tokens},
             )
 
 
@@ -181,8 +181,8 @@ def _check_shards(geometry: RankGeometry) -> None:
             continue
         groups = {member.group for _, member in placed}
         if len(groups) > 1:
-            raise refusal(
-                "layer-in-two-groups", f"Layer {layer!r} is in groups {sorted(groups)}.", groups=sorted(groups)
+            raise InvalidGeometry(
+                "layer-in-two-groups", f"Layer {layer!r} is in groups {sorted(groups)}.", {"groups": sorted(groups)}
             )
         by_name: dict[str, list[FieldLayout]] = {}
         for _, member in placed:
@@ -196,7 +196,7 @@ def _check_parts(layer: str, fields: list[FieldLayout], tp_size: int, tp_rank: i
     name = fields[0].name
     held = [axis for field in fields if (axis := field.split_axis) is not None]
     if len(fields) > 1 and len(held) != len(fields):
-        raise refusal(
+        raise InvalidGeometry(
             "field-twice", f"Layer {layer!r} has field {name!r} in {len(fields)} places without a split axis."
         )
     if held:
@@ -209,16 +209,15 @@ def _check_share(held: list[Axis], where: str, tp_size: int, tp_rank: int) -> No
     _check_adjoining(intervals, where)
     if len({(axis.name, axis.size) for axis in held}) != 1:
         axes = ", ".join(sorted({f"{axis.name} of {axis.size}" for axis in held}))
-        raise refusal("parts-differ", f"Parts of {where} are split along different axes: {axes}.")
+        raise InvalidGeometry("parts-differ", f"Parts of {where} are split along different axes: {axes}.")
     share = (intervals[0][0], intervals[-1][1])
     expected = even_interval(held[0].size, tp_size, tp_rank)
     if share != expected:
-        raise refusal(
+        raise InvalidGeometry(
             "shard-irregular",
             f"Rank {tp_rank} of {tp_size} holds [{share[0]}, {share[1]}) of {where}; "
             f"its even share of {held[0].size} parts is [{expected[0]}, {expected[1]}).",
-            held=share,
-            expected=expected,
+            {"held": share, "expected": expected},
         )
 
 
@@ -227,11 +226,10 @@ def _check_adjoining(intervals: list[tuple[int, int]], where: str) -> None:
     for one, two in pairwise(intervals):
         if one[1] != two[0]:
             code = "parts-overlap" if one[1] > two[0] else "parts-leave-hole"
-            raise refusal(
+            raise InvalidGeometry(
                 code,
                 f"Parts [{one[0]}, {one[1]}) and [{two[0]}, {two[1]}) of {where} neither meet nor follow each other.",
-                first=one,
-                second=two,
+                {"first": one, "second": two},
             )
 
 
@@ -268,11 +266,10 @@ def _check_cluster(geometry: RankGeometry, numbers: list[int], group: int) -> No
     rows.append((rows[0][0] + stride, 0))
     is_disjoint = all(one[0] + one[1] <= two[0] for one, two in pairwise(rows))
     if not is_disjoint or any(region.page_stride_bytes != stride for region in regions):
-        raise refusal(
+        raise InvalidGeometry(
             "regions-overlap",
             f"Regions {numbers} of group {group} share memory; a byte must have one place in a group.",
-            regions=numbers,
-            group=group,
+            {"regions": numbers, "group": group},
         )
 
 
@@ -286,7 +283,7 @@ def _check_geometry(geometry: RankGeometry) -> None:
     ):
         _check_tuple(name, entries)
     if geometry.null_block is not None and type(geometry.null_block) is not int:
-        raise refusal(
+        raise InvalidGeometry(
             "geometry-malformed", f"null_block is {shown(geometry.null_block)}; it must be an integer or None."
         )
     for what, size, rank in (
@@ -311,12 +308,11 @@ def _check_deal_rank(group: Group, number: int, tp_rank: int) -> None:
     """Raise unless the context-parallel rank follows from the tensor-parallel rank, as every reader assumes."""
     expected = tp_rank % group.deal.size
     if group.deal.rank != expected:
-        raise refusal(
+        raise InvalidGeometry(
             "deal-irregular",
             f"Group {number} of tensor-parallel rank {tp_rank} has context rank {group.deal.rank} of {group.deal.size}; "
             f"it must be {expected}.",
-            rank=group.deal.rank,
-            expected=expected,
+            {"rank": group.deal.rank, "expected": expected},
         )
 
 
@@ -339,23 +335,22 @@ def _check_regions(geometry: RankGeometry) -> None:
 
 def _check_tuple(name: str, entries: object) -> None:
     if type(entries) is not tuple:
-        raise refusal("geometry-malformed", f"{name} holds {shown(entries)} where a tuple belongs.")
+        raise InvalidGeometry("geometry-malformed", f"{name} holds {shown(entries)} where a tuple belongs.")
 
 
 def _check_stages(geometry: RankGeometry) -> None:
     if geometry.stage_layers and len(geometry.stage_layers) != geometry.pp_size:
-        raise refusal(
+        raise InvalidGeometry(
             "stage-layers-count",
             f"stage_layers names {len(geometry.stage_layers)} stages of {geometry.pp_size}.",
-            stages=len(geometry.stage_layers),
-            pp_size=geometry.pp_size,
+            {"stages": len(geometry.stage_layers), "pp_size": geometry.pp_size},
         )
     for layers in geometry.stage_layers:
         _check_tuple("stage_layers", layers)
         for entry in layers:
             _check_tuple("stage_layers", entry.fields)
             if not all(isinstance(name, str) for name in (entry.layer, *entry.fields)):
-                raise refusal(
+                raise InvalidGeometry(
                     "geometry-malformed", f"stage_layers has {shown(entry.layer)} and its fields; names are texts."
                 )
             if entry.group is not None:
@@ -366,10 +361,10 @@ def _check_stages(geometry: RankGeometry) -> None:
 
 def _differ(code: str, what: str, where: str, local: object, peer: object) -> GeometryMismatch:
     return GeometryMismatch(
+        code,
         f"{what} of {where} is {local!r} here and {peer!r} at the peer; both engines must agree on it.",
-        code=code,
+        {"where": where, "local": local, "peer": peer},
         fault="peer",
-        context={"where": where, "local": local, "peer": peer},
     )
 
 
@@ -416,8 +411,8 @@ def check_names_match(mine: Placed, theirs: Placed, layer: str) -> None:
     offered = {field.name for _, member in theirs for field in member.layout.fields}
     if not wanted <= offered:
         raise GeometryMismatch(
+            "field-missing",
             f"Layer {layer!r} needs the fields {sorted(wanted)}, the peer has {sorted(offered)}.",
-            code="field-missing",
+            {"layer": layer, "local": sorted(wanted), "peer": sorted(offered)},
             fault="peer",
-            context={"layer": layer, "local": sorted(wanted), "peer": sorted(offered)},
         )

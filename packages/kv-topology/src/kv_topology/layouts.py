@@ -18,7 +18,8 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, cast, final
 
 from kv_topology.arithmetic import even_interval
-from kv_topology.checks import LIMITS, Budget, check_layout, refusal
+from kv_topology.checks import LIMITS, Budget, check_layout
+from kv_topology.errors import InvalidGeometry
 from kv_topology.model import TOKEN_AXIS, Axis, FieldLayout, Layout, Member, Region
 
 if TYPE_CHECKING:
@@ -98,7 +99,9 @@ def region(
     steps = _read_steps(axes, memory.shape, memory.strides_bytes, field_count=len(fields), sizes=sizes)
     page, apart = steps.pop(_PAGE, None), steps.pop(_KV, None)
     if page is None:
-        raise refusal("page-axis-missing", f"{axes!r} has no axis 'page', so it does not say what a block id counts.")
+        raise InvalidGeometry(
+            "page-axis-missing", f"{axes!r} has no axis 'page', so it does not say what a block id counts."
+        )
     _check_fields(axes, fields, 1 if apart is None else apart.count)
     inner = tuple(
         _axis(step, memory.element_bytes, _held(step, heads, tp_size, tp_rank))
@@ -117,11 +120,10 @@ def region(
 
 def _check_fields(axes: str, fields: Sequence[str], wanted: int) -> None:
     if len(fields) != wanted or len(set(fields)) != wanted:
-        raise refusal(
+        raise InvalidGeometry(
             "fields-count",
             f"Pages of {axes!r} hold {wanted} fields, and the names {list(fields)} were given; each field needs one of its own.",
-            fields=list(fields),
-            wanted=wanted,
+            {"fields": list(fields), "wanted": wanted},
         )
 
 
@@ -135,9 +137,11 @@ def _held(step: _Step, heads: int | None, tp_size: int, tp_rank: int) -> tuple[i
     if step.name != _HEAD:
         return step.count, 0, step.count
     if not 0 <= tp_rank < tp_size <= LIMITS["tp"]:
-        raise refusal("size-out-of-range", f"tp_rank {tp_rank} of tp_size {tp_size} is no rank.", value=tp_rank)
+        raise InvalidGeometry(
+            "size-out-of-range", f"tp_rank {tp_rank} of tp_size {tp_size} is no rank.", {"value": tp_rank}
+        )
     if heads is None and tp_size > 1:
-        raise refusal(
+        raise InvalidGeometry(
             "heads-missing",
             f"A rank of {tp_size} holds {step.count} heads; give the heads of the whole model, "
             "since ranks beyond their number hold copies.",
@@ -145,12 +149,11 @@ def _held(step: _Step, heads: int | None, tp_size: int, tp_rank: int) -> tuple[i
     whole = step.count if heads is None else heads
     share = even_interval(whole, tp_size, tp_rank) if whole > 0 else (0, 0)
     if share[1] - share[0] != step.count:
-        raise refusal(
+        raise InvalidGeometry(
             "shard-irregular",
             f"The tensor has {step.count} heads; the even share of rank {tp_rank} of {tp_size} is "
             f"[{share[0]}, {share[1]}) of {whole}.",
-            held=step.count,
-            expected=share,
+            {"held": step.count, "expected": share},
         )
     return whole, share[0], share[1]
 
@@ -165,14 +168,12 @@ def _check_inside_page(axes: str, page: _Step, extent_bytes: int, inner: Sequenc
     """Raise unless one page ends before the next one begins."""
     if page.count > 1 and page.stride_bytes < extent_bytes:
         outer = [step.name for step in inner if step.count > 1 and step.stride_bytes >= page.stride_bytes]
-        raise refusal(
+        raise InvalidGeometry(
             "axis-outside-page",
             f"Pages of {axes!r} are {page.stride_bytes} bytes apart and each spans {extent_bytes}, because of "
             f"{', '.join(outer) or 'their overlap'}. "
             "Make a region of each part that lies outside of the pages, such as tensor[0] and tensor[1].",
-            page_stride_bytes=page.stride_bytes,
-            extent_bytes=extent_bytes,
-            outside=outer,
+            {"page_stride_bytes": page.stride_bytes, "extent_bytes": extent_bytes, "outside": outer},
         )
 
 
@@ -205,11 +206,10 @@ def _read_steps(
     """
     parsed = _parse(axes)
     if len(parsed) != len(shape):
-        raise refusal(
+        raise InvalidGeometry(
             "axes-count",
             f"The tensor has {len(shape)} axes, {list(shape)}; {axes!r} names {len(parsed)}.",
-            shape=list(shape),
-            named=len(parsed),
+            {"shape": list(shape), "named": len(parsed)},
         )
     _check_sizes(axes, {name for names in parsed for name in names}, sizes)
     steps: dict[str, _Step] = {}
@@ -227,14 +227,14 @@ def _parse(axes: str) -> tuple[tuple[str, ...], ...]:
     parsed = tuple(_names(axes, *found) for found in _WORD.findall(axes))
     every = [name for names in parsed for name in names]
     if len(set(every)) != len(every):
-        raise refusal("axis-repeated", f"{axes!r} names an axis twice.", names=every)
+        raise InvalidGeometry("axis-repeated", f"{axes!r} names an axis twice.", {"names": every})
     return parsed
 
 
 def _names(axes: str, inside: str, alone: str, wrong: str) -> tuple[str, ...]:
     names = (alone,) if alone else tuple(inside.split())
     if wrong or not names or not all(map(_NAME.fullmatch, names)):
-        raise refusal(
+        raise InvalidGeometry(
             "axes-malformed",
             f"{axes!r} is not a list of axes: use names in small letters, and parentheses around those that share an axis, "
             'such as "(page token) head channel".',
@@ -245,9 +245,13 @@ def _names(axes: str, inside: str, alone: str, wrong: str) -> tuple[str, ...]:
 def _check_sizes(axes: str, names: set[str], sizes: Mapping[str, int]) -> None:
     for name, size in sizes.items():
         if name not in names:
-            raise refusal("axes-malformed", f"{axes!r} has no axis {name!r}, but a size of it was given.", name=name)
+            raise InvalidGeometry(
+                "axes-malformed", f"{axes!r} has no axis {name!r}, but a size of it was given.", {"name": name}
+            )
         if type(size) is not int or size < 1:
-            raise refusal("size-out-of-range", f"Axis {name!r} of {axes!r} is {size!r}; give 1 or more.", value=size)
+            raise InvalidGeometry(
+                "size-out-of-range", f"Axis {name!r} of {axes!r} is {size!r}; give 1 or more.", {"value": size}
+            )
 
 
 def _divided(names: Sequence[str], count: int, sizes: Mapping[str, int]) -> list[tuple[str, int]]:
@@ -255,19 +259,18 @@ def _divided(names: Sequence[str], count: int, sizes: Mapping[str, int]) -> list
     known = {name: sizes[name] for name in names if name in sizes}
     unknown = [name for name in names if name not in sizes]
     if len(unknown) > 1:
-        raise refusal(
+        raise InvalidGeometry(
             "axes-malformed",
             f"The sizes of {', '.join(unknown)} do not follow from one axis of {count}; give all but one of them.",
-            names=unknown,
+            {"names": unknown},
         )
     size = prod(known.values())
     rest = count // size if unknown else 1
     if count < 1 or rest * size != count:
-        raise refusal(
+        raise InvalidGeometry(
             "axis-size-differs",
             f"An axis of {count} of the tensor cannot be ({' '.join(names)}) with the sizes {known}.",
-            count=count,
-            names=list(names),
+            {"count": count, "names": list(names)},
         )
     return [(name, sizes.get(name, rest)) for name in names]
 
@@ -302,17 +305,17 @@ def _memory_of(tensor: object) -> _TensorMemory:
     try:
         found = _found(tensor)
     except (TypeError, ValueError, KeyError, AttributeError, IndexError, RuntimeError) as error:
-        raise refusal(
+        raise InvalidGeometry(
             "tensor-malformed", f"A {type(tensor).__name__} does not say where it lies: {error!r}."
         ) from error
     if found is None:
-        raise refusal(
+        raise InvalidGeometry(
             "tensor-malformed",
             f"A {type(tensor).__name__} is not a tensor: it has neither PyTorch's data_ptr(), stride() and element_size() "
             "nor an array interface.",
         )
     if len(found.shape) != len(found.strides_bytes) or found.element_bytes < 1 or found.address < 1:
-        raise refusal(
+        raise InvalidGeometry(
             "tensor-malformed",
             f"A {type(tensor).__name__} lies at {found.address} with shape {found.shape}, strides {found.strides_bytes} "
             f"and {found.element_bytes} bytes an element, which cannot be the memory of a cache.",

@@ -12,9 +12,9 @@ tokens a token steps 8 bytes, a head 256; the keys take 2 * 256 = 512 bytes agai
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
-from typing import TYPE_CHECKING, Literal, final
+from typing import TYPE_CHECKING, Literal
 
 from kv_topology.arithmetic import TokenDeal, even_interval
 from kv_topology.errors import UnsupportedTopology
@@ -26,39 +26,22 @@ if TYPE_CHECKING:
 
     from kv_topology.model import Axis, FieldLayout
 
-__all__ = ["Order", "RankShape", "reshard", "reshard_layout"]
+__all__ = ["Order", "reshard", "reshard_layout"]
 
 Order = Literal["HN", "NH"]
 """Heads outside tokens in memory, or inside."""
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class RankShape:
-    """Another rank of the same make: its place in its engine, and its block sizes.
-
-    Attributes:
-        tp_size: Tensor-parallel ranks of its engine.
-        tp_rank: The rank among them.
-        page_tokens: Tokens of a page in groups that count tokens.
-        pages_per_block: Pages of a block in those groups.
-        pp_size: Pipeline stages of its engine.
-        pp_rank: The rank's stage.
-        context_sizes: Context-parallel size of each group, turns being whole blocks; empty for none.
-        order: Order of heads and tokens; None for as it is here.
-    """
-
-    tp_size: int
-    tp_rank: int
-    page_tokens: int
-    pages_per_block: int = 1
-    pp_size: int = 1
-    pp_rank: int = 0
-    context_sizes: tuple[int, ...] = ()
-    order: Order | None = None
-
-
-def reshard(local: RankGeometry, shape: RankShape) -> RankGeometry:
+def reshard(
+    local: RankGeometry,
+    *,
+    tp: tuple[int, int],
+    page_tokens: int,
+    pages_per_block: int = 1,
+    pp: tuple[int, int] = (1, 0),
+    context_sizes: Sequence[int] = (),
+    order: Order | None = None,
+) -> RankGeometry:
     """Return the geometry of another rank of the same make, its regions dense and at addresses that count up from 0.
 
     Regions keep their order, and those that begin at one address still do: a caller that knows the real addresses,
@@ -66,15 +49,18 @@ def reshard(local: RankGeometry, shape: RankShape) -> RankGeometry:
 
     Args:
         local: A rank with dense layouts.
-        shape: The other rank.
+        tp: Tensor-parallel ranks of the other engine, and the rank among them.
+        page_tokens: Tokens of a page in groups that count tokens.
+        pages_per_block: Pages of a block in those groups.
+        pp: Pipeline stages of the other engine, and the rank's stage.
+        context_sizes: Context-parallel size of each group, turns being whole blocks; empty for none.
+        order: Order of heads and tokens; None for as it is here.
 
     Raises:
         UnsupportedTopology: `layout-not-dense`, `packed-block-needs-equal-pages`.
     """
     layouts = {
-        layout: reshard_layout(
-            layout, tp_size=shape.tp_size, tp_rank=shape.tp_rank, page_tokens=shape.page_tokens, order=shape.order
-        )
+        layout: reshard_layout(layout, tp=tp, page_tokens=page_tokens, order=order)
         for layout in dict.fromkeys(member.layout for region in local.regions for member in region.members)
     }
     packed = [_packed(region, layouts) for region in local.regions]
@@ -83,15 +69,10 @@ def reshard(local: RankGeometry, shape: RankShape) -> RankGeometry:
         Region(base, page_bytes, page_bytes, region.page_count, members, region.memory_kind, region.device)
         for region, base, (members, page_bytes) in zip(local.regions, bases, packed, strict=True)
     ]
-    return RankGeometry(
-        tp_size=shape.tp_size,
-        tp_rank=shape.tp_rank,
-        groups=tuple(_group(group, number, shape) for number, group in enumerate(local.groups)),
-        regions=tuple(regions),
-        pp_size=shape.pp_size,
-        pp_rank=shape.pp_rank,
-        null_block=local.null_block,
-    )
+    sizes = (*context_sizes, *(1 for _ in local.groups))
+    blocks = (page_tokens * pages_per_block, pages_per_block)
+    groups = tuple(_group(group, blocks, size, tp[1]) for group, size in zip(local.groups, sizes, strict=False))
+    return RankGeometry(*tp, groups, tuple(regions), *pp, null_block=local.null_block)
 
 
 def _spread(local: RankGeometry, page_bytes: Sequence[int]) -> list[int]:
@@ -118,22 +99,19 @@ def _packed(region: Region, layouts: dict[Layout, Layout]) -> tuple[tuple[Member
     return tuple(members), size
 
 
-def _group(group: Group, number: int, shape: RankShape) -> Group:
+def _group(group: Group, blocks: tuple[int, int], context: int, tp_rank: int) -> Group:
     if group.is_state:
         return group
-    block = shape.page_tokens * shape.pages_per_block
-    size = shape.context_sizes[number] if number < len(shape.context_sizes) else 1
-    deal = TokenDeal(size, shape.tp_rank % size, block) if size > 1 else TokenDeal()
-    return Group(group.kind, block, shape.pages_per_block, group.window_tokens, deal)
+    deal = TokenDeal(context, tp_rank % context, blocks[0]) if context > 1 else TokenDeal()
+    return Group(group.kind, *blocks, group.window_tokens, deal)
 
 
-def reshard_layout(layout: Layout, *, tp_size: int, tp_rank: int, page_tokens: int, order: str | None = None) -> Layout:
+def reshard_layout(layout: Layout, *, tp: tuple[int, int], page_tokens: int, order: Order | None = None) -> Layout:
     """Return the layout that another rank of the same make has.
 
     Args:
         layout: A dense layout of ours.
-        tp_size: The other rank's tensor-parallel size.
-        tp_rank: The other rank.
+        tp: Tensor-parallel ranks of the other engine, and the rank among them.
         page_tokens: Tokens in its pages; ignored by fields without tokens.
         order: "HN" or "NH" to say whether heads lie outside tokens or inside, None for as it is here.
 
@@ -143,13 +121,13 @@ def reshard_layout(layout: Layout, *, tp_size: int, tp_rank: int, page_tokens: i
     done: list[tuple[FieldLayout, FieldLayout]] = []
     old_end = new_end = 0
     for field in sorted(layout.fields, key=lambda part: part.offset_bytes):
-        changed = _reshard_field(field, tp_size, tp_rank, page_tokens, order)
+        changed = _reshard_field(field, tp, page_tokens, order)
         place = _place_in_cell(field, changed, done[-1]) if done else None
         if place is None and field.offset_bytes < old_end:
             raise UnsupportedTopology(
+                "layout-not-dense",
                 f"Field {field.name!r} is woven into {done[-1][0].name!r}, so its place on another shard is unknown.",
-                code="layout-not-dense",
-                context={"field": field.name, "other": done[-1][0].name},
+                {"field": field.name, "other": done[-1][0].name},
             )
         changed = replace(changed, offset_bytes=new_end + field.offset_bytes - old_end if place is None else place)
         done.append((field, changed))
@@ -188,14 +166,14 @@ def _inside_bytes(field: FieldLayout, outside: set[str]) -> int:
     return sum((axis.count - 1) * axis.stride_bytes for axis in inside) + field.element_bytes
 
 
-def _reshard_field(field: FieldLayout, tp_size: int, tp_rank: int, page_tokens: int, order: str | None) -> FieldLayout:
+def _reshard_field(field: FieldLayout, tp: tuple[int, int], page_tokens: int, order: Order | None) -> FieldLayout:
     token = field.token_axis
     changed: dict[str, Axis] = {}
     for axis in field.axes:
         if axis is token:
             changed[axis.name] = replace(axis, size=page_tokens, stop=page_tokens)
         elif axis.split == "tp":
-            start, stop = even_interval(axis.size, tp_size, tp_rank)
+            start, stop = even_interval(axis.size, *tp)
             changed[axis.name] = replace(axis, start=start, stop=stop)
         else:
             changed[axis.name] = axis
@@ -213,10 +191,10 @@ def _new_strides(field: FieldLayout, nest: list[Axis], changed: dict[str, Axis])
         stride, rest = divmod(axis.stride_bytes * new, old)
         if rest:
             raise UnsupportedTopology(
+                "layout-not-dense",
                 f"Axis {axis.name!r} of field {field.name!r} steps {axis.stride_bytes} bytes, which is not dense over "
                 "the axes inside it.",
-                code="layout-not-dense",
-                context={"field": field.name, "axis": axis.name, "stride_bytes": axis.stride_bytes},
+                {"field": field.name, "axis": axis.name, "stride_bytes": axis.stride_bytes},
             )
         strides[axis.name] = stride
         old *= axis.count
@@ -224,7 +202,7 @@ def _new_strides(field: FieldLayout, nest: list[Axis], changed: dict[str, Axis])
     return strides
 
 
-def _reordered(field: FieldLayout, order: str | None) -> FieldLayout:
+def _reordered(field: FieldLayout, order: Order | None) -> FieldLayout:
     """Return the field with heads outside ("HN") or inside ("NH") tokens; to swap them, nothing may lie between."""
     token, head = field.token_axis, field.axis("head")
     if order is None or token is None or head is None:
@@ -236,9 +214,9 @@ def _reordered(field: FieldLayout, order: str | None) -> FieldLayout:
     is_adjacent = outer.stride_bytes == cell and inner.stride_bytes == cell * outer.count
     if not is_adjacent and min(head.count, token.count) > 1:
         raise UnsupportedTopology(
+            "layout-not-dense",
             f"Field {field.name!r} has something between its heads and its tokens, so they cannot be swapped.",
-            code="layout-not-dense",
-            context={"field": field.name, "order": order},
+            {"field": field.name, "order": order},
         )
     strides = {inner.name: cell, outer.name: cell * inner.count}
     axes = tuple(replace(axis, stride_bytes=strides.get(axis.name, axis.stride_bytes)) for axis in field.axes)

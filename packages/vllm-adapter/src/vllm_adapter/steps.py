@@ -6,13 +6,13 @@ carries them inside the objects of `host/metadata.py`. Within one step orders on
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
-    from vllm_adapter.ports import ReadOrder, StepPlan
+    from vllm_adapter.ports import PageNumbers, ReadOrder, StagedRegion, StepPlan
 
 __all__ = [
     "ASLEEP",
@@ -149,7 +149,7 @@ class ReadTimes:
 
 @dataclass(frozen=True, slots=True)
 class ReadEnd:
-    """The one end of a request's read.
+    """The one end of a request's read, plain or streamed.
 
     Attributes:
         order: The read order.
@@ -158,6 +158,7 @@ class ReadEnd:
         times: Times of its stages.
         ended_s: Time of the end.
         was_met: Whether its engine was met; a handshake that failed is counted as that and as nothing else.
+        staged: Regions of a good read whose pages still hold the producer's byte order, with the numbers of these pages.
     """
 
     order: ReadOrder
@@ -166,8 +167,13 @@ class ReadEnd:
     times: ReadTimes
     ended_s: float
     was_met: bool = True
+    staged: Sequence[tuple[StagedRegion, PageNumbers]] = ()
 
     @property
     def is_ok(self) -> bool:
         """Whether every page arrived and the lease held."""
         return not self.code
+
+    def failed(self, code: str, message: str) -> ReadEnd:
+        """Return a good end as a failed one, because its pages must not be used; a failed end is returned unchanged."""
+        return replace(self, code=code, message=message, staged=()) if self.is_ok else self

@@ -23,15 +23,15 @@ from kv_nixl_agent import (
     open_nixl,
 )
 from kv_scheduler_state import (
-    AnnouncedFences,
     GroupConfig,
     LeaseTable,
     SchedulerConfig,
     SchedulerState,
+    WorkerState,
     prefill_request_params,
     prompt_digest,
 )
-from kv_scheduler_state.streams import StreamEnds, StreamReaders, StreamWorker
+from kv_scheduler_state.streams import StreamReaders, StreamWorker
 from kv_topology import CostModel, Planner
 from vllm_adapter import ports
 from vllm_adapter.cache.envelope import metadata_fields
@@ -132,11 +132,6 @@ class SchedulerParts:
         return Listener(*(facts.listens_on or (facts.host, facts.port)), security=security)
 
     @property
-    def streams(self) -> bool:
-        """Whether prompts are handed over while they are computed."""
-        return self.settings.streaming
-
-    @property
     def ask_wait_s(self) -> float:
         """Longest wait of a question for its answer, in seconds."""
         return self.settings.ask_wait_s
@@ -203,13 +198,9 @@ class WorkerParts:
         """Return the state machine of streams that this rank reads; `stall_s` without progress ends a stream."""
         return StreamReaders(stall_s)
 
-    def make_stream_ends(self) -> ports.StreamEnds:
-        """Return an empty record of the streams that this rank reads."""
-        return StreamEnds()
-
-    def make_announced_fences(self) -> ports.AnnouncedFences:
-        """Return an empty record of announced fence words."""
-        return AnnouncedFences()
+    def make_worker_state(self) -> ports.WorkerState:
+        """Return the state of this rank's hand-overs on its engine thread."""
+        return WorkerState()
 
     def make_recorder(self) -> Recorder:
         """Return this rank's recorder."""
@@ -332,7 +323,3 @@ if TYPE_CHECKING:
     _planner: Callable[..., ports.Planner] = Planner
     _plan: Callable[..., ports.PeerPlan] = Planner().plan
     _thread: Callable[..., ports.TransferThread] = TransferThread
-    _state: Callable[..., ports.SchedulerState] = SchedulerState
-    _lease_table: Callable[..., ports.LeaseTable] = LeaseTable
-    _stream_worker: Callable[..., ports.StreamWorker] = StreamWorker
-    _stream_readers: Callable[..., ports.StreamReaders] = StreamReaders

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from kv_nixl_agent.memory.memory import MemoryTable
     from kv_nixl_agent.nixl.port import Handle, MemoryKind, NixlPort
-    from kv_nixl_agent.values import FenceLocation, PeerDescription, StreamLocation
+    from kv_nixl_agent.values import FenceLocation, PeerSpec, StreamLocation
 
     Rows = npt.NDArray[np.uint64]
 
@@ -81,13 +81,12 @@ class PeerTable:
         """Usable peers."""
         return list(self._by_key.values())
 
-    def statistics(self) -> Mapping[str, float]:
+    def gauges(self) -> Mapping[str, float]:
         """Return gauges."""
         return {
             "peers": len(self._by_key),
             "peers_retiring": len(self._retiring),
             "agents_waiting": len(self._waiting_agents),
-            "local_lists": len(self._shared),
         }
 
     def get(self, key: str) -> Peer:
@@ -103,7 +102,7 @@ class PeerTable:
 
     # ------------------------------------------------------------------------------------------- adding and removing
 
-    def add(self, spec: PeerDescription) -> Peer:
+    def add(self, spec: PeerSpec) -> Peer:
         """Load the peer's agent and prepare its lists; nothing is kept when that fails.
 
         Raises:
@@ -125,7 +124,7 @@ class PeerTable:
         self._by_key[peer.key] = peer
         return peer
 
-    def squatters_of(self, spec: PeerDescription) -> list[str]:
+    def squatters_of(self, spec: PeerSpec) -> list[str]:
         """Return the keys of peers that hold the agent's name without proof, if this peer proves that the name is its own."""
         name = peek_agent_name(spec.agent_metadata) if spec.agent_prefix else None
         holders = self._by_name.get(name, []) if name is not None and name.startswith(spec.agent_prefix) else []
@@ -308,7 +307,6 @@ class Peer:
         "is_connected",
         "is_lost",
         "is_removed",
-        "is_wired",
         "key",
         "lists",
         "local",
@@ -317,7 +315,7 @@ class Peer:
         "streams",
     )
 
-    def __init__(self, spec: PeerDescription) -> None:
+    def __init__(self, spec: PeerSpec) -> None:
         self.key = spec.key
         self.agent_prefix = spec.agent_prefix
         self.local, self.rows = _tables(spec)
@@ -330,7 +328,6 @@ class Peer:
         self.agent_name = ""
         """Name of the peer's NIXL agent, once it is loaded."""
         self.lists = PeerLists()
-        self.is_wired = False
         self.is_connected = True
         self.is_removed = False
         self.is_lost = False
@@ -355,16 +352,12 @@ class Peer:
         """Return the peer's state as plain values."""
         return {
             "agent_name": self.agent_name,
-            "is_wired": self.is_wired,
             "is_connected": self.is_connected,
             "outstanding": self.outstanding,
-            "descriptors": self.rows.count,
-            "has_fence": self.fence is not None,
-            "has_streams": self.streams is not None,
         }
 
 
-def _tables(spec: PeerDescription) -> tuple[RowTable, RowTable]:
+def _tables(spec: PeerSpec) -> tuple[RowTable, RowTable]:
     local_kind = spec.local_kind
     if local_kind is None:
         if not isinstance(spec.memory_kind, str):
@@ -420,6 +413,3 @@ class SharedLists:
             return
         del self._lists[key]
         self._port.release_prepared(handle)
-
-    def __len__(self) -> int:
-        return len(self._lists)

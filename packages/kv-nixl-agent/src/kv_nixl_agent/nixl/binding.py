@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar, cast, final
 import numpy as np
 
 from kv_nixl_agent.errors import AgentError
-from kv_nixl_agent.nixl.port import Handle, MemoryKind, PortFeatures, Progress, WireTelemetry
+from kv_nixl_agent.nixl.port import Handle, MemoryKind, Progress, WireTelemetry
 from kv_nixl_agent.nixl.side_effects import POOL, WorkerTurns, bound_registration_cache, sleeping_progress_thread
 
 if TYPE_CHECKING:
@@ -94,21 +94,10 @@ class NixlBinding:
     def __init__(self, agent: NixlAgent, implementation: str, turns: WorkerTurns | None = None) -> None:
         self._agent: NixlAgent | None = agent
         self._turns = turns
-        self._implementation = implementation
+        self.implementation = implementation
+        """Import name and version of NIXL's package."""
         self._strided: bool | None = None
         self._held: set[_Held] = set()
-
-    @property
-    def features(self) -> PortFeatures:
-        """Features of this agent."""
-        agent = self._live()
-        return PortFeatures(
-            implementation=self._implementation,
-            strided_rows=self._strided is not False,
-            telemetry=True,
-            backends=tuple(agent.backends),
-            backend_parameters={name: dict(agent.get_backend_params(name)) for name in agent.backends},
-        )
 
     def register(self, kind: MemoryKind, ranges: npt.NDArray[np.uint64]) -> Handle:
         """Register memory with every backend that supports its kind."""
@@ -199,13 +188,7 @@ class NixlBinding:
         """Return NIXL's telemetry of a finished transfer; missing telemetry is not a failure of the transfer."""
         try:
             record = self._live().get_xfer_telemetry(_inner(transfer))
-            return WireTelemetry(
-                post_us=float(record.postDuration),
-                transfer_us=float(record.xferDuration),
-                total_bytes=int(record.totalBytes),
-                descriptor_count=int(record.descCount),
-                backend=_backend_of(self._live(), _inner(transfer)),
-            )
+            return WireTelemetry(int(record.descCount), _backend_of(self._live(), _inner(transfer)))
         except Exception:  # noqa: BLE001 - telemetry never spoils a good transfer
             return None
 
@@ -398,7 +381,6 @@ class NixlAgent(Protocol):
     def get_plugin_list(self) -> Sequence[str]: ...
     def get_plugin_params(self, backend: str) -> Mapping[str, str]: ...
     def get_plugin_mem_types(self, backend: str) -> Sequence[str]: ...
-    def get_backend_params(self, backend: str) -> Mapping[str, str]: ...
     def register_memory(self, reg_list: object, mem_type: str) -> object: ...
     def deregister_memory(self, dereg_list: object) -> None: ...
     def get_agent_metadata(self) -> bytes: ...

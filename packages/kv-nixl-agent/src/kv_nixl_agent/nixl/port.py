@@ -1,6 +1,6 @@
 """The port: everything that this package needs from NIXL.
 
-`_bindings.py` implements it over the real library, `testing.py` with memory copies. All handles are opaque.
+`binding.py` implements it over the real library, `testing.py` with memory copies. All handles are opaque.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-__all__ = ["Handle", "MemoryKind", "NixlPort", "PortFactory", "PortFeatures", "Progress", "WireTelemetry"]
+__all__ = ["Handle", "MemoryKind", "NixlPort", "PortFactory", "Progress", "WireTelemetry"]
 
 MemoryKind = Literal["DRAM", "VRAM"]
 Progress = Literal["done", "in-progress"]
@@ -23,27 +23,9 @@ Handle = object
 
 @final
 @dataclass(frozen=True)
-class PortFeatures:
-    """Features of the installed NIXL."""
-
-    implementation: str
-    """Import name and version of the Python package, for example `nixl_cu12 1.5.1`."""
-    strided_rows: bool
-    """Whether a list is prepared from (n, 5) rows; otherwise rows are expanded to one descriptor each."""
-    telemetry: bool
-    backends: tuple[str, ...]
-    backend_parameters: Mapping[str, Mapping[str, str]]
-    """Effective parameters by backend."""
-
-
-@final
-@dataclass(frozen=True)
 class WireTelemetry:
     """NIXL's own telemetry of a finished transfer."""
 
-    post_us: float
-    transfer_us: float
-    total_bytes: int
     descriptor_count: int
     """Descriptors after NIXL merged neighbours."""
     backend: str = ""
@@ -54,8 +36,8 @@ class NixlPort(Protocol):
     """NIXL agent, used by a single thread. Methods raise only `AgentError` with a `nixl-*` code."""
 
     @property
-    def features(self) -> PortFeatures:
-        """Features of this agent."""
+    def implementation(self) -> str:
+        """Import name and version of the installed NIXL, for example `nixl_cu12 1.5.1`."""
         ...
 
     def register(self, kind: MemoryKind, ranges: npt.NDArray[np.uint64]) -> Handle:

@@ -30,9 +30,8 @@ if TYPE_CHECKING:
 
     from kv_nixl_agent.memory.peers import Peer
     from kv_nixl_agent.options import AgentOptions
-    from kv_nixl_agent.statistics import Statistics
     from kv_nixl_agent.transfers.reader import WordRead, WordReader
-    from kv_nixl_agent.values import StreamLocation
+    from kv_nixl_agent.values import Statistics, StreamLocation
 
 __all__ = ["StreamListener", "StreamPoller", "StreamWatch"]
 
@@ -188,7 +187,6 @@ class StreamPoller:
             word: int = found[watch.slot]
             if watch.saw(word, now_s):
                 has_changed = True
-                self._statistics.count("stream_changes")
                 self._tell(watch, partial(watch.listener.progress, word >> TAG_SHIFT, word & LOW_HALF))
         if has_changed:
             polls.due_s = now_s + self._pace_s(polls, now_s)

@@ -6,7 +6,6 @@ other in any mixture. Nothing here imports torch, which takes seconds: its CUDA 
 
 from __future__ import annotations
 
-import ast
 import os
 import re
 import resource
@@ -25,12 +24,12 @@ if TYPE_CHECKING:
 __all__ = [
     "Finding",
     "Severity",
-    "Torch",
     "check_builds",
     "check_environment",
     "check_nixl",
+    "forbidding_ptrace_scope",
     "has_gpu",
-    "installed_torch",
+    "rdma_devices",
 ]
 
 Severity = Literal["ok", "warning", "error"]
@@ -62,7 +61,7 @@ def check_nixl() -> Sequence[Finding]:
         plugins = available_plugins()
     except AgentError as error:
         return [Finding("nixl", "error", f"{error.code}: {error}")]
-    implementation = port.features.implementation
+    implementation = port.implementation
     port.close()
     kinds = plugins.get("UCX", ((), {}))[0]
     loaded = ", ".join(f"{name} ({'/'.join(given)})" for name, (given, _) in sorted(plugins.items()) if given)
@@ -70,7 +69,7 @@ def check_nixl() -> Sequence[Finding]:
     note = f"; cannot be loaded here, for want of their libraries: {absent}" if absent else ""
     findings = [Finding("nixl", "ok", f"{implementation}; plugins {loaded}{note}")]
     if not has_gpu():
-        findings.append(Finding("gpu", "ok", "no NVIDIA GPU: DRAM transfers only, VRAM is not looked at"))
+        findings.append(Finding("gpu", "ok", "no NVIDIA GPU: DRAM transfers only, VRAM is not tried"))
     elif "VRAM" not in kinds:
         findings.append(Finding("gpu", "error", f"a GPU is present, but the UCX plugin offers only {kinds}"))
     else:
@@ -92,13 +91,28 @@ def check_environment(environment: Mapping[str, str] | None = None) -> Sequence[
 
 
 def has_gpu() -> bool:
-    """Tell whether this machine shows an NVIDIA GPU."""
+    """Return whether this machine shows an NVIDIA GPU."""
     return Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None
 
 
+def rdma_devices() -> Sequence[str]:
+    """Return the names of the RDMA devices."""
+    return _names_in(Path("/sys/class/infiniband"))
+
+
+def forbidding_ptrace_scope() -> str:
+    """Return the `ptrace_scope` if it forbids reads between processes of one host; "" if such reads are allowed."""
+    path = Path("/proc/sys/kernel/yama/ptrace_scope")
+    scope = path.read_text().strip() if path.exists() else "0"
+    return "" if scope == "0" or os.geteuid() == 0 else scope
+
+
+def _names_in(folder: Path) -> list[str]:
+    return sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
+
+
 def _check_rdma() -> Finding:
-    folder = Path("/sys/class/infiniband")
-    devices = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
+    devices = rdma_devices()
     if devices:
         return Finding("rdma-devices", "ok", ", ".join(devices))
     return Finding(
@@ -110,44 +124,26 @@ def _check_rdma() -> Finding:
 
 def _check_variables(variables: Mapping[str, str]) -> Sequence[Finding]:
     findings: list[Finding] = []
-    transports = [one.strip().lstrip("^") for one in variables.get("UCX_TLS", "all").lower().split(",")]
-    is_exclusion = variables.get("UCX_TLS", "").startswith("^")
-    if transports != ["all"] and not is_exclusion:
-        if set(transports) <= {"tcp", "self"}:
-            findings.append(
-                Finding(
-                    "ucx-tls", "warning", f"UCX_TLS={variables['UCX_TLS']} allows TCP only; unset it to use RDMA or CMA"
-                )
-            )
-        elif has_gpu() and not any(one.startswith(("cuda", "gdr", "all")) for one in transports):
-            findings.append(
-                Finding(
-                    "ucx-tls",
-                    "error",
-                    f"UCX_TLS={variables['UCX_TLS']} excludes CUDA although a GPU is present; add cuda",
-                )
-            )
+    tls = variables.get("UCX_TLS", "all")
+    transports = {one.strip() for one in tls.lower().split(",")}
+    if tls.startswith("^") or transports == {"all"}:
+        pass
+    elif transports <= {"tcp", "self"}:
+        findings.append(Finding("ucx-tls", "warning", f"UCX_TLS={tls} allows TCP only; unset it to use RDMA or CMA"))
+    elif has_gpu() and not any(one.startswith(("cuda", "gdr", "all")) for one in transports):
+        text = f"UCX_TLS={tls} excludes CUDA although a GPU is present; add cuda"
+        findings.append(Finding("ucx-tls", "error", text))
     devices = variables.get("UCX_NET_DEVICES", "all").split(",")
-    known = {entry.name for folder in ("infiniband", "net") for entry in _entries(Path("/sys/class") / folder)}
+    known = {*rdma_devices(), *_names_in(Path("/sys/class/net"))}
     missing = [one for one in devices if one != "all" and one.split(":")[0] not in known]
     if missing:
-        findings.append(
-            Finding(
-                "ucx-net-devices",
-                "error",
-                f"UCX_NET_DEVICES names {missing}, which this machine lacks; it has {sorted(known)}",
-            )
-        )
+        text = f"UCX_NET_DEVICES names {missing}, which this machine lacks; it has {sorted(known)}"
+        findings.append(Finding("ucx-net-devices", "error", text))
     plugin_folder = variables.get("NIXL_PLUGIN_DIR")
     if plugin_folder is not None and not Path(plugin_folder).is_dir():
-        findings.append(
-            Finding("plugin-dir", "error", "NIXL_PLUGIN_DIR is not a directory; unset it to use the wheel's own")
-        )
+        text = "NIXL_PLUGIN_DIR is not a directory; unset it to use the wheel's own"
+        findings.append(Finding("plugin-dir", "error", text))
     return findings or [Finding("variables", "ok", "no UCX or NIXL variable stands in the way")]
-
-
-def _entries(folder: Path) -> Sequence[Path]:
-    return list(folder.iterdir()) if folder.is_dir() else []
 
 
 def _check_limit(name: str, which: int, minimum: int, remedy: str) -> Finding:
@@ -159,13 +155,11 @@ def _check_limit(name: str, which: int, minimum: int, remedy: str) -> Finding:
 
 
 def _check_ptrace() -> Finding:
-    path = Path("/proc/sys/kernel/yama/ptrace_scope")
-    scope = path.read_text().strip() if path.exists() else "0"
-    if scope == "0" or os.geteuid() == 0:
-        return Finding("cma", "ok", f"process_vm_readv is allowed (ptrace_scope {scope})")
-    return Finding(
-        "cma", "warning", f"ptrace_scope {scope} forbids reads between processes of one host: they go over TCP"
-    )
+    scope = forbidding_ptrace_scope()
+    if not scope:
+        return Finding("cma", "ok", "process_vm_readv is allowed")
+    text = f"ptrace_scope {scope} forbids reads between processes of one host: they go over TCP"
+    return Finding("cma", "warning", text)
 
 
 def _check_shared_memory() -> Finding:
@@ -179,19 +173,10 @@ def _check_shared_memory() -> Finding:
 
 
 _PACKAGES: Final = tuple(name.replace("_", "-") for name in IMPORT_NAMES)
+_ASSIGNED: Final = re.compile(r"^(cuda|hip)\b[^=\n]*=\s*['\"]([^'\"\n]+)['\"]\s*$", re.MULTILINE)
 _CUDA_BUILD: Final = re.compile(r"nixl_cu(\d+)")
 _TESTED: Final = "1.5.1"
 _ACCEPTED: Final = ((1, 5), (2, 0))
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Torch:
-    """Installed torch: its version, and the CUDA or ROCm version that it is built for ("" where it is not)."""
-
-    version: str
-    cuda: str
-    rocm: str
 
 
 def check_builds(loaded: str | None, path: Sequence[str | Path] | None = None) -> Sequence[Finding]:
@@ -202,16 +187,7 @@ def check_builds(loaded: str | None, path: Sequence[str | Path] | None = None) -
         path: Folders to look into instead of `sys.path`.
     """
     found = list(distributions() if path is None else distributions(path=[str(folder) for folder in path]))
-    return [*_check_packages(found, loaded), _check_cuda(loaded, installed_torch(found))]
-
-
-def installed_torch(found: Sequence[Distribution]) -> Torch | None:
-    """Return what is installed as torch, read from its files; None where there is none."""
-    for distribution in found:
-        if _name_of(distribution) == "torch":
-            values = _constants(distribution)
-            return Torch(distribution.version, values.get("cuda", ""), values.get("hip", ""))
-    return None
+    return [*_check_packages(found, loaded), _check_cuda(loaded, found)]
 
 
 def _check_packages(found: Sequence[Distribution], loaded: str | None) -> Sequence[Finding]:
@@ -258,28 +234,33 @@ def _check_range(ours: Sequence[Distribution]) -> Sequence[Finding]:
     return [Finding("nixl-version", "warning", text)]
 
 
-def _check_cuda(loaded: str | None, torch: Torch | None) -> Finding:
+def _check_cuda(loaded: str | None, found: Sequence[Distribution]) -> Finding:
     name = "nixl-cuda"
+    torch = next((one for one in found if _name_of(one) == "torch"), None)
     if torch is None:
         return Finding(name, "ok", "no torch is installed: nothing says which CUDA this process uses")
-    if torch.rocm:
-        return _judge(loaded, "nixl_rocm", f"torch {torch.version} is built for ROCm {torch.rocm}")
-    if not torch.cuda:
+    cuda, rocm = _torch_builds(torch)
+    if not cuda and not rocm:
         return Finding(name, "ok", f"torch {torch.version} is built without CUDA: any build of NIXL does")
-    wanted = f"nixl_cu{torch.cuda.partition('.')[0]}"
-    return _judge(loaded, wanted, f"torch {torch.version} is built for CUDA {torch.cuda}")
-
-
-def _judge(loaded: str | None, wanted: str, host: str) -> Finding:
+    wanted = "nixl_rocm" if rocm else f"nixl_cu{cuda.partition('.')[0]}"
+    host = f"torch {torch.version} is built for {f'ROCm {rocm}' if rocm else f'CUDA {cuda}'}"
     remedy = f"install {wanted.replace('_', '-')} and uninstall builds for anything else"
     if loaded is None:
-        return Finding("nixl-cuda", "warning", f"{host}: {remedy}")
+        return Finding(name, "warning", f"{host}: {remedy}")
     if loaded == wanted:
-        return Finding("nixl-cuda", "ok", f"{host}, NIXL is {loaded}")
-    severity: Severity = "error" if has_gpu() else "warning"
-    return Finding(
-        "nixl-cuda", severity, f"{host}, but NIXL is {loaded}: it may not reach this torch's memory; {remedy}"
-    )
+        return Finding(name, "ok", f"{host}, NIXL is {loaded}")
+    text = f"{host}, but NIXL is {loaded}: it may not reach this torch's memory; {remedy}"
+    return Finding(name, "error" if has_gpu() else "warning", text)
+
+
+def _torch_builds(torch: Distribution) -> tuple[str, str]:
+    """Return the CUDA and ROCm versions that `torch/version.py` assigns; empty where it says nothing."""
+    try:
+        text = Path(str(torch.locate_file("torch/version.py"))).read_text()
+    except (OSError, ValueError):
+        return "", ""
+    values = dict(_ASSIGNED.findall(text))
+    return values.get("cuda", ""), values.get("hip", "")
 
 
 def _name_of(distribution: Distribution) -> str:
@@ -288,25 +269,3 @@ def _name_of(distribution: Distribution) -> str:
 
 def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:2])
-
-
-def _constants(distribution: Distribution) -> Mapping[str, str]:
-    """Return the texts that `torch/version.py` assigns; empty where that file is missing or something else."""
-    try:
-        text = distribution.locate_file("torch/version.py").read_text()
-        tree = ast.parse(text)
-    except (OSError, SyntaxError, ValueError):
-        return {}
-    values: dict[str, str] = {}
-    for node in tree.body:
-        target = (
-            node.targets[0]
-            if isinstance(node, ast.Assign)
-            else node.target
-            if isinstance(node, ast.AnnAssign)
-            else None
-        )
-        value = getattr(node, "value", None)
-        if isinstance(target, ast.Name) and isinstance(value, ast.Constant) and isinstance(value.value, str):
-            values[target.id] = value.value
-    return values

@@ -14,10 +14,7 @@ import json
 import os
 import secrets
 import socket
-import subprocess
 import sys
-import tempfile
-import time
 import zlib
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final, cast, final
@@ -28,13 +25,15 @@ from kv_nixl_agent.agent import TransferAgent
 from kv_nixl_agent.errors import AgentError
 from kv_nixl_agent.tools.producer import PeerProcess
 from kv_nixl_agent.tools.selftest import (
-    TRANSPORT_ENVIRONMENT,
     Bandwidth,
     ReadPath,
     is_tcp,
     measure_pages,
     parse_json,
+    read_once,
     read_paths,
+    reason_in,
+    run_child,
 )
 from kv_nixl_agent.values import PeerSpec, TransferOrder
 from kv_nixl_agent.words.fences import PROBE_PAGE_BYTES, PROBE_PAGES, probe_pattern, probe_rows
@@ -44,7 +43,6 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from kv_nixl_agent.values import TransferResult
 
 __all__ = ["LiveRank", "Measurement", "RankRead", "measure_peer", "measure_ranks", "read_ranks", "serve_peer"]
 
@@ -165,56 +163,22 @@ def measure_ranks(ranks: Sequence[LiveRank], *, most_bytes: int, timeout_s: floa
         most_bytes: Bytes to read from each rank, at most.
         timeout_s: Longest wait for each read.
     """
-    with tempfile.TemporaryFile(
-        "w+", encoding="utf-8", errors="replace"
-    ) as answers:  # a pipe would be full before the child has ended
-        theirs = answers.fileno()
-        command = [
-            sys.executable,
-            "-c",
-            f"from kv_nixl_agent.tools.remote import child; child({theirs}, {most_bytes}, {timeout_s})",
-        ]
-        try:
-            done = subprocess.run(
-                command,
-                input=_as_text(ranks),
-                env={**os.environ, **TRANSPORT_ENVIRONMENT},
-                capture_output=True,
-                text=True,
-                errors="replace",
-                timeout=_START_S + len(ranks) * 4 * timeout_s,
-                check=False,
-                pass_fds=[theirs],
-            )
-        except subprocess.TimeoutExpired as expired:
-            return Measurement([], error=f"the reads did not end within {expired.timeout:.0f} s")
-        except OSError as error:
-            return Measurement([], error=f"the reads cannot be started: {error}")
-        answers.seek(0)
-        answer = answers.read()
-    paths = read_paths(done.stdout + "\n" + done.stderr)
-    if not answer:
-        lines = [line for line in done.stderr.splitlines() if line.strip()]
-        return Measurement([], paths, lines[-1] if lines else f"exit code {done.returncode}")
+    given = [
+        {**asdict(rank), "agent_metadata": base64.b64encode(rank.agent_metadata).decode(), "fence": list(rank.fence)}
+        for rank in ranks
+    ]
+    call, timeout_s = f"remote:child({{answer}}, {most_bytes}, {timeout_s})", _START_S + len(ranks) * 4 * timeout_s
     try:
-        read = [RankRead(**entry) for entry in cast("list[dict[str, Any]]", parse_json(answer))]
-    except (TypeError, ValueError) as error:  # a child that was ended while it wrote
-        return Measurement([], paths, f"the reads were cut short: {error}")
-    missing = len(ranks) - len(read)
+        answer, log = run_child(call, timeout_s=timeout_s, given=json.dumps(given))
+        read = [RankRead(**entry) for entry in cast("list[dict[str, Any]]", answer or [])]
+    except TypeError as error:
+        return Measurement([], error=f"the reads were cut short: {error}")
+    except ValueError as error:
+        return Measurement([], error=str(error))
+    paths, missing = read_paths(log), len(ranks) - len(read)
+    if answer is None:
+        return Measurement([], paths, reason_in(log))
     return Measurement(read, paths, f"the reads were cut short: {missing} ranks are missing" if missing else "")
-
-
-def _as_text(ranks: Sequence[LiveRank]) -> str:
-    return json.dumps(
-        [
-            {
-                "name": rank.name,
-                "agent_metadata": base64.b64encode(rank.agent_metadata).decode(),
-                "fence": list(rank.fence),
-            }
-            for rank in ranks
-        ]
-    )
 
 
 def child(answer: int, most_bytes: int, timeout_s: float) -> None:
@@ -307,18 +271,10 @@ class _Reader:
             deadline_s=self._timeout_s,
             operation="read" if pages else "probe",
         )
-        began_s = time.perf_counter()
-        self._agent.post(order)
-        result = self._wait()
+        result, span_s = read_once(self._agent, order)
         if result.outcome != "done":
             raise _Failed(result.code or result.outcome, result.message)
-        return time.perf_counter() - began_s
-
-    def _wait(self) -> TransferResult:
-        while True:
-            self._agent.advance()
-            for result in self._agent.take_results():
-                return result
+        return span_s
 
 
 _PAGE_BYTES: Final = 65536

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+import textwrap
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Final, final
-
-from rich import box
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from kv_nixl_agent.nixl.binding import loaded_build
 from kv_nixl_agent.nixl.side_effects import POOL
 from kv_nixl_agent.tools.machine import Finding, Severity, check_builds, check_environment, check_nixl
 from kv_nixl_agent.tools.remote import measure_peer
-from kv_nixl_agent.tools.selftest import Bandwidth, ReadPath, SelfTest, captured_output, is_tcp, run_selftest
+from kv_nixl_agent.tools.selftest import Bandwidth, ReadPath, SelfTest, is_tcp, run_selftest, silenced
 from kv_nixl_agent.tools.transports import Transport, judge_peer_deaths, try_transports
 
 if TYPE_CHECKING:
@@ -36,7 +32,7 @@ class Report:
     findings: Sequence[Finding]
     bandwidth: Sequence[Bandwidth]
     paths: Sequence[ReadPath]
-    peer_bandwidth: Bandwidth | None = field(default=None)
+    peer_bandwidth: Bandwidth | None = None
     transports: Sequence[Transport] = ()
 
     @property
@@ -60,7 +56,7 @@ def examine(peer: tuple[str, int] | None = None) -> Report:
 
     NIXL logs a traceback per missing plugin; the report lists those already.
     """
-    with captured_output():
+    with silenced():
         return _examine(peer)
 
 
@@ -121,59 +117,34 @@ _VERDICTS: Final[Mapping[str, str]] = {
     "error": "It does not work",
 }
 _WIDTH: Final = 110
+_SPEEDS: Final = "{:>9}  {:>9}  {:>11}  {:>9}  {:>8}"
 
 
 def report_lines(report: Report) -> Sequence[str]:
     """Return a report for people: findings, speeds, transports, and the verdict as the last line."""
-    tables = [_findings(report)]
-    if report.bandwidth:
-        tables.append(_speeds(report))
-    if report.transports:
-        tables.append(_transports(report))
-    return [*(line for table in tables for line in _drawn(table)), verdict(report)]
-
-
-def _findings(report: Report) -> Table:
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(justify="right")
+    lines: list[str] = []
     for finding in report.findings:
-        table.add_row(_SIGNS[finding.severity], Text(f"{finding.name}: {finding.message}"))
-    return table
-
-
-def _speeds(report: Report) -> Table:
-    table = Table("page KiB", "read GB/s", "memcpy GB/s", "of memcpy", "fence us", box=box.SIMPLE)
-    for column in table.columns:
-        column.justify = "right"
+        lines += _wrapped(f"{_SIGNS[finding.severity]:>5}  ", f"{finding.name}: {finding.message}")
+    if report.bandwidth:
+        lines += ["", _SPEEDS.format("page KiB", "read GB/s", "memcpy GB/s", "of memcpy", "fence us")]
     for row in report.bandwidth:
-        table.add_row(
-            f"{row.page_bytes >> 10}",
-            f"{row.read_gb_s:.2f}",
-            f"{row.memcpy_gb_s:.2f}",
-            f"{row.read_gb_s / row.memcpy_gb_s:.0%}",
-            f"{row.fence_us:.0f}",
-        )
-    return table
-
-
-def _transports(report: Report) -> Table:
-    table = Table("transport", "for", "GB/s at 1 MiB", box=box.SIMPLE)
+        share = f"{row.read_gb_s / row.memcpy_gb_s:.0%}"
+        speeds = (f"{row.read_gb_s:.2f}", f"{row.memcpy_gb_s:.2f}", share, f"{row.fence_us:.0f}")
+        lines.append(_SPEEDS.format(row.page_bytes >> 10, *speeds))
+    if report.transports:
+        lines += ["", f"{'transport':<10}{'for':<28}GB/s at 1 MiB"]
     for each in report.transports:
         speed = each.state if each.read_gb_s is None else f"{each.read_gb_s:.2f}, {each.state}"
-        table.add_row(each.name, each.carries, Text(f"{speed}{': ' * bool(each.reason)}{each.reason}"))
-    return table
+        lines += _wrapped(f"{each.name:<10}{each.carries:<28}", f"{speed}{': ' * bool(each.reason)}{each.reason}")
+    return [*lines, "", verdict(report)]
 
 
-def _drawn(table: Table) -> list[str]:
-    """Return a table's lines and an empty one."""
-    console = Console(width=_WIDTH, color_system=None)
-    with console.capture() as drawn:
-        console.print(table)
-    return [*(line.rstrip() for line in drawn.get().strip("\n").splitlines() if line.strip()), ""]
+def _wrapped(head: str, text: str) -> list[str]:
+    return textwrap.wrap(text, _WIDTH, initial_indent=head, subsequent_indent=" " * len(head))
 
 
 def verdict(report: Report) -> str:
-    """Return the last line: the worst severity in words, how many findings want a look, and the exit code."""
+    """Return the last line: the worst severity in words, how many findings need attention, and the exit code."""
     counts = [
         f"{count} {word}{'s' * (count > 1)}"
         for word in ("error", "warning")

@@ -14,14 +14,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, cast, final
 
 import numpy as np
 
 from kv_nixl_agent.agent import TransferAgent
 from kv_nixl_agent.tools.producer import PeerProcess, page_pattern
-from kv_nixl_agent.values import PeerSpec, TransferOrder
+from kv_nixl_agent.values import PeerSpec, TransferOrder, TransferResult
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping, Sequence
@@ -30,17 +31,18 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Bandwidth",
-    "Captured",
     "ReadPath",
     "SelfTest",
     "TRANSPORT_ENVIRONMENT",
-    "captured_output",
     "is_tcp",
     "measure_pages",
     "parse_json",
     "read_paths",
     "reason_in",
+    "read_once",
+    "run_child",
     "run_selftest",
+    "silenced",
 ]
 
 TRANSPORT_ENVIRONMENT: Final[Mapping[str, str]] = {"UCX_PROTO_INFO": "y", "UCX_LOG_LEVEL": "info"}
@@ -119,7 +121,54 @@ class SelfTest:
     is_ok: bool
     message: str
     bandwidth: Sequence[Bandwidth] = ()
-    paths: Sequence[ReadPath] = field(default_factory=tuple[ReadPath, ...])
+    paths: Sequence[ReadPath] = ()
+
+
+def run_child(
+    call: str, *, timeout_s: float, given: str = "", environment: Mapping[str, str] | None = None
+) -> tuple[object, str]:
+    """Run a function of this package in a child process; return what it wrote to its descriptor, parsed, and its log.
+
+    The value is None where the child wrote nothing.
+
+    Args:
+        call: `module:function(arguments)`, where `{answer}` stands for the descriptor.
+        timeout_s: Time after which the child is ended.
+        given: Its standard input.
+        environment: Variables beyond this process's and those under which UCX prints its tables.
+
+    Raises:
+        ValueError: The child cannot be started, is too slow, or was ended while it wrote.
+    """
+    module, _, function = call.partition(":")
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as file:  # a pipe may fill up
+        answer = file.fileno()
+        code = f"from kv_nixl_agent.tools import {module}; {module}.{function.replace('{answer}', str(answer))}"
+        try:
+            done = subprocess.run(
+                [sys.executable, "-c", code],
+                input=given,
+                env={**os.environ, **TRANSPORT_ENVIRONMENT, **(environment or {})},
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=timeout_s,
+                check=False,
+                pass_fds=[answer],
+            )
+        except subprocess.TimeoutExpired:
+            raise ValueError(f"the reads did not end within {timeout_s:.0f} s") from None
+        except OSError as error:
+            raise ValueError(f"the reads cannot be started: {error}") from error
+        file.seek(0)
+        written = file.read()
+    log = f"{done.stdout}\n{done.stderr}"
+    if not written:
+        return None, log if reason_in(log) else f"exit code {done.returncode}"
+    try:
+        return parse_json(written), log
+    except ValueError as error:
+        raise ValueError(f"the reads were cut short: {error}") from error
 
 
 def run_selftest(ucx_tls: str = "", *, page_sizes: Sequence[int] = PAGE_SIZES) -> SelfTest:
@@ -129,53 +178,31 @@ def run_selftest(ucx_tls: str = "", *, page_sizes: Sequence[int] = PAGE_SIZES) -
         ucx_tls: `UCX_TLS` of both processes; this process's own if empty.
         page_sizes: Bytes of the pages that are read, one measurement each.
     """
-    ours, theirs = os.pipe()
-    call = f"child({theirs}, {list(page_sizes)})"
-    command = [sys.executable, "-c", f"from kv_nixl_agent.tools.selftest import child; {call}"]
-    environment = {**os.environ, **TRANSPORT_ENVIRONMENT, **({"UCX_TLS": ucx_tls} if ucx_tls else {})}
-    with os.fdopen(ours, errors="replace") as measured:
-        try:
-            done = subprocess.run(
-                command,
-                env=environment,
-                capture_output=True,
-                text=True,
-                errors="replace",
-                timeout=_TIMEOUT_S,
-                check=False,
-                pass_fds=[theirs],
-            )
-        except subprocess.TimeoutExpired:
-            return SelfTest(is_ok=False, message=f"the self-test did not end within {_TIMEOUT_S:.0f} s")
-        except OSError as error:
-            return SelfTest(is_ok=False, message=f"the self-test cannot be started: {error}")
-        finally:
-            os.close(theirs)
-        answer = measured.read()
-    log = done.stdout + "\n" + done.stderr
+    environment = {"UCX_TLS": ucx_tls} if ucx_tls else {}
+    call = f"selftest:child({{answer}}, {list(page_sizes)})"
+    try:
+        answer, log = run_child(call, timeout_s=_TIMEOUT_S, environment=environment)
+        rows = [Bandwidth(*row) for row in cast("list[tuple[int, float, float, float]]", answer or [])]
+    except (TypeError, ValueError) as error:
+        return SelfTest(is_ok=False, message=str(error))
     paths = read_paths(log)
-    if answer:
-        try:
-            rows = [Bandwidth(*row) for row in cast("list[tuple[int, float, float, float]]", parse_json(answer))]
-        except (TypeError, ValueError) as error:  # a child that was ended while it wrote
-            return SelfTest(is_ok=False, message=f"the self-test was cut short: {error}", paths=paths)
-        if len(rows) != len(page_sizes):
-            message = f"the self-test was cut short: {len(rows)} of {len(page_sizes)} page sizes"
-            return SelfTest(is_ok=False, message=message, bandwidth=rows, paths=paths)
-        return SelfTest(is_ok=True, message=f"{len(rows)} page sizes read and compared", bandwidth=rows, paths=paths)
-    return SelfTest(is_ok=False, message=reason_in(log) or f"exit code {done.returncode}", paths=paths)
+    if answer is None:
+        return SelfTest(is_ok=False, message=reason_in(log), paths=paths)
+    if len(rows) != len(page_sizes):
+        message = f"the reads were cut short: {len(rows)} of {len(page_sizes)} page sizes"
+        return SelfTest(is_ok=False, message=message, bandwidth=rows, paths=paths)
+    return SelfTest(is_ok=True, message=f"{len(rows)} page sizes read and compared", bandwidth=rows, paths=paths)
 
 
 def child(answer: int, page_sizes: Sequence[int]) -> None:
     """Be the child: measure every page size against a producer in yet another process; write JSON to a descriptor."""
-    rows: list[tuple[int, float, float, float]] = []
+    rows: list[tuple[object, ...]] = []
     for page_bytes in page_sizes:
         producer = PeerProcess("doctor-producer", page_bytes=page_bytes, page_count=_REGION_BYTES // page_bytes)
         try:
-            measured = measure_pages(producer.agent_metadata, producer.rows, producer.fence)
+            rows.append(astuple(measure_pages(producer.agent_metadata, producer.rows, producer.fence)))
         finally:
             producer.close()
-        rows.append((measured.page_bytes, measured.read_gb_s, measured.memcpy_gb_s, measured.fence_us))
     with os.fdopen(answer, "w") as file:
         json.dump(rows, file)
 
@@ -199,9 +226,12 @@ def measure_pages(
         spans: list[float] = []
         fences: list[float] = []
         for number in range(repeats):
-            result_s, fence_s = _read(agent, TransferOrder(f"t{number}", "producer", ids, ids, fence=(0, 0)))
-            spans.append(result_s)
-            fences.append(fence_s)
+            result, span_s = read_once(agent, TransferOrder(f"t{number}", "producer", ids, ids, fence=(0, 0)))
+            if result.outcome != "done":
+                message = f"a read failed: {result.code}: {result.message}"
+                raise RuntimeError(message)
+            spans.append(span_s - result.fence_s)
+            fences.append(result.fence_s)
         if not np.array_equal(memory, page_pattern(0, count, page_bytes)):
             message = f"pages of {page_bytes} bytes arrived with other content"
             raise RuntimeError(message)
@@ -217,16 +247,14 @@ def measure_pages(
         agent.close()
 
 
-def _read(agent: TransferAgent, order: TransferOrder) -> tuple[float, float]:
+def read_once(agent: TransferAgent, order: TransferOrder) -> tuple[TransferResult, float]:
+    """Post an order and wait for its end; return its result and the seconds that it took."""
     began_s = time.perf_counter()
     agent.post(order)
     while True:
         agent.advance()
         for result in agent.take_results():
-            if result.outcome != "done":
-                message = f"a read failed: {result.code}: {result.message}"
-                raise RuntimeError(message)
-            return time.perf_counter() - began_s - result.fence_s, result.fence_s
+            return result, time.perf_counter() - began_s
 
 
 _REASONS: Final = (
@@ -238,34 +266,23 @@ _REASONS: Final = (
 """Sentences that say why NIXL or UCX did not start, those nearest to the cause first."""
 
 
-@final
-@dataclass(slots=True)
-class Captured:
-    """Text that was written; complete once the block has been left."""
-
-    text: str = field(default="")
-
-
 @contextlib.contextmanager
-def captured_output() -> Generator[Captured]:
-    """Collect all that this process and its children write to standard output and standard error."""
-    captured = Captured()
+def silenced() -> Generator[None]:
+    """Drop all that this process and its children write to standard output and standard error."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    with tempfile.TemporaryFile() as sink:
-        saved = [(number, os.dup(number)) for number in (1, 2)]
-        try:
+    saved = [(number, os.dup(number)) for number in (1, 2)]
+    try:
+        with Path(os.devnull).open("w") as sink:
             for number, _ in saved:
                 os.dup2(sink.fileno(), number)
-            yield captured
-        finally:
-            for stream in (sys.stdout, sys.stderr):
-                stream.flush()
-            for number, copy in saved:
-                os.dup2(copy, number)
-                os.close(copy)
-            sink.seek(0)
-            captured.text = sink.read().decode(errors="replace")
+        yield
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        for number, copy in saved:
+            os.dup2(copy, number)
+            os.close(copy)
 
 
 def reason_in(log: str) -> str:
@@ -280,6 +297,7 @@ def reason_in(log: str) -> str:
 
 _MOST_LEVELS: Final = 32
 """A test region and ranks are described with four."""
+_BRACKETS: Final = re.compile(r'"(?:\\.|[^"\\])*"|[][{}]')
 
 
 def parse_json(text: str | bytes) -> object:
@@ -288,28 +306,11 @@ def parse_json(text: str | bytes) -> object:
     Raises:
         ValueError: It is no JSON, or nested so deep that Python's own recursion would end on it.
     """
-    try:
-        value: object = json.loads(text)
-    except RecursionError:
-        value = None
-        is_deep = True
-    else:
-        is_deep = _is_deep(value)
-    if is_deep:
-        raise ValueError(f"it is nested more than {_MOST_LEVELS} levels deep")
+    plain = text.decode() if isinstance(text, bytes) else text
+    depth = 0
+    for found in _BRACKETS.finditer(plain):
+        depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(found[0], 0)
+        if depth >= _MOST_LEVELS:
+            raise ValueError(f"it is nested more than {_MOST_LEVELS} levels deep")
+    value: object = json.loads(plain)
     return value
-
-
-def _is_deep(value: object) -> bool:
-    level: list[object] = [value]
-    for _ in range(_MOST_LEVELS):
-        level = [child for each in level for child in _children(each)]
-        if not level:
-            return False
-    return True
-
-
-def _children(value: object) -> list[object]:
-    if isinstance(value, dict):
-        return list(cast("dict[object, object]", value).values())
-    return cast("list[object]", value) if isinstance(value, list) else []

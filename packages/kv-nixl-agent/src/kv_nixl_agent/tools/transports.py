@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, final
 
 from kv_nixl_agent.nixl.side_effects import SWITCH
-from kv_nixl_agent.tools.machine import Finding, has_gpu
+from kv_nixl_agent.tools.machine import Finding, forbidding_ptrace_scope, has_gpu, rdma_devices
 from kv_nixl_agent.tools.selftest import is_tcp, run_selftest
 
 if TYPE_CHECKING:
@@ -58,14 +57,12 @@ class _Candidate:
 
 
 def _ptrace_obstacle() -> str:
-    path = Path("/proc/sys/kernel/yama/ptrace_scope")
-    scope = path.read_text().strip() if path.exists() else "0"
-    return "" if scope == "0" or os.geteuid() == 0 else f"ptrace_scope {scope} forbids it; set it to 0"
+    scope = forbidding_ptrace_scope()
+    return f"ptrace_scope {scope} forbids it; set it to 0" if scope else ""
 
 
 def _rdma_obstacle() -> str:
-    folder = Path("/sys/class/infiniband")
-    return "" if folder.is_dir() and any(folder.iterdir()) else f"no RDMA device: {folder} is empty or missing"
+    return "" if rdma_devices() else "no RDMA device: /sys/class/infiniband is empty or missing"
 
 
 def _gpu_obstacle() -> str:
@@ -116,7 +113,7 @@ def _judge(each: _Candidate, used: Sequence[ReadPath], variables: Mapping[str, s
 
 
 def _is_by(name: str, config: str) -> bool:
-    """Tell whether a path goes by a transport: `rc_mlx5/mlx5_0:1` by `rc`, `cma/memory` by `cma`."""
+    """Return whether a path goes by a transport: `rc_mlx5/mlx5_0:1` by `rc`, `cma/memory` by `cma`."""
     return config.lower().startswith(name) or f" {name}" in config.lower()
 
 

@@ -23,11 +23,10 @@ from kv_nixl_agent.errors import AgentError
 from kv_nixl_agent.values import QuarantineEntry
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from kv_nixl_agent.memory.peers import Peer
     from kv_nixl_agent.nixl.port import Handle, NixlPort
-    from kv_nixl_agent.statistics import Statistics
     from kv_nixl_agent.transfers.parts import Part
 
 __all__ = ["Handles", "QUARANTINE_POLL_S", "has_left_the_wire", "was_rejected"]
@@ -104,36 +103,20 @@ class Handles:
 
     Args:
         port: The NIXL agent.
-        statistics: Counts refused releases.
         on_idle: Called with a removed peer once its last handle is released.
     """
 
-    def __init__(
-        self,
-        port: NixlPort,
-        statistics: Statistics,
-        *,
-        on_idle: Callable[[Peer], None],
-    ) -> None:
+    def __init__(self, port: NixlPort, *, on_idle: Callable[[Peer], None]) -> None:
         self._port = port
-        self._statistics = statistics
         self._on_idle = on_idle
         self._watched: list[_Watched] = []
         self._held: dict[str, _Held] = {}
-        self._held_by_key: dict[str, int] = {}
         self._unreleased: list[Handle] = []
         self._next_poll_s = 0.0
-
-    # -------------------------------------------------------------------------------------------------- making, release
-
-    def made(self, peer: Peer) -> None:
-        """Count a handle that was created for `peer`."""
-        peer.outstanding += 1
 
     def release(self, peer: Peer, handle: Handle) -> None:
         """Release a handle that can write nothing any more."""
         if not self._is_released(handle):
-            self._statistics.count("release_failures")
             self._unreleased.append(handle)
         peer.outstanding -= 1
         if peer.is_removed and not peer.outstanding:
@@ -157,7 +140,6 @@ class Handles:
     ) -> None:
         """Keep the handles of a transfer's active parts: its pages are in quarantine until `on_quiet` is called."""
         self._held[transfer_id] = _Held(transfer_id, peer, list(parts), now_s, on_quiet)
-        self._held_by_key[peer.key] = self.held_for(peer.key) + 1
 
     def holds(self, transfer_id: str) -> bool:
         """Return whether the pages of a transfer are in quarantine."""
@@ -165,7 +147,7 @@ class Handles:
 
     def held_for(self, key: str) -> int:
         """Return the number of transfers in quarantine of the peer under `key`, or of an earlier peer with that key."""
-        return self._held_by_key.get(key, 0)
+        return sum([held.peer.key == key for held in self._held.values()])
 
     @property
     def held_count(self) -> int:
@@ -178,9 +160,9 @@ class Handles:
         return len(self._watched)
 
     @property
-    def awaited_count(self) -> int:
-        """Number of watched handles that should end soon; those older than a second are not counted."""
-        return sum(not one.is_late for one in self._watched)
+    def has_awaited(self) -> bool:
+        """Whether a watched handle is not older than a second, and so should end soon."""
+        return any(not one.is_late for one in self._watched)
 
     @property
     def has_late(self) -> bool:
@@ -199,15 +181,6 @@ class Handles:
             )
             for held in self._held.values()
         ]
-
-    def gauges(self) -> Mapping[str, float]:
-        """Return the numbers of kept handles and transfers, and the bytes at risk."""
-        entries = self.entries()
-        return {
-            "strays": float(len(self._watched)),
-            "quarantined": float(len(entries)),
-            "quarantined_bytes": float(sum(entry.bytes_at_risk for entry in entries)),
-        }
 
     # --------------------------------------------------------------------------------------------------------- polling
 
@@ -313,10 +286,4 @@ class Handles:
 
     def _let_go(self, held: _Held) -> None:
         del self._held[held.transfer_id]
-        key = held.peer.key
-        left = self._held_by_key[key] - 1
-        if left:
-            self._held_by_key[key] = left
-        else:
-            del self._held_by_key[key]
         held.on_quiet()

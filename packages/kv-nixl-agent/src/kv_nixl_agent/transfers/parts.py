@@ -70,7 +70,7 @@ class WireLoad:
         self.payload_bytes -= part.payload_bytes
         self._parts[peer] -= 1
         if not self._parts[peer]:
-            del self._parts[peer]
+            del self._parts[peer]  # a removed peer must not be kept
 
     def has(self, peer: Peer) -> bool:
         """Return whether a part of this peer is on the wire."""

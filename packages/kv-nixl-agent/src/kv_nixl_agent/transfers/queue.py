@@ -1,4 +1,4 @@
-"""All transfers of one agent that are in progress: the order in which their parts are posted, their deadlines and stalls.
+"""All transfers of one agent in progress: the order in which their parts are posted, their deadlines and stalls.
 
 A stalled transfer makes no progress on the wire. NIXL reports only whether a posted handle is done. So progress means that a part
 is posted or ends, or that the state changes; a transfer whose parts each take longer than `stall_after_s` is reported too. A
@@ -12,22 +12,24 @@ from collections import OrderedDict, deque
 from typing import TYPE_CHECKING, Final, final
 
 from kv_nixl_agent.transfers.parts import WireLoad
+from kv_nixl_agent.transfers.transfer import Wiring
 from kv_nixl_agent.values import StallEntry, TransferResult
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from kv_nixl_agent.memory.peers import Peer
+    from kv_nixl_agent.nixl.port import NixlPort
     from kv_nixl_agent.options import AgentOptions
-    from kv_nixl_agent.statistics import Statistics, Tracer
+    from kv_nixl_agent.transfers.handles import Handles
     from kv_nixl_agent.transfers.parts import Part
+    from kv_nixl_agent.transfers.reader import WordReader
     from kv_nixl_agent.transfers.transfer import Transfer
-    from kv_nixl_agent.values import Outcome
+    from kv_nixl_agent.values import Outcome, Statistics
 
-__all__ = ["Schedule", "StallWatch", "TransferTable"]
+__all__ = ["Schedule", "TransferTable"]
 
 _NO_LIMIT: Final = 1 << 31
-_CHECKS_PER_LIMIT: Final = 8
 
 
 @final
@@ -35,17 +37,27 @@ class TransferTable:
     """Transfers by id: waiting in `schedule`, posted, and under their deadlines."""
 
     def __init__(
-        self, options: AgentOptions, statistics: Statistics, trace: Tracer, clock: Callable[[], float]
+        self,
+        port: NixlPort,
+        handles: Handles,
+        words: WordReader,
+        options: AgentOptions,
+        statistics: Statistics,
+        clock: Callable[[], float],
     ) -> None:
+        self._handles = handles
         self._statistics = statistics
-        self._share = options.chunk_rows or _NO_LIMIT
-        self.load = WireLoad()
-        self.schedule = Schedule(self.load, options.max_inflight_bytes)
-        self.stalls = StallWatch(options.stall_after_s, statistics, trace, clock)
-        self.results: deque[TransferResult] = deque()
-        """Results that the owner has not taken yet, oldest first."""
-        self.quiet: deque[str] = deque()
+        self._clock = clock
+        self.quiet: list[str] = []
         """Ids of transfers that have left quarantine and that the owner has not taken yet, oldest first."""
+        load = WireLoad()
+        self.wiring = Wiring(port, handles, words, load, statistics, clock, self._note_end, self.quiet)
+        """What every transfer uses."""
+        self._share = options.chunk_rows or _NO_LIMIT
+        self._stall_after_s = options.stall_after_s
+        self.schedule = Schedule(load, options.max_inflight_bytes)
+        self.results: list[TransferResult] = []
+        """Results that the owner has not taken yet, oldest first."""
         self._earliest_deadline_s = math.inf
         """Lower bound: its transfer may have ended since."""
         self._live: dict[str, Transfer] = {}
@@ -55,10 +67,6 @@ class TransferTable:
     def get(self, transfer_id: str) -> Transfer | None:
         """Return a transfer in progress."""
         return self._live.get(transfer_id)
-
-    def of_peer(self, peer: Peer) -> Sequence[Transfer]:
-        """Return the transfers in progress of one peer."""
-        return [transfer for transfer in self._live.values() if transfer.peer is peer]
 
     @property
     def is_busy(self) -> bool:
@@ -71,13 +79,27 @@ class TransferTable:
         return all(transfer.order.operation == "probe" for transfer in self._live.values())
 
     def gauges(self) -> Mapping[str, float]:
-        """Return the numbers of queued and posted transfers and bytes."""
+        """Return the numbers of queued, posted and quarantined transfers and bytes."""
+        held = self._handles.entries()
         return {
             "queued": float(self.schedule.count),
             "queued_bytes": float(self.schedule.waiting_bytes()),
             "inflight": float(len(self._posted)),
-            "inflight_bytes": float(self.load.payload_bytes),
+            "inflight_bytes": float(self.wiring.load.payload_bytes),
+            "quarantined": float(len(held)),
+            "quarantined_bytes": float(sum(entry.bytes_at_risk for entry in held)),
         }
+
+    def stalls(self) -> Sequence[StallEntry]:
+        """Return the posted transfers without progress for `stall_after_s`."""
+        if self._stall_after_s is None:
+            return []
+        latest_s = self._clock() - self._stall_after_s
+        return [
+            StallEntry(transfer_id, transfer.peer.key, transfer.moved_s, transfer.bytes_left)
+            for transfer_id, transfer in self._posted.items()
+            if transfer.moved_s <= latest_s
+        ]
 
     # ----------------------------------------------------------------------------------------------------------- turn
 
@@ -108,10 +130,8 @@ class TransferTable:
     def poll(self) -> bool:
         """Poll everything that is posted; return True if anything progressed."""
         moved = False
-        if self._posted:
-            for transfer in list(self._posted.values()):
-                moved = transfer.poll() or moved
-            self.stalls.look(self._posted)
+        for transfer in list(self._posted.values()):
+            moved = transfer.poll() or moved
         return moved
 
     def end_late(self, now_s: float) -> None:
@@ -127,7 +147,7 @@ class TransferTable:
 
     def end_peer(self, peer: Peer) -> None:
         """End the transfers of a removed peer, after polling NIXL once more for ends that it knows of."""
-        for transfer in self.of_peer(peer):
+        for transfer in [transfer for transfer in self._live.values() if transfer.peer is peer]:
             if transfer.order.transfer_id in self._posted:
                 transfer.poll()
             transfer.end("failed", "peer-removed", f"peer {peer.key!r} was removed or replaced")
@@ -146,25 +166,17 @@ class TransferTable:
                     )
                     self.report(result)
 
-    def note_end(self, transfer: Transfer, result: TransferResult) -> None:
+    def _note_end(self, transfer: Transfer, result: TransferResult) -> None:
         """Remove a transfer in the step that reports its result."""
         self.schedule.forget(transfer)
         del self._live[result.transfer_id]
         self._posted.pop(result.transfer_id, None)
-        self.stalls.forget(result.transfer_id)
-        if not result.is_memory_quiet:
-            self._statistics.count("quarantined_total")
         self.report(result)
 
     def report(self, result: TransferResult) -> None:
         """Keep a result for the owner."""
         self._statistics.ended(result)
         self.results.append(result)
-
-    def note_quiet(self, transfer: Transfer) -> None:
-        """Keep the id of a transfer that has left quarantine for the owner."""
-        self._statistics.count("quiet_total")
-        self.quiet.append(transfer.order.transfer_id)
 
 
 @final
@@ -224,75 +236,17 @@ class Schedule:
         if not transfer.pending:
             del line[transfer]
             self.count -= 1
-        if self._turns[0] is peer:
-            self._turns.rotate(-1)
-        else:
-            self._turns.remove(peer)
-            self._turns.append(peer)
+        self._turns.remove(peer)
+        self._turns.append(peer)
         return transfer, part
 
     def _has_room(self, peer: Peer, line: OrderedDict[Transfer, None]) -> bool:
         if self._cap is None or not self._load.has(peer):
             return True
-        part = next(iter(line)).pending[0]
-        return self._load.payload_bytes + part.payload_bytes <= self._cap
+        return self._load.payload_bytes + next(iter(line)).pending[0].payload_bytes <= self._cap
 
     def waiting_bytes(self) -> int:
         """Return the payload bytes that are waiting to be posted."""
         return sum(
             part.payload_bytes for line in self._lines.values() for transfer in line for part in transfer.pending
         )
-
-
-@final
-class StallWatch:
-    """Checks all posted transfers periodically; between two checks it costs one clock reading per poll."""
-
-    def __init__(
-        self, stall_after_s: float | None, statistics: Statistics, trace: Tracer, clock: Callable[[], float]
-    ) -> None:
-        self._limit_s = stall_after_s
-        self._statistics = statistics
-        self._trace = trace
-        self._clock = clock
-        self._next_look_s = 0.0
-        self._marks: dict[str, tuple[Transfer, tuple[int, int, str], float]] = {}
-        self._stalled: dict[str, tuple[Transfer, float]] = {}
-
-    def look(self, posted: Mapping[str, Transfer]) -> None:
-        """Compare the posted transfers with the last check, if the next check is due."""
-        limit_s, now_s = self._limit_s, self._clock()
-        if limit_s is None or now_s < self._next_look_s:
-            return
-        self._next_look_s = now_s + limit_s / _CHECKS_PER_LIMIT
-        before, self._marks = self._marks, {}
-        stalled, self._stalled = self._stalled, {}
-        for transfer_id, transfer in posted.items():
-            mark = (len(transfer.active), len(transfer.pending), transfer.state)
-            known, last, since_s = before.get(transfer_id, (None, None, 0.0))
-            if known is not transfer or last != mark:
-                since_s = now_s
-            self._marks[transfer_id] = (transfer, mark, since_s)
-            if now_s - since_s < limit_s:
-                continue
-            self._stalled[transfer_id] = (transfer, since_s)
-            if transfer_id not in stalled:
-                self._statistics.count("stalls_total")
-                self._trace(transfer.order, "stalled", f"no part has ended for {now_s - since_s:.1f} s")
-
-    def forget(self, transfer_id: str) -> None:
-        """Discard the records of a transfer that has ended: its descriptor lists may be long, and the next check far away."""
-        self._marks.pop(transfer_id, None)
-        self._stalled.pop(transfer_id, None)
-
-    def entries(self) -> Sequence[StallEntry]:
-        """Return the transfers that had stalled at the last check and have not ended since."""
-        return [
-            StallEntry(
-                transfer_id,
-                transfer.peer.key,
-                since_s,
-                sum(part.payload_bytes for part in (*transfer.active, *transfer.pending)),
-            )
-            for transfer_id, (transfer, since_s) in self._stalled.items()
-        ]

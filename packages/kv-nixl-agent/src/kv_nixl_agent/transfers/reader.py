@@ -186,7 +186,7 @@ class WordReader:
         return self._made(peer, handle, words, free_all)
 
     def _made(self, peer: Peer, handle: Handle, words: Words, free: Callable[[bool], None]) -> WordRead:
-        self._handles.made(peer)
+        peer.outstanding += 1
         return WordRead(peer, handle, words, free)
 
     def _index(self, word: int) -> npt.NDArray[np.int32]:
@@ -245,23 +245,24 @@ class WordReader:
 
     # --------------------------------------------------------------------------------------------------------- warm-up
 
-    def warm_up(self, peer: Peer, on_end: Callable[[AgentError | None], None]) -> None:
-        """Connect to a peer with a tiny read; nothing else connects before the first transfer.
+    def warm_up(self, peer: Peer) -> None:
+        """Connect to a peer with a tiny read; nothing else connects before the first transfer."""
 
-        `on_end` gets None, or the error that ended it.
-        """
+        def ended(failure: AgentError | None) -> None:
+            peer.is_connected = failure is None or failure.code != "nixl-disconnected"
+
         try:
             read = self._make_touch(peer, self._fences.warm_up_word, _keep)
         except AgentError as error:
-            on_end(error)
+            ended(error)
             return
         try:
             self.post(read)
         except AgentError as error:
-            on_end(error)
+            ended(error)
             self.let_go(read)
             return
-        self.let_go(read, on_end)
+        self.let_go(read, ended)
 
     def close(self) -> None:
         """Release the prepared list of the fence array."""

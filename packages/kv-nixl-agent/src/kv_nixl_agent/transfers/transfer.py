@@ -25,34 +25,29 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kv_nixl_agent.memory.peers import Peer
-    from kv_nixl_agent.nixl.port import Handle, MemoryKind, NixlPort, Progress, WireTelemetry
-    from kv_nixl_agent.statistics import Statistics, Tracer
+    from kv_nixl_agent.nixl.port import Handle, MemoryKind, NixlPort, Progress
     from kv_nixl_agent.transfers.handles import Handles
     from kv_nixl_agent.transfers.parts import Part, WireLoad
     from kv_nixl_agent.transfers.reader import WordRead, WordReader
     from kv_nixl_agent.transfers.states import Event, State, Transition
-    from kv_nixl_agent.values import Outcome, TransferOrder
+    from kv_nixl_agent.values import Outcome, Statistics, TransferOrder
 
-__all__ = ["Account", "Transfer", "Wiring"]
+__all__ = ["Transfer", "Wiring"]
 
 
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class Wiring:
-    """Parts of the agent that every transfer uses.
-
-    `on_end` receives a transfer and its result, in the step that reports it; `on_quiet` a transfer that leaves quarantine.
-    """
+    """Parts of the agent that every transfer uses; `on_end` receives a transfer and its result in the step that reports it."""
 
     port: NixlPort
     handles: Handles
     words: WordReader
     load: WireLoad
     statistics: Statistics
-    trace: Tracer
     clock: Callable[[], float]
     on_end: Callable[[Transfer, TransferResult], None]
-    on_quiet: Callable[[Transfer], None]
+    quiet: list[str]
 
 
 @final
@@ -67,13 +62,18 @@ class Transfer:
     """
 
     __slots__ = (
-        "_account",
-        "_clock",
+        "_entered_s",
         "_is_attached",
+        "_merged_count",
+        "_moved_bytes",
+        "_payload_bytes",
+        "_post_s",
         "_read",
+        "_row_count",
         "_wiring",
         "active",
         "deadline_s",
+        "moved_s",
         "order",
         "peer",
         "pending",
@@ -82,28 +82,37 @@ class Transfer:
 
     def __init__(self, order: TransferOrder, peer: Peer, parts: deque[Part], wiring: Wiring) -> None:
         self._wiring = wiring
-        self._clock = wiring.clock
         self.order = order
         self.peer = peer
         self.pending = parts
         self.active: list[Part] = []
         """Parts that are posted and not known to have ended."""
         self.state: State = "new"
-        self._account = Account(
-            sum([len(part.peer_indices) for part in parts]), sum([part.payload_bytes for part in parts])
-        )
+        self.moved_s = 0.0
+        """Time of the last sign of progress."""
+        # A notification travels with the data, or is sent after the verification.
         self._is_attached = bool(len(parts) == 1 and order.notification and order.fence is None)
-        """Whether the notification travels with the data; otherwise it is sent after the verification."""
         self._read: WordRead | None = None
         """Read of the peer's fence word, or of any word for a probe."""
+        # What the result reports; no decision depends on it.
+        self._row_count = sum([len(part.peer_indices) for part in parts])
+        self._payload_bytes = sum([part.payload_bytes for part in parts])
+        self._merged_count = 0
+        self._post_s = 0.0
+        self._moved_bytes: dict[tuple[str, MemoryKind, MemoryKind], int] = {}
+        self._entered_s: dict[State, float] = {}
         self._go("accept")
-        self.deadline_s = self._account.entered_s["queued"] + order.deadline_s
-        wiring.trace(order, "queued")
+        self.deadline_s = self._entered_s["queued"] + order.deadline_s
 
     @property
     def has_ended(self) -> bool:
         """Whether the result has been reported."""
         return self.state in ("gone", "quarantined")
+
+    @property
+    def bytes_left(self) -> int:
+        """Payload bytes of the parts that have not ended."""
+        return sum([part.payload_bytes for part in (*self.active, *self.pending)])
 
     def _go(self, event: Event) -> Transition:
         """Take the step that the table lists for an event."""
@@ -111,7 +120,7 @@ class Transfer:
         target = row.target
         if target != self.state:
             self.state = target
-            self._account.entered_s[target] = self._clock()
+            self.moved_s = self._entered_s[target] = self._wiring.clock()
         return row
 
     # --------------------------------------------------------------------------------------------------------- posting
@@ -119,25 +128,22 @@ class Transfer:
     def post(self, part: Part) -> None:
         """Post the next part of `pending`."""
         wiring = self._wiring
-        started_s = self._clock()
-        is_first = self.state == "queued"
+        started_s = self.moved_s = wiring.clock()
         self._go("post")
-        if is_first:
-            wiring.trace(self.order, "posted")
         self.active.append(part)
         wiring.load.add(self.peer, part)
         progress: Progress | None = None
         failure: AgentError | None = None
         try:
             part.handle = self._make(part)
-            wiring.handles.made(self.peer)
+            self.peer.outstanding += 1
             if self.order.fence is not None and not self.pending:
                 with suppress(AgentError):  # it counts only if the read is still needed and fails again
                     self._make_read(is_early=True)
             progress = wiring.port.post(part.handle)
         except AgentError as error:
             failure = error
-        self._account.post_s += self._clock() - started_s
+        self._post_s += wiring.clock() - started_s
         if failure is not None:
             self._fail_part(part, failure, is_off_wire=part.handle is None or was_rejected(failure))
         elif progress == "done":
@@ -145,9 +151,8 @@ class Transfer:
             self._finish_data_if_complete()
 
     def _make(self, part: Part) -> Handle:
-        wiring = self._wiring
         lists = self.peer.lists
-        return wiring.port.make(
+        return self._wiring.port.make(
             lists.local[part.local_kind],
             part.local_indices,
             lists.peer[part.peer_kind],
@@ -158,7 +163,6 @@ class Transfer:
     def skip_data(self) -> None:
         """Skip to the verification, because the order names no descriptors."""
         self._go("skip-data")
-        self._wiring.trace(self.order, "data-done")
         self._verify()
 
     # --------------------------------------------------------------------------------------------------------- polling
@@ -181,7 +185,13 @@ class Transfer:
         return moved
 
     def _complete_part(self, part: Part) -> None:
-        self._account.complete(part, self._wiring.port.telemetry(part.handle))
+        self.moved_s = self._wiring.clock()
+        telemetry, backend = self._wiring.port.telemetry(part.handle), ""
+        if telemetry is not None:
+            self._merged_count += telemetry.descriptor_count
+            backend = telemetry.backend
+        path = (backend, part.local_kind, part.peer_kind)
+        self._moved_bytes[path] = self._moved_bytes.get(path, 0) + part.payload_bytes
         self._release_part(part)
 
     def _release_part(self, part: Part) -> None:
@@ -206,9 +216,7 @@ class Transfer:
         if self.active or self.pending or self.state != "posted":
             return
         self._go("last-part-done")
-        self._wiring.trace(self.order, "data-done")
-        self.peer.is_wired = True
-        if self._account.entered_s["data-done"] > self.deadline_s:
+        if self._entered_s["data-done"] > self.deadline_s:
             self.end_late()
         else:
             self._verify()
@@ -255,46 +263,36 @@ class Transfer:
         if read is not None:
             self._wiring.words.let_go(read)
 
-    def _verdict(self, found: int) -> str:
-        """Return why the word that was found voids the data; empty if it does not."""
-        if self.order.fence is None or found == self.order.fence[1]:
-            return ""
-        slot, generation = self.order.fence
-        return (
-            f"fence slot {slot} of peer {self.peer.key!r} shows generation {found}, the lease had {generation}: "
-            "the producer gave the blocks away before they were read"
-        )
-
     def _judge(self) -> None:
         if self._read is None:
             raise AssertionError("a word that was not read is judged")
-        found = int(self._read.words[0])
-        objection = self._verdict(found)
-        if not objection:
+        found, fence = int(self._read.words[0]), self.order.fence
+        is_valid = fence is None or found == fence[1]
+        if is_valid:
             self._go("match")  # first, because this step records when the word was known
         self._let_go_of_read()
         self._wiring.statistics.count("fence_checks")
-        self._wiring.trace(self.order, "fence-read", str(found))
-        if objection:
-            self.end("fence-rejected", "fence-mismatch", objection)
-        else:
+        if fence is None or is_valid:
             self._confirm()
+            return
+        self.end(
+            "fence-rejected",
+            "fence-mismatch",
+            f"fence slot {fence[0]} of peer {self.peer.key!r} shows generation {found}, the lease had {fence[1]}: "
+            "the producer gave the blocks away before they were read",
+        )
 
     def _end_unread(self, error: AgentError) -> None:
         """End the transfer because the word cannot be read: the data has arrived, but nothing vouches for it."""
         self._wiring.statistics.count("fence_checks")
-        self._wiring.trace(self.order, "fence-read", error.code)
         self.end("failed", transfer_code(error), f"the fence of peer {self.peer.key!r} could not be read: {error}")
 
     def _confirm(self) -> None:
         """Notify the peer, and report success."""
-        wiring, order = self._wiring, self.order
-        is_notified = self._is_attached
-        if is_notified:
-            wiring.statistics.count("notifications_sent")
-        elif order.notification:
+        order, is_notified = self.order, self._is_attached
+        if order.notification and not is_notified:
             is_notified = self._notify()
-            if not is_notified and not self._account.descriptor_count:
+            if not is_notified and not self._row_count:
                 self.end("failed", "notification-failed", f"peer {self.peer.key!r} could not be notified")
                 return
         self._report("confirm", ("done", "", ""), is_notified=is_notified)
@@ -303,9 +301,7 @@ class Transfer:
         try:
             self._wiring.port.send_notification(self.peer.agent_name, self.order.notification)
         except AgentError:
-            self._wiring.statistics.count("notifications_failed")
             return False
-        self._wiring.statistics.count("notifications_sent")
         return True
 
     # --------------------------------------------------------------------------------------------------------- the end
@@ -328,92 +324,45 @@ class Transfer:
         """Report the result of a transfer that ends early, then let go of it or hold it in quarantine."""
         if self.has_ended:
             return
-        wiring = self._wiring
         self._let_go_of_read()
         self.pending.clear()
         for part in self.active:
-            wiring.load.remove(self.peer, part)
+            self._wiring.load.remove(self.peer, part)
         self._report("abandon" if self.active else "end", (outcome, code, message))
 
     def _report(self, event: Event, ending: tuple[Outcome, str, str], *, is_notified: bool = False) -> None:
         """Take the step that reports the result, and carry out the effects that the table lists."""
         effects = self._go(event).effects
-        now_s = self._account.entered_s[self.state]
-        result = self._account.result(
-            self.order, self.peer, ending, now_s=now_s, is_memory_quiet=not self.active, is_notified=is_notified
-        )
-        self._wiring.on_end(self, result)
-        self._wiring.trace(self.order, "ended", result.code or result.outcome)
+        now_s = self._entered_s[self.state]
+        self._wiring.on_end(self, self._result(ending, now_s, is_notified=is_notified))
         if "hold" in effects:
             self._wiring.handles.hold(self.order.transfer_id, self.peer, self.active, now_s, self._become_quiet)
 
     def _become_quiet(self) -> None:
         """Record that nothing of the transfer can write to the local pages any more."""
         self._go("quiet")
-        self._wiring.trace(self.order, "quiet")
-        self._wiring.on_quiet(self)
+        self._wiring.quiet.append(self.order.transfer_id)
 
-
-@final
-class Account:
-    """Collects the figures that a result reports. No decision depends on it."""
-
-    __slots__ = ("_carried", "descriptor_count", "entered_s", "merged_count", "payload_bytes", "post_s")
-
-    def __init__(self, descriptor_count: int, payload_bytes: int) -> None:
-        self.descriptor_count = descriptor_count
-        self.payload_bytes = payload_bytes
-        self.post_s = 0.0
-        """Time inside NIXL's make and post calls."""
-        self.merged_count = 0
-        self.entered_s: dict[State, float] = {}
-        """Time at which each state was entered."""
-        self._carried: dict[tuple[str, MemoryKind, MemoryKind], int] = {}
-
-    def complete(self, part: Part, telemetry: WireTelemetry | None) -> None:
-        """Record a completed part and NIXL's telemetry of it."""
-        backend = ""
-        if telemetry is not None:
-            self.merged_count += telemetry.descriptor_count
-            backend = telemetry.backend
-        path = (backend, part.local_kind, part.peer_kind)
-        self._carried[path] = self._carried.get(path, 0) + part.payload_bytes
-
-    def result(
-        self,
-        order: TransferOrder,
-        peer: Peer,
-        ending: tuple[Outcome, str, str],
-        *,
-        now_s: float,
-        is_memory_quiet: bool,
-        is_notified: bool,
-    ) -> TransferResult:
-        """Return the result of the transfer as of now; `ending` is (outcome, code, message)."""
-        entered_s = self.entered_s
+    def _result(self, ending: tuple[Outcome, str, str], now_s: float, *, is_notified: bool) -> TransferResult:
+        entered_s = self._entered_s
         first_s, data_s = entered_s.get("posted"), entered_s.get("data-done")
-        was_moved = data_s is not None
+        has_data = data_s is not None
         outcome, code, message = ending
+        was_verified = "fence-posted" in entered_s and "verified" in entered_s
         return TransferResult(
-            transfer_id=order.transfer_id,
-            peer=peer.key,
+            transfer_id=self.order.transfer_id,
+            peer=self.peer.key,
             outcome=outcome,
             code=code,
             message=message,
-            is_memory_quiet=is_memory_quiet,
-            bytes_moved=self.payload_bytes if was_moved else 0,
-            descriptor_count=self.descriptor_count,
-            merged_count=self.merged_count,
+            is_memory_quiet=not self.active,
+            bytes_moved=self._payload_bytes if has_data else 0,
+            descriptor_count=self._row_count,
+            merged_count=self._merged_count,
             queue_s=(now_s if first_s is None else first_s) - entered_s["queued"],
-            post_s=self.post_s,
+            post_s=self._post_s,
             wire_s=0.0 if first_s is None else (now_s if data_s is None else data_s) - first_s,
-            fence_s=self._fence_s(),
+            fence_s=entered_s["verified"] - entered_s["data-done"] if was_verified else 0.0,
             is_notified=is_notified,
-            bytes_by_path=tuple([(*path, size) for path, size in self._carried.items()]) if was_moved else (),
+            bytes_by_path=tuple([(*path, size) for path, size in self._moved_bytes.items()]) if has_data else (),
         )
-
-    def _fence_s(self) -> float:
-        entered_s = self.entered_s
-        if "fence-posted" not in entered_s or "verified" not in entered_s:
-            return 0.0
-        return entered_s["verified"] - entered_s["data-done"]

@@ -48,7 +48,7 @@ class Consumers:
         arrival = self.table.find(request_id, NEW, "arrive")
         is_readback = ticket.kind == "readback"
         loadable_tokens = self._loadable_tokens(ticket, prompt_tokens, is_readback=is_readback)
-        record = ConsumerRecord(arrival.target, (now_s, arrival, None), ticket, loadable_tokens)
+        record = ConsumerRecord(arrival.target, [(now_s, arrival)], ticket, loadable_tokens)
         self.hand_overs.join(record)
         # A decode engine pins a readback's blocks for a fixed time and listens to no heartbeat.
         if "start-heartbeat" in arrival.effects and not is_readback:
@@ -73,7 +73,7 @@ class Consumers:
         # The peer's engine id and request id arrive with its answer.
         ticket = HandoffTicket("handoff", PeerAddress("", early.host, early.port), early.hand_over_id, ())
         offered_tokens = prompt_tokens - self._config.left_tokens(prompt_tokens)
-        record = ConsumerRecord(arrival.target, (now_s, arrival, None), ticket, offered_tokens)
+        record = ConsumerRecord(arrival.target, [(now_s, arrival)], ticket, offered_tokens)
         stream = ConsumedStream(
             request_id, record, early, digest, media, prompt_tokens, offered_tokens, since_s=now_s, entered_s=now_s
         )
@@ -245,7 +245,7 @@ class Consumers:
         if record.state == "queued":
             self.give_up(request_id, record, now_s)
         elif record.state == "reading":
-            self._outbox.voids.append(request_id)
+            self._outbox.orders.put("voids", request_id)
         elif record.state in UNRESERVED:
             self.give_up(request_id, record, now_s)
         elif record.state in {"streaming", "awaiting", "stopping"}:
@@ -283,19 +283,20 @@ class Consumers:
         )
 
     def _cancel(self, request_id: str) -> None:
-        order = self._outbox.reads.get(request_id)
+        order: ReadOrder | None = self._outbox.orders["reads"].get(request_id)
         if order is None:
-            self._outbox.cancels.append(request_id)
+            self._outbox.orders.put("cancels", request_id)
         else:
             # No worker has seen the read: it remains to notify the peer, and to report the request that the engine parked.
             self._outbox.read(request_id, order._replace(local_blocks=self._rules.nothing))
 
     def _pass(self, request_id: str) -> None:
-        if self._outbox.reads.pop(request_id, None) is None:
-            self._outbox.cancels.append(request_id)
-            self._outbox.passes.append(request_id)
+        if not self._outbox.orders.drop("reads", request_id):
+            self._outbox.orders.put("cancels", request_id)
+            self._outbox.orders.put("passes", request_id)
         else:
-            self._outbox.failures[request_id] = None  # no worker has seen the read, and the peer must not be notified
+            # No worker has seen the read, and the peer must not be notified.
+            self._outbox.orders.put("failures", request_id)
 
 
 def _begins(blocks: BlockList, span: int) -> int:

@@ -76,7 +76,7 @@ def _pending(live: Request) -> list[ConsumerRecord | ProducerRecord]:
     return [record for record in (live.consumer, live.producer) if record is not None and record.state != GONE]
 
 
-def describe(request_id: str, live: Request, now_s: float, trace_length: int) -> dict[str, object]:
+def describe(request_id: str, live: Request, now_s: float) -> dict[str, object]:
     """Return a live request as plain values."""
     consumer, producer = live.consumer, live.producer
     entry: dict[str, object] = {
@@ -89,7 +89,7 @@ def describe(request_id: str, live: Request, now_s: float, trace_length: int) ->
     }
     if consumer is not None:
         entry["consumer"] = {
-            **_record("consumer", consumer, now_s, trace_length),
+            **_record("consumer", consumer, now_s),
             "peer_engine_id": consumer.ticket.peer.engine_id,
             "peer_request_id": consumer.ticket.peer_request_id,
             "loadable_tokens": consumer.loadable_tokens,
@@ -97,7 +97,7 @@ def describe(request_id: str, live: Request, now_s: float, trace_length: int) ->
         }
     if producer is not None:
         entry["producer"] = {
-            **_record("producer", producer, now_s, trace_length),
+            **_record("producer", producer, now_s),
             "fence": producer.fence,
             "saved_blocks": producer.saved_blocks,
         }
@@ -108,13 +108,11 @@ def describe(request_id: str, live: Request, now_s: float, trace_length: int) ->
     return entry
 
 
-def _record(
-    machine: str, record: ConsumerRecord | ProducerRecord, now_s: float, trace_length: int
-) -> dict[str, object]:
+def _record(machine: str, record: ConsumerRecord | ProducerRecord, now_s: float) -> dict[str, object]:
     return {
         "machine": machine,
         "state": record.state,
-        **describe_trace(record.trace, trace_length, now_s),
+        **describe_trace(record.trace, now_s),
     }
 
 
@@ -165,8 +163,8 @@ def _heartbeat_violations(live: Mapping[str, Request], consumers: Consumers) -> 
 
 
 def _outbox_violations(live: Mapping[str, Request], outbox: Outbox) -> Iterator[str]:
-    granted, saved = [grant.request_id for grant in outbox.grants], [request_id for request_id, _ in outbox.saves]
-    for request_id in (*outbox.expects, *outbox.restarts, *outbox.completes, *granted, *saved):
+    parts = [outbox.orders[part] for part in ("expects", "restarts", "completes", "grants", "saves")]
+    for request_id in (request_id for part in parts for request_id in part):
         entry = live.get(request_id)
         if entry is None or entry.producer is None:
             yield f"{request_id}: an order waits for a producer request that is not live"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, final
 from kv_scheduler_state.config import MAX_GENERATION
 from kv_scheduler_state.errors import InvalidEvent, quote
 from kv_scheduler_state.fences import FencePool, Outstanding
-from kv_scheduler_state.machine import NEW, Table, Transition, advance, shortened
+from kv_scheduler_state.machine import NEW, Table, Transition, advance, shorten
 from kv_scheduler_state.plan import GrantOrder
 from kv_scheduler_state.records import ProducerRecord
 from kv_scheduler_state.streams.producer import StreamProducers
@@ -18,6 +18,7 @@ from kv_scheduler_state.values import BlockList
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kv_scheduler_state.clock import ObservedClock
     from kv_scheduler_state.config import SchedulerConfig
     from kv_scheduler_state.outbox import Outbox
     from kv_scheduler_state.ticket.early import EarlyTicket
@@ -35,13 +36,15 @@ class Producers:
     Every method asks the table before it changes anything, so a refused event leaves no trace.
     """
 
-    def __init__(self, config: SchedulerConfig, table: Table, rules: BlockRules, outbox: Outbox) -> None:
+    def __init__(
+        self, config: SchedulerConfig, table: Table, rules: BlockRules, outbox: Outbox, clock: ObservedClock
+    ) -> None:
         self.table = table
         self.on_revoke = table.on("revoke")
         self._on_allocate = table.on("allocate")
         self._on_preempt = table.on("preempt")
         self.fences = FencePool(config.fence_slots, config.fence_seed, config.stream_slots)
-        self.streams = StreamProducers(config, outbox)
+        self.streams = StreamProducers(config, outbox, clock)
         self.config = config
         self._rules = rules
         self.outbox = outbox
@@ -52,7 +55,6 @@ class Producers:
         self.leases = Outstanding(config)
         # Set by `drain`: from then on nothing is handed over.
         self.is_draining = False
-        self.gives_offers = True
         self.seal: TicketSeal | None = None
         self.set_generation(config.generation)
 
@@ -71,7 +73,7 @@ class Producers:
     def arrive(self, request_id: str, *, prompt_tokens: int, is_readback: bool, now_s: float) -> ProducerRecord:
         """Begin the life of a request that is to be handed over."""
         arrival = self.table.find(request_id, NEW, "arrive")
-        return ProducerRecord(arrival.target, (now_s, arrival, None), prompt_tokens, is_readback=is_readback)
+        return ProducerRecord(arrival.target, [(now_s, arrival)], prompt_tokens, is_readback=is_readback)
 
     def arrive_early(
         self,
@@ -85,7 +87,7 @@ class Producers:
     ) -> ProducerRecord:
         """Begin the life of a request that a peer may read while it is computed."""
         arrival = self.table.find(request_id, NEW, "arrive-early")
-        record = ProducerRecord(arrival.target, (now_s, arrival, None), prompt_tokens)
+        record = ProducerRecord(arrival.target, [(now_s, arrival)], prompt_tokens)
         self.streams.begin(request_id, early.hand_over_id, digest, media, record)
         return record
 
@@ -118,20 +120,20 @@ class Producers:
         advance(record, row, now_s)
         if "announce" in row.effects:
             record.fence = self.fences.take()
-            self.outbox.expect(request_id, record.fence)
+            self.outbox.announce("expects", request_id, record.fence)
         elif "restart" in row.effects:
             record.fence = self.fences.take() if record.fence is None else self.fences.renew(record.fence[0])
-            self.outbox.restart(request_id, record.fence)
+            self.outbox.announce("restarts", request_id, record.fence)
         elif row.effects and not self._give_slot(request_id, record):
             advance(record, self.table.find(request_id, record.state, "no-slot"), now_s)
             record.fence = self.fences.take()
-            self.outbox.expect(request_id, record.fence)
+            self.outbox.announce("expects", request_id, record.fence)
 
     def _give_slot(self, request_id: str, record: ProducerRecord) -> bool:
         """Give a prompt a stream slot, unless it might get no ticket at its end: an offer must be kept."""
         if record.fence is not None:
             return self.streams.give_slot(request_id, record)
-        if self.is_draining or not self.gives_offers:
+        if self.is_draining or not self.streams.gives_offers:
             return False
         if not self.leases.promise(request_id, self.streams.find(request_id, "allocate").places.total):
             return False
@@ -148,10 +150,10 @@ class Producers:
         if not self.config.uses_host_buffer:
             return
         if "save" in row.effects and any(blocks):
-            self.outbox.saves.append((request_id, blocks))
+            self.outbox.save(request_id, blocks)
             record.saved_blocks += sum(map(len, blocks))
         if "complete" in row.effects:
-            self.outbox.completes[request_id] = None
+            self.outbox.orders.put("completes", request_id)
 
     def computed(
         self,
@@ -214,7 +216,7 @@ class Producers:
         advance(record, row, now_s)
         if "void" in row.effects:
             self.streams.end(request_id, row, ends=False)
-        record.trace = shortened(record.trace, self.config.trace_length)
+        shorten(record.trace)
         if "forget-saves" in row.effects:
             self.outbox.drop_saves(request_id)
             record.saved_blocks = 0
@@ -293,13 +295,7 @@ class Producers:
             prompt, media = "" if identity.refusal else identity.digest(tokens) or "", identity.media(tokens)
         # The tickets of a streamed prompt have the nonce of its offers.
         nonce = self.streams.find(request_id, "hand-over").nonce if is_streamed else ""
-        lists, first_tokens = self._rules.offered(block_ids, tokens)
-        blocks = tuple(
-            [
-                BlockList(tuple(ids), first_token, self.config.null_block)
-                for ids, first_token in zip(lists, first_tokens, strict=True)
-            ]
-        )
+        blocks = self._rules.offered(block_ids, tokens)
         params = self._written(request_id, record, blocks, tokens, nonce or self._draw_nonce(), prompt, media)
         if is_streamed:
             self.streams.finalise(request_id, params)
@@ -323,7 +319,8 @@ class Producers:
                 self.streams.end(request_id, row, ends=True)
             return
         nonce = str(params["kv_nonce"])
-        self.outbox.grants.append(GrantOrder(request_id, self._lease_s(record), record.fence, nonce))
+        grant = GrantOrder(request_id, self._lease_s(record), record.fence, nonce)
+        self.outbox.orders.put("grants", request_id, grant)
         self.leases.grant(request_id, record, block_ids)
 
     def revoke(self, request_id: str, record: ProducerRecord, row: Transition, now_s: float) -> None:
@@ -331,7 +328,7 @@ class Producers:
         advance(record, row, now_s)
         self.streams.revoked(request_id)
         if "order-revoke" in row.effects:
-            self.outbox.revokes.append(request_id)
+            self.outbox.orders.put("revokes", request_id)
 
     def sent(self, request_id: str, record: ProducerRecord, row: Transition, now_s: float) -> None:
         """Take back the fence slot of a lease that every worker has ended."""
@@ -346,8 +343,7 @@ class Producers:
                 self.fences.give_back(plain_slot)
 
     def _withdraw(self, request_id: str, record: ProducerRecord) -> None:
-        if not self.outbox.withdraw(request_id):
-            self.outbox.releases.append(request_id)
+        self.outbox.withdraw(request_id)
         # Return the slot without waiting for the workers: no ticket was written, so no reader trusts the old word, and the
         # workers apply the orders of the slot's next owner after this one's.
         if record.fence is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, final
 
 from kv_scheduler_state.errors import SchedulerStateError, UnknownRequest
-from kv_scheduler_state.records import UNRESERVED, forget_if_ended
+from kv_scheduler_state.records import UNRESERVED, find_request, forget_if_ended
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,7 +20,7 @@ __all__ = ["Reports"]
 
 @final
 class Reports:
-    """Applies reports one by one; an illegal report is refused alone, and its error added to a list."""
+    """Applies reports one by one; an illegal one is refused alone."""
 
     def __init__(
         self, requests: dict[str, Request], clock: ObservedClock, consumers: Consumers, producers: Producers
@@ -40,56 +40,48 @@ class Reports:
         consumer = None if request is None else request.consumer
         if consumer is None or consumer.state not in {"reading", "draining"}:
             self.unread.add(request_id)
-            self._producers.outbox.failures[request_id] = None
+            self._producers.outbox.orders.put("failures", request_id)
 
-    def sent(self, request_ids: Sequence[str], refusals: list[SchedulerStateError]) -> None:
-        """End producer requests whose lease has ended on every worker."""
-        producers, at_s = self._producers, self._clock.observed_s
-        for request_id in request_ids:
-            try:
-                request = self._find(request_id, "sent")
-                producer = request.producer
-                if producer is None:
-                    raise UnknownRequest(request_id, "sent")
-                row = producers.table.find(request_id, producer.state, "sent")
-            except SchedulerStateError as error:
-                refusals.append(error)
-            else:
-                producers.sent(request_id, producer, row, at_s)
-                forget_if_ended(self._requests, request_id, request)
+    def apply(self, sent: Sequence[str], received: Sequence[str], failed: Sequence[str]) -> None:
+        """Apply the reports of a step, see `SchedulerState.report`."""
+        refusals: list[SchedulerStateError] = []
+        if self.unread:
+            unread = self._give_up_unread([*failed, *received])
+            failed = [request_id for request_id in failed if request_id not in unread]
+            received = [request_id for request_id in received if request_id not in unread]
+        if failed:
+            broken = set(failed)
+            received = [request_id for request_id in received if request_id not in broken]
+        events = ("sent", sent), (self._consumers.failure_event, failed), ("done", received)
+        for event, request_ids in events:
+            for request_id in request_ids:
+                try:
+                    self._ended(request_id, event)
+                except SchedulerStateError as error:
+                    refusals.append(error)
+        if refusals:
+            raise refusals[0]
 
-    def without_unread(self, request_ids: Sequence[str]) -> Sequence[str]:
-        """Return the ids of real reads; a ticket whose read was refused is given up when its failure comes back."""
-        unread, at_s = self.unread, self._clock.observed_s
-        if not unread:
-            return request_ids
-        known = [request_id for request_id in request_ids if type(request_id) is str and request_id in unread]
+    def _ended(self, request_id: str, event: str) -> None:
+        request = find_request(self._requests, request_id, event)
+        producer, consumer, at_s = request.producer, request.consumer, self._clock.observed_s
+        if event == "sent" and producer is not None:
+            row = self._producers.table.find(request_id, producer.state, event)
+            self._producers.sent(request_id, producer, row, at_s)
+        elif event != "sent" and consumer is not None:
+            row = self._consumers.table.find(request_id, consumer.state, event)
+            self._consumers.settle(request_id, consumer, row, at_s)
+        else:
+            raise UnknownRequest(request_id, event)
+        forget_if_ended(self._requests, request_id, request)
+
+    def _give_up_unread(self, request_ids: Sequence[str]) -> list[str]:
+        """Give up the tickets whose refused read is reported now; return their requests."""
+        known = [request_id for request_id in request_ids if type(request_id) is str and request_id in self.unread]
+        self.unread.difference_update(known)
         for request_id in known:
-            unread.discard(request_id)
             request = self._requests.get(request_id)
             consumer = None if request is None else request.consumer
             if consumer is not None and (consumer.state == "queued" or consumer.state in UNRESERVED):
-                self._consumers.give_up(request_id, consumer, at_s)
-        return [request_id for request_id in request_ids if request_id not in known]
-
-    def reads_ended(self, request_ids: Sequence[str], event: str, refusals: list[SchedulerStateError]) -> None:
-        """End the reads of consumer requests."""
-        consumers, at_s = self._consumers, self._clock.observed_s
-        for request_id in request_ids:
-            try:
-                request = self._find(request_id, event)
-                consumer = request.consumer
-                if consumer is None:
-                    raise UnknownRequest(request_id, event)
-                row = consumers.table.find(request_id, consumer.state, event)
-            except SchedulerStateError as error:
-                refusals.append(error)
-            else:
-                consumers.settle(request_id, consumer, row, at_s)
-                forget_if_ended(self._requests, request_id, request)
-
-    def _find(self, request_id: str, event: str) -> Request:
-        try:
-            return self._requests[request_id]
-        except (KeyError, TypeError):
-            raise UnknownRequest(request_id, event) from None
+                self._consumers.give_up(request_id, consumer, self._clock.observed_s)
+        return known

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, final
 
+from kv_scheduler_state.clock import ObservedClock
 from kv_scheduler_state.errors import (
     DuplicateRequest,
     InvalidEvent,
@@ -22,12 +23,25 @@ from kv_scheduler_state.errors import (
     quote,
     require_count,
 )
-from kv_scheduler_state.plan import EMPTY_PLAN
-from kv_scheduler_state.records import Request, forget_if_ended
+from kv_scheduler_state.outbox import Outbox
+from kv_scheduler_state.records import Request, find_request, forget_if_ended
+from kv_scheduler_state.scheduler.admission import Admissions
+from kv_scheduler_state.scheduler.consumer import Consumers
 from kv_scheduler_state.scheduler.introspection import count_states, describe, state_of, violations
-from kv_scheduler_state.scheduler.streaming import SchedulerStreams
+from kv_scheduler_state.scheduler.producer import Producers
+from kv_scheduler_state.scheduler.reports import Reports
+from kv_scheduler_state.scheduler.streaming import Streams
+from kv_scheduler_state.tables import CONSUMER_TABLE, PRODUCER_TABLE, STREAM_CONSUMER_TABLE, STREAM_PRODUCER_TABLE
 from kv_scheduler_state.ticket.seal import TicketSeal
-from kv_scheduler_state.values import BYSTANDER, NOT_KEPT, Admission, FinishDecision, FinishReason, not_handed_over
+from kv_scheduler_state.values import (
+    BYSTANDER,
+    NOT_KEPT,
+    Admission,
+    BlockRules,
+    FinishDecision,
+    FinishReason,
+    not_handed_over,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,7 +56,7 @@ _HANDS_OVER: Final = {"length": True, "stop": True, "abort": False, "error": Fal
 
 
 @final
-class SchedulerState(SchedulerStreams):
+class SchedulerState:
     """Both records of every request of one engine's scheduler process.
 
     Not thread-safe: all calls come from the engine's scheduler thread.
@@ -51,10 +65,26 @@ class SchedulerState(SchedulerStreams):
         config: The engine.
         secrets: Fleet secrets, each of 16 bytes or more: the first one seals this engine's tickets, all verify those of peers;
             none for tickets without seals.
+
+    Attributes:
+        streams: Streamed hand-overs; None if `config` has no stream slots and no blocks for streams.
     """
 
     def __init__(self, config: SchedulerConfig, *, secrets: Sequence[bytes] = ()) -> None:
-        super().__init__(config)
+        self._config = config
+        self._clock = ObservedClock()
+        self._rules = BlockRules(config.groups, config.null_block)
+        self._outbox = Outbox(config.read_hold_steps)
+        producing = PRODUCER_TABLE.joined(STREAM_PRODUCER_TABLE)
+        self._producers = producers = Producers(config, producing, self._rules, self._outbox, self._clock)
+        consuming = CONSUMER_TABLE.joined(STREAM_CONSUMER_TABLE)
+        self._consumers = consumers = Consumers(config, consuming, self._rules, self._outbox)
+        self._requests = requests = dict[str, Request]()
+        self._reports = Reports(requests, self._clock, consumers, producers)
+        self._admissions = admissions = Admissions(consumers, producers)
+        self.streams: Streams | None = None
+        if config.stream_slots or config.reads_streams:
+            self.streams = Streams(config, self._clock, requests, consumers, producers.streams, admissions)
         if secrets:
             self.set_secrets(secrets)
 
@@ -109,7 +139,7 @@ class SchedulerState(SchedulerStreams):
             UnknownRequest: `unknown-request`.
             InvalidEvent: `invalid-event`, for a negative count.
         """
-        request = self._find(request_id, "external-tokens")
+        request = find_request(self._requests, request_id, "external-tokens")
         require_count("computed_tokens", computed_tokens)
         consumer = request.consumer
         return 0 if consumer is None else self._consumers.external_tokens(request_id, consumer, computed_tokens)
@@ -146,7 +176,7 @@ class SchedulerState(SchedulerStreams):
                 tokens, the parked request is then among the `failures` of the next plan, unless a read is under way.
         """
         try:
-            request = self._find(request_id, "allocate")
+            request = find_request(self._requests, request_id, "allocate")
             consumer, producer = request.consumer, request.producer
             require_count("external_tokens", external_tokens)
             require_count("preemptions", preemptions)
@@ -191,7 +221,7 @@ class SchedulerState(SchedulerStreams):
             IllegalTransition: `illegal-transition`.
             InvalidEvent: `invalid-event`, for a wrong number of groups.
         """
-        producer = self._find(request_id, "scheduled").producer
+        producer = find_request(self._requests, request_id, "scheduled").producer
         if producer is None:
             return
         row = self._producers.table.find(request_id, producer.state, "last-chunk" if is_prompt_complete else "chunk")
@@ -208,7 +238,7 @@ class SchedulerState(SchedulerStreams):
             IllegalTransition: `illegal-transition`, while a read is running.
             InvalidEvent: `invalid-event`.
         """
-        request = self._find(request_id, "preempt")
+        request = find_request(self._requests, request_id, "preempt")
         consumers, producers, at_s = self._consumers, self._producers, self._clock.observe(now_s)
         consumer, producer = request.consumer, request.producer
         if producer is not None and producer.is_preemption_due:
@@ -248,7 +278,7 @@ class SchedulerState(SchedulerStreams):
             IllegalTransition: `illegal-transition`.
             InvalidEvent: `invalid-event`, for an unknown reason or a wrong number of groups.
         """
-        request = self._find(request_id, "finish")
+        request = find_request(self._requests, request_id, "finish")
         hands_over = _HANDS_OVER.get(reason)
         if hands_over is None:
             raise InvalidEvent(f"reason is {quote(reason)}, must be one of {sorted(_HANDS_OVER)}")
@@ -278,7 +308,7 @@ class SchedulerState(SchedulerStreams):
             return FinishDecision(keep_blocks=True, params=params)
         return not_handed_over(code, keep_blocks=producer.state == "voiding")
 
-    def report(self, *, sent: Sequence[str], received: Sequence[str], failed: Sequence[str]) -> None:
+    def report(self, *, sent: Sequence[str] = (), received: Sequence[str] = (), failed: Sequence[str] = ()) -> None:
         """Note the reports of the workers after a step.
 
         Args:
@@ -292,22 +322,7 @@ class SchedulerState(SchedulerStreams):
                 legal id has been applied.
             IllegalTransition: `illegal-transition`.
         """
-        reports = self._reports
-        refusals: list[SchedulerStateError] = []
-        if sent:
-            reports.sent(sent, refusals)
-        if reports.unread:
-            kept = reports.without_unread([*failed, *received])
-            failed = [request_id for request_id in failed if request_id in kept]
-            received = [request_id for request_id in received if request_id in kept]
-        if failed:
-            reports.reads_ended(failed, self._consumers.failure_event, refusals)
-            broken = set(failed)
-            received = [request_id for request_id in received if request_id not in broken]
-        if received:
-            reports.reads_ended(received, "done", refusals)
-        if refusals:
-            raise refusals[0]
+        self._reports.apply(sent, received, failed)
 
     def take_step_plan(self, *, now_s: float) -> StepPlan:
         """Return all orders since the last call.
@@ -316,8 +331,9 @@ class SchedulerState(SchedulerStreams):
             InvalidEvent: `invalid-event`; the orders stay for the next call.
         """
         at_s = self._clock.observe(now_s)
-        self._outbox.heartbeats += self._consumers.heartbeats.take_due(at_s)
-        return self._outbox.take() if self._outbox.has_orders else EMPTY_PLAN
+        for order in self._consumers.heartbeats.take_due(at_s):
+            self._outbox.orders.put("heartbeats", order.peer, order)
+        return self._outbox.take()
 
     # ---- operators and gauges
 
@@ -417,7 +433,7 @@ class SchedulerState(SchedulerStreams):
             UnknownRequest: `unknown-request`, also for a request without a producer record.
             IllegalTransition: `illegal-transition`, for a request without a lease.
         """
-        producer = self._find(request_id, "revoke").producer
+        producer = find_request(self._requests, request_id, "revoke").producer
         if producer is None:
             raise UnknownRequest(request_id, "revoke")
         row = self._producers.table.find(request_id, producer.state, "revoke")
@@ -466,7 +482,7 @@ class SchedulerState(SchedulerStreams):
         Changes nothing, time included, so any thread may call it; a request that changes meanwhile may show both states.
         """
         at_s, found = self._clock.peek(now_s), list(self._requests.items())[:most]
-        return tuple([describe(name, request, at_s, self._config.trace_length) for name, request in found])
+        return tuple([describe(name, request, at_s) for name, request in found])
 
     def state_counts(self) -> dict[str, int]:
         """Return how many live requests are in each state, such as `producer-leased`. Costs a scan; any thread."""
@@ -478,8 +494,8 @@ class SchedulerState(SchedulerStreams):
         Raises:
             UnknownRequest: `unknown-request`.
         """
-        request = self._find(request_id, "explain")
-        return describe(request_id, request, self._clock.peek(now_s), self._config.trace_length)
+        request = find_request(self._requests, request_id, "explain")
+        return describe(request_id, request, self._clock.peek(now_s))
 
     def check_invariants(self) -> tuple[str, ...]:
         """Return every broken internal promise in words; empty when the state is sound. Costs a scan."""

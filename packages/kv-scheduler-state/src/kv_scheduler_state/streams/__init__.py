@@ -1,6 +1,6 @@
 """Streamed hand-overs: what the workers' machines do, and the values that they and the scheduler process exchange.
 
-`SchedulerState` orders streams in `StepPlan.streams`; `StreamWorker`, `StreamReaders` and `StreamEnds` carry the orders out.
+`SchedulerState` orders streams in `StepPlan.streams`; `StreamWorker` and `StreamReaders` carry the orders out.
 Nothing here moves bytes.
 """
 
@@ -13,13 +13,11 @@ from kv_scheduler_state.streams.values import (
     StreamQuestion,
     StreamStanding,
 )
-from kv_scheduler_state.streams.worker import EndReport, StreamEnds, StreamWords, StreamWorker
+from kv_scheduler_state.streams.worker import StreamWords, StreamWorker
 
 __all__ = [
-    "EndReport",
     "StreamAnswer",
     "StreamChunk",
-    "StreamEnds",
     "StreamOpen",
     "StreamOrder",
     "StreamOutcome",

@@ -56,6 +56,10 @@ class StreamConsumers:
         config: The engine.
         table: The consumer machine.
         outbox: Orders for the workers.
+
+    Attributes:
+        free_blocks: Returns the free blocks of the engine's pool; if None, all blocks that the share allows count as free.
+        lacks_blocks: Whether an offer waited for blocks in the latest step; call `give_way` if no step can give it any.
     """
 
     def __init__(self, config: SchedulerConfig, table: Table, outbox: Outbox) -> None:
@@ -63,7 +67,6 @@ class StreamConsumers:
         self.table = table
         self.outbox = outbox
         self.reserve = StreamReserve(config.cache_blocks, config.stream_reserve_fraction)
-        # Returns the free blocks of the engine's pool; if None, all blocks that the share allows count as free.
         self.free_blocks: Callable[[], int] | None = None
         self._streams: dict[str, ConsumedStream] = {}
         self._number = 0
@@ -73,8 +76,12 @@ class StreamConsumers:
         # Offers that found too few free blocks in this step, and those that the engine was told to begin.
         self._short: list[ConsumedStream] = []
         self._told: list[ConsumedStream] = []
-        # Whether an offer waited for blocks in the latest step.
         self.lacks_blocks = False
+
+    @property
+    def blocks_held(self) -> int:
+        """Blocks that streams hold before their data is whole."""
+        return self.reserve.held
 
     @property
     def has_broken_off(self) -> bool:
@@ -150,10 +157,10 @@ class StreamConsumers:
                 self._cancels.append((request_id, stream.number))
                 stream.number = 0
         elif effect == "stop-stream":
-            self.outbox.streams.stops[request_id] = None
+            self.outbox.streams.put("stops", request_id)
         elif effect in {"end-stream", "leave"}:
             if effect == "end-stream":
-                self.outbox.streams.ends[request_id] = None
+                self.outbox.streams.put("ends", request_id)
             self.reserve.give_back(request_id)
             del self._streams[request_id]
 
@@ -170,7 +177,7 @@ class StreamConsumers:
             raise UnknownRequest(stream.request_id, "stream")
         read = stream.read._replace(ticket=ticket)
         order = StreamOrder(read, stream_tag(ticket.fence[1]), stream.start)
-        self.outbox.streams.watches[stream.request_id] = order
+        self.outbox.streams.put("watches", stream.request_id, order)
 
     def order_final(self, request_id: str, ticket: HandoffTicket) -> None:
         """Order the plain read of the final ticket into the blocks of the request."""
@@ -260,7 +267,10 @@ class StreamConsumers:
         return cancels
 
     def take_outcomes(self) -> list[StreamOutcome]:
-        """Return the decisions against streaming a prompt, each once."""
+        """Return the decisions against streaming prompts for which peers were asked, each once.
+
+        Deadlines count from `Streams.take_questions`, so call that first.
+        """
         outcomes, self._outcomes = self._outcomes, []
         return outcomes
 

@@ -27,6 +27,7 @@ from kv_scheduler_state.values import running_state
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from kv_scheduler_state.clock import ObservedClock
     from kv_scheduler_state.config import GroupConfig, SchedulerConfig
     from kv_scheduler_state.machine import Transition
     from kv_scheduler_state.outbox import Outbox
@@ -79,10 +80,16 @@ class StreamProducers:
     Stream slots are a range of their own, in front of those of plain leases, for two reasons. Each slot comes with a table for
     the ids of a whole prompt (8192 entries, 64 KiB). And all progress words of a peer are read at once: 64 words are short
     enough for that, the 4096 of plain leases are not.
+
+    Attributes:
+        gives_offers: Whether prompts are offered from now on; False while this engine could write no ticket for them, which
+            hands them over whole.
     """
 
-    def __init__(self, config: SchedulerConfig, outbox: Outbox) -> None:
+    def __init__(self, config: SchedulerConfig, outbox: Outbox, clock: ObservedClock) -> None:
         self._config = config
+        self._clock = clock
+        self.gives_offers = True
         self.outbox = outbox
         self.fences = FencePool(config.stream_slots, config.fence_seed)
         self._streams: dict[str, ProducedStream] = {}
@@ -120,6 +127,21 @@ class StreamProducers:
         if hand_over_id not in self._by_id:
             self._remember(hand_over_id, reason)
 
+    def hand_over_whole(self, request_id: str) -> None:
+        """Hand a request over whole, although a peer wants to read it early: questions wait for its final ticket.
+
+        Call this between the request's arrival and its first allocation.
+
+        Raises:
+            UnknownRequest: `unknown-request`, also for a request that is not streamed.
+        """
+        self.find(request_id, "whole").is_whole = True
+
+    @property
+    def slots_used(self) -> int:
+        """Stream slots in use; with all of `config.stream_slots` in use prompts are handed over plain."""
+        return self.fences.used
+
     def find(self, request_id: str, event: str) -> ProducedStream:
         """Return a live stream.
 
@@ -137,12 +159,12 @@ class StreamProducers:
         if record.fence is not None:
             record.fence = self.fences.renew(record.fence[0])
             stream.places.restart()
-            self.outbox.restart(request_id, None)
+            self.outbox.announce("restarts", request_id, None)
             return True
         if not stream.is_whole and stream.places.total <= self._config.stream_table_entries:
             record.fence = self.fences.take()
         if record.fence is not None:
-            self.outbox.expect(request_id, None)
+            self.outbox.announce("expects", request_id, None)
         return record.fence is not None
 
     def scheduled(
@@ -155,14 +177,14 @@ class StreamProducers:
         slot, generation = _fence(stream)
         tag, orders = stream_tag(generation), self.outbox.streams
         if "open" in row.effects:
-            orders.open(StreamOpen(request_id, slot, generation, tag))
+            self.outbox.open(StreamOpen(request_id, slot, generation, tag))
         else:
             held_tokens = 0
         runs = stream.places.fill(block_ids, is_last=row.target == "complete")
-        known = orders.chunks.get(request_id)
+        known: StreamChunk | None = orders["chunks"].get(request_id)
         if known is not None:
             runs, held_tokens = (*known.runs, *runs), known.held_tokens
-        orders.chunks[request_id] = StreamChunk(request_id, slot, tag, runs, tokens, held_tokens)
+        orders.put("chunks", request_id, StreamChunk(request_id, slot, tag, runs, tokens, held_tokens))
         return "open" in row.effects
 
     def offer(self, request_id: str, ticket: dict[str, object]) -> None:
@@ -186,7 +208,11 @@ class StreamProducers:
             self._stand(stream.hand_over_id, "withdrawn")
 
     def take_standings(self) -> list[StreamStanding]:
-        """Return the standing answers that have changed since the last call."""
+        """Return new standing answers, which hold for every further question about an id, and withdrawals of earlier ones.
+
+        A side channel uses them to answer by itself while a step runs, or while this engine runs no steps. An outdated offer or
+        final ticket does no harm: its fence decides.
+        """
         finals, self._finals = self._finals, []
         for request_id in finals:
             stream = self._streams.get(request_id)
@@ -202,10 +228,10 @@ class StreamProducers:
         if "void" in row.effects:
             slot, generation = _fence(stream)
             word, tag = ended_generation(generation), stream_tag(generation)
-            self.outbox.streams.void(StreamVoid(request_id, slot, word, tag, ends))
+            self.outbox.void(StreamVoid(request_id, slot, word, tag, ends))
             self._standings[stream.hand_over_id] = StreamStanding(stream.hand_over_id, "", None)
-            if ends and not self.outbox.withdraw(request_id):
-                self.outbox.releases.append(request_id)
+            if ends:
+                self.outbox.withdraw(request_id)
         if "refuse" in row.effects:
             self._answer_all(stream, {"kind": "no", "reason": "withdrawn"})
         if row.target == GONE:
@@ -222,8 +248,16 @@ class StreamProducers:
 
     # ---- the consumers' questions
 
-    def ask(self, asker: str, question: Mapping[str, object], now_s: float) -> None:
-        """Answer a question, or park it until the next chunk or the end."""
+    def ask(self, asker: str, question: Mapping[str, object]) -> None:
+        """Accept a peer's question; `take_answers` returns its answer, at once or as soon as there is one.
+
+        Args:
+            asker: Name of this question, never used for another one.
+            question: `hand_over_id`, `number`, `digest`, `tokens` and `wants_final`, with their format already checked.
+
+        Raises:
+            InvalidEvent: `invalid-event`, for a number that is not an integer.
+        """
         hand_over_id, digest = str(question["hand_over_id"]), str(question["digest"])
         number, wants_final = question["number"], bool(question["wants_final"])
         stream = self._by_id.get(hand_over_id)
@@ -239,16 +273,16 @@ class StreamProducers:
         elif len(stream.parked) >= _PARKED_PER_REQUEST and asker not in stream.parked:
             self._refuse(asker, number, "busy")
         else:
-            stream.parked[asker] = number, wants_final, now_s
+            stream.parked[asker] = number, wants_final, self._clock.observed_s
             self._answer_parked(stream)
 
     def cancel(self, asker: str, hand_over_id: str) -> None:
-        """Forget the asker's parked question."""
+        """Forget a question whose asker no longer waits for an answer."""
         stream = self._by_id.get(hand_over_id)
         if stream is not None:
             stream.parked.pop(asker, None)
 
-    def take_answers(self, now_s: float) -> list[StreamAnswer]:
+    def take_answers(self) -> list[StreamAnswer]:
         """Return new answers, each once; among them "busy" to askers that have waited for a prompt that has begun.
 
         Only that tells them that the prompt is on its way, so that they keep waiting. Of a prompt in the queue there is nothing
@@ -260,7 +294,7 @@ class StreamProducers:
             if stream.record.state == "streamed":
                 self._answer_parked(stream)
             elif stream.record.state != "early":
-                self._put_off(stream, now_s)
+                self._put_off(stream)
         answers, self._answers = self._answers, []
         return [StreamAnswer(*each) for each in answers]
 
@@ -269,7 +303,7 @@ class StreamProducers:
     def _forget(self, stream: ProducedStream) -> None:
         del self._streams[stream.request_id], self._by_id[stream.hand_over_id]
         # A revocation that crossed with the lease's own end must not affect the slot's next owner.
-        self.outbox.streams.voids.pop(stream.request_id, None)
+        self.outbox.streams.drop("voids", stream.request_id)
         self._remember(stream.hand_over_id, "withdrawn")
 
     def _remember(self, hand_over_id: str, reason: NoReason) -> None:
@@ -298,9 +332,9 @@ class StreamProducers:
         elif state in {"voiding", "taken-back"}:
             self._answer_all(stream, {"kind": "no", "reason": "withdrawn"})
 
-    def _put_off(self, stream: ProducedStream, now_s: float) -> None:
+    def _put_off(self, stream: ProducedStream) -> None:
         """Answer "busy" to askers that have waited for a third of the time that a question may take, so that they ask again."""
-        silence_s = min(_LONGEST_SILENCE_S, self._config.stream_ask_s / 3)
+        silence_s, now_s = min(_LONGEST_SILENCE_S, self._config.stream_ask_s / 3), self._clock.observed_s
         for asker, (number, _, asked_s) in list(stream.parked.items()):
             if now_s - asked_s >= silence_s:
                 del stream.parked[asker]

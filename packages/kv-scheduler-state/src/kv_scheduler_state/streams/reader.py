@@ -11,6 +11,7 @@ the last window. A prefix that the consumer holds itself (`first_entry`) is neve
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Final, NamedTuple, final
 
 from kv_scheduler_state.errors import DuplicateRequest, UnknownRequest
@@ -35,34 +36,19 @@ class StreamReport(NamedTuple):
 
 
 @final
+@dataclass(slots=True, eq=False)
 class _Reading:
-    __slots__ = (
-        "began_s",
-        "cause",
-        "entry_tokens",
-        "generation",
-        "in_flight",
-        "next_entry",
-        "progress_s",
-        "prompt_tokens",
-        "state",
-        "tag",
-        "tokens",
-    )
-
-    def __init__(
-        self, generation: int, tag: int, prompt_tokens: int, entry_tokens: int, first_entry: int, now_s: float
-    ) -> None:
-        self.generation = generation
-        self.tag = tag
-        self.prompt_tokens = prompt_tokens
-        self.entry_tokens = entry_tokens
-        self.state = NEW
-        self.tokens = 0
-        self.next_entry = first_entry
-        self.in_flight = 0
-        self.cause = ""
-        self.began_s = self.progress_s = now_s
+    state: str
+    generation: int
+    tag: int
+    prompt_tokens: int
+    entry_tokens: int
+    next_entry: int
+    began_s: float
+    progress_s: float
+    tokens: int = 0
+    in_flight: int = 0
+    cause: str = ""
 
     def delay(self, now_s: float, stall_s: float) -> str:
         """Return `stall` if no further entry has become whole for `stall_s`, `slow` if the whole prompt takes too long, or "".
@@ -131,9 +117,10 @@ class StreamReaders:
         known = self._readings.get(stream_id)
         if known is not None:
             raise DuplicateRequest(stream_id, known.state)
-        reading = _Reading(generation, tag, prompt_tokens, entry_tokens, first_entry, now_s)
-        reading.state = self._table.find(stream_id, NEW, "watch").target
-        self._readings[stream_id] = reading
+        state = self._table.find(stream_id, NEW, "watch").target
+        self._readings[stream_id] = _Reading(
+            state, generation, tag, prompt_tokens, entry_tokens, first_entry, began_s=now_s, progress_s=now_s
+        )
 
     def observed(self, stream_id: str, tag: int, tokens: int, now_s: float) -> StreamPart | None:
         """Process a progress word; return the part to read now, if any. Only `watching` readers use it."""

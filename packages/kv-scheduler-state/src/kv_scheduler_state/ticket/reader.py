@@ -11,18 +11,27 @@ from kv_scheduler_state.config import MAX_PEER_GENERATION
 from kv_scheduler_state.errors import TicketError, quote
 from kv_scheduler_state.hosts import HostPolicy, canonical_host
 from kv_scheduler_state.ticket.peer_blocks import PeerBlocks
-from kv_scheduler_state.ticket.ticket import KNOWN_KEYS, HandoffTicket, PeerAddress, TicketKind
+from kv_scheduler_state.ticket.ticket import HandoffTicket, PeerAddress, TicketKind
 
 if TYPE_CHECKING:
     from kv_scheduler_state.config import SchedulerConfig
     from kv_scheduler_state.values import BlockIds
 
-__all__ = ["Fields", "ParamsKind", "TicketReader"]
+__all__ = ["MAX_BLOCKS", "Fields", "ParamsKind", "TicketReader"]
 
 ParamsKind = Literal["none", "prefill", "handoff", "readback"]
 Fields = Mapping[object, Any]
 """Params that are a mapping of a permitted size whose values are not checked."""
 
+_MAX_KEYS: Final = 64
+_MAX_TEXT_CHARS: Final = 512
+MAX_BLOCKS: Final = 1 << 20
+"""Most block ids that a ticket may list, over all groups."""
+_MAX_BLOCK_ID: Final = (1 << 32) - 1
+_MAX_PARALLEL: Final = 1024
+_MAX_TOKENS: Final = 1 << 31
+_MAX_LEASE_S: Final = 86_400.0
+_MAX_FENCE_SLOT: Final = (1 << 24) - 1
 _MAX_CLOCK_S: Final = 1e15
 _LISTS: Final = (list, tuple)
 _MAX_PEERS: Final = 1024
@@ -48,15 +57,14 @@ class TicketReader:
     """Reads tickets under one engine's rules.
 
     Args:
-        config: The engine: its groups, its null block, its limits, the hosts that it may connect to, the ids that it cannot
+        config: The engine: its groups, its null block, the hosts that it may connect to, the ids that it cannot
             notify, and whether `do_remote_decode` with blocks is a readback ticket, else a plain prefill request.
         takes_offers: Whether a ticket may list no blocks at all, as an offer's ticket does.
     """
 
     def __init__(self, config: SchedulerConfig, *, takes_offers: bool = False) -> None:
         self._groups = len(config.groups)
-        self._limits = config.limits
-        self._hosts = HostPolicy(config.peer_networks, config.peer_hosts, config.peer_ports)
+        self._hosts = HostPolicy(config.peer_networks, config.peer_ports)
         self._peer_blocks = PeerBlocks(config.groups, config.null_block)
         self._reads_back = config.bidirectional
         self._takes_offers = takes_offers
@@ -67,11 +75,6 @@ class TicketReader:
     def hosts(self) -> HostPolicy:
         """Hosts that a ticket may name."""
         return self._hosts
-
-    @property
-    def max_blocks(self) -> int:
-        """Most block ids that a ticket may list."""
-        return self._limits.max_blocks
 
     def classify(self, params: object) -> ParamsKind:
         """Return what a request's params ask for.
@@ -97,10 +100,10 @@ class TicketReader:
         if not isinstance(params, dict) and not isinstance(params, Mapping):
             raise TicketError("ticket-not-mapping", f"kv_transfer_params is {quote(params)}, must be an object")
         fields = cast("Fields", params)
-        if len(fields) > self._limits.max_keys:
+        if len(fields) > _MAX_KEYS:
             raise TicketError(
                 "ticket-too-large",
-                f"kv_transfer_params has {len(fields)} keys, at most {self._limits.max_keys} are allowed",
+                f"kv_transfer_params has {len(fields)} keys, at most {_MAX_KEYS} are allowed",
                 keys=len(fields),
             )
         return fields
@@ -118,10 +121,10 @@ class TicketReader:
                 `ticket-empty` or `ticket-mode`.
         """
         fields = self._fields(params)
-        get, limits = fields.get, self._limits
+        get = fields.get
         peer = self._peer(fields)
         request_id = self._text("remote_request_id", get("remote_request_id"))
-        tokens = _integer(fields, "remote_num_tokens", 0, limits.max_tokens)
+        tokens = _integer(fields, "remote_num_tokens", 0, _MAX_TOKENS)
         if self._reserved and request_id.startswith(self._reserved):
             raise TicketError(
                 "ticket-id-reserved",
@@ -129,7 +132,7 @@ class TicketReader:
                 "told that the read is done",
                 field="remote_request_id",
             )
-        for key in () if KNOWN_KEYS.issuperset(fields) else fields:
+        for key in fields:
             if not isinstance(key, str):
                 raise TicketError("ticket-type", f"kv_transfer_params has the key {quote(key)}, which is not a string")
         fence = get("kv_fence")
@@ -139,7 +142,7 @@ class TicketReader:
             request_id,
             self._peer_blocks.lists(fields, self._blocks(get("remote_block_ids")), peer, tokens),
             peer_tokens=tokens,
-            lease_s=_seconds(fields, "kv_lease_s", limits.max_lease_s),
+            lease_s=_seconds(fields, "kv_lease_s", _MAX_LEASE_S),
             fence=None if fence is None else self._fence(fence),
             nonce=_matching(fields, "kv_nonce", _NONCE) or "",
             prompt=_matching(fields, "kv_prompt", _DIGEST),
@@ -179,16 +182,15 @@ class TicketReader:
         if port is None:
             _refuse_type("remote_port", None, "an integer")
         self._hosts.require_port(port)
-        most = self._limits.max_parallel
         own = _integer(fields, "kv_generation", 0, MAX_PEER_GENERATION)
         generation = _integer(fields, "remote_registration_generation", 0, MAX_PEER_GENERATION)
         return PeerAddress(
             self._text("remote_engine_id", fields.get("remote_engine_id")),
             canonical_host(host),
             port,
-            _integer(fields, "tp_size", 1, most) or 1,
-            _integer(fields, "pp_size", 1, most) or 1,
-            _integer(fields, "dcp_size", 1, most) or 1,
+            _integer(fields, "tp_size", 1, _MAX_PARALLEL) or 1,
+            _integer(fields, "pp_size", 1, _MAX_PARALLEL) or 1,
+            _integer(fields, "dcp_size", 1, _MAX_PARALLEL) or 1,
             generation if own is None else own,
             _integer(fields, "kv_dialect", 0, 1 << 16),
         )
@@ -196,11 +198,11 @@ class TicketReader:
     def _text(self, name: str, value: object) -> str:
         if type(value) is not str:
             _refuse_type(name, value, "a string")
-        if not 0 < len(value) <= self._limits.max_text_chars or not value.isprintable():
+        if not 0 < len(value) <= _MAX_TEXT_CHARS or not value.isprintable():
             raise TicketError(
                 "ticket-text",
                 f"{name} is {quote(value)} of {len(value)} characters; it must have 1 to "
-                f"{self._limits.max_text_chars}, all printable",
+                f"{_MAX_TEXT_CHARS}, all printable",
                 field=name,
             )
         return value
@@ -216,8 +218,7 @@ class TicketReader:
                 groups=len(groups),
                 expected=self._groups,
             )
-        limits = self._limits
-        budget = limits.max_blocks
+        budget = MAX_BLOCKS
         blocks: list[tuple[int, ...]] = []
         for group in groups:
             if not isinstance(group, _LISTS):
@@ -226,13 +227,13 @@ class TicketReader:
             if budget < 0:
                 raise TicketError(
                     "ticket-too-large",
-                    f"remote_block_ids has more than {limits.max_blocks} block ids",
+                    f"remote_block_ids has more than {MAX_BLOCKS} block ids",
                     field="remote_block_ids",
                 )
-            if not _are_block_ids(group, limits.max_block_id):
+            if not _are_block_ids(group):
                 raise TicketError(
                     "ticket-blocks",
-                    f"remote_block_ids must hold integers from 0 to {limits.max_block_id}",
+                    f"remote_block_ids must hold integers from 0 to {_MAX_BLOCK_ID}",
                     field="remote_block_ids",
                 )
             blocks.append(tuple(group))
@@ -247,28 +248,26 @@ class TicketReader:
         if (
             type(slot) is not int
             or type(generation) is not int
-            or not 0 <= slot <= self._limits.max_fence_slot
+            or not 0 <= slot <= _MAX_FENCE_SLOT
             or not 1 <= generation <= MAX_PEER_GENERATION
         ):
             raise TicketError(
                 "ticket-range",
                 f"kv_fence is [{quote(slot)}, {quote(generation)}]; the slot must be 0 to "
-                f"{self._limits.max_fence_slot} and the generation 1 to 2**63 - 1",
+                f"{_MAX_FENCE_SLOT} and the generation 1 to 2**63 - 1",
                 field="kv_fence",
             )
         return slot, generation
 
 
-def _are_block_ids(group: Sequence[int], most: int) -> bool:
+def _are_block_ids(group: Sequence[int]) -> bool:
     # Built-ins over the whole list: a loop over a long prompt's ids would cost more than everything else at admission.
     try:
         array("I", group)  # only integers of 32 bits without a sign get in, and bools
     except (TypeError, OverflowError):
         return False
     # A bool is equal to 0 or 1, so each id's type is checked only where one of these is among them.
-    if not _BOOLS.isdisjoint(group) and bool in map(type, group):
-        return False
-    return not group or max(group) <= most
+    return _BOOLS.isdisjoint(group) or bool not in map(type, group)
 
 
 def _matching(fields: Fields, name: str, pattern: re.Pattern[str]) -> str | None:

@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Final, NoReturn, cast, final
 from kv_scheduler_state.errors import InvalidConfig, TicketError, quote
 from kv_scheduler_state.hosts import HostPolicy
 from kv_scheduler_state.ticket.encoding import encode
+from kv_scheduler_state.ticket.reader import MAX_BLOCKS
 from kv_scheduler_state.ticket.ticket import WHOLE_NUMBERS
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ class TicketSeal:
         except TicketError as error:
             if error.code not in _MAY_BE_DOUBLES:
                 raise
-            ticket = reader.read(_without_doubles(fields, reader.max_blocks), kind)
+            ticket = reader.read(_without_doubles(fields), kind)
         if self.covers(canonical_ticket(ticket, str(fields["remote_host"])), seal):
             return ticket
         raise TicketError(
@@ -183,22 +184,22 @@ def _packed_ids(ids: Sequence[int]) -> bytes:
     return packed.tobytes()
 
 
-def _without_doubles(fields: Fields, most: int) -> Fields:
+def _without_doubles(fields: Fields) -> Fields:
     """Return the ticket with whole numbers for doubles that hold one, such as 5600 for 5600.0; the seal decides.
 
-    A list of more than `most` numbers stays as it is, since no reader takes it.
+    A list of too many numbers stays as it is, since no reader takes it.
     """
     whole = dict(fields)
     for key in WHOLE_NUMBERS.intersection(fields):
         value: object = fields[key]
-        if type(value) is not list or _count(cast("list[object]", value), most) <= most:
+        if type(value) is not list or _count(cast("list[object]", value)) <= MAX_BLOCKS:
             whole[key] = _whole(fields[key], 2)
     return whole
 
 
-def _count(value: list[object], most: int) -> int:
-    """Return the total number of entries of a list and its inner lists, or its own length if that is above `most`."""
-    if len(value) > most:
+def _count(value: list[object]) -> int:
+    """Return the total number of entries of a list and its inner lists, or its own length if that is too large."""
+    if len(value) > MAX_BLOCKS:
         return len(value)
     return len(value) + sum([len(cast("list[object]", each)) for each in value if type(each) is list])
 

@@ -1,4 +1,4 @@
-"""The ticket of a hand-over: the value of `kv_transfer_params`, and the table of its fields.
+"""The ticket of a hand-over: the value of `kv_transfer_params`.
 
 The router carries this object from one engine to the other, and any client can write it. It is read once, at
 admission, into a frozen value; a fault in it has a code and turns into a local prefill, never into an exception in an
@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple, final
 if TYPE_CHECKING:
     from kv_scheduler_state.values import BlockList
 
-__all__ = ["KNOWN_KEYS", "WHOLE_NUMBERS", "HandoffTicket", "PeerAddress", "TicketKind", "ticket_params", "wire_id"]
+__all__ = ["WHOLE_NUMBERS", "HandoffTicket", "PeerAddress", "TicketKind", "ticket_params", "wire_id"]
 
 TicketKind = Literal["handoff", "readback"]
 
 _SHORT: Final = "kv-id-"
 _MOST_CHARS: Final = 512
-"""Longest request id that readers accept, see `TicketLimits.max_text_chars`."""
+"""Longest request id that readers accept, see `TicketReader`."""
 
 
 def wire_id(request_id: str) -> str:
@@ -101,41 +101,24 @@ _FIRST_WITH_GENERATION: Final = 15
 """Connector version whose tickets name a registration generation. Source: vLLM 0.33."""
 
 
-_FLAG, _TEXT, _WHOLE, _SECONDS = "flag", "text", "whole", "seconds"
-_FIELDS: Final = {
-    "do_remote_prefill": _FLAG,
-    "do_remote_decode": _FLAG,
-    "remote_block_ids": _WHOLE,
-    "remote_engine_id": _TEXT,
-    "remote_request_id": _TEXT,
-    "remote_host": _TEXT,
-    "remote_port": _WHOLE,
-    "tp_size": _WHOLE,
-    "dcp_size": _WHOLE,
-    "pp_size": _WHOLE,
-    "remote_num_tokens": _WHOLE,
-    "remote_blocks_expiry_time": _SECONDS,
-    "transfer_mode": _TEXT,
-    "remote_registration_generation": _WHOLE,
-    "kv_lease_s": _SECONDS,
-    "kv_fence": _WHOLE,
-    "kv_generation": _WHOLE,
-    "kv_dialect": _WHOLE,
-    "kv_prompt": _TEXT,
-    "kv_media": _TEXT,
-    "kv_nonce": _TEXT,
-    "kv_first_tokens": _WHOLE,
-    "kv_span_tokens": _WHOLE,
-    "kv_null_block": _WHOLE,
-    "kv_seal": _TEXT,
-}
-"""Keys of `kv_transfer_params`, and what each holds: a whole number may be a list of them."""
-
-KNOWN_KEYS: Final = frozenset(_FIELDS)
-"""Every key that this package understands; it ignores all others."""
-
-WHOLE_NUMBERS: Final = frozenset(key for key, kind in _FIELDS.items() if kind == _WHOLE)
-"""Keys that hold whole numbers, which a router may have kept as doubles."""
+WHOLE_NUMBERS: Final = frozenset(
+    (
+        "remote_block_ids",
+        "remote_port",
+        "tp_size",
+        "dcp_size",
+        "pp_size",
+        "remote_num_tokens",
+        "remote_registration_generation",
+        "kv_fence",
+        "kv_generation",
+        "kv_dialect",
+        "kv_first_tokens",
+        "kv_span_tokens",
+        "kv_null_block",
+    )
+)
+"""Keys that hold whole numbers, or lists of them, which a router may have kept as doubles."""
 
 
 def ticket_params(ticket: HandoffTicket) -> dict[str, object]:

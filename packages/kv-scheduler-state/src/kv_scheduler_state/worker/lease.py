@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, final
 
-from kv_scheduler_state.machine import NEW, Trace, describe_trace
+from kv_scheduler_state.machine import NEW, Trace, Transition, describe_trace
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -80,7 +80,7 @@ class Refusal(NamedTuple):
     """
 
     request_id: str
-    order: Literal["expect", "grant", "release", "revoke", "void"]
+    order: Literal["expect", "grant", "release", "revoke"]
     code: str
     message: str
 
@@ -114,7 +114,7 @@ class Lease:
     """
 
     state: str = NEW
-    trace: Trace = None
+    trace: Trace = field(default_factory=list[tuple[float, Transition]])
     deadline_s: float = 0.0
     extension_s: float = 0.0
     lease_s: float = 0.0
@@ -137,9 +137,6 @@ class Lease:
         return tuple(sorted({reader for readers in self.readers.values() for reader in readers.done}))
 
 
-_TRACE_LENGTH: Final = 16
-
-
 def describe_leases(leases: Mapping[str, Lease], at_s: float, most: int | None = None) -> tuple[dict[str, object], ...]:
     """Return the oldest `most` leases as plain values, oldest first; all of them without a limit."""
     return tuple(
@@ -152,7 +149,7 @@ def describe_leases(leases: Mapping[str, Lease], at_s: float, most: int | None =
                 "nonce": lease.nonce,
                 "readers": list(lease.readers_done),
                 "readers_needed": max([readers.needed for readers in lease.readers.values()], default=0),
-                **describe_trace(lease.trace, _TRACE_LENGTH, at_s),
+                **describe_trace(lease.trace, at_s),
             }
             for request_id, lease in islice(leases.items(), most)
         ]

@@ -13,11 +13,6 @@ Lease time is observed time (see `ObservedClock`): between two readings of the c
 shortest live lease, and by no more than `max_pause_s`. Example: a lease of 6 s is renewed to 4 s every second, so at least 3 s
 are left; a process that stood still for a minute takes off 1 s, and the renewals in its queue come in time. Leases expire in
 `take_ended` alone: call it after processing the waiting notifications.
-
-Fence words of announced requests are written on the engine thread, as soon as a plan arrives: they must be there before the
-step's end can make a ticket known. When a worker loses its memory (sleep), the words and the KV of announced requests are
-lost. Such a request becomes whole again when the engine computes it from the beginning: its new word is among the plan's
-fences. A lost request that is granted a lease all the same must end at once; without its word no reader accepts its pages.
 """
 
 from __future__ import annotations
@@ -46,14 +41,18 @@ from kv_scheduler_state.worker.lease import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from kv_scheduler_state.plan import StepPlan
 
-__all__ = ["AnnouncedFences", "LeaseTable"]
+__all__ = ["LeaseTable"]
 
 _MAX_CONSUMERS: Final = 64
 """Consumers that are counted per request; a ticket is for one, and a retry may bring another."""
+_MAX_READERS: Final = 4096
+"""Largest believable number of readers of one consumer."""
+_REMEMBERED_ENDS: Final = 1024
+"""Ended requests that are remembered to tell a late notification from an unknown one."""
 _PAUSE_PART: Final = 1 / 6
 """Part of a lease that one pause may take off; leases are renewed six times per length and then last two thirds of it."""
 
@@ -68,10 +67,8 @@ class LeaseTable:
         renewal_fraction: A renewal lasts this part of the lease. Source: vLLM's own connector renews to two thirds.
         max_pause_s: Most lease time that passes between two readings of the clock, a sixth of the shortest live lease if that is
             less; `math.inf` for plain clock time. Call at least this often, or leases last longer than announced.
-        max_readers: Largest believable number of readers of one consumer.
         requires_nonces: True ignores notifications without a nonce for a grant that has one: they cannot come from a holder of
             the ticket. Readers of vLLM's own kind send none.
-        remembered_ends: Ended requests that are remembered to tell a late notification from an unknown one.
 
     Raises:
         InvalidConfig: `invalid-config`.
@@ -82,23 +79,16 @@ class LeaseTable:
         *,
         renewal_fraction: float = 2 / 3,
         max_pause_s: float = 5.0,
-        max_readers: int = 4096,
         requires_nonces: bool = False,
-        remembered_ends: int = 1024,
     ) -> None:
-        if not 0 < renewal_fraction <= 1 or max_readers < 1 or remembered_ends < 0:
-            raise InvalidConfig(
-                f"renewal_fraction {renewal_fraction} must be above 0 and at most 1, max_readers {max_readers} at "
-                f"least 1, remembered_ends {remembered_ends} at least 0"
-            )
+        if not 0 < renewal_fraction <= 1:
+            raise InvalidConfig(f"renewal_fraction is {renewal_fraction}, must be above 0 and at most 1")
         self._renewal_fraction = renewal_fraction
         self._requires_nonces = requires_nonces
         self._clock = ObservedClock(max_pause_s)
         self._max_pause_s = max_pause_s
         # Number of live leases of each length.
         self._lengths: Counter[float] = Counter()
-        self._max_readers = max_readers
-        self._remembered = remembered_ends
         self._table = LEASE_TABLE
         self._leases: dict[str, Lease] = {}
         # No lease is due before this time, which may be too early after leases have ended, but never too late.
@@ -108,13 +98,8 @@ class LeaseTable:
         # Requests that peers know by another id than the engine's, by that id; as long as they are live or in `_past`.
         self._named: dict[str, str] = {}
 
-    def apply(self, plan: StepPlan, *, void: Sequence[str] = (), now_s: float) -> tuple[Refusal, ...]:
+    def apply(self, plan: StepPlan, *, now_s: float) -> tuple[Refusal, ...]:
         """Apply the producer's part of a step plan, in the order that makes each order safe; return the refused orders.
-
-        Args:
-            plan: The orders.
-            void: Requests among its grants whose KV is lost: their leases end at once.
-            now_s: The caller's monotonic clock.
 
         Raises:
             InvalidEvent: `invalid-event`, for an invalid time; nothing is applied then.
@@ -130,8 +115,6 @@ class LeaseTable:
             _collect(refusals, request_id, "release", partial(self.release, request_id, now_s=now_s))
         for request_id in plan.revokes:
             _collect(refusals, request_id, "revoke", partial(self.release, request_id, now_s=now_s))
-        for request_id in void:
-            _collect(refusals, request_id, "void", partial(self.release, request_id, now_s=now_s))
         return tuple(refusals)
 
     def expect(self, request_id: str, *, now_s: float) -> None:
@@ -253,7 +236,7 @@ class LeaseTable:
             return "stale"
         if type(reader) is not str or not reader:
             return "bad-reader"
-        if type(reader_count) is not int or not 1 <= reader_count <= self._max_readers:
+        if type(reader_count) is not int or not 1 <= reader_count <= _MAX_READERS:
             return "bad-count"
         return None
 
@@ -347,17 +330,11 @@ class LeaseTable:
 
     def _note_length(self, lease_s: float, change: int) -> None:
         """Count a lease, and bound pauses by the shortest length among live leases."""
-        lengths = self._lengths
-        count = lengths[lease_s] + change
-        if count > 1 or (count == 1 and change < 0):
-            lengths[lease_s] = count
-            return
-        if count:
-            lengths[lease_s] = count
-        else:
-            del lengths[lease_s]
+        self._lengths[lease_s] += change
+        if not self._lengths[lease_s]:
+            del self._lengths[lease_s]
         if self._max_pause_s < math.inf:
-            shortest_s = min(lengths, default=math.inf)
+            shortest_s = min(self._lengths, default=math.inf)
             self._clock.max_step_s = min(self._max_pause_s, _PAUSE_PART * shortest_s)
 
     def _end(self, request_id: str, lease: Lease, effect: str) -> None:
@@ -374,7 +351,7 @@ class LeaseTable:
             )
         )
         self._past[request_id] = reason
-        if len(self._past) > self._remembered:
+        if len(self._past) > _REMEMBERED_ENDS:
             forgotten, _ = self._past.popitem(last=False)
             if self._named:
                 self._named.pop(wire_id(forgotten), None)
@@ -387,52 +364,10 @@ def _is_stale(lease: Lease, nonce: str, is_required: bool) -> bool:
 def _collect(
     refusals: list[Refusal],
     request_id: str,
-    order: Literal["expect", "grant", "release", "revoke", "void"],
+    order: Literal["expect", "grant", "release", "revoke"],
     apply: Callable[[], None],
 ) -> None:
     try:
         apply()
     except SchedulerStateError as error:
         refusals.append(Refusal(request_id, order, error.code, str(error)))
-
-
-@final
-class AnnouncedFences:
-    """Keeps the words of announced requests; writes nothing itself. Not thread-safe."""
-
-    def __init__(self) -> None:
-        self._words: dict[str, tuple[int, int] | None] = {}
-        self._lost: set[str] = set()
-
-    def apply(self, plan: StepPlan) -> tuple[tuple[tuple[int, int], ...], tuple[str, ...]]:
-        """Take in a plan.
-
-        Returns:
-            The (slot, generation) words to write now, and the requests that are granted a lease although their KV is lost:
-            pass these to `LeaseTable.apply` as `void`.
-        """
-        self._words.update(dict.fromkeys(plan.expects))
-        self._lost.difference_update(plan.restarts)
-        words = tuple([(order.slot, order.generation) for order in plan.fences])
-        for order, word in zip(plan.fences, words, strict=True):
-            self._words[order.request_id] = word
-        granted = [order.request_id for order in plan.grants]
-        void = tuple([request_id for request_id in granted if request_id in self._lost])
-        for request_id in (*plan.releases, *granted):
-            self._words.pop(request_id, None)
-            self._lost.discard(request_id)
-        return words, void
-
-    def slot(self, request_id: str) -> int | None:
-        """Return the request's fence slot, None if it has none."""
-        word = self._words.get(request_id)
-        return word[0] if word is not None else None
-
-    @property
-    def ids(self) -> tuple[str, ...]:
-        """All announced requests, oldest first."""
-        return tuple(self._words)
-
-    def lose(self) -> None:
-        """Note that memory and fence words of all announced requests are gone."""
-        self._lost.update(self._words)

@@ -18,6 +18,7 @@ whose cell (token 3, head 3) is at 64 + 3 * 8 + 1 * 32 = 120 here and at 3 * 16 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 from typing import TYPE_CHECKING, NamedTuple, final
 
 from kv_topology.arithmetic import common_unit_tokens
@@ -26,10 +27,10 @@ from kv_topology.geometry import check_fields_match, check_groups_match, check_n
 from kv_topology.plan.readers import choose_pieces, field_class
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection
 
     from kv_topology.arithmetic import BoxAxis
-    from kv_topology.geometry import Placed, RankGeometry
+    from kv_topology.geometry import RankGeometry
     from kv_topology.model import FieldLayout, Group, Layout
 
 __all__ = ["Box", "Overlap", "Pairing", "Place", "find_overlaps", "pairing_of"]
@@ -138,10 +139,10 @@ def _check_unit(local: FieldLayout, pairing: Pairing, layer: str) -> None:
     if pairing.unit_tokens and local.token_axis is None and max(pairing.local_units, pairing.peer_units) > 1:
         mine, theirs = pairing.local.page_tokens, pairing.peer.page_tokens
         raise UnsupportedTopology(
+            "packed-block-needs-equal-pages",
             f"Field {local.name!r} of layer {layer!r} keeps a block in the order {local.packing!r} of a kernel, so "
             f"pages cannot be cut: {mine} tokens here, {theirs} at the peer. Use the same block size on both sides.",
-            code="packed-block-needs-equal-pages",
-            context={"local": mine, "peer": theirs, "packing": local.packing},
+            {"local": mine, "peer": theirs, "packing": local.packing},
         )
 
 
@@ -163,59 +164,6 @@ def _layout_boxes(
     return tuple(found)
 
 
-@final
-class _Search:
-    """Overlaps of a local rank with one producer rank, found layer by layer."""
-
-    def __init__(self, local: RankGeometry, peer: RankGeometry) -> None:
-        self._local = local
-        self._peer = peer
-        self._pairings: dict[tuple[int, int], Pairing] = {}
-        self._overlaps: dict[tuple[int, int], dict[tuple[Layout, Layout], Overlap]] = {}
-        self._checked: set[tuple[tuple[Layout, ...], tuple[Layout, ...]]] = set()
-
-    def add(self, layer: str, mine: Placed, theirs: Placed) -> None:
-        """Add every place at which members of one layer meet."""
-        groups = (mine[0][1].group, theirs[0][1].group)
-        known = self._overlaps.get(groups)
-        if known is None:
-            known = self._begin(groups, layer)
-        if not self._has_same_names(mine, theirs, known):
-            check_names_match(mine, theirs, layer)
-        for local_region, one in mine:
-            for peer_region, two in theirs:
-                pair = (one.layout, two.layout)
-                found = known.get(pair)
-                if found is None:
-                    pairing = self._pairings[groups]
-                    boxes = _layout_boxes(one.layout, two.layout, pairing, self._local, self._peer, layer)
-                    found = known[pair] = Overlap(boxes, [])
-                found.places.append(Place(local_region, one.offset_bytes, peer_region, two.offset_bytes))
-
-    def _begin(self, groups: tuple[int, int], layer: str) -> dict[tuple[Layout, Layout], Overlap]:
-        """Pair a local with a peer group, by the first layer that both hold, and return their overlaps: none yet."""
-        check_groups_match(self._local.groups[groups[0]], self._peer.groups[groups[1]], layer)
-        self._pairings[groups] = pairing_of(self._local, self._peer, *groups)
-        found = self._overlaps[groups] = {}
-        return found
-
-    def _has_same_names(self, mine: Placed, theirs: Placed, known: Mapping[tuple[Layout, Layout], Overlap]) -> bool:
-        """Tell whether an earlier layer with the same layouts on both sides has passed the check of its fields' names."""
-        if len(mine) == len(theirs) == 1:
-            return (mine[0][1].layout, theirs[0][1].layout) in known
-        layouts = (tuple(member.layout for _, member in mine), tuple(member.layout for _, member in theirs))
-        is_known = layouts in self._checked
-        self._checked.add(layouts)
-        return is_known
-
-    def results(self) -> list[tuple[Pairing, list[Overlap]]]:
-        """Return the overlaps that hold any cells, by pair of groups."""
-        return [
-            (self._pairings[groups], [item for item in known.values() if item.boxes])
-            for groups, known in self._overlaps.items()
-        ]
-
-
 def find_overlaps(
     local: RankGeometry, peer: RankGeometry, layers: Collection[str]
 ) -> list[tuple[Pairing, list[Overlap]]]:
@@ -230,9 +178,27 @@ def find_overlaps(
         GeometryMismatch: The two sides disagree about a field or a group, with both values.
         UnsupportedTopology: `packed-block-needs-equal-pages`.
     """
-    search = _Search(local, peer)
+    found: dict[tuple[int, int], tuple[Pairing, dict[tuple[Layout, Layout], Overlap]]] = {}
+    # Most layers look alike, so the names of their fields are compared once.
+    checked: set[tuple[tuple[Layout, ...], tuple[Layout, ...]]] = set()
     for layer, mine in local.placements.items():
         theirs = peer.placements.get(layer) if layer in layers else None
-        if theirs is not None:
-            search.add(layer, mine, theirs)
-    return search.results()
+        if theirs is None:
+            continue
+        groups = (mine[0][1].group, theirs[0][1].group)
+        if groups not in found:
+            check_groups_match(local.groups[groups[0]], peer.groups[groups[1]], layer)
+            found[groups] = (pairing_of(local, peer, *groups), {})
+        pairing, overlaps = found[groups]
+        layouts = (tuple(member.layout for _, member in mine), tuple(member.layout for _, member in theirs))
+        if layouts not in checked:
+            check_names_match(mine, theirs, layer)
+            checked.add(layouts)
+        for (local_region, one), (peer_region, two) in product(mine, theirs):
+            pair = (one.layout, two.layout)
+            if pair not in overlaps:
+                overlaps[pair] = Overlap(_layout_boxes(*pair, pairing, local, peer, layer), [])
+            overlaps[pair].places.append(Place(local_region, one.offset_bytes, peer_region, two.offset_bytes))
+    return [
+        (pairing, [overlap for overlap in overlaps.values() if overlap.boxes]) for pairing, overlaps in found.values()
+    ]

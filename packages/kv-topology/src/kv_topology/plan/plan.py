@@ -6,23 +6,22 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, cast, final
 
 import numpy as np
 
-from kv_topology.arithmetic import grid
 from kv_topology.checks import check_disjoint_groups, find_aliases
 from kv_topology.document import from_document, to_document
 from kv_topology.errors import InvalidGeometry, TopologyError, UnsupportedTopology, shown_ranks
 from kv_topology.geometry import RankGeometry
-from kv_topology.plan.blocks import check_tokens, list_rules, pair_blocks, read_lists, real_ids
+from kv_topology.plan.blocks import check_tokens, list_rules, pair_blocks, read_lists
 from kv_topology.plan.boxes import find_overlaps
 from kv_topology.plan.readers import Readers, target_ranks
 from kv_topology.plan.slices import build_rows, build_table
 from kv_topology.plan.staged import CostModel, Estimate, StagedRegion, make_estimate, stage
-from kv_topology.reshard import RankShape, reshard
+from kv_topology.reshard import reshard
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from kv_topology.arithmetic import Indices, Ints, Rows
-    from kv_topology.plan.blocks import BlockListLike, BlockPairs, Blocks, ListRules
+    from kv_topology.plan.blocks import AnyBlockList, BlockPairs, Blocks, ListRules
     from kv_topology.plan.boxes import Overlap, Pairing
     from kv_topology.plan.slices import IndexRule, SideColumns, SliceTable
     from kv_topology.plan.staged import Overlaps
@@ -68,10 +67,10 @@ class _Link:
 
     def indices(self, pairs: Sequence[BlockPairs]) -> tuple[Indices, Indices]:
         """Return int32 descriptor indices, slice by slice, ascending at the peer inside a slice."""
-        return (
-            _indices([(rule, pair.local) for rule, pair in zip(self.local_index, pairs, strict=True)]),
-            _indices([(rule, pair.peer) for rule, pair in zip(self.peer_index, pairs, strict=True)]),
-        )
+        local = [rule.indices(pair.local) for rule, pair in zip(self.local_index, pairs, strict=True)]
+        peer = [rule.indices(pair.peer) for rule, pair in zip(self.peer_index, pairs, strict=True)]
+        # Joining a single array would copy it.
+        return (local[0], peer[0]) if len(pairs) == 1 else (np.concatenate(local), np.concatenate(peer))
 
 
 def _side(geometry: RankGeometry, slices: Sequence[tuple[SideColumns, int]]) -> tuple[Rows, list[IndexRule]]:
@@ -84,18 +83,6 @@ def _side(geometry: RankGeometry, slices: Sequence[tuple[SideColumns, int]]) -> 
         rows.append(more)
         rules.append(rule)
     return np.concatenate(rows), rules
-
-
-def _indices(parts: Sequence[tuple[IndexRule, Indices]]) -> Indices:
-    if len(parts) == 1:
-        return parts[0][0].indices(parts[0][1])
-    out = np.empty(sum(len(rule.first) * len(units) for rule, units in parts), dtype=np.int32)
-    start = 0
-    for rule, units in parts:
-        stop = start + len(rule.first) * len(units)
-        rule.fill(grid(out[start:stop], len(rule.first), len(units)), units)
-        start = stop
-    return out
 
 
 @final
@@ -177,7 +164,7 @@ class TransferPlan:
         """Return uint64 (m, 5) rows of the producer's pages; m is n unless the page sizes differ."""
         return _NO_ROWS if producer_rank in self._readers.notify_only else self._link(producer_rank).peer_rows
 
-    def route(self, local: Sequence[BlockListLike], peer: Sequence[BlockListLike], *, tokens: int) -> Route:
+    def route(self, local: Sequence[AnyBlockList], peer: Sequence[AnyBlockList], *, tokens: int) -> Route:
         """Return the descriptor indices of one request for every producer rank, and the pages to permute afterwards.
 
         Every ordered token that lies in a real local block is moved: those from the local list's first token up to
@@ -210,7 +197,7 @@ class TransferPlan:
         return Route(found, tuple((region, pages_of[region.group]) for region in self._staged))
 
     def indices(
-        self, producer_rank: Rank, local: Sequence[BlockListLike], peer: Sequence[BlockListLike], *, tokens: int
+        self, producer_rank: Rank, local: Sequence[AnyBlockList], peer: Sequence[AnyBlockList], *, tokens: int
     ) -> tuple[Indices, Indices]:
         """Return the (local, peer) int32 descriptor indices of one producer rank of `producer_ranks`, as `route` does."""
         link = self._link(producer_rank)
@@ -221,15 +208,15 @@ class TransferPlan:
         link = self._links.get(producer_rank)
         if link is None:
             raise UnsupportedTopology(
+                "rank-not-read",
                 f"This rank reads nothing from producer rank {producer_rank}; it reads {shown_ranks(self._links)}.",
-                code="rank-not-read",
-                context={"rank": producer_rank},
+                {"rank": producer_rank},
             )
         return link
 
-    def _read_local(self, lists: Sequence[BlockListLike]) -> list[Blocks]:
+    def _read_local(self, lists: Sequence[AnyBlockList]) -> list[Blocks]:
         local = read_lists(lists, self._rules)
-        check_disjoint_groups(self._aliases, [real_ids(blocks) for blocks in local])
+        check_disjoint_groups(self._aliases, [blocks.ids[blocks.is_real] for blocks in local])
         return local
 
 
@@ -271,9 +258,9 @@ def plan_transfer(
     estimate = make_estimate(tables, staged, cost or CostModel())
     if staging == "always" and staged is None:
         raise UnsupportedTopology(
+            "not-stageable",
             "The plan cannot be staged: pages have gaps, tokens are dealt out, or a producer holds more than is read. "
             'Use staging="auto", which then plans a direct read.',
-            code="not-stageable",
         )
     if staged is not None and (staging == "always" or estimate.is_staged_cheaper):
         return TransferPlan(local, peers, staged[0], readers, estimate, staged[1])
@@ -304,16 +291,16 @@ def _tables(overlaps: Mapping[Rank, Overlaps]) -> dict[Rank, list[SliceTable]]:
 
 def _check_peers(peers: Mapping[Rank, RankGeometry], peer_tp: int | None) -> None:
     if not peers:
-        raise InvalidGeometry("There is no peer to read from: `peers` is empty.", code="peers-empty")
+        raise InvalidGeometry("peers-empty", "There is no peer to read from: `peers` is empty.")
     sizes = {(peer.tp_size, peer.pp_size) for peer in peers.values()}
     for rank, peer in peers.items():
         if rank != (peer.pp_rank, peer.tp_rank) or len(sizes) != 1 or peer_tp not in {None, peer.tp_size}:
             raise InvalidGeometry(
+                "peer-rank-differs",
                 f"The peer known as rank {rank} of tp {peer_tp or 'any'} says that it is "
                 f"{(peer.pp_rank, peer.tp_rank)} of tp {peer.tp_size}, pp {peer.pp_size}.",
-                code="peer-rank-differs",
+                {"rank": rank, "says": (peer.pp_rank, peer.tp_rank), "tp": peer.tp_size, "pp": peer.pp_size},
                 fault="peer",
-                context={"rank": rank, "says": (peer.pp_rank, peer.tp_rank), "tp": peer.tp_size, "pp": peer.pp_size},
             )
 
 
@@ -385,8 +372,16 @@ class Planner:
         Raises:
             UnsupportedTopology: `layout-not-dense`, `packed-block-needs-equal-pages`.
         """
-        shape = RankShape(tp_size, tp_rank, page_tokens, pages_per_block, pp_size, pp_rank, tuple(context_sizes), order)
-        return to_document(reshard(from_document(local), shape))
+        made = reshard(
+            from_document(local),
+            tp=(tp_size, tp_rank),
+            page_tokens=page_tokens,
+            pages_per_block=pages_per_block,
+            pp=(pp_size, pp_rank),
+            context_sizes=context_sizes,
+            order=order,
+        )
+        return to_document(made)
 
     def _geometry(self, peer: object, rank: tuple[int, int]) -> RankGeometry:
         return peer if isinstance(peer, RankGeometry) else self.geometry(cast("Mapping[str, object]", peer), rank)

@@ -119,11 +119,11 @@ def choose_pieces(kind: FieldClass, consumer_tp: int, consumer_rank: int, produc
             candidates = holding[offset :: kind.producer_context]
             if not candidates:
                 raise UnsupportedTopology(
+                    "no-producer-holds",
                     f"No producer rank of {producer_tp} holds parts [{low}, {high}) of {kind.parts} for share {share} "
                     f"of {kind.producer_context} of the tokens; its context parallelism exceeds its replicas.",
-                    code="no-producer-holds",
+                    {"start": low, "stop": high, "share": share, "producer_tp": producer_tp},
                     fault="peer",
-                    context={"start": low, "stop": high, "share": share, "producer_tp": producer_tp},
                 )
             place = (consumer_rank - sharers.start) * len(candidates) // len(sharers)
             chosen.append(Piece(candidates[place], low, high))
@@ -207,10 +207,10 @@ class Readers:
         if len(found) != self._pp[1]:
             missing = next(stage for stage in range(len(found) + 1) if stage not in found)
             raise UnsupportedTopology(
+                "peer-missing",
                 f"The producer has {self._pp[1]} pipeline stages, but there is no geometry of stage {missing}.",
-                code="peer-missing",
+                {"stages": self._pp[1], "missing": [(missing, 0)]},
                 fault="peer",
-                context={"stages": self._pp[1], "missing": [(missing, 0)]},
             )
         return found
 
@@ -252,10 +252,10 @@ class Readers:
             return
         if not local.stage_layers:
             raise UnsupportedTopology(
+                "stage-layers-missing",
                 f"The consumer has {local.pp_size} pipeline stages but its geometry has no `stage_layers`, so the "
                 "readers of a producer rank cannot be counted.",
-                code="stage-layers-missing",
-                context={"pp_size": local.pp_size},
+                {"pp_size": local.pp_size},
             )
         for number, layers in enumerate(local.stage_layers):
             yield from ((number, entry) for entry in layers)
@@ -270,10 +270,10 @@ class Readers:
         if len(groups) == 1:
             return groups[0]
         raise UnsupportedTopology(
+            "stage-layers-missing",
             f"`stage_layers` does not say to which of {len(groups)} groups layer {entry.layer!r} belongs, so the readers "
             "of a producer rank cannot be counted.",
-            code="stage-layers-missing",
-            context={"layer": entry.layer, "groups": len(groups)},
+            {"layer": entry.layer, "groups": len(groups)},
         )
 
     def reads(self, consumer: Rank, producer_stage: int) -> frozenset[int]:
@@ -311,20 +311,20 @@ class Readers:
                 check_names_match(placed, self._stages[self._owners[layer]].placements[layer], layer)
             else:
                 raise GeometryMismatch(
+                    "layer-not-held",
                     f"No producer rank in {shown_ranks(sorted(self._peers))} holds layer {layer!r}.",
-                    code="layer-not-held",
+                    {"layer": layer},
                     fault="peer",
-                    context={"layer": layer},
                 )
         me = (self._local.pp_rank, self._local.tp_rank)
         needed = [(stage, rank) for stage in sorted(self._stages) for rank in sorted(self.reads(me, stage))]
         missing = [rank for rank in needed if rank not in self._peers]
         if missing:
             raise UnsupportedTopology(
+                "peer-missing",
                 f"The plan reads from {len(needed)} producer ranks, but there is no geometry of {shown_ranks(missing)}.",
-                code="peer-missing",
+                {"needed": len(needed), "missing": missing[:16]},
                 fault="peer",
-                context={"needed": len(needed), "missing": missing[:16]},
             )
         return needed
 
@@ -377,10 +377,10 @@ def _check_sizes(peer_tp: int, peer_pp: int, peer_dcp: int) -> None:
     for what, size, most in limits:
         if type(size) is not int or not 1 <= size <= most:
             raise UnsupportedTopology(
+                "size-out-of-range",
                 f"The producer's {what} size is {shown(size)}; it must lie in 1..{shown(most)}.",
-                code="size-out-of-range",
+                {"what": what, "most": most},
                 fault="peer",
-                context={"what": what, "most": most},
             )
 
 

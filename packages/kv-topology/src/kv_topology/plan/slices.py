@@ -14,8 +14,7 @@ plus a number that all such slices share, so block ids become indices by one out
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple, cast, final
+from typing import TYPE_CHECKING, NamedTuple, final
 
 import numpy as np
 
@@ -132,10 +131,10 @@ class SliceTable:
 def _check_fineness(count: int) -> None:
     if count > MAX_SLICES:
         raise UnsupportedTopology(
+            "plan-too-fine",
             f"The layouts of the two sides cut pages into {count} runs (limit {MAX_SLICES}); "
             "use the same layout on both sides or a staged plan.",
-            code="plan-too-fine",
-            context={"slices": count, "limit": MAX_SLICES},
+            {"slices": count, "limit": MAX_SLICES},
         )
 
 
@@ -211,51 +210,34 @@ MAX_ROWS = 1 << 18
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class IndexRule:
     """Descriptor numbers of the slices of one pairing on one side.
 
     Attributes:
         units: Units in a page.
-        first: int64 (n,), index of the descriptor of (page 0, unit 0) of each slice.
+        first: int32 (n,), index of the descriptor of (page 0, unit 0) of each slice.
         is_dense: bool (n,), whether a slice's descriptors follow page by page, and in a page unit by unit; otherwise
             unit by unit, and in a unit page by page.
-        pages: int64 (n,), pages of each slice.
+        pages: int32 (n,), pages of each slice.
     """
 
     units: int
-    first: Ints
+    first: Indices
     is_dense: Bools
-    pages: Ints
+    pages: Indices
 
-    @cached_property
-    def _first_indices(self) -> Indices:
-        return self.first.astype(np.int32)[:, None]
-
-    @cached_property
-    def _woven(self) -> list[tuple[int, Ints]]:
-        """(Pages, slices) of the slices that are not dense."""
-        counts = np.unique(self.pages[~self.is_dense]).tolist()
-        return [(count, np.flatnonzero(~self.is_dense & (self.pages == count))) for count in counts]
-
-    def fill(self, out: Indices, units: Indices) -> None:
-        """Write the descriptor index of every slice (row) and unit number (column); out is int32 (n, len(units)).
+    def indices(self, units: Indices) -> Indices:
+        """Return the descriptor indices of all slices, slice by slice; int32 (n * len(units),).
 
         Example: 3 units in a page, 5 pages: unit number 7 is page 2, unit 1. A dense slice has it at first + 7, one in
         rows of 5 pages at first + 1 * 5 + 2.
         """
-        if self.is_dense.any():
-            np.add(self._first_indices, units, out=out)
-        for pages, chosen in self._woven:
-            place = units // self.units + (units % self.units) * pages
-            out[chosen] = self._first_indices[chosen] + place
-
-    def indices(self, units: Indices) -> Indices:
-        """Return the descriptor indices of all slices, slice by slice; int32 (n * len(units),)."""
-        if not self._woven:  # a new array is a fifth faster than one that was made before
-            return cast("Indices", (self._first_indices + units).ravel())
-        out = np.empty((len(self.first), len(units)), dtype=np.int32)
-        self.fill(out, units)
+        out: Indices = self.first[:, None] + units
+        woven = ~self.is_dense
+        if woven.any():
+            place = units // self.units + units % self.units * self.pages[woven, None]
+            out[woven] = self.first[woven, None] + place
         return out.ravel()
 
 
@@ -286,7 +268,7 @@ def build_rows(
     counts = pages * units
     total = _checked_total(first_index, counts, row_counts)
     first = first_index + np.cumsum(counts) - counts
-    rule = IndexRule(units, first, is_dense, pages)
+    rule = IndexRule(units, first.astype(np.int32), is_dense, pages.astype(np.int32))
     owner = np.repeat(np.arange(len(length)), row_counts)
     unit = np.arange(len(owner)) - np.repeat(np.cumsum(row_counts) - row_counts, row_counts)
     rows = np.empty((len(owner), 5), dtype=np.uint64)
@@ -304,16 +286,16 @@ def _checked_total(first_index: int, counts: Ints, row_counts: Ints) -> int:
     total = first_index + int(np.minimum(counts, MAX_DESCRIPTORS + 1).sum())
     if total > MAX_DESCRIPTORS:
         raise UnsupportedTopology(
+            "too-many-descriptors",
             f"The plan needs at least {total} descriptors for one producer rank; indices end at {MAX_DESCRIPTORS}.",
-            code="too-many-descriptors",
-            context={"descriptors": total, "limit": MAX_DESCRIPTORS},
+            {"descriptors": total, "limit": MAX_DESCRIPTORS},
         )
     rows = int(row_counts.sum())
     if rows > MAX_ROWS:
         raise UnsupportedTopology(
+            "plan-too-fine",
             f"The plan needs {rows} rows for one producer rank (limit {MAX_ROWS}): its pages hold many units that do not "
             "follow each other; use block sizes that are closer to each other.",
-            code="plan-too-fine",
-            context={"rows": rows, "limit": MAX_ROWS},
+            {"rows": rows, "limit": MAX_ROWS},
         )
     return total

@@ -1,4 +1,4 @@
-"""The command `kv-topology`: dry runs of transfers without an engine. The only module that imports typer and rich."""
+"""The command `kv-topology`: dry runs of transfers without an engine. The only module that imports typer."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from kv_topology import __version__
 from kv_topology.errors import InvalidGeometry, TopologyError
 from kv_topology.tools.engine import KV_LAYOUTS
 from kv_topology.tools.report import (
-    estimate_json,
-    estimate_page,
+    estimate_text,
+    estimate_values,
     explain_text,
     explain_values,
-    report_json,
-    report_page,
+    report_text,
+    report_values,
     survey,
 )
 from kv_topology.tools.spec import load_spec
@@ -27,7 +27,7 @@ from kv_topology.tools.spec import load_spec
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kv_topology.tools.report import Page, Survey
+    from kv_topology.tools.report import Survey
 
 __all__ = ["app", "main"]
 
@@ -112,10 +112,10 @@ def _plan(
     """Plan a transfer between two engines, without any."""
     found = _survey(spec, rank)
     if as_json:
-        values = estimate_json(found, only=rank) if estimate else report_json(found, only=rank)
+        values = estimate_values(found, only=rank) if estimate else report_values(found, only=rank)
         _print(json.dumps(values, indent=1))
     else:
-        _show(estimate_page(found, only=rank) if estimate else report_page(found, only=rank))
+        _print(estimate_text(found, only=rank) if estimate else report_text(found, only=rank))
 
 
 @app.command("explain", epilog=_EXPLAIN_EXAMPLES + _EXIT_CODES)
@@ -131,31 +131,8 @@ def _explain(
     found = _survey(spec, rank)
     if (stage, rank) not in found.plans:
         _fail(f"--stage {stage}: the consumer has stages 0 to {found.run.consumer.pp - 1}", _USAGE)
-    most = max(slices, 0)
-    if as_json:
-        _print(json.dumps(explain_values(found, (stage, rank), most=most), indent=1))
-    else:
-        _print(explain_text(found, (stage, rank), most=most))
-
-
-def _show(page: Page) -> None:
-    """Draw a page on a terminal; elsewhere print it as plain text of fixed widths."""
-    if not sys.stdout.isatty():
-        _print(page.as_text())
-        return
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    console = Console(highlight=False)
-    table = Table(box=box.SIMPLE)
-    for heading, width in page.columns:
-        table.add_column(heading, justify="left" if width < 0 else "right", overflow="fold")
-    for row in page.rows:
-        table.add_row(*map(Text, row))
-    for part in (*map(Text, page.head), table, *map(Text, page.tail)):
-        console.print(part)
+    values = explain_values(found, (stage, rank), most=max(slices, 0))
+    _print(json.dumps(values, indent=1) if as_json else explain_text(values))
 
 
 def _print(text: str) -> None:

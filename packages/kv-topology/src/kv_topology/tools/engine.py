@@ -166,7 +166,7 @@ class EngineSpec:
         name = _ALIASES.get(self.layout, self.layout)
         if name not in KV_LAYOUTS:
             known = ", ".join((*KV_LAYOUTS, *_ALIASES))
-            raise InvalidGeometry(f"Layout {self.layout!r} is not known; known: {known}.", code="bad-page-order")
+            raise InvalidGeometry("bad-page-order", f"Layout {self.layout!r} is not known; known: {known}.")
         return name
 
 
@@ -285,10 +285,10 @@ def state_layout(kind: LayerKind, spec: StateSpec, tp_size: int, tp_rank: int, c
     offset = width * rows * element
     if offset % spec.state_element_bytes:
         raise InvalidGeometry(
+            "state-misaligned",
             f"The convolution's state takes {offset} bytes, which does not align the recurrent state's "
             f"{spec.state_element_bytes}-byte elements.",
-            code="state-misaligned",
-            context={"conv_bytes": offset, "element_bytes": spec.state_element_bytes},
+            {"conv_bytes": offset, "element_bytes": spec.state_element_bytes},
         )
     share = Axis("head", spec.heads, *even_interval(spec.heads, tp_size, tp_rank), 1, "tp")
     whole = [_whole(name, size) for name, size in inner.items()]
@@ -300,7 +300,7 @@ def layer_layouts(model: ModelSpec, engine: EngineSpec, kind: LayerKind, tp_rank
     """Return the layouts of one layer's regions on one rank, one per region."""
     if kind in STATE_KINDS:
         if model.state is None:
-            raise InvalidGeometry(f"The model has {kind} layers but no state sizes.", code="state-sizes-missing")
+            raise InvalidGeometry("state-sizes-missing", f"The model has {kind} layers but no state sizes.")
         return (state_layout(kind, model.state, engine.tp, tp_rank, engine.conv_order),)
     if kind == "latent":
         latent = latent_layout(model.latent_dim, engine.page_tokens, model.element_bytes)
@@ -446,13 +446,12 @@ def build_engine(model: ModelSpec, engine: EngineSpec) -> Mapping[tuple[int, int
 def _check_sizes(model: ModelSpec, engine: EngineSpec) -> None:
     if engine.dcp > 1 and engine.tp % engine.dcp:
         raise InvalidGeometry(
-            f"Context parallelism of {engine.dcp} does not divide {engine.tp} tensor-parallel ranks.",
-            code="dcp-not-divisor",
+            "dcp-not-divisor", f"Context parallelism of {engine.dcp} does not divide {engine.tp} tensor-parallel ranks."
         )
     if engine.pp > len(model.kinds):
         raise InvalidGeometry(
+            "stage-without-layers",
             f"{engine.pp} pipeline stages for {len(model.kinds)} layers leave a stage without any.",
-            code="stage-without-layers",
         )
 
 

@@ -24,7 +24,7 @@ import tomllib
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, cast, final
 
-from kv_topology.errors import InvalidGeometry
+from kv_topology.errors import InvalidGeometry, shown
 from kv_topology.plan.staged import CostModel
 from kv_topology.tools.engine import EngineSpec, ModelSpec, StateSpec
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from kv_topology.tools.engine import LayerKind
 
-__all__ = ["DryRun", "load_spec", "model_from_config", "parse_spec", "read_json", "read_spec"]
+__all__ = ["DryRun", "load_spec", "model_from_config", "parse_spec"]
 
 Table = dict[str, Any]
 _SECTIONS = ("model", "consumer", "producer", "link")
@@ -43,7 +43,6 @@ _CONV_ORDERS = ("DS", "SD")
 _MOST_LAYERS = 4096
 _LEAST, _MOST = 1e-9, 1e15
 """Prices, rates, sizes and addresses lie between: what is computed from them is finite."""
-_SHOWN_CHARACTERS = 60
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 
 
@@ -60,7 +59,7 @@ class DryRun:
 
 def _table(value: object, what: str) -> Table:
     if not isinstance(value, dict):
-        raise _malformed(f"{what} must be a table, not {_shown(value)}.")
+        raise _malformed(f"{what} must be a table, not {shown(value)}.")
     return cast("Table", value)
 
 
@@ -70,7 +69,7 @@ def _construct(kind: type[Any], values: Mapping[str, Any], what: str) -> Any:  #
     for name, value in values.items():
         if name not in known:
             also = ", layers" if kind is ModelSpec else ""
-            raise _malformed(f"{what} has no setting {_shown(name)}; known: {', '.join(known)}{also}.")
+            raise _malformed(f"{what} has no setting {shown(name)}; known: {', '.join(known)}{also}.")
         _check_value(f"{what}.{name}", str(known[name].type), value)
     try:
         return kind(**values)
@@ -79,23 +78,13 @@ def _construct(kind: type[Any], values: Mapping[str, Any], what: str) -> Any:  #
 
 
 def _check_value(setting: str, wanted: str, value: object) -> None:
-    """Raise unless a value has the type of its setting; numbers must be finite, not negative, and of a size that there is."""
+    """Raise unless a value has the type of its setting; numbers must be 0 or within the limits."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     is_ok = {"int": type(value) is int, "float": is_number}.get(wanted, isinstance(value, (str, tuple, StateSpec)))
     if not is_ok:
-        raise _malformed(f"{setting} must be of type {wanted}, not {_shown(value)}.")
-    if not isinstance(value, (int, float)):
-        return
-    if value < 0:
-        raise _malformed(f"{setting} must not be negative, not {_shown(value)}.")
-    if value and not _LEAST <= value <= _MOST:
-        raise _malformed(f"{setting} must be a finite number, 0 or {_LEAST:g} to {_MOST:g}, not {_shown(value)}.")
-
-
-def _shown(value: object) -> str:
-    """Return a value for a message, cut where it is long."""
-    text = repr(value)
-    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
+        raise _malformed(f"{setting} must be of type {wanted}, not {shown(value)}.")
+    if isinstance(value, (int, float)) and value and not _LEAST <= value <= _MOST:
+        raise _malformed(f"{setting} must be 0 or a finite number from {_LEAST:g} to {_MOST:g}, not {shown(value)}.")
 
 
 def load_spec(path: Path) -> DryRun:
@@ -105,7 +94,8 @@ def load_spec(path: Path) -> DryRun:
         InvalidGeometry: `spec-malformed`, with the setting and what is wrong with it; also where the file, or the model
             configuration that it names, cannot be read.
     """
-    return parse_spec(_table(read_spec(path), "the specification"), path.parent)
+    parse = json.loads if path.suffix == ".json" else tomllib.loads
+    return parse_spec(_table(_read(path, parse), "the specification"), path.parent)
 
 
 def parse_spec(data: Table, folder: Path) -> DryRun:
@@ -116,10 +106,10 @@ def parse_spec(data: Table, folder: Path) -> DryRun:
     """
     unknown = set(data) - set(_SECTIONS)
     if unknown:
-        raise _malformed(f"The specification has no section {_shown(min(unknown))}; known: {', '.join(_SECTIONS)}.")
+        raise _malformed(f"The specification has no section {shown(min(unknown))}; known: {', '.join(_SECTIONS)}.")
     given = data.get("model")
     if isinstance(given, str):
-        model = model_from_config(_table(read_json(folder / given), given))
+        model = model_from_config(_table(_read(folder / given, json.loads), given))
     else:
         model = _model(_table(given, "model"))
     consumer = _engine(data, "consumer")
@@ -141,7 +131,7 @@ def _engine(data: Table, side: str) -> EngineSpec:
     if spec.tp > 1024 or spec.pp > 1024:
         raise _malformed(f"{side} has {spec.tp} x {spec.pp} ranks; the limit is 1024 of each.")
     if spec.conv_order not in _CONV_ORDERS:
-        raise _malformed(f"{side}.conv_order must be one of {', '.join(_CONV_ORDERS)}, not {_shown(spec.conv_order)}.")
+        raise _malformed(f"{side}.conv_order must be one of {', '.join(_CONV_ORDERS)}, not {shown(spec.conv_order)}.")
     if spec.block_tokens % spec.page_tokens:
         raise _malformed(
             f"{side}.kernel_block_tokens {spec.page_tokens} does not divide its blocks of {spec.block_tokens}."
@@ -214,10 +204,8 @@ def _layer_kinds(config: Table, layers: int) -> tuple[LayerKind, ...]:
     }
     unknown = [name for name in names if name not in known]
     if unknown or len(names) != layers:
-        shown = [_shown(name) for name in unknown[:3]]
-        raise _malformed(
-            f"config.json lists {len(names)} layer types for {layers} layers; unknown: {', '.join(shown) or 'none'}."
-        )
+        few = ", ".join(map(shown, unknown[:3])) or "none"
+        raise _malformed(f"config.json lists {len(names)} layer types for {layers} layers; unknown: {few}.")
     return tuple(known[name] for name in names)
 
 
@@ -248,7 +236,7 @@ def _gated_delta_state(config: Table, element: int) -> StateSpec:
 def _number(config: Table, key: str, *, most: int = (1 << 31) - 1) -> int:
     value = config.get(key)
     if type(value) is not int or not 0 < value <= most:
-        raise _malformed(f"config.json has no usable {key!r}: {_shown(value)}, must be 1 to {most}.")
+        raise _malformed(f"config.json has no usable {key!r}: {shown(value)}, must be 1 to {most}.")
     return value
 
 
@@ -258,66 +246,16 @@ def _optional(config: Table, key: str) -> int:
     return 0 if value is None or value == 0 else _number(config, key)
 
 
-_MOST_LEVELS = 32
-"""A specification has three, a model's configuration five."""
-
-
 def _malformed(message: str) -> InvalidGeometry:
-    """Return the error of a malformed specification."""
-    return InvalidGeometry(message, code="spec-malformed")
-
-
-def read_spec(path: Path) -> object:
-    """Return the content of a specification: JSON under the name `*.json`, otherwise TOML.
-
-    Raises:
-        InvalidGeometry: `spec-malformed`.
-    """
-    return _read(path, json.loads if path.suffix == ".json" else tomllib.loads)
-
-
-def read_json(path: Path) -> object:
-    """Return the content of a JSON file of any name.
-
-    Raises:
-        InvalidGeometry: `spec-malformed`.
-    """
-    return _read(path, json.loads)
+    return InvalidGeometry("spec-malformed", message)
 
 
 def _read(path: Path, parse: Callable[[str], object]) -> object:
     try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise _malformed(f"{path} is no UTF-8 text: {error}.") from None
+        return parse(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise _malformed(f"{path} cannot be read: {error.strerror or error}.") from None
-    except ValueError as error:  # a name that no file can have
-        raise _malformed(f"{str(path)!r} cannot be read: {error}.") from None
-    try:
-        value = parse(text)
-    except ValueError as error:
-        raise _malformed(f"{path} does not parse: {error}.") from None
     except RecursionError:
-        value = None
-        is_deep = True
-    else:
-        is_deep = _is_deep(value)
-    if is_deep:
-        raise _malformed(f"{path} is nested more than {_MOST_LEVELS} levels deep.")
-    return value
-
-
-def _is_deep(value: object) -> bool:
-    level: list[object] = [value]
-    for _ in range(_MOST_LEVELS):
-        level = [child for each in level for child in _children(each)]
-        if not level:
-            return False
-    return True
-
-
-def _children(value: object) -> list[object]:
-    if isinstance(value, dict):
-        return list(cast("dict[object, object]", value).values())
-    return cast("list[object]", value) if isinstance(value, list) else []
+        raise _malformed(f"{path} is nested too deeply.") from None
+    except ValueError as error:  # not UTF-8, neither JSON nor TOML, or a file name with a NUL byte
+        raise _malformed(f"{str(path)!r} does not parse: {error}.") from None

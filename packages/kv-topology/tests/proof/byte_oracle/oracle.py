@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from kv_topology import FieldLayout, Group, Member, RankGeometry, Region, TransferPlan
     from kv_topology.arithmetic import Ints, Rows
-    from kv_topology.plan.blocks import BlockListLike
+    from kv_topology.plan.blocks import AnyBlockList
 
     Rank = tuple[int, int]
     Bytes = npt.NDArray[np.uint8]
@@ -67,8 +67,8 @@ class Request:
         tokens: End of what is ordered, in tokens of the sequence.
     """
 
-    local: Sequence[BlockListLike]
-    peer: Sequence[BlockListLike]
+    local: Sequence[AnyBlockList]
+    peer: Sequence[AnyBlockList]
     tokens: int
 
 
@@ -97,7 +97,7 @@ class MemoryOfRank:
         strides = (region.page_stride_bytes, *(axis.stride_bytes for axis in part.axes), 1)
         return np.lib.stride_tricks.as_strided(of[at:], shape, strides)
 
-    def place_tags(self, lists: Sequence[BlockListLike], limits: Sequence[tuple[int, int]]) -> None:
+    def place_tags(self, lists: Sequence[AnyBlockList], limits: Sequence[tuple[int, int]]) -> None:
         """Write the tags of all cells of the given blocks, and mark them.
 
         Args:
@@ -281,19 +281,14 @@ def prove(
     return total
 
 
-def _place_whole_blocks(memory: MemoryOfRank, lists: Sequence[BlockListLike], tokens: int) -> None:
+def _place_whole_blocks(memory: MemoryOfRank, lists: Sequence[AnyBlockList], tokens: int) -> None:
     """Place the tags of all cells of the blocks that hold an ordered token; of a state list, its last block."""
     groups = memory.geometry.groups
-    ordered = [
-        blocks
-        if group.is_state
-        else BlockList(
-            list(blocks.ids)[: max(0, -(-(tokens - blocks.first_token) // group.span_tokens))],
-            blocks.first_token,
-            blocks.null,
-        )
-        for group, blocks in zip(groups, lists, strict=True)
-    ]
+    ordered: list[AnyBlockList] = []
+    for group, blocks in zip(groups, lists, strict=True):
+        ids, first, null = blocks
+        count = len(ids) if group.is_state else max(0, -(-(tokens - first) // group.span_tokens))
+        ordered.append(BlockList(ids[:count], first, null))
     memory.place_tags(ordered, [(0, sys.maxsize)] * len(groups))
 
 
@@ -319,29 +314,30 @@ def _covered(local: RankGeometry, producers: Mapping[Rank, RankGeometry], reques
             if layer in local.placements:
                 number = local.placements[layer][0][1].group
                 window = local.groups[number].window_tokens
-                begins = request.peer[placed[0][1].group].first_token
+                _, begins, _ = request.peer[placed[0][1].group]
                 if window and begins <= request.tokens - window + 1:
                     limits[number] = (begins, request.tokens)
     return limits
 
 
-def _pages_and_tokens(group: Group, blocks: BlockListLike) -> tuple[Ints, Ints]:
+def _pages_and_tokens(group: Group, blocks: AnyBlockList) -> tuple[Ints, Ints]:
     """Return the pages of real blocks, and the global token numbers in them, int64 (pages, page tokens).
 
     Of a state group only the last block counts: the state after the ordered tokens.
     """
-    ids = np.asarray(blocks.ids, dtype=np.int64)
+    block_ids, first, null = blocks
+    ids = np.asarray(block_ids, dtype=np.int64)
     places = np.arange(len(ids), dtype=np.int64)
     if group.is_state:
         ids, places = ids[-1:], places[-1:]
-    if blocks.null is not None:
-        ids, places = ids[ids != blocks.null], places[ids != blocks.null]
+    if null is not None:
+        ids, places = ids[ids != null], places[ids != null]
     inside = np.arange(group.pages_per_block, dtype=np.int64)
     pages = flat_outer_sum(ids * group.pages_per_block, inside)
     if group.is_state:
         return pages, np.empty((len(pages), 0), dtype=np.int64)
     deal = group.deal
-    own_first = blocks.first_token // deal.size
+    own_first = first // deal.size
     held = flat_outer_sum(own_first + places * group.block_tokens, np.arange(group.block_tokens, dtype=np.int64))
     turn, place = held // deal.interleave_tokens, held % deal.interleave_tokens
     tokens = (turn * deal.size + deal.rank) * deal.interleave_tokens + place if deal.size > 1 else held

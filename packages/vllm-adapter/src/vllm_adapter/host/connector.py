@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_adapter.config import check_mirror, load_settings
 from vllm_adapter.config.start_checks import check_start, streaming_warnings
 from vllm_adapter.host.cache_config import layer_caches
-from vllm_adapter.host.device_streams import device_marks, device_selector, request_amx
+from vllm_adapter.host.device_streams import device_selector, request_amx, streams_of
 from vllm_adapter.host.factory import register_connector
 from vllm_adapter.host.metadata import RankEnvelope, StepMetadata, WorkerReport
 from vllm_adapter.host.metrics import PromMetrics, TransferStats
@@ -35,7 +35,6 @@ from vllm_adapter.steps import StepReport
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import CopyBlocksOp
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.block_pool import BlockPool
@@ -259,7 +258,7 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
             kv_caches = self._mirror.tensors
         caches = layer_caches(kv_caches, self._cache_config, self._layers)
         pages = TorchPages(kv_caches.values())
-        marks = device_marks(kv_caches.values())
+        marks = streams_of(next(iter(kv_caches.values())).device)
         self._worker_side.register(caches, pages, self._mirror, select_device=select_device, marks=marks)
 
     def unregister_kv_caches(self) -> None:
@@ -269,11 +268,6 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
     def restore_kv_caches(self) -> None:
         """Register the cache again after the host has mapped it again; do nothing if it was never deregistered."""
         self._worker_side.restore()
-
-    def set_host_xfer_buffer_ops(self, copy_operation: CopyBlocksOp) -> None:
-        """Store the platform's operation that copies blocks between device and host."""
-        if self._mirror is not None:
-            self._mirror.use(copy_operation)
 
     def get_handshake_metadata(self) -> RankEnvelope | None:
         """Return the envelope that the side channel serves for this rank."""

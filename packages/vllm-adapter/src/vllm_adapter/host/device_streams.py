@@ -8,7 +8,7 @@ been reached, and when none is free, another piece is allocated.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 
@@ -17,55 +17,16 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CudaStreams",
-    "DeviceStreams",
     "PinnedPieces",
-    "TorchMarks",
-    "device_marks",
     "device_selector",
     "request_amx",
     "streams_of",
 ]
 
 
-class DeviceStreams(Protocol):
-    """The streams of one device. Streams and events are opaque."""
-
-    def current(self) -> Any:  # noqa: ANN401
-        """Return the calling thread's stream."""
-        ...
-
-    def make(self) -> Any:  # noqa: ANN401
-        """Return a new stream."""
-        ...
-
-    def queue(self, stream: Any, work: Callable[[], None]) -> None:  # noqa: ANN401
-        """Queue the device work of `work` on this stream; returns before the work is done."""
-        ...
-
-    def mark(self, stream: Any) -> Any:  # noqa: ANN401
-        """Return an event behind all the work queued on this stream."""
-        ...
-
-    def wait(self, stream: Any, event: Any) -> None:  # noqa: ANN401
-        """Let later work of this stream wait for an event; the calling thread does not wait."""
-        ...
-
-    def is_over(self, event: Any) -> bool:  # noqa: ANN401
-        """Return whether an event has been reached."""
-        ...
-
-    def synchronize(self, stream: Any) -> None:  # noqa: ANN401
-        """Wait until the stream has done all its work. Never called on the engine thread."""
-        ...
-
-    def pinned(self, size_bytes: int) -> torch.Tensor:
-        """Return new pinned host memory, as bytes."""
-        ...
-
-
 @final
 class CudaStreams:
-    """The streams of a CUDA device."""
+    """The streams of a CUDA device. Streams and events are opaque."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -79,18 +40,18 @@ class CudaStreams:
         return torch.cuda.Stream(self._device)
 
     def queue(self, stream: Any, work: Callable[[], None]) -> None:  # noqa: ANN401
-        """Call `work` with this stream as the current one."""
+        """Queue the device work of `work` on this stream; returns before the work is done."""
         with torch.cuda.stream(stream):
             work()
 
-    def mark(self, stream: Any) -> Any:  # noqa: ANN401
-        """Return an event behind all the work queued on this stream."""
+    def mark(self, stream: Any = None) -> Any:  # noqa: ANN401
+        """Return an event behind all the work queued on this stream, by default the calling thread's."""
         event = torch.cuda.Event()
         event.record(stream)
         return event
 
     def wait(self, stream: Any, event: Any) -> None:  # noqa: ANN401
-        """Let later work of this stream wait for an event."""
+        """Let later work of this stream wait for an event; the calling thread does not wait."""
         stream.wait_event(event)
 
     def is_over(self, event: Any) -> bool:  # noqa: ANN401
@@ -98,7 +59,7 @@ class CudaStreams:
         return bool(event.query())
 
     def synchronize(self, stream: Any) -> None:  # noqa: ANN401
-        """Wait until the stream has done all its work."""
+        """Wait until the stream has done all its work. Never called on the engine thread."""
         stream.synchronize()
 
     def pinned(self, size_bytes: int) -> torch.Tensor:
@@ -106,37 +67,9 @@ class CudaStreams:
         return torch.empty(size_bytes, dtype=torch.uint8, device=torch.device("cpu"), pin_memory=True)
 
 
-def streams_of(device: torch.device) -> DeviceStreams | None:
+def streams_of(device: torch.device) -> CudaStreams | None:
     """Return a device's streams; None where calls return only when done, or for an unsupported device."""
     return CudaStreams(device) if device.type == "cuda" else None
-
-
-@final
-class TorchMarks:
-    """Marks behind all the work queued on the calling thread's stream.
-
-    Args:
-        streams: The device's streams.
-    """
-
-    def __init__(self, streams: DeviceStreams) -> None:
-        self._streams = streams
-
-    def mark(self) -> object:
-        """Return an event behind all the work queued on the calling thread's stream."""
-        return self._streams.mark(self._streams.current())
-
-    def is_over(self, mark: object) -> bool:
-        """Return whether everything before the event is done."""
-        return self._streams.is_over(mark)
-
-
-def device_marks(tensors: Iterable[torch.Tensor]) -> TorchMarks | None:
-    """Return the marks of the device that holds the tensors; None where calls return only when done."""
-    for tensor in tensors:
-        streams = streams_of(tensor.device)
-        return TorchMarks(streams) if streams is not None else None
-    return None
 
 
 @final
@@ -151,7 +84,7 @@ class PinnedPieces:
         piece_bytes: Size of a piece, unless more is requested.
     """
 
-    def __init__(self, streams: DeviceStreams, piece_bytes: int) -> None:
+    def __init__(self, streams: CudaStreams, piece_bytes: int) -> None:
         self._streams = streams
         self._piece_bytes = piece_bytes
         self._pieces: list[tuple[torch.Tensor, Any]] = []

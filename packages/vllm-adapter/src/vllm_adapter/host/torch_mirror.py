@@ -14,7 +14,7 @@ blocks had another owner until then, but not for the current forward pass. The e
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Literal, final
+from typing import TYPE_CHECKING, final
 
 import torch
 
@@ -22,13 +22,10 @@ from vllm_adapter.host.device_streams import PinnedPieces, streams_of
 from vllm_adapter.host.torch_pages import PageFinder, rounds
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import CopyBlocksOp
-
-    from vllm_adapter.host.device_streams import DeviceStreams
-    from vllm_adapter.host.torch_pages import PageFamily
-    from vllm_adapter.worker.pages import PageCopy, PageRange
+    from vllm_adapter.host.device_streams import CudaStreams
+    from vllm_adapter.worker.pages import PageCopy
 
 __all__ = ["TorchMirror"]
 
@@ -53,12 +50,11 @@ class TorchMirror:
         tensors: Mapping[str, torch.Tensor],
         *,
         scratch_bytes: int = _SCRATCH_BYTES,
-        streams: DeviceStreams | None = None,
+        streams: CudaStreams | None = None,
     ) -> None:
         self._tensors = dict(tensors)
         self._scratch_bytes = scratch_bytes
         self._device = next(iter(self._tensors.values())).device
-        self._operation: CopyBlocksOp | None = None
         self._allocations: dict[int, torch.Tensor] = {}
         self.tensors = {name: self._twin(tensor) for name, tensor in self._tensors.items()}
         """The mirror's tensors by layer."""
@@ -67,8 +63,7 @@ class TorchMirror:
             for tensor in self._tensors.values()
         }
         self._finder = PageFinder(self.tensors.values())
-        # Saves run on a separate thread, restores on the engine's, so each needs its own buffer.
-        self._save_buffer, self._restore_buffer = _Buffer(self._device), _Buffer(self._device)
+        self._buffer = _Buffer(self._device)  # not for queued restores, which run beside saves
         self._streams = streams or streams_of(self._device)
         self._save_stream = self._streams.make() if self._streams is not None else None
         self._queue = _RestoreQueue(self._streams, self._device, scratch_bytes) if self._streams is not None else None
@@ -78,59 +73,59 @@ class TorchMirror:
         """Whether the device has streams that this class can use."""
         return self._streams is not None
 
-    def use(self, operation: CopyBlocksOp) -> None:
-        """Use the platform's own copy operation from now on, wherever a layer's tensor is a list of pages."""
-        if self._device.type != "cpu":
-            self._operation = operation
-
     def mark(self) -> object:
         """Return an event behind all the work of this thread; None where calls return only when done."""
-        return None if self._streams is None else self._streams.mark(self._streams.current())
+        return None if self._streams is None else self._streams.mark()
 
     @torch.inference_mode()
     def save(self, copies: Sequence[PageCopy], after: object) -> None:
         """Copy pages to the mirror once `after` has been reached; the copies are complete when this returns."""
         streams, stream = self._streams, self._save_stream
         if streams is None:
-            self._save(copies)
+            self._copy(copies, to_device=False)
             return
         streams.wait(stream, after)
-        streams.queue(stream, lambda: self._save(copies))
+        streams.queue(stream, lambda: self._copy(copies, to_device=False))
         streams.synchronize(stream)
-
-    def _save(self, copies: Sequence[PageCopy]) -> None:
-        for copy in copies:
-            rest = self._copy_by_operation(copy, "d2h")
-            for family in self._finder.families(rest):
-                self._copy(copy, family, self._on_device(family), family, self._save_buffer)
 
     @torch.inference_mode()
     def restore(self, copies: Sequence[PageCopy], after: object) -> None:
         """Copy pages to the device once `after` has been reached, before any later work of the calling thread."""
-        if self._queue is not None:
-            self._queue_restore(self._queue, copies, after)
+        if self._queue is None:
+            self._copy(copies, to_device=True)
             return
-        for copy in copies:
-            rest = self._copy_by_operation(copy, "h2d")
-            for family in self._finder.families(rest):
-                self._copy(copy, family, family, self._on_device(family), self._restore_buffer)
-
-    def _queue_restore(self, queue: _RestoreQueue, copies: Sequence[PageCopy], after: object) -> None:
-        queue.begin(after)
+        self._queue.begin(after)
         try:
             for copy in copies:
-                for family in self._finder.families(copy.ranges):
-                    word_bytes = family.word_bytes(_WIDEST_WORD_BYTES, copy.page_bytes)
-                    span = copy.page_bytes // word_bytes
-                    here, there = (f.words(0, word_bytes, span) for f in (family, self._on_device(family)))
-                    # Each page carries its number, so that a full round fills one piece exactly.
-                    fitting = max(1, self._scratch_bytes // (copy.page_bytes + _NUMBER_BYTES))
-                    for some_regions, some_pages in rounds(family.size, len(copy.pages), fitting):
+                # Each page carries its number, so that a full round fills one piece exactly.
+                fitting = max(1, self._scratch_bytes // (copy.page_bytes + _NUMBER_BYTES))
+                for here, there in self._families(copy):
+                    for some_regions, some_pages in rounds(len(here), len(copy.pages), fitting):
                         chosen = torch.from_numpy(copy.pages[some_pages])
-                        queue.copy(here[some_regions], there[some_regions], chosen)
+                        self._queue.copy(here[some_regions], there[some_regions], chosen)
         finally:
             # Needed even after a failure: these blocks get a new owner, and the queued copies must come before its work.
-            queue.end()
+            self._queue.end()
+
+    def _copy(self, copies: Sequence[PageCopy], *, to_device: bool) -> None:
+        for copy in copies:
+            for host, device in self._families(copy):
+                here, there = (host, device) if to_device else (device, host)
+                for regions, some_pages in rounds(len(here), len(copy.pages), self._scratch_bytes // copy.page_bytes):
+                    chosen = torch.from_numpy(copy.pages[some_pages])
+                    taken = self._buffer.take(here[regions], len(chosen))
+                    torch.index_select(here[regions], 1, chosen.to(here.device), out=taken)
+                    carried = self._buffer.carry(taken, there)
+                    there[regions].index_copy_(1, chosen.to(there.device), carried)
+                    self._buffer.settle()
+
+    def _families(self, copy: PageCopy) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield the pages (region, page, word) of each family, in the mirror and on the device."""
+        for family in self._finder.families(copy.ranges):
+            word_bytes = family.word_bytes(_WIDEST_WORD_BYTES, copy.page_bytes)
+            twin = family.moved(self._device_of[family.storage.data_ptr()], self._device)
+            span = copy.page_bytes // word_bytes
+            yield family.words(0, word_bytes, span), twin.words(0, word_bytes, span)
 
     def _twin(self, tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
@@ -145,52 +140,12 @@ class TorchMirror:
             tensor.stride(),
         )
 
-    def _on_device(self, family: PageFamily) -> PageFamily:
-        return family.moved(self._device_of[family.storage.data_ptr()], self._device)
-
-    def _copy_by_operation(self, copy: PageCopy, direction: Literal["d2h", "h2d"]) -> tuple[PageRange, ...]:
-        """Copy the ranges that the platform's operation supports, and return the remaining ranges."""
-        if self._operation is None:
-            return copy.ranges
-        names = self._whole_layers(copy)
-        if names:
-            host, device = ({name: tensors[name] for name in names} for tensors in (self.tensors, self._tensors))
-            source, target = (device, host) if direction == "d2h" else (host, device)
-            pages = copy.pages.tolist()
-            self._operation(source, target, pages, pages, direction)
-        done = {self.tensors[name].data_ptr() for name in names}
-        return tuple(pages for pages in copy.ranges if pages.address not in done)
-
-    def _whole_layers(self, copy: PageCopy) -> list[str]:
-        """Return the layers whose pages are the entries of their tensor's first axis, as the platform's operation counts them."""
-        counts = {pages.address: pages.count for pages in copy.ranges}
-        return [
-            name
-            for name, tensor in self.tensors.items()
-            if counts.get(tensor.data_ptr()) == tensor.shape[0] and len(tensor.shape) > 1
-        ]
-
-    def _copy(
-        self, copy: PageCopy, family: PageFamily, source: PageFamily, target: PageFamily, buffer: _Buffer
-    ) -> None:
-        word_bytes = family.word_bytes(_WIDEST_WORD_BYTES, copy.page_bytes)
-        span = copy.page_bytes // word_bytes
-        here, there = source.words(0, word_bytes, span), target.words(0, word_bytes, span)
-        for some_regions, some_pages in rounds(family.size, len(copy.pages), self._scratch_bytes // copy.page_bytes):
-            chosen = torch.from_numpy(copy.pages[some_pages])
-            part = here[some_regions]
-            taken = buffer.take(part, len(chosen), near_device=source.device.type != "cpu")
-            torch.index_select(part, 1, chosen.to(source.device), out=taken)
-            carried = buffer.carry(taken, there)
-            there[some_regions].index_copy_(1, chosen.to(target.device), carried)
-            buffer.settle()
-
 
 @final
 class _RestoreQueue:
     """A stream for copies from the mirror to the device. Engine thread only; never waits."""
 
-    def __init__(self, streams: DeviceStreams, device: torch.device, piece_bytes: int) -> None:
+    def __init__(self, streams: CudaStreams, device: torch.device, piece_bytes: int) -> None:
         self._streams = streams
         self._device = device
         self._stream = streams.make()
@@ -238,8 +193,8 @@ class _Buffer:
         self._host: torch.Tensor | None = None
         self._near: torch.Tensor | None = None
 
-    def take(self, like: torch.Tensor, pages: int, *, near_device: bool) -> torch.Tensor:
-        """Return dense (region, page, word) staging memory on the side of the source."""
+    def take(self, like: torch.Tensor, pages: int) -> torch.Tensor:
+        """Return dense (region, page, word) staging memory on the side of `like`."""
         regions, _, span = like.shape
         needed_bytes = regions * pages * span * like.element_size()
         if self._host is None or self._host.numel() < needed_bytes:
@@ -248,7 +203,7 @@ class _Buffer:
             )
             if self._device.type != "cpu":
                 self._near = torch.empty(needed_bytes, dtype=torch.uint8, device=self._device)
-        room = self._near if near_device and self._near is not None else self._host
+        room = self._near if like.device.type != "cpu" and self._near is not None else self._host
         return room[:needed_bytes].view(like.dtype).view(regions, pages, span)
 
     def carry(self, taken: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

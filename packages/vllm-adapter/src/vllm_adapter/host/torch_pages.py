@@ -23,7 +23,7 @@ from vllm_adapter.host.device_streams import PinnedPieces, streams_of
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from vllm_adapter.host.device_streams import DeviceStreams
+    from vllm_adapter.host.device_streams import CudaStreams
     from vllm_adapter.ports import PageNumbers
     from vllm_adapter.worker.pages import ConversionStep, PageRange, Permutation
 
@@ -157,7 +157,7 @@ class TorchPages:
         tensors: Iterable[torch.Tensor],
         *,
         scratch_bytes: int = _SCRATCH_BYTES,
-        streams: DeviceStreams | None = None,
+        streams: CudaStreams | None = None,
     ) -> None:
         tensors = list(tensors)
         self._finder = PageFinder(tensors)
@@ -171,7 +171,7 @@ class TorchPages:
         """Permute the pages of all steps, in place."""
         for step in steps:
             for family in self._finder.families(step.regions):
-                self._convert(family, step.permutation.aligned(*family.places_bytes), step.pages)
+                self._convert(family, step.permutation(*family.places_bytes), step.pages)
 
     def _convert(self, family: PageFamily, how: Permutation, pages: PageNumbers) -> None:
         words = family.words(how.start_bytes, how.word_bytes, how.span)

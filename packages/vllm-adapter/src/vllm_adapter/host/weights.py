@@ -41,8 +41,6 @@ _MOST_PIECES = 8192
 _MOST_HEADER_BYTES = 100_000_000  # the limit of safetensors itself
 _READERS = 16
 """Threads that read at once: a network file system takes about a millisecond for each piece."""
-_RUN = 32
-"""Pieces that a thread reads from a file before it takes the next ones."""
 _ADAPTER_CONFIG = "adapter_config.json"
 _MOST_ADAPTERS = 4096
 
@@ -146,27 +144,14 @@ def _spread(tensors: Sequence[_Tensor], most: int) -> list[_Tensor]:
 
 def _pieces(tensors: Sequence[_Tensor]) -> Iterator[tuple[_Tensor, bytes]]:
     """Yield bytes from the middle of each tensor; an embedding often begins with unused tokens."""
-    by_file: dict[Path, list[_Tensor]] = {}
-    for tensor in tensors:
-        by_file.setdefault(tensor.file, []).append(tensor)
-    runs = [each[first : first + _RUN] for each in by_file.values() for first in range(0, len(each), _RUN)]
-    with ThreadPoolExecutor(min(_READERS, len(runs)), thread_name_prefix="weights") as readers:
-        for found in readers.map(_read, runs):
-            yield from found
+    with ThreadPoolExecutor(_READERS, thread_name_prefix="weights") as readers:
+        yield from zip(tensors, readers.map(_read, tensors), strict=True)
 
 
-def _read(tensors: Sequence[_Tensor]) -> list[tuple[_Tensor, bytes]]:
-    """Read the pieces of some tensors of one file."""
-    descriptor = os.open(tensors[0].file, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        return [(each, _read_piece(descriptor, each)) for each in tensors]
-    finally:
-        os.close(descriptor)
-
-
-def _read_piece(descriptor: int, tensor: _Tensor) -> bytes:
+def _read(tensor: _Tensor) -> bytes:
     piece_bytes = min(_PIECE_BYTES, tensor.size_bytes)
-    return os.pread(descriptor, piece_bytes, tensor.first_byte + (tensor.size_bytes - piece_bytes) // 2)
+    with tensor.file.open("rb", buffering=0) as source:
+        return os.pread(source.fileno(), piece_bytes, tensor.first_byte + (tensor.size_bytes - piece_bytes) // 2)
 
 
 # ------------------------------------------------------------------------------------------------------------ adapters

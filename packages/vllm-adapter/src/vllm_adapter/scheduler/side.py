@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from vllm_adapter.cache.facts import EngineFacts
     from vllm_adapter.observe.answers import Answer
-    from vllm_adapter.ports import BlockIds, FinishDecision
+    from vllm_adapter.ports import BlockIds, FinishDecision, Streams
     from vllm_adapter.scheduler.chunks import ScheduledTokens
     from vllm_adapter.scheduler.hooks import Arrival, Ending
     from vllm_adapter.steps import Rank, RankRegistration, ReadFailure, TraceLink
@@ -70,8 +70,10 @@ class SchedulerSide:
         self._stats = Recorder()
         self._seals = TicketSeals(parts.make_fleet_secrets(), self._state)
         self._guards = HookGuards(CauseLog(now_s))
-        channel = self._make_channel(parts, CauseLog(now_s)) if parts.streams else None
-        self._streams = Streaming(facts, self._state, channel, self._guards) if channel is not None else None
+        channel, self._streams = None, None
+        if self._state.streams is not None:
+            channel = self._make_channel(parts, self._state.streams, CauseLog(now_s))
+            self._streams = Streaming(facts, self._state.streams, channel, self._guards)
         self._channel = SideChannel(facts.engine_id, parts.make_listener, channel)
         self._now_s = now_s
         self._chunks = PrefillChunks(
@@ -92,10 +94,10 @@ class SchedulerSide:
         # Arrivals that the machines refused: they know nothing of these requests, or another one by that id.
         self._not_admitted: set[str] = set()
 
-    def _make_channel(self, parts: SchedulerParts, log: CauseLog) -> StreamChannel:
+    def _make_channel(self, parts: SchedulerParts, streams: Streams, log: CauseLog) -> StreamChannel:
         seals, stats = self._seals, self._stats
         return StreamChannel(
-            self._state,
+            streams,
             parts.stream_codec,
             parts.make_ask_client,
             secrets=lambda: seals.current,
@@ -208,7 +210,8 @@ class SchedulerSide:
         self._shortage.allocated(request_id)
         self._trail.allocated(request_id, external_tokens=external_tokens)
         with self._guards("allocation", request_id):
-            self._state.give_offers(self._served.is_sure)
+            if self._state.streams is not None:
+                self._state.streams.produced.gives_offers = self._served.is_sure
             self._state.allocate(
                 request_id,
                 block_ids=self._transferable(block_ids),
@@ -308,7 +311,7 @@ class SchedulerSide:
         if plan.heartbeats:
             self._stats.observe("heartbeat_delay", self._state.heartbeat_delay_s)
         self._empty_steps = self._empty_steps + 1 if is_empty else 0
-        is_lacking = self._state.streams_lack_blocks
+        is_lacking = self._state.streams is not None and self._state.streams.consumed.lacks_blocks
         is_roomy = is_empty and 2 * self._free_blocks() > self._facts.block_count
         if self._shortage.lasts(now_s, is_empty=is_empty, streams_lack_blocks=is_lacking, is_roomy=is_roomy):
             self._give_way(now_s)
@@ -401,8 +404,8 @@ class SchedulerSide:
     def bind_free_blocks(self, free_blocks: Callable[[], int]) -> None:
         """Ask this for the free blocks of the host's pool before a stream takes some, and where a request seems to lack some."""
         self._free_blocks = free_blocks
-        if self._streams is not None:
-            self._state.bind_free_blocks(free_blocks)
+        if self._state.streams is not None:
+            self._state.streams.consumed.free_blocks = free_blocks
 
     def take_stats(self) -> dict[str, list[Any]] | None:
         """Return the observations since the last call by key, None for nothing."""

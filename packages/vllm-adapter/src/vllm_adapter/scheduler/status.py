@@ -41,8 +41,8 @@ def scheduler_status(
         "leased_blocks": draining.leased_blocks,
         "leased_bytes": draining.leased_bytes,
         "fence_slots_used": state.fence_slots_used,
-        "stream_slots_used": state.stream_slots_used,
-        "stream_blocks_held": state.stream_blocks_held,
+        "stream_slots_used": 0 if state.streams is None else state.streams.produced.slots_used,
+        "stream_blocks_held": 0 if state.streams is None else state.streams.consumed.blocks_held,
         **_requests(state, now_s),
     }
 

@@ -36,9 +36,9 @@ if TYPE_CHECKING:
         Codec,
         HandshakeClient,
         HandshakeListener,
-        SchedulerState,
         StreamOutcome,
         StreamQuestion,
+        Streams,
         StreamStanding,
     )
     from vllm_adapter.scheduler.hooks import Arrival, HookGuards
@@ -103,7 +103,7 @@ class StreamChannel:
     """Passes questions and answers on. Call `receive`, `send` and `close` on the scheduler's thread only.
 
     Args:
-        state: The request machines.
+        streams: The request machines of streams.
         codec: Encodes and decodes the messages.
         make_client: Creates the client, at the first question.
         secrets: Returns the fleet's secrets, empty if nothing is sealed; any thread.
@@ -114,7 +114,7 @@ class StreamChannel:
 
     def __init__(
         self,
-        state: SchedulerState,
+        streams: Streams,
         codec: Codec,
         make_client: Callable[[], HandshakeClient],
         *,
@@ -123,7 +123,7 @@ class StreamChannel:
         log: CauseLog,
         count: Callable[[str], None],
     ) -> None:
-        self._state = state
+        self._streams = streams
         self._codec = codec
         self._make_client = make_client
         self._secrets = secrets
@@ -176,14 +176,14 @@ class StreamChannel:
         """Send the machines' questions, answers and cancellations to the side channel; once a step."""
         self.publish()
         self._take_questions()  # questions that arrived before the answers that are published now
-        for each in self._state.take_stream_answers():
+        for each in self._streams.produced.take_answers():
             self._answer(each.asker, each.answer)
-        questions = self._state.take_stream_questions()  # also cancels questions that have waited too long
-        for request_id, number in self._state.take_stream_cancels():
+        questions = self._streams.take_questions()  # also cancels questions that have waited too long
+        for request_id, number in self._streams.consumed.take_cancels():
             cancel = self._cancels.pop((request_id, number), None)
             if cancel is not None:
                 cancel()
-        for outcome in self._state.take_stream_outcomes():
+        for outcome in self._streams.consumed.take_outcomes():
             self._note_outcome(outcome)
         for question in questions:
             self._ask(question)
@@ -191,7 +191,7 @@ class StreamChannel:
     def publish(self) -> None:
         """Publish the current answers, so that the listener's thread can give them by itself."""
         board = self._board
-        for standing in self._state.take_stream_standings():
+        for standing in self._streams.produced.take_standings():
             board.pop(standing.hand_over_id, None)
             if standing.answer is not None:
                 board[standing.hand_over_id] = standing
@@ -219,7 +219,7 @@ class StreamChannel:
     def _take_question(self, asker: str, question: Mapping[str, object]) -> None:
         self._asked[asker] = question
         try:
-            self._state.stream_question(asker, {key: value for key, value in question.items() if key != "nonce"})
+            self._streams.produced.ask(asker, {key: value for key, value in question.items() if key != "nonce"})
         except Exception as error:  # noqa: BLE001 - one peer's question fails alone
             self._log.error("stream-question", "a peer's question for a hand-over was refused", trace=error)
             self._answer(asker, {"kind": "no", "reason": "withdrawn"})
@@ -228,7 +228,7 @@ class StreamChannel:
         known = self._asked.pop(asker, None)
         try:
             if known is not None:
-                self._state.stream_cancelled(asker, str(known["hand_over_id"]))
+                self._streams.produced.cancel(asker, str(known["hand_over_id"]))
         except Exception as error:  # noqa: BLE001 - one peer's question fails alone
             self._log.error("stream-question", "a peer's question could not be taken back", trace=error)
 
@@ -280,7 +280,7 @@ class StreamChannel:
     def _take_answer(self, event: _Answered, now_s: float) -> None:
         self._cancels.pop((event.request_id, event.number), None)
         try:
-            self._state.stream_answered(event.request_id, event.number, event.answer, now_s=now_s)
+            self._streams.answered(event.request_id, event.number, event.answer, now_s=now_s)
         except Exception as error:  # noqa: BLE001 - one peer's answer fails alone
             self._log.error("stream-answered", "request %s: an answer was refused", event.request_id, trace=error)
 
@@ -404,14 +404,14 @@ class Streaming:
 
     Args:
         facts: This engine.
-        state: The request machines.
+        streams: The request machines of streams.
         channel: Passes questions and answers on.
         guards: Turns an exception of the machines into a log line.
     """
 
-    def __init__(self, facts: EngineFacts, state: SchedulerState, channel: StreamChannel, guards: HookGuards) -> None:
+    def __init__(self, facts: EngineFacts, streams: Streams, channel: StreamChannel, guards: HookGuards) -> None:
         self._facts = facts
-        self._state = state
+        self._streams = streams
         self._channel = channel
         self._guards = guards
         self._logged: set[str] = set()
@@ -429,7 +429,7 @@ class Streaming:
         if not reason:
             return
         with self._guards("hand-over in one piece", arrival.request_id):
-            self._state.stream_whole(arrival.request_id)
+            self._streams.produced.hand_over_whole(arrival.request_id)
         if reason not in self._logged:
             self._logged.add(reason)
             _logger.warning("prompts such as that of request %s are handed over whole: %s", arrival.request_id, reason)
@@ -485,7 +485,7 @@ class Streaming:
         """Record the streams that have ended on a rank, and whether their fence held there."""
         for request_id, rank, is_done in ends:
             with self._guards("end of a stream", request_id):
-                self._state.stream_ended(request_id, rank, is_done=is_done)
+                self._streams.ended(request_id, rank, is_done=is_done)
 
     def close(self) -> None:
         """Stop asking questions; idempotent."""

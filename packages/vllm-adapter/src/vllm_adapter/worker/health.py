@@ -1,4 +1,4 @@
-"""State of a rank beside its reads: asleep (vLLM's sleep mode), its transfer thread dead, and what `vllm-adapter status` shows.
+"""State of a rank beside its reads: asleep (vLLM's sleep mode), its transfer thread dead or stalled, and its `status`.
 
 Theory of operation. Before the host unmaps the memory, the registration is closed. Every read ends with the code `asleep`, even
 if its data has just arrived, because its pages are about to be lost. Every lease ends with its fence void. Then the agent is
@@ -9,7 +9,7 @@ Once the memory is mapped again, at the same addresses but empty, everything is 
 generation. Requests outlive the sleep: a request that was announced to this worker before has a word in the old fence array and
 KV in the lost memory. Such a request is *lost* until the host restarts it: then its new word is written into the new array, and
 KV computed from there on may be handed over. If a lost request is granted a lease all the same, the lease ends at once, and
-without a fence word no reader accepts its pages as valid (`ports.AnnouncedFences`).
+without a fence word no reader accepts its pages as valid (`ports.WorkerState`).
 
 After the transfer thread has died, the engine goes on without hand-overs. The next step voids the words of all requests, and
 from then on every order is answered; once the thread has closed its agent, its remaining reads and leases end. A sleep and
@@ -22,41 +22,28 @@ time, only its health is shown.
 from __future__ import annotations
 
 import threading
+import time
 from contextlib import suppress
-from dataclasses import replace
 from typing import TYPE_CHECKING, final
 
-from vllm_adapter.steps import ASLEEP, ASLEEP_MESSAGE, ReadEnd, ReadTimes
-from vllm_adapter.worker.pages import FinishedRead
+from vllm_adapter.steps import ReadEnd, ReadTimes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from vllm_adapter.cache.facts import EngineFacts
-    from vllm_adapter.observe.answers import Answer, HealthEntry
+    from vllm_adapter.observe.answers import Answer
     from vllm_adapter.observe.recorder import Recorder
-    from vllm_adapter.ports import ReadOrder, ThreadHealth, TransferThread
+    from vllm_adapter.ports import ReadOrder, TransferThread
     from vllm_adapter.worker.registration import Registration
 
-__all__ = [
-    "MOST_ENTRIES",
-    "ThreadWatch",
-    "fail_reads",
-    "failed_instead",
-    "worker_status",
-]
+__all__ = ["MOST_ENTRIES", "ThreadWatch", "fail_reads", "worker_status"]
 
 
-def failed_instead(finished: FinishedRead, code: str = ASLEEP, message: str = ASLEEP_MESSAGE) -> FinishedRead:
-    """Return a good read as a failed one, because its pages must not be used; a failed read is returned unchanged."""
-    if not finished.end.is_ok:
-        return finished
-    return FinishedRead(replace(finished.end, code=code, message=message))
-
-
-def fail_reads(reads: Iterable[ReadOrder], now_s: float, code: str, message: str) -> list[FinishedRead]:
+def fail_reads(reads: Iterable[ReadOrder], code: str, message: str) -> list[ReadEnd]:
     """Return failed ends for reads that are ordered while nothing is registered."""
-    return [FinishedRead(ReadEnd(order, code, message, ReadTimes(now_s), now_s)) for order in reads]
+    now_s = time.monotonic()
+    return [ReadEnd(order, code, message, ReadTimes(now_s), now_s) for order in reads]
 
 
 @final
@@ -70,51 +57,36 @@ class ThreadWatch:
 
     def __init__(self, recorder: Recorder, engine_id: str) -> None:
         self._recorder = recorder
-        self._engine_id = engine_id
-        self._errors: tuple[TransferThread, int] | None = None
-        self._reported_dead: TransferThread | None = None
-        self._is_stuck = False
+        self._thread = f"the transfer thread of engine {engine_id}"
+        self._agent: TransferThread | None = None
+        self._errors = 0
+        self._state = ""
 
     def check(self, agent: TransferThread | None) -> None:
         """Report changes since the last call; None while nothing is registered."""
-        held = agent.quarantine() if agent is not None else ()
-        self._recorder.level("quarantined_bytes", sum(entry.bytes_at_risk for entry in held))
+        recorder = self._recorder
+        if agent is not self._agent:
+            self._agent, self._errors, self._state = agent, 0, ""
         if agent is None:
-            self._recorder.level("stuck_threads", 0)
+            recorder.level("quarantined_bytes", 0)
+            recorder.level("stuck_threads", 0)
             return
+        recorder.level("quarantined_bytes", sum(entry.bytes_at_risk for entry in agent.quarantine()))
         health = agent.health()
-        self._check_errors(agent, health)
-        self._check_state(agent, health.state)
-
-    def _check_errors(self, agent: TransferThread, health: ThreadHealth) -> None:
-        """Count new errors of callbacks and turns; log each increase once, with the traceback of the latest error."""
-        errors = health.callback_errors + health.loop_errors
-        known = self._errors[1] if self._errors is not None and self._errors[0] is agent else 0
-        self._errors = (agent, errors)
-        if errors > known:
-            self._recorder.count("num_callback_errors", errors - known)
-            self._recorder.error(
-                "thread-errors",
-                f"the transfer thread of engine {self._engine_id} caught {errors - known} unexpected errors; "
-                f"the latest: {health.last_error}",
-                health.last_traceback,
-            )
-
-    def _check_state(self, agent: TransferThread, state: str) -> None:
-        is_stuck = state == "stuck"
-        self._recorder.level("stuck_threads", int(state in {"stuck", "dead"}))
-        if is_stuck and not self._is_stuck:
-            self._recorder.error(
-                "thread-stuck",
-                f"the transfer thread of engine {self._engine_id} is stuck in one turn: no read and no lease of this rank "
-                "makes progress",
-            )
-        self._is_stuck = is_stuck
-        if state == "dead" and self._reported_dead is not agent:
-            self._reported_dead = agent
-            self._recorder.error(
-                "thread-dead", f"the transfer thread of engine {self._engine_id} has died; restart this engine"
-            )
+        errors = health.callback_errors + health.loop_errors - self._errors
+        if errors > 0:  # each increase is logged once, with the traceback of the latest error
+            self._errors += errors
+            recorder.count("num_callback_errors", errors)
+            text = f"{self._thread} caught {errors} unexpected errors; the latest: {health.last_error}"
+            recorder.error("thread-errors", text, health.last_traceback)
+        recorder.level("stuck_threads", int(health.state in {"stuck", "dead"}))
+        if health.state != self._state:
+            self._state = health.state
+            if health.state == "stuck":
+                text = f"{self._thread} is stuck in one turn: no read and no lease of this rank makes progress"
+                recorder.error("thread-stuck", text)
+            elif health.state == "dead":
+                recorder.error("thread-dead", f"{self._thread} has died; restart this engine")
 
 
 MOST_ENTRIES = 50
@@ -148,28 +120,22 @@ def worker_status(
         return status
     agent = registration.agent
     described = _described(registration)
-    held, stalls = agent.quarantine(), agent.stalls()
-    figures = agent.statistics()
+    held, stalls, health, figures = agent.quarantine(), agent.stalls(), agent.health(), agent.statistics()
     return {
         **status,
-        "thread": _health(agent),
+        "thread": {
+            "state": health.state,
+            "calls_waiting": health.calls_waiting,
+            "errors": health.callback_errors + health.loop_errors,
+            "last_error": health.last_error,
+            "ucx_requests": health.ucx_requests,
+        },
         "quarantined_transfers": len(held),
         "quarantined_bytes": sum(entry.bytes_at_risk for entry in held),
         "stalled_transfers": len(stalls),
         "stalled_bytes": sum(entry.bytes_left for entry in stalls),
         "figures": {name: figures[name] for name in _FIGURES if name in figures},
         **described,
-    }
-
-
-def _health(agent: TransferThread) -> HealthEntry:
-    health = agent.health()
-    return {
-        "state": health.state,
-        "calls_waiting": health.calls_waiting,
-        "errors": health.callback_errors + health.loop_errors,
-        "last_error": health.last_error,
-        "ucx_requests": health.ucx_requests,
     }
 
 

@@ -5,8 +5,9 @@ Conversion of staged reads: received pages hold the producer's byte order and ar
 Theory of operation. A staged plan reads whole pages as the producer stores them, because a direct plan would need a descriptor
 for every run of bytes that is contiguous on both sides. For each local region, the plan lists the moves of a received page's
 cells (`kv_topology.PageMove`, in bytes). This module turns them into a few *steps*: regions with the same permutation share
-one step, neighbouring cells that stay together are joined, and lengths are counted in the widest word that divides them all.
-The host's tensor library executes a step over all its regions and pages at once (`torch_pages.py`); nothing here touches memory.
+one step, cells that stay together are joined, and lengths are counted in the widest word that divides them all and the places
+in memory. The host's tensor library executes a step over all its regions and pages at once (`torch_pages.py`); nothing here
+touches memory.
 
 Worked example. A page of 2 heads x 4 tokens x 8 bytes was received tokens first and is wanted heads first. The plan's move is
 `shape (1, 4, 2, 8)` for (unit, token, head, byte), `source_strides (64, 16, 8, 1)`, `target_strides (64, 8, 32, 1)`,
@@ -33,7 +34,7 @@ from __future__ import annotations
 import math
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple, Protocol, final
 
@@ -48,7 +49,6 @@ if TYPE_CHECKING:
     from vllm_adapter.steps import ReadEnd
 
 __all__ = [
-    "FinishedRead",
     "ConversionStep",
     "HostMirror",
     "MirrorMemory",
@@ -65,36 +65,7 @@ __all__ = [
 _WIDEST_WORD_BYTES = 8
 
 
-class _PlainMove(NamedTuple):
-    """A move of the plan as a hashable value, in bytes."""
-
-    shape: tuple[int, ...]
-    element_bytes: int
-    source_offset: int
-    source_strides: tuple[int, ...]
-    target_offset: int
-    target_strides: tuple[int, ...]
-
-
-class _JoinedAxis(NamedTuple):
-    """An axis that remains in a move: its number of steps, and bytes per step on both sides."""
-
-    steps: int
-    source: int
-    target: int
-
-
-class _JoinedMove(NamedTuple):
-    """A move whose contiguous axes are joined, with its start on both sides, in bytes from the first permuted byte."""
-
-    axes: tuple[_JoinedAxis, ...]
-    run_bytes: int
-    source: int
-    target: int
-
-
-@dataclass(frozen=True, slots=True)
-class WordMove:
+class WordMove(NamedTuple):
     """A strided copy from a received page to the final one, in words; the last axis is contiguous on both sides."""
 
     shape: tuple[int, ...]
@@ -103,19 +74,8 @@ class WordMove:
     target_offset: int
     target_strides: tuple[int, ...]
 
-    def narrowed(self, parts: int) -> WordMove:
-        """Return the same move in words of 1/`parts` of the width."""
-        return WordMove(
-            (*self.shape[:-1], self.shape[-1] * parts),
-            self.source_offset * parts,
-            (*(stride * parts for stride in self.source_strides[:-1]), 1),
-            self.target_offset * parts,
-            (*(stride * parts for stride in self.target_strides[:-1]), 1),
-        )
 
-
-@dataclass(frozen=True, slots=True)
-class Permutation:
+class Permutation(NamedTuple):
     """A rearrangement of the words of a page.
 
     Attributes:
@@ -130,18 +90,8 @@ class Permutation:
     span: int
     moves: tuple[WordMove, ...]
 
-    def aligned(self, *places_bytes: int) -> Permutation:
-        """Return the same permutation in words small enough that all these memory addresses are aligned to them."""
-        word_bytes = math.gcd(self.word_bytes, *places_bytes)
-        parts = self.word_bytes // word_bytes
-        if parts == 1:
-            return self
-        return Permutation(
-            word_bytes, self.start_bytes, self.span * parts, tuple(move.narrowed(parts) for move in self.moves)
-        )
 
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, order=True)
 class PageRange:
     """The pages of a region: page n begins at `address + n * stride_bytes`."""
 
@@ -155,14 +105,22 @@ class ConversionStep:
     """A permutation of the same pages of several regions.
 
     Attributes:
-        permutation: Permutation to apply to each page.
+        start: First byte of a page that is permuted.
+        stop: Byte after the last that is permuted.
+        moves: Copies within a page that together fill [start, stop).
         regions: Page ranges of the regions; each one once, ascending.
         pages: Numbers of the pages, each once.
     """
 
-    permutation: Permutation
+    start: int
+    stop: int
+    moves: tuple[PageMove, ...]
     regions: tuple[PageRange, ...]
     pages: PageNumbers
+
+    def permutation(self, *places_bytes: int) -> Permutation:
+        """Return the permutation in the widest words to which all these places in memory are aligned."""
+        return _permutation(self.start, self.stop, self.moves, places_bytes)
 
 
 class PageConverter(Protocol):
@@ -180,7 +138,7 @@ def page_ranges(document: GeometryDocument) -> tuple[PageRange, ...]:
     """Return the page ranges of a geometry document, by region number."""
     return tuple(
         PageRange(region["base_address"], region["page_stride_bytes"], region["page_count"])
-        for region in document.get("regions", ())
+        for region in document["regions"]
     )
 
 
@@ -193,75 +151,50 @@ def conversion_steps(
         staged: Regions whose pages the plan leaves unpermuted, with the numbers of their pages.
         ranges: Page ranges, by region number.
     """
-    alike: dict[tuple[int, int, int, tuple[_PlainMove, ...]], tuple[set[PageRange], PageNumbers]] = {}
+    alike: dict[tuple[int, int, int, tuple[PageMove, ...]], tuple[set[PageRange], PageNumbers]] = {}
     for region, pages in staged:
         if len(pages):
-            key = (region.group, region.start, region.stop, tuple(_plain(move) for move in region.moves))
+            key = (region.group, region.start, region.stop, region.moves)
             # A set, because pages that two layers share are read once and permuted once.
             alike.setdefault(key, (set(), pages))[0].add(ranges[region.region])
     return tuple(
-        ConversionStep(_permutation(start, stop, moves), tuple(sorted(places, key=lambda p: p.address)), pages)
+        ConversionStep(start, stop, moves, tuple(sorted(places)), pages)
         for (_, start, stop, moves), (places, pages) in alike.items()
     )
 
 
-def _plain(move: PageMove) -> _PlainMove:
-    return _PlainMove(
-        tuple(move.shape),
-        move.element_bytes,
-        move.source_offset,
-        tuple(move.source_strides),
-        move.target_offset,
-        tuple(move.target_strides),
-    )
-
-
 @lru_cache(maxsize=256)
-def _permutation(start: int, stop: int, moves: tuple[_PlainMove, ...]) -> Permutation:
-    """Return a page's moves in the widest word that divides all their lengths, places and strides."""
-    joined = [_join(move, start) for move in moves]
-    word_bytes = math.gcd(_WIDEST_WORD_BYTES, start, stop - start)
-    for move in joined:
-        strides = [stride for axis in move.axes for stride in (axis.source, axis.target)]
-        word_bytes = math.gcd(word_bytes, move.run_bytes, move.source, move.target, *strides)
-    return Permutation(
-        word_bytes, start, (stop - start) // word_bytes, tuple(_in_words(move, word_bytes) for move in joined)
+def _permutation(start: int, stop: int, moves: tuple[PageMove, ...], places_bytes: tuple[int, ...]) -> Permutation:
+    joined = [(move, *_joined(move)) for move in moves]
+    word_bytes = math.gcd(_WIDEST_WORD_BYTES, start, stop, *places_bytes)
+    for move, run_bytes, axes in joined:
+        strides = [stride for _, source, target in axes for stride in (source, target)]
+        word_bytes = math.gcd(word_bytes, run_bytes, move.source_offset, move.target_offset, *strides)
+    word_moves = tuple(
+        WordMove(
+            (*(steps for steps, _, _ in axes), run_bytes // word_bytes),
+            (move.source_offset - start) // word_bytes,
+            (*(source // word_bytes for _, source, _ in axes), 1),
+            (move.target_offset - start) // word_bytes,
+            (*(target // word_bytes for _, _, target in axes), 1),
+        )
+        for move, run_bytes, axes in joined
     )
+    return Permutation(word_bytes, start, (stop - start) // word_bytes, word_moves)
 
 
-def _in_words(move: _JoinedMove, word_bytes: int) -> WordMove:
-    return WordMove(
-        (*(axis.steps for axis in move.axes), move.run_bytes // word_bytes),
-        move.source // word_bytes,
-        (*(axis.source // word_bytes for axis in move.axes), 1),
-        move.target // word_bytes,
-        (*(axis.target // word_bytes for axis in move.axes), 1),
-    )
+def _joined(move: PageMove) -> tuple[int, list[tuple[int, int, int]]]:
+    """Return the bytes of a run that stays together on both sides, and the remaining axes (steps, source, target stride).
 
-
-def _join(move: _PlainMove, start: int) -> _JoinedMove:
-    """Return the axes that remain of a move after joining those that are contiguous on both sides.
-
-    Example: cells of 8 bytes, axes (count, source, target) = (4, 8, 8), (2, 64, 32): the first axis is contiguous (its stride
-    is the cell), so the run grows to 32 bytes; the second one is not contiguous at the source (64) and stays.
+    Example: cells of 8 bytes, axes (4, 8, 8), (2, 64, 32): the first axis is contiguous on both sides (its stride is the cell),
+    so the run grows to 32 bytes; the second one is not contiguous at the source and stays.
     """
     run_bytes = move.element_bytes
-    axes = [
-        _JoinedAxis(*axis)
-        for axis in zip(move.shape, move.source_strides, move.target_strides, strict=True)
-        if axis[0] > 1
-    ]
-    while (touching := next((axis for axis in axes if axis.source == axis.target == run_bytes), None)) is not None:
+    axes = [axis for axis in zip(move.shape, move.source_strides, move.target_strides, strict=True) if axis[0] > 1]
+    while (touching := next((axis for axis in axes if axis[1] == axis[2] == run_bytes), None)) is not None:
         axes.remove(touching)
-        run_bytes *= touching.steps
-    joined: list[_JoinedAxis] = []
-    for axis in sorted(axes, key=lambda axis: axis.source, reverse=True):
-        merged = axis
-        if joined and joined[-1][1:] == (axis.source * axis.steps, axis.target * axis.steps):
-            # The outer axis continues where the inner one ends, on both sides, so the two become one axis.
-            merged = axis._replace(steps=axis.steps * joined.pop().steps)
-        joined.append(merged)
-    return _JoinedMove(tuple(joined), run_bytes, move.source_offset - start, move.target_offset - start)
+        run_bytes *= touching[0]
+    return run_bytes, axes
 
 
 @dataclass(frozen=True, slots=True)
@@ -406,10 +339,7 @@ def _regions_by_group(document: GeometryDocument) -> list[dict[int, tuple[PageRa
     for region, pages in zip(document["regions"], page_ranges(document), strict=True):
         for group in {member.group for member in region["members"]}:
             found[group].setdefault(region["page_bytes"], set()).add(pages)
-    return [
-        {page_bytes: tuple(sorted(ranges, key=lambda r: r.address)) for page_bytes, ranges in by_size.items()}
-        for by_size in found
-    ]
+    return [{page_bytes: tuple(sorted(ranges)) for page_bytes, ranges in by_size.items()} for by_size in found]
 
 
 def _done_now(memory: MirrorMemory, copies: Sequence[PageCopy], after: object) -> Future[None]:
@@ -423,22 +353,6 @@ def _done_now(memory: MirrorMemory, copies: Sequence[PageCopy], after: object) -
     return future
 
 
-_FAILURES = {
-    "conversion": ("conversion-failed", "num_failed_conversions"),
-    "mirror_restore": ("mirror-copy-failed", "num_failed_mirror_copies"),
-}
-"""Completion step -> (code, statistic) of its failure."""
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class FinishedRead:
-    """The end of a read, and the work that the engine thread must still do on the pages of a good one."""
-
-    end: ReadEnd
-    conversion: tuple[ConversionStep, ...] = ()
-
-
 @final
 class ReadCompletion:
     """Completes good reads. Engine thread only.
@@ -447,38 +361,46 @@ class ReadCompletion:
         converter: Permutes the bytes of received pages; None if no plan needs that.
         mirror: Copies received blocks to the device; None without host-buffer mode.
         recorder: Records observations.
+        document: This rank's geometry document; None before registration.
     """
 
-    def __init__(self, converter: PageConverter | None, mirror: HostMirror | None, recorder: Recorder) -> None:
+    def __init__(
+        self,
+        converter: PageConverter | None,
+        mirror: HostMirror | None,
+        recorder: Recorder,
+        document: GeometryDocument | None = None,
+    ) -> None:
         self._converter = converter
         self._mirror = mirror
         self._recorder = recorder
+        self._ranges = page_ranges(document) if document is not None else ()
 
-    def complete(self, finished: FinishedRead) -> ReadEnd:
+    def complete(self, end: ReadEnd) -> ReadEnd:
         """Complete a read and return its end, which is a failed one if a step failed."""
-        end, conversion = finished.end, finished.conversion
-        if end.is_ok and conversion:
-            end = self._attempt(end, "conversion", lambda: self._convert(conversion))
-        mirror = self._mirror
-        if end.is_ok and mirror is not None and end.order.is_reported:
-            blocks = [blocks.ids for blocks in end.order.local_blocks]
-            end = self._attempt(end, "mirror_restore", lambda: mirror.restore(blocks))
+        if end.is_ok and end.staged:
+            end = self._attempt(end, "conversion", self._convert, "conversion-failed", "num_failed_conversions")
+        if end.is_ok and self._mirror is not None and end.order.is_reported:
+            end = self._attempt(end, "mirror_restore", self._restore, "mirror-copy-failed", "num_failed_mirror_copies")
         return end
 
-    def _convert(self, steps: Sequence[ConversionStep]) -> None:
+    def _convert(self, end: ReadEnd) -> None:
         if self._converter is None:
             raise RuntimeError("a staged plan was made without a converter")
-        self._converter.convert(steps)
+        self._converter.convert(conversion_steps(end.staged, self._ranges))
 
-    def _attempt(self, end: ReadEnd, step: str, action: Callable[[], None]) -> ReadEnd:
+    def _restore(self, end: ReadEnd) -> None:
+        if self._mirror is not None:
+            self._mirror.restore([blocks.ids for blocks in end.order.local_blocks])
+
+    def _attempt(self, end: ReadEnd, step: str, action: Callable[[ReadEnd], None], code: str, counter: str) -> ReadEnd:
         """Run a completion step, record its duration, and turn an exception into a failed end."""
-        code, counter = _FAILURES[step]
         began_s = time.perf_counter()
         try:
-            action()
+            action(end)
         except Exception as error:  # noqa: BLE001  (the request fails, the engine goes on)
             self._recorder.trouble(f"completion of a read ({step})", error, f"request {end.order.request_id}")
             self._recorder.count(counter)
-            return replace(end, code=code, message=f"{type(error).__name__}: {error}")
+            return end.failed(code, f"{type(error).__name__}: {error}")
         self._recorder.observe(f"{step}_duration", time.perf_counter() - began_s)
         return end

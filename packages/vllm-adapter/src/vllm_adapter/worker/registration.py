@@ -3,53 +3,50 @@
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
-from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, final
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple, final
 
-from vllm_adapter.cache.geometry import local_document, registration_ranges
+from vllm_adapter.cache.geometry import registration_ranges
 from vllm_adapter.errors import AdapterError
 from vllm_adapter.steps import ASLEEP, ASLEEP_MESSAGE
-from vllm_adapter.worker.transfer.leases import LeaseKeeper, StreamedLeases
-from vllm_adapter.worker.transfer.parts import PeerLimits, PeerPlanner, ReadLimits, TransferParts
-from vllm_adapter.worker.transfer.reads import ReadCoordinator, StreamReading
-from vllm_adapter.worker.transfer.stream_records import StreamGroup, StreamShape
+from vllm_adapter.worker.transfer.leases import LeaseKeeper
+from vllm_adapter.worker.transfer.planner import PeerPlanner
+from vllm_adapter.worker.transfer.reads import ReadCoordinator
+from vllm_adapter.worker.transfer.records import TransferParts
+from vllm_adapter.worker.transfer.stream_records import StreamShape
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from vllm_adapter.cache.documents import GeometryDocument
     from vllm_adapter.cache.facts import EngineFacts, LayerCache
     from vllm_adapter.observe.recorder import Recorder
-    from vllm_adapter.ports import HandshakeClient, MemoryKind, StepPlan, StreamWorker, TransferResult, TransferThread
+    from vllm_adapter.ports import HandshakeClient, MemoryKind, StepPlan, StreamWorker, TransferThread
+    from vllm_adapter.steps import ReadEnd
     from vllm_adapter.wiring import WorkerParts
-    from vllm_adapter.worker.pages import FinishedRead
 
-__all__ = ["Registration", "RegistrationEvents", "open_registration", "read_limits", "stream_shape"]
+__all__ = ["Registration", "RegistrationEvents", "open_registration", "stream_shape"]
 
 _logger = logging.getLogger("vllm.vllm_adapter")
 _TICK_S = 0.05
 _LOOK_AFTER_S = 1.0
 _ORDERLY_S = 10.0
 """Longest time for the transfer thread to end all reads and leases; the thread has nothing else to do then."""
-_MOST_PROBE_S = 10.0
 _QUIET_S = 2.0
 """Longest wait for cancelled reads to leave the wire; after that the agent is closed in spite of them."""
 _POLL_S = 0.005
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class RegistrationEvents:
+class RegistrationEvents(NamedTuple):
     """Callbacks of a registration, invoked on its transfer thread; cheap and thread-safe."""
 
-    read_ended: Callable[[FinishedRead], None]
+    read_ended: Callable[[ReadEnd], None]
     """A read has ended; called once per read."""
     sent: Callable[[str], None]
     """A request's blocks are free."""
-    stream_ended: Callable[[FinishedRead], None]
+    stream_ended: Callable[[ReadEnd], None]
     """A stream has ended; called once per stream. The blocks of a failed stream may be read into again."""
     thread_started: Callable[[], None] | None = None
     """The transfer thread has started and touched nothing yet; it can select its device here."""
@@ -68,6 +65,7 @@ class Registration:
         recorder: Receives log lines about failures.
         envelope: Bytes that the side channel serves for this rank.
         stream_worker: Writes the words of streamed prompts, on the engine thread; None where nothing is streamed.
+        ended: Set once all reads and leases have ended.
     """
 
     agent: TransferThread
@@ -77,20 +75,12 @@ class Registration:
     recorder: Recorder
     envelope: bytes
     stream_worker: StreamWorker | None = None
+    ended: threading.Event = field(default_factory=lambda: threading.Event())  # noqa: PLW0108  (simulations replace `threading`)
 
-    def order(self, plan: StepPlan, void_grants: Sequence[str] = ()) -> None:
-        """Pass a step's orders to the transfer thread; the steps of a long prompt do not wake that thread. Engine thread.
-
-        Args:
-            plan: The orders that concern this rank.
-            void_grants: Requests among its grants whose KV is lost.
-        """
-        if not plan.is_local:
-            self.agent.call_soon(partial(self._apply, plan, void_grants))
-
-    def _apply(self, plan: StepPlan, void_grants: Sequence[str]) -> None:
+    def apply(self, plan: StepPlan) -> None:
+        """Carry out the part of a step's orders that concerns this rank; transfer thread."""
         with self.recorder.guarded("the producer's part of a step"):
-            self.leases.apply(plan, void_grants)
+            self.leases.apply(plan)
         self.reads.apply(plan)
 
     def close(self) -> None:
@@ -107,21 +97,10 @@ class Registration:
         Raises:
             AdapterError: `memory-in-use`: the transfer thread did not end; the memory must stay mapped. The call may be repeated.
         """
-        ended = threading.Event()
-
-        def end_everything(*, has_fences: bool = True) -> None:
-            if ended.is_set():
-                return
-            try:
-                self.reads.end_all(code, message)
-            finally:
-                self.leases.end_all(has_fences=has_fences)
-                ended.set()
-
         with self.recorder.guarded("orderly end of the transfers"):  # `close` ends them in any case
             if self.agent.is_alive:
-                self.agent.call_soon(end_everything)
-                ended.wait(_ORDERLY_S)
+                self.agent.call_soon(lambda: self._end_all(code, message))
+                self.ended.wait(_ORDERLY_S)
                 self._wait_for_quiet()
         self.close()
         if not self.agent.has_ended:
@@ -132,9 +111,17 @@ class Registration:
                 fault="local",
                 is_retry_safe=True,
             )
-        if not ended.is_set():  # the thread had already died: its agent is closed, so all fence words are void
-            with self.recorder.guarded("end of the transfers of a dead thread"):
-                end_everything(has_fences=False)
+        with self.recorder.guarded("end of the transfers of a dead thread"):
+            self._end_all(code, message, has_fences=False)  # unless it has: the closed agent has voided all fence words
+
+    def _end_all(self, code: str, message: str, *, has_fences: bool = True) -> None:
+        if self.ended.is_set():
+            return
+        try:
+            self.reads.end_all(code, message)
+        finally:
+            self.leases.end_all(has_fences=has_fences)
+            self.ended.set()
 
     def _wait_for_quiet(self) -> None:
         until_s = time.monotonic() + _QUIET_S
@@ -157,6 +144,7 @@ class Registration:
 def open_registration(
     parts: WorkerParts,
     caches: Sequence[LayerCache],
+    document: GeometryDocument,
     recorder: Recorder,
     events: RegistrationEvents,
     *,
@@ -168,49 +156,49 @@ def open_registration(
     Args:
         parts: Makes the concrete parts.
         caches: This rank's layers, as peers are to read and write them.
+        document: Geometry document of the caches.
         recorder: Takes observations and log lines.
         events: Callbacks for the ends of reads, leases and streams, invoked on the transfer thread.
         generation: Number of this registration.
         can_convert: Whether received pages can be permuted.
 
     Raises:
-        AdapterError: `mixed-memory-kinds`, or as `local_document`.
+        AdapterError: `mixed-memory-kinds`.
     """
     facts, settings = parts.facts, parts.settings
-    document = local_document(facts, caches)
     kind = _memory_kind(caches)
     planner = PeerPlanner(document, parts.peer_geometry, parts.make_planner(kind, can_convert=can_convert), kind)
-
-    # The thread calls these three functions only after it was started, when both coordinators exist.
-    def on_result(result: TransferResult) -> None:
-        reads.transfer_ended(result)
-
-    def on_quiet(transfer_id: str) -> None:
-        reads.memory_quiet(transfer_id)
-
-    def on_notification(agent_name: str, payload: bytes) -> None:
-        leases.notified(agent_name, payload)
-
     agent = parts.make_transfer_thread(
         registration_ranges(caches),
-        on_result=on_result,
-        on_quiet=on_quiet,
-        on_notification=on_notification,
+        # The thread calls these only after it was started, when both coordinators exist.
+        on_result=lambda result: reads.transfer_ended(result),  # noqa: PLW0108
+        on_quiet=lambda transfer_id: reads.memory_quiet(transfer_id),  # noqa: PLW0108
+        on_notification=lambda agent_name, payload: leases.notified(agent_name, payload),  # noqa: PLW0108
         on_start=events.thread_started,
     )
     handshakes = parts.make_handshake_client()
-    streaming = None
+    shared = TransferParts(
+        agent,
+        handshakes,
+        parts.codec,
+        recorder,
+        time.monotonic,
+        facts.engine_id,
+        parts.peer_spec,
+        settings,
+        settings.ticket_dialect or facts.connector_version,
+    )
+    reads = ReadCoordinator(shared, planner, events.read_ended)
     if settings.streaming:
-        streaming = StreamReading(parts.make_stream_readers, stream_shape(facts), events.stream_ended)
-    shared = TransferParts(agent, handshakes, parts.codec, recorder, time.monotonic, facts.engine_id, parts.peer_spec)
-    reads = ReadCoordinator(shared, planner, read_limits(parts), events.read_ended, streaming)
-    leases = LeaseKeeper(shared, parts.make_lease_table(), heartbeat_s=settings.heartbeat_s, sent=events.sent)
+        readers = parts.make_stream_readers(settings.read_timeout_s)
+        reads.use_streams(readers, stream_shape(facts), events.stream_ended)
+    leases = LeaseKeeper(shared, parts.make_lease_table(), events.sent)
     try:
         agent.start()
         words = agent.stream_words
         stream_worker = None if words is None else parts.make_stream_worker(words)
         if stream_worker is not None:
-            leases.use_streams(StreamedLeases(stream_worker, settings.stream_slots))
+            leases.use_streams(stream_worker, settings.stream_slots)
         agent.call_every(_TICK_S, leases.tick)
         agent.call_every(_LOOK_AFTER_S, reads.look_after)
         envelope = parts.encode_envelope(caches, document, agent, generation=generation)
@@ -245,27 +233,7 @@ def stream_shape(facts: EngineFacts) -> StreamShape:
     """
     return StreamShape(
         [
-            StreamGroup(0)
-            if group.kind == "state"
-            else StreamGroup(group.block_tokens * facts.deal_of(group)[0], group.window_tokens)
+            (0, 0) if group.kind == "state" else (group.block_tokens * facts.deal_of(group)[0], group.window_tokens)
             for group in facts.groups
         ]
-    )
-
-
-def read_limits(parts: WorkerParts) -> ReadLimits:
-    """Return the configured limits of reads and peers."""
-    settings = parts.settings
-    return ReadLimits(
-        read_timeout_s=settings.read_timeout_s,
-        lease_s=settings.kv_lease_duration,
-        renewed_s=settings.renewed_s,
-        retries=settings.read_retries,
-        peers=PeerLimits(
-            handshake_s=settings.handshake_timeout_s * (settings.handshake_attempts + 1),
-            engine_ttl_s=settings.engine_ttl or math.inf,
-            dialect=settings.ticket_dialect or parts.facts.connector_version,
-            probe_s=min(_MOST_PROBE_S, settings.kv_lease_duration / 3),
-            only_ours=settings.requires_seals,
-        ),
     )

@@ -2,7 +2,7 @@
 
 A rank has a `RankStreams` only where prompts are streamed. The words change before the forward pass (`before_forward`), because
 the forward pass may write into blocks that were freed in this step. The transfer thread passes the ends of streams on; the next
-step reports them to the engine, or to the scheduler half alone, see `ports.StreamEnds`.
+step reports them to the engine, or to the scheduler half alone, see `ports.WorkerState`.
 
 A chunk's tokens may be shown once the device has finished it (`chunks_given`), never before. Where a call returns only when its
 work is done (CPU), they are shown at once. On a device with streams the engine thread records a mark in its stream behind the
@@ -15,27 +15,22 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from dataclasses import replace
 from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Final, Protocol, final
 
-from vllm_adapter.steps import STREAM_STOPPED, ReadEnd
+from vllm_adapter.steps import STREAM_STOPPED
 from vllm_adapter.worker.health import fail_reads
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable
 
     from vllm_adapter.observe.recorder import Recorder
-    from vllm_adapter.ports import EndReport, StepPlan, StreamEnds, StreamOpen, StreamWorker
-    from vllm_adapter.worker.pages import FinishedRead, HostMirror
+    from vllm_adapter.ports import EndReport, StepPlan, StreamOpen, StreamWorker, WorkerState
+    from vllm_adapter.steps import ReadEnd
+    from vllm_adapter.worker.pages import HostMirror
 
 __all__ = ["ChunkMarks", "DeviceMarks", "RankStreams"]
-
-
-def _given_up(end: ReadEnd) -> ReadEnd:
-    """Return the end of a stream that was stopped; all its data may have arrived before the stop took effect."""
-    return replace(end, code=STREAM_STOPPED, message="the stream was given up") if end.is_ok else end
 
 
 @final
@@ -43,26 +38,31 @@ class RankStreams:
     """Streams of one rank. Engine thread only, except `ended`.
 
     Args:
-        ends: Tracks the outcome of each stream that is read here.
+        state: Tracks the outcome of each stream that is read here.
         recorder: Records failures and counts.
     """
 
-    def __init__(self, ends: StreamEnds, recorder: Recorder) -> None:
-        self._ends = ends
+    def __init__(self, state: WorkerState, recorder: Recorder) -> None:
+        self._state = state
         self._recorder = recorder
         self._marks = ChunkMarks(None, recorder.trouble)
+        self._mirror: HostMirror | None = None
         self._worker: StreamWorker | None = None
-        self._finished: deque[FinishedRead] = deque()
-        # Streams that are read here and not reported to the engine yet.
-        self._reading: set[str] = set()
+        self._finished: deque[ReadEnd] = deque()
         # The latest end, with its reason, of each stream that has not been reported to the engine yet.
         self._torn: dict[str, ReadEnd] = {}
         self._sent: list[str] = []
         # Openings of the prompts whose words are valid, by request.
         self._open: dict[str, StreamOpen] = {}
+        self._begun: StepPlan | None = None
+        self._are_words_late = False
 
-    def use_device(self, marks: DeviceMarks | None) -> None:
-        """Show chunks by the device's marks; None where calls return only when their work is done."""
+    def use_device(self, marks: DeviceMarks | None, mirror: HostMirror | None) -> None:
+        """Show chunks by the device's marks; None where calls return only when their work is done.
+
+        If there is a mirror, readers take the pages from it: chunks are then shown after the copies of their step.
+        """
+        self._mirror = mirror
         self._marks = ChunkMarks(marks, self._recorder.trouble)
 
     def close(self) -> None:
@@ -76,16 +76,12 @@ class RankStreams:
 
     # ---------------------------------------------------------------------------------------------- this rank computes
 
-    def before_forward(self, plan: StepPlan, mirror: HostMirror | None = None) -> None:
+    def before_forward(self, plan: StepPlan) -> None:
         """Change words, open slots and publish block ids, before any work of the step runs on the device.
 
         Pages filled by earlier steps (a prefix hit) are shown once the device has finished those, without waiting for this step.
-
-        Args:
-            plan: The step's orders.
-            mirror: Mirror from which readers take the pages, if there is one: pages are then shown after this step's copies.
         """
-        orders = plan.streams
+        self._begun, orders = plan, plan.streams
         if not (orders.voids or orders.opens or orders.chunks):
             return
         if self._worker is None:  # the words no longer exist, so they are void
@@ -98,17 +94,31 @@ class RankStreams:
             self._recorder.trouble("storing the words of a stream", error, f"request {request_id}")
         self._sent += self._worker.take_sent()
         for chunk in orders.chunks:
-            if chunk.held_tokens and mirror is None:
+            if chunk.held_tokens and self._mirror is None:
                 self._marks.then(partial(self._worker.held, chunk))
 
-    def chunks_given(self, plan: StepPlan, mirror: HostMirror | None = None) -> None:
-        """Show this step's chunks once they can be read.
+    def catch_up(self, plan: StepPlan) -> None:
+        """Change the words of this step unless `before_forward` was called with it, as it must be."""
+        orders = plan.streams
+        if self._begun is not plan:
+            if orders.voids or orders.opens or orders.chunks:
+                self._note_late_words()
+            self.before_forward(plan)
+        self._begun = None
 
-        Args:
-            plan: The step's orders.
-            mirror: Mirror from which readers take the pages, if there is one: pages are then shown after this step's copies.
-        """
-        worker = self._worker
+    def _note_late_words(self) -> None:
+        """Log once that the host does not call the hook before the forward pass, or calls it with other orders."""
+        if not self._are_words_late:
+            self._are_words_late = True
+            self._recorder.error(
+                "words-late",
+                "words of streams move after the forward pass that they are for, because the host did not call "
+                "handle_preemptions with this step's orders: peers may read pages that it has written anew (words-late)",
+            )
+
+    def chunks_given(self, plan: StepPlan) -> None:
+        """Show this step's chunks once they can be read."""
+        worker, mirror = self._worker, self._mirror
         if worker is None:
             return
         for chunk in plan.streams.chunks:
@@ -138,46 +148,25 @@ class RankStreams:
 
     # ---------------------------------------------------------------------------------------------- this rank reads
 
-    def apply(self, plan: StepPlan) -> StepPlan:
-        """Process a step's orders; return the plan with the reads and streams that the transfer thread must carry out.
-
-        A rank that has read a stream to its end does nothing more for that request, see `StreamEnds.takes_read`.
-        """
-        orders = plan.streams
-        reads = tuple(
-            [order for order in plan.reads if not order.is_reported or self._ends.takes_read(order.request_id)]
-        )
-        watches, stops = self._ends.apply(orders)
-        for request_id in (*orders.ends, *(order.request_id for order in reads)):
+    def apply(self, plan: StepPlan) -> None:
+        """Forget the latest end of each stream about which a step orders something else."""
+        for request_id in (*plan.streams.ends, *(order.request_id for order in plan.reads)):
             self._torn.pop(request_id, None)
-            self._reading.discard(request_id)
-        self._reading.update(order.read.request_id for order in watches)
-        return plan._replace(reads=reads, streams=orders._replace(watches=watches, stops=stops))
 
-    @property
-    def is_reading(self) -> bool:
-        """Whether this rank waits for the end of a stream, or for the next order about a torn one."""
-        return bool(self._reading)
-
-    def failures(self, request_ids: Sequence[str]) -> list[str]:
-        """Return those of a step's failures that this rank must report."""
-        self._reading.difference_update(request_ids)
-        return [request_id for request_id in request_ids if self._ends.takes_read(request_id)]
-
-    def ended(self, finished: FinishedRead) -> None:
+    def ended(self, end: ReadEnd) -> None:
         """Accept the end of a stream whose memory is quiet; any thread."""
-        self._finished.append(finished)
+        self._finished.append(end)
 
-    def fail(self, plan: StepPlan, now_s: float, code: str, message: str) -> None:
+    def fail(self, plan: StepPlan, code: str, message: str) -> None:
         """End streams that are ordered while nothing is registered."""
-        self._finished += fail_reads([order.read for order in plan.streams.watches], now_s, code, message)
+        self._finished += fail_reads([order.read for order in plan.streams.watches], code, message)
 
-    def fail_finished(self, failed: Callable[[FinishedRead], FinishedRead]) -> None:
+    def fail_finished(self, code: str, message: str) -> None:
         """Turn good ends that have not been reported into failed ones: their pages are about to be lost."""
         for _ in range(len(self._finished)):
-            self._finished.append(failed(self._finished.popleft()))
+            self._finished.append(self._finished.popleft().failed(code, message))
 
-    def take(self, complete: Callable[[FinishedRead], ReadEnd]) -> tuple[EndReport, list[ReadEnd]] | None:
+    def take(self, complete: Callable[[ReadEnd], ReadEnd]) -> tuple[EndReport, list[ReadEnd]] | None:
         """Return the ends since the last call for the engine and for the scheduler half, with their reads where known.
 
         Args:
@@ -187,25 +176,25 @@ class RankStreams:
         while self._finished:
             end = complete(self._finished.popleft())
             latest[end.order.request_id] = end
-            self._ends.ended(end.order.request_id, is_done=end.is_ok)
-        report = self._ends.take_report()
-        self._reading.difference_update(report.received)
+            self._state.ended(end.order.request_id, is_done=end.is_ok)
+        report = self._state.take_report()
         if not (report.received or report.ends):
             return None
         self._torn.update(latest)
-        known = {request_id: self._torn.pop(request_id, None) for request_id in report.received}
-        good = [
-            end
-            for request_id, end in known.items()
-            if end is not None and end.is_ok and request_id not in report.failed
-        ]
-        failed = [_given_up(end) for end in (known[request_id] for request_id in report.failed) if end is not None]
+        ends: list[ReadEnd] = []
+        for request_id in report.received:
+            known = self._torn.pop(request_id, None)
+            if known is not None and request_id in report.failed:
+                # All its data may have arrived before the stop took effect.
+                ends.append(known.failed(STREAM_STOPPED, "the stream was given up"))
+            elif known is not None and known.is_ok:
+                ends.append(known)
         for request_id, is_done in report.ends:
             if is_done:
                 self._torn.pop(request_id, None)
             elif request_id in latest:
                 self._tell_torn(latest[request_id])
-        return report, [*good, *failed]
+        return report, ends
 
     def _tell_torn(self, end: ReadEnd) -> None:
         self._recorder.observe("torn_stream_codes", end.code)

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast, final
 
-from kv_handshake.inspect import Snapshot, compare, probe
+from kv_handshake.inspect import compare, probe
 from kv_handshake.security import ClientSecurity
 from kv_topology import CostModel, Planner
 from vllm_adapter.cache.documents import PeerSizes, with_names
@@ -109,9 +109,7 @@ class Engine:
 
     def differences_to(self, producer: Engine) -> Comparison:
         """Compare this engine, as the consumer, with a producer."""
-        return compare(
-            Snapshot.of("consumer", self.recording), Snapshot.of("producer", producer.recording), supposed=None
-        )
+        return compare(self.recording, producer.recording)
 
     def planner(self, rank: Rank, gigabytes_per_s: float | None = None) -> Planner:
         """Return a planner as this rank has it with `receive_conversion` "auto"; without a speed, that of shared memory."""

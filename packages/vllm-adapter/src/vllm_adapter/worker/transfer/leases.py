@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, NamedTuple, final
-
-from vllm_adapter.worker.transfer.describing import describe_lease
+from typing import TYPE_CHECKING, cast, final
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from vllm_adapter.observe.answers import Entry
     from vllm_adapter.ports import LeaseEnd, LeaseTable, Notification, StepPlan, StreamWorker
-    from vllm_adapter.worker.transfer.parts import TransferParts
+    from vllm_adapter.worker.transfer.records import TransferParts
 
-__all__ = ["LeaseKeeper", "StreamedLeases"]
+__all__ = ["LeaseKeeper"]
 
 _MOST_PUSH_READERS = 64
 _RANDOM_PART = re.compile(r"-[0-9a-f]{8}$", re.IGNORECASE)
 """End that an engine appends to a request's id. Source: vLLM's input processor; its push connector compares ids without it."""
-
-
-class StreamedLeases(NamedTuple):
-    """Streams for `LeaseKeeper`: the worker that changes their words, and the number of their slots, which come first."""
-
-    worker: StreamWorker
-    slots: int
 
 
 @final
@@ -35,35 +26,32 @@ class LeaseKeeper:
     The engine thread writes a request's fence word before the request can be handed over (`WorkerSide.apply`). This class
     overwrites the word before the blocks are reported free.
 
-    A lease's *lag* is the time since its previous heartbeat, from any reader, beyond `heartbeat_s`. It is recorded once per
-    heartbeat, for the lease in it that has waited longest, and once when a lease expires, because the longest silence ends
-    without a heartbeat. Example: heartbeats are due every 5 s and one comes after 11.5 s: the lag is 6.5 s. The time before a
-    lease's first heartbeat belongs to the router and is not lag.
+    A lease's *lag* is the time since its previous heartbeat, from any reader, beyond the interval of heartbeats. It is recorded
+    once per heartbeat, for the lease in it that has waited longest, and once when a lease expires, because the longest silence
+    ends without a heartbeat. Example: heartbeats are due every 5 s and one comes after 11.5 s: the lag is 6.5 s. The time before
+    a lease's first heartbeat belongs to the router and is not lag.
 
     While no lease is granted, no reader has anything to report: the thread may poll slowly, and the grant itself wakes it.
 
     Args:
         parts: The registration's agent, codec, recorder and clock.
         leases: The lease table.
-        heartbeat_s: Interval between two heartbeats of a reader that is on time.
         sent: Called with every request whose blocks are free; cheap and thread-safe.
     """
 
-    def __init__(
-        self, parts: TransferParts, leases: LeaseTable, *, heartbeat_s: float, sent: Callable[[str], None]
-    ) -> None:
+    def __init__(self, parts: TransferParts, leases: LeaseTable, sent: Callable[[str], None]) -> None:
         self._parts = parts
         self._leases = leases
-        self._heartbeat_s = heartbeat_s
         self._sent = sent
-        self._streams: StreamedLeases | None = None
+        self._stream_worker: StreamWorker | None = None
+        self._stream_slots = 0
         self._renewed_s: dict[str, float] = {}
         self._has_told_surplus = False
         self._push_readers: set[str] = set()
 
-    def use_streams(self, streams: StreamedLeases) -> None:
-        """Change the words of streamed prompts through this worker; call before the first lease."""
-        self._streams = streams
+    def use_streams(self, worker: StreamWorker, slots: int) -> None:
+        """Change the words of streamed prompts, whose slots are the first `slots`, through a worker; before the first lease."""
+        self._stream_worker, self._stream_slots = worker, slots
 
     # ---------------------------------------------------------------------------------------------- orders
 
@@ -74,24 +62,19 @@ class LeaseKeeper:
             with self._parts.recorder.guarded("announcement of a hand-over"):
                 self._leases.expect(request_id, now_s=now_s)
 
-    def apply(self, plan: StepPlan, void: Sequence[str] = ()) -> None:
-        """Apply the producer's part of a step's orders; orders that the table refuses are counted and logged.
-
-        Args:
-            plan: The orders.
-            void: Requests among its grants whose KV is lost: their leases end at once.
-        """
+    def apply(self, plan: StepPlan) -> None:
+        """Apply the producer's part of a step's orders; orders that the table refuses are counted and logged."""
         now_s, log = self._parts.now_s(), self._parts.recorder.hand_overs
         for grant in plan.grants:
             log.begin(grant.request_id, "producer", "granted", now_s)
-        for refusal in self._leases.apply(plan, void=void, now_s=now_s):
+        for refusal in self._leases.apply(plan, now_s=now_s):
             self._parts.recorder.count("num_callback_errors")
             self._parts.recorder.warn(
                 "refused-order",
                 f"request {refusal.request_id}: the order to {refusal.order} its lease was refused: {refusal.message} "
                 f"({refusal.code})",
             )
-        self._set_pace()
+        self._parts.thread.allow_slow_polling(self._leases.granted_count() == 0)
 
     # ---------------------------------------------------------------------------------------------- notifications
 
@@ -162,7 +145,7 @@ class LeaseKeeper:
             self._observe_lag(now_s - oldest_s)
 
     def _observe_lag(self, silence_s: float) -> None:
-        self._parts.recorder.observe("heartbeat_lag", max(0.0, silence_s - self._heartbeat_s))
+        self._parts.recorder.observe("heartbeat_lag", max(0.0, silence_s - self._parts.settings.heartbeat_s))
 
     def _count_reader(self, request_id: str, nonce: str, reader: str, view: Notification) -> None:
         now_s = self._parts.now_s()
@@ -183,31 +166,22 @@ class LeaseKeeper:
 
     # ---------------------------------------------------------------------------------------------- ends
 
-    def tick(self) -> None:
+    def tick(self, *, has_fences: bool = True) -> None:
         """End the leases that are due: void the fence first, then report the blocks free."""
-        self._end_due(has_fences=True)
-        self._set_pace()
-
-    def _set_pace(self) -> None:
-        """Poll for notifications often while a lease runs; the grant of an announced request wakes the thread.
-
-        A prompt that takes seconds is announced when it arrives; polling often from then on would take a tenth of a core.
-        """
-        self._parts.agent.allow_slow_polling(self._leases.granted_count() == 0)
-
-    def _end_due(self, *, has_fences: bool) -> None:
         for end in self._leases.take_ended(now_s=self._parts.now_s()):
             if end.fence is not None and has_fences:
                 self._void(end, end.fence)
             self._report(end, self._renewed_s.pop(end.request_id, None))
+        # Poll for notifications often while a lease runs; the grant of an announced request wakes the thread. A prompt that
+        # takes seconds is announced when it arrives; polling often from then on would take a tenth of a core.
+        self._parts.thread.allow_slow_polling(self._leases.granted_count() == 0)
 
     def _void(self, end: LeaseEnd, fence: tuple[int, int]) -> None:
         """Void the fence word of a lease that has ended, and with it the progress word if the prompt was streamed."""
-        streams = self._streams
-        if streams is not None and fence[0] < streams.slots:
-            streams.worker.leases_ended([end])
+        if self._stream_worker is not None and fence[0] < self._stream_slots:
+            self._stream_worker.leases_ended([end])
         else:
-            self._parts.agent.write_fence(*fence)
+            self._parts.thread.write_fence(*fence)
 
     def _report(self, end: LeaseEnd, renewed_s: float | None) -> None:
         if not end.is_reported:
@@ -241,7 +215,7 @@ class LeaseKeeper:
         now_s = self._parts.now_s()
         for entry in self._leases.snapshot(now_s=now_s):
             self._leases.release(str(entry["request_id"]), now_s=now_s)
-        self._end_due(has_fences=has_fences)
+        self.tick(has_fences=has_fences)
 
     def live_count(self) -> int:
         """Return the number of open leases."""
@@ -250,8 +224,20 @@ class LeaseKeeper:
     def describe(self, most: int) -> list[Entry]:
         """Return an operator's view of the oldest `most` leases."""
         now_s = self._parts.now_s()
-        entries = self._leases.snapshot(now_s=now_s, most=most)
-        return [describe_lease(entry, self._renewed_s.get(str(entry["request_id"])), now_s) for entry in entries]
+        return [self._describe(entry, now_s) for entry in self._leases.snapshot(now_s=now_s, most=most)]
+
+    def _describe(self, entry: Mapping[str, object], now_s: float) -> Entry:
+        """Return a table's lease without the values that would let a reader of the description end it."""
+        renewed_s = self._renewed_s.get(str(entry["request_id"]))
+        lease: dict[str, object] = {
+            "request_id": entry["request_id"],
+            "state": entry["state"],
+            "left_s": entry.get("left_s"),
+            "readers_done": len(cast("Sequence[object]", entry.get("readers") or ())),
+            "readers_needed": entry.get("readers_needed"),
+            "last_heartbeat_s": None if renewed_s is None else now_s - renewed_s,
+        }
+        return lease
 
 
 def _client_id(request_id: str) -> str:

@@ -1,4 +1,4 @@
-"""Peer engines of one worker: set up, used, probed and dropped. Transfer thread only.
+"""Peer engines of one worker: set up, notified, probed and dropped. Transfer thread only.
 
 Setting up an engine (*meeting* it, in the names here) takes a handshake, a plan and prepared lists.
 
@@ -9,7 +9,7 @@ A read whose engine is not ready waits in that engine's record and nowhere else,
 No read waits longer than a handshake may take. An engine whose handshake fails is forgotten at once: the client of the side
 channel remembers the failure, answers the next request for that engine immediately, and asks the engine again in the background.
 
-An engine that is not being read from is probed (`probes.py`). If it is gone, its agents and prepared lists are released.
+An engine that is not being read from is probed. If it is gone, its agents and prepared lists are released.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, final
 
 from vllm_adapter.errors import code_of
-from vllm_adapter.worker.transfer.records import PeerEngine
+from vllm_adapter.worker.transfer.planner import PeerRanks
+from vllm_adapter.worker.transfer.records import PeerEngine, lacks_nonce
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from vllm_adapter.ports import AgentMetadata, HeartbeatOrder, Outcome, PeerAddress, PeerPlan, TransferResult
+    from vllm_adapter.ports import AgentMetadata, HeartbeatOrder, Outcome, PeerAddress, TransferResult
     from vllm_adapter.steps import Rank
-    from vllm_adapter.worker.transfer.parts import PeerLimits, PeerPlanner, PeerRanks, TransferParts
-    from vllm_adapter.worker.transfer.records import Read
+    from vllm_adapter.worker.transfer.planner import PeerPlanner
+    from vllm_adapter.worker.transfer.records import Read, TransferParts
 
 __all__ = ["PEER_DRAINING", "PeerDirectory"]
 
@@ -40,6 +41,9 @@ _NO_FENCE = (
 _NOT_BOUND = "its tickets are not bound to their prompts: a ticket that reaches the wrong prompt is not noticed"
 _PIPELINE_RANKS_SINCE = 5
 """First dialect whose queries have three fields."""
+_MOST_PROBE_S = 10.0
+_SILENT_PROBES = 2
+_PROBE_DEADLINE_S = 2.0
 
 
 @final
@@ -49,7 +53,6 @@ class PeerDirectory:
     Args:
         parts: The registration's threads, codec, recorder and clock.
         planner: Plans against peers.
-        limits: Durations and counts.
         ready: Called with a read and its engine, once that is ready; must not raise.
         failed: Called with a read whose engine cannot be read from, the code and the message; must not raise.
     """
@@ -58,19 +61,23 @@ class PeerDirectory:
         self,
         parts: TransferParts,
         planner: PeerPlanner,
-        limits: PeerLimits,
         *,
         ready: Callable[[Read, PeerEngine], None],
         failed: Callable[[Read, str, str], None],
     ) -> None:
         self._parts = parts
         self._planner = planner
-        self._limits = limits
+        settings = parts.settings
+        # Longest wait of a read for its engine.
+        self._wait_s = settings.handshake_timeout_s * (settings.handshake_attempts + 1)
+        self._probe_s = min(_MOST_PROBE_S, settings.kv_lease_duration / 3)
+        # Otherwise only peers that announce this connector's capabilities must give their agents names of their engine.
+        self._only_ours = settings.requires_seals
         self._ready = ready
         self._failed = failed
         self._engines: dict[PeerAddress, PeerEngine] = {}
-        self._probes = Probes(parts, limits.probe_s, self.drop)
-        self._waiting_since_s: dict[Read, float] = {}
+        self._probes: dict[str, PeerEngine] = {}
+        self._probe_count = 0
 
     def __len__(self) -> int:
         return len(self._engines)
@@ -83,23 +90,21 @@ class PeerDirectory:
 
     def submit(self, read: Read) -> None:
         """Pass a read on to `ready`, now or when its engine is ready."""
-        engine = self._find(read.order.ticket.peer)
-        if engine is not None and engine.phase == "ready" and not self._has_all_ranks(engine):
-            self._drain(engine, "another engine has proved that its agents' names are its own")
-            engine = self._find(read.order.ticket.peer)
+        peer, now_s = read.order.ticket.peer, self._parts.now_s()
+        engine = self._find(peer)
         if engine is not None and engine.phase == "ready":
-            engine.last_used_s = self._parts.now_s()
-            self._waiting_since_s.pop(read, None)
-            self._ready(read, engine)
-            return
-        self._waiting_since_s.setdefault(read, self._parts.now_s())
+            if all(self._parts.thread.agent.has_peer(engine.key(rank)) for rank in engine.ranks):
+                engine.last_used_s, read.waiting_since_s = now_s, None
+                self._ready(read, engine)
+                return
+            self._drain(engine, "another engine has proved that its agents' names are its own")
+            engine = self._find(peer)
+        if read.waiting_since_s is None:
+            read.waiting_since_s = now_s
         if engine is None:
-            self._meet(read.order.ticket.peer, [read])
+            self._meet(peer, [read])
         else:
             engine.waiting.append(read)
-
-    def _has_all_ranks(self, engine: PeerEngine) -> bool:
-        return all(self._parts.agent.has_peer(engine.key(rank)) for rank in engine.ranks)
 
     def waiting(self, request_id: str) -> list[Read]:
         """Return a request's reads whose engine is not ready yet."""
@@ -112,24 +117,52 @@ class PeerDirectory:
     def _take(self, engine: PeerEngine) -> list[Read]:
         taken, engine.waiting = engine.waiting, []
         for read in taken:
-            self._waiting_since_s.pop(read, None)
+            read.waiting_since_s = None
         return taken
 
-    def find_or_meet(self, order: HeartbeatOrder) -> PeerEngine | None:
-        """Return the engine if it is ready; the set-up of an unknown engine is started."""
+    # ---------------------------------------------------------------------------------------------- notifications
+
+    def read_complete(self, read: Read, engine: PeerEngine, rank: Rank) -> bytes:
+        """Return the "read complete" notification for one rank of the producer."""
+        ticket, plan = read.order.ticket, engine.plan
+        count = plan.reader_count(rank) if plan is not None else 1
+        consumer = self._parts.engine_id if ticket.nonce else ""
+        return self._parts.codec.read_complete(ticket.peer_request_id, count, nonce=ticket.nonce, consumer=consumer)
+
+    def release(self, read: Read, engine: PeerEngine, ranks: Sequence[Rank]) -> None:
+        """Notify ranks that this request needs nothing more from them, except those whose completion has been sent."""
+        if read.is_passed_on or engine.plan is None or lacks_nonce(read.order, engine):
+            return
+        with self._parts.recorder.guarded("notification of a producer"):
+            for rank in ranks:
+                if rank not in read.done_ranks:
+                    self._notify(engine, rank, self.read_complete(read, engine, rank))
+
+    def renew(self, order: HeartbeatOrder) -> tuple[PeerEngine | None, frozenset[str]]:
+        """Send heartbeats; return the engine, and the ids of the requests whose leases they renew.
+
+        Nothing is sent to an engine that is not ready (None, and no ids); the set-up of an unknown engine is started.
+        """
         engine = self._find(order.peer)
         if engine is None:
             self._meet(order.peer, [])
-            return None
-        if engine.phase != "ready":
-            return None
+        if engine is None or engine.phase != "ready":
+            self._parts.recorder.count("num_unsent_heartbeats")
+            return None, frozenset()
         engine.last_used_s = self._parts.now_s()
-        return engine
+        # A heartbeat without the nonce that its engine gives would renew the lease of the holder of that request's real ticket.
+        has_nonces = "nonce" in engine.capabilities
+        readers = [reader for reader in order.readers if reader[1] or not has_nonces]
+        payloads = self._parts.codec.heartbeats(readers) if readers else ()
+        for rank in engine.ranks:
+            for payload in payloads:
+                self._notify(engine, rank, payload)
+        return engine, frozenset(request_id for request_id, _ in readers)
 
-    def notify(self, engine: PeerEngine, rank: Rank, payload: bytes) -> None:
+    def _notify(self, engine: PeerEngine, rank: Rank, payload: bytes) -> None:
         """Send a notification to one rank and count a failure; raises nothing, even if the agent is being closed."""
         try:
-            is_sent = self._parts.agent.send_notification(engine.key(rank), payload)
+            is_sent = self._parts.thread.agent.send_notification(engine.key(rank), payload)
         except Exception as error:  # noqa: BLE001  (what it would interrupt is the end of a request)
             self._parts.recorder.info("not-notified", f"engine {engine.engine_id} could not be notified: {error}")
             is_sent = False
@@ -149,11 +182,9 @@ class PeerDirectory:
         engine = PeerEngine(peer, last_used_s=now_s, last_answer_s=now_s, waiting=waiting)
         self._engines[peer] = engine
         try:
-            ranks = self._planner.target_ranks(peer)
+            self._ask(engine, self._planner.target_ranks(peer))
         except Exception as error:  # noqa: BLE001  (any refusal of a ticket's numbers ends its requests, never this thread)
             self._fail(engine, code_of(error), str(error))
-            return
-        self._ask(engine, ranks)
 
     def _ask(self, engine: PeerEngine, ranks: Sequence[Rank]) -> None:
         """Query the ranks that a ticket names; without seals, rank (0, 0) first, whose metadata may disprove the ticket.
@@ -174,22 +205,17 @@ class PeerDirectory:
                 lies[:] = [error]
                 raise
 
-        is_sure = self._limits.only_ours or set(ranks) == {(0, 0)}
-        try:
-            self._parts.handshakes.request(
-                host=peer.host,
-                port=peer.port,
-                ranks=ranks,
-                engine_id=peer.engine_id,
-                dialect=self._dialect_for(peer),
-                generation=peer.generation,
-                on_done=lambda outcome: self._parts.agent.call_soon(
-                    lambda: self._handshake_ended(engine, outcome, lies)
-                ),
-                check_first=None if is_sure else check_first,
-            )
-        except Exception as error:  # noqa: BLE001  (any refusal of a ticket's numbers ends its requests, never this thread)
-            self._fail(engine, code_of(error), str(error))
+        is_sure = self._only_ours or set(ranks) == {(0, 0)}
+        self._parts.handshakes.request(
+            host=peer.host,
+            port=peer.port,
+            ranks=ranks,
+            engine_id=peer.engine_id,
+            dialect=self._dialect_for(peer),
+            generation=peer.generation,
+            on_done=lambda outcome: self._parts.thread.call_soon(lambda: self._handshake_ended(engine, outcome, lies)),
+            check_first=None if is_sure else check_first,
+        )
 
     def _dialect_for(self, peer: PeerAddress) -> int:
         """Return the dialect to query in: the ticket's, unless its queries have another shape than the configured one's.
@@ -198,9 +224,9 @@ class PeerDirectory:
         answer both shapes. Example: with dialect 14 configured, a ticket that says 13 is queried in 13, a ticket that says 4
         in 14.
         """
-        told = peer.dialect or self._limits.dialect
-        is_same_shape = (told >= _PIPELINE_RANKS_SINCE) == (self._limits.dialect >= _PIPELINE_RANKS_SINCE)
-        return told if is_same_shape else self._limits.dialect
+        told = peer.dialect or self._parts.dialect
+        is_same_shape = (told >= _PIPELINE_RANKS_SINCE) == (self._parts.dialect >= _PIPELINE_RANKS_SINCE)
+        return told if is_same_shape else self._parts.dialect
 
     def _handshake_ended(self, engine: PeerEngine, outcome: Outcome, lies: Sequence[Exception]) -> None:
         if self._engines.get(engine.address) is not engine:
@@ -218,7 +244,7 @@ class PeerDirectory:
             else:
                 self._fail(engine, outcome.code, outcome.message)
             return
-        self._read_on(engine, self._planner.ranks(engine.address, outcome.peers), told_s)
+        self._read_on(engine, PeerRanks(self._planner, engine.address, outcome.peers), told_s)
 
     def _read_on(self, engine: PeerEngine, ranks: PeerRanks, told_s: float) -> None:
         """Read one rank's geometry, and wire the engine up after the last; the thread does other work in between."""
@@ -227,7 +253,7 @@ class PeerDirectory:
         try:
             ranks.read_next()
             if not ranks.is_read:
-                self._parts.agent.call_soon(lambda: self._read_on(engine, ranks, told_s))
+                self._parts.thread.call_soon(lambda: self._read_on(engine, ranks, told_s))
                 return
             self._wire_up(engine, ranks)
         except Exception as error:  # noqa: BLE001  (whatever a peer's metadata provokes ends its requests, never this thread)
@@ -246,19 +272,27 @@ class PeerDirectory:
         plan, metadata = self._planner.plan(ranks), ranks.metadata
         self._forget_aliases(engine)
         engine.set_ready(plan, metadata)
-        engine.has_our_blocks = self._compared(self._planner.has_our_blocks, ranks, plan)
-        engine.can_stream = self._compared(self._planner.can_stream, ranks, plan)
+        engine.has_our_blocks = False
+        # A peer whose groups cannot be compared can be read from as a whole all the same.
+        with self._parts.recorder.guarded("comparison of cache groups"):
+            engine.has_our_blocks = self._planner.has_our_blocks(ranks, plan)
+        # The peer's table lists blocks by its own groups. Example: blocks of 16 tokens here and of 32 there do not become
+        # complete together, so such a peer is read once its prompts are finished.
+        have_words = all(metadata[rank].streams is not None for rank in plan.producer_ranks)
+        engine.can_stream = engine.has_our_blocks and have_words and not plan.is_staged
         for rank in engine.ranks:
-            self._parts.agent.add_peer(
+            is_ours = self._only_ours or metadata[rank].capabilities
+            self._parts.thread.agent.add_peer(
                 self._parts.peer_spec(
                     engine.key(rank),
                     metadata[rank].agent_metadata,
                     plan.local_rows(rank),
                     plan.peer_rows(rank),
-                    memory_kind=self._planner.memory_kind(metadata[rank]),
+                    memory_kind=self._planner.peer_geometry.memory_kind(metadata[rank]),
                     local_kind=self._planner.local_kind,
                     fence=metadata[rank].fence,
-                    agent_prefix=self._agent_prefix(engine, metadata[rank]),
+                    # The id of its engine, so that no listener can serve another's agent.
+                    agent_prefix=f"{engine.engine_id}/" if is_ours else "",
                     streams=metadata[rank].streams,
                 )
             )
@@ -269,17 +303,6 @@ class PeerDirectory:
             f"engine {engine.engine_id} is ready: reads from ranks {list(plan.producer_ranks)}, "
             f"{plan.bytes_per_token:g} bytes a token, {fences}{binding}",
         )
-
-    def _compared(self, question: Callable[[PeerRanks, PeerPlan], bool], ranks: PeerRanks, plan: PeerPlan) -> bool:
-        try:
-            return question(ranks, plan)
-        except Exception as error:  # noqa: BLE001  (it can be read from as a whole all the same)
-            self._parts.recorder.trouble("comparison of cache groups", error)
-            return False
-
-    def _agent_prefix(self, engine: PeerEngine, metadata: AgentMetadata) -> str:
-        """Return the required prefix of a rank's agent name: its engine's id, so that no listener can serve another's agent."""
-        return f"{engine.engine_id}/" if self._limits.only_ours or metadata.capabilities else ""
 
     def _forget_aliases(self, engine: PeerEngine) -> None:
         """Forget idle records of the same engine under another address: NIXL knows an agent only once."""
@@ -330,104 +353,65 @@ class PeerDirectory:
     def _forget_ranks(self, engine: PeerEngine) -> None:
         for rank in engine.ranks:
             with self._parts.recorder.guarded("removal of a peer"):
-                if self._parts.agent.has_peer(engine.key(rank)):
-                    self._parts.agent.remove_peer(engine.key(rank))
+                if self._parts.thread.agent.has_peer(engine.key(rank)):
+                    self._parts.thread.agent.remove_peer(engine.key(rank))
 
     # ---------------------------------------------------------------------------------------------- upkeep
 
     def look_after(self) -> None:
         """End waits that are too long, probe engines that are not being read from, and drop unused ones."""
-        now_s = self._parts.now_s()
+        now_s, wait_s = self._parts.now_s(), self._wait_s
         for engine in list(self._engines.values()):
             if engine.phase == "ready":
                 self._look_after_idle(engine, now_s)
-            elif engine.phase == "wiring" and now_s - engine.last_used_s > self._limits.handshake_s:
-                self._parts.recorder.count(
-                    "num_failed_handshakes"
-                )  # the handshake's own end comes later and is ignored
-                self._fail(engine, "handshake-overdue", self._overdue(engine))
+            elif engine.phase == "wiring" and now_s - engine.last_used_s > wait_s:
+                # The handshake's own end comes later and is ignored.
+                self._parts.recorder.count("num_failed_handshakes")
+                self._fail(engine, *self._overdue(engine))
             else:
-                self._fail_overdue(engine, now_s)
+                # These reads wait for an engine that is draining, or is set up only now because it drained.
+                for read in list(engine.waiting):
+                    if read.waiting_since_s is not None and now_s - read.waiting_since_s > wait_s:
+                        engine.waiting.remove(read)
+                        read.waiting_since_s = None
+                        self._failed(read, *self._overdue(engine))
 
-    def _overdue(self, engine: PeerEngine) -> str:
-        return (
-            f"engine {engine.engine_id} was not met within {self._limits.handshake_s:g} s: its handshake has not ended"
-        )
-
-    def _draining(self, engine: PeerEngine) -> str:
-        return (
-            f"engine {engine.engine_id} was not met anew within {self._limits.handshake_s:g} s: {engine.reads_in_flight} "
+    def _overdue(self, engine: PeerEngine) -> tuple[str, str]:
+        """Return the code and message of a read that has waited too long."""
+        wait = f"within {self._wait_s:g} s"
+        if engine.phase != "draining":
+            return "handshake-overdue", f"engine {engine.engine_id} was not met {wait}: its handshake has not ended"
+        return PEER_DRAINING, (
+            f"engine {engine.engine_id} was not met anew {wait}: {engine.reads_in_flight} "
             "earlier reads from it are still on the wire or in quarantine; look whether it is stopped"
         )
-
-    def _fail_overdue(self, engine: PeerEngine, now_s: float) -> None:
-        """Fail the reads that have waited too long for an engine that is draining, or is set up only now because it drained."""
-        for read in list(engine.waiting):
-            if now_s - self._waiting_since_s.get(read, now_s) > self._limits.handshake_s:
-                engine.waiting.remove(read)
-                del self._waiting_since_s[read]
-                if engine.phase == "draining":
-                    self._failed(read, PEER_DRAINING, self._draining(engine))
-                else:
-                    self._failed(read, "handshake-overdue", self._overdue(engine))
 
     def _look_after_idle(self, engine: PeerEngine, now_s: float) -> None:
         if engine.reads_in_flight:
             return
-        if now_s - engine.last_used_s > self._limits.engine_ttl_s:
-            self._drain(engine, f"unused for {self._limits.engine_ttl_s:g} s")
-        else:
-            self._probes.look_after(engine, now_s)
+        is_silent = engine.silent_probes or now_s - engine.last_answer_s > self._probe_s
+        ttl_s = self._parts.settings.engine_ttl  # 0: engines are never forgotten, as in vLLM's own connector
+        if ttl_s and now_s - engine.last_used_s > ttl_s:
+            self._drain(engine, f"unused for {ttl_s:g} s")
+        elif is_silent and not engine.is_probed and engine.plan is not None and engine.plan.producer_ranks:
+            self._probe(engine, engine.plan.producer_ranks[0])
 
-    def probe_ended(self, result: TransferResult) -> None:
-        """Process the end of a probe; results of other transfers are ignored."""
-        self._probes.ended(result)
-
-
-_SILENT_PROBES = 2
-_PROBE_DEADLINE_S = 2.0
-
-
-@final
-class Probes:
-    """Checks whether idle engines still answer.
-
-    Args:
-        parts: The registration's threads, recorder and clock.
-        probe_s: Time between an engine's last answer and its next probe.
-        drop: Called with an engine that is gone, and the reason.
-    """
-
-    def __init__(self, parts: TransferParts, probe_s: float, drop: Callable[[PeerEngine, str], None]) -> None:
-        self._parts = parts
-        self._probe_s = probe_s
-        self._drop = drop
-        self._running: dict[str, PeerEngine] = {}
-        self._count = 0
-
-    def look_after(self, engine: PeerEngine, now_s: float) -> None:
-        """Probe an idle engine whose last answer is too old; repeat at once if its last probe had no answer."""
-        if not engine.is_probed and (engine.silent_probes or now_s - engine.last_answer_s > self._probe_s):
-            self._probe(engine)
-
-    def _probe(self, engine: PeerEngine) -> None:
-        if engine.plan is None or not engine.plan.producer_ranks:
-            return  # no memory of this engine can be read
+    def _probe(self, engine: PeerEngine, rank: Rank) -> None:
         # A request's transfers are named "<request>/<rank>", so no transfer has the name of a probe.
-        self._count += 1
-        probe_id = f"probe {self._count}"
-        self._running[probe_id] = engine
+        self._probe_count += 1
+        probe_id = f"probe {self._probe_count}"
+        self._probes[probe_id] = engine
         engine.is_probed = True
         try:
-            self._parts.agent.probe(probe_id, engine.key(engine.plan.producer_ranks[0]), deadline_s=_PROBE_DEADLINE_S)
+            self._parts.thread.agent.probe(probe_id, engine.key(rank), deadline_s=_PROBE_DEADLINE_S)
         except Exception as error:  # noqa: BLE001  (a peer that cannot be probed is let go by its age)
-            del self._running[probe_id]
+            del self._probes[probe_id]
             engine.is_probed, engine.last_answer_s = False, self._parts.now_s()
             self._parts.recorder.trouble("probe of an idle engine", error)
 
-    def ended(self, result: TransferResult) -> None:
+    def probe_ended(self, result: TransferResult) -> None:
         """Process the end of a probe; results of other transfers are ignored."""
-        engine = self._running.pop(result.transfer_id, None)
+        engine = self._probes.pop(result.transfer_id, None)
         if engine is None:
             return
         engine.is_probed = False
@@ -440,4 +424,4 @@ class Probes:
         is_gone = result.code == "peer-disconnected"
         if is_gone or engine.silent_probes >= _SILENT_PROBES:
             reason = "its process is gone" if is_gone else f"{engine.silent_probes} probes had no answer"
-            self._drop(engine, f"{reason} ({result.code}: {result.message})")
+            self.drop(engine, f"{reason} ({result.code}: {result.message})")

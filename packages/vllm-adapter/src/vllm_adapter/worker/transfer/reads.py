@@ -14,44 +14,37 @@ ends with a code.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, final
+from itertools import islice
+from typing import TYPE_CHECKING, final
 
 from vllm_adapter.errors import code_of
-from vllm_adapter.steps import ReadEnd, ReadTimes
-from vllm_adapter.worker.pages import FinishedRead, conversion_steps, page_ranges
-from vllm_adapter.worker.transfer.describing import StallWatch, describe_peers, describe_reads, note_quarantine
-from vllm_adapter.worker.transfer.messages import ProducerMessages
+from vllm_adapter.steps import ReadTimes
 from vllm_adapter.worker.transfer.peers import PEER_DRAINING, PeerDirectory
-from vllm_adapter.worker.transfer.records import Read, is_peer_at_fault, may_be_mended
+from vllm_adapter.worker.transfer.records import (
+    Read,
+    is_peer_at_fault,
+    may_be_mended,
+    may_retry,
+    note_quarantine,
+    refusal,
+    refused_retry,
+)
 from vllm_adapter.worker.transfer.streams import StreamCoordinator
-from vllm_adapter.worker.transfer.tickets import may_retry, refusal, refused_retry
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from vllm_adapter.observe.answers import Answer
-    from vllm_adapter.ports import (
-        HeartbeatOrder,
-        Indices,
-        ReadOrder,
-        StepPlan,
-        StreamReaders,
-        TransferResult,
-    )
-    from vllm_adapter.steps import Rank
-    from vllm_adapter.worker.transfer.parts import PeerPlanner, ReadLimits, TransferParts
-    from vllm_adapter.worker.transfer.records import PeerEngine
+    from vllm_adapter.ports import HeartbeatOrder, ReadOrder, StallEntry, StepPlan, StreamReaders, TransferResult
+    from vllm_adapter.steps import ReadEnd
+    from vllm_adapter.worker.transfer.planner import PeerPlanner
+    from vllm_adapter.worker.transfer.records import PeerEngine, TransferParts
     from vllm_adapter.worker.transfer.stream_records import StreamShape
 
-__all__ = ["ReadCoordinator", "StreamReading"]
+__all__ = ["ReadCoordinator"]
 
-
-class StreamReading(NamedTuple):
-    """Parameters of stream reading: the state machine, the stall limit in seconds, the groups, and the callback for ends."""
-
-    make_readers: Callable[[float], StreamReaders]
-    shape: StreamShape
-    ended: Callable[[FinishedRead], None]
+_NAMED = 4
+"""Most requests that one log line names."""
 
 
 @final
@@ -61,38 +54,26 @@ class ReadCoordinator:
     Args:
         parts: The registration's threads, codec, recorder and clock.
         planner: Plans against peers.
-        limits: Durations and counts.
         ended: Called once with the end of every read; cheap and thread-safe.
-        streaming: Parameters of stream reading; None where nothing is streamed.
     """
 
-    def __init__(
-        self,
-        parts: TransferParts,
-        planner: PeerPlanner,
-        limits: ReadLimits,
-        ended: Callable[[FinishedRead], None],
-        streaming: StreamReading | None = None,
-    ) -> None:
+    def __init__(self, parts: TransferParts, planner: PeerPlanner, ended: Callable[[ReadEnd], None]) -> None:
         self._parts = parts
-        self._limits = limits
         self._ended = ended
-        self._ranges = page_ranges(planner.document)
         self._transfers: dict[str, Read] = {}
-        self._peers = PeerDirectory(parts, planner, limits.peers, ready=self._ready, failed=self._not_met)
-        self._messages = ProducerMessages(parts, self._peers)
-        self._stalls = StallWatch(parts, limits.read_timeout_s)
+        self._peers = PeerDirectory(parts, planner, ready=self._ready, failed=self._not_met)
+        self._stalled: set[str] = set()
         self._streams: StreamCoordinator | None = None
-        if streaming is not None:
-            self._streams = StreamCoordinator(
-                parts,
-                streaming.make_readers(limits.read_timeout_s),
-                streaming.shape,
-                self._peers,
-                self._messages,
-                transfer_timeout_s=limits.read_timeout_s,
-                ended=streaming.ended,
-            )
+
+    def use_streams(self, readers: StreamReaders, shape: StreamShape, ended: Callable[[ReadEnd], None]) -> None:
+        """Read streams as well; call before the first order.
+
+        Args:
+            readers: The state machine that decides what to read next.
+            shape: Groups of both engines.
+            ended: Called once with the end of every stream; the blocks of a failed one may be read into again.
+        """
+        self._streams = StreamCoordinator(self._parts, readers, shape, self._peers, ended)
 
     def look_after(self) -> None:
         """End waits that are too long, drop dead and unused engines, and report reads without progress."""
@@ -100,22 +81,53 @@ class ReadCoordinator:
             self._peers.look_after()
         with self._parts.recorder.guarded("looking after stalled reads"):
             streamed = self._streams.reads() if self._streams is not None else {}
-            self._stalls.check({**self._transfers, **streamed})
+            self._check_stalls({**self._transfers, **streamed})
         if self._streams is not None:
             with self._parts.recorder.guarded("looking after streams"):
                 self._streams.look_after()
 
+    def _check_stalls(self, reads: Mapping[str, Read]) -> None:
+        """Report what has stalled since the last call: each transfer is counted once, each request logged once, by engine."""
+        stalls = {entry.transfer_id: entry for entry in self._parts.thread.stalls() if entry.transfer_id in reads}
+        known_requests = {reads[known].order.request_id for known in self._stalled if known in reads}
+        fresh: dict[str, list[StallEntry]] = {}
+        for transfer_id in stalls.keys() - self._stalled:
+            self._parts.recorder.count("num_stalled_reads")
+            order = reads[transfer_id].order
+            if order.request_id not in known_requests:
+                fresh.setdefault(order.ticket.peer.engine_id, []).append(stalls[transfer_id])
+        self._stalled = set(stalls)
+        for engine_id, entries in fresh.items():
+            since_s = self._parts.now_s() - min(entry.since_s for entry in entries)
+            bytes_left = sum(entry.bytes_left for entry in entries)
+            requests = sorted({reads[entry.transfer_id].order.request_id for entry in entries})
+            names = ", ".join(requests[:_NAMED]) + (" and others" if len(requests) > _NAMED else "")
+            self._parts.recorder.warn(
+                "stalled",
+                f"engine {engine_id} is stopped, slow or unreachable: no part of {len(entries)} reads has ended for "
+                f"{since_s:.1f} s, {bytes_left} bytes are left (requests {names}); each is given up after "
+                f"{self._parts.settings.read_timeout_s:g} s",
+            )
+
     def snapshot(self) -> dict[str, int]:
         """Return the numbers of engines and transfers, for diagnosis."""
-        streamed = self._streams.transfer_count if self._streams is not None else 0
+        streamed = len(self._streams.reads()) if self._streams is not None else 0
         return {"engines": len(self._peers), "transfers": len(self._transfers) + streamed}
 
     def describe(self, most: int) -> Answer:
-        """Return an operator's view: counts, and at most `most` reads and peers each."""
+        """Return an operator's view: the number of reads by stage, and descriptions of at most `most` reads and peers each."""
         now_s, engines = self._parts.now_s(), self._peers.engines()
-        reads = describe_reads(dict.fromkeys(self._transfers.values()), engines, now_s, most)
+        waiting = [read for engine in engines for read in engine.waiting]
+        reads = [*dict.fromkeys(self._transfers.values()), *waiting]
         streams: Answer = self._streams.describe(most) if self._streams is not None else {}
-        return {**reads, **streams, "peers": len(engines), "peer_engines": describe_peers(engines, now_s, most)}
+        return {
+            "reads": len(reads),
+            "reads_waiting_for_a_peer": len(waiting),
+            "oldest_reads": [read.describe(now_s) for read in reads[:most]],
+            **streams,
+            "peers": len(engines),
+            "peer_engines": [engine.describe(now_s) for engine in islice(engines, most)],
+        }
 
     # ---------------------------------------------------------------------------------------------- orders
 
@@ -150,7 +162,7 @@ class ReadCoordinator:
         for transfer_id, read in list(self._transfers.items()):
             if read.order.request_id == request_id:
                 read.is_passed_on, read.is_cancelled, read.may_retry = is_passed_on, True, False
-                self._parts.agent.cancel(transfer_id)
+                self._parts.thread.agent.cancel(transfer_id)
         for read in self._peers.waiting(request_id):
             # The read keeps waiting, but only to tell its producer that the blocks are not needed.
             read.is_passed_on = is_passed_on
@@ -166,12 +178,12 @@ class ReadCoordinator:
         for transfer_id, read in list(self._transfers.items()):
             self._note_failure(read, code, message)
             with self._parts.recorder.guarded("cancellation"):
-                self._parts.agent.cancel(transfer_id)
+                self._parts.thread.agent.cancel(transfer_id)
 
     def heartbeat(self, order: HeartbeatOrder) -> None:
         """Renew leases at a peer engine; the set-up of an unknown engine is started first."""
-        engine, renewed = self._messages.renew(order)
-        renewed_until_s = self._parts.now_s() + self._limits.renewed_s
+        engine, renewed = self._peers.renew(order)
+        renewed_until_s = self._parts.now_s() + self._parts.settings.renewed_s
         for read in self._transfers.values():
             if read.engine is engine and read.order.ticket.peer_request_id in renewed:
                 read.trusted_until_s = max(read.trusted_until_s, renewed_until_s)
@@ -186,46 +198,42 @@ class ReadCoordinator:
             self._post(read, engine)
         except Exception as error:  # noqa: BLE001  (block ids come from the client, plans from a peer's documents)
             if not read.transfers:
-                self._messages.release(read, engine, engine.ranks)
+                self._peers.release(read, engine, engine.ranks)
             self._abandon(read, "" if hasattr(error, "code") else "start of a read", error)
 
     def _post(self, read: Read, engine: PeerEngine) -> None:
-        plan, order = engine.plan, read.order
+        plan, order, ticket, now_s = engine.plan, read.order, read.order.ticket, self._parts.now_s()
         if plan is None or read.is_ended or order.is_notify_only:
-            self._messages.release(read, engine, engine.ranks)
+            self._peers.release(read, engine, engine.ranks)
             self._end(read)
             return
-        reason = refusal(order, engine) or refused_retry(read, engine, self._parts.now_s(), self._limits)
+        reason = refusal(order, engine)
+        if reason is None and read.attempt:
+            reason = refused_retry(read, plan, engine, now_s, self._parts.settings)
         if reason is not None:
             read.fail(*reason)
             self._end(read)
             return
         # Compute all ranks' indices first: nothing must be posted for a request that a later rank would refuse.
         ranks = [rank for rank in plan.producer_ranks if rank not in read.done_ranks]
-        indices, staged = plan.route(order.local_blocks, order.ticket.peer_blocks, tokens=order.tokens)
-        read.conversion = conversion_steps(staged, self._ranges)
-        read.begin_attempt(engine, ranks, self._parts.now_s(), self._limits)
+        indices, read.staged = plan.route(order.local_blocks, ticket.peer_blocks, tokens=order.tokens)
+        read.begin_attempt(engine, ranks, now_s, self._parts.settings)
         self._transfers.update(dict.fromkeys(read.transfers, read))
         engine.reads_in_flight += 1
-        for rank in ranks:
-            self._post_one(read, engine, rank, indices[rank])
-
-    def _post_one(self, read: Read, engine: PeerEngine, rank: Rank, indices: tuple[Indices, Indices]) -> None:
-        transfer_id = read.transfer_id(rank)
-        if read.code:
-            self._close_transfer(read, transfer_id)
-            return
-        try:
-            self._parts.agent.post_read(
-                transfer_id,
-                engine.key(rank),
-                *indices,
-                notification=self._messages.read_complete(read, engine, rank),
-                deadline_s=read.deadline_s - self._parts.now_s(),
-                fence=read.order.ticket.fence if engine.is_fenced else None,
-            )
-        except Exception as error:  # noqa: BLE001  (posting is refused: the request fails, the thread goes on)
-            self._note_failure(read, code_of(error), str(error))
+        for transfer_id, rank in list(read.transfers.items()):
+            try:
+                if not read.code:  # else an earlier rank's post was refused
+                    self._parts.thread.agent.post_read(
+                        transfer_id,
+                        engine.key(rank),
+                        *indices[rank],
+                        notification=self._peers.read_complete(read, engine, rank),
+                        deadline_s=read.deadline_s - self._parts.now_s(),
+                        fence=ticket.fence if engine.is_fenced else None,
+                    )
+                    continue
+            except Exception as error:  # noqa: BLE001  (posting is refused: the request fails, the thread goes on)
+                self._note_failure(read, code_of(error), str(error))
             self._close_transfer(read, transfer_id)
 
     # ---------------------------------------------------------------------------------------------- results
@@ -234,33 +242,33 @@ class ReadCoordinator:
         """Process the end of one rank's transfer, of a part of a stream, or of a probe."""
         if self._streams is not None and self._streams.transfer_ended(result):
             return
-        read = self._transfers.get(result.transfer_id)
+        read, recorder = self._transfers.get(result.transfer_id), self._parts.recorder
         if read is None:
-            with self._parts.recorder.guarded("end of a probe"):
+            with recorder.guarded("end of a probe"):
                 self._peers.probe_ended(result)
             return
         try:
-            self._note_result(read, result)
+            if result.outcome == "done":
+                now_s = self._parts.now_s()
+                read.note_arrived(result, now_s)
+                if read.engine is not None:
+                    read.engine.last_answer_s = now_s
+                recorder.read_done(result)
+            else:
+                self._note_lost(read, result)
         except Exception as error:  # noqa: BLE001  (the read ends all the same)
-            self._parts.recorder.trouble("end of a transfer", error)
+            recorder.trouble("end of a transfer", error)
             self._note_failure(read, code_of(error), str(error))
         if result.is_memory_quiet:
             self._close_transfer(read, result.transfer_id)
         else:
             note_quarantine(self._parts, read, result)
 
-    def _note_result(self, read: Read, result: TransferResult) -> None:
-        engine, recorder = read.engine, self._parts.recorder
-        if result.outcome == "done":
-            now_s = self._parts.now_s()
-            read.note_arrived(result, now_s)
-            if engine is not None:
-                engine.last_answer_s = now_s
-            recorder.read_done(result)
-            return
+    def _note_lost(self, read: Read, result: TransferResult) -> None:
         self._note_failure(read, result.code, result.message, may_retry=may_be_mended(result))
+        engine = read.engine
         if result.outcome == "fence-rejected":
-            recorder.count("num_fence_rejections")
+            self._parts.recorder.count("num_fence_rejections")
         elif is_peer_at_fault(result) and engine is not None and engine.phase == "ready":
             self._peers.drop(engine, f"a read failed ({result.code}: {result.message})")
 
@@ -286,7 +294,7 @@ class ReadCoordinator:
             return
         engine = read.engine
         try:
-            if may_retry(read, self._parts.now_s(), self._limits):
+            if read.code and may_retry(read, self._parts.now_s(), self._parts.settings):
                 self._retry(read, engine)
             else:
                 self._conclude(read, engine)
@@ -295,15 +303,25 @@ class ReadCoordinator:
         finally:
             self._peers.read_ended(engine)
 
+    def _retry(self, read: Read, engine: PeerEngine) -> None:
+        self._parts.recorder.count("num_retried_reads")
+        self._parts.recorder.info(
+            "second-attempt",
+            f"request {read.order.request_id}: its read failed ({read.code}: {read.message}); engine {engine.engine_id} is "
+            "met anew and read once more",
+        )
+        read.code = read.message = ""
+        read.engine = None
+        self._peers.submit(read)
+
     def _conclude(self, read: Read, engine: PeerEngine) -> None:
-        order = read.order
         late_s = self._parts.now_s() - read.trusted_until_s
-        if not read.code and not (engine.is_fenced and order.ticket.fence is not None) and late_s > 0:
+        if not read.code and not (engine.is_fenced and read.order.ticket.fence is not None) and late_s > 0:
             # Without a fence, the only proof that the pages still held this prompt is that the lease had not ended.
             message = f"the read ended {late_s:.1f} s after the peer's lease on the pages"
             self._note_failure(read, "read-after-expiry", message)
         if engine.plan is not None and (engine.phase == "ready" or not read.code):
-            self._messages.release(read, engine, engine.ranks if read.code else engine.plan.notify_only_ranks)
+            self._peers.release(read, engine, engine.ranks if read.code else engine.plan.notify_only_ranks)
         self._end(read)
 
     def _not_met(self, read: Read, code: str, message: str) -> None:
@@ -325,25 +343,11 @@ class ReadCoordinator:
             return
         for transfer_id in read.transfers:
             with self._parts.recorder.guarded("cancellation"):
-                self._parts.agent.cancel(transfer_id)
+                self._parts.thread.agent.cancel(transfer_id)
 
     def _end(self, read: Read) -> None:
         if read.is_ended:
             return
         read.is_ended = True
         if read.order.is_reported or read.code:
-            conversion = () if read.code else read.conversion
-            end = ReadEnd(read.order, read.code, read.message, read.times, self._parts.now_s(), read.was_met)
-            self._ended(FinishedRead(end, conversion))
-
-    # ---------------------------------------------------------------------------------------------- second attempt
-
-    def _retry(self, read: Read, engine: PeerEngine) -> None:
-        self._parts.recorder.count("num_retried_reads")
-        self._parts.recorder.info(
-            "second-attempt",
-            f"request {read.order.request_id}: its read failed ({read.code}: {read.message}); engine {engine.engine_id} is "
-            "met anew and read once more",
-        )
-        read.begin_again()
-        self._peers.submit(read)
+            self._ended(read.ended(self._parts.now_s()))

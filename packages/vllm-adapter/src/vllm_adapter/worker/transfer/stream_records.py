@@ -13,25 +13,19 @@ places 5 and 6.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from math import lcm
 from typing import TYPE_CHECKING, NamedTuple, final
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from vllm_adapter.ports import BlockList, PeerPlan, StreamOrder, StreamWatch, TransferResult
     from vllm_adapter.steps import Rank
     from vllm_adapter.worker.transfer.records import PeerEngine, Read
+    from vllm_adapter.worker.transfer.streams import StreamCoordinator
 
-__all__ = ["FollowedRank", "Part", "PartBlocks", "Stream", "StreamEvents", "StreamGroup", "StreamShape", "as_one_read"]
-
-
-class StreamGroup(NamedTuple):
-    """A KV-cache group: tokens per block, 0 for states, and its window, 0 for none."""
-
-    span_tokens: int
-    window_tokens: int = 0
+__all__ = ["FollowedRank", "Part", "PartBlocks", "Stream", "StreamShape", "as_one_read"]
 
 
 class PartBlocks(NamedTuple):
@@ -44,26 +38,29 @@ class PartBlocks(NamedTuple):
 
 @final
 class StreamShape:
-    """Groups of an engine and its peer, whose blocks stand for equal numbers of tokens."""
+    """Groups of an engine and its peer, whose blocks stand for equal numbers of tokens.
+
+    Args:
+        groups: (tokens per block, window in tokens) of each group; 0 tokens for states, window 0 for none.
+    """
 
     __slots__ = ("_groups", "entry_tokens")
 
-    def __init__(self, groups: Sequence[StreamGroup]) -> None:
+    def __init__(self, groups: Sequence[tuple[int, int]]) -> None:
         self._groups = tuple(groups)
-        self.entry_tokens = lcm(*(group.span_tokens for group in groups if group.span_tokens))
+        self.entry_tokens = lcm(*(span for span, _ in groups if span))
         """Tokens that become complete together; 1 for states alone."""
 
     def parts(self, tokens: int, first_token: int, stop_token: int, *, is_last: bool) -> list[PartBlocks]:
         """Return the blocks per group that tokens `first_token` to `stop_token - 1` need; states come with the last part."""
         found: list[PartBlocks] = []
         place = 0
-        for group in self._groups:
-            span = group.span_tokens
+        for span, window_tokens in self._groups:
             if not span:
                 found.append(PartBlocks(0, int(is_last), place))
                 place += 1
                 continue
-            earliest = max(0, tokens - group.window_tokens) if group.window_tokens else 0
+            earliest = max(0, tokens - window_tokens) if window_tokens else 0
             first = max(first_token, earliest) // span
             stop = max(first, -(-stop_token // span))
             found.append(PartBlocks(first, stop - first, place + first))
@@ -77,10 +74,10 @@ class StreamShape:
         return [
             blocks._replace(
                 ids=tuple(ids[part.place + number] for number in range(part.length)),
-                first_token=part.first * group.span_tokens,
+                first_token=part.first * span,
                 null=None,
             )
-            for group, part, blocks in zip(self._groups, parts, offered, strict=True)
+            for (span, _), part, blocks in zip(self._groups, parts, offered, strict=True)
         ]
 
     def local_blocks(self, parts: Sequence[PartBlocks], whole: Sequence[BlockList]) -> list[BlockList]:
@@ -89,73 +86,45 @@ class StreamShape:
         Example: blocks of 16, the read begins at token 32 (`first_token`): block 3 of the prompt is the read's second block.
         """
         found: list[BlockList] = []
-        for group, part, blocks in zip(self._groups, parts, whole, strict=True):
-            ahead = blocks.first_token // group.span_tokens if group.span_tokens else 0
+        for (span, _), part, blocks in zip(self._groups, parts, whole, strict=True):
+            ahead = blocks.first_token // span if span else 0
             first = max(part.first - ahead, 0)
             stop = max(part.first + part.length - ahead, first)
-            found.append(blocks._replace(ids=blocks.ids[first:stop], first_token=(first + ahead) * group.span_tokens))
+            found.append(blocks._replace(ids=blocks.ids[first:stop], first_token=(first + ahead) * span))
         return found
 
 
-class StreamEvents(NamedTuple):
-    """Handlers of what a followed rank's watch reports."""
+class Part(NamedTuple):
+    """A part of a stream: its blocks by group, and the tokens of the prompt that are read once it has landed."""
 
-    progress: Callable[[FollowedRank, int, int], None]
-    """A progress word: tag and tokens."""
-    table: Callable[[FollowedRank, int, tuple[int, ...]], None]
-    """Block ids, of the table entries from a place on."""
-    broken: Callable[[FollowedRank, str, str], None]
-    """The end of the watch: code and message."""
+    blocks: list[PartBlocks]
+    tokens: int
 
-
-@final
-class Part:
-    """A part of which the table is asked for the block ids.
-
-    Attributes:
-        blocks: Its blocks, run by run.
-        tokens: Tokens of the prompt that are read once it has landed.
-        missing: First table entry of each run whose ids have not come yet.
-        ids: The producer's block ids by table entry.
-    """
-
-    __slots__ = ("blocks", "ids", "missing", "tokens")
-
-    def __init__(self, blocks: list[PartBlocks], tokens: int) -> None:
-        self.blocks = blocks
-        self.tokens = tokens
-        self.missing = {each.place for each in blocks if each.length}
-        self.ids: dict[int, int] = {}
+    def is_listed(self, ids: Mapping[int, int]) -> bool:
+        """Return whether the table has listed all its blocks; `ids` maps places to block ids."""
+        return all(each.place + each.length - 1 in ids for each in self.blocks if each.length)
 
 
 @final
+@dataclass(slots=True, eq=False)
 class Stream:
     """A stream of a request: its order, its engine, and the ranks that have not reported.
 
     Attributes:
-        plan: Plan against the producer's engine.
-        read: The read that it is.
+        read: The read that it is, with the code and message of the first thing that went wrong.
         order: The scheduler's order.
         engine: The producer's engine.
+        plan: Plan against the producer's engine.
         open_ranks: Producer ranks that have not reported, by name.
         whole_ranks: The reads from the ranks whose fence held.
-        is_torn: Whether a rank broke, so that nothing of it counts.
-        is_stopped: Whether the scheduler has given it up.
-        reason: Code and sentence of the first thing that went wrong; empty while all is well.
     """
 
-    __slots__ = ("engine", "is_stopped", "is_torn", "open_ranks", "order", "plan", "read", "reason", "whole_ranks")
-
-    def __init__(self, read: Read, order: StreamOrder, engine: PeerEngine, plan: PeerPlan) -> None:
-        self.plan = plan
-        self.read = read
-        self.order = order
-        self.engine = engine
-        self.open_ranks: dict[str, FollowedRank] = {}
-        self.whole_ranks: list[TransferResult] = []
-        self.is_torn = False
-        self.is_stopped = False
-        self.reason: tuple[str, str] = ("", "")
+    read: Read
+    order: StreamOrder
+    engine: PeerEngine
+    plan: PeerPlan
+    open_ranks: dict[str, FollowedRank] = field(default_factory=dict[str, "FollowedRank"])
+    whole_ranks: list[TransferResult] = field(default_factory=list["TransferResult"])
 
     def note_whole(self, now_s: float) -> None:
         """Keep when the first rank was seen to be whole, and how many bytes had arrived by then."""
@@ -189,39 +158,43 @@ def as_one_read(parts: Sequence[TransferResult]) -> TransferResult:
 
 
 @final
+@dataclass(slots=True, eq=False)
 class FollowedRank:
-    """A producer rank of a stream. It hands what its watch tells on to the coordinator.
+    """A producer rank of a stream. It passes what its watch reports on to the coordinator.
 
     Attributes:
+        coordinator: The coordinator of the stream.
         stream: The stream.
         rank: (pp, tp) rank of the producer.
-        name: Its name among all that are followed.
         watch: The agent's watch of its words; None before it begins.
         parts: Parts that are not posted yet, the oldest first.
-        finished_tokens: Tokens of the prompt that it has finished, as its progress word last said.
+        ids: The producer's block ids of these parts, by place in the table.
+        finished_tokens: Tokens of the prompt that it has finished, by its latest progress word.
         arrived: Results of the parts that have arrived.
     """
 
-    __slots__ = ("_events", "arrived", "finished_tokens", "name", "parts", "rank", "stream", "watch")
+    coordinator: StreamCoordinator
+    stream: Stream
+    rank: Rank
+    watch: StreamWatch | None = None
+    parts: list[Part] = field(default_factory=list[Part])
+    ids: dict[int, int] = field(default_factory=dict[int, int])
+    finished_tokens: int = 0
+    arrived: list[TransferResult] = field(default_factory=list["TransferResult"])
 
-    def __init__(self, events: StreamEvents, stream: Stream, rank: Rank) -> None:
-        self._events = events
-        self.stream = stream
-        self.rank = rank
-        self.name = f"{stream.read.order.request_id}/{rank[0]}.{rank[1]}"
-        self.watch: StreamWatch | None = None
-        self.parts: list[Part] = []
-        self.finished_tokens = 0
-        self.arrived: list[TransferResult] = []
+    @property
+    def name(self) -> str:
+        """Its name among all that are followed."""
+        return f"{self.stream.read.order.request_id}/{self.rank[0]}.{self.rank[1]}"
 
     def progress(self, tag: int, tokens: int) -> None:
         """Pass a progress word on."""
-        self._events.progress(self, tag, tokens)
+        self.coordinator.progress(self, tag, tokens)
 
     def table(self, tag: int, first: int, ids: tuple[int, ...]) -> None:  # noqa: ARG002  (the watch asked under one tag)
         """Pass block ids on."""
-        self._events.table(self, first, ids)
+        self.coordinator.table(self, first, ids)
 
     def broken(self, code: str, message: str) -> None:
         """Pass the end of the watch on."""
-        self._events.broken(self, code, message)
+        self.coordinator.broken(self, code, message)

@@ -14,12 +14,9 @@ from typing import TYPE_CHECKING, Final, final
 import numpy as np
 
 from vllm_adapter.errors import AdapterError, code_of
-from vllm_adapter.steps import STREAM_STOPPED, ReadEnd, ReadTimes
-from vllm_adapter.worker.pages import FinishedRead
-from vllm_adapter.worker.transfer.describing import note_quarantine
-from vllm_adapter.worker.transfer.records import Read, is_peer_at_fault
-from vllm_adapter.worker.transfer.stream_records import FollowedRank, Part, Stream, StreamEvents, as_one_read
-from vllm_adapter.worker.transfer.tickets import refusal
+from vllm_adapter.steps import STREAM_STOPPED, ReadTimes
+from vllm_adapter.worker.transfer.records import Read, is_peer_at_fault, note_quarantine, refusal
+from vllm_adapter.worker.transfer.stream_records import FollowedRank, Part, Stream, as_one_read
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -34,12 +31,10 @@ if TYPE_CHECKING:
         StreamReport,
         TransferResult,
     )
-    from vllm_adapter.steps import Rank
-    from vllm_adapter.worker.transfer.messages import ProducerMessages
-    from vllm_adapter.worker.transfer.parts import TransferParts
+    from vllm_adapter.steps import Rank, ReadEnd
     from vllm_adapter.worker.transfer.peers import PeerDirectory
-    from vllm_adapter.worker.transfer.records import PeerEngine
-from vllm_adapter.worker.transfer.stream_records import StreamShape
+    from vllm_adapter.worker.transfer.records import PeerEngine, TransferParts
+    from vllm_adapter.worker.transfer.stream_records import StreamShape
 
 __all__ = ["StreamCoordinator"]
 
@@ -73,8 +68,6 @@ class StreamCoordinator:
         readers: The state machine that decides what to read next.
         shape: Groups of both engines.
         peers: Directory of peer engines, which is notified of each stream's end and of failing engines.
-        messages: Notifies producers that a stream has been read completely.
-        transfer_timeout_s: Longest duration of a single transfer, in seconds.
         ended: Called once with the end of every stream, when it is quiet; the blocks of a failed stream may be read into again.
     """
 
@@ -84,19 +77,13 @@ class StreamCoordinator:
         readers: StreamReaders,
         shape: StreamShape,
         peers: PeerDirectory,
-        messages: ProducerMessages,
-        *,
-        transfer_timeout_s: float,
-        ended: Callable[[FinishedRead], None],
+        ended: Callable[[ReadEnd], None],
     ) -> None:
         self._parts = parts
         self._readers = readers
         self._shape = shape
         self._peers = peers
-        self._messages = messages
-        self._transfer_timeout_s = transfer_timeout_s
         self._ended = ended
-        self._events = StreamEvents(self._on_progress, self._on_table, self._on_broken)
         self._ranks: dict[str, FollowedRank] = {}
         self._streams: dict[str, Stream] = {}
         self._transfers: dict[str, tuple[FollowedRank, bool]] = {}
@@ -108,19 +95,15 @@ class StreamCoordinator:
     def apply(self, plan: StreamPlan) -> None:
         """Follow and stop streams as a step orders; each order fails alone."""
         for order in plan.watches:
-            self.follow(order)
+            read = Read(order.read, ReadTimes(self._parts.now_s()), stream=order)
+            try:
+                self._peers.submit(read)  # followed at once or when its engine is ready
+            except Exception as error:  # noqa: BLE001  (one order can only fail itself)
+                self._parts.recorder.trouble("order of a stream", error)
+                self.not_met(read, code_of(error), str(error))
         for request_id in plan.stops:
             with self._parts.recorder.guarded("end of a stream"):
                 self.stop(request_id)
-
-    def follow(self, order: StreamOrder) -> None:
-        """Follow a stream, at once or when its engine is ready."""
-        read = Read(order.read, ReadTimes(self._parts.now_s()), stream=order)
-        try:
-            self._peers.submit(read)
-        except Exception as error:  # noqa: BLE001  (one order can only fail itself)
-            self._parts.recorder.trouble("order of a stream", error)
-            self.not_met(read, code_of(error), str(error))
 
     def ready(self, read: Read, order: StreamOrder, engine: PeerEngine) -> None:
         """Begin a stream whose engine is ready; if it cannot begin, end it."""
@@ -133,17 +116,19 @@ class StreamCoordinator:
         except Exception as error:  # noqa: BLE001  (one order can only fail itself)
             self._parts.recorder.trouble("start of a stream", error)
             reason = code_of(error), str(error)
-        self._end_unbegun(read, *reason)
+        self._end(read, *reason)
 
     def not_met(self, read: Read, code: str, message: str) -> None:
         """End a stream whose engine cannot be read from."""
         if read.stream is not None:
             read.was_met = False
-            self._end_unbegun(read, code, message)
+            self._end(read, code, message)
 
-    def _end_unbegun(self, read: Read, code: str, message: str) -> None:
+    def _end(self, read: Read, code: str = "", message: str = "") -> None:
         read.stream, read.is_ended = None, True
-        self._ended(FinishedRead(ReadEnd(read.order, code, message, read.times, self._parts.now_s(), read.was_met)))
+        if code:
+            read.fail(code, message)
+        self._ended(read.ended(self._parts.now_s()))
 
     def begin(self, read: Read, order: StreamOrder, engine: PeerEngine) -> None:
         """Follow a stream of an engine that is ready; ignore a second stream of a request, since the end of the first one stands.
@@ -162,24 +147,20 @@ class StreamCoordinator:
         engine.reads_in_flight += 1
         stream = self._streams[request_id] = Stream(read, order, engine, plan)
         if fence is None or not engine.can_stream or order.start % self._shape.entry_tokens:
-            stream.is_torn, stream.reason = True, ("not-streamed", "its pages cannot be read in parts")
+            read.fail("not-streamed", "its pages cannot be read in parts")
+        else:
+            try:
+                self._follow(stream, fence)
+            except Exception as error:  # noqa: BLE001  (it has begun, so it ends as any other)
+                self._give_up(stream, code_of(error), str(error))
+        if not stream.open_ranks:
             self._report(stream)
-            return
-        try:
-            self._follow_ranks(stream, fence[1])
-        except Exception as error:  # noqa: BLE001  (it has begun, so it ends as any other)
-            stream.is_torn = True
-            self._give_up(stream, code_of(error), str(error))
-            if not stream.open_ranks:
-                self._report(stream)
-        for following in list(stream.open_ranks.values()):
-            self._watch(following, fence[0])
         self._settle()
 
-    def _follow_ranks(self, stream: Stream, generation: int) -> None:
-        order, entry_tokens = stream.order, self._shape.entry_tokens
+    def _follow(self, stream: Stream, fence: tuple[int, int]) -> None:
+        order, entry_tokens, (slot, generation) = stream.order, self._shape.entry_tokens, fence
         for rank in stream.plan.producer_ranks:
-            following = FollowedRank(self._events, stream, rank)
+            following = FollowedRank(self, stream, rank)
             self._readers.watch(
                 following.name,
                 generation=generation,
@@ -190,46 +171,35 @@ class StreamCoordinator:
                 now_s=self._parts.now_s(),
             )
             stream.open_ranks[following.name] = self._ranks[following.name] = following
-
-    def _watch(self, following: FollowedRank, slot: int) -> None:
-        try:
-            key, tokens = following.stream.engine.key(following.rank), following.stream.read.order.tokens
-            following.watch = self._parts.agent.watch_stream(key, slot, following, tokens=tokens)
-        except Exception as error:  # noqa: BLE001  (a peer that cannot be watched ends its streams, never this thread)
-            self._give_up(following.stream, code_of(error), str(error))
+        for following in list(stream.open_ranks.values()):
+            key = stream.engine.key(following.rank)
+            following.watch = self._parts.thread.agent.watch_stream(key, slot, following, tokens=order.read.tokens)
 
     def stop(self, request_id: str) -> None:
         """Stop a stream; its end is reported, as failed, once all its transfers are quiet."""
         for read in self._peers.waiting(request_id):
             # The read keeps waiting as one that has ended, to notify its producer that the blocks are not needed.
             if read.stream is not None:
-                self._end_unbegun(read, STREAM_STOPPED, "the stream was given up before it began")
+                self._end(read, STREAM_STOPPED, "the stream was given up before it began")
         stream = self._streams.get(request_id)
         if stream is None:
             return
-        stream.is_stopped = True
-        self._give_up(stream, STREAM_STOPPED, "the stream was given up")
-        self._cancel_transfers(stream)
+        stream.read.is_cancelled = True
+        self._break(stream, STREAM_STOPPED, "the stream was given up")
         self._settle()
 
     def break_all(self, code: str, message: str) -> None:
         """Stop all streams that have begun; each is reported once it is quiet."""
         for stream in list(self._streams.values()):
-            stream.is_torn = True
-            self._give_up(stream, code, message)
-            self._cancel_transfers(stream)
+            self._break(stream, code, message)
         self._settle()
 
-    def _cancel_transfers(self, stream: Stream) -> None:
+    def _break(self, stream: Stream, code: str, message: str) -> None:
+        self._give_up(stream, code, message)
         for transfer_id, (following, _) in list(self._transfers.items()):
             if following.stream is stream:
                 with self._parts.recorder.guarded("cancellation"):
-                    self._parts.agent.cancel(transfer_id)
-
-    @property
-    def transfer_count(self) -> int:
-        """Number of stream transfers that have not ended."""
-        return len(self._transfers)
+                    self._parts.thread.agent.cancel(transfer_id)
 
     def reads(self) -> dict[str, Read]:
         """Return the read that each transfer of a stream belongs to, by transfer id."""
@@ -263,13 +233,13 @@ class StreamCoordinator:
         self._readers.tick(self._parts.now_s())
         for stream in list(self._streams.values()):
             engine = stream.engine
-            if engine.phase == "draining" and not stream.reason[0] and any(map(_wants_data, engine.waiting)):
+            if engine.phase == "draining" and not stream.read.code and any(map(_wants_data, engine.waiting)):
                 self._give_up(stream, "stream-broken", "its engine is to be met anew, and other reads wait for that")
         self._settle()
 
     # ---------------------------------------------------------------------------------------------- what watches tell
 
-    def _on_progress(self, following: FollowedRank, tag: int, tokens: int) -> None:
+    def progress(self, following: FollowedRank, tag: int, tokens: int) -> None:
         """Process a rank's progress."""
         part = self._readers.observed(following.name, tag, tokens, self._parts.now_s())
         if part is not None:
@@ -293,21 +263,18 @@ class StreamCoordinator:
             if blocks.length:
                 tag = following.stream.order.tag
                 following.watch.read_table(tag, blocks.place, blocks.place + blocks.length)
-        if not asked.missing:
+        if asked.is_listed({}):  # it needs no blocks
             self._post(following, asked)
 
-    def _on_table(self, following: FollowedRank, first: int, ids: tuple[int, ...]) -> None:
+    def table(self, following: FollowedRank, first: int, ids: tuple[int, ...]) -> None:
         """Process entries of a rank's table; read the part whose entries are now complete."""
-        part = next((each for each in following.parts if first in each.missing), None)
-        if part is None:
-            return
-        part.missing.remove(first)
-        part.ids.update((first + number, block) for number, block in enumerate(ids))
-        if not part.missing:
+        following.ids.update(enumerate(ids, first))
+        part = next((each for each in following.parts if each.is_listed(following.ids)), None)
+        if part is not None:
             self._post(following, part)
-        self._settle()
+            self._settle()
 
-    def _on_broken(self, following: FollowedRank, code: str, message: str) -> None:
+    def broken(self, following: FollowedRank, code: str, message: str) -> None:
         """Process the end of a rank's watch."""
         self._give_up(following.stream, code, message)
         self._drop(following.stream, code, message)
@@ -320,7 +287,7 @@ class StreamCoordinator:
         try:
             read = following.stream.read
             local = self._shape.local_blocks(part.blocks, read.order.local_blocks)
-            peer = self._shape.peer_blocks(part.blocks, part.ids, read.order.ticket.peer_blocks)
+            peer = self._shape.peer_blocks(part.blocks, following.ids, read.order.ticket.peer_blocks)
             indices = following.stream.plan.indices(following.rank, local, peer, tokens=part.tokens)
             if len(indices[0]):
                 read.times.posted_s = read.times.posted_s or self._parts.now_s()
@@ -336,8 +303,8 @@ class StreamCoordinator:
         self._count += 1
         transfer_id = f"{following.name}#{self._count}"
         key = following.stream.engine.key(following.rank)
-        self._parts.agent.post_read(
-            transfer_id, key, *indices, notification=b"", deadline_s=self._transfer_timeout_s, fence=fence
+        self._parts.thread.agent.post_read(
+            transfer_id, key, *indices, notification=b"", deadline_s=self._parts.settings.read_timeout_s, fence=fence
         )
         self._transfers[transfer_id] = (following, fence is not None)
 
@@ -396,8 +363,7 @@ class StreamCoordinator:
 
     def _give_up(self, stream: Stream, code: str, message: str) -> None:
         """Stop all ranks of a stream; each reports once it is quiet."""
-        if not stream.reason[0]:
-            stream.reason = (code, message)
+        stream.read.fail(code, message)
         for following in list(stream.open_ranks.values()):
             if following.watch is not None:
                 following.watch.end()
@@ -437,7 +403,6 @@ class StreamCoordinator:
         if following.watch is not None:
             following.watch.end()
         if not report.is_done:
-            stream.is_torn = True
             self._give_up(stream, *_why(report.cause, following.rank))
         elif following.arrived:
             stream.whole_ranks.append(as_one_read(following.arrived))
@@ -448,13 +413,9 @@ class StreamCoordinator:
         """Report the end of a stream whose pages are quiet."""
         read, engine = stream.read, stream.engine
         del self._streams[read.order.request_id]
-        if stream.is_torn and not stream.reason[0]:
-            stream.reason = _BROKE_OFF
-        is_good = not stream.is_torn and not stream.is_stopped
-        for arrived in stream.whole_ranks if is_good else ():
+        for arrived in () if read.code else stream.whole_ranks:
             self._parts.recorder.read_done(arrived)
-        if is_good or (stream.is_stopped and engine.phase == "ready"):
-            self._messages.release(read, engine, engine.ranks)
-        code, message = ("", "") if is_good else stream.reason
-        self._ended(FinishedRead(ReadEnd(read.order, code, message, read.times, self._parts.now_s())))
+        if not read.code or (read.is_cancelled and engine.phase == "ready"):
+            self._peers.release(read, engine, engine.ranks)
+        self._end(read)
         self._peers.read_ended(engine)

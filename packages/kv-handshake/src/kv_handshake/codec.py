@@ -1,0 +1,103 @@
+"""A single object that writes and reads every byte outside the side channel's own loops."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, final
+
+import msgspec
+
+from kv_handshake.core.server import ServerCore
+from kv_handshake.core.session import ClientSession
+from kv_handshake.stream.messages import answer_payload, question_payload, read_answer, read_question
+from kv_handshake.wire.dialects import dialect_of
+from kv_handshake.wire.factors import check_factors, compatibility_hash, hashed_factors
+from kv_handshake.wire.limits import check_number
+from kv_handshake.wire.messages import Envelope, checksum_of
+from kv_handshake.wire.notifications import (
+    RESERVED_PREFIXES,
+    encode_heartbeats,
+    encode_read_complete,
+    parse_notification,
+)
+from kv_handshake.wire.policy import PROTOCOL_RANGE, Level, LocalOffer
+from kv_handshake.wire.queries import Rank, check_rank
+from kv_handshake.wire.replies import decode_envelope, decode_metadata, encode_metadata
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["Codec"]
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+@final
+class Codec:
+    """Writes and reads envelopes and notifications. Stateless and safe to share between threads.
+
+    Args:
+        capabilities: Capabilities to announce: ``required``, ``supported`` or ``absent`` by name.
+    """
+
+    def __init__(self, *, capabilities: Mapping[str, Level] | None = None) -> None:
+        self._capabilities = LocalOffer(capabilities=capabilities or {}).capabilities
+
+    def encode_envelope(
+        self,
+        metadata: Mapping[str, object],
+        factors: Mapping[str, object],
+        *,
+        dialect: int,
+        rank: Rank | None = None,
+    ) -> bytes:
+        """Return the envelope of one rank, for a listener to serve.
+
+        Args:
+            metadata: Values by the names of `AgentMetadata`, among them ``generation``, ``fence`` and ``geometry``
+                if the engine has them. Names that the dialect does not know are left out.
+            factors: The engine's factors. If all of vLLM's names are among them the hash is vLLM's own.
+            dialect: Connector version to write, 2 to 15.
+            rank: (pp, tp) rank to announce, so that a reader can tell if a reply is not the one it asked for.
+
+        Raises:
+            ConfigurationError: ``unknown-dialect``, ``missing-field``, ``invalid-factors`` or ``invalid-argument``.
+            WireError: ``malformed-metadata`` or ``invalid-metadata`` if every peer would refuse the metadata.
+        """
+        version = dialect_of(dialect)
+        check_factors(factors)
+        if rank is not None:
+            check_rank(rank)
+        encoded = encode_metadata(metadata, version)
+        generation = metadata.get("generation")
+        if isinstance(generation, int):
+            check_number("generation", generation)
+        return _encoder.encode(
+            Envelope(
+                compatibility_hash=compatibility_hash(hashed_factors(factors, version)),
+                agent_metadata_bytes=encoded,
+                protocol=PROTOCOL_RANGE,
+                rank=rank,
+                generation=generation if isinstance(generation, int) else None,
+                factors=dict(factors),
+                checksum=checksum_of(encoded),
+                capabilities=dict(self._capabilities),
+            )
+        )
+
+    compatibility_hash = staticmethod(compatibility_hash)
+    decode_envelope = staticmethod(decode_envelope)
+    decode_metadata = staticmethod(decode_metadata)
+    server_core = staticmethod(ServerCore)
+    client_session = staticmethod(ClientSession)
+    read_complete = staticmethod(encode_read_complete)
+    heartbeats = staticmethod(encode_heartbeats)
+    parse_notification = staticmethod(parse_notification)
+    question_payload = staticmethod(question_payload)
+    answer_payload = staticmethod(answer_payload)
+    read_question = staticmethod(read_question)
+    read_answer = staticmethod(read_answer)
+
+    @property
+    def reserved_prefixes(self) -> tuple[str, ...]:
+        """Request ids that begin with one of these cannot be notified."""
+        return RESERVED_PREFIXES

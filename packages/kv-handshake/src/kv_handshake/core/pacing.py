@@ -1,0 +1,188 @@
+"""Rate limits, back-off, the memory of failures, and a gate for log lines.
+
+The arithmetic takes its times from the caller; only `GatedLog` reads a clock.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter, OrderedDict
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, final
+
+from kv_handshake.errors import shortened
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+
+__all__ = ["MOST_FAILURES", "Backoff", "FailureMemory", "GatedLog", "RememberedFailure", "TokenBuckets"]
+
+MOST_FAILURES = 1024
+"""Failed peers that are remembered; the one that failed longest ago is forgotten first."""
+
+_LOG_PERIOD_S = 10.0
+_LOG_CHARS = 1000
+_MESSAGE_CHARS = 500
+"""Characters that are kept of a failure's text, which a peer may have written."""
+
+
+@final
+class TokenBuckets:
+    """Allows each key `rate_per_s` events a second on average, and `burst` at once.
+
+    Args:
+        rate_per_s: Events per second and key; 0 allows everything.
+        burst: Events that may come at once.
+        capacity: Keys that are remembered; the one not seen for longest is forgotten first.
+    """
+
+    def __init__(self, *, rate_per_s: float, burst: float, capacity: int = 4096) -> None:
+        self._rate_per_s = rate_per_s
+        self._burst = burst
+        self._capacity = capacity
+        self._levels: OrderedDict[Hashable, tuple[float, float]] = OrderedDict()
+
+    def wait_s(self, key: Hashable, now_s: float, cost: float = 1.0) -> float:
+        """Count one event of this cost; return 0 if it is allowed, else the seconds until the next one would be."""
+        if self._rate_per_s <= 0:
+            return 0.0
+        level, since_s = self._levels.get(key, (self._burst, now_s))
+        level = min(self._burst, level + (now_s - since_s) * self._rate_per_s)
+        is_allowed = level >= 1
+        self._levels[key] = (level - cost if is_allowed else level, now_s)
+        self._levels.move_to_end(key)
+        if len(self._levels) > self._capacity:
+            self._levels.popitem(last=False)
+        return 0.0 if is_allowed else (1 - level) / self._rate_per_s
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Backoff:
+    """Waiting times that double from `first_s` to `most_s`, scattered so that many waiters do not return together."""
+
+    first_s: float
+    most_s: float
+
+    def delay_s(self, failures: int, chance: float) -> float:
+        """Return the wait after the given number of failures (1 or more): half of it fixed, half scaled by `chance`.
+
+        Args:
+            failures: Failures so far.
+            chance: A random number in [0, 1).
+        """
+        whole_s = min(self.most_s, self.first_s * 2.0 ** min(failures - 1, 60))
+        return whole_s * (0.5 + 0.5 * chance)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class RememberedFailure:
+    """A failure of a peer that has not answered since.
+
+    Attributes:
+        failures: Consecutive failed handshakes.
+        until_s: Time before which the peer is not asked again.
+        code: Code of the last failure.
+        message: Text of the last failure, cut to 500 characters.
+        wanted_s: Time of the last request for the peer.
+        is_retried: Whether a background attempt is planned or running; the failure blocks until that has ended.
+    """
+
+    failures: int
+    until_s: float
+    code: str
+    message: str
+    wanted_s: float
+    is_retried: bool = False
+
+
+@final
+class FailureMemory:
+    """Remembers which peers failed, so that a dead one is asked ever more rarely instead of by every request."""
+
+    def __init__(self, backoff: Backoff, *, capacity: int = MOST_FAILURES) -> None:
+        self._backoff = backoff
+        self._capacity = capacity
+        self._failures: OrderedDict[Hashable, RememberedFailure] = OrderedDict()
+        self._retried: set[Hashable] = set()
+
+    def __len__(self) -> int:
+        return len(self._failures)
+
+    @property
+    def retried(self) -> int:
+        """Peers with a background attempt planned or running."""
+        return len(self._retried)
+
+    def blocking(self, peer: Hashable, now_s: float) -> RememberedFailure | None:
+        """Return the recent failure that still blocks this peer, or None; note that the peer is wanted."""
+        if not self._failures:
+            return None  # the hash of a question takes as long as a query
+        remembered = self._failures.get(peer)
+        if remembered is None:
+            return None
+        self._failures[peer] = remembered = replace(remembered, wanted_s=now_s)
+        return remembered if remembered.is_retried or now_s < remembered.until_s else None
+
+    def record(
+        self, peer: Hashable, *, code: str, message: str, now_s: float, chance: float, least_s: float = 0.0
+    ) -> RememberedFailure:
+        """Remember a failure, which blocks for `least_s` at the least, and return what is remembered."""
+        earlier = self._failures.pop(peer, None)
+        failures = 1 + (earlier.failures if earlier is not None else 0)
+        until_s = now_s + max(self._backoff.delay_s(failures, chance), least_s)
+        wanted_s = earlier.wanted_s if earlier is not None else now_s
+        failure = RememberedFailure(failures, until_s, code, message[:_MESSAGE_CHARS], wanted_s, peer in self._retried)
+        self._failures[peer] = failure
+        if len(self._failures) > self._capacity:
+            self._failures.popitem(last=False)
+        return failure
+
+    def hold(self, peer: Hashable) -> None:
+        """Let the peer's failure block until `release`: a background attempt is planned."""
+        remembered = self._failures.get(peer)
+        if remembered is not None:
+            self._retried.add(peer)
+            self._failures[peer] = replace(remembered, is_retried=True)
+
+    def release(self, peer: Hashable) -> None:
+        """End `hold`: the background attempt has ended."""
+        self._retried.discard(peer)
+        remembered = self._failures.get(peer)
+        if remembered is not None:
+            self._failures[peer] = replace(remembered, is_retried=False)
+
+    def forget(self, peer: Hashable) -> None:
+        """Forget a peer's failures: it has just answered, or is wanted no more."""
+        if self._failures:
+            self._failures.pop(peer, None)
+
+
+_logger = logging.getLogger("kv_handshake")
+
+
+@final
+class GatedLog:
+    """Logs one line per topic and ten seconds, and counts those held back.
+
+    Topics are constants, never a peer's text, so their number is small.
+    """
+
+    def __init__(self) -> None:
+        self.held_back = 0
+        self._next_s: dict[str, float] = {}
+        self._held: Counter[str] = Counter()
+
+    def warning(self, topic: str, text: str) -> None:
+        """Log a warning, unless one of this topic was logged a moment ago."""
+        now_s = time.monotonic()
+        if now_s < self._next_s.get(topic, float("-inf")):
+            self._held[topic] += 1
+            self.held_back += 1
+            return
+        self._next_s[topic] = now_s + _LOG_PERIOD_S
+        held = self._held.pop(topic, 0)
+        more = f" ({held} more like this were not logged)" if held else ""
+        _logger.warning("%s%s", shortened(text, _LOG_CHARS), more)

@@ -1,0 +1,104 @@
+"""The server's half of the protocol, without any input or output.
+
+`ServerCore.respond` is total: every byte string gets an answer or a coded refusal, in bounded time and size, and
+nothing is raised. What is served can be replaced at any moment from any thread: the core swaps one reference to an
+immutable table.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from types import MappingProxyType
+from typing import TYPE_CHECKING, final
+
+from kv_handshake.errors import WireError
+from kv_handshake.wire.queries import Query, Rank, check_rank, parse_query
+from kv_handshake.wire.replies import encode_clock, encode_refusal
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["ServerCore"]
+
+
+@final
+class ServerCore:
+    """Answers queries from a replaceable table of envelopes: any bytes get an answer or a coded refusal.
+
+    Args:
+        payloads: Envelope by (pp rank, tp rank); empty while there is nothing to serve yet.
+
+    Attributes:
+        stages: Pipeline stages of the engine that is served.
+
+    Raises:
+        ConfigurationError: ``invalid-argument`` for a rank out of range.
+    """
+
+    def __init__(self, payloads: Mapping[Rank, bytes] | None = None) -> None:
+        self._counts: Counter[str] = Counter()
+        self._payloads: Mapping[Rank, bytes] = MappingProxyType({})
+        self.stages = 1
+        self.replace(payloads or {})
+
+    def replace(self, payloads: Mapping[Rank, bytes]) -> None:
+        """Serve these envelopes from now on.
+
+        Raises:
+            ConfigurationError: ``invalid-argument`` for a rank out of range.
+        """
+        for rank in payloads:
+            check_rank(rank)
+        self._payloads = MappingProxyType(dict(payloads))
+        self.stages = 1 + max((pp for pp, _ in payloads), default=0)
+
+    def respond(self, query: bytes, *, clock_s: float, reads_one_stage: bool = False) -> tuple[bytes, ...]:
+        """Return the frames of the reply: the payload, and the clock if the query's dialect has one.
+
+        Args:
+            query: Any bytes.
+            clock_s: The engine's monotonic clock, the one that its expiry times are stamped with.
+            reads_one_stage: Whether the asker takes every rank for one that holds all layers, as vLLM's own connector does.
+        """
+        try:
+            parsed = parse_query(query)
+        except WireError as error:
+            return self.refuse(error.code, str(error))
+        clock, payloads = _clock_frames(parsed, clock_s), self._payloads
+        if reads_one_stage and self.stages > 1:
+            refusal = self.refuse(
+                "pipeline-stages",
+                f"this engine has {self.stages} pipeline stages, and vLLM's own connector reads from engines with one: "
+                "read its tickets with the connector of vllm_adapter, or set its pipeline_parallel_size to 1",
+            )
+            return (*refusal, *clock)
+        payload = payloads.get(parsed.rank)
+        if payload is not None:
+            self._counts["answered"] += 1
+            return (payload, *clock)
+        if not payloads:
+            return (*self.refuse("not-ready", retry_after_s=1.0), *clock)
+        served = f"{len(payloads)} ranks are served, pp up to {max(pp for pp, _ in payloads)}"
+        pp, tp = parsed.rank
+        return (*self.refuse("unknown-rank", f"no metadata for pp rank {pp}, tp rank {tp}: {served}"), *clock)
+
+    def refuse(self, code: str, message: str = "", *, retry_after_s: float = 0.0) -> tuple[bytes, ...]:
+        """Return a refusal without a clock frame, counted."""
+        self._counts[f"refused.{code}"] += 1
+        return (encode_refusal(code, message, retry_after_s=retry_after_s),)
+
+    def defer(self, query: bytes, *, wait_s: float, clock_s: float) -> tuple[bytes, ...]:
+        """Return the refusal of a query that came too soon, in as many frames as its asker expects."""
+        clock: tuple[bytes, ...] = ()
+        with contextlib.suppress(WireError):
+            clock = _clock_frames(parse_query(query), clock_s)
+        return (*self.refuse("rate-limited", retry_after_s=wait_s), *clock)
+
+    def statistics(self) -> Mapping[str, int]:
+        """Return the counts so far: ``answered``, and ``refused.<code>`` per code."""
+        return dict(self._counts)
+
+
+def _clock_frames(query: Query, clock_s: float) -> tuple[bytes, ...]:
+    return (encode_clock(clock_s),) if query.wants_clock else ()

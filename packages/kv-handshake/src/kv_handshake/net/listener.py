@@ -1,0 +1,352 @@
+"""A supervised side-channel listener: a thread that serves a `ServerCore` and that no message can stop."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING, final
+
+from kv_handshake.core.endpoint import endpoint_of
+from kv_handshake.core.pacing import GatedLog, TokenBuckets
+from kv_handshake.core.server import ServerCore
+from kv_handshake.errors import ConfigurationError, HandshakeError, WireError
+from kv_handshake.sockets import ListeningPort, RouterSocket, TooManyFrames
+from kv_handshake.stream.desk import AskDesk, AskLimits
+from kv_handshake.stream.messages import is_ask, parse_ask
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from kv_handshake.sockets import Incoming, ServerSecurity
+    from kv_handshake.wire.queries import Rank
+
+__all__ = ["Listener", "QueryLimits"]
+
+_RESTART_FIRST_S = 0.05
+_RESTART_MOST_S = 5.0
+_JOIN_S = 5.0
+_LONGEST_ASK_S = 30.0
+_NO_CLIENTS: Mapping[str, int] = MappingProxyType({})
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class QueryLimits:
+    """Rate limit of the queries from one address.
+
+    Many engines can share an address behind a router. So the first queries of every connection, an eighth of `burst`, are
+    answered whatever else comes from its address, and do not count. Example: with a burst of 5000 an engine asks for 625 ranks at
+    once while its neighbour is refused for asking 100 000 times.
+
+    Attributes:
+        queries_per_s: Queries a second on average; 0 for no limit.
+        burst: Queries that may come at once: a large engine starting up asks for every rank from every one of its own.
+    """
+
+    queries_per_s: float = 1000.0
+    burst: float = 5000.0
+
+
+_DEFAULT_LIMITS = QueryLimits()
+_SHARES = 8
+_MOST_SAID = 64
+"""Addresses for which a lasting refusal is logged."""
+
+_TOO_LONG = frozenset({"message-too-long", "messages-too-long"})
+_CLOSED: Mapping[str, str] = MappingProxyType(
+    {
+        "message-too-long": "it sends a message without an end, longer than any query",
+        "messages-too-long": "all connections together send messages without an end, and it sends the most",
+        "idle": "it has asked for nothing for too long",
+        "keys-changed": "the list of clients has changed; its engine connects again if it is still on it",
+        "too-many-connections": "there are too many, and its address holds the most",
+    }
+)
+"""Why a connection was closed."""
+
+
+@final
+class Listener:
+    """Serves one engine's metadata on a TCP port.
+
+    Args:
+        host: Address to bind: an IPv4 or IPv6 address, a name, or a wildcard (``0.0.0.0``, ``::``, ``*``).
+        port: Port to bind; 0 for any free one, see `port`.
+        payloads: Envelope by (pp rank, tp rank) to serve at first.
+        limits: How often one address may ask.
+        security: Keys of an encrypted side channel; plain TCP without.
+        clock: The monotonic clock that replies carry, in seconds: the one that expiry times on tickets are read from.
+
+    Raises:
+        ConfigurationError: ``invalid-endpoint`` or ``invalid-argument``.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        *,
+        payloads: Mapping[Rank, bytes] | None = None,
+        limits: QueryLimits = _DEFAULT_LIMITS,
+        security: ServerSecurity | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._endpoint = endpoint_of(host, port, allows_any_port=True)
+        self._security = security
+        self._clock = clock
+        self._core = ServerCore(payloads)
+        self._limits = limits
+        self._buckets = TokenBuckets(rate_per_s=limits.queries_per_s, burst=limits.burst)
+        self._log = GatedLog()
+        self._without_stages: set[str] = set()
+        self._desk: AskDesk | None = None
+        self._counts: Counter[str] = Counter()
+        self._closed: Counter[str] = Counter()
+        self._watch_lock = threading.Lock()
+        self._closing = threading.Event()
+        self._lifecycle = threading.Lock()
+        self._socket: RouterSocket | None = None
+        self._thread: threading.Thread | None = None
+
+    @property
+    def port(self) -> int:
+        """The bound port; before `start`, the requested one."""
+        return self._endpoint.port
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the serving thread runs."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def start(self) -> None:
+        """Bind and serve; a bind failure raises here, at once.
+
+        Raises:
+            TransportError: ``bind-failed``.
+            ConfigurationError: ``invalid-argument`` if the listener was started or closed before.
+        """
+        with self._lifecycle:
+            if self._thread is not None or self._closing.is_set():
+                raise ConfigurationError("invalid-argument", "a listener starts once")
+            port = ListeningPort(self._endpoint)
+            try:
+                self._socket = self._open_socket(port)
+            except HandshakeError:
+                port.close()
+                raise
+            self._endpoint = replace(self._endpoint, port=port.endpoint.port)
+            self._thread = threading.Thread(
+                target=self._supervise, args=(port,), name="kv-handshake-listener", daemon=True
+            )
+            self._thread.start()
+
+    def replace(self, payloads: Mapping[Rank, bytes]) -> None:
+        """Serve these envelopes by (pp rank, tp rank) from now on; an empty mapping means "not ready"."""
+        self._core.replace(payloads)
+
+    def take_asks(
+        self, on_ask: Callable[[int, bytes], None], on_gone: Callable[[int], None], *, wait_s: float = 5.0
+    ) -> None:
+        """Accept asks from peers; call this before `start`. Without it, asks are refused as an unknown command.
+
+        Args:
+            on_ask: Called with (ask id, payload) on the listener's thread: it must not block. `answer` sends the answer.
+            on_gone: Called in the same way with the id of an ask whose asker no longer waits.
+            wait_s: Seconds after which an ask without an answer is refused, at most 30.
+
+        Raises:
+            ConfigurationError: ``invalid-argument``.
+        """
+        if not 0 < wait_s <= _LONGEST_ASK_S:
+            raise ConfigurationError(
+                "invalid-argument", f"asks would wait {wait_s} s; it must be above 0 and at most 30"
+            )
+        self._desk = AskDesk(on_ask, on_gone, limits=AskLimits(wait_s=wait_s), log=self._log)
+
+    def answer(self, ask_id: int, payload: bytes) -> None:
+        """Send the answer to an ask, or drop it if the ask has ended. Callable from any thread, also in `on_ask`.
+
+        Args:
+            ask_id: The id that `on_ask` was given.
+            payload: At most `MAX_ASK_REPLY_BYTES`, 1 MiB.
+
+        Raises:
+            ConfigurationError: ``invalid-argument`` for a payload that is too long.
+        """
+        if self._desk is not None and self._desk.put(ask_id, payload):
+            self._wake()
+
+    def statistics(self) -> Mapping[str, int]:
+        """Return the counts so far.
+
+        They are ``answered``, ``refused.<code>`` by code, ``unsent`` (the asker was gone or did not read), ``restarts``,
+        ``connections_closed.<cause>`` (``message-too-long``, ``messages-too-long``, ``idle``,
+        ``too-many-connections``, ``keys-changed``), ``log_lines_held_back``, and for an encrypted channel ``clients_refused`` in
+        all and ``clients_refused.<address> <key>`` one by one. A listener that takes asks has ``asks``, ``asks_open``,
+        ``asks_answered``, ``asks_cancelled`` and ``asks_lost`` (refused after `ask_wait_s`, or their connection ended) besides.
+        """
+        sock = self._socket
+        denied: Mapping[str, int] = sock.denied() if sock is not None else _NO_CLIENTS
+        answered = Counter(self._core.statistics())
+        if self._desk is not None:
+            answered.update(self._desk.statistics())
+        with self._watch_lock:
+            closed = {f"connections_closed.{cause}": count for cause, count in self._closed.items()}
+        return {
+            "answered": 0,
+            "unsent": 0,
+            "restarts": 0,
+            **answered,
+            **self._counts,
+            **closed,
+            "log_lines_held_back": self._log.held_back,
+            "clients_refused": sum(denied.values()),
+            **{f"clients_refused.{client}": count for client, count in denied.items()},
+        }
+
+    def close(self) -> None:
+        """Stop serving and free the port; idempotent."""
+        self._closing.set()
+        with self._lifecycle:
+            if self._thread is None:
+                return
+            if self._socket is not None:
+                self._socket.wake()
+            if threading.current_thread() is not self._thread:
+                self._thread.join(_JOIN_S)
+
+    def _supervise(self, port: ListeningPort) -> None:
+        """Serve until closed; an early end of the loop is counted, logged, and followed by a fresh socket."""
+        try:
+            self._keep_serving(port)
+        finally:
+            port.close()
+
+    def _keep_serving(self, port: ListeningPort) -> None:
+        failures = 0
+        while not self._closing.is_set():
+            began_s = time.monotonic()
+            try:
+                if self._socket is None:
+                    self._socket = self._open_socket(port)
+                self._serve(self._socket)
+                if self._take_over_keys(self._socket):
+                    failures = -1  # a rotation, which must not make clients wait
+            except TooManyFrames as message:
+                self._counts["refused.wrong-frames"] += 1
+                self._log.warning("frames", f"{message} sent a message of too many frames; all connections are closed")
+                failures = -1  # caused by one peer, which must not make others wait
+            except Exception as error:  # noqa: BLE001 - the supervisor's purpose: nothing may end the listener
+                self._counts["restarts"] += 1
+                failures = failures + 1 if time.monotonic() - began_s < _RESTART_MOST_S else 1
+                self._log.warning("restart", f"listener on port {self.port} restarts after {error!r}")
+            finally:
+                self._drop_socket()
+            if failures >= 0 and not self._closing.is_set():
+                self._closing.wait(min(_RESTART_MOST_S, _RESTART_FIRST_S * 2.0 ** min(failures, 20)))
+            failures = max(0, failures)
+
+    def _open_socket(self, port: ListeningPort) -> RouterSocket:
+        return RouterSocket(port, security=self._security, report=self._hung_up, closed=self._connection_ended)
+
+    def _connection_ended(self, descriptor: int) -> None:
+        if self._desk is not None and self._desk.connection_ended(descriptor):
+            self._wake()
+
+    def _wake(self) -> None:
+        """Wake the listener's thread to look at its desk; it looks before each wait, so it need not wake itself."""
+        sock = self._socket
+        if sock is not None and threading.current_thread() is not self._thread:
+            sock.wake()
+
+    def _take_over_keys(self, sock: RouterSocket) -> bool:
+        """Use the keys that the socket read from its files; return whether the socket is outdated."""
+        self._security = sock.security
+        return sock.is_outdated
+
+    def _serve(self, sock: RouterSocket) -> None:
+        while not self._closing.is_set() and not sock.is_outdated:
+            if self._desk is not None:
+                for envelope, frames in self._desk.take_replies(time.monotonic()):
+                    self._send(sock, envelope, frames, is_shared=False)
+            incoming = sock.receive()
+            if incoming is None:
+                continue
+            reply = self._reply(incoming)
+            if reply:
+                self._send(sock, incoming.envelope, reply)
+
+    def _send(
+        self, sock: RouterSocket, envelope: Sequence[bytes], frames: tuple[bytes, ...], *, is_shared: bool = True
+    ) -> None:
+        if not sock.send(envelope, frames, is_shared=is_shared):
+            self._counts["unsent"] += 1
+
+    def _reply(self, incoming: Incoming) -> tuple[bytes, ...]:
+        """Return the frames of the reply, none for an ask that stays open."""
+        now_s = self._clock()
+        wait_s = self._wait_s(incoming, now_s)
+        if self._desk is not None and incoming.query is not None and is_ask(incoming.query):
+            return self._reply_to_ask(self._desk, incoming, incoming.query, wait_s)
+        if wait_s:
+            rate = f"{self._limits.queries_per_s:g} times a second"
+            self._log.warning("rate-limited", f"{incoming.sender.address} asks more often than {rate}; it must wait")
+            return self._core.defer(incoming.query or b"", wait_s=wait_s, clock_s=now_s)
+        if incoming.query is None:
+            self._log.warning("wrong-frames", f"{incoming.sender.address} sent a message that is not a query")
+            return self._core.refuse("wrong-frames")
+        if incoming.sender.is_req and self._core.stages > 1:
+            self._say_once(incoming.sender.address)
+        return self._core.respond(incoming.query, clock_s=now_s, reads_one_stage=incoming.sender.is_req)
+
+    def _say_once(self, address: str) -> None:
+        """Log that readers at an address are refused for the pipeline; they ask twice for each of their requests."""
+        if address not in self._without_stages and len(self._without_stages) < _MOST_SAID:
+            self._without_stages.add(address)
+            self._log.warning(
+                f"pipeline-stages {len(self._without_stages)}",
+                f"{address} asks as vLLM's own connector does, which cannot read from an engine with pipeline stages "
+                f"(this one has {self._core.stages}): it is refused (pipeline-stages), and its requests fail there or are "
+                "computed there; said once for this address",
+            )
+
+    def _reply_to_ask(self, desk: AskDesk, incoming: Incoming, query: bytes, wait_s: float) -> tuple[bytes, ...]:
+        try:
+            if wait_s:
+                return desk.refuse(parse_ask(query).number, "rate-limited", wait_s)
+            return desk.receive(incoming, query, time.monotonic())
+        except WireError as error:
+            return self._core.refuse(error.code, str(error))
+
+    def _wait_s(self, incoming: Incoming, now_s: float) -> float:
+        """Return 0 if the query may be answered, else the seconds until the next one may."""
+        sender = incoming.sender
+        if sender.queries <= self._limits.burst / _SHARES and not incoming.surplus:
+            return 0.0
+        cost = min(1.0 + incoming.surplus, self._limits.burst)  # a debt of seconds, not of minutes
+        return self._buckets.wait_s(sender.address, now_s, cost)
+
+    def _hung_up(self, cause: str, address: str) -> None:
+        """Count a connection that was shut down, or log trouble with key files or limits; runs on the watch's thread."""
+        if cause in {"keys", "watch"}:
+            self._log.warning(cause, address)
+            return
+        with self._watch_lock:
+            self._closed[cause] += 1
+            if cause in _TOO_LONG:
+                self._counts["refused.wrong-frames"] += 1
+        self._log.warning(cause, f"a connection of {address} was closed: {_CLOSED.get(cause, cause)}")
+
+    def _drop_socket(self) -> None:
+        sock, self._socket = self._socket, None
+        if self._desk is not None:
+            self._desk.drop_all()
+        if sock is not None:
+            self._security = sock.security  # the latest keys of the files, also after a failure
+            try:
+                sock.close()
+            except HandshakeError as error:
+                self._log.warning("close", f"listener socket does not close: {error!r}")

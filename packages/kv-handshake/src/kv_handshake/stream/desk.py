@@ -1,0 +1,221 @@
+"""A listener's open asks: their budget, handing them to the engine, and sending the answers when they come.
+
+The engine answers from any thread, at any time. An answer goes into a queue, and the listener's thread is woken for the first one
+that finds the queue empty; nothing polls. Everything else runs on the listener's thread.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import Counter, deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, final
+
+from kv_handshake.stream.messages import encode_answer, encode_ask_refusal, parse_ask
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from kv_handshake.core.pacing import GatedLog
+    from kv_handshake.sockets import Incoming
+
+__all__ = ["AskDesk", "AskLimits"]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class AskLimits:
+    """Budget of a listener's open asks.
+
+    Attributes:
+        wait_s: Seconds that an ask may stay open; below the time after which a connection without queries is reset.
+        per_connection: Open asks of one connection: an engine has one.
+        in_all: Open asks of all connections; an address that holds as many as are free gets no more.
+        bytes_in_all: Bytes of their payloads, under the same rule.
+    """
+
+    wait_s: float = 5.0
+    per_connection: int = 256
+    in_all: int = 1024
+    bytes_in_all: int = 1024 * 1024
+
+
+@final
+class OpenAsk(NamedTuple):
+    """An ask that waits for its answer.
+
+    Attributes:
+        ask_id: Number within this listener; never used twice.
+        envelope: Frames that lead back to the asker.
+        number: The asker's own number.
+        size_bytes: Bytes of its payload.
+        address: The asker's IP address.
+        descriptor: libzmq's descriptor of the connection.
+        until_s: Time at which it is refused.
+    """
+
+    ask_id: int
+    envelope: tuple[bytes, ...]
+    number: int
+    size_bytes: int
+    address: str
+    descriptor: int
+    until_s: float
+
+
+_AFTER_BUSY_S = 0.05
+
+
+@final
+class AskDesk:
+    """Holds open asks within limits, and answers on their way.
+
+    An address that holds as many asks, or bytes, as are still free gets no more, so a flood from one address leaves half to
+    others. Example: of 1024 asks one address holds at most 512, the next one then at most 256.
+
+    Args:
+        on_ask: Called with (ask id, payload) on the listener's thread; must not block.
+        on_gone: Called in the same way with the id of an ask whose asker no longer waits.
+        limits: The budget.
+        log: Gets failures of the two callbacks.
+    """
+
+    def __init__(
+        self,
+        on_ask: Callable[[int, bytes], None],
+        on_gone: Callable[[int], None],
+        *,
+        limits: AskLimits,
+        log: GatedLog,
+    ) -> None:
+        self._on_ask = on_ask
+        self._on_gone = on_gone
+        self.limits = limits
+        self._log = log
+        self._lock = threading.Lock()
+        self._answers: deque[tuple[int, bytes]] = deque()
+        self._ended: deque[int] = deque()
+        self._next_id = 1
+        # In order of arrival, and so of expiry, since all may wait equally long.
+        self._open: dict[int, OpenAsk] = {}
+        self._by_asker: dict[tuple[int, int], int] = {}
+        # By descriptor; also read by the watch's thread. If it misses one for a moment, those asks end by their time limit.
+        self._held: Counter[int] = Counter()
+        self._held_by_address: Counter[str] = Counter()
+        self._bytes_by_address: Counter[str] = Counter()
+        self._counts: Counter[str] = Counter()
+
+    def statistics(self) -> Mapping[str, int]:
+        """Return counts: ``asks``, ``asks_open``, ``asks_answered``, ``asks_cancelled``, ``asks_lost`` and ``refused.<code>``."""
+        names = ("asks", "asks_answered", "asks_cancelled", "asks_lost")
+        return {**dict.fromkeys(names, 0), **self._counts, "asks_open": len(self._open)}
+
+    def put(self, ask_id: int, payload: bytes) -> bool:
+        """Queue an answer; return whether the listener's thread must be woken. Any thread.
+
+        Raises:
+            ConfigurationError: ``invalid-argument`` for a payload that is too long.
+        """
+        encode_answer(1, payload)
+        with self._lock:
+            self._answers.append((ask_id, payload))
+            return len(self._answers) == 1
+
+    def connection_ended(self, descriptor: int) -> bool:
+        """Note the end of a connection; return whether the listener's thread must be woken. Any thread."""
+        if not self._held.get(descriptor):
+            return False
+        self._ended.append(descriptor)
+        return True
+
+    # Everything below runs on the listener's thread.
+
+    def receive(self, incoming: Incoming, query: bytes, now_s: float) -> tuple[bytes, ...]:
+        """Accept an ask; return the frames of an immediate reply, none if the reply comes later.
+
+        Raises:
+            WireError: As `parse_ask`.
+        """
+        ask, sender = parse_ask(query), incoming.sender
+        known = self._by_asker.get((sender.descriptor, ask.number))
+        if ask.payload is None:
+            if known is not None:
+                self._drop([self._open[known]], "asks_cancelled")
+            return self.refuse(ask.number, "ask-cancelled")
+        if known is not None:
+            return self.refuse(ask.number, "ask-repeated", _AFTER_BUSY_S)
+        size_bytes, limits = len(ask.payload), self.limits
+        is_full = (
+            self._held[sender.descriptor] >= limits.per_connection
+            or self._held_by_address[sender.address] >= limits.in_all - len(self._open)
+            or self._bytes_by_address[sender.address] + size_bytes
+            > limits.bytes_in_all - self._bytes_by_address.total()
+        )
+        if is_full:
+            return self.refuse(ask.number, "ask-busy", _AFTER_BUSY_S)
+        until_s = now_s + limits.wait_s
+        made = OpenAsk(
+            self._next_id, incoming.envelope, ask.number, size_bytes, sender.address, sender.descriptor, until_s
+        )
+        self._next_id += 1
+        self._open[made.ask_id] = made
+        self._by_asker[made.descriptor, made.number] = made.ask_id
+        self._count_held(made, 1)
+        self._counts["asks"] += 1
+        self._call("on_ask", self._on_ask, made.ask_id, ask.payload)
+        return ()
+
+    def refuse(self, number: int, code: str, wait_s: float = 0.0) -> tuple[bytes, ...]:
+        """Return the frames of a refusal, counted."""
+        self._counts[f"refused.{code}"] += 1
+        return (encode_ask_refusal(number, code, retry_after_s=wait_s),)
+
+    def take_replies(self, now_s: float) -> list[tuple[Sequence[bytes], tuple[bytes, ...]]]:
+        """Return (envelope, frames) of every reply that is due: answers, and refusals of expired asks."""
+        replies: list[tuple[Sequence[bytes], tuple[bytes, ...]]] = []
+        with self._lock:
+            answers, self._answers = self._answers, deque()
+        for ask_id, payload in answers:
+            ask = self._open.get(ask_id)
+            if ask is not None:
+                self._forget(ask)
+                self._counts["asks_answered"] += 1
+                replies.append((ask.envelope, (encode_answer(ask.number, payload),)))
+        # Another connection may have an ended one's descriptor by now; the refusal of its asks permits a retry.
+        ended = {self._ended.popleft() for _ in range(len(self._ended))}
+        gone = list(itertools.takewhile(lambda ask: now_s >= ask.until_s, self._open.values()))
+        if ended:
+            gone += [ask for ask in self._open.values() if ask.descriptor in ended and now_s < ask.until_s]
+        self._drop(gone, "asks_lost")
+        return replies + [(ask.envelope, self.refuse(ask.number, "ask-expired", _AFTER_BUSY_S)) for ask in gone]
+
+    def drop_all(self) -> None:
+        """Forget all asks: their connections are closed."""
+        self._drop(list(self._open.values()), "asks_lost")
+
+    def _drop(self, asks: Iterable[OpenAsk], count: str) -> None:
+        for ask in asks:
+            self._forget(ask)
+            self._counts[count] += 1
+            self._call("on_ask_gone", self._on_gone, ask.ask_id)
+
+    def _forget(self, ask: OpenAsk) -> None:
+        del self._open[ask.ask_id], self._by_asker[ask.descriptor, ask.number]
+        self._count_held(ask, -1)
+
+    def _count_held(self, ask: OpenAsk, change: int) -> None:
+        self._held[ask.descriptor] += change
+        self._held_by_address[ask.address] += change
+        self._bytes_by_address[ask.address] += change * ask.size_bytes
+        if not self._held[ask.descriptor]:
+            del self._held[ask.descriptor]
+        if not self._held_by_address[ask.address]:
+            del self._held_by_address[ask.address], self._bytes_by_address[ask.address]
+
+    def _call(self, name: str, callback: Callable[..., None], *values: object) -> None:
+        try:
+            callback(*values)
+        except Exception as error:  # noqa: BLE001 - the engine's mistake must not end the listener
+            self._counts["callback_errors"] += 1
+            self._log.warning("callback", f"{name} of the listener raised {error!r}")

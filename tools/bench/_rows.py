@@ -1,0 +1,55 @@
+"""Rows of a benchmark's report, and CPU time of calls taken in turns."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["by_turns", "row", "said"]
+
+
+def row(
+    name: str, unit: str, ours: float, baseline: float, target: str = "context", *, met: bool = True, ratio: float = 0.0
+) -> dict[str, object]:
+    """Return one figure as `dev.py bench` shows it; the ratio is ours over the baseline unless it is given."""
+    return {
+        "name": name,
+        "unit": unit,
+        "ours": ours,
+        "baseline": baseline,
+        "ratio": round(ratio or ours / baseline, 3),
+        "target": target,
+        "met": met,
+    }
+
+
+def said(rows: list[dict[str, object]], report: Callable[[str], None]) -> list[dict[str, object]]:
+    """Report rows as they come; return them."""
+    for each in rows:
+        report(
+            f"{each['name']}: {each['ours']:.5g} against {each['baseline']:.5g} {each['unit']}, ratio {each['ratio']}"
+        )
+    return rows
+
+
+def by_turns(rounds: int, *calls: Callable[[], object], repeat: int = 1) -> list[float]:
+    """Return the median CPU seconds of each call, taken in turns, with the garbage collector off as in `timeit`."""
+    samples: list[list[float]] = [[] for _ in calls]
+    is_collecting = gc.isenabled()
+    gc.disable()
+    try:
+        for _ in range(rounds):
+            for times, call in zip(samples, calls, strict=True):
+                begin = time.thread_time()
+                for _ in range(repeat):
+                    call()
+                times.append((time.thread_time() - begin) / repeat)
+    finally:
+        if is_collecting:
+            gc.enable()
+    return [statistics.median(times) for times in samples]
