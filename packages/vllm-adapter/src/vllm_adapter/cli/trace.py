@@ -217,8 +217,7 @@ def _aligned_machines(hand_over: HandOver) -> dict[str, tuple[float, float]]:
         if sent in sender.moments and received in receiver.moments
     ]
     for machine in dict.fromkeys(record.machine for record in hand_over.records):
-        most_s: list[float] = []
-        least_s: list[float] = []
+        most_s, least_s = list[float](), list[float]()
         for sender, sent_s, receiver, received_s in messages:
             if receiver.machine == machine and sender.machine in found:
                 most_s.append(received_s - sent_s + found[sender.machine][0])
