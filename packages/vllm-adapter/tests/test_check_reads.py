@@ -14,20 +14,12 @@ from engines_to_check import NO_AGENT, Checked, config, envelopes, silenced
 
 from kv_handshake import Listener
 from kv_nixl_agent.testing import PeerProcess
-from kv_nixl_agent.tools.remote import Measurement, RankRead
+from kv_nixl_agent.tools.remote import Measurement, RankRead, measure_ranks
 from vllm_adapter.cli.check import reads
-from vllm_adapter.observe import status_socket as folders
 
 Start = Callable[..., PeerProcess]
 Serve = Callable[..., str]
-
-
-@pytest.fixture(autouse=True)
-def _nobody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep real engines of this machine out of sight, and the choice of transports to UCX."""
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    monkeypatch.setattr(folders, "_TEMPORARY", tmp_path)
-    monkeypatch.delenv("UCX_TLS", raising=False)
+pytestmark = pytest.mark.usefixtures("no_engines")
 
 
 @pytest.fixture
@@ -70,7 +62,8 @@ def serve() -> Iterator[Serve]:
 
 
 @pytest.fixture
-def check(capsys: pytest.CaptureFixture[str]) -> Callable[..., Checked]:
+def check(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Checked]:
+    monkeypatch.delenv("UCX_TLS", raising=False)
     terms = ("--prefill-config", config(), "--decode-config", config())
     return lambda *words: Checked(capsys, "--read", *terms, *words)
 
@@ -87,7 +80,7 @@ def test_bytes_transport_and_speed_are_those_of_real_reads_of_probe_pages_alone(
     alive: PeerProcess, serve: Serve, check: Check, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Any] = []
-    real = reads.measure_ranks
+    real = measure_ranks
 
     def noting(ranks: Any, **options: Any) -> Any:
         asked.extend(ranks)
@@ -110,7 +103,7 @@ def test_bytes_transport_and_speed_are_those_of_real_reads_of_probe_pages_alone(
 def test_a_fall_back_to_tcp_is_a_reason_against_unless_it_is_allowed(
     start: Start, serve: Serve, check: Check, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measured, real = list[Any](), reads.measure_ranks
+    measured, real = list[Any](), measure_ranks
 
     def once(*ranks: Any, **options: Any) -> Any:  # one measurement is judged twice
         measured[:] = measured or [real(*ranks, **options)]

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 from scheduler_engine import BLOCK, TEXT, Engine
 
@@ -48,6 +48,9 @@ def test_every_default_passes_its_own_check() -> None:
         ({"backends": "UCX"}, "wrong-type", "must be tuple"),
         ({"backends": ["UCX", 3]}, "wrong-type", "must be tuple"),
         ({"backends": {"UCX"}}, "wrong-type", "must be tuple"),
+        ({"backends": []}, "out-of-range", "each once"),
+        ({"backends": ["UCX", "UCX"]}, "out-of-range", "each once"),
+        ({"backends": ["UCX", " "]}, "out-of-range", "names nothing"),
         ({"enforce_handshake_compat": "maybe"}, "wrong-type", "must be bool"),
         ({"enforce_handshake_compat": 1}, "wrong-type", "must be bool, got 1"),
         ({"compatibility_policy": "exakt"}, "out-of-range", "did you mean 'exact'"),
@@ -103,12 +106,6 @@ def test_seals_are_required_as_soon_as_there_is_a_secret() -> None:
     assert load_settings({"ticket_secret_variable": "KV_SECRETS"})[0].requires_seals
 
 
-def test_streaming_is_off_by_default() -> None:
-    settings, notes = load_settings({})
-    assert (settings.streaming, settings.stream_slots, settings.stream_reserve_fraction) == (False, 64, 0.5)
-    assert (settings.ask_wait_s, notes) == (30.0, ())
-
-
 COVERED = {"streaming": True, "remote_hosts": ["10.0.0.0/8"]}
 
 
@@ -143,16 +140,6 @@ def test_obsolete_keys_are_accepted_with_a_note() -> None:
     settings, notes = load_settings(dict.fromkeys(OBSOLETE_KEYS, "False"))
     assert settings == Settings()
     assert len(notes) == len(OBSOLETE_KEYS)
-
-
-@given(st.dictionaries(st.text(max_size=8), st.none() | st.booleans() | st.integers() | st.floats() | st.text()))
-def test_any_configuration_is_settings_or_a_coded_refusal(extra: dict[str, object]) -> None:
-    try:
-        settings, _ = load_settings(extra)
-    except ConfigurationError as error:
-        assert error.code in {"unknown-key", "wrong-type", "out-of-range"}
-    else:
-        assert isinstance(settings, Settings)
 
 
 JSON = st.recursive(
@@ -215,37 +202,6 @@ def test_bytes_in_flight_have_a_cap_unless_it_is_taken_away() -> None:
     assert load_settings({"max_inflight_bytes": 0})[0].max_inflight_bytes == 0
 
 
-ADDRESSES = st.one_of(
-    st.ip_addresses().map(str),
-    st.ip_addresses(v=6).map(lambda address: address.exploded.upper()),
-    st.sampled_from(
-        [
-            "",
-            "10",
-            "10.1",
-            "10.0.0.01",
-            "0x0a.0.0.1",
-            "167772161",
-            "::ffff:10.0.0.1",
-            "fe80::1%eth0",
-            "[fd00::1]",
-            "\uff11.2.3.4",
-        ]
-    ),
-)
-MASKS = st.one_of(
-    st.integers(-1, 130).map(str),
-    st.ip_addresses(v=4).map(str),
-    st.sampled_from(["255.0.0.0", "0.0.0.255", "08", "+8", " 8", ""]),
-)
-NETWORKS = st.one_of(
-    ADDRESSES,
-    st.builds("{}/{}".format, ADDRESSES, MASKS),
-    st.builds("{}{}/{}".format, st.sampled_from([" ", "\n", "http://"]), ADDRESSES, MASKS),
-    st.builds("{}/{}/{}".format, ADDRESSES, MASKS, MASKS),
-    st.ip_addresses().map(lambda address: f"{address}/{address.max_prefixlen - 8}"),
-    st.text(max_size=12),
-)
 HINT = re.compile(r"names an address, not a network: write (\S+) or (\S+?)\Z")
 
 
@@ -265,12 +221,13 @@ def refusal_of_library(text: str) -> str:
     return ""
 
 
-@given(NETWORKS)
-@example("10.0.0.1/8")
-@example("10.0.0.1/255.0.0.0")
-@example("fe80::1%eth0/64")
-@example("10.0.0.0/8")
-@example("10.0.0.1")
+NETWORKS = (
+    "10.0.0.0/8", "10.0.0.1", "10.0.0.1/8", "10.0.0.1/255.0.0.0", "10.0.0.0/0.255.255.255", "fd00::7/64", "fe80::1%eth0/64",
+    "", "10.0.0.01", "10.0.0.0/33", "10.0.0.0/08", "[fd00::1]", " 10.0.0.0/8", "http://10.0.0.0/8", "\uff11.2.3.4", "a",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("text", NETWORKS)
 def test_the_configuration_and_the_library_take_the_same_networks_and_hint_alike(text: str) -> None:
     here, there = refusal_of_key(text), refusal_of_library(text)
     assert bool(here) == bool(there), (here, there)
@@ -282,25 +239,6 @@ def test_the_configuration_and_the_library_take_the_same_networks_and_hint_alike
 
 LISTS = [key.name for key in describe_keys() if key.type == "tuple[str, ...]"]
 TEXTS = [key.name for key in describe_keys() if key.type == "str" and not key.choices]
-NAMES = st.lists(st.sampled_from(["UCX", "GDS", "", " ", "\t", "POSIX", "ucx"]), max_size=4)
-
-
-@given(NAMES)
-@example([])
-@example([""])
-@example(["UCX", "UCX"])
-@example(["UCX", "GDS"])
-def test_back_ends_that_nixl_cannot_make_are_refused_before_it_is_asked(names: list[str]) -> None:
-    is_good = bool(names) and all(map(str.strip, names)) and len(set(names)) == len(names)
-    try:
-        settings, _ = load_keys({"backends": names})
-    except ConfigurationError as error:
-        assert not is_good
-        assert (error.code, error.context["key"]) == ("out-of-range", "backends")
-        assert "each once" in str(error) or "names nothing" in str(error)
-    else:
-        assert is_good
-        assert settings.backends == tuple(names)
 
 
 def test_a_text_that_names_nothing_is_refused_at_once_in_every_key() -> None:

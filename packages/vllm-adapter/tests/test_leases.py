@@ -12,7 +12,7 @@ from lease_bench import FENCE, Bench
 from scheduler_engine import Engine
 
 from kv_handshake import Codec
-from kv_scheduler_state import StepPlan
+from kv_scheduler_state import GrantOrder, StepPlan
 
 
 @pytest.fixture

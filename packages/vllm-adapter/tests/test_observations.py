@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from fakes import Result
 
-from vllm_adapter.errors import code_of
 from vllm_adapter.observe.metric_tables import METRICS
 from vllm_adapter.observe.recorder import Recorder
 
@@ -62,10 +61,3 @@ def test_a_handshake_that_fails_by_its_time_limit_has_a_bucket_and_the_hosts_buc
     buckets = {metric.key: metric.buckets for metric in METRICS}
     assert buckets["handshake_duration"][-4:] == (5.0, 10.0, 20.0, 60.0)
     assert {max(buckets[key]) for key in ("transfer_duration", "post_duration")} == {5.0}
-
-
-def test_an_exception_whose_code_is_empty_or_none_is_named_by_its_kind() -> None:
-    for code, expected in (("timed-out", "timed-out"), ("", "ValueError"), (7, "ValueError"), (None, "ValueError")):
-        error = ValueError("odd")
-        error.__dict__["code"] = code
-        assert code_of(error) == expected

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from odd_input import ODD_VALUES, UNREADABLE, WRONG, Ended, changed, check_end, places, run
 from test_trace import answers as trace_answers
 
-from vllm_adapter.cli import engines, trace
+from vllm_adapter.cli import engines
 from vllm_adapter.cli.values import misfit, parse_json
 from vllm_adapter.observe import status_socket as folders
 from vllm_adapter.observe.answers import Answer
@@ -169,14 +169,3 @@ def test_a_saved_answer_with_any_value_is_shown_or_refused(
     check_end(words, ended)
     wrong = any(misfit(answer, Answer) for answer in json.loads(file.read_text()))
     assert (ended.code == 2) is wrong
-
-
-@given(st.floats(-1e18, 1e18), st.floats(0, 1e18), st.floats(0, 1e18))
-@example(1e18, 0.0, 5e-324)
-@example(2.0, 1.0, 4.0)
-def test_a_bar_lies_within_its_columns(begin_s: float, duration_s: float, whole_s: float) -> None:
-    bar = trace._bar(begin_s, duration_s, whole_s)
-    assert len(bar) <= trace._BAR_COLUMNS
-    assert bool(bar.strip()) is (whole_s > 0)
-    if (begin_s, duration_s, whole_s) == (2.0, 1.0, 4.0):
-        assert bar == " " * 14 + "#" * 7

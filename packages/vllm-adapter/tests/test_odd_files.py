@@ -4,30 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from odd_input import NOBODY, ODD_NUMBERS, UNREADABLE, WRONG, check_end, numeric_options, program, run
 from test_trace import answers as trace_answers
 
-import vllm_adapter.cli
-from vllm_adapter.cli.values import json_text, parse_json
-from vllm_adapter.errors import AdapterError
-from vllm_adapter.observe import status_socket as folders
-
-SOURCES = Path(vllm_adapter.cli.__file__).parent
-
-
-@pytest.fixture(autouse=True)
-def _nobody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep real engines of this machine out of sight."""
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    monkeypatch.setattr(folders, "_TEMPORARY", tmp_path)
+pytestmark = pytest.mark.usefixtures("no_engines")
 
 
 # ---------------------------------------------------------------------------------------------------------------- files
@@ -66,20 +50,6 @@ def test_no_file_ends_a_command_with_a_traceback(reader: tuple[str, ...], tmp_pa
         assert ended.code == (3 if is_saved else 1 if reader[0] == "config" else 2), (name, ended)
 
 
-@pytest.mark.parametrize("name", UNREADABLE)
-def test_standard_input_and_words_are_read_alike(name: str) -> None:
-    content = UNREADABLE[name]
-    piped = run("config", "--check", "-", "--json", stdin=content)
-    check_end(("config", "--json"), piped)
-    (problem,) = json.loads(piped.out)["problems"]
-    assert problem["code"] in {"unreadable", "not-json"}
-    assert problem["message"].startswith("standard input ")
-    if content.startswith((b"{", b"[")) and name != "Latin-1":
-        said = run("config", "--check", content.decode())
-        assert (said.code, said.err.startswith("vllm-adapter config: the configuration is ")) == (1, True)
-        assert len(said.err) < 300, "the words are not repeated"
-
-
 def test_what_is_wrong_is_said_with_a_code_and_what_is_right(tmp_path: Path) -> None:
     file = tmp_path / "odd.json"
     for content, words, said in (
@@ -115,15 +85,6 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         ended = run("trace", "--with", str(saved), "--save", file)
         check_end(("trace",), ended)
         assert (ended.code, "cannot be written" in ended.err) == (2, True)
-
-
-def test_one_module_reads_json() -> None:
-    readers = [
-        file.name
-        for file in SOURCES.rglob("*.py")
-        if re.search(r"json\.loads?\(|read_text\(\w*[^\w:)]", file.read_text())
-    ]
-    assert readers == ["values.py"]
 
 
 # -------------------------------------------------------------------------------------------------------------- numbers
@@ -176,45 +137,3 @@ def test_a_time_is_refused_by_its_option_and_range(command: str, tmp_path: Path)
         ended = run(*words, "--timeout", number)
         said = f"--timeout must be 0.001 s at least and 3600 s at most, got {float(number):g}"
         assert ended == (2, "", f"vllm-adapter {command}: {said} (out-of-range)\n")
-
-
-def test_a_port_of_any_digits_is_an_endpoint_or_none() -> None:
-    for port in ("9" * 5000, "00080", "65536", "-1", "\u0665", " 80"):
-        ended = run("check", f"127.0.0.1:{port}", NOBODY[1], "--json")
-        check_end(("check", "--json"), ended)
-        assert (ended.code == 2) is (port != "00080"), port
-
-
-# ----------------------------------------------------------------------------------------------------------- the reader
-
-JSON: st.SearchStrategy[Any] = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(), max_size=4),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
-)
-
-
-@given(JSON)
-def test_json_comes_back_as_it_was_and_numbers_that_json_lacks_as_null(value: Any) -> None:
-    printed = json_text(value)
-    read = json.loads(printed, parse_constant=pytest.fail)
-    assert repr(read) == repr(_plain(value))
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, list):
-        return [_plain(each) for each in value]
-    return {key: _plain(each) for key, each in value.items()} if isinstance(value, dict) else value
-
-
-@given(st.integers(1, 300), st.sampled_from(["[{}]", '{{"a": {}}}']))
-def test_nesting_is_taken_up_to_a_depth_that_does_not_depend_on_the_stack(depth: int, shape: str) -> None:
-    text = "1"
-    for _ in range(depth):
-        text = shape.format(text)
-    if depth < 64:
-        assert parse_json(text, "it") == json.loads(text)
-    else:
-        with pytest.raises(AdapterError, match="it is nested more than 64 levels deep"):
-            parse_json(text, "it")

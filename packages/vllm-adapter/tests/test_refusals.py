@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 import logging
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from vllm_adapter.config.start_checks import REFUSALS, WARNINGS, Situation, check_start
 from vllm_adapter.errors import UnsupportedHost
@@ -102,58 +98,3 @@ def test_what_hardly_works_is_warned_of_by_its_code(code: str, caplog: pytest.Lo
         check_start(Situation(**change))
         (record,) = caplog.records
         assert (record.levelno, code in record.getMessage()) == (logging.WARNING, True)
-
-
-def test_of_two_reasons_the_first_row_is_told() -> None:
-    codes = list(REFUSED)
-    for one, other in itertools.permutations(codes, 2):
-        for first, second in itertools.product(REFUSED[one], REFUSED[other]):
-            changes = {**second, **first}
-            if any(changes[key] != value for key, value in second.items()):
-                continue
-            with pytest.raises(UnsupportedHost) as caught:
-                check_start(Situation(**changes))
-            told = codes.index(caught.value.code)
-            assert told <= min(codes.index(one), codes.index(other))
-
-
-SITUATIONS = st.builds(
-    Situation,
-    version=st.sampled_from([(0, 30), (0, 31), (0, 32), (0, 33)]),
-    kv_role=st.sampled_from(["kv_producer", "kv_consumer", "kv_both"]),
-    outer_role=st.sampled_from(["kv_producer", "kv_consumer", "kv_both"]),
-    pp=st.integers(1, 4),
-    pcp=st.integers(1, 2),
-    host=st.sampled_from(["10.0.0.1", "localhost", "0.0.0.0", "::", "fd00::1", "node-1"]),
-    port=st.integers(-1, 65540),
-    has_sleep_mode=st.booleans(),
-    computes_scales=st.booleans(),
-    is_bidirectional=st.booleans(),
-    uses_ucx=st.booleans(),
-    ucx_tls=st.sampled_from(["", "tcp", "cuda_ipc", "rc,cuda_copy"]),
-)
-
-
-@given(SITUATIONS)
-def test_any_combination_is_accepted_if_it_can_work_and_else_refused(it: Situation) -> None:
-    reads = it.kv_role in {"kv_consumer", "kv_both"}
-    can_work = (
-        it.pcp == 1
-        and (it.pp == 1 or not (reads or it.is_bidirectional))
-        and it.host not in {"0.0.0.0", "::"}
-        and 1 <= it.port <= 65535
-        and not it.computes_scales
-        and not (it.has_sleep_mode and it.version != (0, 33))
-        and not (reads and it.outer_role == "kv_producer")
-    )
-    try:
-        check_start(it)
-    except UnsupportedHost as error:
-        assert not can_work, (it, error.code)
-        assert error.code in REFUSED
-    else:
-        assert can_work, it
-
-
-def test_a_situation_is_plain_values() -> None:
-    assert {type(value) for value in dataclasses.astuple(Situation())} <= {bool, int, str, tuple}

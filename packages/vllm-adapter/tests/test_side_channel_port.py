@@ -14,8 +14,6 @@ from unittest.mock import MagicMock
 
 import pytest
 from factories import facts
-from hypothesis import given
-from hypothesis import strategies as st
 
 import vllm_adapter.host
 from vllm_adapter.config import load_settings
@@ -40,20 +38,6 @@ def refusal(run: Callable[[], object]) -> UnsupportedHost:
     with pytest.raises(UnsupportedHost) as caught:
         run()
     return caught.value
-
-
-@given(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=12))
-def test_any_value_of_the_variable_is_a_number_or_a_coded_refusal_that_shows_it(value: str) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(PORT_VARIABLE, value)
-        try:
-            number = int(value)
-        except ValueError:
-            error = refusal(lambda: listening_port(lambda: int(os.environ[PORT_VARIABLE]), 0))
-            assert (error.code, error.context["value"]) == ("side-channel-port", value)
-            assert repr(value) in str(error)
-        else:
-            assert listening_port(lambda: int(os.environ[PORT_VARIABLE]), 1) == number + 1
 
 
 def test_the_refusal_names_the_variable_and_what_is_right_and_kubernetes_where_it_is_its_doing(
@@ -106,14 +90,6 @@ def test_an_advertised_address_is_in_the_ticket_and_under_its_seal_while_the_lis
         assert writer._served._listener.port not in {0, 31000}
     finally:
         writer.close()
-
-
-def test_no_other_module_reads_the_variable() -> None:
-    readers = {
-        file.name: file.read_text().count(f"envs.{PORT_VARIABLE}") + file.read_text().count(f'"{PORT_VARIABLE}"')
-        for file in SOURCES.parent.rglob("*.py")
-    }
-    assert {name: count for name, count in readers.items() if count} == {"vllm.py": 1, "start_checks.py": 1}
 
 
 # ---------------------------------------------------------------------------------------------------------- Ray's replica
@@ -172,18 +148,6 @@ def test_a_replica_publishes_the_port_on_which_its_engine_listens(
     listened = listening_port(lambda: int(os.environ[PORT_VARIABLE]), rank or 0)
     assert replica.replica_metadata() == {"kv_side_channel": ["10.0.0.1", listened]}
     assert listened == (int(own) + (rank or 0) if own else RaysBackend.first_port + 2 * (rank or 0))
-
-
-def test_replicas_of_one_node_publish_ports_of_their_own(
-    backend: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    published = []
-    for rank in range(8):
-        monkeypatch.delenv(PORT_VARIABLE, raising=False)
-        replica = backend(rank)
-        replica.setup()
-        published.append(replica.replica_metadata()["kv_side_channel"][1])
-    assert len(set(published)) == len(published)
 
 
 @pytest.mark.parametrize("rank", [-1, "2", None, 1.0])

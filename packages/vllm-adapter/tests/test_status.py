@@ -22,19 +22,15 @@ import pytest
 from vllm_adapter.cli import main
 from vllm_adapter.cli.engines import ask_all, of_engine
 from vllm_adapter.cli.status import print_tables, troubles
-from vllm_adapter.observe import status_socket as folders
 from vllm_adapter.observe.status_socket import StatusSocket
 
 TEXT = "a prompt of forty characters, no more..."
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(no_engines: Path) -> Path:
     """Return the folder that engines and the command use here."""
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    monkeypatch.setattr(folders, "_TEMPORARY", tmp_path / "tmp")
-    (tmp_path / "tmp").mkdir()
-    return tmp_path / "vllm-adapter"
+    return no_engines
 
 
 @pytest.fixture
@@ -82,31 +78,29 @@ def test_only_its_user_reaches_a_socket_and_nothing_is_left_of_a_closed_one(
     assert not served._thread.is_alive()
 
 
-@pytest.mark.parametrize("spoil", ["open", "link", "file"])
-def test_a_folder_that_others_could_have_made_is_one_line_and_no_engine_ends(
-    folder: Path, spoil: str, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("spoil", ["open", "link", "file", "thread"])
+def test_a_socket_that_cannot_be_opened_is_one_line_and_no_engine_ends(
+    folder: Path, spoil: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def refuse(_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
     if spoil == "open":
         folder.mkdir(mode=0o755)
     elif spoil == "link":
         (folder.parent / "elsewhere").mkdir(mode=0o700)
         folder.symlink_to(folder.parent / "elsewhere")
-    else:
+    elif spoil == "file":
         folder.write_text("")
-    with caplog.at_level(logging.DEBUG, "vllm.vllm_adapter"):
-        refused = StatusSocket("scheduler", dict)
+    refused = StatusSocket("scheduler", dict)
+    with caplog.at_level(logging.DEBUG, "vllm.vllm_adapter"), monkeypatch.context() as full:
+        if spoil == "thread":
+            full.setattr(threading.Thread, "start", refuse)
         assert not refused.open()
         refused.close()
     (record,) = caplog.records
     assert record.levelno == logging.INFO
     assert str(folder) in record.getMessage()
-
-
-def test_a_path_that_is_too_long_for_a_socket_is_one_line_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.DEBUG, "vllm.vllm_adapter"):
-        assert not StatusSocket("scheduler", dict, folder=tmp_path / ("x" * 120)).open()
-    assert [record.levelno for record in caplog.records] == [logging.INFO]
-    assert not list(tmp_path.rglob("*.new"))
 
 
 @pytest.mark.parametrize("runtime", ["/" + "x" * 300, "/nowhere", "nowhere/here"])
@@ -116,21 +110,6 @@ def test_any_runtime_folder_in_the_environment_leaves_the_engine_alone(
     """`Path.is_dir` raises for a name that is too long, and for a folder below one of another user's."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", runtime)
     assert StatusSocket("scheduler", dict).path.parent.name == f"vllm-adapter-{os.getuid()}"
-
-
-def test_a_process_that_can_start_no_thread_goes_on_without_a_socket(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def refuse(_: object) -> None:
-        raise RuntimeError("can't start new thread")
-
-    refused = StatusSocket("scheduler", dict)
-    with caplog.at_level(logging.DEBUG, "vllm.vllm_adapter"), monkeypatch.context() as full:
-        full.setattr(threading.Thread, "start", refuse)
-        assert not refused.open()
-    refused.close()
-    assert [record.levelno for record in caplog.records] == [logging.INFO]
-    assert list(folder.iterdir()) == []
 
 
 def test_a_process_without_an_answer_is_trouble_of_the_engine_that_is_asked_for() -> None:
@@ -420,16 +399,6 @@ def test_an_engine_is_meant_by_its_id_a_beginning_that_is_its_own_or_a_process()
         word: [answer["pid"] for answer in of_engine(answers, word)] for word in ("ab", "abc", "a", "x", "3", "2", "y")
     }
     assert meant == {"ab": [1, 2], "abc": [3], "a": [], "x": [4], "3": [3], "2": [1, 2], "y": []}
-
-
-def test_the_answers_are_there_as_json(
-    folder: Path, opened: list[StatusSocket], capsys: pytest.CaptureFixture[str]
-) -> None:
-    serve(opened, SCHEDULER)
-    assert main(["status", "--json"]) == 0
-    (answer,) = json.loads(capsys.readouterr().out)["engines"]["prefill-0"]
-    assert answer["oldest_requests"] == SCHEDULER["oldest_requests"]
-    assert Path(answer["socket"]).name.startswith(f"{os.getpid()}-scheduler-")
 
 
 def watching(folder: Path, *words: str, **more: Any) -> subprocess.Popen[str]:

@@ -51,15 +51,6 @@ def test_a_scheduler_tells_leases_and_why_requests_wait_but_nothing_that_would_e
     assert waiting["waits_for"] == "the engine, to allocate blocks for the read"
 
 
-def test_looking_changes_nothing_of_the_machines_not_even_their_time() -> None:
-    engine = Engine("P")
-    engine.prefill("r1", TEXT)
-    engine.now_s = 5.0
-    before = engine.state._clock.observed_s
-    assert engine.side.status()["oldest_requests"][0]["age_s"] == 5.0  # type: ignore[index]
-    assert engine.state._clock.observed_s == before
-
-
 def test_a_look_from_another_thread_never_fails_while_the_engine_works() -> None:
     engine = Engine("P", fence_slots=64)
     failures: list[Exception] = []

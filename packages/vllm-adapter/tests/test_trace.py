@@ -11,7 +11,6 @@ import pytest
 
 from vllm_adapter.cli import main
 from vllm_adapter.cli.trace import join_hand_overs, make_timeline, timeline_text
-from vllm_adapter.observe import status_socket as folders
 from vllm_adapter.observe.status_socket import StatusSocket
 
 SHIFTS = {"P/scheduler": 1000.0, "P/0.0": -3.0, "D/scheduler": 0.0, "D/0.0": 52.5, "D/0.1": 9.0}
@@ -288,23 +287,12 @@ def test_a_prompt_that_was_finished_before_it_was_read_has_the_wait_and_the_read
     assert made["unexplained_part"] == pytest.approx(0.0)
 
 
-def test_without_the_prefill_engine_a_streamed_timeline_begins_at_decode() -> None:
-    made = timeline(streamed()[2:])
-    assert shown(made)[:2] == [
-        ("decode 0.0", "compute the prompt, which is read meanwhile", 87.0),
-        ("decode 0.0", "read the last blocks", 10.0),
-    ]
-    assert made["unexplained_part"] == pytest.approx(0.0)
-
-
 # --------------------------------------------------------------------------------------------------------- the command
 
 
 @pytest.fixture
-def live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[StatusSocket]]:
+def live(no_engines: Path) -> Iterator[list[StatusSocket]]:
     """Processes of two engines that remember one hand-over."""
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    monkeypatch.setattr(folders, "_TEMPORARY", tmp_path)
     sockets = []
     for answer in answers():
         fixed = {name: value for name, value in answer.items() if not name.endswith("_s") and name != "desk"}
@@ -367,16 +355,6 @@ def test_nothing_to_show_says_why(live: list[StatusSocket], capsys: pytest.Captu
         each.close()
     assert main(["trace"]) == 3
     assert "no live engine found" in capsys.readouterr().err
-
-
-def test_a_process_of_an_older_version_is_named(live: list[StatusSocket], capsys: pytest.CaptureFixture[str]) -> None:
-    old = StatusSocket("scheduler", lambda: {"engine_id": "old"})
-    assert old.open()
-    try:
-        main(["trace"])
-    finally:
-        old.close()
-    assert "an engine of an older version does not know 'trace'" in capsys.readouterr().err
 
 
 def test_a_clock_is_read_when_the_request_is_heard_and_when_the_answer_leaves(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any, Literal
+from typing import Any
 
 from fakes import Outcome, order
 from lease_bench import Bench as LeaseBench
@@ -181,16 +181,3 @@ def test_a_host_that_cannot_count_tokens_costs_a_moment_and_no_step() -> None:
     trail.allocated("r", external_tokens=0)
     trail.step_ended()
     trail.finished("r")
-
-
-def test_only_what_is_handed_over_is_answered() -> None:
-    log = HandOverLog()
-    trail = Trail(log, lambda: 1.0)
-    roles: dict[str, Literal["producer", "consumer"]] = {"p": "producer", "d": "consumer"}
-    for request_id, role in roles.items():
-        trail.arrived(Arrival(request_id, None, 3, output_tokens=lambda: 1), role, 1.0)
-        trail.allocated(request_id, external_tokens=0)
-        trail.step_ended()
-        trail.finished(request_id)
-    stages = {str(entry["request_id"]): set(entry["moments"]) for entry in log.describe()}
-    assert stages == {"p": {"arrived", "scheduled", "answered"}, "d": {"arrived", "scheduled", "first_token"}}

@@ -245,7 +245,7 @@ def _moved(figures: Mapping[str, float | None]) -> str:
 
 def size_text(count: object) -> str:
     """Return bytes in the largest unit of which there is one at least. Example: 13312 is `13.0 KiB`."""
-    size = float(count) if isinstance(count, int | float) else 0.0
+    size = float(min(count, 1e18)) if isinstance(count, int | float) else 0.0
     for unit in ("B", "KiB", "MiB"):
         if size < 1024:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"

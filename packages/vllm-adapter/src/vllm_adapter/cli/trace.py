@@ -217,8 +217,7 @@ def _aligned_machines(hand_over: HandOver) -> dict[str, tuple[float, float]]:
         if sent in sender.moments and received in receiver.moments
     ]
     for machine in dict.fromkeys(record.machine for record in hand_over.records):
-        most_s: list[float] = []
-        least_s: list[float] = []
+        most_s, least_s = list[float](), list[float]()
         for sender, sent_s, receiver, received_s in messages:
             if receiver.machine == machine and sender.machine in found:
                 most_s.append(received_s - sent_s + found[sender.machine][0])
@@ -319,9 +318,8 @@ def _spans(hand_over: HandOver) -> Iterator[Span]:
         at_s = record.moments.get(stage) if record is not None else None
         if at_s is None:
             # A full prefix hit is not read, and no peer is met twice.
-            if stage not in {"told", "planned"} and (
-                has_read or not (process == "rank" or stage in {"allocated", "reported"})
-            ):
+            is_of_read = process == "rank" or stage in {"allocated", "reported"}
+            if stage not in {"told", "planned"} and (has_read or not is_of_read):
                 missing.append(name)
             continue
         # Where clocks are uncertain, a moment may seem to come before the one that it followed.

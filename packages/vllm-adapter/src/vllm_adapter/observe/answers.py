@@ -16,43 +16,8 @@ Number = Annotated[float, msgspec.Meta(ge=-1e18, le=1e18)]
 """Bytes, counts, seconds. What is computed from numbers within these bounds stays a finite float."""
 
 
-class Entry(TypedDict, total=False):
-    """A request, a lease, a read, a streamed read or a peer engine, without the values that could end a lease."""
-
-    request_id: str | None
-    engine_id: str | None
-    peer_request_id: str | None
-    peer_engine_id: str | None
-    side_channel: str | None
-    role: str | None
-    state: str | None
-    stage: str | None
-    phase: str | None
-    waits_for: str | None
-    rejected_code: str | None
-    code: str | None
-    message: str | None
-    ranks_read: list[str] | None
-    is_fenced: bool | None
-    age_s: Number | None
-    left_s: Number | None
-    last_heartbeat_s: Number | None
-    deadline_in_s: Number | None
-    unused_s: Number | None
-    silent_s: Number | None
-    silent_probes: Number | None
-    prompt_tokens: Number | None
-    tokens: Number | None
-    tokens_finished: Number | None
-    bytes: Number | None
-    bytes_per_token: Number | None
-    attempt: Number | None
-    transfers_left: Number | None
-    ranks_left: Number | None
-    readers_done: Number | None
-    readers_needed: Number | None
-    reads_in_flight: Number | None
-    reads_waiting: Number | None
+Entry = dict[str, object]
+"""A request, a lease, a read, a streamed read or a peer engine, without the values that could end a lease; shown as it is."""
 
 
 class HandOverEntry(TypedDict, total=False):

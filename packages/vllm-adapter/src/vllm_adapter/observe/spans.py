@@ -1,4 +1,6 @@
-"""OpenTelemetry spans of hand-overs, joined to the trace that the request came with. Imported only where tracing is on.
+"""OpenTelemetry spans of hand-overs, joined to the trace that the request came with.
+
+Without tracing the host gives requests no trace headers, so no link is kept or sent, and OpenTelemetry is not imported.
 
 A decode engine's ranks each emit one span per read with its stages as children; a prefill engine's scheduler emits one per
 lease. vLLM sets the tracer provider of each of its processes up; this module only uses it.
@@ -19,18 +21,15 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, final
 
-from opentelemetry import trace
-from opentelemetry.trace import StatusCode
-from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from vllm_adapter.steps import TraceLink
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
-    from opentelemetry.context import Context
+    from vllm_adapter.ports import StepPlan
+    from vllm_adapter.steps import ReadEnd, ReadTimes
 
-    from vllm_adapter.steps import ReadEnd, ReadTimes, TraceLink
-
-__all__ = ["SpanWriter"]
+__all__ = ["SpanWriter", "TraceLinks"]
 
 
 @final
@@ -43,7 +42,12 @@ class SpanWriter:
     """
 
     def __init__(self, engine_id: str, rank: tuple[int, int] | None = None) -> None:
+        from opentelemetry import trace
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        self._api = trace
         self._tracer = trace.get_tracer("vllm_adapter")
+        self._context = TraceContextTextMapPropagator().extract
         self._attributes: dict[str, str | int] = {"kv_transfer.engine_id": engine_id}
         if rank is not None:
             self._attributes |= {"kv_transfer.pp_rank": rank[0], "kv_transfer.tp_rank": rank[1]}
@@ -55,7 +59,7 @@ class SpanWriter:
         order, times = end.order, end.times
         span = self._tracer.start_span(
             "kv_transfer.read",
-            context=_context(link),
+            context=self._context(link.headers),
             start_time=link.arrived_ns,
             attributes={
                 **self._attributes,
@@ -69,8 +73,8 @@ class SpanWriter:
             },
         )
         if end.code:
-            span.set_status(StatusCode.ERROR, end.message)
-        inside = trace.set_span_in_context(span)
+            span.set_status(self._api.StatusCode.ERROR, end.message)
+        inside = self._api.set_span_in_context(span)
         start_ns = link.arrived_ns
         for stage, end_s in _stages(times):
             stop_ns = max(start_ns, self._at(end_s))
@@ -82,7 +86,7 @@ class SpanWriter:
         """Write the span of a lease that is over now."""
         span = self._tracer.start_span(
             "kv_transfer.lease",
-            context=_context(link),
+            context=self._context(link.headers),
             start_time=granted_ns,
             attributes={**self._attributes, "gen_ai.request.id": request_id},
         )
@@ -105,6 +109,43 @@ def _stages(times: ReadTimes) -> Iterator[tuple[str, float]]:
             yield "fence", times.data_s + times.fence_s
 
 
-def _context(link: TraceLink) -> Context:
-    """Return the span that the request came with."""
-    return TraceContextTextMapPropagator().extract(link.headers)
+@final
+class TraceLinks:
+    """Links of live requests and of leases.
+
+    Args:
+        lease_ended: Called with (link, request id, Unix time in nanoseconds of the grant) when a prompt's blocks are freed.
+    """
+
+    def __init__(self, lease_ended: Callable[[TraceLink, str, int], None]) -> None:
+        self._lease_ended = lease_ended
+        self._live: dict[str, TraceLink] = {}
+        self._leased: dict[str, tuple[TraceLink, int]] = {}
+
+    def arrived(self, request_id: str, headers: Mapping[str, str] | None) -> None:
+        """Keep a traced request's link."""
+        if headers:
+            self._live[request_id] = TraceLink(dict(headers), time.time_ns())
+
+    def of_reads(self, plan: StepPlan) -> dict[str, TraceLink]:
+        """Return the links of the requests whose reads a step orders and the workers report."""
+        if not self._live:
+            return {}
+        return {
+            order.request_id: self._live[order.request_id]
+            for order in (*plan.reads, *(stream.read for stream in plan.streams.watches))
+            if order.is_reported and order.request_id in self._live
+        }
+
+    def finished(self, request_id: str, *, keeps_blocks: bool) -> None:
+        """Forget a request's link, or keep it until its lease ends."""
+        link = self._live.pop(request_id, None)
+        if link is not None and keeps_blocks:
+            self._leased[request_id] = (link, time.time_ns())
+
+    def sent(self, request_ids: Iterable[str]) -> None:
+        """Report the leases that have ended."""
+        for request_id in request_ids:
+            leased = self._leased.pop(request_id, None)
+            if leased is not None:
+                self._lease_ended(leased[0], request_id, leased[1])

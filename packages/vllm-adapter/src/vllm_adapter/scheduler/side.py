@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 
 from vllm_adapter.observe.cause_log import CauseLog
 from vllm_adapter.observe.recorder import Recorder
-from vllm_adapter.observe.trace_links import TraceLinks
+from vllm_adapter.observe.spans import TraceLinks
 from vllm_adapter.scheduler.chunks import PrefillChunks
 from vllm_adapter.scheduler.holdings import Holdings
 from vllm_adapter.scheduler.hooks import HookGuards

@@ -104,6 +104,6 @@ def _check(  # noqa: PLR0913 - one for each option
             reads=read,
         )
         check_pair(choices, findings)
-    print(json_text(findings.as_values(), indent=2) if as_json else findings.as_text())
+    typer.echo(json_text(findings.as_values(), indent=2) if as_json else findings.as_text())
     if not findings.is_go:
         raise typer.Exit(_NO_GO)

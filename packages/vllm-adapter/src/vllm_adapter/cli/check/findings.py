@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Literal, final
 
+import typer
+
 from vllm_adapter.observe.cause_log import plain_text
 
 if TYPE_CHECKING:
@@ -59,6 +61,7 @@ NOTES = frozenset({
     "terms-not-known", "one-heartbeat-to-spare", "seals-not-verified", "unsealed-tickets",
 })  # fmt: skip
 """Codes that an operator should know, or that say what was not checked; any other code is a no-go."""
+_COLOURS = {"ok": "green", "note": "yellow", "no-go": "red"}
 
 
 @final
@@ -104,11 +107,12 @@ class Findings:
         return {"is_go": self.is_go, "findings": [asdict(finding) for finding in self._made]}
 
     def as_text(self) -> str:
-        """Return a line per finding, its advice under it, and the verdict."""
+        """Return a line per finding, its advice under it, and the verdict; `typer.echo` shows colours on a terminal alone."""
         lines: list[str] = []
         for each in self._made:
             code = f" ({each.code})" if each.code else ""
-            lines.append(f"{each.level:5}  {each.topic:9}  {plain_text(each.message)}{code}")
+            level = typer.style(f"{each.level:5}", fg=_COLOURS[each.level])
+            lines.append(f"{level}  {each.topic:9}  {plain_text(each.message)}{code}")
             if each.advice:
                 lines.append(f"{'':18}-> {plain_text(each.advice)}")
         reasons = sum(finding.level == "no-go" for finding in self._made)

@@ -237,7 +237,7 @@ class LeaseKeeper:
             "readers_needed": entry.get("readers_needed"),
             "last_heartbeat_s": None if renewed_s is None else now_s - renewed_s,
         }
-        return cast("Entry", lease)
+        return lease
 
 
 def _client_id(request_id: str) -> str:
