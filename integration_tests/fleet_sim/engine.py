@@ -67,7 +67,7 @@ class Engine:
             self.workers.append(worker)
         policy = self.fleet.plan.fleet.policy
         here = replace(self._facts(0), load_failure_policy=policy, is_mirrored=self.plan.has_mirror)
-        self.side = make_scheduler(here, self.settings, now_s=self.fleet.world.clock, is_ending=self._is_ending)
+        self.side = make_scheduler(here, self.settings, now_s=self.fleet.world.clock)
         self.side.serve(payloads)
         self.side.bind_free_blocks(lambda: len(self.host.free))
 

@@ -104,7 +104,7 @@ def test_a_look_that_follows_a_notification_does_not_wait_for_a_producer_that_re
     listener = SimpleNamespace(progress=lambda *_: told.set(), broken=lambda *_: None)
 
     def look(slot):
-        consumer.send_notification("p", b"kept")
+        consumer.agent.send_notification("p", b"kept")
         watches.append(consumer.agent.watch_stream("p", slot, listener))
 
     took_s, watches = [], []
@@ -113,7 +113,7 @@ def test_a_look_that_follows_a_notification_does_not_wait_for_a_producer_that_re
             thread.start()
         words = producer.stream_words
         spec = PeerSpec("p", producer.agent_metadata(), NOTHING, NOTHING, streams=words.location)
-        consumer.call_soon(lambda: consumer.add_peer(spec))
+        consumer.call_soon(lambda: consumer.agent.add_peer(spec))
         for slot in range(6):
             producer.allow_slow_polling(True)
             time.sleep(2.2)  # it rests

@@ -27,7 +27,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
 from vllm_adapter import NixlConnector as Connector
-from vllm_adapter.host import connector as connector_module
+from vllm_adapter.host import situation
+from vllm_adapter.host import vllm as host_vllm
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -50,7 +51,8 @@ class NixlConnector(Connector):
         self._folder = Path(os.environ["KVDEV_PROBE_FOLDER"])
         self._caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]] = {}
         if _is_set("MIRROR"):
-            vars(connector_module)["wants_host_buffer"] = lambda _config: True
+            for module in (host_vllm, situation):
+                vars(module)["wants_host_buffer"] = lambda _config: True
         super().__init__(vllm_config, role, kv_cache_config)
         if role == KVConnectorRole.WORKER:
             _let_connections_be_lost(self._folder / "disconnect")

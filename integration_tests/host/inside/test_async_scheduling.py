@@ -260,7 +260,7 @@ class QueuedEngine(FullEngine):
         super().__init__(*args, scheduler_class=AsyncScheduler, prefix_caching=False)
         self.rests: list[tuple[bool, bool]] = []
         self._waits: list[float] = []
-        self.side._resting._has_ended = _Ended(self._waits)
+        self.side._has_ended = _Ended(self._waits)
         self._core: Any = SimpleNamespace(
             scheduler=self.scheduler,
             batch_queue=deque(),

@@ -31,8 +31,8 @@ from vllm.v1.request import Request
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
 from kv_handshake import Codec
-from vllm_adapter.host import connector
 from vllm_adapter.host import requests as host_requests
+from vllm_adapter.host import vllm as host_vllm
 from vllm_adapter.host.vllm import drop_prompt_tail, engine_facts
 
 SCRATCH = 2
@@ -195,7 +195,7 @@ def test_a_state_that_lags_behind_the_other_groups_hit_is_read_all_the_same(make
 def test_the_mirror_gets_the_running_state_and_no_block_that_was_given_away(
     make_engine, monkeypatch: pytest.MonkeyPatch, state: Any, tokens: int, batch_tokens: int
 ) -> None:
-    monkeypatch.setattr(connector, "wants_host_buffer", lambda _config: True)
+    monkeypatch.setattr(host_vllm, "wants_host_buffer", lambda _config: True)
     producer = _cached(make_engine, "P", state, batch_tokens=batch_tokens)
     ticket = hand_over(producer, "p", prompt(tokens))
     saves = [blocks for _, blocks in producer.orders("saves")]

@@ -145,7 +145,7 @@ def test_a_worker_whose_thread_hangs_steps_on_and_tries_again() -> None:
     watches = StreamPlan(watches=(StreamOrder(order("s1"), 7, 0),))
     worker.apply(_orders(StepPlan(reads=(order(),), streams=watches)))
     report = worker.take_report()
-    assert (report.failed, report.stream_ends) == ({"r1"}, (("s1", False),))
+    assert (report.failed, report.stream_ends) == ({"r1"}, (("s1", RANK, False),))
     parts.thread, parts.is_alive = "dead", False
     worker.unregister()
     assert worker.registration.envelope is None

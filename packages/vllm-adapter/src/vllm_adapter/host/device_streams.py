@@ -54,9 +54,9 @@ class CudaStreams:
         """Let later work of this stream wait for an event; the calling thread does not wait."""
         stream.wait_event(event)
 
-    def is_over(self, event: Any) -> bool:  # noqa: ANN401
+    def is_over(self, mark: Any) -> bool:  # noqa: ANN401
         """Return whether an event has been reached."""
-        return bool(event.query())
+        return bool(mark.query())
 
     def synchronize(self, stream: Any) -> None:  # noqa: ANN401
         """Wait until the stream has done all its work. Never called on the engine thread."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, cast, final
+from typing import TYPE_CHECKING, final
 
 from vllm_adapter.observe.metric_tables import LIVE_KEY
 
@@ -161,7 +161,7 @@ def _requests(state: SchedulerState, now_s: float) -> Answer:
 def _brief(entry: Mapping[str, object]) -> Entry:
     """Return an operator's view of a request, without fences and nonces, which could be used to end a lease."""
     names = ("request_id", "role", "state", "age_s", "prompt_tokens", "waits_for", "rejected_code")
-    brief = cast("Entry", {name: entry[name] for name in names if entry.get(name) not in (None, "")})
+    brief: Entry = {name: entry[name] for name in names if entry.get(name) not in (None, "")}
     consumer = entry.get("consumer")
     if isinstance(consumer, dict):
         brief["peer_engine_id"] = consumer["peer_engine_id"]
