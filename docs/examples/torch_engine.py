@@ -99,13 +99,10 @@ class Rank:
         self.leases.apply(plan, now_s=time.monotonic())
         for order in plan.reads:
             peer, ranks = order.ticket.peer, self.planner.target_ranks(self.document, peer_tp=order.ticket.peer.tp)
-            where: dict[str, Any] = {
-                "host": peer.host,
-                "port": peer.port,
-                "engine_id": peer.engine_id,
-                "dialect": DIALECT,
-            }
-            self.client.request(**where, ranks=ranks, on_done=partial(self._answered, order))
+            self.client.request(
+                host=peer.host, port=peer.port, engine_id=peer.engine_id, dialect=DIALECT, ranks=ranks,
+                on_done=partial(self._answered, order),
+            )  # fmt: skip
         for beat in plan.heartbeats:
             for key in (f"{beat.peer.engine_id}/{rank}" for rank in range(beat.peer.tp)):
                 for payload in self.codec.heartbeats(beat.readers) if self.thread.agent.has_peer(key) else ():

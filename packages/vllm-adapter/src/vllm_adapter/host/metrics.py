@@ -201,7 +201,8 @@ def _sums(data: Data, keys: Iterable[str]) -> dict[tuple[str, ...], float]:
             for label, amount in cast("dict[str, float]", value).items():
                 sums[label,] += amount
         elif isinstance(value, list):
-            *labels, amount = cast("list[Any]", value)
+            parts: list[Any] = value
+            *labels, amount = parts
             sums[tuple(map(str, labels))] += amount
         elif isinstance(value, str):
             sums[value,] += 1
