@@ -201,8 +201,7 @@ def _sums(data: Data, keys: Iterable[str]) -> dict[tuple[str, ...], float]:
             for label, amount in cast("dict[str, float]", value).items():
                 sums[label,] += amount
         elif isinstance(value, list):
-            parts: list[Any] = value
-            *labels, amount = parts
+            *labels, amount = cast("Sequence[Any]", value)
             sums[tuple(map(str, labels))] += amount
         elif isinstance(value, str):
             sums[value,] += 1
