@@ -16,9 +16,10 @@ IDLE_S = 10.0
 MOST_TURNS = 15
 """A second, of each transfer thread: it polls every 0.25 s, and faster while a probe of an idle peer (every 10 s) is answered.
 The code decides how many turns there are; what one costs, the machine does."""
-MOST_SHARE = 0.03
-"""Of a core. A turn takes 0.5 to 1 ms, up to 4 ms beside busy neighbours. Polling every 0.5 ms took 0.04 to 0.05, NIXL's
-progress thread by itself 1.0."""
+MOST_SHARE = 0.06
+"""Of a core. A turn takes 0.5 to 1 ms, up to 4 ms beside busy neighbours: 0.004 on a calm machine, up to 0.03 on a busy one."""
+MOST_OF_ALL = 0.3
+"""Of a core, with NIXL's threads and those of the side channel. NIXL's progress thread by itself took 1.0."""
 
 Make = Callable[..., Engine]
 
@@ -44,7 +45,7 @@ def test_workers_at_rest_take_less_than_a_hundredth_of_a_core(
         print(f"\nidle, in cores: transfer threads {alone}; two ranks with all their threads {everything:.4f}")
     assert max(rates) <= MOST_TURNS
     assert max(shares) < MOST_SHARE
-    assert everything < len(threads) * MOST_SHARE  # NIXL's threads and those of the side channel included
+    assert everything < MOST_OF_ALL
     _hand_over(producer, consumer)
 
 
