@@ -82,9 +82,7 @@ def test_a_name_leads_to_no_address_of_one_link(figure: Figure, monkeypatch: pyt
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         port = unused.getsockname()[1]
-        # A second attempt would come after the deadline: one that is still looking the name up then has timed out.
-        timing = Timing(deadline_s=0.5, attempt_s=0.4, retry_first_s=2.0, retry_most_s=2.0)
-        client = Client(LocalOffer(policy="off"), timing=timing)
+        client = Client(LocalOffer(policy="off"), timing=Timing(deadline_s=0.5, attempt_s=0.4))
         codes = {
             host: client.fetch(host=host, port=port, ranks=[(0, 0)], engine_id=host, dialect=14).code
             for host in answers

@@ -47,6 +47,19 @@ def test_a_task_retries_until_its_deadline():
     )
 
 
+@pytest.mark.parametrize(("begun_s", "code"), [(109.0, "name-unresolved"), (106.0, "timed-out")])
+def test_an_attempt_that_the_deadline_cuts_short_leaves_the_error_of_the_one_before(begun_s, code):
+    made = task(deadline_s=10.0, attempt_s=4.0)
+    made.begin_attempt(100.0)
+    made.fail("name-unresolved", "the name has no address", 100.0)
+    assert made.plan_retry(100.0, 0.0)
+    made.begin_attempt(begun_s)
+    made.check_time(109.9)
+    assert not made.is_over
+    made.check_time(110.0)
+    assert made.session.error.code == code
+
+
 @pytest.mark.parametrize(
     ("context", "is_retried"),
     [

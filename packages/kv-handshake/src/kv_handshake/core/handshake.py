@@ -110,6 +110,7 @@ class Handshake:
         self._began_s = start_s
         self._deadline_s = start_s + timing.deadline_s
         self._is_waiting = True
+        self._earlier: HandshakeError | None = None
         self._new_session = new_session
         self._on_done = on_done
         self._timing = timing
@@ -129,6 +130,7 @@ class Handshake:
     def begin_attempt(self, now_s: float) -> None:
         """Start afresh, with a new session."""
         if self.attempts:
+            self._earlier = self.session.error
             self.session = self._new_session()
         self.attempts += 1
         self._is_waiting = False
@@ -156,6 +158,10 @@ class Handshake:
             return
         if self._is_waiting:  # after a failed attempt, that attempt's error stays
             self.fail("too-many-peers", f"no place in this process for a connection to {self.endpoint}", now_s)
+            return
+        if self._earlier is not None and now_s < self.heard_s + self._timing.attempt_s:
+            # The request's deadline cuts this attempt short: what ended the one before says more.
+            self.fail_with(self._earlier)
             return
         missing = self.session.missing_ranks
         asked = f"rank {missing[0]}" if missing else "any rank"
