@@ -12,8 +12,8 @@ from fleets import hosts_own, ours, prompt, started_fleet
 from kvdev.engines import Engine
 
 IDLE_S = 10.0
-MOST_SHARE = 0.03
-"""Of a core, of one thread, counted in steps of 0.001. On a quiet machine it is below 0.01; busy neighbours triple it."""
+MOST_SHARE = 0.06
+"""Of a core, of one thread, counted in steps of 0.001. On a quiet machine it is below 0.01, beside busy neighbours up to 0.03."""
 _UTIME, _STIME = 11, 12
 """Fields of a thread's `stat`, counted from behind its name. Source: proc(5)."""
 
