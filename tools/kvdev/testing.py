@@ -35,7 +35,7 @@ from kvdev.tallies import Tally, count_cases, last_part, slow_cases
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    _Run = Callable[["Tally"], None]
+    _Run = Callable[["Tally"], object]
 
 __all__ = ["SCOPES", "RunOptions", "run_tests"]
 
@@ -113,7 +113,7 @@ _SHARED = ("never-wrong", "fleet-sim", "host-inside", "host-device", "tools", "i
 _ALONE = ("sim", "real-io", "security", "chaos", "fleet", "gpu", "host-engines")
 """Of the rest: what is bound by no clock and starts no engine runs two at a time, all else by itself."""
 _WEEKLY = {"host": ("host-families",)}
-"""What `--long` adds to a scope."""
+"""Suites that `--long` adds to a scope."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,12 +170,12 @@ def _run_tier(uv: Path, options: RunOptions) -> int:
     if options.tier == "quick":
         note("left to `dev.py test --full`: tests marked `full`, the scopes fleet and gpu")
         tools_environment(uv, "check")  # one environment is made at a time: the checks need not wait for the host's
-        host: dict[str, _Run] = {"host environment": lambda _: _no_value(host_environment(uv, options.vllm))}
+        host: dict[str, _Run] = {"host environment": lambda _: host_environment(uv, options.vllm)}
         engines, late = "host-engines", {"installations", "wire-in-go", "fleet", "host-families"}
         suites = {name: _suite(uv, name, options) for name in _SUITES if name not in {engines, *late}}
         stages = [{"check": lambda mine: _check(uv, mine), **host}, suites, {engines: _suite(uv, engines, options)}]
         # Tests of the short run are bound by no clock, and a third of their time they wait.
-        code = _run_stages(stages, 3)
+        code = _run_stages(stages, 3, slow_tests=SLOW_TESTS)
     else:
         os.environ["KVDEV_FULL"] = "1"
         shared = {name: _alone(uv, name, options) for name in _SHARED}
@@ -184,19 +184,15 @@ def _run_tier(uv: Path, options: RunOptions) -> int:
     return code
 
 
-def _no_value(_: object) -> None:
-    """Take what a step returns and is not needed."""
-
-
-def _run_stages(stages: Sequence[Mapping[str, _Run]], lanes: int) -> int:
-    """Make the named runs of each stage, so many at a time in their order; report what all of them count."""
+def _run_stages(stages: Sequence[Mapping[str, _Run]], lanes: int, *, slow_tests: Path | None = None) -> int:
+    """Make the named runs of each stage, so many at a time in their order; report what they count, and list slow tests."""
     tally, started = Tally(), time.monotonic()
     for stage in stages:
         with ThreadPoolExecutor(lanes) as pool:
             for mine in pool.map(_counted, stage.items()):
                 tally.add(mine)
-    if stages[0].keys() >= {"check"} and len(stages) > 1:
-        SLOW_TESTS.write_text("".join(f"{line}\n" for line in tally.slow))
+    if slow_tests is not None:
+        slow_tests.write_text("".join(f"{line}\n" for line in tally.slow))
     print("\nseconds: " + ", ".join(f"{name} {seconds:.0f}" for name, seconds in tally.durations))
     print(f"failed: {', '.join(tally.failures) or 'none'} ({time.monotonic() - started:.0f} s in all)")
     for line in (*tally.reasons, *tally.not_run):
