@@ -81,7 +81,13 @@ def envelopes(
         ]
         agent = agents[min(rank, len(agents) - 1)]
         made[0, rank] = _encode_envelope(
-            Codec(capabilities=_CAPABILITIES), here, caches, local_document(here, caches), agent, generation=1
+            Codec(capabilities=_CAPABILITIES),
+            here,
+            caches,
+            local_document(here, caches),
+            agent,
+            generation=1,
+            has_fence=True,
         )
     return made
 

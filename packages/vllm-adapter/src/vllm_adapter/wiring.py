@@ -278,7 +278,7 @@ def _encode_envelope(
     agent: ports.TransferThread,
     *,
     generation: int,
-    has_fence: bool = True,
+    has_fence: bool,
 ) -> bytes:
     fields = metadata_fields(
         facts,
