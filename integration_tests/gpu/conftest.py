@@ -1,4 +1,4 @@
-"""What all parts of the GPU stage share: a way to note figures for its page."""
+"""Fixtures of all parts of the GPU stage: a way to note figures for its page."""
 
 from __future__ import annotations
 

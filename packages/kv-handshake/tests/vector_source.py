@@ -1,4 +1,4 @@
-"""What our writers make of the conformance vectors. Run it to append new ones; published ones must stay as they are.
+"""Conformance vectors as our writers encode them. Run it to append new ones; published ones must stay as they are.
 
 Vectors that no writer of ours makes, such as refused messages, are published in the data file alone.
 

@@ -145,7 +145,7 @@ class Comparison:
 
 
 class _Side(NamedTuple):
-    """What an engine's first recorded rank shows."""
+    """Facts that an engine's first recorded rank shows."""
 
     dialect: int
     compatibility_hash: str

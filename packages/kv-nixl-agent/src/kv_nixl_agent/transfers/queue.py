@@ -52,7 +52,7 @@ class TransferTable:
         """Ids of transfers that have left quarantine and that the owner has not taken yet, oldest first."""
         load = WireLoad()
         self.wiring = Wiring(port, handles, words, load, statistics, clock, self._note_end, self.quiet)
-        """What every transfer uses."""
+        """Parts that every transfer uses."""
         self._share = options.chunk_rows or _NO_LIMIT
         self._stall_after_s = options.stall_after_s
         self.schedule = Schedule(load, options.max_inflight_bytes)

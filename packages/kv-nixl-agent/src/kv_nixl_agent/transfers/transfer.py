@@ -75,7 +75,7 @@ class Transfer:
         self._is_attached = bool(len(parts) == 1 and order.notification and order.fence is None)
         self._read: WordRead | None = None
         """Read of the peer's fence word, or of any word for a probe."""
-        # What the result reports; no decision depends on it.
+        # Figures for the result; no decision depends on them.
         self._row_count = sum([len(part.peer_indices) for part in parts])
         self._payload_bytes = sum([part.payload_bytes for part in parts])
         self._merged_count = 0

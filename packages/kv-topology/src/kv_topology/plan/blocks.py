@@ -108,7 +108,7 @@ class Blocks(NamedTuple):
 
     @property
     def is_real(self) -> Bools:
-        """Which ids are blocks, bool (n,)."""
+        """Whether each id is a block, bool (n,)."""
         return np.not_equal(self.ids, self.null)
 
 

@@ -27,7 +27,7 @@ NO_ENGINE = (
 _MOST_BYTES = 4 << 20
 _AT_ONCE = 16
 _Reply = tuple[bytes, float, float] | OSError
-"""What a process sent, and when it was asked and heard by the clock of this process; or why it sent nothing."""
+"""Reply of a process with the times of request and reply by the clock of this process; or the reason why none came."""
 
 
 def folders_of(folder: str | None) -> tuple[Path, ...]:

@@ -1,4 +1,4 @@
-"""What this engine holds: its live requests and its leases, for the metrics, `vllm-adapter status`, drain and revocation."""
+"""Holdings of this engine: its live requests and its leases, for the metrics, `vllm-adapter status`, drain and revocation."""
 
 from __future__ import annotations
 
