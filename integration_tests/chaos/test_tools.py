@@ -20,11 +20,6 @@ PROMPT = Prompt(7, "a prompt", 3, " and its answer")
 PAIR = Pair("p", "d", "http://127.0.0.1:1", "http://127.0.0.1:1")
 RIGHT = Asked(PROMPT, PAIR, 10.0, 11.0, "decode", "text", " and its answer", "", False, True)
 
-# ---------------------------------------------------------------------------------------------------------- the proxy
-
-
-# ------------------------------------------------------------------------------------------------------- the verdicts
-
 
 def out(engine: str, began_s: float, ended_s: float) -> Outages:
     outages = Outages()
