@@ -129,7 +129,7 @@ class Live:
         self.outages.end(name, time.monotonic())
 
     def dead(self) -> list[str]:
-        """Return engines that have ended though nobody ended them."""
+        """Return engines that ended by themselves."""
         now_s = time.monotonic()
         return [
             name

@@ -41,7 +41,7 @@ class Proxy:
     _end: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def run(self, is_up: threading.Event) -> None:
-        """Serve until told to end."""
+        """Serve until `end` is called."""
         self._loop = asyncio.get_running_loop()
         server = await asyncio.start_server(self._accept, "127.0.0.1", self.port)
         is_up.set()

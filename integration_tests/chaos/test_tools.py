@@ -71,7 +71,7 @@ def test_a_leak_is_seen_and_a_spike_is_not() -> None:
 
 
 def test_many_threads_learn_the_end_of_a_forked_process(tmp_path: Path) -> None:
-    """Its exit code comes a moment after its end: nobody may take it for known before."""
+    """Its exit code comes a moment after its end: it is unknown before."""
     with subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE) as process:
         forked = ForkedProcess(process.pid, tmp_path)
         assert forked.poll() is None

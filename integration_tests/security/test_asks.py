@@ -1,4 +1,4 @@
-"""Asks that nobody answers cost a listener and an asker their budget and nothing more, and end with their time."""
+"""Asks without an answer cost a listener and an asker their budget and nothing more, and end with their time."""
 
 from __future__ import annotations
 

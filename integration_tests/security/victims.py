@@ -166,7 +166,7 @@ def _ask(options: dict[str, Any]) -> None:
 class _StallMeter:
     """The longest time for which a thread of the process got no turn while the process computed.
 
-    A process that gets no core itself, on a machine that stands still, stalls nobody: no more is counted than its processor time.
+    A process without a core, on a machine that stands still, stalls no thread: no more is counted than its processor time.
     """
 
     def __init__(self) -> None:

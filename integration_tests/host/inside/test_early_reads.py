@@ -72,7 +72,7 @@ def kept(pair: Pair) -> None:
 def test_a_request_behind_an_offer_without_blocks_has_its_turn(
     make: Callable[..., Any], shortage: Callable[[Pair], None], is_told: bool
 ) -> None:
-    """vLLM's round ends at the first request without blocks: one of which it is told that it may begin."""
+    """vLLM's round ends at the first request without blocks, which it is to begin."""
     pair = Pair(make, blocks=14)
     shortage(pair)
     pair.begin()

@@ -48,12 +48,12 @@ def test_a_ticket_with_another_prompt_is_computed_here_and_poisons_nothing(produ
     consumer.run(received=["honest"])
 
 
-def test_the_producer_of_a_request_refused_by_the_frontend_is_told(producer, consumer) -> None:
+def test_the_producer_of_a_request_refused_by_the_frontend_is_notified(producer, consumer) -> None:
     ticket = hand_over(producer, "p", TOKENS)
     consumer.add("refused", [0], max_tokens=1, params=ticket, is_refused=True)
     consumer.step()
-    (told,) = consumer.orders("reads")
-    assert (told.is_notify_only, told.ticket.peer_request_id) == (True, ticket["remote_request_id"])
+    (seen,) = consumer.orders("reads")
+    assert (seen.is_notify_only, seen.ticket.peer_request_id) == (True, ticket["remote_request_id"])
     consumer.run()
 
 
@@ -69,7 +69,7 @@ def test_the_stand_in_of_a_request_with_an_early_ticket_reads_nothing_and_is_no_
     consumer.step()
     refused: list[object] = []
     tickets = consumer.scheduler.connector._scheduler_side._tickets
-    monkeypatch.setattr(tickets, "refused", lambda *told: refused.append(told))
+    monkeypatch.setattr(tickets, "refused", lambda *seen: refused.append(seen))
     consumer.add("stand-in", [0], max_tokens=1, params=params, is_refused=True)
     consumer.step()
     assert refused == []
@@ -187,7 +187,7 @@ def test_a_prompt_that_this_engine_can_compute_is_read_or_computed(
 
 
 @pytest.mark.never_wrong("A1")
-def test_a_prompt_is_told_from_every_other(producer) -> None:
+def test_a_prompt_differs_from_every_other(producer) -> None:
     request = producer.add("p", TOKENS)
     plain = _digest(request)
     assert plain == _digest(producer.add("same", TOKENS))
