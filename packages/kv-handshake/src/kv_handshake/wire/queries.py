@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, cast, final
 
 import msgspec
@@ -63,6 +64,8 @@ def check_rank(rank: Rank) -> None:
         raise ConfigurationError("invalid-argument", f"rank {rank} is outside 0 to {MAX_RANK}")
 
 
+# Engines send the same few queries over and over: those of 1024 ranks, 256 kB at the most, are read once.
+@lru_cache(maxsize=1024)
 def parse_query(frame: bytes) -> Query:
     """Parse a query.
 
