@@ -15,8 +15,8 @@ from awake import AwakeClock
 
 from kv_handshake import Client, Codec, Listener, LocalOffer, QueryLimits, Timing
 from kv_handshake.core.pacing import MOST_FAILURES
-from kv_handshake.stream.desk import AskLimits
-from kv_handshake.stream.messages import encode_ask
+from kv_handshake.core.desk import AskLimits
+from kv_handshake.wire.asks import encode_ask
 from kv_handshake.testing import sample_envelopes, sample_metadata
 from kv_handshake.wire.limits import MAX_ASK_BYTES
 

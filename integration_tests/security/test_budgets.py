@@ -10,7 +10,7 @@ from kv_handshake.core import pacing
 from kv_handshake.sockets import connections as sockets
 from kv_handshake.sockets import router
 from kv_handshake.sockets.watch import ConnectionLimits
-from kv_handshake.stream.desk import AskLimits
+from kv_handshake.core.desk import AskLimits
 from kv_handshake.wire import limits
 from kv_scheduler_state.streams import consumer as stream_consumer
 from kv_scheduler_state.ticket import early

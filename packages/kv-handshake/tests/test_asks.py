@@ -13,9 +13,9 @@ import zmq
 from handshake_helpers import until
 
 from kv_handshake import Client, Codec, ConfigurationError, Listener, LocalOffer, QueryLimits, Timing
-from kv_handshake.stream.desk import AskLimits
-from kv_handshake.stream.messages import encode_answer, encode_ask, parse_answer
+from kv_handshake.core.desk import AskLimits
 from kv_handshake.testing import sample_metadata
+from kv_handshake.wire.asks import encode_answer, encode_ask, parse_answer
 from kv_handshake.wire.dialects import dialect_of
 from kv_handshake.wire.queries import encode_query
 from kv_handshake.wire.replies import decode_envelope

@@ -8,8 +8,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from kv_handshake.core.desk import AskLimits
 from kv_handshake.errors import CODES
-from kv_handshake.stream.desk import AskLimits
 from kv_handshake.wire import limits as bounds
 from kv_handshake.wire.factors import FACTOR_GROUPS
 from kv_handshake.wire.messages import METADATA_FIELDS, Envelope

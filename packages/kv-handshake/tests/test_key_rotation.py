@@ -10,8 +10,7 @@ import time
 import pytest
 
 from kv_handshake import Client, Listener, LocalOffer, Timing
-from kv_handshake.security import ClientSecurity, ServerSecurity
-from kv_handshake.sockets.keys import write_keypair
+from kv_handshake.security import ClientSecurity, ServerSecurity, write_keypair
 from kv_handshake.testing import sample_envelopes
 
 TIMING = Timing(deadline_s=30, attempt_s=10, hold_first_s=0.01, hold_most_s=0.02)

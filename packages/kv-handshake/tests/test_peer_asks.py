@@ -7,12 +7,12 @@ import msgspec
 import pytest
 
 from kv_handshake import Codec, TransportError, WireError
+from kv_handshake.core.asks import OpenAsk, PeerAsks
+from kv_handshake.core.desk import AskDesk, AskLimits
 from kv_handshake.core.endpoint import endpoint_of
 from kv_handshake.errors import CODES
-from kv_handshake.stream.asks import OpenAsk, PeerAsks
-from kv_handshake.stream.desk import AskDesk, AskLimits
-from kv_handshake.stream.messages import encode_answer, encode_ask, encode_ask_refusal, encode_cancel, parse_answer
 from kv_handshake.testing import sample_metadata
+from kv_handshake.wire.asks import encode_answer, encode_ask, encode_ask_refusal, encode_cancel, parse_answer
 from kv_handshake.wire.limits import MAX_ASK_REPLY_BYTES
 from kv_handshake.wire.replies import encode_refusal
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from kv_handshake import Codec
-from kv_handshake.stream.messages import encode_answer, encode_ask, encode_ask_refusal, encode_cancel
+from kv_handshake.wire.asks import encode_answer, encode_ask, encode_ask_refusal, encode_cancel
 from kv_handshake.wire.dialects import dialect_of
 from kv_handshake.wire.factors import compatibility_hash
 from kv_handshake.wire.notifications import encode_heartbeats, encode_read_complete, parse_notification

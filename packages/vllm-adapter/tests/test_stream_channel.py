@@ -19,8 +19,8 @@ from kv_handshake import Codec
 from kv_handshake.core.pacing import GatedLog
 from kv_handshake.sockets.router import Incoming
 from kv_handshake.sockets.watch import Sender
-from kv_handshake.stream.desk import AskDesk, AskLimits
-from kv_handshake.stream.messages import encode_ask, encode_cancel
+from kv_handshake.core.desk import AskDesk, AskLimits
+from kv_handshake.wire.asks import encode_ask, encode_cancel
 from kv_scheduler_state.streams import StreamOutcome
 from vllm_adapter.observe.cause_log import CauseLog
 from vllm_adapter.scheduler.streams import _AGAIN

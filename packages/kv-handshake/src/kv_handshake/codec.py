@@ -8,7 +8,7 @@ import msgspec
 
 from kv_handshake.core.server import ServerCore
 from kv_handshake.core.session import ClientSession
-from kv_handshake.stream.messages import answer_payload, question_payload, read_answer, read_question
+from kv_handshake.wire.asks import answer_payload, question_payload, read_answer, read_question
 from kv_handshake.wire.dialects import dialect_of
 from kv_handshake.wire.factors import check_factors, compatibility_hash, hashed_factors
 from kv_handshake.wire.limits import check_number

@@ -16,21 +16,21 @@ from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, NamedTuple, final
 
+from kv_handshake.core.asks import OpenAsk, PeerAsks
 from kv_handshake.core.endpoint import Endpoint, endpoint_of
 from kv_handshake.core.handshake import Handshake, Timing
 from kv_handshake.core.pacing import Backoff, FailureMemory, GatedLog
 from kv_handshake.core.session import ClientSession
 from kv_handshake.errors import ConfigurationError, HandshakeError, TransportError, WireError
 from kv_handshake.net.loop import Loop
-from kv_handshake.stream.asks import OpenAsk, PeerAsks
-from kv_handshake.stream.messages import encode_ask
+from kv_handshake.wire.asks import encode_ask
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from kv_handshake.core.handshake import Outcome
     from kv_handshake.core.pacing import RememberedFailure
-    from kv_handshake.sockets.keys import ClientSecurity
+    from kv_handshake.security import ClientSecurity
     from kv_handshake.wire.messages import AgentMetadata
     from kv_handshake.wire.policy import LocalOffer
     from kv_handshake.wire.queries import Rank

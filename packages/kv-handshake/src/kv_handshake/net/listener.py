@@ -10,18 +10,18 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, final
 
+from kv_handshake.core.desk import AskDesk, AskLimits
 from kv_handshake.core.endpoint import endpoint_of
 from kv_handshake.core.pacing import GatedLog, TokenBuckets
 from kv_handshake.core.server import ServerCore
 from kv_handshake.errors import ConfigurationError, HandshakeError, WireError
 from kv_handshake.sockets.router import ListeningPort, RouterSocket, TooManyFrames
-from kv_handshake.stream.desk import AskDesk, AskLimits
-from kv_handshake.stream.messages import is_ask, parse_ask
+from kv_handshake.wire.asks import is_ask, parse_ask
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from kv_handshake.sockets.keys import ServerSecurity
+    from kv_handshake.security import ServerSecurity
     from kv_handshake.sockets.router import Incoming
     from kv_handshake.wire.queries import Rank
 

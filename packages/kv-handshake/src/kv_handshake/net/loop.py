@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from concurrent.futures import Future
 
+    from kv_handshake.core.asks import PeerAsks
     from kv_handshake.core.handshake import Handshake, Timing
     from kv_handshake.core.pacing import GatedLog
-    from kv_handshake.sockets.keys import ClientSecurity
-    from kv_handshake.stream.asks import PeerAsks
+    from kv_handshake.security import ClientSecurity
 
     Task: TypeAlias = Handshake | PeerAsks
 

@@ -34,7 +34,7 @@ from kv_handshake.wire.limits import MAX_REPLY_BYTES
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kv_handshake.sockets.keys import ClientSecurity
+    from kv_handshake.security import ClientSecurity
 
 __all__ = ["HIGH_WATER_MARK", "NOBLOCK_AND_MORE", "NOTHING_TRIED", "Connection", "Hub", "Tried", "set_options"]
 

@@ -12,7 +12,7 @@ from collections import Counter, deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, final
 
-from kv_handshake.stream.messages import encode_answer, encode_ask_refusal, parse_ask
+from kv_handshake.wire.asks import encode_answer, encode_ask_refusal, parse_ask
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
