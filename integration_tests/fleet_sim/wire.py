@@ -12,9 +12,8 @@ from typing import Any, final
 from fleet import Fleet
 from network import damaged
 
+from kv_handshake.core.server import Incoming, Sender
 from kv_handshake.errors import TransportError
-from kv_handshake.sockets.router import Incoming
-from kv_handshake.sockets.watch import Sender
 
 __all__ = ["SimConnection", "SimHub", "SimPort", "SimRouter"]
 

@@ -1,5 +1,6 @@
 """The asks at one peer and the listener's open asks, without sockets: limits in time, and replies of no use."""
 
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -154,9 +155,9 @@ class Desk:
     """A desk, its asks and those whose askers have gone; asks come from connections named by descriptor and address."""
 
     def __init__(self, **limits):
-        self.asked, self.gone = [], []
+        self.gone, self.counts = [], Counter()
         self.desk = AskDesk(
-            lambda *ask: self.asked.append(ask), self.gone.append, limits=AskLimits(**limits), log=NOTHING
+            lambda *_: None, self.gone.append, limits=AskLimits(**limits), log=NOTHING, counts=self.counts
         )
 
     def put(self, descriptor, address, number, size_bytes=1, query=None):
@@ -177,7 +178,7 @@ def test_a_desk_knows_only_connections_and_asks_of_its_own():
     made = Desk()
     assert made.desk.connection_ended(12345) is False
     assert made.put(3, "a", 7, query=encode_cancel(7)) == "ask-cancelled"
-    assert (made.gone, made.desk.statistics()["asks_cancelled"]) == ([], 0)
+    assert (made.gone, made.counts["asks_cancelled"]) == ([], 0)
 
 
 def test_budgets_of_a_connection_in_all_and_in_bytes():
@@ -192,13 +193,12 @@ def test_budgets_of_a_connection_in_all_and_in_bytes():
     assert [made.put(2, "b", 1, size_bytes=97), made.put(3, "c", 1, 2)] == ["", "ask-busy"]
     assert made.desk.connection_ended(1)
     assert len(made.desk.take_replies(1.0)) == 2
-    assert (made.gone, made.desk.statistics()["asks_lost"]) == ([1, 2], 2)
+    assert (made.gone, made.counts["asks_lost"]) == ([1, 2], 2)
     assert made.put(3, "c", 1, size_bytes=3) == ""
     assert len(made.desk.take_replies(5.0)) == 2, "their time is over"
-    assert (made.desk._held, made.desk._held_by_address, made.desk._bytes_by_address) == ({}, {}, {})
     made.put(1, "a", 1)
     made.desk.drop_all()
-    assert made.desk.statistics()["asks_open"] == 0
+    assert made.desk.asks_open == 0
 
 
 def test_an_address_leaves_others_half():

@@ -195,16 +195,10 @@ def test_texts_of_peers_are_short_and_on_one_line():
     assert shortened("x" * 201).endswith("(201 characters)")
 
 
-def test_a_held_failure_blocks_until_it_is_released():
+def test_a_failure_blocks_while_it_is_retried():
     memory = FailureMemory(Backoff(1.0, 8.0))
-    memory.hold("p")
-    memory.release("p")
-    assert memory.retried == 0, "nothing is remembered of this peer"
     memory.record("p", code="timed-out", message="m", now_s=100.0, chance=1.0)
-    memory.hold("p")
-    assert memory.retried == 1
-    assert memory.blocking("p", 1000.0).is_retried
-    assert memory.record("p", code="timed-out", message="m", now_s=1000.0, chance=1.0).is_retried
-    memory.release("p")
-    assert memory.blocking("p", 1000.0 + 2.0) is None
-    assert memory.blocking("p", 1000.0).wanted_s == 1000.0
+    memory.retried.add("p")
+    assert memory.blocking("p", 200.0).code == "timed-out"
+    memory.retried.discard("p")
+    assert memory.blocking("p", 200.0) is None

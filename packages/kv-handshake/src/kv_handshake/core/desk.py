@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections import Counter, deque
+from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, final
 
 from kv_handshake.wire.asks import encode_answer, encode_ask_refusal, parse_ask
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections import Counter
+    from collections.abc import Callable, Iterable, Sequence
 
     from kv_handshake.core.pacing import GatedLog
-    from kv_handshake.sockets.router import Incoming
+    from kv_handshake.core.server import Incoming
 
 __all__ = ["AskDesk", "AskLimits"]
 
@@ -79,6 +80,7 @@ class AskDesk:
         on_gone: Called in the same way with the id of an ask whose asker no longer waits.
         limits: The budget.
         log: Gets failures of the two callbacks.
+        counts: Gets ``asks``, ``asks_answered``, ``asks_cancelled``, ``asks_lost`` and ``refused.<code>``.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class AskDesk:
         *,
         limits: AskLimits,
         log: GatedLog,
+        counts: Counter[str],
     ) -> None:
         self._on_ask = on_ask
         self._on_gone = on_gone
@@ -100,16 +103,12 @@ class AskDesk:
         # In order of arrival, and so of expiry, since all may wait equally long.
         self._open: dict[int, OpenAsk] = {}
         self._by_asker: dict[tuple[int, int], int] = {}
-        # By descriptor; also read by the watch's thread. If it misses one for a moment, those asks end by their time limit.
-        self._held: Counter[int] = Counter()
-        self._held_by_address: Counter[str] = Counter()
-        self._bytes_by_address: Counter[str] = Counter()
-        self._counts: Counter[str] = Counter()
+        self._counts = counts
 
-    def statistics(self) -> Mapping[str, int]:
-        """Return counts: ``asks``, ``asks_open``, ``asks_answered``, ``asks_cancelled``, ``asks_lost`` and ``refused.<code>``."""
-        names = ("asks", "asks_answered", "asks_cancelled", "asks_lost")
-        return {**dict.fromkeys(names, 0), **self._counts, "asks_open": len(self._open)}
+    @property
+    def asks_open(self) -> int:
+        """Asks that wait for their answer."""
+        return len(self._open)
 
     def put(self, ask_id: int, payload: bytes) -> bool:
         """Queue an answer; return whether the listener's thread must be woken. Any thread.
@@ -123,8 +122,11 @@ class AskDesk:
             return len(self._answers) == 1
 
     def connection_ended(self, descriptor: int) -> bool:
-        """Note the end of a connection; return whether the listener's thread must be woken. Any thread."""
-        if not self._held.get(descriptor):
+        """Note the end of a connection; return whether the listener's thread must be woken. Any thread.
+
+        An ask that it misses, because the listener's thread is just taking it in, ends by its time limit.
+        """
+        if not self._open:
             return False
         self._ended.append(descriptor)
         return True
@@ -146,13 +148,13 @@ class AskDesk:
         if known is not None:
             return self.refuse(ask.number, "ask-repeated", _AFTER_BUSY_S)
         size_bytes, limits = len(ask.payload), self.limits
-        is_full = (
-            self._held[sender.descriptor] >= limits.per_connection
-            or self._held_by_address[sender.address] >= limits.in_all - len(self._open)
-            or self._bytes_by_address[sender.address] + size_bytes
-            > limits.bytes_in_all - self._bytes_by_address.total()
-        )
-        if is_full:
+        held = [each for each in self._open.values() if each.address == sender.address]
+        if (
+            sum(each.descriptor == sender.descriptor for each in held) >= limits.per_connection
+            or len(held) >= limits.in_all - len(self._open)
+            or sum(each.size_bytes for each in held) + size_bytes
+            > limits.bytes_in_all - sum(each.size_bytes for each in self._open.values())
+        ):
             return self.refuse(ask.number, "ask-busy", _AFTER_BUSY_S)
         until_s = now_s + limits.wait_s
         made = OpenAsk(
@@ -161,7 +163,6 @@ class AskDesk:
         self._next_id += 1
         self._open[made.ask_id] = made
         self._by_asker[made.descriptor, made.number] = made.ask_id
-        self._count_held(made, 1)
         self._counts["asks"] += 1
         self._call("on_ask", self._on_ask, made.ask_id, ask.payload)
         return ()
@@ -202,16 +203,6 @@ class AskDesk:
 
     def _forget(self, ask: OpenAsk) -> None:
         del self._open[ask.ask_id], self._by_asker[ask.descriptor, ask.number]
-        self._count_held(ask, -1)
-
-    def _count_held(self, ask: OpenAsk, change: int) -> None:
-        self._held[ask.descriptor] += change
-        self._held_by_address[ask.address] += change
-        self._bytes_by_address[ask.address] += change * ask.size_bytes
-        if not self._held[ask.descriptor]:
-            del self._held[ask.descriptor]
-        if not self._held_by_address[ask.address]:
-            del self._held_by_address[ask.address], self._bytes_by_address[ask.address]
 
     def _call(self, name: str, callback: Callable[..., None], *values: object) -> None:
         try:

@@ -5,8 +5,7 @@ No input or output.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from types import MappingProxyType
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, final
 
 from kv_handshake.core.pacing import Backoff
@@ -55,15 +54,7 @@ class Timing:
     connections: int = 512
 
     def __post_init__(self) -> None:
-        times = (
-            self.deadline_s,
-            self.attempt_s,
-            self.retry_first_s,
-            self.retry_most_s,
-            self.hold_first_s,
-            self.hold_most_s,
-            self.forget_s,
-        )
+        times = [value for name, value in asdict(self).items() if name.endswith("_s")]
         if not all(0 < each < 86_400 for each in times) or not 1 <= self.pipeline <= 64 or self.connections < 1:
             raise ConfigurationError("invalid-argument", f"a time or a limit is out of range: {self}")
 
@@ -217,7 +208,7 @@ class Handshake:
             outcome = Outcome(
                 code=error.code,
                 message=str(error) if where in str(error) else f"{error} (peer {where})",
-                context=MappingProxyType({"host": endpoint.host, "port": endpoint.port, **error.context}),
+                context={"host": endpoint.host, "port": endpoint.port, **error.context},
                 is_retry_safe=may_retry(error),
                 elapsed_s=elapsed_s,
                 attempts=self.attempts,
@@ -252,10 +243,10 @@ class Outcome:
         verdict: The comparison with the peer; empty if it never answered.
     """
 
-    peers: Mapping[Rank, AgentMetadata] = field(default_factory=lambda: MappingProxyType[Rank, AgentMetadata]({}))
+    peers: Mapping[Rank, AgentMetadata] = field(default_factory=dict[Rank, AgentMetadata])
     code: str = ""
     message: str = ""
-    context: Mapping[str, object] = field(default_factory=lambda: MappingProxyType[str, object]({}))
+    context: Mapping[str, object] = field(default_factory=dict[str, object])
     is_retry_safe: bool | None = None
     elapsed_s: float = 0.0
     attempts: int = 0

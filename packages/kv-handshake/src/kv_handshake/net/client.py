@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections import Counter
 from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, NamedTuple, final
@@ -96,13 +97,7 @@ class Client:
         self._offer = offer
         self._timing = timing or Timing()
         self._log = GatedLog()
-        self._counts = dict.fromkeys(
-            (
-                *("requests", "succeeded", "failed", "callback_errors", "background_attempts"),
-                *("asks", "asks_answered", "asks_failed"),
-            ),
-            0,
-        )
+        self._counts: Counter[str] = Counter()
         self._memory = FailureMemory(Backoff(self._timing.hold_first_s, self._timing.hold_most_s))
         self._peers: dict[Endpoint, PeerAsks] = {}
         self._ask_numbers = itertools.count(1)
@@ -220,9 +215,11 @@ class Client:
         of the thread that were not foreseen), ``remembered_failures`` (questions that failed and have not been answered since)
         and ``log_lines_held_back``.
         """
+        names = ("requests", "succeeded", "failed", "asks", "asks_answered", "asks_failed")
         return {
+            **dict.fromkeys((*names, "background_attempts", "callback_errors"), 0),
             **self._counts,
-            **self._loop.statistics(),
+            **self._loop.counts,
             "remembered_failures": len(self._memory),
             "log_lines_held_back": self._log.held_back,
         }
@@ -306,10 +303,11 @@ class Client:
 
         If there is no place for it, the next request after the hold asks the peer itself.
         """
-        if failure.is_retried or self._memory.retried >= self._timing.connections // _BACKGROUND_SHARE:
+        retried = self._memory.retried
+        if question in retried or len(retried) >= self._timing.connections // _BACKGROUND_SHARE:
             return
         on_end = partial(self._asked_again, question, new_session)
-        self._memory.hold(question)
+        retried.add(question)
         self._loop.start(
             Handshake(
                 question.endpoint, new_session, on_end, timing=self._timing, start_s=failure.until_s, attempts_most=1
@@ -317,7 +315,7 @@ class Client:
         )
 
     def _asked_again(self, question: Question, new_session: Callable[[], ClientSession], outcome: Outcome) -> None:
-        self._memory.release(question)
+        self._memory.retried.discard(question)
         if outcome.attempts:
             self._counts["background_attempts"] += 1
         self._learn(question, new_session, outcome)

@@ -42,6 +42,9 @@ _RECOVERY_S = 0.02
 _LOOK_S = 0.02
 """Time between two looks at how much has come in on connections that owe a reply; most handshakes end before the first."""
 
+_DESCRIPTOR_SHARE = 8
+"""Connections take at most one descriptor in this many that the process may open; each takes four."""
+
 _RESERVE = 8
 _PATIENCE_S = 0.5
 """A look-up or an attempt that has been silent for so long gives up its place if a host without any place needs it."""
@@ -82,6 +85,9 @@ class Loop:
         seed: Seed of the jitter, for reproducible tests.
         log: Gets failures of the loop itself.
         allows_link_local_names: Whether a host's name may resolve to an address of one link only.
+
+    Attributes:
+        counts: ``attempts`` and ``restarts`` so far.
     """
 
     def __init__(
@@ -93,10 +99,10 @@ class Loop:
         seed: int | None,
         allows_link_local_names: bool = True,
     ) -> None:
-        self._most = most_connections(timing.connections)
+        self._most = most_connections(timing.connections, share=_DESCRIPTOR_SHARE)
         self._log = log
         self._random = random.Random(seed)  # noqa: S311 - jitter, not secrets
-        self._counts = {"attempts": 0, "restarts": 0}
+        self.counts = {"attempts": 0, "restarts": 0}
         self._lock = threading.Lock()
         self._inbox: deque[Callable[[], None]] = deque()
         self._is_closing = False
@@ -122,10 +128,6 @@ class Loop:
         if threading.current_thread() is not self._thread:
             self._hub.wake()
         return True
-
-    def statistics(self) -> Mapping[str, int]:
-        """Return the counts so far: ``attempts`` and ``restarts``."""
-        return dict(self._counts)
 
     def close(self) -> None:
         """End all tasks with ``closed`` and stop the thread; idempotent."""
@@ -181,7 +183,7 @@ class Loop:
 
     def _recover(self, error: Exception) -> None:
         """End the running tasks after a failure that was not foreseen, and go on with later ones."""
-        self._counts["restarts"] += 1
+        self.counts["restarts"] += 1
         self._log.warning("restart", f"the client goes on after {error!r}")
         for attempt in list(self._by_connection.values()):
             problem = f"no reply from {attempt.task.endpoint} because of {error!r}"
@@ -204,7 +206,7 @@ class Loop:
                 continue
             self._waiting.remove(task)
             self._places[endpoint.host] += 1
-            self._counts["attempts"] += 1
+            self.counts["attempts"] += 1
             task.begin_attempt(now_s)
             attempt = self._under_way[task] = _Attempt(task)
             if endpoint.address is not None:

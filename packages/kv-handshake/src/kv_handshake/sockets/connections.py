@@ -253,10 +253,7 @@ class Hub:
     """
 
     def __init__(self, security: ClientSecurity | None = None) -> None:
-        try:
-            refuse_without_descriptors()
-        except OSError as error:
-            raise TransportError("transport-failed", f"cannot create a socket: {error.strerror}") from error
+        refuse_without_descriptors("transport-failed", "cannot create a socket")
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, 4096)
         self._context.socket(zmq.PAIR).close()  # starts the context, while the descriptors are there

@@ -15,17 +15,17 @@ import socket
 import threading
 import uuid
 from collections import Counter, OrderedDict
-from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple, final
+from typing import TYPE_CHECKING, final
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 from kv_handshake.core.endpoint import endpoint_of
+from kv_handshake.core.server import Incoming, Sender
 from kv_handshake.errors import ConfigurationError, TransportError
 from kv_handshake.sockets.connections import HIGH_WATER_MARK, NOBLOCK_AND_MORE, set_options
 from kv_handshake.sockets.tcp import refuse_without_descriptors
-from kv_handshake.sockets.watch import ConnectionLimits, ConnectionWatch, Sender
+from kv_handshake.sockets.watch import ConnectionLimits, ConnectionWatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from kv_handshake.core.endpoint import Endpoint
     from kv_handshake.security import ServerSecurity
 
-__all__ = ["Incoming", "ListeningPort", "RouterSocket", "TooManyFrames"]
+__all__ = ["ListeningPort", "RouterSocket", "TooManyFrames"]
 
 _BACKLOG = 256
 
@@ -95,27 +95,9 @@ _MAX_SURPLUS_FRAMES = 1 << 20
 _WAKER = Sender("", -1)
 """In-process: a call of `wake`."""
 
-_NO_CLIENTS: Mapping[str, int] = MappingProxyType({})
-
 
 class TooManyFrames(Exception):  # noqa: N818 - a signal to the listener, not an error of this package
     """A message has more frames than could come in unnoticed; only a new socket gets rid of it without reading them all."""
-
-
-class Incoming(NamedTuple):
-    """A message from a peer.
-
-    Attributes:
-        envelope: Frames that lead back to the sender: its identity, and the empty delimiter if it sent one.
-        query: The query, or None if the message is not shaped like one.
-        sender: The connection that it came from.
-        surplus: Frames beyond those of a query.
-    """
-
-    envelope: tuple[bytes, ...]
-    query: bytes | None
-    sender: Sender
-    surplus: int = 0
 
 
 _DOMAIN = "kv-handshake"
@@ -220,10 +202,7 @@ class RouterSocket:
         closed: Callable[[int], None],
     ) -> None:
         endpoint = port.endpoint
-        try:
-            refuse_without_descriptors()
-        except OSError as error:
-            raise _bind_failed(endpoint, error) from error
+        refuse_without_descriptors("bind-failed", f"cannot listen on {endpoint}")
         self._context = zmq.Context()
         self._socket = _make_router(self._context)
         self._caller = self._context.socket(zmq.DEALER)
@@ -335,7 +314,7 @@ class RouterSocket:
 
     def denied(self) -> Mapping[str, int]:
         """Return how often each client without an authorised key was turned away, by address and key."""
-        return self._key_check.denied() if self._key_check is not None else _NO_CLIENTS
+        return self._key_check.denied() if self._key_check is not None else {}
 
     def close(self) -> None:
         """Close the socket and everything that belongs to it."""
