@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias, final
 
 from kv_handshake.errors import HandshakeError, WireError
-from kv_handshake.sockets.connections import NOTHING_TRIED, Connection, Hub, Tried
+from kv_handshake.sockets.connections import Connection, Hub
 from kv_handshake.sockets.names import Names
 from kv_handshake.sockets.tcp import most_connections
 from kv_handshake.wire.limits import MAX_REPLY_BYTES
@@ -278,7 +278,7 @@ class Loop:
         attempt.addresses.rotate(1 - task.attempts)
         self._open(attempt, attempt.addresses.popleft())
 
-    def _open(self, attempt: _Attempt, address: str, tried: Tried = NOTHING_TRIED) -> None:
+    def _open(self, attempt: _Attempt, address: str, tried: tuple[str, ...] = ()) -> None:
         """Open a connection, and send its first queries ahead."""
         try:
             connection = self._hub.open(address, attempt.task.endpoint.port, tried)
@@ -295,7 +295,7 @@ class Loop:
         self._by_connection[connection] = attempt
         self._send_ahead(attempt)
 
-    def _reconnect(self, attempt: _Attempt, address: str, tried: Tried = NOTHING_TRIED) -> None:
+    def _reconnect(self, attempt: _Attempt, address: str, tried: tuple[str, ...] = ()) -> None:
         self._hang_up(attempt)
         attempt.task.reconnect()
         self._open(attempt, address, tried)
@@ -336,8 +336,8 @@ class Loop:
             return
         if fault == "connection-refused" and attempt.addresses:
             self._reconnect(attempt, attempt.addresses.popleft())
-        elif (tried := self._hub.next_try(connection)) is not None:
-            self._reconnect(attempt, connection.address, tried)
+        elif self._hub.may_try_again(connection):
+            self._reconnect(attempt, connection.endpoint.host, connection.tried)
         else:
             attempt.task.fail(fault, _FAULTS[fault].format(peer=attempt.task.endpoint), time.monotonic())
             self._end(attempt)
