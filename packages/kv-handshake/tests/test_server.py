@@ -88,7 +88,7 @@ def test_replace_swaps_everything():
 
 def test_deferred_queries_get_the_frames_they_expect():
     core = ServerCore(ENVELOPES)
-    frames = core.defer(GOOD, wait_s=0.5, clock_s=3.0)
+    frames = core.respond(GOOD, wait_s=0.5, clock_s=3.0)
     assert (code_of(frames), decode_clock(frames[1])) == ("rate-limited", 3.0)
     assert decode_envelope(frames[0]).refusal.retry_after_s == 0.5
-    assert len(core.defer(b"junk", wait_s=0.5, clock_s=3.0)) == 1
+    assert len(core.respond(b"junk", wait_s=0.5, clock_s=3.0)) == 1

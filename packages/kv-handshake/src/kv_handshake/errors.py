@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -142,15 +143,10 @@ class HandshakeError(Exception):
         self.context: Mapping[str, object] = MappingProxyType(context)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _remade, (type(self), self.code, str(self), dict(self.context))
+        return partial(type(self), self.code, str(self), **self.context), ()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.code!r}, {str(self)!r})"
-
-
-def _remade(kind: type[HandshakeError], code: str, message: str, context: Mapping[str, object]) -> HandshakeError:
-    """Return an equal error: exceptions are pickled and copied between processes."""
-    return kind(code, message, **context)
 
 
 def without_frames(error: HandshakeError) -> HandshakeError:

@@ -7,13 +7,12 @@ immutable table.
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, final
 
 from kv_handshake.errors import WireError
-from kv_handshake.wire.queries import Query, Rank, check_rank, parse_query
+from kv_handshake.wire.queries import Rank, check_rank, parse_query
 from kv_handshake.wire.replies import encode_clock, encode_refusal
 
 if TYPE_CHECKING:
@@ -86,19 +85,26 @@ class ServerCore:
         self._payloads = dict(payloads)
         self.stages = 1 + max((pp for pp, _ in payloads), default=0)
 
-    def respond(self, query: bytes, *, clock_s: float, reads_one_stage: bool = False) -> tuple[bytes, ...]:
+    def respond(
+        self, query: bytes, *, clock_s: float, reads_one_stage: bool = False, wait_s: float = 0.0
+    ) -> tuple[bytes, ...]:
         """Return the frames of the reply: the payload, and the clock if the query's dialect has one.
 
         Args:
             query: Any bytes.
             clock_s: The engine's monotonic clock, the one that its expiry times are stamped with.
             reads_one_stage: Whether the asker takes every rank for one that holds all layers, as vLLM's own connector does.
+            wait_s: Above 0 for a query that came too soon: after so many seconds it would be answered.
         """
         try:
             parsed = parse_query(query)
         except WireError as error:
-            return self.refuse(error.code, str(error))
-        clock, payloads = _clock_frames(parsed, clock_s), self._payloads
+            code, text = ("rate-limited", "") if wait_s else (error.code, str(error))
+            return self.refuse(code, text, retry_after_s=wait_s)
+        clock = (encode_clock(clock_s),) if parsed.wants_clock else ()
+        payloads = self._payloads
+        if wait_s:
+            return (*self.refuse("rate-limited", retry_after_s=wait_s), *clock)
         if reads_one_stage and self.stages > 1:
             refusal = self.refuse(
                 "pipeline-stages",
@@ -120,14 +126,3 @@ class ServerCore:
         """Return a refusal without a clock frame, counted."""
         self.counts[f"refused.{code}"] += 1
         return (encode_refusal(code, message, retry_after_s=retry_after_s),)
-
-    def defer(self, query: bytes, *, wait_s: float, clock_s: float) -> tuple[bytes, ...]:
-        """Return the refusal of a query that came too soon, in as many frames as its asker expects."""
-        clock: tuple[bytes, ...] = ()
-        with contextlib.suppress(WireError):
-            clock = _clock_frames(parse_query(query), clock_s)
-        return (*self.refuse("rate-limited", retry_after_s=wait_s), *clock)
-
-
-def _clock_frames(query: Query, clock_s: float) -> tuple[bytes, ...]:
-    return (encode_clock(clock_s),) if query.wants_clock else ()

@@ -271,7 +271,7 @@ class Listener:
         if wait_s:
             rate = f"{self._limits.queries_per_s:g} times a second"
             self._log.warning("rate-limited", f"{incoming.sender.address} asks more often than {rate}; it must wait")
-            return self._core.defer(incoming.query or b"", wait_s=wait_s, clock_s=now_s)
+            return self._core.respond(incoming.query or b"", clock_s=now_s, wait_s=wait_s)
         if incoming.query is None:
             self._log.warning("wrong-frames", f"{incoming.sender.address} sent a message that is not a query")
             return self._core.refuse("wrong-frames")
