@@ -128,7 +128,7 @@ PIPED = [
     ("kv-handshake", "probe", "--help"),
     ("kv-handshake", "vectors"),
     ("kv-handshake", "keygen", "{folder}", "engine"),
-    ("kv-handshake", "serve", "{recording}", "--seconds", "0"),
+    ("kv-handshake", "serve", "{recording}"),
     ("kv-nixl", "doctor", "--help"),
     ("kv-nixl", "serve", "--help"),
     ("kv-nixl", "measure", "--help"),

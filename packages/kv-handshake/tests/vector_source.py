@@ -45,7 +45,7 @@ def plain(values):
 def queries():
     for version in range(2, 16):
         dialect = dialect_of(version)
-        for rank in ((0, 0), (0, 3), (0, 200)) + (((2, 1),) if dialect.query_fields == 3 else ()):
+        for rank in ((0, 0), (0, 3), (0, 200)) + (((2, 1),) if dialect.has_clock_frame else ()):
             expect = {"command": "metadata", "pp": rank[0], "tp": rank[1], "clock": dialect.has_clock_frame}
             name = f"query-v{version}-pp{rank[0]}-tp{rank[1]}"
             meaning = f"version {version} asks for pp rank {rank[0]}, tp rank {rank[1]}"

@@ -55,27 +55,11 @@ exit codes:
   3  the peer cannot be reached or does not answer
   4  the peer refused, or its reply breaks the protocol
 """
-_PROBE_EXAMPLES = """\b
-examples:
-  kv-handshake probe 10.0.0.1:5600 --vllm 0.32.0
-  kv-handshake probe 10.0.0.1:5600 --vllm 0.32.0 --against 10.0.0.2:5600
 
-"""
-_SERVE_EXAMPLES = """\b
-example:
-  kv-handshake serve engine.json --port 5600
 
-"""
-_KEYGEN_EXAMPLES = """\b
-example:
-  kv-handshake keygen keys prefill-0
+def _epilog(*examples: str) -> str:
+    return "\n".join(("\b", "examples:", *(f"  {_NAME} {each}" for each in examples), "", _EXIT_CODES))
 
-"""
-_VECTORS_EXAMPLES = """\b
-example:
-  kv-handshake vectors --json
-
-"""
 
 Arguments = ParamSpec("Arguments")
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -129,7 +113,10 @@ def _coded(command: Callable[Arguments, int | None]) -> Callable[Arguments, None
     return run
 
 
-@app.command("probe", epilog=_PROBE_EXAMPLES + _EXIT_CODES)
+@app.command(
+    "probe",
+    epilog=_epilog("probe 10.0.0.1:5600 --vllm 0.32.0", "probe 10.0.0.1:5600 --vllm 0.32.0 --against 10.0.0.2:5600"),
+)
 @_coded
 def _probe(  # noqa: PLR0913 - one for each option
     peer: Annotated[
@@ -336,16 +323,13 @@ def _shorten(value: object) -> str:
     return f"[{', '.join(items[:_SHOWN])}, ... {len(items)} in all]"
 
 
-@app.command("serve", epilog=_SERVE_EXAMPLES + _EXIT_CODES)
+@app.command("serve", epilog=_epilog("serve engine.json --port 5600"))
 @_coded
 def _serve(
     file: Annotated[str, typer.Argument(metavar="FILE", help="A recording, as probe --save writes it.")],
     *,
     host: Annotated[str, typer.Option(help="Address to bind.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to bind; 0 for any free one.")] = 0,
-    seconds: Annotated[
-        float | None, typer.Option(metavar="S", help="Stop after this time; default: when interrupted.")
-    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Serve a recording, to test other implementations."""
@@ -358,14 +342,14 @@ def _serve(
             print(json.dumps({"host": host, "port": listener.port, "ranks": ranks}), flush=True)
         else:
             print(f"serving {len(ranks)} ranks of {file} on {host} port {listener.port}", flush=True)
-        threading.Event().wait(seconds)
+        threading.Event().wait()
     except KeyboardInterrupt:
         pass  # the usual end
     finally:
         listener.close()
 
 
-@app.command("keygen", epilog=_KEYGEN_EXAMPLES + _EXIT_CODES)
+@app.command("keygen", epilog=_epilog("keygen keys prefill-0"))
 @_coded
 def _keygen(
     directory: Annotated[str, typer.Argument(metavar="DIRECTORY", help="Where NAME.key and NAME.key_secret go.")],
@@ -382,12 +366,10 @@ def _keygen(
         print(f"{public}: the public key, for its peers")
 
 
-@app.command("vectors", epilog=_VECTORS_EXAMPLES + _EXIT_CODES)
+@app.command("vectors", epilog=_epilog("vectors --json"))
 @_coded
-def _vectors(
-    *, as_json: Annotated[bool, typer.Option("--json", help="Print the data file instead of a table.")] = False
-) -> None:
-    """Print the conformance vectors."""
+def _vectors(*, as_json: AsJson = False) -> None:
+    """Print the conformance vectors, as a table or as the data file."""
     if as_json:
         print(files("kv_handshake").joinpath("vectors.json").read_text("utf-8").rstrip())
     else:

@@ -58,14 +58,7 @@ class ListeningPort:
             is_dual = host == "::" and socket.has_dualstack_ipv6()
             self._socket = socket.create_server(address, family=family, backlog=_BACKLOG, dualstack_ipv6=is_dual)
         except OSError as error:
-            raise TransportError(
-                "bind-failed",
-                f"cannot listen on {endpoint.host} port {endpoint.port}: {error.strerror}; is the port taken or the address "
-                "not local?",
-                host=endpoint.host,
-                port=endpoint.port,
-                errno=error.errno,
-            ) from error
+            raise _bind_failed(endpoint, error) from error
         self._socket.setblocking(False)
         bound = self._socket.getsockname()
         self.endpoint = endpoint_of(bound[0], bound[1])
@@ -123,6 +116,9 @@ class ClientKeyCheck(ThreadAuthenticator):
         context: The context of the listening socket.
         authorized: Name by public key in Z85.
         admits_any_client: Whether every key is let in.
+
+    Attributes:
+        refusals: Clients turned away so far, by address and key.
     """
 
     def __init__(
@@ -135,7 +131,7 @@ class ClientKeyCheck(ThreadAuthenticator):
         super().__init__(context)  # pyright: ignore[reportUnknownMemberType]
         self._authorized = dict(authorized)
         self._admits_any_client = admits_any_client
-        self._refusals: Counter[str] = Counter()
+        self.refusals: Counter[str] = Counter()
         self._client_address = ""
         self.configure_curve_callback(domain=_DOMAIN, credentials_provider=self)
 
@@ -156,7 +152,7 @@ class ClientKeyCheck(ThreadAuthenticator):
         if self._admits_any_client or text in self._authorized:
             return True
         client = f"{self._client_address} {text}"
-        self._refusals[client if client in self._refusals or len(self._refusals) < _MOST_REFUSED else "others"] += 1
+        self.refusals[client if client in self.refusals or len(self.refusals) < _MOST_REFUSED else "others"] += 1
         return False
 
     def _send_zap_reply(
@@ -168,10 +164,6 @@ class ClientKeyCheck(ThreadAuthenticator):
         metadata = b"\x08Identity" + len(routing_id).to_bytes(4, "big") + routing_id
         reply = [_ZAP_VERSION, request_id, status_code, status_text, name, metadata]
         self.zap_socket.send_multipart(reply)  # pyright: ignore[reportUnknownMemberType]
-
-    def denied(self) -> Mapping[str, int]:
-        """Return the refusals so far, by address and key."""
-        return dict(self._refusals)
 
 
 @final
@@ -314,7 +306,7 @@ class RouterSocket:
 
     def denied(self) -> Mapping[str, int]:
         """Return how often each client without an authorised key was turned away, by address and key."""
-        return self._key_check.denied() if self._key_check is not None else {}
+        return dict(self._key_check.refusals) if self._key_check is not None else {}
 
     def close(self) -> None:
         """Close the socket and everything that belongs to it."""
@@ -391,9 +383,10 @@ def _make_router(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
 
 
 def _bind_failed(endpoint: Endpoint, error: Exception) -> TransportError:
+    problem = getattr(error, "strerror", None) or error
     return TransportError(
         "bind-failed",
-        f"cannot listen on {endpoint.host} port {endpoint.port}: {getattr(error, 'strerror', None) or error}",
+        f"cannot listen on {endpoint}: {problem}; is the port taken or the address not local?",
         host=endpoint.host,
         port=endpoint.port,
         errno=getattr(error, "errno", None),
