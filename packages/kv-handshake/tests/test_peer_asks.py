@@ -8,8 +8,9 @@ import msgspec
 import pytest
 
 from kv_handshake import Codec, TransportError, WireError
+from kv_handshake.core import desk as desks
 from kv_handshake.core.asks import OpenAsk, PeerAsks
-from kv_handshake.core.desk import AskDesk, AskLimits
+from kv_handshake.core.desk import AskDesk
 from kv_handshake.core.endpoint import endpoint_of
 from kv_handshake.errors import CODES
 from kv_handshake.testing import sample_metadata
@@ -154,11 +155,9 @@ def test_a_code_that_is_known_arrives(code):
 class Desk:
     """A desk, its asks and those whose askers have gone; asks come from connections named by descriptor and address."""
 
-    def __init__(self, **limits):
+    def __init__(self):
         self.gone, self.counts = [], Counter()
-        self.desk = AskDesk(
-            lambda *_: None, self.gone.append, limits=AskLimits(**limits), log=NOTHING, counts=self.counts
-        )
+        self.desk = AskDesk(lambda *_: None, self.gone.append, wait_s=5.0, log=NOTHING, counts=self.counts)
 
     def put(self, descriptor, address, number, size_bytes=1, query=None):
         sender = SimpleNamespace(descriptor=descriptor, address=address)
@@ -181,8 +180,15 @@ def test_a_desk_knows_only_connections_and_asks_of_its_own():
     assert (made.gone, made.counts["asks_cancelled"]) == ([], 0)
 
 
-def test_budgets_of_a_connection_in_all_and_in_bytes():
-    made = Desk(per_connection=2, in_all=4, bytes_in_all=100)
+def limit(monkeypatch, per_connection, in_all, bytes_in_all):
+    monkeypatch.setattr(desks, "ASKS_PER_CONNECTION", per_connection)
+    monkeypatch.setattr(desks, "MOST_ASKS", in_all)
+    monkeypatch.setattr(desks, "MOST_ASKED_BYTES", bytes_in_all)
+
+
+def test_budgets_of_a_connection_in_all_and_in_bytes(monkeypatch):
+    limit(monkeypatch, per_connection=2, in_all=4, bytes_in_all=100)
+    made = Desk()
     assert [made.put(1, "a", 1), made.put(1, "a", 1), made.put(1, "a", 2), made.put(1, "a", 3)] == [
         "",
         "ask-repeated",
@@ -201,7 +207,8 @@ def test_budgets_of_a_connection_in_all_and_in_bytes():
     assert made.desk.asks_open == 0
 
 
-def test_an_address_leaves_others_half():
+def test_an_address_leaves_others_half(monkeypatch):
+    limit(monkeypatch, per_connection=1000, in_all=64, bytes_in_all=6400)
     for size_bytes in (1, 100):
-        made = Desk(per_connection=1000, in_all=64, bytes_in_all=6400)
+        made = Desk()
         assert [made.most(address, size_bytes) for address in "abc"] == [32, 16, 8]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kv_handshake import ConfigurationError, Timing
 from kv_handshake.core import pacing
 from kv_handshake.core.endpoint import endpoint_of, parse_endpoint
-from kv_handshake.core.pacing import Backoff, FailureMemory, GatedLog, TokenBuckets
+from kv_handshake.core.pacing import FailureMemory, GatedLog, TokenBuckets, backoff_s
 from kv_handshake.errors import shortened
 from kv_handshake.security import ClientSecurity, ServerSecurity, write_keypair
 
@@ -28,12 +28,11 @@ def test_buckets():
 
 @given(st.integers(1, 10_000), st.floats(0, 1, exclude_max=True))
 def test_backoff_is_bounded(failures, chance):
-    delay_s = Backoff(0.1, 5.0).delay_s(failures, chance)
-    assert 0.05 <= delay_s <= 5.0
+    assert 0.05 <= backoff_s(0.1, 5.0, failures=failures, chance=chance) <= 5.0
 
 
 def test_failures_are_remembered_for_longer_and_longer():
-    memory = FailureMemory(Backoff(1.0, 8.0), capacity=2)
+    memory = FailureMemory(1.0, 8.0, capacity=2)
     for failures, hold_s in ((1, 1.0), (2, 2.0), (3, 4.0), (4, 8.0), (5, 8.0)):
         memory.record("p", code="timed-out", message="m", now_s=100.0, chance=1.0)
         blocking = memory.blocking("p", 100.0 + hold_s - 0.01)
@@ -196,7 +195,7 @@ def test_texts_of_peers_are_short_and_on_one_line():
 
 
 def test_a_failure_blocks_while_it_is_retried():
-    memory = FailureMemory(Backoff(1.0, 8.0))
+    memory = FailureMemory(1.0, 8.0)
     memory.record("p", code="timed-out", message="m", now_s=100.0, chance=1.0)
     memory.retried.add("p")
     assert memory.blocking("p", 200.0).code == "timed-out"

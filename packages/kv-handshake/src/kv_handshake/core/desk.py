@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import deque
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, final
 
 from kv_handshake.wire.asks import encode_answer, encode_ask_refusal, parse_ask
@@ -21,25 +20,17 @@ if TYPE_CHECKING:
     from kv_handshake.core.pacing import GatedLog
     from kv_handshake.core.server import Incoming
 
-__all__ = ["AskDesk", "AskLimits"]
+__all__ = ["ASKS_PER_CONNECTION", "MOST_ASKED_BYTES", "MOST_ASKS", "AskDesk"]
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class AskLimits:
-    """Budget of a listener's open asks.
+ASKS_PER_CONNECTION = 256
+"""Open asks of one connection: an engine has one."""
 
-    Attributes:
-        wait_s: Seconds that an ask may stay open; below the time after which a connection without queries is reset.
-        per_connection: Open asks of one connection: an engine has one.
-        in_all: Open asks of all connections; an address that holds as many as are free gets no more.
-        bytes_in_all: Bytes of their payloads, under the same rule.
-    """
+MOST_ASKS = 1024
+"""Open asks of all connections; an address that holds as many as are free gets no more."""
 
-    wait_s: float = 5.0
-    per_connection: int = 256
-    in_all: int = 1024
-    bytes_in_all: int = 1024 * 1024
+MOST_ASKED_BYTES = 1024 * 1024
+"""Bytes of their payloads, under the same rule."""
 
 
 @final
@@ -78,7 +69,7 @@ class AskDesk:
     Args:
         on_ask: Called with (ask id, payload) on the listener's thread; must not block.
         on_gone: Called in the same way with the id of an ask whose asker no longer waits.
-        limits: The budget.
+        wait_s: Seconds that an ask may stay open; below the time after which a connection without queries is reset.
         log: Gets failures of the two callbacks.
         counts: Gets ``asks``, ``asks_answered``, ``asks_cancelled``, ``asks_lost`` and ``refused.<code>``.
     """
@@ -88,13 +79,13 @@ class AskDesk:
         on_ask: Callable[[int, bytes], None],
         on_gone: Callable[[int], None],
         *,
-        limits: AskLimits,
+        wait_s: float,
         log: GatedLog,
         counts: Counter[str],
     ) -> None:
         self._on_ask = on_ask
         self._on_gone = on_gone
-        self.limits = limits
+        self.wait_s = wait_s
         self._log = log
         self._lock = threading.Lock()
         self._answers: deque[tuple[int, bytes]] = deque()
@@ -147,16 +138,16 @@ class AskDesk:
             return self.refuse(ask.number, "ask-cancelled")
         if known is not None:
             return self.refuse(ask.number, "ask-repeated", _AFTER_BUSY_S)
-        size_bytes, limits = len(ask.payload), self.limits
+        size_bytes = len(ask.payload)
         held = [each for each in self._open.values() if each.address == sender.address]
         if (
-            sum(each.descriptor == sender.descriptor for each in held) >= limits.per_connection
-            or len(held) >= limits.in_all - len(self._open)
+            sum(each.descriptor == sender.descriptor for each in held) >= ASKS_PER_CONNECTION
+            or len(held) >= MOST_ASKS - len(self._open)
             or sum(each.size_bytes for each in held) + size_bytes
-            > limits.bytes_in_all - sum(each.size_bytes for each in self._open.values())
+            > MOST_ASKED_BYTES - sum(each.size_bytes for each in self._open.values())
         ):
             return self.refuse(ask.number, "ask-busy", _AFTER_BUSY_S)
-        until_s = now_s + limits.wait_s
+        until_s = now_s + self.wait_s
         made = OpenAsk(
             self._next_id, incoming.envelope, ask.number, size_bytes, sender.address, sender.descriptor, until_s
         )

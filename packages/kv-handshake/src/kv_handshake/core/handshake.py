@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, final
 
-from kv_handshake.core.pacing import Backoff
+from kv_handshake.core.pacing import backoff_s
 from kv_handshake.errors import CODES, ConfigurationError, HandshakeError, TransportError
 from kv_handshake.wire.messages import AgentMetadata
 from kv_handshake.wire.policy import Verdict
@@ -106,7 +106,6 @@ class Handshake:
         self._on_done = on_done
         self._timing = timing
         self._attempts_most = attempts_most
-        self._backoff = Backoff(timing.retry_first_s, timing.retry_most_s)
 
     @property
     def is_over(self) -> bool:
@@ -186,7 +185,9 @@ class Handshake:
             return False
         asked_s = error.context.get("retry_after_s")
         least_s = float(asked_s) if isinstance(asked_s, (int, float)) else 0.0
-        self.next_attempt_s = now_s + max(self._backoff.delay_s(self.attempts, chance), least_s)
+        timing = self._timing
+        wait_s = backoff_s(timing.retry_first_s, timing.retry_most_s, failures=self.attempts, chance=chance)
+        self.next_attempt_s = now_s + max(wait_s, least_s)
         self._is_waiting = True
         return self.next_attempt_s < self._deadline_s
 

@@ -16,7 +16,7 @@ from kv_handshake.errors import shortened
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
-__all__ = ["MOST_FAILURES", "Backoff", "FailureMemory", "GatedLog", "RememberedFailure", "TokenBuckets"]
+__all__ = ["MOST_FAILURES", "FailureMemory", "GatedLog", "RememberedFailure", "TokenBuckets", "backoff_s"]
 
 MOST_FAILURES = 1024
 """Failed peers that are remembered; the one that failed longest ago is forgotten first."""
@@ -57,23 +57,13 @@ class TokenBuckets:
         return 0.0 if is_allowed else (1 - level) / self._rate_per_s
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class Backoff:
-    """Waiting times that double from `first_s` to `most_s`, scattered so that many waiters do not return together."""
+def backoff_s(first_s: float, most_s: float, *, failures: int, chance: float) -> float:
+    """Return the wait after so many failures, 1 or more: it doubles from `first_s` to `most_s`.
 
-    first_s: float
-    most_s: float
-
-    def delay_s(self, failures: int, chance: float) -> float:
-        """Return the wait after the given number of failures (1 or more): half of it fixed, half scaled by `chance`.
-
-        Args:
-            failures: Failures so far.
-            chance: A random number in [0, 1).
-        """
-        whole_s = min(self.most_s, self.first_s * 2.0 ** min(failures - 1, 60))
-        return whole_s * (0.5 + 0.5 * chance)
+    Half of it is fixed and half scaled by `chance`, a random number in [0, 1), so that many waiters do not return together.
+    """
+    whole_s = min(most_s, first_s * 2.0 ** min(failures - 1, 60))
+    return whole_s * (0.5 + 0.5 * chance)
 
 
 @final
@@ -100,12 +90,17 @@ class RememberedFailure:
 class FailureMemory:
     """Remembers which peers failed, so that a dead one is asked ever more rarely instead of by every request.
 
+    Args:
+        first_s: Time for which the first failure blocks a peer, on average three quarters of it.
+        most_s: Longest such time.
+        capacity: Peers that are remembered.
+
     Attributes:
         retried: Peers with a background attempt planned or running, whose failure blocks until that has ended.
     """
 
-    def __init__(self, backoff: Backoff, *, capacity: int = MOST_FAILURES) -> None:
-        self._backoff = backoff
+    def __init__(self, first_s: float, most_s: float, *, capacity: int = MOST_FAILURES) -> None:
+        self._hold_s = first_s, most_s
         self._capacity = capacity
         self._failures: OrderedDict[Hashable, RememberedFailure] = OrderedDict()
         self.retried: set[Hashable] = set()
@@ -129,7 +124,7 @@ class FailureMemory:
         """Remember a failure, which blocks for `least_s` at the least, and return what is remembered."""
         earlier = self._failures.pop(peer, None)
         failures = 1 + (earlier.failures if earlier is not None else 0)
-        until_s = now_s + max(self._backoff.delay_s(failures, chance), least_s)
+        until_s = now_s + max(backoff_s(*self._hold_s, failures=failures, chance=chance), least_s)
         wanted_s = earlier.wanted_s if earlier is not None else now_s
         failure = self._failures[peer] = RememberedFailure(failures, until_s, code, message[:_MESSAGE_CHARS], wanted_s)
         if len(self._failures) > self._capacity:

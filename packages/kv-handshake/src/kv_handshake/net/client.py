@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple, final
 from kv_handshake.core.asks import OpenAsk, PeerAsks
 from kv_handshake.core.endpoint import Endpoint, endpoint_of
 from kv_handshake.core.handshake import Handshake, Timing
-from kv_handshake.core.pacing import Backoff, FailureMemory, GatedLog
+from kv_handshake.core.pacing import FailureMemory, GatedLog
 from kv_handshake.core.session import ClientSession
 from kv_handshake.errors import ConfigurationError, HandshakeError, TransportError, WireError
 from kv_handshake.net.loop import Loop
@@ -98,7 +98,7 @@ class Client:
         self._timing = timing or Timing()
         self._log = GatedLog()
         self._counts: Counter[str] = Counter()
-        self._memory = FailureMemory(Backoff(self._timing.hold_first_s, self._timing.hold_most_s))
+        self._memory = FailureMemory(self._timing.hold_first_s, self._timing.hold_most_s)
         self._peers: dict[Endpoint, PeerAsks] = {}
         self._ask_numbers = itertools.count(1)
         self._loop = Loop(
@@ -205,7 +205,11 @@ class Client:
         encode_ask(1, payload)  # refuses a payload that is too long
         ask = OpenAsk(next(self._ask_numbers), payload, partial(self._replied, on_reply), time.monotonic() + deadline_s)
         self._call(partial(self._begin_ask, endpoint, ask))
-        return lambda: self._cancel(endpoint, ask.number)
+
+        def cancel() -> None:
+            self._loop.call(partial(self._cancel, endpoint, ask.number))
+
+        return cancel
 
     def statistics(self) -> Mapping[str, int]:
         """Return the counts so far.
@@ -231,14 +235,6 @@ class Client:
     def _call(self, action: Callable[[], None]) -> None:
         if not self._loop.call(action):
             raise ConfigurationError("invalid-argument", "the client is closed")
-
-    def _cancel(self, endpoint: Endpoint, number: int) -> None:
-        def cancel() -> None:
-            peer = self._peers.get(endpoint)
-            if peer is not None:
-                peer.cancel(number)
-
-        self._loop.call(cancel)
 
     # Everything below runs on the loop's thread.
 
@@ -287,7 +283,7 @@ class Client:
         if outcome.is_ok:
             self._memory.forget(question)
         elif outcome.code not in _NOT_THE_PEERS and outcome.attempts:
-            now_s, chance = time.monotonic(), self._loop.chance()
+            now_s, chance = time.monotonic(), self._loop.random.random()
             failure = self._memory.record(
                 question, code=outcome.code, message=outcome.message, now_s=now_s, chance=chance
             )
@@ -336,6 +332,11 @@ class Client:
             self._loop.start(peer)
         peer.add(ask, now_s)
 
+    def _cancel(self, endpoint: Endpoint, number: int) -> None:
+        peer = self._peers.get(endpoint)
+        if peer is not None:
+            peer.cancel(number)
+
     def _replied(self, on_reply: Callable[[str, bytes], None], code: str, payload: bytes) -> None:
         self._counts["asks_failed" if code else "asks_answered"] += 1
         self._call_back("on_reply of an ask", partial(on_reply, code, payload))
@@ -352,6 +353,6 @@ class Client:
                 code=error.code,
                 message=str(error),
                 now_s=time.monotonic(),
-                chance=self._loop.chance(),
+                chance=self._loop.random.random(),
                 least_s=_UNSUPPORTED_S if error.code == "ask-unsupported" else 0.0,
             )

@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, final
 
-from kv_handshake.core.desk import AskDesk, AskLimits
+from kv_handshake.core.desk import AskDesk
 from kv_handshake.core.endpoint import endpoint_of
 from kv_handshake.core.pacing import GatedLog, TokenBuckets
 from kv_handshake.core.server import ServerCore
@@ -159,7 +159,7 @@ class Listener:
             raise ConfigurationError(
                 "invalid-argument", f"asks would wait {wait_s} s; it must be above 0 and at most 30"
             )
-        self._desk = AskDesk(on_ask, on_gone, limits=AskLimits(wait_s=wait_s), log=self._log, counts=self._counts)
+        self._desk = AskDesk(on_ask, on_gone, wait_s=wait_s, log=self._log, counts=self._counts)
 
     def answer(self, ask_id: int, payload: bytes) -> None:
         """Send the answer to an ask, or drop it if the ask has ended. Callable from any thread, also in `on_ask`.

@@ -70,10 +70,6 @@ class _Attempt:
     connection: Connection | None = None
     addresses: deque[str] = field(default_factory=deque[str])
 
-    @property
-    def is_open(self) -> bool:
-        return self.connection is not None and self.connection.is_open
-
 
 @final
 class Loop:
@@ -88,6 +84,7 @@ class Loop:
 
     Attributes:
         counts: ``attempts`` and ``restarts`` so far.
+        random: Numbers for jitter; for the loop's thread.
     """
 
     def __init__(
@@ -101,7 +98,7 @@ class Loop:
     ) -> None:
         self._most = most_connections(timing.connections, share=_DESCRIPTOR_SHARE)
         self._log = log
-        self._random = random.Random(seed)  # noqa: S311 - jitter, not secrets
+        self.random = random.Random(seed)  # noqa: S311 - jitter, not secrets
         self.counts = {"attempts": 0, "restarts": 0}
         self._lock = threading.Lock()
         self._inbox: deque[Callable[[], None]] = deque()
@@ -144,10 +141,6 @@ class Loop:
         """Run a task."""
         self._waiting.append(task)
 
-    def chance(self) -> float:
-        """Return a random number in [0, 1) for jitter."""
-        return self._random.random()
-
     def _run(self) -> None:
         try:
             while not self._is_closing:
@@ -187,8 +180,7 @@ class Loop:
         self._log.warning("restart", f"the client goes on after {error!r}")
         for attempt in list(self._by_connection.values()):
             problem = f"no reply from {attempt.task.endpoint} because of {error!r}"
-            attempt.task.fail("transport-failed", problem, time.monotonic())
-            self._end(attempt)
+            self._fail(attempt, "transport-failed", problem)
         time.sleep(_RECOVERY_S)
 
     def _start_due(self, now_s: float) -> None:
@@ -221,8 +213,7 @@ class Loop:
         """End an attempt that cannot begin."""
         problem = f"no connection to {attempt.task.endpoint} because of {error!r}"
         self._log.warning("open", problem)
-        attempt.task.fail("transport-failed", problem, time.monotonic())
-        self._end(attempt)
+        self._fail(attempt, "transport-failed", problem)
 
     def _make_room(self, host: str, now_s: float) -> bool:
         """Return whether a host may take another place; end an idle or silent attempt if that is needed.
@@ -243,23 +234,20 @@ class Loop:
         """
         if is_new in self._futile:
             return False
-        attempt = min(
-            (
-                each
-                for each in self._under_way.values()
-                if each.task.is_idle or (is_new and now_s - each.task.heard_s >= _PATIENCE_S)
-            ),
-            key=lambda each: (
-                not each.task.is_idle,
-                -self._places[each.task.endpoint.host],
-                each.is_open,
-                each.task.heard_s,
-            ),
-            default=None,
-        )
-        if attempt is None:
+        candidates = [
+            each
+            for each in self._under_way.values()
+            if each.task.is_idle or (is_new and now_s - each.task.heard_s >= _PATIENCE_S)
+        ]
+        if not candidates:
             self._futile.add(is_new)
             return False
+
+        def worth(attempt: _Attempt) -> tuple[bool, int, bool, float]:
+            task, is_open = attempt.task, attempt.connection is not None and attempt.connection.is_open
+            return not task.is_idle, -self._places[task.endpoint.host], is_open, task.heard_s
+
+        attempt = min(candidates, key=worth)
         if not attempt.task.is_idle:
             problem = f"no answer from {attempt.task.endpoint} so far, and another peer needs its place here"
             attempt.task.fail("timed-out", problem, now_s)
@@ -271,8 +259,7 @@ class Loop:
         task = attempt.task
         if not addresses:
             problem = f"the name {task.endpoint.host!r} has no address, or only such as are valid on one link"
-            task.fail("name-unresolved", problem, time.monotonic())
-            self._end(attempt)
+            self._fail(attempt, "name-unresolved", problem)
             return
         attempt.addresses.extend(addresses)
         attempt.addresses.rotate(1 - task.attempts)
@@ -339,8 +326,7 @@ class Loop:
         elif self._hub.may_try_again(connection):
             self._reconnect(attempt, connection.endpoint.host, connection.tried)
         else:
-            attempt.task.fail(fault, _FAULTS[fault].format(peer=attempt.task.endpoint), time.monotonic())
-            self._end(attempt)
+            self._fail(attempt, fault, _FAULTS[fault].format(peer=attempt.task.endpoint))
 
     def _check_times(self, now_s: float) -> None:
         for task, attempt in list(self._under_way.items()):
@@ -365,16 +351,19 @@ class Loop:
         times = [task.due_s for task in self._under_way]
         if any(not attempt.task.is_idle for attempt in self._by_connection.values()):
             times.append(self._next_look_s)
-        if len(self._under_way) < self._most:
+        is_full = len(self._under_way) >= self._most
+        for task in self._waiting:
             # A task that was due but got no place waits for another task to end, not for a time.
-            times += [
-                task.next_attempt_s if task.next_attempt_s > self._started_s else task.due_s for task in self._waiting
-            ]
-        elif self._waiting:
-            times += [task.due_s for task in self._waiting]
+            is_later = not is_full and task.next_attempt_s > self._started_s
+            times.append(task.next_attempt_s if is_later else task.due_s)
+        if is_full and self._waiting:
             silent_s = (task.heard_s + _PATIENCE_S for task in self._under_way)
             times += [time_s for time_s in silent_s if time_s > self._started_s]
         return min(times, default=time.monotonic() + _IDLE_POLL_S)
+
+    def _fail(self, attempt: _Attempt, code: str, problem: str) -> None:
+        attempt.task.fail(code, problem, time.monotonic())
+        self._end(attempt)
 
     def _end(self, attempt: _Attempt) -> None:
         """End an attempt, and its task unless that waits for another one."""
@@ -382,9 +371,8 @@ class Loop:
         self._hang_up(attempt)
         del self._under_way[task]
         self._places[task.endpoint.host] -= 1
-        if self._places[task.endpoint.host] <= 0:
-            del self._places[task.endpoint.host]
-        if task.plan_retry(now_s, self._random.random()):
+        self._places = +self._places  # without hosts that hold none
+        if task.plan_retry(now_s, self.random.random()):
             self._waiting.append(task)
         else:
             task.end(now_s)

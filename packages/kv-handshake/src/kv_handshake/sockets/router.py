@@ -25,7 +25,7 @@ from kv_handshake.core.server import Incoming, Sender
 from kv_handshake.errors import ConfigurationError, TransportError
 from kv_handshake.sockets.connections import HIGH_WATER_MARK, NOBLOCK_AND_MORE, set_options
 from kv_handshake.sockets.tcp import refuse_without_descriptors
-from kv_handshake.sockets.watch import ConnectionLimits, ConnectionWatch
+from kv_handshake.sockets.watch import ConnectionWatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -226,7 +226,6 @@ class RouterSocket:
             self._watch = ConnectionWatch(
                 self._socket,
                 endpoint.port,
-                ConnectionLimits(),
                 report=report,
                 upkeep=self._refresh_keys,
                 closed=closed,

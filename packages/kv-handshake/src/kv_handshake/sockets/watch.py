@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from kv_handshake.core.server import Sender
     from kv_handshake.sockets.tcp import Ends
 
-__all__ = ["ConnectionLimits", "ConnectionWatch"]
+__all__ = ["AHEAD_BYTES", "AHEAD_BYTES_IN_ALL", "IDLE_S", "MOST_CONNECTIONS", "ConnectionWatch"]
 
 _EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 """Not `EVENT_MONITOR_STOPPED`, which libzmq sends even if that means to wait for a reader."""
@@ -55,22 +55,17 @@ _DESCRIPTOR_SHARE = 4
 """Connections take at most one descriptor in this many that the process may open."""
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class ConnectionLimits:
-    """Limits on connections.
+MOST_CONNECTIONS = 1024
+"""Connections at once; fewer where the process may open few files."""
 
-    Attributes:
-        connections: Connections at once; fewer where the process may open few files.
-        idle_s: Longest time without a query.
-        ahead_bytes: Bytes that a connection may be ahead of its queries.
-        ahead_bytes_in_all: Bytes that all connections together may be.
-    """
+IDLE_S = 60.0
+"""Longest time without a query."""
 
-    connections: int = 1024
-    idle_s: float = 60.0
-    ahead_bytes: int = 192 * 1024
-    ahead_bytes_in_all: int = 1024 * 1024
+AHEAD_BYTES = 192 * 1024
+"""Bytes that a connection may be ahead of its queries."""
+
+AHEAD_BYTES_IN_ALL = 1024 * 1024
+"""Bytes that all connections together may be ahead."""
 
 
 @final
@@ -103,7 +98,6 @@ class ConnectionWatch:
     Args:
         sock: The listening socket; its monitor belongs to the watch from now on.
         port: Its port, by which its connections are told from other files of the process.
-        limits: The limits.
         report: Called on the watch's thread with the cause and the address of each connection that was shut down.
         upkeep: Called about once a second on the watch's thread; returns whether all connections must be shut down.
         closed: Called on the watch's thread with the descriptor of each connection that has ended.
@@ -113,17 +107,15 @@ class ConnectionWatch:
         self,
         sock: zmq.Socket[bytes],
         port: int,
-        limits: ConnectionLimits,
         *,
         report: Callable[[str, str], None],
         upkeep: Callable[[], bool],
         closed: Callable[[int], None],
     ) -> None:
-        self._limits = limits
         self._report = report
         self._upkeep = upkeep
         self._closed = closed
-        self._most = most_connections(limits.connections, share=_DESCRIPTOR_SHARE)
+        self._most = most_connections(MOST_CONNECTIONS, share=_DESCRIPTOR_SHARE)
         self._socket = sock
         self._port = port
         self._open: dict[int, _Open] = {}
@@ -221,11 +213,11 @@ class ConnectionWatch:
     def _look_at(self, connections: list[_Open], now_s: float) -> None:
         for each in connections:
             self._measure(each, now_s)
-            if each.ahead_bytes > self._limits.ahead_bytes:
+            if each.ahead_bytes > AHEAD_BYTES:
                 self._hang_up(each, "message-too-long")
         if not connections:
             return
-        excess = sum(each.surplus_bytes for each in self._open.values()) - self._limits.ahead_bytes_in_all
+        excess = sum(each.surplus_bytes for each in self._open.values()) - AHEAD_BYTES_IN_ALL
         if excess > 0:
             for each in sorted(self._open.values(), key=lambda each: -each.ahead_bytes):
                 self._hang_up(each, "messages-too-long")
@@ -247,7 +239,7 @@ class ConnectionWatch:
     def _make_round(self, now_s: float) -> None:
         for each in list(self._open.values()):
             self._measure(each, now_s)
-            if now_s - each.since_s > self._limits.idle_s:
+            if now_s - each.since_s > IDLE_S:
                 self._hang_up(each, "idle")
         if self._upkeep():
             for each in list(self._open.values()):
