@@ -243,9 +243,3 @@ def test_bad_recordings(tmp_path, text):
     with pytest.raises(ConfigurationError) as caught:
         Recording.read(file)
     assert caught.value.code == "invalid-recording"
-
-
-def test_recording_of_a_silent_engine_keeps_its_factors(tmp_path):
-    made = Recording(14, recording(silent=True).payloads, factors=FACTORS)
-    made.write(tmp_path / "r.json")
-    assert Recording.read(tmp_path / "r.json").factors == FACTORS

@@ -4,19 +4,17 @@ A probe requests the metadata of a live listener once: its frames are kept, and 
 listener's replies as a JSON file that can be served, compared or attached to a bug report:
 
     {"format": "kv-handshake-recording", "version": 1, "dialect": 14,
-     "ranks": [{"pp": 0, "tp": 0, "envelope": "<base64>"}], "factors": {...}}
-
-``factors`` may be missing; it holds the factors of an engine that does not send them.
+     "ranks": [{"pp": 0, "tp": 0, "envelope": "<base64>"}]}
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, final
+from typing import TYPE_CHECKING, Literal, NamedTuple, final
 
 import msgspec
 
@@ -53,12 +51,11 @@ class _RankRecord(msgspec.Struct, frozen=True):
     envelope: bytes  # base64 in the file
 
 
-class _Document(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class _Document(msgspec.Struct, frozen=True, kw_only=True):
     format: str
     version: int
     dialect: int
     ranks: list[_RankRecord]
-    factors: dict[str, Any] = {}
 
 
 @final
@@ -69,12 +66,10 @@ class Recording:
     Attributes:
         dialect: The engine's connector version.
         payloads: Envelope bytes by (pp, tp) rank.
-        factors: The engine's factors, if its envelopes do not carry them.
     """
 
     dialect: int
     payloads: Mapping[Rank, bytes]
-    factors: Mapping[str, object] = field(default_factory=dict[str, object])
 
     def write(self, path: str | Path) -> None:
         """Write the recording to a file."""
@@ -83,7 +78,6 @@ class Recording:
             version=1,
             dialect=self.dialect,
             ranks=[_RankRecord(pp, tp, payload) for (pp, tp), payload in sorted(self.payloads.items())],
-            factors=dict(self.factors),
         )
         Path(path).write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n")
 
@@ -98,27 +92,20 @@ class Recording:
         try:
             if file.stat().st_size > _MAX_BYTES:
                 raise ConfigurationError("invalid-recording", f"it exceeds {_MAX_BYTES} bytes")
-            return _interpret(msgspec.json.decode(file.read_bytes(), type=_Document))
+            document = msgspec.json.decode(file.read_bytes(), type=_Document)
+            if document.format != _FORMAT or document.version != 1:
+                raise ConfigurationError("invalid-recording", f"the format is not {_FORMAT!r} version 1")
+            payloads = {(each.pp, each.tp): each.envelope for each in document.ranks}
+            if not payloads:
+                raise ConfigurationError("invalid-recording", "it holds no rank")
+            for rank, payload in payloads.items():
+                check_rank(rank)
+                decode_envelope(payload)
+            return Recording(dialect_of(document.dialect).version, payloads)
         except (OSError, *DECODE_ERRORS, HandshakeError) as error:
             raise ConfigurationError(
                 "invalid-recording", f"recording {file} cannot be read: {error}", path=str(file)
             ) from error
-
-
-def _interpret(document: _Document) -> Recording:
-    if document.format != _FORMAT or document.version != 1:
-        raise ConfigurationError("invalid-recording", f"the format is not {_FORMAT!r} version 1")
-    payloads = {(each.pp, each.tp): each.envelope for each in document.ranks}
-    if not payloads:
-        raise ConfigurationError("invalid-recording", "it holds no rank")
-    for rank, payload in payloads.items():
-        check_rank(rank)
-        decode_envelope(payload)
-    return Recording(
-        dialect=dialect_of(document.dialect).version,
-        payloads=payloads,
-        factors=document.factors,
-    )
 
 
 Basis = Literal["factors", "hash", "hash-explained", "hash-unexplained"]
@@ -161,13 +148,11 @@ class _Side(NamedTuple):
     dialect: int
     compatibility_hash: str
     metadata: AgentMetadata
-    factors: Mapping[str, object]
 
 
 def _side(recording: Recording) -> _Side:
     envelope = decode_envelope(next(iter(recording.payloads.values())))
-    factors = envelope.factors or recording.factors
-    return _Side(recording.dialect, envelope.compatibility_hash, decode_metadata(envelope), factors)
+    return _Side(recording.dialect, envelope.compatibility_hash, decode_metadata(envelope))
 
 
 def compare(
@@ -198,20 +183,20 @@ def compare(
 def _compare_factors(
     left: _Side, right: _Side, is_same_hash: bool, supposed: Mapping[str, Sequence[object]]
 ) -> tuple[tuple[Difference, ...], tuple[str, ...], Basis]:
-    if left.factors and right.factors:
-        return differing_factors(left.factors, right.factors), (), "factors"
+    if left.metadata.factors and right.metadata.factors:
+        return differing_factors(left.metadata.factors, right.metadata.factors), (), "factors"
     if is_same_hash:
         return (), (), "hash"
-    known, silent = (left, right) if left.factors else (right, left)
-    if not known.factors:
+    known, silent = (left, right) if left.metadata.factors else (right, left)
+    if not known.metadata.factors:
         return (), ("any hashed factor",), "hash-unexplained"
     # The silent engine's metadata and dialect show two of its factors.
     shown = {"attn_backend_name": (silent.metadata.attn_backend_name,), "nixl_connector_version": (silent.dialect,)}
     tried = {name: (*supposed.get(name, ()), *shown.get(name, ())) for name in {**supposed, **shown}}
     dialect = dialect_of(silent.dialect)
-    found = explain_hash(known.factors, silent.compatibility_hash, dialect, supposed=tried)
+    found = explain_hash(known.metadata.factors, silent.compatibility_hash, dialect, supposed=tried)
     if not found:
-        return (), suspected_factors(known.factors, dialect), "hash-unexplained"
+        return (), suspected_factors(known.metadata.factors, dialect), "hash-unexplained"
     if known is right:
         found = tuple(Difference(each.name, each.peer, each.local, each.group) for each in found)
     return found, (), "hash-explained"

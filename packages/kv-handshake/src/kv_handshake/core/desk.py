@@ -93,7 +93,6 @@ class AskDesk:
         self._next_id = 1
         # In order of arrival, and so of expiry, since all may wait equally long.
         self._open: dict[int, OpenAsk] = {}
-        self._by_asker: dict[tuple[int, int], int] = {}
         self._counts = counts
 
     @property
@@ -131,17 +130,18 @@ class AskDesk:
             WireError: As `parse_ask`.
         """
         ask, sender = parse_ask(query), incoming.sender
-        known = self._by_asker.get((sender.descriptor, ask.number))
+        held = [each for each in self._open.values() if each.address == sender.address]
+        of_connection = {each.number: each for each in held if each.descriptor == sender.descriptor}
+        known = of_connection.get(ask.number)
         if ask.payload is None:
             if known is not None:
-                self._drop([self._open[known]], "asks_cancelled")
+                self._drop([known], "asks_cancelled")
             return self.refuse(ask.number, "ask-cancelled")
         if known is not None:
             return self.refuse(ask.number, "ask-repeated", _AFTER_BUSY_S)
         size_bytes = len(ask.payload)
-        held = [each for each in self._open.values() if each.address == sender.address]
         if (
-            sum(each.descriptor == sender.descriptor for each in held) >= ASKS_PER_CONNECTION
+            len(of_connection) >= ASKS_PER_CONNECTION
             or len(held) >= MOST_ASKS - len(self._open)
             or sum(each.size_bytes for each in held) + size_bytes
             > MOST_ASKED_BYTES - sum(each.size_bytes for each in self._open.values())
@@ -153,7 +153,6 @@ class AskDesk:
         )
         self._next_id += 1
         self._open[made.ask_id] = made
-        self._by_asker[made.descriptor, made.number] = made.ask_id
         self._counts["asks"] += 1
         self._call("on_ask", self._on_ask, made.ask_id, ask.payload)
         return ()
@@ -171,7 +170,7 @@ class AskDesk:
         for ask_id, payload in answers:
             ask = self._open.get(ask_id)
             if ask is not None:
-                self._forget(ask)
+                del self._open[ask_id]
                 self._counts["asks_answered"] += 1
                 replies.append((ask.envelope, (encode_answer(ask.number, payload),)))
         # Another connection may have an ended one's descriptor by now; the refusal of its asks permits a retry.
@@ -188,12 +187,9 @@ class AskDesk:
 
     def _drop(self, asks: Iterable[OpenAsk], count: str) -> None:
         for ask in asks:
-            self._forget(ask)
+            del self._open[ask.ask_id]
             self._counts[count] += 1
             self._call("on_ask_gone", self._on_gone, ask.ask_id)
-
-    def _forget(self, ask: OpenAsk) -> None:
-        del self._open[ask.ask_id], self._by_asker[ask.descriptor, ask.number]
 
     def _call(self, name: str, callback: Callable[..., None], *values: object) -> None:
         try:

@@ -109,7 +109,6 @@ class ClientSession:
         self._generation = generation
         self._keeps_replies = keeps_replies
         self._received_bytes = 0
-        self._first_seen: AgentMetadata | None = None
         self.peers: dict[Rank, AgentMetadata] = {}
         self.replies: dict[Rank, Reply] = {}
         self.verdict = Verdict()
@@ -168,7 +167,7 @@ class ClientSession:
             self.error = without_frames(error)
 
     def _take_reply(self, frames: Sequence[bytes], now_s: float) -> None:
-        if not self._outstanding and self._first_seen is None:
+        if not self._outstanding and self.rtt_s == float("inf"):
             raise ConfigurationError("illegal-event", "a reply came before the first query")
         if not self._outstanding:
             raise WireError("unexpected-reply", "a reply came that answers no query")
@@ -185,7 +184,9 @@ class ClientSession:
         self._measure_clock(frames, now_s - sent_s, (now_s + sent_s) / 2)
         self._check_first_rank(metadata)
         self._outstanding.popleft()
-        self._first_seen = self._first_seen or metadata
+        # All ranks are of one life of one engine.
+        self._engine_id = metadata.engine_id
+        self._generation = metadata.generation if self._generation is None else self._generation
         if rank in self._wanted:
             self.peers[rank] = metadata
         if self._keeps_replies:
@@ -210,10 +211,9 @@ class ClientSession:
         if None not in (self._generation, envelope.generation) and self._generation != envelope.generation:
             raise WireError(
                 "generation-mismatch",
-                f"the ticket is of generation {self._generation}, the engine is at {envelope.generation}",
+                f"generation {self._generation} was expected, the engine is at {envelope.generation}; ask again",
             )
         metadata = decode_metadata(envelope)
-        self._check_agreement(metadata)
         if self._engine_id and metadata.engine_id != self._engine_id:
             raise WireError(
                 "engine-mismatch",
@@ -222,17 +222,6 @@ class ClientSession:
                 found=metadata.engine_id,
             )
         return metadata
-
-    def _check_agreement(self, metadata: AgentMetadata) -> None:
-        """Raise unless the rank is of the same life of the same engine as those before it."""
-        first = self._first_seen or metadata
-        if metadata.engine_id != first.engine_id:
-            raise WireError("engine-mismatch", f"ranks of {first.engine_id!r} and {metadata.engine_id!r} in one engine")
-        if metadata.generation != first.generation:
-            raise WireError(
-                "generation-mismatch",
-                f"ranks of generations {first.generation} and {metadata.generation} in one handshake; ask again",
-            )
 
     def _check_first_rank(self, metadata: AgentMetadata) -> None:
         check, self._check_first = self._check_first, None

@@ -51,9 +51,6 @@ class QueryLimits:
 
 _DEFAULT_LIMITS = QueryLimits()
 _SHARES = 8
-_MOST_SAID = 64
-"""Addresses for which a lasting refusal is logged."""
-
 _TOO_LONG = frozenset({"message-too-long", "messages-too-long"})
 _CLOSED: Mapping[str, str] = {
     "message-too-long": "it sends a message without an end, longer than any query",
@@ -98,7 +95,6 @@ class Listener:
         self._limits = limits
         self._buckets = TokenBuckets(rate_per_s=limits.queries_per_s, burst=limits.burst)
         self._log = GatedLog()
-        self._without_stages: set[str] = set()
         self._desk: AskDesk | None = None
         self._counts = self._core.counts
         self._closing = threading.Event()
@@ -276,19 +272,13 @@ class Listener:
             self._log.warning("wrong-frames", f"{incoming.sender.address} sent a message that is not a query")
             return self._core.refuse("wrong-frames")
         if incoming.sender.is_req and self._core.stages > 1:
-            self._say_once(incoming.sender.address)
-        return self._core.respond(incoming.query, clock_s=now_s, reads_one_stage=incoming.sender.is_req)
-
-    def _say_once(self, address: str) -> None:
-        """Log that readers at an address are refused for the pipeline; they ask twice for each of their requests."""
-        if address not in self._without_stages and len(self._without_stages) < _MOST_SAID:
-            self._without_stages.add(address)
             self._log.warning(
-                f"pipeline-stages {len(self._without_stages)}",
-                f"{address} asks as vLLM's own connector does, which cannot read from an engine with pipeline stages "
-                f"(this one has {self._core.stages}): it is refused (pipeline-stages), and its requests fail there or are "
-                "computed there; said once for this address",
+                "pipeline-stages",
+                f"{incoming.sender.address} asks as vLLM's own connector does, which cannot read from an engine with pipeline "
+                f"stages (this one has {self._core.stages}): it is refused (pipeline-stages), and its requests fail there or "
+                "are computed there",
             )
+        return self._core.respond(incoming.query, clock_s=now_s, reads_one_stage=incoming.sender.is_req)
 
     def _reply_to_ask(self, desk: AskDesk, incoming: Incoming, query: bytes, wait_s: float) -> tuple[bytes, ...]:
         try:
