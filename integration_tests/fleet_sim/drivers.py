@@ -181,7 +181,7 @@ class ListenerDriver:
         desk = self.listener._desk
         if desk is not None and not reply:
             self._connections[incoming.envelope[0]] = connection
-            self._world.after(desk.limits.wait_s / self.process.rate + _TURN_S, self._send_due, self.process)
+            self._world.after(desk.wait_s / self.process.rate + _TURN_S, self._send_due, self.process)
         return reply
 
     def wake(self) -> None:

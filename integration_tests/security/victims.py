@@ -119,10 +119,9 @@ def _serve(options: dict[str, Any]) -> None:
     if files := options.get("files"):
         resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
     if idle_s := options.get("idle_s"):
-        from kv_handshake.sockets import router
-        from kv_handshake.sockets.watch import ConnectionLimits
+        from kv_handshake.sockets import watch
 
-        vars(router)["ConnectionLimits"] = lambda: ConnectionLimits(idle_s=idle_s)
+        watch.IDLE_S = idle_s
     payload = _with_blob(sample_envelopes([(0, 0)])[0, 0], options.get("blob_bytes", 0))
     listener = Listener("127.0.0.1", 0, payloads={(0, 0): payload})
     listener.start()

@@ -56,7 +56,6 @@ CAUSES = {
     "end.code",
     "' '.join(codes)",
     "code_of(error)",
-    "f'pipeline-stages {len(self._without_stages)}'",
     "f'producer-{code}'",
     "f'stream-{outcome.code}'",
 }

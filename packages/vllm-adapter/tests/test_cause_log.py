@@ -16,7 +16,7 @@ from fakes import order
 from scheduler_engine import TEXT, Engine, streaming
 
 from kv_handshake import Codec
-from kv_handshake.stream.messages import encode_ask_refusal, parse_answer
+from kv_handshake.wire.asks import encode_ask_refusal, parse_answer
 from vllm_adapter.config import Settings
 from vllm_adapter.observe import cause_log
 from vllm_adapter.observe.cause_log import CauseLog

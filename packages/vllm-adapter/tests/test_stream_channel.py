@@ -6,6 +6,7 @@ import logging
 import random
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -16,11 +17,10 @@ from scheduler_engine import streaming
 from stream_wires import InMemory, OverZeroMq
 
 from kv_handshake import Codec
+from kv_handshake.core.desk import MOST_ASKS, AskDesk
 from kv_handshake.core.pacing import GatedLog
-from kv_handshake.sockets.router import Incoming
-from kv_handshake.sockets.watch import Sender
-from kv_handshake.stream.desk import AskDesk, AskLimits
-from kv_handshake.stream.messages import encode_ask, encode_cancel
+from kv_handshake.core.server import Incoming, Sender
+from kv_handshake.wire.asks import encode_ask, encode_cancel
 from kv_scheduler_state.streams import StreamOutcome
 from vllm_adapter.observe.cause_log import CauseLog
 from vllm_adapter.scheduler.streams import _AGAIN
@@ -372,7 +372,7 @@ class Desk:
         self.desk: AskDesk | None = None
 
     def take_asks(self, on_ask: Any, on_gone: Any, *, wait_s: float) -> None:
-        self.desk = AskDesk(on_ask, on_gone, limits=AskLimits(wait_s=wait_s), log=self._log)
+        self.desk = AskDesk(on_ask, on_gone, wait_s=wait_s, log=self._log, counts=Counter())
 
     def answer(self, ask_id: int, payload: bytes) -> None:
         assert self.desk is not None
@@ -404,6 +404,6 @@ def test_what_waits_for_an_engine_at_rest_is_bounded(cancels: float) -> None:
         if number == 1_000:
             channel.receive(0.0)  # the last step before it rests
         waiting = len(channel._questions) + len(channel._gone_askers)
-        assert waiting <= 2 * AskLimits().in_all, number
+        assert waiting <= 2 * MOST_ASKS, number
     channel.receive(0.0)
     assert (channel._questions, channel._gone_askers) == ({}, [])
