@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kv_topology import Planner, RankGeometry, Region, TopologyError, from_document, to_document
+from kv_topology import Planner, RankGeometry, Region, TopologyError, from_document, reshard, to_document
 from kv_topology.tools import EngineSpec, ModelSpec, StateSpec, build_engine
 from vllm_adapter.cache.documents import PeerSizes, with_names
 from vllm_adapter.cache.vllm_peer import PeerGeometry, derive_document
@@ -38,7 +38,7 @@ def derived(
         sent(facts),
         (0, rank),
         PeerSizes(tp, 1, dcp),
-        reshard=Planner().reshard,
+        reshard=reshard,
         dealt_groups=[dealt] * len(local.groups),
     )
     return from_document(document)
@@ -185,7 +185,7 @@ def test_the_first_rank_gives_a_lie_about_the_size_away(true_tp: int, told_tp: i
         first = sent(facts_of(build_engine(model, engine)[0, 0], engine))
         planner = PeerPlanner(
             with_names(to_document(ours)),
-            PeerGeometry(Planner().reshard, [False] * len(ours.groups)),
+            PeerGeometry(reshard, [False] * len(ours.groups)),
             Planner(),
             "DRAM",
         )
@@ -200,7 +200,7 @@ def test_the_first_rank_gives_a_lie_about_pipelines_away() -> None:
     engine = EngineSpec(1, block_tokens=96, kernel_block_tokens=32)
     whole = build_engine(DENSE, engine)[0, 0]
     document = with_names(to_document(whole))
-    planner = PeerPlanner(document, PeerGeometry(Planner().reshard, [False] * len(whole.groups)), Planner(), "DRAM")
+    planner = PeerPlanner(document, PeerGeometry(reshard, [False] * len(whole.groups)), Planner(), "DRAM")
     first = sent(facts_of(whole, engine))
     told: Any = PeerSizes(1, 2, 1)
     with pytest.raises(AdapterError, match="pipeline ranks") as caught:
@@ -229,7 +229,7 @@ def test_pipelines_are_met_only_where_stages_tell_their_layers(
     specs = [EngineSpec(1, pp, block_tokens=96, kernel_block_tokens=32) for pp in (1, true_pp)]
     whole, stage = (build_engine(model, spec)[0, 0] for spec in specs)
     planner = PeerPlanner(
-        with_names(to_document(whole)), PeerGeometry(Planner().reshard, [False] * len(whole.groups)), Planner(), "DRAM"
+        with_names(to_document(whole)), PeerGeometry(reshard, [False] * len(whole.groups)), Planner(), "DRAM"
     )
     first = sent(facts_of(stage, specs[1], names=names))
     told: Any = PeerSizes(1, 2, 1)

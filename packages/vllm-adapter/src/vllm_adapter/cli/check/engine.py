@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, cast, final
 
 from kv_handshake.inspect import compare, probe
 from kv_handshake.security import ClientSecurity
-from kv_topology import CostModel, Planner
+from kv_topology import CostModel, Planner, reshard
 from vllm_adapter.cache.documents import PeerSizes, with_names
 from vllm_adapter.cache.vllm_peer import PeerGeometry
 from vllm_adapter.cli.check.findings import ADVICE
@@ -121,7 +121,7 @@ class Engine:
         """Return a rank's document with names, and what derives peers' documents from it."""
         local = with_names(self.document(rank))
         dealt = tuple(group["kind"] != "state" for group in local["groups"])
-        return local, PeerGeometry(self.planner(rank).reshard, dealt)
+        return local, PeerGeometry(reshard, dealt)
 
 
 def ask_engine(channel: Channel, findings: Findings, *, tp: int = 0) -> Engine | None:
