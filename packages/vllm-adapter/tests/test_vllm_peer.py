@@ -12,8 +12,8 @@ import pytest
 
 from kv_topology import Planner, RankGeometry, Region, TopologyError, from_document, reshard, to_document
 from kv_topology.tools import EngineSpec, ModelSpec, StateSpec, build_engine
-from vllm_adapter.cache.documents import PeerSizes, with_names
-from vllm_adapter.cache.vllm_peer import PeerGeometry, derive_document
+from vllm_adapter.cache.documents import PeerSizes
+from vllm_adapter.cache.vllm_peer import PeerGeometry
 from vllm_adapter.errors import AdapterError
 from vllm_adapter.worker.transfer.planner import PeerPlanner, PeerRanks
 
@@ -29,19 +29,16 @@ def sent(facts: dict[str, Any]) -> Any:
     return SimpleNamespace(**{**optional, "capabilities": (), **facts})
 
 
+def document_of(geometry: RankGeometry) -> Any:
+    return to_document(geometry)
+
+
 def derived(
     local: RankGeometry, facts: dict[str, Any], *, tp: int = 1, rank: int = 0, dcp: int = 1, dealt: bool = True
 ) -> RankGeometry:
     """The geometry of the peer's rank, through documents as the adapter derives it."""
-    document = derive_document(
-        with_names(to_document(local)),
-        sent(facts),
-        (0, rank),
-        PeerSizes(tp, 1, dcp),
-        reshard=reshard,
-        dealt_groups=[dealt] * len(local.groups),
-    )
-    return from_document(document)
+    geometry, ours = PeerGeometry(reshard, [dealt] * len(local.groups)), document_of(local)
+    return from_document(geometry.document(ours, sent(facts), (0, rank), PeerSizes(tp, 1, dcp)))
 
 
 def facts_of(geometry: RankGeometry, engine: EngineSpec, *, names: bool = True) -> dict[str, Any]:
@@ -184,7 +181,7 @@ def test_the_first_rank_gives_a_lie_about_the_size_away(true_tp: int, told_tp: i
         ours = build_engine(model, EngineSpec(1, block_tokens=96, kernel_block_tokens=32))[0, 0]
         first = sent(facts_of(build_engine(model, engine)[0, 0], engine))
         planner = PeerPlanner(
-            with_names(to_document(ours)),
+            document_of(ours),
             PeerGeometry(reshard, [False] * len(ours.groups)),
             Planner(),
             "DRAM",
@@ -199,7 +196,7 @@ def test_the_first_rank_gives_a_lie_about_the_size_away(true_tp: int, told_tp: i
 def test_the_first_rank_gives_a_lie_about_pipelines_away() -> None:
     engine = EngineSpec(1, block_tokens=96, kernel_block_tokens=32)
     whole = build_engine(DENSE, engine)[0, 0]
-    document = with_names(to_document(whole))
+    document = document_of(whole)
     planner = PeerPlanner(document, PeerGeometry(reshard, [False] * len(whole.groups)), Planner(), "DRAM")
     first = sent(facts_of(whole, engine))
     told: Any = PeerSizes(1, 2, 1)
@@ -228,9 +225,7 @@ def test_pipelines_are_met_only_where_stages_tell_their_layers(
     """Stage 0 of two of PAIRS names its regions 0 and 2, and holds no layer 3: it must not be read from there."""
     specs = [EngineSpec(1, pp, block_tokens=96, kernel_block_tokens=32) for pp in (1, true_pp)]
     whole, stage = (build_engine(model, spec)[0, 0] for spec in specs)
-    planner = PeerPlanner(
-        with_names(to_document(whole)), PeerGeometry(reshard, [False] * len(whole.groups)), Planner(), "DRAM"
-    )
+    planner = PeerPlanner(document_of(whole), PeerGeometry(reshard, [False] * len(whole.groups)), Planner(), "DRAM")
     first = sent(facts_of(stage, specs[1], names=names))
     told: Any = PeerSizes(1, 2, 1)
     if can_be_told and names and true_pp == 2:
