@@ -32,7 +32,7 @@ from kv_scheduler_state import (
     prompt_digest,
 )
 from kv_scheduler_state.streams import StreamReaders, StreamWorker
-from kv_topology import CostModel, Planner
+from kv_topology import CostModel, Planner, reshard
 from vllm_adapter import ports
 from vllm_adapter.cache.envelope import metadata_fields
 from vllm_adapter.cache.geometry import local_document, registration_ranges
@@ -200,7 +200,7 @@ def _open_registration(
     cost = CostModel(permute_gb_s=PERMUTE_GB_S[kind])
     planner = PeerPlanner(
         document,
-        PeerGeometry(Planner().reshard, facts.dealt_groups),
+        PeerGeometry(reshard, facts.dealt_groups),
         Planner(staging=settings.receive_conversion if can_convert else "never", cost=cost),
         kind,
     )

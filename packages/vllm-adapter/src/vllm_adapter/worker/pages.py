@@ -337,7 +337,7 @@ def _regions_by_group(document: GeometryDocument) -> list[dict[int, tuple[PageRa
     """Return the page ranges of each group's regions by page size; ranges that layers share are listed once."""
     found: list[dict[int, set[PageRange]]] = [{} for _ in document["groups"]]
     for region, pages in zip(document["regions"], page_ranges(document), strict=True):
-        for group in {member.group for member in region["members"]}:
+        for group in {number for _, _, number, _ in region["members"]}:
             found[group].setdefault(region["page_bytes"], set()).add(pages)
     return [{page_bytes: tuple(sorted(ranges)) for page_bytes, ranges in by_size.items()} for by_size in found]
 

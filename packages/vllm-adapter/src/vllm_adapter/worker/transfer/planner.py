@@ -133,4 +133,4 @@ def _spans(groups: Iterable[GroupDocument]) -> list[tuple[bool, int, int]]:
 
 
 def _layers(document: GeometryDocument) -> Iterator[str]:
-    return (member.layer for region in document["regions"] for member in region["members"])
+    return (layer for region in document["regions"] for layer, *_ in region["members"])
