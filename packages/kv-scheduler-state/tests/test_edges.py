@@ -107,8 +107,6 @@ def mistakes(state):
     yield lambda: state.take_step_plan(now_s=-1.0)
     yield lambda: state.take_step_plan(now_s=True)
     yield lambda: state.take_step_plan(now_s=10**400)
-    yield lambda: state.revoke("d1", now_s=0.0)
-    yield lambda: state.revoke("p1", now_s=0.0)
     yield lambda: state.explain("gone", now_s=0.0)
     yield lambda: state.snapshot(now_s=math.inf)
 

@@ -26,6 +26,12 @@ def joined(
     return record
 
 
+def read(hand_overs: HandOvers, hand_over: HandOver, *, is_passed: bool = False, is_good: bool = False) -> None:
+    hand_over.waiting -= 1
+    hand_over.reading += 1
+    hand_overs.read_ended(hand_over, is_passed=is_passed, is_good=is_good)
+
+
 def held(record: ConsumerRecord) -> HandOver:
     assert record.hand_over is not None
     return record.hand_over
@@ -59,8 +65,7 @@ def test_a_ticket_that_was_read_to_the_end_is_read_only_once() -> None:
     """As the second child of a request with n > 1 that arrives after the first one's read: a slow machine, or a fast wire."""
     hand_overs = HandOvers()
     first = held(joined(hand_overs, "A", "x", "1"))
-    first.read()
-    hand_overs.read_ended(first, is_passed=False, is_good=True)
+    read(hand_overs, first, is_good=True)
     late, later = (held(joined(hand_overs, "A", "x", "1")) for _ in range(2))
     assert late.is_spent
     assert later.is_spent
@@ -79,8 +84,7 @@ def test_a_ticket_whose_read_failed_or_was_passed_on_may_be_read_again(
     """Except that without a fence nothing would tell that the peer has freed the blocks, as it may after a failure."""
     hand_overs = HandOvers()
     first = held(joined(hand_overs, "A", "x", "1", fence))
-    first.read()
-    hand_overs.read_ended(first, is_passed=is_passed)
+    read(hand_overs, first, is_passed=is_passed)
     second = held(joined(hand_overs, "A", "x", "1", fence))
     assert second.is_spent is (fence is None and not is_passed)
 
@@ -188,9 +192,7 @@ def test_an_engine_does_not_read_from_itself(is_readback: bool) -> None:
 def test_the_tickets_that_are_remembered_are_bounded() -> None:
     hand_overs = HandOvers()
     for number in range(1025):
-        hand_over = held(joined(hand_overs, "A", f"x{number}", "1"))
-        hand_over.read()
-        hand_overs.read_ended(hand_over, is_passed=False, is_good=True)
+        read(hand_overs, held(joined(hand_overs, "A", f"x{number}", "1")), is_good=True)
     assert not held(joined(hand_overs, "A", "x0", "1")).is_spent
     assert held(joined(hand_overs, "A", "x1", "1")).is_spent
     assert len(hand_overs) == 1

@@ -267,7 +267,7 @@ def test_under_secrets_a_ticket_that_nobody_covers_tells_this_engine_nothing():
     assert (states(state), standings(state)) == (["producer-waiting"], [])
 
 
-@pytest.mark.parametrize(("way", "event"), [(["arrive"], "chunk"), (OPENED, "revoke"), (["arrive"], "preempt")])
+@pytest.mark.parametrize(("way", "event"), [(["arrive"], "chunk"), (OPENED, "length"), (["arrive"], "preempt")])
 def test_an_event_out_of_turn_is_refused_and_changes_nothing(way, event):
     state = producer()
     run(state, way)
@@ -419,7 +419,7 @@ def test_the_final_ticket_stands_while_it_is_leased():
 def test_a_ticket_that_was_taken_back_never_stands():
     state = producer()
     run(state, [*WHOLE, "length"])
-    run(state, ["plan", "revoke"])
+    run(state, ["plan", "revoke_all"])
     assert standings(state) == [(HAND_OVER, "", {"kind": "no", "reason": "withdrawn"})]
 
 

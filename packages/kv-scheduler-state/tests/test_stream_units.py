@@ -16,13 +16,13 @@ from kv_scheduler_state.plan import (
     StreamChunk,
     StreamOpen,
     StreamOrder,
+    StreamPart,
     StreamPlan,
     StreamRun,
     StreamVoid,
 )
 from kv_scheduler_state.streams.producer import StreamPlaces
 from kv_scheduler_state.streams.reader import StreamReaders
-from kv_scheduler_state.streams.values import StreamPart
 from kv_scheduler_state.tables import (
     CONSUMER_TABLE,
     PRODUCER_TABLE,

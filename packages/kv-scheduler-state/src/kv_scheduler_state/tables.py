@@ -109,8 +109,11 @@ class Table:
                 raise InvalidConfig(f"{name}: '{row.state}' x '{row.event}' is listed twice or leaves the end")
             events[row.event] = row
             self._by_event.setdefault(row.event, {})[row.state] = row
-        # Every state, in order of first mention.
+        # Every state and every event, in order of first mention.
         self.states = tuple(dict.fromkeys(state for row in rows for state in (row.state, row.target)))
+        for state in self.states:
+            self.by_state.setdefault(state, {})
+        self.events = tuple(self._by_event)
 
     def joined(self, other: Table) -> Table:
         """Return a machine with the rows of both, under this one's name.
@@ -119,11 +122,6 @@ class Table:
             InvalidConfig: `invalid-config`, if two rows share a state and an event.
         """
         return Table(self.name, (*self.rows, *other.rows))
-
-    @property
-    def events(self) -> tuple[str, ...]:
-        """Every event, in order of first mention."""
-        return tuple(dict.fromkeys(row.event for row in self.rows))
 
     def on(self, event: str) -> Mapping[str, Transition]:
         """Return the event's rows by state, so that a caller of one event finds a row in a single look-up.
@@ -146,8 +144,7 @@ class Table:
         Raises:
             IllegalTransition: `illegal-transition`, if the table has none.
         """
-        row = self.by_state.get(state, {}).get(event)
-        return row or self.refuse(request_id, state, event)
+        return self.by_state[state].get(event) or self.refuse(request_id, state, event)
 
 
 class Tracked(Protocol):

@@ -6,18 +6,16 @@ from collections import Counter
 from typing import TYPE_CHECKING, Final
 
 from kv_scheduler_state import LeaseTable
-from kv_scheduler_state.scheduler.introspection import pending_records
 from kv_scheduler_state.scheduler.sharing import key_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from kv_scheduler_state import SchedulerState
-    from kv_scheduler_state.outbox import Outbox
-    from kv_scheduler_state.records import Request
+    from kv_scheduler_state.plan import Outbox
+    from kv_scheduler_state.records import Request, TicketKey
     from kv_scheduler_state.scheduler.consumer import Consumers
     from kv_scheduler_state.scheduler.producer import Producers
-    from kv_scheduler_state.scheduler.sharing import TicketKey
     from kv_scheduler_state.tables import Table
 
 __all__ = ["problems"]
@@ -43,13 +41,14 @@ def problems(part: SchedulerState | LeaseTable) -> list[str]:
 
 def _record_violations(live: Mapping[str, Request], consumer_table: Table, producer_table: Table) -> Iterator[str]:
     for request_id, entry in live.items():
-        for table, record in ((consumer_table, entry.consumer), (producer_table, entry.producer)):
+        records = (consumer_table, entry.consumer), (producer_table, entry.producer)
+        for table, record in records:
             if record is not None and record.state not in table.states:
                 yield f"{request_id}: {table.name} state '{record.state}' is in no table"
-        pending = pending_records(entry)
-        if entry.is_finished and not pending:
+        states = [record.state for _, record in records if record is not None]
+        if entry.is_finished and not states:
             yield f"{request_id}: ended, but still remembered"
-        if not entry.is_finished and any(record.state in _AFTER_THE_END for record in pending):
+        if not entry.is_finished and not _AFTER_THE_END.isdisjoint(states):
             yield f"{request_id}: waits for the end of a request that has not finished"
 
 

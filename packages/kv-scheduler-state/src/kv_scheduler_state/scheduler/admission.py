@@ -14,7 +14,7 @@ from kv_scheduler_state.values import BYSTANDER, Admission
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from kv_scheduler_state.records import ConsumedStream, ConsumerRecord, ProducerRecord, Request
+    from kv_scheduler_state.records import ConsumedStream, ConsumerRecord, Request
     from kv_scheduler_state.scheduler.consumer import Consumers
     from kv_scheduler_state.scheduler.producer import Producers
     from kv_scheduler_state.ticket.prompt import PromptIdentity
@@ -117,11 +117,17 @@ class Admissions:
             return None
         tokens, now_s = request.prompt_tokens - truncate_tokens, request.born_s
         try:
-            request.producer = self._streaming_producer(request_id, fields, tokens, identity, now_s)
+            early = read_early(fields, self._tickets.hosts, self.seal)
+            digest = self._streamable_digest(early.hand_over_id, tokens, identity)
         except TicketError as error:
+            self._decline(fields)
             request.rejected_code = error.code
             request.producer = self._producers.arrive(request_id, prompt_tokens=tokens, is_readback=False, now_s=now_s)
             return Admission("producer", error.code, str(error), truncate_tokens)
+        media = None if identity is None else identity.media(tokens)
+        request.producer = self._producers.arrive_early(
+            request_id, early, digest, media, prompt_tokens=tokens, now_s=now_s
+        )
         return Admission("producer", "", "", truncate_tokens, is_early=True)
 
     def _early_or_refused(
@@ -153,10 +159,12 @@ class Admissions:
             TicketError: as `TicketReader.read`; `ticket-role`, `ticket-seal`, `ticket-own-engine`, `ticket-prompt`,
                 `ticket-prompt-unidentified`, or the code of `identity.refusal`.
         """
-        self._require_reader()
+        if not self._config.reads:
+            raise _reads_nothing()
         tickets, seal = self._tickets, self.seal
         ticket = tickets.read(fields, kind) if seal is None else seal.opened(tickets, fields, kind)
-        self._require_other_engine(ticket)
+        if ticket.peer.engine_id == self._config.engine_id:
+            raise _own_ticket(self._config.engine_id)
         try:
             _require_prompt(ticket, identity)
         except TicketError:
@@ -167,50 +175,6 @@ class Admissions:
         return ticket
 
     # ---- early tickets
-
-    def _require_reader(self) -> None:
-        """Refuse a ticket of any kind on an engine that must not read.
-
-        Raises:
-            TicketError: `ticket-role`.
-        """
-        if not self._config.reads:
-            raise TicketError(
-                "ticket-role",
-                "this engine only produces KV and reads none: send this request to an engine that decodes (kv_role 'kv_consumer' "
-                "or 'kv_both')",
-            )
-
-    def _require_other_engine(self, ticket: HandoffTicket) -> None:
-        """Refuse a ticket of this engine, as when a router sends both requests of a hand-over to one engine.
-
-        Raises:
-            TicketError: `ticket-own-engine`.
-        """
-        if ticket.peer.engine_id == self._config.engine_id:
-            raise TicketError(
-                "ticket-own-engine",
-                f"the ticket is of this very engine ({quote(ticket.peer.engine_id)}), which cannot read from itself",
-                field="remote_engine_id",
-            )
-
-    def _streaming_producer(
-        self, request_id: str, fields: Fields, tokens: int, identity: PromptIdentity | None, now_s: float
-    ) -> ProducerRecord:
-        """Begin to stream a prompt. If that is refused, the prompt is handed over whole, and questions for its id are declined.
-
-        Raises:
-            TicketError: as `read_early`; `ticket-early-off`, `ticket-early-shared`, `ticket-prompt-unidentified`, or the code of
-                `identity.refusal`.
-        """
-        try:
-            early = read_early(fields, self._tickets.hosts, self.seal)
-            digest = self._streamable_digest(early.hand_over_id, tokens, identity)
-        except TicketError:
-            self._decline(fields)
-            raise
-        media = None if identity is None else identity.media(tokens)
-        return self._producers.arrive_early(request_id, early, digest, media, prompt_tokens=tokens, now_s=now_s)
 
     def _decline(self, fields: Fields) -> None:
         """Refuse questions for the id of an early ticket that this engine does not follow.
@@ -225,7 +189,8 @@ class Admissions:
         """Return the digest under which a prompt may be streamed from here.
 
         Raises:
-            TicketError: as `_streaming_producer`.
+            TicketError: `ticket-early-off`, `ticket-early-shared`, `ticket-prompt-unidentified`, or the code of
+                `identity.refusal`.
         """
         if not self._config.stream_slots:
             raise TicketError(
@@ -250,7 +215,8 @@ class Admissions:
             TicketError: as `read_early`; `ticket-role`, `ticket-flags`, `ticket-early-off`, `ticket-early-shared`,
                 `ticket-prompt-unidentified`, or the code of `identity.refusal`.
         """
-        self._require_reader()
+        if not self._config.reads:
+            raise _reads_nothing()
         early = read_early(fields, self._tickets.hosts, self.seal)
         if is_withdrawal(fields):
             raise TicketError(
@@ -291,8 +257,16 @@ class Admissions:
         if reader.classify(fields) != "handoff":
             raise TicketError("ticket-flags", "the ticket of the answer hands nothing over", field="ticket")
         ticket = reader.read(fields, "handoff") if seal is None else seal.opened(reader, fields, "handoff")
-        self._require_other_engine(ticket)
-        self._consumers.streams.require_ticket(stream, ticket, is_offer=is_offer)
+        if ticket.peer.engine_id == self._config.engine_id:
+            raise _own_ticket(self._config.engine_id)
+        if ticket.prompt != stream.digest or ticket.peer_tokens != stream.offered_tokens:
+            raise TicketError(
+                "ticket-prompt",
+                f"the answer for hand-over {quote(stream.early.hand_over_id)} is of another prompt",
+                field="kv_prompt",
+            )
+        if is_offer and ticket.fence is None:
+            raise TicketError("ticket-missing", "the offer names no fence", field="kv_fence")
         slot, generation = ticket.fence or (0, 0)
         named = answer["request_id"], answer["slot"], answer["generation"], answer.get("tag", stream_tag(generation))
         if named != (ticket.peer_request_id, slot, generation, stream_tag(generation)):
@@ -302,6 +276,23 @@ class Admissions:
                 field="fence",
             )
         return ticket
+
+
+def _reads_nothing() -> TicketError:
+    return TicketError(
+        "ticket-role",
+        "this engine only produces KV and reads none: send this request to an engine that decodes (kv_role 'kv_consumer' or "
+        "'kv_both')",
+    )
+
+
+def _own_ticket(engine_id: str) -> TicketError:
+    """Return the refusal of a ticket of this engine, as when a router sends both requests of a hand-over to one engine."""
+    return TicketError(
+        "ticket-own-engine",
+        f"the ticket is of this very engine ({quote(engine_id)}), which cannot read from itself",
+        field="remote_engine_id",
+    )
 
 
 def _require_prompt(ticket: HandoffTicket, identity: PromptIdentity | None) -> None:

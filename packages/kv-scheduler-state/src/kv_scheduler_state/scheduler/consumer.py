@@ -7,16 +7,17 @@ from typing import TYPE_CHECKING, final
 from kv_scheduler_state.errors import InvalidEvent, quote
 from kv_scheduler_state.plan import ReadOrder
 from kv_scheduler_state.records import UNRESERVED, ConsumedStream, ConsumerRecord
-from kv_scheduler_state.scheduler.sharing import HandOvers, Heartbeats
+from kv_scheduler_state.scheduler.sharing import HandOvers, Heartbeats, key_of
 from kv_scheduler_state.streams.consumer import StreamConsumers
 from kv_scheduler_state.tables import NEW, Table, Transition, advance
 from kv_scheduler_state.ticket.ticket import HandoffTicket, PeerAddress
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from kv_scheduler_state.config import SchedulerConfig
-    from kv_scheduler_state.outbox import Outbox
+    from kv_scheduler_state.plan import Outbox
+    from kv_scheduler_state.records import Request
     from kv_scheduler_state.ticket.early import EarlyTicket
     from kv_scheduler_state.values import BlockList, BlockRules
 
@@ -35,10 +36,11 @@ class Consumers:
         # The event that stands for a failed read under the failure policy.
         self.failure_event = "broken" if config.load_failure_policy == "recompute" else "broken-for-good"
         self._has_state = config.has_state
-        self._sees_parts = any(group.sees_a_part for group in config.groups)
         self.streams = StreamConsumers(config, table, outbox)
         self.heartbeats = Heartbeats(config.heartbeat_period_s)
         self.hand_overs = HandOvers()
+        # Requests that the engine parked for a read that was refused; the workers report them as failed, once.
+        self.unread: set[str] = set()
         self._config = config
         self._rules = rules
         self._outbox = outbox
@@ -112,14 +114,15 @@ class Consumers:
         elif effect == "join":
             self.hand_overs.join(record)
             if record.state == "reading" and record.hand_over is not None:
-                record.hand_over.read()
+                record.hand_over.waiting -= 1
+                record.hand_over.reading += 1
         elif effect == "order-stream":
             self.streams.order_again(request_id, record.ticket)
         elif effect == "order-final":
             self.streams.order_final(request_id, record.ticket)
         else:
             if effect == "end-stream" and row.event == "done":
-                self.hand_overs.note_read(record.ticket)
+                self.hand_overs.note_used(key_of(record.ticket), is_good=True)
             self.streams.follow(request_id, row, effect)
 
     def external_tokens(self, request_id: str, record: ConsumerRecord, computed_tokens: int) -> int | None:
@@ -166,15 +169,15 @@ class Consumers:
         start = record.loadable_tokens - external_tokens if computed is None else computed
         tokens = min(start + external_tokens, record.loadable_tokens)
         local_blocks = self._rules.wanted(block_ids, new_block_ids, start, tokens)
+        order = ReadOrder(request_id, record.ticket, local_blocks, tokens, is_reported=True)
         advance(record, row, now_s)
         if record.hand_over is not None:
-            record.hand_over.read()
+            record.hand_over.waiting -= 1
+            record.hand_over.reading += 1
         if "order-read" in row.effects:
-            order = ReadOrder(request_id, record.ticket, local_blocks, tokens, is_reported=True)
-            self._outbox.read(request_id, order, fills_blocks=True)
-        elif "order-stream" in row.effects:
-            order = ReadOrder(request_id, record.ticket, local_blocks, tokens, is_reported=True)
-            self.streams.order(request_id, order, start)
+            self._outbox.read(order, fills_blocks=True)
+        else:
+            self.streams.order(order, start)
 
     def give_up(self, request_id: str, record: ConsumerRecord, now_s: float) -> None:
         """Read nothing for a request with a ticket, and notify the peer unless another request needs the hand-over.
@@ -190,6 +193,25 @@ class Consumers:
             self.settle(request_id, record, row, now_s)
         if is_waiting and hand_over is not None:
             self.hand_overs.leave(hand_over)
+
+    def fail_parked(self, requests: Mapping[str, Request], request_id: str) -> None:
+        """Order and expect the failure of a request that is parked for a refused read; a read under way is reported anyway."""
+        request = requests.get(request_id)
+        record = None if request is None else request.consumer
+        if record is None or record.state not in {"reading", "draining"}:
+            self.unread.add(request_id)
+            self._outbox.orders["failures"][request_id] = request_id
+
+    def give_up_unread(self, requests: Mapping[str, Request], reported: Sequence[str], now_s: float) -> list[str]:
+        """Give up the tickets whose refused read is reported now; return their requests."""
+        unread = [request_id for request_id in reported if type(request_id) is str and request_id in self.unread]
+        self.unread.difference_update(unread)
+        for request_id in unread:
+            request = requests.get(request_id)
+            record = None if request is None else request.consumer
+            if record is not None and (record.state == "queued" or record.state in UNRESERVED):
+                self.give_up(request_id, record, now_s)
+        return unread
 
     def finish(self, request_id: str, record: ConsumerRecord, now_s: float) -> None:
         """End the request.
@@ -214,38 +236,33 @@ class Consumers:
         for effect in row.effects:
             if effect == "stop-heartbeat":
                 self.heartbeats.stop(record)
-            elif effect == "end-read":
-                self._end_read(request_id, record, is_passed=False, is_good=row.event == "done")
+            elif effect in {"end-read", "end-passed-read"}:
+                hand_over, is_passed = record.hand_over, effect == "end-passed-read"
+                if hand_over is not None:
+                    self.hand_overs.read_ended(hand_over, is_passed=is_passed, is_good=row.event == "done")
+                    if is_passed and not (hand_over.is_spent or hand_over.reading or hand_over.waiting):
+                        self._notify(request_id, record.ticket)  # no holder is left to take the read up
             elif effect == "order-notify":
                 self._notify(request_id, record.ticket)
             elif effect == "cancel-read":
-                self.hand_overs.note_notified(record.ticket)
+                self.hand_overs.note_used(key_of(record.ticket), is_good=False)
                 self._cancel(request_id)
             elif effect == "pass-read":
                 self._pass(request_id)
-            elif effect == "end-passed-read":
-                self._end_read(request_id, record, is_passed=True, is_good=False)
             else:
                 self._follow(request_id, record, row, effect, now_s)
 
-    def _end_read(self, request_id: str, record: ConsumerRecord, *, is_passed: bool, is_good: bool) -> None:
-        hand_over = record.hand_over
-        if hand_over is not None:
-            self.hand_overs.read_ended(hand_over, is_passed=is_passed, is_good=is_good)
-            if is_passed and hand_over.is_abandoned:
-                self._notify(request_id, record.ticket)
-
     def _notify(self, request_id: str, ticket: HandoffTicket) -> None:
         """Order a notification to the peer that no request reads the hand-over."""
-        self.hand_overs.note_notified(ticket)
-        self._outbox.read(request_id, ReadOrder(request_id, ticket, self._rules.nothing, 0, is_reported=False))
+        self.hand_overs.note_used(key_of(ticket), is_good=False)
+        self._outbox.read(ReadOrder(request_id, ticket, self._rules.nothing, 0, is_reported=False))
 
     def void(self, request_id: str, record: ConsumerRecord, now_s: float) -> None:
         """Give up an unused ticket; order a running read to fail."""
         if record.state == "queued":
             self.give_up(request_id, record, now_s)
         elif record.state == "reading":
-            self._outbox.orders.put("voids", request_id)
+            self._outbox.orders["voids"][request_id] = request_id
         elif record.state in UNRESERVED:
             self.give_up(request_id, record, now_s)
         elif record.state in {"streaming", "awaiting", "stopping"}:
@@ -265,7 +282,7 @@ class Consumers:
                 return 0  # the state covers more tokens than are wanted and cannot be rolled back, see above
             # A ticket that came back with another prompt must not make the engine count tokens that were never computed.
             tokens = held if held and held <= loadable else max(0, loadable)
-        return tokens if not self._sees_parts or self._covers_windows(ticket, tokens) else 0
+        return tokens if not self._config.sees_parts or self._covers_windows(ticket, tokens) else 0
 
     def _covers_windows(self, ticket: HandoffTicket, tokens: int) -> bool:
         """Return whether the peer's window lists reach back to the local block of the first token that the next token sees.
@@ -285,18 +302,18 @@ class Consumers:
     def _cancel(self, request_id: str) -> None:
         order: ReadOrder | None = self._outbox.orders["reads"].get(request_id)
         if order is None:
-            self._outbox.orders.put("cancels", request_id)
+            self._outbox.orders["cancels"][request_id] = request_id
         else:
             # No worker has seen the read: it remains to notify the peer, and to report the request that the engine parked.
-            self._outbox.read(request_id, order._replace(local_blocks=self._rules.nothing))
+            self._outbox.read(order._replace(local_blocks=self._rules.nothing))
 
     def _pass(self, request_id: str) -> None:
-        if not self._outbox.orders.drop("reads", request_id):
-            self._outbox.orders.put("cancels", request_id)
-            self._outbox.orders.put("passes", request_id)
+        if self._outbox.orders["reads"].pop(request_id, None) is None:
+            self._outbox.orders["cancels"][request_id] = request_id
+            self._outbox.orders["passes"][request_id] = request_id
         else:
             # No worker has seen the read, and the peer must not be notified.
-            self._outbox.orders.put("failures", request_id)
+            self._outbox.orders["failures"][request_id] = request_id
 
 
 def _begins(blocks: BlockList, span: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hashlib import shake_256
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, cast, final
 
 from kv_scheduler_state.config import MAX_GENERATION
 from kv_scheduler_state.errors import InvalidEvent, quote
@@ -12,7 +12,7 @@ from kv_scheduler_state.plan import GrantOrder
 from kv_scheduler_state.records import ProducerRecord
 from kv_scheduler_state.streams.producer import StreamProducers
 from kv_scheduler_state.tables import NEW, Table, Transition, advance, shorten
-from kv_scheduler_state.ticket.ticket import HandoffTicket, PeerAddress, ticket_params, wire_id
+from kv_scheduler_state.ticket.ticket import HandoffTicket, PeerAddress, address_params, ticket_params, wire_id
 from kv_scheduler_state.values import BlockList
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from kv_scheduler_state.clock import ObservedClock
     from kv_scheduler_state.config import SchedulerConfig
-    from kv_scheduler_state.outbox import Outbox
+    from kv_scheduler_state.plan import Outbox
     from kv_scheduler_state.ticket.early import EarlyTicket
     from kv_scheduler_state.ticket.prompt import PromptIdentity
     from kv_scheduler_state.ticket.seal import TicketSeal
@@ -69,6 +69,7 @@ class Producers:
         config = self.config
         sizes = config.tp, config.pp, config.dcp
         self._address = PeerAddress(config.engine_id, config.host, config.port, *sizes, generation, config.dialect)
+        self._address_params = address_params(self._address)
 
     def arrive(self, request_id: str, *, prompt_tokens: int, is_readback: bool, now_s: float) -> ProducerRecord:
         """Begin the life of a request that is to be handed over."""
@@ -150,10 +151,11 @@ class Producers:
         if not self.config.uses_host_buffer:
             return
         if "save" in row.effects and any(blocks):
-            self.outbox.save(request_id, blocks)
+            saves = self.outbox.orders["saves"]
+            saves[request_id] = (*saves.get(request_id, ()), (request_id, blocks))
             record.saved_blocks += sum(map(len, blocks))
         if "complete" in row.effects:
-            self.outbox.orders.put("completes", request_id)
+            self.outbox.orders["completes"][request_id] = request_id
 
     def computed(
         self,
@@ -194,22 +196,19 @@ class Producers:
             wire_id(request_id),
             blocks,
             peer_tokens=tokens,
-            lease_s=self._lease_s(record),
+            lease_s=self.config.readback_lease_s if record.is_readback else self.config.lease_s,
             fence=record.fence,
             nonce=nonce,
             prompt=prompt,
             span_tokens=self._spans,
             transfer_mode="pull",
         )
-        params = ticket_params(ticket)
+        params = ticket_params(ticket, self._address_params)
         if media is not None and media[0]:
             params["kv_media"] = list(media)
         if self.seal is not None:
             params["kv_seal"] = self.seal.of(ticket)
         return params
-
-    def _lease_s(self, record: ProducerRecord) -> float:
-        return self.config.readback_lease_s if record.is_readback else self.config.lease_s
 
     def preempt(self, request_id: str, record: ProducerRecord, row: Transition, now_s: float) -> None:
         """Apply a preemption: void the stream, and drop the saves of blocks that are gone."""
@@ -218,7 +217,8 @@ class Producers:
             self.streams.end(request_id, row, ends=False)
         shorten(record.trace)
         if "forget-saves" in row.effects:
-            self.outbox.drop_saves(request_id)
+            self.outbox.orders["saves"].pop(request_id, None)
+            self.outbox.orders["completes"].pop(request_id, None)
             record.saved_blocks = 0
         record.is_void = False
 
@@ -239,10 +239,11 @@ class Producers:
         record: ProducerRecord,
         block_ids: Sequence[Sequence[int]],
         computed_tokens: int,
+        identity: PromptIdentity | None,
         *,
         withhold: bool,
-    ) -> tuple[Transition, str]:
-        """Return the row for a prompt that ended well, and a refusal code, which is empty if the prompt is handed over.
+    ) -> tuple[Transition, str, dict[str, object] | None]:
+        """Return the row for a prompt that ended well, and a refusal code or the params of its ticket; `finish` grants the lease.
 
         Raises:
             IllegalTransition: `illegal-transition`.
@@ -254,8 +255,8 @@ class Producers:
             row = self.table.find(request_id, record.state, "hand-over")
             code = self._refusal(record, block_ids, computed_tokens)
             if not code:
-                return row, ""
-        return self.table.find(request_id, record.state, "drop"), code
+                return row, "", self._ticket(request_id, record, row, block_ids, computed_tokens, identity)
+        return self.table.find(request_id, record.state, "drop"), code, None
 
     def _refusal(self, record: ProducerRecord, block_ids: Sequence[Sequence[int]], computed_tokens: int) -> str:
         """Return the code of the reason why this engine cannot hand over blocks now, empty if it can."""
@@ -276,7 +277,7 @@ class Producers:
         prompt_tokens = record.prompt_tokens
         return computed_tokens if record.is_readback or computed_tokens < prompt_tokens else prompt_tokens
 
-    def ticket(
+    def _ticket(
         self,
         request_id: str,
         record: ProducerRecord,
@@ -284,11 +285,8 @@ class Producers:
         block_ids: Sequence[Sequence[int]],
         computed_tokens: int,
         identity: PromptIdentity | None,
-    ) -> dict[str, object] | None:
-        """Return the params of the ticket, or None for a row that grants none; `finish` then grants the lease."""
+    ) -> dict[str, object]:
         is_streamed = "finalise" in row.effects
-        if not is_streamed and "grant" not in row.effects:
-            return None
         tokens = self._tokens_of(record, computed_tokens)
         prompt, media = None, None
         if identity is not None:
@@ -318,9 +316,8 @@ class Producers:
             if "refuse" in row.effects:
                 self.streams.end(request_id, row, ends=True)
             return
-        nonce = str(params["kv_nonce"])
-        grant = GrantOrder(request_id, self._lease_s(record), record.fence, nonce)
-        self.outbox.orders.put("grants", request_id, grant)
+        lease_s, nonce = cast("float", params["kv_lease_s"]), str(params["kv_nonce"])
+        self.outbox.orders["grants"][request_id] = GrantOrder(request_id, lease_s, record.fence, nonce)
         self.leases.grant(request_id, record, block_ids)
 
     def revoke(self, request_id: str, record: ProducerRecord, row: Transition, now_s: float) -> None:
@@ -328,7 +325,7 @@ class Producers:
         advance(record, row, now_s)
         self.streams.revoked(request_id)
         if "order-revoke" in row.effects:
-            self.outbox.orders.put("revokes", request_id)
+            self.outbox.orders["revokes"][request_id] = request_id
 
     def sent(self, request_id: str, record: ProducerRecord, row: Transition, now_s: float) -> None:
         """Take back the fence slot of a lease that every worker has ended."""

@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
     from kv_scheduler_state.clock import ObservedClock
     from kv_scheduler_state.config import SchedulerConfig
+    from kv_scheduler_state.plan import StreamQuestion
     from kv_scheduler_state.records import ConsumedStream, Request
     from kv_scheduler_state.scheduler.admission import Admissions
     from kv_scheduler_state.scheduler.consumer import Consumers
     from kv_scheduler_state.streams.producer import StreamProducers
-    from kv_scheduler_state.streams.values import StreamQuestion
 
 __all__ = ["Streams"]
 

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Final, final
 
 from kv_scheduler_state.errors import InvalidEvent, UnknownRequest, quote
 from kv_scheduler_state.fences import FencePool, ended_generation, stream_tag
-from kv_scheduler_state.plan import StreamChunk, StreamOpen, StreamRun, StreamVoid
-from kv_scheduler_state.streams.values import StreamAnswer, StreamStanding
+from kv_scheduler_state.plan import StreamAnswer, StreamChunk, StreamOpen, StreamRun, StreamStanding, StreamVoid
 from kv_scheduler_state.tables import GONE
 from kv_scheduler_state.values import running_state
 
@@ -29,9 +28,8 @@ if TYPE_CHECKING:
 
     from kv_scheduler_state.clock import ObservedClock
     from kv_scheduler_state.config import GroupConfig, SchedulerConfig
-    from kv_scheduler_state.outbox import Outbox
+    from kv_scheduler_state.plan import NoReason, Outbox
     from kv_scheduler_state.records import ProducerRecord
-    from kv_scheduler_state.streams.values import NoReason
     from kv_scheduler_state.tables import Transition
 
 __all__ = ["ProducedStream", "StreamPlaces", "StreamProducers"]
@@ -177,14 +175,15 @@ class StreamProducers:
         slot, generation = _fence(stream)
         tag, orders = stream_tag(generation), self.outbox.streams
         if "open" in row.effects:
-            self.outbox.open(StreamOpen(request_id, slot, generation, tag))
+            orders["voids"].pop(request_id, None)
+            orders["opens"][request_id] = StreamOpen(request_id, slot, generation, tag)
         else:
             held_tokens = 0
         runs = stream.places.fill(block_ids, is_last=row.target == "complete")
         known: StreamChunk | None = orders["chunks"].get(request_id)
         if known is not None:
             runs, held_tokens = (*known.runs, *runs), known.held_tokens
-        orders.put("chunks", request_id, StreamChunk(request_id, slot, tag, runs, tokens, held_tokens))
+        orders["chunks"][request_id] = StreamChunk(request_id, slot, tag, runs, tokens, held_tokens)
         return "open" in row.effects
 
     def offer(self, request_id: str, ticket: dict[str, object]) -> None:
@@ -228,7 +227,11 @@ class StreamProducers:
         if "void" in row.effects:
             slot, generation = _fence(stream)
             word, tag = ended_generation(generation), stream_tag(generation)
-            self.outbox.void(StreamVoid(request_id, slot, word, tag, ends))
+            orders = self.outbox.streams
+            # In place of this step's opening and chunk: they never run, and no peer knows of their words.
+            orders["opens"].pop(request_id, None)
+            orders["chunks"].pop(request_id, None)
+            orders["voids"][request_id] = StreamVoid(request_id, slot, word, tag, ends)
             self._standings[stream.hand_over_id] = StreamStanding(stream.hand_over_id, "", None)
             if ends:
                 self.outbox.withdraw(request_id)
@@ -303,7 +306,7 @@ class StreamProducers:
     def _forget(self, stream: ProducedStream) -> None:
         del self._streams[stream.request_id], self._by_id[stream.hand_over_id]
         # A revocation that crossed with the lease's own end must not affect the slot's next owner.
-        self.outbox.streams.drop("voids", stream.request_id)
+        self.outbox.streams["voids"].pop(stream.request_id, None)
         self._remember(stream.hand_over_id, "withdrawn")
 
     def _remember(self, hand_over_id: str, reason: NoReason) -> None:
