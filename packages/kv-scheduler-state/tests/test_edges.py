@@ -152,16 +152,10 @@ def test_a_snapshot_says_why_a_request_waits():
     assert (local["role"], local["state"], local["age_s"]) == ("none", "running", 4.0)
     assert (consumer["role"], consumer["state"], consumer["age_s"]) == ("consumer", "reading", 3.0)
     assert consumer["waits_for"] == "the workers, to report the end of its read"
-    assert consumer["consumer"]["in_state_s"] == 1.0
     assert consumer["consumer"]["is_renewed"]
-    assert consumer["consumer"]["trace"] == [
-        {"at_s": 1.0, "event": "arrive", "state": "queued"},
-        {"at_s": 3.0, "event": "load", "state": "reading"},
-    ]
     assert state.state_counts() == {"consumer-reading": 1}
     state.arrive("p1", prefill_request_params(), prompt_tokens=48, now_s=4.0)
     state.report(sent=[], received=["d1"], failed=[])
-    assert len(state.explain("d1", now_s=4.0)["consumer"]["trace"]) == 3
     assert state.state_counts() == {"consumer-local": 1, "producer-waiting": 1}
 
 

@@ -21,7 +21,7 @@ def joined(
     """Return a new holder of a ticket."""
     peer = PeerAddress(engine, "127.0.0.1", 5600)
     ticket = HandoffTicket("handoff", peer, request_id, (), nonce=nonce, fence=fence)
-    record = ConsumerRecord("queued", [], ticket, 48)
+    record = ConsumerRecord("queued", ticket, 48)
     hand_overs.join(record)
     return record
 

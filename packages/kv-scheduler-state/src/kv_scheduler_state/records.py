@@ -7,13 +7,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, final
 
 from kv_scheduler_state.errors import UnknownRequest
-from kv_scheduler_state.tables import GONE, describe_trace
+from kv_scheduler_state.tables import GONE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from kv_scheduler_state.plan import ReadOrder
-    from kv_scheduler_state.tables import Trace
     from kv_scheduler_state.ticket.early import EarlyTicket
     from kv_scheduler_state.ticket.ticket import HandoffTicket, PeerAddress
 
@@ -74,7 +73,6 @@ class ConsumerRecord:
     """
 
     state: str
-    trace: Trace
     ticket: HandoffTicket
     loadable_tokens: int
     hand_over: HandOver | None = None
@@ -140,7 +138,6 @@ class ProducerRecord:
     """
 
     state: str
-    trace: Trace
     prompt_tokens: int
     is_readback: bool = False
     is_void: bool = False
@@ -255,7 +252,6 @@ def describe(request_id: str, request: Request, now_s: float) -> dict[str, objec
         entry["consumer"] = {
             "machine": "consumer",
             "state": consumer.state,
-            **describe_trace(consumer.trace, now_s),
             "peer_engine_id": consumer.ticket.peer.engine_id,
             "peer_request_id": consumer.ticket.peer_request_id,
             "loadable_tokens": consumer.loadable_tokens,
@@ -265,7 +261,6 @@ def describe(request_id: str, request: Request, now_s: float) -> dict[str, objec
         entry["producer"] = {
             "machine": "producer",
             "state": producer.state,
-            **describe_trace(producer.trace, now_s),
             "fence": producer.fence,
             "saved_blocks": producer.saved_blocks,
         }

@@ -31,7 +31,7 @@ are drawn from the same rows.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, NoReturn, Protocol, TypeAlias, final
+from typing import TYPE_CHECKING, Final, NoReturn, final
 
 from kv_scheduler_state.errors import IllegalTransition, InvalidConfig
 
@@ -48,11 +48,7 @@ __all__ = [
     "STREAM_PRODUCER_TABLE",
     "STREAM_READER_TABLE",
     "Table",
-    "Trace",
     "Transition",
-    "advance",
-    "describe_trace",
-    "shorten",
 ]
 
 NEW = "new"
@@ -79,11 +75,6 @@ class Transition:
     target: str
     effects: tuple[str, ...]
     why: str
-
-
-Trace: TypeAlias = "list[tuple[float, Transition]]"
-"""Steps of a request from state to state, oldest first: its observed time and its row."""
-_TRACE_LENGTH: Final = 16
 
 
 @final
@@ -115,14 +106,6 @@ class Table:
             self.by_state.setdefault(state, {})
         self.events = tuple(self._by_event)
 
-    def joined(self, other: Table) -> Table:
-        """Return a machine with the rows of both, under this one's name.
-
-        Raises:
-            InvalidConfig: `invalid-config`, if two rows share a state and an event.
-        """
-        return Table(self.name, (*self.rows, *other.rows))
-
     def on(self, event: str) -> Mapping[str, Transition]:
         """Return the event's rows by state, so that a caller of one event finds a row in a single look-up.
 
@@ -145,36 +128,6 @@ class Table:
             IllegalTransition: `illegal-transition`, if the table has none.
         """
         return self.by_state[state].get(event) or self.refuse(request_id, state, event)
-
-
-class Tracked(Protocol):
-    """The part of a request's record that every machine keeps."""
-
-    state: str
-    trace: Trace
-
-
-def advance(record: Tracked, row: Transition, now_s: float) -> None:
-    """Move a request to a row's target and remember the step, unless the request stays where it is."""
-    if row.target != record.state:
-        record.state = row.target
-        record.trace.append((now_s, row))
-
-
-def shorten(trace: Trace) -> None:
-    """Drop all but the newest steps of a trace.
-
-    Only for the steps that close a circle in a table (`preempt`): between two of those a trace cannot grow beyond the table.
-    """
-    del trace[:-_TRACE_LENGTH]
-
-
-def describe_trace(trace: Trace, now_s: float) -> dict[str, object]:
-    """Return how long a request has been in its state, and its newest steps, oldest first."""
-    return {
-        "in_state_s": now_s - trace[-1][0] if trace else 0.0,
-        "trace": [{"at_s": at_s, "event": row.event, "state": row.target} for at_s, row in trace[-_TRACE_LENGTH:]],
-    }
 
 
 _T = Transition

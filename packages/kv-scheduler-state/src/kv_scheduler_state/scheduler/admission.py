@@ -45,9 +45,7 @@ class Admissions:
         self._offers = TicketReader(config, takes_offers=True)
         self.seal: TicketSeal | None = None
 
-    def admit(
-        self, request_id: str, request: Request, params: object, identity: PromptIdentity | None, at_s: float
-    ) -> Admission:
+    def admit(self, request_id: str, request: Request, params: object, identity: PromptIdentity | None) -> Admission:
         """Give a request the records that its params ask for; a bad ticket only costs it the consumer record."""
         try:
             kind = self._tickets.classify(params)
@@ -55,11 +53,9 @@ class Admissions:
             if kind == "handoff":
                 ticket = self._verified(request_id, request, fields, kind, identity)
                 prompt_tokens = request.prompt_tokens
-                request.consumer = self._consumers.arrive(request_id, ticket, prompt_tokens, at_s)
+                request.consumer = self._consumers.arrive(request_id, ticket, prompt_tokens)
                 if self._is_bidirectional and not request_id.startswith(self._reserved):
-                    request.producer = self._producers.arrive(
-                        request_id, prompt_tokens=prompt_tokens, is_readback=True, now_s=at_s
-                    )
+                    request.producer = self._producers.arrive(request_id, prompt_tokens=prompt_tokens, is_readback=True)
                 return _CONSUMER
         except TicketError as error:
             return self._early_or_refused(request_id, request, params, identity, error)
@@ -79,7 +75,7 @@ class Admissions:
         early = self._early_producer(request_id, request, fields, identity, truncate_tokens)
         if early is not None:
             return early
-        request.producer = self._producers.arrive(request_id, prompt_tokens=kept_tokens, is_readback=False, now_s=at_s)
+        request.producer = self._producers.arrive(request_id, prompt_tokens=kept_tokens, is_readback=False)
         if kind == "readback":
             try:
                 ticket = self._verified(request_id, request, fields, kind, identity)
@@ -87,7 +83,7 @@ class Admissions:
                 refusal = _missing_media(fields, identity) or error
                 request.rejected_code = refusal.code
                 return Admission("producer", refusal.code, str(refusal), truncate_tokens)
-            request.consumer = self._consumers.arrive(request_id, ticket, kept_tokens, at_s)
+            request.consumer = self._consumers.arrive(request_id, ticket, kept_tokens)
         return Admission("producer", "", "", truncate_tokens) if truncate_tokens else _PRODUCER
 
     def _withdrawn(self, request: Request, fields: Fields) -> Admission:
@@ -115,19 +111,17 @@ class Admissions:
         if fields.get("remote_block_ids"):
             self._decline(fields)
             return None
-        tokens, now_s = request.prompt_tokens - truncate_tokens, request.born_s
+        tokens = request.prompt_tokens - truncate_tokens
         try:
             early = read_early(fields, self._tickets.hosts, self.seal)
             digest = self._streamable_digest(early.hand_over_id, tokens, identity)
         except TicketError as error:
             self._decline(fields)
             request.rejected_code = error.code
-            request.producer = self._producers.arrive(request_id, prompt_tokens=tokens, is_readback=False, now_s=now_s)
+            request.producer = self._producers.arrive(request_id, prompt_tokens=tokens, is_readback=False)
             return Admission("producer", error.code, str(error), truncate_tokens)
         media = None if identity is None else identity.media(tokens)
-        request.producer = self._producers.arrive_early(
-            request_id, early, digest, media, prompt_tokens=tokens, now_s=now_s
-        )
+        request.producer = self._producers.arrive_early(request_id, early, digest, media, prompt_tokens=tokens)
         return Admission("producer", "", "", truncate_tokens, is_early=True)
 
     def _early_or_refused(
@@ -138,9 +132,7 @@ class Admissions:
         fields = _early_fields(params)
         if fields is not None:
             try:
-                request.consumer = self._streaming_consumer(
-                    request_id, fields, request.prompt_tokens, identity, request.born_s
-                )
+                request.consumer = self._streaming_consumer(request_id, fields, request.prompt_tokens, identity)
             except TicketError as early_error:
                 error = early_error
             else:
@@ -170,7 +162,7 @@ class Admissions:
         except TicketError:
             # Without a seal a client may have made the ticket up, so no connection is made for it.
             if seal is not None and fields.get("kv_seal") is not None:
-                self._consumers.decline(request_id, ticket, request.prompt_tokens, request.born_s)
+                self._consumers.decline(request_id, ticket, request.prompt_tokens)
             raise
         return ticket
 
@@ -207,7 +199,7 @@ class Admissions:
         return _digest(tokens, identity)
 
     def _streaming_consumer(
-        self, request_id: str, fields: Fields, prompt_tokens: int, identity: PromptIdentity | None, now_s: float
+        self, request_id: str, fields: Fields, prompt_tokens: int, identity: PromptIdentity | None
     ) -> ConsumerRecord | None:
         """Begin to ask a peer for a prompt that it computes at the same time; None if this engine computes the prompt itself.
 
@@ -242,7 +234,7 @@ class Admissions:
         tokens = max(0, prompt_tokens - self._config.left_tokens(prompt_tokens))
         digest = _digest(tokens, identity)
         media = (None if identity is None else identity.media(tokens)) or (0, digest)
-        return self._consumers.arrive_early(request_id, early, digest, media, prompt_tokens, now_s)
+        return self._consumers.arrive_early(request_id, early, digest, media, prompt_tokens)
 
     def opened(self, stream: ConsumedStream, answer: Mapping[str, object]) -> HandoffTicket:
         """Return the validated ticket of an offer or a final answer.

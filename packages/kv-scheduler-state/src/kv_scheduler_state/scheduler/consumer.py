@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Final, final
 
 from kv_scheduler_state.errors import InvalidEvent, quote
 from kv_scheduler_state.plan import ReadOrder
 from kv_scheduler_state.records import UNRESERVED, ConsumedStream, ConsumerRecord
 from kv_scheduler_state.scheduler.sharing import HandOvers, Heartbeats, key_of
 from kv_scheduler_state.streams.consumer import StreamConsumers
-from kv_scheduler_state.tables import NEW, Table, Transition, advance
+from kv_scheduler_state.tables import CONSUMER_TABLE, NEW, STREAM_CONSUMER_TABLE, Table, Transition
 from kv_scheduler_state.ticket.ticket import HandoffTicket, PeerAddress
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from kv_scheduler_state.clock import ObservedClock
     from kv_scheduler_state.config import SchedulerConfig
     from kv_scheduler_state.plan import Outbox
     from kv_scheduler_state.records import Request
@@ -23,43 +24,46 @@ if TYPE_CHECKING:
 
 __all__ = ["Consumers"]
 
+_TABLE: Final = Table("consumer", (*CONSUMER_TABLE.rows, *STREAM_CONSUMER_TABLE.rows))
+
 
 @final
 class Consumers:
     """Applies events to consumer records and puts the resulting orders into the outbox.
 
-    Every method asks the table before it changes anything, so a refused event leaves no trace.
+    Every method asks the table before it changes anything, so a refused event changes nothing.
     """
 
-    def __init__(self, config: SchedulerConfig, table: Table, rules: BlockRules, outbox: Outbox) -> None:
-        self.table = table
+    def __init__(self, config: SchedulerConfig, rules: BlockRules, outbox: Outbox, clock: ObservedClock) -> None:
+        self.table = _TABLE
         # The event that stands for a failed read under the failure policy.
         self.failure_event = "broken" if config.load_failure_policy == "recompute" else "broken-for-good"
         self._has_state = config.has_state
-        self.streams = StreamConsumers(config, table, outbox)
-        self.heartbeats = Heartbeats(config.heartbeat_period_s)
+        self.streams = StreamConsumers(config, outbox)
+        self.heartbeats = Heartbeats(config.heartbeat_period_s, clock)
         self.hand_overs = HandOvers()
         # Requests that the engine parked for a read that was refused; the workers report them as failed, once.
         self.unread: set[str] = set()
         self._config = config
+        self._clock = clock
         self._rules = rules
         self._outbox = outbox
 
-    def arrive(self, request_id: str, ticket: HandoffTicket, prompt_tokens: int, now_s: float) -> ConsumerRecord:
+    def arrive(self, request_id: str, ticket: HandoffTicket, prompt_tokens: int) -> ConsumerRecord:
         """Begin the life of a request whose prompt is to be read."""
         arrival = self.table.find(request_id, NEW, "arrive")
         is_readback = ticket.kind == "readback"
         loadable_tokens = self._loadable_tokens(ticket, prompt_tokens, is_readback=is_readback)
-        record = ConsumerRecord(arrival.target, [(now_s, arrival)], ticket, loadable_tokens)
+        record = ConsumerRecord(arrival.target, ticket, loadable_tokens)
         self.hand_overs.join(record)
         # A decode engine pins a readback's blocks for a fixed time and listens to no heartbeat.
         if "start-heartbeat" in arrival.effects and not is_readback:
-            self.heartbeats.start(record, now_s)
+            self.heartbeats.start(record)
         return record
 
-    def decline(self, request_id: str, ticket: HandoffTicket, prompt_tokens: int, now_s: float) -> None:
+    def decline(self, request_id: str, ticket: HandoffTicket, prompt_tokens: int) -> None:
         """Notify the writer of a refused ticket that it is not read, unless another request needs the hand-over."""
-        self.give_up(request_id, self.arrive(request_id, ticket, prompt_tokens, now_s), now_s)
+        self.give_up(request_id, self.arrive(request_id, ticket, prompt_tokens))
 
     def arrive_early(
         self,
@@ -68,14 +72,14 @@ class Consumers:
         digest: str,
         media: tuple[int, str],
         prompt_tokens: int,
-        now_s: float,
     ) -> ConsumerRecord:
         """Begin the life of a request whose prompt is to be read while its peer computes it; see `why_not_early`."""
         arrival = self.table.find(request_id, NEW, "arrive-early")
         # The peer's engine id and request id arrive with its answer.
         ticket = HandoffTicket("handoff", PeerAddress("", early.host, early.port), early.hand_over_id, ())
         offered_tokens = prompt_tokens - self._config.left_tokens(prompt_tokens)
-        record = ConsumerRecord(arrival.target, [(now_s, arrival)], ticket, offered_tokens)
+        record = ConsumerRecord(arrival.target, ticket, offered_tokens)
+        now_s = self._clock.observed_s
         stream = ConsumedStream(
             request_id, record, early, digest, media, prompt_tokens, offered_tokens, since_s=now_s, entered_s=now_s
         )
@@ -91,7 +95,7 @@ class Consumers:
             return "nothing-to-read"
         return "too-many" if self.streams.is_full else ""
 
-    def step_early(self, stream: ConsumedStream, event: str, ticket: HandoffTicket | None, now_s: float) -> None:
+    def step_early(self, stream: ConsumedStream, event: str, ticket: HandoffTicket | None) -> None:
         """Apply an event of a stream, with the ticket that came with it.
 
         Raises:
@@ -104,13 +108,13 @@ class Consumers:
         if event == "final":
             record.loadable_tokens = self._loadable_tokens(record.ticket, stream.prompt_tokens, is_readback=False)
         if row.target != record.state:
-            stream.entered_s = stream.since_s = now_s
-        self.settle(stream.request_id, record, row, now_s)
+            stream.entered_s = stream.since_s = self._clock.observed_s
+        self.settle(stream.request_id, record, row)
 
-    def _follow(self, request_id: str, record: ConsumerRecord, row: Transition, effect: str, now_s: float) -> None:
+    def _follow(self, request_id: str, record: ConsumerRecord, row: Transition, effect: str) -> None:
         """Perform an effect of a stream's row."""
         if effect == "start-heartbeat":
-            self.heartbeats.start(record, now_s)
+            self.heartbeats.start(record)
         elif effect == "join":
             self.hand_overs.join(record)
             if record.state == "reading" and record.hand_over is not None:
@@ -146,7 +150,6 @@ class Consumers:
         block_ids: Sequence[Sequence[int]],
         new_block_ids: Sequence[Sequence[int]],
         external_tokens: int,
-        now_s: float,
     ) -> None:
         """Order the read, or only the notification if there are no external tokens.
 
@@ -155,7 +158,7 @@ class Consumers:
             InvalidEvent: `invalid-event`, for a wrong number of groups or more tokens than the peer holds.
         """
         if not external_tokens:
-            self.give_up(request_id, record, now_s)
+            self.give_up(request_id, record)
             return
         if external_tokens > record.loadable_tokens:
             raise InvalidEvent(
@@ -170,7 +173,7 @@ class Consumers:
         tokens = min(start + external_tokens, record.loadable_tokens)
         local_blocks = self._rules.wanted(block_ids, new_block_ids, start, tokens)
         order = ReadOrder(request_id, record.ticket, local_blocks, tokens, is_reported=True)
-        advance(record, row, now_s)
+        record.state = row.target
         if record.hand_over is not None:
             record.hand_over.waiting -= 1
             record.hand_over.reading += 1
@@ -179,7 +182,7 @@ class Consumers:
         else:
             self.streams.order(order, start)
 
-    def give_up(self, request_id: str, record: ConsumerRecord, now_s: float) -> None:
+    def give_up(self, request_id: str, record: ConsumerRecord) -> None:
         """Read nothing for a request with a ticket, and notify the peer unless another request needs the hand-over.
 
         Raises:
@@ -190,7 +193,7 @@ class Consumers:
         is_shared = is_waiting and hand_over is not None and hand_over.is_wanted_by_others
         row = self.table.find(request_id, state, "hit-shared" if is_shared else "hit")
         if row.effects or row.target != state:
-            self.settle(request_id, record, row, now_s)
+            self.settle(request_id, record, row)
         if is_waiting and hand_over is not None:
             self.hand_overs.leave(hand_over)
 
@@ -202,7 +205,7 @@ class Consumers:
             self.unread.add(request_id)
             self._outbox.orders["failures"][request_id] = request_id
 
-    def give_up_unread(self, requests: Mapping[str, Request], reported: Sequence[str], now_s: float) -> list[str]:
+    def give_up_unread(self, requests: Mapping[str, Request], reported: Sequence[str]) -> list[str]:
         """Give up the tickets whose refused read is reported now; return their requests."""
         unread = [request_id for request_id in reported if type(request_id) is str and request_id in self.unread]
         self.unread.difference_update(unread)
@@ -210,10 +213,10 @@ class Consumers:
             request = requests.get(request_id)
             record = None if request is None else request.consumer
             if record is not None and (record.state == "queued" or record.state in UNRESERVED):
-                self.give_up(request_id, record, now_s)
+                self.give_up(request_id, record)
         return unread
 
-    def finish(self, request_id: str, record: ConsumerRecord, now_s: float) -> None:
+    def finish(self, request_id: str, record: ConsumerRecord) -> None:
         """End the request.
 
         Raises:
@@ -224,15 +227,15 @@ class Consumers:
             hand_over.is_wanted_by_others if state == "queued" else state == "reading" and hand_over.waiting > 0
         )
         row = self.table.find(request_id, state, "finish-shared" if is_shared else "finish")
-        self.settle(request_id, record, row, now_s)
+        self.settle(request_id, record, row)
         if hand_over is not None and state == "queued":
             self.hand_overs.leave(hand_over)
         elif hand_over is not None and state == "reading" and not is_shared:
             hand_over.is_spent = True
 
-    def settle(self, request_id: str, record: ConsumerRecord, row: Transition, now_s: float) -> None:
+    def settle(self, request_id: str, record: ConsumerRecord, row: Transition) -> None:
         """Take a step and perform its row's effects, except a read, which `allocate` orders."""
-        advance(record, row, now_s)
+        record.state = row.target
         for effect in row.effects:
             if effect == "stop-heartbeat":
                 self.heartbeats.stop(record)
@@ -250,23 +253,23 @@ class Consumers:
             elif effect == "pass-read":
                 self._pass(request_id)
             else:
-                self._follow(request_id, record, row, effect, now_s)
+                self._follow(request_id, record, row, effect)
 
     def _notify(self, request_id: str, ticket: HandoffTicket) -> None:
         """Order a notification to the peer that no request reads the hand-over."""
         self.hand_overs.note_used(key_of(ticket), is_good=False)
         self._outbox.read(ReadOrder(request_id, ticket, self._rules.nothing, 0, is_reported=False))
 
-    def void(self, request_id: str, record: ConsumerRecord, now_s: float) -> None:
+    def void(self, request_id: str, record: ConsumerRecord) -> None:
         """Give up an unused ticket; order a running read to fail."""
         if record.state == "queued":
-            self.give_up(request_id, record, now_s)
+            self.give_up(request_id, record)
         elif record.state == "reading":
             self._outbox.orders["voids"][request_id] = request_id
         elif record.state in UNRESERVED:
-            self.give_up(request_id, record, now_s)
+            self.give_up(request_id, record)
         elif record.state in {"streaming", "awaiting", "stopping"}:
-            self.step_early(self.streams.find(request_id, "reset"), "reset", None, now_s)
+            self.step_early(self.streams.find(request_id, "reset"), "reset", None)
 
     def _loadable_tokens(self, ticket: HandoffTicket, prompt_tokens: int, *, is_readback: bool) -> int:
         held = ticket.peer_tokens

@@ -30,6 +30,7 @@ from kv_scheduler_state.plan import HeartbeatOrder
 from kv_scheduler_state.records import HandOver, TicketKey
 
 if TYPE_CHECKING:
+    from kv_scheduler_state.clock import ObservedClock
     from kv_scheduler_state.records import ConsumerRecord
     from kv_scheduler_state.ticket.ticket import HandoffTicket, PeerAddress
 
@@ -118,25 +119,27 @@ class Heartbeats:
 
     Args:
         period_s: Time between two heartbeats to one peer.
+        clock: The scheduler's clock.
 
     Attributes:
         due_s: Time at which the first peer is due; infinite without peers.
         last_delay_s: Delay of the last orders: that of the most overdue peer.
     """
 
-    def __init__(self, period_s: float) -> None:
+    def __init__(self, period_s: float, clock: ObservedClock) -> None:
         self._period_s = period_s
+        self._clock = clock
         self._peers: dict[PeerAddress, _Peer] = {}
         self.due_s = math.inf
         self.last_delay_s = 0.0
 
-    def start(self, record: ConsumerRecord, now_s: float) -> None:
+    def start(self, record: ConsumerRecord) -> None:
         """Renew the lease of a record's ticket from now on."""
         address = record.renewed_at = record.ticket.peer
         peer = self._peers.get(address)
         if peer is None:
-            peer = self._peers[address] = _Peer(now_s)
-            self.due_s = min(self.due_s, now_s)
+            peer = self._peers[address] = _Peer(self._clock.observed_s)
+            self.due_s = min(self.due_s, peer.due_s)
         peer.holders[record] = None
 
     def stop(self, record: ConsumerRecord) -> None:

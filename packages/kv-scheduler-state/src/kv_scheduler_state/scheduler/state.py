@@ -34,7 +34,6 @@ from kv_scheduler_state.scheduler.admission import Admissions
 from kv_scheduler_state.scheduler.consumer import Consumers
 from kv_scheduler_state.scheduler.producer import Producers
 from kv_scheduler_state.scheduler.streaming import Streams
-from kv_scheduler_state.tables import CONSUMER_TABLE, PRODUCER_TABLE, STREAM_CONSUMER_TABLE, STREAM_PRODUCER_TABLE
 from kv_scheduler_state.ticket.prompt import MEDIA_MISSING
 from kv_scheduler_state.ticket.seal import TicketSeal
 from kv_scheduler_state.values import (
@@ -77,12 +76,10 @@ class SchedulerState:
     def __init__(self, config: SchedulerConfig, *, secrets: Sequence[bytes] = ()) -> None:
         self.config = config
         self._clock = ObservedClock()
-        self._rules = BlockRules(config.groups, config.null_block)
         self._outbox = Outbox(config.read_hold_steps)
-        producing = PRODUCER_TABLE.joined(STREAM_PRODUCER_TABLE)
-        self._producers = producers = Producers(config, producing, self._rules, self._outbox, self._clock)
-        consuming = CONSUMER_TABLE.joined(STREAM_CONSUMER_TABLE)
-        self._consumers = consumers = Consumers(config, consuming, self._rules, self._outbox)
+        rules = BlockRules(config.groups, config.null_block)
+        self._producers = producers = Producers(config, rules, self._outbox, self._clock)
+        self._consumers = consumers = Consumers(config, rules, self._outbox, self._clock)
         self._requests = requests = dict[str, Request]()
         self._admissions = admissions = Admissions(consumers, producers)
         self.streams: Streams | None = None
@@ -124,11 +121,10 @@ class SchedulerState:
             raise DuplicateRequest(request_id, "waiting for its last orders to be taken")
         if request_id in self._consumers.unread:
             raise DuplicateRequest(request_id, "waiting for the report of its failure")
-        at_s = self._clock.observe(now_s)
-        request = Request(prompt_tokens, at_s)
+        request = Request(prompt_tokens, self._clock.observe(now_s))
         admission = BYSTANDER
         if params is not None:
-            admission = self._admissions.admit(request_id, request, params, identity, at_s)
+            admission = self._admissions.admit(request_id, request, params, identity)
         self._requests[request_id] = request
         return admission
 
@@ -183,17 +179,17 @@ class SchedulerState:
             consumer, producer = request.consumer, request.producer
             require_count("external_tokens", external_tokens)
             require_count("preemptions", preemptions)
-            at_s = self._clock.observe(now_s)
+            self._clock.observe(now_s)
             if consumer is not None:
                 if producer is not None:
                     self._producers.require_allocation(request_id, producer, preemptions)
-                self._consumers.allocate(request_id, consumer, block_ids, new_block_ids, external_tokens, at_s)
+                self._consumers.allocate(request_id, consumer, block_ids, new_block_ids, external_tokens)
             elif external_tokens:
                 raise InvalidEvent(
                     f"request {quote(request_id)} expects {external_tokens} external tokens without a ticket"
                 )
             if producer is not None:
-                self._producers.allocate(request_id, producer, preemptions, at_s)
+                self._producers.allocate(request_id, producer, preemptions)
         except SchedulerStateError:
             if type(request_id) is str and type(external_tokens) is int and external_tokens > 0:
                 self._consumers.fail_parked(self._requests, request_id)
@@ -226,13 +222,16 @@ class SchedulerState:
             InvalidEvent: `invalid-event`, for a wrong number of groups.
         """
         producer = find_request(self._requests, request_id, "scheduled").producer
-        if producer is None:
-            return
-        row = self._producers.table.find(request_id, producer.state, "last-chunk" if is_prompt_complete else "chunk")
-        blocks = self._rules.chunk(new_block_ids if touched_block_ids is None else touched_block_ids)
-        self._producers.scheduled(request_id, producer, row, blocks, self._clock.observed_s)
-        if "publish" in row.effects:
-            self._producers.computed(request_id, producer, row, new_block_ids, computed_tokens, held_tokens)
+        if producer is not None:
+            self._producers.scheduled(
+                request_id,
+                producer,
+                new_block_ids,
+                new_block_ids if touched_block_ids is None else touched_block_ids,
+                is_last=is_prompt_complete,
+                tokens=computed_tokens,
+                held_tokens=held_tokens,
+            )
 
     def preempt(self, request_id: str, *, now_s: float) -> None:
         """Note that the engine took a request's blocks away and will start it again.
@@ -243,7 +242,8 @@ class SchedulerState:
             InvalidEvent: `invalid-event`.
         """
         request = find_request(self._requests, request_id, "preempt")
-        consumers, producers, at_s = self._consumers, self._producers, self._clock.observe(now_s)
+        self._clock.observe(now_s)
+        consumers, producers = self._consumers, self._producers
         consumer, producer = request.consumer, request.producer
         if producer is not None and producer.is_preemption_due:
             producer.is_preemption_due = False  # the allocation has reported it already, see `Producers.allocate`
@@ -251,9 +251,9 @@ class SchedulerState:
         consumer_row = consumer and consumers.table.find(request_id, consumer.state, "preempt")
         producer_row = producer and producers.table.find(request_id, producer.state, "preempt")
         if consumer is not None and consumer_row is not None:
-            consumers.settle(request_id, consumer, consumer_row, at_s)
+            consumers.settle(request_id, consumer, consumer_row)
         if producer is not None and producer_row is not None:
-            producers.preempt(request_id, producer, producer_row, at_s)
+            producers.preempt(request_id, producer, producer_row)
 
     def finish(
         self,
@@ -287,11 +287,11 @@ class SchedulerState:
         if hands_over is None:
             raise InvalidEvent(f"reason is {quote(reason)}, must be one of {sorted(_HANDS_OVER)}")
         require_count("computed_tokens", computed_tokens)
-        at_s = self._clock.observe(now_s)
+        self._clock.observe(now_s)
         producers, producer, consumer = self._producers, request.producer, request.consumer
         if producer is None:
             if consumer is not None:
-                self._consumers.finish(request_id, consumer, at_s)
+                self._consumers.finish(request_id, consumer)
             request.is_finished = True
             forget_if_ended(self._requests, request_id, request)
             return NOT_KEPT
@@ -304,9 +304,9 @@ class SchedulerState:
         else:
             row, code = producers.table.find(request_id, producer.state, "drop"), ""
         if consumer is not None:
-            self._consumers.finish(request_id, consumer, at_s)
+            self._consumers.finish(request_id, consumer)
         request.is_finished = True
-        producers.finish(request_id, producer, row, block_ids, params, at_s)
+        producers.finish(request_id, producer, row, block_ids, params)
         forget_if_ended(self._requests, request_id, request)
         # A reader of a stream may be at the blocks until its word has moved.
         return FinishDecision(params is not None or producer.state == "voiding", params, code)
@@ -326,7 +326,7 @@ class SchedulerState:
             IllegalTransition: `illegal-transition`.
         """
         if self._consumers.unread:
-            unread = self._consumers.give_up_unread(self._requests, [*failed, *received], self._clock.observed_s)
+            unread = self._consumers.give_up_unread(self._requests, [*failed, *received])
             failed, received = [[each for each in ids if each not in unread] for ids in (failed, received)]
         if failed:
             received = [request_id for request_id in received if request_id not in failed]
@@ -343,13 +343,13 @@ class SchedulerState:
 
     def _ended(self, request_id: str, event: str) -> None:
         request = find_request(self._requests, request_id, event)
-        producer, consumer, at_s = request.producer, request.consumer, self._clock.observed_s
+        producer, consumer = request.producer, request.consumer
         if event == "sent" and producer is not None:
             row = self._producers.table.find(request_id, producer.state, event)
-            self._producers.sent(request_id, producer, row, at_s)
+            self._producers.sent(request_id, producer, row)
         elif event != "sent" and consumer is not None:
             row = self._consumers.table.find(request_id, consumer.state, event)
-            self._consumers.settle(request_id, consumer, row, at_s)
+            self._consumers.settle(request_id, consumer, row)
         else:
             raise UnknownRequest(request_id, event)
         forget_if_ended(self._requests, request_id, request)
@@ -427,17 +427,16 @@ class SchedulerState:
         Raises:
             InvalidEvent: `invalid-event`.
         """
-        at_s = self._clock.observe(now_s)
+        self._clock.observe(now_s)
         for request_id, request in self._requests.items():
             producer = request.producer
-            if producer is not None and producer.is_readback and producer.state == "leased":
-                self._producers.revoke(request_id, producer, self._producers.on_revoke["leased"], at_s)
+            if producer is not None and producer.is_readback and self._producers.revoke(request_id, producer):
                 return ""
         if self._producers.leases or self._consumers.streams.has_broken_off:
             for request_id, request in reversed(self._requests.items()):
                 consumer = request.consumer
                 if consumer is not None and consumer.state in {"queued", "offered"}:
-                    self._consumers.give_up(request_id, consumer, at_s)
+                    self._consumers.give_up(request_id, consumer)
                     return request_id
         return ""
 
@@ -447,11 +446,11 @@ class SchedulerState:
         Raises:
             InvalidEvent: `invalid-event`.
         """
-        at_s = self._clock.observe(now_s)
+        self._clock.observe(now_s)
         for request_id, request in self._requests.items():
             producer = request.producer
-            if producer is not None and (row := self._producers.on_revoke.get(producer.state)) is not None:
-                self._producers.revoke(request_id, producer, row, at_s)
+            if producer is not None:
+                self._producers.revoke(request_id, producer)
 
     def set_generation(self, generation: int | None) -> None:
         """Name this generation of the engine's memory registration in tickets from now on; None names none.
@@ -471,15 +470,15 @@ class SchedulerState:
         Raises:
             InvalidEvent: `invalid-event`.
         """
-        at_s = self._clock.observe(now_s)
+        self._clock.observe(now_s)
         for request_id, request in self._requests.items():
             if request.producer is not None:
-                self._producers.void(request_id, request.producer, at_s)
+                self._producers.void(request_id, request.producer)
             if request.consumer is not None:
-                self._consumers.void(request_id, request.consumer, at_s)
+                self._consumers.void(request_id, request.consumer)
 
     def snapshot(self, *, now_s: float, most: int | None = None) -> tuple[dict[str, object], ...]:
-        """Return at most `most` live requests, oldest first, with age, states, traces and the event that each waits for.
+        """Return at most `most` live requests, oldest first, with age, states and the event that each waits for.
 
         Changes nothing, so any thread may call it; a request that changes meanwhile may show both states.
         """

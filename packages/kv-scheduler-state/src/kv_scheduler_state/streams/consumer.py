@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kv_scheduler_state.config import GroupConfig, SchedulerConfig
     from kv_scheduler_state.plan import Outbox, ReadOrder
     from kv_scheduler_state.records import ConsumedStream
-    from kv_scheduler_state.tables import Table, Transition
+    from kv_scheduler_state.tables import Transition
     from kv_scheduler_state.ticket.early import EarlyTicket
     from kv_scheduler_state.ticket.ticket import HandoffTicket
 
@@ -53,7 +53,6 @@ class StreamConsumers:
 
     Args:
         config: The engine.
-        table: The consumer machine.
         outbox: Orders for the workers.
 
     Attributes:
@@ -61,9 +60,8 @@ class StreamConsumers:
         lacks_blocks: Whether an offer waited for blocks in the latest step; call `give_way` if no step can give it any.
     """
 
-    def __init__(self, config: SchedulerConfig, table: Table, outbox: Outbox) -> None:
+    def __init__(self, config: SchedulerConfig, outbox: Outbox) -> None:
         self._config = config
-        self.table = table
         self.outbox = outbox
         # Blocks that each stream holds, and the most that all of them may hold together.
         self._held: dict[str, int] = {}

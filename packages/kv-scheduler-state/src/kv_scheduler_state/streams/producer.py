@@ -167,10 +167,8 @@ class StreamProducers:
 
     def scheduled(
         self, request_id: str, row: Transition, block_ids: Sequence[Sequence[int]], tokens: int, held_tokens: int
-    ) -> bool:
-        """Order the words of a scheduled chunk; return True if an offer can be made with it."""
-        if "publish" not in row.effects:
-            return False
+    ) -> None:
+        """Order the words of a scheduled chunk."""
         stream = self.find(request_id, "chunk")
         slot, generation = _fence(stream)
         tag, orders = stream_tag(generation), self.outbox.streams
@@ -184,7 +182,6 @@ class StreamProducers:
         if known is not None:
             runs, held_tokens = (*known.runs, *runs), known.held_tokens
         orders["chunks"][request_id] = StreamChunk(request_id, slot, tag, runs, tokens, held_tokens)
-        return "open" in row.effects
 
     def offer(self, request_id: str, ticket: dict[str, object]) -> None:
         """Answer with this ticket, from now on, the questions that an offer satisfies."""

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple, final
 from kv_scheduler_state.clock import ObservedClock
 from kv_scheduler_state.errors import InvalidConfig, InvalidEvent, SchedulerStateError, quote
 from kv_scheduler_state.fences import ended_generation
-from kv_scheduler_state.tables import GONE, LEASE_TABLE, NEW, Trace, Transition, advance, describe_trace
+from kv_scheduler_state.tables import GONE, LEASE_TABLE, NEW, Transition
 from kv_scheduler_state.ticket.ticket import wire_id
 
 if TYPE_CHECKING:
@@ -126,7 +126,6 @@ class Lease:
     """
 
     state: str = NEW
-    trace: Trace = field(default_factory=list[tuple[float, Transition]])
     deadline_s: float = 0.0
     extension_s: float = 0.0
     lease_s: float = 0.0
@@ -161,7 +160,6 @@ def _described(leases: Mapping[str, Lease], at_s: float, most: int | None = None
                 "nonce": lease.nonce,
                 "readers": list(lease.readers_done),
                 "readers_needed": max([readers.needed for readers in lease.readers.values()], default=0),
-                **describe_trace(lease.trace, at_s),
             }
             for request_id, lease in islice(leases.items(), most)
         ]
@@ -431,7 +429,7 @@ class LeaseTable:
 
     def _step(self, request_id: str, lease: Lease, row: Transition, at_s: float) -> None:
         was_granted = lease.state == "granted"
-        advance(lease, row, at_s)
+        lease.state = row.target
         for effect in row.effects:
             if effect == "extend":
                 lease.deadline_s = max(lease.deadline_s, at_s + lease.extension_s)
