@@ -50,5 +50,5 @@ def test_the_readme_lists_every_error_code():
 def test_every_event_and_effect_has_a_name():
     streamed = STREAM_PRODUCER_TABLE, STREAM_CONSUMER_TABLE, STREAM_READER_TABLE
     for table in (PRODUCER_TABLE, CONSUMER_TABLE, LEASE_TABLE, *streamed):
-        assert all(re.fullmatch(r"[a-z-]+", event) for event in table.events)
+        assert all(re.fullmatch(r"[a-z-]+", row.event) for row in table.rows)
         assert all(row.why.endswith(".") for row in table.rows)

@@ -30,7 +30,6 @@ from kv_scheduler_state.errors import DuplicateRequest, IllegalTransition, Inval
         {"heartbeat_s": 30.0},
         {"fence_seed": 0},
         {"fence_seed": 1 << 53},
-        {"load_failure_policy": "retry"},
         {"bidirectional": True, "uses_host_buffer": True},
         {"peer_networks": ("10.0.0.0/99",)},
     ],
@@ -50,7 +49,6 @@ def test_a_wrong_network_is_told_by_the_name_of_its_setting(setting):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"kind": "odd"},
         {"block_tokens": 0},
         {"kind": "window"},
         {"window_tokens": 5},

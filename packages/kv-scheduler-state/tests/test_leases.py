@@ -162,8 +162,6 @@ def test_mistakes_of_the_caller_are_refused_and_change_nothing():
     assert (refusal.request_id, refusal.order, refusal.code) == ("p1", "expect", "illegal-transition")
     assert "lease request 'p1' in state 'granted'" in refusal.message
     assert table.live_count() == 2
-    with pytest.raises(InvalidConfig):
-        LeaseTable(renewal_fraction=0.0)
 
 
 def test_ends_are_forgotten_in_the_end():

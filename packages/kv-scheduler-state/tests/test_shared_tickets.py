@@ -52,13 +52,13 @@ def test_holders_are_those_of_equal_tickets(events: list[tuple[str, str, str, in
         by_key: dict[object, list[ConsumerRecord]] = {}
         for record in waiting:
             by_key.setdefault(key_of(record.ticket), []).append(record)
-        assert len(hand_overs) == len(by_key)
+        assert len(hand_overs._live) == len(by_key)
         assert len({id(record.hand_over) for record in waiting}) == len(by_key)
         for records in by_key.values():
             assert {held(record).waiting for record in records} == {len(records)}
     for record in waiting:
         hand_overs.leave(held(record))
-    assert len(hand_overs) == 0
+    assert len(hand_overs._live) == 0
 
 
 def test_a_ticket_that_was_read_to_the_end_is_read_only_once() -> None:
@@ -73,7 +73,7 @@ def test_a_ticket_that_was_read_to_the_end_is_read_only_once() -> None:
     hand_overs.leave(late)
     again = joined(hand_overs, "A", "x", "2")
     assert not held(again).is_spent, "a later hand-over by the same id is another one"
-    assert len(hand_overs) == 1
+    assert len(hand_overs._live) == 1
 
 
 @pytest.mark.parametrize("fence", [(0, 7), None])
@@ -195,4 +195,4 @@ def test_the_tickets_that_are_remembered_are_bounded() -> None:
         read(hand_overs, held(joined(hand_overs, "A", f"x{number}", "1")), is_good=True)
     assert not held(joined(hand_overs, "A", "x0", "1")).is_spent
     assert held(joined(hand_overs, "A", "x1", "1")).is_spent
-    assert len(hand_overs) == 1
+    assert len(hand_overs._live) == 1

@@ -51,8 +51,6 @@ class GroupConfig:
     window_blocks: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if self.kind not in {"full", "window", "state"}:
-            raise InvalidConfig(f"group kind is {self.kind!r}; use 'full', 'window' or 'state'", kind=self.kind)
         if self.block_tokens < 1 or self.dcp < 1:
             raise InvalidConfig(f"block_tokens is {self.block_tokens} and dcp {self.dcp}, both must be at least 1")
         if (self.kind == "window") != (self.window_tokens > 0):
@@ -118,7 +116,6 @@ class SchedulerConfig:
         dialect: Connector version that this engine speaks, told to consumers; None keeps silent.
         generation: Generation of this engine's memory registration, told to consumers; None keeps silent.
         stream_slots: Words of streams, in front of the `fence_slots` words of plain leases in one array; 0 offers no streams.
-        stream_table_entries: Block ids that a stream's table holds; a longer prompt is handed over plain.
         stream_reserve_fraction: Share of `cache_blocks` that streams may hold before their data is whole; 0 asks for none.
         cache_blocks: Blocks of the engine's pool.
         stream_ask_s: Longest wait for an answer about a stream, and from an offer to room for its blocks; ten times as long for a
@@ -162,7 +159,6 @@ class SchedulerConfig:
     dialect: int | None = None
     generation: int | None = None
     stream_slots: int = 0
-    stream_table_entries: int = 8192
     stream_reserve_fraction: float = 0.0
     cache_blocks: int = 0
     stream_ask_s: float = 30.0
@@ -219,10 +215,6 @@ class SchedulerConfig:
                 f"fence_seed is {self.fence_seed}, must be 1 to 2**53 - 1",
             ),
             (
-                self.load_failure_policy not in {"recompute", "fail"},
-                f"load_failure_policy is {self.load_failure_policy!r}, must be 'recompute' or 'fail'",
-            ),
-            (
                 self.bidirectional and self.uses_host_buffer,
                 "bidirectional needs the decode's blocks in readable memory; it does not go with uses_host_buffer",
             ),
@@ -235,8 +227,8 @@ class SchedulerConfig:
                 f"max_leases is {self.max_leases}, max_leased_blocks {self.max_leased_blocks}; each must be at least 1 or None",
             ),
             (
-                min(self.stream_slots, self.stream_table_entries, self.cache_blocks, self.stream_max_breaks) < 0,
-                "stream_slots, stream_table_entries, cache_blocks and stream_max_breaks must not be negative",
+                min(self.stream_slots, self.cache_blocks, self.stream_max_breaks) < 0,
+                "stream_slots, cache_blocks and stream_max_breaks must not be negative",
             ),
             (
                 not 0 <= self.stream_reserve_fraction <= 1,

@@ -108,11 +108,6 @@ class FencePool:
         """Number of slots in use."""
         return self._unused - self._first - len(self._returned)
 
-    @property
-    def free_slots(self) -> tuple[int, ...]:
-        """Slots that are not in use, next one first."""
-        return (*range(self._unused, self._end), *self._returned)
-
 
 @final
 class Outstanding:

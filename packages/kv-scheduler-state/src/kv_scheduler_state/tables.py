@@ -31,12 +31,9 @@ are drawn from the same rows.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, NoReturn, final
+from typing import Final, final
 
 from kv_scheduler_state.errors import IllegalTransition, InvalidConfig
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 __all__ = [
     "CONSUMER_TABLE",
@@ -92,34 +89,18 @@ class Table:
     def __init__(self, name: str, rows: tuple[Transition, ...]) -> None:
         self.name = name
         self.rows = rows
-        self.by_state: dict[str, dict[str, Transition]] = {}
-        self._by_event: dict[str, dict[str, Transition]] = {}
+        # Every state, in order of first mention, with its rows by event.
+        states = [state for row in rows for state in (row.state, row.target)]
+        self._by_state: dict[str, dict[str, Transition]] = {state: {} for state in states}
         for row in rows:
-            events = self.by_state.setdefault(row.state, {})
+            events = self._by_state[row.state]
             if row.event in events or row.state == GONE:
                 raise InvalidConfig(f"{name}: '{row.state}' x '{row.event}' is listed twice or leaves the end")
             events[row.event] = row
-            self._by_event.setdefault(row.event, {})[row.state] = row
-        # Every state and every event, in order of first mention.
-        self.states = tuple(dict.fromkeys(state for row in rows for state in (row.state, row.target)))
-        for state in self.states:
-            self.by_state.setdefault(state, {})
-        self.events = tuple(self._by_event)
 
-    def on(self, event: str) -> Mapping[str, Transition]:
-        """Return the event's rows by state, so that a caller of one event finds a row in a single look-up.
-
-        A state that is missing there has no transition for the event: call `refuse`.
-        """
-        return self._by_event.get(event, {})
-
-    def refuse(self, request_id: str, state: str, event: str) -> NoReturn:
-        """Refuse an event that the table has no row for.
-
-        Raises:
-            IllegalTransition: `illegal-transition`, always.
-        """
-        raise IllegalTransition(self.name, request_id, state, event)
+    def get(self, state: str, event: str) -> Transition | None:
+        """Return the row for an event, or None."""
+        return self._by_state[state].get(event)
 
     def find(self, request_id: str, state: str, event: str) -> Transition:
         """Return the row for an event.
@@ -127,7 +108,10 @@ class Table:
         Raises:
             IllegalTransition: `illegal-transition`, if the table has none.
         """
-        return self.by_state[state].get(event) or self.refuse(request_id, state, event)
+        row = self._by_state[state].get(event)
+        if row is None:
+            raise IllegalTransition(self.name, request_id, state, event)
+        return row
 
 
 _T = Transition

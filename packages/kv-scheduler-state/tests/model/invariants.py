@@ -43,7 +43,7 @@ def _record_violations(live: Mapping[str, Request], consumer_table: Table, produ
     for request_id, entry in live.items():
         records = (consumer_table, entry.consumer), (producer_table, entry.producer)
         for table, record in records:
-            if record is not None and record.state not in table.states:
+            if record is not None and record.state not in table._by_state:
                 yield f"{request_id}: {table.name} state '{record.state}' is in no table"
         states = [record.state for _, record in records if record is not None]
         if entry.is_finished and not states:
@@ -55,7 +55,8 @@ def _record_violations(live: Mapping[str, Request], consumer_table: Table, produ
 def _fence_violations(live: Mapping[str, Request], producers: Producers) -> Iterator[str]:
     used = [entry.producer.fence for entry in live.values() if entry.producer and entry.producer.fence]
     streams, plain = producers.streams.fences, producers.fences
-    slots = [slot for slot, _ in used] + [*streams.free_slots, *plain.free_slots]
+    free = [slot for pool in (streams, plain) for slot in (*range(pool._unused, pool._end), *pool._returned)]
+    slots = [slot for slot, _ in used] + free
     if sorted(slots) != list(range(streams.slots + plain.slots)):
         yield f"fence slots in use and free are {sorted(slots)}, of {streams.slots} and {plain.slots}"
 
@@ -72,8 +73,10 @@ def _heartbeat_violations(live: Mapping[str, Request], consumers: Consumers) -> 
         should_renew = record.state in _RENEWED and record.ticket.kind == "handoff"
         if (record.renewed_at is not None) != should_renew:
             yield f"{request_id}: consumer in state '{record.state}' is {'' if record.renewed_at else 'not '}renewed"
-    if wanted != consumers.heartbeats.holders():
-        yield f"heartbeats go to {consumers.heartbeats.holders()}, the live requests want {wanted}"
+    peers = consumers.heartbeats._peers.values()
+    renewed = dict(Counter(key_of(record.ticket) for peer in peers for record in peer.holders))
+    if wanted != renewed:
+        yield f"heartbeats go to {renewed}, the live requests want {wanted}"
 
 
 def _outbox_violations(live: Mapping[str, Request], outbox: Outbox) -> Iterator[str]:

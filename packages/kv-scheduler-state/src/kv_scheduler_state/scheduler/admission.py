@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final, cast, final
 
 from kv_scheduler_state.errors import TicketError, quote
 from kv_scheduler_state.fences import stream_tag
-from kv_scheduler_state.ticket.early import EARLY_KEY, is_withdrawal, named_id, read_early
+from kv_scheduler_state.ticket.early import EARLY_KEY, EarlyTicket, is_withdrawal, named_id, read_early
 from kv_scheduler_state.ticket.prompt import missing_media
 from kv_scheduler_state.ticket.reader import TicketReader
 from kv_scheduler_state.values import BYSTANDER, Admission
@@ -113,8 +113,7 @@ class Admissions:
             return None
         tokens = request.prompt_tokens - truncate_tokens
         try:
-            early = read_early(fields, self._tickets.hosts, self.seal)
-            digest = self._streamable_digest(early.hand_over_id, tokens, identity)
+            early, digest = self._streamable(fields, tokens, identity)
         except TicketError as error:
             self._decline(fields)
             request.rejected_code = error.code
@@ -177,26 +176,23 @@ class Admissions:
         if named:
             self._producers.streams.decline(named)
 
-    def _streamable_digest(self, hand_over_id: str, tokens: int, identity: PromptIdentity | None) -> str:
-        """Return the digest under which a prompt may be streamed from here.
+    def _streamable(self, fields: Fields, tokens: int, identity: PromptIdentity | None) -> tuple[EarlyTicket, str]:
+        """Return the early ticket under which a prompt may be streamed from here, and the digest of the prompt.
 
         Raises:
-            TicketError: `ticket-early-off`, `ticket-early-shared`, `ticket-prompt-unidentified`, or the code of
+            TicketError: as `read_early`; `ticket-early-off`, `ticket-early-shared`, `ticket-prompt-unidentified`, or the code of
                 `identity.refusal`.
         """
+        early = read_early(fields, self._tickets.hosts, self.seal)
         if not self._config.stream_slots:
             raise TicketError(
                 "ticket-early-off",
                 "this engine streams no prompt while it computes it: streaming is off here",
                 field=EARLY_KEY,
             )
-        if not self._producers.streams.may_begin(hand_over_id):
-            raise TicketError(
-                "ticket-early-shared",
-                f"another request of this engine is streamed as hand-over {quote(hand_over_id)}, which serves one reader",
-                field=EARLY_KEY,
-            )
-        return _digest(tokens, identity)
+        if not self._producers.streams.may_begin(early.hand_over_id):
+            raise _shared(early.hand_over_id, "is streamed as")
+        return early, _digest(tokens, identity)
 
     def _streaming_consumer(
         self, request_id: str, fields: Fields, prompt_tokens: int, identity: PromptIdentity | None
@@ -222,11 +218,7 @@ class Admissions:
                 field=EARLY_KEY,
             )
         if self._consumers.streams.reads(early.hand_over_id):
-            raise TicketError(
-                "ticket-early-shared",
-                f"another request of this engine reads hand-over {quote(early.hand_over_id)}, which serves one reader",
-                field=EARLY_KEY,
-            )
+            raise _shared(early.hand_over_id, "reads")
         code = self._consumers.why_not_early(prompt_tokens)
         if code:
             self._consumers.streams.note_local(request_id, early, code)
@@ -284,6 +276,14 @@ def _own_ticket(engine_id: str) -> TicketError:
         "ticket-own-engine",
         f"the ticket is of this very engine ({quote(engine_id)}), which cannot read from itself",
         field="remote_engine_id",
+    )
+
+
+def _shared(hand_over_id: str, verb: str) -> TicketError:
+    return TicketError(
+        "ticket-early-shared",
+        f"another request of this engine {verb} hand-over {quote(hand_over_id)}, which serves one reader",
+        field=EARLY_KEY,
     )
 
 

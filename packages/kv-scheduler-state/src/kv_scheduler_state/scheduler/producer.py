@@ -29,9 +29,6 @@ if TYPE_CHECKING:
 __all__ = ["Producers"]
 
 _TABLE: Final = Table("producer", (*PRODUCER_TABLE.rows, *STREAM_PRODUCER_TABLE.rows))
-_ON_ALLOCATE: Final = _TABLE.on("allocate")
-_ON_PREEMPT: Final = _TABLE.on("preempt")
-_ON_REVOKE: Final = _TABLE.on("revoke")
 
 
 @final
@@ -91,17 +88,6 @@ class Producers:
         self.streams.begin(request_id, early.hand_over_id, digest, media, record)
         return record
 
-    def require_allocation(self, request_id: str, record: ProducerRecord, preemptions: int) -> Transition:
-        """Return the row of an allocation, which may also report a preemption, see `allocate`.
-
-        Raises:
-            IllegalTransition: `illegal-transition`.
-        """
-        state = record.state
-        if preemptions > record.preemptions and state in _ON_PREEMPT:
-            state = _ON_PREEMPT[state].target
-        return _ON_ALLOCATE.get(state) or self.table.refuse(request_id, state, "allocate")
-
     def allocate(self, request_id: str, record: ProducerRecord, preemptions: int) -> None:
         """Announce the request to the workers, once, with a fence if a slot is free; give a restart a new fence.
 
@@ -111,8 +97,7 @@ class Producers:
         Raises:
             IllegalTransition: `illegal-transition`.
         """
-        row = self.require_allocation(request_id, record, preemptions)
-        preemption = _ON_PREEMPT.get(record.state) if preemptions > record.preemptions else None
+        preemption, row = self.rows_of_allocation(request_id, record, preemptions)
         record.preemptions = preemptions
         if preemption is not None:
             self.preempt(request_id, record, preemption)
@@ -128,6 +113,18 @@ class Producers:
             record.state = self.table.find(request_id, record.state, "no-slot").target
             record.fence = self.fences.take()
             self.outbox.announce("expects", request_id, record.fence)
+
+    def rows_of_allocation(
+        self, request_id: str, record: ProducerRecord, preemptions: int
+    ) -> tuple[Transition | None, Transition]:
+        """Return the rows of the preemption that an allocation reports, if it does, and of the allocation itself.
+
+        Raises:
+            IllegalTransition: `illegal-transition`.
+        """
+        preemption = self.table.get(record.state, "preempt") if preemptions > record.preemptions else None
+        state = record.state if preemption is None else preemption.target
+        return preemption, self.table.find(request_id, state, "allocate")
 
     def _give_slot(self, request_id: str, record: ProducerRecord) -> bool:
         """Give a prompt a stream slot, unless it might get no ticket at its end: an offer must be kept."""
@@ -229,7 +226,7 @@ class Producers:
         """Revoke the lease, or exclude everything computed so far from being handed over."""
         self.revoke(request_id, record)
         record.is_void = record.state in {"prefilling", "prefilled", "offered", "complete", "stale", "plain"}
-        reset = self.table.on("reset").get(record.state)
+        reset = self.table.get(record.state, "reset")
         if reset is not None:
             record.state = reset.target
             self.streams.end(request_id, reset, ends=False)
@@ -287,18 +284,14 @@ class Producers:
         computed_tokens: int,
         identity: PromptIdentity | None,
     ) -> dict[str, object]:
-        is_streamed = "finalise" in row.effects
         tokens = self._tokens_of(record, computed_tokens)
         prompt, media = None, None
         if identity is not None:
             prompt, media = "" if identity.refusal else identity.digest(tokens) or "", identity.media(tokens)
         # The tickets of a streamed prompt have the nonce of its offers.
-        nonce = self.streams.find(request_id, "hand-over").nonce if is_streamed else ""
+        nonce = self.streams.find(request_id, "hand-over").nonce if "finalise" in row.effects else ""
         blocks = self._rules.offered(block_ids, tokens)
-        params = self._written(request_id, record, blocks, tokens, nonce or self._draw_nonce(), prompt, media)
-        if is_streamed:
-            self.streams.finalise(request_id, params)
-        return params
+        return self._written(request_id, record, blocks, tokens, nonce or self._draw_nonce(), prompt, media)
 
     def finish(
         self,
@@ -319,10 +312,12 @@ class Producers:
         lease_s, nonce = cast("float", params["kv_lease_s"]), str(params["kv_nonce"])
         self.outbox.orders["grants"][request_id] = GrantOrder(request_id, lease_s, record.fence, nonce)
         self.leases.grant(request_id, record, block_ids)
+        if "finalise" in row.effects:
+            self.streams.finalise(request_id, params)
 
     def revoke(self, request_id: str, record: ProducerRecord) -> bool:
         """Order the early end of a lease; return False for a request that has none."""
-        row = _ON_REVOKE.get(record.state)
+        row = self.table.get(record.state, "revoke")
         if row is None:
             return False
         record.state = row.target

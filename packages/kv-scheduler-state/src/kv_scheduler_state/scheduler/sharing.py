@@ -22,7 +22,7 @@ meanwhile; a new peer is due at once, which also makes the workers' handshake wi
 from __future__ import annotations
 
 import math
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, final
 
@@ -100,9 +100,6 @@ class HandOvers:
         if not hand_over.waiting and not hand_over.reading and self._live.get(hand_over.key) is hand_over:
             del self._live[hand_over.key]
 
-    def __len__(self) -> int:
-        return len(self._live)
-
 
 @final
 @dataclass(slots=True)
@@ -166,12 +163,3 @@ class Heartbeats:
         self.due_s = min([peer.due_s for peer in self._peers.values()], default=math.inf)
         self.last_delay_s = max(delays_s, default=self.last_delay_s)
         return orders
-
-    def holders(self) -> dict[TicketKey, int]:
-        """Return how many local requests hold each ticket."""
-        return Counter(key_of(record.ticket) for peer in self._peers.values() for record in peer.holders)
-
-    @property
-    def peer_count(self) -> int:
-        """Peer engines that are known at the moment."""
-        return len(self._peers)

@@ -182,7 +182,7 @@ class SchedulerState:
             self._clock.observe(now_s)
             if consumer is not None:
                 if producer is not None:
-                    self._producers.require_allocation(request_id, producer, preemptions)
+                    self._producers.rows_of_allocation(request_id, producer, preemptions)
                 self._consumers.allocate(request_id, consumer, block_ids, new_block_ids, external_tokens)
             elif external_tokens:
                 raise InvalidEvent(

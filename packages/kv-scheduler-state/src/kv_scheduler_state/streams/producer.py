@@ -37,6 +37,8 @@ __all__ = ["ProducedStream", "StreamPlaces", "StreamProducers"]
 _RUNNING: Final = frozenset({"offered", "complete"})
 _PARKED_PER_REQUEST: Final = 8
 _REMEMBERED_IDS: Final = 1024
+_TABLE_ENTRIES: Final = 8192
+"""Block ids that a stream's table holds; a longer prompt is handed over plain."""
 
 _LONGEST_SILENCE_S: Final = 2.0
 
@@ -97,7 +99,6 @@ class StreamProducers:
         self._answers: list[tuple[str, int, dict[str, object]]] = []
         # Changed standing answers, by id; a caller need not take them.
         self._standings: dict[str, StreamStanding] = {}
-        self._finals: list[str] = []
 
     # ---- the engine's events
 
@@ -159,7 +160,7 @@ class StreamProducers:
             stream.places.restart()
             self.outbox.announce("restarts", request_id, None)
             return True
-        if not stream.is_whole and stream.places.total <= self._config.stream_table_entries:
+        if not stream.is_whole and stream.places.total <= _TABLE_ENTRIES:
             record.fence = self.fences.take()
         if record.fence is not None:
             self.outbox.announce("expects", request_id, None)
@@ -192,10 +193,11 @@ class StreamProducers:
         self._answer_parked(stream)
 
     def finalise(self, request_id: str, ticket: dict[str, object]) -> None:
-        """Keep the final ticket; it answers the questions once the lease runs."""
-        self.find(request_id, "hand-over").ticket = ticket
-        self._finals = [each for each in self._finals if each in self._streams]
-        self._finals.append(request_id)
+        """Answer all questions with the final ticket from now on: its lease is granted."""
+        stream = self.find(request_id, "hand-over")
+        stream.ticket = ticket
+        final = _granting("final", stream, ticket)
+        self._standings[stream.hand_over_id] = StreamStanding(stream.hand_over_id, stream.digest, final)
 
     def revoked(self, request_id: str) -> None:
         """Withdraw the final ticket of a stream from the standing answers."""
@@ -209,12 +211,6 @@ class StreamProducers:
         A side channel uses them to answer by itself while a step runs, or while this engine runs no steps. An outdated offer or
         final ticket does no harm: its fence decides.
         """
-        finals, self._finals = self._finals, []
-        for request_id in finals:
-            stream = self._streams.get(request_id)
-            if stream is not None and stream.record.state == "streamed" and stream.ticket is not None:
-                final = _granting("final", stream, stream.ticket)
-                self._standings[stream.hand_over_id] = StreamStanding(stream.hand_over_id, stream.digest, final)
         standings, self._standings = self._standings, {}
         return list(standings.values())
 
