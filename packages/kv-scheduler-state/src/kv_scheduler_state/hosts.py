@@ -11,7 +11,7 @@ import ipaddress
 import re
 from typing import Final, final
 
-from kv_scheduler_state.errors import InvalidConfig, TicketError, quote
+from kv_scheduler_state.errors import InvalidConfig, field_error, quote
 
 __all__ = ["HostPolicy", "canonical_host"]
 
@@ -84,9 +84,7 @@ class HostPolicy:
         """
         reason = self._refusal(host)
         if reason:
-            raise TicketError(
-                "ticket-host", f"remote_host {quote(host)} {reason}", field="remote_host", host=quote(host)
-            )
+            raise field_error("ticket-host", "remote_host", f"{quote(host)} {reason}")
 
     def require_port(self, port: int) -> None:
         """Refuse a port outside the allowed range.
@@ -96,12 +94,7 @@ class HostPolicy:
         """
         least, most = self._ports
         if not least <= port <= most:
-            raise TicketError(
-                "ticket-host",
-                f"remote_port {port} is outside {least} to {most} (peer_ports)",
-                field="remote_port",
-                port=port,
-            )
+            raise field_error("ticket-host", "remote_port", f"{port} is outside {least} to {most} (peer_ports)")
 
     def _refusal(self, host: str) -> str:
         try:

@@ -142,7 +142,6 @@ class ProducerRecord:
     is_readback: bool = False
     is_void: bool = False
     fence: tuple[int, int] | None = None
-    saved_blocks: int = 0
     leased_blocks: Sequence[int] = ()
     preemptions: int = 0
     is_preemption_due: bool = False
@@ -250,18 +249,9 @@ def describe(request_id: str, request: Request, now_s: float) -> dict[str, objec
     }
     if consumer is not None:
         entry["consumer"] = {
-            "machine": "consumer",
-            "state": consumer.state,
             "peer_engine_id": consumer.ticket.peer.engine_id,
             "peer_request_id": consumer.ticket.peer_request_id,
             "loadable_tokens": consumer.loadable_tokens,
             "is_renewed": consumer.renewed_at is not None,
-        }
-    if producer is not None:
-        entry["producer"] = {
-            "machine": "producer",
-            "state": producer.state,
-            "fence": producer.fence,
-            "saved_blocks": producer.saved_blocks,
         }
     return entry

@@ -62,12 +62,9 @@ class Admissions:
         if kind == "none":
             return BYSTANDER
         if self._reserved and request_id.startswith(self._reserved):
-            request.rejected_code = "ticket-id-reserved"
             self._decline(fields)
-            message = (
-                f"request id {quote(request_id)} begins like a notification of another kind, so no reader could name it"
-            )
-            return Admission("none", "ticket-id-reserved", message)
+            problem = f"{quote(request_id)} begins like a notification of another kind, so no reader could name it"
+            return Admission("none", "ticket-id-reserved", f"request id {problem}")
         kept_tokens, truncate_tokens = request.prompt_tokens, self._config.left_tokens(request.prompt_tokens)
         if kept_tokens <= truncate_tokens:
             truncate_tokens = 0
@@ -81,21 +78,9 @@ class Admissions:
                 ticket = self._verified(request_id, request, fields, kind, identity)
             except TicketError as error:
                 refusal = _missing_media(fields, identity) or error
-                request.rejected_code = refusal.code
                 return Admission("producer", refusal.code, str(refusal), truncate_tokens)
             request.consumer = self._consumers.arrive(request_id, ticket, kept_tokens)
         return Admission("producer", "", "", truncate_tokens) if truncate_tokens else _PRODUCER
-
-    def _withdrawn(self, request: Request, fields: Fields) -> Admission:
-        """Admit the request by which a router withdraws a hand-over; it takes part in none itself."""
-        try:
-            early = read_early(fields, self._tickets.hosts, self.seal)
-        except TicketError as error:
-            request.rejected_code = error.code
-            return Admission("none", error.code, str(error))
-        # A prompt that is here goes on; questions for an id that will not come are refused.
-        self._producers.streams.decline(early.hand_over_id, "withdrawn")
-        return BYSTANDER
 
     def _early_producer(
         self, request_id: str, request: Request, fields: Fields, identity: PromptIdentity | None, truncate_tokens: int
@@ -107,7 +92,13 @@ class Admissions:
         if EARLY_KEY not in fields:
             return None
         if is_withdrawal(fields):
-            return self._withdrawn(request, fields)
+            try:
+                withdrawn = read_early(fields, self._tickets.hosts, self.seal)
+            except TicketError as error:
+                return Admission("none", error.code, str(error))
+            # A prompt that is here goes on; questions for an id that will not come are refused.
+            self._producers.streams.decline(withdrawn.hand_over_id, "withdrawn")
+            return BYSTANDER
         if fields.get("remote_block_ids"):
             self._decline(fields)
             return None
@@ -116,7 +107,6 @@ class Admissions:
             early, digest = self._streamable(fields, tokens, identity)
         except TicketError as error:
             self._decline(fields)
-            request.rejected_code = error.code
             request.producer = self._producers.arrive(request_id, prompt_tokens=tokens, is_readback=False)
             return Admission("producer", error.code, str(error), truncate_tokens)
         media = None if identity is None else identity.media(tokens)
@@ -136,7 +126,6 @@ class Admissions:
                 error = early_error
             else:
                 return BYSTANDER if request.consumer is None else _EARLY_CONSUMER
-        request.rejected_code = error.code
         return Admission("none", error.code, str(error))
 
     def _verified(
@@ -186,9 +175,7 @@ class Admissions:
         early = read_early(fields, self._tickets.hosts, self.seal)
         if not self._config.stream_slots:
             raise TicketError(
-                "ticket-early-off",
-                "this engine streams no prompt while it computes it: streaming is off here",
-                field=EARLY_KEY,
+                "ticket-early-off", "this engine streams no prompt while it computes it: streaming is off here"
             )
         if not self._producers.streams.may_begin(early.hand_over_id):
             raise _shared(early.hand_over_id, "is streamed as")
@@ -207,9 +194,7 @@ class Admissions:
             raise _reads_nothing()
         early = read_early(fields, self._tickets.hosts, self.seal)
         if is_withdrawal(fields):
-            raise TicketError(
-                "ticket-flags", "a hand-over is withdrawn at the engine that computes the prompt", field="withdraw"
-            )
+            raise TicketError("ticket-flags", "a hand-over is withdrawn at the engine that computes the prompt")
         if not self._config.reads_streams:
             raise TicketError(
                 "ticket-early-off",
@@ -244,20 +229,15 @@ class Admissions:
         if ticket.peer.engine_id == self._config.engine_id:
             raise _own_ticket(self._config.engine_id)
         if ticket.prompt != stream.digest or ticket.peer_tokens != stream.offered_tokens:
-            raise TicketError(
-                "ticket-prompt",
-                f"the answer for hand-over {quote(stream.early.hand_over_id)} is of another prompt",
-                field="kv_prompt",
-            )
+            hand_over = quote(stream.early.hand_over_id)
+            raise TicketError("ticket-prompt", f"the answer for hand-over {hand_over} is of another prompt")
         if is_offer and ticket.fence is None:
             raise TicketError("ticket-missing", "the offer names no fence", field="kv_fence")
         slot, generation = ticket.fence or (0, 0)
         named = answer["request_id"], answer["slot"], answer["generation"], answer.get("tag", stream_tag(generation))
         if named != (ticket.peer_request_id, slot, generation, stream_tag(generation)):
             raise TicketError(
-                "ticket-range",
-                f"the answer for {quote(stream.early.hand_over_id)} and its ticket differ",
-                field="fence",
+                "ticket-range", f"the answer for {quote(stream.early.hand_over_id)} and its ticket differ"
             )
         return ticket
 

@@ -163,7 +163,6 @@ class Producers:
             if "save" in row.effects and any(blocks):
                 saves = self.outbox.orders["saves"]
                 saves[request_id] = (*saves.get(request_id, ()), (request_id, blocks))
-                record.saved_blocks += sum(map(len, blocks))
             if "complete" in row.effects:
                 self.outbox.orders["completes"][request_id] = request_id
         if "publish" in row.effects:
@@ -219,7 +218,6 @@ class Producers:
         if "forget-saves" in row.effects:
             self.outbox.orders["saves"].pop(request_id, None)
             self.outbox.orders["completes"].pop(request_id, None)
-            record.saved_blocks = 0
         record.is_void = False
 
     def void(self, request_id: str, record: ProducerRecord) -> None:

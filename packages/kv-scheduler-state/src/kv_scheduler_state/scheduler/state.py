@@ -125,6 +125,7 @@ class SchedulerState:
         admission = BYSTANDER
         if params is not None:
             admission = self._admissions.admit(request_id, request, params, identity)
+            request.rejected_code = admission.rejected_code
         self._requests[request_id] = request
         return admission
 

@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, cast, final
 
 from kv_scheduler_state.config import MAX_PEER_GENERATION
-from kv_scheduler_state.errors import TicketError, quote
+from kv_scheduler_state.errors import TicketError, field_error, quote
 from kv_scheduler_state.hosts import HostPolicy, canonical_host
 from kv_scheduler_state.ticket.ticket import HandoffTicket, PeerAddress, TicketKind
 from kv_scheduler_state.values import BlockList, running_state
@@ -102,11 +102,8 @@ class TicketReader:
             raise TicketError("ticket-not-mapping", f"kv_transfer_params is {quote(params)}, must be an object")
         fields = cast("Fields", params)
         if len(fields) > _MAX_KEYS:
-            raise TicketError(
-                "ticket-too-large",
-                f"kv_transfer_params has {len(fields)} keys, at most {_MAX_KEYS} are allowed",
-                keys=len(fields),
-            )
+            problem = f"has {len(fields)} keys, at most {_MAX_KEYS} are allowed"
+            raise field_error("ticket-too-large", "kv_transfer_params", problem)
         reads, serves = fields.get("do_remote_prefill"), fields.get("do_remote_decode")
         for name, flag in (("do_remote_prefill", reads), ("do_remote_decode", serves)):
             if flag is not None and type(flag) is not bool:
@@ -135,12 +132,8 @@ class TicketReader:
         request_id = self._text("remote_request_id", get("remote_request_id"))
         tokens = _integer(fields, "remote_num_tokens", 0, _MAX_TOKENS)
         if self._reserved and request_id.startswith(self._reserved):
-            raise TicketError(
-                "ticket-id-reserved",
-                f"remote_request_id {quote(request_id)} begins like a notification of another kind; its engine could never be "
-                "told that the read is done",
-                field="remote_request_id",
-            )
+            problem = f"{quote(request_id)} begins like a notification of another kind, so no reader could name it"
+            raise field_error("ticket-id-reserved", "remote_request_id", problem)
         for key in fields:
             if not isinstance(key, str):
                 raise TicketError("ticket-type", f"kv_transfer_params has the key {quote(key)}, which is not a string")
@@ -179,12 +172,9 @@ class TicketReader:
     def _check_peer(self, fields: Fields) -> PeerAddress:
         mode = fields.get("transfer_mode")
         if mode is not None and mode != "pull":
-            raise TicketError(
-                "ticket-mode",
-                f"transfer_mode of engine {quote(fields.get('remote_engine_id'))} is {quote(mode)}: it serves no reads; pair "
-                "this engine with a 'pull' one",
-                field="transfer_mode",
-            )
+            engine = quote(fields.get("remote_engine_id"))
+            problem = f"of engine {engine} is {quote(mode)}: it serves no reads; pair this engine with a 'pull' one"
+            raise field_error("ticket-mode", "transfer_mode", problem)
         host = self._text("remote_host", fields.get("remote_host"))
         self.hosts.require(host)
         port = _integer(fields, "remote_port", 1, 65535)
@@ -208,26 +198,18 @@ class TicketReader:
         if type(value) is not str:
             _refuse_type(name, value, "a string")
         if not 0 < len(value) <= _MAX_TEXT_CHARS or not value.isprintable():
-            raise TicketError(
-                "ticket-text",
-                f"{name} is {quote(value)} of {len(value)} characters; it must have 1 to "
-                f"{_MAX_TEXT_CHARS}, all printable",
-                field=name,
+            problem = (
+                f"is {quote(value)} of {len(value)} characters; it must have 1 to {_MAX_TEXT_CHARS}, all printable"
             )
+            raise field_error("ticket-text", name, problem)
         return value
 
     def _blocks(self, groups: Sequence[Sequence[int]] | None) -> BlockIds:
         if not isinstance(groups, _LISTS):
             _refuse_type("remote_block_ids", groups, "a list of lists of block ids")
-        expected = len(self._groups)
-        if len(groups) != expected:
-            raise TicketError(
-                "ticket-groups",
-                f"remote_block_ids has {len(groups)} groups, this model has {expected} KV-cache groups",
-                field="remote_block_ids",
-                groups=len(groups),
-                expected=expected,
-            )
+        if len(groups) != len(self._groups):
+            problem = f"has {len(groups)} groups, this model has {len(self._groups)} KV-cache groups"
+            raise field_error("ticket-groups", "remote_block_ids", problem)
         budget = MAX_BLOCKS
         blocks: list[tuple[int, ...]] = []
         for group in groups:
@@ -235,11 +217,7 @@ class TicketReader:
                 _refuse_type("remote_block_ids", group, "a list of lists of block ids")
             budget -= len(group)
             if budget < 0:
-                raise TicketError(
-                    "ticket-too-large",
-                    f"remote_block_ids has more than {MAX_BLOCKS} block ids",
-                    field="remote_block_ids",
-                )
+                raise field_error("ticket-too-large", "remote_block_ids", f"has more than {MAX_BLOCKS} block ids")
             # Built-ins over the whole list: a loop over a long prompt's ids would cost more than all else at admission.
             try:
                 array("I", group)  # only integers of 32 bits without a sign get in, and bools
@@ -248,14 +226,11 @@ class TicketReader:
             except (TypeError, OverflowError):
                 is_good = False
             if not is_good:
-                raise TicketError(
-                    "ticket-blocks",
-                    f"remote_block_ids must hold integers from 0 to {_MAX_BLOCK_ID}",
-                    field="remote_block_ids",
-                )
+                problem = f"must hold integers from 0 to {_MAX_BLOCK_ID}"
+                raise field_error("ticket-blocks", "remote_block_ids", problem)
             blocks.append(tuple(group))
         if not any(blocks) and not self._takes_offers:
-            raise TicketError("ticket-empty", "remote_block_ids names no block at all", field="remote_block_ids")
+            raise field_error("ticket-empty", "remote_block_ids", "names no block at all")
         return tuple(blocks)
 
     def _lists(self, fields: Fields, ids: BlockIds, dcp: int, tokens: int | None) -> tuple[BlockList, ...]:
@@ -272,20 +247,14 @@ class TicketReader:
         else:
             null = fields.get("kv_null_block")
             if null is not None and not (type(null) is int and 0 <= null <= _MAX_BLOCK_ID):
-                raise TicketError(
-                    "ticket-blocks", f"kv_null_block is {quote(null)}, must be a block id", field="kv_null_block"
-                )
+                raise field_error("ticket-blocks", "kv_null_block", f"is {quote(null)}, must be a block id")
         lists: list[BlockList] = []
         for group, own, at in zip(self._groups, ids, first, strict=True):
             if group.kind == "state" and len(own) > 1 and is_cut:
-                raise TicketError(
-                    "ticket-blocks",
-                    f"remote_block_ids lists {len(own)} blocks for a state group, which has one running state",
-                    field="remote_block_ids",
-                )
-            lists.append(
-                BlockList(running_state(group.scratch_blocks, own) if group.kind == "state" else own, at, null)
-            )
+                problem = f"lists {len(own)} blocks for a state group, which has one running state"
+                raise field_error("ticket-blocks", "remote_block_ids", problem)
+            is_state = group.kind == "state"
+            lists.append(BlockList(running_state(group.scratch_blocks, own) if is_state else own, at, null))
         return tuple(lists)
 
     def _first_token(self, number: int, ids: BlockIds, dcp: int, tokens: int | None) -> int:
@@ -307,13 +276,12 @@ class TicketReader:
                 return 0
         if whole is not None and tokens is not None and _may_be_our_blocks(group, dcp, tokens, whole, count):
             return (whole - count) * group.block_tokens * dcp
-        raise TicketError(
+        raise field_error(
             "ticket-first-token",
-            f"remote_block_ids lists {count} blocks for the window group {number}, and nothing says where in the prompt they "
-            f"begin: the ticket has no kv_first_tokens, and blocks of {group.block_tokens} tokens do not make these of its "
-            f"{tokens} tokens, with {whole} blocks of a whole group",
-            field="remote_block_ids",
-            group=number,
+            "remote_block_ids",
+            f"lists {count} blocks for the window group {number}, and nothing says where in the prompt they begin: the ticket "
+            f"has no kv_first_tokens, and blocks of {group.block_tokens} tokens do not make these of its {tokens} tokens, with "
+            f"{whole} blocks of a whole group",
         )
 
     def _per_group(self, fields: Fields, name: str, least: int) -> tuple[int, ...] | None:
@@ -321,17 +289,14 @@ class TicketReader:
         if value is None:
             return None
         if not isinstance(value, _LISTS):
-            raise TicketError("ticket-type", f"{name} is {quote(value)}; it must be a list of integers", field=name)
+            raise field_error("ticket-type", name, f"is {quote(value)}; it must be a list of integers")
         numbers = cast("list[int]", value)
         is_good = len(numbers) == len(self._groups) and all(
             type(number) is int and least <= number <= _MAX_TOKENS for number in numbers
         )
         if not is_good:
-            raise TicketError(
-                "ticket-first-token",
-                f"{name} must hold one integer from {least} to {_MAX_TOKENS} for each of {len(self._groups)} groups",
-                field=name,
-            )
+            problem = f"must hold one integer from {least} to {_MAX_TOKENS} for each of {len(self._groups)} groups"
+            raise field_error("ticket-first-token", name, problem)
         return tuple(numbers)
 
     def _fence(self, pair: Sequence[object]) -> tuple[int, int]:
@@ -344,12 +309,8 @@ class TicketReader:
             or not 0 <= slot <= _MAX_FENCE_SLOT
             or not 1 <= generation <= MAX_PEER_GENERATION
         ):
-            raise TicketError(
-                "ticket-range",
-                f"kv_fence is [{quote(slot)}, {quote(generation)}]; the slot must be 0 to "
-                f"{_MAX_FENCE_SLOT} and the generation 1 to 2**63 - 1",
-                field="kv_fence",
-            )
+            limits = f"the slot must be 0 to {_MAX_FENCE_SLOT} and the generation 1 to 2**63 - 1"
+            raise field_error("ticket-range", "kv_fence", f"is [{quote(slot)}, {quote(generation)}]; {limits}")
         return slot, generation
 
 
@@ -377,14 +338,14 @@ def _matching(fields: Fields, name: str, pattern: re.Pattern[str]) -> str | None
     if type(value) is not str:
         _refuse_type(name, value, "a string")
     if not pattern.match(value):
-        raise TicketError("ticket-text", f"{name} is {quote(value)}, which no engine of this kind writes", field=name)
+        raise field_error("ticket-text", name, f"is {quote(value)}, which no engine of this kind writes")
     return value
 
 
 def _refuse_type(name: str, value: object, wanted: str) -> NoReturn:
     if value is None:
-        raise TicketError("ticket-missing", f"{name} is missing; it must be {wanted}", field=name)
-    raise TicketError("ticket-type", f"{name} is {quote(value)}; it must be {wanted}", field=name)
+        raise field_error("ticket-missing", name, f"is missing; it must be {wanted}")
+    raise field_error("ticket-type", name, f"is {quote(value)}; it must be {wanted}")
 
 
 def _integer(fields: Fields, name: str, least: int, most: int) -> int | None:
@@ -394,7 +355,7 @@ def _integer(fields: Fields, name: str, least: int, most: int) -> int | None:
     if type(value) is not int:  # a bool is an int to isinstance
         _refuse_type(name, value, "an integer")
     if not least <= value <= most:
-        raise TicketError("ticket-range", f"{name} is {quote(value)}, must be {least} to {most}", field=name)
+        raise field_error("ticket-range", name, f"is {quote(value)}, must be {least} to {most}")
     return value
 
 
@@ -405,5 +366,5 @@ def _seconds(fields: Fields, name: str, most: float) -> float | None:
     if type(value) is not float and type(value) is not int:
         _refuse_type(name, value, "a number of seconds")
     if not 0 < value <= most:
-        raise TicketError("ticket-range", f"{name} is {quote(value)}, must be above 0 and at most {most}", field=name)
+        raise field_error("ticket-range", name, f"is {quote(value)}, must be above 0 and at most {most}")
     return float(value)

@@ -384,8 +384,6 @@ class LeaseTable:
                     "request_id": request_id,
                     "state": lease.state,
                     "left_s": lease.deadline_s - at_s if lease.state == "granted" else None,
-                    "fence": lease.fence,
-                    "nonce": lease.nonce,
                     "readers": list(lease.readers_done),
                     "readers_needed": max([readers.needed for readers in lease.readers.values()], default=0),
                 }
