@@ -37,7 +37,7 @@ from vllm_adapter import ports
 from vllm_adapter.cache.envelope import metadata_fields
 from vllm_adapter.cache.geometry import local_document, registration_ranges
 from vllm_adapter.cache.vllm_peer import PeerGeometry, pack_document
-from vllm_adapter.config.keys import PERMUTE_GB_S, RENEWED_PART
+from vllm_adapter.config.keys import PERMUTE_GB_S
 from vllm_adapter.config.secrets import configured_secrets
 from vllm_adapter.cores import has_cores_to_spare, use_allowed_cores
 from vllm_adapter.observe.recorder import Recorder
@@ -246,7 +246,7 @@ def _open_registration(
     reads = ReadCoordinator(shared, planner, events.read_ended)
     if settings.streaming:
         reads.use_streams(StreamReaders(settings.read_timeout_s), stream_shape(facts), events.stream_ended)
-    table = LeaseTable(renewal_fraction=RENEWED_PART, requires_nonces=settings.requires_nonces)
+    table = LeaseTable(requires_nonces=settings.requires_nonces)
     leases = LeaseKeeper(shared, table, events.sent)
     try:
         thread.start()
