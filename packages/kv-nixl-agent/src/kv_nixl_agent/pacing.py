@@ -42,7 +42,8 @@ class Pacer:
         self._is_idle = False
         self._last_progress_s = clock()
         self._sleep_s = options.min_sleep_s
-        self._may_poll_slowly = False
+        self.may_poll_slowly = False
+        """Whether the idle polling period may grow to `slow_poll_s` when nothing has happened for a while."""
         self._interval = SwitchInterval(options.gil_switch_interval_s)
 
     def begin(self) -> None:
@@ -52,18 +53,6 @@ class Pacer:
     def end(self) -> None:
         """Restore the switch interval permanently when the owner thread ends."""
         self._interval.close()
-
-    @property
-    def may_poll_slowly(self) -> bool:
-        """Whether the idle polling period may grow to `slow_poll_s` when nothing has happened for a while."""
-        return self._may_poll_slowly
-
-    @may_poll_slowly.setter
-    def may_poll_slowly(self, allowed: bool) -> None:
-        is_news = allowed is not self._may_poll_slowly
-        self._may_poll_slowly = allowed
-        if is_news and not allowed:
-            self.wake()  # the thread may be in a long sleep
 
     def wake(self) -> None:
         """End an idle sleep, from any thread. The caller must have made its work visible before."""
@@ -96,32 +85,24 @@ class Pacer:
         with quarantined transfers, or other leftovers, does not rest. Example: 1.6 s after its last work it polls every 0.05 s.
         """
         now_s = self._clock()
-        may_poll_slowly = self._may_poll_slowly
-        wait_s = self._idle_period_s(now_s)
+        quiet_s = now_s - self._last_progress_s
+        may_poll_slowly = self.may_poll_slowly
+        wait_s = self._options.idle_poll_s
+        if may_poll_slowly:
+            wait_s = max(wait_s, min(self._options.slow_poll_s, quiet_s * _SLOWING))
         if has_leftovers:
-            quiet_s = now_s - self._last_progress_s
             wait_s = max(self._options.idle_poll_s, min(wait_s, quiet_s * _QUARANTINE_SLOWING, _QUARANTINE_MOST_S))
-        if self._is_at_rest(now_s) and not has_leftovers:
+        if may_poll_slowly and quiet_s > _REST_AFTER_S and not has_leftovers:
             wait_s = min(wait_s, max(until_s - now_s, _MOST_LATE_S))
             self._interval.restore()
         else:
-            wait_s = max(0.0, min(wait_s, until_s - now_s))
-            if not self._may_poll_slowly:
+            wait_s = min(wait_s, until_s - now_s)
+            if not may_poll_slowly:
                 self._interval.lower()
-        wait_s = max(0.0, min(wait_s, look_s - now_s))
         self._is_idle = True
         # Work, or an end to slow polling, that came before the flag was visible did not wake the thread: check once more.
-        if not has_work() and self._may_poll_slowly is may_poll_slowly:
-            self._event.wait(wait_s)
+        if not has_work() and self.may_poll_slowly is may_poll_slowly:
+            self._event.wait(max(0.0, min(wait_s, look_s - now_s)))
         self._is_idle = False
         self._event.clear()
         self._sleep_s = self._options.min_sleep_s
-
-    def _is_at_rest(self, now_s: float) -> bool:
-        return self._may_poll_slowly and now_s - self._last_progress_s > _REST_AFTER_S
-
-    def _idle_period_s(self, now_s: float) -> float:
-        if not self._may_poll_slowly:
-            return self._options.idle_poll_s
-        quiet_s = now_s - self._last_progress_s
-        return max(self._options.idle_poll_s, min(self._options.slow_poll_s, quiet_s * _SLOWING))

@@ -202,23 +202,19 @@ class Statistics:
     """Counts since the start, and times of the last 1024 completed transfers."""
 
     def __init__(self) -> None:
-        self._counts: dict[str, int] = dict.fromkeys(_COUNTERS, 0)
+        self.counts: dict[str, int] = dict.fromkeys(_COUNTERS, 0)
         self._recent: deque[tuple[float, float, int]] = deque(maxlen=_WINDOW)
-
-    def count(self, name: str) -> None:
-        """Add one to a counter."""
-        self._counts[name] += 1
 
     def ended(self, result: TransferResult) -> None:
         """Record a result."""
-        self._counts["transfers_" + result.outcome.replace("-", "_")] += 1
+        self.counts["transfers_" + result.outcome.replace("-", "_")] += 1
         if result.outcome == "done":
-            self._counts["bytes_moved"] += result.bytes_moved
+            self.counts["bytes_moved"] += result.bytes_moved
             self._recent.append((result.post_s, result.wire_s, result.bytes_moved))
 
     def figures(self, gauges: Mapping[str, float]) -> Figures:
         """Return the counts and times so far, together with gauges."""
-        return Figures({**self._counts, **gauges}, tuple(self._recent))
+        return Figures({**self.counts, **gauges}, tuple(self._recent))
 
 
 @final

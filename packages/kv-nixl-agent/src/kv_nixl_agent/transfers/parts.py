@@ -8,7 +8,7 @@ NIXL merges neighbouring descriptors only where both index lists ascend together
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, final
 
@@ -17,21 +17,17 @@ import numpy as np
 from kv_nixl_agent.errors import AgentError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     import numpy.typing as npt
 
     from kv_nixl_agent.memory.peers import Peer
     from kv_nixl_agent.nixl.port import Handle, MemoryKind
-    from kv_nixl_agent.options import AgentOptions
 
     Indices = npt.NDArray[np.int32]
 
-__all__ = ["Part", "WireLoad", "order_for_merging", "split_into_parts", "spread_runs"]
+__all__ = ["Part", "order_for_merging", "split_into_parts", "spread_runs"]
 
 # Below it, handing pieces to other threads costs about what they save (docs/performance.md).
 _SPREAD_FROM_BYTES: Final = 16 << 20
-_KIND_NAMES: tuple[MemoryKind, MemoryKind] = ("DRAM", "VRAM")
 _GLANCE = 64
 
 
@@ -49,35 +45,13 @@ class Part:
     last_error: str = ""
 
 
-@final
-class WireLoad:
-    """Posted parts of transfers in progress."""
+def split_into_parts(
+    peer: Peer, local_indices: object, peer_indices: object, *, chunk_rows: int, shared_from: int
+) -> deque[Part]:
+    """Return the parts of a transfer, ordered for merging, of one memory kind per side and at most `chunk_rows` each (0: any).
 
-    def __init__(self) -> None:
-        self._parts: Counter[Peer] = Counter()
-        self.payload_bytes = 0
-
-    def add(self, peer: Peer, part: Part) -> None:
-        """Count a posted part."""
-        self.payload_bytes += part.payload_bytes
-        self._parts[peer] += 1
-
-    def remove(self, peer: Peer, part: Part) -> None:
-        """Subtract a part that has ended, or whose transfer has ended."""
-        self.payload_bytes -= part.payload_bytes
-        self._parts[peer] -= 1
-        if not self._parts[peer]:
-            del self._parts[peer]  # a removed peer must not be kept
-
-    def has(self, peer: Peer) -> bool:
-        """Return whether a part of this peer is on the wire."""
-        return peer in self._parts
-
-
-def split_into_parts(peer: Peer, local_indices: object, peer_indices: object, options: AgentOptions) -> deque[Part]:
-    """Return the parts of a transfer, ordered for merging, of one memory kind per side and at most `chunk_rows` each.
-
-    Long runs of host memory are kept from merging into fewer descriptors than the backend's threads can share.
+    Long runs of host memory are kept from merging into fewer descriptors than the backend's threads can share: `shared_from`,
+    0 if they share none.
 
     Raises:
         AgentError: `bad-indices`, `length-mismatch`.
@@ -88,68 +62,44 @@ def split_into_parts(peer: Peer, local_indices: object, peer_indices: object, op
         raise AgentError(
             "bad-indices", f"{len(local)} local indices against {len(theirs)} of the peer; they pair up one to one"
         )
-    if not len(local):
-        return deque()
-    local, theirs = order_for_merging(local, theirs)
-    descriptor_bytes = _uniform_bytes(peer, local, theirs)
     parts: deque[Part] = deque()
-    pieces = options.shared_from
-    for local_kind, peer_kind, mine, others, lengths in _by_kind(peer, local, theirs, descriptor_bytes):
-        step = options.chunk_rows or len(mine)
-        for start in range(0, len(mine), step):
+    if not len(local):
+        return parts
+    local, theirs = order_for_merging(local, theirs)
+    lengths = peer.local.lengths(local)
+    if not peer.local.uniform_bytes or peer.local.uniform_bytes != peer.rows.uniform_bytes:
+        _refuse_unequal(peer, local, theirs, lengths)
+    kinds = [(mine, other) for mine in peer.local.groups for other in peer.rows.groups]
+    for local_kind, peer_kind in kinds:
+        own, their, sizes = local, theirs, lengths
+        if len(kinds) > 1:
+            members = np.flatnonzero(peer.local.has_kind(local, local_kind) & peer.rows.has_kind(theirs, peer_kind))
+            own, their, sizes = (
+                peer.local.in_group(local[members]),
+                peer.rows.in_group(theirs[members]),
+                lengths[members],
+            )
+        step = chunk_rows or max(1, len(own))
+        for start in range(0, len(own), step):
             piece = slice(start, start + step)
-            own, their = mine[piece], others[piece]
-            total = descriptor_bytes * len(own) if lengths is None else int(lengths[piece].sum())
-            if pieces and total >= _SPREAD_FROM_BYTES and local_kind == peer_kind == "DRAM":
-                own, their = spread_runs(own, their, pieces)
-            parts.append(Part(local_kind, own, peer_kind, their, total))
+            pair, total = (own[piece], their[piece]), int(sizes[piece].sum())
+            if shared_from and total >= _SPREAD_FROM_BYTES and local_kind == peer_kind == "DRAM":
+                pair = spread_runs(*pair, shared_from)
+            parts.append(Part(local_kind, pair[0], peer_kind, pair[1], total))
     return parts
 
 
-def _uniform_bytes(peer: Peer, local: Indices, theirs: Indices) -> int:
-    """Return the common descriptor length, 0 if lengths vary; refuse pairs of unequal length."""
-    mine, others = peer.local.uniform_bytes, peer.rows.uniform_bytes
-    if mine and mine == others:
-        return mine
-    differs = peer.local.lengths(local) != peer.rows.lengths(theirs)
-    if bool(differs.any()):
-        at = int(np.flatnonzero(differs)[0])
+def _refuse_unequal(peer: Peer, local: Indices, theirs: Indices, lengths: npt.NDArray[np.int64]) -> None:
+    others = peer.rows.lengths(theirs)
+    differs = np.flatnonzero(lengths != others)
+    if len(differs):
+        at = int(differs[0])
         raise AgentError(
             "length-mismatch",
-            f"local descriptor {int(local[at])} has {int(peer.local.lengths(local[at : at + 1])[0])} bytes, its "
-            f"partner {int(theirs[at])} of peer {peer.key!r} has {int(peer.rows.lengths(theirs[at : at + 1])[0])}",
+            f"local descriptor {int(local[at])} has {int(lengths[at])} bytes, its partner {int(theirs[at])} of peer "
+            f"{peer.key!r} has {int(others[at])}",
             peer=peer.key,
         )
-    return 0
-
-
-def _by_kind(
-    peer: Peer, local: Indices, theirs: Indices, descriptor_bytes: int
-) -> Iterator[tuple[MemoryKind, MemoryKind, Indices, Indices, npt.NDArray[np.int64] | None]]:
-    lengths = None if descriptor_bytes else peer.local.lengths(local)
-    mine, others = peer.local.locate(local), peer.rows.locate(theirs)
-    if mine is None and others is None:
-        yield next(iter(peer.local.groups)), next(iter(peer.rows.groups)), local, theirs, lengths
-        return
-    local_codes, local = mine or _single(peer.local.groups, local)
-    peer_codes, theirs = others or _single(peer.rows.groups, theirs)
-    pair = local_codes * 2 + peer_codes
-    for code in np.unique(pair).tolist():
-        members = np.flatnonzero(pair == code)
-        yield (
-            _KIND_NAMES[code // 2],
-            _KIND_NAMES[code % 2],
-            local[members],
-            theirs[members],
-            None if lengths is None else lengths[members],
-        )
-
-
-def _single(
-    groups: dict[MemoryKind, object] | dict[MemoryKind, npt.NDArray[np.uint64]], indices: Indices
-) -> tuple[npt.NDArray[np.int8], Indices]:
-    code = _KIND_NAMES.index(next(iter(groups)))
-    return np.full(len(indices), code, dtype=np.int8), indices
 
 
 def order_for_merging(local: Indices, peer: Indices) -> tuple[Indices, Indices]:
