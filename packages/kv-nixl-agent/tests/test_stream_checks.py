@@ -13,8 +13,8 @@ from agent_checks.stream_rewriter import VOID_TOKENS, StreamRewriter, entries_of
 from helpers import code_of
 
 from kv_nixl_agent import AgentError, AgentOptions, PeerSpec, ThreadOptions, TransferAgent, TransferThread
+from kv_nixl_agent.mailbox import Pacer
 from kv_nixl_agent.memory.fences import FenceArray
-from kv_nixl_agent.pacing import Pacer
 from kv_nixl_agent.streams.words import StreamLayout, StreamWords
 from kv_nixl_agent.testing import FakeFabric
 

@@ -12,8 +12,8 @@ import pytest
 from helpers import Pages, code_of, wait_for
 
 from kv_nixl_agent import AgentError, AgentOptions, PeerSpec, ThreadOptions, TransferResult, TransferThread
+from kv_nixl_agent.mailbox import Pacer
 from kv_nixl_agent.nixl.side_effects import POOL
-from kv_nixl_agent.pacing import Pacer
 from kv_nixl_agent.testing import FakeFabric
 
 

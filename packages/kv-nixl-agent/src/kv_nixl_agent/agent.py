@@ -25,11 +25,10 @@ from kv_nixl_agent.options import AgentOptions
 from kv_nixl_agent.streams.polls import StreamPoller, landing_pads
 from kv_nixl_agent.streams.words import StreamWords
 from kv_nixl_agent.transfers.handles import Handles
-from kv_nixl_agent.transfers.parts import split_into_parts
-from kv_nixl_agent.transfers.queue import TransferQueue
+from kv_nixl_agent.transfers.queue import TransferQueue, split_into_parts
 from kv_nixl_agent.transfers.reader import WordReader
 from kv_nixl_agent.transfers.transfer import Transfer
-from kv_nixl_agent.values import Statistics, TransferOrder, TransferResult
+from kv_nixl_agent.values import TransferOrder, TransferResult
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -86,7 +85,6 @@ class TransferAgent:
         """Reason for which `post_read` and `probe` report every order as failed; None while orders are accepted."""
         self._is_closed = False
         self._clock = clock
-        self._statistics = Statistics()
         self._fences = FenceArray(chosen.fence_words)
         own: list[MemoryRegion] = [(self._fences.location[0], self._fences.total_bytes, 0, "DRAM")]
         self.stream_words: StreamWords | None = None
@@ -111,10 +109,10 @@ class TransferAgent:
         self._handles = Handles(self._port, on_idle=lambda peer: self._peers.retire(peer))  # noqa: PLW0108 - made below
         self._peers = PeerTable(self._port, self._memory, self._handles.last_look)
         self._words = WordReader(self._port, self._fences, self._handles, clock)
-        self._transfers = TransferQueue(self._port, self._handles, self._words, chosen, self._statistics, clock)
+        self._transfers = TransferQueue(self._port, self._handles, self._words, chosen, clock)
         self._shared_from = chosen.shared_from
         if pads is not None:
-            self.polls = StreamPoller(self._port, self._words, pads, chosen, self._statistics, clock)
+            self.polls = StreamPoller(self._port, self._words, pads, chosen, self._transfers.counts, clock)
 
     # ------------------------------------------------------------------------------------------------ this endpoint
 
@@ -425,9 +423,8 @@ class TransferAgent:
 
     def figures(self) -> Figures:
         """Return counters, gauges and times of this moment, which another thread can summarise."""
-        return self._statistics.figures(
+        return self._transfers.figures(
             {
-                **self._transfers.gauges(),
                 **self._peers.gauges(),
                 "scratch_words_free": self._fences.scratch.free_count,
                 "streams_watched": 0 if self.polls is None else self.polls.watch_count,

@@ -1,4 +1,4 @@
-"""Calls, notifications and timers of an owner thread, and the order in which they are served.
+"""Work of an owner thread: calls, notifications and timers, the order in which they are served, and the waiting for them.
 
 Calls, notifications and timers may wait for the owner thread at the same time, and their order matters to a producer. The engine
 thread hands over "expect readers of request 7" before a reader can hold a ticket of it, so a reader's completion must not be
@@ -14,17 +14,21 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 import traceback
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, final
 
 from kv_nixl_agent.errors import AgentError
+from kv_nixl_agent.nixl.side_effects import SwitchInterval
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["Mailbox"]
+    from kv_nixl_agent.options import ThreadOptions
+
+__all__ = ["Mailbox", "Pacer"]
 
 _HORIZON_S: Final = 1.0
 _PAUSE_S: Final = 0.5
@@ -43,7 +47,7 @@ class _Timer:
 
 @final
 class Mailbox:
-    """Calls, notifications and timers of one owner thread. `put` and `waiting_count` are for any thread, the rest for the owner.
+    """Calls, notifications and timers of one owner thread. `put` and `shut` are for any thread, the rest for the owner.
 
     Timers that fall due wait for the calls and notifications that arrived before them (see above). After more than half a
     second without a turn, when the process was probably stopped, they also wait for another half second, because notifications
@@ -58,7 +62,8 @@ class Mailbox:
     def __init__(self, on_notification: Callable[[str, bytes], None], clock: Callable[[], float]) -> None:
         self._on_notification = on_notification
         self._clock = clock
-        self._calls: deque[Callable[[], object]] = deque()
+        self.calls: deque[Callable[[], object]] = deque()
+        """Calls that are waiting to run."""
         self._lock = threading.Lock()
         self._refusal: AgentError | None = None
         self._taken_count = 0
@@ -76,11 +81,6 @@ class Mailbox:
         self.last_error = ("", "")
         """(type and message, traceback) of the latest error."""
 
-    @property
-    def waiting_count(self) -> int:
-        """Number of calls that are waiting to run."""
-        return len(self._calls)
-
     def put(self, call: Callable[[], object]) -> None:
         """Hand a call over. Once this returns, the call is served, also when the thread dies.
 
@@ -90,7 +90,7 @@ class Mailbox:
         with self._lock:
             if self._refusal is not None:
                 raise AgentError(self._refusal.code, str(self._refusal))
-            self._calls.append(call)
+            self.calls.append(call)
 
     def shut(self, refusal: AgentError) -> None:
         """Refuse further calls with this error; those handed over before stay."""
@@ -113,17 +113,17 @@ class Mailbox:
 
     def run_calls(self, slice_s: float = _CALLS_SLICE_S) -> bool:
         """Run waiting calls for about one time slice, so that the first order is posted soon; return True if any waited."""
-        count, until_s = len(self._calls), self._clock() + slice_s
+        count, until_s = len(self.calls), self._clock() + slice_s
         for _ in range(count):
             self._taken_count += 1
-            self.run(self._calls.popleft())
+            self.run(self.calls.popleft())
             if self._clock() > until_s:
                 break
         return count > 0
 
     def deliver(self, arrived: Sequence[tuple[str, bytes]]) -> bool:
         """Keep new notifications, and deliver those that no earlier call must precede; return True if any arrived."""
-        given_count = self._taken_count + len(self._calls)
+        given_count = self._taken_count + len(self.calls)
         self._arrived.extend([(given_count, sender, payload) for sender, payload in arrived])
         while self._arrived and self._arrived[0][0] <= self._taken_count:
             _, sender, payload = self._arrived.popleft()
@@ -136,7 +136,7 @@ class Mailbox:
         if now_s < self._held_until_s or all(timer.due_s > now_s for timer in self._timers):
             return
         if self._round is None:
-            self._round = (self._taken_count + len(self._calls), now_s)
+            self._round = (self._taken_count + len(self.calls), now_s)
         due_after, opened_s = self._round
         if self._taken_count < due_after:
             return
@@ -169,3 +169,95 @@ class Mailbox:
 
     def _keep(self, error: BaseException) -> None:
         self.last_error = (f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error)))
+
+
+_SLOWING: Final = 1 / 8  # 0.25 s after 2 s without work
+_REST_AFTER_S: Final = 0.1
+_MOST_LATE_S: Final = 0.25  # of timers at rest; twice that between turns would count as a pause of the process
+_QUARANTINE_SLOWING, _QUARANTINE_MOST_S = 1 / 32, 0.05
+
+
+@final
+class Pacer:
+    """Waits between turns of the loop.
+
+    While transfers are in flight it spins briefly, then sleeps for growing times; otherwise it sleeps on an event. `wake`, from
+    any thread, ends the idle sleep at once.
+
+    The interpreter's switch interval is lowered while there is work or may be at any moment. While a thread may poll slowly and
+    has had nothing to do for 0.1 s, it does not ask for this: the interval returns to the process's own until the thread is
+    woken. The waker lowers the interval before it wakes the thread, since the woken thread waits for the interpreter for that
+    interval.
+    """
+
+    def __init__(self, options: ThreadOptions, clock: Callable[[], float]) -> None:
+        self._options = options
+        self._clock = clock
+        self._event = threading.Event()
+        self._is_idle = False
+        self._last_progress_s = clock()
+        self._sleep_s = options.min_sleep_s
+        self.may_poll_slowly = False
+        """Whether the idle polling period may grow to `slow_poll_s` when nothing has happened for a while."""
+        self._interval = SwitchInterval(options.gil_switch_interval_s)
+
+    def begin(self) -> None:
+        """Lower the switch interval when the owner thread starts."""
+        self._interval.lower()
+
+    def end(self) -> None:
+        """Restore the switch interval permanently when the owner thread ends."""
+        self._interval.close()
+
+    def wake(self) -> None:
+        """End an idle sleep, from any thread. The caller must have made its work visible before."""
+        if self._is_idle:
+            self._interval.lower()
+            self._event.set()
+
+    def progressed(self) -> None:
+        """Record that the last turn made progress."""
+        self._last_progress_s = self._clock()
+        self._sleep_s = self._options.min_sleep_s
+        self._interval.lower()
+
+    def wait_busy(self) -> None:
+        """Wait between two polls of the wire."""
+        self._interval.lower()
+        if self._clock() - self._last_progress_s < self._options.spin_s:
+            time.sleep(0)  # yields the interpreter and the core once
+            return
+        time.sleep(self._sleep_s)
+        self._sleep_s = min(self._sleep_s * 2, self._options.max_sleep_s)
+
+    def wait_idle(
+        self, until_s: float, has_work: Callable[[], bool], *, has_leftovers: bool = False, look_s: float = math.inf
+    ) -> None:
+        """Wait for work, at most the idle polling period, and not beyond `until_s` or `look_s`, when a stream is polled.
+
+        A thread at rest runs its timers up to 0.25 s late, all of them in one turn. Example: 1.6 s after its last work it wakes
+        every 0.2 s, even for a timer of 0.05 s. Quarantine ends by polling, and pages and new reads wait for that, so a thread
+        with quarantined transfers, or other leftovers, does not rest. Example: 1.6 s after its last work it polls every 0.05 s.
+        """
+        now_s = self._clock()
+        quiet_s = now_s - self._last_progress_s
+        may_poll_slowly = self.may_poll_slowly
+        wait_s = self._options.idle_poll_s
+        if may_poll_slowly:
+            wait_s = max(wait_s, min(self._options.slow_poll_s, quiet_s * _SLOWING))
+        if has_leftovers:
+            wait_s = max(self._options.idle_poll_s, min(wait_s, quiet_s * _QUARANTINE_SLOWING, _QUARANTINE_MOST_S))
+        if may_poll_slowly and quiet_s > _REST_AFTER_S and not has_leftovers:
+            wait_s = min(wait_s, max(until_s - now_s, _MOST_LATE_S))
+            self._interval.restore()
+        else:
+            wait_s = min(wait_s, until_s - now_s)
+            if not may_poll_slowly:
+                self._interval.lower()
+        self._is_idle = True
+        # Work, or an end to slow polling, that came before the flag was visible did not wake the thread: check once more.
+        if not has_work() and self.may_poll_slowly is may_poll_slowly:
+            self._event.wait(max(0.0, min(wait_s, look_s - now_s)))
+        self._is_idle = False
+        self._event.clear()
+        self._sleep_s = self._options.min_sleep_s

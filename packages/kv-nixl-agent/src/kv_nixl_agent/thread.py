@@ -19,11 +19,10 @@ from typing import TYPE_CHECKING, Final, Literal, final
 
 from kv_nixl_agent.agent import TransferAgent
 from kv_nixl_agent.errors import AgentError
-from kv_nixl_agent.mailbox import Mailbox
+from kv_nixl_agent.mailbox import Mailbox, Pacer
 from kv_nixl_agent.nixl.binding import open_nixl
 from kv_nixl_agent.nixl.side_effects import POOL
 from kv_nixl_agent.options import AgentOptions, ThreadOptions
-from kv_nixl_agent.pacing import Pacer
 from kv_nixl_agent.values import Figures
 
 if TYPE_CHECKING:
@@ -251,7 +250,7 @@ class TransferThread:
             state=state,
             turn_age_s=age_s,
             turns=self._turns,
-            calls_waiting=mailbox.waiting_count,
+            calls_waiting=len(mailbox.calls),
             callback_errors=mailbox.callback_errors,
             loop_errors=mailbox.loop_errors,
             last_error=mailbox.last_error[0],
@@ -378,7 +377,7 @@ class TransferThread:
             look_s = min(look_s, agent.stream_words.look_out_s(now_s))
         pacer.wait_idle(
             mailbox.next_timer_s(now_s),
-            lambda: mailbox.waiting_count > 0 or self._is_closing,
+            lambda: bool(mailbox.calls) or self._is_closing,
             has_leftovers=agent.has_leftovers,
             look_s=look_s,
         )

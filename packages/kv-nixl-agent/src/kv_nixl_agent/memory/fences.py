@@ -85,7 +85,7 @@ class Scratch:
     """
 
     def __init__(self, memory: Words, places: range) -> None:
-        self._memory = memory
+        self.memory = memory
         self._step = places.step
         self._free = deque(places)
 
@@ -99,7 +99,7 @@ class Scratch:
         if len(self._free) <= reserve:
             return None
         place = self._free.popleft()
-        self._memory[place : place + self._step] = filling
+        self.memory[place : place + self._step] = filling
         return place
 
     def give_back(self, place: int, *, is_suspect: bool = False) -> None:
@@ -108,10 +108,6 @@ class Scratch:
             self._free.append(place)
         else:
             self._free.appendleft(place)
-
-    def words(self, place: int, count: int) -> Words:
-        """Return the first words of a place, without copying."""
-        return self._memory[place : place + count]
 
 
 @final

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from kv_nixl_agent.nixl.port import NixlPort
     from kv_nixl_agent.options import AgentOptions
     from kv_nixl_agent.transfers.reader import WordRead, WordReader
-    from kv_nixl_agent.values import Statistics, StreamLocation
+    from kv_nixl_agent.values import StreamLocation
 
 __all__ = ["PAD_COUNT", "StreamListener", "StreamPoller", "StreamWatch", "landing_pads"]
 
@@ -57,7 +57,7 @@ class StreamPoller:
         reader: Reads strips.
         pads: Registered memory in which strips land, uint64 (PAD_COUNT * _PAD_WORDS,).
         options: Options with the pace.
-        statistics: Counts polls, changes, tables and failures.
+        counts: Counts polls, tables and failures, by name.
         clock: Monotonic clock, in seconds.
     """
 
@@ -67,7 +67,7 @@ class StreamPoller:
         reader: WordReader,
         pads: npt.NDArray[np.uint64],
         options: AgentOptions,
-        statistics: Statistics,
+        counts: dict[str, int],
         clock: Callable[[], float],
     ) -> None:
         self._port = port
@@ -76,7 +76,7 @@ class StreamPoller:
         self._table_pads = Scratch(pads, range(_LOOK_PADS * _PAD_WORDS, PAD_COUNT * _PAD_WORDS, _PAD_WORDS))
         self._clock = clock
         self._fast_s, self._slow_s = options.stream_poll_s, options.stream_slow_poll_s
-        self._counts = statistics.counts
+        self._counts = counts
         self._peers: dict[Peer, _PeerPolls] = {}
         self._news: list[Callable[[], None]] = []
 

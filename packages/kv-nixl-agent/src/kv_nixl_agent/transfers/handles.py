@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from kv_nixl_agent.memory.peers import Peer
     from kv_nixl_agent.nixl.port import Handle, NixlPort
-    from kv_nixl_agent.transfers.parts import Part
+    from kv_nixl_agent.transfers.queue import Part
     from kv_nixl_agent.transfers.reader import WordRead
     from kv_nixl_agent.transfers.transfer import Transfer
 

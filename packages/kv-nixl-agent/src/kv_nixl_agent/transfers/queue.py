@@ -1,4 +1,10 @@
-"""All transfers of one agent in progress: the order in which their parts are posted, their deadlines and stalls.
+"""All transfers of one agent in progress: their parts, the order in which these are posted, deadlines and stalls.
+
+An order is cut into parts: pairs of descriptors of one memory kind per side. NIXL merges neighbouring descriptors only where
+both index lists ascend together, so pairs are sorted by peer index first:
+
+    local  7 5 6 1      peer 3 1 2 9      as ordered
+    local  5 6 7 1      peer 1 2 3 9      sorted: (5, 1) (6, 2) (7, 3) merge into one descriptor, (1, 9) stays alone
 
 A stalled transfer makes no progress on the wire. NIXL reports only whether a posted handle is done. So progress means that a part
 is posted or ends, or that the state changes; a transfer whose parts each take longer than `stall_after_s` is reported too. A
@@ -8,25 +14,47 @@ reported transfer continues: its deadline ends it, and quarantine holds its memo
 from __future__ import annotations
 
 import math
+from collections import deque
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, final
 
-from kv_nixl_agent.values import StallEntry, TransferResult
+import numpy as np
+
+from kv_nixl_agent.errors import AgentError
+from kv_nixl_agent.values import Figures, StallEntry, TransferResult
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    import numpy.typing as npt
+
     from kv_nixl_agent.memory.peers import Peer
-    from kv_nixl_agent.nixl.port import NixlPort
+    from kv_nixl_agent.nixl.port import Handle, MemoryKind, NixlPort
     from kv_nixl_agent.options import AgentOptions
     from kv_nixl_agent.transfers.handles import Handles
-    from kv_nixl_agent.transfers.parts import Part
     from kv_nixl_agent.transfers.reader import WordReader
     from kv_nixl_agent.transfers.transfer import Transfer
-    from kv_nixl_agent.values import Outcome, Statistics
+    from kv_nixl_agent.values import Outcome
 
-__all__ = ["TransferQueue"]
+    Indices = npt.NDArray[np.int32]
+
+__all__ = ["Part", "TransferQueue", "order_for_merging", "split_into_parts", "spread_runs"]
 
 _NO_LIMIT: Final = 1 << 31
+_COUNTERS: Final = (
+    "transfers_done",
+    "transfers_failed",
+    "transfers_fence_rejected",
+    "transfers_timed_out",
+    "transfers_cancelled",
+    "bytes_moved",
+    "fence_checks",
+    "stream_looks",
+    "stream_tables",
+    "stream_tables_early",
+    "streams_broken",
+)
+_RECENT: Final = 1024
 
 
 @final
@@ -47,10 +75,13 @@ class TransferQueue:
         handles: Handles,
         words: WordReader,
         options: AgentOptions,
-        statistics: Statistics,
         clock: Callable[[], float],
     ) -> None:
-        self.port, self.handles, self.words, self.statistics, self.clock = port, handles, words, statistics, clock
+        self.port, self.handles, self.words, self.clock = port, handles, words, clock
+        self.counts: dict[str, int] = dict.fromkeys(_COUNTERS, 0)
+        """Counts since the start."""
+        self._recent: deque[tuple[float, float, int]] = deque(maxlen=_RECENT)
+        """(post_s, wire_s, bytes_moved) of the latest transfers that are done."""
         self.live: dict[str, Transfer] = {}
         """Transfers in progress by id."""
         self.results: list[TransferResult] = []
@@ -74,18 +105,19 @@ class TransferQueue:
         """Number of transfers with parts to post."""
         return sum(map(len, self._lines.values()))
 
-    def gauges(self) -> Mapping[str, float]:
-        """Return the numbers of queued, posted and quarantined transfers and bytes."""
+    def figures(self, gauges: Mapping[str, float]) -> Figures:
+        """Return counts, times and gauges of this moment, together with further gauges."""
         waiting = [part for line in self._lines.values() for transfer in line for part in transfer.pending]
         held = self.handles.entries()
-        return {
-            "queued": float(self.waiting_count),
-            "queued_bytes": float(sum(part.payload_bytes for part in waiting)),
-            "inflight": float(len(self._posted)),
-            "inflight_bytes": float(self.wire_bytes),
-            "quarantined": float(len(held)),
-            "quarantined_bytes": float(sum(entry.bytes_at_risk for entry in held)),
+        own = {
+            "queued": self.waiting_count,
+            "queued_bytes": sum(part.payload_bytes for part in waiting),
+            "inflight": len(self._posted),
+            "inflight_bytes": self.wire_bytes,
+            "quarantined": len(held),
+            "quarantined_bytes": sum(entry.bytes_at_risk for entry in held),
         }
+        return Figures({**self.counts, **own, **gauges}, tuple(self._recent))
 
     def stalls(self) -> Sequence[StallEntry]:
         """Return the posted transfers without progress for `stall_after_s`."""
@@ -188,6 +220,122 @@ class TransferQueue:
         self._posted.pop(transfer.order.transfer_id, None)
 
     def report(self, result: TransferResult) -> None:
-        """Keep a result for the owner."""
-        self.statistics.ended(result)
+        """Count a result, and keep it for the owner."""
+        self.counts["transfers_" + result.outcome.replace("-", "_")] += 1
+        if result.outcome == "done":
+            self.counts["bytes_moved"] += result.bytes_moved
+            self._recent.append((result.post_s, result.wire_s, result.bytes_moved))
         self.results.append(result)
+
+
+# Below it, handing pieces to other threads costs about what they save (docs/performance.md).
+_SPREAD_FROM_BYTES: Final = 16 << 20
+_GLANCE = 64
+
+
+@final
+@dataclass(slots=True, eq=False)
+class Part:
+    """Descriptors of one local and one peer list that are posted at once."""
+
+    local_kind: MemoryKind
+    local_indices: Indices
+    peer_kind: MemoryKind
+    peer_indices: Indices
+    payload_bytes: int
+    handle: Handle | None = None
+    last_error: str = ""
+
+
+def split_into_parts(
+    peer: Peer, local_indices: object, peer_indices: object, *, chunk_rows: int, shared_from: int
+) -> deque[Part]:
+    """Return the parts of a transfer, ordered for merging, of one memory kind per side and at most `chunk_rows` each (0: any).
+
+    Long runs of host memory are kept from merging into fewer descriptors than the backend's threads can share: `shared_from`,
+    0 if they share none.
+
+    Raises:
+        AgentError: `bad-indices`, `length-mismatch`.
+    """
+    local = peer.local.check_indices(local_indices, "local")
+    theirs = peer.rows.check_indices(peer_indices, "peer")
+    if len(local) != len(theirs):
+        raise AgentError(
+            "bad-indices", f"{len(local)} local indices against {len(theirs)} of the peer; they pair up one to one"
+        )
+    parts: deque[Part] = deque()
+    if not len(local):
+        return parts
+    local, theirs = order_for_merging(local, theirs)
+    lengths = peer.local.lengths(local)
+    if not peer.local.uniform_bytes or peer.local.uniform_bytes != peer.rows.uniform_bytes:
+        _refuse_unequal(peer, local, theirs, lengths)
+    kinds = [(mine, other) for mine in peer.local.groups for other in peer.rows.groups]
+    for local_kind, peer_kind in kinds:
+        own, their, sizes = local, theirs, lengths
+        if len(kinds) > 1:
+            members = np.flatnonzero(peer.local.has_kind(local, local_kind) & peer.rows.has_kind(theirs, peer_kind))
+            own, their, sizes = (
+                peer.local.in_group(local[members]),
+                peer.rows.in_group(theirs[members]),
+                lengths[members],
+            )
+        step = chunk_rows or max(1, len(own))
+        for start in range(0, len(own), step):
+            piece = slice(start, start + step)
+            pair, total = (own[piece], their[piece]), int(sizes[piece].sum())
+            if shared_from and total >= _SPREAD_FROM_BYTES and local_kind == peer_kind == "DRAM":
+                pair = spread_runs(*pair, shared_from)
+            parts.append(Part(local_kind, pair[0], peer_kind, pair[1], total))
+    return parts
+
+
+def _refuse_unequal(peer: Peer, local: Indices, theirs: Indices, lengths: npt.NDArray[np.int64]) -> None:
+    others = peer.rows.lengths(theirs)
+    differs = np.flatnonzero(lengths != others)
+    if len(differs):
+        at = int(differs[0])
+        raise AgentError(
+            "length-mismatch",
+            f"local descriptor {int(local[at])} has {int(lengths[at])} bytes, its partner {int(theirs[at])} of peer "
+            f"{peer.key!r} has {int(others[at])}",
+            peer=peer.key,
+        )
+
+
+def order_for_merging(local: Indices, peer: Indices) -> tuple[Indices, Indices]:
+    """Return the pairs sorted by peer index; NIXL merges neighbours only where both lists ascend together."""
+    if _ascends(peer):
+        return local, peer
+    if _ascends(peer[::-1]):  # as free lists hand blocks out; costs a third of sorting
+        return np.ascontiguousarray(local[::-1]), np.ascontiguousarray(peer[::-1])
+    pairs = peer.astype(np.int64)  # sorting plain numbers costs less than sorting places and gathering
+    pairs <<= 32
+    pairs |= local
+    pairs.sort()
+    return (pairs & 0xFFFFFFFF).astype(np.int32), (pairs >> 32).astype(np.int32)
+
+
+def _ascends(indices: Indices) -> bool:
+    head = indices[:_GLANCE]  # enough for lists in no order; whole lists have left the processor's caches meanwhile
+    return bool((head[1:] >= head[:-1]).all()) and bool((indices[1:] >= indices[:-1]).all())
+
+
+def spread_runs(local: Indices, peer: Indices, pieces: int) -> tuple[Indices, Indices]:
+    """Return the pairs, ordered for merging, so that NIXL merges them into no fewer than about `pieces` descriptors.
+
+    One long run would become one descriptor, which one thread copies. Its pieces are interleaved, first the even ones, then the
+    odd ones, so that neighbours in the list are not neighbours in memory. Lists with as many runs anyway, or with fewer
+    descriptors, stay unchanged.
+    """
+    count = len(peer)
+    if count < pieces or _runs(local[: 2 * pieces], peer[: 2 * pieces]) >= pieces or _runs(local, peer) >= pieces:
+        return local, peer
+    numbers = np.arange(count) * pieces // count  # of the piece that each pair belongs to
+    order = np.concatenate((np.flatnonzero(numbers % 2 == 0), np.flatnonzero(numbers % 2)))
+    return local[order], peer[order]
+
+
+def _runs(local: Indices, peer: Indices) -> int:
+    return 1 + int(np.count_nonzero((local[1:] - local[:-1] != 1) | (peer[1:] - peer[:-1] != 1)))

@@ -99,7 +99,7 @@ class WordReader:
         word = scratch.take(generation ^ CLOSED_GENERATION, reserve=SCRATCH_WORDS // 2 if is_early else 0)
         if word is None:
             return None
-        words = scratch.words(word, 1)
+        words = scratch.memory[word : word + 1]
 
         def free(late: bool) -> None:
             scratch.give_back(word, is_suspect=late)
@@ -124,7 +124,7 @@ class WordReader:
         pad = pads.take(_NOT_STORED)
         if pad is None:
             return None
-        words = pads.words(pad, int(row[0, 1]) // 8)
+        words = pads.memory[pad : pad + int(row[0, 1]) // 8]
         return self._make_listed(peer, "DRAM", row, words, lambda late: pads.give_back(pad, is_suspect=late))
 
     def _make_touch(self, peer: Peer, words: Words, free: Callable[[bool], None]) -> WordRead:

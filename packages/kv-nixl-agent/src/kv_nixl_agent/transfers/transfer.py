@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 
     from kv_nixl_agent.memory.peers import Peer
     from kv_nixl_agent.nixl.port import MemoryKind, Progress
-    from kv_nixl_agent.transfers.parts import Part
-    from kv_nixl_agent.transfers.queue import TransferQueue
+    from kv_nixl_agent.transfers.queue import Part, TransferQueue
     from kv_nixl_agent.transfers.reader import WordRead
     from kv_nixl_agent.values import Outcome, TransferOrder
 
@@ -224,13 +223,10 @@ class Transfer:
 
     def _release_part(self, part: Part) -> None:
         self.active.remove(part)
-        self._count_off_wire(part)
-        if part.handle is not None:
-            self._queue.handles.release(self.peer, part.handle)
-
-    def _count_off_wire(self, part: Part) -> None:
         self._queue.wire_bytes -= part.payload_bytes
         self.peer.parts_on_wire -= 1
+        if part.handle is not None:
+            self._queue.handles.release(self.peer, part.handle)
 
     def _fail_part(self, part: Part, error: AgentError, *, is_off_wire: bool) -> None:
         """End the transfer because of one part's error; the part stays active unless it is certainly off the wire."""
@@ -268,7 +264,7 @@ class Transfer:
         except AgentError as error:
             # The data has arrived, but its fence cannot be checked.
             self.peer.note_failure(error)
-            self._queue.statistics.counts["fence_checks"] += 1
+            self._queue.counts["fence_checks"] += 1
             self.end("failed", transfer_code(error), f"the fence of peer {self.peer.key!r} could not be read: {error}")
             return True
         if is_done and self._read is not None:
@@ -282,7 +278,7 @@ class Transfer:
             self._go("match")  # first, because this step records when the word was known
         self._read = None
         self._queue.words.let_go(read)
-        self._queue.statistics.counts["fence_checks"] += 1
+        self._queue.counts["fence_checks"] += 1
         if fence is None or is_valid:
             self._confirm()
             return
@@ -329,8 +325,8 @@ class Transfer:
         if read is not None:
             self._queue.words.let_go(read)
         self.pending.clear()
-        for part in self.active:
-            self._count_off_wire(part)
+        self._queue.wire_bytes -= sum(part.payload_bytes for part in self.active)
+        self.peer.parts_on_wire -= len(self.active)
         self._report("abandon" if self.active else "end", outcome, code, message)
 
     def _report(
