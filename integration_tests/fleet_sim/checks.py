@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 from fairness import Fairness
 
-from kv_nixl_agent.memory.fences import PAD_COUNT
+from kv_nixl_agent.streams.polls import PAD_COUNT
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -232,7 +232,7 @@ class EngineChecks:
             registration: Any = worker._registration
             if registration is None:
                 continue  # asleep: there are no words any more
-            word = registration.agent._agent._memory.fences.read(slot)
+            word = registration.agent._agent._fences.read(slot)
             if word == generation:
                 self._engine.violated(
                     "fence-stands",
@@ -299,13 +299,13 @@ def _left_in(engine: Engine) -> list[tuple[str, str]]:
 def _left_in_agent(agent: Any) -> list[tuple[str, str]]:
     """Return what an agent at rest still counts or has unloaded wrongly."""
     found: list[tuple[str, str]] = []
-    schedule, free = agent._transfers.schedule, agent._memory.fences.free_scratch_words
-    inflight_bytes = agent._transfers.wiring.load.payload_bytes
-    if schedule.count or inflight_bytes:
-        found.append(("queue-left", f"counts {schedule.count} waiting transfers and {inflight_bytes} bytes in flight"))
+    gauges = agent.statistics()
+    if gauges["queued"] or gauges["inflight_bytes"]:
+        left = f"{gauges['queued']:.0f} waiting transfers and {gauges['inflight_bytes']:.0f} bytes in flight"
+        found.append(("queue-left", f"counts {left}"))
+    free = gauges["scratch_words_free"]
     if free != _SCRATCH_WORDS:
         found.append(("scratch-left", f"has {free} of {_SCRATCH_WORDS} scratch words"))
-    gauges = agent.polls.gauges()
     if gauges["streams_watched"]:
         found.append(("watches-left", f"watches {gauges['streams_watched']:.0f} streams"))
     if gauges["stream_pads_free"] not in {0, PAD_COUNT}:

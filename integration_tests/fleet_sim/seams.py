@@ -21,7 +21,7 @@ import kv_handshake.core.pacing
 import kv_handshake.net.client
 import kv_handshake.net.listener
 import kv_handshake.net.loop
-import kv_nixl_agent.pacing
+import kv_nixl_agent.mailbox
 import kv_nixl_agent.thread
 import kv_nixl_agent.transfers.handles
 import vllm_adapter.scheduler.streams
@@ -196,7 +196,7 @@ def simulated(
     replaced: list[tuple[object, str, object]] = [
         *[(module, "time", clock) for module in _TIMED],
         *[(module, "threading", threads) for module in _THREADED],
-        (kv_nixl_agent.pacing, "time", PacerTime(threads)),
+        (kv_nixl_agent.mailbox, "time", PacerTime(threads)),
         (vllm_adapter.worker.registration, "time", SimpleNamespace(monotonic=world.clock, sleep=world.wait)),
         (vllm_adapter.worker.registration, "threading", SimpleNamespace(Event=lambda: BlockingEvent(world))),
         (kv_handshake.net.loop, "Hub", hub),

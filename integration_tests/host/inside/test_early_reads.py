@@ -138,7 +138,7 @@ def test_the_word_of_a_preempted_prompt_moves_before_the_step_writes_into_its_bl
     engine.add("own", prompt(3 * BLOCK - 2, seed=4), max_tokens=32)
     engine.step()
     engine.step()
-    fences = engine.side._registration.agent._agent._memory.fences
+    fences = engine.side._registration.agent._agent._fences
     stand: dict[int, int] = {}
     moved: list[int] = []
     computes = engine._compute
