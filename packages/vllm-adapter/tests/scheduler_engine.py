@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +15,9 @@ from kv_handshake import Codec
 from kv_scheduler_state import GroupConfig, SchedulerConfig, SchedulerState
 from vllm_adapter.cache.facts import CacheGroup, EngineFacts
 from vllm_adapter.observe.cause_log import CauseLog
+from vllm_adapter.observe.recorder import Recorder
 from vllm_adapter.scheduler.chunks import ScheduledTokens
-from vllm_adapter.scheduler.hooks import Arrival, Ending, HookGuards
+from vllm_adapter.scheduler.hooks import Arrival, Ending
 from vllm_adapter.scheduler.side import SchedulerSide
 from vllm_adapter.scheduler.streams import AskService, Streaming
 from vllm_adapter.steps import StepReport
@@ -81,14 +83,13 @@ def scheduler_side(
 
 
 def streaming(
-    state: Any, *, listener: Any = None, client: Any = NO_CLIENT, wait_s: float = 5.0, log: Any = None, count: Any = print,
-    secrets: Any = tuple,
+    state: Any, *, listener: Any = None, client: Any = NO_CLIENT, wait_s: float = 5.0, log: Any = None,
+    secrets: Sequence[bytes] = (),
 ) -> Any:  # fmt: skip
     """Return the streamed hand-overs of an engine, whose machines may be a fake."""
-    log = log or CauseLog(time.monotonic)
-    asks = AskService(Codec(), client, wait_s)
-    listener = listener or Listener()
-    return Streaming(facts(), state, asks, listener, HookGuards(log), secrets=secrets, log=log, count=count)
+    fleet: Any = SimpleNamespace(current=secrets)
+    asks, listener = AskService(Codec(), client, wait_s), listener or Listener()
+    return Streaming(facts(), state, asks, listener, Recorder(), log or CauseLog(time.monotonic), fleet)
 
 
 @dataclass

@@ -295,7 +295,7 @@ def test_a_refused_arrival_ends_without_a_word_to_the_machines(caplog: pytest.Lo
     assert producer.end("p", TEXT, [1, 2, 3], reason="abort") is None
     producer.side.arrived(Arrival("p", PREFILL, len(TEXT), Prompt(TEXT)))
     assert "arrival failed" in caplog.text
-    assert not producer.side.follows("p")
+    assert "p" not in producer.side.followed
     caplog.clear()
     assert producer.end("p", TEXT, [4, 5, 6]) is None
     assert not caplog.records
@@ -332,7 +332,7 @@ def test_a_copy_to_the_mirror_that_was_refused_keeps_the_ticket_back(caplog: pyt
 def test_a_request_without_a_ticket_costs_the_machines_nothing() -> None:
     engine = Engine()
     engine.side.arrived(Arrival("local", None, 40))
-    assert not engine.side.follows("local")
+    assert "local" not in engine.side.followed
     assert engine.side.external_tokens("local", 0) == (0, False)
     assert engine.end("local", TEXT, [1, 2, 3]) is None
     assert not engine.state.live_count

@@ -74,7 +74,7 @@ def test_a_streamed_prompt_whose_pictures_went_to_prefill_alone_fails(
         assert keeps
     pair.decode.side.arrived(Arrival("d", pair.early(serves=False), len(TEXT), identity))
     pair.until(lambda: pair.matched() == 0)
-    assert pair.decode.side.must_fail("d")
+    assert pair.decode.state.must_fail("d")
     pair.decode.step()
     (line,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
     assert "ticket-media-missing" in line
@@ -177,7 +177,7 @@ def test_a_decode_engine_that_does_not_stream_refuses_the_early_ticket(
     assert pair.matched() == 0
     assert "ticket-early-off" in caplog.text
     assert pair.decode.refusals() == ["ticket-early-off"]
-    assert not pair.decode.side.follows("d")
+    assert "d" not in pair.decode.side.followed
 
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])

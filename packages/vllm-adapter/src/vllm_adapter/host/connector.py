@@ -25,7 +25,6 @@ from vllm_adapter.host.vllm import (
     KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
     SupportsHMA,
-    end_with_error,
     engine_facts,
     extra_config,
     has_content_ids,
@@ -37,6 +36,8 @@ from vllm_adapter.steps import RankRegistration, StepOrders, StepReport
 from vllm_adapter.wiring import make_scheduler, make_worker
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     import torch
     from vllm.config import VllmConfig
     from vllm.forward_context import ForwardContext
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from vllm_adapter.config import Settings
     from vllm_adapter.host.vllm import KVConnectorStats
     from vllm_adapter.observe.spans import SpanWriter
+    from vllm_adapter.scheduler.chunks import ScheduledTokens
     from vllm_adapter.scheduler.side import SchedulerSide
     from vllm_adapter.worker.engine_thread import WorkerSide
 
@@ -72,6 +74,7 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
     """
 
     _cache_hit_source = P2P_HITS
+    supports_divergent_local_hybrid_hits = False
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -85,11 +88,11 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
             _logger.warning(warning)
         self._has_content_ids = has_content_ids(vllm_config)
         facts = engine_facts(vllm_config, kv_cache_config, is_worker=is_worker, settings=settings)
-        self._completes_uneven_hits = facts.completes_uneven_hits(len(kv_cache_config.kv_cache_groups))
-        self._cache_config = kv_cache_config
-        self._layers = vllm_config.compilation_config.static_forward_context
-        self._has_mirror = facts.is_mirrored
-        if self._has_mirror:
+        self._facts = facts
+        # A hand-over restores every group whose local hit lags behind that of full attention: states, which are read whole, but
+        # no window and no second full group. With False the scheduler counts the prefix that all groups have in common.
+        self.supports_divergent_local_hybrid_hits = facts.completes_uneven_hits(len(kv_cache_config.kv_cache_groups))
+        if facts.is_mirrored:
             check_mirror(settings)
         self._mirror: TorchMirror | None = None
         self._report = StepReport()
@@ -120,15 +123,6 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
             lease_ended=spans.lease_ended if spans is not None else None,
             is_ending=watch.is_requested,
         )
-
-    @property
-    def supports_divergent_local_hybrid_hits(self) -> bool:
-        """Return whether a hand-over restores every group whose local hit lags behind that of full attention.
-
-        It restores states, which are read whole, but no window and no second full group: see `completes_uneven_hits`. With False
-        the scheduler counts the prefix that all groups have in common.
-        """
-        return self._completes_uneven_hits
 
     # ---------------------------------------------------------------------------------------------- both
 
@@ -175,32 +169,22 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
     def on_new_request(self, request: Request) -> None:
         """Admit a request."""
         self._scheduler_side.arrived(arrival_of(request, has_content_ids=self._has_content_ids))
-        # Here, too, because the host overrules what it is told below of a prompt that must be computed whole.
-        if self._scheduler_side.must_fail(request.request_id):
-            end_with_error(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return the tokens that a peer holds beyond the local prefix hit; None: ask again later. Free of side effects."""
-        # For example a prompt whose logprobs the client wants is computed whole. vLLM 0.30 dies of one that was read.
-        if request.get_skip_reading_prefix_cache():
-            return self._scheduler_side.reads_nothing()
-        tokens, is_async = self._scheduler_side.external_tokens(request.request_id, num_computed_tokens)
-        if self._scheduler_side.must_fail(request.request_id):
-            end_with_error(request)
-            return None, False
-        return tokens, is_async
+        return self._scheduler_side.external_tokens(request.request_id, num_computed_tokens)
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:  # noqa: ARG002
         """Return all transferable groups: a hand-over carries the request's own blocks.
 
         The host does not zero these blocks, because that would race the read, so the read writes every byte of them.
         """
-        return self._scheduler_side.group_ids
+        return self._facts.group_ids
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Record a request's blocks; the blocks of requests without a hand-over are not even listed."""
         side = self._scheduler_side
-        if num_external_tokens or side.follows(request.request_id):
+        if num_external_tokens or request.request_id in side.followed:
             side.allocated(
                 request.request_id,
                 blocks.get_block_ids(),
@@ -211,9 +195,12 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Return this step's orders for the workers."""
-        side = self._scheduler_side
+        side, prompts = self._scheduler_side, self._scheduler_side.chunks.prompts
+        scheduled: Iterable[ScheduledTokens] = ()
+        if prompts:
+            spans = side.chunks.span_tokens
+            scheduled = scheduled_tokens(scheduler_output, self._facts.group_ids, spans, prompts)
         preempted = scheduler_output.preempted_req_ids or ()
-        scheduled = scheduled_tokens(scheduler_output, side.group_ids, side.span_tokens, side.computes)
         is_empty = not scheduler_output.num_scheduled_tokens
         return cast("KVConnectorMetadata", side.build_step(preempted, scheduled, is_empty=is_empty))
 
@@ -268,10 +255,12 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
         """Register the cache tensors and prepare to serve and read peers."""
         select_device = device_selector(kv_caches.values())
         request_amx(kv_caches.values())
-        if self._has_mirror:
+        if self._facts.is_mirrored:
             self._mirror = TorchMirror(kv_caches)
             kv_caches = self._mirror.tensors
-        caches = layer_caches(kv_caches, self._cache_config, self._layers)
+        caches = layer_caches(
+            kv_caches, self._kv_cache_config, self._vllm_config.compilation_config.static_forward_context
+        )
         pages = TorchPages(kv_caches.values())
         marks = streams_of(next(iter(kv_caches.values())).device)
         self._worker_side.register(caches, pages, self._mirror, select_device=select_device, marks=marks)
