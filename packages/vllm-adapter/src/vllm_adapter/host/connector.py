@@ -5,19 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
-from vllm_adapter.config import check_mirror, load_settings
-from vllm_adapter.config.start_checks import check_start, streaming_warnings
-from vllm_adapter.host.cache_config import layer_caches
-from vllm_adapter.host.device_streams import device_selector, request_amx, streams_of
-from vllm_adapter.host.factory import register_connector
-from vllm_adapter.host.metrics import PromMetrics, TransferStats
-from vllm_adapter.host.requests import arrival_of, ending_of, scheduled_tokens
-from vllm_adapter.host.shutdown import ShutdownWatch, warn_of_short_drain
-from vllm_adapter.host.situation import labels_of, open_status, situation_of, start_line
-from vllm_adapter.host.torch_mirror import TorchMirror
-from vllm_adapter.host.torch_pages import TorchPages
-from vllm_adapter.host.vllm import (
-    P2P_HITS,
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
@@ -25,10 +13,25 @@ from vllm_adapter.host.vllm import (
     KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
     SupportsHMA,
+)
+from vllm.logger import init_logger
+
+from vllm_adapter.config import check_mirror, load_settings
+from vllm_adapter.config.start_checks import check_start, streaming_warnings
+from vllm_adapter.host.cache_config import layer_caches
+from vllm_adapter.host.device_streams import device_selector, request_amx, streams_of
+from vllm_adapter.host.factory import register_connector
+from vllm_adapter.host.metrics import PromMetrics, TransferStats
+from vllm_adapter.host.requests import arrival_of, ending_of, scheduled_tokens
+from vllm_adapter.host.shutdown import warn_of_short_drain, watch_for_shutdown
+from vllm_adapter.host.situation import labels_of, open_status, situation_of, start_line
+from vllm_adapter.host.torch_mirror import TorchMirror
+from vllm_adapter.host.torch_pages import TorchPages
+from vllm_adapter.host.vllm import (
+    P2P_HITS,
     engine_facts,
     extra_config,
     has_content_ids,
-    init_logger,
     is_tracing,
 )
 from vllm_adapter.observe.cause_log import tag_lines
@@ -40,6 +43,7 @@ if TYPE_CHECKING:
 
     import torch
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.block_pool import BlockPool
@@ -50,8 +54,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from vllm_adapter.cache.facts import EngineFacts
-    from vllm_adapter.config import Settings
-    from vllm_adapter.host.vllm import KVConnectorStats
     from vllm_adapter.observe.spans import SpanWriter
     from vllm_adapter.scheduler.chunks import ScheduledTokens
     from vllm_adapter.scheduler.side import SchedulerSide
@@ -96,33 +98,24 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
             check_mirror(settings)
         self._mirror: TorchMirror | None = None
         self._report = StepReport()
+        spans = _span_writer(vllm_config, facts, is_worker=is_worker)
         # vLLM calls the hooks of this connector's own role alone.
         self._side: SchedulerSide | WorkerSide
         if is_worker:
-            rank = facts.pp_rank, facts.tp_rank
-            spans = _span_writer(vllm_config, facts, rank)
             trace = spans.read_ended if spans is not None else None
             worker = self._side = self._worker_side = make_worker(facts, settings, trace=trace)
-            self._status = open_status(f"{rank[0]}.{rank[1]}", worker.status, worker.hand_overs)
+            self._status = open_status(f"{facts.pp_rank}.{facts.tp_rank}", worker.status, worker.hand_overs)
         else:
             labels = labels_of(vllm_config, settings)
-            side = self._side = self._scheduler_side = self._make_scheduler(vllm_config, facts, settings)
+            warn_of_short_drain(vllm_config, settings.kv_lease_duration)
+            lease_ended = spans.lease_ended if spans is not None else None
+            is_ending = watch_for_shutdown()
+            side = make_scheduler(facts, settings, lease_ended=lease_ended, is_ending=is_ending)
+            self._side = self._scheduler_side = side
             _logger.info(start_line(labels, facts))
             self._status = open_status(
                 "scheduler", side.status, side.hand_overs, labels, settings, revoke=side.revoke_leases
             )
-
-    def _make_scheduler(self, config: VllmConfig, facts: EngineFacts, settings: Settings) -> SchedulerSide:
-        """Return the scheduler's side, and watch for the host's shutdown."""
-        spans, watch = _span_writer(config, facts, None), ShutdownWatch()
-        watch.install()
-        warn_of_short_drain(config, settings.kv_lease_duration)
-        return make_scheduler(
-            facts,
-            settings,
-            lease_ended=spans.lease_ended if spans is not None else None,
-            is_ending=watch.is_requested,
-        )
 
     # ---------------------------------------------------------------------------------------------- both
 
@@ -326,13 +319,13 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
         return TransferStats(data=observed) if observed is not None else None
 
 
-def _span_writer(config: VllmConfig, facts: EngineFacts, rank: tuple[int, int] | None) -> SpanWriter | None:
+def _span_writer(config: VllmConfig, facts: EngineFacts, *, is_worker: bool) -> SpanWriter | None:
     """Return the span writer; None where the engine does not trace. OpenTelemetry is imported only where it traces."""
     if not is_tracing(config):
         return None
     from vllm_adapter.observe.spans import SpanWriter
 
-    return SpanWriter(facts.engine_id, rank)
+    return SpanWriter(facts.engine_id, (facts.pp_rank, facts.tp_rank) if is_worker else None)
 
 
 NixlConnector = KVTransferConnector

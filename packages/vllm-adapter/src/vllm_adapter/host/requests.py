@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast, final
 
 import torch
 
-from vllm_adapter.host.vllm import drop_prompt_tail, end_reason, end_with_error
+from vllm_adapter.host.vllm import END_REASONS, drop_prompt_tail, end_with_error
 from vllm_adapter.host.weights import LoraAdapters
 from vllm_adapter.scheduler.chunks import ScheduledTokens, held_tokens, written_blocks
 from vllm_adapter.scheduler.hooks import Arrival, Ending
@@ -75,15 +75,12 @@ class RequestIdentity:
             lora=_adapters.identity(lora) if lora is not None else "",
             media=media,
             salt=request.cache_salt or "",
-            embeds=_embeds(request, tokens),
+            embeds=_embeds(request.prompt_embeds[:tokens]) if request.prompt_embeds is not None else "",
         )
 
 
-def _embeds(request: Request, tokens: int) -> str:
-    embeds = request.prompt_embeds
-    if embeds is None:
-        return ""
-    data = embeds[:tokens].detach().cpu().contiguous().view(torch.uint8).numpy()
+def _embeds(embeds: torch.Tensor) -> str:
+    data = embeds.detach().cpu().contiguous().view(torch.uint8).numpy()
     return hashlib.sha256(f"{embeds.dtype}/{tuple(embeds.shape[1:])}/".encode() + data.tobytes()).hexdigest()
 
 
@@ -111,15 +108,6 @@ class RefusedIdentity:
 
     def media(self, tokens: int) -> None:
         """Return None."""
-
-
-def _frontend_s(request: Request) -> float | None:
-    """Return the time since the host's frontend began with a request; None if this vLLM does not report it.
-
-    Both times come from this host's wall clock; only the interval between them is kept.
-    """
-    began_s: object = getattr(request, "arrival_time", None)
-    return max(0.0, time.time() - began_s) if isinstance(began_s, float) else None
 
 
 def _fields(params: object) -> dict[str, object]:
@@ -150,6 +138,8 @@ def arrival_of(request: Request, *, has_content_ids: bool) -> Arrival:
     identity = RefusedIdentity(params) if is_refused else RequestIdentity(request, has_content_ids=has_content_ids)
     if is_refused and _is_read_early(params):
         params = None
+    # When the host's frontend began with it, by this host's wall clock, as is `time.time()`; older hosts do not report it.
+    began_s: object = getattr(request, "arrival_time", None)
     return Arrival(
         request.request_id,
         params,
@@ -157,7 +147,7 @@ def arrival_of(request: Request, *, has_content_ids: bool) -> Arrival:
         identity,
         request.trace_headers,
         lambda tokens: drop_prompt_tail(request, tokens),
-        _frontend_s(request),
+        max(0.0, time.time() - began_s) if isinstance(began_s, float) else None,
         lambda: request.num_output_tokens,
         request.max_tokens,
         bool(getattr(request, "resumable", False)),
@@ -172,7 +162,7 @@ def ending_of(request: Request, *, has_content_ids: bool) -> Ending:
     in_flight: Any = getattr(request, "num_in_flight_tokens", 0)  # hosts before 0.32 lack this count
     return Ending(
         request.request_id,
-        end_reason(request),
+        END_REASONS.get(request.status.name, "error"),
         request.num_computed_tokens,
         int(in_flight),
         RequestIdentity(request, has_content_ids=has_content_ids),

@@ -94,14 +94,10 @@ class FollowedRequests:
             return "whole"
         return "streams" if self._reads else ""
 
-    def begin(
-        self, arrival: Arrival, role: Literal["producer", "consumer", "none"], now_s: float, *, is_early: bool
-    ) -> None:
+    def begin(self, arrival: Arrival, role: Literal["producer", "consumer"], now_s: float, *, is_early: bool) -> None:
         """Follow a request from its arrival; `is_early`: it came with an early ticket."""
         request_id = arrival.request_id
         request = self.live[request_id] = FollowedRequest(arrival, role)
-        if role == "none":
-            return
         facts: dict[str, object] = {"frontend_s": arrival.frontend_s, "tokens": arrival.prompt_tokens}
         if is_early:
             facts["is_early"] = True

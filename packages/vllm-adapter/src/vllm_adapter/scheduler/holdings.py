@@ -57,7 +57,9 @@ class Holdings:
         return sum(counts), sum(count * size for count, size in zip(counts, sizes, strict=True))
 
     def drain(self) -> None:
-        """Start to drain, because the host is shutting down; log the tickets that are still to be read."""
+        """Drain, because the host is shutting down; the first time, log the tickets that are still to be read."""
+        if self._state.is_draining:
+            return
         self._state.drain()
         _logger.info(
             "engine %s drains: it gives no more tickets; %d requests keep %d blocks (%d bytes on each rank) until they are "

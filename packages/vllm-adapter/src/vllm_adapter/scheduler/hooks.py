@@ -51,6 +51,10 @@ class Arrival:
 class Ending:
     """The end of a request.
 
+    The computed tokens that belong to the conversation are those of which a ticket may be given: tokens of a step that still runs
+    may be rejected drafts, and those behind a stop token were accepted, but are not part of the answer. Example: 48 tokens are
+    computed, 4 of them in flight, and the answer ends with token 42: 42 are kept.
+
     Attributes:
         request_id: The request.
         reason: Reason of its end.
@@ -67,16 +71,6 @@ class Ending:
     in_flight_tokens: int = 0
     identity: PromptIdentity | None = None
     known_tokens: int | None = None
-
-    @property
-    def kept_tokens(self) -> int:
-        """Computed tokens that belong to the conversation.
-
-        Tokens of a step that still runs may be rejected drafts, and those behind a stop token were accepted, but are no part of
-        the answer. Example: 48 tokens are computed, 4 of them in flight, and the answer ends with token 42: 42 are kept.
-        """
-        kept = max(0, self.computed_tokens - self.in_flight_tokens)
-        return kept if self.known_tokens is None else min(kept, self.known_tokens)
 
 
 @final

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 from vllm_adapter.observe.cause_log import CauseLog
 from vllm_adapter.observe.recorder import Recorder
 from vllm_adapter.scheduler.chunks import PrefillChunks
-from vllm_adapter.scheduler.followed import FollowedRequests
+from vllm_adapter.scheduler.followed import FollowedRequest, FollowedRequests
 from vllm_adapter.scheduler.holdings import Holdings
 from vllm_adapter.scheduler.hooks import Guard
 from vllm_adapter.scheduler.outcomes import OutcomeLog
@@ -131,26 +131,28 @@ class SchedulerSide:
                 request_id, params, prompt_tokens=arrival.prompt_tokens, identity=arrival.identity, now_s=now_s
             )
             self._not_admitted.discard(request_id)
-            if admission.role != "none" or admission.rejected_code:
-                self._follow(arrival, admission, now_s)
+            if admission.rejected_code:
+                self._note_refusal(arrival, admission)
+            if admission.role == "none":
+                return
+            self._requests.begin(arrival, admission.role, now_s, is_early=admission.is_early)
+            if not admission.rejected_code:
+                if self._secrets is not None:
+                    self._outcomes.unsealed(params)
+                if self._streams is not None:
+                    self._streams.admitted(arrival)
+            if admission.role == "producer":
+                self._begin_prompt(arrival, admission)
 
-    def _follow(self, arrival: Arrival, admission: Admission, now_s: float) -> None:
-        """Follow a request that takes part in a hand-over; log the refusal of its ticket."""
-        request_id, code, role = arrival.request_id, admission.rejected_code, admission.role
-        if code:
-            self._outcomes.refused(request_id, code, admission.rejected_message, is_producer=role == "producer")
-        must_fail = bool(code) and self._state.must_fail(request_id)
-        if role != "none" or must_fail:
-            self._requests.begin(arrival, role, now_s, is_early=admission.is_early)
-        if must_fail and arrival.end_with_error is not None:
-            # Here, too, because the host overrules what it is told later of a prompt that it computes whole.
-            arrival.end_with_error()
-        if not code and self._secrets is not None:
-            self._outcomes.unsealed(arrival.params)
-        if not code and self._streams is not None:
-            self._streams.admitted(arrival)
-        if role == "producer":
-            self._begin_prompt(arrival, admission)
+    def _note_refusal(self, arrival: Arrival, admission: Admission) -> None:
+        """Log a refused ticket; end the request with an error if its prompt cannot be computed here."""
+        request_id, is_producer = arrival.request_id, admission.role == "producer"
+        self._outcomes.refused(request_id, admission.rejected_code, admission.rejected_message, is_producer=is_producer)
+        if self._state.must_fail(request_id):
+            # Again when the host asks for its tokens, because the host overrules this for a prompt that it computes whole.
+            self.followed[request_id] = FollowedRequest(arrival, "none")
+            if arrival.end_with_error is not None:
+                arrival.end_with_error()
 
     def _begin_prompt(self, arrival: Arrival, admission: Admission) -> None:
         """Drop the tokens that the consumer computes from the end of a producer's prompt, and follow it."""
@@ -221,7 +223,8 @@ class SchedulerSide:
         if request_id in self._not_admitted:
             self._not_admitted.discard(request_id)
             return False, None
-        self._drain_if_ending()
+        if self._is_ending():
+            self._holdings.drain()
         decision = self._end(ending, block_ids)
         if self._streams is not None:
             self._streams.publish()
@@ -235,12 +238,14 @@ class SchedulerSide:
 
     def _end(self, ending: Ending, block_ids: BlockIds) -> FinishDecision | None:
         """End a request in the machines; None if they refuse even the end of a request that failed."""
-        request_id, kept_tokens = ending.request_id, ending.kept_tokens
+        request_id, kept_tokens = ending.request_id, max(0, ending.computed_tokens - ending.in_flight_tokens)
+        if ending.known_tokens is not None:
+            kept_tokens = min(kept_tokens, ending.known_tokens)
         prompt = self.chunks.prompts.pop(request_id, None)
         # No ticket while the current registration is unknown, after a chunk of the prompt was refused, and if a running state has
         # seen tokens that are not kept: a state cannot be set back.
         is_spoilt = prompt is not None and prompt.is_refused
-        has_run_on = self._facts.has_state and kept_tokens < ending.computed_tokens
+        has_run_on = kept_tokens < ending.computed_tokens and self._facts.has_state
         with Guard(self._log, "end", request_id):
             return self._state.finish(
                 request_id,
@@ -269,7 +274,8 @@ class SchedulerSide:
             is_empty: Whether the step computes nothing for any request.
         """
         now_s = self._now_s()
-        self._drain_if_ending()
+        if self._is_ending():
+            self._holdings.drain()
         for request_id in preempted:
             if request_id in self.followed:
                 with Guard(self._log, "preemption", request_id):
@@ -336,10 +342,6 @@ class SchedulerSide:
             request_id = self._state.give_way(now_s=now_s)
             if request_id:
                 self._outcomes.gave_way(request_id, self._state.lease_count, self._holdings.leased[0])
-
-    def _drain_if_ending(self) -> None:
-        if self._is_ending() and not self._state.is_draining:
-            self._holdings.drain()
 
     def update_output(self, report: StepReport) -> None:
         """Take in the workers' report of a step; ids of other connectors beside this one may be among its own."""

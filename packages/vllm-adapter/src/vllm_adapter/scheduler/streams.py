@@ -95,6 +95,7 @@ _NOT_SHORTENED = "its last tokens are the decode engine's to compute, and could 
 
 Message = Mapping[str, object]
 """A question or an answer, decoded."""
+_WITHDRAWN: Final[Message] = {"kind": "no", "reason": "withdrawn"}
 
 
 @final
@@ -217,7 +218,10 @@ class Streaming:
         with Guard(self._log, "receipt of questions and answers", consequence=_LATER):
             self._take_questions()
             while self._answers:
-                self._take_answer(*self._answers.popleft(), now_s)
+                request_id, number, answer = self._answers.popleft()
+                self._cancels.pop((request_id, number), None)
+                with Guard(self._log, "stream-answered", request_id, "an answer was refused"):
+                    self._streams.answered(request_id, number, answer, now_s=now_s)
 
     def send(self) -> None:
         """Send the machines' questions, answers and cancellations to peers; once a step, after its plan was taken."""
@@ -268,19 +272,16 @@ class Streaming:
 
     def _take_question(self, asker: str, question: Message) -> None:
         self._asked[asker] = question
-        try:
+        with Guard(self._log, "stream-question", consequence="a peer's question for a hand-over was refused"):
             self._streams.produced.ask(asker, question)
-        except Exception as error:  # noqa: BLE001 - one peer's question fails alone
-            self._log.error("stream-question", "a peer's question for a hand-over was refused", trace=error)
-            self._answer(asker, {"kind": "no", "reason": "withdrawn"})
+            return
+        self._answer(asker, _WITHDRAWN)
 
     def _take_back(self, asker: str) -> None:
         known = self._asked.pop(asker, None)
-        try:
-            if known is not None:
+        if known is not None:
+            with Guard(self._log, "stream-question", consequence="a peer's question could not be taken back"):
                 self._streams.produced.cancel(asker, str(known["hand_over_id"]))
-        except Exception as error:  # noqa: BLE001 - one peer's question fails alone
-            self._log.error("stream-question", "a peer's question could not be taken back", trace=error)
 
     def _answer(self, asker: str, answer: Message) -> None:
         question = self._asked.pop(asker, None)
@@ -292,12 +293,10 @@ class Streaming:
         listener = self._listener
         if listener is None:
             return
-        for each in (answer, {"kind": "no", "reason": "withdrawn"}):
-            try:
+        # The second one for an answer that cannot be sent, as when its ticket is too long.
+        for each in (answer, _WITHDRAWN):
+            with Guard(self._log, "stream-answer", consequence="an answer to a peer's question cannot be sent"):
                 listener.answer(ask_id, self._asks.codec.answer_payload(question, each, self._secrets()))
-            except Exception as error:  # noqa: BLE001 - as when a ticket is too long for an answer
-                self._log.error("stream-answer", "an answer to a peer's question cannot be sent", trace=error)
-            else:
                 return
 
     def _ask(self, question: StreamQuestion) -> None:
@@ -311,7 +310,7 @@ class Streaming:
             "wants_final": question.wants_final,
         }
         peer = question.host, question.port
-        try:
+        with Guard(self._log, "stream-ask", question.request_id, "its hand-over cannot be asked for"):
             self._cancels[key] = self._asks.client.ask(
                 host=question.host,
                 port=question.port,
@@ -319,18 +318,8 @@ class Streaming:
                 on_reply=partial(self._on_answer, key, peer, told),
                 deadline_s=self._asks.wait_s + _MARGIN_S,
             )
-        except Exception as error:  # noqa: BLE001 - a question that cannot be asked makes its hand-over a plain one
-            self._log.error(
-                "stream-ask", "request %s: its hand-over cannot be asked for", question.request_id, trace=error
-            )
-            self._answers.append((*key, {"kind": "no", "reason": "not-streamed"}))
-
-    def _take_answer(self, request_id: str, number: int, answer: Message, now_s: float) -> None:
-        self._cancels.pop((request_id, number), None)
-        try:
-            self._streams.answered(request_id, number, answer, now_s=now_s)
-        except Exception as error:  # noqa: BLE001 - one peer's answer fails alone
-            self._log.error("stream-answered", "request %s: an answer was refused", request_id, trace=error)
+            return
+        self._answers.append((*key, {"kind": "no", "reason": "not-streamed"}))
 
     def _note_outcome(self, outcome: StreamOutcome) -> None:
         """Count a prompt that is not streamed, and log it unless the reason was logged for its peer as a whole."""
@@ -395,9 +384,6 @@ class Streaming:
                 self._plain_peers.pop(peer, None)
             except Exception as error:  # noqa: BLE001 - whatever a peer sends
                 code = code_of(error) if payload else _UNREAD
-        if answer["kind"] == "offer" and question["wants_final"]:
-            # Otherwise the stream would be offered and broken repeatedly.
-            answer = {"kind": "no", "reason": "withdrawn"}
         if code in _AGAIN:
             answer = {**answer, "code": code}
         elif code:
