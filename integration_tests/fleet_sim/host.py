@@ -269,7 +269,7 @@ class Host:
         if external:
             self.holdings.skip_window(request, local + external)
             self.holdings.leave_to_read(request, local, local + external)
-        if external or side.follows(request_id):  # as the connector's hook does
+        if external or request_id in side.followed:  # as the connector's hook does
             new = [[] for _ in self.groups] if is_back else self.holdings.new_blocks(request, hits)
             side.allocated(request_id, request.blocks, new, external_tokens=external, preemptions=request.preemptions)
         request.status = "parked" if external else "running"

@@ -150,7 +150,7 @@ def test_refused_calls_of_the_host_log_few_lines_with_their_tracebacks(caplog: p
 
 
 def test_prompts_that_cannot_be_shortened_log_few_lines(caplog: pytest.LogCaptureFixture) -> None:
-    tickets = Engine().side._tickets
+    tickets = Engine().side._outcomes
     for number in range(300):
         tickets.not_shortened(f"r{number}")
     assert len(lines(caplog, "could not be left out here")) == 10

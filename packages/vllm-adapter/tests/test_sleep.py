@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from factories import facts
 from fakes import order
-from scheduler_engine import Listener
+from stream_wires import InMemory
 
 from kv_scheduler_state import FenceOrder, GrantOrder, StepPlan
 from kv_scheduler_state.streams import StreamOrder, StreamPlan
@@ -311,7 +311,7 @@ class Served:
     """The registrations of an engine's ranks, after its first `serve`."""
 
     def __init__(self, *ranks: Any) -> None:
-        self.listener: Any = Listener()
+        self.listener: Any = InMemory()
         self.kept = ServedRegistration(facts(generation=7), self.listener)
         self.expect(*ranks)
 

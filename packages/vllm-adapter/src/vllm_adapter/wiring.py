@@ -130,18 +130,21 @@ def make_scheduler(
         generation=facts.generation,
         reserved_id_prefixes=Codec().reserved_prefixes,
     )
-    security = None
+    state, security = SchedulerState(config), None
     if settings.side_channel_key:
         security = ServerSecurity.read(settings.side_channel_key, settings.side_channel_clients)
+    listener = Listener(*(facts.listens_on or (facts.host, facts.port)), security=security)
+    fleet_secrets = configured_secrets(settings.ticket_secret_files, settings.ticket_secret_variable)
     asks = None
     if settings.streaming:
+        # Last, because it starts a thread: what fails before it leaves none behind.
         client = Client(LocalOffer(policy="off"), security=_client_security(settings))
         asks = AskService(Codec(), client, settings.ask_wait_s)
     return SchedulerSide(
         facts,
-        SchedulerState(config),
-        Listener(*(facts.listens_on or (facts.host, facts.port)), security=security),
-        secrets=configured_secrets(settings.ticket_secret_files, settings.ticket_secret_variable),
+        state,
+        listener,
+        secrets=fleet_secrets,
         asks=asks,
         now_s=now_s,
         lease_ended=lease_ended,
@@ -205,16 +208,6 @@ def _open_registration(
         kind,
     )
 
-    # The thread calls these only after it was started, when both coordinators exist.
-    def on_result(result: ports.TransferResult) -> None:
-        reads.transfer_ended(result)
-
-    def on_quiet(transfer_id: str) -> None:
-        reads.memory_quiet(transfer_id)
-
-    def on_notification(agent_name: str, payload: bytes) -> None:
-        leases.notified(agent_name, payload)
-
     def on_start() -> None:
         use_allowed_cores()  # it inherits the one core of the engine thread
         if events.thread_started is not None:
@@ -223,9 +216,10 @@ def _open_registration(
     thread = TransferThread(
         f"{facts.engine_id}/{facts.pp_rank}.{facts.tp_rank}/{secrets.token_hex(4)}",
         registration_ranges(caches),
-        on_result=on_result,
-        on_quiet=on_quiet,
-        on_notification=on_notification,
+        # The thread calls these only after it was started, when both coordinators exist.
+        on_result=lambda result: reads.transfer_ended(result),  # noqa: PLW0108
+        on_quiet=lambda transfer_id: reads.memory_quiet(transfer_id),  # noqa: PLW0108
+        on_notification=lambda agent_name, payload: leases.notified(agent_name, payload),  # noqa: PLW0108
         options=_agent_options(settings),
         thread_options=ThreadOptions(on_thread_start=on_start),
         port_factory=port_factory,
@@ -327,7 +321,4 @@ def _group_config(group: CacheGroup, dcp: int) -> GroupConfig:
 if TYPE_CHECKING:
     _client: Callable[..., ports.HandshakeClient] = Client
     _listener: Callable[..., ports.HandshakeListener] = Listener
-    _codec: Callable[..., ports.Codec] = Codec
-    _planner: Callable[..., ports.Planner] = Planner
-    _plan: Callable[..., ports.PeerPlan] = Planner().plan
     _thread: Callable[..., ports.TransferThread] = TransferThread

@@ -27,10 +27,10 @@ from vllm_adapter.errors import AdapterError, code_of
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from kv_handshake.inspect import Recording
+    from kv_handshake.inspect import Comparison, Recording
     from vllm_adapter.cache.documents import GeometryDocument
     from vllm_adapter.cli.check.findings import Findings, Topic
-    from vllm_adapter.ports import AgentMetadata, Comparison
+    from vllm_adapter.ports import AgentMetadata
 
 __all__ = ["Channel", "Engine", "ask_engine", "ask_further_ranks"]
 
