@@ -26,7 +26,6 @@ if TYPE_CHECKING:
         TransferThread,
     )
     from vllm_adapter.steps import Rank, ReadTimes
-    from vllm_adapter.worker.transfer.streams import FollowedRank
 
 __all__ = ["PeerEngine", "Read", "TransferParts"]
 
@@ -74,7 +73,7 @@ class Read:
         order: Order that the read carries out.
         times: Timestamps of its stages.
         stream: Order of the stream that it is; None for a plain read.
-        open_ranks: Of a stream: its producer ranks that have not reported.
+        open_ranks: Of a stream: names of its producer ranks that have not reported.
         whole_ranks: Of a stream: the reads from the ranks whose fence held.
         waiting_since_s: Time since which it waits for its engine; 0 while it does not.
         engine: Engine that the read was posted to; None before.
@@ -97,7 +96,7 @@ class Read:
     order: ReadOrder
     times: ReadTimes
     stream: StreamOrder | None = None
-    open_ranks: dict[Rank, FollowedRank] = field(default_factory=dict["Rank", "FollowedRank"])
+    open_ranks: dict[Rank, str] = field(default_factory=dict["Rank", str])
     whole_ranks: list[TransferResult] = field(default_factory=list["TransferResult"])
     waiting_since_s: float = 0.0
     engine: PeerEngine | None = None

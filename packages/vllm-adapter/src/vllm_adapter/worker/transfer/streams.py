@@ -177,11 +177,14 @@ class StreamCoordinator:
                 first_entry=order.start // entry_tokens,
                 now_s=self._parts.now_s(),
             )
-            following = FollowedRank(self, read, order, engine, plan, rank, name)
-            self._ranks[name] = read.open_ranks[rank] = following
-        for following in list(read.open_ranks.values()):
+            self._ranks[name] = FollowedRank(self, read, order, engine, plan, rank, name)
+            read.open_ranks[rank] = name
+        for following in self._open(read):
             key = engine.keys[following.rank]
             following.watch = self._parts.thread.agent.watch_stream(key, slot, following, tokens=tokens)
+
+    def _open(self, read: Read) -> list[FollowedRank]:
+        return [self._ranks[name] for name in read.open_ranks.values()]
 
     def stop(self, request_id: str) -> None:
         """Stop a stream; it ends, as failed, once all its transfers are quiet."""
@@ -217,7 +220,7 @@ class StreamCoordinator:
     def _entry(self, read: Read) -> Entry:
         """Describe a stream; the rank that is furthest behind determines its progress."""
         order, times = read.order, read.times
-        behind = min(read.open_ranks.values(), key=lambda rank: rank.finished_tokens, default=None)
+        behind = min(self._open(read), key=lambda rank: rank.finished_tokens, default=None)
         return {
             "request_id": order.request_id,
             "peer_request_id": order.ticket.peer_request_id,
@@ -311,11 +314,16 @@ class StreamCoordinator:
         following.read.transfers[transfer_id] = following.rank
         return transfer_id
 
+    def _reading(self, read: Read, rank: Rank) -> FollowedRank | None:
+        """Return a rank; None for the fence word of an attempt that is over: it says nothing about the data of the next one."""
+        name = read.open_ranks.get(rank)
+        return self._ranks[name] if name is not None else None
+
     def arrived(self, read: Read, result: TransferResult) -> None:
         """Process a part that has arrived, or a fence word that holds."""
-        following = read.open_ranks.get(read.transfers[result.transfer_id])
+        following = self._reading(read, read.transfers[result.transfer_id])
         if following is None:
-            return  # a fence word of an attempt that is over: it says nothing about the data of the next one
+            return
         now_s, times = self._parts.now_s(), read.times
         following.engine.last_answer_s = now_s
         times.bytes_moved += result.bytes_moved
@@ -330,13 +338,13 @@ class StreamCoordinator:
 
     def lost(self, read: Read, result: TransferResult) -> None:
         """Process a transfer that failed: without one of its parts a stream is torn."""
-        following = read.open_ranks.get(read.transfers[result.transfer_id])
+        following = self._reading(read, read.transfers[result.transfer_id])
         if following is not None and result.transfer_id != following.fence_read:
             self._give_up(read, result.code, result.message)
 
     def landed(self, read: Read, rank: Rank, transfer_id: str) -> None:
         """Note that nothing writes into the pages of a transfer any more, well or badly."""
-        following = read.open_ranks.get(rank)
+        following = self._reading(read, rank)
         if following is None:
             return
         if transfer_id == following.fence_read:
@@ -350,7 +358,7 @@ class StreamCoordinator:
     def _give_up(self, read: Read, code: str, message: str) -> None:
         """Stop all ranks of a stream; each reports once it is quiet."""
         read.fail(code, message)
-        for following in list(read.open_ranks.values()):
+        for following in self._open(read):
             if following.watch is not None:
                 following.watch.end()
             self._readers.cancel(following.name)
