@@ -74,13 +74,6 @@ def test_streamed_and_plain_reads_that_stall_raise_the_alarm(bench: Bench) -> No
     assert "requests r1, r2" in line
 
 
-def test_without_streaming_nothing_is_followed() -> None:
-    bench = Bench()
-    follow(bench, stream())
-    bench.order(streams=StreamPlan(stops=("r1",)))
-    assert (bench.handshakes.asked, bench.ends) == ([], [])
-
-
 def test_an_engine_that_cannot_be_met_ends_its_stream_once(bench: Bench) -> None:
     follow(bench, stream())
     bench.handshakes.answer(Outcome(is_ok=False, code="timed-out", message="no answer"))

@@ -313,26 +313,22 @@ class WorkerSide:
         When this returns, the blocks of `plan.completes` are in the mirror, or their fence is void. A chunk is shown once the
         device has finished it, or its copy to the mirror is done.
         """
-        if self._mirror is not None and self._registration is not None:
-            self._save(self._mirror, self._registration, orders.plan)
+        plan, registration, mirror = orders.plan, self._registration, self._mirror
+        if mirror is not None and registration is not None and (plan.saves or plan.completes):
+            began_s = time.perf_counter()
+            mirror.save(plan.saves)
+            failed = mirror.settle(plan.completes)
+            self._recorder.observe("mirror_save_duration", time.perf_counter() - began_s)
+            for request_id, reason in failed.items():
+                self._recorder.count("num_failed_mirror_copies")
+                self._void(registration, request_id, self._state.fence_slot(request_id))
+                self._recorder.error(
+                    "mirror-copy",
+                    f"request {request_id}: its blocks could not be copied to host memory ({reason}); its readers will find "
+                    "its fence void",
+                )
         if self._streams is not None:
-            self._streams.chunks_given(orders.plan)
-
-    def _save(self, mirror: HostMirror, registration: Registration, plan: StepPlan) -> None:
-        if not (plan.saves or plan.completes):
-            return
-        began_s = time.perf_counter()
-        mirror.save(plan.saves)
-        failed = mirror.settle(plan.completes)
-        self._recorder.observe("mirror_save_duration", time.perf_counter() - began_s)
-        for request_id, reason in failed.items():
-            self._recorder.count("num_failed_mirror_copies")
-            self._void(registration, request_id, self._state.fence_slot(request_id))
-            self._recorder.error(
-                "mirror-copy",
-                f"request {request_id}: its blocks could not be copied to host memory ({reason}); its readers will find its "
-                "fence void",
-            )
+            self._streams.chunks_given(plan)
 
     def take_report(self) -> StepReport:
         """Return all ends since the last step, and this rank's registration if it was asked for or is new.

@@ -99,7 +99,7 @@ class Registration:
         for order in plan.reads:
             self.reads.read(order)
         for watch in plan.streams.watches:
-            self.reads.follow(watch)
+            self.reads.read(watch.read, watch)
         for request_id in plan.streams.stops:
             with self.recorder.guarded("end of a stream"):
                 self.reads.stop(request_id)

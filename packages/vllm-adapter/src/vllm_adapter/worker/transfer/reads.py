@@ -146,11 +146,6 @@ class ReadCoordinator:
         except Exception as error:  # noqa: BLE001  (one order can only fail itself)
             self._abandon(read, "read order", error)
 
-    def follow(self, order: StreamOrder) -> None:
-        """Start a streamed read; without streaming, ignore it."""
-        if self._streams is not None:
-            self.read(order.read, order)
-
     def stop(self, request_id: str) -> None:
         """Stop a stream; its end is reported, as failed, once all its transfers are quiet."""
         if self._streams is not None:
@@ -323,10 +318,18 @@ class ReadCoordinator:
         if read.transfers or engine is None:
             return
         try:
+            late_s = self._parts.now_s() - read.trusted_until_s
+            is_proved = engine.is_fenced and read.order.ticket.fence is not None
+            if late_s > 0 and not (read.code or is_proved):
+                # Without a fence, the only proof that the pages still held this prompt is that the lease had not ended.
+                message = f"the read ended {late_s:.1f} s after the peer's lease on the pages"
+                self._note_failure(read, "read-after-expiry", message)
             if read.code and self._may_retry(read, engine):
                 self._retry(read, engine)
             else:
-                self._conclude(read, engine)
+                if read.done_ranks != engine.keys.keys() and (engine.phase == "ready" or not read.code):
+                    self._peers.release(read, engine)
+                self._end(read)
         except Exception as error:  # noqa: BLE001  (whatever else fails, the read ends)
             self._abandon(read, "end of a read", error)
         finally:
@@ -363,16 +366,6 @@ class ReadCoordinator:
         read.code = read.message = ""
         read.engine = None
         self._peers.submit(read)
-
-    def _conclude(self, read: Read, engine: PeerEngine) -> None:
-        late_s = self._parts.now_s() - read.trusted_until_s
-        if not read.code and not (engine.is_fenced and read.order.ticket.fence is not None) and late_s > 0:
-            # Without a fence, the only proof that the pages still held this prompt is that the lease had not ended.
-            message = f"the read ended {late_s:.1f} s after the peer's lease on the pages"
-            self._note_failure(read, "read-after-expiry", message)
-        if read.done_ranks != engine.keys.keys() and (engine.phase == "ready" or not read.code):
-            self._peers.release(read, engine)
-        self._end(read)
 
     def _not_met(self, read: Read, code: str, message: str) -> None:
         """End a read whose engine cannot be read from."""
