@@ -273,8 +273,8 @@ def _left_in(engine: Engine) -> list[tuple[str, str]]:
     for worker in engine.workers:
         registration: Any = worker._registration
         rank = f"rank {worker.rank[1]}"
-        if worker._void_reads:
-            found.append(("void-reads-left", f"{rank} keeps {len(worker._void_reads)} reads that a reset has voided"))
+        if worker._due_reads:
+            found.append(("due-reads-left", f"{rank} keeps {len(worker._due_reads)} reads that have not been reported"))
         reads = registration.reads.snapshot()
         if reads["transfers"]:
             found.append(("transfers-left", f"{rank} has {reads['transfers']} transfers"))
@@ -287,10 +287,10 @@ def _left_in(engine: Engine) -> list[tuple[str, str]]:
         handles = len(agent._port.handles)
         if handles:
             found.append(("handles-left", f"{rank} has {handles} NIXL handles"))
-        engines = len(registration.reads._peers)
+        engines = len(registration.reads._peers.engines)
         if engines > _MOST_PEERS:
             found.append(("peers-left", f"{rank} knows {engines} engines"))
-        waiting = [read for peer in registration.reads._peers.engines() for read in peer.waiting]
+        waiting = [read for peer in registration.reads._peers.engines.values() for read in peer.waiting]
         if waiting:
             found.append(("reads-waiting", f"{rank} has {len(waiting)} reads that wait for an engine"))
     return found

@@ -15,7 +15,7 @@ from kv_topology.tools import EngineSpec, ModelSpec, StateSpec, build_engine
 from vllm_adapter.cache.documents import PeerSizes
 from vllm_adapter.cache.vllm_peer import PeerGeometry
 from vllm_adapter.errors import AdapterError
-from vllm_adapter.worker.transfer.planner import PeerPlanner, PeerRanks
+from vllm_adapter.worker.transfer.planner import PeerPlanner
 
 DENSE = ModelSpec(("attention",) * 12, 4, 8)
 STATE = StateSpec(heads=8, head_dim=4, state_dim=4, groups=2, conv_rows=4)
@@ -231,5 +231,5 @@ def test_pipelines_are_met_only_where_stages_tell_their_layers(
     assert caught.value.code in {"pipeline-size-differs", "pipeline-regions-ambiguous"}
     if not can_be_told:
         with pytest.raises(AdapterError) as caught:
-            planner.plan(PeerRanks(planner, told, {(0, 0): first, (1, 0): first}))
+            list(planner.read(told, {(0, 0): first, (1, 0): first}))
         assert caught.value.code == "pipeline-regions-ambiguous"

@@ -203,7 +203,7 @@ def test_a_step_that_computes_nothing_waits_a_moment_for_a_read_and_no_other_ste
     step(rest_s=0.005, is_asking=True)
     assert waited == [0.005]
     worker._read_ended(_end())
-    worker._stream_ended(_end())
+    worker._read_ended(replace(_end(), is_streamed=True))
     worker._lease_ended("p1")
     assert waited[1:] == [0, 0, 0], "an end wakes it"
     report = worker.take_report()
@@ -240,7 +240,7 @@ def test_a_rank_rests_only_until_it_has_reported_all_that_it_waits_for(plan: Ste
     if plan.grants:
         worker._lease_ended("r1")
     else:
-        (worker._read_ended if plan.reads else worker._stream_ended)(_end())
+        worker._read_ended(replace(_end(), is_streamed=not plan.reads))
     for _ in range(5):
         worker.apply(rests(StepPlan()))
         worker.take_report()

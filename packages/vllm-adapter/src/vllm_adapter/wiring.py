@@ -237,9 +237,8 @@ def _open_registration(
     shared = TransferParts(
         thread, handshakes, codec, recorder, time.monotonic, facts.engine_id, PeerSpec, settings, dialect
     )
-    reads = ReadCoordinator(shared, planner, events.read_ended)
-    if settings.streaming:
-        reads.use_streams(StreamReaders(settings.read_timeout_s), stream_shape(facts), events.stream_ended)
+    streams = (StreamReaders(settings.read_timeout_s), stream_shape(facts)) if settings.streaming else None
+    reads = ReadCoordinator(shared, planner, events.read_ended, streams)
     table = LeaseTable(requires_nonces=settings.requires_nonces)
     leases = LeaseKeeper(shared, table, events.sent)
     try:
