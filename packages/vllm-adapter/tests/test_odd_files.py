@@ -136,4 +136,4 @@ def test_a_time_is_refused_by_its_option_and_range(command: str, tmp_path: Path)
     for number in ("nan", "inf", "-1", "0", "1e9"):
         ended = run(*words, "--timeout", number)
         said = f"--timeout must be 0.001 s at least and 3600 s at most, got {float(number):g}"
-        assert ended == (2, "", f"vllm-adapter {command}: {said} (out-of-range)\n")
+        assert ended == (2, "", f"vllm-adapter: {said} (out-of-range)\n")

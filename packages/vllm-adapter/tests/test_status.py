@@ -185,7 +185,7 @@ def test_a_folder_that_others_could_fill_is_reported_and_nothing_in_it_is_asked(
     else:
         folder.rename(folder.with_name("elsewhere"))
         folder.symlink_to(folder.with_name("elsewhere"))
-    (answer,) = ask_all([folder])
+    (answer,) = ask_all(folder)
     assert answer["socket"] == str(folder)
     assert "is not a folder of user" in str(answer["error"])
     assert main(["status", "--folder", str(folder)]) == 1
@@ -319,7 +319,7 @@ engines._exchange = lambda *_: (content, 1.0, 2.0)
 sys.setswitchinterval(1e-6)
 for _ in range(60):
     engines.Answer = importlib.reload(answers).Answer  # a type that msgspec has not seen
-    found = engines.ask_all([Path(sys.argv[2])])
+    found = engines.ask_all(Path(sys.argv[2]))
     assert len(found) == 16, found
     assert not any("error" in each for each in found), found
 """

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from typing import Annotated
 
 import typer
 
-from vllm_adapter.cli.values import json_text, parse_json, read_text, source_name
+from vllm_adapter.cli.values import json_text, read_json, say
 from vllm_adapter.config import describe_keys, describe_schema
 from vllm_adapter.config.whole import Problem, Verdict, check_transfer_config
 from vllm_adapter.errors import AdapterError
-from vllm_adapter.observe.cause_log import plain_text
 
 __all__ = ["add_config"]
 
@@ -70,26 +68,17 @@ def _explanation() -> str:
 
 def _check(source: str, *, as_json: bool) -> None:
     """Print every problem of a configuration; exit with 1 if there is one."""
-    verdict = _verdict(source)
+    try:
+        verdict = check_transfer_config(read_json(source))
+    except AdapterError as error:
+        verdict = Verdict((Problem(error.code, "", str(error)),))
     if as_json:
         problems = [dataclasses.asdict(problem) for problem in verdict.problems]
         print(json_text({"is_good": not problems, "problems": problems, "notes": verdict.notes}, indent=2))
     for problem in () if as_json else verdict.problems:
         where = f"{problem.key}: " if problem.key else ""
-        print(f"vllm-adapter config: {plain_text(where + problem.message)} ({problem.code})", file=sys.stderr)
+        say("config", f"{where}{problem.message} ({problem.code})")
     if verdict.problems:
         raise typer.Exit(1)
     if not as_json:
         print("\n".join([*verdict.notes, "good"]))
-
-
-def _verdict(source: str) -> Verdict:
-    try:
-        text = read_text(source)
-    except AdapterError as error:
-        return Verdict((Problem(error.code, "", str(error)),))
-    try:
-        config = parse_json(text, source_name(source))
-    except AdapterError as error:
-        return Verdict((Problem("not-json", "", str(error)),))
-    return check_transfer_config(config)
