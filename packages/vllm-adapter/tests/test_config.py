@@ -15,7 +15,7 @@ from scheduler_engine import BLOCK, TEXT, Engine
 
 from kv_scheduler_state import GrantOrder, GroupConfig, LeaseTable, SchedulerConfig, SchedulerStateError, StepPlan
 from vllm_adapter.cli import main
-from vllm_adapter.config import OBSOLETE_KEYS, Settings, check_mirror, describe_keys, load_keys, load_settings
+from vllm_adapter.config import OBSOLETE_KEYS, Settings, check_whole, describe_keys, load_keys, load_settings
 from vllm_adapter.config.start_checks import streaming_warnings
 from vllm_adapter.config.whole import check_transfer_config
 from vllm_adapter.errors import ConfigurationError
@@ -259,9 +259,9 @@ def test_bytes_of_a_file_name_that_are_no_utf_8_are_taken_as_python_reads_them()
 
 
 def test_a_mirror_needs_fences() -> None:
-    check_mirror(Settings())
+    check_whole(Settings(), is_mirrored=True)
     with pytest.raises(ConfigurationError, match="fence_slots") as caught:
-        check_mirror(Settings(fence_slots=0))
+        check_whole(Settings(fence_slots=0), is_mirrored=True)
     assert caught.value.code == "incomplete-keys"
 
 

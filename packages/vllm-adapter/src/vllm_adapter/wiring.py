@@ -141,7 +141,7 @@ def make_scheduler(
         facts,
         SchedulerState(config),
         Listener(*(facts.listens_on or (facts.host, facts.port)), security=security),
-        secrets=configured_secrets(settings.ticket_secret_files, settings.ticket_secret_variable),
+        secrets=configured_secrets(settings),
         asks=asks,
         now_s=now_s,
         lease_ended=lease_ended,

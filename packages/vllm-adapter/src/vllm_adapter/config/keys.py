@@ -28,7 +28,6 @@ __all__ = [
     "RENEWED_PART",
     "Key",
     "Settings",
-    "check_mirror",
     "check_whole",
     "describe_keys",
     "describe_schema",
@@ -301,7 +300,11 @@ def load_keys(extra: Mapping[str, object]) -> tuple[Settings, tuple[str, ...]]:
             values[key] = _read_value(known[key], value)
             _check_texts(key, values[key])
     settings = Settings(**values)
-    _check_backends(settings.backends)
+    # NIXL could create nothing from an empty list, or one back end twice.
+    if not settings.backends or len(set(settings.backends)) < len(settings.backends):
+        names = list(settings.backends)
+        reason = f"must name one NIXL back end or more, each once, such as UCX, got {names}"
+        raise _refused("backends", names, reason)
     _check_host("advertised_host", settings.advertised_host)
     _check_networks("remote_hosts", settings.remote_hosts)
     _check_networks("unsigned_hosts", settings.unsigned_hosts)
@@ -346,24 +349,9 @@ def _check_texts(key: str, value: object) -> None:
             continue
         if isinstance(value, tuple) and not text.strip():
             raise _refused(key, text, f"holds {text!r}, which names nothing: leave it out")
-        if "\0" in text or _is_half(text):
+        # Halves of a surrogate pair, without those by which Python reads bytes of a file name that are not UTF-8.
+        if re.search("[\0\ud800-\udc7f\udd00-\udfff]", text):
             raise _refused(key, text, f"holds {text!r}: no name may have a zero byte, or half of a surrogate pair")
-
-
-def _is_half(text: str) -> bool:
-    """Return whether a text cannot be written; bytes of a file name that are not UTF-8 can, as Python reads them."""
-    try:
-        text.encode("utf-8", "surrogateescape")
-    except UnicodeEncodeError:
-        return True
-    return False
-
-
-def _check_backends(names: tuple[str, ...]) -> None:
-    """Refuse a list from which NIXL could create nothing, or one back end twice."""
-    if not names or len(set(names)) < len(names):
-        reason = f"must name one NIXL back end or more, each once, such as UCX, got {list(names)}"
-        raise _refused("backends", list(names), reason)
 
 
 def _check_host(key: str, host: str) -> None:
@@ -399,20 +387,12 @@ def _port_range(text: str) -> tuple[int, int]:
     return first, last
 
 
-def check_mirror(settings: Settings) -> None:
-    """Refuse a mirror in host memory without fences: a copy that fails can only be reported to readers through its fence.
-
-    Raises:
-        ConfigurationError: `incomplete-keys`.
-    """
-    if not settings.fence_slots:
-        raise _incomplete(
-            "a mirror in host memory needs fence_slots: readers learn of a copy that failed by its fence alone"
-        )
-
-
-def check_whole(settings: Settings) -> None:
+def check_whole(settings: Settings, *, is_mirrored: bool = False) -> None:
     """Refuse a protection that is configured by half: it would protect nothing, or everything would be refused.
+
+    Args:
+        settings: The configuration.
+        is_mirrored: Whether peers read a mirror in host memory: a copy that fails can only be reported through its fence.
 
     Raises:
         ConfigurationError: `incomplete-keys`.
@@ -421,6 +401,10 @@ def check_whole(settings: Settings) -> None:
     if 0 < len(missing) < len(_CHANNEL_KEYS):
         needed = ", ".join(_CHANNEL_KEYS)
         raise _incomplete(f"an encrypted side channel needs {needed}; there is no {', '.join(missing)}")
+    if is_mirrored and not settings.fence_slots:
+        raise _incomplete(
+            "a mirror in host memory needs fence_slots: readers learn of a copy that failed by its fence alone"
+        )
     if settings.streaming and not settings.fence_slots:
         raise _incomplete("streaming needs fence_slots: what was read early counts only by the fence")
     if settings.ticket_policy and not settings.has_secrets:

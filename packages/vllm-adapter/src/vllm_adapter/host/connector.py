@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
-from vllm_adapter.config import check_mirror, load_settings
+from vllm_adapter.config import check_whole, load_settings
 from vllm_adapter.config.start_checks import check_start, streaming_warnings
 from vllm_adapter.host.cache_config import layer_caches
 from vllm_adapter.host.device_streams import device_selector, request_amx, streams_of
@@ -89,8 +89,7 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
         self._cache_config = kv_cache_config
         self._layers = vllm_config.compilation_config.static_forward_context
         self._has_mirror = facts.is_mirrored
-        if self._has_mirror:
-            check_mirror(settings)
+        check_whole(settings, is_mirrored=self._has_mirror)
         self._mirror: TorchMirror | None = None
         self._report = StepReport()
         # vLLM calls the hooks of this connector's own role alone.

@@ -19,7 +19,7 @@ from vllm_adapter.cli.check.reads import check_reads
 from vllm_adapter.cli.engines import ask_all, of_engine
 from vllm_adapter.cli.values import read_json
 from vllm_adapter.config import RENEWED_PART, load_settings
-from vllm_adapter.config.secrets import FleetSecrets, secrets_in_variable
+from vllm_adapter.config.secrets import configured_secrets
 from vllm_adapter.config.whole import check_transfer_config, own_keys
 from vllm_adapter.errors import ConfigurationError, code_of
 
@@ -258,8 +258,8 @@ def _terms_of_config(source: str | None) -> tuple[Answer | None, _Keys]:
         said = "; ".join(f"{problem.key}: {problem.message} ({problem.code})" for problem in problems)
         raise ConfigurationError(said, code=problems[0].code)
     settings, _ = load_settings(own_keys(config))
-    words = secrets_in_variable(settings.ticket_secret_variable)
-    seals = FleetSecrets(settings.ticket_secret_files, words).fingerprints if settings.has_secrets else ()
+    secrets = configured_secrets(settings)
+    seals = secrets.fingerprints if secrets is not None else ()
     keys = (settings.side_channel_key, settings.side_channel_server_key) if settings.side_channel_key else None
     return cast("Answer", {**settings.terms, "seals": list(seals)}), keys
 
