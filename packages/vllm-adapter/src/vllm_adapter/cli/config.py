@@ -56,13 +56,12 @@ def _config(
 
 def _explanation() -> str:
     lines: list[str] = []
-    for key in describe_keys():
-        limits = f", one of {', '.join(key.choices)}" if key.choices else ""
-        if key.limits:
-            limits = ", {:g} to {:g}".format(*key.limits)
-        default = list(key.default) if isinstance(key.default, tuple) else key.default
-        lines.append(f"{key.name} ({key.type}, default {default}{limits})")
-        lines.append(f"    {key.doc}")
+    for name, about in describe_keys().items():
+        limits = f", one of {', '.join(about['enum'])}" if "enum" in about else ""
+        if "maximum" in about:
+            limits = f", {about['minimum']:g} to {about['maximum']:g}"
+        default = list(about["default"]) if about["type"] == "array" else about["default"]
+        lines += [f"{name} ({about['type']}, default {default}{limits})", f"    {about['description']}"]
     return "\n".join(lines)
 
 

@@ -197,7 +197,7 @@ def _is_others(child: Mapping[str, object]) -> bool:
 
 
 def _unknown_hint(key: str) -> str:
-    own = [key.name for key in describe_keys()]
+    own = list(describe_keys())
     if key in own:
         return "; it belongs into 'kv_connector_extra_config'"
     if near := _near(key, HOST_KEYS):
