@@ -113,7 +113,7 @@ def run(*words: str) -> Ended:
     ended = Ended(code, out.text(), err.text())
     program = get_command(app)
     assert isinstance(program, TyperGroup)
-    exits = (program.commands[words[0]].epilog or "").partition("exit codes:")[2]
+    exits = (program.commands[words[0]].help or "").partition("exit codes:")[2]
     assert str(code) in re.findall(r"^  (\d)  ", exits, re.MULTILINE), ended
     assert "Traceback" not in ended.err
     assert code != 2 or (ended.err.strip() and not ended.out)

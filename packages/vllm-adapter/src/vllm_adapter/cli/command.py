@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vllm_adapter import __version__
-from vllm_adapter.cli.check import add_check
-from vllm_adapter.cli.config import add_config
-from vllm_adapter.cli.status import add_status
-from vllm_adapter.cli.trace import add_trace
+from vllm_adapter.cli.check import check
+from vllm_adapter.cli.config import config
+from vllm_adapter.cli.status import revoke, status
+from vllm_adapter.cli.trace import trace
 from vllm_adapter.errors import AdapterError
 from vllm_adapter.observe.cause_log import plain_text
 
@@ -25,8 +25,8 @@ _NAME = "vllm-adapter"
 _USAGE = 2
 
 app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
-for _add in (add_check, add_config, add_status, add_trace):
-    _add(app)
+for _command in (check, config, status, revoke, trace):
+    app.command()(_command)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -12,27 +12,10 @@ from vllm_adapter.config import describe_keys, describe_schema
 from vllm_adapter.config.whole import Problem, Verdict, check_transfer_config
 from vllm_adapter.errors import AdapterError
 
-__all__ = ["add_config"]
-
-_EPILOG = """\b
-examples:
-  vllm-adapter config --explain
-  vllm-adapter config --check kv-transfer-config.json
-
-\b
-exit codes:
-  0  done; with --check: the configuration is good
-  1  --check: it is wrong, or cannot be read
-  2  wrong usage
-"""
+__all__ = ["config"]
 
 
-def add_config(app: typer.Typer) -> None:
-    """Register the command."""
-    app.command("config", epilog=_EPILOG)(_config)
-
-
-def _config(
+def config(
     *,
     explain: Annotated[bool, typer.Option("--explain", help="Every key with default, range and meaning.")] = False,
     schema: Annotated[bool, typer.Option("--schema", help="The same as a JSON schema.")] = False,
@@ -45,7 +28,19 @@ def _config(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="With --check: the result as JSON.")] = False,
 ) -> None:
-    """Explain the connector's own keys, or check a --kv-transfer-config."""
+    """Explain the connector's own keys, or check a --kv-transfer-config.
+
+    \b
+    examples:
+      vllm-adapter config --explain
+      vllm-adapter config --check kv-transfer-config.json
+
+    \b
+    exit codes:
+      0  done; with --check: the configuration is good
+      1  --check: it is wrong, or cannot be read
+      2  wrong usage
+    """  # noqa: D301 - a backslash keeps the lines of the help
     if explain + schema + (check is not None) != 1:
         raise typer.BadParameter("--explain, --schema and --check exclude each other, and one of them is needed")
     if check is not None:

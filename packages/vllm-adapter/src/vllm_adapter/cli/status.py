@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from vllm_adapter.observe.answers import Answer
 
-__all__ = ["add_status", "print_tables", "troubles"]
+__all__ = ["print_tables", "revoke", "status", "troubles"]
 
 _TROUBLE = 1
 _NOT_FOUND = 3
@@ -52,42 +52,8 @@ _DETAILS = (
 )
 """(title, key of an answer, keys of an entry that are shown)."""
 
-_EPILOG = """\b
-examples:
-  vllm-adapter status
-  vllm-adapter status decode-0 --requests
-  vllm-adapter status --watch 2
 
-\b
-exit codes:
-  0  every process answered, and no transfer thread is dead or stuck
-  1  a process did not answer, or its transfer thread is dead or stuck
-  2  wrong usage
-  3  no such engine runs on this machine for this user
-"""
-
-
-_REVOKE_EPILOG = """\b
-examples:
-  vllm-adapter revoke prefill-0
-  curl -X POST 'http://localhost:8000/pause?mode=keep' & vllm-adapter revoke prefill-0
-
-\b
-exit codes:
-  0  the engine revokes its leases, or had none
-  1  its scheduler did not answer
-  2  wrong usage
-  3  no such engine, or more than one, runs on this machine for this user
-"""
-
-
-def add_status(app: typer.Typer) -> None:
-    """Register the commands `status` and `revoke`."""
-    app.command("status", epilog=_EPILOG)(_status)
-    app.command("revoke", epilog=_REVOKE_EPILOG)(_revoke)
-
-
-def _status(
+def status(
     engine: Annotated[
         str | None,
         typer.Argument(metavar="ENGINE", help="Engine id, the beginning of one, or a process id; default: all."),
@@ -110,7 +76,21 @@ def _status(
     timeout: Timeout = 3.0,
     folder: Folder = None,
 ) -> None:
-    """Show what live engines of this machine hold: leases, reads, peers, stalls, health."""
+    """Show what live engines of this machine hold: leases, reads, peers, stalls, health.
+
+    \b
+    examples:
+      vllm-adapter status
+      vllm-adapter status decode-0 --requests
+      vllm-adapter status --watch 2
+
+    \b
+    exit codes:
+      0  every process answered, and no transfer thread is dead or stuck
+      1  a process did not answer, or its transfer thread is dead or stuck
+      2  wrong usage
+      3  no such engine runs on this machine for this user
+    """  # noqa: D301 - a backslash keeps the lines of the help
     code = 0
     with suppress(KeyboardInterrupt):
         while True:
@@ -253,7 +233,7 @@ def _unshielded(answers: Sequence[Answer]) -> Iterator[str]:
 # ----------------------------------------------------------------------------------------------------------------- revoke
 
 
-def _revoke(
+def revoke(
     engine: Annotated[
         str, typer.Argument(metavar="ENGINE", help="Engine id, the beginning of one, or a process id of its scheduler.")
     ],
@@ -266,7 +246,19 @@ def _revoke(
 
     vLLM counts a finished request whose blocks are kept for a reader as work, so /pause of a prefill engine waits for its
     longest unread lease. Run this while /pause waits, or before it. Readers of these tickets end as kv_load_failure_policy says.
-    """
+
+    \b
+    examples:
+      vllm-adapter revoke prefill-0
+      curl -X POST 'http://localhost:8000/pause?mode=keep' & vllm-adapter revoke prefill-0
+
+    \b
+    exit codes:
+      0  the engine revokes its leases, or had none
+      1  its scheduler did not answer
+      2  wrong usage
+      3  no such engine, or more than one, runs on this machine for this user
+    """  # noqa: D301 - a backslash keeps the lines of the help
     # An empty name is a script's mistake; as the beginning of every name it would stand for the only engine here.
     found = of_engine(ask_all(folder, timeout_s=timeout), engine) if engine.strip() else []
     sockets = [Path(answer.get("socket") or "") for answer in found if answer.get("part") == "scheduler"]

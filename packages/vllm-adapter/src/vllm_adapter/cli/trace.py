@@ -29,27 +29,13 @@ from vllm_adapter.observe.status_socket import TRACE_REQUEST
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-__all__ = ["HandOver", "Record", "add_trace", "join_hand_overs", "make_timeline", "timeline_text"]
+__all__ = ["HandOver", "Record", "trace", "join_hand_overs", "make_timeline", "timeline_text"]
 
 _MOST_UNEXPLAINED = 0.05
 """Part of the time to the first token that may stay without a name."""
 _UNEXPLAINED, _NOT_FOUND = 1, 3
 _TTFT_S = (1e-6, 3600)
 _BAR_COLUMNS = 28
-
-_EPILOG = """\b
-examples:
-  vllm-adapter trace                      the latest hand-over
-  vllm-adapter trace --list               the hand-overs that can be asked for
-  vllm-adapter trace cmpl-4f --json
-
-\b
-exit codes:
-  0  the timeline's named spans cover 95 % of the time to the first token, or more
-  1  they do not
-  2  wrong usage, or a file that cannot be read or written
-  3  no such hand-over is remembered by the engines of this machine and user
-"""
 
 Step = tuple[str, str, str]
 """(process, stage at which the span ends, name)."""
@@ -345,12 +331,7 @@ def _side_spans(hand_over: HandOver) -> Iterator[dict[str, Any]]:
                 yield _span(name, f"{engine} {record.part}", record.moments[begin], record.moments[end])
 
 
-def add_trace(app: typer.Typer) -> None:
-    """Register the command."""
-    app.command("trace", epilog=_EPILOG)(_trace)
-
-
-def _trace(
+def trace(
     request: Annotated[str, typer.Argument(metavar="REQUEST", help="Id at either engine, or a part of it.")] = "",
     *,
     lists: Annotated[bool, typer.Option("--list", help="List the hand-overs that the engines remember.")] = False,
@@ -363,7 +344,21 @@ def _trace(
     others: Annotated[list[str] | None, typer.Option("--with", metavar="FILE", help="Saved answers to add.")] = None,
     folder: Folder = None,
 ) -> None:
-    """Show one hand-over's timeline, put together from both engines."""
+    """Show one hand-over's timeline, put together from both engines.
+
+    \b
+    examples:
+      vllm-adapter trace                      the latest hand-over
+      vllm-adapter trace --list               the hand-overs that can be asked for
+      vllm-adapter trace cmpl-4f --json
+
+    \b
+    exit codes:
+      0  the timeline's named spans cover 95 % of the time to the first token, or more
+      1  they do not
+      2  wrong usage, or a file that cannot be read or written
+      3  no such hand-over is remembered by the engines of this machine and user
+    """  # noqa: D301 - a backslash keeps the lines of the help
     desk = f"command {os.uname().nodename} {os.getpid()} {time.monotonic_ns()}"
     saved = [answer for file in others or () for answer in _saved(file)]
     answers: list[Answer] = [{"desk": desk, **answer} for answer in ask_all(folder, request=TRACE_REQUEST)]

@@ -9,34 +9,15 @@ import typer
 from vllm_adapter.cli.check.findings import Findings
 from vllm_adapter.cli.values import Timeout, json_text, within
 
-__all__ = ["add_check"]
+__all__ = ["check"]
 
 _NO_GO = 1
 _MOST_TP = 1024
 _SPEEDS = (1e-3, 1e6)
 """GB/s of a network, at least and at most."""
-_EPILOG = """An engine is named by its side channel, HOST:PORT ([ADDRESS]:PORT for IPv6). One that runs on this machine
-may be named by its id, as `vllm-adapter status` shows it. It is asked as a peer would ask it; its cache is not read.
-
-\b
-examples:
-  vllm-adapter check 10.0.0.1:5600 10.0.1.1:5600
-  vllm-adapter check 10.0.0.1:5600 10.0.1.1:5600 --prefill-config prefill.json --decode-config decode.json
-
-\b
-exit codes:
-  0  go
-  1  no go: at least one reason, each named
-  2  wrong usage, or a configuration that is wrong
-"""
 
 
-def add_check(app: typer.Typer) -> None:
-    """Register the command."""
-    app.command("check", epilog=_EPILOG)(_check)
-
-
-def _check(  # noqa: PLR0913 - one for each option
+def check(  # noqa: PLR0913 - one for each option
     prefill: Annotated[str, typer.Argument(metavar="PREFILL", help="The engine that computes prompts.")],
     decode: Annotated[str, typer.Argument(metavar="DECODE", help="The engine that reads them.")],
     *,
@@ -83,7 +64,22 @@ def _check(  # noqa: PLR0913 - one for each option
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The findings as JSON.")] = False,
 ) -> None:
-    """Tell whether two live engines can hand over, and why not."""
+    """Tell whether two live engines can hand over, and why not.
+
+    An engine is named by its side channel, HOST:PORT ([ADDRESS]:PORT for IPv6). One that runs on this machine
+    may be named by its id, as `vllm-adapter status` shows it. It is asked as a peer would ask it; its cache is not read.
+
+    \b
+    examples:
+      vllm-adapter check 10.0.0.1:5600 10.0.1.1:5600
+      vllm-adapter check 10.0.0.1:5600 10.0.1.1:5600 --prefill-config prefill.json --decode-config decode.json
+
+    \b
+    exit codes:
+      0  go
+      1  no go: at least one reason, each named
+      2  wrong usage, or a configuration that is wrong
+    """  # noqa: D301 - a backslash keeps the lines of the help
     # The four libraries, with NumPy and ZMQ, load for this command alone.
     from vllm_adapter.cli.check.pair import check_pair, dialect_of
 
