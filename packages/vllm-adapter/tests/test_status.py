@@ -22,7 +22,7 @@ import pytest
 from vllm_adapter.cli import engines, main
 from vllm_adapter.cli.engines import ask_all, of_engine
 from vllm_adapter.cli.status import print_tables, troubles
-from vllm_adapter.observe.status_socket import StatusSocket
+from vllm_adapter.observe.status_socket import REQUEST, StatusSocket
 
 Serve = Callable[..., StatusSocket]
 pytestmark = pytest.mark.usefixtures("no_engines")
@@ -40,7 +40,8 @@ def serve() -> Iterator[Serve]:
     opened: list[StatusSocket] = []
 
     def run(answer: Any, part: str = "scheduler", **more: Any) -> StatusSocket:
-        opened.append(StatusSocket(part, answer if callable(answer) else lambda: answer, **more))
+        answers = {f"{request}\n".encode(): describe for request, describe in more.items()}
+        opened.append(StatusSocket(part, {**answers, REQUEST: answer if callable(answer) else lambda: answer}))
         assert opened[-1].open()
         return opened[-1]
 
@@ -49,7 +50,7 @@ def serve() -> Iterator[Serve]:
         each.close()
 
 
-def ask(path: Path, request: bytes = b"status\n") -> bytes:
+def ask(path: Path, request: bytes = REQUEST) -> bytes:
     reply = engines._exchange(path, time.monotonic() + 5, request)
     return b"" if isinstance(reply, OSError) else reply[0]
 
@@ -61,7 +62,7 @@ def test_only_its_user_reaches_a_socket_and_nothing_is_left_of_a_closed_one(fold
     served = serve({"engine_id": "P"})
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert stat.S_IMODE(served.path.stat().st_mode) == 0o600
-    assert json.loads(ask(served.path)) == {"engine_id": "P"}
+    assert json.loads(ask(served.path))["engine_id"] == "P"
     served.close()
     served.close()
     assert list(folder.iterdir()) == []
@@ -82,7 +83,7 @@ def test_a_socket_that_cannot_be_opened_is_one_line_and_no_engine_ends(
         folder.symlink_to(folder.parent / "elsewhere")
     elif spoil == "file":
         folder.write_text("")
-    refused = StatusSocket("scheduler", dict)
+    refused = StatusSocket("scheduler", {})
     with caplog.at_level(logging.DEBUG, "vllm.vllm_adapter"), monkeypatch.context() as full:
         if spoil == "thread":
             full.setattr(threading.Thread, "start", refuse)
@@ -99,7 +100,7 @@ def test_any_runtime_folder_in_the_environment_leaves_the_engine_alone(
 ) -> None:
     """`Path.is_dir` raises for a name that is too long, and for a folder below one of another user's."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", runtime)
-    assert StatusSocket("scheduler", dict).path.parent.name == f"vllm-adapter-{os.getuid()}"
+    assert StatusSocket("scheduler", {}).path.parent.name == f"vllm-adapter-{os.getuid()}"
 
 
 def test_a_process_without_an_answer_is_trouble_of_the_engine_that_is_asked_for() -> None:
@@ -211,7 +212,7 @@ def test_a_client_that_says_nothing_or_something_else_keeps_nobody_out_for_long(
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as silent:
         silent.connect(str(served.path))
         began_s = time.monotonic()
-        assert json.loads(ask(served.path)) == {"engine_id": "P"}
+        assert json.loads(ask(served.path))["engine_id"] == "P"
         assert time.monotonic() - began_s < 3
 
 

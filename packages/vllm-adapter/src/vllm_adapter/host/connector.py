@@ -13,7 +13,7 @@ from vllm_adapter.host.factory import register_connector
 from vllm_adapter.host.metrics import PromMetrics, TransferStats
 from vllm_adapter.host.requests import arrival_of, ending_of, scheduled_tokens
 from vllm_adapter.host.shutdown import ShutdownWatch, warn_of_short_drain
-from vllm_adapter.host.situation import labels_of, open_status, situation_of, start_line
+from vllm_adapter.host.situation import labels_of, situation_of, start_line
 from vllm_adapter.host.torch_mirror import TorchMirror
 from vllm_adapter.host.torch_pages import TorchPages
 from vllm_adapter.host.vllm import (
@@ -33,6 +33,7 @@ from vllm_adapter.host.vllm import (
     is_tracing,
 )
 from vllm_adapter.observe.cause_log import tag_lines
+from vllm_adapter.observe.status_socket import REQUEST, REVOKE_REQUEST, TRACE_REQUEST, StatusSocket
 from vllm_adapter.steps import RankRegistration, StepOrders, StepReport
 from vllm_adapter.wiring import make_scheduler, make_worker
 
@@ -99,14 +100,15 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
             spans = _span_writer(vllm_config, facts, rank)
             trace = spans.read_ended if spans is not None else None
             worker = self._side = self._worker_side = make_worker(facts, settings, trace=trace)
-            self._status = open_status(f"{rank[0]}.{rank[1]}", worker.status, worker.hand_overs)
+            answers = {REQUEST: worker.status, TRACE_REQUEST: worker.hand_overs}
+            self._status = StatusSocket(f"{rank[0]}.{rank[1]}", answers)
         else:
             labels = labels_of(vllm_config, settings)
             side = self._side = self._scheduler_side = self._make_scheduler(vllm_config, facts, settings)
             _logger.info(start_line(labels, facts))
-            self._status = open_status(
-                "scheduler", side.status, side.hand_overs, labels, settings, revoke=side.revoke_leases
-            )
+            answers = {REQUEST: side.status, TRACE_REQUEST: side.hand_overs, REVOKE_REQUEST: side.revoke_leases}
+            self._status = StatusSocket("scheduler", answers, {**labels, **settings.terms})
+        self._status.open()
 
     def _make_scheduler(self, config: VllmConfig, facts: EngineFacts, settings: Settings) -> SchedulerSide:
         """Return the scheduler's side, and watch for the host's shutdown."""
