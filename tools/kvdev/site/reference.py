@@ -71,7 +71,7 @@ def metric_names_page() -> str:
         "|---|---|---|",
     ]
     rows = [(each.name, _kind(each), each.help) for each in tables.METRICS]
-    rows += [(tables.INFO[0], "gauge", tables.INFO[1])]
+    rows += [(tables.INFO.name, "gauge", tables.INFO.help)]
     return "\n".join([*lines, *(f"| `{name}` | {kind} | {_cell(text)} |" for name, kind, text in sorted(rows))]) + "\n"
 
 

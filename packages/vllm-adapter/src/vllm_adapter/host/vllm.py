@@ -34,7 +34,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
-from vllm.v1.metrics.utils import create_metric_per_engine
 from vllm.v1.request import RequestStatus
 from vllm.v1.structured_output.request import StructuredOutputRequest
 
@@ -67,7 +66,6 @@ __all__ = [
     "KVConnectorWorkerMetadata",
     "SupportsHMA",
     "check_host",
-    "create_metric_per_engine",
     "drop_prompt_tail",
     "end_reason",
     "end_with_error",
