@@ -83,7 +83,8 @@ class CauseLog:
         if isinstance(trace, str):
             more += "".join(f"\n    {plain_text(line)}" for line in trace.splitlines())
             trace = None
-        _logger.log(level, f"{text}%s", *shown, more, exc_info=trace)
+        line = f"{text}%s"
+        _logger.log(level, line, *shown, more, exc_info=trace)
 
     def _admit(self, cause: str) -> int | None:
         """Return how many lines were held back before this one; None if this line is held back, too."""
