@@ -39,18 +39,8 @@ _CLEARED = "\x1b[2J\x1b[H"
 """Clears a terminal and puts the cursor into its first line."""
 
 _PIPE_COLUMNS = 160
-_DETAILS = (
-    ("requests", "oldest_requests", "request_id role state age_s peer_engine_id waits_for"),
-    ("leases", "oldest_leases", "request_id state left_s last_heartbeat_s readers_done readers_needed"),
-    ("reads", "oldest_reads", "request_id peer_engine_id stage age_s deadline_in_s attempt code"),
-    ("streamed reads", "oldest_streams", "request_id peer_engine_id stage tokens_finished tokens bytes age_s"),
-    (
-        "peers",
-        "peer_engines",
-        "engine_id side_channel phase ranks_read bytes_per_token reads_in_flight reads_waiting silent_s",
-    ),
-)
-"""(title, key of an answer, keys of an entry that are shown)."""
+_DETAILS = ("oldest_requests", "oldest_leases", "oldest_reads", "oldest_streams", "peer_engines")
+"""Keys of an answer whose entries are tables of their own."""
 
 
 def status(
@@ -129,10 +119,13 @@ def print_tables(answers: Sequence[Answer], *, with_requests: bool = False) -> N
     with console.capture() as drawn:
         _draw(console, "", [_row(answer) for answer in answers])
         for answer in answers if with_requests else ():
-            for title, key, names in _DETAILS:
+            for key in _DETAILS:
                 entries = cast("dict[str, list[dict[str, object]]]", answer).get(key) or ()
-                rows = [{_heading(name): _text(name, entry.get(name)) for name in names.split()} for entry in entries]
-                _draw(console, f"{title} of {_name(answer)}, oldest first", rows)
+                names = dict.fromkeys(name for entry in entries for name in entry)
+                rows = [{_heading(name): _text(name, entry.get(name)) for name in names} for entry in entries]
+                _draw(
+                    console, f"{key.removeprefix('oldest_').replace('_', ' ')} of {_name(answer)}, oldest first", rows
+                )
         for style, lines in (("bold red", troubles(answers)), ("yellow", _unshielded(answers))):
             for line in lines:
                 console.print(plain_text(line), style=style, markup=False, highlight=False)
@@ -182,7 +175,7 @@ def _held(count: float | None, size: float | None) -> str:
 
 def size_text(count: object) -> str:
     """Return bytes in the largest unit of which there is one at least. Example: 13312 is `13.0 KiB`."""
-    size = float(min(count, 1e18)) if isinstance(count, int | float) else 0.0
+    size = float(max(0, min(count, 1e18))) if isinstance(count, int | float) else 0.0
     for unit in ("B", "KiB", "MiB"):
         if size < 1024:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
