@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -172,7 +171,7 @@ def test_every_key_says_what_it_means() -> None:
         assert about["description"].endswith("."), name
 
 
-def test_the_command_line_explains_checks_and_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line_explains(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "--explain"]) == 0
     assert "kv_lease_duration (number, default 30.0, 1 to 86400)" in capsys.readouterr().out
     assert main(["config", "--schema"]) == 0
@@ -182,19 +181,6 @@ def test_the_command_line_explains_checks_and_refuses(tmp_path: Path, capsys: py
     expected = {"type": "integer", "minimum": 0, "maximum": 64, "default": 4}
     assert schema["properties"]["num_threads"] == {**expected, "description": "Worker threads of the UCX back end."}
     assert set(schema["properties"]["ticket_policy"]["enum"]) == {"", "require", "accept-unsigned"}
-    good = tmp_path / "good.json"
-    good.write_text(
-        '{"kv_connector": "NixlConnector", "kv_connector_module_path": "vllm_adapter", "kv_role": "kv_both", '
-        '"kv_connector_extra_config": {"num_threads": 2}}'
-    )
-    assert main(["config", "--check", str(good)]) == 0
-    bad = tmp_path / "bad.json"
-    bad.write_text('{"kv_connector_extra_config": {"num_thread": 2}}')
-    assert main(["config", "--check", str(bad)]) == 1
-    assert "did you mean 'num_threads'" in capsys.readouterr().err
-    bad.write_text("[1]")
-    assert main(["config", "--check", str(bad)]) == 1
-    assert main(["config", "--check", str(tmp_path / "missing.json")]) == 1
 
 
 @pytest.mark.never_wrong("B10")
