@@ -14,7 +14,15 @@ from scheduler_engine import BLOCK, TEXT, Engine
 
 from kv_scheduler_state import GrantOrder, GroupConfig, LeaseTable, SchedulerConfig, SchedulerStateError, StepPlan
 from vllm_adapter.cli import main
-from vllm_adapter.config import OBSOLETE_KEYS, Settings, check_whole, describe_keys, load_keys, load_settings
+from vllm_adapter.config import (
+    OBSOLETE_KEYS,
+    RENEWED_PART,
+    Settings,
+    check_whole,
+    describe_keys,
+    load_keys,
+    load_settings,
+)
 from vllm_adapter.config.start_checks import streaming_warnings
 from vllm_adapter.config.whole import check_transfer_config
 from vllm_adapter.errors import ConfigurationError

@@ -178,8 +178,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def peer_port_range(self) -> tuple[int, int]:
-        """`peer_ports` as numbers."""
-        return _port_range(self.peer_ports)
+        """`peer_ports` as numbers; a single port is a range of one."""
+        found = re.fullmatch(r"([0-9]{1,5})(?:-([0-9]{1,5}))?", self.peer_ports)
+        first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+        if not 1 <= first <= last <= 65_535:
+            reason = f"must be FIRST-LAST within 1 to 65535, got {self.peer_ports!r}"
+            raise _refused("peer_ports", self.peer_ports, reason)
+        return first, last
 
     def advertised(self, host: str, port: int, data_parallel_index: int) -> tuple[str, int]:
         """Return the address in the tickets of an engine that listens on this host and port."""
@@ -338,15 +343,6 @@ def _check_networks(key: str, networks: tuple[str, ...]) -> None:
         if int(ipaddress.ip_address(address)) != int(meant.network_address):
             hint = f"write {meant} or {address}/{meant.max_prefixlen}"
             raise _refused(key, text, f"holds {text!r}, which names an address, not a network: {hint}")
-
-
-def _port_range(text: str) -> tuple[int, int]:
-    """Return the two ports of a text such as ``5600-5663``; a single port is a range of one."""
-    found = re.fullmatch(r"([0-9]{1,5})(?:-([0-9]{1,5}))?", text)
-    first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
-    if not 1 <= first <= last <= 65_535:
-        raise _refused("peer_ports", text, f"must be FIRST-LAST within 1 to 65535, got {text!r}")
-    return first, last
 
 
 def check_whole(settings: Settings, *, is_mirrored: bool = False) -> None:
