@@ -112,7 +112,7 @@ def _sum(parts: Sequence[Any], name: str) -> int:
 
 def held_by(pids: Mapping[str, int], folder: Path) -> dict[str, Held]:
     """Return what each engine holds: it answers on a socket in this folder, and is led by this process."""
-    answers = ask_all([folder])
+    answers = ask_all(folder)
     return {name: held_of(answers, family_of(pid)) for name, pid in pids.items()}
 
 

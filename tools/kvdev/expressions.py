@@ -66,7 +66,7 @@ def samples() -> dict[str, frozenset[str]]:
             found[f"{metric.name}_bucket"] = frozenset({"le"})
         else:
             found[metric.name + ("_total" if metric.kind == "counter" else "")] = labels
-    found[tables.INFO[0]] = INFO_LABELS
+    found[tables.INFO.name] = INFO_LABELS
     return {name: labels | _EVERYWHERE for name, labels in found.items()}
 
 

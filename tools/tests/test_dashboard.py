@@ -58,7 +58,7 @@ def test_an_expression_reads_samples_and_labels_that_exist(name: str) -> None:
 
 
 def test_every_metric_of_the_connector_is_drawn() -> None:
-    ours = {tables.INFO[0], *(metric.name for metric in tables.METRICS)}
+    ours = {tables.INFO.name, *(metric.name for metric in tables.METRICS)}
     read = {name for text in panel_expressions().values() for name in samples_read(text)}
     drawn = {name for name in ours if read & {name, *(f"{name}_{end}" for end in ("total", "bucket", "count"))}}
     assert ours - drawn == set()

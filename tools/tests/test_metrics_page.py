@@ -11,7 +11,7 @@ OWN, HOSTS = "vllm:kv_transfer_", "vllm:nixl_"
 
 
 def named() -> set[str]:
-    return {tables.INFO[0], *(metric.name for metric in tables.METRICS)}
+    return {tables.INFO.name, *(metric.name for metric in tables.METRICS)}
 
 
 def test_every_metric_has_a_row_and_every_row_a_metric() -> None:

@@ -17,7 +17,7 @@ from engines_to_check import Checked, Rank, config, envelopes, silenced
 from kv_handshake import Listener
 from kv_handshake.security import ServerSecurity
 from vllm_adapter.cli import main
-from vllm_adapter.observe.status_socket import StatusSocket
+from vllm_adapter.observe.status_socket import REQUEST, StatusSocket
 
 Serve = Callable[..., str]
 pytestmark = pytest.mark.usefixtures("no_engines")
@@ -338,7 +338,7 @@ def test_terms_are_those_of_live_engines_of_this_machine(serve: Serve, check: Ch
         for (name, address), lease_s in zip(addresses.items(), (6.0, 30.0), strict=True)
     }
     answers["engine-p"]["ucx_tls"] = "tcp"
-    live = [StatusSocket("scheduler", lambda name=name: answers[name]) for name in answers]  # type: ignore[misc]
+    live = [StatusSocket("scheduler", {REQUEST: lambda name=name: answers[name]}) for name in answers]  # type: ignore[misc]
     try:
         assert all(each.open() for each in live)
         found = check("engine-p", "engine-d")

@@ -13,18 +13,19 @@ import sys
 import termios
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from vllm_adapter.cli import main
+from vllm_adapter.cli import engines, main
 from vllm_adapter.cli.engines import ask_all, of_engine
 from vllm_adapter.cli.status import print_tables, troubles
-from vllm_adapter.observe.status_socket import StatusSocket
+from vllm_adapter.observe.status_socket import REQUEST, StatusSocket
 
-TEXT = "a prompt of forty characters, no more..."
+Serve = Callable[..., StatusSocket]
+pytestmark = pytest.mark.usefixtures("no_engines")
 
 
 @pytest.fixture
@@ -34,44 +35,34 @@ def folder(no_engines: Path) -> Path:
 
 
 @pytest.fixture
-def opened() -> Iterator[list[StatusSocket]]:
-    sockets: list[StatusSocket] = []
-    yield sockets
-    for each in sockets:
+def serve() -> Iterator[Serve]:
+    """Open a process's socket."""
+    opened: list[StatusSocket] = []
+
+    def run(answer: Any, part: str = "scheduler", **more: Any) -> StatusSocket:
+        answers = {f"{request}\n".encode(): describe for request, describe in more.items()}
+        opened.append(StatusSocket(part, {**answers, REQUEST: answer if callable(answer) else lambda: answer}))
+        assert opened[-1].open()
+        return opened[-1]
+
+    yield run
+    for each in opened:
         each.close()
 
 
-def serve(opened: list[StatusSocket], answer: Any, part: str = "scheduler", **more: Any) -> StatusSocket:
-    served = StatusSocket(part, answer if callable(answer) else lambda: answer, **more)
-    assert served.open()
-    opened.append(served)
-    return served
-
-
-def ask(path: Path, request: bytes = b"status\n") -> bytes:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
-        client.settimeout(5)
-        client.connect(str(path))
-        client.sendall(request)
-        text = b""
-        try:
-            while chunk := client.recv(65536):
-                text += chunk
-        except ConnectionResetError:
-            pass  # closed with unread words of ours
-        return text
+def ask(path: Path, request: bytes = REQUEST) -> bytes:
+    reply = engines._exchange(path, time.monotonic() + 5, request)
+    return b"" if isinstance(reply, OSError) else reply[0]
 
 
 # -------------------------------------------------------------------------------------------------------- the socket
 
 
-def test_only_its_user_reaches_a_socket_and_nothing_is_left_of_a_closed_one(
-    folder: Path, opened: list[StatusSocket]
-) -> None:
-    served = serve(opened, {"engine_id": "P"})
+def test_only_its_user_reaches_a_socket_and_nothing_is_left_of_a_closed_one(folder: Path, serve: Serve) -> None:
+    served = serve({"engine_id": "P"})
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert stat.S_IMODE(served.path.stat().st_mode) == 0o600
-    assert json.loads(ask(served.path)) == {"engine_id": "P"}
+    assert json.loads(ask(served.path))["engine_id"] == "P"
     served.close()
     served.close()
     assert list(folder.iterdir()) == []
@@ -92,7 +83,7 @@ def test_a_socket_that_cannot_be_opened_is_one_line_and_no_engine_ends(
         folder.symlink_to(folder.parent / "elsewhere")
     elif spoil == "file":
         folder.write_text("")
-    refused = StatusSocket("scheduler", dict)
+    refused = StatusSocket("scheduler", {})
     with caplog.at_level(logging.DEBUG, "vllm.vllm_adapter"), monkeypatch.context() as full:
         if spoil == "thread":
             full.setattr(threading.Thread, "start", refuse)
@@ -109,7 +100,7 @@ def test_any_runtime_folder_in_the_environment_leaves_the_engine_alone(
 ) -> None:
     """`Path.is_dir` raises for a name that is too long, and for a folder below one of another user's."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", runtime)
-    assert StatusSocket("scheduler", dict).path.parent.name == f"vllm-adapter-{os.getuid()}"
+    assert StatusSocket("scheduler", {}).path.parent.name == f"vllm-adapter-{os.getuid()}"
 
 
 def test_a_process_without_an_answer_is_trouble_of_the_engine_that_is_asked_for() -> None:
@@ -133,28 +124,18 @@ def test_texts_of_clients_do_not_command_the_terminal(capsys: pytest.CaptureFixt
 def test_streamed_reads_have_a_table_of_their_own_and_count_beside_the_others(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    stream = {
-        "request_id": "cmpl-9",
-        "peer_engine_id": "prefill-0",
-        "stage": "watching",
-        "tokens_finished": 1344,
-        "tokens": 1900,
-        "bytes": 176_160_768,
-        "age_s": 1.62,
-    }
+    stream = {"request_id": "cmpl-9", "stage": "watching", "tokens": 1900, "bytes": 176_160_768, "age_s": 1.62}
     answer: Any = {"engine_id": "decode-0", "part": "0.0", "reads": 1, "streams": 1, "oldest_streams": [stream]}
     print_tables([answer, {"engine_id": "decode-1", "part": "0.0", "reads": 0, "streams": 0}], with_requests=True)
     out = capsys.readouterr().out
     assert "1 + 1 streamed" in out
     assert "0 + " not in out
     row = next(line.split() for line in out.splitlines() if "cmpl-9" in line)
-    assert row == ["cmpl-9", "prefill-0", "watching", "1344", "1900", "168.0", "MiB", "1.6", "s"]
+    assert row == ["cmpl-9", "watching", "1900", "168.0", "MiB", "1.6", "s"]
 
 
-def test_sockets_of_dead_processes_are_removed_and_those_of_live_ones_stay(
-    folder: Path, opened: list[StatusSocket]
-) -> None:
-    first = serve(opened, {"engine_id": "P"})
+def test_sockets_of_dead_processes_are_removed_and_those_of_live_ones_stay(folder: Path, serve: Serve) -> None:
+    first = serve({"engine_id": "P"})
 
     def leave_behind(name: str) -> Path:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as dead:
@@ -163,7 +144,7 @@ def test_sockets_of_dead_processes_are_removed_and_those_of_live_ones_stay(
         return folder / name
 
     stale = leave_behind("1-scheduler-0000.sock")
-    second = serve(opened, {"engine_id": "D"})
+    second = serve({"engine_id": "D"})
     assert not stale.exists(), "the next process to start removes it"
     stale = leave_behind("2-scheduler-0000.sock")
     assert [answer["engine_id"] for answer in ask_all()] == ["D", "P"]
@@ -174,10 +155,10 @@ def test_sockets_of_dead_processes_are_removed_and_those_of_live_ones_stay(
 
 @pytest.mark.parametrize("kind", ["open-to-others", "of-another-user", "a-link"])
 def test_a_folder_that_others_could_fill_is_reported_and_nothing_in_it_is_asked(
-    folder: Path, opened: list[StatusSocket], monkeypatch: pytest.MonkeyPatch, kind: str
+    folder: Path, serve: Serve, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     asked: list[int] = []
-    serve(opened, lambda: asked.append(1) or {"engine_id": "made-up"})
+    serve(lambda: asked.append(1) or {"engine_id": "made-up"})
     if kind == "open-to-others":
         folder.chmod(0o701)
     elif kind == "of-another-user":
@@ -185,17 +166,15 @@ def test_a_folder_that_others_could_fill_is_reported_and_nothing_in_it_is_asked(
     else:
         folder.rename(folder.with_name("elsewhere"))
         folder.symlink_to(folder.with_name("elsewhere"))
-    (answer,) = ask_all([folder])
+    (answer,) = ask_all(folder)
     assert answer["socket"] == str(folder)
     assert "is not a folder of user" in str(answer["error"])
     assert main(["status", "--folder", str(folder)]) == 1
     assert not asked
 
 
-def test_a_link_and_a_file_beside_the_sockets_are_not_asked(
-    folder: Path, opened: list[StatusSocket], tmp_path: Path
-) -> None:
-    served = serve(opened, {"engine_id": "P"})
+def test_a_link_and_a_file_beside_the_sockets_are_not_asked(folder: Path, serve: Serve, tmp_path: Path) -> None:
+    served = serve({"engine_id": "P"})
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as elsewhere:
         elsewhere.bind(str(tmp_path / "of-another-service"))
         elsewhere.listen()
@@ -224,23 +203,21 @@ def test_many_silent_sockets_cost_one_timeout_in_all(folder: Path) -> None:
     assert took_s < 1.5, "16 are asked at once: a timeout for each would take 2.1 s"
 
 
-def test_a_client_that_says_nothing_or_something_else_keeps_nobody_out_for_long(
-    folder: Path, opened: list[StatusSocket]
-) -> None:
+def test_a_client_that_says_nothing_or_something_else_keeps_nobody_out_for_long(serve: Serve) -> None:
     asked: list[int] = []
-    served = serve(opened, lambda: asked.append(1) or {"engine_id": "P"})
+    served = serve(lambda: asked.append(1) or {"engine_id": "P"})
     assert ask(served.path, b"GET / HTTP/1.1\r\n") == b""
     assert ask(served.path, b"x" * 100_000) == b""
     assert asked == [], "nothing is described for them"
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as silent:
         silent.connect(str(served.path))
         began_s = time.monotonic()
-        assert json.loads(ask(served.path)) == {"engine_id": "P"}
+        assert json.loads(ask(served.path))["engine_id"] == "P"
         assert time.monotonic() - began_s < 3
 
 
-def test_asking_in_a_loop_is_answered_ten_times_a_second_and_no_more(folder: Path, opened: list[StatusSocket]) -> None:
-    served = serve(opened, {"engine_id": "P"})
+def test_asking_in_a_loop_is_answered_ten_times_a_second_and_no_more(serve: Serve) -> None:
+    served = serve({"engine_id": "P"})
     began_s = time.monotonic()
     for _ in range(6):
         ask(served.path)
@@ -248,7 +225,7 @@ def test_asking_in_a_loop_is_answered_ten_times_a_second_and_no_more(folder: Pat
 
 
 def test_a_look_that_fails_is_told_and_the_next_one_is_answered(
-    folder: Path, opened: list[StatusSocket], capsys: pytest.CaptureFixture[str]
+    serve: Serve, capsys: pytest.CaptureFixture[str]
 ) -> None:
     moods = iter([KeyError("gone"), None])
 
@@ -258,7 +235,7 @@ def test_a_look_that_fails_is_told_and_the_next_one_is_answered(
             raise mood
         return {"engine_id": "P"}
 
-    serve(opened, describe)
+    serve(describe)
     assert main(["status"]) == 1
     assert "KeyError: 'gone'" in capsys.readouterr().out
     assert main(["status", "--json"]) == 0
@@ -291,11 +268,9 @@ SCHEDULER = {
 }
 
 
-def test_the_processes_of_an_engine_are_rows_of_one_table(
-    folder: Path, opened: list[StatusSocket], capsys: pytest.CaptureFixture[str]
-) -> None:
-    serve(opened, WORKER, "0.0")
-    serve(opened, SCHEDULER)
+def test_the_processes_of_an_engine_are_rows_of_one_table(serve: Serve, capsys: pytest.CaptureFixture[str]) -> None:
+    serve(WORKER, "0.0")
+    serve(SCHEDULER)
     assert main(["status"]) == 0
     lines = capsys.readouterr().out.splitlines()
     (scheduler,) = [line for line in lines if " scheduler " in line]
@@ -319,7 +294,7 @@ engines._exchange = lambda *_: (content, 1.0, 2.0)
 sys.setswitchinterval(1e-6)
 for _ in range(60):
     engines.Answer = importlib.reload(answers).Answer  # a type that msgspec has not seen
-    found = engines.ask_all([Path(sys.argv[2])])
+    found = engines.ask_all(Path(sys.argv[2]))
     assert len(found) == 16, found
     assert not any("error" in each for each in found), found
 """
@@ -347,9 +322,9 @@ def test_complete_answers_of_many_processes_never_end_the_command(folder: Path) 
     ],
 )
 def test_a_thread_in_trouble_is_said_and_is_the_exit_code(
-    folder: Path, opened: list[StatusSocket], capsys: pytest.CaptureFixture[str], change: dict[str, Any], said: str
+    serve: Serve, capsys: pytest.CaptureFixture[str], change: dict[str, Any], said: str
 ) -> None:
-    serve(opened, {**WORKER, **change}, "0.0")
+    serve({**WORKER, **change}, "0.0")
     assert main(["status"]) == 1
     assert said in " ".join(capsys.readouterr().out.split())
     assert main(["status", "--json"]) == 1
@@ -360,18 +335,16 @@ def test_a_thread_in_trouble_is_said_and_is_the_exit_code(
     ("state", "is_said"), [("off", True), ("unknown-build", True), ("zeroed", False), ("not-loaded", False)]
 )
 def test_a_rank_that_a_dying_consumer_can_end_is_said_and_is_no_trouble(
-    folder: Path, opened: list[StatusSocket], capsys: pytest.CaptureFixture[str], state: str, is_said: bool
+    serve: Serve, capsys: pytest.CaptureFixture[str], state: str, is_said: bool
 ) -> None:
-    serve(opened, {**WORKER, "thread": {"state": "running", "last_error": "", "ucx_requests": state}}, "0.0")
+    serve({**WORKER, "thread": {"state": "running", "last_error": "", "ucx_requests": state}}, "0.0")
     assert main(["status"]) == 0
     assert (f"UCX's requests are not zeroed ({state})" in " ".join(capsys.readouterr().out.split())) is is_said
 
 
-def test_a_process_that_does_not_answer_in_time_is_a_trouble(
-    folder: Path, opened: list[StatusSocket], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_process_that_does_not_answer_in_time_is_a_trouble(serve: Serve, capsys: pytest.CaptureFixture[str]) -> None:
     is_over = threading.Event()
-    serve(opened, lambda: is_over.wait(10) and {})
+    serve(lambda: is_over.wait(10) and {})
     try:
         assert main(["status", "--timeout", "0.2"]) == 1
     finally:
@@ -380,11 +353,11 @@ def test_a_process_that_does_not_answer_in_time_is_a_trouble(
 
 
 def test_no_engine_is_an_error_that_says_where_was_looked(
-    folder: Path, opened: list[StatusSocket], capsys: pytest.CaptureFixture[str]
+    folder: Path, serve: Serve, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["status"]) == 3
     assert f"no live engine found in {folder} and {folder.parent}/tmp/vllm-adapter-" in capsys.readouterr().err
-    serve(opened, SCHEDULER)
+    serve(SCHEDULER)
     assert main(["status", "decode-7"]) == 3
     assert "'decode-7'; there are prefill-0" in capsys.readouterr().err
     assert main(["status", "decode-7", "--json"]) == 3
@@ -407,12 +380,12 @@ def watching(folder: Path, *words: str, **more: Any) -> subprocess.Popen[str]:
 
 
 def test_a_watch_is_a_line_of_json_each_time_and_ends_with_its_reader(
-    folder: Path, opened: list[StatusSocket], capsys: pytest.CaptureFixture[str]
+    folder: Path, serve: Serve, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["status", "--watch", "0.1"]) == 2
     assert "--watch must be 0.5 s at least" in capsys.readouterr().err
     assert main(["status", "--watch", "1"]) == 3, "no engine, nothing to watch"
-    serve(opened, SCHEDULER)
+    serve(SCHEDULER)
     with watching(folder, "--json", stdout=subprocess.PIPE, stderr=subprocess.PIPE) as command:
         assert command.stdout is not None
         assert command.stderr is not None
@@ -423,8 +396,8 @@ def test_a_watch_is_a_line_of_json_each_time_and_ends_with_its_reader(
     assert command.returncode == 0
 
 
-def test_a_terminal_is_drawn_anew_until_ctrl_c(folder: Path, opened: list[StatusSocket]) -> None:
-    serve(opened, WORKER, "0.0")
+def test_a_terminal_is_drawn_anew_until_ctrl_c(folder: Path, serve: Serve) -> None:
+    serve(WORKER, "0.0")
     ours, theirs = os.openpty()
     termios.tcsetwinsize(theirs, (40, 160))
     heeds = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731 - a shell's background jobs ignore Ctrl-C
@@ -445,7 +418,7 @@ def test_a_terminal_is_drawn_anew_until_ctrl_c(folder: Path, opened: list[Status
 
 
 def test_leases_of_the_engine_that_is_meant_are_revoked_and_of_no_other(
-    folder: Path, opened: list[StatusSocket], capsys: pytest.CaptureFixture[str]
+    serve: Serve, capsys: pytest.CaptureFixture[str]
 ) -> None:
     revoked: list[str] = []
 
@@ -454,8 +427,8 @@ def test_leases_of_the_engine_that_is_meant_are_revoked_and_of_no_other(
             revoked.append(name)
             return {"engine_id": name, "part": "scheduler", "leases": 2, "leased_blocks": 3, "leased_bytes": 2048}
 
-        serve(opened, {**WORKER, "engine_id": name}, "0.0")
-        serve(opened, {**SCHEDULER, "engine_id": name, "pid": pid}, revoke=revoke)
+        serve({**WORKER, "engine_id": name}, "0.0")
+        serve({**SCHEDULER, "engine_id": name, "pid": pid}, revoke=revoke)
 
     engine("prefill-0", 11)
     engine("prefill-1", 21)
@@ -471,15 +444,14 @@ def test_leases_of_the_engine_that_is_meant_are_revoked_and_of_no_other(
 
 
 def test_an_engine_of_an_older_version_revokes_nothing_and_says_so(
-    folder: Path, opened: list[StatusSocket], capsys: pytest.CaptureFixture[str]
+    serve: Serve, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    serve(opened, SCHEDULER)
+    serve(SCHEDULER)
     assert main(["revoke", "prefill-0"]) == 1
     assert "revoked nothing: an engine of an older version does not know 'revoke'" in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("folder")
-def test_an_empty_name_revokes_nothing_though_one_engine_alone_runs(opened: list[StatusSocket]) -> None:
+def test_an_empty_name_revokes_nothing_though_one_engine_alone_runs(serve: Serve) -> None:
     """As of a script whose variable is not set: every name begins with the empty text."""
     revoked: list[int] = []
 
@@ -487,6 +459,6 @@ def test_an_empty_name_revokes_nothing_though_one_engine_alone_runs(opened: list
         revoked.append(1)
         return {"engine_id": "prefill-0", "part": "scheduler", "leases": 0, "leased_blocks": 0, "leased_bytes": 0}
 
-    serve(opened, {**SCHEDULER, "engine_id": "prefill-0"}, revoke=revoke)
+    serve({**SCHEDULER, "engine_id": "prefill-0"}, revoke=revoke)
     assert [main(["revoke", name]) for name in ("", " ", "prefill-0")] == [3, 3, 0]
     assert revoked == [1]

@@ -49,6 +49,7 @@ def test_good_configurations(config: dict[str, Any]) -> None:
     assert check_transfer_config(config).problems == ()
 
 
+MODULE, POLICY, CHILD = "kv_connector_module_path", "kv_load_failure_policy", "extra.connectors[0]"
 BAD: list[tuple[object, str, str, str]] = [
     (extra(side_channel_key="/k"), "incomplete-keys", "extra", "there is no side_channel_server_key"),
     (extra(ticket_policy="require"), "incomplete-keys", "extra", "needs ticket_secret_files"),
@@ -61,26 +62,11 @@ BAD: list[tuple[object, str, str, str]] = [
     ({**GOOD, "kv_role": "prefill"}, "unknown-role", "kv_role", "kv_producer, kv_consumer, kv_both"),
     ({"kv_connector": "KVTransferConnector"}, "missing-key", "kv_role", "is missing"),
     ({"kv_role": "kv_both"}, "missing-key", "kv_connector", "is missing"),
-    (
-        {**GOOD, "kv_connector_module_path": "vllm_adaptor"},
-        "wrong-module-path",
-        "kv_connector_module_path",
-        "'vllm_adapter'",
-    ),
-    ({**GOOD, "kv_connector_module_path": ""}, "wrong-module-path", "kv_connector_module_path", "'vllm_adapter'"),
-    (
-        {"kv_connector": "NixlConnector", "kv_role": "kv_both"},
-        "hosts-own-connector",
-        "kv_connector_module_path",
-        "vLLM's own connector",
-    ),
+    ({**GOOD, MODULE: "vllm_adaptor"}, "wrong-module-path", MODULE, "'vllm_adapter'"),
+    ({**GOOD, MODULE: ""}, "wrong-module-path", MODULE, "'vllm_adapter'"),
+    ({**OWN, "kv_connector": "NixlConnector"}, "hosts-own-connector", MODULE, "vLLM's own connector"),
     ({**OWN, "kv_connector": "KVTransferConector"}, "unknown-connector", "kv_connector", "mean 'KVTransferConnector'?"),
-    (
-        {**GOOD, "kv_load_failure_policy": "recomput"},
-        "out-of-range",
-        "kv_load_failure_policy",
-        "did you mean 'recompute'?",
-    ),
+    ({**GOOD, POLICY: "recomput"}, "out-of-range", POLICY, "did you mean 'recompute'?"),
     ({**GOOD, "kv_port": "14579"}, "wrong-type", "kv_port", "must be a number"),
     ({**GOOD, "kv_port": True}, "wrong-type", "kv_port", "must be a number"),
     ({**GOOD, "kv_connector_extra_config": []}, "wrong-type", "extra", "must be an object"),
@@ -92,8 +78,8 @@ BAD: list[tuple[object, str, str, str]] = [
     (
         several({**GOOD, "kv_connector": "NixlConector"}),
         "unknown-connector",
-        "extra.connectors[0].kv_connector",
-        "did you mean 'NixlConnector'?",
+        f"{CHILD}.kv_connector",
+        "mean 'NixlConnector'?",
     ),
     (several(7), "not-an-object", "extra.connectors[0]", "got 7"),
     ([1], "not-an-object", "", "JSON object"),

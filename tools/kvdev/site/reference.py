@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvdev.paths import PACKAGES, ROOT
 from kvdev.site.gathering import link_inside
 from kvdev.site.state_machines import state_machines_page
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
-    from vllm_adapter.config.keys import Key
     from vllm_adapter.observe.metric_tables import Metric
 
 __all__ = ["API_MODULES", "configuration_page", "errors_page", "metric_names_page", "write_reference"]
@@ -52,8 +52,8 @@ def configuration_page() -> str:
         "|---|---|---|---|---|",
     ]
     lines += [
-        f"| `{key.name}` | {key.type} | `{_plain(key.default)}` | {_range(key)} | {_cell(key.doc)} |"
-        for key in describe_keys()
+        f"| `{name}` | {key['type']} | `{_plain(key['default'])}` | {_range(key)} | {_cell(key['description'])} |"
+        for name, key in describe_keys().items()
     ]
     return "\n".join(lines) + "\n"
 
@@ -71,7 +71,7 @@ def metric_names_page() -> str:
         "|---|---|---|",
     ]
     rows = [(each.name, _kind(each), each.help) for each in tables.METRICS]
-    rows += [(tables.INFO[0], "gauge", tables.INFO[1])]
+    rows += [(tables.INFO.name, "gauge", tables.INFO.help)]
     return "\n".join([*lines, *(f"| `{name}` | {kind} | {_cell(text)} |" for name, kind, text in sorted(rows))]) + "\n"
 
 
@@ -97,10 +97,10 @@ def _plain(value: object) -> str:
     return "[]" if value == () else ", ".join(str(one) for one in value) if isinstance(value, tuple) else str(value)
 
 
-def _range(key: Key) -> str:
-    if key.limits:
-        return "{:g} to {:g}".format(*key.limits)
-    return ", ".join(f"`{one}`" for one in key.choices)
+def _range(key: Mapping[str, Any]) -> str:
+    if "maximum" in key:
+        return f"{key['minimum']:g} to {key['maximum']:g}"
+    return ", ".join(f"`{one}`" for one in key.get("enum", ()))
 
 
 def _cell(text: str) -> str:

@@ -134,7 +134,7 @@ def make_scheduler(
     if settings.side_channel_key:
         security = ServerSecurity.read(settings.side_channel_key, settings.side_channel_clients)
     listener = Listener(*(facts.listens_on or (facts.host, facts.port)), security=security)
-    fleet_secrets = configured_secrets(settings.ticket_secret_files, settings.ticket_secret_variable)
+    fleet_secrets = configured_secrets(settings)
     asks = None
     if settings.streaming:
         # Last, because it starts a thread: what fails before it leaves none behind.

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vllm_adapter import __version__
-from vllm_adapter.cli.check import add_check
-from vllm_adapter.cli.config import add_config
-from vllm_adapter.cli.status import add_status
-from vllm_adapter.cli.trace import add_trace
+from vllm_adapter.cli.check import check
+from vllm_adapter.cli.config import config
+from vllm_adapter.cli.status import revoke, status
+from vllm_adapter.cli.trace import trace
+from vllm_adapter.errors import AdapterError
+from vllm_adapter.observe.cause_log import plain_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,14 +22,15 @@ if TYPE_CHECKING:
 __all__ = ["app", "main"]
 
 _NAME = "vllm-adapter"
+_USAGE = 2
 
 app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
-for _add in (add_check, add_config, add_status, add_trace):
-    _add(app)
+for _command in (check, config, status, revoke, trace):
+    app.command()(_command)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code."""
+    """Run the command and return its exit code; that of wrong usage for a coded error."""
     out = sys.stdout
     try:
         try:
@@ -37,6 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 raise end.__context__ from None
             out.flush()
             return int(end.code or 0)
+    except AdapterError as error:
+        print(f"{_NAME}: {plain_text(str(error))} ({error.code})", file=sys.stderr)
+        return _USAGE
     except BrokenPipeError:  # its reader, such as `head`, has seen enough
         # Bytes that Python flushes at its end go nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())

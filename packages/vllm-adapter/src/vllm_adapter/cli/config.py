@@ -3,38 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from typing import Annotated
 
 import typer
 
-from vllm_adapter.cli.values import json_text, parse_json, read_text, source_name
+from vllm_adapter.cli.values import json_text, read_json, say
 from vllm_adapter.config import describe_keys, describe_schema
 from vllm_adapter.config.whole import Problem, Verdict, check_transfer_config
 from vllm_adapter.errors import AdapterError
-from vllm_adapter.observe.cause_log import plain_text
 
-__all__ = ["add_config"]
-
-_EPILOG = """\b
-examples:
-  vllm-adapter config --explain
-  vllm-adapter config --check kv-transfer-config.json
-
-\b
-exit codes:
-  0  done; with --check: the configuration is good
-  1  --check: it is wrong, or cannot be read
-  2  wrong usage
-"""
+__all__ = ["config"]
 
 
-def add_config(app: typer.Typer) -> None:
-    """Register the command."""
-    app.command("config", epilog=_EPILOG)(_config)
-
-
-def _config(
+def config(
     *,
     explain: Annotated[bool, typer.Option("--explain", help="Every key with default, range and meaning.")] = False,
     schema: Annotated[bool, typer.Option("--schema", help="The same as a JSON schema.")] = False,
@@ -47,7 +28,19 @@ def _config(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="With --check: the result as JSON.")] = False,
 ) -> None:
-    """Explain the connector's own keys, or check a --kv-transfer-config."""
+    """Explain the connector's own keys, or check a --kv-transfer-config.
+
+    \b
+    examples:
+      vllm-adapter config --explain
+      vllm-adapter config --check kv-transfer-config.json
+
+    \b
+    exit codes:
+      0  done; with --check: the configuration is good
+      1  --check: it is wrong, or cannot be read
+      2  wrong usage
+    """  # noqa: D301 - a backslash keeps the lines of the help
     if explain + schema + (check is not None) != 1:
         raise typer.BadParameter("--explain, --schema and --check exclude each other, and one of them is needed")
     if check is not None:
@@ -58,38 +51,28 @@ def _config(
 
 def _explanation() -> str:
     lines: list[str] = []
-    for key in describe_keys():
-        limits = f", one of {', '.join(key.choices)}" if key.choices else ""
-        if key.limits:
-            limits = ", {:g} to {:g}".format(*key.limits)
-        default = list(key.default) if isinstance(key.default, tuple) else key.default
-        lines.append(f"{key.name} ({key.type}, default {default}{limits})")
-        lines.append(f"    {key.doc}")
+    for name, about in describe_keys().items():
+        limits = f", one of {', '.join(about['enum'])}" if "enum" in about else ""
+        if "maximum" in about:
+            limits = f", {about['minimum']:g} to {about['maximum']:g}"
+        default = list(about["default"]) if about["type"] == "array" else about["default"]
+        lines += [f"{name} ({about['type']}, default {default}{limits})", f"    {about['description']}"]
     return "\n".join(lines)
 
 
 def _check(source: str, *, as_json: bool) -> None:
     """Print every problem of a configuration; exit with 1 if there is one."""
-    verdict = _verdict(source)
+    try:
+        verdict = check_transfer_config(read_json(source))
+    except AdapterError as error:
+        verdict = Verdict((Problem(error.code, "", str(error)),))
     if as_json:
         problems = [dataclasses.asdict(problem) for problem in verdict.problems]
         print(json_text({"is_good": not problems, "problems": problems, "notes": verdict.notes}, indent=2))
     for problem in () if as_json else verdict.problems:
         where = f"{problem.key}: " if problem.key else ""
-        print(f"vllm-adapter config: {plain_text(where + problem.message)} ({problem.code})", file=sys.stderr)
+        say("config", f"{where}{problem.message} ({problem.code})")
     if verdict.problems:
         raise typer.Exit(1)
     if not as_json:
         print("\n".join([*verdict.notes, "good"]))
-
-
-def _verdict(source: str) -> Verdict:
-    try:
-        text = read_text(source)
-    except AdapterError as error:
-        return Verdict((Problem(error.code, "", str(error)),))
-    try:
-        config = parse_json(text, source_name(source))
-    except AdapterError as error:
-        return Verdict((Problem("not-json", "", str(error)),))
-    return check_transfer_config(config)

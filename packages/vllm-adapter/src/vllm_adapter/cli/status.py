@@ -9,6 +9,7 @@ import shutil
 import sys
 import time
 from contextlib import suppress
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
@@ -18,76 +19,31 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from vllm_adapter.cli.engines import NO_ENGINE, ask_all, ask_one, folders_of, of_engine
-from vllm_adapter.cli.values import Folder, coded_errors, json_text, seconds
+from vllm_adapter.cli.engines import NO_ENGINE, ask, ask_all, of_engine
+from vllm_adapter.cli.values import Folder, Timeout, json_text, say, within
 from vllm_adapter.observe.cause_log import plain_text
-from vllm_adapter.observe.status_socket import REVOKE_REQUEST
+from vllm_adapter.observe.status_socket import REVOKE_REQUEST, status_folders
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
     from vllm_adapter.observe.answers import Answer
 
-__all__ = ["add_status", "print_tables", "troubles"]
+__all__ = ["print_tables", "revoke", "status", "troubles"]
 
 _TROUBLE = 1
 _NOT_FOUND = 3
-_LEAST_WATCH_S = 0.5
-"""A process answers ten times a second at most; this leaves room for others who ask."""
+_WATCH_S = (0.5, 3600)
+"""A process answers ten times a second at most; the least leaves room for others who ask."""
 _CLEARED = "\x1b[2J\x1b[H"
 """Clears a terminal and puts the cursor into its first line."""
 
 _PIPE_COLUMNS = 160
-_COLUMNS = ("engine", "part", "pid", "thread", "leases", "reads", "peers", "quarantine", "stalls", "read so far")
-_DETAILS = (
-    ("requests", "oldest_requests", "request_id role state age_s peer_engine_id waits_for"),
-    ("leases", "oldest_leases", "request_id state left_s last_heartbeat_s readers_done readers_needed"),
-    ("reads", "oldest_reads", "request_id peer_engine_id stage age_s deadline_in_s attempt code"),
-    ("streamed reads", "oldest_streams", "request_id peer_engine_id stage tokens_finished tokens bytes age_s"),
-    (
-        "peers",
-        "peer_engines",
-        "engine_id side_channel phase ranks_read bytes_per_token reads_in_flight reads_waiting silent_s",
-    ),
-)
-"""(title, key of an answer, keys of an entry that are shown)."""
-
-_EPILOG = """\b
-examples:
-  vllm-adapter status
-  vllm-adapter status decode-0 --requests
-  vllm-adapter status --watch 2
-
-\b
-exit codes:
-  0  every process answered, and no transfer thread is dead or stuck
-  1  a process did not answer, or its transfer thread is dead or stuck
-  2  wrong usage
-  3  no such engine runs on this machine for this user
-"""
+_DETAILS = ("oldest_requests", "oldest_leases", "oldest_reads", "oldest_streams", "peer_engines")
+"""Keys of an answer whose entries are tables of their own."""
 
 
-_REVOKE_EPILOG = """\b
-examples:
-  vllm-adapter revoke prefill-0
-  curl -X POST 'http://localhost:8000/pause?mode=keep' & vllm-adapter revoke prefill-0
-
-\b
-exit codes:
-  0  the engine revokes its leases, or had none
-  1  its scheduler did not answer
-  2  wrong usage
-  3  no such engine, or more than one, runs on this machine for this user
-"""
-
-
-def add_status(app: typer.Typer) -> None:
-    """Register the commands `status` and `revoke`."""
-    app.command("status", epilog=_EPILOG)(_status)
-    app.command("revoke", epilog=_REVOKE_EPILOG)(_revoke)
-
-
-def _status(
+def status(
     engine: Annotated[
         str | None,
         typer.Argument(metavar="ENGINE", help="Engine id, the beginning of one, or a process id; default: all."),
@@ -100,57 +56,52 @@ def _status(
         bool, typer.Option("--json", help="The processes' answers as JSON; with --watch a line each time.")
     ] = False,
     watch: Annotated[
-        float | None, typer.Option(metavar="SECONDS", help="Ask and show again after so many, until Ctrl-C.")
+        float | None,
+        typer.Option(
+            metavar="SECONDS",
+            help="Ask and show again after so many, until Ctrl-C.",
+            callback=within(*_WATCH_S, "s"),
+        ),
     ] = None,
-    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Wait for all processes.")] = 3.0,
+    timeout: Timeout = 3.0,
     folder: Folder = None,
 ) -> None:
-    """Show what live engines of this machine hold: leases, reads, peers, stalls, health."""
-    folders = folders_of(folder)
-    with coded_errors("status"):
-        seconds("--timeout", timeout)
-        if watch is not None:
-            seconds("--watch", watch, least_s=_LEAST_WATCH_S)
+    """Show what live engines of this machine hold: leases, reads, peers, stalls, health.
+
+    \b
+    examples:
+      vllm-adapter status
+      vllm-adapter status decode-0 --requests
+      vllm-adapter status --watch 2
+
+    \b
+    exit codes:
+      0  every process answered, and no transfer thread is dead or stuck
+      1  a process did not answer, or its transfer thread is dead or stuck
+      2  wrong usage
+      3  no such engine runs on this machine for this user
+    """  # noqa: D301 - a backslash keeps the lines of the help
     code = 0
     with suppress(KeyboardInterrupt):
         while True:
-            answers = ask_all(folders, timeout_s=timeout)
-            if watch is not None and not as_json and sys.stdout.isatty():
-                print(_CLEARED, end="")
-            code = _show(answers, engine, folders, requests=requests, as_json=as_json, indent=None if watch else 2)
-            if watch is None or code == _NOT_FOUND:
+            answers = ask_all(folder, timeout_s=timeout)
+            found = of_engine(answers, engine) if engine else answers
+            wrong = troubles(found)
+            if as_json:
+                engines = {name: list(each) for name, each in groupby(found, lambda one: str(one.get("engine_id", "")))}
+                print(json_text({"engines": engines, "troubles": wrong}, indent=None if watch else 2))
+            elif found:
+                print(_CLEARED if watch and sys.stdout.isatty() else "", end="")
+                print_tables(found, with_requests=requests)
+            if not found:
+                say("status", _not_found(engine, answers, (folder,) if folder else status_folders()))
+                raise typer.Exit(_NOT_FOUND)
+            code = _TROUBLE if wrong else 0
+            if watch is None:
                 break
             sys.stdout.flush()
             time.sleep(watch)
     raise typer.Exit(code)
-
-
-def _show(
-    answers: Sequence[Answer],
-    engine: str | None,
-    folders: Sequence[Path],
-    *,
-    requests: bool,
-    as_json: bool,
-    indent: int | None,
-) -> int:
-    """Print what was answered; return the exit code."""
-    found = of_engine(answers, engine) if engine else answers
-    if as_json:
-        print(json_text({"engines": _by_engine(found), "troubles": troubles(found)}, indent=indent))
-    elif found:
-        print_tables(found, with_requests=requests)
-    if not found:
-        print(f"vllm-adapter status: {_not_found(engine, answers, folders)}", file=sys.stderr)
-        return _NOT_FOUND
-    return _TROUBLE if troubles(found) else 0
-
-
-def _by_engine(answers: Sequence[Answer]) -> dict[str, list[Answer]]:
-    engines: dict[str, list[Answer]] = {}
-    for answer in answers:
-        engines.setdefault(str(answer.get("engine_id", "")), []).append(answer)
-    return engines
 
 
 def _not_found(engine: str | None, answers: Sequence[Answer], folders: Sequence[Path]) -> str:
@@ -166,86 +117,65 @@ def print_tables(answers: Sequence[Answer], *, with_requests: bool = False) -> N
     console = Console(width=width)
     # Printed by ourselves: at a pipe that is closed, rich would end the process with 1.
     with console.capture() as drawn:
-        _draw(console, "", _COLUMNS, [_row(answer) for answer in answers])
+        _draw(console, "", [_row(answer) for answer in answers])
         for answer in answers if with_requests else ():
-            _draw_details(console, answer)
+            for key in _DETAILS:
+                entries = cast("dict[str, list[dict[str, object]]]", answer).get(key) or ()
+                names = dict.fromkeys(name for entry in entries for name in entry)
+                rows = [{_heading(name): _text(name, entry.get(name)) for name in names} for entry in entries]
+                _draw(
+                    console, f"{key.removeprefix('oldest_').replace('_', ' ')} of {_name(answer)}, oldest first", rows
+                )
         for style, lines in (("bold red", troubles(answers)), ("yellow", _unshielded(answers))):
             for line in lines:
                 console.print(plain_text(line), style=style, markup=False, highlight=False)
     print(drawn.get(), end="")
 
 
-def _draw_details(console: Console, answer: Answer) -> None:
-    """Print the oldest requests, leases and reads of a process, and its peers."""
-    for title, key, names in _DETAILS:
-        entries = cast("Sequence[Mapping[str, object]]", cast("Mapping[str, object]", answer).get(key) or ())
-        rows = [[_text(name, entry.get(name)) for name in names.split()] for entry in entries]
-        if rows:
-            headings = [name.removesuffix("_s").removesuffix("_id").replace("_", " ") for name in names.split()]
-            _draw(console, f"{title} of {_name(answer)}, oldest first", headings, rows)
+def _heading(name: str) -> str:
+    return name.removesuffix("_s").removesuffix("_id").replace("_", " ")
 
 
-def _draw(console: Console, title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+def _draw(console: Console, title: str, rows: Sequence[dict[str, str]]) -> None:
+    """Draw rows, texts by heading; nothing without a row."""
+    if not rows:
+        return
     table = Table(box=box.SIMPLE, title=Text(plain_text(title)) if title else None, title_justify="left")
-    for heading in headings:
+    for heading in rows[0]:
         table.add_column(heading, overflow="fold")
     for row in rows:
-        table.add_row(*[Text(plain_text(cell)) for cell in row])
+        table.add_row(*[Text(plain_text(cell)) for cell in row.values()])
     console.print(table)
 
 
-def _row(answer: Answer) -> list[str]:
-    thread = answer.get("thread") or {}
+def _row(answer: Answer) -> dict[str, str]:
+    state = (answer.get("thread") or {}).get("state") or ("asleep" if answer.get("is_asleep") else "")
+    blocks, held, streams = answer.get("leased_blocks"), answer.get("leased_bytes"), answer.get("streams")
+    leased = f" ({blocks} blocks{', ' + size_text(held) if held else ''})" if blocks else ""
     figures = answer.get("figures") or {}
-    return [
-        str(answer.get("engine_id", answer.get("socket", ""))),
-        str(answer.get("part", "?")),
-        str(answer.get("pid", "?")),
-        _thread(answer, str(thread.get("state", ""))),
-        _leases(answer),
-        _reads(answer),
-        str(answer.get("peers", "")),
-        _held(answer.get("quarantined_transfers"), answer.get("quarantined_bytes")),
-        _held(answer.get("stalled_transfers"), answer.get("stalled_bytes")),
-        _moved(figures),
-    ]
-
-
-def _thread(answer: Answer, state: str) -> str:
-    if "error" in answer:
-        return "no answer"
-    if answer.get("is_draining"):
-        return "drains"
-    return state or ("asleep" if answer.get("is_asleep") else "")
-
-
-def _leases(answer: Answer) -> str:
-    count, blocks, held = answer.get("leases", ""), answer.get("leased_blocks"), answer.get("leased_bytes")
-    return f"{count} ({blocks} blocks{', ' + size_text(held) if held else ''})" if blocks else str(count)
-
-
-def _reads(answer: Answer) -> str:
-    count, streams = answer.get("reads", ""), answer.get("streams")
-    return f"{count} + {streams} streamed" if streams else str(count)
+    done, speed = int(figures.get("transfers_done") or 0), float(figures.get("recent_bytes_per_s") or 0.0)
+    lately = f", {speed / 1e9:.2f} GB/s lately" if speed else ""
+    return {
+        "engine": str(answer.get("engine_id", answer.get("socket", ""))),
+        "part": str(answer.get("part", "?")),
+        "pid": str(answer.get("pid", "?")),
+        "thread": "no answer" if "error" in answer else "drains" if answer.get("is_draining") else state,
+        "leases": f"{answer.get('leases', '')}{leased}",
+        "reads": f"{answer.get('reads', '')}{f' + {streams} streamed' if streams else ''}",
+        "peers": str(answer.get("peers", "")),
+        "quarantine": _held(answer.get("quarantined_transfers"), answer.get("quarantined_bytes")),
+        "stalls": _held(answer.get("stalled_transfers"), answer.get("stalled_bytes")),
+        "read so far": f"{done} in {size_text(figures.get('bytes_moved'))}{lately}" if done else "",
+    }
 
 
 def _held(count: float | None, size: float | None) -> str:
-    return "" if count is None else f"{count} ({size_text(size or 0)})" if count else "0"
-
-
-def _moved(figures: Mapping[str, float | None]) -> str:
-    done = int(figures.get("transfers_done") or 0)
-    if not done:
-        return ""
-    speed = float(figures.get("recent_bytes_per_s") or 0.0)
-    return f"{done} in {size_text(figures.get('bytes_moved', 0))}" + (
-        f", {speed / 1e9:.2f} GB/s lately" if speed else ""
-    )
+    return "" if count is None else f"{count} ({size_text(size)})" if count else "0"
 
 
 def size_text(count: object) -> str:
     """Return bytes in the largest unit of which there is one at least. Example: 13312 is `13.0 KiB`."""
-    size = float(min(count, 1e18)) if isinstance(count, int | float) else 0.0
+    size = float(max(0, min(count, 1e18))) if isinstance(count, int | float) else 0.0
     for unit in ("B", "KiB", "MiB"):
         if size < 1024:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
@@ -269,66 +199,73 @@ def _name(answer: Answer) -> str:
 
 def troubles(answers: Sequence[Answer]) -> list[str]:
     """Return what an operator should act on, a sentence per process and reason."""
-    found: list[str] = []
-    for answer in answers:
-        thread = answer.get("thread") or {}
-        if "error" in answer:
-            found.append(f"{answer.get('socket', _name(answer))}: {answer['error']}")
-        elif thread.get("state") == "dead":
-            found.append(
-                f"{_name(answer)}: the transfer thread has died; restart this engine ({thread.get('last_error', '')})"
-            )
-        elif thread.get("state") == "stuck" or answer.get("is_silent"):
-            found.append(
-                f"{_name(answer)}: the transfer thread does not answer; no read and no lease of it makes progress"
-            )
-    return found
+    return [trouble for answer in answers for trouble in _troubles(answer)]
 
 
-def _unshielded(answers: Sequence[Answer]) -> list[str]:
-    """Return a sentence per rank that a dying consumer can end; fakes of NIXL load no UCX, and older engines say nothing."""
-    found: list[str] = []
+def _troubles(answer: Answer) -> Iterator[str]:
+    thread = answer.get("thread") or {}
+    if "error" in answer:
+        yield f"{answer.get('socket', _name(answer))}: {answer['error']}"
+    elif thread.get("state") == "dead":
+        yield f"{_name(answer)}: the transfer thread has died; restart this engine ({thread.get('last_error', '')})"
+    elif thread.get("state") == "stuck" or answer.get("is_silent"):
+        yield f"{_name(answer)}: the transfer thread does not answer; no read and no lease of it makes progress"
+
+
+def _unshielded(answers: Sequence[Answer]) -> Iterator[str]:
+    """Yield a sentence per rank that a dying consumer can end; fakes of NIXL load no UCX, and older engines report nothing."""
     for answer in answers:
-        thread = answer.get("thread") or {}
-        state = thread.get("ucx_requests")
+        state = (answer.get("thread") or {}).get("ucx_requests")
         if state not in {None, "zeroed", "not-loaded"}:
-            found.append(
+            yield (
                 f"{_name(answer)}: UCX's requests are not zeroed ({state}): a consumer that dies in a read over TCP may end "
                 "this engine"
             )
-    return found
 
 
 # ----------------------------------------------------------------------------------------------------------------- revoke
 
 
-def _revoke(
+def revoke(
     engine: Annotated[
         str, typer.Argument(metavar="ENGINE", help="Engine id, the beginning of one, or a process id of its scheduler.")
     ],
     *,
     as_json: Annotated[bool, typer.Option("--json", help="The engine's answer as JSON.")] = False,
-    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Wait for an answer.")] = 3.0,
+    timeout: Timeout = 3.0,
     folder: Folder = None,
 ) -> None:
     """Revoke all unread leases of a live engine: their tickets become worthless, and their blocks are free.
 
     vLLM counts a finished request whose blocks are kept for a reader as work, so /pause of a prefill engine waits for its
     longest unread lease. Run this while /pause waits, or before it. Readers of these tickets end as kv_load_failure_policy says.
-    """
-    with coded_errors("revoke"):
-        timeout_s = seconds("--timeout", timeout)
+
+    \b
+    examples:
+      vllm-adapter revoke prefill-0
+      curl -X POST 'http://localhost:8000/pause?mode=keep' & vllm-adapter revoke prefill-0
+
+    \b
+    exit codes:
+      0  the engine revokes its leases, or had none
+      1  its scheduler did not answer
+      2  wrong usage
+      3  no such engine, or more than one, runs on this machine for this user
+    """  # noqa: D301 - a backslash keeps the lines of the help
     # An empty name is a script's mistake; as the beginning of every name it would stand for the only engine here.
-    found = of_engine(ask_all(folders_of(folder), timeout_s=timeout_s), engine) if engine.strip() else []
-    sockets = [answer.get("socket") or "" for answer in found if answer.get("part") == "scheduler"]
+    found = of_engine(ask_all(folder, timeout_s=timeout), engine) if engine.strip() else []
+    sockets = [Path(answer.get("socket") or "") for answer in found if answer.get("part") == "scheduler"]
     if not sockets:
-        _say(f"no scheduler of an engine {engine!r} found; vllm-adapter status lists the engines of this machine")
+        say(
+            "revoke",
+            f"no scheduler of an engine {engine!r} found; vllm-adapter status lists the engines of this machine",
+        )
         raise typer.Exit(_NOT_FOUND)
-    answer = ask_one(Path(sockets[0]), REVOKE_REQUEST, timeout_s=timeout_s) or {"error": "it has ended"}
+    (answer,) = ask(sockets[:1], REVOKE_REQUEST, timeout_s=timeout) or [{"error": "it has ended"}]
     if as_json:
         print(json_text(answer, indent=2))
     if "error" in answer:
-        _say(f"engine {engine!r} revoked nothing: {answer['error']}")
+        say("revoke", f"engine {engine!r} revoked nothing: {answer['error']}")
         raise typer.Exit(_TROUBLE)
     if not as_json:
         print(
@@ -337,7 +274,3 @@ def _revoke(
                 f"{answer.get('leased_blocks')} blocks ({answer.get('leased_bytes')} bytes on each rank) come back"
             )
         )
-
-
-def _say(text: str) -> None:
-    print(f"vllm-adapter revoke: {plain_text(text)}", file=sys.stderr)

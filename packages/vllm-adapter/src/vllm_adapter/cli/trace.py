@@ -12,16 +12,15 @@ complete" leaves at 3.004 s of D's and arrives at 10.008 s of P's, so D - P is a
 from __future__ import annotations
 
 import os
-import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast, final
 
 import typer
 
-from vllm_adapter.cli.engines import NO_ENGINE, ask_all, folders_of
-from vllm_adapter.cli.values import Folder, coded_errors, json_text, misfit, parse_json, read_text, seconds
+from vllm_adapter.cli.engines import NO_ENGINE, ask_all
+from vllm_adapter.cli.values import Folder, json_text, misfit, read_json, say, within
 from vllm_adapter.errors import AdapterError
 from vllm_adapter.observe.answers import Answer, HandOverEntry
 from vllm_adapter.observe.cause_log import plain_text
@@ -30,27 +29,13 @@ from vllm_adapter.observe.status_socket import TRACE_REQUEST
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-__all__ = ["HandOver", "Record", "Span", "add_trace", "join_hand_overs", "make_timeline", "timeline_text"]
+__all__ = ["HandOver", "Record", "trace", "join_hand_overs", "make_timeline", "timeline_text"]
 
 _MOST_UNEXPLAINED = 0.05
 """Part of the time to the first token that may stay without a name."""
 _UNEXPLAINED, _NOT_FOUND = 1, 3
-_LEAST_TTFT_S = 1e-6
+_TTFT_S = (1e-6, 3600)
 _BAR_COLUMNS = 28
-
-_EPILOG = """\b
-examples:
-  vllm-adapter trace                      the latest hand-over
-  vllm-adapter trace --list               the hand-overs that can be asked for
-  vllm-adapter trace cmpl-4f --json
-
-\b
-exit codes:
-  0  the timeline's named spans cover 95 % of the time to the first token, or more
-  1  they do not
-  2  wrong usage, or a file that cannot be read or written
-  3  no such hand-over is remembered by the engines of this machine and user
-"""
 
 Step = tuple[str, str, str]
 """(process, stage at which the span ends, name)."""
@@ -102,22 +87,28 @@ class Record:
     Attributes:
         engine_id: Its engine.
         part: Its part of the engine: `scheduler`, or a rank as `0.1`.
-        process: Name of the process.
         machine: The command that asked it, whose clock `moments` are read by; its own name where that is not known.
         uncertainty_s: Uncertainty of its clock against that machine's.
-        request_id: The engine's own request.
         facts: The entry of its answer.
         moments: Seconds by stage.
     """
 
     engine_id: str
     part: str
-    process: str
     machine: str
     uncertainty_s: float
-    request_id: str
     facts: HandOverEntry
     moments: dict[str, float]
+
+    @property
+    def process(self) -> str:
+        """Name of the process."""
+        return f"{self.engine_id}/{self.part}"
+
+    @property
+    def ids(self) -> dict[str, object]:
+        """Ids of the engine and of its own request."""
+        return {"engine_id": self.engine_id, "request_id": self.facts.get("request_id") or ""}
 
 
 @final
@@ -130,8 +121,6 @@ class HandOver:
         prefill: That of prefill's; None if it was not asked, or has forgotten.
         decode_ranks: Records of decode's ranks.
         prefill_ranks: Those of prefill's ranks.
-        records: All of these, the decode engine's first.
-        slowest: The rank of decode whose read took longest; the request waits for that one.
         ids: Ids of engine and request, by `decode` and `prefill`.
     """
 
@@ -139,9 +128,22 @@ class HandOver:
     prefill: Record | None
     decode_ranks: list[Record]
     prefill_ranks: list[Record]
-    records: list[Record]
-    slowest: Record | None
     ids: dict[str, dict[str, object]]
+
+    @property
+    def records(self) -> list[Record]:
+        """All records, the decode engine's first."""
+        prefill = [self.prefill] if self.prefill is not None else []
+        return [self.decode, *self.decode_ranks, *prefill, *self.prefill_ranks]
+
+    @property
+    def slowest(self) -> Record | None:
+        """The rank of decode whose read took longest; the request waits for that one."""
+        return max(self.decode_ranks, key=_read_s, default=None)
+
+
+def _read_s(rank: Record) -> float:
+    return rank.moments.get("completed", 0.0) - rank.moments.get("ordered", 0.0)
 
 
 def join_hand_overs(answers: Iterable[Answer]) -> list[HandOver]:
@@ -149,37 +151,22 @@ def join_hand_overs(answers: Iterable[Answer]) -> list[HandOver]:
     records = [record for answer in answers for record in _records(answer)]
     found: list[HandOver] = []
     for decode in records:
-        here = decode.engine_id, decode.request_id
-        peer = decode.facts.get("peer_engine_id"), decode.facts.get("peer_request_id")
-        if decode.part != "scheduler" or decode.facts.get("role") != "consumer" or not peer[1]:
+        facts = decode.facts
+        if decode.part != "scheduler" or facts.get("role") != "consumer" or not facts.get("peer_request_id"):
             continue
-        readers = [each for each in records if _is_of(each, here, "consumer") and each.part != "scheduler"]
-        sources = [each for each in records if _is_of(each, peer, "producer")]
+        peer: dict[str, object] = {"engine_id": facts.get("peer_engine_id"), "request_id": facts.get("peer_request_id")}
+        sources = [each for each in records if each.ids == peer and each.facts.get("role") == "producer"]
+        readers = [each for each in records if each.ids == decode.ids and each.facts.get("role") == "consumer"]
         prefill = next((each for each in sources if each.part == "scheduler"), None)
-        ranks = [each for each in sources if each.part != "scheduler"]
-        ids = {"decode": _ids(*here), "prefill": _ids(*peer)}
-        every = [decode, *readers, *([prefill] if prefill is not None else []), *ranks]
-        found.append(HandOver(decode, prefill, readers, ranks, every, max(readers, key=_read_s, default=None), ids))
+        ranks, lenders = ([each for each in side if each.part != "scheduler"] for side in (readers, sources))
+        found.append(HandOver(decode, prefill, ranks, lenders, {"decode": decode.ids, "prefill": peer}))
     return sorted(found, key=lambda each: each.decode.moments.get("arrived", 0.0))
-
-
-def _ids(engine_id: object, request_id: object) -> dict[str, object]:
-    return {"engine_id": engine_id, "request_id": request_id}
-
-
-def _is_of(record: Record, ids: tuple[object, object], role: str) -> bool:
-    return (record.engine_id, record.request_id) == ids and record.facts.get("role") == role
-
-
-def _read_s(rank: Record) -> float:
-    return rank.moments.get("completed", 0.0) - rank.moments.get("ordered", 0.0)
 
 
 def _records(answer: Answer) -> Iterator[Record]:
     """Yield an answer's hand-overs, their moments by the clock of the command that asked."""
     engine_id, part = str(answer.get("engine_id", "")), str(answer.get("part", ""))
-    process = machine = f"{engine_id}/{part}"
-    ahead_s = uncertainty_s = 0.0
+    machine, ahead_s, uncertainty_s = f"{engine_id}/{part}", 0.0, 0.0
     asked_s, heard_s = answer.get("asked_s"), answer.get("heard_s")
     answered_s, received_s = answer.get("answered_s"), answer.get("received_s")
     if asked_s is not None and heard_s is not None and answered_s is not None and received_s is not None:
@@ -190,8 +177,7 @@ def _records(answer: Answer) -> Iterator[Record]:
         moments = {stage: at_s - ahead_s for stage, at_s in entry["moments"].items() if at_s is not None}
         if "arrived" in moments:
             moments["entered"] = moments["arrived"] - (entry.get("frontend_s") or 0.0)
-        request_id = entry.get("request_id") or ""
-        yield Record(engine_id, part, process, machine, uncertainty_s, request_id, entry, moments)
+        yield Record(engine_id, part, machine, uncertainty_s, entry, moments)
 
 
 def _messages(hand_over: HandOver) -> Iterator[tuple[Record, str, Record, str]]:
@@ -228,26 +214,6 @@ def _aligned_machines(hand_over: HandOver) -> dict[str, tuple[float, float]]:
     return found
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class Span:
-    """A part of the time to the first token.
-
-    Attributes:
-        name: The activity; of an unnamed span, which moments are missing.
-        where: `prefill` or `decode` with the part of that engine, as `decode 0.1`; `outside` between the two.
-        begin_s: Seconds from the beginning.
-        duration_s: Its length.
-        is_named: Whether the moment at its end is known.
-    """
-
-    name: str
-    where: str
-    begin_s: float
-    duration_s: float
-    is_named: bool = True
-
-
 def make_timeline(hand_over: HandOver, *, measured_s: float | None = None) -> dict[str, Any]:
     """Return a hand-over's timeline, as `--json` prints it.
 
@@ -273,8 +239,8 @@ def make_timeline(hand_over: HandOver, *, measured_s: float | None = None) -> di
         uncertainty_s[record.process] = None if about_s is None else about_s + own_s
     uncertainty_s[decode.process] = 0.0
     spans = list(_spans(hand_over))
-    total_s = sum(span.duration_s for span in spans) if measured_s is None else measured_s
-    named_s = sum(span.duration_s for span in spans if span.is_named)
+    total_s = sum(span["duration_s"] for span in spans) if measured_s is None else measured_s
+    named_s = sum(span["duration_s"] for span in spans if span["is_named"])
     unexplained_s = abs(total_s - named_s)
     return {
         **hand_over.ids,
@@ -290,9 +256,23 @@ def make_timeline(hand_over: HandOver, *, measured_s: float | None = None) -> di
         "unexplained_s": unexplained_s,
         "unexplained_part": unexplained_s / total_s if total_s > 0 else 0.0,
         "clock_uncertainty_s": uncertainty_s,
-        "spans": list(map(asdict, spans)),
-        "side_spans": list(map(asdict, _side_spans(hand_over))),
+        "spans": spans,
+        "side_spans": list(_side_spans(hand_over)),
     }
+
+
+def _span(name: str, where: str, begin_s: float, end_s: float, *, is_named: bool = True) -> dict[str, Any]:
+    """Return a part of the time to the first token.
+
+    Args:
+        name: The activity; of an unnamed span, which moments are missing.
+        where: `prefill` or `decode` with the part of that engine, as `decode 0.1`; `outside` between the two.
+        begin_s: Seconds from the beginning.
+        end_s: Its end; where clocks are uncertain, it may seem to come first.
+        is_named: Whether the moment at its end is known.
+    """
+    times = {"begin_s": begin_s, "duration_s": max(0.0, end_s - begin_s)}
+    return {"name": name, "where": where, **times, "is_named": is_named}
 
 
 def _steps(hand_over: HandOver) -> tuple[Step, ...]:
@@ -306,7 +286,7 @@ def _steps(hand_over: HandOver) -> tuple[Step, ...]:
     return _EARLY if was_finished or not decode.facts.get("is_streamed") else _STREAMED
 
 
-def _spans(hand_over: HandOver) -> Iterator[Span]:
+def _spans(hand_over: HandOver) -> Iterator[dict[str, Any]]:
     records = {"prefill": hand_over.prefill, "decode": hand_over.decode, "rank": hand_over.slowest}
     places = {name: f"{'decode' if name == 'rank' else name} {each.part}" for name, each in records.items() if each}
     has_read = "ordered" in hand_over.decode.moments
@@ -322,73 +302,82 @@ def _spans(hand_over: HandOver) -> Iterator[Span]:
             if stage not in {"told", "planned"} and (has_read or not is_of_read):
                 missing.append(name)
             continue
-        # Where clocks are uncertain, a moment may seem to come before the one that it followed.
-        at_s = max(at_s, last_s)
         label = f"not told: {', '.join([*missing, name])}" if missing else name
         # A decode rank sees the end of the prompt's computation, which prefill spent.
         spent = "prefill" if stage == "whole" and hand_over.prefill is not None else process
         where = "outside" if stage == "entered" else places[spent]
-        yield Span(label, where, last_s, at_s - last_s, is_named=not missing)
-        last_s, missing = at_s, []
+        yield _span(label, where, last_s, at_s, is_named=not missing)
+        last_s, missing = max(at_s, last_s), []
 
 
-def _side_spans(hand_over: HandOver) -> Iterator[Span]:
-    slowest, is_streamed = hand_over.slowest, hand_over.decode.facts.get("is_streamed")
-    beside = [("decode", rank, "ordered", "completed", "read of another rank") for rank in hand_over.decode_ranks]
-    beside = [each for each in beside if each[1] is not slowest]
-    if is_streamed and hand_over.prefill is not None:
-        beside.append(("decode", hand_over.decode, "arrived", "allocated", "wait for the offer, and for blocks"))
-        for rank in hand_over.decode_ranks:
-            beside.append(("decode", rank, "posted", "whole", "read while the prompt is computed"))
-    for source in hand_over.prefill_ranks:
-        beside.append(("prefill", source, "granted", "read", "lease, until its reader is done"))
-        beside.append(("prefill", source, "read", "freed", "void the fence, give the blocks back"))
-    for engine, record, begin, end, name in beside:
-        if begin in record.moments and end in record.moments:
-            begin_s, end_s = record.moments[begin], record.moments[end]
-            yield Span(name, f"{engine} {record.part}", begin_s, max(0.0, end_s - begin_s))
+def _side_spans(hand_over: HandOver) -> Iterator[dict[str, Any]]:
+    is_streamed = bool(hand_over.decode.facts.get("is_streamed")) and hand_over.prefill is not None
+    ranks = hand_over.decode_ranks
+    for engine, records, begin, end, name in (
+        (
+            "decode",
+            [each for each in ranks if each is not hand_over.slowest],
+            "ordered",
+            "completed",
+            "read of another rank",
+        ),
+        ("decode", [hand_over.decode] * is_streamed, "arrived", "allocated", "wait for the offer, and for blocks"),
+        ("decode", ranks * is_streamed, "posted", "whole", "read while the prompt is computed"),
+        ("prefill", hand_over.prefill_ranks, "granted", "read", "lease, until its reader is done"),
+        ("prefill", hand_over.prefill_ranks, "read", "freed", "void the fence, give the blocks back"),
+    ):
+        for record in records:
+            if begin in record.moments and end in record.moments:
+                yield _span(name, f"{engine} {record.part}", record.moments[begin], record.moments[end])
 
 
-def add_trace(app: typer.Typer) -> None:
-    """Register the command."""
-    app.command("trace", epilog=_EPILOG)(_trace)
-
-
-def _trace(
-    request: Annotated[
-        str | None, typer.Argument(metavar="REQUEST", help="Id at either engine, or a part of it.")
-    ] = None,
+def trace(
+    request: Annotated[str, typer.Argument(metavar="REQUEST", help="Id at either engine, or a part of it.")] = "",
     *,
     lists: Annotated[bool, typer.Option("--list", help="List the hand-overs that the engines remember.")] = False,
-    ttft: Annotated[float | None, typer.Option(metavar="SECONDS", help="What a client measured, to compare.")] = None,
+    ttft: Annotated[
+        float | None,
+        typer.Option(metavar="SECONDS", help="What a client measured, to compare.", callback=within(*_TTFT_S, "s")),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The timeline as JSON.")] = False,
     save: Annotated[str | None, typer.Option(metavar="FILE", help="Write this machine's answers for --with.")] = None,
     others: Annotated[list[str] | None, typer.Option("--with", metavar="FILE", help="Saved answers to add.")] = None,
     folder: Folder = None,
 ) -> None:
-    """Show one hand-over's timeline, put together from both engines."""
+    """Show one hand-over's timeline, put together from both engines.
+
+    \b
+    examples:
+      vllm-adapter trace                      the latest hand-over
+      vllm-adapter trace --list               the hand-overs that can be asked for
+      vllm-adapter trace cmpl-4f --json
+
+    \b
+    exit codes:
+      0  the timeline's named spans cover 95 % of the time to the first token, or more
+      1  they do not
+      2  wrong usage, or a file that cannot be read or written
+      3  no such hand-over is remembered by the engines of this machine and user
+    """  # noqa: D301 - a backslash keeps the lines of the help
     desk = f"command {os.uname().nodename} {os.getpid()} {time.monotonic_ns()}"
-    with coded_errors("trace"):
-        if ttft is not None:
-            seconds("--ttft", ttft, least_s=_LEAST_TTFT_S)
-        saved = [answer for file in others or () for answer in _saved(file)]
-        asked = ask_all(folders_of(folder), request=TRACE_REQUEST)
-        answers: list[Answer] = [{"desk": desk, **answer} for answer in asked]
-        if save:
-            _write(save, answers)
+    saved = [answer for file in others or () for answer in _saved(file)]
+    answers: list[Answer] = [{"desk": desk, **answer} for answer in ask_all(folder, request=TRACE_REQUEST)]
+    if save:
+        try:
+            Path(save).write_text(json_text(answers), encoding="utf-8")
+        except (OSError, ValueError) as error:  # ValueError: a name that no file can have
+            raise AdapterError(f"{save} cannot be written: {error}", code="unwritable") from error
     answers += saved
     for answer in answers:
         if "error" in answer:
-            _say(f"{answer.get('socket', '')}: {answer['error']}")
+            say("trace", f"{answer.get('socket', '')}: {answer['error']}")
     hand_overs = join_hand_overs(answers)
     if lists:
         print(json_text([each.ids for each in hand_overs], indent=2) if as_json else _list_text(hand_overs))
         raise typer.Exit(0 if hand_overs else _NOT_FOUND)
-    wanted = [
-        each for each in hand_overs if any((request or "") in str(ids["request_id"]) for ids in each.ids.values())
-    ]
+    wanted = [each for each in hand_overs if any(request in str(ids["request_id"]) for ids in each.ids.values())]
     if not wanted:
-        _say(_not_found(request, hand_overs, answers))
+        say("trace", _not_found(request, hand_overs, answers))
         raise typer.Exit(_NOT_FOUND)
     timeline = make_timeline(wanted[-1], measured_s=ttft)
     print(json_text(timeline, indent=2) if as_json else timeline_text(timeline))
@@ -396,35 +385,24 @@ def _trace(
         raise typer.Exit(_UNEXPLAINED)
 
 
-def _write(file: str, value: object) -> None:
-    try:
-        Path(file).write_text(json_text(value), encoding="utf-8")
-    except (OSError, ValueError) as error:  # ValueError: a name that no file can have
-        raise AdapterError(f"{file} cannot be written: {error}", code="unwritable") from error
-
-
 def _saved(file: str) -> list[Answer]:
     """Return the answers that another machine's command has saved.
 
     Raises:
-        AdapterError: `unreadable`.
+        AdapterError: `unreadable` or `not-json`.
     """
-    found = parse_json(read_text(file), file)
+    found = read_json(file)
     if wrong := misfit(found, list[Answer]):
         raise AdapterError(f"{file} was not written by `vllm-adapter trace --save`: {wrong}", code="unreadable")
     return cast("list[Answer]", found)
 
 
-def _not_found(request: str | None, hand_overs: Sequence[HandOver], answers: Sequence[Answer]) -> str:
+def _not_found(request: str, hand_overs: Sequence[HandOver], answers: Sequence[Answer]) -> str:
     if hand_overs:
         return f"no hand-over is meant by {request!r}; `vllm-adapter trace --list` lists all {len(hand_overs)} that are known"
     engines = ", ".join(sorted({str(answer["engine_id"]) for answer in answers if "engine_id" in answer}))
     forgotten = f"no decode engine among {engines} remembers a hand-over: each remembers its last 128 since it started"
     return forgotten if engines else f"no live engine found. {NO_ENGINE}"
-
-
-def _say(text: str) -> None:
-    print(f"vllm-adapter trace: {plain_text(text)}", file=sys.stderr)
 
 
 def timeline_text(timeline: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Values that commands take and print: JSON of files, standard input, sockets and other commands, and numbers of options.
+"""Values that commands take and print: JSON of files, standard input and sockets, and numbers of options.
 
 Whatever is read becomes a value or one coded error: bytes that are not text, text that is not JSON, nesting that would exceed
 Python's recursion, and numbers that cannot be waited for.
@@ -7,11 +7,9 @@ Python's recursion, and numbers that cannot be waited for.
 from __future__ import annotations
 
 import json
-import math
 import sys
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
@@ -20,116 +18,93 @@ from vllm_adapter.errors import AdapterError, ConfigurationError
 from vllm_adapter.observe.cause_log import plain_text
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Callable
 
-__all__ = [
-    "Folder",
-    "coded_errors",
-    "json_text",
-    "misfit",
-    "parse_json",
-    "read_text",
-    "seconds",
-    "source_name",
-    "within",
-]
-
-Folder = Annotated[
-    str | None,
-    typer.Option(metavar="FOLDER", help="Where the sockets are; default: where this user's engines put them."),
-]
-"""Option `--folder` of the commands that ask live engines."""
-_USAGE = 2
-_LEAST_S = 0.001
-_MOST_S = 3600.0
+__all__ = ["Folder", "Timeout", "json_text", "misfit", "parse_json", "read_json", "say", "within"]
 
 _MOST_LEVELS = 64
 """Engines answer, and are configured, with less than ten."""
 
 
-def source_name(source: str) -> str:
-    """Return what a message calls the source of a configuration: its file, standard input, or only `the configuration`."""
-    return "the configuration" if _is_text(source) else "standard input" if source == "-" else source
+def within(least: float, most: float, unit: str) -> Callable[[typer.CallbackParam, float | None], float | None]:
+    """Return the callback of an option whose number must lie within bounds; it raises `out-of-range`, also for NaN."""
+
+    def check(option: typer.CallbackParam, given: float | None) -> float | None:
+        if given is not None and not least <= given <= most:
+            raise ConfigurationError(
+                f"{option.opts[0]} must be {least:g} {unit} at least and {most:g} {unit} at most, got {given:g}",
+                code="out-of-range",
+            )
+        return given
+
+    return check
 
 
-def read_text(source: str) -> str:
-    """Return the text of a source: the words themselves, a file's content, or standard input for `-`.
+Folder = Annotated[
+    Path | None,
+    typer.Option(metavar="FOLDER", help="Where the sockets are; default: where this user's engines put them."),
+]
+"""Option `--folder` of the commands that ask live engines."""
+Timeout = Annotated[
+    float, typer.Option(metavar="SECONDS", help="Longest wait for an answer.", callback=within(0.001, 3600, "s"))
+]
+"""Option `--timeout`."""
+
+
+def say(command: str, text: str) -> None:
+    """Print a line on standard error."""
+    print(f"vllm-adapter {command}: {plain_text(text)}", file=sys.stderr)
+
+
+def read_json(source: str) -> object:
+    """Return a value that an operator gives: as JSON text, as the name of a file with it, or `-` for standard input.
 
     Raises:
-        AdapterError: `unreadable`.
+        AdapterError: `unreadable` or `not-json`.
     """
-    if _is_text(source):
-        return source
+    # No file name of an operator begins as a JSON object or list does.
+    is_text = source.lstrip()[:1] in {"{", "["}
+    name = "the configuration" if is_text else "standard input" if source == "-" else source
     try:
-        return sys.stdin.read() if source == "-" else Path(source).read_text(encoding="utf-8")
+        text = source if is_text else sys.stdin.read() if source == "-" else Path(source).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise AdapterError(f"{source_name(source)} is no UTF-8 text: {error}", code="unreadable") from error
+        raise AdapterError(f"{name} is no UTF-8 text: {error}", code="unreadable") from error
     except (OSError, ValueError) as error:  # ValueError: a name that no file can have
-        raise AdapterError(f"{source_name(source)} cannot be read: {error}", code="unreadable") from error
-
-
-def _is_text(source: str) -> bool:
-    """Return whether words are JSON themselves: no file name of an operator begins as a JSON object or list does."""
-    return source.lstrip()[:1] in {"{", "["}
+        raise AdapterError(f"{name} cannot be read: {error}", code="unreadable") from error
+    return parse_json(text, name)
 
 
 def parse_json(text: str | bytes, name: str) -> object:
-    """Return the value that a text stands for.
-
-    Args:
-        text: The text.
-        name: Its source, for the error.
+    """Return the value of a JSON text; `name` is its source, for the error.
 
     Raises:
-        AdapterError: `unreadable`.
+        AdapterError: `not-json`.
     """
     try:
         value: object = json.loads(text)
+        is_deep = _is_deep(value, _MOST_LEVELS)
     except ValueError as error:
-        raise AdapterError(f"{name} is no JSON: {error}", code="unreadable") from error
+        raise AdapterError(f"{name} is no JSON: {error}", code="not-json") from error
     except RecursionError:
-        value = None
-        is_deep = True
-    else:
-        is_deep = _is_deep(value)
+        value, is_deep = None, True
     if is_deep:
-        raise AdapterError(f"{name} is nested more than {_MOST_LEVELS} levels deep", code="unreadable")
+        raise AdapterError(f"{name} is nested more than {_MOST_LEVELS} levels deep", code="not-json")
     return value
 
 
-def _is_deep(value: object) -> bool:
-    level: list[object] = [value]
-    for _ in range(_MOST_LEVELS):
-        level = [child for each in level for child in _children(each)]
-        if not level:
-            return False
-    return True
-
-
-def _children(value: object) -> list[object]:
-    if isinstance(value, dict):
-        return list(cast("dict[object, object]", value).values())
-    return cast("list[object]", value) if isinstance(value, list) else []
+def _is_deep(value: object, levels: int) -> bool:
+    values: Any = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return levels == 0 or any(_is_deep(child, levels - 1) for child in values)
 
 
 def json_text(value: object, *, indent: int | None = None) -> str:
     """Return JSON that any program reads: a number that JSON does not know, as NaN, is null."""
-    try:
-        return json.dumps(value, indent=indent, allow_nan=False)
-    except ValueError:
-        return json.dumps(_without_nan(value), indent=indent)
-
-
-def _without_nan(value: object) -> object:
-    if isinstance(value, dict):
-        return {key: _without_nan(each) for key, each in cast("dict[object, object]", value).items()}
-    if isinstance(value, list | tuple):
-        return [_without_nan(each) for each in cast("list[object]", value)]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    plain: object = json.loads(json.dumps(value), parse_constant=lambda _: None)
+    return json.dumps(plain, indent=indent)
 
 
 def misfit(value: object, shape: Any) -> str:  # noqa: ANN401 - any type that msgspec knows
-    """Return the first field that has another shape, with what it must be; nothing if there is none.
+    """Return the first field that has another shape, with what it must be; empty if all fit.
 
     Example: ``Expected `object | null`, got `int` - at `$.thread` ``.
     """
@@ -138,36 +113,3 @@ def misfit(value: object, shape: Any) -> str:  # noqa: ANN401 - any type that ms
     except (msgspec.ValidationError, UnicodeEncodeError) as error:  # half of a surrogate pair is no text
         return str(error)
     return ""
-
-
-def seconds(option: str, given: float, *, least_s: float = _LEAST_S) -> float:
-    """Return a time that an option gives, of an hour at most.
-
-    Raises:
-        ConfigurationError: `out-of-range`.
-    """
-    return within(option, given, least_s, _MOST_S, "s")
-
-
-def within(option: str, given: float, least: float, most: float, unit: str) -> float:
-    """Return a number that an option gives.
-
-    Raises:
-        ConfigurationError: `out-of-range`: it lies outside, or is NaN.
-    """
-    if not least <= given <= most:
-        raise ConfigurationError(
-            f"{option} must be {least:g} {unit} at least and {most:g} {unit} at most, got {given:g}",
-            code="out-of-range",
-        )
-    return given
-
-
-@contextmanager
-def coded_errors(command: str) -> Generator[None]:
-    """End a command with a line on standard error and the exit code of wrong usage where the block raises a coded error."""
-    try:
-        yield
-    except AdapterError as error:
-        print(f"vllm-adapter {command}: {plain_text(str(error))} ({error.code})", file=sys.stderr)
-        raise typer.Exit(_USAGE) from None

@@ -10,9 +10,8 @@ import difflib
 import inspect
 import ipaddress
 import re
-from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, cast, final, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, cast, final
 
 import msgspec
 from msgspec import Meta
@@ -26,9 +25,7 @@ __all__ = [
     "OBSOLETE_KEYS",
     "PERMUTE_GB_S",
     "RENEWED_PART",
-    "Key",
     "Settings",
-    "check_mirror",
     "check_whole",
     "describe_keys",
     "describe_schema",
@@ -181,8 +178,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def peer_port_range(self) -> tuple[int, int]:
-        """`peer_ports` as numbers."""
-        return _port_range(self.peer_ports)
+        """`peer_ports` as numbers; a single port is a range of one."""
+        found = re.fullmatch(r"([0-9]{1,5})(?:-([0-9]{1,5}))?", self.peer_ports)
+        first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+        if not 1 <= first <= last <= 65_535:
+            reason = f"must be FIRST-LAST within 1 to 65535, got {self.peer_ports!r}"
+            raise _refused("peer_ports", self.peer_ports, reason)
+        return first, last
 
     def advertised(self, host: str, port: int, data_parallel_index: int) -> tuple[str, int]:
         """Return the address in the tickets of an engine that listens on this host and port."""
@@ -216,59 +218,24 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return self.compatibility_policy if self.enforce_handshake_compat else "off"
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class Key:
-    """A key of the configuration, as its field describes it.
-
-    Attributes:
-        name: The key.
-        annotation: The type and limits of its value, as msgspec takes them.
-        type: Name of the type alone, e.g. `float` or `tuple[str, ...]`.
-        default: The value if none is given.
-        choices: The words that are taken, in order; empty for any.
-        limits: The least and the greatest number; empty for a key that holds none.
-        doc: The meaning.
-    """
-
-    name: str
-    annotation: Any
-    type: str
-    default: bool | float | str | tuple[str, ...]
-    choices: tuple[str, ...]
-    limits: tuple[float, ...]
-    doc: str
+_TYPES = {field.name: field.type for field in msgspec.structs.fields(Settings)}
 
 
 @cache
-def describe_keys() -> tuple[Key, ...]:
-    """Return all keys, in order."""
-    meanings = _meanings()
-    return tuple(_key(field, meanings[field.name]) for field in msgspec.structs.fields(Settings))
-
-
-def _key(field: msgspec.structs.FieldInfo, doc: str) -> Key:
-    plain, *metas = get_args(field.type) if get_origin(field.type) is Annotated else (field.type,)
-    choices = get_args(plain) if get_origin(plain) is Literal else ()
-    limits = tuple(limit for meta in metas for limit in (meta.ge, meta.le) if limit is not None)
-    name = inspect.formatannotation(str if choices else plain)
-    return Key(field.name, field.type, name, field.default, choices, limits, doc)
-
-
-def _meanings() -> dict[str, str]:
-    """Return the meaning of each key, from the docstring of `Settings`."""
+def describe_keys() -> Mapping[str, Mapping[str, Any]]:
+    """Return the JSON schema of each key's value, with its default and meaning, by key in order."""
+    schema = msgspec.json.schema_components([Settings])[1]["Settings"]["properties"]
     attributes = (inspect.getdoc(Settings) or "").partition("Attributes:\n")[2]
     entries = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", attributes, re.MULTILINE)
-    return {name: " ".join(text.split()) for name, text in entries}
+    return {name: {"type": "string", **schema[name], "description": " ".join(text.split())} for name, text in entries}
 
 
 def describe_schema() -> dict[str, Any]:
     """Return the JSON schema of `kv_connector_extra_config`."""
-    schema = msgspec.json.schema_components([Settings])[1]["Settings"]
-    properties = {key.name: {**schema["properties"][key.name], "description": key.doc} for key in describe_keys()}
     title = "kv_connector_extra_config"
     dialect = "https://json-schema.org/draft/2020-12/schema"
-    return {"$schema": dialect, **schema, "title": title, "description": _SCHEMA_TEXT, "properties": properties}
+    head = {"$schema": dialect, "type": "object", "title": title, "description": _SCHEMA_TEXT}
+    return {**head, "properties": describe_keys(), "required": [], "additionalProperties": False}
 
 
 def load_settings(extra: Mapping[str, object]) -> tuple[Settings, tuple[str, ...]]:
@@ -285,7 +252,7 @@ def load_settings(extra: Mapping[str, object]) -> tuple[Settings, tuple[str, ...
 
 def load_keys(extra: Mapping[str, object]) -> tuple[Settings, tuple[str, ...]]:
     """Check each key for itself, not what the keys mean together; otherwise as `load_settings`."""
-    known = {key.name: key for key in describe_keys()}
+    known = describe_keys()
     values: dict[str, Any] = {}
     notes: list[str] = []
     for key, value in extra.items():
@@ -298,10 +265,14 @@ def load_keys(extra: Mapping[str, object]) -> tuple[Settings, tuple[str, ...]]:
                 f"kv_connector_extra_config has no key '{key}'{hint}", code="unknown-key", context={"key": key}
             )
         else:
-            values[key] = _read_value(known[key], value)
+            values[key] = _read_value(key, value)
             _check_texts(key, values[key])
     settings = Settings(**values)
-    _check_backends(settings.backends)
+    # NIXL could create nothing from an empty list, or one back end twice.
+    if not settings.backends or len(set(settings.backends)) < len(settings.backends):
+        names = list(settings.backends)
+        reason = f"must name one NIXL back end or more, each once, such as UCX, got {names}"
+        raise _refused("backends", names, reason)
     _check_host("advertised_host", settings.advertised_host)
     _check_networks("remote_hosts", settings.remote_hosts)
     _check_networks("unsigned_hosts", settings.unsigned_hosts)
@@ -309,27 +280,26 @@ def load_keys(extra: Mapping[str, object]) -> tuple[Settings, tuple[str, ...]]:
     return settings, tuple(notes)
 
 
-def _read_value(key: Key, value: object) -> object:
+def _read_value(key: str, value: object) -> object:
     """Return the value of a key in its type, or raise what is right."""
-    if key.type == "bool" and isinstance(value, str):
+    about, shown = describe_keys()[key], repr(value)
+    if about["type"] == "boolean" and isinstance(value, str):
         value = _WORDS.get(value.lower(), value)
     try:
         # msgspec takes a set for a list, and the order of our lists counts.
-        return msgspec.convert(None if type(value) in {set, frozenset} else value, key.annotation)
+        return msgspec.convert(None if type(value) in {set, frozenset} else value, _TYPES[key])
     except (msgspec.ValidationError, UnicodeError):
-        raise _explain(key, value) from None
-
-
-def _explain(key: Key, value: object) -> ConfigurationError:
-    """Return the error for a value that msgspec does not take."""
-    shown = repr(value)
-    if key.choices and isinstance(value, str):
-        near = difflib.get_close_matches(value, key.choices, n=1)
+        pass
+    if "enum" in about and isinstance(value, str):
+        near = difflib.get_close_matches(value, about["enum"], n=1)
         hint = f"; did you mean '{near[0]}'?" if near else ""
-        return _refused(key.name, shown, f"must be one of {', '.join(key.choices)}, got {shown}{hint}")
-    if key.limits and type(value).__name__ in {"int", key.type}:
-        return _refused(key.name, value, "must be between {} and {}, got {}. {}".format(*key.limits, value, key.doc))
-    return _refused(key.name, shown, f"must be {key.type}, got {shown}. {key.doc}", code="wrong-type")
+        raise _refused(key, shown, f"must be one of {', '.join(about['enum'])}, got {shown}{hint}")
+    is_number = type(value) is int or (type(value) is float and about["type"] == "number")
+    if is_number and "maximum" in about:
+        bounds = f"between {about['minimum']} and {about['maximum']}"
+        raise _refused(key, value, f"must be {bounds}, got {value}. {about['description']}")
+    kind = "array of strings" if about["type"] == "array" else about["type"]
+    raise _refused(key, shown, f"must be of type {kind}, got {shown}. {about['description']}", code="wrong-type")
 
 
 def _refused(key: str, value: object, reason: str, *, code: str = "out-of-range") -> ConfigurationError:
@@ -346,24 +316,9 @@ def _check_texts(key: str, value: object) -> None:
             continue
         if isinstance(value, tuple) and not text.strip():
             raise _refused(key, text, f"holds {text!r}, which names nothing: leave it out")
-        if "\0" in text or _is_half(text):
+        # Halves of a surrogate pair, without those by which Python reads bytes of a file name that are not UTF-8.
+        if re.search("[\0\ud800-\udc7f\udd00-\udfff]", text):
             raise _refused(key, text, f"holds {text!r}: no name may have a zero byte, or half of a surrogate pair")
-
-
-def _is_half(text: str) -> bool:
-    """Return whether a text cannot be written; bytes of a file name that are not UTF-8 can, as Python reads them."""
-    try:
-        text.encode("utf-8", "surrogateescape")
-    except UnicodeEncodeError:
-        return True
-    return False
-
-
-def _check_backends(names: tuple[str, ...]) -> None:
-    """Refuse a list from which NIXL could create nothing, or one back end twice."""
-    if not names or len(set(names)) < len(names):
-        reason = f"must name one NIXL back end or more, each once, such as UCX, got {list(names)}"
-        raise _refused("backends", list(names), reason)
 
 
 def _check_host(key: str, host: str) -> None:
@@ -390,29 +345,12 @@ def _check_networks(key: str, networks: tuple[str, ...]) -> None:
             raise _refused(key, text, f"holds {text!r}, which names an address, not a network: {hint}")
 
 
-def _port_range(text: str) -> tuple[int, int]:
-    """Return the two ports of a text such as ``5600-5663``; a single port is a range of one."""
-    found = re.fullmatch(r"([0-9]{1,5})(?:-([0-9]{1,5}))?", text)
-    first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
-    if not 1 <= first <= last <= 65_535:
-        raise _refused("peer_ports", text, f"must be FIRST-LAST within 1 to 65535, got {text!r}")
-    return first, last
-
-
-def check_mirror(settings: Settings) -> None:
-    """Refuse a mirror in host memory without fences: a copy that fails can only be reported to readers through its fence.
-
-    Raises:
-        ConfigurationError: `incomplete-keys`.
-    """
-    if not settings.fence_slots:
-        raise _incomplete(
-            "a mirror in host memory needs fence_slots: readers learn of a copy that failed by its fence alone"
-        )
-
-
-def check_whole(settings: Settings) -> None:
+def check_whole(settings: Settings, *, is_mirrored: bool = False) -> None:
     """Refuse a protection that is configured by half: it would protect nothing, or everything would be refused.
+
+    Args:
+        settings: The configuration.
+        is_mirrored: Whether peers read a mirror in host memory: a copy that fails can only be reported through its fence.
 
     Raises:
         ConfigurationError: `incomplete-keys`.
@@ -421,6 +359,10 @@ def check_whole(settings: Settings) -> None:
     if 0 < len(missing) < len(_CHANNEL_KEYS):
         needed = ", ".join(_CHANNEL_KEYS)
         raise _incomplete(f"an encrypted side channel needs {needed}; there is no {', '.join(missing)}")
+    if is_mirrored and not settings.fence_slots:
+        raise _incomplete(
+            "a mirror in host memory needs fence_slots: readers learn of a copy that failed by its fence alone"
+        )
     if settings.streaming and not settings.fence_slots:
         raise _incomplete("streaming needs fence_slots: what was read early counts only by the fence")
     if settings.ticket_policy and not settings.has_secrets:

@@ -1,6 +1,6 @@
 """The fleet's secrets, from files that are reread when they change, and from the environment.
 
-A mounted Kubernetes Secret changes under a running engine, so its files are checked once a second while requests arrive. Files
+A mounted Kubernetes Secret changes under a running engine, so its files are read once a second while requests arrive. Files
 that cannot be read, or hold nothing usable, leave the secrets unchanged, with one line in the log. No log line or error of this
 module contains a secret.
 """
@@ -19,7 +19,9 @@ from vllm_adapter.errors import ConfigurationError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["FleetSecrets", "configured_secrets", "secrets_in_variable"]
+    from vllm_adapter.config.keys import Settings
+
+__all__ = ["FleetSecrets", "configured_secrets"]
 
 _logger = logging.getLogger("vllm.vllm_adapter")
 _LOOK_EVERY_S = 1.0
@@ -30,8 +32,6 @@ _MOST_FILE_BYTES = 64 * 1024
 _TOO_OPEN = 0o037
 _FINGERPRINT = b"kv-transfer: fingerprint of a fleet secret"
 
-_Marks = tuple[tuple[int, int, int], ...]
-
 
 @final
 class FleetSecrets:
@@ -39,20 +39,19 @@ class FleetSecrets:
 
     Args:
         files: Files with one secret per line; white space at either end of a line is ignored.
-        words: Secrets separated by white space, as an environment variable holds them.
+        variable: Environment variable with secrets separated by white space, read once; empty for none.
 
     Raises:
         ConfigurationError: `invalid-secret`, or `insecure-secret-file` for a file that others can read or its group can write.
     """
 
-    __slots__ = ("_files", "_look_s", "_marks", "_trouble", "_words", "current")
+    __slots__ = ("_files", "_look_s", "_trouble", "_words", "current")
 
-    def __init__(self, files: Sequence[str], words: str = "") -> None:
+    def __init__(self, files: Sequence[str], variable: str = "") -> None:
         self._files = tuple(map(Path, files))
-        self._words = tuple(map(os.fsencode, words.split()))
+        self._words = _secrets_in_variable(variable)
         self._look_s = 0.0
         self._trouble = ""
-        self._marks = self._look()
         self.current = self._read()
 
     def __repr__(self) -> str:
@@ -67,45 +66,28 @@ class FleetSecrets:
         return tuple(hmac.digest(secret, _FINGERPRINT, "sha256").hex()[:12] for secret in self.current)
 
     def changed(self, now_s: float) -> bool:
-        """Return whether the secrets have changed since the last call; checks the files at most once a second."""
+        """Return whether the secrets have changed since the last call; reads the files at most once a second."""
         if now_s < self._look_s or not self._files:
             return False
         self._look_s = now_s + _LOOK_EVERY_S
-        marks = self._look()
-        if marks == self._marks:
-            return False
         try:
             secrets = self._read()
         except ConfigurationError as error:
-            # Keep the marks of the last good content, so that the files are read until they are good again.
             if str(error) != self._trouble:
                 self._trouble = str(error)
                 _logger.error("the fleet's secrets stay as they were: %s (%s)", error, error.code)  # noqa: TRY400
             return False
-        self._marks, self._trouble = marks, ""
+        self._trouble = ""
         is_new, self.current = secrets != self.current, secrets
         if is_new:
             _logger.info("the fleet's secrets have changed: %d now", len(secrets))
         return is_new
 
-    def _look(self) -> _Marks:
-        """Return marks that differ when the content of a file may differ; a missing file has no time."""
-        marks: list[tuple[int, int, int]] = []
-        for file in self._files:
-            try:
-                found = file.stat()
-                marks.append((found.st_ino, found.st_size, found.st_mtime_ns))
-            except (OSError, ValueError):  # ValueError: a path that holds a zero byte
-                marks.append((0, 0, 0))
-        return tuple(marks)
-
     def _read(self) -> tuple[bytes, ...]:
-        found = [secret for file in self._files for secret in _secrets_in(file)] + list(self._words)
+        secrets = [secret for file in self._files for secret in _secrets_in(file)]
+        found = list(dict.fromkeys([*secrets, *self._words]))
         if not found:
-            raise ConfigurationError(
-                "no fleet secret: the files are empty, and so is the environment variable", code="invalid-secret"
-            )
-        found = list(dict.fromkeys(found))
+            raise ConfigurationError("no fleet secret: the files are empty", code="invalid-secret")
         if len(found) > _MOST_SECRETS:
             raise ConfigurationError(
                 f"{len(found)} fleet secrets, {_MOST_SECRETS} are the most: a rotation needs two", code="invalid-secret"
@@ -120,46 +102,46 @@ class FleetSecrets:
         return tuple(found)
 
 
-def configured_secrets(files: Sequence[str], variable: str) -> FleetSecrets | None:
-    """Return the secrets of these files and of an environment variable; None if neither is configured.
+def configured_secrets(settings: Settings) -> FleetSecrets | None:
+    """Return the fleet's secrets; None if none are configured.
 
     Raises:
         ConfigurationError: `invalid-secret` or `insecure-secret-file`.
     """
-    if not files and not variable:
+    if not settings.has_secrets:
         return None
-    words = secrets_in_variable(variable)
-    if variable and not words.split():
-        raise ConfigurationError(
-            f"ticket_secret_variable: the environment has no {variable}, or it is empty", code="invalid-secret"
-        )
-    return FleetSecrets(files, words)
+    return FleetSecrets(settings.ticket_secret_files, settings.ticket_secret_variable)
 
 
-def secrets_in_variable(variable: str) -> str:
-    """Return the value of an environment variable; empty if it is not set or no name is given.
-
-    Raises:
-        ConfigurationError: `invalid-secret`: no variable can have this name.
-    """
+def _secrets_in_variable(variable: str) -> tuple[bytes, ...]:
     try:
-        return os.environ.get(variable, "") if variable else ""
+        words = os.environ.get(variable, "").split() if variable else []
     except UnicodeEncodeError:
         raise ConfigurationError(
             f"ticket_secret_variable: {variable!a} cannot be the name of an environment variable: it holds half of a "
             "surrogate pair",
             code="invalid-secret",
         ) from None
+    if variable and not words:
+        raise ConfigurationError(
+            f"ticket_secret_variable: the environment has no {variable}, or it is empty", code="invalid-secret"
+        )
+    return tuple(map(os.fsencode, words))
 
 
 def _secrets_in(file: Path) -> list[bytes]:
+    """Return a file's secrets, without waiting for a writer, as for a pipe, and without reading endlessly."""
     try:
-        mode, content = _read_plain(file)
+        with open(file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as source:
+            mode = os.fstat(source.fileno()).st_mode
+            content = source.read(_MOST_FILE_BYTES + 1) if stat.S_ISREG(mode) else None
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigurationError(
-            f"secret file {file} cannot be read: {reason}", code="invalid-secret", context={"path": str(file)}
-        ) from None
+        raise _unreadable(file, error.strerror if isinstance(error, OSError) else error) from None
+    if content is None:
+        raise _unreadable(file, "it is no plain file")
+    if len(content) > _MOST_FILE_BYTES:
+        raise _unreadable(file, f"it has more than {_MOST_FILE_BYTES} bytes")
+    mode = stat.S_IMODE(mode)
     if mode & _TOO_OPEN:
         raise ConfigurationError(
             f"secret file {file} has mode {mode:04o}; make it 0400 or 0440, so that only its owner and group can read it",
@@ -169,21 +151,6 @@ def _secrets_in(file: Path) -> list[bytes]:
     return [line.strip() for line in content.splitlines() if line.strip()]
 
 
-def _read_plain(file: Path) -> tuple[int, bytes]:
-    """Return a file's mode and content, without waiting for a writer, as for a pipe, and without reading endlessly.
-
-    Raises:
-        OSError, ValueError: With the reason.
-    """
-    descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        mode = os.fstat(descriptor).st_mode
-        if not stat.S_ISREG(mode):
-            raise ValueError("it is no plain file")
-        with open(descriptor, "rb", closefd=False) as source:
-            content = source.read(_MOST_FILE_BYTES + 1)
-    finally:
-        os.close(descriptor)
-    if len(content) > _MOST_FILE_BYTES:
-        raise ValueError(f"it has more than {_MOST_FILE_BYTES} bytes")
-    return stat.S_IMODE(mode), content
+def _unreadable(file: Path, reason: object) -> ConfigurationError:
+    message = f"secret file {file} cannot be read: {reason}"
+    return ConfigurationError(message, code="invalid-secret", context={"path": str(file)})

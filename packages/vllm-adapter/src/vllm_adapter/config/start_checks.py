@@ -10,19 +10,18 @@ import ipaddress
 import logging
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, final
+from typing import TYPE_CHECKING, Final, NamedTuple, final
 
 from vllm_adapter.config.keys import Settings
 from vllm_adapter.errors import UnsupportedHost
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
 __all__ = [
     "PORT_VARIABLE",
     "REFUSALS",
     "WARNINGS",
-    "Row",
     "Situation",
     "check_start",
     "listening_port",
@@ -33,7 +32,6 @@ _logger = logging.getLogger("vllm.vllm_adapter")
 PORT_VARIABLE: Final = "VLLM_NIXL_SIDE_CHANNEL_PORT"
 _SHOWN_CHARACTERS = 80
 _ONLY_WITH_STREAMING: Final = ("stream_slots", "stream_reserve_fraction", "ask_wait_s")
-_DEFAULTS: Final = Settings()
 _MOST_PORTS = 65535
 _LEAST_PORT = 1024
 """Lowest port that readers of tickets accept."""
@@ -92,118 +90,99 @@ class Situation:
     returns_experts: bool = False
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class Row:
-    """A condition with the code and the reason of its refusal or warning; the reason is formatted with the situation."""
+class Row(NamedTuple):
+    """A condition with the reason of its refusal or warning, which is formatted with the situation."""
 
-    code: str
     applies: Callable[[Situation], bool]
     reason: str
 
 
-REFUSALS: tuple[Row, ...] = (
-    Row(
-        "consumer-pipeline-parallel",
+REFUSALS: Mapping[str, Row] = {
+    "consumer-pipeline-parallel": Row(
         lambda it: it.pp > 1 and (it.kv_role != "kv_producer" or it.is_bidirectional),
         "an engine with {it.pp} pipeline stages cannot read hand-overs (kv_role '{it.kv_role}'): set kv_role to 'kv_producer' "
         "without bidirectional_kv_xfer, or pipeline_parallel_size to 1",
     ),
-    Row(
-        "prefill-context-parallel",
+    "prefill-context-parallel": Row(
         lambda it: it.pcp > 1,
         "prefill_context_parallel_size is {it.pcp}: how its ranks share a prompt's blocks is not planned here; set it to 1, or "
         "use vLLM's own NixlConnector on this producer",
     ),
-    Row(
-        "side-channel-wildcard",
+    "side-channel-wildcard": Row(
         lambda it: _is_wildcard(it.host),
         "VLLM_NIXL_SIDE_CHANNEL_HOST is '{it.host}', and tickets tell peers to connect to that: set it to an address of this "
         "host that peers can reach (under Kubernetes the pod's IP), or advertised_host to the address in front of it",
     ),
-    Row(
-        "side-channel-port",
+    "side-channel-port": Row(
         lambda it: not 0 < it.port <= _MOST_PORTS,
         "the side channel's port is {it.port} (VLLM_NIXL_SIDE_CHANNEL_PORT or advertised_port, plus the data-parallel index): it "
         "must be 1 to 65535",
     ),
-    Row(
-        "sleep-mode-unsupported",
+    "sleep-mode-unsupported": Row(
         lambda it: it.has_sleep_mode and it.version < (0, 33),
         "enable_sleep_mode needs vLLM 0.33 or newer beside a KV connector, found {it.version[0]}.{it.version[1]}: an older one "
         "unmaps the cache without telling the connector, while peers read from it",
     ),
-    Row(
-        "computed-kv-scales",
+    "computed-kv-scales": Row(
         lambda it: it.computes_scales,
         "calculate_kv_scales derives the cache's scales from this engine's first prompt, so that every engine has others and "
         "reads wrong KV: use a checkpoint with scales, or none",
     ),
-    Row(
-        "elastic-expert-parallel",
+    "elastic-expert-parallel": Row(
         lambda it: it.is_elastic,
         "enable_elastic_ep lets ranks join and leave this engine, and tickets name ranks and ports that are gone then: switch it "
         "off, and change the number of engines instead",
     ),
-    Row(
-        "host-resident-cache",
+    "host-resident-cache": Row(
         lambda it: it.has_host_blocks,
         "HiSparse keeps a part of this engine's cache in host memory, and this connector registers one kind of memory: leave "
         "HiSparse out, or use vLLM's own NixlConnector",
     ),
-    Row(
-        "routed-experts-lost",
+    "routed-experts-lost": Row(
         lambda it: it.returns_experts,
         "enable_return_routed_experts tells of tokens that this engine computes, so it would leave out those of a prompt that "
         "another engine computed: switch it off beside a KV connector",
     ),
-    Row(
-        "readback-drafted-state",
+    "readback-drafted-state": Row(
         lambda it: it.is_bidirectional and it.has_state and it.is_speculative,
         "bidirectional_kv_xfer cannot hand back the states of a model that decodes speculatively: vLLM leaves the state after "
         "the last accepted token in a block that it does not tell; switch bidirectional_kv_xfer or speculative decoding off",
     ),
-    Row(
-        "outer-role-differs",
+    "outer-role-differs": Row(
         lambda it: it.outer_role == "kv_producer" and it.kv_role != "kv_producer",
         "the MultiConnector around this connector has kv_role '{it.outer_role}', and this one '{it.kv_role}': vLLM obeys the "
         "outer one, so nothing would keep a step that still runs from writing into blocks that a read fills; set both alike",
     ),
-    Row(
-        "mirror-pipeline-speculative",
+    "mirror-pipeline-speculative": Row(
         lambda it: it.is_mirrored and it.is_speculative and it.pp > 1 and not it.has_v2_runner,
         "kv_buffer_device is 'cpu' on an engine with {it.pp} pipeline stages and speculative decoding: vLLM's model runner "
         "version 1 does not tell stages before the last one when to copy what they computed, so peers would read pages that were "
         "never copied; set kv_buffer_device to the device's own, or leave speculative decoding to the engines that decode",
     ),
-)
-"""First match wins. Checked elsewhere: keys and values (`config.py`), missing NIXL back ends (`kv-nixl-agent`)."""
+}
+"""By code; the first match wins. Checked elsewhere: keys and values (`config.py`), missing NIXL back ends (`kv-nixl-agent`)."""
 
-WARNINGS: tuple[Row, ...] = (
-    Row(
-        "side-channel-localhost",
+WARNINGS: Mapping[str, Row] = {
+    "side-channel-localhost": Row(
         lambda it: it.host == "localhost",
         "VLLM_NIXL_SIDE_CHANNEL_HOST is 'localhost' (its default), so only engines on this host can read from this one: set it "
         "to an address of this host that peers can reach",
     ),
-    Row(
-        "side-channel-link-local",
+    "side-channel-link-local": Row(
         lambda it: _is_link_local(it.host),
         "VLLM_NIXL_SIDE_CHANNEL_HOST is '{it.host}', an address of one link or with a zone, and peers of this kind refuse "
         "tickets that point there: set it to an address that all peers can reach",
     ),
-    Row(
-        "side-channel-port-low",
+    "side-channel-port-low": Row(
         lambda it: it.port < _LEAST_PORT,
         "the side channel's port is {it.port}, and peers of this kind refuse tickets that point below 1024: take a higher one",
     ),
-    Row(
-        "ucx-without-host-memory",
+    "ucx-without-host-memory": Row(
         lambda it: it.uses_ucx and not _reaches_host_memory(it.ucx_tls),
         "UCX_TLS is '{it.ucx_tls}', without a transport for host memory: fence words cannot be read, so every read will fail; "
         "add one, e.g. tcp, sm or rc",
     ),
-)
+}
 
 
 def check_start(situation: Situation, *, warns: bool = True) -> None:
@@ -216,36 +195,31 @@ def check_start(situation: Situation, *, warns: bool = True) -> None:
     Raises:
         UnsupportedHost: with the code and the reason of the first row that applies.
     """
-    for row in REFUSALS:
-        if row.applies(situation):
-            raise UnsupportedHost(
-                row.reason.format(it=situation),
-                code=row.code,
-                context={
-                    "kv_role": situation.kv_role,
-                    "host": situation.host,
-                    "pp": situation.pp,
-                    "pcp": situation.pcp,
-                },
-            )
-    for row in WARNINGS:
-        if warns and row.applies(situation):
-            _logger.warning("%s (%s)", row.reason.format(it=situation), row.code)
+    it = situation
+    for code, row in REFUSALS.items():
+        if row.applies(it):
+            context = {"kv_role": it.kv_role, "host": it.host, "pp": it.pp, "pcp": it.pcp}
+            raise UnsupportedHost(row.reason.format(it=it), code=code, context=context)
+    for code, row in WARNINGS.items():
+        if warns and row.applies(it):
+            _logger.warning("%s (%s)", row.reason.format(it=it), code)
 
 
 def _is_wildcard(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_unspecified
-    except ValueError:
-        return host.strip() in {"", "*"}
+    address = _address(host)
+    return host.strip() in {"", "*"} if address is None else address.is_unspecified
 
 
 def _is_link_local(host: str) -> bool:
+    address = _address(host)
+    return address is not None and (address.is_link_local or getattr(address, "scope_id", None) is not None)
+
+
+def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     try:
-        address = ipaddress.ip_address(host.strip("[]"))
+        return ipaddress.ip_address(host.strip("[]"))
     except ValueError:
-        return False
-    return address.is_link_local or getattr(address, "scope_id", None) is not None
+        return None
 
 
 def _reaches_host_memory(ucx_tls: str) -> bool:
@@ -262,7 +236,7 @@ def streaming_warnings(settings: Settings, role: str | None = None) -> Iterator[
         role: The engine's `kv_role`; None if it is not known.
     """
     if not settings.streaming:
-        unused = [name for name in _ONLY_WITH_STREAMING if getattr(settings, name) != getattr(_DEFAULTS, name)]
+        unused = [name for name in _ONLY_WITH_STREAMING if getattr(settings, name) != getattr(Settings(), name)]
         if unused:
             yield f"{', '.join(unused)}: no effect without streaming"
         return

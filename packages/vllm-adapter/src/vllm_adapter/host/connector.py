@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.logger import init_logger
 
-from vllm_adapter.config import check_mirror, load_settings
+from vllm_adapter.config import check_whole, load_settings
 from vllm_adapter.config.start_checks import check_start, streaming_warnings
 from vllm_adapter.host.cache_config import layer_caches
 from vllm_adapter.host.device_streams import device_selector, request_amx, streams_of
@@ -24,7 +24,7 @@ from vllm_adapter.host.factory import register_connector
 from vllm_adapter.host.metrics import PromMetrics, TransferStats
 from vllm_adapter.host.requests import arrival_of, ending_of, scheduled_tokens
 from vllm_adapter.host.shutdown import warn_of_short_drain, watch_for_shutdown
-from vllm_adapter.host.situation import labels_of, open_status, situation_of, start_line
+from vllm_adapter.host.situation import labels_of, situation_of, start_line
 from vllm_adapter.host.torch_mirror import TorchMirror
 from vllm_adapter.host.torch_pages import TorchPages
 from vllm_adapter.host.vllm import (
@@ -35,6 +35,7 @@ from vllm_adapter.host.vllm import (
     is_tracing,
 )
 from vllm_adapter.observe.cause_log import tag_lines
+from vllm_adapter.observe.status_socket import REQUEST, REVOKE_REQUEST, TRACE_REQUEST, StatusSocket
 from vllm_adapter.steps import RankRegistration, StepOrders, StepReport
 from vllm_adapter.wiring import make_scheduler, make_worker
 
@@ -94,8 +95,7 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
         # A hand-over restores every group whose local hit lags behind that of full attention: states, which are read whole, but
         # no window and no second full group. With False the scheduler counts the prefix that all groups have in common.
         self.supports_divergent_local_hybrid_hits = facts.completes_uneven_hits(len(kv_cache_config.kv_cache_groups))
-        if facts.is_mirrored:
-            check_mirror(settings)
+        check_whole(settings, is_mirrored=facts.is_mirrored)
         self._mirror: TorchMirror | None = None
         self._report = StepReport()
         spans = _span_writer(vllm_config, facts, is_worker=is_worker)
@@ -104,7 +104,8 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
         if is_worker:
             trace = spans.read_ended if spans is not None else None
             worker = self._side = self._worker_side = make_worker(facts, settings, trace=trace)
-            self._status = open_status(f"{facts.pp_rank}.{facts.tp_rank}", worker.status, worker.hand_overs)
+            answers = {REQUEST: worker.status, TRACE_REQUEST: worker.hand_overs}
+            self._status = StatusSocket(f"{facts.pp_rank}.{facts.tp_rank}", answers)
         else:
             labels = labels_of(vllm_config, settings)
             warn_of_short_drain(vllm_config, settings.kv_lease_duration)
@@ -113,9 +114,9 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
             side = make_scheduler(facts, settings, lease_ended=lease_ended, is_ending=is_ending)
             self._side = self._scheduler_side = side
             _logger.info(start_line(labels, facts))
-            self._status = open_status(
-                "scheduler", side.status, side.hand_overs, labels, settings, revoke=side.revoke_leases
-            )
+            answers = {REQUEST: side.status, TRACE_REQUEST: side.hand_overs, REVOKE_REQUEST: side.revoke_leases}
+            self._status = StatusSocket("scheduler", answers, {**labels, **settings.terms})
+        self._status.open()
 
     # ---------------------------------------------------------------------------------------------- both
 

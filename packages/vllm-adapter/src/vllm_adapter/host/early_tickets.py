@@ -40,7 +40,7 @@ class EarlyTicketWriter:
         self.offers_streams = settings.streaming and is_covered
         self.reads_streams = self.offers_streams and settings.stream_reserve_fraction > 0
         self.advertised = settings.advertised
-        self._secrets = configured_secrets(settings.ticket_secret_files, settings.ticket_secret_variable)
+        self._secrets = configured_secrets(settings)
         # The first secret is kept after a rotation: both requests of a hand-over need one id, which no engine computes again.
         self._id_key = self._secrets.current[0] if self._secrets is not None else b""
 

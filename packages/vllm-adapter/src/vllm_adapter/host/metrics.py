@@ -14,20 +14,17 @@ from typing import TYPE_CHECKING, Any, cast, final
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.logger import init_logger
-from vllm.v1.metrics.utils import create_metric_per_engine
 
 from vllm_adapter.observe.metric_tables import FAILURE_KEYS, INFO, METRICS, SERIES_KEYS, empty_observations
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+    from collections.abc import Generator, Iterable, Mapping, Sequence
 
     from vllm.config import VllmConfig
 
     from vllm_adapter.observe.metric_tables import Metric
 
     Data = Mapping[str, Sequence[Any]]
-    Record = Callable[[Data, int], None]
-    """Records an interval's data of an engine in one metric."""
 
 __all__ = ["PromMetrics", "TransferStats"]
 
@@ -108,20 +105,59 @@ class PromMetrics(KVConnectorPromMetrics):
         super().__init__(vllm_config, dict(metric_types), labelnames, per_engine_labelvalues)
         self._label_names, self._engine_labels = labelnames, per_engine_labelvalues
         self._failed: set[str] = set()
-        self._records: dict[str, Record] = {}
-        kinds = {"histogram": self._histogram, "counter": self._counter, "gauge": self._gauge}
+        # vLLM types its wrappers of metrics as the classes of prometheus_client, and Ray's have fewer methods.
+        self._made: dict[Metric, Any] = {}
+        self._levels: defaultdict[tuple[str, int], defaultdict[tuple[str, ...], float]]
+        self._levels = defaultdict(lambda: defaultdict(float))
         for metric in METRICS:
             with self._guarded(metric.name):
-                self._records[metric.name] = kinds[metric.kind](metric)
+                self._made[metric] = self._make(metric)
         if info:
-            with self._guarded(INFO[0]):
-                self._records[INFO[0]] = self._info(*INFO, info)
+            with self._guarded(INFO.name):
+                about = INFO._replace(labels=tuple(info))
+                made = self._made[about] = self._make(about)
+                for engine in per_engine_labelvalues:
+                    self._levels[INFO.key, engine][tuple(info.values())] = 1.0
+                    self._record(about, made, {}, engine)
+
+    def _make(self, metric: Metric) -> Any:  # noqa: ANN401 - see `_made`
+        names = [*self._label_names, *metric.labels]
+        about = {"name": metric.name, "documentation": metric.help, "labelnames": names}
+        made: Any
+        if metric.kind == "histogram":
+            made = self._histogram_cls(**about, buckets=metric.buckets)
+        elif metric.kind == "counter":
+            made = self._counter_cls(**about)
+        else:  # changes are summed wherever they arrive, so the processes of one server are summed, too
+            made = self._gauge_cls(**about, multiprocess_mode="mostrecent" if metric.key == INFO.key else "sum")
+        for values in () if metric.labels else self._engine_labels.values():
+            made.labels(*values)  # a scrape shows it from the start
+        return made
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Record one interval's observations."""
-        for name, record in self._records.items():
-            with self._guarded(name):
-                record(transfer_stats_data, engine_idx)
+        for metric, made in self._made.items():
+            with self._guarded(metric.name):
+                self._record(metric, made, transfer_stats_data, engine_idx)
+
+    def _record(self, metric: Metric, made: Any, data: Data, engine: int) -> None:  # noqa: ANN401 - see `_made`
+        values = self._engine_labels[engine]
+        if metric.kind == "histogram":
+            for value in data.get(metric.key, ()):
+                made.labels(*values).observe(value)
+        elif metric.kind == "counter":
+            parts = FAILURE_KEYS if metric.key == "num_failed_transfers" else (metric.key,)
+            for labels, amount in _sums(data, parts).items():
+                made.labels(*values, *labels).inc(amount)
+        else:
+            levels = self._levels[metric.key, engine]
+            changes = _sums(data, (metric.key,))
+            for labels in changes if metric.labels else ((),):
+                levels[labels] += changes.get(labels, 0.0)
+            # Gauges are only ever set, because vLLM's wrapper under Ray offers nothing else, and with every observation, changed
+            # or not: Ray drops a gauge that was not set for 20 s.
+            for labels, level in levels.items():
+                made.labels(*values, *labels).set(level)
 
     @contextmanager
     def _guarded(self, name: str) -> Generator[None]:
@@ -131,66 +167,6 @@ class PromMetrics(KVConnectorPromMetrics):
             if name not in self._failed:
                 _logger.exception("the connector's metric %s is incomplete", name)
             self._failed.add(name)
-
-    # ---------------------------------------------------------------------------------------------- kinds
-
-    def _histogram(self, metric: Metric) -> Record:
-        made = self._histogram_cls(
-            name=metric.name, documentation=metric.help, buckets=metric.buckets, labelnames=self._label_names
-        )
-        engines = create_metric_per_engine(made, self._engine_labels)
-
-        def record(data: Data, engine: int) -> None:
-            for value in data.get(metric.key, ()):
-                engines[engine].observe(value)
-
-        return record
-
-    def _counter(self, metric: Metric) -> Record:
-        names = [*self._label_names, *metric.labels]
-        made = self._counter_cls(name=metric.name, documentation=metric.help, labelnames=names)
-        engines = {} if metric.labels else create_metric_per_engine(made, self._engine_labels)
-        parts = FAILURE_KEYS if metric.key == "num_failed_transfers" else (metric.key,)
-
-        def record(data: Data, engine: int) -> None:
-            for labels, amount in _sums(data, parts).items():
-                child = made.labels(*self._engine_labels[engine], *labels) if labels else engines[engine]
-                child.inc(amount)
-
-        return record
-
-    def _gauge(self, metric: Metric) -> Record:
-        """Return what adds changes up: they are summed wherever they arrive, so the processes of one server are summed, too.
-
-        Gauges are only ever set, because vLLM's wrapper under Ray offers nothing else, and with every observation, changed or
-        not: Ray drops a gauge that was not set for 20 s.
-        """
-        names = [*self._label_names, *metric.labels]
-        made = self._gauge_cls(name=metric.name, documentation=metric.help, labelnames=names, multiprocess_mode="sum")
-        engines = {} if metric.labels else create_metric_per_engine(made, self._engine_labels)
-        totals: defaultdict[int, defaultdict[tuple[str, ...], float]] = defaultdict(lambda: defaultdict(float))
-        for engine in engines:
-            totals[engine][()] = 0.0
-
-        def record(data: Data, engine: int) -> None:
-            for labels, change in _sums(data, (metric.key,)).items():
-                totals[engine][labels] += change
-            for labels, level in totals[engine].items():
-                child = made.labels(*self._engine_labels[engine], *labels) if labels else engines[engine]
-                child.set(level)
-
-        return record
-
-    def _info(self, name: str, text: str, info: Mapping[str, str]) -> Record:
-        labels = [*self._label_names, *info]
-        gauge = self._gauge_cls(name=name, documentation=text, labelnames=labels, multiprocess_mode="mostrecent")
-
-        def record(_data: Data, engine: int) -> None:
-            gauge.labels(*self._engine_labels[engine], *info.values()).set(1)
-
-        for engine in self._engine_labels:
-            record({}, engine)
-        return record
 
 
 def _sums(data: Data, keys: Iterable[str]) -> dict[tuple[str, ...], float]:

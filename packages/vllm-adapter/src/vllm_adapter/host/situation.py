@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import time
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from vllm import __version__ as vllm_version
 from vllm import envs
@@ -22,22 +21,17 @@ from vllm_adapter.host.vllm import (
     side_channel_port,
     wants_host_buffer,
 )
-from vllm_adapter.observe.status_socket import StatusSocket
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from vllm_adapter.cache.facts import EngineFacts
     from vllm_adapter.config import Settings
-    from vllm_adapter.observe.answers import Answer
 
-__all__ = ["labels_of", "memory_of", "open_status", "situation_of", "start_line"]
-
-_SCHEMA = 1
-"""Version of the answers to `vllm-adapter status`; adding keys does not change it."""
+__all__ = ["labels_of", "situation_of", "start_line"]
 
 
 def situation_of(config: VllmConfig, settings: Settings, caches: KVCacheConfig) -> Situation:
@@ -97,21 +91,16 @@ def _outer_role(config: VllmConfig) -> str:
     return str(transfer.kv_role) if transfer is not None else ""
 
 
-def memory_of(config: VllmConfig) -> str:
-    """Name the memory that peers read: `DRAM`, `VRAM`, or `DRAM (mirror)` in host-buffer mode."""
-    if current_platform.device_type == "cpu":
-        return "DRAM"
-    return "DRAM (mirror)" if wants_host_buffer(config) else "VRAM"
-
-
 def labels_of(config: VllmConfig, settings: Settings) -> dict[str, str]:
     """Return the connector's description of itself for its start line and info metric; the same on all ranks."""
     transfer = config.kv_transfer_config
+    is_plain = current_platform.device_type == "cpu"
+    memory = "DRAM" if is_plain else "DRAM (mirror)" if wants_host_buffer(config) else "VRAM"
     return {
         "adapter_version": __version__,
         "vllm_version": vllm_version,
         "kv_role": str(transfer.kv_role) if transfer is not None else "",
-        "memory": memory_of(config),
+        "memory": memory,
         "backends": ",".join(settings.backends),
         "compatibility_policy": settings.policy,
         "load_failure_policy": load_failure_policy(config),
@@ -128,44 +117,3 @@ def start_line(labels: Mapping[str, str], facts: EngineFacts) -> str:
     host = f"[{facts.host}]" if ":" in facts.host else facts.host
     here = {"engine": facts.engine_id, "side_channel": f"{host}:{facts.port}"}
     return "started: " + " ".join(f"{key}={value}" for key, value in {**labels, **here}.items())
-
-
-def open_status(
-    part: str,
-    describe: Callable[[], Answer],
-    hand_overs: Callable[[], Answer],
-    labels: Mapping[str, str] | None = None,
-    settings: Settings | None = None,
-    *,
-    revoke: Callable[[], Answer] | None = None,
-) -> StatusSocket:
-    """Open this process's socket, if that is possible here.
-
-    Args:
-        part: This process's part of its engine: `scheduler`, or a rank as `0.1`.
-        describe: Returns its current state, on the socket's thread.
-        hand_overs: Returns its latest hand-overs, on the socket's thread.
-        labels: The connector's description of itself, made at start.
-        settings: The configuration; the figures that peers depend on are included in the answer.
-        revoke: Takes all leases back, on the socket's thread; None for a process that grants none.
-    """
-    began_s = time.monotonic()
-    fixed: Answer = {
-        "schema": _SCHEMA,
-        "pid": os.getpid(),
-        "adapter_version": __version__,
-        "ucx_tls": os.environ.get("UCX_TLS", ""),
-        **cast("Answer", labels or {}),
-    }
-    if settings is not None:
-        fixed |= cast("Answer", settings.terms)
-
-    def answer() -> Answer:
-        return {**fixed, "up_s": time.monotonic() - began_s, **describe()}
-
-    def trace() -> Answer:
-        return {"schema": _SCHEMA, "pid": os.getpid(), **hand_overs()}
-
-    status = StatusSocket(part, answer, hand_overs=trace, revoke=revoke)
-    status.open()
-    return status

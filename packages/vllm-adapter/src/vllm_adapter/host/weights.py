@@ -68,11 +68,8 @@ def local_checkpoint(name: str, revision: str | None = None, cache: str | None =
         if path.exists():
             return path
         return Path(snapshot_download(name, revision=revision, cache_dir=cache, local_files_only=True))
-    except (
-        OSError,
-        ValueError,
-        RuntimeError,
-    ):  # not downloaded, no name of a repository, or `~` of a user without a home
+    # Not downloaded, no name of a repository, or `~` of a user without a home.
+    except (OSError, ValueError, RuntimeError):
         return None
 
 
@@ -98,7 +95,10 @@ def _digest(tensors: Sequence[_Tensor]) -> str:
     state = hashlib.sha256()
     for tensor in tensors:
         state.update(f"{tensor.name}\0{tensor.description}\0{tensor.size_bytes}\n".encode())
-    for tensor, piece in sorted(_pieces(_spread(chosen, _MOST_PIECES))):
+    chosen = _spread(chosen, _MOST_PIECES)
+    with ThreadPoolExecutor(_READERS, thread_name_prefix="weights") as readers:
+        pieces = list(readers.map(_read, chosen))
+    for tensor, piece in sorted(zip(chosen, pieces, strict=True)):
         state.update(f"{tensor.name}\0".encode() + piece)
     return state.hexdigest()[:32]
 
@@ -142,13 +142,8 @@ def _spread(tensors: Sequence[_Tensor], most: int) -> list[_Tensor]:
     return [tensors[number * len(tensors) // most] for number in range(most)]
 
 
-def _pieces(tensors: Sequence[_Tensor]) -> Iterator[tuple[_Tensor, bytes]]:
-    """Yield bytes from the middle of each tensor; an embedding often begins with unused tokens."""
-    with ThreadPoolExecutor(_READERS, thread_name_prefix="weights") as readers:
-        yield from zip(tensors, readers.map(_read, tensors), strict=True)
-
-
 def _read(tensor: _Tensor) -> bytes:
+    """Return bytes from the middle of a tensor; an embedding often begins with unused tokens."""
     piece_bytes = min(_PIECE_BYTES, tensor.size_bytes)
     with tensor.file.open("rb", buffering=0) as source:
         return os.pread(source.fileno(), piece_bytes, tensor.first_byte + (tensor.size_bytes - piece_bytes) // 2)

@@ -78,12 +78,13 @@ class CauseLog:
             held_back = self._admit(cause)
         if held_back is None:
             return
-        values = tuple(_harmless(value) for value in values)
-        if held_back:
-            text, values = f"{text}; %d more like this were not logged", (*values, held_back)
+        shown = [value if isinstance(value, int | float) else short_text(str(value)) for value in values]
+        more = f"; {held_back} more like this were not logged" if held_back else ""
         if isinstance(trace, str):
-            text, values, trace = f"{text}%s", (*values, _indented(trace)), None
-        _logger.log(level, text, *values, exc_info=trace)
+            more += "".join(f"\n    {plain_text(line)}" for line in trace.splitlines())
+            trace = None
+        line = f"{text}%s"
+        _logger.log(level, line, *shown, more, exc_info=trace)
 
     def _admit(self, cause: str) -> int | None:
         """Return how many lines were held back before this one; None if this line is held back, too."""
@@ -100,15 +101,6 @@ class CauseLog:
             return None
         period.lines += 1
         return held_back
-
-
-def _harmless(value: object) -> object:
-    """Return a number unchanged, and anything else as a text that is safe in a log line."""
-    return value if isinstance(value, int | float) else short_text(str(value))
-
-
-def _indented(trace: str) -> str:
-    return "".join(f"\n    {plain_text(line)}" for line in trace.splitlines())
 
 
 @final

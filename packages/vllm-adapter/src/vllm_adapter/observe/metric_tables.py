@@ -67,15 +67,9 @@ _NAMES: dict[str, str] = {
     "num_failed_notifications": "vllm:nixl_num_failed_notifications",
     "num_kv_expired_reqs": "vllm:nixl_num_kv_expired_reqs",
     "num_notifications_after_expiry": "vllm:nixl_num_notifications_after_expiry",
-    # Series end in their unit, and counters by code name what they count.
-    "queue_duration": "vllm:kv_transfer_queue_seconds",
-    "fence_duration": "vllm:kv_transfer_fence_seconds",
-    "handshake_duration": "vllm:kv_transfer_handshake_seconds",
+    # Counters by code name what they count.
     "heartbeat_lag": "vllm:kv_transfer_heartbeat_lag_seconds",
     "heartbeat_delay": "vllm:kv_transfer_heartbeat_delay_seconds",
-    "mirror_save_duration": "vllm:kv_transfer_mirror_save_seconds",
-    "mirror_restore_duration": "vllm:kv_transfer_mirror_restore_seconds",
-    "conversion_duration": "vllm:kv_transfer_conversion_seconds",
     "cancelled_read_codes": "vllm:kv_transfer_num_cancelled_reads",
     "torn_stream_codes": "vllm:kv_transfer_num_torn_streams",
     "read_failure_codes": "vllm:kv_transfer_num_failed_reads",
@@ -84,7 +78,7 @@ _NAMES: dict[str, str] = {
     "withheld_ticket_codes": "vllm:kv_transfer_num_withheld_tickets",
     PATH_KEY: "vllm:kv_transfer_read_bytes",
 }
-"""Names by key; any other key is its own name behind `vllm:kv_transfer_`."""
+"""Names by key; any other key is its own name behind `vllm:kv_transfer_`, with its unit: a duration is in seconds."""
 _HISTOGRAMS: dict[str, tuple[tuple[float, ...], str]] = {
     "transfer_duration": (_SECONDS, "Seconds on the wire per read."),
     "post_duration": ((0.001, *_SECONDS), "Seconds to post a read."),
@@ -157,7 +151,8 @@ _LEVELS: dict[str, str] = {
 
 
 def _metric(kind: _Kind, key: str, text: str, labels: tuple[str, ...] = (), buckets: tuple[float, ...] = ()) -> Metric:
-    return Metric(kind, key, _NAMES.get(key, f"vllm:kv_transfer_{key}"), text, labels, buckets)
+    name = _NAMES.get(key, f"vllm:kv_transfer_{key.replace('_duration', '_seconds')}")
+    return Metric(kind, key, name, text, labels, buckets)
 
 
 METRICS: tuple[Metric, ...] = (
@@ -168,7 +163,7 @@ METRICS: tuple[Metric, ...] = (
     *(_metric("gauge", key, text) for key, text in _LEVELS.items()),
     _metric("gauge", LIVE_KEY, "Requests with a hand-over, by its state.", ("state",)),
 )
-INFO = ("vllm:kv_transfer_info", "Always 1: the connector that runs, with its versions and choices as labels.")
+INFO = _metric("gauge", "info", "Always 1: the connector that runs, with its versions and choices as labels.")
 
 
 def empty_observations() -> dict[str, list[Any]]:

@@ -21,9 +21,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, final
 
+from vllm_adapter import __version__
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-
 
 __all__ = ["REQUEST", "REVOKE_REQUEST", "TRACE_REQUEST", "StatusSocket", "own_sockets", "status_folders"]
 
@@ -35,6 +36,8 @@ TRACE_REQUEST = b"trace\n"
 """Request line for the latest hand-overs, with the process's monotonic clock at both ends of its answer."""
 REVOKE_REQUEST = b"revoke\n"
 """Request line of an operator who takes all unread leases back; a scheduler's process answers with what they keep."""
+_SCHEMA = 1
+"""Version of the answers; adding keys does not change it."""
 _SUFFIX = ".sock"
 _NAME = "vllm-adapter"
 _TEMPORARY = Path("/tmp")  # noqa: S108  (the folder in it is this user's alone, or is not used)
@@ -47,30 +50,26 @@ _PAUSE_S = 0.1
 
 @final
 class StatusSocket:
-    """Answers with `describe()` on its own socket; a socket that cannot be opened causes one line in the log.
+    """Answers requests on its own socket; a socket that cannot be opened causes one line in the log.
 
     Args:
         part: The process's part of its engine, for the file name: `scheduler`, or a rank as `0.1`.
-        describe: Returns plain values; called on the socket's thread, at any time.
-        hand_overs: Returns the latest hand-overs; called in the same way.
-        revoke: Takes all leases back; called in the same way.
-        folder: Folder of the socket; None for the user's own.
+        answers: Functions that return plain values, by request line; called on the socket's thread, at any time.
+        about: What all answers contain beside the process's own description.
     """
 
     def __init__(
         self,
         part: str,
-        describe: Callable[[], Mapping[str, object]],
-        *,
-        hand_overs: Callable[[], Mapping[str, object]] | None = None,
-        revoke: Callable[[], Mapping[str, object]] | None = None,
-        folder: Path | None = None,
+        answers: Mapping[bytes, Callable[[], Mapping[str, object]]],
+        about: Mapping[str, object] | None = None,
     ) -> None:
         self._name = f"{os.getpid()}-{part}-{secrets.token_hex(2)}"
-        self._describe = describe
-        self._hand_overs = hand_overs
-        self._revoke = revoke
-        self._folder = folder or status_folders()[0]
+        self._answers = answers
+        own = {"schema": _SCHEMA, "pid": os.getpid(), "adapter_version": __version__}
+        self._about = {**own, "ucx_tls": os.environ.get("UCX_TLS", ""), **(about or {})}
+        self._began_s = time.monotonic()
+        self._folder = status_folders()[0]
         self._listening: socket.socket | None = None
         self._thread = threading.Thread(target=self._serve, name="kv-status", daemon=True)
 
@@ -82,22 +81,16 @@ class StatusSocket:
     def open(self) -> bool:
         """Start answering; return False if that is not possible here, with a log line."""
         try:
-            _make_private(self._folder)
+            # An existing folder must already be private.
+            self._folder.mkdir(mode=0o700, exist_ok=True)
             _remove_stale(self._folder)
             self._listening = self._listen()
             self._thread.start()
         except (OSError, RuntimeError) as error:  # RuntimeError: no thread can be started
             _logger.info("vllm-adapter status cannot ask this process: no socket in %s: %s", self._folder, error)
-            self._give_up()
+            self.close()
             return False
         return True
-
-    def _give_up(self) -> None:
-        listening, self._listening = self._listening, None
-        if listening is not None:
-            listening.close()
-            with suppress(OSError):
-                self.path.unlink(missing_ok=True)
 
     def _listen(self) -> socket.socket:
         listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -122,7 +115,8 @@ class StatusSocket:
             self.path.unlink(missing_ok=True)
         with suppress(OSError):
             listening.shutdown(socket.SHUT_RDWR)  # wakes the thread; closing alone does not
-        self._thread.join(2 * _CLIENT_S)
+        if self._thread.is_alive():
+            self._thread.join(2 * _CLIENT_S)
         listening.close()
 
     # Everything below runs on the socket's thread.
@@ -144,22 +138,18 @@ class StatusSocket:
         connection.settimeout(_CLIENT_S)
         request = connection.recv(_MOST_REQUEST_BYTES)
         heard_s = time.monotonic()
-        if request == REQUEST:
-            connection.sendall(_text(self._describe))
-        elif request == REVOKE_REQUEST and self._revoke is not None:
-            connection.sendall(_text(self._revoke))
-        elif request == TRACE_REQUEST and self._hand_overs is not None:
-            text = _text(self._hand_overs)
-            clock = {"heard_s": heard_s, "answered_s": time.monotonic()}
+        describe = self._answers.get(request)
+        if describe is None:
+            return
+        try:
+            text = json.dumps({**self._about, "up_s": heard_s - self._began_s, **describe()}, default=str)
+        except Exception as error:  # noqa: BLE001  (whatever a look at live state provokes, the thread goes on)
+            text = json.dumps({"error": f"{type(error).__name__}: {error}"})
+        if request == TRACE_REQUEST:
             # Read the clock last, so that the time that the description takes does not blur it.
-            connection.sendall(text[:-1] + b", " + json.dumps(clock).encode()[1:])
-
-
-def _text(describe: Callable[[], Mapping[str, object]]) -> bytes:
-    try:
-        return json.dumps(describe(), default=str).encode()
-    except Exception as error:  # noqa: BLE001  (whatever a look at live state provokes, the thread goes on)
-        return json.dumps({"error": f"{type(error).__name__}: {error}"}).encode()
+            clock = {"heard_s": heard_s, "answered_s": time.monotonic()}
+            text = f"{text[:-1]}, {json.dumps(clock)[1:]}"
+        connection.sendall(text.encode())
 
 
 def _remove_stale(folder: Path) -> None:
@@ -183,16 +173,6 @@ def status_folders() -> tuple[Path, ...]:
     return (Path(runtime) / _NAME, shared) if runtime and os.path.isdir(runtime) else (shared,)  # noqa: PTH112
 
 
-def _make_private(folder: Path) -> None:
-    """Create a folder that only this user can enter; an existing folder must already be private.
-
-    Raises:
-        OSError: It cannot be created, or it is a link, another user's, or open to others.
-    """
-    folder.mkdir(mode=0o700, exist_ok=True)
-    _require_private(folder)
-
-
 def own_sockets(folder: Path) -> list[Path]:
     """Return the sockets in a folder that belongs to this user alone, sorted; links and other files are left out.
 
@@ -200,7 +180,9 @@ def own_sockets(folder: Path) -> list[Path]:
         OSError: There is no such folder, or it is a link, another user's, or open to others, who could put sockets there.
         ValueError: No folder can have this name.
     """
-    _require_private(folder)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & _OTHERS_RIGHTS:
+        raise PermissionError(f"{folder} is not a folder of user {os.getuid()} alone (0700); remove it")
     return [file for file in sorted(folder.glob("*" + _SUFFIX)) if _is_own_socket(file)]
 
 
@@ -210,9 +192,3 @@ def _is_own_socket(file: Path) -> bool:
     except FileNotFoundError:  # its process has ended meanwhile
         return False
     return stat.S_ISSOCK(found.st_mode) and found.st_uid == os.getuid()
-
-
-def _require_private(folder: Path) -> None:
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & _OTHERS_RIGHTS:
-        raise PermissionError(f"{folder} is not a folder of user {os.getuid()} alone (0700); remove it")

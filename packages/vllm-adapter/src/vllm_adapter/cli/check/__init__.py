@@ -1,5 +1,5 @@
 """`vllm-adapter check`: whether two live engines can hand over, and why not."""
 
-from vllm_adapter.cli.check.command import add_check
+from vllm_adapter.cli.check.command import check
 
-__all__ = ["add_check"]
+__all__ = ["check"]

@@ -7,36 +7,17 @@ from typing import Annotated, Literal
 import typer
 
 from vllm_adapter.cli.check.findings import Findings
-from vllm_adapter.cli.values import coded_errors, json_text, seconds, within
+from vllm_adapter.cli.values import Timeout, json_text, within
 
-__all__ = ["add_check"]
+__all__ = ["check"]
 
 _NO_GO = 1
 _MOST_TP = 1024
 _SPEEDS = (1e-3, 1e6)
 """GB/s of a network, at least and at most."""
-_EPILOG = """An engine is named by its side channel, HOST:PORT ([ADDRESS]:PORT for IPv6). One that runs on this machine
-may be named by its id, as `vllm-adapter status` shows it. It is asked as a peer would ask it; its cache is not read.
-
-\b
-examples:
-  vllm-adapter check 10.0.0.1:5600 10.0.1.1:5600
-  vllm-adapter check 10.0.0.1:5600 10.0.1.1:5600 --prefill-config prefill.json --decode-config decode.json
-
-\b
-exit codes:
-  0  go
-  1  no go: at least one reason, each named
-  2  wrong usage, or a configuration that is wrong
-"""
 
 
-def add_check(app: typer.Typer) -> None:
-    """Register the command."""
-    app.command("check", epilog=_EPILOG)(_check)
-
-
-def _check(  # noqa: PLR0913 - one for each option
+def check(  # noqa: PLR0913 - one for each option
     prefill: Annotated[str, typer.Argument(metavar="PREFILL", help="The engine that computes prompts.")],
     decode: Annotated[str, typer.Argument(metavar="DECODE", help="The engine that reads them.")],
     *,
@@ -67,8 +48,11 @@ def _check(  # noqa: PLR0913 - one for each option
         bool,
         typer.Option("--trust-prefill-tp", help="Ask for all those ranks, also where nothing proves that they exist."),
     ] = False,
-    gbps: Annotated[float | None, typer.Option(metavar="GB/S", help="Speed of your network, for the cost.")] = None,
-    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Wait per reply.")] = 5.0,
+    gbps: Annotated[
+        float | None,
+        typer.Option(metavar="GB/S", help="Speed of your network, for the cost.", callback=within(*_SPEEDS, "GB/s")),
+    ] = None,
+    timeout: Timeout = 5.0,
     read: Annotated[
         bool,
         typer.Option(
@@ -80,30 +64,44 @@ def _check(  # noqa: PLR0913 - one for each option
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The findings as JSON.")] = False,
 ) -> None:
-    """Tell whether two live engines can hand over, and why not."""
+    """Tell whether two live engines can hand over, and why not.
+
+    An engine is named by its side channel, HOST:PORT ([ADDRESS]:PORT for IPv6). One that runs on this machine
+    may be named by its id, as `vllm-adapter status` shows it. It is asked as a peer would ask it; its cache is not read.
+
+    \b
+    examples:
+      vllm-adapter check 10.0.0.1:5600 10.0.1.1:5600
+      vllm-adapter check 10.0.0.1:5600 10.0.1.1:5600 --prefill-config prefill.json --decode-config decode.json
+
+    \b
+    exit codes:
+      0  go
+      1  no go: at least one reason, each named
+      2  wrong usage, or a configuration that is wrong
+    """  # noqa: D301 - a backslash keeps the lines of the help
     # The four libraries, with NumPy and ZMQ, load for this command alone.
-    from vllm_adapter.cli.check.pair import Choices, check_pair, dialect_of
+    from vllm_adapter.cli.check.pair import check_pair, dialect_of
 
     if dialect is not None and vllm is not None:
         raise typer.BadParameter("--dialect and --vllm exclude each other")
     findings = Findings()
     if allow_tcp:
         findings.allow("tcp-fallback", "tcp-only")
-    with coded_errors("check"):
-        choices = Choices(
-            prefill=prefill,
-            decode=decode,
-            prefill_config=prefill_config,
-            decode_config=decode_config,
-            prefill_tp=prefill_tp,
-            is_tp_trusted=trust_prefill_tp,
-            policy=policy,
-            gigabytes_per_s=None if gbps is None else within("--gbps", gbps, *_SPEEDS, "GB/s"),
-            dialect=dialect_of(dialect, vllm),
-            timeout_s=seconds("--timeout", timeout),
-            reads=read,
-        )
-        check_pair(choices, findings)
-    typer.echo(json_text(findings.as_values(), indent=2) if as_json else findings.as_text())
+    check_pair(
+        (prefill, decode),
+        (prefill_config, decode_config),
+        findings,
+        policy=policy,
+        dialect=dialect_of(dialect, vllm),
+        prefill_tp=prefill_tp,
+        is_tp_trusted=trust_prefill_tp,
+        gigabytes_per_s=gbps,
+        timeout_s=timeout,
+        reads=read,
+    )
+    typer.echo(
+        json_text({"is_go": findings.is_go, "findings": findings.made}, indent=2) if as_json else findings.as_text()
+    )
     if not findings.is_go:
         raise typer.Exit(_NO_GO)

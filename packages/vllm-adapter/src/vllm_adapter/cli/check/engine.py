@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast, final
 
-from kv_handshake.inspect import compare, probe
+from kv_handshake.inspect import probe
 from kv_handshake.security import ClientSecurity
 from kv_topology import CostModel, Planner, reshard
 from vllm_adapter.cache.documents import PeerSizes
@@ -27,9 +27,9 @@ from vllm_adapter.errors import AdapterError, code_of
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from kv_handshake.inspect import Comparison, Recording
+    from kv_handshake.inspect import Recording
     from vllm_adapter.cache.documents import GeometryDocument
-    from vllm_adapter.cli.check.findings import Findings, Topic
+    from vllm_adapter.cli.check.findings import Findings
     from vllm_adapter.ports import AgentMetadata
 
 __all__ = ["Channel", "Engine", "ask_engine", "ask_further_ranks"]
@@ -76,22 +76,18 @@ class Engine:
     Attributes:
         channel: Where.
         peers: Metadata by (pp, tp) rank: of all ranks, or of the first one where others are missing.
-        clock_offset_s: Its clock minus ours, in seconds; None if it does not announce its clock.
         recording: The frames as received.
+        clock_offset_s: Its clock minus ours, in seconds; None if it does not announce its clock.
         tp: Tensor-parallel size.
         pp: Pipeline-parallel size.
-        is_ours: Whether it sends geometry, as this connector does and vLLM's own does not.
-        has_all_ranks: Whether every rank answered.
     """
 
     channel: Channel
     peers: Mapping[Rank, AgentMetadata]
-    clock_offset_s: float | None
     recording: Recording
+    clock_offset_s: float | None
     tp: int = 1
     pp: int = 1
-    is_ours: bool = True
-    has_all_ranks: bool = True
 
     @property
     def first(self) -> AgentMetadata:
@@ -99,22 +95,26 @@ class Engine:
         return next(iter(self.peers.values()))
 
     @property
-    def engine_id(self) -> str:
-        """The engine's name."""
-        return self.first.engine_id
+    def is_ours(self) -> bool:
+        """Whether it sends geometry, as this connector does and vLLM's own does not."""
+        return self.first.geometry is not None
+
+    @property
+    def has_all_ranks(self) -> bool:
+        """Whether every rank answered."""
+        return len(self.peers) == self.tp * self.pp
 
     def document(self, rank: Rank) -> GeometryDocument:
-        """Return the geometry document that a rank sent, empty if there is none that can be read."""
-        return cast("GeometryDocument", _document(self.peers[rank].geometry))
-
-    def differences_to(self, producer: Engine) -> Comparison:
-        """Compare this engine, as the consumer, with a producer."""
-        return compare(self.recording, producer.recording)
+        """Return the geometry document that a rank sent, empty if it sent none that can be read."""
+        try:
+            document = parse_json(self.peers[rank].geometry or b"", "the geometry document")
+        except AdapterError:
+            document = None
+        return cast("GeometryDocument", document if isinstance(document, dict) else {})
 
     def planner(self, rank: Rank, gigabytes_per_s: float | None = None) -> Planner:
         """Return a planner as this rank has it with `receive_conversion` "auto"; without a speed, that of shared memory."""
-        permute = PERMUTE_GB_S[PeerGeometry.memory_kind(self.peers[rank])]
-        cost = CostModel(permute_gb_s=permute)
+        cost = CostModel(permute_gb_s=PERMUTE_GB_S[PeerGeometry.memory_kind(self.peers[rank])])
         return Planner(staging="auto", cost=replace(cost, bandwidth_gb_s=gigabytes_per_s or cost.bandwidth_gb_s))
 
     def geometry(self, rank: Rank) -> tuple[GeometryDocument, PeerGeometry]:
@@ -138,16 +138,32 @@ def ask_engine(channel: Channel, findings: Findings, *, tp: int = 0) -> Engine |
     try:
         engine = _probe(channel, [(0, 0)])
     except Exception as error:  # noqa: BLE001  (whatever keeps the engine from answering is the finding)
-        _add_silence(findings, channel, error)
+        code = code_of(error)
+        is_locked = code == "authentication-refused" and channel.key_files is not None
+        advice = ADVICE["authentication-refused with keys"] if is_locked else ""
+        findings.add("keys" if is_locked or code in _KEY_CODES else "reach", code, f"{channel}: {error}", advice)
         return None
-    is_ours = engine.first.geometry is not None
-    document = _document(engine.first.geometry)
-    pp = _size(document.get("pp"))
-    tp = _size(document.get("tp")) if is_ours else max(1, tp)
-    kind = "this connector" if is_ours else "vLLM's own connector, or one like it: it sends a hash and no factors"
-    findings.ok("reach", f"{channel}: engine {engine.engine_id}, tp {tp}, pp {pp}; {kind}")
-    engine = replace(engine, tp=tp, pp=pp, is_ours=is_ours, has_all_ranks=tp == pp == 1)
-    return _with_all_ranks(engine, findings) if is_ours else engine
+    kind = "this connector"
+    if engine.is_ours:
+        document = engine.document((0, 0))
+        engine = replace(engine, tp=_size(document.get("tp")), pp=_size(document.get("pp")))
+    else:
+        engine = replace(engine, tp=max(1, tp))
+        kind = "vLLM's own connector, or one like it: it sends a hash and no factors"
+    findings.ok("reach", f"{channel}: engine {engine.first.engine_id}, tp {engine.tp}, pp {engine.pp}; {kind}")
+    return _with_all_ranks(engine, findings) if engine.is_ours else engine
+
+
+def _probe(channel: Channel, ranks: Sequence[Rank]) -> Engine:
+    security = ClientSecurity.read(*channel.key_files) if channel.key_files is not None else None
+    host, port, dialect, timeout_s = channel.host, channel.port, channel.dialect, channel.timeout_s
+    seen = probe(host, port, ranks=ranks, dialect=dialect, timeout_s=timeout_s, security=security)
+    return Engine(channel, seen.peers, seen.recording, seen.clock_offset_s)
+
+
+def _size(pair: object) -> int:
+    size = cast("list[object]", pair)[0] if isinstance(pair, list) and pair else 1
+    return min(size, _MOST_SIZE) if isinstance(size, int) and size > 0 else 1
 
 
 def ask_further_ranks(prefill: Engine, decode: Engine | None, findings: Findings, *, is_trusted: bool) -> Engine:
@@ -185,46 +201,18 @@ def _contradiction(prefill: Engine, decode: Engine, tp: int) -> Exception | None
     """Return why the first rank cannot be one of so many, None if it can."""
     try:
         local, geometry = decode.geometry(min(decode.peers))
-        _require_even(local, tp)
+        # vLLM itself refuses a size that neither divides the number of heads nor is a multiple of it.
+        axes = [axis for fields in local["layouts"] for field in fields for axis in field["axes"]]
+        counts = {size for name, size, *_, split in axes if name == "head" and split == "tp"}
+        if uneven := sorted(count for count in counts if count % tp and tp % count):
+            return AdapterError(
+                f"{uneven[0]} heads cannot be shared by {tp} ranks of vLLM", code="size-out-of-range", fault="peer"
+            )
         dcp = max([group["context"][0] for group in local["groups"]], default=1)
         geometry.document(local, prefill.first, (0, 0), PeerSizes(tp, prefill.pp, dcp))
     except Exception as error:  # noqa: BLE001  (whatever forbids the size is the answer)
         return error
     return None
-
-
-def _require_even(local: GeometryDocument, tp: int) -> None:
-    """Refuse a size that vLLM refuses itself: one that neither divides the number of heads nor is a multiple of it."""
-    axes = [axis for fields in local["layouts"] for field in fields for axis in field["axes"]]
-    counts = {size for name, size, *_, split in axes if name == "head" and split == "tp"}
-    if uneven := sorted(count for count in counts if count % tp and tp % count):
-        raise AdapterError(
-            f"{uneven[0]} heads cannot be shared by {tp} ranks of vLLM",
-            code="size-out-of-range",
-            fault="peer",
-            context={"heads": uneven[0], "tp": tp},
-        )
-
-
-def _probe(channel: Channel, ranks: Sequence[Rank]) -> Engine:
-    security = ClientSecurity.read(*channel.key_files) if channel.key_files is not None else None
-    seen = probe(
-        channel.host,
-        channel.port,
-        ranks=ranks,
-        dialect=channel.dialect,
-        timeout_s=channel.timeout_s,
-        security=security,
-    )
-    return Engine(channel, seen.peers, seen.clock_offset_s, seen.recording)
-
-
-def _add_silence(findings: Findings, channel: Channel, error: Exception) -> None:
-    code, has_keys = code_of(error), channel.key_files is not None
-    is_locked = code == "authentication-refused" and has_keys
-    topic: Topic = "keys" if code in _KEY_CODES or is_locked else "reach"
-    advice = ADVICE["authentication-refused with keys"] if is_locked else ""
-    findings.add(topic, code, f"{channel}: {error}", advice)
 
 
 def _with_all_ranks(engine: Engine, findings: Findings) -> Engine:
@@ -240,34 +228,12 @@ def _with_all_ranks(engine: Engine, findings: Findings) -> Engine:
     try:
         probed = _probe(engine.channel, ranks)
     except Exception:  # noqa: BLE001  (each is asked alone, so that the missing ones can be named)
-        missing = [(rank, reason) for rank in ranks if (reason := _failure(engine.channel, rank))]
-        for (stage, rank), reason in missing:
-            message = f"{engine.channel}: rank {stage}.{rank} does not answer: {reason}"
-            findings.add("ranks", "rank-missing", message)
-        return replace(engine, has_all_ranks=not missing)
+        for rank in ranks:
+            try:
+                _probe(engine.channel, [rank])
+            except Exception as error:  # noqa: BLE001  (it is the finding)
+                message = f"{engine.channel}: rank {rank[0]}.{rank[1]} does not answer: {error}"
+                findings.add("ranks", "rank-missing", message)
+        return engine
     findings.ok("ranks", f"{engine.channel}: all {count} ranks answer")
-    return replace(
-        engine, peers=probed.peers, clock_offset_s=probed.clock_offset_s, recording=probed.recording, has_all_ranks=True
-    )
-
-
-def _failure(channel: Channel, rank: Rank) -> str:
-    """Return why a rank does not answer; empty if it does."""
-    try:
-        _probe(channel, [rank])
-    except Exception as error:  # noqa: BLE001  (it is the finding)
-        return str(error)
-    return ""
-
-
-def _size(pair: object) -> int:
-    size = cast("list[object]", pair)[0] if isinstance(pair, list) and pair else 1
-    return min(size, _MOST_SIZE) if isinstance(size, int) and size > 0 else 1
-
-
-def _document(raw: bytes | None) -> dict[str, object]:
-    try:
-        document = parse_json(raw, "the geometry document") if raw is not None else None
-    except AdapterError:
-        return {}
-    return cast("dict[str, object]", document) if isinstance(document, dict) else {}
+    return replace(probed, tp=engine.tp, pp=engine.pp)

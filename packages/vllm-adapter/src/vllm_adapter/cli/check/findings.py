@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Literal, final
+from typing import TYPE_CHECKING, final
 
 import typer
 
@@ -12,9 +11,7 @@ from vllm_adapter.observe.cause_log import plain_text
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["ADVICE", "NOTES", "Findings", "Topic"]
-
-Topic = Literal["reach", "ranks", "factors", "plan", "lease", "keys", "seals", "transport", "reads", "clock"]
+__all__ = ["ADVICE", "NOTES", "Findings"]
 
 _PORT = "see that this is its VLLM_NIXL_SIDE_CHANNEL_PORT plus its data-parallel index, and not its HTTP port"
 _KEYS = (
@@ -65,55 +62,44 @@ _COLOURS = {"ok": "green", "note": "yellow", "no-go": "red"}
 
 
 @final
-@dataclass(frozen=True, slots=True)
-class _Finding:
-    """Result of one check; `code` and `advice` are empty if all is well."""
-
-    level: Literal["ok", "note", "no-go"]
-    topic: Topic
-    code: str
-    message: str
-    advice: str = ""
-
-
-@final
 class Findings:
-    """All findings of a check, in the order in which they were made."""
+    """All findings of a check.
+
+    Attributes:
+        made: The findings in order: `level` ("ok", "note" or "no-go"), `topic`, `code`, `message` and `advice`; code and advice
+            are empty if all is well.
+    """
 
     def __init__(self) -> None:
         self._notes = set(NOTES)
-        self._made: list[_Finding] = []
+        self.made: list[dict[str, str]] = []
 
     def allow(self, *codes: str) -> None:
         """Take these reasons against a hand-over as notes: the operator accepts them."""
         self._notes.update(codes)
 
-    def ok(self, topic: Topic, message: str) -> None:
+    def ok(self, topic: str, message: str) -> None:
         """Add a result that is as it should be."""
-        self._made.append(_Finding("ok", topic, "", message))
+        self.made.append({"level": "ok", "topic": topic, "code": "", "message": message, "advice": ""})
 
-    def add(self, topic: Topic, code: str, message: str, advice: str = "") -> None:
+    def add(self, topic: str, code: str, message: str, advice: str = "") -> None:
         """Add a reason against a hand-over, or a note, see `NOTES`; without `advice` the code's own is given."""
-        level: Literal["note", "no-go"] = "note" if code in self._notes else "no-go"
-        self._made.append(_Finding(level, topic, code, message, advice or ADVICE.get(code, "")))
+        level, advice = "note" if code in self._notes else "no-go", advice or ADVICE.get(code, "")
+        self.made.append({"level": level, "topic": topic, "code": code, "message": message, "advice": advice})
 
     @property
     def is_go(self) -> bool:
         """Whether nothing forbids a hand-over."""
-        return all(finding.level != "no-go" for finding in self._made)
-
-    def as_values(self) -> Mapping[str, object]:
-        """Return the report as plain values."""
-        return {"is_go": self.is_go, "findings": [asdict(finding) for finding in self._made]}
+        return all(each["level"] != "no-go" for each in self.made)
 
     def as_text(self) -> str:
         """Return a line per finding, its advice under it, and the verdict; `typer.echo` shows colours on a terminal alone."""
         lines: list[str] = []
-        for each in self._made:
-            code = f" ({each.code})" if each.code else ""
-            level = typer.style(f"{each.level:5}", fg=_COLOURS[each.level])
-            lines.append(f"{level}  {each.topic:9}  {plain_text(each.message)}{code}")
-            if each.advice:
-                lines.append(f"{'':18}-> {plain_text(each.advice)}")
-        reasons = sum(finding.level == "no-go" for finding in self._made)
+        for each in self.made:
+            code = f" ({each['code']})" if each["code"] else ""
+            level = typer.style(f"{each['level']:5}", fg=_COLOURS[each["level"]])
+            lines.append(f"{level}  {each['topic']:9}  {plain_text(each['message'])}{code}")
+            if each["advice"]:
+                lines.append(f"{'':18}-> {plain_text(each['advice'])}")
+        reasons = sum(each["level"] == "no-go" for each in self.made)
         return "\n".join([*lines, f"NO GO: {reasons} reason{'s' if reasons > 1 else ''}" if reasons else "GO"])

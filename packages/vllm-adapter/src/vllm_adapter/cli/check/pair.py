@@ -7,33 +7,33 @@ Terms are what a side channel does not send: lease, heartbeats, policy, keys, se
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Any, cast, final
+from typing import TYPE_CHECKING, Any, cast
 
 from kv_handshake import dialect_of_vllm
+from kv_handshake.inspect import compare
 from vllm_adapter.cache.documents import PeerSizes
 from vllm_adapter.cli.check.engine import Channel, ask_engine, ask_further_ranks
 from vllm_adapter.cli.check.findings import ADVICE
 from vllm_adapter.cli.check.reads import check_reads
 from vllm_adapter.cli.engines import ask_all, of_engine
-from vllm_adapter.cli.values import parse_json, read_text, source_name
+from vllm_adapter.cli.values import read_json
 from vllm_adapter.config import RENEWED_PART, load_settings
-from vllm_adapter.config.secrets import FleetSecrets, secrets_in_variable
+from vllm_adapter.config.secrets import configured_secrets
 from vllm_adapter.config.whole import check_transfer_config, own_keys
 from vllm_adapter.errors import ConfigurationError, code_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kv_handshake.inspect import Comparison, Difference
+    from kv_handshake.inspect import Difference
     from kv_topology import Estimate
     from vllm_adapter.cli.check.engine import Engine
     from vllm_adapter.cli.check.findings import Findings
     from vllm_adapter.observe.answers import Answer
     from vllm_adapter.ports import PeerPlan
 
-__all__ = ["Choices", "check_pair", "dialect_of"]
+__all__ = ["check_pair", "dialect_of"]
 
 _MOST_PORT_DIGITS = 5
 _DEFAULT_DIALECT = 14
@@ -45,74 +45,67 @@ _TERMS = ("lease_s", "heartbeat_s", "compatibility_policy", "seals")
 _Keys = tuple[str, str] | None
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choices:
-    """Options of the operator; None and 0 where the engines or this machine decide.
+def check_pair(  # noqa: PLR0913 - one for each option
+    names: tuple[str, str],
+    configs: tuple[str | None, str | None],
+    findings: Findings,
+    *,
+    policy: str | None,
+    dialect: int,
+    prefill_tp: int,
+    is_tp_trusted: bool,
+    gigabytes_per_s: float | None,
+    timeout_s: float,
+    reads: bool,
+) -> None:
+    """Query both engines and add what is found.
 
-    Attributes:
-        prefill: The engine that computes: HOST:PORT of its side channel, or its id.
-        decode: The engine that reads, likewise.
-        prefill_config: The prefill engine's --kv-transfer-config.
-        decode_config: The decode engine's.
-        prefill_tp: Tensor-parallel size of a prefill engine of vLLM's own connector.
-        is_tp_trusted: Whether the operator vouches for that size.
+    Args:
+        names: The engines that compute and read: HOST:PORT of their side channels, or their ids.
+        configs: Their --kv-transfer-config; None where the engine or this machine decides, as for all that follows.
+        findings: Where the results go.
         policy: How decode compares peers.
         dialect: Connector version of the engines.
+        prefill_tp: Tensor-parallel size of a prefill engine of vLLM's own connector; 0 if not given.
+        is_tp_trusted: Whether the operator vouches for that size.
         gigabytes_per_s: Speed of the network, for the cost.
         timeout_s: Longest wait per reply.
         reads: Whether probe pages are read.
-    """
-
-    prefill: str
-    decode: str
-    prefill_config: str | None
-    decode_config: str | None
-    prefill_tp: int
-    is_tp_trusted: bool
-    policy: str | None
-    dialect: int
-    gigabytes_per_s: float | None
-    timeout_s: float
-    reads: bool
-
-
-def check_pair(choices: Choices, findings: Findings) -> None:
-    """Query both engines and add what is found.
 
     Raises:
         ConfigurationError: A name that is no engine (`invalid-endpoint`), or a configuration that is wrong.
-        AdapterError: `unreadable`: a configuration cannot be read.
+        AdapterError: `unreadable` or `not-json`: a configuration cannot be read.
     """
     answers = [answer for answer in ask_all() if answer.get("part") == "scheduler"]
-    addresses = [_address(name, answers) for name in (choices.prefill, choices.decode)]
-    prefill_terms, prefill_keys = _terms_of_config(choices.prefill_config)
-    decode_terms, decode_keys = _terms_of_config(choices.decode_config)
+    addresses = [_address(name, answers) for name in names]
+    (prefill_terms, prefill_keys), (decode_terms, decode_keys) = map(_terms_of_config, configs)
     # The decode engine connects with keys of its own. To ask it, the prefill engine's do, or its own again.
     keys = decode_keys or prefill_keys, prefill_keys or decode_keys
-    channels = [
-        Channel(role, *address, choices.dialect, choices.timeout_s, key_files)
-        for role, address, key_files in zip(("prefill", "decode"), addresses, keys, strict=True)
-    ]
-    prefill = ask_engine(channels[0], findings, tp=choices.prefill_tp)
-    decode = ask_engine(channels[1], findings)
+    prefill = ask_engine(Channel("prefill", *addresses[0], dialect, timeout_s, keys[0]), findings, tp=prefill_tp)
+    decode = ask_engine(Channel("decode", *addresses[1], dialect, timeout_s, keys[1]), findings)
     if prefill is not None:
-        prefill = ask_further_ranks(prefill, decode, findings, is_trusted=choices.is_tp_trusted)
+        prefill = ask_further_ranks(prefill, decode, findings, is_trusted=is_tp_trusted)
     prefill_terms = prefill_terms or _terms_of_process(prefill, answers)
     decode_terms = decode_terms or _terms_of_process(decode, answers)
     if prefill is not None and decode is not None:
-        _check_engines(prefill, decode, decode_terms or {}, choices, findings)
+        terms = decode_terms or {}
+        _check_factors(prefill, decode, policy or terms.get("compatibility_policy") or "exact", findings)
+        if reads:
+            ucx_tls = terms.get("ucx_tls") or ""
+            measured = check_reads(prefill, decode, findings, ucx_tls=ucx_tls, timeout_s=timeout_s)
+            gigabytes_per_s = gigabytes_per_s or measured
+        _check_plan(prefill, decode, gigabytes_per_s, findings)
+        _check_rest(prefill, decode, findings)
     _check_terms(prefill_terms, decode_terms, findings)
 
 
-def _check_engines(prefill: Engine, decode: Engine, terms: Answer, choices: Choices, findings: Findings) -> None:
-    _check_factors(prefill, decode, choices.policy or terms.get("compatibility_policy") or "exact", findings)
-    measured = None
-    if choices.reads:
-        ucx_tls = terms.get("ucx_tls") or ""
-        measured = check_reads(prefill, decode, findings, ucx_tls=ucx_tls, timeout_s=choices.timeout_s)
-    _check_plan(prefill, decode, choices.gigabytes_per_s or measured, findings)
-    _check_clocks(prefill, decode, findings)
+def _check_rest(prefill: Engine, decode: Engine, findings: Findings) -> None:
+    """Report what forbids nothing: how far the clocks are apart, and the protections that vLLM's own connector lacks."""
+    if prefill.clock_offset_s is not None and decode.clock_offset_s is not None:
+        apart_s = abs(prefill.clock_offset_s - decode.clock_offset_s)
+        findings.ok(
+            "clock", f"the engines' clocks are {apart_s:.1f} s apart, which is no matter: each keeps time by its own"
+        )
     if not prefill.is_ours:
         findings.add(
             "factors",
@@ -162,15 +155,15 @@ def dialect_of(dialect: int | None, vllm: str | None) -> int:
     return _DEFAULT_DIALECT
 
 
-# ------------------------------------------------------------------------------------------------------------- factors
+# ---------------------------------------------------------------------------------------------------- factors and plan
 
 
 def _check_factors(prefill: Engine, decode: Engine, policy: str, findings: Findings) -> None:
     """Compare the engines as the decode engine does when it connects to the prefill engine."""
-    if prefill.engine_id == decode.engine_id:
-        findings.add("factors", "same-engine", f"both addresses are engine {prefill.engine_id}")
+    if prefill.first.engine_id == decode.first.engine_id:
+        findings.add("factors", "same-engine", f"both addresses are engine {prefill.first.engine_id}")
         return
-    comparison = decode.differences_to(prefill)
+    comparison = compare(decode.recording, prefill.recording)
     messages = [_words(each) for each in comparison.differences if each.group == "must-match"]
     messages += [
         f"{name} probably differs: the hashes do, and the peer does not send its factors"
@@ -180,24 +173,18 @@ def _check_factors(prefill: Engine, decode: Engine, policy: str, findings: Findi
         findings.allow("factors-differ")
     for message in messages:
         findings.add("factors", "factors-differ", message, ADVICE["factors-ignored"] if policy == "off" else "")
-    if not messages:
-        _judge_hash(comparison, policy, findings, has_factors=prefill.is_ours and decode.is_ours)
+    matched = "no factor that must match differs"
+    if not messages and comparison.is_same_hash:
+        has_factors = prefill.is_ours and decode.is_ours
+        more = matched if has_factors else "factors that vLLM's leaves out cannot be compared"
+        findings.ok("factors", f"the compatibility hashes are equal; {more}")
+    elif not messages and policy == "exact":
+        findings.add("factors", "hash-mismatch", "the compatibility hashes differ, by factors that need not match")
+    elif not messages:
+        findings.ok("factors", f"{matched}; the hashes do, which policy {policy!r} accepts")
     for each in comparison.differences:
         if each.group != "must-match":
             findings.add("factors", "may-differ", _words(each))
-
-
-def _judge_hash(comparison: Comparison, policy: str, findings: Findings, *, has_factors: bool) -> None:
-    if comparison.is_same_hash:
-        more = (
-            "no factor that must match differs" if has_factors else "factors that vLLM's leaves out cannot be compared"
-        )
-        findings.ok("factors", f"the compatibility hashes are equal; {more}")
-    elif policy == "exact":
-        message = "the compatibility hashes differ, by factors that need not match"
-        findings.add("factors", "hash-mismatch", message)
-    else:
-        findings.ok("factors", f"no factor that must match differs; the hashes do, which policy {policy!r} accepts")
 
 
 def _words(each: Difference) -> str:
@@ -205,13 +192,8 @@ def _words(each: Difference) -> str:
 
 
 def _value(value: object) -> str:
-    if value is None:
-        return "none"
-    text = json.dumps(value, default=str)
+    text = "none" if value is None else json.dumps(value, default=str)
     return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 3] + "..."
-
-
-# ------------------------------------------------------------------------------------------------------ plan and clocks
 
 
 def _check_plan(prefill: Engine, decode: Engine, gigabytes_per_s: float | None, findings: Findings) -> None:
@@ -255,42 +237,31 @@ def _plan(
     sizes = PeerSizes(prefill.tp, prefill.pp, max([group["context"][0] for group in groups], default=1))
     planner = decode.planner(rank, gigabytes_per_s)
     wanted = planner.target_ranks(local, peer_tp=sizes.tp, peer_pp=sizes.pp, peer_dcp=sizes.dcp)
-    documents = {
-        number: geometry.document(local, metadata, number, sizes) for number, metadata in prefill.peers.items()
-    }
-    plan = planner.plan(local, {number: documents[number] for number in wanted}, peer_tp=sizes.tp)
+    documents = {number: geometry.document(local, prefill.peers[number], number, sizes) for number in wanted}
+    plan = planner.plan(local, documents, peer_tp=sizes.tp)
     return plan, plan.estimate
-
-
-def _check_clocks(prefill: Engine, decode: Engine, findings: Findings) -> None:
-    """Report how far the clocks are apart, which forbids nothing."""
-    if prefill.clock_offset_s is not None and decode.clock_offset_s is not None:
-        apart_s = abs(prefill.clock_offset_s - decode.clock_offset_s)
-        findings.ok(
-            "clock", f"the engines' clocks are {apart_s:.1f} s apart, which is no matter: each keeps time by its own"
-        )
 
 
 # --------------------------------------------------------------------------------------------------------------- terms
 
 
 def _terms_of_config(source: str | None) -> tuple[Answer | None, _Keys]:
-    """Return the terms in a `--kv-transfer-config`, which is given as JSON text, a file with it, or `-`, and the key files.
+    """Return the terms in a `--kv-transfer-config`, and the key files.
 
     Raises:
-        AdapterError: `unreadable`.
+        AdapterError: `unreadable` or `not-json`.
         ConfigurationError: The configuration is wrong; all its problems are named.
     """
     if not source:
         return None, None
-    config: Any = parse_json(read_text(source), source_name(source))
+    config: Any = read_json(source)
     problems = check_transfer_config(config).problems
     if problems:
         said = "; ".join(f"{problem.key}: {problem.message} ({problem.code})" for problem in problems)
         raise ConfigurationError(said, code=problems[0].code)
     settings, _ = load_settings(own_keys(config))
-    words = secrets_in_variable(settings.ticket_secret_variable)
-    seals = FleetSecrets(settings.ticket_secret_files, words).fingerprints if settings.has_secrets else ()
+    secrets = configured_secrets(settings)
+    seals = secrets.fingerprints if secrets is not None else ()
     keys = (settings.side_channel_key, settings.side_channel_server_key) if settings.side_channel_key else None
     return cast("Answer", {**settings.terms, "seals": list(seals)}), keys
 
@@ -298,7 +269,7 @@ def _terms_of_config(source: str | None) -> tuple[Answer | None, _Keys]:
 def _terms_of_process(engine: Engine | None, answers: Sequence[Answer]) -> Answer | None:
     """Return the terms that an engine of this machine reports; None for one of another machine or version."""
     for answer in answers:
-        if engine is not None and answer.get("engine_id") == engine.engine_id:
+        if engine is not None and answer.get("engine_id") == engine.first.engine_id:
             return answer if all(answer.get(name) is not None for name in _TERMS) else None
     return None
 

@@ -13,9 +13,6 @@ from typing import TYPE_CHECKING
 from kv_nixl_agent.tools.remote import LiveRank, Measurement, measure_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from kv_nixl_agent.tools.remote import RankRead
     from vllm_adapter.cli.check.engine import Engine
     from vllm_adapter.cli.check.findings import Findings
 
@@ -45,34 +42,26 @@ def check_reads(prefill: Engine, decode: Engine, findings: Findings, *, ucx_tls:
         reason = "the prefill engine shows no probe pages, as vLLM's own connector and one without fence words do not"
         findings.add("transport", "no-probe-pages", f"{not_measured}: {reason}")
         return None
-    found = _measure(ranks, ucx_tls, timeout_s)
-    if found.error:
-        findings.add("transport", "not-measured", f"{not_measured}, because nothing could be read here: {found.error}")
-        return None
-    bad = [rank for rank in found.ranks if rank.code]
-    for rank in bad:
-        _add_failure(f"{prefill.channel}: rank {rank.name}", rank, findings)
-    return None if bad else _judge_speed(prefill, decode, found, findings)
-
-
-def _measure(ranks: Sequence[LiveRank], ucx_tls: str, timeout_s: float) -> Measurement:
     try:
         if ucx_tls:
             os.environ["UCX_TLS"] = ucx_tls  # of the process that reads
+        found = measure_ranks(ranks, most_bytes=_MOST_BYTES, timeout_s=timeout_s)
     except ValueError as error:  # an engine's UCX_TLS that no variable can hold
-        return Measurement([], error=f"UCX_TLS of the decode engine: {error}")
-    return measure_ranks(ranks, most_bytes=_MOST_BYTES, timeout_s=timeout_s)
-
-
-def _add_failure(where: str, rank: RankRead, findings: Findings) -> None:
-    if rank.code == "peer-rows-unregistered":
-        age = "its vllm-adapter is older than this one; speed and transport were not measured"
-        findings.add("transport", "no-probe-pages", f"{where} has no probe pages: {age}")
-    elif rank.code == "bytes-differ":
-        findings.add("reads", "bytes-differ", f"{where} gave other bytes than it holds: {rank.message}")
-    else:
-        reason = f"answers, and its memory cannot be read from here: {rank.message} ({rank.code})"
-        findings.add("reads", "read-failed", f"{where} {reason}")
+        found = Measurement([], error=f"UCX_TLS of the decode engine: {error}")
+    if found.error:
+        findings.add("transport", "not-measured", f"{not_measured}, because nothing could be read here: {found.error}")
+        return None
+    for rank in found.ranks:
+        where = f"{prefill.channel}: rank {rank.name}"
+        if rank.code == "peer-rows-unregistered":
+            reason = f"its vllm-adapter is older than this one; {not_measured}"
+            findings.add("transport", "no-probe-pages", f"{where} has no probe pages: {reason}")
+        elif rank.code == "bytes-differ":
+            findings.add("reads", "bytes-differ", f"{where} gave other bytes than it holds: {rank.message}")
+        elif rank.code:
+            reason = f"answers, and its memory cannot be read from here: {rank.message} ({rank.code})"
+            findings.add("reads", "read-failed", f"{where} {reason}")
+    return None if any(rank.code for rank in found.ranks) else _judge_speed(prefill, decode, found, findings)
 
 
 def _judge_speed(prefill: Engine, decode: Engine, found: Measurement, findings: Findings) -> float | None:
