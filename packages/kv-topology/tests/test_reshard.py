@@ -152,11 +152,10 @@ def test_regions_of_another_rank_share_memory_exactly_where_ours_do(seed):
     made = reshard(to_document(ours), tp_size=rng.choice((1, 2, 4)), tp_rank=0, page_tokens=6)
     theirs = from_document(made).regions
 
-    for (mine, made), (other, beside) in product(zip(regions, theirs, strict=True), repeat=2):
-        assert (mine.base_address == other.base_address) == (made.base_address == beside.base_address)
+    for (mine, its), (other, beside) in product(zip(regions, theirs, strict=True), repeat=2):
+        assert (mine.base_address == other.base_address) == (its.base_address == beside.base_address)
     ends: dict[int, int] = {}
-    for made in theirs:
-        ends[made.base_address] = max(
-            ends.get(made.base_address, 0), made.base_address + made.page_stride_bytes * made.page_count
-        )
+    for its in theirs:
+        end = its.base_address + its.page_stride_bytes * its.page_count
+        ends[its.base_address] = max(ends.get(its.base_address, 0), end)
     assert all(end <= begin for (_, end), (begin, _) in pairwise(sorted(ends.items()))), "memory of two bases overlaps"
