@@ -12,13 +12,14 @@ from kv_handshake.core import desk as desks
 from kv_handshake.core.asks import OpenAsk, PeerAsks
 from kv_handshake.core.desk import AskDesk
 from kv_handshake.core.endpoint import endpoint_of
+from kv_handshake.core.pacing import GatedLog
 from kv_handshake.errors import CODES
 from kv_handshake.testing import sample_metadata
 from kv_handshake.wire.asks import encode_answer, encode_ask, encode_ask_refusal, encode_cancel, parse_answer
 from kv_handshake.wire.limits import MAX_ASK_REPLY_BYTES
 from kv_handshake.wire.replies import encode_refusal
 
-NOTHING: Any = SimpleNamespace()
+LOG = GatedLog()
 ENVELOPE = Codec(capabilities={"ask": "supported"}).encode_envelope(
     sample_metadata(), {"model": "sample"}, dialect=14, rank=(0, 0)
 )
@@ -157,7 +158,7 @@ class Desk:
 
     def __init__(self):
         self.gone, self.counts = [], Counter()
-        self.desk = AskDesk(lambda *_: None, self.gone.append, wait_s=5.0, log=NOTHING, counts=self.counts)
+        self.desk = AskDesk(lambda *_: None, self.gone.append, wait_s=5.0, log=LOG, counts=self.counts)
 
     def put(self, descriptor, address, number, size_bytes=1, query=None):
         sender = SimpleNamespace(descriptor=descriptor, address=address)

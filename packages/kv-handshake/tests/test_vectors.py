@@ -104,7 +104,7 @@ def test_ask(vector):
 @over("answer")
 def test_answer(vector):
     reply = parse_answer(vector.data)
-    assert {**msgspec.to_builtins(reply), "payload": reply.payload.hex()} == vector.expect
+    assert {**reply._asdict(), "payload": reply.payload.hex()} == vector.expect
 
 
 @over("refused-ask", "refused-answer")

@@ -11,9 +11,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CODES",
-    "CodeFacts",
     "ConfigurationError",
-    "Fault",
     "HandshakeError",
     "TransportError",
     "WireError",

@@ -154,7 +154,7 @@ class AskDesk:
         self._next_id += 1
         self._open[made.ask_id] = made
         self._counts["asks"] += 1
-        self._call("on_ask", self._on_ask, made.ask_id, ask.payload)
+        self._log.call(self._counts, "on_ask", self._on_ask, made.ask_id, ask.payload)
         return ()
 
     def refuse(self, number: int, code: str, wait_s: float = 0.0) -> tuple[bytes, ...]:
@@ -189,11 +189,4 @@ class AskDesk:
         for ask in asks:
             del self._open[ask.ask_id]
             self._counts[count] += 1
-            self._call("on_ask_gone", self._on_gone, ask.ask_id)
-
-    def _call(self, name: str, callback: Callable[..., None], *values: object) -> None:
-        try:
-            callback(*values)
-        except Exception as error:  # noqa: BLE001 - the engine's mistake must not end the listener
-            self._counts["callback_errors"] += 1
-            self._log.warning("callback", f"{name} of the listener raised {error!r}")
+            self._log.call(self._counts, "on_gone", self._on_gone, ask.ask_id)

@@ -269,14 +269,7 @@ class Client:
         if outcome.is_ok and outcome.verdict.warnings:
             self._log.warning("accepted", f"peer {question.endpoint}: {'; '.join(outcome.verdict.warnings)}")
         self._counts["succeeded" if outcome.is_ok else "failed"] += 1
-        self._call_back(f"on_done of a handshake with {question.endpoint.host}", partial(on_done, outcome))
-
-    def _call_back(self, name: str, callback: Callable[[], None]) -> None:
-        try:
-            callback()
-        except Exception as error:  # noqa: BLE001 - a caller's mistake must not end other handshakes
-            self._counts["callback_errors"] += 1
-            self._log.warning("callback", f"{name} raised {error!r}")
+        self._log.call(self._counts, f"on_done of a handshake with {question.endpoint.host}", on_done, outcome)
 
     def _learn(self, question: Question, new_session: Callable[[], ClientSession], outcome: Outcome) -> None:
         """Forget an answered question's failures; remember a failure, and ask again in the background."""
@@ -339,7 +332,7 @@ class Client:
 
     def _replied(self, on_reply: Callable[[str, bytes], None], code: str, payload: bytes) -> None:
         self._counts["asks_failed" if code else "asks_answered"] += 1
-        self._call_back("on_reply of an ask", partial(on_reply, code, payload))
+        self._log.call(self._counts, "on_reply of an ask", on_reply, code, payload)
 
     def _asks_ended(self, endpoint: Endpoint, error: HandshakeError | None) -> None:
         del self._peers[endpoint]
