@@ -234,11 +234,9 @@ def _supposed_of(texts: Sequence[str]) -> dict[str, list[object]]:
 
 def _security_of(secret: str | None, server: str | None) -> ClientSecurity | None:
     """Return the keys in the files of `--secret-key` and `--server-key`, None without both."""
-    if secret is None and server is None:
-        return None
-    if secret is None or server is None:
+    if (secret is None) != (server is None):
         raise ConfigurationError("invalid-argument", "give --secret-key and --server-key together")
-    return ClientSecurity.read(secret, server)
+    return ClientSecurity.read(secret, server) if secret and server else None
 
 
 def _values(peer: str, result: ProbeResult) -> dict[str, Any]:

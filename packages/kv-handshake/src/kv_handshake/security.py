@@ -13,7 +13,6 @@ import stat
 import struct
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, final
 
 import zmq
@@ -209,7 +208,6 @@ class ServerSecurity:
             raise ConfigurationError(
                 "invalid-argument", "give either the clients that may connect, or admits_any_client=True to admit all"
             )
-        object.__setattr__(self, "authorized", MappingProxyType(dict(self.authorized)))
 
     @staticmethod
     def read(

@@ -101,13 +101,7 @@ class Client:
         self._memory = FailureMemory(self._timing.hold_first_s, self._timing.hold_most_s)
         self._peers: dict[Endpoint, PeerAsks] = {}
         self._ask_numbers = itertools.count(1)
-        self._loop = Loop(
-            self._timing,
-            self._log,
-            security=security,
-            seed=seed,
-            allows_link_local_names=False,  # tickets name hosts, and strangers write tickets
-        )
+        self._loop = Loop(self._timing, self._log, security=security, seed=seed)
 
     def request(
         self,

@@ -43,15 +43,15 @@ class Names:
     Requests for the same name share one look-up, and its answer for five seconds. So a name in many tickets takes only one of
     the 32 threads.
 
+    Addresses of one link only are left out: tickets name hosts, strangers write tickets, and a stranger who gives a name also
+    decides what it resolves to. Such an address would let a name lead to services that trust the machine alone.
+
     Args:
         wake: Called when a look-up has ended, from any thread.
-        allows_link_local: Whether a name may have an address of one link only. A stranger who gives a name also decides what it
-            resolves to, so such an address would let a stranger's name lead to services that trust the machine alone.
     """
 
-    def __init__(self, wake: Callable[[], None], *, allows_link_local: bool = True) -> None:
+    def __init__(self, wake: Callable[[], None]) -> None:
         self._wake = wake
-        self._allows_link_local = allows_link_local
         self._pool = ThreadPoolExecutor(_LOOKUPS, thread_name_prefix="kv-handshake-names")
         self._known: OrderedDict[str, tuple[float, Future[list[str]]]] = OrderedDict()
 
@@ -60,15 +60,12 @@ class Names:
         now_s = time.monotonic()
         since_s, lookup = self._known.get(host, (0.0, None))
         if lookup is None or (lookup.done() and not (now_s - since_s < _FRESH_S and lookup.result())):
-            lookup = self._pool.submit(self._find, host)
+            lookup = self._pool.submit(_addresses_of, host)
             self._known[host] = (now_s, lookup)
             if len(self._known) > _MOST_KNOWN:
                 self._known.popitem(last=False)
         lookup.add_done_callback(lambda _: self._wake())  # at once if it has ended already
         return lookup
-
-    def _find(self, host: str) -> list[str]:
-        return [each for each in _addresses_of(host) if self._allows_link_local or _is_reachable_for_strangers(each)]
 
     def close(self) -> None:
         """Drop look-ups that have not begun; those under way end by themselves."""
@@ -76,13 +73,14 @@ class Names:
 
 
 def _addresses_of(host: str) -> list[str]:
-    """Return the addresses of a name, IPv4 first, because vLLM binds only IPv4; empty if it has none."""
+    """Return the addresses of a name that strangers may use, IPv4 first, because vLLM binds only IPv4; empty if it has none."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
         return []
     ordered = sorted(found, key=lambda each: each[0] != socket.AF_INET)
-    return list(dict.fromkeys(str(each[4][0]) for each in ordered))
+    addresses = dict.fromkeys(str(each[4][0]) for each in ordered)
+    return [each for each in addresses if _is_reachable_for_strangers(each)]
 
 
 def _is_reachable_for_strangers(text: str) -> bool:

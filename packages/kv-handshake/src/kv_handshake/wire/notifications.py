@@ -259,8 +259,8 @@ def _is_text(engine_id: str) -> bool:
     return len(engine_id) <= limits.MAX_ENGINE_ID_CHARS and engine_id.isprintable()
 
 
-def _unsendable(name: str, value: str, **context: object) -> ConfigurationError:
-    return ConfigurationError("invalid-argument", f"{name} {value[:200]!r} cannot be notified", **context)
+def _unsendable(name: str, value: str) -> ConfigurationError:
+    return ConfigurationError("invalid-argument", f"{name} {value[:200]!r} cannot be notified")
 
 
 def _unknown(reason: str, request_ids: tuple[str, ...] = ()) -> Notification:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, final
 
 from kv_handshake.errors import ConfigurationError, shortened
@@ -56,13 +55,11 @@ class LocalOffer:
             raise ConfigurationError(
                 "invalid-argument", f"capability level {unknown[0]!r} is not required, supported or absent"
             )
-        object.__setattr__(self, "factors", MappingProxyType(dict(self.factors)))
-        object.__setattr__(self, "capabilities", MappingProxyType(dict(self.capabilities)))
         hashes = {
             version: wire_hash(self.factors, dialect_of(version))
             for version in range(OLDEST_DIALECT, NEWEST_DIALECT + 1)
         }
-        object.__setattr__(self, "hashes", MappingProxyType(hashes))
+        object.__setattr__(self, "hashes", hashes)
 
 
 @final
