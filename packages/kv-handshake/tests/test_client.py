@@ -11,6 +11,7 @@ from handshake_helpers import RANKS, fetch, until
 
 from kv_handshake import Client, ConfigurationError, Listener, LocalOffer, Outcome, Timing, TransportError
 from kv_handshake.core.handshake import Handshake
+from kv_handshake.net import loop
 from kv_handshake.sockets.connections import Connection, Hub
 from kv_handshake.testing import sample_envelopes
 
@@ -257,21 +258,6 @@ def test_a_peer_that_restarts_in_the_middle_is_asked_again(client, free_port):
     second.close()
 
 
-def test_sixty_four_peers_of_which_sixteen_are_dead(client, listener):
-    """Every healthy peer is ready while every dead one still hangs."""
-    healthy: list[Outcome] = []
-    dead: list[Outcome] = []
-    with socket.create_server(("127.0.0.1", 0)) as mute:
-        for index in range(64):
-            port, ends = (listener.port, healthy) if index % 4 else (mute.getsockname()[1], dead)
-            client.request(host="127.0.0.1", port=port, ranks=RANKS, engine_id="", dialect=14, on_done=ends.append)
-        until(lambda: len(healthy) == 48)
-        assert dead == []
-        client.close()
-    assert all(outcome.is_ok for outcome in healthy)
-    assert [outcome.code for outcome in dead] == ["closed"] * 16
-
-
 def test_no_place_within_the_deadline(monkeypatch):
     client = Client(LocalOffer(factors=FACTORS), timing=Timing(connections=1, deadline_s=30, attempt_s=20))
     ends: list[Outcome] = []
@@ -376,3 +362,26 @@ def test_accepted_with_differences_is_logged(listener, caplog):
     assert fetch(client, listener.port).is_ok
     client.close()
     assert "dtype" in caplog.text
+
+
+@pytest.mark.full
+def test_hosts_that_answer_keep_their_places(monkeypatch, serve, connect):
+    """Only silence costs a place: hosts that answer steadily end what they began, while others wait for places."""
+    monkeypatch.setattr(loop, "_PATIENCE_S", 2.0)
+    ranks = [(0, rank) for rank in range(6)]
+    ends = []
+
+    def slowly(respond):
+        def answer(query, **facts):
+            time.sleep(0.5)
+            return respond(query, **facts)
+
+        return answer
+
+    client = connect(timing=Timing(connections=2, deadline_s=40, attempt_s=20, pipeline=1))
+    for host in (f"127.0.0.{number}" for number in range(2, 6)):
+        listener = serve(host)
+        monkeypatch.setattr(listener._core, "respond", slowly(listener._core.respond))
+        client.request(host=host, port=listener.port, ranks=ranks, engine_id="", dialect=14, on_done=ends.append)
+    until(lambda: len(ends) == 4)
+    assert [(outcome.code, outcome.attempts) for outcome in ends] == [("", 1)] * 4

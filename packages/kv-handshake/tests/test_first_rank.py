@@ -148,22 +148,6 @@ def test_a_peer_that_restarts_smaller_survives_the_background_attempts(client):
         assert ask(client, port, 1).is_ok
 
 
-def test_a_peer_that_restarts_smaller_survives_a_retry(client):
-    with FragileListener([(0, 0), (0, 1), (0, 2), (0, 3)], answers_most=2) as listener:
-        port, outcomes, done = listener.port, [], threading.Event()
-        client.request(
-            host="127.0.0.1", port=port, ranks=[(0, rank) for rank in range(4)], engine_id="engine-a", dialect=14,
-            on_done=lambda outcome: outcomes.append(outcome) or done.set(), check_first=check_size(4),
-        )  # fmt: skip
-        listener._thread.join()  # after two answers
-    with FragileListener([(0, 0)], port=port) as smaller:
-        assert done.wait(20)
-        time.sleep(0.3)
-        assert not smaller.is_dead
-        assert all(ranks == [(0, 0)] for ranks in smaller.asked.values())
-    assert outcomes[0].code in ("first-rank-refused", "connection-refused")
-
-
 RANKS = st.lists(st.tuples(st.integers(0, 1), st.integers(0, 3)), min_size=1, max_size=8, unique=True)
 
 

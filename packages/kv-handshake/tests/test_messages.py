@@ -27,21 +27,6 @@ from kv_handshake.wire.replies import (
 FACTORS = {"model": "m"}
 
 
-@pytest.mark.parametrize("version", range(2, 16))
-def test_metadata_survives_the_way(version):
-    values = sample_metadata(regions=3)
-    frame = Codec().encode_envelope(values, FACTORS, dialect=version, rank=(0, 2))
-    metadata = decode_metadata(decode_envelope(frame))
-    names = set(dialect_of(version).metadata_fields) | {"fence", "geometry", "generation"}
-    for name in names & set(values):
-        expected = values[name]
-        assert getattr(metadata, name) == (tuple(expected) if isinstance(expected, list) else expected), name
-    assert metadata.factors == FACTORS
-    assert set(msgspec.msgpack.decode(decode_envelope(frame).agent_metadata_bytes)) == set(
-        dialect_of(version).metadata_fields
-    ) | {"kvh_fence", "kvh_geometry"}
-
-
 @pytest.mark.parametrize("streams", [None, (2**64 - 16, 0, 1, 1), (8, 1, 64, 8192)])
 def test_stream_memory_survives_the_way(streams):
     values = {**sample_metadata(), "streams": streams}
