@@ -121,7 +121,7 @@ def test_first_engine_stands_first_in_every_difference():
         (["probe", "nowhere"], 2),
         (["probe", "127.0.0.1:1", "--rank", "x"], 2),
         (["probe", "127.0.0.1:1", "--rank", "3-1"], 2),
-        (["probe", "127.0.0.1:1", "--dialect", "99"], 2),
+        (["probe", "127.0.0.1:1", "--vllm", "0.19"], 2),
         (["probe", "127.0.0.1:1", "--secret-key", "x"], 2),
         (["probe", "127.0.0.1:1", "--json"], 3),
         (["probe", "no-such-host.invalid:1"], 3),
@@ -144,10 +144,10 @@ def test_refusals_and_bad_supposition(served, capsys):
 def test_questions_that_would_end_a_listener_of_vllm_are_announced(served, capsys):
     peer = served(Recording(14, sample_envelopes([(0, 0), (0, 1)])))
     assert main(["probe", peer]) == 0
-    assert "--vllm or --dialect" in capsys.readouterr().err
+    assert "give --vllm" in capsys.readouterr().err
     assert main(["probe", peer, "--vllm", "0.32"]) == 0
     assert capsys.readouterr().err == ""
-    assert main(["probe", peer, "--dialect", "14", "--rank", "0-1"]) == 0
+    assert main(["probe", peer, "--vllm", "0.32", "--rank", "0-1"]) == 0
     assert "a rank that it does not serve; 2 ranks" in capsys.readouterr().err
 
 

@@ -37,18 +37,16 @@ class Codec:
 
     Args:
         capabilities: Capabilities to announce: ``required``, ``supported`` or ``absent`` by name.
+
+    Attributes:
+        reserved_prefixes: Request ids that begin with one of these cannot be notified.
     """
 
     def __init__(self, *, capabilities: Mapping[str, Level] | None = None) -> None:
         self._capabilities = LocalOffer(capabilities=capabilities or {}).capabilities
 
     def encode_envelope(
-        self,
-        metadata: Mapping[str, object],
-        factors: Mapping[str, object],
-        *,
-        dialect: int,
-        rank: Rank | None = None,
+        self, metadata: Mapping[str, object], factors: Mapping[str, object], *, dialect: int, rank: Rank | None = None
     ) -> bytes:
         """Return the envelope of one rank, for a listener to serve.
 
@@ -85,6 +83,7 @@ class Codec:
             )
         )
 
+    reserved_prefixes = RESERVED_PREFIXES
     compatibility_hash = staticmethod(compatibility_hash)
     decode_envelope = staticmethod(decode_envelope)
     decode_metadata = staticmethod(decode_metadata)
@@ -97,8 +96,3 @@ class Codec:
     answer_payload = staticmethod(answer_payload)
     read_question = staticmethod(read_question)
     read_answer = staticmethod(read_answer)
-
-    @property
-    def reserved_prefixes(self) -> tuple[str, ...]:
-        """Request ids that begin with one of these cannot be notified."""
-        return RESERVED_PREFIXES

@@ -51,10 +51,7 @@ def write_keypair(directory: str | Path, name: str) -> tuple[Path, Path]:
     public_file, secret_file = Path(directory, f"{name}.key"), Path(directory, f"{name}.key_secret")
     public, secret = generate_keypair()
     head = f'# CURVE certificate of kv-handshake, in the format of zmq.auth\ncurve\n    public-key = "{public}"\n'
-    for file, mode, text in (
-        (secret_file, 0o600, f'{head}    secret-key = "{secret}"\n'),
-        (public_file, 0o644, head),
-    ):
+    for file, mode, text in ((secret_file, 0o600, f'{head}    secret-key = "{secret}"\n'), (public_file, 0o644, head)):
         try:
             file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             _write_whole(file, mode, text)

@@ -90,7 +90,7 @@ class AskDesk:
         self._lock = threading.Lock()
         self._answers: deque[tuple[int, bytes]] = deque()
         self._ended: deque[int] = deque()
-        self._next_id = 1
+        self._ids = itertools.count(1)
         # In order of arrival, and so of expiry, since all may wait equally long.
         self._open: dict[int, OpenAsk] = {}
         self._counts = counts
@@ -123,13 +123,17 @@ class AskDesk:
 
     # Everything below runs on the listener's thread.
 
-    def receive(self, incoming: Incoming, query: bytes, now_s: float) -> tuple[bytes, ...]:
+    def receive(self, incoming: Incoming, query: bytes, now_s: float, *, wait_s: float = 0.0) -> tuple[bytes, ...]:
         """Accept an ask; return the frames of an immediate reply, none if the reply comes later.
+
+        One that came too soon is refused: after `wait_s`, above 0, it would be accepted.
 
         Raises:
             WireError: As `parse_ask`.
         """
         ask, sender = parse_ask(query), incoming.sender
+        if wait_s:
+            return self.refuse(ask.number, "rate-limited", wait_s)
         held = [each for each in self._open.values() if each.address == sender.address]
         of_connection = {each.number: each for each in held if each.descriptor == sender.descriptor}
         known = of_connection.get(ask.number)
@@ -149,9 +153,8 @@ class AskDesk:
             return self.refuse(ask.number, "ask-busy", _AFTER_BUSY_S)
         until_s = now_s + self.wait_s
         made = OpenAsk(
-            self._next_id, incoming.envelope, ask.number, size_bytes, sender.address, sender.descriptor, until_s
+            next(self._ids), incoming.envelope, ask.number, size_bytes, sender.address, sender.descriptor, until_s
         )
-        self._next_id += 1
         self._open[made.ask_id] = made
         self._counts["asks"] += 1
         self._log.call(self._counts, "on_ask", self._on_ask, made.ask_id, ask.payload)

@@ -86,14 +86,7 @@ class Loop:
         random: Numbers for jitter; for the loop's thread.
     """
 
-    def __init__(
-        self,
-        timing: Timing,
-        log: GatedLog,
-        *,
-        security: ClientSecurity | None,
-        seed: int | None,
-    ) -> None:
+    def __init__(self, timing: Timing, log: GatedLog, *, security: ClientSecurity | None, seed: int | None) -> None:
         self._most = most_connections(timing.connections, share=_DESCRIPTOR_SHARE)
         self._log = log
         self.random = random.Random(seed)  # noqa: S311 - jitter, not secrets

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import socket
-import time
-from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
 from typing import TYPE_CHECKING, final
@@ -17,7 +15,6 @@ __all__ = ["Names"]
 _LOOKUPS = 32
 """Names looked up at once. A thread is made only if all others are busy."""
 
-_FRESH_S = 5.0
 _MOST_KNOWN = 256
 
 _LINK_LOCAL = tuple(
@@ -40,8 +37,7 @@ _TRANSLATED = tuple(map(ip_network, ("64:ff9b::/96", "::ffff:0:0:0/96", "::/96")
 class Names:
     """Finds the addresses of host names for one thread, without making it wait for a slow name server.
 
-    Requests for the same name share one look-up, and its answer for five seconds. So a name in many tickets takes only one of
-    the 32 threads.
+    Requests for the same name share one look-up, so a name in many tickets takes only one of the 32 threads.
 
     Addresses of one link only are left out: tickets name hosts, strangers write tickets, and a stranger who gives a name also
     decides what it resolves to. Such an address would let a name lead to services that trust the machine alone.
@@ -53,17 +49,15 @@ class Names:
     def __init__(self, wake: Callable[[], None]) -> None:
         self._wake = wake
         self._pool = ThreadPoolExecutor(_LOOKUPS, thread_name_prefix="kv-handshake-names")
-        self._known: OrderedDict[str, tuple[float, Future[list[str]]]] = OrderedDict()
+        self._known: dict[str, Future[list[str]]] = {}
 
     def look_up(self, host: str) -> Future[list[str]]:
         """Return the look-up of a name, new or under way; its result is empty if the name has no address."""
-        now_s = time.monotonic()
-        since_s, lookup = self._known.get(host, (0.0, None))
-        if lookup is None or (lookup.done() and not (now_s - since_s < _FRESH_S and lookup.result())):
-            lookup = self._pool.submit(_addresses_of, host)
-            self._known[host] = (now_s, lookup)
-            if len(self._known) > _MOST_KNOWN:
-                self._known.popitem(last=False)
+        lookup = self._known.get(host)
+        if lookup is None or lookup.done():
+            if len(self._known) >= _MOST_KNOWN:
+                self._known = {name: each for name, each in self._known.items() if not each.done()}
+            lookup = self._known[host] = self._pool.submit(_addresses_of, host)
         lookup.add_done_callback(lambda _: self._wake())  # at once if it has ended already
         return lookup
 
