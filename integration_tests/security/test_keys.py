@@ -13,9 +13,9 @@ import msgspec
 from zmtp import connected, frame, read_frame
 
 from kv_handshake import Client, Listener, LocalOffer, Timing
+from kv_handshake.cli import main
 from kv_handshake.security import ClientSecurity, ServerSecurity, generate_keypair
 from kv_handshake.testing import sample_envelopes
-from kv_handshake.cli import main
 
 TIMING = Timing(deadline_s=3, attempt_s=2)
 
