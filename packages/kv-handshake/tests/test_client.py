@@ -19,40 +19,26 @@ FACTORS = {"model": "sample", "dtype": "torch.bfloat16", "num_kv_heads": 8}
 PATIENT = Timing(deadline_s=30, attempt_s=20)
 
 
-class Puppet:
-    """A listener that does what a test tells it: `script` gets a query and returns the frames to send, or None."""
-
-    def __init__(self, script):
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        self.port = self._socket.bind_to_random_port("tcp://127.0.0.1")
-        self._script = script
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-
-    def _run(self):
-        while not self._stop.is_set():
-            if not self._socket.poll(50):
-                continue
-            identity, _, query = self._socket.recv_multipart()
-            frames = self._script(query)
-            if frames is not None:
-                self._socket.send_multipart([identity, b"", *frames])
-
-    def close(self):
-        self._stop.set()
-        self._thread.join()
-        self._context.destroy(linger=0)
-
-
 @contextlib.contextmanager
 def puppet(script):
-    made = Puppet(script)
-    try:
-        yield made.port
-    finally:
-        made.close()
+    """A listener that does what a test tells it: `script` gets a query and returns the frames to send, or None."""
+    stop = threading.Event()
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as sock:
+        sock.linger = 0
+        port = sock.bind_to_random_port("tcp://127.0.0.1")
+
+        def run():
+            while not stop.is_set():
+                if sock.poll(50):
+                    identity, _, query = sock.recv_multipart()
+                    if (frames := script(query)) is not None:
+                        sock.send_multipart([identity, b"", *frames])
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        yield port
+        stop.set()
+        thread.join()
 
 
 def test_all_ranks_over_one_connection(client, listener):
@@ -335,14 +321,7 @@ def test_close_from_a_callback(listener):
         client.close()
         done.set()
 
-    client.request(
-        host="127.0.0.1",
-        port=listener.port,
-        ranks=RANKS,
-        engine_id="",
-        dialect=14,
-        on_done=close,
-    )
+    client.request(host="127.0.0.1", port=listener.port, ranks=RANKS, engine_id="", dialect=14, on_done=close)
     assert done.wait(5)
     client.close()
 
