@@ -32,12 +32,8 @@ class Engine:
         self.gone = queue.Queue()
         codec = Codec(capabilities=CAN_ASK if capabilities is None else capabilities)
         self.envelope = codec.encode_envelope(sample_metadata(), FACTORS, dialect=14, rank=(0, 0))
-        self.listener = Listener(
-            "0.0.0.0",
-            port,
-            payloads={(0, 0): self.envelope},
-            limits=QueryLimits(queries_per_s=0),
-        )
+        limits = QueryLimits(queries_per_s=0)
+        self.listener = Listener("0.0.0.0", port, payloads={(0, 0): self.envelope}, limits=limits)
         self.listener.take_asks(on_ask or (lambda *ask: self.asked.put(ask)), self.gone.put, wait_s=ask_wait_s)
         self.listener.start()
 

@@ -7,7 +7,7 @@ import time
 
 import pytest
 import zmq
-from handshake_helpers import RANKS, fetch, until
+from handshake_helpers import FACTORS, RANKS, fetch, until
 
 from kv_handshake import Client, ConfigurationError, Listener, LocalOffer, Outcome, Timing, TransportError
 from kv_handshake.core.handshake import Handshake
@@ -15,7 +15,6 @@ from kv_handshake.net import loop
 from kv_handshake.sockets.connections import Connection, Hub
 from kv_handshake.testing import sample_envelopes
 
-FACTORS = {"model": "sample", "dtype": "torch.bfloat16", "num_kv_heads": 8}
 PATIENT = Timing(deadline_s=30, attempt_s=20)
 
 
@@ -200,19 +199,10 @@ def test_a_reply_before_the_end_of_the_connection_counts():
     context.destroy(linger=0)
 
 
-@pytest.mark.parametrize(
-    ("frames", "code"),
-    [
-        ([b"\xc1" * 100], "malformed-envelope"),
-        ([b"a"] * 9, "unexpected-reply"),
-        ([sample_envelopes()[0, 0], b""], "malformed-clock"),
-    ],
-)
-def test_lying_peers_are_told_apart(client, frames, code):
-    with puppet(lambda _: frames) as port:
+def test_a_lying_peer_is_asked_once(client):
+    with puppet(lambda _: [b"\xc1" * 100]) as port:
         outcome = fetch(client, port)
-    assert outcome.code == code
-    assert outcome.attempts == 1, "what will not change is not tried again"
+    assert (outcome.code, outcome.attempts) == ("malformed-envelope", 1), "what will not change is not tried again"
     assert f"127.0.0.1 port {port}" in outcome.message
 
 

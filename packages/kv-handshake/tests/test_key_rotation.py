@@ -8,6 +8,7 @@ import threading
 import time
 
 import pytest
+from handshake_helpers import until as happened
 
 from kv_handshake import Timing
 from kv_handshake.security import ClientSecurity, ServerSecurity, write_keypair
@@ -51,12 +52,8 @@ def code(client, listener):
     return client.fetch(host="127.0.0.1", port=listener.port, ranks=[(0, 0)], dialect=14).code
 
 
-def until(client, listener, wanted, *, seconds=20.0):
-    end_s = time.monotonic() + seconds
-    while (found := code(client, listener)) not in wanted:
-        assert time.monotonic() < end_s, f"{found} instead of {wanted}"
-        time.sleep(0.05)
-    return found
+def until(client, listener, wanted):
+    happened(lambda: code(client, listener) in wanted, seconds=20)
 
 
 def test_a_deleted_client_is_locked_out_and_a_new_one_let_in(keys, served, client_of):
@@ -166,8 +163,9 @@ def test_keys_that_go_do_not_hide_the_one_that_is_left(keys, served, client_of, 
     assert len(attempts) == 3
 
 
-def changing_pair(keys, monkeypatch, client, listener):
-    """Give the listener another pair while the client tries the second of two keys; return the keys of every attempt."""
+def test_a_listener_that_changes_its_pair_between_two_tries_fails_no_handshake(keys, served, client_of, monkeypatch):
+    """It refuses the new key, changes to it, and refuses the old one: the new one is tried again."""
+    listener, client = served(), client_of()
     public, secret = write_keypair(keys / "server", "server-0")  # is tried first, by its name
     (keys / "known-servers" / public.name).write_bytes(public.read_bytes())
     hub = client._loop._hub
@@ -179,20 +177,10 @@ def changing_pair(keys, monkeypatch, client, listener):
         if len(attempts) == 2:
             before = listener._socket
             secret.replace(keys / "server" / "server-1.key_secret")
-            end_s = time.monotonic() + 20
-            while listener._socket is before:
-                assert time.monotonic() < end_s, "the listener has not taken its new pair"
-                time.sleep(0.02)
+            happened(lambda: listener._socket is not before)
         return opened(address, port, tried)
 
     monkeypatch.setattr(hub, "open", open_and_change)
-    return attempts
-
-
-def test_a_listener_that_changes_its_pair_between_two_tries_fails_no_handshake(keys, served, client_of, monkeypatch):
-    """It refuses the new key, changes to it, and refuses the old one: the new one is tried again."""
-    listener, client = served(), client_of()
-    attempts = changing_pair(keys, monkeypatch, client, listener)
     assert code(client, listener) == ""
     assert [len(tried) for tried in attempts] == [0, 1, 2]
 

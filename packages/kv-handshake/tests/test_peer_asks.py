@@ -132,9 +132,7 @@ def test_an_ask_moves_to_another_connection_once():
     assert peer.replies == [("connection-lost", b"")]
 
 
-@pytest.mark.parametrize(
-    "frame", [b"\xc0" * (MAX_ASK_REPLY_BYTES + 100), msgspec.msgpack.encode(7), msgspec.msgpack.encode({"ask": 1})]
-)
+@pytest.mark.parametrize("frame", [b"\xc0" * (MAX_ASK_REPLY_BYTES + 100), b"\x07"])
 def test_what_is_no_answer_is_refused(frame):
     with pytest.raises(WireError) as refused:
         parse_answer(frame)

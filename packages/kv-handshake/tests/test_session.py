@@ -3,6 +3,7 @@
 from functools import partial
 
 import pytest
+from handshake_helpers import FACTORS
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,7 +19,6 @@ from kv_handshake.wire.messages import Envelope
 from kv_handshake.wire.policy import judge
 from kv_handshake.wire.replies import encode_clock
 
-FACTORS = {"model": "sample", "dtype": "torch.bfloat16", "num_kv_heads": 8}
 RANKS = [(0, 0), (0, 1), (0, 2)]
 
 
