@@ -51,26 +51,25 @@ def test_blocks_ratio_of_version_2(sizes, blocks, ratio):
     assert decode_metadata(decode_envelope(frame)).physical_blocks_per_logical_kv_block == ratio
 
 
+INVALID: dict[str, list[object]] = {
+    "num_blocks": [0],
+    "device_id": [-1],
+    "ssm_sizes": [(-1, 0)],
+    "engine_id": ["x" * 600],
+    "block_lens": [[1]],
+    "region_num_blocks": [[-1, 0]],
+    "region_members": [[["a"]]],
+    "ple_block_len": [0],
+    "packed_member_layouts": [{"a": (-1, 4)}, {"a": (0, 0)}],
+    "fence": [(8, 0, 0), (-8, 0, 1), (4, 0, 1), (2**64 - 8, 0, 2)],
+    "streams": [(8, 0, 0, 1), (8, 0, 1, 0), (4, 0, 1, 1), (8, -1, 1, 1), (2**64 - 16, 0, 1, 2)],
+}
+
+
 @pytest.mark.parametrize(
     ("code", "changes"),
     [
-        *[
-            ("invalid-metadata", {name: value})
-            for name, values in {
-                "num_blocks": [0],
-                "device_id": [-1],
-                "ssm_sizes": [(-1, 0)],
-                "engine_id": ["x" * 600],
-                "block_lens": [[1]],
-                "region_num_blocks": [[-1, 0]],
-                "region_members": [[["a"]]],
-                "ple_block_len": [0],
-                "packed_member_layouts": [{"a": (-1, 4)}, {"a": (0, 0)}],
-                "fence": [(8, 0, 0), (-8, 0, 1), (4, 0, 1), (2**64 - 8, 0, 2)],
-                "streams": [(8, 0, 0, 1), (8, 0, 1, 0), (4, 0, 1, 1), (8, -1, 1, 1), (2**64 - 16, 0, 1, 2)],
-            }.items()
-            for value in values
-        ],
+        *[("invalid-metadata", {name: value}) for name, values in INVALID.items() for value in values],
         ("malformed-metadata", {"streams": (8, 0, 1)}),
         ("malformed-metadata", {"kv_cache_layout": 5}),
         ("invalid-argument", {"kv_caches_base_addr": [2**64, 0]}),
