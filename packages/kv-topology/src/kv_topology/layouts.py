@@ -266,24 +266,19 @@ def _memory_of(tensor: object) -> _Memory:
     Raises:
         InvalidGeometry: `tensor-malformed` for an object without any of the interfaces, or whose answers make no sense.
     """
-    name = f"A {type(tensor).__name__}"
+    problem = "is not a tensor: it has neither PyTorch's data_ptr(), stride() and element_size() nor an array interface"
     try:
         found = _found(tensor)
     except (TypeError, ValueError, KeyError, AttributeError, IndexError, RuntimeError) as error:
-        raise InvalidGeometry("tensor-malformed", f"{name} does not say where it lies: {error!r}.") from error
-    if found is None:
-        raise InvalidGeometry(
-            "tensor-malformed",
-            f"{name} is not a tensor: it has neither PyTorch's data_ptr(), stride() and element_size() "
-            "nor an array interface.",
+        found, problem = None, f"does not say where it lies: {error!r}"
+    if found is not None:
+        if found.view.itemsize >= 1 and found.address >= 1:
+            return found
+        problem = (
+            f"lies at {found.address} with shape {found.view.shape}, strides {found.view.strides} "
+            f"and {found.view.itemsize} bytes an element, which cannot be the memory of a cache"
         )
-    if found.view.itemsize < 1 or found.address < 1:
-        raise InvalidGeometry(
-            "tensor-malformed",
-            f"{name} lies at {found.address} with shape {found.view.shape}, strides {found.view.strides} "
-            f"and {found.view.itemsize} bytes an element, which cannot be the memory of a cache.",
-        )
-    return found
+    raise InvalidGeometry("tensor-malformed", f"A {type(tensor).__name__} {problem}.")
 
 
 def _found(tensor: Any) -> _Memory | None:  # noqa: ANN401 - known by its methods

@@ -20,10 +20,9 @@ and 1 read producer ranks 0 and 2. Producer ranks 1 and 3 have no reader; the ra
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, NamedTuple, final
 
 from kv_topology.arithmetic import TokenDeal, even_interval, holders, tokens_meet
 from kv_topology.checks import LIMITS
@@ -50,9 +49,7 @@ __all__ = [
 ]
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class FieldClass:
+class FieldClass(NamedTuple):
     """Everything that the choice of a producer depends on: fields of one class are read from the same ranks.
 
     Attributes:
@@ -77,9 +74,7 @@ class FieldClass:
         return tokens_meet(mine, TokenDeal(self.producer_context, share, self.producer_interleave)) > 0.0
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """An interval of the split axis and the producer rank to read it from."""
 
     producer: int
@@ -127,7 +122,7 @@ def choose_pieces(kind: FieldClass, consumer_tp: int, consumer_rank: int, produc
                 )
             place = (consumer_rank - sharers.start) * len(candidates) // len(sharers)
             chosen.append(Piece(candidates[place], low, high))
-    return tuple(sorted(chosen, key=lambda piece: (piece.producer, piece.start)))
+    return tuple(sorted(chosen))
 
 
 def ranks_read(kinds: frozenset[FieldClass], consumer_tp: int, consumer_rank: int, producer_tp: int) -> frozenset[int]:

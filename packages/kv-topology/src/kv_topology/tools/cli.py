@@ -36,17 +36,7 @@ exit codes:
   2  wrong usage, or an invalid specification
   3  no plan exists
 """
-_PLAN_EXAMPLES = """\b
-examples:
-  kv-topology plan examples/gqa_tp4_from_tp2.toml
-  kv-topology plan examples/gqa_tp4_from_tp2.toml --estimate
-
-"""
-_EXPLAIN_EXAMPLES = """\b
-example:
-  kv-topology explain examples/gqa_tp4_from_tp2.toml --rank 3
-
-"""
+_EXAMPLE = "\b\nexample:\n  kv-topology {} examples/gqa_tp4_from_tp2.toml {}\n\n"
 
 Spec = Annotated[Path, typer.Argument(metavar="SPEC", help="TOML or JSON file: model, consumer, producer, link.")]
 
@@ -96,7 +86,7 @@ def _survey(spec: Path, rank: int | None) -> Survey:
         _fail(f"no plan ({error.code}): {error}", _NO_PLAN)
 
 
-@app.command("plan", epilog=_PLAN_EXAMPLES + _EXIT_CODES)
+@app.command("plan", epilog=_EXAMPLE.format("plan", "--estimate") + _EXIT_CODES)
 def _plan(
     spec: Spec,
     *,
@@ -109,7 +99,7 @@ def _plan(
     _print(json.dumps(values, indent=1) if as_json else report_text(values, estimate=estimate))
 
 
-@app.command("explain", epilog=_EXPLAIN_EXAMPLES + _EXIT_CODES)
+@app.command("explain", epilog=_EXAMPLE.format("explain", "--rank 3") + _EXIT_CODES)
 def _explain(
     spec: Spec,
     *,
