@@ -35,15 +35,12 @@ LEASE_S = 30.0
 
 
 @contextmanager
-def turned_by_hand(channel: SideChannel, threads: list[HandThread] | None) -> Iterator[None]:
+def turned_by_hand(channel: SideChannel, threads: list[HandThread]) -> Iterator[None]:
     """Let engines that are made meanwhile have threads that are turned by hand, and a side channel without sockets."""
 
     def transfer_thread(*arguments: Any, **options: Any) -> Any:
-        thread: Any = TransferThread(*arguments, **options)
-        if threads is not None:
-            thread = HandThread(thread)
-            threads.append(thread)
-        return thread
+        threads.append(HandThread(TransferThread(*arguments, **options)))
+        return threads[-1]
 
     def client(offer: Any, **_options: Any) -> StillClient:
         return StillClient(channel, offer)
@@ -64,7 +61,7 @@ class Engine:
 
     def __init__(
         self, name: str, port: int, case: Case, side: Side, *, clock: Clock, fabric: FakeFabric, channel: SideChannel,
-        rng: random.Random, is_threaded: bool = False,
+        rng: random.Random,
     ) -> None:  # fmt: skip
         self.name, self.model, self.side, self.clock = name, case.model, side, clock
         model, blocks = case.model, case.blocks
@@ -81,13 +78,13 @@ class Engine:
             worker = wiring.make_worker(facts, self.settings, port_factory=fabric.port)
             converter = NumpyPages([memory.data])
             self.converters.append(converter)
-            with turned_by_hand(channel, None if is_threaded else self.threads):
+            with turned_by_hand(channel, self.threads):
                 worker.register(memory.caches, None if side.conversion == "never" else converter)
             assert worker.registration.envelope is not None
             envelopes[0, rank] = worker.registration.envelope
             self.workers.append(worker)
         facts = make_facts(model, side, 0, blocks, name, port, generation)
-        with turned_by_hand(channel, None):
+        with turned_by_hand(channel, []):
             self.scheduler = wiring.make_scheduler(facts, self.settings, now_s=clock.monotonic)
         self.scheduler.serve(envelopes)
         self._ranks = Ranks(side.tp)
