@@ -60,11 +60,15 @@ def test_examples_plan(spec):
     assert len(report["plans"]) == loaded.consumer.tp
     found = survey(loaded)
     for entry in report["plans"]:
-        plan = found.plans[tuple(entry["consumer_rank"])]
-        assert [tuple(p["rank"]) for p in entry["producers"]] == list(plan.producer_ranks)
-        groups = [group for producer in entry["producers"] for group in producer["groups"]]
-        per_token = sum(row[6] / g["unit_tokens"] for g in groups if g["unit_tokens"] for row in g["slices"])
-        assert per_token == pytest.approx(entry["bytes_per_token"])
+        assert [tuple(p["rank"]) for p in entry["producers"]] == list(
+            found.plans[tuple(entry["consumer_rank"])].producer_ranks
+        )
+
+
+def test_the_slices_of_an_explanation_are_all_bytes_of_a_token():
+    told = json.loads(run("explain", str(EXAMPLE), "--slices", "1000", "--json")[1])
+    slices = [each for producer in told["producers"] for each in producer["first_slices"]]
+    assert sum(each["length_bytes"] / each["unit_tokens"] for each in slices) == told["bytes_per_token"] == 32768
 
 
 def test_table_of_the_grouped_query_example():

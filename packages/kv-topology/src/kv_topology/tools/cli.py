@@ -92,10 +92,10 @@ def _plan(
     *,
     estimate: Annotated[bool, typer.Option("--estimate", help="Only what it costs, direct and staged.")] = False,
     rank: Annotated[int | None, typer.Option(metavar="R", help="Only the consumer rank with this tp rank.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, without --estimate with all slices.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Plan a transfer between two engines, without any."""
-    values = report_values(_survey(spec, rank), only=rank, slices=as_json and not estimate)
+    values = report_values(_survey(spec, rank), only=rank)
     _print(json.dumps(values, indent=1) if as_json else report_text(values, estimate=estimate))
 
 

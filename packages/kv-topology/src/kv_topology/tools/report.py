@@ -85,8 +85,8 @@ def _ranks(ranks: Sequence[Rank]) -> str:
     return shown + (f" and {len(ranks) - 6} more" if len(ranks) > 6 else "")
 
 
-def report_values(found: Survey, *, only: int | None = None, slices: bool = False) -> Values:
-    """Return what plans read and cost in plain values; `only` is a consumer tp rank, `slices` lists all slices as well."""
+def report_values(found: Survey, *, only: int | None = None) -> Values:
+    """Return what plans read and cost in plain values; `only` is a consumer tp rank."""
     run, settings = found.run, ("tp", "pp", "dcp", "block_tokens", "kernel_block_tokens", "layout")
     any_plan = next(iter(found.plans.values()))
     return {
@@ -99,14 +99,14 @@ def report_values(found: Survey, *, only: int | None = None, slices: bool = Fals
         "readers": [any_plan.reader_count(rank) for rank in sorted(found.producers)],
         "warnings": warnings(found),
         "plans": [
-            _plan_values(rank, plan, run.cost.prompt_tokens, slices=slices)
+            _plan_values(rank, plan, run.cost.prompt_tokens)
             for rank, plan in sorted(found.plans.items())
             if only is None or rank[1] == only
         ],
     }
 
 
-def _plan_values(rank: Rank, plan: TransferPlan, tokens: int, *, slices: bool) -> Values:
+def _plan_values(rank: Rank, plan: TransferPlan, tokens: int) -> Values:
     estimate = plan.estimate
     per_token, chosen_us = estimate.direct_descriptors_per_token, estimate.direct_us
     if plan.is_staged and estimate.staged_us is not None and estimate.staged_descriptors_per_token is not None:
@@ -124,27 +124,9 @@ def _plan_values(rank: Rank, plan: TransferPlan, tokens: int, *, slices: bool) -
         "staged_ms": None if estimate.staged_us is None else estimate.staged_us / 1e3,
         "notify_only": [list(other) for other in plan.notify_only_ranks],
         "producers": [
-            {
-                "rank": list(other),
-                "readers": plan.reader_count(other),
-                "rows": len(plan.peer_rows(other)),
-                "groups": [_table_values(table) for table in plan.slices(other)] if slices else [],
-            }
+            {"rank": list(other), "readers": plan.reader_count(other), "rows": len(plan.peer_rows(other))}
             for other in plan.producer_ranks
         ],
-    }
-
-
-def _table_values(table: SliceTable) -> Values:
-    pairing = table.pairing
-    return {
-        "local_group": pairing.local_group,
-        "peer_group": pairing.peer_group,
-        "unit_tokens": pairing.unit_tokens,
-        "local_units": pairing.local_units,
-        "peer_units": pairing.peer_units,
-        "columns": [*table.columns._fields[:-1], "length_bytes"],
-        "slices": [list(row) for row in zip(*(column.tolist() for column in table.columns), strict=True)],
     }
 
 
@@ -215,43 +197,29 @@ def _size(count: float) -> str:
 
 
 def explain_values(found: Survey, rank: Rank, *, most: int) -> Values:
-    """Return the explanation of a rank's plan in plain values, with the first `most` slices of every producer rank."""
-    plan, estimate = found.plans[rank], found.plans[rank].estimate
-    return {
-        "consumer_rank": list(rank),
-        "holds": _shares(found.consumers[rank]),
-        "reads": [
-            {
-                "producer_rank": list(producer),
-                "holds": _shares(found.producers[producer]),
-                "readers": plan.reader_count(producer),
-                "moves": _moves(plan.slices(producer)),
-                "slices": sum(map(len, plan.slices(producer))),
-                "first_slices": _slices(found.consumers[rank], plan.slices(producer), most),
-            }
-            for producer in plan.producer_ranks
-        ],
-        "notifies": [list(producer) for producer in plan.notify_only_ranks],
-        "is_staged": plan.is_staged,
-        "direct_ms": estimate.direct_us / 1e3,
-        "staged_ms": None if estimate.staged_us is None else estimate.staged_us / 1e3,
-    }
+    """Return a rank's plan in plain values, with the first `most` slices of every producer rank and what each rank holds."""
+    plan, values = found.plans[rank], _plan_values(rank, found.plans[rank], found.run.cost.prompt_tokens)
+    for producer, about in zip(plan.producer_ranks, values["producers"], strict=True):
+        tables = plan.slices(producer)
+        about |= {"holds": _shares(found.producers[producer]), "moves": _moves(tables)}
+        about |= {"slices": sum(map(len, tables)), "first_slices": _slices(found.consumers[rank], tables, most)}
+    return {**values, "holds": _shares(found.consumers[rank])}
 
 
 def explain_text(values: Values) -> str:
     """Return the explanation that `explain_values` gives as text for a person."""
     lines = [f"consumer rank {_name(values['consumer_rank'])} holds {_held(values['holds'])}"]
-    for read in values["reads"]:
+    for read in values["producers"]:
         more = read["slices"] - len(read["first_slices"])
         lines += [
             "",
-            f"from producer rank {_name(read['producer_rank'])}, which holds {_held(read['holds'])}:",
+            f"from producer rank {_name(read['rank'])}, which holds {_held(read['holds'])}:",
             f"  {read['moves']} in {read['slices']} slices; it waits for {read['readers']} readers",
             *(f"  {_in_words(each)}" for each in read["first_slices"]),
             *([f"  and {more} more"] if more else []),
         ]
-    if values["notifies"]:
-        names = ", ".join(map(_name, values["notifies"]))
+    if values["notify_only"]:
+        names = ", ".join(map(_name, values["notify_only"]))
         lines += ["", f"only notified: {names}; others hold the same, but these wait for this reader too"]
     direct = f"read directly {values['direct_ms']:.2f} ms"
     if values["staged_ms"] is None:
