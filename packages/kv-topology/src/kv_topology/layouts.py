@@ -189,7 +189,16 @@ def _read_steps(
             f"The tensor has {len(shape)} axes, {list(shape)}; {axes!r} names {len(parsed)}.",
             {"shape": list(shape), "named": len(parsed)},
         )
-    _check_sizes(axes, {name for names in parsed for name in names}, sizes)
+    every = {name for names in parsed for name in names}
+    for name, size in sizes.items():
+        if name not in every:
+            raise InvalidGeometry(
+                "axes-malformed", f"{axes!r} has no axis {name!r}, but a size of it was given.", {"name": name}
+            )
+        if type(size) is not int or size < 1:
+            raise InvalidGeometry(
+                "size-out-of-range", f"Axis {name!r} of {axes!r} is {size!r}; give 1 or more.", {"value": size}
+            )
     steps: dict[str, _Step] = {}
     for names, count, stride_bytes in zip(parsed, shape, view.strides, strict=True):
         known = {_KV: field_count, **sizes} if len(names) > 1 else sizes
@@ -216,18 +225,6 @@ def _parse(axes: str) -> tuple[tuple[str, ...], ...]:
     if len(set(every)) != len(every):
         raise InvalidGeometry("axis-repeated", f"{axes!r} names an axis twice.", {"names": every})
     return tuple(parsed)
-
-
-def _check_sizes(axes: str, names: set[str], sizes: Mapping[str, int]) -> None:
-    for name, size in sizes.items():
-        if name not in names:
-            raise InvalidGeometry(
-                "axes-malformed", f"{axes!r} has no axis {name!r}, but a size of it was given.", {"name": name}
-            )
-        if type(size) is not int or size < 1:
-            raise InvalidGeometry(
-                "size-out-of-range", f"Axis {name!r} of {axes!r} is {size!r}; give 1 or more.", {"value": size}
-            )
 
 
 def _divided(names: Sequence[str], count: int, sizes: Mapping[str, int]) -> list[tuple[str, int]]:

@@ -20,6 +20,7 @@ and 1 read producer ranks 0 and 2. Producer ranks 1 and 3 have no reader; the ra
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple, final
@@ -309,7 +310,7 @@ def target_ranks(local: RankGeometry, *, peer_tp: int, peer_pp: int = 1, peer_dc
         peer_dcp: Context-parallel size of the producer's attention.
 
     Raises:
-        UnsupportedTopology: `size-out-of-range`, or `no-producer-holds` if no way of dealing out tokens can be read.
+        UnsupportedTopology: `size-out-of-range`.
     """
     for what, size, most in (("tp", peer_tp, LIMITS["tp"]), ("pp", peer_pp, LIMITS["pp"]), ("dcp", peer_dcp, peer_tp)):
         if type(size) is not int or not 1 <= size <= most:
@@ -339,14 +340,9 @@ def target_ranks(local: RankGeometry, *, peer_tp: int, peer_pp: int = 1, peer_dc
 
 
 def _readable(options: Sequence[FieldClass], tp_size: int, tp_rank: int, peer_tp: int) -> list[frozenset[int]]:
-    """Return the ranks read under each way of dealing out tokens that can be read at all."""
+    """Return the ranks read under each way of dealing out tokens that can be read at all: not at all is always among them."""
     found: list[frozenset[int]] = []
-    refusal: UnsupportedTopology | None = None
     for option in options:
-        try:
+        with suppress(UnsupportedTopology):
             found.append(ranks_read(frozenset((option,)), tp_size, tp_rank, peer_tp))
-        except UnsupportedTopology as error:
-            refusal = error
-    if refusal is not None and not found:
-        raise refusal
     return found
