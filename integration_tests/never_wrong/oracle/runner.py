@@ -68,6 +68,19 @@ class _Handover:
     is_hit: bool = False
 
 
+class _Fabric(FakeFabric):  # type: ignore[misc]  # final for users, who need no other wire
+    """Keeps every transfer on the wire for another time: the ranks of one read end one after the other."""
+
+    most_polls = 2
+
+    @property
+    def latency_polls(self) -> int:
+        return self.random.randint(0, self.most_polls)
+
+    @latency_polls.setter
+    def latency_polls(self, _: int) -> None: ...
+
+
 class Play:
     """A case on stage."""
 
@@ -79,9 +92,7 @@ class Play:
         self.ask: dict[str, object] = {"do_remote_decode": True}  # a router's request for a ticket
         self.clock = Clock()
         self.clock.install()
-        self.fabric = FakeFabric()
-        self.wire = random.Random(case.seed + 1)
-        self.most_polls = 2
+        self.fabric = _Fabric(seed=case.seed + 1)
         if any(request.fate == "blip" for request in case.requests):
             self.fabric.fail_next("check", "nixl-disconnected")
         channel = SideChannel()
@@ -90,7 +101,7 @@ class Play:
         self.consumer = Engine("D", 5601, case, case.consumer, **world)  # type: ignore[arg-type]
         self.is_expired = any(request.fate == "expired" for request in case.requests)
         if self.is_expired:
-            self.most_polls = 8  # long on the wire, so that the lease often ends before the bytes move
+            self.fabric.most_polls = 8  # long on the wire, so that the lease often ends before the bytes move
         self.outcome = Outcome()
         self.first_id = 1
         self.untold: set[str] = set()
@@ -167,7 +178,6 @@ class Play:
                 self._pass(LEASE_S + 1)
                 self._collect(handovers)
             for thread in self.rng.sample(threads, len(threads)):
-                self.fabric.latency_polls = self.wire.randint(0, self.most_polls)
                 thread.turn()
                 if self.rng.random() < 0.5:
                     thread.tick()
