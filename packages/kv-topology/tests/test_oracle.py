@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from byte_oracle import OracleFailure, prove
 from byte_oracle.cases import FAMILIES, LAYOUTS, ProofCase, request_for, run_proofs
+from byte_oracle.oracle import OracleFailure, prove
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 

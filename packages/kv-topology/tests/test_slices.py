@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from byte_oracle import expand_rows
+from byte_oracle.oracle import expand_rows
 from helpers import DENSE, indices, lists, refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
