@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pickle
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -20,7 +20,6 @@ from numpy_pages import NumpyPages
 from prompts import Prompt
 
 from kv_nixl_agent import TransferThread
-from kv_nixl_agent.testing import FakeFabric
 from oracle.blocks import Lists, Pool
 from oracle.geometry import Case, Side
 from oracle.memory import Array, Content, RankMemory, make_facts, span_tokens
@@ -60,8 +59,8 @@ class Engine:
     """An engine of a case."""
 
     def __init__(
-        self, name: str, port: int, case: Case, side: Side, *, clock: Clock, fabric: FakeFabric, channel: SideChannel,
-        rng: random.Random,
+        self, name: str, port: int, case: Case, side: Side, *, clock: Clock, port_factory: Callable[..., Any],
+        channel: SideChannel, rng: random.Random,
     ) -> None:  # fmt: skip
         self.name, self.model, self.side, self.clock = name, case.model, side, clock
         model, blocks = case.model, case.blocks
@@ -75,7 +74,7 @@ class Engine:
         envelopes: dict[tuple[int, int], bytes] = {}
         for rank, memory in enumerate(self.memories):
             facts = make_facts(model, side, rank, blocks, name, port, generation)
-            worker = wiring.make_worker(facts, self.settings, port_factory=fabric.port)
+            worker = wiring.make_worker(facts, self.settings, port_factory=port_factory)
             converter = NumpyPages([memory.data])
             self.converters.append(converter)
             with turned_by_hand(channel, self.threads):

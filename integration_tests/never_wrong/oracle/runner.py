@@ -9,6 +9,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from hands import Clock, SideChannel
@@ -68,19 +69,6 @@ class _Handover:
     is_hit: bool = False
 
 
-class _Fabric(FakeFabric):  # type: ignore[misc]  # final for users, who need no other wire
-    """Keeps every transfer on the wire for another time: the ranks of one read end one after the other."""
-
-    most_polls = 2
-
-    @property
-    def latency_polls(self) -> int:
-        return self.random.randint(0, self.most_polls)
-
-    @latency_polls.setter
-    def latency_polls(self, _: int) -> None: ...
-
-
 class Play:
     """A case on stage."""
 
@@ -92,19 +80,33 @@ class Play:
         self.ask: dict[str, object] = {"do_remote_decode": True}  # a router's request for a ticket
         self.clock = Clock()
         self.clock.install()
-        self.fabric = _Fabric(seed=case.seed + 1)
+        self.fabric = FakeFabric()
+        self.wire = random.Random(case.seed + 1)
+        self.most_polls = 2
         if any(request.fate == "blip" for request in case.requests):
             self.fabric.fail_next("check", "nixl-disconnected")
         channel = SideChannel()
-        world = {"clock": self.clock, "fabric": self.fabric, "channel": channel, "rng": self.rng}
+        world = {"clock": self.clock, "port_factory": self._port, "channel": channel, "rng": self.rng}
         self.producer = Engine("P", 5600, case, case.producer, **world)  # type: ignore[arg-type]
         self.consumer = Engine("D", 5601, case, case.consumer, **world)  # type: ignore[arg-type]
         self.is_expired = any(request.fate == "expired" for request in case.requests)
         if self.is_expired:
-            self.fabric.most_polls = 8  # long on the wire, so that the lease often ends before the bytes move
+            self.most_polls = 8  # long on the wire, so that the lease often ends before the bytes move
         self.outcome = Outcome()
         self.first_id = 1
         self.untold: set[str] = set()
+
+    def _port(self, *arguments: Any, **named: Any) -> Any:
+        """Return an agent's port that keeps every transfer on the wire for another time: ranks of a read end one by one."""
+        port: Any = self.fabric.port(*arguments, **named)
+        post = port.post
+
+        def timed(transfer: object) -> object:
+            self.fabric.latency_polls = self.wire.randint(0, self.most_polls)
+            return post(transfer)
+
+        port.post = timed
+        return port
 
     def run(self) -> Outcome:
         made = [self.prefill(number, request) for number, request in enumerate(self.case.requests)]
