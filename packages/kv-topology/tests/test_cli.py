@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from kv_topology.errors import InvalidGeometry
 from kv_topology.tools import ModelSpec, StateSpec, cli
-from kv_topology.tools.report import survey, warnings
+from kv_topology.tools.cli import survey, warnings
 from kv_topology.tools.spec import load_spec, model_from_config, parse_spec
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -108,7 +108,7 @@ LATENT_MODEL = {"layers": 2, "latent_dim": 512}
         ),
         (
             {"model": LATENT_MODEL, "producer": {"tp": 4}},
-            "replicas without readers, only notified: tp1, tp2, tp3",
+            "replicas without readers, only notified: 0/1 0/2 0/3",
         ),
         (
             {"model": LATENT_MODEL, "consumer": {"tp": 4}},
@@ -120,7 +120,7 @@ LATENT_MODEL = {"layers": 2, "latent_dim": 512}
         ),
         (
             {"consumer": {"layout": "LBNHC"}, "producer": {"layout": "LBHNC"}},
-            "staged: consumer ranks tp0 permute pages after the read",
+            "staged: consumer ranks 0/0 permute pages after the read",
         ),
         ({"model": LATENT_MODEL, "consumer": {"tp": 2, "dcp": 2}, "producer": {"tp": 2, "dcp": 2}}, None),
         (
