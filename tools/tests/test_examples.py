@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from byte_oracle import expand_rows
+from byte_oracle.oracle import expand_rows
 
 from kv_scheduler_state import SchedulerConfig, SchedulerState
 from kv_topology import BlockList, plan_transfer
