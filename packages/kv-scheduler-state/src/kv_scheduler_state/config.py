@@ -248,7 +248,9 @@ class SchedulerConfig:
         another kind counts on the blocks of the whole prompt, so this must not change their number.
         """
         left, last = self.backoff_tokens, prompt_tokens - 1
-        if left or any(last % group.span_tokens == 0 for group in self.groups if group.kind != "state"):
+        if left or not self.sees_parts:
+            return left
+        if any(last % group.span_tokens == 0 for group in self.groups if group.kind != "state"):
             return left
         return int(self.gives_up_early(prompt_tokens))
 

@@ -69,9 +69,10 @@ class Admissions:
         if kept_tokens <= truncate_tokens:
             truncate_tokens = 0
         kept_tokens -= truncate_tokens
-        early = self._early_producer(request_id, request, fields, identity, truncate_tokens)
-        if early is not None:
-            return early
+        if EARLY_KEY in fields:
+            early = self._early_producer(request_id, request, fields, identity, truncate_tokens)
+            if early is not None:
+                return early
         request.producer = self._producers.arrive(request_id, prompt_tokens=kept_tokens, is_readback=False)
         if kind == "readback":
             try:
@@ -87,10 +88,8 @@ class Admissions:
     ) -> Admission | None:
         """Admit a prompt to be streamed or, where its early ticket is refused, to be handed over whole.
 
-        None for a request without an early ticket, or for one that reads besides: its ticket is no early one.
+        Return None for a request that reads as well: its ticket is not an early one.
         """
-        if EARLY_KEY not in fields:
-            return None
         if is_withdrawal(fields):
             try:
                 withdrawn = read_early(fields, self._tickets.hosts, self.seal)

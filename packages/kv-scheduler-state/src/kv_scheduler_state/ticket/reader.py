@@ -50,6 +50,7 @@ _MAX_CLOCK_S: Final = 1e15
 _LISTS: Final = (list, tuple)
 _MAX_PEERS: Final = 1024
 _BOOLS: Final = frozenset((False, True))
+_STR: Final = frozenset((str,))
 _ADDRESS_KEYS: Final = (
     "remote_engine_id",
     "remote_host",
@@ -134,16 +135,16 @@ class TicketReader:
         if self._reserved and request_id.startswith(self._reserved):
             problem = f"{quote(request_id)} begins like a notification of another kind, so no reader could name it"
             raise field_error("ticket-id-reserved", "remote_request_id", problem)
-        for key in fields:
-            if not isinstance(key, str):
-                raise TicketError("ticket-type", f"kv_transfer_params has the key {quote(key)}, which is not a string")
+        if not _STR.issuperset(map(type, fields)):
+            odd = next(key for key in fields if type(key) is not str)
+            raise TicketError("ticket-type", f"kv_transfer_params has the key {quote(odd)}, which is not a string")
         fence = get("kv_fence")
         return HandoffTicket(
             kind,
             peer,
             request_id,
             self._lists(fields, self._blocks(get("remote_block_ids")), peer.dcp, tokens),
-            peer_tokens=tokens,
+            tokens,
             lease_s=_seconds(fields, "kv_lease_s", _MAX_LEASE_S),
             fence=None if fence is None else self._fence(fence),
             nonce=_matching(fields, "kv_nonce", _NONCE) or "",
@@ -156,8 +157,8 @@ class TicketReader:
     def _peer(self, fields: Fields) -> PeerAddress:
         # An engine writes the same into all its tickets, so its address is checked once. The types are compared, too, because
         # 1, 1.0 and True are equal.
-        values = [fields.get(name) for name in _ADDRESS_KEYS]
-        key: tuple[object, ...] = (*values, *map(type, values))
+        values = tuple(map(fields.get, _ADDRESS_KEYS))
+        key = (*values, *map(type, values))
         try:
             known = self._peers.get(key)
         except TypeError:  # a list or an object among them: the checks say where
@@ -250,11 +251,13 @@ class TicketReader:
                 raise field_error("ticket-blocks", "kv_null_block", f"is {quote(null)}, must be a block id")
         lists: list[BlockList] = []
         for group, own, at in zip(self._groups, ids, first, strict=True):
-            if group.kind == "state" and len(own) > 1 and is_cut:
-                problem = f"lists {len(own)} blocks for a state group, which has one running state"
-                raise field_error("ticket-blocks", "remote_block_ids", problem)
-            is_state = group.kind == "state"
-            lists.append(BlockList(running_state(group.scratch_blocks, own) if is_state else own, at, null))
+            blocks = own
+            if group.kind == "state":
+                if len(own) > 1 and is_cut:
+                    problem = f"lists {len(own)} blocks for a state group, which has one running state"
+                    raise field_error("ticket-blocks", "remote_block_ids", problem)
+                blocks = running_state(group.scratch_blocks, own)
+            lists.append(BlockList(blocks, at, null))
         return tuple(lists)
 
     def _first_token(self, number: int, ids: BlockIds, dcp: int, tokens: int | None) -> int:
