@@ -7,7 +7,7 @@ from model.invariants import problems
 from stream_helpers import DIGEST, HAND_OVER, Prompt, answer_of, early, offered, producer, question, run
 
 from kv_scheduler_state import SchedulerStateError, TicketReader
-from kv_scheduler_state.plan import EMPTY_STREAM_PLAN, StreamChunk, StreamOpen, StreamRun, StreamVoid
+from kv_scheduler_state.plan import EMPTY_STREAM_PLAN, StreamChunk, StreamOpen, StreamRun
 from kv_scheduler_state.streams import producer as stream_producer
 from kv_scheduler_state.ticket.early import EarlyTicket, early_params
 
@@ -81,32 +81,6 @@ def _offer(state):
     return state._producers._offer("p1", record)
 
 
-@pytest.mark.parametrize("way", [["chunk"], ["chunk", "plan"], ["chunk", "plan", "last-chunk", "plan"]])
-def test_an_aborted_stream_keeps_its_blocks_until_its_word_has_moved(way):
-    state = producer()
-    run(state, ["arrive", "allocate", *way])
-    assert run(state, ["abort"]) == (True, None, "")
-    plan = state.take_step_plan(now_s=0.0)
-    assert plan.streams == EMPTY_STREAM_PLAN._replace(voids=(StreamVoid("p1", 0, 100 | ENDED, 100, ends=True),))
-    assert plan.releases == (("p1",) if "plan" in way else ())
-    assert (states(state), state.streams.produced.slots_used) == (["producer-voiding"], 1)
-    state.report(sent=["p1"], received=[], failed=[])
-    assert (state.live_count, state.streams.produced.slots_used) == (0, 0)
-
-
-def test_a_restart_has_another_generation_and_its_void_gives_way_to_it():
-    state = producer()
-    run(state, [*OPENED, "preempt"])
-    assert state.take_step_plan(now_s=0.0).streams.voids == (StreamVoid("p1", 0, 100 | ENDED, 100, ends=False),)
-    run(state, ["allocate", "chunk"])
-    plan = state.take_step_plan(now_s=0.0)
-    assert plan.restarts == ("p1",)
-    assert plan.streams.opens == (StreamOpen("p1", 0, 101, 101),)
-    assert plan.streams.chunks[0].runs == (StreamRun(0, (1, 2, 3)),)
-    run(state, ["preempt", "allocate", "chunk"])
-    assert state.take_step_plan(now_s=0.0).streams.voids == ()
-
-
 def test_a_preemption_that_is_told_by_the_allocation_voids_as_well():
     state = producer()
     run(state, OPENED)
@@ -116,33 +90,6 @@ def test_a_preemption_that_is_told_by_the_allocation_voids_as_well():
     assert state.take_step_plan(now_s=0.0).streams.opens == (StreamOpen("p1", 0, 101, 101),)
 
 
-@pytest.mark.parametrize("way", [OPENED, WHOLE])
-def test_a_reset_voids_what_was_computed_and_only_a_restart_is_handed_over(way):
-    state = producer()
-    run(state, [*way, "reset"])
-    assert len(state.take_step_plan(now_s=0.0).streams.voids) == 1
-    run(state, ["reset", "chunk", "last-chunk"] if way is OPENED else ["last-chunk"])
-    assert states(state) == ["producer-stale"]
-    assert run(state, ["length"]) == (True, None, "cache-reset")
-    run(state, ["plan"])
-    state.report(sent=["p1"], received=[], failed=[])
-    run(state, [*way, "reset", "preempt", "allocate", "reset", "chunk", "last-chunk", "plan"])
-    assert run(state, ["length"]).params is not None
-
-
-def test_a_reset_takes_a_streamed_lease_back():
-    state = producer()
-    run(state, WHOLE)
-    run(state, ["length"])
-    run(state, ["plan", "reset"])
-    assert state.take_step_plan(now_s=0.0).revokes == ("p1",)
-    assert states(state) == ["producer-taken-back"]
-    state.streams.produced.ask("a", question())
-    assert answer_of(state) == {"kind": "no", "reason": "withdrawn"}
-    state.report(sent=["p1"], received=[], failed=[])
-    assert state.streams.produced.slots_used == 0
-
-
 def test_a_prompt_that_reads_besides_is_not_streamed_and_its_reader_learns_so():
     state = producer(peer_networks=("10.0.0.0/8",), stream_slots=1)
     params = {**early(serves=True), "remote_block_ids": [[1]]}
@@ -150,26 +97,6 @@ def test_a_prompt_that_reads_besides_is_not_streamed_and_its_reader_learns_so():
     assert (admission.role, admission.is_early) == ("producer", False)
     state.streams.produced.ask("a", question())
     assert answer_of(state)["kind"] == "no"
-
-
-def test_a_prompt_without_a_slot_is_answered_by_its_ticket():
-    state = producer(stream_slots=1)
-    run(state, OPENED)
-    other = "0" * 31 + "8"
-    state.arrive("p2", early(serves=True, hand_over_id=other), prompt_tokens=100, identity=Prompt(), now_s=0.0)
-    run(state, ["allocate", "chunk"], "p2")
-    state.streams.produced.ask("a", question(hand_over_id=other))
-    assert not state.streams.produced.take_answers()
-    plan = state.take_step_plan(now_s=0.0)
-    assert [(order.request_id, order.slot) for order in plan.fences] == [("p2", 1)]
-    assert plan.streams == EMPTY_STREAM_PLAN
-    run(state, ["preempt", "allocate", "last-chunk", "plan"], "p2")
-    assert run(state, ["length"], "p2").params["kv_fence"] == [1, 101]
-    assert answer_of(state)["kind"] == "final"
-    run(state, ["plan"])
-    state.report(sent=["p2"], received=[], failed=[])
-    assert (state.streams.produced.slots_used, state.fence_slots_used) == (1, 0)
-    assert not problems(state)
 
 
 @pytest.mark.parametrize("way", [["allocate", "chunk"], ["allocate", "chunk", "preempt"]])

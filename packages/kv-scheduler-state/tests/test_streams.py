@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 from model.explore import explore
-from model.stream_words import StreamRules
-from model.stream_world import StreamSetting, StreamWorld
+from model.stream_words import StreamRules, StreamSetting
+from model.stream_world import StreamWorld
 
 from kv_scheduler_state.fences import FencePool
 from kv_scheduler_state.streams.producer import StreamProducers

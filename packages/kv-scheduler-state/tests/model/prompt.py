@@ -15,28 +15,6 @@ RENEWAL_S = LEASE_S * 2 / 3
 class Prompt:
     """The engine's and the observer's knowledge of one request."""
 
-    __slots__ = (
-        "chunks",
-        "completes_due",
-        "deadlines",
-        "decoded",
-        "delivered",
-        "is_allocated_twice",
-        "is_forged",
-        "is_release_told",
-        "is_revocation_told",
-        "is_revoked",
-        "is_start_due",
-        "is_stepped",
-        "preemptions",
-        "released",
-        "reported",
-        "saved",
-        "status",
-        "ticket",
-        "words",
-    )
-
     def __init__(self, workers: int) -> None:
         self.status = "absent"
         self.is_stepped = False

@@ -61,14 +61,13 @@ class Admissions:
             return self._early_or_refused(request_id, request, params, identity, error)
         if kind == "none":
             return BYSTANDER
-        if self._reserved and request_id.startswith(self._reserved):
+        if request_id.startswith(self._reserved):
             self._decline(fields)
             problem = f"{quote(request_id)} begins like a notification of another kind, so no reader could name it"
             return Admission("none", "ticket-id-reserved", f"request id {problem}")
-        kept_tokens, truncate_tokens = request.prompt_tokens, self._config.left_tokens(request.prompt_tokens)
-        if kept_tokens <= truncate_tokens:
-            truncate_tokens = 0
-        kept_tokens -= truncate_tokens
+        left_tokens = self._config.left_tokens(request.prompt_tokens)
+        truncate_tokens = left_tokens if left_tokens < request.prompt_tokens else 0
+        kept_tokens = request.prompt_tokens - truncate_tokens
         if EARLY_KEY in fields:
             early = self._early_producer(request_id, request, fields, identity, truncate_tokens)
             if early is not None:
