@@ -78,7 +78,7 @@ def test_a_final_ticket_under_fleet_secrets_is_sealed_with_the_nonce_of_the_offe
 
 def _offer(state):
     record = state._requests["p1"].producer
-    return state._producers._offer("p1", record)
+    return state._producers._offer(record)
 
 
 def test_a_preemption_that_is_told_by_the_allocation_voids_as_well():

@@ -82,7 +82,7 @@ class HostPolicy:
         Raises:
             TicketError: `ticket-host`.
         """
-        reason = self._refusal(host)
+        reason = self.refusal(host)
         if reason:
             raise field_error("ticket-host", "remote_host", f"{quote(host)} {reason}")
 
@@ -96,7 +96,8 @@ class HostPolicy:
         if not least <= port <= most:
             raise field_error("ticket-host", "remote_port", f"{port} is outside {least} to {most} (peer_ports)")
 
-    def _refusal(self, host: str) -> str:
+    def refusal(self, host: str) -> str:
+        """Return the reason why a host is not allowed, or an empty text."""
         try:
             address = _parsed(host)
         except ValueError:

@@ -72,6 +72,7 @@ class ConsumerRecord:
         renewed_at: Peer engine at which the lease is renewed, or None.
     """
 
+    request_id: str
     state: str
     ticket: HandoffTicket
     loadable_tokens: int
@@ -104,7 +105,6 @@ class ConsumedStream:
         torn: Workers that broke off the current stream.
     """
 
-    request_id: str
     record: ConsumerRecord
     early: EarlyTicket
     digest: str
@@ -137,6 +137,7 @@ class ProducerRecord:
         is_preemption_due: Whether the engine has yet to report the latest one.
     """
 
+    request_id: str
     state: str
     prompt_tokens: int
     is_readback: bool = False

@@ -116,8 +116,9 @@ class Admissions:
     ) -> Admission:
         """Admit a request whose ticket could not be read because it is yet to come; refuse any other with the error."""
         error = _missing_media(params, identity) or error
-        fields = _early_fields(params)
-        if fields is not None:
+        fields: Fields = cast("Fields", params) if isinstance(params, dict) else {}
+        is_alone = EARLY_KEY in fields and fields.get("remote_block_ids") is None
+        if is_alone and fields.get("do_remote_prefill") is True and not fields.get("do_remote_decode"):
             try:
                 request.consumer = self._streaming_consumer(request_id, fields, request.prompt_tokens, identity)
             except TicketError as early_error:
@@ -280,8 +281,7 @@ def _require_prompt(ticket: HandoffTicket, identity: PromptIdentity | None) -> N
         return
     if not prompt:
         raise TicketError(
-            "ticket-prompt-unidentified",
-            "the engine that wrote the ticket could not tell which prompt it had computed",
+            "ticket-prompt-unidentified", "the engine that wrote the ticket could not tell which prompt it had computed"
         )
     tokens = ticket.peer_tokens
     digest = None if identity is None or tokens is None else identity.digest(tokens)
@@ -306,16 +306,6 @@ def _missing_media(params: object, identity: PromptIdentity | None) -> TicketErr
     if digest is not None and digest == fields.get("kv_prompt"):
         return None  # the same media, whatever they are
     return missing_media(fields["kv_media"], identity.media(int(tokens)) or (0, digest))
-
-
-def _early_fields(params: object) -> Fields | None:
-    """Return params that ask to read a prompt with no other ticket than an early one, else None."""
-    if not isinstance(params, dict):
-        return None
-    fields = cast("Fields", params)
-    is_alone = EARLY_KEY in fields and fields.get("remote_block_ids") is None
-    is_read = fields.get("do_remote_prefill") is True and not fields.get("do_remote_decode")
-    return fields if is_alone and is_read else None
 
 
 def _digest(tokens: int, identity: PromptIdentity | None) -> str:

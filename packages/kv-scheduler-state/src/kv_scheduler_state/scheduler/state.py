@@ -142,7 +142,7 @@ class SchedulerState:
         request = find_request(self._requests, request_id, "external-tokens")
         require_count("computed_tokens", computed_tokens)
         consumer = request.consumer
-        return 0 if consumer is None else self._consumers.external_tokens(request_id, consumer, computed_tokens)
+        return 0 if consumer is None else self._consumers.external_tokens(consumer, computed_tokens)
 
     def must_fail(self, request_id: str) -> bool:
         """Return whether the engine must end a request with an error: it lacks a part of the prompt, and reads none of it."""
@@ -183,14 +183,14 @@ class SchedulerState:
             self._clock.observe(now_s)
             if consumer is not None:
                 if producer is not None:
-                    self._producers.rows_of_allocation(request_id, producer, preemptions)
-                self._consumers.allocate(request_id, consumer, block_ids, new_block_ids, external_tokens)
+                    self._producers.rows_of_allocation(producer, preemptions)
+                self._consumers.allocate(consumer, block_ids, new_block_ids, external_tokens)
             elif external_tokens:
                 raise InvalidEvent(
                     f"request {quote(request_id)} expects {external_tokens} external tokens without a ticket"
                 )
             if producer is not None:
-                self._producers.allocate(request_id, producer, preemptions)
+                self._producers.allocate(producer, preemptions)
         except SchedulerStateError:
             if type(request_id) is str and type(external_tokens) is int and external_tokens > 0:
                 self._consumers.fail_parked(self._requests, request_id)
@@ -225,7 +225,6 @@ class SchedulerState:
         producer = find_request(self._requests, request_id, "scheduled").producer
         if producer is not None:
             self._producers.scheduled(
-                request_id,
                 producer,
                 new_block_ids,
                 new_block_ids if touched_block_ids is None else touched_block_ids,
@@ -252,9 +251,9 @@ class SchedulerState:
         consumer_row = consumer and consumers.table.find(request_id, consumer.state, "preempt")
         producer_row = producer and producers.table.find(request_id, producer.state, "preempt")
         if consumer is not None and consumer_row is not None:
-            consumers.settle(request_id, consumer, consumer_row)
+            consumers.settle(consumer, consumer_row)
         if producer is not None and producer_row is not None:
-            producers.preempt(request_id, producer, producer_row)
+            producers.preempt(producer, producer_row)
 
     def finish(
         self,
@@ -292,22 +291,20 @@ class SchedulerState:
         producers, producer, consumer = self._producers, request.producer, request.consumer
         if producer is None:
             if consumer is not None:
-                self._consumers.finish(request_id, consumer)
+                self._consumers.finish(consumer)
             request.is_finished = True
             forget_if_ended(self._requests, request_id, request)
             return NOT_KEPT
         params: dict[str, object] | None = None
         if hands_over:
             # This may raise, because it asks the host for the prompt's digest; nothing has changed yet.
-            row, code, params = producers.ending(
-                request_id, producer, block_ids, computed_tokens, identity, withhold=withhold
-            )
+            row, code, params = producers.ending(producer, block_ids, computed_tokens, identity, withhold=withhold)
         else:
             row, code = producers.table.find(request_id, producer.state, "drop"), ""
         if consumer is not None:
-            self._consumers.finish(request_id, consumer)
+            self._consumers.finish(consumer)
         request.is_finished = True
-        producers.finish(request_id, producer, row, block_ids, params)
+        producers.finish(producer, row, block_ids, params)
         forget_if_ended(self._requests, request_id, request)
         # A reader of a stream may be at the blocks until its word has moved.
         return FinishDecision(params is not None or producer.state == "voiding", params, code)
@@ -347,10 +344,10 @@ class SchedulerState:
         producer, consumer = request.producer, request.consumer
         if event == "sent" and producer is not None:
             row = self._producers.table.find(request_id, producer.state, event)
-            self._producers.sent(request_id, producer, row)
+            self._producers.sent(producer, row)
         elif event != "sent" and consumer is not None:
             row = self._consumers.table.find(request_id, consumer.state, event)
-            self._consumers.settle(request_id, consumer, row)
+            self._consumers.settle(consumer, row)
         else:
             raise UnknownRequest(request_id, event)
         forget_if_ended(self._requests, request_id, request)
@@ -429,15 +426,15 @@ class SchedulerState:
             InvalidEvent: `invalid-event`.
         """
         self._clock.observe(now_s)
-        for request_id, request in self._requests.items():
+        for request in self._requests.values():
             producer = request.producer
-            if producer is not None and producer.is_readback and self._producers.revoke(request_id, producer):
+            if producer is not None and producer.is_readback and self._producers.revoke(producer):
                 return ""
         if self._producers.leases or self._consumers.streams.has_broken_off:
             for request_id, request in reversed(self._requests.items()):
                 consumer = request.consumer
                 if consumer is not None and consumer.state in {"queued", "offered"}:
-                    self._consumers.give_up(request_id, consumer)
+                    self._consumers.give_up(consumer)
                     return request_id
         return ""
 
@@ -448,10 +445,10 @@ class SchedulerState:
             InvalidEvent: `invalid-event`.
         """
         self._clock.observe(now_s)
-        for request_id, request in self._requests.items():
+        for request in self._requests.values():
             producer = request.producer
             if producer is not None:
-                self._producers.revoke(request_id, producer)
+                self._producers.revoke(producer)
 
     def set_generation(self, generation: int | None) -> None:
         """Name this generation of the engine's memory registration in tickets from now on; None names none.
@@ -472,11 +469,11 @@ class SchedulerState:
             InvalidEvent: `invalid-event`.
         """
         self._clock.observe(now_s)
-        for request_id, request in self._requests.items():
+        for request in self._requests.values():
             if request.producer is not None:
-                self._producers.void(request_id, request.producer)
+                self._producers.void(request.producer)
             if request.consumer is not None:
-                self._consumers.void(request_id, request.consumer)
+                self._consumers.void(request.consumer)
 
     def snapshot(self, *, now_s: float, most: int | None = None) -> tuple[dict[str, object], ...]:
         """Return at most `most` live requests, oldest first, with age, states and the event that each waits for.

@@ -133,6 +133,6 @@ class Streams:
         self._step(stream, "refuse")
 
     def _step(self, stream: ConsumedStream, event: str) -> None:
-        request_id = stream.request_id
+        request_id = stream.record.request_id
         self._consumers.step_early(stream, event, None)
         forget_if_ended(self._requests, request_id, self._requests[request_id])

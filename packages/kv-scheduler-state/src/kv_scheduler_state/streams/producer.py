@@ -61,7 +61,6 @@ class ProducedStream:
         parked: Questions without an answer yet, by the asker's name.
     """
 
-    request_id: str
     hand_over_id: str
     digest: str
     record: ProducerRecord
@@ -106,18 +105,11 @@ class StreamProducers:
         """Whether a request may be streamed under this id: not if another live one is, as with n > 1."""
         return self._config.stream_slots > 0 and hand_over_id not in self._by_id
 
-    def begin(
-        self,
-        request_id: str,
-        hand_over_id: str,
-        digest: str,
-        media: tuple[int, str] | None,
-        record: ProducerRecord,
-    ) -> None:
+    def begin(self, record: ProducerRecord, hand_over_id: str, digest: str, media: tuple[int, str] | None) -> None:
         """Begin a stream of a prompt with this digest and these media."""
         places = StreamPlaces(self._config.groups, record.prompt_tokens)
-        stream = ProducedStream(request_id, hand_over_id, digest, record, places, media if media and media[0] else None)
-        self._streams[request_id] = self._by_id[hand_over_id] = stream
+        stream = ProducedStream(hand_over_id, digest, record, places, media if media and media[0] else None)
+        self._streams[record.request_id] = self._by_id[hand_over_id] = stream
         if hand_over_id in self._ended_ids:
             self._standings[hand_over_id] = StreamStanding(hand_over_id, "", None)
 
@@ -152,18 +144,18 @@ class StreamProducers:
             raise UnknownRequest(request_id, event)
         return stream
 
-    def give_slot(self, request_id: str, record: ProducerRecord) -> bool:
+    def give_slot(self, record: ProducerRecord) -> bool:
         """Give a starting or restarting request a slot with a fresh generation; return False if there is none for it."""
-        stream = self.find(request_id, "allocate")
+        stream = self.find(record.request_id, "allocate")
         if record.fence is not None:
             record.fence = self.fences.renew(record.fence[0])
             stream.places.restart()
-            self.outbox.announce("restarts", request_id, None)
+            self.outbox.announce("restarts", record.request_id, None)
             return True
         if not stream.is_whole and stream.places.total <= _TABLE_ENTRIES:
             record.fence = self.fences.take()
         if record.fence is not None:
-            self.outbox.announce("expects", request_id, None)
+            self.outbox.announce("expects", record.request_id, None)
         return record.fence is not None
 
     def scheduled(
@@ -233,9 +225,9 @@ class StreamProducers:
         if row.target == GONE:
             self._forget(stream)
 
-    def sent(self, request_id: str, record: ProducerRecord) -> int | None:
+    def sent(self, record: ProducerRecord) -> int | None:
         """Forget a stream that every worker has ended and take back its slot, or return the slot if it is a plain lease's."""
-        self._forget(self.find(request_id, "sent"))
+        self._forget(self.find(record.request_id, "sent"))
         fence, record.fence = record.fence, None
         if fence is None or fence[0] >= self._config.stream_slots:
             return None if fence is None else fence[0]
@@ -297,9 +289,9 @@ class StreamProducers:
     # ---- helpers
 
     def _forget(self, stream: ProducedStream) -> None:
-        del self._streams[stream.request_id], self._by_id[stream.hand_over_id]
+        del self._streams[stream.record.request_id], self._by_id[stream.hand_over_id]
         # A revocation that crossed with the lease's own end must not affect the slot's next owner.
-        self.outbox.streams["voids"].pop(stream.request_id, None)
+        self.outbox.streams["voids"].pop(stream.record.request_id, None)
         self._remember(stream.hand_over_id, "withdrawn")
 
     def _remember(self, hand_over_id: str, reason: NoReason) -> None:
@@ -346,7 +338,7 @@ class StreamProducers:
 
 def _fence(stream: ProducedStream) -> tuple[int, int]:
     if stream.record.fence is None:
-        raise UnknownRequest(stream.request_id, "fence")
+        raise UnknownRequest(stream.record.request_id, "fence")
     return stream.record.fence
 
 

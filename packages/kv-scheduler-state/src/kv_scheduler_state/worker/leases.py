@@ -299,9 +299,12 @@ class LeaseTable:
         if lease is None:
             reason = self._past.get(request_id)
             return "unknown" if reason is None else "duplicate" if reason == "read" else "expired"
-        refusal = self._reader_refusal(lease, reader, reader_count, nonce)
-        if refusal is not None:
-            return refusal
+        if _is_stale(lease, nonce, self._requires_nonces):
+            return "stale"
+        if type(reader) is not str or not reader:
+            return "bad-reader"
+        if type(reader_count) is not int or not 1 <= reader_count <= _MAX_READERS:
+            return "bad-count"
         readers = lease.readers.get((nonce, consumer))
         if readers is None:
             if len(lease.readers) >= _MAX_CONSUMERS:
@@ -319,15 +322,6 @@ class LeaseTable:
             lease.readers[nonce, consumer] = readers
         self._step(request_id, lease, row, at_s)
         return "complete" if is_last else "counted"
-
-    def _reader_refusal(self, lease: Lease, reader: str, reader_count: int, nonce: str) -> _Verdict | None:
-        if _is_stale(lease, nonce, self._requires_nonces):
-            return "stale"
-        if type(reader) is not str or not reader:
-            return "bad-reader"
-        if type(reader_count) is not int or not 1 <= reader_count <= _MAX_READERS:
-            return "bad-count"
-        return None
 
     def release(self, request_id: str, *, now_s: float) -> None:
         """End a request that is not handed over after all, or a lease that the scheduler takes back.
