@@ -308,25 +308,29 @@ class Producers:
         self.outbox.orders["revokes"][record.request_id] = record.request_id
         return True
 
-    def sent(self, record: ProducerRecord, row: Transition) -> None:
-        """Take back the fence slot of a lease that every worker has ended."""
+    def sent(self, record: ProducerRecord) -> None:
+        """Take back the fence slot of a lease, or of a void stream, that every worker has ended.
+
+        Raises:
+            IllegalTransition: `illegal-transition`.
+        """
+        row = self.table.find(record.request_id, record.state, "sent")
         record.state = row.target
         self.leases.end(record)
-        if "return-slot" in row.effects and record.fence is not None:
-            self.fences.give_back(record.fence[0])
-            record.fence = None
-        elif "give-back" in row.effects:
-            plain_slot = self.streams.sent(record)
-            if plain_slot is not None:
-                self.fences.give_back(plain_slot)
+        if "give-back" in row.effects:
+            self.streams.forget(self.streams.find(record.request_id, "sent"))
+        self._return_slot(record)
 
     def _withdraw(self, record: ProducerRecord) -> None:
         self.outbox.withdraw(record.request_id)
         # Return the slot without waiting for the workers: no ticket was written, so no reader trusts the old word, and the
         # workers apply the orders of the slot's next owner after this one's.
+        self._return_slot(record)
+
+    def _return_slot(self, record: ProducerRecord) -> None:
         if record.fence is not None:
-            self.fences.give_back(record.fence[0])
-            record.fence = None
+            slot, record.fence = record.fence[0], None
+            (self.fences if slot >= self.config.stream_slots else self.streams.fences).give_back(slot)
 
     def _draw_nonce(self) -> str:
         """Return a fresh nonce of 16 hexadecimal digits; one digest of the secret and a counter makes 64 of them."""

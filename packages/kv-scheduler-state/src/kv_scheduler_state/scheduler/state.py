@@ -71,6 +71,7 @@ class SchedulerState:
     Attributes:
         streams: Streamed hand-overs; None if `config` has no stream slots and no blocks for streams.
         config: The engine that this state belongs to.
+        is_draining: Whether `drain` was called.
     """
 
     def __init__(self, config: SchedulerConfig, *, secrets: Sequence[bytes] = ()) -> None:
@@ -82,6 +83,7 @@ class SchedulerState:
         self._consumers = consumers = Consumers(config, rules, self._outbox, self._clock)
         self._requests = requests = dict[str, Request]()
         self._admissions = admissions = Admissions(consumers, producers)
+        self.is_draining = False
         self.streams: Streams | None = None
         if config.stream_slots or config.reads_streams:
             self.streams = Streams(config, self._clock, requests, consumers, producers.streams, admissions)
@@ -333,24 +335,20 @@ class SchedulerState:
         for event, request_ids in events:
             for request_id in request_ids:
                 try:
-                    self._ended(request_id, event)
+                    request = find_request(self._requests, request_id, event)
+                    producer, consumer = request.producer, request.consumer
+                    if event == "sent" and producer is not None:
+                        self._producers.sent(producer)
+                    elif event != "sent" and consumer is not None:
+                        row = self._consumers.table.find(request_id, consumer.state, event)
+                        self._consumers.settle(consumer, row)
+                    else:
+                        refusals.append(UnknownRequest(request_id, event))
+                    forget_if_ended(self._requests, request_id, request)
                 except SchedulerStateError as error:
                     refusals.append(error)
         if refusals:
             raise refusals[0]
-
-    def _ended(self, request_id: str, event: str) -> None:
-        request = find_request(self._requests, request_id, event)
-        producer, consumer = request.producer, request.consumer
-        if event == "sent" and producer is not None:
-            row = self._producers.table.find(request_id, producer.state, event)
-            self._producers.sent(producer, row)
-        elif event != "sent" and consumer is not None:
-            row = self._consumers.table.find(request_id, consumer.state, event)
-            self._consumers.settle(consumer, row)
-        else:
-            raise UnknownRequest(request_id, event)
-        forget_if_ended(self._requests, request_id, request)
 
     def take_step_plan(self, *, now_s: float) -> StepPlan:
         """Return all orders since the last call.
@@ -403,14 +401,9 @@ class SchedulerState:
         """Blocks that the leases keep, per KV-cache group; null blocks do not count, blocks of two leases count twice."""
         return tuple(self._producers.leases.blocks)
 
-    @property
-    def is_draining(self) -> bool:
-        """Whether `drain` was called."""
-        return self._producers.is_draining
-
     def drain(self) -> None:
         """Stop handing over: prompts end with the code `draining`. Outstanding leases and reads from peers continue."""
-        self._producers.is_draining = True
+        self.is_draining = self._producers.is_draining = True
 
     def give_way(self, *, now_s: float) -> str:
         """Take the oldest readback's blocks back, or give up the newest read that waits for blocks if peers keep this engine's.

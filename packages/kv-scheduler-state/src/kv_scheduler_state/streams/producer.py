@@ -223,16 +223,7 @@ class StreamProducers:
         if "refuse" in row.effects:
             self._answer_all(stream, {"kind": "no", "reason": "withdrawn"})
         if row.target == GONE:
-            self._forget(stream)
-
-    def sent(self, record: ProducerRecord) -> int | None:
-        """Forget a stream that every worker has ended and take back its slot, or return the slot if it is a plain lease's."""
-        self._forget(self.find(record.request_id, "sent"))
-        fence, record.fence = record.fence, None
-        if fence is None or fence[0] >= self._config.stream_slots:
-            return None if fence is None else fence[0]
-        self.fences.give_back(fence[0])
-        return None
+            self.forget(stream)
 
     # ---- the consumers' questions
 
@@ -288,7 +279,8 @@ class StreamProducers:
 
     # ---- helpers
 
-    def _forget(self, stream: ProducedStream) -> None:
+    def forget(self, stream: ProducedStream) -> None:
+        """Forget a stream that has ended on every worker; questions for it are refused from now on."""
         del self._streams[stream.record.request_id], self._by_id[stream.hand_over_id]
         # A revocation that crossed with the lease's own end must not affect the slot's next owner.
         self.outbox.streams["voids"].pop(stream.record.request_id, None)

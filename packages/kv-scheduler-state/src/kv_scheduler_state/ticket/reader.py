@@ -139,6 +139,15 @@ class TicketReader:
             odd = next(key for key in fields if type(key) is not str)
             raise TicketError("ticket-type", f"kv_transfer_params has the key {quote(odd)}, which is not a string")
         fence = get("kv_fence")
+        if fence is not None:
+            if not isinstance(fence, _LISTS) or len(fence) != 2:
+                _refuse_type("kv_fence", fence, "a pair [slot, generation]")
+            slot, generation = fence
+            is_slot = type(slot) is int and 0 <= slot <= _MAX_FENCE_SLOT
+            if not is_slot or type(generation) is not int or not 1 <= generation <= MAX_PEER_GENERATION:
+                limits = f"the slot must be 0 to {_MAX_FENCE_SLOT} and the generation 1 to 2**63 - 1"
+                raise field_error("ticket-range", "kv_fence", f"is [{quote(slot)}, {quote(generation)}]; {limits}")
+            fence = slot, generation
         return HandoffTicket(
             kind,
             peer,
@@ -146,7 +155,7 @@ class TicketReader:
             self._lists(fields, self._blocks(get("remote_block_ids")), peer.dcp, tokens),
             tokens,
             lease_s=_seconds(fields, "kv_lease_s", _MAX_LEASE_S),
-            fence=None if fence is None else self._fence(fence),
+            fence=fence,
             nonce=_matching(fields, "kv_nonce", _NONCE) or "",
             prompt=_matching(fields, "kv_prompt", _DIGEST),
             span_tokens=self._per_group(fields, "kv_span_tokens", 1) or (),
@@ -301,20 +310,6 @@ class TicketReader:
             problem = f"must hold one integer from {least} to {_MAX_TOKENS} for each of {len(self._groups)} groups"
             raise field_error("ticket-first-token", name, problem)
         return tuple(numbers)
-
-    def _fence(self, pair: Sequence[object]) -> tuple[int, int]:
-        if not isinstance(pair, _LISTS) or len(pair) != 2:
-            _refuse_type("kv_fence", pair, "a pair [slot, generation]")
-        slot, generation = pair
-        if (
-            type(slot) is not int
-            or type(generation) is not int
-            or not 0 <= slot <= _MAX_FENCE_SLOT
-            or not 1 <= generation <= MAX_PEER_GENERATION
-        ):
-            limits = f"the slot must be 0 to {_MAX_FENCE_SLOT} and the generation 1 to 2**63 - 1"
-            raise field_error("ticket-range", "kv_fence", f"is [{quote(slot)}, {quote(generation)}]; {limits}")
-        return slot, generation
 
 
 def _may_be_our_blocks(group: GroupConfig, dcp: int, tokens: int, whole: int, count: int) -> bool:

@@ -111,7 +111,6 @@ class TicketSeal:
             "ticket-seal",
             f"no fleet secret of this engine has sealed this ticket of engine {quote(ticket.peer.engine_id)}: it was changed on "
             "its way, or that engine has other secrets",
-            field="kv_seal",
         )
 
     def _require_unsealed(self, fields: Fields) -> None:
@@ -123,7 +122,6 @@ class TicketSeal:
             "ticket-seal",
             f"the ticket for host {quote(host)} has no seal, and this engine requires one; engines of another kind must be named "
             "in its configuration",
-            field="kv_seal",
         )
 
 
