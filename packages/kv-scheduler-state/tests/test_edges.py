@@ -157,7 +157,7 @@ def test_a_snapshot_says_why_a_request_waits():
 
 
 ERRORS = [
-    SchedulerStateError("text", code="some-code", context={"a": 1}, fault="environment", is_retry_safe=None),
+    SchedulerStateError("text", code="some-code", context={"a": 1}),
     IllegalTransition("consumer", "r", "queued", "done"),
     UnknownRequest("r", "sent"),
     DuplicateRequest("r", "queued"),

@@ -126,7 +126,6 @@ class Lease:
 
     state: str = NEW
     deadline_s: float = 0.0
-    extension_s: float = 0.0
     lease_s: float = 0.0
     fence: tuple[int, int] | None = None
     nonce: str = ""
@@ -251,7 +250,6 @@ class LeaseTable:
         lease.fence = fence
         lease.nonce = nonce
         lease.lease_s = lease_s
-        lease.extension_s = lease_s * _RENEWED_PART
         lease.deadline_s = at_s + lease_s
         self._step(request_id, lease, row, at_s)
 
@@ -402,7 +400,7 @@ class LeaseTable:
         lease.state = row.target
         for effect in row.effects:
             if effect == "extend":
-                lease.deadline_s = max(lease.deadline_s, at_s + lease.extension_s)
+                lease.deadline_s = max(lease.deadline_s, at_s + lease.lease_s * _RENEWED_PART)
             elif effect == "start":
                 self._note_length(lease.lease_s, 1)
                 self._next_due_s = min(self._next_due_s, lease.deadline_s)
