@@ -77,20 +77,6 @@ def test_observed_time_never_runs_backwards_nor_jumps(readings, max_step_s):
         before, observed = reading, after
 
 
-@given(st.lists(READINGS, min_size=1, max_size=30), READINGS, st.sampled_from((0.5, 5.0, math.inf)))
-def test_a_peek_says_what_an_observation_would_and_advances_nothing(readings, last, max_step_s):
-    clock = ObservedClock(max_step_s)
-    assert clock.peek(last) == last
-    for reading in readings:
-        clock.observe(reading)
-    before = clock.observed_s
-    peeked = clock.peek(last)
-    assert clock.observed_s == before
-    assert clock.observe(last) == pytest.approx(peeked, abs=1e-6)
-    with pytest.raises(InvalidEvent):
-        clock.peek(math.inf)
-
-
 def test_readers_count_once_each_and_only_as_announced():
     table = granted()
     calls = [("a", 3), ("a", 3), ("b", 2), ("b", 0), ("b", True), ("", 3), (7, 3), ("b", 5000), ("b", 3)]
@@ -126,16 +112,6 @@ def test_a_lease_that_is_taken_back_ends_at_once_and_one_that_has_ended_is_no_mi
     )  # fmt: skip
     assert not table.apply(StepPlan(grants=(GrantOrder("p4", 30.0, None),), revokes=("p4",)), now_s=4.0)
     assert [(end.request_id, end.is_revoked) for end in table.take_ended(now_s=4.0)] == [("p4", True)], "not too early"
-
-
-def test_the_table_explains_itself():
-    table = granted()
-    table.expect("p2", now_s=1.0)
-    first, second = table.snapshot(now_s=2.0)
-    assert (first["state"], first["left_s"]) == ("granted", 28.0)
-    assert (second["state"], second["left_s"]) == ("expected", None)
-    assert table.live_count() == 2
-    assert problems(table) == []
 
 
 def test_mistakes_of_the_caller_are_refused_and_change_nothing():

@@ -77,15 +77,3 @@ def test_the_ticket_of_one_engine_is_read_by_the_other():
     assert decode.take_step_plan(now_s=60.0) is EMPTY_PLAN
     assert not decode.finish("d1", reason="stop", block_ids=[[4]], computed_tokens=9, now_s=61.0).keep_blocks
     assert decode.live_count == 0
-
-
-def test_calls_for_a_bystander_are_accepted_and_change_nothing():
-    state = scheduler()
-    assert state.arrive("r", None, prompt_tokens=5, now_s=0.0).role == "none"
-    blocks = {"block_ids": [[1]], "now_s": 0.0}
-    assert state.external_tokens("r", computed_tokens=0) == 0
-    state.allocate("r", new_block_ids=[[1]], external_tokens=0, **blocks)
-    state.scheduled("r", new_block_ids=[[1]], is_prompt_complete=True)
-    state.preempt("r", now_s=0.0)
-    assert state.finish("r", reason="stop", computed_tokens=5, **blocks) == (False, None, "")
-    assert (state.take_step_plan(now_s=0.0), state.live_count) == (EMPTY_PLAN, 0)

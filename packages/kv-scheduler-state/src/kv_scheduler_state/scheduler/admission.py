@@ -39,7 +39,6 @@ class Admissions:
         self._consumers = consumers
         self._producers = producers
         self._config = config
-        self._is_bidirectional = config.bidirectional
         self._reserved = config.reserved_id_prefixes
         self._tickets = TicketReader(config)
         self._offers = TicketReader(config, takes_offers=True)
@@ -54,7 +53,7 @@ class Admissions:
                 ticket = self._verified(request_id, request, fields, kind, identity)
                 prompt_tokens = request.prompt_tokens
                 request.consumer = self._consumers.arrive(request_id, ticket, prompt_tokens)
-                if self._is_bidirectional and not request_id.startswith(self._reserved):
+                if self._config.bidirectional and not request_id.startswith(self._reserved):
                     request.producer = self._producers.arrive(request_id, prompt_tokens=prompt_tokens, is_readback=True)
                 return _CONSUMER
         except TicketError as error:
@@ -140,17 +139,28 @@ class Admissions:
         """
         if not self._config.reads:
             raise _reads_nothing()
-        tickets, seal = self._tickets, self.seal
-        ticket = tickets.read(fields, kind) if seal is None else seal.opened(tickets, fields, kind)
-        if ticket.peer.engine_id == self._config.engine_id:
-            raise _own_ticket(self._config.engine_id)
+        ticket = self._read(self._tickets, fields, kind)
         try:
             _require_prompt(ticket, identity)
         except TicketError:
             # Without a seal a client may have made the ticket up, so no connection is made for it.
-            if seal is not None and fields.get("kv_seal") is not None:
+            if self.seal is not None and fields.get("kv_seal") is not None:
                 self._consumers.decline(request_id, ticket, request.prompt_tokens)
             raise
+        return ticket
+
+    def _read(self, reader: TicketReader, fields: Fields, kind: TicketKind) -> HandoffTicket:
+        """Return a ticket of another engine, its seal verified.
+
+        Raises:
+            TicketError: as `TicketReader.read`; `ticket-seal`; `ticket-own-engine`, as when a router sends both requests of a
+                hand-over to one engine.
+        """
+        ticket = reader.read(fields, kind) if self.seal is None else self.seal.opened(reader, fields, kind)
+        if ticket.peer.engine_id == self._config.engine_id:
+            engine = quote(ticket.peer.engine_id)
+            problem = f"the ticket is of this very engine ({engine}), which cannot read from itself"
+            raise TicketError("ticket-own-engine", problem, field="remote_engine_id")
         return ticket
 
     # ---- early tickets
@@ -173,9 +183,8 @@ class Admissions:
         """
         early = read_early(fields, self._tickets.hosts, self.seal)
         if not self._config.stream_slots:
-            raise TicketError(
-                "ticket-early-off", "this engine streams no prompt while it computes it: streaming is off here"
-            )
+            problem = "streaming is off here"
+            raise TicketError("ticket-early-off", f"this engine streams no prompt while it computes it: {problem}")
         if not self._producers.streams.may_begin(early.hand_over_id):
             raise _shared(early.hand_over_id, "is streamed as")
         return early, _digest(tokens, identity)
@@ -195,12 +204,8 @@ class Admissions:
         if is_withdrawal(fields):
             raise TicketError("ticket-flags", "a hand-over is withdrawn at the engine that computes the prompt")
         if not self._config.reads_streams:
-            raise TicketError(
-                "ticket-early-off",
-                "this engine reads no prompt while its peer computes it: streaming is off here, or stream_reserve_fraction "
-                "leaves streams no block",
-                field=EARLY_KEY,
-            )
+            problem = "streaming is off here, or stream_reserve_fraction leaves streams no block"
+            raise TicketError("ticket-early-off", f"this engine reads no prompt while its peer computes it: {problem}")
         if self._consumers.streams.reads(early.hand_over_id):
             raise _shared(early.hand_over_id, "reads")
         code = self._consumers.why_not_early(prompt_tokens)
@@ -220,13 +225,11 @@ class Admissions:
                 `ticket-range`.
         """
         is_offer = answer["kind"] == "offer"
-        reader, seal = self._offers if is_offer else self._tickets, self.seal
+        reader = self._offers if is_offer else self._tickets
         fields = cast("Fields", answer["ticket"])
         if reader.classify(fields) != "handoff":
             raise TicketError("ticket-flags", "the ticket of the answer hands nothing over", field="ticket")
-        ticket = reader.read(fields, "handoff") if seal is None else seal.opened(reader, fields, "handoff")
-        if ticket.peer.engine_id == self._config.engine_id:
-            raise _own_ticket(self._config.engine_id)
+        ticket = self._read(reader, fields, "handoff")
         if ticket.prompt != stream.digest or ticket.peer_tokens != stream.offered_tokens:
             hand_over = quote(stream.early.hand_over_id)
             raise TicketError("ticket-prompt", f"the answer for hand-over {hand_over} is of another prompt")
@@ -246,15 +249,6 @@ def _reads_nothing() -> TicketError:
         "ticket-role",
         "this engine only produces KV and reads none: send this request to an engine that decodes (kv_role 'kv_consumer' or "
         "'kv_both')",
-    )
-
-
-def _own_ticket(engine_id: str) -> TicketError:
-    """Return the refusal of a ticket of this engine, as when a router sends both requests of a hand-over to one engine."""
-    return TicketError(
-        "ticket-own-engine",
-        f"the ticket is of this very engine ({quote(engine_id)}), which cannot read from itself",
-        field="remote_engine_id",
     )
 
 
