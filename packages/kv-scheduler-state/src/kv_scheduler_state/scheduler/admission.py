@@ -145,7 +145,7 @@ class Admissions:
         except TicketError:
             # Without a seal a client may have made the ticket up, so no connection is made for it.
             if self.seal is not None and fields.get("kv_seal") is not None:
-                self._consumers.decline(request_id, ticket, request.prompt_tokens)
+                self._consumers.give_up(self._consumers.arrive(request_id, ticket, request.prompt_tokens))
             raise
         return ticket
 
@@ -208,11 +208,14 @@ class Admissions:
             raise TicketError("ticket-early-off", f"this engine reads no prompt while its peer computes it: {problem}")
         if self._consumers.streams.reads(early.hand_over_id):
             raise _shared(early.hand_over_id, "reads")
-        code = self._consumers.why_not_early(prompt_tokens)
-        if code:
+        tokens = max(0, prompt_tokens - self._config.left_tokens(prompt_tokens))
+        # The peer leaves that many tokens; if more must stay unread, it gives up a needed block when it finishes the prompt,
+        # possibly before that block is read.
+        is_unreadable = not tokens or prompt_tokens - self._config.unread_tokens(prompt_tokens) < tokens
+        if is_unreadable or self._consumers.streams.is_full:
+            code = "nothing-to-read" if is_unreadable else "too-many"
             self._consumers.streams.note_local(request_id, early, code)
             return None
-        tokens = max(0, prompt_tokens - self._config.left_tokens(prompt_tokens))
         digest = _digest(tokens, identity)
         media = (None if identity is None else identity.media(tokens)) or (0, digest)
         return self._consumers.arrive_early(request_id, early, digest, media, prompt_tokens)

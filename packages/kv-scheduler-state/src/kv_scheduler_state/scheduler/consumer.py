@@ -61,14 +61,10 @@ class Consumers:
             self.heartbeats.start(record)
         return record
 
-    def decline(self, request_id: str, ticket: HandoffTicket, prompt_tokens: int) -> None:
-        """Notify the writer of a refused ticket that it is not read, unless another request needs the hand-over."""
-        self.give_up(self.arrive(request_id, ticket, prompt_tokens))
-
     def arrive_early(
         self, request_id: str, early: EarlyTicket, digest: str, media: tuple[int, str], prompt_tokens: int
     ) -> ConsumerRecord:
-        """Begin the life of a request whose prompt is to be read while its peer computes it; see `why_not_early`."""
+        """Begin the life of a request whose prompt is to be read while its peer computes it."""
         arrival = self.table.find(request_id, NEW, "arrive-early")
         # The peer's engine id and request id arrive with its answer.
         ticket = HandoffTicket("handoff", PeerAddress("", early.host, early.port), early.hand_over_id, ())
@@ -80,15 +76,6 @@ class Consumers:
         )
         self.streams.begin(stream)
         return record
-
-    def why_not_early(self, prompt_tokens: int) -> str:
-        """Return the code of the reason why no peer is asked for a prompt that it computes; empty if one is."""
-        tokens = prompt_tokens - self._config.left_tokens(prompt_tokens)
-        # The peer leaves that many tokens; if more must stay unread, it gives up a needed block when it finishes the prompt,
-        # possibly before that block is read.
-        if tokens <= 0 or prompt_tokens - self._config.unread_tokens(prompt_tokens) < tokens:
-            return "nothing-to-read"
-        return "too-many" if self.streams.is_full else ""
 
     def step_early(self, stream: ConsumedStream, event: str, ticket: HandoffTicket | None) -> None:
         """Apply an event of a stream, with the ticket that came with it.
@@ -243,9 +230,9 @@ class Consumers:
                 self._notify(record)
             elif effect == "cancel-read":
                 self.hand_overs.note_used(key_of(record.ticket), is_good=False)
-                self._cancel(record.request_id)
+                self._stop_read(record.request_id, is_passed=False)
             elif effect == "pass-read":
-                self._pass(record.request_id)
+                self._stop_read(record.request_id, is_passed=True)
             else:
                 self._follow(record, row, effect)
 
@@ -256,12 +243,10 @@ class Consumers:
 
     def void(self, record: ConsumerRecord) -> None:
         """Give up an unused ticket; order a running read to fail."""
-        if record.state == "queued":
+        if record.state == "queued" or record.state in UNRESERVED:
             self.give_up(record)
         elif record.state == "reading":
             self._outbox.orders["voids"][record.request_id] = record.request_id
-        elif record.state in UNRESERVED:
-            self.give_up(record)
         elif record.state in {"streaming", "awaiting", "stopping"}:
             self.step_early(self.streams.find(record.request_id, "reset"), "reset", None)
 
@@ -296,21 +281,19 @@ class Consumers:
             for group, blocks, span in zip(self._config.groups, ticket.peer_blocks, spans, strict=True)
         )
 
-    def _cancel(self, request_id: str) -> None:
-        order: ReadOrder | None = self._outbox.orders["reads"].get(request_id)
+    def _stop_read(self, request_id: str, *, is_passed: bool) -> None:
+        """Cancel a read whose request has ended; with `is_passed` another request reads next, so the peer is not notified."""
+        orders = self._outbox.orders
+        order: ReadOrder | None = orders["reads"].pop(request_id, None)
         if order is None:
-            self._outbox.orders["cancels"][request_id] = request_id
+            orders["cancels"][request_id] = request_id
+            if is_passed:
+                orders["passes"][request_id] = request_id
+        elif is_passed:
+            orders["failures"][request_id] = request_id  # no worker has seen the read
         else:
             # No worker has seen the read: it remains to notify the peer, and to report the request that the engine parked.
             self._outbox.read(order._replace(local_blocks=self._rules.nothing))
-
-    def _pass(self, request_id: str) -> None:
-        if self._outbox.orders["reads"].pop(request_id, None) is None:
-            self._outbox.orders["cancels"][request_id] = request_id
-            self._outbox.orders["passes"][request_id] = request_id
-        else:
-            # No worker has seen the read, and the peer must not be notified.
-            self._outbox.orders["failures"][request_id] = request_id
 
 
 def _begins(blocks: BlockList, span: int) -> int:

@@ -86,7 +86,7 @@ class SchedulerState:
         self.is_draining = False
         self.streams: Streams | None = None
         if config.stream_slots or config.reads_streams:
-            self.streams = Streams(config, self._clock, requests, consumers, producers.streams, admissions)
+            self.streams = Streams(requests, consumers, producers, admissions, self._clock)
         if secrets:
             self.set_secrets(secrets)
 
@@ -423,11 +423,11 @@ class SchedulerState:
             producer = request.producer
             if producer is not None and producer.is_readback and self._producers.revoke(producer):
                 return ""
-        if self._producers.leases or self._consumers.streams.has_broken_off:
-            for request_id, request in reversed(self._requests.items()):
-                consumer = request.consumer
-                if consumer is not None and consumer.state in {"queued", "offered"}:
-                    self._consumers.give_up(consumer)
+        reads = [(name, each.consumer) for name, each in self._requests.items() if each.consumer is not None]
+        if self._producers.leases or any(record.state == "awaiting" for _, record in reads):
+            for request_id, record in reversed(reads):
+                if record.state in {"queued", "offered"}:
+                    self._consumers.give_up(record)
                     return request_id
         return ""
 

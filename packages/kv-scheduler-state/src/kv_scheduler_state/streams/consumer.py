@@ -79,11 +79,6 @@ class StreamConsumers:
         return sum(self._held.values())
 
     @property
-    def has_broken_off(self) -> bool:
-        """Whether a request keeps blocks for a prompt that its peer has preempted and not started again."""
-        return any(stream.record.state == "awaiting" for stream in self._streams.values())
-
-    @property
     def is_full(self) -> bool:
         """Whether as many requests with an early ticket wait or read as may at once."""
         return len(self._streams) >= _MOST_STREAMS
