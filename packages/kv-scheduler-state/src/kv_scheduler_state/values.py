@@ -33,7 +33,6 @@ __all__ = [
     "BlockRules",
     "FinishDecision",
     "FinishReason",
-    "NOT_KEPT",
     "Role",
     "running_state",
 ]
@@ -210,4 +209,3 @@ class FinishDecision(NamedTuple):
 
 
 BYSTANDER: Final = Admission("none")
-NOT_KEPT: Final = FinishDecision(keep_blocks=False, params=None)

@@ -83,9 +83,7 @@ class StreamDecode:
         return names
 
     def _has_answers(self) -> bool:
-        streams = self.opposite.state._producers.streams
-        is_due = any(each.parked and each.record.state == "streamed" for each in streams._streams.values())
-        return is_due or bool(streams._answers or self.told)
+        return bool(self.opposite.state._producers.streams._answers or self.told)
 
     def state_of(self, request_id: str) -> str:
         """Return the state of the request's consumer record."""

@@ -25,9 +25,6 @@ if TYPE_CHECKING:
 __all__ = ["Admissions"]
 
 _MOST_TOKENS: Final = 1 << 31
-_PRODUCER: Final = Admission("producer")
-_CONSUMER: Final = Admission("consumer")
-_EARLY_CONSUMER: Final = Admission("consumer", is_early=True)
 
 
 @final
@@ -55,7 +52,7 @@ class Admissions:
                 request.consumer = self._consumers.arrive(request_id, ticket, prompt_tokens)
                 if self._config.bidirectional and not request_id.startswith(self._reserved):
                     request.producer = self._producers.arrive(request_id, prompt_tokens=prompt_tokens, is_readback=True)
-                return _CONSUMER
+                return Admission("consumer")
         except TicketError as error:
             return self._early_or_refused(request_id, request, params, identity, error)
         if kind == "none":
@@ -79,7 +76,7 @@ class Admissions:
                 refusal = _missing_media(fields, identity) or error
                 return Admission("producer", refusal.code, str(refusal), truncate_tokens)
             request.consumer = self._consumers.arrive(request_id, ticket, kept_tokens)
-        return Admission("producer", "", "", truncate_tokens) if truncate_tokens else _PRODUCER
+        return Admission("producer", "", "", truncate_tokens)
 
     def _early_producer(
         self, request_id: str, request: Request, fields: Fields, identity: PromptIdentity | None, truncate_tokens: int
@@ -123,7 +120,7 @@ class Admissions:
             except TicketError as early_error:
                 error = early_error
             else:
-                return BYSTANDER if request.consumer is None else _EARLY_CONSUMER
+                return BYSTANDER if request.consumer is None else Admission("consumer", is_early=True)
         return Admission("none", error.code, str(error))
 
     def _verified(

@@ -120,13 +120,11 @@ class Producers:
 
     def _give_slot(self, record: ProducerRecord) -> bool:
         """Give a prompt a stream slot, unless it might get no ticket at its end: an offer must be kept."""
-        if record.fence is not None:
-            return self.streams.give_slot(record)
-        if self.is_draining or not self.streams.gives_offers:
-            return False
-        if not self.leases.promise(record.request_id, self.streams.find(record.request_id, "allocate").places.total):
-            return False
-        if self.streams.give_slot(record):
+        is_offered = record.fence is not None  # it starts again
+        if not is_offered and not self.is_draining and self.streams.gives_offers:
+            places = self.streams.find(record.request_id, "allocate").places
+            is_offered = self.leases.promise(record.request_id, places.total)
+        if is_offered and self.streams.give_slot(record):
             return True
         self.leases.forget_promise(record.request_id)
         return False
@@ -159,7 +157,7 @@ class Producers:
         if "publish" in row.effects:
             self.streams.scheduled(record.request_id, row, new_block_ids, tokens, held_tokens)
         if "open" in row.effects:
-            self.streams.offer(record.request_id, self._offer(record))
+            self.streams.publish("offer", record.request_id, self._offer(record))
 
     def _offer(self, record: ProducerRecord) -> dict[str, object]:
         """Return the ticket of an offer: a plain ticket without block ids."""
@@ -296,7 +294,7 @@ class Producers:
         self.outbox.orders["grants"][record.request_id] = GrantOrder(record.request_id, lease_s, record.fence, nonce)
         self.leases.grant(record, block_ids)
         if "finalise" in row.effects:
-            self.streams.finalise(record.request_id, params)
+            self.streams.publish("final", record.request_id, params)
 
     def revoke(self, record: ProducerRecord) -> bool:
         """Order the early end of a lease; return False for a request that has none."""

@@ -38,7 +38,6 @@ from kv_scheduler_state.ticket.prompt import MEDIA_MISSING
 from kv_scheduler_state.ticket.seal import TicketSeal
 from kv_scheduler_state.values import (
     BYSTANDER,
-    NOT_KEPT,
     Admission,
     BlockRules,
     FinishDecision,
@@ -296,7 +295,7 @@ class SchedulerState:
                 self._consumers.finish(consumer)
             request.is_finished = True
             forget_if_ended(self._requests, request_id, request)
-            return NOT_KEPT
+            return FinishDecision(keep_blocks=False, params=None)
         params: dict[str, object] | None = None
         if hands_over:
             # This may raise, because it asks the host for the prompt's digest; nothing has changed yet.

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from hmac import compare_digest
-from typing import TYPE_CHECKING, Final, final
+from typing import TYPE_CHECKING, Final, Literal, final
 
 from kv_scheduler_state.errors import InvalidEvent, UnknownRequest, quote
 from kv_scheduler_state.fences import FencePool, ended_generation, stream_tag
@@ -176,20 +176,13 @@ class StreamProducers:
             runs, held_tokens = (*known.runs, *runs), known.held_tokens
         orders["chunks"][request_id] = StreamChunk(request_id, slot, tag, runs, tokens, held_tokens)
 
-    def offer(self, request_id: str, ticket: dict[str, object]) -> None:
-        """Answer with this ticket, from now on, the questions that an offer satisfies."""
-        stream = self.find(request_id, "offer")
+    def publish(self, kind: Literal["offer", "final"], request_id: str, ticket: dict[str, object]) -> None:
+        """Answer with this ticket, from now on, the questions that an offer, or the ticket of a granted lease, satisfies."""
+        stream = self.find(request_id, kind)
         stream.ticket = ticket
-        offer = _granting("offer", stream, ticket)
-        self._standings[stream.hand_over_id] = StreamStanding(stream.hand_over_id, stream.digest, offer)
+        answer = _granting(kind, stream, ticket)
+        self._standings[stream.hand_over_id] = StreamStanding(stream.hand_over_id, stream.digest, answer)
         self._answer_parked(stream)
-
-    def finalise(self, request_id: str, ticket: dict[str, object]) -> None:
-        """Answer all questions with the final ticket from now on: its lease is granted."""
-        stream = self.find(request_id, "hand-over")
-        stream.ticket = ticket
-        final = _granting("final", stream, ticket)
-        self._standings[stream.hand_over_id] = StreamStanding(stream.hand_over_id, stream.digest, final)
 
     def revoked(self, request_id: str) -> None:
         """Withdraw the final ticket of a stream from the standing answers."""
@@ -268,11 +261,7 @@ class StreamProducers:
         to tell.
         """
         for stream in self._streams.values():
-            if not stream.parked:
-                continue
-            if stream.record.state == "streamed":
-                self._answer_parked(stream)
-            elif stream.record.state != "early":
+            if stream.parked and stream.record.state != "early":
                 self._put_off(stream)
         answers, self._answers = self._answers, []
         return [StreamAnswer(*each) for each in answers]

@@ -313,11 +313,10 @@ class LeaseTable:
         if readers.needed != reader_count or readers.is_complete:
             return "bad-count"  # complete: all that were announced are done already; the grant is still on its way
         is_last = len(readers.done) + 1 >= reader_count
-        is_granted = lease.state == "granted"
-        row = self._table.find(request_id, lease.state, "last-reader" if is_last and is_granted else "reader")
-        if "count" in row.effects:
-            readers.done.add(reader)
-            lease.readers[nonce, consumer] = readers
+        event = "last-reader" if is_last and lease.state == "granted" else "reader"
+        row = self._table.find(request_id, lease.state, event)
+        readers.done.add(reader)
+        lease.readers[nonce, consumer] = readers
         self._step(request_id, lease, row, at_s)
         return "complete" if is_last else "counted"
 
