@@ -92,7 +92,8 @@ class Fabric:
         self._incarnations += 1
         process = self.world.current
         assert process is not None
-        inner = FakeNixl(self, agent_name, self._incarnations, {name: dict(given) for name, given in backends})
+        fabric: Any = self
+        inner = FakeNixl(fabric, agent_name, self._incarnations, {name: dict(given) for name, given in backends})
         agent = self.agents[agent_name] = SimNixl(self, process, inner)
         agent.moved = self.fleet.counter_of(process) if self.tears_words else None
         return agent

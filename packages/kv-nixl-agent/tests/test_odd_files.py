@@ -13,7 +13,6 @@ from odd_ranks import ODD_VALUES, UNREADABLE, WRONG, changed, places
 
 from kv_nixl_agent.tools import cli, report
 from kv_nixl_agent.tools.remote import Measurement, RankRead
-from kv_nixl_agent.tools.selftest import parse_json
 
 RANKS = [
     {"name": "0.0", "agent_metadata": "AAEC", "fence": [4096, 0, 16]},
@@ -111,18 +110,6 @@ def test_a_rank_with_any_value_is_measured_or_refused(place, odd):
     code, said, _ = run("measure", stdin=json.dumps(changed(RANKS, place, odd)).encode())
     assert code in {0, 2}
     assert code == 2 or said.count("GB/s") == len(RANKS)
-
-
-@given(st.integers(1, 200), st.sampled_from(["[{}]", '{{"a": {}}}']))
-def test_nesting_is_taken_up_to_a_depth_that_does_not_depend_on_the_stack(depth, shape):
-    text = "1"
-    for _ in range(depth):
-        text = shape.format(text)
-    if depth < 32:
-        assert parse_json(text) == json.loads(text)
-    else:
-        with pytest.raises(ValueError, match="nested more than 32 levels deep"):
-            parse_json(text)
 
 
 # -------------------------------------------------------------------------------------------------------------- numbers
