@@ -108,19 +108,6 @@ def test_exit_code_and_json(monkeypatch, capfd, severity, code):
     assert "x: text" in capfd.readouterr().out
 
 
-@pytest.mark.parametrize("endpoint", ["nothing", "host:", ":1", "host:x", "host:70000"])
-def test_a_malformed_peer_is_wrong_usage(endpoint, capsys):
-    with pytest.raises(SystemExit) as stop:
-        cli.main(["doctor", "--peer", endpoint])
-    assert stop.value.code == 2
-    assert "HOST:PORT" in capsys.readouterr().err
-
-
-def test_an_unreachable_peer_is_an_error():
-    _, finding = report._try_peer("127.0.0.1", 1)
-    assert (finding.name, finding.severity) == ("peer", "error")
-
-
 def judged(monkeypatch, tests, variables, *, obstacles=()):
     """Judge transports on self-tests that are given, by `UCX_TLS`; those in `obstacles` lack what they need."""
     candidates = [

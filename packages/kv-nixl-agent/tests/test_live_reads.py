@@ -1,11 +1,9 @@
 """Probe pages behind the fence words, and reads of them from ranks that are alive, dead, older or damaged."""
 
-import json
 import zlib
 
 import numpy as np
 import pytest
-from helpers import exit_code
 
 from kv_nixl_agent import AgentOptions, TransferAgent
 from kv_nixl_agent.memory.fences import (
@@ -19,13 +17,7 @@ from kv_nixl_agent.memory.fences import (
 )
 from kv_nixl_agent.testing import FakeFabric
 from kv_nixl_agent.tools import remote
-from kv_nixl_agent.tools.remote import LiveRank, Measurement, RankRead, measure_ranks, read_ranks
-from kv_nixl_agent.tools.selftest import ReadPath
-
-CMA = [ReadPath("host", "host", "0..inf", "zero-copy", "cma/memory")]
-TCP = [ReadPath("host", "host", "0..inf", "software emulation", "tcp/lo")]
-GOOD = RankRead("0.0", checksum=1, word_us=2.0, read_gb_s=3.0, moved_bytes=4)
-DESCRIBED = [{"name": "0.0", "agent_metadata": "AAEC", "fence": [4096, 0, 16]}]
+from kv_nixl_agent.tools.remote import LiveRank, measure_ranks
 
 
 @pytest.fixture
@@ -99,33 +91,6 @@ def test_an_older_rank_other_bytes_and_damaged_metadata_are_results(read, more_w
     found = read(metadata, (address, device, words + (more_words or 0)))
     assert found.code == code
     assert code != "bytes-differ" or "eacc91bb" in found.message
-
-
-@pytest.mark.parametrize(
-    ("found", "code", "said"),
-    [
-        (Measurement([GOOD], CMA), 0, "0.0: 3.00 GB/s, a word in 2 us, checksum 00000001"),
-        (Measurement([GOOD], TCP), 1, "software emulation tcp/lo"),
-        (Measurement([GOOD, RankRead("0.1", "timed-out", "too slow")], CMA), 3, "0.1: too slow (timed-out)"),
-        (Measurement([], error="no NIXL here"), 3, "no NIXL here"),
-    ],
-)
-def test_exit_code_and_words(monkeypatch, capsys, tmp_path, found, code, said):
-    (tmp_path / "ranks.json").write_text(json.dumps(DESCRIBED))
-    monkeypatch.setattr("kv_nixl_agent.tools.cli.measure_ranks", lambda *_, **__: found)
-    assert exit_code("measure", str(tmp_path / "ranks.json")) == code
-    assert said in capsys.readouterr().out
-    assert exit_code("measure", str(tmp_path / "ranks.json"), "--json") == code
-    answer = json.loads(capsys.readouterr().out)
-    assert (len(answer["ranks"]), answer["is_tcp"]) == (len(found.ranks), code == 1)
-
-
-@pytest.mark.parametrize(
-    "fence", [[(1 << 64) - 8 * 16, 0, 16], [-8, 0, 16], [4096, -1, 16], [4096, 0, 1 << 70], [1, 2]]
-)
-def test_a_fence_that_no_rank_has_is_refused_by_name(fence):
-    with pytest.raises(ValueError, match=r"0\.1|not enough values"):
-        read_ranks(json.dumps([*DESCRIBED, {"name": "0.1", "agent_metadata": "AAEC", "fence": fence}]))
 
 
 def test_answers_of_many_ranks_come_whole():

@@ -1,4 +1,4 @@
-"""Odd clients of `kv-nixl serve`, odd answers to `kv-nixl doctor --peer`, children that are cut short: nothing ends on them."""
+"""Odd clients of `kv-nixl serve`, odd answers to `kv-nixl doctor --peer`, odd options, children that are cut short."""
 
 import json
 import os
@@ -9,12 +9,13 @@ from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
+from helpers import exit_code
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from odd_ranks import ODD_VALUES, UNREADABLE, WRONG, changed, places
 
 from kv_nixl_agent import AgentError
-from kv_nixl_agent.tools import remote, report
+from kv_nixl_agent.tools import cli, remote, report
 from kv_nixl_agent.tools.remote import LiveRank, measure_ranks
 from kv_nixl_agent.tools.selftest import Bandwidth, run_selftest
 
@@ -198,7 +199,6 @@ def test_a_child_that_is_cut_short_is_a_result(name, monkeypatch):
 
     monkeypatch.setattr("subprocess.run", cut_short)
     found = measure_ranks([LiveRank("0.0", b"", (1, 0, 1))], most_bytes=0, timeout_s=1.0)
-    assert not found.is_good
     assert found.error
     tested = run_selftest()
     assert not tested.is_ok
@@ -211,3 +211,59 @@ def test_a_child_that_cannot_be_started_is_a_result(monkeypatch):
 
     monkeypatch.setattr("subprocess.run", refuse)
     assert measure_ranks([], most_bytes=0, timeout_s=1.0).error == "the reads cannot be started: no memory"
+
+
+# -------------------------------------------------------------------------------------------------------------- options
+
+ODD_NUMBERS = [
+    "nan",
+    "inf",
+    "-1",
+    "-0.0",
+    "1e400",
+    "99999",
+    "9" * 5000,
+    "",
+    " ",
+    "x",
+    "0x10",
+    "1,5",
+    "\u0663",
+    "--json",
+]
+
+
+@pytest.mark.parametrize("option", ["--port", "--sessions"])
+def test_no_number_ends_the_command_with_a_traceback(option, monkeypatch):
+    served = []
+    monkeypatch.setattr(cli, "serve_peer", lambda _, port, *, sessions: served.append((port, sessions)))
+    for number in ODD_NUMBERS:
+        assert exit_code("serve", option, number) == 2 or number.isdecimal(), number
+    assert all(0 <= port <= 65535 and sessions >= 0 for port, sessions in served)
+
+
+@pytest.mark.parametrize("host", ["a" * 300, "\ud800", "a\0b", "nowhere.invalid", "::1::", "256.0.0.1"])
+def test_a_host_that_does_not_exist_cannot_be_served_on(host, capsys):
+    assert exit_code("serve", "--host", host.encode(errors="replace").decode(), "--port", "0", "--sessions", "1") == 3
+    assert "cannot serve on" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        "nothing",
+        "host:",
+        ":1",
+        "host:x",
+        *(f"::1:{port}" for port in ("9" * 5000, "65536", "\u0665", " 80", "-1", "0")),
+    ],
+)
+def test_a_malformed_peer_is_wrong_usage(endpoint, capsys):
+    assert exit_code("doctor", "--peer", endpoint) == 2
+    assert "is not HOST:PORT" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "a" * 300, "a\0b", "\ud800"])
+def test_an_unreachable_peer_is_a_finding(host):
+    bandwidth, finding = report._try_peer(host, 1)
+    assert (bandwidth, finding.name, finding.severity) == (None, "peer", "error")

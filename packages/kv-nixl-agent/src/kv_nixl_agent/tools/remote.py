@@ -1,7 +1,7 @@
-"""Reads from other processes and hosts: `kv-nixl measure`, `kv-nixl serve` and `kv-nixl doctor --peer`.
+"""Reads from other processes and hosts: `measure_ranks`, `kv-nixl serve` and `kv-nixl doctor --peer`.
 
-`measure` reads the probe pages of live ranks, compares and times them, and tells the transport. The work runs in a child process,
-because UCX reads its log level and its choice of transports when it starts. The ranks' other memory is not read.
+`measure_ranks` reads the probe pages of live ranks, compares and times them, and reports the transport. The work runs in a child
+process, because UCX reads its log level and its choice of transports when it starts. The ranks' other memory is not read.
 
 `serve` and `doctor --peer` exchange one JSON line each way over TCP. The server describes its region, which holds a public test
 pattern and nothing else; it serves until the other side closes the connection.
@@ -51,7 +51,6 @@ __all__ = [
     "measure_peer",
     "measure_ranks",
     "read_rank",
-    "read_ranks",
     "serve_peer",
 ]
 
@@ -121,43 +120,6 @@ class Measurement:
         """Whether some reads go over TCP."""
         return any(is_tcp(path) for path in self.paths)
 
-    @property
-    def is_good(self) -> bool:
-        """Whether all pages came as they should."""
-        return not self.error and all(not rank.code for rank in self.ranks)
-
-    def as_json(self) -> dict[str, object]:
-        """Return plain values for `--json`."""
-        return {**asdict(self), "is_tcp": self.is_tcp}
-
-
-def read_ranks(text: str) -> list[LiveRank]:
-    """Return the ranks that JSON describes: a list of objects with name, agent_metadata (Base64) and fence.
-
-    Raises:
-        ValueError: It does not.
-    """
-    try:
-        described: Any = json.loads(text)
-        if not isinstance(described, list):
-            raise TypeError(type(described).__name__)  # noqa: TRY301 - as for an entry of a wrong type
-        return [_read_rank(entry) for entry in described]
-    except (TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
-        raise ValueError(f"not a list of ranks: {type(error).__name__} {error}") from error
-
-
-def _read_rank(entry: dict[str, Any]) -> LiveRank:
-    address, device, words = (int(number) for number in entry["fence"])
-    if min(address, device, words) < 0 or words > 1 << 32 or device > 1 << 32 or address > (1 << 63):
-        raise ValueError(
-            f"rank {entry['name']}: fence is {entry['fence']}, must be an address, a device and a number of words"
-        )
-    metadata = base64.b64decode(str(entry["agent_metadata"]), validate=True)
-    name = str(entry["name"])
-    if not name.isprintable():
-        raise ValueError(f"name {name!r} must be printable")
-    return LiveRank(name, metadata, (address, device, words))
-
 
 def measure_ranks(ranks: Sequence[LiveRank], *, most_bytes: int, timeout_s: float) -> Measurement:
     """Read from each rank in a child process and return the results; never raises.
@@ -182,7 +144,10 @@ def measure_ranks(ranks: Sequence[LiveRank], *, most_bytes: int, timeout_s: floa
 
 def child(answer: int, most_bytes: int, timeout_s: float) -> None:
     """Be the child: read the ranks that standard input describes; write JSON to a descriptor."""
-    ranks = read_ranks(sys.stdin.read())
+    ranks = [
+        LiveRank(given["name"], base64.b64decode(given["agent_metadata"]), tuple(given["fence"]))
+        for given in json.load(sys.stdin)
+    ]
     memory = np.zeros((_BATCH_PAGES, PROBE_PAGE_BYTES), dtype=np.uint8)
     agent = TransferAgent(f"preflight-{secrets.token_hex(4)}", [(memory.ctypes.data, memory.nbytes, 0, "DRAM")])
     try:
