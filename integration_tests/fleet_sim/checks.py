@@ -289,7 +289,7 @@ def _left_in(engine: Engine) -> list[tuple[str, str]]:
         if registration.leases.live_count():
             found.append(("leases-left", f"{rank} has {registration.leases.live_count()} leases"))
         agent = registration.agent._agent
-        if agent.has_quarantine:
+        if agent.quarantine():
             found.append(("quarantine-left", f"{rank} has {len(agent.quarantine())} transfers in quarantine"))
         found += [(kind, f"{rank} {text}") for kind, text in _left_in_agent(agent)]
         handles = len(agent._port.handles)

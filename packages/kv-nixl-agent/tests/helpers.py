@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from agent_checks.recording import RecordingPort, recording_factory
 
-from kv_nixl_agent import AgentError, AgentOptions, PeerSpec, TransferAgent, TransferOrder
+from kv_nixl_agent import AgentError, PeerSpec, TransferAgent, TransferOrder
 from kv_nixl_agent.testing import FakeFabric
 from kv_nixl_agent.tools.cli import main
 
@@ -68,18 +68,15 @@ class Pair:
         return self.results
 
 
-def make_pair(*, pages=32, page_bytes=64, options=None, producer_options=None, **fabric_arguments):
+def make_pair(*, pages=32, page_bytes=64, options=None, further_regions=(), **fabric_arguments):
     fabric = FakeFabric(**fabric_arguments)
     ports: list[RecordingPort] = []
     factory = recording_factory(fabric.port, ports)
     clock = [100.0]
     local, remote = Pages(pages, page_bytes), Pages(pages, page_bytes, seed=7)
-    producer = TransferAgent(
-        "producer", [remote.region], producer_options, port_factory=factory, clock=lambda: clock[0]
-    )
-    consumer = TransferAgent(
-        "consumer", [local.region], options or AgentOptions(), port_factory=factory, clock=lambda: clock[0]
-    )
+    producer = TransferAgent("producer", [remote.region], port_factory=factory, clock=lambda: clock[0])
+    regions = [local.region, *further_regions]
+    consumer = TransferAgent("consumer", regions, options, port_factory=factory, clock=lambda: clock[0])
     return Pair(fabric, consumer, producer, local, remote, ports, clock)
 
 

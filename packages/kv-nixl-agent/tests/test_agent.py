@@ -71,7 +71,7 @@ def test_a_stopped_peer_times_out_into_quarantine_and_leaves_it_when_it_resumes(
     pair.fabric.agent("producer").resume()
     pair.run(5, step_s=0.5)
     assert pair.consumer.take_quiet() == ["s"]
-    assert not pair.consumer.has_quarantine
+    assert not pair.consumer.quarantine()
 
 
 def test_close_releases_every_handle():

@@ -127,9 +127,8 @@ def test_late_writes_into_released_memory_are_what_quarantine_prevents():
 
 
 def test_mixed_memory_kinds_are_split():
-    pair = make_pair()
     device = Pages(8, 64)
-    pair.consumer.register([(*device.region[:3], "VRAM")])
+    pair = make_pair(further_regions=[(*device.region[:3], "VRAM")])
     rows = np.concatenate([device.rows, pair.local.rows])
     peer_rows = np.concatenate([pair.remote.rows, pair.remote.rows])
     pair.consumer.add_peer(
@@ -206,11 +205,10 @@ def test_two_keys_share_an_agent_whose_metadata_is_the_same(prefix, is_reading, 
 
 def test_two_keys_cannot_share_an_agent_of_other_metadata():
     pair = make_pair()
-    spec = pair.spec(pair.producer, "p")
     pair.connect("p")
-    pair.producer.register([(*Pages(8, 64).region[:3], "VRAM")])
-    assert pair.producer.agent_metadata() != spec.agent_metadata
-    assert code_of(lambda: pair.connect("q")) == "peer-known"
+    other = TransferAgent("producer", [pair.remote.region], port_factory=pair.fabric.port)
+    assert other.agent_metadata() != pair.producer.agent_metadata()
+    assert code_of(lambda: pair.consumer.add_peer(pair.spec(other, "q"))) == "peer-known"
     assert pair.consumer.has_peer("p")
     assert not pair.consumer.has_peer("q")
 

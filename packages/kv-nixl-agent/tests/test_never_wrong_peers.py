@@ -24,7 +24,8 @@ def test_replacing_a_peer_keeps_the_bound_on_its_quarantine():
         else:
             accepted += 1
         pair.run(2, step_s=0.2)
-        pair.consumer.replace_peer(pair.spec(pair.producer))
+        pair.consumer.remove_peer("p")
+        pair.consumer.add_peer(pair.spec(pair.producer))
     assert accepted == 4
     assert len(pair.consumer.quarantine()) == 4
     pair.fabric.agent("producer").resume()
@@ -44,11 +45,12 @@ def test_a_peer_that_is_killed_and_replaced_between_two_polls_is_found_disconnec
     pair.run(3, step_s=0.2)
     pair.fabric.agent("producer").die()
     again = TransferAgent("producer", [pair.remote.region], port_factory=pair.fabric.port)
-    pair.consumer.replace_peer(pair.spec(again))
+    pair.consumer.remove_peer("p")
+    pair.consumer.add_peer(pair.spec(again))
     pair.run(2, step_s=0.1)
     assert pair.results["r"].code == ("peer-disconnected" if when == "on the wire" else "deadline-exceeded")
     assert pair.results["r"].is_memory_quiet is (when == "on the wire")
-    assert not pair.consumer.has_quarantine
+    assert not pair.consumer.quarantine()
     assert pair.consumer.take_quiet() == ([] if when == "on the wire" else ["r"])
 
 

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from kv_nixl_agent import AgentError, AgentOptions, BackendOptions, ThreadOptions
 from kv_nixl_agent.errors import ERROR_CODES
+from kv_nixl_agent.memory.peers import add_checksum, open_metadata, peek_agent_name
 from kv_nixl_agent.memory.rows import RowTable, check_rows
 from kv_nixl_agent.nixl.binding import expand_rows
-from kv_nixl_agent.nixl.metadata import add_checksum, open_metadata, peek_agent_name
 from kv_nixl_agent.transfers.queue import order_for_merging, spread_runs
 from kv_nixl_agent.values import MemoryRegion
 

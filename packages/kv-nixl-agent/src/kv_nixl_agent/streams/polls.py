@@ -274,7 +274,6 @@ class StreamPoller:
         polls.dropped += polls.strips
         watches, polls.watches, polls.tables, polls.strip = polls.watches, [], [], None
         for watch in watches:
-            watch.is_live = False
             self._counts["streams_broken"] += 1
             self._tell(watch, partial(watch.listener.broken, code, message))
 
@@ -332,8 +331,6 @@ class StreamWatch:
         self.listener = listener
         self.seen: int | None = None
         """Progress word that the listener received last."""
-        self.is_live = True
-        """Whether the peer is polled for this watch."""
         self.is_wanted = True
         """Whether the listener still wants calls."""
 
@@ -384,14 +381,13 @@ class StreamWatch:
                 f"entries {first} to {stop - 1} of a table of peer {self._polls.peer.key!r}: it has room for {layout.capacity}",
                 peer=self._polls.peer.key,
             )
-        if self.is_live:
+        if self in self._polls.watches:
             self._polls.tables.append(_TableRead(self, tag, first, stop))
 
     def end(self) -> None:
         """Stop watching; the listener gets no further calls. May be called more than once."""
         self.is_wanted = False
-        if self.is_live:
-            self.is_live = False
+        if self in self._polls.watches:
             self._polls.forget(self)
 
 

@@ -44,15 +44,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 
-__all__ = [
-    "LiveRank",
-    "Measurement",
-    "RankRead",
-    "measure_peer",
-    "measure_ranks",
-    "read_rank",
-    "serve_peer",
-]
+__all__ = ["LiveRank", "Measurement", "RankRead", "measure_peer", "measure_ranks", "read_rank", "serve_peer"]
 
 _BATCH_PAGES: Final = 256
 _LEAST_READS: Final = 3
