@@ -80,6 +80,14 @@ def make_pair(*, pages=32, page_bytes=64, options=None, further_regions=(), **fa
     return Pair(fabric, consumer, producer, local, remote, ports, clock)
 
 
+def connected(*, turns=5, **arguments):
+    """Return a pair whose consumer knows the producer as `p`, after some turns, in which the warm-up ends."""
+    pair = make_pair(**arguments)
+    pair.connect()
+    pair.run(turns)
+    return pair
+
+
 def order(transfer_id, local, theirs, **arguments):
     arguments.setdefault("peer", "p")
     return TransferOrder(

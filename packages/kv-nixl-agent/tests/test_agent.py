@@ -4,15 +4,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from helpers import code_of, make_pair, order
+from helpers import code_of, connected, order
 
 from kv_nixl_agent import AgentOptions
 
 
 def test_reads_of_a_stopped_peer_are_reported_as_stalled_and_go_on():
-    pair = make_pair(options=AgentOptions(stall_after_s=2.0, chunk_rows=2))
-    pair.connect()
-    pair.run(5)
+    pair = connected(options=AgentOptions(stall_after_s=2.0, chunk_rows=2))
     pair.consumer.post(order("moves", [0, 1], [0, 1], deadline_s=100.0))
     assert pair.run(40, step_s=0.25)["moves"].outcome == "done"
     assert pair.consumer.stalls() == []
@@ -33,9 +31,9 @@ def test_reads_of_a_stopped_peer_are_reported_as_stalled_and_go_on():
 
 
 def test_an_end_of_one_part_is_progress():
-    pair = make_pair(options=AgentOptions(stall_after_s=2.0, chunk_rows=1, max_inflight_bytes=64), latency_polls=6)
-    pair.connect()
-    pair.run(40)
+    pair = connected(
+        turns=40, options=AgentOptions(stall_after_s=2.0, chunk_rows=1, max_inflight_bytes=64), latency_polls=6
+    )
     pages = list(range(8))
     pair.consumer.post(order("slow", pages, pages, deadline_s=1000.0))
     seen = 0
@@ -46,20 +44,8 @@ def test_an_end_of_one_part_is_progress():
     assert seen == 0
 
 
-def test_without_a_limit_nothing_stalls():
-    pair = make_pair(options=AgentOptions(stall_after_s=None))
-    pair.connect()
-    pair.run(5)
-    pair.fabric.agent("producer").stop()
-    pair.consumer.post(order("s", [0], [0], deadline_s=1000.0))
-    pair.run(100, step_s=0.5)
-    assert pair.consumer.stalls() == []
-
-
 def test_a_stopped_peer_times_out_into_quarantine_and_leaves_it_when_it_resumes():
-    pair = make_pair()
-    pair.connect()
-    pair.run(5)
+    pair = connected()
     pair.fabric.agent("producer").stop()
     pair.consumer.post(order("s", [0], [0], deadline_s=1.0))
     pair.run(5, step_s=0.5)
@@ -74,28 +60,9 @@ def test_a_stopped_peer_times_out_into_quarantine_and_leaves_it_when_it_resumes(
     assert not pair.consumer.quarantine()
 
 
-def test_close_releases_every_handle():
-    pair = make_pair(options=AgentOptions(close_wait_s=0.05))
-    pair.connect()
-    pair.fabric.agent("producer").stop()
-    pair.consumer.post(order("s", [0], [0]))
-    pair.consumer.advance()
-    pair.consumer.close()
-    pair.consumer.close()
-    (result,) = pair.consumer.take_results()
-    assert (result.outcome, result.is_memory_quiet) == ("cancelled", False)
-    assert pair.consumer.take_quiet() == ["s"]
-    port = pair.ports[1]
-    assert port.open_handles() == {"registration": 0, "prepared": 0, "transfer": 0}
-    assert port.double_releases == 0
-    assert port.peers == set()
-
-
 def test_close_lets_what_is_on_the_wire_end():
     """UCX aborts the process when a copy is interrupted by the end of its worker."""
-    pair = make_pair(latency_polls=20)
-    pair.connect()
-    pair.run(30)
+    pair = connected(turns=30, latency_polls=20)
     pair.consumer.post(order("midway", [3], [4]))
     pair.consumer.advance()
     pair.consumer.close()
@@ -109,8 +76,7 @@ def test_close_waits_for_a_stopped_peer_no_longer_than_it_was_told(wait_s, monke
     """Under a clock of its own: only what the close itself sleeps counts, not what a busy machine adds."""
     now_s = [50.0]
     clock = SimpleNamespace(monotonic=lambda: now_s[0], sleep=lambda pause_s: now_s.append(now_s.pop() + pause_s))
-    pair = make_pair(options=AgentOptions(close_wait_s=wait_s))
-    pair.connect()
+    pair = connected(turns=0, options=AgentOptions(close_wait_s=wait_s))
     pair.fabric.agent("producer").stop()
     pair.consumer.post(order("stuck", [0], [0]))
     pair.consumer.advance()

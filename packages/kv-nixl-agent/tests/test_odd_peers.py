@@ -1,23 +1,70 @@
 """Odd clients of `kv-nixl serve`, odd answers to `kv-nixl doctor --peer`, odd options, children that are cut short."""
 
+import copy
 import json
+import math
 import os
 import socket
 import subprocess
 import threading
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 from helpers import exit_code
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from odd_ranks import ODD_VALUES, UNREADABLE, WRONG, changed, places
 
 from kv_nixl_agent import AgentError
 from kv_nixl_agent.tools import cli, remote, report
 from kv_nixl_agent.tools.remote import LiveRank, measure_ranks
 from kv_nixl_agent.tools.selftest import Bandwidth, run_selftest
+
+UNREADABLE = {
+    "empty": b"",
+    "blank": b" \n",
+    "no UTF-8": b"\xff\xfe\x00\x01",
+    "Latin-1": b'["\xe9"]',
+    "zero bytes": b"\0" * 100,
+    "no JSON": b"name: 0.0",
+    "half": b'[{"name": ',
+    "digits": b"1" * 5000,
+    **{f"lists {depth}": b"[" * depth + b"]" * depth for depth in (40, 950, 200_000)},
+    **{f"open lists {depth}": b"[" * depth for depth in (1000, 200_000)},
+    **{f"objects {depth}": b'[{"a":' * depth + b"1" + b"}]" * depth for depth in (250, 5000)},
+}
+WRONG = {
+    "number": b"5",
+    "text": b'"x"',
+    "null": b"null",
+    "NaN": b"NaN",
+    "object": b"{}",
+    "numbers": b"[1]",
+    "lists": b"[[[]]]",
+    "nulls": b"[null]",
+}
+ODD_VALUES = [
+    *(None, True, 0, -1, 5, 2**64, 10**400, 1.5, math.nan, math.inf, "", "x", "\ud800", "\x1b[2J", "\u0663"),
+    *([], [1], [[]], {}, {"a": 1}),
+]
+
+
+def places(value, at=()):
+    below: Any = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, child in below:
+        yield (*at, key)
+        yield from places(child, (*at, key))
+
+
+def changed(value, place, odd):
+    made = copy.deepcopy(value)
+    inner = made
+    for key in place[:-1]:
+        inner = inner[key]
+    inner[place[-1]] = odd
+    return made
+
 
 # -------------------------------------------------------------------------------------------------------------- clients
 

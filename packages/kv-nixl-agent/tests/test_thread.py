@@ -13,7 +13,6 @@ from helpers import Pages, code_of, wait_for
 
 from kv_nixl_agent import AgentError, AgentOptions, PeerSpec, ThreadOptions, TransferResult, TransferThread
 from kv_nixl_agent.mailbox import Pacer
-from kv_nixl_agent.nixl.side_effects import POOL
 from kv_nixl_agent.testing import FakeFabric
 
 
@@ -81,13 +80,6 @@ def ranks():
 def test_owner_methods_refuse_other_threads(ranks):
     _, _, consumer = ranks
     assert code_of(lambda: consumer.thread.agent.has_peer("p")) == "wrong-thread"
-
-
-@pytest.mark.parametrize("state", ["zeroed", "off"])
-def test_health_tells_whether_ucx_has_zeroed_requests(ranks, monkeypatch: pytest.MonkeyPatch, state: str) -> None:
-    _, _, consumer = ranks
-    monkeypatch.setattr(POOL, "state", state)
-    assert consumer.thread.health().ucx_requests == state
 
 
 def test_timers_run_on_the_owner_thread(ranks):
