@@ -199,12 +199,5 @@ def test_the_text_ends_with_the_verdict_and_no_line_is_long():
     assert " ".join(" ".join(lines).split()).count("many words") == 30
     text = "\n".join(lines)
     assert "7.25, used" in text
+    assert report_lines(Report(findings[:1], (), ()))[-1] == "All is well. Exit code 0."
     assert "unusable: no RDMA device" in text
-
-
-@pytest.mark.parametrize(
-    ("severity", "verdict"),
-    [("ok", "All is well. Exit code 0."), ("error", "It does not work (1 error). Exit code 3.")],
-)
-def test_the_verdict(severity, verdict):
-    assert report_lines(Report([Finding("x", severity, "text")], (), ()))[-1] == verdict

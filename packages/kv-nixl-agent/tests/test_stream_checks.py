@@ -25,8 +25,9 @@ class InProcessStreams:
     """Producer of the checks over an agent of the same process."""
 
     def __init__(self, fabric):
-        self._fabric = fabric
         self.agent = TransferAgent("producer", [], OPTIONS, port_factory=fabric.port)
+        port = fabric.agent("producer")
+        self.stop, self.resume, self.kill, self.deregister = port.stop, port.resume, port.die, self.agent.close
         words = self.agent.stream_words
         assert words is not None
         self.words = words
@@ -50,18 +51,6 @@ class InProcessStreams:
     def finish_rewriting(self):
         self._rewriting.join(10)
         return self._begun
-
-    def stop(self):
-        self._fabric.agent("producer").stop()
-
-    def resume(self):
-        self._fabric.agent("producer").resume()
-
-    def kill(self):
-        self._fabric.agent("producer").die()
-
-    def deregister(self):
-        self.agent.close()
 
 
 def make_stage(latency_polls, ports=None):
