@@ -288,7 +288,7 @@ def _in_rank(worker: WorkerSide) -> list[tuple[bool, str, str]]:
         (bool(worker._due_reads), "due-reads-left", f"{len(worker._due_reads)} reads that have not been reported"),
         (bool(reads["transfers"]), "transfers-left", f"{reads['transfers']} transfers"),
         (bool(leases), "leases-left", f"{leases} leases"),
-        (agent.has_quarantine, "quarantine-left", f"{len(agent.quarantine())} transfers in quarantine"),
+        (bool(agent.quarantine()), "quarantine-left", f"{len(agent.quarantine())} transfers in quarantine"),
         (bool(count or in_flight), "queue-left", f"{count:.0f} waiting transfers and {in_flight:.0f} bytes in flight"),
         (scratch != _SCRATCH_WORDS, "scratch-left", f"{scratch:.0f} of {_SCRATCH_WORDS} scratch words"),
         (bool(watched), "watches-left", f"{watched:.0f} streams that it watches"),

@@ -131,7 +131,6 @@ PIPED = [
     ("kv-handshake", "serve", "{recording}"),
     ("kv-nixl", "doctor", "--help"),
     ("kv-nixl", "serve", "--help"),
-    ("kv-nixl", "measure", "--help"),
     ("kv-topology", "plan", EXAMPLE, "--json"),
     ("kv-topology", "explain", EXAMPLE, "--slices", "64"),
     ("vllm-adapter", "config", "--explain"),
