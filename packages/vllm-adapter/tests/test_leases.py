@@ -12,7 +12,7 @@ from lease_bench import FENCE, Bench
 from scheduler_engine import Engine
 
 from kv_handshake import Codec
-from kv_scheduler_state import GrantOrder, StepPlan
+from kv_scheduler_state import StepPlan
 
 
 @pytest.fixture
@@ -144,14 +144,6 @@ def test_all_leases_end_also_without_a_fence_array(bench: Bench) -> None:
     bench.lease()
     bench.leases.end_all(has_fences=False)
     assert (bench.sent, bench.agent.fences) == (["r"], [])
-
-
-def test_a_grant_of_lost_pages_ends_at_once(bench: Bench) -> None:
-    bench.leases.expect(["r"])
-    bench.leases.apply(StepPlan(grants=(GrantOrder("r", 30.0, FENCE), GrantOrder("good", 30.0, None)), revokes=("r",)))
-    bench.leases.tick()
-    assert bench.sent == ["r"]
-    assert bench.leases.live_count() == 1
 
 
 # ---------------------------------------------------------------------------------------------- nonces

@@ -112,15 +112,6 @@ def test_one_read_gives_way_per_second_until_none_waits() -> None:
     assert given_up(engine, questions, for_s=5.0) == ()
 
 
-@pytest.mark.never_wrong("B13")
-def test_a_producer_just_waits_for_its_readers() -> None:
-    """It has no reads, so nobody waits for it in a circle: its readers come, or the lease expires."""
-    engine = Engine("P")
-    assert engine.prefill("lease", TEXT) is not None
-    engine.step()
-    assert given_up(engine, prompt(engine), for_s=5.0) == ()
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_is_given_up_while_something_runs_or_before_a_second_is_over(kind: Callable[[Engine], Round]) -> None:
     engine = leased()

@@ -21,10 +21,11 @@ from kv_handshake.sockets.router import Incoming
 from kv_handshake.sockets.watch import Sender
 from kv_handshake.stream.desk import AskDesk, AskLimits
 from kv_handshake.stream.messages import encode_ask, encode_cancel
-from kv_scheduler_state.streams import StreamOutcome
+from kv_scheduler_state.streams import StreamOutcome, StreamStanding
 from vllm_adapter.observe.cause_log import CauseLog
 from vllm_adapter.scheduler.streams import _AGAIN
 
+HAND_OVER, DIGEST = "0f" * 16, "d1" * 32
 SECRETS = (b"a fleet secret, 16+",)
 TICKET = {"do_remote_prefill": True, "remote_block_ids": [[]], "remote_request_id": "p-1"}
 OFFER = {"kind": "offer", "request_id": "p-1", "slot": 3, "generation": 5, "tag": 5, "ticket": TICKET}
@@ -41,8 +42,8 @@ class Question:
     port: int
     request_id: str = "d-1"
     number: int = 1
-    hand_over_id: str = "0f" * 16
-    digest: str = "d1" * 32
+    hand_over_id: str = HAND_OVER
+    digest: str = DIGEST
     tokens: int = 100
     wants_final: bool = False
 
@@ -172,9 +173,9 @@ def test_a_question_is_answered_with_a_later_step(wire: Any, secrets: Sequence[b
     asked = dict(pair.producer.asked[asker])
     assert len(str(asked.pop("nonce"))) == 32
     assert asked == {
-        "hand_over_id": "0f" * 16,
+        "hand_over_id": HAND_OVER,
         "number": 1,
-        "digest": "d1" * 32,
+        "digest": DIGEST,
         "tokens": 100,
         "wants_final": False,
     }
@@ -182,20 +183,6 @@ def test_a_question_is_answered_with_a_later_step(wire: Any, secrets: Sequence[b
     pair.producer.answers.append(Answer(asker, answer))
     request_id, number, read = pair.answered()
     assert (request_id, number, {key: read[key] for key in answer}) == ("d-1", 1, answer)
-
-
-def test_many_questions_are_open_at_once_and_answered_in_any_order(wire: Any) -> None:
-    pair = Pair(wire)
-    for number in range(1, 31):
-        pair.ask(number=number, request_id=f"d-{number}")
-    pair.asker(30)
-    numbers = {asker: question["number"] for asker, question in pair.producer.asked.items()}
-    for asker in reversed(numbers):
-        pair.producer.answers.append(Answer(asker, {**OFFER, "slot": numbers[asker]}))
-    pair.until(lambda: len(pair.consumer.answers_given) == 30)
-    assert {(f"d-{read['slot']}", read["slot"]) for *_, read in pair.consumer.answers_given} == {
-        (request_id, number) for request_id, number, _ in pair.consumer.answers_given
-    }
 
 
 def test_a_question_that_is_taken_back_is_forgotten_by_the_peer(wire: Any) -> None:
@@ -226,12 +213,6 @@ def test_engines_of_different_secrets_hand_over_whole_and_say_so_once(
     (line,) = [each for each in caplog.messages if "are computed here" in each]
     assert line.endswith(": hand-over-seal"), "also where the peer could not read the question"
     assert not any(secret.decode() in each for each in caplog.messages for secret in (*SECRETS, *theirs))
-
-
-def test_a_peer_that_is_not_there_is_not_asked_again(wire: Any, free_port: int) -> None:
-    pair = Pair(wire)
-    pair.ask(port=free_port)
-    assert pair.answered() == ("d-1", 1, {**PLAIN, "code": "connection-refused"})
 
 
 def test_a_reason_is_said_again_once_it_is_another_one_or_was_gone_meanwhile(
@@ -272,19 +253,6 @@ def test_a_question_that_cannot_be_asked_makes_its_hand_over_plain(wire: Any) ->
     pair = Pair(wire)
     pair.ask(digest="")
     assert pair.answered() == ("d-1", 1, PLAIN)
-
-
-def test_after_the_end_nothing_is_asked_or_answered(wire: Any) -> None:
-    pair = Pair(wire)
-    pair.ask()
-    asker = pair.asker()
-    pair.there.close()
-    pair.producer.answers.append(Answer(asker, OFFER))
-    pair.there.receive(0.0)
-    pair.there.send()
-    pair.here.close()
-    pair.here.close()
-    assert pair.answered() == ("d-1", 1, {**UNANSWERED, "code": "closed"})
 
 
 @pytest.mark.parametrize("code", sorted(_AGAIN))
@@ -329,6 +297,53 @@ def test_a_hook_waits_for_nothing(wire: Any, free_port: int) -> None:
     pair.here.send()
     assert time.perf_counter() - began_s < 1.0
     pair.asker(100)
+
+
+# Answers that stand: the listener's thread gives them by itself, also while the engine is in a step or at rest.
+
+
+def test_an_offer_is_given_while_a_step_runs_but_not_to_who_wants_the_final_ticket() -> None:
+    pair = Pair(InMemory())
+    pair.producer.standings.append(StreamStanding(HAND_OVER, DIGEST, OFFER))
+    pair.turn()
+    pair.ask()
+    assert [answer["kind"] for *_, answer in pair.consumer.answers_given] == ["offer"]
+    assert not pair.producer.asked, "no step was needed"
+    pair.ask(number=2, wants_final=True)
+    assert len(pair.consumer.answers_given) == 1
+    assert [question["wants_final"] for question in pair.producer.asked.values()] == [True]
+
+
+def test_the_board_of_answers_has_a_bound() -> None:
+    pair = Pair(InMemory())
+    pair.producer.standings.extend(StreamStanding(f"{number:032x}", DIGEST, FINAL) for number in range(5000))
+    pair.turn()
+    assert len(pair.there._board) == 4096
+    assert f"{4999:032x}" in pair.there._board
+
+
+class _PublishedMeanwhile(dict[str, Any]):
+    """A board on which an answer is published right after the listener's thread has looked for it."""
+
+    def get(self, key: str, default: Any = None) -> Any:
+        found = super().get(key, default)
+        self[key] = "", FINAL
+        return found
+
+
+def test_an_answer_that_is_published_while_a_question_arrives_reaches_it_without_a_further_step() -> None:
+    """The engine rests from then on: nobody would take the question out of the inbox."""
+    pair = Pair(InMemory())
+    channel: Any = pair.there
+    channel._board = _PublishedMeanwhile()
+    pair.consumer.questions.append(Question("127.0.0.1", pair.wire.port))
+    pair.here.send()
+    pair.here.receive(0.0)
+    assert [answer["kind"] for *_, answer in pair.consumer.answers_given] == ["final"]
+    assert not channel._questions
+
+
+# Questions that wait
 
 
 class Desk:
