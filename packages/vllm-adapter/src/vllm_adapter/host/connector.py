@@ -32,7 +32,6 @@ from vllm_adapter.host.vllm import (
     engine_facts,
     extra_config,
     has_content_ids,
-    is_tracing,
 )
 from vllm_adapter.observe.cause_log import tag_lines
 from vllm_adapter.steps import RankRegistration, StepOrders, StepReport
@@ -321,7 +320,7 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
 
 def _span_writer(config: VllmConfig, facts: EngineFacts, *, is_worker: bool) -> SpanWriter | None:
     """Return the span writer; None where the engine does not trace. OpenTelemetry is imported only where it traces."""
-    if not is_tracing(config):
+    if config.observability_config.otlp_traces_endpoint is None:
         return None
     from vllm_adapter.observe.spans import SpanWriter
 
