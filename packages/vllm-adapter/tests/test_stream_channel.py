@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -92,20 +93,9 @@ class Machines:
     def cancel(self, asker: str, hand_over_id: str) -> None:
         self.gone.append((asker, hand_over_id))
 
-    def take_answers(self) -> Sequence[Answer]:
-        return _taken(self.answers)
-
-    def take_standings(self) -> Sequence[Any]:
-        return _taken(self.standings)
-
-    def take_questions(self) -> Sequence[Question]:
-        return _taken(self.questions)
-
-    def take_outcomes(self) -> Sequence[Any]:
-        return _taken(self.outcomes)
-
-    def take_cancels(self) -> Sequence[tuple[str, int]]:
-        return _taken(self.cancels)
+    def __getattr__(self, name: str) -> Any:
+        """Return what takes the items of a kind: `take_answers` and its like."""
+        return partial(_taken, self.__dict__[name.removeprefix("take_")])
 
     def answered(self, request_id: str, number: int, answer: Mapping[str, object], *, now_s: float) -> bool:
         self.answers_given.append((request_id, number, dict(answer)))
