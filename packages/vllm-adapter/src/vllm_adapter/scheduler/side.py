@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 
 from vllm_adapter.observe.cause_log import CauseLog
 from vllm_adapter.observe.recorder import Recorder
-from vllm_adapter.scheduler.chunks import PrefillChunks
+from vllm_adapter.scheduler.chunks import FollowedPrompt, PrefillChunks
 from vllm_adapter.scheduler.followed import FollowedRequest, FollowedRequests
 from vllm_adapter.scheduler.holdings import Holdings
 from vllm_adapter.scheduler.hooks import Guard
@@ -162,8 +162,9 @@ class SchedulerSide:
             self._outcomes.not_shortened(arrival.request_id)
         if admission.is_early and self._streams is not None:
             self._streams.check_whole(arrival, tail=tail, is_shortened=is_shortened)
-        tokens = arrival.prompt_tokens - tail * is_shortened
-        self.chunks.watch(arrival.request_id, tokens, is_early=admission.is_early)
+        if admission.is_early or self._facts.is_mirrored:
+            tokens = arrival.prompt_tokens - tail * is_shortened
+            self.chunks.prompts[arrival.request_id] = FollowedPrompt(tokens)
 
     def external_tokens(self, request_id: str, computed_tokens: int) -> tuple[int | None, bool]:
         """Return the tokens to load beyond the local prefix hit, and whether they load between steps.
@@ -342,7 +343,7 @@ class SchedulerSide:
         with Guard(self._log, "giving up a read", consequence="requests that wait for blocks go on waiting"):
             request_id = self._state.give_way(now_s=now_s)
             if request_id:
-                self._outcomes.gave_way(request_id, self._state.lease_count, self._holdings.leased[0])
+                self._outcomes.gave_way(request_id, *self._holdings.leases[:2])
 
     def update_output(self, report: StepReport) -> None:
         """Take in the workers' report of a step; ids of other connectors beside this one may be among its own."""
