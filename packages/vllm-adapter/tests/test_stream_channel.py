@@ -312,20 +312,22 @@ def test_the_board_of_answers_has_a_bound() -> None:
     assert f"{4999:032x}" in pair.there._board
 
 
-class _PublishedMeanwhile(dict[str, Any]):
-    """A board on which an answer is published right after the listener's thread has looked for it."""
+class _PublishedMeanwhile(dict[int, Any]):
+    """An inbox during whose use an answer is published."""
 
-    def get(self, key: str, default: Any = None) -> Any:
-        found = super().get(key, default)
-        self[key] = "", FINAL
-        return found
+    def __init__(self, board: dict[str, Any]) -> None:
+        self._board = board
+
+    def __setitem__(self, key: int, question: Any) -> None:
+        self._board[HAND_OVER] = "", FINAL
+        super().__setitem__(key, question)
 
 
 def test_an_answer_that_is_published_while_a_question_arrives_reaches_it_without_a_further_step() -> None:
     """The engine rests from then on: nobody would take the question out of the inbox."""
     pair = Pair(InMemory())
     channel: Any = pair.there
-    channel._board = _PublishedMeanwhile()
+    channel._questions = _PublishedMeanwhile(channel._board)
     pair.consumer.questions.append(Question("127.0.0.1", pair.wire.port))
     pair.here.send()
     pair.here.receive(0.0)

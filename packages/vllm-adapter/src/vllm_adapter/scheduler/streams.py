@@ -349,23 +349,21 @@ class Streaming:
                 # No answer can be bound to the question; the asker treats an empty one as a wrong seal.
                 self._listener.answer(ask_id, b"")
             return
-        standing = self._standing_for(question)
-        if standing is None:
-            self._questions[ask_id] = question
-            # Look again: an engine that published its last answer meanwhile may rest now, and takes no question from the inbox.
-            standing = self._standing_for(question)
-            if standing is None or self._questions.pop(ask_id, None) is None:
-                return  # it waits for a step, the machines have it, or its asker has gone
-        digest, answer = standing
-        is_same = not digest or compare_digest(digest.encode(), str(question["digest"]).encode())
-        self._send_answer(ask_id, question, answer if is_same else _mismatch(answer))
-
-    def _standing_for(self, question: Message) -> tuple[str, Message] | None:
-        """Return the published answer that settles a question, with its digest; None if there is none."""
+        # The inbox first: an engine that publishes its last answer now may rest then, and takes nothing from the inbox any more.
+        self._questions[ask_id] = question
         standing = self._board.get(str(question["hand_over_id"]))
         # An offer does not settle a question for the final ticket.
-        is_settled = standing is not None and (standing[1]["kind"] != "offer" or not question["wants_final"])
-        return standing if is_settled else None
+        if standing is None or (standing[1]["kind"] == "offer" and question["wants_final"]):
+            return
+        if self._questions.pop(ask_id, None) is None:
+            return  # the machines have it, or its asker has gone
+        digest, answer = standing
+        if digest and not compare_digest(digest.encode(), str(question["digest"]).encode()):
+            ticket = cast("Message", answer["ticket"])
+            answer = {"kind": "no", "reason": "digest-mismatch"}
+            if ticket.get("kv_media") is not None:
+                answer["media"] = ticket["kv_media"]
+        self._send_answer(ask_id, question, answer)
 
     def _on_taken_back(self, ask_id: int) -> None:
         if self._questions.pop(ask_id, None) is None:
@@ -385,26 +383,14 @@ class Streaming:
             answer = {**answer, "code": code}
         elif code:
             answer = {"kind": "no", "reason": "not-streamed", "code": code}
-            self._note_plain_peer(peer, code)
+            if self._plain_peers.get(peer) != code:  # logged again after the reason has changed or has been absent
+                self._note_plain_peer(peer, code)
         self._answers.append((*key, answer))
 
     def _note_plain_peer(self, peer: tuple[str, int], code: str) -> None:
-        """Log why a peer's prompts cannot be read; log again after the reason has changed or has been absent."""
-        if self._plain_peers.get(peer) == code:
-            return
         self._plain_peers[peer] = code
         if len(self._plain_peers) > _MOST_PEERS:
             self._plain_peers.popitem(last=False)
-        what = (
-            "are computed here, not streamed"
-            if code == _UNSUPPORTED
-            else "cannot be asked for now, and are computed here"
-        )
+        unable = "cannot be asked for now, and are computed here"
+        what = "are computed here, not streamed" if code == _UNSUPPORTED else unable
         self._log.warning(code, f"prompts of %s port %d {what}: %s", *peer, code)
-
-
-def _mismatch(granting: Message) -> Message:
-    """Return the answer to a question about another prompt than that of an offer or a final answer."""
-    ticket = cast("Message", granting["ticket"])
-    media = ticket.get("kv_media")
-    return {"kind": "no", "reason": "digest-mismatch", **({} if media is None else {"media": media})}
