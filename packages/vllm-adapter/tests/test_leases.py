@@ -52,6 +52,7 @@ def test_all_readers_must_report_and_none_counts_twice(bench: Bench) -> None:
     assert bench.sent == ["r"]
 
 
+@pytest.mark.never_wrong("B12")
 def test_heartbeats_keep_a_lease_and_silence_ends_it(bench: Bench) -> None:
     bench.lease(lease_s=30)
     bench.now_s += 25
@@ -64,6 +65,7 @@ def test_heartbeats_keep_a_lease_and_silence_ends_it(bench: Bench) -> None:
     bench.leases.tick()
     assert bench.sent == ["r"]
     assert bench.counts["num_kv_expired_reqs"] == 1
+    assert len(bench.recorder.warnings) == 1
     bench.read()
     assert bench.counts["num_notifications_after_expiry"] == 1
 
