@@ -22,7 +22,7 @@ from kv_handshake.sockets.router import Incoming
 from kv_handshake.sockets.watch import Sender
 from kv_handshake.stream.desk import AskDesk, AskLimits
 from kv_handshake.stream.messages import encode_ask, encode_cancel
-from kv_scheduler_state.streams import StreamOutcome, StreamStanding
+from kv_scheduler_state.streams import StreamAnswer, StreamOutcome, StreamQuestion, StreamStanding
 from vllm_adapter.observe.cause_log import CauseLog
 from vllm_adapter.scheduler.streams import _AGAIN
 
@@ -35,26 +35,7 @@ BUSY, PLAIN = {"kind": "no", "reason": "busy"}, {"kind": "no", "reason": "not-st
 UNANSWERED = {"kind": "no", "reason": "unanswered"}
 
 
-@dataclass(frozen=True)
-class Question:
-    """A question of the consumer's machines."""
-
-    host: str
-    port: int
-    request_id: str = "d-1"
-    number: int = 1
-    hand_over_id: str = HAND_OVER
-    digest: str = DIGEST
-    tokens: int = 100
-    wants_final: bool = False
-
-
-@dataclass(frozen=True)
-class Answer:
-    """An answer of the producer's machines."""
-
-    asker: str
-    answer: dict[str, object]
+QUESTION = StreamQuestion("d-1", 1, "127.0.0.1", 0, HAND_OVER, DIGEST, 100, wants_final=False)
 
 
 def _taken(items: list[Any]) -> list[Any]:
@@ -67,9 +48,9 @@ def _taken(items: list[Any]) -> list[Any]:
 class Machines:
     """Both halves of the request machines, as far as a channel sees them."""
 
-    questions: list[Question] = field(default_factory=list)
+    questions: list[StreamQuestion] = field(default_factory=list)
     cancels: list[tuple[str, int]] = field(default_factory=list)
-    answers: list[Answer] = field(default_factory=list)
+    answers: list[StreamAnswer] = field(default_factory=list)
     standings: list[Any] = field(default_factory=list)
     outcomes: list[Any] = field(default_factory=list)
     asked: dict[str, Mapping[str, object]] = field(default_factory=dict)
@@ -115,7 +96,7 @@ class Pair:
         wire.start()
 
     def ask(self, **changes: Any) -> None:
-        self.consumer.questions.append(Question(**{"host": "127.0.0.1", "port": self.wire.port, **changes}))
+        self.consumer.questions.append(QUESTION._replace(**{"port": self.wire.port, **changes}))
         self.turn()
 
     def turn(self) -> None:
@@ -170,7 +151,7 @@ def test_a_question_is_answered_with_a_later_step(wire: Any, secrets: Sequence[b
         "wants_final": False,
     }
     assert not pair.consumer.answers_given
-    pair.producer.answers.append(Answer(asker, answer))
+    pair.producer.answers.append(StreamAnswer(asker, 1, answer))
     request_id, number, read = pair.answered()
     assert (request_id, number, {key: read[key] for key in answer}) == ("d-1", 1, answer)
 
@@ -182,9 +163,9 @@ def test_a_question_that_is_taken_back_is_forgotten_by_the_peer(wire: Any) -> No
     pair.consumer.cancels.append(("d-1", 1))
     pair.until(lambda: pair.producer.gone)
     assert pair.producer.gone == [(asker, "0f" * 16)]
-    pair.producer.answers.append(Answer(asker, OFFER))  # crosses with the end of the question
+    pair.producer.answers.append(StreamAnswer(asker, 1, OFFER))  # crosses with the end of the question
     pair.ask(number=2)
-    pair.producer.answers.append(Answer(pair.asker(2), FINAL))
+    pair.producer.answers.append(StreamAnswer(pair.asker(2), 1, FINAL))
     assert pair.answered()[1] == 2
 
 
@@ -197,7 +178,7 @@ def test_engines_of_different_secrets_hand_over_whole_and_say_so_once(
         for number in (1, 2):
             pair.ask(number=number)
             if not theirs:  # it opens every question, and its answer has no seal
-                pair.producer.answers.append(Answer(pair.asker(number), OFFER))
+                pair.producer.answers.append(StreamAnswer(pair.asker(number), 1, OFFER))
             assert pair.answered() == ("d-1", number, {**PLAIN, "code": "hand-over-seal"})
     assert len(pair.producer.asked) == (0 if theirs else 2)
     (line,) = [each for each in caplog.messages if "are computed here" in each]
@@ -235,7 +216,7 @@ def test_what_the_machines_refuse_is_answered_with_a_no(wire: Any) -> None:
 def test_an_answer_that_cannot_be_sent_is_a_no(wire: Any) -> None:
     pair = Pair(wire)
     pair.ask()
-    pair.producer.answers.append(Answer(pair.asker(), {**OFFER, "ticket": {"ids": [7] * 600_000}}))
+    pair.producer.answers.append(StreamAnswer(pair.asker(), 1, {**OFFER, "ticket": {"ids": [7] * 600_000}}))
     assert pair.answered()[2]["reason"] == "withdrawn"
 
 
@@ -253,7 +234,7 @@ def test_no_answer_is_not_taken_for_a_peers_word(code: str) -> None:
     pair.turn()
     assert pair.consumer.answers_given == [("d-1", 1, {**UNANSWERED, "code": code})]
     pair.ask()
-    pair.producer.answers.append(Answer(pair.asker(), {**BUSY}))
+    pair.producer.answers.append(StreamAnswer(pair.asker(), 1, {**BUSY}))
     pair.consumer.answers_given.clear()
     assert pair.answered()[2]["reason"] == "busy"
 
@@ -281,7 +262,7 @@ def test_a_hook_waits_for_nothing(wire: Any, free_port: int) -> None:
     """A step with a hundred questions to a peer that is not there, and as many to one that is silent for a while."""
     pair = Pair(wire)
     for number in range(1, 101):
-        pair.consumer.questions.append(Question("127.0.0.1", pair.wire.port, number=number))
+        pair.consumer.questions.append(QUESTION._replace(port=pair.wire.port, number=number))
     began_s = time.perf_counter()
     pair.here.receive(0.0)
     pair.here.send()
@@ -328,7 +309,7 @@ def test_an_answer_that_is_published_while_a_question_arrives_reaches_it_without
     pair = Pair(InMemory())
     channel: Any = pair.there
     channel._questions = _PublishedMeanwhile(channel._board)
-    pair.consumer.questions.append(Question("127.0.0.1", pair.wire.port))
+    pair.consumer.questions.append(QUESTION._replace(port=pair.wire.port))
     pair.here.send()
     pair.here.receive(0.0)
     assert [answer["kind"] for *_, answer in pair.consumer.answers_given] == ["final"]
