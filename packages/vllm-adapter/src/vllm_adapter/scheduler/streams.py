@@ -360,9 +360,8 @@ class Streaming:
         digest, answer = standing
         if digest and not compare_digest(digest.encode(), str(question["digest"]).encode()):
             ticket = cast("Message", answer["ticket"])
-            answer = {"kind": "no", "reason": "digest-mismatch"}
-            if ticket.get("kv_media") is not None:
-                answer["media"] = ticket["kv_media"]
+            media = {"media": ticket["kv_media"]} if ticket.get("kv_media") is not None else {}
+            answer = {"kind": "no", "reason": "digest-mismatch", **media}
         self._send_answer(ask_id, question, answer)
 
     def _on_taken_back(self, ask_id: int) -> None:
