@@ -66,7 +66,7 @@ class LeaseKeeper:
         """Apply the producer's part of a step's orders; orders that the table refuses are counted and logged."""
         now_s, log = self._parts.now_s(), self._parts.recorder.hand_overs
         for grant in plan.grants:
-            log.begin(grant.request_id, "producer", "granted", now_s)
+            log.mark(grant.request_id, "granted", now_s, role="producer")
         for refusal in self._leases.apply(plan, now_s=now_s):
             self._parts.recorder.count("num_callback_errors")
             self._parts.recorder.warn(
