@@ -252,16 +252,6 @@ class FakeAgent:
         self.fences.append((slot, generation))
 
 
-class FakeCodec:
-    def read_complete(self, request_id: str, reader_count: int, *, nonce: str = "", consumer: str = "") -> bytes:
-        if request_id.startswith("HB:"):
-            raise CodedFailure("reserved-prefix")
-        return ":".join([request_id, str(reader_count), *([nonce, consumer] if nonce else [])]).encode()
-
-    def heartbeats(self, readers: Any) -> list[bytes]:
-        return [b"HB:" + ",".join(request_id + nonce for request_id, nonce in readers).encode()]
-
-
 class FakeRecorder:
     """Counts and keeps what it is told."""
 
