@@ -27,7 +27,7 @@ from vllm_adapter.steps import (
     StepReport,
 )
 from vllm_adapter.worker.pages import HostMirror, ReadCompletion
-from vllm_adapter.worker.registration import RegistrationEvents, ThreadWatch, worker_status
+from vllm_adapter.worker.registration import RegistrationEvents, ThreadWatch
 from vllm_adapter.worker.streams import RankStreams
 
 if TYPE_CHECKING:
@@ -426,9 +426,15 @@ class WorkerSide:
 
     def status(self) -> Answer:
         """Return this rank's current state as plain values; any thread."""
-        registration, left = self._registration, self._left
-        is_registered = registration is not None
-        return worker_status(self._facts, registration or left, is_registered=is_registered, is_asleep=self._is_asleep)
+        registration = self._registration or self._left
+        described: Answer = registration.describe() if registration is not None else {}
+        return {
+            "part": f"{self._facts.pp_rank}.{self._facts.tp_rank}",
+            "engine_id": self._facts.engine_id,
+            "is_asleep": self._is_asleep,
+            "is_registered": self._registration is not None,
+            **described,
+        }
 
     def hand_overs(self) -> Answer:
         """Return the timestamps of this rank's latest hand-overs, as plain values; any thread."""

@@ -34,7 +34,7 @@ from __future__ import annotations
 import math
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple, Protocol, final
 
@@ -57,22 +57,11 @@ __all__ = [
     "PageRange",
     "Permutation",
     "ReadCompletion",
-    "WordMove",
     "conversion_steps",
     "page_ranges",
 ]
 
 _WIDEST_WORD_BYTES = 8
-
-
-class WordMove(NamedTuple):
-    """A strided copy from a received page to the final one, in words; the last axis is contiguous on both sides."""
-
-    shape: tuple[int, ...]
-    source_offset: int
-    source_strides: tuple[int, ...]
-    target_offset: int
-    target_strides: tuple[int, ...]
 
 
 class Permutation(NamedTuple):
@@ -82,13 +71,14 @@ class Permutation(NamedTuple):
         word_bytes: 1, 2, 4 or 8; all other lengths are counted in such words, from the first permuted word on.
         start_bytes: First byte of the page that is permuted.
         span: Words that are permuted.
-        moves: Moves that together write every word of the span exactly once.
+        moves: Moves, counted in words, that together write every word of the span exactly once; the last axis of each is
+            contiguous on both sides.
     """
 
     word_bytes: int
     start_bytes: int
     span: int
-    moves: tuple[WordMove, ...]
+    moves: tuple[PageMove, ...]
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -171,12 +161,14 @@ def _permutation(start: int, stop: int, moves: tuple[PageMove, ...], places_byte
         strides = [stride for _, source, target in axes for stride in (source, target)]
         word_bytes = math.gcd(word_bytes, run_bytes, move.source_offset, move.target_offset, *strides)
     word_moves = tuple(
-        WordMove(
-            (*(steps for steps, _, _ in axes), run_bytes // word_bytes),
-            (move.source_offset - start) // word_bytes,
-            (*(source // word_bytes for _, source, _ in axes), 1),
-            (move.target_offset - start) // word_bytes,
-            (*(target // word_bytes for _, _, target in axes), 1),
+        replace(
+            move,
+            shape=(*(steps for steps, _, _ in axes), run_bytes // word_bytes),
+            element_bytes=word_bytes,
+            source_offset=(move.source_offset - start) // word_bytes,
+            source_strides=(*(source // word_bytes for _, source, _ in axes), 1),
+            target_offset=(move.target_offset - start) // word_bytes,
+            target_strides=(*(target // word_bytes for _, _, target in axes), 1),
         )
         for move, run_bytes, axes in joined
     )

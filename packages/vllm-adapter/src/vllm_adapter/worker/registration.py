@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from vllm_adapter.worker.transfer.leases import LeaseKeeper
     from vllm_adapter.worker.transfer.reads import ReadCoordinator
 
-__all__ = ["Registration", "RegistrationEvents", "ThreadWatch", "memory_kind", "stream_shape", "worker_status"]
+__all__ = ["Registration", "RegistrationEvents", "ThreadWatch", "memory_kind", "stream_shape"]
 
 _logger = logging.getLogger("vllm.vllm_adapter")
 _TICK_S = 0.05
@@ -53,6 +53,10 @@ _ORDERLY_S = 10.0
 _QUIET_S = 2.0
 """Longest wait for cancelled reads to leave the wire; after that the agent is closed in spite of them."""
 _POLL_S = 0.005
+_MOST_ENTRIES = 50
+"""Most leases, reads and peers that are described, the oldest of each; all of them are counted."""
+_ANSWER_S = 1.0
+"""Longest wait for the transfer thread's own description."""
 
 
 class RegistrationEvents(NamedTuple):
@@ -167,6 +171,45 @@ class Registration:
                 at_risk_bytes,
             )
 
+    def describe(self) -> Answer:
+        """Return health, leases, reads, peers, quarantine and stalls; any thread."""
+        held, stalls, health = self.agent.quarantine(), self.agent.stalls(), self.agent.health()
+        return {
+            "thread": {
+                "state": health.state,
+                "calls_waiting": health.calls_waiting,
+                "errors": health.callback_errors + health.loop_errors,
+                "last_error": health.last_error,
+                "ucx_requests": health.ucx_requests,
+            },
+            "quarantined_transfers": len(held),
+            "quarantined_bytes": sum(entry.bytes_at_risk for entry in held),
+            "stalled_transfers": len(stalls),
+            "stalled_bytes": sum(entry.bytes_left for entry in stalls),
+            "figures": dict(self.agent.statistics()),
+            **self._describe_orders(),
+        }
+
+    def _describe_orders(self) -> Answer:
+        """Return the transfer thread's description of its leases, reads and peers, or that it does not answer."""
+        box: list[Answer] = []
+        is_done = threading.Event()
+
+        def describe() -> None:
+            try:
+                leases: Answer = {
+                    "leases": self.leases.live_count(),
+                    "oldest_leases": self.leases.describe(_MOST_ENTRIES),
+                }
+                box.append({**leases, **self.reads.describe(_MOST_ENTRIES)})
+            finally:
+                is_done.set()
+
+        with suppress(Exception):  # a dead or closed thread accepts no calls
+            self.agent.call_soon(describe)
+            is_done.wait(_ANSWER_S)
+        return box[0] if box else {"is_silent": True}
+
 
 def memory_kind(caches: Sequence[LayerCache]) -> MemoryKind:
     """Return the one kind of memory of the caches.
@@ -239,77 +282,3 @@ class ThreadWatch:
                 recorder.error("thread-stuck", text)
             elif health.state == "dead":
                 recorder.error("thread-dead", f"{self._thread} has died; restart this engine")
-
-
-_MOST_ENTRIES = 50
-"""Most leases, reads and peers that are described, the oldest of each; all of them are counted."""
-_ANSWER_S = 1.0
-_FIGURES = (
-    "transfers_done",
-    "transfers_failed",
-    "transfers_fence_rejected",
-    "transfers_timed_out",
-    "transfers_cancelled",
-    "bytes_moved",
-    "recent_count",
-    "recent_bytes_per_s",
-    "recent_wire_s_p50",
-    "recent_wire_s_p99",
-)
-
-
-def worker_status(
-    facts: EngineFacts, registration: Registration | None, *, is_registered: bool, is_asleep: bool
-) -> Answer:
-    """Return health, leases, reads, peers, quarantine and stalls of a rank."""
-    status: Answer = {
-        "part": f"{facts.pp_rank}.{facts.tp_rank}",
-        "engine_id": facts.engine_id,
-        "is_asleep": is_asleep,
-        "is_registered": is_registered,
-    }
-    if registration is None:
-        return status
-    agent = registration.agent
-    described = _described(registration)
-    held, stalls, health, figures = agent.quarantine(), agent.stalls(), agent.health(), agent.statistics()
-    return {
-        **status,
-        "thread": {
-            "state": health.state,
-            "calls_waiting": health.calls_waiting,
-            "errors": health.callback_errors + health.loop_errors,
-            "last_error": health.last_error,
-            "ucx_requests": health.ucx_requests,
-        },
-        "quarantined_transfers": len(held),
-        "quarantined_bytes": sum(entry.bytes_at_risk for entry in held),
-        "stalled_transfers": len(stalls),
-        "stalled_bytes": sum(entry.bytes_left for entry in stalls),
-        "figures": {name: figures[name] for name in _FIGURES if name in figures},
-        **described,
-    }
-
-
-def _described(registration: Registration) -> Answer:
-    """Return the transfer thread's description of its leases, reads and peers; empty if it does not answer."""
-    box: list[Answer] = []
-    is_done = threading.Event()
-
-    def describe() -> None:
-        try:
-            leases = registration.leases
-            box.append(
-                {
-                    "leases": leases.live_count(),
-                    "oldest_leases": leases.describe(_MOST_ENTRIES),
-                    **registration.reads.describe(_MOST_ENTRIES),
-                }
-            )
-        finally:
-            is_done.set()
-
-    with suppress(Exception):  # a dead or closed thread accepts no calls
-        registration.agent.call_soon(describe)
-        is_done.wait(_ANSWER_S)
-    return box[0] if box else {"is_silent": True}

@@ -165,15 +165,6 @@ class PeerDirectory:
         return next((engine for engine in self.engines.values() if engine.is_meant_by(peer)), None)
 
     def _meet(self, peer: PeerAddress, waiting: list[Read]) -> None:
-        now_s = self._parts.now_s()
-        engine = PeerEngine(peer, last_used_s=now_s, last_answer_s=now_s, waiting=waiting)
-        self.engines[peer] = engine
-        try:
-            self._ask(engine, self._planner.target_ranks(peer))
-        except Exception as error:  # noqa: BLE001  (any refusal of a ticket's numbers ends its requests, never this thread)
-            self._fail(engine, code_of(error), str(error))
-
-    def _ask(self, engine: PeerEngine, ranks: Sequence[Rank]) -> None:
         """Query the ranks that a ticket names; without seals, rank (0, 0) first, whose metadata may disprove the ticket.
 
         vLLM's own listener terminates on a query for a rank that it does not have. Every engine has rank (0, 0), and the
@@ -181,7 +172,8 @@ class PeerDirectory:
         says tp 2 is refused (`page-bytes-differ`) before rank (0, 1) is queried. Every later attempt is checked too, in case
         the engine has restarted.
         """
-        peer = engine.address
+        now_s = self._parts.now_s()
+        engine = self.engines[peer] = PeerEngine(peer, last_used_s=now_s, last_answer_s=now_s, waiting=waiting)
         lies: list[Exception] = []
 
         def check_first(first: AgentMetadata) -> None:
@@ -192,17 +184,23 @@ class PeerDirectory:
                 lies[:] = [error]
                 raise
 
-        is_sure = self._only_ours or set(ranks) == {(0, 0)}
-        self._parts.handshakes.request(
-            host=peer.host,
-            port=peer.port,
-            ranks=ranks,
-            engine_id=peer.engine_id,
-            dialect=self._dialect_for(peer),
-            generation=peer.generation,
-            on_done=lambda outcome: self._parts.thread.call_soon(lambda: self._handshake_ended(engine, outcome, lies)),
-            check_first=None if is_sure else check_first,
-        )
+        try:
+            ranks = self._planner.target_ranks(peer)
+            is_sure = self._only_ours or set(ranks) == {(0, 0)}
+            self._parts.handshakes.request(
+                host=peer.host,
+                port=peer.port,
+                ranks=ranks,
+                engine_id=peer.engine_id,
+                dialect=self._dialect_for(peer),
+                generation=peer.generation,
+                on_done=lambda outcome: self._parts.thread.call_soon(
+                    lambda: self._handshake_ended(engine, outcome, lies)
+                ),
+                check_first=None if is_sure else check_first,
+            )
+        except Exception as error:  # noqa: BLE001  (any refusal of a ticket's numbers ends its requests, never this thread)
+            self._fail(engine, code_of(error), str(error))
 
     def _dialect_for(self, peer: PeerAddress) -> int:
         """Return the dialect to query in: the ticket's, unless its queries have another shape than the configured one's.
