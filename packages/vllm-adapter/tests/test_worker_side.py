@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from dataclasses import replace
 from functools import partial
@@ -22,6 +21,7 @@ from vllm_adapter.errors import AdapterError
 from vllm_adapter.steps import ReadEnd, ReadTimes, StepOrders, StepReport
 from vllm_adapter.wiring import make_worker
 from vllm_adapter.worker.engine_thread import WorkerSide
+from vllm_adapter.worker.registration import Registration
 
 
 def _worker() -> WorkerSide:
@@ -37,8 +37,9 @@ def test_caches_in_two_kinds_of_memory_are_refused_at_registration() -> None:
     assert (caught.value.code, caught.value.context) == ("mixed-memory-kinds", {"kinds": ["DRAM", "VRAM"]})
 
 
-def _use(worker: WorkerSide, registration: Any) -> None:
-    worker._registration = registration
+def _use(worker: WorkerSide, agent: Any) -> None:
+    unused: Any = None
+    worker._registration = Registration(agent, unused, unused, unused, worker._recorder, b"")
 
 
 def _end(code: str = "", **changes: Any) -> ReadEnd:
@@ -99,7 +100,7 @@ def test_handing_a_step_over_waits_for_no_peer() -> None:
     agent = SimpleNamespace(
         call_soon=queued.append, write_fence=lambda slot, generation: fences.append((slot, generation)), is_alive=True
     )
-    _use(worker, SimpleNamespace(agent=agent, apply=lambda *_orders: threading.Event().wait(60)))
+    _use(worker, agent)
     plan = StepPlan(reads=(order(),), expects=("p1",), fences=(FenceOrder("p1", 3, 9),))
     began_s = time.monotonic()
     worker.apply(StepOrders(plan))
@@ -135,7 +136,7 @@ def test_an_exception_on_the_transfer_thread_is_logged_once_with_its_traceback_a
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     worker, agent = _worker(), Agent()
-    _use(worker, SimpleNamespace(agent=agent))
+    _use(worker, agent)
     worker.take_report()
     agent.errors = 3
     for _ in range(3):
@@ -152,7 +153,7 @@ def test_an_exception_on_the_transfer_thread_is_logged_once_with_its_traceback_a
 @pytest.mark.never_wrong("B12")
 def test_a_stuck_or_dead_transfer_thread_is_an_error_and_a_gauge(caplog: pytest.LogCaptureFixture) -> None:
     worker, agent = _worker(), Agent()
-    _use(worker, SimpleNamespace(agent=agent))
+    _use(worker, agent)
     agent.state = "stuck"
     for _ in range(2):
         worker.take_report()
@@ -176,7 +177,7 @@ def test_what_all_ranks_see_is_a_warning_of_the_first_rank_only(caplog: pytest.L
 
 def test_quarantined_bytes_are_reported_as_changes() -> None:
     worker, agent = _worker(), Agent()
-    _use(worker, SimpleNamespace(agent=agent))
+    _use(worker, agent)
     for held in ([4096], [4096], [1024], []):
         agent.held = [SimpleNamespace(bytes_at_risk=size) for size in held]
         worker.take_report()
@@ -230,7 +231,7 @@ def test_a_rank_rests_only_until_it_has_reported_all_that_it_waits_for(plan: Ste
     agent: Any = Agent()
     agent.is_alive = True
     agent.call_soon = lambda _: None
-    _use(worker, SimpleNamespace(agent=agent, apply=lambda *_: None))
+    _use(worker, agent)
     rests: Any = partial(StepOrders, rest_s=0.005)
     for orders in (plan, StepPlan()):
         worker.apply(rests(orders))

@@ -27,7 +27,7 @@ from vllm_adapter.steps import (
     StepReport,
 )
 from vllm_adapter.worker.pages import HostMirror, ReadCompletion
-from vllm_adapter.worker.registration import RegistrationEvents, ThreadWatch
+from vllm_adapter.worker.registration import RegistrationEvents
 from vllm_adapter.worker.streams import RankStreams
 
 if TYPE_CHECKING:
@@ -96,7 +96,6 @@ class WorkerSide:
         self._left: Registration | None = None
         self._mirror: HostMirror | None = None
         self._completion: ReadCompletion | None = None
-        self._watch = ThreadWatch(recorder, facts.engine_id)
         # Plain reads whose end has not been collected yet, and whether they must end as failed.
         self._due_reads: dict[str, bool] = {}
         self._leases: set[str] = set()
@@ -175,6 +174,8 @@ class WorkerSide:
             for _ in range(len(self._finished)):
                 self._finished.append(self._finished.popleft().failed(ASLEEP, ASLEEP_MESSAGE))
         self._left, self._is_asleep = None, True
+        for level in ("quarantined_bytes", "stuck_threads"):
+            self._recorder.level(level, 0)
         _logger.info("engine %s rank %d: asleep, nothing is registered", self._facts.engine_id, self._facts.tp_rank)
 
     def _leave(self, registration: Registration) -> None:
@@ -337,7 +338,8 @@ class WorkerSide:
         """
         self._rest()
         registration, streams = self._registration or self._left, self._streams
-        self._watch.check(registration.agent if registration is not None else None)
+        if registration is not None:
+            registration.check(self._facts.engine_id)
         # The transfer thread may append more meanwhile.
         ends = [self._take_end(self._finished.popleft()) for _ in range(len(self._finished))]
         streamed = self._take_streams(streams) if streams is not None else None

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from vllm_adapter.worker.transfer.leases import LeaseKeeper
     from vllm_adapter.worker.transfer.reads import ReadCoordinator
 
-__all__ = ["Registration", "RegistrationEvents", "ThreadWatch", "memory_kind", "stream_shape"]
+__all__ = ["Registration", "RegistrationEvents", "memory_kind", "stream_shape"]
 
 _logger = logging.getLogger("vllm.vllm_adapter")
 _TICK_S = 0.05
@@ -71,7 +71,7 @@ class RegistrationEvents(NamedTuple):
 
 
 @final
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Registration:
     """A registration and the parts that work with it.
 
@@ -84,6 +84,8 @@ class Registration:
         envelope: Bytes that the side channel serves for this rank.
         stream_worker: Writes the words of streamed prompts, on the engine thread; None where nothing is streamed.
         ended: Set once all reads and leases have ended.
+        known_errors: Errors of the thread that have been reported.
+        known_state: State of the thread that has been reported.
     """
 
     agent: TransferThread
@@ -94,6 +96,8 @@ class Registration:
     envelope: bytes
     stream_worker: StreamWorker | None = None
     ended: threading.Event = field(default_factory=lambda: threading.Event())  # noqa: PLW0108  (simulations replace `threading`)
+    known_errors: int = 0
+    known_state: str = ""
 
     def apply(self, plan: StepPlan) -> None:
         """Carry out the part of a step's orders that concerns this rank; each order fails alone. Transfer thread."""
@@ -171,6 +175,29 @@ class Registration:
                 at_risk_bytes,
             )
 
+    def check(self, engine_id: str) -> None:
+        """Report death, stuck turns, callback errors and quarantine since the last call; engine thread.
+
+        Args:
+            engine_id: This engine, for log lines.
+        """
+        recorder, health, thread = self.recorder, self.agent.health(), f"the transfer thread of engine {engine_id}"
+        recorder.level("quarantined_bytes", sum(entry.bytes_at_risk for entry in self.agent.quarantine()))
+        errors = health.callback_errors + health.loop_errors - self.known_errors
+        if errors > 0:  # each increase is logged once, with the traceback of the latest error
+            self.known_errors += errors
+            recorder.count("num_callback_errors", errors)
+            text = f"{thread} caught {errors} unexpected errors; the latest: {health.last_error}"
+            recorder.error("thread-errors", text, health.last_traceback)
+        recorder.level("stuck_threads", int(health.state in {"stuck", "dead"}))
+        if health.state != self.known_state:
+            self.known_state = health.state
+            if health.state == "stuck":
+                text = f"{thread} is stuck in one turn: no read and no lease of this rank makes progress"
+                recorder.error("thread-stuck", text)
+            elif health.state == "dead":
+                recorder.error("thread-dead", f"{thread} has died; restart this engine")
+
     def describe(self) -> Answer:
         """Return health, leases, reads, peers, quarantine and stalls; any thread."""
         held, stalls, health = self.agent.quarantine(), self.agent.stalls(), self.agent.health()
@@ -239,46 +266,3 @@ def stream_shape(facts: EngineFacts) -> StreamShape:
             for group in facts.groups
         ]
     )
-
-
-@final
-class ThreadWatch:
-    """Reports death, stuck turns, callback errors and quarantine of a rank's transfer thread. Engine thread only.
-
-    Args:
-        recorder: Records observations and log lines.
-        engine_id: This engine, for log lines.
-    """
-
-    def __init__(self, recorder: Recorder, engine_id: str) -> None:
-        self._recorder = recorder
-        self._thread = f"the transfer thread of engine {engine_id}"
-        self._agent: TransferThread | None = None
-        self._errors = 0
-        self._state = ""
-
-    def check(self, agent: TransferThread | None) -> None:
-        """Report changes since the last call; None while nothing is registered."""
-        recorder = self._recorder
-        if agent is not self._agent:
-            self._agent, self._errors, self._state = agent, 0, ""
-        if agent is None:
-            recorder.level("quarantined_bytes", 0)
-            recorder.level("stuck_threads", 0)
-            return
-        recorder.level("quarantined_bytes", sum(entry.bytes_at_risk for entry in agent.quarantine()))
-        health = agent.health()
-        errors = health.callback_errors + health.loop_errors - self._errors
-        if errors > 0:  # each increase is logged once, with the traceback of the latest error
-            self._errors += errors
-            recorder.count("num_callback_errors", errors)
-            text = f"{self._thread} caught {errors} unexpected errors; the latest: {health.last_error}"
-            recorder.error("thread-errors", text, health.last_traceback)
-        recorder.level("stuck_threads", int(health.state in {"stuck", "dead"}))
-        if health.state != self._state:
-            self._state = health.state
-            if health.state == "stuck":
-                text = f"{self._thread} is stuck in one turn: no read and no lease of this rank makes progress"
-                recorder.error("thread-stuck", text)
-            elif health.state == "dead":
-                recorder.error("thread-dead", f"{self._thread} has died; restart this engine")
