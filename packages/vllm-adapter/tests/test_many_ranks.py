@@ -73,6 +73,7 @@ def test_each_rank_of_a_peer_has_a_turn_of_its_own(agent: QueueingAgent, count: 
     for turn in range(count):
         assert len(planner.read) == turn
         agent.turn()
+    agent.turn()
     assert len(bench.agent.posts) == count
     assert not agent.calls
 

@@ -165,7 +165,6 @@ class WorkerSide:
         if self._left is None:
             return
         if self._mirror is not None:
-            self._mirror.settle_all()
             self._mirror.settle_device()
         try:
             self._left.end()

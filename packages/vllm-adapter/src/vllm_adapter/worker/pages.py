@@ -245,15 +245,14 @@ class HostMirror:
         self._thread = ThreadPoolExecutor(1, "kv-host-saves") if memory.is_asynchronous else None
         self._run: Callable[..., Future[None]] = self._thread.submit if self._thread is not None else _run_now
         self._waiting: dict[str, list[Future[None]]] = {}
-        self._last: Future[None] | None = None
         self._reads_after: object = None
 
     def save(self, saves: Iterable[tuple[str, BlockIds]]) -> None:
         """Start copying (request, blocks per group) to the mirror, in this order."""
         after = self._memory.mark()
         for request_id, blocks in saves:
-            self._last = self._run(self._memory.save, self._copies(blocks), after)
-            self._waiting.setdefault(request_id, []).append(self._last)
+            copy = self._run(self._memory.save, self._copies(blocks), after)
+            self._waiting.setdefault(request_id, []).append(copy)
 
     def settle(self, request_ids: Iterable[str]) -> dict[str, str]:
         """Wait until all copies of these requests have ended; return the error of each request of which one failed."""
@@ -277,12 +276,10 @@ class HostMirror:
 
     def settle_all(self) -> None:
         """Wait until no copy is in progress, including copies of forgotten requests; failures are kept for `settle`."""
-        if self._last is not None:
-            self._last.exception()
-            self._last = None
+        self._run(lambda: None).result()  # behind all copies: the thread works in order
 
     def settle_device(self) -> None:
-        """Wait until the device has finished all work of this thread, restores included; for shutdown, not for a step."""
+        """As `settle_all`, and wait until the device has finished all work of this thread, restores included; for shutdown."""
         self._run(self._memory.save, (), self._memory.mark()).result()
 
     def begin_reads(self) -> None:

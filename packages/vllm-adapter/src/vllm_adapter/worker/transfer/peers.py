@@ -14,7 +14,6 @@ An engine that is not being read from is probed. If it is gone, its agents and p
 
 from __future__ import annotations
 
-from itertools import islice
 from typing import TYPE_CHECKING, final
 
 from vllm_adapter.errors import code_of
@@ -229,25 +228,16 @@ class PeerDirectory:
             else:
                 self._fail(engine, outcome.code, outcome.message)
             return
-        self._read_on(engine, outcome.peers, self._planner.read(engine.address, outcome.peers), [], told_s)
+        self._go_on(engine, self._set_up(engine, outcome.peers), told_s)
 
-    def _read_on(
-        self,
-        engine: PeerEngine,
-        metadata: Mapping[Rank, AgentMetadata],
-        unread: Iterator[PeerRank],
-        ranks: list[PeerRank],
-        told_s: float,
-    ) -> None:
-        """Read one rank's geometry, and wire the engine up after the last; the thread does other work in between."""
+    def _go_on(self, engine: PeerEngine, steps: Iterator[None], told_s: float) -> None:
+        """Take the next step of an engine's set-up; the thread does other work in between."""
         if self.engines.get(engine.address) is not engine:
             return
         try:
-            ranks += islice(unread, 1)
-            if len(ranks) < len(metadata):
-                self._parts.thread.call_soon(lambda: self._read_on(engine, metadata, unread, ranks, told_s))
+            for _ in steps:
+                self._parts.thread.call_soon(lambda: self._go_on(engine, steps, told_s))
                 return
-            self._wire_up(engine, metadata, ranks)
         except Exception as error:  # noqa: BLE001  (whatever a peer's metadata provokes ends its requests, never this thread)
             self._parts.recorder.count("num_failed_handshakes")
             self._forget_ranks(engine)
@@ -259,8 +249,12 @@ class PeerDirectory:
             read.times.told_s, read.times.planned_s, read.waiting_since_s = told_s, engine.last_answer_s, 0.0
             self._ready(read, engine)
 
-    def _wire_up(self, engine: PeerEngine, metadata: Mapping[Rank, AgentMetadata], ranks: Sequence[PeerRank]) -> None:
-        """Plan against the peer's geometry and prepare its ranks; raises coded errors."""
+    def _set_up(self, engine: PeerEngine, metadata: Mapping[Rank, AgentMetadata]) -> Iterator[None]:
+        """Read the geometry of a peer's ranks, one a step, then plan and prepare the ranks; raises coded errors."""
+        ranks: list[PeerRank] = []
+        for found in self._planner.read(engine.address, metadata):
+            ranks.append(found)
+            yield
         plan = self._planner.plan(engine.address, ranks)
         self._forget_aliases(engine)
         engine.set_ready(plan, metadata)

@@ -224,11 +224,10 @@ class StreamCoordinator:
                 first_entry=order.start // entry_tokens,
                 now_s=self.parts.now_s(),
             )
-            self._ranks[name] = FollowedRank(self, read, order, engine, plan, rank, name)
+            following = self._ranks[name] = FollowedRank(self, read, order, engine, plan, rank, name)
             read.open_ranks[rank] = name
-        for following in self._open(read):
-            key = engine.keys[following.rank]
-            following.watch = self.parts.thread.agent.watch_stream(key, slot, following, tokens=tokens)
+            watch_stream = self.parts.thread.agent.watch_stream
+            following.watch = watch_stream(engine.keys[rank], slot, following, tokens=tokens)
 
     def _open(self, read: Read) -> list[FollowedRank]:
         return [self._ranks[name] for name in read.open_ranks.values()]
