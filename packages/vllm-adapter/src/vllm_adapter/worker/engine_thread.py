@@ -382,7 +382,7 @@ class WorkerSide:
         # The id of a mere notification may belong to the read of another request.
         if order.is_reported and not end.is_streamed and self._due_reads.pop(order.request_id, False):
             end = replace(end, code="cache-reset", message=_RESET, staged=())
-        if end.is_ok and self._completion is not None:
+        if end.is_ok and self._completion is not None and (end.staged or self._mirror is not None):
             end = self._completion.complete(end)
         if end.is_streamed and self._streams is not None:
             self._streams.ended(end)

@@ -90,8 +90,7 @@ class PageRange:
     count: int
 
 
-@dataclass(frozen=True, slots=True)
-class ConversionStep:
+class ConversionStep(NamedTuple):
     """A permutation of the same pages of several regions.
 
     Attributes:
@@ -189,8 +188,7 @@ def _joined(move: PageMove) -> tuple[int, list[tuple[int, int, int]]]:
     return run_bytes, axes
 
 
-@dataclass(frozen=True, slots=True)
-class PageCopy:
+class PageCopy(NamedTuple):
     """The same pages of several regions.
 
     Attributes:

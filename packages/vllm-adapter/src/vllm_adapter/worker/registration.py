@@ -46,8 +46,6 @@ if TYPE_CHECKING:
 __all__ = ["Registration", "RegistrationEvents", "memory_kind", "stream_shape"]
 
 _logger = logging.getLogger("vllm.vllm_adapter")
-_TICK_S = 0.05
-_LOOK_AFTER_S = 1.0
 _ORDERLY_S = 10.0
 """Longest time for the transfer thread to end all reads and leases; the thread has nothing else to do then."""
 _QUIET_S = 2.0
@@ -160,19 +158,17 @@ class Registration:
 
     def _wait_for_quiet(self) -> None:
         until_s = time.monotonic() + _QUIET_S
-        while self.reads.snapshot()["transfers"] and time.monotonic() < until_s:
+        while (left := self.reads.snapshot()["transfers"]) and time.monotonic() < until_s:
             time.sleep(_POLL_S)
-        left = self.reads.snapshot()["transfers"]
         if left:
-            entries = self.agent.quarantine()
-            at_risk_bytes = sum(entry.bytes_at_risk for entry in entries)
+            held = self.agent.quarantine()
             _logger.error(
                 "%d reads are still on the wire after %g s (%d in quarantine, %d bytes at risk): the agent is closed under them, "
                 "which ends them, and only then is the memory given back",
                 left,
                 _QUIET_S,
-                len(entries),
-                at_risk_bytes,
+                len(held),
+                sum(entry.bytes_at_risk for entry in held),
             )
 
     def check(self, engine_id: str) -> None:
