@@ -235,8 +235,7 @@ class WorkerSide:
         if streams is not None:
             streams.catch_up(orders.plan)
         self._rest_s, self._is_asking = orders.rest_s, orders.is_asking
-        if self._trace is not None:
-            self._links.update(orders.links)
+        self._links.update(orders.links)
         if orders.question:
             self._answer, self._is_registration_due = orders.question, True
         if orders.plan.is_empty:

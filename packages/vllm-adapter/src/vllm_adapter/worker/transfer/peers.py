@@ -73,7 +73,7 @@ class PeerDirectory:
         # Longest wait of a read for its engine.
         self._wait_s = settings.handshake_timeout_s * (settings.handshake_attempts + 1)
         self._probe_s = min(_MOST_PROBE_S, settings.kv_lease_duration / 3)
-        # Otherwise only peers that announce this connector's capabilities must give their agents names of their engine.
+        # Under seals all peers are of our kind; else those that announce this connector's capabilities.
         self._only_ours = settings.requires_seals
         self._ready = ready
         self._failed = failed
