@@ -241,7 +241,6 @@ class HostMirror:
         self._pages_per_block = [group["pages_per_block"] for group in document["groups"]]
         self._regions = _regions_by_group(document)
         self._thread = ThreadPoolExecutor(1, "kv-host-saves") if memory.is_asynchronous else None
-        self._run: Callable[..., Future[None]] = self._thread.submit if self._thread is not None else _run_now
         self._waiting: dict[str, list[Future[None]]] = {}
         self._reads_after: object = None
 
@@ -302,6 +301,19 @@ class HostMirror:
         if self._thread is not None:
             self._thread.shutdown()
 
+    def _run(self, action: Callable[..., None], *arguments: object) -> Future[None]:
+        """Run an action behind all earlier ones: on the thread, if there is one, else now."""
+        if self._thread is not None:
+            return self._thread.submit(action, *arguments)
+        future: Future[None] = Future()
+        try:
+            action(*arguments)
+        except Exception as error:  # noqa: BLE001  (kept for `settle`, like one of the thread's)
+            future.set_exception(error)
+        else:
+            future.set_result(None)
+        return future
+
     def _copies(self, blocks: BlockIds) -> list[PageCopy]:
         copies: list[PageCopy] = []
         for ids, per_block, regions in zip(blocks, self._pages_per_block, self._regions, strict=True):
@@ -319,17 +331,6 @@ def _regions_by_group(document: GeometryDocument) -> list[dict[int, tuple[PageRa
         for group in {member.group for member in region["members"]}:
             found[group].setdefault(region["page_bytes"], set()).add(pages)
     return [{page_bytes: tuple(sorted(ranges)) for page_bytes, ranges in by_size.items()} for by_size in found]
-
-
-def _run_now(action: Callable[..., None], *arguments: object) -> Future[None]:
-    future: Future[None] = Future()
-    try:
-        action(*arguments)
-    except Exception as error:  # noqa: BLE001  (kept for `settle`, like one of the thread's)
-        future.set_exception(error)
-    else:
-        future.set_result(None)
-    return future
 
 
 @final
