@@ -231,22 +231,15 @@ def answer_probe(agent: FakeAgent, bench: Bench, outcome: str, code: str = "", f
     bench.finish(probe, outcome=outcome, code=code, fault=fault)
 
 
-def test_a_probe_that_the_own_agent_refuses_says_nothing_of_its_engine(bench: Bench) -> None:
+@pytest.mark.parametrize("outcome", [("done",), ("failed", "queue-full", "local")])
+def test_an_engine_that_answers_probes_is_kept_and_a_probe_that_our_agent_refuses_says_nothing(
+    bench: Bench, outcome: tuple[str, ...]
+) -> None:
     met(bench)
     for _ in range(5):
         idle(bench)
-        answer_probe(bench.agent, bench, "failed", "queue-full", "local")
-    assert bench.reads.snapshot()["engines"] == 1
-    assert bench.counts["num_dropped_engines"] == 0
-
-
-def test_an_idle_engine_that_answers_probes_is_kept(bench: Bench) -> None:
-    met(bench)
-    for _ in range(5):
-        idle(bench)
-        answer_probe(bench.agent, bench, "done")
-    assert bench.reads.snapshot()["engines"] == 1
-    assert bench.counts["num_dropped_engines"] == 0
+        answer_probe(bench.agent, bench, *outcome)
+    assert (bench.reads.snapshot()["engines"], bench.counts["num_dropped_engines"]) == (1, 0)
 
 
 @pytest.mark.never_wrong("B12")

@@ -59,8 +59,7 @@ def test_a_failed_read_is_reported_with_who_what_and_why_and_logged_once_for_all
         side._followed.add("r1")
         failures = tuple(replace(failure, rank=(0, rank)) for failure in results.failures for rank in range(8))
         side.update_output(StepReport(received=ids, failed=("r1",), failures=failures))
-    assert results.received == {"r1", "r2"}
-    assert results.failed == {"r1"}
+    assert (results.received, results.failed) == ({"r1", "r2"}, {"r1"})
     (record,) = [record for record in caplog.records if "not taken over" in record.getMessage()]
     assert "by ranks 0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7 from" in record.getMessage()
     for part in ("r1", "p-r1", "engine P", "10.0.0.1:5600", "the peer said nothing", "peer-silent"):
@@ -72,14 +71,11 @@ def test_a_notification_that_failed_is_logged_but_no_request_is_reported(caplog:
     worker = _worker()
     worker._finished.append(_end("peer-lost", is_reported=False))
     results = worker.take_report()
-    assert not results.received
-    assert not results.failed
+    assert not (results.received or results.failed)
     assert "could not notify" in caplog.text
     assert "peer-lost" in caplog.text
     assert "not taken over" not in caplog.text
-    stats = worker.take_stats()
-    assert stats is not None
-    assert stats["num_failed_notifications"] == [1]
+    assert (worker.take_stats() or {})["num_failed_notifications"] == [1]
     end = _end("connection-refused", is_reported=False)
     worker._finished.append(replace(end, was_met=False))
     worker.take_report()
@@ -90,8 +86,7 @@ def test_what_the_scheduler_could_not_order_is_reported_as_failed() -> None:
     worker = _worker()
     worker.apply(StepOrders(StepPlan(failures=("o1",))))
     results = worker.take_report()
-    assert results.received == {"o1"}
-    assert results.failed == {"o1"}
+    assert results.received == results.failed == {"o1"}
 
 
 def test_handing_a_step_over_waits_for_no_peer() -> None:
@@ -145,9 +140,7 @@ def test_an_exception_on_the_transfer_thread_is_logged_once_with_its_traceback_a
     assert "ValueError: odd" in caplog.text
     assert "\x1b" not in caplog.text
     assert caplog.messages[-1].splitlines()[1:] == ["    Traceback: line 7", "    ERROR of\\x1b[2J a peer"]
-    stats = worker.take_stats()
-    assert stats is not None
-    assert sum(stats["num_callback_errors"]) == 3
+    assert sum((worker.take_stats() or {})["num_callback_errors"]) == 3
 
 
 @pytest.mark.never_wrong("B12")
@@ -162,9 +155,7 @@ def test_a_stuck_or_dead_transfer_thread_is_an_error_and_a_gauge(caplog: pytest.
         worker.take_report()
     assert caplog.text.count("is stuck in one turn") == 1
     assert caplog.text.count("has died") == 1
-    stats = worker.take_stats()
-    assert stats is not None
-    assert stats["stuck_threads"] == [1], "a dead thread makes no progress either"
+    assert (worker.take_stats() or {})["stuck_threads"] == [1], "a dead thread makes no progress either"
 
 
 @pytest.mark.never_wrong("B12")
@@ -181,9 +172,7 @@ def test_quarantined_bytes_are_reported_as_changes() -> None:
     for held in ([4096], [4096], [1024], []):
         agent.held = [SimpleNamespace(bytes_at_risk=size) for size in held]
         worker.take_report()
-    stats = worker.take_stats()
-    assert stats is not None
-    assert stats["quarantined_bytes"] == [4096, -3072, -1024]
+    assert (worker.take_stats() or {})["quarantined_bytes"] == [4096, -3072, -1024]
 
 
 def test_a_step_that_computes_nothing_waits_a_moment_for_a_read_and_no_other_step_does() -> None:
