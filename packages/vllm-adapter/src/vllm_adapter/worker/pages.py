@@ -271,17 +271,16 @@ class HostMirror:
 
         self._run(run)  # after these copies: the thread works in order
 
-    def settle_all(self) -> None:
-        """Wait until no copy is in progress, including copies of forgotten requests; failures are kept for `settle`."""
-        self._run(lambda: None).result()  # behind all copies: the thread works in order
-
     def settle_device(self) -> None:
-        """As `settle_all`, and wait until the device has finished all work of this thread, restores included; for shutdown."""
+        """Wait until all copies have ended and the device has done all work of this thread, restores included; for shutdown."""
         self._run(self._memory.save, (), self._memory.mark()).result()
 
     def begin_reads(self) -> None:
-        """Prepare for reads into blocks that had other owners until now: wait for all copies, and mark the device."""
-        self.settle_all()
+        """Prepare for reads into blocks that had other owners until now: wait for all copies, and mark the device.
+
+        This includes copies of forgotten requests; failures are kept for `settle`.
+        """
+        self._run(lambda: None).result()  # behind all copies: the thread works in order
         self._reads_after = self._memory.mark()
 
     def forget(self, request_ids: Iterable[str]) -> None:
