@@ -230,8 +230,9 @@ class WorkerSide:
 
     def apply(self, orders: StepOrders) -> None:
         """Hand a step's orders to the transfer thread and return at once."""
-        self._leave_if_dead()
-        streams = self._streams
+        registration, streams = self._registration, self._streams
+        if registration is None or not registration.agent.is_alive:
+            self._leave_if_dead()
         if streams is not None:
             streams.catch_up(orders.plan)
         self._rest_s, self._is_asking = orders.rest_s, orders.is_asking
