@@ -148,7 +148,7 @@ def _unread(_: Any) -> Any:
     def unread(coordinator: Any, following: Any) -> None:
         if following.watch is not None:
             following.watch.end()
-        coordinator._readers.fence_found(following.name, following.read.order.ticket.fence[1])
+        coordinator.readers.fence_found(following.name, following.read.order.ticket.fence[1])
 
     return unread
 
