@@ -16,7 +16,6 @@ from kv_scheduler_state import GrantOrder, GroupConfig, LeaseTable, SchedulerCon
 from vllm_adapter.cli import main
 from vllm_adapter.config import (
     OBSOLETE_KEYS,
-    RENEWED_PART,
     Settings,
     check_whole,
     describe_keys,
