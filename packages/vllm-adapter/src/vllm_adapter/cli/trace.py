@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast, final
 import typer
 
 from vllm_adapter.cli.engines import NO_ENGINE, ask_all
-from vllm_adapter.cli.values import Folder, json_text, misfit, read_json, say, within
+from vllm_adapter.cli.values import Folder, Json, json_text, misfit, read_json, say, within
 from vllm_adapter.errors import AdapterError
 from vllm_adapter.observe.answers import Answer, HandOverEntry
 from vllm_adapter.observe.cause_log import plain_text
@@ -34,7 +34,7 @@ __all__ = ["HandOver", "Record", "trace", "join_hand_overs", "make_timeline", "t
 _MOST_UNEXPLAINED = 0.05
 """Part of the time to the first token that may stay without a name."""
 _UNEXPLAINED, _NOT_FOUND = 1, 3
-_TTFT_S = (1e-6, 3600)
+_TTFT = within(1e-6, 3600, "s")
 _BAR_COLUMNS = 28
 
 Step = tuple[str, str, str]
@@ -336,10 +336,9 @@ def trace(
     *,
     lists: Annotated[bool, typer.Option("--list", help="List the hand-overs that the engines remember.")] = False,
     ttft: Annotated[
-        float | None,
-        typer.Option(metavar="SECONDS", help="What a client measured, to compare.", callback=within(*_TTFT_S, "s")),
+        float | None, typer.Option(metavar="SECONDS", callback=_TTFT, help="What a client measured.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="The timeline as JSON.")] = False,
+    as_json: Json = False,
     save: Annotated[str | None, typer.Option(metavar="FILE", help="Write this machine's answers for --with.")] = None,
     others: Annotated[list[str] | None, typer.Option("--with", metavar="FILE", help="Saved answers to add.")] = None,
     folder: Folder = None,

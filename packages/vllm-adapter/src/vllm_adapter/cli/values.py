@@ -20,7 +20,7 @@ from vllm_adapter.observe.cause_log import plain_text
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Folder", "Timeout", "json_text", "misfit", "parse_json", "read_json", "say", "within"]
+__all__ = ["Folder", "Json", "Timeout", "json_text", "misfit", "parse_json", "read_json", "say", "within"]
 
 _MOST_LEVELS = 64
 """Engines answer, and are configured, with less than ten."""
@@ -49,6 +49,8 @@ Timeout = Annotated[
     float, typer.Option(metavar="SECONDS", help="Longest wait for an answer.", callback=within(0.001, 3600, "s"))
 ]
 """Option `--timeout`."""
+Json = Annotated[bool, typer.Option("--json", help="The result as JSON.")]
+"""Option `--json`."""
 
 
 def say(command: str, text: str) -> None:
