@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import msgspec
 import typer
@@ -95,8 +95,11 @@ def parse_json(text: str | bytes, name: str) -> object:
 
 
 def _is_deep(value: object, levels: int) -> bool:
-    values: Any = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return levels == 0 or any(_is_deep(child, levels - 1) for child in values)
+    if isinstance(value, dict):
+        value = list(cast("dict[str, object]", value).values())
+    if not isinstance(value, list):
+        return False
+    return levels == 0 or any(_is_deep(child, levels - 1) for child in cast("list[object]", value))
 
 
 def json_text(value: object, *, indent: int | None = None) -> str:

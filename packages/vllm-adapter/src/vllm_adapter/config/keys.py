@@ -291,9 +291,10 @@ def _read_value(key: str, value: object) -> object:
     except (msgspec.ValidationError, UnicodeError):
         pass
     if "enum" in about and isinstance(value, str):
-        near = difflib.get_close_matches(value, about["enum"], n=1)
+        choices: list[str] = about["enum"]
+        near = difflib.get_close_matches(value, choices, n=1)
         hint = f"; did you mean '{near[0]}'?" if near else ""
-        raise _refused(key, shown, f"must be one of {', '.join(about['enum'])}, got {shown}{hint}")
+        raise _refused(key, shown, f"must be one of {', '.join(choices)}, got {shown}{hint}")
     is_number = type(value) is int or (type(value) is float and about["type"] == "number")
     if is_number and "maximum" in about:
         bounds = f"between {about['minimum']} and {about['maximum']}"

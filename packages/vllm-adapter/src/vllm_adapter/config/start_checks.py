@@ -10,7 +10,7 @@ import ipaddress
 import logging
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, NamedTuple, final
+from typing import TYPE_CHECKING, Final, final
 
 from vllm_adapter.config.keys import Settings
 from vllm_adapter.errors import UnsupportedHost
@@ -90,7 +90,9 @@ class Situation:
     returns_experts: bool = False
 
 
-class Row(NamedTuple):
+@final
+@dataclass(frozen=True, slots=True)
+class Row:
     """A condition with the reason of its refusal or warning, which is formatted with the situation."""
 
     applies: Callable[[Situation], bool]

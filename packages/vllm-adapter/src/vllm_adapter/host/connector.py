@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
+from vllm_adapter import __version__
 from vllm_adapter.config import check_whole, load_settings
 from vllm_adapter.config.start_checks import check_start, streaming_warnings
 from vllm_adapter.host.cache_config import layer_caches
@@ -101,7 +102,7 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
             trace = spans.read_ended if spans is not None else None
             worker = self._side = self._worker_side = make_worker(facts, settings, trace=trace)
             answers = {REQUEST: worker.status, TRACE_REQUEST: worker.hand_overs}
-            self._status = StatusSocket(f"{rank[0]}.{rank[1]}", answers)
+            self._status = StatusSocket(f"{rank[0]}.{rank[1]}", answers, {"adapter_version": __version__})
         else:
             labels = labels_of(vllm_config, settings)
             side = self._side = self._scheduler_side = self._make_scheduler(vllm_config, facts, settings)

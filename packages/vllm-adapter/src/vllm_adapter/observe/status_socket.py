@@ -21,8 +21,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, final
 
-from vllm_adapter import __version__
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
@@ -66,8 +64,7 @@ class StatusSocket:
     ) -> None:
         self._name = f"{os.getpid()}-{part}-{secrets.token_hex(2)}"
         self._answers = answers
-        own = {"schema": _SCHEMA, "pid": os.getpid(), "adapter_version": __version__}
-        self._about = {**own, "ucx_tls": os.environ.get("UCX_TLS", ""), **(about or {})}
+        self._about = {"schema": _SCHEMA, "pid": os.getpid(), "ucx_tls": os.environ.get("UCX_TLS", ""), **(about or {})}
         self._began_s = time.monotonic()
         self._folder = status_folders()[0]
         self._listening: socket.socket | None = None
