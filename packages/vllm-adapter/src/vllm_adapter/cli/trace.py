@@ -121,6 +121,7 @@ class HandOver:
         prefill: That of prefill's; None if it was not asked, or has forgotten.
         decode_ranks: Records of decode's ranks.
         prefill_ranks: Those of prefill's ranks.
+        slowest: The rank of decode whose read took longest; the request waits for that one.
         ids: Ids of engine and request, by `decode` and `prefill`.
     """
 
@@ -128,6 +129,7 @@ class HandOver:
     prefill: Record | None
     decode_ranks: list[Record]
     prefill_ranks: list[Record]
+    slowest: Record | None
     ids: dict[str, dict[str, object]]
 
     @property
@@ -135,11 +137,6 @@ class HandOver:
         """All records, the decode engine's first."""
         prefill = [self.prefill] if self.prefill is not None else []
         return [self.decode, *self.decode_ranks, *prefill, *self.prefill_ranks]
-
-    @property
-    def slowest(self) -> Record | None:
-        """The rank of decode whose read took longest; the request waits for that one."""
-        return max(self.decode_ranks, key=_read_s, default=None)
 
 
 def _read_s(rank: Record) -> float:
@@ -159,7 +156,8 @@ def join_hand_overs(answers: Iterable[Answer]) -> list[HandOver]:
         readers = [each for each in records if each.ids == decode.ids and each.facts.get("role") == "consumer"]
         prefill = next((each for each in sources if each.part == "scheduler"), None)
         ranks, lenders = ([each for each in side if each.part != "scheduler"] for side in (readers, sources))
-        found.append(HandOver(decode, prefill, ranks, lenders, {"decode": decode.ids, "prefill": peer}))
+        slowest = max(ranks, key=_read_s, default=None)
+        found.append(HandOver(decode, prefill, ranks, lenders, slowest, {"decode": decode.ids, "prefill": peer}))
     return sorted(found, key=lambda each: each.decode.moments.get("arrived", 0.0))
 
 
