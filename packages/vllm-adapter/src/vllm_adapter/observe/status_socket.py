@@ -180,12 +180,4 @@ def own_sockets(folder: Path) -> list[Path]:
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & _OTHERS_RIGHTS:
         raise PermissionError(f"{folder} is not a folder of user {os.getuid()} alone (0700); remove it")
-    return [file for file in sorted(folder.glob("*" + _SUFFIX)) if _is_own_socket(file)]
-
-
-def _is_own_socket(file: Path) -> bool:
-    try:
-        found = file.lstat()
-    except FileNotFoundError:  # its process has ended meanwhile
-        return False
-    return stat.S_ISSOCK(found.st_mode) and found.st_uid == os.getuid()
+    return [file for file in sorted(folder.glob("*" + _SUFFIX)) if file.is_socket() and not file.is_symlink()]
