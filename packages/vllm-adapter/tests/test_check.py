@@ -298,7 +298,7 @@ def test_a_skewed_clock_does_not_matter(listen: Serve, check: Check) -> None:
     found = check(prefill, listen(envelopes("D")))
     assert (found.code, found.reasons()) == (0, [])
     (clock,) = [each["message"] for each in found.findings if each["topic"] == "clock"]
-    assert "3600.0 s apart, which is no matter" in clock
+    assert "3600.0 s apart, which does not matter" in clock
 
 
 def test_one_engine_under_both_addresses(listen: Serve, check: Check) -> None:

@@ -120,7 +120,7 @@ COVERED = {"streaming": True, "remote_hosts": ["10.0.0.0/8"]}
         ({"streaming": True}, "kv_producer", "nothing is streamed to or from it"),
         ({**COVERED, "stream_reserve_fraction": 0}, "kv_consumer", "ticket-early-off"),
         ({**COVERED, "stream_reserve_fraction": 0}, "kv_producer", ""),
-        ({**COVERED, "stream_reserve_fraction": 1}, "kv_both", "wait for ever"),
+        ({**COVERED, "stream_reserve_fraction": 1}, "kv_both", "wait forever"),
         ({**COVERED, "stream_reserve_fraction": 1}, "kv_consumer", ""),
         ({"stream_slots": 8, "ask_wait_s": 3}, None, "stream_slots, ask_wait_s: no effect without streaming"),
     ],

@@ -134,7 +134,7 @@ def test_a_moment_that_is_missing_leaves_its_time_unexplained(process: int, stag
     del found[process]["hand_overs"][0]["moments"][stage]
     made = timeline(found)
     (unnamed,) = [span for span in made["spans"] if not span["is_named"]]
-    assert unnamed["name"].startswith("not told: ")
+    assert unnamed["name"].startswith("not recorded: ")
     assert made["total_s"] - made["named_s"] == pytest.approx(unnamed["duration_s"])
     assert made["total_s"] == pytest.approx(whole["total_s"], abs=2 * WIRE_S)
 

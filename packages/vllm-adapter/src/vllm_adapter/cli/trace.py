@@ -295,12 +295,12 @@ def _spans(hand_over: HandOver) -> Iterator[dict[str, Any]]:
             continue
         at_s = record.moments.get(stage) if record is not None else None
         if at_s is None:
-            # A full prefix hit is not read, and no peer is met twice.
+            # A full prefix hit is not read, and a known peer needs no handshake.
             is_of_read = process == "rank" or stage in {"allocated", "reported"}
             if stage not in {"told", "planned"} and (has_read or not is_of_read):
                 missing.append(name)
             continue
-        label = f"not told: {', '.join([*missing, name])}" if missing else name
+        label = f"not recorded: {', '.join([*missing, name])}" if missing else name
         # A decode rank sees the end of the prompt's computation, which prefill spent.
         spent = "prefill" if stage == "whole" and hand_over.prefill is not None else process
         where = "outside" if stage == "entered" else places[spent]

@@ -70,7 +70,7 @@ def read_json(source: str) -> object:
     try:
         text = source if is_text else sys.stdin.read() if source == "-" else Path(source).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise AdapterError(f"{name} is no UTF-8 text: {error}", code="unreadable") from error
+        raise AdapterError(f"{name} is not UTF-8 text: {error}", code="unreadable") from error
     except (OSError, ValueError) as error:  # ValueError: a name that no file can have
         raise AdapterError(f"{name} cannot be read: {error}", code="unreadable") from error
     return parse_json(text, name)
@@ -86,7 +86,7 @@ def parse_json(text: str | bytes, name: str) -> object:
         value: object = json.loads(text)
         is_deep = _is_deep(value, _MOST_LEVELS)
     except ValueError as error:
-        raise AdapterError(f"{name} is no JSON: {error}", code="not-json") from error
+        raise AdapterError(f"{name} is not JSON: {error}", code="not-json") from error
     except RecursionError:
         value, is_deep = None, True
     if is_deep:
@@ -115,6 +115,6 @@ def misfit(value: object, shape: Any) -> str:  # noqa: ANN401 - any type that ms
     """
     try:
         msgspec.convert(value, shape)
-    except (msgspec.ValidationError, UnicodeEncodeError) as error:  # half of a surrogate pair is no text
+    except (msgspec.ValidationError, UnicodeEncodeError) as error:  # half of a surrogate pair cannot be encoded
         return str(error)
     return ""

@@ -102,7 +102,7 @@ def _check_rest(prefill: Engine, decode: Engine, findings: Findings) -> None:
     if prefill.clock_offset_s is not None and decode.clock_offset_s is not None:
         apart_s = abs(prefill.clock_offset_s - decode.clock_offset_s)
         findings.ok(
-            "clock", f"the engines' clocks are {apart_s:.1f} s apart, which is no matter: each keeps time by its own"
+            "clock", f"the engines' clocks are {apart_s:.1f} s apart, which does not matter: each uses its own clock"
         )
     if not prefill.is_ours:
         findings.add(
