@@ -111,7 +111,7 @@ def main() -> int:
     listener = HttpListener({(0, rank): envelope(rank, factors) for rank in range(2)})
     ours = LocalOffer(factors=factors, policy="negotiated")
     peers = fetch(listener.port, [(0, 0), (0, 1)], ours)
-    print("met:", {rank: f"device {peer.device_id}, {peer.num_blocks} blocks" for rank, peer in peers.items()})
+    print("connected:", {rank: f"device {peer.device_id}, {peer.num_blocks} blocks" for rank, peer in peers.items()})
     stranger = LocalOffer(factors={**factors, "dtype": "float32"}, policy="negotiated")
     for words, rank, offer in (("another dtype", 0, stranger), ("a third rank", 2, ours)):
         try:

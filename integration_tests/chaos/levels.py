@@ -65,7 +65,7 @@ def family_of(pid: int) -> list[int]:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process runs; one that has ended and that nobody has waited for does not."""
+    """Whether a process runs; one that has ended and was not waited for does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
@@ -78,7 +78,7 @@ def sample_of(pid: int) -> Sample:
     for each in family_of(pid):
         with contextlib.suppress(OSError):
             fields = dict(line.split(":", 1) for line in Path(f"/proc/{each}/status").read_text().splitlines())
-            # An ended process that nobody has waited for has no memory any more.
+            # An ended process that was not waited for has no memory any more.
             resident_kb += int(fields.get("RssAnon", "0 kB").split()[0])
             threads += int(fields["Threads"])
             for entry in os.scandir(f"/proc/{each}/fd"):

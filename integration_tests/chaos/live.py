@@ -16,7 +16,7 @@ from load import Load, Pair, Prompt, make_prompts
 from verdicts import Outages
 
 from kvdev.demo import connector_config
-from kvdev.engines import Engine, EngineSpec, Launch, local_model, start_all
+from kvdev.engines import Engine, EngineSpec, local_model, start_all
 from kvdev.forked import Starter, started_starter
 from kvdev.steps import note
 
@@ -40,8 +40,6 @@ class Setting:
     label: str
     variables: Mapping[str, str] = field(default_factory=dict)
     """Environment of all engines."""
-    own_variables: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    own_arguments: Mapping[str, Sequence[str]] = field(default_factory=dict)
     keys: Mapping[str, object] = field(default_factory=dict)
     """Extra-config keys of all connectors."""
 
@@ -66,8 +64,8 @@ def spec_of(name: str, setting: Setting, model: Path, runtime: Path) -> EngineSp
         model,
         str(cores[NAMES.index(name) % len(cores)]),
         _config(name, setting.keys),
-        [*more, *setting.own_arguments.get(name, ())],
-        {"XDG_RUNTIME_DIR": str(runtime), **setting.variables, **setting.own_variables.get(name, {})},
+        more,
+        {"XDG_RUNTIME_DIR": str(runtime), **setting.variables},
     )
 
 
@@ -131,7 +129,7 @@ class Live:
         self.outages.end(name, time.monotonic())
 
     def dead(self) -> list[str]:
-        """Return engines that have ended though nobody ended them."""
+        """Return engines that ended by themselves."""
         now_s = time.monotonic()
         return [
             name
@@ -207,12 +205,12 @@ def with_answers(warm: Warm, count: int = PROMPTS) -> Warm:
 
 
 @contextlib.contextmanager
-def started_live(warm: Warm, setting: Setting, launch: Launch | None = None) -> Iterator[Live]:
-    """Start the four engines, by forks unless something else launches them."""
+def started_live(warm: Warm, setting: Setting) -> Iterator[Live]:
+    """Start the four engines, by forks."""
     runtime = warm.starter.folder / f"run-{setting.label}"
     runtime.mkdir(mode=0o700)
     specs = [spec_of(name, setting, warm.model, runtime) for name in NAMES]
-    with start_all(specs, warm.python, quiet=True, launch=launch or warm.starter.launch) as started:
+    with start_all(specs, warm.python, quiet=True, launch=warm.starter.launch) as started:
         live = Live(dict(zip(NAMES, started, strict=True)), warm.prompts, runtime / "vllm-adapter")
         try:
             yield live

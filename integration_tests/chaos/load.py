@@ -148,7 +148,7 @@ class Load:
     _bursts: set[asyncio.Future[Asked]] = field(default_factory=set)
 
     async def run(self) -> None:
-        """Ask until nobody needs more."""
+        """Ask until the load is stopped."""
         self._loop = asyncio.get_running_loop()
         # A server that closes an idle connection just when it is used again would fail a request.
         connector = aiohttp.TCPConnector(force_close=True, limit=0)

@@ -7,9 +7,8 @@ import contextlib
 import socket
 import struct
 import threading
-from collections.abc import Awaitable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal, final
 
 from kvdev.engines import free_port
@@ -29,8 +28,8 @@ _WAKES_EVERY_S = 0.02
 class Proxy:
     """Forwards connections of a port of its own to a server, as its behaviour says at the moment of each byte."""
 
-    target: tuple[str, int] | Path
-    """Address of the server, or its Unix socket."""
+    target: tuple[str, int]
+    """Address of the server."""
     behaviour: Behaviour = "pass"
     delay_s: float = 0.2
     cut_after_bytes: int = 100
@@ -42,7 +41,7 @@ class Proxy:
     _end: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def run(self, is_up: threading.Event) -> None:
-        """Serve until told to end."""
+        """Serve until `end` is called."""
         self._loop = asyncio.get_running_loop()
         server = await asyncio.start_server(self._accept, "127.0.0.1", self.port)
         is_up.set()
@@ -77,12 +76,7 @@ class Proxy:
             _reset(writer)
 
     async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        connect: Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = (
-            asyncio.open_unix_connection(self.target)
-            if isinstance(self.target, Path)
-            else asyncio.open_connection(*self.target)
-        )
-        there, to_there = await connect
+        there, to_there = await asyncio.open_connection(*self.target)
         self._open.add(to_there)
         try:
             ways = (self._pump(reader, to_there, is_answer=False), self._pump(there, writer, is_answer=True))
@@ -126,7 +120,7 @@ def _reset(writer: asyncio.StreamWriter) -> None:
     """Close a connection so that its other end gets a reset, as from a machine that has restarted."""
     found = writer.get_extra_info("socket")
     with contextlib.suppress(OSError):
-        if found is not None and found.family != socket.AF_UNIX:
+        if found is not None:
             found.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESETS_ON_CLOSE)
     writer.transport.abort()
 

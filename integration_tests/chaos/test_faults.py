@@ -84,13 +84,13 @@ def test_a_side_channel_that_misbehaves_costs_one_engine_and_no_other(live: Live
         def through_the_proxy(ticket: dict[str, Any], /) -> dict[str, Any]:
             return {**ticket, "remote_port": proxy.port} if ticket.get("remote_port") == port else ticket
 
-        if not is_slow_alone:  # it serves, but cannot be met: out to a decode engine that fails such requests
+        if not is_slow_alone:  # it serves, but cannot be reached: out to a decode engine that fails such requests
             live.outages.begin("prefill-1", time.monotonic())
         with judged(live, behaviour, ["prefill-1"], rewrite=through_the_proxy, must_be_right=is_slow_alone) as fault:
             fault.begins()
             time.sleep(12)
             fault.ends()
-            assert proxy.accepted > 0, "nobody came through the proxy"
+            assert proxy.accepted > 0, "no connection came through the proxy"
             assert (proxy.dropped_bytes > 0) == behaviour.startswith("drop")
             proxy.become("pass", resets=True)
 

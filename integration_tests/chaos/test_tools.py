@@ -20,11 +20,6 @@ PROMPT = Prompt(7, "a prompt", 3, " and its answer")
 PAIR = Pair("p", "d", "http://127.0.0.1:1", "http://127.0.0.1:1")
 RIGHT = Asked(PROMPT, PAIR, 10.0, 11.0, "decode", "text", " and its answer", "", False, True)
 
-# ---------------------------------------------------------------------------------------------------------- the proxy
-
-
-# ------------------------------------------------------------------------------------------------------- the verdicts
-
 
 def out(engine: str, began_s: float, ended_s: float) -> Outages:
     outages = Outages()
@@ -76,7 +71,7 @@ def test_a_leak_is_seen_and_a_spike_is_not() -> None:
 
 
 def test_many_threads_learn_the_end_of_a_forked_process(tmp_path: Path) -> None:
-    """Its exit code comes a moment after its end: nobody may take it for known before."""
+    """Its exit code comes a moment after its end: it is unknown before."""
     with subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE) as process:
         forked = ForkedProcess(process.pid, tmp_path)
         assert forked.poll() is None

@@ -45,7 +45,7 @@ class Outages:
     def is_out(self, engine: str, from_s: float, to_s: float) -> bool:
         """Whether an outage of the engine overlaps the span.
 
-        Example: out from 10 to 12; a request from 11.9 to 13 met it, one from 12.1 to 13 did not.
+        Example: out from 10 to 12; a request from 11.9 to 13 overlaps it, one from 12.1 to 13 did not.
         """
         return any(began_s <= to_s and from_s <= ended_s for began_s, ended_s in self.spans.get(engine, ()))
 

@@ -29,7 +29,7 @@ USAGE = "vllm:kv_cache_usage_perc"
 
 IS_LONG = os.environ.get("KVDEV_LONG") == "1"
 LEASE_S = 15
-"""Half of the default: a test waits until a lease that nobody renews has ended."""
+"""Half of the default: a test waits until an unrenewed lease has ended."""
 REQUESTS = 200 if IS_LONG else 40
 """Prompts from 0 on of a rolling restart; the others are free for other tests that share its engines."""
 PROMPTS = 260 if IS_LONG else 60

@@ -39,7 +39,7 @@ def hold_ticket(fleet: TwoByTwo, place: int, number: int) -> dict[str, Any]:
 
 
 def wait_until_refused(fleet: TwoByTwo, place: int) -> None:
-    """Wait until an engine that was told to end refuses: an HTTP 500, or HTTP 200 with an abort."""
+    """Wait until an engine that was asked to end refuses: an HTTP 500, or HTTP 200 with an abort."""
     until = time.monotonic() + 10
     while True:
         try:

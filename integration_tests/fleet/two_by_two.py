@@ -1,4 +1,4 @@
-"""Two prefill and two decode engines with our connector, which drain when they are told to end."""
+"""Two prefill and two decode engines with our connector, which drain when they are asked to end."""
 
 from __future__ import annotations
 

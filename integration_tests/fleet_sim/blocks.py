@@ -46,7 +46,7 @@ class BlockPool:
         for _ in range(count):
             block = self.free.pop(0)
             if block in self._holders:
-                self._world.violated("double-owner", f"{self._engine.name}: block {block} has two owners")
+                self._engine.violated("double-owner", f"block {block} has two owners")
             self._drop_content(block)
             self._holders[block] = [request.serial]
             taken.append(block)
@@ -79,9 +79,7 @@ class BlockPool:
         for block in blocks:
             holders = self._holders.get(block, [])
             if request.serial not in holders:
-                self._world.violated(
-                    "double-free", f"{self._engine.name}: {request.request_id} frees block {block} twice"
-                )
+                self._engine.violated("double-free", f"{request.request_id} frees block {block} twice")
                 return
             holders.remove(request.serial)
             if not holders:

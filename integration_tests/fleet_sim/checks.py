@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 from fairness import Fairness
 
-from kv_nixl_agent.memory.fences import PAD_COUNT
+from kv_nixl_agent.streams.polls import PAD_COUNT
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -38,62 +38,58 @@ class EngineChecks:
         """A read that the engine accepts has brought this prompt's tokens and no others."""
         self._world.accepted.add(request.request_id)
         if request.request_id in self._unfenced:
-            self._world.violated("unfenced-read", f"{self._engine.name}: {request.request_id} is read without a fence")
+            self._engine.violated("unfenced-read", f"{request.request_id} is read without a fence")
         self._contents(request, request.valid, "accepted")
         for number, block in self._engine.host.holdings.filled(request, request.hit, request.valid):
             if self._engine.pages.is_left(number, block):
-                self._world.violated(
+                self._engine.violated(
                     "left-accepted",
-                    f"{self._engine.name}: {request.request_id} is read, but part of block {block} of group {number} is left as "
+                    f"{request.request_id} is read, but part of block {block} of group {number} is left as "
                     "its last owner left it",
                 )
         if request.is_streamed:
             self._world.counts["stream-bytes early"] += request.early_bytes
             self._world.counts["stream-bytes late"] += request.late_bytes
-        for name, is_so in self._features(request):
+        for name, is_so in self._features(request).items():
             self._world.counts[f"accepted-{name}"] += is_so
 
-    def _features(self, request: Request) -> tuple[tuple[str, bool], ...]:
+    def _features(self, request: Request) -> dict[str, bool]:
         """Return what an accepted read has shown to work."""
-        plan, fleet = self._engine.plan, self._engine.fleet
-        kinds = {group.kind for group in fleet.plan.fleet.groups}
-        return (
-            ("latent", "latent" in kinds),
-            ("state", "state" in kinds),
-            ("mirror", plan.has_mirror),
-            ("after-hit", request.hit > 0),
-            ("streamed", request.is_streamed),
-            *((f"streamed {name}", request.is_streamed and is_so) for name, is_so in self._shapes()),
-        )
-
-    def _shapes(self) -> tuple[tuple[str, bool], ...]:
-        """Return what streams of this engine have to cope with."""
         plan, fleet = self._engine.plan, self._engine.fleet.plan.fleet
-        return (
-            ("latent", any(group.kind == "latent" for group in fleet.groups)),
-            ("state", fleet.has_state),
-            ("window", any(group.window_tokens for group in fleet.groups)),
-            ("mirror", any(one.has_mirror for one in fleet.engines)),
-            ("unequal-tp", any(one.tp != plan.tp for one in fleet.engines)),
-        )
+        kinds = {group.kind for group in fleet.groups}
+        shapes = {
+            "latent": "latent" in kinds,
+            "state": "state" in kinds,
+            "window": any(group.window_tokens for group in fleet.groups),
+            "mirror": any(one.has_mirror for one in fleet.engines),
+            "unequal-tp": any(one.tp != plan.tp for one in fleet.engines),
+        }
+        streamed = {f"streamed {name}": request.is_streamed and is_so for name, is_so in shapes.items()}
+        return {
+            **shapes,
+            "mirror": plan.has_mirror,
+            "after-hit": request.hit > 0,
+            "streamed": request.is_streamed,
+            **streamed,
+        }
 
     def _ordered(self, request: Request, order: Any) -> None:
         """A read fills no block that others may use."""
         for blocks in order.local_blocks:
             for block in blocks.ids:
                 if block and self._engine.host.pool.is_shared(block):
-                    self._world.violated(
+                    self._engine.violated(
                         "read-into-shared",
-                        f"{self._engine.name}: {request.request_id} is to read into block {block}, which others may use",
+                        f"{request.request_id} is to read into block {block}, which others may use",
                     )
 
     def _slot_opened(self, request: Request, slot: int) -> None:
         """A stream's slot has no other owner that still holds blocks: its void would hit the new owner's word."""
         for other in self._engine.host.requests.values():
             if other is not request and other.fence is not None and other.fence[0] == slot and any(other.blocks):
-                self._world.violated(
+                self._engine.violated(
                     "slot-shared",
-                    f"{self._engine.name}: stream slot {slot} is given to {request.request_id}, and {other.request_id} "
+                    f"stream slot {slot} is given to {request.request_id}, and {other.request_id} "
                     f"({other.status}) has it still",
                 )
 
@@ -108,18 +104,16 @@ class EngineChecks:
         if len(sizes) > 1 and any(group.window_tokens for group in plan.groups):
             return  # a list of the last blocks may begin within a block of the reader's
         if request.status == "running" and plan.stream_fraction == 1 and all(one.streams for one in plan.engines):
-            self._world.violated(
-                "needless-compute", f"{self._engine.name}: {request.request_id} is computed, and was to be read"
-            )
+            self._engine.violated("needless-compute", f"{request.request_id} is computed, and was to be read")
 
     def kept(self, number: int, block: int, ids: tuple[int, ...]) -> None:
         """A block that is known by content has this content."""
         size = self._engine.plan.block_tokens
-        wrong = self._engine.pages.wrong(number, block, 0, np.array(ids[-size:], np.uint32))
+        wrong = self._engine.pages.groups[number].wrong(block, 0, np.array(ids[-size:], np.uint32))
         if wrong is not None:
-            self._world.violated(
+            self._engine.violated(
                 "poisoned-cache",
-                f"{self._engine.name}: block {block} of group {number} is known as tokens {ids[-size]} to {ids[-1]}, but holds "
+                f"block {block} of group {number} is known as tokens {ids[-size]} to {ids[-1]}, but holds "
                 f"{self._engine.fleet.whose(wrong)}",
             )
 
@@ -159,12 +153,10 @@ class EngineChecks:
         """Every ticket has a fence, and no more leases are out than are allowed."""
         plan = self._engine.fleet.plan.fleet
         if ticket is None or ticket.get("kv_fence") is None:
-            self._world.violated("unfenced-ticket", f"{self._engine.name}: a ticket without a fence: {ticket}")
+            self._engine.violated("unfenced-ticket", f"a ticket without a fence: {ticket}")
         leases = self._engine.side._state.lease_count
         if plan.max_leases and leases > plan.max_leases:
-            self._world.violated(
-                "quota", f"{self._engine.name}: {leases} leases are out, {plan.max_leases} are allowed"
-            )
+            self._engine.violated("quota", f"{leases} leases are out, {plan.max_leases} are allowed")
 
     def _contents(self, request: Request, tokens: int, event: str) -> None:
         size = self._engine.plan.block_tokens
@@ -182,11 +174,11 @@ class EngineChecks:
                     )
                     return
                 ids = np.array(request.ids[start:stop], np.uint32)
-                wrong = self._engine.pages.wrong(number, block, start - place * size, ids)
+                wrong = self._engine.pages.groups[number].wrong(block, start - place * size, ids)
                 if wrong is not None:
-                    self._world.violated(
+                    self._engine.violated(
                         f"contents-{event}",
-                        f"{self._engine.name}: {request.request_id} {event} with {tokens} tokens, but block {block} (place "
+                        f"{request.request_id} {event} with {tokens} tokens, but block {block} (place "
                         f"{place}, group {number}) holds {self._engine.fleet.whose(wrong)}",
                     )
                     return
@@ -198,19 +190,19 @@ class EngineChecks:
         if known is None or known.consumer is None or known.consumer.state != "offered":
             return
         if self._in_the_way == (request.request_id, steps - 1):
-            self._world.violated(
+            self._engine.violated(
                 "in-the-way",
-                f"{self._engine.name}: {request.request_id} has no blocks in two steps in a row, and nobody behind it any turn",
+                f"{request.request_id} has no blocks in two steps in a row, and nobody behind it any turn",
             )
         self._in_the_way = request.request_id, steps
 
     def _state(self, request: Request, number: int, tokens: int, event: str) -> None:
         """The state is that after exactly these tokens."""
         block = request.blocks[number][0]
-        if self._engine.pages.is_other_state(number, block, request.ids[:tokens]):
-            self._world.violated(
+        if self._engine.pages.groups[number].differs(block, request.ids[:tokens]):
+            self._engine.violated(
                 f"state-{event}",
-                f"{self._engine.name}: {request.request_id} {event} with {tokens} tokens, but block {block} of group {number} "
+                f"{request.request_id} {event} with {tokens} tokens, but block {block} of group {number} "
                 "holds another state than theirs",
             )
 
@@ -222,11 +214,11 @@ class EngineChecks:
             if transfer.owner.process is not self._engine.process or not transfer.is_on_the_wire:
                 continue
             for _, target, _ in transfer.copies[transfer.moved :]:
-                block = self._engine.pages.touches(target, blocks)
-                if block is not None:
-                    self._world.violated(
+                block = self._engine.pages.block_of(target)
+                if block in blocks:
+                    self._engine.violated(
                         "freed-under-read",
-                        f"{self._engine.name}: block {block} of {request.request_id} is freed while a read from "
+                        f"block {block} of {request.request_id} is freed while a read from "
                         f"{transfer.peer_name.split('/')[0]} may still write into it",
                     )
                     return
@@ -240,11 +232,11 @@ class EngineChecks:
             registration: Any = worker._registration
             if registration is None:
                 continue  # asleep: there are no words any more
-            word = registration.agent._agent._memory.fences.read(slot)
+            word = registration.agent._agent._fences.read(slot)
             if word == generation:
-                self._world.violated(
+                self._engine.violated(
                     "fence-stands",
-                    f"{self._engine.name}: the blocks of {request.request_id} are free, and fence word {slot} of rank "
+                    f"the blocks of {request.request_id} are free, and fence word {slot} of rank "
                     f"{worker.rank[1]} still says {generation}",
                 )
 
@@ -281,8 +273,8 @@ def _left_in(engine: Engine) -> list[tuple[str, str]]:
     for worker in engine.workers:
         registration: Any = worker._registration
         rank = f"rank {worker.rank[1]}"
-        if worker._void_reads:
-            found.append(("void-reads-left", f"{rank} keeps {len(worker._void_reads)} reads that a reset has voided"))
+        if worker._due_reads:
+            found.append(("due-reads-left", f"{rank} keeps {len(worker._due_reads)} reads that have not been reported"))
         reads = registration.reads.snapshot()
         if reads["transfers"]:
             found.append(("transfers-left", f"{rank} has {reads['transfers']} transfers"))
@@ -295,10 +287,10 @@ def _left_in(engine: Engine) -> list[tuple[str, str]]:
         handles = len(agent._port.handles)
         if handles:
             found.append(("handles-left", f"{rank} has {handles} NIXL handles"))
-        engines = len(registration.reads._peers)
+        engines = len(registration.reads._peers.engines)
         if engines > _MOST_PEERS:
             found.append(("peers-left", f"{rank} knows {engines} engines"))
-        waiting = [read for peer in registration.reads._peers.engines() for read in peer.waiting]
+        waiting = [read for peer in registration.reads._peers.engines.values() for read in peer.waiting]
         if waiting:
             found.append(("reads-waiting", f"{rank} has {len(waiting)} reads that wait for an engine"))
     return found
@@ -307,13 +299,13 @@ def _left_in(engine: Engine) -> list[tuple[str, str]]:
 def _left_in_agent(agent: Any) -> list[tuple[str, str]]:
     """Return what an agent at rest still counts or has unloaded wrongly."""
     found: list[tuple[str, str]] = []
-    schedule, free = agent._transfers.schedule, agent._memory.fences.free_scratch_words
-    inflight_bytes = agent._transfers.wiring.load.payload_bytes
-    if schedule.count or inflight_bytes:
-        found.append(("queue-left", f"counts {schedule.count} waiting transfers and {inflight_bytes} bytes in flight"))
+    gauges = agent.statistics()
+    if gauges["queued"] or gauges["inflight_bytes"]:
+        left = f"{gauges['queued']:.0f} waiting transfers and {gauges['inflight_bytes']:.0f} bytes in flight"
+        found.append(("queue-left", f"counts {left}"))
+    free = gauges["scratch_words_free"]
     if free != _SCRATCH_WORDS:
         found.append(("scratch-left", f"has {free} of {_SCRATCH_WORDS} scratch words"))
-    gauges = agent.polls.gauges()
     if gauges["streams_watched"]:
         found.append(("watches-left", f"watches {gauges['streams_watched']:.0f} streams"))
     if gauges["stream_pads_free"] not in {0, PAD_COUNT}:

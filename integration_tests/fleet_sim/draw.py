@@ -243,7 +243,7 @@ def _request(draw: random.Random, fleet: FleetPlan, number: int) -> RequestPlan:
         readers=2 if draw.random() < 0.1 else 1,
         abort=abort,
         abort_s=draw.choice((0.0, 0.005, 0.02, 0.06, 0.2, 0.6)) * draw.random(),
-        damage=draw.choice(DAMAGES) if draw.random() < 0.12 else "",
+        damage=draw.choice(tuple(DAMAGES)) if draw.random() < 0.12 else "",
         turns=draw.choice((1, 2, 3)) if fleet.is_bidirectional else 1,
     )
 

@@ -118,13 +118,14 @@ class TransferDriver(_Turns):
         loop, pacer = self.loop, self.loop._pacer
         pacer._is_idle = False
         self.wait_s = self.slept_s = None
-        before = loop._errors.loop_errors, loop._errors.callback_errors
+        mailbox = loop._mailbox
+        before = mailbox.loop_errors, mailbox.callback_errors
         try:
             self._as_thread(loop._turn, loop._agent)
         except Exception as error:
-            loop._errors.keep(error)
-        if (loop._errors.loop_errors, loop._errors.callback_errors) != before:
-            kind, text = loop._errors.last
+            mailbox.keep_loop_error(error)
+        if (mailbox.loop_errors, mailbox.callback_errors) != before:
+            kind, text = mailbox.last_error
             self._world.violated("thread-error", f"{self.process.name}: {kind}\n{text}")
         self._world.counts["transfer-turns"] += 1
         pacer._is_idle = self.wait_s is not None  # a sleep between two polls of the wire is not ended by a wake-up
@@ -181,7 +182,7 @@ class ListenerDriver:
         desk = self.listener._desk
         if desk is not None and not reply:
             self._connections[incoming.envelope[0]] = connection
-            self._world.after(desk.limits.wait_s / self.process.rate + _TURN_S, self._send_due, self.process)
+            self._world.after(desk.wait_s / self.process.rate + _TURN_S, self._send_due, self.process)
         return reply
 
     def wake(self) -> None:

@@ -91,13 +91,7 @@ class Engine:
             attention_backend="SIM",
             connector_version=14,
             groups=tuple(
-                CacheGroup(
-                    _kind(group),
-                    self.plan.block_tokens,
-                    group.window_tokens,
-                    0,
-                    names[number],
-                )
+                CacheGroup(_kind(group), self.plan.block_tokens, group.window_tokens, 0, names[number])
                 for number, group in enumerate(groups)
             ),
             group_ids=tuple(range(len(groups))),
@@ -108,6 +102,10 @@ class Engine:
     def note(self, text: str) -> None:
         """Write a line into the log."""
         self.fleet.world.note(self.lane, text)
+
+    def violated(self, kind: str, text: str) -> None:
+        """Note a promise that this engine has broken."""
+        self.fleet.world.violated(kind, f"{self.name}: {text}")
 
     def gather(self, reports: list[StepReport]) -> StepReport:
         """Add the ranks' reports up, and note why reads failed."""
@@ -129,11 +127,8 @@ class Engine:
 
 
 def _kind(group: GroupPlan) -> GroupKind:
-    if group.kind == "latent":
-        return "latent"
-    if group.kind == "state":
-        return "state"
-    return "sliding-window" if group.window_tokens else "attention"
+    kinds: dict[str, GroupKind] = {"latent": "latent", "state": "state"}
+    return kinds.get(group.kind, "sliding-window" if group.window_tokens else "attention")
 
 
 def _settings(fleet: Fleet, engine: EnginePlan) -> Settings:

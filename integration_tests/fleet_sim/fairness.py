@@ -33,15 +33,14 @@ _HEAD_START_S = 0.3
 """In a calm fleet a read that is ordered so much earlier than another of the same peer, and is no longer, ends first."""
 
 
-def is_untouched(plan: EpisodePlan, one: int, other: int) -> bool:
-    """Tell whether no fault names either of two slots' processes, or the links between them."""
-    for fault in plan.faults:
-        if fault.kind in _LINK_KINDS:
-            if {fault.engine, fault.second} == {one, other}:
-                return False
-        elif fault.kind not in _HARMLESS_KINDS and fault.engine in {one, other}:
-            return False
-    return True
+def is_untouched(plan: EpisodePlan, one: int, other: int, processes: Collection[int]) -> bool:
+    """Tell whether no fault names one of these processes, or the links between two slots."""
+    return not any(
+        {fault.engine, fault.second} == {one, other}
+        if fault.kind in _LINK_KINDS
+        else fault.engine in processes and fault.kind not in _HARMLESS_KINDS
+        for fault in plan.faults
+    )
 
 
 @final
@@ -109,7 +108,8 @@ class Fairness:
         read = self._begun.pop(request_id, None)
         if read is None:
             return
-        if is_untouched(self._fleet.plan, self._engine.slot, read.slot):
+        pair = self._engine.slot, read.slot
+        if is_untouched(self._fleet.plan, *pair, pair):
             self._check_time(request_id, read)
         self._check_refusal(request_id, read)
         if is_good and self._fleet.plan.fleet.is_calm:
@@ -119,34 +119,26 @@ class Fairness:
         lane = self._fleet.lane(read.slot)
         elapsed_s, own_s = self._world.time_s - read.begun_s, self._spent_s(lane) - read.spent_s
         if elapsed_s - own_s > WAIT_S:
-            self._world.violated(
+            self._engine.violated(
                 "delayed-by-others",
-                f"{self._engine.name}: the read of {request_id} from {lane} took {elapsed_s:.2f} s, {own_s:.2f} s of it for "
+                f"the read of {request_id} from {lane} took {elapsed_s:.2f} s, {own_s:.2f} s of it for "
                 "their messages and bytes; neither of the two was in trouble",
             )
 
     def _check_refusal(self, request_id: str, read: _Read) -> None:
         """A read from an engine that was dead all the time ends soon: a refused connection is an answer."""
         peer, plan = self._fleet.engine(read.slot), self._fleet.plan
-        if peer is None or peer is not read.dead_peer or self._world.is_healed or self._is_hampered(read.slot):
+        if peer is None or peer is not read.dead_peer or self._world.is_healed:
+            return
+        if not is_untouched(plan, self._engine.slot, read.slot, (self._engine.slot,)):
             return
         elapsed_s = self._world.time_s - read.begun_s
         if elapsed_s > plan.fleet.notice_s + _REFUSED_S:
-            self._world.violated(
+            self._engine.violated(
                 "refused-late",
-                f"{self._engine.name}: the read of {request_id} from {peer.lane}, which was dead all the time, took "
+                f"the read of {request_id} from {peer.lane}, which was dead all the time, took "
                 f"{elapsed_s:.2f} s to fail",
             )
-
-    def _is_hampered(self, slot: int) -> bool:
-        """Tell whether a fault names the reader itself or the links between it and a slot."""
-        mine = self._engine.slot
-        return any(
-            {fault.engine, fault.second} == {mine, slot}
-            if fault.kind in _LINK_KINDS
-            else fault.engine == mine and fault.kind not in _HARMLESS_KINDS
-            for fault in self._fleet.plan.faults
-        )
 
     def _check_order(self, request_id: str, read: _Read, together: Collection[str]) -> None:
         for name, other in self._begun.items():
@@ -157,8 +149,8 @@ class Fairness:
                 theirs <= ours for theirs, ours in zip(other.blocks, read.blocks, strict=True)
             )
             if other.slot == read.slot and is_earlier and is_no_longer:
-                self._world.violated(
+                self._engine.violated(
                     "overtaken",
-                    f"{self._engine.name}: {request_id} (blocks {read.blocks}) ends before {name} ({other.blocks}), which "
+                    f"{request_id} (blocks {read.blocks}) ends before {name} ({other.blocks}), which "
                     f"was ordered {read.begun_s - other.begun_s:.2f} s earlier from the same engine",
                 )

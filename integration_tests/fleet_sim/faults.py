@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, final
 
 from network import damaged
 from plan import FaultPlan
@@ -32,7 +32,15 @@ class Faults:
             if not self._world.is_healed:
                 self._fleet.fault(fault.kind)
                 self._world.note(self._fleet.lane(fault.engine), f"FAULT {fault.kind} {fault.duration_s:.2f} s")
-                _ACTIONS[fault.kind](self, fault)
+                if fault.kind == "crash":
+                    self._crash(fault)
+                elif fault.kind == "same-id":
+                    # A router sends another hand-over under the id of one that is under way, or has ended.
+                    self._fleet.router.same_id(fault.request, is_other=bool(fault.second))
+                elif fault.kind in _LINK:
+                    self._link(fault)
+                elif (engine := self._fleet.engine(fault.engine)) is not None and not engine.process.is_dead:
+                    _ACTIONS[fault.kind](self, fault, engine)
 
         if fault.request:
             self._fleet.at_chunk(f"{fault.request}-p1", fault.chunk, lambda: self._world.after(fault.at_s, happen))
@@ -49,7 +57,7 @@ class Faults:
             if engine is None or engine.process.is_dead:
                 self._fleet.start(slot)
             else:
-                self._unpress(engine)
+                engine.host.pool.unpress()
                 if engine.process.is_stopped:
                     self._world.resume(engine.process)
 
@@ -60,7 +68,7 @@ class Faults:
 
         self._world.after(fault.duration_s, undo)
 
-    def crash(self, fault: FaultPlan) -> None:
+    def _crash(self, fault: FaultPlan) -> None:
         self._fleet.crash(fault.engine)
 
         def restart() -> None:
@@ -70,61 +78,35 @@ class Faults:
 
         self._later(fault, restart)
 
-    def stop(self, fault: FaultPlan) -> None:
-        engine = self._fleet.engine(fault.engine)
-        if engine is not None and not engine.process.is_dead and not engine.process.is_stopped:
+    def _link(self, fault: FaultPlan) -> None:
+        source, target = self._fleet.lane(fault.engine), self._fleet.lane(fault.second)
+        name, normal = _LINK[fault.kind]
+        setattr(self._fleet.network.link(source, target), name, fault.amount if name != "is_cut" else True)
+        self._later(fault, lambda: setattr(self._fleet.network.link(source, target), name, normal))
+
+    def stop(self, fault: FaultPlan, engine: Engine) -> None:
+        if not engine.process.is_stopped:
             self._world.stop(engine.process)
             self._later(fault, lambda: self._world.resume(engine.process))
 
-    def starve(self, fault: FaultPlan) -> None:
+    def starve(self, fault: FaultPlan, engine: Engine) -> None:
         """The transfer threads of an engine get no core, while its steps go on."""
-        engine = self._fleet.engine(fault.engine)
-        if engine is not None:
-            engine.process.starved_until_s = self._world.time_s + fault.duration_s
+        engine.process.starved_until_s = self._world.time_s + fault.duration_s
 
-    def blip(self, fault: FaultPlan) -> None:
+    def blip(self, fault: FaultPlan, engine: Engine) -> None:
         """The connection that an engine's reads from another one use ends; nothing else is wrong."""
-        reader, owner = self._fleet.engine(fault.engine), self._fleet.engine(fault.second)
-        if reader is not None and owner is not None:
-            self._fleet.fabric.disconnect(reader.process, owner.process)
+        owner = self._fleet.engine(fault.second)
+        if owner is not None:
+            self._fleet.fabric.disconnect(engine.process, owner.process)
 
-    def jump(self, fault: FaultPlan) -> None:
-        engine = self._fleet.engine(fault.engine)
-        if engine is not None:
-            engine.process.offset_s += fault.amount
+    def jump(self, fault: FaultPlan, engine: Engine) -> None:
+        engine.process.offset_s += fault.amount
 
-    def _link(self, fault: FaultPlan, name: str, value: Any, normal: Any) -> None:
-        source, target = self._fleet.lane(fault.engine), self._fleet.lane(fault.second)
-        setattr(self._fleet.network.link(source, target), name, value)
-        self._later(fault, lambda: setattr(self._fleet.network.link(source, target), name, normal))
-
-    def cut(self, fault: FaultPlan) -> None:
-        self._link(fault, "is_cut", value=True, normal=False)
-
-    def slow(self, fault: FaultPlan) -> None:
-        self._link(fault, "slowness", fault.amount, 1.0)
-
-    def loss(self, fault: FaultPlan) -> None:
-        self._link(fault, "loss", fault.amount, 0.0)
-
-    def doubling(self, fault: FaultPlan) -> None:
-        self._link(fault, "doubling", fault.amount, 0.0)
-
-    def damage(self, fault: FaultPlan) -> None:
-        self._link(fault, "damage", fault.amount, 0.0)
-
-    def forged(self, fault: FaultPlan) -> None:
+    def forged(self, _: FaultPlan, engine: Engine) -> None:
         """A stranger's notifications: forged completions and heartbeats of live requests, and garbage."""
-        engine = self._fleet.engine(fault.engine)
-        if engine is None:
-            return
         draw, codec = self._world.random("forged"), Codec()
-        payloads = [
-            draw.randbytes(draw.randrange(64)),
-            b"KVH\x01" + draw.randbytes(20),
-            b"HB:" + draw.randbytes(9),
-            b"",
-        ]
+        garbage = draw.randbytes(draw.randrange(64))
+        payloads = [garbage, b"KVH\x01" + draw.randbytes(20), b"HB:" + draw.randbytes(9), b""]
         for request_id in engine.host.requests:
             nonce = f"{draw.getrandbits(64):016x}"
             payloads.append(codec.read_complete(request_id, 1, nonce=nonce, consumer="stranger"))
@@ -135,23 +117,17 @@ class Faults:
                 for payload in payloads:
                     agent.deliver("stranger", payload)
 
-    def reset(self, fault: FaultPlan) -> None:
+    def reset(self, fault: FaultPlan, engine: Engine) -> None:
         """Reset the caches; with `second` what runs is preempted first."""
-        engine = self._living(fault)
-        if engine is not None:
-            engine.host.outages.reset(preempts=bool(fault.second))
+        engine.host.outages.reset(preempts=bool(fault.second))
 
-    def sleep(self, fault: FaultPlan) -> None:
+    def sleep(self, fault: FaultPlan, engine: Engine) -> None:
         """Give the memory back for a while; with `second` all requests are aborted first."""
-        engine = self._living(fault)
-        if engine is not None:
-            engine.host.outages.sleep(fault.duration_s, aborts=bool(fault.second))
+        engine.host.outages.sleep(fault.duration_s, aborts=bool(fault.second))
 
-    def mirror(self, fault: FaultPlan) -> None:
+    def mirror(self, fault: FaultPlan, engine: Engine) -> None:
         """Let copies between device and host fail for a while."""
-        engine = self._living(fault)
-        if engine is not None and engine.pages.mirror is not None:
-            mirror = engine.pages.mirror
+        if (mirror := engine.pages.mirror) is not None:
 
             def refuse(error: Exception | None) -> None:
                 mirror.save_refusal = mirror.restore_refusal = error
@@ -159,48 +135,31 @@ class Faults:
             refuse(RuntimeError("a copy between device and host failed"))
             self._world.after(fault.duration_s, lambda: refuse(None))
 
-    def abort(self, fault: FaultPlan) -> None:
+    def abort(self, fault: FaultPlan, engine: Engine) -> None:
         """A client gives a request up, at one engine of the two."""
-        engine = self._living(fault)
-        if engine is not None:
-            engine.host.abort(f"{fault.request}-{'d' if fault.second else 'p'}1")
+        engine.host.abort(f"{fault.request}-{'d' if fault.second else 'p'}1")
 
-    def preempt(self, fault: FaultPlan) -> None:
+    def preempt(self, fault: FaultPlan, engine: Engine) -> None:
         """Memory runs short just when this request is to go on."""
-        engine = self._living(fault)
-        if engine is not None:
-            engine.host.shortages.add(f"{fault.request}-p1")
+        engine.host.shortages.add(f"{fault.request}-p1")
 
-    def same_id(self, fault: FaultPlan) -> None:
-        """A router sends another hand-over under the id of one that is under way, or has ended; `second`: another prompt."""
-        self._fleet.router.same_id(fault.request, is_other=bool(fault.second))
-
-    def _living(self, fault: FaultPlan) -> Engine | None:
-        engine = self._fleet.engine(fault.engine)
-        return None if engine is None or engine.process.is_dead else engine
-
-    def pressure(self, fault: FaultPlan) -> None:
-        engine = self._fleet.engine(fault.engine)
-        if engine is None or engine.process.is_dead:
-            return
-        count = int(fault.amount * len(engine.host.free))
-        engine.host.pool.press(count)
-        self._later(fault, lambda: self._unpress(engine))
-
-    def _unpress(self, engine: Any) -> None:
-        engine.host.pool.unpress()
+    def pressure(self, fault: FaultPlan, engine: Engine) -> None:
+        engine.host.pool.press(int(fault.amount * len(engine.host.free)))
+        self._later(fault, engine.host.pool.unpress)
 
 
-_ACTIONS: dict[str, Callable[[Faults, FaultPlan], None]] = {
-    "crash": Faults.crash,
+_LINK: dict[str, tuple[str, object]] = {
+    "cut": ("is_cut", False),
+    "slow": ("slowness", 1.0),
+    "loss": ("loss", 0.0),
+    "doubling": ("doubling", 0.0),
+    "damage": ("damage", 0.0),
+}
+"""Faults of a link: what they change, and its normal value."""
+_ACTIONS: dict[str, Callable[[Faults, FaultPlan, Engine], None]] = {
     "stop": Faults.stop,
     "pause": Faults.stop,
     "jump": Faults.jump,
-    "cut": Faults.cut,
-    "slow": Faults.slow,
-    "loss": Faults.loss,
-    "doubling": Faults.doubling,
-    "damage": Faults.damage,
     "pressure": Faults.pressure,
     "forged": Faults.forged,
     "reset": Faults.reset,
@@ -210,7 +169,6 @@ _ACTIONS: dict[str, Callable[[Faults, FaultPlan], None]] = {
     "starve": Faults.starve,
     "abort-at": Faults.abort,
     "preempt": Faults.preempt,
-    "same-id": Faults.same_id,
 }
-KINDS = tuple(_ACTIONS)[:11]
+KINDS = ("crash", "stop", "pause", "jump", *_LINK, "pressure", "forged")
 """Kinds that any fleet meets; the others are drawn where they mean something."""

@@ -166,10 +166,10 @@ class Holdings:
         for number, group in enumerate(item.blocks):
             if self._groups[number].kind == "state":
                 if group:
-                    pages.advance(number, group[0], group[0] if first else 0, ids)
+                    pages.groups[number].advance(group[0], group[0] if first else 0, ids)
                 continue
             for place in range(first // size, -(-(first + len(ids)) // size)):
                 if place < len(group) and group[place]:
                     start, stop = max(first, place * size), min(first + len(ids), (place + 1) * size)
                     part = np.array(ids[start - first : stop - first], np.uint32)
-                    pages.write(number, group[place], start - place * size, part)
+                    pages.groups[number].write(group[place], start - place * size, part)

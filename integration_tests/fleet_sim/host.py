@@ -269,7 +269,7 @@ class Host:
         if external:
             self.holdings.skip_window(request, local + external)
             self.holdings.leave_to_read(request, local, local + external)
-        if external or side.follows(request_id):  # as the connector's hook does
+        if external or request_id in side.followed:  # as the connector's hook does
             new = [[] for _ in self.groups] if is_back else self.holdings.new_blocks(request, hits)
             side.allocated(request_id, request.blocks, new, external_tokens=external, preemptions=request.preemptions)
         request.status = "parked" if external else "running"
@@ -305,7 +305,7 @@ class Host:
         request = self.requests.get(request_id)
         if request is None or request.status not in {"parked", "aborting"}:
             status = "unknown" if request is None else request.status
-            self.world.violated("ended-twice", f"{self.engine.name}: {request_id} is received while {status}")
+            self.engine.violated("ended-twice", f"{request_id} is received while {status}")
             return
         self.engine.note(f"{request_id} is {'received' if is_good else 'failed'}")
         if request.status == "aborting":
@@ -316,7 +316,7 @@ class Host:
             self.world.counts["accepted"] += 1
             request.computed = request.valid
             if 0 < request.void_since <= resets:
-                self.world.violated("accepted-after-reset", f"{self.engine.name}: {request_id} is from before a reset")
+                self.engine.violated("accepted-after-reset", f"{request_id} is from before a reset")
             self.engine.checks.accepted(request)
             self.holdings.prefix.keep(request, request.valid, is_pending=False)
             request.computed = min(request.valid, len(request.ids) - 1)
@@ -335,7 +335,7 @@ class Host:
         request = self.requests.get(request_id)
         if request is None or request.status != "held":
             status = "unknown" if request is None else request.status
-            self.world.violated("ended-twice", f"{self.engine.name}: {request_id} is sent while {status}")
+            self.engine.violated("ended-twice", f"{request_id} is sent while {status}")
             return
         self.engine.note(f"{request_id} is sent, its blocks are free")
         self.engine.checks.lease_ended(request)
@@ -371,7 +371,7 @@ class Host:
             if params is not None or not request.hand_over_id:
                 self.engine.checks.handed_over(params)
             if request.void_since and params is not None:
-                self.world.violated("handed-over-after-reset", f"{self.engine.name}: {request.request_id}")
+                self.engine.violated("handed-over-after-reset", f"{request.request_id}")
             request.status = "held"
             self.engine.note(f"{request.request_id} is handed over")
         elif was_parked:

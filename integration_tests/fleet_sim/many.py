@@ -28,38 +28,24 @@ DRAWS: dict[str, Callable[[int], EpisodePlan]] = {"plain": draw_plan, "streams":
 class Figures:
     """Figures of many episodes; `failures` are (seed, kind, sentence)."""
 
-    episodes: int = 0
-    events: int = 0
-    simulated_s: float = 0.0
     counts: Counter[str] = field(default_factory=Counter[str])
     failures: list[tuple[int, str, str]] = field(default_factory=list[tuple[int, str, str]])
 
-    def add(self, other: Figures) -> None:
-        """Add another share of the episodes."""
-        self.episodes += other.episodes
-        self.events += other.events
-        self.simulated_s += other.simulated_s
-        self.counts += other.counts
-        self.failures += other.failures
-
     def text(self) -> str:
         """Return the figures as one line per group of counts."""
-        head = f"{self.episodes} episodes, {self.events} events, {self.simulated_s:.0f} s of their time"
         groups: dict[str, dict[str, int]] = {}
         for name, count in sorted(self.counts.items()):
             group, _, rest = name.partition(" ")
             groups.setdefault(group if rest else "", {})[rest or name] = count
-        return "\n".join([head, *(f"{group or 'others'}: {counts}" for group, counts in sorted(groups.items()))])
+        return "\n".join(f"{group or 'all'}: {counts}" for group, counts in sorted(groups.items()))
 
 
 def _share(kind: str, seeds: list[int]) -> Figures:
     figures = Figures()
     for seed in seeds:
         outcome = play(DRAWS[kind](seed))
-        figures.episodes += 1
-        figures.events += outcome.events
-        figures.simulated_s += outcome.ended_s
         figures.counts += outcome.counts
+        figures.counts.update(episodes=1, events=outcome.events, simulated_s=round(outcome.ended_s))
         figures.failures += [(seed, one.kind, one.text) for one in outcome.violations[:1]]
     return figures
 
@@ -71,5 +57,6 @@ def play_many(seeds: Iterable[int], kind: str = "plain", *, jobs: int | None = N
     figures = Figures()
     with ProcessPoolExecutor(jobs or min(4, os.cpu_count() or 1), mp_context=get_context("spawn")) as pool:
         for share in pool.map(partial(_share, kind), shares):
-            figures.add(share)
+            figures.counts += share.counts
+            figures.failures += share.failures
     return figures

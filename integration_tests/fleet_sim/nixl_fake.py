@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import ctypes
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, final
+from collections.abc import Mapping, Sequence
+from typing import Any, final
 
 from network import damaged
 from world import Process, World
@@ -27,15 +27,6 @@ _CATCH_UP_S = 0.1
 """Longest time from the end of a stop until the notifications that came meanwhile are there."""
 
 
-class _Fleet(Protocol):
-    world: World
-    network: Any
-
-    def fault(self, kind: str) -> None: ...
-
-    def counter_of(self, process: Process) -> Callable[[Sequence[Sequence[int]]], None]: ...
-
-
 @final
 class Fabric:
     """All agents of the world, by name and incarnation.
@@ -47,9 +38,9 @@ class Fabric:
         patience_s: How long a transfer waits for a cut link before it ends as disconnected.
     """
 
-    def __init__(self, fleet: _Fleet, *, blocks_reads_of_stopped: bool, notice_s: float, patience_s: float) -> None:
+    def __init__(self, fleet: Any, *, blocks_reads_of_stopped: bool, notice_s: float, patience_s: float) -> None:
         self.fleet = fleet
-        self.world = fleet.world
+        self.world: World = fleet.world
         self.blocks_reads_of_stopped = blocks_reads_of_stopped
         self.notice_s = notice_s
         self.patience_s = patience_s
@@ -92,7 +83,8 @@ class Fabric:
         self._incarnations += 1
         process = self.world.current
         assert process is not None
-        inner = FakeNixl(self, agent_name, self._incarnations, {name: dict(given) for name, given in backends})
+        fabric: Any = self
+        inner = FakeNixl(fabric, agent_name, self._incarnations, {name: dict(given) for name, given in backends})
         agent = self.agents[agent_name] = SimNixl(self, process, inner)
         agent.moved = self.fleet.counter_of(process) if self.tears_words else None
         return agent

@@ -88,7 +88,7 @@ class Outages:
         """Void all KV from before now, and look whether leases end."""
         self.resets += 1
         if not self._engine.side.reset_cache():
-            self._world.violated("reset-refused", f"{self._engine.name}: the connector refused a reset")
+            self._engine.violated("reset-refused", "the connector refused a reset")
         held: list[Request] = []
         for request in self._host.requests.values():
             if request.status in {"running", "parked"}:
@@ -101,9 +101,9 @@ class Outages:
             is_late = self._host.steps > steps + 8 and not self.is_asleep
             for request in held:
                 if is_late and request.status == "held":
-                    self._world.violated(
+                    self._engine.violated(
                         "lease-outlives-reset",
-                        f"{self._engine.name}: {request.request_id} is leased {self._host.steps - steps} steps after a reset",
+                        f"{request.request_id} is leased {self._host.steps - steps} steps after a reset",
                     )
 
         self._world.after(3.0, look, self._engine.process)

@@ -15,19 +15,7 @@ from typing import Any, final
 import numpy as np
 from plan import EnginePlan, GroupPlan
 
-from vllm_adapter.cache.facts import LayerCache
-
-__all__ = [
-    "HEADS",
-    "HEAD_SIZE",
-    "AttentionPages",
-    "LatentPages",
-    "StatePages",
-    "fold",
-    "layer_cache",
-    "pages_of",
-    "words_of",
-]
+__all__ = ["HEADS", "HEAD_SIZE", "StatePages", "TokenPages", "fold", "pages_of", "words_of"]
 
 HEADS, HEAD_SIZE = 4, 2
 FACTOR = 0x9E3779B1
@@ -48,61 +36,47 @@ def fold(ids: Sequence[int], start: int = 0) -> int:
     return start
 
 
-def _facts(view: Array) -> dict[str, Any]:
-    return {
-        "address": view.ctypes.data,
-        "shape": view.shape,
-        "stride_bytes": view.strides,
-        "element_bytes": view.itemsize,
-    }
-
-
 @final
-class AttentionPages:
-    """Pages whose heads are split over the ranks: axes (rank, layer, block, head, token, element)."""
+class TokenPages:
+    """Pages of tokens: axes (rank, layer, block, head, token, element), and the patterns of a token's words in them.
 
-    def __init__(self, raw: Array, engine: EnginePlan, first_layer: int) -> None:
-        share, tokens = HEADS // engine.tp, engine.block_tokens
-        words = raw[..., : share * tokens * 2 * HEAD_SIZE]
-        if engine.order == "HND":
-            self.view: Array = words.reshape(*raw.shape[:3], share, tokens, 2 * HEAD_SIZE)
-        else:
-            self.view = words.reshape(*raw.shape[:3], tokens, share, 2 * HEAD_SIZE).transpose(0, 1, 2, 4, 3, 5)
-        layers = raw.shape[1]
-        patterns = _HEAD_PATTERNS[first_layer : first_layer + layers]
-        self.patterns: Array = patterns.reshape(layers, engine.tp, share, 1, 2 * HEAD_SIZE).swapaxes(0, 1)
+    Heads of attention are split over the ranks; a latent vector is one head that every rank has.
+    """
+
+    def __init__(self, view: Array, patterns: Array, facts: dict[str, Any]) -> None:
+        self.view, self.patterns, self._facts = view, patterns, facts
 
     def write(self, block: int, first: int, ids: Array) -> None:
+        """Compute tokens of a block, from its token `first` on, in all layers of the group on all ranks."""
         self.view[:, :, block, :, first : first + len(ids), :] = self.patterns ^ ids[:, None]
 
     def wrong(self, block: int, first: int, ids: Array) -> int | None:
+        """Return None if a block holds these tokens from its token `first` on, else the id in the first wrong word."""
         found = self.view[:, :, block, :, first : first + len(ids), :] ^ self.patterns
         differs = found != ids[:, None]
         return int(found[differs][0]) if differs.any() else None
 
     def cache(self, rank: int, layer: int) -> dict[str, Any]:
-        return _facts(self.view[rank, layer])
+        """Describe a rank's layer, as the host's seam does."""
+        view = self.view[rank, layer]
+        place = {"address": view.ctypes.data, "shape": view.shape, "stride_bytes": view.strides}
+        return {**place, "element_bytes": view.itemsize, **self._facts}
 
 
-@final
-class LatentPages:
-    """Pages that every rank has whole: axes (rank, layer, block, token, element)."""
+def _attention_pages(raw: Array, engine: EnginePlan, first_layer: int) -> TokenPages:
+    share, tokens, layers = HEADS // engine.tp, engine.block_tokens, raw.shape[1]
+    words = raw[..., : share * tokens * 2 * HEAD_SIZE]
+    if engine.order == "HND":
+        view: Array = words.reshape(*raw.shape[:3], share, tokens, 2 * HEAD_SIZE)
+    else:
+        view = words.reshape(*raw.shape[:3], tokens, share, 2 * HEAD_SIZE).swapaxes(3, 4)
+    patterns = _HEAD_PATTERNS[first_layer : first_layer + layers]
+    return TokenPages(view, patterns.reshape(layers, engine.tp, share, 1, 2 * HEAD_SIZE).swapaxes(0, 1), {})
 
-    def __init__(self, raw: Array, engine: EnginePlan, first_layer: int) -> None:
-        tokens = engine.block_tokens
-        self.view: Array = raw[..., : tokens * _LATENT].reshape(*raw.shape[:3], tokens, _LATENT)
-        self.patterns: Array = _LATENT_PATTERNS[first_layer : first_layer + raw.shape[1]]
 
-    def write(self, block: int, first: int, ids: Array) -> None:
-        self.view[:, :, block, first : first + len(ids), :] = self.patterns ^ ids[:, None]
-
-    def wrong(self, block: int, first: int, ids: Array) -> int | None:
-        found = self.view[:, :, block, first : first + len(ids), :] ^ self.patterns
-        differs = found != ids[:, None]
-        return int(found[differs][0]) if differs.any() else None
-
-    def cache(self, rank: int, layer: int) -> dict[str, Any]:
-        return {**_facts(self.view[rank, layer]), "is_latent": True}
+def _latent_pages(raw: Array, engine: EnginePlan, first_layer: int) -> TokenPages:
+    view: Array = raw[..., : engine.block_tokens * _LATENT].reshape(*raw.shape[:3], 1, engine.block_tokens, _LATENT)
+    return TokenPages(view, _LATENT_PATTERNS[first_layer : first_layer + raw.shape[1], None], {"is_latent": True})
 
 
 @final
@@ -181,19 +155,8 @@ def words_of(group: GroupPlan, engine: EnginePlan, state_groups: int) -> int:
 
 def pages_of(
     raw: Array, group: GroupPlan, engine: EnginePlan, first_layer: int, state_groups: int
-) -> AttentionPages | LatentPages | StatePages:
+) -> TokenPages | StatePages:
     """Return the pages of a group; `raw` are its layers' words by (rank, layer, block)."""
-    if group.kind == "latent":
-        return LatentPages(raw, engine, first_layer)
     if group.kind == "state":
         return StatePages(raw, engine, first_layer, state_groups)
-    return AttentionPages(raw, engine, first_layer)
-
-
-def layer_cache(
-    pages: AttentionPages | LatentPages | StatePages, rank: int, layer: int, group: int, name: str, page_bytes: int
-) -> LayerCache:
-    """Describe a rank's layer as the host's seam does."""
-    return LayerCache(
-        layer=name, group=group, memory_kind="DRAM", device=0, page_bytes=page_bytes, **pages.cache(rank, layer)
-    )
+    return (_latent_pages if group.kind == "latent" else _attention_pages)(raw, engine, first_layer)

@@ -12,7 +12,7 @@ from typing import Any, final
 
 import numpy as np
 from numpy_pages import NumpyMirror
-from page_kinds import HEAD_SIZE, HEADS, AttentionPages, LatentPages, StatePages, layer_cache, pages_of, words_of
+from page_kinds import HEAD_SIZE, HEADS, pages_of, words_of
 from plan import EnginePlan, GroupPlan
 
 from vllm_adapter.cache.facts import LayerCache
@@ -41,6 +41,7 @@ class Pages:
         raw: Words by (rank, layer, block), as the engine computes them.
         wire: Those that peers read and write: the same, or the mirror's.
         mirror: Copies between the two; None if they are the same.
+        groups: What the engine computes, by group: `TokenPages` or `StatePages`.
     """
 
     def __init__(self, engine: EnginePlan, groups: Sequence[GroupPlan], state_groups: int = 2) -> None:
@@ -50,35 +51,23 @@ class Pages:
         self.raw: Array = np.full((engine.tp, len(self.group_of), engine.blocks, words), _POISON, np.uint32)
         self.wire: Array = self.raw.copy() if engine.has_mirror else self.raw
         self.mirror = NumpyMirror([self.raw], [self.wire], is_asynchronous=False) if engine.has_mirror else None
-        self._groups: list[AttentionPages | LatentPages | StatePages] = []
-        self._seen: list[AttentionPages | LatentPages | StatePages] = []
-        self._firsts: list[int] = []
+        self.groups: list[Any] = []
+        self._seen: list[tuple[Any, int]] = []
         first = 0
         for group in groups:
             layers = slice(first, first + group.layers)
-            self._groups.append(pages_of(self.raw[:, layers], group, engine, first, state_groups))
-            self._seen.append(pages_of(self.wire[:, layers], group, engine, first, state_groups))
-            self._firsts.append(first)
+            self.groups.append(pages_of(self.raw[:, layers], group, engine, first, state_groups))
+            self._seen.append((pages_of(self.wire[:, layers], group, engine, first, state_groups), first))
             first += group.layers
 
     def caches(self, rank: int) -> list[LayerCache]:
         """Describe a rank's layers, as peers are to see them."""
-        return [
-            layer_cache(self._seen[group], rank, layer - self._firsts[group], group, f"layers.{layer}", self.page_bytes)
-            for layer, group in enumerate(self.group_of)
-        ]
-
-    def write(self, group: int, block: int, first: int, ids: Array) -> None:
-        """Compute tokens of a block, from its token `first` on, in all layers of a group on all ranks."""
-        pages = self._groups[group]
-        assert not isinstance(pages, StatePages)
-        pages.write(block, first, ids)
-
-    def advance(self, group: int, block: int, source: int, ids: Sequence[int]) -> None:
-        """Let a state see tokens; it goes from block `source`, 0 for a new state, to `block`."""
-        pages = self._groups[group]
-        assert isinstance(pages, StatePages)
-        pages.advance(block, source, ids)
+        found: list[LayerCache] = []
+        for layer, group in enumerate(self.group_of):
+            pages, first = self._seen[group]
+            about: dict[str, Any] = {"memory_kind": "DRAM", "device": 0, "page_bytes": self.page_bytes}
+            found.append(LayerCache(f"layers.{layer}", group, **about, **pages.cache(rank, layer - first)))
+        return found
 
     def poison(self, blocks: Sequence[int]) -> None:
         """Spoil freed blocks."""
@@ -92,31 +81,14 @@ class Pages:
 
     def is_left(self, group: int, block: int) -> bool:
         """Return whether a word of a block is as it was when the block was spoiled."""
-        return bool((self._groups[group].view[:, :, block] == _POISON).any())
+        return bool((self.groups[group].view[:, :, block] == _POISON).any())
 
     def lose(self) -> None:
         """Lose everything, as memory that is unmapped does."""
         self.raw[...] = _POISON
         self.wire[...] = _POISON
 
-    def wrong(self, group: int, block: int, first: int, ids: Array) -> int | None:
-        """Return None if a block holds these tokens from its token `first` on, else the id in the first wrong word."""
-        pages = self._groups[group]
-        assert not isinstance(pages, StatePages)
-        return pages.wrong(block, first, ids)
-
-    def is_other_state(self, group: int, block: int, ids: Sequence[int]) -> bool:
-        """Return whether a block holds another state than that after exactly these tokens."""
-        pages = self._groups[group]
-        assert isinstance(pages, StatePages)
-        return pages.differs(block, ids)
-
     def block_of(self, address: int) -> int | None:
         """Return the block that an address lies in, None if it lies elsewhere."""
         offset = address - self.wire.ctypes.data
         return offset // self.page_bytes % self.wire.shape[2] if 0 <= offset < self.wire.nbytes else None
-
-    def touches(self, address: int, blocks: set[int]) -> int | None:
-        """Return the block of `blocks` that an address lies in, None if it lies elsewhere."""
-        block = self.block_of(address)
-        return block if block in blocks else None

@@ -93,18 +93,21 @@ def _reported_at_grant(old: Any) -> Any:
 
 
 def _given_up_at_once(old: Any) -> Any:
-    def hold(handles: Any, transfer_id: str, *about: Any) -> None:
-        old(handles, transfer_id, *about)
-        handles._give_up(handles._held[transfer_id])
+    def hold(handles: Any, transfer: Any) -> None:
+        old(handles, transfer)
+        handles.give_up(transfer)
 
     return hold
 
 
 def _last_first(old: Any) -> Any:
-    def take_part(schedule: Any, peer: Any) -> Any:
-        line = schedule._lines[peer]
-        line.move_to_end(next(reversed(line)), last=False)
-        return old(schedule, peer)
+    def take_part(queue: Any) -> Any:
+        for line in queue._lines.values():
+            others = dict(line)
+            newest = others.popitem()[0]
+            line.clear()
+            line.update({newest: None, **others})
+        return old(queue)
 
     return take_part
 
@@ -145,7 +148,7 @@ def _unread(_: Any) -> Any:
     def unread(coordinator: Any, following: Any) -> None:
         if following.watch is not None:
             following.watch.end()
-        coordinator._readers.fence_found(following.name, following.stream.read.order.ticket.fence[1])
+        coordinator._readers.fence_found(following.name, following.read.order.ticket.fence[1])
 
     return unread
 
@@ -198,7 +201,7 @@ FAULTS = (
     Fault("sleep-leases-stay", f"{_WORKER}.transfer.leases:LeaseKeeper.end_all", _returning(None), seed=47),
     Fault("quarantine-released-early", "kv_nixl_agent.transfers.handles:Handles.hold", _given_up_at_once, seed=301),
     Fault("notification-nonce-ignored", f"{_STATE}.worker.leases:_is_stale", _returning(False), seed=67),
-    Fault("newest-read-first", "kv_nixl_agent.transfers.queue:Schedule._take_part", _last_first, seed=303),
+    Fault("newest-read-first", "kv_nixl_agent.transfers.queue:TransferQueue._take_part", _last_first, seed=303),
     Fault("refused-connection-waits", "kv_handshake.core.handshake:Handshake.plan_retry", _waits_for_refused, seed=456),
     Fault("hit-read-again", f"{_STATE}.values:BlockRules.wanted", _whole_read),
     Fault("mirror-not-restored", f"{_WORKER}.pages:HostMirror.restore", _returning(None)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
@@ -20,10 +20,34 @@ if TYPE_CHECKING:
 
 __all__ = ["DAMAGES", "Router"]
 
-DAMAGES = (
-    "blocks", "tokens", "first-tokens", "fence", "nonce", "engine", "port", "request", "sizes", "prompt", "types",
-    "generation", "lease", "span", "foreign",
-)  # fmt: skip
+Ticket = dict[str, Any]
+DAMAGES: dict[str, Callable[[Ticket, random.Random, list[Mapping[str, object]]], Mapping[str, object]]] = {
+    "blocks": lambda ticket, draw, _: {
+        "remote_block_ids": [[1 + draw.randrange(20) for _ in group] for group in ticket["remote_block_ids"]]
+    },
+    "tokens": lambda ticket, draw, _: {
+        "remote_num_tokens": max(1, ticket["remote_num_tokens"] + draw.choice((-5, 5, 1000)))
+    },
+    "first-tokens": lambda ticket, draw, _: {
+        "kv_first_tokens": [first + draw.choice((-8, 8, 16)) for first in ticket["kv_first_tokens"]]
+    },
+    "fence": lambda _, draw, _others: {"kv_fence": [draw.randrange(8), draw.getrandbits(52)]},
+    "nonce": lambda _, draw, _others: {"kv_nonce": f"{draw.getrandbits(64):016x}"},
+    "engine": lambda _, draw, _others: {"remote_engine_id": draw.choice(("nobody", "P0", "D1", ""))},
+    "port": lambda _, draw, _others: {"remote_port": draw.choice((5600, 5601, 9, 70000, -1))},
+    "request": lambda _, draw, others: dict(
+        item for item in draw.choice(others).items() if item[0] in {"remote_request_id", "remote_block_ids"}
+    ),
+    "sizes": lambda _, draw, _others: {"tp_size": draw.choice((1, 2, 4, 8, 0, 1 << 40))},
+    "prompt": lambda _, draw, _others: {"kv_prompt": f"{draw.getrandbits(256):064x}"},
+    "types": lambda ticket, draw, _: {
+        draw.choice(sorted(ticket)): draw.choice((None, "x", -1, [], {}, 1 << 60, [[[]]], True))
+    },
+    "generation": lambda _, draw, _others: {"kv_generation": draw.randrange(100)},
+    "lease": lambda _, draw, _others: {"kv_lease_s": draw.choice((0, -1, 1e9, 0.001))},
+    "span": lambda ticket, _, _others: {"kv_span_tokens": [span * 2 for span in ticket["kv_span_tokens"]]},
+    "foreign": lambda _, draw, others: draw.choice(others),
+}
 """Parts of a ticket that a hostile client changes."""
 
 _BLIND = frozenset(("blocks", "tokens", "first-tokens", "request", "span", "fence"))
@@ -246,42 +270,8 @@ class Router:
         self._tickets.append(carried)
         if plan.damage and (self.fleet.is_sealed or plan.damage not in _BLIND):
             self.fleet.fault(f"ticket-{plan.damage}")
-            carried = dict(carried)
-            _damage(carried, plan.damage, self.world.random(f"damage {plan.name}"), self._tickets)
+            if plan.damage == "no-fence":
+                return {name: value for name, value in carried.items() if name != "kv_fence"}
+            draw = self.world.random(f"damage {plan.name}")
+            return {**carried, **DAMAGES[plan.damage](carried, draw, self._tickets)}
         return carried
-
-
-def _damage(ticket: dict[str, Any], how: str, draw: random.Random, others: list[Mapping[str, object]]) -> None:
-    if how == "blocks":
-        ticket["remote_block_ids"] = [[1 + draw.randrange(20) for _ in group] for group in ticket["remote_block_ids"]]
-    elif how == "tokens":
-        ticket["remote_num_tokens"] = max(1, ticket["remote_num_tokens"] + draw.choice((-5, 5, 1000)))
-    elif how == "first-tokens":
-        ticket["kv_first_tokens"] = [first + draw.choice((-8, 8, 16)) for first in ticket["kv_first_tokens"]]
-    elif how == "fence":
-        ticket["kv_fence"] = [draw.randrange(8), draw.getrandbits(52)]
-    elif how == "no-fence":
-        ticket.pop("kv_fence", None)
-    elif how == "nonce":
-        ticket["kv_nonce"] = f"{draw.getrandbits(64):016x}"
-    elif how == "engine":
-        ticket["remote_engine_id"] = draw.choice(("nobody", "P0", "D1", ""))
-    elif how == "port":
-        ticket["remote_port"] = draw.choice((5600, 5601, 9, 70000, -1))
-    elif how == "request":
-        other = draw.choice(others)
-        ticket["remote_request_id"], ticket["remote_block_ids"] = other["remote_request_id"], other["remote_block_ids"]
-    elif how == "sizes":
-        ticket["tp_size"] = draw.choice((1, 2, 4, 8, 0, 1 << 40))
-    elif how == "prompt":
-        ticket["kv_prompt"] = f"{draw.getrandbits(256):064x}"
-    elif how == "types":
-        ticket[draw.choice(sorted(ticket))] = draw.choice((None, "x", -1, [], {}, 1 << 60, [[[]]], True))
-    elif how == "generation":
-        ticket["kv_generation"] = draw.randrange(100)
-    elif how == "lease":
-        ticket["kv_lease_s"] = draw.choice((0, -1, 1e9, 0.001))
-    elif how == "foreign":
-        ticket.update(draw.choice(others))
-    elif how == "span":
-        ticket["kv_span_tokens"] = [span * 2 for span in ticket["kv_span_tokens"]]

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, final
 from unittest.mock import patch
 
@@ -20,7 +21,7 @@ import kv_handshake.core.pacing
 import kv_handshake.net.client
 import kv_handshake.net.listener
 import kv_handshake.net.loop
-import kv_nixl_agent.pacing
+import kv_nixl_agent.mailbox
 import kv_nixl_agent.thread
 import kv_nixl_agent.transfers.handles
 import vllm_adapter.scheduler.streams
@@ -69,15 +70,6 @@ class SimTime:
 
 
 @final
-class BlockingTime:
-    """Stands for the module `time` where the engine's thread sleeps until other threads are done."""
-
-    def __init__(self, world: World) -> None:
-        self.monotonic = world.clock
-        self.sleep = world.wait
-
-
-@final
 class BlockingEvent:
     """Stands for an event that the engine's thread waits for."""
 
@@ -94,14 +86,6 @@ class BlockingEvent:
     def wait(self, timeout: float) -> bool:
         self._world.wait(timeout, self.is_set)
         return self._is_set
-
-
-@final
-class BlockingThreads:
-    """Stands for the module `threading` there."""
-
-    def __init__(self, world: World) -> None:
-        self.Event = lambda: BlockingEvent(world)
 
 
 @final
@@ -212,9 +196,9 @@ def simulated(
     replaced: list[tuple[object, str, object]] = [
         *[(module, "time", clock) for module in _TIMED],
         *[(module, "threading", threads) for module in _THREADED],
-        (kv_nixl_agent.pacing, "time", PacerTime(threads)),
-        (vllm_adapter.worker.registration, "time", BlockingTime(world)),
-        (vllm_adapter.worker.registration, "threading", BlockingThreads(world)),
+        (kv_nixl_agent.mailbox, "time", PacerTime(threads)),
+        (vllm_adapter.worker.registration, "time", SimpleNamespace(monotonic=world.clock, sleep=world.wait)),
+        (vllm_adapter.worker.registration, "threading", SimpleNamespace(Event=lambda: BlockingEvent(world))),
         (kv_handshake.net.loop, "Hub", hub),
         (kv_handshake.net.listener, "ListeningPort", port),
         (kv_handshake.net.listener, "RouterSocket", router),

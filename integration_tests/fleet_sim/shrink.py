@@ -44,9 +44,6 @@ def _smaller(plan: EpisodePlan) -> Iterator[EpisodePlan]:
     for at, request in enumerate(plan.requests):
         for simpler in _plainer(request, new_tokens=1, tokens=min(request.tokens, 8)):
             yield replace(plan, requests=(*plan.requests[:at], simpler, *plan.requests[at + 1 :]))
-    for slot in range(len(plan.fleet.engines)):
-        if not _is_named(plan, slot):
-            yield _without_engine(plan, slot)
     if len(plan.fleet.groups) > 1:
         yield replace(plan, fleet=replace(plan.fleet, groups=plan.fleet.groups[:1]))
     for at, engine in enumerate(plan.fleet.engines):
@@ -74,34 +71,3 @@ def _plainer(item: Plan, **plain: object) -> Iterator[Plan]:
         if value is not MISSING and getattr(item, field.name) != value:
             changed: Any = {field.name: value}
             yield replace(item, **changed)
-
-
-_LINK_KINDS = frozenset(("cut", "slow", "loss", "doubling", "damage", "blip"))
-"""Faults whose second number is an engine's."""
-
-
-def _is_named(plan: EpisodePlan, slot: int) -> bool:
-    """Tell whether a request or a fault names an engine."""
-    by_requests = any(slot in {request.prefill, request.decode} for request in plan.requests)
-    return by_requests or any(
-        fault.engine == slot or (fault.kind in _LINK_KINDS and fault.second == slot) for fault in plan.faults
-    )
-
-
-def _without_engine(plan: EpisodePlan, slot: int) -> EpisodePlan:
-    """Return the plan without an engine that nothing names; those behind it move up. Example: without 1, engine 2 becomes 1."""
-
-    def moved(number: int) -> int:
-        return number - (number > slot)
-
-    engines = plan.fleet.engines[:slot] + plan.fleet.engines[slot + 1 :]
-    requests = tuple(
-        replace(request, prefill=moved(request.prefill), decode=moved(request.decode)) for request in plan.requests
-    )
-    faults = tuple(
-        replace(
-            fault, engine=moved(fault.engine), second=moved(fault.second) if fault.kind in _LINK_KINDS else fault.second
-        )
-        for fault in plan.faults
-    )
-    return replace(plan, fleet=replace(plan.fleet, engines=engines), requests=requests, faults=faults)

@@ -22,7 +22,7 @@ HERE = Path(__file__).parent
 def test_no_seed_of_streams_breaks_a_promise(figures: list[str]) -> None:
     found = play_many(range(FIRST, FIRST + SEEDS), "streams")
     figures.append(found.text())
-    assert found.episodes == SEEDS
+    assert found.counts["episodes"] == SEEDS
     assert not found.failures, "\n".join(
         f"seed {seed}: {kind}: {text}\n  replay: python integration_tests/fleet_sim/simulate.py {seed} --streams"
         for seed, kind, text in found.failures

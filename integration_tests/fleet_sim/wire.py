@@ -12,9 +12,8 @@ from typing import Any, final
 from fleet import Fleet
 from network import damaged
 
+from kv_handshake.core.server import Incoming, Sender
 from kv_handshake.errors import TransportError
-from kv_handshake.sockets.router import Incoming
-from kv_handshake.sockets.watch import Sender
 
 __all__ = ["SimConnection", "SimHub", "SimPort", "SimRouter"]
 
@@ -166,8 +165,9 @@ class SimHub:
         self.open_count += 1
         return SimConnection(self, address, port)
 
-    def next_try(self, _connection: SimConnection) -> None:
-        """Return None: nothing is encrypted here, so there is no other key to try."""
+    def may_try_again(self, _connection: SimConnection) -> bool:
+        """Return False: nothing is encrypted here, so there is no other key to try."""
+        return False
 
     def readable(self, connection: SimConnection) -> None:
         self._readable[connection] = None

@@ -66,9 +66,6 @@ class LocalProducer:
         self.fill = memory.fill
         self.write_fence = agent.write_fence
 
-    def read_page(self, number):
-        return self._memory.read()[number].tobytes()
-
     def take_notifications(self):
         return list(self._agent.take_notifications())
 

@@ -9,15 +9,15 @@ import pytest
 
 from kv_nixl_agent import AgentOptions, BackendOptions, TransferAgent, open_nixl
 from kv_nixl_agent.testing import PeerProcess
-from kv_nixl_agent.tools.producer import count_sockets
 
 sys.path.insert(0, str(Path(__file__).parent))
 # The checks are those of the package's tests, here on real NIXL.
 sys.path.append(str(Path(__file__).resolve().parents[2] / "packages" / "kv-nixl-agent" / "tests"))
 
 from agent_checks.recording import RecordingPort, recording_factory
-from agent_checks.stage import Stage
+from agent_checks.stage import Stage, count_sockets
 
+CHECKS = sys.path[-1]
 TRANSPORTS = {"default": {}, "tcp": {"TLS": "tcp"}}
 
 
@@ -34,9 +34,6 @@ class RemoteProducer:
     def fill(self, seed):
         self.process.call("fill", seed)
 
-    def read_page(self, number):
-        return self.process.call("read_page", number)
-
     def take_notifications(self):
         return [(sender, payload) for sender, payload, _ in self.process.notifications()]
 
@@ -52,7 +49,13 @@ def make_stage(transport):
     made = []
 
     def make(*, page_bytes=4096, page_count=64, options=None, name="producer"):
-        process = PeerProcess(name, page_bytes=page_bytes, page_count=page_count, engine_config=transport)
+        process = PeerProcess(
+            name,
+            page_bytes=page_bytes,
+            page_count=page_count,
+            engine_config=transport,
+            environment={"PYTHONPATH": CHECKS},
+        )
         memory = np.zeros((page_count, page_bytes), dtype=np.uint8)
         rows = np.array([[memory.ctypes.data, page_bytes, 0, page_bytes, page_count]], dtype=np.uint64)
         ports: list[RecordingPort] = []

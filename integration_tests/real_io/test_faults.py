@@ -9,7 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from agent_checks.pauses import check_renewals_count_before_timers
+from agent_checks.pauses import check_renewals_count_before_timers, events_since, watch_timer
+from agent_checks.stream_rewriter import close_agent
 
 from kv_nixl_agent import AgentError, AgentOptions, BackendOptions, PeerSpec, TransferAgent, TransferOrder
 from kv_nixl_agent.nixl.port import MemoryKind
@@ -136,7 +137,7 @@ def test_deregistered_under_a_reader(make_stage):
     stage.connect()
     stage.producer.write_fence(0, 5)
     assert stage.read("before", [0], [0], fence=(0, 5)).outcome == "done"
-    stage.producer.process.call("deregister")
+    stage.producer.process.call(close_agent)
     result = stage.read("after", [1], [1], fence=(0, 5), deadline_s=5.0)
     assert result.outcome != "done", "data of deregistered memory was taken for good"
     wait_quiet(stage, "after")
@@ -294,7 +295,7 @@ class StoppedOwner:
         self.wait, self.resume = time.sleep, self._producer.resume
 
     def watch_timer(self, period_s):
-        self._producer.process.call("watch_timer", period_s)
+        self._producer.process.call(watch_timer, period_s)
 
     def stop(self):
         self._producer.stop()
@@ -304,7 +305,7 @@ class StoppedOwner:
         assert self._consumer.send_notification("p", payload.encode())
 
     def events_since_stop(self, event):
-        return self._producer.process.call("events_since", self._stopped_s, event)
+        return self._producer.process.call(events_since, self._stopped_s, event)
 
 
 @pytest.mark.never_wrong("C4")

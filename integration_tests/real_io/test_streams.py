@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from agent_checks.recording import RecordingPort, recording_factory
 from agent_checks.stream_checks import STREAM_CHECKS, STREAM_FAULT_CHECKS, StreamStage
-from agent_checks.stream_rewriter import rewrite_streams
+from agent_checks.stream_rewriter import call_stream, close_agent, rewrite_streams
 from agent_checks.thread_checks import THREAD_CHECKS, ThreadStage
 
 from kv_nixl_agent import AgentOptions, BackendOptions, PeerSpec, TransferAgent, TransferThread, open_nixl
@@ -30,16 +30,16 @@ class RemoteStreams:
         self.stop, self.resume, self.kill = process.stop, process.resume, process.kill
 
     def stream(self, method, *arguments):
-        self._process.call("stream", method, *arguments)
+        self._process.call(call_stream, method, *arguments)
 
     def begin_rewriting(self, duration_s, seed):
-        self._process.begin("run", rewrite_streams, duration_s, seed)
+        self._process.begin(rewrite_streams, duration_s, seed)
 
     def finish_rewriting(self):
         return self._process.finish()
 
     def deregister(self):
-        self._process.call("deregister")
+        self._process.call(close_agent)
 
 
 @pytest.mark.timeout(60)
@@ -74,7 +74,9 @@ def test_check(check, transport):
 @pytest.mark.parametrize("check", THREAD_CHECKS, ids=lambda check: check.__name__)
 def test_check_of_a_thread(check, transport):
     options = AgentOptions(backends=(BackendOptions(engine_config=transport),), stream_slots=SLOTS)
-    process = PeerProcess("producer", page_count=1, engine_config=transport, stream_slots=SLOTS)
+    process = PeerProcess(
+        "producer", page_count=1, engine_config=transport, stream_slots=SLOTS, environment=FINDS_CHECKS
+    )
     spec = PeerSpec("p", process.agent_metadata, NOTHING, NOTHING, fence=process.fence, streams=process.streams)
     thread = TransferThread("consumer", [], on_result=lambda _: None, on_notification=lambda *_: None, options=options)
     try:

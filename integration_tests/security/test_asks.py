@@ -1,4 +1,4 @@
-"""Asks that nobody answers cost a listener and an asker their budget and nothing more, and end with their time."""
+"""Asks without an answer cost a listener and an asker their budget and nothing more, and end with their time."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ import zmq
 from awake import AwakeClock
 
 from kv_handshake import Client, Codec, Listener, LocalOffer, QueryLimits, Timing
+from kv_handshake.core import desk
 from kv_handshake.core.pacing import MOST_FAILURES
-from kv_handshake.stream.desk import AskLimits
-from kv_handshake.stream.messages import encode_ask
 from kv_handshake.testing import sample_envelopes, sample_metadata
+from kv_handshake.wire.asks import encode_ask
 from kv_handshake.wire.limits import MAX_ASK_BYTES
 
 
 @pytest.mark.full
 def test_a_flood_of_asks_costs_its_budget() -> None:
-    limits = AskLimits()
     listener = Listener("127.0.0.1", 0, payloads=sample_envelopes(), limits=QueryLimits(queries_per_s=0))
     open_ids: set[int] = set()
     listener.take_asks(lambda ask_id, _: open_ids.add(ask_id), open_ids.discard, wait_s=5.0)
@@ -38,7 +37,9 @@ def test_a_flood_of_asks_costs_its_budget() -> None:
                 _send(stack.enter_context(context.socket(zmq.DEALER)), listener.port, each, size_bytes)
                 _wait_for(listener, before + (number + 1) * each)
             # All come from one address, which leaves half to others.
-            most = min(limits.in_all // 2, limits.bytes_in_all // 2 // size_bytes, connections * limits.per_connection)
+            most = min(
+                desk.MOST_ASKS // 2, desk.MOST_ASKED_BYTES // 2 // size_bytes, connections * desk.ASKS_PER_CONNECTION
+            )
             assert len(open_ids) == listener.statistics()["asks_open"] == most
             assert client.fetch(host="127.0.0.1", port=listener.port, ranks=[(0, 0)], dialect=14).is_ok
             while open_ids:

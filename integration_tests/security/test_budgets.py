@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
+from inspect import signature
 from pathlib import Path
 
-from kv_handshake import QueryLimits, Timing
-from kv_handshake.core import pacing
+from kv_handshake import Listener, QueryLimits, Timing
+from kv_handshake.core import desk, pacing
 from kv_handshake.sockets import connections as sockets
-from kv_handshake.sockets import router
-from kv_handshake.sockets.watch import ConnectionLimits
-from kv_handshake.stream.desk import AskLimits
+from kv_handshake.sockets import router, watch
 from kv_handshake.wire import limits
 from kv_scheduler_state.streams import consumer as stream_consumer
 from kv_scheduler_state.ticket import early
@@ -24,19 +23,19 @@ ROWS = re.findall(
 
 
 def test_numbers_are_those_of_the_code() -> None:
-    connections, timing, asks = ConnectionLimits(), Timing(), AskLimits()
+    timing = Timing()
     code = {
         "bytes of a query": limits.MAX_QUERY_BYTES,
-        "bytes that a connection is ahead of its queries": connections.ahead_bytes,
-        "bytes that all connections are ahead of their queries": connections.ahead_bytes_in_all,
-        "connections": connections.connections,
-        "seconds without a query": int(connections.idle_s),
+        "bytes that a connection is ahead of its queries": watch.AHEAD_BYTES,
+        "bytes that all connections are ahead of their queries": watch.AHEAD_BYTES_IN_ALL,
+        "connections": watch.MOST_CONNECTIONS,
+        "seconds without a query": int(watch.IDLE_S),
         "unread replies of a connection": sockets.HIGH_WATER_MARK,
         "surplus frames of a message": vars(router)["_MAX_SURPLUS_FRAMES"],
-        "open asks of a connection": asks.per_connection,
-        "open asks": asks.in_all,
-        "bytes of all open asks": asks.bytes_in_all,
-        "seconds that an ask is open": int(asks.wait_s),
+        "open asks of a connection": desk.ASKS_PER_CONNECTION,
+        "open asks": desk.MOST_ASKS,
+        "bytes of all open asks": desk.MOST_ASKED_BYTES,
+        "seconds that an ask is open": signature(Listener.take_asks).parameters["wait_s"].default,
         "queries at once from an address": int(QueryLimits().burst),
         "bytes of a frame of a reply": limits.MAX_REPLY_BYTES,
         "bytes of all replies of a handshake": limits.MAX_HANDSHAKE_BYTES,

@@ -13,9 +13,9 @@ import msgspec
 from zmtp import connected, frame, read_frame
 
 from kv_handshake import Client, Listener, LocalOffer, Timing
+from kv_handshake.cli import main
 from kv_handshake.security import ClientSecurity, ServerSecurity, generate_keypair
 from kv_handshake.testing import sample_envelopes
-from kv_handshake.tools.cli import main
 
 TIMING = Timing(deadline_s=3, attempt_s=2)
 
@@ -61,7 +61,7 @@ CURVE_GREETING = b"\xff" + bytes(7) + b"\x01\x7f\x03\x00CURVE" + bytes(47)
 
 
 def broken_opening(rng: random.Random) -> bytes:
-    """Return what follows a greeting: a HELLO that nobody has sealed, a cut one, an endless frame, a step out of turn."""
+    """Return what follows a greeting: an unsealed HELLO, a cut one, an endless frame, a step out of turn."""
     hello = b"\x05HELLO\x01\x00" + bytes(72) + rng.randbytes(120)
     return rng.choice(
         (

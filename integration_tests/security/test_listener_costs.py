@@ -151,7 +151,7 @@ def test_h16_connections_have_a_limit(victim: Start, figure: Figure) -> None:
 
 
 def test_h16_idle_connections_are_closed(victim: Start, figure: Figure) -> None:
-    """H16: 200 of 200 idle connections stood for ever. The limit of 60 s is 1 s here."""
+    """H16: 200 of 200 idle connections were never closed. The limit of 60 s is 1 s here."""
     server = victim("listener", idle_s=1.0)
     with contextlib.ExitStack() as stack:
         socks = [stack.enter_context(connected(server.port)) for _ in range(50)]

@@ -74,13 +74,13 @@ ODD_KEYS: dict[str, Make] = {
     "no secret key": plain(certificate(PAIRS[0][0])),
     "no key at all": plain(certificate("#" * 40, "#" * 40)),
     "UTF-16": plain(certificate(*PAIRS[0]).decode().encode("utf-16")),
-    "for everybody": plain(certificate(*PAIRS[0]), 0o644),
+    "readable by all": plain(certificate(*PAIRS[0]), 0o644),
     "for a group to write": plain(certificate(*PAIRS[0]), 0o660),
 }
 ODD_SECRETS: dict[str, Make] = {
     **ODD,
     "a thousand secrets": plain(b"".join(b"secret number %06d\n" % number for number in range(1000))),
-    "for everybody": plain(GOOD, 0o644),
+    "readable by all": plain(GOOD, 0o644),
     "for a group to write": plain(GOOD, 0o460),
 }
 
@@ -154,7 +154,7 @@ def test_no_odd_key_file_starts_or_stops_an_engine(tmp_path: Path, odd: str, mon
 
 
 @pytest.mark.full
-def test_an_odd_file_among_the_clients_admits_nobody_and_holds_nobody_up(
+def test_an_odd_file_among_the_clients_admits_no_client_and_delays_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, figure: Figure
 ) -> None:
     """A listener that runs meets one, turns new clients away meanwhile, and goes on as soon as it is gone."""

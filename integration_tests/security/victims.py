@@ -119,10 +119,9 @@ def _serve(options: dict[str, Any]) -> None:
     if files := options.get("files"):
         resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
     if idle_s := options.get("idle_s"):
-        from kv_handshake.sockets import router
-        from kv_handshake.sockets.watch import ConnectionLimits
+        from kv_handshake.sockets import watch
 
-        vars(router)["ConnectionLimits"] = lambda: ConnectionLimits(idle_s=idle_s)
+        watch.IDLE_S = idle_s
     payload = _with_blob(sample_envelopes([(0, 0)])[0, 0], options.get("blob_bytes", 0))
     listener = Listener("127.0.0.1", 0, payloads={(0, 0): payload})
     listener.start()
@@ -166,7 +165,7 @@ def _ask(options: dict[str, Any]) -> None:
 class _StallMeter:
     """The longest time for which a thread of the process got no turn while the process computed.
 
-    A process that gets no core itself, on a machine that stands still, stalls nobody: no more is counted than its processor time.
+    A process without a core, on a machine that stands still, stalls no thread: no more is counted than its processor time.
     """
 
     def __init__(self) -> None:

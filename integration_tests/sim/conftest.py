@@ -1,4 +1,4 @@
-"""Engines for every test here: on the fake fabric; where a test says `EVERYWHERE`, with a step of lag and on real NIXL too."""
+"""Engines for every test here: on the fake fabric; with the mark `EVERYWHERE`, with a step of lag and on real NIXL too."""
 
 from __future__ import annotations
 

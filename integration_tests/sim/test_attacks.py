@@ -94,7 +94,7 @@ def test_foreign_blocks_are_not_read(make: Make, secrets: dict[str, Any], is_loc
 def test_a_ticket_is_not_bound_to_another_prompt_by_its_bearer(
     make: Make, secrets: dict[str, Any], is_locked: bool, figure: Figure
 ) -> None:
-    """The digest alone is no lock: whoever knows the other prompt can write its digest into the ticket."""
+    """The digest alone protects nothing: whoever knows the other prompt can write its digest into the ticket."""
     settings = Settings(**secrets) if is_locked else Settings()
     producer, reader = make("P", settings=settings), make("D", settings=settings)
     tokens = 4 * TOKENS
@@ -215,7 +215,7 @@ def lock(
 def test_a_stranger_neither_ends_nor_renews_a_lease(
     make: Make, lock: tuple[str, dict[str, Any]], figure: Figure
 ) -> None:
-    """It knows the request's id, which is no secret, and the producer's agent."""
+    """It knows the request's id, which is public, and the producer's agent."""
     name, keys = lock
     settings = Settings(kv_lease_duration=3.0, **keys)
     producer, reader = make("P", settings=settings), make("D", settings=settings)

@@ -1,4 +1,4 @@
-"""Transfer threads that die: the engine steps on, every request is answered, and no block stays with nobody."""
+"""Transfer threads that die: the engine steps on, every request is answered, and no block is lost."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def test_a_read_after_the_lease_ended_is_void(make: Make) -> None:
     _, warm = producer.prefill(TOKENS)
     assert consumer.wait_received(consumer.start_decode(warm, TOKENS))
     _, ticket = producer.prefill(2 * TOKENS)
-    producer.wait_idle()  # nobody asked: the lease ends, the blocks are given back and used again
+    producer.wait_idle()  # no reader came: the lease ends, the blocks are given back and used again
     producer.prefill(2 * TOKENS)
     request = consumer.start_decode(ticket, 2 * TOKENS)
     assert consumer.wait_received(request) is False
@@ -48,7 +48,7 @@ def test_engines_of_different_models_refuse_each_other_by_name(make: Make, caplo
 
 
 @EVERYWHERE
-def test_a_restarted_producer_under_its_old_name_is_met_anew(make: Make) -> None:
+def test_a_restarted_producer_under_its_old_name_is_connected_anew(make: Make) -> None:
     consumer = make("D", settings=Settings(read_timeout_s=2.0))
     first = make("P")
     _, ticket = first.prefill(TOKENS)

@@ -74,7 +74,7 @@ def test_one_disconnect_is_mended_by_a_second_attempt(make: Make, producers: int
     assert sum(found["num_retried_reads"]) == 1
     assert found["read_failure_codes"] == []
     producer.wait_idle()
-    assert sum(statistics(producer).get("num_refused_notifications", [])) == 0, "no rank was told twice"
+    assert sum(statistics(producer).get("num_refused_notifications", [])) == 0, "no rank was notified twice"
 
 
 def test_without_retries_one_disconnect_fails_the_request(make: Make) -> None:

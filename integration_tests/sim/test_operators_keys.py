@@ -59,8 +59,8 @@ def test_the_peers_place_decides_whether_it_must_seal(
         else:
             assert reader.wait_received(request_id)
             reader.assert_has(request_id, source, 3 * TOKENS)
-    told = caplog.text.count("hands over without seals")
-    assert told == ((sealed, policy) == ("none", "unsigned here")), "said once per peer"
+    seen = caplog.text.count("hands over without seals")
+    assert seen == ((sealed, policy) == ("none", "unsigned here")), "said once per peer"
 
 
 @pytest.mark.parametrize("make", ["nixl"], indirect=True)

@@ -17,8 +17,8 @@ from test_live import listen
 from wire_values import envelope
 
 from kv_handshake import Codec, HandshakeError
-from kv_handshake.stream.messages import is_ask, parse_answer, parse_ask
 from kv_handshake.testing import load_vectors
+from kv_handshake.wire.asks import is_ask, parse_answer, parse_ask
 from kv_handshake.wire.queries import parse_query
 from kv_handshake.wire.replies import decode_clock
 

@@ -32,6 +32,17 @@ Indices = npt.NDArray[np.int32]
 Rows = npt.NDArray[np.uint64]
 
 
+def compute(_producer: object, duration_s: float, step_s: float) -> int:
+    """Hold a producer's interpreter in pure Python steps of `step_s`, as a busy engine thread does."""
+    end_s, steps = time.monotonic() + duration_s, 0
+    while time.monotonic() < end_s:
+        step_end_s = time.monotonic() + step_s
+        while time.monotonic() < step_end_s:
+            steps += 1
+        time.sleep(0)
+    return steps
+
+
 class Ours:
     """Our thread; its caller learns of an end through an event."""
 

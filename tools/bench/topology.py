@@ -47,9 +47,9 @@ def _dense_pair(blocks: int) -> tuple[RankGeometry, dict[tuple[int, int], RankGe
 
 def _rows_of(plan: TransferPlan, peer: RankGeometry) -> object:
     """Build the rows of both sides again from a plan's slices, without its cached ones."""
-    from kv_topology.plan.plan import _Link as Link
+    from kv_topology.plan.plan import _link as link_of
 
-    link = Link(plan.local, peer, plan.slices((0, 0)))
+    link = link_of(plan.local, peer, plan.slices((0, 0)))
     return link.local_rows, link.peer_rows
 
 

@@ -17,11 +17,12 @@ from __future__ import annotations
 import os
 import time
 from contextlib import contextmanager
+from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from _consumers import ConsumerProcess
+from _consumers import ConsumerProcess, compute
 from _rows import row, said
 
 from kv_nixl_agent import BackendOptions
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
 PAGES = {4096: 4096, 16384: 2048, 65536: 384, 1 << 20: 48}
 READS = 6
+FINDS_BENCH = {"PYTHONPATH": str(Path(__file__).parent)}
 STARTS = int(os.environ.get("KV_BENCH_STARTS", "5"))
 ROUNDS = int(os.environ.get("KV_BENCH_ROUNDS", "3"))
 SAMPLES = STARTS * ROUNDS
@@ -131,7 +133,7 @@ def _judge(
 
 
 def _costs(report: Callable[[str], None]) -> list[dict[str, object]]:
-    peer = PeerProcess("producer-costs", page_bytes=4096, page_count=10_000)
+    peer = PeerProcess("producer-costs", page_bytes=4096, page_count=10_000, environment=FINDS_BENCH)
     with _consumers(peer) as consumers:
         results = [
             _post_cost(consumers),
@@ -177,7 +179,7 @@ def _notification(ours: ConsumerProcess, peer: PeerProcess) -> dict[str, object]
     for is_busy in (False, True):
         peer.notifications()
         if is_busy:
-            peer.begin("compute", 2.5, 0.02)
+            peer.begin(compute, 2.5, 0.02)
             time.sleep(0.1)
         ends = ours.call("notify", [f"n{number}".encode() for number in range(100)], 0.013)
         if is_busy:

@@ -78,7 +78,6 @@ def _test(verbs: Verbs) -> None:
     )
     parser.set_defaults(tier="quick")
     parser.add_argument("--long", action="store_true", help="weekly: everything, in the long variants (KVDEV_LONG=1)")
-    parser.add_argument("--record", action="store_true", help="scope gpu: write docs/gpu-evidence.md")
     parser.add_argument("--lowest", action="store_true", help="packages with the lowest versions that they allow")
 
 

@@ -61,7 +61,6 @@ def _test(uv: Path, options: Namespace) -> int:
         options.select,
         is_long=options.long,
         is_lowest=options.lowest,
-        is_recorded=options.record,
         tier=options.tier,
     )
     return run_tests(uv, options.scope, chosen)

@@ -78,8 +78,6 @@ class Starter:
 
     process: subprocess.Popen[bytes]
     folder: Path
-    namespaces: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Name of an engine's log file without its suffix -> files of the namespaces that it lives in."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def launch(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> ForkedProcess:
@@ -91,7 +89,6 @@ class Starter:
             "arguments": list(command[3:]),
             "environment": {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", **environment},
             "log": str(log),
-            "namespaces": list(self.namespaces.get(log.stem, ())),
         }
         with self._lock:
             assert self.process.stdin is not None  # noqa: S101 - a pipe, for type checkers

@@ -82,11 +82,10 @@ def install_beside(uv: Path, python: Path) -> Path:
     return site
 
 
-def gpu_environment(python: Path, site: Path, figures: Path, *, device: str = "cuda") -> Mapping[str, str]:
+def gpu_environment(python: Path, site: Path, *, device: str = "cuda") -> Mapping[str, str]:
     """Return the variables under which the stage's tests run, and start engines, on a device."""
     return {
         "KVDEV_DEVICE": device,
-        "KVDEV_FIGURES": str(figures),
         "KVDEV_HOST_PYTHON": str(python),
         "KVDEV_HOST_SITE": str(site),
         READ_DIRECTLY: os.environ.get(READ_DIRECTLY, "on"),

@@ -3,7 +3,7 @@
 Imports are most of an engine's start: some 25 CPU seconds for each of its two processes. Here they are paid once. An engine is
 then a fork, whose own scheduler process is a fork again; all else is as `python -m vllm.entrypoints.openai.api_server` has it.
 
-Each line on standard input is an order, `{"arguments": [...], "environment": {...}, "log": "...", "namespaces": [...]}`; the
+Each line on standard input is an order, `{"arguments": [...], "environment": {...}, "log": "..."}`; the
 answer is a line with the number of the process. When it ends, `FOLDER/PID.exit` appears with its exit code, negative for a
 signal.
 """
@@ -20,7 +20,7 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -63,16 +63,6 @@ def _fork_schedulers() -> None:
     utils.get_mp_context = lambda: multiprocessing.get_context("fork")
 
 
-def _enter(namespaces: Sequence[str]) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    opened = [os.open(path, os.O_RDONLY) for path in namespaces]
-    for descriptor, path in zip(opened, namespaces, strict=True):
-        if libc.setns(descriptor, 0) != 0:
-            number = ctypes.get_errno()
-            raise OSError(number, os.strerror(number), path)
-        os.close(descriptor)
-
-
 def _become(order: Mapping[str, Any]) -> None:
     """Turn this process, which was just forked, into an API server; never returns."""
     code = 1
@@ -85,7 +75,6 @@ def _become(order: Mapping[str, Any]) -> None:
             os.dup2(file, target)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        _enter(order["namespaces"])
         os.environ.clear()
         os.environ.update(order["environment"])
         sys.path[:0] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))

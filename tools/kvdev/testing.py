@@ -43,9 +43,6 @@ Tier = Literal["quick", "rest", "all"]
 BUDGET_S: dict[Tier, int] = {"quick": 720, "rest": 1980}
 """Seconds on two cores that the short run and the rest of the full run may take, installations included; said, never judged."""
 SLOW_S = 5.0
-GPU_PAGE = ROOT / "docs" / "gpu-evidence.md"
-_GPU_PARTS = ("gpu", "gpu-device", "gpu-engines")
-"""Parts of the GPU stage whose outcomes go into its page."""
 _NO_TESTS_COLLECTED = 5
 
 
@@ -124,7 +121,6 @@ class RunOptions:
     select: str = ""
     is_long: bool = False
     is_lowest: bool = False
-    is_recorded: bool = False
     """Whether the GPU stage writes its page in the documents."""
     tier: Tier = "quick"
     """Tests without the mark `full`, those with it, or both."""
@@ -150,8 +146,6 @@ def run_tests(uv: Path, scopes: Sequence[str], options: RunOptions | None = None
         fail(f"no scope named {', '.join(unknown)}; the scopes are {', '.join(SCOPES)}")
     if options.is_lowest and (wrong := [scope for scope in scopes if scope not in PACKAGES]):
         fail(f"--lowest is for packages ({', '.join(PACKAGES)}), not for {', '.join(wrong)}")
-    if options.is_recorded and list(scopes) != ["gpu"]:
-        fail("--record is for the scope gpu alone: dev.py test gpu --record")
     options = replace(options, is_named=bool(scopes))
     if options.is_long:
         os.environ["KVDEV_LONG"] = "1"
@@ -287,11 +281,8 @@ def _gpu(uv: Path, tally: Tally, options: RunOptions) -> None:
         if options.is_named:
             tally.fail("gpu")
         return
-    site, reports = install_beside(uv, python), STATE / "reports"
-    figures = reports / "gpu-figures.jsonl"
-    for old in (figures, *(reports / f"{name}.xml" for name in _GPU_PARTS)):
-        old.unlink(missing_ok=True)
-    variables = {**os.environ, **gpu_environment(python, site, figures)}
+    site = install_beside(uv, python)
+    variables = {**os.environ, **gpu_environment(python, site)}
     inside = {**variables, "PYTHONPATH": str(site)}
     engines = {**variables, "PYTHONPATH": str(ROOT / "tools")}
     folder = ROOT / "integration_tests" / "gpu"
@@ -300,13 +291,6 @@ def _gpu(uv: Path, tally: Tally, options: RunOptions) -> None:
     _pytest("gpu-device", python, folder / "device", tally, "--timeout=300", *words, env=inside)
     here = Path(sys.executable)
     _pytest("gpu-engines", here, folder / "engines", tally, *_ENGINES, *words, env=engines, timeout_s=2400)
-    if options.is_recorded:
-        # The page is written from all parts, also where one failed or did not run.
-        command: list[str | Path] = [python, folder / "record.py"]
-        for name in _GPU_PARTS:
-            command += ["--report", reports / f"{name}.xml"]
-        command += ["--figures", figures, "--record", GPU_PAGE]
-        run_step("record the GPU stage", command, env=inside, timeout_s=1200)
 
 
 def _pytest(

@@ -18,7 +18,7 @@ from kv_handshake.testing import sample_envelopes
 from kvdev.paths import PACKAGES, ROOT
 
 COMMAND_LINES = {
-    "kv-handshake": ("kv_handshake", "kv_handshake.tools.cli"),
+    "kv-handshake": ("kv_handshake", "kv_handshake.cli"),
     "kv-nixl": ("kv_nixl_agent", "kv_nixl_agent.tools.cli"),
     "kv-topology": ("kv_topology", "kv_topology.tools.cli"),
     "vllm-adapter": ("vllm_adapter", "vllm_adapter.cli.command"),
@@ -128,7 +128,7 @@ PIPED = [
     ("kv-handshake", "probe", "--help"),
     ("kv-handshake", "vectors"),
     ("kv-handshake", "keygen", "{folder}", "engine"),
-    ("kv-handshake", "serve", "{recording}", "--seconds", "0"),
+    ("kv-handshake", "serve", "{recording}"),
     ("kv-nixl", "doctor", "--help"),
     ("kv-nixl", "serve", "--help"),
     ("kv-nixl", "measure", "--help"),

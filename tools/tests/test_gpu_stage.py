@@ -1,8 +1,7 @@
-"""The scope gpu as a person asks for it: recorded where there is a GPU, red where there is none."""
+"""The scope gpu as a person asks for it: run where there is a GPU, red where there is none."""
 
 from __future__ import annotations
 
-import itertools
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,12 +11,11 @@ import pytest
 
 from kvdev import gpu, testing
 from kvdev.paths import ROOT
-from kvdev.steps import DevError
-from kvdev.testing import GPU_PAGE, RunOptions, run_tests
+from kvdev.testing import RunOptions, run_tests
 
 
 def _ran(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, has_gpu: bool, host: Path | None = Path("/cuda/python")
+    monkeypatch: pytest.MonkeyPatch, *, has_gpu: bool, host: Path | None = Path("/cuda/python")
 ) -> list[list[Any]]:
     commands: list[list[Any]] = []
 
@@ -26,41 +24,30 @@ def _ran(
     ) -> None:
         commands.append([name, python, folder.relative_to(ROOT).as_posix(), env["KVDEV_DEVICE"], env["PYTHONPATH"]])
 
-    monkeypatch.setattr(testing, "STATE", tmp_path)
     monkeypatch.setattr(testing, "has_gpu", lambda: has_gpu)
     monkeypatch.setattr(testing, "cuda_host", lambda: (host, "" if host else "no CUDA vLLM was found (why)"))
     monkeypatch.setattr(testing, "install_beside", lambda _uv, _python: Path("/site"))
     monkeypatch.setattr(testing, "_pytest", note_tests)
-    monkeypatch.setattr(testing, "run_step", lambda _name, command, **_more: commands.append(command))
     return commands
 
 
-def test_record_runs_the_stage_in_the_cuda_vllm_and_writes_its_page(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    commands = _ran(monkeypatch, tmp_path, has_gpu=True)
-    assert run_tests(Path("uv"), ["gpu"], RunOptions(is_recorded=True)) == 0
+def test_the_stage_runs_in_the_cuda_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    commands = _ran(monkeypatch, has_gpu=True)
+    assert run_tests(Path("uv"), ["gpu"], RunOptions()) == 0
     inside, here = [Path("/cuda/python"), "/site"], [Path(sys.executable), str(ROOT / "tools")]
-    assert [[name, folder, device, python, path] for name, python, folder, device, path in commands[:3]] == [
+    assert [[name, folder, device, python, path] for name, python, folder, device, path in commands] == [
         ["gpu", "integration_tests/gpu/test_gpu.py", "cuda", *inside],
         ["gpu-device", "integration_tests/gpu/device", "cuda", *inside],
         ["gpu-engines", "integration_tests/gpu/engines", "cuda", *here],
     ]
-    record = commands[3]
-    assert record[0] == Path("/cuda/python")
-    assert record[-2:] == ["--record", GPU_PAGE]
-    reports = [word.name for flag, word in itertools.pairwise(record) if flag == "--report"]
-    assert reports == ["gpu.xml", "gpu-device.xml", "gpu-engines.xml"]
-    assert run_tests(Path("uv"), ["gpu"], RunOptions()) == 0
-    assert [name for name, *_ in commands[4:]] == ["gpu", "gpu-device", "gpu-engines"]
 
 
 @pytest.mark.parametrize("has_gpu", [False, True])
 def test_without_a_gpu_or_a_cuda_vllm_nothing_runs_and_the_exit_code_says_so(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], has_gpu: bool
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], has_gpu: bool
 ) -> None:
-    commands = _ran(monkeypatch, tmp_path, has_gpu=has_gpu, host=None)
-    assert run_tests(Path("uv"), ["gpu"], RunOptions(is_recorded=True)) == 1
+    commands = _ran(monkeypatch, has_gpu=has_gpu, host=None)
+    assert run_tests(Path("uv"), ["gpu"], RunOptions()) == 1
     assert not commands
     said = capsys.readouterr().out
     assert f"not run: gpu ({'no CUDA vLLM was found (why)' if has_gpu else 'this machine has no NVIDIA GPU'};" in said
@@ -77,8 +64,3 @@ def test_a_python_without_a_cuda_vllm_is_refused_with_its_reason(
     assert gpu.cuda_host() == (None, f"{said} ({python}: ModuleNotFoundError: No module named torch)")
     python.write_text("#!/bin/sh\nexit 0\n")
     assert gpu.cuda_host() == (python, "")
-
-
-def test_record_is_for_the_gpu_alone() -> None:
-    with pytest.raises(DevError, match="gpu alone"):
-        run_tests(Path("uv"), ["gpu", "sim"], RunOptions(is_recorded=True))

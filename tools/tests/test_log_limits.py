@@ -39,13 +39,13 @@ ONCE = {
     "vllm_adapter/observe/recorder.py Recorder.trouble": "once per action and kind of error, 100 in all",
     "vllm_adapter/observe/status_socket.py StatusSocket.open": "once per start",
     "vllm_adapter/scheduler/holdings.py Holdings.end": "once per end of an engine",
-    "vllm_adapter/scheduler/holdings.py Holdings.look": "once per end of an engine",
+    "vllm_adapter/scheduler/holdings.py Holdings.drain": "once per end of an engine",
     "vllm_adapter/scheduler/holdings.py Holdings.revoke": "once per command of an operator",
     "vllm_adapter/scheduler/registration.py ServedRegistration._renew": "once per wake-up from sleep, which the host orders",
     "vllm_adapter/scheduler/registration.py ServedRegistration.serve": "once per start",
     "vllm_adapter/scheduler/streams.py Streaming.admitted": "once in an engine's life",
     "vllm_adapter/scheduler/streams.py Streaming.check_whole": "once per reason, four in all",
-    "vllm_adapter/scheduler/tickets.py TicketSeals.accepted": "once per peer, 256 in all",
+    "vllm_adapter/scheduler/outcomes.py OutcomeLog.unsealed": "once per peer, 256 in all",
     "vllm_adapter/worker/engine_thread.py WorkerSide.unregister": "once per sleep, which the host orders",
     "vllm_adapter/worker/registration.py Registration._wait_for_quiet": "once per sleep or end of an engine",
 }
@@ -56,7 +56,6 @@ CAUSES = {
     "end.code",
     "' '.join(codes)",
     "code_of(error)",
-    "f'pipeline-stages {len(self._without_stages)}'",
     "f'producer-{code}'",
     "f'stream-{outcome.code}'",
 }

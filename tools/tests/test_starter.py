@@ -55,7 +55,6 @@ def test_a_stopped_engine_ends_with_the_starter(tmp_path: Path, end: str) -> Non
             "arguments": [],
             "environment": {**environment, "PYTHONPATH": str(own)},
             "log": str(log),
-            "namespaces": [],
         }
         starter.stdin.write(json.dumps(order).encode() + b"\n")
         starter.stdin.flush()

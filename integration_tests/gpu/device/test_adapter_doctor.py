@@ -51,7 +51,7 @@ def told_by(process: subprocess.Popen[str]) -> str:
 
 @pytest.mark.full
 def test_a_hand_over_between_processes_names_its_transports(
-    device: torch.device, figure: Callable[[str, object], None]
+    device: torch.device, record_property: Callable[[str, object], None]
 ) -> None:
     producer = start("producer", device)
     consumer = start("consumer", device, **TRANSPORT_ENVIRONMENT)
@@ -72,7 +72,7 @@ def test_a_hand_over_between_processes_names_its_transports(
     paths = [path for path in read_paths(log) if path.into.startswith(memory) and path.source.startswith(memory)]
     assert paths, "UCX names no read between memory of this kind"
     for name in ("first_hand_over_ms", "hand_over_ms", "megabytes"):
-        figure(name, f"{figures[name]:.2f}")
+        record_property(name, f"{figures[name]:.2f}")
     for path in paths:
-        figure(f"{path.into} from {path.source}, {path.sizes}", f"{path.method}: {path.config}")
+        record_property(f"{path.into} from {path.source}, {path.sizes}", f"{path.method}: {path.config}")
     assert not all(map(is_tcp, paths)), paths

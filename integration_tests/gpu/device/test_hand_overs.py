@@ -61,7 +61,7 @@ def test_prompts_cross_through_a_host_buffer(make: Make, there: bool, here: bool
 
 
 def test_the_transfer_thread_works_on_the_caches_device(
-    make: Make, device: torch.device, figure: Callable[[str, object], None]
+    make: Make, device: torch.device, record_property: Callable[[str, object], None]
 ) -> None:
     engine = make("P")
     (thread,) = engine.transfer_threads()
@@ -71,7 +71,7 @@ def test_the_transfer_thread_works_on_the_caches_device(
     while not seen:
         engine.step()
     assert seen == [device]
-    figure("device of the transfer thread", seen[0])
+    record_property("device of the transfer thread", seen[0])
 
 
 def _current_device(device: torch.device) -> torch.device:

@@ -38,11 +38,11 @@ def cache(device: torch.device) -> torch.Tensor:
 
 
 def test_streams_are_used_where_the_device_has_them(
-    device: torch.device, figure: Callable[[str, object], None]
+    device: torch.device, record_property: Callable[[str, object], None]
 ) -> None:
     streams = streams_of(device)
     assert (streams is None) is (device.type == "cpu")
-    figure("streams", type(streams).__name__)
+    record_property("streams", type(streams).__name__)
 
 
 @pytest.mark.parametrize("scratch_pages", [3, PAGES])

@@ -30,7 +30,7 @@ Other engines here have their worker in the scheduler's process, as vLLM has it 
 """
 ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 LEASE_S = 15
-"""Of pairs: half of the default, because a test waits until a lease that nobody renews has ended."""
+"""Of pairs: half of the default, because a test waits until an unrenewed lease has ended."""
 NO_PREFIX_CACHE = ("mamba", "mamba-one-group", "mla", "mla-calm")
 """vLLM keeps no prefixes of states; latent caches go without, so that every block crosses."""
 

@@ -34,7 +34,7 @@ class Received:
 
 
 def dump_now(fleet: Fleet, engine: str, folder: Path, ranks: int) -> list[Rank]:
-    """Return an engine's caches as they are now; it takes steps meanwhile, in blocks that nobody holds."""
+    """Return an engine's caches as they are now; it takes steps meanwhile, in free blocks."""
     for rank in range(ranks):
         (folder / f"now.{rank}.npz").unlink(missing_ok=True)
         (folder / f"dump.{rank}").touch()

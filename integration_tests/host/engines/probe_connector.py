@@ -144,12 +144,12 @@ def _let_connections_be_lost(order: Path) -> None:
         (reads.add if operation == "READ" and len(indices) > 1 else reads.discard)(handle._handle)
         return handle
 
-    def told(handle: Any, state: str) -> str:
+    def seen(handle: Any, state: str) -> str:
         if state == "DONE" and handle._handle in reads and order.exists():
             order.unlink()
             raise nixl.nixlRemoteDisconnectError("injected by a test")
         return state
 
     agent.make_prepped_xfer = made
-    agent.check_xfer_state = lambda self, handle: told(handle, check(self, handle))
-    agent.transfer = lambda self, handle, *rest: told(handle, post(self, handle, *rest))
+    agent.check_xfer_state = lambda self, handle: seen(handle, check(self, handle))
+    agent.transfer = lambda self, handle, *rest: seen(handle, post(self, handle, *rest))

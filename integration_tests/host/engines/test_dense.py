@@ -184,13 +184,13 @@ def test_status_tells_what_both_engines_hold_before_and_after_a_hand_over(pair: 
     ticket = asyncio.run(leave_unread())
     prefill = str(ticket["remote_engine_id"])
     reach(lambda: parts(prefill)["0.0"]["leases"] == 1)
-    told = parts(prefill)
-    assert set(told) == {"scheduler", "0.0"}
-    assert told["scheduler"]["pid"] != told["0.0"]["pid"], "each process answers for itself"
-    assert told["scheduler"]["leases"] == 1
-    assert told["scheduler"]["leased_bytes"] > 0
-    assert told["scheduler"]["heartbeat_s"] == told["scheduler"]["lease_s"] / 6
-    (lease,) = told["0.0"]["oldest_leases"]
+    seen = parts(prefill)
+    assert set(seen) == {"scheduler", "0.0"}
+    assert seen["scheduler"]["pid"] != seen["0.0"]["pid"], "each process answers for itself"
+    assert seen["scheduler"]["leases"] == 1
+    assert seen["scheduler"]["leased_bytes"] > 0
+    assert seen["scheduler"]["heartbeat_s"] == seen["scheduler"]["lease_s"] / 6
+    (lease,) = seen["0.0"]["oldest_leases"]
     assert lease["left_s"] > 0
     assert lease["request_id"] == ticket["remote_request_id"]
     asyncio.run(read(ticket))
@@ -215,10 +215,10 @@ def test_check_is_a_go_for_two_live_engines_and_names_what_a_third_party_would_b
     prefill, decode = (f"127.0.0.1:{pair.engines[name].side_channel_port}" for name in ("prefill", "decode"))
     result = json.loads(adapter("check", prefill, decode, "--json"))
     assert result["is_go"], result
-    told = {(each["topic"], each["level"]) for each in result["findings"]}
+    seen = {(each["topic"], each["level"]) for each in result["findings"]}
     # Both run on this machine, so their own processes tell lease, keys and seals.
     topics = ("reach", "factors", "reads", "transport", "plan", "clock", "lease", "keys", "seals")
-    assert {(topic, "ok") for topic in topics} <= told
+    assert {(topic, "ok") for topic in topics} <= seen
     assert any("the probe pages came whole (checksum eacc91bb)" in each["message"] for each in result["findings"])
     short = json.dumps(
         {
@@ -246,15 +246,15 @@ def test_a_trace_names_the_time_that_a_client_waited_for_its_first_token(pair: F
     for number in range(TRACED):
         waited_s = time_to_first_token(pair, f"traced-{number:02d}", prompt(170 + number, 330))
         words = ("trace", f"traced-{number:02d}", "--ttft", f"{waited_s:.6f}")
-        told = json.loads(adapter(*words, "--json", code=None))
+        seen = json.loads(adapter(*words, "--json", code=None))
         print(adapter(*words, code=None))
-        assert told["prefill"]["is_known"]
-        assert told["codes"] == []
-        assert told["total_s"] == pytest.approx(waited_s, abs=1e-5)
-        assert all(span["is_named"] for span in told["spans"]), told
+        assert seen["prefill"]["is_known"]
+        assert seen["codes"] == []
+        assert seen["total_s"] == pytest.approx(waited_s, abs=1e-5)
+        assert all(span["is_named"] for span in seen["spans"]), seen
         # Nothing is counted twice, and clocks are not moved to make it fit: the spans fit into what the client measured.
-        assert told["named_s"] <= waited_s + max(told["clock_uncertainty_s"].values()), told
-        unexplained.append(told["unexplained_part"])
+        assert seen["named_s"] <= waited_s + max(seen["clock_uncertainty_s"].values()), seen
+        unexplained.append(seen["unexplained_part"])
         if unexplained[-1] <= most and not IS_LONG:
             break
     shown = [f"{100 * part:.1f}" for part in (median(unexplained), min(unexplained), max(unexplained))]

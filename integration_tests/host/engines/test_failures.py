@@ -150,7 +150,7 @@ def test_two_prompts_of_one_body_do_not_share_a_ticket(fleet: Fleet) -> None:
 
 
 def test_a_request_that_the_host_refuses_lets_its_producer_go_on(fleet: Fleet) -> None:
-    """vLLM then sends a request of no prompt with the ticket, so that the producer is told before its lease ends."""
+    """vLLM then sends a request of no prompt with the ticket, so that the producer is notified before its lease ends."""
     (ticket,) = tickets(fleet, "prefill", [prompt(75, 60)])
     expired, refused = fleet.count("prefill", EXPIRED), fleet.count("fail", REFUSED)
     status, answer = send(fleet, "fail", prompt(75, 60), ticket, 10**6)
@@ -179,7 +179,7 @@ def test_a_lost_connection_costs_another_read_and_not_the_request(fleet: Fleet, 
 def test_a_ticket_whose_lease_has_ended_is_never_served_from_reused_pages(fleet: Fleet) -> None:
     texts = [prompt(10 + n, 60) for n in range(2)]
     old = tickets(fleet, "doomed", texts)
-    told = fleet.log("fail").count("its KV was not taken over")
+    seen = fleet.log("fail").count("its KV was not taken over")
     # Time passes for the lease alone; then other prompts take the pages.
     asyncio.run(asyncio.sleep(2 * LEASE_S))
     fleet.answers([prompt(20 + n, 200) for n in range(8)], decode="doomed", max_tokens=2)
@@ -188,7 +188,7 @@ def test_a_ticket_whose_lease_has_ended_is_never_served_from_reused_pages(fleet:
     assert [answer["choices"][0]["text"]] == fleet.answers(texts[:1], decode="prefill")
     status, answer = send(fleet, "fail", texts[1], old[1])
     assert status >= 500, answer
-    assert fleet.log("fail").count("its KV was not taken over") - told == 1
+    assert fleet.log("fail").count("its KV was not taken over") - seen == 1
     fleet.assert_all_blocks_free()
 
 
@@ -200,7 +200,7 @@ HOSTILE_VALUES: list[object] = [
 
 
 def hostile_ticket(draw: random.Random, real: dict[str, Any]) -> object:
-    """Return a real ticket with a few of its values replaced, dropped or added, or something that is no ticket."""
+    """Return a real ticket with a few of its values replaced, dropped or added, or something else in place of a ticket."""
     if draw.random() < 0.05:
         return draw.choice([[], "x", 7, [1, 2], True])
     ticket: dict[str, Any] = dict(real) if draw.random() < 0.8 else {"do_remote_prefill": True}
@@ -260,13 +260,13 @@ def test_a_producer_that_dies_after_its_ticket_costs_the_request_what_the_policy
     assert fleet.count("recompute", COMPUTED, source="local_compute") > computed
     status, answer = send(fleet, "fail", texts[1], given[1])
     assert status >= 500, answer
-    told = [
+    seen = [
         line for line in fleet.log("fail").splitlines() if given[1]["remote_request_id"] in line and "ERROR" in line
     ]
-    assert len(told) == 1
-    # The connection was lost, be it to a probe or to a first attempt; whoever met the engine anew found nobody.
+    assert len(seen) == 1
+    # The connection was lost, be it to a probe or to a first attempt; a new connection is refused.
     assert "peer-disconnected" in fleet.log("fail")[before:]
-    assert "connection-refused" in told[0]
+    assert "connection-refused" in seen[0]
     assert fleet.answers([prompt(50, 40)], prefill="prefill", decode="fail") == fleet.answers(
         [prompt(50, 40)], decode="prefill"
     )
@@ -279,7 +279,7 @@ def seconds_of(fleet: Fleet, engine: str, text: str) -> float:
     return time.monotonic() - started
 
 
-def test_a_dead_producer_that_nobody_met_is_answered_at_once(fleet: Fleet) -> None:
+def test_a_dead_producer_never_connected_is_answered_at_once(fleet: Fleet) -> None:
     """The last test of this fleet: it kills `fail`, which has only read so far; the first engine's policy is `fail` too."""
     readers = {"recompute": "recompute", "prefill": "fail"}
     texts = {reader: [prompt(9000 + 20 * n + k, 12) for k in range(COLD)] for n, reader in enumerate(readers)}

@@ -79,7 +79,7 @@ def fleet(keys: Keys) -> Iterator[Fleet]:
 
 
 class Load:
-    """Hand-overs without a pause, on a thread, until told to stop; every answer is compared at the end."""
+    """Hand-overs without a pause, on a thread, until stopped; every answer is compared at the end."""
 
     def __init__(self, fleet: Fleet, texts: list[str]) -> None:
         self._fleet = fleet

@@ -82,7 +82,7 @@ def assert_no_ticket_ends_the_hosts_listener(fleet: Fleet) -> None:
         text = prompt(700 + number, 20)
         async with client() as session:
             ticket = await fleet.ticket(session, text, "hosts", {})
-            # A name in another spelling is a place that was not met before, so that the lie is asked about.
+            # A name in another spelling is an unknown place, so that the lie is asked about.
             name = "".join(letter.upper() if number >> bit & 1 else letter for bit, letter in enumerate("localhost"))
             params = {**ticket, "remote_host": name, **change}
             body = {"model": "tiny", "prompt": text, "max_tokens": 2, "kv_transfer_params": params}
@@ -215,7 +215,7 @@ def test_unequal_tensor_parallel_sizes(makers: tuple[Any, Any]) -> None:
     """Ranks that wait for one another spin, and on few cores that delays the first hand-over: nothing may run out of time."""
     is_mixed = hosts_own in makers
     if is_mixed and len(os.sched_getaffinity(0)) < 4 and "KVDEV_ANYWAY" not in os.environ:
-        pytest.skip("vLLM's own connector cannot be told to wait for ranks that share cores (KVDEV_ANYWAY=1 tries)")
+        pytest.skip("vLLM's own connector cannot wait for ranks that share cores (KVDEV_ANYWAY=1 tries)")
     patience = {"handshake_timeout_s": 60.0, "read_timeout_s": 300.0}
     one, two = (make(kv_lease_duration=300, **({} if make is hosts_own else patience)) for make in makers)
     with started_fleet(

@@ -94,15 +94,15 @@ def test_a_trace_of_a_streamed_prompt_has_its_computation_and_the_last_read_in_o
     for number in range(10):
         name = f"streamed-{number}"
         waited_s = time_to_first_token(fleet, name, prompt(90 + number, LONG))
-        told = json.loads(adapter("trace", name, "--ttft", f"{waited_s:.6f}", "--json", code=None))
-        assert (told["prefill"]["is_known"], told["codes"]) == (True, [])
-        assert all(span["is_named"] for span in told["spans"]), told
-        uncertain_s = max(told["clock_uncertainty_s"].values())
-        assert uncertain_s < 0.05, told
-        assert told["named_s"] <= waited_s + uncertain_s, told
-        if told["is_streamed"] and told["early_bytes"]:
+        seen = json.loads(adapter("trace", name, "--ttft", f"{waited_s:.6f}", "--json", code=None))
+        assert (seen["prefill"]["is_known"], seen["codes"]) == (True, [])
+        assert all(span["is_named"] for span in seen["spans"]), seen
+        uncertain_s = max(seen["clock_uncertainty_s"].values())
+        assert uncertain_s < 0.05, seen
+        assert seen["named_s"] <= waited_s + uncertain_s, seen
+        if seen["is_streamed"] and seen["early_bytes"]:
             break
-    assert 0 < told["early_bytes"] < told["bytes"], "no prompt of ten was read while it was computed"
+    assert 0 < seen["early_bytes"] < seen["bytes"], "no prompt of ten was read while it was computed"
     text = adapter("trace", name, code=None)
     print(text)
     assert "read the last blocks" in text

@@ -1,6 +1,6 @@
 """Latent caches and one-group states between one rank and two: what arrives is the producer's, byte for byte.
 
-Text is no measure here. Sums over two ranks are rounded in another order than over one, and random weights make another text
+Text cannot be compared here. Sums over two ranks are rounded in another order than over one, and random weights make another text
 of that. So the pages are compared, and the first token's probabilities, with weights that are calm.
 """
 

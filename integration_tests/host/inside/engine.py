@@ -234,8 +234,8 @@ class Engine:
     ) -> ModelRunnerOutput:
         """Let the workers run a step."""
         scheduler = self.scheduler
-        told: Any = output.kv_connector_metadata
-        self.plans.append(told.metadata[0] if hasattr(told, "metadata") else told)
+        seen: Any = output.kv_connector_metadata
+        self.plans.append(seen.metadata[0] if hasattr(seen, "metadata") else seen)
         ids = list(output.num_scheduled_tokens)
         sampled: list[list[int]] = []
         for request_id in ids:
@@ -310,7 +310,7 @@ class Engine:
 
     @property
     def free_blocks(self) -> int:
-        """Blocks that nobody holds."""
+        """Free blocks."""
         return self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
 
     def assert_nothing_left(self) -> None:

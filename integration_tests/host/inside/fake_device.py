@@ -66,7 +66,7 @@ class FakeStreams:
     def synchronize(self, stream: Stream) -> None:
         self.synchronized.append(stream.name)
         while stream.given:
-            assert self.step(), f"{stream.name} waits for ever"
+            assert self.step(), f"{stream.name} never goes on"
 
     def pinned(self, size_bytes: int) -> torch.Tensor:
         self.pinned_pieces.append(torch.full((size_bytes,), 0xA5, dtype=torch.uint8))
@@ -95,7 +95,7 @@ class FakeStreams:
         """Do all that was given."""
         while self.step():
             pass
-        assert not any(stream.given for stream in self.streams), "something waits for ever"
+        assert not any(stream.given for stream in self.streams), "something never goes on"
 
 
 def _waits(stream: Stream) -> bool:

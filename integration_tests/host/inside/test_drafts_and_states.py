@@ -94,7 +94,7 @@ def test_a_prompt_within_the_drafters_reach_is_computed_where_it_is_decoded(
     producer, consumer = make_engine("P"), make_engine("D")
     consumer.add("d", prompt(5), params=hand_over(producer, "p", prompt(5)))
     assert consumer.step() == {"d": 5}
-    assert [order.ticket.peer_request_id for order in consumer.orders("reads")] == ["p"]  # told, not read
+    assert [order.ticket.peer_request_id for order in consumer.orders("reads")] == ["p"]  # notified, not read
     consumer.run()
 
 

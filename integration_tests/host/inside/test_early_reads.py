@@ -72,7 +72,7 @@ def kept(pair: Pair) -> None:
 def test_a_request_behind_an_offer_without_blocks_has_its_turn(
     make: Callable[..., Any], shortage: Callable[[Pair], None], is_told: bool
 ) -> None:
-    """vLLM's round ends at the first request without blocks: one of which it is told that it may begin."""
+    """vLLM's round ends at the first request without blocks, which it is to begin."""
     pair = Pair(make, blocks=14)
     shortage(pair)
     pair.begin()
@@ -138,7 +138,7 @@ def test_the_word_of_a_preempted_prompt_moves_before_the_step_writes_into_its_bl
     engine.add("own", prompt(3 * BLOCK - 2, seed=4), max_tokens=32)
     engine.step()
     engine.step()
-    fences = engine.side._registration.agent._agent._memory.fences
+    fences = engine.side._registration.agent._agent._fences
     stand: dict[int, int] = {}
     moved: list[int] = []
     computes = engine._compute

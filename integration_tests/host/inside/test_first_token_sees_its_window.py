@@ -102,7 +102,7 @@ def _run_to_first_token(consumer: Any, request: Any, specs: tuple[Any, ...]) -> 
                 missing = [each for each in seen if not blocks[each // BLOCK]]
                 assert not missing, f"{type(spec).__name__}: token {token} of {len(blocks)} blocks sees {missing}"
                 unread = [each for each in seen if each < first and blocks[each // BLOCK] not in local.ids]
-                assert not unread, f"{type(spec).__name__}: token {token} sees {unread}, which nobody has read"
+                assert not unread, f"{type(spec).__name__}: token {token} sees {unread}, which were not read"
                 lost = [each for each in seen if each < first and not _is_held(there, each)]
                 assert not lost, f"{type(spec).__name__}: token {token} sees {lost}, which the peer has not kept"
     while consumer.scheduler.has_requests():

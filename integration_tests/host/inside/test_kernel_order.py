@@ -50,7 +50,7 @@ class Page:
         ops.cpu_attn_reshape_and_cache(contents, -contents, keys, values, slots, self.isa, **scales)
 
     def document(self) -> Any:
-        """Return what a peer is told of this memory."""
+        """Return what a peer learns of this memory."""
         groups = cache_groups(self.config)
         facts = EngineFacts(
             engine_id="e", host="127.0.0.1", port=1, tp=1, tp_rank=0, pp=1, pp_rank=0, dcp=1, total_kv_heads=HEADS,

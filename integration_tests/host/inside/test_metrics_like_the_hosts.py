@@ -123,16 +123,16 @@ FULL: dict[str, list[Any]] = TransferStats().data | {
 def test_no_wrapper_of_metrics_makes_a_statistic_raise(
     monkeypatch: pytest.MonkeyPatch, fault: str, is_missing: bool
 ) -> None:
-    told: list[object] = []
-    monkeypatch.setattr("vllm_adapter.host.metrics._logger.exception", lambda _text, name: told.append(name))
+    seen: list[object] = []
+    monkeypatch.setattr("vllm_adapter.host.metrics._logger.exception", lambda _text, name: seen.append(name))
     kinds = (prometheus_client.Gauge, prometheus_client.Counter, prometheus_client.Histogram)
     faulty: Any = {kind: Faulty(fault, is_missing=is_missing) for kind in kinds}
     metrics = PromMetrics(CONFIG, faulty, list(LABELS), {0: list(LABELS.values())}, info={"version": "1"})
     metrics.observe(FULL)
-    once = list(told)
+    once = list(seen)
     assert len(once) == len(set(once)) > 0
     metrics.observe(FULL)
-    assert told == once, "each metric is told of once"
+    assert seen == once, "each metric is logged once"
 
 
 ODD: tuple[dict[str, Any], ...] = (

@@ -48,12 +48,12 @@ def test_a_ticket_with_another_prompt_is_computed_here_and_poisons_nothing(produ
     consumer.run(received=["honest"])
 
 
-def test_the_producer_of_a_request_refused_by_the_frontend_is_told(producer, consumer) -> None:
+def test_the_producer_of_a_request_refused_by_the_frontend_is_notified(producer, consumer) -> None:
     ticket = hand_over(producer, "p", TOKENS)
     consumer.add("refused", [0], max_tokens=1, params=ticket, is_refused=True)
     consumer.step()
-    (told,) = consumer.orders("reads")
-    assert (told.is_notify_only, told.ticket.peer_request_id) == (True, ticket["remote_request_id"])
+    (seen,) = consumer.orders("reads")
+    assert (seen.is_notify_only, seen.ticket.peer_request_id) == (True, ticket["remote_request_id"])
     consumer.run()
 
 
@@ -68,8 +68,8 @@ def test_the_stand_in_of_a_request_with_an_early_ticket_reads_nothing_and_is_no_
     consumer.add("left", TOKENS, params=params)
     consumer.step()
     refused: list[object] = []
-    tickets = consumer.scheduler.connector._scheduler_side._tickets
-    monkeypatch.setattr(tickets, "refused", lambda *told: refused.append(told))
+    tickets = consumer.scheduler.connector._scheduler_side._outcomes
+    monkeypatch.setattr(tickets, "refused", lambda *seen: refused.append(seen))
     consumer.add("stand-in", [0], max_tokens=1, params=params, is_refused=True)
     consumer.step()
     assert refused == []
@@ -162,7 +162,7 @@ def test_what_an_encoder_made_of_a_picture_is_not_computed_without_it(
 ) -> None:
     producer, consumer = make_engine("P"), make_engine("D", policy="recompute")
     consumer.add("d", TOKENS, params={**_ticket_of_pictures(producer, theirs), **changes}, media=ours)
-    assert consumer.connector._scheduler_side.must_fail("d") == is_error
+    assert consumer.state.must_fail("d") == is_error
 
 
 @pytest.mark.never_wrong("A13")
@@ -182,12 +182,12 @@ def test_a_prompt_that_this_engine_can_compute_is_read_or_computed(
     request = consumer.add("d", tokens, params=ticket, media=media)
     connector = consumer.connector
     assert connector.get_num_new_matched_tokens(request, 0) == ((0, False) if code else (40, True))
-    assert not connector._scheduler_side.must_fail("d")
+    assert not consumer.state.must_fail("d")
     assert (connector.get_kv_connector_stats().data.get("ticket_refusal_codes") or [""]) == [code]
 
 
 @pytest.mark.never_wrong("A1")
-def test_a_prompt_is_told_from_every_other(producer) -> None:
+def test_a_prompt_differs_from_every_other(producer) -> None:
     request = producer.add("p", TOKENS)
     plain = _digest(request)
     assert plain == _digest(producer.add("same", TOKENS))

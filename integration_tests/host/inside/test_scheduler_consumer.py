@@ -145,7 +145,7 @@ def test_a_partial_prefix_hit_reads_the_rest(consumer, producer) -> None:
     assert consumer.outputs["d"][0].prefill_stats.num_local_cached_tokens == 2 * BLOCK
 
 
-def test_a_hit_of_all_that_the_peer_holds_only_tells_the_peer(consumer, producer) -> None:
+def test_a_hit_of_all_that_the_peer_holds_only_notifies_the_peer(consumer, producer) -> None:
     consumer.add("warm", prompt(4 * BLOCK))
     consumer.run()
     consumer.add("d", prompt(4 * BLOCK + 6), params=hand_over(producer, "p", prompt(4 * BLOCK)))
@@ -208,7 +208,7 @@ def test_blocks_of_a_failed_read_are_no_prefix_for_anyone(consumer, producer) ->
     consumer.run()
 
 
-def test_a_failed_read_beside_good_ones_concerns_nobody_else(make_engine, producer) -> None:
+def test_a_failed_read_beside_good_ones_concerns_no_other_request(make_engine, producer) -> None:
     consumer = make_engine("D", policy="recompute")
     for number in range(3):
         tokens = prompt(40, seed=number)

@@ -44,7 +44,7 @@ def test_a_producer_hands_over_again_after_a_sleep(make: Make, caplog: pytest.Lo
     hand_over(producer, consumer, "0", OTHER)
     producer.sleep()
     producer.wake(weights=2)
-    assert producer.prefill("p2", SOME) is None, "nobody knows yet what is registered"
+    assert producer.prefill("p2", SOME) is None, "it is not known yet what is registered"
     new = hand_over(producer, consumer, "3", SOME)
     assert new["kv_generation"] == old["kv_generation"] + 1
     # Bound to no prompt, so that it is read by this engine, which has not read it before.
@@ -84,7 +84,7 @@ def test_a_read_that_is_under_way_when_its_producer_falls_asleep_fails(
 
 
 @pytest.mark.full
-def test_a_ticket_of_the_first_step_after_a_sleep_that_nobody_announced_never_brings_wrong_pages(
+def test_a_ticket_of_the_first_step_after_an_unannounced_sleep_never_brings_wrong_pages(
     make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A host that does not reset the cache before it discards it: our scheduler's half learns of the sleep too late."""

@@ -1,4 +1,4 @@
-"""Prefix hits of different lengths in the groups of one model: every block that nobody has filled is read.
+"""Prefix hits of different lengths in the groups of one model: every unfilled block is read.
 
 Truth: vLLM's own block table. A real block of a request without a hash holds nothing yet, so the read must fill it.
 """

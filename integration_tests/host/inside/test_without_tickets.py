@@ -54,8 +54,8 @@ def test_a_step_lists_the_blocks_of_the_requests_that_are_followed() -> None:
     output: Any = SimpleNamespace(
         num_scheduled_tokens=dict.fromkeys("abcd", 4), scheduled_new_reqs=new, scheduled_cached_reqs=running
     )
-    steps = list(scheduled_tokens(output, (0,), (16,), lambda name: name in "ad"))
-    assert [(step.request_id, step.block_ids) for step in steps] == [("a", ([1],)), ("d", ([5],))]
+    steps = list(scheduled_tokens(output, (0,), (16,), {"a", "d"}))
+    assert [(step.request_id, step.block_ids) for step in steps] == [("a", [[1]]), ("d", [[5]])]
 
 
 @pytest.mark.parametrize(("other_computed", "loads", "held"), [(32, False, 32), (0, False, 0), (32, True, 0)])
@@ -76,5 +76,5 @@ def test_a_prefix_hit_is_there_before_a_step_that_computes_none_of_it(
         has_sync_kv_loads=loads,
         kv_connector_block_state=SimpleNamespace(get_block_ids=tables.get),
     )
-    (step,) = scheduled_tokens(output, (0,), (16,), lambda name: name == "hit")
+    (step,) = scheduled_tokens(output, (0,), (16,), {"hit"})
     assert step.held_tokens == held

@@ -49,7 +49,7 @@ func decodeZ85(text string) ([]byte, error) {
 		for _, digit := range []byte(text[:5]) {
 			at := strings.IndexByte(z85Digits, digit)
 			if at < 0 {
-				return nil, fault("invalid-key-file", "%q is no digit of Z85", digit)
+				return nil, fault("invalid-key-file", "%q is not a digit of Z85", digit)
 			}
 			value = 85*value + uint64(at)
 		}

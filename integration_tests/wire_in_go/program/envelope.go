@@ -73,7 +73,7 @@ func checkFactors(factors *Map) error {
 	}
 	for _, key := range factors.Keys {
 		if isText(key) != "" || !isJSON(factors.Values[key], maxFactorDepth) {
-			return fault("malformed-envelope", "factor %v is no JSON value", key)
+			return fault("malformed-envelope", "factor %v is not a JSON value", key)
 		}
 	}
 	return nil
@@ -169,10 +169,10 @@ func checkMetadata(values map[string]any) error {
 		return fault("invalid-metadata", "engine_id of %d characters", characters)
 	}
 	if fence, isSet := values["kvh_fence"].([]any); isSet && !isWordArray(fence) {
-		return fault("invalid-metadata", "kvh_fence is no aligned array of words")
+		return fault("invalid-metadata", "kvh_fence is not an aligned array of words")
 	}
 	if streams, isSet := values["kvh_streams"].([]any); isSet && !isStreamMemory(streams) {
-		return fault("invalid-metadata", "kvh_streams is no aligned array of words")
+		return fault("invalid-metadata", "kvh_streams is not an aligned array of words")
 	}
 	regions := len(values["kv_caches_base_addr"].([]any))
 	for _, row := range metadataFields {

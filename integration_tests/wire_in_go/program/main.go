@@ -1,5 +1,5 @@
 // The wire of docs/wire in Go, by the standard library alone, written from these pages: one request per line of JSON on
-// standard input, one answer per line on standard output. It proves that the pages are enough; it is no product.
+// standard input, one answer per line on standard output. It proves that the pages are enough; it is not a product.
 package main
 
 import (

@@ -165,7 +165,7 @@ func isConsumer(text string) bool {
 	return utf8.RuneCountInString(text) <= maxEngineChars
 }
 
-// strictJSON reads exactly one JSON value into strings; null is no string.
+// strictJSON reads exactly one JSON value into strings; null is not a string.
 func strictJSON(text string, into any) error {
 	var value any
 	if err := json.Unmarshal([]byte(text), &value); err != nil {

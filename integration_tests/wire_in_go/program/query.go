@@ -7,7 +7,7 @@ const (
 	maxRank       = 65535
 )
 
-// Query is what a client asks. A rank above 65535 reads as 65536, which nobody serves.
+// Query is what a client asks. A rank above 65535 reads as 65536, which no listener serves.
 type Query struct {
 	PP, TP int
 	Clock  bool // three fields: the reply has a clock frame

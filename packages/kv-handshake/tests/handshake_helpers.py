@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kv_handshake.stream.messages import encode_ask, encode_cancel
+from kv_handshake.wire.asks import encode_ask, encode_cancel
 from kv_handshake.wire.dialects import dialect_of
 from kv_handshake.wire.queries import encode_query
 

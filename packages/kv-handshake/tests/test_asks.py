@@ -13,9 +13,8 @@ import zmq
 from handshake_helpers import until
 
 from kv_handshake import Client, Codec, ConfigurationError, Listener, LocalOffer, QueryLimits, Timing
-from kv_handshake.stream.desk import AskLimits
-from kv_handshake.stream.messages import encode_answer, encode_ask, parse_answer
 from kv_handshake.testing import sample_metadata
+from kv_handshake.wire.asks import encode_answer, encode_ask, parse_answer
 from kv_handshake.wire.dialects import dialect_of
 from kv_handshake.wire.queries import encode_query
 from kv_handshake.wire.replies import decode_envelope
@@ -24,7 +23,6 @@ CAN_ASK: Mapping[str, Literal["supported"]] = {"ask": "supported"}
 FACTORS = {"model": "sample"}
 HASTY = Timing(hold_first_s=60, hold_most_s=60)
 QUERY = encode_query((0, 0), dialect_of(14))
-LIMITS = AskLimits()
 
 
 class Engine:

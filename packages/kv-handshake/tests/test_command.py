@@ -9,10 +9,10 @@ import msgspec
 import pytest
 
 from kv_handshake import Codec, ConfigurationError, Listener
+from kv_handshake.cli import main
 from kv_handshake.inspect import Recording, compare
 from kv_handshake.security import ServerSecurity
 from kv_handshake.testing import load_vectors, sample_envelopes, sample_metadata
-from kv_handshake.tools.cli import main
 from kv_handshake.wire.dialects import dialect_of
 from kv_handshake.wire.factors import compatibility_hash
 from kv_handshake.wire.replies import decode_envelope
@@ -197,7 +197,7 @@ def test_serve_serves_a_recording_until_it_is_interrupted(capsys, tmp_path):
     file = tmp_path / "engine.json"
     recording().write(file)
     command = (
-        "import signal, sys; from kv_handshake.tools.cli import main\n"
+        "import signal, sys; from kv_handshake.cli import main\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it\n"
         "sys.exit(main(sys.argv[1:]))"
     )
@@ -243,9 +243,3 @@ def test_bad_recordings(tmp_path, text):
     with pytest.raises(ConfigurationError) as caught:
         Recording.read(file)
     assert caught.value.code == "invalid-recording"
-
-
-def test_recording_of_a_silent_engine_keeps_its_factors(tmp_path):
-    made = Recording(14, recording(silent=True).payloads, factors=FACTORS)
-    made.write(tmp_path / "r.json")
-    assert Recording.read(tmp_path / "r.json").factors == FACTORS

@@ -8,8 +8,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from kv_handshake.core import desk
 from kv_handshake.errors import CODES
-from kv_handshake.stream.desk import AskLimits
 from kv_handshake.wire import limits as bounds
 from kv_handshake.wire.factors import FACTOR_GROUPS
 from kv_handshake.wire.messages import METADATA_FIELDS, Envelope
@@ -120,13 +120,9 @@ def test_protocol_page_lists_the_codes():
 def test_protocol_page_lists_the_refusals_of_asks():
     listed = [name for row in table("protocol.md", "Asks") for name in names(row[0])]
     assert {*listed} == {code for code in CODES if code.startswith("ask-")} - {"ask-unsupported"} | {"rate-limited"}
-    limits = AskLimits()
     row = next(row for row in table("protocol.md", "Asks") if row[0] == "`ask-busy`")
-    assert [int(number) for number in re.findall(r"\d+", row[1])] == [
-        limits.per_connection,
-        limits.in_all,
-        limits.bytes_in_all,
-    ]
+    limits = [desk.ASKS_PER_CONNECTION, desk.MOST_ASKS, desk.MOST_ASKED_BYTES]
+    assert [int(number) for number in re.findall(r"\d+", row[1])] == limits
 
 
 @needs_docs

@@ -1,5 +1,6 @@
 """The asks at one peer and the listener's open asks, without sockets: limits in time, and replies of no use."""
 
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,12 +8,13 @@ import msgspec
 import pytest
 
 from kv_handshake import Codec, TransportError, WireError
+from kv_handshake.core import desk as desks
+from kv_handshake.core.asks import OpenAsk, PeerAsks
+from kv_handshake.core.desk import AskDesk
 from kv_handshake.core.endpoint import endpoint_of
 from kv_handshake.errors import CODES
-from kv_handshake.stream.asks import OpenAsk, PeerAsks
-from kv_handshake.stream.desk import AskDesk, AskLimits
-from kv_handshake.stream.messages import encode_answer, encode_ask, encode_ask_refusal, encode_cancel, parse_answer
 from kv_handshake.testing import sample_metadata
+from kv_handshake.wire.asks import encode_answer, encode_ask, encode_ask_refusal, encode_cancel, parse_answer
 from kv_handshake.wire.limits import MAX_ASK_REPLY_BYTES
 from kv_handshake.wire.replies import encode_refusal
 
@@ -153,11 +155,9 @@ def test_a_code_that_is_known_arrives(code):
 class Desk:
     """A desk, its asks and those whose askers have gone; asks come from connections named by descriptor and address."""
 
-    def __init__(self, **limits):
-        self.asked, self.gone = [], []
-        self.desk = AskDesk(
-            lambda *ask: self.asked.append(ask), self.gone.append, limits=AskLimits(**limits), log=NOTHING
-        )
+    def __init__(self):
+        self.gone, self.counts = [], Counter()
+        self.desk = AskDesk(lambda *_: None, self.gone.append, wait_s=5.0, log=NOTHING, counts=self.counts)
 
     def put(self, descriptor, address, number, size_bytes=1, query=None):
         sender = SimpleNamespace(descriptor=descriptor, address=address)
@@ -177,11 +177,18 @@ def test_a_desk_knows_only_connections_and_asks_of_its_own():
     made = Desk()
     assert made.desk.connection_ended(12345) is False
     assert made.put(3, "a", 7, query=encode_cancel(7)) == "ask-cancelled"
-    assert (made.gone, made.desk.statistics()["asks_cancelled"]) == ([], 0)
+    assert (made.gone, made.counts["asks_cancelled"]) == ([], 0)
 
 
-def test_budgets_of_a_connection_in_all_and_in_bytes():
-    made = Desk(per_connection=2, in_all=4, bytes_in_all=100)
+def limit(monkeypatch, per_connection, in_all, bytes_in_all):
+    monkeypatch.setattr(desks, "ASKS_PER_CONNECTION", per_connection)
+    monkeypatch.setattr(desks, "MOST_ASKS", in_all)
+    monkeypatch.setattr(desks, "MOST_ASKED_BYTES", bytes_in_all)
+
+
+def test_budgets_of_a_connection_in_all_and_in_bytes(monkeypatch):
+    limit(monkeypatch, per_connection=2, in_all=4, bytes_in_all=100)
+    made = Desk()
     assert [made.put(1, "a", 1), made.put(1, "a", 1), made.put(1, "a", 2), made.put(1, "a", 3)] == [
         "",
         "ask-repeated",
@@ -192,16 +199,16 @@ def test_budgets_of_a_connection_in_all_and_in_bytes():
     assert [made.put(2, "b", 1, size_bytes=97), made.put(3, "c", 1, 2)] == ["", "ask-busy"]
     assert made.desk.connection_ended(1)
     assert len(made.desk.take_replies(1.0)) == 2
-    assert (made.gone, made.desk.statistics()["asks_lost"]) == ([1, 2], 2)
+    assert (made.gone, made.counts["asks_lost"]) == ([1, 2], 2)
     assert made.put(3, "c", 1, size_bytes=3) == ""
     assert len(made.desk.take_replies(5.0)) == 2, "their time is over"
-    assert (made.desk._held, made.desk._held_by_address, made.desk._bytes_by_address) == ({}, {}, {})
     made.put(1, "a", 1)
     made.desk.drop_all()
-    assert made.desk.statistics()["asks_open"] == 0
+    assert made.desk.asks_open == 0
 
 
-def test_an_address_leaves_others_half():
+def test_an_address_leaves_others_half(monkeypatch):
+    limit(monkeypatch, per_connection=1000, in_all=64, bytes_in_all=6400)
     for size_bytes in (1, 100):
-        made = Desk(per_connection=1000, in_all=64, bytes_in_all=6400)
+        made = Desk()
         assert [made.most(address, size_bytes) for address in "abc"] == [32, 16, 8]

@@ -39,7 +39,7 @@ def test_many_hostile_queries():
     for _ in range(20_000):
         frames = core.respond(next(stream), clock_s=1.0)
         assert decode_envelope(frames[0])
-    counts = core.statistics()
+    counts = core.counts
     assert sum(counts.values()) == 20_000
     assert len(counts) >= 6, "the mutations reach too few refusals"
 
@@ -57,7 +57,7 @@ def test_old_and_new_dialects():
     assert core.respond(encode_query((0, 1), dialect_of(4)), clock_s=7.0) == (ENVELOPES[0, 1],)
     payload, clock = core.respond(encode_query((1, 0), dialect_of(5)), clock_s=7.0)
     assert (payload, decode_clock(clock)) == (ENVELOPES[1, 0], 7.0)
-    assert core.statistics() == {"answered": 2}
+    assert core.counts == {"answered": 2}
 
 
 def test_unusual_encoding_of_a_good_query():
@@ -88,7 +88,7 @@ def test_replace_swaps_everything():
 
 def test_deferred_queries_get_the_frames_they_expect():
     core = ServerCore(ENVELOPES)
-    frames = core.defer(GOOD, wait_s=0.5, clock_s=3.0)
+    frames = core.respond(GOOD, wait_s=0.5, clock_s=3.0)
     assert (code_of(frames), decode_clock(frames[1])) == ("rate-limited", 3.0)
     assert decode_envelope(frames[0]).refusal.retry_after_s == 0.5
-    assert len(core.defer(b"junk", wait_s=0.5, clock_s=3.0)) == 1
+    assert len(core.respond(b"junk", wait_s=0.5, clock_s=3.0)) == 1

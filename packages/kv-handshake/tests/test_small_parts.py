@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from kv_handshake import ConfigurationError, Timing
 from kv_handshake.core import pacing
 from kv_handshake.core.endpoint import endpoint_of, parse_endpoint
-from kv_handshake.core.pacing import Backoff, FailureMemory, GatedLog, TokenBuckets
+from kv_handshake.core.pacing import FailureMemory, GatedLog, TokenBuckets, backoff_s
 from kv_handshake.errors import shortened
-from kv_handshake.security import ClientSecurity, ServerSecurity
-from kv_handshake.sockets.keys import read_authorized_keys, read_keypair, read_public_key, write_keypair
+from kv_handshake.security import ClientSecurity, ServerSecurity, write_keypair
 
 
 def test_buckets():
@@ -29,12 +28,11 @@ def test_buckets():
 
 @given(st.integers(1, 10_000), st.floats(0, 1, exclude_max=True))
 def test_backoff_is_bounded(failures, chance):
-    delay_s = Backoff(0.1, 5.0).delay_s(failures, chance)
-    assert 0.05 <= delay_s <= 5.0
+    assert 0.05 <= backoff_s(0.1, 5.0, failures=failures, chance=chance) <= 5.0
 
 
 def test_failures_are_remembered_for_longer_and_longer():
-    memory = FailureMemory(Backoff(1.0, 8.0), capacity=2)
+    memory = FailureMemory(1.0, 8.0, capacity=2)
     for failures, hold_s in ((1, 1.0), (2, 2.0), (3, 4.0), (4, 8.0), (5, 8.0)):
         memory.record("p", code="timed-out", message="m", now_s=100.0, chance=1.0)
         blocking = memory.blocking("p", 100.0 + hold_s - 0.01)
@@ -102,39 +100,39 @@ def write_certificate(folder, name):
     return public_file, secret_file
 
 
+def keys_in(secret_file):
+    read = ServerSecurity.read(secret_file, admits_any_client=True)
+    return read.public_key, read.secret_key
+
+
 def test_key_files(tmp_path):
     public_file, secret_file = write_certificate(tmp_path, "engine-a")
-    public, secret = read_keypair(secret_file)
-    assert read_public_key(public_file) == public
-    assert read_authorized_keys(tmp_path) == {public: "engine-a"}
+    public, secret = keys_in(secret_file)
     assert ServerSecurity.read(secret_file, tmp_path) == ServerSecurity(public, secret, {public: "engine-a"})
-    anybody = ServerSecurity(public, secret, admits_any_client=True)
-    assert ServerSecurity.read(secret_file, admits_any_client=True) == anybody
     assert ClientSecurity.read(secret_file, public_file) == ClientSecurity(public, secret, public)
-    for mode in (0o640, 0o604, 0o666):
-        secret_file.chmod(mode)
-        with pytest.raises(ConfigurationError, match=f"{mode:04o}") as caught:
-            read_keypair(secret_file)
-        assert caught.value.code == "insecure-key-file"
-    assert secret not in repr(anybody) + repr(ClientSecurity(public, secret, public))
+    assert ClientSecurity.read(secret_file, tmp_path).server_keys == (public,)
+    assert secret not in repr(ServerSecurity(public, secret, {public: "a"})) + repr(
+        ClientSecurity(public, secret, public)
+    )
 
 
-def test_a_secret_of_an_own_group_may_be_read_by_it(tmp_path, monkeypatch):
-    """Kubernetes mounts secrets as 0440 with fsGroup."""
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o666, 0o440])
+def test_secret_files_that_others_may_read_are_refused(tmp_path, monkeypatch, mode):
     _, secret_file = write_certificate(tmp_path, "engine-a")
-    secret_file.chmod(0o440)
-    assert read_keypair(secret_file)[0]
-    group = secret_file.stat().st_gid
-    monkeypatch.setattr("os.getegid", lambda: group + 1)
-    monkeypatch.setattr("os.getgroups", lambda: [group + 2])
-    with pytest.raises(ConfigurationError, match="0440") as caught:
-        read_keypair(secret_file)
+    secret_file.chmod(mode)
+    if mode == 0o440:  # Kubernetes mounts secrets so with fsGroup: a group of the process may read them
+        assert keys_in(secret_file)
+        group = secret_file.stat().st_gid
+        monkeypatch.setattr("os.getegid", lambda: group + 1)
+        monkeypatch.setattr("os.getgroups", lambda: [group + 2])
+    with pytest.raises(ConfigurationError, match=f"{mode:04o}") as caught:
+        keys_in(secret_file)
     assert caught.value.code == "insecure-key-file"
 
 
 def test_no_list_of_clients_admits_nobody_by_accident(tmp_path):
-    public_file, secret_file = write_certificate(tmp_path, "engine-a")
-    public, secret = read_keypair(secret_file)
+    _, secret_file = write_certificate(tmp_path, "engine-a")
+    public, secret = keys_in(secret_file)
     for make in (
         lambda: ServerSecurity(public, secret),
         lambda: ServerSecurity.read(secret_file),
@@ -146,15 +144,13 @@ def test_no_list_of_clients_admits_nobody_by_accident(tmp_path):
     empty.mkdir()
     with pytest.raises(ConfigurationError, match=r"no \*\.key file"):
         ServerSecurity.read(secret_file, empty)
-    assert ClientSecurity.read(secret_file, tmp_path).server_keys == (public,)
-    assert public_file.exists()
 
 
 def test_a_new_pair_is_the_owners_alone_and_replaces_nothing(tmp_path):
     public_file, secret_file = write_keypair(tmp_path / "new", "engine-b")
     assert (public_file.name, secret_file.name) == ("engine-b.key", "engine-b.key_secret")
     assert secret_file.stat().st_mode & 0o777 == 0o600
-    assert read_keypair(secret_file)[0] == read_public_key(public_file)
+    assert ClientSecurity.read(secret_file, public_file).server_key == keys_in(secret_file)[0]
     before = secret_file.read_bytes()
     with pytest.raises(ConfigurationError, match="cannot be written"):
         write_keypair(tmp_path / "new", "engine-b")
@@ -165,24 +161,20 @@ def test_a_new_pair_is_the_owners_alone_and_replaces_nothing(tmp_path):
 
 
 def test_bad_key_files(tmp_path):
-    file = tmp_path / "k"
-    certificate = b'curve\n    public-key = "%b"\n'
-    for content in (b"", b"short", b"\xff" * 40, certificate % b"short", certificate % (b"~" * 40)):
-        file.write_bytes(content)
-        file.chmod(0o600)
-        for read in (read_public_key, read_keypair):
-            with pytest.raises(ConfigurationError) as caught:
-                read(file)
-            assert caught.value.code == "invalid-key-file"
-    public_file, _ = write_certificate(tmp_path, "public")
+    public_file, secret_file = write_certificate(tmp_path, "good")
     public_file.chmod(0o600)
+    bad, certificate = tmp_path / "k", b'curve\n    public-key = "%b"\n'
+    contents = (b"", b"short", b"\xff" * 40, certificate % b"short", certificate % (b"~" * 40), None)
+    for content in contents:
+        bad.unlink() if content is None else bad.write_bytes(content)
+        if content is not None:
+            bad.chmod(0o600)
+        for secret, public in ((bad, public_file), (secret_file, bad)):
+            with pytest.raises(ConfigurationError) as caught:
+                ClientSecurity.read(secret, public)
+            assert caught.value.code == "invalid-key-file"
     with pytest.raises(ConfigurationError, match="no secret key"):
-        read_keypair(public_file)
-    for read in (read_public_key, read_keypair):
-        with pytest.raises(ConfigurationError):
-            read(tmp_path / "none")
-    with pytest.raises(ConfigurationError):
-        read_authorized_keys(tmp_path / "none")
+        keys_in(public_file)
     with pytest.raises(ConfigurationError):
         ServerSecurity("x", "y")
 
@@ -202,16 +194,10 @@ def test_texts_of_peers_are_short_and_on_one_line():
     assert shortened("x" * 201).endswith("(201 characters)")
 
 
-def test_a_held_failure_blocks_until_it_is_released():
-    memory = FailureMemory(Backoff(1.0, 8.0))
-    memory.hold("p")
-    memory.release("p")
-    assert memory.retried == 0, "nothing is remembered of this peer"
+def test_a_failure_blocks_while_it_is_retried():
+    memory = FailureMemory(1.0, 8.0)
     memory.record("p", code="timed-out", message="m", now_s=100.0, chance=1.0)
-    memory.hold("p")
-    assert memory.retried == 1
-    assert memory.blocking("p", 1000.0).is_retried
-    assert memory.record("p", code="timed-out", message="m", now_s=1000.0, chance=1.0).is_retried
-    memory.release("p")
-    assert memory.blocking("p", 1000.0 + 2.0) is None
-    assert memory.blocking("p", 1000.0).wanted_s == 1000.0
+    memory.retried.add("p")
+    assert memory.blocking("p", 200.0).code == "timed-out"
+    memory.retried.discard("p")
+    assert memory.blocking("p", 200.0) is None

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from kv_handshake import WireError
-from kv_handshake.stream.messages import is_ask, parse_answer, parse_ask
 from kv_handshake.testing import load_vectors
+from kv_handshake.wire.asks import is_ask, parse_answer, parse_ask
 from kv_handshake.wire.factors import compatibility_hash
 from kv_handshake.wire.notifications import parse_notification
 from kv_handshake.wire.queries import parse_query

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from kv_handshake import Codec
-from kv_handshake.stream.messages import encode_answer, encode_ask, encode_ask_refusal, encode_cancel
+from kv_handshake.wire.asks import encode_answer, encode_ask, encode_ask_refusal, encode_cancel
 from kv_handshake.wire.dialects import dialect_of
 from kv_handshake.wire.factors import compatibility_hash
 from kv_handshake.wire.notifications import encode_heartbeats, encode_read_complete, parse_notification
@@ -45,7 +45,7 @@ def plain(values):
 def queries():
     for version in range(2, 16):
         dialect = dialect_of(version)
-        for rank in ((0, 0), (0, 3), (0, 200)) + (((2, 1),) if dialect.query_fields == 3 else ()):
+        for rank in ((0, 0), (0, 3), (0, 200)) + (((2, 1),) if dialect.has_clock_frame else ()):
             expect = {"command": "metadata", "pp": rank[0], "tp": rank[1], "clock": dialect.has_clock_frame}
             name = f"query-v{version}-pp{rank[0]}-tp{rank[1]}"
             meaning = f"version {version} asks for pp rank {rank[0]}, tp rank {rank[1]}"

@@ -320,7 +320,7 @@ THREADS = {"num_workers": "1", "num_threads": "2", "split_batch_size": "8"}
 
 def open_with_threads(module, parameters):
     binding = open_nixl("me", [("UCX", parameters)])
-    agent: Any = binding._live()
+    agent: Any = binding._agent
     agent.answers |= {"add_remote_agent": b"peer", "initialize_xfer": NixlHandle}
     agent.calls.clear()
     return binding, agent

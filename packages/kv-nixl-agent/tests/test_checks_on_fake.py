@@ -30,9 +30,6 @@ class InProcessProducer:
     def fill(self, seed):
         self.memory[:] = page_pattern(seed, PAGES, PAGE_BYTES)
 
-    def read_page(self, number):
-        return self.memory[number].tobytes()
-
     def write_fence(self, slot, generation):
         self._agent.write_fence(slot, generation)
 

@@ -9,7 +9,7 @@ import pytest
 
 import kv_nixl_agent
 from kv_nixl_agent.errors import ERROR_CODES
-from kv_nixl_agent.transfers.states import TABLE
+from kv_nixl_agent.transfers.transfer import TABLE
 
 README = Path(__file__).parents[1] / "README.md"
 TRANSFERS = README.parents[2] / "docs" / "transfers.md"

@@ -6,8 +6,7 @@ from collections import Counter
 import pytest
 from agent_checks.driver import run_episode
 
-from kv_nixl_agent.transfers import transfer
-from kv_nixl_agent.transfers.states import TABLE, step
+from kv_nixl_agent.transfers.transfer import TABLE, Transfer
 
 EPISODES = 4000 if os.environ.get("KVDEV_LONG") == "1" else 60
 
@@ -24,11 +23,13 @@ def test_an_episode_keeps_every_promise(seed):
 def test_random_episodes_keep_every_promise_and_take_every_step_of_the_table(monkeypatch):
     taken: Counter[tuple[str, str]] = Counter()
 
-    def counted(state, event):
-        taken[state, event] += 1
-        return step(state, event)
+    go = Transfer._go
 
-    monkeypatch.setattr(transfer, "step", counted)
+    def counted(one, event):
+        taken[one.state, event] += 1
+        return go(one, event)
+
+    monkeypatch.setattr(Transfer, "_go", counted)
     for seed in range(EPISODES):
         run_episode(seed)
     missed = {(row.state, row.event) for row in TABLE} - set(taken)

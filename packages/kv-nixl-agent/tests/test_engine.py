@@ -226,7 +226,7 @@ def test_a_failed_warm_up_leaves_the_peer():
 def test_closing_voids_every_fence_word():
     pair = make_pair()
     pair.producer.write_fence(0, 3)
-    fences = pair.producer._memory.fences
+    fences = pair.producer._fences
     pair.producer.close()
     assert {fences.read(slot) for slot in range(fences.word_count)} == {CLOSED_GENERATION}
 
@@ -235,14 +235,14 @@ def test_every_scratch_word_in_use_only_delays():
     pair = make_pair(latency_polls=0)
     pair.connect()
     pair.producer.write_fence(0, 3)
-    fences = pair.consumer._memory.fences
-    taken: list[Any] = [fences.take_scratch(0) for _ in range(512)]
-    assert fences.take_scratch(0) is None
+    fences = pair.consumer._fences
+    taken: list[Any] = [fences.scratch.take(0) for _ in range(512)]
+    assert fences.scratch.take(0) is None
     pair.consumer.post(order("r", [0], [0], fence=(0, 3)))
     pair.run(3)
     assert pair.results == {}
     for word in taken:
-        fences.give_back(word)
+        fences.scratch.give_back(word)
     assert pair.run()["r"].outcome == "done"
 
 
@@ -258,12 +258,12 @@ def test_every_scratch_word_in_use_only_delays():
 def test_a_fence_read_that_cannot_be_made_says_whose_fault_it_is(code: str, expected: str, fault: str):
     pair = make_pair(latency_polls=0)
     pair.connect()
-    fences = pair.consumer._memory.fences
-    taken: list[Any] = [fences.take_scratch(0) for _ in range(512)]
+    fences = pair.consumer._fences
+    taken: list[Any] = [fences.scratch.take(0) for _ in range(512)]
     pair.consumer.post(order("r", [0], [0], fence=(0, 3)))
     pair.run(3)
     for word in taken:
-        fences.give_back(word)
+        fences.scratch.give_back(word)
     pair.fabric.fail_next("make", code)
     result = pair.run()["r"]
     assert (result.outcome, result.code, result.fault) == ("failed", expected, fault)
@@ -297,7 +297,7 @@ def test_a_fence_read_that_never_began_is_released_with_its_word(how):
     pair = make_pair(latency_polls=4)
     pair.connect()
     pair.run(10)
-    free = len(pair.consumer._memory.fences._free)
+    free = len(pair.consumer._fences.scratch._free)
     if how == "failed":
         pair.fabric.fail_next("check", "nixl-backend")
     pair.consumer.post(order("r", [0], [0], fence=(0, 3), deadline_s=1.0))
@@ -310,7 +310,7 @@ def test_a_fence_read_that_never_began_is_released_with_its_word(how):
         pair.consumer.remove_peer("p")
     pair.run(step_s=0.01)
     assert how in (pair.results["r"].outcome, pair.results["r"].code)
-    assert len(pair.consumer._memory.fences._free) == free
+    assert len(pair.consumer._fences.scratch._free) == free
     assert pair.ports[1].open_handles()["transfer"] == 0
 
 

@@ -57,7 +57,7 @@ def test_pages_lie_behind_the_words_and_touch_none_of_them(words):
     assert address % 64 == 0
     ((first, _, _, _, own),) = fences.rows().tolist()
     assert first + 8 * own <= address, "no word of the array is in a page"
-    assert address + 8 * PROBE_WORDS == fences.address + fences.total_bytes, "all of it is registered, and no more"
+    assert address + 8 * PROBE_WORDS == fences.location[0] + fences.total_bytes, "all of it is registered, and no more"
     assert words_before_pages(4096) == 4616
 
 

@@ -99,7 +99,7 @@ def test_every_accepted_order_has_one_result_though_the_thread_dies(death):
                 raise death("broken on purpose")
             return False
 
-        setattr(owner.thread.agent._transfers, "launch", broken)  # noqa: B010 - a method, to a type checker
+        setattr(owner.thread.agent._transfers, "advance", broken)  # noqa: B010 - a method, to a type checker
 
     owner.thread.call_soon(break_later)
     callers = [threading.Thread(target=submit, args=(mine, caller)) for caller, mine in enumerate(accepted)]
@@ -120,7 +120,7 @@ def test_calls_that_wait_when_the_thread_dies_still_order_and_are_told_so():
     fabric = FakeFabric()
     owner = Owner(fabric, thread_options=ThreadOptions(max_sleep_s=1e-4))
     release = owner.hold()
-    owner.thread.call_soon(lambda: setattr(owner.thread.agent._transfers, "launch", lambda: 1 // 0))
+    owner.thread.call_soon(lambda: setattr(owner.thread.agent._transfers, "advance", lambda: 1 // 0))
     time.sleep(0.01)
     for number in range(200):
         owner.call("slow", 1e-4)
@@ -155,7 +155,7 @@ def test_a_renewal_that_waits_counts_before_timers_run(how):
     owner = Owner(fabric)
     reader = notifier(fabric, owner)
     release = owner.hold()
-    owner.thread._timers.add(0.02, lambda: owner.events.append("expire"), time.monotonic())
+    owner.thread._mailbox.add_timer(0.02, lambda: owner.events.append("expire"))
     time.sleep(0.05)  # the timer has fallen due
     for _ in range(10):
         owner.call("work", 1e-3)
@@ -278,13 +278,13 @@ def test_scratch_words_return_after_any_error_of_their_read():
     pair.connect()
     pair.run(3)
     pair.producer.write_fence(0, 3)
-    fences = pair.consumer._memory.fences
+    fences = pair.consumer._fences
     repair = break_word_reads(pair)
     for number in range(SCRATCH_WORDS + 88):
         pair.consumer.post(order(f"r{number}", [0], [0], fence=(0, 3)))
         pair.run(12)
         assert pair.results[f"r{number}"].code == "transfer-failed"
-    assert fences.free_scratch_words == SCRATCH_WORDS
+    assert fences.scratch.free_count == SCRATCH_WORDS
     repair()
     pair.consumer.post(order("good", [0], [0], fence=(0, 3)))
     assert pair.run()["good"].outcome == "done"
@@ -293,10 +293,10 @@ def test_scratch_words_return_after_any_error_of_their_read():
 
 @pytest.mark.never_wrong("C5")
 def test_a_suspect_scratch_word_is_used_again_after_all_others():
-    fences = make_pair().consumer._memory.fences
-    suspect: Any = fences.take_scratch(0)
-    fences.give_back(suspect, is_suspect=True)
-    taken: list[Any] = [fences.take_scratch(0) for _ in range(SCRATCH_WORDS)]
+    fences = make_pair().consumer._fences
+    suspect: Any = fences.scratch.take(0)
+    fences.scratch.give_back(suspect, is_suspect=True)
+    taken: list[Any] = [fences.scratch.take(0) for _ in range(SCRATCH_WORDS)]
     assert taken.index(suspect) == SCRATCH_WORDS - 1
 
 
@@ -321,7 +321,7 @@ def test_no_word_becomes_valid_while_or_after_the_agent_closes():
     agent.close()
     with pytest.raises(AgentError, match="void"):
         agent.write_fence(0, 7)
-    assert agent._memory.fences.read(0) == (1 << 64) - 1
+    assert agent._fences.read(0) == (1 << 64) - 1
     assert refused == ["agent-closed"]
 
 
@@ -329,7 +329,7 @@ def test_no_word_becomes_valid_while_or_after_the_agent_closes():
 def test_writers_on_other_threads_revive_no_word_of_a_closed_agent():
     for _ in range(20):
         owner = Owner(FakeFabric())
-        fences = owner.thread._agent._memory.fences
+        fences = owner.thread._agent._fences
         is_running = threading.Event()
 
         def write(thread=owner.thread, is_running=is_running):

@@ -2,13 +2,14 @@
 
 import itertools
 from collections.abc import Sequence
+from functools import partial
 
 import pytest
 from agent_checks.pauses import check_renewals_count_before_timers
 from helpers import Pages
 
 from kv_nixl_agent import PeerSpec, ThreadOptions, TransferAgent, TransferThread
-from kv_nixl_agent.mailbox import Timers
+from kv_nixl_agent.mailbox import Mailbox
 from kv_nixl_agent.testing import FakeFabric
 
 
@@ -53,7 +54,7 @@ class ClockedOwner:
         self._thread._turn(self._agent)
 
     def watch_timer(self, period_s: float) -> None:
-        self._thread._timers.add(period_s, lambda: self._events.append("timer"), self._now_s)
+        self._thread._mailbox.add_timer(period_s, lambda: self._events.append("timer"))
         self._events.clear()
         self.events_since_stop("timer")
 
@@ -85,24 +86,33 @@ def test_a_renewal_that_came_during_a_pause_counts_before_timers_however_few_the
     check_renewals_count_before_timers(ClockedOwner(turn_s, starved_s))
 
 
+def note_time(ran: list[float], now_s: list[float]) -> None:
+    ran.append(now_s[0])
+
+
+def make_mailbox(now_s: list[float]) -> Mailbox:
+    return Mailbox(lambda *_: None, lambda: now_s[0])
+
+
 def test_timers_wait_half_a_second_after_a_pause_and_repeated_pauses_do_not_extend_it() -> None:
     for turn_s in (0.0005, 0.3, 0.6):
-        timers, ran = Timers(0.0), [0.0]
-        timers.add(0.001, lambda: None, 0.0)
-        now_s = 60.0
-        while now_s < 70.0:
-            timers.note(now_s)
-            if timers.take_due(now_s, given_count=0, taken_count=0):
-                ran.append(now_s)
-            now_s += turn_s
+        ran, now_s = [0.0], [0.0]
+        mailbox = make_mailbox(now_s)
+        mailbox.add_timer(0.001, partial(note_time, ran, now_s))
+        now_s[0] = 60.0
+        while now_s[0] < 70.0:
+            mailbox.run_timers(now_s[0])
+            now_s[0] += turn_s
         assert ran[1] == pytest.approx(60.5, abs=turn_s), turn_s
         assert max(later - earlier for earlier, later in itertools.pairwise(ran[1:])) < 1.3, turn_s
 
 
 def test_a_process_that_pauses_within_a_turn_runs_no_timer_in_it() -> None:
-    timers = Timers(0.0)
-    timers.add(0.02, lambda: None, 0.0)
-    assert not timers.note(0.1)
-    assert timers.note(1.1)
-    assert not timers.take_due(0.1, given_count=0, taken_count=0)
-    assert not timers.note(1.2)
+    now_s, ran = [0.0], []
+    mailbox = make_mailbox(now_s)
+    mailbox.add_timer(0.02, lambda: ran.append(now_s[0]))
+    assert not mailbox.note_time(0.1)
+    now_s[0] = 1.1
+    mailbox.run_timers(0.1)
+    assert not ran
+    assert not mailbox.note_time(1.2)

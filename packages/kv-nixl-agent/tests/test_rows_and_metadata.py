@@ -11,7 +11,7 @@ from kv_nixl_agent.errors import ERROR_CODES
 from kv_nixl_agent.memory.rows import RowTable, check_rows
 from kv_nixl_agent.nixl.binding import expand_rows
 from kv_nixl_agent.nixl.metadata import add_checksum, open_metadata, peek_agent_name
-from kv_nixl_agent.transfers.parts import order_for_merging, spread_runs
+from kv_nixl_agent.transfers.queue import order_for_merging, spread_runs
 from kv_nixl_agent.values import MemoryRegion
 
 row = st.tuples(
@@ -29,14 +29,10 @@ def test_descriptors_are_numbered_through_all_rows(rows, data):
     assert checked.count == len(lines)
     ids = np.arange(checked.count, dtype=np.int32)
     assert checked.lengths(ids).tolist() == lines[:, 1].tolist()
-    located = checked.locate(ids)
-    if located is None:
-        assert len(checked.groups) == 1
-        return
-    codes, inside = located
-    expanded = {kind: expand_rows(group) for kind, group in checked.groups.items()}
-    for number, (code, index) in enumerate(zip(codes.tolist(), inside.tolist(), strict=True)):
-        assert expanded[("DRAM", "VRAM")[code]][index].tolist() == lines[number].tolist()
+    for kind, group in checked.groups.items():
+        members = ids[checked.has_kind(ids, kind)]
+        assert np.array_equal(expand_rows(group)[checked.in_group(members)], lines[members])
+    assert sum(checked.has_kind(ids, kind).sum() for kind in checked.groups) == checked.count
 
 
 @settings(max_examples=100, deadline=None)

@@ -13,8 +13,8 @@ from agent_checks.stream_rewriter import VOID_TOKENS, StreamRewriter, entries_of
 from helpers import code_of
 
 from kv_nixl_agent import AgentError, AgentOptions, PeerSpec, ThreadOptions, TransferAgent, TransferThread
+from kv_nixl_agent.mailbox import Pacer
 from kv_nixl_agent.memory.fences import FenceArray
-from kv_nixl_agent.pacing import Pacer
 from kv_nixl_agent.streams.words import StreamLayout, StreamWords
 from kv_nixl_agent.testing import FakeFabric
 
@@ -279,7 +279,7 @@ def test_without_slots_nothing_is_registered_and_nobody_watches():
     assert len(fabric.agent("streams")._all_regions()) == 3
     location = streams.stream_words.location
     plain.add_peer(PeerSpec("p", streams.agent_metadata(), NOTHING, NOTHING, fence=streams.fence, streams=location))
-    assert code_of(lambda: plain.polls.watch("p", 0, Listener())) == "bad-streams"
+    assert code_of(lambda: plain.watch_stream("p", 0, Listener())) == "bad-streams"
 
 
 # Pace and thread -----------------------------------------------------------------------------------------------------

@@ -66,7 +66,7 @@ def test_the_pace_follows_the_peer():
     producer, consumer, looks = watched.producer, watched.consumer, watched.looks
     assert consumer.polls.next_look_s == float("inf")
     assert looks(10.0) == 0
-    watch = consumer.polls.watch("p", 0, SimpleNamespace(progress=lambda *_: None))
+    watch = consumer.watch_stream("p", 0, SimpleNamespace(progress=lambda *_: None))
     assert 28 <= looks(0.032) <= 34, "every millisecond for the first 32"
     assert 20 <= looks(0.032) <= 28, "then every 32nd of the time"
     looks(10.0)
@@ -84,7 +84,7 @@ def test_the_last_step_is_looked_for_closely_and_those_before_it_rarely():
     producer, consumer, looks = watched.producer, watched.consumer, watched.looks
     told = []
     listener = SimpleNamespace(progress=lambda tag, tokens: told.append((tag, tokens)))
-    watch = consumer.polls.watch("p", 0, listener, tokens=350)
+    watch = consumer.watch_stream("p", 0, listener, tokens=350)
     producer.stream_words.open(0, 7, 7)
     looks(0.1)
     for tokens in (100, 200, 300):
@@ -101,7 +101,7 @@ def test_the_last_step_is_looked_for_closely_and_those_before_it_rarely():
     assert told[-1] == (7, 350)
     watch.end()
 
-    late = consumer.polls.watch("p", 1, listener, tokens=350)
+    late = consumer.watch_stream("p", 1, listener, tokens=350)
     producer.stream_words.open(1, 8, 8)
     looks(0.1)
     producer.stream_words.open(1, 9, 9)
@@ -154,7 +154,7 @@ def test_check(check):
 def test_a_poll_of_a_stopped_peer_is_polled_as_rarely_as_quarantine_once_nobody_waits_for_it():
     watched = Watched()
     consumer, port = watched.consumer, watched.fabric.agent("producer")
-    watch = consumer.polls.watch("p", 0, SimpleNamespace(progress=lambda *_: None))
+    watch = consumer.watch_stream("p", 0, SimpleNamespace(progress=lambda *_: None))
     port.stop()
     assert watched.turns(0.01) == 19, "in every turn after the first, which posts"
     assert (consumer.is_awaited, consumer.has_leftovers) == (True, False)
@@ -221,8 +221,8 @@ class Reader:
 
 @pytest.mark.parametrize(("pads", "look_pads", "peers"), [(8, 6, 40), (8, 2, 40), (64, 48, 100)])
 def test_more_peers_are_watched_than_there_are_pads(monkeypatch, pads, look_pads, peers):
-    monkeypatch.setattr("kv_nixl_agent.memory.fences.PAD_COUNT", pads)
-    monkeypatch.setattr("kv_nixl_agent.memory.fences.LOOK_PADS", look_pads)
+    monkeypatch.setattr("kv_nixl_agent.streams.polls.PAD_COUNT", pads)
+    monkeypatch.setattr("kv_nixl_agent.streams.polls._LOOK_PADS", look_pads)
     now_s = 100.0
     fabric = FakeFabric(latency_polls=0)
     options = AgentOptions(stream_slots=8, stream_capacity=16)
@@ -232,7 +232,7 @@ def test_more_peers_are_watched_than_there_are_pads(monkeypatch, pads, look_pads
     for key, reader in readers.items():
         words = producers[key].stream_words
         consumer.add_peer(PeerSpec(key, producers[key].agent_metadata(), NOTHING, NOTHING, streams=words.location))
-        reader.watch = consumer.polls.watch(key, 0, reader, tokens=64)
+        reader.watch = consumer.watch_stream(key, 0, reader, tokens=64)
         words.open(0, 7, 7)
         words.put(0, 7, 0, [1, 2, 3, 4])
         words.show(0, 7, 32)

@@ -12,8 +12,8 @@ import pytest
 from helpers import Pages, code_of, wait_for
 
 from kv_nixl_agent import AgentError, AgentOptions, PeerSpec, ThreadOptions, TransferResult, TransferThread
+from kv_nixl_agent.mailbox import Pacer
 from kv_nixl_agent.nixl.side_effects import POOL
-from kv_nixl_agent.pacing import Pacer
 from kv_nixl_agent.testing import FakeFabric
 
 
@@ -86,7 +86,7 @@ def test_owner_methods_refuse_other_threads(ranks):
 @pytest.mark.parametrize("state", ["zeroed", "off"])
 def test_health_tells_whether_ucx_has_zeroed_requests(ranks, monkeypatch: pytest.MonkeyPatch, state: str) -> None:
     _, _, consumer = ranks
-    monkeypatch.setattr(POOL, "_state", state)
+    monkeypatch.setattr(POOL, "state", state)
     assert consumer.thread.health().ucx_requests == state
 
 
@@ -252,13 +252,14 @@ def test_a_probe_that_nobody_answers_keeps_no_idle_thread_awake(ranks):
 
 
 def test_an_end_to_slow_polling_ends_a_long_sleep():
-    pacer = Pacer(ThreadOptions(slow_poll_s=60.0, gil_switch_interval_s=None), lambda: time.monotonic() + 1e6)
-    pacer._last_progress_s -= 1e6  # as after a long quiet time
-    pacer.may_poll_slowly = True
-    sleeper = threading.Thread(target=pacer.wait_idle, args=(1e12, lambda: False))
+    options = ThreadOptions(slow_poll_s=60.0, gil_switch_interval_s=None)
+    thread = Rank(FakeFabric(), "slow", Pages(1, 8), thread_options=options).thread
+    thread._pacer._last_progress_s -= 1e6  # as after a long quiet time
+    thread.allow_slow_polling(True)
+    sleeper = threading.Thread(target=thread._pacer.wait_idle, args=(1e12, lambda: False))
     sleeper.start()
     time.sleep(0.05)
     assert sleeper.is_alive()
-    pacer.may_poll_slowly = False
+    thread.allow_slow_polling(False)
     sleeper.join(10)
     assert not sleeper.is_alive()

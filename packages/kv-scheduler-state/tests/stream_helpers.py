@@ -80,7 +80,7 @@ def run(state, events, request_id="p1", *, now_s=0.0):
         elif event == "plan":
             state.take_step_plan(now_s=now_s)
         else:
-            getattr(state, event)(*([request_id] if event == "revoke" else []), now_s=now_s)
+            getattr(state, event)(now_s=now_s)
     return None
 
 

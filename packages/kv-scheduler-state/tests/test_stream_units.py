@@ -16,28 +16,21 @@ from kv_scheduler_state.plan import (
     StreamChunk,
     StreamOpen,
     StreamOrder,
+    StreamPart,
     StreamPlan,
     StreamRun,
     StreamVoid,
 )
 from kv_scheduler_state.streams.producer import StreamPlaces
 from kv_scheduler_state.streams.reader import StreamReaders
-from kv_scheduler_state.streams.values import StreamPart
-from kv_scheduler_state.tables import (
-    CONSUMER_TABLE,
-    PRODUCER_TABLE,
-    STREAM_CONSUMER_TABLE,
-    STREAM_PRODUCER_TABLE,
-)
+from kv_scheduler_state.tables import PRODUCER_TABLE, Table
 from kv_scheduler_state.ticket.ticket import HandoffTicket, PeerAddress
 from kv_scheduler_state.worker.state import StreamWorker, WorkerState
 
 
-def test_streams_join_the_machines_of_plain_hand_overs():
-    assert PRODUCER_TABLE.joined(STREAM_PRODUCER_TABLE).on("allocate")["early"].target == "opening"
-    assert CONSUMER_TABLE.joined(STREAM_CONSUMER_TABLE).on("final")["asking"].target == "queued"
+def test_a_row_is_listed_once():
     with pytest.raises(InvalidConfig, match="listed twice"):
-        PRODUCER_TABLE.joined(PRODUCER_TABLE)
+        Table("producer", PRODUCER_TABLE.rows * 2)
 
 
 def test_the_example_of_the_places():

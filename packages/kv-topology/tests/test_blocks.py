@@ -11,21 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kv_topology import BlockList, Group, InvalidBlocks, TokenDeal, plan_transfer
-from kv_topology.arithmetic import common_unit_tokens
 from kv_topology.plan.blocks import ListRules, pair_blocks, read_lists
-from kv_topology.plan.boxes import Pairing
+from kv_topology.plan.slices import pair_groups
 from kv_topology.tools import EngineSpec, ModelSpec, build_engine
-
-
-def pairing_of(mine, theirs):
-    unit = common_unit_tokens(mine.page_tokens, theirs.page_tokens, mine.deal, theirs.deal)
-    return Pairing(0, 0, mine, theirs, unit, mine.page_tokens // unit, theirs.page_tokens // unit)
 
 
 def pairing(block, peer_block, pages=1, peer_pages=1, window=0, peer_deal=None):
     kind: Any = "sliding-window" if window else "attention"
     theirs = Group(kind, peer_block, peer_pages, window, peer_deal or TokenDeal())
-    return pairing_of(Group(kind, block, pages, window), theirs)
+    return pair_groups(0, Group(kind, block, pages, window), 0, theirs)
 
 
 def pairs(pair, local, peer, firsts=(0, 0), nulls=(None, None), tokens=10_000):
@@ -76,7 +70,7 @@ def test_pairs_are_those_found_token_by_token(mine, theirs, local_ids, peer_ids,
     first = data.draw(st.integers(earliest, max(earliest, last)))
     local_ids = local_ids[: data.draw(st.integers(0, max(0, last - first + 1)))]
     tokens = data.draw(st.integers(0, high))
-    pair = pairing_of(mine, theirs)
+    pair = pair_groups(0, mine, 0, theirs)
     unit = pair.unit_tokens
     far = [block for place, block in enumerate(peer_ids, peer_first) if place * theirs.span_tokens < tokens]
     near = [block for place, block in enumerate(local_ids, first) if place * mine.span_tokens < tokens]
@@ -114,20 +108,6 @@ def test_a_block_that_begins_before_the_end_is_filled_whole():
         assert pairs(dealt, [5], [7], tokens=10) == [(5, unit, 7, 0), (5, unit + 2, 7, 0)]
 
 
-@pytest.mark.parametrize(
-    ("first", "peer_ids", "peer_first", "tokens", "expected"),
-    [
-        (0, [1, 2, 3], 0, 48, [1, 2]),
-        (32, [1, 2, 3], 16, 64, [2, 3]),
-        (0, [2, 3], 0, 32, [2, 3]),
-        (16, [2, 3], 16, 33, [2, 3]),
-    ],
-)
-def test_lists_begin_where_they_say(first, peer_ids, peer_first, tokens, expected):
-    found = indices(plan_of(), lists([4, 5], first=first), lists(peer_ids, first=peer_first), tokens=tokens)
-    assert found == ([4, 5], expected)
-
-
 def test_a_route_has_the_indices_of_every_rank():
     """Context parallelism gives the ranks of one engine different pairs, tensor parallelism the same."""
     for model, dcp in ((ModelSpec(("latent", "latent"), latent_dim=4), 2), (ModelSpec(("attention",), 4, 4), 1)):
@@ -138,10 +118,6 @@ def test_a_route_has_the_indices_of_every_rank():
         found = {rank: tuple(side.tolist() for side in pair) for rank, pair in route.indices.items()}
         assert found == {rank: indices(plan, *asked, tokens=30, rank=rank) for rank in plan.producer_ranks}
         assert route.staged == ()
-
-
-def test_blocks_beyond_the_ordered_tokens_are_left_alone():
-    assert indices(plan_of(), lists([4, 5, 6]), lists([1, 2]), tokens=32) == ([4, 5], [1, 2])
 
 
 @pytest.mark.never_wrong("A3")

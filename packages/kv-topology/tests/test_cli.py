@@ -1,6 +1,5 @@
 """The command line and its specifications: tables, JSON, exit codes, and odd files, settings and numbers without a traceback."""
 
-import copy
 import io
 import json
 import math
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from helpers import LONG, sampled
+from helpers import LONG, places, put, sampled
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
@@ -191,22 +190,6 @@ def test_ranks_and_stages_that_do_not_exist(tmp_path):
     assert "none.toml cannot be read: No such file or directory." in run("plan", str(tmp_path / "none.toml"))[2]
 
 
-def places(value, at=()):
-    below: Any = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, child in below:
-        yield (*at, key)
-        yield from places(child, (*at, key))
-
-
-def changed(value, place, odd):
-    made = copy.deepcopy(value)
-    inner = made
-    for key in place[:-1]:
-        inner = inner[key]
-    inner[place[-1]] = odd
-    return made
-
-
 # ---------------------------------------------------------------------------------------------------------------- files
 
 ODD_FILES = [
@@ -297,7 +280,7 @@ HYBRID = {
 
 BASES = {
     "dense": SPEC,
-    **{kind: changed(HYBRID, ("model", "kinds", 1), kind) for kind in ("mamba1", "mamba2", "gated-delta")},
+    **{kind: put(HYBRID, ("model", "kinds", 1), kind) for kind in ("mamba1", "mamba2", "gated-delta")},
 }
 
 
@@ -319,7 +302,7 @@ BASES = {
 def test_a_setting_of_any_value_makes_a_plan_or_is_refused(tmp_path, base_and_place, odd, data):
     base, place = base_and_place
     file = tmp_path / "spec.json"
-    file.write_text(json.dumps(changed(base, place, odd)))
+    file.write_text(json.dumps(put(base, place, odd)))
     reader = ("plan", "--estimate", "--json") if data is None else data.draw(st.sampled_from(READERS))
     run(*reader, str(file))
 
@@ -352,7 +335,7 @@ def test_a_models_configuration_of_any_values_is_a_model_or_refused(config, mode
     for place in places(config):
         for odd in ODD_VALUES:
             try:
-                model_from_config(cast("Any", changed(config, place, odd)))
+                model_from_config(cast("Any", put(config, place, odd)))
             except InvalidGeometry as error:
                 assert error.code == "spec-malformed"
                 assert len(str(error)) < 300

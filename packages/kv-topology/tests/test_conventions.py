@@ -5,7 +5,7 @@ from math import lcm
 
 import numpy as np
 import pytest
-from byte_oracle import Request, check_readers, prove
+from byte_oracle import check_readers
 from helpers import LATENT, bytes_moved, indices, lists, sampled
 
 from kv_topology import TokenDeal, plan_transfer, target_ranks
@@ -112,49 +112,6 @@ def test_descriptor_numbers_of_a_hybrid_list():
     numbers = [3, 5, 103, 105, 201, 301, 401, 501]
     assert indices(plan, lists([3, 5], [1]), lists([3, 5], [1]), tokens=32) == (numbers, numbers)
     assert len(plan.local_rows((0, 0))) == len(plan.peer_rows((0, 0))) == 6
-
-
-def test_conv_offsets_of_a_shard():
-    """x, B and C of consumer rank o of two lie at o*xb, 2*xb + o*bb and 2*xb + 2*bb + o*bb of the producer's page."""
-    model = ModelSpec(("mamba2",), state=STATE)
-    local = build_engine(model, EngineSpec(2))
-    peers = build_engine(model, EngineSpec(1))
-    x, b, rows_element = 8 * 4 // 2, 8 * 4 // 2, 2 * 2
-    ssm, conv = 8 * 4 * 4 * 4 // 2, (2 * 8 * 4 + 8 * 4) * rows_element
-    for o in range(2):
-        table = plan_transfer(local[0, o], peers).slices((0, 0))[0]
-        xb, bb = x * rows_element, b * rows_element
-        assert table.columns.peer_offset.tolist() == [o * xb, 2 * xb + o * bb, 2 * xb + 2 * bb + o * bb, conv + o * ssm]
-        assert table.columns.length.tolist() == [xb, bb, bb, ssm]
-        assert table.columns.local_offset.tolist() == [0, xb, xb + bb, xb + 2 * bb]
-
-
-def test_values_of_a_split_page_end_inside_it():
-    """Blocks-first pages of 1024 bytes against half of the block size, where dividing the key alone overruns."""
-    model = ModelSpec(("attention",), 1, 16, 1)
-    consumers = build_engine(model, EngineSpec(block_tokens=32, layout="halves-NHD", block_count=4))
-    producers = build_engine(model, EngineSpec(block_tokens=16, layout="halves-NHD", block_count=8))
-    assert consumers[0, 0].regions[0].page_bytes == 1024
-    rows = plan_transfer(consumers[0, 0], producers).local_rows((0, 0))
-    base = consumers[0, 0].regions[0].base_address
-    assert sorted((rows[:, 0] - base).tolist()) == [0, 256, 512, 768]
-    assert set(rows[:, 1].tolist()) == {256}
-    prove(consumers, producers, Request(lists([2, 1]), lists([5, 0, 3, 1]), 64), plan_transfer)
-
-
-def test_unequal_physical_ratios_take_the_right_kernel_blocks():
-    """640 tokens in pages of 64: producer blocks of 6 pages, consumer blocks of 10."""
-    model = ModelSpec(("attention", "mamba2"), 1, 2, state=STATE)
-    local = build_engine(model, EngineSpec(block_tokens=640, kernel_block_tokens=64, block_count=4))[0, 0]
-    peers = build_engine(model, EngineSpec(block_tokens=384, kernel_block_tokens=64, block_count=4))
-    plan = plan_transfer(local, peers)
-    mine, theirs = plan.indices((0, 0), lists([0], [1]), lists([0, 1], [2]), tokens=640)
-    assert theirs[:10].tolist() == list(range(10))
-    assert mine[:10].tolist() == list(range(10))
-    reverse = plan_transfer(peers[0, 0], {(0, 0): local})
-    mine, theirs = reverse.indices((0, 0), lists([0, 1], [2]), lists([0], [1]), tokens=640)
-    # Both blocks are filled: pages 10 and 11 hold nothing ordered, and repeat the peer's last.
-    assert (mine[:12].tolist(), theirs[:12].tolist()) == (list(range(12)), [*range(10), 9, 9])
 
 
 def test_no_local_blocks_mean_none():

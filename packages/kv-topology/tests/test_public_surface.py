@@ -12,7 +12,7 @@ SURFACE = {
     "kv_topology": (
         "Axis BlockList CostModel Estimate FieldLayout GeometryMismatch Group InvalidBlocks InvalidGeometry Layout Member "
         "PageMove Planner RankGeometry Region Route StageLayer StagedRegion TokenDeal TopologyError TransferPlan "
-        "UnsupportedTopology from_document plan_transfer target_ranks to_document"
+        "UnsupportedTopology from_document plan_transfer reshard target_ranks to_document"
     ),
     "kv_topology.layouts": "region",
 }

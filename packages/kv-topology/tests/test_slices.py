@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kv_topology import Axis, FieldLayout, Group, Layout, Member, RankGeometry, Region, plan_transfer
-from kv_topology.arithmetic import Runs, box_runs, run_count
+from kv_topology.arithmetic import box_runs, run_count
 from kv_topology.plan import slices
-from kv_topology.plan.slices import MAX_DESCRIPTORS, MAX_ROWS, SideColumns, SliceColumns, build_rows, join_runs
+from kv_topology.plan.slices import MAX_DESCRIPTORS, MAX_ROWS, SideColumns, SliceColumns, build_rows
 from kv_topology.tools import EngineSpec, ModelSpec, build_engine
 from kv_topology.tools.engine import attention_layouts
 
@@ -74,10 +74,6 @@ def test_runs_of_a_box():
     assert runs.length.tolist() == [4] * 6
 
 
-def table(*rows):
-    return Runs(*(np.array(column) for column in zip(*rows, strict=True)))
-
-
 def joined_one_by_one(rows):
     """Join (here, there, length, *same) rows that follow each other on both sides and agree in all else."""
     out: list[Any] = []
@@ -99,16 +95,6 @@ def rising(steps):
 
 
 steps = st.lists(st.tuples(st.sampled_from([0, 0, 1]), st.sampled_from([0, 0, 1, -3]), st.integers(1, 5)), min_size=1)
-
-
-@settings(deadline=None)
-@given(steps, st.randoms())
-def test_joined_runs_are_those_joined_one_by_one(chosen, random):
-    rows = list(rising(chosen))
-    shuffled = random.sample(rows, len(rows))
-    found = join_runs([table(*shuffled)])
-    joined = list(zip(found.here.tolist(), found.there.tolist(), found.length.tolist(), strict=True))
-    assert joined == joined_one_by_one(rows)
 
 
 @settings(deadline=None)

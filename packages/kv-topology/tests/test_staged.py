@@ -10,7 +10,6 @@ from byte_oracle.cases import ProofCase, request_for
 from helpers import lists, refused, sampled
 
 from kv_topology import CostModel, Group, RankGeometry, plan_transfer
-from kv_topology.plan.staged import Estimate
 from kv_topology.tools import EngineSpec, ModelSpec, StateSpec, build_engine
 
 DENSE = ModelSpec(("attention",) * 2, 4, 8)
@@ -82,12 +81,6 @@ def test_states_count_once_per_request():
     assert (found.direct_descriptors_per_token, found.staged_descriptors_per_token) == (4, 1 / 64)
     assert found.direct_us == pytest.approx(160 * 4 + descriptors + wire)
     assert found.staged_us == pytest.approx(160 / 64 + descriptors + wire + 10.0 + 160 * per_token / 2e3)
-
-
-def test_a_tie_stays_direct():
-    assert not Estimate(1, 0, 1, 1, 0, 5.0, 5.0).is_staged_cheaper
-    assert Estimate(1, 0, 1, 1, 0, 5.0, 4.9).is_staged_cheaper
-    assert not Estimate(1, 0, 1, None, 0, 5.0, None).is_staged_cheaper
 
 
 def test_what_cannot_be_staged_is_refused_or_stays_direct():

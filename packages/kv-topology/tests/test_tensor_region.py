@@ -1,6 +1,5 @@
 """`region`: every element of a tensor lies where NumPy's own indexing finds it, and wrong patterns are refused by name."""
 
-import ctypes
 import doctest
 import itertools
 from dataclasses import dataclass
@@ -8,12 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from byte_oracle import expand_rows
 from helpers import AttentionShape
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kv_topology import BlockList, Group, InvalidGeometry, RankGeometry, layouts, plan_transfer
+from kv_topology import Group, InvalidGeometry, RankGeometry, layouts
 from kv_topology.layouts import region
 
 KINDS = ["<f2", "<f4", "|u1", "<f8"]
@@ -105,33 +103,6 @@ def test_layouts_from_numbers_and_from_a_tensor_agree(tp_rank):
     packed = region("page token head (kv channel)", np.zeros((9, 16, 4, 128), np.float16), **sharded)
     assert halves.members[0].layout == shape.layout("halves-HND")
     assert packed.members[0].layout == shape.layout("packed-NHD")
-
-
-def test_what_a_plan_moves_is_what_numpy_would_copy():
-    """Blocks of 8 in one order are read into blocks of 16 in another; the truth is plain indexing by token."""
-    theirs = [np.arange(6 * 8 * 2 * 2 * 4, dtype=np.float32).reshape(6, 8, 2, 2, 4) + 1e4 * rank for rank in range(2)]
-    mine = np.zeros((5, 2, 4, 16, 4), dtype=np.float32)
-    peers = {
-        (0, rank): RankGeometry(
-            2,
-            rank,
-            (Group("attention", 8),),
-            (region("page token kv head channel", cache, layer="a", heads=4, tp_size=2, tp_rank=rank),),
-        )
-        for rank, cache in enumerate(theirs)
-    }
-    local = RankGeometry(
-        1, 0, (Group("attention", 16),), (region("page kv head token channel", mine, layer="a", heads=4),)
-    )
-    plan = plan_transfer(local, peers)
-    for rank in plan.producer_ranks:
-        ours, peer = plan.indices(rank, [BlockList([3, 1])], [BlockList([5, 0, 2, 4])], tokens=32)
-        to, source = expand_rows(plan.local_rows(rank)), expand_rows(plan.peer_rows(rank))
-        for mine_at, theirs_at in zip(ours, peer, strict=True):
-            ctypes.memmove(int(to[mine_at][0]), int(source[theirs_at][0]), int(to[mine_at][1]))
-    for token, (kv, head) in itertools.product(range(32), itertools.product(range(2), range(4))):
-        source_page = theirs[head // 2][[5, 0, 2, 4][token // 8], token % 8, kv, head % 2]
-        assert np.array_equal(mine[[3, 1][token // 16], kv, head, token % 16], source_page)
 
 
 def test_pages_of_one_field_and_of_a_state():

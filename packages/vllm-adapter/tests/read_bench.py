@@ -7,21 +7,22 @@ from typing import Any
 from fakes import FakeAgent, FakeCodec, FakeHandshakes, FakePlanner, FakeRecorder, Outcome, Result, order
 
 from kv_nixl_agent import PeerSpec
-from kv_scheduler_state import ReadOrder
+from kv_scheduler_state import ReadOrder, StepPlan
 from kv_scheduler_state.streams import StreamReaders
 from vllm_adapter.cache.vllm_peer import PeerGeometry
 from vllm_adapter.config import Settings
 from vllm_adapter.steps import ReadEnd
+from vllm_adapter.worker.registration import Registration
 from vllm_adapter.worker.transfer.planner import PeerPlanner
 from vllm_adapter.worker.transfer.reads import ReadCoordinator
 from vllm_adapter.worker.transfer.records import TransferParts
-from vllm_adapter.worker.transfer.stream_records import StreamShape
+from vllm_adapter.worker.transfer.stream_parts import StreamShape
 
 KEY, OTHER_KEY = "P@10.0.0.1:5600/1.1.1/0.0", "P@10.0.0.1:5600/1.1.1/0.1"
 
 
-DOCUMENT: Any = {}
-"""No regions: the coordinator only hands the document on."""
+DOCUMENT: Any = {"groups": []}
+"""Nothing to compare: the coordinator only passes the document on."""
 
 
 class Bench:
@@ -38,16 +39,20 @@ class Bench:
         configured = Settings(**{"read_timeout_s": 60, "read_retries": 0, **settings})
         parts = TransferParts(agent, handshakes, codec, recorder, lambda: self.now_s, "D", PeerSpec, configured, 14)
         planner = PeerPlanner(DOCUMENT, PeerGeometry(plans, ()), plans, "DRAM")
-        self.streamed: list[ReadEnd] = []
-        self.reads = ReadCoordinator(parts, planner, self.ends.append)
-        if streams:
-            self.reads.use_streams(StreamReaders(60), StreamShape([(16, 0)]), self.streamed.append)
+        followed = (StreamReaders(configured.read_timeout_s), StreamShape([(16, 0)])) if streams else None
+        self.reads = ReadCoordinator(parts, planner, self.ends.append, followed)
 
     def start(self, read: ReadOrder | None = None, *more: ReadOrder, **outcome: Any) -> None:
         """Order reads, and let the handshake end."""
         for each in (read or order(), *more):
             self.reads.read(each)
         self.handshakes.answer(Outcome(**outcome))
+
+    def order(self, *reads: ReadOrder, leases: Any = None, **orders: Any) -> None:
+        """Carry out a step's orders."""
+        unused: Any = None
+        recorder: Any = self.recorder
+        Registration(unused, unused, self.reads, leases, recorder, b"").apply(StepPlan(reads=reads, **orders))
 
     def finish(self, transfer_id: str = "r1/0.0", **facts: Any) -> None:
         self.reads.transfer_ended(Result(transfer_id, **facts))

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 from factories import facts
+from stream_wires import InMemory
 
 from kv_handshake import Codec
 from kv_scheduler_state import GroupConfig, SchedulerConfig, SchedulerState
 from vllm_adapter.cache.facts import CacheGroup, EngineFacts
 from vllm_adapter.observe.cause_log import CauseLog
+from vllm_adapter.observe.recorder import Recorder
 from vllm_adapter.scheduler.chunks import ScheduledTokens
-from vllm_adapter.scheduler.hooks import Arrival, Ending, HookGuards
+from vllm_adapter.scheduler.hooks import Arrival, Ending
 from vllm_adapter.scheduler.side import SchedulerSide
 from vllm_adapter.scheduler.streams import AskService, Streaming
 from vllm_adapter.steps import StepReport
@@ -23,35 +26,6 @@ from vllm_adapter.steps import StepReport
 BLOCK = 16
 PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
 TEXT = "a prompt of forty characters, no more..."
-
-
-class Listener:
-    """A side channel that only remembers."""
-
-    port = 1
-
-    def __init__(self) -> None:
-        self.served: list[dict[Any, bytes]] = []
-        self.is_closed = False
-
-    def replace(self, envelopes: Any) -> None:
-        self.served.append(dict(envelopes))
-
-    def start(self) -> None:
-        pass
-
-    def take_asks(self, on_ask: Any, on_gone: Any, *, wait_s: float) -> None:
-        pass
-
-    def answer(self, ask_id: int, payload: bytes) -> None:
-        pass
-
-    def close(self) -> None:
-        self.is_closed = True
-
-
-NO_CLIENT: Any = SimpleNamespace(close=lambda: None)
-"""The client of an engine that asks no peer."""
 
 
 def scheduler_side(
@@ -76,19 +50,19 @@ def scheduler_side(
     }
     state = SchedulerState(SchedulerConfig(engine.engine_id, "10.0.0.1", 5600, **values))
     return SchedulerSide(
-        engine, state, listener or Listener(), now_s=now_s, asks=asks, secrets=secrets, is_ending=is_ending
+        engine, state, listener or InMemory(), now_s=now_s, asks=asks, secrets=secrets, is_ending=is_ending
     )
 
 
 def streaming(
-    state: Any, *, listener: Any = None, client: Any = NO_CLIENT, wait_s: float = 5.0, log: Any = None, count: Any = print,
-    secrets: Any = tuple,
+    state: Any, *, listener: Any = None, client: Any = None, wait_s: float = 5.0, log: Any = None,
+    secrets: Sequence[bytes] = (),
 ) -> Any:  # fmt: skip
     """Return the streamed hand-overs of an engine, whose machines may be a fake."""
-    log = log or CauseLog(time.monotonic)
-    asks = AskService(Codec(), client, wait_s)
-    listener = listener or Listener()
-    return Streaming(facts(), state, asks, listener, HookGuards(log), secrets=secrets, log=log, count=count)
+    fleet: Any = SimpleNamespace(current=secrets)
+    quiet: Any = InMemory()
+    asks, listener = AskService(Codec(), client or quiet, wait_s), listener or InMemory()
+    return Streaming(facts(), state, asks, listener, Recorder(), log or CauseLog(time.monotonic), fleet)
 
 
 @dataclass
@@ -118,8 +92,9 @@ class Engine:
         told = {key: changes.pop(key) for key in names if key in changes}
         self.facts = facts(engine_id=name, groups=groups, group_ids=tuple(range(len(groups))), **told)
         self.now_s = 0.0
-        self.listener: Any = wire.listener() if wire is not None and is_asked else Listener()
-        asks = AskService(Codec(), NO_CLIENT if is_asked else wire.client(), 5.0) if wire is not None else None
+        self.listener: Any = wire.listener() if wire is not None and is_asked else InMemory()
+        quiet: Any = InMemory()
+        asks = AskService(Codec(), quiet if is_asked else wire.client(), 5.0) if wire is not None else None
         self.side = scheduler_side(self.facts, lambda: self.now_s, listener=self.listener, asks=asks, **changes)
         self.side.serve({(0, 0): wire.envelope if wire is not None else b"envelope"})
 

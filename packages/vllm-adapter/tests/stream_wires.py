@@ -33,6 +33,8 @@ class InMemory:
         self._on_gone: Callable[[int], None] | None = None
         self._replies: dict[int, Callable[[str, bytes], None]] = {}
         self._next_id = 0
+        self.served: list[dict[Any, bytes]] = []
+        self.is_closed = False
 
     def listener(self) -> InMemory:
         return self
@@ -48,7 +50,7 @@ class InMemory:
         return b"envelope"
 
     def replace(self, envelopes: Any) -> None:
-        pass
+        self.served.append(dict(envelopes))
 
     def take_asks(self, on_ask: Callable[[int, bytes], None], on_gone: Callable[[int], None], *, wait_s: float) -> None:
         self._on_ask, self._on_gone = on_ask, on_gone
@@ -76,6 +78,7 @@ class InMemory:
             reply("", payload)
 
     def close(self) -> None:
+        self.is_closed = True
         replies, self._replies = self._replies, {}
         for ask_id, reply in replies.items():
             reply("closed", b"")

@@ -16,14 +16,13 @@ from fakes import order
 from scheduler_engine import TEXT, Engine, streaming
 
 from kv_handshake import Codec
-from kv_handshake.stream.messages import encode_ask_refusal, parse_answer
+from kv_handshake.wire.asks import encode_ask_refusal, parse_answer
 from vllm_adapter.config import Settings
-from vllm_adapter.observe import cause_log
+from vllm_adapter.observe import cause_log, recorder
 from vllm_adapter.observe.cause_log import CauseLog
 from vllm_adapter.observe.recorder import Recorder
 from vllm_adapter.steps import ReadEnd, ReadTimes
 from vllm_adapter.wiring import make_worker
-from vllm_adapter.worker import engine_thread
 from vllm_adapter.worker.engine_thread import WorkerSide
 
 OTHER = TEXT.replace("forty", "sixty")
@@ -120,7 +119,7 @@ def test_failed_notifications_log_few_lines_per_code_and_the_number_of_the_other
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now_s = [0.0]
-    monkeypatch.setattr(engine_thread, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    monkeypatch.setattr(recorder, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
     first, second = worker(0), worker(1)
     with caplog.at_level(logging.INFO):
         for number in range(300):
@@ -151,9 +150,9 @@ def test_refused_calls_of_the_host_log_few_lines_with_their_tracebacks(caplog: p
 
 
 def test_prompts_that_cannot_be_shortened_log_few_lines(caplog: pytest.LogCaptureFixture) -> None:
-    tickets = Engine().side._tickets
+    outcomes = Engine().side._outcomes
     for number in range(300):
-        tickets.not_shortened(f"r{number}")
+        outcomes.not_shortened(f"r{number}")
     assert len(lines(caplog, "could not be left out here")) == 10
 
 

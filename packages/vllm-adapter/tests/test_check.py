@@ -220,7 +220,7 @@ def test_no_wrong_size_makes_a_silent_peer_be_asked_for_a_rank_that_it_lacks(
 @pytest.fixture
 def keys(tmp_path: Path) -> Path:
     """Make keys of three engines."""
-    from kv_handshake.tools.cli import main as handshake
+    from kv_handshake.cli import main as handshake
 
     for name in ("prefill", "decode", "stranger"):
         assert handshake(["keygen", str(tmp_path / "keys"), name]) == 0

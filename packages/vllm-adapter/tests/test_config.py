@@ -257,7 +257,7 @@ def test_a_mirror_needs_fences() -> None:
 
 def test_a_producer_renews_to_the_time_that_its_reader_believes() -> None:
     settings, _ = load_settings({"kv_lease_duration": 60})
-    table = LeaseTable(renewal_fraction=2 / 3)
+    table = LeaseTable()
     table.apply(StepPlan(grants=(GrantOrder("r", settings.kv_lease_duration, None),)), now_s=0.0)
     ends: list[int] = []
     for second in range(1, 200):

@@ -85,15 +85,6 @@ def test_a_cgroups_quota_counts_as_so_many_cores(tmp_path: Path) -> None:
     assert cores._quotas(root, membership) == [3]
 
 
-def test_a_quota_of_the_first_cgroup_version_counts_too(tmp_path: Path) -> None:
-    membership = tmp_path / "membership"
-    membership.write_text("7:memory:/pod\n4:cpu,cpuacct:/pod\n")
-    quota = {"cpu__cfs_quota_us": "400000\n", "cpu__cfs_period_us": "100000\n"}
-    _cgroup(tmp_path, "cpu,cpuacct/pod", **quota)
-    _cgroup(tmp_path, "cpu,cpuacct", **{**quota, "cpu__cfs_quota_us": "-1"})
-    assert cores._quotas(tmp_path, membership) == [4]
-
-
 def test_nixls_progress_thread_needs_cores_that_this_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
     monkeypatch.setattr(cores, "_allowed", lambda: frozenset(range(4)))

@@ -15,7 +15,7 @@ from factories import facts
 from scheduler_engine import BLOCK, PREFILL, TEXT, Prompt, scheduler_side
 
 from vllm_adapter.cache.facts import CacheGroup
-from vllm_adapter.host.shutdown import ShutdownWatch, warn_of_short_drain
+from vllm_adapter.host.shutdown import warn_of_short_drain, watch_for_shutdown
 from vllm_adapter.scheduler.hooks import Arrival, Ending
 from vllm_adapter.steps import StepReport
 
@@ -132,29 +132,26 @@ def handlers() -> Iterator[list[int]]:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_the_hosts_signal_is_heard_and_passed_on(handlers: list[int], number: int) -> None:
-    first, second = ShutdownWatch(), ShutdownWatch()
-    assert (first.install(), second.install()) == (True, True)  # two connectors of one engine
-    assert not first.is_requested()
+    first, second = watch_for_shutdown(), watch_for_shutdown()  # two connectors of one engine
+    assert not first()
     os.kill(os.getpid(), number)
     os.kill(os.getpid(), number)
     assert handlers == [number, number]
-    assert (first.is_requested(), second.is_requested()) == (True, True)
+    assert (first(), second()) == (True, True)
 
 
 def test_handlers_that_are_not_the_hosts_are_left_alone() -> None:
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    assert not ShutdownWatch().install()
+    watch_for_shutdown()
     assert {number: signal.getsignal(number) for number in before} == before
 
 
 def test_outside_of_the_main_thread_nothing_is_installed(handlers: list[int]) -> None:
-    found: list[bool] = []
-    thread = threading.Thread(target=lambda: found.append(ShutdownWatch().install()))
+    before = signal.getsignal(signal.SIGTERM)
+    thread = threading.Thread(target=watch_for_shutdown)
     thread.start()
     thread.join()
-    assert found == [False]
-    os.kill(os.getpid(), signal.SIGTERM)
-    assert handlers == [signal.SIGTERM]
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 # ------------------------------------------------------------------------------------------------------- the warning

@@ -5,12 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from byte_oracle import expand_rows
 from factories import attention_cache, facts
 
-from kv_topology import BlockList, Planner, TransferPlan, from_document
-from vllm_adapter.cache.documents import GeometryDocument
-from vllm_adapter.cache.facts import CacheGroup, LayerCache
+from kv_topology import Planner, from_document
+from vllm_adapter.cache.facts import LayerCache
 from vllm_adapter.cache.geometry import local_document, registration_ranges
 from vllm_adapter.errors import AdapterError
 
@@ -20,29 +18,6 @@ PAGE = 4 * 128 * 128 * 4
 def _caches(heads: int = 4, blocks: int = 64) -> list[LayerCache]:
     size = heads * 128 * 128 * 4 * blocks
     return [attention_cache(f"layers.{n}", address=0x10000 + n * size, heads=heads, blocks=blocks) for n in range(2)]
-
-
-def bytes_moved(plan: TransferPlan, local: list[BlockList], peer: list[BlockList], *, tokens: int) -> int:
-    indices = plan.route(local, peer, tokens=tokens).indices
-    return sum(int(expand_rows(plan.local_rows(rank))[to, 1].sum()) for rank, (to, _) in indices.items())
-
-
-def test_a_dense_rank_reads_whole_pages_of_an_equal_rank() -> None:
-    document = local_document(facts(), _caches())
-    plan = Planner().plan(document, {(0, 0): document}, peer_tp=1)
-    local, peer = plan.indices((0, 0), [BlockList([3, 4])], [BlockList([7, 9])], tokens=256)
-    assert len(local) == len(peer) == 4  # two layers x two blocks, key and value merged into one page
-    assert plan.local_rows((0, 0))[:, 1].tolist() == [PAGE, PAGE]
-    assert bytes_moved(plan, [BlockList([3, 4])], [BlockList([7, 9])], tokens=256) == 4 * PAGE
-
-
-def test_two_consumers_split_the_heads_of_one_producer() -> None:
-    producer = local_document(facts(), _caches())
-    consumer = local_document(facts(tp=2, rank=1), _caches(heads=2))
-    plan = Planner().plan(consumer, {(0, 0): producer}, peer_tp=1)
-    assert plan.reader_count((0, 0)) == 2
-    assert plan.peer_rows((0, 0))[0, 0] == 0x10000 + PAGE // 2  # the upper two heads of page 0
-    assert bytes_moved(plan, [BlockList([1])], [BlockList([1])], tokens=128) == PAGE
 
 
 def test_kernel_blocks_are_counted_from_the_tensor() -> None:
@@ -81,34 +56,6 @@ def test_layers_side_by_side_in_one_allocation_are_registered_once() -> None:
 def test_separate_allocations_are_registered_apart() -> None:
     caches = [attention_cache(f"layers.{n}", address=(n + 1) << 40) for n in range(2)]
     assert [length for _, length, _, _ in registration_ranges(caches)] == [64 * PAGE, 64 * PAGE]
-
-
-def test_mamba_state_pages_split_by_head_and_group() -> None:
-    groups = (CacheGroup("state", 128, 0, 0, ("mixer",)),)
-    heads, head_dim, state, rows, conv_groups = 8, 32, 16, 3, 2
-
-    def document(tp: int, rank: int) -> GeometryDocument:
-        channels = (heads * head_dim + 2 * conv_groups * state) // tp
-        content = channels * rows * 4 + heads // tp * head_dim * state * 4
-        cache = LayerCache(
-            layer="mixer",
-            group=0,
-            address=1 << 30,
-            shape=(64 * (content + 64),),
-            stride_bytes=(1,),
-            element_bytes=1,
-            memory_kind="DRAM",
-            device=0,
-            page_bytes=content + 64,
-            state_shapes=((channels, rows), (heads // tp, head_dim, state)),
-            state_element_bytes=(4, 4),
-            state_kind="MAMBA2",
-        )
-        return local_document(facts(tp=tp, rank=rank, groups=groups), [cache])
-
-    plan = Planner().plan(document(1, 0), {(0, 0): document(2, 0), (0, 1): document(2, 1)}, peer_tp=2)
-    whole = (heads * head_dim + 2 * conv_groups * state) * rows * 4 + heads * head_dim * state * 4
-    assert bytes_moved(plan, [BlockList([5])], [BlockList([9])], tokens=128) == whole
 
 
 @pytest.mark.parametrize("shape", [(64, 4, 128), (64, 4, 128, 128, 2)])

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from vllm_adapter.cache.documents import MemberEntry
 from vllm_adapter.worker.pages import HostMirror, PageCopy, PageRange
 
 DOCUMENT: Any = {
@@ -20,7 +19,7 @@ DOCUMENT: Any = {
             "page_bytes": size,
             "page_stride_bytes": 64,
             "page_count": 20,
-            "members": [MemberEntry("l", 0, group, 0)],
+            "members": [("l", 0, group, 0)],
         }
         for at, size, group in ((3000, 64, 0), (1000, 64, 0), (1000, 64, 0), (1000, 64, 1), (5000, 48, 0))
     ],

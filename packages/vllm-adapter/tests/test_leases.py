@@ -105,15 +105,6 @@ def test_the_silence_in_which_a_lease_ends_counts_and_is_logged(bench: Bench) ->
     assert "no heartbeat ever came" in bench.log[0]
 
 
-def test_a_request_id_that_comes_again_has_no_past(bench: Bench) -> None:
-    for _ in range(2):
-        bench.lease()
-        bench.beat(20.0)
-        bench.read()
-        bench.leases.tick()
-    assert bench.lags == []
-
-
 def test_a_revoked_lease_is_reported(bench: Bench) -> None:
     bench.lease()
     bench.beat(4.0)
@@ -166,19 +157,6 @@ def test_a_grant_of_lost_pages_ends_at_once(bench: Bench) -> None:
 # ---------------------------------------------------------------------------------------------- nonces
 
 
-@pytest.mark.never_wrong("C6")
-def test_only_readers_that_echo_the_nonce_end_and_renew_a_lease(bench: Bench) -> None:
-    bench.lease(nonce="mine")
-    bench.read(nonce="of-a-former-life")
-    bench.beat(20.0, nonce="of-a-former-life")
-    bench.leases.tick()
-    assert bench.sent == []
-    assert bench.counts["num_lease_renewals"] == 0
-    bench.read(nonce="mine")
-    bench.leases.tick()
-    assert bench.sent == ["r"]
-
-
 def test_a_heartbeat_before_the_grant_renews_nothing_and_counts_as_no_sign_of_a_reader(bench: Bench) -> None:
     bench.expect()
     bench.beat(1.0, reader="stranger")
@@ -188,14 +166,6 @@ def test_a_heartbeat_before_the_grant_renews_nothing_and_counts_as_no_sign_of_a_
     bench.leases.tick()
     assert "no heartbeat ever came" in bench.recorder.warnings[0]
     assert bench.lags == []
-
-
-@pytest.mark.never_wrong("B12")
-def test_an_expiry_is_a_warning(bench: Bench) -> None:
-    bench.lease()
-    bench.now_s += 31
-    bench.leases.tick()
-    assert len(bench.recorder.warnings) == 1
 
 
 def test_the_thread_may_poll_slowly_only_while_no_reader_has_anything_to_tell(bench: Bench) -> None:

@@ -17,7 +17,7 @@ from vllm_adapter.cache.facts import CacheGroup
 from vllm_adapter.cache.geometry import local_document
 from vllm_adapter.cache.vllm_peer import PeerGeometry, pack_document
 from vllm_adapter.errors import AdapterError
-from vllm_adapter.worker.transfer.planner import PeerPlanner, PeerRanks
+from vllm_adapter.worker.transfer.planner import PeerPlanner
 
 
 class QueueingAgent(FakeAgent):
@@ -133,8 +133,8 @@ def test_a_large_honest_engine_is_read(tp: int, pp: int) -> None:
             raw = pack_document({**told, "pp": [pp, stage]})
             assert 250_000 < len(raw) < 300_000
             peers[stage, rank] = Metadata(geometry=raw)
-    ranks = PeerRanks(planner, peer(tp=tp, pp=pp), peers)
-    assert planner.plan(ranks).producer_ranks == tuple((0, rank) for rank in range(tp))
+    here = peer(tp=tp, pp=pp)
+    assert planner.plan(here, planner.read(here, peers)).producer_ranks == tuple((0, rank) for rank in range(tp))
 
 
 @pytest.mark.parametrize("told", [1, 2, 4])
@@ -148,6 +148,5 @@ def test_an_engine_is_met_only_under_the_context_size_of_its_pages(told: int, tr
     raw = pack_document(local_document(theirs, [attention_cache("layers.0", address=1 << 40, heads=1)]))
     metadata: dict[tuple[int, int], Any] = {(0, 0): Metadata(geometry=raw)}
     planner = PeerPlanner(ours, PeerGeometry(nobody, (True,)), Planner(), "DRAM")
-    ranks = PeerRanks(planner, peer(tp=4, dcp=told), metadata)
     with nullcontext() if told == true else pytest.raises(AdapterError, match=f"{told} context ranks, but .* {true}$"):
-        ranks.read_next()
+        list(planner.read(peer(tp=4, dcp=told), metadata))

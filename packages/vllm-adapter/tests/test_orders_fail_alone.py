@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,9 +12,9 @@ from hypothesis import strategies as st
 from read_bench import KEY, OTHER_KEY, Bench
 
 from kv_handshake import Codec
-from kv_scheduler_state import BlockList, ReadOrder, StepPlan
-from vllm_adapter.worker.registration import Registration
-from vllm_adapter.worker.transfer.records import PeerEngine, refusal
+from kv_scheduler_state import BlockList, StepPlan
+from vllm_adapter.worker.transfer.reads import refusal
+from vllm_adapter.worker.transfer.records import PeerEngine
 
 
 @pytest.fixture
@@ -28,21 +29,10 @@ class Leases:
         raise RuntimeError("a bug in the producer's part")
 
 
-def perform(bench: Bench, plan: StepPlan) -> None:
-    unused: Any = None
-    leases: Any = Leases()
-    recorder: Any = bench.recorder
-    Registration(unused, unused, bench.reads, leases, recorder, b"").apply(plan)
-
-
-def step(*orders: ReadOrder, **parts: Any) -> StepPlan:
-    return StepPlan(reads=orders, **parts)
-
-
 @pytest.mark.never_wrong("B2")
 def test_an_id_that_cannot_be_notified_does_not_stop_the_orders_behind_it(bench: Bench) -> None:
     """A ticket's `remote_request_id` of "HB:x" used to raise out of the step: every later order was lost without an end."""
-    perform(bench, step(order("evil", peer_request_id="HB:x"), order("honest")))
+    bench.order(order("evil", peer_request_id="HB:x"), order("honest"))
     bench.handshakes.answer(Outcome())
     assert bench.codes() == {"evil": "reserved-prefix"}
     bench.finish("honest/0.0")
@@ -64,7 +54,7 @@ def test_whatever_ids_and_nonces_tickets_have_each_order_ends_and_an_honest_one_
     bench = Bench(codec=Codec())
     orders = [order(f"r{n}", peer_request_id=text, nonce=nonce) for n, text in enumerate(ids)]
     beats = tuple(heartbeat((text, nonce)) for text in ids)
-    perform(bench, step(*orders, order("honest"), heartbeats=beats))
+    bench.order(*orders, order("honest"), heartbeats=beats)
     bench.handshakes.answer(Outcome())
     for transfer_id in list(bench.agent.posts):
         bench.finish(transfer_id)
@@ -75,12 +65,15 @@ def test_whatever_ids_and_nonces_tickets_have_each_order_ends_and_an_honest_one_
 @pytest.mark.parametrize(("told", "asked"), [(4, 14), (2, 14), (13, 13), (15, 15), (None, 14)])
 def test_a_ticket_never_picks_the_shape_of_a_query(bench: Bench, told: int | None, asked: int) -> None:
     """A listener of vLLM itself ends on a query of another shape than its own."""
-    perform(bench, step(order(peer=peer(dialect=told))))
+    bench.order(order(peer=peer(dialect=told)))
     assert bench.handshakes.asked[0]["dialect"] == asked
 
 
 def test_a_bug_in_the_producers_part_does_not_stop_the_reads(bench: Bench) -> None:
-    perform(bench, step(order()))
+    def fail(_plan: StepPlan) -> None:
+        raise RuntimeError("a bug in the producer's part")
+
+    bench.order(order(), leases=SimpleNamespace(apply=fail), revokes=("p1",))
     assert len(bench.handshakes.asked) == 1
     assert bench.counts["num_callback_errors"] == 1
 
@@ -94,7 +87,7 @@ class Unreadable:
 
 @pytest.mark.never_wrong("B2")
 def test_an_order_that_raises_ends_and_the_next_is_made(bench: Bench) -> None:
-    perform(bench, step(order("evil", peer=Unreadable()), order("honest")))
+    bench.order(order("evil", peer=Unreadable()), order("honest"))
     assert bench.codes() == {"evil": "OverflowError"}
     assert len(bench.handshakes.asked) == 1
     ((_, error),) = [entry for entry in bench.recorder.errors if isinstance(entry[1], OverflowError)]
@@ -104,7 +97,7 @@ def test_an_order_that_raises_ends_and_the_next_is_made(bench: Bench) -> None:
 def test_a_heartbeat_that_raises_does_not_stop_the_next(bench: Bench) -> None:
     bench.start()
     broken: Any = object()
-    perform(bench, step(heartbeats=(broken, heartbeat())))
+    bench.order(heartbeats=(broken, heartbeat()))
     assert bench.agent.notified == [(KEY, b"HB:p-r1")]
 
 
@@ -213,7 +206,7 @@ def test_nonce_and_consumer_are_echoed_in_completions(bench: Bench) -> None:
 @pytest.mark.never_wrong("B7")
 def test_a_hand_over_that_a_sibling_goes_on_reading_is_not_reported_as_read(bench: Bench) -> None:
     bench.reads.read(order())
-    perform(bench, step(cancels=("r1",), passes=("r1",)))
+    bench.order(cancels=("r1",), passes=("r1",))
     bench.handshakes.answer(Outcome())
     assert bench.codes() == {"r1": "cancelled"}
     assert bench.agent.notified == []

@@ -1,4 +1,4 @@
-"""Blocks that a chunk touches: whatever the chunks, every block is copied after its last token was computed."""
+"""Blocks that a chunk touches, and prefix hits that are complete before a step."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from vllm_adapter.cache.facts import CacheGroup
 from vllm_adapter.observe.cause_log import CauseLog
-from vllm_adapter.scheduler.chunks import PrefillChunks, ScheduledTokens
-from vllm_adapter.scheduler.hooks import HookGuards
+from vllm_adapter.scheduler.chunks import PrefillChunks, ScheduledTokens, held_tokens, written_blocks
 
 FULL = CacheGroup("attention", 16, 0, 0, ("a",))
 WINDOW = CacheGroup("sliding-window", 8, 32, 0, ("b",))
@@ -26,7 +25,7 @@ class Chunks(SimpleNamespace):
     def __init__(self, groups: list[CacheGroup], sizes: list[int], tokens: int) -> None:
         self.taken: list[Any] = []
         machines: Any = SimpleNamespace(scheduled=lambda _name, **chunk: self.taken.append(SimpleNamespace(**chunk)))
-        self.chunks = PrefillChunks(groups, sizes, machines, HookGuards(CauseLog(lambda: 0.0)), has_mirror=True)
+        self.chunks = PrefillChunks(groups, sizes, machines, CauseLog(lambda: 0.0), has_mirror=True)
         self.chunks.watch("r", tokens, is_early=False)
 
     def scheduled(self, step: ScheduledTokens) -> Any:
@@ -89,10 +88,33 @@ def test_a_preempted_prompt_starts_again_with_its_new_blocks() -> None:
     assert (again.touched_block_ids, again.is_prompt_complete) == ([[5, 6]], False)
 
 
-@pytest.mark.parametrize("forget", [True, False])
-def test_only_prompts_that_will_be_handed_over_are_followed(forget: bool) -> None:
+def test_only_prompts_that_will_be_handed_over_are_followed() -> None:
     chunks = Chunks([FULL], [1], 32)
-    if forget:
-        chunks.chunks.forget("r")
-        chunks.chunks.forget("never known")
-    assert chunks.scheduled(step([[1]], 0, 16, fresh=True, name="r" if forget else "other")) is None
+    assert chunks.scheduled(step([[1]], 0, 16, fresh=True, name="other")) is None
+
+
+TABLES = [[1, 2, 3, 4, 5, 6], [7, 8, 9]]
+
+
+@pytest.mark.parametrize(
+    ("spans", "blocks", "computed", "others", "held"),
+    [
+        ((16,), [[1, 2, 3]], 32, [(16, [[4, 5, 6]])], 32),
+        ((16,), [[1, 2, 4]], 32, [(0, [[1, 2, 3]])], 0),  # the other request is about to fill blocks of the hit
+        ((16,), [[1, 2, 3]], 32, [(24, [[1, 2, 5]])], 0),  # it goes on in block 2
+        ((16,), [[1, 2, 3]], 32, [(32, [[1, 2, 5]])], 32),
+        ((16,), [[1, 2, 3]], 32, [(0, None)], 0),  # its blocks are unknown
+        # Null blocks belong to no request, and states do not count.
+        ((32, 32, 0), [[1, 2, 3], [0, 7, 8], [9]], 64, [(0, [[4, 5], [0, 6], [9]])], 64),
+        ((16, 32), TABLES, 80, [], 64),  # block 9 is written from its middle on
+        ((16, 96), TABLES, 80, [], 0),
+    ],
+)
+def test_a_hit_is_complete_before_a_step_that_writes_none_of_its_blocks(
+    spans: tuple[int, ...], blocks: list[list[int]], computed: int, others: list[Any], held: int
+) -> None:
+    assert held_tokens(spans, blocks, computed, lambda: written_blocks(spans, [(computed, blocks), *others])) == held
+
+
+def test_the_tables_of_a_step_are_read_for_a_hit_alone() -> None:
+    assert held_tokens((16,), [[1, 2]], 0, lambda: pytest.fail("no hit")) == 0

@@ -74,48 +74,13 @@ def test_a_streamed_prompt_whose_pictures_went_to_prefill_alone_fails(
         assert keeps
     pair.decode.side.arrived(Arrival("d", pair.early(serves=False), len(TEXT), identity))
     pair.until(lambda: pair.matched() == 0)
-    assert pair.decode.side.must_fail("d")
+    assert pair.decode.state.must_fail("d")
     pair.decode.step()
     (line,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
     assert "ticket-media-missing" in line
     assert "whatever the policy" in line
     pair.decode.end("d", TEXT, [], reason="error", computed_tokens=0)
     caplog.clear()
-
-
-@pytest.mark.parametrize("wire", [InMemory, OverZeroMq])
-def test_an_id_that_is_not_known_yet_is_asked_for_again(make: Any, wire: Any) -> None:
-    pair = make(wire())
-    pair.admit()
-    pair.until(lambda: pair.decode.state._consumers.streams.get("d").retry_s is not None)
-    pair.run()
-    pair.decode.step()
-    assert pair.matched() is None, "it is not time yet"
-    pair.decode.now_s = 1.0
-    pair.until(lambda: pair.matched() is not None)
-    pair.load()
-    assert pair.decode.step().streams.watches
-
-
-@pytest.mark.parametrize("wire", [InMemory, OverZeroMq])
-@pytest.mark.parametrize("has_started", [False, True])
-def test_a_prompt_that_has_ended_is_computed_where_it_is_decoded(
-    make: Any, caplog: pytest.LogCaptureFixture, wire: Any, has_started: bool
-) -> None:
-    pair = make(wire())
-    pair.arrive()
-    if has_started:
-        pair.start()
-        pair.chunk(is_fresh=True)
-    pair.finish(reason="abort")
-    pair.prefill.step()
-    pair.prefill.report(sent=("p",) if has_started else ())
-    pair.admit()
-    pair.until(lambda: pair.matched() == 0)
-    pair.decode.step()
-    assert "withdrawn); it is computed here" in caplog.text
-    pair.decode.end("d", TEXT, [11])
-    pair.assert_nothing_left()
 
 
 def test_an_engine_that_takes_no_step_answers_what_stands(make: Any) -> None:
@@ -167,17 +132,6 @@ def test_an_engine_that_does_not_stream_is_said_once(make: Any, caplog: pytest.L
     keeps, ticket = pair.finish()
     assert keeps
     assert ticket is not None, "the router may use it as ever"
-
-
-def test_a_decode_engine_that_does_not_stream_refuses_the_early_ticket(
-    make: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    pair = make(streams=(True, False))
-    pair.admit()
-    assert pair.matched() == 0
-    assert "ticket-early-off" in caplog.text
-    assert pair.decode.refusals() == ["ticket-early-off"]
-    assert not pair.decode.side.follows("d")
 
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])

@@ -12,7 +12,6 @@ from stream_pair import TEXT, StreamPair, make_pairs  # noqa: F401  (a fixture)
 from stream_wires import InMemory, OverZeroMq
 
 from vllm_adapter.cache.facts import CacheGroup
-from vllm_adapter.steps import StepReport
 
 
 @pytest.fixture(params=[InMemory, OverZeroMq])
@@ -81,27 +80,6 @@ def test_a_prompt_is_streamed_whatever_id_its_client_chose(
     assert not errors(caplog)
 
 
-def test_a_question_that_comes_after_the_end_gets_the_final_ticket(
-    pair: StreamPair, caplog: pytest.LogCaptureFixture
-) -> None:
-    pair.run()
-    _, ticket = pair.finish()
-    assert ticket is not None
-    pair.admit()
-    pair.until(lambda: pair.matched() is not None)
-    pair.load()
-    plan = pair.decode.step()
-    assert not plan.streams.watches
-    (read,) = plan.reads
-    assert read.ticket.peer_blocks[0].ids == (1, 2, 3, 4, 5, 6)
-    assert list(read.ticket.fence or ()) == ticket["kv_fence"]
-    pair.decode.report(received=("d",))
-    pair.decode.end("d", TEXT, [11])
-    pair.prefill.report(sent=("p",))
-    pair.assert_nothing_left()
-    assert not errors(caplog)
-
-
 def test_an_offer_that_has_come_counts_in_the_step_that_begins(make: Any) -> None:
     """The host asks first, and builds its step later: an answer must not wait for one more."""
     pair = make()
@@ -110,20 +88,6 @@ def test_an_offer_that_has_come_counts_in_the_step_that_begins(make: Any) -> Non
     pair.decode.step()
     pair.prefill.step()
     assert pair.matched() == len(TEXT)
-
-
-def test_a_stream_counts_once_all_ranks_have_it(make: Any) -> None:
-    pair = make(decode={"tp": 2})
-    pair.run()
-    pair.admit()
-    pair.until(lambda: pair.matched() is not None)
-    pair.load()
-    pair.decode.step()
-    side = pair.decode.side
-    side.update_output(StepReport(stream_ends=(("d", (0, 0), True),)))
-    assert pair.states()[1] == ["consumer-streaming"]
-    side.update_output(StepReport(stream_ends=(("d", (0, 1), False),)))
-    assert pair.states()[1] == ["consumer-awaiting"], "one rank lacks it, and all are quiet"
 
 
 def test_without_streaming_and_without_a_mirror_no_chunk_is_looked_at(make: Any) -> None:
@@ -136,15 +100,7 @@ def test_without_streaming_and_without_a_mirror_no_chunk_is_looked_at(make: Any)
     pair.arrive()
     pair.start()
     pair.prefill.side.build_step((), steps())
-    assert not pair.prefill.side.computes("p")
-
-
-def test_chunks_are_followed_until_the_end_of_the_request(make: Any) -> None:
-    pair = make()
-    pair.run()
-    assert pair.prefill.side.computes("p"), "it may be preempted and start again"
-    pair.finish()
-    assert not pair.prefill.side.computes("p")
+    assert "p" not in pair.prefill.side.chunks.prompts
 
 
 STATE = CacheGroup("state", 64, 0, 1, ("c",))
@@ -244,20 +200,6 @@ def test_a_prompt_of_which_a_chunk_was_refused_is_not_handed_over(make: Any, cap
     assert void.ends
     pair.prefill.report(sent=("p",))
     assert not pair.prefill.state.live_count
-
-
-def test_no_free_block_parks_the_request_until_there_are_some(make: Any) -> None:
-    pair, free = make(), [5]
-    pair.decode.side.bind_free_blocks(lambda: free[0])
-    pair.run()
-    pair.admit()
-    for _ in range(5):
-        pair.decode.step()
-        pair.prefill.step()
-        assert pair.matched() is None
-    assert pair.states()[1] == ["consumer-offered"]
-    free[0] = 6
-    assert pair.matched() == len(TEXT)
 
 
 def test_an_end_that_the_machines_refuse_keeps_the_blocks_until_the_words_have_moved(

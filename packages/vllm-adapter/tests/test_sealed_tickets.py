@@ -86,16 +86,6 @@ def test_an_unsealed_peer_is_accepted_from_where_it_may_be_and_said_once(
     assert side.external_tokens("far", 0) == (0, False)
 
 
-def test_an_unsealed_readback_is_said_once_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    secrets = write_secret(tmp_path / "p", "a" * 16)
-    side = sealing_side(secrets, unsealed_networks=("10.0.0.0/24",), bidirectional=True)
-    back = {**finished_ticket(sealing_side(None), "d1"), "do_remote_decode": True, "do_remote_prefill": False}
-    for number in range(2):
-        side.arrived(Arrival(f"p{number}", back, 64))
-        side.arrived(Arrival(f"plain{number}", PREFILL, 64))
-    assert caplog.text.count("hands over without seals") == 1
-
-
 @pytest.mark.never_wrong("B14")
 @pytest.mark.parametrize("kind", ["hand-over", "readback"])
 @pytest.mark.parametrize("proof", ["sealed", "changed", "unsealed", "no secrets"])

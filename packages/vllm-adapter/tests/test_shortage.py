@@ -121,13 +121,6 @@ def test_a_producer_just_waits_for_its_readers() -> None:
     assert given_up(engine, prompt(engine), for_s=5.0) == ()
 
 
-def test_an_engine_without_leases_gives_nothing_up() -> None:
-    """Its blocks are held by reads and requests that end by themselves."""
-    engine = leased()
-    engine.report(sent=("lease",))
-    assert given_up(engine, own(engine), for_s=5.0) == ()
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_is_given_up_while_something_runs_or_before_a_second_is_over(kind: Callable[[Engine], Round]) -> None:
     engine = leased()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from factories import facts
 from fakes import order
-from scheduler_engine import Listener
+from stream_wires import InMemory
 
 from kv_scheduler_state import FenceOrder, GrantOrder, StepPlan
 from kv_scheduler_state.streams import StreamOrder, StreamPlan
@@ -52,7 +52,7 @@ class Parts:
         reads: Any = SimpleNamespace(
             end_all=lambda code, _message: self.calls.append(f"reads end: {code}"),
             snapshot=lambda: {"transfers": transfers},
-            apply=lambda _plan: None,
+            read=lambda _order: None,
         )
         leases: Any = SimpleNamespace(
             end_all=lambda *, has_fences: self.calls.append(f"leases end: {has_fences}"),
@@ -281,7 +281,6 @@ def test_a_reset_that_crosses_with_the_report_of_a_read_leaves_nothing_behind() 
     worker._finished.append(_finished())
     assert worker.take_report().received == {"r1"}
     worker.apply(_orders(StepPlan(voids=("r1",))))
-    assert not worker._void_reads
     assert not worker._due_reads
 
 
@@ -311,7 +310,7 @@ class Served:
     """The registrations of an engine's ranks, after its first `serve`."""
 
     def __init__(self, *ranks: Any) -> None:
-        self.listener: Any = Listener()
+        self.listener: Any = InMemory()
         self.kept = ServedRegistration(facts(generation=7), self.listener)
         self.expect(*ranks)
 

@@ -18,21 +18,6 @@ class Standing:
     hand_over_id: str = "0f" * 16
 
 
-def test_an_answer_that_stands_is_given_by_the_listener_and_to_its_own_prompt_alone() -> None:
-    pair = Pair(InMemory())
-    pair.producer.standings.append(Standing(FINAL))
-    pair.turn()
-    pair.ask()
-    pair.ask(number=2, digest="d2" * 32)
-    told = [(answer["kind"], answer.get("reason")) for *_, answer in pair.consumer.answers_given]
-    assert told == [("final", None), ("no", "digest-mismatch")]
-    assert not pair.producer.asked, "the machines were not needed"
-    pair.producer.standings.append(Standing(None))
-    pair.turn()
-    pair.ask(number=3)
-    assert len(pair.producer.asked) == 1
-
-
 def test_an_offer_is_given_while_a_step_runs_but_not_to_who_wants_the_final_ticket() -> None:
     pair = Pair(InMemory())
     pair.producer.standings.append(Standing(OFFER))

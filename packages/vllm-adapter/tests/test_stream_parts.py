@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kv_scheduler_state import BlockList, GroupConfig
 from kv_scheduler_state.streams.producer import StreamPlaces
-from vllm_adapter.worker.transfer.stream_records import StreamShape
+from vllm_adapter.worker.transfer.stream_parts import StreamShape
 
 
 def test_the_worked_example_of_parts() -> None:

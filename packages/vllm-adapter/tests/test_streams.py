@@ -4,88 +4,60 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
-from fakes import CodedFailure, FakeAgent, FakeCodec, FakeRecorder, FakeWatch, Plan, Result, order
+import read_bench
+from fakes import CodedFailure, FakeAgent, FakeWatch, Metadata, Outcome, Plan, order
 
-from kv_nixl_agent import PeerSpec
 from kv_scheduler_state import BlockList
-from kv_scheduler_state.streams import StreamOrder
+from kv_scheduler_state.streams import StreamOrder, StreamPlan
 from kv_scheduler_state.streams.reader import StreamReaders
-from vllm_adapter.config import Settings
-from vllm_adapter.steps import ReadEnd, ReadTimes
-from vllm_adapter.worker.transfer.records import PeerEngine, Read, TransferParts
-from vllm_adapter.worker.transfer.stream_records import StreamShape
-from vllm_adapter.worker.transfer.streams import StreamCoordinator
+from vllm_adapter.steps import ReadTimes
 
 TAG, FENCE = 99, (3, 99)
 TWO_RANKS = ((0, 0), (0, 1))
 
 
-class Spec:
-    local_rows = np.zeros((1, 5), np.uint64)
-
-
-class Bench:
+class Bench(read_bench.Bench):
     """A prompt of 100 tokens in blocks of 16, read into the blocks 10 to 16."""
 
     def __init__(self, ranks: Any = ((0, 0),), *, start: int = 0, can_stream: bool = True) -> None:
-        self.now_s = 100.0
-        self.agent, self.recorder = FakeAgent(), FakeRecorder()
-        self.released: list[Any] = []
-        self.finished: list[ReadEnd] = []
-        self.torn: list[tuple[str, str]] = []
-        self.dropped: list[str] = []
-        untyped: Any = (self.agent, None, FakeCodec(), self.recorder, self)
-        agent, handshakes, codec, recorder, peers = untyped
-        parts = TransferParts(
-            agent, handshakes, codec, recorder, lambda: self.now_s, "D", PeerSpec, Settings(read_timeout_s=5.0), 14
-        )
-        machine: Any = StreamReaders(stall_s=5.0)
-        self.streams = StreamCoordinator(
-            parts,
-            machine,
-            StreamShape([(16, 0)]),
-            peers,
-            self.ended,
-        )
+        super().__init__(streams=True, read_timeout_s=5.0)
+        self.planner.made = Plan(ranks, is_staged=not can_stream)
         ids = tuple(range(10 + start // 16, 17))
         here = order(tokens=100, fence=FENCE, local_blocks=(BlockList(ids, start, 0),), peer_blocks=(BlockList(()),))
-        self.engine = PeerEngine(here.ticket.peer, 0.0, 0.0)
-        untyped_plan: Any = Plan(producer_ranks=ranks)
-        self.engine.plan, self.engine.can_stream, self.engine.phase = untyped_plan, can_stream, "ready"
-        for rank in ranks:
-            untyped_spec: Any = Spec()
-            self.agent.peers[self.engine.key(rank)] = untyped_spec
         self._order = StreamOrder(here, TAG, start)
+        self.peers = {rank: Metadata(streams=(0xA000, 0, 64, 8192)) for rank in ranks}
         self.begin()
+        self.handshakes.answer(Outcome(peers=self.peers))
 
     def begin(self) -> None:
-        self.read = Read(self._order.read, ReadTimes(self.now_s))
-        self.streams.begin(self.read, self._order, self.engine)
+        self.order(streams=StreamPlan(watches=(self._order,)))
 
-    def ended(self, end: ReadEnd) -> None:
-        if end.code in {"", "stream-stopped"}:
-            self.finished.append(end)
-        else:
-            self.torn.append((end.order.request_id, end.code))
+    def stop(self) -> None:
+        self.order(streams=StreamPlan(stops=("r1",)))
 
-    # the directory of engines, as streams know it
-    def waiting(self, _request_id: str) -> list[Read]:
-        return []
+    @property
+    def times(self) -> ReadTimes:
+        streams: Any = self.reads._streams
+        times: ReadTimes = streams._streams["r1"].times
+        return times
 
-    def release(self, read: Read, _engine: PeerEngine, ranks: Any) -> None:
-        self.released.append((read.order.request_id, tuple(ranks)))
+    def ended(self) -> list[str]:
+        return [end.code for end in self.ends]
 
-    def drop(self, engine: PeerEngine, reason: str) -> None:
-        assert engine is self.engine
-        self.dropped.append(reason)
+    @property
+    def told(self) -> list[str]:
+        """Return the ranks that were told that their pages are not needed any more."""
+        return [key[-3:] for key, _ in self.agent.notified]
 
-    def read_ended(self, engine: PeerEngine) -> None:
-        engine.reads_in_flight -= 1
+    @property
+    def in_flight(self) -> int:
+        """Return the reads under way from the engine; 0 once it has been let go."""
+        described: Any = self.reads.describe(1)
+        return sum(engine["reads_in_flight"] for engine in described["peer_engines"])
 
     def watch(self, rank: Any = (0, 0)) -> FakeWatch:
-        return self.agent.watches[self.engine.key(rank)]
+        return self.agent.watches[f"{read_bench.KEY[:-3]}{rank[0]}.{rank[1]}"]
 
     def progress(self, tokens: int, rank: Any = (0, 0), tag: int = TAG) -> None:
         self.watch(rank).listener.progress(tag, tokens)
@@ -104,17 +76,14 @@ class Bench:
         for transfer_id, post in list(self.agent.posts.items()):
             if post["fence"] is None:
                 del self.agent.posts[transfer_id]
-                assert self.streams.transfer_ended(Result(transfer_id))
+                self.finish(transfer_id)
 
     def end_all(self, *, times: int = 1, **facts: Any) -> None:
         """End all transfers; at the second time those that the first ends have led to, e.g. of fence words."""
         for _ in range(times):
             for transfer_id in list(self.agent.posts):
                 del self.agent.posts[transfer_id]
-                assert self.streams.transfer_ended(Result(transfer_id, **facts))
-
-    def codes(self) -> list[str]:
-        return [end.code for end in self.finished]
+                self.finish(transfer_id, **facts)
 
 
 def test_parts_follow_progress_and_the_fence_decides() -> None:
@@ -129,25 +98,23 @@ def test_parts_follow_progress_and_the_fence_decides() -> None:
     bench.end_all()
     bench.read_to(100)
     assert bench.posts() == [([15, 16], [505, 506], None)]
-    assert not bench.finished
+    assert bench.ended() == []
     bench.end_all()
     assert bench.posts() == [([], [], FENCE)], "the word is read once all parts have landed"
     assert bench.watch().is_ended
-    assert not bench.released
+    assert bench.told == []
     bench.end_all()
-    assert bench.codes() == [""]
-    assert bench.released == [("r1", ((0, 0),))]
-    assert (bench.read.times.bytes_moved, bench.engine.reads_in_flight, bench.dropped) == (400, 0, [])
-    assert bench.read.times.early_bytes == 200
-    assert bench.torn == []
+    assert bench.ended() == [""]
+    assert bench.told == ["0.0"]
+    (times, dropped) = bench.ends[0].times, bench.counts["num_dropped_engines"]
+    assert (times.bytes_moved, times.early_bytes, bench.in_flight, dropped) == (400, 200, 0, 0)
     assert bench.recorder.done_bytes == [300], "its parts are counted as one read, as a plain one is"
-    assert not bench.streams.transfer_ended(Result("somebody/0.0"))
 
 
 def test_the_times_of_a_stream_tell_the_prompts_end_the_last_bytes_and_the_fence_apart() -> None:
     """Two ranks: the first one's word is verified while the second one still reads, so the second one's bytes are the last."""
     bench = Bench(((0, 0), (0, 1)))
-    times = bench.read.times
+    times = bench.times
     for now_s, event in (
         (101.0, lambda: bench.progress(40)),
         (102.0, lambda: bench.progress(100)),
@@ -167,7 +134,7 @@ def test_the_times_of_a_stream_tell_the_prompts_end_the_last_bytes_and_the_fence
     bench.now_s = 110.5
     bench.end_all()
     assert (times.whole_s, times.data_s, times.fence_s) == (102.0, 110.0, 0.5)
-    assert bench.codes() == [""]
+    assert bench.ended() == [""]
 
 
 def test_what_is_here_already_is_not_read() -> None:
@@ -182,10 +149,9 @@ def test_a_fence_that_does_not_hold_tears_the_stream(outcome: str) -> None:
     bench.read_to(100)
     bench.end_all()
     bench.end_all(outcome=outcome, code="x")
-    assert bench.torn == [("r1", "stream-void")]
+    assert bench.ended() == ["stream-void"]
     assert not bench.recorder.done_bytes
-    assert not bench.finished
-    assert not bench.released
+    assert bench.told == []
 
 
 def test_a_restart_tears_the_stream_once_its_parts_are_quiet() -> None:
@@ -193,9 +159,9 @@ def test_a_restart_tears_the_stream_once_its_parts_are_quiet() -> None:
     bench.read_to(40)
     bench.progress(80)  # its table is never told
     bench.progress(0, tag=TAG + 1)
-    assert bench.torn == [], "a part is on the wire"
+    assert bench.ended() == [], "a part is on the wire"
     bench.end_all()
-    assert bench.torn == [("r1", "stream-restarted")]
+    assert bench.ended() == ["stream-restarted"]
     assert bench.watch().is_ended
     bench.watch().tell()
     assert bench.posts() == [], "a late table orders nothing"
@@ -206,14 +172,11 @@ def test_pages_in_quarantine_are_waited_for() -> None:
     bench.read_to(40)
     (transfer_id,) = bench.agent.posts
     bench.end_all(outcome="timed-out", code="deadline-exceeded", is_memory_quiet=False)
-    assert bench.torn == []
-    assert bench.recorder.counts["num_quarantined_reads"] == 1
-    assert bench.recorder.warnings == [
-        "request r1: its pages stay quarantined until the transfers from engine P are known to be over (deadline-exceeded)"
-    ]
-    assert bench.streams.memory_quiet(transfer_id)
-    assert bench.torn == [("r1", "deadline-exceeded")]
-    assert not bench.streams.memory_quiet(transfer_id)
+    assert bench.ended() == []
+    bench.reads.memory_quiet(transfer_id)
+    assert bench.ended() == ["deadline-exceeded"]
+    bench.reads.memory_quiet(transfer_id)
+    assert len(bench.ends) == 1
 
 
 @pytest.mark.parametrize(("fault", "dropped"), [("local", 0), ("peer", 1), ("environment", 1)])
@@ -221,7 +184,7 @@ def test_what_the_own_agent_refuses_is_not_held_against_the_peer(fault: str, dro
     bench = Bench()
     bench.read_to(40)
     bench.end_all(outcome="failed", code="x", fault=fault)
-    assert (bench.torn, len(bench.dropped)) == ([("r1", "x")], dropped)
+    assert (bench.ended(), bench.counts["num_dropped_engines"]) == (["x"], dropped)
 
 
 def test_all_ranks_are_done_or_none() -> None:
@@ -230,24 +193,24 @@ def test_all_ranks_are_done_or_none() -> None:
         bench.progress(100, rank)
     bench.watch((0, 0)).tell()
     bench.end_all(times=2)
-    assert not bench.finished
-    assert not bench.released, "a rank that is done is not told: the stream may be read once more"
+    assert bench.ended() == []
+    assert bench.told == [], "a rank that is done is not told: the stream may be read once more"
     bench.watch((0, 1)).tell()
     bench.end_all(times=2)
-    assert bench.codes() == [""]
-    assert bench.released == [("r1", TWO_RANKS)]
+    assert bench.ended() == [""]
+    assert bench.told == ["0.0", "0.1"]
 
 
 def test_one_broken_rank_ends_the_others() -> None:
     bench = Bench(TWO_RANKS)
     bench.read_to(40, (0, 0))
     bench.watch((0, 1)).listener.broken("peer-disconnected", "gone")
-    assert bench.torn == []
+    assert bench.ended() == []
     assert bench.watch((0, 0)).is_ended
-    assert len(bench.dropped) == 1, "the engine is met anew"
+    assert bench.counts["num_dropped_engines"] == 1, "the engine is met anew"
     bench.end_all()
-    assert bench.torn == [("r1", "peer-disconnected")]
-    assert bench.engine.reads_in_flight == 0
+    assert bench.ended() == ["peer-disconnected"]
+    assert bench.in_flight == 0
 
 
 def test_a_rank_that_broke_ends_the_stream_though_another_was_done_before() -> None:
@@ -255,19 +218,19 @@ def test_a_rank_that_broke_ends_the_stream_though_another_was_done_before() -> N
     bench.read_to(100, (0, 0))
     bench.end_all(times=2)
     bench.progress(0, (0, 1), tag=TAG + 1)
-    assert bench.torn == [("r1", "stream-restarted")]
-    assert not bench.released
+    assert bench.ended() == ["stream-restarted"]
+    assert bench.told == []
 
 
 def test_no_progress_in_time_tears_the_stream() -> None:
     bench = Bench()
     bench.progress(40)
     bench.now_s += 4.9
-    bench.streams.look_after()
-    assert bench.torn == []
+    bench.reads.look_after()
+    assert bench.ended() == []
     bench.now_s += 0.2
-    bench.streams.look_after()
-    assert bench.torn == [("r1", "stream-stalled")]
+    bench.reads.look_after()
+    assert bench.ended() == ["stream-stalled"]
 
 
 @pytest.mark.parametrize(
@@ -277,41 +240,43 @@ def test_a_long_stream_keeps_no_engine_from_being_met_anew(phase: Any, others: i
     """Another read from the engine failed, and those behind wait until all that are under way have ended."""
     bench = Bench()
     bench.read_to(40)
-    bench.engine.phase, bench.engine.waiting = phase, [bench.read] * others
+    (engine,) = bench.reads._peers.engines.values()
+    engine.phase = phase
+    for number in range(others):
+        bench.reads.read(order(f"other-{number}"))
     for _ in range(2):
-        bench.streams.look_after()
-    assert bench.torn == [], "a part of it is still on the wire"
+        bench.reads.look_after()
+    assert bench.ended() == [], "a part of it is still on the wire"
     bench.end_all()
-    assert bench.torn == ([("r1", "stream-broken")] if is_torn else [])
-    assert bench.engine.reads_in_flight == (0 if is_torn else 1)
+    assert bench.codes().get("r1") == ("stream-broken" if is_torn else None)
+    assert bench.in_flight == (0 if is_torn else 1)
 
 
 def test_a_stream_that_is_stopped_ends_once_quiet() -> None:
     bench = Bench()
     bench.read_to(40)
-    bench.streams.stop("r1")
-    bench.streams.stop("r1")
-    assert not bench.finished
+    bench.stop()
+    bench.stop()
+    assert bench.ended() == []
     assert set(bench.agent.cancelled) == set(bench.agent.posts)
     bench.end_all()
-    assert bench.codes() == ["stream-stopped"]
-    assert bench.released == [("r1", ((0, 0),))], "nobody reads it any more"
-    assert bench.torn == []
-    bench.streams.stop("r1")
-    assert len(bench.finished) == 1
+    assert bench.ended() == ["stream-stopped"]
+    assert bench.told == ["0.0"], "nobody reads it any more"
+    bench.stop()
+    assert len(bench.ends) == 1
 
 
 def test_a_stream_that_is_over_does_not_end_again() -> None:
     torn = Bench()
     torn.watch().listener.broken("peer-removed", "gone")
-    assert torn.torn == [("r1", "peer-removed")]
-    torn.streams.stop("r1")
-    assert (torn.codes(), torn.engine.reads_in_flight) == ([], 0)
+    assert torn.ended() == ["peer-removed"]
+    torn.stop()
+    assert (len(torn.ends), torn.in_flight) == (1, 0)
     done = Bench()
     done.read_to(100)
     done.end_all(times=2)
-    done.streams.stop("r1")
-    assert done.codes() == [""]
+    done.stop()
+    assert done.ended() == [""]
 
 
 def test_the_fence_word_of_an_attempt_that_is_over_says_nothing_of_the_next() -> None:
@@ -321,19 +286,20 @@ def test_the_fence_word_of_an_attempt_that_is_over_says_nothing_of_the_next() ->
     bench.end_parts()
     ((late, _),) = bench.agent.posts.items()
     bench.watch(broken).listener.broken("nixl-remote", "its words cannot be read")
-    assert bench.torn == [("r1", "nixl-remote")]
+    assert bench.ended() == ["nixl-remote"]
     bench.begin()
+    bench.handshakes.answer(Outcome(peers=bench.peers))
     for rank in TWO_RANKS:
         bench.read_to(100, rank)
     bench.end_parts()
     del bench.agent.posts[late]
-    assert bench.streams.transfer_ended(Result(late))
+    bench.finish(late)
     assert len(bench.posts()) == 2, "both fence words of the second attempt are on their way"
     for transfer_id in list(bench.agent.posts):
-        assert bench.codes() == []
+        assert len(bench.ends) == 1
         del bench.agent.posts[transfer_id]
-        assert bench.streams.transfer_ended(Result(transfer_id))
-    assert bench.codes() == [""]
+        bench.finish(transfer_id)
+    assert bench.ended() == ["nixl-remote", ""]
 
 
 @pytest.mark.parametrize("good", [0, 1])
@@ -348,24 +314,25 @@ def test_a_stream_of_which_a_rank_cannot_be_followed_ends_once(monkeypatch: pyte
 
     monkeypatch.setattr(StreamReaders, "watch", fail)
     bench = Bench(TWO_RANKS)
-    assert bench.torn == [("r1", "duplicate-request")]
-    bench.streams.stop("r1")
-    assert (bench.codes(), bench.engine.reads_in_flight, bench.streams.describe(1)["streams"]) == ([], 0, 0)
+    assert bench.ended() == ["duplicate-request"]
+    bench.stop()
+    described: Any = bench.reads.describe(1)
+    assert (len(bench.ends), bench.in_flight, described["streams"]) == (1, 0, 0)
 
 
 def test_a_second_order_of_a_request_is_left() -> None:
     bench = Bench()
     bench.begin()
-    assert bench.engine.reads_in_flight == 1
+    assert bench.in_flight == 1
     bench.read_to(100)
     bench.end_all(times=2)
-    assert (bench.codes(), bench.torn, bench.engine.reads_in_flight) == ([""], [], 0)
+    assert (bench.ended(), bench.in_flight) == ([""], 0)
 
 
 @pytest.mark.parametrize(("start", "can_stream"), [(8, True), (0, False)])
 def test_pages_that_cannot_be_read_in_parts_are_not(start: int, can_stream: bool) -> None:
     bench = Bench(start=start, can_stream=can_stream)
-    assert bench.torn == [("r1", "not-streamed")]
+    assert bench.ended() == ["not-streamed"]
     assert bench.agent.watches == {}
 
 
@@ -381,4 +348,4 @@ def test_what_the_plan_or_the_agent_refuses_tears_the_stream(monkeypatch: pytest
         bench.agent.refuse_post = refused == "post"
         bench.progress(40)
         bench.watch().listener.table(TAG, 0, (1, 5000 if refused == "ids" else 2))
-    assert bench.torn == [("r1", {"ids": "block-out-of-range", "post": "post-refused"}.get(refused, "bad-streams"))]
+    assert bench.ended() == [{"ids": "block-out-of-range", "post": "post-refused"}.get(refused, "bad-streams")]

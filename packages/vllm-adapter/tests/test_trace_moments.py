@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 from fakes import Outcome, order
@@ -12,7 +13,6 @@ from scheduler_engine import PREFILL, Engine, Prompt
 
 from vllm_adapter.observe.hand_overs import MOST_HAND_OVERS, HandOverLog, short_id
 from vllm_adapter.scheduler.hooks import Arrival
-from vllm_adapter.scheduler.trail import Trail
 
 TEXT = "a prompt of forty characters, no more..."
 
@@ -73,11 +73,11 @@ def test_a_scheduler_stamps_the_way_of_a_prompt_that_it_hands_over() -> None:
     assert TEXT not in json.dumps(told)
 
 
-def taken_over(tokens: list[int]) -> Engine:
-    """Return a decode engine that has read a hand-over and scheduled its first step at 5 s; `tokens` are its output."""
+def taken_over(count: Callable[[], int]) -> Engine:
+    """Return a decode engine that has read a hand-over and scheduled its first step at 5 s; `count` counts its output."""
     ticket = Engine("P").prefill("p1", TEXT)
     engine = Engine("D")
-    engine.side.arrived(Arrival("r1", ticket, len(TEXT), Prompt(TEXT), output_tokens=lambda: len(tokens)))
+    engine.side.arrived(Arrival("r1", ticket, len(TEXT), Prompt(TEXT), output_tokens=count))
     engine.now_s = 1.0
     engine.allocate("r1", [1, 2, 3], external=len(TEXT))
     engine.now_s = 2.0
@@ -92,7 +92,7 @@ def taken_over(tokens: list[int]) -> Engine:
 
 def test_a_scheduler_stamps_the_way_of_a_prompt_that_it_takes_over_up_to_its_first_token() -> None:
     tokens: list[int] = []
-    engine = taken_over(tokens)
+    engine = taken_over(lambda: len(tokens))
     engine.now_s = 6.0
     engine.side.take_stats()  # the end of an earlier step, as with asynchronous scheduling: no token of this request yet
     tokens.append(7)
@@ -113,14 +113,13 @@ def test_a_scheduler_stamps_the_way_of_a_prompt_that_it_takes_over_up_to_its_fir
 
 
 def test_a_request_whose_first_token_is_its_last_has_one_too_and_nothing_is_kept_of_it() -> None:
-    tokens = [7]
-    engine = taken_over(tokens)
+    engine = taken_over(lambda: 1)
     engine.now_s = 6.0
     engine.end("r1", TEXT, [1, 2, 3])
     entry = only(engine.side._stats.hand_overs)
     assert entry["moments"]["first_token"] == 6.0
-    trail = engine.side._trail
-    assert (trail._counts, trail._starting) == ({}, {}), "the host's request is not kept alive"
+    requests = engine.side._requests
+    assert (requests.live, requests._starting) == ({}, {}), "the host's request is not kept alive"
 
 
 def test_requests_that_take_part_in_no_hand_over_leave_nothing() -> None:
@@ -172,12 +171,10 @@ def test_a_rank_that_is_read_from_stamps_grant_read_and_release() -> None:
 
 
 def test_a_host_that_cannot_count_tokens_costs_a_moment_and_no_step() -> None:
-    trail = Trail(HandOverLog(), lambda: 1.0)
-
     def count() -> int:
         raise AttributeError("num_output_tokens")
 
-    trail.arrived(Arrival("r", None, 3, output_tokens=count), "consumer", 1.0)
-    trail.allocated("r", external_tokens=0)
-    trail.step_ended()
-    trail.finished("r")
+    engine = taken_over(count)
+    engine.side.take_stats()
+    engine.end("r1", TEXT, [1, 2, 3])
+    assert "first_token" not in only(engine.side._stats.hand_overs)["moments"]

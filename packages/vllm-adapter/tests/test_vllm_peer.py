@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from kv_topology import Planner, RankGeometry, Region, TopologyError, from_document, to_document
+from kv_topology import Planner, RankGeometry, Region, TopologyError, from_document, reshard, to_document
 from kv_topology.tools import EngineSpec, ModelSpec, StateSpec, build_engine
-from vllm_adapter.cache.documents import PeerSizes, with_names
-from vllm_adapter.cache.vllm_peer import PeerGeometry, derive_document
+from vllm_adapter.cache.documents import PeerSizes
+from vllm_adapter.cache.vllm_peer import PeerGeometry
 from vllm_adapter.errors import AdapterError
-from vllm_adapter.worker.transfer.planner import PeerPlanner, PeerRanks
+from vllm_adapter.worker.transfer.planner import PeerPlanner
 
 DENSE = ModelSpec(("attention",) * 12, 4, 8)
 STATE = StateSpec(heads=8, head_dim=4, state_dim=4, groups=2, conv_rows=4)
@@ -29,19 +29,20 @@ def sent(facts: dict[str, Any]) -> Any:
     return SimpleNamespace(**{**optional, "capabilities": (), **facts})
 
 
+def document_of(geometry: RankGeometry) -> Any:
+    return to_document(geometry)
+
+
 def derived(
     local: RankGeometry, facts: dict[str, Any], *, tp: int = 1, rank: int = 0, dcp: int = 1, dealt: bool = True
 ) -> RankGeometry:
     """The geometry of the peer's rank, through documents as the adapter derives it."""
-    document = derive_document(
-        with_names(to_document(local)),
-        sent(facts),
-        (0, rank),
-        PeerSizes(tp, 1, dcp),
-        reshard=Planner().reshard,
-        dealt_groups=[dealt] * len(local.groups),
-    )
-    return from_document(document)
+    geometry, ours = PeerGeometry(reshard, [dealt] * len(local.groups)), document_of(local)
+    return from_document(geometry.document(ours, sent(facts), (0, rank), PeerSizes(tp, 1, dcp)))
+
+
+def planner_of(geometry: RankGeometry) -> PeerPlanner:
+    return PeerPlanner(document_of(geometry), PeerGeometry(reshard, [False] * len(geometry.groups)), Planner(), "DRAM")
 
 
 def facts_of(geometry: RankGeometry, engine: EngineSpec, *, names: bool = True) -> dict[str, Any]:
@@ -153,11 +154,8 @@ def test_region_count_must_match_without_names():
         facts[name] = facts[name][:3]
     with pytest.raises(AdapterError) as caught:
         derived(local, facts)
-    assert (caught.value.code, caught.value.context["local"], caught.value.context["peer"]) == (
-        "region-count-differs",
-        12,
-        3,
-    )
+    context = caught.value.context
+    assert (caught.value.code, context["local"], context["peer"]) == ("region-count-differs", 12, 3)
 
 
 def test_convolution_rows_are_derived_where_all_their_parts_shrink_alike_and_refused_elsewhere():
@@ -183,12 +181,7 @@ def test_the_first_rank_gives_a_lie_about_the_size_away(true_tp: int, told_tp: i
         engine = EngineSpec(true_tp, block_tokens=96, kernel_block_tokens=32)
         ours = build_engine(model, EngineSpec(1, block_tokens=96, kernel_block_tokens=32))[0, 0]
         first = sent(facts_of(build_engine(model, engine)[0, 0], engine))
-        planner = PeerPlanner(
-            with_names(to_document(ours)),
-            PeerGeometry(Planner().reshard, [False] * len(ours.groups)),
-            Planner(),
-            "DRAM",
-        )
+        planner = planner_of(ours)
         address: Any = PeerSizes(told_tp, 1, 1)
         with pytest.raises(AdapterError) if is_told else nullcontext() as caught:
             planner.check_sizes(address, first)
@@ -199,8 +192,7 @@ def test_the_first_rank_gives_a_lie_about_the_size_away(true_tp: int, told_tp: i
 def test_the_first_rank_gives_a_lie_about_pipelines_away() -> None:
     engine = EngineSpec(1, block_tokens=96, kernel_block_tokens=32)
     whole = build_engine(DENSE, engine)[0, 0]
-    document = with_names(to_document(whole))
-    planner = PeerPlanner(document, PeerGeometry(Planner().reshard, [False] * len(whole.groups)), Planner(), "DRAM")
+    planner = planner_of(whole)
     first = sent(facts_of(whole, engine))
     told: Any = PeerSizes(1, 2, 1)
     with pytest.raises(AdapterError, match="pipeline ranks") as caught:
@@ -228,9 +220,7 @@ def test_pipelines_are_met_only_where_stages_tell_their_layers(
     """Stage 0 of two of PAIRS names its regions 0 and 2, and holds no layer 3: it must not be read from there."""
     specs = [EngineSpec(1, pp, block_tokens=96, kernel_block_tokens=32) for pp in (1, true_pp)]
     whole, stage = (build_engine(model, spec)[0, 0] for spec in specs)
-    planner = PeerPlanner(
-        with_names(to_document(whole)), PeerGeometry(Planner().reshard, [False] * len(whole.groups)), Planner(), "DRAM"
-    )
+    planner = planner_of(whole)
     first = sent(facts_of(stage, specs[1], names=names))
     told: Any = PeerSizes(1, 2, 1)
     if can_be_told and names and true_pp == 2:
@@ -241,5 +231,5 @@ def test_pipelines_are_met_only_where_stages_tell_their_layers(
     assert caught.value.code in {"pipeline-size-differs", "pipeline-regions-ambiguous"}
     if not can_be_told:
         with pytest.raises(AdapterError) as caught:
-            planner.plan(PeerRanks(planner, told, {(0, 0): first, (1, 0): first}))
+            list(planner.read(told, {(0, 0): first, (1, 0): first}))
         assert caught.value.code == "pipeline-regions-ambiguous"

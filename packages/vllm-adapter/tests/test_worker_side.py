@@ -19,6 +19,7 @@ from kv_scheduler_state import FenceOrder, GrantOrder, StepPlan
 from kv_scheduler_state.streams import StreamChunk, StreamOpen, StreamOrder, StreamPlan, StreamVoid
 from vllm_adapter.config import Settings
 from vllm_adapter.errors import AdapterError
+from vllm_adapter.scheduler.hooks import Arrival
 from vllm_adapter.steps import ReadEnd, ReadTimes, StepOrders, StepReport
 from vllm_adapter.wiring import make_worker
 from vllm_adapter.worker.engine_thread import WorkerSide
@@ -53,9 +54,9 @@ def test_a_failed_read_is_reported_with_who_what_and_why_and_logged_once_for_all
     with caplog.at_level(logging.ERROR):
         results = worker.take_report()
         side = SchedulerEngine().side
-        awaited, ids = side._awaited, ("r1", "r2")
-        awaited.ordered(StepPlan(reads=tuple(order(request_id=name) for name in ids)))
-        side._followed.add("r1")
+        requests, ids = side._requests, ("r1", "r2")
+        requests.begin(Arrival("r1", None, 16), "consumer", 0.0, is_early=False)
+        requests.ordered(StepPlan(reads=tuple(order(request_id=name) for name in ids)), 0.0)
         failures = tuple(replace(failure, rank=(0, rank)) for failure in results.failures for rank in range(8))
         side.update_output(StepReport(received=ids, failed=("r1",), failures=failures))
     assert results.received == {"r1", "r2"}
@@ -202,7 +203,7 @@ def test_a_step_that_computes_nothing_waits_a_moment_for_a_read_and_no_other_ste
     step(rest_s=0.005, is_asking=True)
     assert waited == [0.005]
     worker._read_ended(_end())
-    worker._stream_ended(_end())
+    worker._read_ended(replace(_end(), is_streamed=True))
     worker._lease_ended("p1")
     assert waited[1:] == [0, 0, 0], "an end wakes it"
     report = worker.take_report()
@@ -239,7 +240,7 @@ def test_a_rank_rests_only_until_it_has_reported_all_that_it_waits_for(plan: Ste
     if plan.grants:
         worker._lease_ended("r1")
     else:
-        (worker._read_ended if plan.reads else worker._stream_ended)(_end())
+        worker._read_ended(replace(_end(), is_streamed=not plan.reads))
     for _ in range(5):
         worker.apply(rests(StepPlan()))
         worker.take_report()
@@ -249,8 +250,8 @@ def test_a_rank_rests_only_until_it_has_reported_all_that_it_waits_for(plan: Ste
 @pytest.mark.parametrize("is_lock_stepped", [False, True])
 def test_no_rank_rests_that_others_wait_for(is_lock_stepped: bool) -> None:
     side = SchedulerEngine(is_lock_stepped=is_lock_stepped).side
-    side._awaited.ordered(StepPlan(reads=(order("r"),)))
-    side._awaited.leased("p")
+    side._requests.ordered(StepPlan(reads=(order("r"),)), 0.0)
+    side._requests.finished("p", is_error=False, keeps_blocks=True)
     rests = [side.build_step((), (), is_empty=True).rest_s for _ in range(4)]
     assert any(rests) is not is_lock_stepped
 
@@ -263,22 +264,22 @@ def test_the_scheduler_lets_workers_rest_while_it_waits_for_peers_alone() -> Non
 
     assert not rest_s(is_empty=True)
     assert not rest_s(is_empty=True), "nothing is read"
-    side._awaited.ordered(StepPlan(streams=StreamPlan(watches=(StreamOrder(order("s"), 1, 0),))))
+    side._requests.ordered(StepPlan(streams=StreamPlan(watches=(StreamOrder(order("s"), 1, 0),))), 0.0)
     assert rest_s(is_empty=True) == 0.01, "a prompt that is still computed"
-    side._awaited.ordered(StepPlan(reads=(order("r"),)))
+    side._requests.ordered(StepPlan(reads=(order("r"),)), 0.0)
     assert rest_s(is_empty=True) == 0.005, "the end of a plain read is near"
     assert not rest_s(), "something is computed"
     assert not rest_s(is_empty=True), "one may stand between two that compute"
     assert rest_s(is_empty=True)
-    side._awaited.take(StepReport(received=["r"]))
+    side._requests.take(StepReport(received=["r"]))
     assert rest_s(is_empty=True) == 0.01
-    side._awaited.ordered(StepPlan(reads=(order("s"),)))
+    side._requests.ordered(StepPlan(reads=(order("s"),)), 0.0)
     assert rest_s(is_empty=True) == 0.005, "its final ticket is read"
-    side._awaited.take(StepReport(received=["s"]))
+    side._requests.take(StepReport(received=["s"]))
     assert not rest_s(is_empty=True)
-    side._awaited.leased("p")
+    side._requests.finished("p", is_error=False, keeps_blocks=True)
     assert rest_s(is_empty=True) == 0.005, "a peer reads from here"
-    side._awaited.take(StepReport(sent=["p"]))
+    side._requests.take(StepReport(sent=["p"]))
     assert not rest_s(is_empty=True)
     asking: Any = SimpleNamespace(is_asking=True, receive=lambda _now_s: None, send=lambda: None)
     side._streams = asking

@@ -14,7 +14,7 @@ __all__ = ["main"]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code; without the extra `cli`, say what to install and return 2."""
     try:
-        from kv_handshake.tools.cli import main as run
+        from kv_handshake.cli import main as run
     except ModuleNotFoundError as error:
         if error.name not in {"typer", "rich"}:
             raise

@@ -8,10 +8,11 @@ import msgspec
 
 from kv_handshake.core.server import ServerCore
 from kv_handshake.core.session import ClientSession
-from kv_handshake.stream.messages import answer_payload, question_payload, read_answer, read_question
+from kv_handshake.errors import ConfigurationError
+from kv_handshake.wire.asks import answer_payload, question_payload, read_answer, read_question
 from kv_handshake.wire.dialects import dialect_of
 from kv_handshake.wire.factors import check_factors, compatibility_hash, hashed_factors
-from kv_handshake.wire.limits import check_number
+from kv_handshake.wire.limits import NUMBER_END
 from kv_handshake.wire.messages import Envelope, checksum_of
 from kv_handshake.wire.notifications import (
     RESERVED_PREFIXES,
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 __all__ = ["Codec"]
-
-_encoder = msgspec.msgpack.Encoder()
 
 
 @final
@@ -69,15 +68,16 @@ class Codec:
             check_rank(rank)
         encoded = encode_metadata(metadata, version)
         generation = metadata.get("generation")
-        if isinstance(generation, int):
-            check_number("generation", generation)
-        return _encoder.encode(
+        # Tickets carry it through routers, many of which keep JSON numbers as 64-bit floats.
+        if generation is not None and not (isinstance(generation, int) and 0 <= generation < NUMBER_END):
+            raise ConfigurationError("invalid-argument", f"generation {generation!r} is not 0 to 2**53 - 1")
+        return msgspec.msgpack.encode(
             Envelope(
                 compatibility_hash=compatibility_hash(hashed_factors(factors, version)),
                 agent_metadata_bytes=encoded,
                 protocol=PROTOCOL_RANGE,
                 rank=rank,
-                generation=generation if isinstance(generation, int) else None,
+                generation=generation,
                 factors=dict(factors),
                 checksum=checksum_of(encoded),
                 capabilities=dict(self._capabilities),

@@ -1,7 +1,7 @@
 """`TransferAgent`: one NIXL agent with its memory, peers and transfers, driven by its owner.
 
 Theory of operation. An order becomes a `Transfer` with one or more *parts*, each of which is one NIXL handle. The owner calls
-`advance` repeatedly. Each call posts parts, polls everything on the wire, ends transfers past their deadline (`TransferTable`),
+`advance` repeatedly. Each call posts parts, polls everything on the wire, ends transfers past their deadline (`TransferQueue`),
 and polls the handles that no transfer waits for (`Handles`).
 
 The way of one read: `post_read` checks the order, cuts it into parts and queues it here; `Transfer` in
@@ -16,20 +16,19 @@ from typing import TYPE_CHECKING, Final, final
 import numpy as np
 
 from kv_nixl_agent.errors import AgentError
-from kv_nixl_agent.memory.fences import FenceArray, LandingPads
+from kv_nixl_agent.memory.fences import FenceArray
 from kv_nixl_agent.memory.peers import PeerTable
 from kv_nixl_agent.memory.rows import MemoryTable
 from kv_nixl_agent.nixl.binding import open_nixl
 from kv_nixl_agent.nixl.metadata import add_checksum
 from kv_nixl_agent.options import AgentOptions
-from kv_nixl_agent.streams.polls import StreamPoller
+from kv_nixl_agent.streams.polls import StreamPoller, landing_pads
 from kv_nixl_agent.streams.words import StreamWords
 from kv_nixl_agent.transfers.handles import Handles
-from kv_nixl_agent.transfers.parts import split_into_parts
-from kv_nixl_agent.transfers.queue import TransferTable
+from kv_nixl_agent.transfers.queue import TransferQueue, split_into_parts
 from kv_nixl_agent.transfers.reader import WordReader
 from kv_nixl_agent.transfers.transfer import Transfer
-from kv_nixl_agent.values import Statistics, TransferOrder, TransferResult
+from kv_nixl_agent.values import TransferOrder, TransferResult
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -86,39 +85,41 @@ class TransferAgent:
         """Reason for which `post_read` and `probe` report every order as failed; None while orders are accepted."""
         self._is_closed = False
         self._clock = clock
-        self._statistics = Statistics()
-        fences = FenceArray(chosen.fence_words)
+        self._fences = FenceArray(chosen.fence_words)
+        own: list[MemoryRegion] = [(self._fences.location[0], self._fences.total_bytes, 0, "DRAM")]
         self.stream_words: StreamWords | None = None
         """This rank's stream memory, writable from any thread; None without stream slots."""
-        pads: LandingPads | None = None
-        scratch: list[MemoryRegion] = []
-        if chosen.stream_slots:
+        self.polls: StreamPoller | None = None
+        """Watches of peers' streams; None without stream slots."""
+        pads = landing_pads() if chosen.stream_slots else None
+        if pads is not None:
             words = self.stream_words = StreamWords(
-                fences, chosen.stream_slots, chosen.stream_capacity, is_alone=not chosen.progress_thread
+                self._fences, chosen.stream_slots, chosen.stream_capacity, is_alone=not chosen.progress_thread
             )
-            pads = LandingPads()
-            scratch.append((words.location[0], words.total_bytes, 0, "DRAM"))
-            scratch.append((pads.address, pads.total_bytes, 0, "DRAM"))
+            own.append((words.location[0], words.total_bytes, 0, "DRAM"))
+            own.append((int(pads.ctypes.data), int(pads.nbytes), 0, "DRAM"))
         backends = [(backend.name, backend.as_parameters()) for backend in chosen.backends]
         self._port = port_factory(name, backends, progress_thread=chosen.progress_thread)
+        self._memory = MemoryTable(self._port)
         try:
-            self._memory = MemoryTable(self._port, fences, regions, scratch)
+            self._memory.register([*own, *regions])
         except AgentError:
             self._port.close()
             raise
-        self._handles = Handles(self._port, on_idle=self._retire)
+        self._handles = Handles(self._port, on_idle=lambda peer: self._peers.retire(peer))  # noqa: PLW0108 - made below
         self._peers = PeerTable(self._port, self._memory, self._handles.last_look)
-        self._words = WordReader(self._port, fences, pads, self._handles, clock)
-        self._transfers = TransferTable(self._port, self._handles, self._words, chosen, self._statistics, clock)
-        self.polls = StreamPoller(self._words, chosen, self._statistics, self._peers.get, clock)
-        """Watches of peers' streams."""
+        self._words = WordReader(self._port, self._fences, self._handles, clock)
+        self._transfers = TransferQueue(self._port, self._handles, self._words, chosen, clock)
+        self._shared_from = chosen.shared_from
+        if pads is not None:
+            self.polls = StreamPoller(self._port, self._words, pads, chosen, self._transfers.counts, clock)
 
     # ------------------------------------------------------------------------------------------------ this endpoint
 
     @property
     def fence(self) -> FenceLocation:
         """(address, device, word count) of this rank's fence array, for peers."""
-        return self._memory.fences.location
+        return self._fences.location
 
     def agent_metadata(self) -> bytes:
         """Return this agent's metadata for peers, with a checksum trailer that NIXL itself ignores."""
@@ -140,7 +141,7 @@ class TransferAgent:
         Raises:
             AgentError: `bad-fence`; `agent-closed` once `close` has voided all words.
         """
-        self._memory.fences.write(slot, generation)
+        self._fences.write(slot, generation)
 
     def _refuse_closed(self) -> None:
         if self._is_closed:
@@ -159,7 +160,7 @@ class TransferAgent:
         for squatter in self._peers.squatters_of(spec):
             self.remove_peer(squatter)
         peer = self._peers.add(spec)
-        if self._options.wire_up and peer.touch_row is not None:
+        if self._options.wire_up and peer.touch is not None:
             self._words.warm_up(peer)
 
     def replace_peer(self, spec: PeerSpec) -> None:
@@ -168,7 +169,7 @@ class TransferAgent:
         Raises:
             AgentError: as `add_peer`; the previous peer is then removed, too.
         """
-        if spec.key in self._peers:
+        if self.has_peer(spec.key):
             self.remove_peer(spec.key)
         self.add_peer(spec)
 
@@ -183,16 +184,17 @@ class TransferAgent:
         self._refuse_closed()
         known = self._peers.get(peer)
         self._transfers.end_peer(known)
-        self.polls.forget(known, "peer-removed", f"peer {peer!r} was removed or replaced")
-        self._peers.remove(peer)
+        if self.polls is not None:
+            self.polls.forget(known, "peer-removed", f"peer {peer!r} was removed or replaced")
+        self._peers.remove(known)
 
     def has_peer(self, peer: str) -> bool:
         """Return whether `peer` can be used."""
-        return peer in self._peers
+        return peer in self._peers.by_key
 
     def peers(self) -> Mapping[str, Mapping[str, object]]:
         """Return the state of every peer: agent name, connected, outstanding handles."""
-        return {one.key: one.describe() for one in self._peers.all}
+        return {one.key: one.describe() for one in self._peers.by_key.values()}
 
     def send_notification(self, peer: str, payload: bytes) -> bool:
         """Send `payload` to a peer; False if it cannot be sent.
@@ -207,9 +209,6 @@ class TransferAgent:
         except AgentError:
             return False
         return True
-
-    def _retire(self, peer: Peer) -> None:
-        self._peers.retire(peer)
 
     # ----------------------------------------------------------------------------------------------------- transfers
 
@@ -277,17 +276,58 @@ class TransferAgent:
         """
         self._refuse_closed()
         peer = self._peers.get(order.peer)
-        transfer_id = order.transfer_id
-        if self._transfers.get(transfer_id) is not None or self._handles.holds(transfer_id):
+        self._admit(order, peer)
+        parts = split_into_parts(
+            peer,
+            order.local_indices,
+            order.peer_indices,
+            chunk_rows=self._options.chunk_rows,
+            shared_from=self._shared_from,
+        )
+        self._transfers.add(Transfer(order, peer, parts, self._transfers))
+
+    def _admit(self, order: TransferOrder, peer: Peer) -> None:
+        """Refuse an order that cannot be served now."""
+        options, held, transfer_id = self._options, self._handles.held, order.transfer_id
+        if transfer_id in self._transfers.live or transfer_id in held:
             raise AgentError("duplicate-transfer", f"transfer id {transfer_id!r} is in progress or in quarantine")
-        waiting, held = self._transfers.schedule.count, self._handles.held_for(peer.key)
-        _admit(order, peer, self._options, waiting=waiting, held=held)
-        parts = split_into_parts(peer, order.local_indices, order.peer_indices, self._options)
-        self._transfers.add(Transfer(order, peer, parts, self._transfers.wiring))
+        waiting = self._transfers.waiting_count
+        if waiting >= options.max_queued:
+            raise AgentError("queue-full", f"{waiting} transfers wait already; let some end first")
+        held_count = sum([transfer.peer.key == peer.key for transfer in held.values()])
+        if held_count >= options.max_quarantined_per_peer:
+            raise AgentError(
+                "quarantine-full",
+                f"{held_count} unfinished transfers of peer {peer.key!r}, or of a former peer under its key, are in "
+                "quarantine; a process of it is probably stopped: wait until they end",
+                peer=peer.key,
+            )
+        is_probe = order.operation == "probe"
+        if not order.deadline_s > 0 or not (is_probe or order.operation == "read"):
+            raise AgentError(
+                "bad-options",
+                f"transfer {transfer_id!r} has deadline {order.deadline_s} s and operation {order.operation!r}; "
+                "needed are a positive time, and read or probe",
+            )
+        if is_probe and (len(order.local_indices) or len(order.peer_indices)):
+            raise AgentError("bad-options", f"probe {transfer_id!r} names pages; it reads one word of its own choice")
+        if is_probe and peer.touch is None:
+            raise AgentError("bad-rows", f"peer {peer.key!r} has no rows and no fence, so there is nothing to read")
+        if order.fence is None:
+            return
+        slot, generation = order.fence
+        words = 0 if peer.fence is None else peer.fence[2]
+        if is_probe or not 0 <= slot < words or generation < 0:
+            raise AgentError(
+                "bad-fence",
+                f"transfer {transfer_id!r} names fence slot {slot}, peer {peer.key!r} has {words} words, and only "
+                "reads are fenced",
+                peer=peer.key,
+            )
 
     def cancel(self, transfer_id: str) -> bool:
         """End a transfer early; return False if it is not in progress. Parts on the wire go to quarantine."""
-        transfer = self._transfers.get(transfer_id)
+        transfer = self._transfers.live.get(transfer_id)
         if transfer is None:
             return False
         transfer.end("cancelled", "cancelled", "cancelled by the caller")
@@ -306,16 +346,17 @@ class TransferAgent:
             AgentError: `unknown-peer`; `bad-streams` without stream memory on either side, or for a slot that does not exist;
                 `peer-rows-unregistered`.
         """
-        return self.polls.watch(peer, slot, listener, tokens=tokens)
+        known = self._peers.get(peer)
+        if self.polls is None:
+            raise AgentError("bad-streams", "this agent (option stream_slots) has no stream memory", peer=peer)
+        return self.polls.watch(known, slot, listener, tokens=tokens)
 
     def advance(self) -> bool:
         """Do one turn of posting and polling; return True if anything progressed."""
-        self._refuse_closed()
-        moved = self._transfers.launch()
-        moved = self._transfers.poll() or moved
+        moved = self._transfers.advance()
         now_s = self._clock()
-        self._transfers.end_late(now_s)
-        moved = self.polls.advance(now_s) or moved
+        if self.polls is not None:
+            moved = self.polls.advance(now_s) or moved
         return self._handles.poll(now_s) or moved
 
     def take_results(self) -> list[TransferResult]:
@@ -325,13 +366,11 @@ class TransferAgent:
 
     def take_quiet(self) -> list[str]:
         """Return ids of transfers whose local memory left quarantine since the last call."""
-        taken = list(self._transfers.quiet)
-        self._transfers.quiet.clear()
+        taken, self._transfers.quiet = self._transfers.quiet, []
         return taken
 
     def take_notifications(self) -> Sequence[tuple[str, bytes]]:
         """Return the notifications received since the last call, as (agent name of the peer, payload)."""
-        self._refuse_closed()
         try:
             return self._port.notifications()
         except AgentError:
@@ -342,25 +381,33 @@ class TransferAgent:
     @property
     def is_busy(self) -> bool:
         """Whether something is queued or on the wire; quarantine does not count."""
-        return self._transfers.is_busy or self._handles.watched_count > 0
+        return bool(self._transfers.live or self._handles.watched)
 
     @property
     def is_awaited(self) -> bool:
         """Whether something is queued or on the wire that is neither a probe nor a leftover."""
-        return not self._transfers.is_only_probing or self._handles.has_awaited or self.polls.is_on_wire
+        return (
+            any(transfer.order.operation != "probe" for transfer in self._transfers.live.values())
+            or any(not read.is_late for read in self._handles.watched)
+            or (self.polls is not None and self.polls.is_on_wire)
+        )
 
     @property
     def has_leftovers(self) -> bool:
-        """Whether something on the wire is to be polled although nobody waits for it.
+        """Whether something on the wire is to be polled although no caller waits for it.
 
         This is quarantine, a read into one of our own words that is older than a second, or a poll of a peer without watches.
         """
-        return self.has_quarantine or self._handles.has_late or self.polls.has_strays
+        return (
+            bool(self._handles.held)
+            or any(read.is_late for read in self._handles.watched)
+            or (self.polls is not None and self.polls.has_strays)
+        )
 
     @property
     def has_quarantine(self) -> bool:
         """Whether any transfer is in quarantine."""
-        return self._handles.held_count > 0
+        return bool(self._handles.held)
 
     def stalls(self) -> Sequence[StallEntry]:
         """Return the transfers on the wire without progress for `stall_after_s`."""
@@ -376,8 +423,14 @@ class TransferAgent:
 
     def figures(self) -> Figures:
         """Return counters, gauges and times of this moment, which another thread can summarise."""
-        own = {"scratch_words_free": float(self._memory.fences.free_scratch_words), **self.polls.gauges()}
-        return self._statistics.figures({**self._transfers.gauges(), **self._peers.gauges(), **own})
+        return self._transfers.figures(
+            {
+                **self._peers.gauges(),
+                "scratch_words_free": self._fences.scratch.free_count,
+                "streams_watched": 0 if self.polls is None else self.polls.watch_count,
+                "stream_pads_free": 0 if self.polls is None else self.polls.free_pads,
+            }
+        )
 
     # --------------------------------------------------------------------------------------------------------- close
 
@@ -385,7 +438,8 @@ class TransferAgent:
         """End every transfer in progress; those on the wire go to quarantine."""
         outcome: Outcome = "cancelled" if code == "cancelled" else "failed"
         self._transfers.end_all(outcome, code, message)
-        self.polls.end_all("agent-closed" if code == "cancelled" else code, message)
+        if self.polls is not None:
+            self.polls.end_all("agent-closed" if code == "cancelled" else code, message)
 
     def close(self) -> None:
         """Close in order: transfers, prepared lists, peers, registrations. Idempotent.
@@ -395,7 +449,7 @@ class TransferAgent:
         """
         if self._is_closed:
             return
-        self._memory.fences.void_all()
+        self._fences.void_all()
         if self.stream_words is not None:
             self.stream_words.void_all()
         self.end_all("cancelled", "the agent was closed")
@@ -403,44 +457,5 @@ class TransferAgent:
         self._handles.close(self._options.close_wait_s)
         self._words.close()
         self._peers.close()
-        self._memory.deregister_all()
+        self._memory.close()
         self._port.close()
-
-
-def _admit(order: TransferOrder, peer: Peer, options: AgentOptions, *, waiting: int, held: int) -> None:
-    """Refuse an order that cannot be served now; `waiting` counts queued transfers, `held` those of its peer in quarantine.
-
-    Raises:
-        AgentError: `queue-full`, `quarantine-full`, `bad-fence`, `bad-rows`, `bad-options`.
-    """
-    if waiting >= options.max_queued:
-        raise AgentError("queue-full", f"{waiting} transfers wait already; let some end first")
-    if held >= options.max_quarantined_per_peer:
-        raise AgentError(
-            "quarantine-full",
-            f"{held} unfinished transfers of peer {peer.key!r}, or of a former peer under its key, are in quarantine; a "
-            "process of it is probably stopped: wait until they end",
-            peer=peer.key,
-        )
-    is_probe = order.operation == "probe"
-    if not order.deadline_s > 0 or not (is_probe or order.operation == "read"):
-        raise AgentError(
-            "bad-options",
-            f"transfer {order.transfer_id!r} has deadline {order.deadline_s} s and operation {order.operation!r}; "
-            "needed are a positive time, and read or probe",
-        )
-    if is_probe and (len(order.local_indices) or len(order.peer_indices)):
-        raise AgentError("bad-options", f"probe {order.transfer_id!r} names pages; it reads one word of its own choice")
-    if is_probe and peer.touch_row is None:
-        raise AgentError("bad-rows", f"peer {peer.key!r} has no rows and no fence, so there is nothing to read")
-    if order.fence is None:
-        return
-    slot, generation = order.fence
-    words = 0 if peer.fence is None else peer.fence[2]
-    if is_probe or not 0 <= slot < words or generation < 0:
-        raise AgentError(
-            "bad-fence",
-            f"transfer {order.transfer_id!r} names fence slot {slot}, peer {peer.key!r} has {words} words, and only "
-            "reads are fenced",
-            peer=peer.key,
-        )

@@ -1,4 +1,4 @@
-"""Calls, notifications, timers and errors of an owner thread, and the order in which they are served.
+"""Work of an owner thread: calls, notifications and timers, the order in which they are served, and the waiting for them.
 
 Calls, notifications and timers may wait for the owner thread at the same time, and their order matters to a producer. The engine
 thread hands over "expect readers of request 7" before a reader can hold a ticket of it, so a reader's completion must not be
@@ -12,88 +12,29 @@ Example: calls 1 to 3 wait, a notification comes in (due after call 3), call 4 i
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 import traceback
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, final
 
 from kv_nixl_agent.errors import AgentError
+from kv_nixl_agent.nixl.side_effects import SwitchInterval
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Sequence
 
-__all__ = ["Arrivals", "ErrorLog", "Mailbox", "Timers"]
+    from kv_nixl_agent.options import ThreadOptions
 
-
-@final
-class Mailbox:
-    """Calls, first in, first out. `put` and `len` are for any thread, the rest for the owner."""
-
-    def __init__(self) -> None:
-        self._items: deque[Callable[[], object]] = deque()
-        self._lock = threading.Lock()
-        self._refusal: AgentError | None = None
-        self.taken_count = 0
-        """Items that were taken out so far."""
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    @property
-    def given_count(self) -> int:
-        """Items that were handed over so far."""
-        return self.taken_count + len(self._items)
-
-    def put(self, item: Callable[[], object]) -> None:
-        """Hand an item over. Once this returns, the item is served, also when the thread dies.
-
-        Raises:
-            AgentError: the refusal given to `shut`.
-        """
-        with self._lock:
-            if self._refusal is not None:
-                raise AgentError(self._refusal.code, str(self._refusal))
-            self._items.append(item)
-
-    def take(self) -> Callable[[], object] | None:
-        """Return the next item, None if there is none."""
-        if not self._items:
-            return None
-        self.taken_count += 1
-        return self._items.popleft()
-
-    def shut(self, refusal: AgentError) -> None:
-        """Refuse further items with this error; those handed over before stay."""
-        with self._lock:
-            self._refusal = refusal
-
-
-@final
-class Arrivals:
-    """Notifications that came in, until the calls that were handed over before them have run."""
-
-    def __init__(self) -> None:
-        self._waiting: deque[tuple[int, str, bytes]] = deque()
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def add(self, arrived: Iterable[tuple[str, bytes]], given_count: int) -> None:
-        """Keep notifications, due after `given_count` calls."""
-        self._waiting.extend((given_count, sender, payload) for sender, payload in arrived)
-
-    def take_due(self, taken_count: int) -> Iterator[tuple[str, bytes]]:
-        """Return the notifications that are due after `taken_count` calls, oldest first."""
-        while self._waiting and self._waiting[0][0] <= taken_count:
-            _, sender, payload = self._waiting.popleft()
-            yield sender, payload
-
+__all__ = ["Mailbox", "Pacer"]
 
 _HORIZON_S: Final = 1.0
 _PAUSE_S: Final = 0.5
 _CATCH_UP_S: Final = 0.5
 """After a pause, NIXL's threads took up to 0.24 s to bring in what had been sent meanwhile (three busy processes, two cores)."""
+_CALLS_SLICE_S: Final = 2e-4
 
 
 @final
@@ -105,70 +46,218 @@ class _Timer:
 
 
 @final
-class Timers:
-    """Functions that run about once per period.
+class Mailbox:
+    """Calls, notifications and timers of one owner thread. `put` and `shut` are for any thread, the rest for the owner.
 
     Timers that fall due wait for the calls and notifications that arrived before them (see above). After more than half a
     second without a turn, when the process was probably stopped, they also wait for another half second, because notifications
     sent meanwhile are still in the transport. Repeated pauses do not extend this. Nothing else is delayed. It makes unnecessary
     ends of leases rare; that a pause ends none is up to the caller's clock, which must not count it.
+
+    Args:
+        on_notification: Called with each notification that is due: (agent name of the peer, payload).
+        clock: Monotonic clock, in seconds.
     """
 
-    def __init__(self, now_s: float) -> None:
+    def __init__(self, on_notification: Callable[[str, bytes], None], clock: Callable[[], float]) -> None:
+        self._on_notification = on_notification
+        self._clock = clock
+        self.calls: deque[Callable[[], object]] = deque()
+        """Calls that are waiting to run."""
+        self._lock = threading.Lock()
+        self._refusal: AgentError | None = None
+        self._taken_count = 0
+        """Calls that were taken out so far."""
+        self._arrived: deque[tuple[int, str, bytes]] = deque()
+        """Notifications, each with the number of calls that must run first."""
         self._timers: list[_Timer] = []
-        self._seen_s = now_s
-        self._held_until_s: float | None = None
+        self._seen_s = clock()
+        self._held_until_s = -math.inf
+        """Time until which timers are held back after a pause."""
         self._round: tuple[int, float] | None = None
         """(number of calls that must run first, time of the round's start) for the due timers that are waiting."""
+        self.callback_errors = 0
+        self.loop_errors = 0
+        self.last_error = ("", "")
+        """(type and message, traceback) of the latest error."""
 
-    def add(self, period_s: float, function: Callable[[], object], now_s: float) -> None:
+    def put(self, call: Callable[[], object]) -> None:
+        """Hand a call over. Once this returns, the call is served, also when the thread dies.
+
+        Raises:
+            AgentError: the refusal given to `shut`.
+        """
+        with self._lock:
+            if self._refusal is not None:
+                raise AgentError(self._refusal.code, str(self._refusal))
+            self.calls.append(call)
+
+    def shut(self, refusal: AgentError) -> None:
+        """Refuse further calls with this error; those handed over before stay."""
+        with self._lock:
+            self._refusal = refusal
+
+    def add_timer(self, period_s: float, function: Callable[[], object]) -> None:
         """Run `function` about every `period_s`."""
-        self._timers.append(_Timer(period_s, function, now_s + period_s))
+        self._timers.append(_Timer(period_s, function, self._clock() + period_s))
 
-    def note(self, now_s: float) -> bool:
+    # ------------------------------------------------------------------------------------------------------------ turn
+
+    def note_time(self, now_s: float) -> bool:
         """Record the time, at the beginning of a turn and within it; return True if the process paused since the last call."""
-        paused = now_s - self._seen_s > _PAUSE_S
-        if paused and self._held_until_s is None:
+        has_paused = now_s - self._seen_s > _PAUSE_S
+        if has_paused and self._held_until_s == -math.inf:
             self._held_until_s = now_s + _CATCH_UP_S
         self._seen_s = now_s
-        return paused
+        return has_paused
 
-    def take_due(self, now_s: float, *, given_count: int, taken_count: int) -> list[Callable[[], object]]:
-        """Return the functions to run now, given the numbers of calls handed over and of calls that have run."""
-        is_held = self._held_until_s is not None and now_s < self._held_until_s
-        if is_held or all(timer.due_s > now_s for timer in self._timers):
-            return []
+    def run_calls(self, slice_s: float = _CALLS_SLICE_S) -> bool:
+        """Run waiting calls for about one time slice, so that the first order is posted soon; return True if any waited."""
+        count, until_s = len(self.calls), self._clock() + slice_s
+        for _ in range(count):
+            self._taken_count += 1
+            self.run(self.calls.popleft())
+            if self._clock() > until_s:
+                break
+        return count > 0
+
+    def deliver(self, arrived: Sequence[tuple[str, bytes]]) -> bool:
+        """Keep new notifications, and deliver those that no earlier call must precede; return True if any arrived."""
+        given_count = self._taken_count + len(self.calls)
+        self._arrived.extend([(given_count, sender, payload) for sender, payload in arrived])
+        while self._arrived and self._arrived[0][0] <= self._taken_count:
+            _, sender, payload = self._arrived.popleft()
+            self.run(self._on_notification, sender, payload)
+        return bool(arrived)
+
+    def run_timers(self, now_s: float) -> None:
+        """Run the timers that are due at `now_s`, the time at which the turn began."""
+        self.note_time(self._clock())  # a process that was stopped within this turn must not end leases in it
+        if now_s < self._held_until_s or all(timer.due_s > now_s for timer in self._timers):
+            return
         if self._round is None:
-            self._round = (given_count, now_s)
+            self._round = (self._taken_count + len(self.calls), now_s)
         due_after, opened_s = self._round
-        if taken_count < due_after:
-            return []
-        self._round = self._held_until_s = None
+        if self._taken_count < due_after:
+            return
+        self._round, self._held_until_s = None, -math.inf
         due = [timer for timer in self._timers if timer.due_s <= opened_s]
         for timer in due:
             timer.due_s = now_s + timer.period_s
-        return [timer.function for timer in due]
+        for timer in due:
+            self.run(timer.function)
 
-    def next_s(self, now_s: float) -> float:
+    def next_timer_s(self, now_s: float) -> float:
         """Return the time at which a timer falls due next, at most a second ahead."""
-        earliest_s = now_s if self._held_until_s is None else self._held_until_s
-        return min([now_s + _HORIZON_S, *[max(timer.due_s, earliest_s) for timer in self._timers]])
+        due_s = min([timer.due_s for timer in self._timers], default=math.inf)
+        return min(now_s + _HORIZON_S, max(due_s, self._held_until_s, now_s))
+
+    # ---------------------------------------------------------------------------------------------------------- errors
+
+    def run(self, function: Callable[..., object], *arguments: object) -> None:
+        """Call a function of the caller's; an error is kept, and does not end the thread."""
+        try:
+            function(*arguments)
+        except BaseException as error:  # noqa: BLE001 - the caller's code must not kill the thread
+            self.callback_errors += 1
+            self._keep(error)
+
+    def keep_loop_error(self, error: BaseException) -> None:
+        """Count an error of the loop itself."""
+        self.loop_errors += 1
+        self._keep(error)
+
+    def _keep(self, error: BaseException) -> None:
+        self.last_error = (f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error)))
+
+
+_SLOWING: Final = 1 / 8  # 0.25 s after 2 s without work
+_REST_AFTER_S: Final = 0.1
+_MOST_LATE_S: Final = 0.25  # of timers at rest; twice that between turns would count as a pause of the process
+_QUARANTINE_SLOWING, _QUARANTINE_MOST_S = 1 / 32, 0.05
 
 
 @final
-class ErrorLog:
-    """Counts errors by origin and keeps the text of the latest."""
+class Pacer:
+    """Waits between turns of the loop.
 
-    def __init__(self) -> None:
-        self.callback_errors = 0
-        self.loop_errors = 0
-        self.last = ("", "")
-        """(type and message, traceback) of the latest error."""
+    While transfers are in flight it spins briefly, then sleeps for growing times; otherwise it sleeps on an event. `wake`, from
+    any thread, ends the idle sleep at once.
 
-    def keep(self, error: BaseException, *, is_callback: bool = False) -> None:
-        """Count an error, of a callback or of the loop itself."""
-        if is_callback:
-            self.callback_errors += 1
+    The interpreter's switch interval is lowered while there is work or may be at any moment. While a thread may poll slowly and
+    has had nothing to do for 0.1 s, it does not ask for this: the interval returns to the process's own until the thread is
+    woken. The waker lowers the interval before it wakes the thread, since the woken thread waits for the interpreter for that
+    interval.
+    """
+
+    def __init__(self, options: ThreadOptions, clock: Callable[[], float]) -> None:
+        self._options = options
+        self._clock = clock
+        self._event = threading.Event()
+        self._is_idle = False
+        self._last_progress_s = clock()
+        self._sleep_s = options.min_sleep_s
+        self.may_poll_slowly = False
+        """Whether the idle polling period may grow to `slow_poll_s` when nothing has happened for a while."""
+        self._interval = SwitchInterval(options.gil_switch_interval_s)
+
+    def begin(self) -> None:
+        """Lower the switch interval when the owner thread starts."""
+        self._interval.lower()
+
+    def end(self) -> None:
+        """Restore the switch interval permanently when the owner thread ends."""
+        self._interval.close()
+
+    def wake(self) -> None:
+        """End an idle sleep, from any thread. The caller must have made its work visible before."""
+        if self._is_idle:
+            self._interval.lower()
+            self._event.set()
+
+    def progressed(self) -> None:
+        """Record that the last turn made progress."""
+        self._last_progress_s = self._clock()
+        self._sleep_s = self._options.min_sleep_s
+        self._interval.lower()
+
+    def wait_busy(self) -> None:
+        """Wait between two polls of the wire."""
+        self._interval.lower()
+        if self._clock() - self._last_progress_s < self._options.spin_s:
+            time.sleep(0)  # yields the interpreter and the core once
+            return
+        time.sleep(self._sleep_s)
+        self._sleep_s = min(self._sleep_s * 2, self._options.max_sleep_s)
+
+    def wait_idle(
+        self, until_s: float, has_work: Callable[[], bool], *, has_leftovers: bool = False, look_s: float = math.inf
+    ) -> None:
+        """Wait for work, at most the idle polling period, and not beyond `until_s` or `look_s`, when a stream is polled.
+
+        A thread at rest runs its timers up to 0.25 s late, all of them in one turn. Example: 1.6 s after its last work it wakes
+        every 0.2 s, even for a timer of 0.05 s. Quarantine ends by polling, and pages and new reads wait for that, so a thread
+        with quarantined transfers, or other leftovers, does not rest. Example: 1.6 s after its last work it polls every 0.05 s.
+        """
+        now_s = self._clock()
+        quiet_s = now_s - self._last_progress_s
+        may_poll_slowly = self.may_poll_slowly
+        wait_s = self._options.idle_poll_s
+        if may_poll_slowly:
+            wait_s = max(wait_s, min(self._options.slow_poll_s, quiet_s * _SLOWING))
+        if has_leftovers:
+            wait_s = max(self._options.idle_poll_s, min(wait_s, quiet_s * _QUARANTINE_SLOWING, _QUARANTINE_MOST_S))
+        if may_poll_slowly and quiet_s > _REST_AFTER_S and not has_leftovers:
+            wait_s = min(wait_s, max(until_s - now_s, _MOST_LATE_S))
+            self._interval.restore()
         else:
-            self.loop_errors += 1
-        self.last = (f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error)))
+            wait_s = min(wait_s, until_s - now_s)
+            if not may_poll_slowly:
+                self._interval.lower()
+        self._is_idle = True
+        # Work, or an end to slow polling, that came before the flag was visible did not wake the thread: check once more.
+        if not has_work() and self.may_poll_slowly is may_poll_slowly:
+            self._event.wait(max(0.0, min(wait_s, look_s - now_s)))
+        self._is_idle = False
+        self._event.clear()
+        self._sleep_s = self._options.min_sleep_s

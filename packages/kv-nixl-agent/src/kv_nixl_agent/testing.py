@@ -16,7 +16,7 @@ import ctypes
 import json
 import random
 from collections import deque
-from typing import TYPE_CHECKING, Protocol, cast, final
+from typing import TYPE_CHECKING, cast, final
 
 import numpy as np
 
@@ -117,18 +117,6 @@ _HEAD = b"nixlSerDes|Agent"
 _SOCKETS_PER_PEER = 5
 
 
-class _Fabric(Protocol):
-    """The fabric as its agents see it."""
-
-    latency_polls: int
-    agents_unloaded_alive: int
-
-    def hit(self, call: str) -> None: ...
-    def chance(self, fault: str) -> bool: ...
-    def find(self, name: str, incarnation: int) -> FakeNixl | None: ...
-    def orphan(self, transfer: FakeTransfer) -> None: ...
-
-
 @final
 class _Prepared:
     def __init__(self, owner: str | None, incarnation: int, rows: npt.NDArray[np.uint64]) -> None:
@@ -158,7 +146,7 @@ class FakeNixl:
     """`NixlPort` of one in-process agent."""
 
     def __init__(
-        self, fabric: _Fabric, name: str, incarnation: int, parameters: Mapping[str, Mapping[str, str]]
+        self, fabric: FakeFabric, name: str, incarnation: int, parameters: Mapping[str, Mapping[str, str]]
     ) -> None:
         self.name = name
         self.implementation = "fake"

@@ -19,11 +19,10 @@ from typing import TYPE_CHECKING, Final, Literal, final
 
 from kv_nixl_agent.agent import TransferAgent
 from kv_nixl_agent.errors import AgentError
-from kv_nixl_agent.mailbox import Arrivals, ErrorLog, Mailbox, Timers
+from kv_nixl_agent.mailbox import Mailbox, Pacer
 from kv_nixl_agent.nixl.binding import open_nixl
 from kv_nixl_agent.nixl.side_effects import POOL
 from kv_nixl_agent.options import AgentOptions, ThreadOptions
-from kv_nixl_agent.pacing import Pacer
 from kv_nixl_agent.values import Figures
 
 if TYPE_CHECKING:
@@ -46,7 +45,6 @@ __all__ = ["ThreadHealth", "ThreadState", "TransferThread"]
 _START_TIMEOUT_S: Final = 120.0
 _MAX_CRASHES_IN_A_ROW: Final = 16
 _PUBLISH_PERIOD_S: Final = 0.1
-_CALLS_SLICE_S: Final = 2e-4
 
 
 @final
@@ -82,14 +80,13 @@ class TransferThread:
         self._make_agent: Callable[[], TransferAgent] = lambda: TransferAgent(
             name, regions, options, port_factory=port_factory, clock=clock
         )
-        self._on_result, self._on_notification, self._on_quiet = on_result, on_notification, on_quiet
+        self._on_result, self._on_quiet = on_result, on_quiet
         self._options = thread_options or ThreadOptions()
         self._clock = clock
         self._thread = threading.Thread(target=self._run, name=f"kv-nixl-{name}", daemon=True)
         self._ready = threading.Event()
-        self._mailbox, self._arrivals, self._timers = Mailbox(), Arrivals(), Timers(clock())
+        self._mailbox = Mailbox(on_notification, clock)
         self._pacer = Pacer(self._options, clock)
-        self._errors = ErrorLog()
         self._is_closing = self._is_closed = False
         self._failure: AgentError | None = None
         self._agent: TransferAgent | None = None
@@ -180,9 +177,9 @@ class TransferThread:
         if not period_s > 0:
             raise AgentError("bad-options", f"a timer needs a positive period, not {period_s} s")
         if self._thread.ident is None:
-            self._timers.add(period_s, function, self._clock())
+            self._mailbox.add_timer(period_s, function)
         else:
-            self.call_soon(lambda: self._timers.add(period_s, function, self._clock()))
+            self.call_soon(lambda: self._mailbox.add_timer(period_s, function))
 
     def write_fence(self, slot: int, generation: int) -> None:
         """Write a word of this rank's fence array; any thread.
@@ -201,7 +198,10 @@ class TransferThread:
         Use it while no lease is open, so that no peer has a reason to read from this rank or to notify it. Calls and orders still
         wake the thread at once.
         """
+        is_ended = self._pacer.may_poll_slowly and not allowed
         self._pacer.may_poll_slowly = allowed
+        if is_ended:
+            self._pacer.wake()  # the thread may be in a long sleep
 
     def statistics(self) -> Mapping[str, float]:
         """Return the number of turns, and the agent's counters, times and gauges as of about 0.1 s ago (0.3 s at rest)."""
@@ -236,29 +236,27 @@ class TransferThread:
     def health(self) -> ThreadHealth:
         """Return the owner thread's state and latest error, and whether a dying reader can end this process."""
         age_s = self._clock() - self._turn_began_s
-        error, text = self._errors.last
+        state: ThreadState = "stuck" if age_s > self._options.stuck_after_s else "running"
+        if self._failure is not None:
+            state = "dead"
+        elif self._is_closed:
+            state = "closed"
+        elif self._thread.ident is None:
+            state = "new"
+        elif not self._thread.is_alive():
+            state = "closed" if self._is_closing else "dead"
+        mailbox = self._mailbox
         return ThreadHealth(
-            state=self._state(age_s),
+            state=state,
             turn_age_s=age_s,
             turns=self._turns,
-            calls_waiting=len(self._mailbox),
-            callback_errors=self._errors.callback_errors,
-            loop_errors=self._errors.loop_errors,
-            last_error=error,
-            last_traceback=text,
+            calls_waiting=len(mailbox.calls),
+            callback_errors=mailbox.callback_errors,
+            loop_errors=mailbox.loop_errors,
+            last_error=mailbox.last_error[0],
+            last_traceback=mailbox.last_error[1],
             ucx_requests=POOL.state,
         )
-
-    def _state(self, turn_age_s: float) -> ThreadState:
-        if self._failure is not None:
-            return "dead"
-        if self._is_closed:
-            return "closed"
-        if self._thread.ident is None:
-            return "new"
-        if not self._thread.is_alive():
-            return "closed" if self._is_closing else "dead"
-        return "stuck" if turn_age_s > self._options.stuck_after_s else "running"
 
     def close(self) -> None:
         """Shut down in order: transfers, prepared lists, peers, registrations. Idempotent, from any thread.
@@ -293,7 +291,7 @@ class TransferThread:
                 "wrong-thread",
                 f"the agent belongs to the owner thread of {self._name!r}; hand the call over with call_soon",
             )
-        return self._started()
+        return self._agent or self._started()
 
     # ---------------------------------------------------------------------------------------------------------- turns
 
@@ -325,7 +323,7 @@ class TransferThread:
         if agent.stream_words is not None:
             agent.stream_words.on_open = self._pacer.wake
         self._agent = agent
-        self._timers.add(_PUBLISH_PERIOD_S, lambda: self._publish(agent), self._clock())
+        self._mailbox.add_timer(_PUBLISH_PERIOD_S, lambda: self._publish(agent))
         self._publish(agent)
         return agent
 
@@ -342,87 +340,60 @@ class TransferThread:
                 self._turn(agent)
                 crashes = 0
             except Exception as error:  # noqa: BLE001 - one bad turn must not strand every request
-                self._errors.keep(error)
+                self._mailbox.keep_loop_error(error)
                 crashes += 1
                 if crashes >= _MAX_CRASHES_IN_A_ROW:
-                    last = self._errors.last[0]
+                    last = self._mailbox.last_error[0]
                     self._fail(AgentError("thread-dead", f"the loop raised {crashes} times in a row, last {last}"))
                     return
                 time.sleep(self._options.max_sleep_s)
             except BaseException as error:  # noqa: BLE001 - SystemExit and the like end the thread, but no order is lost
-                self._errors.keep(error)
-                self._fail(AgentError("thread-dead", f"the loop was ended by {self._errors.last[0]}"))
+                self._mailbox.keep_loop_error(error)
+                self._fail(AgentError("thread-dead", f"the loop was ended by {self._mailbox.last_error[0]}"))
                 return
 
     def _turn(self, agent: TransferAgent) -> None:
         self._turns += 1
+        mailbox, pacer = self._mailbox, self._pacer
         now_s = self._turn_began_s = self._clock()
-        if self._timers.note(now_s):
-            self._pacer.progressed()  # a thread that was at rest would otherwise poll too rarely now
-        moved = self._run_calls()
-        moved = self._deliver_notifications(agent) or moved
-        self._timers.note(self._clock())  # a process that was stopped within this turn must not end leases in it
-        given, taken = self._mailbox.given_count, self._mailbox.taken_count
-        for function in self._timers.take_due(now_s, given_count=given, taken_count=taken):
-            self._guarded(function)
+        if mailbox.note_time(now_s):
+            pacer.progressed()  # a thread that was at rest would otherwise poll too rarely now
+        moved = mailbox.run_calls()
+        moved = mailbox.deliver(agent.take_notifications()) or moved
+        mailbox.run_timers(now_s)
         moved = agent.advance() or moved
         has_ends = self._deliver_ends(agent)
+        is_awaited = agent.is_awaited
         if moved or has_ends:
-            self._pacer.progressed()
-            if not has_ends or agent.is_awaited:
+            pacer.progressed()
+            if not has_ends or is_awaited:
                 return
             time.sleep(0)  # another thread may wait for this last end, and needs the interpreter now
-        if agent.is_awaited:
-            self._pacer.wait_busy()
-        else:
-            look_s = agent.polls.next_look_s
-            if agent.stream_words is not None:
-                look_s = min(look_s, agent.stream_words.look_out_s(now_s))
-            self._pacer.wait_idle(
-                self._timers.next_s(now_s), self._has_work, has_leftovers=agent.has_leftovers, look_s=look_s
-            )
-
-    def _has_work(self) -> bool:
-        return len(self._mailbox) > 0 or self._is_closing
-
-    def _run_calls(self, slice_s: float = _CALLS_SLICE_S) -> bool:
-        """Run waiting calls for about one time slice, so that the first order is posted soon."""
-        count, until_s = len(self._mailbox), self._clock() + slice_s
-        for _ in range(count):
-            call = self._mailbox.take()
-            if call is not None:
-                self._guarded(call)
-            if self._clock() > until_s:
-                break
-        return count > 0
-
-    def _deliver_notifications(self, agent: TransferAgent) -> bool:
-        """Fetch new notifications, and deliver those that no earlier call must precede."""
-        arrived = agent.take_notifications()
-        if arrived:
-            self._arrivals.add(arrived, self._mailbox.given_count)
-        if len(self._arrivals):
-            for sender, payload in self._arrivals.take_due(self._mailbox.taken_count):
-                self._guarded(self._on_notification, sender, payload)
-        return bool(arrived)
+        if is_awaited:
+            pacer.wait_busy()
+            return
+        look_s = math.inf if agent.polls is None else agent.polls.next_look_s
+        if agent.stream_words is not None:
+            look_s = min(look_s, agent.stream_words.look_out_s(now_s))
+        pacer.wait_idle(
+            mailbox.next_timer_s(now_s),
+            lambda: bool(mailbox.calls) or self._is_closing,
+            has_leftovers=agent.has_leftovers,
+            look_s=look_s,
+        )
 
     def _deliver_ends(self, agent: TransferAgent) -> bool:
         """Invoke the callbacks for results, quiet memory and streams; return True if there were any."""
-        results, quiet, news = agent.take_results(), agent.take_quiet(), agent.polls.take_news()
+        results, quiet = agent.take_results(), agent.take_quiet()
+        news = agent.polls.take_news() if agent.polls is not None else []
         for result in results:
-            self._guarded(self._on_result, result)
+            self._mailbox.run(self._on_result, result)
         if self._on_quiet is not None:
             for transfer_id in quiet:
-                self._guarded(self._on_quiet, transfer_id)
+                self._mailbox.run(self._on_quiet, transfer_id)
         for call in news:
-            self._guarded(call)
+            self._mailbox.run(call)
         return bool(results or quiet or news)
-
-    def _guarded(self, function: Callable[..., object], *arguments: object) -> None:
-        try:
-            function(*arguments)
-        except BaseException as error:  # noqa: BLE001 - the caller's code must not kill the thread
-            self._errors.keep(error, is_callback=True)
 
     def _publish(self, agent: TransferAgent) -> None:
         self._figures = agent.figures()
@@ -436,7 +407,7 @@ class TransferThread:
         if self._failure is None:
             self._mailbox.shut(self._closed())
         # Calls handed over earlier still run; orders that they give after a failure are reported as failed.
-        self._protected(lambda: self._run_calls(math.inf))
+        self._protected(lambda: self._mailbox.run_calls(math.inf))
         if self._failure is None:
             self._protected(lambda: self._drain(agent))
             self._protected(agent.end_all)
@@ -456,16 +427,16 @@ class TransferThread:
         try:
             step()
         except BaseException as error:  # noqa: BLE001 - results are still to be delivered
-            self._errors.keep(error)
+            self._mailbox.keep_loop_error(error)
 
     def _drain(self, agent: TransferAgent) -> None:
         deadline_s = self._clock() + self._options.close_grace_s
         while agent.is_busy and self._clock() < deadline_s:
             if not agent.advance():
                 self._pacer.wait_busy()
-            self._deliver_notifications(agent)
+            self._mailbox.deliver(agent.take_notifications())
             self._deliver_ends(agent)
-        self._deliver_notifications(agent)
+        self._mailbox.deliver(agent.take_notifications())
 
 
 ThreadState = Literal["new", "running", "stuck", "dead", "closed"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal, final
 
@@ -27,7 +26,6 @@ __all__ = [
     "PeerSpec",
     "QuarantineEntry",
     "StallEntry",
-    "Statistics",
     "MAX_CAPACITY",
     "MAX_SLOTS",
     "StreamLocation",
@@ -179,46 +177,6 @@ class QuarantineEntry:
     since_s: float
     bytes_at_risk: int
     last_error: str
-
-
-_COUNTERS: Final = (
-    "transfers_done",
-    "transfers_failed",
-    "transfers_fence_rejected",
-    "transfers_timed_out",
-    "transfers_cancelled",
-    "bytes_moved",
-    "fence_checks",
-    "stream_looks",
-    "stream_tables",
-    "stream_tables_early",
-    "streams_broken",
-)
-_WINDOW: Final = 1024
-
-
-@final
-class Statistics:
-    """Counts since the start, and times of the last 1024 completed transfers."""
-
-    def __init__(self) -> None:
-        self._counts: dict[str, int] = dict.fromkeys(_COUNTERS, 0)
-        self._recent: deque[tuple[float, float, int]] = deque(maxlen=_WINDOW)
-
-    def count(self, name: str) -> None:
-        """Add one to a counter."""
-        self._counts[name] += 1
-
-    def ended(self, result: TransferResult) -> None:
-        """Record a result."""
-        self._counts["transfers_" + result.outcome.replace("-", "_")] += 1
-        if result.outcome == "done":
-            self._counts["bytes_moved"] += result.bytes_moved
-            self._recent.append((result.post_s, result.wire_s, result.bytes_moved))
-
-    def figures(self, gauges: Mapping[str, float]) -> Figures:
-        """Return the counts and times so far, together with gauges."""
-        return Figures({**self._counts, **gauges}, tuple(self._recent))
 
 
 @final

@@ -110,17 +110,17 @@ class _Episode:
             port_factory=recording_factory(self.fabric.port, self.ports),
             clock=self.clock,
         )
-        self.thread._timers.add(0.01, self.world.timer_ran, self.clock.now_s)
-        self.thread._timers.add(0.0037, _do_nothing, self.clock.now_s)  # a round of timers that opens at other times
+        self.thread.call_every(0.01, self.world.timer_ran)
+        self.thread.call_every(0.0037, _do_nothing)  # a round of timers that opens at other times
         agent = self.thread._set_up()
         assert agent is not None, "the agent does not start"
         self.agent = agent
         self.producers = [self._start_producer(f"p{number}", 1) for number in range(self.configuration.peers)]
         for producer in self.producers:
             self._add(producer)
-        fences = self.agent._memory.fences
+        fences = self.agent._fences
         for _ in range(SCRATCH_WORDS - self.configuration.scratch_words):
-            fences.take_scratch(0)
+            fences.scratch.take(0)
         self.fabric.fault_rates = self.configuration.rates
 
     def _result_came(self, result: TransferResult) -> None:
@@ -267,7 +267,7 @@ class _Episode:
         for _ in range(4000):
             self.clock.now_s += 0.01
             self.turn()
-            if not (self.agent.is_busy or len(self.thread._mailbox)):
+            if not (self.agent.is_busy or self.thread.health().calls_waiting):
                 break
         for _ in range(100):
             self.clock.now_s += 0.01
@@ -280,7 +280,8 @@ class _Episode:
         self._expect_rest()
 
     def _expect_rest(self) -> None:
-        demand(self.thread._errors.callback_errors + self.thread._errors.loop_errors == 0, self.thread._errors.last[1])
+        health = self.thread.health()
+        demand(health.callback_errors + health.loop_errors == 0, health.last_traceback)
         is_held = self.agent.has_quarantine
         if not is_held:
             self.world.expect_all_ended()
@@ -310,7 +311,7 @@ class _Episode:
         self.thread._is_closing = True
         self.thread._tear_down(self.agent)
         self.world.expect_all_ended()
-        fences = self.agent._memory.fences
+        fences = self.agent._fences
         words = {fences.read(slot) for slot in range(4)}
         demand(words == {CLOSED_GENERATION}, f"fence words {words} after the close")
         handles = self.ports[0].open_handles()

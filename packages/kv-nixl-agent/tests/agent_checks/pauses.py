@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+import time
+from typing import TYPE_CHECKING, Any
 
 from agent_checks.stage import expect
 
-__all__ = ["check_renewals_count_before_timers"]
+if TYPE_CHECKING:
+    from kv_nixl_agent.tools.producer import Producer
+
+__all__ = ["check_renewals_count_before_timers", "events_since", "watch_timer"]
 
 
 def check_renewals_count_before_timers(owner: Any) -> None:
@@ -21,3 +25,19 @@ def check_renewals_count_before_timers(owner: Any) -> None:
         seen = owner.events_since_stop(f"renew {number}")
         expect(seen[0] == f"renew {number}", f"after the pause came {seen}")
         expect("timer" in owner.events_since_stop("timer"), "the timer stands still")
+
+
+def watch_timer(producer: Producer, period_s: float) -> None:
+    """Let the runs of a timer appear among a producer's notifications; return once it runs."""
+    producer.thread.call_every(period_s, lambda: producer.arrived.append(("", b"timer", time.monotonic())))
+    events_since(producer, 0.0, "timer")
+
+
+def events_since(producer: Producer, began_s: float, event: str) -> list[str]:
+    """Return notifications and timer runs since that monotonic time, in order, once `event` is among them or 20 s passed."""
+    end_s = time.monotonic() + 20.0
+    while True:
+        seen = [payload.decode() for _, payload, at_s in list(producer.arrived) if at_s >= began_s]
+        if event in seen or time.monotonic() > end_s:
+            return seen
+        time.sleep(0.01)

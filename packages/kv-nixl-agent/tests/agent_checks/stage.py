@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
 from kv_nixl_agent.errors import AgentError
-from kv_nixl_agent.tools.producer import count_sockets, page_pattern
+from kv_nixl_agent.tools.producer import page_pattern
 from kv_nixl_agent.values import PeerSpec, TransferOrder, TransferResult
 
 if TYPE_CHECKING:
@@ -21,9 +23,18 @@ if TYPE_CHECKING:
     from kv_nixl_agent.agent import TransferAgent
     from kv_nixl_agent.nixl.port import MemoryKind
 
-__all__ = ["Stage", "expect", "expect_error", "make_order"]
+__all__ = ["Stage", "count_sockets", "expect", "expect_error", "make_order"]
 
 _LIMIT_S = 20.0
+
+
+def count_sockets(pid: int) -> int:
+    """Return how many sockets a process holds open."""
+    count = 0
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile
+            count += str(link.readlink()).startswith("socket:")
+    return count
 
 
 def _own_sockets() -> int:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 
 from agent_checks.stage import expect, expect_error
 from agent_checks.stream_rewriter import VOID_TOKENS, entries_of, entry_id, is_progress_of
-from kv_nixl_agent.memory.fences import PAD_COUNT
+from kv_nixl_agent.streams.polls import PAD_COUNT
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -75,15 +75,20 @@ class StreamStage:
     def watch(self, slot: int) -> tuple[Listener, StreamWatch]:
         """Begin to look at a slot."""
         listener = Listener()
-        return listener, self.consumer.polls.watch("p", slot, listener)
+        return listener, self.consumer.watch_stream("p", slot, listener)
 
     def turn(self) -> None:
         """Do one turn, and tell the news."""
         moved = self.consumer.advance()
-        for call in self.consumer.polls.take_news():
-            call()
+        self.tell_news()
         if not moved:
             time.sleep(50e-6)
+
+    def tell_news(self) -> None:
+        """Call the listeners."""
+        polls = self.consumer.polls
+        for call in polls.take_news() if polls is not None else []:
+            call()
 
     def run_until(self, condition: Callable[[], bool], what: str, limit_s: float = _LIMIT_S) -> None:
         """Drive the consumer until `condition`."""
@@ -256,8 +261,7 @@ def check_removed_peer(stage: StreamStage) -> None:
     again, _ = stage.watch(0)
     stage.run_until(lambda: bool(again.progressed), "a look at the peer that is back")
     stage.consumer.close()
-    for call in stage.consumer.polls.take_news():
-        call()
+    stage.tell_news()
     expect(again.ends == ["agent-closed"], f"{again.ends}")
 
 

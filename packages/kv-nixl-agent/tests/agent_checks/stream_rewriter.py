@@ -11,10 +11,19 @@ import time
 from typing import TYPE_CHECKING, Final, final
 
 if TYPE_CHECKING:
-    from kv_nixl_agent import TransferThread
     from kv_nixl_agent.streams.words import StreamWords
+    from kv_nixl_agent.tools.producer import Producer
 
-__all__ = ["VOID_TOKENS", "StreamRewriter", "entries_of", "entry_id", "is_progress_of", "rewrite_streams"]
+__all__ = [
+    "VOID_TOKENS",
+    "StreamRewriter",
+    "call_stream",
+    "close_agent",
+    "entries_of",
+    "entry_id",
+    "is_progress_of",
+    "rewrite_streams",
+]
 
 VOID_TOKENS: Final = (1 << 32) - 1
 _MOST_ENTRIES: Final = 1300
@@ -67,11 +76,22 @@ class StreamRewriter:
                 time.sleep(self._random.random() * 2e-3)
 
 
-def rewrite_streams(thread: TransferThread, duration_s: float, seed: int) -> int:
-    """Restart streams in all slots of a thread, over and over; return how many there were."""
-    if thread.stream_words is None or thread.streams is None:
+def call_stream(producer: Producer, method: str, *arguments: object) -> None:
+    """Call a method of a producer's stream words."""
+    getattr(producer.thread.stream_words, method)(*arguments)
+
+
+def close_agent(producer: Producer) -> None:
+    """Close a producer's agent in order, and leave its process alive."""
+    producer.thread.close()
+
+
+def rewrite_streams(producer: Producer, duration_s: float, seed: int) -> int:
+    """Restart streams in all slots of a producer, over and over; return how many there were."""
+    words = producer.thread.stream_words
+    if words is None:
         return 0
-    rewriter = StreamRewriter(thread.stream_words, thread.streams[2], seed)
+    rewriter = StreamRewriter(words, words.location[2], seed)
     end_s = time.monotonic() + duration_s
     while time.monotonic() < end_s:
         rewriter.step()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 
 from agent_checks.stage import expect
 from agent_checks.stream_checks import Listener
-from kv_nixl_agent.memory.fences import PAD_COUNT
+from kv_nixl_agent.streams.polls import PAD_COUNT
 
 if TYPE_CHECKING:
     from collections.abc import Callable

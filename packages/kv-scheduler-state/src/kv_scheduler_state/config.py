@@ -35,6 +35,9 @@ class GroupConfig:
             for all. The engine may give up the blocks of earlier tokens.
         scratch_blocks: Trailing speculative blocks behind the running state, for kind "state".
         dcp: Context ranks that share a block, so that it stands for `block_tokens * dcp` tokens of the prompt.
+        span_tokens: Tokens of the prompt that one block stands for.
+        sees_a_part: Whether a token sees only some of the tokens before it, so that blocks are given up before the prompt ends.
+        window_blocks: Tail blocks that a window can touch: one more than fit, for a window that starts inside a block.
     """
 
     kind: Literal["full", "window", "state"] = "full"
@@ -43,10 +46,11 @@ class GroupConfig:
     scratch_blocks: int = 0
     dcp: int = 1
     chunk_tokens: int = 0
+    span_tokens: int = field(init=False, repr=False, compare=False)
+    sees_a_part: bool = field(init=False, repr=False, compare=False)
+    window_blocks: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if self.kind not in {"full", "window", "state"}:
-            raise InvalidConfig(f"group kind is {self.kind!r}; use 'full', 'window' or 'state'", kind=self.kind)
         if self.block_tokens < 1 or self.dcp < 1:
             raise InvalidConfig(f"block_tokens is {self.block_tokens} and dcp {self.dcp}, both must be at least 1")
         if (self.kind == "window") != (self.window_tokens > 0):
@@ -55,16 +59,12 @@ class GroupConfig:
             raise InvalidConfig(f"a group of kind {self.kind!r} has chunk_tokens {self.chunk_tokens}")
         if self.scratch_blocks < 0 or (self.scratch_blocks and self.kind != "state"):
             raise InvalidConfig(f"a group of kind {self.kind!r} has scratch_blocks {self.scratch_blocks}")
-
-    @property
-    def span_tokens(self) -> int:
-        """Tokens of the prompt that one block stands for."""
-        return self.block_tokens * self.dcp
-
-    @property
-    def sees_a_part(self) -> bool:
-        """Whether a token sees only some of the tokens before it, so that blocks are given up before the prompt ends."""
-        return bool(self.window_tokens or self.chunk_tokens)
+        span_tokens = self.block_tokens * self.dcp
+        object.__setattr__(self, "span_tokens", span_tokens)
+        object.__setattr__(self, "sees_a_part", bool(self.window_tokens or self.chunk_tokens))
+        object.__setattr__(
+            self, "window_blocks", -(-self.window_tokens // span_tokens) + 1 if self.window_tokens else 0
+        )
 
     def first_seen(self, token: int) -> int:
         """Return the first token that a token sees. Example: token 46 sees 15 of a window of 32, and 32 of chunks of 16."""
@@ -75,11 +75,6 @@ class GroupConfig:
     def first_kept(self, token: int) -> int:
         """Return the first token of the block that holds `first_seen(token)`."""
         return self.first_seen(token) // self.span_tokens * self.span_tokens
-
-    @property
-    def window_blocks(self) -> int:
-        """Tail blocks that a window can touch: one more than fit, for a window that starts inside a block."""
-        return -(-self.window_tokens // self.span_tokens) + 1 if self.window_tokens else 0
 
 
 @final
@@ -121,7 +116,6 @@ class SchedulerConfig:
         dialect: Connector version that this engine speaks, told to consumers; None keeps silent.
         generation: Generation of this engine's memory registration, told to consumers; None keeps silent.
         stream_slots: Words of streams, in front of the `fence_slots` words of plain leases in one array; 0 offers no streams.
-        stream_table_entries: Block ids that a stream's table holds; a longer prompt is handed over plain.
         stream_reserve_fraction: Share of `cache_blocks` that streams may hold before their data is whole; 0 asks for none.
         cache_blocks: Blocks of the engine's pool.
         stream_ask_s: Longest wait for an answer about a stream, and from an offer to room for its blocks; ten times as long for a
@@ -129,6 +123,11 @@ class SchedulerConfig:
         stream_retry_s: Time between two questions to a peer that does not know the id yet.
         stream_max_breaks: Broken streams of one request after which only its final ticket is asked for.
         reserved_id_prefixes: Request ids that begin with one of these cannot be notified and are refused at arrival.
+        has_state: Whether the model keeps a recurrent state beside or instead of attention blocks.
+        sees_parts: Whether a group gives up blocks before the prompt ends, see `GroupConfig.sees_a_part`.
+        backoff_tokens: Trailing prompt tokens that the consumer recomputes itself (the N-1 rule).
+        reads_streams: Whether requests with an early ticket are read while their peer computes them.
+        heartbeat_period_s: Time between two heartbeats to one peer engine.
     """
 
     engine_id: str
@@ -160,15 +159,30 @@ class SchedulerConfig:
     dialect: int | None = None
     generation: int | None = None
     stream_slots: int = 0
-    stream_table_entries: int = 8192
     stream_reserve_fraction: float = 0.0
     cache_blocks: int = 0
     stream_ask_s: float = 30.0
     stream_retry_s: float = 0.1
     stream_max_breaks: int = 2
     reserved_id_prefixes: tuple[str, ...] = ()
+    has_state: bool = field(init=False, repr=False, compare=False)
+    sees_parts: bool = field(init=False, repr=False, compare=False)
+    backoff_tokens: int = field(init=False, repr=False, compare=False)
+    reads_streams: bool = field(init=False, repr=False, compare=False)
+    heartbeat_period_s: float = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        has_state = any(group.kind == "state" for group in self.groups)
+        is_reserving = self.cache_blocks * self.stream_reserve_fraction >= 1
+        derived = {
+            "has_state": has_state,
+            "sees_parts": any(group.sees_a_part for group in self.groups),
+            "backoff_tokens": int(has_state) if self.state_backoff_tokens is None else self.state_backoff_tokens,
+            "reads_streams": not self.read_hold_steps and is_reserving,
+            "heartbeat_period_s": self.lease_s / 6 if self.heartbeat_s is None else self.heartbeat_s,
+        }
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
         for problem in self._problems():
             raise InvalidConfig(f"{problem} (engine {self.engine_id!r})", engine_id=self.engine_id)
         # Refuse a bad network here, not at a request.
@@ -201,10 +215,6 @@ class SchedulerConfig:
                 f"fence_seed is {self.fence_seed}, must be 1 to 2**53 - 1",
             ),
             (
-                self.load_failure_policy not in {"recompute", "fail"},
-                f"load_failure_policy is {self.load_failure_policy!r}, must be 'recompute' or 'fail'",
-            ),
-            (
                 self.bidirectional and self.uses_host_buffer,
                 "bidirectional needs the decode's blocks in readable memory; it does not go with uses_host_buffer",
             ),
@@ -217,8 +227,8 @@ class SchedulerConfig:
                 f"max_leases is {self.max_leases}, max_leased_blocks {self.max_leased_blocks}; each must be at least 1 or None",
             ),
             (
-                min(self.stream_slots, self.stream_table_entries, self.cache_blocks, self.stream_max_breaks) < 0,
-                "stream_slots, stream_table_entries, cache_blocks and stream_max_breaks must not be negative",
+                min(self.stream_slots, self.cache_blocks, self.stream_max_breaks) < 0,
+                "stream_slots, cache_blocks and stream_max_breaks must not be negative",
             ),
             (
                 not 0 <= self.stream_reserve_fraction <= 1,
@@ -230,18 +240,6 @@ class SchedulerConfig:
             ),
         )
         return (problem for is_broken, problem in checks if is_broken)
-
-    @property
-    def has_state(self) -> bool:
-        """Whether the model keeps a recurrent state beside or instead of attention blocks."""
-        return any(group.kind == "state" for group in self.groups)
-
-    @property
-    def backoff_tokens(self) -> int:
-        """Trailing prompt tokens that the consumer recomputes itself (the N-1 rule)."""
-        if self.state_backoff_tokens is not None:
-            return self.state_backoff_tokens
-        return 1 if self.has_state else 0
 
     def left_tokens(self, prompt_tokens: int) -> int:
         """Return how many trailing tokens of a prompt the producer leaves to the consumer.
@@ -270,14 +268,8 @@ class SchedulerConfig:
         An engine that has loaded a whole prompt computes its last token once more, in blocks that it laid out for the token
         behind it. So it must not load the whole of a prompt at whose end it gives up a block that the last token sees.
         """
-        return max(self.backoff_tokens, int(self.gives_up_early(prompt_tokens)))
-
-    @property
-    def reads_streams(self) -> bool:
-        """Whether requests with an early ticket are read while their peer computes them."""
-        return not self.read_hold_steps and int(self.cache_blocks * self.stream_reserve_fraction) > 0
-
-    @property
-    def heartbeat_period_s(self) -> float:
-        """Time between two heartbeats to one peer engine."""
-        return self.lease_s / 6 if self.heartbeat_s is None else self.heartbeat_s
+        return (
+            max(self.backoff_tokens, int(self.gives_up_early(prompt_tokens)))
+            if self.sees_parts
+            else self.backoff_tokens
+        )

@@ -22,6 +22,7 @@ __all__ = [
     "SchedulerStateError",
     "TicketError",
     "UnknownRequest",
+    "field_error",
     "quote",
     "require_count",
 ]
@@ -143,6 +144,11 @@ class TicketError(SchedulerStateError):
 
     def __init__(self, code: str, message: str, **context: object) -> None:
         super().__init__(message, code=code, fault="peer", context=context)
+
+
+def field_error(code: str, field: str, problem: str) -> TicketError:
+    """Return the error for one field of a ticket; its message begins with the name of the field."""
+    return TicketError(code, f"{field} {problem}", field=field)
 
 
 def require_count(name: str, value: object) -> None:

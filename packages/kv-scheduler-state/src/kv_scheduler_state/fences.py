@@ -108,11 +108,6 @@ class FencePool:
         """Number of slots in use."""
         return self._unused - self._first - len(self._returned)
 
-    @property
-    def free_slots(self) -> tuple[int, ...]:
-        """Slots that are not in use, next one first."""
-        return (*range(self._unused, self._end), *self._returned)
-
 
 @final
 class Outstanding:
@@ -123,6 +118,7 @@ class Outstanding:
 
     Attributes:
         has_quota: Whether `has_room` can ever refuse.
+        blocks: Blocks that the leases keep, per KV-cache group. Null blocks do not count; blocks of two leases count twice.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -132,7 +128,7 @@ class Outstanding:
         # A group that keeps the whole prompt has no null blocks to look for.
         self._null = None if all(group.kind == "full" for group in config.groups) else config.null_block
         self._leased: set[str] = set()
-        self._blocks = [0] * len(config.groups)
+        self.blocks = [0] * len(config.groups)
         # Blocks of prompts whose lease is promised, by request; empty without quotas.
         self._promised: dict[str, int] = {}
 
@@ -160,12 +156,7 @@ class Outstanding:
     def _admits(self, block_count: int) -> bool:
         if len(self) + len(self._promised) >= self._max_leases:
             return False
-        return sum(self._blocks) + sum(self._promised.values()) + block_count <= self._max_blocks
-
-    @property
-    def blocks(self) -> tuple[int, ...]:
-        """Blocks that the leases keep, per KV-cache group. Null blocks do not count; blocks of two leases count twice."""
-        return tuple(self._blocks)
+        return sum(self.blocks) + sum(self._promised.values()) + block_count <= self._max_blocks
 
     def grant(self, request_id: str, record: ProducerRecord, block_ids: Sequence[Sequence[int]]) -> None:
         """Note a lease that was granted."""
@@ -174,11 +165,11 @@ class Outstanding:
         null = self._null
         record.leased_blocks = [len(ids) if null is None else len(ids) - ids.count(null) for ids in block_ids]
         for group, count in enumerate(record.leased_blocks):
-            self._blocks[group] += count
+            self.blocks[group] += count
 
     def end(self, request_id: str, record: ProducerRecord) -> None:
         """Note the end of a lease on every worker."""
         self._leased.discard(request_id)
         self._promised.pop(request_id, None)
         for group, count in enumerate(record.leased_blocks):
-            self._blocks[group] -= count
+            self.blocks[group] -= count

@@ -11,7 +11,7 @@ import ipaddress
 import re
 from typing import Final, final
 
-from kv_scheduler_state.errors import InvalidConfig, TicketError, quote
+from kv_scheduler_state.errors import InvalidConfig, field_error, quote
 
 __all__ = ["HostPolicy", "canonical_host"]
 
@@ -51,6 +51,9 @@ class HostPolicy:
         ports: First and last port that are allowed.
         setting: Name of the setting that holds the networks, for messages.
 
+    Attributes:
+        names_peers: Whether networks were given, so that not every well-formed host is allowed.
+
     Raises:
         InvalidConfig: `invalid-config`, for an invalid network or port range.
     """
@@ -71,12 +74,7 @@ class HostPolicy:
             raise InvalidConfig(f"peer_ports: {least} to {most} is not a range within 1 to 65535")
         self._ports = ports
         self._setting = setting
-        self._is_open = not networks
-
-    @property
-    def names_peers(self) -> bool:
-        """Whether networks were given, so that not every well-formed host is allowed."""
-        return not self._is_open
+        self.names_peers = bool(networks)
 
     def require(self, host: str) -> None:
         """Refuse a host that is malformed or not allowed.
@@ -86,9 +84,7 @@ class HostPolicy:
         """
         reason = self._refusal(host)
         if reason:
-            raise TicketError(
-                "ticket-host", f"remote_host {quote(host)} {reason}", field="remote_host", host=quote(host)
-            )
+            raise field_error("ticket-host", "remote_host", f"{quote(host)} {reason}")
 
     def require_port(self, port: int) -> None:
         """Refuse a port outside the allowed range.
@@ -98,12 +94,7 @@ class HostPolicy:
         """
         least, most = self._ports
         if not least <= port <= most:
-            raise TicketError(
-                "ticket-host",
-                f"remote_port {port} is outside {least} to {most} (peer_ports)",
-                field="remote_port",
-                port=port,
-            )
+            raise field_error("ticket-host", "remote_port", f"{port} is outside {least} to {most} (peer_ports)")
 
     def _refusal(self, host: str) -> str:
         try:
@@ -111,7 +102,7 @@ class HostPolicy:
         except ValueError:
             if len(host) > _MAX_HOST_CHARS or not _NAME.match(host) or _NUMBER.match(host):
                 return "is neither an IP address nor a host name"
-            return "" if self._is_open else f"is a name, and only addresses in {self._setting} are allowed"
+            return "" if not self.names_peers else f"is a name, and only addresses in {self._setting} are allowed"
         if isinstance(address, ipaddress.IPv6Address) and address.scope_id is not None:
             return "names a zone, and libzmq would read what stands there"
         if address.is_unspecified or address.is_multicast:
@@ -121,7 +112,7 @@ class HostPolicy:
         inner = _embedded(address)
         if not self._may_be_special(address) or (inner is not None and not self._may_be_special(inner)):
             return "is link-local or serves a cloud's metadata, and no network within that range allows it"
-        if self._is_open or any(address in network for network in self._networks):
+        if not self.names_peers or any(address in network for network in self._networks):
             return ""
         return f"lies in none of the configured {self._setting}"
 

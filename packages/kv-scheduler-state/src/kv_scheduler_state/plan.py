@@ -1,4 +1,4 @@
-"""The step plan: all orders of one scheduler step.
+"""The step plan: all orders of one scheduler step, and the outbox that collects them; questions and answers of streams.
 
 A plan is a plain immutable value that can be pickled. `WorkerState.apply` returns the part that a worker must carry out, in this
 order: the words of `streams` before anything may write a freed block, `fences` (words are written at once), `LeaseTable.apply`
@@ -8,7 +8,8 @@ are computed; failures with the next report.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, NamedTuple, final
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias, final
 
 if TYPE_CHECKING:
     from kv_scheduler_state.ticket.ticket import HandoffTicket, PeerAddress
@@ -20,14 +21,23 @@ __all__ = [
     "FenceOrder",
     "GrantOrder",
     "HeartbeatOrder",
+    "NoReason",
+    "Outbox",
     "ReadOrder",
     "StepPlan",
+    "StreamAnswer",
     "StreamChunk",
     "StreamOpen",
     "StreamOrder",
+    "StreamOutcome",
+    "StreamPart",
     "StreamPlan",
+    "StreamQuestion",
+    "StreamResult",
     "StreamRun",
+    "StreamStanding",
     "StreamVoid",
+    "VOID_TOKENS",
 ]
 
 
@@ -162,6 +172,75 @@ class StreamPlan(NamedTuple):
 EMPTY_STREAM_PLAN: Final = StreamPlan()
 
 
+StreamResult: TypeAlias = Literal["read-whole", "computed-here", "given-up", "fails"]
+NoReason: TypeAlias = Literal["digest-mismatch", "unknown-id", "withdrawn", "busy", "not-streamed"]
+
+VOID_TOKENS: Final = (1 << 32) - 1
+"""Progress of a tag that was voided: more than any prompt has."""
+
+
+class StreamOutcome(NamedTuple):
+    """Decision against streaming a prompt that came with an early ticket."""
+
+    request_id: str
+    code: str
+    """`no-room`: no blocks were free in time. `over-share`: it needs more blocks than all streams together may hold.
+    `other-blocks`: the peer's blocks have another size. `no-answer`: the peer was silent. `nothing-to-read`: the engine must
+    compute the prompt itself. `too-many`: too many requests with an early ticket. Otherwise a `NoReason`, or the code of the
+    ticket or the question that failed."""
+    result: StreamResult
+    """`read-whole`: the final ticket is asked for. `given-up`: after a stream that broke; the failure policy decides.
+    `fails`: its images came to the peer alone, see `SchedulerState.must_fail`."""
+    host: str
+    port: int
+    hand_over_id: str
+
+
+class StreamQuestion(NamedTuple):
+    """Question of a consumer about a hand-over id. The answer repeats `number`, so late answers can be told apart."""
+
+    request_id: str
+    """The consumer's own request; means nothing to the peer."""
+    number: int
+    host: str
+    port: int
+    hand_over_id: str
+    digest: str
+    """Digest of the consumer's own prompt, see `prompt_digest`."""
+    tokens: int
+    """Tokens under the digest."""
+    wants_final: bool
+    """Whether only the final ticket is of use, because its streams broke too often."""
+
+
+class StreamAnswer(NamedTuple):
+    """Answer to the asker of a question: `{"kind": "offer" | "final" | "no", ...}`, made of builtins only."""
+
+    asker: str
+    number: int
+    answer: dict[str, object]
+
+
+class StreamStanding(NamedTuple):
+    """Standing answer to every further question for an id, whatever the engine does meanwhile; None withdraws it.
+
+    It holds only for questions with this digest, since all others are about another prompt; an empty digest matches any. An
+    offer does not answer a question that wants the final ticket.
+    """
+
+    hand_over_id: str
+    digest: str
+    answer: dict[str, object] | None
+
+
+class StreamPart(NamedTuple):
+    """Order: read the table's entries `first` to `stop - 1`, and the states and windows as well if `is_last`."""
+
+    first: int
+    stop: int
+    is_last: bool
+
+
 @final
 class StepPlan(NamedTuple):
     """All orders of one scheduler step, each part in the order in which the scheduler decided it.
@@ -215,3 +294,80 @@ class StepPlan(NamedTuple):
 
 EMPTY_PLAN: Final = StepPlan()
 """The plan of a step in which nothing happened."""
+
+
+@final
+class Outbox:
+    """Collects a step's orders until `take` returns them; an aborted request's orders may be withdrawn before.
+
+    Args:
+        hold_steps: Plans for which a read that fills blocks is kept back, with its void.
+
+    Attributes:
+        orders: The parts of a `StepPlan`, each by request (heartbeats: by peer); an order replaces one of the same request.
+        streams: The parts of its `StreamPlan`, likewise.
+    """
+
+    def __init__(self, hold_steps: int = 0) -> None:
+        self._hold_steps = hold_steps
+        # Plans for which each waiting read is still kept back.
+        self._young: dict[str, int] = {}
+        self.orders: defaultdict[str, dict[Any, Any]] = defaultdict(dict)
+        self.streams: defaultdict[str, dict[Any, Any]] = defaultdict(dict)
+
+    def read(self, order: ReadOrder, *, fills_blocks: bool = False) -> None:
+        """Order a read, or replace the one that waits."""
+        self.orders["reads"][order.request_id] = order
+        if self._hold_steps:
+            self._young[order.request_id] = self._hold_steps if fills_blocks else 0
+
+    def announce(self, part: str, request_id: str, fence: tuple[int, int] | None) -> None:
+        """Announce a producer request (`expects`) or its new start (`restarts`), with its fence if it has one."""
+        self.orders[part][request_id] = request_id
+        if fence is not None:
+            self.orders["fences"][request_id] = FenceOrder(request_id, *fence)
+
+    def withdraw(self, request_id: str) -> None:
+        """Drop the waiting orders of a producer request; release it if the workers know of it."""
+        is_unknown = request_id in self.orders["expects"]
+        for part in ("expects", "fences", "restarts", "saves", "completes"):
+            self.orders[part].pop(request_id, None)
+        if not is_unknown:
+            self.orders["releases"][request_id] = request_id
+
+    def is_ending(self, request_id: str) -> bool:
+        """Whether the previous request of this id still ends in the next plan, so that the id cannot be used again yet."""
+        orders, streams = self.orders, self.streams
+        if not orders and not streams:
+            return False
+        last_orders = orders["reads"], orders["releases"], orders["failures"], streams["ends"], streams["stops"]
+        return any(request_id in part for part in last_orders)
+
+    @property
+    def has_orders(self) -> bool:
+        """Whether any order waits."""
+        return any(self.orders.values()) or any(self.streams.values())
+
+    def take(self) -> StepPlan:
+        """Return all waiting orders that are due, in the order in which they were decided, and clear them."""
+        if not self.orders and not self.streams:
+            return EMPTY_PLAN
+        kept = self._held_back() if self._young else {}
+        parts = {name: tuple(part.values()) for name, part in self.orders.items() if part}
+        if "saves" in parts:
+            parts["saves"] = tuple([save for saves in parts["saves"] for save in saves])
+        streams = {name: tuple(part.values()) for name, part in self.streams.items() if part}
+        self.orders.clear()
+        self.streams.clear()
+        self.orders.update(kept)
+        if not parts and not streams:
+            return EMPTY_PLAN
+        return StepPlan(**parts, streams=StreamPlan(**streams) if streams else EMPTY_STREAM_PLAN)
+
+    def _held_back(self) -> dict[str, dict[str, Any]]:
+        """Take out the reads that are kept back, with their voids, which mean nothing before them."""
+        reads, voids = self.orders["reads"], self.orders["voids"]
+        young = {name: left for name, left in self._young.items() if left and name in reads}
+        self._young = {name: left - 1 for name, left in young.items()}
+        kept_voids = {name: voids.pop(name) for name in young if name in voids}
+        return {"reads": {name: reads.pop(name) for name in young}, "voids": kept_voids}

@@ -1,19 +1,18 @@
-"""Records of the scheduler process: a request, with one record for each role that it has in a hand-over."""
+"""Records of the scheduler process: a request, with one record for each role that it has in a hand-over; their descriptions."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, final
 
 from kv_scheduler_state.errors import UnknownRequest
 from kv_scheduler_state.tables import GONE
-from kv_scheduler_state.ticket.prompt import MEDIA_MISSING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from kv_scheduler_state.plan import ReadOrder
-    from kv_scheduler_state.tables import Trace
     from kv_scheduler_state.ticket.early import EarlyTicket
     from kv_scheduler_state.ticket.ticket import HandoffTicket, PeerAddress
 
@@ -24,9 +23,16 @@ __all__ = [
     "HandOver",
     "ProducerRecord",
     "Request",
+    "TicketKey",
+    "count_states",
+    "describe",
     "find_request",
     "forget_if_ended",
+    "state_of",
 ]
+
+TicketKey = tuple[str, str, str, tuple[int, int] | None]
+"""Peer engine, request id there, nonce and fence of a ticket: requests with the same key hold the same ticket."""
 
 UNRESERVED: Final = frozenset({"asking", "asking-final", "offered"})
 """States of a request with an early ticket in which the engine has allocated nothing for it."""
@@ -38,13 +44,13 @@ class HandOver:
     """A ticket, shared by all local requests that hold it, see `HandOvers`.
 
     Attributes:
-        ticket: The ticket.
+        key: Key of the ticket.
         waiting: Holders that have neither read nor given it up.
         reading: Holders whose read has been ordered and has not ended.
         is_spent: Whether the ticket is used up and can no longer be read.
     """
 
-    ticket: HandoffTicket
+    key: TicketKey
     waiting: int = 0
     reading: int = 0
     is_spent: bool = False
@@ -53,16 +59,6 @@ class HandOver:
     def is_wanted_by_others(self) -> bool:
         """Whether a waiting holder that gives up now leaves the hand-over, or its end, to another request."""
         return self.is_spent or self.reading > 0 or self.waiting > 1
-
-    @property
-    def is_abandoned(self) -> bool:
-        """Whether a read was passed on and no holder is left to take it up."""
-        return not (self.is_spent or self.reading or self.waiting)
-
-    def read(self) -> None:
-        """Note that a waiting holder's read is ordered."""
-        self.waiting -= 1
-        self.reading += 1
 
 
 @final
@@ -77,7 +73,6 @@ class ConsumerRecord:
     """
 
     state: str
-    trace: Trace
     ticket: HandoffTicket
     loadable_tokens: int
     hand_over: HandOver | None = None
@@ -143,12 +138,10 @@ class ProducerRecord:
     """
 
     state: str
-    trace: Trace
     prompt_tokens: int
     is_readback: bool = False
     is_void: bool = False
     fence: tuple[int, int] | None = None
-    saved_blocks: int = 0
     leased_blocks: Sequence[int] = ()
     preemptions: int = 0
     is_preemption_due: bool = False
@@ -169,11 +162,6 @@ class Request:
     producer: ProducerRecord | None = None
     is_finished: bool = False
     rejected_code: str = ""
-
-    @property
-    def must_fail(self) -> bool:
-        """Whether the engine must not compute the prompt itself, as it lacks a part of it."""
-        return self.rejected_code == MEDIA_MISSING
 
 
 def find_request(requests: dict[str, Request], request_id: str, event: str) -> Request:
@@ -196,3 +184,74 @@ def forget_if_ended(requests: dict[str, Request], request_id: str, request: Requ
         request.producer = None
     if request.consumer is None and request.producer is None and request.is_finished:
         del requests[request_id]
+
+
+_WAITS_FOR: Final = {
+    ("producer", "waiting"): "the engine, to allocate its prompt",
+    ("producer", "prefilling"): "the engine, to compute its prompt",
+    ("producer", "prefilled"): "the engine, to finish it",
+    ("producer", "preempted"): "the engine, to start it again",
+    ("producer", "leased"): "the workers, to report that its readers are done or its lease has expired",
+    ("producer", "revoked"): "the workers, to report that its lease has ended early",
+    ("producer", "early"): "the engine, to allocate its prompt",
+    ("producer", "opening"): "the engine, to compute its prompt",
+    ("producer", "offered"): "the engine, to compute its prompt",
+    ("producer", "plain"): "the engine, to compute its prompt",
+    ("producer", "complete"): "the engine, to finish it",
+    ("producer", "stale"): "the engine, to start it again or to finish it",
+    ("producer", "voided"): "the engine, to start it again",
+    ("producer", "plain-again"): "the engine, to start it again",
+    ("producer", "voiding"): "the workers, to report that its word has moved",
+    ("producer", "streamed"): "the workers, to report that its readers are done or its lease has expired",
+    ("producer", "taken-back"): "the workers, to report that its lease has ended early",
+    ("consumer", "asking"): "the peer, to offer a stream or to finish the prompt",
+    ("consumer", "asking-final"): "the peer, to finish the prompt, which cannot be read before",
+    ("consumer", "offered"): "the engine, to find room for its blocks",
+    ("consumer", "streaming"): "the workers, to report the end of its stream",
+    ("consumer", "awaiting"): "the peer, to offer a new stream or to finish the prompt",
+    ("consumer", "stopping"): "the workers, to report that its stream is given up",
+    ("consumer", "draining-stream"): "the workers, to report that its stream is quiet",
+    ("consumer", "queued"): "the engine, to allocate blocks for the read",
+    ("consumer", "reading"): "the workers, to report the end of its read",
+    ("consumer", "draining"): "the workers, to report that its cancelled read is quiet",
+    ("consumer", "local"): "the engine, to finish it",
+    ("consumer", "failed"): "the engine, to fail it",
+}
+
+
+def count_states(requests: Iterable[Request]) -> dict[str, int]:
+    """Return how many records are in each state, such as `producer-leased`; an ordinary request has none."""
+    return dict(Counter([f"{role}-{state}" for request in requests for role, state in _states(request)]))
+
+
+def state_of(request: Request) -> str:
+    """Return the states of a request's records as one word."""
+    return "+".join([state for _, state in _states(request)]) or "running"
+
+
+def _states(request: Request) -> list[tuple[str, str]]:
+    records = ("consumer", request.consumer), ("producer", request.producer)
+    return [(role, record.state) for role, record in records if record is not None and record.state != GONE]
+
+
+def describe(request_id: str, request: Request, now_s: float) -> dict[str, object]:
+    """Return a live request as plain values."""
+    consumer, producer, states = request.consumer, request.producer, _states(request)
+    entry: dict[str, object] = {
+        "request_id": request_id,
+        "role": "producer" if producer is not None else "consumer" if consumer is not None else "none",
+        "age_s": now_s - request.born_s,
+        "prompt_tokens": request.prompt_tokens,
+        "rejected_code": request.rejected_code,
+        "is_finished": request.is_finished,
+        "state": state_of(request),
+        "waits_for": _WAITS_FOR[states[0]] if states else "the engine, to finish it",
+    }
+    if consumer is not None:
+        entry["consumer"] = {
+            "peer_engine_id": consumer.ticket.peer.engine_id,
+            "peer_request_id": consumer.ticket.peer_request_id,
+            "loadable_tokens": consumer.loadable_tokens,
+            "is_renewed": consumer.renewed_at is not None,
+        }
+    return entry

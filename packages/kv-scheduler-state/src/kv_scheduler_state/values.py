@@ -35,7 +35,6 @@ __all__ = [
     "FinishReason",
     "NOT_KEPT",
     "Role",
-    "not_handed_over",
     "running_state",
 ]
 
@@ -87,14 +86,15 @@ class BlockRules:
 
     def offered(self, block_ids: Sequence[Sequence[int]], tokens: int) -> tuple[BlockList, ...]:
         """Return the blocks that a producer offers of its first `tokens` tokens."""
-        return tuple([self._offered(*each, tokens) for each in zip(self._groups, block_ids, strict=True)])
-
-    def _offered(self, group: GroupConfig, ids: Sequence[int], tokens: int) -> BlockList:
-        if group.kind == "state":
-            return BlockList(running_state(group.scratch_blocks, ids), 0, self._null)
-        kept, window = ids[: -(-tokens // group.span_tokens)], group.window_blocks
-        first = max(0, len(kept) - window) if window else 0
-        return BlockList(tuple(kept[first:]), first * group.span_tokens, self._null)
+        lists: list[BlockList] = []
+        for group, ids in zip(self._groups, block_ids, strict=True):
+            if group.kind == "state":
+                lists.append(BlockList(running_state(group.scratch_blocks, ids), 0, self._null))
+                continue
+            kept, window = ids[: -(-tokens // group.span_tokens)], group.window_blocks
+            first = max(0, len(kept) - window) if window else 0
+            lists.append(BlockList(tuple(kept[first:]), first * group.span_tokens, self._null))
+        return tuple(lists)
 
     def wanted(
         self, block_ids: Sequence[Sequence[int]], new_block_ids: Sequence[Sequence[int]], start: int, tokens: int
@@ -135,18 +135,14 @@ class BlockRules:
             )
         if window:
             first = max(first, end - window)
-        return BlockList(self._without_hits(tuple(ids[first:end]), new), first * span, self._null)
-
-    def _without_hits(self, ids: tuple[int, ...], new_ids: Sequence[int]) -> tuple[int, ...]:
-        """Return the ids with null in place of every block that a prefix hit covers."""
-        fillable, null = frozenset(new_ids), self._null
-        if fillable.issuperset(ids):
-            return ids
-        if null is None:
-            raise InvalidEvent(
-                f"blocks of a prefix hit lie among those to fill, and this engine has no null block: {ids}"
-            )
-        return tuple([block if block in fillable else null for block in ids])
+        wanted, fillable, null = tuple(ids[first:end]), frozenset(new), self._null
+        if not fillable.issuperset(wanted):
+            if null is None:
+                raise InvalidEvent(
+                    f"blocks of a prefix hit lie among those to fill, and this engine has no null block: {wanted}"
+                )
+            wanted = tuple([block if block in fillable else null for block in wanted])
+        return BlockList(wanted, first * span, null)
 
     def chunk(self, block_ids: Sequence[Sequence[int]]) -> BlockIds:
         """Return the blocks of one chunk of a prefill that have to be saved: all blocks of a state, since none is final yet.
@@ -215,10 +211,3 @@ class FinishDecision(NamedTuple):
 
 BYSTANDER: Final = Admission("none")
 NOT_KEPT: Final = FinishDecision(keep_blocks=False, params=None)
-
-
-def not_handed_over(code: str, *, keep_blocks: bool) -> FinishDecision:
-    """Return the decision on a prompt that gets no ticket; its blocks stay while a reader of its stream may be at them."""
-    if not code and not keep_blocks:
-        return NOT_KEPT
-    return FinishDecision(keep_blocks=keep_blocks, params=None, withheld_code=code)

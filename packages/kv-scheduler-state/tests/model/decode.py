@@ -290,7 +290,9 @@ class DecodeSide:
         """Whether nothing is left of any request, and every peer was notified exactly once."""
         ended = [answer for answer in self.answers.values() if answer.status != "absent"]
         is_told = all(answer.orders == 1 for answer in ended) if not self.is_shared else self._is_peer_told(ended)
-        return is_told and not (self.state.live_count or self.state.has_work() or len(self.state._consumers.hand_overs))
+        return is_told and not (
+            self.state.live_count or self.state.has_work() or self.state._consumers.hand_overs._live
+        )
 
     def _is_peer_told(self, ended: list[Answer]) -> bool:
         """Whether some holder of the shared ticket has notified the peer, or let a read end."""

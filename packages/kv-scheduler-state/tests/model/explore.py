@@ -31,7 +31,6 @@ from .promises import Step
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from kv_scheduler_state.scheduler.state import SchedulerState
 
 __all__ = ["Exploration", "World", "decode_world", "explore", "pair_world", "prefill_world"]
 
@@ -82,10 +81,6 @@ class Explorable(Protocol):
 
     def different_steps(self) -> list[Step]:
         """Return everything that may happen next, once for each kind of future."""
-        ...
-
-    def constants(self) -> list[object]:
-        """Return the objects that never change and need not be copied."""
         ...
 
     def heal(self) -> tuple[Step, ...]:
@@ -168,11 +163,6 @@ class World:
         kinds = {(step[0], keys[int(step[1][1:])], *step[2:]) if len(step) > 1 else step: step for step in self.steps()}
         return list(kinds.values())
 
-    def constants(self) -> list[object]:
-        """Return what the sides hold and never change, besides whole objects: shared by copies of this world."""
-        sides = (self.prefill, self.decode)
-        return [value for side in sides if side is not None for value in _constants(side.state)]
-
     def heal(self) -> tuple[Step, ...]:
         """Do everything that is left to do, without faults, until nothing is left.
 
@@ -235,7 +225,7 @@ def explore(
         max_depth: Most steps from the first state, at least 1; None for any number.
     """
     first = make_world()
-    codec = _Codec(first)
+    codec = _Codec()
     seen = {first.key()}
     paths: dict[int, tuple[int, Step]] = {}
     queue = deque([(0, 0, codec.save(first), first.different_steps())])
@@ -282,10 +272,8 @@ def _path(paths: dict[int, tuple[int, Step]], number: int) -> tuple[Step, ...]:
 class _Codec:
     """Copies worlds by pickling; objects that never change are shared, not copied."""
 
-    def __init__(self, first: Explorable) -> None:
+    def __init__(self) -> None:
         self._constants = _Constants()
-        for value in first.constants():
-            self._constants.add(value)
 
     def save(self, world: Explorable) -> bytes:
         buffer = io.BytesIO()
@@ -329,9 +317,3 @@ class _Loader(pickle.Unpickler):
 
     def persistent_load(self, pid: int) -> object:
         return self._values[pid]
-
-
-def _constants(state: SchedulerState) -> list[object]:
-    """Return what a scheduler state holds and never changes besides whole objects: rows by event."""
-    producers, consumers = state._producers, state._consumers
-    return [table.on(event) for table in (producers.table, consumers.table) for event in table.events]

@@ -20,7 +20,6 @@ _CONSTANT: Final = (
 )
 _LEFT_OUT: Final = frozenset(
     {
-        "trace",
         "born_s",
         "last_delay_s",
         "_past",

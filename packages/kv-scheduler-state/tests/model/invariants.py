@@ -6,18 +6,16 @@ from collections import Counter
 from typing import TYPE_CHECKING, Final
 
 from kv_scheduler_state import LeaseTable
-from kv_scheduler_state.scheduler.introspection import pending_records
 from kv_scheduler_state.scheduler.sharing import key_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from kv_scheduler_state import SchedulerState
-    from kv_scheduler_state.outbox import Outbox
-    from kv_scheduler_state.records import Request
+    from kv_scheduler_state.plan import Outbox
+    from kv_scheduler_state.records import Request, TicketKey
     from kv_scheduler_state.scheduler.consumer import Consumers
     from kv_scheduler_state.scheduler.producer import Producers
-    from kv_scheduler_state.scheduler.sharing import TicketKey
     from kv_scheduler_state.tables import Table
 
 __all__ = ["problems"]
@@ -43,20 +41,22 @@ def problems(part: SchedulerState | LeaseTable) -> list[str]:
 
 def _record_violations(live: Mapping[str, Request], consumer_table: Table, producer_table: Table) -> Iterator[str]:
     for request_id, entry in live.items():
-        for table, record in ((consumer_table, entry.consumer), (producer_table, entry.producer)):
-            if record is not None and record.state not in table.states:
+        records = (consumer_table, entry.consumer), (producer_table, entry.producer)
+        for table, record in records:
+            if record is not None and record.state not in table._by_state:
                 yield f"{request_id}: {table.name} state '{record.state}' is in no table"
-        pending = pending_records(entry)
-        if entry.is_finished and not pending:
+        states = [record.state for _, record in records if record is not None]
+        if entry.is_finished and not states:
             yield f"{request_id}: ended, but still remembered"
-        if not entry.is_finished and any(record.state in _AFTER_THE_END for record in pending):
+        if not entry.is_finished and not _AFTER_THE_END.isdisjoint(states):
             yield f"{request_id}: waits for the end of a request that has not finished"
 
 
 def _fence_violations(live: Mapping[str, Request], producers: Producers) -> Iterator[str]:
     used = [entry.producer.fence for entry in live.values() if entry.producer and entry.producer.fence]
     streams, plain = producers.streams.fences, producers.fences
-    slots = [slot for slot, _ in used] + [*streams.free_slots, *plain.free_slots]
+    free = [slot for pool in (streams, plain) for slot in (*range(pool._unused, pool._end), *pool._returned)]
+    slots = [slot for slot, _ in used] + free
     if sorted(slots) != list(range(streams.slots + plain.slots)):
         yield f"fence slots in use and free are {sorted(slots)}, of {streams.slots} and {plain.slots}"
 
@@ -73,8 +73,10 @@ def _heartbeat_violations(live: Mapping[str, Request], consumers: Consumers) -> 
         should_renew = record.state in _RENEWED and record.ticket.kind == "handoff"
         if (record.renewed_at is not None) != should_renew:
             yield f"{request_id}: consumer in state '{record.state}' is {'' if record.renewed_at else 'not '}renewed"
-    if wanted != consumers.heartbeats.holders():
-        yield f"heartbeats go to {consumers.heartbeats.holders()}, the live requests want {wanted}"
+    peers = consumers.heartbeats._peers.values()
+    renewed = dict(Counter(key_of(record.ticket) for peer in peers for record in peer.holders))
+    if wanted != renewed:
+        yield f"heartbeats go to {renewed}, the live requests want {wanted}"
 
 
 def _outbox_violations(live: Mapping[str, Request], outbox: Outbox) -> Iterator[str]:

@@ -70,4 +70,4 @@ def _lease_key(lease: Lease | None, now_s: float) -> tuple[object, ...] | None:
     if lease is None:
         return None
     left_s = max(0.0, lease.deadline_s - now_s) if lease.state == "granted" else None
-    return lease.state, left_s, len(lease.readers_done), lease.is_read
+    return lease.state, left_s, len(lease.readers_done), any(each.is_complete for each in lease.readers.values())

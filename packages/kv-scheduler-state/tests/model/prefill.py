@@ -138,8 +138,9 @@ class PrefillSide:
             prompt.preemptions += 1
             prompt.completes_due = False
         elif name == "p-revoke":
-            self.state.revoke(request_id, now_s=now_s)
-            prompt.is_revoked = True
+            self.state.revoke_all(now_s=now_s)
+            for other in self.prompts.values():
+                other.is_revoked = other.is_revoked or other.status == "kept"
         elif name == "p-forge":
             prompt.is_forged = True
             for table in self.tables:

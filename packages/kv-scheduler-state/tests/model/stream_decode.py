@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, final
 
 from kv_scheduler_state.config import SchedulerConfig
-from kv_scheduler_state.plan import EMPTY_PLAN
+from kv_scheduler_state.plan import EMPTY_PLAN, StreamAnswer
 from kv_scheduler_state.scheduler.state import SchedulerState
-from kv_scheduler_state.streams.values import StreamAnswer
 from kv_scheduler_state.tables import GONE
 
 from .freeze import freeze
@@ -18,7 +17,7 @@ from .stream_reading import Reader
 from .stream_words import Identity, early_ticket
 
 if TYPE_CHECKING:
-    from kv_scheduler_state.streams.values import StreamQuestion
+    from kv_scheduler_state.plan import StreamQuestion
 
     from .stream_prefill import StreamPrefill
 

@@ -23,8 +23,7 @@ from .promises import Step, demand
 from .stream_words import Device, Identity, Job, StreamRules, Words, early_ticket, page_text
 
 if TYPE_CHECKING:
-    from kv_scheduler_state.plan import StepPlan, StreamChunk
-    from kv_scheduler_state.streams.values import StreamQuestion
+    from kv_scheduler_state.plan import StepPlan, StreamChunk, StreamQuestion
     from kv_scheduler_state.worker.leases import LeaseEnd
 
 __all__ = ["GROUPS", "StreamPrefill"]
@@ -260,8 +259,8 @@ class StreamPrefill:
             self._end(request_id, prompt, "abort")
         else:
             self.revocations -= 1
-            self.ended.add(prompt.fence[1])
-            state.revoke(request_id, now_s=now_s)
+            self.ended |= {other.fence[1] for other in self.prompts.values() if other.status == "leased"}
+            state.revoke_all(now_s=now_s)
 
     def _end(self, request_id: str, prompt: Prompt, reason: str) -> None:
         decision = self.state.finish(

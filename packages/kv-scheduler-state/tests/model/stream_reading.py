@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, NamedTuple, final
 
 from kv_scheduler_state.fences import is_later_tag
+from kv_scheduler_state.plan import StreamPart
 from kv_scheduler_state.streams.reader import StreamReaders
-from kv_scheduler_state.streams.values import StreamPart
 from kv_scheduler_state.worker.state import WorkerState
 
 from .promises import Step, demand

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, TypeAlias, final
 
-from kv_scheduler_state.streams.values import VOID_TOKENS
+from kv_scheduler_state.plan import VOID_TOKENS
 
 if TYPE_CHECKING:
     from kv_scheduler_state.plan import StreamChunk

@@ -136,14 +136,6 @@ class StreamWorld:
         whole = self.ticks, self.deaths, self.now_s, self.prefill.key(), self.decode.key()
         return blake2b(repr(whole).encode(), digest_size=16).digest()
 
-    def constants(self) -> list[object]:
-        """Return the tables and their rows by event."""
-        tables = [self.prefill.state._producers.table, self.decode.state._consumers.table]
-        tables += [worker.leases._table for worker in self.prefill.workers]
-        tables += [reader.streams._table for reader in self.decode.readers]
-        rows = [table.on(event) for table in tables for event in table.events]
-        return [self.prefill.rules, *tables, *rows]
-
     def heal(self) -> tuple[Step, ...]:
         """Do everything that is left to do, without faults, until nothing is left.
 

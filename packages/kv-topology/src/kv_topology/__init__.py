@@ -9,6 +9,7 @@ from kv_topology.plan.blocks import BlockList
 from kv_topology.plan.plan import Planner, Route, TransferPlan, plan_transfer
 from kv_topology.plan.readers import target_ranks
 from kv_topology.plan.staged import CostModel, Estimate, PageMove, StagedRegion
+from kv_topology.resharding import reshard
 
 __version__ = "0.3.0"
 
@@ -37,6 +38,7 @@ __all__ = [
     "UnsupportedTopology",
     "from_document",
     "plan_transfer",
+    "reshard",
     "target_ranks",
     "to_document",
 ]

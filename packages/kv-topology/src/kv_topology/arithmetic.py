@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import gcd, lcm
-from typing import TYPE_CHECKING, TypeVar, cast, final
+from typing import TYPE_CHECKING, NamedTuple, final
 
 import numpy as np
 import numpy.typing as npt
@@ -31,19 +31,15 @@ __all__ = [
     "Runs",
     "TokenDeal",
     "box_runs",
-    "common_unit_tokens",
     "count_up",
     "even_interval",
     "flat_outer_sum",
-    "grid",
     "holders",
     "ints",
-    "outer_sum",
     "run_count",
     "tokens_meet",
 ]
 
-_Array = TypeVar("_Array", bound="npt.NDArray[np.generic]")
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 Rows = npt.NDArray[np.uint64]
@@ -60,19 +56,9 @@ def count_up(count: int) -> Ints:
     return np.arange(count, dtype=np.int64)
 
 
-def grid(values: _Array, rows: int, columns: int) -> _Array:
-    """Return the values as a (rows, columns) view."""
-    return cast("_Array", np.reshape(values, (rows, columns)))
-
-
-def outer_sum(rows: Ints, columns: Ints) -> Ints:
-    """Return int64 (len(rows), len(columns)) of all sums."""
-    return cast("Ints", rows[:, None] + columns[None, :])
-
-
 def flat_outer_sum(rows: Ints, columns: Ints) -> Ints:
     """Return all sums as int64 (len(rows) * len(columns),), row by row."""
-    return outer_sum(rows, columns).ravel()
+    return (rows[:, None] + columns[None, :]).ravel()
 
 
 def even_interval(size: int, tp_size: int, tp_rank: int) -> tuple[int, int]:
@@ -139,15 +125,6 @@ class TokenDeal:
         return (units // (turn * self.size)) * turn + units % turn
 
 
-def common_unit_tokens(local_page_tokens: int, peer_page_tokens: int, local: TokenDeal, peer: TokenDeal) -> int:
-    """Return the largest run of tokens that never crosses a page or a turn on either side."""
-    unit = gcd(local_page_tokens, peer_page_tokens)
-    for deal in (local, peer):
-        if deal.size > 1:
-            unit = gcd(unit, deal.interleave_tokens)
-    return unit
-
-
 def tokens_meet(local: TokenDeal, peer: TokenDeal) -> float:
     """Return the share of all tokens that both ranks hold, 0.0 when they never meet.
 
@@ -169,8 +146,7 @@ BoxAxis = tuple[int, int, int]
 """(count, stride in bytes here, stride in bytes there)."""
 
 
-@final
-class Runs:
+class Runs(NamedTuple):
     """Columns of equal-length arrays: one contiguous run of bytes per row, here and there.
 
     Attributes:
@@ -179,15 +155,9 @@ class Runs:
         length: int64 (n,), bytes.
     """
 
-    __slots__ = ("here", "length", "there")
-
-    def __init__(self, here: Ints, there: Ints, length: Ints) -> None:
-        self.here = here
-        self.there = there
-        self.length = length
-
-    def __len__(self) -> int:
-        return len(self.here)
+    here: Ints
+    there: Ints
+    length: Ints
 
 
 def _coalesce(axes: Sequence[BoxAxis], element_bytes: int) -> tuple[int, list[BoxAxis]]:

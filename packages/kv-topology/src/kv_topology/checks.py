@@ -21,7 +21,6 @@ so the request is refused. Blocks (3) and (4) write 384..511 and 512..639 and ar
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple, TypeVar, final
 
 import numpy as np
@@ -40,7 +39,6 @@ _T = TypeVar("_T")
 __all__ = [
     "LIMITS",
     "Budget",
-    "Shared",
     "SharedView",
     "check_disjoint",
     "check_disjoint_groups",
@@ -48,7 +46,6 @@ __all__ = [
     "check_layout",
     "clusters",
     "find_aliases",
-    "find_shared_byte",
 ]
 
 LIMITS = {
@@ -105,7 +102,13 @@ def _check_field(field: FieldLayout, where: str) -> None:
     check_in_range("number of axes", len(field.axes), 0, LIMITS["axes"], where)
     for axis in field.axes:
         _check_axis(axis, where)
-    _check_names(field, where)
+    names = [axis.name for axis in field.axes]
+    if len(set(names)) != len(names):
+        raise InvalidGeometry("axis-repeated", f"Axis names of {where} repeat: {', '.join(names)}.", {"names": names})
+    if sum(axis.split == "tp" for axis in field.axes) > 1:
+        raise InvalidGeometry(
+            "two-split-axes", f"{where} splits more than one axis over tensor-parallel ranks.", {"names": names}
+        )
     _check_strides(field, where)
     token = field.token_axis
     if token is not None and token.split != "whole":
@@ -115,16 +118,6 @@ def _check_field(field: FieldLayout, where: str) -> None:
     if field.packing and token is not None:
         raise InvalidGeometry(
             "packed-token-axis", f"{where} is in the order {field.packing!r} of a kernel, and names tokens."
-        )
-
-
-def _check_names(field: FieldLayout, where: str) -> None:
-    names = [axis.name for axis in field.axes]
-    if len(set(names)) != len(names):
-        raise InvalidGeometry("axis-repeated", f"Axis names of {where} repeat: {', '.join(names)}.", {"names": names})
-    if sum(axis.split == "tp" for axis in field.axes) > 1:
-        raise InvalidGeometry(
-            "two-split-axes", f"{where} splits more than one axis over tensor-parallel ranks.", {"names": names}
         )
 
 
@@ -142,18 +135,6 @@ def _check_strides(field: FieldLayout, where: str) -> None:
         extent += (axis.count - 1) * axis.stride_bytes
 
 
-def check_disjoint(fields: list[tuple[str, FieldLayout, int]], where: str, budget: Budget) -> None:
-    """Raise unless the fields, each with its offset, keep to different bytes of a page."""
-    shared = find_shared_byte([(field, offset) for _, field, offset in fields], budget)
-    if shared is not None:
-        one, two = fields[shared.first], fields[shared.second]
-        raise InvalidGeometry(
-            "fields-overlap",
-            f"{one[0]} and {two[0]} share byte {shared.offset_bytes} of the pages of {where}.",
-            {"first": one[0], "second": two[0], "offset_bytes": shared.offset_bytes},
-        )
-
-
 def check_layout(layout: Layout, where: str, budget: Budget) -> None:
     """Raise unless the fields of a layout are sound, differ in name, and keep to different bytes."""
     if not layout.fields:
@@ -163,21 +144,16 @@ def check_layout(layout: Layout, where: str, budget: Budget) -> None:
         raise InvalidGeometry("field-twice", f"The layout of {where} has a field name twice: {', '.join(names[:8])}.")
     for field in layout.fields:
         _check_field(field, f"field {field.name!r} of {where}")
-    check_disjoint([(field.name, field, field.offset_bytes) for field in layout.fields], where, budget)
+    check_disjoint(((field.name, field, field.offset_bytes) for field in layout.fields), where, budget)
 
 
 @final
 class Budget:
-    """Work that checking one geometry may still take.
+    """Work that checking one geometry may still take: fields compared with others, and runs of bytes enumerated."""
 
-    Args:
-        fields: Fields that may be compared with others.
-        runs: Runs of bytes that may be enumerated.
-    """
-
-    def __init__(self, fields: int, runs: int) -> None:
-        self._fields = self._most_fields = fields
-        self._runs = self._most_runs = runs
+    def __init__(self) -> None:
+        self._fields = LIMITS["compared_fields"]
+        self._runs = LIMITS["compared_runs"]
 
     def spend(self, *, fields: int = 0, runs: int = 0) -> None:
         """Take off work before it is done; raises `InvalidGeometry` (`layout-too-fine`) if it is too much."""
@@ -187,29 +163,19 @@ class Budget:
             raise InvalidGeometry(
                 "layout-too-fine",
                 "The fields of the pages are woven into each other too finely to be checked: a geometry may take "
-                f"{self._most_fields} comparisons of fields and {self._most_runs} runs of bytes. Keep fields apart, or "
-                "let them step alike.",
+                f"{LIMITS['compared_fields']} comparisons of fields and {LIMITS['compared_runs']} runs of bytes. Keep fields "
+                "apart, or let them step alike.",
                 {"fields": fields, "runs": runs},
             )
 
 
-class Shared(NamedTuple):
-    """A byte that two fields share, and their places in the list that was checked."""
+class _Part(NamedTuple):
+    """A field of a page: what a person calls it, first byte, cell size and axes (count, stride), the largest stride first."""
 
-    first: int
-    second: int
-    offset_bytes: int
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """A field: its place in the list, first byte, cell size and axes (count, stride), the largest stride first."""
-
-    number: int
+    name: str
     offset: int
     element_bytes: int
-    axes: tuple[tuple[int, int], ...]
+    axes: Sequence[tuple[int, int]]
 
     @property
     def stop(self) -> int:
@@ -228,26 +194,34 @@ def clusters(spans: Iterable[tuple[int, int, _T]]) -> list[list[tuple[int, int, 
     return found
 
 
-def find_shared_byte(fields: Sequence[tuple[FieldLayout, int]], budget: Budget) -> Shared | None:
-    """Return a byte that two of the fields (each with its offset in the page) share, or None.
+def check_disjoint(fields: Iterable[tuple[str, FieldLayout, int]], where: str, budget: Budget) -> None:
+    """Raise unless the fields, each with its name and offset, keep to different bytes of a page.
 
     Raises:
-        InvalidGeometry: `layout-too-fine` when the budget is used up.
+        InvalidGeometry: `fields-overlap`, or `layout-too-fine` when the budget is used up.
     """
     parts: list[_Part] = []
-    for number, (field, offset) in enumerate(fields):
+    for name, field, offset in fields:
         axes = sorted(((a.count, a.stride_bytes) for a in field.axes if a.count > 1), key=lambda axis: -axis[1])
-        parts.append(_Part(number, offset, field.element_bytes, tuple(axes)))
-    return _find(parts, budget)
+        parts.append(_Part(name, offset, field.element_bytes, axes))
+    shared = _find_shared_byte(parts, budget)
+    if shared is not None:
+        one, two, byte = shared
+        raise InvalidGeometry(
+            "fields-overlap",
+            f"{one} and {two} share byte {byte} of the pages of {where}.",
+            {"first": one, "second": two, "offset_bytes": byte},
+        )
 
 
-def _find(parts: Sequence[_Part], budget: Budget) -> Shared | None:
+def _find_shared_byte(parts: Sequence[_Part], budget: Budget) -> tuple[str, str, int] | None:
+    """Return the names of two fields that share a byte, and that byte."""
     budget.spend(fields=len(parts))
     for cluster in clusters((part.offset, part.stop, part) for part in parts):
         if len(cluster) > 1:
             touching = [part for _, _, part in cluster]
             inside = _first_step(touching)
-            found = _find(inside, budget) if inside is not None else _enumerate(touching, budget)
+            found = _find_shared_byte(inside, budget) if inside is not None else _enumerate(touching, budget)
             if found is not None:
                 return found
     return None
@@ -258,25 +232,30 @@ def _first_step(parts: Sequence[_Part]) -> list[_Part] | None:
     strides = {part.axes[0][1] if part.axes else 0 for part in parts}
     if len(strides) != 1 or 0 in strides:
         return None
-    inside = [replace(part, axes=part.axes[1:]) for part in parts]
+    inside = [part._replace(axes=part.axes[1:]) for part in parts]
     span = max(part.stop for part in inside) - min(part.offset for part in inside)
     return inside if span <= strides.pop() else None
 
 
-def _enumerate(parts: Sequence[_Part], budget: Budget) -> Shared | None:
+def _enumerate(parts: Sequence[_Part], budget: Budget) -> tuple[str, str, int] | None:
     boxes = [[(count, stride, stride) for count, stride in part.axes] for part in parts]
-    counts = [run_count(box, part.element_bytes) for box, part in zip(boxes, parts, strict=True)]
-    budget.spend(runs=sum(counts))
+    budget.spend(runs=sum(run_count(box, part.element_bytes) for box, part in zip(boxes, parts, strict=True)))
     runs = [box_runs(box, part.element_bytes, part.offset, 0) for box, part in zip(boxes, parts, strict=True)]
     starts = np.concatenate([run.here for run in runs])
-    stops = starts + np.concatenate([run.length for run in runs])
-    order = np.argsort(starts, kind="stable")
-    overlap = np.flatnonzero(starts[order][1:] < stops[order][:-1])
-    if not len(overlap):
+    owners = np.repeat(np.arange(len(parts)), [len(run.here) for run in runs])
+    touching = _first_overlap(starts, np.concatenate([run.length for run in runs]))
+    if touching is None:
         return None
-    owner = np.repeat([part.number for part in parts], [len(run) for run in runs])[order]
-    place = int(overlap[0])
-    return Shared(int(owner[place]), int(owner[place + 1]), int(starts[order][place + 1]))
+    one, two = touching
+    return parts[owners[one]].name, parts[owners[two]].name, int(starts[two])
+
+
+def _first_overlap(starts: Ints, lengths: Ints) -> tuple[int, int] | None:
+    """Return the places of two neighbours that overlap, by their starts; None if all ranges are apart."""
+    order = np.argsort(starts, kind="stable")
+    starts, lengths = starts[order], lengths[order]
+    overlap = np.flatnonzero(starts[1:] < starts[:-1] + lengths[:-1])
+    return (int(order[overlap[0]]), int(order[overlap[0] + 1])) if len(overlap) else None
 
 
 class SharedView(NamedTuple):
@@ -317,39 +296,29 @@ def find_aliases(regions: Sequence[Region], groups: Sequence[Group]) -> tuple[tu
 def check_disjoint_groups(aliases: Sequence[Sequence[SharedView]], ids: Sequence[Ints]) -> None:
     """Raise `InvalidBlocks` (`local-block-twice`) if two groups that share memory are to be written in one place.
 
+    Example: the pages 384..447 and 448..511 of one group beside 384..511 of another: sorted by their starts, the first
+    stops at 448, beyond the start 384 of the second, so the two groups are refused.
+
     Args:
         aliases: From `find_aliases`.
         ids: Real local blocks per group, int64 (n,).
     """
     for cluster in aliases:
-        used = [view for view in cluster if len(ids[view.group])]
-        if len({view.group for view in used}) >= 2:
-            _check_disjoint_pages(used, [_page_starts(view, ids[view.group]) for view in used])
-
-
-def _check_disjoint_pages(views: Sequence[SharedView], page_starts: Sequence[Ints]) -> None:
-    """Raise unless no page of a request begins within another one of the same cluster.
-
-    Example: the pages 384..447 and 448..511 of one group beside 384..511 of another: sorted by their starts, the first
-    stops at 448, beyond the start 384 of the second, so the two groups are refused.
-    """
-    counts = [len(starts) for starts in page_starts]
-    starts = np.concatenate(page_starts)
-    stops = starts + np.repeat([view.page_bytes for view in views], counts)
-    order = np.argsort(starts)
-    touching = np.flatnonzero(starts[order][1:] < stops[order][:-1])
-    if len(touching):
-        owner = np.repeat([view.group for view in views], counts)[order]
-        groups = sorted({int(owner[touching[0]]), int(owner[touching[0] + 1])})
-        raise InvalidBlocks(
-            "local-block-twice",
-            f"Groups {groups} share memory, and their local block lists both name the page at byte "
-            f"{int(starts[order][touching[0] + 1])}; a block belongs to one group at a time.",
-            {"groups": tuple(groups)},
-        )
-
-
-def _page_starts(view: SharedView, ids: Ints) -> Ints:
-    """Return the first bytes of the pages of blocks, from the cluster's first byte."""
-    pages = flat_outer_sum(ids * view.pages_per_block, count_up(view.pages_per_block))
-    return pages * view.stride + view.offset
+        views = [view for view in cluster if len(ids[view.group])]
+        if len({view.group for view in views}) < 2:
+            continue
+        starts: list[Ints] = []  # of the pages, from the cluster's first byte
+        for view in views:
+            pages = flat_outer_sum(ids[view.group] * view.pages_per_block, count_up(view.pages_per_block))
+            starts.append(pages * view.stride + view.offset)
+        owner = np.repeat(np.arange(len(views)), [len(found) for found in starts])
+        every = np.concatenate(starts)
+        touching = _first_overlap(every, np.array([view.page_bytes for view in views])[owner])
+        if touching is not None:
+            groups = tuple(sorted({views[owner[place]].group for place in touching}))
+            raise InvalidBlocks(
+                "local-block-twice",
+                f"Groups {list(groups)} share memory, and their local block lists both name the page at byte "
+                f"{int(every[touching[1]])}; a block belongs to one group at a time.",
+                {"groups": groups},
+            )

@@ -6,8 +6,8 @@ Schema, version 1 (unknown keys are ignored, so that keys can be added without a
     version       1
     tp, pp        [size, rank]
     null_block    int or null
-    stage_layers  [[layer, ...] per stage]
-    stages        [[[layer, group number, [field name, ...]], ...] per stage], from 0.2 on; repeats `stage_layers`
+    stage_layers  [[layer, ...] per stage], for release 0.1, which reads nothing else; not read here
+    stages        [[[layer, group number, [field name, ...]], ...] per stage]
     groups        [{kind, block_tokens, pages_per_block, window_tokens, context: [size, rank, interleave_tokens]}]
     layouts       [[{name, element_bytes, offset_bytes, packing, axes: [[name, size, start, stop, stride, split]]}]]
     regions       [{base_address, page_bytes, page_stride_bytes, page_count, memory_kind, device,
@@ -192,25 +192,10 @@ def _region(value: object, layouts: Sequence[Layout], path: str) -> Region:
     )
 
 
-def _stages(table: Mapping[str, object]) -> tuple[tuple[StageLayer, ...], ...]:
-    """Return the layers by stage: with groups and fields from 0.2 on, by name alone from 0.1."""
-    key, read = ("stages", _stage_layer) if table.get("stages") else ("stage_layers", _named_layer)
-    stages = _items(table.get(key, []), key)
-    return tuple(tuple(read(entry, key) for entry in _items(layers, key)) for layers in stages)
-
-
-def _named_layer(value: object, path: str) -> StageLayer:
-    return StageLayer(_text(value, path))
-
-
 def _stage_layer(value: object, path: str) -> StageLayer:
     layer, group, fields = _items(value, path, 3)
     names = tuple(_text(name, path) for name in _items(fields, path))
-    return StageLayer(_text(layer, path), _optional_int(group, path), names)
-
-
-def _optional_int(value: object, path: str) -> int | None:
-    return None if value is None else _int(value, path)
+    return StageLayer(_text(layer, path), _int(group, path), names)
 
 
 def from_document(document: Mapping[str, object]) -> RankGeometry:
@@ -236,6 +221,7 @@ def from_document(document: Mapping[str, object]) -> RankGeometry:
     tp_size, tp_rank = _tuple(table.get("tp"), "tp", _int, _int)
     pp_size, pp_rank = _tuple(table.get("pp"), "pp", _int, _int)
     layouts, groups, regions = (enumerate(_items(table.get(key), key)) for key in ("layouts", "groups", "regions"))
+    null_block = table.get("null_block")
     known = [_layout(fields, f"layouts[{n}]") for n, fields in layouts]
     return RankGeometry(
         tp_size=tp_size,
@@ -244,6 +230,9 @@ def from_document(document: Mapping[str, object]) -> RankGeometry:
         regions=tuple(_region(region, known, f"regions[{n}]") for n, region in regions),
         pp_size=pp_size,
         pp_rank=pp_rank,
-        stage_layers=_stages(table),
-        null_block=_optional_int(table.get("null_block"), "null_block"),
+        stage_layers=tuple(
+            tuple(_stage_layer(entry, "stages") for entry in _items(layers, "stages"))
+            for layers in _items(table.get("stages", []), "stages")
+        ),
+        null_block=None if null_block is None else _int(null_block, "null_block"),
     )

@@ -20,7 +20,7 @@ from kv_topology.model import Group, Member, Region, StageLayer
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from kv_topology.model import Axis, FieldLayout, Layout
+    from kv_topology.model import FieldLayout, Layout
 
     Placed = tuple[tuple[int, Member], ...]
     """The members of one layer on one side, each with its region number."""
@@ -123,7 +123,7 @@ def _check_region(
             check_disjoint(fields, where, budget)
 
 
-def _check_group(group: Group, number: int) -> None:
+def _check_group(group: Group, number: int, tp_rank: int) -> None:
     where = f"group {number}"
     if group.kind not in {"attention", "sliding-window", "latent", "state"}:
         known = "attention, sliding-window, latent, state"
@@ -150,6 +150,15 @@ def _check_group(group: Group, number: int) -> None:
             f"{where} deals out turns of {deal.interleave_tokens} tokens, "
             f"which do not divide its blocks of {group.block_tokens} tokens.",
             {"interleave_tokens": deal.interleave_tokens, "block_tokens": group.block_tokens},
+        )
+    # The context-parallel rank follows from the tensor-parallel rank: every reader assumes it.
+    expected = tp_rank % deal.size
+    if deal.rank != expected:
+        raise InvalidGeometry(
+            "deal-irregular",
+            f"Group {number} of tensor-parallel rank {tp_rank} has context rank {deal.rank} of {deal.size}; "
+            f"it must be {expected}.",
+            {"rank": deal.rank, "expected": expected},
         )
 
 
@@ -256,38 +265,23 @@ def _check_geometry(geometry: RankGeometry) -> None:
         raise InvalidGeometry(
             "geometry-malformed", f"null_block is {shown(geometry.null_block)}; it must be an integer or None."
         )
-    for what, size, rank in (
-        ("tp", geometry.tp_size, geometry.tp_rank),
-        ("pp", geometry.pp_size, geometry.pp_rank),
-    ):
+    sizes = ("tp", geometry.tp_size, geometry.tp_rank), ("pp", geometry.pp_size, geometry.pp_rank)
+    for what, size, rank in sizes:
         check_in_range(f"{what}_size", size, 1, LIMITS[what], where)
         check_in_range(f"{what}_rank", rank, 0, size - 1, where)
     check_in_range("number of groups", len(geometry.groups), 1, LIMITS["groups"], where)
     check_in_range("number of regions", len(geometry.regions), 1, LIMITS["regions"], where)
     check_in_range("number of members", sum(len(r.members) for r in geometry.regions), 1, LIMITS["members"], where)
     for number, group in enumerate(geometry.groups):
-        _check_group(group, number)
-        _check_deal_rank(group, number, geometry.tp_rank)
+        _check_group(group, number, geometry.tp_rank)
     _check_regions(geometry)
     _check_shards(geometry)
     _check_aliases(geometry)
     _check_stages(geometry)
 
 
-def _check_deal_rank(group: Group, number: int, tp_rank: int) -> None:
-    """Raise unless the context-parallel rank follows from the tensor-parallel rank, as every reader assumes."""
-    expected = tp_rank % group.deal.size
-    if group.deal.rank != expected:
-        raise InvalidGeometry(
-            "deal-irregular",
-            f"Group {number} of tensor-parallel rank {tp_rank} has context rank {group.deal.rank} of {group.deal.size}; "
-            f"it must be {expected}.",
-            {"rank": group.deal.rank, "expected": expected},
-        )
-
-
 def _check_regions(geometry: RankGeometry) -> None:
-    budget = Budget(LIMITS["compared_fields"], LIMITS["compared_runs"])
+    budget = Budget()
     extents: dict[Layout, int] = {}
     grouped: set[tuple[Layout, int]] = set()
     patterns: set[object] = set()
@@ -323,30 +317,32 @@ def _check_stages(geometry: RankGeometry) -> None:
                 raise InvalidGeometry(
                     "geometry-malformed", f"stage_layers has {shown(entry.layer)} and its fields; names are texts."
                 )
-            if entry.group is not None:
-                check_in_range(
-                    f"group of layer {entry.layer!r}", entry.group, 0, len(geometry.groups) - 1, "stage_layers"
-                )
+            last = len(geometry.groups) - 1
+            check_in_range(f"group of layer {entry.layer!r}", entry.group, 0, last, "stage_layers")
 
 
-def _differ(code: str, what: str, where: str, local: object, peer: object) -> GeometryMismatch:
-    return GeometryMismatch(
-        code,
-        f"{what} of {where} is {local!r} here and {peer!r} at the peer; both engines must agree on it.",
-        {"where": where, "local": local, "peer": peer},
-        fault="peer",
-    )
+def _check_equal(where: str, *pairs: tuple[str, str, object, object]) -> None:
+    """Raise `GeometryMismatch` for the first of (code, name, local value, peer's value) that differs."""
+    for code, what, local, peer in pairs:
+        if local != peer:
+            raise GeometryMismatch(
+                code,
+                f"{what} of {where} is {local!r} here and {peer!r} at the peer; both engines must agree on it.",
+                {"where": where, "local": local, "peer": peer},
+                fault="peer",
+            )
 
 
 def check_groups_match(local: Group, peer: Group, layer: str) -> None:
     """Raise `GeometryMismatch` unless the groups of a layer hold the same kind of blocks."""
     where = f"the group of layer {layer!r}"
-    if local.kind != peer.kind:
-        raise _differ("group-kind-differs", "The kind", where, local.kind, peer.kind)
-    if local.window_tokens != peer.window_tokens:
-        raise _differ("window-differs", "The attention window", where, local.window_tokens, peer.window_tokens)
-    if local.is_state and local.pages_per_block != peer.pages_per_block:
-        raise _differ("state-pages-differ", "Pages of a state", where, local.pages_per_block, peer.pages_per_block)
+    _check_equal(
+        where,
+        ("group-kind-differs", "The kind", local.kind, peer.kind),
+        ("window-differs", "The attention window", local.window_tokens, peer.window_tokens),
+    )
+    if local.is_state:
+        _check_equal(where, ("state-pages-differ", "Pages of a state", local.pages_per_block, peer.pages_per_block))
 
 
 def check_fields_match(local: FieldLayout, peer: FieldLayout, layer: str) -> None:
@@ -355,24 +351,19 @@ def check_fields_match(local: FieldLayout, peer: FieldLayout, layer: str) -> Non
     Strides, offsets, held intervals and the size of the token axis may differ; everything else is the model's.
     """
     where = f"field {local.name!r} of layer {layer!r}"
-    if local.element_bytes != peer.element_bytes:
-        raise _differ("element-bytes-differ", "The element size", where, local.element_bytes, peer.element_bytes)
-    if local.packing != peer.packing:
-        raise _differ("packing-differs", "The kernel's own order", where, local.packing, peer.packing)
     names, peer_names = [sorted(axis.name for axis in field.axes) for field in (local, peer)]
-    if names != peer_names:
-        raise _differ("axes-differ", "The list of axes", where, names, peer_names)
+    _check_equal(
+        where,
+        ("element-bytes-differ", "The element size", local.element_bytes, peer.element_bytes),
+        ("packing-differs", "The kernel's own order", local.packing, peer.packing),
+        ("axes-differ", "The list of axes", names, peer_names),
+    )
     for axis in local.axes:
         other = peer.axis(axis.name)
         if other is not None and axis is not local.token_axis:
-            _check_axes_match(axis, other, where)
-
-
-def _check_axes_match(axis: Axis, other: Axis, where: str) -> None:
-    if axis.size != other.size:
-        raise _differ("axis-size-differs", f"The size of axis {axis.name!r}", where, axis.size, other.size)
-    if axis.split != other.split:
-        raise _differ("split-differs", f"The split of axis {axis.name!r}", where, axis.split, other.split)
+            size, split = f"The size of axis {axis.name!r}", f"The split of axis {axis.name!r}"
+            sizes = "axis-size-differs", size, axis.size, other.size
+            _check_equal(where, sizes, ("split-differs", split, axis.split, other.split))
 
 
 def check_names_match(mine: Placed, theirs: Placed, layer: str) -> None:

@@ -13,10 +13,9 @@ head 3, token 5, channel 0 lies at 7 * 32768 + 16384 + 3 * 2048 + 5 * 128 = 2525
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from math import prod
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple, cast, final
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from kv_topology.model import MemoryKind
+    from kv_topology.model import MemoryKind, Split
 
 __all__ = ["region"]
 
@@ -100,46 +99,42 @@ def region(
             `size-out-of-range`, `strides-overlap`, `fields-overlap`, ...
     """
     memory = _memory_of(tensor)
-    steps = _read_steps(axes, memory.shape, memory.strides_bytes, field_count=len(fields), sizes=sizes)
+    element_bytes = memory.view.itemsize
+    steps = _read_steps(axes, memory.view, field_count=len(fields), sizes=sizes)
     page, apart = steps.pop(_PAGE, None), steps.pop(_KV, None)
     if page is None:
         raise InvalidGeometry(
             "page-axis-missing", f"{axes!r} has no axis 'page', so it does not say what a block id counts."
         )
-    _check_fields(axes, fields, 1 if apart is None else apart.count)
-    inner = tuple(
-        _axis(step, memory.element_bytes, _held(step, heads, tp_size, tp_rank))
-        for step in sorted(steps.values(), key=_canonical_place)
-    )
-    step_bytes = 0 if apart is None else apart.stride_bytes
-    layout = Layout(
-        tuple(FieldLayout(name, memory.element_bytes, place * step_bytes, inner) for place, name in enumerate(fields))
-    )
-    check_layout(layout, repr(axes), Budget(LIMITS["compared_fields"], LIMITS["compared_runs"]))
-    _check_inside_page(axes, page, layout.extent_bytes, (*steps.values(), *([apart] if apart else [])))
-    stride = page.stride_bytes if page.count > 1 else layout.extent_bytes
-    member = Member(layer, layout, group)
-    return Region(memory.address, layout.extent_bytes, stride, page.count, (member,), memory.kind, memory.device)
-
-
-def _check_fields(axes: str, fields: Sequence[str], wanted: int) -> None:
+    wanted = 1 if apart is None else apart.parts
     if len(fields) != wanted or len(set(fields)) != wanted:
         raise InvalidGeometry(
             "fields-count",
             f"Pages of {axes!r} hold {wanted} fields, and the names {list(fields)} were given; each field needs one of its own.",
             {"fields": list(fields), "wanted": wanted},
         )
-
-
-def _canonical_place(step: _Step) -> int:
-    """Order axes as the other layouts do: tokens, heads, then the rest as the tensor has them (sorting is stable)."""
-    return {TOKEN_AXIS: 0, _HEAD: 1}.get(step.name, 2)
+    inner: list[Axis] = []
+    # In the order of the other layouts: tokens, heads, then the rest as the tensor has them.
+    for step in sorted(steps.values(), key=lambda step: {TOKEN_AXIS: 0, _HEAD: 1}.get(step.name, 2)):
+        # The stride of an axis with one part is never used, and tensors give it any value.
+        stride = step.stride_bytes if step.parts > 1 else element_bytes
+        split: Split = "tp" if step.name == _HEAD else "whole"
+        inner.append(Axis(step.name, *_held(step, heads, tp_size, tp_rank), stride, split))
+    step_bytes = 0 if apart is None else apart.stride_bytes
+    layout = Layout(
+        tuple(FieldLayout(name, element_bytes, place * step_bytes, tuple(inner)) for place, name in enumerate(fields))
+    )
+    check_layout(layout, repr(axes), Budget())
+    _check_inside_page(axes, page, layout.extent_bytes, (*steps.values(), *([apart] if apart else [])))
+    stride = page.stride_bytes if page.parts > 1 else layout.extent_bytes
+    member = Member(layer, layout, group)
+    return Region(memory.address, layout.extent_bytes, stride, page.parts, (member,), memory.kind, memory.device)
 
 
 def _held(step: _Step, heads: int | None, tp_size: int, tp_rank: int) -> tuple[int, int, int]:
     """Return (size in the whole model, first part held, one past the last): 4 of 8 heads on rank 1 of 2 are (8, 4, 8)."""
     if step.name != _HEAD:
-        return step.count, 0, step.count
+        return step.parts, 0, step.parts
     if not 0 <= tp_rank < tp_size <= LIMITS["tp"]:
         raise InvalidGeometry(
             "size-out-of-range", f"tp_rank {tp_rank} of tp_size {tp_size} is no rank.", {"value": tp_rank}
@@ -147,31 +142,25 @@ def _held(step: _Step, heads: int | None, tp_size: int, tp_rank: int) -> tuple[i
     if heads is None and tp_size > 1:
         raise InvalidGeometry(
             "heads-missing",
-            f"A rank of {tp_size} holds {step.count} heads; give the heads of the whole model, "
+            f"A rank of {tp_size} holds {step.parts} heads; give the heads of the whole model, "
             "since ranks beyond their number hold copies.",
         )
-    whole = step.count if heads is None else heads
+    whole = step.parts if heads is None else heads
     share = even_interval(whole, tp_size, tp_rank) if whole > 0 else (0, 0)
-    if share[1] - share[0] != step.count:
+    if share[1] - share[0] != step.parts:
         raise InvalidGeometry(
             "shard-irregular",
-            f"The tensor has {step.count} heads; the even share of rank {tp_rank} of {tp_size} is "
+            f"The tensor has {step.parts} heads; the even share of rank {tp_rank} of {tp_size} is "
             f"[{share[0]}, {share[1]}) of {whole}.",
-            {"held": step.count, "expected": share},
+            {"held": step.parts, "expected": share},
         )
     return whole, share[0], share[1]
 
 
-def _axis(step: _Step, element_bytes: int, held: tuple[int, int, int]) -> Axis:
-    # The stride of an axis with one part is never used, and tensors give it any value.
-    stride = step.stride_bytes if step.count > 1 else element_bytes
-    return Axis(step.name, *held, stride, "tp" if step.name == _HEAD else "whole")
-
-
 def _check_inside_page(axes: str, page: _Step, extent_bytes: int, inner: Sequence[_Step]) -> None:
     """Raise unless one page ends before the next one begins."""
-    if page.count > 1 and page.stride_bytes < extent_bytes:
-        outer = [step.name for step in inner if step.count > 1 and step.stride_bytes >= page.stride_bytes]
+    if page.parts > 1 and page.stride_bytes < extent_bytes:
+        outer = [step.name for step in inner if step.parts > 1 and step.stride_bytes >= page.stride_bytes]
         raise InvalidGeometry(
             "axis-outside-page",
             f"Pages of {axes!r} are {page.stride_bytes} bytes apart and each spans {extent_bytes}, because of "
@@ -181,34 +170,19 @@ def _check_inside_page(axes: str, page: _Step, extent_bytes: int, inner: Sequenc
         )
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class _Step:
+class _Step(NamedTuple):
     """An axis by its name: how many parts the tensor holds, and how far apart they are."""
 
     name: str
-    count: int
+    parts: int
     stride_bytes: int
 
 
 def _read_steps(
-    axes: str,
-    shape: Sequence[int],
-    strides_bytes: Sequence[int],
-    *,
-    field_count: int,
-    sizes: Mapping[str, int],
+    axes: str, view: npt.NDArray[np.generic], *, field_count: int, sizes: Mapping[str, int]
 ) -> dict[str, _Step]:
-    """Return the steps of a tensor by name.
-
-    Args:
-        axes: The pattern.
-        shape: Parts of each axis of the tensor.
-        strides_bytes: Distance of neighbours along each.
-        field_count: Parts of `kv` where it shares an axis of the tensor.
-        sizes: Sizes that the caller gives, by name.
-    """
-    parsed = _parse(axes)
+    """Return the steps of a tensor by name; `field_count` is the parts of `kv` where it shares an axis of the tensor."""
+    shape, parsed = view.shape, _parse(axes)
     if len(parsed) != len(shape):
         raise InvalidGeometry(
             "axes-count",
@@ -217,7 +191,7 @@ def _read_steps(
         )
     _check_sizes(axes, {name for names in parsed for name in names}, sizes)
     steps: dict[str, _Step] = {}
-    for names, count, stride_bytes in zip(parsed, shape, strides_bytes, strict=True):
+    for names, count, stride_bytes in zip(parsed, shape, view.strides, strict=True):
         known = {_KV: field_count, **sizes} if len(names) > 1 else sizes
         inside = stride_bytes
         for name, each in reversed(_divided(names, count, known)):
@@ -228,22 +202,20 @@ def _read_steps(
 
 def _parse(axes: str) -> tuple[tuple[str, ...], ...]:
     """Return the names of each axis of the tensor: "(page token) head" gives (("page", "token"), ("head",))."""
-    parsed = tuple(_names(axes, *found) for found in _WORD.findall(axes))
+    parsed: list[tuple[str, ...]] = []
+    for inside, alone, wrong in _WORD.findall(axes):
+        names = (alone,) if alone else tuple(inside.split())
+        if wrong or not names or not all(map(_NAME.fullmatch, names)):
+            raise InvalidGeometry(
+                "axes-malformed",
+                f"{axes!r} is not a list of axes: use names in small letters, and parentheses around those that share an axis, "
+                'such as "(page token) head channel".',
+            )
+        parsed.append(names)
     every = [name for names in parsed for name in names]
     if len(set(every)) != len(every):
         raise InvalidGeometry("axis-repeated", f"{axes!r} names an axis twice.", {"names": every})
-    return parsed
-
-
-def _names(axes: str, inside: str, alone: str, wrong: str) -> tuple[str, ...]:
-    names = (alone,) if alone else tuple(inside.split())
-    if wrong or not names or not all(map(_NAME.fullmatch, names)):
-        raise InvalidGeometry(
-            "axes-malformed",
-            f"{axes!r} is not a list of axes: use names in small letters, and parentheses around those that share an axis, "
-            'such as "(page token) head channel".',
-        )
-    return names
+    return tuple(parsed)
 
 
 def _check_sizes(axes: str, names: set[str], sizes: Mapping[str, int]) -> None:
@@ -279,79 +251,59 @@ def _divided(names: Sequence[str], count: int, sizes: Mapping[str, int]) -> list
     return [(name, sizes.get(name, rest)) for name in names]
 
 
-@final
-class _TensorMemory(NamedTuple):
-    """Where a tensor lies.
+class _Memory(NamedTuple):
+    """Where a tensor lies: a view of it whose elements are never read, its address, and the kind and number of its device."""
 
-    Attributes:
-        address: Address of its first element.
-        shape: Parts of each axis.
-        strides_bytes: Distance of neighbours along each axis.
-        element_bytes: Size of an element.
-        kind: Where the memory lives.
-        device: Number of the device.
-    """
-
+    view: npt.NDArray[np.generic]
     address: int
-    shape: tuple[int, ...]
-    strides_bytes: tuple[int, ...]
-    element_bytes: int
     kind: MemoryKind
     device: int
 
 
-def _memory_of(tensor: object) -> _TensorMemory:
+def _memory_of(tensor: object) -> _Memory:
     """Return where a tensor lies.
 
     Raises:
         InvalidGeometry: `tensor-malformed` for an object without any of the interfaces, or whose answers make no sense.
     """
+    name = f"A {type(tensor).__name__}"
     try:
         found = _found(tensor)
     except (TypeError, ValueError, KeyError, AttributeError, IndexError, RuntimeError) as error:
-        raise InvalidGeometry(
-            "tensor-malformed", f"A {type(tensor).__name__} does not say where it lies: {error!r}."
-        ) from error
+        raise InvalidGeometry("tensor-malformed", f"{name} does not say where it lies: {error!r}.") from error
     if found is None:
         raise InvalidGeometry(
             "tensor-malformed",
-            f"A {type(tensor).__name__} is not a tensor: it has neither PyTorch's data_ptr(), stride() and element_size() "
+            f"{name} is not a tensor: it has neither PyTorch's data_ptr(), stride() and element_size() "
             "nor an array interface.",
         )
-    if len(found.shape) != len(found.strides_bytes) or found.element_bytes < 1 or found.address < 1:
+    if found.view.itemsize < 1 or found.address < 1:
         raise InvalidGeometry(
             "tensor-malformed",
-            f"A {type(tensor).__name__} lies at {found.address} with shape {found.shape}, strides {found.strides_bytes} "
-            f"and {found.element_bytes} bytes an element, which cannot be the memory of a cache.",
+            f"{name} lies at {found.address} with shape {found.view.shape}, strides {found.view.strides} "
+            f"and {found.view.itemsize} bytes an element, which cannot be the memory of a cache.",
         )
     return found
 
 
-def _found(tensor: Any) -> _TensorMemory | None:  # noqa: ANN401 - known by its methods
+def _found(tensor: Any) -> _Memory | None:  # noqa: ANN401 - known by its methods
+    kind: MemoryKind = "DRAM"
+    device = 0
     if all(hasattr(tensor, name) for name in ("data_ptr", "stride", "element_size")):
-        return _of_torch(tensor)
-    if hasattr(tensor, "__cuda_array_interface__"):
-        return _of_interface(tensor.__cuda_array_interface__, "VRAM")
-    if hasattr(tensor, "__array_interface__"):
-        return _of_interface(tensor.__array_interface__, "DRAM")
-    return None
-
-
-def _of_torch(tensor: Any) -> _TensorMemory:  # noqa: ANN401 - likewise
-    element_bytes = int(tensor.element_size())
-    kind: MemoryKind = "DRAM" if getattr(tensor.device, "type", "cpu") == "cpu" else "VRAM"
-    return _TensorMemory(
-        int(tensor.data_ptr()),
-        tuple(int(count) for count in tensor.shape),
-        tuple(int(step) * element_bytes for step in tensor.stride()),
-        element_bytes,
-        kind,
-        int(getattr(tensor.device, "index", None) or 0),
-    )
-
-
-def _of_interface(interface: Mapping[str, object], kind: MemoryKind) -> _TensorMemory:
-    """Read an array interface; NumPy works out strides and sizes, and looks at no element."""
-    array: npt.NDArray[np.generic] = np.asarray(SimpleNamespace(__array_interface__=interface))
-    address, _ = cast("tuple[int, bool]", interface["data"])
-    return _TensorMemory(address, array.shape, array.strides, array.itemsize, kind, 0)
+        element_bytes = int(tensor.element_size())
+        interface: dict[str, Any] = {
+            "data": (int(tensor.data_ptr()), False),
+            "shape": tuple(int(count) for count in tensor.shape),
+            "strides": tuple(int(step) * element_bytes for step in tensor.stride()),
+            "typestr": f"|V{element_bytes}",
+            "version": 3,
+        }
+        kind = "DRAM" if getattr(tensor.device, "type", "cpu") == "cpu" else "VRAM"
+        device = int(getattr(tensor.device, "index", None) or 0)
+    elif hasattr(tensor, "__cuda_array_interface__"):
+        interface, kind = tensor.__cuda_array_interface__, "VRAM"
+    elif hasattr(tensor, "__array_interface__"):
+        interface = tensor.__array_interface__
+    else:
+        return None
+    return _Memory(np.asarray(SimpleNamespace(__array_interface__=interface)), interface["data"][0], kind, device)

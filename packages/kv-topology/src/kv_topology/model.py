@@ -222,10 +222,10 @@ class StageLayer(NamedTuple):
 
     Attributes:
         layer: Name of the layer.
-        group: Its KV-cache group; None in documents of version 0.1, which did not say.
-        fields: Names of its fields; empty in documents of version 0.1.
+        group: Its KV-cache group.
+        fields: Names of its fields.
     """
 
     layer: str
-    group: int | None = None
-    fields: tuple[str, ...] = ()
+    group: int
+    fields: tuple[str, ...]

@@ -17,12 +17,11 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-__all__ = ["core_count", "has_cores_to_spare", "note_cores", "use_allowed_cores"]
+__all__ = ["has_cores_to_spare", "note_cores", "use_allowed_cores"]
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _OPENMP_BINDINGS = frozenset({"KMP_AFFINITY", "GOMP_CPU_AFFINITY", "OMP_PLACES", "OMP_PROC_BIND"})
 """Variables by which vLLM lets OpenMP bind a worker's threads. Source: `vllm.utils.ompmultiprocessing`, 0.32."""
-_V1_FOLDERS = ("cpu", "cpu,cpuacct")
 _CORES_TO_SPARE = 8
 
 
@@ -57,47 +56,24 @@ def use_allowed_cores() -> None:
             os.sched_setaffinity(0, _allowed())
 
 
-def core_count() -> int:
-    """Return the number of cores' worth of time for this process: the cores it was given, or fewer by its cgroup's quota.
-
-    Example: 16 cores and a quota of 250 ms in 100 ms give 3.
-    """
-    return min([len(_allowed()), *_quotas(_CGROUPS, Path("/proc/self/cgroup"))])
-
-
 def has_cores_to_spare() -> bool:
-    """Return whether a thread of NIXL's own that never sleeps leaves the engine enough cores."""
-    return core_count() > _CORES_TO_SPARE
+    """Return whether a thread of NIXL's own that never sleeps leaves the engine enough cores.
+
+    They are the cores that the process was given, or fewer by its cgroup's quota. Example: 16 cores and a quota of 250 in 100 ms
+    count as 3.
+    """
+    return min([len(_allowed()), *_quotas(_CGROUPS, Path("/proc/self/cgroup"))]) > _CORES_TO_SPARE
 
 
 def _quotas(root: Path, membership: Path) -> list[int]:
-    """Return the whole cores that the quotas of this process's cgroup and its ancestors allow, at least one each."""
-    return [max(1, math.ceil(share)) for folder in _folders(root, membership) if (share := _share(folder)) is not None]
-
-
-def _folders(root: Path, membership: Path) -> list[Path]:
-    """Return the folders of this process's cgroup and its ancestors, as far as they are visible here."""
+    """Return the whole cores that the quotas of this process's cgroup (version 2) and its ancestors allow, at least one each."""
+    found: list[int] = []
     try:
-        lines = membership.read_text().splitlines()
+        own = root / membership.read_text().strip().rpartition(":")[2].lstrip("/")
     except OSError:
-        return []
-    found: list[Path] = []
-    for line in lines:
-        _, controllers, name = line.split(":", 2)
-        tops = [root] if not controllers else [root / top for top in _V1_FOLDERS if "cpu" in controllers.split(",")]
-        for top in tops:
-            own = top / name.lstrip("/")
-            found += [folder for folder in (own, *own.parents) if folder.is_relative_to(top)]
-    return found
-
-
-def _share(folder: Path) -> float | None:
-    """Return the quota of a cgroup in cores, None if it has none."""
-    try:
-        if (folder / "cpu.max").exists():
+        return found
+    for folder in (own, *own.parents):
+        with suppress(OSError, ValueError, ZeroDivisionError):  # no quota, or one in another form
             quota, period = (folder / "cpu.max").read_text().split()
-        else:
-            quota, period = ((folder / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period"))
-        return None if quota in {"max", "-1"} else int(quota) / int(period)
-    except (OSError, ValueError, ZeroDivisionError):
-        return None
+            found.append(max(1, math.ceil(int(quota) / int(period))))
+    return found

@@ -24,8 +24,7 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from kv_handshake import AgentMetadata, Notification, Outcome
-    from kv_handshake.inspect import Comparison, Difference
+    from kv_handshake import AgentMetadata, Codec, Notification, Outcome
     from kv_nixl_agent import PeerSpec, QuarantineEntry, StallEntry, ThreadHealth, TransferResult
     from kv_scheduler_state import (
         Admission,
@@ -52,11 +51,11 @@ if TYPE_CHECKING:
         StreamQuestion,
         StreamReaders,
         StreamReport,
-        StreamStanding,
         StreamWords,
         StreamWorker,
     )
-    from kv_topology import Estimate, PageMove, StagedRegion
+    from kv_topology import PageMove, Planner, StagedRegion
+    from kv_topology import TransferPlan as PeerPlan
 
 __all__ = [
     "Admission",
@@ -64,10 +63,7 @@ __all__ = [
     "BlockIds",
     "BlockList",
     "Codec",
-    "Comparison",
-    "Difference",
     "EndReport",
-    "Estimate",
     "FinishDecision",
     "HandshakeClient",
     "HandshakeListener",
@@ -99,12 +95,8 @@ __all__ = [
     "StreamReaders",
     "StreamReport",
     "Streams",
-    "StreamStanding",
     "StreamWatch",
-    "StreamWords",
     "StreamWorker",
-    "ThreadHealth",
-    "TransferAgent",
     "TransferResult",
     "TransferThread",
     "WorkerState",
@@ -114,9 +106,6 @@ BlockIds = Sequence[Sequence[int]]
 """Logical block ids, one sequence per KV-cache group, in token order."""
 
 MemoryKind = Literal["DRAM", "VRAM"]
-
-Rows = npt.NDArray[np.uint64]
-"""uint64 (n, 5): address, length_bytes, device, stride_bytes, count; each row stands for `count` descriptors."""
 
 Indices = npt.NDArray[np.int32]
 """int32 (n,): descriptor numbers, counted over all rows."""
@@ -173,76 +162,6 @@ class HandshakeListener(Protocol):
 
     def answer(self, ask_id: int, payload: bytes) -> None: ...
     def close(self) -> None: ...
-
-
-class Codec(Protocol):
-    """Bytes that the adapter sends or receives outside the side channel's own loop."""
-
-    def encode_envelope(
-        self,
-        metadata: Mapping[str, object],
-        factors: Mapping[str, object],
-        *,
-        dialect: int,
-        rank: tuple[int, int] | None = None,
-    ) -> bytes: ...
-    @property
-    def reserved_prefixes(self) -> tuple[str, ...]: ...
-    def read_complete(self, request_id: str, reader_count: int, *, nonce: str = "", consumer: str = "") -> bytes: ...
-    def heartbeats(self, readers: Sequence[tuple[str, str]]) -> Sequence[bytes]: ...
-    def parse_notification(self, payload: bytes) -> Notification: ...
-    def question_payload(self, question: Mapping[str, object], secrets: Sequence[bytes]) -> bytes: ...
-    def answer_payload(
-        self, question: Mapping[str, object], answer: Mapping[str, object], secrets: Sequence[bytes]
-    ) -> bytes: ...
-    def read_question(self, payload: bytes, secrets: Sequence[bytes]) -> Mapping[str, object]: ...
-    def read_answer(
-        self, payload: bytes, question: Mapping[str, object], secrets: Sequence[bytes]
-    ) -> Mapping[str, object]: ...
-
-
-class PeerPlan(Protocol):
-    """All reads of one local consumer rank from one producer engine."""
-
-    @property
-    def producer_ranks(self) -> Sequence[tuple[int, int]]: ...
-    @property
-    def notify_only_ranks(self) -> Sequence[tuple[int, int]]: ...
-    @property
-    def is_staged(self) -> bool: ...
-    @property
-    def bytes_per_token(self) -> float: ...
-    def reader_count(self, producer_rank: tuple[int, int]) -> int: ...
-    def local_rows(self, producer_rank: tuple[int, int]) -> Rows: ...
-    def peer_rows(self, producer_rank: tuple[int, int]) -> Rows: ...
-    def route(
-        self, local: Sequence[BlockList], peer: Sequence[BlockList], *, tokens: int
-    ) -> tuple[Mapping[tuple[int, int], tuple[Indices, Indices]], Sequence[tuple[StagedRegion, PageNumbers]]]:
-        """Indices by producer rank, as from `indices`, and the permutations to apply to local pages after all reads."""
-        ...
-
-    def indices(
-        self, producer_rank: tuple[int, int], local: Sequence[BlockList], peer: Sequence[BlockList], *, tokens: int
-    ) -> tuple[Indices, Indices]:
-        """(local, peer) int32 descriptor indices of equal length, ordered for merging; raises a coded error on bad lists.
-
-        One list per group and side. Every token from a local list's first one up to `tokens` is moved if it lies in a real local
-        block, and that block is filled whole, because the host does not zero it. A peer that lacks one of these tokens is
-        refused, unless the window of token number `tokens` does not reach it.
-        """
-        ...
-
-
-class Planner(Protocol):
-    """Plans from geometry documents, the plain form in which geometry travels."""
-
-    def target_ranks(
-        self, local: Mapping[str, object], *, peer_tp: int, peer_pp: int, peer_dcp: int
-    ) -> Sequence[tuple[int, int]]: ...
-    def geometry(self, document: Mapping[str, object], rank: tuple[int, int]) -> object: ...
-    def plan(
-        self, local: Mapping[str, object], peers: Mapping[tuple[int, int], object], *, peer_tp: int
-    ) -> PeerPlan: ...
 
 
 class StreamListener(Protocol):

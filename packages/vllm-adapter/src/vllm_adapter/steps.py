@@ -173,6 +173,7 @@ class ReadEnd:
         ended_s: Time of the end.
         was_met: Whether its engine was met; a handshake that failed is counted as that and as nothing else.
         staged: Regions of a good read whose pages still hold the producer's byte order, with the numbers of these pages.
+        is_streamed: Whether it followed the producer's progress. Its end may concern the scheduler half alone.
     """
 
     order: ReadOrder
@@ -182,11 +183,7 @@ class ReadEnd:
     ended_s: float
     was_met: bool = True
     staged: Sequence[tuple[StagedRegion, PageNumbers]] = ()
-
-    @classmethod
-    def refused(cls, order: ReadOrder, code: str, message: str, now_s: float) -> ReadEnd:
-        """Return the failed end of a read that is ordered while nothing is registered."""
-        return cls(order, code, message, ReadTimes(now_s), now_s)
+    is_streamed: bool = False
 
     @property
     def is_ok(self) -> bool:

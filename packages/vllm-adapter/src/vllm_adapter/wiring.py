@@ -32,12 +32,12 @@ from kv_scheduler_state import (
     prompt_digest,
 )
 from kv_scheduler_state.streams import StreamReaders, StreamWorker
-from kv_topology import CostModel, Planner
+from kv_topology import CostModel, Planner, reshard
 from vllm_adapter import ports
 from vllm_adapter.cache.envelope import metadata_fields
 from vllm_adapter.cache.geometry import local_document, registration_ranges
 from vllm_adapter.cache.vllm_peer import PeerGeometry, pack_document
-from vllm_adapter.config.keys import PERMUTE_GB_S, RENEWED_PART
+from vllm_adapter.config.keys import PERMUTE_GB_S
 from vllm_adapter.config.secrets import configured_secrets
 from vllm_adapter.cores import has_cores_to_spare, use_allowed_cores
 from vllm_adapter.observe.recorder import Recorder
@@ -130,18 +130,21 @@ def make_scheduler(
         generation=facts.generation,
         reserved_id_prefixes=Codec().reserved_prefixes,
     )
-    security = None
+    state, security = SchedulerState(config), None
     if settings.side_channel_key:
         security = ServerSecurity.read(settings.side_channel_key, settings.side_channel_clients)
+    listener = Listener(*(facts.listens_on or (facts.host, facts.port)), security=security)
+    fleet_secrets = configured_secrets(settings)
     asks = None
     if settings.streaming:
+        # Last, because it starts a thread: what fails before it leaves none behind.
         client = Client(LocalOffer(policy="off"), security=_client_security(settings))
         asks = AskService(Codec(), client, settings.ask_wait_s)
     return SchedulerSide(
         facts,
-        SchedulerState(config),
-        Listener(*(facts.listens_on or (facts.host, facts.port)), security=security),
-        secrets=configured_secrets(settings),
+        state,
+        listener,
+        secrets=fleet_secrets,
         asks=asks,
         now_s=now_s,
         lease_ended=lease_ended,
@@ -200,20 +203,10 @@ def _open_registration(
     cost = CostModel(permute_gb_s=PERMUTE_GB_S[kind])
     planner = PeerPlanner(
         document,
-        PeerGeometry(Planner().reshard, facts.dealt_groups),
+        PeerGeometry(reshard, facts.dealt_groups),
         Planner(staging=settings.receive_conversion if can_convert else "never", cost=cost),
         kind,
     )
-
-    # The thread calls these only after it was started, when both coordinators exist.
-    def on_result(result: ports.TransferResult) -> None:
-        reads.transfer_ended(result)
-
-    def on_quiet(transfer_id: str) -> None:
-        reads.memory_quiet(transfer_id)
-
-    def on_notification(agent_name: str, payload: bytes) -> None:
-        leases.notified(agent_name, payload)
 
     def on_start() -> None:
         use_allowed_cores()  # it inherits the one core of the engine thread
@@ -223,9 +216,10 @@ def _open_registration(
     thread = TransferThread(
         f"{facts.engine_id}/{facts.pp_rank}.{facts.tp_rank}/{secrets.token_hex(4)}",
         registration_ranges(caches),
-        on_result=on_result,
-        on_quiet=on_quiet,
-        on_notification=on_notification,
+        # The thread calls these only after it was started, when both coordinators exist.
+        on_result=lambda result: reads.transfer_ended(result),  # noqa: PLW0108
+        on_quiet=lambda transfer_id: reads.memory_quiet(transfer_id),  # noqa: PLW0108
+        on_notification=lambda agent_name, payload: leases.notified(agent_name, payload),  # noqa: PLW0108
         options=_agent_options(settings),
         thread_options=ThreadOptions(on_thread_start=on_start),
         port_factory=port_factory,
@@ -243,10 +237,9 @@ def _open_registration(
     shared = TransferParts(
         thread, handshakes, codec, recorder, time.monotonic, facts.engine_id, PeerSpec, settings, dialect
     )
-    reads = ReadCoordinator(shared, planner, events.read_ended)
-    if settings.streaming:
-        reads.use_streams(StreamReaders(settings.read_timeout_s), stream_shape(facts), events.stream_ended)
-    table = LeaseTable(renewal_fraction=RENEWED_PART, requires_nonces=settings.requires_nonces)
+    streams = (StreamReaders(settings.read_timeout_s), stream_shape(facts)) if settings.streaming else None
+    reads = ReadCoordinator(shared, planner, events.read_ended, streams)
+    table = LeaseTable(requires_nonces=settings.requires_nonces)
     leases = LeaseKeeper(shared, table, events.sent)
     try:
         thread.start()
@@ -327,7 +320,4 @@ def _group_config(group: CacheGroup, dcp: int) -> GroupConfig:
 if TYPE_CHECKING:
     _client: Callable[..., ports.HandshakeClient] = Client
     _listener: Callable[..., ports.HandshakeListener] = Listener
-    _codec: Callable[..., ports.Codec] = Codec
-    _planner: Callable[..., ports.Planner] = Planner
-    _plan: Callable[..., ports.PeerPlan] = Planner().plan
     _thread: Callable[..., ports.TransferThread] = TransferThread

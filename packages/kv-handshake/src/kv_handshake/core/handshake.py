@@ -5,11 +5,10 @@ No input or output.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from types import MappingProxyType
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, final
 
-from kv_handshake.core.pacing import Backoff
+from kv_handshake.core.pacing import backoff_s
 from kv_handshake.errors import CODES, ConfigurationError, HandshakeError, TransportError
 from kv_handshake.wire.messages import AgentMetadata
 from kv_handshake.wire.policy import Verdict
@@ -55,15 +54,7 @@ class Timing:
     connections: int = 512
 
     def __post_init__(self) -> None:
-        times = (
-            self.deadline_s,
-            self.attempt_s,
-            self.retry_first_s,
-            self.retry_most_s,
-            self.hold_first_s,
-            self.hold_most_s,
-            self.forget_s,
-        )
+        times = [value for name, value in asdict(self).items() if name.endswith("_s")]
         if not all(0 < each < 86_400 for each in times) or not 1 <= self.pipeline <= 64 or self.connections < 1:
             raise ConfigurationError("invalid-argument", f"a time or a limit is out of range: {self}")
 
@@ -115,7 +106,6 @@ class Handshake:
         self._on_done = on_done
         self._timing = timing
         self._attempts_most = attempts_most
-        self._backoff = Backoff(timing.retry_first_s, timing.retry_most_s)
 
     @property
     def is_over(self) -> bool:
@@ -195,7 +185,9 @@ class Handshake:
             return False
         asked_s = error.context.get("retry_after_s")
         least_s = float(asked_s) if isinstance(asked_s, (int, float)) else 0.0
-        self.next_attempt_s = now_s + max(self._backoff.delay_s(self.attempts, chance), least_s)
+        timing = self._timing
+        wait_s = backoff_s(timing.retry_first_s, timing.retry_most_s, failures=self.attempts, chance=chance)
+        self.next_attempt_s = now_s + max(wait_s, least_s)
         self._is_waiting = True
         return self.next_attempt_s < self._deadline_s
 
@@ -217,7 +209,7 @@ class Handshake:
             outcome = Outcome(
                 code=error.code,
                 message=str(error) if where in str(error) else f"{error} (peer {where})",
-                context=MappingProxyType({"host": endpoint.host, "port": endpoint.port, **error.context}),
+                context={"host": endpoint.host, "port": endpoint.port, **error.context},
                 is_retry_safe=may_retry(error),
                 elapsed_s=elapsed_s,
                 attempts=self.attempts,
@@ -252,10 +244,10 @@ class Outcome:
         verdict: The comparison with the peer; empty if it never answered.
     """
 
-    peers: Mapping[Rank, AgentMetadata] = field(default_factory=lambda: MappingProxyType[Rank, AgentMetadata]({}))
+    peers: Mapping[Rank, AgentMetadata] = field(default_factory=dict[Rank, AgentMetadata])
     code: str = ""
     message: str = ""
-    context: Mapping[str, object] = field(default_factory=lambda: MappingProxyType[str, object]({}))
+    context: Mapping[str, object] = field(default_factory=dict[str, object])
     is_retry_safe: bool | None = None
     elapsed_s: float = 0.0
     attempts: int = 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, OrderedDict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
 
 from kv_handshake.errors import shortened
@@ -16,7 +16,7 @@ from kv_handshake.errors import shortened
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
-__all__ = ["MOST_FAILURES", "Backoff", "FailureMemory", "GatedLog", "RememberedFailure", "TokenBuckets"]
+__all__ = ["MOST_FAILURES", "FailureMemory", "GatedLog", "RememberedFailure", "TokenBuckets", "backoff_s"]
 
 MOST_FAILURES = 1024
 """Failed peers that are remembered; the one that failed longest ago is forgotten first."""
@@ -57,27 +57,17 @@ class TokenBuckets:
         return 0.0 if is_allowed else (1 - level) / self._rate_per_s
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class Backoff:
-    """Waiting times that double from `first_s` to `most_s`, scattered so that many waiters do not return together."""
+def backoff_s(first_s: float, most_s: float, *, failures: int, chance: float) -> float:
+    """Return the wait after so many failures, 1 or more: it doubles from `first_s` to `most_s`.
 
-    first_s: float
-    most_s: float
-
-    def delay_s(self, failures: int, chance: float) -> float:
-        """Return the wait after the given number of failures (1 or more): half of it fixed, half scaled by `chance`.
-
-        Args:
-            failures: Failures so far.
-            chance: A random number in [0, 1).
-        """
-        whole_s = min(self.most_s, self.first_s * 2.0 ** min(failures - 1, 60))
-        return whole_s * (0.5 + 0.5 * chance)
+    Half of it is fixed and half scaled by `chance`, a random number in [0, 1), so that many waiters do not return together.
+    """
+    whole_s = min(most_s, first_s * 2.0 ** min(failures - 1, 60))
+    return whole_s * (0.5 + 0.5 * chance)
 
 
 @final
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RememberedFailure:
     """A failure of a peer that has not answered since.
 
@@ -87,7 +77,6 @@ class RememberedFailure:
         code: Code of the last failure.
         message: Text of the last failure, cut to 500 characters.
         wanted_s: Time of the last request for the peer.
-        is_retried: Whether a background attempt is planned or running; the failure blocks until that has ended.
     """
 
     failures: int
@@ -95,26 +84,29 @@ class RememberedFailure:
     code: str
     message: str
     wanted_s: float
-    is_retried: bool = False
 
 
 @final
 class FailureMemory:
-    """Remembers which peers failed, so that a dead one is asked ever more rarely instead of by every request."""
+    """Remembers which peers failed, so that a dead one is asked ever more rarely instead of by every request.
 
-    def __init__(self, backoff: Backoff, *, capacity: int = MOST_FAILURES) -> None:
-        self._backoff = backoff
+    Args:
+        first_s: Time for which the first failure blocks a peer, on average three quarters of it.
+        most_s: Longest such time.
+        capacity: Peers that are remembered.
+
+    Attributes:
+        retried: Peers with a background attempt planned or running, whose failure blocks until that has ended.
+    """
+
+    def __init__(self, first_s: float, most_s: float, *, capacity: int = MOST_FAILURES) -> None:
+        self._hold_s = first_s, most_s
         self._capacity = capacity
         self._failures: OrderedDict[Hashable, RememberedFailure] = OrderedDict()
-        self._retried: set[Hashable] = set()
+        self.retried: set[Hashable] = set()
 
     def __len__(self) -> int:
         return len(self._failures)
-
-    @property
-    def retried(self) -> int:
-        """Peers with a background attempt planned or running."""
-        return len(self._retried)
 
     def blocking(self, peer: Hashable, now_s: float) -> RememberedFailure | None:
         """Return the recent failure that still blocks this peer, or None; note that the peer is wanted."""
@@ -123,8 +115,8 @@ class FailureMemory:
         remembered = self._failures.get(peer)
         if remembered is None:
             return None
-        self._failures[peer] = remembered = replace(remembered, wanted_s=now_s)
-        return remembered if remembered.is_retried or now_s < remembered.until_s else None
+        remembered.wanted_s = now_s
+        return remembered if peer in self.retried or now_s < remembered.until_s else None
 
     def record(
         self, peer: Hashable, *, code: str, message: str, now_s: float, chance: float, least_s: float = 0.0
@@ -132,27 +124,12 @@ class FailureMemory:
         """Remember a failure, which blocks for `least_s` at the least, and return what is remembered."""
         earlier = self._failures.pop(peer, None)
         failures = 1 + (earlier.failures if earlier is not None else 0)
-        until_s = now_s + max(self._backoff.delay_s(failures, chance), least_s)
+        until_s = now_s + max(backoff_s(*self._hold_s, failures=failures, chance=chance), least_s)
         wanted_s = earlier.wanted_s if earlier is not None else now_s
-        failure = RememberedFailure(failures, until_s, code, message[:_MESSAGE_CHARS], wanted_s, peer in self._retried)
-        self._failures[peer] = failure
+        failure = self._failures[peer] = RememberedFailure(failures, until_s, code, message[:_MESSAGE_CHARS], wanted_s)
         if len(self._failures) > self._capacity:
             self._failures.popitem(last=False)
         return failure
-
-    def hold(self, peer: Hashable) -> None:
-        """Let the peer's failure block until `release`: a background attempt is planned."""
-        remembered = self._failures.get(peer)
-        if remembered is not None:
-            self._retried.add(peer)
-            self._failures[peer] = replace(remembered, is_retried=True)
-
-    def release(self, peer: Hashable) -> None:
-        """End `hold`: the background attempt has ended."""
-        self._retried.discard(peer)
-        remembered = self._failures.get(peer)
-        if remembered is not None:
-            self._failures[peer] = replace(remembered, is_retried=False)
 
     def forget(self, peer: Hashable) -> None:
         """Forget a peer's failures: it has just answered, or is wanted no more."""

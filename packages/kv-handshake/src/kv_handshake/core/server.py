@@ -7,19 +7,52 @@ immutable table.
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
-from types import MappingProxyType
-from typing import TYPE_CHECKING, final
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, final
 
 from kv_handshake.errors import WireError
-from kv_handshake.wire.queries import Query, Rank, check_rank, parse_query
+from kv_handshake.wire.queries import Rank, check_rank, parse_query
 from kv_handshake.wire.replies import encode_clock, encode_refusal
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["ServerCore"]
+__all__ = ["Incoming", "Sender", "ServerCore"]
+
+
+@final
+@dataclass(slots=True)
+class Sender:
+    """A connection as the listener's thread knows it.
+
+    Attributes:
+        address: The peer's IP address.
+        descriptor: The transport's descriptor of the connection.
+        is_req: Whether its socket is a REQ, as that of vLLM's own connector.
+        queries: Messages that have come from it.
+    """
+
+    address: str
+    descriptor: int
+    is_req: bool = False
+    queries: int = 0
+
+
+class Incoming(NamedTuple):
+    """A message from a peer.
+
+    Attributes:
+        envelope: Frames that lead back to the sender: its identity, and the empty delimiter if it sent one.
+        query: The query, or None if the message is not shaped like one.
+        sender: The connection that it came from.
+        surplus: Frames beyond those of a query.
+    """
+
+    envelope: tuple[bytes, ...]
+    query: bytes | None
+    sender: Sender
+    surplus: int = 0
 
 
 @final
@@ -31,15 +64,14 @@ class ServerCore:
 
     Attributes:
         stages: Pipeline stages of the engine that is served.
+        counts: ``answered``, and ``refused.<code>`` per code.
 
     Raises:
         ConfigurationError: ``invalid-argument`` for a rank out of range.
     """
 
     def __init__(self, payloads: Mapping[Rank, bytes] | None = None) -> None:
-        self._counts: Counter[str] = Counter()
-        self._payloads: Mapping[Rank, bytes] = MappingProxyType({})
-        self.stages = 1
+        self.counts: Counter[str] = Counter()
         self.replace(payloads or {})
 
     def replace(self, payloads: Mapping[Rank, bytes]) -> None:
@@ -50,22 +82,29 @@ class ServerCore:
         """
         for rank in payloads:
             check_rank(rank)
-        self._payloads = MappingProxyType(dict(payloads))
+        self._payloads = dict(payloads)
         self.stages = 1 + max((pp for pp, _ in payloads), default=0)
 
-    def respond(self, query: bytes, *, clock_s: float, reads_one_stage: bool = False) -> tuple[bytes, ...]:
+    def respond(
+        self, query: bytes, *, clock_s: float, reads_one_stage: bool = False, wait_s: float = 0.0
+    ) -> tuple[bytes, ...]:
         """Return the frames of the reply: the payload, and the clock if the query's dialect has one.
 
         Args:
             query: Any bytes.
             clock_s: The engine's monotonic clock, the one that its expiry times are stamped with.
             reads_one_stage: Whether the asker takes every rank for one that holds all layers, as vLLM's own connector does.
+            wait_s: Above 0 for a query that came too soon: after so many seconds it would be answered.
         """
         try:
             parsed = parse_query(query)
         except WireError as error:
-            return self.refuse(error.code, str(error))
-        clock, payloads = _clock_frames(parsed, clock_s), self._payloads
+            code, text = ("rate-limited", "") if wait_s else (error.code, str(error))
+            return self.refuse(code, text, retry_after_s=wait_s)
+        clock = (encode_clock(clock_s),) if parsed.wants_clock else ()
+        payloads = self._payloads
+        if wait_s:
+            return (*self.refuse("rate-limited", retry_after_s=wait_s), *clock)
         if reads_one_stage and self.stages > 1:
             refusal = self.refuse(
                 "pipeline-stages",
@@ -75,7 +114,7 @@ class ServerCore:
             return (*refusal, *clock)
         payload = payloads.get(parsed.rank)
         if payload is not None:
-            self._counts["answered"] += 1
+            self.counts["answered"] += 1
             return (payload, *clock)
         if not payloads:
             return (*self.refuse("not-ready", retry_after_s=1.0), *clock)
@@ -85,20 +124,5 @@ class ServerCore:
 
     def refuse(self, code: str, message: str = "", *, retry_after_s: float = 0.0) -> tuple[bytes, ...]:
         """Return a refusal without a clock frame, counted."""
-        self._counts[f"refused.{code}"] += 1
+        self.counts[f"refused.{code}"] += 1
         return (encode_refusal(code, message, retry_after_s=retry_after_s),)
-
-    def defer(self, query: bytes, *, wait_s: float, clock_s: float) -> tuple[bytes, ...]:
-        """Return the refusal of a query that came too soon, in as many frames as its asker expects."""
-        clock: tuple[bytes, ...] = ()
-        with contextlib.suppress(WireError):
-            clock = _clock_frames(parse_query(query), clock_s)
-        return (*self.refuse("rate-limited", retry_after_s=wait_s), *clock)
-
-    def statistics(self) -> Mapping[str, int]:
-        """Return the counts so far: ``answered``, and ``refused.<code>`` per code."""
-        return dict(self._counts)
-
-
-def _clock_frames(query: Query, clock_s: float) -> tuple[bytes, ...]:
-    return (encode_clock(clock_s),) if query.wants_clock else ()

@@ -15,7 +15,6 @@ position. The first error ends the session, because afterwards no later reply ca
 from __future__ import annotations
 
 from collections import deque
-from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, final
 
 from kv_handshake.errors import ConfigurationError, HandshakeError, WireError, shortened, without_frames
@@ -26,7 +25,7 @@ from kv_handshake.wire.queries import Rank, check_askable, encode_query
 from kv_handshake.wire.replies import decode_clock, decode_envelope, decode_metadata
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from kv_handshake.wire.messages import AgentMetadata, Envelope
     from kv_handshake.wire.policy import LocalOffer
@@ -66,6 +65,14 @@ class ClientSession:
         check_first: If given, rank (0, 0) is asked for alone, even if it is not among `ranks`, and this is called with its
             metadata; the other ranks follow once it has returned, and an exception ends the session with ``first-rank-refused``.
 
+    Attributes:
+        peers: Metadata of the wanted ranks that have answered so far, by (pp, tp).
+        replies: Accepted replies by (pp, tp), if the session keeps them.
+        verdict: The comparison with the peer that answered last; empty before the first answer.
+        error: The error that ended the session early.
+        rtt_s: Shortest round trip so far, seconds; infinite before the first answer.
+        clock_offset_s: Peer's clock minus ours at the shortest round trip, seconds; None in dialects without a clock frame.
+
     Raises:
         ConfigurationError: ``invalid-argument`` for no or repeated ranks or ranks that the dialect cannot ask for,
             ``unknown-dialect`` for a version that is not known.
@@ -91,7 +98,7 @@ class ClientSession:
         self._dialect = dialect_of(dialect)
         for rank in ranks:
             check_askable(rank, self._dialect)
-        self._wanted = tuple(ranks)
+        self._wanted = frozenset(ranks)
         # vLLM's own listener crashes on a query for a rank that it does not have, and every engine has rank (0, 0).
         self._check_first = check_first
         first = () if check_first is None else (_FIRST,)
@@ -101,18 +108,18 @@ class ClientSession:
         self._engine_id = engine_id
         self._generation = generation
         self._keeps_replies = keeps_replies
-        self._peers: dict[Rank, AgentMetadata] = {}
-        self._replies: dict[Rank, Reply] = {}
         self._received_bytes = 0
-        self._verdict = Verdict()
-        self._error: HandshakeError | None = None
-        self._best_rtt_s = float("inf")
-        self._clock_offset_s: float | None = None
+        self.peers: dict[Rank, AgentMetadata] = {}
+        self.replies: dict[Rank, Reply] = {}
+        self.verdict = Verdict()
+        self.error: HandshakeError | None = None
+        self.rtt_s = float("inf")
+        self.clock_offset_s: float | None = None
 
     @property
     def is_over(self) -> bool:
         """Whether the session has ended: every rank is known, or there is an error."""
-        return self._error is not None or not (self._unasked or self._outstanding)
+        return self.error is not None or not (self._unasked or self._outstanding)
 
     @property
     def queries_left(self) -> int:
@@ -129,39 +136,9 @@ class ClientSession:
         return len(self._outstanding)
 
     @property
-    def peers(self) -> Mapping[Rank, AgentMetadata]:
-        """Metadata of the wanted ranks that have answered so far, by (pp, tp)."""
-        return MappingProxyType({rank: self._peers[rank] for rank in self._wanted if rank in self._peers})
-
-    @property
-    def replies(self) -> Mapping[Rank, Reply]:
-        """Accepted replies by (pp, tp), if the session keeps them."""
-        return MappingProxyType(self._replies)
-
-    @property
     def missing_ranks(self) -> tuple[Rank, ...]:
         """Ranks without an answer, in the order in which they were, or would have been, asked."""
         return (*(rank for rank, _ in self._outstanding), *self._unasked)
-
-    @property
-    def verdict(self) -> Verdict:
-        """The comparison with the peer that answered last; empty before the first answer."""
-        return self._verdict
-
-    @property
-    def error(self) -> HandshakeError | None:
-        """The error that ended the session early."""
-        return self._error
-
-    @property
-    def rtt_s(self) -> float:
-        """Shortest round trip so far, seconds; infinite before the first answer."""
-        return self._best_rtt_s
-
-    @property
-    def clock_offset_s(self) -> float | None:
-        """Peer's clock minus ours at the shortest round trip, seconds; None in dialects without a clock frame."""
-        return self._clock_offset_s
 
     def next_query(self, *, now_s: float) -> bytes:
         """Return the next rank's query, to be sent now.
@@ -187,10 +164,10 @@ class ClientSession:
     def fail(self, error: HandshakeError) -> None:
         """End the session early, with the reason; the first reason stays."""
         if not self.is_over:
-            self._error = without_frames(error)
+            self.error = without_frames(error)
 
     def _take_reply(self, frames: Sequence[bytes], now_s: float) -> None:
-        if not self._outstanding and not self._peers:
+        if not self._outstanding and self.rtt_s == float("inf"):
             raise ConfigurationError("illegal-event", "a reply came before the first query")
         if not self._outstanding:
             raise WireError("unexpected-reply", "a reply came that answers no query")
@@ -207,15 +184,19 @@ class ClientSession:
         self._measure_clock(frames, now_s - sent_s, (now_s + sent_s) / 2)
         self._check_first_rank(metadata)
         self._outstanding.popleft()
-        self._peers[rank] = metadata
+        # All ranks are of one life of one engine.
+        self._engine_id = metadata.engine_id
+        self._generation = metadata.generation if self._generation is None else self._generation
+        if rank in self._wanted:
+            self.peers[rank] = metadata
         if self._keeps_replies:
-            self._replies[rank] = Reply(frames[0], now_s - sent_s, now_s)
+            self.replies[rank] = Reply(frames[0], now_s - sent_s, now_s)
 
     def _accepted(self, rank: Rank, frames: Sequence[bytes]) -> AgentMetadata:
         envelope = decode_envelope(frames[0])
-        self._verdict = judge(self._offer, envelope, self._dialect.version)
-        if not self._verdict.is_accepted:
-            raise _refusal(rank, envelope, self._verdict)
+        self.verdict = judge(self._offer, envelope, self._dialect.version)
+        if not self.verdict.is_accepted:
+            raise _refusal(rank, envelope, self.verdict)
         wanted = 2 if self._dialect.has_clock_frame else 1
         if len(frames) != wanted:
             raise WireError(
@@ -230,10 +211,9 @@ class ClientSession:
         if None not in (self._generation, envelope.generation) and self._generation != envelope.generation:
             raise WireError(
                 "generation-mismatch",
-                f"the ticket is of generation {self._generation}, the engine is at {envelope.generation}",
+                f"generation {self._generation} was expected, the engine is at {envelope.generation}; ask again",
             )
         metadata = decode_metadata(envelope)
-        self._check_agreement(metadata)
         if self._engine_id and metadata.engine_id != self._engine_id:
             raise WireError(
                 "engine-mismatch",
@@ -242,17 +222,6 @@ class ClientSession:
                 found=metadata.engine_id,
             )
         return metadata
-
-    def _check_agreement(self, metadata: AgentMetadata) -> None:
-        """Raise unless the rank is of the same life of the same engine as those before it."""
-        first = next(iter(self._peers.values()), metadata)
-        if metadata.engine_id != first.engine_id:
-            raise WireError("engine-mismatch", f"ranks of {first.engine_id!r} and {metadata.engine_id!r} in one engine")
-        if metadata.generation != first.generation:
-            raise WireError(
-                "generation-mismatch",
-                f"ranks of generations {first.generation} and {metadata.generation} in one handshake; ask again",
-            )
 
     def _check_first_rank(self, metadata: AgentMetadata) -> None:
         check, self._check_first = self._check_first, None
@@ -267,10 +236,10 @@ class ClientSession:
     def _measure_clock(self, frames: Sequence[bytes], rtt_s: float, middle_s: float) -> None:
         """Keep the offset of the shortest round trip: longer ones are waiting time, which only blurs the estimate."""
         peer_clock_s = decode_clock(frames[1]) if self._dialect.has_clock_frame else None
-        if rtt_s < self._best_rtt_s:
-            self._best_rtt_s = rtt_s
+        if rtt_s < self.rtt_s:
+            self.rtt_s = rtt_s
             if peer_clock_s is not None:
-                self._clock_offset_s = peer_clock_s - middle_s
+                self.clock_offset_s = peer_clock_s - middle_s
 
 
 def _refusal(rank: Rank, envelope: Envelope, verdict: Verdict) -> WireError:

@@ -12,25 +12,26 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections import Counter
 from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, NamedTuple, final
 
+from kv_handshake.core.asks import OpenAsk, PeerAsks
 from kv_handshake.core.endpoint import Endpoint, endpoint_of
 from kv_handshake.core.handshake import Handshake, Timing
-from kv_handshake.core.pacing import Backoff, FailureMemory, GatedLog
+from kv_handshake.core.pacing import FailureMemory, GatedLog
 from kv_handshake.core.session import ClientSession
 from kv_handshake.errors import ConfigurationError, HandshakeError, TransportError, WireError
 from kv_handshake.net.loop import Loop
-from kv_handshake.stream.asks import OpenAsk, PeerAsks
-from kv_handshake.stream.messages import encode_ask
+from kv_handshake.wire.asks import encode_ask
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from kv_handshake.core.handshake import Outcome
     from kv_handshake.core.pacing import RememberedFailure
-    from kv_handshake.sockets.keys import ClientSecurity
+    from kv_handshake.security import ClientSecurity
     from kv_handshake.wire.messages import AgentMetadata
     from kv_handshake.wire.policy import LocalOffer
     from kv_handshake.wire.queries import Rank
@@ -96,14 +97,8 @@ class Client:
         self._offer = offer
         self._timing = timing or Timing()
         self._log = GatedLog()
-        self._counts = dict.fromkeys(
-            (
-                *("requests", "succeeded", "failed", "callback_errors", "background_attempts"),
-                *("asks", "asks_answered", "asks_failed"),
-            ),
-            0,
-        )
-        self._memory = FailureMemory(Backoff(self._timing.hold_first_s, self._timing.hold_most_s))
+        self._counts: Counter[str] = Counter()
+        self._memory = FailureMemory(self._timing.hold_first_s, self._timing.hold_most_s)
         self._peers: dict[Endpoint, PeerAsks] = {}
         self._ask_numbers = itertools.count(1)
         self._loop = Loop(
@@ -210,7 +205,11 @@ class Client:
         encode_ask(1, payload)  # refuses a payload that is too long
         ask = OpenAsk(next(self._ask_numbers), payload, partial(self._replied, on_reply), time.monotonic() + deadline_s)
         self._call(partial(self._begin_ask, endpoint, ask))
-        return lambda: self._cancel(endpoint, ask.number)
+
+        def cancel() -> None:
+            self._loop.call(partial(self._cancel, endpoint, ask.number))
+
+        return cancel
 
     def statistics(self) -> Mapping[str, int]:
         """Return the counts so far.
@@ -220,9 +219,11 @@ class Client:
         of the thread that were not foreseen), ``remembered_failures`` (questions that failed and have not been answered since)
         and ``log_lines_held_back``.
         """
+        names = ("requests", "succeeded", "failed", "asks", "asks_answered", "asks_failed")
         return {
+            **dict.fromkeys((*names, "background_attempts", "callback_errors"), 0),
             **self._counts,
-            **self._loop.statistics(),
+            **self._loop.counts,
             "remembered_failures": len(self._memory),
             "log_lines_held_back": self._log.held_back,
         }
@@ -234,14 +235,6 @@ class Client:
     def _call(self, action: Callable[[], None]) -> None:
         if not self._loop.call(action):
             raise ConfigurationError("invalid-argument", "the client is closed")
-
-    def _cancel(self, endpoint: Endpoint, number: int) -> None:
-        def cancel() -> None:
-            peer = self._peers.get(endpoint)
-            if peer is not None:
-                peer.cancel(number)
-
-        self._loop.call(cancel)
 
     # Everything below runs on the loop's thread.
 
@@ -290,7 +283,7 @@ class Client:
         if outcome.is_ok:
             self._memory.forget(question)
         elif outcome.code not in _NOT_THE_PEERS and outcome.attempts:
-            now_s, chance = time.monotonic(), self._loop.chance()
+            now_s, chance = time.monotonic(), self._loop.random.random()
             failure = self._memory.record(
                 question, code=outcome.code, message=outcome.message, now_s=now_s, chance=chance
             )
@@ -306,10 +299,11 @@ class Client:
 
         If there is no place for it, the next request after the hold asks the peer itself.
         """
-        if failure.is_retried or self._memory.retried >= self._timing.connections // _BACKGROUND_SHARE:
+        retried = self._memory.retried
+        if question in retried or len(retried) >= self._timing.connections // _BACKGROUND_SHARE:
             return
         on_end = partial(self._asked_again, question, new_session)
-        self._memory.hold(question)
+        retried.add(question)
         self._loop.start(
             Handshake(
                 question.endpoint, new_session, on_end, timing=self._timing, start_s=failure.until_s, attempts_most=1
@@ -317,7 +311,7 @@ class Client:
         )
 
     def _asked_again(self, question: Question, new_session: Callable[[], ClientSession], outcome: Outcome) -> None:
-        self._memory.release(question)
+        self._memory.retried.discard(question)
         if outcome.attempts:
             self._counts["background_attempts"] += 1
         self._learn(question, new_session, outcome)
@@ -338,6 +332,11 @@ class Client:
             self._loop.start(peer)
         peer.add(ask, now_s)
 
+    def _cancel(self, endpoint: Endpoint, number: int) -> None:
+        peer = self._peers.get(endpoint)
+        if peer is not None:
+            peer.cancel(number)
+
     def _replied(self, on_reply: Callable[[str, bytes], None], code: str, payload: bytes) -> None:
         self._counts["asks_failed" if code else "asks_answered"] += 1
         self._call_back("on_reply of an ask", partial(on_reply, code, payload))
@@ -354,6 +353,6 @@ class Client:
                 code=error.code,
                 message=str(error),
                 now_s=time.monotonic(),
-                chance=self._loop.chance(),
+                chance=self._loop.random.random(),
                 least_s=_UNSUPPORTED_S if error.code == "ask-unsupported" else 0.0,
             )

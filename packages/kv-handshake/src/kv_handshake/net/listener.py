@@ -5,24 +5,22 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections import Counter
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import TYPE_CHECKING, final
 
+from kv_handshake.core.desk import AskDesk
 from kv_handshake.core.endpoint import endpoint_of
 from kv_handshake.core.pacing import GatedLog, TokenBuckets
 from kv_handshake.core.server import ServerCore
 from kv_handshake.errors import ConfigurationError, HandshakeError, WireError
 from kv_handshake.sockets.router import ListeningPort, RouterSocket, TooManyFrames
-from kv_handshake.stream.desk import AskDesk, AskLimits
-from kv_handshake.stream.messages import is_ask, parse_ask
+from kv_handshake.wire.asks import is_ask, parse_ask
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from kv_handshake.sockets.keys import ServerSecurity
-    from kv_handshake.sockets.router import Incoming
+    from kv_handshake.core.server import Incoming
+    from kv_handshake.security import ServerSecurity
     from kv_handshake.wire.queries import Rank
 
 __all__ = ["Listener", "QueryLimits"]
@@ -31,7 +29,6 @@ _RESTART_FIRST_S = 0.05
 _RESTART_MOST_S = 5.0
 _JOIN_S = 5.0
 _LONGEST_ASK_S = 30.0
-_NO_CLIENTS: Mapping[str, int] = MappingProxyType({})
 
 
 @final
@@ -54,19 +51,14 @@ class QueryLimits:
 
 _DEFAULT_LIMITS = QueryLimits()
 _SHARES = 8
-_MOST_SAID = 64
-"""Addresses for which a lasting refusal is logged."""
-
 _TOO_LONG = frozenset({"message-too-long", "messages-too-long"})
-_CLOSED: Mapping[str, str] = MappingProxyType(
-    {
-        "message-too-long": "it sends a message without an end, longer than any query",
-        "messages-too-long": "all connections together send messages without an end, and it sends the most",
-        "idle": "it has asked for nothing for too long",
-        "keys-changed": "the list of clients has changed; its engine connects again if it is still on it",
-        "too-many-connections": "there are too many, and its address holds the most",
-    }
-)
+_CLOSED: Mapping[str, str] = {
+    "message-too-long": "it sends a message without an end, longer than any query",
+    "messages-too-long": "all connections together send messages without an end, and it sends the most",
+    "idle": "it has asked for nothing for too long",
+    "keys-changed": "the list of clients has changed; its engine connects again if it is still on it",
+    "too-many-connections": "there are too many, and its address holds the most",
+}
 """Why a connection was closed."""
 
 
@@ -103,10 +95,8 @@ class Listener:
         self._limits = limits
         self._buckets = TokenBuckets(rate_per_s=limits.queries_per_s, burst=limits.burst)
         self._log = GatedLog()
-        self._without_stages: set[str] = set()
         self._desk: AskDesk | None = None
-        self._counts: Counter[str] = Counter()
-        self._closed: Counter[str] = Counter()
+        self._counts = self._core.counts
         self._closing = threading.Event()
         self._lifecycle = threading.Lock()
         self._socket: RouterSocket | None = None
@@ -165,7 +155,7 @@ class Listener:
             raise ConfigurationError(
                 "invalid-argument", f"asks would wait {wait_s} s; it must be above 0 and at most 30"
             )
-        self._desk = AskDesk(on_ask, on_gone, limits=AskLimits(wait_s=wait_s), log=self._log)
+        self._desk = AskDesk(on_ask, on_gone, wait_s=wait_s, log=self._log, counts=self._counts)
 
     def answer(self, ask_id: int, payload: bytes) -> None:
         """Send the answer to an ask, or drop it if the ask has ended. Callable from any thread, also in `on_ask`.
@@ -189,19 +179,13 @@ class Listener:
         all and ``clients_refused.<address> <key>`` one by one. A listener that takes asks has ``asks``, ``asks_open``,
         ``asks_answered``, ``asks_cancelled`` and ``asks_lost`` (refused after `ask_wait_s`, or their connection ended) besides.
         """
-        sock = self._socket
-        denied: Mapping[str, int] = sock.denied() if sock is not None else _NO_CLIENTS
-        answered = Counter(self._core.statistics())
-        if self._desk is not None:
-            answered.update(self._desk.statistics())
-        closed = {f"connections_closed.{cause}": count for cause, count in dict(self._closed).items()}
+        sock, desk = self._socket, self._desk
+        denied: Mapping[str, int] = sock.denied() if sock is not None else {}
+        names = ("asks", "asks_answered", "asks_cancelled", "asks_lost") if desk is not None else ()
         return {
-            "answered": 0,
-            "unsent": 0,
-            "restarts": 0,
-            **answered,
+            **dict.fromkeys(("answered", "unsent", "restarts", *names), 0),
             **self._counts,
-            **closed,
+            **({"asks_open": desk.asks_open} if desk is not None else {}),
             "log_lines_held_back": self._log.held_back,
             "clients_refused": sum(denied.values()),
             **{f"clients_refused.{client}": count for client, count in denied.items()},
@@ -265,10 +249,7 @@ class Listener:
                 for envelope, frames in self._desk.take_replies(time.monotonic()):
                     self._send(sock, envelope, frames, is_shared=False)
             incoming = sock.receive()
-            if incoming is None:
-                continue
-            reply = self._reply(incoming)
-            if reply:
+            if incoming is not None and (reply := self._reply(incoming)):
                 self._send(sock, incoming.envelope, reply)
 
     def _send(
@@ -286,24 +267,18 @@ class Listener:
         if wait_s:
             rate = f"{self._limits.queries_per_s:g} times a second"
             self._log.warning("rate-limited", f"{incoming.sender.address} asks more often than {rate}; it must wait")
-            return self._core.defer(incoming.query or b"", wait_s=wait_s, clock_s=now_s)
+            return self._core.respond(incoming.query or b"", clock_s=now_s, wait_s=wait_s)
         if incoming.query is None:
             self._log.warning("wrong-frames", f"{incoming.sender.address} sent a message that is not a query")
             return self._core.refuse("wrong-frames")
         if incoming.sender.is_req and self._core.stages > 1:
-            self._say_once(incoming.sender.address)
-        return self._core.respond(incoming.query, clock_s=now_s, reads_one_stage=incoming.sender.is_req)
-
-    def _say_once(self, address: str) -> None:
-        """Log that readers at an address are refused for the pipeline; they ask twice for each of their requests."""
-        if address not in self._without_stages and len(self._without_stages) < _MOST_SAID:
-            self._without_stages.add(address)
             self._log.warning(
-                f"pipeline-stages {len(self._without_stages)}",
-                f"{address} asks as vLLM's own connector does, which cannot read from an engine with pipeline stages "
-                f"(this one has {self._core.stages}): it is refused (pipeline-stages), and its requests fail there or are "
-                "computed there; said once for this address",
+                "pipeline-stages",
+                f"{incoming.sender.address} asks as vLLM's own connector does, which cannot read from an engine with pipeline "
+                f"stages (this one has {self._core.stages}): it is refused (pipeline-stages), and its requests fail there or "
+                "are computed there",
             )
+        return self._core.respond(incoming.query, clock_s=now_s, reads_one_stage=incoming.sender.is_req)
 
     def _reply_to_ask(self, desk: AskDesk, incoming: Incoming, query: bytes, wait_s: float) -> tuple[bytes, ...]:
         try:
@@ -326,7 +301,7 @@ class Listener:
         if cause in {"keys", "watch"}:
             self._log.warning(cause, address)
             return
-        self._closed[cause] += 1
+        self._counts[f"connections_closed.{cause}"] += 1
         if cause in _TOO_LONG:
             self._counts["refused.wrong-frames"] += 1
         self._log.warning(cause, f"a connection of {address} was closed: {_CLOSED.get(cause, cause)}")

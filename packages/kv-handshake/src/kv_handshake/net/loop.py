@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias, final
 
 from kv_handshake.errors import HandshakeError, WireError
-from kv_handshake.sockets.connections import NOTHING_TRIED, Connection, Hub, Tried
+from kv_handshake.sockets.connections import Connection, Hub
 from kv_handshake.sockets.names import Names
 from kv_handshake.sockets.tcp import most_connections
 from kv_handshake.wire.limits import MAX_REPLY_BYTES
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from concurrent.futures import Future
 
+    from kv_handshake.core.asks import PeerAsks
     from kv_handshake.core.handshake import Handshake, Timing
     from kv_handshake.core.pacing import GatedLog
-    from kv_handshake.sockets.keys import ClientSecurity
-    from kv_handshake.stream.asks import PeerAsks
+    from kv_handshake.security import ClientSecurity
 
     Task: TypeAlias = Handshake | PeerAsks
 
@@ -41,6 +41,9 @@ _JOIN_S = 5.0
 _RECOVERY_S = 0.02
 _LOOK_S = 0.02
 """Time between two looks at how much has come in on connections that owe a reply; most handshakes end before the first."""
+
+_DESCRIPTOR_SHARE = 8
+"""Connections take at most one descriptor in this many that the process may open; each takes four."""
 
 _RESERVE = 8
 _PATIENCE_S = 0.5
@@ -67,10 +70,6 @@ class _Attempt:
     connection: Connection | None = None
     addresses: deque[str] = field(default_factory=deque[str])
 
-    @property
-    def is_open(self) -> bool:
-        return self.connection is not None and self.connection.is_open
-
 
 @final
 class Loop:
@@ -82,6 +81,10 @@ class Loop:
         seed: Seed of the jitter, for reproducible tests.
         log: Gets failures of the loop itself.
         allows_link_local_names: Whether a host's name may resolve to an address of one link only.
+
+    Attributes:
+        counts: ``attempts`` and ``restarts`` so far.
+        random: Numbers for jitter; for the loop's thread.
     """
 
     def __init__(
@@ -93,10 +96,10 @@ class Loop:
         seed: int | None,
         allows_link_local_names: bool = True,
     ) -> None:
-        self._most = most_connections(timing.connections)
+        self._most = most_connections(timing.connections, share=_DESCRIPTOR_SHARE)
         self._log = log
-        self._random = random.Random(seed)  # noqa: S311 - jitter, not secrets
-        self._counts = {"attempts": 0, "restarts": 0}
+        self.random = random.Random(seed)  # noqa: S311 - jitter, not secrets
+        self.counts = {"attempts": 0, "restarts": 0}
         self._lock = threading.Lock()
         self._inbox: deque[Callable[[], None]] = deque()
         self._is_closing = False
@@ -123,10 +126,6 @@ class Loop:
             self._hub.wake()
         return True
 
-    def statistics(self) -> Mapping[str, int]:
-        """Return the counts so far: ``attempts`` and ``restarts``."""
-        return dict(self._counts)
-
     def close(self) -> None:
         """End all tasks with ``closed`` and stop the thread; idempotent."""
         with self._lock:
@@ -141,10 +140,6 @@ class Loop:
     def start(self, task: Task) -> None:
         """Run a task."""
         self._waiting.append(task)
-
-    def chance(self) -> float:
-        """Return a random number in [0, 1) for jitter."""
-        return self._random.random()
 
     def _run(self) -> None:
         try:
@@ -181,12 +176,11 @@ class Loop:
 
     def _recover(self, error: Exception) -> None:
         """End the running tasks after a failure that was not foreseen, and go on with later ones."""
-        self._counts["restarts"] += 1
+        self.counts["restarts"] += 1
         self._log.warning("restart", f"the client goes on after {error!r}")
         for attempt in list(self._by_connection.values()):
             problem = f"no reply from {attempt.task.endpoint} because of {error!r}"
-            attempt.task.fail("transport-failed", problem, time.monotonic())
-            self._end(attempt)
+            self._fail(attempt, "transport-failed", problem)
         time.sleep(_RECOVERY_S)
 
     def _start_due(self, now_s: float) -> None:
@@ -204,7 +198,7 @@ class Loop:
                 continue
             self._waiting.remove(task)
             self._places[endpoint.host] += 1
-            self._counts["attempts"] += 1
+            self.counts["attempts"] += 1
             task.begin_attempt(now_s)
             attempt = self._under_way[task] = _Attempt(task)
             if endpoint.address is not None:
@@ -219,8 +213,7 @@ class Loop:
         """End an attempt that cannot begin."""
         problem = f"no connection to {attempt.task.endpoint} because of {error!r}"
         self._log.warning("open", problem)
-        attempt.task.fail("transport-failed", problem, time.monotonic())
-        self._end(attempt)
+        self._fail(attempt, "transport-failed", problem)
 
     def _make_room(self, host: str, now_s: float) -> bool:
         """Return whether a host may take another place; end an idle or silent attempt if that is needed.
@@ -241,23 +234,20 @@ class Loop:
         """
         if is_new in self._futile:
             return False
-        attempt = min(
-            (
-                each
-                for each in self._under_way.values()
-                if each.task.is_idle or (is_new and now_s - each.task.heard_s >= _PATIENCE_S)
-            ),
-            key=lambda each: (
-                not each.task.is_idle,
-                -self._places[each.task.endpoint.host],
-                each.is_open,
-                each.task.heard_s,
-            ),
-            default=None,
-        )
-        if attempt is None:
+        candidates = [
+            each
+            for each in self._under_way.values()
+            if each.task.is_idle or (is_new and now_s - each.task.heard_s >= _PATIENCE_S)
+        ]
+        if not candidates:
             self._futile.add(is_new)
             return False
+
+        def worth(attempt: _Attempt) -> tuple[bool, int, bool, float]:
+            task, is_open = attempt.task, attempt.connection is not None and attempt.connection.is_open
+            return not task.is_idle, -self._places[task.endpoint.host], is_open, task.heard_s
+
+        attempt = min(candidates, key=worth)
         if not attempt.task.is_idle:
             problem = f"no answer from {attempt.task.endpoint} so far, and another peer needs its place here"
             attempt.task.fail("timed-out", problem, now_s)
@@ -269,14 +259,13 @@ class Loop:
         task = attempt.task
         if not addresses:
             problem = f"the name {task.endpoint.host!r} has no address, or only such as are valid on one link"
-            task.fail("name-unresolved", problem, time.monotonic())
-            self._end(attempt)
+            self._fail(attempt, "name-unresolved", problem)
             return
         attempt.addresses.extend(addresses)
         attempt.addresses.rotate(1 - task.attempts)
         self._open(attempt, attempt.addresses.popleft())
 
-    def _open(self, attempt: _Attempt, address: str, tried: Tried = NOTHING_TRIED) -> None:
+    def _open(self, attempt: _Attempt, address: str, tried: tuple[str, ...] = ()) -> None:
         """Open a connection, and send its first queries ahead."""
         try:
             connection = self._hub.open(address, attempt.task.endpoint.port, tried)
@@ -293,7 +282,7 @@ class Loop:
         self._by_connection[connection] = attempt
         self._send_ahead(attempt)
 
-    def _reconnect(self, attempt: _Attempt, address: str, tried: Tried = NOTHING_TRIED) -> None:
+    def _reconnect(self, attempt: _Attempt, address: str, tried: tuple[str, ...] = ()) -> None:
         self._hang_up(attempt)
         attempt.task.reconnect()
         self._open(attempt, address, tried)
@@ -334,11 +323,10 @@ class Loop:
             return
         if fault == "connection-refused" and attempt.addresses:
             self._reconnect(attempt, attempt.addresses.popleft())
-        elif (tried := self._hub.next_try(connection)) is not None:
-            self._reconnect(attempt, connection.address, tried)
+        elif self._hub.may_try_again(connection):
+            self._reconnect(attempt, connection.endpoint.host, connection.tried)
         else:
-            attempt.task.fail(fault, _FAULTS[fault].format(peer=attempt.task.endpoint), time.monotonic())
-            self._end(attempt)
+            self._fail(attempt, fault, _FAULTS[fault].format(peer=attempt.task.endpoint))
 
     def _check_times(self, now_s: float) -> None:
         for task, attempt in list(self._under_way.items()):
@@ -363,16 +351,19 @@ class Loop:
         times = [task.due_s for task in self._under_way]
         if any(not attempt.task.is_idle for attempt in self._by_connection.values()):
             times.append(self._next_look_s)
-        if len(self._under_way) < self._most:
+        is_full = len(self._under_way) >= self._most
+        for task in self._waiting:
             # A task that was due but got no place waits for another task to end, not for a time.
-            times += [
-                task.next_attempt_s if task.next_attempt_s > self._started_s else task.due_s for task in self._waiting
-            ]
-        elif self._waiting:
-            times += [task.due_s for task in self._waiting]
+            is_later = not is_full and task.next_attempt_s > self._started_s
+            times.append(task.next_attempt_s if is_later else task.due_s)
+        if is_full and self._waiting:
             silent_s = (task.heard_s + _PATIENCE_S for task in self._under_way)
             times += [time_s for time_s in silent_s if time_s > self._started_s]
         return min(times, default=time.monotonic() + _IDLE_POLL_S)
+
+    def _fail(self, attempt: _Attempt, code: str, problem: str) -> None:
+        attempt.task.fail(code, problem, time.monotonic())
+        self._end(attempt)
 
     def _end(self, attempt: _Attempt) -> None:
         """End an attempt, and its task unless that waits for another one."""
@@ -380,9 +371,8 @@ class Loop:
         self._hang_up(attempt)
         del self._under_way[task]
         self._places[task.endpoint.host] -= 1
-        if self._places[task.endpoint.host] <= 0:
-            del self._places[task.endpoint.host]
-        if task.plan_retry(now_s, self._random.random()):
+        self._places = +self._places  # without hosts that hold none
+        if task.plan_retry(now_s, self.random.random()):
             self._waiting.append(task)
         else:
             task.end(now_s)

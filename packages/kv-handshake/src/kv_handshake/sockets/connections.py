@@ -22,21 +22,22 @@ import math
 import socket
 import struct
 import time
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, final
+from typing import TYPE_CHECKING, Any, final
 
 import zmq
 
 from kv_handshake.core.endpoint import endpoint_of
-from kv_handshake.errors import ConfigurationError, HandshakeError, TransportError
+from kv_handshake.errors import ConfigurationError, TransportError
 from kv_handshake.sockets.tcp import Grip, refuse_without_descriptors
 from kv_handshake.wire.limits import MAX_REPLY_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kv_handshake.sockets.keys import ClientSecurity
+    from kv_handshake.core.endpoint import Endpoint
+    from kv_handshake.security import ClientSecurity
 
-__all__ = ["HIGH_WATER_MARK", "NOBLOCK_AND_MORE", "NOTHING_TRIED", "Connection", "Hub", "Tried", "set_options"]
+__all__ = ["HIGH_WATER_MARK", "NOBLOCK_AND_MORE", "Connection", "Hub", "set_options"]
 
 HIGH_WATER_MARK = 256
 """Messages queued per peer. The transport counts what was read in halves of it, so half of it may be under way."""
@@ -76,44 +77,35 @@ _MONITORED = (
 
 
 @final
-class Tried(NamedTuple):
-    """Keys that a listener does not have, as its answers showed.
+class Connection:
+    """A client connection to a listener; belongs to its hub's thread.
 
     Attributes:
-        keys: The keys, in the order in which they were tried.
-        is_again: Whether all of them are tried a second time.
+        tried: Keys that were tried on its listener, the last one by this connection; "" without encryption.
+        is_open: Whether queries and replies pass.
+        was_reset: Whether the listener's system had accepted it, and ended it before it was open.
+
+    Raises:
+        TransportError: ``transport-failed``.
+        ConfigurationError: ``invalid-endpoint``.
     """
-
-    keys: tuple[str, ...] = ()
-    is_again: bool = False
-
-
-NOTHING_TRIED: Final = Tried()
-
-
-@final
-class Connection:
-    """A client connection to a listener; belongs to its hub's thread."""
 
     def __init__(
         self,
         context: zmq.Context[zmq.Socket[bytes]],
+        endpoint: Endpoint,
         security: ClientSecurity | None,
-        server_key: str = "",
+        tried: tuple[str, ...],
     ) -> None:
-        self.address = ""
-        self.tried = Tried()
-        """Keys that were tried on its listener, including this connection's own."""
-        self.server_key = ""
+        self.endpoint = endpoint
+        self.tried = tried
         self.socket = context.socket(zmq.DEALER)
         self.is_open = False
         self.was_reset = False
-        """Whether the listener's system had accepted it, and ended it before it was open."""
         self._fault = ""
         self._descriptor = -1
         self._sent = 0
-        self._port = 0
-        self._connected_s = 0.0
+        self._connected_s = time.monotonic()
         set_options(
             self.socket,
             (zmq.LINGER, 0),
@@ -123,35 +115,20 @@ class Connection:
             (zmq.RECONNECT_IVL, -1),
             (zmq.TCP_KEEPALIVE, 1),
             (zmq.HANDSHAKE_IVL, _OPENING_MS),
+            (zmq.IPV6, int(":" in endpoint.host)),
         )
         if security is None:
             self.socket.zap_domain = _ONLY_CURRENT_ZMTP
         else:
             self.socket.curve_publickey = security.public_key.encode("ascii")
             self.socket.curve_secretkey = security.secret_key.encode("ascii")
-            self.server_key = server_key or security.server_key
-            self.socket.curve_serverkey = self.server_key.encode("ascii")
+            self.socket.curve_serverkey = tried[-1].encode("ascii")
         self.monitor = self.socket.get_monitor_socket(_MONITORED)
-
-    def connect(self, address: str, port: int) -> None:
-        """Start to connect to a literal address.
-
-        Raises:
-            TransportError: ``transport-failed``.
-            ConfigurationError: ``invalid-endpoint``.
-        """
-        endpoint = endpoint_of(address, port)
-        self.address, self._port = address, endpoint.port
         try:
-            self.socket.setsockopt(zmq.IPV6, int(":" in endpoint.host))
-            self._connected_s = time.monotonic()
             self.socket.connect(endpoint.url)
-        except zmq.ZMQError as error:
-            raise TransportError(
-                "transport-failed",
-                f"cannot connect to {address} port {port}: {error.strerror}",
-                errno=error.errno,
-            ) from error
+        except zmq.ZMQError:
+            self.close()
+            raise
 
     def send(self, query: bytes) -> None:
         """Queue a query; it leaves as soon as the connection stands.
@@ -227,7 +204,7 @@ class Connection:
         if grip.received_bytes(self._descriptor) <= _OPENING_BYTES + self._sent * MAX_REPLY_BYTES:
             return False
         ends = grip.ends(self._descriptor)
-        return ends is not None and ends[1][1] == self._port  # else gone, and its number is another file's now
+        return ends is not None and ends[1][1] == self.endpoint.port  # else gone, and its number is another file's now
 
     def close(self) -> None:
         """Close the connection."""
@@ -237,11 +214,15 @@ class Connection:
 
 
 _LONGEST_POLL_MS = 60_000
-_UPKEEP_MS = 2
+_CLOSING_MS = 2
 _REFRESH_S = 1.0
 _MOST_ENDED = 32
-"""Ended connections are closed, and the sockets of the next one made, when no event has come for so long, or when so many
-wait: either takes as long as several replies (see ``tools/bench/handshake.py``)."""
+"""Ended connections are closed when no event has come for so long, or when so many wait: to close one takes as long as several
+replies (see ``tools/bench/handshake.py``)."""
+
+_TRIES = 2
+"""Tries of each key, and of an opening without keys: a listener may change its own pair between two of them, and ends openings
+when it does, or when it has too many."""
 
 
 @final
@@ -253,10 +234,7 @@ class Hub:
     """
 
     def __init__(self, security: ClientSecurity | None = None) -> None:
-        try:
-            refuse_without_descriptors()
-        except OSError as error:
-            raise TransportError("transport-failed", f"cannot create a socket: {error.strerror}") from error
+        refuse_without_descriptors("transport-failed", "cannot create a socket")
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, 4096)
         self._context.socket(zmq.PAIR).close()  # starts the context, while the descriptors are there
@@ -266,67 +244,52 @@ class Hub:
         self._woken, self._waker = socket.socketpair()
         self._woken.setblocking(False)
         self._waker.setblocking(False)
-        self._prepared: Connection | None = None
         self._ended: list[Connection] = []
-        self._needs_upkeep = True
         self._next_refresh_s = 0.0
         self._grip = Grip()
         self._poller.register(self._woken.fileno(), zmq.POLLIN)
 
-    def next_try(self, connection: Connection) -> Tried | None:
-        """Return the next try after an opening that the listener refused, or None if there is nothing left to try.
+    def may_try_again(self, connection: Connection) -> bool:
+        """Return whether a listener that refused an opening may take another one, with the next key if there are several.
 
-        Each key is tried, and then each once more: a listener may change its own pair between two tries, and ends openings when
-        it does, or when it has too many. Without keys, the opening is tried once more, unless the connection was reset, which is
-        reported as it is.
+        A reset opening is tried again only with keys; without, it is reported as it is.
 
         Example: keys "new" and "old", and a listener that changes from "old" to "new" after it has refused "new". It refuses
         "old", too, and is asked with "new" again.
         """
         is_keyed_reset = connection.was_reset and self._security is not None
-        if connection.fault() != "authentication-refused" and not is_keyed_reset:
-            return None
-        tried = connection.tried
-        if not connection.was_reset and self._untried_key(tried.keys):
-            return tried
-        return None if tried.is_again else Tried(is_again=True)
+        is_refused = connection.fault() == "authentication-refused" or is_keyed_reset
+        return is_refused and self._next_key(connection.tried) is not None
 
-    def _untried_key(self, tried: Sequence[str]) -> str:
-        """Return the next key that a listener may have, empty if all were tried, or without encryption.
+    def _next_key(self, tried: Sequence[str]) -> str | None:
+        """Return the key tried least often, None if all were tried twice.
 
         A rotation adds and removes keys between two attempts, so the keys themselves are remembered, not their numbers.
         """
-        known = self._security.server_keys if self._security is not None else ()
-        return next((key for key in known if key not in tried), "")
+        known = self._security.server_keys if self._security is not None else ("",)
+        return min((key for key in known if tried.count(key) < _TRIES), key=tried.count, default=None)
 
-    def open(self, address: str, port: int, tried: Tried = NOTHING_TRIED) -> Connection:
+    def open(self, address: str, port: int, tried: tuple[str, ...] = ()) -> Connection:
         """Return a new connection, on its way.
 
         Args:
             address: A literal address.
             port: The port.
-            tried: Keys that the listener does not have; it must have the first of the others.
+            tried: Keys that were tried on this listener.
 
         Raises:
             TransportError: ``transport-failed``.
             ConfigurationError: ``invalid-endpoint``, ``invalid-key-file`` or ``insecure-key-file``.
         """
         self._refresh_keys()
-        server_key = self._untried_key(tried.keys)
+        endpoint = endpoint_of(address, port)
+        key = self._next_key(tried) or (self._security.server_key if self._security is not None else "")
         try:
-            if self._prepared is not None and self._prepared.server_key == server_key:
-                connection, self._prepared = self._prepared, None
-            else:
-                connection = Connection(self._context, self._security, server_key)
-            connection.tried = tried._replace(keys=(*tried.keys, connection.server_key))
-            self._needs_upkeep = True
+            connection = Connection(self._context, endpoint, self._security, (*tried, key))
         except zmq.ZMQError as error:
-            raise TransportError("transport-failed", f"cannot create a socket: {error.strerror}") from error
-        try:
-            connection.connect(address, port)
-        except HandshakeError:
-            connection.close()
-            raise
+            raise TransportError(
+                "transport-failed", f"cannot connect to {endpoint}: {error.strerror}", errno=error.errno
+            ) from error
         for each in (connection.socket, connection.monitor):
             self._poller.register(each, zmq.POLLIN)
             self._by_socket[each] = connection
@@ -337,14 +300,10 @@ class Hub:
         if self._security is None or time.monotonic() < self._next_refresh_s:
             return
         self._next_refresh_s = time.monotonic() + _REFRESH_S
-        former = self._security
-        try:
-            self._security = former.refreshed()
-        except ConfigurationError:
-            return  # half written: the former keys go on, and the files are read again in a second
-        if self._security is not former and self._prepared is not None:
-            self._prepared.close()
-            self._prepared = None
+        with contextlib.suppress(
+            ConfigurationError
+        ):  # half written: the former keys go on, and are read again in a second
+            self._security = self._security.refreshed()
 
     def discard(self, connection: Connection) -> None:
         """Forget a connection; `poll` closes it when there is time."""
@@ -352,9 +311,8 @@ class Hub:
             del self._by_socket[each]
             self._poller.unregister(each)
         self._ended.append(connection)
-        self._needs_upkeep = True
         if len(self._ended) >= _MOST_ENDED:
-            self._do_upkeep()
+            self._close_ended()
 
     def poll(self, timeout_s: float) -> tuple[list[Connection], list[Connection]]:
         """Wait until a connection is readable or changes, `wake` is called, or the time is over; it may return earlier.
@@ -362,10 +320,10 @@ class Hub:
         Returns:
             The connections with replies to read, and those for whose end `fault` has a code.
         """
-        longest_ms = _UPKEEP_MS if self._needs_upkeep else _LONGEST_POLL_MS
+        longest_ms = _CLOSING_MS if self._ended else _LONGEST_POLL_MS
         found = self._poller.poll(max(0, min(longest_ms, math.ceil(timeout_s * 1000))))
-        if self._needs_upkeep and not found:
-            self._do_upkeep()
+        if not found:
+            self._close_ended()
         readable: list[Connection] = []
         ended: list[Connection] = []
         for each, _ in found:
@@ -383,14 +341,9 @@ class Hub:
         """Return the connections on which more has come in than was asked for: libzmq sets no limit to the frames of a reply."""
         return [each for each in dict.fromkeys(self._by_socket.values()) if each.is_flooded(self._grip)]
 
-    def _do_upkeep(self) -> None:
-        """Close ended connections and prepare the next one."""
-        self._needs_upkeep = False
+    def _close_ended(self) -> None:
         while self._ended:
             self._ended.pop().close()
-        if self._prepared is None:
-            with contextlib.suppress(zmq.ZMQError):  # `open` tries again and reports it
-                self._prepared = Connection(self._context, self._security)
 
     def wake(self) -> None:
         """Make a blocked `poll` return; from any thread, also after `close`."""
@@ -399,8 +352,7 @@ class Hub:
 
     def close(self) -> None:
         """Close all connections and the wake-up."""
-        prepared = [self._prepared] if self._prepared is not None else []
-        for connection in {*self._by_socket.values(), *self._ended, *prepared}:
+        for connection in {*self._by_socket.values(), *self._ended}:
             connection.close()
         self._woken.close()
         self._waker.close()

@@ -12,12 +12,13 @@ before it is shut down. That descriptor exists from the beginning, so a process 
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import resource
 import socket
 import struct
-from typing import TYPE_CHECKING, Final, final
+from typing import TYPE_CHECKING, final
+
+from kv_handshake.errors import TransportError
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -98,42 +99,33 @@ def _ends_of(connection: socket.socket) -> Ends:
     return (str(own[0]), int(own[1])), (str(peer[0]), int(peer[1]))
 
 
-A_CONTEXT_NEEDS: Final = 32
+A_CONTEXT_NEEDS = 32
 """More than a context opens with its first sockets and what belongs to them: 12 for a client, 21 for a listener with keys."""
 
-_EACH: Final = 4
-_SHARE: Final = 2
-"""A client's connections take at most one descriptor in this many that the process may open."""
 
-
-def refuse_without_descriptors() -> None:
-    """Do nothing if a context can start.
-
-    Raises:
-        OSError: ``EMFILE``: too few descriptors are left.
-    """
-    left = _descriptors_left()
-    if left is not None and left < A_CONTEXT_NEEDS:
-        raise OSError(
-            errno.EMFILE,
-            f"only {left} more files may be opened by this process, and {A_CONTEXT_NEEDS} are needed: raise its limit "
-            "(`ulimit -n`, or LimitNOFILE of its service)",
+def refuse_without_descriptors(code: str, problem: str) -> None:
+    """Raise a `TransportError` with this code unless a context can start: too few files may be opened."""
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most == resource.RLIM_INFINITY:
+        return
+    left = 0
+    with contextlib.suppress(OSError):
+        # An entry is that of the directory itself, which is closed again.
+        left = max(0, most - len(os.listdir("/proc/self/fd")) + 1)  # noqa: PTH208 - no object per descriptor
+    if left < A_CONTEXT_NEEDS:
+        raise TransportError(
+            code,
+            f"{problem}: only {left} more files may be opened by this process, and {A_CONTEXT_NEEDS} are needed: raise its "
+            "limit (`ulimit -n`, or LimitNOFILE of its service)",
         )
 
 
-def most_connections(wanted: int) -> int:
-    """Return how many connections a client may have: as many as it wants, fewer where the process may open few files."""
+def most_connections(wanted: int, *, share: int) -> int:
+    """Return how many connections there may be: as many as are wanted, fewer where the process may open few files.
+
+    Args:
+        wanted: Connections.
+        share: They take at most one descriptor in this many that the process may open.
+    """
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return wanted if files == resource.RLIM_INFINITY else min(wanted, max(8, files // (_EACH * _SHARE)))
-
-
-def _descriptors_left() -> int | None:
-    """Return how many more descriptors this process may open; None where their number is unlimited or unknown."""
-    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if most == resource.RLIM_INFINITY:
-        return None
-    try:
-        # An entry is that of the directory itself, which is closed again.
-        return max(0, most - len(os.listdir("/proc/self/fd")) + 1)  # noqa: PTH208 - no object per descriptor
-    except OSError:
-        return 0
+    return wanted if files == resource.RLIM_INFINITY else min(wanted, max(8, files // share))

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import resource
 import select
 import struct
 import threading
@@ -27,66 +26,18 @@ from typing import TYPE_CHECKING, cast, final
 
 import zmq
 
-from kv_handshake.sockets.tcp import Grip
+from kv_handshake.sockets.tcp import Grip, most_connections
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from kv_handshake.core.server import Sender
     from kv_handshake.sockets.tcp import Ends
 
-__all__ = ["ConnectionLimits", "ConnectionWatch", "Sender"]
+__all__ = ["AHEAD_BYTES", "AHEAD_BYTES_IN_ALL", "IDLE_S", "MOST_CONNECTIONS", "ConnectionWatch"]
 
 _EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 """Not `EVENT_MONITOR_STOPPED`, which libzmq sends even if that means to wait for a reader."""
-
-
-@final
-class WatchDescriptors:
-    """The descriptors of a watch: libzmq's news of connections, the kernel's, a look at both ends, and a bell.
-
-    The monitor's queue has no limit: at one, libzmq's own thread would wait, holding a lock that `close` needs.
-    """
-
-    def __init__(self, sock: zmq.Socket[bytes]) -> None:
-        with contextlib.ExitStack() as undo:
-            self.grip = Grip()
-            undo.callback(self.grip.close)
-            self.arrivals = select.epoll()
-            undo.callback(self.arrivals.close)
-            self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-            undo.callback(os.close, self._bell)
-            self._rest = select.poll()
-            self._rest.register(self._bell, select.POLLIN)
-            url = f"inproc://watch-{uuid.uuid4().hex}"
-            sock.monitor(url, _EVENTS)
-            undo.callback(sock.disable_monitor)
-            context = cast("zmq.Context[zmq.Socket[bytes]]", sock.context)  # pyright: ignore[reportUnknownMemberType]
-            self.monitor: zmq.Socket[bytes] = context.socket(zmq.PAIR)
-            self.monitor.setsockopt(zmq.RCVHWM, 0)
-            self.monitor.connect(url)
-            undo.pop_all()
-
-    def poller(self) -> zmq.Poller:
-        """Return a poller of all three."""
-        poller = zmq.Poller()
-        for each in (self.monitor, self.arrivals.fileno(), self._bell):
-            poller.register(each, zmq.POLLIN)
-        return poller
-
-    def rest(self, seconds: float) -> bool:
-        """Wait, unless the bell has been rung; return whether it was. One call: a query may be under way on another thread."""
-        return bool(self._rest.poll(seconds * 1000))
-
-    def wake(self) -> None:
-        """Ring the bell: the poller returns."""
-        os.eventfd_write(self._bell, 1)
-
-    def close(self) -> None:
-        """Give all descriptors back."""
-        self.monitor.close(0)
-        self.arrivals.close()
-        self.grip.close()
-        os.close(self._bell)
 
 
 _GRAIN_S = 0.02
@@ -104,40 +55,17 @@ _DESCRIPTOR_SHARE = 4
 """Connections take at most one descriptor in this many that the process may open."""
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class ConnectionLimits:
-    """Limits on connections.
+MOST_CONNECTIONS = 1024
+"""Connections at once; fewer where the process may open few files."""
 
-    Attributes:
-        connections: Connections at once; fewer where the process may open few files.
-        idle_s: Longest time without a query.
-        ahead_bytes: Bytes that a connection may be ahead of its queries.
-        ahead_bytes_in_all: Bytes that all connections together may be.
-    """
+IDLE_S = 60.0
+"""Longest time without a query."""
 
-    connections: int = 1024
-    idle_s: float = 60.0
-    ahead_bytes: int = 192 * 1024
-    ahead_bytes_in_all: int = 1024 * 1024
+AHEAD_BYTES = 192 * 1024
+"""Bytes that a connection may be ahead of its queries."""
 
-
-@final
-@dataclass(slots=True)
-class Sender:
-    """A connection as the listener's thread knows it.
-
-    Attributes:
-        address: The peer's IP address.
-        descriptor: libzmq's descriptor of the connection.
-        is_req: Whether its socket is a REQ, as that of vLLM's own connector.
-        queries: Messages that have come from it.
-    """
-
-    address: str
-    descriptor: int
-    is_req: bool = False
-    queries: int = 0
+AHEAD_BYTES_IN_ALL = 1024 * 1024
+"""Bytes that all connections together may be ahead."""
 
 
 @final
@@ -170,7 +98,6 @@ class ConnectionWatch:
     Args:
         sock: The listening socket; its monitor belongs to the watch from now on.
         port: Its port, by which its connections are told from other files of the process.
-        limits: The limits.
         report: Called on the watch's thread with the cause and the address of each connection that was shut down.
         upkeep: Called about once a second on the watch's thread; returns whether all connections must be shut down.
         closed: Called on the watch's thread with the descriptor of each connection that has ended.
@@ -180,29 +107,39 @@ class ConnectionWatch:
         self,
         sock: zmq.Socket[bytes],
         port: int,
-        limits: ConnectionLimits,
         *,
         report: Callable[[str, str], None],
         upkeep: Callable[[], bool],
         closed: Callable[[int], None],
     ) -> None:
-        self._limits = limits
         self._report = report
         self._upkeep = upkeep
         self._closed = closed
-        self._most = _most_connections(limits.connections)
+        self._most = most_connections(MOST_CONNECTIONS, share=_DESCRIPTOR_SHARE)
         self._socket = sock
         self._port = port
         self._open: dict[int, _Open] = {}
         self._senders: dict[int, Sender] = {}
         self._ended = threading.Event()
-        self._means = WatchDescriptors(sock)
         self._thread = threading.Thread(target=self._run, name="kv-handshake-watch", daemon=True)
-        try:
+        with contextlib.ExitStack() as undo:
+            self._grip = Grip()
+            undo.callback(self._grip.close)
+            self._arrivals = undo.enter_context(select.epoll())
+            self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            undo.callback(os.close, self._bell)
+            context = cast("zmq.Context[zmq.Socket[bytes]]", sock.context)  # pyright: ignore[reportUnknownMemberType]
+            # Its queue has no limit: at one, libzmq's own thread would wait, holding a lock that `close` needs.
+            self._monitor: zmq.Socket[bytes] = context.socket(zmq.PAIR)
+            undo.callback(self._monitor.close, 0)
+            self._monitor.setsockopt(zmq.RCVHWM, 0)
+            url = f"inproc://watch-{uuid.uuid4().hex}"
+            sock.monitor(url, _EVENTS)
+            # libzmq's own thread blocks on a monitor without a reader: it is disabled first and closed last.
+            undo.callback(sock.disable_monitor)
+            self._monitor.connect(url)
             self._thread.start()
-        except RuntimeError:
-            self.close()
-            raise
+            self._descriptors = undo.pop_all()
 
     def note(self, sender: Sender) -> None:
         """Take in the first query of a connection; called by the listener's thread."""
@@ -211,30 +148,30 @@ class ConnectionWatch:
     def close(self) -> None:
         """Stop the thread."""
         self._ended.set()
-        self._means.wake()
-        if self._thread.ident is not None:
-            self._thread.join(_JOIN_S)
-        # libzmq's own thread blocks on a monitor without a reader: disable it first, close it last.
-        self._socket.disable_monitor()
-        if not self._thread.is_alive():
-            self._means.close()
+        os.eventfd_write(self._bell, 1)
+        self._thread.join(_JOIN_S)
+        if self._thread.is_alive():
+            self._socket.disable_monitor()
+        else:
+            self._descriptors.close()
 
     # Everything below runs on the watch's thread.
 
     def _run(self) -> None:
-        means = self._means
-        poller = means.poller()
+        poller = zmq.Poller()
+        for each in (self._monitor, self._arrivals.fileno(), self._bell):
+            poller.register(each, zmq.POLLIN)
         now_s = time.monotonic()
         next_round_s, awake_until_s = now_s + _ROUND_S, now_s
-        while not self._ended.is_set():
+        while True:
             if now_s >= awake_until_s:
                 poller.poll(int(_ROUND_S * 1000))
-            if means.rest(_GRAIN_S):
+            if self._ended.wait(_GRAIN_S):
                 break
             now_s = time.monotonic()
             try:
                 has_events = self._take_events(now_s)
-                touched = [self._open[fd] for fd, _ in means.arrivals.poll(0) if fd in self._open]
+                touched = [self._open[fd] for fd, _ in self._arrivals.poll(0) if fd in self._open]
                 if touched or has_events:
                     awake_until_s = now_s + _AWAKE_S
                 self._look_at(touched, now_s)
@@ -246,13 +183,12 @@ class ConnectionWatch:
 
     def _take_events(self, now_s: float) -> bool:
         """Take all news of connections in; return whether there were any. Most handshakes begin and end between two looks."""
-        means = self._means
         accepted: set[int] = set()
         has_events = False
         with contextlib.suppress(zmq.ZMQError):
-            while int(means.monitor.get(zmq.EVENTS)) & zmq.POLLIN:
-                kind, descriptor = _EVENT.unpack(means.monitor.recv(zmq.NOBLOCK))
-                means.monitor.recv()
+            while int(self._monitor.get(zmq.EVENTS)) & zmq.POLLIN:
+                kind, descriptor = _EVENT.unpack(self._monitor.recv(zmq.NOBLOCK))
+                self._monitor.recv()
                 has_events = True
                 self._open.pop(descriptor, None)
                 if kind == zmq.EVENT_ACCEPTED:
@@ -267,21 +203,21 @@ class ConnectionWatch:
         return has_events
 
     def _add(self, descriptor: int, now_s: float) -> None:
-        ends = self._means.grip.ends(descriptor)
+        ends = self._grip.ends(descriptor)
         if ends is None or ends[0][1] != self._port:  # gone, and its number is another file's now
             return
         self._open[descriptor] = _Open(descriptor, ends, self._queries(descriptor), since_s=now_s)
         with contextlib.suppress(OSError):
-            self._means.arrivals.register(descriptor, select.EPOLLIN | select.EPOLLET)
+            self._arrivals.register(descriptor, select.EPOLLIN | select.EPOLLET)
 
     def _look_at(self, connections: list[_Open], now_s: float) -> None:
         for each in connections:
             self._measure(each, now_s)
-            if each.ahead_bytes > self._limits.ahead_bytes:
+            if each.ahead_bytes > AHEAD_BYTES:
                 self._hang_up(each, "message-too-long")
         if not connections:
             return
-        excess = sum(each.surplus_bytes for each in self._open.values()) - self._limits.ahead_bytes_in_all
+        excess = sum(each.surplus_bytes for each in self._open.values()) - AHEAD_BYTES_IN_ALL
         if excess > 0:
             for each in sorted(self._open.values(), key=lambda each: -each.ahead_bytes):
                 self._hang_up(each, "messages-too-long")
@@ -290,7 +226,7 @@ class ConnectionWatch:
                     break
 
     def _measure(self, connection: _Open, now_s: float) -> None:
-        received = self._means.grip.received_bytes(connection.descriptor)
+        received = self._grip.received_bytes(connection.descriptor)
         queries = self._queries(connection.descriptor)
         if queries != connection.queries:
             connection.queries, connection.begin_bytes, connection.since_s = queries, received, now_s
@@ -303,7 +239,7 @@ class ConnectionWatch:
     def _make_round(self, now_s: float) -> None:
         for each in list(self._open.values()):
             self._measure(each, now_s)
-            if now_s - each.since_s > self._limits.idle_s:
+            if now_s - each.since_s > IDLE_S:
                 self._hang_up(each, "idle")
         if self._upkeep():
             for each in list(self._open.values()):
@@ -322,10 +258,5 @@ class ConnectionWatch:
     def _hang_up(self, connection: _Open, cause: str) -> None:
         if self._open.pop(connection.descriptor, None) is None:
             return
-        if self._means.grip.hang_up(connection.descriptor, connection.ends):
+        if self._grip.hang_up(connection.descriptor, connection.ends):
             self._report(cause, connection.address)
-
-
-def _most_connections(wanted: int) -> int:
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return wanted if files == resource.RLIM_INFINITY else max(8, min(wanted, files // _DESCRIPTOR_SHARE))

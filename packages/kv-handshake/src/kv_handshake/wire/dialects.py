@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal, final
+from typing import final
 
 from kv_handshake.errors import ConfigurationError
 from kv_handshake.wire.messages import METADATA_FIELDS, OURS
@@ -64,14 +64,13 @@ class Dialect:
 
     Attributes:
         version: vLLM's connector version.
-        query_fields: 2 for ``[command, tp]``, 3 for ``[command, pp, tp]``.
-        has_clock_frame: Whether a reply's second frame carries the listener's clock.
+        has_clock_frame: Whether a query names the pp rank, ``[command, pp, tp]`` instead of ``[command, tp]``, and a reply's
+            second frame carries the listener's clock.
         metadata_fields: Names of vLLM's keys in the agent metadata, in writing order.
         hash_factors: Names of the factors that vLLM hashes in this version.
     """
 
     version: int
-    query_fields: Literal[2, 3]
     has_clock_frame: bool
     metadata_fields: tuple[str, ...]
     hash_factors: tuple[str, ...]
@@ -91,11 +90,9 @@ def dialect_of(version: int) -> Dialect:
             "take it from the ticket or from the peer's vLLM release",
             version=version,
         )
-    has_pp = version >= _FIRST_WITH_PP_QUERY
     return Dialect(
         version=version,
-        query_fields=3 if has_pp else 2,
-        has_clock_frame=has_pp,
+        has_clock_frame=version >= _FIRST_WITH_PP_QUERY,
         metadata_fields=tuple(each.name for each in METADATA_FIELDS if OURS < each.wire.since <= version),
         hash_factors=tuple(name for name, first, last in _HASH_FACTORS if first <= version <= last),
     )

@@ -21,8 +21,9 @@ import itertools
 import json
 from dataclasses import dataclass
 from functools import lru_cache
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal, NamedTuple, cast, final
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast, final
+
+import msgspec
 
 from kv_handshake.errors import ConfigurationError, shortened
 from kv_handshake.wire.dialects import NEWEST_DIALECT, OLDEST_DIALECT, dialect_of_vllm
@@ -46,44 +47,42 @@ __all__ = [
 
 Group = Literal["must-match", "may-differ", "informative"]
 
-FACTOR_GROUPS: Mapping[str, Group] = MappingProxyType(
-    {
-        # In vLLM's hash.
-        "vllm_version": "must-match",  # major and minor; see _version_group
-        "nixl_connector_version": "must-match",
-        "model": "must-match",  # informative where both sides have the same content; see _difference_group
-        "dtype": "must-match",
-        "num_kv_heads": "must-match",
-        "head_size": "must-match",
-        "num_hidden_layers": "must-match",
-        "attn_backend_name": "may-differ",
-        "cache_dtype": "must-match",
-        "cross_layers_blocks": "may-differ",
-        "is_hma_enabled": "may-differ",
-        "speculative_config": "must-match",
-        "transfer_mode": "must-match",
-        # Not in vLLM's hash.
-        "model_identity": "must-match",
-        "model_revision": "must-match",
-        "quantization": "must-match",
-        "sliding_window": "must-match",
-        "kv_cache_groups": "must-match",  # except between pipeline stages; see _difference_group
-        "mamba_conv_dtype": "must-match",
-        "mamba_ssm_dtype": "must-match",
-        "mamba_layout": "must-match",
-        "draft_model": "must-match",
-        "lora": "informative",
-        "block_size": "may-differ",
-        "kv_cache_layout": "may-differ",
-        "tp_size": "may-differ",
-        "pp_size": "may-differ",
-        "dcp_size": "may-differ",
-        "pcp_size": "may-differ",
-        "engine_name": "informative",
-        "engine_version": "informative",
-        "model_path": "informative",
-    }
-)
+FACTOR_GROUPS: Mapping[str, Group] = {
+    # In vLLM's hash.
+    "vllm_version": "must-match",  # major and minor; see _version_group
+    "nixl_connector_version": "must-match",
+    "model": "must-match",  # informative where both sides have the same content; see _difference_group
+    "dtype": "must-match",
+    "num_kv_heads": "must-match",
+    "head_size": "must-match",
+    "num_hidden_layers": "must-match",
+    "attn_backend_name": "may-differ",
+    "cache_dtype": "must-match",
+    "cross_layers_blocks": "may-differ",
+    "is_hma_enabled": "may-differ",
+    "speculative_config": "must-match",
+    "transfer_mode": "must-match",
+    # Not in vLLM's hash.
+    "model_identity": "must-match",
+    "model_revision": "must-match",
+    "quantization": "must-match",
+    "sliding_window": "must-match",
+    "kv_cache_groups": "must-match",  # except between pipeline stages; see _difference_group
+    "mamba_conv_dtype": "must-match",
+    "mamba_ssm_dtype": "must-match",
+    "mamba_layout": "must-match",
+    "draft_model": "must-match",
+    "lora": "informative",
+    "block_size": "may-differ",
+    "kv_cache_layout": "may-differ",
+    "tp_size": "may-differ",
+    "pp_size": "may-differ",
+    "dcp_size": "may-differ",
+    "pcp_size": "may-differ",
+    "engine_name": "informative",
+    "engine_version": "informative",
+    "model_path": "informative",
+}
 """Group by factor name. A name that is not here must match where both sides send it, and is informative otherwise."""
 
 _CONTENT = ("model_config", "model_weights")
@@ -232,45 +231,39 @@ def _has_stages(factors: Mapping[str, object]) -> bool:
 
 def _groups_in(value: object) -> _Groups | None:
     """Read the factor, which a peer may have sent; None unless every group ends with its layers and no layer is named twice."""
-    if not isinstance(value, list | tuple):
-        return None
     found = _Groups([], {})
-    for number, group in enumerate(cast("list[object]", value)):
-        if not isinstance(group, list | tuple) or not group:
-            return None
-        *properties, layers = cast("list[object]", group)
-        if not isinstance(layers, list | tuple):
-            return None
-        found.properties.append(json.dumps(properties, sort_keys=True))
-        for layer in cast("list[object]", layers):
-            if not isinstance(layer, str) or layer in found.group_of:
+    try:
+        for number, (*properties, layers) in enumerate(msgspec.convert(value, list[list[Any]])):
+            found.properties.append(json.dumps(properties, sort_keys=True))
+            names = msgspec.convert(layers, list[str])
+            if found.group_of.keys() & names or len(set(names)) != len(names):
                 return None
-            found.group_of[layer] = number
+            found.group_of.update(dict.fromkeys(names, number))
+    except ValueError:  # also msgspec's ValidationError, and a group without entries
+        return None
     return found
 
 
-_VALUES: Mapping[str, tuple[object, ...]] = MappingProxyType(
-    {
-        "dtype": ("torch.float16", "torch.bfloat16", "torch.float32"),
-        "cache_dtype": (
-            *("auto", "float16", "bfloat16", "float32"),
-            *("fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc", "fp8_ds_mla"),
-        ),
-        "attn_backend_name": (
-            *("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "CPU_ATTN", "FLEX_ATTENTION"),
-            *("FLASHMLA", "FLASHMLA_SPARSE", "FLASHINFER_MLA", "FLASH_ATTN_MLA", "CUTLASS_MLA", "TRITON_MLA"),
-            *("ROCM_ATTN", "ROCM_AITER_FA", "TORCH_SDPA", "MAMBA2_ATTN", "GDN_ATTN"),
-        ),
-        "cross_layers_blocks": (False, True),
-        "is_hma_enabled": (False, True),
-        "transfer_mode": ("pull", "push"),
-        "speculative_config": (None,),
-        "nixl_connector_version": tuple(range(OLDEST_DIALECT, NEWEST_DIALECT + 1)),
-        "num_kv_heads": (1, 2, 4, 6, 8, 10, 12, 14, 16, 20, 24, 32, 40, 48, 64, 96, 128),
-        "head_size": (16, 32, 40, 64, 80, 96, 112, 120, 128, 160, 192, 256, 512, 576),
-        "num_hidden_layers": tuple(range(1, 129)),
-    }
-)
+_VALUES: Mapping[str, tuple[object, ...]] = {
+    "dtype": ("torch.float16", "torch.bfloat16", "torch.float32"),
+    "cache_dtype": (
+        *("auto", "float16", "bfloat16", "float32"),
+        *("fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc", "fp8_ds_mla"),
+    ),
+    "attn_backend_name": (
+        *("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "CPU_ATTN", "FLEX_ATTENTION"),
+        *("FLASHMLA", "FLASHMLA_SPARSE", "FLASHINFER_MLA", "FLASH_ATTN_MLA", "CUTLASS_MLA", "TRITON_MLA"),
+        *("ROCM_ATTN", "ROCM_AITER_FA", "TORCH_SDPA", "MAMBA2_ATTN", "GDN_ATTN"),
+    ),
+    "cross_layers_blocks": (False, True),
+    "is_hma_enabled": (False, True),
+    "transfer_mode": ("pull", "push"),
+    "speculative_config": (None,),
+    "nixl_connector_version": tuple(range(OLDEST_DIALECT, NEWEST_DIALECT + 1)),
+    "num_kv_heads": (1, 2, 4, 6, 8, 10, 12, 14, 16, 20, 24, 32, 40, 48, 64, 96, 128),
+    "head_size": (16, 32, 40, 64, 80, 96, 112, 120, 128, 160, 192, 256, 512, 576),
+    "num_hidden_layers": tuple(range(1, 129)),
+}
 _RELEASES = tuple(f"0.{minor}.{patch}" for minor in range(20, 34) for patch in range(4))
 _HARD_TO_GUESS = ("model", "speculative_config")
 

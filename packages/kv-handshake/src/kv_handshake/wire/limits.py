@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import msgspec
 
-from kv_handshake.errors import ConfigurationError
-
 __all__ = [
     "DECODE_ERRORS",
     "MAX_ASK_BYTES",
@@ -26,7 +24,6 @@ __all__ = [
     "MAX_REPLY_BYTES",
     "MAX_REQUEST_ID_BYTES",
     "NUMBER_END",
-    "check_number",
 ]
 
 MAX_QUERY_BYTES = 256
@@ -82,13 +79,3 @@ DECODE_ERRORS = (msgspec.MsgspecError, ValueError, TypeError, RecursionError)
 """msgspec's own errors; bad UTF-8 (a ValueError); map keys without a hash (a TypeError in older releases); nesting that
 exceeds the interpreter's limit. Lengths that promise more than the frame holds are refused by msgspec before anything is
 allocated."""
-
-
-def check_number(name: str, value: int) -> None:
-    """Raise ``invalid-argument`` unless the number is 0 to 2**53 - 1.
-
-    Tickets carry it through routers, many of which keep JSON numbers as 64-bit floats. Example: 2**53 + 1
-    comes back as 2**53 from such a router, and the ticket no longer fits its engine.
-    """
-    if not 0 <= value < NUMBER_END:
-        raise ConfigurationError("invalid-argument", f"{name} {value} is not 0 to 2**53 - 1", value=value)

@@ -45,7 +45,7 @@ Positives = Annotated[tuple[Positive, ...], _Regions]
 Integers = Annotated[tuple[int, ...], _Regions]
 Texts = Annotated[tuple[str, ...], _Regions]
 Members = Annotated[tuple[tuple[str, ...], ...], _Regions]
-Layouts = Annotated[dict[str, tuple[int, int]], _Regions]
+Layouts = Annotated[dict[str, tuple[Natural, Positive]], _Regions]
 
 OURS = 0
 """Stands for "first dialect" of the keys that are ours: written in every dialect, but only if they are set."""
@@ -170,9 +170,11 @@ class SentMetadata(msgspec.Struct, frozen=True, kw_only=True):
     packed_member_layouts: Annotated[Layouts, Wire(since=13)] = msgspec.field(
         default_factory=dict[str, tuple[int, int]]
     )
-    fence: Annotated[tuple[int, int, int] | None, Wire(since=OURS)] = msgspec.field(default=None, name="kvh_fence")
+    fence: Annotated[tuple[Natural, Natural, Positive] | None, Wire(since=OURS)] = msgspec.field(
+        default=None, name="kvh_fence"
+    )
     geometry: Annotated[bytes | None, Wire(since=OURS)] = msgspec.field(default=None, name="kvh_geometry")
-    streams: Annotated[tuple[int, int, int, int] | None, Wire(since=OURS)] = msgspec.field(
+    streams: Annotated[tuple[Natural, Natural, Positive, Positive] | None, Wire(since=OURS)] = msgspec.field(
         default=None, name="kvh_streams"
     )
 

@@ -82,16 +82,12 @@ class Verdict:
         message: The reason in words, with names and values, cut where a peer could make it long.
         differences: Every factor that differs, as far as it is known.
         warnings: Texts for the operator although the peer is accepted.
-        protocol: Version of our extensions to use; None with vLLM's own connector.
-        capabilities: Names that both sides have.
     """
 
     code: str = ""
     message: str = ""
     differences: tuple[Difference, ...] = ()
     warnings: tuple[str, ...] = ()
-    protocol: int | None = None
-    capabilities: frozenset[str] = frozenset()
 
     @property
     def is_accepted(self) -> bool:
@@ -111,63 +107,42 @@ def judge(offer: LocalOffer, envelope: Envelope, version: int) -> Verdict:
         return Verdict(
             "refused", f"the peer refused: {shortened(envelope.refusal.code)}: {shortened(envelope.refusal.message)}"
         )
-    protocol, problem = _common_protocol(PROTOCOL_RANGE, envelope.protocol)
-    if problem:
+    oldest, newest = PROTOCOL_RANGE
+    if envelope.protocol is not None and (envelope.protocol[0] > newest or envelope.protocol[1] < oldest):
+        peer_oldest, peer_newest = envelope.protocol
+        problem = f"no common protocol version: local {oldest} to {newest}, peer {peer_oldest} to {peer_newest}"
         return Verdict("protocol-range", problem)
-    capabilities, problem = _common_capabilities(offer, envelope)
+    problem = _missing_capability(offer, envelope)
     if problem:
         return Verdict("capability-missing", problem)
-    code, message, differences, warnings = _compare(offer, envelope, version)
-    return Verdict(code, message, differences, warnings, protocol, capabilities)
+    local_hash, peer_hash = offer.hashes[version], envelope.compatibility_hash
+    differences: tuple[Difference, ...] = ()
+    if envelope.factors:
+        differences = differing_factors(offer.factors, envelope.factors)
+    elif local_hash != peer_hash:
+        differences = explain_hash(offer.factors, peer_hash, dialect_of(version))
+    blocking = tuple(each for each in differences if each.group == "must-match")
+    text = _describe(blocking or differences, local_hash, peer_hash)
+    code = ""
+    if local_hash != peer_hash and (offer.policy != "negotiated" or not (envelope.factors or differences)):
+        code = "hash-mismatch"
+    elif blocking:  # equal hashes say nothing of the factors that vLLM leaves out
+        code = "factors-differ"
+    if code and offer.policy != "off":
+        return Verdict(code, text, differences)
+    cause = "check is off, engines differ" if offer.policy == "off" else "accepted with differences"
+    return Verdict("", "", differences, (f"{cause}: {text}",) if code or differences else ())
 
 
-def _common_protocol(local: tuple[int, int], peer: tuple[int, int] | None) -> tuple[int | None, str]:
-    if peer is None:
-        return None, ""
-    newest_common = min(local[1], peer[1])
-    if newest_common < max(local[0], peer[0]):
-        return None, f"no common protocol version: local {local[0]} to {local[1]}, peer {peer[0]} to {peer[1]}"
-    return newest_common, ""
-
-
-def _common_capabilities(offer: LocalOffer, envelope: Envelope) -> tuple[frozenset[str], str]:
+def _missing_capability(offer: LocalOffer, envelope: Envelope) -> str:
     local, peer = set(usable_capabilities(offer.capabilities)), set(usable_capabilities(envelope.capabilities))
     for name in sorted(local - peer):
         if offer.capabilities[name] == "required":
-            return frozenset(), f"this engine requires {name!r}, the peer does not have it"
+            return f"this engine requires {name!r}, the peer does not have it"
     for name in sorted(peer - local):
         if envelope.capabilities[name] == "required":
-            return frozenset(), f"the peer requires {shortened(name)!r}, this engine does not have it"
-    return frozenset(local & peer), ""
-
-
-def _compare(
-    offer: LocalOffer, envelope: Envelope, version: int
-) -> tuple[str, str, tuple[Difference, ...], tuple[str, ...]]:
-    """Return (code, message, differences, warnings) of the comparison that the policy asks for."""
-    dialect = dialect_of(version)
-    local_hash = offer.hashes[version]
-    is_same_hash = local_hash == envelope.compatibility_hash
-    if envelope.factors:
-        differences = differing_factors(offer.factors, envelope.factors)
-    else:
-        differences = () if is_same_hash else explain_hash(offer.factors, envelope.compatibility_hash, dialect)
-    blocking = tuple(each for each in differences if each.group == "must-match")
-    if offer.policy == "negotiated" and (envelope.factors or differences):
-        code = "factors-differ" if blocking else ""
-    elif is_same_hash:
-        # Equal hashes say nothing of the factors that vLLM leaves out.
-        code = "factors-differ" if blocking else ""
-    else:
-        code = "hash-mismatch"
-    described = blocking or differences
-    text = _describe(described, local_hash, envelope.compatibility_hash)
-    if offer.policy == "off":
-        is_different = bool(differences) or not is_same_hash
-        return "", "", differences, ((f"check is off, engines differ: {text}",) if is_different else ())
-    if code:
-        return code, text, differences, ()
-    return "", "", differences, ((f"accepted with differences: {text}",) if differences else ())
+            return f"the peer requires {shortened(name)!r}, this engine does not have it"
+    return ""
 
 
 def _describe(differences: tuple[Difference, ...], local_hash: str, peer_hash: str) -> str:

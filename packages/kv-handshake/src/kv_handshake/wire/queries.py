@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, cast, final
 
 import msgspec
@@ -42,13 +43,13 @@ def encode_query(rank: Rank, dialect: Dialect) -> bytes:
         ConfigurationError: ``invalid-argument`` for a rank out of range, or a pp rank above 0 in a dialect without one.
     """
     check_askable(rank, dialect)
-    return msgspec.msgpack.encode((_METADATA, rank[1]) if dialect.query_fields == 2 else (_METADATA, *rank))
+    return msgspec.msgpack.encode((_METADATA, *rank) if dialect.has_clock_frame else (_METADATA, rank[1]))
 
 
 def check_askable(rank: Rank, dialect: Dialect) -> None:
     """Raise ``invalid-argument`` unless a query in this dialect can name the rank."""
     check_rank(rank)
-    if dialect.query_fields == 2 and rank[0]:
+    if rank[0] and not dialect.has_clock_frame:
         raise ConfigurationError(
             "invalid-argument",
             f"a peer of version {dialect.version} has no pipeline ranks, but pp rank {rank[0]} was asked for",
@@ -63,6 +64,8 @@ def check_rank(rank: Rank) -> None:
         raise ConfigurationError("invalid-argument", f"rank {rank} is outside 0 to {MAX_RANK}")
 
 
+# Engines send the same few queries over and over: those of 1024 ranks, 256 kB at the most, are read once.
+@lru_cache(maxsize=1024)
 def parse_query(frame: bytes) -> Query:
     """Parse a query.
 

@@ -184,25 +184,22 @@ def _check_values(metadata: AgentMetadata) -> None:
     """Raise ``invalid-metadata`` for an engine id of a bad length, or arrays of words that are none."""
     if not 1 <= len(metadata.engine_id) <= limits.MAX_ENGINE_ID_CHARS:
         raise _invalid("engine_id", f"has {len(metadata.engine_id)} characters, not 1 to {limits.MAX_ENGINE_ID_CHARS}")
+    arrays: list[tuple[str, int, int]] = []
     if metadata.fence is not None:
-        address, device, words = metadata.fence
-        if address < 0 or device < 0 or words < 1 or address + 8 * words > _ADDRESS_END or address % 8:
-            raise _invalid(
-                "kvh_fence", f"is address {address}, device {device}, {words} words; no aligned 64-bit array"
-            )
+        address, _, words = metadata.fence
+        arrays.append(("kvh_fence", address, words))
     if metadata.streams is not None:
-        address, device, slots, entries = metadata.streams
-        # At least a progress word and a table of each slot.
-        end = address + 8 * slots * (1 + entries)
-        if address < 0 or device < 0 or slots < 1 or entries < 1 or end > _ADDRESS_END or address % 8:
-            raise _invalid(
-                "kvh_streams",
-                f"is address {address}, device {device}, {slots} slots of {entries} entries; no aligned 64-bit array",
-            )
+        address, _, slots, entries = metadata.streams
+        arrays.append(
+            ("kvh_streams", address, slots * (1 + entries))
+        )  # at least a progress word and a table of each slot
+    for name, address, words in arrays:
+        if address % 8 or address + 8 * words > _ADDRESS_END:
+            raise _invalid(name, f"is address {address} and {words} words; no aligned 64-bit array")
 
 
 def _check_lists(metadata: AgentMetadata) -> None:
-    """Raise ``invalid-metadata`` if parallel lists differ in length, or a page begins or ends where none can."""
+    """Raise ``invalid-metadata`` if parallel lists differ in length."""
     regions = len(metadata.kv_caches_base_addr)
     for name in _PER_REGION:
         values = getattr(metadata, name)
@@ -210,9 +207,6 @@ def _check_lists(metadata: AgentMetadata) -> None:
             raise _invalid(name, f"has {len(values)} entries for {regions} regions")
     if metadata.region_members and len(metadata.region_members) != regions:
         raise _invalid("region_members", f"has {len(metadata.region_members)} entries for {regions} regions")
-    for name, (offset, length) in metadata.packed_member_layouts.items():
-        if offset < 0 or length < 1:
-            raise _invalid("packed_member_layouts", f"gives {name!r} offset {offset} and length {length}")
 
 
 def _invalid(field: str, problem: str) -> WireError:

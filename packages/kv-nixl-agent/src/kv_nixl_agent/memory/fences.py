@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from functools import cache
-from typing import TYPE_CHECKING, Final, Literal, final
+from typing import TYPE_CHECKING, Final, final
 
 import numpy as np
 
@@ -31,16 +31,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CLOSED_GENERATION",
-    "LOOK_PADS",
-    "PAD_COUNT",
-    "PAD_WORDS",
     "PROBE_PAGES",
     "PROBE_PAGE_BYTES",
     "PROBE_WORDS",
     "SCRATCH_WORDS",
     "FenceArray",
-    "LandingPads",
-    "PadUse",
+    "Scratch",
     "aligned_words",
     "probe_pattern",
     "probe_rows",
@@ -56,14 +52,7 @@ PROBE_WORDS: Final = 32768
 PROBE_PAGES: Final = 4
 PROBE_PAGE_BYTES: Final = 65536
 
-PAD_WORDS: Final = 1024
-PAD_COUNT: Final = 256
-LOOK_PADS: Final = 128
-"""The first pads serve polls of progress words, the others reads of tables, so that neither waits for the other."""
-
-PadUse = Literal["look", "table"]
 _LINE_WORDS: Final = 8
-_NOTHING: Final = np.uint64((1 << 64) - 1)
 
 
 def aligned_words(count: int) -> Words:
@@ -87,6 +76,41 @@ def probe_pattern() -> Words:
 
 
 @final
+class Scratch:
+    """Places in registered memory where reads of a peer's words land, all of one size.
+
+    Args:
+        memory: The memory.
+        places: First word of each place; its step is the number of words of a place.
+    """
+
+    def __init__(self, memory: Words, places: range) -> None:
+        self.memory = memory
+        self._step = places.step
+        self._free = deque(places)
+
+    @property
+    def free_count(self) -> int:
+        """Number of places not in use."""
+        return len(self._free)
+
+    def take(self, filling: int, *, reserve: int = 0) -> int | None:
+        """Return the first word of a free place, filled with a value that is not expected; None if only `reserve` are left."""
+        if len(self._free) <= reserve:
+            return None
+        place = self._free.popleft()
+        self.memory[place : place + self._step] = filling
+        return place
+
+    def give_back(self, place: int, *, is_suspect: bool = False) -> None:
+        """Free a place. A suspect place, whose read ended in an error, is reused only after all others."""
+        if is_suspect:
+            self._free.append(place)
+        else:
+            self._free.appendleft(place)
+
+
+@final
 class FenceArray:
     """64-bit words that a producer changes and consumers read one-sidedly, with scratch words for our own fence reads.
 
@@ -101,35 +125,15 @@ class FenceArray:
         whole = aligned_words(first + PROBE_WORDS)
         whole[first:] = probe_pattern()
         self._memory: Words = whole[: word_count + SCRATCH_WORDS + 1]
-        self._total_bytes = int(whole.nbytes)
-        self._free = deque(range(word_count, word_count + SCRATCH_WORDS))
+        self.location: FenceLocation = (int(whole.ctypes.data), 0, word_count)
+        """(address, device, word count) for peers."""
+        self.total_bytes = int(whole.nbytes)
+        """Bytes to register, including scratch words and probe pages."""
+        self.scratch = Scratch(self._memory, range(word_count, word_count + SCRATCH_WORDS))
+        self.warm_up_words = self._memory[-1:]
+        """The word in which warm-up reads land; its content means nothing."""
         self._lock = threading.Lock()
         self._is_void = False
-
-    @property
-    def location(self) -> FenceLocation:
-        """(address, device, word count) for peers."""
-        return (self.address, 0, self.word_count)
-
-    @property
-    def address(self) -> int:
-        """Address of the first word."""
-        return int(self._memory.ctypes.data)
-
-    @property
-    def warm_up_word(self) -> int:
-        """Number of the word in which warm-up reads land; its content means nothing."""
-        return self.word_count + SCRATCH_WORDS
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes to register, including scratch words and probe pages."""
-        return self._total_bytes
-
-    @property
-    def free_scratch_words(self) -> int:
-        """Number of scratch words not in use."""
-        return len(self._free)
 
     def write(self, slot: int, generation: int) -> None:
         """Store `generation` in `slot`; any thread.
@@ -153,89 +157,15 @@ class FenceArray:
         """Return the generation in `slot`."""
         return int(self._memory[slot])
 
-    def words(self, word: int) -> Words:
-        """Return one word, uint64 (1,), without copying."""
-        return self._memory[word : word + 1]
-
     def void_all(self) -> None:
         """Permanently set every word to a value that differs from every granted generation."""
         with self._lock:
             self._is_void = True
             self._memory[: self.word_count] = CLOSED_GENERATION
 
-    def take_scratch(self, expected: int, *, is_early: bool = False) -> int | None:
-        """Return a free scratch word, filled with a value other than `expected`; None if all are in use.
-
-        Early requests may use only half of the scratch words. Reads of a stopped peer keep theirs until their deadline, so
-        the other half stays free for healthy peers.
-        """
-        if len(self._free) <= (SCRATCH_WORDS // 2 if is_early else 0):
-            return None
-        word = self._free.popleft()
-        self._memory[word] = expected ^ CLOSED_GENERATION
-        return word
-
-    def give_back(self, word: int, *, is_suspect: bool = False) -> None:
-        """Free a scratch word. A suspect word, whose read ended in an error, is reused only after all others."""
-        if is_suspect:
-            self._free.append(word)
-        else:
-            self._free.appendleft(word)
-
     def rows(self) -> Words:
         """Return the whole array as one strided row of 8-byte descriptors."""
-        return np.array([[self.address, 8, 0, 8, len(self._memory)]], dtype=np.uint64)
-
-
-@final
-class LandingPads:
-    """Scratch memory for reads of streams: pads of 1024 words each."""
-
-    def __init__(self) -> None:
-        self._memory = aligned_words(PAD_COUNT * PAD_WORDS)
-        self._free: dict[PadUse, deque[int]] = {
-            "look": deque(range(LOOK_PADS)),
-            "table": deque(range(LOOK_PADS, PAD_COUNT)),
-        }
-
-    @property
-    def address(self) -> int:
-        """Address of the first pad."""
-        return int(self._memory.ctypes.data)
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes to register."""
-        return int(self._memory.nbytes)
-
-    @property
-    def free_count(self) -> int:
-        """Number of pads not in use."""
-        return sum(map(len, self._free.values()))
-
-    def take(self, use: PadUse) -> int | None:
-        """Return a free pad for this use, filled with words that no stream contains; None if all are in use."""
-        if not self._free[use]:
-            return None
-        pad = self._free[use].popleft()
-        self.words(pad, PAD_WORDS)[:] = _NOTHING
-        return pad
-
-    def give_back(self, pad: int, *, is_suspect: bool = False) -> None:
-        """Free a pad. A suspect pad, whose read ended in an error, is reused only after all others."""
-        free = self._free["look" if pad < LOOK_PADS else "table"]
-        if is_suspect:
-            free.append(pad)
-        else:
-            free.appendleft(pad)
-
-    def words(self, pad: int, count: int) -> Words:
-        """Return the first words of a pad, without copying."""
-        return self._memory[pad * PAD_WORDS : pad * PAD_WORDS + count]
-
-    def row(self, pad: int, count: int) -> Words:
-        """Return the first words of a pad as one strided row of one descriptor."""
-        return np.array([[self.address + 8 * pad * PAD_WORDS, 8 * count, 0, 8 * count, 1]], dtype=np.uint64)
+        return np.array([[self.location[0], 8, 0, 8, len(self._memory)]], dtype=np.uint64)
 
 
 def probe_rows(fence: FenceLocation) -> Words:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     Rows = npt.NDArray[np.uint64]
 
-__all__ = ["Peer", "PeerTable", "SharedLists"]
+__all__ = ["Peer", "PeerTable"]
 
 _MAX_WAITING_AGENTS: Final = 1024
 
@@ -52,38 +52,24 @@ class PeerTable:
             to learn from NIXL that their handles have ended.
     """
 
-    def __init__(
-        self,
-        port: NixlPort,
-        memory: MemoryTable,
-        last_look: Callable[[Sequence[Peer]], None],
-    ) -> None:
+    def __init__(self, port: NixlPort, memory: MemoryTable, last_look: Callable[[Sequence[Peer]], None]) -> None:
         self._port = port
         self._memory = memory
         self._last_look = last_look
-        self._by_key: dict[str, Peer] = {}
+        self.by_key: dict[str, Peer] = {}
+        """Usable peers."""
         self._by_name: dict[str, list[Peer]] = {}
         """Usable peers, by the agent that they share."""
         self._retiring: set[Peer] = set()
         self._waiting_agents: dict[str, None] = {}
         """Names of loaded agents without a peer, longest waiting first."""
-        self._shared = SharedLists(port)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._by_key
-
-    def __len__(self) -> int:
-        return len(self._by_key)
-
-    @property
-    def all(self) -> Sequence[Peer]:
-        """Usable peers."""
-        return list(self._by_key.values())
+        self._local_lists: dict[tuple[MemoryKind, bytes], tuple[Handle, int]] = {}
+        """Local prepared lists by content, each with its number of users."""
 
     def gauges(self) -> Mapping[str, float]:
         """Return gauges."""
         return {
-            "peers": len(self._by_key),
+            "peers": len(self.by_key),
             "peers_retiring": len(self._retiring),
             "agents_waiting": len(self._waiting_agents),
         }
@@ -94,9 +80,9 @@ class PeerTable:
         Raises:
             AgentError: `unknown-peer`.
         """
-        peer = self._by_key.get(key)
+        peer = self.by_key.get(key)
         if peer is None:
-            raise AgentError("unknown-peer", f"no peer {key!r}; {len(self._by_key)} are known", peer=key)
+            raise AgentError("unknown-peer", f"no peer {key!r}; {len(self.by_key)} are known", peer=key)
         return peer
 
     # ------------------------------------------------------------------------------------------- adding and removing
@@ -108,7 +94,7 @@ class PeerTable:
             AgentError: `peer-known`, `agent-name`, `metadata-damaged`, `metadata-rejected`, `bad-rows`, `bad-fence`,
                 `rows-unregistered`, `peer-rows-unregistered`.
         """
-        if spec.key in self._by_key:
+        if spec.key in self.by_key:
             raise AgentError("peer-known", f"peer {spec.key!r} is known; replace or remove it", peer=spec.key)
         blob = open_metadata(spec.agent_metadata)
         peer = Peer(spec)
@@ -120,7 +106,7 @@ class PeerTable:
         except AgentError:
             self._retire_later(peer)
             raise
-        self._by_key[peer.key] = peer
+        self.by_key[peer.key] = peer
         return peer
 
     def squatters_of(self, spec: PeerSpec) -> list[str]:
@@ -183,16 +169,10 @@ class PeerTable:
         self._unload(name)
         return self._port.add_peer(blob)
 
-    def remove(self, key: str) -> Peer:
-        """Forget the peer under `key`; its lists are released once none of its handles is outstanding.
-
-        Raises:
-            AgentError: `unknown-peer`.
-        """
-        peer = self.get(key)
-        del self._by_key[key]
+    def remove(self, peer: Peer) -> None:
+        """Forget a peer; its lists are released once none of its handles is outstanding."""
+        del self.by_key[peer.key]
         self._retire_later(peer)
-        return peer
 
     def _retire_later(self, peer: Peer) -> None:
         peer.is_removed = True
@@ -238,13 +218,18 @@ class PeerTable:
             peer.fence_list = self._prepare_peer(peer, "DRAM", row, "bad-fence")
 
     def _prepare_local(self, peer: Peer, kind: MemoryKind, group: Rows) -> Handle:
-        try:
-            return self._shared.take(kind, group)
-        except AgentError as error:
-            raise AgentError(
-                "rows-unregistered",
-                f"NIXL cannot prepare {len(group)} local {kind} rows for peer {peer.key!r}: {error}",
-            ) from error
+        key = (kind, group.tobytes())
+        handle, users = self._local_lists.get(key, (None, 0))
+        if handle is None:
+            try:
+                handle = self._port.prepare(None, kind, group)
+            except AgentError as error:
+                raise AgentError(
+                    "rows-unregistered",
+                    f"NIXL cannot prepare {len(group)} local {kind} rows for peer {peer.key!r}: {error}",
+                ) from error
+        self._local_lists[key] = (handle, users + 1)
+        return handle
 
     def _prepare_peer(self, peer: Peer, kind: MemoryKind, group: Rows, code: str) -> Handle:
         try:
@@ -258,19 +243,23 @@ class PeerTable:
             ) from error
 
     def _release_lists(self, peer: Peer) -> None:
+        unused = [*peer.peer_lists.values(), *([] if peer.fence_list is None else [peer.fence_list])]
         for kind in peer.local_lists:
-            with contextlib.suppress(AgentError):
-                self._shared.give_back(kind, peer.local.groups[kind])
-        theirs = [*peer.peer_lists.values(), *([] if peer.fence_list is None else [peer.fence_list])]
+            key = (kind, peer.local.groups[kind].tobytes())
+            handle, users = self._local_lists.pop(key)
+            if users > 1:
+                self._local_lists[key] = (handle, users - 1)
+            else:
+                unused.append(handle)
         peer.local_lists, peer.peer_lists, peer.fence_list = {}, {}, None
-        for prepared in theirs:
+        for prepared in unused:
             with contextlib.suppress(AgentError):
                 self._port.release_prepared(prepared)
 
     def close(self) -> None:
         """Release everything."""
-        everything = [*self._by_key.values(), *self._retiring]
-        self._by_key.clear()
+        everything = [*self.by_key.values(), *self._retiring]
+        self.by_key.clear()
         self._by_name.clear()
         self._retiring.clear()
         for peer in everything:
@@ -290,10 +279,12 @@ class Peer:
         self.key = spec.key
         self.agent_prefix = spec.agent_prefix
         self.local, self.rows = _tables(spec)
-        self.fence: FenceLocation | None = spec.fence
         _check_fence(spec.key, spec.fence)
-        self.streams: StreamLocation | None = spec.streams
         _check_streams(spec.key, spec.streams)
+        self.fence = spec.fence
+        self.streams = spec.streams
+        self.touch = self._find_touch()
+        """Kind and row of a few bytes that a warm-up or a probe may read: of the peer's pages, else of its fence."""
         self.agent_digest = b""
         """Digest of the metadata that the peer's NIXL agent was loaded from."""
         self.agent_name = ""
@@ -308,10 +299,15 @@ class Peer:
         """Whether NIXL has forgotten the peer's process, so that it can say nothing more about outstanding handles."""
         self.outstanding = 0
         """Handles made for this peer and not yet released."""
+        self.parts_on_wire = 0
+        """Posted parts of transfers in progress."""
 
-    @property
-    def touch_row(self) -> tuple[MemoryKind, Rows] | None:
-        """Kind and row of a few bytes that a warm-up or a probe may read: of the peer's pages, else of its fence."""
+    def note_failure(self, error: AgentError) -> None:
+        """Record an error of NIXL about this peer."""
+        if error.code == "nixl-disconnected":
+            self.is_connected = False
+
+    def _find_touch(self) -> tuple[MemoryKind, Rows] | None:
         if self.rows.groups:
             kind, group = next(iter(self.rows.groups.items()))
             address, length_bytes, device = group[0, :3].tolist()
@@ -359,31 +355,3 @@ def _check_streams(key: str, location: StreamLocation | None) -> None:
     is_sized = 0 < slots <= MAX_SLOTS and 0 < capacity <= MAX_CAPACITY
     if not is_sized or device < 0 or not 0 < address < 1 << 62 or address % 8:
         raise AgentError("bad-streams", f"peer {key!r} names stream memory {location} that is out of range", peer=key)
-
-
-@final
-class SharedLists:
-    """Local prepared lists by content, with use counts: peers with equal local rows share them."""
-
-    def __init__(self, port: NixlPort) -> None:
-        self._port = port
-        self._lists: dict[tuple[MemoryKind, bytes], tuple[Handle, int]] = {}
-
-    def take(self, kind: MemoryKind, rows: Rows) -> Handle:
-        """Return the prepared list of these rows, preparing it at the first use."""
-        key = (kind, rows.tobytes())
-        handle, users = self._lists.get(key, (None, 0))
-        if handle is None:
-            handle = self._port.prepare(None, kind, rows)
-        self._lists[key] = (handle, users + 1)
-        return handle
-
-    def give_back(self, kind: MemoryKind, rows: Rows) -> None:
-        """Give up one use; the last one releases the list."""
-        key = (kind, rows.tobytes())
-        handle, users = self._lists[key]
-        if users > 1:
-            self._lists[key] = (handle, users - 1)
-            return
-        del self._lists[key]
-        self._port.release_prepared(handle)

@@ -8,20 +8,21 @@ arithmetic.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from typing import TYPE_CHECKING, cast, final
 
 import numpy as np
 
 from kv_nixl_agent.errors import AgentError
+from kv_nixl_agent.nixl.port import MEMORY_KINDS, MemoryKind
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import numpy.typing as npt
 
-    from kv_nixl_agent.memory.fences import FenceArray
-    from kv_nixl_agent.nixl.port import Handle, MemoryKind, NixlPort
+    from kv_nixl_agent.nixl.port import Handle, NixlPort
     from kv_nixl_agent.values import MemoryRegion
 
     Rows = npt.NDArray[np.uint64]
@@ -84,7 +85,7 @@ class RowTable:
         array = np.asarray(rows)
         table = np.empty((0, 5), dtype=np.uint64) if array.shape == (0, 5) else check_rows(array)
         kinds = [kind] * len(table) if isinstance(kind, str) else list(kind)
-        if len(kinds) != len(table) or any(one not in ("DRAM", "VRAM") for one in kinds):
+        if len(kinds) != len(table) or any(one not in MEMORY_KINDS for one in kinds):
             raise AgentError(
                 "bad-rows", f"{len(table)} rows need as many memory kinds, each DRAM or VRAM; got {kinds[:8]}"
             )
@@ -97,19 +98,18 @@ class RowTable:
             int(self._lengths[0]) if bool((self._lengths == self._lengths[:1]).all()) and len(table) else 0
         )
         """Length of every descriptor, 0 if they differ."""
-        self._row_kind: npt.NDArray[np.int8] = np.array([one == "VRAM" for one in kinds], dtype=np.int8)
-        self._is_mixed = bool((self._row_kind != self._row_kind[:1]).any())
+        self._is_device: npt.NDArray[np.bool_] = np.array([one == "VRAM" for one in kinds], dtype=bool)
         self._group_first: npt.NDArray[np.int64] = np.array(self._first[:-1])
         self.groups: dict[MemoryKind, Rows] = {}
         """Rows by memory kind, in table order."""
-        for code, name in ((0, "DRAM"), (1, "VRAM")):
-            members = np.flatnonzero(self._row_kind == code)
+        for name in MEMORY_KINDS:
+            members = np.flatnonzero(self._is_device == (name == "VRAM"))
             if len(members):
                 ends = np.cumsum(counts[members])
                 self._group_first[members] = ends - counts[members]
                 group = table[members]
                 group.flags.writeable = False
-                self.groups[cast("MemoryKind", name)] = group
+                self.groups[name] = group
 
     def check_indices(self, indices: object, side: str) -> Indices:
         """Return `indices` as a contiguous int32 array within the table.
@@ -142,13 +142,16 @@ class RowTable:
             return np.full(len(indices), self.uniform_bytes, dtype=np.int64)
         return self._lengths[self._rows_of(indices)]
 
-    def locate(self, indices: Indices) -> tuple[npt.NDArray[np.int8], Indices] | None:
-        """Return (kind codes, indices inside the kind's group), or None when there is only one kind."""
-        if not self._is_mixed:
-            return None
+    def has_kind(self, indices: Indices, kind: MemoryKind) -> npt.NDArray[np.bool_]:
+        """Return for each named descriptor whether its memory is of this kind, bool (n,)."""
+        is_of_kind: npt.NDArray[np.bool_] = self._is_device[self._rows_of(indices)] == (kind == "VRAM")
+        return is_of_kind
+
+    def in_group(self, indices: Indices) -> Indices:
+        """Return the number of each named descriptor within the group of its kind, int32 (n,)."""
         row = self._rows_of(indices)
         inside: npt.NDArray[np.int64] = indices - self._first[row] + self._group_first[row]
-        return self._row_kind[row], inside.astype(np.int32)
+        return inside.astype(np.int32)
 
     def _rows_of(self, indices: Indices) -> npt.NDArray[np.intp]:
         return np.searchsorted(self._first, indices, side="right") - 1
@@ -158,25 +161,10 @@ class RowTable:
 class MemoryTable:
     """Regions registered with NIXL; refuses rows outside them before NIXL sees the rows."""
 
-    def __init__(
-        self,
-        port: NixlPort,
-        fences: FenceArray,
-        regions: Sequence[MemoryRegion],
-        scratch: Sequence[MemoryRegion] = (),
-    ) -> None:
+    def __init__(self, port: NixlPort) -> None:
         self._port = port
         self._registrations: list[Handle] = []
         self._regions: list[MemoryRegion] = []
-        self.fences = fences
-        self.register([(self.fences.address, self.fences.total_bytes, 0, "DRAM")])
-        try:
-            for group in (scratch, regions):
-                if group:
-                    self.register(group)
-        except AgentError:
-            self.deregister_all()
-            raise
 
     def register(self, regions: Sequence[MemoryRegion]) -> None:
         """Register further memory; all of it or nothing.
@@ -188,8 +176,7 @@ class MemoryTable:
             _check_region(region)
         _check_overlap([*self._regions, *regions])
         done: list[Handle] = []
-        kinds: tuple[MemoryKind, ...] = ("DRAM", "VRAM")
-        for kind in kinds:
+        for kind in MEMORY_KINDS:
             ranges = [region[:3] for region in regions if region[3] == kind]
             if not ranges:
                 continue
@@ -225,16 +212,12 @@ class MemoryTable:
                 row=row,
             )
 
-    def deregister_all(self) -> list[AgentError]:
-        """Deregister everything, newest first; returns the failures."""
-        failures: list[AgentError] = []
+    def close(self) -> None:
+        """Deregister everything, newest first."""
         while self._registrations:
-            try:
+            with contextlib.suppress(AgentError):
                 self._port.deregister(self._registrations.pop())
-            except AgentError as error:
-                failures.append(error)
         self._regions.clear()
-        return failures
 
 
 def _check_region(region: MemoryRegion) -> None:
@@ -243,7 +226,7 @@ def _check_region(region: MemoryRegion) -> None:
         raise AgentError(
             "bad-region", f"region at {address:#x} of {length_bytes} bytes on device {device} is empty or out of range"
         )
-    if kind not in ("DRAM", "VRAM"):
+    if kind not in MEMORY_KINDS:
         raise AgentError("bad-region", f"memory kind {kind!r} is not DRAM or VRAM")
 
 

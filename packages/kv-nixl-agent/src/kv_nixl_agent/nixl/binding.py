@@ -5,11 +5,11 @@ The only module that loads NIXL.
 
 from __future__ import annotations
 
-import functools
 import importlib
 import importlib.metadata
 import os
 import resource
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast, final
 
@@ -99,23 +99,23 @@ class NixlBinding:
 
     def register(self, kind: MemoryKind, ranges: npt.NDArray[np.uint64]) -> Handle:
         """Register memory with every backend that supports its kind."""
-        descriptors = attempt("register_memory", lambda: self._live().register_memory(ranges, kind))
+        descriptors: Handle | None = self._call("register_memory", ranges, kind)
         if descriptors is None:
             raise AgentError("nixl-invalid-param", f"register_memory refused {len(ranges)} ranges")
         return descriptors
 
     def deregister(self, registration: Handle) -> None:
         """Undo a registration."""
-        attempt("deregister_memory", lambda: self._live().deregister_memory(registration))
+        self._call("deregister_memory", registration)
 
     def agent_metadata(self) -> bytes:
         """Describe this agent to peers."""
-        return bytes(attempt("get_agent_metadata", lambda: self._live().get_agent_metadata()))
+        return bytes(self._call("get_agent_metadata"))
 
     def add_peer(self, agent_metadata: bytes) -> str:
         """Load a peer's metadata, if there are descriptors for it; NIXL returns bytes although it is annotated str."""
         refuse_without_descriptors()
-        name = attempt("add_remote_agent", lambda: self._live().add_remote_agent(agent_metadata))
+        name = self._call("add_remote_agent", agent_metadata)
         text = name.decode(errors="replace") if isinstance(name, bytes) else str(name)
         if not text:
             raise AgentError("nixl-mismatch", "add_remote_agent returned no agent name")
@@ -125,29 +125,27 @@ class NixlBinding:
 
     def remove_peer(self, agent_name: str) -> None:
         """Forget a peer."""
-        attempt("remove_remote_agent", lambda: self._live().remove_remote_agent(agent_name))
+        self._call("remove_remote_agent", agent_name)
 
     def prepare(self, agent_name: str | None, kind: MemoryKind, rows: npt.NDArray[np.uint64]) -> Handle:
         """Prepare strided rows; for a NIXL before 1.5, expand them to one descriptor per line."""
         owner = "NIXL_INIT_AGENT" if agent_name is None else agent_name
         if self._strided is not False:
             try:
-                handle = self._live().prep_xfer_dlist(owner, rows, kind)
-            except Exception as error:  # noqa: BLE001 - coded by _reraise
+                handle = self._hold(self._call("prep_xfer_dlist", owner, rows, kind))
+            except AgentError as error:
                 # An old NIXL takes only (n, 3) arrays: it logs, gets None and fails on the type. Try this only once.
-                if self._strided or not isinstance(error, (TypeError, AttributeError)):
-                    _reraise("prep_xfer_dlist", error)
+                if self._strided or not isinstance(error.__cause__, (TypeError, AttributeError)):
+                    raise
                 self._strided = False
             else:
                 self._strided = True
-                return self._hold(handle)
-        return self._hold(
-            attempt("prep_xfer_dlist", lambda: self._live().prep_xfer_dlist(owner, expand_rows(rows), kind))
-        )
+                return handle
+        return self._hold(self._call("prep_xfer_dlist", owner, expand_rows(rows), kind))
 
     def release_prepared(self, prepared: Handle) -> None:
         """Release a prepared list."""
-        attempt("release_dlist_handle", lambda: self._live().release_dlist_handle(_inner(prepared)))
+        self._call("release_dlist_handle", prepared)
         self._let_go(prepared)
 
     def make(
@@ -160,33 +158,27 @@ class NixlBinding:
     ) -> Handle:
         """Make a read from prepared lists."""
         return self._hold(
-            attempt(
-                "make_prepped_xfer",
-                lambda: self._live().make_prepped_xfer(
-                    "READ", _inner(local), local_indices, _inner(peer), peer_indices, notification
-                ),
-            )
+            self._call("make_prepped_xfer", "READ", local, local_indices, peer, peer_indices, notification)
         )
 
     def post(self, transfer: Handle) -> Progress:
         """Start a transfer."""
-        return _progress("transfer", attempt("transfer", lambda: self._live().transfer(_inner(transfer))))
+        return _progress("transfer", self._call("transfer", transfer))
 
     def check(self, transfer: Handle) -> Progress:
         """Query a posted transfer."""
-        state = attempt("check_xfer_state", lambda: self._live().check_xfer_state(_inner(transfer)))
-        return _progress("check_xfer_state", state)
+        return _progress("check_xfer_state", self._call("check_xfer_state", transfer))
 
     def release(self, transfer: Handle) -> None:
         """Release a transfer."""
-        attempt("release_xfer_handle", lambda: self._live().release_xfer_handle(_inner(transfer)))
+        self._call("release_xfer_handle", transfer)
         self._let_go(transfer)
 
     def telemetry(self, transfer: Handle) -> WireTelemetry | None:
         """Return NIXL's telemetry of a finished transfer; missing telemetry is not a failure of the transfer."""
         try:
-            record = self._live().get_xfer_telemetry(_inner(transfer))
-            return WireTelemetry(int(record.descCount), _backend_of(self._live(), _inner(transfer)))
+            record = self._call("get_xfer_telemetry", transfer)
+            return WireTelemetry(int(record.descCount), _backend_of(self._agent, _inner(transfer)))
         except Exception:  # noqa: BLE001 - telemetry never spoils a good transfer
             return None
 
@@ -194,14 +186,14 @@ class NixlBinding:
         """Return new notifications, and let the worker threads take the turn that is due."""
         if self._turns is not None:
             self._turns.take_due()
-        arrived = attempt("get_new_notifs", lambda: self._live().get_new_notifs())
+        arrived = self._call("get_new_notifs")
         if not arrived:
             return ()
         return [(name, bytes(payload)) for name, payloads in arrived.items() for payload in payloads]
 
     def send_notification(self, agent_name: str, payload: bytes) -> None:
         """Send a notification without a transfer."""
-        attempt("send_notif", lambda: self._live().send_notif(agent_name, payload))
+        self._call("send_notif", agent_name, payload)
 
     def close(self) -> None:
         """Destroy the agent: no other reference to it exists, and its destructor closes the backends."""
@@ -211,6 +203,12 @@ class NixlBinding:
         if self._turns is not None:
             self._turns.end()
         self._agent = None
+
+    def _call(self, method: str, *arguments: object) -> Any:  # noqa: ANN401
+        if self._agent is None:
+            raise AgentError("agent-closed", "the NIXL agent was closed")
+        # The error of a call keeps this frame, so the agent and NIXL's handles are reached only within the call.
+        return attempt(method, lambda: getattr(self._agent, method)(*map(_inner, arguments)))
 
     def _hold(self, inner: object) -> _Held:
         held = _Held(inner)
@@ -222,17 +220,14 @@ class NixlBinding:
         held.inner = None
         self._held.discard(held)
 
-    def _live(self) -> Any:  # noqa: ANN401
-        if self._agent is None:
-            raise AgentError("agent-closed", "the NIXL agent was closed")
-        return self._agent
 
-
-def _inner(handle: Handle) -> object:
-    inner = cast("_Held", handle).inner
-    if inner is None:
+def _inner(argument: object) -> object:
+    """Return NIXL's own handle of a `_Held`, and other arguments as they are."""
+    if not isinstance(argument, _Held):
+        return argument
+    if argument.inner is None:
         raise AgentError("nixl-invalid-param", "a handle was used after its release")
-    return inner
+    return argument.inner
 
 
 def _backend_of(agent: Any, transfer: Handle) -> str:  # noqa: ANN401
@@ -243,13 +238,6 @@ def _backend_of(agent: Any, transfer: Handle) -> str:  # noqa: ANN401
     except Exception:  # noqa: BLE001 - as with the rest of the account: what NIXL does not tell spoils nothing
         return ""
     return name if isinstance(name, str) else ""
-
-
-def _reraise(what: str, error: Exception) -> None:
-    def call() -> None:
-        raise error
-
-    attempt(what, call)
 
 
 IMPORT_NAMES: Final = ("nixl", "nixl_cu13", "nixl_cu12", "nixl_rocm")
@@ -359,9 +347,8 @@ def open_nixl(
                 f"plugin {name} has no parameters {unknown}; it has {', '.join(sorted(known))}",
                 backend=name,
             )
-        create_backend: Callable[[], None] = functools.partial(agent.create_backend, name, dict(parameters))
         try:
-            attempt("create_backend", create_backend)
+            attempt("create_backend", partial(agent.create_backend, name, dict(parameters)))
         except AgentError as error:
             raise AgentError(
                 "backend-unavailable", f"plugin {name} did not start with {dict(parameters)}: {error}", backend=name

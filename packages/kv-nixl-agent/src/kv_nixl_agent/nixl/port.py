@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol, final
+from typing import TYPE_CHECKING, Final, Literal, Protocol, final
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -14,9 +14,10 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-__all__ = ["Handle", "MemoryKind", "NixlPort", "PortFactory", "Progress", "WireTelemetry"]
+__all__ = ["Handle", "MEMORY_KINDS", "MemoryKind", "NixlPort", "PortFactory", "Progress", "WireTelemetry"]
 
 MemoryKind = Literal["DRAM", "VRAM"]
+MEMORY_KINDS: Final[tuple[MemoryKind, MemoryKind]] = ("DRAM", "VRAM")
 Progress = Literal["done", "in-progress"]
 Handle = object
 

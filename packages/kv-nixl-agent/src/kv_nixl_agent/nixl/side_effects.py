@@ -136,24 +136,20 @@ class RequestPool:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._is_first = False
-        self._state: State = "not-loaded"
-
-    @property
-    def state(self) -> State:
+        self.state: State = "not-loaded"
         """Outcome so far."""
-        return self._state
 
     def watch(self) -> None:
         """Record whether UCX is already loaded in this process, unless the outcome is decided."""
         with self._lock:
-            if self._state == "not-loaded":
+            if self.state == "not-loaded":
                 self._is_first = _maps() != "" and not _loaded()
 
     def zero(self) -> None:
         """Make UCX's future pools take zeroed memory; a second call changes nothing."""
         with self._lock:
-            if self._state == "not-loaded":
-                self._state = _change(is_first=self._is_first)
+            if self.state == "not-loaded":
+                self.state = _change(is_first=self._is_first)
 
 
 POOL: Final = RequestPool()

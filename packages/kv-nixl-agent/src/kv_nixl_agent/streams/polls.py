@@ -20,21 +20,32 @@ from typing import TYPE_CHECKING, Final, Protocol, final
 import numpy as np
 
 from kv_nixl_agent.errors import AgentError, transfer_code
-from kv_nixl_agent.memory.fences import PAD_WORDS
+from kv_nixl_agent.memory.fences import Scratch, aligned_words
 from kv_nixl_agent.streams.words import LOW_HALF, TAG_SHIFT, layout_of, row_of
 from kv_nixl_agent.transfers.handles import QUARANTINE_POLL_S
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     import numpy.typing as npt
 
     from kv_nixl_agent.memory.peers import Peer
+    from kv_nixl_agent.nixl.port import NixlPort
     from kv_nixl_agent.options import AgentOptions
     from kv_nixl_agent.transfers.reader import WordRead, WordReader
-    from kv_nixl_agent.values import Statistics, StreamLocation
+    from kv_nixl_agent.values import StreamLocation
 
-__all__ = ["StreamListener", "StreamPoller", "StreamWatch"]
+__all__ = ["PAD_COUNT", "StreamListener", "StreamPoller", "StreamWatch", "landing_pads"]
+
+PAD_COUNT: Final = 256
+_PAD_WORDS: Final = 1024
+_LOOK_PADS: Final = 128
+"""The first pads serve polls of progress words, the others reads of tables, so that neither waits for the other."""
+
+
+def landing_pads() -> npt.NDArray[np.uint64]:
+    """Return memory for all pads, to be registered."""
+    return aligned_words(PAD_COUNT * _PAD_WORDS)
 
 
 @final
@@ -42,35 +53,42 @@ class StreamPoller:
     """Watches of one agent.
 
     Args:
-        reader: Reads strips; an agent without pads cannot watch streams.
+        port: The NIXL agent.
+        reader: Reads strips.
+        pads: Registered memory in which strips land, uint64 (PAD_COUNT * _PAD_WORDS,).
         options: Options with the pace.
-        statistics: Counts polls, changes, tables and failures.
-        find_peer: Returns the peer under a key, or raises `unknown-peer`.
+        counts: Counts polls, tables and failures, by name.
         clock: Monotonic clock, in seconds.
     """
 
     def __init__(
         self,
+        port: NixlPort,
         reader: WordReader,
+        pads: npt.NDArray[np.uint64],
         options: AgentOptions,
-        statistics: Statistics,
-        find_peer: Callable[[str], Peer],
+        counts: dict[str, int],
         clock: Callable[[], float],
     ) -> None:
+        self._port = port
         self._reader = reader
-        self._find_peer = find_peer
+        self._look_pads = Scratch(pads, range(0, _LOOK_PADS * _PAD_WORDS, _PAD_WORDS))
+        self._table_pads = Scratch(pads, range(_LOOK_PADS * _PAD_WORDS, PAD_COUNT * _PAD_WORDS, _PAD_WORDS))
         self._clock = clock
         self._fast_s, self._slow_s = options.stream_poll_s, options.stream_slow_poll_s
-        self._statistics = statistics
+        self._counts = counts
         self._peers: dict[Peer, _PeerPolls] = {}
         self._news: list[Callable[[], None]] = []
 
-    def gauges(self) -> Mapping[str, float]:
-        """Return the numbers of watches and of free pads."""
-        return {
-            "streams_watched": float(sum(len(polls.watches) for polls in self._peers.values())),
-            "stream_pads_free": float(0 if self._reader.pads is None else self._reader.pads.free_count),
-        }
+    @property
+    def watch_count(self) -> int:
+        """Number of watches."""
+        return sum(len(polls.watches) for polls in self._peers.values())
+
+    @property
+    def free_pads(self) -> int:
+        """Number of pads not in use."""
+        return self._look_pads.free_count + self._table_pads.free_count
 
     @property
     def is_on_wire(self) -> bool:
@@ -87,24 +105,18 @@ class StreamPoller:
         """Time of the next poll; infinite when nothing is watched."""
         return min((polls.next_look_s for polls in self._peers.values() if polls.watches), default=float("inf"))
 
-    def watch(self, key: str, slot: int, listener: StreamListener, *, tokens: int = 0) -> StreamWatch:
-        """Start polling a slot of a peer.
-
-        Args:
-            key: The peer.
-            slot: The peer's slot.
-            listener: Receives progress, table entries and the end of the watch.
-            tokens: Progress that the peer will reach, which sets the pace of polls; 0 if unknown.
+    def watch(self, peer: Peer, slot: int, listener: StreamListener, *, tokens: int = 0) -> StreamWatch:
+        """Start polling a slot of a peer; see `TransferAgent.watch_stream`.
 
         Raises:
-            AgentError: `unknown-peer`; `bad-streams` for a peer or an agent without stream memory, or a slot that does not exist;
-                `peer-rows-unregistered`.
+            AgentError: `bad-streams`, `peer-rows-unregistered`.
         """
-        peer = self._find_peer(key)
         polls = self._peers.get(peer) or self._begin(peer)
         if not 0 <= slot < polls.layout.slots:
             raise AgentError(
-                "bad-streams", f"peer {key!r} has the stream slots 0 to {polls.layout.slots - 1}, not {slot}", peer=key
+                "bad-streams",
+                f"peer {peer.key!r} has the stream slots 0 to {polls.layout.slots - 1}, not {slot}",
+                peer=peer.key,
             )
         self._peers[peer] = polls
         polls.due_s = self._clock()
@@ -113,11 +125,19 @@ class StreamPoller:
         return watch
 
     def _begin(self, peer: Peer) -> _PeerPolls:
-        if peer.streams is None or self._reader.pads is None:
-            lacking = f"peer {peer.key!r}" if peer.streams is None else "this agent (option stream_slots)"
-            raise AgentError("bad-streams", f"{lacking} has no stream memory", peer=peer.key)
+        if peer.streams is None:
+            raise AgentError("bad-streams", f"peer {peer.key!r} has no stream memory", peer=peer.key)
         polls = _PeerPolls(peer, peer.streams)
-        self._reader.demand_registered(peer, row_of(polls.location, 0, polls.layout.words))
+        row = row_of(polls.location, 0, polls.layout.words)
+        try:
+            self._port.release_prepared(self._port.prepare(peer.agent_name, "DRAM", row))
+        except AgentError as error:
+            raise AgentError(
+                "peer-rows-unregistered",
+                f"NIXL cannot prepare the words {row[0].tolist()} of peer {peer.key!r}: {error}; they must lie in memory that "
+                "the peer's metadata registers",
+                peer=peer.key,
+            ) from error
         return polls
 
     def take_news(self) -> list[Callable[[], None]]:
@@ -137,7 +157,7 @@ class StreamPoller:
             except AgentError as error:
                 moved = True
                 self._fail(polls, transfer_code(error), f"the stream words of peer {polls.peer.key!r}: {error}")
-                polls.peer.is_connected = polls.peer.is_connected and error.code != "nixl-disconnected"
+                polls.peer.note_failure(error)
             if polls.dropped or not polls.watches:
                 self._tidy(polls)
         return moved
@@ -162,11 +182,11 @@ class StreamPoller:
             polls.strip = self._make_look(polls)
         if polls.strip is None:
             return False  # the polls of all pads are on the wire
-        self._statistics.count("stream_looks")
+        self._counts["stream_looks"] += 1
         return self._reader.post(polls.strip)
 
     def _make_look(self, polls: _PeerPolls) -> WordRead | None:
-        return self._reader.make_strip(polls.peer, row_of(polls.location, 0, polls.layout.slots), "look")
+        return self._reader.make_strip(polls.peer, row_of(polls.location, 0, polls.layout.slots), self._look_pads)
 
     def _release_a_look(self) -> bool:
         """Free the pad of the peer whose next poll is furthest away; return False if all polls are on the wire."""
@@ -217,7 +237,7 @@ class StreamPoller:
         if table.strip is None:
             entry, count = table.next_piece
             row = row_of(polls.location, polls.layout.entry(table.watch.slot, entry), count)
-            table.strip = self._reader.make_strip(polls.peer, row, "table")
+            table.strip = self._reader.make_strip(polls.peer, row, self._table_pads)
         if table.strip is None:
             table.due_s = now_s + self._fast_s  # all pads are in use
             return False
@@ -234,14 +254,14 @@ class StreamPoller:
         table.strip = None
         self._reader.let_go(strip)
         if not bool(((tags == table.tag) & (ids != LOW_HALF)).all()):
-            self._statistics.count("stream_tables_early")
+            self._counts["stream_tables_early"] += 1
             table.due_s = now_s + self._pace_s(polls, now_s)
             return
         table.ids += found
         if table.next_piece[1]:
             return
         polls.tables.remove(table)
-        self._statistics.count("stream_tables")
+        self._counts["stream_tables"] += 1
         self._tell(table.watch, partial(table.watch.listener.table, table.tag, table.first, tuple(table.ids)))
 
     # ------------------------------------------------------------------------------------------------------------ ends
@@ -263,7 +283,7 @@ class StreamPoller:
         watches, polls.watches, polls.tables, polls.strip = polls.watches, [], [], None
         for watch in watches:
             watch.is_live = False
-            self._statistics.count("streams_broken")
+            self._counts["streams_broken"] += 1
             self._tell(watch, partial(watch.listener.broken, code, message))
 
     def _tidy(self, polls: _PeerPolls) -> None:
@@ -398,7 +418,7 @@ class _TableRead:
     def next_piece(self) -> tuple[int, int]:
         """(entry, count) of the next piece to read. Example: 1500 entries are read as 1024 and 476."""
         entry = self.first + len(self.ids)
-        return entry, min(self.stop - entry, PAD_WORDS)
+        return entry, min(self.stop - entry, _PAD_WORDS)
 
 
 @final

@@ -17,7 +17,6 @@ the thread awake: its peer is probably stopped, for minutes or for ever, and nob
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, final
 
 from kv_nixl_agent.errors import AgentError
@@ -28,7 +27,9 @@ if TYPE_CHECKING:
 
     from kv_nixl_agent.memory.peers import Peer
     from kv_nixl_agent.nixl.port import Handle, NixlPort
-    from kv_nixl_agent.transfers.parts import Part
+    from kv_nixl_agent.transfers.queue import Part
+    from kv_nixl_agent.transfers.reader import WordRead
+    from kv_nixl_agent.transfers.transfer import Transfer
 
 __all__ = ["Handles", "QUARANTINE_POLL_S", "has_left_the_wire", "was_rejected"]
 
@@ -63,36 +64,6 @@ def has_left_the_wire(error: AgentError) -> bool:
 
 
 @final
-@dataclass(slots=True, eq=False)
-class _Watched:
-    """A posted handle that lands in one of our own words. `on_end` gets None on success, or the error that ended the handle."""
-
-    peer: Peer
-    handle: Handle
-    on_end: Callable[[AgentError | None], None]
-    errors: int = 0
-    since_s: float | None = None
-    is_late: bool = False
-
-    def note_poll(self, now_s: float) -> None:
-        if self.since_s is None:
-            self.since_s = now_s
-        self.is_late = now_s - self.since_s > _LATE_AFTER_S
-
-
-@final
-@dataclass(slots=True, eq=False)
-class _Held:
-    """A transfer that has ended with parts on the wire."""
-
-    transfer_id: str
-    peer: Peer
-    parts: list[Part]
-    since_s: float
-    on_quiet: Callable[[], None]
-
-
-@final
 class Handles:
     """All handles of one agent, from creation to release.
 
@@ -104,98 +75,66 @@ class Handles:
     def __init__(self, port: NixlPort, *, on_idle: Callable[[Peer], None]) -> None:
         self._port = port
         self._on_idle = on_idle
-        self._watched: list[_Watched] = []
-        self._held: dict[str, _Held] = {}
+        self.watched: list[WordRead] = []
+        """Reads on the wire that land in our own words; a read is freed and released when it has ended."""
+        self.held: dict[str, Transfer] = {}
+        """Transfers in quarantine, oldest first: they have ended with parts on the wire."""
         self._unreleased: list[Handle] = []
         self._next_poll_s = 0.0
 
     def release(self, peer: Peer, handle: Handle) -> None:
         """Release a handle that can write nothing any more."""
-        if not self._is_released(handle):
+        try:
+            self._port.release(handle)
+        except AgentError:
             self._unreleased.append(handle)
         peer.outstanding -= 1
         if peer.is_removed and not peer.outstanding:
             self._on_idle(peer)
 
-    def _is_released(self, handle: Handle) -> bool:
-        try:
-            self._port.release(handle)
-        except AgentError:
-            return False
-        return True
+    def _release_again(self) -> None:
+        handles, self._unreleased = self._unreleased, []
+        for handle in handles:
+            try:
+                self._port.release(handle)
+            except AgentError:
+                self._unreleased.append(handle)
 
-    # --------------------------------------------------------------------------------------------------------- keeping
-
-    def watch(self, peer: Peer, handle: Handle, on_end: Callable[[AgentError | None], None]) -> None:
-        """Keep a handle that lands in one of our own words; when it has ended, call `on_end` and release it."""
-        self._watched.append(_Watched(peer, handle, on_end))
-
-    def hold(
-        self, transfer_id: str, peer: Peer, parts: Sequence[Part], now_s: float, on_quiet: Callable[[], None]
-    ) -> None:
-        """Keep the handles of a transfer's active parts: its pages are in quarantine until `on_quiet` is called."""
-        self._held[transfer_id] = _Held(transfer_id, peer, list(parts), now_s, on_quiet)
-
-    def holds(self, transfer_id: str) -> bool:
-        """Return whether the pages of a transfer are in quarantine."""
-        return transfer_id in self._held
-
-    def held_for(self, key: str) -> int:
-        """Return the number of transfers in quarantine of the peer under `key`, or of an earlier peer with that key."""
-        return sum([held.peer.key == key for held in self._held.values()])
-
-    @property
-    def held_count(self) -> int:
-        """Number of transfers in quarantine."""
-        return len(self._held)
-
-    @property
-    def watched_count(self) -> int:
-        """Number of watched handles that land in our own words."""
-        return len(self._watched)
-
-    @property
-    def has_awaited(self) -> bool:
-        """Whether a watched handle is not older than a second, and so should end soon."""
-        return any(not one.is_late for one in self._watched)
-
-    @property
-    def has_late(self) -> bool:
-        """Whether a watched handle is older than a second."""
-        return any(one.is_late for one in self._watched)
+    def hold(self, transfer: Transfer) -> None:
+        """Keep the handles of a transfer's active parts: its pages are in quarantine until it `become_quiet`."""
+        self.held[transfer.order.transfer_id] = transfer
 
     def entries(self) -> Sequence[QuarantineEntry]:
         """Return the transfers in quarantine, oldest first."""
         return [
             QuarantineEntry(
-                held.transfer_id,
+                transfer_id,
                 held.peer.key,
-                held.since_s,
-                sum(part.payload_bytes for part in held.parts),
-                next((part.last_error for part in held.parts if part.last_error), ""),
+                held.moved_s,
+                sum(part.payload_bytes for part in held.active),
+                next((part.last_error for part in held.active if part.last_error), ""),
             )
-            for held in self._held.values()
+            for transfer_id, held in self.held.items()
         ]
 
     # --------------------------------------------------------------------------------------------------------- polling
 
     def poll(self, now_s: float, *, at_once: bool = False) -> bool:
-        """Poll watched handles, and held and late ones every millisecond or `at_once`; return True if one ended."""
+        """Poll watched reads, and held and late ones every millisecond or `at_once`; return True if one ended."""
         is_due = at_once or now_s >= self._next_poll_s
-        moved = self._poll_watched(now_s, is_due=is_due) if self._watched else False
-        if not is_due or not (self._held or self._unreleased or self.has_late):
+        moved = self._poll_watched(now_s, is_due=is_due) if self.watched else False
+        if not is_due or not (self.held or self._unreleased or self.watched):
             return moved
         self._next_poll_s = now_s + QUARANTINE_POLL_S
-        for held in list(self._held.values()):
+        for held in list(self.held.values()):
             moved = self._poll_held(held) or moved
-        if self._unreleased:
-            self._unreleased = [handle for handle in self._unreleased if not self._is_released(handle)]
+        self._release_again()
         return moved
 
     def last_look(self, peers: Sequence[Peer]) -> None:
         """Poll held handles of these peers for up to 20 ms, before NIXL forgets their process."""
         until_s = time.monotonic() + _LAST_LOOK_S
-        left = [held for held in self._held.values() if held.peer in peers]
+        left = [held for held in self.held.values() if held.peer in peers]
         while left:
             left = [held for held in left if not self._poll_held(held)]
             if not left or time.monotonic() > until_s:
@@ -204,57 +143,56 @@ class Handles:
 
     def _poll_watched(self, now_s: float, *, is_due: bool) -> bool:
         moved = False
-        for one in list(self._watched):
-            if one.is_late and not is_due:
+        for read in list(self.watched):
+            if read.is_late and not is_due:
                 continue
-            one.note_poll(now_s)
+            if read.released_s is None:
+                read.released_s = now_s
+            read.is_late = now_s - read.released_s > _LATE_AFTER_S
             failure: AgentError | None = None
             try:
-                if self._port.check(one.handle) != "done":
-                    one.errors = 0
+                if self._port.check(read.handle) != "done":
+                    read.errors = 0
                     continue
             except AgentError as error:
-                one.errors += 1
-                if not has_left_the_wire(error) and one.errors < _MAX_ERRORS_IN_A_ROW:
+                read.errors += 1
+                if not has_left_the_wire(error) and read.errors < _MAX_ERRORS_IN_A_ROW:
                     continue
                 failure = error
-            self._watched.remove(one)
-            self._end_watched(one, failure)
+            self.watched.remove(read)
+            self._end_watched(read, failure)
             moved = True
         return moved
 
-    def _end_watched(self, one: _Watched, failure: AgentError | None) -> None:
-        try:
-            one.on_end(failure)
-        finally:
-            self.release(one.peer, one.handle)
+    def _end_watched(self, read: WordRead, failure: AgentError | None) -> None:
+        if failure is not None:
+            read.peer.note_failure(failure)
+        read.free(failure is not None and failure.code != "nixl-disconnected")
+        self.release(read.peer, read.handle)
 
-    def _poll_held(self, held: _Held) -> bool:
-        for part in list(held.parts):
+    def _poll_held(self, held: Transfer) -> bool:
+        for part in list(held.active):
             if self._has_ended(held.peer, part):
-                held.parts.remove(part)
+                held.active.remove(part)
                 self.release(held.peer, part.handle)
-        if held.parts:
-            return False
-        self._let_go(held)
-        return True
+        if not held.active:
+            self._end_quarantine(held)
+        return not held.active
 
     def _has_ended(self, peer: Peer, part: Part) -> bool:
         if peer.is_lost:
             part.last_error = "NIXL lost track of it when another process took the name of its peer"
             return False
         try:
-            if self._port.check(part.handle) == "done":
-                return True
+            return self._port.check(part.handle) == "done"
         except AgentError as error:
-            if error.code == "nixl-disconnected":
-                peer.is_connected = False
-            if has_left_the_wire(error):
-                return True
+            peer.note_failure(error)
             part.last_error = f"{error.code}: {error}"
-        return False
+            return has_left_the_wire(error)
 
-    # ----------------------------------------------------------------------------------------------------- letting go
+    def _end_quarantine(self, held: Transfer) -> None:
+        del self.held[held.order.transfer_id]
+        held.become_quiet()
 
     def close(self, wait_s: float) -> None:
         """Poll handles for up to `wait_s`, then release all, ended or not, since the agent is about to be destroyed."""
@@ -262,23 +200,19 @@ class Handles:
         while self._may_end() and time.monotonic() < until_s:
             if not self.poll(0.0, at_once=True):
                 time.sleep(1e-3)
-        for held in list(self._held.values()):
-            self._give_up(held)
-        watched, self._watched = self._watched, []
-        for one in watched:
-            self._end_watched(one, AgentError("agent-closed", "the agent was closed"))
-        self._unreleased = [handle for handle in self._unreleased if not self._is_released(handle)]
-        self._unreleased.clear()
+        for held in list(self.held.values()):
+            self.give_up(held)
+        watched, self.watched = self.watched, []
+        for read in watched:
+            self._end_watched(read, AgentError("agent-closed", "the agent was closed"))
+        self._release_again()
 
     def _may_end(self) -> bool:
         """Return whether NIXL can still report the end of a kept handle."""
-        return bool(self._watched) or any(not held.peer.is_lost for held in self._held.values())
+        return bool(self.watched) or any(not held.peer.is_lost for held in self.held.values())
 
-    def _give_up(self, held: _Held) -> None:
-        for part in held.parts:
+    def give_up(self, held: Transfer) -> None:
+        """End a quarantine although its parts have not ended."""
+        for part in held.active:
             self.release(held.peer, part.handle)
-        self._let_go(held)
-
-    def _let_go(self, held: _Held) -> None:
-        del self._held[held.transfer_id]
-        held.on_quiet()
+        self._end_quarantine(held)

@@ -1,4 +1,10 @@
-"""All transfers of one agent in progress: the order in which their parts are posted, their deadlines and stalls.
+"""All transfers of one agent in progress: their parts, the order in which these are posted, deadlines and stalls.
+
+An order is cut into parts: pairs of descriptors of one memory kind per side. NIXL merges neighbouring descriptors only where
+both index lists ascend together, so pairs are sorted by peer index first:
+
+    local  7 5 6 1      peer 3 1 2 9      as ordered
+    local  5 6 7 1      peer 1 2 3 9      sorted: (5, 1) (6, 2) (7, 3) merge into one descriptor, (1, 9) stays alone
 
 A stalled transfer makes no progress on the wire. NIXL reports only whether a posted handle is done. So progress means that a part
 is posted or ends, or that the state changes; a transfer whose parts each take longer than `stall_after_s` is reported too. A
@@ -8,33 +14,60 @@ reported transfer continues: its deadline ends it, and quarantine holds its memo
 from __future__ import annotations
 
 import math
-from collections import OrderedDict, deque
+from collections import deque
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, final
 
-from kv_nixl_agent.transfers.parts import WireLoad
-from kv_nixl_agent.transfers.transfer import Wiring
-from kv_nixl_agent.values import StallEntry, TransferResult
+import numpy as np
+
+from kv_nixl_agent.errors import AgentError
+from kv_nixl_agent.values import Figures, StallEntry, TransferResult
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    import numpy.typing as npt
+
     from kv_nixl_agent.memory.peers import Peer
-    from kv_nixl_agent.nixl.port import NixlPort
+    from kv_nixl_agent.nixl.port import Handle, MemoryKind, NixlPort
     from kv_nixl_agent.options import AgentOptions
     from kv_nixl_agent.transfers.handles import Handles
-    from kv_nixl_agent.transfers.parts import Part
     from kv_nixl_agent.transfers.reader import WordReader
     from kv_nixl_agent.transfers.transfer import Transfer
-    from kv_nixl_agent.values import Outcome, Statistics
+    from kv_nixl_agent.values import Outcome
 
-__all__ = ["Schedule", "TransferTable"]
+    Indices = npt.NDArray[np.int32]
+
+__all__ = ["Part", "TransferQueue", "order_for_merging", "split_into_parts", "spread_runs"]
 
 _NO_LIMIT: Final = 1 << 31
+_COUNTERS: Final = (
+    "transfers_done",
+    "transfers_failed",
+    "transfers_fence_rejected",
+    "transfers_timed_out",
+    "transfers_cancelled",
+    "bytes_moved",
+    "fence_checks",
+    "stream_looks",
+    "stream_tables",
+    "stream_tables_early",
+    "streams_broken",
+)
+_RECENT: Final = 1024
 
 
 @final
-class TransferTable:
-    """Transfers by id: waiting in `schedule`, posted, and under their deadlines."""
+class TransferQueue:
+    """Transfers in progress: waiting for their turn, posted, and under their deadlines.
+
+    Waiting transfers are served first come first served per peer, round robin between peers, below a cap on bytes in flight.
+    Peers p and q with transfers p0, p1 (two parts each) and q0 (one part) are posted as p0, q0, p0, p1, p1.
+
+    A peer with nothing on the wire never waits for the cap, whatever other peers have on the wire; a peer with something on the
+    wire waits for its turn. Example: with a cap of 4 GiB and 4 GiB of a stopped peer p on the wire, a part of q is posted at
+    once, and the next part of q after it has ended.
+    """
 
     def __init__(
         self,
@@ -42,61 +75,62 @@ class TransferTable:
         handles: Handles,
         words: WordReader,
         options: AgentOptions,
-        statistics: Statistics,
         clock: Callable[[], float],
     ) -> None:
-        self._handles = handles
-        self._statistics = statistics
-        self._clock = clock
-        self.quiet: list[str] = []
-        """Ids of transfers that have left quarantine and that the owner has not taken yet, oldest first."""
-        load = WireLoad()
-        self.wiring = Wiring(port, handles, words, load, statistics, clock, self._note_end, self.quiet)
-        """Parts that every transfer uses."""
-        self._share = options.chunk_rows or _NO_LIMIT
-        self._stall_after_s = options.stall_after_s
-        self.schedule = Schedule(load, options.max_inflight_bytes)
+        self.port, self.handles, self.words, self.clock = port, handles, words, clock
+        self.counts: dict[str, int] = dict.fromkeys(_COUNTERS, 0)
+        """Counts since the start."""
+        self._recent: deque[tuple[float, float, int]] = deque(maxlen=_RECENT)
+        """(post_s, wire_s, bytes_moved) of the latest transfers that are done."""
+        self.live: dict[str, Transfer] = {}
+        """Transfers in progress by id."""
         self.results: list[TransferResult] = []
         """Results that the owner has not taken yet, oldest first."""
-        self._earliest_deadline_s = math.inf
-        """Lower bound: its transfer may have ended since."""
-        self._live: dict[str, Transfer] = {}
+        self.quiet: list[str] = []
+        """Ids of transfers that have left quarantine and that the owner has not taken yet, oldest first."""
+        self.wire_bytes = 0
+        """Payload bytes of posted parts of live transfers."""
         self._posted: dict[str, Transfer] = {}
         """Live transfers that have left the queue."""
-
-    def get(self, transfer_id: str) -> Transfer | None:
-        """Return a transfer in progress."""
-        return self._live.get(transfer_id)
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether anything is in progress."""
-        return bool(self._live)
+        self._lines: dict[Peer, dict[Transfer, None]] = {}
+        """Transfers with parts to post, by peer in the order of their next turns."""
+        self._share = options.chunk_rows or _NO_LIMIT
+        self._cap = math.inf if options.max_inflight_bytes is None else options.max_inflight_bytes
+        self._stall_after_s = options.stall_after_s
+        self._earliest_deadline_s = math.inf
+        """Lower bound: its transfer may have ended since."""
 
     @property
-    def is_only_probing(self) -> bool:
-        """Whether all transfers in progress are probes, which no caller waits for."""
-        return all(transfer.order.operation == "probe" for transfer in self._live.values())
+    def waiting_count(self) -> int:
+        """Number of transfers with parts to post."""
+        return sum(map(len, self._lines.values()))
 
-    def gauges(self) -> Mapping[str, float]:
-        """Return the numbers of queued, posted and quarantined transfers and bytes."""
-        held = self._handles.entries()
-        return {
-            "queued": float(self.schedule.count),
-            "queued_bytes": float(self.schedule.waiting_bytes()),
-            "inflight": float(len(self._posted)),
-            "inflight_bytes": float(self.wiring.load.payload_bytes),
-            "quarantined": float(len(held)),
-            "quarantined_bytes": float(sum(entry.bytes_at_risk for entry in held)),
+    def figures(self, gauges: Mapping[str, float]) -> Figures:
+        """Return counts, times and gauges of this moment, together with further gauges."""
+        waiting = [part for line in self._lines.values() for transfer in line for part in transfer.pending]
+        held = self.handles.entries()
+        own = {
+            "queued": self.waiting_count,
+            "queued_bytes": sum(part.payload_bytes for part in waiting),
+            "inflight": len(self._posted),
+            "inflight_bytes": self.wire_bytes,
+            "quarantined": len(held),
+            "quarantined_bytes": sum(entry.bytes_at_risk for entry in held),
         }
+        return Figures({**self.counts, **own, **gauges}, tuple(self._recent))
 
     def stalls(self) -> Sequence[StallEntry]:
         """Return the posted transfers without progress for `stall_after_s`."""
         if self._stall_after_s is None:
             return []
-        latest_s = self._clock() - self._stall_after_s
+        latest_s = self.clock() - self._stall_after_s
         return [
-            StallEntry(transfer_id, transfer.peer.key, transfer.moved_s, transfer.bytes_left)
+            StallEntry(
+                transfer_id,
+                transfer.peer.key,
+                transfer.moved_s,
+                sum(part.payload_bytes for part in (*transfer.active, *transfer.pending)),
+            )
             for transfer_id, transfer in self._posted.items()
             if transfer.moved_s <= latest_s
         ]
@@ -106,147 +140,202 @@ class TransferTable:
     def add(self, transfer: Transfer) -> None:
         """Add an accepted transfer. Without parts it goes straight to its verification."""
         transfer_id = transfer.order.transfer_id
-        self._live[transfer_id] = transfer
+        self.live[transfer_id] = transfer
         self._earliest_deadline_s = min(self._earliest_deadline_s, transfer.deadline_s)
         if transfer.pending:
-            self.schedule.push(transfer)
+            self._lines.setdefault(transfer.peer, {})[transfer] = None
         else:
             self._posted[transfer_id] = transfer
-            transfer.skip_data()
+            transfer.verify()
 
-    def launch(self) -> bool:
-        """Post parts up to a turn's share of descriptors; return True if any was posted."""
+    def advance(self) -> bool:
+        """Post parts up to a turn's share of descriptors, poll what is posted, end what is late; True if anything progressed."""
         rows = 0
-        while rows < self._share:
-            taken = self.schedule.take()
-            if taken is None:
-                break
+        while rows < self._share and (taken := self._take_part()) is not None:
             transfer, part = taken
             rows += len(part.peer_indices)
             self._posted[transfer.order.transfer_id] = transfer
             transfer.post(part)
-        return rows > 0
-
-    def poll(self) -> bool:
-        """Poll everything that is posted; return True if anything progressed."""
-        moved = False
+        moved = rows > 0
         for transfer in list(self._posted.values()):
             moved = transfer.poll() or moved
+        now_s = self.clock()
+        if now_s > self._earliest_deadline_s:
+            for transfer in list(self.live.values()):
+                if transfer.deadline_s < now_s:
+                    transfer.end_late()
+            self._earliest_deadline_s = min((one.deadline_s for one in self.live.values()), default=math.inf)
         return moved
 
-    def end_late(self, now_s: float) -> None:
-        """End the transfers whose deadline has passed."""
-        if now_s <= self._earliest_deadline_s:
-            return
-        for transfer in list(self._live.values()):
-            if transfer.deadline_s < now_s:
-                transfer.end_late()
-        self._earliest_deadline_s = min((transfer.deadline_s for transfer in self._live.values()), default=math.inf)
+    def _take_part(self) -> tuple[Transfer, Part] | None:
+        """Return the next part to post and its transfer, and pass the turn on; None if nothing waits or the cap is reached."""
+        is_first = True
+        for peer, line in self._lines.items():
+            transfer = next(iter(line))
+            part = transfer.pending[0]
+            has_room = is_first and self.wire_bytes + part.payload_bytes <= self._cap
+            is_first = False
+            if not (has_room or not peer.parts_on_wire):
+                continue
+            transfer.pending.popleft()
+            if not transfer.pending:
+                del line[transfer]
+            del self._lines[peer]
+            if line:
+                self._lines[peer] = line
+            return transfer, part
+        return None
 
     # ----------------------------------------------------------------------------------------------------------- ends
 
     def end_peer(self, peer: Peer) -> None:
         """End the transfers of a removed peer, after polling NIXL once more for ends that it knows of."""
-        for transfer in [transfer for transfer in self._live.values() if transfer.peer is peer]:
+        for transfer in [transfer for transfer in self.live.values() if transfer.peer is peer]:
             if transfer.order.transfer_id in self._posted:
                 transfer.poll()
             transfer.end("failed", "peer-removed", f"peer {peer.key!r} was removed or replaced")
 
     def end_all(self, outcome: Outcome, code: str, message: str) -> None:
         """End every transfer in progress; one that cannot be ended, because of a defect here, is reported as failed."""
-        for transfer in list(self._live.values()):
+        for transfer in list(self.live.values()):
             order = transfer.order
             try:
                 transfer.end(outcome, code, message)
             except Exception as error:  # noqa: BLE001 - every other transfer ends in any case
-                if self._live.pop(order.transfer_id, None) is not None:
+                if self.live.pop(order.transfer_id, None) is not None:
                     text = f"its end raised {type(error).__name__}: {error}"
                     result = TransferResult(
                         order.transfer_id, order.peer, "failed", "thread-dead", text, is_memory_quiet=False
                     )
                     self.report(result)
 
-    def _note_end(self, transfer: Transfer, result: TransferResult) -> None:
-        """Remove a transfer in the step that reports its result."""
-        self.schedule.forget(transfer)
-        del self._live[result.transfer_id]
-        self._posted.pop(result.transfer_id, None)
-        self.report(result)
+    def remove(self, transfer: Transfer) -> None:
+        """Forget a transfer that reports its result."""
+        line = self._lines.get(transfer.peer, {})
+        if transfer in line:
+            del line[transfer]
+            if not line:
+                del self._lines[transfer.peer]
+        del self.live[transfer.order.transfer_id]
+        self._posted.pop(transfer.order.transfer_id, None)
 
     def report(self, result: TransferResult) -> None:
-        """Keep a result for the owner."""
-        self._statistics.ended(result)
+        """Count a result, and keep it for the owner."""
+        self.counts["transfers_" + result.outcome.replace("-", "_")] += 1
+        if result.outcome == "done":
+            self.counts["bytes_moved"] += result.bytes_moved
+            self._recent.append((result.post_s, result.wire_s, result.bytes_moved))
         self.results.append(result)
 
 
+# Below it, handing pieces to other threads costs about what they save (docs/performance.md).
+_SPREAD_FROM_BYTES: Final = 16 << 20
+_GLANCE = 64
+
+
 @final
-class Schedule:
-    """Waiting transfers: first come first served per peer, round robin between peers, below a cap on bytes in flight.
+@dataclass(slots=True, eq=False)
+class Part:
+    """Descriptors of one local and one peer list that are posted at once."""
 
-    Peers p and q with transfers p0, p1 (two parts each) and q0 (one part) are posted as p0, q0, p0, p1, p1.
+    local_kind: MemoryKind
+    local_indices: Indices
+    peer_kind: MemoryKind
+    peer_indices: Indices
+    payload_bytes: int
+    handle: Handle | None = None
+    last_error: str = ""
 
-    A peer with nothing on the wire never waits for the cap, whatever other peers have on the wire; a peer with something on the
-    wire waits for its turn. Example: with a cap of 4 GiB and 4 GiB of a stopped peer p on the wire, a part of q is posted at
-    once, and the next part of q after it has ended.
+
+def split_into_parts(
+    peer: Peer, local_indices: object, peer_indices: object, *, chunk_rows: int, shared_from: int
+) -> deque[Part]:
+    """Return the parts of a transfer, ordered for merging, of one memory kind per side and at most `chunk_rows` each (0: any).
+
+    Long runs of host memory are kept from merging into fewer descriptors than the backend's threads can share: `shared_from`,
+    0 if they share none.
+
+    Raises:
+        AgentError: `bad-indices`, `length-mismatch`.
     """
-
-    def __init__(self, load: WireLoad, max_inflight_bytes: int | None) -> None:
-        self._load = load
-        self._cap = max_inflight_bytes
-        self._turns: deque[Peer] = deque()
-        self._lines: dict[Peer, OrderedDict[Transfer, None]] = {}
-        self.count = 0
-        """Transfers in progress with parts to post."""
-
-    def push(self, transfer: Transfer) -> None:
-        """Queue a transfer behind the others of its peer."""
-        line = self._lines.get(transfer.peer)
-        if line is None:
-            line = self._lines[transfer.peer] = OrderedDict()
-            self._turns.append(transfer.peer)
-        line[transfer] = None
-        self.count += 1
-
-    def forget(self, transfer: Transfer) -> None:
-        """Remove an ending transfer from the queue, if it waits."""
-        line = self._lines.get(transfer.peer)
-        if line is not None and transfer in line:
-            del line[transfer]
-            self.count -= 1
-
-    def take(self) -> tuple[Transfer, Part] | None:
-        """Return the next part to post and its transfer, and pass the turn on; None if nothing waits or the cap is reached."""
-        while self._turns:
-            peer = self._turns[0]
-            line = self._lines[peer]
-            if line:
-                return self._take_part(peer) if self._has_room(peer, line) else self._take_unserved()
-            del self._lines[self._turns.popleft()]
-        return None
-
-    def _take_unserved(self) -> tuple[Transfer, Part] | None:
-        """Return a part of a peer that has none on the wire, even though the cap is reached."""
-        peer = next((peer for peer in self._turns if self._lines[peer] and not self._load.has(peer)), None)
-        return None if peer is None else self._take_part(peer)
-
-    def _take_part(self, peer: Peer) -> tuple[Transfer, Part]:
-        line = self._lines[peer]
-        transfer = next(iter(line))
-        part = transfer.pending.popleft()
-        if not transfer.pending:
-            del line[transfer]
-            self.count -= 1
-        self._turns.remove(peer)
-        self._turns.append(peer)
-        return transfer, part
-
-    def _has_room(self, peer: Peer, line: OrderedDict[Transfer, None]) -> bool:
-        if self._cap is None or not self._load.has(peer):
-            return True
-        return self._load.payload_bytes + next(iter(line)).pending[0].payload_bytes <= self._cap
-
-    def waiting_bytes(self) -> int:
-        """Return the payload bytes that are waiting to be posted."""
-        return sum(
-            part.payload_bytes for line in self._lines.values() for transfer in line for part in transfer.pending
+    local = peer.local.check_indices(local_indices, "local")
+    theirs = peer.rows.check_indices(peer_indices, "peer")
+    if len(local) != len(theirs):
+        raise AgentError(
+            "bad-indices", f"{len(local)} local indices against {len(theirs)} of the peer; they pair up one to one"
         )
+    parts: deque[Part] = deque()
+    if not len(local):
+        return parts
+    local, theirs = order_for_merging(local, theirs)
+    lengths = peer.local.lengths(local)
+    if not peer.local.uniform_bytes or peer.local.uniform_bytes != peer.rows.uniform_bytes:
+        _refuse_unequal(peer, local, theirs, lengths)
+    kinds = [(mine, other) for mine in peer.local.groups for other in peer.rows.groups]
+    for local_kind, peer_kind in kinds:
+        own, their, sizes = local, theirs, lengths
+        if len(kinds) > 1:
+            members = np.flatnonzero(peer.local.has_kind(local, local_kind) & peer.rows.has_kind(theirs, peer_kind))
+            own, their, sizes = (
+                peer.local.in_group(local[members]),
+                peer.rows.in_group(theirs[members]),
+                lengths[members],
+            )
+        step = chunk_rows or max(1, len(own))
+        for start in range(0, len(own), step):
+            piece = slice(start, start + step)
+            pair, total = (own[piece], their[piece]), int(sizes[piece].sum())
+            if shared_from and total >= _SPREAD_FROM_BYTES and local_kind == peer_kind == "DRAM":
+                pair = spread_runs(*pair, shared_from)
+            parts.append(Part(local_kind, pair[0], peer_kind, pair[1], total))
+    return parts
+
+
+def _refuse_unequal(peer: Peer, local: Indices, theirs: Indices, lengths: npt.NDArray[np.int64]) -> None:
+    others = peer.rows.lengths(theirs)
+    differs = np.flatnonzero(lengths != others)
+    if len(differs):
+        at = int(differs[0])
+        raise AgentError(
+            "length-mismatch",
+            f"local descriptor {int(local[at])} has {int(lengths[at])} bytes, its partner {int(theirs[at])} of peer "
+            f"{peer.key!r} has {int(others[at])}",
+            peer=peer.key,
+        )
+
+
+def order_for_merging(local: Indices, peer: Indices) -> tuple[Indices, Indices]:
+    """Return the pairs sorted by peer index; NIXL merges neighbours only where both lists ascend together."""
+    if _ascends(peer):
+        return local, peer
+    if _ascends(peer[::-1]):  # as free lists hand blocks out; costs a third of sorting
+        return np.ascontiguousarray(local[::-1]), np.ascontiguousarray(peer[::-1])
+    pairs = peer.astype(np.int64)  # sorting plain numbers costs less than sorting places and gathering
+    pairs <<= 32
+    pairs |= local
+    pairs.sort()
+    return (pairs & 0xFFFFFFFF).astype(np.int32), (pairs >> 32).astype(np.int32)
+
+
+def _ascends(indices: Indices) -> bool:
+    head = indices[:_GLANCE]  # enough for lists in no order; whole lists have left the processor's caches meanwhile
+    return bool((head[1:] >= head[:-1]).all()) and bool((indices[1:] >= indices[:-1]).all())
+
+
+def spread_runs(local: Indices, peer: Indices, pieces: int) -> tuple[Indices, Indices]:
+    """Return the pairs, ordered for merging, so that NIXL merges them into no fewer than about `pieces` descriptors.
+
+    One long run would become one descriptor, which one thread copies. Its pieces are interleaved, first the even ones, then the
+    odd ones, so that neighbours in the list are not neighbours in memory. Lists with as many runs anyway, or with fewer
+    descriptors, stay unchanged.
+    """
+    count = len(peer)
+    if count < pieces or _runs(local[: 2 * pieces], peer[: 2 * pieces]) >= pieces or _runs(local, peer) >= pieces:
+        return local, peer
+    numbers = np.arange(count) * pieces // count  # of the piece that each pair belongs to
+    order = np.concatenate((np.flatnonzero(numbers % 2 == 0), np.flatnonzero(numbers % 2)))
+    return local[order], peer[order]
+
+
+def _runs(local: Indices, peer: Indices) -> int:
+    return 1 + int(np.count_nonzero((local[1:] - local[:-1] != 1) | (peer[1:] - peer[:-1] != 1)))

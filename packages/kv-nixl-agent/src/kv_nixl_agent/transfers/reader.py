@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Final, final
 import numpy as np
 
 from kv_nixl_agent.errors import AgentError
+from kv_nixl_agent.memory.fences import CLOSED_GENERATION, SCRATCH_WORDS
 from kv_nixl_agent.transfers.handles import has_left_the_wire, was_rejected
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from kv_nixl_agent.memory.fences import FenceArray, LandingPads, PadUse
+    from kv_nixl_agent.memory.fences import FenceArray, Scratch
     from kv_nixl_agent.memory.peers import Peer
     from kv_nixl_agent.nixl.port import Handle, MemoryKind, NixlPort
     from kv_nixl_agent.transfers.handles import Handles
@@ -39,6 +40,8 @@ __all__ = ["WordRead", "WordReader"]
 
 _SPIN_S: Final = 100e-6
 _FIRST: Final = np.zeros(1, dtype=np.int32)
+_NOT_STORED: Final = (1 << 64) - 1
+"""Word that no stream contains."""
 
 
 @final
@@ -53,6 +56,12 @@ class WordRead:
     free: Callable[[bool], None]
     """Frees the scratch words, and lists of this read alone; True if a late write may still reach the words."""
     is_on_wire: bool = False
+    released_s: float | None = None
+    """Time of the first poll after its release, if it was on the wire then."""
+    is_late: bool = False
+    """Whether that is more than a second ago."""
+    errors: int = 0
+    """Errors in a row since its release."""
 
 
 @final
@@ -62,109 +71,70 @@ class WordReader:
     Args:
         port: The NIXL agent.
         fences: Fence array, whose scratch words single words land in.
-        pads: Scratch memory of strips; None for an agent without stream slots.
         handles: Keeps the handles of reads that are released while they are on the wire.
         clock: Monotonic clock, in seconds.
     """
 
-    def __init__(
-        self,
-        port: NixlPort,
-        fences: FenceArray,
-        pads: LandingPads | None,
-        handles: Handles,
-        clock: Callable[[], float],
-    ) -> None:
+    def __init__(self, port: NixlPort, fences: FenceArray, handles: Handles, clock: Callable[[], float]) -> None:
         self._port = port
         self._fences = fences
-        self.pads = pads
         self._handles = handles
         self._clock = clock
-        self._scratch = port.prepare(None, "DRAM", fences.rows())
+        self._own_list = port.prepare(None, "DRAM", fences.rows())
         """Prepared list of the whole local fence array."""
-        self._numbers = np.arange(1 << 16, dtype=np.int32)  # index arrays of one word are views of this
 
     # ---------------------------------------------------------------------------------------------------------- making
 
-    def make_fence_read(self, peer: Peer, slot: int, generation: int, *, is_early: bool = False) -> WordRead | None:
-        """Create the read of a fence word; None while all scratch words are in use.
+    def make_check(self, peer: Peer, fence: tuple[int, int] | None, *, is_early: bool = False) -> WordRead | None:
+        """Create the read of a fence word, given as (slot, generation), or of any word of the peer; None without scratch words.
+
+        Early reads use only half of the scratch words. Reads of a stopped peer keep theirs until their deadline, so the other
+        half stays free for healthy peers.
 
         Raises:
             AgentError: Raised while the handle was made.
         """
-        word = self._fences.take_scratch(generation, is_early=is_early)
+        slot, generation = fence or (0, 0)
+        scratch = self._fences.scratch
+        word = scratch.take(generation ^ CLOSED_GENERATION, reserve=SCRATCH_WORDS // 2 if is_early else 0)
         if word is None:
             return None
+        words = scratch.memory[word : word + 1]
+
+        def free(late: bool) -> None:
+            scratch.give_back(word, is_suspect=late)
+
+        if peer.fence_list is None:
+            return self._make_touch(peer, words, free)
+        mine, theirs = np.array([word], dtype=np.int32), np.array([slot], dtype=np.int32)
         try:
-            handle = self._port.make(self._scratch, self._index(word), peer.fence_list, self._index(slot), b"")
+            handle = self._port.make(self._own_list, mine, peer.fence_list, theirs, b"")
         except AgentError:
-            self._fences.give_back(word)
+            free(False)
             raise
-        return self._made(
-            peer, handle, self._fences.words(word), lambda late: self._fences.give_back(word, is_suspect=late)
-        )
+        peer.outstanding += 1
+        return WordRead(peer, handle, words, free)
 
-    def make_probe(self, peer: Peer) -> WordRead | None:
-        """Create the read of any word of the peer: of its fence array, else of its first page; None as above.
-
-        Raises:
-            AgentError: as `make_fence_read`; `bad-rows` for a peer with neither fence nor rows.
-        """
-        if peer.fence is not None:
-            return self.make_fence_read(peer, 0, 0)
-        word = self._fences.take_scratch(0)
-        if word is None:
-            return None
-        return self._make_touch(peer, word, lambda late: self._fences.give_back(word, is_suspect=late))
-
-    def make_strip(self, peer: Peer, row: Words, use: PadUse) -> WordRead | None:
-        """Create the read of a row of one descriptor, at most 1024 words; None while all pads for this use are taken.
+    def make_strip(self, peer: Peer, row: Words, pads: Scratch) -> WordRead | None:
+        """Create the read of a row of one descriptor, at most 1024 words; None while all pads are taken.
 
         Raises:
             AgentError: Raised while lists were prepared or the handle was made.
         """
-        pads = self.pads
-        pad = None if pads is None else pads.take(use)
-        if pads is None or pad is None:
+        pad = pads.take(_NOT_STORED)
+        if pad is None:
             return None
-        count = int(row[0, 1]) // 8
-        return self._make_listed(
-            peer,
-            pads.row(pad, count),
-            "DRAM",
-            row,
-            pads.words(pad, count),
-            lambda late: pads.give_back(pad, is_suspect=late),
-        )
+        words = pads.memory[pad : pad + int(row[0, 1]) // 8]
+        return self._make_listed(peer, "DRAM", row, words, lambda late: pads.give_back(pad, is_suspect=late))
 
-    def demand_registered(self, peer: Peer, row: Words) -> None:
-        """Refuse words that the peer did not register, before any of them is read.
-
-        Raises:
-            AgentError: `peer-rows-unregistered`.
-        """
-        try:
-            self._port.release_prepared(self._port.prepare(peer.agent_name, "DRAM", row))
-        except AgentError as error:
-            raise AgentError(
-                "peer-rows-unregistered",
-                f"NIXL cannot prepare the words {row[0].tolist()} of peer {peer.key!r}: {error}; they must lie in memory that "
-                "the peer's metadata registers",
-                peer=peer.key,
-            ) from error
-
-    def _make_touch(self, peer: Peer, word: int, free: Callable[[bool], None]) -> WordRead:
-        """Create the read of a few bytes of the peer's memory, with its own prepared lists."""
-        touch = peer.touch_row
-        if touch is None:
-            free(False)
-            raise AgentError("bad-rows", f"peer {peer.key!r} has no rows and no fence, so there is nothing to read")
-        kind, row = touch
-        mine = np.array([[self._fences.address + 8 * word, row[0, 1], 0, row[0, 1], 1]], dtype=np.uint64)
-        return self._make_listed(peer, mine, kind, row, self._fences.words(word), free)
+    def _make_touch(self, peer: Peer, words: Words, free: Callable[[bool], None]) -> WordRead:
+        """Create the read of a few bytes of the peer's memory."""
+        if peer.touch is None:
+            raise AssertionError(f"peer {peer.key!r} has neither rows nor a fence")
+        return self._make_listed(peer, *peer.touch, words, free)
 
     def _make_listed(
-        self, peer: Peer, mine: Words, kind: MemoryKind, row: Words, words: Words, free: Callable[[bool], None]
+        self, peer: Peer, kind: MemoryKind, row: Words, words: Words, free: Callable[[bool], None]
     ) -> WordRead:
         """Create a read with lists of its own, which are released with it."""
         lists: list[Handle] = []
@@ -175,6 +145,7 @@ class WordReader:
                 with contextlib.suppress(AgentError):
                     self._port.release_prepared(prepared)
 
+        mine = np.array([[words.ctypes.data, row[0, 1], 0, row[0, 1], 1]], dtype=np.uint64)
         try:
             lists.append(self._port.prepare(None, "DRAM", mine))
             lists.append(self._port.prepare(peer.agent_name, kind, row))
@@ -182,38 +153,29 @@ class WordReader:
         except AgentError:
             free_all(False)
             raise
-        return self._made(peer, handle, words, free_all)
-
-    def _made(self, peer: Peer, handle: Handle, words: Words, free: Callable[[bool], None]) -> WordRead:
         peer.outstanding += 1
-        return WordRead(peer, handle, words, free)
-
-    def _index(self, word: int) -> npt.NDArray[np.int32]:
-        return self._numbers[word : word + 1] if word < len(self._numbers) else np.array([word], dtype=np.int32)
+        return WordRead(peer, handle, words, free_all)
 
     # --------------------------------------------------------------------------------------------- posting and polling
 
-    def post(self, read: WordRead) -> bool:
+    def post(self, read: WordRead, *, spin: bool = False) -> bool:
         """Post a read, the first time or again; return True if it has already completed.
+
+        With `spin`, wait for it up to 0.1 ms, which on a fast wire is cheaper than polling it in a later turn.
 
         Raises:
             AgentError: as the port.
         """
+        posted_s = self._clock()
         read.is_on_wire = True
         try:
             read.is_on_wire = self._port.post(read.handle) != "done"
         except AgentError as error:
             read.is_on_wire = not was_rejected(error)
             raise
+        while spin and read.is_on_wire and self._clock() - posted_s < _SPIN_S:
+            self.is_done(read)
         return not read.is_on_wire
-
-    def post_and_spin(self, read: WordRead) -> bool:
-        """Post a read and wait for it up to 0.1 ms, which on a fast wire is cheaper than polling it in a later turn."""
-        posted_s = self._clock()
-        is_done = self.post(read)
-        while not is_done and self._clock() - posted_s < _SPIN_S:
-            is_done = self.is_done(read)
-        return is_done
 
     def is_done(self, read: WordRead) -> bool:
         """Poll a read that is on the wire.
@@ -228,45 +190,31 @@ class WordReader:
             raise
         return not read.is_on_wire
 
-    def let_go(self, read: WordRead, on_end: Callable[[AgentError | None], None] | None = None) -> None:
-        """Release a read, at once or when it is off the wire; `on_end` then gets None, or the error that ended it."""
-
-        def ended(failure: AgentError | None) -> None:
-            read.free(failure is not None and failure.code != "nixl-disconnected")
-            if on_end is not None:
-                on_end(failure)
-
+    def let_go(self, read: WordRead) -> None:
+        """Release a read, at once or when it is off the wire."""
         if read.is_on_wire:
-            self._handles.watch(read.peer, read.handle, ended)
+            self._handles.watched.append(read)
         else:
-            ended(None)
+            read.free(False)
             self._handles.release(read.peer, read.handle)
 
     # --------------------------------------------------------------------------------------------------------- warm-up
 
     def warm_up(self, peer: Peer) -> None:
         """Connect to a peer with a tiny read; nothing else connects before the first transfer."""
-
-        def ended(failure: AgentError | None) -> None:
-            peer.is_connected = failure is None or failure.code != "nixl-disconnected"
-
+        read: WordRead | None = None
         try:
-            read = self._make_touch(peer, self._fences.warm_up_word, _keep)
-        except AgentError as error:
-            ended(error)
-            return
-        try:
+            read = self._make_touch(peer, self._fences.warm_up_words, _keep)
             self.post(read)
         except AgentError as error:
-            ended(error)
+            peer.note_failure(error)
+        if read is not None:
             self.let_go(read)
-            return
-        self.let_go(read, ended)
 
     def close(self) -> None:
         """Release the prepared list of the fence array."""
         with contextlib.suppress(AgentError):
-            self._port.release_prepared(self._scratch)
+            self._port.release_prepared(self._own_list)
 
 
 def _keep(_: bool) -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final, cast, final
 
 from kv_scheduler_state.errors import TicketError, quote
 from kv_scheduler_state.fences import stream_tag
-from kv_scheduler_state.ticket.early import EARLY_KEY, is_withdrawal, named_id, read_early
+from kv_scheduler_state.ticket.early import EARLY_KEY, EarlyTicket, is_withdrawal, named_id, read_early
 from kv_scheduler_state.ticket.prompt import missing_media
 from kv_scheduler_state.ticket.reader import TicketReader
 from kv_scheduler_state.values import BYSTANDER, Admission
@@ -14,7 +14,7 @@ from kv_scheduler_state.values import BYSTANDER, Admission
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from kv_scheduler_state.records import ConsumedStream, ConsumerRecord, ProducerRecord, Request
+    from kv_scheduler_state.records import ConsumedStream, ConsumerRecord, Request
     from kv_scheduler_state.scheduler.consumer import Consumers
     from kv_scheduler_state.scheduler.producer import Producers
     from kv_scheduler_state.ticket.prompt import PromptIdentity
@@ -45,9 +45,7 @@ class Admissions:
         self._offers = TicketReader(config, takes_offers=True)
         self.seal: TicketSeal | None = None
 
-    def admit(
-        self, request_id: str, request: Request, params: object, identity: PromptIdentity | None, at_s: float
-    ) -> Admission:
+    def admit(self, request_id: str, request: Request, params: object, identity: PromptIdentity | None) -> Admission:
         """Give a request the records that its params ask for; a bad ticket only costs it the consumer record."""
         try:
             kind = self._tickets.classify(params)
@@ -55,23 +53,18 @@ class Admissions:
             if kind == "handoff":
                 ticket = self._verified(request_id, request, fields, kind, identity)
                 prompt_tokens = request.prompt_tokens
-                request.consumer = self._consumers.arrive(request_id, ticket, prompt_tokens, at_s)
+                request.consumer = self._consumers.arrive(request_id, ticket, prompt_tokens)
                 if self._is_bidirectional and not request_id.startswith(self._reserved):
-                    request.producer = self._producers.arrive(
-                        request_id, prompt_tokens=prompt_tokens, is_readback=True, now_s=at_s
-                    )
+                    request.producer = self._producers.arrive(request_id, prompt_tokens=prompt_tokens, is_readback=True)
                 return _CONSUMER
         except TicketError as error:
             return self._early_or_refused(request_id, request, params, identity, error)
         if kind == "none":
             return BYSTANDER
         if self._reserved and request_id.startswith(self._reserved):
-            request.rejected_code = "ticket-id-reserved"
             self._decline(fields)
-            message = (
-                f"request id {quote(request_id)} begins like a notification of another kind, so no reader could name it"
-            )
-            return Admission("none", "ticket-id-reserved", message)
+            problem = f"{quote(request_id)} begins like a notification of another kind, so no reader could name it"
+            return Admission("none", "ticket-id-reserved", f"request id {problem}")
         kept_tokens, truncate_tokens = request.prompt_tokens, self._config.left_tokens(request.prompt_tokens)
         if kept_tokens <= truncate_tokens:
             truncate_tokens = 0
@@ -79,27 +72,15 @@ class Admissions:
         early = self._early_producer(request_id, request, fields, identity, truncate_tokens)
         if early is not None:
             return early
-        request.producer = self._producers.arrive(request_id, prompt_tokens=kept_tokens, is_readback=False, now_s=at_s)
+        request.producer = self._producers.arrive(request_id, prompt_tokens=kept_tokens, is_readback=False)
         if kind == "readback":
             try:
                 ticket = self._verified(request_id, request, fields, kind, identity)
             except TicketError as error:
                 refusal = _missing_media(fields, identity) or error
-                request.rejected_code = refusal.code
                 return Admission("producer", refusal.code, str(refusal), truncate_tokens)
-            request.consumer = self._consumers.arrive(request_id, ticket, kept_tokens, at_s)
+            request.consumer = self._consumers.arrive(request_id, ticket, kept_tokens)
         return Admission("producer", "", "", truncate_tokens) if truncate_tokens else _PRODUCER
-
-    def _withdrawn(self, request: Request, fields: Fields) -> Admission:
-        """Admit the request by which a router withdraws a hand-over; it takes part in none itself."""
-        try:
-            early = read_early(fields, self._tickets.hosts, self.seal)
-        except TicketError as error:
-            request.rejected_code = error.code
-            return Admission("none", error.code, str(error))
-        # A prompt that is here goes on; questions for an id that will not come are refused.
-        self._producers.streams.decline(early.hand_over_id, "withdrawn")
-        return BYSTANDER
 
     def _early_producer(
         self, request_id: str, request: Request, fields: Fields, identity: PromptIdentity | None, truncate_tokens: int
@@ -111,17 +92,25 @@ class Admissions:
         if EARLY_KEY not in fields:
             return None
         if is_withdrawal(fields):
-            return self._withdrawn(request, fields)
+            try:
+                withdrawn = read_early(fields, self._tickets.hosts, self.seal)
+            except TicketError as error:
+                return Admission("none", error.code, str(error))
+            # A prompt that is here goes on; questions for an id that will not come are refused.
+            self._producers.streams.decline(withdrawn.hand_over_id, "withdrawn")
+            return BYSTANDER
         if fields.get("remote_block_ids"):
             self._decline(fields)
             return None
-        tokens, now_s = request.prompt_tokens - truncate_tokens, request.born_s
+        tokens = request.prompt_tokens - truncate_tokens
         try:
-            request.producer = self._streaming_producer(request_id, fields, tokens, identity, now_s)
+            early, digest = self._streamable(fields, tokens, identity)
         except TicketError as error:
-            request.rejected_code = error.code
-            request.producer = self._producers.arrive(request_id, prompt_tokens=tokens, is_readback=False, now_s=now_s)
+            self._decline(fields)
+            request.producer = self._producers.arrive(request_id, prompt_tokens=tokens, is_readback=False)
             return Admission("producer", error.code, str(error), truncate_tokens)
+        media = None if identity is None else identity.media(tokens)
+        request.producer = self._producers.arrive_early(request_id, early, digest, media, prompt_tokens=tokens)
         return Admission("producer", "", "", truncate_tokens, is_early=True)
 
     def _early_or_refused(
@@ -132,14 +121,11 @@ class Admissions:
         fields = _early_fields(params)
         if fields is not None:
             try:
-                request.consumer = self._streaming_consumer(
-                    request_id, fields, request.prompt_tokens, identity, request.born_s
-                )
+                request.consumer = self._streaming_consumer(request_id, fields, request.prompt_tokens, identity)
             except TicketError as early_error:
                 error = early_error
             else:
                 return BYSTANDER if request.consumer is None else _EARLY_CONSUMER
-        request.rejected_code = error.code
         return Admission("none", error.code, str(error))
 
     def _verified(
@@ -153,64 +139,22 @@ class Admissions:
             TicketError: as `TicketReader.read`; `ticket-role`, `ticket-seal`, `ticket-own-engine`, `ticket-prompt`,
                 `ticket-prompt-unidentified`, or the code of `identity.refusal`.
         """
-        self._require_reader()
+        if not self._config.reads:
+            raise _reads_nothing()
         tickets, seal = self._tickets, self.seal
         ticket = tickets.read(fields, kind) if seal is None else seal.opened(tickets, fields, kind)
-        self._require_other_engine(ticket)
+        if ticket.peer.engine_id == self._config.engine_id:
+            raise _own_ticket(self._config.engine_id)
         try:
             _require_prompt(ticket, identity)
         except TicketError:
             # Without a seal a client may have made the ticket up, so no connection is made for it.
             if seal is not None and fields.get("kv_seal") is not None:
-                self._consumers.decline(request_id, ticket, request.prompt_tokens, request.born_s)
+                self._consumers.decline(request_id, ticket, request.prompt_tokens)
             raise
         return ticket
 
     # ---- early tickets
-
-    def _require_reader(self) -> None:
-        """Refuse a ticket of any kind on an engine that must not read.
-
-        Raises:
-            TicketError: `ticket-role`.
-        """
-        if not self._config.reads:
-            raise TicketError(
-                "ticket-role",
-                "this engine only produces KV and reads none: send this request to an engine that decodes (kv_role 'kv_consumer' "
-                "or 'kv_both')",
-            )
-
-    def _require_other_engine(self, ticket: HandoffTicket) -> None:
-        """Refuse a ticket of this engine, as when a router sends both requests of a hand-over to one engine.
-
-        Raises:
-            TicketError: `ticket-own-engine`.
-        """
-        if ticket.peer.engine_id == self._config.engine_id:
-            raise TicketError(
-                "ticket-own-engine",
-                f"the ticket is of this very engine ({quote(ticket.peer.engine_id)}), which cannot read from itself",
-                field="remote_engine_id",
-            )
-
-    def _streaming_producer(
-        self, request_id: str, fields: Fields, tokens: int, identity: PromptIdentity | None, now_s: float
-    ) -> ProducerRecord:
-        """Begin to stream a prompt. If that is refused, the prompt is handed over whole, and questions for its id are declined.
-
-        Raises:
-            TicketError: as `read_early`; `ticket-early-off`, `ticket-early-shared`, `ticket-prompt-unidentified`, or the code of
-                `identity.refusal`.
-        """
-        try:
-            early = read_early(fields, self._tickets.hosts, self.seal)
-            digest = self._streamable_digest(early.hand_over_id, tokens, identity)
-        except TicketError:
-            self._decline(fields)
-            raise
-        media = None if identity is None else identity.media(tokens)
-        return self._producers.arrive_early(request_id, early, digest, media, prompt_tokens=tokens, now_s=now_s)
 
     def _decline(self, fields: Fields) -> None:
         """Refuse questions for the id of an early ticket that this engine does not follow.
@@ -221,28 +165,24 @@ class Admissions:
         if named:
             self._producers.streams.decline(named)
 
-    def _streamable_digest(self, hand_over_id: str, tokens: int, identity: PromptIdentity | None) -> str:
-        """Return the digest under which a prompt may be streamed from here.
+    def _streamable(self, fields: Fields, tokens: int, identity: PromptIdentity | None) -> tuple[EarlyTicket, str]:
+        """Return the early ticket under which a prompt may be streamed from here, and the digest of the prompt.
 
         Raises:
-            TicketError: as `_streaming_producer`.
+            TicketError: as `read_early`; `ticket-early-off`, `ticket-early-shared`, `ticket-prompt-unidentified`, or the code of
+                `identity.refusal`.
         """
+        early = read_early(fields, self._tickets.hosts, self.seal)
         if not self._config.stream_slots:
             raise TicketError(
-                "ticket-early-off",
-                "this engine streams no prompt while it computes it: streaming is off here",
-                field=EARLY_KEY,
+                "ticket-early-off", "this engine streams no prompt while it computes it: streaming is off here"
             )
-        if not self._producers.streams.may_begin(hand_over_id):
-            raise TicketError(
-                "ticket-early-shared",
-                f"another request of this engine is streamed as hand-over {quote(hand_over_id)}, which serves one reader",
-                field=EARLY_KEY,
-            )
-        return _digest(tokens, identity)
+        if not self._producers.streams.may_begin(early.hand_over_id):
+            raise _shared(early.hand_over_id, "is streamed as")
+        return early, _digest(tokens, identity)
 
     def _streaming_consumer(
-        self, request_id: str, fields: Fields, prompt_tokens: int, identity: PromptIdentity | None, now_s: float
+        self, request_id: str, fields: Fields, prompt_tokens: int, identity: PromptIdentity | None
     ) -> ConsumerRecord | None:
         """Begin to ask a peer for a prompt that it computes at the same time; None if this engine computes the prompt itself.
 
@@ -250,12 +190,11 @@ class Admissions:
             TicketError: as `read_early`; `ticket-role`, `ticket-flags`, `ticket-early-off`, `ticket-early-shared`,
                 `ticket-prompt-unidentified`, or the code of `identity.refusal`.
         """
-        self._require_reader()
+        if not self._config.reads:
+            raise _reads_nothing()
         early = read_early(fields, self._tickets.hosts, self.seal)
         if is_withdrawal(fields):
-            raise TicketError(
-                "ticket-flags", "a hand-over is withdrawn at the engine that computes the prompt", field="withdraw"
-            )
+            raise TicketError("ticket-flags", "a hand-over is withdrawn at the engine that computes the prompt")
         if not self._config.reads_streams:
             raise TicketError(
                 "ticket-early-off",
@@ -264,11 +203,7 @@ class Admissions:
                 field=EARLY_KEY,
             )
         if self._consumers.streams.reads(early.hand_over_id):
-            raise TicketError(
-                "ticket-early-shared",
-                f"another request of this engine reads hand-over {quote(early.hand_over_id)}, which serves one reader",
-                field=EARLY_KEY,
-            )
+            raise _shared(early.hand_over_id, "reads")
         code = self._consumers.why_not_early(prompt_tokens)
         if code:
             self._consumers.streams.note_local(request_id, early, code)
@@ -276,7 +211,7 @@ class Admissions:
         tokens = max(0, prompt_tokens - self._config.left_tokens(prompt_tokens))
         digest = _digest(tokens, identity)
         media = (None if identity is None else identity.media(tokens)) or (0, digest)
-        return self._consumers.arrive_early(request_id, early, digest, media, prompt_tokens, now_s)
+        return self._consumers.arrive_early(request_id, early, digest, media, prompt_tokens)
 
     def opened(self, stream: ConsumedStream, answer: Mapping[str, object]) -> HandoffTicket:
         """Return the validated ticket of an offer or a final answer.
@@ -291,17 +226,45 @@ class Admissions:
         if reader.classify(fields) != "handoff":
             raise TicketError("ticket-flags", "the ticket of the answer hands nothing over", field="ticket")
         ticket = reader.read(fields, "handoff") if seal is None else seal.opened(reader, fields, "handoff")
-        self._require_other_engine(ticket)
-        self._consumers.streams.require_ticket(stream, ticket, is_offer=is_offer)
+        if ticket.peer.engine_id == self._config.engine_id:
+            raise _own_ticket(self._config.engine_id)
+        if ticket.prompt != stream.digest or ticket.peer_tokens != stream.offered_tokens:
+            hand_over = quote(stream.early.hand_over_id)
+            raise TicketError("ticket-prompt", f"the answer for hand-over {hand_over} is of another prompt")
+        if is_offer and ticket.fence is None:
+            raise TicketError("ticket-missing", "the offer names no fence", field="kv_fence")
         slot, generation = ticket.fence or (0, 0)
         named = answer["request_id"], answer["slot"], answer["generation"], answer.get("tag", stream_tag(generation))
         if named != (ticket.peer_request_id, slot, generation, stream_tag(generation)):
             raise TicketError(
-                "ticket-range",
-                f"the answer for {quote(stream.early.hand_over_id)} and its ticket differ",
-                field="fence",
+                "ticket-range", f"the answer for {quote(stream.early.hand_over_id)} and its ticket differ"
             )
         return ticket
+
+
+def _reads_nothing() -> TicketError:
+    return TicketError(
+        "ticket-role",
+        "this engine only produces KV and reads none: send this request to an engine that decodes (kv_role 'kv_consumer' or "
+        "'kv_both')",
+    )
+
+
+def _own_ticket(engine_id: str) -> TicketError:
+    """Return the refusal of a ticket of this engine, as when a router sends both requests of a hand-over to one engine."""
+    return TicketError(
+        "ticket-own-engine",
+        f"the ticket is of this very engine ({quote(engine_id)}), which cannot read from itself",
+        field="remote_engine_id",
+    )
+
+
+def _shared(hand_over_id: str, verb: str) -> TicketError:
+    return TicketError(
+        "ticket-early-shared",
+        f"another request of this engine {verb} hand-over {quote(hand_over_id)}, which serves one reader",
+        field=EARLY_KEY,
+    )
 
 
 def _require_prompt(ticket: HandoffTicket, identity: PromptIdentity | None) -> None:

@@ -2,62 +2,68 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Final, final
 
 from kv_scheduler_state.errors import InvalidEvent, quote
 from kv_scheduler_state.plan import ReadOrder
 from kv_scheduler_state.records import UNRESERVED, ConsumedStream, ConsumerRecord
-from kv_scheduler_state.scheduler.sharing import HandOvers, Heartbeats
+from kv_scheduler_state.scheduler.sharing import HandOvers, Heartbeats, key_of
 from kv_scheduler_state.streams.consumer import StreamConsumers
-from kv_scheduler_state.tables import NEW, Table, Transition, advance
+from kv_scheduler_state.tables import CONSUMER_TABLE, NEW, STREAM_CONSUMER_TABLE, Table, Transition
 from kv_scheduler_state.ticket.ticket import HandoffTicket, PeerAddress
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
+    from kv_scheduler_state.clock import ObservedClock
     from kv_scheduler_state.config import SchedulerConfig
-    from kv_scheduler_state.outbox import Outbox
+    from kv_scheduler_state.plan import Outbox
+    from kv_scheduler_state.records import Request
     from kv_scheduler_state.ticket.early import EarlyTicket
     from kv_scheduler_state.values import BlockList, BlockRules
 
 __all__ = ["Consumers"]
+
+_TABLE: Final = Table("consumer", (*CONSUMER_TABLE.rows, *STREAM_CONSUMER_TABLE.rows))
 
 
 @final
 class Consumers:
     """Applies events to consumer records and puts the resulting orders into the outbox.
 
-    Every method asks the table before it changes anything, so a refused event leaves no trace.
+    Every method asks the table before it changes anything, so a refused event changes nothing.
     """
 
-    def __init__(self, config: SchedulerConfig, table: Table, rules: BlockRules, outbox: Outbox) -> None:
-        self.table = table
+    def __init__(self, config: SchedulerConfig, rules: BlockRules, outbox: Outbox, clock: ObservedClock) -> None:
+        self.table = _TABLE
         # The event that stands for a failed read under the failure policy.
         self.failure_event = "broken" if config.load_failure_policy == "recompute" else "broken-for-good"
         self._has_state = config.has_state
-        self._sees_parts = any(group.sees_a_part for group in config.groups)
-        self.streams = StreamConsumers(config, table, outbox)
-        self.heartbeats = Heartbeats(config.heartbeat_period_s)
+        self.streams = StreamConsumers(config, outbox)
+        self.heartbeats = Heartbeats(config.heartbeat_period_s, clock)
         self.hand_overs = HandOvers()
+        # Requests that the engine parked for a read that was refused; the workers report them as failed, once.
+        self.unread: set[str] = set()
         self._config = config
+        self._clock = clock
         self._rules = rules
         self._outbox = outbox
 
-    def arrive(self, request_id: str, ticket: HandoffTicket, prompt_tokens: int, now_s: float) -> ConsumerRecord:
+    def arrive(self, request_id: str, ticket: HandoffTicket, prompt_tokens: int) -> ConsumerRecord:
         """Begin the life of a request whose prompt is to be read."""
         arrival = self.table.find(request_id, NEW, "arrive")
         is_readback = ticket.kind == "readback"
         loadable_tokens = self._loadable_tokens(ticket, prompt_tokens, is_readback=is_readback)
-        record = ConsumerRecord(arrival.target, [(now_s, arrival)], ticket, loadable_tokens)
+        record = ConsumerRecord(arrival.target, ticket, loadable_tokens)
         self.hand_overs.join(record)
         # A decode engine pins a readback's blocks for a fixed time and listens to no heartbeat.
         if "start-heartbeat" in arrival.effects and not is_readback:
-            self.heartbeats.start(record, now_s)
+            self.heartbeats.start(record)
         return record
 
-    def decline(self, request_id: str, ticket: HandoffTicket, prompt_tokens: int, now_s: float) -> None:
+    def decline(self, request_id: str, ticket: HandoffTicket, prompt_tokens: int) -> None:
         """Notify the writer of a refused ticket that it is not read, unless another request needs the hand-over."""
-        self.give_up(request_id, self.arrive(request_id, ticket, prompt_tokens, now_s), now_s)
+        self.give_up(request_id, self.arrive(request_id, ticket, prompt_tokens))
 
     def arrive_early(
         self,
@@ -66,14 +72,14 @@ class Consumers:
         digest: str,
         media: tuple[int, str],
         prompt_tokens: int,
-        now_s: float,
     ) -> ConsumerRecord:
         """Begin the life of a request whose prompt is to be read while its peer computes it; see `why_not_early`."""
         arrival = self.table.find(request_id, NEW, "arrive-early")
         # The peer's engine id and request id arrive with its answer.
         ticket = HandoffTicket("handoff", PeerAddress("", early.host, early.port), early.hand_over_id, ())
         offered_tokens = prompt_tokens - self._config.left_tokens(prompt_tokens)
-        record = ConsumerRecord(arrival.target, [(now_s, arrival)], ticket, offered_tokens)
+        record = ConsumerRecord(arrival.target, ticket, offered_tokens)
+        now_s = self._clock.observed_s
         stream = ConsumedStream(
             request_id, record, early, digest, media, prompt_tokens, offered_tokens, since_s=now_s, entered_s=now_s
         )
@@ -89,7 +95,7 @@ class Consumers:
             return "nothing-to-read"
         return "too-many" if self.streams.is_full else ""
 
-    def step_early(self, stream: ConsumedStream, event: str, ticket: HandoffTicket | None, now_s: float) -> None:
+    def step_early(self, stream: ConsumedStream, event: str, ticket: HandoffTicket | None) -> None:
         """Apply an event of a stream, with the ticket that came with it.
 
         Raises:
@@ -102,24 +108,25 @@ class Consumers:
         if event == "final":
             record.loadable_tokens = self._loadable_tokens(record.ticket, stream.prompt_tokens, is_readback=False)
         if row.target != record.state:
-            stream.entered_s = stream.since_s = now_s
-        self.settle(stream.request_id, record, row, now_s)
+            stream.entered_s = stream.since_s = self._clock.observed_s
+        self.settle(stream.request_id, record, row)
 
-    def _follow(self, request_id: str, record: ConsumerRecord, row: Transition, effect: str, now_s: float) -> None:
+    def _follow(self, request_id: str, record: ConsumerRecord, row: Transition, effect: str) -> None:
         """Perform an effect of a stream's row."""
         if effect == "start-heartbeat":
-            self.heartbeats.start(record, now_s)
+            self.heartbeats.start(record)
         elif effect == "join":
             self.hand_overs.join(record)
             if record.state == "reading" and record.hand_over is not None:
-                record.hand_over.read()
+                record.hand_over.waiting -= 1
+                record.hand_over.reading += 1
         elif effect == "order-stream":
             self.streams.order_again(request_id, record.ticket)
         elif effect == "order-final":
             self.streams.order_final(request_id, record.ticket)
         else:
             if effect == "end-stream" and row.event == "done":
-                self.hand_overs.note_read(record.ticket)
+                self.hand_overs.note_used(key_of(record.ticket), is_good=True)
             self.streams.follow(request_id, row, effect)
 
     def external_tokens(self, request_id: str, record: ConsumerRecord, computed_tokens: int) -> int | None:
@@ -143,7 +150,6 @@ class Consumers:
         block_ids: Sequence[Sequence[int]],
         new_block_ids: Sequence[Sequence[int]],
         external_tokens: int,
-        now_s: float,
     ) -> None:
         """Order the read, or only the notification if there are no external tokens.
 
@@ -152,7 +158,7 @@ class Consumers:
             InvalidEvent: `invalid-event`, for a wrong number of groups or more tokens than the peer holds.
         """
         if not external_tokens:
-            self.give_up(request_id, record, now_s)
+            self.give_up(request_id, record)
             return
         if external_tokens > record.loadable_tokens:
             raise InvalidEvent(
@@ -166,17 +172,17 @@ class Consumers:
         start = record.loadable_tokens - external_tokens if computed is None else computed
         tokens = min(start + external_tokens, record.loadable_tokens)
         local_blocks = self._rules.wanted(block_ids, new_block_ids, start, tokens)
-        advance(record, row, now_s)
+        order = ReadOrder(request_id, record.ticket, local_blocks, tokens, is_reported=True)
+        record.state = row.target
         if record.hand_over is not None:
-            record.hand_over.read()
+            record.hand_over.waiting -= 1
+            record.hand_over.reading += 1
         if "order-read" in row.effects:
-            order = ReadOrder(request_id, record.ticket, local_blocks, tokens, is_reported=True)
-            self._outbox.read(request_id, order, fills_blocks=True)
-        elif "order-stream" in row.effects:
-            order = ReadOrder(request_id, record.ticket, local_blocks, tokens, is_reported=True)
-            self.streams.order(request_id, order, start)
+            self._outbox.read(order, fills_blocks=True)
+        else:
+            self.streams.order(order, start)
 
-    def give_up(self, request_id: str, record: ConsumerRecord, now_s: float) -> None:
+    def give_up(self, request_id: str, record: ConsumerRecord) -> None:
         """Read nothing for a request with a ticket, and notify the peer unless another request needs the hand-over.
 
         Raises:
@@ -187,11 +193,30 @@ class Consumers:
         is_shared = is_waiting and hand_over is not None and hand_over.is_wanted_by_others
         row = self.table.find(request_id, state, "hit-shared" if is_shared else "hit")
         if row.effects or row.target != state:
-            self.settle(request_id, record, row, now_s)
+            self.settle(request_id, record, row)
         if is_waiting and hand_over is not None:
             self.hand_overs.leave(hand_over)
 
-    def finish(self, request_id: str, record: ConsumerRecord, now_s: float) -> None:
+    def fail_parked(self, requests: Mapping[str, Request], request_id: str) -> None:
+        """Order and expect the failure of a request that is parked for a refused read; a read under way is reported anyway."""
+        request = requests.get(request_id)
+        record = None if request is None else request.consumer
+        if record is None or record.state not in {"reading", "draining"}:
+            self.unread.add(request_id)
+            self._outbox.orders["failures"][request_id] = request_id
+
+    def give_up_unread(self, requests: Mapping[str, Request], reported: Sequence[str]) -> list[str]:
+        """Give up the tickets whose refused read is reported now; return their requests."""
+        unread = [request_id for request_id in reported if type(request_id) is str and request_id in self.unread]
+        self.unread.difference_update(unread)
+        for request_id in unread:
+            request = requests.get(request_id)
+            record = None if request is None else request.consumer
+            if record is not None and (record.state == "queued" or record.state in UNRESERVED):
+                self.give_up(request_id, record)
+        return unread
+
+    def finish(self, request_id: str, record: ConsumerRecord) -> None:
         """End the request.
 
         Raises:
@@ -202,54 +227,49 @@ class Consumers:
             hand_over.is_wanted_by_others if state == "queued" else state == "reading" and hand_over.waiting > 0
         )
         row = self.table.find(request_id, state, "finish-shared" if is_shared else "finish")
-        self.settle(request_id, record, row, now_s)
+        self.settle(request_id, record, row)
         if hand_over is not None and state == "queued":
             self.hand_overs.leave(hand_over)
         elif hand_over is not None and state == "reading" and not is_shared:
             hand_over.is_spent = True
 
-    def settle(self, request_id: str, record: ConsumerRecord, row: Transition, now_s: float) -> None:
+    def settle(self, request_id: str, record: ConsumerRecord, row: Transition) -> None:
         """Take a step and perform its row's effects, except a read, which `allocate` orders."""
-        advance(record, row, now_s)
+        record.state = row.target
         for effect in row.effects:
             if effect == "stop-heartbeat":
                 self.heartbeats.stop(record)
-            elif effect == "end-read":
-                self._end_read(request_id, record, is_passed=False, is_good=row.event == "done")
+            elif effect in {"end-read", "end-passed-read"}:
+                hand_over, is_passed = record.hand_over, effect == "end-passed-read"
+                if hand_over is not None:
+                    self.hand_overs.read_ended(hand_over, is_passed=is_passed, is_good=row.event == "done")
+                    if is_passed and not (hand_over.is_spent or hand_over.reading or hand_over.waiting):
+                        self._notify(request_id, record.ticket)  # no holder is left to take the read up
             elif effect == "order-notify":
                 self._notify(request_id, record.ticket)
             elif effect == "cancel-read":
-                self.hand_overs.note_notified(record.ticket)
+                self.hand_overs.note_used(key_of(record.ticket), is_good=False)
                 self._cancel(request_id)
             elif effect == "pass-read":
                 self._pass(request_id)
-            elif effect == "end-passed-read":
-                self._end_read(request_id, record, is_passed=True, is_good=False)
             else:
-                self._follow(request_id, record, row, effect, now_s)
-
-    def _end_read(self, request_id: str, record: ConsumerRecord, *, is_passed: bool, is_good: bool) -> None:
-        hand_over = record.hand_over
-        if hand_over is not None:
-            self.hand_overs.read_ended(hand_over, is_passed=is_passed, is_good=is_good)
-            if is_passed and hand_over.is_abandoned:
-                self._notify(request_id, record.ticket)
+                self._follow(request_id, record, row, effect)
 
     def _notify(self, request_id: str, ticket: HandoffTicket) -> None:
         """Order a notification to the peer that no request reads the hand-over."""
-        self.hand_overs.note_notified(ticket)
-        self._outbox.read(request_id, ReadOrder(request_id, ticket, self._rules.nothing, 0, is_reported=False))
+        self.hand_overs.note_used(key_of(ticket), is_good=False)
+        self._outbox.read(ReadOrder(request_id, ticket, self._rules.nothing, 0, is_reported=False))
 
-    def void(self, request_id: str, record: ConsumerRecord, now_s: float) -> None:
+    def void(self, request_id: str, record: ConsumerRecord) -> None:
         """Give up an unused ticket; order a running read to fail."""
         if record.state == "queued":
-            self.give_up(request_id, record, now_s)
+            self.give_up(request_id, record)
         elif record.state == "reading":
-            self._outbox.orders.put("voids", request_id)
+            self._outbox.orders["voids"][request_id] = request_id
         elif record.state in UNRESERVED:
-            self.give_up(request_id, record, now_s)
+            self.give_up(request_id, record)
         elif record.state in {"streaming", "awaiting", "stopping"}:
-            self.step_early(self.streams.find(request_id, "reset"), "reset", None, now_s)
+            self.step_early(self.streams.find(request_id, "reset"), "reset", None)
 
     def _loadable_tokens(self, ticket: HandoffTicket, prompt_tokens: int, *, is_readback: bool) -> int:
         held = ticket.peer_tokens
@@ -265,7 +285,7 @@ class Consumers:
                 return 0  # the state covers more tokens than are wanted and cannot be rolled back, see above
             # A ticket that came back with another prompt must not make the engine count tokens that were never computed.
             tokens = held if held and held <= loadable else max(0, loadable)
-        return tokens if not self._sees_parts or self._covers_windows(ticket, tokens) else 0
+        return tokens if not self._config.sees_parts or self._covers_windows(ticket, tokens) else 0
 
     def _covers_windows(self, ticket: HandoffTicket, tokens: int) -> bool:
         """Return whether the peer's window lists reach back to the local block of the first token that the next token sees.
@@ -285,18 +305,18 @@ class Consumers:
     def _cancel(self, request_id: str) -> None:
         order: ReadOrder | None = self._outbox.orders["reads"].get(request_id)
         if order is None:
-            self._outbox.orders.put("cancels", request_id)
+            self._outbox.orders["cancels"][request_id] = request_id
         else:
             # No worker has seen the read: it remains to notify the peer, and to report the request that the engine parked.
-            self._outbox.read(request_id, order._replace(local_blocks=self._rules.nothing))
+            self._outbox.read(order._replace(local_blocks=self._rules.nothing))
 
     def _pass(self, request_id: str) -> None:
-        if not self._outbox.orders.drop("reads", request_id):
-            self._outbox.orders.put("cancels", request_id)
-            self._outbox.orders.put("passes", request_id)
+        if self._outbox.orders["reads"].pop(request_id, None) is None:
+            self._outbox.orders["cancels"][request_id] = request_id
+            self._outbox.orders["passes"][request_id] = request_id
         else:
             # No worker has seen the read, and the peer must not be notified.
-            self._outbox.orders.put("failures", request_id)
+            self._outbox.orders["failures"][request_id] = request_id
 
 
 def _begins(blocks: BlockList, span: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hashlib import shake_256
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Final, cast, final
 
 from kv_scheduler_state.config import MAX_GENERATION
 from kv_scheduler_state.errors import InvalidEvent, quote
@@ -11,8 +11,8 @@ from kv_scheduler_state.fences import FencePool, Outstanding
 from kv_scheduler_state.plan import GrantOrder
 from kv_scheduler_state.records import ProducerRecord
 from kv_scheduler_state.streams.producer import StreamProducers
-from kv_scheduler_state.tables import NEW, Table, Transition, advance, shorten
-from kv_scheduler_state.ticket.ticket import HandoffTicket, PeerAddress, ticket_params, wire_id
+from kv_scheduler_state.tables import NEW, PRODUCER_TABLE, STREAM_PRODUCER_TABLE, Table, Transition
+from kv_scheduler_state.ticket.ticket import HandoffTicket, PeerAddress, address_params, ticket_params, wire_id
 from kv_scheduler_state.values import BlockList
 
 if TYPE_CHECKING:
@@ -20,29 +20,26 @@ if TYPE_CHECKING:
 
     from kv_scheduler_state.clock import ObservedClock
     from kv_scheduler_state.config import SchedulerConfig
-    from kv_scheduler_state.outbox import Outbox
+    from kv_scheduler_state.plan import Outbox
     from kv_scheduler_state.ticket.early import EarlyTicket
     from kv_scheduler_state.ticket.prompt import PromptIdentity
     from kv_scheduler_state.ticket.seal import TicketSeal
-    from kv_scheduler_state.values import BlockIds, BlockRules
+    from kv_scheduler_state.values import BlockRules
 
 __all__ = ["Producers"]
+
+_TABLE: Final = Table("producer", (*PRODUCER_TABLE.rows, *STREAM_PRODUCER_TABLE.rows))
 
 
 @final
 class Producers:
     """Applies events to producer records and puts the resulting orders into the outbox.
 
-    Every method asks the table before it changes anything, so a refused event leaves no trace.
+    Every method asks the table before it changes anything, so a refused event changes nothing.
     """
 
-    def __init__(
-        self, config: SchedulerConfig, table: Table, rules: BlockRules, outbox: Outbox, clock: ObservedClock
-    ) -> None:
-        self.table = table
-        self.on_revoke = table.on("revoke")
-        self._on_allocate = table.on("allocate")
-        self._on_preempt = table.on("preempt")
+    def __init__(self, config: SchedulerConfig, rules: BlockRules, outbox: Outbox, clock: ObservedClock) -> None:
+        self.table = _TABLE
         self.fences = FencePool(config.fence_slots, config.fence_seed, config.stream_slots)
         self.streams = StreamProducers(config, outbox, clock)
         self.config = config
@@ -69,11 +66,12 @@ class Producers:
         config = self.config
         sizes = config.tp, config.pp, config.dcp
         self._address = PeerAddress(config.engine_id, config.host, config.port, *sizes, generation, config.dialect)
+        self._address_params = address_params(self._address)
 
-    def arrive(self, request_id: str, *, prompt_tokens: int, is_readback: bool, now_s: float) -> ProducerRecord:
+    def arrive(self, request_id: str, *, prompt_tokens: int, is_readback: bool) -> ProducerRecord:
         """Begin the life of a request that is to be handed over."""
         arrival = self.table.find(request_id, NEW, "arrive")
-        return ProducerRecord(arrival.target, [(now_s, arrival)], prompt_tokens, is_readback=is_readback)
+        return ProducerRecord(arrival.target, prompt_tokens, is_readback=is_readback)
 
     def arrive_early(
         self,
@@ -83,26 +81,14 @@ class Producers:
         media: tuple[int, str] | None,
         *,
         prompt_tokens: int,
-        now_s: float,
     ) -> ProducerRecord:
         """Begin the life of a request that a peer may read while it is computed."""
         arrival = self.table.find(request_id, NEW, "arrive-early")
-        record = ProducerRecord(arrival.target, [(now_s, arrival)], prompt_tokens)
+        record = ProducerRecord(arrival.target, prompt_tokens)
         self.streams.begin(request_id, early.hand_over_id, digest, media, record)
         return record
 
-    def require_allocation(self, request_id: str, record: ProducerRecord, preemptions: int) -> Transition:
-        """Return the row of an allocation, which may also report a preemption, see `allocate`.
-
-        Raises:
-            IllegalTransition: `illegal-transition`.
-        """
-        state = record.state
-        if preemptions > record.preemptions and state in self._on_preempt:
-            state = self._on_preempt[state].target
-        return self._on_allocate.get(state) or self.table.refuse(request_id, state, "allocate")
-
-    def allocate(self, request_id: str, record: ProducerRecord, preemptions: int, now_s: float) -> None:
+    def allocate(self, request_id: str, record: ProducerRecord, preemptions: int) -> None:
         """Announce the request to the workers, once, with a fence if a slot is free; give a restart a new fence.
 
         A cache reset preempts outside of a step. The engine then reports the preemption with the step that has already
@@ -111,13 +97,12 @@ class Producers:
         Raises:
             IllegalTransition: `illegal-transition`.
         """
-        row = self.require_allocation(request_id, record, preemptions)
-        preemption = self._on_preempt.get(record.state) if preemptions > record.preemptions else None
+        preemption, row = self.rows_of_allocation(request_id, record, preemptions)
         record.preemptions = preemptions
         if preemption is not None:
-            self.preempt(request_id, record, preemption, now_s)
+            self.preempt(request_id, record, preemption)
             record.is_preemption_due = True
-        advance(record, row, now_s)
+        record.state = row.target
         if "announce" in row.effects:
             record.fence = self.fences.take()
             self.outbox.announce("expects", request_id, record.fence)
@@ -125,9 +110,21 @@ class Producers:
             record.fence = self.fences.take() if record.fence is None else self.fences.renew(record.fence[0])
             self.outbox.announce("restarts", request_id, record.fence)
         elif row.effects and not self._give_slot(request_id, record):
-            advance(record, self.table.find(request_id, record.state, "no-slot"), now_s)
+            record.state = self.table.find(request_id, record.state, "no-slot").target
             record.fence = self.fences.take()
             self.outbox.announce("expects", request_id, record.fence)
+
+    def rows_of_allocation(
+        self, request_id: str, record: ProducerRecord, preemptions: int
+    ) -> tuple[Transition | None, Transition]:
+        """Return the rows of the preemption that an allocation reports, if it does, and of the allocation itself.
+
+        Raises:
+            IllegalTransition: `illegal-transition`.
+        """
+        preemption = self.table.get(record.state, "preempt") if preemptions > record.preemptions else None
+        state = record.state if preemption is None else preemption.target
+        return preemption, self.table.find(request_id, state, "allocate")
 
     def _give_slot(self, request_id: str, record: ProducerRecord) -> bool:
         """Give a prompt a stream slot, unless it might get no ticket at its end: an offer must be kept."""
@@ -143,29 +140,34 @@ class Producers:
         return False
 
     def scheduled(
-        self, request_id: str, record: ProducerRecord, row: Transition, blocks: BlockIds, now_s: float
-    ) -> None:
-        """Order the host-buffer save of a chunk."""
-        advance(record, row, now_s)
-        if not self.config.uses_host_buffer:
-            return
-        if "save" in row.effects and any(blocks):
-            self.outbox.save(request_id, blocks)
-            record.saved_blocks += sum(map(len, blocks))
-        if "complete" in row.effects:
-            self.outbox.orders.put("completes", request_id)
-
-    def computed(
         self,
         request_id: str,
         record: ProducerRecord,
-        row: Transition,
-        block_ids: Sequence[Sequence[int]],
+        new_block_ids: Sequence[Sequence[int]],
+        touched_block_ids: Sequence[Sequence[int]],
+        *,
+        is_last: bool,
         tokens: int,
         held_tokens: int,
     ) -> None:
-        """Order the stream words of a scheduled chunk, and offer the prompt with its first chunk."""
-        if self.streams.scheduled(request_id, row, block_ids, tokens, held_tokens):
+        """Order the host-buffer save of a chunk, and the words of its stream; offer the prompt with its first chunk.
+
+        Raises:
+            IllegalTransition: `illegal-transition`.
+            InvalidEvent: `invalid-event`, for a wrong number of groups.
+        """
+        row = self.table.find(request_id, record.state, "last-chunk" if is_last else "chunk")
+        blocks = self._rules.chunk(touched_block_ids)
+        record.state = row.target
+        if self.config.uses_host_buffer:
+            if "save" in row.effects and any(blocks):
+                saves = self.outbox.orders["saves"]
+                saves[request_id] = (*saves.get(request_id, ()), (request_id, blocks))
+            if "complete" in row.effects:
+                self.outbox.orders["completes"][request_id] = request_id
+        if "publish" in row.effects:
+            self.streams.scheduled(request_id, row, new_block_ids, tokens, held_tokens)
+        if "open" in row.effects:
             self.streams.offer(request_id, self._offer(request_id, record))
 
     def _offer(self, request_id: str, record: ProducerRecord) -> dict[str, object]:
@@ -194,43 +196,37 @@ class Producers:
             wire_id(request_id),
             blocks,
             peer_tokens=tokens,
-            lease_s=self._lease_s(record),
+            lease_s=self.config.readback_lease_s if record.is_readback else self.config.lease_s,
             fence=record.fence,
             nonce=nonce,
             prompt=prompt,
             span_tokens=self._spans,
             transfer_mode="pull",
         )
-        params = ticket_params(ticket)
+        params = ticket_params(ticket, self._address_params)
         if media is not None and media[0]:
             params["kv_media"] = list(media)
         if self.seal is not None:
             params["kv_seal"] = self.seal.of(ticket)
         return params
 
-    def _lease_s(self, record: ProducerRecord) -> float:
-        return self.config.readback_lease_s if record.is_readback else self.config.lease_s
-
-    def preempt(self, request_id: str, record: ProducerRecord, row: Transition, now_s: float) -> None:
+    def preempt(self, request_id: str, record: ProducerRecord, row: Transition) -> None:
         """Apply a preemption: void the stream, and drop the saves of blocks that are gone."""
-        advance(record, row, now_s)
+        record.state = row.target
         if "void" in row.effects:
             self.streams.end(request_id, row, ends=False)
-        shorten(record.trace)
         if "forget-saves" in row.effects:
-            self.outbox.drop_saves(request_id)
-            record.saved_blocks = 0
+            self.outbox.orders["saves"].pop(request_id, None)
+            self.outbox.orders["completes"].pop(request_id, None)
         record.is_void = False
 
-    def void(self, request_id: str, record: ProducerRecord, now_s: float) -> None:
+    def void(self, request_id: str, record: ProducerRecord) -> None:
         """Revoke the lease, or exclude everything computed so far from being handed over."""
-        revoke = self.on_revoke.get(record.state)
-        if revoke is not None:
-            self.revoke(request_id, record, revoke, now_s)
+        self.revoke(request_id, record)
         record.is_void = record.state in {"prefilling", "prefilled", "offered", "complete", "stale", "plain"}
-        reset = self.table.on("reset").get(record.state)
+        reset = self.table.get(record.state, "reset")
         if reset is not None:
-            advance(record, reset, now_s)
+            record.state = reset.target
             self.streams.end(request_id, reset, ends=False)
 
     def ending(
@@ -239,10 +235,11 @@ class Producers:
         record: ProducerRecord,
         block_ids: Sequence[Sequence[int]],
         computed_tokens: int,
+        identity: PromptIdentity | None,
         *,
         withhold: bool,
-    ) -> tuple[Transition, str]:
-        """Return the row for a prompt that ended well, and a refusal code, which is empty if the prompt is handed over.
+    ) -> tuple[Transition, str, dict[str, object] | None]:
+        """Return the row for a prompt that ended well, and a refusal code or the params of its ticket; `finish` grants the lease.
 
         Raises:
             IllegalTransition: `illegal-transition`.
@@ -254,8 +251,8 @@ class Producers:
             row = self.table.find(request_id, record.state, "hand-over")
             code = self._refusal(record, block_ids, computed_tokens)
             if not code:
-                return row, ""
-        return self.table.find(request_id, record.state, "drop"), code
+                return row, "", self._ticket(request_id, record, row, block_ids, computed_tokens, identity)
+        return self.table.find(request_id, record.state, "drop"), code, None
 
     def _refusal(self, record: ProducerRecord, block_ids: Sequence[Sequence[int]], computed_tokens: int) -> str:
         """Return the code of the reason why this engine cannot hand over blocks now, empty if it can."""
@@ -276,7 +273,7 @@ class Producers:
         prompt_tokens = record.prompt_tokens
         return computed_tokens if record.is_readback or computed_tokens < prompt_tokens else prompt_tokens
 
-    def ticket(
+    def _ticket(
         self,
         request_id: str,
         record: ProducerRecord,
@@ -284,22 +281,15 @@ class Producers:
         block_ids: Sequence[Sequence[int]],
         computed_tokens: int,
         identity: PromptIdentity | None,
-    ) -> dict[str, object] | None:
-        """Return the params of the ticket, or None for a row that grants none; `finish` then grants the lease."""
-        is_streamed = "finalise" in row.effects
-        if not is_streamed and "grant" not in row.effects:
-            return None
+    ) -> dict[str, object]:
         tokens = self._tokens_of(record, computed_tokens)
         prompt, media = None, None
         if identity is not None:
             prompt, media = "" if identity.refusal else identity.digest(tokens) or "", identity.media(tokens)
         # The tickets of a streamed prompt have the nonce of its offers.
-        nonce = self.streams.find(request_id, "hand-over").nonce if is_streamed else ""
+        nonce = self.streams.find(request_id, "hand-over").nonce if "finalise" in row.effects else ""
         blocks = self._rules.offered(block_ids, tokens)
-        params = self._written(request_id, record, blocks, tokens, nonce or self._draw_nonce(), prompt, media)
-        if is_streamed:
-            self.streams.finalise(request_id, params)
-        return params
+        return self._written(request_id, record, blocks, tokens, nonce or self._draw_nonce(), prompt, media)
 
     def finish(
         self,
@@ -308,31 +298,34 @@ class Producers:
         row: Transition,
         block_ids: Sequence[Sequence[int]],
         params: dict[str, object] | None,
-        now_s: float,
     ) -> None:
         """End the request: grant the lease of its ticket, or let the workers forget the request."""
-        advance(record, row, now_s)
+        record.state = row.target
         if params is None:
             if "withdraw" in row.effects:
                 self._withdraw(request_id, record)
             if "refuse" in row.effects:
                 self.streams.end(request_id, row, ends=True)
             return
-        nonce = str(params["kv_nonce"])
-        grant = GrantOrder(request_id, self._lease_s(record), record.fence, nonce)
-        self.outbox.orders.put("grants", request_id, grant)
+        lease_s, nonce = cast("float", params["kv_lease_s"]), str(params["kv_nonce"])
+        self.outbox.orders["grants"][request_id] = GrantOrder(request_id, lease_s, record.fence, nonce)
         self.leases.grant(request_id, record, block_ids)
+        if "finalise" in row.effects:
+            self.streams.finalise(request_id, params)
 
-    def revoke(self, request_id: str, record: ProducerRecord, row: Transition, now_s: float) -> None:
-        """Order the early end of a lease."""
-        advance(record, row, now_s)
+    def revoke(self, request_id: str, record: ProducerRecord) -> bool:
+        """Order the early end of a lease; return False for a request that has none."""
+        row = self.table.get(record.state, "revoke")
+        if row is None:
+            return False
+        record.state = row.target
         self.streams.revoked(request_id)
-        if "order-revoke" in row.effects:
-            self.outbox.orders.put("revokes", request_id)
+        self.outbox.orders["revokes"][request_id] = request_id
+        return True
 
-    def sent(self, request_id: str, record: ProducerRecord, row: Transition, now_s: float) -> None:
+    def sent(self, request_id: str, record: ProducerRecord, row: Transition) -> None:
         """Take back the fence slot of a lease that every worker has ended."""
-        advance(record, row, now_s)
+        record.state = row.target
         self.leases.end(request_id, record)
         if "return-slot" in row.effects and record.fence is not None:
             self.fences.give_back(record.fence[0])

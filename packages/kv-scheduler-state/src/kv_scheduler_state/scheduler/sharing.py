@@ -21,24 +21,23 @@ meanwhile; a new peer is due at once, which also makes the workers' handshake wi
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+import math
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, final
 
 from kv_scheduler_state.plan import HeartbeatOrder
-from kv_scheduler_state.records import HandOver
+from kv_scheduler_state.records import HandOver, TicketKey
 
 if TYPE_CHECKING:
+    from kv_scheduler_state.clock import ObservedClock
     from kv_scheduler_state.records import ConsumerRecord
     from kv_scheduler_state.ticket.ticket import HandoffTicket, PeerAddress
 
-__all__ = ["HandOvers", "Heartbeats", "TicketKey", "key_of"]
+__all__ = ["HandOvers", "Heartbeats", "key_of"]
 
 _REMEMBERED: Final = 1024
 """Tickets that are used up and remembered."""
-
-TicketKey = tuple[str, str, str, tuple[int, int] | None]
-"""Peer engine, request id there, nonce and fence of a ticket: requests with the same key hold the same ticket."""
 
 
 def key_of(ticket: HandoffTicket) -> TicketKey:
@@ -57,54 +56,49 @@ class HandOvers:
 
     def join(self, record: ConsumerRecord) -> None:
         """Note one more waiting holder of the record's ticket."""
-        ticket = record.ticket
-        if self.was_read(ticket):
-            record.hand_over = HandOver(ticket, waiting=1, is_spent=True)
-            return
-        record.hand_over = self._live.setdefault(key_of(ticket), HandOver(ticket))
-        record.hand_over.waiting += 1
+        key = key_of(record.ticket)
+        hand_over = self._live.get(key)
+        if hand_over is None:
+            hand_over = HandOver(key, is_spent=key in self._used)
+            if not hand_over.is_spent:
+                self._live[key] = hand_over
+        hand_over.waiting += 1
+        record.hand_over = hand_over
 
     def leave(self, hand_over: HandOver) -> None:
         """Note that a waiting holder gave up."""
         hand_over.waiting -= 1
         self._forget(hand_over)
 
-    def read_ended(self, hand_over: HandOver, *, is_passed: bool, is_good: bool = False) -> None:
+    def read_ended(self, hand_over: HandOver, *, is_passed: bool, is_good: bool) -> None:
         """Note the end of a read, which uses the ticket up unless passed on.
 
         A good end uses it up for later requests, too, and without a fence any end of which the peer was notified.
         """
-        if is_good:
-            self.note_read(hand_over.ticket)
-        elif not is_passed:
-            self.note_notified(hand_over.ticket)
         hand_over.reading -= 1
         if not is_passed:
             hand_over.is_spent = True
+            self.note_used(hand_over.key, is_good=is_good)
         self._forget(hand_over)
 
-    def note_read(self, ticket: HandoffTicket) -> None:
-        """Note that a ticket was read to the end, or must not be read any more."""
-        self._used[key_of(ticket)] = None
-        if len(self._used) > _REMEMBERED:
-            self._used.popitem(last=False)
+    def note_used(self, key: TicketKey, *, is_good: bool) -> None:
+        """Note that a ticket was read to the end, or that its peer may free the blocks.
 
-    def note_notified(self, ticket: HandoffTicket) -> None:
-        """Note that the peer may free a ticket's blocks: without a fence, new content in them would go unnoticed."""
-        if ticket.fence is None:
-            self.note_read(ticket)
+        Without a fence, new content in freed blocks would go unnoticed.
+        """
+        *_, fence = key
+        if is_good or fence is None:
+            self._used[key] = None
+            if len(self._used) > _REMEMBERED:
+                self._used.popitem(last=False)
 
     def was_read(self, ticket: HandoffTicket) -> bool:
         """Whether a ticket was noted as used up, as far as that is remembered."""
         return key_of(ticket) in self._used
 
     def _forget(self, hand_over: HandOver) -> None:
-        key = key_of(hand_over.ticket)
-        if not hand_over.waiting and not hand_over.reading and self._live.get(key) is hand_over:
-            del self._live[key]
-
-    def __len__(self) -> int:
-        return len(self._live)
+        if not hand_over.waiting and not hand_over.reading and self._live.get(hand_over.key) is hand_over:
+            del self._live[hand_over.key]
 
 
 @final
@@ -122,20 +116,28 @@ class Heartbeats:
 
     Args:
         period_s: Time between two heartbeats to one peer.
+        clock: The scheduler's clock.
 
     Attributes:
+        due_s: Time at which the first peer is due; infinite without peers.
         last_delay_s: Delay of the last orders: that of the most overdue peer.
     """
 
-    def __init__(self, period_s: float) -> None:
+    def __init__(self, period_s: float, clock: ObservedClock) -> None:
         self._period_s = period_s
+        self._clock = clock
         self._peers: dict[PeerAddress, _Peer] = {}
+        self.due_s = math.inf
         self.last_delay_s = 0.0
 
-    def start(self, record: ConsumerRecord, now_s: float) -> None:
+    def start(self, record: ConsumerRecord) -> None:
         """Renew the lease of a record's ticket from now on."""
         address = record.renewed_at = record.ticket.peer
-        self._peers.setdefault(address, _Peer(now_s)).holders[record] = None
+        peer = self._peers.get(address)
+        if peer is None:
+            peer = self._peers[address] = _Peer(self._clock.observed_s)
+            self.due_s = min(self.due_s, peer.due_s)
+        peer.holders[record] = None
 
     def stop(self, record: ConsumerRecord) -> None:
         """Stop renewing the lease for one of its holders, if it is renewed."""
@@ -145,29 +147,19 @@ class Heartbeats:
 
     def take_due(self, now_s: float) -> list[HeartbeatOrder]:
         """Return one order per peer that is due, the most overdue first, and forget peers without holders."""
-        due = [(peer.due_s, address) for address, peer in self._peers.items() if peer.due_s <= now_s]
-        if not due:
-            return []
         orders: list[HeartbeatOrder] = []
         delays_s: list[float] = []
-        for due_s, address in sorted(due, key=lambda item: item[0]):
-            peer = self._peers[address]
+        for address, peer in sorted(self._peers.items(), key=lambda item: item[1].due_s):
+            if peer.due_s > now_s:
+                break
             if not peer.holders:
                 # Kept until now, so that a request that comes and goes cannot make heartbeats denser than the period.
                 del self._peers[address]
                 continue
             readers = dict.fromkeys((record.ticket.peer_request_id, record.ticket.nonce) for record in peer.holders)
             orders.append(HeartbeatOrder(address, tuple(readers)))
-            delays_s.append(now_s - due_s)
+            delays_s.append(now_s - peer.due_s)
             peer.due_s = now_s + self._period_s
+        self.due_s = min([peer.due_s for peer in self._peers.values()], default=math.inf)
         self.last_delay_s = max(delays_s, default=self.last_delay_s)
         return orders
-
-    def holders(self) -> dict[TicketKey, int]:
-        """Return how many local requests hold each ticket."""
-        return Counter(key_of(record.ticket) for peer in self._peers.values() for record in peer.holders)
-
-    @property
-    def peer_count(self) -> int:
-        """Peer engines that are known at the moment."""
-        return len(self._peers)

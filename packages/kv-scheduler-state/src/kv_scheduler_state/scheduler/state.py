@@ -3,11 +3,9 @@
 Theory of operation. The engine calls, per request and in this order: `arrive`; `external_tokens` any number of times;
 `allocate` once or twice; `scheduled` for every chunk of a prefill; `preempt` perhaps; `finish` exactly once. Per step
 it calls `take_step_plan`, and after a step `report` with the reports of its workers. Each call becomes one event per record
-of the request (see `_tables`). The rows of both records are looked up before either is applied, so a call either happens
-or raises with nothing changed: first the producer's row is found, then `Consumers` finds the consumer's row and acts on it,
-then `Producers` acts.
-
-The calls of operators and gauges stand at the end.
+of the request (see `tables`). The rows of both records are looked up before either is applied, so a call either happens or
+raises with nothing changed: first the producer's row is found, then `Consumers` finds the consumer's row and acts on it, then
+`Producers` acts.
 """
 
 from __future__ import annotations
@@ -23,15 +21,20 @@ from kv_scheduler_state.errors import (
     quote,
     require_count,
 )
-from kv_scheduler_state.outbox import Outbox
-from kv_scheduler_state.records import Request, find_request, forget_if_ended
+from kv_scheduler_state.plan import Outbox
+from kv_scheduler_state.records import (
+    Request,
+    count_states,
+    describe,
+    find_request,
+    forget_if_ended,
+    state_of,
+)
 from kv_scheduler_state.scheduler.admission import Admissions
 from kv_scheduler_state.scheduler.consumer import Consumers
-from kv_scheduler_state.scheduler.introspection import count_states, describe, state_of
 from kv_scheduler_state.scheduler.producer import Producers
-from kv_scheduler_state.scheduler.reports import Reports
 from kv_scheduler_state.scheduler.streaming import Streams
-from kv_scheduler_state.tables import CONSUMER_TABLE, PRODUCER_TABLE, STREAM_CONSUMER_TABLE, STREAM_PRODUCER_TABLE
+from kv_scheduler_state.ticket.prompt import MEDIA_MISSING
 from kv_scheduler_state.ticket.seal import TicketSeal
 from kv_scheduler_state.values import (
     BYSTANDER,
@@ -40,7 +43,6 @@ from kv_scheduler_state.values import (
     BlockRules,
     FinishDecision,
     FinishReason,
-    not_handed_over,
 )
 
 if TYPE_CHECKING:
@@ -68,19 +70,17 @@ class SchedulerState:
 
     Attributes:
         streams: Streamed hand-overs; None if `config` has no stream slots and no blocks for streams.
+        config: The engine that this state belongs to.
     """
 
     def __init__(self, config: SchedulerConfig, *, secrets: Sequence[bytes] = ()) -> None:
-        self._config = config
+        self.config = config
         self._clock = ObservedClock()
-        self._rules = BlockRules(config.groups, config.null_block)
         self._outbox = Outbox(config.read_hold_steps)
-        producing = PRODUCER_TABLE.joined(STREAM_PRODUCER_TABLE)
-        self._producers = producers = Producers(config, producing, self._rules, self._outbox, self._clock)
-        consuming = CONSUMER_TABLE.joined(STREAM_CONSUMER_TABLE)
-        self._consumers = consumers = Consumers(config, consuming, self._rules, self._outbox)
+        rules = BlockRules(config.groups, config.null_block)
+        self._producers = producers = Producers(config, rules, self._outbox, self._clock)
+        self._consumers = consumers = Consumers(config, rules, self._outbox, self._clock)
         self._requests = requests = dict[str, Request]()
-        self._reports = Reports(requests, self._clock, consumers, producers)
         self._admissions = admissions = Admissions(consumers, producers)
         self.streams: Streams | None = None
         if config.stream_slots or config.reads_streams:
@@ -119,13 +119,13 @@ class SchedulerState:
             raise DuplicateRequest(request_id, state_of(self._requests[request_id]))
         if self._outbox.is_ending(request_id):
             raise DuplicateRequest(request_id, "waiting for its last orders to be taken")
-        if request_id in self._reports.unread:
+        if request_id in self._consumers.unread:
             raise DuplicateRequest(request_id, "waiting for the report of its failure")
-        at_s = self._clock.observe(now_s)
-        request = Request(prompt_tokens, at_s)
+        request = Request(prompt_tokens, self._clock.observe(now_s))
         admission = BYSTANDER
         if params is not None:
-            admission = self._admissions.admit(request_id, request, params, identity, at_s)
+            admission = self._admissions.admit(request_id, request, params, identity)
+            request.rejected_code = admission.rejected_code
         self._requests[request_id] = request
         return admission
 
@@ -147,7 +147,7 @@ class SchedulerState:
     def must_fail(self, request_id: str) -> bool:
         """Return whether the engine must end a request with an error: it lacks a part of the prompt, and reads none of it."""
         request = self._requests.get(request_id)
-        return request is not None and request.must_fail
+        return request is not None and request.rejected_code == MEDIA_MISSING
 
     def allocate(
         self,
@@ -180,19 +180,20 @@ class SchedulerState:
             consumer, producer = request.consumer, request.producer
             require_count("external_tokens", external_tokens)
             require_count("preemptions", preemptions)
-            at_s = self._clock.observe(now_s)
+            self._clock.observe(now_s)
             if consumer is not None:
                 if producer is not None:
-                    self._producers.require_allocation(request_id, producer, preemptions)
-                self._consumers.allocate(request_id, consumer, block_ids, new_block_ids, external_tokens, at_s)
+                    self._producers.rows_of_allocation(request_id, producer, preemptions)
+                self._consumers.allocate(request_id, consumer, block_ids, new_block_ids, external_tokens)
             elif external_tokens:
                 raise InvalidEvent(
                     f"request {quote(request_id)} expects {external_tokens} external tokens without a ticket"
                 )
             if producer is not None:
-                self._producers.allocate(request_id, producer, preemptions, at_s)
+                self._producers.allocate(request_id, producer, preemptions)
         except SchedulerStateError:
-            self._reports.fail_parked(request_id, external_tokens)
+            if type(request_id) is str and type(external_tokens) is int and external_tokens > 0:
+                self._consumers.fail_parked(self._requests, request_id)
             raise
 
     def scheduled(
@@ -222,13 +223,16 @@ class SchedulerState:
             InvalidEvent: `invalid-event`, for a wrong number of groups.
         """
         producer = find_request(self._requests, request_id, "scheduled").producer
-        if producer is None:
-            return
-        row = self._producers.table.find(request_id, producer.state, "last-chunk" if is_prompt_complete else "chunk")
-        blocks = self._rules.chunk(new_block_ids if touched_block_ids is None else touched_block_ids)
-        self._producers.scheduled(request_id, producer, row, blocks, self._clock.observed_s)
-        if "publish" in row.effects:
-            self._producers.computed(request_id, producer, row, new_block_ids, computed_tokens, held_tokens)
+        if producer is not None:
+            self._producers.scheduled(
+                request_id,
+                producer,
+                new_block_ids,
+                new_block_ids if touched_block_ids is None else touched_block_ids,
+                is_last=is_prompt_complete,
+                tokens=computed_tokens,
+                held_tokens=held_tokens,
+            )
 
     def preempt(self, request_id: str, *, now_s: float) -> None:
         """Note that the engine took a request's blocks away and will start it again.
@@ -239,7 +243,8 @@ class SchedulerState:
             InvalidEvent: `invalid-event`.
         """
         request = find_request(self._requests, request_id, "preempt")
-        consumers, producers, at_s = self._consumers, self._producers, self._clock.observe(now_s)
+        self._clock.observe(now_s)
+        consumers, producers = self._consumers, self._producers
         consumer, producer = request.consumer, request.producer
         if producer is not None and producer.is_preemption_due:
             producer.is_preemption_due = False  # the allocation has reported it already, see `Producers.allocate`
@@ -247,9 +252,9 @@ class SchedulerState:
         consumer_row = consumer and consumers.table.find(request_id, consumer.state, "preempt")
         producer_row = producer and producers.table.find(request_id, producer.state, "preempt")
         if consumer is not None and consumer_row is not None:
-            consumers.settle(request_id, consumer, consumer_row, at_s)
+            consumers.settle(request_id, consumer, consumer_row)
         if producer is not None and producer_row is not None:
-            producers.preempt(request_id, producer, producer_row, at_s)
+            producers.preempt(request_id, producer, producer_row)
 
     def finish(
         self,
@@ -283,30 +288,29 @@ class SchedulerState:
         if hands_over is None:
             raise InvalidEvent(f"reason is {quote(reason)}, must be one of {sorted(_HANDS_OVER)}")
         require_count("computed_tokens", computed_tokens)
-        at_s = self._clock.observe(now_s)
+        self._clock.observe(now_s)
         producers, producer, consumer = self._producers, request.producer, request.consumer
         if producer is None:
             if consumer is not None:
-                self._consumers.finish(request_id, consumer, at_s)
+                self._consumers.finish(request_id, consumer)
             request.is_finished = True
             forget_if_ended(self._requests, request_id, request)
             return NOT_KEPT
+        params: dict[str, object] | None = None
         if hands_over:
-            row, code = producers.ending(request_id, producer, block_ids, computed_tokens, withhold=withhold)
+            # This may raise, because it asks the host for the prompt's digest; nothing has changed yet.
+            row, code, params = producers.ending(
+                request_id, producer, block_ids, computed_tokens, identity, withhold=withhold
+            )
         else:
             row, code = producers.table.find(request_id, producer.state, "drop"), ""
-        # This may raise, because it asks the host for the prompt's digest; nothing has changed yet.
-        params = producers.ticket(request_id, producer, row, block_ids, computed_tokens, identity)
         if consumer is not None:
-            self._consumers.finish(request_id, consumer, at_s)
+            self._consumers.finish(request_id, consumer)
         request.is_finished = True
-        producers.finish(request_id, producer, row, block_ids, params, at_s)
-        if params is not None and consumer is None:
-            return FinishDecision(keep_blocks=True, params=params)  # the lease keeps the request
+        producers.finish(request_id, producer, row, block_ids, params)
         forget_if_ended(self._requests, request_id, request)
-        if params is not None:
-            return FinishDecision(keep_blocks=True, params=params)
-        return not_handed_over(code, keep_blocks=producer.state == "voiding")
+        # A reader of a stream may be at the blocks until its word has moved.
+        return FinishDecision(params is not None or producer.state == "voiding", params, code)
 
     def report(self, *, sent: Sequence[str] = (), received: Sequence[str] = (), failed: Sequence[str] = ()) -> None:
         """Note the reports of the workers after a step.
@@ -322,7 +326,34 @@ class SchedulerState:
                 legal id has been applied.
             IllegalTransition: `illegal-transition`.
         """
-        self._reports.apply(sent, received, failed)
+        if self._consumers.unread:
+            unread = self._consumers.give_up_unread(self._requests, [*failed, *received])
+            failed, received = [[each for each in ids if each not in unread] for ids in (failed, received)]
+        if failed:
+            received = [request_id for request_id in received if request_id not in failed]
+        refusals: list[SchedulerStateError] = []
+        events = ("sent", sent), (self._consumers.failure_event, failed), ("done", received)
+        for event, request_ids in events:
+            for request_id in request_ids:
+                try:
+                    self._ended(request_id, event)
+                except SchedulerStateError as error:
+                    refusals.append(error)
+        if refusals:
+            raise refusals[0]
+
+    def _ended(self, request_id: str, event: str) -> None:
+        request = find_request(self._requests, request_id, event)
+        producer, consumer = request.producer, request.consumer
+        if event == "sent" and producer is not None:
+            row = self._producers.table.find(request_id, producer.state, event)
+            self._producers.sent(request_id, producer, row)
+        elif event != "sent" and consumer is not None:
+            row = self._consumers.table.find(request_id, consumer.state, event)
+            self._consumers.settle(request_id, consumer, row)
+        else:
+            raise UnknownRequest(request_id, event)
+        forget_if_ended(self._requests, request_id, request)
 
     def take_step_plan(self, *, now_s: float) -> StepPlan:
         """Return all orders since the last call.
@@ -331,8 +362,9 @@ class SchedulerState:
             InvalidEvent: `invalid-event`; the orders stay for the next call.
         """
         at_s = self._clock.observe(now_s)
-        for order in self._consumers.heartbeats.take_due(at_s):
-            self._outbox.orders.put("heartbeats", order.peer, order)
+        heartbeats = self._consumers.heartbeats
+        if heartbeats.due_s <= at_s:
+            self._outbox.orders["heartbeats"].update({order.peer: order for order in heartbeats.take_due(at_s)})
         return self._outbox.take()
 
     # ---- operators and gauges
@@ -343,12 +375,7 @@ class SchedulerState:
         Raises:
             InvalidConfig: `invalid-config`, for no secret or a short one; nothing is changed then.
         """
-        self._producers.seal = self._admissions.seal = TicketSeal(secrets, self._config.unsealed_networks)
-
-    @property
-    def config(self) -> SchedulerConfig:
-        """The engine that this state belongs to."""
-        return self._config
+        self._producers.seal = self._admissions.seal = TicketSeal(secrets, self.config.unsealed_networks)
 
     def has_work(self) -> bool:
         """Whether orders wait for a step, even if the engine has no model work; heartbeats do not count."""
@@ -377,7 +404,7 @@ class SchedulerState:
     @property
     def leased_blocks(self) -> tuple[int, ...]:
         """Blocks that the leases keep, per KV-cache group; null blocks do not count, blocks of two leases count twice."""
-        return self._producers.leases.blocks
+        return tuple(self._producers.leases.blocks)
 
     @property
     def is_draining(self) -> bool:
@@ -393,63 +420,38 @@ class SchedulerState:
 
         Return the request whose read is given up, or an empty text.
 
-        Call this where nothing has run for a while because requests lack blocks. Two engines that read from each other may
-        both have leased all their blocks, each to requests that wait for blocks at the other; the heartbeats of those requests
-        would renew the leases without end. The request that gives way is computed here, and its peer gets its blocks back: no
-        lease that a reader counts on is revoked for it. An engine without leases and without streams that broke off is in no
-        such circle: whatever holds its blocks ends by itself.
-
-        Blocks for the next turn of a conversation are kept for minutes, whether it comes or not, and seldom is its reader here
-        already. So their lease is revoked before a read is given up.
+        Call this where nothing has run for a while because requests lack blocks: two engines that read from each other may
+        have leased all their blocks to requests that wait for blocks at the other, and whose heartbeats renew the leases
+        without end. The request that gives way is computed here, and its peer gets its blocks back. Without leases and without
+        streams that broke off there is no such circle. Readbacks come first: seldom is their reader here already.
 
         Raises:
             InvalidEvent: `invalid-event`.
         """
-        at_s = self._clock.observe(now_s)
-        if self._config.bidirectional and self._revoke_readback(at_s):
-            return ""
+        self._clock.observe(now_s)
+        for request_id, request in self._requests.items():
+            producer = request.producer
+            if producer is not None and producer.is_readback and self._producers.revoke(request_id, producer):
+                return ""
         if self._producers.leases or self._consumers.streams.has_broken_off:
             for request_id, request in reversed(self._requests.items()):
                 consumer = request.consumer
                 if consumer is not None and consumer.state in {"queued", "offered"}:
-                    self._consumers.give_up(request_id, consumer, at_s)
+                    self._consumers.give_up(request_id, consumer)
                     return request_id
         return ""
 
-    def _revoke_readback(self, at_s: float) -> bool:
-        """Revoke the oldest lease for a next turn; return False if there is none."""
-        for request_id, request in self._requests.items():
-            producer = request.producer
-            if producer is not None and producer.is_readback and producer.state == "leased":
-                row = self._producers.table.find(request_id, producer.state, "revoke")
-                self._producers.revoke(request_id, producer, row, at_s)
-                return True
-        return False
-
-    def revoke(self, request_id: str, *, now_s: float) -> None:
-        """End a lease early; the blocks are free once the workers report the request as sent.
-
-        Raises:
-            UnknownRequest: `unknown-request`, also for a request without a producer record.
-            IllegalTransition: `illegal-transition`, for a request without a lease.
-        """
-        producer = find_request(self._requests, request_id, "revoke").producer
-        if producer is None:
-            raise UnknownRequest(request_id, "revoke")
-        row = self._producers.table.find(request_id, producer.state, "revoke")
-        self._producers.revoke(request_id, producer, row, self._clock.observe(now_s))
-
     def revoke_all(self, *, now_s: float) -> None:
-        """Revoke every lease. Costs a scan.
+        """Revoke every lease; the blocks are free once the workers report the requests as sent. Costs a scan.
 
         Raises:
             InvalidEvent: `invalid-event`.
         """
-        at_s = self._clock.observe(now_s)
+        self._clock.observe(now_s)
         for request_id, request in self._requests.items():
             producer = request.producer
-            if producer is not None and (row := self._producers.on_revoke.get(producer.state)) is not None:
-                self._producers.revoke(request_id, producer, row, at_s)
+            if producer is not None:
+                self._producers.revoke(request_id, producer)
 
     def set_generation(self, generation: int | None) -> None:
         """Name this generation of the engine's memory registration in tickets from now on; None names none.
@@ -469,17 +471,17 @@ class SchedulerState:
         Raises:
             InvalidEvent: `invalid-event`.
         """
-        at_s = self._clock.observe(now_s)
+        self._clock.observe(now_s)
         for request_id, request in self._requests.items():
             if request.producer is not None:
-                self._producers.void(request_id, request.producer, at_s)
+                self._producers.void(request_id, request.producer)
             if request.consumer is not None:
-                self._consumers.void(request_id, request.consumer, at_s)
+                self._consumers.void(request_id, request.consumer)
 
     def snapshot(self, *, now_s: float, most: int | None = None) -> tuple[dict[str, object], ...]:
-        """Return at most `most` live requests, oldest first, with age, states, traces and the event that each waits for.
+        """Return at most `most` live requests, oldest first, with age, states and the event that each waits for.
 
-        Changes nothing, time included, so any thread may call it; a request that changes meanwhile may show both states.
+        Changes nothing, so any thread may call it; a request that changes meanwhile may show both states.
         """
         at_s, found = self._clock.peek(now_s), list(self._requests.items())[:most]
         return tuple([describe(name, request, at_s) for name, request in found])
@@ -494,5 +496,4 @@ class SchedulerState:
         Raises:
             UnknownRequest: `unknown-request`.
         """
-        request = find_request(self._requests, request_id, "explain")
-        return describe(request_id, request, self._clock.peek(now_s))
+        return describe(request_id, find_request(self._requests, request_id, "explain"), self._clock.peek(now_s))

@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
     from kv_scheduler_state.clock import ObservedClock
     from kv_scheduler_state.config import SchedulerConfig
+    from kv_scheduler_state.plan import StreamQuestion
     from kv_scheduler_state.records import ConsumedStream, Request
     from kv_scheduler_state.scheduler.admission import Admissions
     from kv_scheduler_state.scheduler.consumer import Consumers
     from kv_scheduler_state.streams.producer import StreamProducers
-    from kv_scheduler_state.streams.values import StreamQuestion
 
 __all__ = ["Streams"]
 
@@ -56,7 +56,7 @@ class Streams:
         now_s = self._clock.observed_s
         self.consumed.step_ended(now_s)
         for stream, event in self.consumed.due(now_s):
-            self._step(stream, event, now_s)
+            self._step(stream, event)
         return self.consumed.take_questions()
 
     def answered(self, request_id: str, number: int, answer: Mapping[str, object], *, now_s: float) -> bool:
@@ -69,7 +69,7 @@ class Streams:
         Raises:
             InvalidEvent: `invalid-event`, for an unknown kind of answer.
         """
-        at_s = self._clock.observe(now_s)
+        self._clock.observe(now_s)
         stream = self.consumed.get(request_id)
         if stream is None or not number or stream.number != number:
             return False
@@ -79,30 +79,30 @@ class Streams:
             missing = missing_media(answer.get("media"), stream.media)
             if missing is not None:
                 self._requests[request_id].rejected_code = code = missing.code
-            self._refused(stream, str(answer.get("reason")), at_s, code=code)
+            self._refused(stream, str(answer.get("reason")), code=code)
             return True
         if kind not in {"offer", "final"}:
             raise InvalidEvent(f"the answer is a {quote(kind)}, must be an offer, a final or a no")
         if kind == "offer" and self.consumed.wants_final(stream):
             # A producer that offers again and again would keep the request, and its blocks, without end.
-            self._refused(stream, "withdrawn", at_s)
+            self._refused(stream, "withdrawn")
             return True
         try:
             ticket = self._admissions.opened(stream, answer)
         except TicketError as error:
             self._requests[request_id].rejected_code = error.code
-            self._refused(stream, "digest-mismatch", at_s, code=error.code)
+            self._refused(stream, "digest-mismatch", code=error.code)
             return True
         if self._consumers.hand_overs.was_read(ticket):
             # A request that has ended since has read it; the peer may not know yet that its blocks are no longer needed.
-            self._refused(stream, "withdrawn", at_s)
+            self._refused(stream, "withdrawn")
             return True
         if kind == "offer" and not self.consumed.fits(ticket):
             # No blocks are reserved yet; the final ticket makes this a plain hand-over, which needs no share of the reserve.
-            self._consumers.step_early(stream, "misfit", ticket, at_s)
+            self._consumers.step_early(stream, "misfit", ticket)
             return True
         stream.number = 0
-        self._consumers.step_early(stream, str(kind), ticket, at_s)
+        self._consumers.step_early(stream, str(kind), ticket)
         return True
 
     def ended(self, request_id: str, rank: object, *, is_done: bool) -> None:
@@ -119,10 +119,10 @@ class Streams:
             IllegalTransition: The request does not read a stream now.
         """
         if self.consumed.note_end(request_id, rank, is_done=is_done):
-            self._step(self.consumed.find(request_id, "torn"), "torn", self._clock.observed_s)
+            self._step(self.consumed.find(request_id, "torn"), "torn")
 
-    def _refused(self, stream: ConsumedStream, reason: str, now_s: float, *, code: str = "") -> None:
-        stream.last_word = code or reason
+    def _refused(self, stream: ConsumedStream, reason: str, *, code: str = "") -> None:
+        stream.last_word, now_s = code or reason, self._clock.observed_s
         if reason == "busy":
             stream.since_s = now_s
         # Ask again for an id that is not known *yet*; an id that is no longer known has ended.
@@ -130,9 +130,9 @@ class Streams:
             stream.retry_s = now_s + self._config.stream_retry_s
             return
         stream.number = 0
-        self._step(stream, "refuse", now_s)
+        self._step(stream, "refuse")
 
-    def _step(self, stream: ConsumedStream, event: str, now_s: float) -> None:
+    def _step(self, stream: ConsumedStream, event: str) -> None:
         request_id = stream.request_id
-        self._consumers.step_early(stream, event, None, now_s)
+        self._consumers.step_early(stream, event, None)
         forget_if_ended(self._requests, request_id, self._requests[request_id])

@@ -4,15 +4,20 @@
 Nothing here moves bytes.
 """
 
-from kv_scheduler_state.plan import StreamChunk, StreamOpen, StreamOrder, StreamPlan, StreamRun, StreamVoid
-from kv_scheduler_state.streams.reader import StreamReaders, StreamReport
-from kv_scheduler_state.streams.values import (
+from kv_scheduler_state.plan import (
     StreamAnswer,
+    StreamChunk,
+    StreamOpen,
+    StreamOrder,
     StreamOutcome,
     StreamPart,
+    StreamPlan,
     StreamQuestion,
+    StreamRun,
     StreamStanding,
+    StreamVoid,
 )
+from kv_scheduler_state.streams.reader import StreamReaders, StreamReport
 from kv_scheduler_state.worker.state import StreamWords, StreamWorker
 
 __all__ = [

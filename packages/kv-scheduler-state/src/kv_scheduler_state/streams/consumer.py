@@ -13,21 +13,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, final
 
-from kv_scheduler_state.errors import TicketError, UnknownRequest, quote
+from kv_scheduler_state.errors import UnknownRequest
 from kv_scheduler_state.fences import stream_tag
-from kv_scheduler_state.plan import StreamOrder
+from kv_scheduler_state.plan import StreamOrder, StreamOutcome, StreamQuestion, StreamResult
 from kv_scheduler_state.records import UNRESERVED
-from kv_scheduler_state.streams.values import StreamOutcome, StreamQuestion, StreamResult
 from kv_scheduler_state.ticket.prompt import MEDIA_MISSING
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from kv_scheduler_state.config import GroupConfig, SchedulerConfig
-    from kv_scheduler_state.outbox import Outbox
-    from kv_scheduler_state.plan import ReadOrder
+    from kv_scheduler_state.plan import Outbox, ReadOrder
     from kv_scheduler_state.records import ConsumedStream
-    from kv_scheduler_state.tables import Table, Transition
+    from kv_scheduler_state.tables import Transition
     from kv_scheduler_state.ticket.early import EarlyTicket
     from kv_scheduler_state.ticket.ticket import HandoffTicket
 
@@ -55,7 +53,6 @@ class StreamConsumers:
 
     Args:
         config: The engine.
-        table: The consumer machine.
         outbox: Orders for the workers.
 
     Attributes:
@@ -63,9 +60,8 @@ class StreamConsumers:
         lacks_blocks: Whether an offer waited for blocks in the latest step; call `give_way` if no step can give it any.
     """
 
-    def __init__(self, config: SchedulerConfig, table: Table, outbox: Outbox) -> None:
+    def __init__(self, config: SchedulerConfig, outbox: Outbox) -> None:
         self._config = config
-        self.table = table
         self.outbox = outbox
         # Blocks that each stream holds, and the most that all of them may hold together.
         self._held: dict[str, int] = {}
@@ -161,18 +157,18 @@ class StreamConsumers:
                 self._cancels.append((request_id, stream.number))
                 stream.number = 0
         elif effect == "stop-stream":
-            self.outbox.streams.put("stops", request_id)
+            self.outbox.streams["stops"][request_id] = request_id
         elif effect in {"end-stream", "leave"}:
             if effect == "end-stream":
-                self.outbox.streams.put("ends", request_id)
+                self.outbox.streams["ends"][request_id] = request_id
             self._held.pop(request_id, None)
             del self._streams[request_id]
 
-    def order(self, request_id: str, read: ReadOrder, start: int) -> None:
+    def order(self, read: ReadOrder, start: int) -> None:
         """Order the first stream of a request, into blocks that it keeps for all later streams."""
-        stream = self.find(request_id, "load")
+        stream = self.find(read.request_id, "load")
         stream.read, stream.start = read, start
-        self.order_again(request_id, stream.record.ticket)
+        self.order_again(read.request_id, read.ticket)
 
     def order_again(self, request_id: str, ticket: HandoffTicket) -> None:
         """Order a stream into the blocks of the request."""
@@ -180,31 +176,14 @@ class StreamConsumers:
         if stream.read is None or ticket.fence is None:
             raise UnknownRequest(stream.request_id, "stream")
         read = stream.read._replace(ticket=ticket)
-        order = StreamOrder(read, stream_tag(ticket.fence[1]), stream.start)
-        self.outbox.streams.put("watches", stream.request_id, order)
+        self.outbox.streams["watches"][request_id] = StreamOrder(read, stream_tag(ticket.fence[1]), stream.start)
 
     def order_final(self, request_id: str, ticket: HandoffTicket) -> None:
         """Order the plain read of the final ticket into the blocks of the request."""
         stream = self.find(request_id, "final")
         if stream.read is None:
             raise UnknownRequest(stream.request_id, "final")
-        read = stream.read._replace(ticket=ticket)
-        self.outbox.read(stream.request_id, read)
-
-    def require_ticket(self, stream: ConsumedStream, ticket: HandoffTicket, *, is_offer: bool) -> None:
-        """Refuse a ticket that is not for this prompt, or an offer without a fence.
-
-        Raises:
-            TicketError: `ticket-prompt` or `ticket-missing`.
-        """
-        if ticket.prompt != stream.digest or ticket.peer_tokens != stream.offered_tokens:
-            raise TicketError(
-                "ticket-prompt",
-                f"the answer for hand-over {quote(stream.early.hand_over_id)} is of another prompt",
-                field="kv_prompt",
-            )
-        if is_offer and ticket.fence is None:
-            raise TicketError("ticket-missing", "the offer names no fence", field="kv_fence")
+        self.outbox.read(stream.read._replace(ticket=ticket))
 
     def fits(self, ticket: HandoffTicket) -> bool:
         """Whether both engines' blocks cover the same number of tokens, so that a prompt can be read in parts.

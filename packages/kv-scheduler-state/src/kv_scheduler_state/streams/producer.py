@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Final, final
 
 from kv_scheduler_state.errors import InvalidEvent, UnknownRequest, quote
 from kv_scheduler_state.fences import FencePool, ended_generation, stream_tag
-from kv_scheduler_state.plan import StreamChunk, StreamOpen, StreamRun, StreamVoid
-from kv_scheduler_state.streams.values import StreamAnswer, StreamStanding
+from kv_scheduler_state.plan import StreamAnswer, StreamChunk, StreamOpen, StreamRun, StreamStanding, StreamVoid
 from kv_scheduler_state.tables import GONE
 from kv_scheduler_state.values import running_state
 
@@ -29,9 +28,8 @@ if TYPE_CHECKING:
 
     from kv_scheduler_state.clock import ObservedClock
     from kv_scheduler_state.config import GroupConfig, SchedulerConfig
-    from kv_scheduler_state.outbox import Outbox
+    from kv_scheduler_state.plan import NoReason, Outbox
     from kv_scheduler_state.records import ProducerRecord
-    from kv_scheduler_state.streams.values import NoReason
     from kv_scheduler_state.tables import Transition
 
 __all__ = ["ProducedStream", "StreamPlaces", "StreamProducers"]
@@ -39,6 +37,8 @@ __all__ = ["ProducedStream", "StreamPlaces", "StreamProducers"]
 _RUNNING: Final = frozenset({"offered", "complete"})
 _PARKED_PER_REQUEST: Final = 8
 _REMEMBERED_IDS: Final = 1024
+_TABLE_ENTRIES: Final = 8192
+"""Block ids that a stream's table holds; a longer prompt is handed over plain."""
 
 _LONGEST_SILENCE_S: Final = 2.0
 
@@ -99,7 +99,6 @@ class StreamProducers:
         self._answers: list[tuple[str, int, dict[str, object]]] = []
         # Changed standing answers, by id; a caller need not take them.
         self._standings: dict[str, StreamStanding] = {}
-        self._finals: list[str] = []
 
     # ---- the engine's events
 
@@ -161,7 +160,7 @@ class StreamProducers:
             stream.places.restart()
             self.outbox.announce("restarts", request_id, None)
             return True
-        if not stream.is_whole and stream.places.total <= self._config.stream_table_entries:
+        if not stream.is_whole and stream.places.total <= _TABLE_ENTRIES:
             record.fence = self.fences.take()
         if record.fence is not None:
             self.outbox.announce("expects", request_id, None)
@@ -169,23 +168,21 @@ class StreamProducers:
 
     def scheduled(
         self, request_id: str, row: Transition, block_ids: Sequence[Sequence[int]], tokens: int, held_tokens: int
-    ) -> bool:
-        """Order the words of a scheduled chunk; return True if an offer can be made with it."""
-        if "publish" not in row.effects:
-            return False
+    ) -> None:
+        """Order the words of a scheduled chunk."""
         stream = self.find(request_id, "chunk")
         slot, generation = _fence(stream)
         tag, orders = stream_tag(generation), self.outbox.streams
         if "open" in row.effects:
-            self.outbox.open(StreamOpen(request_id, slot, generation, tag))
+            orders["voids"].pop(request_id, None)
+            orders["opens"][request_id] = StreamOpen(request_id, slot, generation, tag)
         else:
             held_tokens = 0
         runs = stream.places.fill(block_ids, is_last=row.target == "complete")
         known: StreamChunk | None = orders["chunks"].get(request_id)
         if known is not None:
             runs, held_tokens = (*known.runs, *runs), known.held_tokens
-        orders.put("chunks", request_id, StreamChunk(request_id, slot, tag, runs, tokens, held_tokens))
-        return "open" in row.effects
+        orders["chunks"][request_id] = StreamChunk(request_id, slot, tag, runs, tokens, held_tokens)
 
     def offer(self, request_id: str, ticket: dict[str, object]) -> None:
         """Answer with this ticket, from now on, the questions that an offer satisfies."""
@@ -196,10 +193,11 @@ class StreamProducers:
         self._answer_parked(stream)
 
     def finalise(self, request_id: str, ticket: dict[str, object]) -> None:
-        """Keep the final ticket; it answers the questions once the lease runs."""
-        self.find(request_id, "hand-over").ticket = ticket
-        self._finals = [each for each in self._finals if each in self._streams]
-        self._finals.append(request_id)
+        """Answer all questions with the final ticket from now on: its lease is granted."""
+        stream = self.find(request_id, "hand-over")
+        stream.ticket = ticket
+        final = _granting("final", stream, ticket)
+        self._standings[stream.hand_over_id] = StreamStanding(stream.hand_over_id, stream.digest, final)
 
     def revoked(self, request_id: str) -> None:
         """Withdraw the final ticket of a stream from the standing answers."""
@@ -213,12 +211,6 @@ class StreamProducers:
         A side channel uses them to answer by itself while a step runs, or while this engine runs no steps. An outdated offer or
         final ticket does no harm: its fence decides.
         """
-        finals, self._finals = self._finals, []
-        for request_id in finals:
-            stream = self._streams.get(request_id)
-            if stream is not None and stream.record.state == "streamed" and stream.ticket is not None:
-                final = _granting("final", stream, stream.ticket)
-                self._standings[stream.hand_over_id] = StreamStanding(stream.hand_over_id, stream.digest, final)
         standings, self._standings = self._standings, {}
         return list(standings.values())
 
@@ -228,7 +220,11 @@ class StreamProducers:
         if "void" in row.effects:
             slot, generation = _fence(stream)
             word, tag = ended_generation(generation), stream_tag(generation)
-            self.outbox.void(StreamVoid(request_id, slot, word, tag, ends))
+            orders = self.outbox.streams
+            # In place of this step's opening and chunk: they never run, and no peer knows of their words.
+            orders["opens"].pop(request_id, None)
+            orders["chunks"].pop(request_id, None)
+            orders["voids"][request_id] = StreamVoid(request_id, slot, word, tag, ends)
             self._standings[stream.hand_over_id] = StreamStanding(stream.hand_over_id, "", None)
             if ends:
                 self.outbox.withdraw(request_id)
@@ -303,7 +299,7 @@ class StreamProducers:
     def _forget(self, stream: ProducedStream) -> None:
         del self._streams[stream.request_id], self._by_id[stream.hand_over_id]
         # A revocation that crossed with the lease's own end must not affect the slot's next owner.
-        self.outbox.streams.drop("voids", stream.request_id)
+        self.outbox.streams["voids"].pop(stream.request_id, None)
         self._remember(stream.hand_over_id, "withdrawn")
 
     def _remember(self, hand_over_id: str, reason: NoReason) -> None:

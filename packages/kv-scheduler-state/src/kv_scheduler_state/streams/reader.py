@@ -16,7 +16,7 @@ from typing import Final, NamedTuple, final
 
 from kv_scheduler_state.errors import DuplicateRequest, UnknownRequest
 from kv_scheduler_state.fences import is_later_tag
-from kv_scheduler_state.streams.values import StreamPart
+from kv_scheduler_state.plan import StreamPart
 from kv_scheduler_state.tables import GONE, NEW, STREAM_READER_TABLE, Transition
 
 __all__ = ["StreamReaders", "StreamReport"]

@@ -24,7 +24,7 @@ import hmac
 import re
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast, final
 
-from kv_scheduler_state.errors import TicketError, quote
+from kv_scheduler_state.errors import TicketError, field_error, quote
 from kv_scheduler_state.ticket.ticket import encode
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def read_early(fields: Mapping[object, Any], hosts: HostPolicy, seal: TicketSeal
     """
     value: object = fields.get(EARLY_KEY)
     if type(value) is not dict:
-        raise TicketError("ticket-type", f"{EARLY_KEY} is {quote(value)}; it must be an object", field=EARLY_KEY)
+        raise field_error("ticket-type", EARLY_KEY, f"is {quote(value)}; it must be an object")
     early, mac = _parsed(cast("dict[object, object]", value))
     hosts.require(early.host)
     hosts.require_port(early.port)
@@ -166,25 +166,21 @@ def named_id(fields: Mapping[object, Any], seal: TicketSeal | None) -> str:
 def _parsed(value: dict[object, object]) -> tuple[EarlyTicket, object]:
     """Return the early ticket and its MAC, each field checked by itself."""
     if len(value) > _MOST_KEYS:  # before unknown keys are sorted and quoted
-        raise TicketError(
-            "ticket-type", f"{EARLY_KEY} has {len(value)} keys, at most {_MOST_KEYS} are allowed", field=EARLY_KEY
-        )
+        raise field_error("ticket-type", EARLY_KEY, f"has {len(value)} keys, at most {_MOST_KEYS} are allowed")
     missing = sorted(_KEYS - value.keys())
     if missing:
-        raise TicketError("ticket-missing", f"{EARLY_KEY} has no {missing[0]}", field=missing[0])
+        raise field_error("ticket-missing", EARLY_KEY, f"has no {missing[0]}")
     known = _KEYS | ({"mac", "withdraw"} if value.get("withdraw") is True else {"mac"})
     unknown = sorted(quote(key) for key in value.keys() - known)
     if unknown:
-        raise TicketError(
-            "ticket-type", f"{EARLY_KEY} has the key {unknown[0]}, which no router writes", field=EARLY_KEY
-        )
+        raise field_error("ticket-type", EARLY_KEY, f"has the key {unknown[0]}, which no router writes")
     identity, host, port = value["id"], value["host"], value["port"]
     if type(identity) is not str or not _ID.match(identity):
-        raise TicketError("ticket-text", f"id is {quote(identity)}; it must be 32 digits of 0-9 a-f", field="id")
+        raise field_error("ticket-text", "id", f"is {quote(identity)}; it must be 32 digits of 0-9 a-f")
     if type(host) is not str or not 0 < len(host) <= _MOST_HOST_CHARS or not host.isascii():
-        raise TicketError("ticket-text", f"host is {quote(host)}; it must be an address or a name", field="host")
+        raise field_error("ticket-text", "host", f"is {quote(host)}; it must be an address or a name")
     if type(port) is not int:
-        raise TicketError("ticket-type", f"port is {quote(port)}; it must be an integer", field="port")
+        raise field_error("ticket-type", "port", f"is {quote(port)}; it must be an integer")
     if not 1 <= port <= 65535:
-        raise TicketError("ticket-range", f"port is {quote(port)}, must be 1 to 65535", field="port")
+        raise field_error("ticket-range", "port", f"is {quote(port)}, must be 1 to 65535")
     return EarlyTicket(identity, host, port), value.get("mac")

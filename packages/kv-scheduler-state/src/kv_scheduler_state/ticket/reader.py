@@ -1,4 +1,18 @@
-"""Reads a client's `kv_transfer_params` into a `HandoffTicket`, trusting nothing."""
+"""Reads a client's `kv_transfer_params` into a `HandoffTicket`, trusting nothing.
+
+Block lists. Tickets of this project carry the first token of each (`kv_first_tokens`). vLLM's own connector, and version 0.1 of
+this project, only send ids, under fixed rules: a group that keeps the whole prompt is sent whole; a window group is cut to its
+last `window_blocks` blocks; of a state group the running state is sent, by older versions with the scratch blocks behind it. A
+list as long as a whole list beside it was not cut and begins with token 0. The first token of a cut one follows from the whole
+list and from the size of the peer's blocks, which such a ticket does not tell. So blocks of our size must make lists of just
+these lengths from the tokens that the peer has computed; the worker, which learns the true size at the handshake, refuses the
+ticket if it is another one after all. The same holds for a list with null blocks at its front.
+
+Example: blocks of 16 tokens, a window of 32 (`window_blocks` 3). A ticket of 160 tokens with a whole list of 10 blocks and a
+window list of 3: it begins with token (10 - 3) * 16 = 112. A peer with blocks of 32 lists 5 and 2 for the same tokens; its window
+list begins with token 96, but 5 is not 160 / 16, so the ticket is refused. With no whole list beside it a list is refused, too,
+unless the window covers all tokens: counting from the end of the prompt would be a guess.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +22,13 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, cast, final
 
 from kv_scheduler_state.config import MAX_PEER_GENERATION
-from kv_scheduler_state.errors import TicketError, quote
+from kv_scheduler_state.errors import TicketError, field_error, quote
 from kv_scheduler_state.hosts import HostPolicy, canonical_host
-from kv_scheduler_state.ticket.peer_blocks import PeerBlocks
 from kv_scheduler_state.ticket.ticket import HandoffTicket, PeerAddress, TicketKind
+from kv_scheduler_state.values import BlockList, running_state
 
 if TYPE_CHECKING:
-    from kv_scheduler_state.config import SchedulerConfig
+    from kv_scheduler_state.config import GroupConfig, SchedulerConfig
     from kv_scheduler_state.values import BlockIds
 
 __all__ = ["MAX_BLOCKS", "Fields", "ParamsKind", "TicketReader"]
@@ -60,21 +74,20 @@ class TicketReader:
         config: The engine: its groups, its null block, the hosts that it may connect to, the ids that it cannot
             notify, and whether `do_remote_decode` with blocks is a readback ticket, else a plain prefill request.
         takes_offers: Whether a ticket may list no blocks at all, as an offer's ticket does.
+
+    Attributes:
+        hosts: Hosts that a ticket may name.
     """
 
     def __init__(self, config: SchedulerConfig, *, takes_offers: bool = False) -> None:
-        self._groups = len(config.groups)
-        self._hosts = HostPolicy(config.peer_networks, config.peer_ports)
-        self._peer_blocks = PeerBlocks(config.groups, config.null_block)
+        # The peer's groups match these in kind, and vLLM's own peers use the same null block.
+        self._groups = config.groups
+        self._null = config.null_block
+        self.hosts = HostPolicy(config.peer_networks, config.peer_ports)
         self._reads_back = config.bidirectional
         self._takes_offers = takes_offers
         self._reserved = config.reserved_id_prefixes
-        self._peers: dict[tuple[tuple[type[object], object], ...], PeerAddress] = {}
-
-    @property
-    def hosts(self) -> HostPolicy:
-        """Hosts that a ticket may name."""
-        return self._hosts
+        self._peers: dict[tuple[object, ...], PeerAddress] = {}
 
     def classify(self, params: object) -> ParamsKind:
         """Return what a request's params ask for.
@@ -84,7 +97,13 @@ class TicketReader:
         """
         if params is None:
             return "none"
-        fields = self._fields(params)
+        # The dict test comes first because an ABC's check is slow and params are dicts.
+        if not isinstance(params, dict) and not isinstance(params, Mapping):
+            raise TicketError("ticket-not-mapping", f"kv_transfer_params is {quote(params)}, must be an object")
+        fields = cast("Fields", params)
+        if len(fields) > _MAX_KEYS:
+            problem = f"has {len(fields)} keys, at most {_MAX_KEYS} are allowed"
+            raise field_error("ticket-too-large", "kv_transfer_params", problem)
         reads, serves = fields.get("do_remote_prefill"), fields.get("do_remote_decode")
         for name, flag in (("do_remote_prefill", reads), ("do_remote_decode", serves)):
             if flag is not None and type(flag) is not bool:
@@ -94,19 +113,6 @@ class TicketReader:
         if serves:
             return "readback" if self._reads_back and fields.get("remote_block_ids") else "prefill"
         return "handoff" if reads else "none"
-
-    def _fields(self, params: object) -> Fields:
-        # The dict test comes first because an ABC's check is slow and params are dicts.
-        if not isinstance(params, dict) and not isinstance(params, Mapping):
-            raise TicketError("ticket-not-mapping", f"kv_transfer_params is {quote(params)}, must be an object")
-        fields = cast("Fields", params)
-        if len(fields) > _MAX_KEYS:
-            raise TicketError(
-                "ticket-too-large",
-                f"kv_transfer_params has {len(fields)} keys, at most {_MAX_KEYS} are allowed",
-                keys=len(fields),
-            )
-        return fields
 
     def read(self, params: object, kind: TicketKind) -> HandoffTicket:
         """Return the validated ticket.
@@ -126,12 +132,8 @@ class TicketReader:
         request_id = self._text("remote_request_id", get("remote_request_id"))
         tokens = _integer(fields, "remote_num_tokens", 0, _MAX_TOKENS)
         if self._reserved and request_id.startswith(self._reserved):
-            raise TicketError(
-                "ticket-id-reserved",
-                f"remote_request_id {quote(request_id)} begins like a notification of another kind; its engine could never be "
-                "told that the read is done",
-                field="remote_request_id",
-            )
+            problem = f"{quote(request_id)} begins like a notification of another kind, so no reader could name it"
+            raise field_error("ticket-id-reserved", "remote_request_id", problem)
         for key in fields:
             if not isinstance(key, str):
                 raise TicketError("ticket-type", f"kv_transfer_params has the key {quote(key)}, which is not a string")
@@ -140,13 +142,13 @@ class TicketReader:
             kind,
             peer,
             request_id,
-            self._peer_blocks.lists(fields, self._blocks(get("remote_block_ids")), peer, tokens),
+            self._lists(fields, self._blocks(get("remote_block_ids")), peer.dcp, tokens),
             peer_tokens=tokens,
             lease_s=_seconds(fields, "kv_lease_s", _MAX_LEASE_S),
             fence=None if fence is None else self._fence(fence),
             nonce=_matching(fields, "kv_nonce", _NONCE) or "",
             prompt=_matching(fields, "kv_prompt", _DIGEST),
-            span_tokens=self._peer_blocks.spans(fields),
+            span_tokens=self._per_group(fields, "kv_span_tokens", 1) or (),
             expiry_clock_s=_seconds(fields, "remote_blocks_expiry_time", _MAX_CLOCK_S),
             transfer_mode=None if get("transfer_mode") is None else "pull",
         )
@@ -154,8 +156,8 @@ class TicketReader:
     def _peer(self, fields: Fields) -> PeerAddress:
         # An engine writes the same into all its tickets, so its address is checked once. The types are compared, too, because
         # 1, 1.0 and True are equal.
-        values: list[object] = [fields.get(name) for name in _ADDRESS_KEYS]
-        key = tuple([(type(value), value) for value in values])
+        values = [fields.get(name) for name in _ADDRESS_KEYS]
+        key: tuple[object, ...] = (*values, *map(type, values))
         try:
             known = self._peers.get(key)
         except TypeError:  # a list or an object among them: the checks say where
@@ -170,18 +172,15 @@ class TicketReader:
     def _check_peer(self, fields: Fields) -> PeerAddress:
         mode = fields.get("transfer_mode")
         if mode is not None and mode != "pull":
-            raise TicketError(
-                "ticket-mode",
-                f"transfer_mode of engine {quote(fields.get('remote_engine_id'))} is {quote(mode)}: it serves no reads; pair "
-                "this engine with a 'pull' one",
-                field="transfer_mode",
-            )
+            engine = quote(fields.get("remote_engine_id"))
+            problem = f"of engine {engine} is {quote(mode)}: it serves no reads; pair this engine with a 'pull' one"
+            raise field_error("ticket-mode", "transfer_mode", problem)
         host = self._text("remote_host", fields.get("remote_host"))
-        self._hosts.require(host)
+        self.hosts.require(host)
         port = _integer(fields, "remote_port", 1, 65535)
         if port is None:
             _refuse_type("remote_port", None, "an integer")
-        self._hosts.require_port(port)
+        self.hosts.require_port(port)
         own = _integer(fields, "kv_generation", 0, MAX_PEER_GENERATION)
         generation = _integer(fields, "remote_registration_generation", 0, MAX_PEER_GENERATION)
         return PeerAddress(
@@ -199,25 +198,18 @@ class TicketReader:
         if type(value) is not str:
             _refuse_type(name, value, "a string")
         if not 0 < len(value) <= _MAX_TEXT_CHARS or not value.isprintable():
-            raise TicketError(
-                "ticket-text",
-                f"{name} is {quote(value)} of {len(value)} characters; it must have 1 to "
-                f"{_MAX_TEXT_CHARS}, all printable",
-                field=name,
+            problem = (
+                f"is {quote(value)} of {len(value)} characters; it must have 1 to {_MAX_TEXT_CHARS}, all printable"
             )
+            raise field_error("ticket-text", name, problem)
         return value
 
     def _blocks(self, groups: Sequence[Sequence[int]] | None) -> BlockIds:
         if not isinstance(groups, _LISTS):
             _refuse_type("remote_block_ids", groups, "a list of lists of block ids")
-        if len(groups) != self._groups:
-            raise TicketError(
-                "ticket-groups",
-                f"remote_block_ids has {len(groups)} groups, this model has {self._groups} KV-cache groups",
-                field="remote_block_ids",
-                groups=len(groups),
-                expected=self._groups,
-            )
+        if len(groups) != len(self._groups):
+            problem = f"has {len(groups)} groups, this model has {len(self._groups)} KV-cache groups"
+            raise field_error("ticket-groups", "remote_block_ids", problem)
         budget = MAX_BLOCKS
         blocks: list[tuple[int, ...]] = []
         for group in groups:
@@ -225,21 +217,87 @@ class TicketReader:
                 _refuse_type("remote_block_ids", group, "a list of lists of block ids")
             budget -= len(group)
             if budget < 0:
-                raise TicketError(
-                    "ticket-too-large",
-                    f"remote_block_ids has more than {MAX_BLOCKS} block ids",
-                    field="remote_block_ids",
-                )
-            if not _are_block_ids(group):
-                raise TicketError(
-                    "ticket-blocks",
-                    f"remote_block_ids must hold integers from 0 to {_MAX_BLOCK_ID}",
-                    field="remote_block_ids",
-                )
+                raise field_error("ticket-too-large", "remote_block_ids", f"has more than {MAX_BLOCKS} block ids")
+            # Built-ins over the whole list: a loop over a long prompt's ids would cost more than all else at admission.
+            try:
+                array("I", group)  # only integers of 32 bits without a sign get in, and bools
+                # A bool is equal to 0 or 1, so each id's type is checked only where one of these is among them.
+                is_good = _BOOLS.isdisjoint(group) or bool not in map(type, group)
+            except (TypeError, OverflowError):
+                is_good = False
+            if not is_good:
+                problem = f"must hold integers from 0 to {_MAX_BLOCK_ID}"
+                raise field_error("ticket-blocks", "remote_block_ids", problem)
             blocks.append(tuple(group))
         if not any(blocks) and not self._takes_offers:
-            raise TicketError("ticket-empty", "remote_block_ids names no block at all", field="remote_block_ids")
+            raise field_error("ticket-empty", "remote_block_ids", "names no block at all")
         return tuple(blocks)
+
+    def _lists(self, fields: Fields, ids: BlockIds, dcp: int, tokens: int | None) -> tuple[BlockList, ...]:
+        """Return one block list per group, of the ids and of the tokens that the peer has computed.
+
+        Raises:
+            TicketError: `ticket-first-token`, `ticket-blocks`, `ticket-type`.
+        """
+        first, null = self._per_group(fields, "kv_first_tokens", 0), self._null
+        # A writer of first tokens sends the running state of a state group alone; older ones send scratch blocks behind it.
+        is_cut = first is not None
+        if first is None:
+            first = tuple([self._first_token(number, ids, dcp, tokens) for number in range(len(ids))])
+        else:
+            null = fields.get("kv_null_block")
+            if null is not None and not (type(null) is int and 0 <= null <= _MAX_BLOCK_ID):
+                raise field_error("ticket-blocks", "kv_null_block", f"is {quote(null)}, must be a block id")
+        lists: list[BlockList] = []
+        for group, own, at in zip(self._groups, ids, first, strict=True):
+            if group.kind == "state" and len(own) > 1 and is_cut:
+                problem = f"lists {len(own)} blocks for a state group, which has one running state"
+                raise field_error("ticket-blocks", "remote_block_ids", problem)
+            is_state = group.kind == "state"
+            lists.append(BlockList(running_state(group.scratch_blocks, own) if is_state else own, at, null))
+        return tuple(lists)
+
+    def _first_token(self, number: int, ids: BlockIds, dcp: int, tokens: int | None) -> int:
+        group, own = self._groups[number], ids[number]
+        count = len(own)
+        if not group.sees_a_part or not count:
+            return 0
+        whole = next(
+            (
+                len(other_ids)
+                for other, other_ids in zip(self._groups, ids, strict=True)
+                if other.kind == "full" and other.block_tokens == group.block_tokens
+            ),
+            None,
+        )
+        if own[0] != self._null:
+            is_short = tokens is not None and tokens <= group.window_tokens
+            if count == whole or (whole is None and is_short):
+                return 0
+        if whole is not None and tokens is not None and _may_be_our_blocks(group, dcp, tokens, whole, count):
+            return (whole - count) * group.block_tokens * dcp
+        raise field_error(
+            "ticket-first-token",
+            "remote_block_ids",
+            f"lists {count} blocks for the window group {number}, and nothing says where in the prompt they begin: the ticket "
+            f"has no kv_first_tokens, and blocks of {group.block_tokens} tokens do not make these of its {tokens} tokens, with "
+            f"{whole} blocks of a whole group",
+        )
+
+    def _per_group(self, fields: Fields, name: str, least: int) -> tuple[int, ...] | None:
+        value: object = fields.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, _LISTS):
+            raise field_error("ticket-type", name, f"is {quote(value)}; it must be a list of integers")
+        numbers = cast("list[int]", value)
+        is_good = len(numbers) == len(self._groups) and all(
+            type(number) is int and least <= number <= _MAX_TOKENS for number in numbers
+        )
+        if not is_good:
+            problem = f"must hold one integer from {least} to {_MAX_TOKENS} for each of {len(self._groups)} groups"
+            raise field_error("ticket-first-token", name, problem)
+        return tuple(numbers)
 
     def _fence(self, pair: Sequence[object]) -> tuple[int, int]:
         if not isinstance(pair, _LISTS) or len(pair) != 2:
@@ -251,23 +309,26 @@ class TicketReader:
             or not 0 <= slot <= _MAX_FENCE_SLOT
             or not 1 <= generation <= MAX_PEER_GENERATION
         ):
-            raise TicketError(
-                "ticket-range",
-                f"kv_fence is [{quote(slot)}, {quote(generation)}]; the slot must be 0 to "
-                f"{_MAX_FENCE_SLOT} and the generation 1 to 2**63 - 1",
-                field="kv_fence",
-            )
+            limits = f"the slot must be 0 to {_MAX_FENCE_SLOT} and the generation 1 to 2**63 - 1"
+            raise field_error("ticket-range", "kv_fence", f"is [{quote(slot)}, {quote(generation)}]; {limits}")
         return slot, generation
 
 
-def _are_block_ids(group: Sequence[int]) -> bool:
-    # Built-ins over the whole list: a loop over a long prompt's ids would cost more than everything else at admission.
-    try:
-        array("I", group)  # only integers of 32 bits without a sign get in, and bools
-    except (TypeError, OverflowError):
-        return False
-    # A bool is equal to 0 or 1, so each id's type is checked only where one of these is among them.
-    return _BOOLS.isdisjoint(group) or bool not in map(type, group)
+def _may_be_our_blocks(group: GroupConfig, dcp: int, tokens: int, whole: int, count: int) -> bool:
+    """Return whether blocks of our size make these lists of so many tokens.
+
+    Example: 250 tokens, a window of 64, blocks of 64: a whole list of 4 and a window list of 2. Blocks of 80 make the same two.
+
+    Args:
+        group: The group with a window, or chunks, which vLLM does not cut.
+        dcp: Context ranks that share a block of the peer's.
+        tokens: Tokens that the peer has computed.
+        whole: Blocks in its whole list.
+        count: Blocks in its list of this group.
+    """
+    span = group.block_tokens * dcp
+    kept = -(-group.window_tokens // span) + 1 if group.window_tokens else whole
+    return whole == -(-tokens // span) and count == min(whole, kept)
 
 
 def _matching(fields: Fields, name: str, pattern: re.Pattern[str]) -> str | None:
@@ -277,14 +338,14 @@ def _matching(fields: Fields, name: str, pattern: re.Pattern[str]) -> str | None
     if type(value) is not str:
         _refuse_type(name, value, "a string")
     if not pattern.match(value):
-        raise TicketError("ticket-text", f"{name} is {quote(value)}, which no engine of this kind writes", field=name)
+        raise field_error("ticket-text", name, f"is {quote(value)}, which no engine of this kind writes")
     return value
 
 
 def _refuse_type(name: str, value: object, wanted: str) -> NoReturn:
     if value is None:
-        raise TicketError("ticket-missing", f"{name} is missing; it must be {wanted}", field=name)
-    raise TicketError("ticket-type", f"{name} is {quote(value)}; it must be {wanted}", field=name)
+        raise field_error("ticket-missing", name, f"is missing; it must be {wanted}")
+    raise field_error("ticket-type", name, f"is {quote(value)}; it must be {wanted}")
 
 
 def _integer(fields: Fields, name: str, least: int, most: int) -> int | None:
@@ -294,7 +355,7 @@ def _integer(fields: Fields, name: str, least: int, most: int) -> int | None:
     if type(value) is not int:  # a bool is an int to isinstance
         _refuse_type(name, value, "an integer")
     if not least <= value <= most:
-        raise TicketError("ticket-range", f"{name} is {quote(value)}, must be {least} to {most}", field=name)
+        raise field_error("ticket-range", name, f"is {quote(value)}, must be {least} to {most}")
     return value
 
 
@@ -305,5 +366,5 @@ def _seconds(fields: Fields, name: str, most: float) -> float | None:
     if type(value) is not float and type(value) is not int:
         _refuse_type(name, value, "a number of seconds")
     if not 0 < value <= most:
-        raise TicketError("ticket-range", f"{name} is {quote(value)}, must be above 0 and at most {most}", field=name)
+        raise field_error("ticket-range", name, f"is {quote(value)}, must be above 0 and at most {most}")
     return float(value)

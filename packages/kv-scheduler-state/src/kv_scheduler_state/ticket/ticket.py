@@ -12,10 +12,21 @@ from struct import Struct
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, final
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from kv_scheduler_state.values import BlockList
 
 
-__all__ = ["HandoffTicket", "PeerAddress", "TicketKind", "WHOLE_NUMBERS", "encode", "ticket_params", "wire_id"]
+__all__ = [
+    "HandoffTicket",
+    "PeerAddress",
+    "TicketKind",
+    "WHOLE_NUMBERS",
+    "address_params",
+    "encode",
+    "ticket_params",
+    "wire_id",
+]
 
 TicketKind = Literal["handoff", "readback"]
 
@@ -123,39 +134,49 @@ WHOLE_NUMBERS: Final = frozenset(
 """Keys that hold whole numbers, or lists of them, which a router may have kept as doubles."""
 
 
-def ticket_params(ticket: HandoffTicket) -> dict[str, object]:
-    """Return the `kv_transfer_params` of this engine's own ticket, without seal and media."""
-    peer, blocks = ticket.peer, ticket.peer_blocks
+def address_params(peer: PeerAddress) -> dict[str, object]:
+    """Return the part of `kv_transfer_params` that is the same in all tickets of one engine."""
     params: dict[str, object] = {
-        "do_remote_prefill": ticket.kind == "handoff",
-        "do_remote_decode": ticket.kind == "readback",
-        "remote_block_ids": [list(each.ids) for each in blocks],
         "remote_engine_id": peer.engine_id,
-        "remote_request_id": ticket.peer_request_id,
         "remote_host": peer.host,
         "remote_port": peer.port,
         "tp_size": peer.tp,
         "dcp_size": peer.dcp,
         "pp_size": peer.pp,
-        "remote_num_tokens": ticket.peer_tokens,
         # A clock reading would mean nothing to the peer; the lease's length travels in kv_lease_s.
         "remote_blocks_expiry_time": None,
+    }
+    if peer.generation is not None:
+        params["kv_generation"] = peer.generation
+        if (peer.dialect or 0) >= _FIRST_WITH_GENERATION:
+            params["remote_registration_generation"] = peer.generation
+    if peer.dialect is not None:
+        params["kv_dialect"] = peer.dialect
+    return params
+
+
+def ticket_params(ticket: HandoffTicket, address: Mapping[str, object]) -> dict[str, object]:
+    """Return the `kv_transfer_params` of this engine's own ticket, without seal and media; `address` as `address_params`."""
+    blocks = ticket.peer_blocks
+    params: dict[str, object] = {
+        "do_remote_prefill": ticket.kind == "handoff",
+        "do_remote_decode": ticket.kind == "readback",
+        "remote_block_ids": [list(each.ids) for each in blocks],
+        "remote_request_id": ticket.peer_request_id,
+        "remote_num_tokens": ticket.peer_tokens,
         "transfer_mode": ticket.transfer_mode,
         "kv_lease_s": ticket.lease_s,
         "kv_nonce": ticket.nonce,
         "kv_first_tokens": [each.first_token for each in blocks],
         "kv_span_tokens": list(ticket.span_tokens),
+        **address,
     }
-    has_vllm_generation = (peer.dialect or 0) >= _FIRST_WITH_GENERATION
-    optional = (
-        ("remote_registration_generation", peer.generation if has_vllm_generation else None),
-        ("kv_fence", None if ticket.fence is None else list(ticket.fence)),
-        ("kv_generation", peer.generation),
-        ("kv_dialect", peer.dialect),
-        ("kv_prompt", ticket.prompt),
-        ("kv_null_block", blocks[0].null if blocks else None),
-    )
-    params.update([each for each in optional if each[1] is not None])
+    if ticket.fence is not None:
+        params["kv_fence"] = list(ticket.fence)
+    if ticket.prompt is not None:
+        params["kv_prompt"] = ticket.prompt
+    if blocks and blocks[0].null is not None:
+        params["kv_null_block"] = blocks[0].null
     return params
 
 

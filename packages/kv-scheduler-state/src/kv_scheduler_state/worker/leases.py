@@ -20,18 +20,17 @@ from __future__ import annotations
 import math
 from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, final
 
 from kv_scheduler_state.clock import ObservedClock
-from kv_scheduler_state.errors import InvalidConfig, InvalidEvent, SchedulerStateError, quote
+from kv_scheduler_state.errors import InvalidEvent, SchedulerStateError, quote
 from kv_scheduler_state.fences import ended_generation
-from kv_scheduler_state.tables import GONE, LEASE_TABLE, NEW, Trace, Transition, advance, describe_trace
+from kv_scheduler_state.tables import GONE, LEASE_TABLE, NEW, Transition
 from kv_scheduler_state.ticket.ticket import wire_id
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from kv_scheduler_state.plan import StepPlan
 
@@ -49,6 +48,7 @@ _Verdict = Literal[
     "bad-reader",
     "too-many-consumers",
 ]
+_Order = Literal["expect", "grant", "release", "revoke"]
 _END_REASONS: Final[dict[str, _EndReason]] = {
     "end-read": "read",
     "end-expired": "expired",
@@ -58,8 +58,7 @@ _END_REASONS: Final[dict[str, _EndReason]] = {
 
 
 @final
-@dataclass(frozen=True, slots=True)
-class LeaseEnd:
+class LeaseEnd(NamedTuple):
     """A producer request whose blocks may be given back, once its fence word is written.
 
     Attributes:
@@ -92,7 +91,7 @@ class Refusal(NamedTuple):
     """
 
     request_id: str
-    order: Literal["expect", "grant", "release", "revoke"]
+    order: _Order
     code: str
     message: str
 
@@ -126,7 +125,6 @@ class Lease:
     """
 
     state: str = NEW
-    trace: Trace = field(default_factory=list[tuple[float, Transition]])
     deadline_s: float = 0.0
     extension_s: float = 0.0
     lease_s: float = 0.0
@@ -134,38 +132,10 @@ class Lease:
     nonce: str = ""
     readers: dict[tuple[str, str], _Readers] = field(default_factory=dict[tuple[str, str], _Readers])
 
-    def keep_readers_of(self, nonces: set[str]) -> None:
-        """Drop readers that answered with another nonce than these."""
-        self.readers = {key: readers for key, readers in self.readers.items() if key[0] in nonces}
-
-    @property
-    def is_read(self) -> bool:
-        """Whether some consumer has read it with all its ranks."""
-        return any(readers.is_complete for readers in self.readers.values())
-
     @property
     def readers_done(self) -> tuple[str, ...]:
         """Identities of all readers that have reported."""
         return tuple(sorted({reader for readers in self.readers.values() for reader in readers.done}))
-
-
-def _described(leases: Mapping[str, Lease], at_s: float, most: int | None = None) -> tuple[dict[str, object], ...]:
-    """Return the oldest `most` leases as plain values, oldest first; all of them without a limit."""
-    return tuple(
-        [
-            {
-                "request_id": request_id,
-                "state": lease.state,
-                "left_s": lease.deadline_s - at_s if lease.state == "granted" else None,
-                "fence": lease.fence,
-                "nonce": lease.nonce,
-                "readers": list(lease.readers_done),
-                "readers_needed": max([readers.needed for readers in lease.readers.values()], default=0),
-                **describe_trace(lease.trace, at_s),
-            }
-            for request_id, lease in islice(leases.items(), most)
-        ]
-    )
 
 
 _MAX_CONSUMERS: Final = 64
@@ -174,6 +144,8 @@ _MAX_READERS: Final = 4096
 """Largest believable number of readers of one consumer."""
 _REMEMBERED_ENDS: Final = 1024
 """Ended requests that are remembered to tell a late notification from an unknown one."""
+_RENEWED_PART: Final = 2 / 3
+"""Part of its length that a lease lasts after a renewal. Source: vLLM's own connector."""
 _PAUSE_PART: Final = 1 / 6
 """Part of a lease that one pause may take off; leases are renewed six times per length and then last two thirds of it."""
 
@@ -185,26 +157,13 @@ class LeaseTable:
     Not thread-safe: it belongs to the thread that drains notifications.
 
     Args:
-        renewal_fraction: A renewal lasts this part of the lease. Source: vLLM's own connector renews to two thirds.
         max_pause_s: Most lease time that passes between two readings of the clock, a sixth of the shortest live lease if that is
             less; `math.inf` for plain clock time. Call at least this often, or leases last longer than announced.
         requires_nonces: True ignores notifications without a nonce for a grant that has one: they cannot come from a holder of
             the ticket. Readers of vLLM's own kind send none.
-
-    Raises:
-        InvalidConfig: `invalid-config`.
     """
 
-    def __init__(
-        self,
-        *,
-        renewal_fraction: float = 2 / 3,
-        max_pause_s: float = 5.0,
-        requires_nonces: bool = False,
-    ) -> None:
-        if not 0 < renewal_fraction <= 1:
-            raise InvalidConfig(f"renewal_fraction is {renewal_fraction}, must be above 0 and at most 1")
-        self._renewal_fraction = renewal_fraction
+    def __init__(self, *, max_pause_s: float = 5.0, requires_nonces: bool = False) -> None:
         self._requires_nonces = requires_nonces
         self._clock = ObservedClock(max_pause_s)
         self._max_pause_s = max_pause_s
@@ -227,15 +186,21 @@ class LeaseTable:
         """
         self._clock.observe(now_s)
         refusals: list[Refusal] = []
+
+        def apply(order: _Order, request_id: str, change: Callable[..., None], **values: object) -> None:
+            try:
+                change(request_id, **values, now_s=now_s)
+            except SchedulerStateError as error:
+                refusals.append(Refusal(request_id, order, error.code, str(error)))
+
         for request_id in plan.expects:
-            _collect(refusals, request_id, "expect", partial(self.expect, request_id, now_s=now_s))
-        for order in plan.grants:
-            grant = partial(self.grant, lease_s=order.lease_s, fence=order.fence, nonce=order.nonce, now_s=now_s)
-            _collect(refusals, order.request_id, "grant", partial(grant, order.request_id))
+            apply("expect", request_id, self.expect)
+        for request_id, lease_s, fence, nonce in plan.grants:
+            apply("grant", request_id, self.grant, lease_s=lease_s, fence=fence, nonce=nonce)
         for request_id in plan.releases:
-            _collect(refusals, request_id, "release", partial(self.release, request_id, now_s=now_s))
+            apply("release", request_id, self.release)
         for request_id in plan.revokes:
-            _collect(refusals, request_id, "revoke", partial(self.release, request_id, now_s=now_s))
+            apply("revoke", request_id, self.release)
         return tuple(refusals)
 
     def expect(self, request_id: str, *, now_s: float) -> None:
@@ -274,8 +239,10 @@ class LeaseTable:
             raise InvalidEvent(f"lease_s is {quote(lease_s)}, must be a positive, finite number of seconds")
         lease = self._leases.get(request_id)
         if lease is not None and lease.state == "expected":
-            lease.keep_readers_of({nonce} if self._requires_nonces else {"", nonce})
-        is_complete = lease is not None and lease.is_read
+            # Of the readers that were faster than the grant, those count that answer with its nonce, or need none.
+            nonces = {nonce} if self._requires_nonces else {"", nonce}
+            lease.readers = {key: readers for key, readers in lease.readers.items() if key[0] in nonces}
+        is_complete = lease is not None and any(readers.is_complete for readers in lease.readers.values())
         state = NEW if lease is None else lease.state
         row = self._table.find(request_id, state, "grant-complete" if is_complete else "grant")
         at_s = self._clock.observe(now_s)
@@ -284,7 +251,7 @@ class LeaseTable:
         lease.fence = fence
         lease.nonce = nonce
         lease.lease_s = lease_s
-        lease.extension_s = lease_s * self._renewal_fraction
+        lease.extension_s = lease_s * _RENEWED_PART
         lease.deadline_s = at_s + lease_s
         self._step(request_id, lease, row, at_s)
 
@@ -330,7 +297,8 @@ class LeaseTable:
         at_s = self._clock.observe(now_s)
         lease = self._leases.get(request_id)
         if lease is None:
-            return self._verdict_without_lease(request_id)
+            reason = self._past.get(request_id)
+            return "unknown" if reason is None else "duplicate" if reason == "read" else "expired"
         refusal = self._reader_refusal(lease, reader, reader_count, nonce)
         if refusal is not None:
             return refusal
@@ -409,7 +377,19 @@ class LeaseTable:
 
     def snapshot(self, *, now_s: float, most: int | None = None) -> tuple[dict[str, object], ...]:
         """Return leases with state, age, readers and the time left, oldest first; at most `most` of them."""
-        return _described(self._leases, self._clock.observe(now_s), most)
+        at_s = self._clock.observe(now_s)
+        return tuple(
+            [
+                {
+                    "request_id": request_id,
+                    "state": lease.state,
+                    "left_s": lease.deadline_s - at_s if lease.state == "granted" else None,
+                    "readers": list(lease.readers_done),
+                    "readers_needed": max([readers.needed for readers in lease.readers.values()], default=0),
+                }
+                for request_id, lease in islice(self._leases.items(), most)
+            ]
+        )
 
     def _state(self, request_id: str) -> str:
         lease = self._leases.get(request_id)
@@ -423,15 +403,9 @@ class LeaseTable:
             self._named[named_id] = request_id
         return lease
 
-    def _verdict_without_lease(self, request_id: str) -> _Verdict:
-        reason = self._past.get(request_id)
-        if reason is None:
-            return "unknown"
-        return "duplicate" if reason == "read" else "expired"
-
     def _step(self, request_id: str, lease: Lease, row: Transition, at_s: float) -> None:
         was_granted = lease.state == "granted"
-        advance(lease, row, at_s)
+        lease.state = row.target
         for effect in row.effects:
             if effect == "extend":
                 lease.deadline_s = max(lease.deadline_s, at_s + lease.extension_s)
@@ -476,15 +450,3 @@ class LeaseTable:
 
 def _is_stale(lease: Lease, nonce: str, is_required: bool) -> bool:
     return (bool(nonce) or is_required) and lease.state == "granted" and nonce != lease.nonce
-
-
-def _collect(
-    refusals: list[Refusal],
-    request_id: str,
-    order: Literal["expect", "grant", "release", "revoke"],
-    apply: Callable[[], None],
-) -> None:
-    try:
-        apply()
-    except SchedulerStateError as error:
-        refusals.append(Refusal(request_id, order, error.code, str(error)))

@@ -40,8 +40,7 @@ shorter prefix may see them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, cast, final
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 
@@ -50,21 +49,19 @@ from kv_topology.checks import LIMITS
 from kv_topology.errors import InvalidBlocks
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from kv_topology.arithmetic import Bools, Indices, Ints
     from kv_topology.errors import Fault
     from kv_topology.geometry import RankGeometry
     from kv_topology.model import Group
-    from kv_topology.plan.boxes import Pairing
+    from kv_topology.plan.slices import Pairing
 
 __all__ = [
-    "BlockList",
+    "MAX_TOKENS",
     "AnyBlockList",
+    "BlockList",
     "BlockPairs",
     "Blocks",
     "ListRules",
-    "check_tokens",
     "list_rules",
     "pair_blocks",
     "read_lists",
@@ -98,23 +95,16 @@ class Blocks(NamedTuple):
 
     Attributes:
         ids: int64 (n,).
+        is_real: Whether each id is a block, bool (n,).
         first: Place of the first block in the sequence, counted in blocks.
-        null: The id that means "no block here", -1 if none of the ids is it.
     """
 
     ids: Ints
+    is_real: Bools
     first: int
-    null: int
-
-    @property
-    def is_real(self) -> Bools:
-        """Whether each id is a block, bool (n,)."""
-        return np.not_equal(self.ids, self.null)
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class ListRules:
+class ListRules(NamedTuple):
     """Rules that the block lists of a rank are checked against.
 
     Attributes:
@@ -129,9 +119,11 @@ class ListRules:
     counts: tuple[int, ...]
     null: int | None
 
-    def refuse(self, code: str, message: str, context: Mapping[str, object]) -> InvalidBlocks:
-        """Return the refusal of one of these lists."""
-        return InvalidBlocks(code, message, {"side": self.side, **context}, fault=self.side)
+    def refuse(self, code: str, group: int, problem: str, **context: object) -> InvalidBlocks:
+        """Return the refusal of the list of one group."""
+        context = {"side": self.side, "group": group, **context}
+        message = f"The {self.side} block list of group {group} {problem}"
+        return InvalidBlocks(code, message, context, fault=self.side)
 
 
 def list_rules(geometry: RankGeometry, side: Fault) -> ListRules:
@@ -143,14 +135,6 @@ def list_rules(geometry: RankGeometry, side: Fault) -> ListRules:
     return ListRules(side, geometry.groups, tuple(counts), geometry.null_block)
 
 
-def check_tokens(tokens: object) -> int:
-    """Return the number of ordered tokens; raises `InvalidBlocks` (`tokens-malformed`) unless it is a sane count."""
-    if type(tokens) is not int or not 0 <= tokens <= MAX_TOKENS:
-        shown = repr(tokens)[:60]
-        raise InvalidBlocks("tokens-malformed", f"`tokens` must be an integer of 0..{MAX_TOKENS}, not {shown}.")
-    return tokens
-
-
 def read_lists(lists: Sequence[AnyBlockList], rules: ListRules) -> list[Blocks]:
     """Return the block lists of all groups, checked.
 
@@ -159,87 +143,46 @@ def read_lists(lists: Sequence[AnyBlockList], rules: ListRules) -> list[Blocks]:
             `first-token-unaligned`, and for local lists `local-block-twice`.
     """
     if len(lists) != len(rules.groups):
-        raise rules.refuse(
-            "group-count",
-            f"There are {len(lists)} {rules.side} block lists for {len(rules.groups)} groups.",
-            {"lists": len(lists), "groups": len(rules.groups)},
-        )
+        message = f"There are {len(lists)} {rules.side} block lists for {len(rules.groups)} groups."
+        context = {"side": rules.side, "lists": len(lists), "groups": len(rules.groups)}
+        raise InvalidBlocks("group-count", message, context, fault=rules.side)
     return [_read(blocks, number, rules) for number, blocks in enumerate(lists)]
 
 
 def _read(blocks: object, number: int, rules: ListRules) -> Blocks:
     if not isinstance(blocks, tuple) or len(cast("tuple[object, ...]", blocks)) != 3:
-        raise rules.refuse(
-            "block-list-malformed",
-            f"The {rules.side} block list of group {number} has no ids, first_token and null; pass a `BlockList`.",
-            {"group": number},
-        )
+        problem = "has no ids, first_token and null; pass a `BlockList`."
+        raise rules.refuse("block-list-malformed", number, problem)
     ids, first_token, null = cast("AnyBlockList", blocks)
-    null = rules.null if null is None else null
-    array = _array(ids, number, rules)
-    if type(null) is not int or not (array == null).any():
-        null = -1
-    found = Blocks(array, _first_block(first_token, number, rules), null)
-    if rules.side == "local":
-        _check_unique(array[found.is_real], number, rules)
-    return found
-
-
-def _first_block(first_token: object, number: int, rules: ListRules) -> int:
-    """Return the place in the sequence, counted in blocks, at which a list begins: token 32 in blocks of 16 is block 2."""
-    group = rules.groups[number]
-    span = 1 if group.is_state else group.span_tokens
-    if type(first_token) is not int or not 0 <= first_token <= MAX_TOKENS or first_token % span:
-        raise rules.refuse(
-            "first-token-unaligned",
-            f"The {rules.side} block list of group {number} begins at token {first_token!r:.40}; it must be a multiple "
-            f"of the {span} tokens of a block.",
-            {"group": number, "span_tokens": span},
-        )
-    return first_token // span
-
-
-def _array(ids: Sequence[int], number: int, rules: ListRules) -> Ints:
-    """Return block ids as int64 (n,), range-checked."""
     try:
         array = np.asarray(ids)
     except (TypeError, ValueError, OverflowError):
         array = np.array(None)
-    if array.size == 0 and array.ndim == 1:
-        return np.empty(0, dtype=np.int64)
-    if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise rules.refuse(
-            "block-id-malformed",
-            f"The {rules.side} block list of group {number} is not a flat list of integers.",
-            {"group": number},
-        )
-    found = array.astype(np.int64, copy=False)
-    count = rules.counts[number]
-    if int(found.astype(np.uint64).max()) >= count:  # as unsigned numbers, negative ids are the largest
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise rules.refuse("block-id-malformed", number, "is not a flat list of integers.")
+    found, count = array.astype(np.int64, copy=False), rules.counts[number]
+    if len(found) and int(found.astype(np.uint64).max()) >= count:  # as unsigned numbers, negative ids are the largest
         worst = min(int(found.min()), 0) or int(found.max())
-        raise rules.refuse(
-            "block-id-out-of-range",
-            f"Block {worst} of the {rules.side} list of group {number} does not exist; there are {count} blocks.",
-            {"group": number, "block": worst, "blocks": count},
-        )
-    return found
+        problem = f"names block {worst}, which does not exist; there are {count} blocks."
+        raise rules.refuse("block-id-out-of-range", number, problem, block=worst, blocks=count)
+    null = rules.null if null is None else null
+    is_real: Bools = np.not_equal(found, null if type(null) is int else -1)
+    if rules.side == "local":
+        ordered = np.sort(found[is_real])
+        twice = np.flatnonzero(ordered[1:] == ordered[:-1])
+        if len(twice):
+            block = int(ordered[twice[0]])
+            problem = f"names block {block} twice; two reads would write into it."
+            raise rules.refuse("local-block-twice", number, problem, block=block)
+    # A list's place in the sequence, counted in blocks: token 32 in blocks of 16 is block 2.
+    span = 1 if rules.groups[number].is_state else rules.groups[number].span_tokens
+    if type(first_token) is not int or not 0 <= first_token <= MAX_TOKENS or first_token % span:
+        problem = f"begins at token {first_token!r:.40}; it must be a multiple of the {span} tokens of a block."
+        raise rules.refuse("first-token-unaligned", number, problem, span_tokens=span)
+    return Blocks(found, is_real, first_token // span)
 
 
-def _check_unique(array: Ints, number: int, rules: ListRules) -> None:
-    ordered = np.sort(array)
-    twice = np.flatnonzero(ordered[1:] == ordered[:-1])
-    if len(twice):
-        block = int(ordered[twice[0]])
-        raise rules.refuse(
-            "local-block-twice",
-            f"Local block {block} is twice in the list of group {number}; two reads would write into it.",
-            {"group": number, "block": block},
-        )
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class BlockPairs:
+class BlockPairs(NamedTuple):
     """Pairs of units to move, ascending at the peer; a unit's number is page * units of a page + unit in the page.
 
     Attributes:
@@ -249,9 +192,6 @@ class BlockPairs:
 
     local: Indices
     peer: Indices
-
-    def __len__(self) -> int:
-        return len(self.local)
 
 
 def pair_blocks(pairing: Pairing, local: Blocks, peer: Blocks, tokens: int) -> BlockPairs:
@@ -268,9 +208,20 @@ def pair_blocks(pairing: Pairing, local: Blocks, peer: Blocks, tokens: int) -> B
     """
     if pairing.local.is_state:
         return _pair_states(pairing, local, peer)
-    local, peer = _ordered(local, pairing.local, tokens), _ordered(peer, pairing.peer, tokens)
-    if _is_one_to_one(pairing, local, peer):
-        ahead = local.first - peer.first
+    # Only blocks that hold an ordered token: of 16 tokens, from place 2, 40 tokens: one block, of 32..47.
+    count = max(0, -(-tokens // pairing.local.span_tokens) - local.first)
+    local = Blocks(local.ids[:count], local.is_real[:count], local.first)
+    count = max(0, -(-tokens // pairing.peer.span_tokens) - peer.first)
+    peer = Blocks(peer.ids[:count], peer.is_real[:count], peer.first)
+    ahead = local.first - peer.first
+    if (
+        pairing.is_page_to_page
+        and 0 <= ahead <= len(peer.ids) - len(local.ids)
+        and local.is_real.all()
+        and peer.is_real.all()
+    ):
+        # A shift of the peer's list. Example: blocks of 4 tokens, local (5,) from place 2, peer (1, 2, 3) from place 0: block 5
+        # is filled from (1, 2, 3)[2 - 0] = 3. Without this case indices of a long prompt take a fifth longer.
         return _ascending(local.ids, peer.ids[ahead : ahead + len(local.ids)])
     unit = pairing.unit_tokens
     per_local, per_peer = pairing.local.block_tokens // unit, pairing.peer.block_tokens // unit
@@ -289,27 +240,6 @@ def pair_blocks(pairing: Pairing, local: Blocks, peer: Blocks, tokens: int) -> B
     return _ascending(
         local.ids[source // per_local] * per_local + source % per_local,
         peer.ids[place // per_peer] * per_peer + place % per_peer,
-    )
-
-
-def _ordered(blocks: Blocks, group: Group, tokens: int) -> Blocks:
-    """Return the blocks that hold an ordered token. Example: blocks of 16, first block 2, 40 tokens: one block, of 32..47."""
-    count = max(0, -(-tokens // group.span_tokens) - blocks.first)
-    return blocks._replace(ids=blocks.ids[:count]) if count < len(blocks.ids) else blocks
-
-
-def _is_one_to_one(pairing: Pairing, local: Blocks, peer: Blocks) -> bool:
-    """Return whether each local block is filled from one block of the peer's list, page from page: a shift of the list.
-
-    Example: blocks of 4 tokens, 8 cached here, 12 ordered: local (5,) from place 2, peer (1, 2, 3) from place 0. Block 5 is
-    filled from (1, 2, 3)[2 - 0] = 3. Without this case indices of a long prompt take a fifth longer.
-    """
-    return (
-        pairing.local_units == pairing.peer_units == 1
-        and local.null == peer.null == -1
-        and peer.first <= local.first
-        and local.first + len(local.ids) <= peer.first + len(peer.ids)
-        and all(group.pages_per_block == group.deal.size == 1 for group in (pairing.local, pairing.peer))
     )
 
 
@@ -348,14 +278,14 @@ def _pair_states(pairing: Pairing, local: Blocks, peer: Blocks) -> BlockPairs:
     Example: two pages per block, local (0, 5) with null 0, peer (7, 8): pages 10 and 11 are filled from 16 and 17.
     """
     real = local.ids[local.is_real]
-    if len(real) > 1 or (len(real) and int(local.ids[-1]) == local.null):
+    if len(real) > 1 or (len(real) and not local.is_real[-1]):
         raise InvalidBlocks(
             "state-list-too-long",
             f"The local list of state group {pairing.local_group} names {len(real)} states in {len(local.ids)} places; "
             "it must name one, in the last place: the state after the ordered tokens.",
             {"local": len(real), "group": pairing.local_group},
         )
-    if len(real) and (not len(peer.ids) or int(peer.ids[-1]) == peer.null):
+    if len(real) and not peer.is_real[-1:].any():
         raise InvalidBlocks(
             "peer-blocks-too-few",
             f"Local state {int(real[0])} of group {pairing.local_group} must be filled, but the peer's list does not "
@@ -363,10 +293,7 @@ def _pair_states(pairing: Pairing, local: Blocks, peer: Blocks) -> BlockPairs:
             {"block": int(real[0]), "group": pairing.peer_group, "blocks": len(peer.ids)},
             fault="peer",
         )
-    pages, peer_pages = _pages(real, pairing.local), _pages(peer.ids[-1:][: len(real)], pairing.peer)
-    return _ascending(pages, peer_pages)
-
-
-def _pages(ids: Ints, group: Group) -> Ints:
-    """Return the pages of scheduler blocks: block b covers pages b*k ... b*k+k-1. int64 (n * k,)."""
-    return flat_outer_sum(ids * group.pages_per_block, count_up(group.pages_per_block))
+    # Block b covers pages b*k ... b*k+k-1; both sides have as many pages per state.
+    count = pairing.local.pages_per_block
+    sides = (real, peer.ids[-1:][: len(real)])
+    return _ascending(*(flat_outer_sum(ids * count, count_up(count)) for ids in sides))

@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, NamedTuple, cast, final
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, cast, final
 
 import numpy as np
 
 from kv_topology.checks import check_disjoint_groups, find_aliases
-from kv_topology.document import from_document, to_document
-from kv_topology.errors import InvalidGeometry, TopologyError, UnsupportedTopology, shown_ranks
+from kv_topology.document import from_document
+from kv_topology.errors import InvalidBlocks, InvalidGeometry, TopologyError, UnsupportedTopology, shown_ranks
 from kv_topology.geometry import RankGeometry
-from kv_topology.plan.blocks import check_tokens, list_rules, pair_blocks, read_lists
-from kv_topology.plan.boxes import find_overlaps
+from kv_topology.plan.blocks import MAX_TOKENS, list_rules, pair_blocks, read_lists
 from kv_topology.plan.readers import Readers, target_ranks
-from kv_topology.plan.slices import build_rows, build_table
+from kv_topology.plan.slices import build_rows, build_table, find_overlaps
 from kv_topology.plan.staged import CostModel, Estimate, StagedRegion, make_estimate, stage
-from kv_topology.reshard import reshard
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from kv_topology.arithmetic import Indices, Ints, Rows
-    from kv_topology.plan.blocks import AnyBlockList, BlockPairs, Blocks, ListRules
-    from kv_topology.plan.boxes import Pairing
-    from kv_topology.plan.slices import IndexRule, SideColumns, SliceTable
+    from kv_topology.plan.blocks import AnyBlockList, ListRules
+    from kv_topology.plan.slices import IndexRule, Pairing, SideColumns, SliceTable
     from kv_topology.plan.staged import Overlaps
-    from kv_topology.reshard import Order
 
 __all__ = ["Planner", "Rank", "Route", "Staging", "TransferPlan", "plan_transfer"]
 
@@ -47,8 +43,7 @@ class Route(NamedTuple):
     staged: tuple[tuple[StagedRegion, Ints], ...]
 
 
-@final
-class _Link:
+class _Link(NamedTuple):
     """Everything that one local rank reads from one producer rank: slices by pair of groups, and strided rows of both sides.
 
     Worked example of indices. Two slices (layers 0 and 1), one unit per page, regions of 100 pages: the rows are 2 x 100
@@ -56,21 +51,17 @@ class _Link:
     by row: [9, 4, 109, 104].
     """
 
-    def __init__(self, local: RankGeometry, peer: RankGeometry, tables: Sequence[SliceTable]) -> None:
-        self.tables = tuple(tables)
-        self.pairings = tuple(table.pairing for table in tables)
-        self.rules = list_rules(peer, "peer")
-        sides = [(table.columns.local, table.pairing.local_units) for table in tables]
-        self.local_rows, self.local_index = _side(local, sides)
-        sides = [(table.columns.peer, table.pairing.peer_units) for table in tables]
-        self.peer_rows, self.peer_index = _side(peer, sides)
+    tables: tuple[SliceTable, ...]
+    local_rows: Rows
+    local_index: list[IndexRule]
+    peer_rows: Rows
+    peer_index: list[IndexRule]
 
-    def indices(self, pairs: Sequence[BlockPairs]) -> tuple[Indices, Indices]:
-        """Return int32 descriptor indices, slice by slice, ascending at the peer inside a slice."""
-        local = [rule.indices(pair.local) for rule, pair in zip(self.local_index, pairs, strict=True)]
-        peer = [rule.indices(pair.peer) for rule, pair in zip(self.peer_index, pairs, strict=True)]
-        # Joining a single array would copy it.
-        return (local[0], peer[0]) if len(pairs) == 1 else (np.concatenate(local), np.concatenate(peer))
+
+def _link(local: RankGeometry, peer: RankGeometry, tables: Sequence[SliceTable]) -> _Link:
+    here = [(table.columns.local, table.pairing.local_units) for table in tables]
+    there = [(table.columns.peer, table.pairing.peer_units) for table in tables]
+    return _Link(tuple(tables), *_side(local, here), *_side(peer, there))
 
 
 def _side(geometry: RankGeometry, slices: Sequence[tuple[SideColumns, int]]) -> tuple[Rows, list[IndexRule]]:
@@ -87,7 +78,17 @@ def _side(geometry: RankGeometry, slices: Sequence[tuple[SideColumns, int]]) -> 
 
 @final
 class TransferPlan:
-    """Everything that one consumer rank reads from one producer engine. Immutable; build it with `plan_transfer`."""
+    """Everything that one consumer rank reads from one producer engine. Immutable; build it with `plan_transfer`.
+
+    Attributes:
+        local: This rank's geometry.
+        producer_ranks: (pp, tp) ranks to read from, ascending.
+        notify_only_ranks: (pp, tp) ranks that this rank does not read but must notify, because no other rank will.
+        is_staged: Whether received pages must be permuted before use, as `staged_regions` says.
+        staged_regions: The permutations that complete a staged plan; empty for a direct one.
+        estimate: Costs of the direct and the staged plan, and bytes moved per token.
+        bytes_per_token: Bytes that this rank receives per token of the prompt, states left out.
+    """
 
     def __init__(
         self,
@@ -98,52 +99,22 @@ class TransferPlan:
         estimate: Estimate,
         staged: tuple[StagedRegion, ...] = (),
     ) -> None:
-        self._local = local
-        self._links = {rank: _Link(local, peers[rank], tables[rank]) for rank in sorted(tables)}
+        self.local: Final = local
+        self.producer_ranks: Final = tuple(sorted(tables))
+        self.notify_only_ranks: Final = readers.notify_only()
+        self.is_staged: Final = bool(staged)
+        self.staged_regions: Final = staged
+        self.estimate: Final = estimate
+        self.bytes_per_token: Final = estimate.bytes_per_token
+        self._links = {rank: _link(local, peers[rank], tables[rank]) for rank in self.producer_ranks}
         self._readers = readers
-        self._estimate = estimate
-        self._staged = staged
         self._rules = list_rules(local, "local")
         self._aliases = find_aliases(local.regions, local.groups)
         # Ranks whose block lists keep the same rules and pair alike: `route` checks and pairs once for all of them.
         self._alike: dict[tuple[ListRules, tuple[Pairing, ...]], list[Rank]] = {}
         for rank, link in self._links.items():
-            self._alike.setdefault((link.rules, link.pairings), []).append(rank)
-
-    @property
-    def local(self) -> RankGeometry:
-        """This rank's geometry."""
-        return self._local
-
-    @property
-    def producer_ranks(self) -> tuple[Rank, ...]:
-        """(pp, tp) ranks to read from, ascending."""
-        return tuple(self._links)
-
-    @property
-    def notify_only_ranks(self) -> tuple[Rank, ...]:
-        """(pp, tp) ranks that this rank does not read but must notify, because no other rank will."""
-        return self._readers.notify_only
-
-    @property
-    def is_staged(self) -> bool:
-        """Whether received pages must be permuted before use, as `staged_regions` says."""
-        return bool(self._staged)
-
-    @property
-    def staged_regions(self) -> tuple[StagedRegion, ...]:
-        """The permutations that complete a staged plan; empty for a direct one."""
-        return self._staged
-
-    @property
-    def estimate(self) -> Estimate:
-        """Costs of the direct and the staged plan, and bytes moved per token."""
-        return self._estimate
-
-    @property
-    def bytes_per_token(self) -> float:
-        """Bytes that this rank receives per token of the prompt, states left out."""
-        return self._estimate.bytes_per_token
+            key = list_rules(peers[rank], "peer"), tuple(table.pairing for table in link.tables)
+            self._alike.setdefault(key, []).append(rank)
 
     def reader_count(self, producer_rank: Rank) -> int:
         """Return how many consumer ranks report a request to this producer rank, by reading or by notification."""
@@ -158,11 +129,11 @@ class TransferPlan:
 
         A rank of `notify_only_ranks` has no rows: (0, 5).
         """
-        return _NO_ROWS if producer_rank in self._readers.notify_only else self._link(producer_rank).local_rows
+        return _NO_ROWS if producer_rank in self.notify_only_ranks else self._link(producer_rank).local_rows
 
     def peer_rows(self, producer_rank: Rank) -> Rows:
         """Return uint64 (m, 5) rows of the producer's pages; m is n unless the page sizes differ."""
-        return _NO_ROWS if producer_rank in self._readers.notify_only else self._link(producer_rank).peer_rows
+        return _NO_ROWS if producer_rank in self.notify_only_ranks else self._link(producer_rank).peer_rows
 
     def route(self, local: Sequence[AnyBlockList], peer: Sequence[AnyBlockList], *, tokens: int) -> Route:
         """Return the descriptor indices of one request for every producer rank, and the pages to permute afterwards.
@@ -181,28 +152,38 @@ class TransferPlan:
             tokens: End of what is ordered: the tokens of the prompt that are in local KV after the read.
 
         Raises:
-            InvalidBlocks: Malformed lists, ids out of range or written twice, or a peer that lacks ordered tokens.
+            InvalidBlocks: Malformed lists or `tokens` (`tokens-malformed`), ids out of range or written twice, or a peer that
+                lacks ordered tokens.
         """
-        mine, end = self._read_local(local), check_tokens(tokens)
+        if type(tokens) is not int or not 0 <= tokens <= MAX_TOKENS:
+            shown = repr(tokens)[:60]
+            raise InvalidBlocks("tokens-malformed", f"`tokens` must be an integer of 0..{MAX_TOKENS}, not {shown}.")
+        mine = read_lists(local, self._rules)
+        if self._aliases:
+            check_disjoint_groups(self._aliases, [blocks.ids[blocks.is_real] for blocks in mine])
         found: dict[Rank, tuple[Indices, Indices]] = {}
         written: dict[int, list[Ints]] = {}
         for (rules, pairings), ranks in self._alike.items():
-            pairs = _paired(pairings, mine, read_lists(peer, rules), end)
-            found.update((rank, self._links[rank].indices(pairs)) for rank in ranks)
-            if self._staged:
-                for pairing, pair in zip(pairings, pairs, strict=True):
-                    pages = np.floor_divide(pair.local, pairing.local_units, dtype=np.int64)
-                    written.setdefault(pairing.local_group, []).append(pages)
+            theirs = read_lists(peer, rules)
+            pairs = [pair_blocks(each, mine[each.local_group], theirs[each.peer_group], tokens) for each in pairings]
+            for rank in ranks:
+                link = self._links[rank]
+                here = [rule.indices(pair.local) for rule, pair in zip(link.local_index, pairs, strict=True)]
+                there = [rule.indices(pair.peer) for rule, pair in zip(link.peer_index, pairs, strict=True)]
+                # Joining a single array would copy it.
+                found[rank] = (here[0], there[0]) if len(pairs) == 1 else (np.concatenate(here), np.concatenate(there))
+            for pairing, pair in zip(pairings, pairs, strict=True) if self.is_staged else ():
+                pages = np.floor_divide(pair.local, pairing.local_units, dtype=np.int64)
+                written.setdefault(pairing.local_group, []).append(pages)
         pages_of = {group: np.unique(np.concatenate(parts)) for group, parts in written.items()}
-        return Route(found, tuple((region, pages_of[region.group]) for region in self._staged))
+        return Route(found, tuple((region, pages_of[region.group]) for region in self.staged_regions))
 
     def indices(
         self, producer_rank: Rank, local: Sequence[AnyBlockList], peer: Sequence[AnyBlockList], *, tokens: int
     ) -> tuple[Indices, Indices]:
         """Return the (local, peer) int32 descriptor indices of one producer rank of `producer_ranks`, as `route` does."""
-        link = self._link(producer_rank)
-        mine, end = self._read_local(local), check_tokens(tokens)
-        return link.indices(_paired(link.pairings, mine, read_lists(peer, link.rules), end))
+        self._link(producer_rank)
+        return self.route(local, peer, tokens=tokens).indices[producer_rank]
 
     def _link(self, producer_rank: Rank) -> _Link:
         link = self._links.get(producer_rank)
@@ -213,17 +194,6 @@ class TransferPlan:
                 {"rank": producer_rank},
             )
         return link
-
-    def _read_local(self, lists: Sequence[AnyBlockList]) -> list[Blocks]:
-        local = read_lists(lists, self._rules)
-        check_disjoint_groups(self._aliases, [blocks.ids[blocks.is_real] for blocks in local])
-        return local
-
-
-def _paired(
-    pairings: Sequence[Pairing], local: Sequence[Blocks], peer: Sequence[Blocks], tokens: int
-) -> list[BlockPairs]:
-    return [pair_blocks(each, local[each.local_group], peer[each.peer_group], tokens) for each in pairings]
 
 
 def plan_transfer(
@@ -333,48 +303,8 @@ class Planner:
             peers: Documents by (pp, tp), or what `geometry` returned for them.
             peer_tp: Tensor-parallel size of the producer.
         """
-        geometries = {rank: self._geometry(peer, rank) for rank, peer in peers.items()}
+        geometries = {
+            rank: peer if isinstance(peer, RankGeometry) else self.geometry(cast("Mapping[str, object]", peer), rank)
+            for rank, peer in peers.items()
+        }
         return plan_transfer(from_document(local), geometries, peer_tp=peer_tp, staging=self._staging, cost=self._cost)
-
-    def reshard(  # noqa: PLR0913 - the numbers that another rank differs in
-        self,
-        local: Mapping[str, object],
-        *,
-        tp_size: int,
-        tp_rank: int,
-        page_tokens: int,
-        pages_per_block: int = 1,
-        pp_size: int = 1,
-        pp_rank: int = 0,
-        context_sizes: Sequence[int] = (),
-        order: Order | None = None,
-    ) -> dict[str, object]:
-        """Return the document of another rank of the same make, at addresses that count up from 0.
-
-        Args:
-            local: This rank's document.
-            tp_size: Tensor-parallel ranks of the other rank's engine.
-            tp_rank: The rank among them.
-            page_tokens: Tokens of a page in groups that count tokens.
-            pages_per_block: Pages of a block in those groups.
-            pp_size: Pipeline stages of its engine.
-            pp_rank: The rank's stage.
-            context_sizes: Context-parallel size of each group, turns being whole blocks; empty for none.
-            order: "HN" for heads outside tokens in memory, "NH" for inside, None for as it is here.
-
-        Raises:
-            UnsupportedTopology: `layout-not-dense`, `packed-block-needs-equal-pages`.
-        """
-        made = reshard(
-            from_document(local),
-            tp=(tp_size, tp_rank),
-            page_tokens=page_tokens,
-            pages_per_block=pages_per_block,
-            pp=(pp_size, pp_rank),
-            context_sizes=context_sizes,
-            order=order,
-        )
-        return to_document(made)
-
-    def _geometry(self, peer: object, rank: tuple[int, int]) -> RankGeometry:
-        return peer if isinstance(peer, RankGeometry) else self.geometry(cast("Mapping[str, object]", peer), rank)

@@ -227,12 +227,12 @@ class Readers:
             stage = self._owners.get(entry.layer)
             if stage is None:
                 continue
-            consumer = self._group_of(entry)
+            consumer = self._local.groups[entry.group]
             for _, member in self._stages[stage].placements[entry.layer]:
                 producer = self._stages[stage].groups[member.group]
                 key = (member.layout, consumer, producer, entry.fields)
                 if key not in seen:
-                    fields = [f for f in member.layout.fields if not entry.fields or f.name in entry.fields]
+                    fields = [f for f in member.layout.fields if f.name in entry.fields]
                     seen[key] = frozenset(field_class(field, consumer, producer) for field in fields)
                 found.setdefault((consumer_stage, stage), set()).update(seen[key])
         return {pair: frozenset(kinds) for pair, kinds in found.items()}
@@ -253,22 +253,6 @@ class Readers:
         for number, layers in enumerate(local.stage_layers):
             yield from ((number, entry) for entry in layers)
 
-    def _group_of(self, entry: StageLayer) -> Group:
-        groups = self._local.groups
-        if entry.group is not None:
-            return groups[entry.group]
-        placed = self._local.placements.get(entry.layer)
-        if placed:
-            return groups[placed[0][1].group]
-        if len(groups) == 1:
-            return groups[0]
-        raise UnsupportedTopology(
-            "stage-layers-missing",
-            f"`stage_layers` does not say to which of {len(groups)} groups layer {entry.layer!r} belongs, so the readers "
-            "of a producer rank cannot be counted.",
-            {"layer": entry.layer, "groups": len(groups)},
-        )
-
     def reads(self, consumer: Rank, producer_stage: int) -> frozenset[int]:
         """Return the tp ranks of a producer stage that a consumer rank (pp, tp) reads."""
         kinds = self._classes.get((consumer[0], producer_stage), frozenset())
@@ -284,15 +268,10 @@ class Readers:
                     found.setdefault((stage, producer), []).append((consumer_stage, rank))
         return found
 
-    def readers(self, producer: Rank) -> list[Rank]:
-        """Return the consumer ranks (pp, tp) that read a producer rank."""
-        return self._by_producer.get(producer, [])
-
     def count(self, producer: Rank) -> int:
         """Return how many consumer ranks report to a producer rank: its readers, or the one that notifies it."""
-        return max(1, len(self.readers(producer)))
+        return max(1, len(self._by_producer.get(producer, ())))
 
-    @cached_property
     def notify_only(self) -> tuple[Rank, ...]:
         """Producer ranks that this rank notifies without reading them."""
         return tuple(_notified(self._local, (self._pp[1], self._tp[1]), self._by_producer))
@@ -337,10 +316,21 @@ def target_ranks(local: RankGeometry, *, peer_tp: int, peer_pp: int = 1, peer_dc
     Raises:
         UnsupportedTopology: `size-out-of-range`, or `no-producer-holds` if no way of dealing out tokens can be read.
     """
-    _check_sizes(peer_tp, peer_pp, peer_dcp)
+    for what, size, most in (("tp", peer_tp, LIMITS["tp"]), ("pp", peer_pp, LIMITS["pp"]), ("dcp", peer_dcp, peer_tp)):
+        if type(size) is not int or not 1 <= size <= most:
+            raise UnsupportedTopology(
+                "size-out-of-range",
+                f"The producer's {what} size is {shown(size)}; it must lie in 1..{shown(most)}.",
+                {"what": what, "most": most},
+                fault="peer",
+            )
+    held: set[tuple[int, int, bool]] = set()
+    for _, member in (each for placed in local.placements.values() for each in placed):
+        group, axes = local.groups[member.group], [field.split_axis for field in member.layout.fields]
+        held.update((axis.size if axis else 1, group.deal.size, group.is_state) for axis in axes)
     mine: set[int] = set()
     certain: set[int] = set()
-    for parts, context, is_state in _held_classes(local):
+    for parts, context, is_state in held:
         options = [FieldClass(parts, context, 1, size, 0) for size in {1, 1 if is_state else peer_dcp}]
         mine.update(*_readable(options, local.tp_size, local.tp_rank, peer_tp))
         if peer_pp == 1:
@@ -351,30 +341,6 @@ def target_ranks(local: RankGeometry, *, peer_tp: int, peer_pp: int = 1, peer_dc
     # A rank that is certain to be read needs no notification; a stage may turn out to hold none of our layers.
     found.update(_notified(local, (peer_pp, peer_tp), ((0, rank) for rank in certain)))
     return tuple(sorted(found))
-
-
-def _held_classes(local: RankGeometry) -> set[tuple[int, int, bool]]:
-    """Return (parts of the split axis, context-parallel size, whether it is a state) of every field held here."""
-    found: set[tuple[int, int, bool]] = set()
-    for placed in local.placements.values():
-        for _, member in placed:
-            group = local.groups[member.group]
-            for field in member.layout.fields:
-                axis = field.split_axis
-                found.add((axis.size if axis else 1, group.deal.size, group.is_state))
-    return found
-
-
-def _check_sizes(peer_tp: int, peer_pp: int, peer_dcp: int) -> None:
-    limits = (("tp", peer_tp, LIMITS["tp"]), ("pp", peer_pp, LIMITS["pp"]), ("dcp", peer_dcp, peer_tp))
-    for what, size, most in limits:
-        if type(size) is not int or not 1 <= size <= most:
-            raise UnsupportedTopology(
-                "size-out-of-range",
-                f"The producer's {what} size is {shown(size)}; it must lie in 1..{shown(most)}.",
-                {"what": what, "most": most},
-                fault="peer",
-            )
 
 
 def _readable(options: Sequence[FieldClass], tp_size: int, tp_rank: int, peer_tp: int) -> list[frozenset[int]]:

@@ -20,10 +20,10 @@ from kv_topology.arithmetic import ints, tokens_meet
 from kv_topology.plan.slices import SliceColumns, SliceTable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from kv_topology.arithmetic import Bools
-    from kv_topology.plan.boxes import Box, Overlap, Pairing
+    from kv_topology.plan.slices import Overlap, Pairing
 
     Rank = tuple[int, int]
     Overlaps = Sequence[tuple[Pairing, Sequence[Overlap]]]
@@ -173,32 +173,17 @@ def stage(
     if bays is None:
         return None
     staged: dict[Rank, list[SliceTable]] = {}
-    for rank, group_tables in tables.items():
-        done = _stage_rank(group_tables, overlaps[rank], bays)
-        if done is None:
-            return None
-        staged[rank] = done
+    for rank, found in tables.items():
+        for table, (_, boxes) in zip(found, overlaps[rank], strict=True):
+            done = table if table.pairing.local.is_state else _stage_table(table, boxes, bays)
+            if done is None:
+                return None
+            staged.setdefault(rank, []).append(done)
     regions = tuple(
         StagedRegion(region, group, bay.start, bay.stop, tuple(bay.moves))
         for (region, group), bay in sorted(bays.items())
     )
     return staged, regions
-
-
-def _stage_rank(
-    tables: Sequence[SliceTable], overlaps: Overlaps, bays: Mapping[tuple[int, int], _Bay]
-) -> list[SliceTable] | None:
-    """Return the staged slices of one producer rank, its state groups left direct, or None if it cannot be staged."""
-    boxes = {(pairing.local_group, pairing.peer_group): found for pairing, found in overlaps}
-    staged: list[SliceTable] = []
-    for table in tables:
-        pairing = table.pairing
-        found = boxes[pairing.local_group, pairing.peer_group]
-        done = table if pairing.local.is_state else _stage_table(table, found, bays)
-        if done is None:
-            return None
-        staged.append(done)
-    return staged
 
 
 def _stage_table(
@@ -222,33 +207,20 @@ def _stage_table(
                 if place.local_region == region:
                     for box in overlap.boxes:
                         there = place.peer_offset + box.there
-                        source = _place_of(chunks, place.peer_region, there, there + _extent(box))
+                        source = _place_of(chunks, place.peer_region, there, there + box.extent_bytes)
                         if source is None:
                             return None
-                        bay.moves.append(_move(box, bay, source, place.local_offset + box.here))
+                        counts, here, strides = zip(*box.axes, strict=True)
+                        shape, received = (bay.local_units, *counts), (bay.unit_bytes, *strides)
+                        target, final = place.local_offset + box.here, (box.local_step, *here)
+                        bay.moves.append(PageMove(shape, box.element_bytes, source, received, target, final))
     return SliceTable(table.pairing, SliceColumns(*(ints(list(column)) for column in zip(*rows, strict=True))))
-
-
-def _extent(box: Box) -> int:
-    """Return the bytes from a box's first cell to the end of its last one at the producer."""
-    return sum((count - 1) * stride for count, _, stride in box.axes) + box.element_bytes
 
 
 def _place_of(chunks: Sequence[_Chunk], region: int, start: int, stop: int) -> int | None:
     """Return where a stretch of the producer's page lies in the received page, None if no chunk holds all of it."""
     found = next((chunk for chunk in chunks if chunk.holds(region, start, stop)), None)
     return None if found is None else found.place + start - found.peer_offset
-
-
-def _move(box: Box, bay: _Bay, source: int, target: int) -> PageMove:
-    return PageMove(
-        (bay.local_units, *(axis[0] for axis in box.axes)),
-        box.element_bytes,
-        source,
-        (bay.unit_bytes, *(axis[2] for axis in box.axes)),
-        target,
-        (box.local_step, *(axis[1] for axis in box.axes)),
-    )
 
 
 @final
@@ -271,14 +243,6 @@ class CostModel:
     permute_gb_s: float = 10.0
     permute_launch_us: float = 20.0
     prompt_tokens: int = 1024
-
-    def direct_us(self, descriptors: float, moved_bytes: float) -> float:
-        """Return the time of a transfer in microseconds."""
-        return descriptors * self.descriptor_us + moved_bytes / self.bandwidth_gb_s / 1e3
-
-    def permute_us(self, regions: int, moved_bytes: float) -> float:
-        """Return the time of putting bytes in order in microseconds."""
-        return regions * self.permute_launch_us + moved_bytes / self.permute_gb_s / 1e3
 
 
 @final
@@ -310,37 +274,35 @@ class Estimate:
         return self.staged_us is not None and self.staged_us < self.direct_us
 
 
-def _all(tables: Tables) -> Iterable[SliceTable]:
-    return (table for found in tables.values() for table in found)
-
-
-def _share(table: SliceTable) -> float:
-    """Return units of this table per token of the prompt."""
-    return tokens_meet(table.pairing.local.deal, table.pairing.peer.deal) / table.pairing.unit_tokens
+def _tokens_per_unit(table: SliceTable) -> float:
+    """Return the tokens of the prompt for each of which a unit of this table is read; 1 for states, which count by request."""
+    pairing = table.pairing
+    return 1.0 if pairing.local.is_state else pairing.unit_tokens / tokens_meet(pairing.local.deal, pairing.peer.deal)
 
 
 def bytes_per_token(table: SliceTable) -> float:
     """Return the bytes of a table per token of the prompt; of states, per request."""
-    moved = float(table.columns.length.sum())
-    return moved if table.pairing.local.is_state else moved * _share(table)
-
-
-def _descriptors_per_token(tables: Tables) -> float:
-    return sum(len(table) * _share(table) for table in _all(tables) if not table.pairing.local.is_state)
+    return float(table.columns.length.sum()) / _tokens_per_unit(table)
 
 
 def make_estimate(tables: Tables, staged: tuple[Tables, Sequence[StagedRegion]] | None, cost: CostModel) -> Estimate:
     """Return the cost of the direct plan and, if there is one, of the staged plan, for the cost model's prompt."""
-    per_token = sum(bytes_per_token(table) for table in _all(tables) if not table.pairing.local.is_state)
-    states = [table for table in _all(tables) if table.pairing.local.is_state]
-    state_bytes = sum(int(table.columns.length.sum()) for table in states)
-    state_descriptors = sum(len(table) for table in states)
+    every = [table for found in tables.values() for table in found]
+    states = [table for table in every if table.pairing.local.is_state]
+    per_token = sum(bytes_per_token(table) for table in every if not table.pairing.local.is_state)
+    state_bytes, state_descriptors = sum(int(table.columns.length.sum()) for table in states), sum(map(len, states))
     moved = per_token * cost.prompt_tokens
-    direct = _descriptors_per_token(tables)
-    direct_us = cost.direct_us(direct * cost.prompt_tokens + state_descriptors, moved + state_bytes)
-    staged_descriptors = staged_us = None
-    if staged is not None:
-        staged_descriptors = _descriptors_per_token(staged[0])
-        count = staged_descriptors * cost.prompt_tokens + state_descriptors
-        staged_us = cost.direct_us(count, moved + state_bytes) + cost.permute_us(len(staged[1]), moved)
-    return Estimate(per_token, state_bytes, direct, staged_descriptors, state_descriptors, direct_us, staged_us)
+
+    def priced(chosen: Tables) -> tuple[float, float]:
+        """Return descriptors per token, and the microseconds until all bytes have arrived."""
+        parts = [table for found in chosen.values() for table in found if not table.pairing.local.is_state]
+        descriptors = sum(len(table) / _tokens_per_unit(table) for table in parts)
+        count = descriptors * cost.prompt_tokens + state_descriptors
+        return descriptors, count * cost.descriptor_us + (moved + state_bytes) / cost.bandwidth_gb_s / 1e3
+
+    direct, direct_us = priced(tables)
+    if staged is None:
+        return Estimate(per_token, state_bytes, direct, None, state_descriptors, direct_us, None)
+    whole, read_us = priced(staged[0])
+    permute_us = len(staged[1]) * cost.permute_launch_us + moved / cost.permute_gb_s / 1e3
+    return Estimate(per_token, state_bytes, direct, whole, state_descriptors, direct_us, read_us + permute_us)

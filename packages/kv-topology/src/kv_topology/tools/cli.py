@@ -13,15 +13,7 @@ import typer
 from kv_topology import __version__
 from kv_topology.errors import InvalidGeometry, TopologyError
 from kv_topology.tools.engine import KV_LAYOUTS
-from kv_topology.tools.report import (
-    estimate_text,
-    estimate_values,
-    explain_text,
-    explain_values,
-    report_text,
-    report_values,
-    survey,
-)
+from kv_topology.tools.report import explain_text, explain_values, report_text, report_values, survey
 from kv_topology.tools.spec import load_spec
 
 if TYPE_CHECKING:
@@ -34,7 +26,10 @@ __all__ = ["app", "main"]
 _USAGE = 2
 _NO_PLAN = 3
 
-_LAYOUTS = "\b\nlayouts:\n" + "".join(f"  {name:<16} {text}\n" for name, text in KV_LAYOUTS.items()) + "\n"
+_LAYOUTS = "\b\nlayouts:\n" + "".join(
+    f"  {name:<16} {layout.text}{f' (vLLM: {layout.alias})' if layout.alias else ''}\n"
+    for name, layout in KV_LAYOUTS.items()
+)
 _EXIT_CODES = """\b
 exit codes:
   0  done
@@ -55,7 +50,7 @@ example:
 
 Spec = Annotated[Path, typer.Argument(metavar="SPEC", help="TOML or JSON file: model, consumer, producer, link.")]
 
-app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, epilog=_LAYOUTS + _EXIT_CODES)
+app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, epilog=f"{_LAYOUTS}\n{_EXIT_CODES}")
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -107,15 +102,11 @@ def _plan(
     *,
     estimate: Annotated[bool, typer.Option("--estimate", help="Only what it costs, direct and staged.")] = False,
     rank: Annotated[int | None, typer.Option(metavar="R", help="Only the consumer rank with this tp rank.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the plans with all slices as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, without --estimate with all slices.")] = False,
 ) -> None:
     """Plan a transfer between two engines, without any."""
-    found = _survey(spec, rank)
-    if as_json:
-        values = estimate_values(found, only=rank) if estimate else report_values(found, only=rank)
-        _print(json.dumps(values, indent=1))
-    else:
-        _print(estimate_text(found, only=rank) if estimate else report_text(found, only=rank))
+    values = report_values(_survey(spec, rank), only=rank, slices=as_json and not estimate)
+    _print(json.dumps(values, indent=1) if as_json else report_text(values, estimate=estimate))
 
 
 @app.command("explain", epilog=_EXPLAIN_EXAMPLES + _EXIT_CODES)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import TYPE_CHECKING, Literal, final
+from typing import TYPE_CHECKING, Literal, NamedTuple, final
 
 from kv_topology.arithmetic import TokenDeal, even_interval
 from kv_topology.errors import InvalidGeometry
@@ -17,10 +17,11 @@ from kv_topology.geometry import RankGeometry
 from kv_topology.model import TOKEN_AXIS, Axis, FieldLayout, Group, Layout, Member, Region, StageLayer
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from kv_topology.model import GroupKind
 
+    Memory = Iterator[tuple[int, list["_View"]]]
     LayersByKind = Mapping["LayerKind", Sequence[int]]
     LayoutsByKind = Mapping["LayerKind", Sequence[Layout]]
 
@@ -40,30 +41,45 @@ __all__ = [
 LayerKind = Literal["attention", "sliding", "latent", "mamba2", "mamba1", "gated-delta"]
 STATE_KINDS = ("mamba2", "mamba1", "gated-delta")
 
-KV_LAYOUTS = {
-    "packed-HND": "a region per layer; cells hold a head's key, then its value (vLLM: LBHNC)",
-    "packed-NHD": "the same with tokens outermost (vLLM: LBNHC)",
-    "halves-HND": "a region per layer; a page holds its keys, then its values",
-    "halves-NHD": "the same with tokens outermost",
-    "split-HND": "two regions per layer: keys and values",
-    "split-NHD": "the same with tokens outermost",
-    "cross-HND": "one region; a page holds all layers (vLLM: BLHNC)",
-    "cross-NHD": "the same with tokens outermost (vLLM: BLNHC)",
-    "heads-outer": "a region per layer and head (vLLM: LHBNC)",
-    "cross-heads": "one region; a page holds, head by head, all layers (vLLM: BHLNC)",
-    "keys-by-channel": "per head the keys channel by channel, then the values (vLLM's CPU attention, vec and vec16)",
-    "cpu": "vLLM's CPU attention, amx: per head keys, then values, in the kernel's own order",
-}
-"""Layouts of attention caches by name, with what they are."""
 
-_ALIASES = {
-    "LBHNC": "packed-HND",
-    "LBNHC": "packed-NHD",
-    "BLHNC": "cross-HND",
-    "BLNHC": "cross-NHD",
-    "LHBNC": "heads-outer",
-    "BHLNC": "cross-heads",
+class KvLayout(NamedTuple):
+    """A layout of attention caches.
+
+    Attributes:
+        text: Description for a person.
+        keys: Memory order of the keys' axes, outermost first; `kv` steps from the keys to the values.
+        values: The same of the values; empty for the same order.
+        alias: vLLM's name for it.
+    """
+
+    text: str
+    keys: str
+    values: str = ""
+    alias: str = ""
+
+
+_HND, _NHD = "head token kv channel", "token head kv channel"
+KV_LAYOUTS = {
+    "packed-HND": KvLayout("a region per layer; cells hold a head's key, then its value", _HND, alias="LBHNC"),
+    "packed-NHD": KvLayout("the same with tokens outermost", _NHD, alias="LBNHC"),
+    "halves-HND": KvLayout("a region per layer; a page holds its keys, then its values", "kv head token channel"),
+    "halves-NHD": KvLayout("the same with tokens outermost", "kv token head channel"),
+    "split-HND": KvLayout("two regions per layer: keys and values", "head token channel"),
+    "split-NHD": KvLayout("the same with tokens outermost", "token head channel"),
+    "cross-HND": KvLayout("one region; a page holds all layers", _HND, alias="BLHNC"),
+    "cross-NHD": KvLayout("the same with tokens outermost", _NHD, alias="BLNHC"),
+    "heads-outer": KvLayout("a region per layer and head", _HND, alias="LHBNC"),
+    "cross-heads": KvLayout("one region; a page holds, head by head, all layers", _HND, alias="BHLNC"),
+    "keys-by-channel": KvLayout(
+        "per head the keys channel by channel, then the values (vLLM's CPU attention, vec and vec16)",
+        "head kv channel token",
+        "head kv token channel",
+    ),
+    "cpu": KvLayout(
+        "vLLM's CPU attention, amx: per head keys, then values, in the kernel's own order", "head kv interior"
+    ),
 }
+"""Layouts of attention caches by name."""
 
 
 @final
@@ -163,28 +179,12 @@ class EngineSpec:
     @property
     def layout_name(self) -> str:
         """The layout's name in `KV_LAYOUTS`."""
-        name = _ALIASES.get(self.layout, self.layout)
+        aliases = {layout.alias: name for name, layout in KV_LAYOUTS.items() if layout.alias}
+        name = aliases.get(self.layout, self.layout)
         if name not in KV_LAYOUTS:
-            known = ", ".join((*KV_LAYOUTS, *_ALIASES))
+            known = ", ".join((*KV_LAYOUTS, *aliases))
             raise InvalidGeometry("bad-page-order", f"Layout {self.layout!r} is not known; known: {known}.")
         return name
-
-
-_ORDERS = {
-    "packed-HND": ("head token kv channel", "head token kv channel"),
-    "packed-NHD": ("token head kv channel", "token head kv channel"),
-    "cross-HND": ("head token kv channel", "head token kv channel"),
-    "cross-NHD": ("token head kv channel", "token head kv channel"),
-    "cross-heads": ("head token kv channel", "head token kv channel"),
-    "heads-outer": ("head token kv channel", "head token kv channel"),
-    "halves-HND": ("kv head token channel", "kv head token channel"),
-    "halves-NHD": ("kv token head channel", "kv token head channel"),
-    "split-HND": ("head token channel", "head token channel"),
-    "split-NHD": ("token head channel", "token head channel"),
-    "keys-by-channel": ("head kv channel token", "head kv token channel"),
-    "cpu": ("head kv interior", "head kv interior"),
-}
-"""Memory order of the keys' and of the values' axes, outermost first; `kv` steps from the keys to the values."""
 
 
 def _dense(axes: Sequence[Axis], order: str, element_bytes: int) -> tuple[tuple[Axis, ...], int]:
@@ -234,7 +234,8 @@ def _pair(
     if name == "cpu":  # the kernel interleaves tokens and channels, so only heads can be told apart
         axes, packing = [heads, _whole("interior", page_tokens * head_dim)], f"vllm-cpu:amx:{page_tokens}"
     fields: list[FieldLayout] = []
-    for place, (field, order) in enumerate(zip(("key", "value"), _ORDERS[name], strict=True)):
+    orders = KV_LAYOUTS[name].keys, KV_LAYOUTS[name].values or KV_LAYOUTS[name].keys
+    for place, (field, order) in enumerate(zip(("key", "value"), orders, strict=True)):
         placed, to_values = _dense(axes, order, element_bytes)
         fields.append(FieldLayout(field, element_bytes, place * to_values, placed, packing))
     return Layout(tuple(fields))
@@ -311,8 +312,17 @@ def layer_layouts(model: ModelSpec, engine: EngineSpec, kind: LayerKind, tp_rank
     )
 
 
-def _regions(model: ModelSpec, engine: EngineSpec, stage: Sequence[int], layouts: LayoutsByKind) -> tuple[Region, ...]:
-    """Return the regions of a rank whose stage has these layers.
+class _View(NamedTuple):
+    """Pages of a group in memory that others may share: first byte of page 0, bytes of a page, pages of a block, members."""
+
+    offset: int
+    page_bytes: int
+    per_block: int
+    members: tuple[Member, ...]
+
+
+def _regions(model: ModelSpec, engine: EngineSpec, stage: Sequence[int], layouts: LayoutsByKind) -> list[Region]:
+    """Return the regions of a rank.
 
     Args:
         model: The model.
@@ -324,33 +334,37 @@ def _regions(model: ModelSpec, engine: EngineSpec, stage: Sequence[int], layouts
         kind: [number for number in stage if model.kinds[number] == kind] for kind in model.group_kinds
     }
     if engine.layout_name.startswith("cross"):
-        return tuple(_cross_regions(model, engine, layers, layouts))
-    if any(kind in STATE_KINDS for kind in model.group_kinds):
-        return tuple(_hybrid_regions(engine, layers, layouts))
-    return tuple(_layer_regions(engine, layers, layouts))
-
-
-def _layer_regions(engine: EngineSpec, layers: LayersByKind, layouts: LayoutsByKind) -> list[Region]:
-    """Return regions of one layer each, group after group."""
-    address, pages = engine.base_address, engine.block_count * engine.pages_per_block
+        memory = _cross_memory(model, engine, layers, layouts)
+    elif any(kind in STATE_KINDS for kind in layers):
+        memory = _hybrid_memory(engine, layers, layouts)
+    else:
+        memory = _layer_memory(engine, layers, layouts)
+    address = engine.base_address
     regions: list[Region] = []
-    for group, (kind, numbers) in enumerate(layers.items()):
-        for layer, layout in product(numbers, layouts[kind]):
-            size = layout.extent_bytes
-            regions.append(Region(address, size, size, pages, (Member(f"layers.{layer}", layout, group),)))
-            address += size * pages
+    for block_bytes, views in memory:
+        for offset, page_bytes, per_block, members in views:
+            count = engine.block_count * per_block
+            regions.append(Region(address + offset, page_bytes, block_bytes // per_block, count, members))
+        address += block_bytes * engine.block_count
     return regions
 
 
-def _cross_regions(model: ModelSpec, engine: EngineSpec, layers: LayersByKind, layouts: LayoutsByKind) -> list[Region]:
-    """Return one region per group that has layers on this stage; its pages hold all of them."""
-    address = engine.base_address
-    regions: list[Region] = []
+def _layer_memory(engine: EngineSpec, layers: LayersByKind, layouts: LayoutsByKind) -> Memory:
+    """Yield (bytes of a block, views) of memory of one layer each, group after group."""
+    per_block = engine.pages_per_block
+    for group, (kind, numbers) in enumerate(layers.items()):
+        for layer, layout in product(numbers, layouts[kind]):
+            size, member = layout.extent_bytes, Member(f"layers.{layer}", layout, group)
+            yield size * per_block, [_View(0, size, per_block, (member,))]
+
+
+def _cross_memory(model: ModelSpec, engine: EngineSpec, layers: LayersByKind, layouts: LayoutsByKind) -> Memory:
+    """Yield the memory of each group that has layers on this stage; its pages hold all of them."""
     for group, (kind, numbers) in enumerate(layers.items()):
         if not numbers:
             continue
         parts, step = layouts[kind], sum(layout.extent_bytes for layout in layouts[kind])
-        page = step * len(numbers)
+        page_bytes = step * len(numbers)
         if engine.layout_name == "cross-heads" and kind in {"attention", "sliding"}:
             step = 2 * engine.page_tokens * model.head_dim * model.element_bytes  # a head of one layer
             parts = tuple(_stretched(layout, step * len(numbers)) for layout in parts)
@@ -360,10 +374,24 @@ def _cross_regions(model: ModelSpec, engine: EngineSpec, layers: LayersByKind, l
             for layout in parts:
                 members.append(Member(f"layers.{layer}", layout, group, offset))
                 offset += layout.extent_bytes
-        pages = engine.block_count * (1 if kind in STATE_KINDS else engine.pages_per_block)
-        regions.append(Region(address, page, page, pages, tuple(members)))
-        address += page * pages
-    return regions
+        per_block = 1 if kind in STATE_KINDS else engine.pages_per_block
+        yield page_bytes * per_block, [_View(0, page_bytes, per_block, tuple(members))]
+
+
+def _hybrid_memory(engine: EngineSpec, layers: LayersByKind, layouts: LayoutsByKind) -> Memory:
+    """Yield memory that the n-th layers of all groups share, pages padded to the largest."""
+    per_block = {kind: 1 if kind in STATE_KINDS else engine.pages_per_block for kind in layouts}
+    largest = max(sum(each.extent_bytes for each in parts) * per_block[kind] for kind, parts in layouts.items())
+    block_bytes = -(-largest // engine.pages_per_block) * engine.pages_per_block
+    for slot in range(max(map(len, layers.values()))):
+        views: list[_View] = []
+        for group, (kind, numbers) in enumerate(layers.items()):
+            offset = 0
+            for layout in layouts[kind] if slot < len(numbers) else ():
+                member = Member(f"layers.{numbers[slot]}", layout, group)
+                views.append(_View(offset, layout.extent_bytes, per_block[kind], (member,)))
+                offset += layout.extent_bytes
+        yield block_bytes, views
 
 
 def _stretched(layout: Layout, head_stride: int) -> Layout:
@@ -377,32 +405,6 @@ def _stretched(layout: Layout, head_stride: int) -> Layout:
             for field in layout.fields
         )
     )
-
-
-def _hybrid_regions(engine: EngineSpec, layers: LayersByKind, layouts: LayoutsByKind) -> list[Region]:
-    """Return regions in which the n-th layers of all groups share memory, pages padded to the largest."""
-    per_block = engine.pages_per_block
-    sizes = {
-        kind: sum(layout.extent_bytes for layout in parts) * (1 if kind in STATE_KINDS else per_block)
-        for kind, parts in layouts.items()
-    }
-    block_bytes = -(-max(sizes.values()) // per_block) * per_block
-    address = engine.base_address
-    regions: list[Region] = []
-    for slot in range(max(len(numbers) for numbers in layers.values())):
-        for group, (kind, numbers) in enumerate(layers.items()):
-            if slot >= len(numbers):
-                continue
-            pages_per_block = 1 if kind in STATE_KINDS else per_block
-            stride = block_bytes // pages_per_block
-            offset = 0
-            for layout in layouts[kind]:
-                size = layout.extent_bytes
-                member = (Member(f"layers.{numbers[slot]}", layout, group),)
-                regions.append(Region(address + offset, size, stride, engine.block_count * pages_per_block, member))
-                offset += size
-        address += block_bytes * engine.block_count
-    return regions
 
 
 def _group(model: ModelSpec, engine: EngineSpec, kind: LayerKind, tp_rank: int) -> Group:
@@ -442,7 +444,7 @@ def build_engine(model: ModelSpec, engine: EngineSpec) -> Mapping[tuple[int, int
                 tp_size=engine.tp,
                 tp_rank=tp_rank,
                 groups=tuple(_group(model, engine, kind, tp_rank) for kind in model.group_kinds),
-                regions=_regions(model, engine, stage, layouts),
+                regions=tuple(_regions(model, engine, stage, layouts)),
                 pp_size=engine.pp,
                 pp_rank=pp_rank,
                 stage_layers=entries if engine.pp > 1 else (),

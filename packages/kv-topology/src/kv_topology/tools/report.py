@@ -1,9 +1,8 @@
-"""All plans of a dry run: plain values for `--json`, and the text for people that shows the same."""
+"""All plans of a dry run: plain values for `--json`, and the text for people, made of the same values."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kv_topology.arithmetic import box_runs, even_interval
 from kv_topology.plan.plan import plan_transfer
@@ -18,17 +17,7 @@ if TYPE_CHECKING:
     from kv_topology.plan.slices import SliceTable
     from kv_topology.tools.spec import DryRun
 
-__all__ = [
-    "Survey",
-    "estimate_text",
-    "estimate_values",
-    "explain_text",
-    "explain_values",
-    "report_text",
-    "report_values",
-    "survey",
-    "warnings",
-]
+__all__ = ["Survey", "explain_text", "explain_values", "report_text", "report_values", "survey", "warnings"]
 
 Values = dict[str, Any]
 
@@ -37,31 +26,13 @@ TINY_BYTES = 4096
 _SHOWN_CONTENTS = 4
 
 
-@final
-@dataclass(frozen=True)
-class Survey:
-    """Every consumer rank's plan.
-
-    Attributes:
-        run: The dry run.
-        consumers: Geometry of the consumer's ranks.
-        producers: Geometry of the producer's ranks.
-        plans: Plan of each consumer rank, staged where that is cheaper.
-    """
+class Survey(NamedTuple):
+    """Every consumer rank's plan, staged where that is cheaper, and the geometries of both engines' ranks."""
 
     run: DryRun
     consumers: Mapping[Rank, RankGeometry]
     producers: Mapping[Rank, RankGeometry]
     plans: Mapping[Rank, TransferPlan]
-
-    def chosen(self, only: int | None) -> dict[Rank, TransferPlan]:
-        """Return the plans of one consumer tp rank, or of all for None."""
-        return {rank: plan for rank, plan in sorted(self.plans.items()) if only is None or rank[1] == only}
-
-    def load(self, producer: Rank) -> float:
-        """Return the bytes per token of the prompt, or of states per request, that a producer rank sends to all consumers."""
-        plans = (plan for plan in self.plans.values() if producer in plan.producer_ranks)
-        return sum(bytes_per_token(table) for plan in plans for table in plan.slices(producer))
 
 
 def survey(run: DryRun) -> Survey:
@@ -73,40 +44,39 @@ def survey(run: DryRun) -> Survey:
 
 def warnings(found: Survey) -> list[str]:
     """Return the warnings that a person should read before running this pair."""
-    tables = [table for plan in found.plans.values() for rank in plan.producer_ranks for table in plan.slices(rank)]
-    least = min((int(table.columns.length.min()) for table in tables), default=TINY_BYTES)
-    read = {rank for plan in found.plans.values() for rank in plan.producer_ranks}
-    idle = sorted(set(found.producers) - read)
-    loads = [found.load(rank) for rank in read] or [0.0]
-    copies = sum(loads) / _unique_bytes(found.producers)
+    reads = [
+        (rank, table) for plan in found.plans.values() for rank in plan.producer_ranks for table in plan.slices(rank)
+    ]
+    least = min((int(table.columns.length.min()) for _, table in reads), default=TINY_BYTES)
+    sent: dict[Rank, float] = {}  # bytes per token of the prompt, or of states per request, by producer rank
+    for rank, table in reads:
+        sent[rank] = sent.get(rank, 0.0) + bytes_per_token(table)
+    idle = sorted(set(found.producers) - set(sent))
+    low, high = min(sent.values(), default=0.0), max(sent.values(), default=0.0)
+    copies = sum(sent.values()) / sum(map(_whole_bytes, found.producers.values()))
     staged = [rank for rank, plan in found.plans.items() if plan.is_staged]
     checks = {
         f"tiny descriptors: slices as small as {least} bytes; larger blocks or equal layouts help": least < TINY_BYTES,
         f"replicas without readers, only notified: {_ranks(idle)}": bool(idle),
-        f"unequal load: producer ranks send {min(loads):.0f} to {max(loads):.0f} bytes per token": (
-            max(loads) > 1.05 * min(loads)
-        ),
+        f"unequal load: producer ranks send {low:.0f} to {high:.0f} bytes per token": high > 1.05 * low,
         f"replicated reads: every byte is read {copies:.2f} times, by ranks that share it": copies > 1.01,
         f"staged: consumer ranks {_ranks(staged)} permute pages after the read": bool(staged),
     }
     return [text for text, applies in checks.items() if applies]
 
 
-def _unique_bytes(producers: Mapping[Rank, RankGeometry]) -> float:
-    """Return the bytes per token of the whole cache without replicas; states count once per request.
+def _whole_bytes(producer: RankGeometry) -> float:
+    """Return a rank's part of the bytes per token of the whole cache without replicas; states count once per request.
 
-    Example: of 2 heads on 4 ranks each holds one, half of the field; 4 ranks * 1 head / (1/2) / 4 ranks are 2 heads.
+    Example: of 2 heads on 4 ranks each holds one, half of the field; each counts 1 head / (1/2) / 4 ranks, half a head.
     """
     total = 0.0
-    for rank in producers.values():
-        for member in (member for region in rank.regions for member in region.members):
-            page_tokens = rank.groups[member.group].page_tokens or 1
-            for field in member.layout.fields:
-                axis, share = field.split_axis, 1.0
-                if axis is not None:
-                    start, stop = even_interval(axis.size, rank.tp_size, rank.tp_rank)
-                    share = (stop - start) / axis.size
-                total += field.held_bytes / page_tokens / share / rank.tp_size
+    for member in (member for region in producer.regions for member in region.members):
+        page_tokens = producer.groups[member.group].page_tokens or 1
+        for field in member.layout.fields:
+            parts = field.split_axis.size if field.split_axis else 1
+            start, stop = even_interval(parts, producer.tp_size, producer.tp_rank)
+            total += field.held_bytes / page_tokens * parts / (stop - start) / producer.tp_size
     return total
 
 
@@ -115,47 +85,52 @@ def _ranks(ranks: Sequence[Rank]) -> str:
     return shown + (f" and {len(ranks) - 6} more" if len(ranks) > 6 else "")
 
 
-def _costs(found: Survey, plan: TransferPlan) -> Values:
-    """Return what the chosen kind of a plan costs for the cost model's prompt."""
-    estimate, tokens = plan.estimate, found.run.cost.prompt_tokens
+def report_values(found: Survey, *, only: int | None = None, slices: bool = False) -> Values:
+    """Return what plans read and cost in plain values; `only` is a consumer tp rank, `slices` lists all slices as well."""
+    run, settings = found.run, ("tp", "pp", "dcp", "block_tokens", "kernel_block_tokens", "layout")
+    any_plan = next(iter(found.plans.values()))
+    return {
+        "model": {"layers": len(run.model.kinds), "kinds": list(run.model.group_kinds)},
+        "consumer": {name: getattr(run.consumer, name) for name in settings},
+        "producer": {name: getattr(run.producer, name) for name in settings},
+        "prompt_tokens": run.cost.prompt_tokens,
+        "bandwidth_gb_s": run.cost.bandwidth_gb_s,
+        "descriptor_us": run.cost.descriptor_us,
+        "readers": [any_plan.reader_count(rank) for rank in sorted(found.producers)],
+        "warnings": warnings(found),
+        "plans": [
+            _plan_values(rank, plan, run.cost.prompt_tokens, slices=slices)
+            for rank, plan in sorted(found.plans.items())
+            if only is None or rank[1] == only
+        ],
+    }
+
+
+def _plan_values(rank: Rank, plan: TransferPlan, tokens: int, *, slices: bool) -> Values:
+    estimate = plan.estimate
     per_token, chosen_us = estimate.direct_descriptors_per_token, estimate.direct_us
     if plan.is_staged and estimate.staged_us is not None and estimate.staged_descriptors_per_token is not None:
         per_token, chosen_us = estimate.staged_descriptors_per_token, estimate.staged_us
     return {
-        "moved_bytes": estimate.bytes_per_token * tokens + estimate.state_bytes,
+        "consumer_rank": list(rank),
+        "is_staged": plan.is_staged,
+        "bytes_per_token": plan.bytes_per_token,
+        "state_bytes": estimate.state_bytes,
+        "moved_bytes": plan.bytes_per_token * tokens + estimate.state_bytes,
         "descriptors": per_token * tokens + estimate.state_descriptors,
         "descriptors_per_token": per_token,
         "transfer_ms": chosen_us / 1e3,
-    }
-
-
-def report_values(found: Survey, *, only: int | None = None) -> Values:
-    """Return plans with all their slices in plain values, so that others can check them."""
-    run = found.run
-    return {
-        "consumer": {"tp": run.consumer.tp, "pp": run.consumer.pp, "layout": run.consumer.layout},
-        "producer": {"tp": run.producer.tp, "pp": run.producer.pp, "layout": run.producer.layout},
-        "prompt_tokens": run.cost.prompt_tokens,
-        "warnings": warnings(found),
-        "plans": [
+        "direct_ms": estimate.direct_us / 1e3,
+        "staged_ms": None if estimate.staged_us is None else estimate.staged_us / 1e3,
+        "notify_only": [list(other) for other in plan.notify_only_ranks],
+        "producers": [
             {
-                "consumer_rank": list(rank),
-                "is_staged": plan.is_staged,
-                "bytes_per_token": plan.estimate.bytes_per_token,
-                "state_bytes": plan.estimate.state_bytes,
-                **_costs(found, plan),
-                "notify_only": [list(other) for other in plan.notify_only_ranks],
-                "producers": [
-                    {
-                        "rank": list(other),
-                        "readers": plan.reader_count(other),
-                        "rows": len(plan.peer_rows(other)),
-                        "groups": [_table_values(table) for table in plan.slices(other)],
-                    }
-                    for other in plan.producer_ranks
-                ],
+                "rank": list(other),
+                "readers": plan.reader_count(other),
+                "rows": len(plan.peer_rows(other)),
+                "groups": [_table_values(table) for table in plan.slices(other)] if slices else [],
             }
-            for rank, plan in found.chosen(only).items()
+            for other in plan.producer_ranks
         ],
     }
 
@@ -173,60 +148,61 @@ def _table_values(table: SliceTable) -> Values:
     }
 
 
-def report_text(found: Survey, *, only: int | None = None) -> str:
-    """Return the table of who reads what from whom, sizes and times, and warnings; `only` is a consumer tp rank."""
-    run = found.run
-    rows = [
-        (
-            "consumer",
-            "reads (pp/tp)",
-            "notifies",
-            "kind",
-            "bytes/tok",
-            "desc/tok",
-            f"{run.cost.prompt_tokens}-token prompt",
-        )
+def report_text(values: Values, *, estimate: bool = False) -> str:
+    """Return `report_values` as tables for a person: who reads what from whom, costs, and warnings; or the costs alone."""
+    rows = [_cells(plan) for plan in values["plans"]]
+    columns = ("consumer", "kind", "moved", "descriptors", "direct", "staged") if estimate else tuple(rows[0])
+    cells = [columns, *([row[column] for column in columns] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    table = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
+    slowest_ms = max(plan["transfer_ms"] for plan in values["plans"])
+    prices = f"{values['bandwidth_gb_s']:g} GB/s per rank and {values['descriptor_us']:g} us per descriptor"
+    prompt = f"a {values['prompt_tokens']}-token prompt takes about {slowest_ms:.2f} ms at {prices}"
+    summary = f"{prompt}, before neighbours are joined"
+    if estimate:
+        return "\n".join([*table, "", summary])
+    readers = [str(count) for count in values["readers"]]
+    sides = [
+        f"{side}: " + ", ".join(f"{name} {value}" for name, value in values[side].items() if value)
+        for side in ("consumer", "producer")
     ]
-    for rank, plan in found.chosen(only).items():
-        costs = _costs(found, plan)
-        prompt = f"{_size(costs['moved_bytes'])}, {costs['descriptors']:.0f} descriptors, {costs['transfer_ms']:.2f} ms"
-        reads, notifies = _names(plan.producer_ranks), _names(plan.notify_only_ranks)
-        per_token = f"{plan.estimate.bytes_per_token:.0f}", f"{costs['descriptors_per_token']:.3f}"
-        rows.append((_name(rank), reads, notifies, _kind(plan), *per_token, prompt))
-    any_plan = next(iter(found.plans.values()))
-    counts = [str(any_plan.reader_count(rank)) for rank in sorted(found.producers)]
     return "\n".join(
         [
-            f"model: {len(run.model.kinds)} layers ({', '.join(run.model.group_kinds)})",
-            _side("consumer", run.consumer),
-            _side("producer", run.producer),
+            f"model: {values['model']['layers']} layers ({', '.join(values['model']['kinds'])})",
+            *sides,
             "",
-            *_table(rows),
+            *table,
             "",
-            f"readers per producer rank: {counts[0] if len(set(counts)) == 1 else ' '.join(counts)}",
-            _summary(found, only),
-            *([f"warning: {text}" for text in warnings(found)] or ["no warnings"]),
+            f"readers per producer rank: {readers[0] if len(set(readers)) == 1 else ' '.join(readers)}",
+            summary,
+            *([f"warning: {text}" for text in values["warnings"]] or ["no warnings"]),
         ]
     )
 
 
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the rows as lines of aligned columns."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+def _cells(plan: Values) -> dict[str, str]:
+    """Return the table's cells of one plan by column."""
+    return {
+        "consumer": _name(plan["consumer_rank"]),
+        "reads (pp/tp)": _names([producer["rank"] for producer in plan["producers"]]),
+        "notifies": _names(plan["notify_only"]),
+        "kind": "staged" if plan["is_staged"] else "direct",
+        "bytes/tok": f"{plan['bytes_per_token']:.0f}",
+        "desc/tok": f"{plan['descriptors_per_token']:.3f}",
+        "moved": _size(plan["moved_bytes"]),
+        "descriptors": f"{plan['descriptors']:.0f}",
+        "direct": f"{plan['direct_ms']:.2f} ms",
+        "staged": "-" if plan["staged_ms"] is None else f"{plan['staged_ms']:.2f} ms",
+    }
 
 
 def _name(rank: Sequence[int]) -> str:
     return f"{rank[0]}/{rank[1]}"
 
 
-def _names(ranks: Sequence[Rank]) -> str:
+def _names(ranks: Sequence[Sequence[int]]) -> str:
     shown = " ".join(map(_name, ranks[:5]))
     return (shown + f" +{len(ranks) - 5}" if len(ranks) > 5 else shown) or "-"
-
-
-def _kind(plan: TransferPlan) -> str:
-    return "staged" if plan.is_staged else "direct"
 
 
 def _size(count: float) -> str:
@@ -236,51 +212,6 @@ def _size(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     return f"{count:.2f} GiB"
-
-
-def _side(name: str, engine: object) -> str:
-    settings = ("tp", "pp", "dcp", "block_tokens", "kernel_block_tokens", "layout")
-    given = {key: getattr(engine, key) for key in settings}
-    return f"{name}: " + ", ".join(f"{key} {value}" for key, value in given.items() if value)
-
-
-def _summary(found: Survey, only: int | None) -> str:
-    cost = found.run.cost
-    slowest_ms = max(_costs(found, plan)["transfer_ms"] for plan in found.chosen(only).values())
-    prices = f"{cost.bandwidth_gb_s:g} GB/s per rank and {cost.descriptor_us:g} us per descriptor"
-    return (
-        f"a {cost.prompt_tokens}-token prompt takes about {slowest_ms:.2f} ms at {prices}, before neighbours are joined"
-    )
-
-
-def estimate_values(found: Survey, *, only: int | None = None) -> Values:
-    """Return the cost of every plan, direct and staged, in plain values."""
-    return {
-        "prompt_tokens": found.run.cost.prompt_tokens,
-        "bandwidth_gb_s": found.run.cost.bandwidth_gb_s,
-        "descriptor_us": found.run.cost.descriptor_us,
-        "ranks": [
-            {
-                "consumer_rank": list(rank),
-                "is_staged": plan.is_staged,
-                **_costs(found, plan),
-                "direct_us": plan.estimate.direct_us,
-                "staged_us": plan.estimate.staged_us,
-            }
-            for rank, plan in found.chosen(only).items()
-        ],
-    }
-
-
-def estimate_text(found: Survey, *, only: int | None = None) -> str:
-    """Return the cost of every plan, direct and staged."""
-    rows = [("consumer", "moved", "descriptors", "direct", "staged", "chosen")]
-    for rank, plan in found.chosen(only).items():
-        costs, estimate = _costs(found, plan), plan.estimate
-        staged = "-" if estimate.staged_us is None else f"{estimate.staged_us / 1e3:.2f} ms"
-        times = f"{estimate.direct_us / 1e3:.2f} ms", staged
-        rows.append((_name(rank), _size(costs["moved_bytes"]), f"{costs['descriptors']:.0f}", *times, _kind(plan)))
-    return "\n".join([*_table(rows), "", _summary(found, only)])
 
 
 def explain_values(found: Survey, rank: Rank, *, most: int) -> Values:
@@ -330,25 +261,19 @@ def explain_text(values: Values) -> str:
     return "\n".join([*lines, "", f"{kind}, the cheaper of the two: {direct}, {staged}"])
 
 
-def _shares(geometry: RankGeometry) -> list[Values]:
-    """Return the parts of each field's split axis that a rank holds, [start, stop) of `size`; no axis: the whole field."""
-    shares: dict[str, Values] = {}
+def _shares(geometry: RankGeometry) -> dict[str, list[str]]:
+    """Return the fields of a rank by what it holds of them. Example: {"head 6 to 7 of 8": ["key", "value"]}."""
+    shares: dict[str, str] = {}
     for member in (member for region in geometry.regions for member in region.members):
         for field in member.layout.fields:
-            share: Values = {"field": field.name, "axis": "", "start": 0, "stop": 0, "size": 0}
-            if axis := field.split_axis:
-                share |= {"axis": axis.name, "start": axis.start, "stop": axis.stop, "size": axis.size}
-            shares.setdefault(field.name, share)
-    return list(shares.values())
+            axis = field.split_axis
+            held = "all" if axis is None else f"{axis.name} {axis.start} to {axis.stop - 1} of {axis.size}"
+            shares.setdefault(field.name, held)
+    return {held: [name for name, each in shares.items() if each == held] for held in shares.values()}
 
 
-def _held(shares: Sequence[Values]) -> str:
-    """Return the shares of a rank. Example: head 6 to 7 of 8 (key, value)."""
-    fields_of: dict[str, list[str]] = {}
-    for share in shares:
-        interval = f"{share['axis']} {share['start']} to {share['stop'] - 1} of {share['size']}"
-        fields_of.setdefault(interval if share["axis"] else "all", []).append(share["field"])
-    return "; ".join(f"{words} ({', '.join(names)})" for words, names in fields_of.items())
+def _held(shares: Mapping[str, Sequence[str]]) -> str:
+    return "; ".join(f"{held} ({', '.join(names)})" for held, names in shares.items())
 
 
 def _moves(tables: Sequence[SliceTable]) -> str:

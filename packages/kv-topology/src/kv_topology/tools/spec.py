@@ -185,10 +185,8 @@ def model_from_config(config: Table) -> ModelSpec:
     kv_heads = _optional(config, "num_key_value_heads") or heads
     kinds = _layer_kinds(config, layers)
     window = _optional(config, "sliding_window") if "sliding" in kinds else 0
-    state = _mamba2_state(config, element) if "mamba2" in kinds else None
-    if "gated-delta" in kinds:
-        state = _gated_delta_state(config, element)
-    return ModelSpec(kinds, kv_heads, head_dim, element, window, state=state)
+    states = [_state(config, kind, element) for kind in _STATE_KEYS if kind in kinds]
+    return ModelSpec(kinds, kv_heads, head_dim, element, window, state=states[-1] if states else None)
 
 
 def _layer_kinds(config: Table, layers: int) -> tuple[LayerKind, ...]:
@@ -209,28 +207,22 @@ def _layer_kinds(config: Table, layers: int) -> tuple[LayerKind, ...]:
     return tuple(known[name] for name in names)
 
 
-def _mamba2_state(config: Table, element: int) -> StateSpec:
-    return StateSpec(
-        heads=_number(config, "mamba_n_heads"),
-        head_dim=_number(config, "mamba_d_head"),
-        state_dim=_number(config, "mamba_d_state"),
-        groups=_number(config, "mamba_n_groups"),
-        conv_rows=_number(config, "mamba_d_conv") - 1,
-        conv_element_bytes=element,
-        state_element_bytes=element,
-    )
+_STATE_KEYS = {
+    "mamba2": ("mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_n_groups", "mamba_d_conv"),
+    "gated-delta": (
+        "linear_num_value_heads",
+        "linear_value_head_dim",
+        "linear_key_head_dim",
+        "linear_num_key_heads",
+        "linear_conv_kernel_dim",
+    ),
+}
+"""Keys of a configuration for the heads, their channels, the states, the groups and the convolution of a kind of layer."""
 
 
-def _gated_delta_state(config: Table, element: int) -> StateSpec:
-    return StateSpec(
-        heads=_number(config, "linear_num_value_heads"),
-        head_dim=_number(config, "linear_value_head_dim"),
-        state_dim=_number(config, "linear_key_head_dim"),
-        groups=_number(config, "linear_num_key_heads"),
-        conv_rows=_number(config, "linear_conv_kernel_dim") - 1,
-        conv_element_bytes=element,
-        state_element_bytes=element,
-    )
+def _state(config: Table, kind: str, element: int) -> StateSpec:
+    heads, head_dim, state_dim, groups, conv = (_number(config, key) for key in _STATE_KEYS[kind])
+    return StateSpec(heads, head_dim, state_dim, groups, conv - 1, element, element)
 
 
 def _number(config: Table, key: str, *, most: int = (1 << 31) - 1) -> int:

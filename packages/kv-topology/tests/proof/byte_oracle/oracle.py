@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, TypeVar, cast, final
 import numpy as np
 
 from kv_topology import BlockList
-from kv_topology.arithmetic import flat_outer_sum, grid, outer_sum
+from kv_topology.arithmetic import flat_outer_sum
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -171,8 +171,8 @@ def execute(
         for length in np.unique(here[:, 1]):
             chosen = here[:, 1] == length
             steps = np.arange(int(length), dtype=np.int64)
-            target = outer_sum(here[chosen, 0].astype(np.int64) - memory.start, steps)
-            origin = outer_sum(there[chosen, 0].astype(np.int64) - source.start, steps)
+            target = np.add.outer(here[chosen, 0].astype(np.int64) - memory.start, steps)
+            origin = np.add.outer(there[chosen, 0].astype(np.int64) - source.start, steps)
             _check_inside(target, memory, rank)
             _check_inside(origin, source, rank)
             if not source.marks[origin].all():
@@ -341,7 +341,7 @@ def _pages_and_tokens(group: Group, blocks: AnyBlockList) -> tuple[Ints, Ints]:
     held = flat_outer_sum(own_first + places * group.block_tokens, np.arange(group.block_tokens, dtype=np.int64))
     turn, place = held // deal.interleave_tokens, held % deal.interleave_tokens
     tokens = (turn * deal.size + deal.rank) * deal.interleave_tokens + place if deal.size > 1 else held
-    return pages, grid(tokens, len(pages), group.page_tokens)
+    return pages, tokens.reshape(len(pages), group.page_tokens)
 
 
 def _tags_of(

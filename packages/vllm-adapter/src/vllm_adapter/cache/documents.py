@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypedDict, cast
+import re
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypedDict
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from vllm_adapter.ports import MemoryKind
 
 __all__ = [
@@ -18,7 +17,7 @@ __all__ = [
     "MemberEntry",
     "PeerSizes",
     "RegionDocument",
-    "with_names",
+    "natural",
 ]
 
 HeadOrder = Literal["HN", "NH"]
@@ -33,15 +32,10 @@ class PeerSizes(NamedTuple):
     dcp: int
 
 
-class AxisEntry(NamedTuple):
-    """An axis of a field; a list of six in the document."""
-
-    name: str
-    size: int
-    start: int
-    stop: int
-    stride_bytes: int
-    split: Literal["whole", "tp"] = "whole"
+AxisEntry = tuple[str, int, int, int, int, Literal["whole", "tp"]]
+"""(name, size, start, stop, stride_bytes, split) of an axis of a field."""
+MemberEntry = tuple[str, int, int, int]
+"""(layer, number of its layout, group, offset_bytes): position of a layer in the pages of a region."""
 
 
 class FieldDocument(TypedDict):
@@ -52,15 +46,6 @@ class FieldDocument(TypedDict):
     offset_bytes: int
     packing: str
     axes: list[AxisEntry]
-
-
-class MemberEntry(NamedTuple):
-    """Position of a layer in the pages of a region; a list of four in the document."""
-
-    layer: str
-    layout: int
-    group: int
-    offset_bytes: int
 
 
 class RegionDocument(TypedDict):
@@ -99,17 +84,6 @@ class GeometryDocument(TypedDict):
     regions: list[RegionDocument]
 
 
-def with_names(document: Mapping[str, object]) -> GeometryDocument:
-    """Return a document whose axes and members are named; for documents that the planner made, not for a peer's."""
-    layouts = cast("Sequence[Sequence[FieldDocument]]", document["layouts"])
-    regions = cast("Sequence[RegionDocument]", document["regions"])
-    named: dict[str, object] = {
-        **document,
-        "layouts": [
-            [{**field, "axes": [AxisEntry(*axis) for axis in field["axes"]]} for field in layout] for layout in layouts
-        ],
-        "regions": [
-            {**region, "members": [MemberEntry(*member) for member in region["members"]]} for region in regions
-        ],
-    }
-    return cast("GeometryDocument", named)
+def natural(name: str) -> list[tuple[int, int, str]]:
+    """Return a sort key under which layers.10 follows layers.2, and numbers come before words."""
+    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in re.split(r"(\d+)", name)]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
+
+from vllm_adapter.cache.documents import natural
+from vllm_adapter.cache.geometry import kernel_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -18,25 +20,25 @@ _SHARED_BY_GROUPS = -1
 
 
 class _Region(NamedTuple):
-    """Registered memory of a layer, or of several that share it.
+    """Registered memory of a layer, or of several that share it; by the names of vLLM's wire.
 
     Attributes:
-        address: Start address, bytes.
-        name: Name of the first layer.
-        group: KV-cache group, or -1 if layers of several groups share the region.
-        page_bytes: Bytes of a page.
-        stride_bytes: Bytes from one page to the next.
-        pages: Number of pages.
-        memory_kind: ``DRAM`` or ``VRAM``.
+        kv_caches_base_addr: Start address, bytes.
+        block_lens: Bytes of a page.
+        block_strides: Bytes from one page to the next.
+        region_num_blocks: Number of pages.
+        region_group_ids: KV-cache group, or -1 if layers of several groups share the region.
+        region_names: Name of the first layer.
+        region_mem_types: ``DRAM`` or ``VRAM``.
     """
 
-    address: int
-    name: str
-    group: int
-    page_bytes: int
-    stride_bytes: int
-    pages: int
-    memory_kind: str
+    kv_caches_base_addr: int
+    block_lens: int
+    block_strides: int
+    region_num_blocks: int
+    region_group_ids: int
+    region_names: str
+    region_mem_types: str
 
 
 def metadata_fields(
@@ -55,24 +57,18 @@ def metadata_fields(
     vLLM's own connector pairs regions by that order.
     """
     regions = _regions(facts, caches)
-    kernel_blocks = max((_kernel_blocks(facts, cache) for cache in caches), default=1)
+    pages = max((kernel_blocks(facts, cache) for cache in caches), default=1)
     return {
         "engine_id": facts.engine_id,
         "agent_metadata": agent_metadata,
-        "kv_caches_base_addr": [region.address for region in regions],
-        "block_lens": [region.page_bytes for region in regions],
-        "block_strides": [region.stride_bytes for region in regions],
-        "region_num_blocks": [region.pages for region in regions],
-        "region_group_ids": [region.group for region in regions],
-        "region_names": [region.name for region in regions],
-        "region_mem_types": [region.memory_kind for region in regions],
+        **{name: [getattr(region, name) for region in regions] for name in _Region._fields},
         "device_id": caches[0].device,
-        "num_blocks": facts.block_count * kernel_blocks,
+        "num_blocks": facts.block_count * pages,
         "kv_cache_layout": facts.layout,
-        "block_size": _block_tokens(facts) // kernel_blocks,
+        "block_size": _block_tokens(facts) // pages,
         "ssm_sizes": _state_bytes(caches),
         "attn_backend_name": facts.attention_backend,
-        "physical_blocks_per_logical_kv_block": kernel_blocks,
+        "physical_blocks_per_logical_kv_block": pages,
         "dcp_size": facts.dcp,
         "fence": fence,
         "streams": streams,
@@ -89,17 +85,19 @@ def _block_tokens(facts: EngineFacts) -> int:
 def _regions(facts: EngineFacts, caches: Sequence[LayerCache]) -> tuple[_Region, ...]:
     """Return the registered regions, one per address, in the order of their first layer's name."""
     regions: dict[int, _Region] = {}
-    for cache in sorted(caches, key=lambda cache: _natural(cache.layer)):
-        address = cache.address
-        page_bytes, stride, pages = _pages(facts, cache)
+    for cache in sorted(caches, key=lambda cache: natural(cache.layer)):
+        count = kernel_blocks(facts, cache)
+        address, page_bytes = cache.address, cache.page_bytes // count
+        stride = cache.stride_bytes[0] if len(cache.stride_bytes) > 1 else page_bytes
         if stride > page_bytes and not _is_dense(cache, page_bytes):
             # Such layers share rows, and vLLM's own connector registers whole rows.
             address, page_bytes = _row_address(cache, caches), stride
         known = regions.get(address)
         if known is None:
-            regions[address] = _Region(address, cache.layer, cache.group, page_bytes, stride, pages, cache.memory_kind)
-        elif known.group != cache.group:
-            regions[address] = known._replace(group=_SHARED_BY_GROUPS)
+            size = page_bytes, stride, facts.block_count * count
+            regions[address] = _Region(address, *size, cache.group, cache.layer, cache.memory_kind)
+        elif known.region_group_ids != cache.group:
+            regions[address] = known._replace(region_group_ids=_SHARED_BY_GROUPS)
     return tuple(regions.values())
 
 
@@ -124,28 +122,6 @@ def _row_address(cache: LayerCache, caches: Sequence[LayerCache]) -> int:
         for other in caches
         if other.stride_bytes[0] == stride and 0 <= cache.address - other.address < stride
     )
-
-
-def _natural(name: str) -> tuple[tuple[int, int | str], ...]:
-    """Return a key that orders layers.2 before layers.10."""
-    parts = re.split(r"(\d+)", name)
-    return tuple((0, int(part)) if part.isdigit() else (1, part) for part in parts)
-
-
-def _kernel_blocks(facts: EngineFacts, cache: LayerCache) -> int:
-    """Return the kernel blocks per scheduler block; 1 for states and for flat views, whose pages are the scheduler's."""
-    if facts.groups[cache.group].kind == "state" or len(cache.stride_bytes) == 1:
-        return 1
-    return max(1, cache.shape[0] // facts.block_count)
-
-
-def _pages(facts: EngineFacts, cache: LayerCache) -> tuple[int, int, int]:
-    """Return (page bytes, stride, count) of a cache in kernel blocks."""
-    kernel_blocks = _kernel_blocks(facts, cache)
-    page_bytes = cache.page_bytes // kernel_blocks
-    block_stride, *inner = cache.stride_bytes
-    stride = block_stride if inner else page_bytes
-    return page_bytes, stride, facts.block_count * kernel_blocks
 
 
 def _state_bytes(caches: Sequence[LayerCache]) -> tuple[int, int]:

@@ -13,13 +13,14 @@ from __future__ import annotations
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
-from vllm_adapter.cache.documents import AxisEntry, FieldDocument
+from vllm_adapter.cache.documents import FieldDocument
 from vllm_adapter.cache.facts import KEYS_BY_CHANNEL, PAIRS_IN_TILES
 from vllm_adapter.errors import AdapterError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from vllm_adapter.cache.documents import AxisEntry
     from vllm_adapter.cache.facts import EngineFacts, LayerCache
 
 __all__ = [
@@ -44,7 +45,7 @@ def make_field(
 
 def _whole(name: str, count: int, step: int) -> AxisEntry:
     """Return an axis that every rank holds whole."""
-    return AxisEntry(name, count, 0, count, step)
+    return name, count, 0, count, step, "whole"
 
 
 def whole_page(
@@ -62,7 +63,7 @@ def whole_page(
     interior = _whole("interior", page_bytes, 1)
     if is_replicated:
         return [make_field(name, 1, 0, [interior], packing)]
-    shard = AxisEntry("shard", facts.tp, facts.tp_rank, facts.tp_rank + 1, page_bytes, "tp")
+    shard: AxisEntry = ("shard", facts.tp, facts.tp_rank, facts.tp_rank + 1, page_bytes, "tp")
     return [make_field(name, 1, 0, [shard, interior], packing)]
 
 
@@ -73,14 +74,14 @@ def dense_bytes(cache: LayerCache) -> int:
 
 def held_bytes(field: FieldDocument) -> int:
     """Return the bytes of all elements of a field that a rank holds."""
-    return field["element_bytes"] * prod(axis.stop - axis.start for axis in field["axes"])
+    return field["element_bytes"] * prod(stop - start for _, _, start, stop, _, _ in field["axes"])
 
 
 def extent_bytes(layout: Sequence[FieldDocument]) -> int:
     """Return the bytes from a layer's place in a page to the end of its last field."""
     return max(
         field["offset_bytes"]
-        + sum((axis.stop - axis.start - 1) * axis.stride_bytes for axis in field["axes"])
+        + sum((stop - start - 1) * step for _, _, start, stop, step, _ in field["axes"])
         + field["element_bytes"]
         for field in layout
     )
@@ -168,7 +169,7 @@ def _head_interval(facts: EngineFacts, cache: LayerCache) -> tuple[int, int, int
 
 def _heads(facts: EngineFacts, cache: LayerCache) -> AxisEntry:
     start, stop, total = _head_interval(facts, cache)
-    return AxisEntry("head", total, start, stop, cache.stride_bytes[1], "tp")
+    return "head", total, start, stop, cache.stride_bytes[1], "tp"
 
 
 def _packed(facts: EngineFacts, cache: LayerCache) -> list[FieldDocument]:
@@ -187,24 +188,29 @@ def _packed(facts: EngineFacts, cache: LayerCache) -> list[FieldDocument]:
     ]
 
 
-def _keys_by_channel(facts: EngineFacts, cache: LayerCache) -> list[FieldDocument]:
-    """Per head the page's keys, tokens innermost, and then its values, channels innermost."""
+def _halves(
+    cache: LayerCache, prefix: str, key: list[AxisEntry], value: list[AxisEntry], packing: str = ""
+) -> list[FieldDocument]:
+    """Per head the page's keys, and then as many bytes of its values."""
     _, _, tokens, content = cache.shape
-    step, heads = cache.stride_bytes[3], _heads(facts, cache)
-    channels = content // 2
+    half = tokens * (content // 2) * cache.stride_bytes[3]
+    fields = ("key", 0, key), ("value", half, value)
+    return [make_field(f"{prefix}{name}", cache.element_bytes, offset, axes, packing) for name, offset, axes in fields]
+
+
+def _keys_by_channel(facts: EngineFacts, cache: LayerCache) -> list[FieldDocument]:
+    """The page's keys have their tokens innermost, its values their channels."""
+    _, _, tokens, content = cache.shape
+    step, heads, channels = cache.stride_bytes[3], _heads(facts, cache), content // 2
     key = [_whole("token", tokens, step), heads, _whole("channel", channels, tokens * step)]
     value = [_whole("token", tokens, channels * step), heads, _whole("channel", channels, step)]
     # Of a hybrid, the release before describes these pages by its first layer's back end, as token by token: with names of their
     # own they are refused there, and its pages here.
-    prefix = "channel_" if facts.has_state else ""
-    return [
-        make_field(f"{prefix}key", cache.element_bytes, 0, key),
-        make_field(f"{prefix}value", cache.element_bytes, tokens * channels * step, value),
-    ]
+    return _halves(cache, "channel_" if facts.has_state else "", key, value)
 
 
 def _pairs_in_tiles(facts: EngineFacts, cache: LayerCache) -> list[FieldDocument]:
-    """Per head the page's keys and then its values, as the matrix kernel ("amx") keeps them; its pages hold 32 * n tokens.
+    """Keys and values as the matrix kernel ("amx") keeps them; its pages hold 32 * n tokens.
 
     Keys: tiles of 16 tokens, in each for two channels after two the 16 tokens' pairs of values. Values: columns of 16 channels,
     in each for two tokens after two the 16 channels' pairs. So tokens have bytes of their own in runs of 16 alone, which no unit
@@ -214,25 +220,19 @@ def _pairs_in_tiles(facts: EngineFacts, cache: LayerCache) -> list[FieldDocument
     of the 4 columns of 160 * 16 values the elements 32 * 16 to 64 * 16.
     """
     _, _, tokens, content = cache.shape
-    step, heads = cache.stride_bytes[3], _heads(facts, cache)
-    channels = content // 2
+    step, heads, channels = cache.stride_bytes[3], _heads(facts, cache), content // 2
     key = [_whole("token", tokens, channels * step), heads, _whole("channel", channels, step)]
     column = _whole("column", channels // 16, 16 * tokens * step)
     value = [_whole("token", tokens, 16 * step), heads, column, _whole("channel", 16, step)]
     # Names of their own: an engine with another order has no such fields, and is refused.
-    return [
-        make_field("tiled_key", cache.element_bytes, 0, key),
-        make_field("tiled_value", cache.element_bytes, tokens * channels * step, value),
-    ]
+    return _halves(cache, "tiled_", key, value)
 
 
 def _kernel_ordered(facts: EngineFacts, cache: LayerCache) -> list[FieldDocument]:
-    """Per head the page's keys and then its values, each in an order that only the same kernel understands."""
+    """Keys and values each in an order that only the same kernel understands."""
     _, _, tokens, content = cache.shape
-    interior = tokens * content // 2
-    axes = [_heads(facts, cache), _whole("interior", interior, cache.stride_bytes[3])]
-    size, packing = cache.element_bytes, f"{cache.kernel_order}:{tokens}"
-    return [make_field(name, size, half * interior * size, axes, packing) for half, name in enumerate(("key", "value"))]
+    axes = [_heads(facts, cache), _whole("interior", tokens * content // 2, cache.stride_bytes[3])]
+    return _halves(cache, "", axes, axes, f"{cache.kernel_order}:{tokens}")
 
 
 class Projection(NamedTuple):
@@ -328,7 +328,7 @@ def _convolution(
     offset = 0
     for name, held, total, width in projections:
         first = facts.tp_rank * total // facts.tp
-        group = AxisEntry("group", total, first, first + held, width * channel_step, "tp")
+        group: AxisEntry = ("group", total, first, first + held, width * channel_step, "tp")
         axes = [group, _whole("channel", width, channel_step), _whole("row", rows, row_step)]
         fields.append(make_field(name, element_bytes, offset, axes))
         offset += held * width * channel_step
@@ -340,6 +340,6 @@ def _recurrent(facts: EngineFacts, shape: tuple[int, ...], element_bytes: int, o
     names = (*("channel" for _ in inner[1:]), "state")
     first = facts.tp_rank * heads
     steps = [element_bytes * prod(inner[place:]) for place in range(len(inner) + 1)]
-    axes = [AxisEntry("head", heads * facts.tp, first, first + heads, steps[0], "tp")]
+    axes: list[AxisEntry] = [("head", heads * facts.tp, first, first + heads, steps[0], "tp")]
     axes += [_whole(name, length, step) for name, length, step in zip(names, inner, steps[1:], strict=True)]
     return make_field("ssm", element_bytes, offset, axes)

@@ -21,7 +21,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from vllm_adapter.cache.documents import GeometryDocument, GroupDocument, MemberEntry, RegionDocument
+from vllm_adapter.cache.documents import GeometryDocument, GroupDocument, RegionDocument
 from vllm_adapter.cache.fields import attention_fields, dense_bytes, latent_fields, state_fields
 from vllm_adapter.errors import AdapterError
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from vllm_adapter.cache.facts import CacheGroup, EngineFacts, LayerCache
     from vllm_adapter.ports import MemoryKind
 
-__all__ = ["local_document", "region_caches", "registration_ranges"]
+__all__ = ["kernel_blocks", "local_document", "region_caches", "registration_ranges"]
 
 SCHEMA = "kv-topology/geometry"
 
@@ -51,7 +51,9 @@ def local_document(facts: EngineFacts, caches: Sequence[LayerCache]) -> Geometry
         )
     layouts: list[list[FieldDocument]] = []
     regions: list[RegionDocument] = []
-    pages_per_block = _pages_per_block(facts, caches)
+    pages_per_block = [1] * len(facts.groups)
+    for cache in caches:
+        pages_per_block[cache.group] = max(kernel_blocks(facts, cache), pages_per_block[cache.group])
     for cache in region_caches(facts, caches):
         group, pages = facts.groups[cache.group], pages_per_block[cache.group]
         layout = _fields(facts, cache, group, pages)
@@ -93,17 +95,17 @@ def registration_ranges(caches: Sequence[LayerCache]) -> tuple[tuple[int, int, i
     return tuple((start, stop - start, device, kind) for kind, device, start, stop in merged)
 
 
-def _extent_bytes(cache: LayerCache) -> int:
-    return sum((n - 1) * step for n, step in zip(cache.shape, cache.stride_bytes, strict=True)) + cache.element_bytes
+def _extent_bytes(cache: LayerCache, first_axis: int = 0) -> int:
+    """Return the bytes from the first to the end of the last element along the axes from one on."""
+    inner = zip(cache.shape[first_axis:], cache.stride_bytes[first_axis:], strict=True)
+    return sum((n - 1) * step for n, step in inner) + cache.element_bytes
 
 
-def _pages_per_block(facts: EngineFacts, caches: Sequence[LayerCache]) -> list[int]:
-    """Return the kernel blocks per scheduler block, by group, derived from the real number of pages in the tensors."""
-    found = [1] * len(facts.groups)
-    for cache in caches:
-        if facts.groups[cache.group].kind != "state" and len(cache.shape) > 1:
-            found[cache.group] = max(1, cache.shape[0] // facts.block_count)
-    return found
+def kernel_blocks(facts: EngineFacts, cache: LayerCache) -> int:
+    """Return the pages of a scheduler block, by the real number of pages; 1 for states and for flat views of whole blocks."""
+    if facts.groups[cache.group].kind == "state" or len(cache.shape) == 1:
+        return 1
+    return max(1, cache.shape[0] // facts.block_count)
 
 
 def _region(
@@ -114,7 +116,7 @@ def _region(
         page_bytes, page_count = min(cache.page_bytes, stride), facts.block_count
     else:
         stride, page_count = cache.stride_bytes[0], facts.block_count * pages_per_block
-        page_bytes = min(stride, _page_extent_bytes(cache))
+        page_bytes = min(stride, _extent_bytes(cache, 1))
     return RegionDocument(
         base_address=cache.address,
         page_bytes=page_bytes,
@@ -122,13 +124,8 @@ def _region(
         page_count=page_count,
         memory_kind=cache.memory_kind,
         device=cache.device,
-        members=[MemberEntry(cache.layer, layout, cache.group, 0)],
+        members=[(cache.layer, layout, cache.group, 0)],
     )
-
-
-def _page_extent_bytes(cache: LayerCache) -> int:
-    inner = zip(cache.shape[1:], cache.stride_bytes[1:], strict=True)
-    return sum((n - 1) * step for n, step in inner) + cache.element_bytes
 
 
 def region_caches(facts: EngineFacts, caches: Sequence[LayerCache]) -> list[LayerCache]:
@@ -136,7 +133,7 @@ def region_caches(facts: EngineFacts, caches: Sequence[LayerCache]) -> list[Laye
     found: list[LayerCache] = []
     for cache in caches:
         is_plain = facts.groups[cache.group].kind == "state" or cache.is_latent or len(cache.shape) != 4
-        if is_plain or _page_extent_bytes(cache) == dense_bytes(cache):
+        if is_plain or _extent_bytes(cache, 1) == dense_bytes(cache):
             found.append(cache)
             continue
         blocks, slots, *inner = cache.shape

@@ -18,10 +18,9 @@ one region per layer from vLLM 0.27 on).
 from __future__ import annotations
 
 import json
-import re
 from typing import TYPE_CHECKING, cast, final
 
-from vllm_adapter.cache.documents import RegionDocument, with_names
+from vllm_adapter.cache.documents import RegionDocument, natural
 from vllm_adapter.cache.fields import extent_bytes, held_bytes
 from vllm_adapter.errors import AdapterError
 
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
     from vllm_adapter.cache.documents import GeometryDocument, GroupDocument, HeadOrder, PeerSizes
     from vllm_adapter.ports import AgentMetadata, MemoryKind
 
-__all__ = ["PeerGeometry", "derive_document", "pack_document"]
+__all__ = ["PeerGeometry", "pack_document"]
 
 _ORDERS: dict[str, HeadOrder] = {
     "HND": "HN",
@@ -45,54 +44,6 @@ _ORDERS: dict[str, HeadOrder] = {
 
 def _refusal(code: str, message: str, **context: object) -> AdapterError:
     return AdapterError(message, code=code, fault="peer", context=context)
-
-
-def derive_document(
-    local: GeometryDocument,
-    metadata: AgentMetadata,
-    rank: tuple[int, int],
-    sizes: PeerSizes,
-    *,
-    reshard: Callable[..., Mapping[str, object]],
-    dealt_groups: Sequence[bool],
-) -> GeometryDocument:
-    """Return the geometry document of a rank of vLLM's own connector.
-
-    Args:
-        local: Our document, of the same model.
-        metadata: What the peer sent; the handshake has checked its numbers and the lengths of its lists.
-        rank: (pp, tp) of the peer's rank.
-        sizes: Parallel sizes of the peer's engine.
-        reshard: The planner's function for resharding documents.
-        dealt_groups: Whether context parallelism deals out the tokens of each group.
-
-    Raises:
-        AdapterError: `page-bytes-differ`, `state-bytes-differ`, `region-count-differs`, `layer-not-held`,
-            `pipeline-regions-ambiguous`; or the planner's errors.
-    """
-    if sizes.pp > 1:
-        _check_stages_can_be_told(local, metadata)
-    document = reshard(
-        local,
-        tp_size=sizes.tp,
-        tp_rank=rank[1],
-        page_tokens=metadata.block_size,
-        pages_per_block=metadata.physical_blocks_per_logical_kv_block,
-        pp_size=sizes.pp,
-        pp_rank=rank[0],
-        context_sizes=tuple(sizes.dcp if is_dealt else 1 for is_dealt in dealt_groups),
-        order=_ORDERS.get(metadata.kv_cache_layout),
-    )
-    peer = with_names(document)
-    _check_states(peer, tuple(metadata.ssm_sizes))
-    # Groups that share memory with states have pages padded to the states' size.
-    padded = {region["base_address"] for region in local["regions"] if _is_state(local, region)}
-    peer["regions"] = [
-        _placed(local, peer["regions"][view], metadata, ours=local["regions"][view], number=number, padded=padded)
-        for number, views in _assign(local, metadata)
-        for view in views
-    ]
-    return peer
 
 
 def _check_stages_can_be_told(local: GeometryDocument, metadata: AgentMetadata) -> None:
@@ -115,12 +66,7 @@ def _check_stages_can_be_told(local: GeometryDocument, metadata: AgentMetadata) 
 
 
 def _layers(local: GeometryDocument, view: int) -> list[str]:
-    return [member.layer for member in local["regions"][view]["members"]]
-
-
-def _natural(name: str) -> list[tuple[int, int, str]]:
-    """Return a sort key under which layers.10 follows layers.2, and numbers come before words."""
-    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in re.split(r"(\d+)", name)]
+    return [layer for layer, *_ in local["regions"][view]["members"]]
 
 
 def _slots(local: GeometryDocument) -> list[list[int]]:
@@ -129,10 +75,9 @@ def _slots(local: GeometryDocument) -> list[list[int]]:
     for number, region in enumerate(local["regions"]):
         by_base.setdefault(region["base_address"], []).append(number)
 
-    def first_layer(views: list[int]) -> list[tuple[int, int, str]]:
-        return min(_natural(layer) for view in views for layer in _layers(local, view))
-
-    return sorted(by_base.values(), key=first_layer)
+    return sorted(
+        by_base.values(), key=lambda views: min(natural(layer) for view in views for layer in _layers(local, view))
+    )
 
 
 def _assign(local: GeometryDocument, metadata: AgentMetadata) -> list[tuple[int, list[int]]]:
@@ -157,7 +102,7 @@ def _assign(local: GeometryDocument, metadata: AgentMetadata) -> list[tuple[int,
 
 
 def _is_state(document: GeometryDocument, region: RegionDocument) -> bool:
-    return any(document["groups"][member.group]["kind"] == "state" for member in region["members"])
+    return any(document["groups"][group]["kind"] == "state" for _, _, group, _ in region["members"])
 
 
 def _placed(
@@ -172,10 +117,10 @@ def _placed(
     """Return one of the peer's regions at its real address, after checking the page length that the peer sent."""
     pages_per_page = metadata.physical_blocks_per_logical_kv_block if _is_state(local, ours) else 1
     page_bytes, needed = metadata.block_lens[number] * pages_per_page, theirs["page_bytes"]
-    padding = ours["page_bytes"] - sum(extent_bytes(local["layouts"][member.layout]) for member in ours["members"])
+    padding = ours["page_bytes"] - sum(extent_bytes(local["layouts"][layout]) for _, layout, _, _ in ours["members"])
     is_exact = page_bytes in {needed, needed + padding}
     if needed > page_bytes or not (is_exact or ours["base_address"] in padded):
-        layer = ours["members"][0].layer
+        layer = ours["members"][0][0]
         raise _refusal(
             "page-bytes-differ",
             f"the peer's pages of layer {layer!r} are {page_bytes} bytes; the same model on its shard needs {needed}: check "
@@ -200,15 +145,15 @@ def _placed(
 def _check_states(peer: GeometryDocument, sent: tuple[int, ...]) -> None:
     """Raise unless the (convolution, recurrent state) bytes that the peer sent are those of our states, resharded for it."""
     members = (member for region in peer["regions"] for member in region["members"] if any(sent))
-    for member in members:
-        if peer["groups"][member.group]["kind"] == "state":
-            fields = peer["layouts"][member.layout]
+    for layer, layout, group, _ in members:
+        if peer["groups"][group]["kind"] == "state":
+            fields = peer["layouts"][layout]
             conv = sum(held_bytes(field) for field in fields if field["name"].startswith("conv"))
             sizes = (conv, sum(held_bytes(field) for field in fields) - conv)
             if sizes != sent:
                 raise _refusal(
                     "state-bytes-differ",
-                    f"the peer's states of layer {member.layer!r} are {list(sent)} bytes (conv, ssm); the same model on its "
+                    f"the peer's states of layer {layer!r} are {list(sent)} bytes (conv, ssm); the same model on its "
                     f"shard has {list(sizes)}",
                     expected=list(sizes),
                     peer=list(sent),
@@ -241,10 +186,43 @@ class PeerGeometry:
     def document(
         self, local: GeometryDocument, metadata: AgentMetadata, rank: tuple[int, int], sizes: PeerSizes
     ) -> Mapping[str, object]:
-        """Return the document of a (pp, tp) rank; raises coded errors for metadata that does not fit."""
+        """Return the document of a (pp, tp) rank: the one that it sent, or, of vLLM's own connector, one derived from ours.
+
+        Args:
+            local: Our document, of the same model.
+            metadata: What the peer sent; the handshake has checked its numbers and the lengths of its lists.
+            rank: (pp, tp) of the peer's rank.
+            sizes: Parallel sizes of the peer's engine.
+
+        Raises:
+            AdapterError: `bad-geometry-document`, `page-bytes-differ`, `state-bytes-differ`, `region-count-differs`,
+                `layer-not-held`, `pipeline-regions-ambiguous`; or the planner's errors.
+        """
         if metadata.geometry is not None:
             return _unpack(metadata.geometry)
-        return derive_document(local, metadata, rank, sizes, reshard=self._reshard, dealt_groups=self._dealt_groups)
+        if sizes.pp > 1:
+            _check_stages_can_be_told(local, metadata)
+        document = self._reshard(
+            local,
+            tp_size=sizes.tp,
+            tp_rank=rank[1],
+            page_tokens=metadata.block_size,
+            pages_per_block=metadata.physical_blocks_per_logical_kv_block,
+            pp_size=sizes.pp,
+            pp_rank=rank[0],
+            context_sizes=tuple(sizes.dcp if is_dealt else 1 for is_dealt in self._dealt_groups),
+            order=_ORDERS.get(metadata.kv_cache_layout),
+        )
+        peer = cast("GeometryDocument", document)
+        _check_states(peer, tuple(metadata.ssm_sizes))
+        # Groups that share memory with states have pages padded to the states' size.
+        padded = {region["base_address"] for region in local["regions"] if _is_state(local, region)}
+        regions = [
+            _placed(local, peer["regions"][view], metadata, ours=local["regions"][view], number=number, padded=padded)
+            for number, views in _assign(local, metadata)
+            for view in views
+        ]
+        return {**document, "regions": regions}
 
     def check_context(self, groups: Iterable[GroupDocument], sizes: PeerSizes) -> None:
         """Raise a coded error if an engine's groups deal out their tokens to other sizes than its ticket says.

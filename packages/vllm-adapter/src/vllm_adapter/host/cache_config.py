@@ -61,17 +61,17 @@ def layer_caches(caches: dict[str, torch.Tensor], cache: KVCacheConfig, layers: 
     Raises:
         UnsupportedHost: `unknown-cache-layer`: a layer has a cache and is not among the host's layers.
     """
-    specs, group_of = _layer_specs(cache)
+    specs = _layer_specs(cache)
     found: list[LayerCache] = []
     for layer, tensor in caches.items():
-        spec = specs.get(layer)
-        if spec is None:
+        if layer not in specs:
             continue
+        group, spec = specs[layer]
         element_bytes = tensor.element_size()
         found.append(
             LayerCache(
                 layer=layer,
-                group=group_of[layer],
+                group=group,
                 address=tensor.data_ptr(),
                 shape=tuple(tensor.shape),
                 stride_bytes=tuple(step * element_bytes for step in tensor.stride()),
@@ -122,32 +122,25 @@ def _is_ring(spec: object) -> bool:
 
 
 def _spec_facts(spec: KVCacheSpec, page_shape: tuple[int, ...], element_bytes: int) -> dict[str, Any]:
+    """Return the form of a layer's states, or of its heads, which may differ between layers and from the configuration."""
     if isinstance(spec, MambaSpec):
-        return _state_facts(spec)
+        return {
+            "state_shapes": tuple(tuple(shape) for shape in spec.shapes),
+            "state_element_bytes": tuple(dtype.itemsize for dtype in spec.dtypes),
+            "state_kind": _name_of(spec, "mamba_type"),
+            "is_replicated": bool(getattr(spec, "tp_replicated", False)),
+        }
     if _is_ring(spec):
         return {"state_shapes": (page_shape,), "state_element_bytes": (element_bytes,), "state_kind": "RING"}
-    return _attention_facts(spec)
-
-
-def _state_facts(spec: MambaSpec) -> dict[str, Any]:
-    kind: Any = getattr(spec, "mamba_type", "")
-    return {
-        "state_shapes": tuple(tuple(shape) for shape in spec.shapes),
-        "state_element_bytes": tuple(dtype.itemsize for dtype in spec.dtypes),
-        "state_kind": str(getattr(kind, "name", kind)).upper(),
-        "is_replicated": bool(getattr(spec, "tp_replicated", False)),
-    }
-
-
-def _attention_facts(spec: KVCacheSpec) -> dict[str, Any]:
-    """Return the form of a layer's heads, which may differ between layers and from the model's configuration."""
     if any("MLA" in base.__name__ for base in type(spec).__mro__):
-        role: Any = getattr(spec, "cache_role", "")
-        return {"is_latent": True, "is_indexer": str(getattr(role, "name", role)).upper() == "INDEXER"}
-    return {
-        "key_size": getattr(spec, "head_size", 0),
-        "value_size": getattr(spec, "head_size_v", None) or 0,
-    }
+        return {"is_latent": True, "is_indexer": _name_of(spec, "cache_role") == "INDEXER"}
+    return {"key_size": getattr(spec, "head_size", 0), "value_size": getattr(spec, "head_size_v", None) or 0}
+
+
+def _name_of(spec: object, attribute: str) -> str:
+    """Return the name of an attribute's value, an enum's member or a text, in capitals."""
+    value: Any = getattr(spec, attribute, "")
+    return str(getattr(value, "name", value)).upper()
 
 
 def _transfer_groups(cache: KVCacheConfig) -> tuple[Any, ...]:
@@ -189,15 +182,14 @@ def _cache_group(spec: KVCacheSpec, layers: list[str]) -> CacheGroup:
     )
 
 
-def _layer_specs(cache: KVCacheConfig) -> tuple[dict[str, KVCacheSpec], dict[str, int]]:
-    specs: dict[str, KVCacheSpec] = {}
-    group_of: dict[str, int] = {}
+def _layer_specs(cache: KVCacheConfig) -> dict[str, tuple[int, KVCacheSpec]]:
+    """Return each layer's group and cache spec."""
+    found: dict[str, tuple[int, KVCacheSpec]] = {}
     for index, group in enumerate(_transfer_groups(cache)):
         spec = group.kv_cache_spec
         for layer in group.layer_names:
-            specs[layer] = spec.kv_cache_specs[layer] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
-            group_of[layer] = index
-    return specs, group_of
+            found[layer] = index, spec.kv_cache_specs[layer] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
+    return found
 
 
 def state_groups(config: VllmConfig) -> int:
@@ -207,10 +199,6 @@ def state_groups(config: VllmConfig) -> int:
     4); only its norm keeps the model's number.
     """
     layers: dict[str, Any] = config.compilation_config.static_forward_context
-    norms = [getattr(layer, "norm", None) for layer in layers.values() if _is_named(layer, "MambaMixer2")]
-    found = {int(getattr(norm, "n_groups", 0)) for norm in norms}
+    mixers = [each for each in layers.values() if any(base.__name__ == "MambaMixer2" for base in type(each).__mro__)]
+    found = {int(getattr(getattr(mixer, "norm", None), "n_groups", 0)) for mixer in mixers}
     return found.pop() if len(found) == 1 else 0
-
-
-def _is_named(value: object, name: str) -> bool:
-    return any(base.__name__ == name for base in type(value).__mro__)

@@ -5,6 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.logger import init_logger
+
 from vllm_adapter import __version__
 from vllm_adapter.config import check_whole, load_settings
 from vllm_adapter.config.start_checks import check_start, streaming_warnings
@@ -13,24 +24,15 @@ from vllm_adapter.host.device_streams import device_selector, request_amx, strea
 from vllm_adapter.host.factory import register_connector
 from vllm_adapter.host.metrics import PromMetrics, TransferStats
 from vllm_adapter.host.requests import arrival_of, ending_of, scheduled_tokens
-from vllm_adapter.host.shutdown import ShutdownWatch, warn_of_short_drain
+from vllm_adapter.host.shutdown import warn_of_short_drain, watch_for_shutdown
 from vllm_adapter.host.situation import labels_of, situation_of, start_line
 from vllm_adapter.host.torch_mirror import TorchMirror
 from vllm_adapter.host.torch_pages import TorchPages
 from vllm_adapter.host.vllm import (
     P2P_HITS,
-    KVConnectorBase_V1,
-    KVConnectorHandshakeMetadata,
-    KVConnectorMetadata,
-    KVConnectorRole,
-    KVConnectorTransferResults,
-    KVConnectorWorkerMetadata,
-    SupportsHMA,
-    end_with_error,
     engine_facts,
     extra_config,
     has_content_ids,
-    init_logger,
     is_tracing,
 )
 from vllm_adapter.observe.cause_log import tag_lines
@@ -39,8 +41,11 @@ from vllm_adapter.steps import RankRegistration, StepOrders, StepReport
 from vllm_adapter.wiring import make_scheduler, make_worker
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     import torch
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.block_pool import BlockPool
@@ -51,9 +56,8 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from vllm_adapter.cache.facts import EngineFacts
-    from vllm_adapter.config import Settings
-    from vllm_adapter.host.vllm import KVConnectorStats
     from vllm_adapter.observe.spans import SpanWriter
+    from vllm_adapter.scheduler.chunks import ScheduledTokens
     from vllm_adapter.scheduler.side import SchedulerSide
     from vllm_adapter.worker.engine_thread import WorkerSide
 
@@ -74,6 +78,7 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
     """
 
     _cache_hit_source = P2P_HITS
+    supports_divergent_local_hybrid_hits = False
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -87,50 +92,33 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
             _logger.warning(warning)
         self._has_content_ids = has_content_ids(vllm_config)
         facts = engine_facts(vllm_config, kv_cache_config, is_worker=is_worker, settings=settings)
-        self._completes_uneven_hits = facts.completes_uneven_hits(len(kv_cache_config.kv_cache_groups))
-        self._cache_config = kv_cache_config
-        self._layers = vllm_config.compilation_config.static_forward_context
-        self._has_mirror = facts.is_mirrored
-        check_whole(settings, is_mirrored=self._has_mirror)
+        self._facts = facts
+        # A hand-over restores every group whose local hit lags behind that of full attention: states, which are read whole, but
+        # no window and no second full group. With False the scheduler counts the prefix that all groups have in common.
+        self.supports_divergent_local_hybrid_hits = facts.completes_uneven_hits(len(kv_cache_config.kv_cache_groups))
+        check_whole(settings, is_mirrored=facts.is_mirrored)
         self._mirror: TorchMirror | None = None
         self._report = StepReport()
+        spans = _span_writer(vllm_config, facts, is_worker=is_worker)
         # vLLM calls the hooks of this connector's own role alone.
         self._side: SchedulerSide | WorkerSide
         if is_worker:
-            rank = facts.pp_rank, facts.tp_rank
-            spans = _span_writer(vllm_config, facts, rank)
             trace = spans.read_ended if spans is not None else None
             worker = self._side = self._worker_side = make_worker(facts, settings, trace=trace)
             answers = {REQUEST: worker.status, TRACE_REQUEST: worker.hand_overs}
-            self._status = StatusSocket(f"{rank[0]}.{rank[1]}", answers, {"adapter_version": __version__})
+            part = f"{facts.pp_rank}.{facts.tp_rank}"
+            self._status = StatusSocket(part, answers, {"adapter_version": __version__})
         else:
             labels = labels_of(vllm_config, settings)
-            side = self._side = self._scheduler_side = self._make_scheduler(vllm_config, facts, settings)
+            warn_of_short_drain(vllm_config, settings.kv_lease_duration)
+            lease_ended = spans.lease_ended if spans is not None else None
+            is_ending = watch_for_shutdown()
+            side = make_scheduler(facts, settings, lease_ended=lease_ended, is_ending=is_ending)
+            self._side = self._scheduler_side = side
             _logger.info(start_line(labels, facts))
             answers = {REQUEST: side.status, TRACE_REQUEST: side.hand_overs, REVOKE_REQUEST: side.revoke_leases}
             self._status = StatusSocket("scheduler", answers, {**labels, **settings.terms})
         self._status.open()
-
-    def _make_scheduler(self, config: VllmConfig, facts: EngineFacts, settings: Settings) -> SchedulerSide:
-        """Return the scheduler's side, and watch for the host's shutdown."""
-        spans, watch = _span_writer(config, facts, None), ShutdownWatch()
-        watch.install()
-        warn_of_short_drain(config, settings.kv_lease_duration)
-        return make_scheduler(
-            facts,
-            settings,
-            lease_ended=spans.lease_ended if spans is not None else None,
-            is_ending=watch.is_requested,
-        )
-
-    @property
-    def supports_divergent_local_hybrid_hits(self) -> bool:
-        """Return whether a hand-over restores every group whose local hit lags behind that of full attention.
-
-        It restores states, which are read whole, but no window and no second full group: see `completes_uneven_hits`. With False
-        the scheduler counts the prefix that all groups have in common.
-        """
-        return self._completes_uneven_hits
 
     # ---------------------------------------------------------------------------------------------- both
 
@@ -177,32 +165,22 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
     def on_new_request(self, request: Request) -> None:
         """Admit a request."""
         self._scheduler_side.arrived(arrival_of(request, has_content_ids=self._has_content_ids))
-        # Here, too, because the host overrules what it is told below of a prompt that must be computed whole.
-        if self._scheduler_side.must_fail(request.request_id):
-            end_with_error(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return the tokens that a peer holds beyond the local prefix hit; None: ask again later. Free of side effects."""
-        # For example a prompt whose logprobs the client wants is computed whole. vLLM 0.30 dies of one that was read.
-        if request.get_skip_reading_prefix_cache():
-            return self._scheduler_side.reads_nothing()
-        tokens, is_async = self._scheduler_side.external_tokens(request.request_id, num_computed_tokens)
-        if self._scheduler_side.must_fail(request.request_id):
-            end_with_error(request)
-            return None, False
-        return tokens, is_async
+        return self._scheduler_side.external_tokens(request.request_id, num_computed_tokens)
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:  # noqa: ARG002
         """Return all transferable groups: a hand-over carries the request's own blocks.
 
         The host does not zero these blocks, because that would race the read, so the read writes every byte of them.
         """
-        return self._scheduler_side.group_ids
+        return self._facts.group_ids
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Record a request's blocks; the blocks of requests without a hand-over are not even listed."""
         side = self._scheduler_side
-        if num_external_tokens or side.follows(request.request_id):
+        if num_external_tokens or request.request_id in side.followed:
             side.allocated(
                 request.request_id,
                 blocks.get_block_ids(),
@@ -213,9 +191,12 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Return this step's orders for the workers."""
-        side = self._scheduler_side
+        side, prompts = self._scheduler_side, self._scheduler_side.chunks.prompts
+        scheduled: Iterable[ScheduledTokens] = ()
+        if prompts:
+            spans = side.chunks.span_tokens
+            scheduled = scheduled_tokens(scheduler_output, self._facts.group_ids, spans, prompts)
         preempted = scheduler_output.preempted_req_ids or ()
-        scheduled = scheduled_tokens(scheduler_output, side.group_ids, side.span_tokens, side.computes)
         is_empty = not scheduler_output.num_scheduled_tokens
         return cast("KVConnectorMetadata", side.build_step(preempted, scheduled, is_empty=is_empty))
 
@@ -270,10 +251,12 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
         """Register the cache tensors and prepare to serve and read peers."""
         select_device = device_selector(kv_caches.values())
         request_amx(kv_caches.values())
-        if self._has_mirror:
+        if self._facts.is_mirrored:
             self._mirror = TorchMirror(kv_caches)
             kv_caches = self._mirror.tensors
-        caches = layer_caches(kv_caches, self._cache_config, self._layers)
+        caches = layer_caches(
+            kv_caches, self._kv_cache_config, self._vllm_config.compilation_config.static_forward_context
+        )
         pages = TorchPages(kv_caches.values())
         marks = streams_of(next(iter(kv_caches.values())).device)
         self._worker_side.register(caches, pages, self._mirror, select_device=select_device, marks=marks)
@@ -339,13 +322,13 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
         return TransferStats(data=observed) if observed is not None else None
 
 
-def _span_writer(config: VllmConfig, facts: EngineFacts, rank: tuple[int, int] | None) -> SpanWriter | None:
+def _span_writer(config: VllmConfig, facts: EngineFacts, *, is_worker: bool) -> SpanWriter | None:
     """Return the span writer; None where the engine does not trace. OpenTelemetry is imported only where it traces."""
     if not is_tracing(config):
         return None
     from vllm_adapter.observe.spans import SpanWriter
 
-    return SpanWriter(facts.engine_id, rank)
+    return SpanWriter(facts.engine_id, (facts.pp_rank, facts.tp_rank) if is_worker else None)
 
 
 NixlConnector = KVTransferConnector

@@ -12,7 +12,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast, final
 
-from vllm_adapter.host.vllm import KVConnectorPromMetrics, KVConnectorStats, init_logger
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.logger import init_logger
+
 from vllm_adapter.observe.metric_tables import FAILURE_KEYS, INFO, METRICS, SERIES_KEYS, empty_observations
 
 if TYPE_CHECKING:

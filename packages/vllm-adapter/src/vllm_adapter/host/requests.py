@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import time
+from functools import cache
 from typing import TYPE_CHECKING, Any, cast, final
 
 import torch
 
-from vllm_adapter.host.vllm import drop_prompt_tail, end_reason
+from vllm_adapter.host.vllm import END_REASONS, drop_prompt_tail, end_with_error
 from vllm_adapter.host.weights import LoraAdapters
-from vllm_adapter.scheduler.chunks import PrefixHits, ScheduledTokens
+from vllm_adapter.scheduler.chunks import ScheduledTokens, held_tokens, written_blocks
 from vllm_adapter.scheduler.hooks import Arrival, Ending
 from vllm_adapter.wiring import prompt_digest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Container, Iterator, Sequence
 
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
@@ -74,15 +75,12 @@ class RequestIdentity:
             lora=_adapters.identity(lora) if lora is not None else "",
             media=media,
             salt=request.cache_salt or "",
-            embeds=_embeds(request, tokens),
+            embeds=_embeds(request.prompt_embeds[:tokens]) if request.prompt_embeds is not None else "",
         )
 
 
-def _embeds(request: Request, tokens: int) -> str:
-    embeds = request.prompt_embeds
-    if embeds is None:
-        return ""
-    data = embeds[:tokens].detach().cpu().contiguous().view(torch.uint8).numpy()
+def _embeds(embeds: torch.Tensor) -> str:
+    data = embeds.detach().cpu().contiguous().view(torch.uint8).numpy()
     return hashlib.sha256(f"{embeds.dtype}/{tuple(embeds.shape[1:])}/".encode() + data.tobytes()).hexdigest()
 
 
@@ -110,15 +108,6 @@ class RefusedIdentity:
 
     def media(self, tokens: int) -> None:
         """Return None."""
-
-
-def _frontend_s(request: Request) -> float | None:
-    """Return the time since the host's frontend began with a request; None if this vLLM does not report it.
-
-    Both times come from this host's wall clock; only the interval between them is kept.
-    """
-    began_s: object = getattr(request, "arrival_time", None)
-    return max(0.0, time.time() - began_s) if isinstance(began_s, float) else None
 
 
 def _fields(params: object) -> dict[str, object]:
@@ -149,6 +138,8 @@ def arrival_of(request: Request, *, has_content_ids: bool) -> Arrival:
     identity = RefusedIdentity(params) if is_refused else RequestIdentity(request, has_content_ids=has_content_ids)
     if is_refused and _is_read_early(params):
         params = None
+    # When the host's frontend began with it, by this host's wall clock, as is `time.time()`; older hosts do not report it.
+    began_s: object = getattr(request, "arrival_time", None)
     return Arrival(
         request.request_id,
         params,
@@ -156,10 +147,13 @@ def arrival_of(request: Request, *, has_content_ids: bool) -> Arrival:
         identity,
         request.trace_headers,
         lambda tokens: drop_prompt_tail(request, tokens),
-        _frontend_s(request),
+        max(0.0, time.time() - began_s) if isinstance(began_s, float) else None,
         lambda: request.num_output_tokens,
         request.max_tokens,
         bool(getattr(request, "resumable", False)),
+        # For example a prompt whose logprobs the client wants. vLLM 0.30 dies of one that was read.
+        request.get_skip_reading_prefix_cache(),
+        lambda: end_with_error(request),
     )
 
 
@@ -168,7 +162,7 @@ def ending_of(request: Request, *, has_content_ids: bool) -> Ending:
     in_flight: Any = getattr(request, "num_in_flight_tokens", 0)  # hosts before 0.32 lack this count
     return Ending(
         request.request_id,
-        end_reason(request),
+        END_REASONS.get(request.status.name, "error"),
         request.num_computed_tokens,
         int(in_flight),
         RequestIdentity(request, has_content_ids=has_content_ids),
@@ -177,58 +171,45 @@ def ending_of(request: Request, *, has_content_ids: bool) -> Ending:
 
 
 def scheduled_tokens(
-    output: SchedulerOutput,
-    group_ids: tuple[int, ...],
-    span_tokens: tuple[int, ...],
-    follows: Callable[[str], bool],
+    output: SchedulerOutput, group_ids: tuple[int, ...], span_tokens: tuple[int, ...], follows: Container[str]
 ) -> Iterator[ScheduledTokens]:
-    """Yield the tokens that a step computes, with their blocks in the transferable groups, for each request that `follows`.
+    """Yield the tokens that a step computes, with their blocks in the transferable groups, for each request in `follows`.
 
     Args:
         output: The step.
         group_ids: Numbers of the transferable groups among all of the scheduler's.
         span_tokens: Tokens that a block of each of these stands for; 0 for a group of states.
-        follows: Tells which requests to yield.
+        follows: The requests to yield.
     """
-    hits = PrefixHits(
-        span_tokens, lambda: _computed_of(output), lambda request_id: _table(output, request_id, group_ids)
+    new, running = output.scheduled_new_reqs, output.scheduled_cached_reqs
+    steps = [
+        *((each.req_id, each.block_ids, each.num_computed_tokens, True) for each in new),
+        *(
+            (request_id, blocks, computed, request_id in running.resumed_req_ids)
+            for request_id, blocks, computed in zip(
+                running.req_ids, running.new_block_ids, running.num_computed_tokens, strict=True
+            )
+        ),
+    ]
+    # Once a prompt that will be streamed has a hit, and only then, the block tables of all requests of the step are read.
+    written = cache(
+        lambda: written_blocks(span_tokens, ((step[2], _table(output, step[0], group_ids)) for step in steps))
     )
-    nothing = tuple[list[int], ...]([] for _ in group_ids)
-    tokens = output.num_scheduled_tokens
-    for new in output.scheduled_new_reqs:
-        if not follows(new.req_id):
-            continue
-        blocks = tuple(list(new.block_ids[group_id]) for group_id in group_ids)
-        computed = new.num_computed_tokens
-        held = hits.held(blocks, computed)
-        yield ScheduledTokens(new.req_id, blocks, True, computed, tokens.get(new.req_id, 0), held)
-    running = output.scheduled_cached_reqs
-    for request_id, added, computed in zip(
-        running.req_ids, running.new_block_ids, running.num_computed_tokens, strict=True
-    ):
-        if not follows(request_id):
-            continue
-        blocks = nothing if added is None else tuple(list(added[group_id]) for group_id in group_ids)
-        is_fresh = request_id in running.resumed_req_ids
-        held = hits.held(blocks, computed) if is_fresh else 0
-        yield ScheduledTokens(request_id, blocks, is_fresh, computed, tokens.get(request_id, 0), held)
+    for request_id, added, computed, is_fresh in steps:
+        if request_id in follows:
+            blocks = [[] if added is None else list(added[group_id]) for group_id in group_ids]
+            held = held_tokens(span_tokens, blocks, computed, written) if is_fresh else 0
+            new_tokens = output.num_scheduled_tokens.get(request_id, 0)
+            yield ScheduledTokens(request_id, blocks, is_fresh, computed, new_tokens, held)
 
 
-def _computed_of(output: SchedulerOutput) -> Iterator[tuple[str, int]]:
-    """Yield all requests of a step with the number of tokens already computed."""
-    for new in output.scheduled_new_reqs:
-        yield new.req_id, new.num_computed_tokens
-    running = output.scheduled_cached_reqs
-    yield from zip(running.req_ids, running.num_computed_tokens, strict=True)
-
-
-def _table(output: SchedulerOutput, request_id: str, group_ids: tuple[int, ...]) -> tuple[list[int], ...] | None:
+def _table(output: SchedulerOutput, request_id: str, group_ids: tuple[int, ...]) -> list[list[int]] | None:
     """Return a request's block table in the transferable groups; None where it does not show what the step writes.
 
     That is the case before 0.32, and in a step that loads blocks for other connectors: they count as computed before they arrive.
     """
-    state: Any = (
-        None if getattr(output, "has_sync_kv_loads", True) else getattr(output, "kv_connector_block_state", None)
-    )
-    table: Any = state.get_block_ids(request_id) if state is not None else None
-    return tuple(table[group_id] for group_id in group_ids) if table is not None else None
+    state: Any = getattr(output, "kv_connector_block_state", None)
+    if state is None or getattr(output, "has_sync_kv_loads", True):
+        return None
+    table: Any = state.get_block_ids(request_id)
+    return [table[group_id] for group_id in group_ids] if table is not None else None

@@ -11,14 +11,14 @@ import logging
 import math
 import signal
 import threading
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from vllm.config import VllmConfig
 
-__all__ = ["LEASES_OF_A_DRAIN", "ShutdownWatch", "warn_of_short_drain"]
+__all__ = ["LEASES_OF_A_DRAIN", "warn_of_short_drain", "watch_for_shutdown"]
 
 _logger = logging.getLogger("vllm.vllm_adapter")
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -48,39 +48,25 @@ def warn_of_short_drain(config: VllmConfig, lease_s: float) -> None:
     )
 
 
-@final
-class ShutdownWatch:
-    """Records SIGTERM and SIGINT in addition to the host's own handler.
+def watch_for_shutdown() -> Callable[[], bool]:
+    """Note SIGTERM and SIGINT in addition to the host's own handlers; return a function that tells whether one has arrived.
 
     Only handlers that vLLM installed are extended: those of an application that runs vLLM inside its own process, and Python's,
-    mean something else. The handler sets one flag; it takes no lock and logs nothing, because it may interrupt any line of the
-    engine's thread.
+    mean something else. Handlers can only be replaced on the main thread.
     """
+    received: list[int] = []
 
-    def __init__(self) -> None:
-        self._is_requested = False
-
-    def install(self) -> bool:
-        """Extend the host's handlers; return False if this process has none, or if this is not its main thread."""
-        if threading.current_thread() is not threading.main_thread():
-            return False
-        found = [(number, signal.getsignal(number)) for number in _SIGNALS]
-        hosts = [(number, handler) for number, handler in found if callable(handler) and _is_extended(handler)]
-        for number, handler in hosts:
-            signal.signal(number, self._noting(handler))
-        return bool(hosts)
-
-    def is_requested(self) -> bool:
-        """Whether the host has been told to end."""
-        return self._is_requested
-
-    def _noting(self, handler: Callable[[int, Any], Any]) -> Callable[[int, Any], Any]:
+    def extend(handler: Callable[[int, Any], Any]) -> Callable[[int, Any], Any]:
         def note(number: int, frame: Any) -> Any:  # noqa: ANN401  (a frame, or None)
-            self._is_requested = True
+            # It may interrupt any line of the engine's thread, so it takes no lock and logs nothing.
+            received.append(number)
             return handler(number, frame)
 
         return note
 
-
-def _is_extended(handler: object) -> bool:
-    return str(getattr(handler, "__module__", "")).partition(".")[0] in _EXTENDED
+    if threading.current_thread() is threading.main_thread():
+        for number in _SIGNALS:
+            handler = signal.getsignal(number)
+            if callable(handler) and str(handler.__module__).partition(".")[0] in _EXTENDED:
+                signal.signal(number, extend(handler))
+    return lambda: bool(received)

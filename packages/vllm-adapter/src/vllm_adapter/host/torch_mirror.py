@@ -13,6 +13,8 @@ blocks had another owner until then, but not for the current forward pass. The e
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, final
 
@@ -61,9 +63,12 @@ class TorchMirror:
         """The mirror's tensors by layer."""
         self._finder = PageFinder(self.tensors.values())
         self._pinned: torch.Tensor | None = None
+        self._near: torch.Tensor | None = None
+        self._pieces: PinnedPieces | None = None
         self._streams = streams or streams_of(self._device)
-        self._save_stream = self._streams.make() if self._streams is not None else None
-        self._queue = _RestoreQueue(self._streams, self._device, scratch_bytes) if self._streams is not None else None
+        if self._streams is not None:
+            self._save_stream, self._restore_stream = self._streams.make(), self._streams.make()
+            self._pieces = PinnedPieces(self._streams, scratch_bytes)
 
     @property
     def is_asynchronous(self) -> bool:
@@ -77,21 +82,21 @@ class TorchMirror:
     @torch.inference_mode()
     def save(self, copies: Sequence[PageCopy], after: object) -> None:
         """Copy pages to the mirror once `after` has been reached; the copies are complete when this returns."""
-        streams, stream = self._streams, self._save_stream
-        if streams is None:
+        if self._streams is None:
             self._copy(copies, to_device=False)
             return
-        streams.wait(stream, after)
-        streams.queue(stream, lambda: self._copy(copies, to_device=False))
-        streams.synchronize(stream)
+        self._streams.wait(self._save_stream, after)
+        self._streams.queue(self._save_stream, lambda: self._copy(copies, to_device=False))
+        self._streams.synchronize(self._save_stream)
 
     @torch.inference_mode()
     def restore(self, copies: Sequence[PageCopy], after: object) -> None:
         """Copy pages to the device once `after` has been reached, before any later work of the calling thread."""
-        if self._queue is None:
+        streams = self._streams
+        if streams is None or self._pieces is None:
             self._copy(copies, to_device=True)
             return
-        self._queue.begin(after)
+        streams.wait(self._restore_stream, after)
         try:
             for copy in copies:
                 # Each page carries its number, so that a full round fills one piece exactly.
@@ -99,10 +104,34 @@ class TorchMirror:
                 for here, there in self._families(copy):
                     for some_regions, some_pages in rounds(len(here), len(copy.pages), fitting):
                         chosen = torch.from_numpy(copy.pages[some_pages])
-                        self._queue.copy(here[some_regions], there[some_regions], chosen)
+                        self._queue(streams, self._pieces, here[some_regions], there[some_regions], chosen)
         finally:
             # Needed even after a failure: these blocks get a new owner, and the queued copies must come before its work.
-            self._queue.end()
+            streams.wait(streams.current(), streams.mark(self._restore_stream))
+
+    def _queue(
+        self, streams: CudaStreams, pieces: PinnedPieces, here: torch.Tensor, there: torch.Tensor, chosen: torch.Tensor
+    ) -> None:
+        """Gather pages (region, page, word) now, and queue their copies to the same pages of the device."""
+        regions, _, span = here.shape
+        page_bytes = len(chosen) * regions * span * here.element_size()
+        number_bytes = _NUMBER_BYTES * len(chosen)
+        piece = pieces.take(number_bytes + page_bytes)
+        numbers = piece[:number_bytes].view(torch.int64)
+        numbers.copy_(chosen)
+        taken = piece[number_bytes : number_bytes + page_bytes].view(here.dtype).view(regions, len(chosen), span)
+        torch.index_select(here, 1, chosen, out=taken)
+        streams.queue(self._restore_stream, partial(self._scatter, taken, numbers, there))
+        pieces.give_back(piece, self._restore_stream)
+
+    def _scatter(self, taken: torch.Tensor, numbers: torch.Tensor, there: torch.Tensor) -> None:
+        needed_bytes = taken.numel() * taken.element_size()
+        if self._near is None or self._near.numel() < needed_bytes:
+            # Created on this stream, because only this stream may still read from the buffer that it replaces.
+            self._near = torch.empty(needed_bytes, dtype=torch.uint8, device=self._device)
+        near = self._near[:needed_bytes].view(taken.dtype).view(*taken.shape)
+        near.copy_(taken, non_blocking=True)
+        there.index_copy_(1, numbers.to(self._device, non_blocking=True), near)
 
     def _copy(self, copies: Sequence[PageCopy], *, to_device: bool) -> None:
         for copy in copies:
@@ -128,8 +157,8 @@ class TorchMirror:
     def _families(self, copy: PageCopy) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield the pages (region, page, word) of each family, in the mirror and on the device."""
         for family in self._finder.families(copy.ranges):
-            word_bytes = family.word_bytes(_WIDEST_WORD_BYTES, copy.page_bytes)
-            twin = family.moved(self._device_of[family.storage.data_ptr()], self._device)
+            word_bytes = math.gcd(*family.places_bytes, _WIDEST_WORD_BYTES, copy.page_bytes)
+            twin = replace(family, storage=self._device_of[family.storage.data_ptr()], device=self._device)
             span = copy.page_bytes // word_bytes
             yield family.words(0, word_bytes, span), twin.words(0, word_bytes, span)
 
@@ -145,45 +174,3 @@ class TorchMirror:
             tensor.shape,
             tensor.stride(),
         )
-
-
-@final
-class _RestoreQueue:
-    """A stream for copies from the mirror to the device. Engine thread only; never waits."""
-
-    def __init__(self, streams: CudaStreams, device: torch.device, piece_bytes: int) -> None:
-        self._streams = streams
-        self._device = device
-        self._stream = streams.make()
-        self._pieces = PinnedPieces(streams, piece_bytes)
-        self._near: torch.Tensor | None = None
-
-    def begin(self, after: object) -> None:
-        """Let the copies that follow wait for an event."""
-        self._streams.wait(self._stream, after)
-
-    def copy(self, here: torch.Tensor, there: torch.Tensor, chosen: torch.Tensor) -> None:
-        """Gather pages (region, page, word) now, and queue their copies to the same pages of the device."""
-        regions, _, span = here.shape
-        page_bytes = len(chosen) * regions * span * here.element_size()
-        number_bytes = _NUMBER_BYTES * len(chosen)
-        piece = self._pieces.take(number_bytes + page_bytes)
-        numbers = piece[:number_bytes].view(torch.int64)
-        numbers.copy_(chosen)
-        taken = piece[number_bytes : number_bytes + page_bytes].view(here.dtype).view(regions, len(chosen), span)
-        torch.index_select(here, 1, chosen, out=taken)
-        self._streams.queue(self._stream, partial(self._scatter, taken, numbers, there))
-        self._pieces.give_back(piece, self._stream)
-
-    def end(self) -> None:
-        """Let later work of the calling thread wait for the copies."""
-        self._streams.wait(self._streams.current(), self._streams.mark(self._stream))
-
-    def _scatter(self, taken: torch.Tensor, numbers: torch.Tensor, there: torch.Tensor) -> None:
-        needed_bytes = taken.numel() * taken.element_size()
-        if self._near is None or self._near.numel() < needed_bytes:
-            # Created on this stream, because only this stream may still read from the buffer that it replaces.
-            self._near = torch.empty(needed_bytes, dtype=torch.uint8, device=self._device)
-        near = self._near[:needed_bytes].view(taken.dtype).view(*taken.shape)
-        near.copy_(taken, non_blocking=True)
-        there.index_copy_(1, numbers.to(self._device, non_blocking=True), near)

@@ -11,7 +11,6 @@ pinned memory, and nothing waits.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, final
@@ -54,14 +53,6 @@ class PageFamily:
     count: int
     distance_bytes: int = 0
     size: int = 1
-
-    def moved(self, storage: torch.UntypedStorage, device: torch.device) -> PageFamily:
-        """Return the same family in another allocation."""
-        return replace(self, storage=storage, device=device)
-
-    def word_bytes(self, *lengths_bytes: int) -> int:
-        """Return the widest word that divides all offsets of the family and these lengths."""
-        return math.gcd(*self.places_bytes, *lengths_bytes)
 
     @property
     def places_bytes(self) -> tuple[int, int, int]:

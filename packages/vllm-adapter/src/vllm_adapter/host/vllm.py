@@ -1,4 +1,4 @@
-"""Seam to vLLM: the names that this package imports from its host, and the differences between host versions.
+"""Seam to vLLM: facts of its configuration, and the differences between host versions.
 
 `cache_config.py` reads the host's description of its cache.
 
@@ -22,16 +22,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import vllm
 from vllm import envs
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorHandshakeMetadata,
-    KVConnectorMetadata,
-    KVConnectorRole,
-    KVConnectorTransferResults,
-    KVConnectorWorkerMetadata,
-    SupportsHMA,
-)
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.request import RequestStatus
@@ -55,25 +45,15 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CONNECTOR_VERSIONS",
+    "END_REASONS",
     "P2P_HITS",
-    "KVConnectorBase_V1",
-    "KVConnectorHandshakeMetadata",
-    "KVConnectorMetadata",
-    "KVConnectorPromMetrics",
-    "KVConnectorRole",
-    "KVConnectorStats",
-    "KVConnectorTransferResults",
-    "KVConnectorWorkerMetadata",
-    "SupportsHMA",
     "check_host",
     "drop_prompt_tail",
-    "end_reason",
     "end_with_error",
     "engine_facts",
     "extra_config",
     "has_content_ids",
     "has_v2_runner",
-    "init_logger",
     "is_tracing",
     "load_failure_policy",
     "side_channel_port",
@@ -90,7 +70,7 @@ _STAGES_NOT_TOLD = (
 _NO_EVENTS = "the connector cannot tell when a device of this kind has computed a chunk"
 
 EndReason = Literal["length", "stop", "abort", "error"]
-_END_REASONS: dict[str, EndReason] = {
+END_REASONS: dict[str, EndReason] = {
     "FINISHED_LENGTH_CAPPED": "length",
     "FINISHED_STOPPED": "stop",
     # Ended by the sampler's repetition check (0.32): an answer like any other.
@@ -100,7 +80,7 @@ _END_REASONS: dict[str, EndReason] = {
     "FINISHED_IGNORED": "error",
     "FINISHED_ERROR": "error",
 }
-"""Ends of requests by vLLM's names; older hosts lack those of newer ones."""
+"""Ends of requests by vLLM's names; older hosts lack those of newer ones. Nothing is handed over for an unknown one."""
 
 _DEFAULTS = Settings()
 _SUPPORTED = ((0, 30), (0, 33))
@@ -302,11 +282,6 @@ def _extra_factors(config: VllmConfig, groups: Sequence[CacheGroup]) -> dict[str
         **stages,
         **computation_factors(config),
     }
-
-
-def end_reason(request: Request) -> EndReason:
-    """Translate the status of a finished request; nothing is handed over for an unknown status."""
-    return _END_REASONS.get(request.status.name, "error")
 
 
 def end_with_error(request: Request) -> None:

@@ -1,4 +1,4 @@
-"""Chunks of the prompts that will be handed over (`PrefillChunks`), and hits that are complete before a step (`PrefixHits`).
+"""Chunks of the prompts that will be handed over, and prefix hits that are complete before a step.
 
 In host-buffer mode the request machines need the chunks of every such prompt, for the copies to the mirror; otherwise only those
 of prompts that a peer may read while they are computed. If there are no such prompts, a step costs one check here.
@@ -30,14 +30,19 @@ from dataclasses import dataclass, field
 from math import lcm
 from typing import TYPE_CHECKING, final
 
+from vllm_adapter.scheduler.hooks import Guard
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from vllm_adapter.cache.facts import CacheGroup
+    from vllm_adapter.observe.cause_log import CauseLog
     from vllm_adapter.ports import SchedulerState
-    from vllm_adapter.scheduler.hooks import HookGuards
 
-__all__ = ["PrefillChunks", "PrefixHits", "ScheduledTokens"]
+__all__ = ["FollowedPrompt", "PrefillChunks", "ScheduledTokens", "held_tokens", "written_blocks"]
+
+_NULL_BLOCK = 0
+"""Block id that stands for no block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +55,7 @@ class ScheduledTokens:
         is_fresh: Whether the request starts, or starts again after a preemption.
         computed_tokens: Tokens that are already computed.
         new_tokens: Tokens that this step computes.
-        held_tokens: Tokens of a prefix hit that this step does not compute for any request, see `PrefixHits`.
+        held_tokens: Tokens of a prefix hit that this step does not compute for any request, see `held_tokens`.
     """
 
     request_id: str
@@ -62,10 +67,20 @@ class ScheduledTokens:
 
 
 @dataclass(slots=True)
-class _Prompt:
+class FollowedPrompt:
+    """A prompt whose chunks are needed.
+
+    Attributes:
+        tokens: Its length.
+        blocks: Its blocks so far, per transferable group.
+        is_complete: Whether all its chunks have been scheduled.
+        is_refused: Whether a chunk was refused, so that the prompt must not be handed over.
+    """
+
     tokens: int
     blocks: list[list[int]] = field(default_factory=list[list[int]])
     is_complete: bool = False
+    is_refused: bool = False
 
 
 @final
@@ -77,8 +92,12 @@ class PrefillChunks:
         context_sizes: Context-parallel size of each group, by which a block's token count is multiplied: blocks of 16 tokens
             that are dealt out to two ranks stand for 32 tokens of the prompt.
         state: The request machines.
-        guards: Turns an exception of the machines into a log line.
+        log: Rate-limits log lines about exceptions of the machines.
         has_mirror: Whether all chunks are copied to a mirror in host memory.
+
+    Attributes:
+        prompts: The prompts that are followed, by request.
+        span_tokens: Tokens that a block of each group stands for; 0 for a group of states.
     """
 
     def __init__(
@@ -86,7 +105,7 @@ class PrefillChunks:
         groups: Sequence[CacheGroup],
         context_sizes: Sequence[int],
         state: SchedulerState,
-        guards: HookGuards,
+        log: CauseLog,
         *,
         has_mirror: bool,
     ) -> None:
@@ -94,41 +113,25 @@ class PrefillChunks:
             0 if group.kind == "state" else group.block_tokens * size
             for group, size in zip(groups, context_sizes, strict=True)
         )
-        """Tokens that a block of each group stands for; 0 for a group of states."""
         self._scratch_blocks = [group.scratch_blocks for group in groups]
         self._state = state
-        self._guards = guards
+        self._log = log
         self._has_mirror = has_mirror
-        self._prompts: dict[str, _Prompt] = {}
-        self._refused: set[str] = set()
+        self.prompts: dict[str, FollowedPrompt] = {}
 
     def watch(self, request_id: str, prompt_tokens: int, *, is_early: bool) -> None:
         """Follow the prompt of a producer's request from its arrival, if its chunks are needed."""
         if self._has_mirror or is_early:
-            self._prompts[request_id] = _Prompt(prompt_tokens)
-
-    def forget(self, request_id: str) -> None:
-        """Stop following a request."""
-        self._refused.discard(request_id)
-        self._prompts.pop(request_id, None)
-
-    def follows(self, request_id: str) -> bool:
-        """Return whether the chunks of a request are needed."""
-        return request_id in self._prompts
-
-    def was_refused(self, request_id: str) -> bool:
-        """Return whether a chunk of the request was refused, so that its prompt must not be handed over."""
-        return request_id in self._refused
+            self.prompts[request_id] = FollowedPrompt(prompt_tokens)
 
     def take(self, scheduled: Iterable[ScheduledTokens]) -> None:
-        """Pass on the chunks that a step computes; `scheduled` is not iterated while no prompt is followed."""
-        if self._prompts:
-            for step in scheduled:
-                prompt = self._prompts.get(step.request_id)
-                if prompt is not None:
-                    self._take_chunk(prompt, step)
+        """Pass on the chunks that a step computes."""
+        for step in scheduled:
+            prompt = self.prompts.get(step.request_id)
+            if prompt is not None:
+                self._take_chunk(prompt, step)
 
-    def _take_chunk(self, prompt: _Prompt, step: ScheduledTokens) -> None:
+    def _take_chunk(self, prompt: FollowedPrompt, step: ScheduledTokens) -> None:
         if step.is_fresh:
             prompt.blocks, prompt.is_complete = [list(ids) for ids in step.block_ids], False
         else:
@@ -138,13 +141,13 @@ class PrefillChunks:
             return
         stop = step.computed_tokens + step.new_tokens
         prompt.is_complete = stop >= prompt.tokens
-        if step.request_id in self._refused:
+        if prompt.is_refused:
             return
         # The prompt must not be handed over until the machine has accepted the chunk. After a refusal no further chunk is passed
         # on either: the blocks of later chunks would take the places of the missing ones.
-        self._refused.add(step.request_id)
+        prompt.is_refused = True
         event = "copy to the mirror" if self._has_mirror else "chunk of a streamed prompt"
-        with self._guards(event, step.request_id):
+        with Guard(self._log, event, step.request_id):
             start = 0 if step.is_fresh else step.computed_tokens
             self._state.scheduled(
                 step.request_id,
@@ -154,9 +157,9 @@ class PrefillChunks:
                 computed_tokens=min(stop, prompt.tokens),
                 held_tokens=min(step.held_tokens, prompt.tokens),
             )
-            self._refused.discard(step.request_id)
+            prompt.is_refused = False
 
-    def _touched_blocks(self, prompt: _Prompt, start: int, stop: int) -> list[Sequence[int]]:
+    def _touched_blocks(self, prompt: FollowedPrompt, start: int, stop: int) -> list[Sequence[int]]:
         """Return the blocks per group with the tokens [start, stop); of a state, the last one once the prompt is complete."""
         return [
             ids[start // span : -(-stop // span)]
@@ -174,55 +177,44 @@ def _running_state(ids: Sequence[int], scratch_blocks: int) -> Sequence[int]:
     return ids[last : last + 1]
 
 
-@final
-class PrefixHits:
-    """Checks the prefix hits of one step.
+def held_tokens(
+    span_tokens: Sequence[int],
+    block_ids: Sequence[Sequence[int]],
+    computed_tokens: int,
+    written: Callable[[], set[int] | None],
+) -> int:
+    """Return the tokens of a prefix hit, in whole blocks of all groups; 0 if the step writes any of them, or in case of doubt.
 
     Args:
         span_tokens: Tokens that a block of each transferable group stands for; 0 for a group of states, which is not checked.
-        scheduled: (request, computed tokens) of all requests of the step.
-        blocks_of: Returns a request's whole block table, per transferable group; None if the host does not tell.
-        null: The block id that stands for no block.
+        block_ids: The request's blocks per group.
+        computed_tokens: Tokens that the hit covers.
+        written: Returns the blocks that the step writes, see `written_blocks`; called for a hit only.
     """
+    whole_tokens = computed_tokens - computed_tokens % lcm(*filter(None, span_tokens))
+    if not whole_tokens:
+        return 0
+    changing = written()
+    hits = {
+        block for ids, span in zip(block_ids, span_tokens, strict=True) if span for block in ids[: whole_tokens // span]
+    }
+    return whole_tokens if changing is not None and not (hits - {_NULL_BLOCK}) & changing else 0
 
-    def __init__(
-        self,
-        span_tokens: Sequence[int],
-        scheduled: Callable[[], Iterable[tuple[str, int]]],
-        blocks_of: Callable[[str], Sequence[Sequence[int]] | None],
-        *,
-        null: int = 0,
-    ) -> None:
-        self._spans = span_tokens
-        self._scheduled = scheduled
-        self._blocks_of = blocks_of
-        self._null = null
-        self._written: set[int] | None = None
-        self._is_known = True
 
-    def held(self, block_ids: Sequence[Sequence[int]], computed_tokens: int) -> int:
-        """Return the tokens of a hit, in whole blocks of all groups; 0 if this step computes any of them, or in case of doubt."""
-        whole_tokens = computed_tokens - computed_tokens % lcm(*filter(None, self._spans))
-        if not whole_tokens:
-            return 0
-        if self._written is None:
-            self._written = self._find_written()
-        hits = {
-            block
-            for ids, span in zip(block_ids, self._spans, strict=True)
-            if span
-            for block in ids[: whole_tokens // span]
-        } - {self._null}
-        return whole_tokens if self._is_known and not hits & self._written else 0
+def written_blocks(
+    span_tokens: Sequence[int], scheduled: Iterable[tuple[int, Sequence[Sequence[int]] | None]]
+) -> set[int] | None:
+    """Return the blocks that a step writes; None if a block table is not known.
 
-    def _find_written(self) -> set[int]:
-        written: set[int] = set()
-        for request_id, computed_tokens in self._scheduled():
-            tables = self._blocks_of(request_id)
-            if tables is None:
-                self._is_known = False
-                continue
-            for ids, span in zip(tables, self._spans, strict=True):
-                if span:
-                    written.update(ids[computed_tokens // span :])
-        return written
+    Args:
+        span_tokens: As for `held_tokens`.
+        scheduled: (computed tokens, whole block table per group, None if the host does not tell) of all requests of the step.
+    """
+    written: set[int] = set()
+    for computed_tokens, table in scheduled:
+        if table is None:
+            return None
+        for ids, span in zip(table, span_tokens, strict=True):
+            if span:
+                written.update(ids[computed_tokens // span :])
+    return written

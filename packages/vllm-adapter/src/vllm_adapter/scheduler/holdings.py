@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, final
 from vllm_adapter.observe.metric_tables import LIVE_KEY
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from vllm_adapter.cache.facts import EngineFacts
     from vllm_adapter.observe.answers import Answer, Entry
@@ -20,7 +20,6 @@ __all__ = ["MOST_REQUESTS", "Holdings"]
 _logger = logging.getLogger("vllm.vllm_adapter")
 MOST_REQUESTS = 50
 """Most requests that are described, oldest first; all requests are counted."""
-_TRIES = 3
 _COUNT_EVERY_S = 1.0
 """Interval of counting live requests, which takes a scan and is too costly for every step."""
 
@@ -34,38 +33,32 @@ class Holdings:
     Args:
         facts: This engine.
         state: Its request machines.
-        is_ending: Tells whether the host has been told to shut down.
 
     Attributes:
         is_revoking: Whether the next step is to revoke all leases; set on another thread.
     """
 
-    def __init__(self, facts: EngineFacts, state: SchedulerState, is_ending: Callable[[], bool]) -> None:
+    def __init__(self, facts: EngineFacts, state: SchedulerState) -> None:
         self._facts = facts
-        self._block_bytes = tuple(group.block_bytes for group in facts.groups)
         self._state = state
-        self._is_ending = is_ending
         self._has_ended = False
         self.is_revoking = False
         self._counted: Mapping[str, int] = {}
         self._counted_s = -_COUNT_EVERY_S
 
     @property
-    def leased_blocks(self) -> int:
-        """Blocks that finished requests keep for a reader; a block shared by two of them counts twice."""
-        return sum(self._state.leased_blocks)
+    def leased(self) -> tuple[int, int]:
+        """Blocks that finished requests keep for a reader, and their bytes on each rank; a shared block counts twice.
 
-    @property
-    def leased_bytes(self) -> int:
-        """Bytes of the leased blocks on each rank.
-
-        Example: 3 blocks of 4096 bytes in the first group and 1 of 1024 in the second: 13312.
+        Example: 3 blocks of 4096 bytes in the first group and 1 of 1024 in the second: (4, 13312).
         """
-        return sum(blocks * size for blocks, size in zip(self._state.leased_blocks, self._block_bytes, strict=True))
+        counts = self._state.leased_blocks
+        sizes = [group.block_bytes for group in self._facts.groups]
+        return sum(counts), sum(count * size for count, size in zip(counts, sizes, strict=True))
 
-    def look(self) -> None:
-        """Start to drain if the host is shutting down; the first time, log the tickets that are still to be read."""
-        if self._state.is_draining or not self._is_ending():
+    def drain(self) -> None:
+        """Drain, because the host is shutting down; the first time, log the tickets that are still to be read."""
+        if self._state.is_draining:
             return
         self._state.drain()
         _logger.info(
@@ -73,8 +66,7 @@ class Holdings:
             "read, their lease expires or the host's --shutdown-timeout is over",
             self._facts.engine_id,
             self._state.lease_count,
-            self.leased_blocks,
-            self.leased_bytes,
+            *self.leased,
         )
 
     def ask_to_revoke(self) -> Answer:
@@ -82,9 +74,12 @@ class Holdings:
 
         The host steps as long as there is a lease.
         """
-        count = self._state.lease_count
-        self.is_revoking = count > 0
-        return {"leases": count, "leased_blocks": self.leased_blocks, "leased_bytes": self.leased_bytes}
+        self.is_revoking = self._state.lease_count > 0
+        return self._leases()
+
+    def _leases(self) -> Answer:
+        blocks, size = self.leased
+        return {"leases": self._state.lease_count, "leased_blocks": blocks, "leased_bytes": size}
 
     def revoke(self, now_s: float) -> None:
         """Order the end of all leases, as an operator has asked."""
@@ -93,7 +88,7 @@ class Holdings:
             "engine %s revokes %d leases, which keep %d blocks, as an operator has asked",
             self._facts.engine_id,
             self._state.lease_count,
-            self.leased_blocks,
+            self.leased[0],
         )
         self._state.revoke_all(now_s=now_s)
 
@@ -104,7 +99,7 @@ class Holdings:
                 "engine %s ends with %d requests unread, which keep %d blocks: their readers will find it gone",
                 self._facts.engine_id,
                 self._state.lease_count,
-                self.leased_blocks,
+                self.leased[0],
             )
         self._has_ended = True
 
@@ -121,8 +116,9 @@ class Holdings:
             if any(changes.values()):
                 recorder.observe(LIVE_KEY, changes)
             recorder.level("fence_slots_used", self._state.fence_slots_used)
-        recorder.level("leased_blocks", self.leased_blocks)
-        recorder.level("leased_bytes", self.leased_bytes)
+        blocks, size = self.leased
+        recorder.level("leased_blocks", blocks)
+        recorder.level("leased_bytes", size)
 
     def describe(self, now_s: float) -> Answer:
         """Return counts, leases and the oldest requests of a live engine, without changing anything; any thread.
@@ -135,27 +131,13 @@ class Holdings:
             "engine_id": facts.engine_id,
             "side_channel": f"{facts.host}:{facts.port}",
             "is_draining": state.is_draining,
-            "leases": state.lease_count,
-            "leased_blocks": self.leased_blocks,
-            "leased_bytes": self.leased_bytes,
+            **self._leases(),
             "fence_slots_used": state.fence_slots_used,
             "stream_slots_used": 0 if state.streams is None else state.streams.produced.slots_used,
             "stream_blocks_held": 0 if state.streams is None else state.streams.consumed.blocks_held,
-            **_requests(state, now_s),
+            "requests_by_state": state.state_counts(),
+            "oldest_requests": [_brief(entry) for entry in state.snapshot(now_s=now_s, most=MOST_REQUESTS)],
         }
-
-
-def _requests(state: SchedulerState, now_s: float) -> Answer:
-    for left in reversed(range(_TRIES)):
-        try:
-            counts = dict(state.state_counts())
-            oldest = [_brief(entry) for entry in state.snapshot(now_s=now_s, most=MOST_REQUESTS)]
-        except (RuntimeError, LookupError):  # a table changed during iteration: try again
-            if not left:
-                raise
-            continue
-        return {"requests_by_state": counts, "oldest_requests": oldest}
-    return {}
 
 
 def _brief(entry: Mapping[str, object]) -> Entry:

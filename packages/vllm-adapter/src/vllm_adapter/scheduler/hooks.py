@@ -1,4 +1,4 @@
-"""The scheduler side's hooks: plain values that the host passes about a request, and guards that keep the hooks from raising."""
+"""Plain values that the host passes to the scheduler side's hooks, and the guard that keeps the hooks from raising."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from vllm_adapter.observe.cause_log import CauseLog
     from vllm_adapter.ports import PromptIdentity
 
-__all__ = ["Arrival", "Ending", "HookGuards"]
+__all__ = ["Arrival", "Ending", "Guard"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,8 @@ class Arrival:
         output_tokens: Returns the number of tokens generated so far.
         max_tokens: Most tokens that it may generate; None if that is not known.
         is_session: Whether its prompt comes in parts, each sent after the answer to the previous part.
+        is_computed_whole: Whether the host computes all of its prompt, as for a client that wants the prompt's logprobs.
+        end_with_error: Lets the host end it with an error, whatever its policy for failed reads is.
     """
 
     request_id: str
@@ -41,11 +43,17 @@ class Arrival:
     output_tokens: Callable[[], int] | None = None
     max_tokens: int | None = None
     is_session: bool = False
+    is_computed_whole: bool = False
+    end_with_error: Callable[[], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
     """The end of a request.
+
+    The computed tokens that belong to the conversation are those of which a ticket may be given: tokens of a step that still runs
+    may be rejected drafts, and those behind a stop token were accepted, but are not part of the answer. Example: 48 tokens are
+    computed, 4 of them in flight, and the answer ends with token 42: 42 are kept.
 
     Attributes:
         request_id: The request.
@@ -64,58 +72,32 @@ class Ending:
     identity: PromptIdentity | None = None
     known_tokens: int | None = None
 
-    @property
-    def kept_tokens(self) -> int:
-        """Computed tokens that belong to the conversation.
-
-        Tokens of a step that still runs may be rejected drafts, and those behind a stop token were accepted, but are no part of
-        the answer. Example: 48 tokens are computed, 4 of them in flight, and the answer ends with token 42: 42 are kept.
-        """
-        kept = max(0, self.computed_tokens - self.in_flight_tokens)
-        return kept if self.known_tokens is None else min(kept, self.known_tokens)
-
-
-@final
-class HookGuards:
-    """Makes `with` blocks that turn an exception into a log line, unless lines of this event are rate-limited.
-
-    Args:
-        log: Rate-limits the lines of each event.
-    """
-
-    def __init__(self, log: CauseLog) -> None:
-        self._log = log
-
-    def __call__(
-        self, event: str, request_id: str = "", *, consequence: str = "the request goes on without a hand-over"
-    ) -> _Guard:
-        """Return a guard.
-
-        Args:
-            event: Constant name of what the block does.
-            request_id: The request that it is about; empty where it concerns no single request.
-            consequence: What a failure means, for the log line.
-        """
-        return _Guard(self._log, event, f"request {request_id}: " if request_id else "", consequence)
-
 
 @final
 @dataclass(frozen=True, slots=True)
-class _Guard:
-    """Context manager that logs exceptions; `__exit__` returns a bool, so that type checkers know that it may suppress them."""
+class Guard:
+    """Context manager that turns an exception into a log line, unless lines of this event are rate-limited.
+
+    Attributes:
+        log: Rate-limits the lines of each event.
+        event: Constant name of what the block does.
+        request_id: The request that it is about; empty where it concerns no single request.
+        consequence: What a failure means, for the log line.
+    """
 
     log: CauseLog
     event: str
-    subject: str
-    consequence: str
+    request_id: str = ""
+    consequence: str = "the request goes on without a hand-over"
 
     def __enter__(self) -> None:
         """Enter the block."""
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
-        """Log an exception and suppress it, unless it ends the process."""
+        """Log an exception and suppress it, unless it ends the process; a bool, so that type checkers know of that."""
         if not isinstance(error, Exception):
             return False
+        subject = f"request {self.request_id}: " if self.request_id else ""
         line = "%s%s failed (traceback below): %s"
-        self.log.error(self.event, line, self.subject, self.event, self.consequence, trace=error)
+        self.log.error(self.event, line, subject, self.event, self.consequence, trace=error)
         return True

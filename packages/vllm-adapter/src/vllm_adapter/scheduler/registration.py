@@ -32,32 +32,22 @@ class ServedRegistration:
     Args:
         facts: This engine; its generation is that of the first registration.
         listener: Serves the ranks' envelopes; it has not been started yet.
+
+    Attributes:
+        is_sure: Whether `generation` is known to be the current one.
+        generation: The generation that all ranks reported last.
+        ranks: Ranks whose reports are needed.
     """
 
     def __init__(self, facts: EngineFacts, listener: HandshakeListener) -> None:
         self._engine_id = facts.engine_id
         self._listener = listener
         self._is_serving = False
-        self._generation = facts.generation
-        self._ranks: frozenset[Rank] = frozenset()
+        self.generation = facts.generation
+        self.ranks: frozenset[Rank] = frozenset()
         self._registrations: dict[Rank, RankRegistration] = {}
         self._question = 0
-        self._is_sure = True
-
-    @property
-    def is_sure(self) -> bool:
-        """Whether `generation` is known to be the current one."""
-        return self._is_sure
-
-    @property
-    def generation(self) -> int:
-        """The generation that all ranks reported last."""
-        return self._generation
-
-    @property
-    def rank_count(self) -> int:
-        """Number of ranks whose reports are needed."""
-        return len(self._ranks)
+        self.is_sure = True
 
     @property
     def question(self) -> int:
@@ -65,18 +55,18 @@ class ServedRegistration:
 
         A rank without memory (asleep, or its transfer thread dead) answers once, and reports again by itself when it has memory.
         """
-        answers = [self._registrations.get(rank) for rank in self._ranks]
+        answers = [self._registrations.get(rank) for rank in self.ranks]
         is_answered = bool(answers) and all(one is not None and one.answer >= self._question for one in answers)
-        return 0 if self._is_sure or is_answered else self._question
+        return 0 if self.is_sure or is_answered else self._question
 
     def serve(self, envelopes: Mapping[Rank, bytes], ranks: Iterable[Rank]) -> None:
         """Serve these envelopes; the generation becomes unknown if that of any of `ranks`, all workers, is missing.
 
         A port that cannot be bound stops the engine here, with the reason.
         """
-        self._ranks = frozenset(ranks)
+        self.ranks = frozenset(ranks)
         self._registrations.clear()  # they may come from workers that no longer exist
-        if not self._is_sure or not self._ranks <= envelopes.keys():
+        if not self.is_sure or not self.ranks <= envelopes.keys():
             self.doubt()
         self._listener.replace(envelopes)
         if self._is_serving:
@@ -89,23 +79,23 @@ class ServedRegistration:
 
     def doubt(self) -> None:
         """Discard all earlier reports: the current registration is unknown until the ranks report again."""
-        self._is_sure = False
+        self.is_sure = False
         self._question += 1
 
     def update(self, registrations: Mapping[Rank, RankRegistration]) -> None:
         """Process reports of ranks: serve the envelopes of a new registration, and none until all ranks are ready."""
         self._registrations.update(registrations)
-        ranks = self._ranks or self._registrations.keys()
+        ranks = self.ranks or self._registrations.keys()
         envelopes = self._answers(ranks)
         generations = {self._registrations[rank].generation for rank in envelopes}
         if len(envelopes) == len(ranks) and len(generations) == 1:
-            self._generation = generations.pop()
-            self._is_sure = True
+            self.generation = generations.pop()
+            self.is_sure = True
             self._renew(envelopes)
             return
-        if self._is_sure:
+        if self.is_sure:
             self.doubt()
-        if any(one.envelope is None or one.generation != self._generation for one in registrations.values()):
+        if any(one.envelope is None or one.generation != self.generation for one in registrations.values()):
             self._renew({})
 
     def _renew(self, envelopes: Mapping[Rank, bytes]) -> None:

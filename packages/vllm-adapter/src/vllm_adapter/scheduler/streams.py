@@ -18,8 +18,7 @@ from __future__ import annotations
 
 import logging
 import secrets as random
-import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -27,12 +26,15 @@ from hmac import compare_digest
 from typing import TYPE_CHECKING, Final, cast, final
 
 from vllm_adapter.errors import code_of
+from vllm_adapter.scheduler.hooks import Guard
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from vllm_adapter.cache.facts import EngineFacts
+    from vllm_adapter.config.secrets import FleetSecrets
     from vllm_adapter.observe.cause_log import CauseLog
+    from vllm_adapter.observe.recorder import Recorder
     from vllm_adapter.ports import (
         Codec,
         HandshakeClient,
@@ -41,7 +43,7 @@ if TYPE_CHECKING:
         StreamQuestion,
         Streams,
     )
-    from vllm_adapter.scheduler.hooks import Arrival, HookGuards
+    from vllm_adapter.scheduler.hooks import Arrival
     from vllm_adapter.steps import Rank
 
 __all__ = ["AskService", "Streaming"]
@@ -93,6 +95,7 @@ _NOT_SHORTENED = "its last tokens are the decode engine's to compute, and could 
 
 Message = Mapping[str, object]
 """A question or an answer, decoded."""
+_WITHDRAWN: Final[Message] = {"kind": "no", "reason": "withdrawn"}
 
 
 @final
@@ -120,10 +123,9 @@ class Streaming:
         streams: The request machines of streams.
         asks: Sends questions to peers.
         listener: Receives peers' questions; it has not been started yet.
-        guards: Turns an exception of the machines into a log line.
-        secrets: Returns the fleet's secrets, empty if nothing is sealed; any thread.
-        log: Rate-limits log lines about peers.
-        count: Counts a prompt that is not streamed, by the code of the reason.
+        recorder: Counts prompts that are not streamed, by the code of the reason.
+        log: Rate-limits log lines.
+        secrets: The fleet's secrets; None if nothing is sealed.
     """
 
     def __init__(
@@ -132,26 +134,22 @@ class Streaming:
         streams: Streams,
         asks: AskService,
         listener: HandshakeListener,
-        guards: HookGuards,
-        *,
-        secrets: Callable[[], Sequence[bytes]],
+        recorder: Recorder,
         log: CauseLog,
-        count: Callable[[str], None],
+        secrets: FleetSecrets | None,
     ) -> None:
         self._facts = facts
         self._streams = streams
         self._asks = asks
         self._listener: HandshakeListener | None = listener
-        self._guards = guards
-        self._secrets = secrets
+        self._recorder = recorder
         self._log = log
-        self._count = count
-        self._lock = threading.Lock()
+        self._fleet_secrets = secrets
         # The inbox: questions of peers, questions withdrawn after the machines received them, and (request, number, answer) of
-        # this engine's own questions.
+        # this engine's own questions. Other threads put in, and whichever thread pops a question deals with it.
         self._questions: dict[int, Message] = {}
-        self._gone_askers: list[int] = []
-        self._answers: list[tuple[str, int, Message]] = []
+        self._gone_askers: deque[int] = deque()
+        self._answers: deque[tuple[str, int, Message]] = deque()
         # Peers' questions that the machines have not answered yet, by asker.
         self._asked: dict[str, Message] = {}
         # Functions that withdraw this engine's questions, by request and number.
@@ -191,7 +189,7 @@ class Streaming:
         reason = self._why_whole(arrival, tail=tail, is_shortened=is_shortened)
         if not reason:
             return
-        with self._guards("hand-over in one piece", arrival.request_id):
+        with Guard(self._log, "hand-over in one piece", arrival.request_id):
             self._streams.produced.hand_over_whole(arrival.request_id)
         if reason not in self._logged:
             self._logged.add(reason)
@@ -217,19 +215,18 @@ class Streaming:
 
     def receive(self, now_s: float) -> None:
         """Pass the messages of peers since the last call to the machines; one that they refuse is logged and fails alone."""
-        if not (self._questions or self._gone_askers or self._answers):
-            return
-        with self._guards("receipt of questions and answers", consequence=_LATER):
+        with Guard(self._log, "receipt of questions and answers", consequence=_LATER):
             self._take_questions()
-            with self._lock:
-                answers, self._answers = self._answers, []
-            for request_id, number, answer in answers:
-                self._take_answer(request_id, number, answer, now_s)
+            while self._answers:
+                request_id, number, answer = self._answers.popleft()
+                self._cancels.pop((request_id, number), None)
+                with Guard(self._log, "stream-answered", request_id, "an answer was refused"):
+                    self._streams.answered(request_id, number, answer, now_s=now_s)
 
     def send(self) -> None:
         """Send the machines' questions, answers and cancellations to peers; once a step, after its plan was taken."""
         self.publish()
-        with self._guards("sending of questions and answers", consequence=_LATER):
+        with Guard(self._log, "sending of questions and answers", consequence=_LATER):
             self._take_questions()  # questions that arrived before the answers that are published now
             for each in self._streams.produced.take_answers():
                 self._answer(each.asker, each.answer)
@@ -246,7 +243,7 @@ class Streaming:
     def publish(self) -> None:
         """Publish the answers that have changed, so that the listener's thread gives them whether or not a step follows."""
         board = self._board
-        with self._guards("standing answers", consequence="peers are answered a step later"):
+        with Guard(self._log, "standing answers", consequence="peers are answered a step later"):
             for standing in self._streams.produced.take_standings():
                 board.pop(standing.hand_over_id, None)
                 if standing.answer is not None:
@@ -257,7 +254,7 @@ class Streaming:
     def ended(self, ends: Iterable[tuple[str, Rank, bool]]) -> None:
         """Record the streams that have ended on a rank, and whether their fence held there."""
         for request_id, rank, is_done in ends:
-            with self._guards("end of a stream", request_id):
+            with Guard(self._log, "end of a stream", request_id):
                 self._streams.ended(request_id, rank, is_done=is_done)
 
     def close(self) -> None:
@@ -266,29 +263,25 @@ class Streaming:
         self._asks.client.close()
 
     def _take_questions(self) -> None:
-        with self._lock:
-            questions, self._questions = self._questions, {}
-            gone, self._gone_askers = self._gone_askers, []
-        for ask_id, question in questions.items():
-            self._take_question(str(ask_id), question)
-        for ask_id in gone:
-            self._take_back(str(ask_id))
+        for ask_id in list(self._questions):
+            question = self._questions.pop(ask_id, None)
+            if question is not None:
+                self._take_question(str(ask_id), question)
+        while self._gone_askers:
+            self._take_back(str(self._gone_askers.popleft()))
 
     def _take_question(self, asker: str, question: Message) -> None:
         self._asked[asker] = question
-        try:
-            self._streams.produced.ask(asker, {key: value for key, value in question.items() if key != "nonce"})
-        except Exception as error:  # noqa: BLE001 - one peer's question fails alone
-            self._log.error("stream-question", "a peer's question for a hand-over was refused", trace=error)
-            self._answer(asker, {"kind": "no", "reason": "withdrawn"})
+        with Guard(self._log, "stream-question", consequence="a peer's question for a hand-over was refused"):
+            self._streams.produced.ask(asker, question)
+            return
+        self._answer(asker, _WITHDRAWN)
 
     def _take_back(self, asker: str) -> None:
         known = self._asked.pop(asker, None)
-        try:
-            if known is not None:
+        if known is not None:
+            with Guard(self._log, "stream-question", consequence="a peer's question could not be taken back"):
                 self._streams.produced.cancel(asker, str(known["hand_over_id"]))
-        except Exception as error:  # noqa: BLE001 - one peer's question fails alone
-            self._log.error("stream-question", "a peer's question could not be taken back", trace=error)
 
     def _answer(self, asker: str, answer: Message) -> None:
         question = self._asked.pop(asker, None)
@@ -300,12 +293,10 @@ class Streaming:
         listener = self._listener
         if listener is None:
             return
-        for each in (answer, {"kind": "no", "reason": "withdrawn"}):
-            try:
+        # The second one for an answer that cannot be sent, as when its ticket is too long.
+        for each in (answer, _WITHDRAWN):
+            with Guard(self._log, "stream-answer", consequence="an answer to a peer's question cannot be sent"):
                 listener.answer(ask_id, self._asks.codec.answer_payload(question, each, self._secrets()))
-            except Exception as error:  # noqa: BLE001 - as when a ticket is too long for an answer
-                self._log.error("stream-answer", "an answer to a peer's question cannot be sent", trace=error)
-            else:
                 return
 
     def _ask(self, question: StreamQuestion) -> None:
@@ -319,7 +310,7 @@ class Streaming:
             "wants_final": question.wants_final,
         }
         peer = question.host, question.port
-        try:
+        with Guard(self._log, "stream-ask", question.request_id, "its hand-over cannot be asked for"):
             self._cancels[key] = self._asks.client.ask(
                 host=question.host,
                 port=question.port,
@@ -327,22 +318,12 @@ class Streaming:
                 on_reply=partial(self._on_answer, key, peer, told),
                 deadline_s=self._asks.wait_s + _MARGIN_S,
             )
-        except Exception as error:  # noqa: BLE001 - a question that cannot be asked makes its hand-over a plain one
-            self._log.error(
-                "stream-ask", "request %s: its hand-over cannot be asked for", question.request_id, trace=error
-            )
-            self._keep_answer(*key, {"kind": "no", "reason": "not-streamed"})
-
-    def _take_answer(self, request_id: str, number: int, answer: Message, now_s: float) -> None:
-        self._cancels.pop((request_id, number), None)
-        try:
-            self._streams.answered(request_id, number, answer, now_s=now_s)
-        except Exception as error:  # noqa: BLE001 - one peer's answer fails alone
-            self._log.error("stream-answered", "request %s: an answer was refused", request_id, trace=error)
+            return
+        self._answers.append((*key, {"kind": "no", "reason": "not-streamed"}))
 
     def _note_outcome(self, outcome: StreamOutcome) -> None:
         """Count a prompt that is not streamed, and log it unless the reason was logged for its peer as a whole."""
-        self._count(outcome.code)
+        self._recorder.observe("unstreamed_codes", outcome.code)
         if self._plain_peers.get((outcome.host, outcome.port)) == outcome.code:
             return
         log = self._log.error if outcome.result == "fails" else self._log.warning
@@ -359,6 +340,9 @@ class Streaming:
 
     # ------------------------------------------------------------------- threads of the listener and of the client
 
+    def _secrets(self) -> Sequence[bytes]:
+        return self._fleet_secrets.current if self._fleet_secrets is not None else ()
+
     def _on_question(self, ask_id: int, payload: bytes) -> None:
         try:
             question = self._asks.codec.read_question(payload, self._secrets())
@@ -370,15 +354,11 @@ class Streaming:
             return
         standing = self._standing_for(question)
         if standing is None:
-            with self._lock:
-                self._questions[ask_id] = question
+            self._questions[ask_id] = question
             # Look again: an engine that published its last answer meanwhile may rest now, and takes no question from the inbox.
             standing = self._standing_for(question)
-            if standing is None:
-                return
-            with self._lock:
-                if self._questions.pop(ask_id, None) is None:
-                    return  # the machines have it, or its asker has gone
+            if standing is None or self._questions.pop(ask_id, None) is None:
+                return  # it waits for a step, the machines have it, or its asker has gone
         digest, answer = standing
         is_same = not digest or compare_digest(digest.encode(), str(question["digest"]).encode())
         self._send_answer(ask_id, question, answer if is_same else _mismatch(answer))
@@ -391,9 +371,8 @@ class Streaming:
         return standing if is_settled else None
 
     def _on_taken_back(self, ask_id: int) -> None:
-        with self._lock:
-            if self._questions.pop(ask_id, None) is None:
-                self._gone_askers.append(ask_id)
+        if self._questions.pop(ask_id, None) is None:
+            self._gone_askers.append(ask_id)
 
     def _on_answer(
         self, key: tuple[str, int], peer: tuple[str, int], question: Message, code: str, payload: bytes
@@ -405,19 +384,12 @@ class Streaming:
                 self._plain_peers.pop(peer, None)
             except Exception as error:  # noqa: BLE001 - whatever a peer sends
                 code = code_of(error) if payload else _UNREAD
-        if answer["kind"] == "offer" and question["wants_final"]:
-            # Otherwise the stream would be offered and broken repeatedly.
-            answer = {"kind": "no", "reason": "withdrawn"}
         if code in _AGAIN:
             answer = {**answer, "code": code}
         elif code:
             answer = {"kind": "no", "reason": "not-streamed", "code": code}
             self._note_plain_peer(peer, code)
-        self._keep_answer(*key, answer)
-
-    def _keep_answer(self, request_id: str, number: int, answer: Message) -> None:
-        with self._lock:
-            self._answers.append((request_id, number, answer))
+        self._answers.append((*key, answer))
 
     def _note_plain_peer(self, peer: tuple[str, int], code: str) -> None:
         """Log why a peer's prompts cannot be read; log again after the reason has changed or has been absent."""

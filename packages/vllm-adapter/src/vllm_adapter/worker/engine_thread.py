@@ -15,7 +15,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
 from vllm_adapter.cache.geometry import local_document
-from vllm_adapter.observe.cause_log import CauseLog
 from vllm_adapter.steps import (
     ASLEEP,
     ASLEEP_MESSAGE,
@@ -24,10 +23,11 @@ from vllm_adapter.steps import (
     RankRegistration,
     ReadEnd,
     ReadFailure,
+    ReadTimes,
     StepReport,
 )
 from vllm_adapter.worker.pages import HostMirror, ReadCompletion
-from vllm_adapter.worker.registration import Registration, RegistrationEvents, ThreadWatch, worker_status
+from vllm_adapter.worker.registration import RegistrationEvents, ThreadWatch, worker_status
 from vllm_adapter.worker.streams import RankStreams
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from vllm_adapter.ports import EndReport, StepPlan, WorkerState
     from vllm_adapter.steps import StepOrders, TraceLink
     from vllm_adapter.worker.pages import MirrorMemory, PageConverter
+    from vllm_adapter.worker.registration import Registration
     from vllm_adapter.worker.streams import DeviceMarks
 
 __all__ = ["WorkerSide"]
@@ -79,27 +80,25 @@ class WorkerSide:
         is_streaming: bool = False,
         trace: Callable[[TraceLink, ReadEnd], None] | None = None,
     ) -> None:
+        self._recorder = recorder
         self._facts = facts
-        self._open_registration = open_registration
+        self._open = open_registration
+        self._state = state
         self._trace = trace
         self._links: dict[str, TraceLink] = {}
-        self._recorder = recorder
-        self._log = CauseLog(time.monotonic, is_lead=self.rank == (0, 0))
         self._finished: deque[ReadEnd] = deque()
         self._sent: deque[str] = deque()
-        self._failures: list[str] = []
+        self._unread: list[str] = []
+        self._failures: list[ReadFailure] = []
+        self._streams = RankStreams(state, recorder, self._sent) if is_streaming else None
         self._registration: Registration | None = None
         # A registration that is no longer used and has not ended yet: its thread has died, or a sleep has not succeeded.
         self._left: Registration | None = None
-        self._open: Callable[..., Registration] | None = None
         self._mirror: HostMirror | None = None
-        self._completion = ReadCompletion(None, None, self._recorder)
-        self._watch = ThreadWatch(self._recorder, facts.engine_id)
-        self._state = state
-        self._streams = RankStreams(state, recorder) if is_streaming else None
-        # Reads whose end has not been collected yet, and the subset of them that must end as failed.
-        self._due_reads: set[str] = set()
-        self._void_reads: set[str] = set()
+        self._completion: ReadCompletion | None = None
+        self._watch = ThreadWatch(recorder, facts.engine_id)
+        # Plain reads whose end has not been collected yet, and whether they must end as failed.
+        self._due_reads: dict[str, bool] = {}
         self._leases: set[str] = set()
         self._rest_s = 0.0
         self._is_asking = False
@@ -137,12 +136,12 @@ class WorkerSide:
         if self._streams is not None:
             self._streams.use_device(marks, self._mirror)
         self._completion = ReadCompletion(converter, self._mirror, self._recorder, document)
-        events = RegistrationEvents(self._read_ended, self._lease_ended, self._stream_ended, select_device)
-        self._open = partial(self._open_registration, tuple(caches), events, can_convert=converter is not None)
-        self._registration = self._register(self._open, self._generation)
+        events = RegistrationEvents(self._read_ended, self._lease_ended, select_device)
+        self._open = partial(self._open, tuple(caches), events, can_convert=converter is not None)
+        self._registration = self._register(self._generation)
 
-    def _register(self, open_registration: Callable[..., Registration], generation: int) -> Registration:
-        registration = open_registration(generation=generation)
+    def _register(self, generation: int) -> Registration:
+        registration = self._open(generation=generation)
         if self._streams is not None:
             self._streams.use(registration.stream_worker)
         return registration
@@ -153,11 +152,6 @@ class WorkerSide:
 
     def _lease_ended(self, request_id: str) -> None:
         self._sent.append(request_id)
-        self._has_ended.set()
-
-    def _stream_ended(self, end: ReadEnd) -> None:
-        if self._streams is not None:
-            self._streams.ended(end)
         self._has_ended.set()
 
     def unregister(self) -> None:
@@ -177,10 +171,9 @@ class WorkerSide:
         try:
             self._left.end()
         finally:
+            # Their pages are about to be lost.
             for _ in range(len(self._finished)):
                 self._finished.append(self._finished.popleft().failed(ASLEEP, ASLEEP_MESSAGE))
-            if self._streams is not None:
-                self._streams.fail_finished(ASLEEP, ASLEEP_MESSAGE)
         self._left, self._is_asleep = None, True
         _logger.info("engine %s rank %d: asleep, nothing is registered", self._facts.engine_id, self._facts.tp_rank)
 
@@ -197,9 +190,9 @@ class WorkerSide:
         Raises:
             Exception: Passed on from the transfer library; nothing is registered then, and the call may be repeated.
         """
-        if not self._is_asleep or self._open is None:
+        if not self._is_asleep:
             return
-        registration = self._register(self._open, self._generation + 1)
+        registration = self._register(self._generation + 1)
         self._generation += 1
         self._registration, self._is_asleep, self._is_registration_due = registration, False, True
         self._state.lose()
@@ -232,12 +225,12 @@ class WorkerSide:
     def before_forward(self, orders: StepOrders) -> None:
         """Write the progress and fence words of streams that must change before the step writes into any block."""
         if self._streams is not None:
-            self._note_death()
+            self._leave_if_dead()
             self._streams.before_forward(orders.plan)
 
     def apply(self, orders: StepOrders) -> None:
         """Hand a step's orders to the transfer thread and return at once."""
-        self._note_death()
+        self._leave_if_dead()
         streams = self._streams
         if streams is not None:
             streams.catch_up(orders.plan)
@@ -249,13 +242,13 @@ class WorkerSide:
         if orders.plan.is_empty:
             return
         plan = self._state.apply(orders.plan)
-        self._failures += plan.failures
+        self._unread += plan.failures
         if streams is not None:
             streams.apply(plan)
         self._leases.update(grant.request_id for grant in plan.grants)
-        self._due_reads.update(order.request_id for order in plan.reads if order.is_reported)
+        self._due_reads.update((order.request_id, False) for order in plan.reads if order.is_reported)
         # The scheduler may not know yet that one of these reads has ended.
-        self._void_reads.update(self._due_reads.intersection(plan.voids))
+        self._due_reads.update((request_id, True) for request_id in plan.voids if request_id in self._due_reads)
         self._hand_over(plan)
         if streams is not None:
             streams.forget(grant.request_id for grant in plan.grants)
@@ -282,7 +275,7 @@ class WorkerSide:
             # The requests of these grants are no longer among the announced ones.
             for grant in plan.grants:
                 self._void(registration, grant.request_id, grant.fence[0] if grant.fence is not None else None)
-            self._note_death()
+            self._leave_if_dead()
             self._refuse(plan)
 
     def _refuse(self, plan: StepPlan) -> None:
@@ -291,11 +284,11 @@ class WorkerSide:
         code, message = (DEAD, DEAD_MESSAGE) if is_dead else (ASLEEP, ASLEEP_MESSAGE)
         self._sent += [grant.request_id for grant in plan.grants]
         now_s = time.monotonic()
-        self._finished += [ReadEnd.refused(order, code, message, now_s) for order in plan.reads]
-        for order in plan.streams.watches:
-            self._stream_ended(ReadEnd.refused(order.read, code, message, now_s))
+        orders = [*[(order, False) for order in plan.reads], *[(watch.read, True) for watch in plan.streams.watches]]
+        for order, is_streamed in orders:
+            self._finished.append(ReadEnd(order, code, message, ReadTimes(now_s), now_s, is_streamed=is_streamed))
 
-    def _note_death(self) -> None:
+    def _leave_if_dead(self) -> None:
         """Stop using a dead transfer thread, and end its reads and leases once it has ended; never waits for it."""
         registration = self._registration
         if registration is not None and not registration.agent.is_alive:
@@ -320,26 +313,22 @@ class WorkerSide:
         When this returns, the blocks of `plan.completes` are in the mirror, or their fence is void. A chunk is shown once the
         device has finished it, or its copy to the mirror is done.
         """
-        if self._mirror is not None and self._registration is not None:
-            self._save(self._mirror, self._registration, orders.plan)
+        plan, registration, mirror = orders.plan, self._registration, self._mirror
+        if mirror is not None and registration is not None and (plan.saves or plan.completes):
+            began_s = time.perf_counter()
+            mirror.save(plan.saves)
+            failed = mirror.settle(plan.completes)
+            self._recorder.observe("mirror_save_duration", time.perf_counter() - began_s)
+            for request_id, reason in failed.items():
+                self._recorder.count("num_failed_mirror_copies")
+                self._void(registration, request_id, self._state.fence_slot(request_id))
+                self._recorder.error(
+                    "mirror-copy",
+                    f"request {request_id}: its blocks could not be copied to host memory ({reason}); its readers will find "
+                    "its fence void",
+                )
         if self._streams is not None:
-            self._streams.chunks_given(orders.plan)
-
-    def _save(self, mirror: HostMirror, registration: Registration, plan: StepPlan) -> None:
-        if not (plan.saves or plan.completes):
-            return
-        began_s = time.perf_counter()
-        mirror.save(plan.saves)
-        failed = mirror.settle(plan.completes)
-        self._recorder.observe("mirror_save_duration", time.perf_counter() - began_s)
-        for request_id, reason in failed.items():
-            self._recorder.count("num_failed_mirror_copies")
-            self._void(registration, request_id, self._state.fence_slot(request_id))
-            self._recorder.error(
-                "mirror-copy",
-                f"request {request_id}: its blocks could not be copied to host memory ({reason}); its readers will find its "
-                "fence void",
-            )
+            self._streams.chunks_given(plan)
 
     def take_report(self) -> StepReport:
         """Return all ends since the last step, and this rank's registration if it was asked for or is new.
@@ -347,39 +336,30 @@ class WorkerSide:
         In a step that computes nothing, this may wait for the end of a read or of a lease (`StepOrders.rest_s`).
         """
         self._rest()
-        registration = self._registration or self._left
+        registration, streams = self._registration or self._left, self._streams
         self._watch.check(registration.agent if registration is not None else None)
-        streamed = self._take_streams(self._streams) if self._streams is not None else None
-        if not (self._sent or self._finished or self._failures or self._is_registration_due or streamed):
+        # The transfer thread may append more meanwhile.
+        ends = [self._take_end(self._finished.popleft()) for _ in range(len(self._finished))]
+        streamed = self._take_streams(streams) if streams is not None else None
+        if not (self._sent or ends or self._unread or self._is_registration_due or streamed):
             return _NOTHING
         # The host has at most one batch more in flight than there are stages, and takes this report in after it has built the
         # steps behind this one: a wait in one of them would delay it.
         self._steps_ahead = self._facts.pp
-        # The transfer thread may append more meanwhile.
         sent = frozenset([self._sent.popleft() for _ in range(len(self._sent))])
-        ends = [self._take_end(self._finished.popleft()) for _ in range(len(self._finished))]
         self._leases -= sent
-        failed, self._failures = set(self._failures), []
-        received = failed | {end.order.request_id for end in ends if end.order.is_reported}
-        if streamed is not None:
-            received.update(streamed[0].received)
-            failed.update(streamed[0].failed)
-            ends += streamed[1]
-        failures: list[ReadFailure] = []
-        for end in ends:
-            if not end.is_ok and end.order.is_reported:
-                # The scheduler counts and logs it once for all ranks.
-                text = f"{_producer(end)}: {end.message} ({end.code})"
-                failures.append(ReadFailure(end.order.request_id, self.rank, end.code, text))
-                failed.add(end.order.request_id)
+        unread, self._unread = self._unread, []
+        failures, self._failures = self._failures, []
+        received = {end.order.request_id for end in ends if end.order.is_reported and not end.is_streamed}
+        failed = {failure.request_id for failure in failures}
         is_due, self._is_registration_due = self._is_registration_due, False
         return StepReport(
             sent=sent,
-            received=received,
-            failed=failed,
+            received=received.union(unread, streamed.received if streamed else ()),
+            failed=failed.union(unread, streamed.failed if streamed else ()),
             registrations={self.rank: self.registration} if is_due else {},
             failures=tuple(failures),
-            stream_ends=tuple([(name, self.rank, is_done) for name, is_done in (streamed[0].ends if streamed else ())]),
+            stream_ends=tuple([(name, self.rank, is_done) for name, is_done in (streamed.ends if streamed else ())]),
         )
 
     def _rest(self) -> None:
@@ -395,46 +375,50 @@ class WorkerSide:
             self._has_ended.wait(rest_s)
         self._has_ended.clear()
 
-    def _take_streams(self, streams: RankStreams) -> tuple[EndReport, list[ReadEnd]] | None:
-        """Return the ends of streams; requests that ended while they were computed are reported as sent."""
-        self._sent.extend(streams.take_sent())
-        taken = streams.take(self._completion.complete)
-        taken_s = time.monotonic()
-        for end in taken[1] if taken is not None else ():
-            self._note_end(end, taken_s)
-            if end.is_ok:
-                self._recorder.observe("stream_bytes", end.times.bytes_moved)
-                self._recorder.observe("stream_early_bytes", end.times.early_bytes or 0)
-        return taken
-
     def _take_end(self, end: ReadEnd) -> ReadEnd:
         """Complete a read whose transfers have ended; it has failed if the cache was reset after it was ordered."""
-        taken_s, request_id = time.monotonic(), end.order.request_id
-        if end.order.is_reported:  # else it is only a notification; a read of that id may belong to another request
-            self._due_reads.discard(request_id)
-            if request_id in self._void_reads:
-                self._void_reads.discard(request_id)
-                end = replace(end, code="cache-reset", message=_RESET, staged=())
-        end = self._completion.complete(end)
-        if not end.order.is_reported and not end.is_ok:
+        taken_s, order = time.monotonic(), end.order
+        # The id of a mere notification may belong to the read of another request.
+        if order.is_reported and not end.is_streamed and self._due_reads.pop(order.request_id, False):
+            end = replace(end, code="cache-reset", message=_RESET, staged=())
+        if end.is_ok and self._completion is not None:
+            end = self._completion.complete(end)
+        if end.is_streamed and self._streams is not None:
+            self._streams.ended(end)
+            return end
+        if not (order.is_reported or end.is_ok):
             self._recorder.count("num_failed_notifications", times=int(end.was_met))
-            self._log.warning(
+            self._recorder.warn(
                 end.code,
-                "request %s: could not notify %s that it is no longer needed; its blocks stay leased until the lease expires: %s",
-                request_id,
-                _producer(end),
-                f"{end.message} ({end.code})",
+                f"request {order.request_id}: could not notify {_producer(end)} that it is no longer needed; its blocks stay "
+                f"leased until the lease expires: {end.message} ({end.code})",
             )
         self._note_end(end, taken_s)
         return end
 
+    def _take_streams(self, streams: RankStreams) -> EndReport | None:
+        """Return what is to be reported of streams, and note their reads that have ended for good."""
+        report, ends = streams.take()
+        now_s = time.monotonic()
+        for end in ends:
+            self._note_end(end, now_s)
+            if end.is_ok:
+                self._recorder.observe("stream_bytes", end.times.bytes_moved)
+                self._recorder.observe("stream_early_bytes", end.times.early_bytes or 0)
+        return report if report.received or report.ends else None
+
     def _note_end(self, end: ReadEnd, taken_s: float) -> None:
-        """Log the moments of a read, and close its trace."""
-        if end.order.is_reported:
-            self._recorder.hand_overs.read_ended(end, taken_s, time.monotonic())
-        link = self._links.pop(end.order.request_id, None)
+        """Log the moments of a read, close its trace, and keep why it failed."""
+        request_id = end.order.request_id
+        link = self._links.pop(request_id, None)
         if link is not None and self._trace is not None:
             self._trace(link, end)
+        if end.order.is_reported:
+            self._recorder.hand_overs.read_ended(end, taken_s, time.monotonic())
+            if not end.is_ok:
+                # The scheduler counts and logs it once for all ranks.
+                text = f"{_producer(end)}: {end.message} ({end.code})"
+                self._failures.append(ReadFailure(request_id, self.rank, end.code, text))
 
     def take_stats(self) -> dict[str, list[Any]] | None:
         """Return the observations of the last interval by key; None if there are none."""

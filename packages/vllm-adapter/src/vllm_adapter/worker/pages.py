@@ -251,6 +251,7 @@ class HostMirror:
         self._pages_per_block = [group["pages_per_block"] for group in document["groups"]]
         self._regions = _regions_by_group(document)
         self._thread = ThreadPoolExecutor(1, "kv-host-saves") if memory.is_asynchronous else None
+        self._run: Callable[..., Future[None]] = self._thread.submit if self._thread is not None else _run_now
         self._waiting: dict[str, list[Future[None]]] = {}
         self._last: Future[None] | None = None
         self._reads_after: object = None
@@ -259,13 +260,8 @@ class HostMirror:
         """Start copying (request, blocks per group) to the mirror, in this order."""
         after = self._memory.mark()
         for request_id, blocks in saves:
-            copies = self._copies(blocks)
-            if self._thread is not None:
-                future = self._thread.submit(self._memory.save, copies, after)
-            else:
-                future = _done_now(self._memory, copies, after)
-            self._waiting.setdefault(request_id, []).append(future)
-            self._last = future
+            self._last = self._run(self._memory.save, self._copies(blocks), after)
+            self._waiting.setdefault(request_id, []).append(self._last)
 
     def settle(self, request_ids: Iterable[str]) -> dict[str, str]:
         """Wait until all copies of these requests have ended; return the error of each request of which one failed."""
@@ -285,10 +281,7 @@ class HostMirror:
             if all(copy.exception() is None for copy in copies):
                 action()
 
-        if self._thread is not None:
-            self._thread.submit(run)  # runs after these copies: the thread works in order
-        else:
-            run()
+        self._run(run)  # after these copies: the thread works in order
 
     def settle_all(self) -> None:
         """Wait until no copy is in progress, including copies of forgotten requests; failures are kept for `settle`."""
@@ -298,8 +291,7 @@ class HostMirror:
 
     def settle_device(self) -> None:
         """Wait until the device has finished all work of this thread, restores included; for shutdown, not for a step."""
-        if self._thread is not None:
-            self._thread.submit(self._memory.save, (), self._memory.mark()).result()
+        self._run(self._memory.save, (), self._memory.mark()).result()
 
     def begin_reads(self) -> None:
         """Prepare for reads into blocks that had other owners until now: wait for all copies, and mark the device."""
@@ -337,15 +329,15 @@ def _regions_by_group(document: GeometryDocument) -> list[dict[int, tuple[PageRa
     """Return the page ranges of each group's regions by page size; ranges that layers share are listed once."""
     found: list[dict[int, set[PageRange]]] = [{} for _ in document["groups"]]
     for region, pages in zip(document["regions"], page_ranges(document), strict=True):
-        for group in {member.group for member in region["members"]}:
+        for group in {number for _, _, number, _ in region["members"]}:
             found[group].setdefault(region["page_bytes"], set()).add(pages)
     return [{page_bytes: tuple(sorted(ranges)) for page_bytes, ranges in by_size.items()} for by_size in found]
 
 
-def _done_now(memory: MirrorMemory, copies: Sequence[PageCopy], after: object) -> Future[None]:
+def _run_now(action: Callable[..., None], *arguments: object) -> Future[None]:
     future: Future[None] = Future()
     try:
-        memory.save(copies, after)
+        action(*arguments)
     except Exception as error:  # noqa: BLE001  (kept for `settle`, like one of the thread's)
         future.set_exception(error)
     else:
@@ -361,7 +353,7 @@ class ReadCompletion:
         converter: Permutes the bytes of received pages; None if no plan needs that.
         mirror: Copies received blocks to the device; None without host-buffer mode.
         recorder: Records observations.
-        document: This rank's geometry document; None before registration.
+        document: This rank's geometry document.
     """
 
     def __init__(
@@ -369,16 +361,16 @@ class ReadCompletion:
         converter: PageConverter | None,
         mirror: HostMirror | None,
         recorder: Recorder,
-        document: GeometryDocument | None = None,
+        document: GeometryDocument,
     ) -> None:
         self._converter = converter
         self._mirror = mirror
         self._recorder = recorder
-        self._ranges = page_ranges(document) if document is not None else ()
+        self._ranges = page_ranges(document)
 
     def complete(self, end: ReadEnd) -> ReadEnd:
-        """Complete a read and return its end, which is a failed one if a step failed."""
-        if end.is_ok and end.staged:
+        """Complete a good read and return its end, which is a failed one if a step failed."""
+        if end.staged:
             end = self._attempt(end, "conversion", self._convert, "conversion-failed", "num_failed_conversions")
         if end.is_ok and self._mirror is not None and end.order.is_reported:
             end = self._attempt(end, "mirror_restore", self._restore, "mirror-copy-failed", "num_failed_mirror_copies")

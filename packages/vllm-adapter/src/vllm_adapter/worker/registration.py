@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, NamedTuple, final
 
 from vllm_adapter.errors import AdapterError
 from vllm_adapter.steps import ASLEEP, ASLEEP_MESSAGE
-from vllm_adapter.worker.transfer.stream_records import StreamShape
+from vllm_adapter.worker.transfer.stream_parts import StreamShape
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -59,11 +59,9 @@ class RegistrationEvents(NamedTuple):
     """Callbacks of a registration, invoked on its transfer thread; cheap and thread-safe."""
 
     read_ended: Callable[[ReadEnd], None]
-    """A read has ended; called once per read."""
+    """A read has ended, plain or streamed; called once per read. Its blocks may be read into again."""
     sent: Callable[[str], None]
     """A request's blocks are free."""
-    stream_ended: Callable[[ReadEnd], None]
-    """A stream has ended; called once per stream. The blocks of a failed stream may be read into again."""
     thread_started: Callable[[], None] | None = None
     """The transfer thread has started and touched nothing yet; it can select its device here."""
 
@@ -94,10 +92,23 @@ class Registration:
     ended: threading.Event = field(default_factory=lambda: threading.Event())  # noqa: PLW0108  (simulations replace `threading`)
 
     def apply(self, plan: StepPlan) -> None:
-        """Carry out the part of a step's orders that concerns this rank; transfer thread."""
-        with self.recorder.guarded("the producer's part of a step"):
-            self.leases.apply(plan)
-        self.reads.apply(plan)
+        """Carry out the part of a step's orders that concerns this rank; each order fails alone. Transfer thread."""
+        if plan.expects or plan.grants or plan.releases or plan.revokes:
+            with self.recorder.guarded("the producer's part of a step"):
+                self.leases.apply(plan)
+        for order in plan.reads:
+            self.reads.read(order)
+        for watch in plan.streams.watches:
+            self.reads.read(watch.read, watch)
+        for request_id in plan.streams.stops:
+            with self.recorder.guarded("end of a stream"):
+                self.reads.stop(request_id)
+        for request_id in (*plan.cancels, *plan.voids):
+            with self.recorder.guarded("cancellation of a read"):
+                self.reads.cancel(request_id, is_passed_on=request_id in plan.passes)
+        for heartbeat in plan.heartbeats:
+            with self.recorder.guarded("heartbeat"):
+                self.reads.heartbeat(heartbeat)
 
     def close(self) -> None:
         """Stop both threads and deregister the memory; idempotent."""

@@ -1,8 +1,8 @@
 """Streams of a rank on the engine thread: the words of prompts that it computes, and reports on prompts that it reads.
 
 A rank has a `RankStreams` only where prompts are streamed. The words change before the forward pass (`before_forward`), because
-the forward pass may write into blocks that were freed in this step. The transfer thread passes the ends of streams on; the next
-step reports them to the engine, or to the scheduler half alone, see `ports.WorkerState`.
+the forward pass may write into blocks that were freed in this step. The ends of streams are reported to the engine, or to the
+scheduler half alone, see `ports.WorkerState`.
 
 A chunk's tokens may be shown once the device has finished it (`chunks_given`), never before. Where a call returns only when its
 work is done (CPU), they are shown at once. On a device with streams the engine thread records a mark in its stream behind the
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Final, Protocol, final
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING, Final, Protocol, final
 from vllm_adapter.steps import STREAM_STOPPED
 
 if TYPE_CHECKING:
+    from collections import deque
     from collections.abc import Callable, Iterable
 
     from vllm_adapter.observe.recorder import Recorder
@@ -34,23 +34,23 @@ __all__ = ["ChunkMarks", "DeviceMarks", "RankStreams"]
 
 @final
 class RankStreams:
-    """Streams of one rank. Engine thread only, except `ended`.
+    """Streams of one rank. Engine thread only.
 
     Args:
         state: Tracks the outcome of each stream that is read here.
         recorder: Records failures and counts.
+        sent: Receives the requests that ended while they were computed, once their words are permanently void.
     """
 
-    def __init__(self, state: WorkerState, recorder: Recorder) -> None:
+    def __init__(self, state: WorkerState, recorder: Recorder, sent: deque[str]) -> None:
         self._state = state
         self._recorder = recorder
+        self._sent = sent
         self._marks = ChunkMarks(None, recorder.trouble)
         self._mirror: HostMirror | None = None
         self._worker: StreamWorker | None = None
-        self._finished: deque[ReadEnd] = deque()
-        # The latest end, with its reason, of each stream that has not been reported to the engine yet.
+        # The latest end of each stream that has not been reported to the engine yet.
         self._torn: dict[str, ReadEnd] = {}
-        self._sent: list[str] = []
         # Openings of the prompts whose words are valid, by request.
         self._open: dict[str, StreamOpen] = {}
         self._begun: StepPlan | None = None
@@ -140,11 +140,6 @@ class RankStreams:
         self._worker.spoil(opening)
         return True
 
-    def take_sent(self) -> list[str]:
-        """Return requests that ended while they were computed and whose words are permanently void; each once."""
-        sent, self._sent = self._sent, []
-        return sent
-
     # ---------------------------------------------------------------------------------------------- this rank reads
 
     def apply(self, plan: StepPlan) -> None:
@@ -153,29 +148,13 @@ class RankStreams:
             self._torn.pop(request_id, None)
 
     def ended(self, end: ReadEnd) -> None:
-        """Accept the end of a stream whose memory is quiet; any thread."""
-        self._finished.append(end)
+        """Process the end of a stream, whose pages are complete if it is a good one."""
+        self._torn[end.order.request_id] = end
+        self._state.ended(end.order.request_id, is_done=end.is_ok)
 
-    def fail_finished(self, code: str, message: str) -> None:
-        """Turn good ends that have not been reported into failed ones: their pages are about to be lost."""
-        for _ in range(len(self._finished)):
-            self._finished.append(self._finished.popleft().failed(code, message))
-
-    def take(self, complete: Callable[[ReadEnd], ReadEnd]) -> tuple[EndReport, list[ReadEnd]] | None:
-        """Return the ends since the last call for the engine and for the scheduler half, with their reads where known.
-
-        Args:
-            complete: Finishes the pages of a good read.
-        """
-        latest: dict[str, ReadEnd] = {}
-        while self._finished:
-            end = complete(self._finished.popleft())
-            latest[end.order.request_id] = end
-            self._state.ended(end.order.request_id, is_done=end.is_ok)
+    def take(self) -> tuple[EndReport, list[ReadEnd]]:
+        """Return what to report to the engine and to the scheduler half, and the reads that have ended for good, where known."""
         report = self._state.take_report()
-        if not (report.received or report.ends):
-            return None
-        self._torn.update(latest)
         ends: list[ReadEnd] = []
         for request_id in report.received:
             known = self._torn.pop(request_id, None)
@@ -187,8 +166,8 @@ class RankStreams:
         for request_id, is_done in report.ends:
             if is_done:
                 self._torn.pop(request_id, None)
-            elif request_id in latest:
-                self._tell_torn(latest[request_id])
+            elif request_id in self._torn:
+                self._tell_torn(self._torn[request_id])
         return report, ends
 
     def _tell_torn(self, end: ReadEnd) -> None:

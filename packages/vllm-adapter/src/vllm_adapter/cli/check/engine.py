@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, cast, final
 
 from kv_handshake.inspect import probe
 from kv_handshake.security import ClientSecurity
-from kv_topology import CostModel, Planner
-from vllm_adapter.cache.documents import PeerSizes, with_names
+from kv_topology import CostModel, Planner, reshard
+from vllm_adapter.cache.documents import PeerSizes
 from vllm_adapter.cache.vllm_peer import PeerGeometry
 from vllm_adapter.cli.check.findings import ADVICE
 from vllm_adapter.cli.values import parse_json
@@ -118,10 +118,10 @@ class Engine:
         return Planner(staging="auto", cost=replace(cost, bandwidth_gb_s=gigabytes_per_s or cost.bandwidth_gb_s))
 
     def geometry(self, rank: Rank) -> tuple[GeometryDocument, PeerGeometry]:
-        """Return a rank's document with names, and what derives peers' documents from it."""
-        local = with_names(self.document(rank))
+        """Return a rank's document, and what derives peers' documents from it."""
+        local = self.document(rank)
         dealt = tuple(group["kind"] != "state" for group in local["groups"])
-        return local, PeerGeometry(self.planner(rank).reshard, dealt)
+        return local, PeerGeometry(reshard, dealt)
 
 
 def ask_engine(channel: Channel, findings: Findings, *, tp: int = 0) -> Engine | None:
@@ -203,7 +203,7 @@ def _contradiction(prefill: Engine, decode: Engine, tp: int) -> Exception | None
         local, geometry = decode.geometry(min(decode.peers))
         # vLLM itself refuses a size that neither divides the number of heads nor is a multiple of it.
         axes = [axis for fields in local["layouts"] for field in fields for axis in field["axes"]]
-        counts = {axis.size for axis in axes if axis.name == "head" and axis.split == "tp"}
+        counts = {size for name, size, *_, split in axes if name == "head" and split == "tp"}
         if uneven := sorted(count for count in counts if count % tp and tp % count):
             return AdapterError(
                 f"{uneven[0]} heads cannot be shared by {tp} ranks of vLLM", code="size-out-of-range", fault="peer"

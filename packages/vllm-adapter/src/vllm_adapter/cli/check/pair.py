@@ -26,10 +26,12 @@ from vllm_adapter.errors import ConfigurationError, code_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kv_handshake.inspect import Difference
+    from kv_topology import Estimate
     from vllm_adapter.cli.check.engine import Engine
     from vllm_adapter.cli.check.findings import Findings
     from vllm_adapter.observe.answers import Answer
-    from vllm_adapter.ports import Difference, Estimate, PeerPlan
+    from vllm_adapter.ports import PeerPlan
 
 __all__ = ["check_pair", "dialect_of"]
 

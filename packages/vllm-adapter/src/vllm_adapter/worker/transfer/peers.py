@@ -14,18 +14,18 @@ An engine that is not being read from is probed. If it is gone, its agents and p
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import TYPE_CHECKING, final
 
 from vllm_adapter.errors import code_of
-from vllm_adapter.worker.transfer.planner import PeerRanks
-from vllm_adapter.worker.transfer.records import PeerEngine, lacks_nonce
+from vllm_adapter.worker.transfer.records import PeerEngine
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from vllm_adapter.ports import AgentMetadata, HeartbeatOrder, Outcome, PeerAddress, TransferResult
+    from vllm_adapter.ports import AgentMetadata, HeartbeatOrder, Outcome, PeerAddress, PeerPlan, TransferResult
     from vllm_adapter.steps import Rank
-    from vllm_adapter.worker.transfer.planner import PeerPlanner
+    from vllm_adapter.worker.transfer.planner import PeerPlanner, PeerRank
     from vllm_adapter.worker.transfer.records import Read, TransferParts
 
 __all__ = ["PEER_DRAINING", "PeerDirectory"]
@@ -55,6 +55,9 @@ class PeerDirectory:
         planner: Plans against peers.
         ready: Called with a read and its engine, once that is ready; must not raise.
         failed: Called with a read whose engine cannot be read from, the code and the message; must not raise.
+
+    Attributes:
+        engines: The engines that are ready, draining or being set up, by address.
     """
 
     def __init__(
@@ -75,32 +78,23 @@ class PeerDirectory:
         self._only_ours = settings.requires_seals
         self._ready = ready
         self._failed = failed
-        self._engines: dict[PeerAddress, PeerEngine] = {}
-        self._probes: dict[str, PeerEngine] = {}
+        self.engines: dict[PeerAddress, PeerEngine] = {}
         self._probe_count = 0
-
-    def __len__(self) -> int:
-        return len(self._engines)
-
-    def engines(self) -> tuple[PeerEngine, ...]:
-        """Return the engines that are ready, draining or being set up."""
-        return tuple(self._engines.values())
 
     # ---------------------------------------------------------------------------------------------- reads
 
     def submit(self, read: Read) -> None:
         """Pass a read on to `ready`, now or when its engine is ready."""
         peer, now_s = read.order.ticket.peer, self._parts.now_s()
-        engine = self._find(peer)
+        engine = self.engines.get(peer) or self._known_as(peer)
         if engine is not None and engine.phase == "ready":
-            if all(self._parts.thread.agent.has_peer(engine.key(rank)) for rank in engine.ranks):
-                engine.last_used_s, read.waiting_since_s = now_s, None
+            if all(map(self._parts.thread.agent.has_peer, engine.keys.values())):
+                engine.last_used_s, read.waiting_since_s = now_s, 0.0
                 self._ready(read, engine)
                 return
             self._drain(engine, "another engine has proved that its agents' names are its own")
-            engine = self._find(peer)
-        if read.waiting_since_s is None:
-            read.waiting_since_s = now_s
+            engine = self._known_as(peer)
+        read.waiting_since_s = read.waiting_since_s or now_s
         if engine is None:
             self._meet(peer, [read])
         else:
@@ -108,53 +102,46 @@ class PeerDirectory:
 
     def waiting(self, request_id: str) -> list[Read]:
         """Return a request's reads whose engine is not ready yet."""
-        return [r for engine in self._engines.values() for r in engine.waiting if r.order.request_id == request_id]
+        return [r for engine in self.engines.values() for r in engine.waiting if r.order.request_id == request_id]
 
     def take_waiting(self) -> list[Read]:
         """Return all reads that wait for an engine, and stop their waiting."""
-        return [read for engine in self._engines.values() for read in self._take(engine)]
-
-    def _take(self, engine: PeerEngine) -> list[Read]:
-        taken, engine.waiting = engine.waiting, []
-        for read in taken:
-            read.waiting_since_s = None
-        return taken
+        return [read for engine in self.engines.values() for read in _take(engine)]
 
     # ---------------------------------------------------------------------------------------------- notifications
 
-    def read_complete(self, read: Read, engine: PeerEngine, rank: Rank) -> bytes:
+    def read_complete(self, read: Read, plan: PeerPlan, rank: Rank) -> bytes:
         """Return the "read complete" notification for one rank of the producer."""
-        ticket, plan = read.order.ticket, engine.plan
-        count = plan.reader_count(rank) if plan is not None else 1
+        ticket, count = read.order.ticket, plan.reader_count(rank)
         consumer = self._parts.engine_id if ticket.nonce else ""
         return self._parts.codec.read_complete(ticket.peer_request_id, count, nonce=ticket.nonce, consumer=consumer)
 
-    def release(self, read: Read, engine: PeerEngine, ranks: Sequence[Rank]) -> None:
-        """Notify ranks that this request needs nothing more from them, except those whose completion has been sent."""
-        if read.is_passed_on or engine.plan is None or lacks_nonce(read.order, engine):
+    def release(self, read: Read, engine: PeerEngine) -> None:
+        """Notify the ranks whose completion has not been sent that this request needs nothing more from them."""
+        plan = engine.plan
+        is_refused = engine.gives_nonces and not read.order.ticket.nonce
+        if plan is None or read.is_passed_on or is_refused:
             return
         with self._parts.recorder.guarded("notification of a producer"):
-            for rank in ranks:
+            for rank in engine.keys:
                 if rank not in read.done_ranks:
-                    self._notify(engine, rank, self.read_complete(read, engine, rank))
+                    self._notify(engine, rank, self.read_complete(read, plan, rank))
 
     def renew(self, order: HeartbeatOrder) -> tuple[PeerEngine | None, frozenset[str]]:
         """Send heartbeats; return the engine, and the ids of the requests whose leases they renew.
 
         Nothing is sent to an engine that is not ready (None, and no ids); the set-up of an unknown engine is started.
         """
-        engine = self._find(order.peer)
+        engine = self._known_as(order.peer)
         if engine is None:
             self._meet(order.peer, [])
         if engine is None or engine.phase != "ready":
             self._parts.recorder.count("num_unsent_heartbeats")
             return None, frozenset()
         engine.last_used_s = self._parts.now_s()
-        # A heartbeat without the nonce that its engine gives would renew the lease of the holder of that request's real ticket.
-        has_nonces = "nonce" in engine.capabilities
-        readers = [reader for reader in order.readers if reader[1] or not has_nonces]
+        readers = [reader for reader in order.readers if reader[1] or not engine.gives_nonces]
         payloads = self._parts.codec.heartbeats(readers) if readers else ()
-        for rank in engine.ranks:
+        for rank in engine.keys:
             for payload in payloads:
                 self._notify(engine, rank, payload)
         return engine, frozenset(request_id for request_id, _ in readers)
@@ -162,7 +149,7 @@ class PeerDirectory:
     def _notify(self, engine: PeerEngine, rank: Rank, payload: bytes) -> None:
         """Send a notification to one rank and count a failure; raises nothing, even if the agent is being closed."""
         try:
-            is_sent = self._parts.thread.agent.send_notification(engine.key(rank), payload)
+            is_sent = self._parts.thread.agent.send_notification(engine.keys[rank], payload)
         except Exception as error:  # noqa: BLE001  (what it would interrupt is the end of a request)
             self._parts.recorder.info("not-notified", f"engine {engine.engine_id} could not be notified: {error}")
             is_sent = False
@@ -171,16 +158,16 @@ class PeerDirectory:
 
     # ---------------------------------------------------------------------------------------------- meeting
 
-    def _find(self, peer: PeerAddress) -> PeerEngine | None:
-        found = self._engines.get(peer)
-        if found is not None:
-            return found
-        return next((engine for engine in self._engines.values() if engine.is_meant_by(peer)), None)
+    def _known_as(self, peer: PeerAddress) -> PeerEngine | None:
+        """Return the engine that a ticket means, if need be under another address."""
+        if peer in self.engines:
+            return self.engines[peer]
+        return next((engine for engine in self.engines.values() if engine.is_meant_by(peer)), None)
 
     def _meet(self, peer: PeerAddress, waiting: list[Read]) -> None:
         now_s = self._parts.now_s()
         engine = PeerEngine(peer, last_used_s=now_s, last_answer_s=now_s, waiting=waiting)
-        self._engines[peer] = engine
+        self.engines[peer] = engine
         try:
             self._ask(engine, self._planner.target_ranks(peer))
         except Exception as error:  # noqa: BLE001  (any refusal of a ticket's numbers ends its requests, never this thread)
@@ -229,7 +216,7 @@ class PeerDirectory:
         return told if is_same_shape else self._parts.dialect
 
     def _handshake_ended(self, engine: PeerEngine, outcome: Outcome, lies: Sequence[Exception]) -> None:
-        if self._engines.get(engine.address) is not engine:
+        if self.engines.get(engine.address) is not engine:
             return
         told_s = self._parts.now_s()
         # A remembered failure sent no query, and many zeros would hide how long a handshake takes.
@@ -244,18 +231,25 @@ class PeerDirectory:
             else:
                 self._fail(engine, outcome.code, outcome.message)
             return
-        self._read_on(engine, PeerRanks(self._planner, engine.address, outcome.peers), told_s)
+        self._read_on(engine, outcome.peers, self._planner.read(engine.address, outcome.peers), [], told_s)
 
-    def _read_on(self, engine: PeerEngine, ranks: PeerRanks, told_s: float) -> None:
+    def _read_on(
+        self,
+        engine: PeerEngine,
+        metadata: Mapping[Rank, AgentMetadata],
+        unread: Iterator[PeerRank],
+        ranks: list[PeerRank],
+        told_s: float,
+    ) -> None:
         """Read one rank's geometry, and wire the engine up after the last; the thread does other work in between."""
-        if self._engines.get(engine.address) is not engine:
+        if self.engines.get(engine.address) is not engine:
             return
         try:
-            ranks.read_next()
-            if not ranks.is_read:
-                self._parts.thread.call_soon(lambda: self._read_on(engine, ranks, told_s))
+            ranks += islice(unread, 1)
+            if len(ranks) < len(metadata):
+                self._parts.thread.call_soon(lambda: self._read_on(engine, metadata, unread, ranks, told_s))
                 return
-            self._wire_up(engine, ranks)
+            self._wire_up(engine, metadata, ranks)
         except Exception as error:  # noqa: BLE001  (whatever a peer's metadata provokes ends its requests, never this thread)
             self._parts.recorder.count("num_failed_handshakes")
             self._forget_ranks(engine)
@@ -263,13 +257,13 @@ class PeerDirectory:
             return
         engine.phase = "ready"
         engine.last_answer_s = self._parts.now_s()
-        for read in self._take(engine):
-            read.times.told_s, read.times.planned_s = told_s, engine.last_answer_s
+        for read in _take(engine):
+            read.times.told_s, read.times.planned_s, read.waiting_since_s = told_s, engine.last_answer_s, 0.0
             self._ready(read, engine)
 
-    def _wire_up(self, engine: PeerEngine, ranks: PeerRanks) -> None:
+    def _wire_up(self, engine: PeerEngine, metadata: Mapping[Rank, AgentMetadata], ranks: Sequence[PeerRank]) -> None:
         """Plan against the peer's geometry and prepare its ranks; raises coded errors."""
-        plan, metadata = self._planner.plan(ranks), ranks.metadata
+        plan = self._planner.plan(engine.address, ranks)
         self._forget_aliases(engine)
         engine.set_ready(plan, metadata)
         engine.has_our_blocks = False
@@ -280,11 +274,11 @@ class PeerDirectory:
         # complete together, so such a peer is read once its prompts are finished.
         have_words = all(metadata[rank].streams is not None for rank in plan.producer_ranks)
         engine.can_stream = engine.has_our_blocks and have_words and not plan.is_staged
-        for rank in engine.ranks:
+        for rank, key in engine.keys.items():
             is_ours = self._only_ours or metadata[rank].capabilities
             self._parts.thread.agent.add_peer(
                 self._parts.peer_spec(
-                    engine.key(rank),
+                    key,
                     metadata[rank].agent_metadata,
                     plan.local_rows(rank),
                     plan.peer_rows(rank),
@@ -306,7 +300,7 @@ class PeerDirectory:
 
     def _forget_aliases(self, engine: PeerEngine) -> None:
         """Forget idle records of the same engine under another address: NIXL knows an agent only once."""
-        for other in list(self._engines.values()):
+        for other in list(self.engines.values()):
             is_alias = other is not engine and other.engine_id == engine.engine_id
             if is_alias and other.phase == "ready" and other.reads_in_flight == 0:
                 self._drain(other, f"it is now known as {engine.key((0, 0))}")
@@ -315,9 +309,9 @@ class PeerDirectory:
 
     def _fail(self, engine: PeerEngine, code: str, message: str) -> None:
         """Forget an engine that could not be set up, and fail the reads that wait for it."""
-        if self._engines.get(engine.address) is engine:
-            del self._engines[engine.address]
-        for read in self._take(engine):
+        if self.engines.get(engine.address) is engine:
+            del self.engines[engine.address]
+        for read in _take(engine):
             self._failed(read, code, message)
 
     def drop(self, engine: PeerEngine, reason: str) -> None:
@@ -342,26 +336,25 @@ class PeerDirectory:
             self._forget_when_idle(engine)
 
     def _forget_when_idle(self, engine: PeerEngine) -> None:
-        if engine.reads_in_flight or self._engines.get(engine.address) is not engine:
+        if engine.reads_in_flight or self.engines.get(engine.address) is not engine:
             return
         self._forget_ranks(engine)
-        del self._engines[engine.address]
-        waiting, engine.waiting = engine.waiting, []
-        for read in waiting:
+        del self.engines[engine.address]
+        for read in _take(engine):
             self.submit(read)
 
     def _forget_ranks(self, engine: PeerEngine) -> None:
-        for rank in engine.ranks:
+        for key in engine.keys.values():
             with self._parts.recorder.guarded("removal of a peer"):
-                if self._parts.thread.agent.has_peer(engine.key(rank)):
-                    self._parts.thread.agent.remove_peer(engine.key(rank))
+                if self._parts.thread.agent.has_peer(key):
+                    self._parts.thread.agent.remove_peer(key)
 
     # ---------------------------------------------------------------------------------------------- upkeep
 
     def look_after(self) -> None:
         """End waits that are too long, probe engines that are not being read from, and drop unused ones."""
         now_s, wait_s = self._parts.now_s(), self._wait_s
-        for engine in list(self._engines.values()):
+        for engine in list(self.engines.values()):
             if engine.phase == "ready":
                 self._look_after_idle(engine, now_s)
             elif engine.phase == "wiring" and now_s - engine.last_used_s > wait_s:
@@ -371,9 +364,8 @@ class PeerDirectory:
             else:
                 # These reads wait for an engine that is draining, or is set up only now because it drained.
                 for read in list(engine.waiting):
-                    if read.waiting_since_s is not None and now_s - read.waiting_since_s > wait_s:
+                    if now_s - read.waiting_since_s > wait_s:
                         engine.waiting.remove(read)
-                        read.waiting_since_s = None
                         self._failed(read, *self._overdue(engine))
 
     def _overdue(self, engine: PeerEngine) -> tuple[str, str]:
@@ -393,28 +385,25 @@ class PeerDirectory:
         ttl_s = self._parts.settings.engine_ttl  # 0: engines are never forgotten, as in vLLM's own connector
         if ttl_s and now_s - engine.last_used_s > ttl_s:
             self._drain(engine, f"unused for {ttl_s:g} s")
-        elif is_silent and not engine.is_probed and engine.plan is not None and engine.plan.producer_ranks:
+        elif is_silent and not engine.probe_id and engine.plan is not None and engine.plan.producer_ranks:
             self._probe(engine, engine.plan.producer_ranks[0])
 
     def _probe(self, engine: PeerEngine, rank: Rank) -> None:
         # A request's transfers are named "<request>/<rank>", so no transfer has the name of a probe.
         self._probe_count += 1
-        probe_id = f"probe {self._probe_count}"
-        self._probes[probe_id] = engine
-        engine.is_probed = True
+        engine.probe_id = f"probe {self._probe_count}"
         try:
-            self._parts.thread.agent.probe(probe_id, engine.key(rank), deadline_s=_PROBE_DEADLINE_S)
+            self._parts.thread.agent.probe(engine.probe_id, engine.keys[rank], deadline_s=_PROBE_DEADLINE_S)
         except Exception as error:  # noqa: BLE001  (a peer that cannot be probed is let go by its age)
-            del self._probes[probe_id]
-            engine.is_probed, engine.last_answer_s = False, self._parts.now_s()
+            engine.probe_id, engine.last_answer_s = "", self._parts.now_s()
             self._parts.recorder.trouble("probe of an idle engine", error)
 
     def probe_ended(self, result: TransferResult) -> None:
         """Process the end of a probe; results of other transfers are ignored."""
-        engine = self._probes.pop(result.transfer_id, None)
+        engine = next((each for each in self.engines.values() if each.probe_id == result.transfer_id), None)
         if engine is None:
             return
-        engine.is_probed = False
+        engine.probe_id = ""
         if result.outcome == "done":
             engine.silent_probes, engine.last_answer_s = 0, self._parts.now_s()
             return
@@ -425,3 +414,8 @@ class PeerDirectory:
         if is_gone or engine.silent_probes >= _SILENT_PROBES:
             reason = "its process is gone" if is_gone else f"{engine.silent_probes} probes had no answer"
             self.drop(engine, f"{reason} ({result.code}: {result.message})")
+
+
+def _take(engine: PeerEngine) -> list[Read]:
+    taken, engine.waiting = engine.waiting, []
+    return taken

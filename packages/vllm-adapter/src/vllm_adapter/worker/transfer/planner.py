@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast, final
+from typing import TYPE_CHECKING, NamedTuple, cast, final
 
 from vllm_adapter.cache.documents import PeerSizes
 from vllm_adapter.errors import AdapterError
@@ -17,10 +16,18 @@ if TYPE_CHECKING:
     from vllm_adapter.ports import AgentMetadata, MemoryKind, PeerAddress, PeerPlan, Planner
     from vllm_adapter.steps import Rank
 
-__all__ = ["PeerPlanner", "PeerRanks"]
+__all__ = ["PeerPlanner", "PeerRank"]
 
 _MOST_VALUES = 1 << 22
 """Most values in the geometry documents of all ranks of a peer; 64 ranks with 300 KB each have a third of that."""
+
+
+class PeerRank(NamedTuple):
+    """A peer's rank (pp, tp), its geometry for the planner, and its cache groups."""
+
+    rank: Rank
+    geometry: object
+    groups: Sequence[GroupDocument]
 
 
 @final
@@ -65,59 +72,36 @@ class PeerPlanner:
             if peer.pp == 1 or error.code not in {"layer-not-held", "region-count-differs"}:
                 raise
 
-    def plan(self, ranks: PeerRanks) -> PeerPlan:
-        """Plan the reads of this rank; raises a coded error for metadata that does not fit."""
-        while not ranks.is_read:
-            ranks.read_next()
-        return self.planner.plan(self.document, ranks.geometries, peer_tp=ranks.peer.tp)
+    def read(self, peer: PeerAddress, metadata: Mapping[Rank, AgentMetadata]) -> Iterator[PeerRank]:
+        """Read the ranks' geometry one by one, since a document may take some 80 ms and a peer may have many ranks.
 
-    def has_our_blocks(self, ranks: PeerRanks, plan: PeerPlan) -> bool:
+        Raises a coded error for metadata that does not fit.
+        """
+        geometry, sizes, values = self.peer_geometry, _sizes(peer), 0
+        for rank, entry in metadata.items():
+            values += geometry.value_count(entry)
+            if values > _MOST_VALUES:
+                raise AdapterError(
+                    f"the geometry documents of {len(metadata)} ranks have more than {_MOST_VALUES} values",
+                    code="bad-geometry-document",
+                    fault="peer",
+                    context={"ranks": len(metadata)},
+                )
+            document = geometry.document(self.document, entry, rank, sizes)
+            groups = cast("Sequence[GroupDocument]", document.get("groups", ()))
+            found = PeerRank(rank, self.planner.geometry(document, rank), groups)
+            geometry.check_context(groups, sizes)
+            yield found
+
+    def plan(self, peer: PeerAddress, ranks: Iterable[PeerRank]) -> PeerPlan:
+        """Plan the reads of this rank; raises a coded error for geometry that does not fit."""
+        geometries = {rank: geometry for rank, geometry, _ in ranks}
+        return self.planner.plan(self.document, geometries, peer_tp=peer.tp)
+
+    def has_our_blocks(self, ranks: Iterable[PeerRank], plan: PeerPlan) -> bool:
         """Return whether the groups of every rank that is read from have blocks of as many tokens as ours, and our windows."""
         ours = _spans(self.document["groups"])
-        return all(_spans(ranks.groups[rank]) == ours for rank in plan.producer_ranks)
-
-
-@final
-class PeerRanks:
-    """Geometry of a peer's ranks, read rank by rank: a document may take some 80 ms, and a peer may have many ranks.
-
-    Attributes:
-        peer: The engine as its tickets name it.
-        metadata: Metadata of the ranks, by (pp, tp).
-        geometries: Geometries of the ranks read so far, for the planner.
-        groups: Cache groups of the ranks read so far, as in their documents.
-    """
-
-    def __init__(self, planner: PeerPlanner, peer: PeerAddress, metadata: Mapping[Rank, AgentMetadata]) -> None:
-        self.peer = peer
-        self.metadata = metadata
-        self.geometries: dict[Rank, object] = {}
-        self.groups: dict[Rank, Sequence[GroupDocument]] = {}
-        self._planner = planner
-        self._left = deque(metadata)
-        self._values = 0
-
-    @property
-    def is_read(self) -> bool:
-        """Whether all ranks have been read."""
-        return not self._left
-
-    def read_next(self) -> None:
-        """Read the next rank's geometry; raises a coded error for metadata that does not fit."""
-        rank = self._left.popleft()
-        entry, geometry, sizes = self.metadata[rank], self._planner.peer_geometry, _sizes(self.peer)
-        self._values += geometry.value_count(entry)
-        if self._values > _MOST_VALUES:
-            raise AdapterError(
-                f"the geometry documents of {len(self.metadata)} ranks have more than {_MOST_VALUES} values",
-                code="bad-geometry-document",
-                fault="peer",
-                context={"ranks": len(self.metadata)},
-            )
-        document = geometry.document(self._planner.document, entry, rank, sizes)
-        self.geometries[rank] = self._planner.planner.geometry(document, rank)
-        self.groups[rank] = cast("Sequence[GroupDocument]", document.get("groups", ()))
-        geometry.check_context(self.groups[rank], sizes)
+        return all(_spans(groups) == ours for rank, _, groups in ranks if rank in plan.producer_ranks)
 
 
 def _sizes(peer: PeerAddress) -> PeerSizes:
@@ -133,4 +117,4 @@ def _spans(groups: Iterable[GroupDocument]) -> list[tuple[bool, int, int]]:
 
 
 def _layers(document: GeometryDocument) -> Iterator[str]:
-    return (member.layer for region in document["regions"] for member in region["members"])
+    return (layer for region in document["regions"] for layer, *_ in region["members"])

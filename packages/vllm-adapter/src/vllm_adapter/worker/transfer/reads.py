@@ -1,7 +1,8 @@
 """Consumer side of a worker: turns read orders into transfers, and into one end per request. Transfer thread only.
 
 A request's read is one transfer per producer rank. It ends once: when the last transfer has ended and no peer can write into
-its pages any more. After the first failure nothing more is posted for it. `peers.py` manages the peers.
+its pages any more. After the first failure nothing more is posted for it. `peers.py` manages the peers; `streams.py` decides what
+a streamed read posts, and this module carries its transfers like all others.
 
 A read that failed because its peer was lost is made once more: the peer's engine is set up again, and the ranks whose part has
 not arrived are read again within the same deadline, while the lease holds. A rank whose part has arrived was notified already,
@@ -18,30 +19,29 @@ from itertools import islice
 from typing import TYPE_CHECKING, final
 
 from vllm_adapter.errors import code_of
-from vllm_adapter.steps import ReadTimes
+from vllm_adapter.steps import ReadEnd, ReadTimes
 from vllm_adapter.worker.transfer.peers import PEER_DRAINING, PeerDirectory
-from vllm_adapter.worker.transfer.records import (
-    Read,
-    is_peer_at_fault,
-    may_be_mended,
-    may_retry,
-    note_quarantine,
-    refusal,
-    refused_retry,
-)
+from vllm_adapter.worker.transfer.records import Read
 from vllm_adapter.worker.transfer.streams import StreamCoordinator
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from vllm_adapter.observe.answers import Answer
-    from vllm_adapter.ports import HeartbeatOrder, ReadOrder, StallEntry, StepPlan, StreamReaders, TransferResult
-    from vllm_adapter.steps import ReadEnd
+    from vllm_adapter.ports import (
+        HeartbeatOrder,
+        PeerPlan,
+        ReadOrder,
+        StallEntry,
+        StreamOrder,
+        StreamReaders,
+        TransferResult,
+    )
     from vllm_adapter.worker.transfer.planner import PeerPlanner
     from vllm_adapter.worker.transfer.records import PeerEngine, TransferParts
-    from vllm_adapter.worker.transfer.stream_records import StreamShape
+    from vllm_adapter.worker.transfer.stream_parts import StreamShape
 
-__all__ = ["ReadCoordinator"]
+__all__ = ["ReadCoordinator", "refusal"]
 
 _NAMED = 4
 """Most requests that one log line names."""
@@ -54,45 +54,44 @@ class ReadCoordinator:
     Args:
         parts: The registration's threads, codec, recorder and clock.
         planner: Plans against peers.
-        ended: Called once with the end of every read; cheap and thread-safe.
+        ended: Called once with the end of every read, plain or streamed; cheap and thread-safe.
+        streams: The state machine that decides what streams read next, and the groups of both engines; None without streaming.
     """
 
-    def __init__(self, parts: TransferParts, planner: PeerPlanner, ended: Callable[[ReadEnd], None]) -> None:
+    def __init__(
+        self,
+        parts: TransferParts,
+        planner: PeerPlanner,
+        ended: Callable[[ReadEnd], None],
+        streams: tuple[StreamReaders, StreamShape] | None = None,
+    ) -> None:
         self._parts = parts
         self._ended = ended
         self._transfers: dict[str, Read] = {}
-        self._peers = PeerDirectory(parts, planner, ready=self._ready, failed=self._not_met)
+        self._peers = PeerDirectory(parts, planner, ready=self._begin, failed=self._not_met)
         self._stalled: set[str] = set()
         self._streams: StreamCoordinator | None = None
-
-    def use_streams(self, readers: StreamReaders, shape: StreamShape, ended: Callable[[ReadEnd], None]) -> None:
-        """Read streams as well; call before the first order.
-
-        Args:
-            readers: The state machine that decides what to read next.
-            shape: Groups of both engines.
-            ended: Called once with the end of every stream; the blocks of a failed one may be read into again.
-        """
-        self._streams = StreamCoordinator(self._parts, readers, shape, self._peers, ended)
+        if streams is not None:
+            self._streams = StreamCoordinator(parts, *streams, self._peers, self._transfers, self._end)
 
     def look_after(self) -> None:
         """End waits that are too long, drop dead and unused engines, and report reads without progress."""
         with self._parts.recorder.guarded("looking after peers"):
             self._peers.look_after()
         with self._parts.recorder.guarded("looking after stalled reads"):
-            streamed = self._streams.reads() if self._streams is not None else {}
-            self._check_stalls({**self._transfers, **streamed})
+            self._check_stalls()
         if self._streams is not None:
             with self._parts.recorder.guarded("looking after streams"):
                 self._streams.look_after()
 
-    def _check_stalls(self, reads: Mapping[str, Read]) -> None:
+    def _check_stalls(self) -> None:
         """Report what has stalled since the last call: each transfer is counted once, each request logged once, by engine."""
+        reads, recorder = self._transfers, self._parts.recorder
         stalls = {entry.transfer_id: entry for entry in self._parts.thread.stalls() if entry.transfer_id in reads}
         known_requests = {reads[known].order.request_id for known in self._stalled if known in reads}
         fresh: dict[str, list[StallEntry]] = {}
         for transfer_id in stalls.keys() - self._stalled:
-            self._parts.recorder.count("num_stalled_reads")
+            recorder.count("num_stalled_reads")
             order = reads[transfer_id].order
             if order.request_id not in known_requests:
                 fresh.setdefault(order.ticket.peer.engine_id, []).append(stalls[transfer_id])
@@ -102,7 +101,7 @@ class ReadCoordinator:
             bytes_left = sum(entry.bytes_left for entry in entries)
             requests = sorted({reads[entry.transfer_id].order.request_id for entry in entries})
             names = ", ".join(requests[:_NAMED]) + (" and others" if len(requests) > _NAMED else "")
-            self._parts.recorder.warn(
+            recorder.warn(
                 "stalled",
                 f"engine {engine_id} is stopped, slow or unreachable: no part of {len(entries)} reads has ended for "
                 f"{since_s:.1f} s, {bytes_left} bytes are left (requests {names}); each is given up after "
@@ -111,14 +110,13 @@ class ReadCoordinator:
 
     def snapshot(self) -> dict[str, int]:
         """Return the numbers of engines and transfers, for diagnosis."""
-        streamed = len(self._streams.reads()) if self._streams is not None else 0
-        return {"engines": len(self._peers), "transfers": len(self._transfers) + streamed}
+        return {"engines": len(self._peers.engines), "transfers": len(self._transfers)}
 
     def describe(self, most: int) -> Answer:
         """Return an operator's view: the number of reads by stage, and descriptions of at most `most` reads and peers each."""
-        now_s, engines = self._parts.now_s(), self._peers.engines()
+        now_s, engines = self._parts.now_s(), self._peers.engines.values()
         waiting = [read for engine in engines for read in engine.waiting]
-        reads = [*dict.fromkeys(self._transfers.values()), *waiting]
+        reads = [*self._posted(), *waiting]
         streams: Answer = self._streams.describe(most) if self._streams is not None else {}
         return {
             "reads": len(reads),
@@ -129,45 +127,46 @@ class ReadCoordinator:
             "peer_engines": [engine.describe(now_s) for engine in islice(engines, most)],
         }
 
+    def _posted(self) -> list[Read]:
+        """Return the plain reads that have transfers, each once."""
+        return [read for read in dict.fromkeys(self._transfers.values()) if read.stream is None]
+
     # ---------------------------------------------------------------------------------------------- orders
 
-    def apply(self, plan: StepPlan) -> None:
-        """Carry out the consumer's part of a step's orders; an order that raises fails alone."""
-        for order in plan.reads:
-            self.read(order)
-        if self._streams is not None:
-            self._streams.apply(plan.streams)
-        for request_id in (*plan.cancels, *plan.voids):
-            with self._parts.recorder.guarded("cancellation of a read"):
-                self.cancel(request_id, is_passed_on=request_id in plan.passes)
-        for heartbeat in plan.heartbeats:
-            with self._parts.recorder.guarded("heartbeat"):
-                self.heartbeat(heartbeat)
+    def read(self, order: ReadOrder, stream: StreamOrder | None = None) -> None:
+        """Start a request's read, or queue it until its engine is ready.
 
-    def read(self, order: ReadOrder) -> None:
-        """Start a request's read, or queue it until its engine is ready."""
-        read = Read(order, ReadTimes(self._parts.now_s()))
+        Args:
+            order: The order.
+            stream: The order of the stream, if the read follows a peer's progress.
+        """
+        read = Read(order, ReadTimes(self._parts.now_s()), stream)
         try:
             self._peers.submit(read)
         except Exception as error:  # noqa: BLE001  (one order can only fail itself)
             self._abandon(read, "read order", error)
 
+    def stop(self, request_id: str) -> None:
+        """Stop a stream; its end is reported, as failed, once all its transfers are quiet."""
+        if self._streams is not None:
+            self._streams.stop(request_id)
+
     def cancel(self, request_id: str, *, is_passed_on: bool = False) -> None:
-        """Give up a read that is no longer needed; it still ends once, when its pages are quiet.
+        """Give up a plain read that is no longer needed; it still ends once, when its pages are quiet.
 
         Args:
             request_id: The request.
             is_passed_on: Whether another request reads the same hand-over: the producer is not notified of this end.
         """
         for transfer_id, read in list(self._transfers.items()):
-            if read.order.request_id == request_id:
+            if read.order.request_id == request_id and read.stream is None:
                 read.is_passed_on, read.is_cancelled, read.may_retry = is_passed_on, True, False
                 self._parts.thread.agent.cancel(transfer_id)
         for read in self._peers.waiting(request_id):
             # The read keeps waiting, but only to tell its producer that the blocks are not needed.
-            read.is_passed_on = is_passed_on
-            read.fail("cancelled", "the request was aborted before its read began")
-            self._end(read)
+            if read.stream is None:
+                read.is_passed_on = is_passed_on
+                self._fail(read, "cancelled", "the request was aborted before its read began")
 
     def end_all(self, code: str, message: str) -> None:
         """Fail every read, including those whose data has arrived unverified; each ends once its pages are quiet."""
@@ -175,10 +174,9 @@ class ReadCoordinator:
             self._streams.break_all(code, message)
         for read in self._peers.take_waiting():
             self._not_met(read, code, message)
-        for transfer_id, read in list(self._transfers.items()):
+        for read in self._posted():
             self._note_failure(read, code, message)
-            with self._parts.recorder.guarded("cancellation"):
-                self._parts.thread.agent.cancel(transfer_id)
+            self._parts.cancel(read)
 
     def heartbeat(self, order: HeartbeatOrder) -> None:
         """Renew leases at a peer engine; the set-up of an unknown engine is started first."""
@@ -190,34 +188,42 @@ class ReadCoordinator:
 
     # ---------------------------------------------------------------------------------------------- posting
 
-    def _ready(self, read: Read, engine: PeerEngine) -> None:
-        if self._streams is not None and read.stream is not None:
-            self._streams.ready(read, read.stream, engine)  # raises nothing
-            return
+    def _begin(self, read: Read, engine: PeerEngine) -> None:
+        """Read from an engine that is ready; raises nothing."""
+        plan, order = engine.plan, read.order
         try:
-            self._post(read, engine)
+            if read.is_ended or (read.stream is None and (plan is None or order.is_notify_only)):
+                self._peers.release(read, engine)
+                self._end(read)
+                return
+            reason = refusal(order, engine)
+            if reason is None and read.attempt and plan is not None:
+                reason = self._refused_retry(read, plan, engine)
+            if reason is not None:
+                self._fail(read, *reason)
+            elif read.stream is not None and self._streams is not None:
+                self._streams.begin(read, read.stream, engine)
+            elif plan is not None:
+                self._post(read, engine, plan)
         except Exception as error:  # noqa: BLE001  (block ids come from the client, plans from a peer's documents)
-            if not read.transfers:
-                self._peers.release(read, engine, engine.ranks)
+            if not read.transfers and read.stream is None:
+                self._peers.release(read, engine)
             self._abandon(read, "" if hasattr(error, "code") else "start of a read", error)
 
-    def _post(self, read: Read, engine: PeerEngine) -> None:
-        plan, order, ticket, now_s = engine.plan, read.order, read.order.ticket, self._parts.now_s()
-        if plan is None or read.is_ended or order.is_notify_only:
-            self._peers.release(read, engine, engine.ranks)
-            self._end(read)
-            return
-        reason = refusal(order, engine)
-        if reason is None and read.attempt:
-            reason = refused_retry(read, plan, engine, now_s, self._parts.settings)
-        if reason is not None:
-            read.fail(*reason)
-            self._end(read)
-            return
+    def _post(self, read: Read, engine: PeerEngine, plan: PeerPlan) -> None:
+        """Post an attempt; its transfers are named e.g. `r1/0.1`, and `r1/0.1+` at the second one."""
+        order, ticket, now_s, settings = read.order, read.order.ticket, self._parts.now_s(), self._parts.settings
         # Compute all ranks' indices first: nothing must be posted for a request that a later rank would refuse.
-        ranks = [rank for rank in plan.producer_ranks if rank not in read.done_ranks]
         indices, read.staged = plan.route(order.local_blocks, ticket.peer_blocks, tokens=order.tokens)
-        read.begin_attempt(engine, ranks, now_s, self._parts.settings)
+        if not read.attempt:
+            read.times.posted_s = now_s
+            read.deadline_s = now_s + settings.read_timeout_s
+            read.trusted_until_s = now_s + (ticket.lease_s or settings.kv_lease_duration)
+        mark = "+" * read.attempt
+        ranks = [rank for rank in plan.producer_ranks if rank not in read.done_ranks]
+        read.transfers = {f"{order.request_id}/{pp}.{tp}{mark}": (pp, tp) for pp, tp in ranks}
+        read.attempt += 1
+        read.engine = engine
         self._transfers.update(dict.fromkeys(read.transfers, read))
         engine.reads_in_flight += 1
         for transfer_id, rank in list(read.transfers.items()):
@@ -225,9 +231,9 @@ class ReadCoordinator:
                 if not read.code:  # else an earlier rank's post was refused
                     self._parts.thread.agent.post_read(
                         transfer_id,
-                        engine.key(rank),
+                        engine.keys[rank],
                         *indices[rank],
-                        notification=self._peers.read_complete(read, engine, rank),
+                        notification=self._peers.read_complete(read, plan, rank),
                         deadline_s=read.deadline_s - self._parts.now_s(),
                         fence=ticket.fence if engine.is_fenced else None,
                     )
@@ -240,68 +246,115 @@ class ReadCoordinator:
 
     def transfer_ended(self, result: TransferResult) -> None:
         """Process the end of one rank's transfer, of a part of a stream, or of a probe."""
-        if self._streams is not None and self._streams.transfer_ended(result):
-            return
         read, recorder = self._transfers.get(result.transfer_id), self._parts.recorder
-        if read is None:
+        if read is None or read.engine is None:
             with recorder.guarded("end of a probe"):
                 self._peers.probe_ended(result)
             return
         try:
-            if result.outcome == "done":
-                now_s = self._parts.now_s()
-                read.note_arrived(result, now_s)
-                if read.engine is not None:
-                    read.engine.last_answer_s = now_s
-                recorder.read_done(result)
+            if result.outcome != "done":
+                self._note_lost(read, read.engine, result)
+            elif read.stream is not None and self._streams is not None:
+                self._streams.arrived(read, result)
             else:
-                self._note_lost(read, result)
+                now_s = self._parts.now_s()
+                read.times.data_s = now_s - result.fence_s
+                read.times.queue_s = result.queue_s
+                read.times.fence_s = max(read.times.fence_s, result.fence_s)
+                read.times.bytes_moved += result.bytes_moved
+                read.done_ranks.add(read.transfers[result.transfer_id])
+                read.engine.last_answer_s = now_s
+                recorder.read_done(result)
         except Exception as error:  # noqa: BLE001  (the read ends all the same)
             recorder.trouble("end of a transfer", error)
             self._note_failure(read, code_of(error), str(error))
         if result.is_memory_quiet:
             self._close_transfer(read, result.transfer_id)
-        else:
-            note_quarantine(self._parts, read, result)
+            return
+        recorder.count("num_quarantined_reads")
+        if not read.unquiet:
+            recorder.warn(
+                "quarantine",
+                f"request {read.order.request_id}: its pages stay quarantined until the transfers from engine "
+                f"{read.order.ticket.peer.engine_id} are known to be over ({result.code})",
+            )
+        read.unquiet.add(result.transfer_id)
 
-    def _note_lost(self, read: Read, result: TransferResult) -> None:
-        self._note_failure(read, result.code, result.message, may_retry=may_be_mended(result))
-        engine = read.engine
-        if result.outcome == "fence-rejected":
-            self._parts.recorder.count("num_fence_rejections")
-        elif is_peer_at_fault(result) and engine is not None and engine.phase == "ready":
+    def _note_lost(self, read: Read, engine: PeerEngine, result: TransferResult) -> None:
+        # Failures that come from this rank's own agent (`queue-full`, `bad-indices`) say nothing about the peer.
+        is_peer_at_fault = result.outcome == "failed" and result.fault != "local"
+        if read.stream is not None and self._streams is not None:
+            self._streams.lost(read, result)
+        else:
+            # Setting the engine up again also helps where the agent has removed the peer (`peer-removed`), as when another
+            # engine proved that the name is its own.
+            may_retry = is_peer_at_fault or result.code == "peer-removed"
+            self._note_failure(read, result.code, result.message, may_retry=may_retry)
+            if result.outcome == "fence-rejected":
+                self._parts.recorder.count("num_fence_rejections")
+        if is_peer_at_fault and engine.phase == "ready":
             self._peers.drop(engine, f"a read failed ({result.code}: {result.message})")
 
     def memory_quiet(self, transfer_id: str) -> None:
         """Note that nothing can write into the pages of an ended transfer any more."""
-        if self._streams is not None and self._streams.memory_quiet(transfer_id):
-            return
         read = self._transfers.get(transfer_id)
         if read is not None and transfer_id in read.unquiet:
             read.unquiet.discard(transfer_id)
             self._close_transfer(read, transfer_id)
 
     def _note_failure(self, read: Read, code: str, message: str, *, may_retry: bool = False) -> None:
-        if read.fail(code, message, may_retry=may_retry) and not read.is_cancelled:
+        is_plain = read.stream is None  # a stream that broke off is read once more, as a whole
+        if read.fail(code, message, may_retry=may_retry) and is_plain and not read.is_cancelled:
             self._parts.recorder.count("num_failed_transfers")
 
     # ---------------------------------------------------------------------------------------------- ends
 
     def _close_transfer(self, read: Read, transfer_id: str) -> None:
-        read.transfers.pop(transfer_id, None)
+        rank, engine = read.transfers.pop(transfer_id), read.engine
         self._transfers.pop(transfer_id, None)
-        if read.transfers or read.engine is None:
+        if read.stream is not None and self._streams is not None:
+            self._streams.landed(read, rank, transfer_id)
             return
-        engine = read.engine
+        if read.transfers or engine is None:
+            return
         try:
-            if read.code and may_retry(read, self._parts.now_s(), self._parts.settings):
+            late_s = self._parts.now_s() - read.trusted_until_s
+            is_proved = engine.is_fenced and read.order.ticket.fence is not None
+            if late_s > 0 and not (read.code or is_proved):
+                # Without a fence, the only proof that the pages still held this prompt is that the lease had not ended.
+                message = f"the read ended {late_s:.1f} s after the peer's lease on the pages"
+                self._note_failure(read, "read-after-expiry", message)
+            if read.code and self._may_retry(read, engine):
                 self._retry(read, engine)
             else:
-                self._conclude(read, engine)
+                if read.done_ranks != engine.keys.keys() and (engine.phase == "ready" or not read.code):
+                    self._peers.release(read, engine)
+                self._end(read)
         except Exception as error:  # noqa: BLE001  (whatever else fails, the read ends)
             self._abandon(read, "end of a read", error)
         finally:
             self._peers.read_ended(engine)
+
+    def _may_retry(self, read: Read, engine: PeerEngine) -> bool:
+        """Return whether to retry a read that has failed: its peer caused the failure, and time and attempts remain.
+
+        Both attempts share one deadline. A rank whose part has arrived is neither read nor notified again, so a second attempt is
+        made only where a restart of the peer would be noticed, and only while the peer keeps its pages as before.
+        """
+        if not read.may_retry or read.attempt > self._parts.settings.read_retries:
+            return False
+        is_in_time = self._parts.now_s() < min(read.deadline_s, read.trusted_until_s)
+        return is_in_time and _notices_restart(read.order, engine)
+
+    def _refused_retry(self, read: Read, plan: PeerPlan, engine: PeerEngine) -> tuple[str, str] | None:
+        """Return why a second attempt cannot continue where the first one ended, as (code, message); None if it can."""
+        if self._parts.now_s() >= read.deadline_s:
+            wait_s = self._parts.settings.read_timeout_s
+            return "transfer-timed-out", f"the engine was met anew only after {wait_s:g} s"
+        is_same_plan = read.done_ranks <= set(plan.producer_ranks) and bool(read.staged) == plan.is_staged
+        if not is_same_plan or not _notices_restart(read.order, engine):
+            return "peer-changed", "the engine that was met anew keeps its pages in another way than before"
+        return None
 
     def _retry(self, read: Read, engine: PeerEngine) -> None:
         self._parts.recorder.count("num_retried_reads")
@@ -314,40 +367,54 @@ class ReadCoordinator:
         read.engine = None
         self._peers.submit(read)
 
-    def _conclude(self, read: Read, engine: PeerEngine) -> None:
-        late_s = self._parts.now_s() - read.trusted_until_s
-        if not read.code and not (engine.is_fenced and read.order.ticket.fence is not None) and late_s > 0:
-            # Without a fence, the only proof that the pages still held this prompt is that the lease had not ended.
-            message = f"the read ended {late_s:.1f} s after the peer's lease on the pages"
-            self._note_failure(read, "read-after-expiry", message)
-        if engine.plan is not None and (engine.phase == "ready" or not read.code):
-            self._peers.release(read, engine, engine.ranks if read.code else engine.plan.notify_only_ranks)
-        self._end(read)
-
     def _not_met(self, read: Read, code: str, message: str) -> None:
         """End a read whose engine cannot be read from."""
-        if self._streams is not None and read.stream is not None:
-            self._streams.not_met(read, code, message)
-            return
-        read.fail(code, message)
         read.was_met = code == PEER_DRAINING
-        self._end(read)
+        self._fail(read, code, message)
 
     def _abandon(self, read: Read, action: str, error: Exception) -> None:
         """Fail a read because of an exception; its transfers on the wire end first."""
         if action:
             self._parts.recorder.trouble(action, error)
         self._note_failure(read, code_of(error), str(error))
-        if not read.transfers:
+        if read.transfers:
+            self._parts.cancel(read)
+        else:
             self._end(read)
-            return
-        for transfer_id in read.transfers:
-            with self._parts.recorder.guarded("cancellation"):
-                self._parts.thread.agent.cancel(transfer_id)
+
+    def _fail(self, read: Read, code: str, message: str) -> None:
+        read.fail(code, message)
+        self._end(read)
 
     def _end(self, read: Read) -> None:
         if read.is_ended:
             return
         read.is_ended = True
         if read.order.is_reported or read.code:
-            self._ended(read.ended(self._parts.now_s()))
+            staged, is_streamed, now_s = () if read.code else read.staged, read.stream is not None, self._parts.now_s()
+            end = ReadEnd(read.order, read.code, read.message, read.times, now_s, read.was_met, staged, is_streamed)
+            self._ended(end)
+
+
+def _notices_restart(order: ReadOrder, engine: PeerEngine) -> bool:
+    """Return whether a peer's restart would be noticed: by its fence words, or by the generation in the ticket."""
+    return (engine.is_fenced and order.ticket.fence is not None) or order.ticket.peer.generation is not None
+
+
+def refusal(order: ReadOrder, engine: PeerEngine) -> tuple[str, str] | None:
+    """Return why a ticket contradicts its engine's announcements and must be refused; None if it does not."""
+    ticket, is_bound = order.ticket, "prompt-digest" in engine.capabilities
+    if engine.is_fenced and ticket.fence is None:
+        return "fence-missing", f"engine {engine.engine_id} has fences, but the ticket names none"
+    if is_bound and not ticket.prompt:
+        return "prompt-missing", f"engine {engine.engine_id} binds tickets to prompts, but the ticket has no digest"
+    # Tickets of vLLM's own connector, and of version 0.1 of this one, contain only ids. The scheduler, which does not know the
+    # peer's block size, placed lists that do not begin with the prompt's first block as if it were ours.
+    if not (is_bound or engine.has_our_blocks) and any(
+        blocks.first_token or (blocks.null is not None and blocks.null in blocks.ids) for blocks in ticket.peer_blocks
+    ):
+        sizes = f"blocks of engine {engine.engine_id} hold other numbers of tokens than ours"
+        return "peer-blocks-unplaced", f"{sizes}, and its ticket does not say where its block lists begin"
+    if engine.gives_nonces and not ticket.nonce:
+        return "nonce-missing", f"engine {engine.engine_id} gives each ticket a nonce, but this one has none"
+    return None

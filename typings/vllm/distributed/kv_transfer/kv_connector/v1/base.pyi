@@ -34,4 +34,6 @@ class KVConnectorWorkerMetadata(ABC):
 class KVConnectorBase_V1:
     _cache_hit_source: Any
     _connector_metadata: KVConnectorMetadata | None
+    _kv_cache_config: KVCacheConfig
+    _vllm_config: VllmConfig
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None: ...

@@ -1,90 +1,45 @@
-"""Tickets of this engine beside the request machines: seals and log lines."""
+"""Counts and log lines about what became of hand-overs.
+
+The scheduler counts and logs a failed read, the ranks do not, because the scheduler knows whether the request still wanted it:
+one line with the reason of each rank, unless lines of its codes are rate-limited.
+"""
 
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, cast, final
 
 if TYPE_CHECKING:
-    from vllm_adapter.config.secrets import FleetSecrets
+    from collections.abc import Sequence
+
     from vllm_adapter.observe.cause_log import CauseLog
     from vllm_adapter.observe.recorder import Recorder
-    from vllm_adapter.ports import SchedulerState
+    from vllm_adapter.steps import ReadFailure
 
-__all__ = ["TicketLog", "TicketSeals"]
+__all__ = ["OutcomeLog"]
 
 _logger = logging.getLogger("vllm.vllm_adapter")
-_MOST_PEERS = 256
-
-
-@final
-class TicketSeals:
-    """Passes the fleet's secrets to the request machines, and logs once per peer that its tickets are not sealed.
-
-    Args:
-        secrets: The fleet's secrets, None if tickets are not sealed.
-        state: The request machines.
-    """
-
-    def __init__(self, secrets: FleetSecrets | None, state: SchedulerState) -> None:
-        self._secrets = secrets
-        self._state = state
-        self._unsealed: set[tuple[str, str]] = set()
-        if secrets is not None:
-            state.set_secrets(secrets.current)
-
-    @property
-    def current(self) -> tuple[bytes, ...]:
-        """The secrets, empty if nothing is sealed; any thread."""
-        return self._secrets.current if self._secrets is not None else ()
-
-    @property
-    def fingerprints(self) -> tuple[str, ...]:
-        """A digest of each secret, in order, for comparing two engines; the first secret seals this engine's tickets."""
-        return self._secrets.fingerprints if self._secrets is not None else ()
-
-    def look(self, now_s: float) -> None:
-        """Pass secrets that have changed to the request machines."""
-        if self._secrets is not None and self._secrets.changed(now_s):
-            self._state.set_secrets(self._secrets.current)
-
-    def accepted(self, params: object) -> None:
-        """Check the params of an admitted request: a ticket, or a plain request to prefill, which names no blocks."""
-        if self._secrets is None or not isinstance(params, Mapping):
-            return
-        ticket = cast("Mapping[str, object]", params)
-        if ticket.get("kv_seal") is not None or not ticket.get("remote_block_ids"):
-            return
-        peer = str(ticket.get("remote_engine_id"))[:80], str(ticket.get("remote_host"))[:80]
-        if peer in self._unsealed or len(self._unsealed) >= _MOST_PEERS:
-            return
-        self._unsealed.add(peer)
-        _logger.warning(
-            "engine %r at %s hands over without seals, as unsigned_hosts allows: a client can make up tickets for it",
-            *peer,
-        )
-
-
 _MEDIA_MISSING = "ticket-media-missing"
 _COUNTED_ONLY = frozenset(("draining", "lease-quota"))
 """Reasons to withhold a ticket that apply to all requests for a time: they are counted, not logged for each request."""
 
-
 _OF_AN_ENGINE = "ticket-mode"
 """Refusal that concerns all tickets of an engine, which its message names: it is logged once for each engine."""
-
 _MOST_ENGINES = 64
+_MOST_PEERS = 256
 
 
 @final
-class TicketLog:
-    """Counts each such ticket by its code, and logs a line for it unless lines of this code are rate-limited."""
+class OutcomeLog:
+    """Counts each outcome by its code, and logs a line for it unless lines of this code are rate-limited."""
 
     def __init__(self, recorder: Recorder, log: CauseLog) -> None:
         self._recorder = recorder
         self._log = log
-        self._said: set[str] = set()
+        self._logged_modes: set[str] = set()
+        self._unsealed: set[tuple[str, str]] = set()
 
     def refused(self, request_id: str, code: str, message: str, *, is_producer: bool = False) -> None:
         """Count and log a request whose ticket was refused; that of a producer costs it the stream or the readback alone."""
@@ -103,8 +58,10 @@ class TicketLog:
                 message,
             )
             return
-        if code == _OF_AN_ENGINE and not self._is_new(message):
-            return
+        if code == _OF_AN_ENGINE:
+            if message in self._logged_modes or len(self._logged_modes) >= _MOST_ENGINES:
+                return
+            self._logged_modes.add(message)
         self._log.warning(
             code,
             "request %s: its hand-over ticket is refused and the prompt computed here (%s: %s)",
@@ -113,12 +70,48 @@ class TicketLog:
             message,
         )
 
-    def _is_new(self, message: str) -> bool:
-        """Return whether a line about an engine was not logged before; engines beyond the first 64 are counted only."""
-        if message in self._said or len(self._said) >= _MOST_ENGINES:
-            return False
-        self._said.add(message)
-        return True
+    def unsealed(self, params: object) -> None:
+        """Log once per peer that its tickets have no seal; for params that an engine with fleet secrets has accepted."""
+        if not isinstance(params, Mapping):
+            return
+        ticket = cast("Mapping[str, object]", params)
+        # A plain request to prefill names no blocks.
+        if ticket.get("kv_seal") is not None or not ticket.get("remote_block_ids"):
+            return
+        peer = str(ticket.get("remote_engine_id"))[:80], str(ticket.get("remote_host"))[:80]
+        if peer in self._unsealed or len(self._unsealed) >= _MOST_PEERS:
+            return
+        self._unsealed.add(peer)
+        _logger.warning(
+            "engine %r at %s hands over without seals, as unsigned_hosts allows: a client can make up tickets for it",
+            *peer,
+        )
+
+    def read_failed(self, request_id: str, failures: Sequence[ReadFailure]) -> None:
+        """Count and log a failed read; reads with the same codes share a rate limit."""
+        codes = sorted({failure.code for failure in failures})
+        for code in codes:
+            self._recorder.observe("read_failure_codes", code)
+        ranks: defaultdict[str, list[str]] = defaultdict(list)
+        for failure in sorted(failures, key=lambda one: one.rank):
+            pp_rank, tp_rank = failure.rank
+            ranks[failure.text].append(f"{pp_rank}.{tp_rank}")
+        # For example: by ranks 0.0, 0.1 from request p1 of engine P: timed out; by rank 0.2 from ...
+        reasons = [f"by rank{'s' * (len(of) > 1)} {', '.join(of)} from {reason}" for reason, of in ranks.items()]
+        self._log.error(
+            " ".join(codes),
+            "request %s: its KV was not taken over %s; kv_load_failure_policy decides what becomes of it",
+            request_id,
+            "; ".join(reasons),
+        )
+
+    def read_cancelled(self, request_id: str) -> None:
+        """Count and log a read that was given up because its request had ended: its client left, or the host aborted it.
+
+        That is no failure, whatever the ranks' reasons are: a peer may also be lost while the cancelled read leaves the wire.
+        """
+        self._recorder.observe("cancelled_read_codes", "request-ended")
+        self._log.info("request-ended", "request %s: its read was cancelled, as the request had ended", request_id)
 
     def gave_way(self, request_id: str, lease_count: int, block_count: int) -> None:
         """Count and log a read that was given up because no request here could start for want of blocks."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
 
 from kv_handshake.errors import HandshakeError, TransportError, WireError, shortened, without_frames
-from kv_handshake.stream.messages import ASK_CAPABILITY, encode_ask, encode_cancel, parse_answer
+from kv_handshake.wire.asks import ASK_CAPABILITY, encode_ask, encode_cancel, parse_answer
 from kv_handshake.wire.dialects import NEWEST_DIALECT, dialect_of
 from kv_handshake.wire.messages import usable_capabilities
 from kv_handshake.wire.queries import encode_query

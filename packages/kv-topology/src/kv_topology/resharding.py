@@ -17,12 +17,13 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Literal
 
 from kv_topology.arithmetic import TokenDeal, even_interval
+from kv_topology.document import from_document, to_document
 from kv_topology.errors import UnsupportedTopology
 from kv_topology.geometry import RankGeometry
 from kv_topology.model import Group, Layout, Member, Region
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from kv_topology.model import Axis, FieldLayout
 
@@ -32,47 +33,53 @@ Order = Literal["HN", "NH"]
 """Heads outside tokens in memory, or inside."""
 
 
-def reshard(
-    local: RankGeometry,
+def reshard(  # noqa: PLR0913 - the numbers that another rank differs in
+    local: Mapping[str, object],
     *,
-    tp: tuple[int, int],
+    tp_size: int,
+    tp_rank: int,
     page_tokens: int,
     pages_per_block: int = 1,
-    pp: tuple[int, int] = (1, 0),
+    pp_size: int = 1,
+    pp_rank: int = 0,
     context_sizes: Sequence[int] = (),
     order: Order | None = None,
-) -> RankGeometry:
-    """Return the geometry of another rank of the same make, its regions dense and at addresses that count up from 0.
+) -> dict[str, object]:
+    """Return the document of another rank of the same make, its regions dense and at addresses that count up from 0.
 
     Regions keep their order, and those that begin at one address still do: a caller that knows the real addresses,
     strides and counts puts them in.
 
     Args:
-        local: A rank with dense layouts.
-        tp: Tensor-parallel ranks of the other engine, and the rank among them.
+        local: The document of a rank with dense layouts.
+        tp_size: Tensor-parallel ranks of the other rank's engine.
+        tp_rank: The rank among them.
         page_tokens: Tokens of a page in groups that count tokens.
         pages_per_block: Pages of a block in those groups.
-        pp: Pipeline stages of the other engine, and the rank's stage.
+        pp_size: Pipeline stages of its engine.
+        pp_rank: The rank's stage.
         context_sizes: Context-parallel size of each group, turns being whole blocks; empty for none.
-        order: Order of heads and tokens; None for as it is here.
+        order: "HN" for heads outside tokens in memory, "NH" for inside, None for as it is here.
 
     Raises:
         UnsupportedTopology: `layout-not-dense`, `packed-block-needs-equal-pages`.
     """
+    ours, tp = from_document(local), (tp_size, tp_rank)
     layouts = {
         layout: reshard_layout(layout, tp=tp, page_tokens=page_tokens, order=order)
-        for layout in dict.fromkeys(member.layout for region in local.regions for member in region.members)
+        for layout in dict.fromkeys(member.layout for region in ours.regions for member in region.members)
     }
-    packed = [_packed(region, layouts) for region in local.regions]
-    bases = _spread(local, [page_bytes for _, page_bytes in packed])
+    packed = [_packed(region, layouts) for region in ours.regions]
+    bases = _spread(ours, [page_bytes for _, page_bytes in packed])
     regions = [
         Region(base, page_bytes, page_bytes, region.page_count, members, region.memory_kind, region.device)
-        for region, base, (members, page_bytes) in zip(local.regions, bases, packed, strict=True)
+        for region, base, (members, page_bytes) in zip(ours.regions, bases, packed, strict=True)
     ]
-    sizes = (*context_sizes, *(1 for _ in local.groups))
+    sizes = (*context_sizes, *(1 for _ in ours.groups))
     blocks = (page_tokens * pages_per_block, pages_per_block)
-    groups = tuple(_group(group, blocks, size, tp[1]) for group, size in zip(local.groups, sizes, strict=False))
-    return RankGeometry(*tp, groups, tuple(regions), *pp, null_block=local.null_block)
+    groups = tuple(_group(group, blocks, size, tp_rank) for group, size in zip(ours.groups, sizes, strict=False))
+    made = RankGeometry(tp_size, tp_rank, groups, tuple(regions), pp_size, pp_rank, null_block=ours.null_block)
+    return to_document(made)
 
 
 def _spread(local: RankGeometry, page_bytes: Sequence[int]) -> list[int]:
@@ -146,7 +153,8 @@ def _place_in_cell(field: FieldLayout, changed: FieldLayout, before: tuple[Field
     if not outside or outside != _axes_beyond(field, step):
         return None
     slack = step - _inside_bytes(old, outside)
-    if slack < 0 or _axes_named(new, outside) != _axes_named(changed, outside):
+    cells = [[axis for axis in each.axes if axis.name in outside] for each in (new, changed)]
+    if slack < 0 or cells[0] != cells[1]:
         return None
     return new.offset_bytes + _inside_bytes(new, outside) + slack
 
@@ -154,10 +162,6 @@ def _place_in_cell(field: FieldLayout, changed: FieldLayout, before: tuple[Field
 def _axes_beyond(field: FieldLayout, step: int) -> set[str]:
     """Return the names of the axes along which neighbours lie more than `step` bytes apart."""
     return {axis.name for axis in field.axes if axis.stride_bytes > step}
-
-
-def _axes_named(field: FieldLayout, names: set[str]) -> list[Axis]:
-    return [axis for axis in field.axes if axis.name in names]
 
 
 def _inside_bytes(field: FieldLayout, outside: set[str]) -> int:

@@ -8,37 +8,29 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections import Counter, deque
-from dataclasses import dataclass
+from collections import deque
 from typing import TYPE_CHECKING, NamedTuple, final
 
-from kv_handshake.stream.messages import encode_answer, encode_ask_refusal, parse_ask
+from kv_handshake.wire.asks import encode_answer, encode_ask_refusal, parse_ask
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections import Counter
+    from collections.abc import Callable, Iterable, Sequence
 
     from kv_handshake.core.pacing import GatedLog
-    from kv_handshake.sockets.router import Incoming
+    from kv_handshake.core.server import Incoming
 
-__all__ = ["AskDesk", "AskLimits"]
+__all__ = ["ASKS_PER_CONNECTION", "MOST_ASKED_BYTES", "MOST_ASKS", "AskDesk"]
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class AskLimits:
-    """Budget of a listener's open asks.
+ASKS_PER_CONNECTION = 256
+"""Open asks of one connection: an engine has one."""
 
-    Attributes:
-        wait_s: Seconds that an ask may stay open; below the time after which a connection without queries is reset.
-        per_connection: Open asks of one connection: an engine has one.
-        in_all: Open asks of all connections; an address that holds as many as are free gets no more.
-        bytes_in_all: Bytes of their payloads, under the same rule.
-    """
+MOST_ASKS = 1024
+"""Open asks of all connections; an address that holds as many as are free gets no more."""
 
-    wait_s: float = 5.0
-    per_connection: int = 256
-    in_all: int = 1024
-    bytes_in_all: int = 1024 * 1024
+MOST_ASKED_BYTES = 1024 * 1024
+"""Bytes of their payloads, under the same rule."""
 
 
 @final
@@ -77,8 +69,9 @@ class AskDesk:
     Args:
         on_ask: Called with (ask id, payload) on the listener's thread; must not block.
         on_gone: Called in the same way with the id of an ask whose asker no longer waits.
-        limits: The budget.
+        wait_s: Seconds that an ask may stay open; below the time after which a connection without queries is reset.
         log: Gets failures of the two callbacks.
+        counts: Gets ``asks``, ``asks_answered``, ``asks_cancelled``, ``asks_lost`` and ``refused.<code>``.
     """
 
     def __init__(
@@ -86,12 +79,13 @@ class AskDesk:
         on_ask: Callable[[int, bytes], None],
         on_gone: Callable[[int], None],
         *,
-        limits: AskLimits,
+        wait_s: float,
         log: GatedLog,
+        counts: Counter[str],
     ) -> None:
         self._on_ask = on_ask
         self._on_gone = on_gone
-        self.limits = limits
+        self.wait_s = wait_s
         self._log = log
         self._lock = threading.Lock()
         self._answers: deque[tuple[int, bytes]] = deque()
@@ -99,17 +93,12 @@ class AskDesk:
         self._next_id = 1
         # In order of arrival, and so of expiry, since all may wait equally long.
         self._open: dict[int, OpenAsk] = {}
-        self._by_asker: dict[tuple[int, int], int] = {}
-        # By descriptor; also read by the watch's thread. If it misses one for a moment, those asks end by their time limit.
-        self._held: Counter[int] = Counter()
-        self._held_by_address: Counter[str] = Counter()
-        self._bytes_by_address: Counter[str] = Counter()
-        self._counts: Counter[str] = Counter()
+        self._counts = counts
 
-    def statistics(self) -> Mapping[str, int]:
-        """Return counts: ``asks``, ``asks_open``, ``asks_answered``, ``asks_cancelled``, ``asks_lost`` and ``refused.<code>``."""
-        names = ("asks", "asks_answered", "asks_cancelled", "asks_lost")
-        return {**dict.fromkeys(names, 0), **self._counts, "asks_open": len(self._open)}
+    @property
+    def asks_open(self) -> int:
+        """Asks that wait for their answer."""
+        return len(self._open)
 
     def put(self, ask_id: int, payload: bytes) -> bool:
         """Queue an answer; return whether the listener's thread must be woken. Any thread.
@@ -123,8 +112,11 @@ class AskDesk:
             return len(self._answers) == 1
 
     def connection_ended(self, descriptor: int) -> bool:
-        """Note the end of a connection; return whether the listener's thread must be woken. Any thread."""
-        if not self._held.get(descriptor):
+        """Note the end of a connection; return whether the listener's thread must be woken. Any thread.
+
+        An ask that it misses, because the listener's thread is just taking it in, ends by its time limit.
+        """
+        if not self._open:
             return False
         self._ended.append(descriptor)
         return True
@@ -138,30 +130,29 @@ class AskDesk:
             WireError: As `parse_ask`.
         """
         ask, sender = parse_ask(query), incoming.sender
-        known = self._by_asker.get((sender.descriptor, ask.number))
+        held = [each for each in self._open.values() if each.address == sender.address]
+        of_connection = {each.number: each for each in held if each.descriptor == sender.descriptor}
+        known = of_connection.get(ask.number)
         if ask.payload is None:
             if known is not None:
-                self._drop([self._open[known]], "asks_cancelled")
+                self._drop([known], "asks_cancelled")
             return self.refuse(ask.number, "ask-cancelled")
         if known is not None:
             return self.refuse(ask.number, "ask-repeated", _AFTER_BUSY_S)
-        size_bytes, limits = len(ask.payload), self.limits
-        is_full = (
-            self._held[sender.descriptor] >= limits.per_connection
-            or self._held_by_address[sender.address] >= limits.in_all - len(self._open)
-            or self._bytes_by_address[sender.address] + size_bytes
-            > limits.bytes_in_all - self._bytes_by_address.total()
-        )
-        if is_full:
+        size_bytes = len(ask.payload)
+        if (
+            len(of_connection) >= ASKS_PER_CONNECTION
+            or len(held) >= MOST_ASKS - len(self._open)
+            or sum(each.size_bytes for each in held) + size_bytes
+            > MOST_ASKED_BYTES - sum(each.size_bytes for each in self._open.values())
+        ):
             return self.refuse(ask.number, "ask-busy", _AFTER_BUSY_S)
-        until_s = now_s + limits.wait_s
+        until_s = now_s + self.wait_s
         made = OpenAsk(
             self._next_id, incoming.envelope, ask.number, size_bytes, sender.address, sender.descriptor, until_s
         )
         self._next_id += 1
         self._open[made.ask_id] = made
-        self._by_asker[made.descriptor, made.number] = made.ask_id
-        self._count_held(made, 1)
         self._counts["asks"] += 1
         self._call("on_ask", self._on_ask, made.ask_id, ask.payload)
         return ()
@@ -179,7 +170,7 @@ class AskDesk:
         for ask_id, payload in answers:
             ask = self._open.get(ask_id)
             if ask is not None:
-                self._forget(ask)
+                del self._open[ask_id]
                 self._counts["asks_answered"] += 1
                 replies.append((ask.envelope, (encode_answer(ask.number, payload),)))
         # Another connection may have an ended one's descriptor by now; the refusal of its asks permits a retry.
@@ -196,22 +187,9 @@ class AskDesk:
 
     def _drop(self, asks: Iterable[OpenAsk], count: str) -> None:
         for ask in asks:
-            self._forget(ask)
+            del self._open[ask.ask_id]
             self._counts[count] += 1
             self._call("on_ask_gone", self._on_gone, ask.ask_id)
-
-    def _forget(self, ask: OpenAsk) -> None:
-        del self._open[ask.ask_id], self._by_asker[ask.descriptor, ask.number]
-        self._count_held(ask, -1)
-
-    def _count_held(self, ask: OpenAsk, change: int) -> None:
-        self._held[ask.descriptor] += change
-        self._held_by_address[ask.address] += change
-        self._bytes_by_address[ask.address] += change * ask.size_bytes
-        if not self._held[ask.descriptor]:
-            del self._held[ask.descriptor]
-        if not self._held_by_address[ask.address]:
-            del self._held_by_address[ask.address], self._bytes_by_address[ask.address]
 
     def _call(self, name: str, callback: Callable[..., None], *values: object) -> None:
         try:

@@ -1,6 +1,4 @@
-"""Records of streamed reads: a stream, the producer ranks that it follows, and the parts that it asks the table for.
-
-Parts of a streamed read: the places of the peer's table that they need, and the blocks that they move.
+"""Parts of a streamed read: the places of the peer's table that they need, and the blocks that they move.
 
 The table holds the groups one after the other, each with a place for every block that the prompt's tokens need; a group of
 states has one place.
@@ -13,17 +11,15 @@ places 5 and 6.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
 from math import lcm
 from typing import TYPE_CHECKING, NamedTuple, final
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from vllm_adapter.ports import BlockList, PeerPlan, StreamOrder, TransferResult
-    from vllm_adapter.worker.transfer.records import PeerEngine, Read
+    from vllm_adapter.ports import BlockList
 
-__all__ = ["Part", "PartBlocks", "Stream", "StreamShape", "as_one_read"]
+__all__ = ["Part", "PartBlocks", "StreamShape"]
 
 
 class PartBlocks(NamedTuple):
@@ -101,55 +97,3 @@ class Part(NamedTuple):
     def is_listed(self, ids: Mapping[int, int]) -> bool:
         """Return whether the table has listed all its blocks; `ids` maps places to block ids."""
         return all(each.place + each.length - 1 in ids for each in self.blocks if each.length)
-
-
-@final
-@dataclass(slots=True, eq=False)
-class Stream:
-    """A stream of a request: its order, its engine, and the ranks that have not reported.
-
-    Attributes:
-        read: The read that it is, with the code and message of the first thing that went wrong.
-        order: The scheduler's order.
-        engine: The producer's engine.
-        plan: Plan against the producer's engine.
-        open_ranks: Names of the producer ranks that have not reported.
-        whole_ranks: The reads from the ranks whose fence held.
-    """
-
-    read: Read
-    order: StreamOrder
-    engine: PeerEngine
-    plan: PeerPlan
-    open_ranks: list[str] = field(default_factory=list[str])
-    whole_ranks: list[TransferResult] = field(default_factory=list["TransferResult"])
-
-    def note_whole(self, now_s: float) -> None:
-        """Keep when the first rank was seen to be whole, and how many bytes had arrived by then."""
-        times = self.read.times
-        if times.whole_s is None:
-            times.whole_s = now_s
-            times.early_bytes = times.bytes_moved
-
-    def note_arrival(self, result: TransferResult, now_s: float, *, is_fence: bool) -> None:
-        """Keep when the latest bytes arrived, and for how long after them the fence word was read."""
-        times = self.read.times
-        times.bytes_moved += result.bytes_moved
-        if is_fence and times.data_s is not None:
-            times.fence_s = now_s - times.data_s
-        else:
-            times.data_s, times.fence_s = now_s, 0.0
-
-
-def as_one_read(parts: Sequence[TransferResult]) -> TransferResult:
-    """Return the results of a streamed read's parts from one producer rank as those of one read; its fence is read apart."""
-    return replace(
-        parts[0],
-        wire_s=sum(part.wire_s for part in parts),
-        post_s=sum(part.post_s for part in parts),
-        queue_s=max(part.queue_s for part in parts),
-        bytes_moved=sum(part.bytes_moved for part in parts),
-        descriptor_count=sum(part.descriptor_count for part in parts),
-        fence_s=0.0,
-        bytes_by_path=tuple(entry for part in parts for entry in part.bytes_by_path),
-    )

@@ -1,0 +1,196 @@
+"""Requests that take part in a hand-over: from their arrival to the last report of the workers.
+
+Beside other connectors (vLLM's MultiConnector) each connector receives the reports of all of them; ids that are not awaited
+here belong to another connector.
+
+The moments of each hand-over are kept for `vllm-adapter trace`. The first token has no hook of its own. After each step vLLM
+asks for statistics; while a request that was taken over waits for its first token, and only then, its tokens are counted there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, final
+
+from vllm_adapter.observe.hand_overs import short_id
+from vllm_adapter.steps import TraceLink
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from vllm_adapter.observe.hand_overs import HandOverLog
+    from vllm_adapter.ports import StepPlan
+    from vllm_adapter.scheduler.hooks import Arrival
+    from vllm_adapter.scheduler.outcomes import OutcomeLog
+    from vllm_adapter.steps import ReadFailure, StepReport
+
+__all__ = ["FollowedRequest", "FollowedRequests"]
+
+
+@dataclass(slots=True)
+class FollowedRequest:
+    """A live request that takes part in a hand-over.
+
+    Attributes:
+        arrival: The request as it arrived.
+        role: Its role; "none" for one that must fail.
+        link: Its trace; None without tracing.
+    """
+
+    arrival: Arrival
+    role: Literal["producer", "consumer", "none"]
+    link: TraceLink | None = None
+
+
+@final
+class FollowedRequests:
+    """Live requests, awaited reads and open leases. Scheduler's thread only.
+
+    Args:
+        moments: This process's ring of moments.
+        now_s: The monotonic clock.
+        outcomes: Counts and logs reads that failed.
+        lease_ended: Called with (link, request id, Unix time of the grant in ns) at the end of a traced lease; None without
+            tracing.
+
+    Attributes:
+        live: Requests that the host has not ended, by id.
+        loaded: Live requests whose read succeeded, and which wait for the step that computes the rest.
+    """
+
+    def __init__(
+        self,
+        moments: HandOverLog,
+        now_s: Callable[[], float],
+        outcomes: OutcomeLog,
+        lease_ended: Callable[[TraceLink, str, int], None] | None,
+    ) -> None:
+        self._moments = moments
+        self._now_s = now_s
+        self._outcomes = outcomes
+        self._lease_ended = lease_ended
+        self.live: dict[str, FollowedRequest] = {}
+        self.loaded: set[str] = set()
+        # Counters of generated tokens, of requests that wait for their first one.
+        self._starting: dict[str, Callable[[], int]] = {}
+        # Reads in progress, with whether the peer still computes the prompt, and reads that the request machines refused after
+        # the host had parked their requests.
+        self._reads: dict[str, bool] = {}
+        self._refused: set[str] = set()
+        # Those of `_reads` whose request the host has ended with an error since the latest step. Under the policy "fail" it does
+        # so for a failed read, before it passes on the report of that read.
+        self._erred: set[str] = set()
+        # Failures of ranks, by request; a read is reported once all other ranks have ended, too.
+        self._failures: defaultdict[str, list[ReadFailure]] = defaultdict(list)
+        # Traces of open leases, with the time of the grant.
+        self._leases: dict[str, tuple[TraceLink | None, int]] = {}
+
+    @property
+    def awaits(self) -> Literal["", "streams", "whole"]:
+        """Whether the workers owe a report that may come soon ("whole"), or of prompts alone that peers still compute."""
+        if self._leases or not all(self._reads.values()):
+            return "whole"
+        return "streams" if self._reads else ""
+
+    def begin(self, arrival: Arrival, role: Literal["producer", "consumer"], now_s: float, *, is_early: bool) -> None:
+        """Follow a request from its arrival; `is_early`: it came with an early ticket."""
+        request_id = arrival.request_id
+        request = self.live[request_id] = FollowedRequest(arrival, role)
+        facts: dict[str, object] = {"frontend_s": arrival.frontend_s, "tokens": arrival.prompt_tokens}
+        if is_early:
+            facts["is_early"] = True
+        self._moments.begin(request_id, role, "arrived", now_s, facts)
+        if self._lease_ended is not None and arrival.trace_headers:
+            request.link = TraceLink(dict(arrival.trace_headers), time.time_ns())
+
+    def allocated(self, request_id: str, *, is_read: bool) -> None:
+        """Note blocks that were allocated: for a read, or for the step that computes the rest."""
+        self.loaded.discard(request_id)
+        self._moments.mark(request_id, "allocated" if is_read else "scheduled", self._now_s())
+        request = self.live.get(request_id)
+        if request is not None and request.role == "consumer" and not is_read:
+            count = request.arrival.output_tokens
+            if count is not None:
+                self._starting[request_id] = count
+
+    def ordered(self, plan: StepPlan, now_s: float) -> dict[str, TraceLink]:
+        """Note the reads and failures that a step orders; return the traces of these reads, by request."""
+        self._erred.clear()
+        self._refused.update(plan.failures)
+        links: dict[str, TraceLink] = {}
+        streamed = [(order.read, True) for order in plan.streams.watches]
+        for order, is_streamed in [*((order, False) for order in plan.reads if order.is_reported), *streamed]:
+            request_id = order.request_id
+            self._reads[request_id] = is_streamed
+            facts: dict[str, object] = {
+                "peer_engine_id": order.ticket.peer.engine_id,
+                "peer_request_id": short_id(order.ticket.peer_request_id),
+                "is_streamed": is_streamed,
+            }
+            self._moments.mark(request_id, "ordered", now_s, facts)
+            request = self.live.get(request_id)
+            if request is not None and request.link is not None:
+                links[request_id] = request.link
+        return links
+
+    def take(self, report: StepReport) -> tuple[list[str], list[str], list[str]]:
+        """Return the awaited ids of a report, sorted: leases that have ended, reads that have ended, and those that failed."""
+        for failure in report.failures:
+            if failure.request_id in self._reads:
+                self._failures[failure.request_id].append(failure)
+        sent = sorted(self._leases.keys() & set(report.sent))
+        ended = sorted((self._reads.keys() | self._refused) & set(report.received))
+        failed = [request_id for request_id in ended if request_id in report.failed]
+        for request_id in sent:
+            self._moments.mark(request_id, "freed", self._now_s())
+            link, granted_ns = self._leases.pop(request_id)
+            if link is not None and self._lease_ended is not None:
+                self._lease_ended(link, request_id, granted_ns)
+        for request_id in ended:
+            self._moments.mark(request_id, "reported", self._now_s())
+            self._reads.pop(request_id, None)
+            self._refused.discard(request_id)
+            if request_id in failed:
+                self._note_failure(request_id)
+            elif request_id in self.live:
+                self.loaded.add(request_id)
+        return sent, ended, failed
+
+    def _note_failure(self, request_id: str) -> None:
+        failures = self._failures.pop(request_id, [])
+        if not failures:
+            return
+        if request_id in self.live or request_id in self._erred:
+            self._outcomes.read_failed(request_id, failures)
+        else:
+            self._outcomes.read_cancelled(request_id)
+
+    def step_ended(self) -> None:
+        """Note first tokens; to be called after each step."""
+        for request_id in [request_id for request_id, count in self._starting.items() if _is_started(count)]:
+            del self._starting[request_id]
+            self._moments.mark(request_id, "first_token", self._now_s())
+
+    def finished(self, request_id: str, *, is_error: bool, keeps_blocks: bool) -> None:
+        """Note the end of a request, whose blocks may be kept for a reader."""
+        request = self.live.pop(request_id, None)
+        self.loaded.discard(request_id)
+        count = self._starting.pop(request_id, None)
+        if is_error and request_id in self._reads:
+            self._erred.add(request_id)
+        if keeps_blocks:
+            self._leases[request_id] = (request.link if request is not None else None, time.time_ns())
+        if request is not None and request.role == "producer":
+            self._moments.mark(request_id, "answered", self._now_s())
+        elif count is not None and _is_started(count):
+            self._moments.mark(request_id, "first_token", self._now_s())
+
+
+def _is_started(count: Callable[[], int]) -> bool:
+    """Return whether a request has its first token; a fault of the host's count loses a moment, and fails no step."""
+    try:
+        return count() > 0
+    except Exception:  # noqa: BLE001 - the host's code
+        return False
