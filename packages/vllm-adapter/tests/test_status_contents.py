@@ -157,9 +157,11 @@ def test_leases_are_told_with_the_time_left_and_without_their_nonce() -> None:
 
 def test_a_transfer_thread_that_does_not_answer_is_shown_by_its_health(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_status_module, "_ANSWER_S", 0.01)
-    thread = {"state": "stuck", "calls_waiting": 7, "last_error": "E: x", "ucx_requests": "off"}
+    health = SimpleNamespace(
+        state="stuck", calls_waiting=7, callback_errors=1, loop_errors=2, last_error="E: x", ucx_requests="off"
+    )
     agent: Any = SimpleNamespace(
-        health=lambda: SimpleNamespace(**thread, callback_errors=1, loop_errors=2),
+        health=lambda: health,
         quarantine=lambda: [SimpleNamespace(bytes_at_risk=4096)],
         stalls=lambda: [Stall("r1/0.0", 1.0)],
         statistics=lambda: {"transfers_done": 3.0, "other": 1.0},
@@ -168,7 +170,13 @@ def test_a_transfer_thread_that_does_not_answer_is_shown_by_its_health(monkeypat
     untyped: Any = None
     registration = Registration(agent, untyped, untyped, untyped, untyped, b"")
     told: Any = worker_status_module.worker_status(facts(), registration, is_registered=True, is_asleep=False)
-    assert told["thread"] == {**thread, "errors": 3}
+    assert told["thread"] == {
+        "state": "stuck",
+        "calls_waiting": 7,
+        "errors": 3,
+        "last_error": "E: x",
+        "ucx_requests": "off",
+    }
     assert told["is_silent"] is True
     assert (told["quarantined_transfers"], told["quarantined_bytes"]) == (1, 4096)
     assert (told["stalled_transfers"], told["stalled_bytes"]) == (1, 4096)
