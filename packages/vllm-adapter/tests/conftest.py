@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
 
+from kv_handshake import Listener
 from vllm_adapter.observe import status_socket
 
 settings.register_profile("noisy-machine", deadline=None)
@@ -23,3 +26,18 @@ def no_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(status_socket, "_TEMPORARY", tmp_path / "tmp")
     (tmp_path / "tmp").mkdir()
     return tmp_path / "vllm-adapter"
+
+
+@pytest.fixture
+def listen() -> Iterator[Callable[..., str]]:
+    """Serve envelopes by rank on a real listener; return its address."""
+    listeners: list[Listener] = []
+
+    def run(frames: dict[tuple[int, int], bytes], **options: Any) -> str:
+        listeners.append(Listener("127.0.0.1", 0, payloads=frames, **options))
+        listeners[-1].start()
+        return f"127.0.0.1:{listeners[-1].port}"
+
+    yield run
+    for each in listeners:
+        each.close()

@@ -149,6 +149,13 @@ def test_refused_calls_of_the_host_log_few_lines_with_their_tracebacks(caplog: p
     assert_last(caplog, "later")
 
 
+def test_prompts_that_cannot_be_shortened_log_few_lines(caplog: pytest.LogCaptureFixture) -> None:
+    outcomes = Engine().side._outcomes
+    for number in range(300):
+        outcomes.not_shortened(f"r{number}")
+    assert len(lines(caplog, "could not be left out here")) == 10
+
+
 def test_lines_of_a_rank_are_limited_by_cause(caplog: pytest.LogCaptureFixture) -> None:
     """300 hand-overs that expire at once, or tickets that name 300 dead engines, fill no disk."""
     recorder = Recorder(is_lead=False)

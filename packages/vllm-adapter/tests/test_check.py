@@ -7,36 +7,19 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from engines_to_check import Checked, Rank, config, envelopes, silenced
 
-from kv_handshake import Listener
 from kv_handshake.security import ServerSecurity
 from vllm_adapter.cli import main
 from vllm_adapter.observe.status_socket import REQUEST, StatusSocket
 
 Serve = Callable[..., str]
 pytestmark = pytest.mark.usefixtures("no_engines")
-
-
-@pytest.fixture
-def serve() -> Iterator[Serve]:
-    """Serve envelopes on a real listener; return its address."""
-    listeners: list[Listener] = []
-
-    def run(frames: dict[Rank, bytes], security: ServerSecurity | None = None, **more: Any) -> str:
-        listener = Listener("127.0.0.1", 0, payloads=frames, security=security, **more)
-        listener.start()
-        listeners.append(listener)
-        return f"127.0.0.1:{listener.port}"
-
-    yield run
-    for listener in listeners:
-        listener.close()
 
 
 @pytest.fixture
@@ -47,11 +30,11 @@ def check(capsys: pytest.CaptureFixture[str]) -> Callable[..., Checked]:
 Check = Callable[..., Checked]
 
 
-def test_two_engines_that_fit_are_a_go_with_plan_and_cost(serve: Serve, check: Check) -> None:
+def test_two_engines_that_fit_are_a_go_with_plan_and_cost(listen: Serve, check: Check) -> None:
     same = (config(), config())
     found = check(
-        serve(envelopes("P", tp=2)),
-        serve(envelopes("D", tp=1)),
+        listen(envelopes("P", tp=2)),
+        listen(envelopes("D", tp=1)),
         "--prefill-config",
         same[0],
         "--decode-config",
@@ -67,8 +50,8 @@ def test_two_engines_that_fit_are_a_go_with_plan_and_cost(serve: Serve, check: C
     assert topics == {"reach", "ranks", "factors", "plan", "clock", "lease", "keys", "seals"}
 
 
-def test_the_cost_follows_the_speed_of_the_wire(serve: Serve, check: Check) -> None:
-    addresses = serve(envelopes("P")), serve(envelopes("D"))
+def test_the_cost_follows_the_speed_of_the_wire(listen: Serve, check: Check) -> None:
+    addresses = listen(envelopes("P")), listen(envelopes("D"))
 
     def cost(*words: str) -> str:
         return next(each["message"] for each in check(*addresses, *words).findings if "1024 tokens" in each["message"])
@@ -79,17 +62,17 @@ def test_the_cost_follows_the_speed_of_the_wire(serve: Serve, check: Check) -> N
     assert "about 419" in cost("--gbps", "0.01")
 
 
-def test_a_wrong_port(serve: Serve, check: Check) -> None:
+def test_a_wrong_port(listen: Serve, check: Check) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
-        found = check(f"127.0.0.1:{unused.getsockname()[1]}", serve(envelopes("D")))
+        found = check(f"127.0.0.1:{unused.getsockname()[1]}", listen(envelopes("D")))
     assert found.code == 1
     assert found.reasons() == [("reach", "connection-refused")]
     assert "not its HTTP port" in found.message("connection-refused")
     assert "prefill 127.0.0.1" in found.message("connection-refused")
 
 
-def test_the_http_port_of_an_engine(serve: Serve, check: Check) -> None:
+def test_the_http_port_of_an_engine(listen: Serve, check: Check) -> None:
     """A web server ends the opening of the connection, as a listener with keys does; without keys here, it is the likelier."""
 
     def answer(web: socket.socket) -> None:
@@ -105,7 +88,7 @@ def test_the_http_port_of_an_engine(serve: Serve, check: Check) -> None:
     with socket.create_server(("127.0.0.1", 0)) as web:
         answering = threading.Thread(target=answer, args=[web])
         answering.start()
-        found = check(f"127.0.0.1:{web.getsockname()[1]}", serve(envelopes("D")))
+        found = check(f"127.0.0.1:{web.getsockname()[1]}", listen(envelopes("D")))
         web.shutdown(socket.SHUT_RDWR)
         answering.join()
     assert found.reasons() == [("reach", "authentication-refused")]
@@ -115,20 +98,20 @@ def test_the_http_port_of_an_engine(serve: Serve, check: Check) -> None:
     )
 
 
-def test_a_port_that_a_firewall_blocks(serve: Serve, check: Check) -> None:
+def test_a_port_that_a_firewall_blocks(listen: Serve, check: Check) -> None:
     with socket.socket() as mute:
         mute.bind(("127.0.0.1", 0))
         mute.listen()
         began_s = time.monotonic()
-        found = check(serve(envelopes("P")), f"127.0.0.1:{mute.getsockname()[1]}")
+        found = check(listen(envelopes("P")), f"127.0.0.1:{mute.getsockname()[1]}")
     assert found.reasons() == [("reach", "timed-out")]
     assert "decode 127.0.0.1" in found.message("timed-out")
     assert "firewall" in found.message("timed-out")
     assert time.monotonic() - began_s < 20
 
 
-def test_a_factor_that_must_match(serve: Serve, check: Check) -> None:
-    addresses = serve(envelopes("P", factors={"dtype": "torch.float16"})), serve(envelopes("D"))
+def test_a_factor_that_must_match(listen: Serve, check: Check) -> None:
+    addresses = listen(envelopes("P", factors={"dtype": "torch.float16"})), listen(envelopes("D"))
     found = check(*addresses)
     assert found.reasons() == [("factors", "factors-differ")]
     assert 'dtype: prefill has "torch.float16", decode "torch.bfloat16"' in found.message("factors-differ")
@@ -137,8 +120,8 @@ def test_a_factor_that_must_match(serve: Serve, check: Check) -> None:
     assert "the text will be wrong" in off.message("factors-differ")
 
 
-def test_a_factor_that_may_differ_is_refused_by_the_exact_rule_alone(serve: Serve, check: Check) -> None:
-    addresses = serve(envelopes("P", factors={"attn_backend_name": "FLASHINFER"})), serve(envelopes("D"))
+def test_a_factor_that_may_differ_is_refused_by_the_exact_rule_alone(listen: Serve, check: Check) -> None:
+    addresses = listen(envelopes("P", factors={"attn_backend_name": "FLASHINFER"})), listen(envelopes("D"))
     exact = check(*addresses)
     assert exact.reasons() == [("factors", "hash-mismatch")]
     assert '"compatibility_policy": "negotiated"' in exact.message("hash-mismatch")
@@ -146,28 +129,28 @@ def test_a_factor_that_may_differ_is_refused_by_the_exact_rule_alone(serve: Serv
     assert check(*addresses, "--decode-config", config(compatibility_policy="negotiated")).code == 0
 
 
-def test_a_block_size_that_the_kernels_own_order_cannot_join(serve: Serve, check: Check) -> None:
+def test_a_block_size_that_the_kernels_own_order_cannot_join(listen: Serve, check: Check) -> None:
     frames = [envelopes(name, tokens=tokens, kernel_order="neon") for name, tokens in (("P", 128), ("D", 64))]
-    found = check(*map(serve, frames))
+    found = check(*map(listen, frames))
     assert found.reasons() == [("plan", "packing-differs")]
     assert "neon:64" in found.message("packing-differs")
     assert "neon:128" in found.message("packing-differs")
     good = [envelopes(name, tokens=tokens) for name, tokens in (("P", 128), ("D", 64))]
-    assert check(*map(serve, good)).code == 0, "without such an order they can be joined"
+    assert check(*map(listen, good)).code == 0, "without such an order they can be joined"
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
-def test_a_dead_rank(serve: Serve, check: Check, side: str) -> None:
+def test_a_dead_rank(listen: Serve, check: Check, side: str) -> None:
     whole, broken = envelopes("P", tp=2), envelopes("D", tp=2)
     del (whole if side == "prefill" else broken)[0, 1]
-    found = check(serve(whole), serve(broken))
+    found = check(listen(whole), listen(broken))
     assert found.reasons() == [("ranks", "rank-missing")]
     assert f"{side} 127.0.0.1" in found.message("rank-missing")
     assert "rank 0.1 does not answer" in found.message("rank-missing")
 
 
-def test_a_lease_that_ends_before_it_is_renewed(serve: Serve, check: Check) -> None:
-    addresses = serve(envelopes("P")), serve(envelopes("D"))
+def test_a_lease_that_ends_before_it_is_renewed(listen: Serve, check: Check) -> None:
+    addresses = listen(envelopes("P")), listen(envelopes("D"))
 
     def leases(prefill_s: float, decode_s: float) -> Checked:
         words = config(kv_lease_duration=prefill_s), config(kv_lease_duration=decode_s)
@@ -180,27 +163,27 @@ def test_a_lease_that_ends_before_it_is_renewed(serve: Serve, check: Check) -> N
     assert leases(30, 30).codes("note") == set()
 
 
-def test_a_peer_that_sends_only_its_hash_is_named_for_what_it_differs_in(serve: Serve, check: Check) -> None:
-    decode = serve(envelopes("D"))
-    equal = check(serve(silenced(envelopes("P"))), decode)
+def test_a_peer_that_sends_only_its_hash_is_named_for_what_it_differs_in(listen: Serve, check: Check) -> None:
+    decode = listen(envelopes("D"))
+    equal = check(listen(silenced(envelopes("P"))), decode)
     assert (equal.code, equal.reasons()) == (0, [])
     assert {"no-fences", "terms-not-known"} <= equal.codes("note")
     assert any("decode rank 0.0 reads from prefill ranks 0.0: 4096 bytes" in each["message"] for each in equal.findings)
     assert any("vLLM's leaves out cannot be compared" in each["message"] for each in equal.findings)
-    other = check(serve(silenced(envelopes("P", factors={"dtype": "torch.float16"}))), decode)
+    other = check(listen(silenced(envelopes("P", factors={"dtype": "torch.float16"}))), decode)
     assert other.reasons() == [("factors", "factors-differ")]
     assert 'dtype: prefill has "torch.float16"' in other.message("factors-differ")
-    stranger = check(serve(silenced(envelopes("P", factors={"model": "other"}))), decode)
+    stranger = check(listen(silenced(envelopes("P", factors={"model": "other"}))), decode)
     assert ("factors", "factors-differ") in stranger.reasons()
     assert any("model probably differs" in each["message"] for each in stranger.findings)
-    swapped = check(decode, serve(silenced(envelopes("P"))))
+    swapped = check(decode, listen(silenced(envelopes("P"))))
     assert swapped.code == 0
     assert "plan-not-known" in swapped.codes("note")
 
 
 @pytest.mark.parametrize(("heads", "tp"), [(1, 4), (2, 2), (2, 8), (4, 1), (4, 4), (4, 8)])
 def test_no_wrong_size_makes_a_silent_peer_be_asked_for_a_rank_that_it_lacks(
-    check: Check, serve: Serve, monkeypatch: pytest.MonkeyPatch, heads: int, tp: int
+    check: Check, listen: Serve, monkeypatch: pytest.MonkeyPatch, heads: int, tp: int
 ) -> None:
     """Exhaustive to 9 ranks: a wrong number is refused or left open, the right one is asked for once it is proven or trusted."""
     from kv_handshake.inspect import probe as real
@@ -213,7 +196,7 @@ def test_no_wrong_size_makes_a_silent_peer_be_asked_for_a_rank_that_it_lacks(
         return real(host, port, ranks=ranks, **way)
 
     monkeypatch.setattr(engine, "probe", noting)
-    prefill, decode = (serve(silenced(envelopes("P", tp=tp, heads=heads))), serve(envelopes("D", heads=heads)))
+    prefill, decode = (listen(silenced(envelopes("P", tp=tp, heads=heads))), listen(envelopes("D", heads=heads)))
     served = {(0, rank) for rank in range(tp)}
     for told in range(1, 10):
         asked.clear()
@@ -255,10 +238,10 @@ def locked(keys: Path, own: str, server: str, clients: str) -> str:
     )
 
 
-def test_a_wrong_key(serve: Serve, check: Check, keys: Path) -> None:
+def test_a_wrong_key(listen: Serve, check: Check, keys: Path) -> None:
     def listening(own: str, admits: str) -> str:
         security = ServerSecurity.read(keys / "keys" / f"{own}.key_secret", keys / f"knows-{admits}")
-        return serve(envelopes(own), security)
+        return listen(envelopes(own), security=security)
 
     addresses = listening("prefill", "decode"), listening("decode", "prefill")
     prefill = locked(keys, "prefill", "decode", "decode")
@@ -281,21 +264,21 @@ def test_a_wrong_key(serve: Serve, check: Check, keys: Path) -> None:
     assert set(bare.reasons()) == {("reach", "authentication-refused")}
 
 
-def test_keys_on_one_side_alone(serve: Serve, check: Check, keys: Path) -> None:
-    addresses = serve(envelopes("P")), serve(envelopes("D"))
+def test_keys_on_one_side_alone(listen: Serve, check: Check, keys: Path) -> None:
+    addresses = listen(envelopes("P")), listen(envelopes("D"))
     decode = locked(keys, "decode", "prefill", "prefill")
     found = check(*addresses, "--prefill-config", config(), "--decode-config", decode)
     assert ("keys", "keys-on-one-side") in found.reasons()
     assert "give the prefill engine side_channel_key" in found.message("keys-on-one-side")
 
 
-def test_a_wrong_seal(serve: Serve, check: Check, tmp_path: Path) -> None:
+def test_a_wrong_seal(listen: Serve, check: Check, tmp_path: Path) -> None:
     files = {name: tmp_path / name for name in ("first", "second", "both")}
     secrets = {"first": "a" * 32, "second": "b" * 32}
     for name, text in {**secrets, "both": f"{secrets['second']}\n{secrets['first']}"}.items():
         files[name].write_text(text)
         files[name].chmod(0o600)
-    addresses = serve(envelopes("P")), serve(envelopes("D"))
+    addresses = listen(envelopes("P")), listen(envelopes("D"))
 
     def seals(prefill: str, decode: str) -> Checked:
         words = [config(ticket_secret_files=[str(files[name])]) if name else config() for name in (prefill, decode)]
@@ -310,20 +293,20 @@ def test_a_wrong_seal(serve: Serve, check: Check, tmp_path: Path) -> None:
     assert not any(secret in said for secret in secrets.values())
 
 
-def test_a_skewed_clock_does_not_matter(serve: Serve, check: Check) -> None:
-    prefill = serve(envelopes("P"), clock=lambda: time.perf_counter() + 3600)
-    found = check(prefill, serve(envelopes("D")))
+def test_a_skewed_clock_does_not_matter(listen: Serve, check: Check) -> None:
+    prefill = listen(envelopes("P"), clock=lambda: time.perf_counter() + 3600)
+    found = check(prefill, listen(envelopes("D")))
     assert (found.code, found.reasons()) == (0, [])
     (clock,) = [each["message"] for each in found.findings if each["topic"] == "clock"]
-    assert "3600.0 s apart, which is no matter" in clock
+    assert "3600.0 s apart, which does not matter" in clock
 
 
-def test_one_engine_under_both_addresses(serve: Serve, check: Check) -> None:
-    assert check(serve(envelopes("P")), serve(envelopes("P"))).reasons() == [("factors", "same-engine")]
+def test_one_engine_under_both_addresses(listen: Serve, check: Check) -> None:
+    assert check(listen(envelopes("P")), listen(envelopes("P"))).reasons() == [("factors", "same-engine")]
 
 
-def test_terms_are_those_of_live_engines_of_this_machine(serve: Serve, check: Check) -> None:
-    addresses = {name: serve(envelopes(name)) for name in ("engine-p", "engine-d")}
+def test_terms_are_those_of_live_engines_of_this_machine(listen: Serve, check: Check) -> None:
+    addresses = {name: listen(envelopes(name)) for name in ("engine-p", "engine-d")}
     terms = {
         "part": "scheduler",
         "heartbeat_s": 5.0,
@@ -355,8 +338,8 @@ def test_terms_are_those_of_live_engines_of_this_machine(serve: Serve, check: Ch
             each.close()
 
 
-def test_what_cannot_be_asked_is_wrong_usage(serve: Serve, check: Check) -> None:
-    decode = serve(envelopes("D"))
+def test_what_cannot_be_asked_is_wrong_usage(listen: Serve, check: Check) -> None:
+    decode = listen(envelopes("D"))
     for words, said in (
         (("nobody", decode), "neither HOST:PORT nor the id of a live engine"),
         (("127.0.0.1:0", decode), "is not HOST:PORT"),
@@ -370,12 +353,12 @@ def test_what_cannot_be_asked_is_wrong_usage(serve: Serve, check: Check) -> None
         assert said in found.error
 
 
-def test_the_answer_in_words(serve: Serve, capsys: pytest.CaptureFixture[str]) -> None:
-    prefill, decode = serve(envelopes("P", factors={"dtype": "torch.float16"})), serve(envelopes("D"))
+def test_the_answer_in_words(listen: Serve, capsys: pytest.CaptureFixture[str]) -> None:
+    prefill, decode = listen(envelopes("P", factors={"dtype": "torch.float16"})), listen(envelopes("D"))
     assert main(["check", prefill, decode, "--no-read"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith(f"ok     reach      prefill {prefill}: engine P, tp 1, pp 1; this connector")
     assert 'no-go  factors    dtype: prefill has "torch.float16", decode "torch.bfloat16" (factors-differ)' in lines
     assert lines[-1] == "NO GO: 1 reason"
-    assert main(["check", serve(envelopes("P")), decode, "--no-read"]) == 0
+    assert main(["check", listen(envelopes("P")), decode, "--no-read"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "GO"

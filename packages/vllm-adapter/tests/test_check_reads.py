@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from engines_to_check import NO_AGENT, Checked, config, envelopes, silenced
 
-from kv_handshake import Listener
 from kv_nixl_agent.testing import PeerProcess
 from kv_nixl_agent.tools.remote import Measurement, RankRead, measure_ranks
 from vllm_adapter.cli.check import reads
@@ -45,20 +44,14 @@ def alive() -> Iterator[PeerProcess]:
 
 
 @pytest.fixture
-def serve() -> Iterator[Serve]:
+def serve(listen: Serve) -> Serve:
     """Serve the envelopes of an engine that has this agent; return its address."""
-    listeners: list[Listener] = []
 
     def run(name: str, *agents: Any, is_silent: bool = False) -> str:
         frames = envelopes(name, tp=max(1, len(agents)), agents=agents or (NO_AGENT,))
-        listener = Listener("127.0.0.1", 0, payloads=silenced(frames) if is_silent else frames)
-        listener.start()
-        listeners.append(listener)
-        return f"127.0.0.1:{listener.port}"
+        return listen(silenced(frames) if is_silent else frames)
 
-    yield run
-    for each in listeners:
-        each.close()
+    return run
 
 
 @pytest.fixture

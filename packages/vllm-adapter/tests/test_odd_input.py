@@ -118,7 +118,7 @@ def run(*words: str) -> Ended:
     assert "Traceback" not in ended.err
     assert code != 2 or (ended.err.strip() and not ended.out)
     if "--json" in words and (ended.out or code in {0, 1}):
-        json.loads(ended.out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+        json.loads(ended.out, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     return ended
 
 
@@ -168,9 +168,9 @@ def test_no_file_ends_a_command_with_a_traceback(reader: tuple[str, ...], tmp_pa
 def test_what_is_wrong_is_said_with_a_code_and_what_is_right(tmp_path: Path) -> None:
     file = tmp_path / "odd.json"
     for content, words, said in (
-        (b"\xff", ("config", "--check"), "is no UTF-8 text: "),
+        (b"\xff", ("config", "--check"), "is not UTF-8 text: "),
         (b"[" * 5000, ("config", "--check"), "is nested more than 64 levels deep (not-json)"),
-        (b"{", ("check", *NOBODY, "--prefill-config"), " is no JSON: "),
+        (b"{", ("check", *NOBODY, "--prefill-config"), " is not JSON: "),
         (b"{}", ("trace", "--with"), "was not written by `vllm-adapter trace --save`: Expected `array`, got `object`"),
         (WRONG["hand-over"], ("trace", "--with"), "field `moments` - at `$[0].hand_overs[0]` (unreadable)"),
         (WRONG["moments"], ("trace", "--with"), "got `str` - at `$[0].hand_overs[0].moments[...]`"),
@@ -222,7 +222,6 @@ STATUS: dict[str, Any] = {
     **SCHEDULER,
     **WORKER,
     "schema": 1,
-    "streams": 1,
     "stalled_bytes": 5,
     "is_draining": False,
     "seals": [],
@@ -271,10 +270,6 @@ def test_a_field_of_any_value_is_shown_or_the_answer_is_said_to_be_unreadable(
     wrong = misfit(parse_json(answer, "it"), Answer)
     (trouble,) = json.loads(found[0].out)["troubles"] or [""]
     assert trouble.endswith(f"maybe it is an engine of another version: {wrong} (unreadable)") is bool(wrong)
-
-
-def test_a_good_answer_has_the_shape() -> None:
-    assert [misfit(answer, Answer) for answer in (STATUS, *TRACE)] == [""] * (1 + len(TRACE))
 
 
 def test_an_answer_cannot_replace_when_and_where_it_was_asked(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def test_the_refusal_names_the_variable_and_what_is_right_and_kubernetes_where_i
         monkeypatch.setenv(PORT_VARIABLE, value)
         error = refusal(lambda: listening_port(lambda: int(os.environ[PORT_VARIABLE]), 0))
         assert str(error).startswith(
-            f"{PORT_VARIABLE} is {value[:80]!r}, which is no number: it must be a port, 1 to 65535"
+            f"{PORT_VARIABLE} is {value[:80]!r}, which is not a number: it must be a port, 1 to 65535"
         )
         assert ("Service named vllm-nixl-side-channel" in str(error)) is ("://" in value)
         assert len(str(error)) < 500

@@ -121,19 +121,6 @@ def test_texts_of_clients_do_not_command_the_terminal(capsys: pytest.CaptureFixt
     assert not {"\x1b", "\x07"} & set(printed)
 
 
-def test_streamed_reads_have_a_table_of_their_own_and_count_beside_the_others(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    stream = {"request_id": "cmpl-9", "stage": "watching", "tokens": 1900, "bytes": 176_160_768, "age_s": 1.62}
-    answer: Any = {"engine_id": "decode-0", "part": "0.0", "reads": 1, "streams": 1, "oldest_streams": [stream]}
-    print_tables([answer, {"engine_id": "decode-1", "part": "0.0", "reads": 0, "streams": 0}], with_requests=True)
-    out = capsys.readouterr().out
-    assert "1 + 1 streamed" in out
-    assert "0 + " not in out
-    row = next(line.split() for line in out.splitlines() if "cmpl-9" in line)
-    assert row == ["cmpl-9", "watching", "1900", "168.0", "MiB", "1.6", "s"]
-
-
 def test_sockets_of_dead_processes_are_removed_and_those_of_live_ones_stay(folder: Path, serve: Serve) -> None:
     first = serve({"engine_id": "P"})
 
@@ -251,6 +238,7 @@ WORKER = {
     "thread": {"state": "running", "last_error": ""},
     "leases": 2,
     "reads": 0,
+    "streams": 1,
     "peers": 0,
     "quarantined_transfers": 1,
     "quarantined_bytes": 13312,
@@ -277,7 +265,7 @@ def test_the_processes_of_an_engine_are_rows_of_one_table(serve: Serve, capsys: 
     (worker,) = [line for line in lines if " 0.0 " in line]
     assert lines.index(scheduler) < lines.index(worker)
     assert "2 (3 blocks, 2.0 KiB)" in scheduler
-    for part in ("prefill-0", "running", "1 (13.0 KiB)", "4 in 8.0 MiB, 2.50 GB/s lately"):
+    for part in ("prefill-0", "running", "0 + 1 streamed", "1 (13.0 KiB)", "4 in 8.0 MiB, 2.50 GB/s lately"):
         assert part in worker
     assert main(["status", "--requests"]) == 0
     assert "[r1]" in capsys.readouterr().out, "an id is no markup"

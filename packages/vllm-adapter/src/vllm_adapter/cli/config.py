@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from vllm_adapter.cli.values import json_text, read_json, say
+from vllm_adapter.cli.values import Json, json_text, read_json, say
 from vllm_adapter.config import describe_keys, describe_schema
 from vllm_adapter.config.whole import Problem, Verdict, check_transfer_config
 from vllm_adapter.errors import AdapterError
@@ -20,13 +20,9 @@ def config(
     explain: Annotated[bool, typer.Option("--explain", help="Every key with default, range and meaning.")] = False,
     schema: Annotated[bool, typer.Option("--schema", help="The same as a JSON schema.")] = False,
     check: Annotated[
-        str | None,
-        typer.Option(
-            metavar="CONFIG",
-            help="Check a --kv-transfer-config: its JSON text, a file with it, or - for standard input.",
-        ),
+        str | None, typer.Option(metavar="CONFIG", help="Check a --kv-transfer-config: its JSON text, its file, or -.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="With --check: the result as JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Explain the connector's own keys, or check a --kv-transfer-config.
 

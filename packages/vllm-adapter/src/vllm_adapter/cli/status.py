@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vllm_adapter.cli.engines import NO_ENGINE, ask, ask_all, of_engine
-from vllm_adapter.cli.values import Folder, Timeout, json_text, say, within
+from vllm_adapter.cli.values import Folder, Json, Timeout, json_text, say, within
 from vllm_adapter.observe.cause_log import plain_text
 from vllm_adapter.observe.status_socket import REVOKE_REQUEST, status_folders
 
@@ -33,7 +33,7 @@ __all__ = ["print_tables", "revoke", "status", "troubles"]
 
 _TROUBLE = 1
 _NOT_FOUND = 3
-_WATCH_S = (0.5, 3600)
+_WATCH = within(0.5, 3600, "s")
 """A process answers ten times a second at most; the least leaves room for others who ask."""
 _CLEARED = "\x1b[2J\x1b[H"
 """Clears a terminal and puts the cursor into its first line."""
@@ -50,18 +50,11 @@ def status(
     ] = None,
     *,
     requests: Annotated[
-        bool, typer.Option("--requests", help="Also the oldest requests, leases, reads and the peers.")
+        bool, typer.Option("--requests", help="Also the oldest requests, leases, reads, peers.")
     ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="The processes' answers as JSON; with --watch a line each time.")
-    ] = False,
+    as_json: Json = False,
     watch: Annotated[
-        float | None,
-        typer.Option(
-            metavar="SECONDS",
-            help="Ask and show again after so many, until Ctrl-C.",
-            callback=within(*_WATCH_S, "s"),
-        ),
+        float | None, typer.Option(metavar="SECONDS", callback=_WATCH, help="Repeat until Ctrl-C.")
     ] = None,
     timeout: Timeout = 3.0,
     folder: Folder = None,
@@ -231,7 +224,7 @@ def revoke(
         str, typer.Argument(metavar="ENGINE", help="Engine id, the beginning of one, or a process id of its scheduler.")
     ],
     *,
-    as_json: Annotated[bool, typer.Option("--json", help="The engine's answer as JSON.")] = False,
+    as_json: Json = False,
     timeout: Timeout = 3.0,
     folder: Folder = None,
 ) -> None:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast, final
 import typer
 
 from vllm_adapter.cli.engines import NO_ENGINE, ask_all
-from vllm_adapter.cli.values import Folder, json_text, misfit, read_json, say, within
+from vllm_adapter.cli.values import Folder, Json, json_text, misfit, read_json, say, within
 from vllm_adapter.errors import AdapterError
 from vllm_adapter.observe.answers import Answer, HandOverEntry
 from vllm_adapter.observe.cause_log import plain_text
@@ -34,7 +34,7 @@ __all__ = ["HandOver", "Record", "trace", "join_hand_overs", "make_timeline", "t
 _MOST_UNEXPLAINED = 0.05
 """Part of the time to the first token that may stay without a name."""
 _UNEXPLAINED, _NOT_FOUND = 1, 3
-_TTFT_S = (1e-6, 3600)
+_TTFT = within(1e-6, 3600, "s")
 _BAR_COLUMNS = 28
 
 Step = tuple[str, str, str]
@@ -121,6 +121,7 @@ class HandOver:
         prefill: That of prefill's; None if it was not asked, or has forgotten.
         decode_ranks: Records of decode's ranks.
         prefill_ranks: Those of prefill's ranks.
+        slowest: The rank of decode whose read took longest; the request waits for that one.
         ids: Ids of engine and request, by `decode` and `prefill`.
     """
 
@@ -128,6 +129,7 @@ class HandOver:
     prefill: Record | None
     decode_ranks: list[Record]
     prefill_ranks: list[Record]
+    slowest: Record | None
     ids: dict[str, dict[str, object]]
 
     @property
@@ -135,11 +137,6 @@ class HandOver:
         """All records, the decode engine's first."""
         prefill = [self.prefill] if self.prefill is not None else []
         return [self.decode, *self.decode_ranks, *prefill, *self.prefill_ranks]
-
-    @property
-    def slowest(self) -> Record | None:
-        """The rank of decode whose read took longest; the request waits for that one."""
-        return max(self.decode_ranks, key=_read_s, default=None)
 
 
 def _read_s(rank: Record) -> float:
@@ -159,7 +156,8 @@ def join_hand_overs(answers: Iterable[Answer]) -> list[HandOver]:
         readers = [each for each in records if each.ids == decode.ids and each.facts.get("role") == "consumer"]
         prefill = next((each for each in sources if each.part == "scheduler"), None)
         ranks, lenders = ([each for each in side if each.part != "scheduler"] for side in (readers, sources))
-        found.append(HandOver(decode, prefill, ranks, lenders, {"decode": decode.ids, "prefill": peer}))
+        slowest = max(ranks, key=_read_s, default=None)
+        found.append(HandOver(decode, prefill, ranks, lenders, slowest, {"decode": decode.ids, "prefill": peer}))
     return sorted(found, key=lambda each: each.decode.moments.get("arrived", 0.0))
 
 
@@ -297,12 +295,12 @@ def _spans(hand_over: HandOver) -> Iterator[dict[str, Any]]:
             continue
         at_s = record.moments.get(stage) if record is not None else None
         if at_s is None:
-            # A full prefix hit is not read, and no peer is met twice.
+            # A full prefix hit is not read, and a known peer needs no handshake.
             is_of_read = process == "rank" or stage in {"allocated", "reported"}
             if stage not in {"told", "planned"} and (has_read or not is_of_read):
                 missing.append(name)
             continue
-        label = f"not told: {', '.join([*missing, name])}" if missing else name
+        label = f"not recorded: {', '.join([*missing, name])}" if missing else name
         # A decode rank sees the end of the prompt's computation, which prefill spent.
         spent = "prefill" if stage == "whole" and hand_over.prefill is not None else process
         where = "outside" if stage == "entered" else places[spent]
@@ -336,10 +334,9 @@ def trace(
     *,
     lists: Annotated[bool, typer.Option("--list", help="List the hand-overs that the engines remember.")] = False,
     ttft: Annotated[
-        float | None,
-        typer.Option(metavar="SECONDS", help="What a client measured, to compare.", callback=within(*_TTFT_S, "s")),
+        float | None, typer.Option(metavar="SECONDS", callback=_TTFT, help="What a client measured.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="The timeline as JSON.")] = False,
+    as_json: Json = False,
     save: Annotated[str | None, typer.Option(metavar="FILE", help="Write this machine's answers for --with.")] = None,
     others: Annotated[list[str] | None, typer.Option("--with", metavar="FILE", help="Saved answers to add.")] = None,
     folder: Folder = None,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import msgspec
 import typer
@@ -20,7 +20,7 @@ from vllm_adapter.observe.cause_log import plain_text
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Folder", "Timeout", "json_text", "misfit", "parse_json", "read_json", "say", "within"]
+__all__ = ["Folder", "Json", "Timeout", "json_text", "misfit", "parse_json", "read_json", "say", "within"]
 
 _MOST_LEVELS = 64
 """Engines answer, and are configured, with less than ten."""
@@ -49,6 +49,8 @@ Timeout = Annotated[
     float, typer.Option(metavar="SECONDS", help="Longest wait for an answer.", callback=within(0.001, 3600, "s"))
 ]
 """Option `--timeout`."""
+Json = Annotated[bool, typer.Option("--json", help="The result as JSON.")]
+"""Option `--json`."""
 
 
 def say(command: str, text: str) -> None:
@@ -68,7 +70,7 @@ def read_json(source: str) -> object:
     try:
         text = source if is_text else sys.stdin.read() if source == "-" else Path(source).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise AdapterError(f"{name} is no UTF-8 text: {error}", code="unreadable") from error
+        raise AdapterError(f"{name} is not UTF-8 text: {error}", code="unreadable") from error
     except (OSError, ValueError) as error:  # ValueError: a name that no file can have
         raise AdapterError(f"{name} cannot be read: {error}", code="unreadable") from error
     return parse_json(text, name)
@@ -84,7 +86,7 @@ def parse_json(text: str | bytes, name: str) -> object:
         value: object = json.loads(text)
         is_deep = _is_deep(value, _MOST_LEVELS)
     except ValueError as error:
-        raise AdapterError(f"{name} is no JSON: {error}", code="not-json") from error
+        raise AdapterError(f"{name} is not JSON: {error}", code="not-json") from error
     except RecursionError:
         value, is_deep = None, True
     if is_deep:
@@ -93,8 +95,11 @@ def parse_json(text: str | bytes, name: str) -> object:
 
 
 def _is_deep(value: object, levels: int) -> bool:
-    values: Any = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return levels == 0 or any(_is_deep(child, levels - 1) for child in values)
+    if isinstance(value, dict):
+        value = list(cast("dict[str, object]", value).values())
+    if not isinstance(value, list):
+        return False
+    return levels == 0 or any(_is_deep(child, levels - 1) for child in cast("list[object]", value))
 
 
 def json_text(value: object, *, indent: int | None = None) -> str:
@@ -110,6 +115,6 @@ def misfit(value: object, shape: Any) -> str:  # noqa: ANN401 - any type that ms
     """
     try:
         msgspec.convert(value, shape)
-    except (msgspec.ValidationError, UnicodeEncodeError) as error:  # half of a surrogate pair is no text
+    except (msgspec.ValidationError, UnicodeEncodeError) as error:  # half of a surrogate pair cannot be encoded
         return str(error)
     return ""

@@ -73,7 +73,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         handshake_timeout_s: Seconds for one handshake attempt.
         handshake_attempts: Attempts per handshake before its requests fail.
         read_timeout_s: Seconds after which a read in progress is given up and its pages quarantined.
-        read_retries: How often a read whose peer was lost is made again, after the peer was met anew, within
+        read_retries: How often a read whose peer was lost is made again, after a new handshake, within
             read_timeout_s and the lease; then kv_load_failure_policy decides.
         fence_slots: Words of the fence array: hand-overs that can be fenced at once.
         max_leases: Finished prompts that may wait for their readers at once; beyond them prefill answers without a
@@ -116,8 +116,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             live, which cannot seal.
         unsigned_hosts: Networks (CIDR) of engines that cannot seal; only with ticket_policy accept-unsigned.
         side_channel_key: Certificate file (.key_secret) of this engine for an encrypted side channel, as listener and
-            as client; needs side_channel_server_key and side_channel_clients. Engines of vLLM's own connector can then
-            not be met.
+            as client; needs side_channel_server_key and side_channel_clients. Engines of vLLM's own connector cannot
+            connect to it.
         side_channel_server_key: Public certificate (.key) of the listeners that this engine connects to, or a folder of
             several.
         side_channel_clients: Folder with the public certificates (.key) of all clients that this engine's listener
@@ -291,9 +291,10 @@ def _read_value(key: str, value: object) -> object:
     except (msgspec.ValidationError, UnicodeError):
         pass
     if "enum" in about and isinstance(value, str):
-        near = difflib.get_close_matches(value, about["enum"], n=1)
+        choices: list[str] = about["enum"]
+        near = difflib.get_close_matches(value, choices, n=1)
         hint = f"; did you mean '{near[0]}'?" if near else ""
-        raise _refused(key, shown, f"must be one of {', '.join(about['enum'])}, got {shown}{hint}")
+        raise _refused(key, shown, f"must be one of {', '.join(choices)}, got {shown}{hint}")
     is_number = type(value) is int or (type(value) is float and about["type"] == "number")
     if is_number and "maximum" in about:
         bounds = f"between {about['minimum']} and {about['maximum']}"
@@ -338,7 +339,7 @@ def _check_networks(key: str, networks: tuple[str, ...]) -> None:
         try:
             meant = ipaddress.ip_network(text, strict=False)
         except ValueError as error:
-            raise _refused(key, text, f"holds {text!r}, which is no network: {error}") from error
+            raise _refused(key, text, f"holds {text!r}, which is not a network: {error}") from error
         address = text.split("/", maxsplit=1)[0]
         if int(ipaddress.ip_address(address)) != int(meant.network_address):
             hint = f"write {meant} or {address}/{meant.max_prefixlen}"

@@ -138,7 +138,7 @@ def _secrets_in(file: Path) -> list[bytes]:
     except (OSError, ValueError) as error:
         raise _unreadable(file, error.strerror if isinstance(error, OSError) else error) from None
     if content is None:
-        raise _unreadable(file, "it is no plain file")
+        raise _unreadable(file, "it is not a regular file")
     if len(content) > _MOST_FILE_BYTES:
         raise _unreadable(file, f"it has more than {_MOST_FILE_BYTES} bytes")
     mode = stat.S_IMODE(mode)

@@ -10,7 +10,7 @@ import ipaddress
 import logging
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, NamedTuple, final
+from typing import TYPE_CHECKING, Final, final
 
 from vllm_adapter.config.keys import Settings
 from vllm_adapter.errors import UnsupportedHost
@@ -90,7 +90,9 @@ class Situation:
     returns_experts: bool = False
 
 
-class Row(NamedTuple):
+@final
+@dataclass(frozen=True, slots=True)
+class Row:
     """A condition with the reason of its refusal or warning, which is formatted with the situation."""
 
     applies: Callable[[Situation], bool]
@@ -248,7 +250,7 @@ def streaming_warnings(settings: Settings, role: str | None = None) -> Iterator[
     if role != "kv_producer" and not settings.stream_reserve_fraction:
         yield "stream_reserve_fraction is 0: this engine refuses to read early (ticket-early-off) and computes these prompts"
     if role == "kv_both" and settings.stream_reserve_fraction == 1:
-        yield "stream_reserve_fraction is 1 with kv_role 'kv_both': two engines that prefill for each other may wait for ever"
+        yield "stream_reserve_fraction is 1 with kv_role 'kv_both': two engines that prefill for each other may wait forever"
 
 
 def listening_port(read: Callable[[], int], data_parallel_index: int) -> int:
@@ -272,7 +274,7 @@ def listening_port(read: Callable[[], int], data_parallel_index: int) -> int:
                 "the variable in the pod's env, or enableServiceLinks to false in its spec"
             )
         raise UnsupportedHost(
-            f"{PORT_VARIABLE} is {value[:_SHOWN_CHARACTERS]!r}, which is no number: it must be a port, 1 to 65535{hint}",
+            f"{PORT_VARIABLE} is {value[:_SHOWN_CHARACTERS]!r}, which is not a number: it must be a port, 1 to 65535{hint}",
             code="side-channel-port",
             fault="environment",
             context={"variable": PORT_VARIABLE, "value": value},

@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.logger import init_logger
 
+from vllm_adapter import __version__
 from vllm_adapter.config import check_whole, load_settings
 from vllm_adapter.config.start_checks import check_start, streaming_warnings
 from vllm_adapter.host.cache_config import layer_caches
@@ -105,7 +106,8 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
             trace = spans.read_ended if spans is not None else None
             worker = self._side = self._worker_side = make_worker(facts, settings, trace=trace)
             answers = {REQUEST: worker.status, TRACE_REQUEST: worker.hand_overs}
-            self._status = StatusSocket(f"{facts.pp_rank}.{facts.tp_rank}", answers)
+            part = f"{facts.pp_rank}.{facts.tp_rank}"
+            self._status = StatusSocket(part, answers, {"adapter_version": __version__})
         else:
             labels = labels_of(vllm_config, settings)
             warn_of_short_drain(vllm_config, settings.kv_lease_duration)

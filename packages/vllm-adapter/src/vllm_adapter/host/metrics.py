@@ -6,10 +6,10 @@ is logged once and left out, and the others continue.
 
 from __future__ import annotations
 
-import statistics
 from collections import defaultdict
 from contextlib import contextmanager
 from dataclasses import dataclass
+from statistics import fmean, quantiles
 from typing import TYPE_CHECKING, Any, cast, final
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
@@ -51,11 +51,7 @@ class TransferStats(KVConnectorStats):
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         """Add the observations of another interval or rank."""
         for key, values in other.data.items():
-            mine: object = self.data.get(key)
-            if not isinstance(mine, list):
-                self.data[key] = list(_listed(values))
-            else:
-                self.data[key] += _listed(values)
+            self.data[key] = [*_listed(self.data.get(key)), *_listed(values)]
         return self
 
     def reduce(self) -> dict[str, int | float]:
@@ -67,13 +63,13 @@ class TransferStats(KVConnectorStats):
         total_mb, seconds = sum(sizes) / 2**20, sum(times)
         figures: dict[str, int | float] = {
             "Num successful transfers": len(times),
-            "Avg xfer time (ms)": round(1e3 * _mean(times), 3),
+            "Avg xfer time (ms)": round(1e3 * fmean(times or [0.0]), 3),
             "P90 xfer time (ms)": round(1e3 * _percentile_90(times), 3),
-            "Avg post time (ms)": round(1e3 * _mean(posts), 3),
+            "Avg post time (ms)": round(1e3 * fmean(posts or [0.0]), 3),
             "P90 post time (ms)": round(1e3 * _percentile_90(posts), 3),
             "Avg MB per transfer": round(total_mb / max(len(times), 1), 3),
             "Throughput (MB/s)": round(total_mb / seconds if seconds > 0 else 0, 3),
-            "Avg number of descriptors": round(_mean(counts), 1),
+            "Avg number of descriptors": round(fmean(counts or [0.0]), 1),
             "Num failed transfers": sum(map(self._events, FAILURE_KEYS)),
             "Num KV expired reqs": self._events("num_kv_expired_reqs"),
             "Num notifs after expiry": self._events("num_notifications_after_expiry"),
@@ -198,12 +194,8 @@ def _numbers(values: Iterable[object]) -> list[float]:
     return [value for value in values if isinstance(value, int | float)]
 
 
-def _mean(values: Sequence[float]) -> float:
-    return statistics.fmean(values) if values else 0.0
-
-
 def _percentile_90(values: Sequence[float]) -> float:
     """Return the 90th percentile, interpolated between neighbours: 9.1 for the numbers 1 to 10."""
     if len(values) < 2:
-        return _mean(values)
-    return statistics.quantiles(values, n=10, method="inclusive")[-1]
+        return sum(values)
+    return quantiles(values, n=10, method="inclusive")[-1]

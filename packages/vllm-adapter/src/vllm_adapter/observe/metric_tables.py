@@ -124,7 +124,7 @@ _COUNTERS: dict[str, str] = {
     "num_fence_rejections": "Reads voided because the lease had ended.",
     "num_quarantined_reads": "Reads whose pages had to be quarantined.",
     "num_stalled_reads": "Reads on the wire of which no part ended for 5 s.",
-    "num_retried_reads": "Reads made once more after their peer was lost and met anew.",
+    "num_retried_reads": "Reads that were retried after a new handshake with a peer that was lost.",
     "num_dropped_engines": "Peer engines that were dropped because of a failed read or silence.",
     "num_callback_errors": "Unexpected exceptions of a worker, on any thread, and lease orders that it refused; each failed its "
     "own order only.",

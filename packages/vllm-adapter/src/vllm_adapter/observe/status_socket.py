@@ -21,8 +21,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, final
 
-from vllm_adapter import __version__
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
@@ -66,8 +64,7 @@ class StatusSocket:
     ) -> None:
         self._name = f"{os.getpid()}-{part}-{secrets.token_hex(2)}"
         self._answers = answers
-        own = {"schema": _SCHEMA, "pid": os.getpid(), "adapter_version": __version__}
-        self._about = {**own, "ucx_tls": os.environ.get("UCX_TLS", ""), **(about or {})}
+        self._about = {"schema": _SCHEMA, "pid": os.getpid(), "ucx_tls": os.environ.get("UCX_TLS", ""), **(about or {})}
         self._began_s = time.monotonic()
         self._folder = status_folders()[0]
         self._listening: socket.socket | None = None
@@ -183,12 +180,4 @@ def own_sockets(folder: Path) -> list[Path]:
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & _OTHERS_RIGHTS:
         raise PermissionError(f"{folder} is not a folder of user {os.getuid()} alone (0700); remove it")
-    return [file for file in sorted(folder.glob("*" + _SUFFIX)) if _is_own_socket(file)]
-
-
-def _is_own_socket(file: Path) -> bool:
-    try:
-        found = file.lstat()
-    except FileNotFoundError:  # its process has ended meanwhile
-        return False
-    return stat.S_ISSOCK(found.st_mode) and found.st_uid == os.getuid()
+    return [file for file in sorted(folder.glob("*" + _SUFFIX)) if file.is_socket() and not file.is_symlink()]

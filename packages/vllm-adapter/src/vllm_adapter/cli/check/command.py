@@ -7,62 +7,44 @@ from typing import Annotated, Literal
 import typer
 
 from vllm_adapter.cli.check.findings import Findings
-from vllm_adapter.cli.values import Timeout, json_text, within
+from vllm_adapter.cli.values import Json, Timeout, json_text, within
 
 __all__ = ["check"]
 
 _NO_GO = 1
 _MOST_TP = 1024
-_SPEEDS = (1e-3, 1e6)
-"""GB/s of a network, at least and at most."""
+_SPEED = within(1e-3, 1e6, "GB/s")
+Config = Annotated[
+    str | None, typer.Option(metavar="CONFIG", help="That engine's --kv-transfer-config, as text or file.")
+]
+"""Lease, keys and seals of an engine of another machine."""
 
 
 def check(  # noqa: PLR0913 - one for each option
     prefill: Annotated[str, typer.Argument(metavar="PREFILL", help="The engine that computes prompts.")],
     decode: Annotated[str, typer.Argument(metavar="DECODE", help="The engine that reads them.")],
     *,
-    prefill_config: Annotated[
-        str | None,
-        typer.Option(
-            metavar="CONFIG",
-            help="The prefill engine's --kv-transfer-config, as text or file: its lease, keys and seals.",
-        ),
-    ] = None,
-    decode_config: Annotated[
-        str | None, typer.Option(metavar="CONFIG", help="The decode engine's --kv-transfer-config.")
-    ] = None,
+    prefill_config: Config = None,
+    decode_config: Config = None,
     policy: Annotated[
         Literal["exact", "negotiated", "off"] | None,
         typer.Option(help="How decode compares peers; default: as its configuration or its process says, else exact."),
     ] = None,
     dialect: Annotated[int | None, typer.Option(metavar="N", help="Connector version of the engines' vLLM.")] = None,
     vllm: Annotated[
-        str | None,
-        typer.Option(metavar="RELEASE", help="Release of the engines' vLLM; default: that installed here."),
+        str | None, typer.Option(metavar="RELEASE", help="The engines' vLLM; default: the one installed here.")
     ] = None,
     prefill_tp: Annotated[
-        int,
-        typer.Option(metavar="N", min=0, max=_MOST_TP, help="Ranks of a prefill engine of vLLM's own connector."),
+        int, typer.Option(metavar="N", min=0, max=_MOST_TP, help="Ranks of a prefill engine of vLLM's own connector.")
     ] = 0,
     trust_prefill_tp: Annotated[
-        bool,
-        typer.Option("--trust-prefill-tp", help="Ask for all those ranks, also where nothing proves that they exist."),
+        bool, typer.Option("--trust-prefill-tp", help="Ask for all those ranks, even if nothing proves them.")
     ] = False,
-    gbps: Annotated[
-        float | None,
-        typer.Option(metavar="GB/S", help="Speed of your network, for the cost.", callback=within(*_SPEEDS, "GB/s")),
-    ] = None,
+    gbps: Annotated[float | None, typer.Option(metavar="GB/S", help="Speed of the network.", callback=_SPEED)] = None,
     timeout: Timeout = 5.0,
-    read: Annotated[
-        bool,
-        typer.Option(
-            help="Read from the prefill engine's probe pages: transport, speed, checksum. Never from its cache."
-        ),
-    ] = True,
-    allow_tcp: Annotated[
-        bool, typer.Option("--allow-tcp", help="Reads over TCP are worth a note, and no reason against.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="The findings as JSON.")] = False,
+    read: Annotated[bool, typer.Option(help="Read probe pages, never the cache: transport, speed, checksum.")] = True,
+    allow_tcp: Annotated[bool, typer.Option("--allow-tcp", help="Reads over TCP are a note, not a no-go.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Tell whether two live engines can hand over, and why not.
 

