@@ -163,7 +163,7 @@ def _contact_rows(contacts: int) -> list[dict[str, object]]:
     ]
 
 
-def run(report: Callable[[str], None], rounds: int = ROUNDS, contacts: int = CONTACTS) -> list[dict[str, object]]:
+def run(report: Callable[[str], None]) -> list[dict[str, object]]:
     """Measure, report as it goes and return one row per figure (medians, taken in turns)."""
-    measures = ((_digest_rows, rounds), (_admission_rows, rounds), (_contact_rows, contacts))
+    measures = ((_digest_rows, ROUNDS), (_admission_rows, ROUNDS), (_contact_rows, CONTACTS))
     return [one for measure, times in measures for one in said(measure(times), report)]

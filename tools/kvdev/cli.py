@@ -1,26 +1,46 @@
-"""The command line of `tools/dev.py`."""
+"""The command line of `tools/dev.py`. It is read by a bare Python, so verbs import what they need themselves."""
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
 import signal
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
-from kvdev.affected import run_affected
-from kvdev.arguments import make_parser
-from kvdev.bootstrap import enter_workspace
-from kvdev.envs import describe, host_environment
-from kvdev.families import families_text
+from kvdev.envs import DEFAULT_VLLM, describe, host_environment, workspace_environment
+from kvdev.paths import ROOT
 from kvdev.steps import DevError, fail
+from kvdev.uvtool import find_or_install_uv
 
 if TYPE_CHECKING:
-    from argparse import Namespace
     from collections.abc import Callable
-    from pathlib import Path
     from types import FrameType
 
-__all__ = ["main"]
+    _Verb = Callable[[Path, argparse.Namespace], int]
+
+__all__ = ["FAMILIES", "main", "make_parser"]
+
+_ENTERED = "KVDEV_UV"
+"""Names uv where this program already runs in the workspace's environment."""
+FAMILIES = {
+    "words": "a Llama trained for half a minute on this repository's documentation: text that can be read (the default)",
+    "dense": "a Llama with grouped queries and random weights",
+    "fat": "a Llama with 131 072 bytes of cache a token and random weights (what `dev.py bench connector` runs)",
+    "sliding-window": "a Gemma 3 with sliding windows in every second layer and random weights",
+    "mla": "a DeepSeek V2 with latent attention, experts and random weights",
+    "mla-calm": "the same without experts, with small weights",
+    "mamba": "a Granite with Mamba layers between attention and random weights",
+    "mamba-one-group": "the same with one group of states and small weights",
+}
+"""Families of tiny models that the demo and the tests make (`make_model.py`)."""
+_ABOUT_ROUTER = (
+    "A demo tool, not for service: round robin, no load balancing, no access control. Routers for service that speak the same "
+    "protocol: vllm-router, llm-d, Ray Serve LLM, Dynamo."
+)
 
 
 def main(arguments: list[str]) -> int:
@@ -28,13 +48,15 @@ def main(arguments: list[str]) -> int:
     options = make_parser().parse_args(arguments)
     signal.signal(signal.SIGTERM, _interrupt)
     try:
-        if options.verb == "affected":  # asked before anything is tested: it needs no environment
+        if options.verb == "affected":  # needs no environment
+            from kvdev.affected import run_affected
+
             return run_affected(options.base)
-        if options.verb == "demo" and not options.family:
-            print(families_text())
+        if options.verb == "demo" and options.list_families:
+            print("\n".join(f"  {name:16}  {about}" for name, about in FAMILIES.items()))
             return 0
-        uv = enter_workspace(arguments)
-        return _VERBS[options.verb](uv, options)
+        run: _Verb = options.run
+        return run(_enter_workspace(arguments), options)
     except DevError as error:
         print(f"dev.py {options.verb}: {error}", file=sys.stderr)
         return 1
@@ -47,13 +69,119 @@ def _interrupt(_number: int, _frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def _demo(uv: Path, options: Namespace) -> int:
+def _enter_workspace(arguments: list[str]) -> Path:
+    """Return uv when already inside the workspace's environment; otherwise make it and start again there (does not return)."""
+    if _ENTERED in os.environ:
+        return Path(os.environ[_ENTERED])
+    uv = find_or_install_uv()
+    python = workspace_environment(uv)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execve(python, [str(python), str(ROOT / "tools" / "dev.py"), *arguments], {**os.environ, _ENTERED: str(uv)})
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser; `options.run` is what runs the verb `options.verb`."""
+    parser = argparse.ArgumentParser(prog="dev.py", description="The verbs of this repository. Each has --help.")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+
+    def verb(name: str, about: str, run: _Verb | None = None) -> Callable[..., argparse.Action]:
+        added = verbs.add_parser(name, help=about, description=about)
+        added.set_defaults(run=run)
+        return added.add_argument
+
+    add = verb("demo", "two real vLLM engines hand a prompt over, beside one engine that does it alone", _demo)
+    add("--json", action="store_true", help="print one JSON object as the last line")
+    add("--keep", action="store_true", help="leave the engines and the router up and print curl lines")
+    add("--vllm", default=DEFAULT_VLLM, help="vLLM version to run (default %(default)s)")
+    add("--corrupt", action="store_true", help="control: flip one byte of one received page; texts must differ")
+    add("--family", default="words", choices=FAMILIES, help="model family (default %(default)s)")
+    add("--list-families", action="store_true", help="list the model families and end")
+
+    add = verb("test", "run the tests: the short run of every change, all with --full, or the scopes named", _test)
+    scopes = "a package name, check, tools, never-wrong, sim, real-io, security, chaos, host, fleet, gpu"
+    add("scope", nargs="*", help=scopes)
+    add("--vllm", default=DEFAULT_VLLM, help="vLLM version for the scopes host and fleet (default %(default)s)")
+    add("-k", dest="select", default="", help="passed to pytest")
+    add("--full", action="store_const", dest="tier", const="all", help="the short run, then all the rest")
+    add("--rest", action="store_const", dest="tier", const="rest", help="what --full runs after the short run")
+    add("--long", action="store_true", help="weekly: everything, in the long variants (KVDEV_LONG=1)")
+    add("--record", action="store_true", help="scope gpu: write docs/gpu-evidence.md")
+    add("--lowest", action="store_true", help="packages with the lowest versions that they allow")
+
+    add = verb("check", "format, lint, types, import contracts, house rules, workflow files", _check)
+    add("--fix", action="store_true", help="let ruff rewrite what it can")
+
+    add = verb("bench", "measure against a baseline, interleaved in the same run", _bench)
+    add("name", help="connector, handshake, scheduler, seals, topology or transfer")
+    add("--json", action="store_true", help="print one JSON object as the last line")
+    add("--against", metavar="PATH_OR_REV", help="compare with another checkout or commit, runs interleaved")
+    add("--runs", type=int, default=7, help="with --against: runs of each side (default %(default)s)")
+    add("--gates", action="store_true", help="connector: judge each of its bounds; most of an hour")
+
+    add = verb("lock", "renew uv.lock and keep it index-neutral", _lock)
+    add("--check", action="store_true", help="prove that a re-resolution gives the same versions and hashes")
+    add("--upgrade", action="store_true", help="take the newest versions that the requirements allow")
+
+    add = verb("env", "make the environments and say what there is", _env)
+    add("--host", action="store_true", help="make the host environment (real vLLM) too")
+    add("--vllm", default=DEFAULT_VLLM, help="vLLM version of the host environment (default %(default)s)")
+
+    add = verb("router", _ABOUT_ROUTER, _router)
+    _add_router_options(add)
+
+    add = verb("release", "build one package as it is released, and judge the files", _release)
+    add("package", help="the package to release")
+    add("--tagged", action="store_true", help="the tag must fit (the release workflow); else a rehearsal")
+
+    add = verb("dist", "build wheels and source archives of all five packages", _dist)
+    add("folder", nargs="?", type=Path, default=ROOT / "dist", help="where to put them (default: dist in the checkout)")
+
+    verb("docs", "build the site in .dev/site; any warning is an error", _docs)
+
+    add = verb("affected", "the packages that the commits since BASE affect, as JSON")
+    add("base", nargs="?", default="", help="a commit (default or unknown: all packages)")
+    return parser
+
+
+def _add_router_options(add: Callable[..., argparse.Action]) -> None:
+    add(
+        "--prefill",
+        action="append",
+        required=True,
+        metavar="URL",
+        type=engine_url,
+        help="a prefill engine (repeatable)",
+    )
+    add("--decode", action="append", required=True, metavar="URL", type=engine_url, help="a decode engine (repeatable)")
+    add("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
+    add("--port", type=int, default=8000, help="port to listen on (default %(default)s)")
+    both = "send each request to both engines at once; the side channel of each prefill engine, in their order (repeatable)"
+    add("--concurrent", action="append", default=[], metavar="HOST:PORT", type=side_channel, help=both)
+    add("--secret-file", type=Path, metavar="FILE", help="a file with a fleet secret, which covers these addresses")
+
+
+def engine_url(text: str) -> str:
+    parts = urlsplit(text)
+    if parts.scheme not in {"http", "https"} or not parts.hostname or parts.port == 0:
+        raise ValueError(text)
+    return text.rstrip("/")
+
+
+def side_channel(text: str) -> tuple[str, int]:
+    parts = urlsplit(f"tcp://{text}")
+    if not parts.hostname or not parts.port:
+        raise ValueError(text)
+    return parts.hostname, parts.port
+
+
+def _demo(uv: Path, options: argparse.Namespace) -> int:
     from kvdev.demo import run_demo
 
     return run_demo(uv, options)
 
 
-def _test(uv: Path, options: Namespace) -> int:
+def _test(uv: Path, options: argparse.Namespace) -> int:
     from kvdev.testing import RunOptions, run_tests
 
     chosen = RunOptions(
@@ -62,82 +190,66 @@ def _test(uv: Path, options: Namespace) -> int:
         is_long=options.long,
         is_lowest=options.lowest,
         is_recorded=options.record,
-        tier=options.tier,
+        tier=options.tier or "quick",
     )
     return run_tests(uv, options.scope, chosen)
 
 
-def _check(uv: Path, options: Namespace) -> int:
+def _check(uv: Path, options: argparse.Namespace) -> int:
     from kvdev.checks import run_checks
 
     return run_checks(uv, fix=options.fix)
 
 
-def _bench(_uv: Path, options: Namespace) -> int:
+def _bench(_uv: Path, options: argparse.Namespace) -> int:
+    from kvdev.benching import run_bench, run_comparison
+
     if options.against:
-        from kvdev.comparing import run_comparison
-
         return run_comparison(options.name, options.against, runs=options.runs, as_json=options.json)
-    from kvdev.benching import run_bench
-
-    return run_bench(options.name, as_json=options.json, size=options.size)
+    return run_bench(options.name, as_json=options.json, gates=options.gates)
 
 
-def _lock(uv: Path, options: Namespace) -> int:
+def _lock(uv: Path, options: argparse.Namespace) -> int:
     from kvdev.locking import check_lock, renew_lock
 
-    if options.check and options.upgrade:
-        fail("--check and --upgrade contradict each other")
     return check_lock(uv) if options.check else renew_lock(uv, upgrade=options.upgrade)
 
 
-def _release(uv: Path, options: Namespace) -> int:
+def _release(uv: Path, options: argparse.Namespace) -> int:
     from kvdev.release import release
 
     return release(uv, options.package, tagged=options.tagged)
 
 
-def _dist(uv: Path, options: Namespace) -> int:
-    from kvdev.dist import run_dist
+def _dist(uv: Path, options: argparse.Namespace) -> int:
+    from kvdev.release import run_dist
 
     return run_dist(uv, options.folder)
 
 
-def _env(uv: Path, options: Namespace) -> int:
+def _env(uv: Path, options: argparse.Namespace) -> int:
     if options.host:
         host_environment(uv, options.vllm)
-    facts = describe()
-    if options.json:
-        print(json.dumps(facts))
-    else:
-        for key, value in facts.items():
-            print(f"{key}: {value}")
+    print(json.dumps(describe(), indent=2))
     return 0
 
 
-def _docs(uv: Path, _options: Namespace) -> int:
-    from kvdev.site.building import run_docs
+def _docs(uv: Path, _options: argparse.Namespace) -> int:
+    from kvdev.site import build_site
 
-    return run_docs(uv)
-
-
-def _router(_uv: Path, options: Namespace) -> int:
-    from kvdev.early import early_tickets
-    from kvdev.router import serve_forever
-
-    early = early_tickets(options.prefill, options.concurrent, options.secret_file)
-    return serve_forever(options.prefill, options.decode, host=options.host, port=options.port, early=early)
+    print(build_site(uv) / "index.html")
+    return 0
 
 
-_VERBS: dict[str, Callable[[Path, Namespace], int]] = {
-    "demo": _demo,
-    "test": _test,
-    "check": _check,
-    "bench": _bench,
-    "lock": _lock,
-    "env": _env,
-    "router": _router,
-    "release": _release,
-    "dist": _dist,
-    "docs": _docs,
-}
+def _router(_uv: Path, options: argparse.Namespace) -> int:
+    from kvdev.router import make_app, serve_forever
+
+    if options.concurrent and len(options.concurrent) != len(options.prefill):
+        fail("give --concurrent HOST:PORT once for each --prefill")
+    try:
+        secret = options.secret_file.read_bytes().splitlines()[0].strip() if options.secret_file else None
+    except (OSError, IndexError) as error:
+        fail(f"no secret in {options.secret_file}: {error}")
+    return serve_forever(
+        make_app(options.prefill, options.decode, options.concurrent, secret), options.host, options.port
+    )

@@ -9,13 +9,13 @@ the first by the README's command.
 from __future__ import annotations
 
 import configparser
-import math
 import os
-import shlex
 import sys
 import time
+import xml.etree.ElementTree as ET
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -27,17 +27,16 @@ from kvdev.envs import (
     package_environment,
     tools_environment,
 )
-from kvdev.gpu import cuda_host, gpu_environment, has_gpu, install_beside
+from kvdev.gpu import cuda_host, gpu_environment, install_beside
 from kvdev.paths import PACKAGES, ROOT, SLOW_TESTS, STATE
-from kvdev.steps import DevError, fail, note, run_step
-from kvdev.tallies import Tally, count_cases, last_part, slow_cases
+from kvdev.steps import DevError, fail, last_lines, note, run_step
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    _Run = Callable[["Tally"], object]
+    _Run = Callable[["_Tally"], object]
 
-__all__ = ["SCOPES", "RunOptions", "run_tests"]
+__all__ = ["GPU_PAGE", "SCOPES", "RunOptions", "run_tests"]
 
 Tier = Literal["quick", "rest", "all"]
 BUDGET_S: dict[Tier, int] = {"quick": 720, "rest": 1980}
@@ -47,6 +46,26 @@ GPU_PAGE = ROOT / "docs" / "gpu-evidence.md"
 _GPU_PARTS = ("gpu", "gpu-device", "gpu-engines")
 """Parts of the GPU stage whose outcomes go into its page."""
 _NO_TESTS_COLLECTED = 5
+_REPORTS = STATE / "reports"
+
+
+@dataclass(slots=True)
+class _Tally:
+    """What calls of pytest count: cases by their end, names of suites that failed, lines to print, and slow cases."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    failures: list[str] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+    slow: list[str] = field(default_factory=list)
+    durations: list[str] = field(default_factory=list)
+
+    def add(self, other: _Tally) -> None:
+        """Add the counts of another call."""
+        self.counts += other.counts
+        self.failures += other.failures
+        self.lines += other.lines
+        self.slow += other.slow
+        self.durations += other.durations
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,10 +137,11 @@ _WEEKLY = {"host": ("host-families",)}
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """Choices that hold for every suite of a run: vLLM's version, pytest's -k, long variants, lowest versions."""
+    """Choices that hold for every suite of a run."""
 
     vllm: str = DEFAULT_VLLM
     select: str = ""
+    """pytest's -k."""
     is_long: bool = False
     is_lowest: bool = False
     is_recorded: bool = False
@@ -131,22 +151,15 @@ class RunOptions:
     is_named: bool = False
     """Whether the caller named scopes; a named one that cannot run here is a failure."""
 
-    @property
-    def names(self) -> list[str]:
-        """Arguments of pytest that select by name."""
-        return ["-k", self.select] if self.select else []
-
     def words_of(self, suite: _Suite) -> list[str]:
         """Return the arguments that select a suite's tests."""
         marks: dict[Tier, list[str]] = {"quick": ["-m", "not full"], "rest": ["-m", "full or sized"], "all": []}
-        return [*([] if suite.is_one_tier else marks[self.tier]), *self.names]
+        return [*([] if suite.is_one_tier else marks[self.tier]), *(["-k", self.select] if self.select else [])]
 
 
-def run_tests(uv: Path, scopes: Sequence[str], options: RunOptions | None = None) -> int:
+def run_tests(uv: Path, scopes: Sequence[str], options: RunOptions) -> int:
     """Run the scopes (none: the tier of the options, all scopes); return 0 when nothing failed."""
-    options = options or RunOptions()
-    unknown = [scope for scope in scopes if scope not in SCOPES]
-    if unknown:
+    if unknown := [scope for scope in scopes if scope not in SCOPES]:
         fail(f"no scope named {', '.join(unknown)}; the scopes are {', '.join(SCOPES)}")
     if options.is_lowest and (wrong := [scope for scope in scopes if scope not in PACKAGES]):
         fail(f"--lowest is for packages ({', '.join(PACKAGES)}), not for {', '.join(wrong)}")
@@ -173,7 +186,7 @@ def _run_tier(uv: Path, options: RunOptions) -> int:
         host: dict[str, _Run] = {"host environment": lambda _: host_environment(uv, options.vllm)}
         engines, late = "host-engines", {"installations", "wire-in-go", "fleet", "host-families"}
         suites = {name: _suite(uv, name, options) for name in _SUITES if name not in {engines, *late}}
-        stages = [{"check": lambda mine: _check(uv, mine), **host}, suites, {engines: _suite(uv, engines, options)}]
+        stages = [{"check": _alone(uv, "check", options), **host}, suites, {engines: _suite(uv, engines, options)}]
         # Tests of the short run are bound by no clock, and a third of their time they wait.
         code = _run_stages(stages, 3, slow_tests=SLOW_TESTS)
     else:
@@ -186,46 +199,53 @@ def _run_tier(uv: Path, options: RunOptions) -> int:
 
 def _run_stages(stages: Sequence[Mapping[str, _Run]], lanes: int, *, slow_tests: Path | None = None) -> int:
     """Make the named runs of each stage, so many at a time in their order; report what they count, and list slow tests."""
-    tally, started = Tally(), time.monotonic()
+    total, started = _Tally(), time.monotonic()
+
+    def counted(named: tuple[str, _Run]) -> _Tally:
+        (name, run), tally, begun = named, _Tally(), time.monotonic()
+        try:
+            run(tally)
+        except DevError as error:
+            tally.failures.append(name)
+            print(f"\n{name}: {error}\n", flush=True)
+        tally.durations.append(f"{name} {time.monotonic() - begun:.0f}")
+        return tally
+
     for stage in stages:
         with ThreadPoolExecutor(lanes) as pool:
-            for mine in pool.map(_counted, stage.items()):
-                tally.add(mine)
+            for tally in pool.map(counted, stage.items()):
+                total.add(tally)
     if slow_tests is not None:
-        slow_tests.write_text("".join(f"{line}\n" for line in tally.slow))
-    print("\nseconds: " + ", ".join(f"{name} {seconds:.0f}" for name, seconds in tally.durations))
-    print(f"failed: {', '.join(tally.failures) or 'none'} ({time.monotonic() - started:.0f} s in all)")
-    for line in (*tally.reasons, *tally.not_run):
+        slow_tests.write_text("".join(f"{line}\n" for line in total.slow))
+    print("\nseconds: " + ", ".join(total.durations))
+    print(f"failed: {', '.join(total.failures) or 'none'} ({time.monotonic() - started:.0f} s in all)")
+    for line in total.lines:
         print(line)
-    print(f"{tally.passed} passed, {tally.failed} failed, {tally.skipped} skipped", flush=True)
-    return 1 if tally.failed else 0
-
-
-def _counted(named: tuple[str, _Run]) -> Tally:
-    name, run = named
-    tally, begun = Tally(), time.monotonic()
-    try:
-        run(tally)
-    except DevError as error:
-        tally.fail(name)
-        print(f"\n{name}: {error}\n", flush=True)
-    tally.durations.append((name, time.monotonic() - begun))
-    return tally
+    failed = max(total.counts["failed"], len(total.failures))
+    print(f"{total.counts['passed']} passed, {failed} failed, {total.counts['skipped']} skipped", flush=True)
+    return 1 if failed else 0
 
 
 def _alone(uv: Path, name: str, options: RunOptions) -> _Run:
     """Return a run in the environment that proves most: a package by itself, everything else as in the short run."""
     if name in PACKAGES:
         return lambda mine: _package(uv, name, mine, options)
-    if name in {"check", "gpu"}:
-        return lambda mine: _check(uv, mine) if name == "check" else _gpu(uv, mine, options)
-    return _suite(uv, name, options)
+    if name == "gpu":
+        return lambda mine: _gpu(uv, mine, options)
+    return (lambda _: _check(uv)) if name == "check" else _suite(uv, name, options)
+
+
+def _check(uv: Path) -> None:
+    from kvdev.checks import run_checks
+
+    if run_checks(uv, fix=False) != 0:
+        fail("the checks failed")
 
 
 def _suite(uv: Path, name: str, options: RunOptions) -> _Run:
     suite = _SUITES[name]
 
-    def run(tally: Tally) -> None:
+    def run(tally: _Tally) -> None:
         for group in suite.groups:
             tools_environment(uv, group)
         env = {**os.environ, "KVDEV_UV": str(uv), "KVDEV_VLLM": options.vllm, "PYTHONPATH": str(ROOT / "tools")}
@@ -237,33 +257,20 @@ def _suite(uv: Path, name: str, options: RunOptions) -> _Run:
         elif suite.place == "fleet":
             env["KVDEV_FLEET_PYTHON"] = str(fleet_environment(uv, options.vllm))
         limit_s = suite.timeout_s * (4 if options.is_long else 1)
-        slow_s = math.inf if suite.has_long_tests or options.tier != "quick" else SLOW_S
         words = [*suite.words, *options.words_of(suite)]
-        _pytest(name, python, ROOT / suite.folder, tally, *words, env=env, timeout_s=limit_s, slow_s=slow_s)
+        is_timed = options.tier == "quick" and not suite.has_long_tests
+        _pytest(name, python, ROOT / suite.folder, tally, *words, env=env, timeout_s=limit_s, is_timed=is_timed)
 
     return run
 
 
-def _check(uv: Path, tally: Tally) -> None:
-    from kvdev.checks import run_checks
-
-    if run_checks(uv, fix=False) != 0:
-        tally.fail("check")
-    else:
-        tally.passed += 1
-
-
-def _package(uv: Path, name: str, tally: Tally, options: RunOptions) -> None:
+def _package(uv: Path, name: str, tally: _Tally, options: RunOptions) -> None:
     """Run all tests of a package in an environment that holds it alone, then hold its core to its coverage floor."""
     folder = ROOT / "packages" / name
-    if options.is_lowest:
-        python = lowest_environment(uv, name)
-        _pytest(f"{name}-lowest", python, folder / "tests", tally, *options.names)
-        return
-    python = package_environment(uv, name)
-    rules = folder / "core.coveragerc"
-    if not rules.exists() or options.select:
-        _pytest(name, python, folder / "tests", tally, *options.names)
+    rules, words = folder / "core.coveragerc", ["-k", options.select] if options.select else []
+    python = lowest_environment(uv, name) if options.is_lowest else package_environment(uv, name)
+    if options.is_lowest or options.select or not rules.exists():
+        _pytest(name, python, folder / "tests", tally, *words)
         return
     # Explorations and the like would take several times as long under coverage, and add nothing to it.
     parser = configparser.ConfigParser(interpolation=None)
@@ -271,7 +278,7 @@ def _package(uv: Path, name: str, tally: Tally, options: RunOptions) -> None:
     slow = [folder / "tests" / file for file in parser.get("kvdev", "without_coverage", fallback="").split()]
     for file in slow:
         _pytest(f"{name} ({file.stem})", python, file, tally)
-    environment = {**os.environ, "COVERAGE_FILE": str(STATE / "reports" / f"{name}.coverage")}
+    environment = {**os.environ, "COVERAGE_FILE": str(_REPORTS / f"{name}.coverage")}
     runner = ["-m", "coverage", "run", f"--rcfile={rules}"]
     rest = [f"--ignore={file}" for file in slow]
     _pytest(name, python, folder / "tests", tally, *rest, env=environment, runner=runner)
@@ -279,17 +286,16 @@ def _package(uv: Path, name: str, tally: Tally, options: RunOptions) -> None:
     run_step(f"coverage of the core of {name}", report, env=environment, timeout_s=120)
 
 
-def _gpu(uv: Path, tally: Tally, options: RunOptions) -> None:
+def _gpu(uv: Path, tally: _Tally, options: RunOptions) -> None:
     """Run the stage in a CUDA vLLM that is found on this machine: NIXL and the agent, the adapter's device code, engines."""
-    python, reason = cuda_host() if has_gpu() else (None, "this machine has no NVIDIA GPU")
+    python, reason = cuda_host()
     if python is None:
-        tally.not_run.append(f"not run: gpu ({reason}; the GPU stage is not green, it did not happen)")
+        tally.lines.append(f"not run: gpu ({reason}; the GPU stage is not green, it did not happen)")
         if options.is_named:
-            tally.fail("gpu")
+            tally.failures.append("gpu")
         return
-    site, reports = install_beside(uv, python), STATE / "reports"
-    figures = reports / "gpu-figures.jsonl"
-    for old in (figures, *(reports / f"{name}.xml" for name in _GPU_PARTS)):
+    site, figures = install_beside(uv, python), _REPORTS / "gpu-figures.jsonl"
+    for old in (figures, *(_REPORTS / f"{name}.xml" for name in _GPU_PARTS)):
         old.unlink(missing_ok=True)
     variables = {**os.environ, **gpu_environment(python, site, figures)}
     inside = {**variables, "PYTHONPATH": str(site)}
@@ -302,10 +308,8 @@ def _gpu(uv: Path, tally: Tally, options: RunOptions) -> None:
     _pytest("gpu-engines", here, folder / "engines", tally, *_ENGINES, *words, env=engines, timeout_s=2400)
     if options.is_recorded:
         # The page is written from all parts, also where one failed or did not run.
-        command: list[str | Path] = [python, folder / "record.py"]
-        for name in _GPU_PARTS:
-            command += ["--report", reports / f"{name}.xml"]
-        command += ["--figures", figures, "--record", GPU_PAGE]
+        reports = [word for name in _GPU_PARTS for word in ("--report", _REPORTS / f"{name}.xml")]
+        command = [python, folder / "record.py", *reports, "--figures", figures, "--record", GPU_PAGE]
         run_step("record the GPU stage", command, env=inside, timeout_s=1200)
 
 
@@ -313,14 +317,14 @@ def _pytest(
     name: str,
     python: Path,
     folder: Path,
-    tally: Tally,
+    tally: _Tally,
     *words: str,
     env: Mapping[str, str] | None = None,
     timeout_s: float = 1200,
     runner: Sequence[str] = (),
-    slow_s: float = math.inf,
+    is_timed: bool = False,
 ) -> None:
-    report = STATE / "reports" / f"{name}.xml"
+    report = _REPORTS / f"{name}.xml"
     report.parent.mkdir(parents=True, exist_ok=True)
     report.unlink(missing_ok=True)
     command: list[str | Path] = [
@@ -331,19 +335,21 @@ def _pytest(
     code, log = run_step(f"test {name}", command, env=env, timeout_s=timeout_s, allowed=(0, 1, _NO_TESTS_COLLECTED))
     if code == _NO_TESTS_COLLECTED and words:
         if "-k" in words:
-            tally.not_run.append(f"not run: {name} (no test matches {shlex.join(words)})")
+            tally.lines.append(f"not run: {name} (no test matches {' '.join(words)})")
         return
-    passed, failed, skipped, reasons = count_cases(report)
-    tally.slow += slow_cases(report, slow_s)
-    tally.passed += passed
-    tally.failed += failed
-    tally.skipped += skipped
-    tally.reasons += [
-        f"skipped in {name}: {test}{f' ({count} cases)' if count > 1 else ''}: {why}"
-        for (test, why), count in reasons.items()
-    ]
+    counts, skips = Counter[str](), Counter[str]()
+    for case in ET.parse(report).getroot().iter("testcase") if report.exists() else ():
+        found = [child for child in case if child.tag in {"failure", "error", "skipped"}]
+        end = "passed" if not found else "skipped" if found[0].tag == "skipped" else "failed"
+        counts[end] += 1
+        test, taken_s = f"{case.get('classname')}::{case.get('name')}", float(case.get("time", 0))
+        if end == "skipped":
+            skips[f"skipped in {name}: {test.partition('[')[0]}: {found[0].get('message')}"] += 1
+        if is_timed and taken_s > SLOW_S:
+            tally.slow.append(f"{test} ({taken_s:.1f} s)")
+    tally.counts += counts
+    tally.lines += [f"{line} ({count} cases)" for line, count in skips.items()]
     if code != 0:
-        tally.failed += 0 if failed else 1
         tally.failures.append(name)
-        print(last_part(log), flush=True)
-    note(f"      {name}: {passed} passed, {failed} failed, {skipped} skipped")
+        print(f"--- {log}\n{last_lines(log, 120)}", flush=True)
+    note(f"      {name}: {counts['passed']} passed, {counts['failed']} failed, {counts['skipped']} skipped")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,67 +14,49 @@ from kvdev.steps import DevError
 from kvdev.testing import GPU_PAGE, RunOptions, run_tests
 
 
-def _ran(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, has_gpu: bool, host: Path | None = Path("/cuda/python")
-) -> list[list[Any]]:
-    commands: list[list[Any]] = []
-
-    def note_tests(
-        name: str, python: Path, folder: Path, *_words: object, env: Mapping[str, str], **_more: object
-    ) -> None:
-        commands.append([name, python, folder.relative_to(ROOT).as_posix(), env["KVDEV_DEVICE"], env["PYTHONPATH"]])
-
-    monkeypatch.setattr(testing, "STATE", tmp_path)
-    monkeypatch.setattr(testing, "has_gpu", lambda: has_gpu)
-    monkeypatch.setattr(testing, "cuda_host", lambda: (host, "" if host else "no CUDA vLLM was found (why)"))
-    monkeypatch.setattr(testing, "install_beside", lambda _uv, _python: Path("/site"))
-    monkeypatch.setattr(testing, "_pytest", note_tests)
-    monkeypatch.setattr(testing, "run_step", lambda _name, command, **_more: commands.append(command))
-    return commands
-
-
 def test_record_runs_the_stage_in_the_cuda_vllm_and_writes_its_page(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    commands = _ran(monkeypatch, tmp_path, has_gpu=True)
+    ran: list[list[Any]] = []
+
+    def note_tests(
+        name: str, python: Path, folder: Path, *_words: object, env: dict[str, str], **_more: object
+    ) -> None:
+        ran.append([name, python, folder.relative_to(ROOT).as_posix(), env["KVDEV_DEVICE"], env["PYTHONPATH"]])
+
+    monkeypatch.setattr(testing, "_REPORTS", tmp_path)
+    monkeypatch.setattr(testing, "cuda_host", lambda: (Path("/cuda/python"), ""))
+    monkeypatch.setattr(testing, "install_beside", lambda _uv, _python: Path("/site"))
+    monkeypatch.setattr(testing, "_pytest", note_tests)
+    monkeypatch.setattr(testing, "run_step", lambda _name, command, **_more: ran.append(command))
     assert run_tests(Path("uv"), ["gpu"], RunOptions(is_recorded=True)) == 0
-    inside, here = [Path("/cuda/python"), "/site"], [Path(sys.executable), str(ROOT / "tools")]
-    assert [[name, folder, device, python, path] for name, python, folder, device, path in commands[:3]] == [
-        ["gpu", "integration_tests/gpu/test_gpu.py", "cuda", *inside],
-        ["gpu-device", "integration_tests/gpu/device", "cuda", *inside],
-        ["gpu-engines", "integration_tests/gpu/engines", "cuda", *here],
+    *tests, record = ran
+    assert tests == [
+        ["gpu", Path("/cuda/python"), "integration_tests/gpu/test_gpu.py", "cuda", "/site"],
+        ["gpu-device", Path("/cuda/python"), "integration_tests/gpu/device", "cuda", "/site"],
+        ["gpu-engines", Path(sys.executable), "integration_tests/gpu/engines", "cuda", str(ROOT / "tools")],
     ]
-    record = commands[3]
-    assert record[0] == Path("/cuda/python")
-    assert record[-2:] == ["--record", GPU_PAGE]
-    reports = [word.name for flag, word in itertools.pairwise(record) if flag == "--report"]
-    assert reports == ["gpu.xml", "gpu-device.xml", "gpu-engines.xml"]
-    assert run_tests(Path("uv"), ["gpu"], RunOptions()) == 0
-    assert [name for name, *_ in commands[4:]] == ["gpu", "gpu-device", "gpu-engines"]
+    reports = [tmp_path / f"{part}.xml" for part in ("gpu", "gpu-device", "gpu-engines")]
+    assert (record[0], record[-2:]) == (Path("/cuda/python"), ["--record", GPU_PAGE])
+    assert [word for word in record if word in reports] == reports
 
 
-@pytest.mark.parametrize("has_gpu", [False, True])
-def test_without_a_gpu_or_a_cuda_vllm_nothing_runs_and_the_exit_code_says_so(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], has_gpu: bool
+def test_without_a_gpu_or_a_cuda_vllm_nothing_runs_and_the_exit_code_and_the_reason_say_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    commands = _ran(monkeypatch, tmp_path, has_gpu=has_gpu, host=None)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert run_tests(Path("uv"), ["gpu"], RunOptions()) == 1
+    assert "not run: gpu (this machine has no NVIDIA GPU;" in capsys.readouterr().out
+    programs = {"nvidia-smi": "exit 0", "python": "echo 'No module named torch' >&2; exit 1"}
+    for name, script in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv(gpu.HOST_VARIABLE, str(tmp_path / "python"))
     assert run_tests(Path("uv"), ["gpu"], RunOptions(is_recorded=True)) == 1
-    assert not commands
-    said = capsys.readouterr().out
-    assert f"not run: gpu ({'no CUDA vLLM was found (why)' if has_gpu else 'this machine has no NVIDIA GPU'};" in said
-
-
-def test_a_python_without_a_cuda_vllm_is_refused_with_its_reason(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    python = tmp_path / "python3"
-    python.write_text("#!/bin/sh\necho 'ModuleNotFoundError: No module named torch' >&2\nexit 1\n")
-    python.chmod(0o755)
-    monkeypatch.setenv(gpu.HOST_VARIABLE, str(python))
-    said = f"no CUDA vLLM was found, {gpu.HOST_VARIABLE} may name its python"
-    assert gpu.cuda_host() == (None, f"{said} ({python}: ModuleNotFoundError: No module named torch)")
-    python.write_text("#!/bin/sh\nexit 0\n")
-    assert gpu.cuda_host() == (python, "")
+    assert f"{gpu.HOST_VARIABLE} may name its python" in capsys.readouterr().out
+    assert "No module named torch" in gpu.cuda_host()[1]
+    (tmp_path / "python").write_text("#!/bin/sh\nexit 0\n")
+    assert gpu.cuda_host() == (tmp_path / "python", "")
 
 
 def test_record_is_for_the_gpu_alone() -> None:
