@@ -17,6 +17,7 @@ from __future__ import annotations
 import os
 import time
 from contextlib import contextmanager
+from multiprocessing.shared_memory import SharedMemory
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -43,19 +44,19 @@ SAMPLES = STARTS * ROUNDS
 
 @contextmanager
 def _consumers(peer: PeerProcess) -> Iterator[dict[str, ConsumerProcess]]:
-    memory_fd = os.memfd_create("pages")
-    os.truncate(memory_fd, peer.page_bytes * peer.page_count)
+    pages = SharedMemory(create=True, size=peer.page_bytes * peer.page_count)
     same = BackendOptions().for_host_memory().as_parameters()
     consumers = {
-        "ours": ConsumerProcess("ours", peer, memory_fd),
-        "raw": ConsumerProcess("bare", peer, memory_fd, **same),
-        "control": ConsumerProcess("bare", peer, memory_fd, **same),
-        "seed": ConsumerProcess("bare", peer, memory_fd, per_block=True),
+        "ours": ConsumerProcess("ours", peer, pages),
+        "raw": ConsumerProcess("bare", peer, pages, **same),
+        "control": ConsumerProcess("bare", peer, pages, **same),
+        "seed": ConsumerProcess("bare", peer, pages),
     }
-    os.close(memory_fd)
     yield consumers
     for consumer in consumers.values():
         consumer.close()
+    pages.close()
+    pages.unlink()
 
 
 def _throughput(report: Callable[[str], None], page_bytes: int) -> list[dict[str, object]]:

@@ -32,9 +32,7 @@ from kvdev.paths import PACKAGES, ROOT, SLOW_TESTS, STATE
 from kvdev.steps import DevError, fail, last_lines, note, run_step
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    _Run = Callable[["_Tally"], object]
+    from collections.abc import Mapping, Sequence
 
 __all__ = ["GPU_PAGE", "SCOPES", "RunOptions", "run_tests"]
 
@@ -43,29 +41,8 @@ BUDGET_S: dict[Tier, int] = {"quick": 720, "rest": 1980}
 """Seconds on two cores that the short run and the rest of the full run may take, installations included; said, never judged."""
 SLOW_S = 5.0
 GPU_PAGE = ROOT / "docs" / "gpu-evidence.md"
-_GPU_PARTS = ("gpu", "gpu-device", "gpu-engines")
-"""Parts of the GPU stage whose outcomes go into its page."""
 _NO_TESTS_COLLECTED = 5
 _REPORTS = STATE / "reports"
-
-
-@dataclass(slots=True)
-class _Tally:
-    """What calls of pytest count: cases by their end, names of suites that failed, lines to print, and slow cases."""
-
-    counts: Counter[str] = field(default_factory=Counter)
-    failures: list[str] = field(default_factory=list)
-    lines: list[str] = field(default_factory=list)
-    slow: list[str] = field(default_factory=list)
-    durations: list[str] = field(default_factory=list)
-
-    def add(self, other: _Tally) -> None:
-        """Add the counts of another call."""
-        self.counts += other.counts
-        self.failures += other.failures
-        self.lines += other.lines
-        self.slow += other.slow
-        self.durations += other.durations
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,23 +93,15 @@ _SUITES = {
 }
 """Every suite, the longest first: so they start where several run at a time."""
 SCOPES: dict[str, tuple[str, ...]] = {
-    "check": (),
+    **{name: (name,) for name in ("check", *PACKAGES, "never-wrong", "real-io", "chaos", "fleet", "gpu")},
     "tools": ("tools", "installations"),
-    **{name: (name,) for name in PACKAGES},
-    "never-wrong": ("never-wrong",),
     "sim": ("sim", "fleet-sim"),
-    "real-io": ("real-io",),
     "security": ("security", "wire-in-go"),
-    "chaos": ("chaos",),
     "host": ("host-inside", "host-device", "host-engines"),
-    "fleet": ("fleet",),
-    "gpu": (),
 }
 _SHARED = ("never-wrong", "fleet-sim", "host-inside", "host-device", "tools", "installations", *PACKAGES, "wire-in-go")
 _ALONE = ("sim", "real-io", "security", "chaos", "fleet", "gpu", "host-engines")
 """Of the rest: what is bound by no clock and starts no engine runs two at a time, all else by itself."""
-_WEEKLY = {"host": ("host-families",)}
-"""Suites that `--long` adds to a scope."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +117,6 @@ class RunOptions:
     """Whether the GPU stage writes its page in the documents."""
     tier: Tier = "quick"
     """Tests without the mark `full`, those with it, or both."""
-    is_named: bool = False
-    """Whether the caller named scopes; a named one that cannot run here is a failure."""
 
     def words_of(self, suite: _Suite) -> list[str]:
         """Return the arguments that select a suite's tests."""
@@ -165,15 +132,14 @@ def run_tests(uv: Path, scopes: Sequence[str], options: RunOptions) -> int:
         fail(f"--lowest is for packages ({', '.join(PACKAGES)}), not for {', '.join(wrong)}")
     if options.is_recorded and list(scopes) != ["gpu"]:
         fail("--record is for the scope gpu alone: dev.py test gpu --record")
-    options = replace(options, is_named=bool(scopes))
     if options.is_long:
         os.environ["KVDEV_LONG"] = "1"
         options = replace(options, tier="all")
     if scopes or options.is_lowest or options.is_long:
-        chosen = scopes or (PACKAGES if options.is_lowest else tuple(SCOPES))
-        more = _WEEKLY if options.is_long else {}
-        names = [name for scope in chosen for name in (SCOPES[scope] or (scope,)) + more.get(scope, ())]
-        return _run_stages([{name: _alone(uv, name, options)} for name in names], 1)
+        names = [name for scope in scopes or (PACKAGES if options.is_lowest else SCOPES) for name in SCOPES[scope]]
+        if options.is_long and "host-engines" in names:
+            names.append("host-families")
+        return _Run(uv, options, is_named=bool(scopes)).make([[name] for name in names], 1)
     tiers: tuple[Tier, ...] = ("quick", "rest") if options.tier == "all" else (options.tier,)
     return max([_run_tier(uv, replace(options, tier=tier)) for tier in tiers])
 
@@ -183,173 +149,175 @@ def _run_tier(uv: Path, options: RunOptions) -> int:
     if options.tier == "quick":
         note("left to `dev.py test --full`: tests marked `full`, the scopes fleet and gpu")
         tools_environment(uv, "check")  # one environment is made at a time: the checks need not wait for the host's
-        host: dict[str, _Run] = {"host environment": lambda _: host_environment(uv, options.vllm)}
-        engines, late = "host-engines", {"installations", "wire-in-go", "fleet", "host-families"}
-        suites = {name: _suite(uv, name, options) for name in _SUITES if name not in {engines, *late}}
-        stages = [{"check": _alone(uv, "check", options), **host}, suites, {engines: _suite(uv, engines, options)}]
+        late = {"host-engines", "installations", "wire-in-go", "fleet", "host-families"}
+        suites = [name for name in _SUITES if name not in late]
+        run = _Run(uv, options, is_shared=True)
         # Tests of the short run are bound by no clock, and a third of their time they wait.
-        code = _run_stages(stages, 3, slow_tests=SLOW_TESTS)
+        code = run.make([["check", "host environment"], suites, ["host-engines"]], 3)
+        SLOW_TESTS.write_text("".join(f"{line}\n" for line in run.slow))
     else:
         os.environ["KVDEV_FULL"] = "1"
-        shared = {name: _alone(uv, name, options) for name in _SHARED}
-        code = _run_stages([shared, *({name: _alone(uv, name, options)} for name in _ALONE)], 2)
+        code = _Run(uv, options).make([_SHARED, *([name] for name in _ALONE)], 2)
     print(f"budget: {time.monotonic() - started:.0f} of {BUDGET_S[options.tier]} s on two cores")
     return code
 
 
-def _run_stages(stages: Sequence[Mapping[str, _Run]], lanes: int, *, slow_tests: Path | None = None) -> int:
-    """Make the named runs of each stage, so many at a time in their order; report what they count, and list slow tests."""
-    total, started = _Tally(), time.monotonic()
+@dataclass(slots=True)
+class _Run:
+    """Calls of pytest, several at a time, and what they count: only ever appended to, by any thread.
 
-    def counted(named: tuple[str, _Run]) -> _Tally:
-        (name, run), tally, begun = named, _Tally(), time.monotonic()
+    `is_named`: whether the caller named scopes; a named one that cannot run here is a failure. `is_shared`: whether packages are
+    tested in the workspace's environment; otherwise each by itself, in one of its own, which proves more.
+    """
+
+    uv: Path
+    options: RunOptions
+    is_named: bool = False
+    is_shared: bool = False
+    ends: list[str] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+    slow: list[str] = field(default_factory=list)
+    durations: list[str] = field(default_factory=list)
+
+    def make(self, stages: Sequence[Sequence[str]], lanes: int) -> int:
+        """Run the suites of each stage, so many at a time in their order; report what they count."""
+        started = time.monotonic()
+        for stage in stages:
+            with ThreadPoolExecutor(lanes) as pool:
+                list(pool.map(self._one, stage))
+        print("\nseconds: " + ", ".join(self.durations))
+        print(f"failed: {', '.join(self.failures) or 'none'} ({time.monotonic() - started:.0f} s in all)")
+        for line in self.lines:
+            print(line)
+        counts = Counter(self.ends)
+        failed = max(counts["failed"], len(self.failures))
+        print(f"{counts['passed']} passed, {failed} failed, {counts['skipped']} skipped", flush=True)
+        return 1 if failed else 0
+
+    def _one(self, name: str) -> None:
+        begun = time.monotonic()
         try:
-            run(tally)
+            if name == "check":
+                self._check()
+            elif name == "gpu":
+                self._gpu()
+            elif name == "host environment":
+                host_environment(self.uv, self.options.vllm)
+            elif name in PACKAGES and not self.is_shared:
+                self._package(name)
+            else:
+                self._suite(name, _SUITES[name])
         except DevError as error:
-            tally.failures.append(name)
+            self.failures.append(name)
             print(f"\n{name}: {error}\n", flush=True)
-        tally.durations.append(f"{name} {time.monotonic() - begun:.0f}")
-        return tally
+        self.durations.append(f"{name} {time.monotonic() - begun:.0f}")
 
-    for stage in stages:
-        with ThreadPoolExecutor(lanes) as pool:
-            for tally in pool.map(counted, stage.items()):
-                total.add(tally)
-    if slow_tests is not None:
-        slow_tests.write_text("".join(f"{line}\n" for line in total.slow))
-    print("\nseconds: " + ", ".join(total.durations))
-    print(f"failed: {', '.join(total.failures) or 'none'} ({time.monotonic() - started:.0f} s in all)")
-    for line in total.lines:
-        print(line)
-    failed = max(total.counts["failed"], len(total.failures))
-    print(f"{total.counts['passed']} passed, {failed} failed, {total.counts['skipped']} skipped", flush=True)
-    return 1 if failed else 0
+    def _check(self) -> None:
+        from kvdev.checks import run_checks
 
+        if run_checks(self.uv, fix=False) != 0:
+            fail("the checks failed")
 
-def _alone(uv: Path, name: str, options: RunOptions) -> _Run:
-    """Return a run in the environment that proves most: a package by itself, everything else as in the short run."""
-    if name in PACKAGES:
-        return lambda mine: _package(uv, name, mine, options)
-    if name == "gpu":
-        return lambda mine: _gpu(uv, mine, options)
-    return (lambda _: _check(uv)) if name == "check" else _suite(uv, name, options)
-
-
-def _check(uv: Path) -> None:
-    from kvdev.checks import run_checks
-
-    if run_checks(uv, fix=False) != 0:
-        fail("the checks failed")
-
-
-def _suite(uv: Path, name: str, options: RunOptions) -> _Run:
-    suite = _SUITES[name]
-
-    def run(tally: _Tally) -> None:
+    def _suite(self, name: str, suite: _Suite) -> None:
         for group in suite.groups:
-            tools_environment(uv, group)
-        env = {**os.environ, "KVDEV_UV": str(uv), "KVDEV_VLLM": options.vllm, "PYTHONPATH": str(ROOT / "tools")}
-        python = Path(sys.executable)
+            tools_environment(self.uv, group)
+        vllm, python = self.options.vllm, Path(sys.executable)
+        env = {**os.environ, "KVDEV_UV": str(self.uv), "KVDEV_VLLM": vllm, "PYTHONPATH": str(ROOT / "tools")}
         if suite.place == "host":
-            hosts = host_environment(uv, options.vllm)
+            hosts = host_environment(self.uv, vllm)
             if not name.endswith(("engines", "families")):
                 python, env = hosts, dict(os.environ)
         elif suite.place == "fleet":
-            env["KVDEV_FLEET_PYTHON"] = str(fleet_environment(uv, options.vllm))
-        limit_s = suite.timeout_s * (4 if options.is_long else 1)
-        words = [*suite.words, *options.words_of(suite)]
-        is_timed = options.tier == "quick" and not suite.has_long_tests
-        _pytest(name, python, ROOT / suite.folder, tally, *words, env=env, timeout_s=limit_s, is_timed=is_timed)
+            env["KVDEV_FLEET_PYTHON"] = str(fleet_environment(self.uv, vllm))
+        limit_s = suite.timeout_s * (4 if self.options.is_long else 1)
+        words = [*suite.words, *self.options.words_of(suite)]
+        self._pytest(name, python, ROOT / suite.folder, *words, env=env, timeout_s=limit_s)
 
-    return run
+    def _package(self, name: str) -> None:
+        """Run all tests of a package in an environment that holds it alone, then hold its core to its coverage floor."""
+        folder, options = ROOT / "packages" / name, self.options
+        rules, words = folder / "core.coveragerc", ["-k", options.select] if options.select else []
+        python = (lowest_environment if options.is_lowest else package_environment)(self.uv, name)
+        if options.is_lowest or options.select or not rules.exists():
+            self._pytest(name, python, folder / "tests", *words)
+            return
+        # Explorations and the like would take several times as long under coverage, and add nothing to it.
+        parser = configparser.ConfigParser(interpolation=None)
+        parser.read(rules)
+        slow = [folder / "tests" / file for file in parser.get("kvdev", "without_coverage", fallback="").split()]
+        for file in slow:
+            self._pytest(f"{name} ({file.stem})", python, file)
+        environment = {**os.environ, "COVERAGE_FILE": str(_REPORTS / f"{name}.coverage")}
+        runner = ["-m", "coverage", "run", f"--rcfile={rules}"]
+        rest = [f"--ignore={file}" for file in slow]
+        self._pytest(name, python, folder / "tests", *rest, env=environment, runner=runner)
+        report: list[str | Path] = [python, "-m", "coverage", "report", f"--rcfile={rules}", "--skip-covered"]
+        run_step(f"coverage of the core of {name}", report, env=environment, timeout_s=120)
 
+    def _gpu(self) -> None:
+        """Run the stage in a CUDA vLLM that is found on this machine: NIXL and the agent, the adapter's device code, engines."""
+        python, reason = cuda_host()
+        if python is None:
+            self.lines.append(f"not run: gpu ({reason}; the GPU stage is not green, it did not happen)")
+            self.failures += ["gpu"] * self.is_named
+            return
+        site, figures = install_beside(self.uv, python), _REPORTS / "gpu-figures.jsonl"
+        reports = [_REPORTS / f"{name}.xml" for name in ("gpu", "gpu-device", "gpu-engines")]
+        for old in (figures, *reports):
+            old.unlink(missing_ok=True)
+        variables = {**os.environ, **gpu_environment(python, site, figures)}
+        inside = {**variables, "PYTHONPATH": str(site)}
+        engines = {**variables, "PYTHONPATH": str(ROOT / "tools")}
+        folder = ROOT / "integration_tests" / "gpu"
+        words = self.options.words_of(_Suite(""))
+        self._pytest("gpu", python, folder / "test_gpu.py", *words, env=inside)
+        self._pytest("gpu-device", python, folder / "device", "--timeout=300", *words, env=inside)
+        here = Path(sys.executable)
+        self._pytest("gpu-engines", here, folder / "engines", *_ENGINES, *words, env=engines, timeout_s=2400)
+        if self.options.is_recorded:
+            # The page is written from all parts, also where one failed or did not run.
+            parts = [word for report in reports for word in ("--report", report)]
+            command = [python, folder / "record.py", *parts, "--figures", figures, "--record", GPU_PAGE]
+            run_step("record the GPU stage", command, env=inside, timeout_s=1200)
 
-def _package(uv: Path, name: str, tally: _Tally, options: RunOptions) -> None:
-    """Run all tests of a package in an environment that holds it alone, then hold its core to its coverage floor."""
-    folder = ROOT / "packages" / name
-    rules, words = folder / "core.coveragerc", ["-k", options.select] if options.select else []
-    python = lowest_environment(uv, name) if options.is_lowest else package_environment(uv, name)
-    if options.is_lowest or options.select or not rules.exists():
-        _pytest(name, python, folder / "tests", tally, *words)
-        return
-    # Explorations and the like would take several times as long under coverage, and add nothing to it.
-    parser = configparser.ConfigParser(interpolation=None)
-    parser.read(rules)
-    slow = [folder / "tests" / file for file in parser.get("kvdev", "without_coverage", fallback="").split()]
-    for file in slow:
-        _pytest(f"{name} ({file.stem})", python, file, tally)
-    environment = {**os.environ, "COVERAGE_FILE": str(_REPORTS / f"{name}.coverage")}
-    runner = ["-m", "coverage", "run", f"--rcfile={rules}"]
-    rest = [f"--ignore={file}" for file in slow]
-    _pytest(name, python, folder / "tests", tally, *rest, env=environment, runner=runner)
-    report: list[str | Path] = [python, "-m", "coverage", "report", f"--rcfile={rules}", "--skip-covered"]
-    run_step(f"coverage of the core of {name}", report, env=environment, timeout_s=120)
-
-
-def _gpu(uv: Path, tally: _Tally, options: RunOptions) -> None:
-    """Run the stage in a CUDA vLLM that is found on this machine: NIXL and the agent, the adapter's device code, engines."""
-    python, reason = cuda_host()
-    if python is None:
-        tally.lines.append(f"not run: gpu ({reason}; the GPU stage is not green, it did not happen)")
-        if options.is_named:
-            tally.failures.append("gpu")
-        return
-    site, figures = install_beside(uv, python), _REPORTS / "gpu-figures.jsonl"
-    for old in (figures, *(_REPORTS / f"{name}.xml" for name in _GPU_PARTS)):
-        old.unlink(missing_ok=True)
-    variables = {**os.environ, **gpu_environment(python, site, figures)}
-    inside = {**variables, "PYTHONPATH": str(site)}
-    engines = {**variables, "PYTHONPATH": str(ROOT / "tools")}
-    folder = ROOT / "integration_tests" / "gpu"
-    words = options.words_of(_Suite(""))
-    _pytest("gpu", python, folder / "test_gpu.py", tally, *words, env=inside)
-    _pytest("gpu-device", python, folder / "device", tally, "--timeout=300", *words, env=inside)
-    here = Path(sys.executable)
-    _pytest("gpu-engines", here, folder / "engines", tally, *_ENGINES, *words, env=engines, timeout_s=2400)
-    if options.is_recorded:
-        # The page is written from all parts, also where one failed or did not run.
-        reports = [word for name in _GPU_PARTS for word in ("--report", _REPORTS / f"{name}.xml")]
-        command = [python, folder / "record.py", *reports, "--figures", figures, "--record", GPU_PAGE]
-        run_step("record the GPU stage", command, env=inside, timeout_s=1200)
-
-
-def _pytest(
-    name: str,
-    python: Path,
-    folder: Path,
-    tally: _Tally,
-    *words: str,
-    env: Mapping[str, str] | None = None,
-    timeout_s: float = 1200,
-    runner: Sequence[str] = (),
-    is_timed: bool = False,
-) -> None:
-    report = _REPORTS / f"{name}.xml"
-    report.parent.mkdir(parents=True, exist_ok=True)
-    report.unlink(missing_ok=True)
-    command: list[str | Path] = [
-        python, *runner, "-m", "pytest", "-q", "-c", ROOT / "pyproject.toml", "--rootdir", ROOT,
-        f"--junitxml={report}", "-o", "junit_family=xunit1", "-o", "junit_duration_report=call",
-        *words, folder,
-    ]  # fmt: skip
-    code, log = run_step(f"test {name}", command, env=env, timeout_s=timeout_s, allowed=(0, 1, _NO_TESTS_COLLECTED))
-    if code == _NO_TESTS_COLLECTED and words:
-        if "-k" in words:
-            tally.lines.append(f"not run: {name} (no test matches {' '.join(words)})")
-        return
-    counts, skips = Counter[str](), Counter[str]()
-    for case in ET.parse(report).getroot().iter("testcase") if report.exists() else ():
-        found = [child for child in case if child.tag in {"failure", "error", "skipped"}]
-        end = "passed" if not found else "skipped" if found[0].tag == "skipped" else "failed"
-        counts[end] += 1
-        test, taken_s = f"{case.get('classname')}::{case.get('name')}", float(case.get("time", 0))
-        if end == "skipped":
-            skips[f"skipped in {name}: {test.partition('[')[0]}: {found[0].get('message')}"] += 1
-        if is_timed and taken_s > SLOW_S:
-            tally.slow.append(f"{test} ({taken_s:.1f} s)")
-    tally.counts += counts
-    tally.lines += [f"{line} ({count} cases)" for line, count in skips.items()]
-    if code != 0:
-        tally.failures.append(name)
-        print(f"--- {log}\n{last_lines(log, 120)}", flush=True)
-    note(f"      {name}: {counts['passed']} passed, {counts['failed']} failed, {counts['skipped']} skipped")
+    def _pytest(
+        self,
+        name: str,
+        python: Path,
+        folder: Path,
+        *words: str,
+        env: Mapping[str, str] | None = None,
+        timeout_s: float = 1200,
+        runner: Sequence[str] = (),
+    ) -> None:
+        report = _REPORTS / f"{name}.xml"
+        report.parent.mkdir(parents=True, exist_ok=True)
+        report.unlink(missing_ok=True)
+        command: list[str | Path] = [
+            python, *runner, "-m", "pytest", "-q", "-c", ROOT / "pyproject.toml", "--rootdir", ROOT,
+            f"--junitxml={report}", "-o", "junit_family=xunit1", "-o", "junit_duration_report=call",
+            *words, folder,
+        ]  # fmt: skip
+        allowed = (0, 1, _NO_TESTS_COLLECTED)
+        code, log = run_step(f"test {name}", command, env=env, timeout_s=timeout_s, allowed=allowed)
+        if code == _NO_TESTS_COLLECTED and words:
+            if "-k" in words:
+                self.lines.append(f"not run: {name} (no test matches {' '.join(words)})")
+            return
+        ends, skips = list[str](), Counter[str]()
+        has_long_tests = name not in _SUITES or _SUITES[name].has_long_tests
+        for case in ET.parse(report).getroot().iter("testcase") if report.exists() else ():
+            found = [child for child in case if child.tag in {"failure", "error", "skipped"}]
+            ends.append("passed" if not found else "skipped" if found[0].tag == "skipped" else "failed")
+            test, taken_s = f"{case.get('classname')}::{case.get('name')}", float(case.get("time", 0))
+            if ends[-1] == "skipped":
+                skips[f"skipped in {name}: {test.partition('[')[0]}: {found[0].get('message')}"] += 1
+            if taken_s > SLOW_S and not has_long_tests:
+                self.slow.append(f"{test} ({taken_s:.1f} s)")
+        self.ends += ends
+        self.lines += [f"{line} ({count} cases)" for line, count in skips.items()]
+        if code != 0:
+            self.failures.append(name)
+            print(f"--- {log}\n{last_lines(log, 120)}", flush=True)
+        note(f"      {name}: {', '.join(f'{count} {end}' for end, count in Counter(ends).items())}")

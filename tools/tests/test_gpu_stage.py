@@ -20,14 +20,14 @@ def test_record_runs_the_stage_in_the_cuda_vllm_and_writes_its_page(
     ran: list[list[Any]] = []
 
     def note_tests(
-        name: str, python: Path, folder: Path, *_words: object, env: dict[str, str], **_more: object
+        _run: object, name: str, python: Path, folder: Path, *_words: object, env: dict[str, str], **_more: object
     ) -> None:
         ran.append([name, python, folder.relative_to(ROOT).as_posix(), env["KVDEV_DEVICE"], env["PYTHONPATH"]])
 
     monkeypatch.setattr(testing, "_REPORTS", tmp_path)
     monkeypatch.setattr(testing, "cuda_host", lambda: (Path("/cuda/python"), ""))
     monkeypatch.setattr(testing, "install_beside", lambda _uv, _python: Path("/site"))
-    monkeypatch.setattr(testing, "_pytest", note_tests)
+    monkeypatch.setattr(testing._Run, "_pytest", note_tests)
     monkeypatch.setattr(testing, "run_step", lambda _name, command, **_more: ran.append(command))
     assert run_tests(Path("uv"), ["gpu"], RunOptions(is_recorded=True)) == 0
     *tests, record = ran
