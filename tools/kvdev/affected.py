@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from kvdev.paths import PACKAGES, ROOT, siblings_of
 
 if TYPE_CHECKING:
+    from argparse import Namespace
     from collections.abc import Iterable
 
 __all__ = ["affected_by", "run_affected"]
@@ -21,11 +22,11 @@ __all__ = ["affected_by", "run_affected"]
 _SHARED = re.compile(r"(pyproject\.toml|uv\.toml|uv\.lock|\.github/workflows/ci\.yml)$|tools/")
 
 
-def run_affected(base: str) -> int:
-    """Print a JSON list of the packages affected between `base` and HEAD; an unknown base affects all."""
-    command = ["git", "diff", "--name-only", f"{base}...HEAD"]
+def run_affected(_uv: object, options: Namespace) -> int:
+    """Print a JSON list of the packages affected between `options.base` and HEAD; an unknown base affects all."""
+    command = ["git", "diff", "--name-only", f"{options.base}...HEAD"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    is_known = bool(base) and listed.returncode == 0
+    is_known = bool(options.base) and listed.returncode == 0
     print(json.dumps(affected_by(listed.stdout.splitlines()) if is_known else PACKAGES))
     return 0
 

@@ -24,39 +24,38 @@ from kvdev.paths import ROOT, STATE
 from kvdev.steps import fail, note, run_step
 
 if TYPE_CHECKING:
+    from argparse import Namespace
     from collections.abc import Iterator, Mapping, Sequence
 
     Rows = list[dict[str, Any]]
 
-__all__ = ["compared", "run_bench", "run_comparison"]
+__all__ = ["compared", "run_bench"]
 
 _TOLERANCE = 0.95
 
 
-def run_bench(name: str, *, as_json: bool, gates: bool = False) -> int:
-    """Run `tools/bench/NAME.py`; return 0 when every target was met.
-
-    Args:
-        name: The benchmark.
-        as_json: Print the report as the last line.
-        gates: Let the benchmark `connector` judge all of its bounds.
-    """
+def run_bench(_uv: object, options: Namespace) -> int:
+    """Run `tools/bench/NAME.py`, or compare it; return 0 when every target was met, or nothing became slower."""
+    if options.against:
+        return _run_comparison(options)
+    name: str = options.name
     folder = ROOT / "tools" / "bench"
     known = sorted(p.stem for p in folder.glob("[!_]*.py"))
     if name not in known:
         fail(f"no benchmark named {name!r}; there are {', '.join(known)}")
-    if gates and name != "connector":
+    if options.gates and name != "connector":
         fail(f"the benchmark {name!r} has one size: --gates is not for it")
     sys.path.insert(0, str(folder))
-    results: Rows = importlib.import_module(name).run(note, **({"gates": True} if gates else {}))
+    results: Rows = importlib.import_module(name).run(note, **({"gates": True} if options.gates else {}))
     _print_table(f"bench {name}", ("name", "unit", "ours", "baseline", "ratio", "target", "met"), results)
-    if as_json:
+    if options.json:
         print(json.dumps({"results": results, "machine": _machine(), "commit": _commit()}))
     return 0 if all(row["met"] for row in results) else 1
 
 
-def run_comparison(name: str, against: str, *, runs: int, as_json: bool) -> int:
+def _run_comparison(options: Namespace) -> int:
     """Compare this checkout with another one or with a commit; return 0 when nothing became slower than the tolerance."""
+    name, against, runs = options.name, options.against, options.runs
     taken: dict[str, list[Rows]] = {"old": [], "new": []}
     with _checkout(against) as other:
         for turn in range(runs):
@@ -67,7 +66,7 @@ def run_comparison(name: str, against: str, *, runs: int, as_json: bool) -> int:
     figures = compared(taken["old"], taken["new"])
     keys = ("name", "unit", "old", "new", "speed", "old ratio", "new ratio", "slower")
     _print_table(f"bench {name}: {against} (old) against this checkout (new), medians of {runs}", keys, figures)
-    if as_json:
+    if options.json:
         print(json.dumps(figures))
     return 1 if any(one["slower"] for one in figures) else 0
 

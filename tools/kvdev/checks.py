@@ -16,6 +16,7 @@ from kvdev.paths import PACKAGES, ROOT
 from kvdev.steps import DevError, note, run_step
 
 if TYPE_CHECKING:
+    from argparse import Namespace
     from collections.abc import Callable
 
 __all__ = ["run_checks"]
@@ -38,7 +39,7 @@ _FOLDERS = (
 """What mypy checks folder by folder: several have a `conftest.py`, which is one module to it."""
 
 
-def run_checks(uv: Path, *, fix: bool) -> int:
+def run_checks(uv: Path, options: Namespace) -> int:
     """Run every check, report all that failed, return 0 when none did."""
     started = time.monotonic()
     here, apart = Path(sys.executable).parent, tools_environment(uv, "check").parent
@@ -51,8 +52,8 @@ def run_checks(uv: Path, *, fix: bool) -> int:
 
     github = ROOT / ".github"
     formats = [
-        step("ruff format", here / "ruff", "format", *([] if fix else ["--check", "--diff", "--quiet"]), ROOT),
-        step("ruff check", here / "ruff", "check", *(["--fix"] if fix else []), ROOT),
+        step("ruff format", here / "ruff", "format", *([] if options.fix else ["--check", "--diff", "--quiet"]), ROOT),
+        step("ruff check", here / "ruff", "check", *(["--fix"] if options.fix else []), ROOT),
     ]
     checks = [
         ("mypy", _check_types),

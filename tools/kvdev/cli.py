@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import json
+import importlib
 import os
 import signal
 import sys
@@ -11,16 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from kvdev.envs import DEFAULT_VLLM, describe, host_environment, workspace_environment
+from kvdev.envs import DEFAULT_VLLM, workspace_environment
 from kvdev.paths import ROOT
-from kvdev.steps import DevError, fail
+from kvdev.steps import DevError
 from kvdev.uvtool import find_or_install_uv
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import FrameType
-
-    _Verb = Callable[[Path, argparse.Namespace], int]
 
 __all__ = ["FAMILIES", "main", "make_parser"]
 
@@ -48,15 +46,12 @@ def main(arguments: list[str]) -> int:
     options = make_parser().parse_args(arguments)
     signal.signal(signal.SIGTERM, _interrupt)
     try:
-        if options.verb == "affected":  # needs no environment
-            from kvdev.affected import run_affected
-
-            return run_affected(options.base)
         if options.verb == "demo" and options.list_families:
             print("\n".join(f"  {name:16}  {about}" for name, about in FAMILIES.items()))
             return 0
-        run: _Verb = options.run
-        return run(_enter_workspace(arguments), options)
+        uv = None if options.verb == "affected" else _enter_workspace(arguments)
+        module, _, function = options.run.partition(":")
+        return int(getattr(importlib.import_module(f"kvdev.{module}"), function)(uv, options))
     except DevError as error:
         print(f"dev.py {options.verb}: {error}", file=sys.stderr)
         return 1
@@ -81,16 +76,18 @@ def _enter_workspace(arguments: list[str]) -> Path:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser; `options.run` is what runs the verb `options.verb`."""
+    """Return the parser; `options.run` is the module and function that run a verb, called with uv and the options."""
     parser = argparse.ArgumentParser(prog="dev.py", description="The verbs of this repository. Each has --help.")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
 
-    def verb(name: str, about: str, run: _Verb | None = None) -> Callable[..., argparse.Action]:
+    def verb(name: str, about: str, run: str) -> Callable[..., argparse.Action]:
         added = verbs.add_parser(name, help=about, description=about)
         added.set_defaults(run=run)
         return added.add_argument
 
-    add = verb("demo", "two real vLLM engines hand a prompt over, beside one engine that does it alone", _demo)
+    add = verb(
+        "demo", "two real vLLM engines hand a prompt over, beside one engine that does it alone", "demo:run_demo"
+    )
     add("--json", action="store_true", help="print one JSON object as the last line")
     add("--keep", action="store_true", help="leave the engines and the router up and print curl lines")
     add("--vllm", default=DEFAULT_VLLM, help="vLLM version to run (default %(default)s)")
@@ -98,48 +95,66 @@ def make_parser() -> argparse.ArgumentParser:
     add("--family", default="words", choices=FAMILIES, help="model family (default %(default)s)")
     add("--list-families", action="store_true", help="list the model families and end")
 
-    add = verb("test", "run the tests: the short run of every change, all with --full, or the scopes named", _test)
+    add = verb(
+        "test",
+        "run the tests: the short run of every change, all with --full, or the scopes named",
+        "testing:run_tests",
+    )
     scopes = "a package name, check, tools, never-wrong, sim, real-io, security, chaos, host, fleet, gpu"
     add("scope", nargs="*", help=scopes)
     add("--vllm", default=DEFAULT_VLLM, help="vLLM version for the scopes host and fleet (default %(default)s)")
     add("-k", dest="select", default="", help="passed to pytest")
-    add("--full", action="store_const", dest="tier", const="all", help="the short run, then all the rest")
-    add("--rest", action="store_const", dest="tier", const="rest", help="what --full runs after the short run")
+    add(
+        "--full",
+        action="store_const",
+        dest="tier",
+        const="all",
+        default="quick",
+        help="the short run, then all the rest",
+    )
+    add(
+        "--rest",
+        action="store_const",
+        dest="tier",
+        const="rest",
+        default="quick",
+        help="what --full runs after the short run",
+    )
     add("--long", action="store_true", help="weekly: everything, in the long variants (KVDEV_LONG=1)")
     add("--record", action="store_true", help="scope gpu: write docs/gpu-evidence.md")
     add("--lowest", action="store_true", help="packages with the lowest versions that they allow")
 
-    add = verb("check", "format, lint, types, import contracts, house rules, workflow files", _check)
+    add = verb("check", "format, lint, types, import contracts, house rules, workflow files", "checks:run_checks")
     add("--fix", action="store_true", help="let ruff rewrite what it can")
 
-    add = verb("bench", "measure against a baseline, interleaved in the same run", _bench)
+    add = verb("bench", "measure against a baseline, interleaved in the same run", "benching:run_bench")
     add("name", help="connector, handshake, scheduler, seals, topology or transfer")
     add("--json", action="store_true", help="print one JSON object as the last line")
     add("--against", metavar="PATH_OR_REV", help="compare with another checkout or commit, runs interleaved")
     add("--runs", type=int, default=7, help="with --against: runs of each side (default %(default)s)")
     add("--gates", action="store_true", help="connector: judge each of its bounds; most of an hour")
 
-    add = verb("lock", "renew uv.lock and keep it index-neutral", _lock)
+    add = verb("lock", "renew uv.lock and keep it index-neutral", "locking:run_lock")
     add("--check", action="store_true", help="prove that a re-resolution gives the same versions and hashes")
     add("--upgrade", action="store_true", help="take the newest versions that the requirements allow")
 
-    add = verb("env", "make the environments and say what there is", _env)
+    add = verb("env", "make the environments and say what there is", "envs:run_env")
     add("--host", action="store_true", help="make the host environment (real vLLM) too")
     add("--vllm", default=DEFAULT_VLLM, help="vLLM version of the host environment (default %(default)s)")
 
-    add = verb("router", _ABOUT_ROUTER, _router)
+    add = verb("router", _ABOUT_ROUTER, "router:run_router")
     _add_router_options(add)
 
-    add = verb("release", "build one package as it is released, and judge the files", _release)
+    add = verb("release", "build one package as it is released, and judge the files", "release:run_release")
     add("package", help="the package to release")
     add("--tagged", action="store_true", help="the tag must fit (the release workflow); else a rehearsal")
 
-    add = verb("dist", "build wheels and source archives of all five packages", _dist)
+    add = verb("dist", "build wheels and source archives of all five packages", "release:run_dist")
     add("folder", nargs="?", type=Path, default=ROOT / "dist", help="where to put them (default: dist in the checkout)")
 
-    verb("docs", "build the site in .dev/site; any warning is an error", _docs)
+    verb("docs", "build the site in .dev/site; any warning is an error", "site:run_docs")
 
-    add = verb("affected", "the packages that the commits since BASE affect, as JSON")
+    add = verb("affected", "the packages that the commits since BASE affect, as JSON", "affected:run_affected")
     add("base", nargs="?", default="", help="a commit (default or unknown: all packages)")
     return parser
 
@@ -173,83 +188,3 @@ def side_channel(text: str) -> tuple[str, int]:
     if not parts.hostname or not parts.port:
         raise ValueError(text)
     return parts.hostname, parts.port
-
-
-def _demo(uv: Path, options: argparse.Namespace) -> int:
-    from kvdev.demo import run_demo
-
-    return run_demo(uv, options)
-
-
-def _test(uv: Path, options: argparse.Namespace) -> int:
-    from kvdev.testing import RunOptions, run_tests
-
-    chosen = RunOptions(
-        options.vllm,
-        options.select,
-        is_long=options.long,
-        is_lowest=options.lowest,
-        is_recorded=options.record,
-        tier=options.tier or "quick",
-    )
-    return run_tests(uv, options.scope, chosen)
-
-
-def _check(uv: Path, options: argparse.Namespace) -> int:
-    from kvdev.checks import run_checks
-
-    return run_checks(uv, fix=options.fix)
-
-
-def _bench(_uv: Path, options: argparse.Namespace) -> int:
-    from kvdev.benching import run_bench, run_comparison
-
-    if options.against:
-        return run_comparison(options.name, options.against, runs=options.runs, as_json=options.json)
-    return run_bench(options.name, as_json=options.json, gates=options.gates)
-
-
-def _lock(uv: Path, options: argparse.Namespace) -> int:
-    from kvdev.locking import check_lock, renew_lock
-
-    return check_lock(uv) if options.check else renew_lock(uv, upgrade=options.upgrade)
-
-
-def _release(uv: Path, options: argparse.Namespace) -> int:
-    from kvdev.release import release
-
-    return release(uv, options.package, tagged=options.tagged)
-
-
-def _dist(uv: Path, options: argparse.Namespace) -> int:
-    from kvdev.release import run_dist
-
-    return run_dist(uv, options.folder)
-
-
-def _env(uv: Path, options: argparse.Namespace) -> int:
-    if options.host:
-        host_environment(uv, options.vllm)
-    print(json.dumps(describe(), indent=2))
-    return 0
-
-
-def _docs(uv: Path, _options: argparse.Namespace) -> int:
-    from kvdev.site import build_site
-
-    print(build_site(uv) / "index.html")
-    return 0
-
-
-def _router(_uv: Path, options: argparse.Namespace) -> int:
-    from kvdev.router import make_app, serve_forever
-
-    if options.concurrent and len(options.concurrent) != len(options.prefill):
-        fail("give --concurrent HOST:PORT once for each --prefill")
-    try:
-        secret = options.secret_file.read_bytes().splitlines()[0].strip() if options.secret_file else None
-    except (OSError, IndexError) as error:
-        fail(f"no secret in {options.secret_file}: {error}")
-    return serve_forever(
-        make_app(options.prefill, options.decode, options.concurrent, secret), options.host, options.port
-    )

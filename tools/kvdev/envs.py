@@ -7,6 +7,7 @@ never taken for a good one.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 import sys
@@ -18,6 +19,7 @@ from kvdev.steps import note, run_step
 from kvdev.uvtool import uv_environment
 
 if TYPE_CHECKING:
+    from argparse import Namespace
     from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
@@ -25,13 +27,13 @@ __all__ = [
     "DEFAULT_VLLM",
     "NIXL_VERSION",
     "build_wheels",
-    "describe",
     "fleet_environment",
     "host_environment",
     "host_python",
     "lowest_environment",
     "package_environment",
     "pip_install",
+    "run_env",
     "tools_environment",
     "workspace_environment",
 ]
@@ -201,9 +203,11 @@ def fleet_environment(uv: Path, vllm: str = DEFAULT_VLLM) -> Path:
     return _stamped(venv, _digest([_FLEET_REQUIREMENTS], *stamps), install, "fleet")
 
 
-def describe() -> dict[str, object]:
-    """Tell what environments this checkout has."""
-    return {
+def run_env(uv: Path, options: Namespace) -> int:
+    """Make the host's environment if it is asked for, and print what environments this checkout has."""
+    if options.host:
+        host_environment(uv, options.vllm)
+    facts = {
         "python": sys.version.split()[0],
         "cpus": os.cpu_count(),
         "workspace": WORKSPACE_VENV.exists(),
@@ -211,6 +215,8 @@ def describe() -> dict[str, object]:
         "others": sorted(folder.name for folder in (STATE / "venvs").glob("*")),
         "gpu": shutil.which("nvidia-smi") is not None,
     }
+    print(json.dumps(facts, indent=2))
+    return 0
 
 
 def build_wheels(uv: Path, names: Sequence[str] = PACKAGES) -> list[Path]:

@@ -18,10 +18,11 @@ from kvdev.steps import fail, note, run_step
 from kvdev.uvtool import uv_environment
 
 if TYPE_CHECKING:
+    from argparse import Namespace
     from collections.abc import Iterator
     from pathlib import Path
 
-__all__ = ["bindings", "check_lock", "exclusive", "is_neutral", "neutralise", "preserved_lock", "renew_lock"]
+__all__ = ["bindings", "exclusive", "is_neutral", "neutralise", "preserved_lock", "run_lock"]
 
 _NEUTRAL = "https://index.invalid/"
 _REGISTRY = re.compile(r'(registry = ")(?!https://index\.invalid/)[^"]+(")')
@@ -81,20 +82,19 @@ def _resolved(uv: Path, *words: str) -> tuple[str, list[str]]:
     return after, [f"  gone: {each}" for each in sorted(old - new)] + [f"  new: {each}" for each in sorted(new - old)]
 
 
-def renew_lock(uv: Path, *, upgrade: bool) -> int:
-    """Resolve again (with `upgrade`, to the newest versions) and write a neutral `uv.lock`."""
-    text, changed = _resolved(uv, *(["--upgrade"] if upgrade else []))
-    LOCK.write_text(text)
-    note("\n".join(changed) or "nothing changed")
-    return 0
+def run_lock(uv: Path, options: Namespace) -> int:
+    """Resolve again (with `upgrade`, to the newest versions) and write a neutral `uv.lock`.
 
-
-def check_lock(uv: Path) -> int:
-    """Prove that the committed lock is neutral and that resolving again gives the same versions and hashes."""
-    if not is_neutral(LOCK.read_text()):
+    With `check`, prove that the committed lock is neutral and that resolving again gives the same versions and hashes.
+    """
+    if options.check and not is_neutral(LOCK.read_text()):
         fail("uv.lock names a real index; run `python3 tools/dev.py lock` and commit the result")
-    _, changed = _resolved(uv)
-    if changed:
+    text, changed = _resolved(uv, *(["--upgrade"] if options.upgrade else []))
+    if not options.check:
+        LOCK.write_text(text)
+        note("\n".join(changed) or "nothing changed")
+    elif changed:
         fail("a re-resolution differs from uv.lock; run `python3 tools/dev.py lock`:\n" + "\n".join(changed))
-    print("uv.lock: a re-resolution gives the same versions and hashes; addresses are neutral")
+    else:
+        note("uv.lock: a re-resolution gives the same versions and hashes; addresses are neutral")
     return 0

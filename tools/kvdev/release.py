@@ -23,35 +23,37 @@ from kvdev.steps import fail, note, run_step
 from kvdev.uvtool import uv_environment
 
 if TYPE_CHECKING:
+    from argparse import Namespace
     from collections.abc import Sequence
     from pathlib import Path
 
-__all__ = ["absolute_links", "build", "release", "repository_address", "run_dist", "version_faults"]
+__all__ = ["absolute_links", "build", "repository_address", "run_dist", "run_release", "version_faults"]
 
 _LINK = re.compile(r"\[([^\]]*)\]\(((?:\.\./)+)([^)#\s]+)(#[^)\s]*)?\)")
 _PARTS = ("src", "examples", "tests", "README.md", "LICENSE", "CHANGELOG.md", "pyproject.toml")
 
 
-def run_dist(uv: Path, folder: Path) -> int:
+def run_dist(uv: Path, options: Namespace) -> int:
     """Build the files of all packages into one folder; `requirements.txt` beside them pins the wheels by version and hash.
 
     So they are installed from this folder alone: no index is asked for them, where anyone may have registered their names.
     """
-    files = [file for name in PACKAGES for file in build(uv, name, folder.resolve())]
+    files = [file for name in PACKAGES for file in build(uv, name, options.folder.resolve())]
     _judge(uv, files)
     print("\n".join(str(file) for file in files))
     return 0
 
 
-def release(uv: Path, package: str, *, tagged: bool) -> int:
+def run_release(uv: Path, options: Namespace) -> int:
     """Build the files of one package and judge them; return 0 when nothing stands against a release."""
+    package: str = options.package
     if package not in PACKAGES:
         fail(f"no package named {package!r}; there are {', '.join(PACKAGES)}")
     if faults := version_faults(package):
         fail("versions do not fit:\n  " + "\n  ".join(faults))
     version = project_of(ROOT / "packages" / package)["version"]
     tag = f"{package}-v{version}"
-    given = os.environ.get("GITHUB_REF_NAME", tag) if tagged else tag
+    given = os.environ.get("GITHUB_REF_NAME", tag) if options.tagged else tag
     if given != tag:
         fail(f"the tag {given!r} is not {tag!r}, which the version in pyproject.toml asks for")
     if f"\n## {version} (" not in (ROOT / "packages" / package / "CHANGELOG.md").read_text():

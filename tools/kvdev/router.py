@@ -24,11 +24,13 @@ import aiohttp
 from aiohttp import web
 
 from kv_scheduler_state import prefill_request_params
+from kvdev.steps import fail
 
 if TYPE_CHECKING:
+    from argparse import Namespace
     from collections.abc import AsyncIterator, Mapping, Sequence
 
-__all__ = ["make_app", "serve_forever"]
+__all__ = ["make_app", "run_router"]
 
 _PATHS = ("/v1/completions", "/v1/chat/completions")
 _PREFILL_TIMEOUT = aiohttp.ClientTimeout(total=600)
@@ -339,17 +341,17 @@ def make_app(
     return app
 
 
-def serve_forever(app: web.Application, host: str, port: int) -> int:
+def run_router(_uv: object, options: Namespace) -> int:
     """Serve until interrupted; return 1 if the port cannot be bound."""
+    if options.concurrent and len(options.concurrent) != len(options.prefill):
+        fail("give --concurrent HOST:PORT once for each --prefill")
+    secret = options.secret_file.read_bytes().splitlines()[0].strip() if options.secret_file else None
+    app = make_app(options.prefill, options.decode, options.concurrent, secret)
+    about = f"router on http://{options.host}:{options.port}"
     try:
         web.run_app(
-            app,
-            host=host,
-            port=port,
-            shutdown_timeout=1,
-            print=lambda _: print(f"router on http://{host}:{port}", flush=True),
+            app, host=options.host, port=options.port, shutdown_timeout=1, print=lambda _: print(about, flush=True)
         )
     except (OSError, OverflowError) as error:
-        print(f"router: cannot listen on {host}:{port}: {error}; choose another --port", flush=True)
-        return 1
+        fail(f"cannot listen on {options.host}:{options.port}: {error}; choose another --port")
     return 0

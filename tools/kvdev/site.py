@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from pathlib import Path
 
-__all__ = ["SITE", "build_site", "configuration_page", "link_inside", "metric_names_page", "state_machines_page"]
+__all__ = ["SITE", "configuration_page", "link_inside", "metric_names_page", "run_docs", "state_machines_page"]
 
 SITE = STATE / "site"
 _SOURCE = STATE / "site-source"
@@ -42,8 +42,8 @@ _LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!https?:|mailto:|#)([^)\s#]+)(#[^)\s]*)
 _FENCE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 
 
-def build_site(uv: Path) -> Path:
-    """Build the site; return its folder. Any warning of MkDocs is an error."""
+def run_docs(uv: Path, _options: object = None) -> int:
+    """Build the site in `SITE`. Any warning of MkDocs is an error."""
     python = tools_environment(uv, "docs")
     shutil.rmtree(_SOURCE, ignore_errors=True)
     shutil.copytree(ROOT / "docs", _SOURCE)
@@ -66,7 +66,8 @@ def build_site(uv: Path) -> Path:
     command: list[str | Path] = [python, "-m", "mkdocs", "build", "--strict", "--config-file", ROOT / "mkdocs.yml"]
     # MkDocs' theme advertises its successor on every build, which a log of warnings need not hold.
     run_step("build the site", command, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}, timeout_s=300)
-    return SITE
+    print(SITE / "index.html")
+    return 0
 
 
 def link_inside(text: str, origin: str, place: str) -> str:

@@ -13,14 +13,14 @@ import os
 import sys
 import time
 import xml.etree.ElementTree as ET
+from argparse import Namespace
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from kvdev.envs import (
-    DEFAULT_VLLM,
     fleet_environment,
     host_environment,
     lowest_environment,
@@ -34,10 +34,9 @@ from kvdev.steps import DevError, fail, last_lines, note, run_step
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["GPU_PAGE", "SCOPES", "RunOptions", "run_tests"]
+__all__ = ["GPU_PAGE", "SCOPES", "run_tests"]
 
-Tier = Literal["quick", "rest", "all"]
-BUDGET_S: dict[Tier, int] = {"quick": 720, "rest": 1980}
+BUDGET_S = {"quick": 720, "rest": 1980}
 """Seconds on two cores that the short run and the rest of the full run may take, installations included; said, never judged."""
 SLOW_S = 5.0
 GPU_PAGE = ROOT / "docs" / "gpu-evidence.md"
@@ -104,61 +103,41 @@ _ALONE = ("sim", "real-io", "security", "chaos", "fleet", "gpu", "host-engines")
 """Of the rest: what is bound by no clock and starts no engine runs two at a time, all else by itself."""
 
 
-@dataclass(frozen=True, slots=True)
-class RunOptions:
-    """Choices that hold for every suite of a run."""
-
-    vllm: str = DEFAULT_VLLM
-    select: str = ""
-    """pytest's -k."""
-    is_long: bool = False
-    is_lowest: bool = False
-    is_recorded: bool = False
-    """Whether the GPU stage writes its page in the documents."""
-    tier: Tier = "quick"
-    """Tests without the mark `full`, those with it, or both."""
-
-    def words_of(self, suite: _Suite) -> list[str]:
-        """Return the arguments that select a suite's tests."""
-        marks: dict[Tier, list[str]] = {"quick": ["-m", "not full"], "rest": ["-m", "full or sized"], "all": []}
-        return [*([] if suite.is_one_tier else marks[self.tier]), *(["-k", self.select] if self.select else [])]
-
-
-def run_tests(uv: Path, scopes: Sequence[str], options: RunOptions) -> int:
-    """Run the scopes (none: the tier of the options, all scopes); return 0 when nothing failed."""
+def run_tests(uv: Path, options: Namespace) -> int:
+    """Run the scopes named (none: the tier of the options, all scopes); return 0 when nothing failed."""
+    scopes: list[str] = options.scope
     if unknown := [scope for scope in scopes if scope not in SCOPES]:
         fail(f"no scope named {', '.join(unknown)}; the scopes are {', '.join(SCOPES)}")
-    if options.is_lowest and (wrong := [scope for scope in scopes if scope not in PACKAGES]):
+    if options.lowest and (wrong := [scope for scope in scopes if scope not in PACKAGES]):
         fail(f"--lowest is for packages ({', '.join(PACKAGES)}), not for {', '.join(wrong)}")
-    if options.is_recorded and list(scopes) != ["gpu"]:
+    if options.record and scopes != ["gpu"]:
         fail("--record is for the scope gpu alone: dev.py test gpu --record")
-    if options.is_long:
-        os.environ["KVDEV_LONG"] = "1"
-        options = replace(options, tier="all")
-    if scopes or options.is_lowest or options.is_long:
-        names = [name for scope in scopes or (PACKAGES if options.is_lowest else SCOPES) for name in SCOPES[scope]]
-        if options.is_long and "host-engines" in names:
+    if options.long:
+        os.environ["KVDEV_LONG"], options.tier = "1", "all"
+    if scopes or options.lowest or options.long:
+        names = [name for scope in scopes or (PACKAGES if options.lowest else SCOPES) for name in SCOPES[scope]]
+        if options.long and "host-engines" in names:
             names.append("host-families")
-        return _Run(uv, options, is_named=bool(scopes)).make([[name] for name in names], 1)
-    tiers: tuple[Tier, ...] = ("quick", "rest") if options.tier == "all" else (options.tier,)
-    return max([_run_tier(uv, replace(options, tier=tier)) for tier in tiers])
+        return _Run(uv, options, options.tier).make([[name] for name in names], 1)
+    tiers = ("quick", "rest") if options.tier == "all" else (options.tier,)
+    return max([_run_tier(uv, options, tier) for tier in tiers])
 
 
-def _run_tier(uv: Path, options: RunOptions) -> int:
+def _run_tier(uv: Path, options: Namespace, tier: str) -> int:
     started = time.monotonic()
-    if options.tier == "quick":
+    if tier == "quick":
         note("left to `dev.py test --full`: tests marked `full`, the scopes fleet and gpu")
         tools_environment(uv, "check")  # one environment is made at a time: the checks need not wait for the host's
         late = {"host-engines", "installations", "wire-in-go", "fleet", "host-families"}
         suites = [name for name in _SUITES if name not in late]
-        run = _Run(uv, options, is_shared=True)
+        run = _Run(uv, options, tier, is_shared=True)
         # Tests of the short run are bound by no clock, and a third of their time they wait.
         code = run.make([["check", "host environment"], suites, ["host-engines"]], 3)
         SLOW_TESTS.write_text("".join(f"{line}\n" for line in run.slow))
     else:
         os.environ["KVDEV_FULL"] = "1"
-        code = _Run(uv, options).make([_SHARED, *([name] for name in _ALONE)], 2)
-    print(f"budget: {time.monotonic() - started:.0f} of {BUDGET_S[options.tier]} s on two cores")
+        code = _Run(uv, options, tier).make([_SHARED, *([name] for name in _ALONE)], 2)
+    print(f"budget: {time.monotonic() - started:.0f} of {BUDGET_S[tier]} s on two cores")
     return code
 
 
@@ -166,13 +145,13 @@ def _run_tier(uv: Path, options: RunOptions) -> int:
 class _Run:
     """Calls of pytest, several at a time, and what they count: only ever appended to, by any thread.
 
-    `is_named`: whether the caller named scopes; a named one that cannot run here is a failure. `is_shared`: whether packages are
-    tested in the workspace's environment; otherwise each by itself, in one of its own, which proves more.
+    `tier`: tests without the mark `full`, those with it, or both. `is_shared`: whether packages are tested in the workspace's
+    environment; otherwise each by itself, in one of its own, which proves more.
     """
 
     uv: Path
-    options: RunOptions
-    is_named: bool = False
+    options: Namespace
+    tier: str
     is_shared: bool = False
     ends: list[str] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
@@ -216,7 +195,7 @@ class _Run:
     def _check(self) -> None:
         from kvdev.checks import run_checks
 
-        if run_checks(self.uv, fix=False) != 0:
+        if run_checks(self.uv, Namespace(fix=False)) != 0:
             fail("the checks failed")
 
     def _suite(self, name: str, suite: _Suite) -> None:
@@ -230,16 +209,22 @@ class _Run:
                 python, env = hosts, dict(os.environ)
         elif suite.place == "fleet":
             env["KVDEV_FLEET_PYTHON"] = str(fleet_environment(self.uv, vllm))
-        limit_s = suite.timeout_s * (4 if self.options.is_long else 1)
-        words = [*suite.words, *self.options.words_of(suite)]
+        limit_s = suite.timeout_s * (4 if self.options.long else 1)
+        words = [*suite.words, *self._words_of(suite)]
         self._pytest(name, python, ROOT / suite.folder, *words, env=env, timeout_s=limit_s)
+
+    def _words_of(self, suite: _Suite) -> list[str]:
+        """Return the arguments that select a suite's tests."""
+        marks = {"quick": ["-m", "not full"], "rest": ["-m", "full or sized"], "all": []}
+        selected = ["-k", self.options.select] if self.options.select else []
+        return [*([] if suite.is_one_tier else marks[self.tier]), *selected]
 
     def _package(self, name: str) -> None:
         """Run all tests of a package in an environment that holds it alone, then hold its core to its coverage floor."""
         folder, options = ROOT / "packages" / name, self.options
         rules, words = folder / "core.coveragerc", ["-k", options.select] if options.select else []
-        python = (lowest_environment if options.is_lowest else package_environment)(self.uv, name)
-        if options.is_lowest or options.select or not rules.exists():
+        python = (lowest_environment if options.lowest else package_environment)(self.uv, name)
+        if options.lowest or options.select or not rules.exists():
             self._pytest(name, python, folder / "tests", *words)
             return
         # Explorations and the like would take several times as long under coverage, and add nothing to it.
@@ -260,7 +245,7 @@ class _Run:
         python, reason = cuda_host()
         if python is None:
             self.lines.append(f"not run: gpu ({reason}; the GPU stage is not green, it did not happen)")
-            self.failures += ["gpu"] * self.is_named
+            self.failures += ["gpu"] * ("gpu" in self.options.scope)  # one that was named is expected to run
             return
         site, figures = install_beside(self.uv, python), _REPORTS / "gpu-figures.jsonl"
         reports = [_REPORTS / f"{name}.xml" for name in ("gpu", "gpu-device", "gpu-engines")]
@@ -270,12 +255,12 @@ class _Run:
         inside = {**variables, "PYTHONPATH": str(site)}
         engines = {**variables, "PYTHONPATH": str(ROOT / "tools")}
         folder = ROOT / "integration_tests" / "gpu"
-        words = self.options.words_of(_Suite(""))
+        words = self._words_of(_Suite(""))
         self._pytest("gpu", python, folder / "test_gpu.py", *words, env=inside)
         self._pytest("gpu-device", python, folder / "device", "--timeout=300", *words, env=inside)
         here = Path(sys.executable)
         self._pytest("gpu-engines", here, folder / "engines", *_ENGINES, *words, env=engines, timeout_s=2400)
-        if self.options.is_recorded:
+        if self.options.record:
             # The page is written from all parts, also where one failed or did not run.
             parts = [word for report in reports for word in ("--report", report)]
             command = [python, folder / "record.py", *parts, "--figures", figures, "--record", GPU_PAGE]

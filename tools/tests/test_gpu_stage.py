@@ -9,9 +9,14 @@ from typing import Any
 import pytest
 
 from kvdev import gpu, testing
+from kvdev.cli import make_parser
 from kvdev.paths import ROOT
 from kvdev.steps import DevError
-from kvdev.testing import GPU_PAGE, RunOptions, run_tests
+from kvdev.testing import GPU_PAGE, run_tests
+
+
+def stage(*words: str) -> int:
+    return run_tests(Path("uv"), make_parser().parse_args(["test", *words]))
 
 
 def test_record_runs_the_stage_in_the_cuda_vllm_and_writes_its_page(
@@ -29,7 +34,7 @@ def test_record_runs_the_stage_in_the_cuda_vllm_and_writes_its_page(
     monkeypatch.setattr(testing, "install_beside", lambda _uv, _python: Path("/site"))
     monkeypatch.setattr(testing._Run, "_pytest", note_tests)
     monkeypatch.setattr(testing, "run_step", lambda _name, command, **_more: ran.append(command))
-    assert run_tests(Path("uv"), ["gpu"], RunOptions(is_recorded=True)) == 0
+    assert stage("gpu", "--record") == 0
     *tests, record = ran
     assert tests == [
         ["gpu", Path("/cuda/python"), "integration_tests/gpu/test_gpu.py", "cuda", "/site"],
@@ -45,14 +50,14 @@ def test_without_a_gpu_or_a_cuda_vllm_nothing_runs_and_the_exit_code_and_the_rea
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert run_tests(Path("uv"), ["gpu"], RunOptions()) == 1
+    assert stage("gpu") == 1
     assert "not run: gpu (this machine has no NVIDIA GPU;" in capsys.readouterr().out
     programs = {"nvidia-smi": "exit 0", "python": "echo 'No module named torch' >&2; exit 1"}
     for name, script in programs.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv(gpu.HOST_VARIABLE, str(tmp_path / "python"))
-    assert run_tests(Path("uv"), ["gpu"], RunOptions(is_recorded=True)) == 1
+    assert stage("gpu", "--record") == 1
     assert f"{gpu.HOST_VARIABLE} may name its python" in capsys.readouterr().out
     assert "No module named torch" in gpu.cuda_host()[1]
     (tmp_path / "python").write_text("#!/bin/sh\nexit 0\n")
@@ -61,4 +66,4 @@ def test_without_a_gpu_or_a_cuda_vllm_nothing_runs_and_the_exit_code_and_the_rea
 
 def test_record_is_for_the_gpu_alone() -> None:
     with pytest.raises(DevError, match="gpu alone"):
-        run_tests(Path("uv"), ["gpu", "sim"], RunOptions(is_recorded=True))
+        stage("gpu", "sim", "--record")

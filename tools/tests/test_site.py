@@ -6,14 +6,14 @@ import re
 
 import pytest
 
-from kvdev.site import SITE, build_site, configuration_page, link_inside, metric_names_page, state_machines_page
+from kvdev.site import SITE, configuration_page, link_inside, metric_names_page, run_docs, state_machines_page
 from kvdev.uvtool import find_or_install_uv
 from vllm_adapter.config import describe_keys
 
 
 @pytest.mark.full  # the site is built with tools of its own
 def test_pages_load_nothing_from_elsewhere_and_nothing_that_is_not_there() -> None:
-    build_site(find_or_install_uv())
+    run_docs(find_or_install_uv())
     pages = {file: file.read_text() for file in SITE.rglob("index.html")}
     assert len(pages) > 40
     loaded = [
