@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 import uuid
+from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -40,8 +40,6 @@ _MAX_BODY_BYTES = 64 * 2**20
 _ATTEMPTS = 6
 """Decode engines that a request is offered to, one after the other, the same ones again after a while."""
 _PAUSE_S = 0.25
-_LAST_FOR_S = 1.0
-"""An engine that refused is asked last for so long."""
 _NO_ANSWER = (aiohttp.ClientError, TimeoutError, json.JSONDecodeError)
 
 
@@ -75,34 +73,13 @@ class _Job:
     ticket: object = None
 
 
-class _Side:
-    """The prefill or the decode engines, asked in turn."""
-
-    def __init__(self, urls: Sequence[str]) -> None:
-        self.urls = list(urls)
-        self._turn = 0
-        self._last_until_s: dict[str, float] = {}
-
-    def in_turn(self) -> list[str]:
-        """Return all engines in the order to ask them in: the next in turn first, those that refused lately last."""
-        turned = self.urls[self._turn :] + self.urls[: self._turn]
-        self._turn = (self._turn + 1) % len(self.urls)
-        now_s = time.monotonic()
-        return sorted(turned, key=lambda url: self._last_until_s.get(url, 0.0) > now_s)
-
-    def refused(self, url: str, reason: object) -> None:
-        """Ask an engine last for a while."""
-        print(f"router: {url} does not answer: {reason}", flush=True)
-        self._last_until_s[url] = time.monotonic() + _LAST_FOR_S
-
-
 class _Router:
-    """Both sides of the fleet."""
+    """Both sides of the fleet, whose engines are asked in turn."""
 
     def __init__(
         self, prefill: Sequence[str], decode: Sequence[str], channels: Sequence[tuple[str, int]], secret: bytes | None
     ) -> None:
-        self.prefill, self.decode = _Side(prefill), _Side(decode)
+        self.prefill, self.decode = deque(prefill), deque(decode)
         self.channels = dict(zip(prefill, channels, strict=True)) if channels else {}
         self.secret = secret
 
@@ -136,13 +113,11 @@ class _Router:
     async def _fetch_ticket(self, job: _Job) -> None:
         """Put a prefill engine's ticket into the job, None for no hand-over."""
         job.ticket = None
-        for url in self.prefill.in_turn() if _is_one_prompt(job.body) else ():
-            try:
+        for url in _in_turn(self.prefill) if _is_one_prompt(job.body) else ():
+            # A prefill engine that is down costs time, not answers: the decode engine can compute the prompt itself.
+            with suppress(_Refusal):
                 job.ticket = await self._ask_prefill(job, url, prefill_request_params())
                 break
-            except _Refusal as refusal:
-                # A prefill engine that is down costs time, not answers: the decode engine can compute the prompt itself.
-                self.prefill.refused(url, refusal)
 
     async def _ask_prefill(self, job: _Job, url: str, params: Mapping[str, object]) -> object:
         short = {k: v for k, v in job.body.items() if k not in {"stream_options", "min_tokens", "best_of"}}
@@ -165,7 +140,7 @@ class _Router:
 
     async def _ask_both(self, job: _Job) -> web.StreamResponse:
         """Relay a decode engine's answer to a request that goes to a prefill engine at the same time."""
-        url = self.prefill.in_turn()[0]
+        url = _in_turn(self.prefill)[0]
         params = prefill_request_params((uuid.uuid4().hex, *self.channels[url]), secret=self.secret)
         job.ticket = {"do_remote_prefill": True, "do_remote_decode": False, "kv_stream": params["kv_stream"]}
         prefill = asyncio.create_task(self._prefill_beside(job, url, params))
@@ -179,13 +154,8 @@ class _Router:
 
     async def _prefill_beside(self, job: _Job, url: str, params: dict[str, Any]) -> None:
         """Let a prefill engine compute a prompt; else withdraw the hand-over, or the decode engine waits 30 s for it."""
-        try:
+        with suppress(_Refusal, _Rejected):  # the decode engine rejects the request as well
             await self._ask_prefill(job, url, params)
-        except _Refusal as refusal:
-            self.prefill.refused(url, refusal)
-        except _Rejected:
-            pass  # the decode engine refuses it as well
-        else:
             return
         withdrawal = {**params, "kv_stream": {**params["kv_stream"], "withdraw": True}}
         body = {"prompt": [0], "max_tokens": 1, "kv_transfer_params": withdrawal}
@@ -199,16 +169,16 @@ class _Router:
 
     async def _answer(self, job: _Job) -> web.StreamResponse:
         """Relay a decode engine's answer; offer the request to another engine while nothing has gone to the client."""
-        reason = ""
+        reason, urls = "", _in_turn(self.decode)
         for attempt in range(_ATTEMPTS):
             # A second round over the same engines is worth a pause: one may be starting.
-            await asyncio.sleep(_PAUSE_S * (attempt // len(self.decode.urls)))
-            url = self.decode.in_turn()[0]
+            await asyncio.sleep(_PAUSE_S * (attempt // len(urls)))
+            url = urls[attempt % len(urls)]
             try:
                 return await self._relay(job, url)
             except _Refusal as refusal:
                 reason = f"{url}: {refusal}"
-                self.decode.refused(url, refusal)
+                print(f"router: {reason}", flush=True)
                 # A ticket that two engines refuse is perhaps spent, or its lease is over.
                 if refusal.has_seen_ticket or attempt % 2:
                     await self._fetch_ticket(job)
@@ -236,23 +206,12 @@ class _Router:
             raise _Refusal("it drains", has_seen_ticket=any(choice.get("text") for choice in answer["choices"]))
         return web.Response(status=reply.status, body=data, content_type=reply.content_type)
 
-    async def health(self, _: web.Request) -> web.Response:
-        """Answer 200 if each engine does, else 503 with the names of those that do not."""
-        silent = []
-        for url in (*self.prefill.urls, *self.decode.urls):
-            try:
-                async with self.session.get(url + "/health", timeout=_SHORT_TIMEOUT) as reply:
-                    reply.raise_for_status()
-            except _NO_ANSWER:
-                silent.append(url)
-        return web.json_response({"silent": silent}, status=503 if silent else 200)
 
-    async def models(self, _: web.Request) -> web.Response:
-        for url in self.decode.in_turn():
-            with suppress(*_NO_ANSWER):
-                async with self.session.get(url + "/v1/models", timeout=_SHORT_TIMEOUT) as reply:
-                    return web.json_response(await reply.json(), status=reply.status)
-        return _error(502, "no decode engine answers")
+def _in_turn(urls: deque[str]) -> list[str]:
+    """Return all engines of a side in the order to ask them in; the next request begins with the next one."""
+    order = list(urls)
+    urls.rotate(-1)
+    return order
 
 
 async def _relay_stream(request: web.Request, reply: aiohttp.ClientResponse) -> web.StreamResponse:
@@ -337,7 +296,6 @@ def make_app(
     app = web.Application(client_max_size=_MAX_BODY_BYTES)
     app.cleanup_ctx.append(router.connections)
     app.add_routes([web.post(path, router.handle) for path in _PATHS])
-    app.add_routes([web.get("/health", router.health), web.get("/v1/models", router.models)])
     return app
 
 

@@ -28,7 +28,6 @@ class StandIn:
         self._answer = answer
         app = web.Application()
         app.add_routes([web.post(f"/v1/{path}", self._handle) for path in ("completions", "chat/completions")])
-        app.add_routes([web.get("/v1/models", _models), web.get("/health", _models)])
         self.server = TestServer(app)
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
@@ -42,10 +41,6 @@ class StandIn:
             return "http://127.0.0.1:1"
         await self.server.start_server()
         return str(self.server.make_url("")).rstrip("/")
-
-
-async def _models(_: web.Request) -> web.Response:
-    return web.json_response({"data": []})
 
 
 class Fleet:
@@ -244,18 +239,6 @@ def test_a_client_that_leaves_is_not_the_engines_fault() -> None:
                 await asyncio.wait_for(left.wait(), timeout=4)
             await runner.cleanup()
             assert (fleet.prefills, len(fleet.tickets)) == (1, 1)
-
-    asyncio.run(run())
-
-
-def test_models_come_from_the_engine_that_is_left_and_health_names_the_other() -> None:
-    async def run() -> None:
-        async with Fleet([gives_ticket], [None, gives_text]) as client:
-            assert await (await client.get("/v1/models")).json() == {"data": []}
-            health = await client.get("/health")
-            assert (health.status, await health.json()) == (503, {"silent": ["http://127.0.0.1:1"]})
-        async with Fleet([None], [None]) as client:
-            assert (await client.get("/v1/models")).status == 502
 
     asyncio.run(run())
 
