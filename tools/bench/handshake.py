@@ -54,7 +54,7 @@ def _responses(envelopes: Mapping[tuple[int, int], bytes]) -> dict[str, object]:
             bare.append(_flood(bare_port))
     ratio = statistics.median(one / other for one, other in zip(ours, bare, strict=True))
     mine, theirs = statistics.median(ours), statistics.median(bare)
-    return row("server responses", "1/s", mine, theirs, ">= 0.7", met=ratio >= 0.7, ratio=ratio)
+    return row("server responses", "1/s", mine, theirs, ">= 0.7", ratio=ratio)
 
 
 def _flood(port: int) -> float:
@@ -139,8 +139,7 @@ def _handshake(envelopes: Mapping[tuple[int, int], bytes]) -> dict[str, object]:
             bare.append(time.perf_counter() - began)
     client.close()
     median, baseline = statistics.median(ours), statistics.median(bare)
-    ratio = median / baseline
-    return row("handshake of 8 ranks x 128 regions", "s", median, baseline, "<= 1.5", met=ratio <= 1.5)
+    return row("handshake of 8 ranks x 128 regions", "s", median, baseline, "<= 1.5")
 
 
 def _fetch_bare(context: zmq.Context[zmq.Socket[bytes]], port: int) -> None:
@@ -170,8 +169,7 @@ def _dead_peers(envelopes: Mapping[tuple[int, int], bytes]) -> dict[str, object]
             without.append(_time_healthy([port] * 48, port))
             with_dead.append(_time_healthy(mixed, port))
     median, baseline = statistics.median(with_dead), statistics.median(without)
-    ratio = median / baseline
-    return row("healthy peers beside dead ones", "s", median, baseline, "<= 2", met=ratio <= 2)
+    return row("healthy peers beside dead ones", "s", median, baseline, "<= 2")
 
 
 def _time_healthy(ports: Sequence[int], healthy: int) -> float:
