@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import multiprocessing
 import os
 import select
 import signal
@@ -15,11 +15,12 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, final
 
 from kvdev.engines import die_with_parent
-from kvdev.paths import ROOT
+from kvdev.paths import ROOT, STATE
 
 __all__ = ["ForkedProcess", "Starter", "started_starter"]
 
@@ -76,7 +77,7 @@ class ForkedProcess:
 class Starter:
     """The process that has imported vLLM. Its `launch` is what `kvdev.engines.Engine` starts a process with."""
 
-    process: subprocess.Popen[bytes]
+    orders: Connection
     folder: Path
     namespaces: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Name of an engine's log file without its suffix -> files of the namespaces that it lives in."""
@@ -94,24 +95,14 @@ class Starter:
             "namespaces": list(self.namespaces.get(log.stem, ())),
         }
         with self._lock:
-            assert self.process.stdin is not None  # noqa: S101 - a pipe, for type checkers
-            self.process.stdin.write(json.dumps(order).encode() + b"\n")
-            self.process.stdin.flush()
-            return ForkedProcess(int(self._line(_ANSWERS_WITHIN_S)), self.folder)
+            self.orders.send(order)
+            return ForkedProcess(self.answer(_ANSWERS_WITHIN_S), self.folder)
 
-    def wait_ready(self) -> dict[str, Any]:
-        """Wait for the imports; return what the starter says of them."""
-        answer: dict[str, Any] = json.loads(self._line(_READY_WITHIN_S))
-        return answer
-
-    def _line(self, within_s: float) -> bytes:
-        assert self.process.stdout is not None  # noqa: S101 - a pipe, for type checkers
-        if not select.select([self.process.stdout], [], [], within_s)[0]:
+    def answer(self, within_s: float) -> Any:
+        """Return the next message; raises `EOFError` if the process has ended."""
+        if not self.orders.poll(within_s):
             raise TimeoutError(f"the starter does not answer within {within_s:g} s")
-        line = self.process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"the starter ended with {self.process.wait()}; its log is {self.folder}/starter.log")
-        return line
+        return self.orders.recv()
 
 
 def _preloaded_libraries(python: Path) -> str:
@@ -136,28 +127,28 @@ def started_starter(python: Path) -> Iterator[Starter]:
             "TOKENIZERS_PARALLELISM": "false",
             "LD_PRELOAD": _preloaded_libraries(python),
         }
-        with (folder / "starter.log").open("wb") as sink:
+        (STATE / "logs").mkdir(parents=True, exist_ok=True)
+        orders, theirs = multiprocessing.Pipe()
+        with (STATE / "logs" / "starter.log").open("wb") as sink, theirs:
             process = subprocess.Popen(
-                [python, "-P", _PROGRAM, str(folder)],  # -P: the program's folder has modules that must hide no others
+                # -P: the program's folder has modules that must hide no others
+                [python, "-P", _PROGRAM, name, str(theirs.fileno())],
                 env=environment,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
+                stdin=subprocess.DEVNULL,
+                stdout=sink,
                 stderr=sink,
+                pass_fds=[theirs.fileno()],
                 start_new_session=True,
                 preexec_fn=die_with_parent,  # noqa: PLW1509  (one system call, no lock, no import)
             )
         try:
-            starter = Starter(process, folder)
-            missing = starter.wait_ready()["missing"]
-            if missing:
-                print(f"not imported beforehand, this vLLM has none: {', '.join(missing)}", file=sys.stderr)
+            starter = Starter(orders, folder)
+            if missing := starter.answer(_READY_WITHIN_S):
+                print(f"this vLLM does not have {', '.join(missing)}: not imported beforehand", file=sys.stderr)
             yield starter
         finally:
-            assert process.stdin is not None  # noqa: S101 - a pipe, for type checkers
-            assert process.stdout is not None  # noqa: S101 - a pipe, for type checkers
-            process.stdin.close()
+            orders.close()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=30)
             process.kill()
             process.wait()
-            process.stdout.close()

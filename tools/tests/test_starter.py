@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -33,7 +33,7 @@ def wait_for(is_so: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("end", ["input", "SIGTERM"])
+@pytest.mark.parametrize("end", ["pipe", "SIGTERM"])
 def test_a_stopped_engine_ends_with_the_starter(tmp_path: Path, end: str) -> None:
     # Parts of a vLLM whose server only sleeps.
     modules = {"vllm/entrypoints/launchers/api_server/entry.py": SERVER, "vllm/v1/engine/utils.py": ""}
@@ -42,21 +42,19 @@ def test_a_stopped_engine_ends_with_the_starter(tmp_path: Path, end: str) -> Non
         (tmp_path / name).write_text(text)
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     log = tmp_path / "engine.log"
-    with subprocess.Popen(
-        [sys.executable, "-P", ROOT / "tools/kvdev/starter.py", str(tmp_path)],
-        env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-    ) as starter:  # fmt: skip
-        assert json.loads(starter.stdout.readline())["ready"]
+    orders, theirs = multiprocessing.Pipe()
+    command = [sys.executable, "-P", str(ROOT / "tools/kvdev/starter.py"), str(tmp_path), str(theirs.fileno())]
+    with subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()]) as starter:
+        theirs.close()
+        assert orders.recv(), "most of vLLM is not here"
         own = {**environment, "PYTHONPATH": str(tmp_path / "own")}
-        order = {"arguments": [], "environment": own, "log": str(log), "namespaces": []}
-        starter.stdin.write(json.dumps(order).encode() + b"\n")
-        starter.stdin.flush()
-        engine = int(starter.stdout.readline())
+        orders.send({"arguments": [], "environment": own, "log": str(log), "namespaces": []})
+        engine = orders.recv()
         wait_for(lambda: log.exists() and log.read_text() == "up 7\n")
         os.killpg(engine, signal.SIGSTOP)
         began_s = time.monotonic()
-        if end == "input":
-            starter.stdin.close()
+        if end == "pipe":
+            orders.close()
         else:
             starter.send_signal(signal.SIGTERM)
         starter.wait(timeout=20)
