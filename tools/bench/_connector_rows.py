@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import statistics
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, Final, NamedTuple
 
 from _rows import row
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+Samples = Mapping[tuple[str, str, "Place"], list[float]]
 
-    Samples = Mapping[tuple[str, str, "Place"], list[float]]
-
-__all__ = ["ALONE", "BLOCK_TOKENS", "LEFT", "TOKENS", "Place", "rows_of"]
 
 TOKENS: Final = 1900
 BLOCK_TOKENS: Final = 128

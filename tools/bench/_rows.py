@@ -5,12 +5,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-__all__ = ["by_turns", "row", "said"]
+from collections.abc import Callable
 
 
 def row(

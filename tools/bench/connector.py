@@ -20,10 +20,11 @@ import statistics
 import time
 import uuid
 from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import aiohttp
 from _connector_rows import ALONE, BLOCK_TOKENS, LEFT, TOKENS, Place, rows_of
@@ -32,15 +33,8 @@ from kv_scheduler_state import prefill_request_params
 from kvdev.demo import connector_config
 from kvdev.engines import Engine, EngineSpec, local_model, metric_sum, start_all
 from kvdev.envs import DEFAULT_VLLM
-from kvdev.forked import started_starter
+from kvdev.forked import Starter, started_starter
 from kvdev.steps import DevError
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-
-    from kvdev.forked import Starter
-
-__all__ = ["run"]
 
 TOKEN_BYTES: Final = 131_072
 POOL_TOKENS: Final = 8704

@@ -11,7 +11,8 @@ import socket
 import statistics
 import threading
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing.synchronize import Event as ProcessEvent
 
 import zmq
 from _rows import row, said
@@ -20,10 +21,6 @@ from kv_handshake import Client, Listener, LocalOffer, QueryLimits, Timing
 from kv_handshake.testing import sample_envelopes
 from kv_handshake.wire.dialects import dialect_of
 from kv_handshake.wire.queries import encode_query
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-    from multiprocessing.synchronize import Event as ProcessEvent
 
 DIALECT = dialect_of(14)
 FACTORS = {"model": "sample", "dtype": "torch.bfloat16", "num_kv_heads": 8}

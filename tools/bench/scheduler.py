@@ -12,15 +12,13 @@ from __future__ import annotations
 
 import time
 import tracemalloc
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from _rows import by_turns, row, said
 
 from kv_scheduler_state import LeaseTable, SchedulerConfig, SchedulerState, prefill_request_params
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
 
 ROUNDS = 15
 LIVES = 400

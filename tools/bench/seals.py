@@ -20,16 +20,14 @@ import sys
 import tempfile
 import time
 from array import array
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from _rows import by_turns, row, said
 
 from kv_handshake.security import generate_keypair
 from kv_scheduler_state import SchedulerConfig, SchedulerState, TicketReader, prefill_request_params, prompt_digest
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 ROUNDS = 31
 CONTACTS = 25

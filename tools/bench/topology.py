@@ -6,19 +6,15 @@ it is computation, and what else runs on the machine should not count.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from _rows import by_turns, row
 
-from kv_topology import BlockList, from_document, plan_transfer, to_document
+from kv_topology import BlockList, RankGeometry, TransferPlan, from_document, plan_transfer, to_document
 from kv_topology.tools import EngineSpec, ModelSpec, StateSpec, build_engine
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from kv_topology import RankGeometry, TransferPlan
 
 DENSE = ModelSpec(("attention",) * 64, kv_heads=8, head_dim=128)
 HYBRID = ModelSpec(

@@ -16,22 +16,17 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.shared_memory import SharedMemory
 from statistics import median
-from typing import TYPE_CHECKING
 
 import numpy as np
-from _consumers import ConsumerProcess
+from _consumers import ConsumerProcess, Indices
 from _rows import row, said
 
 from kv_nixl_agent import BackendOptions
 from kv_nixl_agent.testing import PeerProcess
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from _consumers import Indices
 
 PAGES = {4096: 4096, 16384: 2048, 65536: 384, 1 << 20: 48}
 READS = 6

@@ -9,15 +9,10 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-from typing import TYPE_CHECKING
+from argparse import Namespace
+from collections.abc import Iterable
 
 from kvdev.paths import PACKAGES, ROOT, siblings_of
-
-if TYPE_CHECKING:
-    from argparse import Namespace
-    from collections.abc import Iterable
-
-__all__ = ["affected_by", "run_affected"]
 
 _SHARED = re.compile(r"(pyproject\.toml|uv\.toml|uv\.lock|\.github/workflows/ci\.yml)$|tools/")
 

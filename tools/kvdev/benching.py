@@ -13,9 +13,11 @@ import platform
 import re
 import subprocess
 import sys
+from argparse import Namespace
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -23,13 +25,8 @@ from rich.table import Table
 from kvdev.paths import ROOT, STATE
 from kvdev.steps import fail, note, run_step
 
-if TYPE_CHECKING:
-    from argparse import Namespace
-    from collections.abc import Iterator, Mapping, Sequence
+Rows = list[dict[str, Any]]
 
-    Rows = list[dict[str, Any]]
-
-__all__ = ["compared", "run_bench"]
 
 _TOLERANCE = 0.95
 

@@ -5,21 +5,16 @@ from __future__ import annotations
 import os
 import sys
 import time
+from argparse import Namespace
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from kvdev.envs import tools_environment
 from kvdev.house import house_rules
 from kvdev.paths import PACKAGES, ROOT
 from kvdev.steps import DevError, note, run_step
-
-if TYPE_CHECKING:
-    from argparse import Namespace
-    from collections.abc import Callable
-
-__all__ = ["run_checks"]
 
 _SOURCES = [ROOT / "packages" / name / "src" for name in PACKAGES]
 _NEIGHBOURS = {

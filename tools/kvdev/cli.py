@@ -7,20 +7,15 @@ import importlib
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import FrameType
 from urllib.parse import urlsplit
 
 from kvdev.envs import DEFAULT_VLLM, workspace_environment
 from kvdev.paths import ROOT
 from kvdev.steps import DevError
 from kvdev.uvtool import find_or_install_uv
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from types import FrameType
-
-__all__ = ["FAMILIES", "main", "make_parser"]
 
 _ENTERED = "KVDEV_UV"
 """Names uv where this program already runs in the workspace's environment."""
@@ -177,6 +172,7 @@ def _add_router_options(add: Callable[..., argparse.Action]) -> None:
 
 
 def engine_url(text: str) -> str:
+    """Return the base URL of an engine without a trailing slash; raises `ValueError`."""
     parts = urlsplit(text)
     if parts.scheme not in {"http", "https"} or not parts.hostname or parts.port == 0:
         raise ValueError(text)
@@ -184,6 +180,7 @@ def engine_url(text: str) -> str:
 
 
 def side_channel(text: str) -> tuple[str, int]:
+    """Return host and port of ``HOST:PORT`` or ``[IPv6]:PORT``; raises `ValueError`."""
     parts = urlsplit(f"tcp://{text}")
     if not parts.hostname or not parts.port:
         raise ValueError(text)

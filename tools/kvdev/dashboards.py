@@ -12,8 +12,6 @@ from typing import Final
 from kvdev.locking import exclusive
 from kvdev.paths import ROOT, STATE
 
-__all__ = ["RULES", "find_promtool", "panel_expressions", "samples_read"]
-
 RULES: Final = ROOT / "deploy" / "prometheus" / "kv-transfer.rules.yaml"
 
 

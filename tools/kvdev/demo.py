@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import json
@@ -12,9 +13,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import openai
 from rich.console import Console
@@ -25,12 +27,6 @@ from rich.table import Table
 from kvdev.engines import EngineSpec, free_port, local_model, metric_sum, samples_of, start_all
 from kvdev.paths import ROOT
 from kvdev.steps import end_process, fail, note
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Iterator, Sequence
-
-__all__ = ["connector_config", "openai_client", "run_demo", "running_router"]
 
 _ANY_PROMPTS = (
     "Tell me a story about a lighthouse keeper who counts ships. " * 4,

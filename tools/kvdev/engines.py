@@ -18,35 +18,21 @@ import time
 import urllib.error
 import urllib.request
 import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
+from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from kvdev.envs import host_environment
 from kvdev.paths import ROOT, STATE
 from kvdev.steps import CRASH_SIGNS, fail, note, run_step
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
-    from prometheus_client import Metric
-    from prometheus_client.samples import Sample
-
-__all__ = [
-    "Engine",
-    "EngineProcess",
-    "EngineSpec",
-    "Launch",
-    "die_with_parent",
-    "families_of",
-    "free_port",
-    "local_model",
-    "metric_sum",
-    "samples_of",
-    "start_all",
-]
+    from kvdev.forked import ForkedProcess
 
 _HEALTHY_WITHIN_S = 300.0
 _ENDS_WITHIN_S = 15.0
@@ -75,27 +61,8 @@ class EngineSpec:
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
-class EngineProcess(Protocol):
-    """The server's process, as `subprocess` gives it."""
-
-    @property
-    def pid(self) -> int:
-        """Number of the process, which leads a group of its own."""
-        ...
-
-    def poll(self) -> int | None:
-        """Return the exit code, None while it lives."""
-        ...
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end; raises `subprocess.TimeoutExpired`."""
-        ...
-
-    def terminate(self) -> None:
-        """Send SIGTERM to this process alone."""
-        ...
-
-
+EngineProcess: TypeAlias = "subprocess.Popen[bytes] | ForkedProcess"
+"""The server's process, which leads a group of its own."""
 Launch: TypeAlias = "Callable[[Sequence[str], Mapping[str, str], Path], EngineProcess]"
 
 

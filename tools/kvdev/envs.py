@@ -11,32 +11,14 @@ import json
 import os
 import shutil
 import sys
-from typing import TYPE_CHECKING
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 
 from kvdev.locking import exclusive, preserved_lock
 from kvdev.paths import HOST_VENV, LOCK, PACKAGES, ROOT, STATE, WORKSPACE_VENV, package_sources, siblings_of
 from kvdev.steps import note, run_step
 from kvdev.uvtool import uv_environment
-
-if TYPE_CHECKING:
-    from argparse import Namespace
-    from collections.abc import Callable, Iterable, Sequence
-    from pathlib import Path
-
-__all__ = [
-    "DEFAULT_VLLM",
-    "NIXL_VERSION",
-    "build_wheels",
-    "fleet_environment",
-    "host_environment",
-    "host_python",
-    "lowest_environment",
-    "package_environment",
-    "pip_install",
-    "run_env",
-    "tools_environment",
-    "workspace_environment",
-]
 
 DEFAULT_VLLM = "0.32.0"
 NIXL_VERSION = "1.5.1"

@@ -22,8 +22,6 @@ from typing import Any, final
 from kvdev.engines import die_with_parent
 from kvdev.paths import ROOT, STATE
 
-__all__ = ["ForkedProcess", "Starter", "started_starter"]
-
 _PROGRAM = Path(__file__).with_name("starter.py")
 _SITE = Path(__file__).with_name("engine_site")
 _READY_WITHIN_S = 300.0

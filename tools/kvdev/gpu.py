@@ -5,17 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from kvdev.envs import TEST_TOOLS, build_wheels, pip_install
 from kvdev.locking import exclusive
 from kvdev.paths import STATE
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-__all__ = ["HOST_VARIABLE", "READ_DIRECTLY", "cuda_host", "gpu_environment", "install_beside"]
 
 HOST_VARIABLE = "KVDEV_GPU_PYTHON"
 """Names the python of an environment that holds a CUDA vLLM, where neither `vllm` nor `python3` on the path belongs to one."""

@@ -9,8 +9,6 @@ from kvdev.locking import is_neutral
 from kvdev.paths import LOCK, PACKAGES, ROOT, SLOW_TESTS
 from kvdev.steps import DevError
 
-__all__ = ["house_rules"]
-
 _MOST_LINES = 500
 
 

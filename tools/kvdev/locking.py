@@ -11,18 +11,13 @@ import contextlib
 import fcntl
 import re
 import tomllib
-from typing import TYPE_CHECKING
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
 
 from kvdev.paths import LOCK, STATE
 from kvdev.steps import fail, note, run_step
 from kvdev.uvtool import uv_environment
-
-if TYPE_CHECKING:
-    from argparse import Namespace
-    from collections.abc import Iterator
-    from pathlib import Path
-
-__all__ = ["bindings", "exclusive", "is_neutral", "neutralise", "preserved_lock", "run_lock"]
 
 _NEUTRAL = "https://index.invalid/"
 _REGISTRY = re.compile(r'(registry = ")(?!https://index\.invalid/)[^"]+(")')

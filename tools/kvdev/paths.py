@@ -7,11 +7,6 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-__all__ = [
-    "HOST_VENV", "LOCK", "PACKAGES", "ROOT", "SLOW_TESTS", "STATE", "WORKSPACE_VENV",
-    "package_sources", "project_of", "siblings_of",
-]  # fmt: skip
-
 ROOT = Path(__file__).resolve().parents[2]
 STATE = ROOT / ".dev"
 SLOW_TESTS = STATE / "slow-tests.txt"

@@ -12,8 +12,10 @@ import os
 import re
 import shutil
 import subprocess
+from argparse import Namespace
+from collections.abc import Sequence
 from itertools import chain
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from packaging.requirements import Requirement
 
@@ -21,13 +23,6 @@ from kvdev.envs import tools_environment
 from kvdev.paths import PACKAGES, ROOT, STATE, project_of
 from kvdev.steps import fail, note, run_step
 from kvdev.uvtool import uv_environment
-
-if TYPE_CHECKING:
-    from argparse import Namespace
-    from collections.abc import Sequence
-    from pathlib import Path
-
-__all__ = ["absolute_links", "build", "repository_address", "run_dist", "run_release", "version_faults"]
 
 _LINK = re.compile(r"\[([^\]]*)\]\(((?:\.\./)+)([^)#\s]+)(#[^)\s]*)?\)")
 _PARTS = ("src", "examples", "tests", "README.md", "LICENSE", "CHANGELOG.md", "pyproject.toml")

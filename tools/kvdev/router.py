@@ -15,22 +15,18 @@ from __future__ import annotations
 import asyncio
 import json
 import uuid
+from argparse import Namespace
 from collections import deque
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import aiohttp
 from aiohttp import web
 
 from kv_scheduler_state import prefill_request_params
 from kvdev.steps import fail
-
-if TYPE_CHECKING:
-    from argparse import Namespace
-    from collections.abc import AsyncIterator, Mapping, Sequence
-
-__all__ = ["make_app", "run_router"]
 
 _PATHS = ("/v1/completions", "/v1/chat/completions")
 _PREFILL_TIMEOUT = aiohttp.ClientTimeout(total=600)

@@ -9,18 +9,13 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections.abc import Iterable, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from kvdev.envs import tools_environment
 from kvdev.paths import PACKAGES, ROOT, STATE
 from kvdev.steps import run_step
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-    from pathlib import Path
-
-__all__ = ["SITE", "configuration_page", "link_inside", "metric_names_page", "run_docs", "state_machines_page"]
 
 SITE = STATE / "site"
 _SOURCE = STATE / "site-source"

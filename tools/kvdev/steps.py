@@ -10,15 +10,11 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from kvdev.paths import ROOT, STATE
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-__all__ = ["CRASH_SIGNS", "DevError", "end_process", "fail", "last_lines", "note", "run_step"]
 
 _PROGRESS_EVERY_S = 15.0
 _NO_NETWORK = re.compile(

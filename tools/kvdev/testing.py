@@ -15,10 +15,11 @@ import time
 import xml.etree.ElementTree as ET
 from argparse import Namespace
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from kvdev.envs import (
     fleet_environment,
@@ -30,11 +31,6 @@ from kvdev.envs import (
 from kvdev.gpu import cuda_host, gpu_environment, install_beside
 from kvdev.paths import PACKAGES, ROOT, SLOW_TESTS, STATE
 from kvdev.steps import DevError, fail, last_lines, note, run_step
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-__all__ = ["GPU_PAGE", "SCOPES", "run_tests"]
 
 BUDGET_S = {"quick": 720, "rest": 1980}
 """Seconds on two cores that the short run and the rest of the full run may take, installations included; said, never judged."""

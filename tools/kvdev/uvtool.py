@@ -11,8 +11,6 @@ from pathlib import Path
 from kvdev.paths import STATE
 from kvdev.steps import note, run_step
 
-__all__ = ["find_or_install_uv", "uv_environment"]
-
 _PRIVATE = STATE / "uv"
 
 

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
 from functools import cache
-from typing import TYPE_CHECKING
 
 from kvdev.paths import PACKAGES, ROOT
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 _LEVELS = frozenset(
     ("debug", "info", "info_once", "warning", "warning_once", "warn", "error", "exception", "critical", "log")
