@@ -7,6 +7,7 @@ import importlib
 import os
 import signal
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -19,17 +20,12 @@ from kvdev.uvtool import find_or_install_uv
 
 _ENTERED = "KVDEV_UV"
 """Names uv where this program already runs in the workspace's environment."""
-FAMILIES = {
-    "words": "a Llama trained for half a minute on this repository's documentation: text that can be read (the default)",
-    "dense": "a Llama with grouped queries and random weights",
-    "fat": "a Llama with 131 072 bytes of cache a token and random weights (what `dev.py bench connector` runs)",
-    "sliding-window": "a Gemma 3 with sliding windows in every second layer and random weights",
-    "mla": "a DeepSeek V2 with latent attention, experts and random weights",
-    "mla-calm": "the same without experts, with small weights",
-    "mamba": "a Granite with Mamba layers between attention and random weights",
-    "mamba-one-group": "the same with one group of states and small weights",
+FAMILIES: dict[str, str] = {
+    name: family["about"]
+    for name, family in tomllib.loads((ROOT / "tools/kvdev/models.toml").read_text()).items()
+    if "about" in family
 }
-"""Families of tiny models that the demo and the tests make (`make_model.py`)."""
+"""Families of tiny models that the demo and the tests make."""
 _ABOUT_ROUTER = (
     "A demo tool, not for service: round robin, no load balancing, no access control. Routers for service that speak the same "
     "protocol: vllm-router, llm-d, Ray Serve LLM, Dynamo."

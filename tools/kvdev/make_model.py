@@ -11,6 +11,7 @@ import json
 import re
 import sys
 import time
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,6 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 SPECIAL = ["<pad>", "<s>", "</s>", "<unk>"]
-# Random weights of the usual size repeat one token whatever the cache holds; with wider ones a wrong byte shows in the text.
-SPREAD = 0.2
-# Between unequal tensor-parallel sizes sums are rounded in another order, and wide weights make another text of that: with
-# these the first token's probabilities differ as little as the sums do.
-CALM_SPREAD = 0.05
 # What `words` is made of.
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ("docs/architecture.md", "docs/streaming.md", "docs/transfers.md", "docs/operate/drain.md")
@@ -37,80 +33,21 @@ TRAIN_WITHIN_S = 90.0
 LEARNING_RATE = 6e-3
 PROMPT_TOKENS = (250, 210, 170, 140)
 """More than a block of 128 each: the demo's control changes a byte of the first one. With 32 tokens of answer within a window."""
-COMMON: dict[str, Any] = {
-    "vocab_size": 256 + len(SPECIAL),
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 4096,
-    "initializer_range": SPREAD,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-    "tie_word_embeddings": False,
-}
 
 
 def build(family: str) -> transformers.PreTrainedModel:
-    """Return a model of one family with seeded weights; `-calm`: of a smaller spread; `mamba-one-group` is calm as well."""
+    """Return a model of one family (models.toml) with seeded random weights."""
+    families: dict[str, Any] = tomllib.loads(Path(__file__).with_name("models.toml").read_text())
+    own = families[family]
+    like = families[own.pop("like")] if "like" in own else {}
+    values = {**families["common"], **like, **own}
+    # TOML has no null: the model has no rank of queries.
+    values |= {"q_lora_rank": None} if values["model_type"] == "deepseek_v2" else {}
     torch.manual_seed(20)
-    common = COMMON
-    if family in {"mla-calm", "mamba-one-group"}:
-        common = {**COMMON, "initializer_range": CALM_SPREAD}
-    if family == "dense":
-        return transformers.LlamaForCausalLM(transformers.LlamaConfig(head_dim=64, **COMMON))
-    if family == "fat":
-        # 16 layers x 8 heads x 128 x 4 bytes, keys and values: 131 072 bytes of cache a token, beside little to compute.
-        fat = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 16, "num_key_value_heads": 8}
-        return transformers.LlamaForCausalLM(transformers.LlamaConfig(head_dim=128, **{**COMMON, **fat}))
-    if family == "sliding-window":
-        config = transformers.Gemma3TextConfig(
-            head_dim=64,
-            query_pre_attn_scalar=64,
-            sliding_window=64,
-            layer_types=["sliding_attention", "full_attention"] * 2,
-            **COMMON,
-        )
-        return transformers.Gemma3ForCausalLM(config)
-    if family in {"mla", "mla-calm"}:
-        config = transformers.DeepseekV2Config(
-            **{**common, "num_key_value_heads": 8},
-            kv_lora_rank=512,
-            q_lora_rank=None,
-            qk_rope_head_dim=64,
-            qk_nope_head_dim=128,
-            v_head_dim=128,
-            n_routed_experts=4,
-            num_experts_per_tok=2,
-            n_shared_experts=1,
-            moe_intermediate_size=128,
-            # Calm: no experts either, because which of two near ones a router chooses is as chaotic.
-            first_k_dense_replace=1 if family == "mla" else COMMON["num_hidden_layers"],
-            topk_method="greedy",
-            n_group=1,
-            topk_group=1,
-        )
-        return transformers.DeepseekV2ForCausalLM(config)
-    if family in {"mamba", "mamba-one-group"}:
-        config = transformers.GraniteMoeHybridConfig(
-            **common,
-            layer_types=["mamba", "attention", "mamba", "attention"],
-            num_local_experts=0,
-            num_experts_per_tok=0,
-            shared_intermediate_size=512,
-            mamba_n_heads=16,
-            mamba_n_groups=1 if family == "mamba-one-group" else 2,
-            mamba_d_state=32,
-            mamba_d_head=32,
-            mamba_d_conv=4,
-            mamba_expand=2,
-            mamba_chunk_size=64,
-            position_embedding_type="rope",
-        )
-        return transformers.GraniteMoeHybridForCausalLM(config)
-    raise SystemExit(f"unknown model family {family!r}; `dev.py demo --list-families` lists them")
+    config = transformers.AutoConfig.for_model(
+        values.pop("model_type"), **{k: values[k] for k in values if k != "about"}
+    )
+    return transformers.AutoModelForCausalLM.from_config(config)
 
 
 def tokenizer(text: str = "") -> transformers.PreTrainedTokenizerFast:
@@ -146,13 +83,7 @@ def _prose_of(page: str) -> str:
 
 def trained_model(tokens: torch.Tensor) -> tuple[transformers.PreTrainedModel, int, float]:
     """Return a model that was trained on the tokens, the steps that took, and the last loss."""
-    torch.manual_seed(20)
-    config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=192, intermediate_size=384, num_hidden_layers=2,
-        num_attention_heads=6, num_key_value_heads=3, head_dim=32, max_position_embeddings=4096,
-        bos_token_id=1, eos_token_id=2, pad_token_id=0, tie_word_embeddings=True,
-    )  # fmt: skip
-    model = transformers.LlamaForCausalLM(config).train()
+    model = build("words").train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0)
     began_s, steps, loss, done = time.monotonic(), 0, float("inf"), 0.0
     while done < 1:
