@@ -52,9 +52,7 @@ def run_docs(uv: Path, _options: object = None) -> int:
     reference = _SOURCE / "reference"
     reference.mkdir()
     (reference / "configuration.md").write_text(configuration_page())
-    (reference / "metric-names.md").write_text(metric_names_page())
     (reference / "state-machines.md").write_text(state_machines_page())
-    (reference / "errors.md").write_text(link_inside(_errors_page(), "docs/reference/errors.md", "reference/errors.md"))
     for package, modules in _API.items():
         parts = [f"# {package}: API", *(f"::: {name}" for name in modules)]
         (reference / f"api-{package}.md").write_text("\n\n".join(parts) + "\n")
@@ -103,26 +101,6 @@ def configuration_page() -> str:
         rows.append((f"`{key.name}`", key.type, f"`{default}`", limits, key.doc))
     about = "Keys of `kv_connector_extra_config`. `vllm-adapter config --explain` prints the same."
     return f"# Configuration\n\n{about}\n\n{_table(('key', 'type', 'default', 'range', 'meaning'), rows)}"
-
-
-def metric_names_page() -> str:
-    """Return the page of all names of metrics, with help texts as a scrape shows them."""
-    from vllm_adapter.observe import metric_tables as tables
-
-    rows = [(f"`{each.name}`", " by ".join([each.kind, *each.labels]), each.help) for each in tables.METRICS]
-    rows.append((f"`{tables.INFO[0]}`", "gauge", tables.INFO[1]))
-    about = "[Metrics](../metrics.md) says what a bad value means."
-    return f"# Names of metrics\n\n{about}\n\n{_table(('metric', 'kind', 'help'), sorted(rows))}"
-
-
-def _errors_page() -> str:
-    """Return the page of all codes: the sections on errors of the five READMEs, which tests compare with the code."""
-    parts = ["# Errors", "What to do about a symptom is in [Troubleshoot](../troubleshoot.md)."]
-    for package in PACKAGES:
-        readme = (ROOT / "packages" / package / "README.md").read_text()
-        section = re.split(r"^## Error(?:s| codes)$", readme, flags=re.MULTILINE)[1].split("\n## ")[0]
-        parts.append(f"## {package}\n\n{section.strip()}")
-    return "\n\n".join(parts) + "\n"
 
 
 def state_machines_page() -> str:

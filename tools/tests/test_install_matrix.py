@@ -100,7 +100,8 @@ class Bench:
         shutil.copytree(ROOT / "packages", self.checkout / "packages", ignore=junk)
         for name in ("pyproject.toml", "uv.toml", "uv.lock"):
             shutil.copy(ROOT / name, self.checkout)
-        self.wheels = {name: build(self.uv, name, self.checkout / "dist")[0] for name in PACKAGES}
+        for name in PACKAGES:
+            build(self.uv, name, self.checkout / "dist")
 
     def host(self, name: str = "") -> Environment:
         """Make a host with what vLLM brings; without a name an empty environment."""
@@ -110,10 +111,7 @@ class Bench:
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("GITHUB_SERVER_URL", "https://forge.test")
-        patch.setenv("GITHUB_REPOSITORY", "team/project")
-        return Bench(tmp_path_factory.mktemp("matrix"))
+    return Bench(tmp_path_factory.mktemp("matrix"))
 
 
 @pytest.mark.parametrize("host", HOSTS)
@@ -145,22 +143,6 @@ def test_in_an_empty_environment_the_programs_start_and_the_doctor_says_which_ni
         command = [str(environment.folder / "bin" / program), *words]
         done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
         assert (done.returncode, said in done.stdout) == (code, True), done.stdout + done.stderr
-
-
-@pytest.mark.parametrize("package", PACKAGES)
-def test_metadata_is_complete_and_its_links_lead_somewhere_from_an_index(bench: Bench, package: str) -> None:
-    with ZipFile(bench.wheels[package]) as archive:
-        (name,) = (one for one in archive.namelist() if one.endswith(".dist-info/METADATA"))
-        metadata = HeaderParser().parsestr(archive.read(name).decode())
-    for field in ("Summary", "Author", "Keywords", "License-Expression", "Requires-Python"):
-        assert metadata[field], field
-    assert len(metadata.get_all("Classifier", [])) >= 5
-    urls = {line.partition(", ")[0] for line in metadata.get_all("Project-URL", [])}
-    assert urls == {"Repository", "Documentation", "Changelog", "Issues"}
-    links = re.findall(r"\]\(([^)\s]+)\)", str(metadata.get_payload()))
-    assert [link for link in links if not link.startswith(("https://", "#"))] == []
-    hosts = [need for need in metadata.get_all("Requires-Dist", []) if need.startswith(("nixl", "vllm", "torch"))]
-    assert [need for need in hosts if "extra ==" not in need or "<" not in need or ">=" not in need] == []
 
 
 def install_lines() -> set[str]:
@@ -231,7 +213,7 @@ def test_no_line_of_the_pages_asks_an_index_for_our_packages(bench: Bench, stran
 
 def test_a_wheel_that_was_exchanged_in_the_folder_is_refused(bench: Bench, tmp_path: Path) -> None:
     copied = shutil.copytree(bench.checkout / "dist", tmp_path / "dist")
-    with ZipFile(copied / bench.wheels["kv-handshake"].name, "a") as wheel:
+    with ZipFile(copied / "kv_handshake-0.3.0-py3-none-any.whl", "a") as wheel:
         wheel.writestr("kv_handshake/more.py", "")
     with pytest.raises(AssertionError, match=r"(?i)hash"):
         bench.host("none").run(WAYS["uv", "wheels"], tmp_path)
