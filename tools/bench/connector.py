@@ -91,15 +91,8 @@ def run(report: Callable[[str], None], *, gates: bool = False) -> list[dict[str,
 # ------------------------------------------------------------------------------------------------------------- engines
 
 
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """A prefill and a decode engine; if `is_streamed`, both are asked at once, by an early ticket."""
-
-    prefill: Engine
-    decode: Engine
-    is_streamed: bool = False
-
-
+Params = Mapping[str, object] | None
+"""`kv_transfer_params` of a request."""
 Fleet = dict[str, list[Engine]]
 """All engines of a setting by group: a kind of pair, or `ALONE`."""
 
@@ -195,106 +188,9 @@ def made_prompt(seed: str, tokens: int = TOKENS) -> list[int]:
     return random.Random(seed).choices(PRINTABLE, k=tokens)  # noqa: S311 - reproducible, no secret
 
 
-def client() -> aiohttp.ClientSession:
-    """Return a session that uses no connection twice, and takes as many as there are requests."""
-    connector = aiohttp.TCPConnector(limit=0, force_close=True)
-    return aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=600), raise_for_status=True)
-
-
-def _body(prompt: Sequence[int], tokens: int, params: Mapping[str, object] | None) -> dict[str, object]:
+def _body(prompt: Sequence[int], tokens: int, params: Params) -> dict[str, object]:
     body = {"model": "tiny", "prompt": list(prompt), "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
     return {**body, "allowed_token_ids": list(PRINTABLE), **({"kv_transfer_params": params} if params else {})}
-
-
-async def one_token(
-    session: aiohttp.ClientSession, engine: Engine, prompt: Sequence[int], params: Mapping[str, object] | None = None
-) -> dict[str, Any]:
-    """Ask an engine for one token; return its answer."""
-    async with session.post(f"{engine.url}/v1/completions", json=_body(prompt, 1, params)) as reply:
-        answer: dict[str, Any] = await reply.json()
-        return answer
-
-
-async def read_stream(
-    session: aiohttp.ClientSession,
-    engine: Engine,
-    prompt: Sequence[int],
-    answer: Answer,
-    params: Mapping[str, object] | None = None,
-    tokens: int = ANSWER_TOKENS,
-) -> Answer:
-    """Read a streamed greedy answer of so many tokens.
-
-    Raises:
-        DevError: It broke off, or is short.
-    """
-    body = {**_body(prompt, tokens, params), "stream": True}
-    async with session.post(f"{engine.url}/v1/completions", json=body) as reply:
-        async for line in reply.content:
-            if not line.startswith(b"data:") or b"[DONE]" in line:
-                continue
-            event = json.loads(line.removeprefix(b"data:"))
-            text = "".join(str(choice.get("text") or "") for choice in event.get("choices", []))
-            if text:
-                answer.times_s.append(time.perf_counter())
-                answer.text += text
-    if len(answer.text) != tokens:
-        raise DevError(f"{engine.spec.name} answered {len(answer.text)} of {tokens} tokens: {answer.text!r}")
-    return answer
-
-
-async def hand_over(session: aiohttp.ClientSession, pair: Pair, prompt: Sequence[int]) -> Answer:
-    """Hand a prompt over: the ticket first, or with an early one both engines at once."""
-    answer = Answer()
-    if not pair.is_streamed:
-        reply = await one_token(session, pair.prefill, prompt, prefill_request_params())
-        answer.prefilled_s = time.perf_counter()
-        return await read_stream(session, pair.decode, prompt, answer, reply["kv_transfer_params"])
-    params = prefill_request_params((uuid.uuid4().hex, "127.0.0.1", pair.prefill.side_channel_port))
-    ticket = {"do_remote_prefill": True, "do_remote_decode": False, "kv_stream": params["kv_stream"]}
-
-    async def prefill() -> None:
-        await one_token(session, pair.prefill, prompt, params)
-        answer.prefilled_s = time.perf_counter()
-
-    await asyncio.gather(prefill(), read_stream(session, pair.decode, prompt, answer, ticket))
-    return answer
-
-
-async def prefill_rate(
-    session: aiohttp.ClientSession, engine: Engine, pair: Pair | None, prompts: Sequence[Sequence[int]]
-) -> float:
-    """Return how many prompt tokens a second an engine computes; a pair's are handed over meanwhile."""
-    began_s = time.perf_counter()
-    if pair is None:
-        await asyncio.gather(*(one_token(session, engine, prompt) for prompt in prompts))
-        ended_s = time.perf_counter()
-    else:
-        answers = await asyncio.gather(*(hand_over(session, pair, prompt) for prompt in prompts))
-        ended_s = max(answer.prefilled_s for answer in answers)
-    return sum(map(len, prompts)) / (ended_s - began_s)
-
-
-@contextlib.asynccontextmanager
-async def running_stream(
-    session: aiohttp.ClientSession, engine: Engine, prompt: Sequence[int]
-) -> AsyncIterator[Answer]:
-    """Let a request generate tokens meanwhile; begins once it has given some, and gives it up at the end.
-
-    Raises:
-        DevError: It ended before the end: some of what was measured was not beside it.
-    """
-    stream = Answer()
-    reading = asyncio.create_task(read_stream(session, engine, prompt, stream, tokens=BESIDE_TOKENS))
-    try:
-        while len(stream.times_s) < 24 and not reading.done():
-            await asyncio.sleep(0.01)
-        yield stream
-        if reading.done():
-            raise DevError(f"{engine.spec.name}: the stream beside ended after {len(stream.times_s)} tokens")
-    finally:
-        reading.cancel()
-        await asyncio.gather(reading, return_exceptions=True)
 
 
 def gaps_of(stream: Answer, answer: Answer, *, is_streamed: bool = False) -> tuple[float, float]:
@@ -346,17 +242,14 @@ class _Setting:
 
     async def measure(self) -> None:
         """Take all samples of the plan."""
-        self.pairs = {
-            kind: Pair(engines[0], engines[1], kind == "streamed")
-            for kind, engines in self.fleet.items()
-            if kind != ALONE
-        }
-        async with client() as self.session:
-            for kind, pair in self.pairs.items():  # first steps and first connections are not measured
+        # No connection is used twice, and there are as many as there are requests.
+        connector, timeout = aiohttp.TCPConnector(limit=0, force_close=True), aiohttp.ClientTimeout(total=600)
+        async with aiohttp.ClientSession(connector=connector, timeout=timeout, raise_for_status=True) as self.session:
+            for kind in KINDS:  # first steps and first connections are not measured
                 only(self.fleet, kind)
                 for engine in self.fleet[kind]:
-                    await one_token(self.session, engine, made_prompt(f"first steps of {engine.spec.name}", 256))
-                await hand_over(self.session, pair, made_prompt(f"contact {kind}", 256))
+                    await self.one_token(engine, made_prompt(f"first steps of {engine.spec.name}", 256))
+                await self.hand_over(kind, made_prompt(f"contact {kind}", 256))
             for number in range(self.plan.rounds + self.plan.pair_rounds):
                 is_shared = number < self.plan.rounds
                 for prefix in self.plan.prefixes if is_shared else ["new"]:
@@ -368,14 +261,89 @@ class _Setting:
                     await self._measure_engines(kind, number)
                 await self._judge()
 
+    async def one_token(self, engine: Engine, prompt: Sequence[int], params: Params = None) -> dict[str, Any]:
+        """Ask an engine for one token; return its answer."""
+        async with self.session.post(f"{engine.url}/v1/completions", json=_body(prompt, 1, params)) as reply:
+            answer: dict[str, Any] = await reply.json()
+            return answer
+
+    async def read_stream(
+        self, engine: Engine, prompt: Sequence[int], answer: Answer, params: Params = None, tokens: int = ANSWER_TOKENS
+    ) -> Answer:
+        """Read a streamed greedy answer of so many tokens.
+
+        Raises:
+            DevError: It broke off, or is short.
+        """
+        body = {**_body(prompt, tokens, params), "stream": True}
+        async with self.session.post(f"{engine.url}/v1/completions", json=body) as reply:
+            async for line in reply.content:
+                if not line.startswith(b"data: {"):
+                    continue
+                choices = json.loads(line.removeprefix(b"data:")).get("choices", [])
+                if text := "".join(str(choice.get("text") or "") for choice in choices):
+                    answer.times_s.append(time.perf_counter())
+                    answer.text += text
+        if len(answer.text) != tokens:
+            raise DevError(f"{engine.spec.name} answered {len(answer.text)} of {tokens} tokens: {answer.text!r}")
+        return answer
+
+    async def hand_over(self, kind: str, prompt: Sequence[int]) -> Answer:
+        """Hand a prompt over: the ticket first, or with an early one both engines at once."""
+        answer, (prefill, decode) = Answer(), self.fleet[kind]
+        is_streamed = kind == "streamed"
+        early = (uuid.uuid4().hex, "127.0.0.1", prefill.side_channel_port) if is_streamed else None
+        params = prefill_request_params(early)
+
+        async def prefilled() -> Params:
+            reply = await self.one_token(prefill, prompt, params)
+            answer.prefilled_s = time.perf_counter()
+            return dict(reply["kv_transfer_params"] or {})
+
+        if not is_streamed:
+            return await self.read_stream(decode, prompt, answer, await prefilled())
+        ticket = {"do_remote_prefill": True, "do_remote_decode": False, "kv_stream": params["kv_stream"]}
+        await asyncio.gather(prefilled(), self.read_stream(decode, prompt, answer, ticket))
+        return answer
+
+    async def prefill_rate(self, kind: str, prompts: Sequence[Sequence[int]]) -> float:
+        """Return how many prompt tokens a second an engine computes; a pair's are handed over meanwhile."""
+        began_s = time.perf_counter()
+        if kind == ALONE:
+            await asyncio.gather(*(self.one_token(self.fleet[ALONE][0], prompt) for prompt in prompts))
+            ended_s = time.perf_counter()
+        else:
+            answers = await asyncio.gather(*(self.hand_over(kind, prompt) for prompt in prompts))
+            ended_s = max(answer.prefilled_s for answer in answers)
+        return sum(map(len, prompts)) / (ended_s - began_s)
+
+    @contextlib.asynccontextmanager
+    async def running_stream(self, engine: Engine, prompt: Sequence[int]) -> AsyncIterator[Answer]:
+        """Let a request generate tokens meanwhile; begins once it has given some, and gives it up at the end.
+
+        Raises:
+            DevError: It ended before the end: some of what was measured was not beside it.
+        """
+        stream = Answer()
+        reading = asyncio.create_task(self.read_stream(engine, prompt, stream, tokens=BESIDE_TOKENS))
+        try:
+            while len(stream.times_s) < 24 and not reading.done():
+                await asyncio.sleep(0.01)
+            yield stream
+            if reading.done():
+                raise DevError(f"{engine.spec.name}: the stream beside ended after {len(stream.times_s)} tokens")
+        finally:
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+
     async def _sample(self, number: int, place: Place, kind: str) -> None:
         only(self.fleet, kind)
-        prompt, pair = made_prompt(f"{number} {place}"), self.pairs[kind]
+        prompt, (prefill, decode) = made_prompt(f"{number} {place}"), self.fleet[kind]
         if place.prefix == "held":
-            await one_token(self.session, pair.prefill, prompt[:-LEFT])
-        before = pair.decode.metrics()
-        answer = await hand_over(self.session, pair, prompt)
-        after = pair.decode.metrics()
+            await self.one_token(prefill, prompt[:-LEFT])
+        before = decode.metrics()
+        answer = await self.hand_over(kind, prompt)
+        after = decode.metrics()
 
         def grew(name: str, **labels: str) -> float:
             return metric_sum(after, name, **labels) - metric_sum(before, name, **labels)
@@ -385,7 +353,7 @@ class _Setting:
         self._add("first token", kind, 1e3 * (answer.times_s[0] - answer.began_s), place)
         if len(answer.times_s) > 1:
             self._add("decode step", kind, answer.step_ms, place)
-        if pair.is_streamed:  # what was not streamed came late
+        if kind == "streamed":  # what was not streamed came late
             due = max(grew("vllm:kv_transfer_stream_bytes_sum"), TOKENS * TOKEN_BYTES)
             self._add("early bytes", kind, 100 * grew("vllm:kv_transfer_stream_early_bytes_sum") / due, place)
         self.given.append((kind, place, prompt, answer.text))
@@ -393,20 +361,20 @@ class _Setting:
     async def _measure_engines(self, kind: str, number: int) -> None:
         """Measure a group under prefills, at rest, and a pair beside another request of its decode engine."""
         only(self.fleet, kind)
-        engines, pair, seed = self.fleet[kind], self.pairs.get(kind), f"{self.place} engines {number}"
+        engines, seed = self.fleet[kind], f"{self.place} engines {number}"
         prompts = [made_prompt(f"{seed} {each}") for each in range(4)]
-        self._add("prefill throughput", kind, await prefill_rate(self.session, engines[0], pair, prompts))
+        self._add("prefill throughput", kind, await self.prefill_rate(kind, prompts))
         for share in await rest_shares(engines):
             self._add("worker at rest", kind, share)
-        if pair is None:
+        if kind == ALONE:
             return
         if kind == "ours":
-            self._add("last read", kind, await self._last_read_ms(pair, seed))
+            self._add("last read", kind, await self._last_read_ms(seed))
         prompt, beside = made_prompt(f"{seed} gap"), made_prompt(f"{seed} beside", 64)
         try:
-            async with running_stream(self.session, pair.decode, beside) as stream:
-                answer = await hand_over(self.session, pair, prompt)
-                worst, usual = gaps_of(stream, answer, is_streamed=pair.is_streamed)
+            async with self.running_stream(engines[1], beside) as stream:
+                answer = await self.hand_over(kind, prompt)
+                worst, usual = gaps_of(stream, answer, is_streamed=kind == "streamed")
         except DevError as error:  # figures of this pair alone are missing
             self.report(f"not measured, {kind}: {error}")
         else:
@@ -414,18 +382,19 @@ class _Setting:
             self._add("usual gap", kind, usual)
             self.given.append((kind, self.place, prompt, answer.text))
         # A request whose client has left goes on for a while.
-        while metric_sum(pair.decode.metrics(), "vllm:num_requests_running"):
+        while metric_sum(engines[1].metrics(), "vllm:num_requests_running"):
             await asyncio.sleep(0.03)
 
-    async def _last_read_ms(self, pair: Pair, seed: str) -> float:
+    async def _last_read_ms(self, seed: str) -> float:
         """Return the time on the wire of what is whole, or there at all, only when a prompt's last step has ended.
 
         1900 tokens in steps of 256 or of 112: the last step begins at token 1792, where a block begins: 108 tokens.
         """
         tokens = TOKENS - (TOKENS - 1) // self.place.chunk * self.place.chunk // BLOCK_TOKENS * BLOCK_TOKENS
-        pages = [pair.decode.metrics()]
-        await hand_over(self.session, pair, made_prompt(f"{seed} last", tokens))
-        pages.append(pair.decode.metrics())
+        decode = self.fleet["ours"][1]
+        pages = [decode.metrics()]
+        await self.hand_over("ours", made_prompt(f"{seed} last", tokens))
+        pages.append(decode.metrics())
         sums = [[metric_sum(page, f"vllm:nixl_xfer_time_seconds_{end}") for end in ("sum", "count")] for page in pages]
         return 1e3 * (sums[1][0] - sums[0][0]) / (sums[1][1] - sums[0][1])
 
@@ -438,7 +407,7 @@ class _Setting:
         (alone,), due = self.fleet[ALONE], dict[str, str]()
         for kind, place, prompt, text in self.given:
             if str(prompt) not in due:
-                due[str(prompt)] = (await read_stream(self.session, alone, prompt, Answer())).text
+                due[str(prompt)] = (await self.read_stream(alone, prompt, Answer())).text
             self._add("wrong answers", kind, float(text != due[str(prompt)]), place)
             if text != due[str(prompt)]:
                 self.report(f"a wrong answer: {kind}, {place}: {text!r}, alone {due[str(prompt)]!r}")
