@@ -21,7 +21,7 @@ from typing import Any
 import openai
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import track
 from rich.table import Table
 
 from kvdev.engines import EngineSpec, free_port, local_model, metric_sum, samples_of, start_all
@@ -130,19 +130,18 @@ def openai_client(url: str, *, timeout_s: float) -> openai.AsyncOpenAI:
 
 def answers_of(about: str, url: str, prompts: Sequence[str]) -> list[_Answer]:
     """Ask for a greedy answer to each prompt in turn, showing progress on standard error."""
+    bars = Console(stderr=True)
 
     async def ask_all() -> list[_Answer]:
         async with openai_client(url, timeout_s=_ANSWER_WITHIN_S) as client:
-            return [await _ask(client, prompt) for prompt in progress.track(prompts, description=about)]
+            return [await _ask(client, prompt) for prompt in track(prompts, about, console=bars)]
 
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        try:
-            return asyncio.run(ask_all())
-        except openai.APITimeoutError:
-            fail(f"{url} did not answer within {_ANSWER_WITHIN_S} s; the engines' logs are in .dev/logs")
-        except openai.APIError as error:
-            fail(f"{url} did not answer: {error.message[:500]}")
+    try:
+        return asyncio.run(ask_all())
+    except openai.APITimeoutError:
+        fail(f"{url} did not answer within {_ANSWER_WITHIN_S} s; the engines' logs are in .dev/logs")
+    except openai.APIError as error:
+        fail(f"{url} did not answer: {error.message[:500]}")
 
 
 async def _ask(client: openai.AsyncOpenAI, prompt: str) -> _Answer:

@@ -51,7 +51,7 @@ def run_release(uv: Path, options: Namespace) -> int:
     given = os.environ.get("GITHUB_REF_NAME", tag) if options.tagged else tag
     if given != tag:
         fail(f"the tag {given!r} is not {tag!r}, which the version in pyproject.toml asks for")
-    if f"\n## {version} (" not in (ROOT / "packages" / package / "CHANGELOG.md").read_text():
+    if f"\n## {version} " not in (ROOT / "packages" / package / "CHANGELOG.md").read_text():
         fail(f"CHANGELOG.md of {package} has no section for {version}")
     dist = STATE / "release" / "dist" / package
     shutil.rmtree(dist, ignore_errors=True)
@@ -79,15 +79,15 @@ def version_faults(package: str, root: Path = ROOT) -> list[str]:
 
 def build(uv: Path, package: str, folder: Path) -> list[Path]:
     """Build the wheel and the archive of a package; files of its other versions in that folder are removed first."""
-    pattern = f"{package.replace('-', '_')}-*"
-    for stale in folder.glob(pattern):
+    stem = package.replace("-", "_")
+    for stale in (*folder.glob(f"{stem}-*.whl"), *folder.glob(f"{stem}-*.tar.gz")):
         stale.unlink()
     staged = STATE / "dist" / package
     _stage(ROOT / "packages" / package, staged)
     run_step(f"build {package}", [uv, "build", "--quiet", "--out-dir", folder, staged], env=uv_environment())
     wheels = sorted(wheel for name in PACKAGES for wheel in folder.glob(f"{name.replace('-', '_')}-*.whl"))
     (folder / "requirements.txt").write_text("".join(map(_pin, wheels)))
-    return sorted(folder.glob(pattern))
+    return [*folder.glob(f"{stem}-*.whl"), *folder.glob(f"{stem}-*.tar.gz")]
 
 
 def _judge(uv: Path, files: Sequence[Path]) -> None:

@@ -24,19 +24,14 @@ from pathlib import Path
 from typing import Any
 
 PRELOADED = (
-    "uvloop",
     "vllm.entrypoints.launchers.api_server.entry",
     "vllm.entrypoints.openai.chat_completion.api_router",
     "vllm.entrypoints.openai.completion.api_router",
-    "vllm.model_executor.model_loader",
     "vllm.model_executor.models.llama",
     "vllm.v1.attention.backends.cpu_attn",
     "vllm.v1.core.sched.scheduler",
     "vllm.v1.engine.async_llm",
     "vllm.v1.engine.core",
-    "vllm.v1.engine.utils",
-    "vllm.v1.executor.uniproc_executor",
-    "vllm.v1.worker.cpu_model_runner",
     "vllm.v1.worker.cpu_worker",
 )
 """Modules that engines use. Those that a release of vLLM does not have are left out: each engine then imports them itself."""

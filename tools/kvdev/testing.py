@@ -12,6 +12,7 @@ import configparser
 import os
 import sys
 import time
+import tomllib
 import xml.etree.ElementTree as ET
 from argparse import Namespace
 from collections import Counter
@@ -19,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from kvdev.envs import (
     fleet_environment,
@@ -42,61 +43,22 @@ _REPORTS = STATE / "reports"
 
 @dataclass(frozen=True, slots=True)
 class _Suite:
-    """One call of pytest.
-
-    Attributes:
-        folder: Below the repository.
-        place: Environment that it runs in: the workspace's, the host's, or that of other people's engines.
-        words: Arguments of pytest.
-        groups: Tool chains that its tests start, by dependency group.
-        timeout_s: Longest time of the call; four times as long with `--long`.
-        is_one_tier: Whether all its tests belong to the rest, without marks.
-        has_long_tests: Whether its tests of the short run may take more than `SLOW_S`: those that play as many cases as fit.
-    """
+    """One call of pytest; suites.toml describes the attributes."""
 
     folder: str
-    place: Literal["workspace", "host", "fleet"] = "workspace"
-    words: tuple[str, ...] = ()
-    groups: tuple[str, ...] = ()
+    scope: str = ""
+    place: Literal["workspace", "host", "engines", "fleet"] = "workspace"
+    words: Sequence[str] = ()
+    groups: Sequence[str] = ()
     timeout_s: float = 1200
+    is_alone: bool = False
     is_one_tier: bool = False
     has_long_tests: bool = False
 
 
-_ENGINES = ("--timeout=900",)
-_INTEGRATION = "integration_tests"
-_MATRIX = "tools/tests/test_install_matrix.py"
-_SUITES = {
-    "host-inside": _Suite(f"{_INTEGRATION}/host/inside", "host"),
-    # The GPU stage's bodies, on this device: what runs on a GPU is known to work.
-    "host-device": _Suite(f"{_INTEGRATION}/gpu/device", "host"),
-    # A node, for tickets that JavaScript reads and writes.
-    "never-wrong": _Suite(f"{_INTEGRATION}/never_wrong", groups=("go", "check"), has_long_tests=True),
-    **{name: _Suite(f"packages/{name}/tests") for name in (PACKAGES[4], PACKAGES[0], PACKAGES[3], *PACKAGES[1:3])},
-    "tools": _Suite("tools/tests", words=(f"--ignore={ROOT / _MATRIX}",)),
-    "installations": _Suite(_MATRIX, is_one_tier=True),
-    "real-io": _Suite(f"{_INTEGRATION}/real_io"),
-    "sim": _Suite(f"{_INTEGRATION}/sim"),
-    "fleet-sim": _Suite(f"{_INTEGRATION}/fleet_sim", has_long_tests=True),
-    "security": _Suite(f"{_INTEGRATION}/security"),
-    "wire-in-go": _Suite(f"{_INTEGRATION}/wire_in_go", groups=("go",), is_one_tier=True),
-    "chaos": _Suite(f"{_INTEGRATION}/chaos", words=("--durations=5", "-rfEP"), timeout_s=2400),
-    # Output of tests that pass, too: the figures that docs/operate/ quotes, in .dev/logs/test-fleet.log.
-    "fleet": _Suite(f"{_INTEGRATION}/fleet", "fleet", (*_ENGINES, "-rfEP"), timeout_s=2400, is_one_tier=True),
-    "host-engines": _Suite(f"{_INTEGRATION}/host/engines", "host", _ENGINES, timeout_s=2400, has_long_tests=True),
-    "host-families": _Suite(f"{_INTEGRATION}/gpu/engines", "host", _ENGINES, timeout_s=2400),
-}
-"""Every suite, the longest first: so they start where several run at a time."""
-SCOPES: dict[str, tuple[str, ...]] = {
-    **{name: (name,) for name in ("check", *PACKAGES, "never-wrong", "real-io", "chaos", "fleet", "gpu")},
-    "tools": ("tools", "installations"),
-    "sim": ("sim", "fleet-sim"),
-    "security": ("security", "wire-in-go"),
-    "host": ("host-inside", "host-device", "host-engines"),
-}
-_SHARED = ("never-wrong", "fleet-sim", "host-inside", "host-device", "tools", "installations", *PACKAGES, "wire-in-go")
-_ALONE = ("sim", "real-io", "security", "chaos", "fleet", "gpu", "host-engines")
-"""Of the rest: what is bound by no clock and starts no engine runs two at a time, all else by itself."""
+_TABLE: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_name("suites.toml").read_text())
+_SUITES = {name: _Suite(**row) for name, row in _TABLE.items()}
+SCOPES = ("check", *dict.fromkeys(suite.scope for suite in _SUITES.values() if suite.scope), "gpu")
 
 
 def run_tests(uv: Path, options: Namespace) -> int:
@@ -111,9 +73,10 @@ def run_tests(uv: Path, options: Namespace) -> int:
     if options.long:
         os.environ["KVDEV_LONG"], options.tier = "1", "all"
     if scopes or options.lowest or options.long:
-        names = [name for scope in scopes or (PACKAGES if options.lowest else SCOPES) for name in SCOPES[scope]]
-        if options.long and "host-engines" in names:
-            names.append("host-families")
+        chosen = scopes or (PACKAGES if options.lowest else SCOPES)
+        named = [name for name, suite in _SUITES.items() if suite.scope in chosen]
+        named += ["host-families"] * (options.long and "host" in chosen)
+        names = [*(scope for scope in chosen if scope in {"check", "gpu"}), *named]
         return _Run(uv, options, options.tier).make([[name] for name in names], 1)
     tiers = ("quick", "rest") if options.tier == "all" else (options.tier,)
     return max([_run_tier(uv, options, tier) for tier in tiers])
@@ -124,15 +87,17 @@ def _run_tier(uv: Path, options: Namespace, tier: str) -> int:
     if tier == "quick":
         note("left to `dev.py test --full`: tests marked `full`, the scopes fleet and gpu")
         tools_environment(uv, "check")  # one environment is made at a time: the checks need not wait for the host's
-        late = {"host-engines", "installations", "wire-in-go", "fleet", "host-families"}
-        suites = [name for name in _SUITES if name not in late]
+        late = {"host-engines", "host-families"}
+        suites = [name for name, suite in _SUITES.items() if name not in late and not suite.is_one_tier]
         run = _Run(uv, options, tier, is_shared=True)
         # Tests of the short run are bound by no clock, and a third of their time they wait.
         code = run.make([["check", "host environment"], suites, ["host-engines"]], 3)
         SLOW_TESTS.write_text("".join(f"{line}\n" for line in run.slow))
     else:
         os.environ["KVDEV_FULL"] = "1"
-        code = _Run(uv, options, tier).make([_SHARED, *([name] for name in _ALONE)], 2)
+        shared = [name for name, suite in _SUITES.items() if suite.scope and not suite.is_alone]
+        alone = [name for name, suite in _SUITES.items() if suite.is_alone]
+        code = _Run(uv, options, tier).make([shared, *([name] for name in (*alone, "gpu"))], 2)
     print(f"budget: {time.monotonic() - started:.0f} of {BUDGET_S[tier]} s on two cores")
     return code
 
@@ -200,9 +165,9 @@ class _Run:
         vllm, python = self.options.vllm, Path(sys.executable)
         env = {**os.environ, "KVDEV_UV": str(self.uv), "KVDEV_VLLM": vllm, "PYTHONPATH": str(ROOT / "tools")}
         if suite.place == "host":
-            hosts = host_environment(self.uv, vllm)
-            if not name.endswith(("engines", "families")):
-                python, env = hosts, dict(os.environ)
+            python, env = host_environment(self.uv, vllm), dict(os.environ)
+        elif suite.place == "engines":
+            host_environment(self.uv, vllm)
         elif suite.place == "fleet":
             env["KVDEV_FLEET_PYTHON"] = str(fleet_environment(self.uv, vllm))
         limit_s = suite.timeout_s * (4 if self.options.long else 1)
@@ -255,7 +220,7 @@ class _Run:
         self._pytest("gpu", python, folder / "test_gpu.py", *words, env=inside)
         self._pytest("gpu-device", python, folder / "device", "--timeout=300", *words, env=inside)
         here = Path(sys.executable)
-        self._pytest("gpu-engines", here, folder / "engines", *_ENGINES, *words, env=engines, timeout_s=2400)
+        self._pytest("gpu-engines", here, folder / "engines", "--timeout=900", *words, env=engines, timeout_s=2400)
         if self.options.record:
             # The page is written from all parts, also where one failed or did not run.
             parts = [word for report in reports for word in ("--report", report)]
