@@ -39,7 +39,13 @@ def said(rows: list[dict[str, object]], report: Callable[[str], None]) -> list[d
     return rows
 
 
-def by_turns(rounds: int, *calls: Callable[[], object], repeat: int = 1) -> list[float]:
+def by_turns(
+    rounds: int,
+    *calls: Callable[[], object],
+    repeat: int = 1,
+    clock: Callable[[], float] = time.thread_time,
+    pause_s: float = 0.0,
+) -> list[float]:
     """Return the median CPU time of each call in microseconds, taken in turns, with the garbage collector off as in `timeit`."""
     samples: list[list[float]] = [[] for _ in calls]
     is_collecting = gc.isenabled()
@@ -47,10 +53,11 @@ def by_turns(rounds: int, *calls: Callable[[], object], repeat: int = 1) -> list
     try:
         for _ in range(rounds):
             for times, call in zip(samples, calls, strict=True):
-                begin = time.thread_time()
+                time.sleep(pause_s)
+                begin = clock()
                 for _ in range(repeat):
                     call()
-                times.append((time.thread_time() - begin) / repeat)
+                times.append((clock() - begin) / repeat)
     finally:
         if is_collecting:
             gc.enable()

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import multiprocessing
 import os
-import select
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -26,48 +25,39 @@ _PROGRAM = Path(__file__).with_name("starter.py")
 _SITE = Path(__file__).with_name("engine_site")
 _READY_WITHIN_S = 300.0
 _ANSWERS_WITHIN_S = 30.0
-_CODE_WITHIN_S = 5.0
 
 
-@final
 class ForkedProcess:
-    """A process that the starter forked, watched by its number: `subprocess.Popen` as far as engines need it."""
+    """A process that the starter forked: `subprocess.Popen` as far as engines need it.
+
+    Its exit code is known from the starter alone, which writes it a moment after the end.
+    """
 
     def __init__(self, pid: int, folder: Path) -> None:
         self.pid = pid
-        self._code_file = folder / f"{pid}.exit"
-        self._descriptor = os.pidfd_open(pid)
-        weakref.finalize(self, os.close, self._descriptor)
-        self._lock = threading.Lock()
-        self.returncode: int | None = None
+        self._folder = folder
 
     def poll(self) -> int | None:
         """Return the exit code, negative for a signal, or None while it lives."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return self.wait(0)
-        return None
+        if not self._folder.exists():  # the starter has ended, and its engines with it
+            return 1
+        code = self._folder / f"{self.pid}.exit"
+        return int(code.read_text()) if code.exists() else None
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait for its end and return the exit code; any thread, as samplers ask whether it lives."""
-        if not select.select([self._descriptor], [], [], timeout)[0]:
-            raise subprocess.TimeoutExpired(str(self.pid), timeout or 0)
-        with self._lock:
-            if self.returncode is None:
-                self.returncode = self._code()
-        return self.returncode
-
-    def _code(self) -> int:
-        until = time.monotonic() + _CODE_WITHIN_S
-        while not self._code_file.exists():
-            if time.monotonic() > until:  # the starter has gone first
-                return 1
+        until = math.inf if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() > until:
+                raise subprocess.TimeoutExpired(str(self.pid), timeout or 0)
             time.sleep(0.02)
-        return int(self._code_file.read_text())
+        return code
 
     def terminate(self) -> None:
         """Send SIGTERM to this process alone."""
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self._descriptor, signal.SIGTERM)
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGTERM)
 
 
 @final
