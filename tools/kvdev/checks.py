@@ -6,9 +6,7 @@ import os
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 
 from kvdev.envs import tools_environment
@@ -36,69 +34,59 @@ _FOLDERS = (
 
 def run_checks(uv: Path, options: Namespace) -> int:
     """Run every check, report all that failed, return 0 when none did."""
-    started = time.monotonic()
-    here, apart = Path(sys.executable).parent, tools_environment(uv, "check").parent
+    started, failed = time.monotonic(), list[str]()
+    here, apart, github = Path(sys.executable).parent, tools_environment(uv, "check").parent, ROOT / ".github"
 
-    def step(name: str, program: Path, *words: str | Path) -> tuple[str, Callable[[], object]]:
-        return name, partial(run_step, name, [program, *words], timeout_s=600)
-
-    def schema(kind: str, *files: Path) -> tuple[str, Callable[[], object]]:
-        return step(f"schema of {kind}", apart / "check-jsonschema", "--builtin-schema", f"vendor.{kind}", *files)
-
-    github = ROOT / ".github"
-    formats = [
-        step("ruff format", here / "ruff", "format", *([] if options.fix else ["--check", "--diff", "--quiet"]), ROOT),
-        step("ruff check", here / "ruff", "check", *(["--fix"] if options.fix else []), ROOT),
-    ]
-    checks = [
-        ("mypy", _check_types),
-        step("pyright", apart / "pyright", *_SOURCES),
-        step("pyright of tests", apart / "pyright", "--project", ROOT / "tools" / "pyright-tests.json"),
-        step("import contracts", here / "lint-imports", "--no-logo", "--config", ROOT / "importlinter.toml"),
-        ("house rules", house_rules),
-        schema("github-workflows", *(github / "workflows").glob("*.yml")),
-        schema("dependabot", github / "dependabot.yml"),
-        schema("github-issue-forms", *(github / "ISSUE_TEMPLATE").glob("[!c]*.yml")),
-        step("workflow lint", apart / "zizmor", "--offline", "--quiet", github),
-    ]
-    failed: list[str] = []
-
-    def run(named: tuple[str, Callable[[], object]]) -> None:
-        name, check = named
+    def run(name: str, program: Path, *words: str | Path, cwd: Path = ROOT, **variables: str) -> None:
         try:
-            check()
+            run_step(name, [program, *words], cwd=cwd, env={**os.environ, **variables}, timeout_s=600)
         except DevError as error:
             failed.append(name)
             print(f"\n{name}: {error}\n", flush=True)
 
-    for each in formats:
-        run(each)  # sources are written in order before others read them
+    def types() -> None:
+        """Run mypy on the sources, then in each folder of tests; one after the other, since they share a cache."""
+        run("mypy", here / "mypy", *_SOURCES)
+        words: list[str | Path] = [
+            "--config-file",
+            ROOT / "tools" / "mypy-tests.toml",
+            "--cache-dir",
+            ROOT / ".mypy_cache",
+            ".",
+        ]
+        for name in _FOLDERS:
+            if any((ROOT / name).glob("*.py")):
+                neighbour = {"MYPYPATH": str(ROOT / _NEIGHBOURS[name])} if name in _NEIGHBOURS else {}
+                run(f"mypy of {name}", here / "mypy", *words, cwd=ROOT / name, **neighbour)
+
+    def house() -> None:
+        try:
+            house_rules()
+        except DevError as error:
+            failed.append("house rules")
+            print(f"\n{error}\n", flush=True)
+
+    def schema(kind: str, *files: Path) -> None:
+        run(f"schema of {kind}", apart / "check-jsonschema", "--builtin-schema", f"vendor.{kind}", *files)
+
+    # Sources are written in order before others read them; after that two checks run at a time.
+    run("ruff format", here / "ruff", "format", *([] if options.fix else ["--check", "--diff", "--quiet"]), ROOT)
+    run("ruff check", here / "ruff", "check", *(["--fix"] if options.fix else []), ROOT)
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(run, checks))
+        jobs = [
+            pool.submit(types),
+            pool.submit(run, "pyright", apart / "pyright", *_SOURCES),
+            pool.submit(run, "pyright of tests", apart / "pyright", "--project", ROOT / "tools" / "pyright-tests.json"),
+            pool.submit(
+                run, "import contracts", here / "lint-imports", "--no-logo", "--config", ROOT / "importlinter.toml"
+            ),
+            pool.submit(house),
+            pool.submit(schema, "github-workflows", *(github / "workflows").glob("*.yml")),
+            pool.submit(schema, "dependabot", github / "dependabot.yml"),
+            pool.submit(schema, "github-issue-forms", *(github / "ISSUE_TEMPLATE").glob("[!c]*.yml")),
+            pool.submit(run, "workflow lint", apart / "zizmor", "--offline", "--quiet", github),
+        ]
+    for job in jobs:
+        job.result()  # raises what is not the check's own error
     note(f"check: {len(failed)} failed ({time.monotonic() - started:.0f} s) {', '.join(failed)}")
     return 1 if failed else 0
-
-
-def _check_types() -> None:
-    """Run mypy on the sources, then in each folder of tests; one after the other, since they share a cache."""
-    mypy, failures = Path(sys.executable).parent / "mypy", list[str]()
-    config: list[str | Path] = [
-        "--config-file",
-        ROOT / "tools" / "mypy-tests.toml",
-        "--cache-dir",
-        ROOT / ".mypy_cache",
-    ]
-    try:
-        run_step("mypy", [mypy, *_SOURCES], timeout_s=600)
-    except DevError as error:
-        failures.append(str(error))
-    for name in _FOLDERS:
-        neighbour = {"MYPYPATH": str(ROOT / _NEIGHBOURS[name])} if name in _NEIGHBOURS else {}
-        try:
-            if any((ROOT / name).glob("*.py")):
-                env = {**os.environ, **neighbour}
-                run_step(f"mypy of {name}", [mypy, *config, "."], env=env, cwd=ROOT / name, timeout_s=600)
-        except DevError as error:
-            failures.append(str(error))
-    if failures:
-        raise DevError("\n".join(failures))

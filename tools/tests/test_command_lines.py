@@ -41,7 +41,8 @@ def ended(name: str, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[o
         code: object = import_module(COMMAND_LINES[name][1]).main(list(words))
     except SystemExit as stop:
         code = stop.code
-    return code, *capsys.readouterr()
+    said = capsys.readouterr()
+    return code, said.out, said.err
 
 
 def test_each_program_is_an_entry_point_of_its_package_and_needs_the_extra_cli() -> None:
