@@ -49,10 +49,6 @@ def _rows_of(plan: TransferPlan, peer: RankGeometry) -> object:
     return link.local_rows, link.peer_rows
 
 
-def _ten_times_rows_of(plan: TransferPlan, peer: RankGeometry) -> object:
-    return [_rows_of(plan, peer) for _ in range(10)]
-
-
 def _both_per_block(addresses: list[int], page_bytes: int, blocks: int) -> object:
     return per_block_rows(addresses, page_bytes, blocks, 0), per_block_rows(addresses, page_bytes, blocks, 0)
 
@@ -69,10 +65,9 @@ def bench_rows(report: Callable[[str], None]) -> list[dict[str, object]]:
         count = int(plan.peer_rows((0, 0))[:, 4].sum())
         report(f"rows: {count} descriptors as {len(plan.peer_rows((0, 0)))} rows")
         # Ours builds both sides, so the loop does too.
-        ours, baseline = by_turns(
-            3, partial(_ten_times_rows_of, plan, peers[0, 0]), partial(_both_per_block, addresses, page, blocks)
-        )
-        times[blocks] = ours / 10e3
+        (ours,) = by_turns(3, partial(_rows_of, plan, peers[0, 0]), repeat=10)
+        (baseline,) = by_turns(3, partial(_both_per_block, addresses, page, blocks))
+        times[blocks] = ours / 1e3
         if blocks == BLOCKS[-1]:
             faster = baseline / 1e3 / times[blocks]
             results.append(

@@ -13,8 +13,6 @@ from kvdev.release import absolute_links, repository_address, version_faults
 
 ADDRESS = "https://forge.test/team/project"
 LOCK = """
-version = 1
-
 [[package]]
 name = "numpy"
 version = "2.4.6"
@@ -24,11 +22,6 @@ wheels = [
     { url = "https://files.example.org/packages/ef/numpy-2.4.6-cp311-manylinux.whl#sha256=bb", hash = "sha256:bb" },
     { url = "file:///srv/wheels/numpy-2.4.6-cp312-manylinux.whl", hash = "sha256:cc" },
 ]
-
-[[package]]
-name = "torch"
-version = "2.13.0+cpu"
-source = { registry = "../wheels" }
 """
 
 

@@ -293,11 +293,3 @@ def test_an_invalid_address_is_refused_at_the_start(words: list[str], capsys: py
     with pytest.raises(SystemExit):
         make_parser().parse_args([*ends, *words])
     assert words[1] in capsys.readouterr().err
-
-
-def test_the_router_says_that_it_is_a_demo_and_names_those_for_service(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        make_parser().parse_args(["router", "--help"])
-    shown = " ".join(capsys.readouterr().out.split())
-    for words in ("demo", "not for service", "vllm-router", "llm-d", "Ray Serve LLM", "Dynamo"):
-        assert words in shown
