@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable
 
 from kv_handshake import Client, Listener, LocalOffer, Timing
-from kv_handshake.cli import main
 from kv_handshake.security import ClientSecurity, ServerSecurity, generate_keypair
 from kv_handshake.testing import sample_envelopes
 
