@@ -17,7 +17,7 @@ from kv_handshake.sockets.router import ListeningPort, RouterSocket, TooManyFram
 from kv_handshake.wire.asks import is_ask
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
     from kv_handshake.core.server import Incoming
     from kv_handshake.security import ServerSecurity
@@ -247,21 +247,18 @@ class Listener:
         while not self._closing.is_set() and not sock.is_outdated:
             if self._desk is not None:
                 for envelope, frames in self._desk.take_replies(time.monotonic()):
-                    self._send(sock, envelope, frames, is_shared=False)
+                    if not sock.send(envelope, frames, is_shared=False):
+                        self._counts["unsent"] += 1
             incoming = sock.receive()
-            if incoming is not None and (reply := self._reply(incoming)):
-                self._send(sock, incoming.envelope, reply)
-
-    def _send(
-        self, sock: RouterSocket, envelope: Sequence[bytes], frames: tuple[bytes, ...], *, is_shared: bool = True
-    ) -> None:
-        if not sock.send(envelope, frames, is_shared=is_shared):
-            self._counts["unsent"] += 1
+            if incoming is not None and (reply := self._reply(incoming)) and not sock.send(incoming.envelope, reply):
+                self._counts["unsent"] += 1
 
     def _reply(self, incoming: Incoming) -> tuple[bytes, ...]:
         """Return the frames of the reply, none for an ask that stays open."""
-        now_s = self._clock()
-        wait_s = self._wait_s(incoming, now_s)
+        now_s, sender, wait_s = self._clock(), incoming.sender, 0.0
+        if sender.queries > self._limits.burst / _SHARES or incoming.surplus:
+            cost = min(1.0 + incoming.surplus, self._limits.burst)  # a debt of seconds, not of minutes
+            wait_s = self._buckets.wait_s(sender.address, now_s, cost)
         if self._desk is not None and incoming.query is not None and is_ask(incoming.query):
             try:
                 return self._desk.receive(incoming, incoming.query, time.monotonic(), wait_s=wait_s)
@@ -269,27 +266,19 @@ class Listener:
                 return self._core.refuse(error.code, str(error))
         if wait_s:
             rate = f"{self._limits.queries_per_s:g} times a second"
-            self._log.warning("rate-limited", f"{incoming.sender.address} asks more often than {rate}; it must wait")
+            self._log.warning("rate-limited", f"{sender.address} asks more often than {rate}; it must wait")
             return self._core.respond(incoming.query or b"", clock_s=now_s, wait_s=wait_s)
         if incoming.query is None:
-            self._log.warning("wrong-frames", f"{incoming.sender.address} sent a message that is not a query")
+            self._log.warning("wrong-frames", f"{sender.address} sent a message that is not a query")
             return self._core.refuse("wrong-frames")
-        if incoming.sender.is_req and self._core.stages > 1:
+        if sender.is_req and self._core.stages > 1:
             self._log.warning(
                 "pipeline-stages",
-                f"{incoming.sender.address} asks as vLLM's own connector does, which cannot read from an engine with pipeline "
+                f"{sender.address} asks as vLLM's own connector does, which cannot read from an engine with pipeline "
                 f"stages (this one has {self._core.stages}): it is refused (pipeline-stages), and its requests fail there or "
                 "are computed there",
             )
-        return self._core.respond(incoming.query, clock_s=now_s, reads_one_stage=incoming.sender.is_req)
-
-    def _wait_s(self, incoming: Incoming, now_s: float) -> float:
-        """Return 0 if the query may be answered, else the seconds until the next one may."""
-        sender = incoming.sender
-        if sender.queries <= self._limits.burst / _SHARES and not incoming.surplus:
-            return 0.0
-        cost = min(1.0 + incoming.surplus, self._limits.burst)  # a debt of seconds, not of minutes
-        return self._buckets.wait_s(sender.address, now_s, cost)
+        return self._core.respond(incoming.query, clock_s=now_s, reads_one_stage=sender.is_req)
 
     def _hung_up(self, cause: str, address: str) -> None:
         """Count a connection that was shut down, or log trouble with key files or limits; runs on the watch's thread."""
