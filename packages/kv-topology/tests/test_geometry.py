@@ -49,7 +49,12 @@ def rank(*fields, page=64, stride=64, pages=4, group=None, base=4096, tp: tuple[
     return RankGeometry(tp[0], tp[1], (group or Group("attention", 4),), regions)
 
 
-WRONG: Any = "tape"
+def beside(base, layer, group=0):
+    """A second region, of pages of 8 bytes, beside that of layer "a"."""
+    return rank(field(axis()), extra=(Region(base, 8, 8, 4, (Member(layer, Layout((field(axis()),)), group),)),))
+
+
+STAGE = (StageLayer("a", 0, ()),)
 TOKENS = axis("token", 4, 0, 4, 8)
 
 
@@ -99,22 +104,10 @@ TOKENS = axis("token", 4, 0, 4, 8)
         (lambda: replace(rank(field(axis())), pp_rank=1), "size-out-of-range"),
         (lambda: replace(rank(field(axis())), groups=()), "size-out-of-range"),
         (lambda: replace(rank(field(axis())), regions=()), "size-out-of-range"),
-        (
-            lambda: replace(rank(field(axis())), stage_layers=((StageLayer("a", 0, ()),), (StageLayer("b", 0, ()),))),
-            "stage-layers-count",
-        ),
-        (
-            lambda: rank(field(axis()), extra=(Region(0, 64, 64, 1, (Member("b", Layout((field(axis()),)), 1),)),)),
-            "size-out-of-range",
-        ),
-        (
-            lambda: rank(field(axis()), extra=(Region(4160, 8, 8, 4, (Member("b", Layout((field(axis()),)), 0),)),)),
-            "regions-overlap",
-        ),
-        (
-            lambda: rank(field(axis()), extra=(Region(8192, 8, 8, 4, (Member("a", Layout((field(axis()),)), 0),)),)),
-            "field-twice",
-        ),
+        (lambda: replace(rank(field(axis())), stage_layers=(STAGE, STAGE)), "stage-layers-count"),
+        (lambda: beside(0, "b", group=1), "size-out-of-range"),
+        (lambda: beside(4160, "b"), "regions-overlap"),
+        (lambda: beside(8192, "a"), "field-twice"),
     ],
 )
 def test_contradictions_are_refused(make, code):

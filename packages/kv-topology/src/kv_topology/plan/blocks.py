@@ -55,17 +55,7 @@ if TYPE_CHECKING:
     from kv_topology.model import Group
     from kv_topology.plan.slices import Pairing
 
-__all__ = [
-    "MAX_TOKENS",
-    "AnyBlockList",
-    "BlockList",
-    "BlockPairs",
-    "Blocks",
-    "ListRules",
-    "list_rules",
-    "pair_blocks",
-    "read_lists",
-]
+__all__ = ["MAX_TOKENS", "AnyBlockList", "BlockList", "ListRules", "list_rules", "pair_blocks", "read_lists"]
 
 MAX_TOKENS = 1 << 40
 """Tokens of a sequence beyond which a number is refused as absurd."""

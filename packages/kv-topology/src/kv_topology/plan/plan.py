@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, cast, final
 
 import numpy as np
@@ -267,17 +268,17 @@ def _check_peers(peers: Mapping[Rank, RankGeometry], peer_tp: int | None) -> Non
 
 
 @final
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Planner:
     """Makes plans from documents; errors of a peer's document carry `fault="peer"` and the rank.
 
-    Args:
+    Attributes:
         staging: As for `plan_transfer`; "never" unless the caller executes `staged_regions`.
         cost: Prices by which "auto" decides.
     """
 
-    def __init__(self, *, staging: Staging = "never", cost: CostModel | None = None) -> None:
-        self._staging: Staging = staging
-        self._cost = cost
+    staging: Staging = "never"
+    cost: CostModel | None = None
 
     def target_ranks(
         self, local: Mapping[str, object], *, peer_tp: int, peer_pp: int = 1, peer_dcp: int = 1
@@ -306,4 +307,4 @@ class Planner:
             rank: peer if isinstance(peer, RankGeometry) else self.geometry(cast("Mapping[str, object]", peer), rank)
             for rank, peer in peers.items()
         }
-        return plan_transfer(from_document(local), geometries, peer_tp=peer_tp, staging=self._staging, cost=self._cost)
+        return plan_transfer(from_document(local), geometries, peer_tp=peer_tp, staging=self.staging, cost=self.cost)

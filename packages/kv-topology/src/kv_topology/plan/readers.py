@@ -38,16 +38,7 @@ if TYPE_CHECKING:
 
     Rank = tuple[int, int]
 
-__all__ = [
-    "FieldClass",
-    "Piece",
-    "Readers",
-    "choose_pieces",
-    "field_class",
-    "notify_home",
-    "ranks_read",
-    "target_ranks",
-]
+__all__ = ["FieldClass", "Readers", "choose_pieces", "field_class", "target_ranks"]
 
 
 class FieldClass(NamedTuple):

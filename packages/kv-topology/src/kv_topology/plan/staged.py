@@ -11,7 +11,7 @@ This works when the fields of a page leave no gap and no tokens are dealt out; o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, final
 
 import numpy as np
@@ -74,7 +74,7 @@ class StagedRegion:
     moves: tuple[PageMove, ...]
 
 
-@final
+@dataclass(slots=True)
 class _Bay:
     """The bytes of one region's pages that all producers fill together, and what is put there so far.
 
@@ -86,12 +86,11 @@ class _Bay:
         moves: Copies that complete the page.
     """
 
-    def __init__(self, start: int, stop: int, local_units: int) -> None:
-        self.start = start
-        self.stop = stop
-        self.local_units = local_units
-        self.filled = 0
-        self.moves: list[PageMove] = []
+    start: int
+    stop: int
+    local_units: int
+    filled: int = 0
+    moves: list[PageMove] = field(default_factory=list[PageMove])
 
     @property
     def unit_bytes(self) -> int:

@@ -368,11 +368,7 @@ def _slices(local: RankGeometry, tables: Sequence[SliceTable], most: int) -> lis
     slices: list[Values] = []
     for table in tables:
         pairing = table.pairing
-        units = {
-            "unit_tokens": pairing.unit_tokens,
-            "local_units": pairing.local_units,
-            "peer_units": pairing.peer_units,
-        }
+        units = {name: getattr(pairing, name) for name in ("unit_tokens", "local_units", "peer_units")}
         for row in zip(*(column[: most - len(slices)].tolist() for column in table.columns), strict=True):
             values = dict(zip(table.columns._fields, row, strict=True))
             length, start = values.pop("length"), values["local_offset"]

@@ -25,18 +25,7 @@ if TYPE_CHECKING:
     LayersByKind = Mapping["LayerKind", Sequence[int]]
     LayoutsByKind = Mapping["LayerKind", Sequence[Layout]]
 
-__all__ = [
-    "KV_LAYOUTS",
-    "STATE_KINDS",
-    "EngineSpec",
-    "LayerKind",
-    "ModelSpec",
-    "StateSpec",
-    "attention_layouts",
-    "build_engine",
-    "latent_layout",
-    "state_layout",
-]
+__all__ = ["KV_LAYOUTS", "EngineSpec", "LayerKind", "ModelSpec", "StateSpec", "build_engine"]
 
 LayerKind = Literal["attention", "sliding", "latent", "mamba2", "mamba1", "gated-delta"]
 STATE_KINDS = ("mamba2", "mamba1", "gated-delta")
