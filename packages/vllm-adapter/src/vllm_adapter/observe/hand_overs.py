@@ -29,7 +29,7 @@ _MOST_STAGES = 6
 """Moments that one hand-over takes in the ring; what a rank stamps of a read is one of them."""
 _KEPT_CHARACTERS = 80
 _Role = Literal["producer", "consumer"]
-_Event = tuple[str, str, float, "_Role | None", "Mapping[str, object] | None", "tuple[ReadTimes, float, float] | None"]
+_Event = tuple[str, str, float, "_Role | None", "Mapping[str, object]", "tuple[ReadTimes, float, float] | None"]
 """(request id, stage, seconds, role at the beginning, facts, a rank's times of its read)."""
 
 
@@ -51,24 +51,16 @@ class HandOverLog:
     def __init__(self, most: int = MOST_HAND_OVERS) -> None:
         self._events: deque[_Event] = deque(maxlen=most * _MOST_STAGES)
 
-    def mark(
-        self,
-        request_id: str,
-        stage: str,
-        at_s: float,
-        facts: Mapping[str, object] | None = None,
-        *,
-        role: _Role | None = None,
-    ) -> None:
+    def mark(self, request_id: str, stage: str, at_s: float, *, role: _Role | None = None, **facts: object) -> None:
         """Note a moment of a hand-over; of a repeated stage the first one counts, and unknown requests are ignored.
 
         Args:
             request_id: This engine's request.
             stage: The stage that it has reached.
             at_s: Seconds of this process's clock.
-            facts: Plain values to report along.
             role: With the first moment of a hand-over: whether it is handed over from here or to here. An earlier one of the same
                 id is forgotten.
+            facts: Plain values to report along.
         """
         self._events.append((short_id(request_id), stage, at_s, role, facts, None))
 
@@ -104,7 +96,7 @@ class HandOverLog:
             entry = found.get(request_id)
             if entry is not None:
                 entry["moments"].setdefault(stage, at_s)
-                entry.update(cast("HandOverEntry", facts or {}))
+                entry.update(cast("HandOverEntry", facts))
         return list(found.values())
 
 

@@ -91,10 +91,9 @@ class FollowedRequests:
         """Follow a request from its arrival; `is_early`: it came with an early ticket."""
         request_id = arrival.request_id
         request = self.live[request_id] = FollowedRequest(arrival, role)
-        facts: dict[str, object] = {"frontend_s": arrival.frontend_s, "tokens": arrival.prompt_tokens}
-        if is_early:
-            facts["is_early"] = True
-        self._moments.mark(request_id, "arrived", now_s, facts, role=role)
+        facts: dict[str, object] = {"is_early": True} if is_early else {}
+        facts |= {"frontend_s": arrival.frontend_s, "tokens": arrival.prompt_tokens}
+        self._moments.mark(request_id, "arrived", now_s, role=role, **facts)
         if self._lease_ended is not None and arrival.trace_headers:
             request.link = TraceLink(dict(arrival.trace_headers), time.time_ns())
 
@@ -117,12 +116,14 @@ class FollowedRequests:
         for order, is_streamed in [*((order, False) for order in plan.reads if order.is_reported), *streamed]:
             request_id = order.request_id
             self.reads[request_id] = is_streamed
-            facts: dict[str, object] = {
-                "peer_engine_id": order.ticket.peer.engine_id,
-                "peer_request_id": short_id(order.ticket.peer_request_id),
-                "is_streamed": is_streamed,
-            }
-            self._moments.mark(request_id, "ordered", now_s, facts)
+            self._moments.mark(
+                request_id,
+                "ordered",
+                now_s,
+                peer_engine_id=order.ticket.peer.engine_id,
+                peer_request_id=short_id(order.ticket.peer_request_id),
+                is_streamed=is_streamed,
+            )
             request = self.live.get(request_id)
             if request is not None and request.link is not None:
                 links[request_id] = request.link

@@ -69,7 +69,7 @@ class SchedulerSide:
 
     Attributes:
         followed: Live requests that take part in a hand-over, by id; the calls for all others change nothing.
-        chunks: Prompts of which `build_step` is to be told what steps compute.
+        chunks: Prompts of which `build_step` needs the tokens that steps compute.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class SchedulerSide:
         self._free_blocks: Callable[[], int] = int  # none, as far as is known
         # Steps without work in a row, while some of this side waits for the workers.
         self._empty_steps = 0
-        # Whether the host was last told how many tokens of a request to read, zero included, and has not allocated its blocks.
+        # Whether the latest answer to the host was a number of tokens to read, zero included, and no blocks followed it.
         self._is_answered = False
         # Since when the host has had requests ready for blocks in steps that compute nothing.
         self._short_since_s: float | None = None
