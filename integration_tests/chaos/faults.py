@@ -24,10 +24,8 @@ __all__ = [
     "Fault",
     "core_of",
     "first_limit",
-    "healthy",
     "judged",
     "limited",
-    "reads_of",
     "revived",
     "standing_still",
     "start_anew",
@@ -109,22 +107,6 @@ def judged(
     assert not left, f"held two leases later: {left}"
     unread = [pair for pair in live.pairs() if not _is_read(live, pair, rewrite)]
     assert not unread, f"computed in place of read: {unread}"
-
-
-def healthy(live: Live, asked: Sequence[Asked]) -> tuple[int, int]:
-    """Return how many requests needed no engine that was out while another one was, and how many of them were right."""
-    others = [
-        each
-        for each in asked
-        if any(live.outages.is_out(name, each.started_s, each.ended_s) for name in live.engines)
-        and not any(live.outages.is_out(n, each.started_s, each.ended_s) for n in (each.pair.prefill, each.pair.decode))
-    ]
-    return len(others), sum(each.is_right for each in others)
-
-
-def reads_of(live: Live, names: Sequence[str]) -> float:
-    """Return the reads that engines have counted."""
-    return sum(metric_sum(live.engines[name].metrics(), _TRANSFERS) for name in names)
 
 
 def revived(live: Live) -> Live:

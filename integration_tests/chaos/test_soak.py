@@ -1,4 +1,4 @@
-"""Five thousand requests with faults and clients that leave, in twenty minutes or more: nothing grows, nothing is stranded."""
+"""Thousands of requests with kills, stops and clients that leave: nothing grows, nothing is stranded."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 from levels import Sample, sample_of
 from live import FAILS, Live, Setting, Warm, started_live
-from load import running_load
+from load import Load, running_load
 from verdicts import GROWTH_BOUNDS, judge_all, too_large
 
 from kvdev.steps import note
@@ -25,22 +25,27 @@ SECONDS = float(os.environ.get("KVDEV_CHAOS_SECONDS", "1200"))
 SURVIVORS = ("prefill-0", "decode-0")
 """Engines that no fault touches: their levels must be flat."""
 FAULT_EVERY_S = 45.0
+LONG_READS = 4
 
 
-def kill(live: Live, name: str, draw: random.Random) -> None:
-    live.kill(name)
+def kill(live: Live, load: Load, name: str, draw: random.Random) -> None:
+    """Kill an engine while long reads from it, or of it, are on the wire."""
+    side = (name,)
+    pairs = live.pairs(prefill=side) if name.startswith("prefill") else live.pairs(decode=side)
+    long = [prompt for prompt in live.prompts if len(prompt.text) > 800]
+    load.aim(pairs, draw.sample(long, LONG_READS), lambda: live.kill(name), draw.uniform(0.0, 0.05))
     time.sleep(draw.uniform(0.0, 3.0))
     live.begin_again(name)
     live.wait_serving(name)
 
 
-def stop(live: Live, name: str, draw: random.Random) -> None:
+def stop(live: Live, _load: Load, name: str, draw: random.Random) -> None:
     live.stop(name)
     time.sleep(draw.uniform(1.0, 6.0))
     live.resume(name)
 
 
-FAULTS: tuple[tuple[Callable[[Live, str, random.Random], None], str], ...] = (
+FAULTS: tuple[tuple[Callable[[Live, Load, str, random.Random], None], str], ...] = (
     (kill, "prefill-1"),
     (kill, "decode-1"),
     (stop, "prefill-1"),
@@ -63,7 +68,7 @@ def test_a_soak_of_faults_leaves_memory_handles_and_sockets_flat(warm: Warm) -> 
                     samples[name].append(sample_of(live.engines[name].pid))
                 if now_s >= next_fault_s:
                     fault, name = draw.choice(FAULTS)
-                    fault(live, name, draw)
+                    fault(live, load, name, draw)
                     faults[f"{fault.__name__} {name}"] += 1
                     next_fault_s = time.monotonic() + FAULT_EVERY_S
                 if now_s >= next_note_s:

@@ -20,20 +20,15 @@ __all__ = ["Clock", "HandThread", "SideChannel", "StillClient"]
 
 
 class Clock(types.SimpleNamespace):
-    """Stands in for the module `time` in the adapter's modules; only `advance` moves it, unless it `is_real`."""
+    """Stands in for the module `time` in the adapter's modules; only `advance` moves it."""
 
-    def __init__(self, *, is_real: bool = False) -> None:
-        super().__init__(shown_s=1000.0, is_real=is_real)
-
-    @property
-    def now_s(self) -> float:
-        return time.monotonic() if self.is_real else self.shown_s
+    now_s = 1000.0
 
     def monotonic(self) -> float:
         return self.now_s
 
     def advance(self, seconds: float) -> None:
-        self.shown_s += seconds
+        self.now_s += seconds
 
     def __getattr__(self, name: str) -> Any:
         return getattr(time, name)

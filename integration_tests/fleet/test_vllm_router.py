@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
 import subprocess
 import time
 import urllib.error
@@ -14,10 +13,8 @@ from pathlib import Path
 
 import pytest
 from judging import (
-    IS_LONG,
     REQUESTS,
     Alone,
-    Reply,
     ask_all,
     assert_no_lease_left,
     assert_nothing_failed,
@@ -27,7 +24,7 @@ from judging import (
 )
 from two_by_two import TwoByTwo
 
-from kvdev.engines import Engine, free_port, metric_sum
+from kvdev.engines import free_port, metric_sum
 from kvdev.steps import end_process
 
 PROMPTS_EACH = 8
@@ -95,61 +92,3 @@ def test_prompts_are_handed_over_behind_vllm_router(
     assert_nothing_failed(fleet.pages(), failed_before)
     assert_no_lease_left(fleet.pages, fleet.take_steps, within_s=60)
     print(f"{policy}: {PROMPTS_EACH} hand-overs, prefill shares {shares}, {time.monotonic() - started_s:.0f} s")
-
-
-@pytest.mark.skipif(not IS_LONG, reason="an engine is killed and started anew: test --long fleet")
-def test_a_prefill_engine_that_is_killed_under_load_costs_errors_and_never_a_wrong_text(
-    alone: Alone, two_by_two: TwoByTwo, tmp_path: Path
-) -> None:
-    """vllm-router 0.1.17 offers a request of this mode to one prefill engine only: until it notices, some fail, as HTTP 5xx.
-
-    Once its health check has found the engine dead, the other one serves all; started anew, it gets its share again.
-    """
-    fleet = two_by_two
-    first = REQUESTS + 2 * PROMPTS_EACH
-    replies: list[Reply] = []
-    checks = ["--health-check-interval-secs", "5", "--health-failure-threshold", "2"]
-    with vllm_router(fleet, "round_robin", tmp_path / "router.log", *checks) as url:
-
-        async def run() -> None:
-            load = asyncio.create_task(ask_all(url, range(first, first + 20)))
-            await asyncio.sleep(1)
-            fleet.engines[1].signal_all(signal.SIGKILL)
-            replies.extend(await load)
-
-        asyncio.run(run())
-        fleet.engines[1].wait_ended()
-        assert {reply.status for reply in replies} <= {200, 500, 502, 503}
-        alone.assert_same([reply for reply in replies if reply.status == 200])
-        killed_s = time.monotonic()
-        _wait_until_all_is_answered(url, alone, first + 20)
-        noticed_s = time.monotonic() - killed_s
-        fleet.start_again(1)
-        _wait_until_it_is_asked(url, fleet.engines[1], alone, first + 20)
-    failed = sum(reply.status != 200 for reply in replies)
-    print(f"killed: {failed} of {len(replies)} requests failed; all answered {noticed_s:.0f} s after the last of these")
-    assert_no_lease_left(fleet.pages, fleet.take_steps, within_s=60)
-
-
-def _wait_until_all_is_answered(url: str, alone: Alone, number: int) -> None:
-    """Wait until the router leaves the dead engine out: eight requests in a row are answered."""
-    until = time.monotonic() + 90
-    while True:
-        replies = asyncio.run(ask_all(url, [number] * 8))
-        if all(reply.status == 200 for reply in replies):
-            alone.assert_same(replies)
-            return
-        assert time.monotonic() < until, replies
-        time.sleep(2)
-
-
-def _wait_until_it_is_asked(url: str, engine: Engine, alone: Alone, number: int) -> None:
-    """Wait until the router takes the engine back: it computes one of eight prompts."""
-    until = time.monotonic() + 90
-    while True:
-        before = metric_sum(engine.metrics(), "vllm:request_success_total")
-        alone.assert_same(asyncio.run(ask_all(url, [number] * 8)))
-        if metric_sum(engine.metrics(), "vllm:request_success_total") > before:
-            return
-        assert time.monotonic() < until, "the router does not take it back"
-        time.sleep(2)

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from fleet import Fleet
     from host import Request
 
+    from vllm_adapter.worker.engine_thread import WorkerSide
+
 __all__ = ["EngineChecks", "leftovers"]
 
 _MOST_PEERS = 24
@@ -250,66 +252,49 @@ def leftovers(fleet: Fleet) -> list[tuple[str, str]]:
 
 
 def _left_in(engine: Engine) -> list[tuple[str, str]]:
-    host, side = engine.host, engine.side
+    host, state, free = engine.host, engine.side._state, len(engine.host.free)
     if host.outages.is_paused:
         return [("asleep", "it does not wake up")]
-    found: list[tuple[str, str]] = []
     for block, (group, ids) in host.pool.kept.items():
         if block not in host.holdings.prefix.pending:
             engine.checks.kept(group, block, ids)
-    if host.requests:
-        rests = ", ".join(f"{one.request_id} {one.status}" for one in host.requests.values())
-        found.append(("request-left", f"requests are left: {rests}"))
-    if len(host.free) != engine.plan.blocks - 1:
-        found.append(("blocks-lost", f"{len(host.free)} of {engine.plan.blocks - 1} blocks are free"))
-    state = side._state
-    if state.live_count or state.lease_count or state.fence_slots_used:
-        left = f"{state.live_count} requests, {state.lease_count} leases, {state.fence_slots_used} fence slots"
-        found.append(("records-left", f"the request machines keep {left}"))
-    streams = state.streams
-    if streams is not None and (streams.produced.slots_used or streams.consumed.blocks_held):
-        left = f"{streams.produced.slots_used} stream slots, {streams.consumed.blocks_held} blocks of streams"
-        found.append(("streams-left", f"the request machines keep {left}"))
+    rests = ", ".join(f"{one.request_id} {one.status}" for one in host.requests.values())
+    records = state.live_count, state.lease_count, state.fence_slots_used
+    found = [
+        (bool(rests), "request-left", f"requests are left: {rests}"),
+        (free != engine.plan.blocks - 1, "blocks-lost", f"{free} of {engine.plan.blocks - 1} blocks are free"),
+        (any(records), "records-left", f"the request machines keep {records} requests, leases, fence slots"),
+    ]
+    if state.streams is not None:
+        kept = state.streams.produced.slots_used, state.streams.consumed.blocks_held
+        found.append((any(kept), "streams-left", f"the request machines keep {kept} stream slots, blocks of streams"))
+    left = [(kind, text) for is_left, kind, text in found if is_left]
     for worker in engine.workers:
-        registration: Any = worker._registration
         rank = f"rank {worker.rank[1]}"
-        if worker._due_reads:
-            found.append(("due-reads-left", f"{rank} keeps {len(worker._due_reads)} reads that have not been reported"))
-        reads = registration.reads.snapshot()
-        if reads["transfers"]:
-            found.append(("transfers-left", f"{rank} has {reads['transfers']} transfers"))
-        if registration.leases.live_count():
-            found.append(("leases-left", f"{rank} has {registration.leases.live_count()} leases"))
-        agent = registration.agent._agent
-        if agent.has_quarantine:
-            found.append(("quarantine-left", f"{rank} has {len(agent.quarantine())} transfers in quarantine"))
-        found += [(kind, f"{rank} {text}") for kind, text in _left_in_agent(agent)]
-        handles = len(agent._port.handles)
-        if handles:
-            found.append(("handles-left", f"{rank} has {handles} NIXL handles"))
-        engines = len(registration.reads._peers.engines)
-        if engines > _MOST_PEERS:
-            found.append(("peers-left", f"{rank} knows {engines} engines"))
-        waiting = [read for peer in registration.reads._peers.engines.values() for read in peer.waiting]
-        if waiting:
-            found.append(("reads-waiting", f"{rank} has {len(waiting)} reads that wait for an engine"))
-    return found
+        left += [(kind, f"{rank} has {text}") for is_left, kind, text in _in_rank(worker) if is_left]
+    return left
 
 
-def _left_in_agent(agent: Any) -> list[tuple[str, str]]:
-    """Return what an agent at rest still counts or has unloaded wrongly."""
-    found: list[tuple[str, str]] = []
-    gauges = agent.statistics()
-    if gauges["queued"] or gauges["inflight_bytes"]:
-        left = f"{gauges['queued']:.0f} waiting transfers and {gauges['inflight_bytes']:.0f} bytes in flight"
-        found.append(("queue-left", f"counts {left}"))
-    free = gauges["scratch_words_free"]
-    if free != _SCRATCH_WORDS:
-        found.append(("scratch-left", f"has {free} of {_SCRATCH_WORDS} scratch words"))
-    if gauges["streams_watched"]:
-        found.append(("watches-left", f"watches {gauges['streams_watched']:.0f} streams"))
-    if gauges["stream_pads_free"] not in {0, PAD_COUNT}:
-        found.append(("pads-left", f"has {gauges['stream_pads_free']:.0f} of {PAD_COUNT} pads"))
-    if agent._port.unloaded_alive:
-        found.append(("unloaded-alive", f"has unloaded {agent._port.unloaded_alive[0]}, which lives: sockets leak"))
-    return found
+def _in_rank(worker: WorkerSide) -> list[tuple[bool, str, str]]:
+    """Return (whether anything is left, kind, what) of the tables of a rank at rest."""
+    registration: Any = worker._registration
+    agent = registration.agent._agent
+    reads, leases, peers = registration.reads.snapshot(), registration.leases.live_count(), registration.reads._peers
+    waiting = sum(len(peer.waiting) for peer in peers.engines.values())
+    gauges, handles = agent.statistics(), len(agent._port.handles)
+    count, in_flight, scratch = gauges["queued"], gauges["inflight_bytes"], gauges["scratch_words_free"]
+    watched, pads = gauges["streams_watched"], gauges["stream_pads_free"]
+    return [
+        (bool(worker._due_reads), "due-reads-left", f"{len(worker._due_reads)} reads that have not been reported"),
+        (bool(reads["transfers"]), "transfers-left", f"{reads['transfers']} transfers"),
+        (bool(leases), "leases-left", f"{leases} leases"),
+        (bool(agent.quarantine()), "quarantine-left", f"{len(agent.quarantine())} transfers in quarantine"),
+        (bool(count or in_flight), "queue-left", f"{count:.0f} waiting transfers and {in_flight:.0f} bytes in flight"),
+        (scratch != _SCRATCH_WORDS, "scratch-left", f"{scratch:.0f} of {_SCRATCH_WORDS} scratch words"),
+        (bool(watched), "watches-left", f"{watched:.0f} streams that it watches"),
+        (pads not in {0, PAD_COUNT}, "pads-left", f"{pads:.0f} of {PAD_COUNT} pads"),
+        (bool(agent._port.unloaded_alive), "unloaded-alive", f"unloaded {agent._port.unloaded_alive}: sockets leak"),
+        (bool(handles), "handles-left", f"{handles} NIXL handles"),
+        (len(peers.engines) > _MOST_PEERS, "peers-left", f"{len(peers.engines)} engines"),
+        (bool(waiting), "reads-waiting", f"{waiting} reads that wait for an engine"),
+    ]

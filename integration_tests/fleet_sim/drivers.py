@@ -119,12 +119,12 @@ class TransferDriver(_Turns):
         pacer._is_idle = False
         self.wait_s = self.slept_s = None
         mailbox = loop._mailbox
-        before = mailbox.loop_errors, mailbox.callback_errors
+        before = loop._loop_errors, mailbox.callback_errors
         try:
             self._as_thread(loop._turn, loop._agent)
         except Exception as error:
-            mailbox.keep_loop_error(error)
-        if (mailbox.loop_errors, mailbox.callback_errors) != before:
+            loop._keep_error(error)
+        if (loop._loop_errors, mailbox.callback_errors) != before:
             kind, text = mailbox.last_error
             self._world.violated("thread-error", f"{self.process.name}: {kind}\n{text}")
         self._world.counts["transfer-turns"] += 1

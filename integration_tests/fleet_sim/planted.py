@@ -148,7 +148,7 @@ def _unread(_: Any) -> Any:
     def unread(coordinator: Any, following: Any) -> None:
         if following.watch is not None:
             following.watch.end()
-        coordinator._readers.fence_found(following.name, following.read.order.ticket.fence[1])
+        coordinator.readers.fence_found(following.name, following.read.order.ticket.fence[1])
 
     return unread
 
@@ -210,7 +210,7 @@ FAULTS = (
     Fault("stream-fence-unread", f"{_WORKER}.transfer.streams:StreamCoordinator._read_fence", _unread, "streams", 876),
     Fault("stream-never-gives-way", f"{_STATE}:SchedulerState.give_way", _returning(""), "streams", 9),
     Fault("first-unit-shifted", f"{_STATE}.values:BlockRules.wanted", _after(_from_the_first_token), "oracle"),
-    Fault("last-unit-missing", "kv_topology.plan.blocks:pair_blocks", _after(_without_the_end), "oracle"),
+    Fault("last-unit-missing", "kv_topology.plan.plan:pair_blocks", _after(_without_the_end), "oracle"),
     Fault("report-before-bytes", f"{_WORKER}.transfer.reads:ReadCoordinator._close_transfer", _first_suffices, "oracle"),
     Fault("pages-not-put-in-order", f"{_WORKER}.pages:ReadCompletion._convert", _returning(None), "oracle"),
     Fault("other-heads-announced", "vllm_adapter.cache.fields:_head_interval", _after(_other_heads), "oracle"),

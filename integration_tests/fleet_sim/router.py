@@ -6,6 +6,7 @@ import json
 import os
 import random
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
@@ -159,20 +160,7 @@ class Router:
     def _again(self, plan: RequestPlan, ids: list[int]) -> None:
         """Send a conversation's first turn once more, under the ids of the first time."""
         self.fleet.fault(f"id-again-{plan.again}")
-        prefill, decode = f"{plan.name}-p1", f"{plan.name}-d1"
-
-        def answered(outcome: str, ticket: Mapping[str, object] | None, _: list[int]) -> None:
-            if outcome != "done":
-                self._end(prefill, plan, 1, outcome)
-                return
-            params = None if ticket is None else self._carried(ticket, plan)
-            self._send(plan.decode, decode, ids, len(ids) + plan.new_tokens, params, decoded, plan)
-
-        def decoded(outcome: str, _ticket: Mapping[str, object] | None, _: list[int]) -> None:
-            self._end(decode, plan, 1, outcome)
-
-        params: dict[str, object] = {"do_remote_decode": True, "do_remote_prefill": False}
-        self._send(plan.prefill, prefill, ids, len(ids) + 1, params, answered, plan)
+        self._prefill(replace(plan, again="", abort="", turns=1, readers=1), 1, ids, None)
 
     def _decode(
         self, plan: RequestPlan, turn: int, reader: int, ids: list[int], ticket: Mapping[str, object] | None

@@ -12,15 +12,13 @@ import os
 import time
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
-from itertools import chain
 
 import pytest
 from oracle.geometry import draw
-from oracle.runner import try_seed, try_threads
+from oracle.runner import try_seed
 
 IS_LONG, IS_FULL = (os.environ.get(name) == "1" for name in ("KVDEV_LONG", "KVDEV_FULL"))
 PAIRS = 200_000 if IS_LONG else 20_000 if IS_FULL else 2_000
-THREADED = PAIRS // 100
 _CHUNK = 125
 
 
@@ -77,16 +75,3 @@ def _assert_covered(total: Counter[str]) -> None:
     assert total["read"] > PAIRS
     assert total["converted"] > PAIRS / 10
     assert total["code fence-mismatch"] > 10
-
-
-@pytest.mark.sized
-@pytest.mark.timeout(900)
-def test_no_byte_is_wrong_through_the_real_thread() -> None:
-    """The same cases with production's transfer threads, as many as the ranks, in place of turns by hand."""
-    failures = list(chain.from_iterable(_play_threaded(seed) for seed in range(1_000_000, 1_000_000 + THREADED)))
-    assert not failures, "\n".join(failures)
-
-
-def _play_threaded(seed: int) -> list[str]:
-    _, why = try_threads(seed)
-    return [f"seed {seed}: {why}"] if why else []

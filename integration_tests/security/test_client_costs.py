@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import socket
 import struct
@@ -285,27 +284,3 @@ def test_h14_strangers_write_no_log(figure: Figure, caplog: pytest.LogCaptureFix
     assert len(lines) < 10
     assert max(map(len, lines)) < 1300
     assert all(line.isprintable() for line in lines)
-
-
-def test_h4_an_address_is_one_address(figure: Figure) -> None:
-    """H4: `::ffff:127.0.0.1%1]:0;[127.0.0.77` passed a rule for 127.0.0.1 and reached 127.0.0.77."""
-    accepted: list[str] = []
-    with socket.create_server(("127.0.0.77", 0)) as inner:
-        inner.settimeout(0.3)
-        port = inner.getsockname()[1]
-        client = Client(LocalOffer(policy="off"), timing=Timing(deadline_s=1, attempt_s=0.5))
-        for host in (
-            "::ffff:127.0.0.1%1]:0;[127.0.0.77",
-            "127.0.0.1:0;127.0.0.77",
-            "fe80::1%lo",
-            "127.0.0.1;127.0.0.77",
-            "eth0;127.0.0.77",
-        ):
-            with contextlib.suppress(ConfigurationError):
-                client.fetch(host=host, port=port, ranks=[(0, 0)], dialect=14)
-                accepted.append(host)
-        with pytest.raises(TimeoutError):
-            inner.accept()
-        client.close()
-    figure(f"{len(accepted)} of 5 accepted")
-    assert not accepted

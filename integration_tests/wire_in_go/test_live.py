@@ -14,7 +14,7 @@ from gopher import Gopher
 from wire_values import FACTORS, METADATA, envelope
 
 from kv_handshake import Client, Codec, Listener, LocalOffer
-from kv_nixl_agent.nixl.metadata import add_checksum
+from kv_nixl_agent.memory.peers import add_checksum
 
 DIALECTS = (2, 4, 5, 9, 13, 15)
 RANKS = [(0, 0), (0, 1)]

@@ -13,7 +13,7 @@ import pytest
 from gopher import Gopher
 
 from kv_nixl_agent.errors import AgentError
-from kv_nixl_agent.nixl.metadata import add_checksum, open_metadata
+from kv_nixl_agent.memory.peers import add_checksum, open_metadata
 from kv_scheduler_state import SchedulerConfig, SchedulerState, prompt_digest
 
 ROOT = Path(__file__).resolve().parents[2]

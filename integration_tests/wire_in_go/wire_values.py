@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kv_handshake import Codec
 from kv_handshake.testing import load_vectors
-from kv_nixl_agent.nixl.metadata import add_checksum
+from kv_nixl_agent.memory.peers import add_checksum
 
 __all__ = ["FACTORS", "METADATA", "envelope"]
 

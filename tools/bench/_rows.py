@@ -5,27 +5,29 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-__all__ = ["by_turns", "row", "said"]
+from collections.abc import Callable
 
 
 def row(
-    name: str, unit: str, ours: float, baseline: float, target: str = "context", *, met: bool = True, ratio: float = 0.0
+    name: str,
+    unit: str,
+    ours: float,
+    baseline: float,
+    target: str = "context",
+    *,
+    met: bool | None = None,
+    ratio: float = 0.0,
 ) -> dict[str, object]:
-    """Return one figure as `dev.py bench` shows it; the ratio is ours over the baseline unless it is given."""
-    return {
-        "name": name,
-        "unit": unit,
-        "ours": ours,
-        "baseline": baseline,
-        "ratio": round(ratio or ours / baseline, 3),
-        "target": target,
-        "met": met,
-    }
+    """Return one figure as `dev.py bench` shows it; the ratio is ours over the baseline unless it is given.
+
+    Targets such as "<= 1.5" and ">= 0.7" are bounds of the ratio; any other comes with its verdict `met`, or is context.
+    """
+    ratio = ratio or ours / baseline
+    if met is None:
+        sign, _, bound = target.partition(" ")
+        met = {"<=": ratio <= float(bound or 0), ">=": ratio >= float(bound or 0)}.get(sign, True)
+    figures = {"ours": ours, "baseline": baseline, "ratio": round(ratio, 3)}
+    return {"name": name, "unit": unit, **figures, "target": target, "met": met}
 
 
 def said(rows: list[dict[str, object]], report: Callable[[str], None]) -> list[dict[str, object]]:
@@ -37,19 +39,26 @@ def said(rows: list[dict[str, object]], report: Callable[[str], None]) -> list[d
     return rows
 
 
-def by_turns(rounds: int, *calls: Callable[[], object], repeat: int = 1) -> list[float]:
-    """Return the median CPU seconds of each call, taken in turns, with the garbage collector off as in `timeit`."""
+def by_turns(
+    rounds: int,
+    *calls: Callable[[], object],
+    repeat: int = 1,
+    clock: Callable[[], float] = time.thread_time,
+    pause_s: float = 0.0,
+) -> list[float]:
+    """Return the median CPU time of each call in microseconds, taken in turns, with the garbage collector off as in `timeit`."""
     samples: list[list[float]] = [[] for _ in calls]
     is_collecting = gc.isenabled()
     gc.disable()
     try:
         for _ in range(rounds):
             for times, call in zip(samples, calls, strict=True):
-                begin = time.thread_time()
+                time.sleep(pause_s)
+                begin = clock()
                 for _ in range(repeat):
                     call()
-                times.append((time.thread_time() - begin) / repeat)
+                times.append((clock() - begin) / repeat)
     finally:
         if is_collecting:
             gc.enable()
-    return [statistics.median(times) for times in samples]
+    return [1e6 * statistics.median(times) for times in samples]

@@ -9,56 +9,27 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import tomllib
-from typing import TYPE_CHECKING
+from argparse import Namespace
+from collections.abc import Iterable
 
-from kvdev.paths import PACKAGES, ROOT
-from kvdev.steps import fail
+from kvdev.paths import PACKAGES, ROOT, siblings_of
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from pathlib import Path
-
-__all__ = ["affected_by", "run_affected", "siblings_of"]
-
-_SHARED = (
-    "pyproject.toml",
-    "uv.toml",
-    "uv.lock",
-    "tools/",
-    ".github/workflows/ci.yml",
-)
-_NAME = re.compile(r"[A-Za-z0-9._-]+")
+_SHARED = re.compile(r"(pyproject\.toml|uv\.toml|uv\.lock|\.github/workflows/ci\.yml)$|tools/")
 
 
-def run_affected(base: str) -> int:
-    """Print a JSON list of the packages affected between `base` and the work tree; an unknown base affects all."""
-    known = ["git", "rev-parse", "--verify", "--quiet", f"{base}^{{commit}}"]
-    if base and subprocess.run(known, cwd=ROOT, capture_output=True, check=False).returncode == 0:
-        command = ["git", "diff", "--name-only", f"{base}...HEAD"]
-        listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-        if listed.returncode != 0:
-            fail(f"git cannot compare {base} with HEAD: {listed.stderr.strip()}")
-        names = affected_by(ROOT, listed.stdout.splitlines())
-    else:
-        names = list(PACKAGES)
-    print(json.dumps(names))
+def run_affected(_uv: object, options: Namespace) -> int:
+    """Print a JSON list of the packages affected between `options.base` and HEAD; an unknown base affects all."""
+    command = ["git", "diff", "--name-only", f"{options.base}...HEAD"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    is_known = bool(options.base) and listed.returncode == 0
+    print(json.dumps(affected_by(listed.stdout.splitlines()) if is_known else PACKAGES))
     return 0
 
 
-def affected_by(root: Path, files: Iterable[str]) -> list[str]:
+def affected_by(files: Iterable[str]) -> list[str]:
     """Return the packages that a change of these files affects, in their usual order."""
     changed = list(files)
-    if any(
-        file == shared or (shared.endswith("/") and file.startswith(shared)) for file in changed for shared in _SHARED
-    ):
+    if any(map(_SHARED.match, changed)):
         return list(PACKAGES)
     touched = {name for name in PACKAGES for file in changed if file.startswith(f"packages/{name}/")}
-    return [name for name in PACKAGES if touched & {name, *siblings_of(root, name)}]
-
-
-def siblings_of(root: Path, package: str) -> list[str]:
-    """Return the packages of this repository that one of them depends on."""
-    project = tomllib.loads((root / "packages" / package / "pyproject.toml").read_text())["project"]
-    found = [match.group() for text in project["dependencies"] if (match := _NAME.match(text))]
-    return [name for name in found if name in PACKAGES]
+    return [name for name in PACKAGES if touched & {name, *siblings_of(name)}]

@@ -1,26 +1,35 @@
-"""The command line of `tools/dev.py`."""
+"""The command line of `tools/dev.py`. It is read by a bare Python, so verbs import what they need themselves."""
 
 from __future__ import annotations
 
-import json
+import argparse
+import importlib
+import os
 import signal
 import sys
-from typing import TYPE_CHECKING
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from urllib.parse import urlsplit
 
-from kvdev.affected import run_affected
-from kvdev.arguments import make_parser
-from kvdev.bootstrap import enter_workspace
-from kvdev.envs import describe, host_environment
-from kvdev.families import families_text
-from kvdev.steps import DevError, fail
+from kvdev.envs import DEFAULT_VLLM, workspace_environment
+from kvdev.paths import ROOT
+from kvdev.steps import DevError
+from kvdev.uvtool import find_or_install_uv
 
-if TYPE_CHECKING:
-    from argparse import Namespace
-    from collections.abc import Callable
-    from pathlib import Path
-    from types import FrameType
-
-__all__ = ["main"]
+_ENTERED = "KVDEV_UV"
+"""Names uv where this program already runs in the workspace's environment."""
+FAMILIES: dict[str, str] = {
+    name: family["about"]
+    for name, family in tomllib.loads((ROOT / "tools/kvdev/models.toml").read_text()).items()
+    if "about" in family
+}
+"""Families of tiny models that the demo and the tests make."""
+_ABOUT_ROUTER = (
+    "A demo tool, not for service: round robin, no load balancing, no access control. Routers for service that speak the same "
+    "protocol: vllm-router, llm-d, Ray Serve LLM, Dynamo."
+)
 
 
 def main(arguments: list[str]) -> int:
@@ -28,13 +37,12 @@ def main(arguments: list[str]) -> int:
     options = make_parser().parse_args(arguments)
     signal.signal(signal.SIGTERM, _interrupt)
     try:
-        if options.verb == "affected":  # asked before anything is tested: it needs no environment
-            return run_affected(options.base)
-        if options.verb == "demo" and not options.family:
-            print(families_text())
+        if options.verb == "demo" and options.list_families:
+            print("\n".join(f"  {name:16}  {about}" for name, about in FAMILIES.items()))
             return 0
-        uv = enter_workspace(arguments)
-        return _VERBS[options.verb](uv, options)
+        uv = None if options.verb == "affected" else _enter_workspace(arguments)
+        module, _, function = options.run.partition(":")
+        return int(getattr(importlib.import_module(f"kvdev.{module}"), function)(uv, options))
     except DevError as error:
         print(f"dev.py {options.verb}: {error}", file=sys.stderr)
         return 1
@@ -47,96 +55,128 @@ def _interrupt(_number: int, _frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def _demo(uv: Path, options: Namespace) -> int:
-    from kvdev.demo import run_demo
+def _enter_workspace(arguments: list[str]) -> Path:
+    """Return uv when already inside the workspace's environment; otherwise make it and start again there (does not return)."""
+    if _ENTERED in os.environ:
+        return Path(os.environ[_ENTERED])
+    uv = find_or_install_uv()
+    python = workspace_environment(uv)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execve(python, [str(python), str(ROOT / "tools" / "dev.py"), *arguments], {**os.environ, _ENTERED: str(uv)})
 
-    return run_demo(uv, options)
 
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser; `options.run` is the module and function that run a verb, called with uv and the options."""
+    parser = argparse.ArgumentParser(prog="dev.py", description="The verbs of this repository. Each has --help.")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
 
-def _test(uv: Path, options: Namespace) -> int:
-    from kvdev.testing import RunOptions, run_tests
+    def verb(name: str, about: str, run: str) -> Callable[..., argparse.Action]:
+        added = verbs.add_parser(name, help=about, description=about)
+        added.set_defaults(run=run)
+        return added.add_argument
 
-    chosen = RunOptions(
-        options.vllm,
-        options.select,
-        is_long=options.long,
-        is_lowest=options.lowest,
-        tier=options.tier,
+    add = verb(
+        "demo", "two real vLLM engines hand a prompt over, beside one engine that does it alone", "demo:run_demo"
     )
-    return run_tests(uv, options.scope, chosen)
+    add("--json", action="store_true", help="print one JSON object as the last line")
+    add("--keep", action="store_true", help="leave the engines and the router up and print curl lines")
+    add("--vllm", default=DEFAULT_VLLM, help="vLLM version to run (default %(default)s)")
+    add("--corrupt", action="store_true", help="control: flip one byte of one received page; texts must differ")
+    add("--family", default="words", choices=FAMILIES, help="model family (default %(default)s)")
+    add("--list-families", action="store_true", help="list the model families and end")
+
+    add = verb(
+        "test",
+        "run the tests: the short run of every change, all with --full, or the scopes named",
+        "testing:run_tests",
+    )
+    scopes = "a package name, check, tools, never-wrong, sim, real-io, security, chaos, host, fleet, gpu"
+    add("scope", nargs="*", help=scopes)
+    add("--vllm", default=DEFAULT_VLLM, help="vLLM version for the scopes host and fleet (default %(default)s)")
+    add("-k", dest="select", default="", help="passed to pytest")
+    add(
+        "--full",
+        action="store_const",
+        dest="tier",
+        const="all",
+        default="quick",
+        help="the short run, then all the rest",
+    )
+    add(
+        "--rest",
+        action="store_const",
+        dest="tier",
+        const="rest",
+        default="quick",
+        help="what --full runs after the short run",
+    )
+    add("--long", action="store_true", help="weekly: everything, in the long variants (KVDEV_LONG=1)")
+    add("--lowest", action="store_true", help="packages with the lowest versions that they allow")
+
+    add = verb("check", "format, lint, types, import contracts, house rules, workflow files", "checks:run_checks")
+    add("--fix", action="store_true", help="let ruff rewrite what it can")
+
+    add = verb("bench", "measure against a baseline, interleaved in the same run", "benching:run_bench")
+    add("name", help="connector, handshake, scheduler, seals, topology or transfer")
+    add("--json", action="store_true", help="print one JSON object as the last line")
+    add("--against", metavar="PATH_OR_REV", help="compare with another checkout or commit, runs interleaved")
+    add("--runs", type=int, default=7, help="with --against: runs of each side (default %(default)s)")
+    add("--gates", action="store_true", help="connector: judge each of its bounds; most of an hour")
+
+    add = verb("lock", "renew uv.lock and keep it index-neutral", "locking:run_lock")
+    add("--check", action="store_true", help="prove that a re-resolution gives the same versions and hashes")
+    add("--upgrade", action="store_true", help="take the newest versions that the requirements allow")
+
+    add = verb("env", "make the environments and say what there is", "envs:run_env")
+    add("--host", action="store_true", help="make the host environment (real vLLM) too")
+    add("--vllm", default=DEFAULT_VLLM, help="vLLM version of the host environment (default %(default)s)")
+
+    add = verb("router", _ABOUT_ROUTER, "router:run_router")
+    _add_router_options(add)
+
+    add = verb("release", "build one package as it is released, and judge the files", "release:run_release")
+    add("package", help="the package to release")
+    add("--tagged", action="store_true", help="the tag must fit (the release workflow); else a rehearsal")
+
+    add = verb("dist", "build wheels and source archives of all five packages", "release:run_dist")
+    add("folder", nargs="?", type=Path, default=ROOT / "dist", help="where to put them (default: dist in the checkout)")
+
+    verb("docs", "build the site in .dev/site; any warning is an error", "site:run_docs")
+
+    add = verb("affected", "the packages that the commits since BASE affect, as JSON", "affected:run_affected")
+    add("base", nargs="?", default="", help="a commit (default or unknown: all packages)")
+    return parser
 
 
-def _check(uv: Path, options: Namespace) -> int:
-    from kvdev.checks import run_checks
-
-    return run_checks(uv, fix=options.fix)
-
-
-def _bench(_uv: Path, options: Namespace) -> int:
-    if options.against:
-        from kvdev.comparing import run_comparison
-
-        return run_comparison(options.name, options.against, runs=options.runs, as_json=options.json)
-    from kvdev.benching import run_bench
-
-    return run_bench(options.name, as_json=options.json, size=options.size)
-
-
-def _lock(uv: Path, options: Namespace) -> int:
-    from kvdev.locking import check_lock, renew_lock
-
-    if options.check and options.upgrade:
-        fail("--check and --upgrade contradict each other")
-    return check_lock(uv) if options.check else renew_lock(uv, upgrade=options.upgrade)
+def _add_router_options(add: Callable[..., argparse.Action]) -> None:
+    add(
+        "--prefill",
+        action="append",
+        required=True,
+        metavar="URL",
+        type=engine_url,
+        help="a prefill engine (repeatable)",
+    )
+    add("--decode", action="append", required=True, metavar="URL", type=engine_url, help="a decode engine (repeatable)")
+    add("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
+    add("--port", type=int, default=8000, help="port to listen on (default %(default)s)")
+    both = "send each request to both engines at once; the side channel of each prefill engine, in their order (repeatable)"
+    add("--concurrent", action="append", default=[], metavar="HOST:PORT", type=side_channel, help=both)
+    add("--secret-file", type=Path, metavar="FILE", help="a file with a fleet secret, which covers these addresses")
 
 
-def _release(uv: Path, options: Namespace) -> int:
-    from kvdev.release import release
-
-    return release(uv, options.package, tagged=options.tagged)
-
-
-def _dist(uv: Path, options: Namespace) -> int:
-    from kvdev.dist import run_dist
-
-    return run_dist(uv, options.folder)
+def engine_url(text: str) -> str:
+    """Return the base URL of an engine without a trailing slash; raises `ValueError`."""
+    parts = urlsplit(text)
+    if parts.scheme not in {"http", "https"} or not parts.hostname or parts.port == 0:
+        raise ValueError(text)
+    return text.rstrip("/")
 
 
-def _env(uv: Path, options: Namespace) -> int:
-    if options.host:
-        host_environment(uv, options.vllm)
-    facts = describe()
-    if options.json:
-        print(json.dumps(facts))
-    else:
-        for key, value in facts.items():
-            print(f"{key}: {value}")
-    return 0
-
-
-def _docs(uv: Path, _options: Namespace) -> int:
-    from kvdev.site.building import run_docs
-
-    return run_docs(uv)
-
-
-def _router(_uv: Path, options: Namespace) -> int:
-    from kvdev.early import early_tickets
-    from kvdev.router import serve_forever
-
-    early = early_tickets(options.prefill, options.concurrent, options.secret_file)
-    return serve_forever(options.prefill, options.decode, host=options.host, port=options.port, early=early)
-
-
-_VERBS: dict[str, Callable[[Path, Namespace], int]] = {
-    "demo": _demo,
-    "test": _test,
-    "check": _check,
-    "bench": _bench,
-    "lock": _lock,
-    "env": _env,
-    "router": _router,
-    "release": _release,
-    "dist": _dist,
-    "docs": _docs,
-}
+def side_channel(text: str) -> tuple[str, int]:
+    """Return host and port of ``HOST:PORT`` or ``[IPv6]:PORT``; raises `ValueError`."""
+    parts = urlsplit(f"tcp://{text}")
+    if not parts.hostname or not parts.port:
+        raise ValueError(text)
+    return parts.hostname, parts.port

@@ -2,36 +2,31 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import json
 import math
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import openai
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import track
 from rich.table import Table
 
-from kvdev.asking import openai_client
-from kvdev.engines import Engine, EngineSpec, free_port, local_model, metric_sum, samples_of, start_all
-from kvdev.families import FAMILIES, families_text
+from kvdev.engines import EngineSpec, free_port, local_model, metric_sum, samples_of, start_all
 from kvdev.paths import ROOT
 from kvdev.steps import end_process, fail, note
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Callable, Iterator, Sequence
-
-__all__ = ["connector_config", "run_demo", "running_router"]
 
 _ANY_PROMPTS = (
     "Tell me a story about a lighthouse keeper who counts ships. " * 4,
@@ -39,7 +34,6 @@ _ANY_PROMPTS = (
     "List the planets, their moons, and what each was named after, slowly and with care. " * 12,
     "One, two, three, four, five, six, seven, eight, nine, ten, and then back down again. " * 3,
 )
-_ANSWER_TOKENS = 32
 _ANSWER_WITHIN_S = 120
 
 
@@ -64,48 +58,35 @@ def connector_config(role: str, **extra: object) -> dict[str, object]:
 
 def run_demo(uv: Path, options: argparse.Namespace) -> int:
     """Run the demo; exit code 0 when the texts agree (with --corrupt: when they differ)."""
-    if options.family not in FAMILIES:
-        fail(f"no family named {options.family!r}; there are:\n{families_text()}")
     python, model = local_model(uv, options.family, options.vllm)
-    prompts = _prompts(model)
+    made = model / "prompts.json"  # prompts of a trained model; for random weights any text does
+    prompts: Sequence[str] = json.loads(made.read_text()) if made.exists() else _ANY_PROMPTS
     note("starting three engines: prefill, decode, and one that does the whole job alone")
     with (
         tempfile.TemporaryDirectory(prefix="kvdev-") as folder,
         start_all(_specs(model, Path(folder), is_corrupt=options.corrupt), python) as (prefill, decode, alone),
         running_router([prefill.url], [decode.url]) as router_url,
     ):
-        with _progress() as progress:
-            warm_up = ["a first request, to warm both paths up"]
-            _answers(progress, "first request of both ways", router_url, warm_up)
-            _answers(progress, "first request of one engine", alone.url, warm_up)
-            before = decode.metrics()
-            handed_over = _answers(progress, "prefill, hand-over, decode", router_url, prompts)
-            after = decode.metrics()
-            by_itself = _answers(progress, "one engine alone", alone.url, prompts)
-        report = _report(options.vllm, model, before, after, handed_over, by_itself)
+        warm_up = ["a first request, to warm both paths up"]
+        answers_of("first request of both ways", router_url, warm_up)
+        answers_of("first request of one engine", alone.url, warm_up)
+        before = decode.metrics()
+        handed_over = answers_of("prefill, hand-over, decode", router_url, prompts)
+        after = decode.metrics()
+        by_itself = answers_of("one engine alone", alone.url, prompts)
+        report = {"vllm": options.vllm, **_report(model, before, after, handed_over, by_itself)}
         _print_table(prompts, handed_over, by_itself, report)
         if options.json:
             print(json.dumps(report))
         if options.keep:
-            _keep(router_url, (prefill, decode, alone), prompts[-1])
+            body = json.dumps({"model": "tiny", "prompt": prompts[-1], "max_tokens": 16, "temperature": 0})
+            print(f"\nrouter {router_url}; " + "; ".join(f"{e.url} (log {e.log})" for e in (prefill, decode, alone)))
+            print(f"curl {router_url}/v1/completions -H 'Content-Type: application/json' -d '{body}'")
+            print(f"curl {decode.url}/metrics | grep nixl\nCtrl-C ends them.", flush=True)
+            with contextlib.suppress(KeyboardInterrupt):
+                while decode.is_running:
+                    time.sleep(1)
     return 0 if report["identical"] != options.corrupt else 1
-
-
-def _prompts(model: Path) -> Sequence[str]:
-    """Return the prompts that were made with a model; for random weights any text does."""
-    made = model / "prompts.json"
-    return list(map(str, json.loads(made.read_text()))) if made.exists() else _ANY_PROMPTS
-
-
-def _progress() -> Progress:
-    """Return the bars of the demo, on standard error, where they cannot disturb `--json`."""
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=Console(stderr=True))
-
-
-def _answers(progress: Progress, about: str, url: str, prompts: Sequence[str]) -> list[_Answer]:
-    task = progress.add_task(about, total=len(prompts))
-    return asyncio.run(_ask_all(url, prompts, lambda: progress.advance(task)))
 
 
 def _specs(model: Path, folder: Path, *, is_corrupt: bool) -> list[EngineSpec]:
@@ -126,44 +107,51 @@ def _specs(model: Path, folder: Path, *, is_corrupt: bool) -> list[EngineSpec]:
 def running_router(prefill: Sequence[str], decode: Sequence[str], *more: str) -> Iterator[str]:
     """Run the router as its own process on a free port, with further arguments; yield its base URL."""
     port = free_port()
-    ends = [
-        word for flag, urls in (("--prefill", prefill), ("--decode", decode)) for url in urls for word in (flag, url)
-    ]
-    command = [sys.executable, "-m", "kvdev.router", "--port", str(port), *ends, *more]
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, cwd=ROOT / "tools")
+    ends = [f"--prefill={url}" for url in prefill] + [f"--decode={url}" for url in decode]
+    command = [sys.executable, str(ROOT / "tools" / "dev.py"), "router", "--port", str(port), *ends, *more]
+    environment = {"KVDEV_UV": "", **os.environ}  # this is the environment that it needs
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, env=environment)
+    assert process.stdout is not None  # noqa: S101 - a pipe, for type checkers
     try:
-        line = process.stdout.readline() if process.stdout else ""
+        line = process.stdout.readline()
         if not line.startswith("router on "):
             fail(f"the router did not start: {line.strip() or 'no output'}")
         yield f"http://127.0.0.1:{port}"
     finally:
         end_process(process)
-        if process.stdout:
-            process.stdout.close()
+        process.stdout.close()
 
 
-async def _ask_all(url: str, prompts: Sequence[str], answered: Callable[[], None]) -> list[_Answer]:
-    answers: list[_Answer] = []
-    async with openai_client(url, timeout_s=_ANSWER_WITHIN_S) as client:
-        try:
-            for prompt in prompts:
-                answers.append(await _ask(client, prompt))
-                answered()
-        except openai.APITimeoutError:
-            fail(f"{url} did not answer within {_ANSWER_WITHIN_S} s; the engines' logs are in .dev/logs")
-        except openai.APIError as error:
-            fail(f"{url} did not answer: {error.message[:500]}")
-    return answers
+def openai_client(url: str, *, timeout_s: float) -> openai.AsyncOpenAI:
+    """Return a client that asks once: no retries, no proxy of the environment, and a connection of its own per request."""
+    plain = openai.DefaultAsyncHttpxClient(trust_env=False, headers={"Connection": "close"})
+    return openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=timeout_s, http_client=plain)
+
+
+def answers_of(about: str, url: str, prompts: Sequence[str]) -> list[_Answer]:
+    """Ask for a greedy answer to each prompt in turn, showing progress on standard error."""
+    bars = Console(stderr=True)
+
+    async def ask_all() -> list[_Answer]:
+        async with openai_client(url, timeout_s=_ANSWER_WITHIN_S) as client:
+            return [await _ask(client, prompt) for prompt in track(prompts, about, console=bars)]
+
+    try:
+        return asyncio.run(ask_all())
+    except openai.APITimeoutError:
+        fail(f"{url} did not answer within {_ANSWER_WITHIN_S} s; the engines' logs are in .dev/logs")
+    except openai.APIError as error:
+        fail(f"{url} did not answer: {error.message[:500]}")
 
 
 async def _ask(client: openai.AsyncOpenAI, prompt: str) -> _Answer:
     started = time.perf_counter()
-    first_token_ms = math.nan
+    times_s: list[float] = []
     text, prompt_tokens = "", 0
     parts = await client.completions.create(
         model="tiny",
         prompt=prompt,
-        max_tokens=_ANSWER_TOKENS,
+        max_tokens=32,
         temperature=0,
         stream=True,
         stream_options={"include_usage": True},
@@ -171,23 +159,20 @@ async def _ask(client: openai.AsyncOpenAI, prompt: str) -> _Answer:
     )
     async for part in parts:
         for choice in part.choices:
-            if math.isnan(first_token_ms):
-                first_token_ms = 1e3 * (time.perf_counter() - started)
+            times_s.append(time.perf_counter())
             text += choice.text
         prompt_tokens = part.usage.prompt_tokens if part.usage else prompt_tokens
-    return _Answer(prompt_tokens, text, first_token_ms)
+    return _Answer(prompt_tokens, text, 1e3 * (min(times_s, default=math.inf) - started))
 
 
 def _report(
-    vllm: str, model: Path, before: str, after: str, handed_over: list[_Answer], by_itself: list[_Answer]
+    model: Path, before: str, after: str, handed_over: list[_Answer], by_itself: list[_Answer]
 ) -> dict[str, Any]:
     def grew(name: str, **labels: str) -> int:
         return round(metric_sum(after, name, **labels) - metric_sum(before, name, **labels))
 
-    connector = "vllm_adapter.NixlConnector"
     return {
-        "vllm": vllm,
-        "connector": connector,
+        "connector": "vllm_adapter.NixlConnector",
         "requests": len(handed_over),
         "identical": [a.text for a in handed_over] == [a.text for a in by_itself],
         "kv_bytes": grew("vllm:nixl_bytes_transferred_sum"),
@@ -205,16 +190,10 @@ def _report(
 def _expected_bytes(model: Path, metrics_page: str, prompt_tokens: Sequence[int]) -> int:
     """Bytes that the model's geometry demands: whole blocks, K and V, every layer, float32."""
     config = json.loads((model / "config.json").read_text())
-    block_tokens = _block_tokens(metrics_page)
+    block_tokens = int(samples_of(metrics_page, "vllm:cache_config_info")[0].labels["block_size"])
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     token_bytes = 2 * config["num_key_value_heads"] * head_dim * 4 * config["num_hidden_layers"]
     return sum(math.ceil(tokens / block_tokens) * block_tokens * token_bytes for tokens in prompt_tokens)
-
-
-def _block_tokens(metrics_page: str) -> int:
-    for sample in samples_of(metrics_page, "vllm:cache_config_info"):
-        return int(sample.labels["block_size"])
-    return fail("the engine's metrics do not tell its block size (vllm:cache_config_info)")
 
 
 def _print_table(
@@ -228,8 +207,8 @@ def _print_table(
     for prompt, ours, theirs in zip(prompts, handed_over, by_itself, strict=True):
         table.add_row(
             escape("..." + prompt[-48:]),
-            escape(_shown(ours.text)),
-            escape(_shown(theirs.text)),
+            shown(ours.text),
+            shown(theirs.text),
             "yes" if ours.text == theirs.text else "NO",
             str(ours.prompt_tokens),
             f"{ours.first_token_ms:.0f} | {theirs.first_token_ms:.0f} ms",
@@ -244,18 +223,7 @@ def _print_table(
     )
 
 
-def _shown(text: str) -> str:
-    """Return a text as one line; what no terminal shows is spelt in escapes."""
+def shown(text: str) -> str:
+    """Return a text as one line of a table; what no terminal shows is spelt in escapes."""
     line = "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
-    return line.strip() or "(special tokens, which have no text)"
-
-
-def _keep(router_url: str, engines: Sequence[Engine], prompt: str) -> None:
-    body = json.dumps({"model": "tiny", "prompt": prompt, "max_tokens": 16, "temperature": 0})
-    print(f"\nrouter {router_url}; " + "; ".join(f"{e.spec.name} {e.url} (log {e.log})" for e in engines))
-    print(f"curl {router_url}/v1/completions -H 'Content-Type: application/json' -d '{body}'")
-    print(f"curl {engines[1].url}/metrics | grep nixl")
-    print("Ctrl-C ends them.", flush=True)
-    with contextlib.suppress(KeyboardInterrupt):
-        while all(engine.is_running for engine in engines):
-            time.sleep(1)
+    return escape(line.strip() or "(special tokens, which have no text)")

@@ -18,35 +18,21 @@ import time
 import urllib.error
 import urllib.request
 import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
+from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from kvdev.envs import host_environment
 from kvdev.paths import ROOT, STATE
-from kvdev.steps import CRASH_SIGNS, DevError, note, run_step
+from kvdev.steps import CRASH_SIGNS, fail, note, run_step
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
-    from prometheus_client import Metric
-    from prometheus_client.samples import Sample
-
-__all__ = [
-    "Engine",
-    "EngineProcess",
-    "EngineSpec",
-    "Launch",
-    "die_with_parent",
-    "families_of",
-    "free_port",
-    "local_model",
-    "metric_sum",
-    "samples_of",
-    "start_all",
-]
+    from kvdev.forked import ForkedProcess
 
 _HEALTHY_WITHIN_S = 300.0
 _ENDS_WITHIN_S = 15.0
@@ -55,7 +41,6 @@ _SITE = Path(__file__).parent / "engine_site"
 """First on an engine's path: its `sitecustomize.py` lets processes that wait for one another sleep."""
 _PORTS = range(10_000, 32_768)
 _ports_given: set[int] = set()
-_ERRORS_SHOWN = 8
 _NAMES_AN_ERROR = re.compile(
     "|".join([r"\b\w*(Error|Exception)\b: ", "UCX +(FATAL|ERROR)", *map(re.escape, CRASH_SIGNS)])
 )
@@ -76,27 +61,8 @@ class EngineSpec:
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
-class EngineProcess(Protocol):
-    """The server's process, as `subprocess` gives it."""
-
-    @property
-    def pid(self) -> int:
-        """Number of the process, which leads a group of its own."""
-        ...
-
-    def poll(self) -> int | None:
-        """Return the exit code, None while it lives."""
-        ...
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end; raises `subprocess.TimeoutExpired`."""
-        ...
-
-    def terminate(self) -> None:
-        """Send SIGTERM to this process alone."""
-        ...
-
-
+EngineProcess: TypeAlias = "subprocess.Popen[bytes] | ForkedProcess"
+"""The server's process, which leads a group of its own."""
 Launch: TypeAlias = "Callable[[Sequence[str], Mapping[str, str], Path], EngineProcess]"
 
 
@@ -193,14 +159,7 @@ class Engine:
         """Return the last lines of its log and the first errors that it names: the cause is far from the end."""
         text = self.log.read_text(errors="replace").splitlines()
         errors = [line for line in text if _NAMES_AN_ERROR.search(line) and " WARNING " not in line]
-        return "\n".join(
-            [
-                "  its last lines:",
-                *(f"    {line}" for line in text[-lines:]),
-                "  the first errors that it names:",
-                *(f"    {line}" for line in errors[:_ERRORS_SHOWN]),
-            ]
-        )
+        return "\n    ".join(["  its last lines:", *text[-lines:], "the first errors that it names:", *errors[:8]])
 
     def again(self) -> Engine:
         """Start the same engine anew on the same ports, after its end; its log goes on."""
@@ -264,25 +223,16 @@ def start_all(
 
 def _wait_healthy(engines: Sequence[Engine], *, quiet: bool) -> None:
     started = time.monotonic()
-    waiting = list(engines)
-    next_line = started + 15
-    while waiting:
-        for engine in list(waiting):
-            if not engine.is_running:
-                message = f"engine '{engine.spec.name}' ended while starting\n  log: {engine.log}\n"
-                raise DevError(message + engine.last_words())
-            if engine.is_healthy():
-                waiting.remove(engine)
-                if not quiet:
-                    note(f"  ok  engine '{engine.spec.name}' is healthy ({time.monotonic() - started:.0f} s)")
-        elapsed_s = time.monotonic() - started
-        if waiting and elapsed_s > _HEALTHY_WITHIN_S:
-            names = ", ".join(f"'{e.spec.name}' (log: {e.log})" for e in waiting)
-            raise DevError(f"not healthy within {_HEALTHY_WITHIN_S:.0f} s: {names}\n" + waiting[0].last_words())
-        if waiting and not quiet and time.monotonic() >= next_line:
-            next_line += 15
-            note(f"  ... waiting for {', '.join(e.spec.name for e in waiting)}, {elapsed_s:.0f} s")
-        time.sleep(0.3)
+    for waited in engines:
+        while not waited.is_healthy():
+            elapsed_s = time.monotonic() - started
+            for engine in engines:
+                if not engine.is_running or elapsed_s > _HEALTHY_WITHIN_S:
+                    how = f"is not healthy after {elapsed_s:.0f} s" if engine.is_running else "ended while starting"
+                    fail(f"engine '{engine.spec.name}' {how}\n  log: {engine.log}\n{engine.last_words()}")
+            time.sleep(0.3)
+        if not quiet:
+            note(f"  ok  engine '{waited.spec.name}' is healthy ({time.monotonic() - started:.0f} s)")
 
 
 def free_port() -> int:
@@ -313,8 +263,7 @@ def local_model(uv: Path, family: str, vllm: str) -> tuple[Path, Path]:
         folder.mkdir(parents=True)
         try:
             env = {**os.environ, "HF_HUB_OFFLINE": "1"}
-            words = ["make_words.py"] if family == "words" else ["make_model.py", family]
-            run_step(f"make model {family}", [python, ROOT / "tools/kvdev" / words[0], *words[1:], folder], env=env)
+            run_step(f"make model {family}", [python, ROOT / "tools/kvdev/make_model.py", family, folder], env=env)
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise

@@ -3,72 +3,61 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import math
+import multiprocessing
 import os
-import select
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, final
 
 from kvdev.engines import die_with_parent
-from kvdev.paths import ROOT
-
-__all__ = ["ForkedProcess", "Starter", "started_starter"]
+from kvdev.paths import ROOT, STATE
 
 _PROGRAM = Path(__file__).with_name("starter.py")
 _SITE = Path(__file__).with_name("engine_site")
 _READY_WITHIN_S = 300.0
 _ANSWERS_WITHIN_S = 30.0
-_CODE_WITHIN_S = 5.0
 
 
-@final
 class ForkedProcess:
-    """A process that the starter forked, watched by its number: `subprocess.Popen` as far as engines need it."""
+    """A process that the starter forked: `subprocess.Popen` as far as engines need it.
+
+    Its exit code is known from the starter alone, which writes it a moment after the end.
+    """
 
     def __init__(self, pid: int, folder: Path) -> None:
         self.pid = pid
-        self._code_file = folder / f"{pid}.exit"
-        self._descriptor = os.pidfd_open(pid)
-        weakref.finalize(self, os.close, self._descriptor)
-        self._lock = threading.Lock()
-        self.returncode: int | None = None
+        self._folder = folder
 
     def poll(self) -> int | None:
         """Return the exit code, negative for a signal, or None while it lives."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return self.wait(0)
-        return None
+        if not self._folder.exists():  # the starter has ended, and its engines with it
+            return 1
+        code = self._folder / f"{self.pid}.exit"
+        return int(code.read_text()) if code.exists() else None
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait for its end and return the exit code; any thread, as samplers ask whether it lives."""
-        if not select.select([self._descriptor], [], [], timeout)[0]:
-            raise subprocess.TimeoutExpired(str(self.pid), timeout or 0)
-        with self._lock:
-            if self.returncode is None:
-                self.returncode = self._code()
-        return self.returncode
-
-    def _code(self) -> int:
-        until = time.monotonic() + _CODE_WITHIN_S
-        while not self._code_file.exists():
-            if time.monotonic() > until:  # the starter has gone first
-                return 1
+        until = math.inf if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() > until:
+                raise subprocess.TimeoutExpired(str(self.pid), timeout or 0)
             time.sleep(0.02)
-        return int(self._code_file.read_text())
+        return code
 
     def terminate(self) -> None:
         """Send SIGTERM to this process alone."""
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self._descriptor, signal.SIGTERM)
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGTERM)
 
 
 @final
@@ -76,7 +65,7 @@ class ForkedProcess:
 class Starter:
     """The process that has imported vLLM. Its `launch` is what `kvdev.engines.Engine` starts a process with."""
 
-    process: subprocess.Popen[bytes]
+    orders: Connection
     folder: Path
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -91,24 +80,14 @@ class Starter:
             "log": str(log),
         }
         with self._lock:
-            assert self.process.stdin is not None  # noqa: S101 - a pipe, for type checkers
-            self.process.stdin.write(json.dumps(order).encode() + b"\n")
-            self.process.stdin.flush()
-            return ForkedProcess(int(self._line(_ANSWERS_WITHIN_S)), self.folder)
+            self.orders.send(order)
+            return ForkedProcess(self.answer(_ANSWERS_WITHIN_S), self.folder)
 
-    def wait_ready(self) -> dict[str, Any]:
-        """Wait for the imports; return what the starter says of them."""
-        answer: dict[str, Any] = json.loads(self._line(_READY_WITHIN_S))
-        return answer
-
-    def _line(self, within_s: float) -> bytes:
-        assert self.process.stdout is not None  # noqa: S101 - a pipe, for type checkers
-        if not select.select([self.process.stdout], [], [], within_s)[0]:
+    def answer(self, within_s: float) -> Any:
+        """Return the next message; raises `EOFError` if the process has ended."""
+        if not self.orders.poll(within_s):
             raise TimeoutError(f"the starter does not answer within {within_s:g} s")
-        line = self.process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"the starter ended with {self.process.wait()}; its log is {self.folder}/starter.log")
-        return line
+        return self.orders.recv()
 
 
 def _preloaded_libraries(python: Path) -> str:
@@ -133,28 +112,28 @@ def started_starter(python: Path) -> Iterator[Starter]:
             "TOKENIZERS_PARALLELISM": "false",
             "LD_PRELOAD": _preloaded_libraries(python),
         }
-        with (folder / "starter.log").open("wb") as sink:
+        (STATE / "logs").mkdir(parents=True, exist_ok=True)
+        orders, theirs = multiprocessing.Pipe()
+        with (STATE / "logs" / "starter.log").open("wb") as sink, theirs:
             process = subprocess.Popen(
-                [python, "-P", _PROGRAM, str(folder)],  # -P: the program's folder has modules that must hide no others
+                # -P: the program's folder has modules that must hide no others
+                [python, "-P", _PROGRAM, name, str(theirs.fileno())],
                 env=environment,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
+                stdin=subprocess.DEVNULL,
+                stdout=sink,
                 stderr=sink,
+                pass_fds=[theirs.fileno()],
                 start_new_session=True,
                 preexec_fn=die_with_parent,  # noqa: PLW1509  (one system call, no lock, no import)
             )
         try:
-            starter = Starter(process, folder)
-            missing = starter.wait_ready()["missing"]
-            if missing:
-                print(f"not imported beforehand, this vLLM has none: {', '.join(missing)}", file=sys.stderr)
+            starter = Starter(orders, folder)
+            if missing := starter.answer(_READY_WITHIN_S):
+                print(f"this vLLM does not have {', '.join(missing)}: not imported beforehand", file=sys.stderr)
             yield starter
         finally:
-            assert process.stdin is not None  # noqa: S101 - a pipe, for type checkers
-            assert process.stdout is not None  # noqa: S101 - a pipe, for type checkers
-            process.stdin.close()
+            orders.close()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=30)
             process.kill()
             process.wait()
-            process.stdout.close()

@@ -13,8 +13,6 @@ from pathlib import Path
 from kvdev.paths import STATE
 from kvdev.steps import fail, run_step
 
-__all__ = ["build_go", "find_go"]
-
 
 def find_go() -> Path:
     """Return the command `go`."""

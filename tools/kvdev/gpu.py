@@ -5,18 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from kvdev.envs import build_wheels
+from kvdev.envs import TEST_TOOLS, build_wheels, pip_install
+from kvdev.locking import exclusive
 from kvdev.paths import STATE
-from kvdev.steps import run_step
-from kvdev.uvtool import exclusive, uv_environment
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-__all__ = ["READ_DIRECTLY", "cuda_host", "gpu_environment", "has_gpu", "install_beside"]
 
 HOST_VARIABLE = "KVDEV_GPU_PYTHON"
 """Names the python of an environment that holds a CUDA vLLM, where neither `vllm` nor `python3` on the path belongs to one."""
@@ -26,47 +20,29 @@ READ_DIRECTLY = "UCX_CUDA_IPC_ENABLE_GET_ZCOPY"
 Two engines on one GPU need no NVLink, so the stage turns it on; a value from outside is left as it is.
 """
 _PROBE = "import torch, vllm; assert torch.cuda.is_available(), 'torch sees no CUDA device'"
-_PROBE_S = 180
-
-
-def has_gpu() -> bool:
-    """Whether the driver's own tool shows a GPU."""
-    command = shutil.which("nvidia-smi")
-    if command is None:
-        return False
-    return subprocess.run([command, "-L"], capture_output=True, check=False, timeout=60).returncode == 0
 
 
 def cuda_host() -> tuple[Path | None, str]:
-    """Return (python of a CUDA vLLM, "") or (None, the reason for each that was tried)."""
+    """Return (python of a CUDA vLLM, "") or (None, why there is none here)."""
+    driver = shutil.which("nvidia-smi")
+    if driver is None or subprocess.run([driver, "-L"], capture_output=True, check=False, timeout=60).returncode != 0:
+        return None, "this machine has no NVIDIA GPU"
+    named, command = os.environ.get(HOST_VARIABLE), shutil.which("vllm")
+    # Not resolved: the python beside a command in a venv is a link.
+    candidates = (
+        [named] if named else [str(Path(command).parent / "python3") if command else None, shutil.which("python3")]
+    )
     reasons: list[str] = []
-    for python in _candidates():
+    for python in filter(None, candidates):
         try:
-            done = subprocess.run(
-                [python, "-c", _PROBE], capture_output=True, text=True, check=False, timeout=_PROBE_S, cwd="/"
-            )
+            subprocess.run([python, "-c", _PROBE], capture_output=True, text=True, check=True, timeout=180, cwd="/")
+        except subprocess.CalledProcessError as error:
+            reasons.append(f"{python}: {error.stderr.strip().splitlines()[-1:]}")
         except (OSError, subprocess.TimeoutExpired) as error:
             reasons.append(f"{python}: {error}")
-            continue
-        if done.returncode == 0:
-            return python, ""
-        reasons.append(f"{python}: {(done.stderr.strip().splitlines() or ['no reason given'])[-1]}")
-    tried = "; ".join(reasons) or "there is neither a `vllm` nor a `python3` on the path"
-    return None, f"no CUDA vLLM was found, {HOST_VARIABLE} may name its python ({tried})"
-
-
-def _candidates() -> list[Path]:
-    """Return pythons to ask, the one that was named alone if there is one."""
-    named = os.environ.get(HOST_VARIABLE)
-    if named:
-        return [Path(named)]
-    found: list[Path] = []
-    command = shutil.which("vllm")
-    if command is not None:
-        beside = Path(command).parent / "python3"  # not resolved: a venv's python is a link
-        found += [beside] if beside.exists() else []
-    python = shutil.which("python3")
-    return found + ([Path(python)] if python and Path(python) not in found else [])
+        else:
+            return Path(python), ""
+    return None, f"no CUDA vLLM was found, {HOST_VARIABLE} may name its python (tried {reasons})"
 
 
 def install_beside(uv: Path, python: Path) -> Path:
@@ -74,11 +50,9 @@ def install_beside(uv: Path, python: Path) -> Path:
     site = STATE / "gpu-site"
     with exclusive():
         shutil.rmtree(site, ignore_errors=True)
-        wheels = sorted(build_wheels(uv).glob("*.whl"))
-        pip: list[str | Path] = [uv, "pip", "install", "--no-config", "--python", python, "--target", site]
-        run_step("install our packages for the CUDA vLLM", [*pip, "--no-deps", *wheels], env=uv_environment())
-        tools = ["pytest>=8.3", "pytest-timeout>=2.3"]
-        run_step("install pytest for the CUDA vLLM", [*pip, *tools], env=uv_environment(), timeout_s=300)
+        wheels = build_wheels(uv)
+        pip_install(uv, "install our packages for the CUDA vLLM", python, "--target", site, "--no-deps", *wheels)
+        pip_install(uv, "install pytest for the CUDA vLLM", python, "--target", site, *TEST_TOOLS)
     return site
 
 

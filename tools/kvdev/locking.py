@@ -1,58 +1,95 @@
-"""`dev.py lock`: renew the lock file and make it neutral, or prove that a re-resolution binds the same."""
+"""`dev.py lock`: renew the lock file and make its addresses neutral, or prove that a re-resolution binds the same.
+
+`uv.lock` is committed with neutral addresses (docs/adr/0001): uv re-resolves with the locked versions as preferences and
+fetches from whatever index the machine uses. While it runs it writes that index into the file, so the committed bytes are put
+back afterwards.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import contextlib
+import fcntl
+import re
+import tomllib
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
 
-from kvdev.lockfile import bindings, is_neutral, neutralise
-from kvdev.paths import LOCK
+from kvdev.paths import LOCK, STATE
 from kvdev.steps import fail, note, run_step
-from kvdev.uvtool import exclusive, uv_environment
+from kvdev.uvtool import uv_environment
 
-if TYPE_CHECKING:
-    from pathlib import Path
+_NEUTRAL = "https://index.invalid/"
+_REGISTRY = re.compile(r'(registry = ")(?!https://index\.invalid/)[^"]+(")')
+_FILE = re.compile(r'((?:url|path) = ")(?!https://index\.invalid/)(?:https?|file)://[^"]*?([^"/#]+)("|#[^"]*")')
 
-__all__ = ["check_lock", "renew_lock"]
+
+def neutralise(text: str) -> str:
+    """Rewrite every download address to a neutral one, keeping file names and hashes."""
+    text = _REGISTRY.sub(rf"\g<1>{_NEUTRAL}simple\g<2>", text)
+    return _FILE.sub(rf"\g<1>{_NEUTRAL}files/\g<2>\g<3>", text)
 
 
-def renew_lock(uv: Path, *, upgrade: bool) -> int:
-    """Resolve again (with `upgrade`, to the newest versions) and write a neutral `uv.lock`."""
-    with exclusive():
-        before = LOCK.read_text() if LOCK.exists() else ""
+def is_neutral(text: str) -> bool:
+    """Tell whether no address but the neutral one is left."""
+    return neutralise(text) == text and re.search(r"https?://(?!index\.invalid/)", text) is None
+
+
+def bindings(text: str) -> set[str]:
+    """Return what a lock binds: `name==version hash` of each file."""
+    found: set[str] = set()
+    for package in tomllib.loads(text).get("package", []):
+        files = [*package.get("wheels", []), *filter(None, [package.get("sdist")]), {}]
+        found |= {f"{package['name']}=={package.get('version', '')} {file.get('hash', '')}" for file in files}
+    return found
+
+
+@contextlib.contextmanager
+def exclusive() -> Iterator[None]:
+    """Let one dev.py at a time change environments and the lock file of this checkout."""
+    STATE.mkdir(exist_ok=True)
+    with (STATE / "exclusive").open("w") as handle:
         try:
-            run_step("uv lock", [uv, "lock", *(["--upgrade"] if upgrade else [])], env=uv_environment(), timeout_s=600)
-            LOCK.write_text(neutralise(LOCK.read_text()))
-        except BaseException:
-            if before:
-                LOCK.write_text(before)
-            raise
-    changed = _differences(bindings(before) if before else {}, bindings(LOCK.read_text()))
-    note("\n".join(changed) if changed else "nothing changed")
-    return 0
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            note("another dev.py is preparing environments in this checkout; waiting for it")
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
 
 
-def check_lock(uv: Path) -> int:
-    """Prove that the committed lock is neutral and that resolving again gives the same versions and hashes."""
-    committed = LOCK.read_text()
-    if not is_neutral(committed):
+@contextlib.contextmanager
+def preserved_lock() -> Iterator[str]:
+    """Put the neutral `uv.lock` back, whatever uv writes into it meanwhile; yield its text."""
+    before = neutralise(LOCK.read_text())
+    try:
+        yield before
+    finally:
+        if LOCK.read_text() != before:
+            LOCK.write_text(before)
+
+
+def _resolved(uv: Path, *words: str) -> tuple[str, list[str]]:
+    """Resolve again; return the new lock, neutral, and what it binds otherwise."""
+    with exclusive(), preserved_lock() as before:
+        run_step("uv lock", [uv, "lock", *words], env=uv_environment(), timeout_s=600)
+        after = neutralise(LOCK.read_text())
+    old, new = bindings(before), bindings(after)
+    return after, [f"  gone: {each}" for each in sorted(old - new)] + [f"  new: {each}" for each in sorted(new - old)]
+
+
+def run_lock(uv: Path, options: Namespace) -> int:
+    """Resolve again (with `upgrade`, to the newest versions) and write a neutral `uv.lock`.
+
+    With `check`, prove that the committed lock is neutral and that resolving again gives the same versions and hashes.
+    """
+    if options.check and not is_neutral(LOCK.read_text()):
         fail("uv.lock names a real index; run `python3 tools/dev.py lock` and commit the result")
-    with exclusive():
-        try:
-            run_step("uv lock (re-resolution)", [uv, "lock"], env=uv_environment(), timeout_s=600)
-            resolved = LOCK.read_text()
-        finally:
-            LOCK.write_text(committed)
-    changed = _differences(bindings(committed), bindings(resolved))
-    if changed:
+    text, changed = _resolved(uv, *(["--upgrade"] if options.upgrade else []))
+    if not options.check:
+        LOCK.write_text(text)
+        note("\n".join(changed) or "nothing changed")
+    elif changed:
         fail("a re-resolution differs from uv.lock; run `python3 tools/dev.py lock`:\n" + "\n".join(changed))
-    print(
-        f"uv.lock: {len(bindings(committed))} packages, the same versions and hashes after a re-resolution; addresses neutral"
-    )
+    else:
+        note("uv.lock: a re-resolution gives the same versions and hashes; addresses are neutral")
     return 0
-
-
-def _differences(before: dict[str, frozenset[str]], after: dict[str, frozenset[str]]) -> list[str]:
-    lines = [f"  gone: {key}" for key in sorted(before.keys() - after.keys())]
-    lines += [f"  new: {key}" for key in sorted(after.keys() - before.keys())]
-    lines += [f"  other hashes: {key}" for key in sorted(before.keys() & after.keys()) if before[key] != after[key]]
-    return lines

@@ -1,359 +1,266 @@
 """A demo router between prefill and decode engines: OpenAI-compatible, async, streaming. For tests and demos only.
 
-For service take vllm-router, llm-d, Ray Serve LLM or Dynamo: this one knows nothing of load, prefixes or access rights.
-
 For each request it asks a prefill engine for one token, takes the hand-over ticket (`kv_transfer_params`) out of the answer
 and forwards the original body with that ticket to a decode engine, whose answer it relays as it comes. Without a ticket the
-decode engine simply computes the prompt itself.
-
-With `--concurrent` it sends each request to both engines at once, with one hand-over id, and relays the decode engine's answer. A
-prefill engine that fails costs no answer then either: the router withdraws the hand-over, and the decode engine computes the
-prompt by itself. The time
-of the prefill engine's answer is then a comment at the end of a stream, `: prefill-ms 107.8`, where otherwise the header
-`X-Prefill-Ms` has it: the decode engine's answer may begin first.
+decode engine simply computes the prompt itself. With early tickets it sends each request to both engines at once, and withdraws
+the hand-over of a prefill engine that fails.
 
 A ticket belongs to one prompt, however many choices are asked for: prefill is asked for one choice, and not at all where a
-body has several prompts.
-
-A request that a dead or draining engine refuses goes to another one, as long as nothing of its answer has gone to the client.
+body has several prompts. A request that a dead or draining engine refuses goes to another one, as long as nothing of its
+answer has gone to the client.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
-import time
 import uuid
+from argparse import Namespace
+from collections import deque
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
+from dataclasses import dataclass
+from typing import Any
 
 import aiohttp
 from aiohttp import web
 
-from kvdev.backends import ABOUT, Refusal, Side, check_first_event, is_aborted, says_something
-from kvdev.early import EarlyTickets, add_early_options, early_tickets
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping, Sequence
-
-__all__ = ["make_app", "serve_forever"]
+from kv_scheduler_state import prefill_request_params
+from kvdev.steps import fail
 
 _PATHS = ("/v1/completions", "/v1/chat/completions")
 _PREFILL_TIMEOUT = aiohttp.ClientTimeout(total=600)
 _DECODE_TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=600)
-_HEALTH_TIMEOUT = aiohttp.ClientTimeout(total=5)
+_SHORT_TIMEOUT = aiohttp.ClientTimeout(total=5)
 _MAX_BODY_BYTES = 64 * 2**20
 _ATTEMPTS = 6
 """Decode engines that a request is offered to, one after the other, the same ones again after a while."""
 _PAUSE_S = 0.25
 _NO_ANSWER = (aiohttp.ClientError, TimeoutError, json.JSONDecodeError)
-# Request to a prefill engine: keep the blocks, tell where they are. Source: vLLM's router contract.
-_ASK_TICKET: dict[str, object] = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
+
+
+class _Refusal(Exception):  # noqa: N818  (an engine's answer, not a fault of the router)
+    """An engine did not answer a request of which nothing has gone to the client.
+
+    `has_seen_ticket`: whether it has probably read by the ticket, as an engine that died in its answer has. One that cannot be
+    reached, or that drains, has not: the ticket is good for another one, and must be, lest its lease stays open.
+    """
+
+    def __init__(self, reason: object, *, has_seen_ticket: bool = True) -> None:
+        super().__init__(str(reason) or type(reason).__name__)
+        self.has_seen_ticket = has_seen_ticket
+
+
+class _Rejected(Exception):  # noqa: N818
+    """A prefill engine refused the request itself (HTTP 4xx): the client's business."""
+
+    def __init__(self, status: int, body: bytes) -> None:
+        super().__init__(status, body)
+        self.response = web.Response(status=status, body=body, content_type="application/json")
 
 
 @dataclass
 class _Job:
-    """A client's request on its way."""
+    """A client's request, the headers that engines get, and the ticket once there is one."""
 
     request: web.Request
     body: dict[str, Any]
     headers: dict[str, str]
-    ticket: dict[str, Any] | None = None
-    prefill_ms: float = 0.0
-    passed_on: web.Response | None = field(default=None)
-    """A prefill engine's refusal of the request itself: the client's business."""
-    beside: _Job | None = None
-    """The same request on its way to a prefill engine at the same time."""
+    ticket: object = None
 
 
 class _Router:
-    """Both sides of the fleet, with counters."""
+    """Both sides of the fleet, whose engines are asked in turn."""
 
-    def __init__(self, prefill: Sequence[str], decode: Sequence[str], early: EarlyTickets | None) -> None:
-        self.prefill, self.decode = Side(prefill), Side(decode)
-        self.early = early
-        names = ("concurrent", "requests", "tickets", "no_ticket", "prefill_errors", "decode_errors", "retries")
-        self.counts = dict.fromkeys(names, 0)
+    def __init__(
+        self, prefill: Sequence[str], decode: Sequence[str], channels: Sequence[tuple[str, int]], secret: bytes | None
+    ) -> None:
+        self.prefill, self.decode = deque(prefill), deque(decode)
+        self.channels = dict(zip(prefill, channels, strict=True)) if channels else {}
+        self.secret = secret
+
+    async def connections(self, _app: web.Application) -> AsyncIterator[None]:
+        # No connection is used twice: a server that closes an idle one at that moment would fail the request.
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
+        async with aiohttp.ClientSession(connector=connector) as self.session:
+            yield
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
-        self.counts["requests"] += 1
         try:
             body = await request.json()
-        except (json.JSONDecodeError, UnicodeDecodeError):
-            return _error(400, "the body is not JSON")
+        except ValueError:
+            body = None
         if not isinstance(body, dict):
             return _error(400, "the body is not a JSON object")
         headers = {"X-Request-Id": request.headers.get("X-Request-Id", uuid.uuid4().hex)}
         if "Authorization" in request.headers:
             headers["Authorization"] = request.headers["Authorization"]
         job = _Job(request, body, headers)
-        if self.early is not None and _is_one_prompt(body):
-            return await self._answer_beside(job, self.early)
-        await self._fetch_ticket(job)
-        self.counts["tickets" if job.ticket is not None else "no_ticket"] += job.passed_on is None
-        return job.passed_on or await self._answer(job)
+        try:
+            if self.channels and _is_one_prompt(body):
+                return await self._ask_both(job)
+            await self._fetch_ticket(job)
+            return await self._answer(job)
+        except _Rejected as rejected:
+            return rejected.response
 
-    # ------------------------------------------------------------------------------------------- both at once
+    # ------------------------------------------------------------------------------------------------------ prefill
 
-    async def _answer_beside(self, job: _Job, early: EarlyTickets) -> web.StreamResponse:
+    async def _fetch_ticket(self, job: _Job) -> None:
+        """Put a prefill engine's ticket into the job, None for no hand-over."""
+        job.ticket = None
+        for url in _in_turn(self.prefill) if _is_one_prompt(job.body) else ():
+            # A prefill engine that is down costs time, not answers: the decode engine can compute the prompt itself.
+            with suppress(_Refusal):
+                job.ticket = await self._ask_prefill(job, url, prefill_request_params())
+                break
+
+    async def _ask_prefill(self, job: _Job, url: str, params: Mapping[str, object]) -> object:
+        short = {k: v for k, v in job.body.items() if k not in {"stream_options", "min_tokens", "best_of"}}
+        short |= {"stream": False, "max_tokens": 1, "n": 1, "kv_transfer_params": params}
+        if "max_completion_tokens" in short:
+            short["max_completion_tokens"] = 1
+        try:
+            async with self.session.post(
+                url + job.request.path, json=short, headers=job.headers, timeout=_PREFILL_TIMEOUT
+            ) as reply:
+                if 400 <= reply.status < 500:
+                    raise _Rejected(reply.status, await reply.read())
+                reply.raise_for_status()
+                answer = await reply.json()
+        except _NO_ANSWER as error:
+            raise _Refusal(error) from error
+        if _is_aborted(answer):
+            raise _Refusal("it drains")
+        return answer.get("kv_transfer_params")
+
+    async def _ask_both(self, job: _Job) -> web.StreamResponse:
         """Relay a decode engine's answer to a request that goes to a prefill engine at the same time."""
-        self.counts["concurrent"] += 1
-        url = self.prefill.in_turn()[0]
-        stream = early.new(url)
-        job.ticket = {"do_remote_prefill": True, "do_remote_decode": False, "kv_stream": stream}
-        job.beside = _Job(job.request, job.body, job.headers)
-        beside = asyncio.create_task(self._prefill_beside(job.beside, url, stream))
+        url = _in_turn(self.prefill)[0]
+        params = prefill_request_params((uuid.uuid4().hex, *self.channels[url]), secret=self.secret)
+        job.ticket = {"do_remote_prefill": True, "do_remote_decode": False, "kv_stream": params["kv_stream"]}
+        prefill = asyncio.create_task(self._prefill_beside(job, url, params))
         await asyncio.sleep(0)  # the prefill engine's request leaves first: both wait for its answer
         try:
             return await self._answer(job)
         finally:
             # It has ended, unless the decode engine needed it no more, or the client has left.
-            beside.cancel()
-            await asyncio.gather(beside, return_exceptions=True)
+            prefill.cancel()
+            await asyncio.gather(prefill, return_exceptions=True)
 
-    async def _prefill_beside(self, job: _Job, url: str, stream: Mapping[str, object]) -> None:
-        """Let a prefill engine compute a prompt; if it will not, withdraw the hand-over, and the decode engine computes it."""
-        started = time.perf_counter()
-        try:
-            await self._ask_prefill(job, url, {**_ASK_TICKET, "kv_stream": stream})
-            job.prefill_ms = 1e3 * (time.perf_counter() - started)
-            self.prefill.answered(url)
-        except Refusal as refusal:
-            self.counts["prefill_errors"] += 1
-            self.prefill.refused(url, refusal)
-        else:
-            if job.passed_on is None:
-                return
-        await self._withdraw(job, url, stream)
-
-    async def _withdraw(self, job: _Job, url: str, stream: Mapping[str, object]) -> None:
-        """Tell a prefill engine that a prompt will not come; else the decode engine waits for it, 30 s by default."""
-        body = {
-            **{key: job.body[key] for key in ("model",) if key in job.body},
-            "prompt": [0],
-            "max_tokens": 1,
-            "kv_transfer_params": {**_ASK_TICKET, "kv_stream": {**stream, "withdraw": True}},
-        }
-        headers = {**job.headers, "X-Request-Id": uuid.uuid4().hex}
-        session = job.request.app[_SESSION]
-        with suppress(*_NO_ANSWER):
-            async with session.post(url + _PATHS[0], json=body, headers=headers, timeout=_HEALTH_TIMEOUT) as reply:
-                await reply.read()
-
-    # ------------------------------------------------------------------------------------------------------ prefill
-
-    async def _fetch_ticket(self, job: _Job) -> None:
-        """Put a prefill engine's ticket into the job, None for no hand-over, or its refusal of the request itself."""
-        job.ticket = None
-        if not _is_one_prompt(job.body):
+    async def _prefill_beside(self, job: _Job, url: str, params: dict[str, Any]) -> None:
+        """Let a prefill engine compute a prompt; else withdraw the hand-over, or the decode engine waits 30 s for it."""
+        with suppress(_Refusal, _Rejected):  # the decode engine rejects the request as well
+            await self._ask_prefill(job, url, params)
             return
-        started = time.perf_counter()
-        for url in self.prefill.in_turn():
-            try:
-                await self._ask_prefill(job, url)
-                self.prefill.answered(url)
-                break
-            except Refusal as refusal:
-                # A prefill engine that is down costs time, not answers: the decode engine can compute the prompt itself.
-                self.counts["prefill_errors"] += 1
-                self.prefill.refused(url, refusal)
-        job.prefill_ms = 1e3 * (time.perf_counter() - started)
-
-    async def _ask_prefill(self, job: _Job, url: str, params: Mapping[str, object] = _ASK_TICKET) -> None:
-        short = {k: v for k, v in job.body.items() if k not in {"stream_options", "min_tokens", "best_of"}}
-        short |= {"stream": False, "max_tokens": 1, "n": 1, "kv_transfer_params": params}
-        if "max_completion_tokens" in short:
-            short["max_completion_tokens"] = 1
-        session = job.request.app[_SESSION]
-        try:
-            async with session.post(
-                url + job.request.path, json=short, headers=job.headers, timeout=_PREFILL_TIMEOUT
-            ) as reply:
-                if 400 <= reply.status < 500:
-                    body = await reply.read()
-                    job.passed_on = web.Response(status=reply.status, body=body, content_type="application/json")
-                    return
-                reply.raise_for_status()
-                answer = await reply.json()
-        except _NO_ANSWER as error:
-            raise Refusal(_said(error)) from error
-        if is_aborted(answer):
-            raise Refusal("it drains")
-        ticket = answer.get("kv_transfer_params")
-        job.ticket = ticket if isinstance(ticket, dict) else None
+        withdrawal = {**params, "kv_stream": {**params["kv_stream"], "withdraw": True}}
+        body = {"prompt": [0], "max_tokens": 1, "kv_transfer_params": withdrawal}
+        body |= {key: job.body[key] for key in ("model",) if key in job.body}
+        headers = {**job.headers, "X-Request-Id": uuid.uuid4().hex}
+        with suppress(*_NO_ANSWER):
+            async with self.session.post(url + _PATHS[0], json=body, headers=headers, timeout=_SHORT_TIMEOUT) as reply:
+                await reply.read()
 
     # ------------------------------------------------------------------------------------------------------- decode
 
     async def _answer(self, job: _Job) -> web.StreamResponse:
         """Relay a decode engine's answer; offer the request to another engine while nothing has gone to the client."""
-        reason = ""
+        reason, urls = "", _in_turn(self.decode)
         for attempt in range(_ATTEMPTS):
             # A second round over the same engines is worth a pause: one may be starting.
-            await asyncio.sleep(_PAUSE_S * (attempt // len(self.decode.urls)))
-            url = self.decode.in_turn()[0]
+            await asyncio.sleep(_PAUSE_S * (attempt // len(urls)))
+            url = urls[attempt % len(urls)]
             try:
-                answer = await self._relay(job, url)
-                self.decode.answered(url)
-                return answer  # noqa: TRY300  (the next line is of a refusal)
-            except Refusal as refusal:
+                return await self._relay(job, url)
+            except _Refusal as refusal:
                 reason = f"{url}: {refusal}"
-                self.counts["decode_errors"] += 1
-                self.decode.refused(url, refusal)
+                print(f"router: {reason}", flush=True)
                 # A ticket that two engines refuse is perhaps spent, or its lease is over.
                 if refusal.has_seen_ticket or attempt % 2:
                     await self._fetch_ticket(job)
-                if job.passed_on is not None:
-                    return job.passed_on
-                self.counts["retries"] += attempt + 1 < _ATTEMPTS
         return _error(502, f"the decode engine did not answer: {reason}")
 
     async def _relay(self, job: _Job, url: str) -> web.StreamResponse:
-        body = {k: v for k, v in job.body.items() if k != "kv_transfer_params"}
-        if job.ticket is not None:
-            body["kv_transfer_params"] = job.ticket
-        session = job.request.app[_SESSION]
+        body = {**job.body, "kv_transfer_params": job.ticket}
+        if job.ticket is None:
+            del body["kv_transfer_params"]
         try:
-            async with session.post(
+            async with self.session.post(
                 url + job.request.path, json=body, headers=job.headers, timeout=_DECODE_TIMEOUT
             ) as reply:
                 if reply.status >= 500:
-                    raise Refusal(f"HTTP {reply.status}: {(await reply.text())[:200]}", has_seen_ticket=False)
+                    raise _Refusal(f"HTTP {reply.status}: {(await reply.text())[:200]}", has_seen_ticket=False)
                 if reply.content_type == "text/event-stream":
-                    return await self._relay_stream(job, reply)
-                return await _relay_whole(job, reply)
+                    return await _relay_stream(job.request, reply)
+                data = await reply.read()
+                answer: Any = await reply.json() if reply.content_type == "application/json" else {}
         except aiohttp.ClientConnectorError as error:
-            raise Refusal(_said(error), has_seen_ticket=False) from error
+            raise _Refusal(error, has_seen_ticket=False) from error
         except _NO_ANSWER as error:
-            raise Refusal(_said(error)) from error
-
-    async def _relay_stream(self, job: _Job, reply: aiohttp.ClientResponse) -> web.StreamResponse:
-        """Relay events as they come, from the first that says something on; end a broken stream with an error event."""
-        held, first = b"", b""
-        async for chunk in reply.content.iter_any():
-            held += chunk
-            first = next(filter(says_something, held.split(b"\n")[:-1]), b"")
-            if first:
-                break
-        check_first_event(first)
-        response = _prepared_like(reply, job)
-        try:
-            is_there = await _sent(job, response, held)
-            while is_there and (chunk := await reply.content.readany()):
-                is_there = await _sent(job, response, chunk)
-        except _NO_ANSWER as error:
-            self.counts["decode_errors"] += 1
-            await _end_broken(job.request, response, _said(error))
-            return response
-        if is_there:
-            if job.beside is not None and job.beside.prefill_ms:
-                await _sent(job, response, f": prefill-ms {job.beside.prefill_ms:.1f}\n\n".encode())
-            await response.write_eof()
-        return response
-
-    # ------------------------------------------------------------------------------------------------------- looking
-
-    async def health(self, request: web.Request) -> web.Response:
-        """Answer 200 if each engine does, else 503 with the names of those that do not; name those that refuse, too."""
-        session = request.app[_SESSION]
-        urls = [*self.prefill.urls, *self.decode.urls]
-        answers = await asyncio.gather(*(_answers(session, url) for url in urls))
-        silent = [url for url, is_up in zip(urls, answers, strict=True) if not is_up]
-        status = {"status": "engines do not answer", "engines": silent} if silent else {"status": "ok"}
-        refusing = [*self.prefill.refusing(), *self.decode.refusing()]
-        return web.json_response({**status, "refusing": refusing, **self.counts}, status=503 if silent else 200)
-
-    async def models(self, request: web.Request) -> web.Response:
-        why: object = ""
-        for url in self.decode.in_turn():
-            try:
-                async with request.app[_SESSION].get(url + "/v1/models", timeout=_HEALTH_TIMEOUT) as reply:
-                    return web.json_response(await reply.json(), status=reply.status)
-            except _NO_ANSWER as error:
-                why = _said(error)
-        return _error(502, f"the decode engine did not answer: {why}")
+            raise _Refusal(error) from error
+        if _is_aborted(answer):
+            raise _Refusal("it drains", has_seen_ticket=any(choice.get("text") for choice in answer["choices"]))
+        return web.Response(status=reply.status, body=data, content_type=reply.content_type)
 
 
-async def _relay_whole(job: _Job, reply: aiohttp.ClientResponse) -> web.StreamResponse:
-    """Relay an answer of one piece, once all of it is there."""
-    body = await reply.read()
+def _in_turn(urls: deque[str]) -> list[str]:
+    """Return all engines of a side in the order to ask them in; the next request begins with the next one."""
+    order = list(urls)
+    urls.rotate(-1)
+    return order
+
+
+async def _relay_stream(request: web.Request, reply: aiohttp.ClientResponse) -> web.StreamResponse:
+    """Relay events as they come, from the first that says something on; end a broken stream with an error event."""
+    held = b""
+    while (event := _first_said(held)) is None:
+        chunk = await reply.content.readany()
+        if not chunk:
+            raise _Refusal("it ended its stream before it said anything")
+        held += chunk
+    if _is_aborted(event):
+        raise _Refusal("it drains", has_seen_ticket=False)
+    if "error" in event:
+        raise _Refusal(str(event["error"])[:200], has_seen_ticket=False)
+    response = web.StreamResponse(status=reply.status, headers={"Content-Type": "text/event-stream"})
     try:
-        answer = json.loads(body)
-    except ValueError:
-        answer = None
-    if is_aborted(answer):
-        raise Refusal("it drains", has_seen_ticket=any(choice.get("text") for choice in answer["choices"]))
-    response = _prepared_like(reply, job)
-    if await _sent(job, response, body):
+        await response.prepare(request)
+        while held:
+            await response.write(held)
+            held = await reply.content.readany()
         await response.write_eof()
-    return response
-
-
-async def _sent(job: _Job, response: web.StreamResponse, data: bytes) -> bool:
-    """Send a part of an answer; False if the client has left, which is no fault of the engine that answers."""
-    try:
-        if not response.prepared:
-            await response.prepare(job.request)
-        await response.write(data)
     except ConnectionResetError:
-        return False
-    return True
-
-
-def _prepared_like(reply: aiohttp.ClientResponse, job: _Job) -> web.StreamResponse:
-    response = web.StreamResponse(status=reply.status)
-    response.content_type = reply.content_type
-    response.headers["X-Prefill-Ms"] = f"{job.prefill_ms:.1f}"
+        pass  # the client has left, which is no fault of the engine
+    except _NO_ANSWER as error:
+        message = f"the decode engine broke off: {str(error) or type(error).__name__}"
+        # An event that was cut in its middle ends at the blank line; the body stays unfinished.
+        await response.write(b"\n\ndata: " + json.dumps(_error_body(502, message)).encode() + b"\n\n")
+        if request.transport is not None:
+            request.transport.close()
     return response
 
 
-async def _end_broken(request: web.Request, response: web.StreamResponse, reason: str) -> None:
-    """Tell a client in the middle of its stream that there is no more to come, by an event and by an unfinished body."""
-    message = f"the decode engine broke off: {reason}"
-    event = {"error": {"message": message, "type": "router_error", "code": 502}}
-    # An event that was cut in its middle ends at the blank line.
-    await response.write(f"\n\ndata: {json.dumps(event)}\n\n".encode())
-    if request.transport is not None:
-        request.transport.close()
+def _first_said(held: bytes) -> dict[str, Any] | None:
+    """Return the first event of a stream that says something: text, an end or an error; None until there is one.
+
+    The first event of a chat names the role of the speaker and says nothing yet.
+    """
+    for line in held.split(b"\n")[:-1]:
+        if line.startswith(b"data: {"):
+            event: dict[str, Any] = json.loads(line[6:])
+            if "choices" not in event or any(map(_has_content, event["choices"])):
+                return event
+    return None
 
 
-def _said(error: BaseException) -> str:
-    return str(error) or type(error).__name__
+def _has_content(choice: dict[str, Any]) -> bool:
+    delta = choice.get("delta") or {}
+    return bool(choice.get("finish_reason") or choice.get("text") or any(delta[key] for key in delta if key != "role"))
 
 
-_SESSION = web.AppKey("session", aiohttp.ClientSession)
-
-
-def make_app(prefill: Sequence[str], decode: Sequence[str], early: EarlyTickets | None = None) -> web.Application:
-    """Return the router as an aiohttp application in front of these engines (base URLs); with early tickets, of both at once."""
-    router = _Router(prefill, decode, early)
-    app = web.Application(client_max_size=_MAX_BODY_BYTES)
-    app.cleanup_ctx.append(_session)
-    for path in _PATHS:
-        app.router.add_post(path, router.handle)
-    app.router.add_get("/health", router.health)
-    app.router.add_get("/v1/models", router.models)
-    return app
-
-
-async def _session(app: web.Application) -> AsyncIterator[None]:
-    # No connection is used twice: a server that closes an idle one at that moment would fail the request.
-    app[_SESSION] = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True))
-    yield
-    await app[_SESSION].close()
-
-
-def _error(status: int, message: str) -> web.Response:
-    return web.json_response({"error": {"message": message, "type": "router_error", "code": status}}, status=status)
+def _is_aborted(answer: Any) -> bool:
+    """Whether an engine gave a request up: vLLM answers so, with HTTP 200, while it drains."""
+    return any(choice.get("finish_reason") == "abort" for choice in answer.get("choices", ()))
 
 
 def _is_one_prompt(body: dict[str, Any]) -> bool:
@@ -362,59 +269,43 @@ def _is_one_prompt(body: dict[str, Any]) -> bool:
     return not isinstance(prompt, list) or not prompt or len(prompt) == 1 or isinstance(prompt[0], int)
 
 
-async def _answers(session: aiohttp.ClientSession, url: str) -> bool:
+def _error(status: int, message: str) -> web.Response:
+    return web.json_response(_error_body(status, message), status=status)
+
+
+def _error_body(status: int, message: str) -> dict[str, object]:
+    return {"error": {"message": message, "type": "router_error", "code": status}}
+
+
+def make_app(
+    prefill: Sequence[str],
+    decode: Sequence[str],
+    channels: Sequence[tuple[str, int]] = (),
+    secret: bytes | None = None,
+) -> web.Application:
+    """Return the router as an aiohttp application in front of these engines (base URLs).
+
+    With `channels`, the (host, port) of each prefill engine's side channel, both engines are asked at once by early tickets
+    (docs/wire/ticket.md), which a secret of the fleet may cover.
+    """
+    router = _Router(prefill, decode, channels, secret)
+    app = web.Application(client_max_size=_MAX_BODY_BYTES)
+    app.cleanup_ctx.append(router.connections)
+    app.add_routes([web.post(path, router.handle) for path in _PATHS])
+    return app
+
+
+def run_router(_uv: object, options: Namespace) -> int:
+    """Serve until interrupted; return 1 if the port cannot be bound."""
+    if options.concurrent and len(options.concurrent) != len(options.prefill):
+        fail("give --concurrent HOST:PORT once for each --prefill")
+    secret = options.secret_file.read_bytes().splitlines()[0].strip() if options.secret_file else None
+    app = make_app(options.prefill, options.decode, options.concurrent, secret)
+    about = f"router on http://{options.host}:{options.port}"
     try:
-        async with session.get(url + "/health", timeout=_HEALTH_TIMEOUT) as reply:
-            return reply.status == 200
-    except (aiohttp.ClientError, TimeoutError):
-        return False
-
-
-def serve_forever(
-    prefill: Sequence[str], decode: Sequence[str], *, host: str, port: int, early: EarlyTickets | None = None
-) -> int:
-    """Serve until interrupted; return 1 without serving if an address is no address."""
-    wrong = [url for url in (*prefill, *decode) if not _is_base_url(url)]
-    if wrong:
-        print(f"router: not the address of an engine: {', '.join(wrong)}; write http://HOST:PORT", flush=True)
-        return 1
-
-    async def run() -> None:
-        runner = web.AppRunner(make_app(prefill, decode, early))
-        await runner.setup()
-        try:
-            await web.TCPSite(runner, host, port).start()
-            print(
-                f"router on http://{host}:{port}: prefill {', '.join(prefill)}; decode {', '.join(decode)}", flush=True
-            )
-            await asyncio.Event().wait()
-        finally:
-            await runner.cleanup()
-
-    try:
-        asyncio.run(run())
+        web.run_app(
+            app, host=options.host, port=options.port, shutdown_timeout=1, print=lambda _: print(about, flush=True)
+        )
     except (OSError, OverflowError) as error:
-        why = getattr(error, "strerror", None) or error
-        print(f"router: cannot listen on {host}:{port}: {why}; choose another --port", flush=True)
-        return 1
+        fail(f"cannot listen on {options.host}:{options.port}: {error}; choose another --port")
     return 0
-
-
-def _is_base_url(url: str) -> bool:
-    try:
-        parts = urlsplit(url)
-        return parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        return False
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=ABOUT)
-    parser.add_argument("--prefill", action="append", required=True)
-    parser.add_argument("--decode", action="append", required=True)
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=8000)
-    add_early_options(parser)
-    chosen = parser.parse_args()
-    both = early_tickets(chosen.prefill, chosen.concurrent, chosen.secret_file)
-    raise SystemExit(serve_forever(chosen.prefill, chosen.decode, host=chosen.host, port=chosen.port, early=both))

@@ -1,11 +1,11 @@
-"""Fork vLLM engines from one process that has imported vLLM: `python starter.py FOLDER` (host environment).
+"""Fork vLLM engines from one process that has imported vLLM: `python starter.py FOLDER DESCRIPTOR` (host environment).
 
 Imports are most of an engine's start: some 25 CPU seconds for each of its two processes. Here they are paid once. An engine is
 then a fork, whose own scheduler process is a fork again; all else is as `python -m vllm.entrypoints.openai.api_server` has it.
 
-Each line on standard input is an order, `{"arguments": [...], "environment": {...}, "log": "..."}`; the
-answer is a line with the number of the process. When it ends, `FOLDER/PID.exit` appears with its exit code, negative for a
-signal.
+The descriptor is an end of a `multiprocessing.Pipe`. The first message is the list of modules that this vLLM does not have. Each
+order, `{"arguments": [...], "environment": {...}, "log": "..."}`, is answered by the number of the process.
+When it ends, `FOLDER/PID.exit` appears with its exit code, negative for a signal.
 """
 
 from __future__ import annotations
@@ -13,31 +13,25 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib
-import json
 import multiprocessing
 import os
-import select
 import signal
 import sys
 import time
 from collections.abc import Mapping
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 PRELOADED = (
-    "uvloop",
     "vllm.entrypoints.launchers.api_server.entry",
     "vllm.entrypoints.openai.chat_completion.api_router",
     "vllm.entrypoints.openai.completion.api_router",
-    "vllm.model_executor.model_loader",
     "vllm.model_executor.models.llama",
     "vllm.v1.attention.backends.cpu_attn",
     "vllm.v1.core.sched.scheduler",
     "vllm.v1.engine.async_llm",
     "vllm.v1.engine.core",
-    "vllm.v1.engine.utils",
-    "vllm.v1.executor.uniproc_executor",
-    "vllm.v1.worker.cpu_model_runner",
     "vllm.v1.worker.cpu_worker",
 )
 """Modules that engines use. Those that a release of vLLM does not have are left out: each engine then imports them itself."""
@@ -100,38 +94,32 @@ def _end(_number: int, _frame: object) -> None:
 class _Starter:
     """The loop of orders. It has no thread: a fork must not copy a lock that somebody holds."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, orders: Connection) -> None:
         self._folder = folder
+        self._orders = orders
         self._alive: set[int] = set()
 
     def run(self) -> None:
-        """Obey until standard input ends or a SIGTERM comes, then end all engines."""
+        """Obey until the other end is closed or a SIGTERM comes, then end all engines."""
         signal.signal(signal.SIGTERM, _end)
         try:
-            self._obey()
+            while True:
+                self._reap()
+                if self._orders.poll(_LOOK_EVERY_S):
+                    self._start(self._orders.recv())
+        except EOFError:
+            pass
         finally:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             self._end_all()
 
-    def _obey(self) -> None:
-        held = b""
-        while True:
-            self._reap()
-            if not select.select([0], [], [], _LOOK_EVERY_S)[0]:
-                continue
-            data = os.read(0, 1 << 16)
-            if not data:
-                break
-            *lines, held = (held + data).split(b"\n")
-            for line in lines:
-                self._start(json.loads(line))
-
     def _start(self, order: Mapping[str, Any]) -> None:
         pid = os.fork()
         if pid == 0:
+            self._orders.close()
             _become(order)
         self._alive.add(pid)
-        os.write(1, b"%d\n" % pid)
+        self._orders.send(pid)
 
     def _reap(self) -> None:
         for pid in list(self._alive):
@@ -157,11 +145,11 @@ class _Starter:
 def main() -> None:
     """Import, say so, and obey."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    # Ctrl-C reaches the whole terminal group: whoever started this one ends it by closing its input.
+    # Ctrl-C reaches the whole terminal group: whoever started this one ends it by closing the pipe.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    missing = preload()
-    os.write(1, json.dumps({"ready": True, "missing": missing}).encode() + b"\n")
-    _Starter(Path(sys.argv[1])).run()
+    orders: Connection = Connection(int(sys.argv[2]))
+    orders.send(preload())
+    _Starter(Path(sys.argv[1]), orders).run()
 
 
 if __name__ == "__main__":

@@ -9,325 +9,250 @@ the first by the README's command.
 from __future__ import annotations
 
 import configparser
-import math
 import os
-import shlex
 import sys
 import time
+import tomllib
+import xml.etree.ElementTree as ET
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal
 
 from kvdev.envs import (
-    DEFAULT_VLLM,
     fleet_environment,
     host_environment,
     lowest_environment,
     package_environment,
     tools_environment,
 )
-from kvdev.gpu import cuda_host, gpu_environment, has_gpu, install_beside
+from kvdev.gpu import cuda_host, gpu_environment, install_beside
 from kvdev.paths import PACKAGES, ROOT, SLOW_TESTS, STATE
-from kvdev.steps import DevError, fail, note, run_step
-from kvdev.tallies import Tally, count_cases, last_part, slow_cases
+from kvdev.steps import DevError, fail, last_lines, note, run_step
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    _Run = Callable[["Tally"], object]
-
-__all__ = ["SCOPES", "RunOptions", "run_tests"]
-
-Tier = Literal["quick", "rest", "all"]
-BUDGET_S: dict[Tier, int] = {"quick": 720, "rest": 1980}
+BUDGET_S = {"quick": 720, "rest": 1980}
 """Seconds on two cores that the short run and the rest of the full run may take, installations included; said, never judged."""
 SLOW_S = 5.0
 _NO_TESTS_COLLECTED = 5
+_REPORTS = STATE / "reports"
 
 
 @dataclass(frozen=True, slots=True)
 class _Suite:
-    """One call of pytest.
-
-    Attributes:
-        folder: Below the repository.
-        place: Environment that it runs in: the workspace's, the host's, or that of other people's engines.
-        words: Arguments of pytest.
-        groups: Tool chains that its tests start, by dependency group.
-        timeout_s: Longest time of the call; four times as long with `--long`.
-        is_one_tier: Whether all its tests belong to the rest, without marks.
-        has_long_tests: Whether its tests of the short run may take more than `SLOW_S`: those that play as many cases as fit.
-    """
+    """One call of pytest; suites.toml describes the attributes."""
 
     folder: str
-    place: Literal["workspace", "host", "fleet"] = "workspace"
-    words: tuple[str, ...] = ()
-    groups: tuple[str, ...] = ()
+    scope: str = ""
+    place: Literal["workspace", "host", "engines", "fleet"] = "workspace"
+    words: Sequence[str] = ()
+    groups: Sequence[str] = ()
     timeout_s: float = 1200
+    is_alone: bool = False
     is_one_tier: bool = False
     has_long_tests: bool = False
 
 
-_ENGINES = ("--timeout=900",)
-_INTEGRATION = "integration_tests"
-_MATRIX = "tools/tests/test_install_matrix.py"
-_SUITES = {
-    "host-inside": _Suite(f"{_INTEGRATION}/host/inside", "host"),
-    # The GPU stage's bodies, on this device: what runs on a GPU is known to work.
-    "host-device": _Suite(f"{_INTEGRATION}/gpu/device", "host"),
-    # A node, for tickets that JavaScript reads and writes.
-    "never-wrong": _Suite(f"{_INTEGRATION}/never_wrong", groups=("go", "check"), has_long_tests=True),
-    **{name: _Suite(f"packages/{name}/tests") for name in (PACKAGES[4], PACKAGES[0], PACKAGES[3], *PACKAGES[1:3])},
-    "tools": _Suite("tools/tests", words=(f"--ignore={ROOT / _MATRIX}",)),
-    "installations": _Suite(_MATRIX, is_one_tier=True),
-    "real-io": _Suite(f"{_INTEGRATION}/real_io"),
-    "sim": _Suite(f"{_INTEGRATION}/sim"),
-    "fleet-sim": _Suite(f"{_INTEGRATION}/fleet_sim", has_long_tests=True),
-    "security": _Suite(f"{_INTEGRATION}/security"),
-    "wire-in-go": _Suite(f"{_INTEGRATION}/wire_in_go", groups=("go",), is_one_tier=True),
-    "chaos": _Suite(f"{_INTEGRATION}/chaos", words=("--durations=5", "-rfEP"), timeout_s=2400),
-    # Output of tests that pass, too: the figures that docs/operate/ quotes, in .dev/logs/test-fleet.log.
-    "fleet": _Suite(f"{_INTEGRATION}/fleet", "fleet", (*_ENGINES, "-rfEP"), timeout_s=2400, is_one_tier=True),
-    "host-engines": _Suite(f"{_INTEGRATION}/host/engines", "host", _ENGINES, timeout_s=2400, has_long_tests=True),
-    "host-families": _Suite(f"{_INTEGRATION}/gpu/engines", "host", _ENGINES, timeout_s=2400),
-}
-"""Every suite, the longest first: so they start where several run at a time."""
-SCOPES: dict[str, tuple[str, ...]] = {
-    "check": (),
-    "tools": ("tools", "installations"),
-    **{name: (name,) for name in PACKAGES},
-    "never-wrong": ("never-wrong",),
-    "sim": ("sim", "fleet-sim"),
-    "real-io": ("real-io",),
-    "security": ("security", "wire-in-go"),
-    "chaos": ("chaos",),
-    "host": ("host-inside", "host-device", "host-engines"),
-    "fleet": ("fleet",),
-    "gpu": (),
-}
-_SHARED = ("never-wrong", "fleet-sim", "host-inside", "host-device", "tools", "installations", *PACKAGES, "wire-in-go")
-_ALONE = ("sim", "real-io", "security", "chaos", "fleet", "gpu", "host-engines")
-"""Of the rest: what is bound by no clock and starts no engine runs two at a time, all else by itself."""
-_WEEKLY = {"host": ("host-families",)}
-"""Suites that `--long` adds to a scope."""
+_TABLE: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_name("suites.toml").read_text())
+_SUITES = {name: _Suite(**row) for name, row in _TABLE.items()}
+SCOPES = ("check", *dict.fromkeys(suite.scope for suite in _SUITES.values() if suite.scope), "gpu")
 
 
-@dataclass(frozen=True, slots=True)
-class RunOptions:
-    """Choices that hold for every suite of a run: vLLM's version, pytest's -k, long variants, lowest versions."""
-
-    vllm: str = DEFAULT_VLLM
-    select: str = ""
-    is_long: bool = False
-    is_lowest: bool = False
-    """Whether the GPU stage writes its page in the documents."""
-    tier: Tier = "quick"
-    """Tests without the mark `full`, those with it, or both."""
-    is_named: bool = False
-    """Whether the caller named scopes; a named one that cannot run here is a failure."""
-
-    @property
-    def names(self) -> list[str]:
-        """Arguments of pytest that select by name."""
-        return ["-k", self.select] if self.select else []
-
-    def words_of(self, suite: _Suite) -> list[str]:
-        """Return the arguments that select a suite's tests."""
-        marks: dict[Tier, list[str]] = {"quick": ["-m", "not full"], "rest": ["-m", "full or sized"], "all": []}
-        return [*([] if suite.is_one_tier else marks[self.tier]), *self.names]
-
-
-def run_tests(uv: Path, scopes: Sequence[str], options: RunOptions | None = None) -> int:
-    """Run the scopes (none: the tier of the options, all scopes); return 0 when nothing failed."""
-    options = options or RunOptions()
-    unknown = [scope for scope in scopes if scope not in SCOPES]
-    if unknown:
+def run_tests(uv: Path, options: Namespace) -> int:
+    """Run the scopes named (none: the tier of the options, all scopes); return 0 when nothing failed."""
+    scopes: list[str] = options.scope
+    if unknown := [scope for scope in scopes if scope not in SCOPES]:
         fail(f"no scope named {', '.join(unknown)}; the scopes are {', '.join(SCOPES)}")
-    if options.is_lowest and (wrong := [scope for scope in scopes if scope not in PACKAGES]):
+    if options.lowest and (wrong := [scope for scope in scopes if scope not in PACKAGES]):
         fail(f"--lowest is for packages ({', '.join(PACKAGES)}), not for {', '.join(wrong)}")
-    options = replace(options, is_named=bool(scopes))
-    if options.is_long:
-        os.environ["KVDEV_LONG"] = "1"
-        options = replace(options, tier="all")
-    if scopes or options.is_lowest or options.is_long:
-        chosen = scopes or (PACKAGES if options.is_lowest else tuple(SCOPES))
-        more = _WEEKLY if options.is_long else {}
-        names = [name for scope in chosen for name in (SCOPES[scope] or (scope,)) + more.get(scope, ())]
-        return _run_stages([{name: _alone(uv, name, options)} for name in names], 1)
-    tiers: tuple[Tier, ...] = ("quick", "rest") if options.tier == "all" else (options.tier,)
-    return max([_run_tier(uv, replace(options, tier=tier)) for tier in tiers])
+    if options.long:
+        os.environ["KVDEV_LONG"], options.tier = "1", "all"
+    if scopes or options.lowest or options.long:
+        chosen = scopes or (PACKAGES if options.lowest else SCOPES)
+        named = [name for name, suite in _SUITES.items() if suite.scope in chosen]
+        named += ["host-families"] * (options.long and "host" in chosen)
+        names = [*(scope for scope in chosen if scope in {"check", "gpu"}), *named]
+        return _Run(uv, options, options.tier).make([[name] for name in names], 1)
+    tiers = ("quick", "rest") if options.tier == "all" else (options.tier,)
+    return max([_run_tier(uv, options, tier) for tier in tiers])
 
 
-def _run_tier(uv: Path, options: RunOptions) -> int:
+def _run_tier(uv: Path, options: Namespace, tier: str) -> int:
     started = time.monotonic()
-    if options.tier == "quick":
+    if tier == "quick":
         note("left to `dev.py test --full`: tests marked `full`, the scopes fleet and gpu")
         tools_environment(uv, "check")  # one environment is made at a time: the checks need not wait for the host's
-        host: dict[str, _Run] = {"host environment": lambda _: host_environment(uv, options.vllm)}
-        engines, late = "host-engines", {"installations", "wire-in-go", "fleet", "host-families"}
-        suites = {name: _suite(uv, name, options) for name in _SUITES if name not in {engines, *late}}
-        stages = [{"check": lambda mine: _check(uv, mine), **host}, suites, {engines: _suite(uv, engines, options)}]
+        late = {"host-engines", "host-families"}
+        suites = [name for name, suite in _SUITES.items() if name not in late and not suite.is_one_tier]
+        run = _Run(uv, options, tier, is_shared=True)
         # Tests of the short run are bound by no clock, and a third of their time they wait.
-        code = _run_stages(stages, 3, slow_tests=SLOW_TESTS)
+        code = run.make([["check", "host environment"], suites, ["host-engines"]], 3)
+        SLOW_TESTS.write_text("".join(f"{line}\n" for line in run.slow))
     else:
         os.environ["KVDEV_FULL"] = "1"
-        shared = {name: _alone(uv, name, options) for name in _SHARED}
-        code = _run_stages([shared, *({name: _alone(uv, name, options)} for name in _ALONE)], 2)
-    print(f"budget: {time.monotonic() - started:.0f} of {BUDGET_S[options.tier]} s on two cores")
+        shared = [name for name, suite in _SUITES.items() if suite.scope and not suite.is_alone]
+        alone = [name for name, suite in _SUITES.items() if suite.is_alone]
+        code = _Run(uv, options, tier).make([shared, *([name] for name in (*alone, "gpu"))], 2)
+    print(f"budget: {time.monotonic() - started:.0f} of {BUDGET_S[tier]} s on two cores")
     return code
 
 
-def _run_stages(stages: Sequence[Mapping[str, _Run]], lanes: int, *, slow_tests: Path | None = None) -> int:
-    """Make the named runs of each stage, so many at a time in their order; report what they count, and list slow tests."""
-    tally, started = Tally(), time.monotonic()
-    for stage in stages:
-        with ThreadPoolExecutor(lanes) as pool:
-            for mine in pool.map(_counted, stage.items()):
-                tally.add(mine)
-    if slow_tests is not None:
-        slow_tests.write_text("".join(f"{line}\n" for line in tally.slow))
-    print("\nseconds: " + ", ".join(f"{name} {seconds:.0f}" for name, seconds in tally.durations))
-    print(f"failed: {', '.join(tally.failures) or 'none'} ({time.monotonic() - started:.0f} s in all)")
-    for line in (*tally.reasons, *tally.not_run):
-        print(line)
-    print(f"{tally.passed} passed, {tally.failed} failed, {tally.skipped} skipped", flush=True)
-    return 1 if tally.failed else 0
+@dataclass(slots=True)
+class _Run:
+    """Calls of pytest, several at a time, and what they count: only ever appended to, by any thread.
 
+    `tier`: tests without the mark `full`, those with it, or both. `is_shared`: whether packages are tested in the workspace's
+    environment; otherwise each by itself, in one of its own, which proves more.
+    """
 
-def _counted(named: tuple[str, _Run]) -> Tally:
-    name, run = named
-    tally, begun = Tally(), time.monotonic()
-    try:
-        run(tally)
-    except DevError as error:
-        tally.fail(name)
-        print(f"\n{name}: {error}\n", flush=True)
-    tally.durations.append((name, time.monotonic() - begun))
-    return tally
+    uv: Path
+    options: Namespace
+    tier: str
+    is_shared: bool = False
+    ends: list[str] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+    slow: list[str] = field(default_factory=list)
+    durations: list[str] = field(default_factory=list)
 
+    def make(self, stages: Sequence[Sequence[str]], lanes: int) -> int:
+        """Run the suites of each stage, so many at a time in their order; report what they count."""
+        started = time.monotonic()
+        for stage in stages:
+            with ThreadPoolExecutor(lanes) as pool:
+                list(pool.map(self._one, stage))
+        print("\nseconds: " + ", ".join(self.durations))
+        print(f"failed: {', '.join(self.failures) or 'none'} ({time.monotonic() - started:.0f} s in all)")
+        for line in self.lines:
+            print(line)
+        counts = Counter(self.ends)
+        failed = max(counts["failed"], len(self.failures))
+        print(f"{counts['passed']} passed, {failed} failed, {counts['skipped']} skipped", flush=True)
+        return 1 if failed else 0
 
-def _alone(uv: Path, name: str, options: RunOptions) -> _Run:
-    """Return a run in the environment that proves most: a package by itself, everything else as in the short run."""
-    if name in PACKAGES:
-        return lambda mine: _package(uv, name, mine, options)
-    if name in {"check", "gpu"}:
-        return lambda mine: _check(uv, mine) if name == "check" else _gpu(uv, mine, options)
-    return _suite(uv, name, options)
+    def _one(self, name: str) -> None:
+        begun = time.monotonic()
+        try:
+            if name == "check":
+                self._check()
+            elif name == "gpu":
+                self._gpu()
+            elif name == "host environment":
+                host_environment(self.uv, self.options.vllm)
+            elif name in PACKAGES and not self.is_shared:
+                self._package(name)
+            else:
+                self._suite(name, _SUITES[name])
+        except DevError as error:
+            self.failures.append(name)
+            print(f"\n{name}: {error}\n", flush=True)
+        self.durations.append(f"{name} {time.monotonic() - begun:.0f}")
 
+    def _check(self) -> None:
+        from kvdev.checks import run_checks
 
-def _suite(uv: Path, name: str, options: RunOptions) -> _Run:
-    suite = _SUITES[name]
+        if run_checks(self.uv, Namespace(fix=False)) != 0:
+            fail("the checks failed")
 
-    def run(tally: Tally) -> None:
+    def _suite(self, name: str, suite: _Suite) -> None:
         for group in suite.groups:
-            tools_environment(uv, group)
-        env = {**os.environ, "KVDEV_UV": str(uv), "KVDEV_VLLM": options.vllm, "PYTHONPATH": str(ROOT / "tools")}
-        python = Path(sys.executable)
+            tools_environment(self.uv, group)
+        vllm, python = self.options.vllm, Path(sys.executable)
+        env = {**os.environ, "KVDEV_UV": str(self.uv), "KVDEV_VLLM": vllm, "PYTHONPATH": str(ROOT / "tools")}
         if suite.place == "host":
-            hosts = host_environment(uv, options.vllm)
-            if not name.endswith(("engines", "families")):
-                python, env = hosts, dict(os.environ)
+            python, env = host_environment(self.uv, vllm), dict(os.environ)
+        elif suite.place == "engines":
+            host_environment(self.uv, vllm)
         elif suite.place == "fleet":
-            env["KVDEV_FLEET_PYTHON"] = str(fleet_environment(uv, options.vllm))
-        limit_s = suite.timeout_s * (4 if options.is_long else 1)
-        slow_s = math.inf if suite.has_long_tests or options.tier != "quick" else SLOW_S
-        words = [*suite.words, *options.words_of(suite)]
-        _pytest(name, python, ROOT / suite.folder, tally, *words, env=env, timeout_s=limit_s, slow_s=slow_s)
+            env["KVDEV_FLEET_PYTHON"] = str(fleet_environment(self.uv, vllm))
+        limit_s = suite.timeout_s * (4 if self.options.long else 1)
+        words = [*suite.words, *self._words_of(suite)]
+        self._pytest(name, python, ROOT / suite.folder, *words, env=env, timeout_s=limit_s)
 
-    return run
+    def _words_of(self, suite: _Suite) -> list[str]:
+        """Return the arguments that select a suite's tests."""
+        marks = {"quick": ["-m", "not full"], "rest": ["-m", "full or sized"], "all": []}
+        selected = ["-k", self.options.select] if self.options.select else []
+        return [*([] if suite.is_one_tier else marks[self.tier]), *selected]
 
+    def _package(self, name: str) -> None:
+        """Run all tests of a package in an environment that holds it alone, then hold its core to its coverage floor."""
+        folder, options = ROOT / "packages" / name, self.options
+        rules, words = folder / "core.coveragerc", ["-k", options.select] if options.select else []
+        python = (lowest_environment if options.lowest else package_environment)(self.uv, name)
+        if options.lowest or options.select or not rules.exists():
+            self._pytest(name, python, folder / "tests", *words)
+            return
+        # Explorations and the like would take several times as long under coverage, and add nothing to it.
+        parser = configparser.ConfigParser(interpolation=None)
+        parser.read(rules)
+        slow = [folder / "tests" / file for file in parser.get("kvdev", "without_coverage", fallback="").split()]
+        for file in slow:
+            self._pytest(f"{name} ({file.stem})", python, file)
+        environment = {**os.environ, "COVERAGE_FILE": str(_REPORTS / f"{name}.coverage")}
+        runner = ["-m", "coverage", "run", f"--rcfile={rules}"]
+        rest = [f"--ignore={file}" for file in slow]
+        self._pytest(name, python, folder / "tests", *rest, env=environment, runner=runner)
+        report: list[str | Path] = [python, "-m", "coverage", "report", f"--rcfile={rules}", "--skip-covered"]
+        run_step(f"coverage of the core of {name}", report, env=environment, timeout_s=120)
 
-def _check(uv: Path, tally: Tally) -> None:
-    from kvdev.checks import run_checks
+    def _gpu(self) -> None:
+        """Run the stage in a CUDA vLLM that is found on this machine: NIXL and the agent, the adapter's device code, engines."""
+        python, reason = cuda_host()
+        if python is None:
+            self.lines.append(f"not run: gpu ({reason}; the GPU stage is not green, it did not happen)")
+            self.failures += ["gpu"] * ("gpu" in self.options.scope)  # one that was named is expected to run
+            return
+        site = install_beside(self.uv, python)
+        variables = {**os.environ, **gpu_environment(python, site)}
+        inside = {**variables, "PYTHONPATH": str(site)}
+        engines = {**variables, "PYTHONPATH": str(ROOT / "tools")}
+        folder = ROOT / "integration_tests" / "gpu"
+        words = self._words_of(_Suite(""))
+        self._pytest("gpu", python, folder / "test_gpu.py", *words, env=inside)
+        self._pytest("gpu-device", python, folder / "device", "--timeout=300", *words, env=inside)
+        here = Path(sys.executable)
+        self._pytest("gpu-engines", here, folder / "engines", "--timeout=900", *words, env=engines, timeout_s=2400)
 
-    if run_checks(uv, fix=False) != 0:
-        tally.fail("check")
-    else:
-        tally.passed += 1
-
-
-def _package(uv: Path, name: str, tally: Tally, options: RunOptions) -> None:
-    """Run all tests of a package in an environment that holds it alone, then hold its core to its coverage floor."""
-    folder = ROOT / "packages" / name
-    if options.is_lowest:
-        python = lowest_environment(uv, name)
-        _pytest(f"{name}-lowest", python, folder / "tests", tally, *options.names)
-        return
-    python = package_environment(uv, name)
-    rules = folder / "core.coveragerc"
-    if not rules.exists() or options.select:
-        _pytest(name, python, folder / "tests", tally, *options.names)
-        return
-    # Explorations and the like would take several times as long under coverage, and add nothing to it.
-    parser = configparser.ConfigParser(interpolation=None)
-    parser.read(rules)
-    slow = [folder / "tests" / file for file in parser.get("kvdev", "without_coverage", fallback="").split()]
-    for file in slow:
-        _pytest(f"{name} ({file.stem})", python, file, tally)
-    environment = {**os.environ, "COVERAGE_FILE": str(STATE / "reports" / f"{name}.coverage")}
-    runner = ["-m", "coverage", "run", f"--rcfile={rules}"]
-    rest = [f"--ignore={file}" for file in slow]
-    _pytest(name, python, folder / "tests", tally, *rest, env=environment, runner=runner)
-    report: list[str | Path] = [python, "-m", "coverage", "report", f"--rcfile={rules}", "--skip-covered"]
-    run_step(f"coverage of the core of {name}", report, env=environment, timeout_s=120)
-
-
-def _gpu(uv: Path, tally: Tally, options: RunOptions) -> None:
-    """Run the stage in a CUDA vLLM that is found on this machine: NIXL and the agent, the adapter's device code, engines."""
-    python, reason = cuda_host() if has_gpu() else (None, "this machine has no NVIDIA GPU")
-    if python is None:
-        tally.not_run.append(f"not run: gpu ({reason}; the GPU stage is not green, it did not happen)")
-        if options.is_named:
-            tally.fail("gpu")
-        return
-    site = install_beside(uv, python)
-    variables = {**os.environ, **gpu_environment(python, site)}
-    inside = {**variables, "PYTHONPATH": str(site)}
-    engines = {**variables, "PYTHONPATH": str(ROOT / "tools")}
-    folder = ROOT / "integration_tests" / "gpu"
-    words = options.words_of(_Suite(""))
-    _pytest("gpu", python, folder / "test_gpu.py", tally, *words, env=inside)
-    _pytest("gpu-device", python, folder / "device", tally, "--timeout=300", *words, env=inside)
-    here = Path(sys.executable)
-    _pytest("gpu-engines", here, folder / "engines", tally, *_ENGINES, *words, env=engines, timeout_s=2400)
-
-
-def _pytest(
-    name: str,
-    python: Path,
-    folder: Path,
-    tally: Tally,
-    *words: str,
-    env: Mapping[str, str] | None = None,
-    timeout_s: float = 1200,
-    runner: Sequence[str] = (),
-    slow_s: float = math.inf,
-) -> None:
-    report = STATE / "reports" / f"{name}.xml"
-    report.parent.mkdir(parents=True, exist_ok=True)
-    report.unlink(missing_ok=True)
-    command: list[str | Path] = [
-        python, *runner, "-m", "pytest", "-q", "-c", ROOT / "pyproject.toml", "--rootdir", ROOT,
-        f"--junitxml={report}", "-o", "junit_family=xunit1", "-o", "junit_duration_report=call",
-        *words, folder,
-    ]  # fmt: skip
-    code, log = run_step(f"test {name}", command, env=env, timeout_s=timeout_s, allowed=(0, 1, _NO_TESTS_COLLECTED))
-    if code == _NO_TESTS_COLLECTED and words:
-        if "-k" in words:
-            tally.not_run.append(f"not run: {name} (no test matches {shlex.join(words)})")
-        return
-    passed, failed, skipped, reasons = count_cases(report)
-    tally.slow += slow_cases(report, slow_s)
-    tally.passed += passed
-    tally.failed += failed
-    tally.skipped += skipped
-    tally.reasons += [
-        f"skipped in {name}: {test}{f' ({count} cases)' if count > 1 else ''}: {why}"
-        for (test, why), count in reasons.items()
-    ]
-    if code != 0:
-        tally.failed += 0 if failed else 1
-        tally.failures.append(name)
-        print(last_part(log), flush=True)
-    note(f"      {name}: {passed} passed, {failed} failed, {skipped} skipped")
+    def _pytest(
+        self,
+        name: str,
+        python: Path,
+        folder: Path,
+        *words: str,
+        env: Mapping[str, str] | None = None,
+        timeout_s: float = 1200,
+        runner: Sequence[str] = (),
+    ) -> None:
+        report = _REPORTS / f"{name}.xml"
+        report.parent.mkdir(parents=True, exist_ok=True)
+        report.unlink(missing_ok=True)
+        command: list[str | Path] = [
+            python, *runner, "-m", "pytest", "-q", "-c", ROOT / "pyproject.toml", "--rootdir", ROOT,
+            f"--junitxml={report}", "-o", "junit_family=xunit1", "-o", "junit_duration_report=call",
+            *words, folder,
+        ]  # fmt: skip
+        allowed = (0, 1, _NO_TESTS_COLLECTED)
+        code, log = run_step(f"test {name}", command, env=env, timeout_s=timeout_s, allowed=allowed)
+        if code == _NO_TESTS_COLLECTED and words:
+            if "-k" in words:
+                self.lines.append(f"not run: {name} (no test matches {' '.join(words)})")
+            return
+        ends, skips = list[str](), Counter[str]()
+        has_long_tests = name not in _SUITES or _SUITES[name].has_long_tests
+        for case in ET.parse(report).getroot().iter("testcase") if report.exists() else ():
+            found = [child for child in case if child.tag in {"failure", "error", "skipped"}]
+            ends.append("passed" if not found else "skipped" if found[0].tag == "skipped" else "failed")
+            test, taken_s = f"{case.get('classname')}::{case.get('name')}", float(case.get("time", 0))
+            if ends[-1] == "skipped":
+                skips[f"skipped in {name}: {test.partition('[')[0]}: {found[0].get('message')}"] += 1
+            if taken_s > SLOW_S and not has_long_tests:
+                self.slow.append(f"{test} ({taken_s:.1f} s)")
+        self.ends += ends
+        self.lines += [f"{line} ({count} cases)" for line, count in skips.items()]
+        if code != 0:
+            self.failures.append(name)
+            print(f"--- {log}\n{last_lines(log, 120)}", flush=True)
+        note(f"      {name}: {', '.join(f'{count} {end}' for end, count in Counter(ends).items())}")

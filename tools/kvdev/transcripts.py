@@ -13,53 +13,32 @@ import secrets
 import signal
 import subprocess
 import tempfile
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from pathlib import Path
-
-__all__ = ["Step", "play", "read_steps"]
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
 
 _BLOCK = re.compile(r"^(<!-- live -->\n)?```console\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_STEP = re.compile(r"^\$ (.*(?:\n> .*)*)\n((?:(?!\$ ).*\n)*)", re.MULTILINE)
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """A command and the output that the page shows.
-
-    Attributes:
-        command: The command, of one or more lines.
-        shown: Its output on the page.
-        is_live: Whether it needs engines.
-    """
+class Step(NamedTuple):
+    """A command, the output that the page shows, and whether it needs engines."""
 
     command: str
     shown: str
     is_live: bool
 
-    def is_shown_by(self, output: str) -> bool:
-        """Return whether an output is what the page shows; spaces at the ends of lines do not count."""
-        return re.fullmatch(self._pattern, _trimmed(output), re.DOTALL) is not None
-
-    @property
-    def _pattern(self) -> str:
-        return ".*?".join(re.escape(part) for part in _trimmed(self.shown).split("..."))
-
 
 def read_steps(page: Path, ports: Mapping[int, int] | None = None) -> list[Step]:
     """Return the steps of a page, with other ports in place of those named."""
-    found: list[Step] = []
-    for live, block in _BLOCK.findall(page.read_text()):
-        for number, port in (ports or {}).items():
-            block = re.sub(rf"\b{number}\b", str(port), block)  # noqa: PLW2901 - the same block, on this machine
-        for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
-            lines = part.splitlines()
-            more = next((n for n, line in enumerate(lines[1:], 1) if not line.startswith("> ")), len(lines))
-            command = "\n".join([lines[0], *(line[2:] for line in lines[1:more])])
-            found.append(Step(command, "\n".join(lines[more:]), bool(live)))
-    return found
+    text = page.read_text()
+    for number, port in (ports or {}).items():
+        text = re.sub(rf"\b{number}\b", str(port), text)
+    return [
+        Step(command.replace("\n> ", "\n"), shown, bool(live))
+        for live, block in _BLOCK.findall(text)
+        for command, shown in _STEP.findall(block)
+    ]
 
 
 def play(steps: Sequence[Step], folder: Path, environment: Mapping[str, str], *, timeout_s: float) -> list[str]:
@@ -75,24 +54,23 @@ def play(steps: Sequence[Step], folder: Path, environment: Mapping[str, str], *,
             ["bash", "-s"], cwd=folder, env=dict(environment), text=True, start_new_session=True,
             stdin=subprocess.PIPE, stdout=sink, stderr=subprocess.STDOUT,
         )  # fmt: skip
-        try:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                shell.communicate(script, timeout=timeout_s)
-        finally:
-            # Processes in the background are of the shell's process group.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(shell.pid, signal.SIGKILL)
-            shell.wait(timeout=10)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            shell.communicate(script, timeout=timeout_s)
+        # Processes in the background are of the shell's process group.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(shell.pid, signal.SIGKILL)
+        shell.wait(timeout=10)
         sink.seek(0)
-        output = sink.read()
-    printed = output.split(mark + "\n")
+        printed = sink.read().split(mark + "\n")
     problems = []
     for number, step in enumerate(steps):
         got = printed[number] if number < len(printed) - 1 else "(it was not reached, or did not end)"
-        if not step.is_shown_by(got.removesuffix("\n")):
+        pattern = ".*?".join(re.escape(part) for part in _trimmed(step.shown).split("..."))
+        if re.fullmatch(pattern, _trimmed(got), re.DOTALL) is None:
             problems.append(f"$ {step.command}\n  printed: {got.strip()}\n  the page: {step.shown.strip()}")
     return problems
 
 
 def _trimmed(text: str) -> str:
+    """Return a text without spaces at the ends of its lines."""
     return "\n".join(line.rstrip() for line in text.strip().splitlines())

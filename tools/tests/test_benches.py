@@ -1,23 +1,34 @@
-"""Every benchmark runs to its end, tiny, and gives rows that `dev.py bench` can show; `connector` needs engines of its own."""
+"""Every benchmark runs to its end, tiny, and gives rows that `dev.py bench` can show; `connector` on engines that stand in."""
 
 from __future__ import annotations
 
+import asyncio
 import importlib
+import json
+from collections import defaultdict
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
+from kvdev.benching import compared
 from kvdev.paths import ROOT
 
 FOLDER = ROOT / "tools" / "bench"
 TINY: dict[str, dict[str, Any]] = {
     "handshake": {"QUERIES": 50, "ROUNDS": 2},
     "scheduler": {"ROUNDS": 1, "LIVES": 5, "LIVE": 20, "LEASES": 20},
-    "seals": {},
+    "seals": {"ROUNDS": 2, "CONTACTS": 1},
     "topology": {"BLOCKS": (20, 200)},
     "transfer": {"STARTS": 1, "ROUNDS": 1, "SAMPLES": 1, "PAGES": {4096: 64}},
 }
-ARGUMENTS = {"seals": {"rounds": 2, "contacts": 1}}
+
+
+def module_of(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    return importlib.import_module(name)
 
 
 def test_every_benchmark_is_tried() -> None:
@@ -28,11 +39,120 @@ def test_every_benchmark_is_tried() -> None:
     "name", [pytest.param(name, marks=pytest.mark.full if name in {"handshake", "transfer"} else ()) for name in TINY]
 )
 def test_a_benchmark_runs_to_its_end(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(FOLDER))
-    module = importlib.import_module(name)
+    module = module_of(name, monkeypatch)
     for constant, value in TINY[name].items():
         monkeypatch.setattr(module, constant, value)
-    rows = module.run(lambda _line: None, **ARGUMENTS.get(name, {}))
+    rows = module.run(lambda _line: None)
     assert rows
     for row in rows:
         assert row.keys() >= {"name", "unit", "ours", "baseline", "ratio", "target", "met"}
+
+
+def test_a_figure_is_slower_when_medians_and_best_runs_agree_beyond_the_tolerance() -> None:
+    for unit, old, new, speed, is_slower in (
+        ("ms", 10, [20, 20, 20], 0.5, True),
+        ("ms", 10, [20, 10, 20], 0.5, False),
+        ("ms", 10, [10, 90, 10], 1.0, False),
+        ("MB/s", 10, [20, 20, 20], 2.0, False),
+        ("1/s", 20, [10, 10, 10], 0.5, True),
+        ("bytes", 96, [100, 100, 100], 0.96, False),
+    ):
+        sides = [[[{"name": "a", "unit": unit, "ours": one, "ratio": 1}] for one in ours] for ours in ([old] * 3, new)]
+        (row,) = compared(*sides)
+        assert (row["speed"], row["slower"]) == (speed, is_slower), (unit, new)
+
+
+# ----------------------------------------------------------------------------------------------------------- connector
+
+
+class StandIn:
+    """An engine without a process, whose counters grow with each look at them."""
+
+    def __init__(self, url: str, name: str) -> None:
+        self.url, self.spec, self.side_channel_port, self.pid = url, SimpleNamespace(name=name), 5600, 0
+        self.looks, self.is_going = 0, True
+
+    def signal_all(self, number: int) -> None:
+        self.is_going = number == 18
+
+    def metrics(self) -> str:
+        self.looks += 1
+        return f"vllm:nixl_xfer_time_seconds_sum {self.looks}\nvllm:nixl_xfer_time_seconds_count {self.looks}\n"
+
+
+async def complete(request: web.Request) -> web.StreamResponse:
+    """Give a ticket, or stream a letter that the prompt's last token id gives; `/wrong` has another one."""
+    body = await request.json()
+    if not body.get("stream"):
+        return web.json_response({"choices": [{"text": "x"}], "kv_transfer_params": {"do_remote_prefill": True}})
+    reply = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await reply.prepare(request)
+    letter = "?" if request.path.startswith("/wrong") else chr(60 + body["prompt"][-1] % 60)
+    for _ in range(body["max_tokens"]):
+        await asyncio.sleep(0.001)
+        await reply.write(f"data: {json.dumps({'choices': [{'text': letter}]})}\n\n".encode())
+    return reply
+
+
+def test_the_benchmark_of_connectors_measures_every_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    connector = module_of("connector", monkeypatch)
+    samples = defaultdict[Any, list[float]](list)
+    said: list[str] = []
+
+    async def at_rest(engines: list[StandIn]) -> list[float]:
+        assert all(engine.is_going for engine in engines)
+        return [2.0] * len(engines)
+
+    async def run() -> dict[str, list[StandIn]]:
+        app = web.Application()
+        app.add_routes([web.post(f"{part}/v1/completions", complete) for part in ("", "/wrong")])
+        async with TestServer(app) as server:
+            url = str(server.make_url("")).rstrip("/")
+            fleet = {kind: [StandIn(url, f"{kind}-0"), StandIn(url, f"{kind}-1")] for kind in connector.KINDS}
+            fleet["vllm"][1].url += "/wrong"
+            fleet["alone"] = [StandIn(url, "alone-0")]
+            plan = connector.Plan([], [], ["new", "held"], rounds=2, pair_rounds=1, engine_rounds=1)
+            place = connector.Place("default", 112)
+            await connector._Setting(plan, place, fleet, samples, said.append).measure()
+        return fleet
+
+    monkeypatch.setattr(connector, "rest_shares", at_rest)
+    fleet = asyncio.run(run())
+    assert [name for name, engines in fleet.items() if engines[0].is_going] == ["alone"]
+    rows = {row["name"]: row for row in connector.rows_of(samples, needs_all=True)}
+    assert json.loads(json.dumps(rows)) == rows
+    unmeasured = [name for name, row in rows.items() if "not measured" in name and not row["met"]]
+    assert unmeasured == ["hand-over, streamed beside ours: not measured"], "the bound over TCP"
+    place = "1900 tokens, default transports, steps of 112"
+    early = rows[f"early bytes, streamed beside all bytes, {place}"]
+    assert (early["target"], early["met"], early["samples"]) == (">= 0.85", False, 3)
+    assert rows[f"worker at rest, ours beside vllm, {place}"]["ratio"] == 1
+    wrong = {kind: rows[f"wrong answers, {kind}, {place}"] for kind in connector.KINDS}
+    assert [(row["ours"], row["met"]) for row in wrong.values()] == [(0, True), (0, True), (3, False)]
+    assert len(said) == 5, "the same, and with all but the end held"
+
+
+def test_time_saved_is_beside_what_plain_takes_beyond_the_floor(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = module_of("_connector_rows", monkeypatch)
+    place = rows.Place("default", 256)
+    samples = {
+        ("first token", "ours", place): [2150, 3000, 2000],
+        ("first token", "streamed", place): [2075, 2900, 1990],
+        ("hand-over", "ours", place): [180, 181, 190],
+        ("decode step", "ours", place): [70],
+        ("last read", "ours", place): [5],
+    }
+    (saved,) = (row for row in rows.rows_of(samples) if row["name"].startswith("saved"))
+    assert (saved["ours"], saved["baseline"], saved["ratio"], saved["met"]) == (75, 106, 0.708, True)
+
+
+def test_the_worst_gap_is_that_of_the_read_less_what_a_step_for_two_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    connector = module_of("connector", monkeypatch)
+    # 14 ms usually, 20 ms once while the prompt is read, then steps of 45 ms with two requests, the first of which takes 48 ms
+    times = [9.986, 10.0, 10.014, 10.028, 10.048, 10.062, 10.110, 10.155, 10.200, 10.245]
+    own = [10.1101, 10.1551, 10.2001, 10.2451]
+    stream, answer = connector.Answer(0, 0, times), connector.Answer(10.0, 10.02, own)
+    assert connector.gaps_of(stream, answer) == pytest.approx((20, 14))
+    stream = connector.Answer(0, 0, [9.9, 9.92, 9.94, 9.96, 9.98, 10.03, 10.05, 10.07, 10.09])
+    answer = connector.Answer(10.0, 10.06, [10.0701])
+    assert connector.gaps_of(stream, answer, is_streamed=True) == pytest.approx((50, 20))

@@ -1,4 +1,4 @@
-"""Pages lead somewhere: their links, and the tests, error codes and configurations that they name."""
+"""Pages lead somewhere: their links, and the tests, promises, error codes, metrics and configurations that they name."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 
 from kvdev.paths import ROOT
 from vllm_adapter.config.whole import check_transfer_config
+from vllm_adapter.observe import metric_tables as tables
 
 LINK = re.compile(r"\]\((?!https?:|mailto:|#)([^)\s#]+)(?:#[^)\s]*)?\)")
 _LISTED = subprocess.run(
@@ -18,6 +19,11 @@ _LISTED = subprocess.run(
     cwd=ROOT, capture_output=True, text=True, check=False,
 )  # fmt: skip
 _FILES = sorted(ROOT / line for line in _LISTED.stdout.splitlines()) or sorted((ROOT / "docs").rglob("*.md"))
+TESTS = "".join(
+    file.read_text()
+    for folder in (*ROOT.glob("packages/*/tests"), ROOT / "integration_tests", ROOT / "tools" / "tests")
+    for file in folder.rglob("test_*.py")
+)
 PAGES = {str(file.relative_to(ROOT)): file.read_text() for file in _FILES if file.exists()}
 
 
@@ -47,18 +53,30 @@ def test_every_decision_is_in_the_index() -> None:
 
 
 def test_every_test_that_a_page_names_exists() -> None:
-    folders = (*(ROOT / "packages").glob("*/tests"), ROOT / "integration_tests", ROOT / "tools" / "tests")
-    files = [file for folder in folders for file in folder.rglob("test_*.py")]
-    existing = {
-        name for file in files for name in re.findall(r"^(?:async )?def (test_\w+)", file.read_text(), re.MULTILINE)
+    existing = set(re.findall(r"^(?:async )?def (test_\w+)", TESTS, re.MULTILINE))
+    named = {
+        (page, name)
+        for page, text in PAGES.items()
+        if "CHANGELOG" not in page
+        for name in re.findall(r"`(test_\w+)`", text)
     }
-    named: set[tuple[str, str]] = set()
-    for page, text in PAGES.items():
-        if "changelog" in page.lower():
-            continue
-        named |= {(page, name) for name in re.findall(r"`(test_\w+)`", text)}
     assert len(named) > 150
     assert [(page, name) for page, name in sorted(named) if name not in existing] == []
+
+
+def test_every_promise_has_a_test_and_every_marked_test_a_promise() -> None:
+    rows = set(re.findall(r"^\| ([A-C]\d+) \|", PAGES["docs/never-wrong.md"], re.MULTILINE))
+    marks = " ".join(re.findall(r"never_wrong\(([^)]*)\)", TESTS))
+    assert set(re.findall(r'"([A-Z]\d+)"', marks)) == rows
+
+
+def test_every_metric_has_a_row_and_every_row_a_metric() -> None:
+    page, own = PAGES["docs/metrics.md"], "vllm:kv_transfer_"
+    names = {tables.INFO.name, *(metric.name for metric in tables.METRICS)}
+    table = page[page.index(f"| `{own}") :].split("\n\n", 1)[0].splitlines()[2:]
+    rows = [name for line in table for name in re.findall(r"`([a-z_]+)", line.split("|")[1])]
+    assert sorted(own + name for name in rows) == sorted(name for name in names if name.startswith(own))
+    assert [name for name in names if not name.startswith(own) and f"`{name}`" not in page] == []
 
 
 def test_every_row_of_failure_modes_names_a_test() -> None:

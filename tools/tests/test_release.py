@@ -1,45 +1,46 @@
-"""Texts as a release rewrites them, and versions that it refuses; nothing is built."""
+"""Texts as a release rewrites them, versions that it refuses, and the neutral lock; nothing is built."""
 
 from __future__ import annotations
 
 import shutil
-import tomllib
 from pathlib import Path
 
 import pytest
 
+from kvdev.locking import bindings, is_neutral, neutralise
 from kvdev.paths import PACKAGES, ROOT
-from kvdev.release import version_faults
-from kvdev.staging import absolute_links, repository_address, with_urls
+from kvdev.release import absolute_links, repository_address, version_faults
 
 ADDRESS = "https://forge.test/team/project"
+LOCK = """
+[[package]]
+name = "numpy"
+version = "2.4.6"
+source = { registry = "https://packages.example.org/simple" }
+sdist = { url = "https://files.example.org/packages/ab/cd/numpy-2.4.6.tar.gz", hash = "sha256:aa", size = 3 }
+wheels = [
+    { url = "https://files.example.org/packages/ef/numpy-2.4.6-cp311-manylinux.whl#sha256=bb", hash = "sha256:bb" },
+    { url = "file:///srv/wheels/numpy-2.4.6-cp312-manylinux.whl", hash = "sha256:cc" },
+]
+"""
 
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_versions_fit(package: str) -> None:
-    assert version_faults(ROOT, package) == []
+    assert version_faults(package) == []
 
 
-@pytest.mark.parametrize(
-    ("file", "old", "new", "words"),
-    [
-        ("vllm-adapter/pyproject.toml", "kv-topology>=0.3,<0.4", "kv-topology>=0.1,<0.2", "kv-topology is 0.3"),
-        ("vllm-adapter/pyproject.toml", "[cu13]>=0.3,<0.4", "[cu13]>=0.1,<0.2", "kv-nixl-agent is 0.3"),
-        ("vllm-adapter/pyproject.toml", '">=3.11"', '">=3.9"', "promises Python >=3.9"),
-    ],
-)
-def test_a_version_that_does_not_fit_is_named(tmp_path: Path, file: str, old: str, new: str, words: str) -> None:
+@pytest.mark.parametrize("range_of", ["kv-topology>=", "kv-nixl-agent[cu13]>="])
+def test_a_version_that_does_not_fit_is_named(tmp_path: Path, range_of: str) -> None:
     for name in PACKAGES:
-        for part in ("pyproject.toml", f"src/{name.replace('-', '_')}/__init__.py"):
+        init = f"src/{name.replace('-', '_')}/__init__.py"
+        for part in ("pyproject.toml", init):
             (tmp_path / "packages" / name / part).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / "packages" / name / part, tmp_path / "packages" / name / part)
-    shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    changed = tmp_path / "packages" / file
-    text = changed.read_text()
-    assert old in text
-    changed.write_text(text.replace(old, new))
-    (fault,) = version_faults(tmp_path, "vllm-adapter")
-    assert words in fault
+    changed = tmp_path / "packages" / "vllm-adapter" / "pyproject.toml"
+    changed.write_text(changed.read_text().replace(f'"{range_of}0.3,<0.4"', f'"{range_of}0.1,<0.2"'))
+    (fault,) = version_faults("vllm-adapter", tmp_path)
+    assert f"{range_of.partition('[')[0].rstrip('>=')} is 0.3" in fault
 
 
 def test_links_that_leave_the_package_become_absolute_or_plain() -> None:
@@ -53,21 +54,21 @@ def test_links_that_leave_the_package_become_absolute_or_plain() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "origin",
-    [
-        "https://forge.test/team/project.git",
-        "git@forge.test:team/project.git",
-        "ssh://git@forge.test/team/project",
-        "https://forge.test/team/project/",
-    ],
-)
-def test_the_address_comes_from_the_remote(origin: str) -> None:
-    assert repository_address({}, origin + "\n") == ADDRESS
+@pytest.mark.parametrize("origin", ["https://forge.test/", "git@forge.test:", "ssh://git@forge.test/"])
+def test_the_address_comes_from_the_remote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, origin: str) -> None:
+    monkeypatch.delenv("GITHUB_REPOSITORY", raising=False)
+    git = tmp_path / "git"
+    git.write_text(f"#!/bin/sh\necho {origin}team/project.git\n")
+    git.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert repository_address() == ADDRESS
 
 
-def test_urls_are_added_to_the_project() -> None:
-    text = (ROOT / "packages" / "kv-topology" / "pyproject.toml").read_text()
-    project = tomllib.loads(with_urls(text, "kv-topology", ADDRESS))["project"]
-    assert project["urls"]["Repository"] == ADDRESS
-    assert project["name"] == "kv-topology"
+def test_a_neutral_lock_has_no_address_and_the_same_file_names_and_hashes() -> None:
+    neutral = neutralise(LOCK)
+    assert (is_neutral(neutral), is_neutral(LOCK)) == (True, False)
+    assert "example.org" not in neutral
+    assert "/srv" not in neutral
+    assert 'url = "https://index.invalid/files/numpy-2.4.6.tar.gz", hash = "sha256:aa"' in neutral
+    assert bindings(neutral) == bindings(LOCK) > {f"numpy==2.4.6 sha256:{digest}" for digest in ("aa", "bb", "cc")}
+    assert not is_neutral(neutral + 'git = "https://forge.test/team/project"')

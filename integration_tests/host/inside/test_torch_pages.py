@@ -7,7 +7,7 @@ from typing import Literal
 import numpy as np
 import pytest
 import torch
-from byte_oracle import MemoryOfRank, Request, execute, permute
+from byte_oracle.oracle import MemoryOfRank, Request, execute, permute
 
 from kv_topology import BlockList, PageMove, plan_transfer
 from kv_topology.tools import EngineSpec, ModelSpec, build_engine

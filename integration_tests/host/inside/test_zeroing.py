@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 import vllm._custom_ops as ops
-from byte_oracle import expand_rows
+from byte_oracle.oracle import expand_rows
 from engine import FULL, SOME_TOKEN, WINDOW, hand_over, prompt
 from full_engine import Layer, adapters_tests
 from vllm.v1.kv_cache_interface import AttentionSpec, UniformTypeKVCacheSpecs

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pickle
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -20,7 +20,6 @@ from numpy_pages import NumpyPages
 from prompts import Prompt
 
 from kv_nixl_agent import TransferThread
-from kv_nixl_agent.testing import FakeFabric
 from oracle.blocks import Lists, Pool
 from oracle.geometry import Case, Side
 from oracle.memory import Array, Content, RankMemory, make_facts, span_tokens
@@ -35,15 +34,12 @@ LEASE_S = 30.0
 
 
 @contextmanager
-def turned_by_hand(channel: SideChannel, threads: list[HandThread] | None) -> Iterator[None]:
+def turned_by_hand(channel: SideChannel, threads: list[HandThread]) -> Iterator[None]:
     """Let engines that are made meanwhile have threads that are turned by hand, and a side channel without sockets."""
 
     def transfer_thread(*arguments: Any, **options: Any) -> Any:
-        thread: Any = TransferThread(*arguments, **options)
-        if threads is not None:
-            thread = HandThread(thread)
-            threads.append(thread)
-        return thread
+        threads.append(HandThread(TransferThread(*arguments, **options)))
+        return threads[-1]
 
     def client(offer: Any, **_options: Any) -> StillClient:
         return StillClient(channel, offer)
@@ -63,8 +59,8 @@ class Engine:
     """An engine of a case."""
 
     def __init__(
-        self, name: str, port: int, case: Case, side: Side, *, clock: Clock, fabric: FakeFabric, channel: SideChannel,
-        rng: random.Random, is_threaded: bool = False,
+        self, name: str, port: int, case: Case, side: Side, *, clock: Clock, port_factory: Callable[..., Any],
+        channel: SideChannel, rng: random.Random,
     ) -> None:  # fmt: skip
         self.name, self.model, self.side, self.clock = name, case.model, side, clock
         model, blocks = case.model, case.blocks
@@ -78,16 +74,16 @@ class Engine:
         envelopes: dict[tuple[int, int], bytes] = {}
         for rank, memory in enumerate(self.memories):
             facts = make_facts(model, side, rank, blocks, name, port, generation)
-            worker = wiring.make_worker(facts, self.settings, port_factory=fabric.port)
+            worker = wiring.make_worker(facts, self.settings, port_factory=port_factory)
             converter = NumpyPages([memory.data])
             self.converters.append(converter)
-            with turned_by_hand(channel, None if is_threaded else self.threads):
+            with turned_by_hand(channel, self.threads):
                 worker.register(memory.caches, None if side.conversion == "never" else converter)
             assert worker.registration.envelope is not None
             envelopes[0, rank] = worker.registration.envelope
             self.workers.append(worker)
         facts = make_facts(model, side, 0, blocks, name, port, generation)
-        with turned_by_hand(channel, None):
+        with turned_by_hand(channel, []):
             self.scheduler = wiring.make_scheduler(facts, self.settings, now_s=clock.monotonic)
         self.scheduler.serve(envelopes)
         self._ranks = Ranks(side.tp)

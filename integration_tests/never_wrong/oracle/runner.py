@@ -6,10 +6,10 @@ import json
 import logging
 import math
 import random
-import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from hands import Clock, SideChannel
@@ -29,7 +29,7 @@ from oracle.engines import LEASE_S, Engine
 from oracle.geometry import Case, Request, draw
 from oracle.memory import NAN, Array, Content, span_tokens
 
-__all__ = ["Outcome", "Play", "Router", "Wrong", "run", "try_seed", "try_threads"]
+__all__ = ["Outcome", "Play", "Router", "Wrong", "run", "try_seed"]
 
 Router = Callable[[str], str]
 """Carries a ticket's JSON text from one engine to the other."""
@@ -72,16 +72,13 @@ class _Handover:
 class Play:
     """A case on stage."""
 
-    def __init__(
-        self, case: Case, *, router: Router | None = None, is_hostile: bool = False, is_threaded: bool = False
-    ) -> None:
+    def __init__(self, case: Case, *, router: Router | None = None, is_hostile: bool = False) -> None:
         self.case = case
         self.is_hostile = is_hostile  # whether the router changes tickets, which may then be refused
         self.rng = random.Random(case.seed)
         self.router = router or str
         self.ask: dict[str, object] = {"do_remote_decode": True}  # a router's request for a ticket
-        self.is_threaded = is_threaded
-        self.clock = Clock(is_real=is_threaded)
+        self.clock = Clock()
         self.clock.install()
         self.fabric = FakeFabric()
         self.wire = random.Random(case.seed + 1)
@@ -89,21 +86,27 @@ class Play:
         if any(request.fate == "blip" for request in case.requests):
             self.fabric.fail_next("check", "nixl-disconnected")
         channel = SideChannel()
-        common = {
-            "clock": self.clock,
-            "fabric": self.fabric,
-            "channel": channel,
-            "rng": self.rng,
-            "is_threaded": is_threaded,
-        }
-        self.producer = Engine("P", 5600, case, case.producer, **common)  # type: ignore[arg-type]
-        self.consumer = Engine("D", 5601, case, case.consumer, **common)  # type: ignore[arg-type]
+        world = {"clock": self.clock, "port_factory": self._port, "channel": channel, "rng": self.rng}
+        self.producer = Engine("P", 5600, case, case.producer, **world)  # type: ignore[arg-type]
+        self.consumer = Engine("D", 5601, case, case.consumer, **world)  # type: ignore[arg-type]
         self.is_expired = any(request.fate == "expired" for request in case.requests)
         if self.is_expired:
             self.most_polls = 8  # long on the wire, so that the lease often ends before the bytes move
         self.outcome = Outcome()
         self.first_id = 1
         self.untold: set[str] = set()
+
+    def _port(self, *arguments: Any, **named: Any) -> Any:
+        """Return an agent's port that keeps every transfer on the wire for another time: ranks of a read end one by one."""
+        port: Any = self.fabric.port(*arguments, **named)
+        post = port.post
+
+        def timed(transfer: object) -> object:
+            self.fabric.latency_polls = self.wire.randint(0, self.most_polls)
+            return post(transfer)
+
+        port.post = timed
+        return port
 
     def run(self) -> Outcome:
         made = [self.prefill(number, request) for number, request in enumerate(self.case.requests)]
@@ -118,10 +121,6 @@ class Play:
         self.judge(handovers, before)
         self.outcome.pages_converted = self.consumer.pages_converted
         return self.outcome
-
-    def close(self) -> None:
-        for worker in (*self.consumer.workers, *self.producer.workers):
-            worker.close()
 
     # ------------------------------------------------------------------------------------------------- producer
 
@@ -176,24 +175,18 @@ class Play:
         leases = {h.source for h in handovers}
         expires_at = self.rng.randint(0, 5) if self.is_expired else -1
         threads = [*self.producer.threads, *self.consumer.threads]
-        for turn in range(_MOST_TURNS * (50 if self.is_threaded else 1)):
-            if turn == expires_at and not self.is_threaded:
+        for turn in range(_MOST_TURNS):
+            if turn == expires_at:
                 self._pass(LEASE_S + 1)
                 self._collect(handovers)
-            if self.is_threaded:
-                time.sleep(0.002)
-            else:
-                for thread in self.rng.sample(threads, len(threads)):
-                    self.fabric.latency_polls = self.wire.randint(0, self.most_polls)
-                    thread.turn()
-                    if self.rng.random() < 0.5:
-                        thread.tick()
+            for thread in self.rng.sample(threads, len(threads)):
+                thread.turn()
+                if self.rng.random() < 0.5:
+                    thread.tick()
             self._collect(handovers)
-            if self.is_threaded:  # no lease expires in real time: only those of good reads end
-                leases = {h.source for h in handovers if self.consumer.received.get(h.reader) == ""}
             if wanted <= self.consumer.received.keys() and leases <= self.producer.sent:
                 return
-            if turn == _MOST_TURNS // 2 and not self.is_threaded:
+            if turn == _MOST_TURNS // 2:
                 self.untold = leases - self.producer.sent
                 self._pass(LEASE_S + 1)  # a lease that nobody ends by a completion expires
         missing = wanted - self.consumer.received.keys(), leases - self.producer.sent
@@ -212,8 +205,7 @@ class Play:
         self.consumer.collect()
         for handover in handovers:
             if handover.reader in self.consumer.received.keys() - ended:
-                # The next forward pass may already see these blocks. Real threads may still write those of other reads:
-                # both sides of the comparison are one copy.
+                # The next forward pass may already see these blocks, while those of other reads are still written.
                 now = [data.copy() for data in self.consumer.data()]
                 self._judge_bytes([handover], before=now, after=now)
         for handover in handovers:
@@ -360,17 +352,3 @@ def try_seed(seed: int) -> tuple[Outcome, str]:
         return play.run(), ""
     except Exception as error:
         return play.outcome, f"{type(error).__name__}: {error}"
-
-
-def try_threads(seed: int) -> tuple[Outcome, str]:
-    """Run the case of a seed with real transfer threads and real time; no lease expires in these."""
-    logging.disable(logging.CRITICAL)
-    case = draw(seed)
-    case = replace(case, requests=tuple(replace(request, fate="") for request in case.requests))
-    play = Play(case, is_threaded=True)
-    try:
-        return play.run(), ""
-    except Exception as error:
-        return play.outcome, f"{type(error).__name__}: {error}"
-    finally:
-        play.close()

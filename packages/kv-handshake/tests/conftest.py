@@ -13,7 +13,6 @@ from kv_handshake.testing import sample_envelopes
 
 sys.path.insert(0, str(Path(__file__).parent))  # for `handshake_helpers`
 
-FACTORS = {"model": "sample", "dtype": "torch.bfloat16", "num_kv_heads": 8}
 PATIENT = Timing(
     deadline_s=30, attempt_s=20, retry_first_s=0.02, retry_most_s=0.1, hold_first_s=0.001, hold_most_s=0.001
 )
@@ -30,7 +29,9 @@ def free_port():
         return probe.getsockname()[1]
 
 
-ENVELOPES = sample_envelopes([(0, rank) for rank in range(8)])
+from handshake_helpers import FACTORS, RANKS  # noqa: E402 - found by the line above
+
+ENVELOPES = sample_envelopes(RANKS)
 
 
 @pytest.fixture

@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 
     from kv_handshake import Client, Outcome
 
-__all__ = ["RANKS", "fetch", "hostile_queries", "mutate", "until"]
+__all__ = ["FACTORS", "RANKS", "fetch", "hostile_queries", "mutate", "until"]
 
+FACTORS = {"model": "sample", "dtype": "torch.bfloat16", "num_kv_heads": 8}
 RANKS = [(0, rank) for rank in range(8)]
 
 

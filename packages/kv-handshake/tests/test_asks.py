@@ -2,7 +2,6 @@
 
 import contextlib
 import queue
-import socket
 import threading
 import time
 from collections.abc import Mapping
@@ -33,12 +32,8 @@ class Engine:
         self.gone = queue.Queue()
         codec = Codec(capabilities=CAN_ASK if capabilities is None else capabilities)
         self.envelope = codec.encode_envelope(sample_metadata(), FACTORS, dialect=14, rank=(0, 0))
-        self.listener = Listener(
-            "0.0.0.0",
-            port,
-            payloads={(0, 0): self.envelope},
-            limits=QueryLimits(queries_per_s=0),
-        )
+        limits = QueryLimits(queries_per_s=0)
+        self.listener = Listener("0.0.0.0", port, payloads={(0, 0): self.envelope}, limits=limits)
         self.listener.take_asks(on_ask or (lambda *ask: self.asked.put(ask)), self.gone.put, wait_s=ask_wait_s)
         self.listener.start()
 
@@ -48,12 +43,8 @@ class Engine:
     def count(self, name):
         return self.listener.statistics().get(name, 0)
 
-
-@pytest.fixture
-def engine():
-    made = Engine()
-    yield made
-    made.listener.close()
+    def close(self):
+        self.listener.close()
 
 
 class Asking:
@@ -75,12 +66,25 @@ class Asking:
     def count(self, name):
         return self.client.statistics()[name]
 
+    def close(self):
+        self.client.close()
+
 
 @pytest.fixture
-def asking():
-    made = Asking()
-    yield made
-    made.client.close()
+def make():
+    """A factory of engines and askers, closed at the end."""
+    with contextlib.ExitStack() as stack:
+        yield lambda kind, *values, **options: stack.enter_context(contextlib.closing(kind(*values, **options)))
+
+
+@pytest.fixture
+def engine(make):
+    return make(Engine)
+
+
+@pytest.fixture
+def asking(make):
+    return make(Asking)
 
 
 def test_answers_come_in_any_order_over_one_connection(engine, asking):
@@ -110,20 +114,17 @@ def test_an_open_ask_delays_no_other_query_of_its_connection(engine, raw):
     assert (answer.number, answer.payload, answer.code) == (7, b"LATER", "")
 
 
-def test_an_engine_may_answer_at_once():
+def test_an_engine_may_answer_at_once(make, asking):
     def answer(ask_id, payload):
         served.listener.answer(ask_id, payload + b"!")
 
-    served = Engine(on_ask=answer)
-    asking = Asking()
+    served = make(Engine, on_ask=answer)
     asking.ask(served.listener.port, b"now")
     assert asking.reply() == ("", b"now!")
-    asking.client.close()
-    served.listener.close()
 
 
-def test_an_ask_that_nobody_answers_is_refused_and_counted():
-    engine, asking = Engine(ask_wait_s=0.1), Asking()
+def test_an_ask_that_nobody_answers_is_refused_and_counted(make, asking):
+    engine = make(Engine, ask_wait_s=0.1)
     asking.ask(engine.listener.port)
     ask_id, _ = engine.next_ask()
     assert asking.reply() == ("ask-expired", b"")
@@ -133,8 +134,6 @@ def test_an_ask_that_nobody_answers_is_refused_and_counted():
     engine.listener.answer(engine.next_ask()[0], b"in time")
     assert asking.reply() == ("", b"in time")
     assert (engine.count("asks_lost"), engine.count("refused.ask-expired")) == (1, 1)
-    asking.client.close()
-    engine.listener.close()
 
 
 def test_a_cancelled_ask_is_forgotten_on_both_sides(engine, asking):
@@ -225,19 +224,18 @@ def test_a_listener_without_asks_refuses_them_as_an_older_release_does(listener,
     assert decode_envelope(ask(encode_ask(1, b"x" * 300))[0]).refusal.code == "oversized-query"
 
 
-def test_a_peer_that_announces_no_asks_is_sent_none(asking):
-    engine = Engine(capabilities={})
+def test_a_peer_that_announces_no_asks_is_sent_none(make, asking):
+    engine = make(Engine, capabilities={})
     for _ in range(3):
         asking.ask(engine.listener.port)
     assert [asking.reply()[0] for _ in range(3)] == ["ask-unsupported"] * 3
     asking.ask(engine.listener.port)
     assert asking.reply()[0] == "ask-unsupported"
     assert (engine.count("asks"), engine.count("answered")) == (0, 1)
-    engine.listener.close()
 
 
-def test_a_peer_that_is_not_there_fails_its_asks_at_once_and_is_left_alone(free_port):
-    asking = Asking(HASTY)
+def test_a_peer_that_is_not_there_fails_its_asks_at_once_and_is_left_alone(make, free_port):
+    asking = make(Asking, HASTY)
     asking.ask(free_port)
     assert asking.reply() == ("connection-refused", b"")
     for _ in range(3):
@@ -246,20 +244,17 @@ def test_a_peer_that_is_not_there_fails_its_asks_at_once_and_is_left_alone(free_
             "nobody listens there: that is an answer, for each of them"
         )
     assert asking.count("attempts") == 1
-    asking.client.close()
 
 
-def test_a_peer_that_has_come_back_is_asked_again(free_port):
-    asking = Asking(Timing(hold_first_s=0.01, hold_most_s=0.01))
+def test_a_peer_that_has_come_back_is_asked_again(make, free_port):
+    asking = make(Asking, Timing(hold_first_s=0.01, hold_most_s=0.01))
     asking.ask(free_port)
     assert asking.reply() == ("connection-refused", b"")
-    engine = Engine(free_port)
+    engine = make(Engine, free_port)
     time.sleep(0.02)
     asking.ask(free_port)
     engine.listener.answer(engine.next_ask()[0], b"back")
     assert asking.reply() == ("", b"back")
-    asking.client.close()
-    engine.listener.close()
 
 
 def test_a_silent_peer_costs_its_own_asks_only(engine, asking):
@@ -272,39 +267,13 @@ def test_a_silent_peer_costs_its_own_asks_only(engine, asking):
         assert asking.reply()[:2] == ("silent", "timed-out")
 
 
-@pytest.fixture
-def silent_ports():
-    """Ports that take connections and say nothing."""
-    with contextlib.ExitStack() as stack:
-        listeners = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(12)]
-        yield [each.getsockname()[1] for each in listeners]
-
-
-def test_silent_hosts_keep_no_other_host_out(engine, silent_ports):
-    """Asks wait for a place: one silent for half a second is given up for a host without any."""
-    crowded = Asking(Timing(connections=4))
-    try:
-        for port in silent_ports:
-            crowded.ask(port, name="silent", deadline_s=3.0)
-        crowded.ask(engine.listener.port, host="127.0.0.2", name="honest")
-        engine.listener.answer(engine.next_ask()[0], b"answer")
-        codes = [crowded.reply()[:2] for _ in range(len(silent_ports) + 1)]
-        assert sorted({*codes}) == [("honest", ""), ("silent", "timed-out"), ("silent", "too-many-peers")]
-    finally:
-        crowded.client.close()
-
-
-def test_a_peer_without_asks_gives_its_place_up(engine):
-    crowded, other = Asking(Timing(connections=1)), Engine()
-    try:
-        for each in (engine, other, engine):
-            crowded.ask(each.listener.port, name=str(each.listener.port))
-            each.listener.answer(each.next_ask()[0], b"answer")
-            assert crowded.reply() == (str(each.listener.port), "", b"answer")
-        assert crowded.count("attempts") == 3
-    finally:
-        crowded.client.close()
-        other.listener.close()
+def test_a_peer_without_asks_gives_its_place_up(make, engine):
+    crowded, other = make(Asking, Timing(connections=1)), make(Engine)
+    for each in (engine, other, engine):
+        crowded.ask(each.listener.port, name=str(each.listener.port))
+        each.listener.answer(each.next_ask()[0], b"answer")
+        assert crowded.reply() == (str(each.listener.port), "", b"answer")
+    assert crowded.count("attempts") == 3
 
 
 def test_a_peer_that_answers_without_end_keeps_no_other_waiting(engine, asking, free_port):
@@ -359,13 +328,12 @@ def test_an_answer_that_is_too_long_is_the_callers_mistake(engine, asking):
     assert asking.reply() == ("", bytes(1024 * 1024))
 
 
-def test_callbacks_that_raise_end_nothing(asking):
+def test_callbacks_that_raise_end_nothing(make, asking):
     def raises(*_):
         raise RuntimeError("a caller's mistake")
 
-    engine = Engine(on_ask=raises)
+    engine = make(Engine, on_ask=raises)
     asking.client.ask(host="127.0.0.1", port=engine.listener.port, payload=b"", on_reply=raises, deadline_s=0.2)
     until(lambda: engine.count("callback_errors") == 1)
     until(lambda: asking.count("asks_failed") == 1)
     assert engine.listener.is_alive
-    engine.listener.close()

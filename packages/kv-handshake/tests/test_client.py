@@ -7,51 +7,37 @@ import time
 
 import pytest
 import zmq
-from handshake_helpers import RANKS, fetch, until
+from handshake_helpers import FACTORS, RANKS, fetch, until
 
 from kv_handshake import Client, ConfigurationError, Listener, LocalOffer, Outcome, Timing, TransportError
 from kv_handshake.core.handshake import Handshake
+from kv_handshake.net import loop
 from kv_handshake.sockets.connections import Connection, Hub
 from kv_handshake.testing import sample_envelopes
 
-FACTORS = {"model": "sample", "dtype": "torch.bfloat16", "num_kv_heads": 8}
 PATIENT = Timing(deadline_s=30, attempt_s=20)
-
-
-class Puppet:
-    """A listener that does what a test tells it: `script` gets a query and returns the frames to send, or None."""
-
-    def __init__(self, script):
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        self.port = self._socket.bind_to_random_port("tcp://127.0.0.1")
-        self._script = script
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-
-    def _run(self):
-        while not self._stop.is_set():
-            if not self._socket.poll(50):
-                continue
-            identity, _, query = self._socket.recv_multipart()
-            frames = self._script(query)
-            if frames is not None:
-                self._socket.send_multipart([identity, b"", *frames])
-
-    def close(self):
-        self._stop.set()
-        self._thread.join()
-        self._context.destroy(linger=0)
 
 
 @contextlib.contextmanager
 def puppet(script):
-    made = Puppet(script)
-    try:
-        yield made.port
-    finally:
-        made.close()
+    """A listener that does what a test tells it: `script` gets a query and returns the frames to send, or None."""
+    stop = threading.Event()
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as sock:
+        sock.linger = 0
+        port = sock.bind_to_random_port("tcp://127.0.0.1")
+
+        def run():
+            while not stop.is_set():
+                if sock.poll(50):
+                    identity, _, query = sock.recv_multipart()
+                    if (frames := script(query)) is not None:
+                        sock.send_multipart([identity, b"", *frames])
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        yield port
+        stop.set()
+        thread.join()
 
 
 def test_all_ranks_over_one_connection(client, listener):
@@ -213,19 +199,10 @@ def test_a_reply_before_the_end_of_the_connection_counts():
     context.destroy(linger=0)
 
 
-@pytest.mark.parametrize(
-    ("frames", "code"),
-    [
-        ([b"\xc1" * 100], "malformed-envelope"),
-        ([b"a"] * 9, "unexpected-reply"),
-        ([sample_envelopes()[0, 0], b""], "malformed-clock"),
-    ],
-)
-def test_lying_peers_are_told_apart(client, frames, code):
-    with puppet(lambda _: frames) as port:
+def test_a_lying_peer_is_asked_once(client):
+    with puppet(lambda _: [b"\xc1" * 100]) as port:
         outcome = fetch(client, port)
-    assert outcome.code == code
-    assert outcome.attempts == 1, "what will not change is not tried again"
+    assert (outcome.code, outcome.attempts) == ("malformed-envelope", 1), "what will not change is not tried again"
     assert f"127.0.0.1 port {port}" in outcome.message
 
 
@@ -255,21 +232,6 @@ def test_a_peer_that_restarts_in_the_middle_is_asked_again(client, free_port):
     assert list(outcome.peers) == RANKS
     assert outcome.attempts > 1
     second.close()
-
-
-def test_sixty_four_peers_of_which_sixteen_are_dead(client, listener):
-    """Every healthy peer is ready while every dead one still hangs."""
-    healthy: list[Outcome] = []
-    dead: list[Outcome] = []
-    with socket.create_server(("127.0.0.1", 0)) as mute:
-        for index in range(64):
-            port, ends = (listener.port, healthy) if index % 4 else (mute.getsockname()[1], dead)
-            client.request(host="127.0.0.1", port=port, ranks=RANKS, engine_id="", dialect=14, on_done=ends.append)
-        until(lambda: len(healthy) == 48)
-        assert dead == []
-        client.close()
-    assert all(outcome.is_ok for outcome in healthy)
-    assert [outcome.code for outcome in dead] == ["closed"] * 16
 
 
 def test_no_place_within_the_deadline(monkeypatch):
@@ -349,14 +311,7 @@ def test_close_from_a_callback(listener):
         client.close()
         done.set()
 
-    client.request(
-        host="127.0.0.1",
-        port=listener.port,
-        ranks=RANKS,
-        engine_id="",
-        dialect=14,
-        on_done=close,
-    )
+    client.request(host="127.0.0.1", port=listener.port, ranks=RANKS, engine_id="", dialect=14, on_done=close)
     assert done.wait(5)
     client.close()
 
@@ -376,3 +331,26 @@ def test_accepted_with_differences_is_logged(listener, caplog):
     assert fetch(client, listener.port).is_ok
     client.close()
     assert "dtype" in caplog.text
+
+
+@pytest.mark.full
+def test_hosts_that_answer_keep_their_places(monkeypatch, serve, connect):
+    """Only silence costs a place: hosts that answer steadily end what they began, while others wait for places."""
+    monkeypatch.setattr(loop, "_PATIENCE_S", 2.0)
+    ranks = [(0, rank) for rank in range(6)]
+    ends = []
+
+    def slowly(respond):
+        def answer(query, **facts):
+            time.sleep(0.5)
+            return respond(query, **facts)
+
+        return answer
+
+    client = connect(timing=Timing(connections=2, deadline_s=40, attempt_s=20, pipeline=1))
+    for host in (f"127.0.0.{number}" for number in range(2, 6)):
+        listener = serve(host)
+        monkeypatch.setattr(listener._core, "respond", slowly(listener._core.respond))
+        client.request(host=host, port=listener.port, ranks=ranks, engine_id="", dialect=14, on_done=ends.append)
+    until(lambda: len(ends) == 4)
+    assert [(outcome.code, outcome.attempts) for outcome in ends] == [("", 1)] * 4

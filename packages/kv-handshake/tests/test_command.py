@@ -8,7 +8,7 @@ import sys
 import msgspec
 import pytest
 
-from kv_handshake import Codec, ConfigurationError, Listener
+from kv_handshake import Codec, ConfigurationError
 from kv_handshake.cli import main
 from kv_handshake.inspect import Recording, compare
 from kv_handshake.security import ServerSecurity
@@ -31,32 +31,15 @@ def recording(factors=FACTORS, *, silent=False, **changes):
 
 
 @pytest.fixture
-def served():
-    opened = []
-
-    def serve(made):
-        listener = Listener("127.0.0.1", 0, payloads=made.payloads)
-        listener.start()
-        opened.append(listener)
-        return f"127.0.0.1:{listener.port}"
-
-    yield serve
-    for listener in opened:
-        listener.close()
+def served(serve):
+    """A factory of listeners that serve a recording, by their addresses."""
+    return lambda made: f"127.0.0.1:{serve(payloads=made.payloads).port}"
 
 
 def test_probe_prints_a_peer(served, capsys):
     assert main(["probe", served(recording())]) == 0
     text = capsys.readouterr().out
-    for part in (
-        "engine_id",
-        "engine-a",
-        "block_lens",
-        "[65536, 65536]",
-        "clock offset",
-        " ms",
-        "dtype",
-    ):
+    for part in ("engine_id", "engine-a", "block_lens", "[65536, 65536]", "clock offset", " ms", "dtype"):
         assert part in text
 
 
@@ -110,22 +93,9 @@ def test_against_a_file_and_a_supposed_model(served, capsys, tmp_path):
     peer = served(recording())
     assert main(["probe", peer, "--save", str(file)]) == 0
     assert Recording.read(file).payloads == recording().payloads
-    assert (
-        main(
-            [
-                "probe",
-                served(recording({**FACTORS, "model": "/b"}, silent=True)),
-                "--against",
-                str(file),
-                "--suppose",
-                "model=/b",
-                "--suppose",
-                "head_size=7",
-                "--json",
-            ]
-        )
-        == 1
-    )
+    other = served(recording({**FACTORS, "model": "/b"}, silent=True))
+    suppose = ["--suppose", "model=/b", "--suppose", "head_size=7"]
+    assert main(["probe", other, "--against", str(file), *suppose, "--json"]) == 1
     found = json.loads(capsys.readouterr().out.splitlines()[-1])["against"]
     assert [each["name"] for each in found["differences"]] == ["model"]
     assert (found["basis"], found["compatible"]) == ("hash-explained", False)
@@ -151,7 +121,7 @@ def test_first_engine_stands_first_in_every_difference():
         (["probe", "nowhere"], 2),
         (["probe", "127.0.0.1:1", "--rank", "x"], 2),
         (["probe", "127.0.0.1:1", "--rank", "3-1"], 2),
-        (["probe", "127.0.0.1:1", "--dialect", "99"], 2),
+        (["probe", "127.0.0.1:1", "--vllm", "0.19"], 2),
         (["probe", "127.0.0.1:1", "--secret-key", "x"], 2),
         (["probe", "127.0.0.1:1", "--json"], 3),
         (["probe", "no-such-host.invalid:1"], 3),
@@ -174,23 +144,21 @@ def test_refusals_and_bad_supposition(served, capsys):
 def test_questions_that_would_end_a_listener_of_vllm_are_announced(served, capsys):
     peer = served(Recording(14, sample_envelopes([(0, 0), (0, 1)])))
     assert main(["probe", peer]) == 0
-    assert "--vllm or --dialect" in capsys.readouterr().err
+    assert "give --vllm" in capsys.readouterr().err
     assert main(["probe", peer, "--vllm", "0.32"]) == 0
     assert capsys.readouterr().err == ""
-    assert main(["probe", peer, "--dialect", "14", "--rank", "0-1"]) == 0
+    assert main(["probe", peer, "--vllm", "0.32", "--rank", "0-1"]) == 0
     assert "a rank that it does not serve; 2 ranks" in capsys.readouterr().err
 
 
-def test_probe_with_keys(capsys, tmp_path):
+def test_probe_with_keys(serve, tmp_path):
     for name in ("server", "own"):
         assert main(["keygen", str(tmp_path), name]) == 0
     assert main(["keygen", str(tmp_path), "own", "--json"]) == 2
     security = ServerSecurity.read(tmp_path / "server.key_secret", admits_any_client=True)
-    listener = Listener("127.0.0.1", 0, payloads=sample_envelopes(), security=security)
-    listener.start()
+    listener = serve(security=security)
     keys = ["--secret-key", tmp_path / "own.key_secret", "--server-key", tmp_path / "server.key"]
     assert main(["probe", f"127.0.0.1:{listener.port}", *map(str, keys)]) == 0
-    listener.close()
 
 
 def test_serve_serves_a_recording_until_it_is_interrupted(capsys, tmp_path):

@@ -3,12 +3,12 @@
 import contextlib
 import os
 import socket
-import threading
 import time
 
 import pytest
+from handshake_helpers import until
 
-from kv_handshake import Client, Listener, LocalOffer, Timing
+from kv_handshake import Listener, Timing
 from kv_handshake.sockets.tcp import Grip
 from kv_handshake.testing import sample_envelopes
 
@@ -77,9 +77,8 @@ def test_a_listener_closes_after_a_flood_of_short_connections():
     assert not listener.is_alive
 
 
-def test_requests_that_get_no_place_cost_nothing_while_they_wait():
-    timing = Timing(connections=16, deadline_s=20, attempt_s=20)
-    client = Client(LocalOffer(policy="off"), timing=timing)
+def test_requests_that_get_no_place_cost_nothing_while_they_wait(connect):
+    client = connect(timing=Timing(connections=16, deadline_s=20, attempt_s=20))
     turns = 0
     turn = client._loop._turn
 
@@ -91,25 +90,16 @@ def test_requests_that_get_no_place_cost_nothing_while_they_wait():
     client._loop._turn = counted
     with socket.create_server(("127.0.0.1", 0), backlog=64) as mute:
         for _ in range(24):
-            client.request(
-                host="127.0.0.1",
-                port=mute.getsockname()[1],
-                ranks=[(0, 0)],
-                engine_id="",
-                dialect=14,
-                on_done=lambda _: None,
-            )
+            port = mute.getsockname()[1]
+            client.request(host="127.0.0.1", port=port, ranks=[(0, 0)], engine_id="", dialect=14, on_done=print)
         time.sleep(0.5)
         before = turns
         time.sleep(1.0)
         assert turns - before < 200
-        client.close()
 
 
-def test_a_request_whose_connection_cannot_be_made_ends_alone(listener, monkeypatch):
-    client = Client(LocalOffer(policy="off"))
+def test_a_request_whose_connection_cannot_be_made_ends_alone(listener, client, monkeypatch):
     ends = []
-    done = threading.Event()
     opened = client._loop._hub.open
     failures = iter(
         [IndexError("half written"), OSError("no descriptor is left"), RuntimeError("no thread can be made")]
@@ -123,14 +113,10 @@ def test_a_request_whose_connection_cannot_be_made_ends_alone(listener, monkeypa
 
     monkeypatch.setattr(client._loop._hub, "open", failing)
 
-    def note(outcome):
-        ends.append(outcome.code)
-        if len(ends) == 4:
-            done.set()
-
     for _ in range(4):
-        client.request(host="127.0.0.1", port=listener.port, ranks=[(0, 0)], engine_id="", dialect=14, on_done=note)
-    assert done.wait(20), f"only {ends}"
+        client.request(
+            host="127.0.0.1", port=listener.port, ranks=[(0, 0)], engine_id="", dialect=14, on_done=ends.append
+        )
+    until(lambda: len(ends) == 4)
     assert client.statistics()["restarts"] == 0
     assert client._loop._places == {}
-    client.close()

@@ -35,13 +35,8 @@ def test_readme_example_runs():
 
 
 def test_embedded_engine_runs():
-    done = subprocess.run(
-        [sys.executable, str(PACKAGE / "examples" / "embedded_engine.py")],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    example = [sys.executable, str(PACKAGE / "examples" / "embedded_engine.py")]
+    done = subprocess.run(example, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert [line.endswith("True") for line in lines[:2]] == [True, True]

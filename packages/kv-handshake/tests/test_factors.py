@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from kv_handshake import ConfigurationError, dialect_of_vllm
 from kv_handshake.wire.dialects import dialect_of
 from kv_handshake.wire.factors import (
+    _hashed,
     check_factors,
     compatibility_hash,
     differing_factors,
     explain_hash,
-    hashed_factors,
     suspected_factors,
 )
 
@@ -104,7 +104,7 @@ def test_a_factor_that_is_none_equals_a_missing_one():
 
 def test_other_engines_hash_everything():
     factors = {"model": "m", "dtype": "x"}
-    assert hashed_factors(factors, dialect_of(14)) == factors
+    assert _hashed(factors, dialect_of(14)) == factors
 
 
 @pytest.mark.parametrize("bad", [{"a": {1, 2}}, {"a": b"x"}, {"a": object()}])

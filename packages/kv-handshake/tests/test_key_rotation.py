@@ -8,10 +8,10 @@ import threading
 import time
 
 import pytest
+from handshake_helpers import until as happened
 
-from kv_handshake import Client, Listener, LocalOffer, Timing
+from kv_handshake import Timing
 from kv_handshake.security import ClientSecurity, ServerSecurity, write_keypair
-from kv_handshake.testing import sample_envelopes
 
 TIMING = Timing(deadline_s=30, attempt_s=10, hold_first_s=0.01, hold_most_s=0.02)
 
@@ -27,35 +27,40 @@ def keys(tmp_path):
     return tmp_path
 
 
-def served(keys):
-    security = ServerSecurity.read(keys / "server" / "server-1.key_secret", keys / "known-clients")
-    listener = Listener("127.0.0.1", 0, payloads=sample_envelopes([(0, 0)]), security=security)
-    listener.start()
-    return listener
+@pytest.fixture
+def served(keys, serve):
+    """A factory of listeners with the keys of a file."""
+
+    def start(secret=keys / "server" / "server-1.key_secret"):
+        return serve(security=ServerSecurity.read(secret, keys / "known-clients"))
+
+    return start
 
 
-def client_of(keys, name="client-1"):
-    security = ClientSecurity.read(keys / "client" / f"{name}.key_secret", keys / "known-servers")
-    return Client(LocalOffer(policy="off"), timing=TIMING, security=security)
+@pytest.fixture
+def client_of(keys, connect):
+    """A factory of clients."""
+
+    def make(name="client-1", servers=keys / "known-servers"):
+        security = ClientSecurity.read(keys / "client" / f"{name}.key_secret", servers)
+        return connect(timing=TIMING, security=security)
+
+    return make
 
 
 def code(client, listener):
     return client.fetch(host="127.0.0.1", port=listener.port, ranks=[(0, 0)], dialect=14).code
 
 
-def until(client, listener, wanted, *, seconds=20.0):
-    end_s = time.monotonic() + seconds
-    while (found := code(client, listener)) not in wanted:
-        assert time.monotonic() < end_s, f"{found} instead of {wanted}"
-        time.sleep(0.05)
-    return found
+def until(client, listener, wanted):
+    happened(lambda: code(client, listener) in wanted, seconds=20)
 
 
-def test_a_deleted_client_is_locked_out_and_a_new_one_let_in(keys):
-    listener, first = served(keys), client_of(keys)
+def test_a_deleted_client_is_locked_out_and_a_new_one_let_in(keys, served, client_of):
+    listener, first = served(), client_of()
     assert code(first, listener) == ""
     public, _ = write_keypair(keys / "client", "client-2")
-    second = client_of(keys, "client-2")
+    second = client_of("client-2")
     assert code(second, listener) == "authentication-refused"
     (keys / "known-clients" / public.name).write_bytes(public.read_bytes())
     until(second, listener, {""})
@@ -65,13 +70,11 @@ def test_a_deleted_client_is_locked_out_and_a_new_one_let_in(keys):
     (keys / "known-clients" / public.name).unlink()  # nobody is left: nobody is let in
     until(second, listener, {"authentication-refused", "recently-failed"})
     assert listener.statistics()["restarts"] == 0
-    for each in (first, second, listener):
-        each.close()
 
 
-def test_a_listeners_keys_change_without_a_failed_handshake(keys):
+def test_a_listeners_keys_change_without_a_failed_handshake(keys, served, client_of):
     """First every client learns the new key, then the listener takes it, then the old one goes."""
-    listener, client = served(keys), client_of(keys)
+    listener, client = served(), client_of()
     old = keys / "server" / "server-1.key_secret"
     public, secret = write_keypair(keys / "server", "server-2")
     (keys / "known-servers" / public.name).write_bytes(public.read_bytes())
@@ -89,15 +92,11 @@ def test_a_listeners_keys_change_without_a_failed_handshake(keys):
         codes.append(code(client, listener))
         time.sleep(0.05)
     assert set(codes) == {""}
-    only_new = ClientSecurity.read(keys / "client" / "client-1.key_secret", public)
-    late = Client(LocalOffer(policy="off"), timing=TIMING, security=only_new)
-    assert code(late, listener) == "", "the listener has the new key alone"
-    for each in (client, late, listener):
-        each.close()
+    assert code(client_of(servers=public), listener) == "", "the listener has the new key alone"
 
 
-def test_a_clients_own_keys_change(keys):
-    listener, client = served(keys), client_of(keys)
+def test_a_clients_own_keys_change(keys, served, client_of):
+    listener, client = served(), client_of()
     assert code(client, listener) == ""
     public, secret = write_keypair(keys / "client", "client-2")
     (keys / "known-clients" / public.name).write_bytes(public.read_bytes())
@@ -105,8 +104,6 @@ def test_a_clients_own_keys_change(keys):
     (keys / "known-clients" / "client-1.key").unlink()
     time.sleep(2.5)  # both look at their files once a second
     assert code(client, listener) == ""
-    client.close()
-    listener.close()
 
 
 def test_new_keys_are_never_seen_half_written(tmp_path, monkeypatch):
@@ -123,14 +120,11 @@ def test_new_keys_are_never_seen_half_written(tmp_path, monkeypatch):
     assert sorted(file.name for file in tmp_path.iterdir()) == ["fleet.key", "fleet.key_secret"]
 
 
-def test_a_key_that_goes_between_two_attempts_costs_no_handshake(keys, monkeypatch):
+def test_a_key_that_goes_between_two_attempts_costs_no_handshake(keys, served, client_of, monkeypatch):
     """The listener has the new key alone; the client tries the old one, and the old one goes before it tries the next."""
     public, secret = write_keypair(keys / "server", "server-2")
     (keys / "known-servers" / public.name).write_bytes(public.read_bytes())
-    security = ServerSecurity.read(secret, keys / "known-clients")
-    listener = Listener("127.0.0.1", 0, payloads=sample_envelopes([(0, 0)]), security=security)
-    listener.start()
-    client = client_of(keys)
+    listener, client = served(secret), client_of()
     hub = client._loop._hub
     opened = hub.open
 
@@ -142,20 +136,15 @@ def test_a_key_that_goes_between_two_attempts_costs_no_handshake(keys, monkeypat
 
     monkeypatch.setattr(hub, "open", open_after_a_rotation)
     assert code(client, listener) == ""
-    client.close()
-    listener.close()
 
 
-def test_keys_that_go_do_not_hide_the_one_that_is_left(keys, monkeypatch):
+def test_keys_that_go_do_not_hide_the_one_that_is_left(keys, served, client_of, monkeypatch):
     """Of four known keys two go while the second is tried: the listener's own becomes the second, and is tried, too."""
     known = keys / "known-servers"
     for number in (2, 3, 4):
         public, secret = write_keypair(keys / "server", f"server-{number}")
         (known / public.name).write_bytes(public.read_bytes())
-    security = ServerSecurity.read(secret, keys / "known-clients")
-    listener = Listener("127.0.0.1", 0, payloads=sample_envelopes([(0, 0)]), security=security)
-    listener.start()
-    client = client_of(keys)
+    listener, client = served(secret), client_of()
     hub = client._loop._hub
     opened, attempts = hub.open, []
 
@@ -172,12 +161,11 @@ def test_keys_that_go_do_not_hide_the_one_that_is_left(keys, monkeypatch):
     monkeypatch.setattr(hub, "open", open_and_rotate)
     assert code(client, listener) == ""
     assert len(attempts) == 3
-    client.close()
-    listener.close()
 
 
-def changing_pair(keys, monkeypatch, client, listener):
-    """Give the listener another pair while the client tries the second of two keys; return the keys of every attempt."""
+def test_a_listener_that_changes_its_pair_between_two_tries_fails_no_handshake(keys, served, client_of, monkeypatch):
+    """It refuses the new key, changes to it, and refuses the old one: the new one is tried again."""
+    listener, client = served(), client_of()
     public, secret = write_keypair(keys / "server", "server-0")  # is tried first, by its name
     (keys / "known-servers" / public.name).write_bytes(public.read_bytes())
     hub = client._loop._hub
@@ -189,37 +177,18 @@ def changing_pair(keys, monkeypatch, client, listener):
         if len(attempts) == 2:
             before = listener._socket
             secret.replace(keys / "server" / "server-1.key_secret")
-            end_s = time.monotonic() + 20
-            while listener._socket is before:
-                assert time.monotonic() < end_s, "the listener has not taken its new pair"
-                time.sleep(0.02)
+            happened(lambda: listener._socket is not before)
         return opened(address, port, tried)
 
     monkeypatch.setattr(hub, "open", open_and_change)
-    return attempts
-
-
-def test_a_listener_that_changes_its_pair_between_two_tries_fails_no_handshake(keys, monkeypatch):
-    """It refuses the new key, changes to it, and refuses the old one: the new one is tried again."""
-    listener, client = served(keys), client_of(keys)
-    attempts = changing_pair(keys, monkeypatch, client, listener)
     assert code(client, listener) == ""
     assert [len(tried) for tried in attempts] == [0, 1, 2]
-    client.close()
-    listener.close()
 
 
 @pytest.mark.parametrize(("is_keyed", "is_reset"), [(True, True), (True, False), (False, False)])
-def test_an_opening_that_a_listener_ends_is_tried_again(keys, is_keyed, is_reset):
+def test_an_opening_that_a_listener_ends_is_tried_again(served, client_of, serve, connect, is_keyed, is_reset):
     """As by a listener that takes a new pair, or has too many: it ends connections that it has just accepted."""
-    if is_keyed:
-        listener, client = served(keys), client_of(keys)
-    else:
-        listener, client = (
-            Listener("127.0.0.1", 0, payloads=sample_envelopes([(0, 0)])),
-            Client(LocalOffer(policy="off")),
-        )
-        listener.start()
+    listener, client = (served(), client_of()) if is_keyed else (serve(), connect(timing=Timing()))
     ended = []
     with socket.create_server(("127.0.0.1", 0)) as front:
 
@@ -247,11 +216,10 @@ def test_an_opening_that_a_listener_ends_is_tried_again(keys, is_keyed, is_reset
         client.close()
         relaying.join(timeout=30)
     assert (outcome.code, len(ended)) == ("", 1)
-    listener.close()
 
 
-def test_keys_that_are_wrong_are_refused_after_two_rounds(keys, monkeypatch):
-    listener, client = served(keys), client_of(keys)
+def test_keys_that_are_wrong_are_refused_after_two_rounds(keys, served, client_of, monkeypatch):
+    listener, client = served(), client_of()
     (keys / "known-servers" / "server-1.key").unlink()
     for number in (7, 8):
         public, _ = write_keypair(keys / "client", f"other-{number}")
@@ -262,5 +230,3 @@ def test_keys_that_are_wrong_are_refused_after_two_rounds(keys, monkeypatch):
     monkeypatch.setattr(hub, "open", lambda *given: attempts.append(given[2]) or opened(*given))
     assert code(client, listener) == "authentication-refused"
     assert [len(tried) for tried in attempts[:4]] == [0, 1, 2, 3], "then in the background"
-    client.close()
-    listener.close()

@@ -1,7 +1,5 @@
 """The real listener over loopback: every kind of socket, restarts, limits, address families, encryption."""
 
-import socket
-import struct
 import threading
 import time
 
@@ -75,17 +73,6 @@ def test_sockets_that_do_not_fit_change_nothing(listener, raw, ask, kind):
         except zmq.Again:
             assert kind in (zmq.PUSH, zmq.PAIR)
     assert ask(QUERY)[0] == ENVELOPES[0, 3]
-
-
-@pytest.mark.parametrize(
-    "data", [b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 1000, b"\xff\0\0\0\0\0\0\0\x01\x7f", b"\0" * 64]
-)
-def test_bare_tcp_bytes_change_nothing(listener, ask, data):
-    with socket.create_connection(("127.0.0.1", listener.port)) as plain:
-        plain.sendall(data)
-        plain.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    assert ask(QUERY)[0] == ENVELOPES[0, 3]
-    assert listener.is_alive
 
 
 def test_oversized_messages(listener, raw, ask):

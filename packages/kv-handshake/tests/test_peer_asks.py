@@ -12,13 +12,14 @@ from kv_handshake.core import desk as desks
 from kv_handshake.core.asks import OpenAsk, PeerAsks
 from kv_handshake.core.desk import AskDesk
 from kv_handshake.core.endpoint import endpoint_of
+from kv_handshake.core.pacing import GatedLog
 from kv_handshake.errors import CODES
 from kv_handshake.testing import sample_metadata
 from kv_handshake.wire.asks import encode_answer, encode_ask, encode_ask_refusal, encode_cancel, parse_answer
 from kv_handshake.wire.limits import MAX_ASK_REPLY_BYTES
 from kv_handshake.wire.replies import encode_refusal
 
-NOTHING: Any = SimpleNamespace()
+LOG = GatedLog()
 ENVELOPE = Codec(capabilities={"ask": "supported"}).encode_envelope(
     sample_metadata(), {"model": "sample"}, dialect=14, rank=(0, 0)
 )
@@ -131,9 +132,7 @@ def test_an_ask_moves_to_another_connection_once():
     assert peer.replies == [("connection-lost", b"")]
 
 
-@pytest.mark.parametrize(
-    "frame", [b"\xc0" * (MAX_ASK_REPLY_BYTES + 100), msgspec.msgpack.encode(7), msgspec.msgpack.encode({"ask": 1})]
-)
+@pytest.mark.parametrize("frame", [b"\xc0" * (MAX_ASK_REPLY_BYTES + 100), b"\x07"])
 def test_what_is_no_answer_is_refused(frame):
     with pytest.raises(WireError) as refused:
         parse_answer(frame)
@@ -157,7 +156,7 @@ class Desk:
 
     def __init__(self):
         self.gone, self.counts = [], Counter()
-        self.desk = AskDesk(lambda *_: None, self.gone.append, wait_s=5.0, log=NOTHING, counts=self.counts)
+        self.desk = AskDesk(lambda *_: None, self.gone.append, wait_s=5.0, log=LOG, counts=self.counts)
 
     def put(self, descriptor, address, number, size_bytes=1, query=None):
         sender = SimpleNamespace(descriptor=descriptor, address=address)

@@ -61,13 +61,6 @@ def test_patch_release_is_no_reason(make):
     assert "vllm_version" in verdict.warnings[0]
 
 
-def test_model_path_is_no_reason_if_the_identity_agrees():
-    local, other = {**VLLM, "model_identity": "i"}, {**VLLM, "model": "/models/b", "model_identity": "i"}
-    assert judged(local, peer(other)).code == "hash-mismatch"
-    assert judged(local, peer(other), policy="negotiated").is_accepted
-    assert judged(VLLM, peer({**VLLM, "model": "/b"}), policy="negotiated").code == "factors-differ"
-
-
 def test_an_unexplained_hash_is_refused():
     verdict = judged(VLLM, silent({**VLLM, "model": "/b"}), policy="negotiated")
     assert verdict.code == "hash-mismatch"

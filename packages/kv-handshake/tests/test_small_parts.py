@@ -1,5 +1,6 @@
 """Pacing, endpoints, keys and names."""
 
+from ipaddress import IPv4Address, IPv6Address
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ from kv_handshake.core.endpoint import endpoint_of, parse_endpoint
 from kv_handshake.core.pacing import FailureMemory, GatedLog, TokenBuckets, backoff_s
 from kv_handshake.errors import shortened
 from kv_handshake.security import ClientSecurity, ServerSecurity, write_keypair
+from kv_handshake.sockets.names import _is_reachable_for_strangers
 
 
 def test_buckets():
@@ -201,3 +203,22 @@ def test_a_failure_blocks_while_it_is_retried():
     assert memory.blocking("p", 200.0).code == "timed-out"
     memory.retried.discard("p")
     assert memory.blocking("p", 200.0) is None
+
+
+METADATA = ["169.254.169.254", "100.100.100.200", "168.63.129.16"]
+
+
+def forms(address):
+    """Return an IPv4 address as it is, mapped, behind NAT64 and SIIT, in the old compatible form and behind 6to4."""
+    number = int(IPv4Address(address))
+    carried = [int(IPv6Address(head)) + number for head in ("::ffff:0:0", "64:ff9b::", "::ffff:0:0:0", "::")]
+    return [
+        address,
+        *(str(IPv6Address(each)) for each in carried),
+        str(IPv6Address((0x2002 << 112) + (number << 80) + 1)),
+    ]
+
+
+@given(st.ip_addresses(v=4).filter(lambda each: not each.is_link_local and str(each) not in METADATA))
+def test_every_form_of_another_address_is_reachable(address):
+    assert all(map(_is_reachable_for_strangers, forms(str(address))))

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
 from agent_checks.recording import RecordingPort, recording_factory
 
-from kv_nixl_agent import AgentError, AgentOptions, PeerSpec, TransferAgent, TransferOrder
+from kv_nixl_agent import AgentError, PeerSpec, TransferAgent, TransferOrder, TransferResult, TransferThread
 from kv_nixl_agent.testing import FakeFabric
 from kv_nixl_agent.tools.cli import main
 
@@ -68,19 +71,24 @@ class Pair:
         return self.results
 
 
-def make_pair(*, pages=32, page_bytes=64, options=None, producer_options=None, **fabric_arguments):
+def make_pair(*, pages=32, page_bytes=64, options=None, further_regions=(), **fabric_arguments):
     fabric = FakeFabric(**fabric_arguments)
     ports: list[RecordingPort] = []
     factory = recording_factory(fabric.port, ports)
     clock = [100.0]
     local, remote = Pages(pages, page_bytes), Pages(pages, page_bytes, seed=7)
-    producer = TransferAgent(
-        "producer", [remote.region], producer_options, port_factory=factory, clock=lambda: clock[0]
-    )
-    consumer = TransferAgent(
-        "consumer", [local.region], options or AgentOptions(), port_factory=factory, clock=lambda: clock[0]
-    )
+    producer = TransferAgent("producer", [remote.region], port_factory=factory, clock=lambda: clock[0])
+    regions = [local.region, *further_regions]
+    consumer = TransferAgent("consumer", regions, options, port_factory=factory, clock=lambda: clock[0])
     return Pair(fabric, consumer, producer, local, remote, ports, clock)
+
+
+def connected(*, turns=5, **arguments):
+    """Return a pair whose consumer knows the producer as `p`, after some turns, in which the warm-up ends."""
+    pair = make_pair(**arguments)
+    pair.connect()
+    pair.run(turns)
+    return pair
 
 
 def order(transfer_id, local, theirs, **arguments):
@@ -91,6 +99,61 @@ def order(transfer_id, local, theirs, **arguments):
         peer_indices=np.asarray(theirs, dtype=np.int32),
         **arguments,
     )
+
+
+class Rank:
+    """A transfer thread on a fake fabric with everything that it reports."""
+
+    def __init__(self, fabric, name="rank", pages=None, **arguments):
+        self.pages = pages or Pages(4, 64, seed=1)
+        self.results: dict[str, list[TransferResult]] = {}
+        self.events: list[str] = []
+        self.quiet: list[str] = []
+        self.thread = TransferThread(
+            name,
+            [self.pages.region],
+            on_result=lambda result: self.results.setdefault(result.transfer_id, []).append(result),
+            on_notification=lambda _, payload: self.events.append(payload.decode()),
+            on_quiet=self.quiet.append,
+            port_factory=fabric.port,
+            **arguments,
+        )
+
+    def start(self):
+        self.thread.start()
+        return self
+
+    def do(self, function):
+        """Run on the owner thread and return what it returned or raise what it raised."""
+        future: Future[Any] = Future()
+
+        def call():
+            try:
+                future.set_result(function())
+            except BaseException as error:
+                future.set_exception(error)
+
+        self.thread.call_soon(call)
+        return future.result(10)
+
+    def hold(self):
+        """Keep the owner thread busy until the returned event is set."""
+        release, is_held = threading.Event(), threading.Event()
+
+        def wait():
+            is_held.set()
+            release.wait(10)
+
+        self.thread.call_soon(wait)
+        assert is_held.wait(10)
+        return release
+
+    def call(self, name, cost_s=0.0):
+        def run():
+            time.sleep(cost_s)
+            self.events.append(name)
+
+        self.thread.call_soon(run)
 
 
 def code_of(call):

@@ -1,12 +1,15 @@
-"""The checks of the port on the fake fabric."""
+"""The checks of the port on the fake fabric; one failure of any call of the port, at any moment, leaks nothing."""
+
+from typing import Any
 
 import numpy as np
 import pytest
 from agent_checks.port_checks import CHECKS, FAULT_CHECKS
 from agent_checks.recording import RecordingPort, recording_factory
 from agent_checks.stage import Stage
+from helpers import make_pair, order
 
-from kv_nixl_agent import TransferAgent
+from kv_nixl_agent import AgentError, TransferAgent
 from kv_nixl_agent.testing import FakeFabric, page_pattern
 from kv_nixl_agent.values import MemoryRegion
 
@@ -24,27 +27,20 @@ class InProcessProducer:
         self.fill(0)
         region: MemoryRegion = (self.memory.ctypes.data, self.memory.nbytes, 0, "DRAM")
         self._agent = TransferAgent("producer", [region], port_factory=factory)
+        self.write_fence, port = self._agent.write_fence, fabric.agent("producer")
+        self.stop, self.kill = port.stop, port.die
         self.agent_metadata, self.fence = self._agent.agent_metadata(), self._agent.fence
         self.rows = np.array([[self.memory.ctypes.data, PAGE_BYTES, 0, PAGE_BYTES, PAGES]], dtype=np.uint64)
 
     def fill(self, seed):
         self.memory[:] = page_pattern(seed, PAGES, PAGE_BYTES)
 
-    def write_fence(self, slot, generation):
-        self._agent.write_fence(slot, generation)
-
     def take_notifications(self):
         return list(self._agent.take_notifications())
-
-    def stop(self):
-        self._fabric.agent("producer").stop()
 
     def resume(self):
         self._fabric.agent("producer").resume()
         self._fabric.land_late_writes()
-
-    def kill(self):
-        self._fabric.agent("producer").die()
 
 
 @pytest.mark.parametrize("latency_polls", [0, 1, 7])
@@ -67,3 +63,34 @@ def test_check(check, latency_polls):
     assert isinstance(port, RecordingPort)
     assert port.open_handles() == {"registration": 0, "prepared": 0, "transfer": 0}
     assert (port.peers, port.double_releases, port.is_closed) == (set(), 0, True)
+
+
+@pytest.mark.parametrize("call", ["register", "add_peer", "prepare", "make", "post", "check"])
+def test_one_failure_anywhere_leaks_nothing(call: str) -> None:
+    for skip in range(6):
+        pair = make_pair()
+        hits = [skip]
+        original = pair.fabric.hit
+
+        def hit(name, original=original, hits=hits):
+            if name == call:
+                hits[0] -= 1
+                if hits[0] == -1:
+                    raise AgentError("nixl-backend", "injected")
+            original(name)
+
+        fabric: Any = pair.fabric
+        fabric.hit = hit
+        refused = None
+        try:
+            pair.connect()
+            pair.consumer.submit(order("a", [0], [1], notification=b"n", deadline_s=0.5))
+            pair.run(20, step_s=0.1)
+            assert "a" in pair.results
+        except AgentError as error:
+            refused = error.code
+        pair.fabric.hit = original
+        pair.consumer.close()
+        assert pair.ports[1].open_handles() == {"registration": 0, "prepared": 0, "transfer": 0}, (call, skip)
+        assert pair.ports[1].peers == set()
+        assert refused in {None, "metadata-rejected", "rows-unregistered", "peer-rows-unregistered", "bad-fence"}

@@ -1,13 +1,13 @@
 """Queue, caps, fairness, mixed memory, deadlines and peers on the fake fabric."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from helpers import Pages, code_of, make_pair, order
+from helpers import Pages, code_of, connected, make_pair, order
 
 from kv_nixl_agent import AgentError, AgentOptions, PeerSpec, TransferAgent
-from kv_nixl_agent.memory.fences import CLOSED_GENERATION
 
 
 def test_peers_take_turns():
@@ -24,9 +24,7 @@ def test_peers_take_turns():
 
 
 def test_bytes_in_flight_are_capped_and_the_queue_is_visible():
-    pair = make_pair(options=AgentOptions(max_inflight_bytes=4 * 64, chunk_rows=2), latency_polls=3)
-    pair.connect()
-    pair.run(5)
+    pair = connected(options=AgentOptions(max_inflight_bytes=4 * 64, chunk_rows=2), latency_polls=3)
     for number in range(6):
         pair.consumer.post(order(f"t{number}", [0, 1, 2], [3, 4, 5]))
     assert pair.consumer.statistics()["queued_bytes"] == 6 * 3 * 64
@@ -39,8 +37,7 @@ def test_bytes_in_flight_are_capped_and_the_queue_is_visible():
 
 
 def test_a_stopped_peer_that_holds_all_bytes_in_flight_delays_no_other():
-    pair = make_pair(options=AgentOptions(max_inflight_bytes=4 * 64, chunk_rows=2))
-    pair.connect("p")
+    pair = connected(turns=0, options=AgentOptions(max_inflight_bytes=4 * 64, chunk_rows=2))
     other = TransferAgent("other", [pair.remote.region], port_factory=pair.fabric.port)
     pair.consumer.add_peer(pair.spec(other, "q"))
     pair.run(3)
@@ -60,16 +57,8 @@ def test_a_stopped_peer_that_holds_all_bytes_in_flight_delays_no_other():
     assert pair.consumer.statistics()["inflight_bytes"] == 0
 
 
-def test_one_part_above_the_cap_still_goes():
-    pair = make_pair(options=AgentOptions(max_inflight_bytes=1))
-    pair.connect()
-    pair.consumer.post(order("t", [0, 1], [2, 3]))
-    assert pair.run()["t"].outcome == "done"
-
-
 def test_queue_and_quarantine_are_bounded():
-    pair = make_pair(options=AgentOptions(max_queued=2, max_quarantined_per_peer=1))
-    pair.connect()
+    pair = connected(turns=0, options=AgentOptions(max_queued=2, max_quarantined_per_peer=1))
     for number in range(2):
         pair.consumer.post(order(f"t{number}", [0], [0]))
     assert code_of(lambda: pair.consumer.post(order("t2", [0], [0]))) == "queue-full"
@@ -85,8 +74,7 @@ def test_queue_and_quarantine_are_bounded():
 
 
 def test_a_read_that_is_done_after_its_deadline_is_void():
-    pair = make_pair(latency_polls=0)
-    pair.connect()
+    pair = connected(turns=0, latency_polls=0)
     pair.consumer.post(order("late", [0], [1], deadline_s=1.0))
     pair.clock[0] += 5.0
     result = pair.run()["late"]
@@ -94,9 +82,7 @@ def test_a_read_that_is_done_after_its_deadline_is_void():
 
 
 def test_cancel_in_the_queue_and_on_the_wire():
-    pair = make_pair(options=AgentOptions(chunk_rows=1), latency_polls=5)
-    pair.connect()
-    pair.run(10)
+    pair = connected(turns=10, options=AgentOptions(chunk_rows=1), latency_polls=5)
     pair.consumer.post(order("queued", [0], [0]))
     assert pair.consumer.cancel("queued")
     pair.consumer.post(order("posted", [1], [1]))
@@ -110,26 +96,9 @@ def test_cancel_in_the_queue_and_on_the_wire():
     assert not pair.local.page(0).any()
 
 
-def test_late_writes_into_released_memory_are_what_quarantine_prevents():
-    """Control: a port that releases an active transfer is written to later; the agent never does that."""
-    pair = make_pair()
-    pair.connect()
-    pair.run(3)
-    pair.fabric.agent("producer").stop()
-    pair.consumer.post(order("stuck", [4], [4], deadline_s=0.1))
-    pair.run(3, step_s=0.2)
-    pair.fabric.agent("producer").resume()
-    assert pair.fabric.land_late_writes() == 0, "the agent released an active transfer"
-    assert not pair.local.page(4).any()
-    pair.run(2, step_s=0.1)
-    assert np.array_equal(pair.local.page(4), pair.remote.page(4)), "the write lands while in quarantine"
-    assert pair.consumer.take_quiet() == ["stuck"]
-
-
 def test_mixed_memory_kinds_are_split():
-    pair = make_pair()
     device = Pages(8, 64)
-    pair.consumer.register([(*device.region[:3], "VRAM")])
+    pair = make_pair(further_regions=[(*device.region[:3], "VRAM")])
     rows = np.concatenate([device.rows, pair.local.rows])
     peer_rows = np.concatenate([pair.remote.rows, pair.remote.rows])
     pair.consumer.add_peer(
@@ -205,12 +174,10 @@ def test_two_keys_share_an_agent_whose_metadata_is_the_same(prefix, is_reading, 
 
 
 def test_two_keys_cannot_share_an_agent_of_other_metadata():
-    pair = make_pair()
-    spec = pair.spec(pair.producer, "p")
-    pair.connect("p")
-    pair.producer.register([(*Pages(8, 64).region[:3], "VRAM")])
-    assert pair.producer.agent_metadata() != spec.agent_metadata
-    assert code_of(lambda: pair.connect("q")) == "peer-known"
+    pair = connected(turns=0)
+    other = TransferAgent("producer", [pair.remote.region], port_factory=pair.fabric.port)
+    assert other.agent_metadata() != pair.producer.agent_metadata()
+    assert code_of(lambda: pair.consumer.add_peer(pair.spec(other, "q"))) == "peer-known"
     assert pair.consumer.has_peer("p")
     assert not pair.consumer.has_peer("q")
 
@@ -223,17 +190,8 @@ def test_a_failed_warm_up_leaves_the_peer():
     assert pair.ports[1].open_handles()["transfer"] == 0
 
 
-def test_closing_voids_every_fence_word():
-    pair = make_pair()
-    pair.producer.write_fence(0, 3)
-    fences = pair.producer._fences
-    pair.producer.close()
-    assert {fences.read(slot) for slot in range(fences.word_count)} == {CLOSED_GENERATION}
-
-
 def test_every_scratch_word_in_use_only_delays():
-    pair = make_pair(latency_polls=0)
-    pair.connect()
+    pair = connected(turns=0, latency_polls=0)
     pair.producer.write_fence(0, 3)
     fences = pair.consumer._fences
     taken: list[Any] = [fences.scratch.take(0) for _ in range(512)]
@@ -256,8 +214,7 @@ def test_every_scratch_word_in_use_only_delays():
     ],
 )
 def test_a_fence_read_that_cannot_be_made_says_whose_fault_it_is(code: str, expected: str, fault: str):
-    pair = make_pair(latency_polls=0)
-    pair.connect()
+    pair = connected(turns=0, latency_polls=0)
     fences = pair.consumer._fences
     taken: list[Any] = [fences.scratch.take(0) for _ in range(512)]
     pair.consumer.post(order("r", [0], [0], fence=(0, 3)))
@@ -269,20 +226,8 @@ def test_a_fence_read_that_cannot_be_made_says_whose_fault_it_is(code: str, expe
     assert (result.outcome, result.code, result.fault) == ("failed", expected, fault)
 
 
-@pytest.mark.parametrize(("orders", "code"), [(3, "queue-full"), (1, "bad-indices")])
-def test_a_refusal_of_the_agent_itself_is_no_fault_of_the_peer(orders: int, code: str):
-    pair = make_pair(options=AgentOptions(max_queued=2))
-    pair.connect()
-    for number in range(orders):
-        pair.consumer.submit(order(f"t{number}", [0], [99999 if code == "bad-indices" else 0]))
-    result = pair.run()[f"t{orders - 1}"]
-    assert (result.outcome, result.code, result.fault) == ("failed", code, "local")
-
-
 def test_a_fence_read_is_made_with_the_data_and_posted_after_it():
-    pair = make_pair(latency_polls=4)
-    pair.connect()
-    pair.run(10)
+    pair = connected(turns=10, latency_polls=4)
     pair.producer.write_fence(0, 3)
     pair.consumer.post(order("r", [0], [0], fence=(0, 3)))
     pair.run(1)
@@ -294,9 +239,7 @@ def test_a_fence_read_is_made_with_the_data_and_posted_after_it():
 
 @pytest.mark.parametrize("how", ["cancelled", "timed-out", "peer-removed", "failed"])
 def test_a_fence_read_that_never_began_is_released_with_its_word(how):
-    pair = make_pair(latency_polls=4)
-    pair.connect()
-    pair.run(10)
+    pair = connected(turns=10, latency_polls=4)
     free = len(pair.consumer._fences.scratch._free)
     if how == "failed":
         pair.fabric.fail_next("check", "nixl-backend")
@@ -330,8 +273,7 @@ def test_stalled_fenced_reads_leave_scratch_words_to_other_peers():
 
 
 def test_a_fence_read_that_cannot_be_made_early_is_made_late():
-    pair = make_pair(latency_polls=0)
-    pair.connect()
+    pair = connected(turns=0, latency_polls=0)
     pair.producer.write_fence(0, 3)
     make, calls = pair.ports[1].make, []
 
@@ -355,8 +297,7 @@ def test_fence_words_have_bounds(slot, generation):
 
 
 def test_statistics_summarise():
-    pair = make_pair()
-    pair.connect()
+    pair = connected(turns=0)
     for number in range(10):
         pair.consumer.post(order(f"t{number}", [0, 1], [2, 3], notification=b"n"))
     pair.run(step_s=0.001)
@@ -365,3 +306,80 @@ def test_statistics_summarise():
     assert statistics["bytes_moved"] == 20 * 64
     assert statistics["recent_wire_s_p99"] >= statistics["recent_wire_s_p50"] >= 0
     assert all(isinstance(value, float | int) for value in statistics.values())
+
+
+def test_reads_of_a_stopped_peer_are_reported_as_stalled_and_go_on():
+    pair = connected(options=AgentOptions(stall_after_s=2.0, chunk_rows=2))
+    pair.consumer.post(order("moves", [0, 1], [0, 1], deadline_s=100.0))
+    assert pair.run(40, step_s=0.25)["moves"].outcome == "done"
+    assert pair.consumer.stalls() == []
+    pair.fabric.agent("producer").stop()
+    posted_s = pair.clock[0]
+    pair.consumer.post(order("s", [0, 1, 2], [0, 1, 2], deadline_s=100.0))
+    pair.run(8, step_s=0.25)
+    assert pair.consumer.stalls() == [], "not yet"
+    pair.run(8, step_s=0.25)
+    (entry,) = pair.consumer.stalls()
+    assert (entry.transfer_id, entry.peer, entry.bytes_left) == ("s", "p", 3 * 64)
+    assert 0.0 <= entry.since_s - posted_s <= 0.5
+    pair.run(40, step_s=0.25)
+    assert "s" not in pair.results, "its deadline ends it, not the stall"
+    pair.fabric.agent("producer").resume()
+    assert pair.run(40, step_s=0.25)["s"].outcome == "done"
+    assert pair.consumer.stalls() == []
+
+
+def test_an_end_of_one_part_is_progress():
+    pair = connected(
+        turns=40, options=AgentOptions(stall_after_s=2.0, chunk_rows=1, max_inflight_bytes=64), latency_polls=6
+    )
+    pages = list(range(8))
+    pair.consumer.post(order("slow", pages, pages, deadline_s=1000.0))
+    seen = 0
+    while "slow" not in pair.results:
+        pair.run(1, step_s=0.25)
+        seen += len(pair.consumer.stalls())
+    assert pair.clock[0] - 100.0 > 4 * 2.0, "it took several times the limit"
+    assert seen == 0
+
+
+def test_a_stopped_peer_times_out_into_quarantine_and_leaves_it_when_it_resumes():
+    pair = connected()
+    pair.fabric.agent("producer").stop()
+    pair.consumer.post(order("s", [0], [0], deadline_s=1.0))
+    pair.run(5, step_s=0.5)
+    assert pair.results["s"].outcome == "timed-out"
+    assert not pair.results["s"].is_memory_quiet
+    assert [entry.transfer_id for entry in pair.consumer.quarantine()] == ["s"]
+    assert pair.consumer.take_quiet() == []
+    assert code_of(lambda: pair.consumer.post(order("s", [0], [0]))) == "duplicate-transfer"
+    pair.fabric.agent("producer").resume()
+    pair.run(5, step_s=0.5)
+    assert pair.consumer.take_quiet() == ["s"]
+    assert not pair.consumer.quarantine()
+
+
+def test_close_lets_what_is_on_the_wire_end():
+    """UCX aborts the process when a copy is interrupted by the end of its worker."""
+    pair = connected(turns=30, latency_polls=20)
+    pair.consumer.post(order("midway", [3], [4]))
+    pair.consumer.advance()
+    pair.consumer.close()
+    assert pair.fabric.land_late_writes() == 0, "the agent was closed in the middle of a copy"
+    assert np.array_equal(pair.local.page(3), pair.remote.page(4))
+    assert pair.consumer.take_quiet() == ["midway"]
+
+
+@pytest.mark.parametrize("wait_s", [0.0, 0.3])
+def test_close_waits_for_a_stopped_peer_no_longer_than_it_was_told(wait_s, monkeypatch):
+    """Under a clock of its own: only what the close itself sleeps counts, not what a busy machine adds."""
+    now_s = [50.0]
+    clock = SimpleNamespace(monotonic=lambda: now_s[0], sleep=lambda pause_s: now_s.append(now_s.pop() + pause_s))
+    pair = connected(turns=0, options=AgentOptions(close_wait_s=wait_s))
+    pair.fabric.agent("producer").stop()
+    pair.consumer.post(order("stuck", [0], [0]))
+    pair.consumer.advance()
+    monkeypatch.setattr("kv_nixl_agent.transfers.handles.time", clock)
+    pair.consumer.close()
+    assert wait_s <= now_s[0] - 50.0 < wait_s + 0.01
+    assert pair.consumer.take_quiet() == ["stuck"]

@@ -1,11 +1,9 @@
 """Probe pages behind the fence words, and reads of them from ranks that are alive, dead, older or damaged."""
 
-import json
 import zlib
 
 import numpy as np
 import pytest
-from helpers import exit_code
 
 from kv_nixl_agent import AgentOptions, TransferAgent
 from kv_nixl_agent.memory.fences import (
@@ -19,13 +17,7 @@ from kv_nixl_agent.memory.fences import (
 )
 from kv_nixl_agent.testing import FakeFabric
 from kv_nixl_agent.tools import remote
-from kv_nixl_agent.tools.remote import LiveRank, Measurement, RankRead, measure_ranks, read_ranks
-from kv_nixl_agent.tools.selftest import ReadPath
-
-CMA = [ReadPath("host", "host", "0..inf", "zero-copy", "cma/memory")]
-TCP = [ReadPath("host", "host", "0..inf", "software emulation", "tcp/lo")]
-GOOD = RankRead("0.0", checksum=1, word_us=2.0, read_gb_s=3.0, moved_bytes=4)
-DESCRIBED = [{"name": "0.0", "agent_metadata": "AAEC", "fence": [4096, 0, 16]}]
+from kv_nixl_agent.tools.remote import LiveRank, measure_ranks
 
 
 @pytest.fixture
@@ -42,10 +34,20 @@ def rank():
         agent.close()
 
 
-def reader(fabric, most_bytes=64 << 20, timeout_s=5.0):
-    memory = np.zeros((remote._BATCH_PAGES, PROBE_PAGE_BYTES), dtype=np.uint8)
-    agent = TransferAgent("reader", [(memory.ctypes.data, memory.nbytes, 0, "DRAM")], port_factory=fabric.port)
-    return agent, remote._Reader(agent, memory, most_bytes, timeout_s)
+@pytest.fixture
+def read(rank):
+    """Return a function that reads a rank with an agent of its own."""
+    fabric, make = rank
+
+    def read(metadata, fence, most_bytes=64 << 20):
+        memory = np.zeros((remote._BATCH_PAGES, PROBE_PAGE_BYTES), dtype=np.uint8)
+        agent = TransferAgent("reader", [(memory.ctypes.data, memory.nbytes, 0, "DRAM")], port_factory=fabric.port)
+        try:
+            return remote.read_rank(agent, memory, LiveRank("0.0", metadata, fence), most_bytes, 5.0)
+        finally:
+            agent.close()
+
+    return make, read
 
 
 @pytest.mark.parametrize("words", [1, 7, 64, 4096])
@@ -67,74 +69,28 @@ def test_the_pattern_is_public_and_every_word_differs():
     assert zlib.crc32(pattern.tobytes()) == 0xEACC91BB, "peers of other versions compare with this"
 
 
-def test_a_rank_is_read_compared_and_timed(rank):
-    fabric, make = rank
+def test_a_rank_is_read_compared_and_timed(read):
+    make, read = read
     producer = make()
-    agent, reads = reader(fabric, most_bytes=40 << 20)
-    found = reads.read(LiveRank("0.0", producer.agent_metadata(), producer.fence))
+    found = read(producer.agent_metadata(), producer.fence, 40 << 20)
     assert (found.code, found.checksum) == ("", 0xEACC91BB)
     assert found.read_gb_s > 0
     assert found.word_us > 0
     assert found.moved_bytes == 32 << 20, "two batches of 16 MiB lie within 40 MiB"
-    again = reads.read(LiveRank("0.1", make("second").agent_metadata(), make("third").fence))
-    assert again.code == "peer-rows-unregistered", "the fence of another rank"
-    agent.close()
-
-
-def test_a_rank_of_an_older_version_has_no_pages(rank):
-    fabric, make = rank
-    producer = make()
-    address, device, words = producer.fence
-    agent, reads = reader(fabric)
-    found = reads.read(LiveRank("0.0", producer.agent_metadata(), (address, device, words + PROBE_WORDS)))
-    assert found.code == "peer-rows-unregistered"
-    agent.close()
-
-
-def test_other_bytes_are_told_with_both_checksums(rank):
-    fabric, make = rank
-    producer = make()
-    address, device, words = producer.fence
-    agent, reads = reader(fabric)
-    found = reads.read(LiveRank("0.0", producer.agent_metadata(), (address, device, words - 24)))
-    assert found.code == "bytes-differ"
-    assert "eacc91bb" in found.message
-    agent.close()
-
-
-def test_damaged_metadata_is_a_result(rank):
-    fabric, make = rank
-    agent, reads = reader(fabric)
-    found = reads.read(LiveRank("0.0", b"nothing", make().fence))
-    assert found.code in {"metadata-rejected", "metadata-damaged"}
-    agent.close()
+    assert read(producer.agent_metadata(), producer.fence, 0).read_gb_s == 0.0, "too few bytes give no speed"
 
 
 @pytest.mark.parametrize(
-    ("found", "code", "said"),
-    [
-        (Measurement([GOOD], CMA), 0, "0.0: 3.00 GB/s, a word in 2 us, checksum 00000001"),
-        (Measurement([GOOD], TCP), 1, "software emulation tcp/lo"),
-        (Measurement([GOOD, RankRead("0.1", "timed-out", "too slow")], CMA), 3, "0.1: too slow (timed-out)"),
-        (Measurement([], error="no NIXL here"), 3, "no NIXL here"),
-    ],
+    ("more_words", "code"), [(PROBE_WORDS, "peer-rows-unregistered"), (-24, "bytes-differ"), (None, "metadata-damaged")]
 )
-def test_exit_code_and_words(monkeypatch, capsys, tmp_path, found, code, said):
-    (tmp_path / "ranks.json").write_text(json.dumps(DESCRIBED))
-    monkeypatch.setattr("kv_nixl_agent.tools.cli.measure_ranks", lambda *_, **__: found)
-    assert exit_code("measure", str(tmp_path / "ranks.json")) == code
-    assert said in capsys.readouterr().out
-    assert exit_code("measure", str(tmp_path / "ranks.json"), "--json") == code
-    answer = json.loads(capsys.readouterr().out)
-    assert (len(answer["ranks"]), answer["is_tcp"]) == (len(found.ranks), code == 1)
-
-
-@pytest.mark.parametrize(
-    "fence", [[(1 << 64) - 8 * 16, 0, 16], [-8, 0, 16], [4096, -1, 16], [4096, 0, 1 << 70], [1, 2]]
-)
-def test_a_fence_that_no_rank_has_is_refused_by_name(fence):
-    with pytest.raises(ValueError, match=r"0\.1|not enough values"):
-        read_ranks(json.dumps([*DESCRIBED, {"name": "0.1", "agent_metadata": "AAEC", "fence": fence}]))
+def test_an_older_rank_other_bytes_and_damaged_metadata_are_results(read, more_words, code):
+    make, read = read
+    producer = make()
+    address, device, words = producer.fence
+    metadata = producer.agent_metadata() if more_words is not None else b"damaged"
+    found = read(metadata, (address, device, words + (more_words or 0)))
+    assert found.code == code
+    assert code != "bytes-differ" or "eacc91bb" in found.message
 
 
 def test_answers_of_many_ranks_come_whole():

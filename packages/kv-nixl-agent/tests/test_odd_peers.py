@@ -1,22 +1,46 @@
-"""Odd clients of `kv-nixl serve`, odd answers to `kv-nixl doctor --peer`, children that are cut short: nothing ends on them."""
+"""Odd clients of `kv-nixl serve`, odd answers to `kv-nixl doctor --peer`, odd options, children that are cut short."""
 
 import json
+import math
 import os
 import socket
 import subprocess
 import threading
 from types import SimpleNamespace
-from unittest.mock import patch
+from unittest.mock import MagicMock, patch
 
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
-from odd_ranks import ODD_VALUES, UNREADABLE, WRONG, changed, places
+from helpers import exit_code
 
 from kv_nixl_agent import AgentError
-from kv_nixl_agent.tools import remote, report
+from kv_nixl_agent.tools import cli, remote, report
 from kv_nixl_agent.tools.remote import LiveRank, measure_ranks
 from kv_nixl_agent.tools.selftest import Bandwidth, run_selftest
+
+UNREADABLE = {
+    "empty": b"",
+    "blank": b" \n",
+    "no UTF-8": b"\xff\xfe\x00\x01",
+    "Latin-1": b'["\xe9"]',
+    "zero bytes": b"\0" * 100,
+    "no JSON": b"name: 0.0",
+    "half": b'[{"name": ',
+    "digits": b"1" * 5000,
+    **{f"lists {depth}": b"[" * depth + b"]" * depth for depth in (40, 950, 200_000)},
+    **{f"open lists {depth}": b"[" * depth for depth in (1000, 200_000)},
+    **{f"objects {depth}": b'[{"a":' * depth + b"1" + b"}]" * depth for depth in (250, 5000)},
+}
+WRONG = {
+    "number": b"5",
+    "text": b'"x"',
+    "null": b"null",
+    "NaN": b"NaN",
+    "object": b"{}",
+    "numbers": b"[1]",
+    "lists": b"[[[]]]",
+    "nulls": b"[null]",
+}
+
 
 # -------------------------------------------------------------------------------------------------------------- clients
 
@@ -105,27 +129,12 @@ def test_whatever_a_client_brings_about_is_said_and_the_next_one_is_served(mood,
 
 
 def test_a_client_that_is_gone_before_it_is_taken_ends_nothing(monkeypatch):
-    class Server:
-        moods = iter([ConnectionAbortedError(), ConnectionResetError(), None])
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
-            pass
-
-        def getsockname(self):
-            return ("127.0.0.1", 7)
-
-        def accept(self):
-            mood = next(self.moods)
-            if mood is not None:
-                raise mood
-            ours, theirs = socket.socketpair()
-            theirs.close()
-            return ours, None
-
-    monkeypatch.setattr("socket.create_server", lambda _: Server())
+    server, (ours, theirs) = MagicMock(), socket.socketpair()
+    theirs.close()
+    bound = server.__enter__.return_value
+    bound.getsockname.return_value = ("127.0.0.1", 7)
+    bound.accept.side_effect = [ConnectionAbortedError(), ConnectionResetError(), (ours, None)]
+    monkeypatch.setattr("socket.create_server", lambda _: server)
     assert remote.serve_peer("127.0.0.1", 7, sessions=1) == 7
 
 
@@ -159,17 +168,18 @@ def test_an_answer_that_is_none_is_a_finding(name):
     assert (bandwidth, finding.name, finding.severity) == (None, "peer", "error")
 
 
-@settings(max_examples=60)
-@given(st.sampled_from(list(places(REGION))), st.sampled_from(ODD_VALUES))
-@example((), None)
-@example(("rows", 0, 1), 2**63)
-@example(("rows",), [[0, 4096, 0, 4096, 1 << 30]])
-def test_a_region_of_any_values_is_read_or_a_finding(place, odd):
-    answer = changed(REGION, place, odd) if place else REGION
-    with patch.object(remote, "measure_pages", lambda *_: Bandwidth(4096, 1.0, 2.0, 3.0)):
-        bandwidth, finding = asked(json.dumps(answer).encode() + b"\n")
-    assert (bandwidth is None) is (finding.severity == "error")
-    assert place or finding.severity == "ok"
+ODD = (None, True, -1, 2**64, 1.5, math.nan, "x", "\ud800", [], [[]], {}, {"a": 1})
+
+
+@pytest.mark.usefixtures("_no_reads")
+@pytest.mark.parametrize("field", [*REGION, ""])
+def test_a_region_of_any_values_is_read_or_a_finding(field):
+    assert asked(json.dumps(REGION).encode() + b"\n")[1].severity == "ok"
+    rows = ([[0, 2**63, 0, 4096, 4]], [[0, 4096, 0, 4096, 1 << 30]], [[0, 4096, 0, 4096]])
+    for odd in (*ODD, *rows):
+        bandwidth, finding = asked(json.dumps({**REGION, field: odd} if field else odd).encode() + b"\n")
+        assert (bandwidth is None) is (finding.severity == "error")
+        assert field == "metadata" or finding.severity == "error", odd
 
 
 @pytest.mark.parametrize(
@@ -198,7 +208,6 @@ def test_a_child_that_is_cut_short_is_a_result(name, monkeypatch):
 
     monkeypatch.setattr("subprocess.run", cut_short)
     found = measure_ranks([LiveRank("0.0", b"", (1, 0, 1))], most_bytes=0, timeout_s=1.0)
-    assert not found.is_good
     assert found.error
     tested = run_selftest()
     assert not tested.is_ok
@@ -211,3 +220,58 @@ def test_a_child_that_cannot_be_started_is_a_result(monkeypatch):
 
     monkeypatch.setattr("subprocess.run", refuse)
     assert measure_ranks([], most_bytes=0, timeout_s=1.0).error == "the reads cannot be started: no memory"
+
+
+# -------------------------------------------------------------------------------------------------------------- options
+
+ODD_NUMBERS = [
+    "nan",
+    "inf",
+    "-1",
+    "1e400",
+    "99999",
+    "9" * 5000,
+    "",
+    " ",
+    "x",
+    "0x10",
+    "1,5",
+    "\u0663",
+    "--json",
+]
+
+
+@pytest.mark.parametrize("option", ["--port", "--sessions"])
+def test_no_number_ends_the_command_with_a_traceback(option, monkeypatch):
+    served = []
+    monkeypatch.setattr(cli, "serve_peer", lambda _, port, *, sessions: served.append((port, sessions)))
+    for number in ODD_NUMBERS:
+        assert exit_code("serve", option, number) == 2 or number.isdecimal(), number
+    assert all(0 <= port <= 65535 and sessions >= 0 for port, sessions in served)
+
+
+@pytest.mark.parametrize("host", ["a" * 300, "\ud800", "a\0b", "nowhere.invalid", "::1::", "256.0.0.1"])
+def test_a_host_that_does_not_exist_cannot_be_served_on(host, capsys):
+    assert exit_code("serve", "--host", host.encode(errors="replace").decode(), "--port", "0", "--sessions", "1") == 3
+    assert "cannot serve on" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        "nothing",
+        "host:",
+        ":1",
+        "host:x",
+        *(f"::1:{port}" for port in ("9" * 5000, "65536", "\u0665", " 80", "-1", "0")),
+    ],
+)
+def test_a_malformed_peer_is_wrong_usage(endpoint, capsys):
+    assert exit_code("doctor", "--peer", endpoint) == 2
+    assert "is not HOST:PORT" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "a" * 300, "a\0b", "\ud800"])
+def test_an_unreachable_peer_is_a_finding(host):
+    bandwidth, finding = report._try_peer(host, 1)
+    assert (bandwidth, finding.name, finding.severity) == (None, "peer", "error")

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from kv_nixl_agent import AgentError, AgentOptions, BackendOptions, ThreadOptions
 from kv_nixl_agent.errors import ERROR_CODES
+from kv_nixl_agent.memory.peers import add_checksum, open_metadata, peek_agent_name
 from kv_nixl_agent.memory.rows import RowTable, check_rows
 from kv_nixl_agent.nixl.binding import expand_rows
-from kv_nixl_agent.nixl.metadata import add_checksum, open_metadata, peek_agent_name
 from kv_nixl_agent.transfers.queue import order_for_merging, spread_runs
 from kv_nixl_agent.values import MemoryRegion
 
@@ -120,19 +120,14 @@ def test_a_cut_trailer_is_no_absent_one_although_it_ends_like_nixls_blob(cut):
         lambda: AgentOptions(backends=()),
         lambda: AgentOptions(backends=(BackendOptions(), BackendOptions())),
         lambda: AgentOptions(fence_words=0),
-        lambda: AgentOptions(chunk_rows=-1),
         lambda: AgentOptions(max_inflight_bytes=0),
-        lambda: AgentOptions(max_queued=0),
         lambda: AgentOptions(stall_after_s=0.0),
-        lambda: AgentOptions(stream_slots=-1),
         lambda: AgentOptions(stream_slots=1025),
         lambda: AgentOptions(stream_slots=9, fence_words=8),
-        lambda: AgentOptions(stream_capacity=0),
         lambda: AgentOptions(stream_poll_s=0.0),
         lambda: AgentOptions(stream_poll_s=0.1, stream_slow_poll_s=0.01),
         lambda: ThreadOptions(spin_s=-1.0),
         lambda: ThreadOptions(idle_poll_s=0.0),
-        lambda: ThreadOptions(gil_switch_interval_s=0.0),
     ],
 )
 def test_options_are_checked_when_made(make):

@@ -1,6 +1,5 @@
-"""Streams on the fake fabric: the checks that real NIXL passes too, and stores that a reader sees half done."""
+"""Streams on the fake fabric: the checks that real NIXL passes too, the stores of words, and a thread with watches."""
 
-import random
 import threading
 import time
 from functools import partial
@@ -9,7 +8,7 @@ import numpy as np
 import pytest
 from agent_checks.recording import RecordingPort, recording_factory
 from agent_checks.stream_checks import STREAM_CHECKS, STREAM_FAULT_CHECKS, Listener, StreamStage
-from agent_checks.stream_rewriter import VOID_TOKENS, StreamRewriter, entries_of, entry_id
+from agent_checks.stream_rewriter import VOID_TOKENS, StreamRewriter, entry_id
 from helpers import code_of
 
 from kv_nixl_agent import AgentError, AgentOptions, PeerSpec, ThreadOptions, TransferAgent, TransferThread
@@ -26,8 +25,9 @@ class InProcessStreams:
     """Producer of the checks over an agent of the same process."""
 
     def __init__(self, fabric):
-        self._fabric = fabric
         self.agent = TransferAgent("producer", [], OPTIONS, port_factory=fabric.port)
+        port = fabric.agent("producer")
+        self.stop, self.resume, self.kill, self.deregister = port.stop, port.resume, port.die, self.agent.close
         words = self.agent.stream_words
         assert words is not None
         self.words = words
@@ -51,18 +51,6 @@ class InProcessStreams:
     def finish_rewriting(self):
         self._rewriting.join(10)
         return self._begun
-
-    def stop(self):
-        self._fabric.agent("producer").stop()
-
-    def resume(self):
-        self._fabric.agent("producer").resume()
-
-    def kill(self):
-        self._fabric.agent("producer").die()
-
-    def deregister(self):
-        self.agent.close()
 
 
 def make_stage(latency_polls, ports=None):
@@ -90,93 +78,6 @@ def test_check(check, latency_polls):
     stage.consumer.close()
     assert ports[0].open_handles() == {"registration": 0, "prepared": 0, "transfer": 0}
     assert ports[0].double_releases == 0
-
-
-# Stores that a reader sees half done ---------------------------------------------------------------------------------
-
-
-class HalfDone:
-    """Lets a reader look in between any two stores of a producer, which stores whole words in any order."""
-
-    def __init__(self, monkeypatch, seed):
-        fabric = FakeFabric(latency_polls=0)
-        producer = InProcessStreams(fabric)
-        self.stage = stage_of(fabric, producer)
-        self.stage.connect()
-        self._random = random.Random(seed)
-        self.watched = [self.stage.watch(slot) for slot in range(8)]
-        self._asked = [0] * 8
-        words = producer.words
-        self._memory, self._layout = words._memory, words._layout
-        monkeypatch.setattr(StreamWords, "_put_progress", self._store)
-        monkeypatch.setattr(StreamWords, "_put_entries", self._put_entries)
-        rewriter = StreamRewriter(words, 8, seed, rests=False)
-        self.run = lambda steps: [rewriter.step() for _ in range(steps)]
-
-    def look(self):
-        if self._random.random() > 0.2:
-            return
-        for polls in self.stage.consumer.polls._peers.values():
-            polls.due_s = 0.0
-            for table in polls.tables:
-                table.due_s = 0.0
-        self.stage.turn()
-        for slot, (listener, watch) in enumerate(self.watched):
-            if len(listener.progressed) == self._asked[slot]:
-                continue
-            tag, tokens = listener.progressed[-1]
-            if tokens not in {0, VOID_TOKENS}:
-                watch.read_table(tag, 0, entries_of(tokens))
-            if len({each for each, _ in listener.progressed}) > 3:
-                watch.end()
-                self.watched[slot] = self.stage.watch(slot)
-            self._asked[slot] = len(self.watched[slot][0].progressed)
-
-    def _store(self, at, tag, low):
-        self._memory[at] = tag << 32 | low
-        self.look()
-
-    def _put_entries(self, slot, first, tag, ids):
-        places = list(enumerate(ids.tolist()))[:40]
-        self._random.shuffle(places)
-        for place, low in places:
-            self._store(self._layout.entry(slot, first + place), tag, low)
-        rest = [self._layout.entry(slot, first + place) for place in range(40, len(ids))]
-        self._memory[rest] = ids[40:] | np.uint64(tag << 32)
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_no_look_between_two_stores_is_torn(monkeypatch, seed):
-    reader = HalfDone(monkeypatch, seed)
-    reader.run(150)
-    found = reader.stage.consumer.statistics()
-    assert found["stream_tables"] > 20
-
-
-def test_progress_before_its_entries_makes_a_table_late_and_never_wrong(monkeypatch):
-    """Stores that overtake each other, as on ARM, cost a look."""
-    reader = HalfDone(monkeypatch, 5)
-    put, show = StreamWords.put, StreamWords.show
-    held: dict[tuple[int, int], list[tuple[int, list[int]]]] = {}
-
-    def put_late(words, slot, tag, first, ids):
-        held.setdefault((slot, tag), []).append((first, list(ids)))
-
-    def show_first(words, slot, tag, tokens):
-        show(words, slot, tag, tokens)
-        for _ in range(10):
-            reader.look()
-        for first, ids in held.pop((slot, tag), []):
-            put(words, slot, tag, first, ids)
-        for _ in range(10):
-            reader.look()
-
-    monkeypatch.setattr(StreamWords, "put", put_late)
-    monkeypatch.setattr(StreamWords, "show", show_first)
-    reader.run(150)
-    found = reader.stage.consumer.statistics()
-    assert found["stream_tables_early"] > 20
-    assert found["stream_tables"] > 20
 
 
 # Words ---------------------------------------------------------------------------------------------------------------

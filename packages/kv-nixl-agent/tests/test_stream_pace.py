@@ -110,32 +110,6 @@ def test_the_last_step_is_looked_for_closely_and_those_before_it_rarely():
     late.end()
 
 
-def test_looks_that_find_nothing_leave_the_thread_at_rest():
-    """A look is no progress: after one the thread does not wake until the next."""
-    fabric = FakeFabric(latency_polls=0)
-    options = AgentOptions(stream_slots=8, stream_capacity=16, stream_poll_s=0.02, stream_slow_poll_s=0.02)
-    producer = TransferAgent("producer", [], options, port_factory=fabric.port)
-    thread = started_thread("consumer", options, fabric)
-    try:
-        spec = PeerSpec("p", producer.agent_metadata(), NOTHING, NOTHING, streams=producer.stream_words.location)
-        told, watches = [], []
-        listener = SimpleNamespace(progress=lambda *word: told.append(word))
-        thread.call_soon(lambda: thread.agent.add_peer(spec))
-        thread.call_soon(lambda: watches.append(thread.agent.watch_stream("p", 0, listener)))
-        thread.allow_slow_polling(True)
-        end_s = time.monotonic() + 20
-        while not told and time.monotonic() < end_s:
-            time.sleep(0.01)
-        assert told
-        time.sleep(0.3)
-        turns, began_s = thread._turns, time.monotonic()
-        time.sleep(0.5)
-        rate = (thread._turns - turns) / (time.monotonic() - began_s)
-        assert rate < 150, f"{rate:.0f} turns a second for 50 looks"
-    finally:
-        thread.close()
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("check", THREAD_CHECKS, ids=lambda check: check.__name__)
 def test_check(check):

@@ -4,75 +4,24 @@ import itertools
 import sys
 import threading
 import time
-from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
-from helpers import Pages, code_of, wait_for
+from helpers import Pages, Rank, code_of, wait_for
 
-from kv_nixl_agent import AgentError, AgentOptions, PeerSpec, ThreadOptions, TransferResult, TransferThread
+from kv_nixl_agent import AgentError, AgentOptions, PeerSpec, ThreadOptions
 from kv_nixl_agent.mailbox import Pacer
-from kv_nixl_agent.nixl.side_effects import POOL
 from kv_nixl_agent.testing import FakeFabric
-
-
-class Rank:
-    """A transfer thread with everything it reports."""
-
-    def __init__(self, fabric, name, pages, **arguments):
-        self.results: dict[str, list[TransferResult]] = {}
-        self.notifications: list[tuple[str, bytes]] = []
-        self.quiet: list[str] = []
-        self.pages = pages
-        self.thread = TransferThread(
-            name,
-            [pages.region],
-            on_result=lambda result: self.results.setdefault(result.transfer_id, []).append(result),
-            on_notification=lambda sender, payload: self.notifications.append((sender, payload)),
-            on_quiet=self.quiet.append,
-            port_factory=fabric.port,
-            **arguments,
-        )
-
-    def do(self, function):
-        """Run on the owner thread and return what it returned or raise what it raised."""
-        done = threading.Event()
-        box: list[tuple[Any, BaseException | None]] = []
-
-        def call():
-            try:
-                box.append((function(), None))
-            except BaseException as error:
-                box.append((None, error))
-            done.set()
-
-        self.thread.call_soon(call)
-        assert done.wait(10)
-        value, error = box[0]
-        if error is not None:
-            raise error
-        return value
 
 
 @pytest.fixture
 def ranks():
     fabric = FakeFabric()
-    producer = Rank(fabric, "producer", Pages(16, 32, seed=1))
-    consumer = Rank(fabric, "consumer", Pages(16, 32))
-    for rank in (producer, consumer):
-        rank.thread.start()
-    consumer.do(
-        lambda: consumer.thread.agent.add_peer(
-            PeerSpec(
-                "p",
-                producer.thread.agent_metadata(),
-                consumer.pages.rows,
-                producer.pages.rows,
-                fence=producer.thread.fence,
-            )
-        )
-    )
+    producer = Rank(fabric, "producer", Pages(16, 32, seed=1)).start()
+    consumer = Rank(fabric, "consumer", Pages(16, 32)).start()
+    metadata, fence = producer.thread.agent_metadata(), producer.thread.fence
+    spec = PeerSpec("p", metadata, consumer.pages.rows, producer.pages.rows, fence=fence)
+    consumer.do(lambda: consumer.thread.agent.add_peer(spec))
     yield fabric, producer, consumer
     for rank in (consumer, producer):
         rank.thread.close()
@@ -81,13 +30,6 @@ def ranks():
 def test_owner_methods_refuse_other_threads(ranks):
     _, _, consumer = ranks
     assert code_of(lambda: consumer.thread.agent.has_peer("p")) == "wrong-thread"
-
-
-@pytest.mark.parametrize("state", ["zeroed", "off"])
-def test_health_tells_whether_ucx_has_zeroed_requests(ranks, monkeypatch: pytest.MonkeyPatch, state: str) -> None:
-    _, _, consumer = ranks
-    monkeypatch.setattr(POOL, "state", state)
-    assert consumer.thread.health().ucx_requests == state
 
 
 def test_timers_run_on_the_owner_thread(ranks):
@@ -101,7 +43,7 @@ def test_timers_run_on_the_owner_thread(ranks):
 def test_start_reports_what_registration_raised():
     fabric = FakeFabric()
     fabric.fail_next("register", "nixl-backend")
-    rank = Rank(fabric, "broken", Pages(1, 8), options=AgentOptions(fence_words=1))
+    rank = Rank(fabric, "broken", options=AgentOptions(fence_words=1))
     assert code_of(rank.thread.start) == "registration-failed"
     assert not rank.thread.is_alive
     with pytest.raises(AgentError):
@@ -109,16 +51,9 @@ def test_start_reports_what_registration_raised():
     rank.thread.close()
 
 
-def _wait(release: threading.Event) -> None:
-    release.wait(10)
-
-
 def test_a_stuck_turn_is_seen():
-    fabric = FakeFabric()
-    rank = Rank(fabric, "slow", Pages(1, 8), thread_options=ThreadOptions(stuck_after_s=0.05))
-    rank.thread.start()
-    release = threading.Event()
-    rank.thread.call_soon(partial(_wait, release))
+    rank = Rank(FakeFabric(), "slow", thread_options=ThreadOptions(stuck_after_s=0.05)).start()
+    release = rank.hold()
     wait_for(lambda: rank.thread.health().state == "stuck")
     release.set()
     wait_for(lambda: rank.thread.health().state == "running")
@@ -142,8 +77,8 @@ def test_close_gives_every_result_and_quiet_before_it_returns(ranks):
 def test_the_switch_interval_is_lowered_while_threads_live_and_restored():
     before = sys.getswitchinterval()
     fabric = FakeFabric()
-    first = Rank(fabric, "first", Pages(1, 8), thread_options=ThreadOptions(gil_switch_interval_s=1e-3))
-    second = Rank(fabric, "second", Pages(1, 8), thread_options=ThreadOptions(gil_switch_interval_s=2e-3))
+    first = Rank(fabric, "first", thread_options=ThreadOptions(gil_switch_interval_s=1e-3))
+    second = Rank(fabric, "second", thread_options=ThreadOptions(gil_switch_interval_s=2e-3))
     first.thread.start()
     second.thread.start()
     assert sys.getswitchinterval() == pytest.approx(min(before, 1e-3))
@@ -155,8 +90,7 @@ def test_the_switch_interval_is_lowered_while_threads_live_and_restored():
 
 def test_an_idle_thread_leaves_the_switch_interval_to_the_process_until_it_is_woken():
     before = sys.getswitchinterval()
-    rank = Rank(FakeFabric(), "idle", Pages(1, 8), thread_options=ThreadOptions(gil_switch_interval_s=1e-3))
-    rank.thread.start()
+    rank = Rank(FakeFabric(), "idle", thread_options=ThreadOptions(gil_switch_interval_s=1e-3)).start()
     assert sys.getswitchinterval() == pytest.approx(min(before, 1e-3))
     rank.thread.allow_slow_polling(True)
     wait_for(lambda: sys.getswitchinterval() == pytest.approx(before))
@@ -193,9 +127,8 @@ def undisturbed(measure, wait_s: float, prepare=lambda: None):
 
 
 def test_a_thread_at_rest_wakes_a_few_times_a_second_whatever_its_timers():
-    rank = Rank(FakeFabric(), "resting", Pages(1, 8), thread_options=ThreadOptions(slow_poll_s=0.1))
+    rank = Rank(FakeFabric(), "resting", thread_options=ThreadOptions(slow_poll_s=0.1)).start()
     ticks: list[float] = []
-    rank.thread.start()
     rank.thread.call_every(0.01, lambda: ticks.append(time.monotonic()))
     rank.thread.allow_slow_polling(True)
     counts = undisturbed(lambda: np.array([rank.thread.statistics()["thread_turns"], len(ticks)]), wait_s=1.0)
@@ -206,9 +139,8 @@ def test_a_thread_at_rest_wakes_a_few_times_a_second_whatever_its_timers():
 
 def test_timers_of_a_thread_at_rest_run_however_slowly_it_may_poll():
     """Turns that come more than half a second apart look like a pause of the process, after which timers are held back."""
-    rank = Rank(FakeFabric(), "slow", Pages(1, 8), thread_options=ThreadOptions(slow_poll_s=2.0))
+    rank = Rank(FakeFabric(), "slow", thread_options=ThreadOptions(slow_poll_s=2.0)).start()
     ticks: list[float] = []
-    rank.thread.start()
     rank.thread.call_every(0.05, lambda: ticks.append(time.monotonic()))
     rank.thread.allow_slow_polling(True)
     wait_for(lambda: ticks)  # the calls above count as work
@@ -253,7 +185,7 @@ def test_a_probe_that_nobody_answers_keeps_no_idle_thread_awake(ranks):
 
 def test_an_end_to_slow_polling_ends_a_long_sleep():
     options = ThreadOptions(slow_poll_s=60.0, gil_switch_interval_s=None)
-    thread = Rank(FakeFabric(), "slow", Pages(1, 8), thread_options=options).thread
+    thread = Rank(FakeFabric(), "slow", thread_options=options).thread
     thread._pacer._last_progress_s -= 1e6  # as after a long quiet time
     thread.allow_slow_polling(True)
     sleeper = threading.Thread(target=thread._pacer.wait_idle, args=(1e12, lambda: False))

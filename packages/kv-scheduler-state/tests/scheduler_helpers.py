@@ -10,6 +10,7 @@ __all__ = [
     "WINDOW",
     "config",
     "consumer_params",
+    "hand_over",
     "ids",
     "prefill_request_params",
     "renewed",
@@ -66,3 +67,11 @@ def with_ticket(state, request_id="d1", *, prompt_tokens=48, now_s=0.0, **change
     admission = state.arrive(request_id, consumer_params(**changes), prompt_tokens=prompt_tokens, now_s=now_s)
     assert admission.role == "consumer", admission
     return admission
+
+
+def hand_over(state, blocks, *, tokens=48, prompt_tokens=0, identity=None, name="p1", reason="length"):
+    """Compute a prompt and finish it; return the decision."""
+    state.arrive(name, prefill_request_params(), prompt_tokens=prompt_tokens or tokens, identity=identity, now_s=0.0)
+    state.allocate(name, block_ids=blocks, new_block_ids=blocks, external_tokens=0, now_s=0.0)
+    state.take_step_plan(now_s=0.0)
+    return state.finish(name, reason=reason, block_ids=blocks, computed_tokens=tokens, identity=identity, now_s=0.0)

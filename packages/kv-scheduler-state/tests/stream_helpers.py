@@ -16,12 +16,13 @@ PEERS = {"peer_networks": ("10.0.0.0/8",)}
 
 
 class Prompt:
-    """A prompt of 100 tokens, of one block of 16 tokens each."""
+    """A prompt with one digest for any number of tokens, and without media."""
 
-    refusal = ""
+    def __init__(self, digest=DIGEST, *, refusal=""):
+        self.value, self.refusal = digest, refusal
 
     def digest(self, tokens):
-        return DIGEST if tokens else None
+        return self.value if tokens else None
 
     def media(self, tokens):
         """Return None: the prompt has no media."""

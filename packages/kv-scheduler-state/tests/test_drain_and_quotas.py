@@ -140,7 +140,7 @@ def test_blocks_beyond_the_quota_are_not_leased() -> None:
 
 @pytest.mark.parametrize("quota", ["max_leases", "max_leased_blocks"])
 def test_a_quota_of_nothing_is_refused(quota: str) -> None:
-    with pytest.raises(InvalidConfig, match="max_leases"):
+    with pytest.raises(InvalidConfig, match=quota):
         scheduler(**{quota: 0})
 
 

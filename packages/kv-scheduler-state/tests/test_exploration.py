@@ -61,13 +61,3 @@ def test_grants_that_the_lease_table_does_not_apply_are_noticed(monkeypatch):
     result = explore(lambda: prefill_world(requests=1))
     assert "its lease is over, unnoticed" in str(result)
     assert result.path[0] == ("p-arrive", "p0")
-
-
-def test_a_bound_on_depth_is_kept():
-    result = explore(lambda: decode_world(requests=1), max_depth=3)
-    assert (result.depth, result.is_complete) == (3, False)
-
-
-def test_a_bound_on_states_is_kept():
-    result = explore(lambda: decode_world(requests=1), max_states=30)
-    assert (result.states, result.is_complete) == (30, False)

@@ -45,17 +45,6 @@ def test_leases_that_run_are_counted():
     assert table.granted_count() == 1
 
 
-def test_a_long_pause_does_not_end_a_lease_that_was_renewed_in_time():
-    table = granted()
-    table.take_ended(now_s=4.0)
-    table.renew("p1", now_s=5.0)
-    # The process stands still for an hour; the heartbeats of that hour are still in the queue.
-    assert table.take_ended(now_s=3605.0) == ()
-    assert table.renew("p1", now_s=3605.1)
-    assert table.live_ids() == ("p1",)
-    assert table.snapshot(now_s=3605.1)[0]["left_s"] == pytest.approx(20.0)
-
-
 def test_a_clock_that_is_set_back_or_forth_ends_nothing_and_stops_nothing():
     table = granted(at=1000.0)
     assert table.take_ended(now_s=9000.0) == ()
@@ -86,20 +75,6 @@ def test_observed_time_never_runs_backwards_nor_jumps(readings, max_step_s):
         assert after == clock.observed_s >= observed
         assert after - observed == pytest.approx(expected, abs=1e-6)
         before, observed = reading, after
-
-
-@given(st.lists(READINGS, min_size=1, max_size=30), READINGS, st.sampled_from((0.5, 5.0, math.inf)))
-def test_a_peek_says_what_an_observation_would_and_advances_nothing(readings, last, max_step_s):
-    clock = ObservedClock(max_step_s)
-    assert clock.peek(last) == last
-    for reading in readings:
-        clock.observe(reading)
-    before = clock.observed_s
-    peeked = clock.peek(last)
-    assert clock.observed_s == before
-    assert clock.observe(last) == pytest.approx(peeked, abs=1e-6)
-    with pytest.raises(InvalidEvent):
-        clock.peek(math.inf)
 
 
 def test_readers_count_once_each_and_only_as_announced():
@@ -137,16 +112,6 @@ def test_a_lease_that_is_taken_back_ends_at_once_and_one_that_has_ended_is_no_mi
     )  # fmt: skip
     assert not table.apply(StepPlan(grants=(GrantOrder("p4", 30.0, None),), revokes=("p4",)), now_s=4.0)
     assert [(end.request_id, end.is_revoked) for end in table.take_ended(now_s=4.0)] == [("p4", True)], "not too early"
-
-
-def test_the_table_explains_itself():
-    table = granted()
-    table.expect("p2", now_s=1.0)
-    first, second = table.snapshot(now_s=2.0)
-    assert (first["state"], first["left_s"]) == ("granted", 28.0)
-    assert (second["state"], second["left_s"]) == ("expected", None)
-    assert table.live_count() == 2
-    assert problems(table) == []
 
 
 def test_mistakes_of_the_caller_are_refused_and_change_nothing():

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import pickle
 
-import pytest
 from model.invariants import problems
-from scheduler_helpers import config, consumer_params, prefill_request_params, scheduler, with_ticket
+from scheduler_helpers import config, prefill_request_params, scheduler
 
-from kv_scheduler_state import BlockList, FenceOrder, GrantOrder, LeaseTable, SchedulerState
-from kv_scheduler_state.errors import DuplicateRequest, IllegalTransition, UnknownRequest
+from kv_scheduler_state import BlockList, FenceOrder, GrantOrder, SchedulerState
 from kv_scheduler_state.plan import EMPTY_PLAN
 
 
@@ -79,43 +77,3 @@ def test_the_ticket_of_one_engine_is_read_by_the_other():
     assert decode.take_step_plan(now_s=60.0) is EMPTY_PLAN
     assert not decode.finish("d1", reason="stop", block_ids=[[4]], computed_tokens=9, now_s=61.0).keep_blocks
     assert decode.live_count == 0
-
-
-def test_leases_follow_the_plans():
-    state, table = scheduler(), LeaseTable()
-    state.arrive("p1", prefill_request_params(), prompt_tokens=48, now_s=0.0)
-    state.allocate("p1", block_ids=[[1]], new_block_ids=[[1]], external_tokens=0, now_s=0.0)
-    table.apply(state.take_step_plan(now_s=0.0), now_s=0.0)
-    state.finish("p1", reason="length", block_ids=[[1]], computed_tokens=16, now_s=0.0)
-    assert table.read_complete("p1", reader="r0", reader_count=2, now_s=0.5) == "counted"
-    table.apply(state.take_step_plan(now_s=1.0), now_s=1.0)
-    assert table.snapshot(now_s=1.0)[0]["left_s"] == 30.0
-    assert table.read_complete("p1", reader="r0", reader_count=2, now_s=2.0) == "duplicate"
-    assert table.read_complete("p1", reader="r1", reader_count=1, now_s=2.0) == "bad-count"
-    assert table.read_complete("p1", reader="r1", reader_count=2, now_s=2.0) == "complete"
-    (end,) = table.take_ended(now_s=2.0)
-    assert (end.request_id, end.reason, end.fence, end.is_reported) == ("p1", "read", (0, 100 | 1 << 63), True)
-    assert table.take_ended(now_s=99.0) == ()
-
-
-def test_an_unknown_or_doubled_request_is_refused():
-    state = scheduler()
-    with_ticket(state)
-    with pytest.raises(DuplicateRequest):
-        state.arrive("d1", consumer_params(), prompt_tokens=1, now_s=0.0)
-    with pytest.raises(UnknownRequest):
-        state.external_tokens("d2", computed_tokens=0)
-    with pytest.raises(IllegalTransition, match=r"consumer request 'd1' in state 'queued'.* 'done'"):
-        state.report(sent=[], received=["d1"], failed=[])
-
-
-def test_calls_for_a_bystander_are_accepted_and_change_nothing():
-    state = scheduler()
-    assert state.arrive("r", None, prompt_tokens=5, now_s=0.0).role == "none"
-    blocks = {"block_ids": [[1]], "now_s": 0.0}
-    assert state.external_tokens("r", computed_tokens=0) == 0
-    state.allocate("r", new_block_ids=[[1]], external_tokens=0, **blocks)
-    state.scheduled("r", new_block_ids=[[1]], is_prompt_complete=True)
-    state.preempt("r", now_s=0.0)
-    assert state.finish("r", reason="stop", computed_tokens=5, **blocks) == (False, None, "")
-    assert (state.take_step_plan(now_s=0.0), state.live_count) == (EMPTY_PLAN, 0)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from consumer_helpers import arrive, ask
-from scheduler_helpers import FULL, config, prefill_request_params
+from scheduler_helpers import FULL, config, hand_over
 from stream_helpers import answer_of, consumer, early, producer, question
 
 from kv_scheduler_state import GrantOrder, LeaseTable, SchedulerConfig, SchedulerState, StepPlan, prompt_digest
@@ -31,13 +31,7 @@ class Prompt:
 
 def prefill(prompt, request_id="p1", secrets=SECRETS) -> dict[str, Any]:
     state = SchedulerState(config(engine_id="p0", groups=(FULL,), tp=1), secrets=secrets)
-    state.arrive(request_id, prefill_request_params(), prompt_tokens=48, now_s=0.0)
-    state.allocate(request_id, block_ids=BLOCKS, new_block_ids=BLOCKS, external_tokens=0, now_s=0.0)
-    decision = state.finish(
-        request_id, reason="length", block_ids=BLOCKS, computed_tokens=48, identity=prompt, now_s=0.0
-    )
-    assert decision.params is not None
-    return dict(decision.params)
+    return dict(hand_over(state, BLOCKS, identity=prompt, name=request_id).params)
 
 
 def admitted(ticket, prompt, secrets=SECRETS):

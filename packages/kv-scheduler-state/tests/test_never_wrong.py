@@ -7,10 +7,20 @@ from typing import Any
 
 import pytest
 from model.invariants import problems
-from scheduler_helpers import FULL, STATE, WINDOW, config, consumer_params, ids, prefill_request_params, scheduler
+from scheduler_helpers import (
+    FULL,
+    STATE,
+    WINDOW,
+    config,
+    consumer_params,
+    hand_over,
+    ids,
+    prefill_request_params,
+    scheduler,
+)
 from stream_helpers import early
 
-from kv_scheduler_state import BlockList, GroupConfig, LeaseTable, SchedulerState, StepPlan, TicketReader, prompt_digest
+from kv_scheduler_state import BlockList, GroupConfig, LeaseTable, StepPlan, TicketReader, prompt_digest
 from kv_scheduler_state.errors import TicketError
 from kv_scheduler_state.plan import FenceOrder, GrantOrder
 from kv_scheduler_state.worker.state import WorkerState
@@ -29,15 +39,6 @@ class Prompt:
 
     def media(self, tokens: int) -> None:
         """Return None: the prompt has no media."""
-
-
-def hand_over(state: SchedulerState, blocks, *, tokens: int, prompt_tokens: int = 0, identity=None, name: str = "p1"):
-    """Compute a prompt and finish it; return the decision."""
-    prompt_tokens = prompt_tokens or tokens
-    state.arrive(name, prefill_request_params(), prompt_tokens=prompt_tokens, identity=identity, now_s=0.0)
-    state.allocate(name, block_ids=blocks, new_block_ids=blocks, external_tokens=0, now_s=0.0)
-    state.take_step_plan(now_s=0.0)
-    return state.finish(name, reason="length", block_ids=blocks, computed_tokens=tokens, identity=identity, now_s=0.0)
 
 
 # ---- A1: a ticket belongs to one prompt

@@ -5,34 +5,16 @@ from __future__ import annotations
 import sys
 
 import pytest
-from scheduler_helpers import WINDOW, config, consumer_params, prefill_request_params, scheduler, with_ticket
+from scheduler_helpers import WINDOW, config, consumer_params, hand_over, prefill_request_params, scheduler, with_ticket
+from stream_helpers import Prompt
 
 from kv_scheduler_state import SchedulerState, SchedulerStateError, prompt_digest
 from kv_scheduler_state.errors import DuplicateRequest, InvalidEvent, UnknownRequest
 
 
-class Nameless:
-    """Identity of a prompt with images that this engine knows by request only."""
-
-    refusal = "ticket-media-unidentified"
-
-    def digest(self, tokens: int) -> str | None:
-        raise AssertionError(f"nobody asks for the digest of {tokens} tokens that cannot be identified")
-
-    def media(self, tokens: int) -> None:
-        """Return None: the prompt has no media."""
-
-
-def leased(state: SchedulerState, name: str) -> None:
-    state.arrive(name, prefill_request_params(), prompt_tokens=16, now_s=0.0)
-    state.allocate(name, block_ids=[[1]], new_block_ids=[[1]], external_tokens=0, now_s=0.0)
-    state.take_step_plan(now_s=0.0)
-    assert state.finish(name, reason="length", block_ids=[[1]], computed_tokens=16, now_s=0.0).keep_blocks
-
-
 def test_a_wrong_report_of_sent_blocks_is_refused_and_the_right_ones_beside_it_count():
     state = scheduler()
-    leased(state, "p1")
+    assert hand_over(state, [[1]], tokens=16).keep_blocks
     state.arrive("plain", None, prompt_tokens=4, now_s=0.0)
     state.arrive("waits", prefill_request_params(), prompt_tokens=4, now_s=0.0)
     for wrong in ("plain", "never-seen"):
@@ -83,7 +65,9 @@ def test_a_second_read_of_a_request_is_refused_and_the_first_one_ends_as_it_did(
 def test_prompts_that_an_engine_cannot_identify_use_no_ticket():
     state = scheduler()
     bound = consumer_params(kv_prompt=prompt_digest([1]))
-    admission = state.arrive("d1", bound, prompt_tokens=48, identity=Nameless(), now_s=0.0)
+    admission = state.arrive(
+        "d1", bound, prompt_tokens=48, identity=Prompt(refusal="ticket-media-unidentified"), now_s=0.0
+    )
     assert admission.rejected_code == "ticket-media-unidentified"
     unnamed = consumer_params(kv_prompt="")
     assert state.arrive("d2", unnamed, prompt_tokens=48, now_s=0.0).rejected_code == "ticket-prompt-unidentified"

@@ -5,47 +5,10 @@ from __future__ import annotations
 import copy
 
 import pytest
-from scheduler_helpers import STATE, consumer_params, prefill_request_params, renewed, scheduler, with_ticket
+from scheduler_helpers import STATE, consumer_params, prefill_request_params, scheduler, with_ticket
 
 from kv_scheduler_state import LeaseTable
 from kv_scheduler_state.errors import DuplicateRequest
-
-
-def test_a_flag_alone_does_not_kill_the_engine_or_park_the_request():
-    for params in ({"do_remote_prefill": True}, consumer_params(remote_host=None)):
-        state = scheduler()
-        admission = state.arrive("d1", params, prompt_tokens=48, now_s=0.0)
-        assert admission.rejected_code == "ticket-missing"
-        assert state.external_tokens("d1", computed_tokens=0) == 0
-        # Aborted before it was scheduled: nothing is left that could fail later.
-        state.finish("d1", reason="abort", block_ids=[[]], computed_tokens=0, now_s=0.0)
-        assert state.take_step_plan(now_s=0.0).is_empty
-
-
-def test_every_message_to_the_producer_carries_the_producers_id():
-    state = scheduler()
-    with_ticket(state, "d1", remote_request_id="cmpl-1-prefill")
-    with_ticket(state, "d2", remote_request_id="cmpl-2-prefill")
-    state.allocate("d1", block_ids=[[1, 2, 3]], new_block_ids=[[]], external_tokens=0, now_s=0.0)
-    plan = state.take_step_plan(now_s=0.0)
-    assert [order.ticket.peer_request_id for order in plan.reads] == ["cmpl-1-prefill"]
-    assert [renewed(beat) for beat in plan.heartbeats] == [("cmpl-2-prefill",)]
-
-
-def test_notify_only_work_is_not_reported_and_leaves_nothing_behind():
-    state = scheduler()
-    with_ticket(state, "hit", remote_request_id="a")
-    with_ticket(state, "aborted", remote_request_id="b")
-    state.allocate("hit", block_ids=[[1, 2, 3]], new_block_ids=[[]], external_tokens=0, now_s=0.0)
-    state.finish("aborted", reason="abort", block_ids=[[]], computed_tokens=0, now_s=0.0)
-    plan = state.take_step_plan(now_s=0.0)
-    assert [(order.request_id, order.is_notify_only, order.is_reported) for order in plan.reads] == [
-        ("hit", True, False),
-        ("aborted", True, False),
-    ]
-    assert plan.heartbeats == ()
-    state.finish("hit", reason="stop", block_ids=[[1, 2, 3]], computed_tokens=49, now_s=0.0)
-    assert state.live_count == 0
 
 
 def test_an_id_is_free_again_once_the_plan_with_its_end_is_taken():

@@ -8,15 +8,14 @@ from scheduler_helpers import (
     STATE,
     WINDOW,
     consumer_params,
-    ids,
     prefill_request_params,
     renewed,
     scheduler,
     with_ticket,
 )
 
-from kv_scheduler_state import BlockList, GroupConfig, PeerAddress
-from kv_scheduler_state.errors import IllegalTransition, InvalidEvent
+from kv_scheduler_state import BlockList, GroupConfig
+from kv_scheduler_state.errors import InvalidEvent
 from kv_scheduler_state.values import BlockRules
 
 
@@ -30,27 +29,6 @@ def finish(state, request_id, reason="length", blocks=([1, 2, 3],), tokens=48, n
 
 
 # ---- remote prefill: the decode side
-
-
-def test_the_read_order_holds_the_allocated_blocks():
-    state = scheduler()
-    with_ticket(state)
-    allocate(state, "d1", [[4, 5, 6]], external=48)
-    (order,) = state.take_step_plan(now_s=0.0).reads
-    assert (ids(order.local_blocks), ids(order.ticket.peer_blocks)) == (((4, 5, 6),), ((1, 2, 3),))
-    assert order.ticket.peer == PeerAddress("prefill-0", "10.0.0.1", 5600, tp=2)
-    assert (order.ticket.fence, order.ticket.lease_s, order.is_reported, order.tokens) == (None, None, True, 48)
-
-
-def test_a_request_that_cannot_be_allocated_yet_is_asked_again():
-    state = scheduler()
-    with_ticket(state)
-    for _ in range(5):
-        assert state.external_tokens("d1", computed_tokens=16) == 32
-        assert state.take_step_plan(now_s=0.0).reads == ()
-    allocate(state, "d1", [[1, 4, 5]], [[4, 5]], external=32)
-    (order,) = state.take_step_plan(now_s=0.0).reads
-    assert order.local_blocks == (BlockList((4, 5), first_token=16),)
 
 
 @pytest.mark.parametrize(("policy", "state_after"), [("recompute", "local"), ("fail", "failed")])
@@ -73,40 +51,6 @@ def test_a_failed_read_follows_the_policy(policy, state_after):
 # ---- aborts
 
 
-def test_an_abort_before_allocation_tells_the_producer():
-    state = scheduler()
-    with_ticket(state)
-    finish(state, "d1", "abort", [[]], 0)
-    (order,) = state.take_step_plan(now_s=0.0).reads
-    assert (order.ticket.peer_request_id, ids(order.local_blocks), order.is_reported) == ("cmpl-1", ((),), False)
-    assert state.live_count == 0
-
-
-def test_an_abort_of_an_unsent_read_turns_it_into_a_notification_that_is_reported():
-    state = scheduler()
-    with_ticket(state)
-    allocate(state, "d1", [[4, 5, 6]], external=48)
-    finish(state, "d1", "abort")
-    plan = state.take_step_plan(now_s=0.0)
-    (order,) = plan.reads
-    assert (order.is_notify_only, order.is_reported, plan.cancels) == (True, True, ())
-    state.report(sent=[], received=["d1"], failed=[])
-    assert state.live_count == 0
-
-
-def test_an_abort_of_a_running_read_cancels_it_and_waits_for_its_end():
-    state = scheduler()
-    with_ticket(state)
-    allocate(state, "d1", [[4, 5, 6]], external=48)
-    state.take_step_plan(now_s=0.0)
-    assert not finish(state, "d1", "abort").keep_blocks
-    plan = state.take_step_plan(now_s=10.0)
-    assert (plan.cancels, plan.reads, plan.heartbeats) == (("d1",), (), ())
-    assert state.live_count == 1
-    state.report(sent=[], received=["d1"], failed=["d1"])
-    assert state.live_count == 0
-
-
 def test_a_read_that_needs_no_block_is_still_reported():
     state = scheduler()
     with_ticket(state)
@@ -125,41 +69,6 @@ def test_all_blocks_are_handed_over_even_those_of_a_prefix_hit():
     decision = finish(state, "p1", blocks=[[1, 2, 3]], tokens=40)
     assert decision.params["remote_block_ids"] == [[1, 2, 3]]
     assert decision.params["remote_num_tokens"] == 40
-
-
-@pytest.mark.parametrize("reason", ["abort", "error"])
-def test_an_aborted_prefill_is_not_handed_over(reason):
-    state = scheduler()
-    state.arrive("p1", prefill_request_params(), prompt_tokens=48, now_s=0.0)
-    allocate(state, "p1", [[1, 2, 3]])
-    decision = finish(state, "p1", reason)
-    assert (decision.keep_blocks, decision.params, state.live_count) == (False, None, 0)
-    assert state.take_step_plan(now_s=0.0).is_empty  # the workers had not heard of it
-    assert not state.has_work()
-
-
-def test_a_preempted_prefill_starts_again_under_a_new_fence():
-    state = scheduler(uses_host_buffer=True)
-    state.arrive("p1", prefill_request_params(), prompt_tokens=48, now_s=0.0)
-    allocate(state, "p1", [[1, 2, 3]])
-    state.scheduled("p1", new_block_ids=[[1, 2]], is_prompt_complete=False)
-    plan = state.take_step_plan(now_s=0.0)
-    assert plan.saves == (("p1", ((1, 2),)),)
-    state.scheduled("p1", new_block_ids=[[3]], is_prompt_complete=True)
-    state.preempt("p1", now_s=0.0)
-    assert state.take_step_plan(now_s=0.0).is_empty
-    with pytest.raises(IllegalTransition):
-        state.scheduled("p1", new_block_ids=[[3]], is_prompt_complete=True)
-    allocate(state, "p1", [[5, 6, 7]])
-    state.scheduled("p1", new_block_ids=[[5, 6, 7]], is_prompt_complete=True)
-    state.scheduled("p1", new_block_ids=[[]], is_prompt_complete=True)
-    again = state.take_step_plan(now_s=0.0)
-    assert (again.expects, again.restarts, again.saves) == ((), ("p1",), (("p1", ((5, 6, 7),)),))
-    (fence,) = again.fences
-    assert fence.slot == plan.fences[0].slot
-    assert fence.generation != plan.fences[0].generation
-    assert again.completes == ("p1",)
-    assert finish(state, "p1", blocks=[[5, 6, 7]]).params["kv_fence"] == [fence.slot, fence.generation]
 
 
 def test_without_a_free_slot_nothing_is_handed_over_and_slots_come_back():
@@ -253,30 +162,6 @@ def test_a_late_heartbeat_is_as_late_as_that_of_the_most_overdue_peer():
     assert state.heartbeat_delay_s == 3.0
     assert len(beats(state, 12.0)) == 2
     assert state.heartbeat_delay_s == 0.0
-
-
-def test_heartbeats_go_on_while_a_request_waits_or_reads_and_stop_with_it():
-    state = scheduler()
-    with_ticket(state, "d1", remote_request_id="a")
-    with_ticket(state, "d2", remote_request_id="b")
-    assert beats(state, 0.0) == [("prefill-0", ("a", "b"))]
-    allocate(state, "d1", [[1, 2, 3]], external=48)
-    assert beats(state, 5.0) == [("prefill-0", ("a", "b"))]
-    state.report(sent=[], received=["d1"], failed=[])
-    assert beats(state, 10.0) == [("prefill-0", ("b",))]
-    finish(state, "d2", "abort", [[]], 0)
-    assert beats(state, 15.0) == []
-    assert state._consumers.heartbeats._peers == {}
-
-
-def test_two_holders_of_one_ticket_keep_its_lease_until_the_last_is_done():
-    state = scheduler()
-    for name in ("d1", "d2"):
-        with_ticket(state, name)
-    finish(state, "d1", "abort", [[]], 0)
-    assert beats(state, 0.0) == [("prefill-0", ("cmpl-1",))]
-    finish(state, "d2", "abort", [[]], 0)
-    assert beats(state, 5.0) == []
 
 
 # ---- the next turn reads back

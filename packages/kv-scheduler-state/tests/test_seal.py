@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forgery import tampered_tickets
-from scheduler_helpers import FULL, STATE, WINDOW, config, consumer_params, prefill_request_params
+from scheduler_helpers import FULL, STATE, WINDOW, config, consumer_params, hand_over
+from stream_helpers import Prompt
 
 from kv_scheduler_state import LeaseTable, SchedulerConfig, SchedulerState, SchedulerStateError, TicketReader
 from kv_scheduler_state.errors import InvalidConfig
@@ -24,19 +24,6 @@ GROUPS = (FULL, WINDOW, STATE)
 SHAPES = [((FULL,), [[7, 8, 9]]), ((FULL, WINDOW), [[7, 8, 9], [4, 5, 6]]), (GROUPS, [[7, 8, 9], [4, 5, 6], [3]])]
 
 
-class Prompt:
-    refusal = ""
-
-    def __init__(self, digest="ab" * 32):
-        self.value = digest
-
-    def digest(self, tokens):
-        return self.value
-
-    def media(self, tokens):
-        """Return None: the prompt has no media."""
-
-
 def prefill(secrets=(SECRET,), **changes):
     base = {"engine_id": "p0", "generation": 5, "dialect": 15, "null_block": 0, "nonce_seed": "s"}
     return SchedulerState(config(**{**base, **changes}), secrets=secrets)
@@ -46,14 +33,8 @@ def decode(secrets=(SECRET,), **changes):
     return SchedulerState(SchedulerConfig("d0", "10.0.0.2", 5600, null_block=0, **changes), secrets=secrets)
 
 
-def ticket_of(state, blocks, request_id="p1", tokens=47, prompt=None):
-    state.arrive(request_id, prefill_request_params(), prompt_tokens=48, now_s=0.0)
-    state.allocate(request_id, block_ids=blocks, new_block_ids=blocks, external_tokens=0, now_s=0.0)
-    decision = state.finish(
-        request_id, reason="length", block_ids=blocks, computed_tokens=tokens, identity=prompt or Prompt(), now_s=0.1
-    )
-    assert decision.params is not None
-    return decision.params
+def ticket_of(state, blocks, request_id="p1"):
+    return hand_over(state, blocks, tokens=47, prompt_tokens=48, identity=Prompt(), name=request_id).params
 
 
 def admitted(state, params, request_id="d1", prompt=None):
@@ -128,16 +109,18 @@ def test_doubles_are_only_taken_where_a_seal_holds():
     assert code_of(params, secrets=()) == "ticket-type"
 
 
-MALFORMED = {
-    "ticket-host",
-    "ticket-missing",
-    "ticket-first-token",
-    "ticket-empty",
-    "ticket-groups",
-    "ticket-text",
-    "ticket-range",
-    "ticket-blocks",
-}
+def others(value):
+    """Return other values of a key that a reader would take, or could be made to take."""
+    if isinstance(value, str):
+        return ["0" + value[1:] if value[:1] != "0" else "1" + value[1:], value[:-1], value + "0", None]
+    if isinstance(value, list):
+        changed = [
+            [*value[:index], other, *value[index + 1 :]]
+            for index, each in enumerate(value)
+            for other in (others(each) if isinstance(each, list) else [each + 1])
+        ]
+        return [*changed, value[:-1], value[::-1] if value[::-1] != value else None, [*value, 9]]
+    return [7.0, 1] if value is None else [value + 1, value * 2 + 1, None]
 
 
 @pytest.mark.never_wrong("A7")
@@ -145,22 +128,15 @@ MALFORMED = {
 def test_every_field_that_is_acted_upon_is_sealed(groups, blocks):
     params = ticket_of(prefill(groups=groups), blocks)
     reader = TicketReader(SchedulerConfig("d0", "10.0.0.2", 5600, null_block=0, groups=groups))
-    honest = reader.read(params, "handoff")
-    refused, same = 0, []
-    for what, forgery in tampered_tickets(params):
-        code = code_of(forgery, groups=groups)
-        if code:
-            refused += 1
-            assert code in {"ticket-seal", *MALFORMED, "ticket-mode"}, (what, code)
-        elif what == "direction":
-            assert admitted(decode(groups=groups), forgery).role == "producer", (
-                "a plain prefill request: nothing is read"
-            )
-        else:
-            same.append(what)
-            assert reader.read(forgery, "handoff") == honest, f"{what} changed what is acted upon"
+    honest, refused = reader.read(params, "handoff"), 0
+    for key in set(params) - {"do_remote_prefill", "do_remote_decode", "remote_registration_generation"}:
+        for other in others(params[key]):
+            forgery = {**params, key: other}
+            if code_of(forgery, groups=groups):
+                refused += 1
+            else:
+                assert reader.read(forgery, "handoff") == honest, f"{key} changed what is acted upon"
     assert refused >= 40
-    assert len(same) <= 16, "only absent keys that mean what they said"
 
 
 @pytest.mark.never_wrong("A7")
@@ -221,23 +197,6 @@ def test_secrets_rotate_without_a_refused_ticket():
     ):
         assert code_of(ticket_of(prefill(writer), [[7, 8, 9]]), secrets=reader) == "", (writer, reader)
     assert code_of(ticket_of(prefill(old), [[7, 8, 9]]), secrets=new) == "ticket-seal"
-
-
-def test_secrets_are_replaced_while_requests_run():
-    state, reader = prefill(), decode()
-    state.set_secrets([NEXT, SECRET])
-    params = ticket_of(state, [[7, 8, 9]])
-    assert admitted(reader, params).rejected_code == "ticket-seal"
-    reader.set_secrets([SECRET, NEXT])
-    assert admitted(reader, params, "d2").rejected_code == ""
-
-
-def test_a_change_of_the_registration_is_sealed_too():
-    state = prefill()
-    state.set_generation(6)
-    params = ticket_of(state, [[7, 8, 9]])
-    assert params["kv_generation"] == 6
-    assert code_of(params) == ""
 
 
 @pytest.mark.parametrize("secrets", [(b"short",), (SECRET, b"")])
@@ -347,9 +306,3 @@ def test_with_nonces_required_no_stranger_ends_or_renews_a_lease(is_early):
         assert leases.read_complete("p1", reader="x", reader_count=1, nonce="m", now_s=0.0) == "stale"
     assert leases.take_ended(now_s=0.0) == ()
     assert leases.read_complete("p1", reader="d", reader_count=1, nonce="n", now_s=0.0) == "complete"
-
-
-def test_without_that_rule_readers_of_vllms_own_kind_count():
-    leases = LeaseTable()
-    leases.grant("p1", lease_s=30.0, fence=None, nonce="n", now_s=0.0)
-    assert leases.read_complete("p1", reader="x", reader_count=1, now_s=0.0) == "complete"

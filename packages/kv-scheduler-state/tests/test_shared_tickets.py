@@ -5,89 +5,9 @@ from __future__ import annotations
 from typing import Literal
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from scheduler_helpers import consumer_params, scheduler, with_ticket
 
 from kv_scheduler_state import SchedulerState
-from kv_scheduler_state.records import ConsumerRecord, HandOver
-from kv_scheduler_state.scheduler.sharing import HandOvers, key_of
-from kv_scheduler_state.ticket.ticket import HandoffTicket, PeerAddress
-
-
-def joined(
-    hand_overs: HandOvers, engine: str, request_id: str, nonce: str, fence: tuple[int, int] | None = None
-) -> ConsumerRecord:
-    """Return a new holder of a ticket."""
-    peer = PeerAddress(engine, "127.0.0.1", 5600)
-    ticket = HandoffTicket("handoff", peer, request_id, (), nonce=nonce, fence=fence)
-    record = ConsumerRecord("queued", ticket, 48)
-    hand_overs.join(record)
-    return record
-
-
-def read(hand_overs: HandOvers, hand_over: HandOver, *, is_passed: bool = False, is_good: bool = False) -> None:
-    hand_over.waiting -= 1
-    hand_over.reading += 1
-    hand_overs.read_ended(hand_over, is_passed=is_passed, is_good=is_good)
-
-
-def held(record: ConsumerRecord) -> HandOver:
-    assert record.hand_over is not None
-    return record.hand_over
-
-
-@given(
-    st.lists(
-        st.tuples(st.sampled_from("AB"), st.sampled_from("xy"), st.sampled_from("12"), st.integers(0, 3)), max_size=30
-    )
-)
-def test_holders_are_those_of_equal_tickets(events: list[tuple[str, str, str, int]]) -> None:
-    hand_overs, waiting = HandOvers(), list[ConsumerRecord]()
-    for engine, request_id, nonce, leaving in events:
-        if leaving == 0 and waiting:
-            hand_overs.leave(held(waiting.pop(0)))
-        else:
-            waiting.append(joined(hand_overs, engine, request_id, nonce))
-        by_key: dict[object, list[ConsumerRecord]] = {}
-        for record in waiting:
-            by_key.setdefault(key_of(record.ticket), []).append(record)
-        assert len(hand_overs._live) == len(by_key)
-        assert len({id(record.hand_over) for record in waiting}) == len(by_key)
-        for records in by_key.values():
-            assert {held(record).waiting for record in records} == {len(records)}
-    for record in waiting:
-        hand_overs.leave(held(record))
-    assert len(hand_overs._live) == 0
-
-
-def test_a_ticket_that_was_read_to_the_end_is_read_only_once() -> None:
-    """As the second child of a request with n > 1 that arrives after the first one's read: a slow machine, or a fast wire."""
-    hand_overs = HandOvers()
-    first = held(joined(hand_overs, "A", "x", "1"))
-    read(hand_overs, first, is_good=True)
-    late, later = (held(joined(hand_overs, "A", "x", "1")) for _ in range(2))
-    assert late.is_spent
-    assert later.is_spent
-    assert late.is_wanted_by_others, "the peer is not notified a second time"
-    hand_overs.leave(late)
-    again = joined(hand_overs, "A", "x", "2")
-    assert not held(again).is_spent, "a later hand-over by the same id is another one"
-    assert len(hand_overs._live) == 1
-
-
-@pytest.mark.parametrize("fence", [(0, 7), None])
-@pytest.mark.parametrize("is_passed", [False, True])
-def test_a_ticket_whose_read_failed_or_was_passed_on_may_be_read_again(
-    fence: tuple[int, int] | None, is_passed: bool
-) -> None:
-    """Except that without a fence nothing would tell that the peer has freed the blocks, as it may after a failure."""
-    hand_overs = HandOvers()
-    first = held(joined(hand_overs, "A", "x", "1", fence))
-    read(hand_overs, first, is_passed=is_passed)
-    second = held(joined(hand_overs, "A", "x", "1", fence))
-    assert second.is_spent is (fence is None and not is_passed)
-
 
 BLOCKS = [[7, 8, 9]]
 
@@ -190,9 +110,10 @@ def test_an_engine_does_not_read_from_itself(is_readback: bool) -> None:
 
 
 def test_the_tickets_that_are_remembered_are_bounded() -> None:
-    hand_overs = HandOvers()
+    state = scheduler()
     for number in range(1025):
-        read(hand_overs, held(joined(hand_overs, "A", f"x{number}", "1")), is_good=True)
-    assert not held(joined(hand_overs, "A", "x0", "1")).is_spent
-    assert held(joined(hand_overs, "A", "x1", "1")).is_spent
-    assert len(hand_overs._live) == 1
+        with_ticket(state, f"d{number}", remote_request_id=f"x{number}")
+        state.finish(f"d{number}", reason="abort", block_ids=BLOCKS, computed_tokens=0, now_s=1.0)
+    for name, tokens in (("x0", 48), ("x1", 0)):
+        with_ticket(state, name, remote_request_id=name)
+        assert state.external_tokens(name, computed_tokens=0) == tokens

@@ -43,55 +43,6 @@ def test_a_stream_is_ordered_with_everything_but_the_peers_blocks():
     assert state.take_step_plan(now_s=0.0).streams.ends == ("d1",)
 
 
-def test_a_final_ticket_that_comes_first_is_read_as_any_other():
-    state, asked = asking()
-    state.streams.answered("d1", asked.number, final_answer(), now_s=0.0)
-    assert states(state) == ["consumer-queued"]
-    load(state)
-    (read,) = state.take_step_plan(now_s=0.0).reads
-    assert [blocks.ids for blocks in read.ticket.peer_blocks] == [(1, 2, 3, 4, 5, 6, 7)]
-    state.report(sent=[], received=["d1"], failed=[])
-    assert states(state) == ["consumer-local"]
-
-
-def test_a_broken_stream_asks_again_and_reads_the_next_one_into_the_same_blocks():
-    state, number = at("awaiting")
-    state.streams.answered("d1", number, offered(fence_seed=200)[1], now_s=1.0)
-    (order,) = state.take_step_plan(now_s=1.0).streams.watches
-    assert (order.tag, order.read.local_blocks[0].ids) == (200, tuple(BLOCKS[0]))
-    state.streams.ended("d1", (0, 0), is_done=False)
-    assert ask(state).wants_final
-    assert states(state) == ["consumer-awaiting"]
-
-
-@pytest.mark.parametrize(("failed", "state_after"), [([], "local"), (["d1"], "failed")])
-def test_a_broken_stream_reads_the_final_ticket_into_the_same_blocks(failed, state_after):
-    state, number = at("awaiting", load_failure_policy="fail")
-    state.streams.answered("d1", number, final_answer(), now_s=1.0)
-    plan = state.take_step_plan(now_s=1.0)
-    assert [(read.local_blocks[0].ids, read.ticket.fence) for read in plan.reads] == [(tuple(BLOCKS[0]), (0, 100))]
-    assert (plan.streams.watches, state.streams.consumed.blocks_held) == ((), 0)
-    state.report(sent=[], received=["d1"], failed=failed)
-    assert states(state) == [f"consumer-{state_after}"]
-
-
-def test_the_peer_is_asked_again_once_all_workers_are_quiet():
-    state, asked = asking(tp=2, pp=2)
-    state.streams.answered("d1", asked.number, offered()[1], now_s=0.0)
-    load(state)
-    for rank, is_done in ((0, 0), True), ((0, 1), False), ((1, 0), False):
-        state.streams.ended("d1", rank, is_done=is_done)
-        assert states(state) == ["consumer-streaming"]
-    state.streams.ended("d1", (1, 1), is_done=True)
-    assert states(state) == ["consumer-awaiting"]
-    state.streams.answered("d1", ask(state).number, offered()[1], now_s=0.0)
-    # Those who are done stay so; the others have to report anew.
-    state.streams.ended("d1", (0, 1), is_done=True)
-    assert states(state) == ["consumer-streaming"]
-    state.streams.ended("d1", (1, 0), is_done=False)
-    assert states(state) == ["consumer-awaiting"]
-
-
 @pytest.mark.parametrize("reason", ["digest-mismatch", "withdrawn", "not-streamed", "unknown-id"])
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 def test_a_refusal_is_told_to_the_engine_only_where_blocks_wait(reason, policy):
@@ -163,70 +114,6 @@ def test_a_deadline_counts_from_the_last_word(name):
     assert state.streams.consumed.take_cancels() == [("d1", number)]
 
 
-ENDS = [
-    ("asking", "finish", None, True),
-    ("asking", "expire", "local", True),
-    ("asking", "reset", "local", True),
-    ("asking", "hit", "local", True),
-    ("offered", "finish", None, False),
-    ("offered", "reset", "local", False),
-    ("offered", "hit", "local", False),
-    ("streaming", "finish", "draining-stream", False),
-    ("streaming", "reset", "stopping", False),
-    ("awaiting", "finish", "draining-stream", True),
-    ("awaiting", "expire", "stopping", True),
-    ("awaiting", "reset", "stopping", True),
-    ("stopping", "finish", "draining-stream", False),
-    ("stopping", "reset", "stopping", False),
-]
-
-
-@pytest.mark.parametrize(("name", "event", "target", "has_question"), ENDS)
-def test_a_stream_that_is_not_wanted_any_more_leaves_nothing(name, event, target, has_question):
-    state, number = at(name)
-    if event == "finish":
-        assert finish(state).keep_blocks is False
-    elif event == "expire":
-        state.take_step_plan(now_s=10.0)
-        state.streams.take_questions()
-    elif event == "hit":
-        state.allocate("d1", block_ids=BLOCKS, new_block_ids=[[]], external_tokens=0, now_s=5.0)
-    else:
-        state.reset(now_s=5.0)
-    assert state.streams.consumed.take_cancels() == ([("d1", number)] if has_question else [])
-    assert states(state) == ([f"consumer-{target}"] if target else [])
-    plan = state.take_step_plan(now_s=10.0)
-    assert plan.streams.stops == (("d1",) if target in {"stopping", "draining-stream"} else ())
-    assert [read.is_notify_only for read in plan.reads] == ([True] if name == "offered" else [])
-    if target in {"stopping", "draining-stream"}:
-        state.report(sent=[], received=["d1"], failed=["d1"])
-    assert state.streams.consumed.blocks_held == 0
-    assert states(state) == ([] if event == "finish" else ["consumer-local"])
-
-
-@pytest.mark.parametrize("name", ["stopping", "draining-stream"])
-@pytest.mark.parametrize("failed", [[], ["d1"]])
-def test_reports_that_cross_with_a_stop_are_taken(name, failed):
-    state, _ = at("streaming", load_failure_policy="fail")
-    if name == "stopping":
-        state.reset(now_s=1.0)
-    else:
-        finish(state)
-    state.streams.ended("d1", (0, 0), is_done=False)
-    assert states(state) == [f"consumer-{name}"]
-    assert state.streams.take_questions() == []
-    state.report(sent=[], received=["d1"], failed=failed)
-    left = [] if name == "draining-stream" else ["consumer-failed" if failed else "consumer-local"]
-    assert states(state) == left
-
-
-@pytest.mark.parametrize(("policy", "target"), [("recompute", "local"), ("fail", "failed")])
-def test_a_stream_that_the_workers_failed_by_themselves_ends(policy, target):
-    state, _ = at("streaming", load_failure_policy=policy)
-    state.report(sent=[], received=["d1"], failed=["d1"])
-    assert states(state) == [f"consumer-{target}"]
-
-
 BAD: dict[str, tuple[dict[str, Any] | None, dict[str, Any], str]] = {
     "another prompt": ({"kv_prompt": "e" * 64}, {}, "ticket-prompt"),
     "other tokens": ({"remote_num_tokens": 99}, {}, "ticket-prompt"),
@@ -258,24 +145,12 @@ def test_an_answer_of_an_unknown_kind_is_refused():
     assert states(state) == ["consumer-asking"]
 
 
-class Unidentified(Prompt):
-    refusal = "ticket-prompt-unidentified"
-
-
-class Empty(Prompt):
-    def digest(self, tokens):
-        return None
-
-    def media(self, tokens):
-        """Return None: the prompt has no media."""
-
-
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], Prompt, str]] = {
     "off": ({"stream_reserve_fraction": 0.0}, {}, Prompt(), "ticket-early-off"),
     "address": ({}, {"host": "192.0.2.1"}, Prompt(), "ticket-host"),
     "uncovered": ({"peer_networks": ()}, {}, Prompt(), "ticket-early-uncovered"),
-    "identity": ({}, {}, Unidentified(), "ticket-prompt-unidentified"),
-    "no digest": ({}, {}, Empty(), "ticket-prompt-unidentified"),
+    "identity": ({}, {}, Prompt(refusal="ticket-prompt-unidentified"), "ticket-prompt-unidentified"),
+    "no digest": ({}, {}, Prompt(None), "ticket-prompt-unidentified"),
     "a withdrawal": ({}, {"withdraw": True}, Prompt(), "ticket-flags"),
 }
 

@@ -7,8 +7,7 @@ from model.invariants import problems
 from stream_helpers import DIGEST, HAND_OVER, Prompt, answer_of, early, offered, producer, question, run
 
 from kv_scheduler_state import SchedulerStateError, TicketReader
-from kv_scheduler_state.plan import EMPTY_STREAM_PLAN, StreamChunk, StreamOpen, StreamRun, StreamVoid
-from kv_scheduler_state.streams import producer as stream_producer
+from kv_scheduler_state.plan import StreamRun
 from kv_scheduler_state.ticket.early import EarlyTicket, early_params
 
 ENDED = 1 << 63
@@ -18,22 +17,6 @@ WHOLE = [*OPENED, "last-chunk", "plan"]
 
 def states(state):
     return list(state.state_counts())
-
-
-def test_a_chunk_is_published_under_the_tag_of_its_start():
-    state = producer()
-    run(state, ["arrive", "allocate", "chunk"])
-    plan = state.take_step_plan(now_s=0.0)
-    assert plan.expects == ("p1",)
-    assert plan.fences == ()
-    assert plan.streams.opens == (StreamOpen("p1", 0, 100, 100),)
-    assert plan.streams.chunks == (StreamChunk("p1", 0, 100, (StreamRun(0, (1, 2, 3)),), 48),)
-    run(state, ["last-chunk"])
-    streams = state.take_step_plan(now_s=0.0).streams
-    assert streams == EMPTY_STREAM_PLAN._replace(
-        chunks=(StreamChunk("p1", 0, 100, (StreamRun(3, (4, 5, 6, 7)),), 100),)
-    )
-    assert states(state) == ["producer-complete"]
 
 
 def test_an_offer_names_all_but_the_blocks_and_the_lease_goes_on_with_it():
@@ -78,69 +61,7 @@ def test_a_final_ticket_under_fleet_secrets_is_sealed_with_the_nonce_of_the_offe
 
 def _offer(state):
     record = state._requests["p1"].producer
-    return state._producers._offer("p1", record)
-
-
-@pytest.mark.parametrize("way", [["chunk"], ["chunk", "plan"], ["chunk", "plan", "last-chunk", "plan"]])
-def test_an_aborted_stream_keeps_its_blocks_until_its_word_has_moved(way):
-    state = producer()
-    run(state, ["arrive", "allocate", *way])
-    assert run(state, ["abort"]) == (True, None, "")
-    plan = state.take_step_plan(now_s=0.0)
-    assert plan.streams == EMPTY_STREAM_PLAN._replace(voids=(StreamVoid("p1", 0, 100 | ENDED, 100, ends=True),))
-    assert plan.releases == (("p1",) if "plan" in way else ())
-    assert (states(state), state.streams.produced.slots_used) == (["producer-voiding"], 1)
-    state.report(sent=["p1"], received=[], failed=[])
-    assert (state.live_count, state.streams.produced.slots_used) == (0, 0)
-
-
-def test_a_restart_has_another_generation_and_its_void_gives_way_to_it():
-    state = producer()
-    run(state, [*OPENED, "preempt"])
-    assert state.take_step_plan(now_s=0.0).streams.voids == (StreamVoid("p1", 0, 100 | ENDED, 100, ends=False),)
-    run(state, ["allocate", "chunk"])
-    plan = state.take_step_plan(now_s=0.0)
-    assert plan.restarts == ("p1",)
-    assert plan.streams.opens == (StreamOpen("p1", 0, 101, 101),)
-    assert plan.streams.chunks[0].runs == (StreamRun(0, (1, 2, 3)),)
-    run(state, ["preempt", "allocate", "chunk"])
-    assert state.take_step_plan(now_s=0.0).streams.voids == ()
-
-
-def test_a_preemption_that_is_told_by_the_allocation_voids_as_well():
-    state = producer()
-    run(state, OPENED)
-    blocks = [[9]]
-    state.allocate("p1", block_ids=blocks, new_block_ids=blocks, external_tokens=0, preemptions=1, now_s=0.0)
-    run(state, ["preempt", "chunk"])
-    assert state.take_step_plan(now_s=0.0).streams.opens == (StreamOpen("p1", 0, 101, 101),)
-
-
-@pytest.mark.parametrize("way", [OPENED, WHOLE])
-def test_a_reset_voids_what_was_computed_and_only_a_restart_is_handed_over(way):
-    state = producer()
-    run(state, [*way, "reset"])
-    assert len(state.take_step_plan(now_s=0.0).streams.voids) == 1
-    run(state, ["reset", "chunk", "last-chunk"] if way is OPENED else ["last-chunk"])
-    assert states(state) == ["producer-stale"]
-    assert run(state, ["length"]) == (True, None, "cache-reset")
-    run(state, ["plan"])
-    state.report(sent=["p1"], received=[], failed=[])
-    run(state, [*way, "reset", "preempt", "allocate", "reset", "chunk", "last-chunk", "plan"])
-    assert run(state, ["length"]).params is not None
-
-
-def test_a_reset_takes_a_streamed_lease_back():
-    state = producer()
-    run(state, WHOLE)
-    run(state, ["length"])
-    run(state, ["plan", "reset"])
-    assert state.take_step_plan(now_s=0.0).revokes == ("p1",)
-    assert states(state) == ["producer-taken-back"]
-    state.streams.produced.ask("a", question())
-    assert answer_of(state) == {"kind": "no", "reason": "withdrawn"}
-    state.report(sent=["p1"], received=[], failed=[])
-    assert state.streams.produced.slots_used == 0
+    return state._producers._offer(record)
 
 
 def test_a_prompt_that_reads_besides_is_not_streamed_and_its_reader_learns_so():
@@ -150,37 +71,6 @@ def test_a_prompt_that_reads_besides_is_not_streamed_and_its_reader_learns_so():
     assert (admission.role, admission.is_early) == ("producer", False)
     state.streams.produced.ask("a", question())
     assert answer_of(state)["kind"] == "no"
-
-
-def test_a_prompt_without_a_slot_is_answered_by_its_ticket():
-    state = producer(stream_slots=1)
-    run(state, OPENED)
-    other = "0" * 31 + "8"
-    state.arrive("p2", early(serves=True, hand_over_id=other), prompt_tokens=100, identity=Prompt(), now_s=0.0)
-    run(state, ["allocate", "chunk"], "p2")
-    state.streams.produced.ask("a", question(hand_over_id=other))
-    assert not state.streams.produced.take_answers()
-    plan = state.take_step_plan(now_s=0.0)
-    assert [(order.request_id, order.slot) for order in plan.fences] == [("p2", 1)]
-    assert plan.streams == EMPTY_STREAM_PLAN
-    run(state, ["preempt", "allocate", "last-chunk", "plan"], "p2")
-    assert run(state, ["length"], "p2").params["kv_fence"] == [1, 101]
-    assert answer_of(state)["kind"] == "final"
-    run(state, ["plan"])
-    state.report(sent=["p2"], received=[], failed=[])
-    assert (state.streams.produced.slots_used, state.fence_slots_used) == (1, 0)
-    assert not problems(state)
-
-
-@pytest.mark.parametrize("way", [["allocate", "chunk"], ["allocate", "chunk", "preempt"]])
-def test_an_aborted_prompt_without_a_slot_frees_its_blocks_at_once(way, monkeypatch):
-    monkeypatch.setattr(stream_producer, "_TABLE_ENTRIES", 3)
-    state = producer()
-    run(state, ["arrive", *way, "plan"])
-    state.streams.produced.ask("a", question())
-    assert run(state, ["abort"]) == (False, None, "")
-    assert answer_of(state) == {"kind": "no", "reason": "withdrawn"}
-    assert (state.live_count, state.fence_slots_used) == (0, 0)
 
 
 def test_a_question_is_parked_until_there_is_an_answer():
@@ -309,13 +199,6 @@ def test_a_streamed_prompt_is_saved_like_any_other(slots):
     assert (saves, plan.completes) == ([("p1", (4, 5, 6, 7))], ("p1",))
 
 
-def test_a_prompt_of_one_chunk_is_saved_and_complete():
-    state = producer(uses_host_buffer=True)
-    run(state, ["arrive", "allocate", "last-chunk"])
-    saves, plan = saves_of(state)
-    assert (saves, plan.completes) == ([("p1", (4, 5, 6, 7))], ("p1",))
-
-
 def test_blocks_that_a_chunk_writes_again_are_saved_and_not_published():
     state = producer(uses_host_buffer=True)
     run(state, ["arrive", "allocate"])
@@ -391,14 +274,6 @@ def test_an_offer_stands_from_the_first_step_until_the_words_move():
     run(state, ["plan"])
     state.report(sent=["p1"], received=[], failed=[])
     assert standings(state) == [(HAND_OVER, "", {"kind": "no", "reason": "withdrawn"})]
-
-
-def test_no_offer_stands_after_a_reset():
-    state = producer()
-    run(state, OPENED)
-    ((_, _, offer),) = standings(state)
-    run(state, ["reset"])
-    assert (offer["kind"], standings(state)) == ("offer", [(HAND_OVER, "", None)])
 
 
 def test_the_final_ticket_stands_while_it_is_leased():

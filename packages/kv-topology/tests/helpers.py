@@ -8,7 +8,7 @@ from math import gcd
 from typing import Any, NamedTuple
 
 import pytest
-from byte_oracle import expand_rows
+from byte_oracle.oracle import expand_rows
 
 from kv_topology import BlockList, TopologyError, plan_transfer
 from kv_topology.tools import EngineSpec, ModelSpec, StateSpec, build_engine

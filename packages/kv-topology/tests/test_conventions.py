@@ -5,7 +5,7 @@ from math import lcm
 
 import numpy as np
 import pytest
-from byte_oracle import check_readers
+from byte_oracle.oracle import check_readers
 from helpers import LATENT, bytes_moved, indices, lists, sampled
 
 from kv_topology import TokenDeal, plan_transfer, target_ranks

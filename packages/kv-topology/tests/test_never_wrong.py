@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from byte_oracle import check_readers, expand_rows
+from byte_oracle.oracle import check_readers, expand_rows
 from helpers import LATENT, bytes_moved, lists, refused
 
 from kv_topology import (

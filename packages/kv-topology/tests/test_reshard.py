@@ -149,8 +149,8 @@ def test_regions_of_another_rank_share_memory_exactly_where_ours_do(seed):
     ours = RankGeometry(
         tp_size=1, tp_rank=0, groups=(Group("attention", 2), Group("attention", 4)), regions=tuple(regions)
     )
-    made = reshard(to_document(ours), tp_size=rng.choice((1, 2, 4)), tp_rank=0, page_tokens=6)
-    theirs = from_document(made).regions
+    document = reshard(to_document(ours), tp_size=rng.choice((1, 2, 4)), tp_rank=0, page_tokens=6)
+    theirs = from_document(document).regions
 
     for (mine, its), (other, beside) in product(zip(regions, theirs, strict=True), repeat=2):
         assert (mine.base_address == other.base_address) == (its.base_address == beside.base_address)

@@ -4,65 +4,16 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from byte_oracle import expand_rows
-from helpers import DENSE, AttentionShape, indices, lists, refused
+from byte_oracle.oracle import expand_rows
+from helpers import DENSE, indices, lists, refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kv_topology import Axis, FieldLayout, Group, Layout, Member, RankGeometry, Region, plan_transfer
+from kv_topology import Region, plan_transfer
 from kv_topology.arithmetic import box_runs, run_count
 from kv_topology.plan import slices
 from kv_topology.plan.slices import MAX_DESCRIPTORS, MAX_ROWS, SideColumns, SliceColumns, build_rows
 from kv_topology.tools import EngineSpec, ModelSpec, build_engine
-from kv_topology.tools.engine import attention_layouts
-
-SHAPE = AttentionShape(2, 4, 4, 1)
-HALF = 2 * 4 * 4
-
-
-def rank(*regions, tokens=4):
-    return RankGeometry(1, 0, (Group("attention", tokens),), regions)
-
-
-def columns(plan):
-    found = plan.slices((0, 0))[0].columns
-    chosen = (found.local_region, found.local_offset, found.peer_region, found.peer_offset, found.length)
-    return list(zip(*(column.tolist() for column in chosen), strict=True))
-
-
-def halves(base):
-    return rank(Region(base, 2 * HALF, 2 * HALF, 3, (Member("a", SHAPE.layout("halves-HND"), 0),)))
-
-
-def split_with_offset(base):
-    key, value = attention_layouts("split-HND", *SHAPE)
-    return rank(
-        Region(base, HALF, HALF, 3, (Member("a", key, 0),)),
-        Region(base * 2, 2 * HALF, 2 * HALF, 3, (Member("a", value, 0, HALF),)),
-    )
-
-
-def test_neighbours_in_different_regions_are_not_joined():
-    whole, parts = halves(4096), split_with_offset(4096)
-    assert columns(plan_transfer(whole, {(0, 0): whole})) == [(0, 0, 0, 0, 2 * HALF)]
-    assert columns(plan_transfer(parts, {(0, 0): whole})) == [(0, 0, 0, 0, HALF), (1, HALF, 0, HALF, HALF)]
-    assert columns(plan_transfer(whole, {(0, 0): parts})) == [(0, 0, 0, 0, HALF), (0, HALF, 1, HALF, HALF)]
-
-
-def two_fields(tokens, strides):
-    fields = tuple(
-        FieldLayout(name, 4, offset, (Axis("token", tokens, 0, tokens, stride),))
-        for name, offset, stride in zip("xy", (0, 4), strides, strict=True)
-    )
-    return rank(Region(4096, 64, 64, 3, (Member("a", Layout(fields), 0),)), tokens=tokens)
-
-
-def test_fields_that_step_apart_are_not_joined():
-    small, same, apart = two_fields(1, (8, 8)), two_fields(2, (8, 8)), two_fields(2, (8, 16))
-    assert columns(plan_transfer(same, {(0, 0): small})) == [(0, 0, 0, 0, 8)]
-    assert columns(plan_transfer(small, {(0, 0): same})) == [(0, 0, 0, 0, 8)]
-    assert columns(plan_transfer(apart, {(0, 0): small})) == [(0, 0, 0, 0, 4), (0, 4, 0, 4, 4)]
-    assert columns(plan_transfer(small, {(0, 0): apart})) == [(0, 0, 0, 0, 4), (0, 4, 0, 4, 4)]
 
 
 def test_runs_of_a_box():
@@ -113,13 +64,6 @@ def test_joined_places_are_those_joined_one_by_one(chosen, random):
     assert list(zip(here, there, length, region, peer_region, step, peer_step, strict=True)) == joined_one_by_one(
         ordered
     )
-
-
-def test_fields_with_and_without_tokens_are_joined():
-    tokens = FieldLayout("x", 4, 0, (Axis("token", 4, 0, 4, 8), Axis("channel", 2, 0, 2, 4)))
-    scales = FieldLayout("scale", 4, 32, (Axis("channel", 2, 0, 2, 4),))
-    mine = rank(Region(4096, 40, 64, 3, (Member("a", Layout((tokens, scales)), 0),)))
-    assert columns(plan_transfer(mine, {(0, 0): mine})) == [(0, 0, 0, 0, 40)]
 
 
 def test_the_limit_on_slices(monkeypatch):

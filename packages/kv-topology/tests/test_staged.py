@@ -5,8 +5,8 @@ from itertools import product
 from typing import Any
 
 import pytest
-from byte_oracle import Request, prove
 from byte_oracle.cases import ProofCase, request_for
+from byte_oracle.oracle import Request, prove
 from helpers import lists, refused, sampled
 
 from kv_topology import CostModel, Group, RankGeometry, plan_transfer

@@ -114,6 +114,9 @@ class FakePlanner:
     def __init__(self) -> None:
         self.made = Plan()
         self.refusal: CodedFailure | None = None
+        self.read: list[tuple[int, int]] = []
+        self.misfit = -1
+        """Number of the document that does not fit."""
 
     def target_ranks(self, local: Any, *, peer_tp: int, peer_pp: int, peer_dcp: int) -> Any:
         if peer_tp > 64:
@@ -121,6 +124,9 @@ class FakePlanner:
         return [*self.made.producer_ranks, *self.made.notify_only_ranks]
 
     def geometry(self, document: Any, rank: Any) -> Any:
+        self.read.append(rank)
+        if len(self.read) == self.misfit:
+            raise CodedFailure("document-malformed")
         return document
 
     def plan(self, local: Any, peers: Any, *, peer_tp: int) -> Plan:
@@ -250,16 +256,6 @@ class FakeAgent:
 
     def write_fence(self, slot: int, generation: int) -> None:
         self.fences.append((slot, generation))
-
-
-class FakeCodec:
-    def read_complete(self, request_id: str, reader_count: int, *, nonce: str = "", consumer: str = "") -> bytes:
-        if request_id.startswith("HB:"):
-            raise CodedFailure("reserved-prefix")
-        return ":".join([request_id, str(reader_count), *([nonce, consumer] if nonce else [])]).encode()
-
-    def heartbeats(self, readers: Any) -> list[bytes]:
-        return [b"HB:" + ",".join(request_id + nonce for request_id, nonce in readers).encode()]
 
 
 class FakeRecorder:

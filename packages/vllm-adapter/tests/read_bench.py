@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from fakes import FakeAgent, FakeCodec, FakeHandshakes, FakePlanner, FakeRecorder, Outcome, Result, order
+from fakes import FakeAgent, FakeHandshakes, FakePlanner, FakeRecorder, Outcome, Result, order
 
+from kv_handshake import Codec
 from kv_nixl_agent import PeerSpec
 from kv_scheduler_state import ReadOrder, StepPlan
 from kv_scheduler_state.streams import StreamReaders
@@ -28,16 +29,16 @@ DOCUMENT: Any = {"groups": []}
 class Bench:
     """A coordinator between recording fakes, with a clock of its own."""
 
-    def __init__(self, *, codec: Any = None, streams: bool = False, **settings: Any) -> None:
+    def __init__(self, *, streams: bool = False, **settings: Any) -> None:
         self.now_s = 100.0
         self.agent, self.handshakes, self.planner = FakeAgent(), FakeHandshakes(), FakePlanner()
         self.ends: list[ReadEnd] = []
         self.recorder = FakeRecorder()
         self.counts, self.log = self.recorder.counts, self.recorder.lines
-        untyped: Any = (self.agent, self.handshakes, codec or FakeCodec(), self.recorder, self.planner)
-        agent, handshakes, codec, recorder, plans = untyped
+        untyped: Any = (self.agent, self.handshakes, self.recorder, self.planner)
+        agent, handshakes, recorder, plans = untyped
         configured = Settings(**{"read_timeout_s": 60, "read_retries": 0, **settings})
-        parts = TransferParts(agent, handshakes, codec, recorder, lambda: self.now_s, "D", PeerSpec, configured, 14)
+        parts = TransferParts(agent, handshakes, Codec(), recorder, lambda: self.now_s, "D", PeerSpec, configured, 14)
         planner = PeerPlanner(DOCUMENT, PeerGeometry(plans, ()), plans, "DRAM")
         followed = (StreamReaders(configured.read_timeout_s), StreamShape([(16, 0)])) if streams else None
         self.reads = ReadCoordinator(parts, planner, self.ends.append, followed)

@@ -8,7 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from byte_oracle import Request
+from byte_oracle.oracle import Request
 from factories import facts
 
 from kv_topology import BlockList

@@ -60,8 +60,8 @@ def streaming(
 ) -> Any:  # fmt: skip
     """Return the streamed hand-overs of an engine, whose machines may be a fake."""
     fleet: Any = SimpleNamespace(current=secrets)
-    quiet: Any = InMemory()
-    asks, listener = AskService(Codec(), client or quiet, wait_s), listener or InMemory()
+    client, listener = client or InMemory(), listener or InMemory()
+    asks = AskService(Codec(), client, wait_s)
     return Streaming(facts(), state, asks, listener, Recorder(), log or CauseLog(time.monotonic), fleet)
 
 
@@ -93,8 +93,8 @@ class Engine:
         self.facts = facts(engine_id=name, groups=groups, group_ids=tuple(range(len(groups))), **told)
         self.now_s = 0.0
         self.listener: Any = wire.listener() if wire is not None and is_asked else InMemory()
-        quiet: Any = InMemory()
-        asks = AskService(Codec(), quiet if is_asked else wire.client(), 5.0) if wire is not None else None
+        client: Any = InMemory() if is_asked or wire is None else wire.client()
+        asks = AskService(Codec(), client, 5.0) if wire is not None else None
         self.side = scheduler_side(self.facts, lambda: self.now_s, listener=self.listener, asks=asks, **changes)
         self.side.serve({(0, 0): wire.envelope if wire is not None else b"envelope"})
 

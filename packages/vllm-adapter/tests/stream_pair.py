@@ -108,16 +108,6 @@ class StreamPair:
 
     # ------------------------------------------------------------------------------------------- both
 
-    def park(self) -> Any:
-        """Let both prompts arrive, and the decode engine's question wait at the prefill engine; return the stream there."""
-        self.arrive()
-        self.admit()
-        self.decode.step()
-        self.prefill.step()
-        stream = self.prefill.state._producers.streams._by_id[HAND_OVER]
-        assert len(stream.parked) == 1
-        return stream
-
     def until(self, condition: Callable[[], object]) -> None:
         """Step both engines until something is so."""
         end_s = time.monotonic() + 8

@@ -35,33 +35,33 @@ print(seen)
 """
 
 
-def _cores_of_the_thread(before: str, after: str) -> str:
+BIND_FIRST, BIND_LAST = (f"os.sched_setaffinity(0, {{{core}}})" for core in (ALLOWED[0], ALLOWED[-1]))
+
+
+@needs_two_cores
+@pytest.mark.parametrize(
+    ("before", "after", "variable", "expected"),
+    [
+        pytest.param(BIND_LAST, "", "", [ALLOWED[-1]], id="taskset"),
+        pytest.param("", BIND_FIRST, "", ALLOWED, id="bound by the host"),
+        # OpenMP binds a worker before any of our code runs: the cores of its engine count.
+        *(
+            pytest.param(BIND_FIRST, "", variable, ALLOWED, id=variable)
+            for variable in ("KMP_AFFINITY", "GOMP_CPU_AFFINITY", "OMP_PLACES", "OMP_PROC_BIND")
+        ),
+    ],
+)
+def test_the_transfer_thread_uses_the_cores_that_the_process_was_given(
+    before: str, after: str, variable: str, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if variable:
+        monkeypatch.setenv(variable, str(ALLOWED[0]))
     program = THREAD.format(before=before, after=after)
     run = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, cwd=Path(__file__).parent, check=False
     )
     assert run.returncode == 0, run.stderr
-    return run.stdout.strip()
-
-
-@needs_two_cores
-def test_taskset_binds_the_transfer_thread_too() -> None:
-    one = ALLOWED[-1]
-    assert _cores_of_the_thread(f"os.sched_setaffinity(0, {{{one}}})", "") == f"[[{one}]]"
-
-
-@needs_two_cores
-def test_the_transfer_thread_leaves_the_core_that_the_host_bound_its_main_thread_to() -> None:
-    assert _cores_of_the_thread("", f"os.sched_setaffinity(0, {{{ALLOWED[0]}}})") == f"[{ALLOWED}]"
-
-
-@needs_two_cores
-@pytest.mark.parametrize("variable", ["KMP_AFFINITY", "GOMP_CPU_AFFINITY", "OMP_PLACES", "OMP_PROC_BIND"])
-def test_a_worker_that_openmp_bound_before_any_of_our_code_uses_the_cores_of_its_engine(
-    variable: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(variable, str(ALLOWED[0]))
-    assert _cores_of_the_thread(f"os.sched_setaffinity(0, {{{ALLOWED[0]}}})", "") == f"[{ALLOWED}]"
+    assert run.stdout.strip() == str([expected])
 
 
 def _cgroup(root: Path, name: str, **files: str) -> None:

@@ -11,37 +11,29 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from factories import facts
-from scheduler_engine import BLOCK, PREFILL, TEXT, Prompt, scheduler_side
+from scheduler_engine import BLOCK, PREFILL, TEXT, Engine, Prompt
 
 from vllm_adapter.cache.facts import CacheGroup
 from vllm_adapter.host.shutdown import warn_of_short_drain, watch_for_shutdown
-from vllm_adapter.scheduler.hooks import Arrival, Ending
-from vllm_adapter.steps import StepReport
+from vllm_adapter.scheduler.hooks import Arrival
 
 BLOCK_BYTES = 4096
 
 
-class Producer:
-    """A scheduler side whose host can be told to end."""
+GROUP = CacheGroup("attention", BLOCK, 0, 0, ("layers.0",), block_bytes=BLOCK_BYTES)
+
+
+class Producer(Engine):
+    """A prefill engine whose host can be told to end."""
 
     def __init__(self) -> None:
-        layers = CacheGroup("attention", BLOCK, 0, 0, ("layers.0",), block_bytes=BLOCK_BYTES)
-        self.facts = facts(engine_id="P", groups=(layers,))
         self.is_told = False
-        self.side = scheduler_side(self.facts, lambda: 0.0, is_ending=lambda: self.is_told)
-        self.side.serve({(0, 0): b"envelope"})
+        super().__init__("P", groups=(GROUP,), is_ending=lambda: self.is_told)
 
     def begin(self, request_id: str) -> None:
         self.side.arrived(Arrival(request_id, PREFILL, len(TEXT), Prompt(TEXT)))
-        self.side.allocated(request_id, [[1, 2, 3]], [[1, 2, 3]], external_tokens=0, preemptions=0)
-        self.side.build_step((), ())
-
-    def end(self, request_id: str) -> dict[str, Any] | None:
-        ending = Ending(request_id, "length", len(TEXT), identity=Prompt(TEXT))
-        keeps, ticket = self.side.finished(ending, [[1, 2, 3]])
-        assert keeps is (ticket is not None)
-        return ticket
+        self.allocate(request_id, [1, 2, 3])
+        self.step()
 
     def levels(self) -> tuple[float, float]:
         """Return the changes of the two gauges since the last call."""
@@ -51,12 +43,11 @@ class Producer:
 
 def test_from_the_signal_on_no_ticket_is_given_not_even_for_a_prompt_that_runs() -> None:
     producer = Producer()
-    for name in ("before", "running"):
-        producer.begin(name)
-    assert producer.end("before") is not None
+    producer.begin("running")
+    assert producer.prefill("before", TEXT) is not None
     producer.is_told = True
-    assert producer.end("running") is None
-    plan = producer.side.build_step((), ()).plan
+    assert producer.end("running", TEXT, [1, 2, 3]) is None
+    plan = producer.step()
     assert [grant.request_id for grant in plan.grants] == ["before"]
     assert plan.revokes == ()
 
@@ -65,36 +56,33 @@ def test_an_operator_revokes_the_leases_that_there_are_and_no_later_one(caplog: 
     producer = Producer()
     none = {"part": "scheduler", "engine_id": "P", "leases": 0, "leased_blocks": 0, "leased_bytes": 0}
     assert producer.side.revoke_leases() == none
-    producer.begin("p")
-    assert producer.end("p") is not None
-    assert not producer.side.build_step((), ()).plan.revokes
+    assert producer.prefill("p", TEXT) is not None
+    assert not producer.step().revokes
     assert producer.side.revoke_leases() == {**none, "leases": 1, "leased_blocks": 3, "leased_bytes": 3 * BLOCK_BYTES}
     with caplog.at_level(logging.INFO):
-        assert producer.side.build_step((), ()).plan.revokes == ("p",)
+        assert producer.step().revokes == ("p",)
     assert "engine P revokes 1 leases, which keep 3 blocks, as an operator has asked" in caplog.text
-    producer.begin("later")
-    assert producer.end("later") is not None
-    assert not producer.side.build_step((), ()).plan.revokes
+    assert producer.prefill("later", TEXT) is not None
+    assert not producer.step().revokes
 
 
 def test_leased_blocks_are_a_level_of_blocks_and_bytes() -> None:
     producer = Producer()
     producer.begin("p")
     assert producer.levels() == (0, 0)
-    producer.end("p")
+    producer.end("p", TEXT, [1, 2, 3])
     assert producer.levels() == (3, 3 * BLOCK_BYTES)
-    producer.side.update_output(StepReport(sent=["p"]))
+    producer.report(sent=("p",))
     assert producer.levels() == (-3, -3 * BLOCK_BYTES)
 
 
 def test_a_drain_says_what_is_still_to_be_read_and_an_end_what_will_not_be(caplog: pytest.LogCaptureFixture) -> None:
     producer = Producer()
-    producer.begin("p")
-    producer.end("p")
+    producer.prefill("p", TEXT)
     producer.is_told = True
     with caplog.at_level(logging.INFO, logger="vllm.vllm_adapter"):
-        producer.side.build_step((), ())
-        producer.side.build_step((), ())
+        producer.step()
+        producer.step()
         assert [record.levelname for record in caplog.records] == ["INFO"]
         assert "1 requests keep 3 blocks (12288 bytes" in caplog.records[0].getMessage()
         producer.side.close()
@@ -105,9 +93,8 @@ def test_a_drain_says_what_is_still_to_be_read_and_an_end_what_will_not_be(caplo
 
 def test_an_engine_whose_tickets_were_read_ends_quietly(caplog: pytest.LogCaptureFixture) -> None:
     producer = Producer()
-    producer.begin("p")
-    producer.end("p")
-    producer.side.update_output(StepReport(sent=["p"]))
+    producer.prefill("p", TEXT)
+    producer.report(sent=("p",))
     producer.side.close()
     assert caplog.records == []
 

@@ -26,38 +26,28 @@ def test_both_requests_name_the_same_hand_over_and_side_channel() -> None:
     assert not EarlyTicketWriter({}).is_streaming
 
 
-def test_a_fleet_secret_covers_the_address_and_may_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fleet_secret_covers_address_and_id_and_may_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the secret nobody knows the hand-over of a request; its id stays the same while the secret is rotated."""
     file = tmp_path / "secret"
-    file.write_bytes(SECRET)
-    file.chmod(0o400)
+
+    def write(secret: bytes) -> None:
+        file.unlink(missing_ok=True)
+        file.write_bytes(secret)
+        file.chmod(0o400)
+
+    write(SECRET)
     writer = EarlyTicketWriter({"streaming": True, "ticket_secret_files": [str(file)]})
-    decode: Any = writer.for_decode(ID, "10.0.0.1", 5600)
+    first = writer.hand_over_id("request-1")
+    assert first not in {
+        EarlyTicketWriter({"streaming": True}).hand_over_id("request-1"),
+        hashlib.sha256(b"kv-stream request-1").hexdigest()[:32],
+        writer.hand_over_id("request-2"),
+    }
+    decode: Any = writer.for_decode(first, "10.0.0.1", 5600)
     assert read_early(decode, HostPolicy(), TicketSeal((SECRET,))).host == "10.0.0.1"
-    file.unlink()
-    file.write_bytes(NEXT)
-    file.chmod(0o400)
+    write(NEXT)
     monkeypatch.setattr("time.monotonic", lambda: 1e9)
-    decode = writer.for_decode(ID, "10.0.0.1", 5600)
-    assert read_early(decode, HostPolicy(), TicketSeal((NEXT,))).port == 5600
-
-
-def test_who_knows_a_request_but_not_the_secret_does_not_know_its_hand_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The id is that of one request in all calls, also while the secret is rotated, and one that both engines take."""
-    file = tmp_path / "secret"
-    file.write_bytes(SECRET)
-    file.chmod(0o400)
-    keyed = EarlyTicketWriter({"streaming": True, "ticket_secret_files": [str(file)]})
-    first = keyed.hand_over_id("request-1")
-    assert first != EarlyTicketWriter({"streaming": True}).hand_over_id("request-1")
-    assert first != hashlib.sha256(b"kv-stream request-1").hexdigest()[:32]
-    assert first != keyed.hand_over_id("request-2")
-    file.unlink()
-    file.write_bytes(NEXT)
-    file.chmod(0o400)
-    monkeypatch.setattr("time.monotonic", lambda: 1e9)
-    decode: Any = keyed.for_decode(keyed.hand_over_id("request-1"), "10.0.0.1", 5600)
+    decode = writer.for_decode(writer.hand_over_id("request-1"), "10.0.0.1", 5600)
     assert read_early(decode, HostPolicy(), TicketSeal((NEXT,))).hand_over_id == first
 
 

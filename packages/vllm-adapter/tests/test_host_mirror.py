@@ -101,9 +101,9 @@ def test_forgotten_copies_are_waited_for_like_others() -> None:
     mirror.forget(["gone", "never known"])
     assert memory.saved == []
     threading.Timer(0.05, memory.go.set).start()
-    mirror.settle_all()
+    mirror.begin_reads()
     assert len(memory.saved) == 1
-    mirror.settle_all()
+    mirror.begin_reads()
     mirror.close()
 
 
@@ -116,6 +116,6 @@ def test_an_action_runs_behind_its_copies_and_never_behind_a_failed_one(mirror: 
     mirror.save([("b", ((2,), ()))])
     mirror.then("b", lambda: ran.append("never"))
     mirror.settle(["a", "b"])
-    mirror.settle_all()
+    mirror.begin_reads()
     mirror.close()
     assert ran == ["at once", "a after 1"]

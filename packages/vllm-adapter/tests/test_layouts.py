@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import truth
-from byte_oracle import Proof, prove
+from byte_oracle.oracle import Proof, prove
 from recorded import engine, engine_facts, families, layer_caches, request
 
 from kv_topology import Planner, RankGeometry, TransferPlan

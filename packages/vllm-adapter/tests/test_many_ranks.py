@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from factories import TOKENS, attention_cache, facts
-from fakes import CodedFailure, FakeAgent, Metadata, Outcome, Plan, order, peer
+from fakes import FakeAgent, Metadata, Outcome, Plan, order, peer
 from read_bench import Bench
 
 from kv_topology import Planner
@@ -34,22 +34,6 @@ class QueueingAgent(FakeAgent):
         self.calls.popleft()()
 
 
-class CountingPlanner:
-    """Reads documents of which some do not fit."""
-
-    def __init__(self, bench: Bench, misfit: int = -1) -> None:
-        self.read: list[tuple[int, int]] = []
-        plain = bench.planner.geometry
-
-        def geometry(document: Any, rank: tuple[int, int]) -> Any:
-            self.read.append(rank)
-            if len(self.read) == misfit:
-                raise CodedFailure("document-malformed")
-            return plain(document, rank)
-
-        bench.planner.geometry = geometry
-
-
 @pytest.fixture
 def agent(monkeypatch: pytest.MonkeyPatch) -> QueueingAgent:
     made = QueueingAgent()
@@ -68,11 +52,11 @@ def met(bench: Bench, count: int, geometry: bytes = b"{}") -> None:
 @pytest.mark.parametrize("count", [1, 2, 64, 4096])
 def test_each_rank_of_a_peer_has_a_turn_of_its_own(agent: QueueingAgent, count: int) -> None:
     bench = Bench()
-    planner = CountingPlanner(bench)
     met(bench, count)
     for turn in range(count):
-        assert len(planner.read) == turn
+        assert len(bench.planner.read) == turn
         agent.turn()
+    agent.turn()
     assert len(bench.agent.posts) == count
     assert not agent.calls
 
@@ -80,17 +64,16 @@ def test_each_rank_of_a_peer_has_a_turn_of_its_own(agent: QueueingAgent, count: 
 @pytest.mark.parametrize("misfit", [1, 2, 40])
 def test_the_first_rank_that_does_not_fit_ends_the_reading(agent: QueueingAgent, misfit: int) -> None:
     bench = Bench()
-    planner = CountingPlanner(bench, misfit)
+    bench.planner.misfit = misfit
     met(bench, 64)
     while agent.calls:
         agent.turn()
-    assert len(planner.read) == misfit
+    assert len(bench.planner.read) == misfit
     assert bench.codes() == {"r1": "document-malformed"}
 
 
 def test_a_peer_that_takes_too_long_to_read_is_given_up(agent: QueueingAgent) -> None:
     bench = Bench()
-    planner = CountingPlanner(bench)
     met(bench, 4096)
     for _ in range(10):
         agent.turn()
@@ -98,19 +81,18 @@ def test_a_peer_that_takes_too_long_to_read_is_given_up(agent: QueueingAgent) ->
     bench.reads.look_after()
     assert bench.codes() == {"r1": "handshake-overdue"}
     agent.turn()
-    assert (len(planner.read), len(agent.calls)) == (10, 0)
+    assert (len(bench.planner.read), len(agent.calls)) == (10, 0)
 
 
 @pytest.mark.parametrize("ranks", [9, 40, 4096])
 def test_the_documents_of_a_peer_have_so_many_values_in_all(agent: QueueingAgent, ranks: int) -> None:
     bench = Bench()
-    planner = CountingPlanner(bench)
     values = (1 << 22) // (ranks - 1)
     met(bench, ranks, json.dumps({"values": [0] * values}).encode())
     while agent.calls:
         agent.turn()
     assert bench.codes() == {"r1": "bad-geometry-document"}
-    assert len(planner.read) < ranks
+    assert len(bench.planner.read) < ranks
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(8, 1), (8, 4), (8, 8)])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from vllm_adapter.cache.facts import CacheGroup
 from vllm_adapter.observe.cause_log import CauseLog
-from vllm_adapter.scheduler.chunks import PrefillChunks, ScheduledTokens, held_tokens, written_blocks
+from vllm_adapter.scheduler.chunks import FollowedPrompt, PrefillChunks, ScheduledTokens, held_tokens, written_blocks
 
 FULL = CacheGroup("attention", 16, 0, 0, ("a",))
 WINDOW = CacheGroup("sliding-window", 8, 32, 0, ("b",))
@@ -26,7 +26,7 @@ class Chunks(SimpleNamespace):
         self.taken: list[Any] = []
         machines: Any = SimpleNamespace(scheduled=lambda _name, **chunk: self.taken.append(SimpleNamespace(**chunk)))
         self.chunks = PrefillChunks(groups, sizes, machines, CauseLog(lambda: 0.0), has_mirror=True)
-        self.chunks.watch("r", tokens, is_early=False)
+        self.chunks.prompts["r"] = FollowedPrompt(tokens)
 
     def scheduled(self, step: ScheduledTokens) -> Any:
         self.taken.clear()

@@ -136,22 +136,6 @@ def test_a_prompt_beyond_the_lease_quota_is_counted_and_not_logged(caplog: pytes
     assert producer.prefill("p2", TEXT) is not None
 
 
-def test_while_the_registration_is_unknown_no_ticket_is_written() -> None:
-    producer = Engine("P")
-    producer.side.arrived(Arrival("p", PREFILL, len(TEXT), Prompt(TEXT)))
-    assert producer.side.reset_cache()
-    producer.allocate("p", [1, 2, 3])
-    orders = producer.side.build_step((), ())
-    assert orders.question == 1
-    assert producer.end("p", TEXT, [1, 2, 3]) is None
-    registration = RankRegistration(2, b"new", 1)
-    producer.side.update_output(StepReport(registrations={(0, 0): registration}))
-    assert producer.listener.served[-1] == {(0, 0): b"new"}
-    ticket = producer.prefill("q", TEXT)
-    assert ticket is not None
-    assert ticket["kv_generation"] == 2
-
-
 def test_a_refused_allocation_of_a_parked_request_is_reported_as_failed(caplog: pytest.LogCaptureFixture) -> None:
     consumer, producer = Engine("D"), Engine("P")
     consumer.admit("d", producer.prefill("p", TEXT), TEXT)

@@ -161,11 +161,3 @@ def test_closing_either_side_in_mid_stream_is_quiet(make: Any, wire: Any) -> Non
     pair.decode.side.close()
     pair.decode.step()
     pair.prefill.step()
-
-
-def test_an_engine_that_closes_asks_for_nothing_any_more(make: Any) -> None:
-    pair = make()
-    stream = pair.park()
-    pair.decode.side.close()
-    pair.prefill.step()
-    assert not stream.parked

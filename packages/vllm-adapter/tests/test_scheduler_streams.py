@@ -172,16 +172,6 @@ def test_an_engine_that_streams_says_once_that_its_router_does_not(
     assert ("request first came" in caplog.text) is is_streaming
 
 
-def test_an_engine_that_has_streamed_takes_a_whole_hand_over_in_silence(
-    make: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO, logger="vllm.vllm_adapter")
-    pair = make()
-    pair.arrive()
-    pair.prefill.admit("whole", {"do_remote_decode": True, "do_remote_prefill": False}, TEXT)
-    assert "came without an early ticket" not in caplog.text
-
-
 def test_a_prompt_of_which_a_chunk_was_refused_is_not_handed_over(make: Any, caplog: pytest.LogCaptureFixture) -> None:
     """Blocks of later chunks would stand in the places of those that are missing."""
     pair = make()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,13 @@ import pytest
 from factories import facts
 from scheduler_engine import PREFILL, Prompt, scheduler_side
 
+from vllm_adapter.config import Settings
 from vllm_adapter.config.secrets import FleetSecrets
+from vllm_adapter.errors import ConfigurationError
 from vllm_adapter.scheduler.hooks import Arrival, Ending
 from vllm_adapter.scheduler.side import SchedulerSide
 from vllm_adapter.steps import StepReport
+from vllm_adapter.wiring import make_scheduler
 
 _NUMBERS = itertools.count()
 
@@ -57,6 +61,14 @@ def test_a_changed_ticket_is_computed_here_counted_and_logged_by_code(
     stats = reader.take_stats()
     assert stats is not None
     assert "ticket-seal" in str(stats["ticket_refusal_codes"])
+
+
+def test_a_secret_that_cannot_be_read_leaves_no_thread_behind(tmp_path: Path) -> None:
+    threads = threading.enumerate()
+    settings = Settings(streaming=True, ticket_secret_files=(str(tmp_path / "missing"),))
+    with pytest.raises(ConfigurationError):
+        make_scheduler(facts(), settings)
+    assert threading.enumerate() == threads
 
 
 def test_secrets_rotate_under_a_running_engine(tmp_path: Path) -> None:
@@ -123,23 +135,3 @@ def test_a_refused_ticket_that_another_request_reads_is_not_released(tmp_path: P
     reader.arrived(Arrival("wrong", ticket, 32, Prompt("y" * 32)))
     assert reader.build_step((), ()).plan.reads == ()
     assert reader.external_tokens("right", 0) == (32, True)
-
-
-class BrokenPrompt:
-    refusal = ""
-
-    def digest(self, tokens: int) -> str | None:
-        raise RuntimeError(f"no digest of {tokens} tokens")
-
-    def media(self, tokens: int) -> None:
-        """Return None: the prompt has no media."""
-
-
-def test_a_prompt_whose_digest_fails_ends_without_a_lease() -> None:
-    side = sealing_side(None)
-    side.arrived(Arrival("p", PREFILL, 32))
-    side.allocated("p", [[1, 2]], [[1, 2]], external_tokens=0, preemptions=0)
-    state: Any = side._state
-    assert side.finished(Ending("p", "length", 32, identity=BrokenPrompt()), [[1, 2]]) == (False, None)
-    assert (state.lease_count, state.fence_slots_used, state.live_count) == (0, 0, 0)
-    assert not side.build_step((), ()).plan.grants

@@ -66,9 +66,22 @@ def test_ranks_that_are_done_are_not_told_of_the_failure_of_others(bench: Bench)
     assert [peer for peer, _ in bench.agent.notified] == [OTHER_KEY]
 
 
-@pytest.mark.parametrize("outcome", ["fence-rejected", "timed-out", "cancelled"])
-def test_what_a_new_meeting_cannot_mend_is_not_read_again(bench: Bench, outcome: str) -> None:
-    start(bench)
+@pytest.mark.never_wrong("B5")
+@pytest.mark.parametrize(
+    ("outcome", "after_s", "fence"),
+    [
+        *[(outcome, 0, (3, 99)) for outcome in ("fence-rejected", "timed-out", "cancelled")],
+        ("failed", 31, (3, 99)),
+        ("failed", 0, None),
+    ],
+    ids=["fence", "time", "cancelled", "the lease may have ended", "a restart would not be noticed"],
+)
+def test_what_a_new_meeting_cannot_mend_is_not_read_again(
+    bench: Bench, outcome: str, after_s: float, fence: tuple[int, int] | None
+) -> None:
+    """A restart of vLLM's own peers is not noticed: no fence words, and no generation in the ticket."""
+    bench.start(order(fence=fence), peers={(0, 0): Metadata(fence=fence and (0xF000, 0, 16))})
+    bench.now_s += after_s
     bench.finish(outcome=outcome, code=outcome)
     assert bench.codes() == {"r1": outcome}
     assert bench.counts["num_retried_reads"] == 0
@@ -82,21 +95,6 @@ def test_a_peer_that_the_own_agent_has_let_go_is_met_anew_and_read_once_more(ben
     bench.finish("r1/0.0+")
     assert bench.codes() == {"r1": ""}
     assert (bench.counts["num_retried_reads"], bench.counts["num_dropped_engines"]) == (1, 0)
-
-
-def test_a_lease_that_may_have_ended_is_not_read_again(bench: Bench) -> None:
-    start(bench)
-    bench.now_s += 31
-    bench.finish(outcome="failed", code="peer-disconnected")
-    assert bench.codes() == {"r1": "peer-disconnected"}
-
-
-@pytest.mark.never_wrong("B5")
-def test_a_peer_whose_restart_would_not_be_noticed_is_not_read_again(bench: Bench) -> None:
-    """vLLM's own peers: no fence words and no generation in the ticket."""
-    bench.start(order(fence=None), peers={(0, 0): Metadata(fence=None)})
-    bench.finish(outcome="failed", code="peer-disconnected")
-    assert bench.codes() == {"r1": "peer-disconnected"}
 
 
 def test_pages_in_quarantine_are_not_read_into_again_before_they_are_quiet(bench: Bench) -> None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from typing import Any
 
 import pytest
-from scheduler_engine import BLOCK, PREFILL, TEXT, Engine, Prompt
+from scheduler_engine import BLOCK, TEXT, Engine
 from stream_pair import TEXT as STREAMED
-from stream_pair import StreamPair
-from stream_wires import InMemory
-
-from vllm_adapter.scheduler.hooks import Arrival
+from stream_pair import make_pairs  # noqa: F401  (a fixture)
 
 Round = Callable[[], None]
 
@@ -23,12 +21,6 @@ def own(engine: Engine) -> Round:
 def ask(engine: Engine, request_id: str) -> None:
     tokens, _ = engine.side.external_tokens(request_id, 0)
     assert tokens is not None
-
-
-def prompt(engine: Engine) -> Round:
-    """Return those of a round that ends at a prompt to hand over."""
-    engine.side.arrived(Arrival("p", PREFILL, len(TEXT), Prompt(TEXT)))
-    return lambda: ask(engine, "p")
 
 
 def reader(engine: Engine) -> Round:
@@ -46,23 +38,7 @@ def loaded(engine: Engine) -> Round:
     return lambda: None
 
 
-def behind_one_that_waits(engine: Engine) -> Round:
-    """Return those of a round that passes over a sibling of a read under way, and ends at a request of its own."""
-    ticket = Engine("far").prefill("far", TEXT)
-    for name in ("d1", "d2"):
-        engine.admit(name, ticket, TEXT)
-    ask(engine, "d1")
-    engine.allocate("d1", [4, 5, 6], external=40)
-    engine.step()
-
-    def questions() -> None:
-        assert engine.side.external_tokens("d2", 0) == (None, False)
-        ask(engine, "own")
-
-    return questions
-
-
-KINDS = (own, prompt, reader, loaded, behind_one_that_waits)
+KINDS = (own, reader, loaded)
 
 
 def leased() -> Engine:
@@ -112,15 +88,6 @@ def test_one_read_gives_way_per_second_until_none_waits() -> None:
     assert given_up(engine, questions, for_s=5.0) == ()
 
 
-@pytest.mark.never_wrong("B13")
-def test_a_producer_just_waits_for_its_readers() -> None:
-    """It has no reads, so nobody waits for it in a circle: its readers come, or the lease expires."""
-    engine = Engine("P")
-    assert engine.prefill("lease", TEXT) is not None
-    engine.step()
-    assert given_up(engine, prompt(engine), for_s=5.0) == ()
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_is_given_up_while_something_runs_or_before_a_second_is_over(kind: Callable[[Engine], Round]) -> None:
     engine = leased()
@@ -158,17 +125,11 @@ def test_a_read_that_nobody_waits_for_makes_none_give_way(ending: str) -> None:
     assert given_up(engine, lambda: None, for_s=3.0) == ()
 
 
-@pytest.fixture
-def pair() -> Iterator[StreamPair]:
-    pair = StreamPair(InMemory())
-    yield pair
-    pair.close()
-
-
 @pytest.mark.never_wrong("B13")
 @pytest.mark.parametrize("free_blocks", [5, 6])
-def test_an_offer_without_blocks_gives_way(pair: StreamPair, free_blocks: int) -> None:
+def test_an_offer_without_blocks_gives_way(make: Any, free_blocks: int) -> None:
     """Five of six blocks are free; or all are, and the host keeps some of them for others."""
+    pair = make()
     engine = pair.decode
     assert engine.prefill("lease", TEXT) is not None
     engine.step()

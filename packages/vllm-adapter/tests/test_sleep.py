@@ -25,20 +25,6 @@ from vllm_adapter.worker.registration import Registration
 RANK, OTHER_RANK = (0, 0), (0, 1)
 
 
-# ---------------------------------------------------------------------------------------------- ends of reads
-
-
-def _finished(code: str = "", message: str = "", staged: Any = ()) -> ReadEnd:
-    return ReadEnd(order(), code, message, ReadTimes(0.0), 1.0, staged=staged)
-
-
-def test_an_end_that_was_good_becomes_a_failure_and_a_failure_stays_what_it_is() -> None:
-    good = _finished(staged=(SimpleNamespace(),)).failed("asleep", "gone")
-    assert (good.code, good.staged) == ("asleep", ())
-    bad = _finished("peer-lost", "gone")
-    assert bad.failed("asleep", "gone") is bad
-
-
 # ------------------------------------------------------------------------------------------ the end of a registration
 
 
@@ -278,7 +264,7 @@ def test_a_reset_that_crosses_with_the_report_of_a_read_leaves_nothing_behind() 
     """The scheduler orders it before it has heard of the end; the next read of that id is another one."""
     worker, _ = _worker("hangs")
     worker.apply(_orders(StepPlan(reads=(order(),))))
-    worker._finished.append(_finished())
+    worker._finished.append(ReadEnd(order(), "", "", ReadTimes(0.0), 1.0))
     assert worker.take_report().received == {"r1"}
     worker.apply(_orders(StepPlan(voids=("r1",))))
     assert not worker._due_reads
@@ -290,7 +276,7 @@ def test_the_end_of_a_notification_leaves_the_read_of_a_later_request_of_its_id_
     worker._finished.append(ReadEnd(order(is_reported=False), "", "", ReadTimes(0.0), 1.0))
     worker.take_report()
     worker.apply(_orders(StepPlan(voids=("r1",))))
-    worker._finished.append(_finished())
+    worker._finished.append(ReadEnd(order(), "", "", ReadTimes(0.0), 1.0))
     assert worker.take_report().failed == {"r1"}
 
 

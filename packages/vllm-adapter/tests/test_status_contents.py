@@ -22,7 +22,6 @@ from vllm_adapter.cli.values import misfit
 from vllm_adapter.config import Settings
 from vllm_adapter.observe.answers import Answer
 from vllm_adapter.wiring import make_worker
-from vllm_adapter.worker import registration as worker_status_module
 from vllm_adapter.worker.registration import Registration
 
 TEXT = "a prompt of forty characters, no more..."
@@ -156,7 +155,7 @@ def test_leases_are_told_with_the_time_left_and_without_their_nonce() -> None:
 
 
 def test_a_transfer_thread_that_does_not_answer_is_shown_by_its_health(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_status_module, "_ANSWER_S", 0.01)
+    monkeypatch.setattr("vllm_adapter.worker.registration._ANSWER_S", 0.01)
     health = SimpleNamespace(
         state="stuck", calls_waiting=7, callback_errors=1, loop_errors=2, last_error="E: x", ucx_requests="off"
     )
@@ -164,12 +163,12 @@ def test_a_transfer_thread_that_does_not_answer_is_shown_by_its_health(monkeypat
         health=lambda: health,
         quarantine=lambda: [SimpleNamespace(bytes_at_risk=4096)],
         stalls=lambda: [Stall("r1/0.0", 1.0)],
-        statistics=lambda: {"transfers_done": 3.0, "other": 1.0},
+        statistics=lambda: {"transfers_done": 3.0},
         call_soon=lambda _function: None,
     )
     untyped: Any = None
     registration = Registration(agent, untyped, untyped, untyped, untyped, b"")
-    told: Any = worker_status_module.worker_status(facts(), registration, is_registered=True, is_asleep=False)
+    told: Any = registration.describe()
     assert told["thread"] == {
         "state": "stuck",
         "calls_waiting": 7,

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,10 +22,11 @@ from kv_handshake.core.desk import MOST_ASKS, AskDesk
 from kv_handshake.core.pacing import GatedLog
 from kv_handshake.core.server import Incoming, Sender
 from kv_handshake.wire.asks import encode_ask, encode_cancel
-from kv_scheduler_state.streams import StreamOutcome
+from kv_scheduler_state.streams import StreamAnswer, StreamOutcome, StreamQuestion, StreamStanding
 from vllm_adapter.observe.cause_log import CauseLog
 from vllm_adapter.scheduler.streams import _AGAIN
 
+HAND_OVER, DIGEST = "0f" * 16, "d1" * 32
 SECRETS = (b"a fleet secret, 16+",)
 TICKET = {"do_remote_prefill": True, "remote_block_ids": [[]], "remote_request_id": "p-1"}
 OFFER = {"kind": "offer", "request_id": "p-1", "slot": 3, "generation": 5, "tag": 5, "ticket": TICKET}
@@ -33,26 +35,7 @@ BUSY, PLAIN = {"kind": "no", "reason": "busy"}, {"kind": "no", "reason": "not-st
 UNANSWERED = {"kind": "no", "reason": "unanswered"}
 
 
-@dataclass(frozen=True)
-class Question:
-    """A question of the consumer's machines."""
-
-    host: str
-    port: int
-    request_id: str = "d-1"
-    number: int = 1
-    hand_over_id: str = "0f" * 16
-    digest: str = "d1" * 32
-    tokens: int = 100
-    wants_final: bool = False
-
-
-@dataclass(frozen=True)
-class Answer:
-    """An answer of the producer's machines."""
-
-    asker: str
-    answer: dict[str, object]
+QUESTION = StreamQuestion("d-1", 1, "127.0.0.1", 0, HAND_OVER, DIGEST, 100, wants_final=False)
 
 
 def _taken(items: list[Any]) -> list[Any]:
@@ -65,9 +48,9 @@ def _taken(items: list[Any]) -> list[Any]:
 class Machines:
     """Both halves of the request machines, as far as a channel sees them."""
 
-    questions: list[Question] = field(default_factory=list)
+    questions: list[StreamQuestion] = field(default_factory=list)
     cancels: list[tuple[str, int]] = field(default_factory=list)
-    answers: list[Answer] = field(default_factory=list)
+    answers: list[StreamAnswer] = field(default_factory=list)
     standings: list[Any] = field(default_factory=list)
     outcomes: list[Any] = field(default_factory=list)
     asked: dict[str, Mapping[str, object]] = field(default_factory=dict)
@@ -91,20 +74,9 @@ class Machines:
     def cancel(self, asker: str, hand_over_id: str) -> None:
         self.gone.append((asker, hand_over_id))
 
-    def take_answers(self) -> Sequence[Answer]:
-        return _taken(self.answers)
-
-    def take_standings(self) -> Sequence[Any]:
-        return _taken(self.standings)
-
-    def take_questions(self) -> Sequence[Question]:
-        return _taken(self.questions)
-
-    def take_outcomes(self) -> Sequence[Any]:
-        return _taken(self.outcomes)
-
-    def take_cancels(self) -> Sequence[tuple[str, int]]:
-        return _taken(self.cancels)
+    def __getattr__(self, name: str) -> Any:
+        """Return what takes the items of a kind: `take_answers` and its like."""
+        return partial(_taken, self.__dict__[name.removeprefix("take_")])
 
     def answered(self, request_id: str, number: int, answer: Mapping[str, object], *, now_s: float) -> bool:
         self.answers_given.append((request_id, number, dict(answer)))
@@ -124,7 +96,7 @@ class Pair:
         wire.start()
 
     def ask(self, **changes: Any) -> None:
-        self.consumer.questions.append(Question(**{"host": "127.0.0.1", "port": self.wire.port, **changes}))
+        self.consumer.questions.append(QUESTION._replace(**{"port": self.wire.port, **changes}))
         self.turn()
 
     def turn(self) -> None:
@@ -172,30 +144,16 @@ def test_a_question_is_answered_with_a_later_step(wire: Any, secrets: Sequence[b
     asked = dict(pair.producer.asked[asker])
     assert len(str(asked.pop("nonce"))) == 32
     assert asked == {
-        "hand_over_id": "0f" * 16,
+        "hand_over_id": HAND_OVER,
         "number": 1,
-        "digest": "d1" * 32,
+        "digest": DIGEST,
         "tokens": 100,
         "wants_final": False,
     }
     assert not pair.consumer.answers_given
-    pair.producer.answers.append(Answer(asker, answer))
+    pair.producer.answers.append(StreamAnswer(asker, 1, answer))
     request_id, number, read = pair.answered()
     assert (request_id, number, {key: read[key] for key in answer}) == ("d-1", 1, answer)
-
-
-def test_many_questions_are_open_at_once_and_answered_in_any_order(wire: Any) -> None:
-    pair = Pair(wire)
-    for number in range(1, 31):
-        pair.ask(number=number, request_id=f"d-{number}")
-    pair.asker(30)
-    numbers = {asker: question["number"] for asker, question in pair.producer.asked.items()}
-    for asker in reversed(numbers):
-        pair.producer.answers.append(Answer(asker, {**OFFER, "slot": numbers[asker]}))
-    pair.until(lambda: len(pair.consumer.answers_given) == 30)
-    assert {(f"d-{read['slot']}", read["slot"]) for *_, read in pair.consumer.answers_given} == {
-        (request_id, number) for request_id, number, _ in pair.consumer.answers_given
-    }
 
 
 def test_a_question_that_is_taken_back_is_forgotten_by_the_peer(wire: Any) -> None:
@@ -205,9 +163,9 @@ def test_a_question_that_is_taken_back_is_forgotten_by_the_peer(wire: Any) -> No
     pair.consumer.cancels.append(("d-1", 1))
     pair.until(lambda: pair.producer.gone)
     assert pair.producer.gone == [(asker, "0f" * 16)]
-    pair.producer.answers.append(Answer(asker, OFFER))  # crosses with the end of the question
+    pair.producer.answers.append(StreamAnswer(asker, 1, OFFER))  # crosses with the end of the question
     pair.ask(number=2)
-    pair.producer.answers.append(Answer(pair.asker(2), FINAL))
+    pair.producer.answers.append(StreamAnswer(pair.asker(2), 1, FINAL))
     assert pair.answered()[1] == 2
 
 
@@ -220,18 +178,12 @@ def test_engines_of_different_secrets_hand_over_whole_and_say_so_once(
         for number in (1, 2):
             pair.ask(number=number)
             if not theirs:  # it opens every question, and its answer has no seal
-                pair.producer.answers.append(Answer(pair.asker(number), OFFER))
+                pair.producer.answers.append(StreamAnswer(pair.asker(number), 1, OFFER))
             assert pair.answered() == ("d-1", number, {**PLAIN, "code": "hand-over-seal"})
     assert len(pair.producer.asked) == (0 if theirs else 2)
     (line,) = [each for each in caplog.messages if "are computed here" in each]
     assert line.endswith(": hand-over-seal"), "also where the peer could not read the question"
     assert not any(secret.decode() in each for each in caplog.messages for secret in (*SECRETS, *theirs))
-
-
-def test_a_peer_that_is_not_there_is_not_asked_again(wire: Any, free_port: int) -> None:
-    pair = Pair(wire)
-    pair.ask(port=free_port)
-    assert pair.answered() == ("d-1", 1, {**PLAIN, "code": "connection-refused"})
 
 
 def test_a_reason_is_said_again_once_it_is_another_one_or_was_gone_meanwhile(
@@ -264,7 +216,7 @@ def test_what_the_machines_refuse_is_answered_with_a_no(wire: Any) -> None:
 def test_an_answer_that_cannot_be_sent_is_a_no(wire: Any) -> None:
     pair = Pair(wire)
     pair.ask()
-    pair.producer.answers.append(Answer(pair.asker(), {**OFFER, "ticket": {"ids": [7] * 600_000}}))
+    pair.producer.answers.append(StreamAnswer(pair.asker(), 1, {**OFFER, "ticket": {"ids": [7] * 600_000}}))
     assert pair.answered()[2]["reason"] == "withdrawn"
 
 
@@ -272,19 +224,6 @@ def test_a_question_that_cannot_be_asked_makes_its_hand_over_plain(wire: Any) ->
     pair = Pair(wire)
     pair.ask(digest="")
     assert pair.answered() == ("d-1", 1, PLAIN)
-
-
-def test_after_the_end_nothing_is_asked_or_answered(wire: Any) -> None:
-    pair = Pair(wire)
-    pair.ask()
-    asker = pair.asker()
-    pair.there.close()
-    pair.producer.answers.append(Answer(asker, OFFER))
-    pair.there.receive(0.0)
-    pair.there.send()
-    pair.here.close()
-    pair.here.close()
-    assert pair.answered() == ("d-1", 1, {**UNANSWERED, "code": "closed"})
 
 
 @pytest.mark.parametrize("code", sorted(_AGAIN))
@@ -295,7 +234,7 @@ def test_no_answer_is_not_taken_for_a_peers_word(code: str) -> None:
     pair.turn()
     assert pair.consumer.answers_given == [("d-1", 1, {**UNANSWERED, "code": code})]
     pair.ask()
-    pair.producer.answers.append(Answer(pair.asker(), {**BUSY}))
+    pair.producer.answers.append(StreamAnswer(pair.asker(), 1, {**BUSY}))
     pair.consumer.answers_given.clear()
     assert pair.answered()[2]["reason"] == "busy"
 
@@ -323,12 +262,61 @@ def test_a_hook_waits_for_nothing(wire: Any, free_port: int) -> None:
     """A step with a hundred questions to a peer that is not there, and as many to one that is silent for a while."""
     pair = Pair(wire)
     for number in range(1, 101):
-        pair.consumer.questions.append(Question("127.0.0.1", pair.wire.port, number=number))
+        pair.consumer.questions.append(QUESTION._replace(port=pair.wire.port, number=number))
     began_s = time.perf_counter()
     pair.here.receive(0.0)
     pair.here.send()
     assert time.perf_counter() - began_s < 1.0
     pair.asker(100)
+
+
+# Answers that stand: the listener's thread gives them by itself, also while the engine is in a step or at rest.
+
+
+def test_an_offer_is_given_while_a_step_runs_but_not_to_who_wants_the_final_ticket() -> None:
+    pair = Pair(InMemory())
+    pair.producer.standings.append(StreamStanding(HAND_OVER, DIGEST, OFFER))
+    pair.turn()
+    pair.ask()
+    assert [answer["kind"] for *_, answer in pair.consumer.answers_given] == ["offer"]
+    assert not pair.producer.asked, "no step was needed"
+    pair.ask(number=2, wants_final=True)
+    assert len(pair.consumer.answers_given) == 1
+    assert [question["wants_final"] for question in pair.producer.asked.values()] == [True]
+
+
+def test_the_board_of_answers_has_a_bound() -> None:
+    pair = Pair(InMemory())
+    pair.producer.standings.extend(StreamStanding(f"{number:032x}", DIGEST, FINAL) for number in range(5000))
+    pair.turn()
+    assert len(pair.there._board) == 4096
+    assert f"{4999:032x}" in pair.there._board
+
+
+class _PublishedMeanwhile(dict[int, Any]):
+    """An inbox during whose use an answer is published."""
+
+    def __init__(self, board: dict[str, Any]) -> None:
+        self._board = board
+
+    def __setitem__(self, key: int, question: Any) -> None:
+        self._board[HAND_OVER] = "", FINAL
+        super().__setitem__(key, question)
+
+
+def test_an_answer_that_is_published_while_a_question_arrives_reaches_it_without_a_further_step() -> None:
+    """The engine rests from then on: nobody would take the question out of the inbox."""
+    pair = Pair(InMemory())
+    channel: Any = pair.there
+    channel._questions = _PublishedMeanwhile(channel._board)
+    pair.consumer.questions.append(QUESTION._replace(port=pair.wire.port))
+    pair.here.send()
+    pair.here.receive(0.0)
+    assert [answer["kind"] for *_, answer in pair.consumer.answers_given] == ["final"]
+    assert not channel._questions
+
+
+# Questions that wait
 
 
 class Desk:

@@ -25,7 +25,7 @@ def only(log: HandOverLog) -> Any:
 def test_a_log_forgets_the_oldest_and_keeps_ids_short() -> None:
     log = HandOverLog()
     for number in range(MOST_HAND_OVERS + 40):
-        log.begin(f"r{number}", "consumer", "arrived", float(number))
+        log.mark(f"r{number}", "arrived", float(number), role="consumer")
         for stage in ("allocated", "ordered", "reported", "scheduled", "first_token"):
             log.mark(f"r{number}", stage, float(number))
     told = log.describe()
@@ -34,7 +34,7 @@ def test_a_log_forgets_the_oldest_and_keeps_ids_short() -> None:
     log.mark("r50", "freed", 0.0)
     assert log.describe()[0]["request_id"] == "r41", "a hand-over whose beginning is forgotten is not told"
     long = "x" * 70_000 + "-suffix"
-    log.begin(long, "consumer", "arrived", 1.0)
+    log.mark(long, "arrived", 1.0, role="consumer")
     log.mark(long, "allocated", 2.0)
     last: Any = log.describe()[-1]
     assert len(last["request_id"]) < 170
@@ -47,11 +47,11 @@ def test_the_first_moment_of_a_stage_counts_and_unknown_requests_cost_nothing() 
     log = HandOverLog()
     log.mark("nobody", "arrived", 1.0)
     assert log.describe() == []
-    log.begin("r", "producer", "arrived", 1.0)
+    log.mark("r", "arrived", 1.0, role="producer")
     log.mark("r", "scheduled", 2.0)
     log.mark("r", "scheduled", 9.0)
     assert only(log)["moments"] == {"arrived": 1.0, "scheduled": 2.0}
-    log.begin("r", "producer", "arrived", 11.0)
+    log.mark("r", "arrived", 11.0, role="producer")
     assert only(log)["moments"] == {"arrived": 11.0}, "an id that is used again is another hand-over"
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from dataclasses import replace
 from functools import partial
@@ -23,6 +22,7 @@ from vllm_adapter.scheduler.hooks import Arrival
 from vllm_adapter.steps import ReadEnd, ReadTimes, StepOrders, StepReport
 from vllm_adapter.wiring import make_worker
 from vllm_adapter.worker.engine_thread import WorkerSide
+from vllm_adapter.worker.registration import Registration
 
 
 def _worker() -> WorkerSide:
@@ -38,8 +38,9 @@ def test_caches_in_two_kinds_of_memory_are_refused_at_registration() -> None:
     assert (caught.value.code, caught.value.context) == ("mixed-memory-kinds", {"kinds": ["DRAM", "VRAM"]})
 
 
-def _use(worker: WorkerSide, registration: Any) -> None:
-    worker._registration = registration
+def _use(worker: WorkerSide, agent: Any) -> None:
+    unused: Any = None
+    worker._registration = Registration(agent, unused, unused, unused, worker._recorder, b"")
 
 
 def _end(code: str = "", **changes: Any) -> ReadEnd:
@@ -59,8 +60,7 @@ def test_a_failed_read_is_reported_with_who_what_and_why_and_logged_once_for_all
         requests.ordered(StepPlan(reads=tuple(order(request_id=name) for name in ids)), 0.0)
         failures = tuple(replace(failure, rank=(0, rank)) for failure in results.failures for rank in range(8))
         side.update_output(StepReport(received=ids, failed=("r1",), failures=failures))
-    assert results.received == {"r1", "r2"}
-    assert results.failed == {"r1"}
+    assert (results.received, results.failed) == ({"r1", "r2"}, {"r1"})
     (record,) = [record for record in caplog.records if "not taken over" in record.getMessage()]
     assert "by ranks 0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7 from" in record.getMessage()
     for part in ("r1", "p-r1", "engine P", "10.0.0.1:5600", "the peer said nothing", "peer-silent"):
@@ -72,14 +72,11 @@ def test_a_notification_that_failed_is_logged_but_no_request_is_reported(caplog:
     worker = _worker()
     worker._finished.append(_end("peer-lost", is_reported=False))
     results = worker.take_report()
-    assert not results.received
-    assert not results.failed
+    assert results.received == results.failed == set()
     assert "could not notify" in caplog.text
     assert "peer-lost" in caplog.text
     assert "not taken over" not in caplog.text
-    stats = worker.take_stats()
-    assert stats is not None
-    assert stats["num_failed_notifications"] == [1]
+    assert (worker.take_stats() or {})["num_failed_notifications"] == [1]
     end = _end("connection-refused", is_reported=False)
     worker._finished.append(replace(end, was_met=False))
     worker.take_report()
@@ -90,8 +87,7 @@ def test_what_the_scheduler_could_not_order_is_reported_as_failed() -> None:
     worker = _worker()
     worker.apply(StepOrders(StepPlan(failures=("o1",))))
     results = worker.take_report()
-    assert results.received == {"o1"}
-    assert results.failed == {"o1"}
+    assert results.received == results.failed == {"o1"}
 
 
 def test_handing_a_step_over_waits_for_no_peer() -> None:
@@ -100,7 +96,7 @@ def test_handing_a_step_over_waits_for_no_peer() -> None:
     agent = SimpleNamespace(
         call_soon=queued.append, write_fence=lambda slot, generation: fences.append((slot, generation)), is_alive=True
     )
-    _use(worker, SimpleNamespace(agent=agent, apply=lambda *_orders: threading.Event().wait(60)))
+    _use(worker, agent)
     plan = StepPlan(reads=(order(),), expects=("p1",), fences=(FenceOrder("p1", 3, 9),))
     began_s = time.monotonic()
     worker.apply(StepOrders(plan))
@@ -136,7 +132,7 @@ def test_an_exception_on_the_transfer_thread_is_logged_once_with_its_traceback_a
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     worker, agent = _worker(), Agent()
-    _use(worker, SimpleNamespace(agent=agent))
+    _use(worker, agent)
     worker.take_report()
     agent.errors = 3
     for _ in range(3):
@@ -145,15 +141,13 @@ def test_an_exception_on_the_transfer_thread_is_logged_once_with_its_traceback_a
     assert "ValueError: odd" in caplog.text
     assert "\x1b" not in caplog.text
     assert caplog.messages[-1].splitlines()[1:] == ["    Traceback: line 7", "    ERROR of\\x1b[2J a peer"]
-    stats = worker.take_stats()
-    assert stats is not None
-    assert sum(stats["num_callback_errors"]) == 3
+    assert sum((worker.take_stats() or {})["num_callback_errors"]) == 3
 
 
 @pytest.mark.never_wrong("B12")
 def test_a_stuck_or_dead_transfer_thread_is_an_error_and_a_gauge(caplog: pytest.LogCaptureFixture) -> None:
     worker, agent = _worker(), Agent()
-    _use(worker, SimpleNamespace(agent=agent))
+    _use(worker, agent)
     agent.state = "stuck"
     for _ in range(2):
         worker.take_report()
@@ -162,9 +156,7 @@ def test_a_stuck_or_dead_transfer_thread_is_an_error_and_a_gauge(caplog: pytest.
         worker.take_report()
     assert caplog.text.count("is stuck in one turn") == 1
     assert caplog.text.count("has died") == 1
-    stats = worker.take_stats()
-    assert stats is not None
-    assert stats["stuck_threads"] == [1], "a dead thread makes no progress either"
+    assert (worker.take_stats() or {})["stuck_threads"] == [1], "a dead thread makes no progress either"
 
 
 @pytest.mark.never_wrong("B12")
@@ -177,13 +169,11 @@ def test_what_all_ranks_see_is_a_warning_of_the_first_rank_only(caplog: pytest.L
 
 def test_quarantined_bytes_are_reported_as_changes() -> None:
     worker, agent = _worker(), Agent()
-    _use(worker, SimpleNamespace(agent=agent))
+    _use(worker, agent)
     for held in ([4096], [4096], [1024], []):
         agent.held = [SimpleNamespace(bytes_at_risk=size) for size in held]
         worker.take_report()
-    stats = worker.take_stats()
-    assert stats is not None
-    assert stats["quarantined_bytes"] == [4096, -3072, -1024]
+    assert (worker.take_stats() or {})["quarantined_bytes"] == [4096, -3072, -1024]
 
 
 def test_a_step_that_computes_nothing_waits_a_moment_for_a_read_and_no_other_step_does() -> None:
@@ -231,7 +221,7 @@ def test_a_rank_rests_only_until_it_has_reported_all_that_it_waits_for(plan: Ste
     agent: Any = Agent()
     agent.is_alive = True
     agent.call_soon = lambda _: None
-    _use(worker, SimpleNamespace(agent=agent, apply=lambda *_: None))
+    _use(worker, agent)
     rests: Any = partial(StepOrders, rest_s=0.005)
     for orders in (plan, StepPlan()):
         worker.apply(rests(orders))

@@ -24,7 +24,7 @@ from kv_handshake.inspect import Recording, compare, probe
 from kv_handshake.net.listener import Listener
 from kv_handshake.security import ClientSecurity, write_keypair
 from kv_handshake.testing import load_vectors
-from kv_handshake.wire.dialects import dialect_of, dialect_of_vllm
+from kv_handshake.wire.dialects import dialect_of_vllm
 from kv_handshake.wire.replies import decode_envelope
 
 if TYPE_CHECKING:
@@ -127,16 +127,13 @@ def _probe(  # noqa: PLR0913 - one for each option
         list[str] | None,
         typer.Option(metavar="TP|PP:TP|TP-TP", help="Rank or tp range to ask for; default 0. Repeat it for more."),
     ] = None,
-    dialect: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            help=f"The peer's connector version (default {_DEFAULT_DIALECT}, the oldest on which no vLLM since 0.26 ends). A "
-            "wrong one ends a listener of vLLM itself: before vLLM 0.26 it must be 4 or less, from then on 5 or more.",
-        ),
-    ] = None,
     vllm: Annotated[
-        str | None, typer.Option(metavar="RELEASE", help="Take the connector version from the peer's vLLM release.")
+        str | None,
+        typer.Option(
+            metavar="RELEASE",
+            help="The peer's vLLM release, such as 0.32.0; without it the query is one that no vLLM since 0.26 ends on. A wrong "
+            "one ends a listener of vLLM itself if only one of the two is older than 0.26.",
+        ),
     ] = None,
     against: Annotated[
         str | None, typer.Option(metavar="FILE|HOST:PORT", help="Compare with a recording or another live engine.")
@@ -161,17 +158,15 @@ def _probe(  # noqa: PLR0913 - one for each option
     as_json: AsJson = False,
 ) -> int:
     """Print a live engine's metadata, and compare it with another's."""
-    if dialect is not None and vllm is not None:
-        raise typer.BadParameter("--dialect and --vllm exclude each other")
-    version = dialect_of_vllm(vllm) if vllm else dialect_of(_DEFAULT_DIALECT if dialect is None else dialect)
+    dialect = dialect_of_vllm(vllm).version if vllm else _DEFAULT_DIALECT
     ranks = list(dict.fromkeys(each for text in rank or ["0"] for each in _ranks_of(text)))
     security = _security_of(secret_key, server_key)
 
     def fetch(where: str, ranks: Sequence[Rank]) -> ProbeResult:
         at = parse_endpoint(where)
-        return probe(at.host, at.port, ranks=ranks, dialect=version.version, timeout_s=timeout, security=security)
+        return probe(at.host, at.port, ranks=ranks, dialect=dialect, timeout_s=timeout, security=security)
 
-    _warn(ranks, has_dialect=bool(vllm) or dialect is not None)
+    _warn(ranks, has_release=bool(vllm))
     result = fetch(peer, ranks)
     if save:
         result.recording.write(save)
@@ -188,12 +183,12 @@ def _probe(  # noqa: PLR0913 - one for each option
     return code
 
 
-def _warn(ranks: Sequence[Rank], *, has_dialect: bool) -> None:
+def _warn(ranks: Sequence[Rank], *, has_release: bool) -> None:
     """Warn, before anything is sent, of a query on which vLLM's own listener would crash."""
-    if not has_dialect:
+    if not has_release:
         print(
             "kv-handshake: the query has the shape of vLLM 0.26 and later; a listener of an older vLLM would end on it "
-            "(give --vllm or --dialect)",
+            "(give --vllm)",
             file=sys.stderr,
         )
     if any(rank != (0, 0) for rank in ranks):
@@ -234,11 +229,9 @@ def _supposed_of(texts: Sequence[str]) -> dict[str, list[object]]:
 
 def _security_of(secret: str | None, server: str | None) -> ClientSecurity | None:
     """Return the keys in the files of `--secret-key` and `--server-key`, None without both."""
-    if secret is None and server is None:
-        return None
-    if secret is None or server is None:
+    if (secret is None) != (server is None):
         raise ConfigurationError("invalid-argument", "give --secret-key and --server-key together")
-    return ClientSecurity.read(secret, server)
+    return ClientSecurity.read(secret, server) if secret and server else None
 
 
 def _values(peer: str, result: ProbeResult) -> dict[str, Any]:

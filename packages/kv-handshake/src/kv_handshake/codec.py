@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from typing import TYPE_CHECKING, final
 
 import msgspec
@@ -11,9 +12,9 @@ from kv_handshake.core.session import ClientSession
 from kv_handshake.errors import ConfigurationError
 from kv_handshake.wire.asks import answer_payload, question_payload, read_answer, read_question
 from kv_handshake.wire.dialects import dialect_of
-from kv_handshake.wire.factors import check_factors, compatibility_hash, hashed_factors
+from kv_handshake.wire.factors import check_factors, compatibility_hash, wire_hash
 from kv_handshake.wire.limits import NUMBER_END
-from kv_handshake.wire.messages import Envelope, checksum_of
+from kv_handshake.wire.messages import Envelope
 from kv_handshake.wire.notifications import (
     RESERVED_PREFIXES,
     encode_heartbeats,
@@ -36,18 +37,16 @@ class Codec:
 
     Args:
         capabilities: Capabilities to announce: ``required``, ``supported`` or ``absent`` by name.
+
+    Attributes:
+        reserved_prefixes: Request ids that begin with one of these cannot be notified.
     """
 
     def __init__(self, *, capabilities: Mapping[str, Level] | None = None) -> None:
         self._capabilities = LocalOffer(capabilities=capabilities or {}).capabilities
 
     def encode_envelope(
-        self,
-        metadata: Mapping[str, object],
-        factors: Mapping[str, object],
-        *,
-        dialect: int,
-        rank: Rank | None = None,
+        self, metadata: Mapping[str, object], factors: Mapping[str, object], *, dialect: int, rank: Rank | None = None
     ) -> bytes:
         """Return the envelope of one rank, for a listener to serve.
 
@@ -73,17 +72,18 @@ class Codec:
             raise ConfigurationError("invalid-argument", f"generation {generation!r} is not 0 to 2**53 - 1")
         return msgspec.msgpack.encode(
             Envelope(
-                compatibility_hash=compatibility_hash(hashed_factors(factors, version)),
+                compatibility_hash=wire_hash(factors, version),
                 agent_metadata_bytes=encoded,
                 protocol=PROTOCOL_RANGE,
                 rank=rank,
                 generation=generation,
                 factors=dict(factors),
-                checksum=checksum_of(encoded),
+                checksum=zlib.crc32(encoded),
                 capabilities=dict(self._capabilities),
             )
         )
 
+    reserved_prefixes = RESERVED_PREFIXES
     compatibility_hash = staticmethod(compatibility_hash)
     decode_envelope = staticmethod(decode_envelope)
     decode_metadata = staticmethod(decode_metadata)
@@ -96,8 +96,3 @@ class Codec:
     answer_payload = staticmethod(answer_payload)
     read_question = staticmethod(read_question)
     read_answer = staticmethod(read_answer)
-
-    @property
-    def reserved_prefixes(self) -> tuple[str, ...]:
-        """Request ids that begin with one of these cannot be notified."""
-        return RESERVED_PREFIXES

@@ -11,9 +11,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CODES",
-    "CodeFacts",
     "ConfigurationError",
-    "Fault",
     "HandshakeError",
     "TransportError",
     "WireError",
@@ -38,86 +36,84 @@ class CodeFacts(NamedTuple):
     meaning: str
 
 
-CODES: Mapping[str, CodeFacts] = {
+_FACTS: Mapping[str, tuple[Fault, bool | None, str]] = {
     # Refusals of a listener.
-    "oversized-query": CodeFacts("peer", False, "The query is longer than any valid query."),
-    "malformed-query": CodeFacts(
-        "peer", False, "The query is not one complete MessagePack array of the allowed types."
-    ),
-    "wrong-arity": CodeFacts("peer", False, "The query has another number of fields than its command takes."),
-    "wrong-type": CodeFacts("peer", False, "A rank in the query is not a non-negative integer."),
-    "unknown-command": CodeFacts("peer", False, "The first field of the query names no command."),
-    "pipeline-stages": CodeFacts(
+    "oversized-query": ("peer", False, "The query is longer than any valid query."),
+    "malformed-query": ("peer", False, "The query is not one complete MessagePack array of the allowed types."),
+    "wrong-arity": ("peer", False, "The query has another number of fields than its command takes."),
+    "wrong-type": ("peer", False, "A rank in the query is not a non-negative integer."),
+    "unknown-command": ("peer", False, "The first field of the query names no command."),
+    "pipeline-stages": (
         "peer",
         False,
         "The asker reads one pipeline stage, as vLLM's own connector does, and this engine has several.",
     ),
-    "unknown-rank": CodeFacts("peer", None, "No metadata is served for this (pp, tp) rank."),
-    "not-ready": CodeFacts("peer", True, "The engine has not published its metadata yet, or has withdrawn it."),
-    "rate-limited": CodeFacts("peer", True, "This address asks faster than the listener allows."),
-    "wrong-frames": CodeFacts("peer", False, "The message has too many or too few frames for a query."),
+    "unknown-rank": ("peer", None, "No metadata is served for this (pp, tp) rank."),
+    "not-ready": ("peer", True, "The engine has not published its metadata yet, or has withdrawn it."),
+    "rate-limited": ("peer", True, "This address asks faster than the listener allows."),
+    "wrong-frames": ("peer", False, "The message has too many or too few frames for a query."),
     # Refusals of an ask, which carry its number.
-    "ask-busy": CodeFacts("peer", True, "The listener has as many open asks as its budget allows."),
-    "ask-expired": CodeFacts("peer", True, "The engine had no answer to an ask within the listener's time."),
-    "ask-cancelled": CodeFacts("local", True, "The asker has taken its ask back."),
-    "ask-repeated": CodeFacts("peer", False, "An ask of this number is open on this connection."),
+    "ask-busy": ("peer", True, "The listener has as many open asks as its budget allows."),
+    "ask-expired": ("peer", True, "The engine had no answer to an ask within the listener's time."),
+    "ask-cancelled": ("local", True, "The asker has taken its ask back."),
+    "ask-repeated": ("peer", False, "An ask of this number is open on this connection."),
     # Findings of a client in a reply.
-    "refused": CodeFacts("peer", None, "The peer's listener refused the query; its own code is in the context."),
-    "unexpected-reply": CodeFacts("peer", False, "A reply has the wrong number of frames, or answers no query."),
-    "oversized-reply": CodeFacts("peer", False, "A reply exceeds the size limit."),
-    "malformed-envelope": CodeFacts("peer", False, "The outer message of a reply does not decode."),
-    "malformed-metadata": CodeFacts("peer", False, "The agent metadata in an accepted envelope does not decode."),
-    "invalid-metadata": CodeFacts("peer", False, "The agent metadata decodes, but its values contradict each other."),
-    "malformed-clock": CodeFacts("peer", False, "The clock frame is not one finite MessagePack number."),
-    "malformed-answer": CodeFacts("peer", False, "The reply to an ask does not decode or is too long."),
-    "too-many-peers": CodeFacts("local", True, "As many peers are asked at once as this process has places for."),
-    "ask-unsupported": CodeFacts(
-        "peer", False, "The peer does not take asks: it is of an older release, or takes none now."
+    "refused": ("peer", None, "The peer's listener refused the query; its own code is in the context."),
+    "unexpected-reply": ("peer", False, "A reply has the wrong number of frames, or answers no query."),
+    "oversized-reply": ("peer", False, "A reply exceeds the size limit."),
+    "malformed-envelope": ("peer", False, "The outer message of a reply does not decode."),
+    "malformed-metadata": ("peer", False, "The agent metadata in an accepted envelope does not decode."),
+    "invalid-metadata": ("peer", False, "The agent metadata decodes, but its values contradict each other."),
+    "malformed-clock": ("peer", False, "The clock frame is not one finite MessagePack number."),
+    "malformed-answer": ("peer", False, "The reply to an ask does not decode or is too long."),
+    "too-many-peers": ("local", True, "As many peers are asked at once as this process has places for."),
+    "ask-unsupported": ("peer", False, "The peer does not take asks: it is of an older release, or takes none now."),
+    "malformed-hand-over": ("peer", False, "A message of a streamed hand-over does not decode or is out of bounds."),
+    "hand-over-seal": ("peer", False, "No fleet secret has sealed a message of a streamed hand-over."),
+    "hand-over-mismatch": ("peer", False, "A message of a streamed hand-over answers another question."),
+    "checksum-mismatch": ("peer", True, "The agent metadata was altered on its way."),
+    "rank-mismatch": ("peer", False, "The reply is about another rank than the one that was asked."),
+    "engine-mismatch": ("peer", None, "Another engine answers at this address than the ticket says."),
+    "generation-mismatch": ("peer", True, "The engine has registered its memory anew since the ticket was made."),
+    "first-rank-refused": (
+        "peer",
+        False,
+        "The caller refused the metadata of rank (0, 0); no other rank was asked for.",
     ),
-    "malformed-hand-over": CodeFacts(
-        "peer", False, "A message of a streamed hand-over does not decode or is out of bounds."
-    ),
-    "hand-over-seal": CodeFacts("peer", False, "No fleet secret has sealed a message of a streamed hand-over."),
-    "hand-over-mismatch": CodeFacts("peer", False, "A message of a streamed hand-over answers another question."),
-    "checksum-mismatch": CodeFacts("peer", True, "The agent metadata was altered on its way."),
-    "rank-mismatch": CodeFacts("peer", False, "The reply is about another rank than the one that was asked."),
-    "engine-mismatch": CodeFacts("peer", None, "Another engine answers at this address than the ticket says."),
-    "generation-mismatch": CodeFacts(
-        "peer", True, "The engine has registered its memory anew since the ticket was made."
-    ),
-    "first-rank-refused": CodeFacts(
-        "peer", False, "The caller refused the metadata of rank (0, 0); no other rank was asked for."
-    ),
-    "hash-mismatch": CodeFacts("peer", False, "The compatibility hashes differ."),
-    "factors-differ": CodeFacts("peer", False, "Factors that must be equal differ."),
-    "protocol-range": CodeFacts("peer", False, "The two protocol ranges do not overlap."),
-    "capability-missing": CodeFacts("peer", False, "One side requires a capability that the other does not have."),
+    "hash-mismatch": ("peer", False, "The compatibility hashes differ."),
+    "factors-differ": ("peer", False, "Factors that must be equal differ."),
+    "protocol-range": ("peer", False, "The two protocol ranges do not overlap."),
+    "capability-missing": ("peer", False, "One side requires a capability that the other does not have."),
     # The transport.
-    "timed-out": CodeFacts("environment", True, "The peer did not answer in time."),
-    "connection-refused": CodeFacts("environment", True, "Nothing accepts connections at this address."),
-    "connection-lost": CodeFacts("environment", True, "The connection ended before all replies had come."),
-    "authentication-refused": CodeFacts(
+    "timed-out": ("environment", True, "The peer did not answer in time."),
+    "connection-refused": ("environment", True, "Nothing accepts connections at this address."),
+    "connection-lost": ("environment", True, "The connection ended before all replies had come."),
+    "authentication-refused": (
         "environment",
         False,
-        "The connection could not be opened: no side channel at this port, keys on one side only, wrong keys, or too many "
-        "connections at the peer.",
+        (
+            "The connection could not be opened: no side channel at this port, keys on one side only, wrong keys, "
+            "or too many connections at the peer."
+        ),
     ),
-    "name-unresolved": CodeFacts("environment", True, "The host name has no address."),
-    "recently-failed": CodeFacts("environment", True, "The peer failed a moment ago and is not asked again yet."),
-    "bind-failed": CodeFacts("environment", None, "The listener cannot bind its address."),
-    "transport-failed": CodeFacts("environment", None, "The messaging library failed in a way not foreseen here."),
-    "closed": CodeFacts("local", True, "The client was closed before the handshake ended."),
+    "name-unresolved": ("environment", True, "The host name has no address."),
+    "recently-failed": ("environment", True, "The peer failed a moment ago and is not asked again yet."),
+    "bind-failed": ("environment", None, "The listener cannot bind its address."),
+    "transport-failed": ("environment", None, "The messaging library failed in a way not foreseen here."),
+    "closed": ("local", True, "The client was closed before the handshake ended."),
     # The caller.
-    "illegal-event": CodeFacts("local", False, "The session cannot do this in its present state."),
-    "invalid-argument": CodeFacts("local", False, "An argument is outside its allowed range."),
-    "invalid-endpoint": CodeFacts("local", False, "A host or port cannot be used."),
-    "invalid-factors": CodeFacts("local", False, "Factors cannot be written as JSON."),
-    "unknown-dialect": CodeFacts("local", False, "No such version of the wire is known."),
-    "missing-field": CodeFacts("local", False, "A field that the dialect needs was not given."),
-    "invalid-key-file": CodeFacts("local", False, "A key file cannot be read or holds no key."),
-    "insecure-key-file": CodeFacts("local", False, "A secret key file may be read by others."),
-    "invalid-recording": CodeFacts("local", False, "A recording file cannot be read."),
+    "illegal-event": ("local", False, "The session cannot do this in its present state."),
+    "invalid-argument": ("local", False, "An argument is outside its allowed range."),
+    "invalid-endpoint": ("local", False, "A host or port cannot be used."),
+    "invalid-factors": ("local", False, "Factors cannot be written as JSON."),
+    "unknown-dialect": ("local", False, "No such version of the wire is known."),
+    "missing-field": ("local", False, "A field that the dialect needs was not given."),
+    "invalid-key-file": ("local", False, "A key file cannot be read or holds no key."),
+    "insecure-key-file": ("local", False, "A secret key file may be read by others."),
+    "invalid-recording": ("local", False, "A recording file cannot be read."),
 }
+
+CODES: Mapping[str, CodeFacts] = {code: CodeFacts(*facts) for code, facts in _FACTS.items()}
 
 
 class HandshakeError(Exception):

@@ -13,7 +13,6 @@ import stat
 import struct
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, final
 
 import zmq
@@ -52,10 +51,7 @@ def write_keypair(directory: str | Path, name: str) -> tuple[Path, Path]:
     public_file, secret_file = Path(directory, f"{name}.key"), Path(directory, f"{name}.key_secret")
     public, secret = generate_keypair()
     head = f'# CURVE certificate of kv-handshake, in the format of zmq.auth\ncurve\n    public-key = "{public}"\n'
-    for file, mode, text in (
-        (secret_file, 0o600, f'{head}    secret-key = "{secret}"\n'),
-        (public_file, 0o644, head),
-    ):
+    for file, mode, text in ((secret_file, 0o600, f'{head}    secret-key = "{secret}"\n'), (public_file, 0o644, head)):
         try:
             file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             _write_whole(file, mode, text)
@@ -140,12 +136,9 @@ def _read(file: Path, *, is_secret: bool = False) -> tuple[str, str]:
         public, secret = ((key or b"").decode("ascii") for key in keys)
     except (OSError, ValueError, IndexError) as error:  # IndexError: a line without "=", half written
         raise _unreadable(file, error) from error
-    if secret:
-        _check_pair(public, secret, f"in {file}")
-    elif is_secret:
+    if is_secret and not secret:
         raise ConfigurationError("invalid-key-file", f"{file} holds no secret key", path=str(file))
-    else:
-        _check_key(public, f"in {file}")
+    _check_keys(f"in {file}", public, secret or None)
     return public, secret
 
 
@@ -172,21 +165,16 @@ def _unreadable(file: Path, error: Exception) -> ConfigurationError:
     return ConfigurationError("invalid-key-file", f"key file {file} cannot be read: {error}", path=str(file))
 
 
-def _check_key(key: str, where: str) -> None:
-    """Raise ``invalid-key-file`` unless the key is 40 characters of Z85."""
-    try:
-        is_key = len(key) == _KEY_CHARS and bool(z85.decode(key))
-    except (ValueError, KeyError, struct.error):  # struct.error: five digits of base 85 hold more than 32 bits
-        is_key = False
-    if not is_key:
-        raise ConfigurationError("invalid-key-file", f"the key {where} is not 40 characters of Z85")
-
-
-def _check_pair(public: str, secret: str, where: str) -> None:
-    """Raise ``invalid-key-file`` unless both are keys and the public one is that of the secret one."""
-    _check_key(public, where)
-    _check_key(secret, where)
-    if zmq.curve_public(secret.encode("ascii")).decode("ascii") != public:
+def _check_keys(where: str, public: str, secret: str | None = None) -> None:
+    """Raise ``invalid-key-file`` unless each is 40 characters of Z85, and the public one is that of the secret one."""
+    for key in (public,) if secret is None else (public, secret):
+        try:
+            is_key = len(key) == _KEY_CHARS and bool(z85.decode(key))
+        except (ValueError, KeyError, struct.error):  # struct.error: five digits of base 85 hold more than 32 bits
+            is_key = False
+        if not is_key:
+            raise ConfigurationError("invalid-key-file", f"the key {where} is not 40 characters of Z85")
+    if secret is not None and zmq.curve_public(secret.encode("ascii")).decode("ascii") != public:
         raise ConfigurationError("invalid-key-file", f"the public key {where} is not that of the secret key")
 
 
@@ -210,14 +198,13 @@ class ServerSecurity:
     _files: _Files | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        _check_pair(self.public_key, self.secret_key, "given directly")
+        _check_keys("given directly", self.public_key, self.secret_key)
         for key in self.authorized:
-            _check_key(key, "given directly")
+            _check_keys("given directly", key)
         if bool(self.authorized) == self.admits_any_client:
             raise ConfigurationError(
                 "invalid-argument", "give either the clients that may connect, or admits_any_client=True to admit all"
             )
-        object.__setattr__(self, "authorized", MappingProxyType(dict(self.authorized)))
 
     @staticmethod
     def read(
@@ -263,9 +250,9 @@ class ClientSecurity:
     _files: _Files | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        _check_pair(self.public_key, self.secret_key, "given directly")
+        _check_keys("given directly", self.public_key, self.secret_key)
         for key in self.server_keys:
-            _check_key(key, "given directly")
+            _check_keys("given directly", key)
 
     @property
     def server_keys(self) -> tuple[str, ...]:

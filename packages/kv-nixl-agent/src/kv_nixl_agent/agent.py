@@ -17,10 +17,9 @@ import numpy as np
 
 from kv_nixl_agent.errors import AgentError
 from kv_nixl_agent.memory.fences import FenceArray
-from kv_nixl_agent.memory.peers import PeerTable
+from kv_nixl_agent.memory.peers import PeerTable, add_checksum
 from kv_nixl_agent.memory.rows import MemoryTable
 from kv_nixl_agent.nixl.binding import open_nixl
-from kv_nixl_agent.nixl.metadata import add_checksum
 from kv_nixl_agent.options import AgentOptions
 from kv_nixl_agent.streams.polls import StreamPoller, landing_pads
 from kv_nixl_agent.streams.words import StreamWords
@@ -126,15 +125,6 @@ class TransferAgent:
         self._refuse_closed()
         return add_checksum(self._port.agent_metadata())
 
-    def register(self, regions: Sequence[MemoryRegion]) -> None:
-        """Register further memory; peers need fresh metadata afterwards.
-
-        Raises:
-            AgentError: `bad-region`, `registration-failed`; nothing is registered then.
-        """
-        self._refuse_closed()
-        self._memory.register(regions)
-
     def write_fence(self, slot: int, generation: int) -> None:
         """Store `generation` in this rank's fence word `slot`; consumers see it at once. Any thread.
 
@@ -162,16 +152,6 @@ class TransferAgent:
         peer = self._peers.add(spec)
         if self._options.wire_up and peer.touch is not None:
             self._words.warm_up(peer)
-
-    def replace_peer(self, spec: PeerSpec) -> None:
-        """Register a restarted or re-registered peer whose key may be in use; transfers of the previous peer fail.
-
-        Raises:
-            AgentError: as `add_peer`; the previous peer is then removed, too.
-        """
-        if self.has_peer(spec.key):
-            self.remove_peer(spec.key)
-        self.add_peer(spec)
 
     def remove_peer(self, peer: str) -> None:
         """Forget a peer; its waiting transfers fail with `peer-removed`, and posted ones go to quarantine.
@@ -403,11 +383,6 @@ class TransferAgent:
             or any(read.is_late for read in self._handles.watched)
             or (self.polls is not None and self.polls.has_strays)
         )
-
-    @property
-    def has_quarantine(self) -> bool:
-        """Whether any transfer is in quarantine."""
-        return bool(self._handles.held)
 
     def stalls(self) -> Sequence[StallEntry]:
         """Return the transfers on the wire without progress for `stall_after_s`."""

@@ -40,14 +40,10 @@ ERROR_CODES: Final[Mapping[str, ErrorFacts]] = MappingProxyType(
         "registration-failed": ErrorFacts("environment", False, "NIXL refused to register or deregister memory"),
         "bad-rows": ErrorFacts("local", False, "rows are malformed: shape, dtype, zero lengths or overlapping strides"),
         "rows-unregistered": ErrorFacts("local", False, "local rows reach outside registered memory"),
-        "peer-rows-unregistered": ErrorFacts(
-            "peer", False, "peer rows reach outside the memory that the peer registered"
-        ),
+        "peer-rows-unregistered": ErrorFacts("peer", False, "peer rows reach outside the peer's registered memory"),
         # Peers.
         "metadata-damaged": ErrorFacts("peer", True, "agent metadata was truncated or changed on its way"),
-        "no-descriptors": ErrorFacts(
-            "environment", True, "this process may not open the descriptors that a peer needs"
-        ),
+        "no-descriptors": ErrorFacts("environment", True, "too few descriptors are left to connect to a peer"),
         "metadata-rejected": ErrorFacts("peer", None, "NIXL cannot use the peer's agent metadata"),
         "agent-name": ErrorFacts("peer", False, "the agent metadata names another agent than the peer's"),
         "unknown-peer": ErrorFacts("local", False, "no peer is known under that key"),
@@ -69,7 +65,7 @@ ERROR_CODES: Final[Mapping[str, ErrorFacts]] = MappingProxyType(
         "quarantine-full": ErrorFacts("peer", True, "too many unfinished transfers of this peer are in quarantine"),
         "bad-fence": ErrorFacts("local", False, "a fence slot or generation is out of range, or the peer has no fence"),
         "bad-streams": ErrorFacts(
-            "local", False, "a stream slot, tag or table is out of range, or there is no stream memory"
+            "local", False, "a stream slot, tag or table is out of range, or no stream memory exists"
         ),
         "fence-mismatch": ErrorFacts("peer", False, "the producer ended the lease before the data was read"),
         # NIXL's own statuses, as the port reports them.
@@ -120,13 +116,7 @@ def _rebuild(code: str, message: str, context: dict[str, object]) -> AgentError:
 
 
 _REFUSED_BY_NIXL: Final = frozenset(
-    {
-        "nixl-invalid-param",
-        "nixl-mismatch",
-        "nixl-not-allowed",
-        "nixl-not-supported",
-        "nixl-not-posted",
-    }
+    {"nixl-invalid-param", "nixl-mismatch", "nixl-not-allowed", "nixl-not-supported", "nixl-not-posted"}
 )
 
 

@@ -77,7 +77,6 @@ class Mailbox:
         self._round: tuple[int, float] | None = None
         """(number of calls that must run first, time of the round's start) for the due timers that are waiting."""
         self.callback_errors = 0
-        self.loop_errors = 0
         self.last_error = ("", "")
         """(type and message, traceback) of the latest error."""
 
@@ -160,14 +159,10 @@ class Mailbox:
             function(*arguments)
         except BaseException as error:  # noqa: BLE001 - the caller's code must not kill the thread
             self.callback_errors += 1
-            self._keep(error)
+            self.keep_error(error)
 
-    def keep_loop_error(self, error: BaseException) -> None:
-        """Count an error of the loop itself."""
-        self.loop_errors += 1
-        self._keep(error)
-
-    def _keep(self, error: BaseException) -> None:
+    def keep_error(self, error: BaseException) -> None:
+        """Keep the text of an error."""
         self.last_error = (f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error)))
 
 

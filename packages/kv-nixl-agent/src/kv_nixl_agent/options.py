@@ -21,19 +21,13 @@ _HOST_SPLIT_BATCH_SIZE: Final = 128
 _LEAST_S: Final = 1e-9
 
 
-def _demand(holds: bool, message: str) -> None:
-    if not holds:
-        raise AgentError("bad-options", message)
-
-
 def _demand_within(options: object, **limits: tuple[float, float]) -> None:
     """Refuse an option outside (lowest, highest); None, for no limit, is always fine."""
     for name, (lowest, highest) in limits.items():
         value = getattr(options, name)
-        _demand(
-            value is None or lowest <= value <= highest,
-            f"{name} is {value}, allowed are {lowest:g} to {'any number' if highest == math.inf else f'{highest:g}'}",
-        )
+        if value is not None and not lowest <= value <= highest:
+            most = "any number" if highest == math.inf else f"{highest:g}"
+            raise AgentError("bad-options", f"{name} is {value}, allowed are {lowest:g} to {most}")
 
 
 @final
@@ -62,7 +56,8 @@ class BackendOptions:
     parameters: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def __post_init__(self) -> None:
-        _demand(bool(self.name), "a backend needs a plugin name such as 'UCX'")
+        if not self.name:
+            raise AgentError("bad-options", "a backend needs a plugin name such as 'UCX'")
         _demand_within(self, num_threads=(0, 64), split_batch_size=(1, math.inf))
 
     def for_host_memory(self) -> BackendOptions:
@@ -129,9 +124,9 @@ class AgentOptions:
     close_wait_s: float = 2.0
 
     def __post_init__(self) -> None:
-        _demand(len(self.backends) > 0, "at least one backend is needed, for example BackendOptions('UCX')")
         names = [backend.name for backend in self.backends]
-        _demand(len(set(names)) == len(names), f"backends {names} name one plugin twice")
+        if not names or len(set(names)) < len(names):
+            raise AgentError("bad-options", f"backends are {names}: at least one is needed, each plugin once")
         _demand_within(
             self,
             fence_words=(1, 1 << 24),

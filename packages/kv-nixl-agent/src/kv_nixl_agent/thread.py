@@ -91,7 +91,7 @@ class TransferThread:
         self._failure: AgentError | None = None
         self._agent: TransferAgent | None = None
         self._metadata = b""
-        self._turns = 0
+        self._turns = self._loop_errors = 0
         self._turn_began_s = clock()
         self._figures = Figures({})
         self._quarantine: Sequence[QuarantineEntry] = ()
@@ -205,10 +205,7 @@ class TransferThread:
 
     def statistics(self) -> Mapping[str, float]:
         """Return the number of turns, and the agent's counters, times and gauges as of about 0.1 s ago (0.3 s at rest)."""
-        return {
-            **self._figures.summary(),
-            "thread_turns": float(self._turns),
-        }
+        return {**self._figures.summary(), "thread_turns": float(self._turns)}
 
     def stalls(self) -> Sequence[StallEntry]:
         """Return the transfers on the wire without progress, as of about 0.1 s ago (0.3 s at rest)."""
@@ -252,7 +249,7 @@ class TransferThread:
             turns=self._turns,
             calls_waiting=len(mailbox.calls),
             callback_errors=mailbox.callback_errors,
-            loop_errors=mailbox.loop_errors,
+            loop_errors=self._loop_errors,
             last_error=mailbox.last_error[0],
             last_traceback=mailbox.last_error[1],
             ucx_requests=POOL.state,
@@ -339,18 +336,22 @@ class TransferThread:
             try:
                 self._turn(agent)
                 crashes = 0
-            except Exception as error:  # noqa: BLE001 - one bad turn must not strand every request
-                self._mailbox.keep_loop_error(error)
+            except BaseException as error:  # noqa: BLE001 - one bad turn must not strand every request
+                self._keep_error(error)
                 crashes += 1
-                if crashes >= _MAX_CRASHES_IN_A_ROW:
-                    last = self._mailbox.last_error[0]
-                    self._fail(AgentError("thread-dead", f"the loop raised {crashes} times in a row, last {last}"))
+                text, is_fatal = (
+                    self._mailbox.last_error[0],
+                    not isinstance(error, Exception),
+                )  # SystemExit and the like
+                if is_fatal or crashes >= _MAX_CRASHES_IN_A_ROW:
+                    how = f"was ended by {text}" if is_fatal else f"raised {crashes} times in a row, last {text}"
+                    self._fail(AgentError("thread-dead", f"the loop {how}"))
                     return
                 time.sleep(self._options.max_sleep_s)
-            except BaseException as error:  # noqa: BLE001 - SystemExit and the like end the thread, but no order is lost
-                self._mailbox.keep_loop_error(error)
-                self._fail(AgentError("thread-dead", f"the loop was ended by {self._mailbox.last_error[0]}"))
-                return
+
+    def _keep_error(self, error: BaseException) -> None:
+        self._loop_errors += 1
+        self._mailbox.keep_error(error)
 
     def _turn(self, agent: TransferAgent) -> None:
         self._turns += 1
@@ -403,31 +404,34 @@ class TransferThread:
     # ------------------------------------------------------------------------------------------------------ tear-down
 
     def _tear_down(self, agent: TransferAgent) -> None:
-        """End all accepted orders, close the agent, and deliver the last results."""
-        if self._failure is None:
+        """End all accepted orders, close the agent, and deliver the last results, each step whatever the one before raised."""
+        failure = self._failure
+
+        def end_orders() -> None:
+            if failure is None:
+                self._drain(agent)
+                agent.end_all()
+            else:
+                agent.end_all("thread-dead", str(failure))
+
+        if failure is None:
             self._mailbox.shut(self._closed())
-        # Calls handed over earlier still run; orders that they give after a failure are reported as failed.
-        self._protected(lambda: self._mailbox.run_calls(math.inf))
-        if self._failure is None:
-            self._protected(lambda: self._drain(agent))
-            self._protected(agent.end_all)
-        else:
-            failure = self._failure
-            self._protected(lambda: agent.end_all("thread-dead", str(failure)))
-        self._protected(lambda: self._deliver_ends(agent))
-        self._protected(agent.close)
-        self._protected(lambda: self._deliver_ends(agent))
-        self._protected(lambda: self._publish(agent))
+        for step in (
+            # Calls handed over earlier still run; orders that they give after a failure are reported as failed.
+            lambda: self._mailbox.run_calls(math.inf),
+            end_orders,
+            lambda: self._deliver_ends(agent),
+            agent.close,
+            lambda: self._deliver_ends(agent),
+            lambda: self._publish(agent),
+        ):
+            try:
+                step()
+            except BaseException as error:  # noqa: BLE001 - results are still to be delivered
+                self._keep_error(error)
 
     def _closed(self) -> AgentError:
         return AgentError("agent-closed", f"transfer thread {self._name!r} was closed")
-
-    def _protected(self, step: Callable[[], object]) -> None:
-        """Run one step of the tear-down; an exception does not prevent the later steps."""
-        try:
-            step()
-        except BaseException as error:  # noqa: BLE001 - results are still to be delivered
-            self._mailbox.keep_loop_error(error)
 
     def _drain(self, agent: TransferAgent) -> None:
         deadline_s = self._clock() + self._options.close_grace_s

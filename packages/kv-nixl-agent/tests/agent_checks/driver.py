@@ -244,7 +244,8 @@ class _Episode:
         self.agent.add_peer(producer.spec(self.world.rows))
 
     def _replace(self, producer: Producer) -> None:
-        self.agent.replace_peer(producer.spec(self.world.rows))
+        self.agent.remove_peer(producer.name)
+        self.agent.add_peer(producer.spec(self.world.rows))
 
     def _calls_and_notifications(self) -> None:
         for _ in range(self.chance.choice([1, 3, 8])):
@@ -282,7 +283,7 @@ class _Episode:
     def _expect_rest(self) -> None:
         health = self.thread.health()
         demand(health.callback_errors + health.loop_errors == 0, health.last_traceback)
-        is_held = self.agent.has_quarantine
+        is_held = bool(self.agent.quarantine())
         if not is_held:
             self.world.expect_all_ended()
         statistics = self.agent.statistics()

@@ -20,6 +20,18 @@ MAX_GENERATION = (1 << 53) - 1
 MAX_PEER_GENERATION = (1 << 63) - 1
 """Largest generation that is read from a ticket: version 0.1 granted larger ones. The top bit of a fence word marks an end."""
 
+_COUNTS = (
+    *("state_backoff_tokens", "fence_slots", "recompute_threshold_tokens", "read_hold_steps"),
+    *("stream_slots", "cache_blocks", "stream_max_breaks"),
+)
+_SECONDS = ("lease_s", "readback_lease_s", "heartbeat_period_s", "stream_ask_s", "stream_retry_s")
+
+
+def _derive(config: GroupConfig | SchedulerConfig, **values: float) -> None:
+    """Set the fields that follow from the others, once; the dataclass is frozen."""
+    for name, value in values.items():
+        object.__setattr__(config, name, value)
+
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -60,11 +72,9 @@ class GroupConfig:
         if self.scratch_blocks < 0 or (self.scratch_blocks and self.kind != "state"):
             raise InvalidConfig(f"a group of kind {self.kind!r} has scratch_blocks {self.scratch_blocks}")
         span_tokens = self.block_tokens * self.dcp
-        object.__setattr__(self, "span_tokens", span_tokens)
-        object.__setattr__(self, "sees_a_part", bool(self.window_tokens or self.chunk_tokens))
-        object.__setattr__(
-            self, "window_blocks", -(-self.window_tokens // span_tokens) + 1 if self.window_tokens else 0
-        )
+        window_blocks = -(-self.window_tokens // span_tokens) + 1 if self.window_tokens else 0
+        sees_a_part = bool(self.window_tokens or self.chunk_tokens)
+        _derive(self, span_tokens=span_tokens, sees_a_part=sees_a_part, window_blocks=window_blocks)
 
     def first_seen(self, token: int) -> int:
         """Return the first token that a token sees. Example: token 46 sees 15 of a window of 32, and 32 of chunks of 16."""
@@ -174,15 +184,14 @@ class SchedulerConfig:
     def __post_init__(self) -> None:
         has_state = any(group.kind == "state" for group in self.groups)
         is_reserving = self.cache_blocks * self.stream_reserve_fraction >= 1
-        derived = {
-            "has_state": has_state,
-            "sees_parts": any(group.sees_a_part for group in self.groups),
-            "backoff_tokens": int(has_state) if self.state_backoff_tokens is None else self.state_backoff_tokens,
-            "reads_streams": not self.read_hold_steps and is_reserving,
-            "heartbeat_period_s": self.lease_s / 6 if self.heartbeat_s is None else self.heartbeat_s,
-        }
-        for name, value in derived.items():
-            object.__setattr__(self, name, value)
+        _derive(
+            self,
+            has_state=has_state,
+            sees_parts=any(group.sees_a_part for group in self.groups),
+            backoff_tokens=int(has_state) if self.state_backoff_tokens is None else self.state_backoff_tokens,
+            reads_streams=not self.read_hold_steps and is_reserving,
+            heartbeat_period_s=self.lease_s / 6 if self.heartbeat_s is None else self.heartbeat_s,
+        )
         for problem in self._problems():
             raise InvalidConfig(f"{problem} (engine {self.engine_id!r})", engine_id=self.engine_id)
         # Refuse a bad network here, not at a request.
@@ -190,56 +199,36 @@ class SchedulerConfig:
         HostPolicy(self.peer_networks, self.peer_ports)
 
     def _problems(self) -> Iterator[str]:
-        checks = (
-            (not self.engine_id or not self.host, "engine_id and host must not be empty"),
-            (not 1 <= self.port <= 65535, f"port is {self.port}, must be 1 to 65535"),
-            (
-                min(self.tp, self.pp, self.dcp) < 1,
-                f"parallel sizes are tp={self.tp} pp={self.pp} dcp={self.dcp}, all must be at least 1",
-            ),
-            (not self.groups, "groups is empty; a model has at least one KV-cache group"),
-            (
-                min(self.backoff_tokens, self.fence_slots, self.recompute_threshold_tokens, self.read_hold_steps) < 0,
-                "state_backoff_tokens, fence_slots, recompute_threshold_tokens and read_hold_steps must not be negative",
-            ),
-            (
-                not (0 < self.lease_s < math.inf and 0 < self.readback_lease_s < math.inf),
-                f"leases are {self.lease_s} s and {self.readback_lease_s} s, must be positive and finite",
-            ),
-            (
-                not 0 < self.heartbeat_period_s < self.lease_s,
-                f"heartbeat_s is {self.heartbeat_period_s}, must be above 0 and below lease_s {self.lease_s}",
-            ),
-            (
-                not 1 <= self.fence_seed <= MAX_GENERATION,
-                f"fence_seed is {self.fence_seed}, must be 1 to 2**53 - 1",
-            ),
-            (
-                self.bidirectional and self.uses_host_buffer,
-                "bidirectional needs the decode's blocks in readable memory; it does not go with uses_host_buffer",
-            ),
-            (
-                not 0 <= (self.generation or 0) <= MAX_GENERATION,
-                f"generation is {self.generation}, must be 0 to 2**53 - 1 or None",
-            ),
-            (
-                min(1 if quota is None else quota for quota in (self.max_leases, self.max_leased_blocks)) < 1,
-                f"max_leases is {self.max_leases}, max_leased_blocks {self.max_leased_blocks}; each must be at least 1 or None",
-            ),
-            (
-                min(self.stream_slots, self.cache_blocks, self.stream_max_breaks) < 0,
-                "stream_slots, cache_blocks and stream_max_breaks must not be negative",
-            ),
-            (
-                not 0 <= self.stream_reserve_fraction <= 1,
-                f"stream_reserve_fraction is {self.stream_reserve_fraction}, must be 0 to 1",
-            ),
-            (
-                not (0 < self.stream_ask_s < math.inf and 0 < self.stream_retry_s < math.inf),
-                f"stream_ask_s is {self.stream_ask_s}, stream_retry_s {self.stream_retry_s}; both must be positive and finite",
-            ),
-        )
-        return (problem for is_broken, problem in checks if is_broken)
+        if not self.engine_id or not self.host:
+            yield "engine_id and host must not be empty"
+        if not 1 <= self.port <= 65535:
+            yield f"port is {self.port}, must be 1 to 65535"
+        if min(self.tp, self.pp, self.dcp) < 1:
+            yield f"parallel sizes are tp={self.tp} pp={self.pp} dcp={self.dcp}, all must be at least 1"
+        if not self.groups:
+            yield "groups is empty; a model has at least one KV-cache group"
+        for name in _COUNTS:
+            if (getattr(self, name) or 0) < 0:
+                yield f"{name} is {getattr(self, name)}, must not be negative"
+        for name in _SECONDS:
+            if not 0 < getattr(self, name) < math.inf:
+                yield f"{name} is {getattr(self, name)}, must be positive and finite"
+        yield from self._contradictions()
+
+    def _contradictions(self) -> Iterator[str]:
+        if not self.heartbeat_period_s < self.lease_s:
+            yield f"heartbeat_s is {self.heartbeat_period_s}, must be below lease_s {self.lease_s}"
+        if not 1 <= self.fence_seed <= MAX_GENERATION:
+            yield f"fence_seed is {self.fence_seed}, must be 1 to 2**53 - 1"
+        if self.bidirectional and self.uses_host_buffer:
+            yield "bidirectional needs the decode's blocks in readable memory; it does not go with uses_host_buffer"
+        if not 0 <= (self.generation or 0) <= MAX_GENERATION:
+            yield f"generation is {self.generation}, must be 0 to 2**53 - 1 or None"
+        for name in ("max_leases", "max_leased_blocks"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                yield f"{name} is {getattr(self, name)}, must be at least 1 or None"
+        if not 0 <= self.stream_reserve_fraction <= 1:
+            yield f"stream_reserve_fraction is {self.stream_reserve_fraction}, must be 0 to 1"
 
     def left_tokens(self, prompt_tokens: int) -> int:
         """Return how many trailing tokens of a prompt the producer leaves to the consumer.
@@ -248,7 +237,9 @@ class SchedulerConfig:
         another kind counts on the blocks of the whole prompt, so this must not change their number.
         """
         left, last = self.backoff_tokens, prompt_tokens - 1
-        if left or any(last % group.span_tokens == 0 for group in self.groups if group.kind != "state"):
+        if left or not self.sees_parts:
+            return left
+        if any(last % group.span_tokens == 0 for group in self.groups if group.kind != "state"):
             return left
         return int(self.gives_up_early(prompt_tokens))
 

@@ -57,29 +57,22 @@ class SchedulerStateError(Exception):
     """
 
     code: str
-    fault: Fault
-    is_retry_safe: bool | None
+    fault: Fault = "local"
+    is_retry_safe: bool | None = False
     context: Mapping[str, object]
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        code: str,
-        context: Mapping[str, object],
-        fault: Fault = "local",
-        is_retry_safe: bool | None = False,
-    ) -> None:
+    def __init__(self, message: str, *, code: str, context: Mapping[str, object]) -> None:
         super().__init__(message)
         self.code = code
-        self.fault = fault
-        self.is_retry_safe = is_retry_safe
         self.context = MappingProxyType(dict(context))
 
     def __reduce__(self) -> tuple[object, ...]:
         # A mappingproxy is not picklable, and subclasses have other arguments than the message.
-        state = {**self.__dict__, "context": dict(self.context)}
-        return _restored, (type(self), self.args, state)
+        return type(self).__new__, (type(self), *self.args), {**self.__dict__, "context": dict(self.context)}
+
+    def __setstate__(self, state: dict[str, object] | None) -> None:
+        self.__dict__.update(state or {})
+        self.context = MappingProxyType(dict(self.context))
 
 
 @final
@@ -142,8 +135,10 @@ class InvalidConfig(SchedulerStateError):
 class TicketError(SchedulerStateError):
     """A `kv_transfer_params` object that cannot be trusted; the code (`ticket-...`) says which rule it broke."""
 
+    fault: Fault = "peer"
+
     def __init__(self, code: str, message: str, **context: object) -> None:
-        super().__init__(message, code=code, fault="peer", context=context)
+        super().__init__(message, code=code, context=context)
 
 
 def field_error(code: str, field: str, problem: str) -> TicketError:
@@ -159,13 +154,3 @@ def require_count(name: str, value: object) -> None:
     """
     if type(value) is not int or value < 0:
         raise InvalidEvent(f"{name} is {quote(value)}, must be an integer of zero or more")
-
-
-def _restored(
-    kind: type[SchedulerStateError], args: tuple[object, ...], state: dict[str, object]
-) -> SchedulerStateError:
-    error = kind.__new__(kind, *args)
-    error.args = args
-    error.__dict__.update(state)
-    error.context = MappingProxyType(dict(error.context))
-    return error

@@ -158,18 +158,18 @@ class Outstanding:
             return False
         return sum(self.blocks) + sum(self._promised.values()) + block_count <= self._max_blocks
 
-    def grant(self, request_id: str, record: ProducerRecord, block_ids: Sequence[Sequence[int]]) -> None:
+    def grant(self, record: ProducerRecord, block_ids: Sequence[Sequence[int]]) -> None:
         """Note a lease that was granted."""
-        self._leased.add(request_id)
-        self._promised.pop(request_id, None)
+        self._leased.add(record.request_id)
+        self._promised.pop(record.request_id, None)
         null = self._null
         record.leased_blocks = [len(ids) if null is None else len(ids) - ids.count(null) for ids in block_ids]
         for group, count in enumerate(record.leased_blocks):
             self.blocks[group] += count
 
-    def end(self, request_id: str, record: ProducerRecord) -> None:
+    def end(self, record: ProducerRecord) -> None:
         """Note the end of a lease on every worker."""
-        self._leased.discard(request_id)
-        self._promised.pop(request_id, None)
+        self._leased.discard(record.request_id)
+        self._promised.pop(record.request_id, None)
         for group, count in enumerate(record.leased_blocks):
             self.blocks[group] -= count

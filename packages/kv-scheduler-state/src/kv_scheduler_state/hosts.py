@@ -82,7 +82,7 @@ class HostPolicy:
         Raises:
             TicketError: `ticket-host`.
         """
-        reason = self._refusal(host)
+        reason = self.refusal(host)
         if reason:
             raise field_error("ticket-host", "remote_host", f"{quote(host)} {reason}")
 
@@ -96,7 +96,8 @@ class HostPolicy:
         if not least <= port <= most:
             raise field_error("ticket-host", "remote_port", f"{port} is outside {least} to {most} (peer_ports)")
 
-    def _refusal(self, host: str) -> str:
+    def refusal(self, host: str) -> str:
+        """Return the reason why a host is not allowed, or an empty text."""
         try:
             address = _parsed(host)
         except ValueError:
@@ -156,14 +157,13 @@ def parse_network(text: str) -> _Network:
             could mean ``10.0.0.1/32`` as well as ``10.0.0.0/8``.
     """
     try:
-        return ipaddress.ip_network(text)
+        meant = ipaddress.ip_interface(text)
     except ValueError as error:
-        try:
-            meant = ipaddress.ip_network(text, strict=False)
-        except ValueError:
-            raise ValueError(f"{text!r} is not a network: {error}") from None
-        alone = f"{text.split('/', maxsplit=1)[0]}/{meant.max_prefixlen}"
-        raise ValueError(f"{text!r} names an address, not a network: write {meant} or {alone}") from None
+        raise ValueError(f"{text!r} is not a network: {error}") from None
+    if meant.ip != meant.network.network_address:
+        alone = f"{meant.ip}/{meant.max_prefixlen}"
+        raise ValueError(f"{text!r} names an address, not a network: write {meant.network} or {alone}")
+    return meant.network
 
 
 def _is_within(network: _Network, around: _Network) -> bool:

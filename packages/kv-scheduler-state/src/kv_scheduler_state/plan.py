@@ -352,17 +352,18 @@ class Outbox:
         """Return all waiting orders that are due, in the order in which they were decided, and clear them."""
         if not self.orders and not self.streams:
             return EMPTY_PLAN
-        kept = self._held_back() if self._young else {}
+        kept = self._held_back() if self._young else None
         parts = {name: tuple(part.values()) for name, part in self.orders.items() if part}
         if "saves" in parts:
             parts["saves"] = tuple([save for saves in parts["saves"] for save in saves])
-        streams = {name: tuple(part.values()) for name, part in self.streams.items() if part}
         self.orders.clear()
-        self.streams.clear()
-        self.orders.update(kept)
-        if not parts and not streams:
-            return EMPTY_PLAN
-        return StepPlan(**parts, streams=StreamPlan(**streams) if streams else EMPTY_STREAM_PLAN)
+        if kept is not None:
+            self.orders.update(kept)
+        streams = EMPTY_STREAM_PLAN
+        if self.streams:
+            streams = StreamPlan(**{name: tuple(part.values()) for name, part in self.streams.items() if part})
+            self.streams.clear()
+        return StepPlan(**parts, streams=streams) if parts or any(streams) else EMPTY_PLAN
 
     def _held_back(self) -> dict[str, dict[str, Any]]:
         """Take out the reads that are kept back, with their voids, which mean nothing before them."""

@@ -33,7 +33,6 @@ __all__ = [
     "BlockRules",
     "FinishDecision",
     "FinishReason",
-    "NOT_KEPT",
     "Role",
     "running_state",
 ]
@@ -91,9 +90,9 @@ class BlockRules:
             if group.kind == "state":
                 lists.append(BlockList(running_state(group.scratch_blocks, ids), 0, self._null))
                 continue
-            kept, window = ids[: -(-tokens // group.span_tokens)], group.window_blocks
-            first = max(0, len(kept) - window) if window else 0
-            lists.append(BlockList(tuple(kept[first:]), first * group.span_tokens, self._null))
+            end, window = min(len(ids), -(-tokens // group.span_tokens)), group.window_blocks
+            first = max(0, end - window) if window else 0
+            lists.append(BlockList(tuple(ids[first:end]), first * group.span_tokens, self._null))
         return tuple(lists)
 
     def wanted(
@@ -135,8 +134,8 @@ class BlockRules:
             )
         if window:
             first = max(first, end - window)
-        wanted, fillable, null = tuple(ids[first:end]), frozenset(new), self._null
-        if not fillable.issuperset(wanted):
+        wanted, null = tuple(ids[first:end]), self._null
+        if wanted != tuple(new) and not (fillable := frozenset(new)).issuperset(wanted):
             if null is None:
                 raise InvalidEvent(
                     f"blocks of a prefix hit lie among those to fill, and this engine has no null block: {wanted}"
@@ -210,4 +209,3 @@ class FinishDecision(NamedTuple):
 
 
 BYSTANDER: Final = Admission("none")
-NOT_KEPT: Final = FinishDecision(keep_blocks=False, params=None)

@@ -1,8 +1,8 @@
 """A minimal decode engine: scheduler, reading ranks, parked requests, and an observer of all of them.
 
 Like a real engine, it dies on nonsense: an id is only accepted as received while its request is parked, or was
-aborted while parked. The peer is any object with the five methods of `Peer`: a `PrefillSide`, or `GenerousPeer`,
-which always serves and so lets the decode side be explored alone.
+aborted while parked. The peer is a `PrefillSide`, or `GenerousPeer`, which always serves and so lets the decode
+side be explored alone.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from kv_scheduler_state.config import GroupConfig, SchedulerConfig
 from kv_scheduler_state.scheduler.state import SchedulerState
 
 from .invariants import problems
-from .peers import Answer, Peer
+from .peers import Answer
 from .promises import Step, demand
 from .prompt import HEARTBEAT_S, LEASE_S
 
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from kv_scheduler_state.plan import StepPlan
     from kv_scheduler_state.records import Request
     from kv_scheduler_state.values import FinishReason
+
+    from .peers import GenerousPeer
+    from .prefill import PrefillSide
 
 __all__ = ["DecodeSide"]
 
@@ -35,7 +38,7 @@ class DecodeSide:
 
     def __init__(
         self,
-        peer: Peer,
+        peer: PrefillSide | GenerousPeer,
         *,
         requests: int,
         fails_requests: bool = False,

@@ -13,7 +13,7 @@ from collections import deque
 from dataclasses import dataclass
 from hashlib import blake2b
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final, Protocol, cast, final
+from typing import TYPE_CHECKING, Final, cast, final
 
 from kv_scheduler_state.config import GroupConfig, SchedulerConfig
 from kv_scheduler_state.errors import SchedulerStateError
@@ -31,6 +31,7 @@ from .promises import Step
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from .stream_world import StreamWorld
 
 __all__ = ["Exploration", "World", "decode_world", "explore", "pair_world", "prefill_world"]
 
@@ -66,26 +67,6 @@ class Exploration:
         bound = "complete" if self.is_complete else "bounded"
         text = f"{self.states} states, {self.transitions} transitions, depth {self.depth}, {bound}"
         return text if not self.violation else f"{text}; {self.violation} after {' '.join(map(str, self.path))}"
-
-
-class Explorable(Protocol):
-    """A model whose every order of events can be walked."""
-
-    def apply(self, step: Step) -> None:
-        """Let one of `different_steps` happen."""
-        ...
-
-    def key(self) -> bytes:
-        """Return bytes that are equal for states with equal futures."""
-        ...
-
-    def different_steps(self) -> list[Step]:
-        """Return everything that may happen next, once for each kind of future."""
-        ...
-
-    def heal(self) -> tuple[Step, ...]:
-        """Do everything that is left to do, without faults, until nothing is left."""
-        ...
 
 
 @final
@@ -215,7 +196,7 @@ def pair_world(*, requests: int, readers: int = 2, adversity: int = 0) -> World:
 
 
 def explore(
-    make_world: Callable[[], Explorable], *, max_states: int | None = None, max_depth: int | None = None
+    make_world: Callable[[], World | StreamWorld], *, max_states: int | None = None, max_depth: int | None = None
 ) -> Exploration:
     """Visit every state within the bounds, heal each of them, and stop at the first broken promise.
 
@@ -268,52 +249,30 @@ def _path(paths: dict[int, tuple[int, Step]], number: int) -> tuple[Step, ...]:
     return tuple(reversed(steps))
 
 
-@final
 class _Codec:
     """Copies worlds by pickling; objects that never change are shared, not copied."""
 
     def __init__(self) -> None:
-        self._constants = _Constants()
+        # Kept alive so that their identities stay unique.
+        self._constants: list[object] = []
+        self._numbers: dict[int, int] = {}
 
-    def save(self, world: Explorable) -> bytes:
+    def save(self, world: World | StreamWorld) -> bytes:
         buffer = io.BytesIO()
-        _Saver(buffer, self._constants).dump(world)
+        pickler = pickle.Pickler(buffer, pickle.HIGHEST_PROTOCOL)
+        pickler.persistent_id = self._number  # type: ignore[method-assign]
+        pickler.dump(world)
         return buffer.getvalue()
 
-    def load(self, saved: bytes) -> Explorable:
-        return cast("Explorable", _Loader(io.BytesIO(saved), self._constants).load())
+    def load(self, saved: bytes) -> World | StreamWorld:
+        unpickler = pickle.Unpickler(io.BytesIO(saved))
+        unpickler.persistent_load = self._constants.__getitem__  # type: ignore[method-assign]
+        return cast("World | StreamWorld", unpickler.load())
 
-
-@final
-class _Constants:
-    """Numbered values, kept alive so that their identities stay unique."""
-
-    def __init__(self) -> None:
-        self.values: list[object] = []
-        self.numbers: dict[int, int] = {}
-
-    def add(self, value: object) -> int:
-        number = self.numbers[id(value)] = len(self.values)
-        self.values.append(value)
-        return number
-
-
-@final
-class _Saver(pickle.Pickler):
-    def __init__(self, buffer: io.BytesIO, constants: _Constants) -> None:
-        super().__init__(buffer, pickle.HIGHEST_PROTOCOL)
-        self._constants = constants
-
-    def persistent_id(self, obj: object) -> int | None:
-        number = self._constants.numbers.get(id(obj))
-        return self._constants.add(obj) if number is None and type(obj) in _CONSTANT_TYPES else number
-
-
-@final
-class _Loader(pickle.Unpickler):
-    def __init__(self, buffer: io.BytesIO, constants: _Constants) -> None:
-        super().__init__(buffer)
-        self._values = constants.values
-
-    def persistent_load(self, pid: int) -> object:
-        return self._values[pid]
+    def _number(self, value: object) -> int | None:
+        if type(value) not in _CONSTANT_TYPES:
+            return None
+        if id(value) not in self._numbers:
+            self._numbers[id(value)] = len(self._constants)
+            self._constants.append(value)
+        return self._numbers[id(value)]

@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kv_scheduler_state.scheduler.state import SchedulerState
-    from kv_scheduler_state.worker.leases import Lease, LeaseTable
+    from kv_scheduler_state.worker.leases import Lease
 
-    from .prompt import Prompt
+    from .prefill import PrefillSide
 
 __all__ = ["prefill_key"]
 
 
-class _Prefill(Protocol):
-    """The parts of a prefill engine that decide its future."""
-
-    state: SchedulerState
-    tables: list[LeaseTable]
-    prompts: dict[str, Prompt]
-    readers: tuple[str, ...]
-
-    def is_fence_intact(self, request_id: str) -> bool: ...
-
-
-def prefill_key(side: _Prefill, request_id: str, now_s: float, *, is_named: bool) -> tuple[object, ...]:
+def prefill_key(side: PrefillSide, request_id: str, now_s: float, *, is_named: bool) -> tuple[object, ...]:
     """Return everything that determines this request's future, with times relative to now and, perhaps, readers unnamed."""
     prompt = side.prompts[request_id]
     live = side.state._requests.get(request_id)  # the key must see what decides the future
@@ -43,7 +31,6 @@ def prefill_key(side: _Prefill, request_id: str, now_s: float, *, is_named: bool
         prompt.chunks,
         prompt.preemptions,
         (prompt.is_revoked, prompt.is_revocation_told),
-        prompt.is_forged,
         tuple(sorted(prompt.saved)) and tuple(block % 10 for block in sorted(prompt.saved)),
         readers if is_named else sorted(readers),
         tuple(None if at is None else max(0.0, at - now_s) for at in prompt.deadlines),

@@ -2,35 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Protocol, final
+from typing import final
 
-__all__ = ["Answer", "GenerousPeer", "Peer"]
-
-
-class Peer(Protocol):
-    """The prefill engine as a decode engine meets it."""
-
-    readers: tuple[str, ...]
-
-    def ticket(self, request_id: str) -> dict[str, object] | None:
-        """Return the ticket of a request, once there is one."""
-        ...
-
-    def notify(self, request_id: str, reader: str, now_s: float) -> None:
-        """Take a reader's completion."""
-        ...
-
-    def renew(self, request_id: str, now_s: float) -> None:
-        """Take a heartbeat."""
-        ...
-
-    def is_fence_intact(self, request_id: str) -> bool:
-        """Return whether a reader finds the ticket's generation in the fence words."""
-        ...
-
-    def is_freed(self, request_id: str) -> bool:
-        """Return whether the blocks belong to another request by now."""
-        ...
+__all__ = ["Answer", "GenerousPeer"]
 
 
 @final
@@ -70,20 +44,6 @@ class GenerousPeer:
 @final
 class Answer:
     """The engine's and the observer's knowledge of one request."""
-
-    __slots__ = (
-        "beaten_s",
-        "in_flight",
-        "is_notified",
-        "is_over",
-        "is_passed",
-        "is_read",
-        "may_tell",
-        "orders",
-        "preemptions",
-        "ranks",
-        "status",
-    )
 
     def __init__(self, readers: int) -> None:
         self.status = "absent"

@@ -82,8 +82,7 @@ class PrefillSide:
             return ["p-abort", *self._running_names(prompt)]
         if not self.adversity or prompt.ticket is None:
             return []
-        names = [] if prompt.is_forged else ["p-forge"]
-        return [*names, "p-revoke"] if status == "kept" and not prompt.is_revoked else names
+        return ["p-revoke"] if status == "kept" and not prompt.is_revoked else []
 
     def _running_names(self, prompt: Prompt) -> list[str]:
         names: list[str] = []
@@ -141,10 +140,6 @@ class PrefillSide:
             self.state.revoke_all(now_s=now_s)
             for other in self.prompts.values():
                 other.is_revoked = other.is_revoked or other.status == "kept"
-        elif name == "p-forge":
-            prompt.is_forged = True
-            for table in self.tables:
-                table.read_complete(request_id, reader="mallory", reader_count=1, nonce="forged", now_s=now_s)
         else:
             self._end(name, request_id, prompt, now_s)
 

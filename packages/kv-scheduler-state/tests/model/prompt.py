@@ -15,28 +15,6 @@ RENEWAL_S = LEASE_S * 2 / 3
 class Prompt:
     """The engine's and the observer's knowledge of one request."""
 
-    __slots__ = (
-        "chunks",
-        "completes_due",
-        "deadlines",
-        "decoded",
-        "delivered",
-        "is_allocated_twice",
-        "is_forged",
-        "is_release_told",
-        "is_revocation_told",
-        "is_revoked",
-        "is_start_due",
-        "is_stepped",
-        "preemptions",
-        "released",
-        "reported",
-        "saved",
-        "status",
-        "ticket",
-        "words",
-    )
-
     def __init__(self, workers: int) -> None:
         self.status = "absent"
         self.is_stepped = False
@@ -44,7 +22,6 @@ class Prompt:
         self.preemptions = 0
         self.is_revoked = False
         self.is_revocation_told = False
-        self.is_forged = False
         self.is_allocated_twice = False
         self.is_release_told = False
         self.decoded = 0

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, final
 
+from stream_helpers import Prompt
+
 from kv_scheduler_state.config import SchedulerConfig
 from kv_scheduler_state.plan import EMPTY_PLAN, StreamAnswer
 from kv_scheduler_state.scheduler.state import SchedulerState
@@ -14,7 +16,7 @@ from .invariants import problems
 from .promises import Step, demand
 from .stream_prefill import GROUPS
 from .stream_reading import Reader
-from .stream_words import Identity, early_ticket
+from .stream_words import StreamSetting, early_ticket
 
 if TYPE_CHECKING:
     from kv_scheduler_state.plan import StreamQuestion
@@ -28,33 +30,23 @@ __all__ = ["StreamDecode"]
 class StreamDecode:
     """The decode engine: it parks a request that reads, and frees or runs it once every worker has reported it."""
 
-    def __init__(
-        self,
-        peer: StreamPrefill,
-        *,
-        adversity: int,
-        resets: int,
-        room: int,
-        max_breaks: int,
-        fails_requests: bool,
-    ) -> None:
+    def __init__(self, peer: StreamPrefill, setting: StreamSetting) -> None:
         self.opposite = peer
         self.chunks = peer.rules.chunks
         self.blocks = 2 + self.chunks
-        self.room = room * self.blocks
-        self.fails_requests = fails_requests
+        self.room = setting.room * self.blocks
         config = SchedulerConfig(
             *("decode-0", "10.0.0.2", 5600),
             tp=len(peer.workers),
             groups=GROUPS,
             lease_s=1000.0,
             peer_networks=("10.0.0.0/8",),
-            load_failure_policy="fail" if fails_requests else "recompute",
+            load_failure_policy="fail" if setting.fails_requests else "recompute",
             stream_reserve_fraction=1.0,
             cache_blocks=max(1, self.room),
             stream_ask_s=3.0,
             stream_retry_s=1.0,
-            stream_max_breaks=max_breaks,
+            stream_max_breaks=setting.max_breaks,
         )
         self.state = SchedulerState(config)
         self.state.streams.consumed.free_blocks = self.free_blocks
@@ -64,8 +56,8 @@ class StreamDecode:
         self.questions: list[StreamQuestion] = []
         self.told: list[StreamAnswer] = []
         """Answers of the listener that are on their way."""
-        self.losses = self.aborts = adversity
-        self.resets = resets
+        self.losses = self.aborts = setting.faults
+        self.resets = setting.resets
 
     def free_blocks(self) -> int:
         """Return the number of blocks that no request has."""
@@ -91,9 +83,7 @@ class StreamDecode:
         return names
 
     def _has_answers(self) -> bool:
-        streams = self.opposite.state._producers.streams
-        is_due = any(each.parked and each.record.state == "streamed" for each in streams._streams.values())
-        return is_due or bool(streams._answers or self.told)
+        return bool(self.opposite.state._producers.streams._answers or self.told)
 
     def state_of(self, request_id: str) -> str:
         """Return the state of the request's consumer record."""
@@ -160,7 +150,7 @@ class StreamDecode:
     def _request_step(self, name: str, request_id: str, now_s: float) -> None:
         if name == "c-arrive":
             params, tokens = early_ticket(request_id, serves=False), self.chunks + 1
-            admission = self.state.arrive(request_id, params, prompt_tokens=tokens, identity=Identity(), now_s=now_s)
+            admission = self.state.arrive(request_id, params, prompt_tokens=tokens, identity=Prompt(), now_s=now_s)
             demand(admission.role == "consumer", f"an early ticket is taken: {admission}")
             self.status[request_id] = "waiting"
         elif name == "c-admit":

@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, cast, final
 
+from stream_helpers import Prompt as Identity
+
 from kv_scheduler_state.config import GroupConfig, SchedulerConfig
 from kv_scheduler_state.plan import EMPTY_PLAN, EMPTY_STREAM_PLAN
 from kv_scheduler_state.scheduler.state import SchedulerState
@@ -20,7 +22,7 @@ from kv_scheduler_state.worker.state import StreamWorker
 from .freeze import freeze
 from .invariants import problems
 from .promises import Step, demand
-from .stream_words import Device, Identity, Job, StreamRules, Words, early_ticket, page_text
+from .stream_words import Device, Job, StreamRules, StreamSetting, Words, early_ticket, page_text
 
 if TYPE_CHECKING:
     from kv_scheduler_state.plan import StepPlan, StreamChunk, StreamQuestion
@@ -95,30 +97,13 @@ class Worker:
 
 @final
 class StreamPrefill:
-    """The prefill engine.
+    """The prefill engine, with requests `s0` and so on."""
 
-    Args:
-        requests: Requests, `s0` and so on.
-        slots: Words of streams.
-        adversity: Preemptions, and steps of other requests into freed pages, that may happen.
-        resets: Resets of the cache that may happen.
-        rules: Order in which things are done.
-        workers: Its workers.
-    """
-
-    def __init__(
-        self,
-        *,
-        requests: int,
-        slots: int,
-        adversity: int,
-        resets: int,
-        rules: StreamRules,
-        workers: int,
-    ) -> None:
+    def __init__(self, setting: StreamSetting) -> None:
+        requests, slots, rules = setting.requests, setting.slots, setting.rules
         config = SchedulerConfig(
             *("prefill-0", "10.0.0.1", 5600),
-            tp=workers,
+            tp=setting.workers,
             groups=GROUPS,
             lease_s=1000.0,
             fence_slots=requests,
@@ -131,10 +116,10 @@ class StreamPrefill:
         self.rules = rules
         self.prompts = {f"s{index}": Prompt() for index in range(requests)}
         pages = (1 + rules.chunks) * requests
-        self.workers = [Worker(slots, requests, pages) for _ in range(workers)]
+        self.workers = [Worker(slots, requests, pages) for _ in range(setting.workers)]
         self.free = set(range(pages))
-        self.others = self.preemptions = self.decodes = self.revocations = adversity
-        self.resets = resets
+        self.others = self.preemptions = self.decodes = self.revocations = setting.preemptions
+        self.resets = setting.resets
         # Grows with each reset; pages of one prompt that were computed before and after one do not go together.
         self.epoch = 0
         self.is_dead = False

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, TypeAlias, final
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeAlias, final
 
 from kv_scheduler_state.plan import VOID_TOKENS
 
 if TYPE_CHECKING:
     from kv_scheduler_state.plan import StreamChunk
 
-__all__ = ["DIGEST", "Device", "Identity", "Job", "StreamRules", "Words", "early_ticket"]
+__all__ = ["Device", "Job", "StreamRules", "StreamSetting", "Words", "early_ticket"]
 
-DIGEST: Final = "d" * 64
 Write: TypeAlias = tuple[int, str]
 Job: TypeAlias = "tuple[tuple[Write, ...], StreamChunk | None]"
 """A step on the device: the pages that it writes, and the chunk that is finished with it."""
@@ -31,17 +30,37 @@ class StreamRules:
 
 
 @final
-class Identity:
-    """A prompt that both engines were given."""
+@dataclass(frozen=True, slots=True)
+class StreamSetting:
+    """Size of a world, and the order in which its engines do things.
 
-    refusal = ""
+    Attributes:
+        requests: Requests that both engines get.
+        slots: Words of the stream array.
+        room: Requests whose blocks the decode engine has room for.
+        preemptions: Preemptions, and steps of other requests into freed pages, each.
+        faults: Lost parts and aborts of the decode engine, each.
+        resets: Resets of each engine's cache.
+        ticks: Seconds that may pass before everything is well again.
+        deaths: Whether the prefill engine may die.
+        workers: Workers a side.
+        fails_requests: Whether the policy is to fail.
+        max_breaks: Broken streams after which only the final ticket is asked for.
+        rules: Order in which things are done.
+    """
 
-    def digest(self, tokens: int) -> str:
-        """Return the digest of any number of tokens."""
-        return DIGEST if tokens else ""
-
-    def media(self, tokens: int) -> None:
-        """Return None: the prompt has no media."""
+    requests: int = 1
+    slots: int = 1
+    room: int = 1
+    preemptions: int = 0
+    faults: int = 0
+    resets: int = 0
+    ticks: int = 0
+    deaths: int = 0
+    workers: int = 1
+    fails_requests: bool = False
+    max_breaks: int = 2
+    rules: StreamRules = field(default_factory=StreamRules)
 
 
 def early_ticket(request_id: str, *, serves: bool) -> dict[str, object]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Final, final
 
@@ -12,46 +11,12 @@ from model.promises import ModelViolation
 from .promises import Step
 from .stream_decode import StreamDecode
 from .stream_prefill import StreamPrefill
-from .stream_words import StreamRules
+from .stream_words import StreamSetting
 
-__all__ = ["StreamSetting", "StreamWorld"]
+__all__ = ["StreamWorld"]
 
 _HEAL_STEPS: Final = 300
 _HEAL_TICKS: Final = 12
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class StreamSetting:
-    """Size of a world, and the order in which its engines do things.
-
-    Attributes:
-        requests: Requests that both engines get.
-        slots: Words of the stream array.
-        room: Requests whose blocks the decode engine has room for.
-        preemptions: Preemptions, and steps of other requests into freed pages, each.
-        faults: Lost parts and aborts of the decode engine, each.
-        resets: Resets of each engine's cache.
-        ticks: Seconds that may pass before everything is well again.
-        deaths: Whether the prefill engine may die.
-        workers: Workers a side.
-        fails_requests: Whether the policy is to fail.
-        max_breaks: Broken streams after which only the final ticket is asked for.
-        rules: Order in which things are done.
-    """
-
-    requests: int = 1
-    slots: int = 1
-    room: int = 1
-    preemptions: int = 0
-    faults: int = 0
-    resets: int = 0
-    ticks: int = 0
-    deaths: int = 0
-    workers: int = 1
-    fails_requests: bool = False
-    max_breaks: int = 2
-    rules: StreamRules = field(default_factory=StreamRules)
 
 
 @final
@@ -59,22 +24,8 @@ class StreamWorld:
     """Both engines, and one clock."""
 
     def __init__(self, setting: StreamSetting) -> None:
-        self.prefill = StreamPrefill(
-            requests=setting.requests,
-            slots=setting.slots,
-            adversity=setting.preemptions,
-            resets=setting.resets,
-            rules=setting.rules,
-            workers=setting.workers,
-        )
-        self.decode = StreamDecode(
-            self.prefill,
-            adversity=setting.faults,
-            resets=setting.resets,
-            room=setting.room,
-            max_breaks=setting.max_breaks,
-            fails_requests=setting.fails_requests,
-        )
+        self.prefill = StreamPrefill(setting)
+        self.decode = StreamDecode(self.prefill, setting)
         self.now_s = 0.0
         self.ticks = setting.ticks
         self.deaths = setting.deaths

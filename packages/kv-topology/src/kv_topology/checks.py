@@ -247,7 +247,7 @@ def _enumerate(parts: Sequence[_Part], budget: Budget) -> tuple[str, str, int] |
     if touching is None:
         return None
     one, two = touching
-    return parts[owners[one]].name, parts[owners[two]].name, int(starts[two])
+    return parts[int(owners[one])].name, parts[int(owners[two])].name, int(starts[two])
 
 
 def _first_overlap(starts: Ints, lengths: Ints) -> tuple[int, int] | None:
@@ -315,7 +315,7 @@ def check_disjoint_groups(aliases: Sequence[Sequence[SharedView]], ids: Sequence
         every = np.concatenate(starts)
         touching = _first_overlap(every, np.array([view.page_bytes for view in views])[owner])
         if touching is not None:
-            groups = tuple(sorted({views[owner[place]].group for place in touching}))
+            groups = tuple(sorted({views[int(owner[place])].group for place in touching}))
             raise InvalidBlocks(
                 "local-block-twice",
                 f"Groups {list(groups)} share memory, and their local block lists both name the page at byte "

@@ -189,7 +189,16 @@ def _read_steps(
             f"The tensor has {len(shape)} axes, {list(shape)}; {axes!r} names {len(parsed)}.",
             {"shape": list(shape), "named": len(parsed)},
         )
-    _check_sizes(axes, {name for names in parsed for name in names}, sizes)
+    every = {name for names in parsed for name in names}
+    for name, size in sizes.items():
+        if name not in every:
+            raise InvalidGeometry(
+                "axes-malformed", f"{axes!r} has no axis {name!r}, but a size of it was given.", {"name": name}
+            )
+        if type(size) is not int or size < 1:
+            raise InvalidGeometry(
+                "size-out-of-range", f"Axis {name!r} of {axes!r} is {size!r}; give 1 or more.", {"value": size}
+            )
     steps: dict[str, _Step] = {}
     for names, count, stride_bytes in zip(parsed, shape, view.strides, strict=True):
         known = {_KV: field_count, **sizes} if len(names) > 1 else sizes
@@ -216,18 +225,6 @@ def _parse(axes: str) -> tuple[tuple[str, ...], ...]:
     if len(set(every)) != len(every):
         raise InvalidGeometry("axis-repeated", f"{axes!r} names an axis twice.", {"names": every})
     return tuple(parsed)
-
-
-def _check_sizes(axes: str, names: set[str], sizes: Mapping[str, int]) -> None:
-    for name, size in sizes.items():
-        if name not in names:
-            raise InvalidGeometry(
-                "axes-malformed", f"{axes!r} has no axis {name!r}, but a size of it was given.", {"name": name}
-            )
-        if type(size) is not int or size < 1:
-            raise InvalidGeometry(
-                "size-out-of-range", f"Axis {name!r} of {axes!r} is {size!r}; give 1 or more.", {"value": size}
-            )
 
 
 def _divided(names: Sequence[str], count: int, sizes: Mapping[str, int]) -> list[tuple[str, int]]:
@@ -266,24 +263,19 @@ def _memory_of(tensor: object) -> _Memory:
     Raises:
         InvalidGeometry: `tensor-malformed` for an object without any of the interfaces, or whose answers make no sense.
     """
-    name = f"A {type(tensor).__name__}"
+    problem = "is not a tensor: it has neither PyTorch's data_ptr(), stride() and element_size() nor an array interface"
     try:
         found = _found(tensor)
     except (TypeError, ValueError, KeyError, AttributeError, IndexError, RuntimeError) as error:
-        raise InvalidGeometry("tensor-malformed", f"{name} does not say where it lies: {error!r}.") from error
-    if found is None:
-        raise InvalidGeometry(
-            "tensor-malformed",
-            f"{name} is not a tensor: it has neither PyTorch's data_ptr(), stride() and element_size() "
-            "nor an array interface.",
+        found, problem = None, f"does not say where it lies: {error!r}"
+    if found is not None:
+        if found.view.itemsize >= 1 and found.address >= 1:
+            return found
+        problem = (
+            f"lies at {found.address} with shape {found.view.shape}, strides {found.view.strides} "
+            f"and {found.view.itemsize} bytes an element, which cannot be the memory of a cache"
         )
-    if found.view.itemsize < 1 or found.address < 1:
-        raise InvalidGeometry(
-            "tensor-malformed",
-            f"{name} lies at {found.address} with shape {found.view.shape}, strides {found.view.strides} "
-            f"and {found.view.itemsize} bytes an element, which cannot be the memory of a cache.",
-        )
-    return found
+    raise InvalidGeometry("tensor-malformed", f"A {type(tensor).__name__} {problem}.")
 
 
 def _found(tensor: Any) -> _Memory | None:  # noqa: ANN401 - known by its methods

@@ -208,6 +208,16 @@ def _open_registration(
         kind,
     )
 
+    # The thread calls these only after it was started, when both coordinators exist.
+    def on_result(result: ports.TransferResult) -> None:
+        reads.transfer_ended(result)
+
+    def on_quiet(transfer_id: str) -> None:
+        reads.memory_quiet(transfer_id)
+
+    def on_notification(agent_name: str, payload: bytes) -> None:
+        leases.notified(agent_name, payload)
+
     def on_start() -> None:
         use_allowed_cores()  # it inherits the one core of the engine thread
         if events.thread_started is not None:
@@ -216,10 +226,9 @@ def _open_registration(
     thread = TransferThread(
         f"{facts.engine_id}/{facts.pp_rank}.{facts.tp_rank}/{secrets.token_hex(4)}",
         registration_ranges(caches),
-        # The thread calls these only after it was started, when both coordinators exist.
-        on_result=lambda result: reads.transfer_ended(result),  # noqa: PLW0108
-        on_quiet=lambda transfer_id: reads.memory_quiet(transfer_id),  # noqa: PLW0108
-        on_notification=lambda agent_name, payload: leases.notified(agent_name, payload),  # noqa: PLW0108
+        on_result=on_result,
+        on_quiet=on_quiet,
+        on_notification=on_notification,
         options=_agent_options(settings),
         thread_options=ThreadOptions(on_thread_start=on_start),
         port_factory=port_factory,

@@ -67,6 +67,7 @@ class PeerAsks:
         open: Open asks by number.
         heard_s: Time of the attempt's begin; infinite once the peer has said that it takes asks, since an answer may take long.
         error: Why the connection must be closed; None while it is good.
+        is_over: Whether the connection must be closed.
     """
 
     def __init__(
@@ -81,15 +82,10 @@ class PeerAsks:
         self._attempt_s = attempt_s
         self._is_waiting = True
         self._is_greeted = False
-        self._is_unused = False
+        self.is_over = False
         self._unsent: deque[bytes] = deque()
         # Replies that may still come to asks cancelled on this connection: a refusal, and an answer that crossed the cancel.
         self._late_replies = 0
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the connection must be closed."""
-        return self._is_unused or self.error is not None
 
     @property
     def is_idle(self) -> bool:
@@ -152,11 +148,11 @@ class PeerAsks:
             self.cancel(ask.number)
             ask.on_reply("timed-out" if self.attempts else "too-many-peers", b"")
         if self._is_waiting:
-            self._is_unused = not self.open
+            self.is_over = not self.open
         elif now_s >= self.heard_s + self._attempt_s or (late and not self.open and not self._is_greeted):
             self.fail("timed-out", f"no reply from {self.endpoint}", now_s)
         elif not self.open and now_s >= self._used_s + _IDLE_S:
-            self._is_unused = True
+            self.is_over = True
 
     def fail(self, code: str, problem: str, _now_s: float) -> None:
         """Note that the connection cannot be used."""
@@ -165,6 +161,7 @@ class PeerAsks:
     def fail_with(self, error: HandshakeError) -> None:
         """Note that the connection cannot be used; the first reason stays."""
         self.error = self.error or without_frames(error)
+        self.is_over = True
 
     def plan_retry(self, now_s: float, _chance: float) -> bool:
         """Return whether open asks move to another connection: those that only one connection has failed."""
@@ -173,7 +170,7 @@ class PeerAsks:
             return False
         self._end_asks([ask for ask in self.open.values() if ask.sendings >= _MOST_SENDINGS], "connection-lost")
         self.error = None
-        self._is_greeted = False
+        self.is_over = False
         self.next_attempt_s = now_s
         return bool(self.open)
 

@@ -90,7 +90,7 @@ class AskDesk:
         self._lock = threading.Lock()
         self._answers: deque[tuple[int, bytes]] = deque()
         self._ended: deque[int] = deque()
-        self._next_id = 1
+        self._ids = itertools.count(1)
         # In order of arrival, and so of expiry, since all may wait equally long.
         self._open: dict[int, OpenAsk] = {}
         self._counts = counts
@@ -123,13 +123,17 @@ class AskDesk:
 
     # Everything below runs on the listener's thread.
 
-    def receive(self, incoming: Incoming, query: bytes, now_s: float) -> tuple[bytes, ...]:
+    def receive(self, incoming: Incoming, query: bytes, now_s: float, *, wait_s: float = 0.0) -> tuple[bytes, ...]:
         """Accept an ask; return the frames of an immediate reply, none if the reply comes later.
+
+        One that came too soon is refused: after `wait_s`, above 0, it would be accepted.
 
         Raises:
             WireError: As `parse_ask`.
         """
         ask, sender = parse_ask(query), incoming.sender
+        if wait_s:
+            return self.refuse(ask.number, "rate-limited", wait_s)
         held = [each for each in self._open.values() if each.address == sender.address]
         of_connection = {each.number: each for each in held if each.descriptor == sender.descriptor}
         known = of_connection.get(ask.number)
@@ -149,12 +153,11 @@ class AskDesk:
             return self.refuse(ask.number, "ask-busy", _AFTER_BUSY_S)
         until_s = now_s + self.wait_s
         made = OpenAsk(
-            self._next_id, incoming.envelope, ask.number, size_bytes, sender.address, sender.descriptor, until_s
+            next(self._ids), incoming.envelope, ask.number, size_bytes, sender.address, sender.descriptor, until_s
         )
-        self._next_id += 1
         self._open[made.ask_id] = made
         self._counts["asks"] += 1
-        self._call("on_ask", self._on_ask, made.ask_id, ask.payload)
+        self._log.call(self._counts, "on_ask", self._on_ask, made.ask_id, ask.payload)
         return ()
 
     def refuse(self, number: int, code: str, wait_s: float = 0.0) -> tuple[bytes, ...]:
@@ -189,11 +192,4 @@ class AskDesk:
         for ask in asks:
             del self._open[ask.ask_id]
             self._counts[count] += 1
-            self._call("on_ask_gone", self._on_gone, ask.ask_id)
-
-    def _call(self, name: str, callback: Callable[..., None], *values: object) -> None:
-        try:
-            callback(*values)
-        except Exception as error:  # noqa: BLE001 - the engine's mistake must not end the listener
-            self._counts["callback_errors"] += 1
-            self._log.warning("callback", f"{name} of the listener raised {error!r}")
+            self._log.call(self._counts, "on_gone", self._on_gone, ask.ask_id)

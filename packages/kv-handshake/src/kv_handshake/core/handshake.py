@@ -5,7 +5,7 @@ No input or output.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, final
 
 from kv_handshake.core.pacing import backoff_s
@@ -193,27 +193,17 @@ class Handshake:
 
     def end(self, now_s: float) -> None:
         """Hand the outcome of the last session over."""
-        session, error, endpoint = self.session, self.session.error, self.endpoint
-        elapsed_s = now_s - self._began_s
+        session, error, where = self.session, self.session.error, str(self.endpoint)
+        outcome = Outcome(elapsed_s=now_s - self._began_s, attempts=self.attempts, verdict=session.verdict)
         if error is None:
-            outcome = Outcome(
-                peers=session.peers,
-                elapsed_s=elapsed_s,
-                attempts=self.attempts,
-                rtt_s=session.rtt_s,
-                clock_offset_s=session.clock_offset_s,
-                verdict=session.verdict,
-            )
+            outcome = replace(outcome, peers=session.peers, rtt_s=session.rtt_s, clock_offset_s=session.clock_offset_s)
         else:
-            where = str(endpoint)
-            outcome = Outcome(
+            outcome = replace(
+                outcome,
                 code=error.code,
                 message=str(error) if where in str(error) else f"{error} (peer {where})",
-                context={"host": endpoint.host, "port": endpoint.port, **error.context},
+                context={"host": self.endpoint.host, "port": self.endpoint.port, **error.context},
                 is_retry_safe=may_retry(error),
-                elapsed_s=elapsed_s,
-                attempts=self.attempts,
-                verdict=session.verdict,
             )
         self._on_done(outcome)
 

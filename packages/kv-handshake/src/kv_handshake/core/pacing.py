@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, final
 from kv_handshake.errors import shortened
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable
+    from collections.abc import Callable, Hashable
 
 __all__ = ["MOST_FAILURES", "FailureMemory", "GatedLog", "RememberedFailure", "TokenBuckets", "backoff_s"]
 
@@ -163,3 +163,11 @@ class GatedLog:
         held = self._held.pop(topic, 0)
         more = f" ({held} more like this were not logged)" if held else ""
         _logger.warning("%s%s", shortened(text, _LOG_CHARS), more)
+
+    def call(self, counts: Counter[str], name: str, callback: Callable[..., None], *values: object) -> None:
+        """Run a caller's function; an exception from it is logged and counted as ``callback_errors``."""
+        try:
+            callback(*values)
+        except Exception as error:  # noqa: BLE001 - a caller's mistake must end nothing else
+            counts["callback_errors"] += 1
+            self.warning("callback", f"{name} raised {error!r}")

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from kv_handshake.core.handshake import Outcome
-    from kv_handshake.core.pacing import RememberedFailure
     from kv_handshake.security import ClientSecurity
     from kv_handshake.wire.messages import AgentMetadata
     from kv_handshake.wire.policy import LocalOffer
@@ -101,13 +100,7 @@ class Client:
         self._memory = FailureMemory(self._timing.hold_first_s, self._timing.hold_most_s)
         self._peers: dict[Endpoint, PeerAsks] = {}
         self._ask_numbers = itertools.count(1)
-        self._loop = Loop(
-            self._timing,
-            self._log,
-            security=security,
-            seed=seed,
-            allows_link_local_names=False,  # tickets name hosts, and strangers write tickets
-        )
+        self._loop = Loop(self._timing, self._log, security=security, seed=seed)
 
     def request(
         self,
@@ -269,46 +262,28 @@ class Client:
         if outcome.is_ok and outcome.verdict.warnings:
             self._log.warning("accepted", f"peer {question.endpoint}: {'; '.join(outcome.verdict.warnings)}")
         self._counts["succeeded" if outcome.is_ok else "failed"] += 1
-        self._call_back(f"on_done of a handshake with {question.endpoint.host}", partial(on_done, outcome))
-
-    def _call_back(self, name: str, callback: Callable[[], None]) -> None:
-        try:
-            callback()
-        except Exception as error:  # noqa: BLE001 - a caller's mistake must not end other handshakes
-            self._counts["callback_errors"] += 1
-            self._log.warning("callback", f"{name} raised {error!r}")
+        self._log.call(self._counts, f"on_done of a handshake with {question.endpoint.host}", on_done, outcome)
 
     def _learn(self, question: Question, new_session: Callable[[], ClientSession], outcome: Outcome) -> None:
         """Forget an answered question's failures; remember a failure, and ask again in the background."""
         if outcome.is_ok:
             self._memory.forget(question)
         elif outcome.code not in _NOT_THE_PEERS and outcome.attempts:
-            now_s, chance = time.monotonic(), self._loop.random.random()
+            now_s, chance, retried = time.monotonic(), self._loop.random.random(), self._memory.retried
             failure = self._memory.record(
                 question, code=outcome.code, message=outcome.message, now_s=now_s, chance=chance
             )
             if now_s - failure.wanted_s > self._timing.forget_s:
                 self._memory.forget(question)
-            else:
-                self._ask_again(question, new_session, failure)
-
-    def _ask_again(
-        self, question: Question, new_session: Callable[[], ClientSession], failure: RememberedFailure
-    ) -> None:
-        """Plan one background attempt of a request, which keeps its rule about the first rank.
-
-        If there is no place for it, the next request after the hold asks the peer itself.
-        """
-        retried = self._memory.retried
-        if question in retried or len(retried) >= self._timing.connections // _BACKGROUND_SHARE:
-            return
-        on_end = partial(self._asked_again, question, new_session)
-        retried.add(question)
-        self._loop.start(
-            Handshake(
-                question.endpoint, new_session, on_end, timing=self._timing, start_s=failure.until_s, attempts_most=1
-            )
-        )
+            # If there is no place for a background attempt, the next request after the hold asks the peer itself.
+            elif question not in retried and len(retried) < self._timing.connections // _BACKGROUND_SHARE:
+                retried.add(question)
+                on_end, at_s = partial(self._asked_again, question, new_session), failure.until_s
+                self._loop.start(
+                    Handshake(
+                        question.endpoint, new_session, on_end, timing=self._timing, start_s=at_s, attempts_most=1
+                    )
+                )
 
     def _asked_again(self, question: Question, new_session: Callable[[], ClientSession], outcome: Outcome) -> None:
         self._memory.retried.discard(question)
@@ -339,7 +314,7 @@ class Client:
 
     def _replied(self, on_reply: Callable[[str, bytes], None], code: str, payload: bytes) -> None:
         self._counts["asks_failed" if code else "asks_answered"] += 1
-        self._call_back("on_reply of an ask", partial(on_reply, code, payload))
+        self._log.call(self._counts, "on_reply of an ask", on_reply, code, payload)
 
     def _asks_ended(self, endpoint: Endpoint, error: HandshakeError | None) -> None:
         del self._peers[endpoint]

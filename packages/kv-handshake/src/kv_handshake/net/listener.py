@@ -14,7 +14,7 @@ from kv_handshake.core.pacing import GatedLog, TokenBuckets
 from kv_handshake.core.server import ServerCore
 from kv_handshake.errors import ConfigurationError, HandshakeError, WireError
 from kv_handshake.sockets.router import ListeningPort, RouterSocket, TooManyFrames
-from kv_handshake.wire.asks import is_ask, parse_ask
+from kv_handshake.wire.asks import is_ask
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -263,7 +263,10 @@ class Listener:
         now_s = self._clock()
         wait_s = self._wait_s(incoming, now_s)
         if self._desk is not None and incoming.query is not None and is_ask(incoming.query):
-            return self._reply_to_ask(self._desk, incoming, incoming.query, wait_s)
+            try:
+                return self._desk.receive(incoming, incoming.query, time.monotonic(), wait_s=wait_s)
+            except WireError as error:
+                return self._core.refuse(error.code, str(error))
         if wait_s:
             rate = f"{self._limits.queries_per_s:g} times a second"
             self._log.warning("rate-limited", f"{incoming.sender.address} asks more often than {rate}; it must wait")
@@ -279,14 +282,6 @@ class Listener:
                 "are computed there",
             )
         return self._core.respond(incoming.query, clock_s=now_s, reads_one_stage=incoming.sender.is_req)
-
-    def _reply_to_ask(self, desk: AskDesk, incoming: Incoming, query: bytes, wait_s: float) -> tuple[bytes, ...]:
-        try:
-            if wait_s:
-                return desk.refuse(parse_ask(query).number, "rate-limited", wait_s)
-            return desk.receive(incoming, query, time.monotonic())
-        except WireError as error:
-            return self._core.refuse(error.code, str(error))
 
     def _wait_s(self, incoming: Incoming, now_s: float) -> float:
         """Return 0 if the query may be answered, else the seconds until the next one may."""

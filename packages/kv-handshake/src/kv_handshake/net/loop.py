@@ -80,22 +80,13 @@ class Loop:
         security: Keys of an encrypted side channel; plain TCP without.
         seed: Seed of the jitter, for reproducible tests.
         log: Gets failures of the loop itself.
-        allows_link_local_names: Whether a host's name may resolve to an address of one link only.
 
     Attributes:
         counts: ``attempts`` and ``restarts`` so far.
         random: Numbers for jitter; for the loop's thread.
     """
 
-    def __init__(
-        self,
-        timing: Timing,
-        log: GatedLog,
-        *,
-        security: ClientSecurity | None,
-        seed: int | None,
-        allows_link_local_names: bool = True,
-    ) -> None:
+    def __init__(self, timing: Timing, log: GatedLog, *, security: ClientSecurity | None, seed: int | None) -> None:
         self._most = most_connections(timing.connections, share=_DESCRIPTOR_SHARE)
         self._log = log
         self.random = random.Random(seed)  # noqa: S311 - jitter, not secrets
@@ -112,7 +103,7 @@ class Loop:
         self._started_s = 0.0
         # Searches of this turn for a place to give up that found none: the other waiting tasks need not repeat them.
         self._futile: set[bool] = set()
-        self._names = Names(self._hub.wake, allows_link_local=allows_link_local_names)
+        self._names = Names(self._hub.wake)
         self._thread = threading.Thread(target=self._run, name="kv-handshake-client", daemon=True)
         self._thread.start()
 

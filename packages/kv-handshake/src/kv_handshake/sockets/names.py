@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import socket
-import time
-from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
 from typing import TYPE_CHECKING, final
@@ -17,7 +15,6 @@ __all__ = ["Names"]
 _LOOKUPS = 32
 """Names looked up at once. A thread is made only if all others are busy."""
 
-_FRESH_S = 5.0
 _MOST_KNOWN = 256
 
 _LINK_LOCAL = tuple(
@@ -40,35 +37,29 @@ _TRANSLATED = tuple(map(ip_network, ("64:ff9b::/96", "::ffff:0:0:0/96", "::/96")
 class Names:
     """Finds the addresses of host names for one thread, without making it wait for a slow name server.
 
-    Requests for the same name share one look-up, and its answer for five seconds. So a name in many tickets takes only one of
-    the 32 threads.
+    Requests for the same name share one look-up, so a name in many tickets takes only one of the 32 threads.
+
+    Addresses of one link only are left out: tickets name hosts, strangers write tickets, and a stranger who gives a name also
+    decides what it resolves to. Such an address would let a name lead to services that trust the machine alone.
 
     Args:
         wake: Called when a look-up has ended, from any thread.
-        allows_link_local: Whether a name may have an address of one link only. A stranger who gives a name also decides what it
-            resolves to, so such an address would let a stranger's name lead to services that trust the machine alone.
     """
 
-    def __init__(self, wake: Callable[[], None], *, allows_link_local: bool = True) -> None:
+    def __init__(self, wake: Callable[[], None]) -> None:
         self._wake = wake
-        self._allows_link_local = allows_link_local
         self._pool = ThreadPoolExecutor(_LOOKUPS, thread_name_prefix="kv-handshake-names")
-        self._known: OrderedDict[str, tuple[float, Future[list[str]]]] = OrderedDict()
+        self._known: dict[str, Future[list[str]]] = {}
 
     def look_up(self, host: str) -> Future[list[str]]:
         """Return the look-up of a name, new or under way; its result is empty if the name has no address."""
-        now_s = time.monotonic()
-        since_s, lookup = self._known.get(host, (0.0, None))
-        if lookup is None or (lookup.done() and not (now_s - since_s < _FRESH_S and lookup.result())):
-            lookup = self._pool.submit(self._find, host)
-            self._known[host] = (now_s, lookup)
-            if len(self._known) > _MOST_KNOWN:
-                self._known.popitem(last=False)
+        lookup = self._known.get(host)
+        if lookup is None or lookup.done():
+            if len(self._known) >= _MOST_KNOWN:
+                self._known = {name: each for name, each in self._known.items() if not each.done()}
+            lookup = self._known[host] = self._pool.submit(_addresses_of, host)
         lookup.add_done_callback(lambda _: self._wake())  # at once if it has ended already
         return lookup
-
-    def _find(self, host: str) -> list[str]:
-        return [each for each in _addresses_of(host) if self._allows_link_local or _is_reachable_for_strangers(each)]
 
     def close(self) -> None:
         """Drop look-ups that have not begun; those under way end by themselves."""
@@ -76,13 +67,14 @@ class Names:
 
 
 def _addresses_of(host: str) -> list[str]:
-    """Return the addresses of a name, IPv4 first, because vLLM binds only IPv4; empty if it has none."""
+    """Return the addresses of a name that strangers may use, IPv4 first, because vLLM binds only IPv4; empty if it has none."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
         return []
     ordered = sorted(found, key=lambda each: each[0] != socket.AF_INET)
-    return list(dict.fromkeys(str(each[4][0]) for each in ordered))
+    addresses = dict.fromkeys(str(each[4][0]) for each in ordered)
+    return [each for each in addresses if _is_reachable_for_strangers(each)]
 
 
 def _is_reachable_for_strangers(text: str) -> bool:

@@ -122,11 +122,7 @@ class ClientKeyCheck(ThreadAuthenticator):
     """
 
     def __init__(
-        self,
-        context: zmq.Context[zmq.Socket[bytes]],
-        authorized: Mapping[str, str],
-        *,
-        admits_any_client: bool = False,
+        self, context: zmq.Context[zmq.Socket[bytes]], authorized: Mapping[str, str], *, admits_any_client: bool = False
     ) -> None:
         super().__init__(context)  # pyright: ignore[reportUnknownMemberType]
         self._authorized = dict(authorized)
@@ -224,11 +220,7 @@ class RouterSocket:
                 self._encrypt(security)
                 self._refresh_keys()  # the files may have changed since they were read
             self._watch = ConnectionWatch(
-                self._socket,
-                endpoint.port,
-                report=report,
-                upkeep=self._refresh_keys,
-                closed=closed,
+                self._socket, endpoint.port, report=report, upkeep=self._refresh_keys, closed=closed
             )
             self._socket.setsockopt(zmq.USE_FD, port.descriptor())
             self._socket.bind(endpoint.url)

@@ -19,8 +19,7 @@ from __future__ import annotations
 
 import hmac
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeAlias, cast, final
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple, TypeAlias, cast, final
 
 import msgspec
 from msgspec import Meta
@@ -60,9 +59,7 @@ _OTHER_CODE = "refused"
 _encode = msgspec.msgpack.Encoder().encode
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class Ask:
+class Ask(NamedTuple):
     """A parsed ask or cancellation.
 
     Attributes:
@@ -74,9 +71,7 @@ class Ask:
     payload: bytes | None
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class AskReply:
+class AskReply(NamedTuple):
     """A parsed reply to an ask.
 
     Attributes:
@@ -270,6 +265,7 @@ class No(_Message, frozen=True, kw_only=True, omit_defaults=True, tag="no"):
 
 
 _Answer: TypeAlias = Offer | Final_ | No
+_tickets = msgspec.json.Decoder(dict[str, object])
 _payloads = msgspec.msgpack.Decoder(tuple[bytes, bytes])
 _questions: msgspec.msgpack.Decoder[Question] = msgspec.msgpack.Decoder(Question)
 _answers: msgspec.msgpack.Decoder[_Answer] = msgspec.msgpack.Decoder(_Answer)
@@ -329,7 +325,11 @@ def read_answer(payload: bytes, question: Mapping[str, object], secrets: Sequenc
             raise WireError("hand-over-mismatch", f"the answer is to another question: its {name} differs")
     values = {**_values(answer), "kind": str(answer.__struct_config__.tag)}
     if not isinstance(answer, No):
-        values["ticket"] = _ticket(answer.ticket)
+        try:
+            values["ticket"] = _tickets.decode(answer.ticket)
+        except DECODE_ERRORS as error:
+            size = len(answer.ticket)
+            raise WireError("malformed-hand-over", f"ticket of {size} bytes is not a JSON object: {error}") from error
         if not answer.request_id.isprintable():
             raise WireError("malformed-hand-over", "the answer's request id is not printable")
     return values
@@ -367,16 +367,6 @@ def _opened(payload: bytes, secrets: Sequence[bytes], decoder: msgspec.msgpack.D
     except DECODE_ERRORS as error:
         shown = shortened(str(error))  # the error quotes an unknown key as the peer wrote it
         raise WireError("malformed-hand-over", f"message of {len(body)} bytes does not decode: {shown}") from error
-
-
-def _ticket(data: bytes) -> dict[str, object]:
-    try:
-        ticket: object = msgspec.json.decode(data)
-    except DECODE_ERRORS as error:
-        raise WireError("malformed-hand-over", f"ticket of {len(data)} bytes is not JSON: {error}") from error
-    if not isinstance(ticket, dict):
-        raise WireError("malformed-hand-over", "the ticket is not an object")
-    return cast("dict[str, object]", ticket)
 
 
 def _values(message: msgspec.Struct) -> dict[str, object]:

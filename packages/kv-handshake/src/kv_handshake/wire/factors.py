@@ -27,22 +27,21 @@ import msgspec
 
 from kv_handshake.errors import ConfigurationError, shortened
 from kv_handshake.wire.dialects import NEWEST_DIALECT, OLDEST_DIALECT, dialect_of_vllm
-from kv_handshake.wire.limits import MAX_FACTORS
+from kv_handshake.wire.limits import MAX_DEPTH, MAX_FACTORS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from kv_handshake.wire.dialects import Dialect
 
 __all__ = [
-    "FACTOR_GROUPS",
     "Difference",
     "check_factors",
     "compatibility_hash",
     "differing_factors",
     "explain_hash",
-    "hashed_factors",
     "suspected_factors",
+    "wire_hash",
 ]
 
 Group = Literal["must-match", "may-differ", "informative"]
@@ -124,7 +123,12 @@ def compatibility_hash(factors: Mapping[str, object]) -> str:
     return hashlib.sha256(_canonical(dict(factors)).encode()).hexdigest()
 
 
-def hashed_factors(factors: Mapping[str, object], dialect: Dialect) -> dict[str, object]:
+def wire_hash(factors: Mapping[str, object], dialect: Dialect) -> str:
+    """Return the compatibility hash that an engine with these factors sends in a dialect."""
+    return compatibility_hash(_hashed(factors, dialect))
+
+
+def _hashed(factors: Mapping[str, object], dialect: Dialect) -> dict[str, object]:
     """Return the factors that enter the hash on the wire.
 
     With all of the dialect's names present these are exactly vLLM's inputs, so the hash equals vLLM's. An engine that
@@ -147,10 +151,23 @@ def differing_factors(local: Mapping[str, object], peer: Mapping[str, object]) -
 
 
 def check_factors(factors: Mapping[str, object]) -> None:
-    """Raise ``invalid-factors`` unless the factors can be hashed and sent."""
+    """Raise ``invalid-factors`` unless the factors are few, flat and JSON, so that they can be hashed and sent."""
     if len(factors) > MAX_FACTORS:
-        raise ConfigurationError("invalid-factors", f"{len(factors)} factors; at most {MAX_FACTORS} are sent")
+        raise ConfigurationError("invalid-factors", f"{len(factors)} factors; at most {MAX_FACTORS} are read")
+    if any(_is_deep(each, MAX_DEPTH) for each in factors.values()):
+        raise ConfigurationError("invalid-factors", f"a factor nests more than {MAX_DEPTH} lists and maps")
     _canonical(dict(factors))
+
+
+def _is_deep(value: object, levels: int) -> bool:
+    """Return whether lists and maps nest deeper than so many levels."""
+    if isinstance(value, dict):
+        inner: Iterable[object] = cast("dict[str, object]", value).values()
+    elif isinstance(value, list):
+        inner = cast("list[object]", value)
+    else:
+        return False
+    return levels == 0 or any(_is_deep(each, levels - 1) for each in inner)
 
 
 def _is_same(one: object, other: object) -> bool:
@@ -284,7 +301,7 @@ def explain_hash(
         supposed: Values that the peer may have, by factor name, such as other names of the model. All combinations are
             tried, each with at most one further factor changed.
     """
-    hashed = hashed_factors(factors, dialect)
+    hashed = _hashed(factors, dialect)
     choices = {name: (hashed[name], *values) for name, values in (supposed or {}).items() if name in hashed}
     for values in itertools.product(*choices.values()):
         base = {**hashed, **dict(zip(choices, values, strict=True))}
@@ -296,7 +313,7 @@ def explain_hash(
 
 def suspected_factors(factors: Mapping[str, object], dialect: Dialect) -> tuple[str, ...]:
     """Return the hashed factors that cannot be enumerated, so that one of them probably differs."""
-    hashed = hashed_factors(factors, dialect)
+    hashed = _hashed(factors, dialect)
     return tuple(name for name in _HARD_TO_GUESS if name in hashed)
 
 

@@ -12,7 +12,6 @@ Types say the least value of every number: `Natural` from 0, `Positive` from 1.
 
 from __future__ import annotations
 
-import zlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, final
 
@@ -23,18 +22,7 @@ from kv_handshake.wire.limits import MAX_REGIONS
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = [
-    "METADATA_FIELDS",
-    "OURS",
-    "AgentMetadata",
-    "Envelope",
-    "MetadataField",
-    "Refusal",
-    "SentMetadata",
-    "Wire",
-    "checksum_of",
-    "usable_capabilities",
-]
+__all__ = ["METADATA_FIELDS", "OURS", "AgentMetadata", "Envelope", "Refusal", "SentMetadata", "usable_capabilities"]
 
 Natural = Annotated[int, msgspec.Meta(ge=0)]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
@@ -77,7 +65,8 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         rank: (pp rank, tp rank) that this reply is about.
         generation: Number of the peer's registration; differs after every new registration.
         factors: The peer's factors by name: the inputs of the hash, and more.
-        checksum: CRC-32 of `agent_metadata_bytes`.
+        checksum: CRC-32 of `agent_metadata_bytes` (polynomial 0x04C11DB7 reflected, as in zlib and Ethernet). It guards against
+            accidents: every flip within 32 neighbouring bits is found. It authenticates nothing.
         capabilities: ``required``, ``supported`` or ``absent`` by capability name.
         refusal: Set if this reply is a refusal.
     """
@@ -227,14 +216,6 @@ METADATA_FIELDS: tuple[MetadataField, ...] = tuple(
     if isinstance(wire, Wire)
 )
 """The fields of `SentMetadata`, in the order of writing."""
-
-
-def checksum_of(metadata_bytes: bytes) -> int:
-    """Return the CRC-32 of encoded agent metadata (polynomial 0x04C11DB7 reflected, as in zlib and Ethernet).
-
-    It guards against accidents: every flip within 32 neighbouring bits is found. It authenticates nothing.
-    """
-    return zlib.crc32(metadata_bytes)
 
 
 def usable_capabilities(levels: Mapping[str, str]) -> tuple[str, ...]:

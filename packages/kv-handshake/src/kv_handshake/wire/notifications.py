@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeVar, final
+from typing import TYPE_CHECKING, AnyStr, Literal, TypeVar, final
 
 import msgspec
 
@@ -27,7 +27,7 @@ from kv_handshake.errors import ConfigurationError
 from kv_handshake.wire import limits
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 __all__ = ["RESERVED_PREFIXES", "Notification", "encode_heartbeats", "encode_read_complete", "parse_notification"]
 
@@ -181,11 +181,8 @@ def _parse_read(text: str) -> Notification:
 
 
 def _parse_registration(body: bytes) -> Notification:
-    try:
-        named = _registration_decoder.decode(body).request_id
-    except limits.DECODE_ERRORS:
-        named = ""
-    return _unknown("push-registration", (named,) if _is_request_id(named) else ())
+    sent = _decode(_registration_decoder.decode, body)
+    return _unknown("push-registration", (sent.request_id,) if sent and _is_request_id(sent.request_id) else ())
 
 
 def _parse_heartbeat(text: str) -> Notification:
@@ -220,15 +217,15 @@ def _first_pairs(text: str) -> tuple[list[tuple[str, str]], int] | None:
     """
     masked = text.replace("\\\\", "__").replace('\\"', "__") if "\\" in text else text
     if masked.count('"') <= 4 * limits.MAX_HEARTBEAT_IDS:
-        pairs = _decode(_heartbeat_decoder, text)
+        pairs = _decode(_heartbeat_decoder.decode, text)
         return None if pairs is None else (pairs, 0)
     rest = masked.split('"', 4 * limits.MAX_HEARTBEAT_IDS)[-1]
-    pairs = _decode(_heartbeat_decoder, f"{text[: len(text) - len(rest)]}]]")
+    pairs = _decode(_heartbeat_decoder.decode, f"{text[: len(text) - len(rest)]}]]")
     return None if pairs is None or len(pairs) != limits.MAX_HEARTBEAT_IDS else (pairs, rest.count('"') // 4)
 
 
 def _parse_our_read(text: str, reader_count: int) -> Notification:
-    fields = _decode(_read_decoder, text[len(_OURS) :])
+    fields = _decode(_read_decoder.decode, text[len(_OURS) :])
     if fields is None or _NONCE.fullmatch(fields[1]) is None or not _is_text(fields[2]):
         return _unknown("bad-nonce")
     request_id, nonce, consumer = fields
@@ -237,20 +234,16 @@ def _parse_our_read(text: str, reader_count: int) -> Notification:
     return Notification("read-complete", (request_id,), reader_count, nonces=(nonce,), consumer=consumer)
 
 
-def _decode(decoder: msgspec.json.Decoder[T], text: str) -> T | None:
+def _decode(decode: Callable[[AnyStr], T], text: AnyStr) -> T | None:
     try:
-        return decoder.decode(text)
+        return decode(text)
     except limits.DECODE_ERRORS:
         return None
 
 
 def _is_request_id(request_id: str) -> bool:
-    if not request_id or len(request_id) > limits.MAX_REQUEST_ID_BYTES:
-        return False
-    if request_id.isascii():
-        return True
     try:
-        return len(request_id.encode()) <= limits.MAX_REQUEST_ID_BYTES
+        return 0 < len(request_id.encode()) <= limits.MAX_REQUEST_ID_BYTES
     except UnicodeEncodeError:
         return False
 
@@ -259,8 +252,8 @@ def _is_text(engine_id: str) -> bool:
     return len(engine_id) <= limits.MAX_ENGINE_ID_CHARS and engine_id.isprintable()
 
 
-def _unsendable(name: str, value: str, **context: object) -> ConfigurationError:
-    return ConfigurationError("invalid-argument", f"{name} {value[:200]!r} cannot be notified", **context)
+def _unsendable(name: str, value: str) -> ConfigurationError:
+    return ConfigurationError("invalid-argument", f"{name} {value[:200]!r} cannot be notified")
 
 
 def _unknown(reason: str, request_ids: tuple[str, ...] = ()) -> Notification:

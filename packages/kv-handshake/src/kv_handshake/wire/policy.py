@@ -3,19 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, final
 
 from kv_handshake.errors import ConfigurationError, shortened
 from kv_handshake.wire.dialects import NEWEST_DIALECT, OLDEST_DIALECT, dialect_of
-from kv_handshake.wire.factors import (
-    Difference,
-    check_factors,
-    compatibility_hash,
-    differing_factors,
-    explain_hash,
-    hashed_factors,
-)
+from kv_handshake.wire.factors import Difference, check_factors, differing_factors, explain_hash, wire_hash
 from kv_handshake.wire.messages import usable_capabilities
 
 if TYPE_CHECKING:
@@ -63,13 +55,11 @@ class LocalOffer:
             raise ConfigurationError(
                 "invalid-argument", f"capability level {unknown[0]!r} is not required, supported or absent"
             )
-        object.__setattr__(self, "factors", MappingProxyType(dict(self.factors)))
-        object.__setattr__(self, "capabilities", MappingProxyType(dict(self.capabilities)))
         hashes = {
-            version: compatibility_hash(hashed_factors(self.factors, dialect_of(version)))
+            version: wire_hash(self.factors, dialect_of(version))
             for version in range(OLDEST_DIALECT, NEWEST_DIALECT + 1)
         }
-        object.__setattr__(self, "hashes", MappingProxyType(hashes))
+        object.__setattr__(self, "hashes", hashes)
 
 
 @final

@@ -6,15 +6,16 @@ Every reader returns a checked value or raises a `WireError` with a code. Types,
 
 from __future__ import annotations
 
-import json
 import math
-from typing import TYPE_CHECKING, Any, cast
+import zlib
+from typing import TYPE_CHECKING
 
 import msgspec
 from msgspec.structs import asdict
 
 from kv_handshake.errors import CODES, ConfigurationError, WireError
 from kv_handshake.wire import limits
+from kv_handshake.wire.factors import check_factors
 from kv_handshake.wire.messages import (
     METADATA_FIELDS,
     OURS,
@@ -22,24 +23,15 @@ from kv_handshake.wire.messages import (
     Envelope,
     Refusal,
     SentMetadata,
-    checksum_of,
     usable_capabilities,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
 
     from kv_handshake.wire.dialects import Dialect
 
-__all__ = [
-    "decode_clock",
-    "decode_envelope",
-    "decode_metadata",
-    "encode_clock",
-    "encode_metadata",
-    "encode_refusal",
-    "reconstruct_blocks_ratio",
-]
+__all__ = ["decode_clock", "decode_envelope", "decode_metadata", "encode_clock", "encode_metadata", "encode_refusal"]
 
 _ADDRESS_END = 1 << 64
 _BLOBS = ("agent_metadata", "geometry")
@@ -92,38 +84,18 @@ def decode_envelope(frame: bytes) -> Envelope:
         envelope = _envelope_decoder.decode(frame)
     except limits.DECODE_ERRORS as error:
         raise WireError("malformed-envelope", f"envelope of {len(frame)} bytes does not decode: {error}") from error
-    _check_factors(envelope.factors)
+    try:
+        check_factors(envelope.factors)
+    except ConfigurationError as error:
+        raise WireError("malformed-envelope", str(error)) from error
     metadata = envelope.agent_metadata_bytes
-    if envelope.checksum is not None and envelope.checksum != checksum_of(metadata):
+    if envelope.checksum is not None and envelope.checksum != zlib.crc32(metadata):
         raise WireError(
             "checksum-mismatch",
             f"the CRC-32 of {len(metadata)} metadata bytes is not the announced one; ask again",
             size_bytes=len(metadata),
         )
     return envelope
-
-
-def _check_factors(factors: dict[str, Any]) -> None:
-    """Raise ``malformed-envelope`` unless the factors are few, and JSON."""
-    if len(factors) > limits.MAX_FACTORS:
-        raise WireError("malformed-envelope", f"envelope names {len(factors)} factors; at most {limits.MAX_FACTORS}")
-    if any(_is_deep(each, limits.MAX_DEPTH) for each in factors.values()):
-        raise WireError("malformed-envelope", f"a factor nests more than {limits.MAX_DEPTH} lists and maps")
-    try:
-        json.dumps(factors, sort_keys=True)
-    except limits.DECODE_ERRORS as error:
-        raise WireError("malformed-envelope", f"the factors in an envelope are no JSON values: {error}") from error
-
-
-def _is_deep(value: object, levels: int) -> bool:
-    """Return whether lists and maps nest deeper than so many levels."""
-    if isinstance(value, dict):
-        inner: Iterable[object] = cast("dict[str, object]", value).values()
-    elif isinstance(value, list):
-        inner = cast("list[object]", value)
-    else:
-        return False
-    return levels == 0 or any(_is_deep(each, levels - 1) for each in inner)
 
 
 def decode_metadata(envelope: Envelope) -> AgentMetadata:

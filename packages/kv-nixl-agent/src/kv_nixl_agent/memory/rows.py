@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from typing import TYPE_CHECKING, cast, final
+from typing import TYPE_CHECKING, final
 
 import numpy as np
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     Indices = npt.NDArray[np.int32]
 
-__all__ = ["MemoryTable", "RowTable", "check_rows", "row_ends"]
+__all__ = ["MemoryTable", "RowTable", "check_rows"]
 
 _MAX_DESCRIPTORS = (1 << 31) - 1
 _MAX_ADDRESS = float(1 << 63)
@@ -50,9 +50,7 @@ def check_rows(rows: object) -> Rows:
         raise AgentError("bad-rows", "rows hold negative numbers; addresses and lengths are unsigned")
     table = np.array(array, dtype=np.uint64, order="C")
     _refuse(table, (table[:, 1] == 0) | (table[:, 4] == 0), "has a zero length or count")
-    _refuse(
-        table, (table[:, 4] > 1) & (table[:, 3] < table[:, 1]), "has a stride below its length: descriptors overlap"
-    )
+    _refuse(table, (table[:, 4] > 1) & (table[:, 3] < table[:, 1]), "has a stride below its length")
     span = table[:, 0].astype(np.float64) + table[:, 3].astype(np.float64) * table[:, 4] + table[:, 1]
     _refuse(table, span >= _MAX_ADDRESS, "ends beyond the address space")
     if float(table[:, 4].sum(dtype=np.float64)) > _MAX_DESCRIPTORS:
@@ -65,11 +63,6 @@ def _refuse(table: Rows, is_wrong: npt.NDArray[np.bool_], why: str) -> None:
     if bool(is_wrong.any()):
         row = int(np.flatnonzero(is_wrong)[0])
         raise AgentError("bad-rows", f"row {row} {table[row].tolist()} {why}", row=row)
-
-
-def row_ends(rows: Rows) -> Rows:
-    """Return the exclusive end address of every row, uint64 (n,)."""
-    return cast("Rows", rows[:, 0] + rows[:, 3] * (rows[:, 4] - np.uint64(1)) + rows[:, 1])
 
 
 @final
@@ -86,17 +79,14 @@ class RowTable:
         table = np.empty((0, 5), dtype=np.uint64) if array.shape == (0, 5) else check_rows(array)
         kinds = [kind] * len(table) if isinstance(kind, str) else list(kind)
         if len(kinds) != len(table) or any(one not in MEMORY_KINDS for one in kinds):
-            raise AgentError(
-                "bad-rows", f"{len(table)} rows need as many memory kinds, each DRAM or VRAM; got {kinds[:8]}"
-            )
+            raise AgentError("bad-rows", f"{len(table)} rows need as many kinds, each DRAM or VRAM; got {kinds[:8]}")
         counts = table[:, 4].astype(np.int64)
         self._first = np.concatenate(([0], np.cumsum(counts)))
         self.count = int(self._first[-1])
         """Descriptors in the table."""
         self._lengths = table[:, 1].astype(np.int64)
-        self.uniform_bytes = (
-            int(self._lengths[0]) if bool((self._lengths == self._lengths[:1]).all()) and len(table) else 0
-        )
+        lengths = set(self._lengths.tolist())
+        self.uniform_bytes = lengths.pop() if len(lengths) == 1 else 0
         """Length of every descriptor, 0 if they differ."""
         self._is_device: npt.NDArray[np.bool_] = np.array([one == "VRAM" for one in kinds], dtype=bool)
         self._group_first: npt.NDArray[np.int64] = np.array(self._first[:-1])
@@ -164,34 +154,31 @@ class MemoryTable:
     def __init__(self, port: NixlPort) -> None:
         self._port = port
         self._registrations: list[Handle] = []
-        self._regions: list[MemoryRegion] = []
+        self._regions: Sequence[MemoryRegion] = ()
 
     def register(self, regions: Sequence[MemoryRegion]) -> None:
-        """Register further memory; all of it or nothing.
+        """Register memory, once; all of it or nothing.
 
         Raises:
             AgentError: `bad-region`, `registration-failed`.
         """
         for region in regions:
             _check_region(region)
-        _check_overlap([*self._regions, *regions])
-        done: list[Handle] = []
+        _check_overlap(regions)
         for kind in MEMORY_KINDS:
             ranges = [region[:3] for region in regions if region[3] == kind]
             if not ranges:
                 continue
             try:
-                done.append(self._port.register(kind, np.array(ranges, dtype=np.uint64)))
+                self._registrations.append(self._port.register(kind, np.array(ranges, dtype=np.uint64)))
             except AgentError as error:
-                for handle in done:
-                    self._port.deregister(handle)
+                self.close()
                 raise AgentError(
                     "registration-failed",
                     f"NIXL refused {len(ranges)} {kind} regions of {sum(r[1] for r in ranges)} bytes: {error}",
                     kind=kind,
                 ) from error
-        self._registrations += done
-        self._regions += regions
+        self._regions = regions
 
     def check_local(self, kind: MemoryKind, rows: npt.NDArray[np.uint64]) -> None:
         """Refuse rows outside the registered regions.
@@ -200,7 +187,7 @@ class MemoryTable:
             AgentError: `rows-unregistered`, naming the first such row.
         """
         is_inside = np.zeros(len(rows), dtype=bool)
-        ends = row_ends(rows)
+        ends = rows[:, 0] + rows[:, 3] * (rows[:, 4] - np.uint64(1)) + rows[:, 1]
         for address, length_bytes, device, region_kind in self._regions:
             if region_kind == kind:
                 is_inside |= (rows[:, 0] >= address) & (ends <= address + length_bytes) & (rows[:, 2] == device)
@@ -217,7 +204,6 @@ class MemoryTable:
         while self._registrations:
             with contextlib.suppress(AgentError):
                 self._port.deregister(self._registrations.pop())
-        self._regions.clear()
 
 
 def _check_region(region: MemoryRegion) -> None:

@@ -24,16 +24,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-__all__ = [
-    "IMPORT_NAMES",
-    "NixlBinding",
-    "available_plugins",
-    "descriptors_left",
-    "expand_rows",
-    "find_nixl",
-    "loaded_build",
-    "open_nixl",
-]
+__all__ = ["IMPORT_NAMES", "NixlBinding", "descriptors_left", "expand_rows", "find_nixl", "loaded_build", "open_nixl"]
 
 _Result = TypeVar("_Result")
 
@@ -195,6 +186,13 @@ class NixlBinding:
         """Send a notification without a transfer."""
         self._call("send_notif", agent_name, payload)
 
+    def plugins(self) -> Mapping[str, Sequence[str]]:
+        """Return the memory kinds of every NIXL plugin, none of one that cannot be loaded here."""
+        return {
+            str(name): [str(kind).removesuffix("_SEG") for kind in self._call("get_plugin_mem_types", name)]
+            for name in self._call("get_plugin_list")
+        }
+
     def close(self) -> None:
         """Destroy the agent: no other reference to it exists, and its destructor closes the backends."""
         for held in self._held:
@@ -290,19 +288,6 @@ def _version_of(module: Any) -> str:  # noqa: ANN401
     return f"{name} (version unknown)"
 
 
-def available_plugins() -> Mapping[str, tuple[tuple[str, ...], Mapping[str, str]]]:
-    """Return (memory kinds, default parameters) of every NIXL plugin that can be loaded here."""
-    module = find_nixl()
-    POOL.watch()
-    agent = attempt("create agent", lambda: module.nixl_agent("plugin-query", module.nixl_agent_config(backends=[])))
-    result: dict[str, tuple[tuple[str, ...], Mapping[str, str]]] = {}
-    for name in agent.get_plugin_list():
-        kinds = tuple(str(kind).removesuffix("_SEG") for kind in agent.get_plugin_mem_types(name))
-        result[str(name)] = (kinds, dict(agent.get_plugin_params(name)))
-    POOL.zero()
-    return result
-
-
 def open_nixl(
     agent_name: str,
     backends: Sequence[tuple[str, Mapping[str, str]]],
@@ -317,17 +302,12 @@ def open_nixl(
     module = find_nixl()
     POOL.watch()
 
+    arguments: dict[str, object] = {"backends": [], "capture_telemetry": True, "enable_prog_thread": progress_thread}
+    modes = getattr(module, "nixl_thread_sync_t", None)
+    if modes is not None:  # the WorkerTurns of this thread and NIXL's own threads
+        arguments["sync_mode"] = modes["NIXL_THREAD_SYNC_RW"]
+
     def create() -> Any:  # noqa: ANN401
-        arguments: dict[str, object] = {
-            "backends": [],
-            "capture_telemetry": True,
-            "enable_prog_thread": progress_thread,
-        }
-        modes = getattr(module, "nixl_thread_sync_t", None)
-        if modes is not None:
-            arguments["sync_mode"] = modes[
-                "NIXL_THREAD_SYNC_RW"
-            ]  # the WorkerTurns of this thread and NIXL's own threads
         with sleeping_progress_thread(module.nixl_agent):
             return module.nixl_agent(agent_name, module.nixl_agent_config(**arguments))
 

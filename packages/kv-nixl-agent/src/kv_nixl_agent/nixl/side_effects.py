@@ -404,8 +404,13 @@ class SwitchInterval:
             return
         _log_once("switch-interval")
         with self._lock:
-            if self._bound_s is not None and not self._is_closed:
-                self._begin(self._bound_s)
+            if self._bound_s is None or self._is_closed or self._is_lowered:  # by another thread meanwhile
+                return
+            if not self._wanted:
+                SwitchInterval._before = sys.getswitchinterval()
+            self._wanted.append(self._bound_s)
+            self._is_lowered = True
+            self._apply()
 
     def restore(self) -> None:
         """Withdraw the bound; any thread."""
@@ -419,15 +424,6 @@ class SwitchInterval:
         """Withdraw the bound permanently."""
         self._is_closed = True
         self.restore()
-
-    def _begin(self, bound_s: float) -> None:
-        if self._is_lowered:  # by another thread, while this one waited for the lock
-            return
-        if not self._wanted:
-            SwitchInterval._before = sys.getswitchinterval()
-        self._wanted.append(bound_s)
-        self._is_lowered = True
-        self._apply()
 
     @classmethod
     def _apply(cls) -> None:

@@ -4,8 +4,8 @@ One read of all progress words of a peer serves all watches of its slots. Its pa
 `stream_slow_poll_s`: rarely in the middle of a prompt, closely where the last step should end (`StreamWatch.pause_s`). Nothing
 is read of a peer without watches.
 
-Each watched peer has a pad for its polls, while there are enough pads. When they run out, a peer that is due takes the pad of
-the peer whose next poll is furthest away; only polls on the wire keep theirs. Reads of tables have their own pads.
+Each watched peer has a pad for its polls, while there are enough pads. When they run out, a peer gives its pad back after each
+poll; only polls on the wire keep theirs. Reads of tables have their own pads.
 
 A table read reports the ids of entries once all of them carry the requested tag; until then it is repeated at the same pace. It
 never ends because the slot has lost the tag: the progress word shows that first, and the watch is ended.
@@ -172,31 +172,23 @@ class StreamPoller:
                 return False
         elif not polls.watches or now_s < polls.due_s or not self._post_look(polls, now_s):
             return False
-        return polls.strip is not None and self._tell_changes(polls, polls.strip.words, now_s)
+        if polls.strip is None:
+            return False
+        has_changed = self._tell_changes(polls, polls.strip.words, now_s)
+        if not self._look_pads.free_count:
+            self._reader.let_go(polls.strip)
+            polls.strip = None
+        return has_changed
 
     def _post_look(self, polls: _PeerPolls, now_s: float) -> bool:
         polls.due_s = now_s + self._pace_s(polls, now_s)
         if polls.strip is None:
-            polls.strip = self._make_look(polls)
-        if polls.strip is None and self._release_a_look():
-            polls.strip = self._make_look(polls)
+            row = row_of(polls.location, 0, polls.layout.slots)
+            polls.strip = self._reader.make_strip(polls.peer, row, self._look_pads)
         if polls.strip is None:
-            return False  # the polls of all pads are on the wire
+            return False  # all pads are in use
         self._counts["stream_looks"] += 1
         return self._reader.post(polls.strip)
-
-    def _make_look(self, polls: _PeerPolls) -> WordRead | None:
-        return self._reader.make_strip(polls.peer, row_of(polls.location, 0, polls.layout.slots), self._look_pads)
-
-    def _release_a_look(self) -> bool:
-        """Free the pad of the peer whose next poll is furthest away; return False if all polls are on the wire."""
-        resting = [polls for polls in self._peers.values() if polls.strip is not None and not polls.strip.is_on_wire]
-        furthest = max(resting, key=lambda polls: polls.due_s, default=None)
-        if furthest is None or furthest.strip is None:
-            return False
-        self._reader.let_go(furthest.strip)
-        furthest.strip = None
-        return True
 
     def _pace_s(self, polls: _PeerPolls, now_s: float) -> float:
         return min(max(self._fast_s, polls.pause_s(now_s)), self._slow_s)
@@ -282,7 +274,6 @@ class StreamPoller:
         polls.dropped += polls.strips
         watches, polls.watches, polls.tables, polls.strip = polls.watches, [], [], None
         for watch in watches:
-            watch.is_live = False
             self._counts["streams_broken"] += 1
             self._tell(watch, partial(watch.listener.broken, code, message))
 
@@ -340,8 +331,6 @@ class StreamWatch:
         self.listener = listener
         self.seen: int | None = None
         """Progress word that the listener received last."""
-        self.is_live = True
-        """Whether the peer is polled for this watch."""
         self.is_wanted = True
         """Whether the listener still wants calls."""
 
@@ -392,14 +381,13 @@ class StreamWatch:
                 f"entries {first} to {stop - 1} of a table of peer {self._polls.peer.key!r}: it has room for {layout.capacity}",
                 peer=self._polls.peer.key,
             )
-        if self.is_live:
+        if self in self._polls.watches:
             self._polls.tables.append(_TableRead(self, tag, first, stop))
 
     def end(self) -> None:
         """Stop watching; the listener gets no further calls. May be called more than once."""
         self.is_wanted = False
-        if self.is_live:
-            self.is_live = False
+        if self in self._polls.watches:
             self._polls.forget(self)
 
 

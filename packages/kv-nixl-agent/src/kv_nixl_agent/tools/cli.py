@@ -7,28 +7,23 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
 from kv_nixl_agent import __version__
-from kv_nixl_agent.tools.remote import Measurement, measure_ranks, read_ranks, serve_peer
+from kv_nixl_agent.tools.remote import serve_peer
 from kv_nixl_agent.tools.report import EXIT_CODES, examine, report_lines
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kv_nixl_agent.tools.machine import Severity
 
 __all__ = ["main"]
 
 _NAME = "kv-nixl"
 _OK = 0
-_USAGE = 2
 _MOST_PORT = 65535
-_MOST_BYTES = 1 << 40
-_LEAST_S, _MOST_S = 0.001, 3600.0
 
 _EXIT_CODES = """\b
 exit codes:
@@ -37,22 +32,10 @@ exit codes:
   2  wrong usage
   3  it does not work
 """
-_DOCTOR_EXAMPLES = """\b
-examples:
-  kv-nixl doctor
-  kv-nixl doctor --peer 10.0.0.1:5700
 
-"""
-_MEASURE_EXAMPLES = """\b
-example:
-  kv-nixl measure ranks.json --json
 
-"""
-_SERVE_EXAMPLES = """\b
-example:
-  kv-nixl serve --host 10.0.0.1 --sessions 1
-
-"""
+def _epilog(*examples: str) -> str:
+    return "\n".join(["\b", "examples:", *(f"  kv-nixl {each}" for each in examples), "", _EXIT_CODES])
 
 
 app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, epilog=_EXIT_CODES)
@@ -85,13 +68,7 @@ def _describe(
     """Check NIXL transfers on this machine."""
 
 
-def _seconds(given: float) -> float:
-    if not _LEAST_S <= given <= _MOST_S:
-        raise typer.BadParameter(f"{given:g} s is not between {_LEAST_S:g} s and {_MOST_S:g} s (out-of-range)")
-    return given
-
-
-@app.command("doctor", epilog=_DOCTOR_EXAMPLES + _EXIT_CODES)
+@app.command("doctor", epilog=_epilog("doctor", "doctor --peer 10.0.0.1:5700"))
 def _doctor(
     *,
     peer: Annotated[
@@ -106,46 +83,7 @@ def _doctor(
     raise typer.Exit(report.exit_code)
 
 
-@app.command("measure", epilog=_MEASURE_EXAMPLES + _EXIT_CODES)
-def _measure(
-    ranks: Annotated[
-        str, typer.Argument(metavar="RANKS", help="JSON file with the ranks, - for standard input.")
-    ] = "-",
-    *,
-    most_bytes: Annotated[
-        int,
-        typer.Option("--bytes", metavar="N", min=0, max=_MOST_BYTES, help="Bytes to read from each rank, at most."),
-    ] = 64 << 20,
-    timeout: Annotated[float, typer.Option(metavar="SECONDS", callback=_seconds, help="Wait per read.")] = 5.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-) -> None:
-    """Read from the probe pages of live ranks: speed, transport, checksum.
-
-    A rank is an object with name, agent_metadata (Base64) and fence (address, device, words), as its side channel sends them.
-    """
-    try:
-        described = read_ranks(sys.stdin.read() if ranks == "-" else Path(ranks).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        print(f"kv-nixl: {ranks} describes no ranks: {error} (invalid-ranks)", file=sys.stderr)
-        raise typer.Exit(_USAGE) from error
-    found = measure_ranks(described, most_bytes=most_bytes, timeout_s=timeout)
-    print(json.dumps(found.as_json()) if as_json else _measured(found), flush=True)
-    severity: Severity = "error" if not found.is_good else "warning" if found.is_tcp else "ok"
-    raise typer.Exit(EXIT_CODES[severity])
-
-
-def _measured(found: Measurement) -> str:
-    lines = [
-        f"{rank.name}: {rank.message} ({rank.code})"
-        if rank.code
-        else f"{rank.name}: {rank.read_gb_s:.2f} GB/s, a word in {rank.word_us:.0f} us, checksum {rank.checksum:08x}"
-        for rank in found.ranks
-    ]
-    lines += [f"{path.sizes}: {path.method} {path.config}" for path in found.paths]
-    return "\n".join([*lines, found.error] if found.error else lines)
-
-
-@app.command("serve", epilog=_SERVE_EXAMPLES + _EXIT_CODES)
+@app.command("serve", epilog=_epilog("serve --host 10.0.0.1 --sessions 1"))
 def _serve(
     *,
     host: Annotated[str, typer.Option(help="Address to bind.")] = "127.0.0.1",

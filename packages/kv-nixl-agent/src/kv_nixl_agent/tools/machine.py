@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, final
 
 from kv_nixl_agent.errors import AgentError
-from kv_nixl_agent.nixl.binding import IMPORT_NAMES, available_plugins, open_nixl
+from kv_nixl_agent.nixl.binding import IMPORT_NAMES, open_nixl
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -58,14 +58,13 @@ def check_nixl() -> Sequence[Finding]:
     """Return findings on the NIXL package and its plugins."""
     try:
         port = open_nixl("doctor-probe", [("UCX", {})])
-        plugins = available_plugins()
+        plugins, implementation = port.plugins(), port.implementation
+        port.close()
     except AgentError as error:
         return [Finding("nixl", "error", f"{error.code}: {error}")]
-    implementation = port.implementation
-    port.close()
-    kinds = plugins.get("UCX", ((), {}))[0]
-    loaded = ", ".join(f"{name} ({'/'.join(given)})" for name, (given, _) in sorted(plugins.items()) if given)
-    absent = ", ".join(name for name, (given, _) in sorted(plugins.items()) if not given)
+    kinds = plugins.get("UCX", ())
+    loaded = ", ".join(f"{name} ({'/'.join(given)})" for name, given in sorted(plugins.items()) if given)
+    absent = ", ".join(name for name, given in sorted(plugins.items()) if not given)
     note = f"; cannot be loaded here, for want of their libraries: {absent}" if absent else ""
     findings = [Finding("nixl", "ok", f"{implementation}; plugins {loaded}{note}")]
     if not has_gpu():

@@ -1,7 +1,7 @@
-"""Reads from other processes and hosts: `kv-nixl measure`, `kv-nixl serve` and `kv-nixl doctor --peer`.
+"""Reads from other processes and hosts: `measure_ranks`, `kv-nixl serve` and `kv-nixl doctor --peer`.
 
-`measure` reads the probe pages of live ranks, compares and times them, and tells the transport. The work runs in a child process,
-because UCX reads its log level and its choice of transports when it starts. The ranks' other memory is not read.
+`measure_ranks` reads the probe pages of live ranks, compares and times them, and reports the transport. The work runs in a child
+process, because UCX reads its log level and its choice of transports when it starts. The ranks' other memory is not read.
 
 `serve` and `doctor --peer` exchange one JSON line each way over TCP. The server describes its region, which holds a public test
 pattern and nothing else; it serves until the other side closes the connection.
@@ -17,6 +17,7 @@ import socket
 import sys
 import zlib
 from dataclasses import asdict, dataclass
+from itertools import count
 from typing import TYPE_CHECKING, Any, Final, cast, final
 
 import numpy as np
@@ -30,7 +31,6 @@ from kv_nixl_agent.tools.selftest import (
     ReadPath,
     is_tcp,
     measure_pages,
-    parse_json,
     read_once,
     read_paths,
     reason_in,
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 
-__all__ = ["LiveRank", "Measurement", "RankRead", "measure_peer", "measure_ranks", "read_ranks", "serve_peer"]
+__all__ = ["LiveRank", "Measurement", "RankRead", "measure_peer", "measure_ranks", "read_rank", "serve_peer"]
 
 _BATCH_PAGES: Final = 256
 _LEAST_READS: Final = 3
@@ -112,48 +112,6 @@ class Measurement:
         """Whether some reads go over TCP."""
         return any(is_tcp(path) for path in self.paths)
 
-    @property
-    def is_good(self) -> bool:
-        """Whether all pages came as they should."""
-        return not self.error and all(not rank.code for rank in self.ranks)
-
-    def as_json(self) -> dict[str, object]:
-        """Return plain values for `--json`."""
-        return {
-            "error": self.error,
-            "is_tcp": self.is_tcp,
-            "paths": [asdict(path) for path in self.paths],
-            "ranks": [asdict(rank) for rank in self.ranks],
-        }
-
-
-def read_ranks(text: str) -> list[LiveRank]:
-    """Return the ranks that JSON describes: a list of objects with name, agent_metadata (Base64) and fence.
-
-    Raises:
-        ValueError: It does not.
-    """
-    described = parse_json(text)
-    if not isinstance(described, list):
-        raise ValueError(f"not a list of ranks: {type(described).__name__}")  # noqa: TRY004 - callers catch one kind
-    try:
-        return [_read_rank(entry) for entry in cast("list[dict[str, Any]]", described)]
-    except (TypeError, KeyError, AttributeError, OverflowError) as error:
-        raise ValueError(f"not a list of ranks: {type(error).__name__} {error}") from error
-
-
-def _read_rank(entry: dict[str, Any]) -> LiveRank:
-    address, device, words = (int(number) for number in entry["fence"])
-    if min(address, device, words) < 0 or words > 1 << 32 or device > 1 << 32 or address > (1 << 63):
-        raise ValueError(
-            f"rank {entry['name']}: fence is {entry['fence']}, must be an address, a device and a number of words"
-        )
-    metadata = base64.b64decode(str(entry["agent_metadata"]), validate=True)
-    name = str(entry["name"])
-    if not name.isprintable():
-        raise ValueError(f"name {name!r} must be printable")
-    return LiveRank(name, metadata, (address, device, words))
-
 
 def measure_ranks(ranks: Sequence[LiveRank], *, most_bytes: int, timeout_s: float) -> Measurement:
     """Read from each rank in a child process and return the results; never raises.
@@ -163,17 +121,12 @@ def measure_ranks(ranks: Sequence[LiveRank], *, most_bytes: int, timeout_s: floa
         most_bytes: Bytes to read from each rank, at most.
         timeout_s: Longest wait for each read.
     """
-    given = [
-        {**asdict(rank), "agent_metadata": base64.b64encode(rank.agent_metadata).decode(), "fence": list(rank.fence)}
-        for rank in ranks
-    ]
-    call, timeout_s = f"remote:child({{answer}}, {most_bytes}, {timeout_s})", _START_S + len(ranks) * 4 * timeout_s
+    given = [{**asdict(rank), "agent_metadata": base64.b64encode(rank.agent_metadata).decode()} for rank in ranks]
+    call, limit_s = f"remote:child({{answer}}, {most_bytes}, {timeout_s})", _START_S + len(ranks) * 4 * timeout_s
     try:
-        answer, log = run_child(call, timeout_s=timeout_s, given=json.dumps(given))
+        answer, log = run_child(call, timeout_s=limit_s, given=json.dumps(given))
         read = [RankRead(**entry) for entry in cast("list[dict[str, Any]]", answer or [])]
-    except TypeError as error:
-        return Measurement([], error=f"the reads were cut short: {error}")
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         return Measurement([], error=str(error))
     paths, missing = read_paths(log), len(ranks) - len(read)
     if answer is None:
@@ -183,98 +136,74 @@ def measure_ranks(ranks: Sequence[LiveRank], *, most_bytes: int, timeout_s: floa
 
 def child(answer: int, most_bytes: int, timeout_s: float) -> None:
     """Be the child: read the ranks that standard input describes; write JSON to a descriptor."""
-    ranks = read_ranks(sys.stdin.read())
+    ranks = [
+        LiveRank(given["name"], base64.b64decode(given["agent_metadata"]), tuple(given["fence"]))
+        for given in json.load(sys.stdin)
+    ]
     memory = np.zeros((_BATCH_PAGES, PROBE_PAGE_BYTES), dtype=np.uint8)
     agent = TransferAgent(f"preflight-{secrets.token_hex(4)}", [(memory.ctypes.data, memory.nbytes, 0, "DRAM")])
     try:
-        reader = _Reader(agent, memory, most_bytes, timeout_s)
-        results = [asdict(reader.read(rank)) for rank in ranks]
+        results = [asdict(read_rank(agent, memory, rank, most_bytes, timeout_s)) for rank in ranks]
     finally:
         agent.close()
     with os.fdopen(answer, "w") as file:
         json.dump(results, file)
 
 
-@final
-class _Failed(Exception):  # noqa: N818 - becomes a result
-    """End of the reads of one rank."""
+def read_rank(
+    agent: TransferAgent, memory: npt.NDArray[np.uint8], rank: LiveRank, most_bytes: int, timeout_s: float
+) -> RankRead:
+    """Read a rank's probe pages once to compare them, one word, and batches of all pages; return the result.
 
-    def __init__(self, code: str, message: str) -> None:
-        super().__init__(message)
-        self.code = code
+    Example: 16 MiB a batch and at most 64 MiB are four batches; one that takes longer than a second is the last.
 
+    Args:
+        agent: The agent that reads.
+        memory: Its registered pages, uint8 (batch, PROBE_PAGE_BYTES).
+        rank: The rank.
+        most_bytes: Bytes to read in batches, at most.
+        timeout_s: Longest wait for each read.
+    """
+    batch_pages = len(memory)
+    numbers = count()
 
-@final
-class _Reader:
-    """Reads the probe pages of one rank after the other."""
-
-    def __init__(self, agent: TransferAgent, memory: npt.NDArray[np.uint8], most_bytes: int, timeout_s: float) -> None:
-        self._agent = agent
-        self._memory = memory
-        self._most_bytes = most_bytes
-        self._timeout_s = timeout_s
-        self._count = 0
-
-    def read(self, rank: LiveRank) -> RankRead:
-        """Return what the reads of a rank gave."""
-        local = np.array(
-            [[self._memory.ctypes.data, PROBE_PAGE_BYTES, 0, PROBE_PAGE_BYTES, _BATCH_PAGES]], dtype=np.uint64
+    def read(pages: int) -> float:
+        """Read so many pages, 0 for one word, and return the seconds that it took."""
+        local = np.arange(pages, dtype=np.int32)
+        order = TransferOrder(
+            f"{rank.name} {next(numbers)}",
+            rank.name,
+            local,
+            local % PROBE_PAGES,
+            deadline_s=timeout_s,
+            operation="read" if pages else "probe",
         )
-        try:
-            spec = PeerSpec(rank.name, rank.agent_metadata, local, probe_rows(rank.fence), fence=rank.fence)
-            self._agent.add_peer(spec)
-            checksum = self._compare(rank.name)
-            word_us = min(self._read(rank.name, 0) for _ in range(_LEAST_READS)) * 1e6
-            speed, moved = self._measure(rank.name)
-        except AgentError as error:
-            return RankRead(rank.name, error.code, str(error))
-        except _Failed as failed:
-            return RankRead(rank.name, failed.code, str(failed))
-        return RankRead(rank.name, "", "", checksum, word_us, speed, moved)
+        result, span_s = read_once(agent, order)
+        if result.outcome != "done":
+            raise AgentError(result.code, result.message)
+        return span_s
 
-    def _compare(self, name: str) -> int:
-        """Read every probe page once; return the checksum of what came."""
-        self._memory[:] = 0
-        self._read(name, PROBE_PAGES)
-        came = self._memory[:PROBE_PAGES].tobytes()
-        wanted = probe_pattern().tobytes()
-        if came != wanted:
-            raise _Failed(
-                "bytes-differ",
-                f"the probe pages came with checksum {zlib.crc32(came):08x}, their content has {zlib.crc32(wanted):08x}",
-            )
-        return zlib.crc32(came)
-
-    def _measure(self, name: str) -> tuple[float, int]:
-        """Read batches of all pages again and again; return the fastest one's GB/s and the bytes of all.
-
-        Example: 16 MiB a batch and at most 64 MiB are four batches; one that takes longer than a second is the last.
-        """
-        moved, best_s = 0, float("inf")
-        while moved + self._memory.nbytes <= self._most_bytes:
-            took_s = self._read(name, _BATCH_PAGES)
-            moved += self._memory.nbytes
+    rows = np.array([[memory.ctypes.data, PROBE_PAGE_BYTES, 0, PROBE_PAGE_BYTES, batch_pages]], dtype=np.uint64)
+    wanted = probe_pattern().tobytes()
+    moved, best_s = 0, float("inf")
+    try:
+        agent.add_peer(PeerSpec(rank.name, rank.agent_metadata, rows, probe_rows(rank.fence), fence=rank.fence))
+        memory[:] = 0
+        read(PROBE_PAGES)
+        arrived = memory[:PROBE_PAGES].tobytes()
+        if arrived != wanted:
+            message = f"the probe pages came with checksum {zlib.crc32(arrived):08x}, their content has {zlib.crc32(wanted):08x}"
+            return RankRead(rank.name, "bytes-differ", message)
+        word_us = min(read(0) for _ in range(_LEAST_READS)) * 1e6
+        while moved + memory.nbytes <= most_bytes:
+            took_s = read(batch_pages)
+            moved += memory.nbytes
             best_s = min(best_s, took_s)
             if took_s > 1.0:
                 break
-        return (self._memory.nbytes / best_s / 1e9 if moved else 0.0), moved
-
-    def _read(self, name: str, pages: int) -> float:
-        """Read so many pages, 0 for one word, and return the seconds that it took."""
-        self._count += 1
-        local = np.arange(pages, dtype=np.int32)
-        order = TransferOrder(
-            f"read-{self._count}",
-            name,
-            local,
-            local % PROBE_PAGES,
-            deadline_s=self._timeout_s,
-            operation="read" if pages else "probe",
-        )
-        result, span_s = read_once(self._agent, order)
-        if result.outcome != "done":
-            raise _Failed(result.code or result.outcome, result.message)
-        return span_s
+    except AgentError as error:
+        return RankRead(rank.name, error.code, str(error))
+    return RankRead(rank.name, "", "", zlib.crc32(arrived), word_us, memory.nbytes / best_s / 1e9, moved)
 
 
 _PAGE_BYTES: Final = 65536
@@ -324,7 +253,7 @@ def _serve_one(connection: socket.socket) -> None:
         finally:
             producer.close()
     except (OSError, ValueError):
-        return  # a client that talks nonsense or hangs is no reason to stop serving
+        return  # a client that sends something invalid or hangs is no reason to stop serving
     except Exception as error:  # noqa: BLE001  (nor is whatever else a client brings about)
         print(f"kv-nixl: a doctor was not served: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
 
@@ -335,7 +264,7 @@ def measure_peer(host: str, port: int) -> Bandwidth:
     Raises:
         AgentError: as `TransferAgent`.
         OSError: when the peer cannot be reached or does not answer within 30 s.
-        ValueError: when it answers nonsense.
+        ValueError: when its answer is invalid.
         RuntimeError: when a read fails or brings other bytes.
     """
     with socket.create_connection((host, port), timeout=_TIMEOUT_S) as connection:
@@ -344,26 +273,25 @@ def measure_peer(host: str, port: int) -> Bandwidth:
         try:
             metadata = base64.b64decode(str(answer["metadata"]), validate=True)
             rows = np.array(answer["rows"], dtype=np.uint64)
-            address, device, words = (int(one) for one in answer["fence"])  # type: ignore[attr-defined]
-        except (KeyError, TypeError, OverflowError) as error:
-            message = f"the peer's answer is not a test region: {error}"
-            raise ValueError(message) from error
+            address, device, words = (int(number) for number in answer["fence"])
+        except (KeyError, TypeError, OverflowError, RecursionError) as error:
+            raise ValueError(f"the peer's answer is not a test region: {error}") from error
         if rows.shape != (1, 5) or int(rows[0, 1]) * int(rows[0, 4]) > 1 << 30:
-            message = f"the peer describes {rows.shape} rows, or more than 1 GiB"
-            raise ValueError(message)
+            raise ValueError(f"the peer describes {rows.shape} rows, or more than 1 GiB")
         return measure_pages(metadata, rows, (address, device, words))
 
 
-def _receive(connection: socket.socket) -> dict[str, object]:
+def _receive(connection: socket.socket) -> dict[str, Any]:
     data = b""
     while not data.endswith(b"\n"):
         piece = connection.recv(65536)
         if not piece or len(data) > _MAX_LINE_BYTES:
-            message = f"no complete line within {len(data)} bytes"
-            raise ValueError(message)
+            raise ValueError(f"no complete line within {len(data)} bytes")
         data += piece
-    value = parse_json(data)
+    try:
+        value = json.loads(data)
+    except RecursionError:
+        value = None
     if not isinstance(value, dict):
-        message = "not a JSON object"
-        raise ValueError(message)  # noqa: TRY004 - callers catch one kind of nonsense
-    return cast("dict[str, object]", value)
+        raise ValueError("not a JSON object")  # noqa: TRY004 - callers catch one kind of error
+    return cast("dict[str, Any]", value)

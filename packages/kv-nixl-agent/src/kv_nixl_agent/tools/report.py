@@ -209,14 +209,6 @@ def _ptrace_obstacle() -> str:
     return f"ptrace_scope {scope} forbids it; set it to 0" if scope else ""
 
 
-def _rdma_obstacle() -> str:
-    return "" if rdma_devices() else "no RDMA device: /sys/class/infiniband is empty or missing"
-
-
-def _gpu_obstacle() -> str:
-    return "" if has_gpu() else "no NVIDIA GPU"
-
-
 _CANDIDATES: Final = (
     _Candidate("cma", "host memory, within a host", "cma,tcp,self", frozenset({"cma", "sm", "shm"}), _ptrace_obstacle),
     _Candidate(
@@ -224,9 +216,15 @@ _CANDIDATES: Final = (
         "RDMA between hosts",
         "rc,self",
         frozenset({"rc", "rc_x", "rc_v", "rc_mlx5", "rc_verbs", "ib"}),
-        _rdma_obstacle,
+        lambda: "" if rdma_devices() else "no RDMA device: /sys/class/infiniband is empty or missing",
     ),
-    _Candidate("cuda_ipc", "GPU memory, within a host", "", frozenset({"cuda_ipc", "cuda"}), _gpu_obstacle),
+    _Candidate(
+        "cuda_ipc",
+        "GPU memory, within a host",
+        "",
+        frozenset({"cuda_ipc", "cuda"}),
+        lambda: "" if has_gpu() else "no NVIDIA GPU",
+    ),
     _Candidate("tcp", "anything, slowly", "tcp,self", frozenset({"tcp"}), str),
 )
 

@@ -25,9 +25,6 @@ if TYPE_CHECKING:
 __all__ = ["Admissions"]
 
 _MOST_TOKENS: Final = 1 << 31
-_PRODUCER: Final = Admission("producer")
-_CONSUMER: Final = Admission("consumer")
-_EARLY_CONSUMER: Final = Admission("consumer", is_early=True)
 
 
 @final
@@ -39,7 +36,6 @@ class Admissions:
         self._consumers = consumers
         self._producers = producers
         self._config = config
-        self._is_bidirectional = config.bidirectional
         self._reserved = config.reserved_id_prefixes
         self._tickets = TicketReader(config)
         self._offers = TicketReader(config, takes_offers=True)
@@ -54,24 +50,24 @@ class Admissions:
                 ticket = self._verified(request_id, request, fields, kind, identity)
                 prompt_tokens = request.prompt_tokens
                 request.consumer = self._consumers.arrive(request_id, ticket, prompt_tokens)
-                if self._is_bidirectional and not request_id.startswith(self._reserved):
+                if self._config.bidirectional and not request_id.startswith(self._reserved):
                     request.producer = self._producers.arrive(request_id, prompt_tokens=prompt_tokens, is_readback=True)
-                return _CONSUMER
+                return Admission("consumer")
         except TicketError as error:
             return self._early_or_refused(request_id, request, params, identity, error)
         if kind == "none":
             return BYSTANDER
-        if self._reserved and request_id.startswith(self._reserved):
+        if request_id.startswith(self._reserved):
             self._decline(fields)
             problem = f"{quote(request_id)} begins like a notification of another kind, so no reader could name it"
             return Admission("none", "ticket-id-reserved", f"request id {problem}")
-        kept_tokens, truncate_tokens = request.prompt_tokens, self._config.left_tokens(request.prompt_tokens)
-        if kept_tokens <= truncate_tokens:
-            truncate_tokens = 0
-        kept_tokens -= truncate_tokens
-        early = self._early_producer(request_id, request, fields, identity, truncate_tokens)
-        if early is not None:
-            return early
+        left_tokens = self._config.left_tokens(request.prompt_tokens)
+        truncate_tokens = left_tokens if left_tokens < request.prompt_tokens else 0
+        kept_tokens = request.prompt_tokens - truncate_tokens
+        if EARLY_KEY in fields:
+            early = self._early_producer(request_id, request, fields, identity, truncate_tokens)
+            if early is not None:
+                return early
         request.producer = self._producers.arrive(request_id, prompt_tokens=kept_tokens, is_readback=False)
         if kind == "readback":
             try:
@@ -80,17 +76,15 @@ class Admissions:
                 refusal = _missing_media(fields, identity) or error
                 return Admission("producer", refusal.code, str(refusal), truncate_tokens)
             request.consumer = self._consumers.arrive(request_id, ticket, kept_tokens)
-        return Admission("producer", "", "", truncate_tokens) if truncate_tokens else _PRODUCER
+        return Admission("producer", "", "", truncate_tokens)
 
     def _early_producer(
         self, request_id: str, request: Request, fields: Fields, identity: PromptIdentity | None, truncate_tokens: int
     ) -> Admission | None:
         """Admit a prompt to be streamed or, where its early ticket is refused, to be handed over whole.
 
-        None for a request without an early ticket, or for one that reads besides: its ticket is no early one.
+        Return None for a request that reads as well: its ticket is not an early one.
         """
-        if EARLY_KEY not in fields:
-            return None
         if is_withdrawal(fields):
             try:
                 withdrawn = read_early(fields, self._tickets.hosts, self.seal)
@@ -118,14 +112,15 @@ class Admissions:
     ) -> Admission:
         """Admit a request whose ticket could not be read because it is yet to come; refuse any other with the error."""
         error = _missing_media(params, identity) or error
-        fields = _early_fields(params)
-        if fields is not None:
+        fields: Fields = cast("Fields", params) if isinstance(params, dict) else {}
+        is_alone = EARLY_KEY in fields and fields.get("remote_block_ids") is None
+        if is_alone and fields.get("do_remote_prefill") is True and not fields.get("do_remote_decode"):
             try:
                 request.consumer = self._streaming_consumer(request_id, fields, request.prompt_tokens, identity)
             except TicketError as early_error:
                 error = early_error
             else:
-                return BYSTANDER if request.consumer is None else _EARLY_CONSUMER
+                return BYSTANDER if request.consumer is None else Admission("consumer", is_early=True)
         return Admission("none", error.code, str(error))
 
     def _verified(
@@ -141,17 +136,28 @@ class Admissions:
         """
         if not self._config.reads:
             raise _reads_nothing()
-        tickets, seal = self._tickets, self.seal
-        ticket = tickets.read(fields, kind) if seal is None else seal.opened(tickets, fields, kind)
-        if ticket.peer.engine_id == self._config.engine_id:
-            raise _own_ticket(self._config.engine_id)
+        ticket = self._read(self._tickets, fields, kind)
         try:
             _require_prompt(ticket, identity)
         except TicketError:
             # Without a seal a client may have made the ticket up, so no connection is made for it.
-            if seal is not None and fields.get("kv_seal") is not None:
-                self._consumers.decline(request_id, ticket, request.prompt_tokens)
+            if self.seal is not None and fields.get("kv_seal") is not None:
+                self._consumers.give_up(self._consumers.arrive(request_id, ticket, request.prompt_tokens))
             raise
+        return ticket
+
+    def _read(self, reader: TicketReader, fields: Fields, kind: TicketKind) -> HandoffTicket:
+        """Return a ticket of another engine, its seal verified.
+
+        Raises:
+            TicketError: as `TicketReader.read`; `ticket-seal`; `ticket-own-engine`, as when a router sends both requests of a
+                hand-over to one engine.
+        """
+        ticket = reader.read(fields, kind) if self.seal is None else self.seal.opened(reader, fields, kind)
+        if ticket.peer.engine_id == self._config.engine_id:
+            engine = quote(ticket.peer.engine_id)
+            problem = f"the ticket is of this very engine ({engine}), which cannot read from itself"
+            raise TicketError("ticket-own-engine", problem, field="remote_engine_id")
         return ticket
 
     # ---- early tickets
@@ -174,9 +180,8 @@ class Admissions:
         """
         early = read_early(fields, self._tickets.hosts, self.seal)
         if not self._config.stream_slots:
-            raise TicketError(
-                "ticket-early-off", "this engine streams no prompt while it computes it: streaming is off here"
-            )
+            problem = "streaming is off here"
+            raise TicketError("ticket-early-off", f"this engine streams no prompt while it computes it: {problem}")
         if not self._producers.streams.may_begin(early.hand_over_id):
             raise _shared(early.hand_over_id, "is streamed as")
         return early, _digest(tokens, identity)
@@ -196,19 +201,18 @@ class Admissions:
         if is_withdrawal(fields):
             raise TicketError("ticket-flags", "a hand-over is withdrawn at the engine that computes the prompt")
         if not self._config.reads_streams:
-            raise TicketError(
-                "ticket-early-off",
-                "this engine reads no prompt while its peer computes it: streaming is off here, or stream_reserve_fraction "
-                "leaves streams no block",
-                field=EARLY_KEY,
-            )
+            problem = "streaming is off here, or stream_reserve_fraction leaves streams no block"
+            raise TicketError("ticket-early-off", f"this engine reads no prompt while its peer computes it: {problem}")
         if self._consumers.streams.reads(early.hand_over_id):
             raise _shared(early.hand_over_id, "reads")
-        code = self._consumers.why_not_early(prompt_tokens)
-        if code:
+        tokens = max(0, prompt_tokens - self._config.left_tokens(prompt_tokens))
+        # The peer leaves that many tokens; if more must stay unread, it gives up a needed block when it finishes the prompt,
+        # possibly before that block is read.
+        is_unreadable = not tokens or prompt_tokens - self._config.unread_tokens(prompt_tokens) < tokens
+        if is_unreadable or self._consumers.streams.is_full:
+            code = "nothing-to-read" if is_unreadable else "too-many"
             self._consumers.streams.note_local(request_id, early, code)
             return None
-        tokens = max(0, prompt_tokens - self._config.left_tokens(prompt_tokens))
         digest = _digest(tokens, identity)
         media = (None if identity is None else identity.media(tokens)) or (0, digest)
         return self._consumers.arrive_early(request_id, early, digest, media, prompt_tokens)
@@ -221,13 +225,11 @@ class Admissions:
                 `ticket-range`.
         """
         is_offer = answer["kind"] == "offer"
-        reader, seal = self._offers if is_offer else self._tickets, self.seal
+        reader = self._offers if is_offer else self._tickets
         fields = cast("Fields", answer["ticket"])
         if reader.classify(fields) != "handoff":
             raise TicketError("ticket-flags", "the ticket of the answer hands nothing over", field="ticket")
-        ticket = reader.read(fields, "handoff") if seal is None else seal.opened(reader, fields, "handoff")
-        if ticket.peer.engine_id == self._config.engine_id:
-            raise _own_ticket(self._config.engine_id)
+        ticket = self._read(reader, fields, "handoff")
         if ticket.prompt != stream.digest or ticket.peer_tokens != stream.offered_tokens:
             hand_over = quote(stream.early.hand_over_id)
             raise TicketError("ticket-prompt", f"the answer for hand-over {hand_over} is of another prompt")
@@ -247,15 +249,6 @@ def _reads_nothing() -> TicketError:
         "ticket-role",
         "this engine only produces KV and reads none: send this request to an engine that decodes (kv_role 'kv_consumer' or "
         "'kv_both')",
-    )
-
-
-def _own_ticket(engine_id: str) -> TicketError:
-    """Return the refusal of a ticket of this engine, as when a router sends both requests of a hand-over to one engine."""
-    return TicketError(
-        "ticket-own-engine",
-        f"the ticket is of this very engine ({quote(engine_id)}), which cannot read from itself",
-        field="remote_engine_id",
     )
 
 
@@ -282,8 +275,7 @@ def _require_prompt(ticket: HandoffTicket, identity: PromptIdentity | None) -> N
         return
     if not prompt:
         raise TicketError(
-            "ticket-prompt-unidentified",
-            "the engine that wrote the ticket could not tell which prompt it had computed",
+            "ticket-prompt-unidentified", "the engine that wrote the ticket could not tell which prompt it had computed"
         )
     tokens = ticket.peer_tokens
     digest = None if identity is None or tokens is None else identity.digest(tokens)
@@ -308,16 +300,6 @@ def _missing_media(params: object, identity: PromptIdentity | None) -> TicketErr
     if digest is not None and digest == fields.get("kv_prompt"):
         return None  # the same media, whatever they are
     return missing_media(fields["kv_media"], identity.media(int(tokens)) or (0, digest))
-
-
-def _early_fields(params: object) -> Fields | None:
-    """Return params that ask to read a prompt with no other ticket than an early one, else None."""
-    if not isinstance(params, dict):
-        return None
-    fields = cast("Fields", params)
-    is_alone = EARLY_KEY in fields and fields.get("remote_block_ids") is None
-    is_read = fields.get("do_remote_prefill") is True and not fields.get("do_remote_decode")
-    return fields if is_alone and is_read else None
 
 
 def _digest(tokens: int, identity: PromptIdentity | None) -> str:

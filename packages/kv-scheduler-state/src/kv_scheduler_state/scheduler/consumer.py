@@ -54,46 +54,28 @@ class Consumers:
         arrival = self.table.find(request_id, NEW, "arrive")
         is_readback = ticket.kind == "readback"
         loadable_tokens = self._loadable_tokens(ticket, prompt_tokens, is_readback=is_readback)
-        record = ConsumerRecord(arrival.target, ticket, loadable_tokens)
+        record = ConsumerRecord(request_id, arrival.target, ticket, loadable_tokens)
         self.hand_overs.join(record)
         # A decode engine pins a readback's blocks for a fixed time and listens to no heartbeat.
         if "start-heartbeat" in arrival.effects and not is_readback:
             self.heartbeats.start(record)
         return record
 
-    def decline(self, request_id: str, ticket: HandoffTicket, prompt_tokens: int) -> None:
-        """Notify the writer of a refused ticket that it is not read, unless another request needs the hand-over."""
-        self.give_up(request_id, self.arrive(request_id, ticket, prompt_tokens))
-
     def arrive_early(
-        self,
-        request_id: str,
-        early: EarlyTicket,
-        digest: str,
-        media: tuple[int, str],
-        prompt_tokens: int,
+        self, request_id: str, early: EarlyTicket, digest: str, media: tuple[int, str], prompt_tokens: int
     ) -> ConsumerRecord:
-        """Begin the life of a request whose prompt is to be read while its peer computes it; see `why_not_early`."""
+        """Begin the life of a request whose prompt is to be read while its peer computes it."""
         arrival = self.table.find(request_id, NEW, "arrive-early")
         # The peer's engine id and request id arrive with its answer.
         ticket = HandoffTicket("handoff", PeerAddress("", early.host, early.port), early.hand_over_id, ())
         offered_tokens = prompt_tokens - self._config.left_tokens(prompt_tokens)
-        record = ConsumerRecord(arrival.target, ticket, offered_tokens)
+        record = ConsumerRecord(request_id, arrival.target, ticket, offered_tokens)
         now_s = self._clock.observed_s
         stream = ConsumedStream(
-            request_id, record, early, digest, media, prompt_tokens, offered_tokens, since_s=now_s, entered_s=now_s
+            record, early, digest, media, prompt_tokens, offered_tokens, since_s=now_s, entered_s=now_s
         )
         self.streams.begin(stream)
         return record
-
-    def why_not_early(self, prompt_tokens: int) -> str:
-        """Return the code of the reason why no peer is asked for a prompt that it computes; empty if one is."""
-        tokens = prompt_tokens - self._config.left_tokens(prompt_tokens)
-        # The peer leaves that many tokens; if more must stay unread, it gives up a needed block when it finishes the prompt,
-        # possibly before that block is read.
-        if tokens <= 0 or prompt_tokens - self._config.unread_tokens(prompt_tokens) < tokens:
-            return "nothing-to-read"
-        return "too-many" if self.streams.is_full else ""
 
     def step_early(self, stream: ConsumedStream, event: str, ticket: HandoffTicket | None) -> None:
         """Apply an event of a stream, with the ticket that came with it.
@@ -102,16 +84,16 @@ class Consumers:
             IllegalTransition: `illegal-transition`.
         """
         record = stream.record
-        row = self.table.find(stream.request_id, record.state, event)
+        row = self.table.find(record.request_id, record.state, event)
         if ticket is not None:
             record.ticket = ticket
         if event == "final":
             record.loadable_tokens = self._loadable_tokens(record.ticket, stream.prompt_tokens, is_readback=False)
         if row.target != record.state:
             stream.entered_s = stream.since_s = self._clock.observed_s
-        self.settle(stream.request_id, record, row)
+        self.settle(record, row)
 
-    def _follow(self, request_id: str, record: ConsumerRecord, row: Transition, effect: str) -> None:
+    def _follow(self, record: ConsumerRecord, row: Transition, effect: str) -> None:
         """Perform an effect of a stream's row."""
         if effect == "start-heartbeat":
             self.heartbeats.start(record)
@@ -121,19 +103,19 @@ class Consumers:
                 record.hand_over.waiting -= 1
                 record.hand_over.reading += 1
         elif effect == "order-stream":
-            self.streams.order_again(request_id, record.ticket)
+            self.streams.order_again(record)
         elif effect == "order-final":
-            self.streams.order_final(request_id, record.ticket)
+            self.streams.order_final(record)
         else:
             if effect == "end-stream" and row.event == "done":
                 self.hand_overs.note_used(key_of(record.ticket), is_good=True)
-            self.streams.follow(request_id, row, effect)
+            self.streams.follow(record.request_id, row, effect)
 
-    def external_tokens(self, request_id: str, record: ConsumerRecord, computed_tokens: int) -> int | None:
+    def external_tokens(self, record: ConsumerRecord, computed_tokens: int) -> int | None:
         """Return the tokens to read beyond a local prefix of `computed_tokens`, or None while another request reads them."""
         if record.state != "queued":
             is_early = record.state in UNRESERVED
-            return self.streams.external_tokens(request_id, computed_tokens) if is_early else 0
+            return self.streams.external_tokens(record.request_id, computed_tokens) if is_early else 0
         record.computed_tokens = computed_tokens
         hand_over = record.hand_over
         tokens = record.loadable_tokens - computed_tokens
@@ -145,7 +127,6 @@ class Consumers:
 
     def allocate(
         self,
-        request_id: str,
         record: ConsumerRecord,
         block_ids: Sequence[Sequence[int]],
         new_block_ids: Sequence[Sequence[int]],
@@ -158,21 +139,21 @@ class Consumers:
             InvalidEvent: `invalid-event`, for a wrong number of groups or more tokens than the peer holds.
         """
         if not external_tokens:
-            self.give_up(request_id, record)
+            self.give_up(record)
             return
         if external_tokens > record.loadable_tokens:
             raise InvalidEvent(
-                f"request {quote(request_id)} expects {external_tokens} external tokens, its peer has "
+                f"request {quote(record.request_id)} expects {external_tokens} external tokens, its peer has "
                 f"{record.loadable_tokens} for it",
-                request_id=request_id,
+                request_id=record.request_id,
             )
-        row = self.table.find(request_id, record.state, "load")
+        row = self.table.find(record.request_id, record.state, "load")
         # Example: 48 tokens can be loaded, 16 are a prefix hit, 32 are expected: the read covers tokens 16 to 48.
         computed = record.computed_tokens
         start = record.loadable_tokens - external_tokens if computed is None else computed
         tokens = min(start + external_tokens, record.loadable_tokens)
         local_blocks = self._rules.wanted(block_ids, new_block_ids, start, tokens)
-        order = ReadOrder(request_id, record.ticket, local_blocks, tokens, is_reported=True)
+        order = ReadOrder(record.request_id, record.ticket, local_blocks, tokens, is_reported=True)
         record.state = row.target
         if record.hand_over is not None:
             record.hand_over.waiting -= 1
@@ -180,9 +161,9 @@ class Consumers:
         if "order-read" in row.effects:
             self._outbox.read(order, fills_blocks=True)
         else:
-            self.streams.order(order, start)
+            self.streams.order(record, order, start)
 
-    def give_up(self, request_id: str, record: ConsumerRecord) -> None:
+    def give_up(self, record: ConsumerRecord) -> None:
         """Read nothing for a request with a ticket, and notify the peer unless another request needs the hand-over.
 
         Raises:
@@ -191,9 +172,9 @@ class Consumers:
         state, hand_over = record.state, record.hand_over
         is_waiting = state == "queued"
         is_shared = is_waiting and hand_over is not None and hand_over.is_wanted_by_others
-        row = self.table.find(request_id, state, "hit-shared" if is_shared else "hit")
+        row = self.table.find(record.request_id, state, "hit-shared" if is_shared else "hit")
         if row.effects or row.target != state:
-            self.settle(request_id, record, row)
+            self.settle(record, row)
         if is_waiting and hand_over is not None:
             self.hand_overs.leave(hand_over)
 
@@ -213,10 +194,10 @@ class Consumers:
             request = requests.get(request_id)
             record = None if request is None else request.consumer
             if record is not None and (record.state == "queued" or record.state in UNRESERVED):
-                self.give_up(request_id, record)
+                self.give_up(record)
         return unread
 
-    def finish(self, request_id: str, record: ConsumerRecord) -> None:
+    def finish(self, record: ConsumerRecord) -> None:
         """End the request.
 
         Raises:
@@ -226,14 +207,14 @@ class Consumers:
         is_shared = hand_over is not None and (
             hand_over.is_wanted_by_others if state == "queued" else state == "reading" and hand_over.waiting > 0
         )
-        row = self.table.find(request_id, state, "finish-shared" if is_shared else "finish")
-        self.settle(request_id, record, row)
+        row = self.table.find(record.request_id, state, "finish-shared" if is_shared else "finish")
+        self.settle(record, row)
         if hand_over is not None and state == "queued":
             self.hand_overs.leave(hand_over)
         elif hand_over is not None and state == "reading" and not is_shared:
             hand_over.is_spent = True
 
-    def settle(self, request_id: str, record: ConsumerRecord, row: Transition) -> None:
+    def settle(self, record: ConsumerRecord, row: Transition) -> None:
         """Take a step and perform its row's effects, except a read, which `allocate` orders."""
         record.state = row.target
         for effect in row.effects:
@@ -244,32 +225,30 @@ class Consumers:
                 if hand_over is not None:
                     self.hand_overs.read_ended(hand_over, is_passed=is_passed, is_good=row.event == "done")
                     if is_passed and not (hand_over.is_spent or hand_over.reading or hand_over.waiting):
-                        self._notify(request_id, record.ticket)  # no holder is left to take the read up
+                        self._notify(record)  # no holder is left to take the read up
             elif effect == "order-notify":
-                self._notify(request_id, record.ticket)
+                self._notify(record)
             elif effect == "cancel-read":
                 self.hand_overs.note_used(key_of(record.ticket), is_good=False)
-                self._cancel(request_id)
+                self._stop_read(record.request_id, is_passed=False)
             elif effect == "pass-read":
-                self._pass(request_id)
+                self._stop_read(record.request_id, is_passed=True)
             else:
-                self._follow(request_id, record, row, effect)
+                self._follow(record, row, effect)
 
-    def _notify(self, request_id: str, ticket: HandoffTicket) -> None:
+    def _notify(self, record: ConsumerRecord) -> None:
         """Order a notification to the peer that no request reads the hand-over."""
-        self.hand_overs.note_used(key_of(ticket), is_good=False)
-        self._outbox.read(ReadOrder(request_id, ticket, self._rules.nothing, 0, is_reported=False))
+        self.hand_overs.note_used(key_of(record.ticket), is_good=False)
+        self._outbox.read(ReadOrder(record.request_id, record.ticket, self._rules.nothing, 0, is_reported=False))
 
-    def void(self, request_id: str, record: ConsumerRecord) -> None:
+    def void(self, record: ConsumerRecord) -> None:
         """Give up an unused ticket; order a running read to fail."""
-        if record.state == "queued":
-            self.give_up(request_id, record)
+        if record.state == "queued" or record.state in UNRESERVED:
+            self.give_up(record)
         elif record.state == "reading":
-            self._outbox.orders["voids"][request_id] = request_id
-        elif record.state in UNRESERVED:
-            self.give_up(request_id, record)
+            self._outbox.orders["voids"][record.request_id] = record.request_id
         elif record.state in {"streaming", "awaiting", "stopping"}:
-            self.step_early(self.streams.find(request_id, "reset"), "reset", None)
+            self.step_early(self.streams.find(record.request_id, "reset"), "reset", None)
 
     def _loadable_tokens(self, ticket: HandoffTicket, prompt_tokens: int, *, is_readback: bool) -> int:
         held = ticket.peer_tokens
@@ -302,21 +281,19 @@ class Consumers:
             for group, blocks, span in zip(self._config.groups, ticket.peer_blocks, spans, strict=True)
         )
 
-    def _cancel(self, request_id: str) -> None:
-        order: ReadOrder | None = self._outbox.orders["reads"].get(request_id)
+    def _stop_read(self, request_id: str, *, is_passed: bool) -> None:
+        """Cancel a read whose request has ended; with `is_passed` another request reads next, so the peer is not notified."""
+        orders = self._outbox.orders
+        order: ReadOrder | None = orders["reads"].pop(request_id, None)
         if order is None:
-            self._outbox.orders["cancels"][request_id] = request_id
+            orders["cancels"][request_id] = request_id
+            if is_passed:
+                orders["passes"][request_id] = request_id
+        elif is_passed:
+            orders["failures"][request_id] = request_id  # no worker has seen the read
         else:
             # No worker has seen the read: it remains to notify the peer, and to report the request that the engine parked.
             self._outbox.read(order._replace(local_blocks=self._rules.nothing))
-
-    def _pass(self, request_id: str) -> None:
-        if self._outbox.orders["reads"].pop(request_id, None) is None:
-            self._outbox.orders["cancels"][request_id] = request_id
-            self._outbox.orders["passes"][request_id] = request_id
-        else:
-            # No worker has seen the read, and the peer must not be notified.
-            self._outbox.orders["failures"][request_id] = request_id
 
 
 def _begins(blocks: BlockList, span: int) -> int:

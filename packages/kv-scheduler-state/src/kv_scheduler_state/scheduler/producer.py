@@ -71,24 +71,18 @@ class Producers:
     def arrive(self, request_id: str, *, prompt_tokens: int, is_readback: bool) -> ProducerRecord:
         """Begin the life of a request that is to be handed over."""
         arrival = self.table.find(request_id, NEW, "arrive")
-        return ProducerRecord(arrival.target, prompt_tokens, is_readback=is_readback)
+        return ProducerRecord(request_id, arrival.target, prompt_tokens, is_readback=is_readback)
 
     def arrive_early(
-        self,
-        request_id: str,
-        early: EarlyTicket,
-        digest: str,
-        media: tuple[int, str] | None,
-        *,
-        prompt_tokens: int,
+        self, request_id: str, early: EarlyTicket, digest: str, media: tuple[int, str] | None, *, prompt_tokens: int
     ) -> ProducerRecord:
         """Begin the life of a request that a peer may read while it is computed."""
         arrival = self.table.find(request_id, NEW, "arrive-early")
-        record = ProducerRecord(arrival.target, prompt_tokens)
-        self.streams.begin(request_id, early.hand_over_id, digest, media, record)
+        record = ProducerRecord(request_id, arrival.target, prompt_tokens)
+        self.streams.begin(record, early.hand_over_id, digest, media)
         return record
 
-    def allocate(self, request_id: str, record: ProducerRecord, preemptions: int) -> None:
+    def allocate(self, record: ProducerRecord, preemptions: int) -> None:
         """Announce the request to the workers, once, with a fence if a slot is free; give a restart a new fence.
 
         A cache reset preempts outside of a step. The engine then reports the preemption with the step that has already
@@ -97,26 +91,24 @@ class Producers:
         Raises:
             IllegalTransition: `illegal-transition`.
         """
-        preemption, row = self.rows_of_allocation(request_id, record, preemptions)
+        preemption, row = self.rows_of_allocation(record, preemptions)
         record.preemptions = preemptions
         if preemption is not None:
-            self.preempt(request_id, record, preemption)
+            self.preempt(record, preemption)
             record.is_preemption_due = True
         record.state = row.target
         if "announce" in row.effects:
             record.fence = self.fences.take()
-            self.outbox.announce("expects", request_id, record.fence)
+            self.outbox.announce("expects", record.request_id, record.fence)
         elif "restart" in row.effects:
             record.fence = self.fences.take() if record.fence is None else self.fences.renew(record.fence[0])
-            self.outbox.announce("restarts", request_id, record.fence)
-        elif row.effects and not self._give_slot(request_id, record):
-            record.state = self.table.find(request_id, record.state, "no-slot").target
+            self.outbox.announce("restarts", record.request_id, record.fence)
+        elif row.effects and not self._give_slot(record):
+            record.state = self.table.find(record.request_id, record.state, "no-slot").target
             record.fence = self.fences.take()
-            self.outbox.announce("expects", request_id, record.fence)
+            self.outbox.announce("expects", record.request_id, record.fence)
 
-    def rows_of_allocation(
-        self, request_id: str, record: ProducerRecord, preemptions: int
-    ) -> tuple[Transition | None, Transition]:
+    def rows_of_allocation(self, record: ProducerRecord, preemptions: int) -> tuple[Transition | None, Transition]:
         """Return the rows of the preemption that an allocation reports, if it does, and of the allocation itself.
 
         Raises:
@@ -124,24 +116,21 @@ class Producers:
         """
         preemption = self.table.get(record.state, "preempt") if preemptions > record.preemptions else None
         state = record.state if preemption is None else preemption.target
-        return preemption, self.table.find(request_id, state, "allocate")
+        return preemption, self.table.find(record.request_id, state, "allocate")
 
-    def _give_slot(self, request_id: str, record: ProducerRecord) -> bool:
+    def _give_slot(self, record: ProducerRecord) -> bool:
         """Give a prompt a stream slot, unless it might get no ticket at its end: an offer must be kept."""
-        if record.fence is not None:
-            return self.streams.give_slot(request_id, record)
-        if self.is_draining or not self.streams.gives_offers:
-            return False
-        if not self.leases.promise(request_id, self.streams.find(request_id, "allocate").places.total):
-            return False
-        if self.streams.give_slot(request_id, record):
+        is_offered = record.fence is not None  # it starts again
+        if not is_offered and not self.is_draining and self.streams.gives_offers:
+            places = self.streams.find(record.request_id, "allocate").places
+            is_offered = self.leases.promise(record.request_id, places.total)
+        if is_offered and self.streams.give_slot(record):
             return True
-        self.leases.forget_promise(request_id)
+        self.leases.forget_promise(record.request_id)
         return False
 
     def scheduled(
         self,
-        request_id: str,
         record: ProducerRecord,
         new_block_ids: Sequence[Sequence[int]],
         touched_block_ids: Sequence[Sequence[int]],
@@ -156,32 +145,29 @@ class Producers:
             IllegalTransition: `illegal-transition`.
             InvalidEvent: `invalid-event`, for a wrong number of groups.
         """
-        row = self.table.find(request_id, record.state, "last-chunk" if is_last else "chunk")
+        row = self.table.find(record.request_id, record.state, "last-chunk" if is_last else "chunk")
         blocks = self._rules.chunk(touched_block_ids)
         record.state = row.target
         if self.config.uses_host_buffer:
             if "save" in row.effects and any(blocks):
                 saves = self.outbox.orders["saves"]
-                saves[request_id] = (*saves.get(request_id, ()), (request_id, blocks))
+                saves[record.request_id] = (*saves.get(record.request_id, ()), (record.request_id, blocks))
             if "complete" in row.effects:
-                self.outbox.orders["completes"][request_id] = request_id
+                self.outbox.orders["completes"][record.request_id] = record.request_id
         if "publish" in row.effects:
-            self.streams.scheduled(request_id, row, new_block_ids, tokens, held_tokens)
+            self.streams.scheduled(record.request_id, row, new_block_ids, tokens, held_tokens)
         if "open" in row.effects:
-            self.streams.offer(request_id, self._offer(request_id, record))
+            self.streams.publish("offer", record.request_id, self._offer(record))
 
-    def _offer(self, request_id: str, record: ProducerRecord) -> dict[str, object]:
+    def _offer(self, record: ProducerRecord) -> dict[str, object]:
         """Return the ticket of an offer: a plain ticket without block ids."""
-        stream = self.streams.find(request_id, "offer")
+        stream = self.streams.find(record.request_id, "offer")
         stream.nonce = stream.nonce or self._draw_nonce()
         no_blocks = tuple([BlockList((), 0, self.config.null_block) for _ in self._spans])
-        return self._written(
-            request_id, record, no_blocks, record.prompt_tokens, stream.nonce, stream.digest, stream.media
-        )
+        return self._written(record, no_blocks, record.prompt_tokens, stream.nonce, stream.digest, stream.media)
 
     def _written(
         self,
-        request_id: str,
         record: ProducerRecord,
         blocks: tuple[BlockList, ...],
         tokens: int,
@@ -193,7 +179,7 @@ class Producers:
         ticket = HandoffTicket(
             "readback" if record.is_readback else "handoff",
             self._address,
-            wire_id(request_id),
+            wire_id(record.request_id),
             blocks,
             peer_tokens=tokens,
             lease_s=self.config.readback_lease_s if record.is_readback else self.config.lease_s,
@@ -210,28 +196,27 @@ class Producers:
             params["kv_seal"] = self.seal.of(ticket)
         return params
 
-    def preempt(self, request_id: str, record: ProducerRecord, row: Transition) -> None:
+    def preempt(self, record: ProducerRecord, row: Transition) -> None:
         """Apply a preemption: void the stream, and drop the saves of blocks that are gone."""
         record.state = row.target
         if "void" in row.effects:
-            self.streams.end(request_id, row, ends=False)
+            self.streams.end(record.request_id, row, ends=False)
         if "forget-saves" in row.effects:
-            self.outbox.orders["saves"].pop(request_id, None)
-            self.outbox.orders["completes"].pop(request_id, None)
+            self.outbox.orders["saves"].pop(record.request_id, None)
+            self.outbox.orders["completes"].pop(record.request_id, None)
         record.is_void = False
 
-    def void(self, request_id: str, record: ProducerRecord) -> None:
+    def void(self, record: ProducerRecord) -> None:
         """Revoke the lease, or exclude everything computed so far from being handed over."""
-        self.revoke(request_id, record)
+        self.revoke(record)
         record.is_void = record.state in {"prefilling", "prefilled", "offered", "complete", "stale", "plain"}
         reset = self.table.get(record.state, "reset")
         if reset is not None:
             record.state = reset.target
-            self.streams.end(request_id, reset, ends=False)
+            self.streams.end(record.request_id, reset, ends=False)
 
     def ending(
         self,
-        request_id: str,
         record: ProducerRecord,
         block_ids: Sequence[Sequence[int]],
         computed_tokens: int,
@@ -248,11 +233,11 @@ class Producers:
         code = "withheld" if withhold else "cache-reset" if record.is_void else "" if any(block_ids) else "no-blocks"
         if not code:
             self._rules.require_groups(block_ids)
-            row = self.table.find(request_id, record.state, "hand-over")
+            row = self.table.find(record.request_id, record.state, "hand-over")
             code = self._refusal(record, block_ids, computed_tokens)
             if not code:
-                return row, "", self._ticket(request_id, record, row, block_ids, computed_tokens, identity)
-        return self.table.find(request_id, record.state, "drop"), code, None
+                return row, "", self._ticket(record, row, block_ids, computed_tokens, identity)
+        return self.table.find(record.request_id, record.state, "drop"), code, None
 
     def _refusal(self, record: ProducerRecord, block_ids: Sequence[Sequence[int]], computed_tokens: int) -> str:
         """Return the code of the reason why this engine cannot hand over blocks now, empty if it can."""
@@ -275,7 +260,6 @@ class Producers:
 
     def _ticket(
         self,
-        request_id: str,
         record: ProducerRecord,
         row: Transition,
         block_ids: Sequence[Sequence[int]],
@@ -287,13 +271,12 @@ class Producers:
         if identity is not None:
             prompt, media = "" if identity.refusal else identity.digest(tokens) or "", identity.media(tokens)
         # The tickets of a streamed prompt have the nonce of its offers.
-        nonce = self.streams.find(request_id, "hand-over").nonce if "finalise" in row.effects else ""
+        nonce = self.streams.find(record.request_id, "hand-over").nonce if "finalise" in row.effects else ""
         blocks = self._rules.offered(block_ids, tokens)
-        return self._written(request_id, record, blocks, tokens, nonce or self._draw_nonce(), prompt, media)
+        return self._written(record, blocks, tokens, nonce or self._draw_nonce(), prompt, media)
 
     def finish(
         self,
-        request_id: str,
         record: ProducerRecord,
         row: Transition,
         block_ids: Sequence[Sequence[int]],
@@ -303,45 +286,49 @@ class Producers:
         record.state = row.target
         if params is None:
             if "withdraw" in row.effects:
-                self._withdraw(request_id, record)
+                self._withdraw(record)
             if "refuse" in row.effects:
-                self.streams.end(request_id, row, ends=True)
+                self.streams.end(record.request_id, row, ends=True)
             return
         lease_s, nonce = cast("float", params["kv_lease_s"]), str(params["kv_nonce"])
-        self.outbox.orders["grants"][request_id] = GrantOrder(request_id, lease_s, record.fence, nonce)
-        self.leases.grant(request_id, record, block_ids)
+        self.outbox.orders["grants"][record.request_id] = GrantOrder(record.request_id, lease_s, record.fence, nonce)
+        self.leases.grant(record, block_ids)
         if "finalise" in row.effects:
-            self.streams.finalise(request_id, params)
+            self.streams.publish("final", record.request_id, params)
 
-    def revoke(self, request_id: str, record: ProducerRecord) -> bool:
+    def revoke(self, record: ProducerRecord) -> bool:
         """Order the early end of a lease; return False for a request that has none."""
         row = self.table.get(record.state, "revoke")
         if row is None:
             return False
         record.state = row.target
-        self.streams.revoked(request_id)
-        self.outbox.orders["revokes"][request_id] = request_id
+        self.streams.revoked(record.request_id)
+        self.outbox.orders["revokes"][record.request_id] = record.request_id
         return True
 
-    def sent(self, request_id: str, record: ProducerRecord, row: Transition) -> None:
-        """Take back the fence slot of a lease that every worker has ended."""
-        record.state = row.target
-        self.leases.end(request_id, record)
-        if "return-slot" in row.effects and record.fence is not None:
-            self.fences.give_back(record.fence[0])
-            record.fence = None
-        elif "give-back" in row.effects:
-            plain_slot = self.streams.sent(request_id, record)
-            if plain_slot is not None:
-                self.fences.give_back(plain_slot)
+    def sent(self, record: ProducerRecord) -> None:
+        """Take back the fence slot of a lease, or of a void stream, that every worker has ended.
 
-    def _withdraw(self, request_id: str, record: ProducerRecord) -> None:
-        self.outbox.withdraw(request_id)
+        Raises:
+            IllegalTransition: `illegal-transition`.
+        """
+        row = self.table.find(record.request_id, record.state, "sent")
+        record.state = row.target
+        self.leases.end(record)
+        if "give-back" in row.effects:
+            self.streams.forget(self.streams.find(record.request_id, "sent"))
+        self._return_slot(record)
+
+    def _withdraw(self, record: ProducerRecord) -> None:
+        self.outbox.withdraw(record.request_id)
         # Return the slot without waiting for the workers: no ticket was written, so no reader trusts the old word, and the
         # workers apply the orders of the slot's next owner after this one's.
+        self._return_slot(record)
+
+    def _return_slot(self, record: ProducerRecord) -> None:
         if record.fence is not None:
-            self.fences.give_back(record.fence[0])
-            record.fence = None
+            slot, record.fence = record.fence[0], None
+            (self.fences if slot >= self.config.stream_slots else self.streams.fences).give_back(slot)
 
     def _draw_nonce(self) -> str:
         """Return a fresh nonce of 16 hexadecimal digits; one digest of the secret and a counter makes 64 of them."""

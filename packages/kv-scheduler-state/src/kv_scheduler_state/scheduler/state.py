@@ -38,7 +38,6 @@ from kv_scheduler_state.ticket.prompt import MEDIA_MISSING
 from kv_scheduler_state.ticket.seal import TicketSeal
 from kv_scheduler_state.values import (
     BYSTANDER,
-    NOT_KEPT,
     Admission,
     BlockRules,
     FinishDecision,
@@ -71,6 +70,7 @@ class SchedulerState:
     Attributes:
         streams: Streamed hand-overs; None if `config` has no stream slots and no blocks for streams.
         config: The engine that this state belongs to.
+        is_draining: Whether `drain` was called.
     """
 
     def __init__(self, config: SchedulerConfig, *, secrets: Sequence[bytes] = ()) -> None:
@@ -82,9 +82,10 @@ class SchedulerState:
         self._consumers = consumers = Consumers(config, rules, self._outbox, self._clock)
         self._requests = requests = dict[str, Request]()
         self._admissions = admissions = Admissions(consumers, producers)
+        self.is_draining = False
         self.streams: Streams | None = None
         if config.stream_slots or config.reads_streams:
-            self.streams = Streams(config, self._clock, requests, consumers, producers.streams, admissions)
+            self.streams = Streams(requests, consumers, producers, admissions, self._clock)
         if secrets:
             self.set_secrets(secrets)
 
@@ -142,7 +143,7 @@ class SchedulerState:
         request = find_request(self._requests, request_id, "external-tokens")
         require_count("computed_tokens", computed_tokens)
         consumer = request.consumer
-        return 0 if consumer is None else self._consumers.external_tokens(request_id, consumer, computed_tokens)
+        return 0 if consumer is None else self._consumers.external_tokens(consumer, computed_tokens)
 
     def must_fail(self, request_id: str) -> bool:
         """Return whether the engine must end a request with an error: it lacks a part of the prompt, and reads none of it."""
@@ -183,14 +184,14 @@ class SchedulerState:
             self._clock.observe(now_s)
             if consumer is not None:
                 if producer is not None:
-                    self._producers.rows_of_allocation(request_id, producer, preemptions)
-                self._consumers.allocate(request_id, consumer, block_ids, new_block_ids, external_tokens)
+                    self._producers.rows_of_allocation(producer, preemptions)
+                self._consumers.allocate(consumer, block_ids, new_block_ids, external_tokens)
             elif external_tokens:
                 raise InvalidEvent(
                     f"request {quote(request_id)} expects {external_tokens} external tokens without a ticket"
                 )
             if producer is not None:
-                self._producers.allocate(request_id, producer, preemptions)
+                self._producers.allocate(producer, preemptions)
         except SchedulerStateError:
             if type(request_id) is str and type(external_tokens) is int and external_tokens > 0:
                 self._consumers.fail_parked(self._requests, request_id)
@@ -225,7 +226,6 @@ class SchedulerState:
         producer = find_request(self._requests, request_id, "scheduled").producer
         if producer is not None:
             self._producers.scheduled(
-                request_id,
                 producer,
                 new_block_ids,
                 new_block_ids if touched_block_ids is None else touched_block_ids,
@@ -252,9 +252,9 @@ class SchedulerState:
         consumer_row = consumer and consumers.table.find(request_id, consumer.state, "preempt")
         producer_row = producer and producers.table.find(request_id, producer.state, "preempt")
         if consumer is not None and consumer_row is not None:
-            consumers.settle(request_id, consumer, consumer_row)
+            consumers.settle(consumer, consumer_row)
         if producer is not None and producer_row is not None:
-            producers.preempt(request_id, producer, producer_row)
+            producers.preempt(producer, producer_row)
 
     def finish(
         self,
@@ -292,22 +292,20 @@ class SchedulerState:
         producers, producer, consumer = self._producers, request.producer, request.consumer
         if producer is None:
             if consumer is not None:
-                self._consumers.finish(request_id, consumer)
+                self._consumers.finish(consumer)
             request.is_finished = True
             forget_if_ended(self._requests, request_id, request)
-            return NOT_KEPT
+            return FinishDecision(keep_blocks=False, params=None)
         params: dict[str, object] | None = None
         if hands_over:
             # This may raise, because it asks the host for the prompt's digest; nothing has changed yet.
-            row, code, params = producers.ending(
-                request_id, producer, block_ids, computed_tokens, identity, withhold=withhold
-            )
+            row, code, params = producers.ending(producer, block_ids, computed_tokens, identity, withhold=withhold)
         else:
             row, code = producers.table.find(request_id, producer.state, "drop"), ""
         if consumer is not None:
-            self._consumers.finish(request_id, consumer)
+            self._consumers.finish(consumer)
         request.is_finished = True
-        producers.finish(request_id, producer, row, block_ids, params)
+        producers.finish(producer, row, block_ids, params)
         forget_if_ended(self._requests, request_id, request)
         # A reader of a stream may be at the blocks until its word has moved.
         return FinishDecision(params is not None or producer.state == "voiding", params, code)
@@ -336,24 +334,20 @@ class SchedulerState:
         for event, request_ids in events:
             for request_id in request_ids:
                 try:
-                    self._ended(request_id, event)
+                    request = find_request(self._requests, request_id, event)
+                    producer, consumer = request.producer, request.consumer
+                    if event == "sent" and producer is not None:
+                        self._producers.sent(producer)
+                    elif event != "sent" and consumer is not None:
+                        row = self._consumers.table.find(request_id, consumer.state, event)
+                        self._consumers.settle(consumer, row)
+                    else:
+                        refusals.append(UnknownRequest(request_id, event))
+                    forget_if_ended(self._requests, request_id, request)
                 except SchedulerStateError as error:
                     refusals.append(error)
         if refusals:
             raise refusals[0]
-
-    def _ended(self, request_id: str, event: str) -> None:
-        request = find_request(self._requests, request_id, event)
-        producer, consumer = request.producer, request.consumer
-        if event == "sent" and producer is not None:
-            row = self._producers.table.find(request_id, producer.state, event)
-            self._producers.sent(request_id, producer, row)
-        elif event != "sent" and consumer is not None:
-            row = self._consumers.table.find(request_id, consumer.state, event)
-            self._consumers.settle(request_id, consumer, row)
-        else:
-            raise UnknownRequest(request_id, event)
-        forget_if_ended(self._requests, request_id, request)
 
     def take_step_plan(self, *, now_s: float) -> StepPlan:
         """Return all orders since the last call.
@@ -406,14 +400,9 @@ class SchedulerState:
         """Blocks that the leases keep, per KV-cache group; null blocks do not count, blocks of two leases count twice."""
         return tuple(self._producers.leases.blocks)
 
-    @property
-    def is_draining(self) -> bool:
-        """Whether `drain` was called."""
-        return self._producers.is_draining
-
     def drain(self) -> None:
         """Stop handing over: prompts end with the code `draining`. Outstanding leases and reads from peers continue."""
-        self._producers.is_draining = True
+        self.is_draining = self._producers.is_draining = True
 
     def give_way(self, *, now_s: float) -> str:
         """Take the oldest readback's blocks back, or give up the newest read that waits for blocks if peers keep this engine's.
@@ -429,15 +418,15 @@ class SchedulerState:
             InvalidEvent: `invalid-event`.
         """
         self._clock.observe(now_s)
-        for request_id, request in self._requests.items():
+        for request in self._requests.values():
             producer = request.producer
-            if producer is not None and producer.is_readback and self._producers.revoke(request_id, producer):
+            if producer is not None and producer.is_readback and self._producers.revoke(producer):
                 return ""
-        if self._producers.leases or self._consumers.streams.has_broken_off:
-            for request_id, request in reversed(self._requests.items()):
-                consumer = request.consumer
-                if consumer is not None and consumer.state in {"queued", "offered"}:
-                    self._consumers.give_up(request_id, consumer)
+        reads = [(name, each.consumer) for name, each in self._requests.items() if each.consumer is not None]
+        if self._producers.leases or any(record.state == "awaiting" for _, record in reads):
+            for request_id, record in reversed(reads):
+                if record.state in {"queued", "offered"}:
+                    self._consumers.give_up(record)
                     return request_id
         return ""
 
@@ -448,10 +437,10 @@ class SchedulerState:
             InvalidEvent: `invalid-event`.
         """
         self._clock.observe(now_s)
-        for request_id, request in self._requests.items():
+        for request in self._requests.values():
             producer = request.producer
             if producer is not None:
-                self._producers.revoke(request_id, producer)
+                self._producers.revoke(producer)
 
     def set_generation(self, generation: int | None) -> None:
         """Name this generation of the engine's memory registration in tickets from now on; None names none.
@@ -472,11 +461,11 @@ class SchedulerState:
             InvalidEvent: `invalid-event`.
         """
         self._clock.observe(now_s)
-        for request_id, request in self._requests.items():
+        for request in self._requests.values():
             if request.producer is not None:
-                self._producers.void(request_id, request.producer)
+                self._producers.void(request.producer)
             if request.consumer is not None:
-                self._consumers.void(request_id, request.consumer)
+                self._consumers.void(request.consumer)
 
     def snapshot(self, *, now_s: float, most: int | None = None) -> tuple[dict[str, object], ...]:
         """Return at most `most` live requests, oldest first, with age, states and the event that each waits for.

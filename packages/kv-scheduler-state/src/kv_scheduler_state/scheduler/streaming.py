@@ -12,12 +12,11 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from kv_scheduler_state.clock import ObservedClock
-    from kv_scheduler_state.config import SchedulerConfig
     from kv_scheduler_state.plan import StreamQuestion
     from kv_scheduler_state.records import ConsumedStream, Request
     from kv_scheduler_state.scheduler.admission import Admissions
     from kv_scheduler_state.scheduler.consumer import Consumers
-    from kv_scheduler_state.streams.producer import StreamProducers
+    from kv_scheduler_state.scheduler.producer import Producers
 
 __all__ = ["Streams"]
 
@@ -33,19 +32,18 @@ class Streams:
 
     def __init__(
         self,
-        config: SchedulerConfig,
-        clock: ObservedClock,
         requests: dict[str, Request],
         consumers: Consumers,
-        produced: StreamProducers,
+        producers: Producers,
         admissions: Admissions,
+        clock: ObservedClock,
     ) -> None:
-        self._config = config
+        self._config = producers.config
         self._clock = clock
         self._requests = requests
         self._consumers = consumers
         self._admissions = admissions
-        self.produced = produced
+        self.produced = producers.streams
         self.consumed = consumers.streams
 
     def take_questions(self) -> Sequence[StreamQuestion]:
@@ -133,6 +131,6 @@ class Streams:
         self._step(stream, "refuse")
 
     def _step(self, stream: ConsumedStream, event: str) -> None:
-        request_id = stream.request_id
+        request_id = stream.record.request_id
         self._consumers.step_early(stream, event, None)
         forget_if_ended(self._requests, request_id, self._requests[request_id])

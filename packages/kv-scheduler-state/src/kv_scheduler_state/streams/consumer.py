@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from kv_scheduler_state.config import GroupConfig, SchedulerConfig
     from kv_scheduler_state.plan import Outbox, ReadOrder
-    from kv_scheduler_state.records import ConsumedStream
+    from kv_scheduler_state.records import ConsumedStream, ConsumerRecord
     from kv_scheduler_state.tables import Transition
     from kv_scheduler_state.ticket.early import EarlyTicket
     from kv_scheduler_state.ticket.ticket import HandoffTicket
@@ -34,11 +34,7 @@ __all__ = ["StreamConsumers"]
 _WAITS: Final = UNRESERVED | {"awaiting"}
 _MOST_WAITS: Final = 10
 """A request waits this many times the longest wait for an answer if the peer keeps saying that the prompt is on its way."""
-_RESULTS: Final[Mapping[str, StreamResult]] = {
-    "ask": "read-whole",
-    "leave": "computed-here",
-    "stop-stream": "given-up",
-}
+_RESULTS: Final[Mapping[str, StreamResult]] = {"ask": "read-whole", "leave": "computed-here", "stop-stream": "given-up"}
 """Effect of a row that ends the wait for a stream -> what becomes of the request."""
 _MOST_STREAMS: Final = 1024
 """Requests with an early ticket at once. The engine asks for each that waits in every step; that took 14 us on the build
@@ -83,18 +79,13 @@ class StreamConsumers:
         return sum(self._held.values())
 
     @property
-    def has_broken_off(self) -> bool:
-        """Whether a request keeps blocks for a prompt that its peer has preempted and not started again."""
-        return any(stream.record.state == "awaiting" for stream in self._streams.values())
-
-    @property
     def is_full(self) -> bool:
         """Whether as many requests with an early ticket wait or read as may at once."""
         return len(self._streams) >= _MOST_STREAMS
 
     def begin(self, stream: ConsumedStream) -> None:
         """Register a stream and ask its first question."""
-        self._streams[stream.request_id] = stream
+        self._streams[stream.record.request_id] = stream
         self._ask(stream)
 
     def find(self, request_id: str, event: str) -> ConsumedStream:
@@ -164,26 +155,26 @@ class StreamConsumers:
             self._held.pop(request_id, None)
             del self._streams[request_id]
 
-    def order(self, read: ReadOrder, start: int) -> None:
+    def order(self, record: ConsumerRecord, read: ReadOrder, start: int) -> None:
         """Order the first stream of a request, into blocks that it keeps for all later streams."""
-        stream = self.find(read.request_id, "load")
+        stream = self.find(record.request_id, "load")
         stream.read, stream.start = read, start
-        self.order_again(read.request_id, read.ticket)
+        self.order_again(record)
 
-    def order_again(self, request_id: str, ticket: HandoffTicket) -> None:
+    def order_again(self, record: ConsumerRecord) -> None:
         """Order a stream into the blocks of the request."""
-        stream = self.find(request_id, "offer")
-        if stream.read is None or ticket.fence is None:
-            raise UnknownRequest(stream.request_id, "stream")
-        read = stream.read._replace(ticket=ticket)
-        self.outbox.streams["watches"][request_id] = StreamOrder(read, stream_tag(ticket.fence[1]), stream.start)
+        stream, fence = self.find(record.request_id, "offer"), record.ticket.fence
+        if stream.read is None or fence is None:
+            raise UnknownRequest(record.request_id, "stream")
+        read = stream.read._replace(ticket=record.ticket)
+        self.outbox.streams["watches"][record.request_id] = StreamOrder(read, stream_tag(fence[1]), stream.start)
 
-    def order_final(self, request_id: str, ticket: HandoffTicket) -> None:
+    def order_final(self, record: ConsumerRecord) -> None:
         """Order the plain read of the final ticket into the blocks of the request."""
-        stream = self.find(request_id, "final")
+        stream = self.find(record.request_id, "final")
         if stream.read is None:
-            raise UnknownRequest(stream.request_id, "final")
-        self.outbox.read(stream.read._replace(ticket=ticket))
+            raise UnknownRequest(record.request_id, "final")
+        self.outbox.read(stream.read._replace(ticket=record.ticket))
 
     def fits(self, ticket: HandoffTicket) -> bool:
         """Whether both engines' blocks cover the same number of tokens, so that a prompt can be read in parts.
@@ -204,7 +195,7 @@ class StreamConsumers:
         refused = [stream for stream in self._told if stream.record.state == "offered"]
         for stream in refused:
             stream.hold_s = now_s + _HOLD_S
-            self._held.pop(stream.request_id, None)
+            self._held.pop(stream.record.request_id, None)
         self.lacks_blocks = bool(refused) or any(stream.record.state == "offered" for stream in self._short)
         self._short.clear()
         self._told.clear()
@@ -276,7 +267,7 @@ class StreamConsumers:
             if code == MEDIA_MISSING:
                 result = "fails"
         hand_over_id, host, port = stream.early
-        self._outcomes.append(StreamOutcome(stream.request_id, code, result, host, port, hand_over_id))
+        self._outcomes.append(StreamOutcome(stream.record.request_id, code, result, host, port, hand_over_id))
 
     def _is_open(self, request_id: str, number: int) -> bool:
         stream = self._streams.get(request_id)
@@ -290,7 +281,7 @@ class StreamConsumers:
         hand_over_id, host, port = stream.early
         self._questions.append(
             StreamQuestion(
-                stream.request_id,
+                stream.record.request_id,
                 self._number,
                 host,
                 port,

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from hmac import compare_digest
-from typing import TYPE_CHECKING, Final, final
+from typing import TYPE_CHECKING, Final, Literal, final
 
 from kv_scheduler_state.errors import InvalidEvent, UnknownRequest, quote
 from kv_scheduler_state.fences import FencePool, ended_generation, stream_tag
@@ -61,7 +61,6 @@ class ProducedStream:
         parked: Questions without an answer yet, by the asker's name.
     """
 
-    request_id: str
     hand_over_id: str
     digest: str
     record: ProducerRecord
@@ -106,18 +105,11 @@ class StreamProducers:
         """Whether a request may be streamed under this id: not if another live one is, as with n > 1."""
         return self._config.stream_slots > 0 and hand_over_id not in self._by_id
 
-    def begin(
-        self,
-        request_id: str,
-        hand_over_id: str,
-        digest: str,
-        media: tuple[int, str] | None,
-        record: ProducerRecord,
-    ) -> None:
+    def begin(self, record: ProducerRecord, hand_over_id: str, digest: str, media: tuple[int, str] | None) -> None:
         """Begin a stream of a prompt with this digest and these media."""
         places = StreamPlaces(self._config.groups, record.prompt_tokens)
-        stream = ProducedStream(request_id, hand_over_id, digest, record, places, media if media and media[0] else None)
-        self._streams[request_id] = self._by_id[hand_over_id] = stream
+        stream = ProducedStream(hand_over_id, digest, record, places, media if media and media[0] else None)
+        self._streams[record.request_id] = self._by_id[hand_over_id] = stream
         if hand_over_id in self._ended_ids:
             self._standings[hand_over_id] = StreamStanding(hand_over_id, "", None)
 
@@ -152,18 +144,18 @@ class StreamProducers:
             raise UnknownRequest(request_id, event)
         return stream
 
-    def give_slot(self, request_id: str, record: ProducerRecord) -> bool:
+    def give_slot(self, record: ProducerRecord) -> bool:
         """Give a starting or restarting request a slot with a fresh generation; return False if there is none for it."""
-        stream = self.find(request_id, "allocate")
+        stream = self.find(record.request_id, "allocate")
         if record.fence is not None:
             record.fence = self.fences.renew(record.fence[0])
             stream.places.restart()
-            self.outbox.announce("restarts", request_id, None)
+            self.outbox.announce("restarts", record.request_id, None)
             return True
         if not stream.is_whole and stream.places.total <= _TABLE_ENTRIES:
             record.fence = self.fences.take()
         if record.fence is not None:
-            self.outbox.announce("expects", request_id, None)
+            self.outbox.announce("expects", record.request_id, None)
         return record.fence is not None
 
     def scheduled(
@@ -184,20 +176,13 @@ class StreamProducers:
             runs, held_tokens = (*known.runs, *runs), known.held_tokens
         orders["chunks"][request_id] = StreamChunk(request_id, slot, tag, runs, tokens, held_tokens)
 
-    def offer(self, request_id: str, ticket: dict[str, object]) -> None:
-        """Answer with this ticket, from now on, the questions that an offer satisfies."""
-        stream = self.find(request_id, "offer")
+    def publish(self, kind: Literal["offer", "final"], request_id: str, ticket: dict[str, object]) -> None:
+        """Answer with this ticket, from now on, the questions that an offer, or the ticket of a granted lease, satisfies."""
+        stream = self.find(request_id, kind)
         stream.ticket = ticket
-        offer = _granting("offer", stream, ticket)
-        self._standings[stream.hand_over_id] = StreamStanding(stream.hand_over_id, stream.digest, offer)
+        answer = _granting(kind, stream, ticket)
+        self._standings[stream.hand_over_id] = StreamStanding(stream.hand_over_id, stream.digest, answer)
         self._answer_parked(stream)
-
-    def finalise(self, request_id: str, ticket: dict[str, object]) -> None:
-        """Answer all questions with the final ticket from now on: its lease is granted."""
-        stream = self.find(request_id, "hand-over")
-        stream.ticket = ticket
-        final = _granting("final", stream, ticket)
-        self._standings[stream.hand_over_id] = StreamStanding(stream.hand_over_id, stream.digest, final)
 
     def revoked(self, request_id: str) -> None:
         """Withdraw the final ticket of a stream from the standing answers."""
@@ -231,16 +216,7 @@ class StreamProducers:
         if "refuse" in row.effects:
             self._answer_all(stream, {"kind": "no", "reason": "withdrawn"})
         if row.target == GONE:
-            self._forget(stream)
-
-    def sent(self, request_id: str, record: ProducerRecord) -> int | None:
-        """Forget a stream that every worker has ended and take back its slot, or return the slot if it is a plain lease's."""
-        self._forget(self.find(request_id, "sent"))
-        fence, record.fence = record.fence, None
-        if fence is None or fence[0] >= self._config.stream_slots:
-            return None if fence is None else fence[0]
-        self.fences.give_back(fence[0])
-        return None
+            self.forget(stream)
 
     # ---- the consumers' questions
 
@@ -285,21 +261,18 @@ class StreamProducers:
         to tell.
         """
         for stream in self._streams.values():
-            if not stream.parked:
-                continue
-            if stream.record.state == "streamed":
-                self._answer_parked(stream)
-            elif stream.record.state != "early":
+            if stream.parked and stream.record.state != "early":
                 self._put_off(stream)
         answers, self._answers = self._answers, []
         return [StreamAnswer(*each) for each in answers]
 
     # ---- helpers
 
-    def _forget(self, stream: ProducedStream) -> None:
-        del self._streams[stream.request_id], self._by_id[stream.hand_over_id]
+    def forget(self, stream: ProducedStream) -> None:
+        """Forget a stream that has ended on every worker; questions for it are refused from now on."""
+        del self._streams[stream.record.request_id], self._by_id[stream.hand_over_id]
         # A revocation that crossed with the lease's own end must not affect the slot's next owner.
-        self.outbox.streams["voids"].pop(stream.request_id, None)
+        self.outbox.streams["voids"].pop(stream.record.request_id, None)
         self._remember(stream.hand_over_id, "withdrawn")
 
     def _remember(self, hand_over_id: str, reason: NoReason) -> None:
@@ -346,7 +319,7 @@ class StreamProducers:
 
 def _fence(stream: ProducedStream) -> tuple[int, int]:
     if stream.record.fence is None:
-        raise UnknownRequest(stream.request_id, "fence")
+        raise UnknownRequest(stream.record.request_id, "fence")
     return stream.record.fence
 
 

@@ -17,7 +17,7 @@ from typing import Final, NamedTuple, final
 from kv_scheduler_state.errors import DuplicateRequest, UnknownRequest
 from kv_scheduler_state.fences import is_later_tag
 from kv_scheduler_state.plan import StreamPart
-from kv_scheduler_state.tables import GONE, NEW, STREAM_READER_TABLE, Transition
+from kv_scheduler_state.tables import GONE, NEW, STREAM_READER_TABLE
 
 __all__ = ["StreamReaders", "StreamReport"]
 
@@ -139,15 +139,12 @@ class StreamReaders:
             return None
         if tokens == reading.prompt_tokens or tokens // reading.entry_tokens > reading.tokens // reading.entry_tokens:
             reading.progress_s = now_s
-        reading.tokens = tokens
-        if tokens == reading.prompt_tokens:
-            row = self._step(stream_id, reading, "whole")
-            return self._order_last_part(reading) if "order-last-part" in row.effects else None
-        stop = tokens // reading.entry_tokens
-        row = self._step(stream_id, reading, "progress")
-        if stop <= reading.next_entry or "order-part" not in row.effects:
+        reading.tokens, is_last = tokens, tokens == reading.prompt_tokens
+        self._step(stream_id, reading, "whole" if is_last else "progress")
+        stop = -(-tokens // reading.entry_tokens) if is_last else tokens // reading.entry_tokens
+        if stop <= reading.next_entry and not is_last:
             return None
-        part = StreamPart(reading.next_entry, stop, is_last=False)
+        part = StreamPart(reading.next_entry, stop, is_last)
         reading.next_entry = stop
         reading.in_flight += 1
         return part
@@ -197,29 +194,19 @@ class StreamReaders:
         reports, self._reports = self._reports, []
         return reports
 
-    def _order_last_part(self, reading: _Reading) -> StreamPart:
-        stop = -(-reading.prompt_tokens // reading.entry_tokens)
-        part = StreamPart(reading.next_entry, stop, is_last=True)
-        reading.next_entry = stop
-        reading.in_flight += 1
-        return part
-
-    def _step(self, stream_id: str, reading: _Reading, event: str) -> Transition:
+    def _step(self, stream_id: str, reading: _Reading, event: str) -> None:
         row = self._table.find(stream_id, reading.state, event)
         reading.state = row.target
         if row.target == "breaking":
             reading.cause = reading.cause or event
         if "read-fence" in row.effects:
             self._wanted.append(stream_id)
-        for effect in ("report-done", "report-broken"):
-            if effect in row.effects:
-                is_done = effect == "report-done"
-                self._reports.append(StreamReport(stream_id, is_done, "" if is_done else reading.cause or event))
         if row.target == GONE:
+            is_done = "report-done" in row.effects
+            self._reports.append(StreamReport(stream_id, is_done, "" if is_done else reading.cause or event))
             del self._readings[stream_id]
         elif row.target == "breaking":
             self._settle(stream_id, reading)
-        return row
 
     def _settle(self, stream_id: str, reading: _Reading) -> None:
         if not reading.in_flight and reading.state in {"finishing", "breaking"}:

@@ -50,6 +50,7 @@ _MAX_CLOCK_S: Final = 1e15
 _LISTS: Final = (list, tuple)
 _MAX_PEERS: Final = 1024
 _BOOLS: Final = frozenset((False, True))
+_STR: Final = frozenset((str,))
 _ADDRESS_KEYS: Final = (
     "remote_engine_id",
     "remote_host",
@@ -134,18 +135,27 @@ class TicketReader:
         if self._reserved and request_id.startswith(self._reserved):
             problem = f"{quote(request_id)} begins like a notification of another kind, so no reader could name it"
             raise field_error("ticket-id-reserved", "remote_request_id", problem)
-        for key in fields:
-            if not isinstance(key, str):
-                raise TicketError("ticket-type", f"kv_transfer_params has the key {quote(key)}, which is not a string")
+        if not _STR.issuperset(map(type, fields)):
+            odd = next(key for key in fields if type(key) is not str)
+            raise TicketError("ticket-type", f"kv_transfer_params has the key {quote(odd)}, which is not a string")
         fence = get("kv_fence")
+        if fence is not None:
+            if not isinstance(fence, _LISTS) or len(fence) != 2:
+                _refuse_type("kv_fence", fence, "a pair [slot, generation]")
+            slot, generation = fence
+            is_slot = type(slot) is int and 0 <= slot <= _MAX_FENCE_SLOT
+            if not is_slot or type(generation) is not int or not 1 <= generation <= MAX_PEER_GENERATION:
+                limits = f"the slot must be 0 to {_MAX_FENCE_SLOT} and the generation 1 to 2**63 - 1"
+                raise field_error("ticket-range", "kv_fence", f"is [{quote(slot)}, {quote(generation)}]; {limits}")
+            fence = slot, generation
         return HandoffTicket(
             kind,
             peer,
             request_id,
             self._lists(fields, self._blocks(get("remote_block_ids")), peer.dcp, tokens),
-            peer_tokens=tokens,
+            tokens,
             lease_s=_seconds(fields, "kv_lease_s", _MAX_LEASE_S),
-            fence=None if fence is None else self._fence(fence),
+            fence=fence,
             nonce=_matching(fields, "kv_nonce", _NONCE) or "",
             prompt=_matching(fields, "kv_prompt", _DIGEST),
             span_tokens=self._per_group(fields, "kv_span_tokens", 1) or (),
@@ -156,8 +166,8 @@ class TicketReader:
     def _peer(self, fields: Fields) -> PeerAddress:
         # An engine writes the same into all its tickets, so its address is checked once. The types are compared, too, because
         # 1, 1.0 and True are equal.
-        values = [fields.get(name) for name in _ADDRESS_KEYS]
-        key: tuple[object, ...] = (*values, *map(type, values))
+        values = tuple(map(fields.get, _ADDRESS_KEYS))
+        key = (*values, *map(type, values))
         try:
             known = self._peers.get(key)
         except TypeError:  # a list or an object among them: the checks say where
@@ -250,11 +260,13 @@ class TicketReader:
                 raise field_error("ticket-blocks", "kv_null_block", f"is {quote(null)}, must be a block id")
         lists: list[BlockList] = []
         for group, own, at in zip(self._groups, ids, first, strict=True):
-            if group.kind == "state" and len(own) > 1 and is_cut:
-                problem = f"lists {len(own)} blocks for a state group, which has one running state"
-                raise field_error("ticket-blocks", "remote_block_ids", problem)
-            is_state = group.kind == "state"
-            lists.append(BlockList(running_state(group.scratch_blocks, own) if is_state else own, at, null))
+            blocks = own
+            if group.kind == "state":
+                if len(own) > 1 and is_cut:
+                    problem = f"lists {len(own)} blocks for a state group, which has one running state"
+                    raise field_error("ticket-blocks", "remote_block_ids", problem)
+                blocks = running_state(group.scratch_blocks, own)
+            lists.append(BlockList(blocks, at, null))
         return tuple(lists)
 
     def _first_token(self, number: int, ids: BlockIds, dcp: int, tokens: int | None) -> int:
@@ -298,20 +310,6 @@ class TicketReader:
             problem = f"must hold one integer from {least} to {_MAX_TOKENS} for each of {len(self._groups)} groups"
             raise field_error("ticket-first-token", name, problem)
         return tuple(numbers)
-
-    def _fence(self, pair: Sequence[object]) -> tuple[int, int]:
-        if not isinstance(pair, _LISTS) or len(pair) != 2:
-            _refuse_type("kv_fence", pair, "a pair [slot, generation]")
-        slot, generation = pair
-        if (
-            type(slot) is not int
-            or type(generation) is not int
-            or not 0 <= slot <= _MAX_FENCE_SLOT
-            or not 1 <= generation <= MAX_PEER_GENERATION
-        ):
-            limits = f"the slot must be 0 to {_MAX_FENCE_SLOT} and the generation 1 to 2**63 - 1"
-            raise field_error("ticket-range", "kv_fence", f"is [{quote(slot)}, {quote(generation)}]; {limits}")
-        return slot, generation
 
 
 def _may_be_our_blocks(group: GroupConfig, dcp: int, tokens: int, whole: int, count: int) -> bool:

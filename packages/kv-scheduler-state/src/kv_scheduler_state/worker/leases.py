@@ -126,7 +126,6 @@ class Lease:
 
     state: str = NEW
     deadline_s: float = 0.0
-    extension_s: float = 0.0
     lease_s: float = 0.0
     fence: tuple[int, int] | None = None
     nonce: str = ""
@@ -251,7 +250,6 @@ class LeaseTable:
         lease.fence = fence
         lease.nonce = nonce
         lease.lease_s = lease_s
-        lease.extension_s = lease_s * _RENEWED_PART
         lease.deadline_s = at_s + lease_s
         self._step(request_id, lease, row, at_s)
 
@@ -299,9 +297,12 @@ class LeaseTable:
         if lease is None:
             reason = self._past.get(request_id)
             return "unknown" if reason is None else "duplicate" if reason == "read" else "expired"
-        refusal = self._reader_refusal(lease, reader, reader_count, nonce)
-        if refusal is not None:
-            return refusal
+        if _is_stale(lease, nonce, self._requires_nonces):
+            return "stale"
+        if type(reader) is not str or not reader:
+            return "bad-reader"
+        if type(reader_count) is not int or not 1 <= reader_count <= _MAX_READERS:
+            return "bad-count"
         readers = lease.readers.get((nonce, consumer))
         if readers is None:
             if len(lease.readers) >= _MAX_CONSUMERS:
@@ -312,22 +313,12 @@ class LeaseTable:
         if readers.needed != reader_count or readers.is_complete:
             return "bad-count"  # complete: all that were announced are done already; the grant is still on its way
         is_last = len(readers.done) + 1 >= reader_count
-        is_granted = lease.state == "granted"
-        row = self._table.find(request_id, lease.state, "last-reader" if is_last and is_granted else "reader")
-        if "count" in row.effects:
-            readers.done.add(reader)
-            lease.readers[nonce, consumer] = readers
+        event = "last-reader" if is_last and lease.state == "granted" else "reader"
+        row = self._table.find(request_id, lease.state, event)
+        readers.done.add(reader)
+        lease.readers[nonce, consumer] = readers
         self._step(request_id, lease, row, at_s)
         return "complete" if is_last else "counted"
-
-    def _reader_refusal(self, lease: Lease, reader: str, reader_count: int, nonce: str) -> _Verdict | None:
-        if _is_stale(lease, nonce, self._requires_nonces):
-            return "stale"
-        if type(reader) is not str or not reader:
-            return "bad-reader"
-        if type(reader_count) is not int or not 1 <= reader_count <= _MAX_READERS:
-            return "bad-count"
-        return None
 
     def release(self, request_id: str, *, now_s: float) -> None:
         """End a request that is not handed over after all, or a lease that the scheduler takes back.
@@ -408,7 +399,7 @@ class LeaseTable:
         lease.state = row.target
         for effect in row.effects:
             if effect == "extend":
-                lease.deadline_s = max(lease.deadline_s, at_s + lease.extension_s)
+                lease.deadline_s = max(lease.deadline_s, at_s + lease.lease_s * _RENEWED_PART)
             elif effect == "start":
                 self._note_length(lease.lease_s, 1)
                 self._next_due_s = min(self._next_due_s, lease.deadline_s)

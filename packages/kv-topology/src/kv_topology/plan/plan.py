@@ -59,16 +59,15 @@ class _Link(NamedTuple):
 
 
 def _link(local: RankGeometry, peer: RankGeometry, tables: Sequence[SliceTable]) -> _Link:
-    here = [(table.columns.local, table.pairing.local_units) for table in tables]
-    there = [(table.columns.peer, table.pairing.peer_units) for table in tables]
-    return _Link(tuple(tables), *_side(local, here), *_side(peer, there))
+    here = _side(local, [(table.columns.local, table.pairing.local_units) for table in tables])
+    there = _side(peer, [(table.columns.peer, table.pairing.peer_units) for table in tables])
+    return _Link(tuple(tables), *here, *there)
 
 
 def _side(geometry: RankGeometry, slices: Sequence[tuple[SideColumns, int]]) -> tuple[Rows, list[IndexRule]]:
     """Return uint64 (n, 5) rows of one side's slices, each table with the units of its pages, and their index rules."""
-    rows = [_NO_ROWS]
+    rows, total = [_NO_ROWS], 0
     rules: list[IndexRule] = []
-    total = 0
     for columns, units in slices:
         more, rule, total = build_rows(geometry.regions, columns, units, total)
         rows.append(more)

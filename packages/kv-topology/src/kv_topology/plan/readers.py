@@ -20,10 +20,10 @@ and 1 read producer ranks 0 and 2. Producer ranks 1 and 3 have no reader; the ra
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from contextlib import suppress
 from functools import cached_property, lru_cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, NamedTuple, final
 
 from kv_topology.arithmetic import TokenDeal, even_interval, holders, tokens_meet
 from kv_topology.checks import LIMITS
@@ -50,9 +50,7 @@ __all__ = [
 ]
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class FieldClass:
+class FieldClass(NamedTuple):
     """Everything that the choice of a producer depends on: fields of one class are read from the same ranks.
 
     Attributes:
@@ -77,9 +75,7 @@ class FieldClass:
         return tokens_meet(mine, TokenDeal(self.producer_context, share, self.producer_interleave)) > 0.0
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """An interval of the split axis and the producer rank to read it from."""
 
     producer: int
@@ -127,7 +123,7 @@ def choose_pieces(kind: FieldClass, consumer_tp: int, consumer_rank: int, produc
                 )
             place = (consumer_rank - sharers.start) * len(candidates) // len(sharers)
             chosen.append(Piece(candidates[place], low, high))
-    return tuple(sorted(chosen, key=lambda piece: (piece.producer, piece.start)))
+    return tuple(sorted(chosen))
 
 
 def ranks_read(kinds: frozenset[FieldClass], consumer_tp: int, consumer_rank: int, producer_tp: int) -> frozenset[int]:
@@ -314,7 +310,7 @@ def target_ranks(local: RankGeometry, *, peer_tp: int, peer_pp: int = 1, peer_dc
         peer_dcp: Context-parallel size of the producer's attention.
 
     Raises:
-        UnsupportedTopology: `size-out-of-range`, or `no-producer-holds` if no way of dealing out tokens can be read.
+        UnsupportedTopology: `size-out-of-range`.
     """
     for what, size, most in (("tp", peer_tp, LIMITS["tp"]), ("pp", peer_pp, LIMITS["pp"]), ("dcp", peer_dcp, peer_tp)):
         if type(size) is not int or not 1 <= size <= most:
@@ -344,14 +340,9 @@ def target_ranks(local: RankGeometry, *, peer_tp: int, peer_pp: int = 1, peer_dc
 
 
 def _readable(options: Sequence[FieldClass], tp_size: int, tp_rank: int, peer_tp: int) -> list[frozenset[int]]:
-    """Return the ranks read under each way of dealing out tokens that can be read at all."""
+    """Return the ranks read under each way of dealing out tokens that can be read at all: not at all is always among them."""
     found: list[frozenset[int]] = []
-    refusal: UnsupportedTopology | None = None
     for option in options:
-        try:
+        with suppress(UnsupportedTopology):
             found.append(ranks_read(frozenset((option,)), tp_size, tp_rank, peer_tp))
-        except UnsupportedTopology as error:
-            refusal = error
-    if refusal is not None and not found:
-        raise refusal
     return found

@@ -73,9 +73,7 @@ class Place(NamedTuple):
     peer_offset: int
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class Pairing:
+class Pairing(NamedTuple):
     """A local and a peer group whose blocks hold the same layers, and the token unit between them.
 
     Attributes:
@@ -113,9 +111,7 @@ def pair_groups(number: int, local: Group, peer_number: int, peer: Group) -> Pai
     return Pairing(number, peer_number, local, peer, unit, *units, is_page_to_page=is_plain)
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class Box:
+class Box(NamedTuple):
     """Cells that two members share: the same cells on both sides, at different strides.
 
     Attributes:
@@ -140,9 +136,7 @@ class Box:
         return sum((count - 1) * stride for count, _, stride in self.axes) + self.element_bytes
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class Overlap:
+class Overlap(NamedTuple):
     """The boxes of one pair of layouts, and every place at which two members with these layouts meet."""
 
     boxes: tuple[Box, ...]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, final
 from kv_topology.arithmetic import TokenDeal, even_interval
 from kv_topology.errors import InvalidGeometry
 from kv_topology.geometry import RankGeometry
-from kv_topology.model import TOKEN_AXIS, Axis, FieldLayout, Group, Layout, Member, Region, StageLayer
+from kv_topology.model import TOKEN_AXIS, Axis, FieldLayout, Group, Layout, Member, Region
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -216,29 +216,25 @@ def attention_layouts(
     tp_rank: int = 0,
 ) -> tuple[Layout, ...]:
     """Return the layouts of one attention layer's regions on one rank, one per region; `name` is of `KV_LAYOUTS`."""
+    kind = KV_LAYOUTS[name]
+
+    def both(start: int, stop: int) -> Layout:
+        """Return the layout of keys and values for an interval of heads."""
+        heads = Axis("head", kv_heads, start, stop, 1, "tp")
+        axes, packing = [_whole(TOKEN_AXIS, page_tokens), heads, _whole("channel", head_dim)], ""
+        if name == "cpu":  # the kernel interleaves tokens and channels, so only heads can be told apart
+            axes, packing = [heads, _whole("interior", page_tokens * head_dim)], f"vllm-cpu:amx:{page_tokens}"
+        fields: list[FieldLayout] = []
+        for place, order in enumerate((kind.keys, kind.values or kind.keys)):
+            placed, to_values = _dense(axes, order, element_bytes)
+            fields.append(FieldLayout(("key", "value")[place], element_bytes, place * to_values, placed, packing))
+        return Layout(tuple(fields))
+
     start, stop = even_interval(kv_heads, tp_size, tp_rank)
     if name == "heads-outer":
-        return tuple(
-            _pair(name, kv_heads, (head, head + 1), head_dim, page_tokens, element_bytes) for head in range(start, stop)
-        )
-    both = _pair(name, kv_heads, (start, stop), head_dim, page_tokens, element_bytes)
-    return tuple(Layout((field,)) for field in both.fields) if name.startswith("split") else (both,)
-
-
-def _pair(
-    name: str, kv_heads: int, held: tuple[int, int], head_dim: int, page_tokens: int, element_bytes: int
-) -> Layout:
-    """Return the layout of keys and values for an interval of heads."""
-    heads = Axis("head", kv_heads, *held, 1, "tp")
-    axes, packing = [_whole(TOKEN_AXIS, page_tokens), heads, _whole("channel", head_dim)], ""
-    if name == "cpu":  # the kernel interleaves tokens and channels, so only heads can be told apart
-        axes, packing = [heads, _whole("interior", page_tokens * head_dim)], f"vllm-cpu:amx:{page_tokens}"
-    fields: list[FieldLayout] = []
-    orders = KV_LAYOUTS[name].keys, KV_LAYOUTS[name].values or KV_LAYOUTS[name].keys
-    for place, (field, order) in enumerate(zip(("key", "value"), orders, strict=True)):
-        placed, to_values = _dense(axes, order, element_bytes)
-        fields.append(FieldLayout(field, element_bytes, place * to_values, placed, packing))
-    return Layout(tuple(fields))
+        return tuple(both(head, head + 1) for head in range(start, stop))
+    whole = both(start, stop)
+    return tuple(Layout((field,)) for field in whole.fields) if name.startswith("split") else (whole,)
 
 
 def latent_layout(latent_dim: int, page_tokens: int, element_bytes: int = 2, field: str = "latent") -> Layout:
@@ -433,7 +429,6 @@ def build_engine(model: ModelSpec, engine: EngineSpec) -> Mapping[tuple[int, int
         raise InvalidGeometry("stage-without-layers", message)
     # 5 layers on 2 stages are 0..1 and 2..4.
     stages = [range(stage * layers // pp, (stage + 1) * layers // pp) for stage in range(pp)]
-    entries = tuple(tuple(_stage_layer(model, engine, number) for number in stage) for stage in stages)
     ranks: dict[tuple[int, int], RankGeometry] = {}
     for pp_rank, stage in enumerate(stages):
         for tp_rank in range(engine.tp):
@@ -447,12 +442,8 @@ def build_engine(model: ModelSpec, engine: EngineSpec) -> Mapping[tuple[int, int
                 regions=tuple(_regions(model, engine, stage, layouts)),
                 pp_size=engine.pp,
                 pp_rank=pp_rank,
-                stage_layers=entries if engine.pp > 1 else (),
             )
+    if pp > 1:
+        entries = tuple(ranks[stage, 0].own_layers for stage in range(pp))
+        ranks = {rank: replace(made, stage_layers=entries) for rank, made in ranks.items()}
     return ranks
-
-
-def _stage_layer(model: ModelSpec, engine: EngineSpec, number: int) -> StageLayer:
-    kind = model.kinds[number]
-    fields = [field.name for layout in layer_layouts(model, engine, kind, 0) for field in layout.fields]
-    return StageLayer(f"layers.{number}", model.group_kinds.index(kind), tuple(dict.fromkeys(fields)))

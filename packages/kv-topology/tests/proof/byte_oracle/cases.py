@@ -1,7 +1,6 @@
 """The pairs of engines that the byte oracle proves: exhaustive along each axis, thinned out by a step for quick runs.
 
-Each case is a pair of engines and a request with scattered block ids. `python -m byte_oracle` runs them and prints how
-many pairs it proved.
+Each case is a pair of engines and a request with scattered block ids.
 """
 
 from __future__ import annotations

@@ -33,7 +33,6 @@ from vllm_adapter.host.vllm import (
     engine_facts,
     extra_config,
     has_content_ids,
-    is_tracing,
 )
 from vllm_adapter.observe.cause_log import tag_lines
 from vllm_adapter.observe.status_socket import REQUEST, REVOKE_REQUEST, TRACE_REQUEST, StatusSocket
@@ -93,6 +92,7 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
         self._has_content_ids = has_content_ids(vllm_config)
         facts = engine_facts(vllm_config, kv_cache_config, is_worker=is_worker, settings=settings)
         self._facts = facts
+        self._is_streaming = settings.streaming
         # A hand-over restores every group whose local hit lags behind that of full attention: states, which are read whole, but
         # no window and no second full group. With False the scheduler counts the prefix that all groups have in common.
         self.supports_divergent_local_hybrid_hits = facts.completes_uneven_hits(len(kv_cache_config.kv_cache_groups))
@@ -277,7 +277,7 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Write the fence and progress words of streams that must change before the step writes into any block."""
         orders: object = kv_connector_metadata
-        if isinstance(orders, StepOrders):
+        if self._is_streaming and isinstance(orders, StepOrders):
             self._worker_side.before_forward(orders)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:  # noqa: ANN401, ARG002
@@ -301,7 +301,7 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_save(self) -> None:
         """Copy the blocks that this step computed to the mirror (host-buffer mode); publish the progress of streams."""
         orders: object = self._connector_metadata
-        if isinstance(orders, StepOrders):
+        if (self._is_streaming or self._facts.is_mirrored) and isinstance(orders, StepOrders):
             self._worker_side.save(orders)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:  # noqa: ARG002
@@ -324,7 +324,7 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
 
 def _span_writer(config: VllmConfig, facts: EngineFacts, *, is_worker: bool) -> SpanWriter | None:
     """Return the span writer; None where the engine does not trace. OpenTelemetry is imported only where it traces."""
-    if not is_tracing(config):
+    if config.observability_config.otlp_traces_endpoint is None:
         return None
     from vllm_adapter.observe.spans import SpanWriter
 

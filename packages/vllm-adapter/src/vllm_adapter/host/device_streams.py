@@ -89,9 +89,6 @@ class PinnedPieces:
         self._piece_bytes = piece_bytes
         self._pieces: list[tuple[torch.Tensor, Any]] = []
 
-    def __len__(self) -> int:
-        return len(self._pieces)
-
     def take(self, needed_bytes: int) -> torch.Tensor:
         """Return at least this much memory, not in use by any copy; `give_back` it once a copy is queued."""
         for number, (memory, event) in enumerate(self._pieces):

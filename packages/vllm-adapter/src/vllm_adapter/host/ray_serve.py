@@ -20,6 +20,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, cast, final
 
 from ray.llm._internal.serve.engines.vllm.kv_transfer.base import clamp_request_to_single_token
@@ -49,7 +50,6 @@ def register_backend() -> None:
 class KVTransferBackend(NixlConnectorBackend):
     """Addresses replicas as under `NixlConnector`, and lets both work at once if `streaming` is on."""
 
-    _writer: EarlyTicketWriter | None = None
     _has_address = True
     """Whether the prefill replica of the latest request has published its address."""
     _has_told = False
@@ -138,12 +138,10 @@ class KVTransferBackend(NixlConnectorBackend):
                 "its stream_reserve_fraction is 0"
             )
 
-    @property
+    @cached_property
     def _tickets(self) -> EarlyTicketWriter:
-        if self._writer is None:
-            extra = cast("Mapping[str, object] | None", self.kv_transfer_config.get("kv_connector_extra_config"))
-            self._writer = EarlyTicketWriter(extra or {})
-        return self._writer
+        extra = cast("Mapping[str, object] | None", self.kv_transfer_config.get("kv_connector_extra_config"))
+        return EarlyTicketWriter(extra or {})
 
 
 def _address_of(peer: Mapping[str, object] | None) -> tuple[str, int] | None:

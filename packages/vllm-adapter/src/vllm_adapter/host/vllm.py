@@ -54,7 +54,6 @@ __all__ = [
     "extra_config",
     "has_content_ids",
     "has_v2_runner",
-    "is_tracing",
     "load_failure_policy",
     "side_channel_port",
     "wants_host_buffer",
@@ -143,16 +142,6 @@ def load_failure_policy(config: VllmConfig) -> str:
     return transfer.kv_load_failure_policy if transfer is not None else "fail"
 
 
-def _read_hold_steps(config: VllmConfig, *, reads: bool) -> int:
-    """Return for how many further steps a read waits after its blocks were given, so that no step still writes into them.
-
-    Source: if the role reads, vLLM frees a block only after the last step that writes into it has ended (`defer_block_free`).
-    Otherwise it may give out blocks of a request whose last step is under way. Of steps, at most `max_concurrent_batches` are in
-    its queue, in order (`step_with_batch_queue`), so when it plans that many steps more, less one, the earlier ones have ended.
-    """
-    return 0 if reads else config.max_concurrent_batches - 1
-
-
 def has_content_ids(config: VllmConfig) -> bool:
     """Return whether the host identifies images by their content; warn where it does not.
 
@@ -167,11 +156,6 @@ def has_content_ids(config: VllmConfig) -> bool:
         "(ticket-media-unidentified). Set mm_processor_cache_gb above 0 or enable_prefix_caching on all engines."
     )
     return False
-
-
-def is_tracing(config: VllmConfig) -> bool:
-    """Return whether the engine exports OpenTelemetry spans."""
-    return config.observability_config.otlp_traces_endpoint is not None
 
 
 def wants_host_buffer(config: VllmConfig) -> bool:
@@ -217,7 +201,12 @@ def engine_facts(
         raise UnsupportedHost("vLLM gave no kv_transfer_config with an engine id", code="no-engine-id")
     groups = cache_groups(cache)
     connector_version = CONNECTOR_VERSIONS.get(check_host(), max(CONNECTOR_VERSIONS.values()))
-    backend = _attention_backend(config) if is_worker else ""
+    backend = ""
+    if is_worker:
+        from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
+
+        # vLLM's hash has one name for all layers: that of the first one, which may be a state layer's.
+        backend = str(get_current_attn_backends(config)[0].get_name())
     tp_rank, pp_rank = _ranks() if is_worker else (0, 0)
     listens_on = envs.VLLM_NIXL_SIDE_CHANNEL_HOST, side_channel_port(config)
     host, port = settings.advertised(*listens_on, parallel.data_parallel_index)
@@ -245,10 +234,15 @@ def engine_facts(
         interleave_tokens=parallel.cp_kv_cache_interleave_size,
         state_groups=state_groups(config) if is_worker else 0,
         whole_reason=_whole_reason(config, cache),
-        is_lock_stepped=_is_lock_stepped(config),
+        # vLLM lets data-parallel ranks step together for mixtures of experts alone.
+        is_lock_stepped=parallel.data_parallel_size > 1 and bool(getattr(model, "is_moe", True)),
         is_mirrored=wants_host_buffer(config),
         reads=transfer.is_kv_consumer,
-        read_hold_steps=_read_hold_steps(config, reads=transfer.is_kv_consumer),
+        # Further steps for which a read waits after its blocks were given, so that no step still writes into them. Source: if the
+        # role reads, vLLM frees a block only after the last step that writes into it has ended (`defer_block_free`). Otherwise it
+        # may give out blocks of a request whose last step is under way. Of steps, at most `max_concurrent_batches` are in its
+        # queue, in order (`step_with_batch_queue`), so when it plans that many steps more, less one, the earlier ones have ended.
+        read_hold_steps=0 if transfer.is_kv_consumer else config.max_concurrent_batches - 1,
         load_failure_policy=transfer.kv_load_failure_policy,
         factors=vllm_factors(config, backend, connector_version),
         # Only workers send factors to peers.
@@ -351,11 +345,6 @@ def _shared_instance_id(config: VllmConfig) -> str:
     return str(shared)
 
 
-def _is_lock_stepped(config: VllmConfig) -> bool:
-    """Return whether the data-parallel ranks step together; vLLM does this only for mixtures of experts."""
-    return config.parallel_config.data_parallel_size > 1 and bool(getattr(config.model_config, "is_moe", True))
-
-
 def has_v2_runner(config: VllmConfig) -> bool:
     """Return whether vLLM's model runner version 2 computes the steps."""
     return bool(getattr(config, "use_v2_model_runner", False))
@@ -378,13 +367,6 @@ def _whole_reason(config: VllmConfig, cache: KVCacheConfig) -> str:
 def _no_events(config: VllmConfig) -> str:
     """Return why the end of a chunk cannot be detected; empty where it can: on the CPU, on CUDA, and where copies are read."""
     return "" if current_platform.device_type in {"cpu", "cuda"} or wants_host_buffer(config) else _NO_EVENTS
-
-
-def _attention_backend(config: VllmConfig) -> str:
-    """Return the name that vLLM's hash has for all layers: that of its first one, which may be a state layer's."""
-    from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
-
-    return str(get_current_attn_backends(config)[0].get_name())
 
 
 def _ranks() -> tuple[int, int]:

@@ -51,23 +51,26 @@ class HandOverLog:
     def __init__(self, most: int = MOST_HAND_OVERS) -> None:
         self._events: deque[_Event] = deque(maxlen=most * _MOST_STAGES)
 
-    def begin(
-        self, request_id: str, role: _Role, stage: str, at_s: float, facts: Mapping[str, object] | None = None
+    def mark(
+        self,
+        request_id: str,
+        stage: str,
+        at_s: float,
+        facts: Mapping[str, object] | None = None,
+        *,
+        role: _Role | None = None,
     ) -> None:
-        """Remember a hand-over from its first moment here on; one of the same id is forgotten.
+        """Note a moment of a hand-over; of a repeated stage the first one counts, and unknown requests are ignored.
 
         Args:
             request_id: This engine's request.
-            role: Whether it is handed over from here or to here.
-            stage: Its first stage.
+            stage: The stage that it has reached.
             at_s: Seconds of this process's clock.
-            facts: Plain values to tell along.
+            facts: Plain values to report along.
+            role: With the first moment of a hand-over: whether it is handed over from here or to here. An earlier one of the same
+                id is forgotten.
         """
         self._events.append((short_id(request_id), stage, at_s, role, facts, None))
-
-    def mark(self, request_id: str, stage: str, at_s: float, facts: Mapping[str, object] | None = None) -> None:
-        """Note a further moment of a hand-over; of a repeated stage the first one counts, and unknown requests are ignored."""
-        self._events.append((short_id(request_id), stage, at_s, None, facts, None))
 
     def read_ended(self, end: ReadEnd, taken_s: float, completed_s: float) -> None:
         """Remember one rank's read.

@@ -119,11 +119,6 @@ class PrefillChunks:
         self._has_mirror = has_mirror
         self.prompts: dict[str, FollowedPrompt] = {}
 
-    def watch(self, request_id: str, prompt_tokens: int, *, is_early: bool) -> None:
-        """Follow the prompt of a producer's request from its arrival, if its chunks are needed."""
-        if self._has_mirror or is_early:
-            self.prompts[request_id] = FollowedPrompt(prompt_tokens)
-
     def take(self, scheduled: Iterable[ScheduledTokens]) -> None:
         """Pass on the chunks that a step computes."""
         for step in scheduled:

@@ -58,6 +58,8 @@ class FollowedRequests:
     Attributes:
         live: Requests that the host has not ended, by id.
         loaded: Live requests whose read succeeded, and which wait for the step that computes the rest.
+        reads: Reads in progress, with whether the peer still computes the prompt.
+        leases: Traces of the requests whose blocks are kept for a reader, with the Unix time of the grant in ns.
     """
 
     def __init__(
@@ -75,24 +77,15 @@ class FollowedRequests:
         self.loaded: set[str] = set()
         # Counters of generated tokens, of requests that wait for their first one.
         self._starting: dict[str, Callable[[], int]] = {}
-        # Reads in progress, with whether the peer still computes the prompt, and reads that the request machines refused after
-        # the host had parked their requests.
-        self._reads: dict[str, bool] = {}
+        self.reads: dict[str, bool] = {}
+        # Reads that the request machines refused after the host had parked their requests.
         self._refused: set[str] = set()
-        # Those of `_reads` whose request the host has ended with an error since the latest step. Under the policy "fail" it does
+        # Those of `reads` whose request the host has ended with an error since the latest step. Under the policy "fail" it does
         # so for a failed read, before it passes on the report of that read.
         self._erred: set[str] = set()
         # Failures of ranks, by request; a read is reported once all other ranks have ended, too.
         self._failures: defaultdict[str, list[ReadFailure]] = defaultdict(list)
-        # Traces of open leases, with the time of the grant.
-        self._leases: dict[str, tuple[TraceLink | None, int]] = {}
-
-    @property
-    def awaits(self) -> Literal["", "streams", "whole"]:
-        """Whether the workers owe a report that may come soon ("whole"), or of prompts alone that peers still compute."""
-        if self._leases or not all(self._reads.values()):
-            return "whole"
-        return "streams" if self._reads else ""
+        self.leases: dict[str, tuple[TraceLink | None, int]] = {}
 
     def begin(self, arrival: Arrival, role: Literal["producer", "consumer"], now_s: float, *, is_early: bool) -> None:
         """Follow a request from its arrival; `is_early`: it came with an early ticket."""
@@ -101,7 +94,7 @@ class FollowedRequests:
         facts: dict[str, object] = {"frontend_s": arrival.frontend_s, "tokens": arrival.prompt_tokens}
         if is_early:
             facts["is_early"] = True
-        self._moments.begin(request_id, role, "arrived", now_s, facts)
+        self._moments.mark(request_id, "arrived", now_s, facts, role=role)
         if self._lease_ended is not None and arrival.trace_headers:
             request.link = TraceLink(dict(arrival.trace_headers), time.time_ns())
 
@@ -123,7 +116,7 @@ class FollowedRequests:
         streamed = [(order.read, True) for order in plan.streams.watches]
         for order, is_streamed in [*((order, False) for order in plan.reads if order.is_reported), *streamed]:
             request_id = order.request_id
-            self._reads[request_id] = is_streamed
+            self.reads[request_id] = is_streamed
             facts: dict[str, object] = {
                 "peer_engine_id": order.ticket.peer.engine_id,
                 "peer_request_id": short_id(order.ticket.peer_request_id),
@@ -138,19 +131,19 @@ class FollowedRequests:
     def take(self, report: StepReport) -> tuple[list[str], list[str], list[str]]:
         """Return the awaited ids of a report, sorted: leases that have ended, reads that have ended, and those that failed."""
         for failure in report.failures:
-            if failure.request_id in self._reads:
+            if failure.request_id in self.reads:
                 self._failures[failure.request_id].append(failure)
-        sent = sorted(self._leases.keys() & set(report.sent))
-        ended = sorted((self._reads.keys() | self._refused) & set(report.received))
+        sent = sorted(self.leases.keys() & set(report.sent))
+        ended = sorted((self.reads.keys() | self._refused) & set(report.received))
         failed = [request_id for request_id in ended if request_id in report.failed]
         for request_id in sent:
             self._moments.mark(request_id, "freed", self._now_s())
-            link, granted_ns = self._leases.pop(request_id)
+            link, granted_ns = self.leases.pop(request_id)
             if link is not None and self._lease_ended is not None:
                 self._lease_ended(link, request_id, granted_ns)
         for request_id in ended:
             self._moments.mark(request_id, "reported", self._now_s())
-            self._reads.pop(request_id, None)
+            self.reads.pop(request_id, None)
             self._refused.discard(request_id)
             if request_id in failed:
                 self._note_failure(request_id)
@@ -178,10 +171,10 @@ class FollowedRequests:
         request = self.live.pop(request_id, None)
         self.loaded.discard(request_id)
         count = self._starting.pop(request_id, None)
-        if is_error and request_id in self._reads:
+        if is_error and request_id in self.reads:
             self._erred.add(request_id)
         if keeps_blocks:
-            self._leases[request_id] = (request.link if request is not None else None, time.time_ns())
+            self.leases[request_id] = (request.link if request is not None else None, time.time_ns())
         if request is not None and request.role == "producer":
             self._moments.mark(request_id, "answered", self._now_s())
         elif count is not None and _is_started(count):

@@ -47,14 +47,16 @@ class Holdings:
         self._counted_s = -_COUNT_EVERY_S
 
     @property
-    def leased(self) -> tuple[int, int]:
-        """Blocks that finished requests keep for a reader, and their bytes on each rank; a shared block counts twice.
+    def leases(self) -> tuple[int, int, int]:
+        """Finished requests that wait for a reader, the blocks that they keep, and the bytes of these on each rank.
 
-        Example: 3 blocks of 4096 bytes in the first group and 1 of 1024 in the second: (4, 13312).
+        A block that two of them share counts twice. Example: 3 blocks of 4096 bytes in the first group and 1 of 1024 in the
+        second are 4 blocks and 13312 bytes.
         """
         counts = self._state.leased_blocks
         sizes = [group.block_bytes for group in self._facts.groups]
-        return sum(counts), sum(count * size for count, size in zip(counts, sizes, strict=True))
+        size = sum(count * size for count, size in zip(counts, sizes, strict=True))
+        return self._state.lease_count, sum(counts), size
 
     def drain(self) -> None:
         """Drain, because the host is shutting down; the first time, log the tickets that are still to be read."""
@@ -65,8 +67,7 @@ class Holdings:
             "engine %s drains: it gives no more tickets; %d requests keep %d blocks (%d bytes on each rank) until they are "
             "read, their lease expires or the host's --shutdown-timeout is over",
             self._facts.engine_id,
-            self._state.lease_count,
-            *self.leased,
+            *self.leases,
         )
 
     def ask_to_revoke(self) -> Answer:
@@ -74,12 +75,9 @@ class Holdings:
 
         The host steps as long as there is a lease.
         """
-        self.is_revoking = self._state.lease_count > 0
-        return self._leases()
-
-    def _leases(self) -> Answer:
-        blocks, size = self.leased
-        return {"leases": self._state.lease_count, "leased_blocks": blocks, "leased_bytes": size}
+        count, blocks, size = self.leases
+        self.is_revoking = count > 0
+        return {"leases": count, "leased_blocks": blocks, "leased_bytes": size}
 
     def revoke(self, now_s: float) -> None:
         """Order the end of all leases, as an operator has asked."""
@@ -87,8 +85,7 @@ class Holdings:
         _logger.info(
             "engine %s revokes %d leases, which keep %d blocks, as an operator has asked",
             self._facts.engine_id,
-            self._state.lease_count,
-            self.leased[0],
+            *self.leases[:2],
         )
         self._state.revoke_all(now_s=now_s)
 
@@ -98,8 +95,7 @@ class Holdings:
             _logger.warning(
                 "engine %s ends with %d requests unread, which keep %d blocks: their readers will find it gone",
                 self._facts.engine_id,
-                self._state.lease_count,
-                self.leased[0],
+                *self.leases[:2],
             )
         self._has_ended = True
 
@@ -116,7 +112,7 @@ class Holdings:
             if any(changes.values()):
                 recorder.observe(LIVE_KEY, changes)
             recorder.level("fence_slots_used", self._state.fence_slots_used)
-        blocks, size = self.leased
+        _, blocks, size = self.leases
         recorder.level("leased_blocks", blocks)
         recorder.level("leased_bytes", size)
 
@@ -125,13 +121,15 @@ class Holdings:
 
         The request machines keep running on another thread, so figures that belong together may be a step apart.
         """
-        facts, state = self._facts, self._state
+        facts, state, (count, blocks, size) = self._facts, self._state, self.leases
         return {
             "part": "scheduler",
             "engine_id": facts.engine_id,
             "side_channel": f"{facts.host}:{facts.port}",
             "is_draining": state.is_draining,
-            **self._leases(),
+            "leases": count,
+            "leased_blocks": blocks,
+            "leased_bytes": size,
             "fence_slots_used": state.fence_slots_used,
             "stream_slots_used": 0 if state.streams is None else state.streams.produced.slots_used,
             "stream_blocks_held": 0 if state.streams is None else state.streams.consumed.blocks_held,

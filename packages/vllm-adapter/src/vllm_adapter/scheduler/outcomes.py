@@ -44,31 +44,17 @@ class OutcomeLog:
     def refused(self, request_id: str, code: str, message: str, *, is_producer: bool = False) -> None:
         """Count and log a request whose ticket was refused; that of a producer costs it the stream or the readback alone."""
         self._recorder.observe("ticket_refusal_codes", code)
+        log, cause, outcome = self._log.warning, code, "its hand-over ticket is refused and the prompt computed here"
         if code == _MEDIA_MISSING:
-            self._log.error(
-                code, "request %s: it ends with an error, whatever the policy (%s: %s)", request_id, code, message
-            )
-            return
-        if is_producer:
-            self._log.warning(
-                f"producer-{code}",
-                "request %s: its ticket is refused, so its prompt is computed here and handed over whole (%s: %s)",
-                request_id,
-                code,
-                message,
-            )
-            return
-        if code == _OF_AN_ENGINE:
+            log, outcome = self._log.error, "it ends with an error, whatever the policy"
+        elif is_producer:
+            cause = f"producer-{code}"
+            outcome = "its ticket is refused, so its prompt is computed here and handed over whole"
+        elif code == _OF_AN_ENGINE:
             if message in self._logged_modes or len(self._logged_modes) >= _MOST_ENGINES:
                 return
             self._logged_modes.add(message)
-        self._log.warning(
-            code,
-            "request %s: its hand-over ticket is refused and the prompt computed here (%s: %s)",
-            request_id,
-            code,
-            message,
-        )
+        log(cause, "request %s: %s (%s: %s)", request_id, outcome, code, message)
 
     def unsealed(self, params: object) -> None:
         """Log once per peer that its tickets have no seal; for params that an engine with fleet secrets has accepted."""

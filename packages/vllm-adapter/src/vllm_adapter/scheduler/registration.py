@@ -55,8 +55,7 @@ class ServedRegistration:
 
         A rank without memory (asleep, or its transfer thread dead) answers once, and reports again by itself when it has memory.
         """
-        answers = [self._registrations.get(rank) for rank in self.ranks]
-        is_answered = bool(answers) and all(one is not None and one.answer >= self._question for one in answers)
+        is_answered = bool(self.ranks) and len(self._answers(self.ranks)) == len(self.ranks)
         return 0 if self.is_sure or is_answered else self._question
 
     def serve(self, envelopes: Mapping[Rank, bytes], ranks: Iterable[Rank]) -> None:
@@ -86,8 +85,9 @@ class ServedRegistration:
         """Process reports of ranks: serve the envelopes of a new registration, and none until all ranks are ready."""
         self._registrations.update(registrations)
         ranks = self.ranks or self._registrations.keys()
-        envelopes = self._answers(ranks)
-        generations = {self._registrations[rank].generation for rank in envelopes}
+        answers = self._answers(ranks)
+        envelopes = {rank: one.envelope for rank, one in answers.items() if one.envelope is not None}
+        generations = {answers[rank].generation for rank in envelopes}
         if len(envelopes) == len(ranks) and len(generations) == 1:
             self.generation = generations.pop()
             self.is_sure = True
@@ -109,11 +109,7 @@ class ServedRegistration:
             self._is_serving = False
             self._listener.close()
 
-    def _answers(self, ranks: Iterable[Rank]) -> dict[Rank, bytes]:
-        """Return the envelopes of the ranks that have answered the latest question."""
-        envelopes: dict[Rank, bytes] = {}
-        for rank in ranks:
-            one = self._registrations.get(rank)
-            if one is not None and one.envelope is not None and one.answer >= self._question:
-                envelopes[rank] = one.envelope
-        return envelopes
+    def _answers(self, ranks: Iterable[Rank]) -> dict[Rank, RankRegistration]:
+        """Return the registrations of the ranks that have answered the latest question."""
+        known = {rank: self._registrations[rank] for rank in ranks if rank in self._registrations}
+        return {rank: one for rank, one in known.items() if one.answer >= self._question}

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 
 from vllm_adapter.observe.cause_log import CauseLog
 from vllm_adapter.observe.recorder import Recorder
-from vllm_adapter.scheduler.chunks import PrefillChunks
+from vllm_adapter.scheduler.chunks import FollowedPrompt, PrefillChunks
 from vllm_adapter.scheduler.followed import FollowedRequest, FollowedRequests
 from vllm_adapter.scheduler.holdings import Holdings
 from vllm_adapter.scheduler.hooks import Guard
@@ -162,8 +162,9 @@ class SchedulerSide:
             self._outcomes.not_shortened(arrival.request_id)
         if admission.is_early and self._streams is not None:
             self._streams.check_whole(arrival, tail=tail, is_shortened=is_shortened)
-        tokens = arrival.prompt_tokens - tail * is_shortened
-        self.chunks.watch(arrival.request_id, tokens, is_early=admission.is_early)
+        if admission.is_early or self._facts.is_mirrored:
+            tokens = arrival.prompt_tokens - tail * is_shortened
+            self.chunks.prompts[arrival.request_id] = FollowedPrompt(tokens)
 
     def external_tokens(self, request_id: str, computed_tokens: int) -> tuple[int | None, bool]:
         """Return the tokens to load beyond the local prefix hit, and whether they load between steps.
@@ -225,7 +226,31 @@ class SchedulerSide:
             return False, None
         if self._is_ending():
             self._holdings.drain()
-        decision = self._end(ending, block_ids)
+        prompt = self.chunks.prompts.pop(request_id, None)
+        kept_tokens = max(0, ending.computed_tokens - ending.in_flight_tokens)
+        if ending.known_tokens is not None:
+            kept_tokens = min(kept_tokens, ending.known_tokens)
+        # No ticket while the current registration is unknown, after a chunk of the prompt was refused, and if a running state has
+        # seen tokens that are not kept: a state cannot be set back.
+        is_spoilt = prompt is not None and prompt.is_refused
+        has_run_on = kept_tokens < ending.computed_tokens and self._facts.has_state
+        decision: FinishDecision | None = None
+        with Guard(self._log, "end", request_id):
+            decision = self._state.finish(
+                request_id,
+                reason=ending.reason,
+                block_ids=self._transferable(block_ids),
+                computed_tokens=kept_tokens,
+                withhold=not self._served.is_sure or is_spoilt or has_run_on,
+                identity=ending.identity,
+                now_s=self._now_s(),
+            )
+        if decision is None:
+            # The host frees the blocks, at once or when the words of a stream have moved, so the request ends here, too.
+            with Guard(self._log, "end without a hand-over", request_id):
+                decision = self._state.finish(
+                    request_id, reason="error", block_ids=[], computed_tokens=0, now_s=self._now_s()
+                )
         if self._streams is not None:
             self._streams.publish()
         keeps_blocks = decision is not None and decision.keep_blocks
@@ -235,31 +260,6 @@ class SchedulerSide:
         if decision.withheld_code:
             self._outcomes.withheld(request_id, decision.withheld_code)
         return keeps_blocks, dict(decision.params) if decision.params is not None else None
-
-    def _end(self, ending: Ending, block_ids: BlockIds) -> FinishDecision | None:
-        """End a request in the machines; None if they refuse even the end of a request that failed."""
-        request_id, kept_tokens = ending.request_id, max(0, ending.computed_tokens - ending.in_flight_tokens)
-        if ending.known_tokens is not None:
-            kept_tokens = min(kept_tokens, ending.known_tokens)
-        prompt = self.chunks.prompts.pop(request_id, None)
-        # No ticket while the current registration is unknown, after a chunk of the prompt was refused, and if a running state has
-        # seen tokens that are not kept: a state cannot be set back.
-        is_spoilt = prompt is not None and prompt.is_refused
-        has_run_on = kept_tokens < ending.computed_tokens and self._facts.has_state
-        with Guard(self._log, "end", request_id):
-            return self._state.finish(
-                request_id,
-                reason=ending.reason,
-                block_ids=self._transferable(block_ids),
-                computed_tokens=kept_tokens,
-                withhold=not self._served.is_sure or is_spoilt or has_run_on,
-                identity=ending.identity,
-                now_s=self._now_s(),
-            )
-        # The host frees the blocks, at once or when the words of a stream have moved, so the request ends here, too.
-        with Guard(self._log, "end without a hand-over", request_id):
-            return self._state.finish(request_id, reason="error", block_ids=[], computed_tokens=0, now_s=self._now_s())
-        return None
 
     # ---------------------------------------------------------------------------------------------- steps
 
@@ -308,8 +308,10 @@ class SchedulerSide:
         # stand between two that do, where the host schedules ahead.
         if self._facts.is_lock_stepped or self._empty_steps < 2:
             return 0.0
-        awaited = "whole" if is_asking else self._requests.awaits
-        return {"": 0.0, "streams": _REST_OF_STREAMS_S, "whole": _REST_S}[awaited]
+        reads = self._requests.reads
+        if is_asking or self._requests.leases or not all(reads.values()):
+            return _REST_S
+        return _REST_OF_STREAMS_S if reads else 0.0
 
     def _is_short_of_blocks(self, now_s: float) -> bool:
         """Return whether to give up a read; to be called once at the end of each step. The wait then begins anew.
@@ -341,7 +343,7 @@ class SchedulerSide:
         with Guard(self._log, "giving up a read", consequence="requests that wait for blocks go on waiting"):
             request_id = self._state.give_way(now_s=now_s)
             if request_id:
-                self._outcomes.gave_way(request_id, self._state.lease_count, self._holdings.leased[0])
+                self._outcomes.gave_way(request_id, *self._holdings.leases[:2])
 
     def update_output(self, report: StepReport) -> None:
         """Take in the workers' report of a step; ids of other connectors beside this one may be among its own."""

@@ -85,7 +85,6 @@ _MARGIN_S: Final = 2.0
 """Extra wait for an answer, so that the peer's listener gives the question up first and reports that."""
 _MOST_PEERS: Final = 256
 _MOST_STANDING: Final = 4096
-_LATER: Final = "prompts are read early later, or not at all"
 
 _GOES_ON = "the prefill engine was asked for more than one token, and the model keeps a state, which would run on"
 _WINDOW_GOES_ON = (
@@ -215,18 +214,19 @@ class Streaming:
 
     def receive(self, now_s: float) -> None:
         """Pass the messages of peers since the last call to the machines; one that they refuse is logged and fails alone."""
-        with Guard(self._log, "receipt of questions and answers", consequence=_LATER):
-            self._take_questions()
-            while self._answers:
-                request_id, number, answer = self._answers.popleft()
-                self._cancels.pop((request_id, number), None)
-                with Guard(self._log, "stream-answered", request_id, "an answer was refused"):
-                    self._streams.answered(request_id, number, answer, now_s=now_s)
+        self._take_questions()
+        while self._answers:
+            request_id, number, answer = self._answers.popleft()
+            self._cancels.pop((request_id, number), None)
+            with Guard(self._log, "stream-answered", request_id, "an answer was refused"):
+                self._streams.answered(request_id, number, answer, now_s=now_s)
 
     def send(self) -> None:
         """Send the machines' questions, answers and cancellations to peers; once a step, after its plan was taken."""
         self.publish()
-        with Guard(self._log, "sending of questions and answers", consequence=_LATER):
+        with Guard(
+            self._log, "sending of questions and answers", consequence="prompts are read early later, or not at all"
+        ):
             self._take_questions()  # questions that arrived before the answers that are published now
             for each in self._streams.produced.take_answers():
                 self._answer(each.asker, each.answer)
@@ -243,13 +243,12 @@ class Streaming:
     def publish(self) -> None:
         """Publish the answers that have changed, so that the listener's thread gives them whether or not a step follows."""
         board = self._board
-        with Guard(self._log, "standing answers", consequence="peers are answered a step later"):
-            for standing in self._streams.produced.take_standings():
-                board.pop(standing.hand_over_id, None)
-                if standing.answer is not None:
-                    board[standing.hand_over_id] = standing.digest, standing.answer
-                    if len(board) > _MOST_STANDING:
-                        del board[next(iter(board))]
+        for standing in self._streams.produced.take_standings():
+            board.pop(standing.hand_over_id, None)
+            if standing.answer is not None:
+                board[standing.hand_over_id] = standing.digest, standing.answer
+                if len(board) > _MOST_STANDING:
+                    del board[next(iter(board))]
 
     def ended(self, ends: Iterable[tuple[str, Rank, bool]]) -> None:
         """Record the streams that have ended on a rank, and whether their fence held there."""
@@ -268,7 +267,11 @@ class Streaming:
             if question is not None:
                 self._take_question(str(ask_id), question)
         while self._gone_askers:
-            self._take_back(str(self._gone_askers.popleft()))
+            asker = str(self._gone_askers.popleft())
+            known = self._asked.pop(asker, None)
+            if known is not None:
+                with Guard(self._log, "stream-question", consequence="a peer's question could not be taken back"):
+                    self._streams.produced.cancel(asker, str(known["hand_over_id"]))
 
     def _take_question(self, asker: str, question: Message) -> None:
         self._asked[asker] = question
@@ -276,12 +279,6 @@ class Streaming:
             self._streams.produced.ask(asker, question)
             return
         self._answer(asker, _WITHDRAWN)
-
-    def _take_back(self, asker: str) -> None:
-        known = self._asked.pop(asker, None)
-        if known is not None:
-            with Guard(self._log, "stream-question", consequence="a peer's question could not be taken back"):
-                self._streams.produced.cancel(asker, str(known["hand_over_id"]))
 
     def _answer(self, asker: str, answer: Message) -> None:
         question = self._asked.pop(asker, None)
@@ -352,23 +349,20 @@ class Streaming:
                 # No answer can be bound to the question; the asker treats an empty one as a wrong seal.
                 self._listener.answer(ask_id, b"")
             return
-        standing = self._standing_for(question)
-        if standing is None:
-            self._questions[ask_id] = question
-            # Look again: an engine that published its last answer meanwhile may rest now, and takes no question from the inbox.
-            standing = self._standing_for(question)
-            if standing is None or self._questions.pop(ask_id, None) is None:
-                return  # it waits for a step, the machines have it, or its asker has gone
-        digest, answer = standing
-        is_same = not digest or compare_digest(digest.encode(), str(question["digest"]).encode())
-        self._send_answer(ask_id, question, answer if is_same else _mismatch(answer))
-
-    def _standing_for(self, question: Message) -> tuple[str, Message] | None:
-        """Return the published answer that settles a question, with its digest; None if there is none."""
+        # The inbox first: an engine that publishes its last answer now may rest then, and takes nothing from the inbox any more.
+        self._questions[ask_id] = question
         standing = self._board.get(str(question["hand_over_id"]))
         # An offer does not settle a question for the final ticket.
-        is_settled = standing is not None and (standing[1]["kind"] != "offer" or not question["wants_final"])
-        return standing if is_settled else None
+        if standing is None or (standing[1]["kind"] == "offer" and question["wants_final"]):
+            return
+        if self._questions.pop(ask_id, None) is None:
+            return  # the machines have it, or its asker has gone
+        digest, answer = standing
+        if digest and not compare_digest(digest.encode(), str(question["digest"]).encode()):
+            ticket = cast("Message", answer["ticket"])
+            media = {"media": ticket["kv_media"]} if ticket.get("kv_media") is not None else {}
+            answer = {"kind": "no", "reason": "digest-mismatch", **media}
+        self._send_answer(ask_id, question, answer)
 
     def _on_taken_back(self, ask_id: int) -> None:
         if self._questions.pop(ask_id, None) is None:
@@ -388,26 +382,14 @@ class Streaming:
             answer = {**answer, "code": code}
         elif code:
             answer = {"kind": "no", "reason": "not-streamed", "code": code}
-            self._note_plain_peer(peer, code)
+            if self._plain_peers.get(peer) != code:  # logged again after the reason has changed or has been absent
+                self._note_plain_peer(peer, code)
         self._answers.append((*key, answer))
 
     def _note_plain_peer(self, peer: tuple[str, int], code: str) -> None:
-        """Log why a peer's prompts cannot be read; log again after the reason has changed or has been absent."""
-        if self._plain_peers.get(peer) == code:
-            return
         self._plain_peers[peer] = code
         if len(self._plain_peers) > _MOST_PEERS:
             self._plain_peers.popitem(last=False)
-        what = (
-            "are computed here, not streamed"
-            if code == _UNSUPPORTED
-            else "cannot be asked for now, and are computed here"
-        )
+        unable = "cannot be asked for now, and are computed here"
+        what = "are computed here, not streamed" if code == _UNSUPPORTED else unable
         self._log.warning(code, f"prompts of %s port %d {what}: %s", *peer, code)
-
-
-def _mismatch(granting: Message) -> Message:
-    """Return the answer to a question about another prompt than that of an offer or a final answer."""
-    ticket = cast("Message", granting["ticket"])
-    media = ticket.get("kv_media")
-    return {"kind": "no", "reason": "digest-mismatch", **({} if media is None else {"media": media})}

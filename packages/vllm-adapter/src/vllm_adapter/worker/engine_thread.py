@@ -27,7 +27,7 @@ from vllm_adapter.steps import (
     StepReport,
 )
 from vllm_adapter.worker.pages import HostMirror, ReadCompletion
-from vllm_adapter.worker.registration import RegistrationEvents, ThreadWatch, worker_status
+from vllm_adapter.worker.registration import RegistrationEvents
 from vllm_adapter.worker.streams import RankStreams
 
 if TYPE_CHECKING:
@@ -96,7 +96,6 @@ class WorkerSide:
         self._left: Registration | None = None
         self._mirror: HostMirror | None = None
         self._completion: ReadCompletion | None = None
-        self._watch = ThreadWatch(recorder, facts.engine_id)
         # Plain reads whose end has not been collected yet, and whether they must end as failed.
         self._due_reads: dict[str, bool] = {}
         self._leases: set[str] = set()
@@ -166,7 +165,6 @@ class WorkerSide:
         if self._left is None:
             return
         if self._mirror is not None:
-            self._mirror.settle_all()
             self._mirror.settle_device()
         try:
             self._left.end()
@@ -175,6 +173,8 @@ class WorkerSide:
             for _ in range(len(self._finished)):
                 self._finished.append(self._finished.popleft().failed(ASLEEP, ASLEEP_MESSAGE))
         self._left, self._is_asleep = None, True
+        for level in ("quarantined_bytes", "stuck_threads"):
+            self._recorder.level(level, 0)
         _logger.info("engine %s rank %d: asleep, nothing is registered", self._facts.engine_id, self._facts.tp_rank)
 
     def _leave(self, registration: Registration) -> None:
@@ -230,13 +230,13 @@ class WorkerSide:
 
     def apply(self, orders: StepOrders) -> None:
         """Hand a step's orders to the transfer thread and return at once."""
-        self._leave_if_dead()
-        streams = self._streams
+        registration, streams = self._registration, self._streams
+        if registration is None or not registration.agent.is_alive:
+            self._leave_if_dead()
         if streams is not None:
             streams.catch_up(orders.plan)
         self._rest_s, self._is_asking = orders.rest_s, orders.is_asking
-        if self._trace is not None:
-            self._links.update(orders.links)
+        self._links.update(orders.links)
         if orders.question:
             self._answer, self._is_registration_due = orders.question, True
         if orders.plan.is_empty:
@@ -337,7 +337,8 @@ class WorkerSide:
         """
         self._rest()
         registration, streams = self._registration or self._left, self._streams
-        self._watch.check(registration.agent if registration is not None else None)
+        if registration is not None:
+            registration.check(self._facts.engine_id)
         # The transfer thread may append more meanwhile.
         ends = [self._take_end(self._finished.popleft()) for _ in range(len(self._finished))]
         streamed = self._take_streams(streams) if streams is not None else None
@@ -381,7 +382,7 @@ class WorkerSide:
         # The id of a mere notification may belong to the read of another request.
         if order.is_reported and not end.is_streamed and self._due_reads.pop(order.request_id, False):
             end = replace(end, code="cache-reset", message=_RESET, staged=())
-        if end.is_ok and self._completion is not None:
+        if end.is_ok and self._completion is not None and (end.staged or self._mirror is not None):
             end = self._completion.complete(end)
         if end.is_streamed and self._streams is not None:
             self._streams.ended(end)
@@ -426,9 +427,15 @@ class WorkerSide:
 
     def status(self) -> Answer:
         """Return this rank's current state as plain values; any thread."""
-        registration, left = self._registration, self._left
-        is_registered = registration is not None
-        return worker_status(self._facts, registration or left, is_registered=is_registered, is_asleep=self._is_asleep)
+        registration = self._registration or self._left
+        described: Answer = registration.describe() if registration is not None else {}
+        return {
+            "part": f"{self._facts.pp_rank}.{self._facts.tp_rank}",
+            "engine_id": self._facts.engine_id,
+            "is_asleep": self._is_asleep,
+            "is_registered": self._registration is not None,
+            **described,
+        }
 
     def hand_overs(self) -> Answer:
         """Return the timestamps of this rank's latest hand-overs, as plain values; any thread."""

@@ -34,7 +34,7 @@ from __future__ import annotations
 import math
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple, Protocol, final
 
@@ -57,22 +57,11 @@ __all__ = [
     "PageRange",
     "Permutation",
     "ReadCompletion",
-    "WordMove",
     "conversion_steps",
     "page_ranges",
 ]
 
 _WIDEST_WORD_BYTES = 8
-
-
-class WordMove(NamedTuple):
-    """A strided copy from a received page to the final one, in words; the last axis is contiguous on both sides."""
-
-    shape: tuple[int, ...]
-    source_offset: int
-    source_strides: tuple[int, ...]
-    target_offset: int
-    target_strides: tuple[int, ...]
 
 
 class Permutation(NamedTuple):
@@ -82,13 +71,14 @@ class Permutation(NamedTuple):
         word_bytes: 1, 2, 4 or 8; all other lengths are counted in such words, from the first permuted word on.
         start_bytes: First byte of the page that is permuted.
         span: Words that are permuted.
-        moves: Moves that together write every word of the span exactly once.
+        moves: Moves, counted in words, that together write every word of the span exactly once; the last axis of each is
+            contiguous on both sides.
     """
 
     word_bytes: int
     start_bytes: int
     span: int
-    moves: tuple[WordMove, ...]
+    moves: tuple[PageMove, ...]
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -100,8 +90,7 @@ class PageRange:
     count: int
 
 
-@dataclass(frozen=True, slots=True)
-class ConversionStep:
+class ConversionStep(NamedTuple):
     """A permutation of the same pages of several regions.
 
     Attributes:
@@ -171,12 +160,14 @@ def _permutation(start: int, stop: int, moves: tuple[PageMove, ...], places_byte
         strides = [stride for _, source, target in axes for stride in (source, target)]
         word_bytes = math.gcd(word_bytes, run_bytes, move.source_offset, move.target_offset, *strides)
     word_moves = tuple(
-        WordMove(
-            (*(steps for steps, _, _ in axes), run_bytes // word_bytes),
-            (move.source_offset - start) // word_bytes,
-            (*(source // word_bytes for _, source, _ in axes), 1),
-            (move.target_offset - start) // word_bytes,
-            (*(target // word_bytes for _, _, target in axes), 1),
+        replace(
+            move,
+            shape=(*(steps for steps, _, _ in axes), run_bytes // word_bytes),
+            element_bytes=word_bytes,
+            source_offset=(move.source_offset - start) // word_bytes,
+            source_strides=(*(source // word_bytes for _, source, _ in axes), 1),
+            target_offset=(move.target_offset - start) // word_bytes,
+            target_strides=(*(target // word_bytes for _, _, target in axes), 1),
         )
         for move, run_bytes, axes in joined
     )
@@ -197,8 +188,7 @@ def _joined(move: PageMove) -> tuple[int, list[tuple[int, int, int]]]:
     return run_bytes, axes
 
 
-@dataclass(frozen=True, slots=True)
-class PageCopy:
+class PageCopy(NamedTuple):
     """The same pages of several regions.
 
     Attributes:
@@ -251,17 +241,15 @@ class HostMirror:
         self._pages_per_block = [group["pages_per_block"] for group in document["groups"]]
         self._regions = _regions_by_group(document)
         self._thread = ThreadPoolExecutor(1, "kv-host-saves") if memory.is_asynchronous else None
-        self._run: Callable[..., Future[None]] = self._thread.submit if self._thread is not None else _run_now
         self._waiting: dict[str, list[Future[None]]] = {}
-        self._last: Future[None] | None = None
         self._reads_after: object = None
 
     def save(self, saves: Iterable[tuple[str, BlockIds]]) -> None:
         """Start copying (request, blocks per group) to the mirror, in this order."""
         after = self._memory.mark()
         for request_id, blocks in saves:
-            self._last = self._run(self._memory.save, self._copies(blocks), after)
-            self._waiting.setdefault(request_id, []).append(self._last)
+            copy = self._run(self._memory.save, self._copies(blocks), after)
+            self._waiting.setdefault(request_id, []).append(copy)
 
     def settle(self, request_ids: Iterable[str]) -> dict[str, str]:
         """Wait until all copies of these requests have ended; return the error of each request of which one failed."""
@@ -283,19 +271,16 @@ class HostMirror:
 
         self._run(run)  # after these copies: the thread works in order
 
-    def settle_all(self) -> None:
-        """Wait until no copy is in progress, including copies of forgotten requests; failures are kept for `settle`."""
-        if self._last is not None:
-            self._last.exception()
-            self._last = None
-
     def settle_device(self) -> None:
-        """Wait until the device has finished all work of this thread, restores included; for shutdown, not for a step."""
+        """Wait until all copies have ended and the device has done all work of this thread, restores included; for shutdown."""
         self._run(self._memory.save, (), self._memory.mark()).result()
 
     def begin_reads(self) -> None:
-        """Prepare for reads into blocks that had other owners until now: wait for all copies, and mark the device."""
-        self.settle_all()
+        """Prepare for reads into blocks that had other owners until now: wait for all copies, and mark the device.
+
+        This includes copies of forgotten requests; failures are kept for `settle`.
+        """
+        self._run(lambda: None).result()  # behind all copies: the thread works in order
         self._reads_after = self._memory.mark()
 
     def forget(self, request_ids: Iterable[str]) -> None:
@@ -315,6 +300,19 @@ class HostMirror:
         if self._thread is not None:
             self._thread.shutdown()
 
+    def _run(self, action: Callable[..., None], *arguments: object) -> Future[None]:
+        """Run an action behind all earlier ones: on the thread, if there is one, else now."""
+        if self._thread is not None:
+            return self._thread.submit(action, *arguments)
+        future: Future[None] = Future()
+        try:
+            action(*arguments)
+        except Exception as error:  # noqa: BLE001  (kept for `settle`, like one of the thread's)
+            future.set_exception(error)
+        else:
+            future.set_result(None)
+        return future
+
     def _copies(self, blocks: BlockIds) -> list[PageCopy]:
         copies: list[PageCopy] = []
         for ids, per_block, regions in zip(blocks, self._pages_per_block, self._regions, strict=True):
@@ -332,17 +330,6 @@ def _regions_by_group(document: GeometryDocument) -> list[dict[int, tuple[PageRa
         for group in {number for _, _, number, _ in region["members"]}:
             found[group].setdefault(region["page_bytes"], set()).add(pages)
     return [{page_bytes: tuple(sorted(ranges)) for page_bytes, ranges in by_size.items()} for by_size in found]
-
-
-def _run_now(action: Callable[..., None], *arguments: object) -> Future[None]:
-    future: Future[None] = Future()
-    try:
-        action(*arguments)
-    except Exception as error:  # noqa: BLE001  (kept for `settle`, like one of the thread's)
-        future.set_exception(error)
-    else:
-        future.set_result(None)
-    return future
 
 
 @final

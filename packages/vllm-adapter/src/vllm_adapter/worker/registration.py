@@ -43,16 +43,18 @@ if TYPE_CHECKING:
     from vllm_adapter.worker.transfer.leases import LeaseKeeper
     from vllm_adapter.worker.transfer.reads import ReadCoordinator
 
-__all__ = ["Registration", "RegistrationEvents", "ThreadWatch", "memory_kind", "stream_shape", "worker_status"]
+__all__ = ["Registration", "RegistrationEvents", "memory_kind", "stream_shape"]
 
 _logger = logging.getLogger("vllm.vllm_adapter")
-_TICK_S = 0.05
-_LOOK_AFTER_S = 1.0
 _ORDERLY_S = 10.0
 """Longest time for the transfer thread to end all reads and leases; the thread has nothing else to do then."""
 _QUIET_S = 2.0
 """Longest wait for cancelled reads to leave the wire; after that the agent is closed in spite of them."""
 _POLL_S = 0.005
+_MOST_ENTRIES = 50
+"""Most leases, reads and peers that are described, the oldest of each; all of them are counted."""
+_ANSWER_S = 1.0
+"""Longest wait for the transfer thread's own description."""
 
 
 class RegistrationEvents(NamedTuple):
@@ -67,7 +69,7 @@ class RegistrationEvents(NamedTuple):
 
 
 @final
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Registration:
     """A registration and the parts that work with it.
 
@@ -80,6 +82,8 @@ class Registration:
         envelope: Bytes that the side channel serves for this rank.
         stream_worker: Writes the words of streamed prompts, on the engine thread; None where nothing is streamed.
         ended: Set once all reads and leases have ended.
+        known_errors: Errors of the thread that have been reported.
+        known_state: State of the thread that has been reported.
     """
 
     agent: TransferThread
@@ -90,6 +94,8 @@ class Registration:
     envelope: bytes
     stream_worker: StreamWorker | None = None
     ended: threading.Event = field(default_factory=lambda: threading.Event())  # noqa: PLW0108  (simulations replace `threading`)
+    known_errors: int = 0
+    known_state: str = ""
 
     def apply(self, plan: StepPlan) -> None:
         """Carry out the part of a step's orders that concerns this rank; each order fails alone. Transfer thread."""
@@ -152,20 +158,80 @@ class Registration:
 
     def _wait_for_quiet(self) -> None:
         until_s = time.monotonic() + _QUIET_S
-        while self.reads.snapshot()["transfers"] and time.monotonic() < until_s:
+        while (left := self.reads.snapshot()["transfers"]) and time.monotonic() < until_s:
             time.sleep(_POLL_S)
-        left = self.reads.snapshot()["transfers"]
         if left:
-            entries = self.agent.quarantine()
-            at_risk_bytes = sum(entry.bytes_at_risk for entry in entries)
+            held = self.agent.quarantine()
             _logger.error(
                 "%d reads are still on the wire after %g s (%d in quarantine, %d bytes at risk): the agent is closed under them, "
                 "which ends them, and only then is the memory given back",
                 left,
                 _QUIET_S,
-                len(entries),
-                at_risk_bytes,
+                len(held),
+                sum(entry.bytes_at_risk for entry in held),
             )
+
+    def check(self, engine_id: str) -> None:
+        """Report death, stuck turns, callback errors and quarantine since the last call; engine thread.
+
+        Args:
+            engine_id: This engine, for log lines.
+        """
+        recorder, health, thread = self.recorder, self.agent.health(), f"the transfer thread of engine {engine_id}"
+        recorder.level("quarantined_bytes", sum(entry.bytes_at_risk for entry in self.agent.quarantine()))
+        errors = health.callback_errors + health.loop_errors - self.known_errors
+        if errors > 0:  # each increase is logged once, with the traceback of the latest error
+            self.known_errors += errors
+            recorder.count("num_callback_errors", errors)
+            text = f"{thread} caught {errors} unexpected errors; the latest: {health.last_error}"
+            recorder.error("thread-errors", text, health.last_traceback)
+        recorder.level("stuck_threads", int(health.state in {"stuck", "dead"}))
+        if health.state != self.known_state:
+            self.known_state = health.state
+            if health.state == "stuck":
+                text = f"{thread} is stuck in one turn: no read and no lease of this rank makes progress"
+                recorder.error("thread-stuck", text)
+            elif health.state == "dead":
+                recorder.error("thread-dead", f"{thread} has died; restart this engine")
+
+    def describe(self) -> Answer:
+        """Return health, leases, reads, peers, quarantine and stalls; any thread."""
+        held, stalls, health = self.agent.quarantine(), self.agent.stalls(), self.agent.health()
+        return {
+            "thread": {
+                "state": health.state,
+                "calls_waiting": health.calls_waiting,
+                "errors": health.callback_errors + health.loop_errors,
+                "last_error": health.last_error,
+                "ucx_requests": health.ucx_requests,
+            },
+            "quarantined_transfers": len(held),
+            "quarantined_bytes": sum(entry.bytes_at_risk for entry in held),
+            "stalled_transfers": len(stalls),
+            "stalled_bytes": sum(entry.bytes_left for entry in stalls),
+            "figures": dict(self.agent.statistics()),
+            **self._describe_orders(),
+        }
+
+    def _describe_orders(self) -> Answer:
+        """Return the transfer thread's description of its leases, reads and peers, or that it does not answer."""
+        box: list[Answer] = []
+        is_done = threading.Event()
+
+        def describe() -> None:
+            try:
+                leases: Answer = {
+                    "leases": self.leases.live_count(),
+                    "oldest_leases": self.leases.describe(_MOST_ENTRIES),
+                }
+                box.append({**leases, **self.reads.describe(_MOST_ENTRIES)})
+            finally:
+                is_done.set()
+
+        with suppress(Exception):  # a dead or closed thread accepts no calls
+            self.agent.call_soon(describe)
+            is_done.wait(_ANSWER_S)
+        return box[0] if box else {"is_silent": True}
 
 
 def memory_kind(caches: Sequence[LayerCache]) -> MemoryKind:
@@ -196,120 +262,3 @@ def stream_shape(facts: EngineFacts) -> StreamShape:
             for group in facts.groups
         ]
     )
-
-
-@final
-class ThreadWatch:
-    """Reports death, stuck turns, callback errors and quarantine of a rank's transfer thread. Engine thread only.
-
-    Args:
-        recorder: Records observations and log lines.
-        engine_id: This engine, for log lines.
-    """
-
-    def __init__(self, recorder: Recorder, engine_id: str) -> None:
-        self._recorder = recorder
-        self._thread = f"the transfer thread of engine {engine_id}"
-        self._agent: TransferThread | None = None
-        self._errors = 0
-        self._state = ""
-
-    def check(self, agent: TransferThread | None) -> None:
-        """Report changes since the last call; None while nothing is registered."""
-        recorder = self._recorder
-        if agent is not self._agent:
-            self._agent, self._errors, self._state = agent, 0, ""
-        if agent is None:
-            recorder.level("quarantined_bytes", 0)
-            recorder.level("stuck_threads", 0)
-            return
-        recorder.level("quarantined_bytes", sum(entry.bytes_at_risk for entry in agent.quarantine()))
-        health = agent.health()
-        errors = health.callback_errors + health.loop_errors - self._errors
-        if errors > 0:  # each increase is logged once, with the traceback of the latest error
-            self._errors += errors
-            recorder.count("num_callback_errors", errors)
-            text = f"{self._thread} caught {errors} unexpected errors; the latest: {health.last_error}"
-            recorder.error("thread-errors", text, health.last_traceback)
-        recorder.level("stuck_threads", int(health.state in {"stuck", "dead"}))
-        if health.state != self._state:
-            self._state = health.state
-            if health.state == "stuck":
-                text = f"{self._thread} is stuck in one turn: no read and no lease of this rank makes progress"
-                recorder.error("thread-stuck", text)
-            elif health.state == "dead":
-                recorder.error("thread-dead", f"{self._thread} has died; restart this engine")
-
-
-_MOST_ENTRIES = 50
-"""Most leases, reads and peers that are described, the oldest of each; all of them are counted."""
-_ANSWER_S = 1.0
-_FIGURES = (
-    "transfers_done",
-    "transfers_failed",
-    "transfers_fence_rejected",
-    "transfers_timed_out",
-    "transfers_cancelled",
-    "bytes_moved",
-    "recent_count",
-    "recent_bytes_per_s",
-    "recent_wire_s_p50",
-    "recent_wire_s_p99",
-)
-
-
-def worker_status(
-    facts: EngineFacts, registration: Registration | None, *, is_registered: bool, is_asleep: bool
-) -> Answer:
-    """Return health, leases, reads, peers, quarantine and stalls of a rank."""
-    status: Answer = {
-        "part": f"{facts.pp_rank}.{facts.tp_rank}",
-        "engine_id": facts.engine_id,
-        "is_asleep": is_asleep,
-        "is_registered": is_registered,
-    }
-    if registration is None:
-        return status
-    agent = registration.agent
-    described = _described(registration)
-    held, stalls, health, figures = agent.quarantine(), agent.stalls(), agent.health(), agent.statistics()
-    return {
-        **status,
-        "thread": {
-            "state": health.state,
-            "calls_waiting": health.calls_waiting,
-            "errors": health.callback_errors + health.loop_errors,
-            "last_error": health.last_error,
-            "ucx_requests": health.ucx_requests,
-        },
-        "quarantined_transfers": len(held),
-        "quarantined_bytes": sum(entry.bytes_at_risk for entry in held),
-        "stalled_transfers": len(stalls),
-        "stalled_bytes": sum(entry.bytes_left for entry in stalls),
-        "figures": {name: figures[name] for name in _FIGURES if name in figures},
-        **described,
-    }
-
-
-def _described(registration: Registration) -> Answer:
-    """Return the transfer thread's description of its leases, reads and peers; empty if it does not answer."""
-    box: list[Answer] = []
-    is_done = threading.Event()
-
-    def describe() -> None:
-        try:
-            leases = registration.leases
-            box.append(
-                {
-                    "leases": leases.live_count(),
-                    "oldest_leases": leases.describe(_MOST_ENTRIES),
-                    **registration.reads.describe(_MOST_ENTRIES),
-                }
-            )
-        finally:
-            is_done.set()
-
-    with suppress(Exception):  # a dead or closed thread accepts no calls
-        registration.agent.call_soon(describe)
-        is_done.wait(_ANSWER_S)
-    return box[0] if box else {"is_silent": True}

@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING, cast, final
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from vllm_adapter.observe.answers import Entry
     from vllm_adapter.ports import LeaseEnd, LeaseTable, Notification, StepPlan, StreamWorker
@@ -66,7 +66,7 @@ class LeaseKeeper:
         """Apply the producer's part of a step's orders; orders that the table refuses are counted and logged."""
         now_s, log = self._parts.now_s(), self._parts.recorder.hand_overs
         for grant in plan.grants:
-            log.begin(grant.request_id, "producer", "granted", now_s)
+            log.mark(grant.request_id, "granted", now_s, role="producer")
         for refusal in self._leases.apply(plan, now_s=now_s):
             self._parts.recorder.count("num_callback_errors")
             self._parts.recorder.warn(
@@ -170,18 +170,14 @@ class LeaseKeeper:
         """End the leases that are due: void the fence first, then report the blocks free."""
         for end in self._leases.take_ended(now_s=self._parts.now_s()):
             if end.fence is not None and has_fences:
-                self._void(end, end.fence)
+                if self._stream_worker is not None and end.fence[0] < self._stream_slots:
+                    self._stream_worker.leases_ended([end])  # voids the progress word, too
+                else:
+                    self._parts.thread.write_fence(*end.fence)
             self._report(end, self._renewed_s.pop(end.request_id, None))
         # Poll for notifications often while a lease runs; the grant of an announced request wakes the thread. A prompt that
         # takes seconds is announced when it arrives; polling often from then on would take a tenth of a core.
         self._parts.thread.allow_slow_polling(self._leases.granted_count() == 0)
-
-    def _void(self, end: LeaseEnd, fence: tuple[int, int]) -> None:
-        """Void the fence word of a lease that has ended, and with it the progress word if the prompt was streamed."""
-        if self._stream_worker is not None and fence[0] < self._stream_slots:
-            self._stream_worker.leases_ended([end])
-        else:
-            self._parts.thread.write_fence(*fence)
 
     def _report(self, end: LeaseEnd, renewed_s: float | None) -> None:
         if not end.is_reported:
@@ -224,20 +220,15 @@ class LeaseKeeper:
     def describe(self, most: int) -> list[Entry]:
         """Return an operator's view of the oldest `most` leases."""
         now_s = self._parts.now_s()
-        return [self._describe(entry, now_s) for entry in self._leases.snapshot(now_s=now_s, most=most)]
-
-    def _describe(self, entry: Mapping[str, object], now_s: float) -> Entry:
-        """Return a table's lease without the values that would let a reader of the description end it."""
-        renewed_s = self._renewed_s.get(str(entry["request_id"]))
-        lease: dict[str, object] = {
-            "request_id": entry["request_id"],
-            "state": entry["state"],
-            "left_s": entry.get("left_s"),
-            "readers_done": len(cast("Sequence[object]", entry.get("readers") or ())),
-            "readers_needed": entry.get("readers_needed"),
-            "last_heartbeat_s": None if renewed_s is None else now_s - renewed_s,
-        }
-        return lease
+        described: list[Entry] = []
+        # Without the values that would let a reader of the description end the lease.
+        for entry in self._leases.snapshot(now_s=now_s, most=most):
+            renewed_s = self._renewed_s.get(str(entry["request_id"]))
+            lease: Entry = {name: entry.get(name) for name in ("request_id", "state", "left_s", "readers_needed")}
+            lease["readers_done"] = len(cast("Sequence[object]", entry.get("readers") or ()))
+            lease["last_heartbeat_s"] = None if renewed_s is None else now_s - renewed_s
+            described.append(lease)
+        return described
 
 
 def _client_id(request_id: str) -> str:

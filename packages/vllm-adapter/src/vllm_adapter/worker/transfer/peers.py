@@ -14,7 +14,6 @@ An engine that is not being read from is probed. If it is gone, its agents and p
 
 from __future__ import annotations
 
-from itertools import islice
 from typing import TYPE_CHECKING, final
 
 from vllm_adapter.errors import code_of
@@ -74,7 +73,7 @@ class PeerDirectory:
         # Longest wait of a read for its engine.
         self._wait_s = settings.handshake_timeout_s * (settings.handshake_attempts + 1)
         self._probe_s = min(_MOST_PROBE_S, settings.kv_lease_duration / 3)
-        # Otherwise only peers that announce this connector's capabilities must give their agents names of their engine.
+        # Under seals all peers are of our kind; else those that announce this connector's capabilities.
         self._only_ours = settings.requires_seals
         self._ready = ready
         self._failed = failed
@@ -165,15 +164,6 @@ class PeerDirectory:
         return next((engine for engine in self.engines.values() if engine.is_meant_by(peer)), None)
 
     def _meet(self, peer: PeerAddress, waiting: list[Read]) -> None:
-        now_s = self._parts.now_s()
-        engine = PeerEngine(peer, last_used_s=now_s, last_answer_s=now_s, waiting=waiting)
-        self.engines[peer] = engine
-        try:
-            self._ask(engine, self._planner.target_ranks(peer))
-        except Exception as error:  # noqa: BLE001  (any refusal of a ticket's numbers ends its requests, never this thread)
-            self._fail(engine, code_of(error), str(error))
-
-    def _ask(self, engine: PeerEngine, ranks: Sequence[Rank]) -> None:
         """Query the ranks that a ticket names; without seals, rank (0, 0) first, whose metadata may disprove the ticket.
 
         vLLM's own listener terminates on a query for a rank that it does not have. Every engine has rank (0, 0), and the
@@ -181,7 +171,8 @@ class PeerDirectory:
         says tp 2 is refused (`page-bytes-differ`) before rank (0, 1) is queried. Every later attempt is checked too, in case
         the engine has restarted.
         """
-        peer = engine.address
+        now_s = self._parts.now_s()
+        engine = self.engines[peer] = PeerEngine(peer, last_used_s=now_s, last_answer_s=now_s, waiting=waiting)
         lies: list[Exception] = []
 
         def check_first(first: AgentMetadata) -> None:
@@ -192,17 +183,23 @@ class PeerDirectory:
                 lies[:] = [error]
                 raise
 
-        is_sure = self._only_ours or set(ranks) == {(0, 0)}
-        self._parts.handshakes.request(
-            host=peer.host,
-            port=peer.port,
-            ranks=ranks,
-            engine_id=peer.engine_id,
-            dialect=self._dialect_for(peer),
-            generation=peer.generation,
-            on_done=lambda outcome: self._parts.thread.call_soon(lambda: self._handshake_ended(engine, outcome, lies)),
-            check_first=None if is_sure else check_first,
-        )
+        try:
+            ranks = self._planner.target_ranks(peer)
+            is_sure = self._only_ours or set(ranks) == {(0, 0)}
+            self._parts.handshakes.request(
+                host=peer.host,
+                port=peer.port,
+                ranks=ranks,
+                engine_id=peer.engine_id,
+                dialect=self._dialect_for(peer),
+                generation=peer.generation,
+                on_done=lambda outcome: self._parts.thread.call_soon(
+                    lambda: self._handshake_ended(engine, outcome, lies)
+                ),
+                check_first=None if is_sure else check_first,
+            )
+        except Exception as error:  # noqa: BLE001  (any refusal of a ticket's numbers ends its requests, never this thread)
+            self._fail(engine, code_of(error), str(error))
 
     def _dialect_for(self, peer: PeerAddress) -> int:
         """Return the dialect to query in: the ticket's, unless its queries have another shape than the configured one's.
@@ -231,25 +228,16 @@ class PeerDirectory:
             else:
                 self._fail(engine, outcome.code, outcome.message)
             return
-        self._read_on(engine, outcome.peers, self._planner.read(engine.address, outcome.peers), [], told_s)
+        self._go_on(engine, self._set_up(engine, outcome.peers), told_s)
 
-    def _read_on(
-        self,
-        engine: PeerEngine,
-        metadata: Mapping[Rank, AgentMetadata],
-        unread: Iterator[PeerRank],
-        ranks: list[PeerRank],
-        told_s: float,
-    ) -> None:
-        """Read one rank's geometry, and wire the engine up after the last; the thread does other work in between."""
+    def _go_on(self, engine: PeerEngine, steps: Iterator[None], told_s: float) -> None:
+        """Take the next step of an engine's set-up; the thread does other work in between."""
         if self.engines.get(engine.address) is not engine:
             return
         try:
-            ranks += islice(unread, 1)
-            if len(ranks) < len(metadata):
-                self._parts.thread.call_soon(lambda: self._read_on(engine, metadata, unread, ranks, told_s))
+            for _ in steps:
+                self._parts.thread.call_soon(lambda: self._go_on(engine, steps, told_s))
                 return
-            self._wire_up(engine, metadata, ranks)
         except Exception as error:  # noqa: BLE001  (whatever a peer's metadata provokes ends its requests, never this thread)
             self._parts.recorder.count("num_failed_handshakes")
             self._forget_ranks(engine)
@@ -261,8 +249,12 @@ class PeerDirectory:
             read.times.told_s, read.times.planned_s, read.waiting_since_s = told_s, engine.last_answer_s, 0.0
             self._ready(read, engine)
 
-    def _wire_up(self, engine: PeerEngine, metadata: Mapping[Rank, AgentMetadata], ranks: Sequence[PeerRank]) -> None:
-        """Plan against the peer's geometry and prepare its ranks; raises coded errors."""
+    def _set_up(self, engine: PeerEngine, metadata: Mapping[Rank, AgentMetadata]) -> Iterator[None]:
+        """Read the geometry of a peer's ranks, one a step, then plan and prepare the ranks; raises coded errors."""
+        ranks: list[PeerRank] = []
+        for found in self._planner.read(engine.address, metadata):
+            ranks.append(found)
+            yield
         plan = self._planner.plan(engine.address, ranks)
         self._forget_aliases(engine)
         engine.set_ready(plan, metadata)

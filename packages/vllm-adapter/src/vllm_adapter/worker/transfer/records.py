@@ -205,7 +205,7 @@ class PeerEngine:
         self.generation = next((m.generation for m in metadata.values() if m.generation is not None), None)
         self.is_fenced = all(metadata[rank].fence is not None for rank in plan.producer_ranks)
         announced = [frozenset(m.capabilities) for m in metadata.values()]
-        self.capabilities = frozenset.intersection(*announced) if announced else frozenset()
+        self.capabilities = announced[0].intersection(*announced[1:]) if announced else frozenset()
         self.gives_nonces = "nonce" in self.capabilities
 
     def is_meant_by(self, peer: PeerAddress) -> bool:

@@ -53,7 +53,7 @@ _BROKE_OFF: Final = ("stream-broken", "it broke off")
 @final
 @dataclass(slots=True, eq=False)
 class FollowedRank:
-    """A producer rank of a stream. It passes what its watch reports on to the coordinator.
+    """A producer rank of a stream: it receives what the watch of its words finds, and posts its parts.
 
     Attributes:
         coordinator: The coordinator of the stream.
@@ -88,16 +88,63 @@ class FollowedRank:
     fence: int | None = None
 
     def progress(self, tag: int, tokens: int) -> None:
-        """Pass a progress word on."""
-        self.coordinator.progress(self, tag, tokens)
+        """Process its progress."""
+        now_s = self.coordinator.parts.now_s()
+        part = self.coordinator.readers.observed(self.name, tag, tokens, now_s)
+        if part is not None:
+            self.finished_tokens = tokens
+            if part.is_last and self.read.times.whole_s is None:
+                self.read.times.whole_s, self.read.times.early_bytes = now_s, self.read.times.bytes_moved
+            try:
+                self._request(part)
+            except Exception as error:  # noqa: BLE001  (what a peer's words provoke ends its stream, never this thread)
+                self.coordinator.give_up(self.read, code_of(error), str(error))
+        self.coordinator.settle()
+
+    def _request(self, part: StreamPart) -> None:
+        """Request the table's entries of a part, or post it if it needs none."""
+        shape, tokens = self.coordinator.shape, self.read.order.tokens
+        span = shape.entry_tokens
+        stop = min(part.stop * span, tokens)
+        asked = Part(shape.parts(tokens, part.first * span, stop, is_last=part.is_last), stop)
+        self.parts.append(asked)
+        if self.watch is None:
+            return
+        for blocks in asked.blocks:
+            if blocks.length:
+                self.watch.read_table(self.order.tag, blocks.place, blocks.place + blocks.length)
+        if asked.is_listed({}):
+            self._post(asked)
 
     def table(self, tag: int, first: int, ids: tuple[int, ...]) -> None:  # noqa: ARG002  (the watch asked under one tag)
-        """Pass block ids on."""
-        self.coordinator.table(self, first, ids)
+        """Process entries of its table; read the part whose entries are now complete."""
+        self.ids.update(enumerate(ids, first))
+        part = next((each for each in self.parts if each.is_listed(self.ids)), None)
+        if part is not None:
+            self._post(part)
+            self.coordinator.settle()
 
     def broken(self, code: str, message: str) -> None:
-        """Pass the end of the watch on."""
-        self.coordinator.broken(self, code, message)
+        """Process the end of its watch."""
+        self.coordinator.give_up(self.read, code, message)
+        if self.engine.phase == "ready":
+            self.coordinator.peers.drop(self.engine, f"a streamed read failed ({code}: {message})")
+        self.coordinator.settle()
+
+    def _post(self, part: Part) -> None:
+        coordinator, order, now_s = self.coordinator, self.read.order, self.coordinator.parts.now_s()
+        self.parts.remove(part)
+        try:
+            local = coordinator.shape.local_blocks(part.blocks, order.local_blocks)
+            peer = coordinator.shape.peer_blocks(part.blocks, self.ids, order.ticket.peer_blocks)
+            indices = self.plan.indices(self.rank, local, peer, tokens=part.tokens)
+            if len(indices[0]):
+                self.read.times.posted_s = self.read.times.posted_s or now_s
+                coordinator.post(self, indices, None)
+                return
+        except Exception as error:  # noqa: BLE001  (block ids come from the peer: one stream can only end itself)
+            coordinator.give_up(self.read, code_of(error), str(error))
+        coordinator.readers.landed(self.name, is_good=not self.read.code, now_s=now_s)
 
 
 @final
@@ -122,10 +169,10 @@ class StreamCoordinator:
         transfers: dict[str, Read],
         end: Callable[[Read], None],
     ) -> None:
-        self._parts = parts
-        self._readers = readers
-        self._shape = shape
-        self._peers = peers
+        self.parts = parts
+        self.readers = readers
+        self.shape = shape
+        self.peers = peers
         self._transfers = transfers
         self._end = end
         self._ranks: dict[str, FollowedRank] = {}
@@ -142,7 +189,7 @@ class StreamCoordinator:
         """
         plan, fence, request_id = engine.plan, order.read.ticket.fence, order.read.request_id
         if request_id in self._streams:
-            self._parts.recorder.warn(
+            self.parts.recorder.warn(
                 "stream-twice", f"request {request_id} is streamed already; its second order is left"
             )
             return
@@ -151,44 +198,43 @@ class StreamCoordinator:
         engine.reads_in_flight += 1
         read.engine = engine
         self._streams[request_id] = read
-        if fence is None or not engine.can_stream or order.start % self._shape.entry_tokens:
+        if fence is None or not engine.can_stream or order.start % self.shape.entry_tokens:
             read.fail("not-streamed", "its pages cannot be read in parts")
         else:
             try:
                 self._follow(read, order, engine, plan, fence)
             except Exception as error:  # noqa: BLE001  (it has begun, so it ends as any other)
-                self._give_up(read, code_of(error), str(error))
+                self.give_up(read, code_of(error), str(error))
         if not read.open_ranks:
             self._report(read, engine)
-        self._settle()
+        self.settle()
 
     def _follow(
         self, read: Read, order: StreamOrder, engine: PeerEngine, plan: PeerPlan, fence: tuple[int, int]
     ) -> None:
-        entry_tokens, (slot, generation), tokens = self._shape.entry_tokens, fence, order.read.tokens
+        entry_tokens, (slot, generation), tokens = self.shape.entry_tokens, fence, order.read.tokens
         for rank in plan.producer_ranks:
             name = f"{order.read.request_id}/{rank[0]}.{rank[1]}"
-            self._readers.watch(
+            self.readers.watch(
                 name,
                 generation=generation,
                 tag=order.tag,
                 prompt_tokens=tokens,
                 entry_tokens=entry_tokens,
                 first_entry=order.start // entry_tokens,
-                now_s=self._parts.now_s(),
+                now_s=self.parts.now_s(),
             )
-            self._ranks[name] = FollowedRank(self, read, order, engine, plan, rank, name)
+            following = self._ranks[name] = FollowedRank(self, read, order, engine, plan, rank, name)
             read.open_ranks[rank] = name
-        for following in self._open(read):
-            key = engine.keys[following.rank]
-            following.watch = self._parts.thread.agent.watch_stream(key, slot, following, tokens=tokens)
+            watch_stream = self.parts.thread.agent.watch_stream
+            following.watch = watch_stream(engine.keys[rank], slot, following, tokens=tokens)
 
     def _open(self, read: Read) -> list[FollowedRank]:
         return [self._ranks[name] for name in read.open_ranks.values()]
 
     def stop(self, request_id: str) -> None:
         """Stop a stream; it ends, as failed, once all its transfers are quiet."""
-        for read in self._peers.waiting(request_id):
+        for read in self.peers.waiting(request_id):
             # The read keeps waiting as one that has ended, to notify its producer that the blocks are not needed.
             if read.stream is not None:
                 read.fail(STREAM_STOPPED, "the stream was given up before it began")
@@ -198,17 +244,17 @@ class StreamCoordinator:
             return
         stream.is_cancelled = True
         self._break(stream, STREAM_STOPPED, "the stream was given up")
-        self._settle()
+        self.settle()
 
     def break_all(self, code: str, message: str) -> None:
         """Stop all streams that have begun; each ends once it is quiet."""
         for read in list(self._streams.values()):
             self._break(read, code, message)
-        self._settle()
+        self.settle()
 
     def _break(self, read: Read, code: str, message: str) -> None:
-        self._give_up(read, code, message)
-        self._parts.cancel(read)
+        self.give_up(read, code, message)
+        self.parts.cancel(read)
 
     def describe(self, most: int) -> Answer:
         """Return an operator's view: the number of streams, and the oldest `most` of them."""
@@ -225,89 +271,32 @@ class StreamCoordinator:
             "request_id": order.request_id,
             "peer_request_id": order.ticket.peer_request_id,
             "peer_engine_id": order.ticket.peer.engine_id,
-            "stage": "over" if behind is None else self._readers.state_of(behind.name),
+            "stage": "over" if behind is None else self.readers.state_of(behind.name),
             "tokens": order.tokens,
             "tokens_finished": order.tokens if behind is None else behind.finished_tokens,
             "bytes": times.bytes_moved,
             "ranks_left": len(read.open_ranks),
-            "age_s": self._parts.now_s() - times.ordered_s,
+            "age_s": self.parts.now_s() - times.ordered_s,
         }
 
     def look_after(self) -> None:
         """Give up streams without progress, and those that keep a draining engine from being set up again for other reads."""
-        self._readers.tick(self._parts.now_s())
+        self.readers.tick(self.parts.now_s())
         for following in list(self._ranks.values()):
             engine, read = following.engine, following.read
             wanted = [each for each in engine.waiting if not (each.is_ended or each.order.is_notify_only)]
             if engine.phase == "draining" and wanted and not read.code:
-                self._give_up(read, "stream-broken", "its engine is to be met anew, and other reads wait for that")
-        self._settle()
-
-    # ---------------------------------------------------------------------------------------------- what watches tell
-
-    def progress(self, following: FollowedRank, tag: int, tokens: int) -> None:
-        """Process a rank's progress."""
-        part = self._readers.observed(following.name, tag, tokens, self._parts.now_s())
-        if part is not None:
-            following.finished_tokens = tokens
-            try:
-                self._order(following, part)
-            except Exception as error:  # noqa: BLE001  (what a peer's words provoke ends its stream, never this thread)
-                self._give_up(following.read, code_of(error), str(error))
-        self._settle()
-
-    def _order(self, following: FollowedRank, part: StreamPart) -> None:
-        times, tokens, span = following.read.times, following.order.read.tokens, self._shape.entry_tokens
-        stop = min(part.stop * span, tokens)
-        if part.is_last and times.whole_s is None:
-            times.whole_s, times.early_bytes = self._parts.now_s(), times.bytes_moved
-        asked = Part(self._shape.parts(tokens, part.first * span, stop, is_last=part.is_last), stop)
-        following.parts.append(asked)
-        if following.watch is None:
-            return
-        for blocks in asked.blocks:
-            if blocks.length:
-                following.watch.read_table(following.order.tag, blocks.place, blocks.place + blocks.length)
-        if asked.is_listed({}):  # it needs no blocks
-            self._post(following, asked)
-
-    def table(self, following: FollowedRank, first: int, ids: tuple[int, ...]) -> None:
-        """Process entries of a rank's table; read the part whose entries are now complete."""
-        following.ids.update(enumerate(ids, first))
-        part = next((each for each in following.parts if each.is_listed(following.ids)), None)
-        if part is not None:
-            self._post(following, part)
-            self._settle()
-
-    def broken(self, following: FollowedRank, code: str, message: str) -> None:
-        """Process the end of a rank's watch."""
-        self._give_up(following.read, code, message)
-        if following.engine.phase == "ready":
-            self._peers.drop(following.engine, f"a streamed read failed ({code}: {message})")
-        self._settle()
+                self.give_up(read, "stream-broken", "its engine is to be met anew, and other reads wait for that")
+        self.settle()
 
     # ---------------------------------------------------------------------------------------------- transfers
 
-    def _post(self, following: FollowedRank, part: Part) -> None:
-        following.parts.remove(part)
-        read, ticket = following.read, following.order.read.ticket
-        try:
-            local = self._shape.local_blocks(part.blocks, read.order.local_blocks)
-            peer = self._shape.peer_blocks(part.blocks, following.ids, ticket.peer_blocks)
-            indices = following.plan.indices(following.rank, local, peer, tokens=part.tokens)
-            if len(indices[0]):
-                read.times.posted_s = read.times.posted_s or self._parts.now_s()
-                self._start(following, indices, None)
-                return
-        except Exception as error:  # noqa: BLE001  (block ids come from the peer: one stream can only end itself)
-            self._give_up(read, code_of(error), str(error))
-        self._readers.landed(following.name, is_good=not read.code, now_s=self._parts.now_s())
-
-    def _start(self, following: FollowedRank, indices: tuple[Indices, Indices], fence: tuple[int, int] | None) -> str:
+    def post(self, following: FollowedRank, indices: tuple[Indices, Indices], fence: tuple[int, int] | None) -> str:
+        """Post a transfer of a stream; return its name."""
         self._count += 1
         transfer_id = f"{following.name}#{self._count}"
-        key, deadline_s = following.engine.keys[following.rank], self._parts.settings.read_timeout_s
-        self._parts.thread.agent.post_read(
+        key, deadline_s = following.engine.keys[following.rank], self.parts.settings.read_timeout_s
+        self.parts.thread.agent.post_read(
             transfer_id, key, *indices, notification=b"", deadline_s=deadline_s, fence=fence
         )
         self._transfers[transfer_id] = following.read
@@ -324,7 +313,7 @@ class StreamCoordinator:
         following = self._reading(read, read.transfers[result.transfer_id])
         if following is None:
             return
-        now_s, times = self._parts.now_s(), read.times
+        now_s, times = self.parts.now_s(), read.times
         following.engine.last_answer_s = now_s
         times.bytes_moved += result.bytes_moved
         if result.transfer_id != following.fence_read:
@@ -340,7 +329,7 @@ class StreamCoordinator:
         """Process a transfer that failed: without one of its parts a stream is torn."""
         following = self._reading(read, read.transfers[result.transfer_id])
         if following is not None and result.transfer_id != following.fence_read:
-            self._give_up(read, result.code, result.message)
+            self.give_up(read, result.code, result.message)
 
     def landed(self, read: Read, rank: Rank, transfer_id: str) -> None:
         """Note that nothing writes into the pages of a transfer any more, well or badly."""
@@ -348,33 +337,33 @@ class StreamCoordinator:
         if following is None:
             return
         if transfer_id == following.fence_read:
-            self._readers.fence_found(following.name, following.fence)
+            self.readers.fence_found(following.name, following.fence)
         else:
-            self._readers.landed(following.name, is_good=not read.code, now_s=self._parts.now_s())
-        self._settle()
+            self.readers.landed(following.name, is_good=not read.code, now_s=self.parts.now_s())
+        self.settle()
 
     # ---------------------------------------------------------------------------------------------- ends
 
-    def _give_up(self, read: Read, code: str, message: str) -> None:
+    def give_up(self, read: Read, code: str, message: str) -> None:
         """Stop all ranks of a stream; each reports once it is quiet."""
         read.fail(code, message)
         for following in self._open(read):
             if following.watch is not None:
                 following.watch.end()
-            self._readers.cancel(following.name)
+            self.readers.cancel(following.name)
             # These parts were never posted: the table never listed their blocks.
             unposted, following.parts = following.parts, []
             for _ in unposted:
-                self._readers.landed(following.name, is_good=False, now_s=self._parts.now_s())
+                self.readers.landed(following.name, is_good=False, now_s=self.parts.now_s())
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Carry out the state machine's requests until it has none left."""
         for following in list(self._ranks.values()):
             # The blocks of a broken stream's parts are listed too late or never.
-            if following.parts and self._readers.state_of(following.name) == "breaking":
-                self._blame(following, self._readers.cause_of(following.name))
+            if following.parts and self.readers.state_of(following.name) == "breaking":
+                self._blame(following, self.readers.cause_of(following.name))
         while True:
-            fences, reports = self._readers.take_fences(), self._readers.take_reports()
+            fences, reports = self.readers.take_fences(), self.readers.take_reports()
             for name in fences:
                 self._read_fence(self._ranks[name])
             for report in reports:
@@ -385,17 +374,17 @@ class StreamCoordinator:
     def _blame(self, following: FollowedRank, cause: str) -> None:
         """Give up a stream because of one rank."""
         code, reason = _BROKEN.get(cause, _BROKE_OFF)
-        self._give_up(following.read, code, f"rank {following.rank}: {reason}")
+        self.give_up(following.read, code, f"rank {following.rank}: {reason}")
 
     def _read_fence(self, following: FollowedRank) -> None:
         if following.watch is not None:
             following.watch.end()
         try:
             no_pages = _NO_INDICES, _NO_INDICES
-            following.fence_read = self._start(following, no_pages, following.order.read.ticket.fence)
+            following.fence_read = self.post(following, no_pages, following.order.read.ticket.fence)
         except Exception as error:  # noqa: BLE001  (a word that cannot be asked for ends its stream)
-            self._parts.recorder.info("stream-fence", f"{following.name}: its fence could not be read: {error}")
-            self._readers.fence_found(following.name, None)
+            self.parts.recorder.info("stream-fence", f"{following.name}: its fence could not be read: {error}")
+            self.readers.fence_found(following.name, None)
 
     def _rank_ended(self, following: FollowedRank, report: StreamReport) -> None:
         read = following.read
@@ -413,11 +402,11 @@ class StreamCoordinator:
         """End a stream whose pages are quiet."""
         del self._streams[read.order.request_id]
         for arrived in () if read.code else read.whole_ranks:
-            self._parts.recorder.read_done(arrived)
+            self.parts.recorder.read_done(arrived)
         if not read.code or (read.is_cancelled and engine.phase == "ready"):
-            self._peers.release(read, engine)
+            self.peers.release(read, engine)
         self._end(read)
-        self._peers.read_ended(engine)
+        self.peers.read_ended(engine)
 
 
 def _as_one_read(parts: Sequence[TransferResult]) -> TransferResult:

@@ -1,1 +1,0 @@
-"""The documentation site: pages gathered into one folder, reference pages written from the code, built by MkDocs."""
