@@ -224,7 +224,7 @@ _TYPES = {field.name: field.type for field in msgspec.structs.fields(Settings)}
 @cache
 def describe_keys() -> Mapping[str, Mapping[str, Any]]:
     """Return the JSON schema of each key's value, with its default and meaning, by key in order."""
-    schema = msgspec.json.schema_components([Settings])[1]["Settings"]["properties"]
+    schema = msgspec.to_builtins(msgspec.json.schema_components([Settings])[1]["Settings"]["properties"])
     attributes = (inspect.getdoc(Settings) or "").partition("Attributes:\n")[2]
     entries = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", attributes, re.MULTILINE)
     return {name: {"type": "string", **schema[name], "description": " ".join(text.split())} for name, text in entries}
