@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -51,15 +51,6 @@ def test_the_refusal_names_the_variable_and_what_is_right_and_kubernetes_where_i
         )
         assert ("Service named vllm-nixl-side-channel" in str(error)) is ("://" in value)
         assert len(str(error)) < 500
-
-
-class Anything(ModuleType):
-    """A module of a host that is not installed: it has every name."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return MagicMock(name=f"{self.__name__}.{name}")
 
 
 @pytest.mark.parametrize("value", ["prefill:5600", "http://prefill", "a b", "-x", "[::1]:5600"])
@@ -120,8 +111,8 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     root = "ray.llm._internal.serve.engines.vllm.kv_transfer"
     names = [".".join(root.split(".")[:count]) for count in range(1, 7)]
     for name in (*names, f"{root}.base", f"{root}.factory", f"{root}.nixl"):
-        monkeypatch.setitem(sys.modules, name, Anything(name))
-    sys.modules[f"{root}.nixl"].__dict__["NixlConnectorBackend"] = RaysBackend
+        monkeypatch.setitem(sys.modules, name, MagicMock())
+    monkeypatch.setattr(sys.modules[f"{root}.nixl"], "NixlConnectorBackend", RaysBackend)
     monkeypatch.delitem(sys.modules, "vllm_adapter.host.ray_serve", raising=False)
     kind = importlib.import_module("vllm_adapter.host.ray_serve").KVTransferBackend
     monkeypatch.setenv(PORT_VARIABLE, "")  # so that the variable that Ray sets is taken back

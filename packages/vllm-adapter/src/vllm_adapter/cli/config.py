@@ -51,8 +51,7 @@ def _explanation() -> str:
         limits = f", one of {', '.join(about['enum'])}" if "enum" in about else ""
         if "maximum" in about:
             limits = f", {about['minimum']:g} to {about['maximum']:g}"
-        default = list(about["default"]) if about["type"] == "array" else about["default"]
-        lines += [f"{name} ({about['type']}, default {default}{limits})", f"    {about['description']}"]
+        lines += [f"{name} ({about['type']}, default {about['default']}{limits})", f"    {about['description']}"]
     return "\n".join(lines)
 
 

@@ -224,7 +224,8 @@ _TYPES = {field.name: field.type for field in msgspec.structs.fields(Settings)}
 @cache
 def describe_keys() -> Mapping[str, Mapping[str, Any]]:
     """Return the JSON schema of each key's value, with its default and meaning, by key in order."""
-    schema = msgspec.json.schema_components([Settings])[1]["Settings"]["properties"]
+    components = msgspec.json.schema_components([Settings])[1]
+    schema = msgspec.json.decode(msgspec.json.encode(components["Settings"]["properties"]))
     attributes = (inspect.getdoc(Settings) or "").partition("Attributes:\n")[2]
     entries = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", attributes, re.MULTILINE)
     return {name: {"type": "string", **schema[name], "description": " ".join(text.split())} for name, text in entries}
@@ -337,12 +338,11 @@ def _check_networks(key: str, networks: tuple[str, ...]) -> None:
     """Refuse text that is not a network, as the request machines do: `10.0.0.1/8` could mean `10.0.0.0/8` or `10.0.0.1/32`."""
     for text in networks:
         try:
-            meant = ipaddress.ip_network(text, strict=False)
+            meant = ipaddress.ip_interface(text)
         except ValueError as error:
             raise _refused(key, text, f"holds {text!r}, which is not a network: {error}") from error
-        address = text.split("/", maxsplit=1)[0]
-        if int(ipaddress.ip_address(address)) != int(meant.network_address):
-            hint = f"write {meant} or {address}/{meant.max_prefixlen}"
+        if meant.ip != meant.network.network_address:
+            hint = f"write {meant.network} or {meant.ip}/{meant.max_prefixlen}"
             raise _refused(key, text, f"holds {text!r}, which names an address, not a network: {hint}")
 
 
