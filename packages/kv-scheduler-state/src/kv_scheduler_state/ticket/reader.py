@@ -138,13 +138,18 @@ class TicketReader:
         if not _STR.issuperset(map(type, fields)):
             odd = next(key for key in fields if type(key) is not str)
             raise TicketError("ticket-type", f"kv_transfer_params has the key {quote(odd)}, which is not a string")
-        fence = get("kv_fence")
-        if fence is not None:
-            if not isinstance(fence, _LISTS) or len(fence) != 2:
-                _refuse_type("kv_fence", fence, "a pair [slot, generation]")
-            slot, generation = fence
-            is_slot = type(slot) is int and 0 <= slot <= _MAX_FENCE_SLOT
-            if not is_slot or type(generation) is not int or not 1 <= generation <= MAX_PEER_GENERATION:
+        pair: Sequence[object] | None = get("kv_fence")
+        fence: tuple[int, int] | None = None
+        if pair is not None:
+            if not isinstance(pair, _LISTS) or len(pair) != 2:
+                _refuse_type("kv_fence", pair, "a pair [slot, generation]")
+            slot, generation = pair
+            if (
+                type(slot) is not int
+                or type(generation) is not int
+                or not 0 <= slot <= _MAX_FENCE_SLOT
+                or not 1 <= generation <= MAX_PEER_GENERATION
+            ):
                 limits = f"the slot must be 0 to {_MAX_FENCE_SLOT} and the generation 1 to 2**63 - 1"
                 raise field_error("ticket-range", "kv_fence", f"is [{quote(slot)}, {quote(generation)}]; {limits}")
             fence = slot, generation
