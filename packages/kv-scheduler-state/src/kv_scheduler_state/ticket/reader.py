@@ -50,7 +50,6 @@ _MAX_CLOCK_S: Final = 1e15
 _LISTS: Final = (list, tuple)
 _MAX_PEERS: Final = 1024
 _BOOLS: Final = frozenset((False, True))
-_STR: Final = frozenset((str,))
 _ADDRESS_KEYS: Final = (
     "remote_engine_id",
     "remote_host",
@@ -135,9 +134,9 @@ class TicketReader:
         if self._reserved and request_id.startswith(self._reserved):
             problem = f"{quote(request_id)} begins like a notification of another kind, so no reader could name it"
             raise field_error("ticket-id-reserved", "remote_request_id", problem)
-        if not _STR.issuperset(map(type, fields)):
-            odd = next(key for key in fields if type(key) is not str)
-            raise TicketError("ticket-type", f"kv_transfer_params has the key {quote(odd)}, which is not a string")
+        odd = [key for key in fields if type(key) is not str]
+        if odd:
+            raise TicketError("ticket-type", f"kv_transfer_params has the key {quote(odd[0])}, which is not a string")
         pair: Sequence[object] | None = get("kv_fence")
         fence: tuple[int, int] | None = None
         if pair is not None:
