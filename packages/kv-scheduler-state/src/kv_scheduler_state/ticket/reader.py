@@ -158,13 +158,13 @@ class TicketReader:
             request_id,
             self._lists(fields, self._blocks(get("remote_block_ids")), peer.dcp, tokens),
             tokens,
-            lease_s=_seconds(fields, "kv_lease_s", _MAX_LEASE_S),
-            fence=fence,
-            nonce=_matching(fields, "kv_nonce", _NONCE) or "",
-            prompt=_matching(fields, "kv_prompt", _DIGEST),
-            span_tokens=self._per_group(fields, "kv_span_tokens", 1) or (),
-            expiry_clock_s=_seconds(fields, "remote_blocks_expiry_time", _MAX_CLOCK_S),
-            transfer_mode=None if get("transfer_mode") is None else "pull",
+            _seconds(fields, "kv_lease_s", _MAX_LEASE_S),
+            fence,
+            _matching(fields, "kv_nonce", _NONCE) or "",
+            _matching(fields, "kv_prompt", _DIGEST),
+            self._per_group(fields, "kv_span_tokens", 1) or (),
+            _seconds(fields, "remote_blocks_expiry_time", _MAX_CLOCK_S),
+            None if get("transfer_mode") is None else "pull",
         )
 
     def _peer(self, fields: Fields) -> PeerAddress:
