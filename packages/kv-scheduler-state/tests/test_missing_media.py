@@ -31,7 +31,9 @@ class Prompt:
 
 def prefill(prompt, request_id="p1", secrets=SECRETS) -> dict[str, Any]:
     state = SchedulerState(config(engine_id="p0", groups=(FULL,), tp=1), secrets=secrets)
-    return dict(hand_over(state, BLOCKS, identity=prompt, name=request_id).params)
+    params = hand_over(state, BLOCKS, identity=prompt, name=request_id).params
+    assert params is not None
+    return dict(params)
 
 
 def admitted(ticket, prompt, secrets=SECRETS):

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from kv_scheduler_state.plan import ReadOrder
-    from kv_scheduler_state.scheduler.sharing import HandOver
     from kv_scheduler_state.ticket.early import EarlyTicket
     from kv_scheduler_state.ticket.ticket import HandoffTicket, PeerAddress
 
@@ -21,8 +20,10 @@ __all__ = [
     "UNRESERVED",
     "ConsumedStream",
     "ConsumerRecord",
+    "HandOver",
     "ProducerRecord",
     "Request",
+    "TicketKey",
     "count_states",
     "describe",
     "find_request",
@@ -30,8 +31,34 @@ __all__ = [
     "state_of",
 ]
 
+TicketKey = tuple[str, str, str, tuple[int, int] | None]
+"""Peer engine, request id there, nonce and fence of a ticket: requests with the same key hold the same ticket."""
+
 UNRESERVED: Final = frozenset({"asking", "asking-final", "offered"})
 """States of a request with an early ticket in which the engine has allocated nothing for it."""
+
+
+@final
+@dataclass(slots=True, eq=False)
+class HandOver:
+    """A ticket, shared by all local requests that hold it, see `HandOvers`.
+
+    Attributes:
+        key: Key of the ticket.
+        waiting: Holders that have neither read nor given it up.
+        reading: Holders whose read has been ordered and has not ended.
+        is_spent: Whether the ticket is used up and can no longer be read.
+    """
+
+    key: TicketKey
+    waiting: int = 0
+    reading: int = 0
+    is_spent: bool = False
+
+    @property
+    def is_wanted_by_others(self) -> bool:
+        """Whether a waiting holder that gives up now leaves the hand-over, or its end, to another request."""
+        return self.is_spent or self.reading > 0 or self.waiting > 1
 
 
 @final

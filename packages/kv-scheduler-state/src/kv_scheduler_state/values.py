@@ -134,14 +134,14 @@ class BlockRules:
             )
         if window:
             first = max(first, end - window)
-        wanted, null = tuple(ids[first:end]), self._null
-        if wanted != tuple(new) and not (fillable := frozenset(new)).issuperset(wanted):
+        wanted, null = ids[first:end], self._null
+        if wanted != new and not (fillable := frozenset(new)).issuperset(wanted):
             if null is None:
                 raise InvalidEvent(
                     f"blocks of a prefix hit lie among those to fill, and this engine has no null block: {wanted}"
                 )
-            wanted = tuple([block if block in fillable else null for block in wanted])
-        return BlockList(wanted, first * span, null)
+            wanted = [block if block in fillable else null for block in wanted]
+        return BlockList(tuple(wanted), first * span, null)
 
     def chunk(self, block_ids: Sequence[Sequence[int]]) -> BlockIds:
         """Return the blocks of one chunk of a prefill that have to be saved: all blocks of a state, since none is final yet.

@@ -260,13 +260,13 @@ class _Codec:
     def save(self, world: World | StreamWorld) -> bytes:
         buffer = io.BytesIO()
         pickler = pickle.Pickler(buffer, pickle.HIGHEST_PROTOCOL)
-        pickler.persistent_id = self._number  # type: ignore[method-assign]
+        pickler.persistent_id = self._number
         pickler.dump(world)
         return buffer.getvalue()
 
     def load(self, saved: bytes) -> World | StreamWorld:
         unpickler = pickle.Unpickler(io.BytesIO(saved))
-        unpickler.persistent_load = self._constants.__getitem__  # type: ignore[method-assign]
+        unpickler.persistent_load = self._constants.__getitem__
         return cast("World | StreamWorld", unpickler.load())
 
     def _number(self, value: object) -> int | None:

@@ -13,10 +13,9 @@ if TYPE_CHECKING:
 
     from kv_scheduler_state import SchedulerState
     from kv_scheduler_state.plan import Outbox
-    from kv_scheduler_state.records import Request
+    from kv_scheduler_state.records import Request, TicketKey
     from kv_scheduler_state.scheduler.consumer import Consumers
     from kv_scheduler_state.scheduler.producer import Producers
-    from kv_scheduler_state.scheduler.sharing import TicketKey
     from kv_scheduler_state.tables import Table
 
 __all__ = ["problems"]

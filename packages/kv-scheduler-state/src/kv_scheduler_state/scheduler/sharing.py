@@ -27,43 +27,17 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, final
 
 from kv_scheduler_state.plan import HeartbeatOrder
+from kv_scheduler_state.records import HandOver, TicketKey
 
 if TYPE_CHECKING:
     from kv_scheduler_state.clock import ObservedClock
     from kv_scheduler_state.records import ConsumerRecord
     from kv_scheduler_state.ticket.ticket import HandoffTicket, PeerAddress
 
-__all__ = ["HandOver", "HandOvers", "Heartbeats", "TicketKey", "key_of"]
+__all__ = ["HandOvers", "Heartbeats", "key_of"]
 
 _REMEMBERED: Final = 1024
 """Tickets that are used up and remembered."""
-
-
-TicketKey = tuple[str, str, str, tuple[int, int] | None]
-"""Peer engine, request id there, nonce and fence of a ticket: requests with the same key hold the same ticket."""
-
-
-@final
-@dataclass(slots=True, eq=False)
-class HandOver:
-    """A ticket, shared by all local requests that hold it, see `HandOvers`.
-
-    Attributes:
-        key: Key of the ticket.
-        waiting: Holders that have neither read nor given it up.
-        reading: Holders whose read has been ordered and has not ended.
-        is_spent: Whether the ticket is used up and can no longer be read.
-    """
-
-    key: TicketKey
-    waiting: int = 0
-    reading: int = 0
-    is_spent: bool = False
-
-    @property
-    def is_wanted_by_others(self) -> bool:
-        """Whether a waiting holder that gives up now leaves the hand-over, or its end, to another request."""
-        return self.is_spent or self.reading > 0 or self.waiting > 1
 
 
 def key_of(ticket: HandoffTicket) -> TicketKey:

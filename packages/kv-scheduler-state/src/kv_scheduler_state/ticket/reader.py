@@ -50,7 +50,6 @@ _MAX_CLOCK_S: Final = 1e15
 _LISTS: Final = (list, tuple)
 _MAX_PEERS: Final = 1024
 _BOOLS: Final = frozenset((False, True))
-_STR: Final = frozenset((str,))
 _ADDRESS_KEYS: Final = (
     "remote_engine_id",
     "remote_host",
@@ -135,16 +134,21 @@ class TicketReader:
         if self._reserved and request_id.startswith(self._reserved):
             problem = f"{quote(request_id)} begins like a notification of another kind, so no reader could name it"
             raise field_error("ticket-id-reserved", "remote_request_id", problem)
-        if not _STR.issuperset(map(type, fields)):
-            odd = next(key for key in fields if type(key) is not str)
-            raise TicketError("ticket-type", f"kv_transfer_params has the key {quote(odd)}, which is not a string")
-        fence = get("kv_fence")
-        if fence is not None:
-            if not isinstance(fence, _LISTS) or len(fence) != 2:
-                _refuse_type("kv_fence", fence, "a pair [slot, generation]")
-            slot, generation = fence
-            is_slot = type(slot) is int and 0 <= slot <= _MAX_FENCE_SLOT
-            if not is_slot or type(generation) is not int or not 1 <= generation <= MAX_PEER_GENERATION:
+        odd = [key for key in fields if type(key) is not str]
+        if odd:
+            raise TicketError("ticket-type", f"kv_transfer_params has the key {quote(odd[0])}, which is not a string")
+        pair: Sequence[object] | None = get("kv_fence")
+        fence: tuple[int, int] | None = None
+        if pair is not None:
+            if not isinstance(pair, _LISTS) or len(pair) != 2:
+                _refuse_type("kv_fence", pair, "a pair [slot, generation]")
+            slot, generation = pair
+            if (
+                type(slot) is not int
+                or type(generation) is not int
+                or not 0 <= slot <= _MAX_FENCE_SLOT
+                or not 1 <= generation <= MAX_PEER_GENERATION
+            ):
                 limits = f"the slot must be 0 to {_MAX_FENCE_SLOT} and the generation 1 to 2**63 - 1"
                 raise field_error("ticket-range", "kv_fence", f"is [{quote(slot)}, {quote(generation)}]; {limits}")
             fence = slot, generation
@@ -154,13 +158,13 @@ class TicketReader:
             request_id,
             self._lists(fields, self._blocks(get("remote_block_ids")), peer.dcp, tokens),
             tokens,
-            lease_s=_seconds(fields, "kv_lease_s", _MAX_LEASE_S),
-            fence=fence,
-            nonce=_matching(fields, "kv_nonce", _NONCE) or "",
-            prompt=_matching(fields, "kv_prompt", _DIGEST),
-            span_tokens=self._per_group(fields, "kv_span_tokens", 1) or (),
-            expiry_clock_s=_seconds(fields, "remote_blocks_expiry_time", _MAX_CLOCK_S),
-            transfer_mode=None if get("transfer_mode") is None else "pull",
+            _seconds(fields, "kv_lease_s", _MAX_LEASE_S),
+            fence,
+            _matching(fields, "kv_nonce", _NONCE) or "",
+            _matching(fields, "kv_prompt", _DIGEST),
+            self._per_group(fields, "kv_span_tokens", 1) or (),
+            _seconds(fields, "remote_blocks_expiry_time", _MAX_CLOCK_S),
+            None if get("transfer_mode") is None else "pull",
         )
 
     def _peer(self, fields: Fields) -> PeerAddress:

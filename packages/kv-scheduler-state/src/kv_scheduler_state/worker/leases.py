@@ -209,9 +209,10 @@ class LeaseTable:
             IllegalTransition: `illegal-transition`, if it is known already.
             InvalidEvent: `invalid-event`.
         """
-        row = self._table.find(request_id, self._state(request_id), "expect")
+        lease = self._leases.get(request_id) or Lease()
+        row = self._table.find(request_id, lease.state, "expect")
         at_s = self._clock.observe(now_s)
-        lease = self._begin(request_id)
+        self._begin(request_id, lease)
         self._step(request_id, lease, row, at_s)
 
     def request_of(self, named_id: str) -> str:
@@ -236,17 +237,15 @@ class LeaseTable:
         """
         if (type(lease_s) is not float and type(lease_s) is not int) or not 0 < lease_s < 1e15:
             raise InvalidEvent(f"lease_s is {quote(lease_s)}, must be a positive, finite number of seconds")
-        lease = self._leases.get(request_id)
-        if lease is not None and lease.state == "expected":
+        lease = self._leases.get(request_id) or Lease()
+        if lease.state == "expected":
             # Of the readers that were faster than the grant, those count that answer with its nonce, or need none.
             nonces = {nonce} if self._requires_nonces else {"", nonce}
             lease.readers = {key: readers for key, readers in lease.readers.items() if key[0] in nonces}
-        is_complete = lease is not None and any(readers.is_complete for readers in lease.readers.values())
-        state = NEW if lease is None else lease.state
-        row = self._table.find(request_id, state, "grant-complete" if is_complete else "grant")
+        is_complete = any(readers.is_complete for readers in lease.readers.values())
+        row = self._table.find(request_id, lease.state, "grant-complete" if is_complete else "grant")
         at_s = self._clock.observe(now_s)
-        if lease is None:
-            lease = self._begin(request_id)
+        self._begin(request_id, lease)
         lease.fence = fence
         lease.nonce = nonce
         lease.lease_s = lease_s
@@ -328,11 +327,10 @@ class LeaseTable:
         Raises:
             InvalidEvent: `invalid-event`, for an invalid time.
         """
-        row = self._table.find(request_id, self._state(request_id), "release")
+        lease = self._leases.get(request_id) or Lease()
+        row = self._table.find(request_id, lease.state, "release")
         at_s = self._clock.observe(now_s)
-        lease = self._leases.get(request_id)
-        if lease is None:
-            lease = self._leases[request_id] = Lease()
+        self._leases[request_id] = lease
         self._step(request_id, lease, row, at_s)
 
     def take_ended(self, *, now_s: float) -> tuple[LeaseEnd, ...]:
@@ -382,17 +380,12 @@ class LeaseTable:
             ]
         )
 
-    def _state(self, request_id: str) -> str:
-        lease = self._leases.get(request_id)
-        return NEW if lease is None else lease.state
-
-    def _begin(self, request_id: str) -> Lease:
-        lease = self._leases[request_id] = Lease()
+    def _begin(self, request_id: str, lease: Lease) -> None:
+        self._leases[request_id] = lease
         self._past.pop(request_id, None)
         named_id = wire_id(request_id)
         if named_id != request_id:
             self._named[named_id] = request_id
-        return lease
 
     def _step(self, request_id: str, lease: Lease, row: Transition, at_s: float) -> None:
         was_granted = lease.state == "granted"
