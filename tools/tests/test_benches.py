@@ -133,20 +133,6 @@ def test_the_benchmark_of_connectors_measures_every_bound(
     assert capsys.readouterr().err.count("a wrong answer: vllm") == 5, "the same, and with all but the end held"
 
 
-def test_time_saved_is_beside_what_plain_takes_beyond_the_floor(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = module_of("_connector_rows", monkeypatch)
-    place = rows.Place("default", 256)
-    samples = {
-        ("first token", "ours", place): [2150, 3000, 2000],
-        ("first token", "streamed", place): [2075, 2900, 1990],
-        ("hand-over", "ours", place): [180, 181, 190],
-        ("decode step", "ours", place): [70],
-        ("last read", "ours", place): [5],
-    }
-    (saved,) = (row for row in rows.rows_of(samples) if row["name"].startswith("saved"))
-    assert (saved["ours"], saved["baseline"], saved["ratio"], saved["met"]) == (75, 106, 0.708, True)
-
-
 def test_the_worst_gap_is_that_of_the_read_less_what_a_step_for_two_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     connector = module_of("connector", monkeypatch)
     # 14 ms usually, 20 ms once while the prompt is read, then steps of 45 ms with two requests, the first of which takes 48 ms
