@@ -30,15 +30,6 @@ def row(
     return {"name": name, "unit": unit, **figures, "target": target, "met": met}
 
 
-def said(rows: list[dict[str, object]], report: Callable[[str], None]) -> list[dict[str, object]]:
-    """Report rows as they come; return them."""
-    for each in rows:
-        report(
-            f"{each['name']}: {each['ours']:.5g} against {each['baseline']:.5g} {each['unit']}, ratio {each['ratio']}"
-        )
-    return rows
-
-
 def by_turns(
     rounds: int,
     *calls: Callable[[], object],

@@ -20,7 +20,7 @@ import statistics
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -34,7 +34,7 @@ from kvdev.demo import connector_config
 from kvdev.engines import Engine, EngineSpec, local_model, metric_sum, start_all
 from kvdev.envs import DEFAULT_VLLM
 from kvdev.forked import Starter, started_starter
-from kvdev.steps import DevError
+from kvdev.steps import DevError, note
 
 TOKEN_BYTES: Final = 131_072
 POOL_TOKENS: Final = 8704
@@ -74,7 +74,7 @@ QUICK: Final = Plan(["default"], [256], ["new"], rounds=3, pair_rounds=1, engine
 GATES: Final = Plan(["default", "tcp"], [256, 112], ["new", "held"], rounds=7, pair_rounds=60, engine_rounds=3)
 
 
-def run(report: Callable[[str], None], *, gates: bool = False) -> list[dict[str, Any]]:
+def run(*, gates: bool = False) -> list[dict[str, Any]]:
     """Measure; return a row per target and place, and the sums of wrong answers and recomputed tokens."""
     plan, samples = GATES if gates else QUICK, defaultdict[tuple[str, str, Place], list[float]](list)
     python, model = local_model(Path(os.environ["KVDEV_UV"]), "fat", DEFAULT_VLLM)
@@ -83,8 +83,8 @@ def run(report: Callable[[str], None], *, gates: bool = False) -> list[dict[str,
             for chunk in plan.chunks:
                 environment = {"UCX_TLS": "tcp"} if transport == "tcp" else {}
                 with _started_fleet(starter, python, model, chunk, environment) as fleet:
-                    report(f"{transport}, steps of {chunk}: engines are up")
-                    asyncio.run(_Setting(plan, Place(transport, chunk), fleet, samples, report).measure())
+                    note(f"{transport}, steps of {chunk}: engines are up")
+                    asyncio.run(_Setting(plan, Place(transport, chunk), fleet, samples).measure())
     return rows_of(samples, needs_all=gates)
 
 
@@ -236,7 +236,6 @@ class _Setting:
     place: Place
     fleet: Fleet
     samples: defaultdict[tuple[str, str, Place], list[float]]
-    report: Callable[[str], None]
     given: list[tuple[str, Place, list[int], str]] = field(default_factory=list)
     """Answers to be compared with those of one engine alone: kind, place, prompt, text."""
 
@@ -376,7 +375,7 @@ class _Setting:
                 answer = await self.hand_over(kind, prompt)
                 worst, usual = gaps_of(stream, answer, is_streamed=kind == "streamed")
         except DevError as error:  # figures of this pair alone are missing
-            self.report(f"not measured, {kind}: {error}")
+            note(f"not measured, {kind}: {error}")
         else:
             self._add("worst gap", kind, worst)
             self._add("usual gap", kind, usual)
@@ -410,7 +409,7 @@ class _Setting:
                 due[str(prompt)] = (await self.read_stream(alone, prompt, Answer())).text
             self._add("wrong answers", kind, float(text != due[str(prompt)]), place)
             if text != due[str(prompt)]:
-                self.report(f"a wrong answer: {kind}, {place}: {text!r}, alone {due[str(prompt)]!r}")
+                note(f"a wrong answer: {kind}, {place}: {text!r}, alone {due[str(prompt)]!r}")
         self.given.clear()
 
 

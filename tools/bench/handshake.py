@@ -16,7 +16,7 @@ from functools import partial
 from multiprocessing.synchronize import Event as ProcessEvent
 
 import zmq
-from _rows import by_turns, row, said
+from _rows import by_turns, row
 
 from kv_handshake import Client, Listener, LocalOffer, QueryLimits, Timing
 from kv_handshake.testing import sample_envelopes
@@ -33,11 +33,11 @@ PAUSE_S = 0.005
 """Between two handshakes: each side closes its sockets after it, and must not do so in the other's time."""
 
 
-def run(report: Callable[[str], None]) -> list[dict[str, object]]:
+def run() -> Iterator[dict[str, object]]:
     """Measure everything and return one mapping per number."""
     envelopes = sample_envelopes(RANKS, regions=128)
-    report(f"one rank's envelope: {len(envelopes[0, 0])} bytes, 128 regions")
-    return [one for measure in (_responses, _handshake, _dead_peers) for one in said([measure(envelopes)], report)]
+    for measure in (_responses, _handshake, _dead_peers):
+        yield measure(envelopes)
 
 
 # Server responses per second -----------------------------------------------------------------------------------------

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import time
 import tracemalloc
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from _rows import by_turns, row, said
+from _rows import by_turns, row
 
 from kv_scheduler_state import LeaseTable, SchedulerConfig, SchedulerState, prefill_request_params
 
@@ -190,7 +190,7 @@ def _baseline_with(tickets: list[dict[str, Any]]) -> _Baseline:
     return state
 
 
-def run(report: Callable[[str], None]) -> list[dict[str, object]]:
-    """Measure, report as it goes and return one row per figure (medians of interleaved runs)."""
-    measures = (_life_rows, _idle_step_rows, _lease_rows, _memory_rows)
-    return [one for measure in measures for one in said(measure(), report)]
+def run() -> Iterator[dict[str, object]]:
+    """Yield one row per figure (medians of interleaved runs)."""
+    for measure in (_life_rows, _idle_step_rows, _lease_rows, _memory_rows):
+        yield from measure()

@@ -20,11 +20,11 @@ import sys
 import tempfile
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from _rows import by_turns, row, said
+from _rows import by_turns, row
 
 from kv_handshake.security import generate_keypair
 from kv_scheduler_state import SchedulerConfig, SchedulerState, TicketReader, prefill_request_params, prompt_digest
@@ -150,6 +150,7 @@ def _contact_rows() -> list[dict[str, object]]:
     return [row("first-contact-with-keys", "us", keyed, plain, "<= 1.3")]
 
 
-def run(report: Callable[[str], None]) -> list[dict[str, object]]:
-    """Measure, report as it goes and return one row per figure (medians, taken in turns)."""
-    return [one for measure in (_digest_rows, _admission_rows, _contact_rows) for one in said(measure(), report)]
+def run() -> Iterator[dict[str, object]]:
+    """Yield one row per figure (medians, taken in turns)."""
+    for measure in (_digest_rows, _admission_rows, _contact_rows):
+        yield from measure()

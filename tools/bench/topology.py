@@ -6,7 +6,7 @@ it is computation, and what else runs on the machine should not count.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -53,7 +53,7 @@ def _both_per_block(addresses: list[int], page_bytes: int, blocks: int) -> objec
     return per_block_rows(addresses, page_bytes, blocks, 0), per_block_rows(addresses, page_bytes, blocks, 0)
 
 
-def bench_rows(report: Callable[[str], None]) -> list[dict[str, object]]:
+def bench_rows() -> list[dict[str, object]]:
     """(a) Rows of 64 layers x 2 fields x 20 000 blocks against a loop over blocks, and flatness in the blocks."""
     results: list[dict[str, object]] = []
     times: dict[int, float] = {}
@@ -62,8 +62,6 @@ def bench_rows(report: Callable[[str], None]) -> list[dict[str, object]]:
         plan = plan_transfer(local, peers)
         addresses = [region.base_address for region in local.regions]
         page = local.regions[0].page_bytes
-        count = int(plan.peer_rows((0, 0))[:, 4].sum())
-        report(f"rows: {count} descriptors as {len(plan.peer_rows((0, 0)))} rows")
         # Ours builds both sides, so the loop does too.
         (ours,) = by_turns(3, partial(_rows_of, plan, peers[0, 0]), repeat=10)
         (baseline,) = by_turns(3, partial(_both_per_block, addresses, page, blocks))
@@ -77,13 +75,11 @@ def bench_rows(report: Callable[[str], None]) -> list[dict[str, object]]:
     return [*results, row("rows, time for 20000 blocks over 2000 blocks", "ms", many, few, "<= 1.5")]
 
 
-def bench_planning(report: Callable[[str], None]) -> list[dict[str, object]]:
+def bench_planning() -> list[dict[str, object]]:
     """(b) A 64-layer hybrid engine: one consumer rank against 16 producer ranks; planning, and reading documents."""
     local = build_engine(HYBRID, EngineSpec(1, block_tokens=1024, kernel_block_tokens=16, block_count=500))[0, 0]
     peers = build_engine(HYBRID, EngineSpec(16, block_tokens=1024, kernel_block_tokens=16, block_count=500))
     documents = {rank: to_document(peer) for rank, peer in peers.items()}
-    plan = plan_transfer(local, peers)
-    report(f"planning: {len(plan.producer_ranks)} producer ranks, {sum(len(plan.peer_rows(r)) for r in peers)} rows")
 
     def parse() -> dict[tuple[int, int], RankGeometry]:
         return {rank: from_document(document) for rank, document in documents.items()}
@@ -93,7 +89,7 @@ def bench_planning(report: Callable[[str], None]) -> list[dict[str, object]]:
     return [row(name, "ms", each_us / 1e3, 50.0, "<= 1") for name, each_us in figures]
 
 
-def bench_indices(report: Callable[[str], None]) -> list[dict[str, object]]:
+def bench_indices() -> list[dict[str, object]]:
     """(c) Indices of 10 000 block ids x 128 regions against bare outer sums of the same size."""
     blocks = BLOCKS[-1]
     plan = plan_transfer(*_dense_pair(blocks))
@@ -102,7 +98,6 @@ def bench_indices(report: Callable[[str], None]) -> list[dict[str, object]]:
     theirs: Any = generator.permutation(blocks)[: blocks // 2]
     local, peer = [BlockList(mine)], [BlockList(theirs)]
     first = (np.arange(128, dtype=np.int32) * blocks)[:, None]
-    report(f"indices: {len(plan.indices((0, 0), local, peer, tokens=8 * blocks)[0])} pairs")
 
     def bare() -> object:
         left, right = mine.astype(np.int32), theirs.astype(np.int32)
@@ -112,6 +107,7 @@ def bench_indices(report: Callable[[str], None]) -> list[dict[str, object]]:
     return [row("indices of 10000 ids x 128 regions", "ms", ours / 1e3, baseline / 1e3, "<= 1.3")]
 
 
-def run(report: Callable[[str], None]) -> list[dict[str, object]]:
-    """Return all measures as dictionaries with name, unit, ours, baseline, ratio, target and met."""
-    return [*bench_rows(report), *bench_planning(report), *bench_indices(report)]
+def run() -> Iterator[dict[str, object]]:
+    """Yield all measures as dictionaries with name, unit, ours, baseline, ratio, target and met."""
+    for measure in (bench_rows, bench_planning, bench_indices):
+        yield from measure()

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
@@ -24,7 +24,7 @@ from statistics import median
 
 import numpy as np
 from _consumers import ConsumerProcess, Indices, compute
-from _rows import row, said
+from _rows import row
 
 from kv_nixl_agent import BackendOptions
 from kv_nixl_agent.testing import PeerProcess
@@ -54,7 +54,7 @@ def _consumers(peer: PeerProcess) -> Iterator[dict[str, ConsumerProcess]]:
     pages.unlink()
 
 
-def _throughput(report: Callable[[str], None], page_bytes: int) -> list[dict[str, object]]:
+def _throughput(page_bytes: int) -> list[dict[str, object]]:
     count = PAGES[page_bytes]
     random = np.random.default_rng(1)
     ascending = np.arange(count, dtype=np.int32)
@@ -74,7 +74,7 @@ def _throughput(report: Callable[[str], None], page_bytes: int) -> list[dict[str
                     times[pattern].setdefault(side, []).extend(taken)
     peer.close()
     for pattern, by_side in times.items():
-        results += _judge(report, f"{page_bytes // 1024} KB {pattern}", by_side, READS * count * page_bytes)
+        results += _judge(f"{page_bytes // 1024} KB {pattern}", by_side, READS * count * page_bytes)
     return results
 
 
@@ -93,9 +93,7 @@ def _samples(
     return {side: taken[1:] for side, taken in samples.items()}
 
 
-def _judge(
-    report: Callable[[str], None], label: str, times: dict[str, list[float]], total_bytes: int
-) -> list[dict[str, object]]:
+def _judge(label: str, times: dict[str, list[float]], total_bytes: int) -> list[dict[str, object]]:
     """Return the ratios: medians over rounds of the two neighbouring samples' ratio, for load that comes and goes."""
     times = {**times, "ours twice": times["ours"] * 2, "both": times["raw"] + times["control"]}
     gb_s = {name: total_bytes / median(taken) / 1e9 for name, taken in times.items()}
@@ -106,15 +104,14 @@ def _judge(
 
     is_small = label.startswith(("4 KB", "16 KB"))
     floors = {"random": ">= 1.3", "descending": ">= 2.5"} if is_small else {}
-    rows = [
+    return [
         judged("ratio_raw", "ours twice", "both", ">= 0.95"),
         judged("ratio_seed", "ours", "seed", floors.get(label.rpartition(" ")[2], "context")),
         judged("control", "raw", "control"),
     ]
-    return said(rows, report)
 
 
-def _costs(report: Callable[[str], None]) -> list[dict[str, object]]:
+def _costs() -> list[dict[str, object]]:
     peer = PeerProcess("producer-costs", page_bytes=4096, page_count=10_000, environment=FINDS_BENCH)
     with _consumers(peer) as consumers:
         results = [
@@ -124,7 +121,7 @@ def _costs(report: Callable[[str], None]) -> list[dict[str, object]]:
             _notification(consumers["ours"], peer),
         ]
     peer.close()
-    return said(results, report)
+    return results
 
 
 def _post_cost(consumers: dict[str, ConsumerProcess]) -> dict[str, object]:
@@ -174,9 +171,8 @@ def _notification(ours: ConsumerProcess, peer: PeerProcess) -> dict[str, object]
     return row(name, "us", busy * 1e6, idle * 1e6, "< 2000 us (baseline: producer idle)", met=is_met)
 
 
-def run(report: Callable[[str], None]) -> list[dict[str, object]]:
+def run() -> Iterator[dict[str, object]]:
     """Measure everything; medians of interleaved rounds."""
-    results = _costs(report)
+    yield from _costs()
     for page_bytes in PAGES:
-        results += _throughput(report, page_bytes)
-    return results
+        yield from _throughput(page_bytes)

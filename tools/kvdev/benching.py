@@ -43,7 +43,10 @@ def run_bench(_uv: object, options: Namespace) -> int:
     if options.gates and name != "connector":
         fail(f"the benchmark {name!r} has one size: --gates is not for it")
     sys.path.insert(0, str(folder))
-    results: Rows = importlib.import_module(name).run(note, **({"gates": True} if options.gates else {}))
+    results: Rows = []
+    for row in importlib.import_module(name).run(**({"gates": True} if options.gates else {})):
+        note(f"{row['name']}: {row['ours']:.5g} against {row['baseline']:.5g} {row['unit']}, ratio {row['ratio']}")
+        results.append(row)
     _print_table(f"bench {name}", ("name", "unit", "ours", "baseline", "ratio", "target", "met"), results)
     if options.json:
         print(json.dumps({"results": results, "machine": _machine(), "commit": _commit()}))

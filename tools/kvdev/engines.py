@@ -140,14 +140,11 @@ class Engine:
         except (urllib.error.URLError, TimeoutError, ConnectionError):
             return False
 
-    def complete(
-        self, body: Mapping[str, object], *, path: str = "/v1/completions", timeout_s: float = 120
-    ) -> dict[str, object]:
-        """Post one request and return the JSON answer."""
-        request = urllib.request.Request(
-            self.url + path, json.dumps(dict(body)).encode(), {"Content-Type": "application/json"}
-        )
-        with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+    def complete(self, body: Mapping[str, object]) -> dict[str, object]:
+        """Post one completion request and return the JSON answer."""
+        data, headers = json.dumps(dict(body)).encode(), {"Content-Type": "application/json"}
+        request = urllib.request.Request(f"{self.url}/v1/completions", data, headers)
+        with urllib.request.urlopen(request, timeout=120) as answer:
             return dict(json.load(answer))
 
     def metrics(self) -> str:

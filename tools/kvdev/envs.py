@@ -189,15 +189,8 @@ def run_env(uv: Path, options: Namespace) -> int:
     """Make the host's environment if it is asked for, and print what environments this checkout has."""
     if options.host:
         host_environment(uv, options.vllm)
-    facts = {
-        "python": sys.version.split()[0],
-        "cpus": os.cpu_count(),
-        "workspace": WORKSPACE_VENV.exists(),
-        "host": HOST_VENV.exists(),
-        "others": sorted(folder.name for folder in (STATE / "venvs").glob("*")),
-        "gpu": shutil.which("nvidia-smi") is not None,
-    }
-    print(json.dumps(facts, indent=2))
+    others = sorted(folder.name for folder in (STATE / "venvs").glob("*"))
+    print(json.dumps({"workspace": WORKSPACE_VENV.exists(), "host": HOST_VENV.exists(), "others": others}))
     return 0
 
 

@@ -68,15 +68,6 @@ def preserved_lock() -> Iterator[str]:
             LOCK.write_text(before)
 
 
-def _resolved(uv: Path, *words: str) -> tuple[str, list[str]]:
-    """Resolve again; return the new lock, neutral, and what it binds otherwise."""
-    with exclusive(), preserved_lock() as before:
-        run_step("uv lock", [uv, "lock", *words], env=uv_environment(), timeout_s=600)
-        after = neutralise(LOCK.read_text())
-    old, new = bindings(before), bindings(after)
-    return after, [f"  gone: {each}" for each in sorted(old - new)] + [f"  new: {each}" for each in sorted(new - old)]
-
-
 def run_lock(uv: Path, options: Namespace) -> int:
     """Resolve again (with `upgrade`, to the newest versions) and write a neutral `uv.lock`.
 
@@ -84,7 +75,12 @@ def run_lock(uv: Path, options: Namespace) -> int:
     """
     if options.check and not is_neutral(LOCK.read_text()):
         fail("uv.lock names a real index; run `python3 tools/dev.py lock` and commit the result")
-    text, changed = _resolved(uv, *(["--upgrade"] if options.upgrade else []))
+    with exclusive(), preserved_lock() as before:
+        words = ["--upgrade"] if options.upgrade else []
+        run_step("uv lock", [uv, "lock", *words], env=uv_environment(), timeout_s=600)
+        text = neutralise(LOCK.read_text())
+    old, new = bindings(before), bindings(text)
+    changed = [f"  gone: {each}" for each in sorted(old - new)] + [f"  new: {each}" for each in sorted(new - old)]
     if not options.check:
         LOCK.write_text(text)
         note("\n".join(changed) or "nothing changed")

@@ -36,11 +36,6 @@ def test_an_engine_that_does_not_answer_ends_the_demo() -> None:
         demo.answers_of("", "http://127.0.0.1:1", ["a prompt"])
 
 
-def test_text_that_no_terminal_shows_is_spelt() -> None:
-    assert demo.shown(" a\nb\x1b[0m") == "a\\nb\\x1b[0m"
-    assert demo.shown("") == "(special tokens, which have no text)"
-
-
 @pytest.mark.skipif(not IS_LONG, reason="starts six vLLM engines (two minutes); `test --long tools` runs it")
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("words", [[], ["--corrupt"]])

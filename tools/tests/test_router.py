@@ -229,32 +229,6 @@ def test_both_engines_get_the_request_with_one_early_ticket_that_engines_of_the_
     assert (read.host, read.port) == ("127.0.0.1", 5600)
 
 
-def test_engines_work_at_the_same_time_and_a_slow_prefill_is_let_go_at_the_end() -> None:
-    began, left = asyncio.Event(), asyncio.Event()
-
-    async def never_ends(request: web.Request) -> web.StreamResponse:
-        began.set()
-        try:
-            while request.transport is not None:
-                await asyncio.sleep(0.005)
-        finally:
-            left.set()
-        return web.Response()
-
-    async def waits(request: web.Request) -> web.StreamResponse:
-        await began.wait()
-        return await speaks(request)
-
-    async def run() -> str:
-        async with Fleet([never_ends], [waits], is_concurrent=True) as client:
-            reply = await client.post("/v1/completions", json={"prompt": "p", "stream": True})
-            text = await reply.text()
-            await asyncio.wait_for(left.wait(), 10)
-        return text
-
-    assert asyncio.run(run()) == SPOKEN
-
-
 @pytest.mark.parametrize("gone", [refuses, fails, drains, dies])
 def test_a_hand_over_whose_prompt_will_not_come_is_withdrawn(gone: Handler) -> None:
     """A decode engine waits for the prompt, up to 30 s, until the prefill engine says that it will not come."""

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from kvdev.site import SITE, configuration_page, link_inside, run_docs, state_machines_page
+from kvdev.site import SITE, configuration_page, run_docs, state_machines_page
 from kvdev.uvtool import find_or_install_uv
 from vllm_adapter.config import describe_keys
 
@@ -31,12 +31,3 @@ def test_every_key_and_state_machine_is_in_the_reference() -> None:
     page = configuration_page()
     assert set(describe_keys()) == set(re.findall(r"^\| `(\w+)`", page, re.MULTILINE))
     assert state_machines_page().count("```mermaid") == 6
-
-
-def test_links_of_the_repository_become_links_of_the_site() -> None:
-    code = "\n```\n[x](../README.md)\n```\n"
-    text = "[a](../README.md#try-it) [b](../tools/dev.py) ![c](layout/uneven.svg) [w](wire/README.md)"
-    assert link_inside(text + code, "docs/metrics.md", "metrics.md") == (
-        "[a](project.md#try-it) b (`tools/dev.py`) ![c](layout/uneven.svg) [w](wire/README.md)" + code
-    )
-    assert link_inside("[d](docs/adr/)", "README.md", "project.md") == "[d](adr/README.md)"

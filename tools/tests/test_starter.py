@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,13 +23,6 @@ def main():
     print("up", of_this_engine.NUMBER, flush=True)
     time.sleep(60)
 """
-
-
-def wait_for(is_so: Callable[[], bool]) -> None:
-    until = time.monotonic() + 15
-    while not is_so():
-        assert time.monotonic() < until
-        time.sleep(0.02)
 
 
 @pytest.mark.parametrize("end", ["pipe", "SIGTERM"])
@@ -50,7 +42,10 @@ def test_a_stopped_engine_ends_with_the_starter(tmp_path: Path, end: str) -> Non
         own = {**environment, "PYTHONPATH": str(tmp_path / "own")}
         orders.send({"arguments": [], "environment": own, "log": str(log)})
         engine = orders.recv()
-        wait_for(lambda: log.exists() and log.read_text() == "up 7\n")
+        until = time.monotonic() + 15
+        while not log.exists() or log.read_text() != "up 7\n":
+            assert time.monotonic() < until
+            time.sleep(0.02)
         os.killpg(engine, signal.SIGSTOP)
         began_s = time.monotonic()
         if end == "pipe":
