@@ -111,7 +111,7 @@ class TransferAgent:
         self._transfers = TransferQueue(self._port, self._handles, self._words, chosen, clock)
         self._shared_from = chosen.shared_from
         if pads is not None:
-            self.polls = StreamPoller(self._port, self._words, pads, chosen, self._transfers.counts, clock)
+            self.polls = StreamPoller(self._port, self._words, pads, chosen, self._transfers.wiring.counts, clock)
 
     # ------------------------------------------------------------------------------------------------ this endpoint
 
@@ -264,7 +264,7 @@ class TransferAgent:
             chunk_rows=self._options.chunk_rows,
             shared_from=self._shared_from,
         )
-        self._transfers.add(Transfer(order, peer, parts, self._transfers))
+        self._transfers.add(Transfer(order, peer, parts, self._transfers.wiring))
 
     def _admit(self, order: TransferOrder, peer: Peer) -> None:
         """Refuse an order that cannot be served now."""
@@ -274,7 +274,7 @@ class TransferAgent:
         waiting = self._transfers.waiting_count
         if waiting >= options.max_queued:
             raise AgentError("queue-full", f"{waiting} transfers wait already; let some end first")
-        held_count = sum([transfer.peer.key == peer.key for transfer in held.values()])
+        held_count = sum([hold.peer.key == peer.key for hold in held.values()])
         if held_count >= options.max_quarantined_per_peer:
             raise AgentError(
                 "quarantine-full",
@@ -346,7 +346,7 @@ class TransferAgent:
 
     def take_quiet(self) -> list[str]:
         """Return ids of transfers whose local memory left quarantine since the last call."""
-        taken, self._transfers.quiet = self._transfers.quiet, []
+        taken, self._transfers.wiring.quiet = self._transfers.wiring.quiet, []
         return taken
 
     def take_notifications(self) -> Sequence[tuple[str, bytes]]:

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from kv_nixl_agent.memory.peers import Peer
     from kv_nixl_agent.nixl.port import NixlPort
     from kv_nixl_agent.options import AgentOptions
-    from kv_nixl_agent.transfers.reader import WordRead, WordReader
+    from kv_nixl_agent.transfers.handles import WordRead
+    from kv_nixl_agent.transfers.reader import WordReader
     from kv_nixl_agent.values import StreamLocation
 
 __all__ = ["PAD_COUNT", "StreamListener", "StreamPoller", "StreamWatch", "landing_pads"]

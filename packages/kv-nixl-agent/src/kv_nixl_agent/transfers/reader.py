@@ -15,14 +15,13 @@ that of one. Its handle is posted again for every poll, once the previous one ha
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, final
 
 import numpy as np
 
 from kv_nixl_agent.errors import AgentError
 from kv_nixl_agent.memory.fences import CLOSED_GENERATION, SCRATCH_WORDS
-from kv_nixl_agent.transfers.handles import has_left_the_wire, was_rejected
+from kv_nixl_agent.transfers.handles import WordRead, has_left_the_wire, was_rejected
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,32 +35,12 @@ if TYPE_CHECKING:
 
     Words = npt.NDArray[np.uint64]
 
-__all__ = ["WordRead", "WordReader"]
+__all__ = ["WordReader"]
 
 _SPIN_S: Final = 100e-6
 _FIRST: Final = np.zeros(1, dtype=np.int32)
 _NOT_STORED: Final = (1 << 64) - 1
 """Word that no stream contains."""
-
-
-@final
-@dataclass(slots=True, eq=False)
-class WordRead:
-    """Read of a run of a peer's words. It may be posted again once it has ended."""
-
-    peer: Peer
-    handle: Handle
-    words: Words
-    """Scratch words in which the read lands, without copying."""
-    free: Callable[[bool], None]
-    """Frees the scratch words, and lists of this read alone; True if a late write may still reach the words."""
-    is_on_wire: bool = False
-    released_s: float | None = None
-    """Time of the first poll after its release, if it was on the wire then."""
-    is_late: bool = False
-    """Whether that is more than a second ago."""
-    errors: int = 0
-    """Errors in a row since its release."""
 
 
 @final
