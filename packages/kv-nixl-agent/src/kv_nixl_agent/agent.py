@@ -174,7 +174,8 @@ class TransferAgent:
 
     def peers(self) -> Mapping[str, Mapping[str, object]]:
         """Return the state of every peer: agent name, connected, outstanding handles."""
-        return {one.key: one.describe() for one in self._peers.by_key.values()}
+        names = ("agent_name", "is_connected", "outstanding")
+        return {key: {name: getattr(peer, name) for name in names} for key, peer in self._peers.by_key.items()}
 
     def send_notification(self, peer: str, payload: bytes) -> bool:
         """Send `payload` to a peer; False if it cannot be sent.
@@ -401,7 +402,7 @@ class TransferAgent:
         return self._transfers.figures(
             {
                 **self._peers.gauges(),
-                "scratch_words_free": self._fences.scratch.free_count,
+                "scratch_words_free": len(self._fences.scratch.free),
                 "streams_watched": 0 if self.polls is None else self.polls.watch_count,
                 "stream_pads_free": 0 if self.polls is None else self.polls.free_pads,
             }

@@ -59,7 +59,8 @@ class WordReader:
         self._fences = fences
         self._handles = handles
         self._clock = clock
-        self._own_list = port.prepare(None, "DRAM", fences.rows())
+        row = np.array([[fences.location[0], 8, 0, 8, len(fences.scratch.memory)]], dtype=np.uint64)
+        self._own_list = port.prepare(None, "DRAM", row)
         """Prepared list of the whole local fence array."""
 
     # ---------------------------------------------------------------------------------------------------------- making
@@ -183,7 +184,8 @@ class WordReader:
         """Connect to a peer with a tiny read; nothing else connects before the first transfer."""
         read: WordRead | None = None
         try:
-            read = self._make_touch(peer, self._fences.warm_up_words, _keep)
+            # Nothing is freed: all warm-ups land in one word, which is never read.
+            read = self._make_touch(peer, self._fences.warm_up_words, lambda _: None)
             self.post(read)
         except AgentError as error:
             peer.note_failure(error)
@@ -194,7 +196,3 @@ class WordReader:
         """Release the prepared list of the fence array."""
         with contextlib.suppress(AgentError):
             self._port.release_prepared(self._own_list)
-
-
-def _keep(_: bool) -> None:
-    """Free nothing: all warm-ups land in one word, which is never read."""
