@@ -93,9 +93,9 @@ def _reported_at_grant(old: Any) -> Any:
 
 
 def _given_up_at_once(old: Any) -> Any:
-    def hold(handles: Any, transfer: Any) -> None:
-        old(handles, transfer)
-        handles.give_up(transfer)
+    def hold(handles: Any, hold: Any) -> None:
+        old(handles, hold)
+        handles.give_up(hold)
 
     return hold
 

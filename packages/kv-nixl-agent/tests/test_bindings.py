@@ -396,12 +396,6 @@ def test_a_close_waits_for_a_turn_that_is_under_way_and_not_for_ever(module, mon
     hanging.close()
 
 
-def test_without_worker_threads_there_is_no_turn(module):
-    binding, agent = open_with_threads(module, {"num_workers": "1"})
-    binding.add_peer(b"blob")
-    assert methods_of(agent) == ["add_remote_agent"]
-
-
 @pytest.mark.parametrize("spare", [0, 7])
 def test_descriptors_left_are_those_that_can_be_opened(spare: int) -> None:
     words = [sys.executable, "-c", OPEN_MORE, str(spare)]

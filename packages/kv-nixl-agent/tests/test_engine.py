@@ -173,15 +173,6 @@ def test_two_keys_share_an_agent_whose_metadata_is_the_same(prefix, is_reading, 
     assert pair.consumer.statistics()["agents_waiting"] == 1
 
 
-def test_two_keys_cannot_share_an_agent_of_other_metadata():
-    pair = connected(turns=0)
-    other = TransferAgent("producer", [pair.remote.region], port_factory=pair.fabric.port)
-    assert other.agent_metadata() != pair.producer.agent_metadata()
-    assert code_of(lambda: pair.consumer.add_peer(pair.spec(other, "q"))) == "peer-known"
-    assert pair.consumer.has_peer("p")
-    assert not pair.consumer.has_peer("q")
-
-
 def test_a_failed_warm_up_leaves_the_peer():
     pair = make_pair()
     pair.fabric.fail_next("post", "nixl-disconnected")
@@ -240,7 +231,7 @@ def test_a_fence_read_is_made_with_the_data_and_posted_after_it():
 @pytest.mark.parametrize("how", ["cancelled", "timed-out", "peer-removed", "failed"])
 def test_a_fence_read_that_never_began_is_released_with_its_word(how):
     pair = connected(turns=10, latency_polls=4)
-    free = len(pair.consumer._fences.scratch._free)
+    free = len(pair.consumer._fences.scratch.free)
     if how == "failed":
         pair.fabric.fail_next("check", "nixl-backend")
     pair.consumer.post(order("r", [0], [0], fence=(0, 3), deadline_s=1.0))
@@ -253,7 +244,7 @@ def test_a_fence_read_that_never_began_is_released_with_its_word(how):
         pair.consumer.remove_peer("p")
     pair.run(step_s=0.01)
     assert how in (pair.results["r"].outcome, pair.results["r"].code)
-    assert len(pair.consumer._fences.scratch._free) == free
+    assert len(pair.consumer._fences.scratch.free) == free
     assert pair.ports[1].open_handles()["transfer"] == 0
 
 
@@ -305,7 +296,6 @@ def test_statistics_summarise():
     assert statistics["transfers_done"] == 10
     assert statistics["bytes_moved"] == 20 * 64
     assert statistics["recent_wire_s_p99"] >= statistics["recent_wire_s_p50"] >= 0
-    assert all(isinstance(value, float | int) for value in statistics.values())
 
 
 def test_reads_of_a_stopped_peer_are_reported_as_stalled_and_go_on():

@@ -9,10 +9,9 @@ import pytest
 from agent_checks.recording import RecordingPort, recording_factory
 from agent_checks.stream_checks import STREAM_CHECKS, STREAM_FAULT_CHECKS, Listener, StreamStage
 from agent_checks.stream_rewriter import VOID_TOKENS, StreamRewriter, entry_id
-from helpers import code_of
+from helpers import code_of, wait_for
 
 from kv_nixl_agent import AgentError, AgentOptions, PeerSpec, ThreadOptions, TransferAgent, TransferThread
-from kv_nixl_agent.mailbox import Pacer
 from kv_nixl_agent.memory.fences import FenceArray
 from kv_nixl_agent.streams.words import StreamLayout, StreamWords
 from kv_nixl_agent.testing import FakeFabric
@@ -211,16 +210,16 @@ def test_a_thread_tells_its_listeners_and_rests_when_nobody_watches():
     consumer.call_soon(lambda: consumer.agent.add_peer(spec))
     consumer.call_soon(lambda: watches.append(consumer.agent.watch_stream("p", 1, listener)))
     consumer.allow_slow_polling(True)
-    wait(lambda: listener.progressed)
+    wait_for(lambda: listener.progressed)
     time.sleep(0.3)  # at rest, but for the watch
     began_s = time.monotonic()
     producer.stream_words.open(1, 5, 5)
     producer.stream_words.put(1, 5, 0, [entry_id(5, 0)])
     producer.stream_words.show(1, 5, 1005)
-    wait(lambda: (5, 1005) in listener.progressed)
+    wait_for(lambda: (5, 1005) in listener.progressed)
     assert time.monotonic() - began_s < 0.15, "a watched peer is looked at every 20 ms at least"
     consumer.call_soon(lambda: watches[0].read_table(5, 0, 1))
-    wait(lambda: listener.tables)
+    wait_for(lambda: listener.tables)
     consumer.call_soon(watches[0].end)
     time.sleep(1.0)
     turns = consumer.health().turns
@@ -228,7 +227,7 @@ def test_a_thread_tells_its_listeners_and_rests_when_nobody_watches():
     assert consumer.health().turns - turns < 20, "nobody watches: the thread rests"
     other = Listener()
     consumer.call_soon(lambda: consumer.agent.watch_stream("p", 2, other))
-    wait(lambda: other.progressed)
+    wait_for(lambda: other.progressed)
     consumer.close()
     assert other.ends == ["agent-closed"]
     assert listener.ends == []
@@ -246,22 +245,3 @@ def test_a_watch_that_ends_is_not_told_what_was_found_before():
     assert len(news) == 1
     news[0]()
     assert listener.progressed == []
-
-
-@pytest.mark.parametrize("may_poll_slowly", [False, True])
-def test_a_look_that_is_due_ends_an_idle_wait(may_poll_slowly):
-    now = [100.0]
-    pacer = Pacer(ThreadOptions(idle_poll_s=5.0, slow_poll_s=5.0, gil_switch_interval_s=None), lambda: now[0])
-    pacer.may_poll_slowly = may_poll_slowly
-    now[0] = 200.0  # at rest, if it may be
-    for look_s in (200.03, 199.0):
-        began_s = time.monotonic()
-        pacer.wait_idle(300.0, lambda: False, look_s=look_s)
-        assert time.monotonic() - began_s < 2.0
-
-
-def wait(condition):
-    end_s = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < end_s
-        time.sleep(0.002)

@@ -32,14 +32,6 @@ def test_owner_methods_refuse_other_threads(ranks):
     assert code_of(lambda: consumer.thread.agent.has_peer("p")) == "wrong-thread"
 
 
-def test_timers_run_on_the_owner_thread(ranks):
-    _, _, consumer = ranks
-    seen = []
-    consumer.thread.call_every(0.005, lambda: seen.append(threading.current_thread().name))
-    wait_for(lambda: len(seen) >= 3)
-    assert set(seen) == {"kv-nixl-consumer"}
-
-
 def test_start_reports_what_registration_raised():
     fabric = FakeFabric()
     fabric.fail_next("register", "nixl-backend")

@@ -111,7 +111,7 @@ class TransferAgent:
         self._transfers = TransferQueue(self._port, self._handles, self._words, chosen, clock)
         self._shared_from = chosen.shared_from
         if pads is not None:
-            self.polls = StreamPoller(self._port, self._words, pads, chosen, self._transfers.counts, clock)
+            self.polls = StreamPoller(self._port, self._words, pads, chosen, self._transfers.wiring.counts, clock)
 
     # ------------------------------------------------------------------------------------------------ this endpoint
 
@@ -174,7 +174,8 @@ class TransferAgent:
 
     def peers(self) -> Mapping[str, Mapping[str, object]]:
         """Return the state of every peer: agent name, connected, outstanding handles."""
-        return {one.key: one.describe() for one in self._peers.by_key.values()}
+        names = ("agent_name", "is_connected", "outstanding")
+        return {key: {name: getattr(peer, name) for name in names} for key, peer in self._peers.by_key.items()}
 
     def send_notification(self, peer: str, payload: bytes) -> bool:
         """Send `payload` to a peer; False if it cannot be sent.
@@ -264,7 +265,7 @@ class TransferAgent:
             chunk_rows=self._options.chunk_rows,
             shared_from=self._shared_from,
         )
-        self._transfers.add(Transfer(order, peer, parts, self._transfers))
+        self._transfers.add(Transfer(order, peer, parts, self._transfers.wiring))
 
     def _admit(self, order: TransferOrder, peer: Peer) -> None:
         """Refuse an order that cannot be served now."""
@@ -274,7 +275,7 @@ class TransferAgent:
         waiting = self._transfers.waiting_count
         if waiting >= options.max_queued:
             raise AgentError("queue-full", f"{waiting} transfers wait already; let some end first")
-        held_count = sum([transfer.peer.key == peer.key for transfer in held.values()])
+        held_count = sum([hold.peer.key == peer.key for hold in held.values()])
         if held_count >= options.max_quarantined_per_peer:
             raise AgentError(
                 "quarantine-full",
@@ -346,7 +347,7 @@ class TransferAgent:
 
     def take_quiet(self) -> list[str]:
         """Return ids of transfers whose local memory left quarantine since the last call."""
-        taken, self._transfers.quiet = self._transfers.quiet, []
+        taken, self._transfers.wiring.quiet = self._transfers.wiring.quiet, []
         return taken
 
     def take_notifications(self) -> Sequence[tuple[str, bytes]]:
@@ -401,7 +402,7 @@ class TransferAgent:
         return self._transfers.figures(
             {
                 **self._peers.gauges(),
-                "scratch_words_free": self._fences.scratch.free_count,
+                "scratch_words_free": len(self._fences.scratch.free),
                 "streams_watched": 0 if self.polls is None else self.polls.watch_count,
                 "stream_pads_free": 0 if self.polls is None else self.polls.free_pads,
             }

@@ -48,8 +48,7 @@ class FakeFabric:
         self.has_late_writes = has_late_writes
         self.random = random.Random(seed)  # noqa: S311 - reproducible faults, no secrets
         self.fault_rates: dict[str, float] = {}
-        """Probability by fault: `post-error` and the like for each call, `disconnect`, `sticky-error`, `stall`,
-        `drop-notification`."""
+        """Probability by fault: `post-error` and the like for each call, `disconnect`, `sticky-error`, `stall`."""
         self.agents_unloaded_alive = 0
         """Peers' agents that were unloaded while their process lived: each leaks its sockets."""
         self._agents: dict[str, FakeNixl] = {}
@@ -325,7 +324,7 @@ class FakeNixl:
             return "in-progress"
         copy_bytes(transfer)
         transfer.is_done = True
-        if transfer.notification and not self._fabric.chance("drop-notification"):
+        if transfer.notification:
             peer.deliver(self.name, transfer.notification)
         return "done"
 
@@ -357,8 +356,7 @@ class FakeNixl:
         agent = None if known is None else self._fabric.find(agent_name, known[0])
         if agent is None:
             raise AgentError("nixl-not-found", f"send_notification: no agent {agent_name!r}")
-        if not self._fabric.chance("drop-notification"):
-            agent.deliver(self.name, payload)
+        agent.deliver(self.name, payload)
 
     def close(self) -> None:
         """Leave the fabric."""

@@ -87,27 +87,23 @@ class Scratch:
     def __init__(self, memory: Words, places: range) -> None:
         self.memory = memory
         self._step = places.step
-        self._free = deque(places)
-
-    @property
-    def free_count(self) -> int:
-        """Number of places not in use."""
-        return len(self._free)
+        self.free = deque(places)
+        """Places not in use."""
 
     def take(self, filling: int, *, reserve: int = 0) -> int | None:
         """Return the first word of a free place, filled with a value that is not expected; None if only `reserve` are left."""
-        if len(self._free) <= reserve:
+        if len(self.free) <= reserve:
             return None
-        place = self._free.popleft()
+        place = self.free.popleft()
         self.memory[place : place + self._step] = filling
         return place
 
     def give_back(self, place: int, *, is_suspect: bool = False) -> None:
         """Free a place. A suspect place, whose read ended in an error, is reused only after all others."""
         if is_suspect:
-            self._free.append(place)
+            self.free.append(place)
         else:
-            self._free.appendleft(place)
+            self.free.appendleft(place)
 
 
 @final
@@ -162,10 +158,6 @@ class FenceArray:
         with self._lock:
             self._is_void = True
             self._memory[: self.word_count] = CLOSED_GENERATION
-
-    def rows(self) -> Words:
-        """Return the whole array as one strided row of 8-byte descriptors."""
-        return np.array([[self.location[0], 8, 0, 8, len(self._memory)]], dtype=np.uint64)
 
 
 def probe_rows(fence: FenceLocation) -> Words:

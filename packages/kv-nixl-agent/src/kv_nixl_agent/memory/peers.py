@@ -378,10 +378,6 @@ class Peer:
         length_bytes = min(_TOUCH_BYTES, length_bytes)
         return kind, np.array([[address, length_bytes, device, length_bytes, 1]], dtype=np.uint64)
 
-    def describe(self) -> dict[str, object]:
-        """Return the peer's state as plain values."""
-        return {"agent_name": self.agent_name, "is_connected": self.is_connected, "outstanding": self.outstanding}
-
 
 def _tables(spec: PeerSpec) -> tuple[RowTable, RowTable]:
     local_kind = spec.local_kind

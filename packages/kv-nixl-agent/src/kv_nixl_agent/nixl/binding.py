@@ -260,9 +260,8 @@ def find_nixl() -> Any:  # noqa: ANN401 - the library is dynamic behind this sea
             reasons.append(f"{name}: {error}")
     raise AgentError(
         "nixl-missing",
-        "no NIXL package can be imported ("
-        + "; ".join(reasons)
-        + "); install the build for torch's CUDA, nixl-cu12 or nixl-cu13: pip install 'kv-nixl-agent[cu13]'",
+        f"no NIXL package can be imported ({'; '.join(reasons)}); install the build for torch's CUDA, nixl-cu12 or "
+        "nixl-cu13: pip install 'kv-nixl-agent[cu13]'",
     )
 
 

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from kv_nixl_agent.memory.peers import Peer
     from kv_nixl_agent.nixl.port import NixlPort
     from kv_nixl_agent.options import AgentOptions
-    from kv_nixl_agent.transfers.reader import WordRead, WordReader
+    from kv_nixl_agent.transfers.handles import WordRead
+    from kv_nixl_agent.transfers.reader import WordReader
     from kv_nixl_agent.values import StreamLocation
 
 __all__ = ["PAD_COUNT", "StreamListener", "StreamPoller", "StreamWatch", "landing_pads"]
@@ -88,7 +89,7 @@ class StreamPoller:
     @property
     def free_pads(self) -> int:
         """Number of pads not in use."""
-        return self._look_pads.free_count + self._table_pads.free_count
+        return len(self._look_pads.free) + len(self._table_pads.free)
 
     @property
     def is_on_wire(self) -> bool:
@@ -175,7 +176,7 @@ class StreamPoller:
         if polls.strip is None:
             return False
         has_changed = self._tell_changes(polls, polls.strip.words, now_s)
-        if not self._look_pads.free_count:
+        if not self._look_pads.free:
             self._reader.let_go(polls.strip)
             polls.strip = None
         return has_changed

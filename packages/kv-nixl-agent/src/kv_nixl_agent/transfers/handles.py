@@ -17,6 +17,7 @@ the thread awake: its peer is probably stopped, for minutes or for ever, and nob
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, final
 
 from kv_nixl_agent.errors import AgentError
@@ -25,13 +26,16 @@ from kv_nixl_agent.values import QuarantineEntry
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from kv_nixl_agent.memory.peers import Peer
-    from kv_nixl_agent.nixl.port import Handle, NixlPort
-    from kv_nixl_agent.transfers.queue import Part
-    from kv_nixl_agent.transfers.reader import WordRead
-    from kv_nixl_agent.transfers.transfer import Transfer
+    import numpy as np
+    import numpy.typing as npt
 
-__all__ = ["Handles", "QUARANTINE_POLL_S", "has_left_the_wire", "was_rejected"]
+    from kv_nixl_agent.memory.peers import Peer
+    from kv_nixl_agent.nixl.port import Handle, MemoryKind, NixlPort
+
+    Indices = npt.NDArray[np.int32]
+    Words = npt.NDArray[np.uint64]
+
+__all__ = ["Handles", "Hold", "Part", "QUARANTINE_POLL_S", "WordRead", "has_left_the_wire", "was_rejected"]
 
 QUARANTINE_POLL_S: Final = 1e-3
 """Shortest time between two polls of a handle that nobody waits for."""
@@ -64,6 +68,52 @@ def has_left_the_wire(error: AgentError) -> bool:
 
 
 @final
+@dataclass(slots=True, eq=False)
+class Part:
+    """Descriptors of one local and one peer list that are posted at once."""
+
+    local_kind: MemoryKind
+    local_indices: Indices
+    peer_kind: MemoryKind
+    peer_indices: Indices
+    payload_bytes: int
+    handle: Handle | None = None
+    last_error: str = ""
+
+
+@final
+@dataclass(slots=True, eq=False)
+class WordRead:
+    """Read of a run of a peer's words. It may be posted again once it has ended."""
+
+    peer: Peer
+    handle: Handle
+    words: Words
+    """Scratch words in which the read lands, without copying."""
+    free: Callable[[bool], None]
+    """Frees the scratch words, and lists of this read alone; True if a late write may still reach the words."""
+    is_on_wire: bool = False
+    released_s: float | None = None
+    """Time of the first poll after its release, if it was on the wire then."""
+    is_late: bool = False
+    """Whether that is more than a second ago."""
+    errors: int = 0
+    """Errors in a row since its release."""
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Hold:
+    """Quarantine of a transfer that has ended with parts on the wire."""
+
+    transfer_id: str
+    peer: Peer
+    parts: list[Part]
+    since_s: float
+    on_quiet: Callable[[], None]
+
+
+@final
 class Handles:
     """All handles of one agent, from creation to release.
 
@@ -77,8 +127,8 @@ class Handles:
         self._on_idle = on_idle
         self.watched: list[WordRead] = []
         """Reads on the wire that land in our own words; a read is freed and released when it has ended."""
-        self.held: dict[str, Transfer] = {}
-        """Transfers in quarantine, oldest first: they have ended with parts on the wire."""
+        self.held: dict[str, Hold] = {}
+        """Transfers in quarantine by id, oldest first."""
         self._unreleased: list[Handle] = []
         self._next_poll_s = 0.0
 
@@ -100,21 +150,21 @@ class Handles:
             except AgentError:
                 self._unreleased.append(handle)
 
-    def hold(self, transfer: Transfer) -> None:
-        """Keep the handles of a transfer's active parts: its pages are in quarantine until it `become_quiet`."""
-        self.held[transfer.order.transfer_id] = transfer
+    def hold(self, hold: Hold) -> None:
+        """Keep the handles of a transfer's active parts: its pages are in quarantine until `on_quiet` is called."""
+        self.held[hold.transfer_id] = hold
 
     def entries(self) -> Sequence[QuarantineEntry]:
         """Return the transfers in quarantine, oldest first."""
         return [
             QuarantineEntry(
-                transfer_id,
+                held.transfer_id,
                 held.peer.key,
-                held.moved_s,
-                sum(part.payload_bytes for part in held.active),
-                next((part.last_error for part in held.active if part.last_error), ""),
+                held.since_s,
+                sum(part.payload_bytes for part in held.parts),
+                next((part.last_error for part in held.parts if part.last_error), ""),
             )
-            for transfer_id, held in self.held.items()
+            for held in self.held.values()
         ]
 
     # --------------------------------------------------------------------------------------------------------- polling
@@ -170,14 +220,14 @@ class Handles:
         read.free(failure is not None and failure.code != "nixl-disconnected")
         self.release(read.peer, read.handle)
 
-    def _poll_held(self, held: Transfer) -> bool:
-        for part in list(held.active):
+    def _poll_held(self, held: Hold) -> bool:
+        for part in list(held.parts):
             if self._has_ended(held.peer, part):
-                held.active.remove(part)
+                held.parts.remove(part)
                 self.release(held.peer, part.handle)
-        if not held.active:
+        if not held.parts:
             self._end_quarantine(held)
-        return not held.active
+        return not held.parts
 
     def _has_ended(self, peer: Peer, part: Part) -> bool:
         if peer.is_lost:
@@ -190,9 +240,9 @@ class Handles:
             part.last_error = f"{error.code}: {error}"
             return has_left_the_wire(error)
 
-    def _end_quarantine(self, held: Transfer) -> None:
-        del self.held[held.order.transfer_id]
-        held.become_quiet()
+    def _end_quarantine(self, held: Hold) -> None:
+        del self.held[held.transfer_id]
+        held.on_quiet()
 
     def close(self, wait_s: float) -> None:
         """Poll handles for up to `wait_s`, then release all, ended or not, since the agent is about to be destroyed."""
@@ -211,8 +261,8 @@ class Handles:
         """Return whether NIXL can still report the end of a kept handle."""
         return bool(self.watched) or any(not held.peer.is_lost for held in self.held.values())
 
-    def give_up(self, held: Transfer) -> None:
+    def give_up(self, held: Hold) -> None:
         """End a quarantine although its parts have not ended."""
-        for part in held.active:
+        for part in held.parts:
             self.release(held.peer, part.handle)
         self._end_quarantine(held)

@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, final
 
 import numpy as np
 
 from kv_nixl_agent.errors import AgentError
+from kv_nixl_agent.transfers.handles import Part
+from kv_nixl_agent.transfers.transfer import Wiring
 from kv_nixl_agent.values import Figures, StallEntry, TransferResult
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from kv_nixl_agent.memory.peers import Peer
-    from kv_nixl_agent.nixl.port import Handle, MemoryKind, NixlPort
+    from kv_nixl_agent.nixl.port import NixlPort
     from kv_nixl_agent.options import AgentOptions
     from kv_nixl_agent.transfers.handles import Handles
     from kv_nixl_agent.transfers.reader import WordReader
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
     Indices = npt.NDArray[np.int32]
 
-__all__ = ["Part", "TransferQueue", "order_for_merging", "split_into_parts", "spread_runs"]
+__all__ = ["TransferQueue", "order_for_merging", "split_into_parts", "spread_runs"]
 
 _NO_LIMIT: Final = 1 << 31
 _COUNTERS: Final = (
@@ -77,19 +78,14 @@ class TransferQueue:
         options: AgentOptions,
         clock: Callable[[], float],
     ) -> None:
-        self.port, self.handles, self.words, self.clock = port, handles, words, clock
-        self.counts: dict[str, int] = dict.fromkeys(_COUNTERS, 0)
-        """Counts since the start."""
+        counts = dict.fromkeys(_COUNTERS, 0)
+        self.wiring = Wiring(port, handles, words, clock, self._finish, counts, quiet=[])
         self._recent: deque[tuple[float, float, int]] = deque(maxlen=_RECENT)
         """(post_s, wire_s, bytes_moved) of the latest transfers that are done."""
         self.live: dict[str, Transfer] = {}
         """Transfers in progress by id."""
         self.results: list[TransferResult] = []
         """Results that the owner has not taken yet, oldest first."""
-        self.quiet: list[str] = []
-        """Ids of transfers that have left quarantine and that the owner has not taken yet, oldest first."""
-        self.wire_bytes = 0
-        """Payload bytes of posted parts of live transfers."""
         self._posted: dict[str, Transfer] = {}
         """Live transfers that have left the queue."""
         self._lines: dict[Peer, dict[Transfer, None]] = {}
@@ -108,22 +104,22 @@ class TransferQueue:
     def figures(self, gauges: Mapping[str, float]) -> Figures:
         """Return counts, times and gauges of this moment, together with further gauges."""
         waiting = [part for line in self._lines.values() for transfer in line for part in transfer.pending]
-        held = self.handles.entries()
+        held = self.wiring.handles.entries()
         own = {
             "queued": self.waiting_count,
             "queued_bytes": sum(part.payload_bytes for part in waiting),
             "inflight": len(self._posted),
-            "inflight_bytes": self.wire_bytes,
+            "inflight_bytes": self.wiring.wire_bytes,
             "quarantined": len(held),
             "quarantined_bytes": sum(entry.bytes_at_risk for entry in held),
         }
-        return Figures({**self.counts, **own, **gauges}, tuple(self._recent))
+        return Figures({**self.wiring.counts, **own, **gauges}, tuple(self._recent))
 
     def stalls(self) -> Sequence[StallEntry]:
         """Return the posted transfers without progress for `stall_after_s`."""
         if self._stall_after_s is None:
             return []
-        latest_s = self.clock() - self._stall_after_s
+        latest_s = self.wiring.clock() - self._stall_after_s
         return [
             StallEntry(
                 transfer_id,
@@ -159,7 +155,7 @@ class TransferQueue:
         moved = rows > 0
         for transfer in list(self._posted.values()):
             moved = transfer.poll() or moved
-        now_s = self.clock()
+        now_s = self.wiring.clock()
         if now_s > self._earliest_deadline_s:
             for transfer in list(self.live.values()):
                 if transfer.deadline_s < now_s:
@@ -173,7 +169,7 @@ class TransferQueue:
         for peer, line in self._lines.items():
             transfer = next(iter(line))
             part = transfer.pending[0]
-            has_room = is_first and self.wire_bytes + part.payload_bytes <= self._cap
+            has_room = is_first and self.wiring.wire_bytes + part.payload_bytes <= self._cap
             is_first = False
             if not (has_room or not peer.parts_on_wire):
                 continue
@@ -209,8 +205,8 @@ class TransferQueue:
                     )
                     self.report(result)
 
-    def remove(self, transfer: Transfer) -> None:
-        """Forget a transfer that reports its result."""
+    def _finish(self, transfer: Transfer, result: TransferResult) -> None:
+        """Forget a transfer in the step that reports its result."""
         line = self._lines.get(transfer.peer, {})
         if transfer in line:
             del line[transfer]
@@ -218,12 +214,13 @@ class TransferQueue:
                 del self._lines[transfer.peer]
         del self.live[transfer.order.transfer_id]
         self._posted.pop(transfer.order.transfer_id, None)
+        self.report(result)
 
     def report(self, result: TransferResult) -> None:
         """Count a result, and keep it for the owner."""
-        self.counts["transfers_" + result.outcome.replace("-", "_")] += 1
+        self.wiring.counts["transfers_" + result.outcome.replace("-", "_")] += 1
         if result.outcome == "done":
-            self.counts["bytes_moved"] += result.bytes_moved
+            self.wiring.counts["bytes_moved"] += result.bytes_moved
             self._recent.append((result.post_s, result.wire_s, result.bytes_moved))
         self.results.append(result)
 
@@ -231,20 +228,6 @@ class TransferQueue:
 # Below it, handing pieces to other threads costs about what they save (docs/performance.md).
 _SPREAD_FROM_BYTES: Final = 16 << 20
 _GLANCE = 64
-
-
-@final
-@dataclass(slots=True, eq=False)
-class Part:
-    """Descriptors of one local and one peer list that are posted at once."""
-
-    local_kind: MemoryKind
-    local_indices: Indices
-    peer_kind: MemoryKind
-    peer_indices: Indices
-    payload_bytes: int
-    handle: Handle | None = None
-    last_error: str = ""
 
 
 def split_into_parts(

@@ -15,14 +15,13 @@ that of one. Its handle is posted again for every poll, once the previous one ha
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, final
 
 import numpy as np
 
 from kv_nixl_agent.errors import AgentError
 from kv_nixl_agent.memory.fences import CLOSED_GENERATION, SCRATCH_WORDS
-from kv_nixl_agent.transfers.handles import has_left_the_wire, was_rejected
+from kv_nixl_agent.transfers.handles import WordRead, has_left_the_wire, was_rejected
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,32 +35,12 @@ if TYPE_CHECKING:
 
     Words = npt.NDArray[np.uint64]
 
-__all__ = ["WordRead", "WordReader"]
+__all__ = ["WordReader"]
 
 _SPIN_S: Final = 100e-6
 _FIRST: Final = np.zeros(1, dtype=np.int32)
 _NOT_STORED: Final = (1 << 64) - 1
 """Word that no stream contains."""
-
-
-@final
-@dataclass(slots=True, eq=False)
-class WordRead:
-    """Read of a run of a peer's words. It may be posted again once it has ended."""
-
-    peer: Peer
-    handle: Handle
-    words: Words
-    """Scratch words in which the read lands, without copying."""
-    free: Callable[[bool], None]
-    """Frees the scratch words, and lists of this read alone; True if a late write may still reach the words."""
-    is_on_wire: bool = False
-    released_s: float | None = None
-    """Time of the first poll after its release, if it was on the wire then."""
-    is_late: bool = False
-    """Whether that is more than a second ago."""
-    errors: int = 0
-    """Errors in a row since its release."""
 
 
 @final
@@ -80,7 +59,8 @@ class WordReader:
         self._fences = fences
         self._handles = handles
         self._clock = clock
-        self._own_list = port.prepare(None, "DRAM", fences.rows())
+        row = np.array([[fences.location[0], 8, 0, 8, len(fences.scratch.memory)]], dtype=np.uint64)
+        self._own_list = port.prepare(None, "DRAM", row)
         """Prepared list of the whole local fence array."""
 
     # ---------------------------------------------------------------------------------------------------------- making
@@ -204,7 +184,8 @@ class WordReader:
         """Connect to a peer with a tiny read; nothing else connects before the first transfer."""
         read: WordRead | None = None
         try:
-            read = self._make_touch(peer, self._fences.warm_up_words, _keep)
+            # Nothing is freed: all warm-ups land in one word, which is never read.
+            read = self._make_touch(peer, self._fences.warm_up_words, lambda _: None)
             self.post(read)
         except AgentError as error:
             peer.note_failure(error)
@@ -215,7 +196,3 @@ class WordReader:
         """Release the prepared list of the fence array."""
         with contextlib.suppress(AgentError):
             self._port.release_prepared(self._own_list)
-
-
-def _keep(_: bool) -> None:
-    """Free nothing: all warm-ups land in one word, which is never read."""

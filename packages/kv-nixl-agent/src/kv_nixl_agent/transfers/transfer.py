@@ -20,20 +20,20 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, Literal, final
 
 from kv_nixl_agent.errors import AgentError, transfer_code
-from kv_nixl_agent.transfers.handles import has_left_the_wire, was_rejected
+from kv_nixl_agent.transfers.handles import Hold, has_left_the_wire, was_rejected
 from kv_nixl_agent.values import TransferResult
 
 if TYPE_CHECKING:
     from collections import deque
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from kv_nixl_agent.memory.peers import Peer
-    from kv_nixl_agent.nixl.port import MemoryKind, Progress
-    from kv_nixl_agent.transfers.queue import Part, TransferQueue
-    from kv_nixl_agent.transfers.reader import WordRead
+    from kv_nixl_agent.nixl.port import MemoryKind, NixlPort, Progress
+    from kv_nixl_agent.transfers.handles import Handles, Part, WordRead
+    from kv_nixl_agent.transfers.reader import WordReader
     from kv_nixl_agent.values import Outcome, TransferOrder
 
-__all__ = ["Event", "State", "TABLE", "Transfer", "Transition"]
+__all__ = ["Event", "State", "TABLE", "Transfer", "Transition", "Wiring"]
 
 State = Literal["new", "queued", "posted", "data-done", "fence-posted", "verified", "quarantined", "gone"]
 Event = Literal[
@@ -99,6 +99,24 @@ _STEPS: Final[Mapping[tuple[State, Event], Transition]] = MappingProxyType(
 
 
 @final
+@dataclass(slots=True, eq=False)
+class Wiring:
+    """Parts of the agent that every transfer uses; `on_end` receives a transfer and its result in the step that reports it."""
+
+    port: NixlPort
+    handles: Handles
+    words: WordReader
+    clock: Callable[[], float]
+    on_end: Callable[[Transfer, TransferResult], None]
+    counts: dict[str, int]
+    """Counts since the start, by name."""
+    quiet: list[str]
+    """Ids of transfers that have left quarantine and that the owner has not taken yet, oldest first."""
+    wire_bytes: int = 0
+    """Payload bytes of posted parts of transfers in progress."""
+
+
+@final
 class Transfer:
     """Life of one order: posting, polling, verification, end.
 
@@ -106,11 +124,11 @@ class Transfer:
         order: The accepted order.
         peer: Its peer.
         parts: Its parts, in the order of posting; empty if the order names no descriptors.
-        queue: The queue that drives it and receives its result.
+        wiring: See `Wiring`.
     """
 
-    def __init__(self, order: TransferOrder, peer: Peer, parts: deque[Part], queue: TransferQueue) -> None:
-        self._queue = queue
+    def __init__(self, order: TransferOrder, peer: Peer, parts: deque[Part], wiring: Wiring) -> None:
+        self._wiring = wiring
         self.order = order
         self.peer = peer
         self.pending = parts
@@ -140,23 +158,23 @@ class Transfer:
             raise AssertionError(f"transfer table: no event {event!r} in state {self.state!r}")
         if row.target != self.state:
             self.state = row.target
-            self.moved_s = self._entered_s[row.target] = self._queue.clock()
+            self.moved_s = self._entered_s[row.target] = self._wiring.clock()
         return row
 
     # --------------------------------------------------------------------------------------------------------- posting
 
     def post(self, part: Part) -> None:
         """Post the next part of `pending`."""
-        queue, order = self._queue, self.order
-        started_s = self.moved_s = queue.clock()
+        wiring, order = self._wiring, self.order
+        started_s = self.moved_s = wiring.clock()
         self._go("post")
         self.active.append(part)
-        queue.wire_bytes += part.payload_bytes
+        wiring.wire_bytes += part.payload_bytes
         self.peer.parts_on_wire += 1
         progress: Progress | None = None
         failure: AgentError | None = None
         try:
-            part.handle = queue.port.make(
+            part.handle = wiring.port.make(
                 self.peer.local_lists[part.local_kind],
                 part.local_indices,
                 self.peer.peer_lists[part.peer_kind],
@@ -166,11 +184,11 @@ class Transfer:
             self.peer.outstanding += 1
             if order.fence is not None and not self.pending:
                 with suppress(AgentError):  # it counts only if the read is still needed and fails again
-                    self._read = self._read or queue.words.make_check(self.peer, order.fence, is_early=True)
-            progress = queue.port.post(part.handle)
+                    self._read = self._read or wiring.words.make_check(self.peer, order.fence, is_early=True)
+            progress = wiring.port.post(part.handle)
         except AgentError as error:
             failure = error
-        self._post_s += queue.clock() - started_s
+        self._post_s += wiring.clock() - started_s
         if failure is not None:
             self._fail_part(part, failure, is_off_wire=part.handle is None or was_rejected(failure))
         elif progress == "done":
@@ -184,7 +202,7 @@ class Transfer:
         moved = False
         for part in list(self.active):
             try:
-                if self._queue.port.check(part.handle) != "done":
+                if self._wiring.port.check(part.handle) != "done":
                     continue
             except AgentError as error:
                 self._fail_part(part, error, is_off_wire=has_left_the_wire(error))
@@ -194,8 +212,8 @@ class Transfer:
         return self.verify() or moved
 
     def _complete_part(self, part: Part) -> None:
-        self.moved_s = self._queue.clock()
-        telemetry, backend = self._queue.port.telemetry(part.handle), ""
+        self.moved_s = self._wiring.clock()
+        telemetry, backend = self._wiring.port.telemetry(part.handle), ""
         if telemetry is not None:
             self._merged_count += telemetry.descriptor_count
             backend = telemetry.backend
@@ -205,10 +223,10 @@ class Transfer:
 
     def _release_part(self, part: Part) -> None:
         self.active.remove(part)
-        self._queue.wire_bytes -= part.payload_bytes
+        self._wiring.wire_bytes -= part.payload_bytes
         self.peer.parts_on_wire -= 1
         if part.handle is not None:
-            self._queue.handles.release(self.peer, part.handle)
+            self._wiring.handles.release(self.peer, part.handle)
 
     def _fail_part(self, part: Part, error: AgentError, *, is_off_wire: bool) -> None:
         """End the transfer because of one part's error; the part stays active unless it is certainly off the wire."""
@@ -224,7 +242,7 @@ class Transfer:
         """Start or continue to read the peer's word once all data has arrived; return True if anything progressed."""
         if self.active or self.pending:
             return False
-        order, words = self.order, self._queue.words
+        order, words = self.order, self._wiring.words
         if self.state in ("queued", "posted"):
             self._go("last-part-done" if self.state == "posted" else "skip-data")
             if self._row_count and self._entered_s["data-done"] > self.deadline_s:
@@ -246,7 +264,7 @@ class Transfer:
         except AgentError as error:
             # The data has arrived, but its fence cannot be checked.
             self.peer.note_failure(error)
-            self._queue.counts["fence_checks"] += 1
+            self._wiring.counts["fence_checks"] += 1
             self.end("failed", transfer_code(error), f"the fence of peer {self.peer.key!r} could not be read: {error}")
             return True
         if is_done and self._read is not None:
@@ -259,8 +277,8 @@ class Transfer:
         if is_valid:
             self._go("match")  # first, because this step records when the word was known
         self._read = None
-        self._queue.words.let_go(read)
-        self._queue.counts["fence_checks"] += 1
+        self._wiring.words.let_go(read)
+        self._wiring.counts["fence_checks"] += 1
         if fence is None or is_valid:
             self._confirm()
             return
@@ -276,7 +294,7 @@ class Transfer:
         order, is_notified = self.order, self._is_attached
         if order.notification and not is_notified:
             with suppress(AgentError):
-                self._queue.port.send_notification(self.peer.agent_name, order.notification)
+                self._wiring.port.send_notification(self.peer.agent_name, order.notification)
                 is_notified = True
             if not is_notified and not self._row_count:
                 self.end("failed", "notification-failed", f"peer {self.peer.key!r} could not be notified")
@@ -305,9 +323,9 @@ class Transfer:
             return
         read, self._read = self._read, None
         if read is not None:
-            self._queue.words.let_go(read)
+            self._wiring.words.let_go(read)
         self.pending.clear()
-        self._queue.wire_bytes -= sum(part.payload_bytes for part in self.active)
+        self._wiring.wire_bytes -= sum(part.payload_bytes for part in self.active)
         self.peer.parts_on_wire -= len(self.active)
         self._report("abandon" if self.active else "end", outcome, code, message)
 
@@ -338,12 +356,12 @@ class Transfer:
             is_notified=is_notified,
             bytes_by_path=tuple([(*path, size) for path, size in self._moved_bytes.items()]) if has_data else (),
         )
-        self._queue.remove(self)
-        self._queue.report(result)
+        self._wiring.on_end(self, result)
         if "hold" in effects:
-            self._queue.handles.hold(self)
+            hold = Hold(self.order.transfer_id, self.peer, self.active, now_s, self._become_quiet)
+            self._wiring.handles.hold(hold)
 
-    def become_quiet(self) -> None:
+    def _become_quiet(self) -> None:
         """Record that nothing of the transfer can write to the local pages any more."""
         self._go("quiet")
-        self._queue.quiet.append(self.order.transfer_id)
+        self._wiring.quiet.append(self.order.transfer_id)
