@@ -280,7 +280,7 @@ def test_a_peer_that_is_kept_loaded_is_read_from_memory_that_it_registered_later
     assert (read(1), pages[0][0, 0]) == ("done", 1)
     consumer.remove_peer("p")
     assert consumer.statistics()["agents_waiting"] == 1
-    producer.register(regions[2:])
+    producer._memory.register(regions[2:])
     consumer.add_peer(PeerSpec("p", producer.agent_metadata(), mine, second))
     assert (read(2), pages[0][0, 0]) == ("done", 2)
     consumer.close()

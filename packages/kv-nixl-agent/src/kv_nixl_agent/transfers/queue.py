@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from kv_nixl_agent.memory.peers import Peer
-    from kv_nixl_agent.nixl.port import NixlPort
+    from kv_nixl_agent.nixl.port import MemoryKind, NixlPort
     from kv_nixl_agent.options import AgentOptions
     from kv_nixl_agent.transfers.handles import Handles
     from kv_nixl_agent.transfers.reader import WordReader
@@ -78,7 +78,7 @@ class TransferQueue:
         options: AgentOptions,
         clock: Callable[[], float],
     ) -> None:
-        counts = dict.fromkeys(_COUNTERS, 0)
+        counts: dict[str, int] = dict.fromkeys(_COUNTERS, 0)
         self.wiring = Wiring(port, handles, words, clock, self._finish, counts, quiet=[])
         self._recent: deque[tuple[float, float, int]] = deque(maxlen=_RECENT)
         """(post_s, wire_s, bytes_moved) of the latest transfers that are done."""
@@ -254,16 +254,15 @@ def split_into_parts(
     lengths = peer.local.lengths(local)
     if not peer.local.uniform_bytes or peer.local.uniform_bytes != peer.rows.uniform_bytes:
         _refuse_unequal(peer, local, theirs, lengths)
-    kinds = [(mine, other) for mine in peer.local.groups for other in peer.rows.groups]
+    kinds: list[tuple[MemoryKind, MemoryKind]] = [
+        (mine, other) for mine in peer.local.groups for other in peer.rows.groups
+    ]
     for local_kind, peer_kind in kinds:
         own, their, sizes = local, theirs, lengths
         if len(kinds) > 1:
             members = np.flatnonzero(peer.local.has_kind(local, local_kind) & peer.rows.has_kind(theirs, peer_kind))
-            own, their, sizes = (
-                peer.local.in_group(local[members]),
-                peer.rows.in_group(theirs[members]),
-                lengths[members],
-            )
+            own, their = peer.local.in_group(local[members]), peer.rows.in_group(theirs[members])
+            sizes = lengths[members]
         step = chunk_rows or max(1, len(own))
         for start in range(0, len(own), step):
             piece = slice(start, start + step)
