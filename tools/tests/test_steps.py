@@ -83,7 +83,6 @@ def test_every_process_of_an_engine_sleeps_where_vllm_would_yield_in_a_loop() ->
         (["bench"], 2, "required: name"),
         ([], 2, "required: VERB"),
         (["test", "kv-topolgy"], 1, "the scopes are"),
-        (["test", "gpu", "sim", "--record"], 1, "gpu alone"),
         (["bench", "warp"], 1, "there are"),
         (["bench", "topology", "--gates"], 1, "has one size"),
         *(
