@@ -56,12 +56,11 @@ def flat_bytes(array: Array) -> Array:
 class NumpyMirror:
     """A `MirrorMemory` whose `arrays` are what peers see of the `device` arrays; without any given, they are made."""
 
-    def __init__(self, device: Sequence[Array], arrays: Sequence[Array] = (), *, is_asynchronous: bool = True) -> None:
+    def __init__(self, device: Sequence[Array], arrays: Sequence[Array] = ()) -> None:
         self.arrays = list(arrays) or [np.full_like(array, np.nan) for array in device]
         for mine, its in zip(self.arrays, device, strict=True):
             assert mine.strides == its.strides
         self._pairs = [(flat_bytes(mine), flat_bytes(its)) for mine, its in zip(self.arrays, device, strict=True)]
-        self.is_asynchronous = is_asynchronous
         self.delay_s = 0.0
         self.save_refusal: Exception | None = None
         self.restore_refusal: Exception | None = None

@@ -50,7 +50,7 @@ class Pages:
         self.page_bytes = 4 * words
         self.raw: Array = np.full((engine.tp, len(self.group_of), engine.blocks, words), _POISON, np.uint32)
         self.wire: Array = self.raw.copy() if engine.has_mirror else self.raw
-        self.mirror = NumpyMirror([self.raw], [self.wire], is_asynchronous=False) if engine.has_mirror else None
+        self.mirror = NumpyMirror([self.raw], [self.wire]) if engine.has_mirror else None
         self.groups: list[Any] = []
         self._seen: list[tuple[Any, int]] = []
         first = 0

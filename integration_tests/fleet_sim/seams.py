@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import SimpleNamespace
@@ -166,6 +167,25 @@ class SimSecrets:
         return self._random.randbytes(count).hex()
 
 
+@final
+class SimExecutor:
+    """Stands for a `ThreadPoolExecutor` of one thread: runs each action at once."""
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+    def submit(self, action: Callable[..., None], *arguments: object) -> Future[None]:
+        future: Future[None] = Future()
+        try:
+            future.set_result(action(*arguments))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+    def shutdown(self) -> None:
+        pass
+
+
 @contextmanager
 def simulated(
     world: World,
@@ -197,6 +217,7 @@ def simulated(
         *[(module, "time", clock) for module in _TIMED],
         *[(module, "threading", threads) for module in _THREADED],
         (kv_nixl_agent.mailbox, "time", PacerTime(threads)),
+        (vllm_adapter.worker.pages, "ThreadPoolExecutor", SimExecutor),
         (vllm_adapter.worker.registration, "time", SimpleNamespace(monotonic=world.clock, sleep=world.wait)),
         (vllm_adapter.worker.registration, "threading", SimpleNamespace(Event=lambda: BlockingEvent(world))),
         (kv_handshake.net.loop, "Hub", hub),

@@ -44,7 +44,6 @@ def test_twins_look_like_their_originals_and_share_memory_as_they_do() -> None:
     addresses = {name: twin.data_ptr() for name, twin in mirror.tensors.items()}
     assert addresses["a"] == addresses["b"] != addresses["c"]
     assert not set(addresses.values()) & {tensor.data_ptr() for tensor in tensors.values()}
-    assert not mirror.is_asynchronous
     assert mirror.mark() is None
 
 

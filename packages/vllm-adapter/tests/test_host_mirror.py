@@ -27,8 +27,7 @@ DOCUMENT: Any = {
 
 
 class Memory:
-    def __init__(self, *, is_asynchronous: bool) -> None:
-        self.is_asynchronous = is_asynchronous
+    def __init__(self) -> None:
         self.go = threading.Event()
         self.go.set()
         self.saved: list[list[PageCopy]] = []
@@ -50,9 +49,9 @@ class Memory:
         self.restored.append(list(copies))
 
 
-@pytest.fixture(params=[True, False], ids=["asynchronous", "at once"])
-def memory(request: pytest.FixtureRequest) -> Memory:
-    return Memory(is_asynchronous=request.param)
+@pytest.fixture
+def memory() -> Memory:
+    return Memory()
 
 
 @pytest.fixture
@@ -94,7 +93,7 @@ def test_a_failed_copy_is_told_once_and_only_of_its_request(mirror: HostMirror, 
 
 
 def test_forgotten_copies_are_waited_for_like_others() -> None:
-    memory = Memory(is_asynchronous=True)
+    memory = Memory()
     mirror = HostMirror(memory, DOCUMENT)
     memory.go.clear()
     mirror.save([("gone", [[1], []])])

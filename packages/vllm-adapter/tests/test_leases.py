@@ -112,7 +112,7 @@ def test_all_leases_end_at_once_fences_first_and_are_reported_once(bench: Bench)
     bench.leases.end_all()
     bench.leases.tick()
     assert bench.sent == ["granted"]
-    assert bench.leases.live_count() == 0
+    assert bench.leases._leases.live_count() == 0
 
 
 def test_all_leases_end_also_without_a_fence_array(bench: Bench) -> None:

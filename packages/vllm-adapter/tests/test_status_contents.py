@@ -147,7 +147,7 @@ def test_leases_are_told_with_the_time_left_and_without_their_nonce() -> None:
     bench.lease(nonce="a-secret-nonce")
     bench.beat(4.0, nonce="a-secret-nonce")
     bench.now_s += 1
-    (lease,) = bench.leases.describe(10)
+    (lease,) = bench.leases.describe(10)["oldest_leases"]
     assert lease["last_heartbeat_s"] == 1.0
     assert lease["state"] == "granted"
     assert isinstance(lease["left_s"], float)
@@ -197,7 +197,7 @@ def test_all_that_this_version_tells_has_the_shape_that_commands_read() -> None:
     worker = make_worker(facts(), Settings(), port_factory=FakeFabric().port)
     told = [side.status() for side in (producer.side, consumer.side)] + [worker.status(), worker.hand_overs()]
     told += [side.hand_overs() for side in (producer.side, consumer.side)]
-    told += [waiting, posted, bench.reads.describe(10), {"oldest_leases": leases.leases.describe(10)}]
+    told += [waiting, posted, bench.reads.describe(10), leases.leases.describe(10)]
     assert sum(bool(answer.get("hand_overs")) for answer in told) == 2
     peers: list[Any] = [answer.get("peer_engines", ()) for answer in told]
     assert sum(map(len, peers)) >= 2

@@ -31,11 +31,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple, Protocol, final
 
 from kv_scheduler_state.fences import ended_generation, stream_tag
+from kv_scheduler_state.plan import StepPlan
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable
 
-    from kv_scheduler_state.plan import StepPlan, StreamChunk, StreamOpen, StreamOrder, StreamPlan
+    from kv_scheduler_state.plan import StreamChunk, StreamOpen, StreamOrder, StreamPlan
     from kv_scheduler_state.worker.leases import LeaseEnd
 
 __all__ = ["EndReport", "StreamWords", "StreamWorker", "WorkerState"]
@@ -92,9 +93,10 @@ class WorkerState:
         word = self._announced.get(request_id)
         return word[0] if word is not None else None
 
-    def lose(self) -> None:
-        """Note that memory and fence words of all announced requests are gone."""
+    def lose(self) -> StepPlan:
+        """Note that memory and fence words of all announced requests are gone; return the plan that announces them again."""
         self._lost.update(self._announced)
+        return StepPlan(expects=self.announced)
 
     @property
     def is_reading(self) -> bool:

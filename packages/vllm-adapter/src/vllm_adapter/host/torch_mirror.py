@@ -70,11 +70,6 @@ class TorchMirror:
             self._save_stream, self._restore_stream = self._streams.make(), self._streams.make()
             self._pieces = PinnedPieces(self._streams, scratch_bytes)
 
-    @property
-    def is_asynchronous(self) -> bool:
-        """Whether the device has streams that this class can use."""
-        return self._streams is not None
-
     def mark(self) -> object:
         """Return an event behind all the work of this thread; None where calls return only when done."""
         return None if self._streams is None else self._streams.mark()

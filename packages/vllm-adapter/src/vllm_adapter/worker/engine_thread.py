@@ -133,7 +133,7 @@ class WorkerSide:
         if mirror is not None:
             self._mirror = HostMirror(mirror, document)
         if self._streams is not None:
-            self._streams.use_device(marks, self._mirror)
+            self._streams = RankStreams(self._state, self._recorder, self._sent, marks, self._mirror)
         self._completion = ReadCompletion(converter, self._mirror, self._recorder, document)
         events = RegistrationEvents(self._read_ended, self._lease_ended, select_device)
         self._open = partial(self._open, tuple(caches), events, can_convert=converter is not None)
@@ -195,9 +195,7 @@ class WorkerSide:
         registration = self._register(self._generation + 1)
         self._generation += 1
         self._registration, self._is_asleep, self._is_registration_due = registration, False, True
-        self._state.lose()
-        waiting = self._state.announced
-        registration.agent.call_soon(lambda: registration.leases.expect(waiting))
+        registration.agent.call_soon(partial(registration.apply, self._state.lose()))
 
     def close(self) -> None:
         """Stop both threads and deregister the memory; idempotent."""

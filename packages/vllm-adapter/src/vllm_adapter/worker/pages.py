@@ -21,7 +21,7 @@ Theory of operation. The mirror has the same layout as the cache at other addres
 same. The difference is when blocks are copied between the two.
 
 - Producer: after the forward pass of a step, the blocks that the step computed for prompts that will be handed over are copied to
-  the mirror. On a device with streams a separate thread makes the copies, in order, behind an event. The ticket of a prompt that
+  the mirror. A separate thread makes the copies, in order; on a device with streams, behind an event. The ticket of a prompt that
   is complete with this step may be out before the next one, so the step waits for the copies of that prompt.
 - Consumer: copies of received blocks to the device are queued on the engine thread before the read is reported.
 
@@ -33,15 +33,16 @@ from __future__ import annotations
 
 import math
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol, final
 
 import numpy as np
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
+    from concurrent.futures import Future
 
     from vllm_adapter.cache.documents import GeometryDocument
     from vllm_adapter.observe.recorder import Recorder
@@ -205,17 +206,12 @@ class PageCopy(NamedTuple):
 class MirrorMemory(Protocol):
     """The device's cache and its mirror in host memory."""
 
-    @property
-    def is_asynchronous(self) -> bool:
-        """Whether `save` may run on another thread while the device computes."""
-        ...
-
     def mark(self) -> object:
         """Return a mark behind all the work that this thread has given the device so far."""
         ...
 
     def save(self, copies: Sequence[PageCopy], after: object) -> None:
-        """Copy pages to the mirror once `after` has been reached; the copies are complete when this returns."""
+        """Copy pages to the mirror once `after` has been reached; the copies are complete when this returns. Any thread."""
         ...
 
     def restore(self, copies: Sequence[PageCopy], after: object) -> None:
@@ -240,7 +236,7 @@ class HostMirror:
         self._null_block = document["null_block"]
         self._pages_per_block = [group["pages_per_block"] for group in document["groups"]]
         self._regions = _regions_by_group(document)
-        self._thread = ThreadPoolExecutor(1, "kv-host-saves") if memory.is_asynchronous else None
+        self._thread = ThreadPoolExecutor(1, "kv-host-saves")
         self._waiting: dict[str, list[Future[None]]] = {}
         self._reads_after: object = None
 
@@ -248,7 +244,7 @@ class HostMirror:
         """Start copying (request, blocks per group) to the mirror, in this order."""
         after = self._memory.mark()
         for request_id, blocks in saves:
-            copy = self._run(self._memory.save, self._copies(blocks), after)
+            copy = self._thread.submit(self._memory.save, self._copies(blocks), after)
             self._waiting.setdefault(request_id, []).append(copy)
 
     def settle(self, request_ids: Iterable[str]) -> dict[str, str]:
@@ -269,18 +265,18 @@ class HostMirror:
             if all(copy.exception() is None for copy in copies):
                 action()
 
-        self._run(run)  # after these copies: the thread works in order
+        self._thread.submit(run)  # after these copies: the thread works in order
 
     def settle_device(self) -> None:
         """Wait until all copies have ended and the device has done all work of this thread, restores included; for shutdown."""
-        self._run(self._memory.save, (), self._memory.mark()).result()
+        self._thread.submit(self._memory.save, (), self._memory.mark()).result()
 
     def begin_reads(self) -> None:
         """Prepare for reads into blocks that had other owners until now: wait for all copies, and mark the device.
 
         This includes copies of forgotten requests; failures are kept for `settle`.
         """
-        self._run(lambda: None).result()  # behind all copies: the thread works in order
+        self._thread.submit(lambda: None).result()  # behind all copies: the thread works in order
         self._reads_after = self._memory.mark()
 
     def forget(self, request_ids: Iterable[str]) -> None:
@@ -296,22 +292,8 @@ class HostMirror:
         self._memory.restore(self._copies(blocks), self._reads_after)
 
     def close(self) -> None:
-        """Stop the thread, if there is one, after its copies; idempotent."""
-        if self._thread is not None:
-            self._thread.shutdown()
-
-    def _run(self, action: Callable[..., None], *arguments: object) -> Future[None]:
-        """Run an action behind all earlier ones: on the thread, if there is one, else now."""
-        if self._thread is not None:
-            return self._thread.submit(action, *arguments)
-        future: Future[None] = Future()
-        try:
-            action(*arguments)
-        except Exception as error:  # noqa: BLE001  (kept for `settle`, like one of the thread's)
-            future.set_exception(error)
-        else:
-            future.set_result(None)
-        return future
+        """Stop the thread after its copies; idempotent."""
+        self._thread.shutdown()
 
     def _copies(self, blocks: BlockIds) -> list[PageCopy]:
         copies: list[PageCopy] = []
@@ -358,9 +340,11 @@ class ReadCompletion:
     def complete(self, end: ReadEnd) -> ReadEnd:
         """Complete a good read and return its end, which is a failed one if a step failed."""
         if end.staged:
-            end = self._attempt(end, "conversion", self._convert, "conversion-failed", "num_failed_conversions")
+            convert = partial(self._convert, end)
+            end = self._attempt(end, "conversion", convert, "conversion-failed", "num_failed_conversions")
         if end.is_ok and self._mirror is not None and end.order.is_reported:
-            end = self._attempt(end, "mirror_restore", self._restore, "mirror-copy-failed", "num_failed_mirror_copies")
+            restore = partial(self._mirror.restore, [blocks.ids for blocks in end.order.local_blocks])
+            end = self._attempt(end, "mirror_restore", restore, "mirror-copy-failed", "num_failed_mirror_copies")
         return end
 
     def _convert(self, end: ReadEnd) -> None:
@@ -368,15 +352,11 @@ class ReadCompletion:
             raise RuntimeError("a staged plan was made without a converter")
         self._converter.convert(conversion_steps(end.staged, self._ranges))
 
-    def _restore(self, end: ReadEnd) -> None:
-        if self._mirror is not None:
-            self._mirror.restore([blocks.ids for blocks in end.order.local_blocks])
-
-    def _attempt(self, end: ReadEnd, step: str, action: Callable[[ReadEnd], None], code: str, counter: str) -> ReadEnd:
+    def _attempt(self, end: ReadEnd, step: str, action: Callable[[], None], code: str, counter: str) -> ReadEnd:
         """Run a completion step, record its duration, and turn an exception into a failed end."""
         began_s = time.perf_counter()
         try:
-            action(end)
+            action()
         except Exception as error:  # noqa: BLE001  (the request fails, the engine goes on)
             self._recorder.trouble(f"completion of a read ({step})", error, f"request {end.order.request_id}")
             self._recorder.count(counter)

@@ -220,11 +220,7 @@ class Registration:
 
         def describe() -> None:
             try:
-                leases: Answer = {
-                    "leases": self.leases.live_count(),
-                    "oldest_leases": self.leases.describe(_MOST_ENTRIES),
-                }
-                box.append({**leases, **self.reads.describe(_MOST_ENTRIES)})
+                box.append({**self.leases.describe(_MOST_ENTRIES), **self.reads.describe(_MOST_ENTRIES)})
             finally:
                 is_done.set()
 

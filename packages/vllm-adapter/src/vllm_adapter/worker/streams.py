@@ -40,14 +40,23 @@ class RankStreams:
         state: Tracks the outcome of each stream that is read here.
         recorder: Records failures and counts.
         sent: Receives the requests that ended while they were computed, once their words are permanently void.
+        marks: Shows when the device has finished a chunk; None where calls return only when their work is done.
+        mirror: If there is one, readers take the pages from it: chunks are then shown after the copies of their step.
     """
 
-    def __init__(self, state: WorkerState, recorder: Recorder, sent: deque[str]) -> None:
+    def __init__(
+        self,
+        state: WorkerState,
+        recorder: Recorder,
+        sent: deque[str],
+        marks: DeviceMarks | None = None,
+        mirror: HostMirror | None = None,
+    ) -> None:
         self._state = state
         self._recorder = recorder
         self._sent = sent
-        self._marks = ChunkMarks(None, recorder.trouble)
-        self._mirror: HostMirror | None = None
+        self._marks = ChunkMarks(marks, recorder.trouble)
+        self._mirror = mirror
         self._worker: StreamWorker | None = None
         # The latest end of each stream that has not been reported to the engine yet.
         self._torn: dict[str, ReadEnd] = {}
@@ -55,14 +64,6 @@ class RankStreams:
         self._open: dict[str, StreamOpen] = {}
         self._begun: StepPlan | None = None
         self._are_words_late = False
-
-    def use_device(self, marks: DeviceMarks | None, mirror: HostMirror | None) -> None:
-        """Show chunks by the device's marks; None where calls return only when their work is done.
-
-        If there is a mirror, readers take the pages from it: chunks are then shown after the copies of their step.
-        """
-        self._mirror = mirror
-        self._marks = ChunkMarks(marks, self._recorder.trouble)
 
     def close(self) -> None:
         """Show no more chunks; idempotent."""

@@ -6,9 +6,9 @@ import re
 from typing import TYPE_CHECKING, cast, final
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
-    from vllm_adapter.observe.answers import Entry
+    from vllm_adapter.observe.answers import Answer, Entry
     from vllm_adapter.ports import LeaseEnd, LeaseTable, Notification, StepPlan, StreamWorker
     from vllm_adapter.worker.transfer.records import TransferParts
 
@@ -54,13 +54,6 @@ class LeaseKeeper:
         self._stream_worker, self._stream_slots = worker, slots
 
     # ---------------------------------------------------------------------------------------------- orders
-
-    def expect(self, request_ids: Iterable[str]) -> None:
-        """Announce requests whose readers may report before their grants."""
-        now_s = self._parts.now_s()
-        for request_id in request_ids:
-            with self._parts.recorder.guarded("announcement of a hand-over"):
-                self._leases.expect(request_id, now_s=now_s)
 
     def apply(self, plan: StepPlan) -> None:
         """Apply the producer's part of a step's orders; orders that the table refuses are counted and logged."""
@@ -213,12 +206,8 @@ class LeaseKeeper:
             self._leases.release(str(entry["request_id"]), now_s=now_s)
         self.tick(has_fences=has_fences)
 
-    def live_count(self) -> int:
-        """Return the number of open leases."""
-        return self._leases.live_count()
-
-    def describe(self, most: int) -> list[Entry]:
-        """Return an operator's view of the oldest `most` leases."""
+    def describe(self, most: int) -> Answer:
+        """Return an operator's view: the number of open leases, and the oldest `most` of them."""
         now_s = self._parts.now_s()
         described: list[Entry] = []
         # Without the values that would let a reader of the description end the lease.
@@ -228,7 +217,7 @@ class LeaseKeeper:
             lease["readers_done"] = len(cast("Sequence[object]", entry.get("readers") or ()))
             lease["last_heartbeat_s"] = None if renewed_s is None else now_s - renewed_s
             described.append(lease)
-        return described
+        return {"leases": self._leases.live_count(), "oldest_leases": described}
 
 
 def _client_id(request_id: str) -> str:

@@ -27,10 +27,7 @@ if TYPE_CHECKING:
     from vllm_adapter.worker.transfer.planner import PeerPlanner, PeerRank
     from vllm_adapter.worker.transfer.records import Read, TransferParts
 
-__all__ = ["PEER_DRAINING", "PeerDirectory"]
-
-PEER_DRAINING = "peer-draining"
-"""Code of a read that waited in vain for a draining engine to be set up again; no handshake has failed."""
+__all__ = ["PeerDirectory"]
 
 _NO_FENCE = (
     "without fences, as vLLM's own connector does not offer them: its reads are trusted by their leases alone, its factors "
@@ -304,6 +301,7 @@ class PeerDirectory:
         if self.engines.get(engine.address) is engine:
             del self.engines[engine.address]
         for read in _take(engine):
+            read.was_met = False
             self._failed(read, code, message)
 
     def drop(self, engine: PeerEngine, reason: str) -> None:
@@ -358,6 +356,7 @@ class PeerDirectory:
                 for read in list(engine.waiting):
                     if now_s - read.waiting_since_s > wait_s:
                         engine.waiting.remove(read)
+                        read.was_met = engine.phase == "draining"
                         self._failed(read, *self._overdue(engine))
 
     def _overdue(self, engine: PeerEngine) -> tuple[str, str]:
@@ -365,7 +364,7 @@ class PeerDirectory:
         wait = f"within {self._wait_s:g} s"
         if engine.phase != "draining":
             return "handshake-overdue", f"engine {engine.engine_id} was not met {wait}: its handshake has not ended"
-        return PEER_DRAINING, (
+        return "peer-draining", (
             f"engine {engine.engine_id} was not met anew {wait}: {engine.reads_in_flight} "
             "earlier reads from it are still on the wire or in quarantine; look whether it is stopped"
         )

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, final
 
 from vllm_adapter.errors import code_of
 from vllm_adapter.steps import ReadEnd, ReadTimes
-from vllm_adapter.worker.transfer.peers import PEER_DRAINING, PeerDirectory
+from vllm_adapter.worker.transfer.peers import PeerDirectory
 from vllm_adapter.worker.transfer.records import Read
 from vllm_adapter.worker.transfer.streams import StreamCoordinator
 
@@ -68,7 +68,7 @@ class ReadCoordinator:
         self._parts = parts
         self._ended = ended
         self._transfers: dict[str, Read] = {}
-        self._peers = PeerDirectory(parts, planner, ready=self._begin, failed=self._not_met)
+        self._peers = PeerDirectory(parts, planner, ready=self._begin, failed=self._fail)
         self._stalled: set[str] = set()
         self._streams: StreamCoordinator | None = None
         if streams is not None:
@@ -173,7 +173,7 @@ class ReadCoordinator:
         if self._streams is not None:
             self._streams.break_all(code, message)
         for read in self._peers.take_waiting():
-            self._not_met(read, code, message)
+            self._fail(read, code, message)
         for read in self._posted():
             self._note_failure(read, code, message)
             self._parts.cancel(read)
@@ -366,11 +366,6 @@ class ReadCoordinator:
         read.code = read.message = ""
         read.engine = None
         self._peers.submit(read)
-
-    def _not_met(self, read: Read, code: str, message: str) -> None:
-        """End a read whose engine cannot be read from."""
-        read.was_met = code == PEER_DRAINING
-        self._fail(read, code, message)
 
     def _abandon(self, read: Read, action: str, error: Exception) -> None:
         """Fail a read because of an exception; its transfers on the wire end first."""

@@ -265,18 +265,13 @@ class StreamCoordinator:
 
     def _entry(self, read: Read) -> Entry:
         """Describe a stream; the rank that is furthest behind determines its progress."""
-        order, times = read.order, read.times
         behind = min(self._open(read), key=lambda rank: rank.finished_tokens, default=None)
         return {
-            "request_id": order.request_id,
-            "peer_request_id": order.ticket.peer_request_id,
-            "peer_engine_id": order.ticket.peer.engine_id,
+            **read.describe(self.parts.now_s()),
             "stage": "over" if behind is None else self.readers.state_of(behind.name),
-            "tokens": order.tokens,
-            "tokens_finished": order.tokens if behind is None else behind.finished_tokens,
-            "bytes": times.bytes_moved,
+            "tokens_finished": read.order.tokens if behind is None else behind.finished_tokens,
+            "bytes": read.times.bytes_moved,
             "ranks_left": len(read.open_ranks),
-            "age_s": self.parts.now_s() - times.ordered_s,
         }
 
     def look_after(self) -> None:
