@@ -120,13 +120,6 @@ class StreamPair:
         """States of the requests at the prefill engine, and at the decode engine."""
         return list(self.prefill.state.state_counts()), list(self.decode.state.state_counts())
 
-    def assert_nothing_left(self) -> None:
-        for engine in (self.prefill, self.decode):
-            engine.step()
-            assert not engine.state.live_count, self.states()
-        assert self.prefill.state.streams.produced.slots_used == 0
-        assert self.decode.state.streams.consumed.blocks_held == 0
-
     def close(self) -> None:
         for engine in (self.decode, self.prefill):
             engine.side.close()

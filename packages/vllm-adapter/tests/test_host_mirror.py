@@ -93,20 +93,6 @@ def test_a_failed_copy_is_told_once_and_only_of_its_request(mirror: HostMirror, 
     assert mirror.settle(["b"]) == {}
 
 
-def test_forgotten_copies_are_waited_for_like_others() -> None:
-    memory = Memory(is_asynchronous=True)
-    mirror = HostMirror(memory, DOCUMENT)
-    memory.go.clear()
-    mirror.save([("gone", [[1], []])])
-    mirror.forget(["gone", "never known"])
-    assert memory.saved == []
-    threading.Timer(0.05, memory.go.set).start()
-    mirror.begin_reads()
-    assert len(memory.saved) == 1
-    mirror.begin_reads()
-    mirror.close()
-
-
 def test_an_action_runs_behind_its_copies_and_never_behind_a_failed_one(mirror: HostMirror, memory: Memory) -> None:
     ran: list[str] = []
     mirror.then("nothing copied", lambda: ran.append("at once"))

@@ -84,27 +84,6 @@ def test_a_streamed_prompt_whose_pictures_went_to_prefill_alone_fails(
     caplog.clear()
 
 
-def test_an_engine_that_takes_no_step_answers_what_stands(make: Any) -> None:
-    """An idle engine is not stepped: the listener's thread answers by itself."""
-    pair = make()
-    pair.run()
-    _, ticket = pair.finish()
-    assert ticket is not None
-    pair.admit()
-    pair.decode.step()
-    assert pair.matched() == len(TEXT), "the final ticket"
-    pair.load()
-    (read,) = pair.decode.step().reads
-    assert list(read.ticket.fence) == ticket["kv_fence"]
-    pair.admit("other", text="y" * len(TEXT))
-    pair.decode.step()
-    assert pair.matched("other") == 0, "another prompt"
-    pair.prefill.report(sent=("p",))
-    pair.admit("late")
-    pair.decode.step()
-    assert pair.matched("late") == 0, "withdrawn"
-
-
 def test_an_id_that_comes_again_is_parked_for_its_new_prompt(make: Any) -> None:
     pair = make()
     pair.arrive()

@@ -25,38 +25,6 @@ def errors(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
 
 
-def test_a_prompt_is_read_while_it_is_computed(pair: StreamPair, caplog: pytest.LogCaptureFixture) -> None:
-    pair.arrive()
-    pair.admit()
-    assert pair.matched() is None, "nothing is offered before the first chunk"
-    pair.start()
-    plan = pair.chunk(is_fresh=True)
-    (opening,), (chunk,) = plan.streams.opens, plan.streams.chunks
-    assert (chunk.runs[0].ids, chunk.tokens) == ((1, 2), 2 * BLOCK)
-    pair.until(lambda: pair.matched() is not None)
-    pair.load()
-    (watch,) = pair.decode.step().streams.watches
-    assert (watch.tag, watch.start, watch.read.tokens) == (opening.tag, 0, len(TEXT))
-    assert watch.read.ticket.fence == (opening.slot, opening.generation)
-    assert watch.read.local_blocks[0].ids == (11, 12, 13, 14, 15, 16)
-    assert pair.decode.state.streams.consumed.blocks_held == 6
-    (second,), (last,) = pair.chunk().streams.chunks, pair.chunk().streams.chunks
-    assert (second.runs[0].first, second.runs[0].ids, second.tokens) == (2, (3, 4), 4 * BLOCK)
-    assert (last.runs[0].first, last.runs[0].ids, last.tokens) == (4, (5, 6), 6 * BLOCK)
-    keeps, ticket = pair.finish()
-    assert keeps
-    assert ticket is not None
-    assert ticket["kv_fence"] == [opening.slot, opening.generation]
-    pair.told(is_done=True)
-    assert pair.decode.step().streams.ends == ("d",)
-    pair.decode.allocate("d", [11, 12, 13, 14, 15, 16, 17])  # the host goes on with it
-    assert pair.matched() == 0
-    pair.decode.end("d", TEXT, [11])
-    pair.prefill.report(sent=("p",))
-    pair.assert_nothing_left()
-    assert not errors(caplog)
-
-
 @pytest.mark.never_wrong("B2")
 @pytest.mark.parametrize("request_id", ["r" * 600, "\u4f60\u597d".encode().decode("latin-1"), "tab\there"], ids=ascii)
 def test_a_prompt_is_streamed_whatever_id_its_client_chose(
@@ -88,19 +56,6 @@ def test_an_offer_that_has_come_counts_in_the_step_that_begins(make: Any) -> Non
     pair.decode.step()
     pair.prefill.step()
     assert pair.matched() == len(TEXT)
-
-
-def test_without_streaming_and_without_a_mirror_no_chunk_is_looked_at(make: Any) -> None:
-    pair = make(streams=(False, True))
-
-    def steps() -> Iterator[Any]:
-        raise AssertionError("somebody looked")
-        yield
-
-    pair.arrive()
-    pair.start()
-    pair.prefill.side.build_step((), steps())
-    assert "p" not in pair.prefill.side.chunks.prompts
 
 
 STATE = CacheGroup("state", 64, 0, 1, ("c",))
