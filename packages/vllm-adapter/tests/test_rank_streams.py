@@ -100,14 +100,6 @@ def test_words_come_before_the_forward_pass_and_progress_behind_the_device(rank:
     assert rank.words.stored[2:] == [("show", 1, 7, 32)]
 
 
-def test_an_order_that_the_words_refuse_fails_alone(rank: Rank) -> None:
-    bad = StreamChunk("bad", 3, 9, (StreamRun(0, (1,)),), 16)
-    rank.step(StepPlan(streams=StreamPlan(chunks=(bad, CHUNK))))
-    assert rank.words.stored == [("put", 1, 7, 0, (4, 5))]
-    ((action, error),) = rank.recorder.errors
-    assert (action, str(error)) == ("request bad: storing the words of a stream", "another owner")
-
-
 def test_without_memory_words_are_void_already(rank: Rank) -> None:
     rank.streams.use(None)
     rank.begin()

@@ -125,3 +125,13 @@ def test_a_refused_ticket_is_released_at_its_writer_if_the_seal_proves_who_that_
     reader.allocated("r", [[1, 2]], [[1, 2]], external_tokens=0, preemptions=0)
     reader.finished(Ending("r", "abort", 32), [[1, 2]])
     assert reader.build_step((), ()).plan.reads == ()
+
+
+def test_a_refused_ticket_that_another_request_reads_is_not_released(tmp_path: Path) -> None:
+    secrets = write_secret(tmp_path / "p", "a" * 16)
+    writer, reader = sealing_side(secrets), sealing_side(secrets)
+    ticket = finished_ticket(writer, "w", identity=Prompt("x" * 32))
+    reader.arrived(Arrival("right", ticket, 32, Prompt("x" * 32)))
+    reader.arrived(Arrival("wrong", ticket, 32, Prompt("y" * 32)))
+    assert reader.build_step((), ()).plan.reads == ()
+    assert reader.external_tokens("right", 0) == (32, True)

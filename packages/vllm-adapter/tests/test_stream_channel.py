@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import random
-import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -119,13 +118,6 @@ class Pair:
     def answered(self) -> tuple[str, int, dict[str, object]]:
         self.until(lambda: self.consumer.answers_given)
         return self.consumer.answers_given.pop(0)
-
-
-@pytest.fixture
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture(params=[InMemory, OverZeroMq])
@@ -256,18 +248,6 @@ def test_a_prompt_that_is_not_streamed_is_counted_and_said_with_its_peer_and_rea
         pair.turn()
     assert (pair.here._recorder.take() or {})["unstreamed_codes"] == ["unknown-id", "ask-unsupported"]
     assert len(caplog.messages) == 2
-
-
-def test_a_hook_waits_for_nothing(wire: Any, free_port: int) -> None:
-    """A step with a hundred questions to a peer that is not there, and as many to one that is silent for a while."""
-    pair = Pair(wire)
-    for number in range(1, 101):
-        pair.consumer.questions.append(QUESTION._replace(port=pair.wire.port, number=number))
-    began_s = time.perf_counter()
-    pair.here.receive(0.0)
-    pair.here.send()
-    assert time.perf_counter() - began_s < 1.0
-    pair.asker(100)
 
 
 # Answers that stand: the listener's thread gives them by itself, also while the engine is in a step or at rest.
