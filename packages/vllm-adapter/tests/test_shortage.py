@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 from scheduler_engine import BLOCK, TEXT, Engine
 from stream_pair import TEXT as STREAMED
-from stream_pair import make_pairs  # noqa: F401  (a fixture)
+from stream_pair import StreamPair
 
 Round = Callable[[], None]
 
@@ -100,9 +99,9 @@ def test_nothing_is_given_up_while_something_runs_or_before_a_second_is_over(kin
 
 @pytest.mark.never_wrong("B13")
 @pytest.mark.parametrize("free_blocks", [5, 6])
-def test_an_offer_without_blocks_gives_way(make: Any, free_blocks: int) -> None:
+def test_an_offer_without_blocks_gives_way(free_blocks: int) -> None:
     """Five of six blocks are free; or all are, and the host keeps some of them for others."""
-    pair = make()
+    pair = StreamPair()
     engine = pair.decode
     assert engine.prefill("lease", TEXT) is not None
     engine.step()

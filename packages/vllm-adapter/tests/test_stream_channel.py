@@ -1,4 +1,4 @@
-"""Questions and answers of streamed hand-overs between two schedulers: in memory, and over real ZeroMQ on loopback."""
+"""Questions and answers of streamed hand-overs between two schedulers, in memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from scheduler_engine import streaming
-from stream_wires import InMemory, OverZeroMq
+from stream_wires import InMemory
 
 from kv_handshake import Codec
 from kv_handshake.core.desk import MOST_ASKS, AskDesk
@@ -85,14 +85,13 @@ class Machines:
 class Pair:
     """A producer and a consumer with a channel each."""
 
-    def __init__(self, wire: Any, ours: Sequence[bytes] = (), theirs: Sequence[bytes] = ()) -> None:
-        self.wire = wire
+    def __init__(self, ours: Sequence[bytes] = (), theirs: Sequence[bytes] = ()) -> None:
+        self.wire = wire = InMemory()
         self.producer: Any = Machines()
         self.consumer: Any = Machines()
         log = CauseLog(time.monotonic)
-        self.there = streaming(self.producer, listener=wire.listener(), log=log, secrets=theirs)
-        self.here = streaming(self.consumer, client=wire.client(), log=log, secrets=ours)
-        wire.start()
+        self.there = streaming(self.producer, listener=wire, log=log, secrets=theirs)
+        self.here = streaming(self.consumer, client=wire, log=log, secrets=ours)
 
     def ask(self, **changes: Any) -> None:
         self.consumer.questions.append(QUESTION._replace(**{"port": self.wire.port, **changes}))
@@ -120,17 +119,10 @@ class Pair:
         return self.consumer.answers_given.pop(0)
 
 
-@pytest.fixture(params=[InMemory, OverZeroMq])
-def wire(request: pytest.FixtureRequest) -> Iterator[Any]:
-    made = request.param()
-    yield made
-    made.close()
-
-
 @pytest.mark.parametrize("secrets", [(), SECRETS])
 @pytest.mark.parametrize("answer", [OFFER, FINAL, {"kind": "no", "reason": "digest-mismatch"}])
-def test_a_question_is_answered_with_a_later_step(wire: Any, secrets: Sequence[bytes], answer: dict[str, Any]) -> None:
-    pair = Pair(wire, secrets, secrets)
+def test_a_question_is_answered_with_a_later_step(secrets: Sequence[bytes], answer: dict[str, Any]) -> None:
+    pair = Pair(secrets, secrets)
     pair.ask()
     asker = pair.asker()
     asked = dict(pair.producer.asked[asker])
@@ -148,8 +140,8 @@ def test_a_question_is_answered_with_a_later_step(wire: Any, secrets: Sequence[b
     assert (request_id, number, {key: read[key] for key in answer}) == ("d-1", 1, answer)
 
 
-def test_a_question_that_is_taken_back_is_forgotten_by_the_peer(wire: Any) -> None:
-    pair = Pair(wire)
+def test_a_question_that_is_taken_back_is_forgotten_by_the_peer() -> None:
+    pair = Pair()
     pair.ask()
     asker = pair.asker()
     pair.consumer.cancels.append(("d-1", 1))
@@ -163,9 +155,9 @@ def test_a_question_that_is_taken_back_is_forgotten_by_the_peer(wire: Any) -> No
 
 @pytest.mark.parametrize(("ours", "theirs"), [((), SECRETS), (SECRETS, ()), (SECRETS, (b"the secret of others",))])
 def test_engines_of_different_secrets_hand_over_whole_and_say_so_once(
-    wire: Any, ours: Sequence[bytes], theirs: Sequence[bytes], caplog: pytest.LogCaptureFixture
+    ours: Sequence[bytes], theirs: Sequence[bytes], caplog: pytest.LogCaptureFixture
 ) -> None:
-    pair = Pair(wire, ours, theirs)
+    pair = Pair(ours, theirs)
     with caplog.at_level(logging.WARNING):
         for number in (1, 2):
             pair.ask(number=number)
@@ -178,10 +170,8 @@ def test_engines_of_different_secrets_hand_over_whole_and_say_so_once(
     assert not any(secret.decode() in each for each in caplog.messages for secret in (*SECRETS, *theirs))
 
 
-def test_a_reason_is_said_again_once_it_is_another_one_or_was_gone_meanwhile(
-    wire: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    pair, peer = Pair(wire), ("127.0.0.1", 5600)
+def test_a_reason_is_said_again_once_it_is_another_one_or_was_gone_meanwhile(caplog: pytest.LogCaptureFixture) -> None:
+    pair, peer = Pair(), ("127.0.0.1", 5600)
     channel: Any = pair.here
     question = {"wants_final": False}
 
@@ -198,22 +188,22 @@ def test_a_reason_is_said_again_once_it_is_another_one_or_was_gone_meanwhile(
     assert told("ask-unsupported") == 1
 
 
-def test_what_the_machines_refuse_is_answered_with_a_no(wire: Any) -> None:
-    pair = Pair(wire)
+def test_what_the_machines_refuse_is_answered_with_a_no() -> None:
+    pair = Pair()
     pair.producer.error = RuntimeError("a mistake of ours")
     pair.ask()
     assert pair.answered()[2]["reason"] == "withdrawn"
 
 
-def test_an_answer_that_cannot_be_sent_is_a_no(wire: Any) -> None:
-    pair = Pair(wire)
+def test_an_answer_that_cannot_be_sent_is_a_no() -> None:
+    pair = Pair()
     pair.ask()
     pair.producer.answers.append(StreamAnswer(pair.asker(), 1, {**OFFER, "ticket": {"ids": [7] * 600_000}}))
     assert pair.answered()[2]["reason"] == "withdrawn"
 
 
-def test_a_question_that_cannot_be_asked_makes_its_hand_over_plain(wire: Any) -> None:
-    pair = Pair(wire)
+def test_a_question_that_cannot_be_asked_makes_its_hand_over_plain() -> None:
+    pair = Pair()
     pair.ask(digest="")
     assert pair.answered() == ("d-1", 1, PLAIN)
 
@@ -221,7 +211,7 @@ def test_a_question_that_cannot_be_asked_makes_its_hand_over_plain(wire: Any) ->
 @pytest.mark.parametrize("code", sorted(_AGAIN))
 def test_no_answer_is_not_taken_for_a_peers_word(code: str) -> None:
     """Its word that the prompt is on its way makes the machines wait for longer."""
-    pair = Pair(InMemory())
+    pair = Pair()
     pair.here._on_answer(("d-1", 1), ("127.0.0.1", 5600), {"wants_final": False}, code, b"")
     pair.turn()
     assert pair.consumer.answers_given == [("d-1", 1, {**UNANSWERED, "code": code})]
@@ -235,7 +225,7 @@ def test_no_answer_is_not_taken_for_a_peers_word(code: str) -> None:
 def test_a_prompt_that_is_not_streamed_is_counted_and_said_with_its_peer_and_reason(
     result: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    pair = Pair(InMemory())
+    pair = Pair()
     words = {"read-whole": "read once it is finished", "computed-here": "computed here", "given-up": "policy decides"}
     with caplog.at_level(logging.WARNING):
         pair.consumer.outcomes.append(StreamOutcome("d-1", "unknown-id", result, "10.0.0.1", 5600, "0f" * 16))
@@ -254,7 +244,7 @@ def test_a_prompt_that_is_not_streamed_is_counted_and_said_with_its_peer_and_rea
 
 
 def test_an_offer_is_given_while_a_step_runs_but_not_to_who_wants_the_final_ticket() -> None:
-    pair = Pair(InMemory())
+    pair = Pair()
     pair.producer.standings.append(StreamStanding(HAND_OVER, DIGEST, OFFER))
     pair.turn()
     pair.ask()
@@ -266,7 +256,7 @@ def test_an_offer_is_given_while_a_step_runs_but_not_to_who_wants_the_final_tick
 
 
 def test_the_board_of_answers_has_a_bound() -> None:
-    pair = Pair(InMemory())
+    pair = Pair()
     pair.producer.standings.extend(StreamStanding(f"{number:032x}", DIGEST, FINAL) for number in range(5000))
     pair.turn()
     assert len(pair.there._board) == 4096
@@ -286,7 +276,7 @@ class _PublishedMeanwhile(dict[int, Any]):
 
 def test_an_answer_that_is_published_while_a_question_arrives_reaches_it_without_a_further_step() -> None:
     """The engine rests from then on: nobody would take the question out of the inbox."""
-    pair = Pair(InMemory())
+    pair = Pair()
     channel: Any = pair.there
     channel._questions = _PublishedMeanwhile(channel._board)
     pair.consumer.questions.append(QUESTION._replace(port=pair.wire.port))

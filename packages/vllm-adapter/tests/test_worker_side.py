@@ -60,13 +60,6 @@ def test_a_notification_that_failed_is_logged_but_no_request_is_reported(caplog:
     assert worker.take_stats() is None, "the handshake counts as failed, and nothing else does"
 
 
-def test_what_the_scheduler_could_not_order_is_reported_as_failed() -> None:
-    worker = _worker()
-    worker.apply(StepOrders(StepPlan(failures=("o1",))))
-    results = worker.take_report()
-    assert results.received == results.failed == {"o1"}
-
-
 def test_handing_a_step_over_waits_for_no_peer() -> None:
     """The transfer thread may be busy: only the fence words are written at once, so that no ticket is ahead of them."""
     worker, queued, fences = _worker(), list[Any](), list[tuple[int, int]]()
