@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections import Counter
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,10 +17,7 @@ from scheduler_engine import streaming
 from stream_wires import InMemory
 
 from kv_handshake import Codec
-from kv_handshake.core.desk import MOST_ASKS, AskDesk
-from kv_handshake.core.pacing import GatedLog
-from kv_handshake.core.server import Incoming, Sender
-from kv_handshake.wire.asks import encode_ask, encode_cancel
+from kv_handshake.core.desk import MOST_ASKS
 from kv_scheduler_state.streams import StreamAnswer, StreamOutcome, StreamQuestion, StreamStanding
 from vllm_adapter.observe.cause_log import CauseLog
 from vllm_adapter.scheduler.streams import _AGAIN
@@ -289,47 +286,24 @@ def test_an_answer_that_is_published_while_a_question_arrives_reaches_it_without
 # Questions that wait
 
 
-class Desk:
-    """A listener without sockets: the real desk, and connections that ask, take back and wait until their asks expire."""
-
-    def __init__(self) -> None:
-        self._log = GatedLog()
-        self.now_s = 0.0
-        self.desk: AskDesk | None = None
-
-    def take_asks(self, on_ask: Any, on_gone: Any, *, wait_s: float) -> None:
-        self.desk = AskDesk(on_ask, on_gone, wait_s=wait_s, log=self._log, counts=Counter())
-
-    def answer(self, ask_id: int, payload: bytes) -> None:
-        assert self.desk is not None
-        self.desk.put(ask_id, payload)
-
-    def send(self, connection: int, query: bytes) -> None:
-        assert self.desk is not None
-        sender = Sender(f"10.0.{connection}.9", connection)
-        self.desk.receive(Incoming((b"\0%d" % connection, b""), b"", sender), query, self.now_s)
-        self.desk.take_replies(self.now_s)
-
-
 @pytest.mark.parametrize("cancels", [1.0, 0.5, 0.0])
 def test_what_waits_for_an_engine_at_rest_is_bounded(cancels: float) -> None:
-    """Strangers ask without end: what they take back or wait for too long leaves nothing behind."""
+    """Strangers ask without end: what they take back, or what the listener's desk lets expire, leaves nothing behind."""
     machines: Any = Machines()
-    listener: Any = Desk()
-    codec = Codec()
-    channel = streaming(machines, listener=listener, wait_s=30.0)
+    wire: Any = InMemory()
+    codec, open_ids = Codec(), deque[int]()
+    channel = streaming(machines, listener=wire, wait_s=30.0)
     draw = random.Random(1)
     for number in range(1, 8_001):
         told = {"hand_over_id": f"{number:032x}", "number": number, "nonce": "0" * 32, "digest": "d" * 64}
-        payload = codec.question_payload({**told, "tokens": 100, "wants_final": False}, ())
-        connection = draw.randrange(8)
-        listener.send(connection, encode_ask(number, payload))
-        if draw.random() < cancels:
-            listener.send(connection, encode_cancel(number))
-        listener.now_s += 0.01
+        wire._on_ask(number, codec.question_payload({**told, "tokens": 100, "wants_final": False}, ()))
+        open_ids.append(number)
+        if draw.random() < cancels or len(open_ids) > MOST_ASKS:
+            wire._on_gone(open_ids.popleft())
         if number == 1_000:
             channel.receive(0.0)  # the last step before it rests
-        waiting = len(channel._questions) + len(channel._gone_askers)
-        assert waiting <= 2 * MOST_ASKS, number
+        assert len(channel._questions) + len(channel._gone_askers) <= 2 * MOST_ASKS, number
+    while open_ids:
+        wire._on_gone(open_ids.popleft())
     channel.receive(0.0)
     assert (channel._questions, list(channel._gone_askers)) == ({}, [])
