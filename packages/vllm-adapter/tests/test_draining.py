@@ -77,14 +77,6 @@ def test_a_drain_says_what_is_still_to_be_read_and_an_end_what_will_not_be(caplo
     assert "ends with 1 requests unread" in caplog.records[1].getMessage()
 
 
-def test_an_engine_whose_tickets_were_read_ends_quietly(caplog: pytest.LogCaptureFixture) -> None:
-    producer = Producer()
-    producer.prefill("p", TEXT)
-    producer.report(sent=("p",))
-    producer.side.close()
-    assert caplog.records == []
-
-
 # ------------------------------------------------------------------------------------------------------- the signal
 
 

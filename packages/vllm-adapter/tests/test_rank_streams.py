@@ -125,16 +125,6 @@ def test_with_a_mirror_progress_waits_for_its_copies(rank: Rank) -> None:
     assert rank.words.stored[-1] == ("show", 1, 7, 32)
 
 
-def test_a_good_end_is_told_to_the_engine_and_to_the_scheduler_half(rank: Rank) -> None:
-    assert rank.take() == (((), (), ()), [])
-    rank.watch()
-    rank.end()
-    report, ends = rank.take()
-    assert (report.received, report.failed, report.ends) == (("r1",), (), (("r1", True),))
-    assert [end.code for end in ends] == [""]
-    assert rank.take() == (((), (), ()), [])
-
-
 def test_a_torn_stream_is_told_to_the_scheduler_half_alone_and_its_reason_kept(rank: Rank) -> None:
     rank.watch()
     rank.end("peer-lost")
