@@ -78,14 +78,6 @@ def test_blocks_become_the_pages_of_their_groups_regions(mirror: HostMirror, mem
     assert memory.restored[-1] == []
 
 
-def test_copies_keep_their_order_and_are_there_once_settled(mirror: HostMirror, memory: Memory) -> None:
-    mirror.save([("a", [[1], []]), ("b", [[2], []])])
-    mirror.save([("a", [[3], []])])
-    assert mirror.settle(["a"]) == {}
-    assert [saved[0].pages.tolist() for saved in memory.saved] == [[2, 3], [4, 5], [6, 7]]
-    assert mirror.settle(["a", "unknown"]) == {}
-
-
 def test_a_failed_copy_is_told_once_and_only_of_its_request(mirror: HostMirror, memory: Memory) -> None:
     memory.refuse_page = 4
     mirror.save([("a", [[1], []]), ("b", [[2], []])])

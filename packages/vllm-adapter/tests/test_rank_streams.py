@@ -108,23 +108,6 @@ def test_without_memory_words_are_void_already(rank: Rank) -> None:
     assert (rank.words.stored, list(rank.sent)) == ([], ["p"])
 
 
-def test_with_a_mirror_progress_waits_for_its_copies(rank: Rank) -> None:
-    waiting: list[tuple[str, Any]] = []
-
-    class Mirror:
-        def then(self, request_id: str, action: Any) -> None:
-            waiting.append((request_id, action))
-
-    mirror: Any = Mirror()
-    rank.streams._mirror = mirror
-    rank.begin()
-    rank.streams.chunks_given(BEGIN)
-    ((request_id, action),) = waiting
-    assert (request_id, rank.words.stored[-1][0]) == ("p", "put")
-    action()
-    assert rank.words.stored[-1] == ("show", 1, 7, 32)
-
-
 def test_a_torn_stream_is_told_to_the_scheduler_half_alone_and_its_reason_kept(rank: Rank) -> None:
     rank.watch()
     rank.end("peer-lost")

@@ -56,13 +56,6 @@ def test_a_stream_begins_once_its_engine_is_met(bench: Bench) -> None:
     assert (entry["stage"], entry["tokens_finished"]) == ("watching", 0)
 
 
-def test_an_engine_that_cannot_be_met_ends_its_stream_once(bench: Bench) -> None:
-    follow(bench, stream())
-    bench.handshakes.answer(Outcome(is_ok=False, code="timed-out", message="no answer"))
-    assert codes(bench) == [("r1", "timed-out")]
-    assert not bench.ends[0].was_met
-
-
 def test_a_stream_that_is_stopped_before_it_begins_ends_once_and_its_producer_is_told(bench: Bench) -> None:
     follow(bench, stream())
     bench.order(streams=StreamPlan(stops=("r1",)))
