@@ -33,8 +33,29 @@ ONE_LATENT: dict[str, Any] = {"num_kv_heads": 1} | (
 HOST_CODE = "vLLM's own allocation code with the back end's class"
 
 
-class FlashInfer:
+class _Transcribed:
+    """A back end that cannot be imported without its GPU package."""
+
+    sizes: tuple[int, ...]
+    name: str
+
+    @staticmethod
+    def customize_spec(spec: AttentionSpec) -> AttentionSpec:
+        return spec
+
+    @classmethod
+    def get_supported_kernel_block_sizes(cls, _spec: object = None) -> list[int]:
+        return [*cls.sizes]
+
+    @classmethod
+    def get_name(cls) -> str:
+        return cls.name
+
+
+class FlashInfer(_Transcribed):
     """Transcribed from `vllm/v1/attention/backends/flashinfer.py`, which needs the package flashinfer."""
+
+    sizes, name = (16, 32, 64), "FLASHINFER"
 
     @staticmethod
     def customize_spec(spec: AttentionSpec) -> AttentionSpec:
@@ -43,29 +64,11 @@ class FlashInfer:
         content = spec.head_size // 2 + spec.head_size // 16
         return replace(spec, num_head_slots=2 * spec.num_kv_heads, state_content_bytes=content)
 
-    @staticmethod
-    def get_supported_kernel_block_sizes(_spec: object = None) -> list[int]:
-        return [16, 32, 64]
 
-    @staticmethod
-    def get_name() -> str:
-        return "FLASHINFER"
-
-
-class CutlassMla:
+class CutlassMla(_Transcribed):
     """Transcribed from `vllm/v1/attention/backends/mla/cutlass_mla.py`, which needs a CUDA build of torch."""
 
-    @staticmethod
-    def customize_spec(spec: AttentionSpec) -> AttentionSpec:
-        return spec
-
-    @staticmethod
-    def get_supported_kernel_block_sizes(_spec: object = None) -> list[int]:
-        return [128]
-
-    @staticmethod
-    def get_name() -> str:
-        return "CUTLASS_MLA"
+    sizes, name = (128,), "CUTLASS_MLA"
 
 
 def find_backend(path: str) -> tuple[Any, str]:
@@ -193,6 +196,7 @@ def same(spec: KVCacheSpec, count: int = 2) -> dict[str, KVCacheSpec]:
 
 FLASH = "flash_attn:FlashAttentionBackend"
 TRITON = "triton_attn:TritonAttentionBackend"
+ROCM = "rocm_attn:RocmAttentionBackend"
 FLASHMLA = "mla.flashmla:FlashMLABackend"
 SPARSE = "mla.flashmla_sparse:FlashMLASparseBackend"
 INDEXER = "mla.indexer:DeepseekV32IndexerBackend"
@@ -243,109 +247,89 @@ def _kimi(tp: int) -> dict[str, KVCacheSpec]:
     }
 
 
+def _chunked_local(tp: int) -> dict[str, KVCacheSpec]:
+    chunked = ChunkedLocalAttentionSpec(
+        block_size=16, num_kv_heads=_heads(4, tp), head_size=32, dtype=torch.bfloat16, attention_chunk_size=32
+    )
+    return {f"layers.{n}": full(tp) if n % 2 else chunked for n in range(4)}
+
+
+def _ring_beside_latent(tp: int) -> dict[str, KVCacheSpec]:
+    del tp
+    ring = CircularBufferSpec(block_size=8, num_kv_heads=1, head_size=128, head_size_v=0, dtype=torch.float32)
+    return {**same(latent()), "layers.0.ring": ring}
+
+
+def _family(specs: Any = lambda tp: same(full(tp)), backend: str = FLASH, **more: Any) -> dict[str, Any]:
+    return {"backend": backend, "specs": specs, **more}
+
+
+def _mla(specs: Any, backend: str = FLASHMLA, **more: Any) -> dict[str, Any]:
+    return _family(specs, backend, mla=True, **more)
+
+
+def _mixed(mixer: Any, **more: Any) -> dict[str, Any]:
+    return _family(lambda tp: hybrid(full(tp), mixer(tp)), **more)
+
+
 FAMILIES: dict[str, dict[str, Any]] = {
-    "flash-attn": {"backend": FLASH, "specs": lambda tp: same(full(tp))},
-    "flash-attn-tokens-first": {"backend": FLASH, "layout": "LBNHC", "specs": lambda tp: same(full(tp))},
-    "flash-attn-cross-layer": {"backend": FLASH, "layout": "BLHNC", "specs": lambda tp: same(full(tp))},
-    "flash-attn-cross-layer-tokens-first": {"backend": FLASH, "layout": "BLNHC", "specs": lambda tp: same(full(tp))},
-    "flash-attn-heads-across-layers": {"backend": FLASH, "layout": "BHLNC", "specs": lambda tp: same(full(tp))},
-    "flash-attn-heads-outermost": {"backend": FLASH, "layout": "LHBNC", "specs": lambda tp: same(full(tp))},
-    "flash-attn-fp8": {"backend": FLASH, "specs": lambda tp: same(full(tp, dtype=E4M3))},
-    "flash-attn-big-blocks": {"backend": FLASH, "specs": lambda tp: same(full(tp, tokens=64))},
-    "flash-attn-few-heads": {"backend": FLASH, "heads": 2, "tp": (1, 2, 4), "specs": lambda tp: same(full(tp, heads=2))},
-    "flash-attn-one-head": {"backend": FLASH, "heads": 1, "specs": lambda tp: same(full(tp, heads=1))},
-    "flash-attn-two-value-sizes": {"backend": FLASH, "specs": lambda tp: same(full(tp, size=48, head_size_v=32)), "size": 48},
-    "flash-attn-chunked-local": {
-        "backend": FLASH,
-        "specs": lambda tp: {
-            f"layers.{n}": full(tp)
-            if n % 2
-            else ChunkedLocalAttentionSpec(
-                block_size=16, num_kv_heads=_heads(4, tp), head_size=32, dtype=torch.bfloat16, attention_chunk_size=32
-            )
-            for n in range(4)
-        },
-    },
-    "flash-attn-sliding-groups": {"backend": FLASH, "specs": _gemma},
-    "flash-attn-sliding-groups-cross-layer": {"backend": FLASH, "layout": "BLHNC", "specs": _gemma},
-    "flash-attn-two-head-sizes": {"backend": FLASH, "specs": _two_head_sizes},
-    "flash-attn-uniform-type": {
-        "backend": FLASH,
-        "specs": lambda tp: {"layers.0": full(tp), "layers.1": full(tp, heads=8), "layers.2": full(tp, size=64)},
-    },
-    "flash-attn-draft-model": {"backend": FLASH, "specs": _with_draft},
-    "flash-attn-draft-model-same-shape": {
-        "backend": FLASH,
-        "specs": lambda tp: {**same(full(tp)), "draft.layers.0": full(tp)},
-    },
-    "flash-attn-shared-cache": {"backend": FLASH, "specs": lambda tp: same(full(tp)), "shares": {"layers.2": "layers.1"}},
-    "triton": {"backend": TRITON, "specs": lambda tp: same(full(tp, dtype=torch.float16))},
-    "triton-int8-per-token-head": {"backend": TRITON, "specs": lambda tp: same(full(tp, **INT8_HEADS))},
-    "triton-int4-per-token-head": {"backend": TRITON, "specs": lambda tp: same(full(tp, **INT4_HEADS))},
-    "flashinfer-split-blocks": {"backend": "flashinfer", "specs": lambda tp: same(full(tp, tokens=128))},
-    "flashinfer-fp8": {"backend": "flashinfer", "specs": lambda tp: same(full(tp, dtype=E4M3))},
-    "flashinfer-nvfp4": {"backend": "flashinfer", "specs": lambda tp: same(full(tp, **NVFP4))},
-    "rocm-planes": {"backend": "rocm_attn:RocmAttentionBackend", "specs": lambda tp: same(full(tp))},
-    "rocm-planes-outermost": {
-        "backend": "rocm_attn:RocmAttentionBackend", "layout": "LHBNC", "specs": lambda tp: same(full(tp)),
-    },
-    "rocm-planes-of-two-heads": {
-        "backend": "rocm_attn:RocmAttentionBackend", "heads": 2, "specs": lambda tp: same(full(tp, heads=2)),
-    },
-    "turboquant": {
-        "backend": "turboquant_attn:TurboQuantAttentionBackend",
-        "layout": "LBNHC",
-        "size": 128,
-        "specs": lambda tp: same(
-            full(tp, size=128, dtype=torch.uint8, kv_quant_mode=KVQuantMode.TURBOQUANT_4BIT_NC)
-        ),
-    },
-    "flashmla": {"backend": FLASHMLA, "mla": True, "specs": lambda _tp: same(latent())},
-    "flashmla-split-blocks": {"backend": FLASHMLA, "mla": True, "specs": lambda _tp: same(latent(tokens=128))},
-    "flashmla-fp8": {"backend": FLASHMLA, "mla": True, "specs": lambda _tp: same(latent(dtype=E4M3))},
-    "cutlass-mla": {"backend": "cutlass", "mla": True, "specs": lambda _tp: same(latent(tokens=128))},
-    "triton-mla": {"backend": "mla.triton_mla:TritonMLABackend", "mla": True, "specs": lambda _tp: same(latent(tokens=16))},
-    "flashmla-sparse-fp8-with-indexer": {"backend": SPARSE, "mla": True, "specs": _v32, "indexer": INDEXER},
-    "flashmla-sparse-fp8-with-indexer-cross-layer": {
-        "backend": SPARSE, "mla": True, "layout": "BLHNC", "specs": _v32, "indexer": INDEXER,
-    },
-    "flashmla-sparse-split-blocks": {"backend": SPARSE, "mla": True, "specs": lambda _tp: same(fp8_latent(tokens=128))},
-    "deepseek-v4": {
-        "backend": SPARSE, "mla": True, "layout": "BLHNC", "specs": _v4, "indexer": "mla.indexer:DeepseekV4IndexerBackend",
-    },
-    "ring-beside-latent": {
-        "backend": FLASHMLA,
-        "mla": True,
-        "layout": "BLHNC",
-        "specs": lambda _tp: {
-            **same(latent()),
-            "layers.0.ring": CircularBufferSpec(
-                block_size=8, num_kv_heads=1, head_size=128, head_size_v=0, dtype=torch.float32
-            ),
-        },
-    },
-    "mla-with-dense-draft": {
-        "backend": FLASHMLA,
-        "mla": True,
-        "layout": "BLHNC",
-        "specs": lambda tp: {**same(latent()), "draft.layers.0": full(tp, tokens=64)},
-        "draft": FLASH,
-    },
-    "mamba-2": {"backend": FLASH, "specs": lambda tp: hybrid(full(tp), mamba2(tp))},
-    "mamba-2-rows-first": {"backend": FLASH, "conv": "SD", "specs": lambda tp: hybrid(full(tp), mamba2(tp))},
-    "mamba-2-one-group": {"backend": FLASH, "specs": lambda tp: hybrid(full(tp), mamba2(tp, groups=1))},
-    "mamba-1": {"backend": FLASH, "specs": lambda tp: hybrid(full(tp), mamba1(tp))},
-    "gated-delta": {"backend": FLASH, "specs": lambda tp: hybrid(full(tp), gated_delta(tp))},
-    "gated-delta-split-blocks": {"backend": "flashinfer", "specs": lambda tp: hybrid(full(tp), gated_delta(tp))},
-    "kimi-delta-with-mla": {
-        "backend": FLASHMLA, "mla": True, "specs": _kimi,
-    },
-    "short-convolution": {"backend": FLASH, "specs": lambda tp: hybrid(full(tp), short_conv(tp))},
-    "replicated-convolution": {
-        "backend": FLASH,
-        "specs": lambda tp: hybrid(full(tp), replace(short_conv(1), tp_replicated=True)),
-    },
-    "replay-ring": {"backend": FLASH, "specs": lambda tp: hybrid(full(tp), replay_ring(tp))},
-    "linear-attention": {"backend": FLASH, "specs": lambda tp: hybrid(full(tp), linear(tp))},
-    "cpu": {"backend": "cpu_attn:CPUAttentionBackend", "specs": lambda tp: same(full(tp, tokens=32, dtype=torch.float32))},
+    "flash-attn": _family(),
+    "flash-attn-tokens-first": _family(layout="LBNHC"),
+    "flash-attn-cross-layer": _family(layout="BLHNC"),
+    "flash-attn-cross-layer-tokens-first": _family(layout="BLNHC"),
+    "flash-attn-heads-across-layers": _family(layout="BHLNC"),
+    "flash-attn-heads-outermost": _family(layout="LHBNC"),
+    "flash-attn-fp8": _family(lambda tp: same(full(tp, dtype=E4M3))),
+    "flash-attn-big-blocks": _family(lambda tp: same(full(tp, tokens=64))),
+    "flash-attn-few-heads": _family(lambda tp: same(full(tp, heads=2)), heads=2, tp=(1, 2, 4)),
+    "flash-attn-one-head": _family(lambda tp: same(full(tp, heads=1)), heads=1),
+    "flash-attn-two-value-sizes": _family(lambda tp: same(full(tp, size=48, head_size_v=32)), size=48),
+    "flash-attn-chunked-local": _family(_chunked_local),
+    "flash-attn-sliding-groups": _family(_gemma),
+    "flash-attn-sliding-groups-cross-layer": _family(_gemma, layout="BLHNC"),
+    "flash-attn-two-head-sizes": _family(_two_head_sizes),
+    "flash-attn-uniform-type": _family(
+        lambda tp: {"layers.0": full(tp), "layers.1": full(tp, heads=8), "layers.2": full(tp, size=64)}
+    ),
+    "flash-attn-draft-model": _family(_with_draft),
+    "flash-attn-draft-model-same-shape": _family(lambda tp: {**same(full(tp)), "draft.layers.0": full(tp)}),
+    "flash-attn-shared-cache": _family(shares={"layers.2": "layers.1"}),
+    "triton": _family(lambda tp: same(full(tp, dtype=torch.float16)), TRITON),
+    "triton-int8-per-token-head": _family(lambda tp: same(full(tp, **INT8_HEADS)), TRITON),
+    "triton-int4-per-token-head": _family(lambda tp: same(full(tp, **INT4_HEADS)), TRITON),
+    "flashinfer-split-blocks": _family(lambda tp: same(full(tp, tokens=128)), "flashinfer"),
+    "flashinfer-fp8": _family(lambda tp: same(full(tp, dtype=E4M3)), "flashinfer"),
+    "flashinfer-nvfp4": _family(lambda tp: same(full(tp, **NVFP4)), "flashinfer"),
+    "rocm-planes": _family(backend=ROCM),
+    "rocm-planes-outermost": _family(backend=ROCM, layout="LHBNC"),
+    "rocm-planes-of-two-heads": _family(lambda tp: same(full(tp, heads=2)), ROCM, heads=2),
+    "turboquant": _family(
+        lambda tp: same(full(tp, size=128, dtype=torch.uint8, kv_quant_mode=KVQuantMode.TURBOQUANT_4BIT_NC)),
+        "turboquant_attn:TurboQuantAttentionBackend", layout="LBNHC", size=128,
+    ),
+    "flashmla": _mla(lambda _tp: same(latent())),
+    "flashmla-split-blocks": _mla(lambda _tp: same(latent(tokens=128))),
+    "flashmla-fp8": _mla(lambda _tp: same(latent(dtype=E4M3))),
+    "cutlass-mla": _mla(lambda _tp: same(latent(tokens=128)), "cutlass"),
+    "triton-mla": _mla(lambda _tp: same(latent(tokens=16)), "mla.triton_mla:TritonMLABackend"),
+    "flashmla-sparse-fp8-with-indexer": _mla(_v32, SPARSE, indexer=INDEXER),
+    "flashmla-sparse-fp8-with-indexer-cross-layer": _mla(_v32, SPARSE, layout="BLHNC", indexer=INDEXER),
+    "flashmla-sparse-split-blocks": _mla(lambda _tp: same(fp8_latent(tokens=128)), SPARSE),
+    "deepseek-v4": _mla(_v4, SPARSE, layout="BLHNC", indexer="mla.indexer:DeepseekV4IndexerBackend"),
+    "ring-beside-latent": _mla(_ring_beside_latent, layout="BLHNC"),
+    "mla-with-dense-draft": _mla(
+        lambda tp: {**same(latent()), "draft.layers.0": full(tp, tokens=64)}, layout="BLHNC", draft=FLASH
+    ),
+    "mamba-2": _mixed(mamba2),
+    "mamba-2-rows-first": _mixed(mamba2, conv="SD"),
+    "mamba-2-one-group": _mixed(lambda tp: mamba2(tp, groups=1)),
+    "mamba-1": _mixed(mamba1),
+    "gated-delta": _mixed(gated_delta),
+    "gated-delta-split-blocks": _mixed(gated_delta, backend="flashinfer"),
+    "kimi-delta-with-mla": _mla(_kimi),
+    "short-convolution": _mixed(short_conv),
+    "replicated-convolution": _mixed(lambda _tp: replace(short_conv(1), tp_replicated=True)),
+    "replay-ring": _mixed(replay_ring),
+    "linear-attention": _mixed(linear),
+    "cpu": _family(lambda tp: same(full(tp, tokens=32, dtype=torch.float32)), "cpu_attn:CPUAttentionBackend"),
 }  # fmt: skip

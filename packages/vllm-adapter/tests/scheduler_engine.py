@@ -92,11 +92,11 @@ class Engine:
         told = {key: changes.pop(key) for key in names if key in changes}
         self.facts = facts(engine_id=name, groups=groups, group_ids=tuple(range(len(groups))), **told)
         self.now_s = 0.0
-        self.listener: Any = wire.listener() if wire is not None and is_asked else InMemory()
-        client: Any = InMemory() if is_asked or wire is None else wire.client()
+        self.listener: Any = wire if wire is not None and is_asked else InMemory()
+        client: Any = InMemory() if is_asked or wire is None else wire
         asks = AskService(Codec(), client, 5.0) if wire is not None else None
         self.side = scheduler_side(self.facts, lambda: self.now_s, listener=self.listener, asks=asks, **changes)
-        self.side.serve({(0, 0): wire.envelope if wire is not None else b"envelope"})
+        self.side.serve({(0, 0): b"envelope"})
 
     @property
     def state(self) -> Any:

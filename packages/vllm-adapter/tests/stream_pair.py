@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import pytest
 from scheduler_engine import BLOCK, Engine, Prompt
-from stream_wires import InMemory, Wire
+from stream_wires import InMemory
 
 from vllm_adapter.scheduler.chunks import ScheduledTokens
 from vllm_adapter.scheduler.hooks import Arrival, Ending
@@ -32,14 +31,12 @@ _OFF: dict[str, Any] = {"stream_slots": 0, "stream_reserve_fraction": 0.0}
 class StreamPair:
     """An engine that prefills and one that decodes, each with its clock, its plans and what it was told."""
 
-    def __init__(self, wire: Wire, *, prefill: Any = (), decode: Any = (), streams: tuple[bool, bool] = (True, True)):
-        self.wire = wire
+    def __init__(self, *, prefill: Any = (), decode: Any = (), streams: tuple[bool, bool] = (True, True)):
+        self.wire = wire = InMemory()
         serving, reading = streams
         there, here = ({**STREAMING, **(_OFF if not is_on else {})} for is_on in streams)
         there, here = {**there, **dict(prefill)}, {**here, **dict(decode)}
         self.prefill = Engine("P", wire=wire if serving else None, is_asked=True, **there)
-        if not serving:
-            wire.start()
         self.decode = Engine("D", wire=wire if reading else None, **here)
         self.computed: dict[str, int] = {}
         self.tokens_left = len(TEXT)
@@ -120,18 +117,6 @@ class StreamPair:
         """States of the requests at the prefill engine, and at the decode engine."""
         return list(self.prefill.state.state_counts()), list(self.decode.state.state_counts())
 
-    def assert_nothing_left(self) -> None:
-        for engine in (self.prefill, self.decode):
-            engine.step()
-            assert not engine.state.live_count, self.states()
-        assert self.prefill.state.streams.produced.slots_used == 0
-        assert self.decode.state.streams.consumed.blocks_held == 0
-
-    def close(self) -> None:
-        for engine in (self.decode, self.prefill):
-            engine.side.close()
-        self.wire.close()
-
 
 def streaming(pair: StreamPair, chunks: int) -> None:
     """Let a request read a prompt of which so many chunks are scheduled."""
@@ -143,16 +128,3 @@ def streaming(pair: StreamPair, chunks: int) -> None:
     pair.until(lambda: pair.matched() is not None)
     pair.load()
     assert pair.decode.step().streams.watches
-
-
-@pytest.fixture(name="make")
-def make_pairs() -> Iterator[Any]:
-    made: list[StreamPair] = []
-
-    def build(wire: Any = None, **changes: Any) -> StreamPair:
-        made.append(StreamPair(wire or InMemory(), **changes))
-        return made[-1]
-
-    yield build
-    for each in made:
-        each.close()

@@ -1,26 +1,9 @@
-"""Side channels between two engines: in memory, and over real ZeroMQ on loopback."""
+"""A side channel between two engines, in memory. Real sockets: integration_tests/host/inside/test_early_reads.py."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
-
-from kv_handshake import Client, Codec, Listener, LocalOffer
-from kv_handshake.testing import sample_metadata
-
-
-class Wire(Protocol):
-    """A side channel between two engines."""
-
-    @property
-    def port(self) -> int: ...
-    @property
-    def envelope(self) -> bytes: ...
-
-    def listener(self) -> Any: ...
-    def start(self) -> None: ...
-    def client(self) -> Any: ...
-    def close(self) -> None: ...
+from typing import Any
 
 
 class InMemory:
@@ -36,18 +19,8 @@ class InMemory:
         self.served: list[dict[Any, bytes]] = []
         self.is_closed = False
 
-    def listener(self) -> InMemory:
-        return self
-
-    def client(self) -> InMemory:
-        return self
-
     def start(self) -> None:
         pass
-
-    @property
-    def envelope(self) -> bytes:
-        return b"envelope"
 
     def replace(self, envelopes: Any) -> None:
         self.served.append(dict(envelopes))
@@ -84,31 +57,3 @@ class InMemory:
             reply("closed", b"")
             if self._on_gone is not None:
                 self._on_gone(ask_id)
-
-
-class OverZeroMq:
-    """A real listener and a real client on loopback."""
-
-    def __init__(self) -> None:
-        self.envelope = Codec(capabilities={"ask": "supported"}).encode_envelope(
-            sample_metadata(), {"model": "m"}, dialect=14, rank=(0, 0)
-        )
-        self._listener = Listener("127.0.0.1", 0, payloads={(0, 0): self.envelope})
-        self._client = Client(LocalOffer(factors={"model": "m"}))
-
-    @property
-    def port(self) -> int:
-        return self._listener.port
-
-    def listener(self) -> Listener:
-        return self._listener
-
-    def start(self) -> None:
-        self._listener.start()
-
-    def client(self) -> Client:
-        return self._client
-
-    def close(self) -> None:
-        self._client.close()
-        self._listener.close()

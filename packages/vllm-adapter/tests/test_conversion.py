@@ -6,16 +6,11 @@ import math
 from typing import Any
 
 import numpy as np
-import pytest
-from factories import attention_caches, facts
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.lib.stride_tricks import as_strided
 
-from kv_nixl_agent.testing import FakeFabric
-from kv_topology import PageMove, Planner, StagedRegion
-from vllm_adapter import wiring
-from vllm_adapter.config import load_settings
+from kv_topology import PageMove, StagedRegion
 from vllm_adapter.worker.pages import PageRange, Permutation, conversion_steps
 
 
@@ -105,20 +100,3 @@ def test_layers_that_are_permuted_alike_share_a_step_and_shared_memory_is_permut
     steps = conversion_steps(staged, ranges)
     assert [[place.address for place in step.regions] for step in steps] == [[100, 300], [200], [200]]
     assert [step.pages.tolist() for step in steps] == [[1, 2], [1, 2], [4]]
-
-
-@pytest.mark.parametrize("choice", ["auto", "never", "always"])
-def test_the_choice_reaches_the_planner(choice: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[str] = []
-    settings, _ = load_settings({"receive_conversion": choice})
-
-    def planner(**named: Any) -> Planner:
-        made.extend(filter(None, [named.get("staging")]))
-        return Planner(**named)
-
-    monkeypatch.setattr(wiring, "Planner", planner)
-    for converter in (object(), None):
-        worker: Any = wiring.make_worker(facts(), settings, port_factory=FakeFabric().port)
-        worker.register(attention_caches(), converter)
-        worker.close()
-    assert made == [choice, "never"]

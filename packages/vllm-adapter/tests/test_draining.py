@@ -52,20 +52,6 @@ def test_from_the_signal_on_no_ticket_is_given_not_even_for_a_prompt_that_runs()
     assert plan.revokes == ()
 
 
-def test_an_operator_revokes_the_leases_that_there_are_and_no_later_one(caplog: pytest.LogCaptureFixture) -> None:
-    producer = Producer()
-    none = {"part": "scheduler", "engine_id": "P", "leases": 0, "leased_blocks": 0, "leased_bytes": 0}
-    assert producer.side.revoke_leases() == none
-    assert producer.prefill("p", TEXT) is not None
-    assert not producer.step().revokes
-    assert producer.side.revoke_leases() == {**none, "leases": 1, "leased_blocks": 3, "leased_bytes": 3 * BLOCK_BYTES}
-    with caplog.at_level(logging.INFO):
-        assert producer.step().revokes == ("p",)
-    assert "engine P revokes 1 leases, which keep 3 blocks, as an operator has asked" in caplog.text
-    assert producer.prefill("later", TEXT) is not None
-    assert not producer.step().revokes
-
-
 def test_leased_blocks_are_a_level_of_blocks_and_bytes() -> None:
     producer = Producer()
     producer.begin("p")
@@ -89,14 +75,6 @@ def test_a_drain_says_what_is_still_to_be_read_and_an_end_what_will_not_be(caplo
         producer.side.close()
     assert [record.levelname for record in caplog.records] == ["INFO", "WARNING"]
     assert "ends with 1 requests unread" in caplog.records[1].getMessage()
-
-
-def test_an_engine_whose_tickets_were_read_ends_quietly(caplog: pytest.LogCaptureFixture) -> None:
-    producer = Producer()
-    producer.prefill("p", TEXT)
-    producer.report(sent=("p",))
-    producer.side.close()
-    assert caplog.records == []
 
 
 # ------------------------------------------------------------------------------------------------------- the signal

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 from factories import attention_cache, facts
 
-from kv_topology import Planner, from_document
+from kv_topology import from_document
 from vllm_adapter.cache.facts import LayerCache
 from vllm_adapter.cache.geometry import local_document, registration_ranges
 from vllm_adapter.errors import AdapterError
@@ -18,25 +18,6 @@ PAGE = 4 * 128 * 128 * 4
 def _caches(heads: int = 4, blocks: int = 64) -> list[LayerCache]:
     size = heads * 128 * 128 * 4 * blocks
     return [attention_cache(f"layers.{n}", address=0x10000 + n * size, heads=heads, blocks=blocks) for n in range(2)]
-
-
-def test_kernel_blocks_are_counted_from_the_tensor() -> None:
-    caches = [attention_cache(f"layers.{n}", address=0x1000 * (n + 1) << 20, blocks=256, tokens=32) for n in range(2)]
-    geometry = from_document(local_document(facts(), caches))
-    assert geometry.groups[0].pages_per_block == 4
-    assert geometry.groups[0].page_tokens == 32
-    assert geometry.regions[0].page_count == 256
-
-
-def test_a_kernels_own_order_only_matches_itself() -> None:
-    ours, theirs = (
-        local_document(facts(), [dataclasses.replace(cache, kernel_order=order) for cache in _caches()])
-        for order in ("vllm-cpu:neon:float32", "vllm-cpu:vxe:float32")
-    )
-    assert Planner().plan(ours, {(0, 0): ours}, peer_tp=1).producer_ranks == ((0, 0),)
-    with pytest.raises(Exception, match="vllm-cpu") as caught:
-        Planner().plan(ours, {(0, 0): theirs}, peer_tp=1)
-    assert isinstance(getattr(caught.value, "code", None), str)
 
 
 def test_layers_side_by_side_in_one_allocation_are_registered_once() -> None:

@@ -77,33 +77,11 @@ def test_blocks_become_the_pages_of_their_groups_regions(mirror: HostMirror, mem
     assert memory.restored[-1] == []
 
 
-def test_copies_keep_their_order_and_are_there_once_settled(mirror: HostMirror, memory: Memory) -> None:
-    mirror.save([("a", [[1], []]), ("b", [[2], []])])
-    mirror.save([("a", [[3], []])])
-    assert mirror.settle(["a"]) == {}
-    assert [saved[0].pages.tolist() for saved in memory.saved] == [[2, 3], [4, 5], [6, 7]]
-    assert mirror.settle(["a", "unknown"]) == {}
-
-
 def test_a_failed_copy_is_told_once_and_only_of_its_request(mirror: HostMirror, memory: Memory) -> None:
     memory.refuse_page = 4
     mirror.save([("a", [[1], []]), ("b", [[2], []])])
     assert mirror.settle(["a", "b"]) == {"b": "MemoryError: no room"}
     assert mirror.settle(["b"]) == {}
-
-
-def test_forgotten_copies_are_waited_for_like_others() -> None:
-    memory = Memory()
-    mirror = HostMirror(memory, DOCUMENT)
-    memory.go.clear()
-    mirror.save([("gone", [[1], []])])
-    mirror.forget(["gone", "never known"])
-    assert memory.saved == []
-    threading.Timer(0.05, memory.go.set).start()
-    mirror.begin_reads()
-    assert len(memory.saved) == 1
-    mirror.begin_reads()
-    mirror.close()
 
 
 def test_an_action_runs_behind_its_copies_and_never_behind_a_failed_one(mirror: HostMirror, memory: Memory) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -54,15 +55,20 @@ def prove_hand_over(producer: str, producer_tp: int, consumer: str, consumer_tp:
     )
 
 
-@pytest.mark.parametrize(("name", "producer_tp", "consumer_tp"), SIZES)
-def test_a_hand_over_brings_the_right_bytes_or_a_coded_refusal(name: str, producer_tp: int, consumer_tp: int) -> None:
+def assert_right(name: str, producer_tp: int, consumer_tp: int, hand_over: Callable[[], Proof]) -> None:
+    """Assert that a hand-over brings the right bytes, or is refused by its code where only equal engines agree."""
     code = EQUAL_ENGINES_ONLY.get(name) if producer_tp != consumer_tp else None
     if code is None:
-        assert prove_hand_over(name, producer_tp, name, consumer_tp).bytes_proved > 0
+        assert hand_over().bytes_proved > 0
         return
     with pytest.raises(Exception, match=r"both engines must agree") as caught:
-        prove_hand_over(name, producer_tp, name, consumer_tp)
+        hand_over()
     assert getattr(caught.value, "code", None) == code
+
+
+@pytest.mark.parametrize(("name", "producer_tp", "consumer_tp"), SIZES)
+def test_a_hand_over_brings_the_right_bytes_or_a_coded_refusal(name: str, producer_tp: int, consumer_tp: int) -> None:
+    assert_right(name, producer_tp, consumer_tp, lambda: prove_hand_over(name, producer_tp, name, consumer_tp))
 
 
 def _stage(name: str, tp: int, rank: int, stage: int, layers: frozenset[str]) -> tuple[GeometryDocument, RankGeometry]:
@@ -103,13 +109,7 @@ def test_two_pipeline_stages_hand_over_to_one(name: str, producer_tp: int, consu
         producers = {key: geometry for key, (_, geometry) in made.items()}
         return prove(consumers, producers, request(name, name), plan)
 
-    code = EQUAL_ENGINES_ONLY.get(name) if producer_tp != consumer_tp else None
-    if code is None:
-        assert hand_over().bytes_proved > 0
-        return
-    with pytest.raises(Exception, match=r"both engines must agree") as caught:
-        hand_over()
-    assert getattr(caught.value, "code", None) == code
+    assert_right(name, producer_tp, consumer_tp, hand_over)
 
 
 @pytest.mark.parametrize("stage", [0, 1])

@@ -148,21 +148,6 @@ def test_the_thread_may_poll_slowly_only_while_no_reader_has_anything_to_tell(be
     assert bench.agent.may_poll_slowly
 
 
-@pytest.mark.parametrize("nonce", ["", "n"])
-def test_a_heartbeat_of_too_many_requests_renews_the_first_and_reports_the_others(bench: Bench, nonce: str) -> None:
-    names = [f"r{number}" for number in range(8193)]
-    for name in (names[0], names[8191], names[8192]):
-        bench.lease(name, nonce=nonce)
-    pairs = ",".join(f'["{name}","{nonce}"]' for name in names)
-    payload = f"HB:,KVH:[{pairs}]" if nonce else "HB:" + ",".join(names)
-    for renewed, refused in ((2, 1), (4, 2)):
-        bench.leases.notified("D", payload.encode())
-        assert bench.counts["num_lease_renewals"] == renewed, "the last one is not among the first 8192"
-        assert bench.counts["num_refused_notifications"] == refused
-    assert [line for line in bench.log if "heartbeat" in str(line)] == bench.log[-1:], "one line for both"
-    assert "1 requests more than are read" in str(bench.log[-1])
-
-
 def test_an_order_of_the_own_scheduler_that_is_refused_is_no_notification_of_a_peer() -> None:
     bench = Bench()
     bench.grant()

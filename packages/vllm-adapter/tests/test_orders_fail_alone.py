@@ -22,23 +22,6 @@ def bench() -> Bench:
     return Bench()
 
 
-class Leases:
-    """A producer's part that raises, as a bug would."""
-
-    def apply(self, _plan: Any, _void: Any) -> None:
-        raise RuntimeError("a bug in the producer's part")
-
-
-@pytest.mark.never_wrong("B2")
-def test_an_id_that_cannot_be_notified_does_not_stop_the_orders_behind_it(bench: Bench) -> None:
-    """A ticket's `remote_request_id` of "HB:x" used to raise out of the step: every later order was lost without an end."""
-    bench.order(order("evil", peer_request_id="HB:x"), order("honest"))
-    bench.handshakes.answer(Outcome())
-    assert bench.codes() == {"evil": "invalid-argument"}
-    bench.finish("honest/0.0")
-    assert bench.codes() == {"evil": "invalid-argument", "honest": ""}
-
-
 IDS = st.one_of(
     st.text(max_size=40),
     st.sampled_from(Codec().reserved_prefixes).flatmap(lambda prefix: st.text(max_size=20).map(prefix.__add__)),

@@ -15,8 +15,6 @@ from vllm_adapter.observe.cause_log import CauseLog
 from vllm_adapter.scheduler.chunks import FollowedPrompt, PrefillChunks, ScheduledTokens, held_tokens, written_blocks
 
 FULL = CacheGroup("attention", 16, 0, 0, ("a",))
-WINDOW = CacheGroup("sliding-window", 8, 32, 0, ("b",))
-STATE = CacheGroup("state", 64, 0, 1, ("c",))
 
 
 class Chunks(SimpleNamespace):
@@ -65,27 +63,11 @@ def test_every_block_is_copied_after_its_last_token_was_computed(
     assert all(copied[block] >= written[block] for block in written)
 
 
-def test_a_state_is_copied_when_the_prompt_is_complete() -> None:
-    chunks = Chunks([FULL, WINDOW, STATE], [1, 1, 1], 40)
-    first = chunks.scheduled(step([[1, 2], [3, 4, 5], [6, 7]], 0, 20, fresh=True))
-    last = chunks.scheduled(step([[8], [9, 10], []], 20, 40))
-    assert first.touched_block_ids == [[1, 2], [3, 4, 5], ()]
-    assert last.touched_block_ids == [[2, 8], [5, 9, 10], [6]]
-
-
 def test_tokens_of_an_answer_are_no_tokens_of_the_prompt() -> None:
     """A request that starts again after some tokens of its answer computes them in one chunk with its prompt."""
     chunks = Chunks([FULL], [1], 40)
     chunk = chunks.scheduled(step([[1, 2, 3]], 0, 45, fresh=True))
     assert (chunk.computed_tokens, chunk.is_prompt_complete) == (40, True)
-
-
-def test_a_preempted_prompt_starts_again_with_its_new_blocks() -> None:
-    chunks = Chunks([FULL], [1], 32)
-    chunks.scheduled(step([[1, 2]], 0, 32, fresh=True))
-    assert chunks.scheduled(step([[3]], 32, 33)) is None  # steps of its answer
-    again = chunks.scheduled(step([[5, 6]], 0, 20, fresh=True))
-    assert (again.touched_block_ids, again.is_prompt_complete) == ([[5, 6]], False)
 
 
 def test_only_prompts_that_will_be_handed_over_are_followed() -> None:

@@ -100,47 +100,12 @@ def test_words_come_before_the_forward_pass_and_progress_behind_the_device(rank:
     assert rank.words.stored[2:] == [("show", 1, 7, 32)]
 
 
-def test_an_order_that_the_words_refuse_fails_alone(rank: Rank) -> None:
-    bad = StreamChunk("bad", 3, 9, (StreamRun(0, (1,)),), 16)
-    rank.step(StepPlan(streams=StreamPlan(chunks=(bad, CHUNK))))
-    assert rank.words.stored == [("put", 1, 7, 0, (4, 5))]
-    ((action, error),) = rank.recorder.errors
-    assert (action, str(error)) == ("request bad: storing the words of a stream", "another owner")
-
-
 def test_without_memory_words_are_void_already(rank: Rank) -> None:
     rank.streams.use(None)
     rank.begin()
     rank.streams.chunks_given(BEGIN)
     rank.step(StepPlan(streams=StreamPlan(voids=(StreamVoid("p", 1, 99, 7, True),))))
     assert (rank.words.stored, list(rank.sent)) == ([], ["p"])
-
-
-def test_with_a_mirror_progress_waits_for_its_copies(rank: Rank) -> None:
-    waiting: list[tuple[str, Any]] = []
-
-    class Mirror:
-        def then(self, request_id: str, action: Any) -> None:
-            waiting.append((request_id, action))
-
-    mirror: Any = Mirror()
-    rank.streams._mirror = mirror
-    rank.begin()
-    rank.streams.chunks_given(BEGIN)
-    ((request_id, action),) = waiting
-    assert (request_id, rank.words.stored[-1][0]) == ("p", "put")
-    action()
-    assert rank.words.stored[-1] == ("show", 1, 7, 32)
-
-
-def test_a_good_end_is_told_to_the_engine_and_to_the_scheduler_half(rank: Rank) -> None:
-    assert rank.take() == (((), (), ()), [])
-    rank.watch()
-    rank.end()
-    report, ends = rank.take()
-    assert (report.received, report.failed, report.ends) == (("r1",), (), (("r1", True),))
-    assert [end.code for end in ends] == [""]
-    assert rank.take() == (((), (), ()), [])
 
 
 def test_a_torn_stream_is_told_to_the_scheduler_half_alone_and_its_reason_kept(rank: Rank) -> None:

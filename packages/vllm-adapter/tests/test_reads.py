@@ -25,34 +25,12 @@ def bench() -> Bench:
     return Bench()
 
 
-def test_a_first_read_meets_the_engine_then_posts_and_ends_once(bench: Bench) -> None:
-    bench.reads.read(order())
-    assert bench.agent.posts == {}
-    assert bench.handshakes.asked[0]["ranks"] == [(0, 0)]
-    bench.handshakes.answer(Outcome())
-    assert bench.agent.posts["r1/0.0"]["remote"] == [7, 8]
-    assert bench.agent.posts["r1/0.0"]["fence"] == (3, 99)
-    assert bench.ends == []
-    bench.finish()
-    bench.finish()
-    assert bench.codes() == {"r1": ""}
-    assert len(bench.ends) == 1
-
-
 def test_a_failed_handshake_fails_what_waited_and_the_next_read_tries_again(bench: Bench) -> None:
     bench.reads.read(order())
     bench.start(order(request_id="r2"), is_ok=False, peers={}, code="peer-silent", message="no answer")
     assert bench.codes() == {"r1": "peer-silent", "r2": "peer-silent"}
     bench.reads.read(order(request_id="r3"))
     assert len(bench.handshakes.asked) == 2
-
-
-def test_an_incompatible_geometry_fails_the_request_and_leaves_nothing_behind(bench: Bench) -> None:
-    bench.planner.refusal = CodedFailure("heads-differ")
-    bench.start()
-    assert bench.codes() == {"r1": "heads-differ"}
-    assert bench.agent.peers == {}
-    assert bench.reads.snapshot() == {"engines": 0, "transfers": 0}
 
 
 def test_hostile_parallel_sizes_fail_the_request(bench: Bench) -> None:
@@ -123,20 +101,6 @@ def test_without_a_fence_a_read_after_the_lease_is_void_unless_it_was_renewed(be
     bench.finish("r1/0.0")
     bench.finish("r2/0.0")
     assert bench.codes() == {"r1": "read-after-expiry", "r2": ""}
-
-
-def test_a_lost_peer_is_met_anew_once_its_reads_have_ended(bench: Bench) -> None:
-    bench.start()
-    bench.reads.read(order(request_id="r2"))
-    bench.finish("r1/0.0", outcome="failed", code="peer-lost")
-    bench.reads.read(order(request_id="r3"))
-    assert "r3/0.0" not in bench.agent.posts
-    assert bench.agent.has_peer(KEY)
-    bench.finish("r2/0.0", outcome="failed", code="peer-lost")
-    assert not bench.agent.has_peer(KEY)
-    assert len(bench.handshakes.asked) == 2
-    bench.handshakes.answer(Outcome())
-    assert "r3/0.0" in bench.agent.posts
 
 
 @pytest.mark.parametrize(
@@ -227,20 +191,6 @@ def test_an_abort_while_waiting_ends_the_request(bench: Bench) -> None:
     assert bench.agent.posts == {}
     assert len(bench.ends) == 1
     assert len(bench.agent.notified) == 1, "the producer hears that its blocks are not needed"
-
-
-@pytest.mark.parametrize("code", ["cancelled", "peer-disconnected"])
-def test_a_transfer_that_fails_after_its_read_was_cancelled_is_no_failed_transfer(bench: Bench, code: str) -> None:
-    bench.start()
-    bench.reads.cancel("r1")
-    assert bench.agent.cancelled == ["r1/0.0"]
-    bench.finish(outcome="failed", code=code)
-    assert (bench.codes(), bench.counts["num_failed_transfers"]) == ({"r1": code}, 0)
-    bench.reads.read(order(request_id="r2"))
-    if bench.handshakes.asked[1:]:
-        bench.handshakes.answer(Outcome())
-    bench.finish("r2/0.0", outcome="failed", code="timed-out")
-    assert bench.counts["num_failed_transfers"] == 1, "that of a request that still wants it is one"
 
 
 def test_all_reads_end_with_one_code_when_their_pages_are_quiet(bench: Bench) -> None:

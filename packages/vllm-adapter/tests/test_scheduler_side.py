@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -13,33 +10,9 @@ from scheduler_engine import BLOCK, PREFILL, TEXT, Engine, Prompt
 from vllm_adapter.cache.facts import CacheGroup
 from vllm_adapter.scheduler.chunks import ScheduledTokens
 from vllm_adapter.scheduler.hooks import Arrival
-from vllm_adapter.steps import RankRegistration, ReadFailure, StepReport
+from vllm_adapter.steps import RankRegistration, StepReport
 
 STATE_GROUP = CacheGroup("state", BLOCK, 0, 0, ("layers.1",))
-
-
-def test_the_module_loads_without_the_host_and_without_torch() -> None:
-    code = (
-        "import sys, vllm_adapter.scheduler.side; assert not {'vllm', 'torch'} & set(sys.modules), sorted(sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_a_prompt_goes_from_engine_to_engine() -> None:
-    producer, consumer = Engine("P"), Engine("D")
-    ticket = producer.prefill("p", TEXT)
-    assert ticket is not None
-    assert ticket["remote_block_ids"] == [[1, 2, 3]]
-    consumer.admit("d", ticket, TEXT)
-    assert consumer.side.external_tokens("d", 16) == (24, True)
-    consumer.allocate("d", [4, 5, 6], external=24, hits=1)
-    (order,) = consumer.step().reads
-    assert (order.local_blocks[0].ids, order.local_blocks[0].first_token, order.tokens) == ((5, 6), 16, 40)
-    consumer.report(received=("d",))
-    assert consumer.end("d", TEXT, [4, 5, 6]) is None
-    producer.report(sent=("p",))
-    assert not producer.state.live_count
-    assert not consumer.state.live_count
 
 
 @pytest.mark.never_wrong("A1")
@@ -56,34 +29,6 @@ def test_a_prompt_that_an_engine_cannot_identify_is_refused_by_its_own_code() ->
     assert consumer.refusals() == ["ticket-prompt-unidentified"]
 
 
-def take_over(decode: Engine, producer: Engine, text: str) -> None:
-    """Let an engine read a prompt of 30 tokens, and go on to its third block."""
-    decode.admit("d", producer.prefill("p", text), text)
-    decode.side.external_tokens("d", 0)
-    decode.allocate("d", [1, 2], external=30)
-    decode.step()
-    decode.report(received=("d",))
-    decode.allocate("d", [1, 2, 3])
-
-
-@pytest.mark.never_wrong("A5")
-@pytest.mark.parametrize("known", range(30, 49))
-@pytest.mark.parametrize("in_flight", [0, 4])
-def test_tokens_behind_the_end_of_an_answer_are_not_promised(known: int, in_flight: int) -> None:
-    """vLLM counts all accepted drafts, also those behind a stop token, which are no part of the conversation."""
-    decode, producer = Engine("D", bidirectional=True), Engine("P")
-    text = TEXT[:30]
-    take_over(decode, producer, text)
-    whole = (TEXT * 2)[:known]
-    ends = {"computed_tokens": 44, "in_flight_tokens": in_flight, "known_tokens": known}
-    ticket = decode.end("d", whole, [1, 2, 3, 4], reason="stop", **ends)
-    assert ticket is not None
-    held = min(44 - in_flight, known)
-    assert ticket["remote_num_tokens"] == held
-    assert ticket["remote_block_ids"] == [[1, 2, 3][: -(-held // BLOCK)]]
-    assert ticket["kv_prompt"] == Prompt(whole).digest(held)
-
-
 @pytest.mark.never_wrong("A5")
 @pytest.mark.parametrize(
     "ending", [{"computed_tokens": 40, "known_tokens": 39}, {"computed_tokens": 41, "in_flight_tokens": 1}]
@@ -94,36 +39,6 @@ def test_a_state_that_has_seen_tokens_which_are_not_kept_is_not_handed_over(endi
     engine.allocate("p", [1, 2, 3])
     engine.step()
     assert engine.end("p", TEXT, [1, 2, 3], **ending) is None
-
-
-@pytest.mark.parametrize("codes", [("cancelled", "cancelled"), ("peer-disconnected", "cancelled"), ("stream-stopped",)])
-def test_a_read_whose_request_has_ended_was_cancelled_and_did_not_fail(
-    codes: tuple[str, ...], caplog: pytest.LogCaptureFixture
-) -> None:
-    """The client left, or the host aborted the request; what its ranks report then does not matter."""
-    consumer = Engine("D")
-    for request_id in ("left", "waits"):
-        consumer.admit(request_id, Engine("P").prefill(f"p-{request_id}", TEXT), TEXT)
-        consumer.side.external_tokens(request_id, 0)
-        consumer.allocate(request_id, [1, 2, 3], external=40)
-    consumer.step()
-    consumer.end("left", TEXT, [1, 2, 3], reason="abort")
-    assert consumer.step().cancels == ("left",)
-    with caplog.at_level(logging.INFO):
-        for request_id in ("left", "waits"):
-            failures = (
-                ReadFailure(request_id, (0, rank), code, "request p of engine P: ...")
-                for rank, code in enumerate(codes)
-            )
-            consumer.side.update_output(
-                StepReport(received=[request_id], failed=[request_id], failures=tuple(failures))
-            )
-    stats = consumer.side.take_stats() or {}
-    assert stats["cancelled_read_codes"] == ["request-ended"]
-    assert stats["read_failure_codes"] == sorted(set(codes)), "those of the request that still wants it"
-    told = [(each.levelname, each.getMessage()) for each in caplog.records if "its read" in each.getMessage()]
-    assert told == [("INFO", "request left: its read was cancelled, as the request had ended")]
-    assert ["request waits" in each.getMessage() for each in caplog.records if each.levelname == "ERROR"] == [True]
 
 
 def test_a_prompt_beyond_the_lease_quota_is_counted_and_not_logged(caplog: pytest.LogCaptureFixture) -> None:
@@ -177,17 +92,6 @@ def test_a_copy_to_the_mirror_that_was_refused_keeps_the_ticket_back(caplog: pyt
     assert producer.end("p", TEXT, [1, 2, 3]) is not None
     producer.allocate("q", [1, 2, 3])
     assert producer.end("q", TEXT, [1, 2, 3]) is None
-
-
-def test_a_request_without_a_ticket_costs_the_machines_nothing() -> None:
-    engine = Engine()
-    engine.side.arrived(Arrival("local", None, 40))
-    assert "local" not in engine.side.followed
-    assert engine.side.external_tokens("local", 0) == (0, False)
-    assert engine.end("local", TEXT, [1, 2, 3]) is None
-    assert not engine.state.live_count
-    engine.side.close()
-    assert engine.listener.is_closed
 
 
 def test_reports_of_other_connectors_are_left_to_them(caplog: pytest.LogCaptureFixture) -> None:

@@ -3,65 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 from scheduler_engine import BLOCK, Prompt
-from stream_pair import TEXT, StreamPair, make_pairs  # noqa: F401  (a fixture)
-from stream_wires import InMemory, OverZeroMq
+from stream_pair import TEXT, StreamPair
 
 from vllm_adapter.cache.facts import CacheGroup
-
-
-@pytest.fixture(params=[InMemory, OverZeroMq])
-def pair(request: pytest.FixtureRequest) -> Iterator[StreamPair]:
-    pair = StreamPair(request.param())
-    yield pair
-    pair.close()
 
 
 def errors(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
 
 
-def test_a_prompt_is_read_while_it_is_computed(pair: StreamPair, caplog: pytest.LogCaptureFixture) -> None:
-    pair.arrive()
-    pair.admit()
-    assert pair.matched() is None, "nothing is offered before the first chunk"
-    pair.start()
-    plan = pair.chunk(is_fresh=True)
-    (opening,), (chunk,) = plan.streams.opens, plan.streams.chunks
-    assert (chunk.runs[0].ids, chunk.tokens) == ((1, 2), 2 * BLOCK)
-    pair.until(lambda: pair.matched() is not None)
-    pair.load()
-    (watch,) = pair.decode.step().streams.watches
-    assert (watch.tag, watch.start, watch.read.tokens) == (opening.tag, 0, len(TEXT))
-    assert watch.read.ticket.fence == (opening.slot, opening.generation)
-    assert watch.read.local_blocks[0].ids == (11, 12, 13, 14, 15, 16)
-    assert pair.decode.state.streams.consumed.blocks_held == 6
-    (second,), (last,) = pair.chunk().streams.chunks, pair.chunk().streams.chunks
-    assert (second.runs[0].first, second.runs[0].ids, second.tokens) == (2, (3, 4), 4 * BLOCK)
-    assert (last.runs[0].first, last.runs[0].ids, last.tokens) == (4, (5, 6), 6 * BLOCK)
-    keeps, ticket = pair.finish()
-    assert keeps
-    assert ticket is not None
-    assert ticket["kv_fence"] == [opening.slot, opening.generation]
-    pair.told(is_done=True)
-    assert pair.decode.step().streams.ends == ("d",)
-    pair.decode.allocate("d", [11, 12, 13, 14, 15, 16, 17])  # the host goes on with it
-    assert pair.matched() == 0
-    pair.decode.end("d", TEXT, [11])
-    pair.prefill.report(sent=("p",))
-    pair.assert_nothing_left()
-    assert not errors(caplog)
-
-
 @pytest.mark.never_wrong("B2")
 @pytest.mark.parametrize("request_id", ["r" * 600, "\u4f60\u597d".encode().decode("latin-1"), "tab\there"], ids=ascii)
-def test_a_prompt_is_streamed_whatever_id_its_client_chose(
-    pair: StreamPair, caplog: pytest.LogCaptureFixture, request_id: str
-) -> None:
+def test_a_prompt_is_streamed_whatever_id_its_client_chose(caplog: pytest.LogCaptureFixture, request_id: str) -> None:
+    pair = StreamPair()
     pair.arrive(request_id)
     pair.admit()
     pair.start(request_id)
@@ -80,27 +37,14 @@ def test_a_prompt_is_streamed_whatever_id_its_client_chose(
     assert not errors(caplog)
 
 
-def test_an_offer_that_has_come_counts_in_the_step_that_begins(make: Any) -> None:
+def test_an_offer_that_has_come_counts_in_the_step_that_begins() -> None:
     """The host asks first, and builds its step later: an answer must not wait for one more."""
-    pair = make()
+    pair = StreamPair()
     pair.run()
     pair.admit()
     pair.decode.step()
     pair.prefill.step()
     assert pair.matched() == len(TEXT)
-
-
-def test_without_streaming_and_without_a_mirror_no_chunk_is_looked_at(make: Any) -> None:
-    pair = make(streams=(False, True))
-
-    def steps() -> Iterator[Any]:
-        raise AssertionError("somebody looked")
-        yield
-
-    pair.arrive()
-    pair.start()
-    pair.prefill.side.build_step((), steps())
-    assert "p" not in pair.prefill.side.chunks.prompts
 
 
 STATE = CacheGroup("state", 64, 0, 1, ("c",))
@@ -119,7 +63,6 @@ FULL = CacheGroup("attention", BLOCK, 0, 0, ("a",))
     ],
 )
 def test_a_prompt_whose_state_runs_on_or_whose_pages_are_zeroed_early_is_handed_over_whole(
-    make: Any,
     caplog: pytest.LogCaptureFixture,
     max_tokens: int,
     tail: int,
@@ -130,7 +73,7 @@ def test_a_prompt_whose_state_runs_on_or_whose_pages_are_zeroed_early_is_handed_
     caplog.set_level(logging.WARNING, logger="vllm.vllm_adapter")
     groups = (FULL, STATE)
     common = {"groups": groups, "state_backoff_tokens": tail}
-    pair = make(prefill={**common, "whole_reason": whole_reason}, decode=common)
+    pair = StreamPair(prefill={**common, "whole_reason": whole_reason}, decode=common)
     pair.tokens_left = len(TEXT) - tail
     pair.arrive(max_tokens=max_tokens, drop_tail=lambda _: is_dropped)
     pair.admit()
@@ -145,16 +88,12 @@ def test_a_prompt_whose_state_runs_on_or_whose_pages_are_zeroed_early_is_handed_
     assert (pair.matched() is not None) is is_streamed
     keeps, _ = pair.finish(computed_tokens=len(TEXT) - tail)
     assert keeps
-    pair.until(lambda: pair.matched() is not None)
-    pair.load()
-    plan = pair.decode.step()
-    assert (len(plan.streams.watches), len(plan.reads)) == ((1, 0) if is_streamed else (0, 1))
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2])
-def test_a_prompt_whose_last_window_would_be_freed_is_handed_over_whole(make: Any, max_tokens: int) -> None:
+def test_a_prompt_whose_last_window_would_be_freed_is_handed_over_whole(max_tokens: int) -> None:
     window = CacheGroup("sliding-window", BLOCK, 2 * BLOCK, 0, ("w",))
-    pair = make(prefill={"groups": (FULL, window)}, decode={"groups": (FULL, window)})
+    pair = StreamPair(prefill={"groups": (FULL, window)}, decode={"groups": (FULL, window)})
     pair.arrive(max_tokens=max_tokens)
     pair.start()
     assert bool(pair.chunk(is_fresh=True).streams.chunks) is (max_tokens == 1)
@@ -162,19 +101,19 @@ def test_a_prompt_whose_last_window_would_be_freed_is_handed_over_whole(make: An
 
 @pytest.mark.parametrize(("is_streaming", "lines"), [(True, 1), (False, 0)])
 def test_an_engine_that_streams_says_once_that_its_router_does_not(
-    make: Any, caplog: pytest.LogCaptureFixture, is_streaming: bool, lines: int
+    caplog: pytest.LogCaptureFixture, is_streaming: bool, lines: int
 ) -> None:
     caplog.set_level(logging.INFO, logger="vllm.vllm_adapter")
-    pair = make(streams=(is_streaming, True))
+    pair = StreamPair(streams=(is_streaming, True))
     for name in ("first", "second"):
         pair.prefill.admit(name, {"do_remote_decode": True, "do_remote_prefill": False}, TEXT)
     assert caplog.text.count("came without an early ticket") == lines
     assert ("request first came" in caplog.text) is is_streaming
 
 
-def test_a_prompt_of_which_a_chunk_was_refused_is_not_handed_over(make: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_prompt_of_which_a_chunk_was_refused_is_not_handed_over(caplog: pytest.LogCaptureFixture) -> None:
     """Blocks of later chunks would stand in the places of those that are missing."""
-    pair = make()
+    pair = StreamPair()
     pair.arrive()
     pair.start()
     pair.chunk(is_fresh=True)
@@ -193,7 +132,7 @@ def test_a_prompt_of_which_a_chunk_was_refused_is_not_handed_over(make: Any, cap
 
 
 def test_an_end_that_the_machines_refuse_keeps_the_blocks_until_the_words_have_moved(
-    make: Any, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     class Broken(Prompt):
         def digest(self, tokens: int) -> str | None:
@@ -202,7 +141,7 @@ def test_an_end_that_the_machines_refuse_keeps_the_blocks_until_the_words_have_m
         def media(self, tokens: int) -> None:
             """Return None: the prompt has no media."""
 
-    pair = make()
+    pair = StreamPair()
     pair.run()
     assert pair.finish(identity=Broken(TEXT)) == (True, None)
     assert "the host cannot say" in caplog.text

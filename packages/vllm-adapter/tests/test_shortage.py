@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 from scheduler_engine import BLOCK, TEXT, Engine
 from stream_pair import TEXT as STREAMED
-from stream_pair import make_pairs  # noqa: F401  (a fixture)
+from stream_pair import StreamPair
 
 Round = Callable[[], None]
 
@@ -98,38 +97,11 @@ def test_nothing_is_given_up_while_something_runs_or_before_a_second_is_over(kin
         assert given_up(engine, questions, for_s=0.1, is_empty=False) == ()
 
 
-def test_nothing_is_given_up_for_requests_that_have_blocks_or_wait_for_peers() -> None:
-    engine = leased()
-    ticket = Engine("far").prefill("far", TEXT)
-    for name in ("d1", "d2", "d3"):
-        engine.admit(name, ticket, TEXT)
-    ask(engine, "d1")
-    engine.allocate("d1", [4, 5, 6], external=40)
-    assert given_up(engine, lambda: engine.side.external_tokens("d2", 0) and None, for_s=3.0) == ()
-    engine.report(received=("d1",))
-    engine.allocate("d1", [4, 5, 6])
-    assert given_up(engine, lambda: None, for_s=3.0) == ()
-
-
-@pytest.mark.parametrize("ending", ["abort before the report", "failed", "abort after it"])
-def test_a_read_that_nobody_waits_for_makes_none_give_way(ending: str) -> None:
-    engine = leased()
-    reader(engine)()
-    engine.allocate("d", [4, 5, 6], external=40)
-    engine.step()
-    if ending == "abort before the report":
-        engine.end("d", TEXT, [4, 5, 6], reason="abort")
-    engine.report(received=("d",), failed=("d",) if ending == "failed" else ())
-    if ending == "abort after it":
-        engine.end("d", TEXT, [4, 5, 6], reason="abort")
-    assert given_up(engine, lambda: None, for_s=3.0) == ()
-
-
 @pytest.mark.never_wrong("B13")
 @pytest.mark.parametrize("free_blocks", [5, 6])
-def test_an_offer_without_blocks_gives_way(make: Any, free_blocks: int) -> None:
+def test_an_offer_without_blocks_gives_way(free_blocks: int) -> None:
     """Five of six blocks are free; or all are, and the host keeps some of them for others."""
-    pair = make()
+    pair = StreamPair()
     engine = pair.decode
     assert engine.prefill("lease", TEXT) is not None
     engine.step()

@@ -292,78 +292,67 @@ def test_a_request_that_is_released_while_its_engine_sleeps_leaves_nothing_in_th
 # ------------------------------------------------------------------------------------------------ what tickets may name
 
 
-class Served:
-    """The registrations of an engine's ranks, after its first `serve`."""
-
-    def __init__(self, *ranks: Any) -> None:
-        self.listener: Any = InMemory()
-        self.kept = ServedRegistration(facts(generation=7), self.listener)
-        self.expect(*ranks)
-
-    def expect(self, *ranks: Any) -> None:
-        self.kept.serve(dict.fromkeys(ranks, b"first"), ranks)
-
-    def update(self, reports: dict[Any, RankRegistration]) -> dict[Any, bytes] | None:
-        """Return what is served anew; None for no change."""
-        self.listener.served.clear()
-        self.kept.update(reports)
-        return self.listener.served[-1] if self.listener.served else None
-
-    def state(self) -> tuple[bool, int, int]:
-        return self.kept.is_sure, self.kept.generation, self.kept.question
+def _said(generation: int, envelope: bytes | None, answer: int = 0, *, rank: Any = RANK) -> dict[Any, RankRegistration]:
+    return {rank: RankRegistration(generation, envelope, answer)}
 
 
-def test_the_registration_is_unknown_from_a_doubt_to_the_answer_of_all_ranks() -> None:
-    served = Served(RANK, OTHER_RANK)
-    assert served.state() == (True, 7, 0)
-    served.kept.doubt()
-    assert served.update({RANK: RankRegistration(7, b"a", 1)}) is None
-    assert served.state() == (False, 7, 1)
-    assert served.update({OTHER_RANK: RankRegistration(7, b"b", 1)}) == {RANK: b"a", OTHER_RANK: b"b"}
-    assert served.state() == (True, 7, 0)
+def _other(generation: int, envelope: bytes | None, answer: int = 0) -> dict[Any, RankRegistration]:
+    return _said(generation, envelope, answer, rank=OTHER_RANK)
 
 
-def test_what_ranks_answered_before_they_were_expected_anew_does_not_count() -> None:
-    served = Served(RANK)
-    served.update({RANK: RankRegistration(7, None)})
-    served.update({RANK: RankRegistration(7, None, served.kept.question)})
-    assert served.kept.question == 0
-    served.expect(RANK)
-    assert served.update({RANK: RankRegistration(8, b"a", served.kept.question)}) == {RANK: b"a"}
-    assert served.state() == (True, 8, 0)
+BOTH = {RANK: b"a", OTHER_RANK: b"b"}
 
 
-def test_an_answer_to_an_older_question_does_not_count() -> None:
-    served = Served(RANK)
-    served.kept.doubt()
-    served.kept.doubt()
-    assert served.update({RANK: RankRegistration(7, b"a", 1)}) is None
-    assert served.state() == (False, 7, 2)
-
-
-def test_an_unannounced_change_is_taken_from_all_ranks_at_once() -> None:
-    served = Served(RANK, OTHER_RANK)
-    new = {RANK: RankRegistration(8, b"a"), OTHER_RANK: RankRegistration(8, b"b")}
-    assert served.update(new) == {RANK: b"a", OTHER_RANK: b"b"}
-    assert served.state() == (True, 8, 0)
-
-
-@pytest.mark.parametrize("said", [RankRegistration(8, b"a"), RankRegistration(7, None)])
-def test_while_ranks_differ_or_sleep_nothing_is_served(said: RankRegistration) -> None:
-    served = Served(RANK, OTHER_RANK)
-    assert served.update({RANK: said}) == {}
-    assert not served.kept.is_sure
-    assert served.kept.question > 0
-
-
-def test_ranks_that_have_answered_are_asked_no_more_and_report_by_themselves() -> None:
-    served = Served(RANK, OTHER_RANK)
-    assert served.update({RANK: RankRegistration(7, None)}) == {}
-    question = served.kept.question
-    assert served.update({RANK: RankRegistration(7, None, question)}) == {}
-    assert served.kept.question == question, "the other one has not answered yet"
-    served.update({OTHER_RANK: RankRegistration(7, b"b", question)})
-    assert served.state() == (False, 7, 0)
-    assert served.update({RANK: RankRegistration(8, b"a", question)}) == {}
-    assert served.update({OTHER_RANK: RankRegistration(8, b"b", question)}) == {RANK: b"a", OTHER_RANK: b"b"}
-    assert served.state() == (True, 8, 0)
+@pytest.mark.parametrize(
+    ("ranks", "events"),
+    [
+        (
+            (RANK, OTHER_RANK),
+            [
+                ("doubt", None, (False, 7, 1)),
+                ("doubt", None, (False, 7, 2)),
+                (_said(7, b"a", 1), None, (False, 7, 2)),
+                (_said(7, b"a", 2), None, (False, 7, 2)),
+                (_other(7, b"b", 2), BOTH, (True, 7, 0)),
+            ],
+        ),
+        (
+            (RANK,),
+            [
+                (_said(7, None), {}, (False, 7, 1)),
+                (_said(7, None, 1), {}, (False, 7, 0)),
+                ("serve", None, (False, 7, 2)),
+                (_said(8, b"a", 2), {RANK: b"a"}, (True, 8, 0)),
+            ],
+        ),
+        ((RANK, OTHER_RANK), [(_said(8, b"a") | _other(8, b"b"), BOTH, (True, 8, 0))]),
+        ((RANK, OTHER_RANK), [(_said(8, b"a"), {}, (False, 7, 1))]),
+        (
+            (RANK, OTHER_RANK),
+            [
+                (_said(7, None), {}, (False, 7, 1)),
+                (_said(7, None, 1), {}, (False, 7, 1)),
+                (_other(7, b"b", 1), None, (False, 7, 0)),
+                (_said(8, b"a", 1), {}, (False, 7, 0)),
+                (_other(8, b"b", 1), BOTH, (True, 8, 0)),
+            ],
+        ),
+    ],
+    ids=["a doubt ends with all answers", "expected anew", "unannounced", "ranks differ", "asked once while asleep"],
+)
+def test_tickets_name_a_registration_that_all_ranks_have_reported(ranks: Any, events: list[Any]) -> None:
+    """Each event with what is served anew (None: no change), and then `is_sure`, the generation and the open question."""
+    listener: Any = InMemory()
+    kept = ServedRegistration(facts(generation=7), listener)
+    kept.serve(dict.fromkeys(ranks, b"first"), ranks)
+    for event, served, state in events:
+        listener.served.clear()
+        if event == "doubt":
+            kept.doubt()
+        elif event == "serve":
+            kept.serve(dict.fromkeys(ranks, b"first"), ranks)
+            listener.served.clear()
+        else:
+            kept.update(event)
+        assert (listener.served[-1] if listener.served else None) == served
+        assert (kept.is_sure, kept.generation, kept.question) == state

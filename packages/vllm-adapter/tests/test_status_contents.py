@@ -15,7 +15,7 @@ from factories import ELEMENT_BYTES, HEAD_SIZE, TOKENS, attention_cache, facts
 from fakes import Outcome, Stall, order
 from lease_bench import Bench as LeaseBench
 from read_bench import Bench
-from scheduler_engine import Engine
+from scheduler_engine import TEXT, Engine
 
 from kv_nixl_agent.testing import FakeFabric
 from vllm_adapter.cli.values import misfit
@@ -23,9 +23,6 @@ from vllm_adapter.config import Settings
 from vllm_adapter.observe.answers import Answer
 from vllm_adapter.wiring import make_worker
 from vllm_adapter.worker.registration import Registration
-
-TEXT = "a prompt of forty characters, no more..."
-
 
 # ------------------------------------------------------------------------------------------------------- the scheduler
 

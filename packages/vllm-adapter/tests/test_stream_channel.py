@@ -1,13 +1,12 @@
-"""Questions and answers of streamed hand-overs between two schedulers: in memory, and over real ZeroMQ on loopback."""
+"""Questions and answers of streamed hand-overs between two schedulers, in memory."""
 
 from __future__ import annotations
 
 import logging
 import random
-import socket
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import SimpleNamespace
@@ -15,13 +14,10 @@ from typing import Any
 
 import pytest
 from scheduler_engine import streaming
-from stream_wires import InMemory, OverZeroMq
+from stream_wires import InMemory
 
 from kv_handshake import Codec
-from kv_handshake.core.desk import MOST_ASKS, AskDesk
-from kv_handshake.core.pacing import GatedLog
-from kv_handshake.core.server import Incoming, Sender
-from kv_handshake.wire.asks import encode_ask, encode_cancel
+from kv_handshake.core.desk import MOST_ASKS
 from kv_scheduler_state.streams import StreamAnswer, StreamOutcome, StreamQuestion, StreamStanding
 from vllm_adapter.observe.cause_log import CauseLog
 from vllm_adapter.scheduler.streams import _AGAIN
@@ -86,14 +82,13 @@ class Machines:
 class Pair:
     """A producer and a consumer with a channel each."""
 
-    def __init__(self, wire: Any, ours: Sequence[bytes] = (), theirs: Sequence[bytes] = ()) -> None:
-        self.wire = wire
+    def __init__(self, ours: Sequence[bytes] = (), theirs: Sequence[bytes] = ()) -> None:
+        self.wire = wire = InMemory()
         self.producer: Any = Machines()
         self.consumer: Any = Machines()
         log = CauseLog(time.monotonic)
-        self.there = streaming(self.producer, listener=wire.listener(), log=log, secrets=theirs)
-        self.here = streaming(self.consumer, client=wire.client(), log=log, secrets=ours)
-        wire.start()
+        self.there = streaming(self.producer, listener=wire, log=log, secrets=theirs)
+        self.here = streaming(self.consumer, client=wire, log=log, secrets=ours)
 
     def ask(self, **changes: Any) -> None:
         self.consumer.questions.append(QUESTION._replace(**{"port": self.wire.port, **changes}))
@@ -121,24 +116,10 @@ class Pair:
         return self.consumer.answers_given.pop(0)
 
 
-@pytest.fixture
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-@pytest.fixture(params=[InMemory, OverZeroMq])
-def wire(request: pytest.FixtureRequest) -> Iterator[Any]:
-    made = request.param()
-    yield made
-    made.close()
-
-
 @pytest.mark.parametrize("secrets", [(), SECRETS])
 @pytest.mark.parametrize("answer", [OFFER, FINAL, {"kind": "no", "reason": "digest-mismatch"}])
-def test_a_question_is_answered_with_a_later_step(wire: Any, secrets: Sequence[bytes], answer: dict[str, Any]) -> None:
-    pair = Pair(wire, secrets, secrets)
+def test_a_question_is_answered_with_a_later_step(secrets: Sequence[bytes], answer: dict[str, Any]) -> None:
+    pair = Pair(secrets, secrets)
     pair.ask()
     asker = pair.asker()
     asked = dict(pair.producer.asked[asker])
@@ -156,8 +137,8 @@ def test_a_question_is_answered_with_a_later_step(wire: Any, secrets: Sequence[b
     assert (request_id, number, {key: read[key] for key in answer}) == ("d-1", 1, answer)
 
 
-def test_a_question_that_is_taken_back_is_forgotten_by_the_peer(wire: Any) -> None:
-    pair = Pair(wire)
+def test_a_question_that_is_taken_back_is_forgotten_by_the_peer() -> None:
+    pair = Pair()
     pair.ask()
     asker = pair.asker()
     pair.consumer.cancels.append(("d-1", 1))
@@ -171,9 +152,9 @@ def test_a_question_that_is_taken_back_is_forgotten_by_the_peer(wire: Any) -> No
 
 @pytest.mark.parametrize(("ours", "theirs"), [((), SECRETS), (SECRETS, ()), (SECRETS, (b"the secret of others",))])
 def test_engines_of_different_secrets_hand_over_whole_and_say_so_once(
-    wire: Any, ours: Sequence[bytes], theirs: Sequence[bytes], caplog: pytest.LogCaptureFixture
+    ours: Sequence[bytes], theirs: Sequence[bytes], caplog: pytest.LogCaptureFixture
 ) -> None:
-    pair = Pair(wire, ours, theirs)
+    pair = Pair(ours, theirs)
     with caplog.at_level(logging.WARNING):
         for number in (1, 2):
             pair.ask(number=number)
@@ -186,10 +167,8 @@ def test_engines_of_different_secrets_hand_over_whole_and_say_so_once(
     assert not any(secret.decode() in each for each in caplog.messages for secret in (*SECRETS, *theirs))
 
 
-def test_a_reason_is_said_again_once_it_is_another_one_or_was_gone_meanwhile(
-    wire: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    pair, peer = Pair(wire), ("127.0.0.1", 5600)
+def test_a_reason_is_said_again_once_it_is_another_one_or_was_gone_meanwhile(caplog: pytest.LogCaptureFixture) -> None:
+    pair, peer = Pair(), ("127.0.0.1", 5600)
     channel: Any = pair.here
     question = {"wants_final": False}
 
@@ -206,22 +185,22 @@ def test_a_reason_is_said_again_once_it_is_another_one_or_was_gone_meanwhile(
     assert told("ask-unsupported") == 1
 
 
-def test_what_the_machines_refuse_is_answered_with_a_no(wire: Any) -> None:
-    pair = Pair(wire)
+def test_what_the_machines_refuse_is_answered_with_a_no() -> None:
+    pair = Pair()
     pair.producer.error = RuntimeError("a mistake of ours")
     pair.ask()
     assert pair.answered()[2]["reason"] == "withdrawn"
 
 
-def test_an_answer_that_cannot_be_sent_is_a_no(wire: Any) -> None:
-    pair = Pair(wire)
+def test_an_answer_that_cannot_be_sent_is_a_no() -> None:
+    pair = Pair()
     pair.ask()
     pair.producer.answers.append(StreamAnswer(pair.asker(), 1, {**OFFER, "ticket": {"ids": [7] * 600_000}}))
     assert pair.answered()[2]["reason"] == "withdrawn"
 
 
-def test_a_question_that_cannot_be_asked_makes_its_hand_over_plain(wire: Any) -> None:
-    pair = Pair(wire)
+def test_a_question_that_cannot_be_asked_makes_its_hand_over_plain() -> None:
+    pair = Pair()
     pair.ask(digest="")
     assert pair.answered() == ("d-1", 1, PLAIN)
 
@@ -229,7 +208,7 @@ def test_a_question_that_cannot_be_asked_makes_its_hand_over_plain(wire: Any) ->
 @pytest.mark.parametrize("code", sorted(_AGAIN))
 def test_no_answer_is_not_taken_for_a_peers_word(code: str) -> None:
     """Its word that the prompt is on its way makes the machines wait for longer."""
-    pair = Pair(InMemory())
+    pair = Pair()
     pair.here._on_answer(("d-1", 1), ("127.0.0.1", 5600), {"wants_final": False}, code, b"")
     pair.turn()
     assert pair.consumer.answers_given == [("d-1", 1, {**UNANSWERED, "code": code})]
@@ -243,7 +222,7 @@ def test_no_answer_is_not_taken_for_a_peers_word(code: str) -> None:
 def test_a_prompt_that_is_not_streamed_is_counted_and_said_with_its_peer_and_reason(
     result: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    pair = Pair(InMemory())
+    pair = Pair()
     words = {"read-whole": "read once it is finished", "computed-here": "computed here", "given-up": "policy decides"}
     with caplog.at_level(logging.WARNING):
         pair.consumer.outcomes.append(StreamOutcome("d-1", "unknown-id", result, "10.0.0.1", 5600, "0f" * 16))
@@ -258,23 +237,11 @@ def test_a_prompt_that_is_not_streamed_is_counted_and_said_with_its_peer_and_rea
     assert len(caplog.messages) == 2
 
 
-def test_a_hook_waits_for_nothing(wire: Any, free_port: int) -> None:
-    """A step with a hundred questions to a peer that is not there, and as many to one that is silent for a while."""
-    pair = Pair(wire)
-    for number in range(1, 101):
-        pair.consumer.questions.append(QUESTION._replace(port=pair.wire.port, number=number))
-    began_s = time.perf_counter()
-    pair.here.receive(0.0)
-    pair.here.send()
-    assert time.perf_counter() - began_s < 1.0
-    pair.asker(100)
-
-
 # Answers that stand: the listener's thread gives them by itself, also while the engine is in a step or at rest.
 
 
 def test_an_offer_is_given_while_a_step_runs_but_not_to_who_wants_the_final_ticket() -> None:
-    pair = Pair(InMemory())
+    pair = Pair()
     pair.producer.standings.append(StreamStanding(HAND_OVER, DIGEST, OFFER))
     pair.turn()
     pair.ask()
@@ -286,7 +253,7 @@ def test_an_offer_is_given_while_a_step_runs_but_not_to_who_wants_the_final_tick
 
 
 def test_the_board_of_answers_has_a_bound() -> None:
-    pair = Pair(InMemory())
+    pair = Pair()
     pair.producer.standings.extend(StreamStanding(f"{number:032x}", DIGEST, FINAL) for number in range(5000))
     pair.turn()
     assert len(pair.there._board) == 4096
@@ -306,7 +273,7 @@ class _PublishedMeanwhile(dict[int, Any]):
 
 def test_an_answer_that_is_published_while_a_question_arrives_reaches_it_without_a_further_step() -> None:
     """The engine rests from then on: nobody would take the question out of the inbox."""
-    pair = Pair(InMemory())
+    pair = Pair()
     channel: Any = pair.there
     channel._questions = _PublishedMeanwhile(channel._board)
     pair.consumer.questions.append(QUESTION._replace(port=pair.wire.port))
@@ -319,47 +286,24 @@ def test_an_answer_that_is_published_while_a_question_arrives_reaches_it_without
 # Questions that wait
 
 
-class Desk:
-    """A listener without sockets: the real desk, and connections that ask, take back and wait until their asks expire."""
-
-    def __init__(self) -> None:
-        self._log = GatedLog()
-        self.now_s = 0.0
-        self.desk: AskDesk | None = None
-
-    def take_asks(self, on_ask: Any, on_gone: Any, *, wait_s: float) -> None:
-        self.desk = AskDesk(on_ask, on_gone, wait_s=wait_s, log=self._log, counts=Counter())
-
-    def answer(self, ask_id: int, payload: bytes) -> None:
-        assert self.desk is not None
-        self.desk.put(ask_id, payload)
-
-    def send(self, connection: int, query: bytes) -> None:
-        assert self.desk is not None
-        sender = Sender(f"10.0.{connection}.9", connection)
-        self.desk.receive(Incoming((b"\0%d" % connection, b""), b"", sender), query, self.now_s)
-        self.desk.take_replies(self.now_s)
-
-
 @pytest.mark.parametrize("cancels", [1.0, 0.5, 0.0])
 def test_what_waits_for_an_engine_at_rest_is_bounded(cancels: float) -> None:
-    """Strangers ask without end: what they take back or wait for too long leaves nothing behind."""
+    """Strangers ask without end: what they take back, or what the listener's desk lets expire, leaves nothing behind."""
     machines: Any = Machines()
-    listener: Any = Desk()
-    codec = Codec()
-    channel = streaming(machines, listener=listener, wait_s=30.0)
+    wire: Any = InMemory()
+    codec, open_ids = Codec(), deque[int]()
+    channel = streaming(machines, listener=wire, wait_s=30.0)
     draw = random.Random(1)
     for number in range(1, 8_001):
         told = {"hand_over_id": f"{number:032x}", "number": number, "nonce": "0" * 32, "digest": "d" * 64}
-        payload = codec.question_payload({**told, "tokens": 100, "wants_final": False}, ())
-        connection = draw.randrange(8)
-        listener.send(connection, encode_ask(number, payload))
-        if draw.random() < cancels:
-            listener.send(connection, encode_cancel(number))
-        listener.now_s += 0.01
+        wire._on_ask(number, codec.question_payload({**told, "tokens": 100, "wants_final": False}, ()))
+        open_ids.append(number)
+        if draw.random() < cancels or len(open_ids) > MOST_ASKS:
+            wire._on_gone(open_ids.popleft())
         if number == 1_000:
             channel.receive(0.0)  # the last step before it rests
-        waiting = len(channel._questions) + len(channel._gone_askers)
-        assert waiting <= 2 * MOST_ASKS, number
+        assert len(channel._questions) + len(channel._gone_askers) <= 2 * MOST_ASKS, number
+    while open_ids:
+        wire._on_gone(open_ids.popleft())
     channel.receive(0.0)
     assert (channel._questions, list(channel._gone_askers)) == ({}, [])

@@ -13,20 +13,6 @@ from kv_scheduler_state.streams.producer import StreamPlaces
 from vllm_adapter.worker.transfer.stream_parts import StreamShape
 
 
-def test_the_worked_example_of_parts() -> None:
-    shape = StreamShape([(16, 0), (32, 0), (0, 0)])
-    assert shape.entry_tokens == 32
-    assert [tuple(each) for each in shape.parts(100, 32, 64, is_last=False)] == [(2, 2, 2), (1, 1, 8), (0, 0, 11)]
-    assert [tuple(each) for each in shape.parts(100, 96, 100, is_last=True)] == [(6, 1, 6), (3, 1, 10), (0, 1, 11)]
-    window = StreamShape([(16, 20), (32, 0), (0, 0)])
-    assert [window.parts(100, at, min(at + 32, 100), is_last=False)[0].length for at in range(0, 100, 32)] == [
-        0,
-        0,
-        1,
-        1,
-    ]
-
-
 @pytest.mark.parametrize("tokens", [1, 31, 32, 100, 257])
 @pytest.mark.parametrize("start", [0, 32])
 @pytest.mark.parametrize("window", [0, 20, 64])

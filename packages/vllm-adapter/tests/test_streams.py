@@ -137,12 +137,6 @@ def test_the_times_of_a_stream_tell_the_prompts_end_the_last_bytes_and_the_fence
     assert bench.ended() == [""]
 
 
-def test_what_is_here_already_is_not_read() -> None:
-    bench = Bench(start=32)
-    bench.read_to(48)
-    assert bench.posts() == [([12], [502], None)]
-
-
 @pytest.mark.parametrize("outcome", ["fence-rejected", "failed", "timed-out"])
 def test_a_fence_that_does_not_hold_tears_the_stream(outcome: str) -> None:
     bench = Bench()
@@ -213,15 +207,6 @@ def test_one_broken_rank_ends_the_others() -> None:
     assert bench.in_flight == 0
 
 
-def test_a_rank_that_broke_ends_the_stream_though_another_was_done_before() -> None:
-    bench = Bench(TWO_RANKS)
-    bench.read_to(100, (0, 0))
-    bench.end_all(times=2)
-    bench.progress(0, (0, 1), tag=TAG + 1)
-    assert bench.ended() == ["stream-restarted"]
-    assert bench.told == []
-
-
 def test_no_progress_in_time_tears_the_stream() -> None:
     bench = Bench()
     bench.progress(40)
@@ -266,19 +251,6 @@ def test_a_stream_that_is_stopped_ends_once_quiet() -> None:
     assert len(bench.ends) == 1
 
 
-def test_a_stream_that_is_over_does_not_end_again() -> None:
-    torn = Bench()
-    torn.watch().listener.broken("peer-removed", "gone")
-    assert torn.ended() == ["peer-removed"]
-    torn.stop()
-    assert (len(torn.ends), torn.in_flight) == (1, 0)
-    done = Bench()
-    done.read_to(100)
-    done.end_all(times=2)
-    done.stop()
-    assert done.ended() == [""]
-
-
 def test_the_fence_word_of_an_attempt_that_is_over_says_nothing_of_the_next() -> None:
     bench = Bench(TWO_RANKS)
     whole, broken = TWO_RANKS
@@ -318,15 +290,6 @@ def test_a_stream_of_which_a_rank_cannot_be_followed_ends_once(monkeypatch: pyte
     bench.stop()
     described: Any = bench.reads.describe(1)
     assert (len(bench.ends), bench.in_flight, described["streams"]) == (1, 0, 0)
-
-
-def test_a_second_order_of_a_request_is_left() -> None:
-    bench = Bench()
-    bench.begin()
-    assert bench.in_flight == 1
-    bench.read_to(100)
-    bench.end_all(times=2)
-    assert (bench.ended(), bench.in_flight) == ([""], 0)
 
 
 @pytest.mark.parametrize(("start", "can_stream"), [(8, True), (0, False)])

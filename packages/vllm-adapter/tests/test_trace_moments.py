@@ -9,12 +9,10 @@ from typing import Any
 from fakes import Outcome, order
 from lease_bench import Bench as LeaseBench
 from read_bench import Bench
-from scheduler_engine import PREFILL, Engine, Prompt
+from scheduler_engine import PREFILL, TEXT, Engine, Prompt
 
 from vllm_adapter.observe.hand_overs import MOST_HAND_OVERS, HandOverLog, short_id
 from vllm_adapter.scheduler.hooks import Arrival
-
-TEXT = "a prompt of forty characters, no more..."
 
 
 def only(log: HandOverLog) -> Any:
