@@ -8,7 +8,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +23,6 @@ from kv_handshake.core.pacing import GatedLog
 from kv_handshake.core.server import Incoming, Sender
 from kv_handshake.wire.asks import encode_ask, encode_cancel
 from kv_scheduler_state.streams import StreamAnswer, StreamOutcome, StreamQuestion, StreamStanding
-from vllm_adapter.observe.cause_log import CauseLog
 from vllm_adapter.scheduler.streams import _AGAIN
 
 HAND_OVER, DIGEST = "0f" * 16, "d1" * 32
@@ -90,9 +89,8 @@ class Pair:
         self.wire = wire
         self.producer: Any = Machines()
         self.consumer: Any = Machines()
-        log = CauseLog(time.monotonic)
-        self.there = streaming(self.producer, listener=wire.listener(), log=log, secrets=theirs)
-        self.here = streaming(self.consumer, client=wire.client(), log=log, secrets=ours)
+        self.there = streaming(self.producer, listener=wire.listener(), secrets=theirs)
+        self.here = streaming(self.consumer, client=wire.client(), secrets=ours)
         wire.start()
 
     def ask(self, **changes: Any) -> None:
@@ -200,8 +198,7 @@ def test_a_reason_is_said_again_once_it_is_another_one_or_was_gone_meanwhile(
         return len(caplog.messages)
 
     assert [told(code) for code in ("connection-refused", "connection-refused", "ask-unsupported")] == [1, 0, 1]
-    codec = SimpleNamespace(read_answer=lambda *_: {"kind": "no", "reason": "busy"})
-    channel._asks = replace(channel._asks, codec=codec)
+    channel._codec = SimpleNamespace(read_answer=lambda *_: {"kind": "no", "reason": "busy"})
     assert told("", b"an answer") == 0
     assert told("ask-unsupported") == 1
 

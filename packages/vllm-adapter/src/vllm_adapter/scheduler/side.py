@@ -14,7 +14,6 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any, Final, final
 
-from vllm_adapter.observe.cause_log import CauseLog
 from vllm_adapter.observe.recorder import Recorder
 from vllm_adapter.scheduler.chunks import FollowedPrompt, PrefillChunks
 from vllm_adapter.scheduler.followed import FollowedRequest, FollowedRequests
@@ -22,7 +21,6 @@ from vllm_adapter.scheduler.holdings import Holdings
 from vllm_adapter.scheduler.hooks import Guard
 from vllm_adapter.scheduler.outcomes import OutcomeLog
 from vllm_adapter.scheduler.registration import ServedRegistration
-from vllm_adapter.scheduler.streams import Streaming
 from vllm_adapter.steps import StepOrders
 
 if TYPE_CHECKING:
@@ -34,7 +32,7 @@ if TYPE_CHECKING:
     from vllm_adapter.ports import Admission, BlockIds, FinishDecision, HandshakeListener, SchedulerState
     from vllm_adapter.scheduler.chunks import ScheduledTokens
     from vllm_adapter.scheduler.hooks import Arrival, Ending
-    from vllm_adapter.scheduler.streams import AskService
+    from vllm_adapter.scheduler.streams import Streaming
     from vllm_adapter.steps import Rank, StepReport, TraceLink
 
 __all__ = ["SchedulerSide"]
@@ -62,7 +60,7 @@ class SchedulerSide:
         state: The request machines.
         listener: The side channel's listener, not yet started.
         secrets: The fleet's secrets; None if tickets are not sealed.
-        asks: Sends questions to peers; None for an engine that does not stream.
+        streaming: Returns the streamed hand-overs that this recorder observes; None for an engine that does not stream.
         now_s: The monotonic clock.
         lease_ended: Called with (link, request id, Unix time of the grant in ns) at the end of a traced lease.
         is_ending: Tells whether the host was told to end; from then on no ticket is given, and open leases go on.
@@ -79,7 +77,7 @@ class SchedulerSide:
         listener: HandshakeListener,
         *,
         secrets: FleetSecrets | None = None,
-        asks: AskService | None = None,
+        streaming: Callable[[Recorder], Streaming] | None = None,
         now_s: Callable[[], float] = time.monotonic,
         lease_ended: Callable[[TraceLink, str, int], None] | None = None,
         is_ending: Callable[[], bool] = lambda: False,
@@ -89,16 +87,14 @@ class SchedulerSide:
         self._secrets = secrets
         self._now_s = now_s
         self._is_ending = is_ending
-        self._stats = Recorder()
-        self._log = CauseLog(now_s)
-        self._outcomes = OutcomeLog(self._stats, self._log)
-        self._streams: Streaming | None = None
-        if asks is not None and state.streams is not None:
-            self._streams = Streaming(facts, state.streams, asks, listener, self._stats, self._log, secrets)
+        self._stats = Recorder(now_s=now_s)
+        self._log = self._stats.cause_log
+        self._outcomes = OutcomeLog(self._stats)
+        self._streams = streaming(self._stats) if streaming is not None else None
         if secrets is not None:
             state.set_secrets(secrets.current)
         self._served = ServedRegistration(facts, listener)
-        self.chunks = PrefillChunks(facts.groups, facts.context_sizes, state, self._log, has_mirror=facts.is_mirrored)
+        self.chunks = PrefillChunks(facts, state, self._log)
         self._requests = FollowedRequests(self._stats.hand_overs, now_s, self._outcomes, lease_ended)
         self.followed = self._requests.live
         self._holdings = Holdings(facts, state)
