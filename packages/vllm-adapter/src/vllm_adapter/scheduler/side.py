@@ -147,13 +147,12 @@ class SchedulerSide:
         if self._state.must_fail(request_id):
             # Again when the host asks for its tokens, because the host overrules this for a prompt that it computes whole.
             self.followed[request_id] = FollowedRequest(arrival, "none")
-            if arrival.end_with_error is not None:
-                arrival.end_with_error()
+            arrival.end_with_error()
 
     def _begin_prompt(self, arrival: Arrival, admission: Admission) -> None:
         """Drop the tokens that the consumer computes from the end of a producer's prompt, and follow it."""
         tail = admission.truncate_tokens
-        is_shortened = bool(tail) and arrival.drop_tail is not None and arrival.drop_tail(tail)
+        is_shortened = bool(tail) and arrival.drop_tail(tail)
         if tail and not is_shortened:
             self._outcomes.not_shortened(arrival.request_id)
         if admission.is_early and self._streams is not None:
@@ -176,7 +175,7 @@ class SchedulerSide:
                 self._streams.receive(self._now_s())
             with Guard(self._log, "prefix lookup", request_id):
                 tokens = self._state.external_tokens(request_id, computed_tokens=computed_tokens)
-                if not tokens and self._state.must_fail(request_id) and request.arrival.end_with_error is not None:
+                if not tokens and self._state.must_fail(request_id):
                     request.arrival.end_with_error()
                     tokens = None
         self._is_answered = tokens is not None
@@ -292,8 +291,7 @@ class SchedulerSide:
         if plan.heartbeats:
             self._stats.observe("heartbeat_delay", self._state.heartbeat_delay_s)
         self._empty_steps = self._empty_steps + 1 if is_empty else 0
-        if self._is_short_of_blocks(now_s):
-            self._give_way(now_s)
+        self._relieve_shortage(now_s)
         is_asking = streams is not None and streams.is_asking
         question = 0 if self._served.is_sure else self._served.question
         return StepOrders(plan, links, question, self._rest_s(is_asking=is_asking), is_asking)
@@ -309,11 +307,12 @@ class SchedulerSide:
             return _REST_S
         return _REST_OF_STREAMS_S if reads else 0.0
 
-    def _is_short_of_blocks(self, now_s: float) -> bool:
-        """Return whether to give up a read; to be called once at the end of each step. The wait then begins anew.
+    def _relieve_shortage(self, now_s: float) -> None:
+        """Give up a waiting read if this engine and a peer may each wait for blocks that are leased to the other.
 
-        Example: from 2.0 s on, in empty steps, the host is given 48 tokens and allocates nothing: True at 3.0 s and, if nothing
-        changes, about a second later again.
+        To be called once at the end of each step; the wait begins anew with each read that is given up. Example: from 2.0 s on,
+        in empty steps, the host is given 48 tokens and allocates nothing: a read is given up at 3.0 s and, if nothing changes,
+        about a second later again.
         """
         is_answered, self._is_answered = self._is_answered, False
         streams = self._state.streams
@@ -326,16 +325,12 @@ class SchedulerSide:
         )
         if not (self._empty_steps and is_ready):
             self._short_since_s = None
-            return False
+            return
         if self._short_since_s is None:
             self._short_since_s = now_s
         if now_s - self._short_since_s < _PATIENCE_S:
-            return False
+            return
         self._short_since_s = None
-        return True
-
-    def _give_way(self, now_s: float) -> None:
-        """Give up a waiting read if this engine and a peer may each wait for blocks that are leased to the other."""
         with Guard(self._log, "giving up a read", consequence="requests that wait for blocks go on waiting"):
             request_id = self._state.give_way(now_s=now_s)
             if request_id:

@@ -368,13 +368,10 @@ class Streaming:
         elif code:
             answer = {"kind": "no", "reason": "not-streamed", "code": code}
             if self._plain_peers.get(peer) != code:  # logged again after the reason has changed or has been absent
-                self._note_plain_peer(peer, code)
+                self._plain_peers[peer] = code
+                if len(self._plain_peers) > _MOST_PEERS:
+                    self._plain_peers.popitem(last=False)
+                unable = "cannot be asked for now, and are computed here"
+                what = "are computed here, not streamed" if code == _UNSUPPORTED else unable
+                self._log.warning(code, f"prompts of %s port %d {what}: %s", *peer, code)
         self._answers.append((*key, answer))
-
-    def _note_plain_peer(self, peer: tuple[str, int], code: str) -> None:
-        self._plain_peers[peer] = code
-        if len(self._plain_peers) > _MOST_PEERS:
-            self._plain_peers.popitem(last=False)
-        unable = "cannot be asked for now, and are computed here"
-        what = "are computed here, not streamed" if code == _UNSUPPORTED else unable
-        self._log.warning(code, f"prompts of %s port %d {what}: %s", *peer, code)
