@@ -50,7 +50,7 @@ def scheduler_side(
     }
     state = SchedulerState(SchedulerConfig(engine.engine_id, "10.0.0.1", 5600, **values))
     listener, streaming = listener or InMemory(), None
-    if client is not None:
+    if client is not None and state.streams is not None:
         streaming = partial(Streaming, engine, state.streams, Codec(), client, listener, secrets, 5.0)
     return SchedulerSide(
         engine, state, listener, now_s=now_s, streaming=streaming, secrets=secrets, is_ending=is_ending
