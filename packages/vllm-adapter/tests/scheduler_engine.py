@@ -6,6 +6,7 @@ import hashlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,12 +16,11 @@ from stream_wires import InMemory
 from kv_handshake import Codec
 from kv_scheduler_state import GroupConfig, SchedulerConfig, SchedulerState
 from vllm_adapter.cache.facts import CacheGroup, EngineFacts
-from vllm_adapter.observe.cause_log import CauseLog
 from vllm_adapter.observe.recorder import Recorder
 from vllm_adapter.scheduler.chunks import ScheduledTokens
 from vllm_adapter.scheduler.hooks import Arrival, Ending
 from vllm_adapter.scheduler.side import SchedulerSide
-from vllm_adapter.scheduler.streams import AskService, Streaming
+from vllm_adapter.scheduler.streams import Streaming
 from vllm_adapter.steps import StepReport
 
 BLOCK = 16
@@ -29,7 +29,7 @@ TEXT = "a prompt of forty characters, no more..."
 
 
 def scheduler_side(
-    engine: EngineFacts, now_s: Any = time.monotonic, *, listener: Any = None, asks: Any = None, secrets: Any = None,
+    engine: EngineFacts, now_s: Any = time.monotonic, *, listener: Any = None, client: Any = None, secrets: Any = None,
     is_ending: Any = lambda: False, **changes: Any,
 ) -> SchedulerSide:  # fmt: skip
     """Return a scheduler side with the real request machines; `changes` are keys of their configuration."""
@@ -49,20 +49,22 @@ def scheduler_side(
         **changes,
     }
     state = SchedulerState(SchedulerConfig(engine.engine_id, "10.0.0.1", 5600, **values))
+    listener, streaming = listener or InMemory(), None
+    if client is not None and state.streams is not None:
+        streaming = partial(Streaming, engine, state.streams, Codec(), client, listener, secrets, 5.0)
     return SchedulerSide(
-        engine, state, listener or InMemory(), now_s=now_s, asks=asks, secrets=secrets, is_ending=is_ending
+        engine, state, listener, now_s=now_s, streaming=streaming, secrets=secrets, is_ending=is_ending
     )
 
 
 def streaming(
-    state: Any, *, listener: Any = None, client: Any = None, wait_s: float = 5.0, log: Any = None,
+    state: Any, *, listener: Any = None, client: Any = None, wait_s: float = 5.0, recorder: Any = None,
     secrets: Sequence[bytes] = (),
 ) -> Any:  # fmt: skip
     """Return the streamed hand-overs of an engine, whose machines may be a fake."""
     fleet: Any = SimpleNamespace(current=secrets)
     client, listener = client or InMemory(), listener or InMemory()
-    asks = AskService(Codec(), client, wait_s)
-    return Streaming(facts(), state, asks, listener, Recorder(), log or CauseLog(time.monotonic), fleet)
+    return Streaming(facts(), state, Codec(), client, listener, fleet, wait_s, recorder or Recorder())
 
 
 @dataclass
@@ -93,9 +95,8 @@ class Engine:
         self.facts = facts(engine_id=name, groups=groups, group_ids=tuple(range(len(groups))), **told)
         self.now_s = 0.0
         self.listener: Any = wire if wire is not None and is_asked else InMemory()
-        client: Any = InMemory() if is_asked or wire is None else wire
-        asks = AskService(Codec(), client, 5.0) if wire is not None else None
-        self.side = scheduler_side(self.facts, lambda: self.now_s, listener=self.listener, asks=asks, **changes)
+        client: Any = None if wire is None else InMemory() if is_asked else wire
+        self.side = scheduler_side(self.facts, lambda: self.now_s, listener=self.listener, client=client, **changes)
         self.side.serve({(0, 0): b"envelope"})
 
     @property

@@ -231,9 +231,8 @@ def by_a_line_of_a_rank(text: str) -> None:
 
 
 def channel() -> Any:
-    log = CauseLog(lambda: 0.0)
     nothing: Any = SimpleNamespace()
-    return streaming(nothing, log=log)
+    return streaming(nothing, recorder=Recorder(now_s=lambda: 0.0))
 
 
 @pytest.mark.parametrize(

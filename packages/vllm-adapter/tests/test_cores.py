@@ -20,8 +20,8 @@ needs_two_cores = pytest.mark.skipif(len(ALLOWED) < 2, reason="this process may 
 THREAD = """
 import os
 {before}
-from vllm_adapter.cores import note_cores
-note_cores()
+from vllm_adapter.cores import allowed_cores
+allowed_cores()
 {after}
 from factories import attention_caches, facts
 from kv_nixl_agent.testing import FakeFabric
@@ -87,9 +87,9 @@ def test_a_cgroups_quota_counts_as_so_many_cores(tmp_path: Path) -> None:
 
 def test_nixls_progress_thread_needs_cores_that_this_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
-    monkeypatch.setattr(cores, "_allowed", lambda: frozenset(range(4)))
+    monkeypatch.setattr(cores, "allowed_cores", lambda: frozenset(range(4)))
     assert not cores.has_cores_to_spare()
-    monkeypatch.setattr(cores, "_allowed", lambda: frozenset(range(64)))
+    monkeypatch.setattr(cores, "allowed_cores", lambda: frozenset(range(64)))
     monkeypatch.setattr(cores, "_quotas", lambda *_places: [2])
     assert not cores.has_cores_to_spare()
     monkeypatch.setattr(cores, "_quotas", lambda *_places: [])

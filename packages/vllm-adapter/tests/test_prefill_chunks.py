@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from factories import facts
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,10 +21,11 @@ FULL = CacheGroup("attention", 16, 0, 0, ("a",))
 class Chunks(SimpleNamespace):
     """The chunks of a prompt, as the request machines take them."""
 
-    def __init__(self, groups: list[CacheGroup], sizes: list[int], tokens: int) -> None:
+    def __init__(self, groups: list[CacheGroup], dcp: int, tokens: int) -> None:
         self.taken: list[Any] = []
+        engine = facts(groups=tuple(groups), dcp=dcp, is_mirrored=True)
         machines: Any = SimpleNamespace(scheduled=lambda _name, **chunk: self.taken.append(SimpleNamespace(**chunk)))
-        self.chunks = PrefillChunks(groups, sizes, machines, CauseLog(lambda: 0.0), has_mirror=True)
+        self.chunks = PrefillChunks(engine, machines, CauseLog(lambda: 0.0))
         self.chunks.prompts["r"] = FollowedPrompt(tokens)
 
     def scheduled(self, step: ScheduledTokens) -> Any:
@@ -48,7 +50,7 @@ def test_every_block_is_copied_after_its_last_token_was_computed(
     span = 16 * dcp
     hit = min(hit_blocks * span, (tokens - 1) // span * span)
     ends = sorted({cut for cut in cuts if hit < cut < tokens} | {tokens})
-    chunks = Chunks([FULL], [dcp], tokens)
+    chunks = Chunks([FULL], dcp, tokens)
     written: dict[int, int] = dict.fromkeys(range(hit // span), -1)
     copied: dict[int, int] = {}
     had = 0
@@ -65,13 +67,13 @@ def test_every_block_is_copied_after_its_last_token_was_computed(
 
 def test_tokens_of_an_answer_are_no_tokens_of_the_prompt() -> None:
     """A request that starts again after some tokens of its answer computes them in one chunk with its prompt."""
-    chunks = Chunks([FULL], [1], 40)
+    chunks = Chunks([FULL], 1, 40)
     chunk = chunks.scheduled(step([[1, 2, 3]], 0, 45, fresh=True))
     assert (chunk.computed_tokens, chunk.is_prompt_complete) == (40, True)
 
 
 def test_only_prompts_that_will_be_handed_over_are_followed() -> None:
-    chunks = Chunks([FULL], [1], 32)
+    chunks = Chunks([FULL], 1, 32)
     assert chunks.scheduled(step([[1]], 0, 16, fresh=True, name="other")) is None
 
 

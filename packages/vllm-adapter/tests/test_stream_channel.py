@@ -7,7 +7,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +19,6 @@ from stream_wires import InMemory
 from kv_handshake import Codec
 from kv_handshake.core.desk import MOST_ASKS
 from kv_scheduler_state.streams import StreamAnswer, StreamOutcome, StreamQuestion, StreamStanding
-from vllm_adapter.observe.cause_log import CauseLog
 from vllm_adapter.scheduler.streams import _AGAIN
 
 HAND_OVER, DIGEST = "0f" * 16, "d1" * 32
@@ -86,9 +85,8 @@ class Pair:
         self.wire = wire = InMemory()
         self.producer: Any = Machines()
         self.consumer: Any = Machines()
-        log = CauseLog(time.monotonic)
-        self.there = streaming(self.producer, listener=wire, log=log, secrets=theirs)
-        self.here = streaming(self.consumer, client=wire, log=log, secrets=ours)
+        self.there = streaming(self.producer, listener=wire, secrets=theirs)
+        self.here = streaming(self.consumer, client=wire, secrets=ours)
 
     def ask(self, **changes: Any) -> None:
         self.consumer.questions.append(QUESTION._replace(**{"port": self.wire.port, **changes}))
@@ -179,8 +177,7 @@ def test_a_reason_is_said_again_once_it_is_another_one_or_was_gone_meanwhile(cap
         return len(caplog.messages)
 
     assert [told(code) for code in ("connection-refused", "connection-refused", "ask-unsupported")] == [1, 0, 1]
-    codec = SimpleNamespace(read_answer=lambda *_: {"kind": "no", "reason": "busy"})
-    channel._asks = replace(channel._asks, codec=codec)
+    channel._codec = SimpleNamespace(read_answer=lambda *_: {"kind": "no", "reason": "busy"})
     assert told("", b"an answer") == 0
     assert told("ask-unsupported") == 1
 

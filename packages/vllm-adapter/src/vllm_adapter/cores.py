@@ -17,7 +17,7 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-__all__ = ["has_cores_to_spare", "note_cores", "use_allowed_cores"]
+__all__ = ["allowed_cores", "has_cores_to_spare", "use_allowed_cores"]
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _OPENMP_BINDINGS = frozenset({"KMP_AFFINITY", "GOMP_CPU_AFFINITY", "OMP_PLACES", "OMP_PROC_BIND"})
@@ -26,10 +26,10 @@ _CORES_TO_SPARE = 8
 
 
 @cache
-def _allowed() -> frozenset[int]:
-    """Return the allowed cores of the first calling thread, together with its parent's where OpenMP binds threads.
+def allowed_cores() -> frozenset[int]:
+    """Return the cores of the process: those of the first thread that calls this, and its parent's where OpenMP binds threads.
 
-    Returns all cores on systems without affinities.
+    All cores on systems without affinities.
     """
     if not hasattr(os, "sched_getaffinity"):
         return frozenset(range(os.cpu_count() or 1))
@@ -41,11 +41,6 @@ def _allowed() -> frozenset[int]:
     return own
 
 
-def note_cores() -> None:
-    """Record the calling thread's cores as those of the process, unless that has happened before."""
-    _allowed()
-
-
 def use_allowed_cores() -> None:
     """Let the calling thread run on every core that the process was given, and on no other.
 
@@ -53,7 +48,7 @@ def use_allowed_cores() -> None:
     """
     if hasattr(os, "sched_setaffinity"):
         with suppress(OSError):
-            os.sched_setaffinity(0, _allowed())
+            os.sched_setaffinity(0, allowed_cores())
 
 
 def has_cores_to_spare() -> bool:
@@ -62,7 +57,7 @@ def has_cores_to_spare() -> bool:
     They are the cores that the process was given, or fewer by its cgroup's quota. Example: 16 cores and a quota of 250 in 100 ms
     count as 3.
     """
-    return min([len(_allowed()), *_quotas(_CGROUPS, Path("/proc/self/cgroup"))]) > _CORES_TO_SPARE
+    return min([len(allowed_cores()), *_quotas(_CGROUPS, Path("/proc/self/cgroup"))]) > _CORES_TO_SPARE
 
 
 def _quotas(root: Path, membership: Path) -> list[int]:

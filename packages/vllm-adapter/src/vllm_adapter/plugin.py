@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vllm_adapter.cores import note_cores
+from vllm_adapter.cores import allowed_cores
 
 __all__ = ["CONNECTOR_NAME", "register"]
 
@@ -16,5 +16,5 @@ def register() -> None:
     """
     from vllm_adapter.host.factory import register_connector
 
-    note_cores()
+    allowed_cores()
     register_connector(CONNECTOR_NAME, "vllm_adapter.host.connector")

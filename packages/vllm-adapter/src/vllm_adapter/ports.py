@@ -2,16 +2,16 @@
 
 A service acts on threads, sockets or memory, so tests replace it. The adapter consumes services, so it declares their Protocols
 here, and the libraries do not know them; `wiring.py` holds one static conformance line per Protocol. A value or a pure state
-machine is never replaced. It is declared once, by its library: this module imports its type for type checkers alone, and the
-other modules import it from here. What a member does is documented where it is implemented; here stands what the adapter relies
-on beyond the name.
+machine is never replaced, nor is an object that only a service hands out. It is declared once, by its library: this module
+imports its type for type checkers alone, and the other modules import it from here. What a member does is documented where it is
+implemented; here stands what the adapter relies on beyond the name.
 
 Boundaries carry builtins, bytes, the owners' frozen values, `Literal` strings and numpy arrays of a stated dtype and shape: no
 enum, no torch, no other package's exception. Every exception that crosses one carries `code`, `fault`, `is_retry_safe` and
 `context`.
 """
 
-# ruff: noqa: TC004  (`__all__` also lists values, which exist for type checkers alone)
+# ruff: noqa: PLC0414  (an alias of the same name re-exports a value, for type checkers alone)
 
 from __future__ import annotations
 
@@ -24,82 +24,53 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from kv_handshake import AgentMetadata, Codec, Notification, Outcome
-    from kv_nixl_agent import PeerSpec, QuarantineEntry, StallEntry, ThreadHealth, TransferResult
-    from kv_scheduler_state import (
-        Admission,
-        BlockList,
-        EndReport,
-        FinishDecision,
-        HeartbeatOrder,
-        LeaseEnd,
-        LeaseTable,
-        PeerAddress,
-        PromptIdentity,
-        ReadOrder,
-        SchedulerState,
-        StepPlan,
-        Streams,
-        WorkerState,
-    )
-    from kv_scheduler_state.streams import (
-        StreamOpen,
-        StreamOrder,
-        StreamOutcome,
-        StreamPart,
-        StreamPlan,
-        StreamQuestion,
-        StreamReaders,
-        StreamReport,
-        StreamWords,
-        StreamWorker,
-    )
-    from kv_topology import PageMove, Planner, StagedRegion
-    from kv_topology import TransferPlan as PeerPlan
+    from kv_handshake import AgentMetadata as AgentMetadata
+    from kv_handshake import Codec as Codec
+    from kv_handshake import Notification as Notification
+    from kv_handshake import Outcome as Outcome
+    from kv_nixl_agent import PeerSpec as PeerSpec
+    from kv_nixl_agent import QuarantineEntry, ThreadHealth, TransferAgent
+    from kv_nixl_agent import StallEntry as StallEntry
+    from kv_nixl_agent import TransferResult as TransferResult
+    from kv_nixl_agent.streams.polls import StreamWatch as StreamWatch
+    from kv_scheduler_state import Admission as Admission
+    from kv_scheduler_state import BlockList as BlockList
+    from kv_scheduler_state import EndReport as EndReport
+    from kv_scheduler_state import FinishDecision as FinishDecision
+    from kv_scheduler_state import HeartbeatOrder as HeartbeatOrder
+    from kv_scheduler_state import LeaseEnd as LeaseEnd
+    from kv_scheduler_state import LeaseTable as LeaseTable
+    from kv_scheduler_state import PeerAddress as PeerAddress
+    from kv_scheduler_state import PromptIdentity as PromptIdentity
+    from kv_scheduler_state import ReadOrder as ReadOrder
+    from kv_scheduler_state import SchedulerState as SchedulerState
+    from kv_scheduler_state import StepPlan as StepPlan
+    from kv_scheduler_state import Streams as Streams
+    from kv_scheduler_state import WorkerState as WorkerState
+    from kv_scheduler_state.streams import StreamOpen as StreamOpen
+    from kv_scheduler_state.streams import StreamOrder as StreamOrder
+    from kv_scheduler_state.streams import StreamOutcome as StreamOutcome
+    from kv_scheduler_state.streams import StreamPart as StreamPart
+    from kv_scheduler_state.streams import StreamPlan as StreamPlan
+    from kv_scheduler_state.streams import StreamQuestion as StreamQuestion
+    from kv_scheduler_state.streams import StreamReaders as StreamReaders
+    from kv_scheduler_state.streams import StreamReport as StreamReport
+    from kv_scheduler_state.streams import StreamWords
+    from kv_scheduler_state.streams import StreamWorker as StreamWorker
+    from kv_topology import PageMove as PageMove
+    from kv_topology import Planner as Planner
+    from kv_topology import StagedRegion as StagedRegion
+    from kv_topology import TransferPlan as PeerPlan  # noqa: TC004  (`__all__` lists it, because it has another name here)
 
 __all__ = [
-    "Admission",
-    "AgentMetadata",
     "BlockIds",
-    "BlockList",
-    "Codec",
-    "EndReport",
-    "FinishDecision",
     "HandshakeClient",
     "HandshakeListener",
-    "HeartbeatOrder",
     "Indices",
-    "LeaseEnd",
-    "LeaseTable",
     "MemoryKind",
-    "Notification",
-    "Outcome",
-    "PageMove",
     "PageNumbers",
-    "PeerAddress",
     "PeerPlan",
-    "PeerSpec",
-    "Planner",
-    "PromptIdentity",
-    "ReadOrder",
-    "SchedulerState",
-    "StagedRegion",
-    "StallEntry",
-    "StepPlan",
-    "StreamOpen",
-    "StreamOrder",
-    "StreamOutcome",
-    "StreamPlan",
-    "StreamPart",
-    "StreamQuestion",
-    "StreamReaders",
-    "StreamReport",
-    "Streams",
-    "StreamWatch",
-    "StreamWorker",
-    "TransferResult",
     "TransferThread",
-    "WorkerState",
 ]
 
 BlockIds = Sequence[Sequence[int]]
@@ -164,47 +135,6 @@ class HandshakeListener(Protocol):
     def close(self) -> None: ...
 
 
-class StreamListener(Protocol):
-    """Receives the findings of a watch, on the owner thread."""
-
-    def progress(self, tag: int, tokens: int) -> None: ...
-    def table(self, tag: int, first: int, ids: tuple[int, ...]) -> None: ...
-    def broken(self, code: str, message: str) -> None: ...
-
-
-class StreamWatch(Protocol):
-    """A subscription to one stream slot of a peer. Owner thread only."""
-
-    def read_table(self, tag: int, first: int, stop: int) -> None: ...
-    def end(self) -> None: ...
-
-
-class TransferAgent(Protocol):
-    """One NIXL agent; its methods may only be called on the owner thread (through `call_soon`)."""
-
-    def add_peer(self, spec: PeerSpec) -> None: ...
-    def remove_peer(self, peer: str) -> None: ...
-    def has_peer(self, peer: str) -> bool: ...
-    def post_read(
-        self,
-        transfer_id: str,
-        peer: str,
-        local_indices: Indices,
-        peer_indices: Indices,
-        *,
-        notification: bytes,
-        deadline_s: float,
-        fence: tuple[int, int] | None,
-    ) -> None:
-        """Queue a read; without indices only the fence is verified and the notification sent. `on_result` reports the end."""
-        ...
-
-    def probe(self, transfer_id: str, peer: str, *, deadline_s: float) -> None: ...
-    def watch_stream(self, peer: str, slot: int, listener: StreamListener, *, tokens: int = 0) -> StreamWatch: ...
-    def cancel(self, transfer_id: str) -> bool: ...
-    def send_notification(self, peer: str, payload: bytes) -> bool: ...
-
-
 class TransferThread(Protocol):
     """The owner thread of one NIXL agent."""
 
@@ -229,7 +159,10 @@ class TransferThread(Protocol):
         ...
 
     @property
-    def agent(self) -> TransferAgent: ...
+    def agent(self) -> TransferAgent:
+        """The agent, whose methods may only be called on the owner thread (through `call_soon`)."""
+        ...
+
     def statistics(self) -> Mapping[str, float]: ...
     def health(self) -> ThreadHealth: ...
     @property

@@ -42,7 +42,7 @@ from vllm_adapter.config.secrets import configured_secrets
 from vllm_adapter.cores import has_cores_to_spare, use_allowed_cores
 from vllm_adapter.observe.recorder import Recorder
 from vllm_adapter.scheduler.side import SchedulerSide
-from vllm_adapter.scheduler.streams import AskService
+from vllm_adapter.scheduler.streams import Streaming
 from vllm_adapter.worker.engine_thread import WorkerSide
 from vllm_adapter.worker.registration import Registration, memory_kind, stream_shape
 from vllm_adapter.worker.transfer.leases import LeaseKeeper
@@ -135,17 +135,19 @@ def make_scheduler(
         security = ServerSecurity.read(settings.side_channel_key, settings.side_channel_clients)
     listener = Listener(*(facts.listens_on or (facts.host, facts.port)), security=security)
     fleet_secrets = configured_secrets(settings)
-    asks = None
-    if settings.streaming:
+    streaming = None
+    if state.streams is not None:
         # Last, because it starts a thread: what fails before it leaves none behind.
         client = Client(LocalOffer(policy="off"), security=_client_security(settings))
-        asks = AskService(Codec(), client, settings.ask_wait_s)
+        streaming = partial(
+            Streaming, facts, state.streams, Codec(), client, listener, fleet_secrets, settings.ask_wait_s
+        )
     return SchedulerSide(
         facts,
         state,
         listener,
         secrets=fleet_secrets,
-        asks=asks,
+        streaming=streaming,
         now_s=now_s,
         lease_ended=lease_ended,
         is_ending=is_ending,

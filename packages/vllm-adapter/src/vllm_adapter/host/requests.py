@@ -120,23 +120,15 @@ def _is_read(params: object) -> bool:
     return fields.get("do_remote_prefill") is True and not fields.get("do_remote_decode")
 
 
-def _is_read_early(params: object) -> bool:
-    """Return whether params ask to read a prompt by an early ticket, which names no request that could be notified of its end.
-
-    vLLM also sends the stand-in of a refused request after each request whose client has left. With an early ticket, the stand-in
-    would be taken for a second reader of the same hand-over.
-    """
-    fields = _fields(params)
-    return "kv_stream" in fields and fields.get("do_remote_prefill") is True
-
-
 def arrival_of(request: Request, *, has_content_ids: bool) -> Arrival:
     """Describe a request that has just arrived."""
     params: object = request.kv_transfer_params
     # Only vLLM itself sets the flag (0.32 and later); no client can.
     is_refused = bool(getattr(request, "abort_immediately", False))
     identity = RefusedIdentity(params) if is_refused else RequestIdentity(request, has_content_ids=has_content_ids)
-    if is_refused and _is_read_early(params):
+    if is_refused and "kv_stream" in _fields(params) and _fields(params).get("do_remote_prefill") is True:
+        # An early ticket names no request that could be notified of its end. vLLM also sends the stand-in of a refused request
+        # after each request whose client has left, and with such a ticket it would be taken for a second reader.
         params = None
     # When the host's frontend began with it, by this host's wall clock, as is `time.time()`; older hosts do not report it.
     began_s: object = getattr(request, "arrival_time", None)

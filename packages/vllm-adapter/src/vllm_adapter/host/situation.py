@@ -17,7 +17,6 @@ from vllm_adapter.host.vllm import (
     CONNECTOR_VERSIONS,
     check_host,
     has_v2_runner,
-    load_failure_policy,
     side_channel_port,
     wants_host_buffer,
 )
@@ -103,7 +102,7 @@ def labels_of(config: VllmConfig, settings: Settings) -> dict[str, str]:
         "memory": memory,
         "backends": ",".join(settings.backends),
         "compatibility_policy": settings.policy,
-        "load_failure_policy": load_failure_policy(config),
+        "load_failure_policy": transfer.kv_load_failure_policy if transfer is not None else "fail",
         "lease_s": f"{settings.kv_lease_duration:g}",
         "engine_ttl_s": f"{settings.engine_ttl:g}",
         "peer_dialect": str(

@@ -54,7 +54,6 @@ __all__ = [
     "extra_config",
     "has_content_ids",
     "has_v2_runner",
-    "load_failure_policy",
     "side_channel_port",
     "wants_host_buffer",
 ]
@@ -134,12 +133,6 @@ def extra_config(config: VllmConfig) -> dict[str, object]:
     """Return `kv_connector_extra_config` as given."""
     transfer = config.kv_transfer_config
     return dict(transfer.kv_connector_extra_config or {}) if transfer is not None else {}
-
-
-def load_failure_policy(config: VllmConfig) -> str:
-    """Return the host's policy for a request whose load failed: `"fail"` or `"recompute"`."""
-    transfer = config.kv_transfer_config
-    return transfer.kv_load_failure_policy if transfer is not None else "fail"
 
 
 def has_content_ids(config: VllmConfig) -> bool:

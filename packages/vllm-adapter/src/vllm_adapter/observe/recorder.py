@@ -17,7 +17,7 @@ from vllm_adapter.observe.hand_overs import HandOverLog
 from vllm_adapter.observe.metric_tables import PATH_KEY, empty_observations
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Callable, Generator
 
     from vllm_adapter.ports import TransferResult
 
@@ -34,15 +34,17 @@ class Recorder:
         ucx_tls: UCX's configured choice of transports; a label of the bytes that the UCX backend moved.
         is_lead: Whether this is the rank that warns on behalf of all ranks of its engine. The others log the same lines at level
             info, so that an event seen by all ranks is one warning and not eight.
+        now_s: The monotonic clock of the limits of log lines; None for the process's.
 
     Attributes:
         hand_overs: Timestamps of the latest hand-overs in this process.
+        cause_log: Log lines of this process, limited per cause.
     """
 
-    def __init__(self, *, ucx_tls: str = "", is_lead: bool = True) -> None:
+    def __init__(self, *, ucx_tls: str = "", is_lead: bool = True, now_s: Callable[[], float] | None = None) -> None:
         self.hand_overs = HandOverLog()
         self._ucx_tls = ucx_tls
-        self._log = CauseLog(time.monotonic, is_lead=is_lead)
+        self.cause_log = CauseLog(now_s or time.monotonic, is_lead=is_lead)
         # A child of the host's logger, so that its format and level apply.
         self._logger = logging.getLogger("vllm.vllm_adapter")
         self._lock = threading.Lock()
@@ -101,15 +103,15 @@ class Recorder:
 
     def info(self, cause: str, message: str) -> None:
         """Log an event of normal life; lines of one cause are limited, see `CauseLog`."""
-        self._log.info(cause, "%s", message)
+        self.cause_log.info(cause, "%s", message)
 
     def warn(self, cause: str, message: str) -> None:
         """Log an event that an operator should check, under the same limit; once per engine, see `is_lead`."""
-        self._log.warning(cause, "%s", message)
+        self.cause_log.warning(cause, "%s", message)
 
     def error(self, cause: str, message: str, trace: str | None = None) -> None:
         """Log a failure under the same limit, with its traceback if given."""
-        self._log.error(cause, "%s", message, trace=trace)
+        self.cause_log.error(cause, "%s", message, trace=trace)
 
     @contextmanager
     def guarded(self, action: str) -> Generator[None]:
@@ -141,7 +143,7 @@ class Recorder:
         if has_room:
             self._logger.error("%s failed unexpectedly; the other orders go on", line, exc_info=error)
         else:
-            self._log.error(
+            self.cause_log.error(
                 "worker-exception",
                 "%s failed unexpectedly (%s: %s); the other orders go on",
                 line,

@@ -35,7 +35,7 @@ from vllm_adapter.scheduler.hooks import Guard
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from vllm_adapter.cache.facts import CacheGroup
+    from vllm_adapter.cache.facts import EngineFacts
     from vllm_adapter.observe.cause_log import CauseLog
     from vllm_adapter.ports import SchedulerState
 
@@ -88,35 +88,25 @@ class PrefillChunks:
     """Follows the prompts that will be handed over, and passes their chunks to the request machines.
 
     Args:
-        groups: The transferable groups.
-        context_sizes: Context-parallel size of each group, by which a block's token count is multiplied: blocks of 16 tokens
-            that are dealt out to two ranks stand for 32 tokens of the prompt.
+        facts: This engine.
         state: The request machines.
         log: Rate-limits log lines about exceptions of the machines.
-        has_mirror: Whether all chunks are copied to a mirror in host memory.
 
     Attributes:
         prompts: The prompts that are followed, by request.
-        span_tokens: Tokens that a block of each group stands for; 0 for a group of states.
+        span_tokens: Tokens that a block of each group stands for, 0 for a group of states. Under context parallelism a block's
+            count is multiplied: blocks of 16 tokens that are dealt out to two ranks stand for 32 tokens of the prompt.
     """
 
-    def __init__(
-        self,
-        groups: Sequence[CacheGroup],
-        context_sizes: Sequence[int],
-        state: SchedulerState,
-        log: CauseLog,
-        *,
-        has_mirror: bool,
-    ) -> None:
+    def __init__(self, facts: EngineFacts, state: SchedulerState, log: CauseLog) -> None:
         self.span_tokens = tuple(
             0 if group.kind == "state" else group.block_tokens * size
-            for group, size in zip(groups, context_sizes, strict=True)
+            for group, size in zip(facts.groups, facts.context_sizes, strict=True)
         )
-        self._scratch_blocks = [group.scratch_blocks for group in groups]
+        self._scratch_blocks = [group.scratch_blocks for group in facts.groups]
         self._state = state
         self._log = log
-        self._has_mirror = has_mirror
+        self._has_mirror = facts.is_mirrored
         self.prompts: dict[str, FollowedPrompt] = {}
 
     def take(self, scheduled: Iterable[ScheduledTokens]) -> None:

@@ -103,9 +103,7 @@ class FollowedRequests:
         self._moments.mark(request_id, "allocated" if is_read else "scheduled", self._now_s())
         request = self.live.get(request_id)
         if request is not None and request.role == "consumer" and not is_read:
-            count = request.arrival.output_tokens
-            if count is not None:
-                self._starting[request_id] = count
+            self._starting[request_id] = request.arrival.output_tokens
 
     def ordered(self, plan: StepPlan, now_s: float) -> dict[str, TraceLink]:
         """Note the reads and failures that a step orders; return the traces of these reads, by request."""

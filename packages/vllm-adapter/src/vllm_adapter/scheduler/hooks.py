@@ -38,13 +38,13 @@ class Arrival:
     prompt_tokens: int
     identity: PromptIdentity | None = None
     trace_headers: Mapping[str, str] | None = None
-    drop_tail: Callable[[int], bool] | None = None
+    drop_tail: Callable[[int], bool] = lambda _tokens: False
     frontend_s: float | None = None
-    output_tokens: Callable[[], int] | None = None
+    output_tokens: Callable[[], int] = int
     max_tokens: int | None = None
     is_session: bool = False
     is_computed_whole: bool = False
-    end_with_error: Callable[[], None] | None = None
+    end_with_error: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True, slots=True)

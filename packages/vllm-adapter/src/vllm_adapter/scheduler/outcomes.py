@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, cast, final
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from vllm_adapter.observe.cause_log import CauseLog
     from vllm_adapter.observe.recorder import Recorder
     from vllm_adapter.steps import ReadFailure
 
@@ -35,9 +34,9 @@ _MOST_PEERS = 256
 class OutcomeLog:
     """Counts each outcome by its code, and logs a line for it unless lines of this code are rate-limited."""
 
-    def __init__(self, recorder: Recorder, log: CauseLog) -> None:
+    def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._log = log
+        self._log = recorder.cause_log
         self._logged_modes: set[str] = set()
         self._unsealed: set[tuple[str, str]] = set()
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any, Final, final
 
-from vllm_adapter.observe.cause_log import CauseLog
 from vllm_adapter.observe.recorder import Recorder
 from vllm_adapter.scheduler.chunks import FollowedPrompt, PrefillChunks
 from vllm_adapter.scheduler.followed import FollowedRequest, FollowedRequests
@@ -22,7 +21,6 @@ from vllm_adapter.scheduler.holdings import Holdings
 from vllm_adapter.scheduler.hooks import Guard
 from vllm_adapter.scheduler.outcomes import OutcomeLog
 from vllm_adapter.scheduler.registration import ServedRegistration
-from vllm_adapter.scheduler.streams import Streaming
 from vllm_adapter.steps import StepOrders
 
 if TYPE_CHECKING:
@@ -34,7 +32,7 @@ if TYPE_CHECKING:
     from vllm_adapter.ports import Admission, BlockIds, FinishDecision, HandshakeListener, SchedulerState
     from vllm_adapter.scheduler.chunks import ScheduledTokens
     from vllm_adapter.scheduler.hooks import Arrival, Ending
-    from vllm_adapter.scheduler.streams import AskService
+    from vllm_adapter.scheduler.streams import Streaming
     from vllm_adapter.steps import Rank, StepReport, TraceLink
 
 __all__ = ["SchedulerSide"]
@@ -62,7 +60,7 @@ class SchedulerSide:
         state: The request machines.
         listener: The side channel's listener, not yet started.
         secrets: The fleet's secrets; None if tickets are not sealed.
-        asks: Sends questions to peers; None for an engine that does not stream.
+        streaming: Returns the streamed hand-overs that this recorder observes; None for an engine that does not stream.
         now_s: The monotonic clock.
         lease_ended: Called with (link, request id, Unix time of the grant in ns) at the end of a traced lease.
         is_ending: Tells whether the host was told to end; from then on no ticket is given, and open leases go on.
@@ -79,7 +77,7 @@ class SchedulerSide:
         listener: HandshakeListener,
         *,
         secrets: FleetSecrets | None = None,
-        asks: AskService | None = None,
+        streaming: Callable[[Recorder], Streaming] | None = None,
         now_s: Callable[[], float] = time.monotonic,
         lease_ended: Callable[[TraceLink, str, int], None] | None = None,
         is_ending: Callable[[], bool] = lambda: False,
@@ -89,16 +87,14 @@ class SchedulerSide:
         self._secrets = secrets
         self._now_s = now_s
         self._is_ending = is_ending
-        self._stats = Recorder()
-        self._log = CauseLog(now_s)
-        self._outcomes = OutcomeLog(self._stats, self._log)
-        self._streams: Streaming | None = None
-        if asks is not None and state.streams is not None:
-            self._streams = Streaming(facts, state.streams, asks, listener, self._stats, self._log, secrets)
+        self._stats = Recorder(now_s=now_s)
+        self._log = self._stats.cause_log
+        self._outcomes = OutcomeLog(self._stats)
+        self._streams = streaming(self._stats) if streaming is not None else None
         if secrets is not None:
             state.set_secrets(secrets.current)
         self._served = ServedRegistration(facts, listener)
-        self.chunks = PrefillChunks(facts.groups, facts.context_sizes, state, self._log, has_mirror=facts.is_mirrored)
+        self.chunks = PrefillChunks(facts, state, self._log)
         self._requests = FollowedRequests(self._stats.hand_overs, now_s, self._outcomes, lease_ended)
         self.followed = self._requests.live
         self._holdings = Holdings(facts, state)
@@ -151,13 +147,12 @@ class SchedulerSide:
         if self._state.must_fail(request_id):
             # Again when the host asks for its tokens, because the host overrules this for a prompt that it computes whole.
             self.followed[request_id] = FollowedRequest(arrival, "none")
-            if arrival.end_with_error is not None:
-                arrival.end_with_error()
+            arrival.end_with_error()
 
     def _begin_prompt(self, arrival: Arrival, admission: Admission) -> None:
         """Drop the tokens that the consumer computes from the end of a producer's prompt, and follow it."""
         tail = admission.truncate_tokens
-        is_shortened = bool(tail) and arrival.drop_tail is not None and arrival.drop_tail(tail)
+        is_shortened = bool(tail) and arrival.drop_tail(tail)
         if tail and not is_shortened:
             self._outcomes.not_shortened(arrival.request_id)
         if admission.is_early and self._streams is not None:
@@ -180,7 +175,7 @@ class SchedulerSide:
                 self._streams.receive(self._now_s())
             with Guard(self._log, "prefix lookup", request_id):
                 tokens = self._state.external_tokens(request_id, computed_tokens=computed_tokens)
-                if not tokens and self._state.must_fail(request_id) and request.arrival.end_with_error is not None:
+                if not tokens and self._state.must_fail(request_id):
                     request.arrival.end_with_error()
                     tokens = None
         self._is_answered = tokens is not None
@@ -296,8 +291,7 @@ class SchedulerSide:
         if plan.heartbeats:
             self._stats.observe("heartbeat_delay", self._state.heartbeat_delay_s)
         self._empty_steps = self._empty_steps + 1 if is_empty else 0
-        if self._is_short_of_blocks(now_s):
-            self._give_way(now_s)
+        self._relieve_shortage(now_s)
         is_asking = streams is not None and streams.is_asking
         question = 0 if self._served.is_sure else self._served.question
         return StepOrders(plan, links, question, self._rest_s(is_asking=is_asking), is_asking)
@@ -313,11 +307,12 @@ class SchedulerSide:
             return _REST_S
         return _REST_OF_STREAMS_S if reads else 0.0
 
-    def _is_short_of_blocks(self, now_s: float) -> bool:
-        """Return whether to give up a read; to be called once at the end of each step. The wait then begins anew.
+    def _relieve_shortage(self, now_s: float) -> None:
+        """Give up a waiting read if this engine and a peer may each wait for blocks that are leased to the other.
 
-        Example: from 2.0 s on, in empty steps, the host is given 48 tokens and allocates nothing: True at 3.0 s and, if nothing
-        changes, about a second later again.
+        To be called once at the end of each step; the wait begins anew with each read that is given up. Example: from 2.0 s on,
+        in empty steps, the host is given 48 tokens and allocates nothing: a read is given up at 3.0 s and, if nothing changes,
+        about a second later again.
         """
         is_answered, self._is_answered = self._is_answered, False
         streams = self._state.streams
@@ -330,16 +325,12 @@ class SchedulerSide:
         )
         if not (self._empty_steps and is_ready):
             self._short_since_s = None
-            return False
+            return
         if self._short_since_s is None:
             self._short_since_s = now_s
         if now_s - self._short_since_s < _PATIENCE_S:
-            return False
+            return
         self._short_since_s = None
-        return True
-
-    def _give_way(self, now_s: float) -> None:
-        """Give up a waiting read if this engine and a peer may each wait for blocks that are leased to the other."""
         with Guard(self._log, "giving up a read", consequence="requests that wait for blocks go on waiting"):
             request_id = self._state.give_way(now_s=now_s)
             if request_id:

@@ -20,7 +20,6 @@ import logging
 import secrets as random
 from collections import OrderedDict, deque
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from hmac import compare_digest
 from typing import TYPE_CHECKING, Final, cast, final
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
 
     from vllm_adapter.cache.facts import EngineFacts
     from vllm_adapter.config.secrets import FleetSecrets
-    from vllm_adapter.observe.cause_log import CauseLog
     from vllm_adapter.observe.recorder import Recorder
     from vllm_adapter.ports import (
         Codec,
@@ -46,7 +44,7 @@ if TYPE_CHECKING:
     from vllm_adapter.scheduler.hooks import Arrival
     from vllm_adapter.steps import Rank
 
-__all__ = ["AskService", "Streaming"]
+__all__ = ["Streaming"]
 
 _logger = logging.getLogger("vllm.vllm_adapter")
 
@@ -98,51 +96,39 @@ _WITHDRAWN: Final[Message] = {"kind": "no", "reason": "withdrawn"}
 
 
 @final
-@dataclass(frozen=True, slots=True)
-class AskService:
-    """Sends questions to peers' side channels.
-
-    Attributes:
-        codec: Encodes and decodes questions and answers.
-        client: Asks peers; it compares no factors.
-        wait_s: Seconds that a question may wait at the peer.
-    """
-
-    codec: Codec
-    client: HandshakeClient
-    wait_s: float
-
-
-@final
 class Streaming:
     """Streamed hand-overs of one engine. Scheduler's thread only; it exists only where prompts are streamed.
 
     Args:
         facts: This engine.
         streams: The request machines of streams.
-        asks: Sends questions to peers.
+        codec: Encodes and decodes questions and answers.
+        client: Asks peers; it compares no factors.
         listener: Receives peers' questions; it has not been started yet.
-        recorder: Counts prompts that are not streamed, by the code of the reason.
-        log: Rate-limits log lines.
         secrets: The fleet's secrets; None if nothing is sealed.
+        wait_s: Seconds that a question may wait at the peer.
+        recorder: Counts prompts that are not streamed, by the code of the reason, and rate-limits log lines.
     """
 
     def __init__(
         self,
         facts: EngineFacts,
         streams: Streams,
-        asks: AskService,
+        codec: Codec,
+        client: HandshakeClient,
         listener: HandshakeListener,
-        recorder: Recorder,
-        log: CauseLog,
         secrets: FleetSecrets | None,
+        wait_s: float,
+        recorder: Recorder,
     ) -> None:
         self._facts = facts
         self._streams = streams
-        self._asks = asks
+        self._codec = codec
+        self._client = client
+        self._wait_s = wait_s
         self._listener: HandshakeListener | None = listener
         self._recorder = recorder
-        self._log = log
+        self._log = recorder.cause_log
         self._fleet_secrets = secrets
         # The inbox: questions of peers, questions withdrawn after the machines received them, and (request, number, answer) of
         # this engine's own questions. Other threads put in, and whichever thread pops a question deals with it.
@@ -160,7 +146,7 @@ class Streaming:
         self._plain_peers: OrderedDict[tuple[str, int], str] = OrderedDict()
         self._logged: set[str] = set()
         self._is_router_known = False
-        listener.take_asks(self._on_question, self._on_taken_back, wait_s=asks.wait_s)
+        listener.take_asks(self._on_question, self._on_taken_back, wait_s=wait_s)
 
     # ---------------------------------------------------------------------------------------------- requests
 
@@ -259,26 +245,25 @@ class Streaming:
     def close(self) -> None:
         """Stop asking and answering questions; idempotent. The listener's owner closes the listener."""
         self._listener = None
-        self._asks.client.close()
+        self._client.close()
 
     def _take_questions(self) -> None:
         for ask_id in list(self._questions):
             question = self._questions.pop(ask_id, None)
-            if question is not None:
-                self._take_question(str(ask_id), question)
+            if question is None:
+                continue
+            asker = str(ask_id)
+            self._asked[asker] = question
+            with Guard(self._log, "stream-question", consequence="a peer's question for a hand-over was refused"):
+                self._streams.produced.ask(asker, question)
+                continue
+            self._answer(asker, _WITHDRAWN)
         while self._gone_askers:
             asker = str(self._gone_askers.popleft())
             known = self._asked.pop(asker, None)
             if known is not None:
                 with Guard(self._log, "stream-question", consequence="a peer's question could not be taken back"):
                     self._streams.produced.cancel(asker, str(known["hand_over_id"]))
-
-    def _take_question(self, asker: str, question: Message) -> None:
-        self._asked[asker] = question
-        with Guard(self._log, "stream-question", consequence="a peer's question for a hand-over was refused"):
-            self._streams.produced.ask(asker, question)
-            return
-        self._answer(asker, _WITHDRAWN)
 
     def _answer(self, asker: str, answer: Message) -> None:
         question = self._asked.pop(asker, None)
@@ -293,7 +278,7 @@ class Streaming:
         # The second one for an answer that cannot be sent, as when its ticket is too long.
         for each in (answer, _WITHDRAWN):
             with Guard(self._log, "stream-answer", consequence="an answer to a peer's question cannot be sent"):
-                listener.answer(ask_id, self._asks.codec.answer_payload(question, each, self._secrets()))
+                listener.answer(ask_id, self._codec.answer_payload(question, each, self._secrets()))
                 return
 
     def _ask(self, question: StreamQuestion) -> None:
@@ -308,12 +293,12 @@ class Streaming:
         }
         peer = question.host, question.port
         with Guard(self._log, "stream-ask", question.request_id, "its hand-over cannot be asked for"):
-            self._cancels[key] = self._asks.client.ask(
+            self._cancels[key] = self._client.ask(
                 host=question.host,
                 port=question.port,
-                payload=self._asks.codec.question_payload(told, self._secrets()),
+                payload=self._codec.question_payload(told, self._secrets()),
                 on_reply=partial(self._on_answer, key, peer, told),
-                deadline_s=self._asks.wait_s + _MARGIN_S,
+                deadline_s=self._wait_s + _MARGIN_S,
             )
             return
         self._answers.append((*key, {"kind": "no", "reason": "not-streamed"}))
@@ -342,7 +327,7 @@ class Streaming:
 
     def _on_question(self, ask_id: int, payload: bytes) -> None:
         try:
-            question = self._asks.codec.read_question(payload, self._secrets())
+            question = self._codec.read_question(payload, self._secrets())
         except Exception as error:  # noqa: BLE001 - whatever a peer sends
             self._log.warning(code_of(error), "a question for a hand-over was refused: %s", error)
             if self._listener is not None:
@@ -374,7 +359,7 @@ class Streaming:
         answer: Message = {"kind": "no", "reason": "unanswered"}
         if not code:
             try:
-                answer = self._asks.codec.read_answer(payload, question, self._secrets())
+                answer = self._codec.read_answer(payload, question, self._secrets())
                 self._plain_peers.pop(peer, None)
             except Exception as error:  # noqa: BLE001 - whatever a peer sends
                 code = code_of(error) if payload else _UNREAD
@@ -383,13 +368,10 @@ class Streaming:
         elif code:
             answer = {"kind": "no", "reason": "not-streamed", "code": code}
             if self._plain_peers.get(peer) != code:  # logged again after the reason has changed or has been absent
-                self._note_plain_peer(peer, code)
+                self._plain_peers[peer] = code
+                if len(self._plain_peers) > _MOST_PEERS:
+                    self._plain_peers.popitem(last=False)
+                unable = "cannot be asked for now, and are computed here"
+                what = "are computed here, not streamed" if code == _UNSUPPORTED else unable
+                self._log.warning(code, f"prompts of %s port %d {what}: %s", *peer, code)
         self._answers.append((*key, answer))
-
-    def _note_plain_peer(self, peer: tuple[str, int], code: str) -> None:
-        self._plain_peers[peer] = code
-        if len(self._plain_peers) > _MOST_PEERS:
-            self._plain_peers.popitem(last=False)
-        unable = "cannot be asked for now, and are computed here"
-        what = "are computed here, not streamed" if code == _UNSUPPORTED else unable
-        self._log.warning(code, f"prompts of %s port %d {what}: %s", *peer, code)
