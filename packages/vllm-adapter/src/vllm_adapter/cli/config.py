@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Annotated
 
 import typer
@@ -62,7 +61,7 @@ def _check(source: str, *, as_json: bool) -> None:
     except AdapterError as error:
         verdict = Verdict((Problem(error.code, "", str(error)),))
     if as_json:
-        problems = [dataclasses.asdict(problem) for problem in verdict.problems]
+        problems = [problem._asdict() for problem in verdict.problems]
         print(json_text({"is_good": not problems, "problems": problems, "notes": verdict.notes}, indent=2))
     for problem in () if as_json else verdict.problems:
         where = f"{problem.key}: " if problem.key else ""
