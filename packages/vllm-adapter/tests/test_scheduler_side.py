@@ -119,8 +119,8 @@ def test_a_read_whose_request_has_ended_was_cancelled_and_did_not_fail(
                 StepReport(received=[request_id], failed=[request_id], failures=tuple(failures))
             )
     stats = consumer.side.take_stats() or {}
-    assert stats["cancelled_read_codes"] == ["request-ended"]
-    assert stats["read_failure_codes"] == sorted(set(codes)), "those of the request that still wants it"
+    assert stats["num_cancelled_reads"] == ["request-ended"]
+    assert stats["num_failed_reads"] == sorted(set(codes)), "those of the request that still wants it"
     told = [(each.levelname, each.getMessage()) for each in caplog.records if "its read" in each.getMessage()]
     assert told == [("INFO", "request left: its read was cancelled, as the request had ended")]
     assert ["request waits" in each.getMessage() for each in caplog.records if each.levelname == "ERROR"] == [True]
@@ -130,7 +130,7 @@ def test_a_prompt_beyond_the_lease_quota_is_counted_and_not_logged(caplog: pytes
     producer = Engine("P", max_leases=1)
     assert producer.prefill("p0", TEXT) is not None
     assert producer.prefill("p1", TEXT) is None
-    assert (producer.side.take_stats() or {})["withheld_ticket_codes"] == ["lease-quota"]
+    assert (producer.side.take_stats() or {})["num_withheld_tickets"] == ["lease-quota"]
     assert "p1" not in caplog.text
     producer.report(sent=("p0",))
     assert producer.prefill("p2", TEXT) is not None

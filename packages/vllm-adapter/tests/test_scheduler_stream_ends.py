@@ -37,7 +37,7 @@ def test_another_prompt_gets_nothing_and_is_computed_where_it_is_decoded(
     pair.until(lambda: pair.matched() == 0)
     pair.decode.step()
     assert "digest-mismatch); it is computed here" in caplog.text
-    assert pair.decode.side.take_stats()["unstreamed_codes"] == ["digest-mismatch"]
+    assert pair.decode.side.take_stats()["num_unstreamed_prompts"] == ["digest-mismatch"]
     pair.finish()
     pair.admit("late", text="z" * len(TEXT))  # the listener's thread compares, too
     pair.until(lambda: pair.matched("late") == 0)
