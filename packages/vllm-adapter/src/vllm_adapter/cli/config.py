@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from vllm_adapter.cli.values import Json, json_text, read_json, say
-from vllm_adapter.config import describe_keys, describe_schema
+from vllm_adapter.config.keys import describe_keys, describe_schema
 from vllm_adapter.config.whole import Problem, Verdict, check_transfer_config
 from vllm_adapter.errors import AdapterError
 

@@ -16,7 +16,7 @@ from vllm_adapter.cache.documents import PeerSizes
 from vllm_adapter.cli.check.findings import ADVICE
 from vllm_adapter.cli.engines import of_engine
 from vllm_adapter.cli.values import read_json
-from vllm_adapter.config import RENEWED_PART, load_settings
+from vllm_adapter.config.keys import RENEWED_PART, load_settings
 from vllm_adapter.config.secrets import configured_secrets
 from vllm_adapter.config.whole import check_transfer_config, own_keys
 from vllm_adapter.errors import ConfigurationError, code_of
