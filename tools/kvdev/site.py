@@ -92,7 +92,7 @@ def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def configuration_page() -> str:
     """Return the page of all keys of `kv_connector_extra_config`."""
-    from vllm_adapter.config import describe_keys
+    from vllm_adapter.config.keys import describe_keys
 
     rows = []
     for name, key in describe_keys().items():

@@ -8,7 +8,7 @@ import pytest
 
 from kvdev.site import SITE, configuration_page, run_docs, state_machines_page
 from kvdev.uvtool import find_or_install_uv
-from vllm_adapter.config import describe_keys
+from vllm_adapter.config.keys import describe_keys
 
 
 @pytest.mark.full  # the site is built with tools of its own

@@ -42,8 +42,8 @@ def test_the_hosts_own_decoder_reads_our_envelope() -> None:
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlAgentMetadata, NixlHandshakePayload
 
     from kv_handshake import Codec
-    from vllm_adapter.cache.envelope import metadata_fields
     from vllm_adapter.cache.facts import CacheGroup, EngineFacts, LayerCache
+    from vllm_adapter.cache.geometry import metadata_fields
 
     cache = LayerCache("layers.0", 0, 4096, (8, 2, 16, 8), (1024, 512, 32, 4), 4, "DRAM", 0, 1024)
     facts = EngineFacts(

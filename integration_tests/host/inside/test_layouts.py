@@ -129,7 +129,7 @@ def test_an_envelope_names_the_regions_that_the_hosts_own_worker_registers(
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlAgentMetadata
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
 
-    from vllm_adapter.cache.envelope import metadata_fields
+    from vllm_adapter.cache.geometry import metadata_fields
     from vllm_adapter.host.cache_config import layer_caches
 
     config, tensors = adapters_tests("record_layouts").allocate(name, 1)

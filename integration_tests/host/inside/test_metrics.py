@@ -34,8 +34,8 @@ def sample(name: str, **labels: str) -> float | None:
 
 
 def test_failures_are_counted_by_code(page: Any) -> None:
-    page(read_failure_codes=["timed-out", "fence-mismatch", "timed-out"], ticket_refusal_codes=["ticket-type"])
-    page(engine=1, read_failure_codes=["timed-out"])
+    page(num_failed_reads=["timed-out", "fence-mismatch", "timed-out"], num_refused_tickets=["ticket-type"])
+    page(engine=1, num_failed_reads=["timed-out"])
     assert sample("vllm:kv_transfer_num_failed_reads_total", code="timed-out") == 2
     assert sample("vllm:kv_transfer_num_failed_reads_total", code="fence-mismatch") == 1
     assert sample("vllm:kv_transfer_num_refused_tickets_total", code="ticket-type") == 1
@@ -50,15 +50,15 @@ def test_levels_follow_their_changes_over_ranks_and_intervals(page: Any) -> None
 
 
 def test_bytes_add_up_by_backend_memory_and_the_transports_that_ucx_may_use(page: Any) -> None:
-    page(bytes_by_path=[["UCX", "DRAM->VRAM", "unset", 1000], ["UCX", "DRAM->VRAM", "unset", 24]])
-    page(bytes_by_path=[["unknown", "DRAM->DRAM", "", 7]])
+    page(read_bytes=[["UCX", "DRAM->VRAM", "unset", 1000], ["UCX", "DRAM->VRAM", "unset", 24]])
+    page(read_bytes=[["unknown", "DRAM->DRAM", "", 7]])
     name = "vllm:kv_transfer_read_bytes_total"
     assert sample(name, backend="UCX", memory="DRAM->VRAM", ucx_tls="unset") == 1024
     assert sample(name, backend="unknown", memory="DRAM->DRAM", ucx_tls="") == 7
 
 
 def test_late_heartbeats_show_in_the_bucket_of_their_lag(page: Any) -> None:
-    page(heartbeat_lag=[0.0, 0.0, 6.5, 15.5], heartbeat_delay=[0.2], num_unsent_heartbeats=[1])
+    page(heartbeat_lag_seconds=[0.0, 0.0, 6.5, 15.5], heartbeat_delay_seconds=[0.2], num_unsent_heartbeats=[1])
     name = "vllm:kv_transfer_heartbeat_lag_seconds_bucket"
     assert [sample(name, le=le) for le in ("0.05", "5.0", "7.5", "15.0", "+Inf")] == [2, 2, 3, 3, 4]
     assert sample("vllm:kv_transfer_heartbeat_delay_seconds_sum") == 0.2

@@ -110,10 +110,10 @@ class Faulty:
 FULL: dict[str, list[Any]] = TransferStats().data | {
     "transfer_duration": [0.1],
     "num_failed_handshakes": [1],
-    "read_failure_codes": ["timed-out"],
+    "num_failed_reads": ["timed-out"],
     "quarantined_bytes": [4096],
     "live_requests": [{"leased": 1}],
-    "bytes_by_path": [["UCX", "DRAM->DRAM", "unset", 7]],
+    "read_bytes": [["UCX", "DRAM->DRAM", "unset", 7]],
 }
 
 
@@ -141,7 +141,7 @@ ODD: tuple[dict[str, Any], ...] = (
     {"num_failed_transfers": ["x"]},
     {"quarantined_bytes": [{}]},
     {"live_requests": [7]},
-    {"bytes_by_path": [[]]},
+    {"read_bytes": [[]]},
     {"unheard_of": [1]},
     {"num_failed_transfers": None},
 )

@@ -183,7 +183,7 @@ def test_a_prompt_that_this_engine_can_compute_is_read_or_computed(
     connector = consumer.connector
     assert connector.get_num_new_matched_tokens(request, 0) == ((0, False) if code else (40, True))
     assert not consumer.state.must_fail("d")
-    assert (connector.get_kv_connector_stats().data.get("ticket_refusal_codes") or [""]) == [code]
+    assert (connector.get_kv_connector_stats().data.get("num_refused_tickets") or [""]) == [code]
 
 
 @pytest.mark.never_wrong("A1")

@@ -172,7 +172,7 @@ def test_a_failed_read_is_counted_and_logged_whatever_the_policy(
     consumer._take(output, ran)
     assert (consumer.outputs.get("d", []) != []) is (policy == "fail")
     found = consumer.connector._scheduler_side.take_stats()
-    assert (found["read_failure_codes"], found["cancelled_read_codes"]) == (["timed-out"], [])
+    assert (found["num_failed_reads"], found["num_cancelled_reads"]) == (["timed-out"], [])
     (line,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
     assert "request d: its KV was not taken over by rank 0.0" in line
     consumer.run()
@@ -300,6 +300,6 @@ def test_a_step_that_comes_late_shows_how_late_its_heartbeats_are(consumer, prod
     for wait_s in (0.25, 5.0, 1.0, 10.0):
         clock[0] += wait_s
         consumer.step()
-    assert [value for key, value in seen if key == "heartbeat_delay"] == [0.25, 0.0, 6.0]
+    assert [value for key, value in seen if key == "heartbeat_delay_seconds"] == [0.25, 0.0, 6.0]
     assert len(consumer.orders("heartbeats")) == 3
     consumer.run(received=["d"])

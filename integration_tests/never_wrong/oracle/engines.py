@@ -100,7 +100,7 @@ class Engine:
             request_id, params, len(prompt), Prompt(prompt), drop_tail=lambda tokens: dropped.append(tokens) is None
         )
         self.scheduler.arrived(arrival)
-        codes = (self.scheduler.take_stats() or {}).get("ticket_refusal_codes", [])
+        codes = (self.scheduler.take_stats() or {}).get("num_refused_tickets", [])
         del prompt[len(prompt) - sum(dropped) :]
         return ",".join(codes), sum(dropped)
 
@@ -117,7 +117,7 @@ class Engine:
         ending = Ending(request_id, "length", computed + in_flight, in_flight, Prompt(prompt))
         is_kept, ticket = self.scheduler.finished(ending, lists.ids)
         assert is_kept is (ticket is not None)
-        return ticket, ",".join((self.scheduler.take_stats() or {}).get("withheld_ticket_codes", []))
+        return ticket, ",".join((self.scheduler.take_stats() or {}).get("num_withheld_tickets", []))
 
     def step(self) -> None:
         """Carry one step's orders down."""

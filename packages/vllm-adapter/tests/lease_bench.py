@@ -31,7 +31,7 @@ class Bench:
 
     @property
     def lags(self) -> list[float]:
-        return [value for key, value in self.recorder.observed if key == "heartbeat_lag"]
+        return [value for key, value in self.recorder.observed if key == "heartbeat_lag_seconds"]
 
     def expect(self, request_id: str = "r") -> None:
         self.leases.apply(StepPlan(expects=(request_id,), fences=(FenceOrder(request_id, *FENCE),)))

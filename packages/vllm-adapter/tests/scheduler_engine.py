@@ -136,4 +136,4 @@ class Engine:
         self.side.update_output(StepReport(sent, received, failed))
 
     def refusals(self) -> list[str]:
-        return (self.side.take_stats() or {}).get("ticket_refusal_codes", [])
+        return (self.side.take_stats() or {}).get("num_refused_tickets", [])

@@ -111,7 +111,7 @@ def test_failed_reads_log_few_lines_per_code_and_the_number_of_the_others(caplog
         read("later", "peer-silent", "peer-silent")
     assert_last(caplog, "later")
     assert {record.levelname for record in caplog.records} == {"ERROR"}
-    counted = (consumer.side.take_stats() or {})["read_failure_codes"]
+    counted = (consumer.side.take_stats() or {})["num_failed_reads"]
     assert len(counted) == 304, "each is counted, once for all ranks, or once per code"
 
 

@@ -14,7 +14,7 @@ from scheduler_engine import BLOCK, TEXT, Engine
 
 from kv_scheduler_state import GrantOrder, GroupConfig, LeaseTable, SchedulerConfig, SchedulerStateError, StepPlan
 from vllm_adapter.cli import main
-from vllm_adapter.config import (
+from vllm_adapter.config.keys import (
     OBSOLETE_KEYS,
     Settings,
     check_whole,

@@ -20,7 +20,7 @@ def test_bytes_are_told_by_the_backend_that_moved_them_and_never_by_a_guess() ->
     stats.read_done(Result("b", bytes_moved=0, bytes_by_path=()))
     taken = stats.take()
     assert taken is not None
-    assert taken["bytes_by_path"] == [
+    assert taken["read_bytes"] == [
         ["UCX", "DRAM->VRAM", "rc,cuda_ipc", 30],
         ["GDS", "DRAM->DRAM", "", 20],
         ["unknown", "DRAM->DRAM", "", 10],

@@ -113,7 +113,7 @@ def test_a_torn_stream_is_told_to_the_scheduler_half_alone_and_its_reason_kept(r
     rank.end("peer-lost")
     report, ends = rank.take()
     assert (report.received, report.ends, ends) == ((), (("r1", False),), [])
-    assert rank.recorder.observed == [("torn_stream_codes", "peer-lost")]
+    assert rank.recorder.observed == [("num_torn_streams", "peer-lost")]
     rank.apply(StepPlan(streams=StreamPlan(stops=("r1",))))
     report, ends = rank.take()
     assert (report.received, report.failed) == (("r1",), ("r1",))

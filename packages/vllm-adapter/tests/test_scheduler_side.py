@@ -45,7 +45,7 @@ def test_a_prompt_beyond_the_lease_quota_is_counted_and_not_logged(caplog: pytes
     producer = Engine("P", max_leases=1)
     assert producer.prefill("p0", TEXT) is not None
     assert producer.prefill("p1", TEXT) is None
-    assert (producer.side.take_stats() or {})["withheld_ticket_codes"] == ["lease-quota"]
+    assert (producer.side.take_stats() or {})["num_withheld_tickets"] == ["lease-quota"]
     assert "p1" not in caplog.text
     producer.report(sent=("p0",))
     assert producer.prefill("p2", TEXT) is not None

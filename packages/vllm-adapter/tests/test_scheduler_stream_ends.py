@@ -33,7 +33,7 @@ def test_another_prompt_gets_nothing_and_is_computed_where_it_is_decoded(caplog:
     pair.until(lambda: pair.matched() == 0)
     pair.decode.step()
     assert "digest-mismatch); it is computed here" in caplog.text
-    assert (pair.decode.side.take_stats() or {})["unstreamed_codes"] == ["digest-mismatch"]
+    assert (pair.decode.side.take_stats() or {})["num_unstreamed_prompts"] == ["digest-mismatch"]
     pair.finish()
     pair.admit("late", text="z" * len(TEXT))  # the listener's thread compares, too
     pair.until(lambda: pair.matched("late") == 0)

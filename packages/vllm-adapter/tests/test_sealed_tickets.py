@@ -59,7 +59,7 @@ def test_a_changed_ticket_is_computed_here_counted_and_logged_by_code(
     assert "a" * 16 not in caplog.text
     stats = reader.take_stats()
     assert stats is not None
-    assert "ticket-seal" in str(stats["ticket_refusal_codes"])
+    assert "ticket-seal" in str(stats["num_refused_tickets"])
 
 
 def test_a_secret_that_cannot_be_read_leaves_no_thread_behind(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_adapter.config import describe_keys, load_settings
+from vllm_adapter.config.keys import describe_keys, load_settings
 from vllm_adapter.config.secrets import FleetSecrets
 from vllm_adapter.config.whole import check_transfer_config
 

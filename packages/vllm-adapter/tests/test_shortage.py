@@ -72,7 +72,7 @@ def test_an_engine_whose_blocks_are_leased_gives_up_its_newest_read(
     engine.admit("newest", Engine("far").prefill("far-newest", TEXT), TEXT)
     assert given_up(engine, questions) == ("far-newest",)
     assert engine.side.external_tokens("newest", 0) == (0, False), "its prompt is computed here"
-    assert (engine.side.take_stats() or {})["cancelled_read_codes"] == ["blocks-leased"]
+    assert (engine.side.take_stats() or {})["num_cancelled_reads"] == ["blocks-leased"]
     (line,) = [each for each in caplog.messages if "blocks-leased" in each]
     assert "request newest: " in line
     assert "1 leases keep 3 of them" in line

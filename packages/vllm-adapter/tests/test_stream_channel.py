@@ -230,7 +230,7 @@ def test_a_prompt_that_is_not_streamed_is_counted_and_said_with_its_peer_and_rea
         pair.here._on_answer(("d-2", 1), ("10.0.0.1", 5600), {"wants_final": False}, "ask-unsupported", b"")
         pair.consumer.outcomes.append(StreamOutcome("d-2", "ask-unsupported", result, "10.0.0.1", 5600, "0e" * 16))
         pair.turn()
-    assert (pair.here._recorder.take() or {})["unstreamed_codes"] == ["unknown-id", "ask-unsupported"]
+    assert (pair.here._recorder.take() or {})["num_unstreamed_prompts"] == ["unknown-id", "ask-unsupported"]
     assert len(caplog.messages) == 2
 
 

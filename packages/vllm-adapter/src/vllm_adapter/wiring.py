@@ -34,8 +34,7 @@ from kv_scheduler_state import (
 from kv_scheduler_state.streams import StreamReaders, StreamWorker
 from kv_topology import CostModel, Planner, reshard
 from vllm_adapter import ports
-from vllm_adapter.cache.envelope import metadata_fields
-from vllm_adapter.cache.geometry import local_document, registration_ranges
+from vllm_adapter.cache.geometry import local_document, metadata_fields, registration_ranges
 from vllm_adapter.cache.vllm_peer import PeerGeometry, pack_document
 from vllm_adapter.config.keys import PERMUTE_GB_S
 from vllm_adapter.config.secrets import configured_secrets

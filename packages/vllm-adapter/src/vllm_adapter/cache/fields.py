@@ -11,7 +11,7 @@ channel together ("DS") or the channels of a row ("SD").
 from __future__ import annotations
 
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from vllm_adapter.cache.documents import FieldDocument
 from vllm_adapter.cache.facts import KEYS_BY_CHANNEL, PAIRS_IN_TILES
@@ -235,20 +235,9 @@ def _kernel_ordered(facts: EngineFacts, cache: LayerCache) -> list[FieldDocument
     return _halves(cache, "", axes, axes, f"{cache.kernel_order}:{tokens}")
 
 
-class Projection(NamedTuple):
-    """A projection whose inputs the convolution keeps, side by side with others.
-
-    Attributes:
-        name: Name of its field.
-        held: Heads or groups on this rank.
-        total: Heads or groups in the model; with fewer than ranks, neighbouring ranks hold copies of one.
-        channels: Channels of a head or group.
-    """
-
-    name: str
-    held: int
-    total: int
-    channels: int
+_Projection = tuple[str, int, int, int]
+"""(name of the field, heads or groups on this rank, those in the model, channels of each) of a projection whose inputs the
+convolution keeps, side by side with others. With fewer in the model than ranks, neighbouring ranks hold copies of one."""
 
 
 def state_fields(facts: EngineFacts, cache: LayerCache) -> list[FieldDocument]:
@@ -271,7 +260,7 @@ def state_fields(facts: EngineFacts, cache: LayerCache) -> list[FieldDocument]:
     return fields
 
 
-def _projections(facts: EngineFacts, cache: LayerCache) -> list[Projection] | None:
+def _projections(facts: EngineFacts, cache: LayerCache) -> list[_Projection] | None:
     """Return the projections whose inputs the convolution keeps; None for an unknown kind of layer."""
     ranks = tuple(len(shape) for shape in cache.state_shapes)
     channels = max(cache.state_shapes[0])
@@ -280,11 +269,11 @@ def _projections(facts: EngineFacts, cache: LayerCache) -> list[Projection] | No
     if (cache.state_kind, ranks) == ("SHORT_CONV", (2,)) or (
         (cache.state_kind, ranks) == ("MAMBA1", (2, 2)) and cache.state_shapes[1][0] == channels
     ):
-        return [Projection("conv_x", channels, channels * facts.tp, 1)]
+        return [("conv_x", channels, channels * facts.tp, 1)]
     return _grouped_projections(facts, cache, channels) if ranks == (2, 3) else None
 
 
-def _grouped_projections(facts: EngineFacts, cache: LayerCache, channels: int) -> list[Projection] | None:
+def _grouped_projections(facts: EngineFacts, cache: LayerCache, channels: int) -> list[_Projection] | None:
     """Return the projections of a layer whose heads share groups.
 
     Example: 64 heads of 64 channels, one group, 128 states, on 2 ranks. A rank's convolution has 32 * 64 + 2 * 128 = 2304
@@ -297,9 +286,9 @@ def _grouped_projections(facts: EngineFacts, cache: LayerCache, channels: int) -
     total_heads, total_groups = heads * facts.tp, groups * facts.tp
     if cache.state_kind == "GDN_ATTN":
         return [
-            Projection("conv_q", groups, total_groups, state),
-            Projection("conv_k", groups, total_groups, state),
-            Projection("conv_v", heads, total_heads, head_dim),
+            ("conv_q", groups, total_groups, state),
+            ("conv_k", groups, total_groups, state),
+            ("conv_v", heads, total_heads, head_dim),
         ]
     if cache.state_kind != "MAMBA2":
         return None
@@ -308,14 +297,14 @@ def _grouped_projections(facts: EngineFacts, cache: LayerCache, channels: int) -
             return None
         total_groups = facts.state_groups
     return [
-        Projection("conv_x", heads, total_heads, head_dim),
-        Projection("conv_b", groups, total_groups, state),
-        Projection("conv_c", groups, total_groups, state),
+        ("conv_x", heads, total_heads, head_dim),
+        ("conv_b", groups, total_groups, state),
+        ("conv_c", groups, total_groups, state),
     ]
 
 
 def _convolution(
-    facts: EngineFacts, cache: LayerCache, projections: list[Projection]
+    facts: EngineFacts, cache: LayerCache, projections: list[_Projection]
 ) -> tuple[list[FieldDocument], int]:
     """Return the fields of the convolution, and the bytes that they take."""
     shape, element_bytes = cache.state_shapes[0], cache.state_element_bytes[0]

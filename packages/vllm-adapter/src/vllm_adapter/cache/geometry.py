@@ -1,4 +1,7 @@
-"""Conversion of the engine's tensors into this rank's geometry document (in kv-topology's format, version 1).
+"""Conversion of the engine's tensors into what this rank sends to peers.
+
+That is its geometry document (in kv-topology's format, version 1), and the agent metadata in vLLM's names and order, so that
+vLLM's own connector can read from us as well.
 
 Everything is derived from real shapes, strides and cache specs. The name of a layer's own back end decides only whether the
 inside of its page is plainly strided, in a kernel's own order, or unknown.
@@ -19,22 +22,25 @@ equal size, and are refused when a plan for other sizes is made.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from math import prod
+from typing import TYPE_CHECKING, NamedTuple
 
-from vllm_adapter.cache.documents import GeometryDocument, GroupDocument, RegionDocument
+from vllm_adapter.cache.documents import GeometryDocument, GroupDocument, RegionDocument, natural
 from vllm_adapter.cache.fields import attention_fields, dense_bytes, latent_fields, state_fields
 from vllm_adapter.errors import AdapterError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from vllm_adapter.cache.documents import FieldDocument
     from vllm_adapter.cache.facts import CacheGroup, EngineFacts, LayerCache
     from vllm_adapter.ports import MemoryKind
 
-__all__ = ["kernel_blocks", "local_document", "region_caches", "registration_ranges"]
+__all__ = ["local_document", "metadata_fields", "region_caches", "registration_ranges"]
 
 SCHEMA = "kv-topology/geometry"
+_SHARED_BY_GROUPS = -1
+"""Group id of a region that layers of several groups share. Source: vLLM's wire."""
 
 
 def local_document(facts: EngineFacts, caches: Sequence[LayerCache]) -> GeometryDocument:
@@ -53,7 +59,7 @@ def local_document(facts: EngineFacts, caches: Sequence[LayerCache]) -> Geometry
     regions: list[RegionDocument] = []
     pages_per_block = [1] * len(facts.groups)
     for cache in caches:
-        pages_per_block[cache.group] = max(kernel_blocks(facts, cache), pages_per_block[cache.group])
+        pages_per_block[cache.group] = max(_kernel_blocks(facts, cache), pages_per_block[cache.group])
     for cache in region_caches(facts, caches):
         group, pages = facts.groups[cache.group], pages_per_block[cache.group]
         layout = _fields(facts, cache, group, pages)
@@ -101,7 +107,7 @@ def _extent_bytes(cache: LayerCache, first_axis: int = 0) -> int:
     return sum((n - 1) * step for n, step in inner) + cache.element_bytes
 
 
-def kernel_blocks(facts: EngineFacts, cache: LayerCache) -> int:
+def _kernel_blocks(facts: EngineFacts, cache: LayerCache) -> int:
     """Return the pages of a scheduler block, by the real number of pages; 1 for states and for flat views of whole blocks."""
     if facts.groups[cache.group].kind == "state" or len(cache.shape) == 1:
         return 1
@@ -156,3 +162,121 @@ def _fields(facts: EngineFacts, cache: LayerCache, group: CacheGroup, pages_per_
     if cache.is_latent:
         return latent_fields(facts, cache, group.block_tokens // pages_per_block)
     return attention_fields(facts, cache)
+
+
+# ----------------------------------------------------------------------------------------------- for vLLM's own connector
+
+
+class _WireRegion(NamedTuple):
+    """Registered memory of a layer, or of several that share it; by the names of vLLM's wire.
+
+    Attributes:
+        kv_caches_base_addr: Start address, bytes.
+        block_lens: Bytes of a page.
+        block_strides: Bytes from one page to the next.
+        region_num_blocks: Number of pages.
+        region_group_ids: KV-cache group, or -1 if layers of several groups share the region.
+        region_names: Name of the first layer.
+        region_mem_types: ``DRAM`` or ``VRAM``.
+    """
+
+    kv_caches_base_addr: int
+    block_lens: int
+    block_strides: int
+    region_num_blocks: int
+    region_group_ids: int
+    region_names: str
+    region_mem_types: str
+
+
+def metadata_fields(
+    facts: EngineFacts,
+    caches: Sequence[LayerCache],
+    *,
+    agent_metadata: bytes,
+    fence: tuple[int, int, int] | None,
+    geometry: bytes,
+    generation: int,
+    streams: tuple[int, int, int, int] | None = None,
+) -> Mapping[str, object]:
+    """Return the values of the agent metadata by wire name.
+
+    Regions are sorted by their layers' names, with numbers compared as numbers; a tensor that several layers share appears once.
+    vLLM's own connector pairs regions by that order.
+    """
+    regions = _wire_regions(facts, caches)
+    pages = max((_kernel_blocks(facts, cache) for cache in caches), default=1)
+    return {
+        "engine_id": facts.engine_id,
+        "agent_metadata": agent_metadata,
+        **{name: [getattr(region, name) for region in regions] for name in _WireRegion._fields},
+        "device_id": caches[0].device,
+        "num_blocks": facts.block_count * pages,
+        "kv_cache_layout": facts.layout,
+        "block_size": _block_tokens(facts) // pages,
+        "ssm_sizes": _state_bytes(caches),
+        "attn_backend_name": facts.attention_backend,
+        "physical_blocks_per_logical_kv_block": pages,
+        "dcp_size": facts.dcp,
+        "fence": fence,
+        "streams": streams,
+        "geometry": geometry,
+        "generation": generation,
+    }
+
+
+def _block_tokens(facts: EngineFacts) -> int:
+    """Return the tokens of the largest block of attention; without attention, those of the first group's blocks."""
+    return max((g.block_tokens for g in facts.groups if g.kind != "state"), default=facts.groups[0].block_tokens)
+
+
+def _wire_regions(facts: EngineFacts, caches: Sequence[LayerCache]) -> tuple[_WireRegion, ...]:
+    """Return the registered regions, one per address, in the order of their first layer's name."""
+    regions: dict[int, _WireRegion] = {}
+    for cache in sorted(caches, key=lambda cache: natural(cache.layer)):
+        count = _kernel_blocks(facts, cache)
+        address, page_bytes = cache.address, cache.page_bytes // count
+        stride = cache.stride_bytes[0] if len(cache.stride_bytes) > 1 else page_bytes
+        if stride > page_bytes and not _is_dense(cache, page_bytes):
+            # Such layers share rows, and vLLM's own connector registers whole rows.
+            address, page_bytes = _row_address(cache, caches), stride
+        known = regions.get(address)
+        if known is None:
+            size = page_bytes, stride, facts.block_count * count
+            regions[address] = _WireRegion(address, *size, cache.group, cache.layer, cache.memory_kind)
+        elif known.region_group_ids != cache.group:
+            regions[address] = known._replace(region_group_ids=_SHARED_BY_GROUPS)
+    return tuple(regions.values())
+
+
+def _is_dense(cache: LayerCache, page_bytes: int) -> bool:
+    """Return whether a page is one run of bytes without gaps, in the order of its axes."""
+    run_bytes = cache.element_bytes
+    for length, stride in zip(reversed(cache.shape[1:]), reversed(cache.stride_bytes[1:]), strict=True):
+        if length > 1 and stride != run_bytes:
+            return False
+        run_bytes *= length
+    return run_bytes == page_bytes
+
+
+def _row_address(cache: LayerCache, caches: Sequence[LayerCache]) -> int:
+    """Return the address of the first row in which a layer has its pages.
+
+    Example: layers at 0 and 37 440, both with 46 136 bytes from block to block, share rows that begin at 0.
+    """
+    stride = cache.stride_bytes[0]
+    return min(
+        other.address
+        for other in caches
+        if other.stride_bytes[0] == stride and 0 <= cache.address - other.address < stride
+    )
+
+
+def _state_bytes(caches: Sequence[LayerCache]) -> tuple[int, int]:
+    """Return the bytes of the convolution's inputs and of the recurrent state of a state layer, zeros without one."""
+    for cache in caches:
+        if cache.state_shapes and cache.state_kind != "RING":
+            shapes = zip(cache.state_shapes, cache.state_element_bytes, strict=True)
+            conv, *others = (prod(shape) * element_bytes for shape, element_bytes in shapes)
+            return conv, sum(others)
+    return 0, 0

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Annotated
 
 import typer
 
 from vllm_adapter.cli.values import Json, json_text, read_json, say
-from vllm_adapter.config import describe_keys, describe_schema
+from vllm_adapter.config.keys import describe_keys, describe_schema
 from vllm_adapter.config.whole import Problem, Verdict, check_transfer_config
 from vllm_adapter.errors import AdapterError
 
@@ -62,7 +61,7 @@ def _check(source: str, *, as_json: bool) -> None:
     except AdapterError as error:
         verdict = Verdict((Problem(error.code, "", str(error)),))
     if as_json:
-        problems = [dataclasses.asdict(problem) for problem in verdict.problems]
+        problems = [problem._asdict() for problem in verdict.problems]
         print(json_text({"is_good": not problems, "problems": problems, "notes": verdict.notes}, indent=2))
     for problem in () if as_json else verdict.problems:
         where = f"{problem.key}: " if problem.key else ""

@@ -67,13 +67,11 @@ def ask(files: Sequence[Path], request: bytes, *, timeout_s: float) -> list[Answ
 
 def _answer(file: Path, reply: tuple[bytes, float, float] | OSError, timeout_s: float, request: bytes) -> Answer | None:
     """Return one process's answer with the times of the exchange; None if the process is gone, whose socket is removed."""
-    if isinstance(reply, ConnectionRefusedError):
+    own: Answer = {"socket": str(file)}
+    if isinstance(reply, ConnectionRefusedError | FileNotFoundError):
         with suppress(OSError):
             file.unlink()
         return None
-    if isinstance(reply, FileNotFoundError):
-        return None
-    own: Answer = {"socket": str(file)}
     if isinstance(reply, OSError):
         return {**own, "error": f"no answer within {timeout_s:g} s: {reply}"}
     text, asked_s, received_s = reply

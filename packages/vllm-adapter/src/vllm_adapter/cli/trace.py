@@ -85,7 +85,7 @@ class Record:
     """One process's record of a hand-over.
 
     Attributes:
-        engine_id: Its engine.
+        ids: Ids of the engine and of its own request.
         part: Its part of the engine: `scheduler`, or a rank as `0.1`.
         machine: The command that asked it, whose clock `moments` are read by; its own name where that is not known.
         uncertainty_s: Uncertainty of its clock against that machine's.
@@ -93,22 +93,12 @@ class Record:
         moments: Seconds by stage.
     """
 
-    engine_id: str
+    ids: dict[str, object]
     part: str
     machine: str
     uncertainty_s: float
     facts: HandOverEntry
     moments: dict[str, float]
-
-    @property
-    def process(self) -> str:
-        """Name of the process."""
-        return f"{self.engine_id}/{self.part}"
-
-    @property
-    def ids(self) -> dict[str, object]:
-        """Ids of the engine and of its own request."""
-        return {"engine_id": self.engine_id, "request_id": self.facts.get("request_id") or ""}
 
 
 @final
@@ -139,10 +129,6 @@ class HandOver:
         return [self.decode, *self.decode_ranks, *prefill, *self.prefill_ranks]
 
 
-def _read_s(rank: Record) -> float:
-    return rank.moments.get("completed", 0.0) - rank.moments.get("ordered", 0.0)
-
-
 def join_hand_overs(answers: Iterable[Answer]) -> list[HandOver]:
     """Return the hand-overs that the answers contain, the latest last."""
     records = [record for answer in answers for record in _records(answer)]
@@ -156,7 +142,8 @@ def join_hand_overs(answers: Iterable[Answer]) -> list[HandOver]:
         readers = [each for each in records if each.ids == decode.ids and each.facts.get("role") == "consumer"]
         prefill = next((each for each in sources if each.part == "scheduler"), None)
         ranks, lenders = ([each for each in side if each.part != "scheduler"] for side in (readers, sources))
-        slowest = max(ranks, key=_read_s, default=None)
+        reads_s = [each.moments.get("completed", 0.0) - each.moments.get("ordered", 0.0) for each in ranks]
+        slowest = ranks[reads_s.index(max(reads_s))] if ranks else None
         found.append(HandOver(decode, prefill, ranks, lenders, slowest, {"decode": decode.ids, "prefill": peer}))
     return sorted(found, key=lambda each: each.decode.moments.get("arrived", 0.0))
 
@@ -175,7 +162,8 @@ def _records(answer: Answer) -> Iterator[Record]:
         moments = {stage: at_s - ahead_s for stage, at_s in entry["moments"].items() if at_s is not None}
         if "arrived" in moments:
             moments["entered"] = moments["arrived"] - (entry.get("frontend_s") or 0.0)
-        yield Record(engine_id, part, machine, uncertainty_s, entry, moments)
+        ids: dict[str, object] = {"engine_id": engine_id, "request_id": entry.get("request_id") or ""}
+        yield Record(ids, part, machine, uncertainty_s, entry, moments)
 
 
 def _messages(hand_over: HandOver) -> Iterator[tuple[Record, str, Record, str]]:
@@ -233,9 +221,8 @@ def make_timeline(hand_over: HandOver, *, measured_s: float | None = None) -> di
         ahead_s, about_s = machines.get(record.machine, (0.0, None))
         moments = {} if about_s is None else record.moments
         record.moments = {stage: at_s - ahead_s - zero_s for stage, at_s in moments.items()}
-        own_s = record.uncertainty_s + decode.uncertainty_s
-        uncertainty_s[record.process] = None if about_s is None else about_s + own_s
-    uncertainty_s[decode.process] = 0.0
+        own_s = 0.0 if record is decode else record.uncertainty_s + decode.uncertainty_s
+        uncertainty_s[f"{record.ids['engine_id']}/{record.part}"] = None if about_s is None else about_s + own_s
     spans = list(_spans(hand_over))
     total_s = sum(span["duration_s"] for span in spans) if measured_s is None else measured_s
     named_s = sum(span["duration_s"] for span in spans if span["is_named"])
@@ -311,14 +298,9 @@ def _spans(hand_over: HandOver) -> Iterator[dict[str, Any]]:
 def _side_spans(hand_over: HandOver) -> Iterator[dict[str, Any]]:
     is_streamed = bool(hand_over.decode.facts.get("is_streamed")) and hand_over.prefill is not None
     ranks = hand_over.decode_ranks
+    others = [each for each in ranks if each is not hand_over.slowest]
     for engine, records, begin, end, name in (
-        (
-            "decode",
-            [each for each in ranks if each is not hand_over.slowest],
-            "ordered",
-            "completed",
-            "read of another rank",
-        ),
+        ("decode", others, "ordered", "completed", "read of another rank"),
         ("decode", [hand_over.decode] * is_streamed, "arrived", "allocated", "wait for the offer, and for blocks"),
         ("decode", ranks * is_streamed, "posted", "whole", "read while the prompt is computed"),
         ("prefill", hand_over.prefill_ranks, "granted", "read", "lease, until its reader is done"),

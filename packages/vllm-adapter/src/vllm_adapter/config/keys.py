@@ -19,7 +19,7 @@ from msgspec import Meta
 from vllm_adapter.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
 __all__ = [
     "OBSOLETE_KEYS",
@@ -31,6 +31,7 @@ __all__ = [
     "describe_schema",
     "load_keys",
     "load_settings",
+    "nearest",
 ]
 
 OBSOLETE_KEYS: Mapping[str, str] = {
@@ -260,8 +261,7 @@ def load_keys(extra: Mapping[str, object]) -> tuple[Settings, tuple[str, ...]]:
         if key in OBSOLETE_KEYS:
             notes.append(f"kv_connector_extra_config: '{key}' is no longer needed ({OBSOLETE_KEYS[key]})")
         elif key not in known:
-            near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-            hint = f"; did you mean '{near[0]}'?" if near else f"; the keys are {', '.join(sorted(known))}"
+            hint = nearest(key, known, 0.5) or f"; the keys are {', '.join(sorted(known))}"
             raise ConfigurationError(
                 f"kv_connector_extra_config has no key '{key}'{hint}", code="unknown-key", context={"key": key}
             )
@@ -293,15 +293,19 @@ def _read_value(key: str, value: object) -> object:
         pass
     if "enum" in about and isinstance(value, str):
         choices: list[str] = about["enum"]
-        near = difflib.get_close_matches(value, choices, n=1)
-        hint = f"; did you mean '{near[0]}'?" if near else ""
-        raise _refused(key, shown, f"must be one of {', '.join(choices)}, got {shown}{hint}")
+        raise _refused(key, shown, f"must be one of {', '.join(choices)}, got {shown}{nearest(value, choices)}")
     is_number = type(value) is int or (type(value) is float and about["type"] == "number")
     if is_number and "maximum" in about:
         bounds = f"between {about['minimum']} and {about['maximum']}"
         raise _refused(key, value, f"must be {bounds}, got {value}. {about['description']}")
     kind = "array of strings" if about["type"] == "array" else about["type"]
     raise _refused(key, shown, f"must be of type {kind}, got {shown}. {about['description']}", code="wrong-type")
+
+
+def nearest(value: object, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return a hint at the known word that is nearest to a value; empty if none is near."""
+    found = difflib.get_close_matches(str(value), list(known), n=1, cutoff=cutoff)
+    return f"; did you mean '{found[0]}'?" if found else ""
 
 
 def _refused(key: str, value: object, reason: str, *, code: str = "out-of-range") -> ConfigurationError:

@@ -87,18 +87,13 @@ class FleetSecrets:
         secrets = [secret for file in self._files for secret in _secrets_in(file)]
         found = list(dict.fromkeys([*secrets, *self._words]))
         if not found:
-            raise ConfigurationError("no fleet secret: the files are empty", code="invalid-secret")
+            raise _invalid("no fleet secret: the files are empty")
         if len(found) > _MOST_SECRETS:
-            raise ConfigurationError(
-                f"{len(found)} fleet secrets, {_MOST_SECRETS} are the most: a rotation needs two", code="invalid-secret"
-            )
+            raise _invalid(f"{len(found)} fleet secrets, {_MOST_SECRETS} are the most: a rotation needs two")
         for number, secret in enumerate(found, 1):
             if len(secret) < _LEAST_BYTES:
-                raise ConfigurationError(
-                    f"fleet secret {number} of {len(found)} has {len(secret)} bytes, {_LEAST_BYTES} are the least; make one "
-                    "with: openssl rand -hex 32",
-                    code="invalid-secret",
-                )
+                size = f"has {len(secret)} bytes, {_LEAST_BYTES} are the least"
+                raise _invalid(f"fleet secret {number} of {len(found)} {size}; make one with: openssl rand -hex 32")
         return tuple(found)
 
 
@@ -117,15 +112,10 @@ def _secrets_in_variable(variable: str) -> tuple[bytes, ...]:
     try:
         words = os.environ.get(variable, "").split() if variable else []
     except UnicodeEncodeError:
-        raise ConfigurationError(
-            f"ticket_secret_variable: {variable!a} cannot be the name of an environment variable: it holds half of a "
-            "surrogate pair",
-            code="invalid-secret",
-        ) from None
+        reason = "cannot be the name of an environment variable: it holds half of a surrogate pair"
+        raise _invalid(f"ticket_secret_variable: {variable!a} {reason}") from None
     if variable and not words:
-        raise ConfigurationError(
-            f"ticket_secret_variable: the environment has no {variable}, or it is empty", code="invalid-secret"
-        )
+        raise _invalid(f"ticket_secret_variable: the environment has no {variable}, or it is empty")
     return tuple(map(os.fsencode, words))
 
 
@@ -152,5 +142,8 @@ def _secrets_in(file: Path) -> list[bytes]:
 
 
 def _unreadable(file: Path, reason: object) -> ConfigurationError:
-    message = f"secret file {file} cannot be read: {reason}"
-    return ConfigurationError(message, code="invalid-secret", context={"path": str(file)})
+    return _invalid(f"secret file {file} cannot be read: {reason}", path=str(file))
+
+
+def _invalid(message: str, **context: object) -> ConfigurationError:
+    return ConfigurationError(message, code="invalid-secret", context=context)

@@ -6,15 +6,14 @@ vLLM checks this object only half a minute into its start, and cannot know which
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, cast, final
+from typing import TYPE_CHECKING, NamedTuple, cast
 
-from vllm_adapter.config.keys import check_whole, describe_keys, load_keys
+from vllm_adapter.config.keys import check_whole, describe_keys, load_keys, nearest
 from vllm_adapter.config.start_checks import streaming_warnings
 from vllm_adapter.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
 
 __all__ = ["HOST_KEYS", "ROLES", "Problem", "Verdict", "check_transfer_config", "own_keys"]
 
@@ -36,9 +35,7 @@ _MODULES = ("vllm_adapter", "vllm_adapter.host.connector")
 _OWN_NAME, _HOSTS_NAMES, _SEVERAL = "KVTransferConnector", ("NixlConnector", "NixlPullConnector"), "MultiConnector"
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class Problem:
+class Problem(NamedTuple):
     """Something wrong in a configuration.
 
     Attributes:
@@ -52,9 +49,7 @@ class Problem:
     message: str
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(NamedTuple):
     """All findings about a configuration; it is good if there are no problems."""
 
     problems: tuple[Problem, ...]
@@ -103,7 +98,7 @@ def _key_problems(config: Mapping[str, object], usable: Mapping[str, object]) ->
     for key, known, code in (("kv_role", ROLES, "unknown-role"), ("kv_load_failure_policy", _POLICIES, "out-of-range")):
         value = usable.get(key)
         if value is not None and value not in known:
-            yield Problem(code, key, f"'{key}' must be one of {', '.join(known)}, got {value!r}{_near(value, known)}")
+            yield Problem(code, key, f"'{key}' must be one of {', '.join(known)}, got {value!r}{nearest(value, known)}")
     if usable.get("engine_id") == "":
         yield Problem("out-of-range", "engine_id", "'engine_id' must not be empty; leave it out to get one")
 
@@ -115,7 +110,7 @@ def _connector_problems(config: Mapping[str, object]) -> Iterator[Problem]:
     name, module = config.get("kv_connector"), config.get("kv_connector_module_path")
     known = (_OWN_NAME, *_HOSTS_NAMES, _SEVERAL)
     if name is not None and name not in known:
-        message = f"this package has no connector {name!r}{_near(name, known)}"
+        message = f"this package has no connector {name!r}{nearest(name, known)}"
         yield Problem("unknown-connector", "kv_connector", message)
     if module is None and name in _HOSTS_NAMES:
         message = f"without it '{name}' is vLLM's own connector: set it to '{_MODULES[0]}'"
@@ -157,7 +152,7 @@ def _of_children(config: Mapping[str, object]) -> Iterator[Problem | str]:
     for number, child in ours:
         table, at = _table(child), f"kv_connector_extra_config.connectors[{number}]"
         for each in _findings(child):
-            yield replace(each, key=f"{at}.{each.key}".rstrip(".")) if isinstance(each, Problem) else each
+            yield each._replace(key=f"{at}.{each.key}".rstrip(".")) if isinstance(each, Problem) else each
         if "engine_id" in table:
             message = "vLLM gives its children the outer engine_id and fails on one of their own: set it outside"
             yield Problem("out-of-range", f"{at}.engine_id", message)
@@ -192,7 +187,7 @@ def _table(value: object) -> Mapping[str, object]:
 def _is_others(child: Mapping[str, object]) -> bool:
     """Return whether a child is clearly another package's connector, e.g. OffloadingConnector, and not ours misspelt."""
     name = child.get("kv_connector")
-    is_near = isinstance(name, str) and bool(_near(name, (_OWN_NAME, *_HOSTS_NAMES), 0.8))
+    is_near = isinstance(name, str) and bool(nearest(name, (_OWN_NAME, *_HOSTS_NAMES), 0.8))
     return isinstance(name, str) and not is_near and child.get("kv_connector_module_path") not in _MODULES
 
 
@@ -200,13 +195,8 @@ def _unknown_hint(key: str) -> str:
     own = list(describe_keys())
     if key in own:
         return "; it belongs into 'kv_connector_extra_config'"
-    if near := _near(key, HOST_KEYS):
+    if near := nearest(key, HOST_KEYS):
         return near
     if inside := difflib.get_close_matches(key, own, n=1, cutoff=0.8):
         return f"; did you mean '{inside[0]}' in 'kv_connector_extra_config'?"
     return f"; the keys are {', '.join(HOST_KEYS)}"
-
-
-def _near(value: object, known: Iterable[str], cutoff: float = 0.6) -> str:
-    found = difflib.get_close_matches(str(value), list(known), n=1, cutoff=cutoff)
-    return f"; did you mean '{found[0]}'?" if found else ""

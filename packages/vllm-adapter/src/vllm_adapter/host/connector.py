@@ -17,7 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.logger import init_logger
 
 from vllm_adapter import __version__
-from vllm_adapter.config import check_whole, load_settings
+from vllm_adapter.config.keys import check_whole, load_settings
 from vllm_adapter.config.start_checks import check_start, streaming_warnings
 from vllm_adapter.host.cache_config import layer_caches
 from vllm_adapter.host.device_streams import device_selector, request_amx, streams_of

@@ -51,13 +51,10 @@ class Answer(TypedDict, total=False):
     """The answer of one process."""
 
     # Of every process. The socket, the command that asked (`desk`) and its clock are added where the answer arrives.
-    schema: Number | None
     engine_id: str | None
     part: str | None
     pid: Number | None
-    adapter_version: str | None
     ucx_tls: str | None
-    up_s: Number | None
     error: str | None
     socket: str | None
     desk: str | None

@@ -24,7 +24,7 @@ SERIES_KEYS = ("transfer_duration", "post_duration", "bytes_transferred", "num_d
 FAILURE_KEYS = ("num_failed_transfers", "num_failed_notifications", "num_failed_handshakes", "num_unasked_engines")
 """Events that vLLM's own connector counts as failed transfers. The last: reads without a handshake because their engine had
 failed a moment ago; vLLM's connector makes one each time, and counts it."""
-PATH_KEY = "bytes_by_path"
+PATH_KEY = "read_bytes"
 """Bytes of good reads: [backend, memory "PEER->LOCAL", UCX_TLS, bytes] per read and path."""
 LIVE_KEY = "live_requests"
 
@@ -58,7 +58,6 @@ class Metric(NamedTuple):
 
 
 _NAMES: dict[str, str] = {
-    # vLLM's own connector has these.
     "transfer_duration": "vllm:nixl_xfer_time_seconds",
     "post_duration": "vllm:nixl_post_time_seconds",
     "bytes_transferred": "vllm:nixl_bytes_transferred",
@@ -67,18 +66,9 @@ _NAMES: dict[str, str] = {
     "num_failed_notifications": "vllm:nixl_num_failed_notifications",
     "num_kv_expired_reqs": "vllm:nixl_num_kv_expired_reqs",
     "num_notifications_after_expiry": "vllm:nixl_num_notifications_after_expiry",
-    # Counters by code name what they count.
-    "heartbeat_lag": "vllm:kv_transfer_heartbeat_lag_seconds",
-    "heartbeat_delay": "vllm:kv_transfer_heartbeat_delay_seconds",
-    "cancelled_read_codes": "vllm:kv_transfer_num_cancelled_reads",
-    "torn_stream_codes": "vllm:kv_transfer_num_torn_streams",
-    "read_failure_codes": "vllm:kv_transfer_num_failed_reads",
-    "ticket_refusal_codes": "vllm:kv_transfer_num_refused_tickets",
-    "unstreamed_codes": "vllm:kv_transfer_num_unstreamed_prompts",
-    "withheld_ticket_codes": "vllm:kv_transfer_num_withheld_tickets",
-    PATH_KEY: "vllm:kv_transfer_read_bytes",
 }
-"""Names by key; any other key is its own name behind `vllm:kv_transfer_`, with its unit: a duration is in seconds."""
+"""Names by key of the metrics that vLLM's own connector has. Any other key is its own name behind `vllm:kv_transfer_`, with its
+unit: a duration is in seconds."""
 _HISTOGRAMS: dict[str, tuple[tuple[float, ...], str]] = {
     "transfer_duration": (_SECONDS, "Seconds on the wire per read."),
     "post_duration": ((0.001, *_SECONDS), "Seconds to post a read."),
@@ -89,11 +79,11 @@ _HISTOGRAMS: dict[str, tuple[tuple[float, ...], str]] = {
     "queue_duration": (_SECONDS, "Seconds that a read waited before it was posted."),
     "fence_duration": ((0.0001, *_SECONDS), "Seconds to verify the fence after a read."),
     "handshake_duration": ((*_SECONDS, 10.0, 20.0, 60.0), "Seconds per handshake with an engine."),
-    "heartbeat_lag": (
+    "heartbeat_lag_seconds": (
         _LATENESS,
         "Prefill side, per heartbeat and expired lease: seconds of silence beyond the heartbeat interval.",
     ),
-    "heartbeat_delay": (
+    "heartbeat_delay_seconds": (
         _LATENESS,
         "Decode side, per step with heartbeats: seconds that the most overdue one had been due.",
     ),
@@ -133,12 +123,12 @@ _COUNTERS: dict[str, str] = {
     "num_unsent_heartbeats": "Heartbeats not sent because the handshake with their engine had not ended.",
 }
 _BY_CODE: dict[str, str] = {
-    "cancelled_read_codes": "Reads that this engine gave up by itself, by reason; they did not fail.",
-    "torn_stream_codes": "Streams that broke off, on one rank, by reason; their prompts were asked for again.",
-    "read_failure_codes": "Requests whose KV was not taken over, by reason.",
-    "ticket_refusal_codes": "Tickets that were refused, by reason.",
-    "unstreamed_codes": "Prompts with an early ticket that were not read while the peer computed them, by reason.",
-    "withheld_ticket_codes": "Prompts that ended well and were not handed over, by reason.",
+    "num_cancelled_reads": "Reads that this engine gave up by itself, by reason; they did not fail.",
+    "num_torn_streams": "Streams that broke off, on one rank, by reason; their prompts were asked for again.",
+    "num_failed_reads": "Requests whose KV was not taken over, by reason.",
+    "num_refused_tickets": "Tickets that were refused, by reason.",
+    "num_unstreamed_prompts": "Prompts with an early ticket that were not read while the peer computed them, by reason.",
+    "num_withheld_tickets": "Prompts that ended well and were not handed over, by reason.",
 }
 _PATHS = "Bytes read, by NIXL backend, memory (peer's->ours) and, for UCX, the transports that it may choose from."
 _LEVELS: dict[str, str] = {

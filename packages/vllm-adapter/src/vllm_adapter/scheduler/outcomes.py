@@ -42,7 +42,7 @@ class OutcomeLog:
 
     def refused(self, request_id: str, code: str, message: str, *, is_producer: bool = False) -> None:
         """Count and log a request whose ticket was refused; that of a producer costs it the stream or the readback alone."""
-        self._recorder.observe("ticket_refusal_codes", code)
+        self._recorder.observe("num_refused_tickets", code)
         log, cause, outcome = self._log.warning, code, "its hand-over ticket is refused and the prompt computed here"
         if code == _MEDIA_MISSING:
             log, outcome = self._log.error, "it ends with an error, whatever the policy"
@@ -76,7 +76,7 @@ class OutcomeLog:
         """Count and log a failed read; reads with the same codes share a rate limit."""
         codes = sorted({failure.code for failure in failures})
         for code in codes:
-            self._recorder.observe("read_failure_codes", code)
+            self._recorder.observe("num_failed_reads", code)
         ranks: defaultdict[str, list[str]] = defaultdict(list)
         for failure in sorted(failures, key=lambda one: one.rank):
             pp_rank, tp_rank = failure.rank
@@ -95,12 +95,12 @@ class OutcomeLog:
 
         That is no failure, whatever the ranks' reasons are: a peer may also be lost while the cancelled read leaves the wire.
         """
-        self._recorder.observe("cancelled_read_codes", "request-ended")
+        self._recorder.observe("num_cancelled_reads", "request-ended")
         self._log.info("request-ended", "request %s: its read was cancelled, as the request had ended", request_id)
 
     def gave_way(self, request_id: str, lease_count: int, block_count: int) -> None:
         """Count and log a read that was given up because no request here could start for want of blocks."""
-        self._recorder.observe("cancelled_read_codes", "blocks-leased")
+        self._recorder.observe("num_cancelled_reads", "blocks-leased")
         self._log.warning(
             "blocks-leased",
             "request %s: its read is given up and its prompt computed here (blocks-leased): for a second nothing could run for "
@@ -113,7 +113,7 @@ class OutcomeLog:
 
     def withheld(self, request_id: str, code: str) -> None:
         """Count and log a finished request whose response has no ticket."""
-        self._recorder.observe("withheld_ticket_codes", code)
+        self._recorder.observe("num_withheld_tickets", code)
         if code not in _COUNTED_ONLY:
             self._log.warning(code, "request %s: its prompt is not handed over (%s)", request_id, code)
 

@@ -289,7 +289,7 @@ class SchedulerSide:
             streams.send()
         links = self._requests.ordered(plan, now_s)
         if plan.heartbeats:
-            self._stats.observe("heartbeat_delay", self._state.heartbeat_delay_s)
+            self._stats.observe("heartbeat_delay_seconds", self._state.heartbeat_delay_s)
         self._empty_steps = self._empty_steps + 1 if is_empty else 0
         self._relieve_shortage(now_s)
         is_asking = streams is not None and streams.is_asking

@@ -305,7 +305,7 @@ class Streaming:
 
     def _note_outcome(self, outcome: StreamOutcome) -> None:
         """Count a prompt that is not streamed, and log it unless the reason was logged for its peer as a whole."""
-        self._recorder.observe("unstreamed_codes", outcome.code)
+        self._recorder.observe("num_unstreamed_prompts", outcome.code)
         if self._plain_peers.get((outcome.host, outcome.port)) == outcome.code:
             return
         log = self._log.error if outcome.result == "fails" else self._log.warning

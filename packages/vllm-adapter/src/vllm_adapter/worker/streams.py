@@ -172,7 +172,7 @@ class RankStreams:
         return report, ends
 
     def _tell_torn(self, end: ReadEnd) -> None:
-        self._recorder.observe("torn_stream_codes", end.code)
+        self._recorder.observe("num_torn_streams", end.code)
         self._recorder.info(
             "stream-torn",
             f"request {end.order.request_id}: its stream from engine {end.order.ticket.peer.engine_id} broke off "

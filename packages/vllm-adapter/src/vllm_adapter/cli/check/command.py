@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 import typer
 
 from vllm_adapter.cli.check.findings import Findings
+from vllm_adapter.cli.engines import ask_all
 from vllm_adapter.cli.values import Json, Timeout, json_text, within
 
 __all__ = ["check"]
@@ -63,25 +64,38 @@ def check(  # noqa: PLR0913 - one for each option
       2  wrong usage, or a configuration that is wrong
     """  # noqa: D301 - a backslash keeps the lines of the help
     # The four libraries, with NumPy and ZMQ, load for this command alone.
-    from vllm_adapter.cli.check.pair import check_pair, dialect_of
+    from vllm_adapter.cli.check import pair
+    from vllm_adapter.cli.check.engine import Channel, ask_engine, ask_further_ranks
+    from vllm_adapter.cli.check.reads import check_reads
 
     if dialect is not None and vllm is not None:
         raise typer.BadParameter("--dialect and --vllm exclude each other")
     findings = Findings()
     if allow_tcp:
         findings.allow("tcp-fallback", "tcp-only")
-    check_pair(
-        (prefill, decode),
-        (prefill_config, decode_config),
-        findings,
-        policy=policy,
-        dialect=dialect_of(dialect, vllm),
-        prefill_tp=prefill_tp,
-        is_tp_trusted=trust_prefill_tp,
-        gigabytes_per_s=gbps,
-        timeout_s=timeout,
-        reads=read,
-    )
+    version = pair.dialect_of(dialect, vllm)
+    answers = [answer for answer in ask_all() if answer.get("part") == "scheduler"]
+    prefill_at, decode_at = pair.address_of(prefill, answers), pair.address_of(decode, answers)
+    prefill_terms, prefill_keys = pair.terms_of_config(prefill_config)
+    decode_terms, decode_keys = pair.terms_of_config(decode_config)
+    # The decode engine connects with keys of its own. To ask it, the prefill engine's do, or its own again.
+    to_prefill = Channel("prefill", *prefill_at, version, timeout, decode_keys or prefill_keys)
+    to_decode = Channel("decode", *decode_at, version, timeout, prefill_keys or decode_keys)
+    source, reader = ask_engine(to_prefill, findings, tp=prefill_tp), ask_engine(to_decode, findings)
+    if source is not None:
+        source = ask_further_ranks(source, reader, findings, is_trusted=trust_prefill_tp)
+    prefill_terms = prefill_terms or pair.terms_of_process(source, answers)
+    decode_terms = decode_terms or pair.terms_of_process(reader, answers)
+    if source is not None and reader is not None:
+        terms = decode_terms or {}
+        pair.check_factors(source, reader, policy or terms.get("compatibility_policy") or "exact", findings)
+        if read:
+            ucx_tls = terms.get("ucx_tls") or ""
+            measured = check_reads(source, reader, findings, ucx_tls=ucx_tls, timeout_s=timeout)
+            gbps = gbps or measured
+        pair.check_plan(source, reader, gbps, findings)
+        pair.check_rest(source, reader, findings)
+    pair.check_terms(prefill_terms, decode_terms, findings)
     typer.echo(
         json_text({"is_go": findings.is_go, "findings": findings.made}, indent=2) if as_json else findings.as_text()
     )

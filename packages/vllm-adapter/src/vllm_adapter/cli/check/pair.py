@@ -1,4 +1,4 @@
-"""Whether one live engine can read what another computes: reachability, factors, reads, plan, clocks and terms.
+"""Whether one live engine can read what another computes, by their answers: factors, plan, clocks and terms.
 
 Terms are what a side channel does not send: lease, heartbeats, policy, keys, seals and transports. They are read from an engine's
 `--kv-transfer-config`, or, for an engine of this machine, from its answer to `status`.
@@ -13,12 +13,10 @@ from typing import TYPE_CHECKING, Any, cast
 from kv_handshake import dialect_of_vllm
 from kv_handshake.inspect import compare
 from vllm_adapter.cache.documents import PeerSizes
-from vllm_adapter.cli.check.engine import Channel, ask_engine, ask_further_ranks
 from vllm_adapter.cli.check.findings import ADVICE
-from vllm_adapter.cli.check.reads import check_reads
-from vllm_adapter.cli.engines import ask_all, of_engine
+from vllm_adapter.cli.engines import of_engine
 from vllm_adapter.cli.values import read_json
-from vllm_adapter.config import RENEWED_PART, load_settings
+from vllm_adapter.config.keys import RENEWED_PART, load_settings
 from vllm_adapter.config.secrets import configured_secrets
 from vllm_adapter.config.whole import check_transfer_config, own_keys
 from vllm_adapter.errors import ConfigurationError, code_of
@@ -26,14 +24,21 @@ from vllm_adapter.errors import ConfigurationError, code_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kv_handshake.inspect import Difference
     from kv_topology import Estimate
     from vllm_adapter.cli.check.engine import Engine
     from vllm_adapter.cli.check.findings import Findings
     from vllm_adapter.observe.answers import Answer
-    from vllm_adapter.ports import PeerPlan
 
-__all__ = ["check_pair", "dialect_of"]
+__all__ = [
+    "address_of",
+    "check_factors",
+    "check_plan",
+    "check_rest",
+    "check_terms",
+    "dialect_of",
+    "terms_of_config",
+    "terms_of_process",
+]
 
 _MOST_PORT_DIGITS = 5
 _DEFAULT_DIALECT = 14
@@ -45,61 +50,7 @@ _TERMS = ("lease_s", "heartbeat_s", "compatibility_policy", "seals")
 _Keys = tuple[str, str] | None
 
 
-def check_pair(  # noqa: PLR0913 - one for each option
-    names: tuple[str, str],
-    configs: tuple[str | None, str | None],
-    findings: Findings,
-    *,
-    policy: str | None,
-    dialect: int,
-    prefill_tp: int,
-    is_tp_trusted: bool,
-    gigabytes_per_s: float | None,
-    timeout_s: float,
-    reads: bool,
-) -> None:
-    """Query both engines and add what is found.
-
-    Args:
-        names: The engines that compute and read: HOST:PORT of their side channels, or their ids.
-        configs: Their --kv-transfer-config; None where the engine or this machine decides, as for all that follows.
-        findings: Where the results go.
-        policy: How decode compares peers.
-        dialect: Connector version of the engines.
-        prefill_tp: Tensor-parallel size of a prefill engine of vLLM's own connector; 0 if not given.
-        is_tp_trusted: Whether the operator vouches for that size.
-        gigabytes_per_s: Speed of the network, for the cost.
-        timeout_s: Longest wait per reply.
-        reads: Whether probe pages are read.
-
-    Raises:
-        ConfigurationError: A name that is no engine (`invalid-endpoint`), or a configuration that is wrong.
-        AdapterError: `unreadable` or `not-json`: a configuration cannot be read.
-    """
-    answers = [answer for answer in ask_all() if answer.get("part") == "scheduler"]
-    addresses = [_address(name, answers) for name in names]
-    (prefill_terms, prefill_keys), (decode_terms, decode_keys) = map(_terms_of_config, configs)
-    # The decode engine connects with keys of its own. To ask it, the prefill engine's do, or its own again.
-    keys = decode_keys or prefill_keys, prefill_keys or decode_keys
-    prefill = ask_engine(Channel("prefill", *addresses[0], dialect, timeout_s, keys[0]), findings, tp=prefill_tp)
-    decode = ask_engine(Channel("decode", *addresses[1], dialect, timeout_s, keys[1]), findings)
-    if prefill is not None:
-        prefill = ask_further_ranks(prefill, decode, findings, is_trusted=is_tp_trusted)
-    prefill_terms = prefill_terms or _terms_of_process(prefill, answers)
-    decode_terms = decode_terms or _terms_of_process(decode, answers)
-    if prefill is not None and decode is not None:
-        terms = decode_terms or {}
-        _check_factors(prefill, decode, policy or terms.get("compatibility_policy") or "exact", findings)
-        if reads:
-            ucx_tls = terms.get("ucx_tls") or ""
-            measured = check_reads(prefill, decode, findings, ucx_tls=ucx_tls, timeout_s=timeout_s)
-            gigabytes_per_s = gigabytes_per_s or measured
-        _check_plan(prefill, decode, gigabytes_per_s, findings)
-        _check_rest(prefill, decode, findings)
-    _check_terms(prefill_terms, decode_terms, findings)
-
-
-def _check_rest(prefill: Engine, decode: Engine, findings: Findings) -> None:
+def check_rest(prefill: Engine, decode: Engine, findings: Findings) -> None:
     """Report what forbids nothing: how far the clocks are apart, and the protections that vLLM's own connector lacks."""
     if prefill.clock_offset_s is not None and decode.clock_offset_s is not None:
         apart_s = abs(prefill.clock_offset_s - decode.clock_offset_s)
@@ -115,7 +66,7 @@ def _check_rest(prefill: Engine, decode: Engine, findings: Findings) -> None:
         )
 
 
-def _address(text: str, answers: Sequence[Answer]) -> tuple[str, int]:
+def address_of(text: str, answers: Sequence[Answer]) -> tuple[str, int]:
     """Return the host and port of the side channel that a word names.
 
     Raises:
@@ -154,17 +105,18 @@ def dialect_of(dialect: int | None, vllm: str | None) -> int:
 # ---------------------------------------------------------------------------------------------------- factors and plan
 
 
-def _check_factors(prefill: Engine, decode: Engine, policy: str, findings: Findings) -> None:
+def check_factors(prefill: Engine, decode: Engine, policy: str, findings: Findings) -> None:
     """Compare the engines as the decode engine does when it connects to the prefill engine."""
     if prefill.first.engine_id == decode.first.engine_id:
         findings.add("factors", "same-engine", f"both addresses are engine {prefill.first.engine_id}")
         return
     comparison = compare(decode.recording, prefill.recording)
-    messages = [_words(each) for each in comparison.differences if each.group == "must-match"]
-    messages += [
-        f"{name} probably differs: the hashes do, and the peer does not send its factors"
-        for name in comparison.suspects
-    ]
+    messages, notes = list[str](), list[str]()
+    for each in comparison.differences:
+        text = f"{each.name}: prefill has {_value(each.peer)}, decode {_value(each.local)}"
+        (messages if each.group == "must-match" else notes).append(text)
+    for name in comparison.suspects:
+        messages.append(f"{name} probably differs: the hashes do, and the peer does not send its factors")
     if policy == "off":
         findings.allow("factors-differ")
     for message in messages:
@@ -178,13 +130,8 @@ def _check_factors(prefill: Engine, decode: Engine, policy: str, findings: Findi
         findings.add("factors", "hash-mismatch", "the compatibility hashes differ, by factors that need not match")
     elif not messages:
         findings.ok("factors", f"{matched}; the hashes do, which policy {policy!r} accepts")
-    for each in comparison.differences:
-        if each.group != "must-match":
-            findings.add("factors", "may-differ", _words(each))
-
-
-def _words(each: Difference) -> str:
-    return f"{each.name}: prefill has {_value(each.peer)}, decode {_value(each.local)}"
+    for note in notes:
+        findings.add("factors", "may-differ", note)
 
 
 def _value(value: object) -> str:
@@ -192,7 +139,7 @@ def _value(value: object) -> str:
     return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 3] + "..."
 
 
-def _check_plan(prefill: Engine, decode: Engine, gigabytes_per_s: float | None, findings: Findings) -> None:
+def check_plan(prefill: Engine, decode: Engine, gigabytes_per_s: float | None, findings: Findings) -> None:
     """Plan the reads of each decode rank, and report what a prompt costs."""
     if not decode.is_ours:
         findings.add("plan", "plan-not-known", "the decode engine sends no geometry: it plans by its own rules")
@@ -204,7 +151,14 @@ def _check_plan(prefill: Engine, decode: Engine, gigabytes_per_s: float | None, 
     for rank in sorted(decode.peers):
         where = f"decode rank {rank[0]}.{rank[1]}"
         try:
-            plan, cost = _plan(prefill, decode, rank, gigabytes_per_s)
+            local, geometry = decode.geometry(rank)
+            groups = (prefill.document((0, 0)) if prefill.is_ours else local)["groups"]
+            sizes = PeerSizes(prefill.tp, prefill.pp, max([group["context"][0] for group in groups], default=1))
+            planner = decode.planner(rank, gigabytes_per_s)
+            wanted = planner.target_ranks(local, peer_tp=sizes.tp, peer_pp=sizes.pp, peer_dcp=sizes.dcp)
+            documents = {number: geometry.document(local, prefill.peers[number], number, sizes) for number in wanted}
+            plan = planner.plan(local, documents, peer_tp=sizes.tp)
+            costs.append(plan.estimate)
         except Exception as error:  # noqa: BLE001  (whatever forbids the plan is the finding)
             findings.add("plan", code_of(error), f"{where}: {error}")
             return
@@ -213,7 +167,6 @@ def _check_plan(prefill: Engine, decode: Engine, gigabytes_per_s: float | None, 
         findings.ok(
             "plan", f"{where} reads from prefill ranks {readers}: {plan.bytes_per_token:g} bytes a token, pages {order}"
         )
-        costs.append(cost)
     moved = sum(cost.bytes_per_token * _PROMPT_TOKENS + cost.state_bytes for cost in costs)
     slowest_us = max(
         cost.staged_us if cost.is_staged_cheaper and cost.staged_us is not None else cost.direct_us for cost in costs
@@ -225,23 +178,10 @@ def _check_plan(prefill: Engine, decode: Engine, gigabytes_per_s: float | None, 
     findings.ok("plan", f"a prompt of {_PROMPT_TOKENS} tokens moves {size} {wire}")
 
 
-def _plan(
-    prefill: Engine, decode: Engine, rank: tuple[int, int], gigabytes_per_s: float | None
-) -> tuple[PeerPlan, Estimate]:
-    local, geometry = decode.geometry(rank)
-    groups = (prefill.document((0, 0)) if prefill.is_ours else local)["groups"]
-    sizes = PeerSizes(prefill.tp, prefill.pp, max([group["context"][0] for group in groups], default=1))
-    planner = decode.planner(rank, gigabytes_per_s)
-    wanted = planner.target_ranks(local, peer_tp=sizes.tp, peer_pp=sizes.pp, peer_dcp=sizes.dcp)
-    documents = {number: geometry.document(local, prefill.peers[number], number, sizes) for number in wanted}
-    plan = planner.plan(local, documents, peer_tp=sizes.tp)
-    return plan, plan.estimate
-
-
 # --------------------------------------------------------------------------------------------------------------- terms
 
 
-def _terms_of_config(source: str | None) -> tuple[Answer | None, _Keys]:
+def terms_of_config(source: str | None) -> tuple[Answer | None, _Keys]:
     """Return the terms in a `--kv-transfer-config`, and the key files.
 
     Raises:
@@ -262,7 +202,7 @@ def _terms_of_config(source: str | None) -> tuple[Answer | None, _Keys]:
     return cast("Answer", {**settings.terms, "seals": list(seals)}), keys
 
 
-def _terms_of_process(engine: Engine | None, answers: Sequence[Answer]) -> Answer | None:
+def terms_of_process(engine: Engine | None, answers: Sequence[Answer]) -> Answer | None:
     """Return the terms that an engine of this machine reports; None for one of another machine or version."""
     for answer in answers:
         if engine is not None and answer.get("engine_id") == engine.first.engine_id:
@@ -270,7 +210,7 @@ def _terms_of_process(engine: Engine | None, answers: Sequence[Answer]) -> Answe
     return None
 
 
-def _check_terms(prefill: Answer | None, decode: Answer | None, findings: Findings) -> None:
+def check_terms(prefill: Answer | None, decode: Answer | None, findings: Findings) -> None:
     """Check lease, keys, seals and transports, as far as the engines' terms are known."""
     for name, terms in (("prefill", prefill), ("decode", decode)):
         ucx_tls = (terms or {}).get("ucx_tls") or ""

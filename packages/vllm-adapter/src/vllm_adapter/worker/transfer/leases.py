@@ -138,7 +138,7 @@ class LeaseKeeper:
             self._observe_lag(now_s - oldest_s)
 
     def _observe_lag(self, silence_s: float) -> None:
-        self._parts.recorder.observe("heartbeat_lag", max(0.0, silence_s - self._parts.settings.heartbeat_s))
+        self._parts.recorder.observe("heartbeat_lag_seconds", max(0.0, silence_s - self._parts.settings.heartbeat_s))
 
     def _count_reader(self, request_id: str, nonce: str, reader: str, view: Notification) -> None:
         now_s = self._parts.now_s()
