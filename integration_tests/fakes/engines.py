@@ -172,8 +172,8 @@ class Engine:
 
     def prefill(
         self, tokens: int, *, reason: Any = "length", chunk_tokens: int | None = None, prompt: Any = None
-    ) -> tuple[str, dict[str, object] | None]:
-        """Compute a prompt, in chunks if told so, and finish it; return (request id, ticket)."""
+    ) -> tuple[str, Any]:
+        """Compute a prompt, in chunks if told so, and finish it; return (request id, ticket or None)."""
         request_id = f"{self.name}-{next(_request_numbers)}"
         prompt = prompt or Prompt(range(tokens))
         self.side.arrived(Arrival(request_id, {"do_remote_decode": True}, tokens, identity=prompt))
@@ -246,6 +246,18 @@ class Engine:
             page = self._read(self.memory[rank][layer], blocks[place])
             np.testing.assert_array_equal(page[:, :covered], expected[:, :covered])
             assert not np.isnan(np.asarray(page)).any(), f"block {blocks[place]} was not filled whole"
+
+    def assert_takes(self, ticket: Mapping[str, object] | None, source: str, tokens: int) -> str:
+        """A request with this ticket is read, and has the pages that `source` was computed with; return its id."""
+        request_id = self.start_decode(ticket, tokens)
+        assert self.wait_received(request_id)
+        self.assert_has(request_id, source, tokens)
+        return request_id
+
+    def take_over(self, producer: Engine, tokens: int, **options: Any) -> None:
+        """Read a prompt that another engine computes with these options, look at its pages, and end the request."""
+        source, ticket = producer.prefill(tokens, **options)
+        self.finish(self.assert_takes(ticket, source, tokens))
 
     def finish(self, request_id: str, reason: Any = "length") -> None:
         """End a decode request and free its blocks."""

@@ -14,6 +14,7 @@ def run(command, **variables):
     done = subprocess.run(
         command, env={**os.environ, **variables}, capture_output=True, text=True, timeout=150, check=False
     )
+    assert done.stderr == "", "NIXL's log is none of the report"
     return done.returncode, json.loads(done.stdout)
 
 
@@ -37,11 +38,7 @@ def test_doctor_with_a_peer():
 @pytest.mark.full
 @pytest.mark.timeout(200)
 def test_tcp_is_shouted():
-    done = subprocess.run(
-        DOCTOR, env={**os.environ, "UCX_TLS": "tcp"}, capture_output=True, text=True, timeout=150, check=False
-    )
-    code, report = done.returncode, json.loads(done.stdout)
-    assert done.stderr == "", "NIXL's log is none of the report"
+    code, report = run(DOCTOR, UCX_TLS="tcp")
     findings = {finding["name"]: finding for finding in report["findings"]}
     assert code == 1
     assert findings["ucx-tls"]["severity"] == "warning"

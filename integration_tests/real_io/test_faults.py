@@ -10,23 +10,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 from agent_checks.pauses import check_renewals_count_before_timers, events_since, watch_timer
+from agent_checks.stage import make_order
 from agent_checks.stream_rewriter import close_agent
 
-from kv_nixl_agent import AgentError, AgentOptions, BackendOptions, PeerSpec, TransferAgent, TransferOrder
+from kv_nixl_agent import AgentError, AgentOptions, BackendOptions, PeerSpec, TransferAgent
 from kv_nixl_agent.nixl.port import MemoryKind
 from kv_nixl_agent.testing import PeerProcess, page_pattern
 
 pytestmark = [pytest.mark.timeout(90), pytest.mark.full]
 
 
-def order(transfer_id, local, peer, **arguments):
-    arguments.setdefault("peer", "p")
-    return TransferOrder(
-        transfer_id,
-        local_indices=np.asarray(local, dtype=np.int32),
-        peer_indices=np.asarray(peer, dtype=np.int32),
-        **arguments,
-    )
+def warm(stage):
+    """Connect a stage and read once."""
+    stage.connect()
+    assert stage.read("warm", [0], [0]).outcome == "done"
+    return stage
 
 
 def wait_quiet(stage, transfer_id, limit_s=10.0):
@@ -36,9 +34,7 @@ def wait_quiet(stage, transfer_id, limit_s=10.0):
 
 
 def test_killed_before_posting(make_stage):
-    stage = make_stage()
-    stage.connect()
-    assert stage.read("warm", [0], [0]).outcome == "done"
+    stage = warm(make_stage())
     stage.producer.kill()
     began = time.monotonic()
     assert stage.read("r", [1], [1]).code == "peer-disconnected"
@@ -49,11 +45,9 @@ def test_killed_before_posting(make_stage):
 
 def test_killed_while_posting(make_stage, transport):
     options = AgentOptions(backends=(BackendOptions(engine_config=transport),), chunk_rows=256)
-    stage = make_stage(page_bytes=16384, page_count=4096, options=options)
-    stage.connect()
-    assert stage.read("warm", [0], [0]).outcome == "done"
+    stage = warm(make_stage(page_bytes=16384, page_count=4096, options=options))
     ids = np.random.default_rng(1).permutation(4096)
-    stage.consumer.post(order("r", ids, ids, deadline_s=20.0))
+    stage.consumer.post(make_order("r", ids, ids, deadline_s=20.0))
     for _ in range(3):
         stage.consumer.advance()
     killer = threading.Thread(target=stage.producer.kill)
@@ -70,11 +64,9 @@ def test_killed_while_posting(make_stage, transport):
 
 
 def test_killed_after_posting(make_stage):
-    stage = make_stage(page_bytes=1 << 20, page_count=128)
-    stage.connect()
-    assert stage.read("warm", [0], [0]).outcome == "done"
+    stage = warm(make_stage(page_bytes=1 << 20, page_count=128))
     ids = np.random.default_rng(1).permutation(128)
-    stage.consumer.post(order("r", ids, ids, deadline_s=20.0))
+    stage.consumer.post(make_order("r", ids, ids, deadline_s=20.0))
     stage.consumer.advance()
     stage.producer.kill()
     began = time.monotonic()
@@ -84,20 +76,18 @@ def test_killed_after_posting(make_stage):
 
 
 def test_late_writes_of_a_stopped_producer_are_caught(make_stage, transport):
-    stage = make_stage(page_bytes=65536, page_count=512)
-    stage.connect()
-    assert stage.read("warm", [0], [0]).outcome == "done"
+    stage = warm(make_stage(page_bytes=65536, page_count=512))
     stage.producer.fill(9)
     ids = np.random.default_rng(1).permutation(512)
     stage.producer.stop()
-    stage.consumer.post(order("r", ids, ids, deadline_s=0.5))
+    stage.consumer.post(make_order("r", ids, ids, deadline_s=0.5))
     result = stage.wait("r")
     if transport:  # over TCP the producer itself sends, so nothing can have arrived
         assert result.outcome == "timed-out"
     if result.outcome != "done":
         assert not result.is_memory_quiet
         with pytest.raises(AgentError) as error:
-            stage.consumer.post(order("r", ids, ids))
+            stage.consumer.post(make_order("r", ids, ids))
         assert error.value.code == "duplicate-transfer"
         stage.consumer.remove_peer("p")
         for _ in range(200):
@@ -116,13 +106,11 @@ def test_a_read_from_a_stopped_producer_is_reported_as_stalled(make_stage):
     """Over TCP, where the producer's own process must send."""
     tcp = {"TLS": "tcp"}
     options = AgentOptions(backends=(BackendOptions(engine_config=tcp),), stall_after_s=0.4)
-    stage = make_stage(page_bytes=65536, page_count=64, options=options)
-    stage.connect()
-    assert stage.read("warm", [0], [0]).outcome == "done"
+    stage = warm(make_stage(page_bytes=65536, page_count=64, options=options))
     assert not stage.consumer.stalls()
     stage.producer.stop()
     began_s = time.monotonic()
-    stage.consumer.post(order("r", [1, 2], [1, 2], deadline_s=20.0))
+    stage.consumer.post(make_order("r", [1, 2], [1, 2], deadline_s=20.0))
     stage.run_until(stage.consumer.stalls, 5.0, "a stall")
     assert time.monotonic() - began_s >= 0.4
     (entry,) = stage.consumer.stalls()
@@ -151,7 +139,7 @@ def test_lease_expiring_between_post_and_completion_is_always_caught(make_stage)
     rejected = 0
     for number in range(1000):
         stage.producer.write_fence(1, 2 * number + 1)
-        stage.consumer.post(order(f"r{number}", ids, ids, fence=(1, 2 * number + 1), deadline_s=10.0))
+        stage.consumer.post(make_order(f"r{number}", ids, ids, fence=(1, 2 * number + 1), deadline_s=10.0))
         stage.producer.write_fence(1, 2 * number + 2)
         rejected += stage.wait(f"r{number}").outcome == "fence-rejected"
     assert rejected == 1000
@@ -169,7 +157,7 @@ def test_racing_leases_never_pass_void_data(make_stage):
         stage.producer.process.begin("write_fence", 2, 2 * number + 2)  # ends the lease while the read is on its way
         if number % 3:
             time.sleep(0.0001 * (number % 3))
-        stage.consumer.post(order(f"r{number}", ids, ids, fence=(2, 2 * number + 1), deadline_s=10.0))
+        stage.consumer.post(make_order(f"r{number}", ids, ids, fence=(2, 2 * number + 1), deadline_s=10.0))
         result = stage.wait(f"r{number}")
         stage.producer.process.finish()
         outcomes.append(result.outcome)
@@ -203,9 +191,7 @@ def open_sockets():
 def test_a_closed_agent_holds_no_connection_though_its_object_lives_on(make_stage):
     """Else its peers wait for it until their deadlines, as when an engine sleeps: the process is there, but does not answer."""
     before = open_sockets()
-    stage = make_stage()
-    stage.connect()
-    assert stage.read("warm", [0], [0]).outcome == "done"
+    stage = warm(make_stage())
     assert open_sockets() > before + 2
     stage.consumer.close()
     assert open_sockets() <= before + 1, "the one left is the test's line to its producer process"
@@ -236,12 +222,10 @@ def test_sockets_of_peers_that_die_do_not_add_up(make_stage, transport):
 
 @pytest.mark.never_wrong("C5")
 def test_a_producer_killed_and_replaced_between_two_polls_is_found_disconnected(make_stage, transport):
-    stage = make_stage(page_bytes=65536, page_count=64)
-    stage.connect()
-    assert stage.read("warm", [0], [0]).outcome == "done"
+    stage = warm(make_stage(page_bytes=65536, page_count=64))
     stage.producer.stop()
     ids = np.arange(32)
-    stage.consumer.post(order("stuck", ids, ids, deadline_s=0.2))
+    stage.consumer.post(make_order("stuck", ids, ids, deadline_s=0.2))
     stuck = stage.wait("stuck")
     stage.producer.kill()
     again = PeerProcess("producer", page_bytes=65536, page_count=64, engine_config=transport)
@@ -267,7 +251,7 @@ def test_a_peer_that_is_kept_loaded_is_read_from_memory_that_it_registered_later
     consumer, producer = TransferAgent("reader", regions[:1], options), TransferAgent("grows", regions[1:2], options)
 
     def read(number):
-        consumer.post(order(f"r{number}", np.arange(8), np.arange(8)))
+        consumer.post(make_order(f"r{number}", np.arange(8), np.arange(8)))
         end_s = time.monotonic() + 20.0
         while time.monotonic() < end_s:
             consumer.advance()
@@ -311,7 +295,5 @@ class StoppedOwner:
 
 @pytest.mark.never_wrong("C4")
 def test_a_renewal_that_came_while_the_process_was_stopped_counts_before_its_timers(make_stage):
-    stage = make_stage()
-    stage.connect()
-    assert stage.read("warm", [0], [0]).outcome == "done"
+    stage = warm(make_stage())
     check_renewals_count_before_timers(StoppedOwner(stage))

@@ -10,9 +10,8 @@ from collections.abc import Callable
 import msgspec
 import pytest
 import zmq
-from victims import Victim
+from victims import Honest, Victim
 
-from kv_handshake import Client, LocalOffer, Timing
 from kv_handshake.testing import sample_envelopes
 
 FRAMES = 1_000_000 if os.environ.get("KVDEV_LONG") == "1" else 100_000
@@ -42,24 +41,14 @@ def p99_ms(seconds: list[float]) -> float:
     return statistics.quantiles(seconds, n=100)[98] * 1000
 
 
-def fetch(client: Client, port: int, times: int) -> list[float]:
-    seconds = []
-    for _ in range(times):
-        outcome = client.fetch(host="127.0.0.1", port=port, ranks=[(0, 0)], dialect=14)
-        assert outcome.is_ok, outcome
-        seconds.append(outcome.elapsed_s)
-    return seconds
-
-
 @pytest.mark.full
 def test_a_listener_survives_random_messages(victim: Start, figure: Figure) -> None:
     rng = random.Random(14)
     server = victim("listener")
-    honest = Client(LocalOffer(policy="off"), timing=Timing(deadline_s=30, attempt_s=20))
-    before = fetch(honest, server.port, 300)
-    before_mb = server.resident_mb()
     during: list[float] = []
-    with zmq.Context() as context:
+    with Honest(server.port) as honest, zmq.Context() as context:
+        before = honest.fetch(300)
+        before_mb = server.resident_mb()
         for _ in range(FRAMES // 10_000):
             socks = [context.socket(zmq.DEALER) for _ in range(10)]
             for sock in socks:
@@ -74,13 +63,12 @@ def test_a_listener_survives_random_messages(victim: Start, figure: Figure) -> N
                     for each in socks:
                         while each.poll(0):
                             each.recv_multipart()
-                    during += fetch(honest, server.port, 5)
+                    during += honest.fetch(5)
             for sock in socks:
                 sock.close(0)
-    after = fetch(honest, server.port, 300)
+        after = honest.fetch(300)
     found = server.call("statistics")
     growth_mb = server.resident_mb() - before_mb
-    honest.close()
     figure(
         f"{FRAMES} messages: honest p99 {p99_ms(before):.1f} ms before, {p99_ms(during):.1f} during, {p99_ms(after):.1f} "
         f"after; 0 of {len(during) + 600} failed; {growth_mb:.0f} MB; restarts {found['restarts']}"

@@ -8,12 +8,11 @@ import socket
 import threading
 from collections.abc import Callable
 
-from kv_handshake import Client, Listener, LocalOffer, Timing
+from victims import Honest
+
+from kv_handshake import Listener
 from kv_handshake.security import ClientSecurity, ServerSecurity, generate_keypair
 from kv_handshake.testing import sample_envelopes
-
-TIMING = Timing(deadline_s=3, attempt_s=2)
-
 
 CURVE_GREETING = b"\xff" + bytes(7) + b"\x01\x7f\x03\x00CURVE" + bytes(47)
 
@@ -37,8 +36,6 @@ def test_broken_openings_of_encrypted_connections_cost_no_honest_peer(figure: Ca
     security = ServerSecurity(*engine, {peer[0]: "decode"})
     listener = Listener("127.0.0.1", 0, payloads=sample_envelopes([(0, 0)]), security=security)
     listener.start()
-    keys = ClientSecurity(*peer, engine[0])
-    client = Client(LocalOffer(policy="off"), timing=Timing(deadline_s=30, attempt_s=20), security=keys)
     is_over, opened = threading.Event(), [0] * 8
 
     def attack(number: int) -> None:
@@ -51,23 +48,16 @@ def test_broken_openings_of_encrypted_connections_cost_no_honest_peer(figure: Ca
                 while sock.recv(4096):
                     pass
 
-    def fetch(times: int) -> list[float]:
-        outcomes = [
-            client.fetch(host="127.0.0.1", port=listener.port, ranks=[(0, 0)], dialect=14) for _ in range(times)
-        ]
-        assert not [outcome for outcome in outcomes if not outcome.is_ok]
-        return sorted(outcome.elapsed_s for outcome in outcomes)
-
-    before = fetch(40)
     threads = [threading.Thread(target=attack, args=(number,)) for number in range(len(opened))]
-    for each in threads:
-        each.start()
-    during = fetch(60)
-    is_over.set()
+    with Honest(listener.port, ClientSecurity(*peer, engine[0])) as honest:
+        before = sorted(honest.fetch(40))
+        for each in threads:
+            each.start()
+        during = sorted(honest.fetch(60))
+        is_over.set()
     for each in threads:
         each.join(10)
     restarts = listener.statistics()["restarts"]
-    client.close()
     listener.close()
     figure(
         f"0 of {len(before) + len(during)} failed beside {sum(opened)} broken openings; median {before[20] * 1e3:.1f} ms before, "

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
-    pass
+    from kv_handshake.security import ClientSecurity
 
-__all__ = ["PeakMeter", "Victim", "main"]
+__all__ = ["Honest", "PeakMeter", "Victim", "main"]
 
 MEBIBYTE = 1024 * 1024
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -64,6 +64,32 @@ class Victim:
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 pipe.close()
+
+
+class Honest:
+    """An honest client of a listener under attack: each of its fetches must be served."""
+
+    def __init__(self, port: int, security: ClientSecurity | None = None) -> None:
+        from kv_handshake import Client, LocalOffer, Timing
+
+        timing = Timing(deadline_s=30, attempt_s=20)
+        self._client = Client(LocalOffer(policy="off"), timing=timing, security=security)
+        self._port = port
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._client.close()
+
+    def fetch(self, times: int = 1) -> list[float]:
+        """Fetch so many times; return the seconds of each."""
+        seconds: list[float] = []
+        for _ in range(times):
+            outcome = self._client.fetch(host="127.0.0.1", port=self._port, ranks=[(0, 0)], dialect=14)
+            assert outcome.is_ok, outcome
+            seconds.append(outcome.elapsed_s)
+        return seconds
 
 
 class PeakMeter:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections.abc import Callable, Iterator
@@ -11,7 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from engines import LAYERS, TOKENS, Engine, free_port, page_of
+from engines import LAYERS, TOKENS, Engine, page_of
 from prompts import Prompt
 
 from kv_handshake import Client, Codec, Listener, LocalOffer, Timing
@@ -78,16 +79,13 @@ def test_foreign_blocks_are_not_read(make: Make, secrets: dict[str, Any], is_loc
     tokens = 20 * TOKENS
     victim, victims_ticket = producer.prefill(tokens)
     _, ticket = producer.prefill(tokens)
-    assert ticket is not None
-    assert victims_ticket is not None
     request_id = attempt(reader, {**ticket, "remote_block_ids": victims_ticket["remote_block_ids"]}, tokens)
     found = stolen(reader, request_id, victim, 20)
     figure(f"{'sealed' if is_locked else 'unsealed'}: {found} of {20 * LAYERS} foreign pages read")
     assert found == (0 if is_locked else 20 * LAYERS)
     if is_locked:
         assert refusal(reader, request_id) == "ticket-seal"
-        honest = attempt(reader, victims_ticket, tokens)
-        reader.assert_has(honest, victim, tokens)
+        reader.assert_takes(victims_ticket, victim, tokens)
 
 
 @pytest.mark.parametrize("is_locked", [False, True])
@@ -99,7 +97,6 @@ def test_a_ticket_is_not_bound_to_another_prompt_by_its_bearer(
     producer, reader = make("P", settings=settings), make("D", settings=settings)
     tokens = 4 * TOKENS
     source, ticket = producer.prefill(tokens)
-    assert ticket is not None
     prompt = Prompt(range(1, tokens + 1))
     request_id = attempt(reader, {**ticket, "kv_prompt": prompt.digest(tokens)}, tokens, prompt)
     found = stolen(reader, request_id, source, 4)
@@ -124,9 +121,7 @@ def test_a_stranger_gets_no_agent_metadata(
     figure(f"{'keyed' if is_locked else 'open'}: {got} bytes of agent metadata ({outcome.code or 'served'})")
     assert bool(got) is not is_locked
     source, ticket = producer.prefill(3 * TOKENS)
-    request_id = reader.start_decode(ticket, 3 * TOKENS)
-    assert reader.wait_received(request_id)
-    reader.assert_has(request_id, source, 3 * TOKENS)
+    reader.assert_takes(ticket, source, 3 * TOKENS)
 
 
 HOSTS_LACKS = {"kv_fence", "kv_generation", "kv_dialect", "kv_nonce", "kv_prompt"}
@@ -147,48 +142,34 @@ def rewritten(envelope: bytes, *, name: str, is_ours: bool) -> bytes:
     return msgspec.msgpack.encode(outer)
 
 
-class Squatter:
-    """A listener that serves another engine's metadata under a name of its own."""
-
-    def __init__(self, envelope: bytes, *, name: str, is_ours: bool) -> None:
-        self.port = free_port()
-        self._listener = Listener("127.0.0.1", self.port)
-        self._listener.replace({(0, 0): rewritten(envelope, name=name, is_ours=is_ours)})
-        self._listener.start()
-
-    def close(self) -> None:
-        self._listener.close()
-
-
 @pytest.fixture
-def squat() -> Iterator[Callable[..., Squatter]]:
-    made: list[Squatter] = []
+def squat() -> Iterator[Callable[..., int]]:
+    """Return a function that serves another engine's metadata under a name of its own, and returns the port."""
+    with contextlib.ExitStack() as made:
 
-    def build(envelope: bytes, **options: Any) -> Squatter:
-        made.append(Squatter(envelope, **options))
-        return made[-1]
+        def build(envelope: bytes, **options: Any) -> int:
+            served = {(0, 0): rewritten(envelope, **options)}
+            listener = made.enter_context(contextlib.closing(Listener("127.0.0.1", 0, payloads=served)))
+            listener.start()
+            return listener.port
 
-    yield build
-    for each in made:
-        each.close()
+        yield build
 
 
 @pytest.mark.parametrize("is_ours", [True, False])
 def test_an_engine_that_serves_anothers_metadata_does_not_take_its_name(
-    make: Make, squat: Callable[..., Squatter], is_ours: bool, figure: Figure
+    make: Make, squat: Callable[..., int], is_ours: bool, figure: Figure
 ) -> None:
     """Without secrets anybody can send a ticket that names such an engine; honest tickets go on to be read."""
     settings = Settings(enforce_handshake_compat=False)
     producer, reader = make("P", settings=settings), make("D", settings=settings)
     tokens = 3 * TOKENS
     source, ticket = producer.prefill(tokens)
-    assert ticket is not None
     envelope = producer.workers[0].registration.envelope
     assert envelope is not None
-    squatter = squat(envelope, name="evil", is_ours=is_ours)
+    port = squat(envelope, name="evil", is_ours=is_ours)
     _, attackers = producer.prefill(tokens)
-    assert attackers is not None
-    lie = {**attackers, "remote_engine_id": "evil", "remote_port": squatter.port}
+    lie = {**attackers, "remote_engine_id": "evil", "remote_port": port}
     if not is_ours:
         lie = {key: value for key, value in lie.items() if key not in {"kv_fence", "kv_generation"}}
     reader.start_decode(lie, tokens)
@@ -196,12 +177,9 @@ def test_an_engine_that_serves_anothers_metadata_does_not_take_its_name(
     while time.monotonic() < until and not reader.received:
         reader.step()
         time.sleep(0.005)
-    honest = reader.start_decode(ticket, tokens)
     began = time.monotonic()
-    is_good = reader.wait_received(honest)
+    reader.assert_takes(ticket, source, tokens)
     figure(f"the honest read took {1e3 * (time.monotonic() - began):.0f} ms beside the squatter")
-    assert is_good
-    reader.assert_has(honest, source, tokens)
 
 
 @pytest.fixture(params=["open", "sealed", "keyed"])
@@ -220,7 +198,6 @@ def test_a_stranger_neither_ends_nor_renews_a_lease(
     settings = Settings(kv_lease_duration=3.0, **keys)
     producer, reader = make("P", settings=settings), make("D", settings=settings)
     source, ticket = producer.prefill(3 * TOKENS)
-    assert ticket is not None
     registration: Any = producer.workers[0]._registration
     payload = Codec().read_complete(str(ticket["remote_request_id"]), 1)
     for _ in range(3):
@@ -230,15 +207,13 @@ def test_a_stranger_neither_ends_nor_renews_a_lease(
     figure(f"{name}: the stranger {'freed' if is_freed else 'did not free'} the blocks")
     assert is_freed is (name == "open")
     if name != "open":
-        request_id = reader.start_decode(ticket, 3 * TOKENS)
-        assert reader.wait_received(request_id)
-        reader.assert_has(request_id, source, 3 * TOKENS)
+        reader.assert_takes(ticket, source, 3 * TOKENS)
         producer.wait_idle()
 
 
 @pytest.mark.parametrize("make", ["nixl"], indirect=True)
 def test_h11_a_ticket_that_names_anothers_request_frees_nothing(
-    make: Make, squat: Callable[..., Squatter], lock: tuple[str, dict[str, Any]], figure: Figure
+    make: Make, squat: Callable[..., int], lock: tuple[str, dict[str, Any]], figure: Figure
 ) -> None:
     """By HTTP: a client reads its own blocks in another's name, so that the reader ends the other's lease.
 
@@ -250,15 +225,13 @@ def test_h11_a_ticket_that_names_anothers_request_frees_nothing(
     tokens = 3 * TOKENS
     victim, victims_ticket = producer.prefill(tokens)
     _, ticket = producer.prefill(tokens)
-    assert ticket is not None
-    assert victims_ticket is not None
     envelope = producer.workers[0].registration.envelope
     assert envelope is not None
-    squatter = squat(envelope, name="P", is_ours=False)
+    port = squat(envelope, name="P", is_ours=False)
     forged = {**ticket, "remote_request_id": victims_ticket["remote_request_id"]}
     nameless = {key: value for key, value in forged.items() if key != "kv_nonce"}
     elsewhere = {key: value for key, value in nameless.items() if key not in HOSTS_LACKS}
-    for number, lie in enumerate((forged, nameless, {**elsewhere, "remote_port": squatter.port})):
+    for number, lie in enumerate((forged, nameless, {**elsewhere, "remote_port": port})):
         request_id = attempt(reader, lie, tokens)
         assert name != "sealed" or refusal(reader, request_id) == "ticket-seal"
         step_for(producer, 0.4)
@@ -267,9 +240,7 @@ def test_h11_a_ticket_that_names_anothers_request_frees_nothing(
     figure(f"{name}: naming another's request {'freed' if is_freed else 'did not free'} its blocks")
     assert is_freed is (name == "open")
     if name != "open":
-        honest = reader.start_decode(victims_ticket, tokens)
-        assert reader.wait_received(honest)
-        reader.assert_has(honest, victim, tokens)
+        reader.assert_takes(victims_ticket, victim, tokens)
 
 
 def step_for(engine: Engine, seconds: float) -> None:

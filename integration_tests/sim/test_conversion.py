@@ -10,15 +10,6 @@ from engines import Engine
 from vllm_adapter.config import Settings
 
 Make = Callable[..., Engine]
-LENGTHS = (1, 16, 48, 53, 144, 150)
-
-
-def hand_over(producer: Engine, consumer: Engine, tokens: int, *, hit_blocks: int = 0) -> None:
-    source, ticket = producer.prefill(tokens)
-    request = consumer.start_decode(ticket, tokens, hit_blocks=hit_blocks)
-    assert consumer.wait_received(request)
-    consumer.assert_has(request, source, tokens, hit_blocks=hit_blocks)
-    consumer.finish(request)
 
 
 def test_insisting_refuses_a_peer_whose_pages_cannot_be_read_whole(
@@ -41,7 +32,7 @@ def test_a_failed_conversion_is_that_requests_failure(make: Make, caplog: pytest
     assert observed is not None
     assert (len(observed["num_failed_conversions"]), observed["conversion_duration"]) == (1, [])
     consumer.converters[0].refusal = None
-    hand_over(producer, consumer, 32)
+    consumer.take_over(producer, 32)
     observed = consumer.workers[0].take_stats()
     assert observed is not None
     assert len(observed["conversion_duration"]) == 1
@@ -51,7 +42,7 @@ def test_a_failed_conversion_is_that_requests_failure(make: Make, caplog: pytest
 def test_a_void_read_is_never_put_in_order(make: Make) -> None:
     """The fence comes first: pages of an ended lease stay as they came, and the request fails for that reason."""
     producer, consumer = make("P", order="NHD", settings=Settings(kv_lease_duration=1.0)), make("D")
-    hand_over(producer, consumer, 16)
+    consumer.take_over(producer, 16)
     done = consumer.converters[0].pages_converted
     _, ticket = producer.prefill(32)
     producer.wait_idle()

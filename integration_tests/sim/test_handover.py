@@ -18,11 +18,7 @@ def test_a_prompt_arrives_byte_for_byte_and_the_blocks_come_back(make: Make, pro
     producer, consumer = make("P", tp=producers), make("D", tp=consumers)
     free = len(producer._free)
     for tokens in (1, TOKENS, 3 * TOKENS + 5):
-        source, ticket = producer.prefill(tokens)
-        request = consumer.start_decode(ticket, tokens)
-        assert consumer.wait_received(request)
-        consumer.assert_has(request, source, tokens)
-        consumer.finish(request)
+        consumer.take_over(producer, tokens)
     producer.wait_idle()
     assert len(producer._free) == free
 

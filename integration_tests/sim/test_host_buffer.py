@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 from engines import EVERYWHERE, TOKENS, Engine
@@ -16,26 +15,18 @@ Make = Callable[..., Engine]
 QUICK = Settings(read_timeout_s=2.0)
 
 
-def hand_over(producer: Engine, consumer: Engine, tokens: int, **options: Any) -> None:
-    source, ticket = producer.prefill(tokens, **options)
-    request = consumer.start_decode(ticket, tokens)
-    assert consumer.wait_received(request)
-    consumer.assert_has(request, source, tokens)
-    consumer.finish(request)
-
-
 @EVERYWHERE
 def test_slow_copies_are_there_before_the_ticket_is(make: Make) -> None:
     producer, consumer = make("P", has_mirror=True), make("D")
     producer.mirrors[0].delay_s = 0.05
     for chunk_tokens in (None, TOKENS):
-        hand_over(producer, consumer, 4 * TOKENS, chunk_tokens=chunk_tokens)
+        consumer.take_over(producer, 4 * TOKENS, chunk_tokens=chunk_tokens)
     producer.wait_idle()
 
 
 def test_a_prompt_that_could_not_be_copied_is_void_for_its_reader(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     producer, consumer = make("P", has_mirror=True), make("D", settings=QUICK)
-    hand_over(producer, consumer, TOKENS)
+    consumer.take_over(producer, TOKENS)
     producer.mirrors[0].save_refusal = MemoryError("no room")
     _, ticket = producer.prefill(2 * TOKENS)
     producer.mirrors[0].save_refusal = None
@@ -46,7 +37,7 @@ def test_a_prompt_that_could_not_be_copied_is_void_for_its_reader(make: Make, ca
     assert observed is not None
     assert len(observed["num_failed_mirror_copies"]) == 1
     assert observed["mirror_save_duration"]
-    hand_over(producer, consumer, 2 * TOKENS)
+    consumer.take_over(producer, 2 * TOKENS)
     producer.wait_idle()
 
 
@@ -57,7 +48,7 @@ def test_a_failed_copy_to_the_device_is_that_requests_failure(make: Make, caplog
     assert consumer.wait_received(consumer.start_decode(ticket, TOKENS)) is False
     assert "mirror-copy-failed" in caplog.text
     consumer.mirrors[0].restore_refusal = None
-    hand_over(producer, consumer, TOKENS)
+    consumer.take_over(producer, TOKENS)
     producer.wait_idle()
 
 

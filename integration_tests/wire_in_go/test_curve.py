@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 from gopher import Gopher
-from wire_values import FACTORS, METADATA, envelope
+from wire_values import FACTORS, METADATA, envelope, fetch
 
-from kv_handshake import Client, Listener, LocalOffer, Timing
+from kv_handshake import Listener, Timing
 from kv_handshake.security import ClientSecurity, ServerSecurity
 
 NAMES = ("prefill", "decode", "stranger")
@@ -84,9 +84,7 @@ def test_our_keyed_client_asks_go(
     own, others = certificate("prefill", "key_secret"), [certificate(admitted)]
     port = gopher.ok("listen", serve=serve, own=own, others=others)
     security = ClientSecurity.read(folder / "decode.key_secret", folder / f"{expected}.key")
-    client = Client(LocalOffer(factors=FACTORS, policy="exact"), timing=TIMING, security=security)
-    outcome = client.fetch(host="127.0.0.1", port=port, ranks=RANKS, engine_id="p0", dialect=15)
-    client.close()
+    outcome = fetch(port, RANKS, timing=TIMING, security=security)
     if (admitted, expected) == ("decode", "prefill"):
         assert outcome.is_ok, outcome.message
         assert outcome.peers[0, 1].kv_caches_base_addr == (4097, 1 << 40)
@@ -98,7 +96,4 @@ def test_a_plain_client_gets_nothing_from_a_keyed_listener_in_go(gopher: Gopher,
     serve = {"0,0": envelope(15, (0, 0)).hex()}
     own, others = certificate("prefill", "key_secret"), [certificate("decode")]
     port = gopher.ok("listen", serve=serve, own=own, others=others)
-    client = Client(LocalOffer(factors=FACTORS, policy="exact"), timing=TIMING)
-    outcome = client.fetch(host="127.0.0.1", port=port, ranks=[(0, 0)], engine_id="p0", dialect=15)
-    client.close()
-    assert outcome.code == "authentication-refused"
+    assert fetch(port, [(0, 0)], timing=TIMING).code == "authentication-refused"

@@ -11,9 +11,9 @@ from typing import Any, Literal
 import pytest
 import zmq
 from gopher import Gopher
-from wire_values import FACTORS, METADATA, envelope
+from wire_values import FACTORS, METADATA, asker, envelope, fetch
 
-from kv_handshake import Client, Codec, Listener, LocalOffer
+from kv_handshake import Codec, Listener, LocalOffer
 from kv_nixl_agent.memory.peers import add_checksum
 
 DIALECTS = (2, 4, 5, 9, 13, 15)
@@ -54,17 +54,10 @@ def test_go_asks_our_listener(gopher: Gopher, listener: Listener, dialect: int, 
 
 
 def test_go_is_refused_what_is_not_served(gopher: Gopher, listener: Listener) -> None:
-    refused = gopher.answer("ask", address=address(listener), dialect=15, ranks=[(0, 7)], **offer())
-    assert refused["code"] == "refused"
-    assert "unknown-rank" in refused["message"]
-    assert (
-        "unknown-rank"
-        in gopher.answer("ask", address=address(listener), dialect=4, ranks=[(0, 7)], **offer())["message"]
-    )
-    assert (
-        "unknown-rank"
-        in gopher.answer("ask", address=address(listener), dialect=15, ranks=[(0, 65536)], **offer())["message"]
-    )
+    for dialect, rank in ((15, (0, 7)), (4, (0, 7)), (15, (0, 65536))):
+        refused = gopher.answer("ask", address=address(listener), dialect=dialect, ranks=[rank], **offer())
+        assert refused["code"] == "refused"
+        assert "unknown-rank" in refused["message"]
 
 
 @pytest.mark.parametrize(
@@ -82,10 +75,8 @@ def test_go_and_python_compare_alike(gopher: Gopher, listener: Listener, ours: d
     request = {**offer(), **ours}
     assert gopher.code("ask", address=address(listener), dialect=15, ranks=RANKS, **request) == code
     policy: Literal["exact", "negotiated"] = "exact" if ours.get("exact") else "negotiated"
-    client = Client(LocalOffer(factors=request["factors"], policy=policy, capabilities=ours.get("capabilities", {})))
-    outcome = client.fetch(host="127.0.0.1", port=listener.port, ranks=RANKS, engine_id="p0", dialect=15)
-    client.close()
-    assert outcome.code == code
+    offered = LocalOffer(factors=request["factors"], policy=policy, capabilities=ours.get("capabilities", {}))
+    assert fetch(listener.port, RANKS, offer=offered).code == code
 
 
 def listen(gopher: Gopher, dialect: int = 15) -> int:
@@ -96,11 +87,8 @@ def listen(gopher: Gopher, dialect: int = 15) -> int:
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_our_client_asks_go(gopher: Gopher, dialect: int) -> None:
-    client = Client(LocalOffer(factors=FACTORS, policy="exact"))
     port = listen(gopher, dialect)
-    outcome = client.fetch(host="127.0.0.1", port=port, ranks=RANKS, engine_id="p0", dialect=dialect)
-    missing = client.fetch(host="127.0.0.1", port=port, ranks=[(0, 9)], engine_id="p0", dialect=dialect)
-    client.close()
+    outcome, missing = (fetch(port, ranks, dialect) for ranks in (RANKS, [(0, 9)]))
     assert outcome.is_ok, outcome.message
     assert outcome.peers[0, 1].kv_caches_base_addr == (4097, 1 << 40)
     assert missing.code == "refused"
@@ -110,16 +98,12 @@ def test_our_client_asks_go(gopher: Gopher, dialect: int) -> None:
 def test_go_answers_a_req_socket_and_a_dealer_without_an_empty_frame(gopher: Gopher) -> None:
     port = listen(gopher)
     query = bytes.fromhex(gopher.ok("make-query", dialect=15, pp=0, tp=1))
-    with zmq.Context() as context:
-        for kind in (zmq.REQ, zmq.DEALER):
-            with context.socket(kind) as asker:
-                asker.setsockopt(zmq.LINGER, 0)
-                asker.setsockopt(zmq.RCVTIMEO, 10_000)
-                asker.connect(f"tcp://127.0.0.1:{port}")
-                asker.send(query)
-                frames = asker.recv_multipart()
-                assert len(frames) == 2
-                assert Codec.decode_metadata(Codec.decode_envelope(frames[0])).engine_id == "p0"
+    for kind in (zmq.REQ, zmq.DEALER):
+        with asker(port, kind) as sock:
+            sock.send(query)
+            frames = sock.recv_multipart()
+            assert len(frames) == 2
+            assert Codec.decode_metadata(Codec.decode_envelope(frames[0])).engine_id == "p0"
 
 
 @pytest.mark.parametrize(
@@ -137,12 +121,9 @@ def test_both_listeners_refuse_bad_queries_by_code(
     gopher: Gopher, listener: Listener, frames: list[bytes], code: str, is_go: bool
 ) -> None:
     port = listen(gopher) if is_go else listener.port
-    with zmq.Context() as context, context.socket(zmq.DEALER) as asker:
-        asker.setsockopt(zmq.LINGER, 0)
-        asker.setsockopt(zmq.RCVTIMEO, 10_000)
-        asker.connect(f"tcp://127.0.0.1:{port}")
-        asker.send_multipart(frames)
-        answer = asker.recv_multipart()
+    with asker(port) as sock:
+        sock.send_multipart(frames)
+        answer = sock.recv_multipart()
     refusal = Codec.decode_envelope(answer[1]).refusal
     assert len(answer) == 2, "a query that cannot be read gets no clock frame"
     assert refusal

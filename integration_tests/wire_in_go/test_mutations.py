@@ -14,7 +14,7 @@ from typing import Any
 import zmq
 from gopher import Gopher
 from test_live import listen
-from wire_values import envelope
+from wire_values import asker, envelope
 
 from kv_handshake import Codec, HandshakeError
 from kv_handshake.testing import load_vectors
@@ -119,13 +119,10 @@ def test_heartbeats_of_too_many_requests(gopher: Gopher) -> None:
 def test_a_go_listener_outlives_mutated_queries_and_connections(gopher: Gopher) -> None:
     port = listen(gopher)
     draw = random.Random(6)
-    with zmq.Context() as context, context.socket(zmq.DEALER) as asker:
-        asker.setsockopt(zmq.LINGER, 0)
-        asker.setsockopt(zmq.RCVTIMEO, 10_000)
-        asker.connect(f"tcp://127.0.0.1:{port}")
+    with asker(port) as sock:
         for frame in frames_of({"query", "refused-query"}, 7):
-            asker.send_multipart([b"", frame])
-            answer = asker.recv_multipart()
+            sock.send_multipart([b"", frame])
+            answer = sock.recv_multipart()
             assert answer[0] == b""
             assert len(answer) in {2, 3}
         for _ in range(200):
@@ -134,8 +131,8 @@ def test_a_go_listener_outlives_mutated_queries_and_connections(gopher: Gopher) 
                 raw.sendall(
                     mutated(opening + b"\x04\x19\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER" + b"\x00\x03abc", draw)
                 )
-        asker.send_multipart([b"", bytes.fromhex(gopher.ok("make-query", dialect=15, pp=0, tp=0))])
-        assert asker.recv_multipart()[1] == envelope(15, (0, 0))
+        sock.send_multipart([b"", bytes.fromhex(gopher.ok("make-query", dialect=15, pp=0, tp=0))])
+        assert sock.recv_multipart()[1] == envelope(15, (0, 0))
 
 
 def test_a_go_client_outlives_mutated_replies(gopher: Gopher) -> None:

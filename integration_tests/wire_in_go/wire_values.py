@@ -1,12 +1,18 @@
-"""An engine as both sides of these tests know it: factors, metadata and envelopes."""
+"""An engine as both sides of these tests know it: factors, metadata and envelopes; and how we ask a listener."""
 
 from __future__ import annotations
 
-from kv_handshake import Codec
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from typing import Any
+
+import zmq
+
+from kv_handshake import Client, Codec, LocalOffer, Outcome
 from kv_handshake.testing import load_vectors
 from kv_nixl_agent.memory.peers import add_checksum
 
-__all__ = ["FACTORS", "METADATA", "envelope"]
+__all__ = ["FACTORS", "METADATA", "asker", "envelope", "fetch"]
 
 _EXTENDED = next(each for each in load_vectors() if each.name == "envelope-extended-v15").expect["metadata"]
 FACTORS: dict[str, object] = {**_EXTENDED["factors"], "vllm_version": "0.33.0", "block_size": 16}
@@ -31,3 +37,22 @@ def envelope(dialect: int, rank: tuple[int, int]) -> bytes:
     """Return the envelope that a rank serves; its first address is 4096 plus its tensor-parallel rank."""
     metadata = {**METADATA, "kv_caches_base_addr": [4096 + rank[1], 1 << 40]}
     return Codec().encode_envelope(metadata, FACTORS, dialect=dialect, rank=rank)
+
+
+@contextmanager
+def asker(port: int, kind: int = zmq.DEALER) -> Iterator[zmq.Socket[bytes]]:
+    """A socket at a listener; each answer must come within ten seconds."""
+    with zmq.Context() as context, context.socket(kind) as made:
+        made.setsockopt(zmq.LINGER, 0)
+        made.setsockopt(zmq.RCVTIMEO, 10_000)
+        made.connect(f"tcp://127.0.0.1:{port}")
+        yield made
+
+
+def fetch(
+    port: int, ranks: Sequence[tuple[int, int]], dialect: int = 15, *, offer: LocalOffer | None = None, **more: Any
+) -> Outcome:
+    """Return what our client learns from a listener; it insists on equal factors unless an offer says otherwise."""
+    offer = offer or LocalOffer(factors=FACTORS, policy="exact")
+    with closing(Client(offer, **more)) as client:
+        return client.fetch(host="127.0.0.1", port=port, ranks=ranks, engine_id="p0", dialect=dialect)

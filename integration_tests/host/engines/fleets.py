@@ -142,6 +142,24 @@ class Fleet:
         assert isinstance(ticket, dict), f"{prefill} gave no ticket"
         return ticket
 
+    def ask(self, engine: str, body: dict[str, Any], **headers: Any) -> dict[str, Any]:
+        """Post one greedy completion request and return the answer."""
+
+        async def run() -> dict[str, Any]:
+            async with client(**headers) as session:
+                return await self.post(session, engine, body)
+
+        return asyncio.run(run())
+
+    def take_ticket(self, prefill: str, text: str, **headers: Any) -> dict[str, Any]:
+        """Let an engine compute a prompt, by itself, and return the ticket to it."""
+
+        async def run() -> dict[str, Any]:
+            async with client(**headers) as session:
+                return await self.ticket(session, text, prefill, {})
+
+        return asyncio.run(run())
+
     async def _one(
         self, session: aiohttp.ClientSession, text: str | list[int], prefill: str, decode: str, more: dict[str, Any]
     ) -> str:

@@ -5,7 +5,6 @@ The truth is the producer's own pages, sliced and joined again by plain numpy.
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import json
 import math
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from fleets import Fleet, client
+from fleets import Fleet
 from numpy.typing import NDArray
 
 __all__ = ["Rank", "assert_same_pages", "dump_now", "received_since"]
@@ -38,12 +37,7 @@ def dump_now(fleet: Fleet, engine: str, folder: Path, ranks: int) -> list[Rank]:
     for rank in range(ranks):
         (folder / f"now.{rank}.npz").unlink(missing_ok=True)
         (folder / f"dump.{rank}").touch()
-
-    async def step() -> None:
-        async with client() as session:
-            await fleet.post(session, engine, {"prompt": "flush", "max_tokens": 1})
-
-    asyncio.run(step())
+    fleet.ask(engine, {"prompt": "flush", "max_tokens": 1})
     return [_load(folder / f"now.{rank}.npz") for rank in range(ranks)]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import signal
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fleets import COMPUTED, FAILED, OWN_WORKERS, TRANSFERS, Fleet, client, ours, prompt, started_fleet
+from fleets import COMPUTED, FAILED, OWN_WORKERS, TRANSFERS, Fleet, ours, prompt, started_fleet
 
 from kvdev.engines import metric_sum
 
@@ -35,22 +34,14 @@ def fleet() -> Iterator[Fleet]:
         yield running
 
 
-async def ask(fleet: Fleet, engine: str, body: dict[str, Any], rank: int | None) -> dict[str, Any]:
-    headers: dict[str, Any] = {} if rank is None else {"X-data-parallel-rank": str(rank)}
-    async with client(**headers) as session:
-        return await fleet.post(session, engine, body)
-
-
-def ticket(fleet: Fleet, text: str, engine: str, rank: int | None) -> dict[str, Any]:
-    body = {"prompt": text, "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
-    given = asyncio.run(ask(fleet, engine, body, rank))["kv_transfer_params"]
-    assert isinstance(given, dict)
-    return given
+def to_rank(rank: int | None) -> dict[str, Any]:
+    """Return the headers that send a request to a rank."""
+    return {} if rank is None else {"X-data-parallel-rank": str(rank)}
 
 
 def text_of(fleet: Fleet, text: str, engine: str, rank: int | None, given: dict[str, Any] | None = None) -> str:
     body = {"prompt": text, "max_tokens": 12, **({"kv_transfer_params": given} if given else {})}
-    return str(asyncio.run(ask(fleet, engine, body, rank))["choices"][0]["text"])
+    return str(fleet.ask(engine, body, **to_rank(rank))["choices"][0]["text"])
 
 
 def test_a_rank_hands_over_to_an_engine_of_one_and_back(fleet: Fleet) -> None:
@@ -61,7 +52,7 @@ def test_a_rank_hands_over_to_an_engine_of_one_and_back(fleet: Fleet) -> None:
         for rank in range(RANKS):
             texts = [prompt(100 * number + 10 * rank + n, 40) for n in range(2)]
             ranks = (rank, None) if prefill == "two" else (None, rank)
-            given = [ticket(fleet, text, prefill, ranks[0]) for text in texts]
+            given = [fleet.take_ticket(prefill, text, **to_rank(ranks[0])) for text in texts]
             if prefill == "two":
                 assert [one["remote_port"] for one in given] == [port + rank] * len(texts)
                 ids |= {one["remote_engine_id"] for one in given}
@@ -110,7 +101,7 @@ def is_running(pid: int) -> bool:
 def test_a_rank_that_dies_costs_its_readers_nothing_but_the_prompt(fleet: Fleet) -> None:
     """The last test of this fleet. vLLM ends the whole engine when a rank dies; tickets of both ranks are out by then."""
     texts = [prompt(500 + rank, 40) for rank in range(RANKS)]
-    given = [ticket(fleet, text, "two", rank) for rank, text in enumerate(texts)]
+    given = [fleet.take_ticket("two", text, **to_rank(rank)) for rank, text in enumerate(texts)]
     (victim,) = processes(fleet, "two", "EngineCore_DP1")
     workers = children(victim)  # a worker that outlives its core for a moment still serves its memory
     assert workers

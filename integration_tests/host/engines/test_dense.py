@@ -178,16 +178,7 @@ def reach(wanted: Callable[[], bool], within_s: float = 20) -> None:
 
 def test_status_tells_what_both_engines_hold_before_and_after_a_hand_over(pair: Fleet) -> None:
     text = prompt(150, 90)
-
-    async def leave_unread() -> dict[str, Any]:
-        async with client() as session:
-            return await pair.ticket(session, text, "prefill", {})
-
-    async def read(ticket: dict[str, Any]) -> None:
-        async with client() as session:
-            await pair.post(session, "decode", {"prompt": text, "max_tokens": 2, "kv_transfer_params": ticket})
-
-    ticket = asyncio.run(leave_unread())
+    ticket = pair.take_ticket("prefill", text)
     prefill = str(ticket["remote_engine_id"])
     reach(lambda: parts(prefill)["0.0"]["leases"] == 1)
     seen = parts(prefill)
@@ -199,7 +190,7 @@ def test_status_tells_what_both_engines_hold_before_and_after_a_hand_over(pair: 
     (lease,) = seen["0.0"]["oldest_leases"]
     assert lease["left_s"] > 0
     assert lease["request_id"] == ticket["remote_request_id"]
-    asyncio.run(read(ticket))
+    pair.ask("decode", {"prompt": text, "max_tokens": 2, "kv_transfer_params": ticket})
     reach(lambda: parts(prefill)["scheduler"]["leases"] == 0)
     every = json.loads(adapter("status", "--json"))["engines"]
     (decode,) = [

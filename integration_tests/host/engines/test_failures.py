@@ -83,11 +83,7 @@ async def _send(
 
 
 def tickets(fleet: Fleet, engine: str, texts: list[str]) -> list[dict[str, Any]]:
-    async def run() -> list[dict[str, Any]]:
-        async with client() as session:
-            return [await fleet.ticket(session, text, engine, {}) for text in texts]
-
-    return asyncio.run(run())
+    return [fleet.take_ticket(engine, text) for text in texts]
 
 
 def test_the_corrupted_page_control_fails_and_the_connector_runs_under_its_own_name(fleet: Fleet) -> None:
@@ -103,7 +99,7 @@ def test_a_prompt_whose_picture_this_engine_lacks_is_an_error_under_either_polic
     """The dense model takes no pictures, so the ticket is made to say that prefill had one."""
     text = prompt(62, 60)
     began_s = time.monotonic()
-    (ticket,) = tickets(fleet, "prefill", [text])
+    ticket = fleet.take_ticket("prefill", text)
     pictured = {**ticket, "kv_prompt": "0" * 64, "kv_media": [1, ticket["kv_prompt"]]}
     status, _ = send(fleet, engine, text, pictured)
     assert status == 500
@@ -118,7 +114,7 @@ def test_a_ticket_of_another_prompt_is_refused_and_leaves_nothing_wrong_behind(f
     assert len(mine) == len(yours)
     expected = dict(zip((mine, yours), fleet.answers([mine, yours], decode="prefill"), strict=True))
     refused = fleet.count(engine, REFUSED, code="ticket-prompt")
-    (ticket,) = tickets(fleet, "prefill", [mine])
+    ticket = fleet.take_ticket("prefill", mine)
     status, answer = send(fleet, engine, yours, ticket)
     assert (status, answer["choices"][0]["text"]) == (200, expected[yours])
     # The prefix that it left in the cache is right, and the ticket still serves its owner.
@@ -137,21 +133,15 @@ def test_two_prompts_of_one_body_do_not_share_a_ticket(fleet: Fleet) -> None:
     texts = [prompt(70, 60), prompt(71, 60)]
     expected = fleet.answers(texts, decode="prefill")
     for first in texts:
-        (ticket,) = tickets(fleet, "prefill", [first])
-
-        async def run(ticket: object = ticket) -> list[str]:
-            async with client() as session:
-                body = {"prompt": texts, "max_tokens": 24, "kv_transfer_params": ticket}
-                return [choice["text"] for choice in (await fleet.post(session, "fail", body))["choices"]]
-
-        assert asyncio.run(run()) == expected
+        body = {"prompt": texts, "max_tokens": 24, "kv_transfer_params": fleet.take_ticket("prefill", first)}
+        assert [choice["text"] for choice in fleet.ask("fail", body)["choices"]] == expected
         assert fleet.answers(texts, decode="fail") == expected
     fleet.assert_all_blocks_free()
 
 
 def test_a_request_that_the_host_refuses_lets_its_producer_go_on(fleet: Fleet) -> None:
     """vLLM then sends a request of no prompt with the ticket, so that the producer is notified before its lease ends."""
-    (ticket,) = tickets(fleet, "prefill", [prompt(75, 60)])
+    ticket = fleet.take_ticket("prefill", prompt(75, 60))
     expired, refused = fleet.count("prefill", EXPIRED), fleet.count("fail", REFUSED)
     status, answer = send(fleet, "fail", prompt(75, 60), ticket, 10**6)
     assert status == 400, answer
@@ -218,7 +208,7 @@ def test_hostile_tickets_are_answered_and_good_requests_between_them_are_right(f
     """Half of them go to each engine; seeds are fixed, so that a failure is repeatable."""
     draw = random.Random(f"{engine} {HOSTILE}")
     statuses: Counter[int] = Counter()
-    real = tickets(fleet, "prefill", [prompt(30, 40)])[0]
+    real = fleet.take_ticket("prefill", prompt(30, 40))
 
     async def attack(session: aiohttp.ClientSession, number: int) -> None:
         status, _ = await _send(session, fleet, engine, prompt(5000 + number, 12), hostile_ticket(draw, real), 2)

@@ -61,13 +61,9 @@ def fleet(exported: tuple[str, list[bytes]]) -> Iterator[Fleet]:
 
 def test_spans_of_a_hand_over_join_the_requests_trace(fleet: Fleet, exported: tuple[str, list[bytes]]) -> None:
     trace, text = "0af7651916cd43dd8448eb211c80319c", prompt(400, 60)
-
-    async def hand_over() -> None:
-        async with client(traceparent=f"00-{trace}-b7ad6b7169203331-01") as session:
-            ticket = await fleet.ticket(session, text, "chunked", {})
-            await fleet.post(session, "tight", {"prompt": text, "max_tokens": 4, "kv_transfer_params": ticket})
-
-    asyncio.run(hand_over())
+    parent = f"00-{trace}-b7ad6b7169203331-01"
+    ticket = fleet.take_ticket("chunked", text, traceparent=parent)
+    fleet.ask("tight", {"prompt": text, "max_tokens": 4, "kv_transfer_params": ticket}, traceparent=parent)
     names = ["read", "queue", "handshake", "wire", "fence", "lease"]
     until = time.monotonic() + 30
     while True:

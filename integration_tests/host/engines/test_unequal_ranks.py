@@ -6,7 +6,6 @@ of that. So the pages are compared, and the first token's probabilities, with we
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +18,6 @@ from fleets import (
     OWN_WORKERS,
     TRANSFERS,
     Fleet,
-    client,
     probe_environment,
     probed,
     prompt,
@@ -56,21 +54,9 @@ def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def post(fleet: Fleet, engine: str, text: str, ticket: dict[str, Any] | None = None) -> dict[str, float]:
     """Return the first token's most probable choices with their logarithms."""
     body = {"prompt": text, "max_tokens": 1, "logprobs": TOP, "return_tokens_as_token_ids": True}
-
-    async def run() -> dict[str, Any]:
-        async with client() as session:
-            return await fleet.post(session, engine, {**body, **({"kv_transfer_params": ticket} if ticket else {})})
-
-    found: dict[str, float] = asyncio.run(run())["choices"][0]["logprobs"]["top_logprobs"][0]
+    answer = fleet.ask(engine, {**body, **({"kv_transfer_params": ticket} if ticket else {})})
+    found: dict[str, float] = answer["choices"][0]["logprobs"]["top_logprobs"][0]
     return found
-
-
-def take_ticket(fleet: Fleet, engine: str, text: str) -> dict[str, Any]:
-    async def run() -> dict[str, Any]:
-        async with client() as session:
-            return await fleet.ticket(session, text, engine, {})
-
-    return asyncio.run(run())
 
 
 def distance(these: dict[str, float], those: dict[str, float]) -> float:
@@ -88,7 +74,7 @@ def test_what_arrives_is_the_producers_byte_for_byte(fleet: tuple[Fleet, Path], 
     transfers, failed = engines.count(decode, TRANSFERS), engines.count(decode, FAILED)
     computed = engines.count(decode, COMPUTED, source="local_compute")
     before = set((folder / decode).glob("*.blocks.json"))
-    ticket = take_ticket(engines, prefill, text)
+    ticket = engines.take_ticket(prefill, text)
     produced = dump_now(engines, prefill, folder / prefill, RANKS[prefill])
     handed_over = post(engines, decode, text, ticket)
     received = received_since(folder / decode, before, RANKS[decode])

@@ -86,16 +86,6 @@ def _model_folder(folder: Path) -> str:
     return str(folder)
 
 
-def _transfer_config(
-    engine_id: str, role: str, policy: str, extra: dict[str, object], beside: tuple[dict[str, Any], ...]
-) -> KVTransferConfig:
-    """Return the configuration of our connector, alone or in front of others."""
-    ours = {"kv_connector": CONNECTOR_NAME, "kv_role": role, "kv_connector_extra_config": extra}
-    if beside:
-        ours = {**ours, "kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [ours, *beside]}}
-    return KVTransferConfig(engine_id=engine_id, kv_load_failure_policy=policy, **ours)
-
-
 class Engine:
     """An engine's scheduler.
 
@@ -119,7 +109,6 @@ class Engine:
         prefix_caching: bool = True,
         mamba_cache_mode: str = "none",
         draft_tokens: int = 0,
-        beside: tuple[dict[str, Any], ...] = (),
         scheduler_class: type[Scheduler] = Scheduler,
         **extra: object,
     ) -> None:
@@ -142,7 +131,13 @@ class Engine:
                 async_scheduling=False,
                 watermark=0.0,
             ),
-            kv_transfer_config=_transfer_config(folder.name, role, policy, dict(extra), beside),
+            kv_transfer_config=KVTransferConfig(
+                kv_connector=CONNECTOR_NAME,
+                kv_role=role,
+                kv_connector_extra_config=dict(extra),
+                engine_id=folder.name,
+                kv_load_failure_policy=policy,
+            ),
         )
         # The platform of a CPU switches it off in the configuration.
         config.scheduler_config.async_scheduling = issubclass(scheduler_class, AsyncScheduler)
@@ -209,6 +204,12 @@ class Engine:
             self.abort(request_id)
         return request
 
+    def take_over(self, producer: Engine, tokens: list[int], **options: Any) -> Request:
+        """Queue a prompt as `d` that another engine has computed as `p`, and run a step, which orders its read."""
+        request = self.add("d", tokens, params=hand_over(producer, "p", tokens), **options)
+        self.step()
+        return request
+
     def step(
         self,
         *,
@@ -234,8 +235,7 @@ class Engine:
     ) -> ModelRunnerOutput:
         """Let the workers run a step."""
         scheduler = self.scheduler
-        seen: Any = output.kv_connector_metadata
-        self.plans.append(seen.metadata[0] if hasattr(seen, "metadata") else seen)
+        self.plans.append(output.kv_connector_metadata)
         ids = list(output.num_scheduled_tokens)
         sampled: list[list[int]] = []
         for request_id in ids:
@@ -301,8 +301,8 @@ class Engine:
 
     @property
     def connector(self) -> Any:
-        """Our connector, whether it is alone or not."""
-        return getattr(self.scheduler.connector, "_connectors", [self.scheduler.connector])[0]
+        """Our connector."""
+        return self.scheduler.connector
 
     def blocks(self, request_id: str) -> tuple[tuple[int, ...], ...]:
         """Return a request's blocks by group."""

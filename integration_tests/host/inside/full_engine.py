@@ -10,7 +10,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -138,11 +138,18 @@ class FullEngine(Engine):
                 return self.outputs[request_id][-1].kv_transfer_params
         raise AssertionError(f"{request_id} was not computed")
 
-    def until(self, *, received: str = "", sent: str = "", within_s: float = 20) -> None:
-        """Step until a request's read has ended, or its blocks are free."""
+    def until(
+        self,
+        condition: Callable[[], object] = lambda: True,
+        *,
+        received: str = "",
+        sent: str = "",
+        within_s: float = 20,
+    ) -> None:
+        """Step until something is so, a request's read has ended, or its blocks are free."""
         until_s = time.monotonic() + within_s
-        while (received and received not in self.received) or (sent and sent not in self.sent):
-            assert time.monotonic() < until_s, f"{received}{sent} was never reported: {self.state.snapshot(now_s=0.0)}"
+        while (received and received not in self.received) or (sent and sent not in self.sent) or not condition():
+            assert time.monotonic() < until_s, f"{received}{sent} did not come: {self.state.snapshot(now_s=0.0)}"
             self.step()
             time.sleep(0.002)
 

@@ -74,8 +74,7 @@ def test_the_tokens_that_a_drafter_reads_ahead_are_left_to_the_decode_engine(
     make_engine, monkeypatch: pytest.MonkeyPatch, ahead: int, specs: tuple[Any, ...], left: int
 ) -> None:
     monkeypatch.setattr(VllmConfig, "num_prefill_lookahead_tokens", property(lambda _self: ahead), raising=False)
-    producer = make_engine("P", specs=specs, prefix_caching=False)
-    consumer = make_engine("D", specs=specs, prefix_caching=False)
+    producer, consumer = (make_engine(name, specs=specs, prefix_caching=False) for name in "PD")
     ticket = hand_over(producer, "p", prompt(50))
     assert ticket["remote_num_tokens"] == 50 - left
     consumer.add("d", prompt(50), params=ticket)
@@ -178,8 +177,7 @@ def test_a_state_that_lags_behind_the_other_groups_hit_is_read_all_the_same(make
     consumer.add("warm", prompt(5 * BLOCK + 3))  # a single step: a state is kept at its last boundary only
     consumer.run()
     tokens = prompt(4 * BLOCK) + prompt(2 * BLOCK, seed=3)  # four blocks in common
-    consumer.add("d", tokens, params=hand_over(producer, "p", tokens))
-    consumer.step()
+    consumer.take_over(producer, tokens)
     (read,) = consumer.reads
     states, whole = consumer.blocks("d")
     assert ids(read.local_blocks) == ((states[5],), whole[4:])
@@ -322,8 +320,7 @@ def test_accepted_drafts_behind_the_end_of_an_answer_are_not_promised(make_engin
     """Truth: the tokens that the client gets; vLLM's count of computed tokens goes on to the last accepted draft."""
     options = {"bidirectional_kv_xfer": True, "kv_recompute_threshold": BLOCK}
     producer, decode, other = (make_engine(name, **options) for name in "PDQ")
-    request = decode.add("d", prompt(40), params=hand_over(producer, "p", prompt(40)), max_tokens=60)
-    decode.step()
+    request = decode.take_over(producer, prompt(40), max_tokens=60)
     decode.step(received=["d"])
     while request.num_output_tokens < 4:
         decode.step()

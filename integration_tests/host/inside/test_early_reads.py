@@ -44,13 +44,6 @@ class Pair:
         self.decode.add("d1", LONG, params=early(self.port, serves=False))
         self.prefill.step()
 
-    def until(self, condition: Callable[[], object]) -> None:
-        end_s = time.monotonic() + 20
-        while not condition():
-            assert time.monotonic() < end_s, (self.answers[-5:], self.decode.state.state_counts())
-            self.decode.step()
-            time.sleep(0.002)
-
     @property
     def is_offered(self) -> bool:
         return "consumer-offered" in self.decode.state.state_counts()
@@ -76,7 +69,7 @@ def test_a_request_behind_an_offer_without_blocks_has_its_turn(
     pair = Pair(make, blocks=14)
     shortage(pair)
     pair.begin()
-    pair.until(lambda: pair.is_offered)
+    pair.decode.until(lambda: pair.is_offered)
     began_s, steps, ran = time.monotonic(), 30, 0
     for number in range(steps):
         pair.decode.add(f"own{number}", prompt(BLOCK, seed=20 + number), max_tokens=1)
@@ -103,7 +96,7 @@ def test_a_withdrawn_hand_over_is_computed_at_once(make: Callable[..., Any]) -> 
     assert pair.prefill.outputs["w"][-1].kv_transfer_params is None
     assert pair.prefill.free_blocks == 63 - 1, "only the first prompt is leased"
     began_s = time.monotonic()
-    pair.until(lambda: "d1" in pair.decode.outputs)
+    pair.decode.until(lambda: "d1" in pair.decode.outputs)
     assert time.monotonic() - began_s < 5
 
 

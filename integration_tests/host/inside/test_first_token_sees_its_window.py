@@ -52,8 +52,7 @@ def test_every_token_that_the_first_one_sees_was_handed_over(
     if peer != "ours":  # computes every token of a prompt
         monkeypatch.setattr(SchedulerConfig, "left_tokens", lambda _config, _tokens: 0)
     specs = (FULL, reach)
-    producer = make_engine("P", specs=specs, prefix_caching=False)
-    consumer = make_engine("D", specs=specs, prefix_caching=False)
+    producer, consumer = (make_engine(name, specs=specs, prefix_caching=False) for name in "PD")
     loaded = 0
     for length in range(1, _LONGEST):
         name = f"r{length}"

@@ -14,14 +14,13 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
-from engine import BLOCK, FULL, STATE, prompt
+from engine import BLOCK, prompt
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator, TransferTopology
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorStats
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import metadata as host_metadata
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_scheduler import NixlPushConnectorScheduler
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnectorStats
-from vllm.v1.engine import FinishReason
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from kv_handshake import Codec
@@ -233,38 +232,3 @@ def test_the_schedulers_statistics_carry_those_of_the_workers(make_engine) -> No
     outputs = engine.scheduler.update_from_output(output, ran)
     (stats,) = [out.scheduler_stats for out in outputs.values() if out.scheduler_stats is not None]
     assert len(stats.kv_connector_stats["transfer_duration"]) == 2
-
-
-def test_it_works_behind_the_hosts_connector_of_connectors(make_engine) -> None:
-    store = {
-        "kv_connector": "DecodeBenchConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"fill_mean": 0.0},
-    }
-    producer, consumer = make_engine("P", beside=(store,)), make_engine("D", beside=(store,))
-    producer.add("p", prompt(40), max_tokens=1, params={"do_remote_decode": True})
-    producer.step()
-    ticket = producer.ticket("p")
-    assert ticket["remote_request_id"] == "p"
-    consumer.add("d", prompt(40), params=ticket)
-    consumer.step()
-    assert [order.ticket.peer_request_id for order in consumer.orders("reads")] == ["p"]
-    consumer.run(received=["d"])
-    producer.step(sent=["p"])
-    producer.assert_nothing_left()
-
-
-def test_a_preempted_state_prompt_is_shortened_only_once(make_engine) -> None:
-    engine = make_engine("P", specs=(STATE, FULL), prefix_caching=False, blocks=1 + 10, batch_tokens=BLOCK + 1)
-    engine.add("first", prompt(3 * BLOCK - 3, seed=1), max_tokens=40)
-    for _ in range(3):
-        engine.step()
-    request = engine.add("p", prompt(5 * BLOCK), max_tokens=1, params={"do_remote_decode": True})
-    for _ in range(120):
-        engine.step(sent=[order.request_id for order in engine.plans[-1].plan.grants])
-        if not engine.scheduler.requests:
-            break
-    assert request.num_preemptions >= 1
-    assert engine.ticket("p")["remote_num_tokens"] == 5 * BLOCK - 1
-    assert engine.outputs["p"][-1].finish_reason == FinishReason.LENGTH
-    engine.assert_nothing_left()

@@ -1,68 +1,227 @@
-"""A scrape's view of statistics that crossed from workers and scheduler."""
+"""A scrape's view of statistics that crossed from workers and scheduler, beside those of vLLM's own connector.
+
+The same observations give the same names, buckets, counts and log keys.
+"""
 
 from __future__ import annotations
 
+import itertools
+import random
 from types import SimpleNamespace
 from typing import Any
 
 import prometheus_client
 import pytest
+from seeds import for_seeds
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnectorStats, NixlPromMetrics
 
 from vllm_adapter.host.metrics import PromMetrics, TransferStats
 
+CONFIG: Any = SimpleNamespace(kv_transfer_config=None)
+LABELS = {"model_name": "tiny", "engine": "0"}
+EVENTS = (
+    "num_failed_transfers",
+    "num_failed_notifications",
+    "num_failed_handshakes",
+    "num_kv_expired_reqs",
+    "num_notifications_after_expiry",
+)
 
-@pytest.fixture(scope="module")
-def page() -> Any:
-    classes = (prometheus_client.Gauge, prometheus_client.Counter, prometheus_client.Histogram)
-    config: Any = SimpleNamespace(kv_transfer_config=None)
+
+def interval(draw: random.Random) -> dict[str, list[float]]:
+    transfers = draw.choice((0, 0, 1, 2, 3, 10, 57))
+    data: dict[str, list[float]] = {key: [1] * draw.choice((0, 0, 1, 4)) for key in EVENTS}
+    data["transfer_duration"] = [draw.uniform(1e-4, 8.0) for _ in range(transfers)]
+    data["post_duration"] = [draw.uniform(1e-6, 2.0) for _ in range(transfers)]
+    data["bytes_transferred"] = [draw.randrange(2**34) for _ in range(transfers)]
+    data["num_descriptors"] = [draw.randrange(60000) for _ in range(transfers)]
+    return data
+
+
+@for_seeds(60)
+def test_the_log_line_has_the_hosts_keys_and_figures(seed: int) -> None:
+    draw = random.Random(seed)
+    ours, hosts = TransferStats(), NixlKVConnectorStats()
+    for data in [interval(draw) for _ in range(draw.randrange(1, 4))]:
+        ours.aggregate(TransferStats(data=TransferStats().data | data))
+        hosts.aggregate(NixlKVConnectorStats(data={key: list(values) for key, values in data.items()}))
+    figures, expected = ours.reduce(), hosts.reduce()
+    assert list(figures) == list(expected)
+    assert figures == pytest.approx(expected)
+
+
+def test_fence_rejections_follow_the_hosts_keys_once_there_are_any() -> None:
+    stats = TransferStats()
+    stats.data["num_fence_rejections"] += [1, 1]
+    assert list(stats.reduce().items()) == [*NixlKVConnectorStats().reduce().items(), ("Num fence rejections", 2)]
+
+
+def made(metrics_class: Any, registry: prometheus_client.CollectorRegistry, **more: Any) -> Any:
+    """Return metrics of two engines in a registry of their own."""
+
+    def into(kind: Any) -> Any:
+        return lambda **options: kind(**options, registry=registry)
+
+    kinds = (prometheus_client.Gauge, prometheus_client.Counter, prometheus_client.Histogram)
     values: dict[int, list[object]] = {0: ["tiny", "0"], 1: ["tiny", "1"]}
-    metrics = PromMetrics(config, {kind: kind for kind in classes}, ["model_name", "engine"], values)
+    return metrics_class(CONFIG, {kind: into(kind) for kind in kinds}, list(LABELS), values, **more)
 
-    def observe(engine: int = 0, **data: list[Any]) -> None:
+
+def page(metrics_class: Any, intervals: list[dict[str, Any]], engine: int = 0) -> dict[str, float]:
+    """Return the samples of the first engine's page after what an engine observed: by name and values of further labels."""
+    registry = prometheus_client.CollectorRegistry()
+    metrics = made(metrics_class, registry)
+    for data in intervals:
+        metrics.observe(data, engine)
+    return {
+        " ".join([sample.name, *(value for name, value in sample.labels.items() if name not in LABELS)]): sample.value
+        for family in registry.collect()
+        for sample in family.samples
+        if sample.labels["engine"] == "0" and not sample.name.endswith("_created")
+    }
+
+
+@for_seeds(20)
+def test_a_scrape_has_the_hosts_names_buckets_and_counts(seed: int) -> None:
+    intervals = [interval(random.Random(1000 + seed + n)) for n in range(3)]
+    ours, hosts = page(PromMetrics, intervals), page(NixlPromMetrics, intervals)
+    of_hosts = {name: value for name, value in ours.items() if name.startswith("vllm:nixl_")}
+    assert of_hosts == pytest.approx(hosts)
+
+
+LAG = "vllm:kv_transfer_heartbeat_lag_seconds_bucket"
+OWN: dict[str, tuple[list[dict[str, list[Any]]], dict[str, float]]] = {
+    "failures by code": (
+        [{"num_failed_reads": ["timed-out", "fence-mismatch", "timed-out"], "num_refused_tickets": ["ticket-type"]}],
+        {
+            "vllm:kv_transfer_num_failed_reads_total timed-out": 2,
+            "vllm:kv_transfer_num_failed_reads_total fence-mismatch": 1,
+            "vllm:kv_transfer_num_refused_tickets_total ticket-type": 1,
+        },
+    ),
+    "levels by their changes": (
+        [
+            {"quarantined_bytes": [4096, 100], "live_requests": [{"consumer-reading": 3, "consumer-queued": 1}]},
+            {"quarantined_bytes": [-4096], "live_requests": [{"consumer-reading": -2}]},
+        ],
+        {
+            "vllm:kv_transfer_quarantined_bytes": 100,
+            "vllm:kv_transfer_live_requests consumer-reading": 1,
+            "vllm:kv_transfer_live_requests consumer-queued": 1,
+        },
+    ),
+    "bytes by path": (
+        [
+            {"read_bytes": [["UCX", "DRAM->VRAM", "unset", 1000], ["UCX", "DRAM->VRAM", "unset", 24]]},
+            {"read_bytes": [["unknown", "DRAM->DRAM", "", 7]]},
+        ],
+        {
+            "vllm:kv_transfer_read_bytes_total UCX DRAM->VRAM unset": 1024,
+            "vllm:kv_transfer_read_bytes_total unknown DRAM->DRAM ": 7,
+        },
+    ),
+    "late heartbeats": (
+        [{"heartbeat_lag_seconds": [0.0, 0.0, 6.5, 15.5], "heartbeat_delay_seconds": [0.2], "num_unsent_heartbeats": [1]}],
+        {
+            **{f"{LAG} {le}": count for le, count in (("0.05", 2), ("5.0", 2), ("7.5", 3), ("15.0", 3), ("+Inf", 4))},
+            "vllm:kv_transfer_heartbeat_delay_seconds_sum": 0.2,
+            "vllm:kv_transfer_num_unsent_heartbeats_total": 1,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize(("intervals", "expected"), OWN.values(), ids=OWN)
+def test_figures_of_an_engine_add_up_over_ranks_and_intervals(
+    intervals: list[dict[str, list[Any]]], expected: dict[str, float]
+) -> None:
+    totals = []
+    for interval_data in intervals:
         total = TransferStats()
-        for key, items in data.items():
-            # Interval after interval, and rank after rank, as vLLM adds them up.
-            for item in items:
+        for key, items in interval_data.items():
+            for item in items:  # rank after rank, as vLLM adds them up
                 total.aggregate(TransferStats(data={key: [item]}))
-        metrics.observe(total.data, engine)
-
-    return observe
-
-
-def sample(name: str, **labels: str) -> float | None:
-    return prometheus_client.REGISTRY.get_sample_value(name, {"model_name": "tiny", "engine": "0", **labels})
+        totals.append(total.data)
+    samples = page(PromMetrics, totals)
+    assert {name: samples[name] for name in expected} == expected
+    assert not any(page(PromMetrics, totals, engine=1).get(name) for name in expected), "another engine's are apart"
 
 
-def test_failures_are_counted_by_code(page: Any) -> None:
-    page(num_failed_reads=["timed-out", "fence-mismatch", "timed-out"], num_refused_tickets=["ticket-type"])
-    page(engine=1, num_failed_reads=["timed-out"])
-    assert sample("vllm:kv_transfer_num_failed_reads_total", code="timed-out") == 2
-    assert sample("vllm:kv_transfer_num_failed_reads_total", code="fence-mismatch") == 1
-    assert sample("vllm:kv_transfer_num_refused_tickets_total", code="ticket-type") == 1
+# -------------------------------------------------------------------------------------------------- never raising
 
 
-def test_levels_follow_their_changes_over_ranks_and_intervals(page: Any) -> None:
-    page(quarantined_bytes=[4096, 100], live_requests=[{"consumer-reading": 3, "consumer-queued": 1}])
-    page(quarantined_bytes=[-4096], live_requests=[{"consumer-reading": -2}])
-    assert sample("vllm:kv_transfer_quarantined_bytes") == 100
-    assert sample("vllm:kv_transfer_live_requests", state="consumer-reading") == 1
-    assert sample("vllm:kv_transfer_live_requests", state="consumer-queued") == 1
+class Faulty:
+    """A metric of a wrapper that was not made for this connector: one of its methods is missing, or fails."""
+
+    def __init__(self, fault: str, *, is_missing: bool) -> None:
+        self._fault, self._is_missing = fault, is_missing
+
+    def __call__(self, **_options: Any) -> Any:
+        return self._do("make")
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in {"labels", "inc", "set", "observe"} or (name == self._fault and self._is_missing):
+            raise AttributeError(name)
+        return lambda *_values, **_labels: self._do(name)
+
+    def _do(self, name: str) -> Any:
+        if name == self._fault:
+            raise RuntimeError(f"{name} fails")
+        return self
 
 
-def test_bytes_add_up_by_backend_memory_and_the_transports_that_ucx_may_use(page: Any) -> None:
-    page(read_bytes=[["UCX", "DRAM->VRAM", "unset", 1000], ["UCX", "DRAM->VRAM", "unset", 24]])
-    page(read_bytes=[["unknown", "DRAM->DRAM", "", 7]])
-    name = "vllm:kv_transfer_read_bytes_total"
-    assert sample(name, backend="UCX", memory="DRAM->VRAM", ucx_tls="unset") == 1024
-    assert sample(name, backend="unknown", memory="DRAM->DRAM", ucx_tls="") == 7
+FULL: dict[str, list[Any]] = TransferStats().data | {
+    "transfer_duration": [0.1],
+    "num_failed_handshakes": [1],
+    "num_failed_reads": ["timed-out"],
+    "quarantined_bytes": [4096],
+    "live_requests": [{"leased": 1}],
+    "read_bytes": [["UCX", "DRAM->DRAM", "unset", 7]],
+}
 
 
-def test_late_heartbeats_show_in_the_bucket_of_their_lag(page: Any) -> None:
-    page(heartbeat_lag_seconds=[0.0, 0.0, 6.5, 15.5], heartbeat_delay_seconds=[0.2], num_unsent_heartbeats=[1])
-    name = "vllm:kv_transfer_heartbeat_lag_seconds_bucket"
-    assert [sample(name, le=le) for le in ("0.05", "5.0", "7.5", "15.0", "+Inf")] == [2, 2, 3, 3, 4]
-    assert sample("vllm:kv_transfer_heartbeat_delay_seconds_sum") == 0.2
-    assert sample("vllm:kv_transfer_num_unsent_heartbeats_total") == 1
+@pytest.mark.parametrize(
+    ("fault", "is_missing"), [*itertools.product(("labels", "inc", "set", "observe"), (True, False)), ("make", False)]
+)
+def test_no_wrapper_of_metrics_makes_a_statistic_raise(
+    monkeypatch: pytest.MonkeyPatch, fault: str, is_missing: bool
+) -> None:
+    seen: list[object] = []
+    monkeypatch.setattr("vllm_adapter.host.metrics._logger.exception", lambda _text, name: seen.append(name))
+    kinds = (prometheus_client.Gauge, prometheus_client.Counter, prometheus_client.Histogram)
+    faulty: Any = {kind: Faulty(fault, is_missing=is_missing) for kind in kinds}
+    metrics = PromMetrics(CONFIG, faulty, list(LABELS), {0: list(LABELS.values())}, info={"version": "1"})
+    metrics.observe(FULL)
+    once = list(seen)
+    assert len(once) == len(set(once)) > 0
+    metrics.observe(FULL)
+    assert seen == once, "each metric is logged once"
+
+
+ODD: tuple[dict[str, Any], ...] = (
+    {"transfer_duration": ["no number"]},
+    {"transfer_duration": [None], "bytes_transferred": [1]},
+    {"num_failed_transfers": ["x"]},
+    {"quarantined_bytes": [{}]},
+    {"live_requests": [7]},
+    {"read_bytes": [[]]},
+    {"unheard_of": [1]},
+    {"num_failed_transfers": None},
+)
+
+
+@pytest.mark.parametrize("odd", ODD, ids=lambda odd: next(iter(odd)))
+def test_no_observation_makes_a_statistic_raise_and_the_others_are_recorded(odd: dict[str, Any]) -> None:
+    samples = page(PromMetrics, [odd, {**odd, "num_kv_expired_reqs": [1]}, {"num_kv_expired_reqs": [1]}])
+    assert samples["vllm:nixl_num_kv_expired_reqs_total"] == 2
+    stats = TransferStats(data=dict(odd))
+    stats.aggregate(TransferStats(data=dict(odd))).aggregate(TransferStats(data={"num_kv_expired_reqs": [1]}))
+    assert stats.reduce()["Num KV expired reqs"] == 1
+    assert not stats.is_empty()
+
+
+def test_an_unknown_engine_does_not_make_a_statistic_raise() -> None:
+    made(PromMetrics, prometheus_client.CollectorRegistry()).observe(FULL, 3)
 
 
 def test_gauges_can_only_be_set_under_ray_and_are_set_with_every_observation(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,14 +102,30 @@ PLACEHOLDERS = [_picture("placeholder-1", 4, kind="image_embeds"), _picture("pla
 @pytest.mark.never_wrong("A13")
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
 @pytest.mark.parametrize("media", [[], [CAT], PLACEHOLDERS], ids=["none", "one of two", "placeholders"])
-@pytest.mark.parametrize("changes", [{}, {"remote_host": "0.0.0.0"}, {"remote_num_tokens": 40.0}], ids=str)
+@pytest.mark.parametrize(
+    ("changes", "asks"),
+    [
+        ({}, {}),
+        ({"remote_host": "0.0.0.0"}, {}),
+        ({"remote_num_tokens": 40.0}, {}),
+        ({}, {"prompt_logprobs": 1}),
+        ({}, {"skip_reading_prefix_cache": True}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("overrules", [True, False])
 def test_a_prompt_whose_pictures_went_to_prefill_alone_is_not_computed_without_them(
-    make_engine, caplog: pytest.LogCaptureFixture, policy: str, media: list[Any], changes: dict[str, Any]
-) -> None:
-    """Truth: the pictures that each leg got. Whatever else is wrong with the ticket, this engine cannot see them."""
+    make_engine, caplog: pytest.LogCaptureFixture, policy: str, media: list[Any], changes: dict[str, Any],
+    asks: dict[str, Any], overrules: bool,
+) -> None:  # fmt: skip
+    """Truth: the pictures that each leg got. Whatever else is wrong with the ticket, this engine cannot see them.
+
+    Of a prompt that must be computed whole, the host overrules what a connector says, or asks it nothing.
+    """
     producer, consumer = make_engine("P"), make_engine("D", policy=policy)
     ticket = {**_ticket_of_pictures(producer, CAT, DOG), **changes}
-    consumer.add("blind", TOKENS, params=ticket, media=media)
+    request = consumer.add("blind", TOKENS, params=ticket, media=media, **asks)
+    request.skip_reading_prefix_cache = bool(asks) and overrules  # the scheduler of 0.30 does not look at it
     consumer.add("beside", prompt(30, seed=3))
     assert consumer.step() == {"beside": 30}
     consumer.run()
@@ -120,24 +136,6 @@ def test_a_prompt_whose_pictures_went_to_prefill_alone_is_not_computed_without_t
     (line,) = [record for record in caplog.records if record.levelname == "ERROR"]
     assert "ticket-media-missing" in line.getMessage()
     assert "its uuid to decode" in line.getMessage()
-
-
-@pytest.mark.never_wrong("A13")
-@pytest.mark.parametrize(
-    "asks", [{"prompt_logprobs": 1}, {"skip_reading_prefix_cache": True}], ids=lambda it: next(iter(it))
-)
-@pytest.mark.parametrize("overrules", [True, False])
-def test_a_prompt_that_must_be_computed_whole_is_not_computed_without_its_pictures(
-    make_engine, asks: dict[str, Any], overrules: bool
-) -> None:
-    """The host overrules what a connector says of such a prompt, or asks it nothing."""
-    producer, consumer = make_engine("P"), make_engine("D", policy="recompute")
-    request = consumer.add("blind", TOKENS, params=_ticket_of_pictures(producer, CAT, DOG), **asks)
-    request.skip_reading_prefix_cache = overrules  # the scheduler of 0.30 does not look at it
-    assert consumer.step() == {}
-    consumer.run()
-    (ended,) = consumer.outputs["blind"]
-    assert (ended.finish_reason, list(ended.new_token_ids)) == (FinishReason.ERROR, [])
 
 
 EMBEDDED = _picture("embeddings of an encoder", 4, kind="image_embeds")

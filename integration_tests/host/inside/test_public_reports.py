@@ -90,8 +90,7 @@ def test_prefix_cache_events_name_the_blocks_of_a_read_as_those_of_the_engine_th
     for engine, batches in published.items():
         engine.scheduler.kv_cache_manager.block_pool.enable_kv_cache_events = True
         engine.scheduler.kv_event_publisher = SimpleNamespace(publish=batches.append)
-    consumer.add("d", prompt(40), params=hand_over(producer, "p", prompt(40)))
-    consumer.step()
+    consumer.take_over(producer, prompt(40))
     consumer.step(received=["d"])
     consumer.step()
     computed, read = (
@@ -107,8 +106,7 @@ def test_neither_statistics_nor_debug_lines_are_needed(consumer, producer, caplo
     caplog.set_level(logging.DEBUG, "vllm.vllm_adapter")
     for engine in (producer, consumer):
         engine.scheduler.log_stats = False
-    consumer.add("d", prompt(40), params=hand_over(producer, "p", prompt(40)))
-    consumer.step()
+    consumer.take_over(producer, prompt(40))
     consumer.run(received=["d"])
     producer.run(sent=["p"])
     for engine in (producer, consumer):

@@ -81,8 +81,7 @@ def test_local_requests_run_while_a_read_is_under_way(consumer, producer) -> Non
 
 
 def test_blocks_that_are_being_read_are_no_prefix_for_others(consumer, producer) -> None:
-    consumer.add("d", prompt(64), params=hand_over(producer, "p", prompt(64)))
-    consumer.step()
+    consumer.take_over(producer, prompt(64))
     consumer.add("same", prompt(64))
     assert consumer.step() == {"same": 64}
     consumer.run(received=["d"])
@@ -90,8 +89,7 @@ def test_blocks_that_are_being_read_are_no_prefix_for_others(consumer, producer)
 
 
 def test_what_was_read_is_a_prefix_for_later_requests(consumer, producer) -> None:
-    consumer.add("d", prompt(64), params=hand_over(producer, "p", prompt(64)))
-    consumer.step(received=[])
+    consumer.take_over(producer, prompt(64))
     consumer.run(received=["d"])
     consumer.add("same", prompt(70))
     assert consumer.step() == {"same": 70 - 64}
@@ -102,8 +100,7 @@ def test_without_room_for_its_blocks_a_read_is_not_ordered_yet(make_engine, prod
     consumer = make_engine("D", blocks=1 + 8)
     consumer.add("local", prompt(6 * BLOCK - 4, seed=1), max_tokens=3)
     consumer.step()
-    request = consumer.add("d", prompt(4 * BLOCK), params=hand_over(producer, "p", prompt(4 * BLOCK)))
-    consumer.step()
+    request = consumer.take_over(producer, prompt(4 * BLOCK))
     assert request.status == RequestStatus.WAITING
     assert consumer.reads == []
     consumer.step()
@@ -117,8 +114,7 @@ def test_without_room_to_go_on_after_the_read_a_request_waits(make_engine, produ
     consumer = make_engine("D", blocks=1 + 6)
     consumer.add("local", prompt(2 * BLOCK - 2, seed=1), max_tokens=12)
     consumer.step()
-    consumer.add("d", prompt(3 * BLOCK), params=hand_over(producer, "p", prompt(3 * BLOCK)), max_tokens=20)
-    consumer.step()
+    consumer.take_over(producer, prompt(3 * BLOCK), max_tokens=20)
     for _ in range(4):
         consumer.step()
     assert len(consumer.blocks("local")[0]) == 3
@@ -133,8 +129,7 @@ def test_without_room_to_go_on_after_the_read_a_request_waits(make_engine, produ
 def test_a_partial_prefix_hit_reads_the_rest(consumer, producer) -> None:
     consumer.add("warm", prompt(2 * BLOCK))
     consumer.run()
-    consumer.add("d", prompt(4 * BLOCK + 5), params=hand_over(producer, "p", prompt(4 * BLOCK + 5)))
-    consumer.step()
+    consumer.take_over(producer, prompt(4 * BLOCK + 5))
     (read,) = consumer.reads
     assert read.local_blocks[0].first_token == 2 * BLOCK
     assert ids(read.local_blocks) == (consumer.blocks("d")[0][2:],)
@@ -164,8 +159,7 @@ def test_a_failed_read_is_counted_and_logged_whatever_the_policy(
     """Under "fail" vLLM ends the request before it passes the report of its read on; that was no cancellation."""
     consumer = make_engine("D", policy=policy)
     monkeypatch.setattr(consumer.connector, "get_kv_connector_stats", lambda: None)  # keeps the figures for the test
-    consumer.add("d", prompt(100), params=hand_over(producer, "p", prompt(100)))
-    consumer.step()
+    consumer.take_over(producer, prompt(100))
     output, ran = consumer._run(set(), set(), {"d"}, 0)
     failure = ReadFailure("d", (0, 0), "timed-out", "request p of engine P: no answer (timed-out)")
     ran.kv_connector_output.kv_connector_worker_meta = StepReport(failures=(failure,))
@@ -187,8 +181,7 @@ def test_a_failed_read_ends_as_the_outer_policy_says(
     producer = make_engine("P", specs=specs, prefix_caching=False)
     consumer = make_engine("D", specs=specs, prefix_caching=False, policy=inner)
     consumer.scheduler.recompute_kv_load_failures = outer == "recompute"  # as of a MultiConnector around ours
-    consumer.add("d", prompt(100), params=hand_over(producer, "p", prompt(100)))
-    consumer.step()
+    consumer.take_over(producer, prompt(100))
     consumer.step(failed=["d"])
     if outer == "recompute":
         assert consumer.step() == {"d": 100}
@@ -200,8 +193,7 @@ def test_a_failed_read_ends_as_the_outer_policy_says(
 
 
 def test_blocks_of_a_failed_read_are_no_prefix_for_anyone(consumer, producer) -> None:
-    consumer.add("d", prompt(64), params=hand_over(producer, "p", prompt(64)))
-    consumer.step()
+    consumer.take_over(producer, prompt(64))
     consumer.run(failed=["d"])
     consumer.add("same", prompt(64))
     assert consumer.step() == {"same": 64}
@@ -231,29 +223,22 @@ def test_an_abort_before_anything_was_scheduled_lets_the_producer_free_its_block
     consumer.assert_nothing_left()
 
 
-def test_an_abort_during_the_read_keeps_the_blocks_until_the_read_has_ended(consumer, producer) -> None:
-    consumer.add("d", prompt(40), params=hand_over(producer, "p", prompt(40)))
-    consumer.step()
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+@pytest.mark.parametrize("end", ["received", "failed"])
+def test_an_abort_during_the_read_keeps_the_blocks_until_the_read_has_ended(
+    make_engine, producer, policy: str, end: str
+) -> None:
+    consumer = make_engine("D", policy=policy)
+    consumer.take_over(producer, prompt(40))
     free = consumer.free_blocks
     consumer.abort("d")
     consumer.step()
     assert consumer.orders("cancels") == ["d"]
     assert consumer.free_blocks == free
-    consumer.step(failed=["d"])
+    consumer.step(**{end: ["d"]})
     consumer.step()
     consumer.assert_nothing_left()
     assert all(output.finish_reason in {None, FinishReason.ABORT} for output in consumer.outputs.get("d", []))
-
-
-@pytest.mark.parametrize("policy", ["fail", "recompute"])
-@pytest.mark.parametrize("end", ["received", "failed"])
-def test_an_abort_in_the_step_that_reports_the_read(make_engine, producer, policy: str, end: str) -> None:
-    consumer = make_engine("D", policy=policy)
-    consumer.add("d", prompt(40), params=hand_over(producer, "p", prompt(40)))
-    consumer.step()
-    consumer.abort("d")
-    consumer.step(**{end: ["d"]})
-    consumer.run()
 
 
 def test_a_preempted_request_is_computed_here_and_read_only_once(make_engine, producer) -> None:
@@ -261,8 +246,7 @@ def test_a_preempted_request_is_computed_here_and_read_only_once(make_engine, pr
     tokens = prompt(4 * BLOCK - 1)
     consumer.add("local", prompt(4 * BLOCK - 1, seed=1), max_tokens=40)
     consumer.step()
-    request = consumer.add("d", tokens, params=hand_over(producer, "p", tokens), max_tokens=40)
-    consumer.step()
+    request = consumer.take_over(producer, tokens, max_tokens=40)
     consumer.step(received=["d"])
     consumer.run(steps=200)
     assert request.num_preemptions == 1
@@ -272,10 +256,8 @@ def test_a_preempted_request_is_computed_here_and_read_only_once(make_engine, pr
 
 @pytest.mark.parametrize("specs", FAMILIES.values(), ids=FAMILIES)
 def test_hybrid_models_read_what_their_groups_keep(make_engine, specs: tuple[Any, ...]) -> None:
-    producer = make_engine("P", specs=specs, prefix_caching=False)
-    consumer = make_engine("D", specs=specs, prefix_caching=False)
-    consumer.add("d", prompt(100), params=hand_over(producer, "p", prompt(100)))
-    consumer.step()
+    producer, consumer = (make_engine(name, specs=specs, prefix_caching=False) for name in "PD")
+    consumer.take_over(producer, prompt(100))
     (read,) = consumer.reads
     counts = [sum(block != 0 for block in group) for group in ids(read.local_blocks)]
     expected = {FULL: 7, STATE: 1, WINDOW: 3}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -28,13 +27,6 @@ def _refused(consumer: FullEngine, request_id: str, tokens: list[int], ticket: A
         r.getMessage() for r in logs.records if f"request {request_id}: its KV was not taken over" in r.getMessage()
     ]
     return line.rsplit("(", 1)[1].split(")")[0]
-
-
-def _wait(condition: Callable[[], Any], within_s: float = 20) -> None:
-    until_s = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < until_s
-        time.sleep(0.002)
 
 
 @pytest.mark.full

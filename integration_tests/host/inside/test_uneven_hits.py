@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine import BLOCK, CACHED_STATE, FULL, WINDOW, hand_over, ids, prompt
+from engine import BLOCK, CACHED_STATE, FULL, WINDOW, ids, prompt
 from seeds import IS_FULL
 from vllm.v1.core.kv_cache_utils import get_group_id
 from vllm.v1.kv_cache_interface import MambaSpec
@@ -55,8 +55,7 @@ def assert_filled(make_engine: Any, mix: str, seed: int) -> None:
         share = draw.choice([0, 0.3, 1] if specs[group] != FULL else [0, 0, 0.3])
         pool.evict_blocks({block for block in _cached(pool, group) if draw.random() < share})
     tokens = prompt(COMMON) + prompt(draw.choice([5, BLOCK + 5, TOKENS - COMMON]), seed=3)
-    consumer.add("d", tokens, params=hand_over(producer, "p", tokens))
-    consumer.step()
+    consumer.take_over(producer, tokens)
     (read,) = consumer.reads
     table = consumer.scheduler.kv_cache_manager.get_blocks("d").blocks
     for spec, held, local in zip(specs, table, read.local_blocks, strict=True):
