@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 from many import DRAWS, play_many
-from plan import from_json, to_json
 
 IS_FULL = bool({"KVDEV_FULL", "KVDEV_LONG"} & os.environ.keys())
 SEEDS = int(os.environ.get("FLEET_SIM_SEEDS", "2000" if IS_FULL else "200"))
@@ -54,8 +53,3 @@ def test_a_seed_is_a_run_byte_for_byte(kind: str) -> None:
     }
     (one,) = printed
     assert len(set(one.split())) == 8
-
-
-def test_a_plan_survives_its_text() -> None:
-    plan = DRAWS["plain"](7)
-    assert from_json(to_json(plan)) == plan

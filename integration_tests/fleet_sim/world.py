@@ -30,7 +30,7 @@ class ProcessDied(BaseException):
 @final
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """A broken promise: a short kind, by which shrinking compares, and the facts as a sentence."""
+    """A broken promise: a short kind, and the facts as a sentence."""
 
     kind: str
     text: str
