@@ -13,7 +13,7 @@ from kv_topology import Region, plan_transfer
 from kv_topology.arithmetic import box_runs, run_count
 from kv_topology.plan import slices
 from kv_topology.plan.slices import MAX_DESCRIPTORS, MAX_ROWS, SideColumns, SliceColumns, build_rows
-from kv_topology.tools import EngineSpec, ModelSpec, build_engine
+from kv_topology.tools import EngineSpec, build_engine
 
 
 def test_runs_of_a_box():
@@ -64,19 +64,6 @@ def test_joined_places_are_those_joined_one_by_one(chosen, random):
     assert list(zip(here, there, length, region, peer_region, step, peer_step, strict=True)) == joined_one_by_one(
         ordered
     )
-
-
-def test_the_limit_on_slices(monkeypatch):
-    model = ModelSpec(("attention",) * 3, 2, 4, 1)
-    local = build_engine(model, EngineSpec(layout="packed-HND", block_tokens=4))[0, 0]
-    peers = build_engine(model, EngineSpec(layout="packed-NHD", block_tokens=4))
-    count = 3 * 2 * 4
-    monkeypatch.setattr(slices, "MAX_SLICES", count)
-    assert len(plan_transfer(local, peers).slices((0, 0))[0]) == count
-    for limit in (count - 1, 2 * 4 - 1):
-        monkeypatch.setattr(slices, "MAX_SLICES", limit)
-        with refused("plan-too-fine", limit=limit):
-            plan_transfer(local, peers)
 
 
 def test_rows_and_their_expansion():
