@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import time
@@ -11,12 +12,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, final
 
-from levels import HELD_BY_ENGINE, Held, family_of, held_by, is_alive, usage_of
+from levels import family_of, held_by, is_alive
 from load import Load, Pair, Prompt, make_prompts
 from verdicts import Outages
 
 from kvdev.demo import connector_config
-from kvdev.engines import Engine, EngineSpec, local_model, start_all
+from kvdev.engines import Engine, EngineSpec, local_model, metric_sum, start_all
 from kvdev.forked import Starter, started_starter
 from kvdev.steps import note
 
@@ -30,6 +31,7 @@ STABLE_IDS = ("prefill-0", "decode-0")
 """Engines that come back under the id that they had; the others choose a new one, as vLLM's default is."""
 PROMPTS = 64
 _HEALTHY_WITHIN_S = 180.0
+_USAGE = "vllm:kv_cache_usage_perc"
 _FLUSH = {"model": "tiny", "prompt": "flush", "max_tokens": 2, "temperature": 0}
 
 
@@ -38,8 +40,6 @@ class Setting:
     """Choices that make one fleet differ from another."""
 
     label: str
-    variables: Mapping[str, str] = field(default_factory=dict)
-    """Environment of all engines."""
     keys: Mapping[str, object] = field(default_factory=dict)
     """Extra-config keys of all connectors."""
 
@@ -65,7 +65,7 @@ def spec_of(name: str, setting: Setting, model: Path, runtime: Path) -> EngineSp
         str(cores[NAMES.index(name) % len(cores)]),
         _config(name, setting.keys),
         more,
-        {"XDG_RUNTIME_DIR": str(runtime), **setting.variables},
+        {"XDG_RUNTIME_DIR": str(runtime)},
     )
 
 
@@ -79,7 +79,6 @@ class Live:
     status_folder: Path
     """Folder of the sockets on which these engines answer `vllm-adapter status`."""
     outages: Outages = field(default_factory=Outages)
-    restarts_s: list[float] = field(default_factory=list)
 
     def pairs(self, prefill: Sequence[str] = NAMES[:2], decode: Sequence[str] = NAMES[2:]) -> list[Pair]:
         """Return all pairs of these engines."""
@@ -87,7 +86,7 @@ class Live:
 
     def load(self, seed: int, **more: Any) -> Load:
         """Return a load over all pairs."""
-        return Load(more.pop("pairs", None) or self.pairs(), self.prompts, seed, **more)
+        return Load(self.pairs(), self.prompts, seed, **more)
 
     # ------------------------------------------------------------------------------------------------------- faults
 
@@ -116,7 +115,6 @@ class Live:
             assert time.monotonic() - began_s < _HEALTHY_WITHIN_S, f"{name} is not healthy:\n{engine.last_words()}"
             time.sleep(0.2)
         self.outages.end(name, time.monotonic())
-        self.restarts_s.append(time.monotonic() - began_s)
 
     def stop(self, name: str) -> None:
         """Stop all processes of an engine."""
@@ -145,29 +143,23 @@ class Live:
             if engine.is_running:
                 engine.complete(_FLUSH)
 
-    def held(self) -> dict[str, tuple[Held, float]]:
-        """Return what each engine holds, and the share of its blocks that is in use."""
+    def held(self) -> dict[str, str]:
+        """Return what each engine holds, in words; engines that hold nothing are left out."""
         held = held_by({name: engine.pid for name, engine in self.engines.items()}, self.status_folder)
-        return {name: (held[name], usage_of(engine.metrics())) for name, engine in self.engines.items()}
+        for name, engine in self.engines.items():
+            held[name]["percent of its blocks"] = math.ceil(100 * metric_sum(engine.metrics(), _USAGE))
+        words = {name: [f"{count} {what}" for what, count in each.items() if count] for name, each in held.items()}
+        return {name: ", ".join(each) for name, each in words.items() if each}
 
     def stranded(self, within_s: float = 2.0 * LEASE_S + 2) -> dict[str, str]:
         """Wait until nothing is held; return what still is after this time, by engine."""
         until = time.monotonic() + within_s
         while True:
             self.take_steps()
-            left = {name: text for name, (held, usage) in self.held().items() if (text := _text(held, usage))}
+            left = self.held()
             if not left or time.monotonic() > until:
                 return left
             time.sleep(0.5)
-
-
-def _text(held: Held, usage: float) -> str:
-    """Return what an engine holds in words; empty when it holds nothing."""
-    levels = {name: getattr(held, name) for name in HELD_BY_ENGINE if getattr(held, name)}
-    words = [f"{name} {level}" for name, level in levels.items()]
-    words += [f"{usage:.1%} of its blocks"] if usage else []
-    words += ["no answer to status"] if held.is_silent else []
-    return ", ".join(words)
 
 
 @dataclass(frozen=True, slots=True)

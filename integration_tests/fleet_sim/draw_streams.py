@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from draw import plain_plan
-from draw_world import PARTS_OF_STREAMS, parts_of
+from draw_world import PARTS_OF_STREAMS, parts_of, with_engines
 from plan import EpisodePlan, FaultPlan, RequestPlan
 
 __all__ = ["AIMED", "draw_stream_plan"]
@@ -137,8 +137,7 @@ def _pair(draw: random.Random, plan: EpisodePlan) -> EpisodePlan:
 
 def _with_chunks(draw: random.Random, plan: EpisodePlan) -> EpisodePlan:
     """Shorten the chunks, whatever the blocks are."""
-    engines = tuple(replace(engine, chunk_tokens=draw.choice((4, 6, 8, 16))) for engine in plan.fleet.engines)
-    return replace(plan, fleet=replace(plan.fleet, engines=engines))
+    return with_engines(plan, lambda engine: replace(engine, chunk_tokens=draw.choice((4, 6, 8, 16))))
 
 
 def _aimed(draw: random.Random, plan: EpisodePlan) -> Sequence[FaultPlan]:

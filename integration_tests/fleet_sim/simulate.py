@@ -34,8 +34,7 @@ def main() -> int:
     kind = "streams" if given.streams else "plain"
     if given.count > 1:
         figures = play_many(range(given.seed, given.seed + given.count), kind)
-        for seed, broken, text in figures.failures:
-            print(f"seed {seed}: {broken}: {text}")
+        print(figures.replays(" --streams" * given.streams))
         print(figures.text())
         return int(bool(figures.failures))
     fault = faults[given.bug] if given.bug else None

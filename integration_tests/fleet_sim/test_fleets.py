@@ -21,10 +21,7 @@ def test_no_seed_breaks_a_promise(figures: list[str]) -> None:
     found = play_many(range(FIRST, FIRST + SEEDS))
     figures.append(found.text())
     assert found.counts["episodes"] == SEEDS
-    assert not found.failures, "\n".join(
-        f"seed {seed}: {kind}: {text}\n  replay: python integration_tests/fleet_sim/simulate.py {seed}"
-        for seed, kind, text in found.failures
-    )
+    assert not found.failures, found.replays()
     # Nothing is shown by episodes in which nothing is read, nothing fails or most clients get no answer.
     assert found.counts["accepted"] > 3 * SEEDS
     assert found.counts["failed-reads"] > SEEDS / 10
