@@ -39,12 +39,8 @@ class Figures:
         )
 
     def text(self) -> str:
-        """Return the figures as one line per group of counts."""
-        groups: dict[str, dict[str, int]] = {}
-        for name, count in sorted(self.counts.items()):
-            group, _, rest = name.partition(" ")
-            groups.setdefault(group if rest else "", {})[rest or name] = count
-        return "\n".join(f"{group or 'all'}: {counts}" for group, counts in sorted(groups.items()))
+        """Return all counts in one line."""
+        return ", ".join(f"{name} {count}" for name, count in sorted(self.counts.items()))
 
 
 def _share(kind: str, seeds: list[int]) -> Figures:

@@ -284,7 +284,7 @@ class SimNixl:
         for _ in range(copies):
             delay_s = network.delay_s(here, there, "notification")
             text = _PAYLOADS.get(payload[:3], "notification")
-            fabric.world.note_message(here, there, text, fabric.world.time_s + delay_s)
+            fabric.world.note(here, text, there, fabric.world.time_s + delay_s)
             fabric.world.after(delay_s, lambda: peer.deliver(self.name, payload))
 
     def deliver(self, sender: str, payload: bytes) -> None:

@@ -80,7 +80,7 @@ class SimConnection:
         delay_s = network.delay_s(self._slot, peer, "zmq", len(query))
         arrives_s = max(fleet.world.time_s + delay_s, self._last_s)
         for sent in self._carried(self._slot, peer, [query], delay_s):
-            fleet.world.note_message(self._slot, peer, "query", arrives_s)
+            fleet.world.note(self._slot, "query", peer, arrives_s)
             fleet.world.after(arrives_s - fleet.world.time_s, partial(self._serve, listener, sent), listener.process)
             self._last_s = arrives_s
 
@@ -127,7 +127,7 @@ class SimConnection:
             fleet.fault("zmq-doubling")
             again_s = arrives_s - fleet.world.time_s
             fleet.world.after(again_s, lambda: self._take(list(reply)), self.hub.driver.process)
-        fleet.world.note_message(peer, self._slot, "reply", arrives_s)
+        fleet.world.note(peer, "reply", self._slot, arrives_s)
         fleet.world.after(arrives_s - fleet.world.time_s, lambda: self._take(reply), self.hub.driver.process)
 
     def _take(self, frames: list[bytes]) -> None:

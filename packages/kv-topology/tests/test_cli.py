@@ -5,6 +5,7 @@ import json
 import math
 import re
 from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,8 +14,9 @@ from helpers import LONG, places, put
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from kv_topology import CostModel
 from kv_topology.errors import InvalidGeometry
-from kv_topology.tools import ModelSpec, StateSpec, cli
+from kv_topology.tools import EngineSpec, ModelSpec, StateSpec, cli
 from kv_topology.tools.cli import survey, warnings
 from kv_topology.tools.spec import load_spec, model_from_config, parse_spec
 
@@ -233,32 +235,18 @@ ODD_VALUES = [
     *(1.5, -0.0, 5e-324, 1e-9, 1e308, math.nan, math.inf, -math.inf, "", "x", "\ud800", "SD", "LBHNC", "latent"),
     *([], [1], [[]], ["attention"], [None], {}, {"a": 1}, {"heads": 1, "head_dim": 1, "state_dim": 1}),
 ]
+MODEL = {"kv_heads": 2, "head_dim": 16, "window_tokens": 32}
 SPEC = {
-    "model": {
-        "layers": 2, "kv_heads": 2, "head_dim": 16, "element_bytes": 2, "window_tokens": 32, "latent_dim": 0, "index_dim": 0,
-    },
-    "consumer": {
-        "tp": 2, "pp": 1, "dcp": 1, "block_tokens": 16, "kernel_block_tokens": 0, "layout": "LBHNC", "block_count": 8,
-        "interleave_tokens": 0, "conv_order": "DS", "base_address": 1 << 32,
-    },
+    "model": {**MODEL, "layers": 2, "element_bytes": 2, "latent_dim": 0, "index_dim": 0},
+    "consumer": asdict(EngineSpec(2, block_count=8)),
     "producer": {"tp": 1, "layout": "LBNHC"},
-    "link": {
-        "descriptor_us": 2.5, "bandwidth_gb_s": 9.0, "permute_gb_s": 10.0, "permute_launch_us": 20.0, "prompt_tokens": 256,
-    },
-}  # fmt: skip
+    "link": asdict(CostModel(prompt_tokens=256)),
+}
 HYBRID = {
-    "model": {
-        "kinds": ["attention", "mamba2", "sliding"], "kv_heads": 2, "head_dim": 16, "window_tokens": 32,
-        "state": {
-            "heads": 4, "head_dim": 8, "state_dim": 8, "groups": 2, "conv_rows": 3, "conv_element_bytes": 2,
-            "state_element_bytes": 4,
-        },
-    },
+    "model": {**MODEL, "kinds": ["attention", "mamba2", "sliding"], "state": asdict(StateSpec(4, 8, 8, 2, 3))},
     "consumer": {"tp": 2, "block_tokens": 16, "block_count": 8, "conv_order": "SD"},
     "producer": {"tp": 1, "block_tokens": 16, "block_count": 8},
-}  # fmt: skip
-
-
+}
 BASES = {
     "dense": SPEC,
     **{kind: put(HYBRID, ("model", "kinds", 1), kind) for kind in ("mamba1", "mamba2", "gated-delta")},

@@ -9,8 +9,7 @@ from byte_oracle.oracle import check_readers
 from helpers import LATENT, indices, lists
 
 from kv_topology import TokenDeal, plan_transfer
-from kv_topology.arithmetic import even_interval, holders, tokens_meet
-from kv_topology.plan.readers import notify_home
+from kv_topology.arithmetic import tokens_meet
 from kv_topology.tools import EngineSpec, ModelSpec, StateSpec, build_engine
 
 STATE = StateSpec(heads=8, head_dim=4, state_dim=4, groups=8, conv_rows=2)
@@ -102,17 +101,6 @@ def test_descriptor_numbers_of_a_hybrid_list():
     assert len(plan.local_rows((0, 0))) == len(plan.peer_rows((0, 0))) == 6
 
 
-def test_even_intervals_their_holders_and_homes():
-    assert [even_interval(8, 3, rank) for rank in range(3)] == [(0, 2), (2, 5), (5, 8)]
-    assert [even_interval(2, 6, rank) for rank in range(6)] == [(0, 1)] * 3 + [(1, 2)] * 3
-    assert [even_interval(4, 4, rank) for rank in range(4)] == [(0, 1), (1, 2), (2, 3), (3, 4)]
-    for size, tp in product(range(1, 10), repeat=2):
-        held = [even_interval(size, tp, rank) for rank in range(tp)]
-        for part in range(size):
-            assert list(holders(size, tp, part)) == [r for r, (low, high) in enumerate(held) if low <= part < high]
-    assert [notify_home(2, 6, rank) for rank in range(6)] == [0, 0, 0, 1, 1, 1]
-
-
 def test_shares_of_tokens_are_those_counted():
     for turn, peer_turn, size, peer_size in product(range(1, 7), range(1, 7), range(1, 5), range(1, 5)):
         tokens = np.arange(lcm(turn * size, peer_turn * peer_size))
@@ -126,23 +114,6 @@ def test_shares_of_tokens_in_absurd_turns():
     # Counting would take 10**18 tokens: the turns are as long as a document may claim, and have no common divisor.
     deal, peer = TokenDeal(65536, 7, 16), TokenDeal(65535, 65534, (1 << 31) - 1)
     assert tokens_meet(deal, peer) == pytest.approx(1 / 65536 / 65535, rel=1e-6)
-
-
-def test_stages_without_a_layer_are_notified_by_the_stage_across():
-    model = ModelSpec(("attention",) * 2, 4, 2)
-    consumers = build_engine(model, EngineSpec(2, 2))
-    producers = build_engine(model, EngineSpec(2, 2))
-    for (stage, rank), local in consumers.items():
-        plan = plan_transfer(local, producers)
-        assert plan.producer_ranks == ((stage, rank),)
-        assert plan.notify_only_ranks == ()
-        assert [plan.reader_count((s, rank)) for s in range(2)] == [1, 1]
-    wide = build_engine(ModelSpec(("latent",) * 2, latent_dim=4), EngineSpec(4, 2))
-    for rank in range(2):
-        local = build_engine(ModelSpec(("latent",) * 2, latent_dim=4), EngineSpec(2))[0, rank]
-        plan = plan_transfer(local, wide)
-        assert plan.producer_ranks == ((0, 2 * rank), (1, 2 * rank))
-        assert plan.notify_only_ranks == ((0, 2 * rank + 1), (1, 2 * rank + 1))
 
 
 def test_what_any_stage_reads_needs_no_other_notification():

@@ -19,7 +19,7 @@ STEP = int(os.environ.get("KV_TOPOLOGY_PROOF_STEP", "17" if os.environ.get("KVDE
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_listed_pairs(family):
-    (pairs, proof) = run_proofs((family,), step=STEP)[family]
+    pairs, proof = run_proofs(family, step=STEP)
     print(f"{family}: {pairs} pairs, {proof.plans} plans, {proof.copies} copies, {proof.bytes_proved} bytes")
     assert pairs > 0
     assert proof.bytes_proved > 0
