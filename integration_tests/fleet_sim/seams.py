@@ -155,20 +155,6 @@ class SimThreads:
         return self.running
 
 
-@final
-class SimSecrets:
-    """Stands for the module `secrets`, from the seed."""
-
-    def __init__(self, world: World) -> None:
-        self._random = world.random("secrets")
-
-    def randbits(self, bits: int) -> int:
-        return self._random.getrandbits(bits)
-
-    def token_hex(self, count: int) -> str:
-        return self._random.randbytes(count).hex()
-
-
 @contextmanager
 def simulated(
     fleet: Fleet, *, hub: Callable[..., object], port: Callable[..., object], router: Callable[..., object]
@@ -182,7 +168,8 @@ def simulated(
         router: Stands for `RouterSocket`.
     """
     world, plan = fleet.world, fleet.plan.fleet
-    clock, threads = SimTime(world), SimThreads(fleet.adopt)
+    clock, threads, draw = SimTime(world), SimThreads(fleet.adopt), world.random("secrets")
+    secrets = SimpleNamespace(randbits=draw.getrandbits, token_hex=lambda count: draw.randbytes(count).hex())
     # Transfer threads wait more coarsely than in production, since every look costs an event.
     options = ThreadOptions(
         spin_s=0.0,
@@ -205,8 +192,8 @@ def simulated(
         (kv_handshake.net.loop, "Hub", hub),
         (kv_handshake.net.listener, "ListeningPort", port),
         (kv_handshake.net.listener, "RouterSocket", router),
-        (vllm_adapter.wiring, "secrets", SimSecrets(world)),
-        (vllm_adapter.scheduler.streams, "random", SimSecrets(world)),
+        (vllm_adapter.wiring, "secrets", secrets),
+        (vllm_adapter.scheduler.streams, "random", secrets),
         (vllm_adapter.wiring, "TransferThread", transfer_thread),
         (vllm_adapter.wiring, "Client", lambda *a, **n: Client(*a, **n, seed=world.random("jitter").getrandbits(30))),
         (vllm_adapter.wiring, "Listener", lambda *a, **n: Listener(*a, **n, clock=world.clock)),
