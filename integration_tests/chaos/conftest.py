@@ -10,11 +10,11 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from live import Warm, warm_starter, with_answers
+from live import Warm, warm_starter
 
 
 @pytest.fixture(scope="session")
 def warm() -> Iterator[Warm]:
     """Import vLLM once, and let one engine alone answer all prompts."""
     with warm_starter() as started:
-        yield with_answers(started)
+        yield started

@@ -122,8 +122,7 @@ def revived(live: Live) -> Live:
 def start_anew(live: Live, name: str) -> None:
     """End an engine, if it lives, and start it on its ports."""
     live.kill(name)
-    live.begin_again(name)
-    live.wait_serving(name)
+    live.start_again(name)
 
 
 def _end_outages(live: Live) -> None:

@@ -9,19 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvdev.engines import metric_sum
 from vllm_adapter.cli.engines import ask_all
 
-__all__ = [
-    "HELD_BY_ENGINE",
-    "Held",
-    "Sample",
-    "family_of",
-    "held_by",
-    "is_alive",
-    "sample_of",
-    "usage_of",
-]
+__all__ = ["Sample", "family_of", "held_by", "is_alive", "sample_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,23 +23,6 @@ class Sample:
     descriptors: int
     sockets: int
     threads: int
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """Things that an engine holds for requests and peers, as `vllm-adapter status` says."""
-
-    leases: int = 0
-    leased_blocks: int = 0
-    fence_slots: int = 0
-    requests: int = 0
-    reads: int = 0
-    quarantined: int = 0
-    is_silent: bool = False
-
-
-HELD_BY_ENGINE = ("leases", "leased_blocks", "fence_slots", "requests", "reads", "quarantined")
-"""Levels of `Held` that are zero in an engine at rest."""
 
 
 def family_of(pid: int) -> list[int]:
@@ -88,21 +61,18 @@ def sample_of(pid: int) -> Sample:
     return Sample(resident_kb / 1024, descriptors, sockets, threads)
 
 
-def held_of(answers: Sequence[Any], pids: Sequence[int]) -> Held:
-    """Add up what the parts of one engine say, the engine being that of these processes."""
+def held_of(answers: Sequence[Any], pids: Sequence[int]) -> dict[str, int]:
+    """Add up what the parts of one engine hold for requests and peers, the engine being that of these processes."""
     parts = [answer for answer in answers if answer.get("pid") in set(pids)]
     schedulers = [part for part in parts if part.get("part") == "scheduler"]
     workers = [part for part in parts if part.get("part") != "scheduler"]
     if not schedulers or not workers or any("error" in part or part.get("is_silent") for part in parts):
-        return Held(is_silent=True)
-    return Held(
-        leases=_sum(schedulers, "leases"),
-        leased_blocks=_sum(schedulers, "leased_blocks"),
-        fence_slots=_sum(schedulers, "fence_slots_used"),
-        requests=sum(sum(part.get("requests_by_state", {}).values()) for part in schedulers),
-        reads=_sum(workers, "reads"),
-        quarantined=_sum(workers, "quarantined_transfers"),
-    )
+        return {"parts without an answer to status": 1}
+    return {
+        **{name: _sum(schedulers, name) for name in ("leases", "leased_blocks", "fence_slots_used")},
+        "requests": sum(sum(part.get("requests_by_state", {}).values()) for part in schedulers),
+        **{name: _sum(workers, name) for name in ("reads", "quarantined_transfers")},
+    }
 
 
 def _sum(parts: Sequence[Any], name: str) -> int:
@@ -110,12 +80,7 @@ def _sum(parts: Sequence[Any], name: str) -> int:
     return sum(level if isinstance(level, int) else len(level) for level in levels)
 
 
-def held_by(pids: Mapping[str, int], folder: Path) -> dict[str, Held]:
+def held_by(pids: Mapping[str, int], folder: Path) -> dict[str, dict[str, int]]:
     """Return what each engine holds: it answers on a socket in this folder, and is led by this process."""
     answers = ask_all(folder)
     return {name: held_of(answers, family_of(pid)) for name, pid in pids.items()}
-
-
-def usage_of(page: str) -> float:
-    """Return the share of KV blocks in use, by an engine's metrics page."""
-    return metric_sum(page, "vllm:kv_cache_usage_perc")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import time
@@ -11,16 +12,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, final
 
-from levels import HELD_BY_ENGINE, Held, family_of, held_by, is_alive, usage_of
+from levels import family_of, held_by, is_alive
 from load import Load, Pair, Prompt, make_prompts
 from verdicts import Outages
 
 from kvdev.demo import connector_config
-from kvdev.engines import Engine, EngineSpec, local_model, start_all
+from kvdev.engines import Engine, EngineSpec, local_model, metric_sum, start_all, wait_healthy
 from kvdev.forked import Starter, started_starter
 from kvdev.steps import note
 
-__all__ = ["FAILS", "LEASE_S", "NAMES", "Live", "Setting", "Warm", "started_live", "warm_starter", "with_answers"]
+__all__ = ["FAILS", "LEASE_S", "NAMES", "Live", "Warm", "started_live", "warm_starter"]
 
 LEASE_S = 8
 NAMES = ("prefill-0", "prefill-1", "decode-0", "decode-1")
@@ -29,19 +30,8 @@ FAILS = {"decode-1": True}
 STABLE_IDS = ("prefill-0", "decode-0")
 """Engines that come back under the id that they had; the others choose a new one, as vLLM's default is."""
 PROMPTS = 64
-_HEALTHY_WITHIN_S = 180.0
+_USAGE = "vllm:kv_cache_usage_perc"
 _FLUSH = {"model": "tiny", "prompt": "flush", "max_tokens": 2, "temperature": 0}
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """Choices that make one fleet differ from another."""
-
-    label: str
-    variables: Mapping[str, str] = field(default_factory=dict)
-    """Environment of all engines."""
-    keys: Mapping[str, object] = field(default_factory=dict)
-    """Extra-config keys of all connectors."""
 
 
 def _config(name: str, keys: Mapping[str, object]) -> dict[str, object]:
@@ -53,19 +43,19 @@ def _config(name: str, keys: Mapping[str, object]) -> dict[str, object]:
     return config
 
 
-def spec_of(name: str, setting: Setting, model: Path, runtime: Path) -> EngineSpec:
-    """Return how an engine of the fleet is started."""
+def spec_of(name: str, label: str, keys: Mapping[str, object], model: Path, runtime: Path) -> EngineSpec:
+    """Return how an engine of a fleet is started; `keys` are extra-config keys of its connector."""
     cores = sorted(os.sched_getaffinity(0))
     # Decode engines keep no prefixes: each request is read from its peer.
     more = ["--no-enable-prefix-caching"] if name.startswith("decode") else []
     more += ["--disable-uvicorn-access-log", "--kv-cache-memory-bytes", "67108864"]
     return EngineSpec(
-        f"chaos-{setting.label}-{name}",
+        f"chaos-{label}-{name}",
         model,
         str(cores[NAMES.index(name) % len(cores)]),
-        _config(name, setting.keys),
+        _config(name, keys),
         more,
-        {"XDG_RUNTIME_DIR": str(runtime), **setting.variables},
+        {"XDG_RUNTIME_DIR": str(runtime)},
     )
 
 
@@ -79,7 +69,6 @@ class Live:
     status_folder: Path
     """Folder of the sockets on which these engines answer `vllm-adapter status`."""
     outages: Outages = field(default_factory=Outages)
-    restarts_s: list[float] = field(default_factory=list)
 
     def pairs(self, prefill: Sequence[str] = NAMES[:2], decode: Sequence[str] = NAMES[2:]) -> list[Pair]:
         """Return all pairs of these engines."""
@@ -87,7 +76,7 @@ class Live:
 
     def load(self, seed: int, **more: Any) -> Load:
         """Return a load over all pairs."""
-        return Load(more.pop("pairs", None) or self.pairs(), self.prompts, seed, **more)
+        return Load(self.pairs(), self.prompts, seed, **more)
 
     # ------------------------------------------------------------------------------------------------------- faults
 
@@ -103,20 +92,11 @@ class Live:
             assert time.monotonic() < until, f"processes of {name} do not end"
             time.sleep(0.02)
 
-    def begin_again(self, name: str) -> None:
-        """Start an engine that has ended on its ports."""
+    def start_again(self, name: str) -> None:
+        """Start an engine that has ended on its ports, wait until it is healthy, and note the end of its outage."""
         self.engines[name] = self.engines[name].again()
-
-    def wait_serving(self, name: str) -> None:
-        """Wait until an engine that was started anew is healthy, and note the end of its outage."""
-        began_s = time.monotonic()
-        engine = self.engines[name]
-        while not engine.is_healthy():
-            assert engine.is_running, f"{name} ended while starting:\n{engine.last_words()}"
-            assert time.monotonic() - began_s < _HEALTHY_WITHIN_S, f"{name} is not healthy:\n{engine.last_words()}"
-            time.sleep(0.2)
+        wait_healthy([self.engines[name]])
         self.outages.end(name, time.monotonic())
-        self.restarts_s.append(time.monotonic() - began_s)
 
     def stop(self, name: str) -> None:
         """Stop all processes of an engine."""
@@ -145,29 +125,23 @@ class Live:
             if engine.is_running:
                 engine.complete(_FLUSH)
 
-    def held(self) -> dict[str, tuple[Held, float]]:
-        """Return what each engine holds, and the share of its blocks that is in use."""
+    def held(self) -> dict[str, str]:
+        """Return what each engine holds, in words; engines that hold nothing are left out."""
         held = held_by({name: engine.pid for name, engine in self.engines.items()}, self.status_folder)
-        return {name: (held[name], usage_of(engine.metrics())) for name, engine in self.engines.items()}
+        for name, engine in self.engines.items():
+            held[name]["percent of its blocks"] = math.ceil(100 * metric_sum(engine.metrics(), _USAGE))
+        words = {name: [f"{count} {what}" for what, count in each.items() if count] for name, each in held.items()}
+        return {name: ", ".join(each) for name, each in words.items() if each}
 
     def stranded(self, within_s: float = 2.0 * LEASE_S + 2) -> dict[str, str]:
         """Wait until nothing is held; return what still is after this time, by engine."""
         until = time.monotonic() + within_s
         while True:
             self.take_steps()
-            left = {name: text for name, (held, usage) in self.held().items() if (text := _text(held, usage))}
+            left = self.held()
             if not left or time.monotonic() > until:
                 return left
             time.sleep(0.5)
-
-
-def _text(held: Held, usage: float) -> str:
-    """Return what an engine holds in words; empty when it holds nothing."""
-    levels = {name: getattr(held, name) for name in HELD_BY_ENGINE if getattr(held, name)}
-    words = [f"{name} {level}" for name, level in levels.items()]
-    words += [f"{usage:.1%} of its blocks"] if usage else []
-    words += ["no answer to status"] if held.is_silent else []
-    return ", ".join(words)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,39 +151,39 @@ class Warm:
     starter: Starter
     python: Path
     model: Path
-    prompts: Sequence[Prompt] = ()
+    prompts: Sequence[Prompt]
 
 
 @contextlib.contextmanager
 def warm_starter() -> Iterator[Warm]:
-    """Import vLLM once."""
+    """Import vLLM once, and let one engine alone answer all prompts."""
     python, model = local_model(Path(os.environ["KVDEV_UV"]), "dense", os.environ["KVDEV_VLLM"])
     began_s = time.monotonic()
     with started_starter(python) as starter:
         note(f"  ok  vLLM is imported ({time.monotonic() - began_s:.0f} s)")
-        yield Warm(starter, python, model)
+        yield Warm(starter, python, model, _answered(starter, python, model))
 
 
-def with_answers(warm: Warm, count: int = PROMPTS) -> Warm:
+def _answered(starter: Starter, python: Path, model: Path) -> list[Prompt]:
     """Let one plain engine, without a connector, answer all prompts, and end it."""
-    spec = EngineSpec("chaos-alone", warm.model, str(min(os.sched_getaffinity(0))))
+    spec = EngineSpec("chaos-alone", model, str(min(os.sched_getaffinity(0))))
     answered: list[Prompt] = []
-    with start_all([spec], warm.python, quiet=True, launch=warm.starter.launch) as (engine,):
-        for prompt in make_prompts(count):
+    with start_all([spec], python, quiet=True, launch=starter.launch) as (engine,):
+        for prompt in make_prompts(PROMPTS):
             body = {"prompt": prompt.text, "max_tokens": prompt.tokens, "temperature": 0, "ignore_eos": True}
             answer: Any = engine.complete({"model": "tiny", **body})
             answered.append(replace(prompt, answer=str(answer["choices"][0]["text"])))
     texts = [prompt.answer for prompt in answered if prompt.tokens > 1]
     assert len(set(texts)) > 0.9 * len(texts), "prompts share answers: a mix-up would not show"
-    return replace(warm, prompts=answered)
+    return answered
 
 
 @contextlib.contextmanager
-def started_live(warm: Warm, setting: Setting) -> Iterator[Live]:
-    """Start the four engines, by forks."""
-    runtime = warm.starter.folder / f"run-{setting.label}"
+def started_live(warm: Warm, label: str, **keys: object) -> Iterator[Live]:
+    """Start the four engines, by forks; `keys` are extra-config keys of all connectors."""
+    runtime = warm.starter.folder / f"run-{label}"
     runtime.mkdir(mode=0o700)
-    specs = [spec_of(name, setting, warm.model, runtime) for name in NAMES]
+    specs = [spec_of(name, label, keys, warm.model, runtime) for name in NAMES]
     with start_all(specs, warm.python, quiet=True, launch=warm.starter.launch) as started:
         live = Live(dict(zip(NAMES, started, strict=True)), warm.prompts, runtime / "vllm-adapter")
         try:

@@ -22,7 +22,7 @@ from faults import (
     used_descriptors,
 )
 from levels import family_of
-from live import LEASE_S, Live, Setting, Warm, started_live
+from live import LEASE_S, Live, Warm, started_live
 from proxy import Behaviour, Proxy, running_proxy
 
 pytestmark = [
@@ -35,7 +35,7 @@ SHORT_S, LONG_S = 5.0, 2.0 * LEASE_S
 @pytest.fixture(scope="module")
 def started(warm: Warm) -> Iterator[Live]:
     """Start a fleet for all faults of this file."""
-    with started_live(warm, Setting("faults", keys={"read_timeout_s": 12})) as fleet:
+    with started_live(warm, "faults", read_timeout_s=12) as fleet:
         yield fleet
 
 
@@ -65,8 +65,7 @@ def test_a_scheduler_process_that_is_killed_alone_ends_its_engine_cleanly(live: 
         assert core_of(engine) != engine.pid
         os.kill(core_of(engine), signal.SIGKILL)
         assert engine.has_ended(within_s=60), "its API server stays"
-        live.begin_again("decode-1")
-        live.wait_serving("decode-1")
+        live.start_again("decode-1")
         fault.ends()
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 from levels import Sample, sample_of
-from live import FAILS, Live, Setting, Warm, started_live
+from live import FAILS, Live, Warm, started_live
 from load import Load, running_load
 from verdicts import GROWTH_BOUNDS, judge_all, too_large
 
@@ -35,8 +35,7 @@ def kill(live: Live, load: Load, name: str, draw: random.Random) -> None:
     long = [prompt for prompt in live.prompts if len(prompt.text) > 800]
     load.aim(pairs, draw.sample(long, LONG_READS), lambda: live.kill(name), draw.uniform(0.0, 0.05))
     time.sleep(draw.uniform(0.0, 3.0))
-    live.begin_again(name)
-    live.wait_serving(name)
+    live.start_again(name)
 
 
 def stop(live: Live, _load: Load, name: str, draw: random.Random) -> None:
@@ -56,7 +55,7 @@ FAULTS: tuple[tuple[Callable[[Live, Load, str, random.Random], None], str], ...]
 def test_a_soak_of_faults_leaves_memory_handles_and_sockets_flat(warm: Warm) -> None:
     draw, faults = random.Random(16), Counter[str]()
     samples: dict[str, list[Sample]] = {name: [] for name in SURVIVORS}
-    with started_live(warm, Setting("soak")) as live:
+    with started_live(warm, "soak") as live:
         began_s = time.monotonic()
         next_fault_s, next_note_s = began_s + FAULT_EVERY_S, began_s + 60
         # Workers that pause: about four requests a second, also where the machine is busy with other things.

@@ -28,34 +28,40 @@ def out(engine: str, began_s: float, ended_s: float) -> Outages:
     return outages
 
 
-def test_a_right_text_is_right_and_another_one_is_never_excused() -> None:
-    everything = out("d", 0, math.inf)
-    assert judge(RIGHT, Outages()) == "right"
-    assert judge(replace(RIGHT, text=" and its"), everything) == "wrong text"
-    assert judge(replace(RIGHT, end="broken", text=" and his"), everything) == "wrong text"
-    assert judge(replace(RIGHT, end="broken", text=" and its"), everything) == "clean error"
-    assert judge(replace(RIGHT, end="hung", text=""), everything) == "hung"
+EVER = out("d", 0, math.inf)
+FAILED = replace(RIGHT, end="error", text="")
+FAILED_EARLY = replace(FAILED, step="prefill")
 
 
-def test_an_error_needs_an_engine_that_was_out() -> None:
-    failed = replace(RIGHT, end="error", text="")
-    assert judge(failed, Outages()) == "without excuse"
-    assert judge(failed, out("d", 10.5, 12)) == "clean error"
-    assert judge(failed, out("d", 11.5, 12)) == "without excuse", "out when it had ended"
-    assert judge(failed, out("other", 0, 99)) == "without excuse"
-    # A decode engine that computes lost prompts has no excuse in its prefill engine.
-    assert judge(failed, out("p", 10.5, 12)) == "without excuse"
-    assert judge(failed, out("p", 10.5, 12), {"d": True}) == "clean error"
-    assert judge(replace(failed, end="broken"), out("p", 10.5, 12), {"d": True}) == "without excuse"
-    assert judge(replace(failed, step="prefill"), out("p", 10.5, 12)) == "clean error"
-    assert judge(replace(failed, step="prefill"), out("d", 10.5, 12)) == "without excuse"
+@pytest.mark.parametrize(
+    ("asked", "outages", "verdict"),
+    [
+        (RIGHT, Outages(), "right"),
+        (replace(RIGHT, text=" and its"), EVER, "wrong text"),
+        (replace(RIGHT, end="broken", text=" and his"), EVER, "wrong text"),
+        (replace(RIGHT, end="broken", text=" and its"), EVER, "clean error"),
+        (replace(RIGHT, end="hung", text=""), EVER, "hung"),
+        (FAILED, Outages(), "without excuse"),
+        (FAILED, out("d", 10.5, 12), "clean error"),
+        (FAILED, out("d", 11.5, 12), "without excuse"),  # out when it had ended
+        (FAILED, out("other", 0, 99), "without excuse"),
+        # A decode engine that computes lost prompts has no excuse in its prefill engine.
+        (FAILED, out("p", 10.5, 12), "without excuse"),
+        (FAILED_EARLY, out("p", 10.5, 12), "clean error"),
+        (FAILED_EARLY, out("d", 10.5, 12), "without excuse"),
+    ],
+)
+def test_an_error_needs_an_engine_that_was_out_and_a_wrong_text_is_never_excused(
+    asked: Asked, outages: Outages, verdict: str
+) -> None:
+    assert judge(asked, outages) == verdict
+    counts, bad = judge_all([asked], outages)
+    assert (dict(counts), bool(bad)) == ({verdict: 1}, verdict not in {"right", "clean error"})
 
 
-def test_verdicts_are_counted_and_bad_requests_are_named() -> None:
-    hung = replace(RIGHT, end="hung", text="")
-    counts, bad = judge_all([RIGHT, RIGHT, hung, replace(RIGHT, end="left", text="")], Outages())
-    assert counts == {"right": 2, "hung": 1, "left": 1}
-    assert bad == [hung]
+def test_a_decode_engine_that_fails_lost_prompts_needs_its_prefill_engine() -> None:
+    assert judge(FAILED, out("p", 10.5, 12), {"d": True}) == "clean error"
+    assert judge(replace(FAILED, end="broken"), out("p", 10.5, 12), {"d": True}) == "without excuse"
 
 
 def test_a_leak_is_seen_and_a_spike_is_not() -> None:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from judging import LEASE_S, fleet_python, model_folder
 
 from kvdev.demo import connector_config
-from kvdev.engines import Engine, EngineSpec, Launch, start_all
+from kvdev.engines import Engine, EngineSpec, Launch, start_all, wait_healthy
 
 SHUTDOWN_TIMEOUT_S = 40
-_HEALTHY_WITHIN_S = 240
 _FLUSH = {"model": "tiny", "prompt": "flush", "max_tokens": 2, "temperature": 0}
 
 
@@ -44,12 +42,8 @@ class TwoByTwo:
 
     def start_again(self, place: int) -> None:
         """Start an engine anew that has ended, on the same ports, and wait until it is healthy."""
-        self.engines[place] = engine = self.engines[place].again()
-        until = time.monotonic() + _HEALTHY_WITHIN_S
-        while not engine.is_healthy():
-            assert engine.is_running, f"{engine.spec.name} ended while starting:\n{engine.last_words()}"
-            assert time.monotonic() < until, f"{engine.spec.name} is not healthy:\n{engine.last_words()}"
-            time.sleep(0.5)
+        self.engines[place] = self.engines[place].again()
+        wait_healthy([self.engines[place]])
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from draw_world import enriched
 from faults import KINDS
+from network import LINK_KINDS
 from plan import EnginePlan, EpisodePlan, FaultPlan, FleetPlan, GroupPlan, RequestPlan
 from router import DAMAGES
 
@@ -21,7 +22,6 @@ _NO_FENCE_PART = 0.02
 _AIMED_PART = 0.6
 _LONGEST_TOKENS = 80
 """No conversation grows beyond this, so that every request fits into an engine that has nothing else to do."""
-_LINK_KINDS = frozenset(("cut", "slow", "loss", "doubling", "damage"))
 
 
 def draw_plan(seed: int) -> EpisodePlan:
@@ -164,7 +164,7 @@ def _bad_neighbour(draw: random.Random, seed: int) -> EpisodePlan:
         for number in range(draw.randint(6, 12))
     )
     kind = draw.choice(("cut", "cut", "slow", "stop", "crash"))
-    trouble = FaultPlan(kind, draw.uniform(0.2, 2.0), draw.uniform(2.0, 5.0), 0, 2 if kind in _LINK_KINDS else 0, 50.0)
+    trouble = FaultPlan(kind, draw.uniform(0.2, 2.0), draw.uniform(2.0, 5.0), 0, 2 if kind in LINK_KINDS else 0, 50.0)
     if kind == "crash":  # some tickets arrive when their engine is dead
         late = draw.randint(1, 3)
         at_s = max(0.0, trouble.at_s - draw.uniform(0.2, 0.4))
@@ -258,7 +258,7 @@ def _fault(draw: random.Random, fleet: FleetPlan, requests: Sequence[RequestPlan
         at_s = min(fleet.faults_end_s, aim.at_s + aim.router_s + draw.random() * 0.4)
         engine, second = draw.sample((aim.prefill, aim.decode), 2)
         others = [second]
-    if kind in _LINK_KINDS:
+    if kind in LINK_KINDS:
         amount = {"slow": draw.choice((5.0, 50.0)), "cut": 0.0}.get(kind, draw.choice((0.1, 0.4)))
         return FaultPlan(kind, at_s, draw.choice((0.3, 1.5, 5.0)) * draw.random(), engine, draw.choice(others), amount)
     if kind == "jump":

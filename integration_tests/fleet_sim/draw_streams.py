@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from draw import plain_plan
-from draw_world import PARTS_OF_STREAMS, parts_of
+from draw_world import PARTS_OF_STREAMS, parts_of, with_engines
 from plan import EpisodePlan, FaultPlan, RequestPlan
 
 __all__ = ["AIMED", "draw_stream_plan"]
@@ -34,7 +34,8 @@ def draw_stream_plan(seed: int) -> EpisodePlan:
     plan = parts_of(plan, PARTS_OF_STREAMS)
     if plan.fleet.answer_s:
         return replace(plan, faults=())
-    plan = _with_chunks(draw, plan)
+    # Short chunks, whatever the blocks are.
+    plan = with_engines(plan, lambda engine: replace(engine, chunk_tokens=draw.choice((4, 6, 8, 16))))
     if plan.fleet.is_calm:
         return replace(plan, faults=tuple(fault for fault in plan.faults if fault.kind != "siblings"))
     return replace(plan, faults=(*plan.faults, *_aimed(draw, plan)))
@@ -133,12 +134,6 @@ def _pair(draw: random.Random, plan: EpisodePlan) -> EpisodePlan:
         faults_end_s=2.0,
     )
     return EpisodePlan(plan.seed, fleet, requests, ())
-
-
-def _with_chunks(draw: random.Random, plan: EpisodePlan) -> EpisodePlan:
-    """Shorten the chunks, whatever the blocks are."""
-    engines = tuple(replace(engine, chunk_tokens=draw.choice((4, 6, 8, 16))) for engine in plan.fleet.engines)
-    return replace(plan, fleet=replace(plan.fleet, engines=engines))
 
 
 def _aimed(draw: random.Random, plan: EpisodePlan) -> Sequence[FaultPlan]:

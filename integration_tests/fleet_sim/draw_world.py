@@ -13,7 +13,7 @@ from typing import Any
 
 from plan import EnginePlan, EpisodePlan, FaultPlan, GroupPlan, RequestPlan
 
-__all__ = ["PARTS_OF_STREAMS", "enriched", "parts_of"]
+__all__ = ["PARTS_OF_STREAMS", "enriched", "parts_of", "with_engines"]
 
 Part = Callable[[random.Random, EpisodePlan], EpisodePlan]
 
@@ -37,7 +37,8 @@ def parts_of(plan: EpisodePlan, parts: Sequence[tuple[Part, float]]) -> EpisodeP
     return plan
 
 
-def _with_engines(plan: EpisodePlan, change: Callable[[EnginePlan], EnginePlan], **fleet: Any) -> EpisodePlan:
+def with_engines(plan: EpisodePlan, change: Callable[[EnginePlan], EnginePlan], **fleet: Any) -> EpisodePlan:
+    """Return a plan with each engine changed, and with other values of its fleet."""
     engines = tuple(change(engine) for engine in plan.fleet.engines)
     return replace(plan, fleet=replace(plan.fleet, engines=engines, **fleet))
 
@@ -56,12 +57,12 @@ def _kinds(draw: random.Random, plan: EpisodePlan) -> EpisodePlan:
 
 def _roomy(plan: EpisodePlan) -> EpisodePlan:
     """Give every engine blocks for a state's request more."""
-    return _with_engines(plan, lambda engine: replace(engine, blocks=engine.blocks + 12))
+    return with_engines(plan, lambda engine: replace(engine, blocks=engine.blocks + 12))
 
 
 def _prefixes(draw: random.Random, plan: EpisodePlan) -> EpisodePlan:
     """Prefix caches on some engines, and prompts that begin alike."""
-    plan = _with_engines(plan, lambda engine: replace(engine, has_prefix_cache=draw.random() < 0.8))
+    plan = with_engines(plan, lambda engine: replace(engine, has_prefix_cache=draw.random() < 0.8))
     families = draw.choice((1, 1, 2))
 
     def shared(request: RequestPlan) -> RequestPlan:
@@ -82,7 +83,7 @@ def _prefixes(draw: random.Random, plan: EpisodePlan) -> EpisodePlan:
 
 def _mirrors(draw: random.Random, plan: EpisodePlan) -> EpisodePlan:
     """Host-buffer mode on some engines, which excludes readback; copies may fail for a while."""
-    plan = _with_engines(plan, lambda engine: replace(engine, has_mirror=draw.random() < 0.7), is_bidirectional=False)
+    plan = with_engines(plan, lambda engine: replace(engine, has_mirror=draw.random() < 0.7), is_bidirectional=False)
     plan = replace(plan, requests=tuple(replace(request, turns=1) for request in plan.requests))
     return (
         _with_faults(plan, _few(draw, plan, "mirror", lambda: draw.choice((0.05, 0.5))))

@@ -14,7 +14,6 @@ from world import Process
 
 from vllm_adapter.cache.facts import CacheGroup, EngineFacts, GroupKind
 from vllm_adapter.config import Settings
-from vllm_adapter.steps import StepReport
 from vllm_adapter.wiring import make_scheduler, make_worker
 from vllm_adapter.worker.engine_thread import WorkerSide
 
@@ -46,7 +45,7 @@ class Engine:
         self.device = SimDevice() if self.plan.has_device and not self.plan.has_mirror else None
         self.settings = _settings(fleet, self.plan)
         self.workers: list[WorkerSide] = []
-        self._ranks = Ranks(self.plan.tp)
+        self.ranks = Ranks(self.plan.tp)
         self.side: Any = None
         fleet.world.act(self.process, self._start)
         from host import Host
@@ -106,12 +105,6 @@ class Engine:
     def violated(self, kind: str, text: str) -> None:
         """Note a promise that this engine has broken."""
         self.fleet.world.violated(kind, f"{self.name}: {text}")
-
-    def gather(self, reports: list[StepReport]) -> StepReport:
-        """Add the ranks' reports up, and note why reads failed."""
-        step = self._ranks.add(reports)
-        self.failure_codes = {failure.request_id: failure.code for failure in reversed(step.failures)}
-        return step
 
     def on_workers(self, hook: str, orders: Any) -> None:
         """Call a hook of every worker with a step's orders."""

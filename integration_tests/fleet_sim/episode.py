@@ -6,9 +6,8 @@ import logging
 import os
 import re
 from collections import Counter
-from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import final
 from unittest.mock import patch
 
@@ -24,10 +23,9 @@ from wire import SimHub, SimPort, SimRouter
 from world import Note, Violation, World
 
 import vllm_adapter.wiring
-from kv_nixl_agent import ThreadOptions
 from kv_scheduler_state.errors import DuplicateRequest
 
-__all__ = ["Outcome", "play", "settle", "start"]
+__all__ = ["Outcome", "play"]
 
 _LOOK_S = 0.25
 _WALKED = 10
@@ -36,16 +34,6 @@ _KEEPS_LEASES = frozenset(("pause", "starve", "blip"))
 """Faults of calm fleets by which no lease may end unread."""
 _UNREAD = re.compile(r"-p\d+: its lease ended before it was read \(last heartbeat")
 """A prefill's lease that a reader had asked for. One of decode's is for a next turn, which need not come."""
-_OPTIONS = ThreadOptions(
-    spin_s=0.0,
-    min_sleep_s=0.001,
-    max_sleep_s=0.02,
-    idle_poll_s=0.02,
-    slow_poll_s=0.25,
-    gil_switch_interval_s=None,
-)
-
-
 _ROUNDS = 6
 _PAUSE_S = 2.5
 """Time between two attempts. A failed engine is asked again in the background after 5 s at most, so the third round meets it."""
@@ -90,8 +78,8 @@ class _LogLines(logging.Handler):
             self._world.violated("exception", f"{lane}: {text[:200]}: {error!r}")
 
 
-def play(plan: EpisodePlan, fault: Fault | None = None, run: Callable[[Fleet], None] | None = None) -> Outcome:
-    """Play a plan to its end, with a planted fault or none; `run` plays other events than the plan's."""
+def play(plan: EpisodePlan, fault: Fault | None = None) -> Outcome:
+    """Play a plan to its end, with a planted fault or none."""
     fleet = Fleet(plan)
     world = fleet.world
     with ExitStack() as stack:
@@ -102,16 +90,13 @@ def play(plan: EpisodePlan, fault: Fault | None = None, run: Callable[[Fleet], N
             stack.enter_context(fault.planted())
         fleet.threads = stack.enter_context(
             simulated(
-                world,
-                adopt=fleet.adopt,
+                fleet,
                 hub=lambda _: SimHub(fleet),
                 port=lambda endpoint: SimPort(fleet, endpoint),
                 router=SimRouter,
-                thread_options=replace(_OPTIONS, max_sleep_s=plan.fleet.poll_s, idle_poll_s=plan.fleet.poll_s),
-                tick_s=min(0.25, plan.fleet.lease_s / plan.fleet.tick_parts),
             )
         )
-        (run or _run)(fleet)
+        _run(fleet)
     return Outcome(
         plan,
         tuple(world.violations),
@@ -132,16 +117,11 @@ def _take_logs(stack: ExitStack, world: World, plan: EpisodePlan) -> None:
         stack.enter_context(patch.object(logger, "propagate", False))
 
 
-def start(fleet: Fleet) -> None:
-    """Start the router and all engines."""
-    fleet.router = Router(fleet)
-    for slot in range(len(fleet.plan.fleet.engines)):
-        fleet.start(slot)
-
-
 def _run(fleet: Fleet) -> None:
     plan, world = fleet.plan, fleet.world
-    start(fleet)
+    fleet.router = Router(fleet)
+    for slot in range(len(plan.fleet.engines)):
+        fleet.start(slot)
     for request in plan.requests:
         fleet.router.start(request)
     faults = Faults(fleet)

@@ -14,6 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
+from network import LINK_KINDS
+
 if TYPE_CHECKING:
     from collections.abc import Collection
 
@@ -22,7 +24,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Fairness", "is_untouched"]
 
-_LINK_KINDS = frozenset(("cut", "slow", "loss", "doubling", "damage"))
 _HARMLESS_KINDS = frozenset(("pressure", "forged"))
 """Faults of an engine that stop neither its process nor its clock."""
 WAIT_S = 0.5
@@ -37,7 +38,7 @@ def is_untouched(plan: EpisodePlan, one: int, other: int, processes: Collection[
     """Tell whether no fault names one of these processes, or the links between two slots."""
     return not any(
         {fault.engine, fault.second} == {one, other}
-        if fault.kind in _LINK_KINDS
+        if fault.kind in LINK_KINDS
         else fault.engine in processes and fault.kind not in _HARMLESS_KINDS
         for fault in plan.faults
     )

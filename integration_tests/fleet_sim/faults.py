@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, final
 
-from network import damaged
+from network import LINK_KINDS, Link, damaged
 from plan import FaultPlan
 
 from kv_handshake import Codec
@@ -37,10 +37,10 @@ class Faults:
                 elif fault.kind == "same-id":
                     # A router sends another hand-over under the id of one that is under way, or has ended.
                     self._fleet.router.same_id(fault.request, is_other=bool(fault.second))
-                elif fault.kind in _LINK:
+                elif fault.kind in LINK_KINDS:
                     self._link(fault)
                 elif (engine := self._fleet.engine(fault.engine)) is not None and not engine.process.is_dead:
-                    _ACTIONS[fault.kind](self, fault, engine)
+                    getattr(self, fault.kind.removesuffix("-at"))(fault, engine)
 
         if fault.request:
             self._fleet.at_chunk(f"{fault.request}-p1", fault.chunk, lambda: self._world.after(fault.at_s, happen))
@@ -80,14 +80,16 @@ class Faults:
 
     def _link(self, fault: FaultPlan) -> None:
         source, target = self._fleet.lane(fault.engine), self._fleet.lane(fault.second)
-        name, normal = _LINK[fault.kind]
+        name = LINK_KINDS[fault.kind]
         setattr(self._fleet.network.link(source, target), name, fault.amount if name != "is_cut" else True)
-        self._later(fault, lambda: setattr(self._fleet.network.link(source, target), name, normal))
+        self._later(fault, lambda: setattr(self._fleet.network.link(source, target), name, getattr(Link(), name)))
 
     def stop(self, fault: FaultPlan, engine: Engine) -> None:
         if not engine.process.is_stopped:
             self._world.stop(engine.process)
             self._later(fault, lambda: self._world.resume(engine.process))
+
+    pause = stop
 
     def starve(self, fault: FaultPlan, engine: Engine) -> None:
         """The transfer threads of an engine get no core, while its steps go on."""
@@ -148,27 +150,5 @@ class Faults:
         self._later(fault, engine.host.pool.unpress)
 
 
-_LINK: dict[str, tuple[str, object]] = {
-    "cut": ("is_cut", False),
-    "slow": ("slowness", 1.0),
-    "loss": ("loss", 0.0),
-    "doubling": ("doubling", 0.0),
-    "damage": ("damage", 0.0),
-}
-"""Faults of a link: what they change, and its normal value."""
-_ACTIONS: dict[str, Callable[[Faults, FaultPlan, Engine], None]] = {
-    "stop": Faults.stop,
-    "pause": Faults.stop,
-    "jump": Faults.jump,
-    "pressure": Faults.pressure,
-    "forged": Faults.forged,
-    "reset": Faults.reset,
-    "sleep": Faults.sleep,
-    "mirror": Faults.mirror,
-    "blip": Faults.blip,
-    "starve": Faults.starve,
-    "abort-at": Faults.abort,
-    "preempt": Faults.preempt,
-}
-KINDS = ("crash", "stop", "pause", "jump", *_LINK, "pressure", "forged")
+KINDS = ("crash", "stop", "pause", "jump", *LINK_KINDS, "pressure", "forged")
 """Kinds that any fleet meets; the others are drawn where they mean something."""

@@ -35,13 +35,7 @@ class Fleet:
         self.plan = plan
         self.world = World(plan.seed)
         self.network = Network(self.world, plan.fleet.base_latency_s, plan.fleet.bytes_per_s)
-        self.fabric = Fabric(
-            self,
-            blocks_reads_of_stopped=plan.fleet.blocks_reads_of_stopped,
-            notice_s=plan.fleet.notice_s,
-            patience_s=plan.fleet.patience_s,
-        )
-        self.fabric.tears_words = plan.fleet.stream_slots > 0
+        self.fabric = Fabric(self)
         self.listeners: dict[tuple[str, int], Any] = {}
         self.threads: SimThreads
         self.router: Router

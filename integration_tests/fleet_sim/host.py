@@ -289,7 +289,7 @@ class Host:
     # ------------------------------------------------------------------------------------------------------ results
 
     def _update(self, reports: list[Any], work: list[Work], resets: int) -> None:
-        step = self.engine.gather(reports)
+        step = self.engine.ranks.add(reports)
         self.engine.side.update_output(step)
         for request_id in step.received:
             is_good = request_id not in step.failed

@@ -31,13 +31,16 @@ class Figures:
     counts: Counter[str] = field(default_factory=Counter[str])
     failures: list[tuple[int, str, str]] = field(default_factory=list[tuple[int, str, str]])
 
+    def replays(self, words: str = "") -> str:
+        """Return the failures as one paragraph each, with the command that replays it."""
+        return "\n".join(
+            f"seed {seed}: {kind}: {text}\n  replay: python integration_tests/fleet_sim/simulate.py {seed}{words}"
+            for seed, kind, text in self.failures
+        )
+
     def text(self) -> str:
-        """Return the figures as one line per group of counts."""
-        groups: dict[str, dict[str, int]] = {}
-        for name, count in sorted(self.counts.items()):
-            group, _, rest = name.partition(" ")
-            groups.setdefault(group if rest else "", {})[rest or name] = count
-        return "\n".join(f"{group or 'all'}: {counts}" for group, counts in sorted(groups.items()))
+        """Return all counts in one line."""
+        return ", ".join(f"{name} {count}" for name, count in sorted(self.counts.items()))
 
 
 def _share(kind: str, seeds: list[int]) -> Figures:

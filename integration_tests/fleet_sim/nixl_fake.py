@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 from network import damaged
+from plan import FleetPlan
 from world import Process, World
 
 from kv_nixl_agent.errors import AgentError
@@ -38,16 +39,15 @@ class Fabric:
         patience_s: How long a transfer waits for a cut link before it ends as disconnected.
     """
 
-    def __init__(self, fleet: Any, *, blocks_reads_of_stopped: bool, notice_s: float, patience_s: float) -> None:
+    def __init__(self, fleet: Any) -> None:
         self.fleet = fleet
         self.world: World = fleet.world
-        self.blocks_reads_of_stopped = blocks_reads_of_stopped
-        self.notice_s = notice_s
-        self.patience_s = patience_s
+        plan: FleetPlan = fleet.plan.fleet
+        self.blocks_reads_of_stopped, self.tears_words = plan.blocks_reads_of_stopped, plan.stream_slots > 0
+        self.notice_s, self.patience_s = plan.notice_s, plan.patience_s
         self.agents: dict[str, SimNixl] = {}
         self.transfers: dict[SimTransfer, None] = {}
         self.latency_polls = 0
-        self.tears_words = False
         self.agents_unloaded_alive = 0
         self._incarnations = 0
 
@@ -183,7 +183,6 @@ class SimNixl:
 
     Attributes:
         broken: Agents whose connection has ended as disconnected and that were not unloaded since.
-        list_count: Prepared lists that were not released.
         moved: Called with the copies that a read of its has made, if there is something.
         unloaded_alive: Agents of living processes that were unloaded over a good connection; with real NIXL that leaks sockets.
     """
@@ -196,7 +195,7 @@ class SimNixl:
         self.handles: dict[object, str] = {}
         self.register, self.deregister = inner.register, inner.deregister
         self.agent_metadata, self.add_peer = inner.agent_metadata, inner.add_peer
-        self.list_count = 0
+        self.prepare, self.release_prepared = inner.prepare, inner.release_prepared
         self.broken: set[str] = set()
         self.unloaded_alive: list[str] = []
         self.moved: Any = None
@@ -220,15 +219,6 @@ class SimNixl:
             self.unloaded_alive.append(agent_name)
         self.inner.remove_peer(agent_name)
         self.broken.discard(agent_name)
-
-    def prepare(self, agent_name: str | None, kind: Any, rows: Any) -> Any:
-        prepared = self.inner.prepare(agent_name, kind, rows)
-        self.list_count += 1
-        return prepared
-
-    def release_prepared(self, prepared: Any) -> None:
-        self.inner.release_prepared(prepared)
-        self.list_count -= 1
 
     def post(self, transfer: SimTransfer) -> str:
         if transfer.is_seen:  # a handle may be posted again once it is done
@@ -294,7 +284,7 @@ class SimNixl:
         for _ in range(copies):
             delay_s = network.delay_s(here, there, "notification")
             text = _PAYLOADS.get(payload[:3], "notification")
-            fabric.world.note_message(here, there, text, fabric.world.time_s + delay_s)
+            fabric.world.note(here, text, there, fabric.world.time_s + delay_s)
             fabric.world.after(delay_s, lambda: peer.deliver(self.name, payload))
 
     def deliver(self, sender: str, payload: bytes) -> None:

@@ -1,13 +1,11 @@
-"""Everything that a seed decides: the fleet, the requests and the faults; as plain values that can be saved, cut and replayed."""
+"""Everything that a seed decides: the fleet, the requests and the faults; as plain values."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from dataclasses import dataclass
-from typing import Any, Literal, final
+from typing import Literal, final
 
-__all__ = ["EnginePlan", "EpisodePlan", "FaultPlan", "FleetPlan", "GroupPlan", "RequestPlan", "from_json", "to_json"]
+__all__ = ["EnginePlan", "EpisodePlan", "FaultPlan", "FleetPlan", "GroupPlan", "RequestPlan"]
 
 
 @final
@@ -189,22 +187,3 @@ class EpisodePlan:
     fleet: FleetPlan
     requests: tuple[RequestPlan, ...]
     faults: tuple[FaultPlan, ...]
-
-
-def to_json(plan: EpisodePlan) -> str:
-    """Return a plan as text."""
-    return json.dumps(dataclasses.asdict(plan), separators=(",", ":"))
-
-
-def from_json(text: str) -> EpisodePlan:
-    """Return the plan of a text."""
-    data: dict[str, Any] = json.loads(text)
-    fleet: dict[str, Any] = data["fleet"]
-    fleet["groups"] = tuple(GroupPlan(**group) for group in fleet["groups"])
-    fleet["engines"] = tuple(EnginePlan(**engine) for engine in fleet["engines"])
-    return EpisodePlan(
-        data["seed"],
-        FleetPlan(**fleet),
-        tuple(RequestPlan(**request) for request in data["requests"]),
-        tuple(FaultPlan(**fault) for fault in data["faults"]),
-    )

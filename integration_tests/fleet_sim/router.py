@@ -199,7 +199,7 @@ class Router:
         delay_s = self.fleet.network.delay_s("router", lane, "http")
         self._sent += 1
         number, sent_s = self._sent, self.world.time_s
-        self.world.note_message("router", lane, name, self.world.time_s + delay_s)
+        self.world.note("router", name, lane, self.world.time_s + delay_s)
 
         def answer(outcome: str, ticket: Mapping[str, object] | None, all_ids: list[int]) -> None:
             self._at.pop(number, None)
@@ -207,7 +207,7 @@ class Router:
             if most_s and took_s > most_s:
                 self.world.violated("deadlock", f"{name} was answered after {took_s:.1f} s, and nothing was wrong")
             back_s = self.fleet.network.delay_s(lane, "router", "http")
-            self.world.note_message(lane, "router", f"{name}: {outcome}", self.world.time_s + back_s)
+            self.world.note(lane, f"{name}: {outcome}", "router", self.world.time_s + back_s)
             self.world.after(back_s, lambda: answered(outcome, ticket, all_ids))
 
         request = Request(name, list(ids), len(ids), most, params, answer, lambda: self.fleet.new_ids(plan.name, 1)[0])

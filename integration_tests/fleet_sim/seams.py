@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 from unittest.mock import patch
 
 from world import World
@@ -33,6 +33,9 @@ import vllm_adapter.worker.registration
 import vllm_adapter.worker.streams
 from kv_handshake import Client, Listener
 from kv_nixl_agent import AgentOptions, ThreadOptions, TransferThread
+
+if TYPE_CHECKING:
+    from fleet import Fleet
 
 __all__ = ["SimThread", "simulated"]
 
@@ -154,20 +157,6 @@ class SimThreads:
 
 
 @final
-class SimSecrets:
-    """Stands for the module `secrets`, from the seed."""
-
-    def __init__(self, world: World) -> None:
-        self._random = world.random("secrets")
-
-    def randbits(self, bits: int) -> int:
-        return self._random.getrandbits(bits)
-
-    def token_hex(self, count: int) -> str:
-        return self._random.randbytes(count).hex()
-
-
-@final
 class SimExecutor:
     """Stands for a `ThreadPoolExecutor` of one thread: runs each action at once."""
 
@@ -188,30 +177,31 @@ class SimExecutor:
 
 @contextmanager
 def simulated(
-    world: World,
-    *,
-    adopt: Callable[[SimThread], object],
-    hub: Callable[..., object],
-    port: Callable[..., object],
-    router: Callable[..., object],
-    thread_options: ThreadOptions,
-    tick_s: float,
+    fleet: Fleet, *, hub: Callable[..., object], port: Callable[..., object], router: Callable[..., object]
 ) -> Iterator[SimThreads]:
     """Put the simulated names in place for one episode.
 
     Args:
-        world: The episode's world.
-        adopt: Takes a thread that production starts, and returns its driver.
+        fleet: The episode's fleet, which adopts threads that production starts.
         hub: Stands for the ZeroMQ client's `Hub`.
         port: Stands for `ListeningPort`.
         router: Stands for `RouterSocket`.
-        thread_options: How the transfer threads wait: coarser than in production, since every look costs an event.
-        tick_s: Time between two looks at leases.
     """
-    clock, threads = SimTime(world), SimThreads(adopt)
+    world, plan = fleet.world, fleet.plan.fleet
+    clock, threads, draw = SimTime(world), SimThreads(fleet.adopt), world.random("secrets")
+    secrets = SimpleNamespace(randbits=draw.getrandbits, token_hex=lambda count: draw.randbytes(count).hex())
+    # Transfer threads wait more coarsely than in production, since every look costs an event.
+    options = ThreadOptions(
+        spin_s=0.0,
+        min_sleep_s=0.001,
+        max_sleep_s=plan.poll_s,
+        idle_poll_s=plan.poll_s,
+        slow_poll_s=0.25,
+        gil_switch_interval_s=None,
+    )
 
     def transfer_thread(*arguments: Any, **named: Any) -> TransferThread:
-        return TransferThread(*arguments, clock=world.clock, **{**named, "thread_options": thread_options})
+        return TransferThread(*arguments, clock=world.clock, **{**named, "thread_options": options})
 
     replaced: list[tuple[object, str, object]] = [
         *[(module, "time", clock) for module in _TIMED],
@@ -223,12 +213,12 @@ def simulated(
         (kv_handshake.net.loop, "Hub", hub),
         (kv_handshake.net.listener, "ListeningPort", port),
         (kv_handshake.net.listener, "RouterSocket", router),
-        (vllm_adapter.wiring, "secrets", SimSecrets(world)),
-        (vllm_adapter.scheduler.streams, "random", SimSecrets(world)),
+        (vllm_adapter.wiring, "secrets", secrets),
+        (vllm_adapter.scheduler.streams, "random", secrets),
         (vllm_adapter.wiring, "TransferThread", transfer_thread),
         (vllm_adapter.wiring, "Client", lambda *a, **n: Client(*a, **n, seed=world.random("jitter").getrandbits(30))),
         (vllm_adapter.wiring, "Listener", lambda *a, **n: Listener(*a, **n, clock=world.clock)),
-        (vllm_adapter.wiring, "_TICK_S", tick_s),
+        (vllm_adapter.wiring, "_TICK_S", min(0.25, plan.lease_s / plan.tick_parts)),
         (vllm_adapter.wiring, "AgentOptions", partial(AgentOptions, stream_poll_s=_POLL_S)),
     ]
     with ExitStack() as stack:

@@ -1,8 +1,8 @@
-"""Replay a seed or a saved plan, or play many seeds. A plan that breaks a promise is shrunk first.
+"""Replay a seed, or play many seeds.
 
 Examples:
     python integration_tests/fleet_sim/simulate.py 162
-    python integration_tests/fleet_sim/simulate.py 20 --bug lease-not-renewed --save small.json
+    python integration_tests/fleet_sim/simulate.py 20 --bug lease-not-renewed
     python integration_tests/fleet_sim/simulate.py 0 --count 20000
 """
 
@@ -15,11 +15,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.append(str(Path(__file__).parent.parent / "fakes"))
 
-from episode import Outcome, play
+from episode import play
 from many import DRAWS, play_many
-from plan import from_json, to_json
 from planted import FAULTS
-from shrink import shrink
 
 
 def main() -> int:
@@ -28,10 +26,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("seed", nargs="?", type=int, default=0, help="the first seed")
     parser.add_argument("--count", type=int, default=1, help="play so many seeds and print the figures")
-    parser.add_argument("--plan", type=Path, help="play a saved plan instead of a seed")
     parser.add_argument("--bug", choices=sorted(faults), help="plant a fault")
-    parser.add_argument("--whole", action="store_true", help="do not shrink")
-    parser.add_argument("--save", type=Path, help="save the (shrunk) plan")
     parser.add_argument(
         "--streams", action="store_true", help="seeds of fleets whose prompts are read while they are computed"
     )
@@ -39,32 +34,16 @@ def main() -> int:
     kind = "streams" if given.streams else "plain"
     if given.count > 1:
         figures = play_many(range(given.seed, given.seed + given.count), kind)
-        for seed, broken, text in figures.failures:
-            print(f"seed {seed}: {broken}: {text}")
+        print(figures.replays(" --streams" * given.streams))
         print(figures.text())
         return int(bool(figures.failures))
     fault = faults[given.bug] if given.bug else None
-    outcome = play(from_json(given.plan.read_text()) if given.plan else DRAWS[kind](given.seed), fault)
-    if outcome.violations and not given.whole:
-        outcome = shrink(outcome.plan, fault)
-    print_timeline(outcome)
-    if given.save:
-        given.save.write_text(to_json(outcome.plan))
-    if outcome.violations:
-        planted = f" --bug {given.bug}" if given.bug else ""
-        which = f"--plan {given.plan}" if given.plan else str(given.seed) + " --streams" * given.streams
-        print(f"replay: python integration_tests/fleet_sim/simulate.py {which}{planted}")
-        if given.save:
-            print(f"replay this: python integration_tests/fleet_sim/simulate.py --plan {given.save} --whole{planted}")
-    return int(bool(outcome.violations))
-
-
-def print_timeline(outcome: Outcome) -> None:
-    """Print an episode line by line."""
+    outcome = play(DRAWS[kind](given.seed), fault)
     for note in outcome.notes:
         arrow = f" -> {note.target} at {note.until_s:.4f}" if note.target else ""
         print(f"{note.at_s:9.4f} {note.lane:7} {note.text}{arrow}")
     print(f"log {outcome.log_hash}, {outcome.events} events")
+    return int(bool(outcome.violations))
 
 
 if __name__ == "__main__":

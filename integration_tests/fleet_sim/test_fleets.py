@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 from many import DRAWS, play_many
-from plan import from_json, to_json
 
 IS_FULL = bool({"KVDEV_FULL", "KVDEV_LONG"} & os.environ.keys())
 SEEDS = int(os.environ.get("FLEET_SIM_SEEDS", "2000" if IS_FULL else "200"))
@@ -22,10 +21,7 @@ def test_no_seed_breaks_a_promise(figures: list[str]) -> None:
     found = play_many(range(FIRST, FIRST + SEEDS))
     figures.append(found.text())
     assert found.counts["episodes"] == SEEDS
-    assert not found.failures, "\n".join(
-        f"seed {seed}: {kind}: {text}\n  replay: python integration_tests/fleet_sim/simulate.py {seed}"
-        for seed, kind, text in found.failures
-    )
+    assert not found.failures, found.replays()
     # Nothing is shown by episodes in which nothing is read, nothing fails or most clients get no answer.
     assert found.counts["accepted"] > 3 * SEEDS
     assert found.counts["failed-reads"] > SEEDS / 10
@@ -54,8 +50,3 @@ def test_a_seed_is_a_run_byte_for_byte(kind: str) -> None:
     }
     (one,) = printed
     assert len(set(one.split())) == 8
-
-
-def test_a_plan_survives_its_text() -> None:
-    plan = DRAWS["plain"](7)
-    assert from_json(to_json(plan)) == plan

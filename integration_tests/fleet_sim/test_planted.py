@@ -1,4 +1,4 @@
-"""Planted faults: each has its place in production, and its checker finds it (weekly); a failing seed shrinks to a plan."""
+"""Planted faults: each has its place in production, and its checker finds it (weekly); a failing seed replays."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from episode import play
 from many import DRAWS
-from plan import from_json
 from planted import FAULTS, Fault, oracle_finds
 
 SIMULATE = Path(__file__).parent / "simulate.py"
@@ -38,16 +37,9 @@ def test_a_planted_fault_is_found(fault: Fault) -> None:
     assert not play(draw(found)).violations
 
 
-@pytest.mark.full
-def test_a_failing_seed_is_shrunk_to_a_timeline_and_a_plan(tmp_path: Path) -> None:
-    """As the documentation says of the command: the shrunk plan is small, and replays."""
-    saved = tmp_path / "small.json"
-    words = [sys.executable, str(SIMULATE), "0", "--bug", "fence-not-voided", "--save", str(saved)]
-    first = subprocess.run(words, capture_output=True, text=True, check=False)
-    assert first.returncode == 1
-    assert "CHECK   fence-stands" in first.stdout
-    assert "replay: python integration_tests/fleet_sim/simulate.py 0 --bug fence-not-voided" in first.stdout
-    assert len(from_json(saved.read_text()).requests) == 1
-    again = [sys.executable, str(SIMULATE), "--plan", str(saved), "--whole"]
-    assert subprocess.run([*again, "--bug", "fence-not-voided"], capture_output=True, check=False).returncode == 1
-    assert subprocess.run(again, capture_output=True, check=False).returncode == 0
+def test_the_command_prints_the_timeline_of_a_failing_seed() -> None:
+    words = [sys.executable, str(SIMULATE), "0"]
+    failed = subprocess.run([*words, "--bug", "fence-not-voided"], capture_output=True, text=True, check=False)
+    assert failed.returncode == 1
+    assert "CHECK   fence-stands" in failed.stdout
+    assert subprocess.run(words, capture_output=True, check=False).returncode == 0

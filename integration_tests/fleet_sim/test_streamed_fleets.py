@@ -19,10 +19,7 @@ def test_no_seed_of_streams_breaks_a_promise(figures: list[str]) -> None:
     found = play_many(range(FIRST, FIRST + SEEDS), "streams")
     figures.append(found.text())
     assert found.counts["episodes"] == SEEDS
-    assert not found.failures, "\n".join(
-        f"seed {seed}: {kind}: {text}\n  replay: python integration_tests/fleet_sim/simulate.py {seed} --streams"
-        for seed, kind, text in found.failures
-    )
+    assert not found.failures, found.replays(" --streams")
     # Nothing is shown by episodes in which no stream is read to its end, or none before its prompt is whole.
     assert found.counts["accepted-streamed"] > SEEDS / 2
     early, late = found.counts["stream-bytes early"], found.counts["stream-bytes late"]

@@ -7,6 +7,7 @@ damaged, as from a hostile peer, since TCP itself would repeat it.
 from __future__ import annotations
 
 from collections import deque
+from functools import partial
 from typing import Any, final
 
 from fleet import Fleet
@@ -76,19 +77,25 @@ class SimConnection:
         peer, listener = fleet.slot_at(self.address, self.port), self._target()
         if not peer or listener is None or self._is_cut(peer):
             return
-        link, draw = network.link(self._slot, peer), network.draws(self._slot, peer, "zmq faults")
         delay_s = network.delay_s(self._slot, peer, "zmq", len(query))
         arrives_s = max(fleet.world.time_s + delay_s, self._last_s)
+        for sent in self._carried(self._slot, peer, [query], delay_s):
+            fleet.world.note(self._slot, "query", peer, arrives_s)
+            fleet.world.after(arrives_s - fleet.world.time_s, partial(self._serve, listener, sent), listener.process)
+            self._last_s = arrives_s
+
+    def _carried(self, source: str, target: str, frames: list[bytes], delay_s: float) -> list[bytes]:
+        """Return frames as they arrive, perhaps damaged; none if the link loses them, which ends the connection."""
+        fleet, network = self._fleet, self._fleet.network
+        link, draw = network.link(source, target), network.draws(source, target, "zmq faults")
         if draw.random() < link.loss:
             fleet.fault("zmq-loss")
             fleet.world.after(delay_s, lambda: self._end("connection-lost"), self.hub.driver.process)
-            return
+            return []
         if draw.random() < link.damage:
             fleet.fault("zmq-damage")
-            query = damaged(query, draw)
-        fleet.world.note_message(self._slot, peer, "query", arrives_s)
-        fleet.world.after(arrives_s - fleet.world.time_s, lambda: self._serve(listener, query), listener.process)
-        self._last_s = arrives_s
+            return [damaged(frame, draw) for frame in frames]
+        return frames
 
     def _serve(self, driver: Any, query: bytes) -> None:
         """Answer as the listener's process, at once or, to an ask, later."""
@@ -113,18 +120,14 @@ class SimConnection:
         delay_s = network.delay_s(peer, self._slot, "zmq", _FRAME_BYTES * len(reply))
         arrives_s = max(fleet.world.time_s + delay_s, self._last_s)
         self._last_s = arrives_s
-        if draw.random() < link.loss:
-            fleet.fault("zmq-loss")
-            fleet.world.after(delay_s, lambda: self._end("connection-lost"), self.hub.driver.process)
+        reply = self._carried(peer, self._slot, reply, delay_s)
+        if not reply:
             return
-        if draw.random() < link.damage:
-            fleet.fault("zmq-damage")
-            reply = [damaged(frame, draw) for frame in reply]
         if draw.random() < link.doubling:
             fleet.fault("zmq-doubling")
             again_s = arrives_s - fleet.world.time_s
             fleet.world.after(again_s, lambda: self._take(list(reply)), self.hub.driver.process)
-        fleet.world.note_message(peer, self._slot, "reply", arrives_s)
+        fleet.world.note(peer, "reply", self._slot, arrives_s)
         fleet.world.after(arrives_s - fleet.world.time_s, lambda: self._take(reply), self.hub.driver.process)
 
     def _take(self, frames: list[bytes]) -> None:

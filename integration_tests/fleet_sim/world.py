@@ -30,7 +30,7 @@ class ProcessDied(BaseException):
 @final
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """A broken promise: a short kind, by which shrinking compares, and the facts as a sentence."""
+    """A broken promise: a short kind, and the facts as a sentence."""
 
     kind: str
     text: str
@@ -66,7 +66,6 @@ class Process:
         self.is_asleep = False
         self.is_stopped = False
         self.busy_until_s = 0.0
-        self.resumed_s = 0.0
         self.starved_until_s = 0.0
         self.backlog: list[Callable[[], None]] = []
 
@@ -114,13 +113,9 @@ class World:
         self.elapsed_s += _LOOK_S
         return self.time_s if self.current is None else self.current.clock(self.time_s)
 
-    def note(self, lane: str, text: str) -> None:
-        """Write a line of the log."""
-        self.notes.append(Note(self.time_s, lane, text))
-
-    def note_message(self, source: str, target: str, text: str, until_s: float) -> None:
-        """Write a message into the log."""
-        self.notes.append(Note(self.time_s, source, text, target, until_s))
+    def note(self, lane: str, text: str, target: str = "", until_s: float = 0.0) -> None:
+        """Write a line of the log; with `target` it is a message that arrives there at `until_s`."""
+        self.notes.append(Note(self.time_s, lane, text, target, until_s))
 
     def violated(self, kind: str, text: str) -> None:
         """Note a broken promise; the episode ends after this event."""
@@ -197,7 +192,7 @@ class World:
 
     def resume(self, process: Process) -> None:
         """Let a stopped process go on with what has come meanwhile."""
-        process.is_stopped, process.resumed_s = False, self.time_s
+        process.is_stopped = False
         backlog, process.backlog = process.backlog, []
         for action in backlog:
             self.after(0.0, action, process)

@@ -153,14 +153,6 @@ def changing(**changes: Any) -> Router:
     return router
 
 
-def test_a_ticket_of_another_prompt_is_refused_and_the_honest_ones_are_read() -> None:
-    """Same length, one token differs: the prompt is computed here, and nothing of the other prompt is in any block."""
-    requests = (Request(prompt=9, fate="foreign"), Request(prompt=9), Request(prompt=9))
-    outcome = run(case(FULL, 2, 1, *requests, heads=2))
-    assert outcome.read == 2
-    assert outcome.codes == {"ticket-prompt": 1}
-
-
 @pytest.mark.parametrize("name", ["HB:x", "PUSH_REG:x", "KVH:x"])
 def test_an_id_that_cannot_be_notified_costs_nobody_else_a_thing(name: str) -> None:
     """It is refused at admission; every other order of its step is performed."""

@@ -209,7 +209,7 @@ def start_all(
     try:
         for spec in specs:
             engines.append(Engine(spec, python, launch=launch))  # noqa: PERF401  (those already started are stopped if one cannot be)
-        _wait_healthy(engines, quiet=quiet)
+        wait_healthy(engines, quiet=quiet)
         yield engines
     finally:
         for engine in engines:
@@ -218,7 +218,8 @@ def start_all(
             engine.wait_ended()
 
 
-def _wait_healthy(engines: Sequence[Engine], *, quiet: bool) -> None:
+def wait_healthy(engines: Sequence[Engine], *, quiet: bool = True) -> None:
+    """Wait until engines that were started together are healthy; fail when one ends or the time is up."""
     started = time.monotonic()
     for waited in engines:
         while not waited.is_healthy():

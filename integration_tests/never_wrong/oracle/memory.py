@@ -125,45 +125,32 @@ class RankMemory:
         stride = page * slots if is_across else page
         at = start + layer * (page if is_across else page * self.blocks)
         size, tokens = model.element_bytes, side.block_tokens[number] // side.split
-        count = self.blocks * side.split
-        common: dict[str, Any] = {
-            "layer": name,
-            "group": number,
-            "memory_kind": "DRAM",
-            "device": 0,
-            "page_bytes": page,
-        }
+        count, page_stride = self.blocks * side.split, stride // side.split
+        kind: dict[str, Any]
         if group.kind == "state":
             shapes, sizes = self._state_shapes(group)
-            cache = LayerCache(
-                address=at, shape=(self.blocks, 1, 1, own), stride_bytes=(stride, own, own, 1), element_bytes=1,
-                state_shapes=shapes, state_element_bytes=sizes, state_kind=group.state,
-                **common,
-            )  # fmt: skip
+            size, shape, steps = 1, (self.blocks, 1, 1, own), (stride, own, own)
+            kind = {"state_shapes": shapes, "state_element_bytes": sizes, "state_kind": group.state}
         elif group.kind == "latent":
             content = model.head_size * _LATENT
-            step = content * size
-            cache = LayerCache(
-                address=at, shape=(count, 1, tokens, content),
-                stride_bytes=(stride // side.split, tokens * step, step, size), element_bytes=size, is_latent=True, **common,
-            )  # fmt: skip
+            shape, steps = (count, 1, tokens, content), (page_stride, tokens * content * size, content * size)
+            kind = {"is_latent": True}
         else:
             heads, content = self.heads[1] - self.heads[0], 2 * model.head_size
             cell = content * size
             inner = side.layout[-3:-1] if side.layout not in {"BHLNC", "LHBNC"} else side.layout
+            shape = (count, heads, tokens, content)
             steps = {
-                "HN": (stride // side.split, tokens * cell, cell),
-                "NH": (stride // side.split, cell, heads * cell),
+                "HN": (page_stride, tokens * cell, cell),
+                "NH": (page_stride, cell, heads * cell),
                 "LN": (stride, slots * tokens * cell, cell),
                 "BHLNC": (stride, slots * tokens * cell, cell),
                 "LHBNC": (tokens * cell, self.blocks * tokens * cell, cell),
             }[inner]
             if side.layout == "BHLNC":
                 at = start + layer * tokens * cell
-            cache = LayerCache(
-                address=at, shape=(count, heads, tokens, content), stride_bytes=(*steps, size), element_bytes=size,
-                key_size=model.head_size, value_size=model.head_size, **common,
-            )  # fmt: skip
+            kind = {"key_size": model.head_size, "value_size": model.head_size}
+        cache = LayerCache(name, number, at, shape, (*steps, size), size, "DRAM", 0, page, **kind)
         self.caches.append(cache)
         self._places[number, layer] = (at, len(self.caches) - 1)
 

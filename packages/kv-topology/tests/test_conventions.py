@@ -6,11 +6,10 @@ from math import lcm
 import numpy as np
 import pytest
 from byte_oracle.oracle import check_readers
-from helpers import LATENT, bytes_moved, indices, lists, sampled
+from helpers import LATENT, indices, lists
 
-from kv_topology import TokenDeal, plan_transfer, target_ranks
-from kv_topology.arithmetic import even_interval, holders, tokens_meet
-from kv_topology.plan.readers import FieldClass, choose_pieces, notify_home, ranks_read
+from kv_topology import TokenDeal, plan_transfer
+from kv_topology.arithmetic import tokens_meet
 from kv_topology.tools import EngineSpec, ModelSpec, StateSpec, build_engine
 
 STATE = StateSpec(heads=8, head_dim=4, state_dim=4, groups=8, conv_rows=2)
@@ -76,18 +75,6 @@ def test_two_heads_on_hybrid_engines(tp, rank, peer_tp, attention, everything):
     assert reads(plan) == everything
 
 
-def test_replicated_heads_are_read_at_the_right_head():
-    # Two heads over eight consumer ranks: rank r reads head r*2//8 of producer rank r//2 of four.
-    model = ModelSpec(("attention",), 2, 4, 1)
-    for rank, plan in enumerate(plans(model, 8, 4)):
-        table = plan.slices((0, rank // 2))[0]
-        assert table.columns.peer_offset.tolist() == [0]
-        assert table.columns.length.tolist() == [2 * 16 * 4]
-    for rank, plan in enumerate(plans(ModelSpec(("attention",), 4, 4, 1), 8, 2)):
-        table = plan.slices((0, rank // 4))[0]
-        assert table.columns.peer_offset.tolist() == [(rank * 4 // 8 - (rank // 4) * 2) * 2 * 16 * 4]
-
-
 def test_context_parallel_ranks_and_readers():
     model = LATENT
 
@@ -114,38 +101,6 @@ def test_descriptor_numbers_of_a_hybrid_list():
     assert len(plan.local_rows((0, 0))) == len(plan.peer_rows((0, 0))) == 6
 
 
-def test_no_local_blocks_mean_none():
-    assert [1, 2, 3][-0:] == [1, 2, 3]
-    plan = plans(ModelSpec(("attention", "sliding"), 2, 4, window_tokens=32), 1, 1)[0]
-    mine, theirs = plan.indices((0, 0), [*lists([]), *lists([4], first=32)], lists([1, 2, 3], [5, 6, 7]), tokens=48)
-    assert mine.tolist() == [64 + 4]
-    assert theirs.tolist() == [64 + 7]
-    assert bytes_moved(plan, lists([], []), lists([1], [2]), tokens=16) == 0
-
-
-def test_even_intervals_their_holders_and_homes():
-    assert [even_interval(8, 3, rank) for rank in range(3)] == [(0, 2), (2, 5), (5, 8)]
-    assert [even_interval(2, 6, rank) for rank in range(6)] == [(0, 1)] * 3 + [(1, 2)] * 3
-    assert [even_interval(4, 4, rank) for rank in range(4)] == [(0, 1), (1, 2), (2, 3), (3, 4)]
-    for size, tp in product(range(1, 10), repeat=2):
-        held = [even_interval(size, tp, rank) for rank in range(tp)]
-        for part in range(size):
-            assert list(holders(size, tp, part)) == [r for r, (low, high) in enumerate(held) if low <= part < high]
-    assert [notify_home(2, 6, rank) for rank in range(6)] == [0, 0, 0, 1, 1, 1]
-
-
-def split_in(parts):
-    return FieldClass(parts, 1, 1, 1, 1)
-
-
-def test_replicas_are_shared_out():
-    chosen = [sorted(ranks_read(frozenset({split_in(2)}), 4, rank, 6)) for rank in range(4)]
-    assert chosen == [[0], [1], [3], [4]]
-    assert [sorted(ranks_read(frozenset({split_in(1)}), 3, rank, 4)) for rank in range(3)] == [[0], [1], [2]]
-    pieces = choose_pieces(split_in(8), 2, 0, 3)
-    assert [(piece.producer, piece.start, piece.stop) for piece in pieces] == [(0, 0, 2), (1, 2, 4)]
-
-
 def test_shares_of_tokens_are_those_counted():
     for turn, peer_turn, size, peer_size in product(range(1, 7), range(1, 7), range(1, 5), range(1, 5)):
         tokens = np.arange(lcm(turn * size, peer_turn * peer_size))
@@ -159,52 +114,6 @@ def test_shares_of_tokens_in_absurd_turns():
     # Counting would take 10**18 tokens: the turns are as long as a document may claim, and have no common divisor.
     deal, peer = TokenDeal(65536, 7, 16), TokenDeal(65535, 65534, (1 << 31) - 1)
     assert tokens_meet(deal, peer) == pytest.approx(1 / 65536 / 65535, rel=1e-6)
-
-
-MODELS = (
-    (ModelSpec(("attention",), 4, 2), (1,)),
-    (LATENT, (1, 2, 4)),
-    (ModelSpec(("latent", "mamba2"), latent_dim=4, state=STATE), (1, 2, 4)),
-)
-
-
-@pytest.mark.parametrize(("tp", "peer_tp", "number"), sampled(product(range(1, 9), range(1, 9), range(len(MODELS)))))
-def test_target_ranks_are_those_read_or_notified(tp, peer_tp, number):
-    model, peer_dcps = MODELS[number]
-    for peer_dcp in peer_dcps:
-        if peer_tp % peer_dcp:
-            continue
-        consumers = build_engine(model, EngineSpec(tp, block_tokens=64))
-        producers = build_engine(model, EngineSpec(peer_tp, 1, peer_dcp, 64))
-        asked = [target_ranks(consumers[0, rank], peer_tp=peer_tp, peer_dcp=peer_dcp) for rank in range(tp)]
-        made = [plan_transfer(consumers[0, rank], producers) for rank in range(tp)]
-        met = [{*plan.producer_ranks, *plan.notify_only_ranks} for plan in made]
-        if peer_dcp == 1 or tp % peer_tp == 0 or peer_tp % (tp * peer_dcp) == 0:
-            assert met == [set(ranks) for ranks in asked]
-        else:  # whether the producer deals out a group at all is not known yet
-            assert all(one <= set(ranks) for one, ranks in zip(met, asked, strict=True))
-
-
-def test_target_ranks_ask_every_stage():
-    local = build_engine(ModelSpec(("attention",), 4, 2), EngineSpec(2))[0, 1]
-    assert target_ranks(local, peer_tp=4, peer_pp=2) == ((0, 2), (0, 3), (1, 2), (1, 3))
-
-
-def test_stages_without_a_layer_are_notified_by_the_stage_across():
-    model = ModelSpec(("attention",) * 2, 4, 2)
-    consumers = build_engine(model, EngineSpec(2, 2))
-    producers = build_engine(model, EngineSpec(2, 2))
-    for (stage, rank), local in consumers.items():
-        plan = plan_transfer(local, producers)
-        assert plan.producer_ranks == ((stage, rank),)
-        assert plan.notify_only_ranks == ()
-        assert [plan.reader_count((s, rank)) for s in range(2)] == [1, 1]
-    wide = build_engine(ModelSpec(("latent",) * 2, latent_dim=4), EngineSpec(4, 2))
-    for rank in range(2):
-        local = build_engine(ModelSpec(("latent",) * 2, latent_dim=4), EngineSpec(2))[0, rank]
-        plan = plan_transfer(local, wide)
-        assert plan.producer_ranks == ((0, 2 * rank), (1, 2 * rank))
-        assert plan.notify_only_ranks == ((0, 2 * rank + 1), (1, 2 * rank + 1))
 
 
 def test_what_any_stage_reads_needs_no_other_notification():

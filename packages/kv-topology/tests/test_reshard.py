@@ -48,12 +48,6 @@ def same_cells(found, expected):
     return True
 
 
-def test_the_same_shard_is_the_identity():
-    for layout in ("packed-HND", "packed-NHD", "halves-HND", "split-NHD"):
-        for mine in attention_layouts(layout, 4, 3, 16):
-            assert reshard_layout(mine, tp=(1, 0), page_tokens=16) == mine
-
-
 @pytest.mark.parametrize("kind", ["mamba2", "mamba1", "gated-delta"])
 def test_states_of_every_shard(kind):
     def make(tp, rank):

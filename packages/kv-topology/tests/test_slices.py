@@ -1,19 +1,16 @@
 """Boxes into slices and slices into descriptor rows: what is joined, addresses, indices, and the limits."""
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 from byte_oracle.oracle import expand_rows
 from helpers import DENSE, indices, lists, refused
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from kv_topology import Region, plan_transfer
 from kv_topology.arithmetic import box_runs, run_count
 from kv_topology.plan import slices
-from kv_topology.plan.slices import MAX_DESCRIPTORS, MAX_ROWS, SideColumns, SliceColumns, build_rows
-from kv_topology.tools import EngineSpec, ModelSpec, build_engine
+from kv_topology.plan.slices import MAX_DESCRIPTORS, MAX_ROWS, SideColumns, build_rows
+from kv_topology.tools import EngineSpec, build_engine
 
 
 def test_runs_of_a_box():
@@ -23,60 +20,6 @@ def test_runs_of_a_box():
     assert runs.here.tolist() == [7, 11, 15, 107, 111, 115]
     assert runs.there.tolist() == [9, 17, 25, 59, 67, 75]
     assert runs.length.tolist() == [4] * 6
-
-
-def joined_one_by_one(rows):
-    """Join (here, there, length, *same) rows that follow each other on both sides and agree in all else."""
-    out: list[Any] = []
-    for row in rows:
-        if out and (out[-1][0] + out[-1][2], out[-1][1] + out[-1][2], out[-1][3:]) == (*row[:2], row[3:]):
-            out[-1] = (*out[-1][:2], out[-1][2] + row[2], *row[3:])
-        else:
-            out.append(row)
-    return out
-
-
-def rising(steps):
-    """Rows of (here, there, length) whose ends lie `steps` apart: (gap here, gap there, length)."""
-    here = there = 0
-    for gap, other, length in steps:
-        here, there = here + gap, there + other
-        yield here, there, length
-        here, there = here + length, there + length
-
-
-steps = st.lists(st.tuples(st.sampled_from([0, 0, 1]), st.sampled_from([0, 0, 1, -3]), st.integers(1, 5)), min_size=1)
-
-
-@settings(deadline=None)
-@given(
-    st.lists(st.tuples(steps, st.integers(0, 1), st.integers(0, 1), st.integers(0, 1), st.integers(0, 1)), min_size=1),
-    st.randoms(),
-)
-def test_joined_places_are_those_joined_one_by_one(chosen, random):
-    """Some runs of rows, each in its own regions and steps; joined by region, peer region and place."""
-    rows = [(*row, *same) for part, *same in chosen for row in rising(part)]
-    random.shuffle(rows)
-    here, there, length, region, peer_region, step, peer_step = (np.array(column) for column in zip(*rows, strict=True))
-    found = slices._join_places(SliceColumns(region, here, step, peer_region, there, peer_step, length))
-    region, here, step, peer_region, there, peer_step, length = (column.tolist() for column in found)
-    ordered = sorted(rows, key=lambda row: (row[3], row[4], row[0]))
-    assert list(zip(here, there, length, region, peer_region, step, peer_step, strict=True)) == joined_one_by_one(
-        ordered
-    )
-
-
-def test_the_limit_on_slices(monkeypatch):
-    model = ModelSpec(("attention",) * 3, 2, 4, 1)
-    local = build_engine(model, EngineSpec(layout="packed-HND", block_tokens=4))[0, 0]
-    peers = build_engine(model, EngineSpec(layout="packed-NHD", block_tokens=4))
-    count = 3 * 2 * 4
-    monkeypatch.setattr(slices, "MAX_SLICES", count)
-    assert len(plan_transfer(local, peers).slices((0, 0))[0]) == count
-    for limit in (count - 1, 2 * 4 - 1):
-        monkeypatch.setattr(slices, "MAX_SLICES", limit)
-        with refused("plan-too-fine", limit=limit):
-            plan_transfer(local, peers)
 
 
 def test_rows_and_their_expansion():
@@ -137,37 +80,3 @@ def test_pages_of_absurdly_many_units_are_refused(monkeypatch):
     assert len(rows_of(gaps, 2, 3)[0]) == 6
     with refused("plan-too-fine"):
         rows_of(gaps, 7, 1)
-
-
-@st.composite
-def sliced_regions(draw):
-    """Regions, and slices of their pages: (region, offset, step)."""
-    units, length = draw(st.integers(1, 3)), 4
-    regions, slices, address = [], [], 1 << 40
-    for number in range(draw(st.integers(1, 4))):
-        step = length * draw(st.integers(1, 2)) if units > 1 else 0
-        stride = max(step * units, length) + draw(st.sampled_from([0, 0, 12]))
-        count = draw(st.integers(1, 4))
-        regions.append(Region(address, stride, stride, count, (), device=number))
-        slices += [(number, 0, step)] * draw(st.integers(0, 2))
-        address += 1 << 20
-    return units, regions, slices or [(0, 0, length if units > 1 else 0)]
-
-
-@settings(deadline=None)
-@given(sliced_regions(), st.integers(0, 5))
-def test_every_page_and_unit_has_its_descriptor(drawn, before):
-    units, regions, slices = drawn
-    region, offset, step = (np.array(column) for column in zip(*slices, strict=True))
-    side = SideColumns(region, offset, step, np.full(len(slices), 4))
-    rows, rule, total = build_rows(regions, side, units, before)
-    wide = expand_rows(rows).tolist()
-    assert total == before + len(wide)
-    assert len(rows) <= len(slices) * units
-    pages = np.repeat(np.arange(min(r.page_count for r in regions)), units)
-    unit = np.tile(np.arange(units), len(pages) // units)
-    found = rule.indices((pages * units + unit).astype(np.int32)).reshape(len(slices), len(pages)) - before
-    for (number, start, jump), places in zip(slices, found.tolist(), strict=True):
-        base, stride = regions[number].base_address, regions[number].page_stride_bytes
-        expected = [[base + p * stride + start + u * jump, 4, number] for p, u in zip(pages, unit, strict=True)]
-        assert [wide[index] for index in places] == expected
