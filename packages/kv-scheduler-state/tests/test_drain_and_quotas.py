@@ -144,17 +144,6 @@ def test_a_quota_of_nothing_is_refused(quota: str) -> None:
         scheduler(**{quota: 0})
 
 
-def test_every_lease_is_revoked_at_an_operators_word() -> None:
-    state = scheduler()
-    for number in (1, 2):
-        end(state, f"p{number}", [[number]])
-    state.revoke_all(now_s=1.0)
-    state.revoke_all(now_s=1.0)
-    assert state.take_step_plan(now_s=1.0).revokes == ("p1", "p2")
-    assert state.lease_count == 2, "until the workers have ended them"
-    assert end(state, "p3", [[3]]).keep_blocks
-
-
 @pytest.mark.never_wrong("B13")
 @pytest.mark.parametrize("has_lease", [True, False])
 def test_the_newest_read_that_waits_for_blocks_gives_way_to_a_peer(has_lease: bool) -> None:

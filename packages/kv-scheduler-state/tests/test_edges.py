@@ -62,15 +62,6 @@ def test_a_group_that_cannot_be_is_refused(changes):
         GroupConfig(**changes)
 
 
-def test_the_config_can_be_read_back():
-    state = scheduler(lease_s=60.0, dialect=14, generation=3)
-    assert state.config.heartbeat_period_s == 10.0
-    state.arrive("p1", prefill_request_params(), prompt_tokens=48, now_s=0.0)
-    state.allocate("p1", block_ids=[[1]], new_block_ids=[[1]], external_tokens=0, now_s=0.0)
-    params = state.finish("p1", reason="stop", block_ids=[[1]], computed_tokens=48, now_s=0.0).params
-    assert (params["kv_dialect"], params["kv_generation"], params["kv_lease_s"]) == (14, 3, 60.0)
-
-
 def mistakes(state):
     blocks = {"block_ids": [[1]], "new_block_ids": [[1]], "external_tokens": 0, "now_s": 0.0}
     end = {"reason": "abort", "block_ids": [[1]], "computed_tokens": 0, "now_s": 0.0}

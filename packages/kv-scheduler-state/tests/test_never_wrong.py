@@ -98,23 +98,13 @@ def test_a_readback_ticket_of_another_conversation_costs_only_the_read():
 
 @pytest.mark.never_wrong("A1")
 def test_the_digest_covers_every_part_and_confuses_no_two():
-    variants = [
-        prompt_digest([]),
-        prompt_digest([0]),
-        prompt_digest([1, 2, 3]),
-        prompt_digest([1, 2]),
-        prompt_digest([1, 2, 3], lora="a"),
-        prompt_digest([1, 2, 3], salt="a"),
-        prompt_digest([1, 2, 3], embeds="a"),
-        prompt_digest([1, 2, 3], media=[("a", 0, 1)]),
-        prompt_digest([1, 2, 3], media=[("a", 1, 1)]),
-        prompt_digest([1, 2, 3], media=[("a", 0, 2)]),
-        prompt_digest([1, 2, 3], media=[("a", 0, 1), ("b", 1, 1)]),
-        prompt_digest([1, 2, 3], lora="ab"),
-        prompt_digest([1, 2, 3], lora="a", salt="b"),
-    ]
-    assert len(set(variants)) == len(variants)
-    assert variants[2] == prompt_digest(iter((1, 2, 3)), lora="", media=(), salt="", embeds="")
+    variants = [{}, {"lora": "a"}, {"salt": "a"}, {"embeds": "a"}, {"lora": "ab"}, {"lora": "a", "salt": "b"}]
+    variants += [{"media": [(name, first, count)]} for name, first, count in (("a", 0, 1), ("a", 1, 1), ("a", 0, 2))]
+    variants += [{"media": [("a", 0, 1), ("b", 1, 1)]}]
+    digests = [prompt_digest([1, 2, 3], **each) for each in variants]
+    digests += [prompt_digest(tokens) for tokens in ([], [0], [1, 2])]
+    assert len(set(digests)) == len(digests)
+    assert digests[0] == prompt_digest(iter((1, 2, 3)), lora="", media=(), salt="", embeds="")
 
 
 # ---- A3: lists begin where they say

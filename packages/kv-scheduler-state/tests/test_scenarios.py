@@ -31,23 +31,6 @@ def finish(state, request_id, reason="length", blocks=([1, 2, 3],), tokens=48, n
 # ---- remote prefill: the decode side
 
 
-@pytest.mark.parametrize(("policy", "state_after"), [("recompute", "local"), ("fail", "failed")])
-def test_a_failed_read_follows_the_policy(policy, state_after):
-    state = scheduler(load_failure_policy=policy)
-    with_ticket(state)
-    allocate(state, "d1", [[4, 5, 6]], external=48)
-    state.take_step_plan(now_s=0.0)
-    state.report(sent=[], received=["d1"], failed=["d1"])
-    assert state.explain("d1", now_s=0.0)["state"] == state_after
-    assert state.external_tokens("d1", computed_tokens=0) == 0
-    if policy == "recompute":
-        allocate(state, "d1", [[4, 5, 6]])
-        state.preempt("d1", now_s=0.0)
-        allocate(state, "d1", [[4, 5, 6]])
-    finish(state, "d1", "error")
-    assert state.live_count == 0
-
-
 # ---- aborts
 
 
@@ -60,15 +43,6 @@ def test_a_read_that_needs_no_block_is_still_reported():
 
 
 # ---- remote decode: the prefill side
-
-
-def test_all_blocks_are_handed_over_even_those_of_a_prefix_hit():
-    state = scheduler()
-    state.arrive("p1", prefill_request_params(), prompt_tokens=40, now_s=0.0)
-    allocate(state, "p1", [[1, 2, 3]], [[3]])
-    decision = finish(state, "p1", blocks=[[1, 2, 3]], tokens=40)
-    assert decision.params["remote_block_ids"] == [[1, 2, 3]]
-    assert decision.params["remote_num_tokens"] == 40
 
 
 def test_without_a_free_slot_nothing_is_handed_over_and_slots_come_back():

@@ -67,35 +67,6 @@ def test_a_ticket_without_a_fence_is_not_read_after_its_peer_was_told(
     assert state.external_tokens("d3", computed_tokens=0) == 48
 
 
-def test_a_read_that_is_passed_on_is_read_by_the_next_holder_and_not_after_that() -> None:
-    state = scheduler()
-    with_ticket(state, "d1")
-    with_ticket(state, "d2")
-    _read(state, "d1")
-    _end(state, "abort")
-    state.take_step_plan(now_s=1.0)
-    state.report(sent=[], received=["d1"], failed=["d1"])
-    _read(state, "d2")
-    state.report(sent=[], received=["d2"], failed=["d2"])
-    with_ticket(state, "d3")
-    assert state.external_tokens("d3", computed_tokens=0) == 0
-
-
-def test_a_read_that_no_worker_has_seen_is_passed_on_without_a_notification() -> None:
-    state = scheduler()
-    with_ticket(state, "d1")
-    with_ticket(state, "d2")
-    state.external_tokens("d1", computed_tokens=0)
-    state.allocate("d1", block_ids=BLOCKS, new_block_ids=BLOCKS, external_tokens=48, now_s=0.0)
-    _end(state, "abort")
-    plan = state.take_step_plan(now_s=1.0)
-    assert (plan.reads, plan.cancels, plan.failures) == ((), (), ("d1",))
-    state.report(received=["d1"], failed=["d1"])
-    assert state.external_tokens("d2", computed_tokens=0) == 48
-    state.finish("d2", reason="abort", block_ids=BLOCKS, computed_tokens=0, now_s=2.0)
-    assert [order.is_notify_only for order in state.take_step_plan(now_s=2.0).reads] == [True]
-
-
 @pytest.mark.never_wrong("B7")
 @pytest.mark.parametrize("is_readback", [False, True])
 def test_an_engine_does_not_read_from_itself(is_readback: bool) -> None:

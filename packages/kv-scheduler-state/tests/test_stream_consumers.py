@@ -230,16 +230,6 @@ def test_waiting_early_requests_are_bounded():
     assert arrive(state, request_id="next", hand_over_id="f" * 32).role == "consumer"
 
 
-def test_a_stream_that_is_not_there_is_refused_by_name_and_its_end_means_nothing():
-    state, _ = at("streaming")
-    streams = state._consumers.streams
-    with pytest.raises(SchedulerStateError, match="nobody"):
-        streams.find("nobody", "torn")
-    assert streams.note_end("nobody", (0, 0), is_done=False) is False
-    state.streams.ended("nobody", (0, 0), is_done=True)
-    assert states(state) == ["consumer-streaming"]
-
-
 @pytest.mark.parametrize("seed", range(200))
 def test_no_answers_of_a_lying_producer_keep_a_request_for_ever(seed):
     """It offers, hands over, refuses and is silent as it likes, and breaks every stream; the request ends within its waits."""

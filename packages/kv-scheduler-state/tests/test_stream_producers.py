@@ -9,6 +9,7 @@ from stream_helpers import DIGEST, HAND_OVER, Prompt, answer_of, early, offered,
 from kv_scheduler_state import SchedulerStateError, TicketReader
 from kv_scheduler_state.plan import StreamRun
 from kv_scheduler_state.ticket.early import EarlyTicket, early_params
+from kv_scheduler_state.ticket.seal import TicketSeal
 
 ENDED = 1 << 63
 OPENED = ["arrive", "allocate", "chunk", "plan"]
@@ -44,24 +45,18 @@ def test_an_offer_names_all_but_the_blocks_and_the_lease_goes_on_with_it():
     assert not problems(state)
 
 
-def test_a_final_ticket_under_fleet_secrets_is_sealed_with_the_nonce_of_the_offer():
-    state = producer(peer_networks=(), stream_slots=1)
+def test_an_offer_and_its_final_ticket_are_sealed_with_one_nonce():
     secret = b"0123456789abcdef"
+    state = producer(peer_networks=())
     state.set_secrets([secret])
-    params = early(serves=True)
-    params["kv_stream"] = early_params(EarlyTicket(HAND_OVER, "10.0.0.1", 5600), secret)
+    params = {"do_remote_decode": True, "kv_stream": early_params(EarlyTicket(HAND_OVER, "10.0.0.1", 5600), secret)}
     state.arrive("p1", params, prompt_tokens=100, identity=Prompt(), now_s=0.0)
-    run(state, ["allocate", "chunk", "plan", "last-chunk", "plan"])
-    final = run(state, ["length"]).params
-    seal = state._producers.seal
-    reader = TicketReader(state.config)
-    assert seal.opened(reader, final, "handoff").nonce == final["kv_nonce"]
-    assert seal.opened(TicketReader(state.config, takes_offers=True), _offer(state), "handoff").fence == (0, 100)
-
-
-def _offer(state):
-    record = state._requests["p1"].producer
-    return state._producers._offer(record)
+    run(state, WHOLE[1:])
+    state.streams.produced.ask("a", question())
+    offer, final = answer_of(state)["ticket"], run(state, ["length"]).params
+    seal, readers = TicketSeal([secret]), [TicketReader(state.config, takes_offers=each) for each in (True, False)]
+    opened = [seal.opened(reader, each, "handoff") for reader, each in zip(readers, (offer, final), strict=True)]
+    assert [ticket.nonce for ticket in opened] == [final["kv_nonce"]] * 2
 
 
 def test_a_prompt_that_reads_besides_is_not_streamed_and_its_reader_learns_so():
@@ -112,6 +107,7 @@ REFUSED = {
     "no identity": "ticket-prompt-unidentified",
     "id in use": "ticket-early-shared",
     "declined": "",
+    "bad ticket": "ticket-range",
 }
 
 
@@ -121,41 +117,27 @@ def test_what_is_not_streamed_is_handed_over_plain_and_says_so(case):
     identity = None if case == "no identity" else Prompt()
     if case == "id in use":
         run(state, ["arrive"], "p0")
-    params = {"do_remote_decode": True} if case == "declined" else early(serves=True)
+    bad = {"port": 0} if case == "bad ticket" else {}
+    params = {"do_remote_decode": True} if case == "declined" else early(serves=True, **bad)
     if case == "declined":
         state._producers.streams.decline(HAND_OVER)
     admission = state.arrive("p1", params, prompt_tokens=100, identity=identity, now_s=0.0)
     assert (admission.role, states(state)[-1]) == ("producer", "producer-waiting")
     assert (admission.rejected_code, admission.is_early) == (REFUSED[case], False)
     assert (state.streams is None) == (case == "no slots")
-    if case in {"no identity", "declined"}:
+    if case in {"no identity", "declined", "bad ticket"}:  # or its reader would ask until its deadline
         state.streams.produced.ask("a", question())
         assert answer_of(state) == {"kind": "no", "reason": "not-streamed"}
 
 
-def test_an_early_ticket_that_is_none_leaves_a_plain_hand_over():
+@pytest.mark.parametrize("stream", [None, 7, "x", {"id": 7}, {"id": "x" * 32}, {"id": ["a"]}, "bad seal"])
+def test_an_early_ticket_without_an_id_or_a_valid_seal_leaves_nothing_behind(stream):
     state = producer()
-    admission = state.arrive("p1", early(serves=True, port=0), prompt_tokens=100, identity=Prompt(), now_s=0.0)
-    assert admission.rejected_code.startswith("ticket-")
-    assert states(state) == ["producer-waiting"]
-    state.streams.produced.ask("a", question())
-    assert answer_of(state) == {"kind": "no", "reason": "not-streamed"}, (
-        "or its reader would ask until its patience ends"
-    )
-
-
-@pytest.mark.parametrize("told", [None, 7, "x", {"id": 7}, {"id": "x" * 32}, {"id": ["a"]}])
-def test_an_early_ticket_without_an_id_leaves_nothing_behind(told):
-    state = producer()
-    params = {"do_remote_decode": True, "kv_stream": told}
+    params = {"do_remote_decode": True, "kv_stream": stream}
+    if stream == "bad seal":
+        state.set_secrets((b"s" * 32,))
+        params = early(serves=True, mac="0" * 64)
     state.arrive("p1", params, prompt_tokens=100, identity=Prompt(), now_s=0.0)
-    assert (states(state), standings(state)) == (["producer-waiting"], [])
-
-
-def test_under_secrets_a_ticket_that_nobody_covers_tells_this_engine_nothing():
-    state = producer()
-    state.set_secrets((b"s" * 32,))
-    state.arrive("p1", early(serves=True, mac="0" * 64), prompt_tokens=100, identity=Prompt(), now_s=0.0)
     assert (states(state), standings(state)) == (["producer-waiting"], [])
 
 
