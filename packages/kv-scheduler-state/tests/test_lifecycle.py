@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 
 from model.invariants import problems
-from scheduler_helpers import prefill_request_params, scheduler
+from scheduler_helpers import consumer_params, prefill_request_params, scheduler
 
 from kv_scheduler_state import FenceOrder, GrantOrder
 from kv_scheduler_state.plan import EMPTY_PLAN
@@ -23,26 +23,8 @@ def test_prefill_is_announced_granted_and_forgotten():
     decision = state.finish("p1", reason="length", block_ids=[[1, 2, 3]], computed_tokens=48, now_s=1.0)
     assert decision.keep_blocks
     nonce = decision.params["kv_nonce"]
-    assert decision.params == {
-        "do_remote_prefill": True,
-        "do_remote_decode": False,
-        "remote_block_ids": [[1, 2, 3]],
-        "remote_engine_id": "prefill-0",
-        "remote_request_id": "p1",
-        "remote_host": "10.0.0.1",
-        "remote_port": 5600,
-        "tp_size": 2,
-        "dcp_size": 1,
-        "pp_size": 1,
-        "remote_num_tokens": 48,
-        "remote_blocks_expiry_time": None,
-        "transfer_mode": "pull",
-        "kv_lease_s": 30.0,
-        "kv_fence": [0, 100],
-        "kv_first_tokens": [0],
-        "kv_span_tokens": [16],
-        "kv_nonce": nonce,
-    }
+    own = {"kv_lease_s": 30.0, "kv_fence": [0, 100], "kv_first_tokens": [0], "kv_span_tokens": [16], "kv_nonce": nonce}
+    assert decision.params == consumer_params(remote_request_id="p1", **own), "vLLM's keys, and ours"
     assert state.has_work()
     assert state.take_step_plan(now_s=1.0).grants == (GrantOrder("p1", 30.0, (0, 100), nonce),)
     assert not state.has_work()

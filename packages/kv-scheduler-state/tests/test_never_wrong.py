@@ -390,23 +390,6 @@ def test_words_of_announced_requests_are_lost_with_the_memory_until_they_start_a
     assert not worker.announced
 
 
-@pytest.mark.never_wrong("C7")
-def test_a_grant_whose_kv_is_lost_ends_at_once_and_one_order_fails_alone():
-    table = LeaseTable()
-    plan = StepPlan(
-        expects=("p1", "p1"),
-        grants=(GrantOrder("p2", -1.0, None), GrantOrder("p1", 30.0, (0, 7))),
-        revokes=("p9", "p1"),
-    )
-    refusals = table.apply(plan, now_s=0.0)
-    assert [(refusal.request_id, refusal.order, refusal.code) for refusal in refusals] == [
-        ("p1", "expect", "illegal-transition"),
-        ("p2", "grant", "invalid-event"),
-    ]
-    ends = table.take_ended(now_s=0.0)
-    assert ("p1", "expired", True) in [(end.request_id, end.reason, end.is_revoked) for end in ends]
-
-
 # ---- the lease table's own check
 
 

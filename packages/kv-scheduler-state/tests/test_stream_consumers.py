@@ -211,16 +211,7 @@ def test_a_prompt_of_which_nothing_can_be_read_is_not_asked_for(settings, tokens
 
 def test_waiting_early_requests_are_bounded():
     state = consumer()
-    roles = [
-        state.arrive(
-            f"d{number}",
-            early(serves=False, hand_over_id=f"{number:032x}"),
-            prompt_tokens=100,
-            identity=Prompt(),
-            now_s=0.0,
-        ).role
-        for number in range(1030)
-    ]
+    roles = [arrive(state, request_id=f"d{n}", hand_over_id=f"{n:032x}").role for n in range(1030)]
     assert roles == ["consumer"] * 1024 + ["none"] * 6
     assert len(state.streams.take_questions()) == 1024
     assert {(each.code, each.result) for each in state.streams.consumed.take_outcomes()} == {
@@ -228,6 +219,9 @@ def test_waiting_early_requests_are_bounded():
     }
     finish(state)
     assert arrive(state, request_id="next", hand_over_id="f" * 32).role == "consumer"
+
+
+WAITING = {f"consumer-{name}" for name in ("asking", "offered", "streaming", "awaiting")}
 
 
 @pytest.mark.parametrize("seed", range(200))
@@ -252,12 +246,7 @@ def test_no_answers_of_a_lying_producer_keep_a_request_for_ever(seed):
         if is_loading and "consumer-streaming" in state.state_counts():
             state.streams.ended("d1", (0, 0), is_done=False)
         questions = [*state.streams.take_questions(), *questions][:1]
-        is_refused = not {
-            "consumer-asking",
-            "consumer-offered",
-            "consumer-streaming",
-            "consumer-awaiting",
-        }.intersection(state.state_counts())
+        is_refused = WAITING.isdisjoint(state.state_counts())
 
 
 def streamed(state, offer, ending):

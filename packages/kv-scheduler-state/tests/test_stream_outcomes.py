@@ -53,17 +53,6 @@ def test_a_prompt_that_is_not_streamed_has_one_outcome_with_its_reason(name, eve
     assert outcomes(state) == []
 
 
-def test_an_offer_that_no_share_holds_and_one_of_other_blocks_are_read_whole():
-    state, _ = at("offered", stream_reserve_fraction=0.3)
-    state.external_tokens("d1", computed_tokens=0)
-    assert outcomes(state) == [("over-share", "read-whole")]
-    state, asked = asking()
-    _, offer = offered()
-    ticket = {**offer["ticket"], "kv_span_tokens": [8]}
-    state.streams.answered("d1", asked.number, {**offer, "ticket": ticket}, now_s=0.0)
-    assert outcomes(state) == [("other-blocks", "read-whole")]
-
-
 def test_a_stream_that_is_read_or_that_its_client_leaves_has_no_outcome():
     state, asked = asking()
     state.streams.answered("d1", asked.number, final_answer(), now_s=1.0)

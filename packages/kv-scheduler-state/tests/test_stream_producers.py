@@ -20,16 +20,17 @@ def states(state):
     return list(state.state_counts())
 
 
+def final_of(ticket):
+    """The answer with a final ticket."""
+    slot, generation = ticket["kv_fence"]
+    return {"kind": "final", "request_id": "p1", "slot": slot, "generation": generation, "ticket": ticket}
+
+
 def test_an_offer_names_all_but_the_blocks_and_the_lease_goes_on_with_it():
     state, offer = offered()
     ticket = offer["ticket"]
-    assert {key: value for key, value in offer.items() if key != "ticket"} == {
-        "kind": "offer",
-        "request_id": "p1",
-        "slot": 0,
-        "generation": 100,
-        "tag": 100,
-    }
+    words = {"slot": 0, "generation": 100, "tag": 100}
+    assert offer == {"kind": "offer", "request_id": "p1", "ticket": ticket, **words}
     assert (ticket["remote_block_ids"], ticket["kv_fence"], ticket["kv_prompt"]) == ([[]], [0, 100], DIGEST)
     run(state, ["plan", "last-chunk", "plan"])
     final = run(state, ["length"]).params
@@ -38,8 +39,7 @@ def test_an_offer_names_all_but_the_blocks_and_the_lease_goes_on_with_it():
     (grant,) = state.take_step_plan(now_s=0.0).grants
     assert (grant.fence, grant.nonce) == ((0, 100), final["kv_nonce"])
     state.streams.produced.ask("b", question(2, wants_final=True))
-    answer = answer_of(state)
-    assert answer == {"kind": "final", "request_id": "p1", "slot": 0, "generation": 100, "ticket": final}
+    assert answer_of(state) == final_of(final)
     state.report(sent=["p1"], received=[], failed=[])
     assert (state.streams.produced.slots_used, state.live_count) == (0, 0)
     assert not problems(state)
@@ -151,16 +151,6 @@ def test_an_event_out_of_turn_is_refused_and_changes_nothing(way, event):
     assert states(state) == before
 
 
-def test_a_request_that_never_ran_ends_without_a_trace():
-    state = producer()
-    run(state, ["arrive"])
-    state.streams.produced.ask("a", question())
-    assert run(state, ["abort"]) == (False, None, "")
-    assert answer_of(state)["reason"] == "withdrawn"
-    assert state.live_count == 0
-    assert not state.take_step_plan(now_s=0.0).streams.voids
-
-
 def saves_of(state):
     plan = state.take_step_plan(now_s=0.0)
     return [(request_id, blocks[0]) for request_id, blocks in plan.saves], plan
@@ -221,13 +211,7 @@ def test_a_request_that_is_handed_over_whole_answers_with_its_final_ticket():
     assert not state.streams.produced.take_answers()
     assert state.streams.produced.slots_used == 0
     final = run(state, ["length"]).params
-    assert answer_of(state) == {
-        "kind": "final",
-        "request_id": "p1",
-        "slot": final["kv_fence"][0],
-        "generation": final["kv_fence"][1],
-        "ticket": final,
-    }
+    assert answer_of(state) == final_of(final)
     with pytest.raises(SchedulerStateError):
         state.streams.produced.hand_over_whole("unknown")
 
@@ -264,13 +248,10 @@ def test_the_final_ticket_stands_while_it_is_leased():
     ((_, _, offer),) = standings(state)
     assert offer["kind"] == "offer"
     final = run(state, ["length"]).params
-    slot, generation = final["kv_fence"]
-    answer = {"kind": "final", "request_id": "p1", "slot": slot, "generation": generation, "ticket": final}
-    assert standings(state) == [(HAND_OVER, DIGEST, answer)]
+    assert standings(state) == [(HAND_OVER, DIGEST, final_of(final))]
     assert standings(state) == []
     state.report(sent=["p1"], received=[], failed=[])
-    withdrawn = {"kind": "no", "reason": "withdrawn"}
-    assert standings(state) == [(HAND_OVER, "", withdrawn)]
+    assert standings(state) == [(HAND_OVER, "", {"kind": "no", "reason": "withdrawn"})]
     run(state, ["arrive"])
     assert standings(state) == [(HAND_OVER, "", None)], "it lives again"
 
