@@ -6,10 +6,10 @@ from typing import Literal
 
 import pytest
 from model.invariants import problems
-from scheduler_helpers import FULL, WINDOW, prefill_request_params, scheduler, with_ticket
+from scheduler_helpers import FULL, WINDOW, scheduler, with_ticket
 from stream_helpers import Prompt, early, producer, question, run
 
-from kv_scheduler_state import FinishDecision, SchedulerState
+from kv_scheduler_state import FinishDecision, SchedulerState, prefill_request_params
 from kv_scheduler_state.errors import InvalidConfig
 
 

@@ -8,9 +8,9 @@ import pickle
 
 import pytest
 from model.invariants import problems
-from scheduler_helpers import config, consumer_params, prefill_request_params, scheduler, with_ticket
+from scheduler_helpers import config, consumer_params, scheduler, with_ticket
 
-from kv_scheduler_state import GroupConfig, SchedulerStateError, TicketError
+from kv_scheduler_state import GroupConfig, SchedulerStateError, TicketError, prefill_request_params
 from kv_scheduler_state.errors import DuplicateRequest, IllegalTransition, InvalidConfig, InvalidEvent, UnknownRequest
 
 

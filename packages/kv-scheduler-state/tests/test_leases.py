@@ -140,17 +140,6 @@ def test_ends_are_forgotten_in_the_end():
     assert verdicts == ["unknown", "duplicate"]
 
 
-def test_an_id_can_be_used_again():
-    table = granted()
-    table.release("p1", now_s=0.0)
-    table.grant("p1", lease_s=50.0, fence=(0, 8), now_s=1.0)
-    assert [end.fence for end in table.take_ended(now_s=1.0)] == [(0, 7 | 1 << 63)]
-    table.release("p1", now_s=2.0)
-    assert len(table.take_ended(now_s=2.0)) == 1
-    table.expect("p1", now_s=2.0)
-    assert table.read_complete("p1", reader="a", reader_count=2, now_s=2.0) == "counted"
-
-
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("gnrt"), st.integers(0, 5), st.floats(0.1, 4.0)), max_size=60))
 def test_a_lease_ends_exactly_when_its_last_deadline_passes(events):

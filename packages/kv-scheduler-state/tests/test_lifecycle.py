@@ -5,9 +5,9 @@ from __future__ import annotations
 import pickle
 
 from model.invariants import problems
-from scheduler_helpers import consumer_params, prefill_request_params, scheduler
+from scheduler_helpers import consumer_params, scheduler
 
-from kv_scheduler_state import FenceOrder, GrantOrder
+from kv_scheduler_state import FenceOrder, GrantOrder, prefill_request_params
 from kv_scheduler_state.plan import EMPTY_PLAN
 
 

@@ -7,20 +7,18 @@ from typing import Any
 
 import pytest
 from model.invariants import problems
-from scheduler_helpers import (
-    FULL,
-    STATE,
-    WINDOW,
-    config,
-    consumer_params,
-    hand_over,
-    ids,
-    prefill_request_params,
-    scheduler,
-)
+from scheduler_helpers import FULL, STATE, WINDOW, config, consumer_params, hand_over, ids, scheduler
 from stream_helpers import early
 
-from kv_scheduler_state import BlockList, GroupConfig, LeaseTable, StepPlan, TicketReader, prompt_digest
+from kv_scheduler_state import (
+    BlockList,
+    GroupConfig,
+    LeaseTable,
+    StepPlan,
+    TicketReader,
+    prefill_request_params,
+    prompt_digest,
+)
 from kv_scheduler_state.errors import TicketError
 from kv_scheduler_state.plan import FenceOrder, GrantOrder
 from kv_scheduler_state.worker.state import WorkerState
@@ -98,9 +96,9 @@ def test_a_readback_ticket_of_another_conversation_costs_only_the_read():
 
 @pytest.mark.never_wrong("A1")
 def test_the_digest_covers_every_part_and_confuses_no_two():
-    variants = [{}, {"lora": "a"}, {"salt": "a"}, {"embeds": "a"}, {"lora": "ab"}, {"lora": "a", "salt": "b"}]
+    variants: list[dict[str, Any]] = [{}, {"lora": "a"}, {"salt": "a"}, {"embeds": "a"}, {"lora": "ab"}]
     variants += [{"media": [(name, first, count)]} for name, first, count in (("a", 0, 1), ("a", 1, 1), ("a", 0, 2))]
-    variants += [{"media": [("a", 0, 1), ("b", 1, 1)]}]
+    variants += [{"media": [("a", 0, 1), ("b", 1, 1)]}, {"lora": "a", "salt": "b"}]
     digests = [prompt_digest([1, 2, 3], **each) for each in variants]
     digests += [prompt_digest(tokens) for tokens in ([], [0], [1, 2])]
     assert len(set(digests)) == len(digests)
@@ -175,15 +173,9 @@ def test_null_blocks_of_a_whole_group_are_no_prefix_hit():
 @pytest.mark.never_wrong("A3")
 def test_where_a_foreign_window_list_begins_is_derived_or_refused():
     reader = TicketReader(config(groups=(FULL, WINDOW), **NULLS))
-    for tokens, whole, window, first in (
-        (96, [1, 2, 3, 4, 5, 6], [7, 8, 9], 48),
-        (32, [1, 2], [7, 8], 0),
-        (48, [1, 2, 3], [7, 8, 9], 0),
-        (48, [1, 2, 3, 4], [5, 7, 8, 9], 0),  # a block that was only allocated ahead is in both lists
-    ):
-        params = consumer_params(remote_block_ids=[whole, window], remote_num_tokens=tokens)
-        ticket = reader.read(params, "handoff")
-        assert [blocks.first_token for blocks in ticket.peer_blocks] == [0, first]
+    # A block that was only allocated ahead is in both lists; see `test_peer_block_sizes` for all others.
+    ticket = reader.read(consumer_params(remote_block_ids=[[1, 2, 3, 4], [5, 7, 8, 9]]), "handoff")
+    assert [blocks.first_token for blocks in ticket.peer_blocks] == [0, 0]
     alone = TicketReader(config(groups=(WINDOW,), **NULLS))
     with pytest.raises(TicketError) as caught:
         alone.read(consumer_params(remote_block_ids=[[7, 8, 9]]), "handoff")

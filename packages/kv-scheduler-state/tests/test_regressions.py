@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 
 import pytest
-from scheduler_helpers import STATE, consumer_params, prefill_request_params, scheduler, with_ticket
+from scheduler_helpers import STATE, consumer_params, scheduler, with_ticket
 
-from kv_scheduler_state import LeaseTable
+from kv_scheduler_state import LeaseTable, prefill_request_params
 from kv_scheduler_state.errors import DuplicateRequest
 
 

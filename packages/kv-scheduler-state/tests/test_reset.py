@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 from model.invariants import problems
-from scheduler_helpers import prefill_request_params, scheduler, with_ticket
+from scheduler_helpers import scheduler, with_ticket
 
+from kv_scheduler_state import prefill_request_params
 from kv_scheduler_state.errors import InvalidEvent
 
 BLOCKS = [[1, 2, 3]]

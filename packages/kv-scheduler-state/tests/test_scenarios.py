@@ -3,18 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from scheduler_helpers import (
-    FULL,
-    STATE,
-    WINDOW,
-    consumer_params,
-    prefill_request_params,
-    renewed,
-    scheduler,
-    with_ticket,
-)
+from scheduler_helpers import FULL, STATE, WINDOW, consumer_params, renewed, scheduler, with_ticket
 
-from kv_scheduler_state import BlockList, GroupConfig, PeerAddress
+from kv_scheduler_state import BlockList, GroupConfig, PeerAddress, prefill_request_params
 from kv_scheduler_state.errors import InvalidEvent
 from kv_scheduler_state.values import BlockRules
 

@@ -184,6 +184,7 @@ def test_a_whole_ticket_beside_an_early_one_is_read_plain():
 WINDOW = GroupConfig("window", 16, window_tokens=34)
 
 
+@pytest.mark.never_wrong("A8")
 @pytest.mark.parametrize(
     ("settings", "tokens", "is_asked"),
     [
@@ -192,6 +193,9 @@ WINDOW = GroupConfig("window", 16, window_tokens=34)
         # At the end of 49 tokens the peer gives up tokens 0 to 15, of which token 48 sees the last; at the end of 48 not.
         ({"groups": (GroupConfig(), WINDOW)}, 48, True),
         ({"groups": (GroupConfig(), WINDOW)}, 49, False),
+        # As the block of tokens 16 to 31, of which token 48 sees 31.
+        ({"groups": (GroupConfig(), GroupConfig("window", 16, window_tokens=18))}, 49, False),
+        ({"groups": (GroupConfig(), GroupConfig("window", 16, window_tokens=18))}, 50, True),
     ],
 )
 def test_a_prompt_of_which_nothing_can_be_read_is_not_asked_for(settings, tokens, is_asked):

@@ -101,17 +101,6 @@ def test_a_window_takes_only_the_blocks_that_it_sees():
     assert state.streams.consumed.blocks_held == 22
 
 
-@pytest.mark.never_wrong("A8")
-@pytest.mark.parametrize(("tokens", "is_asked_for"), [(48, True), (49, False), (50, True)])
-def test_a_prompt_whose_peer_gives_up_a_block_at_its_end_is_not_read_meanwhile(tokens, is_asked_for):
-    """A window of 18: at the end of 49 tokens the block of tokens 16 to 31 is given up, of which token 48 sees 31."""
-    groups = (GroupConfig(), GroupConfig(kind="window", window_tokens=18))
-    state = consumer(groups=groups)
-    state.arrive("d1", early(serves=False), prompt_tokens=tokens, identity=Prompt(), now_s=0.0)
-    found = state.external_tokens("d1", computed_tokens=0)
-    assert found == (None if is_asked_for else 0), "None: until the peer has answered"
-
-
 def test_an_offer_of_other_blocks_becomes_a_plain_hand_over():
     state, asked = asking()
     _, offer = offered()

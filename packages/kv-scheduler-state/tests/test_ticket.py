@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from model.invariants import problems
-from scheduler_helpers import FULL, WINDOW, config, consumer_params, prefill_request_params, scheduler
+from scheduler_helpers import FULL, WINDOW, config, consumer_params, scheduler
 
-from kv_scheduler_state import BlockList, HandoffTicket, PeerAddress, TicketError, TicketReader
+from kv_scheduler_state import BlockList, HandoffTicket, PeerAddress, TicketError, TicketReader, prefill_request_params
 from kv_scheduler_state.errors import InvalidConfig
 from kv_scheduler_state.hosts import HostPolicy
 
