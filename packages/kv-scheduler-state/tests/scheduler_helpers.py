@@ -4,20 +4,6 @@ from __future__ import annotations
 
 from kv_scheduler_state import GroupConfig, SchedulerConfig, SchedulerState, prefill_request_params
 
-__all__ = [
-    "FULL",
-    "STATE",
-    "WINDOW",
-    "config",
-    "consumer_params",
-    "hand_over",
-    "ids",
-    "prefill_request_params",
-    "renewed",
-    "scheduler",
-    "with_ticket",
-]
-
 FULL = GroupConfig("full", block_tokens=16)
 WINDOW = GroupConfig("window", block_tokens=16, window_tokens=32)
 STATE = GroupConfig("state", block_tokens=16)

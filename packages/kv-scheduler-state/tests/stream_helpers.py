@@ -8,8 +8,6 @@ from scheduler_helpers import config
 
 from kv_scheduler_state import SchedulerState
 
-__all__ = ["DIGEST", "HAND_OVER", "Prompt", "answer_of", "consumer", "early", "offered", "producer", "question", "run"]
-
 HAND_OVER = "0" * 31 + "7"
 DIGEST = "d" * 64
 PEERS = {"peer_networks": ("10.0.0.0/8",)}

@@ -6,9 +6,11 @@ import re
 from pathlib import Path
 
 import pytest
+from scheduler_helpers import config, hand_over
+from stream_helpers import Prompt
 
 import kv_scheduler_state
-from kv_scheduler_state import prompt_digest
+from kv_scheduler_state import SchedulerState, prompt_digest
 from kv_scheduler_state.tables import (
     CONSUMER_TABLE,
     LEASE_TABLE,
@@ -17,7 +19,7 @@ from kv_scheduler_state.tables import (
     STREAM_PRODUCER_TABLE,
     STREAM_READER_TABLE,
 )
-from kv_scheduler_state.ticket.ticket import WHOLE_NUMBERS, HandoffTicket, PeerAddress, address_params, ticket_params
+from kv_scheduler_state.ticket.ticket import WHOLE_NUMBERS
 
 PACKAGE = Path(__file__).parents[1]
 TICKET_PAGE = PACKAGE.parents[1] / "docs" / "wire" / "ticket.md"
@@ -26,8 +28,8 @@ TICKET_PAGE = PACKAGE.parents[1] / "docs" / "wire" / "ticket.md"
 @pytest.mark.skipif(not TICKET_PAGE.is_file(), reason="the package is tested outside its repository")
 def test_the_ticket_page_names_every_sealed_key_and_works_out_a_digest():
     page = TICKET_PAGE.read_text()
-    peer = PeerAddress("p0", "10.0.0.1", 1, generation=1, dialect=15)
-    written = ticket_params(HandoffTicket("handoff", peer, "r", (), fence=(0, 1), prompt=""), address_params(peer))
+    prefill = SchedulerState(config(generation=1, dialect=15, null_block=0), secrets=[b"0123456789abcdef"])
+    written = hand_over(prefill, [[1, 2, 3]], identity=Prompt()).params
     assert all(f"`{key}`" in page for key in {*written, *WHOLE_NUMBERS})
     assert prompt_digest([1, 2, 3]) in page
 

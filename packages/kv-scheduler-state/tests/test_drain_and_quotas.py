@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import pytest
 from model.invariants import problems
-from scheduler_helpers import FULL, WINDOW, prefill_request_params, scheduler, with_ticket
+from scheduler_helpers import FULL, WINDOW, scheduler, with_ticket
 from stream_helpers import Prompt, early, producer, question, run
 
-from kv_scheduler_state import FinishDecision, SchedulerState
+from kv_scheduler_state import FinishDecision, SchedulerState, prefill_request_params
 from kv_scheduler_state.errors import InvalidConfig
 
 
@@ -67,20 +67,12 @@ def test_quotas_bound_streamed_prompts_that_nobody_reads_and_ended_ones_make_roo
 ) -> None:
     state = producer(stream_slots=8, fence_slots=8, max_leases=2, max_leased_blocks=20)
     for number in range(6):
-        name, blocks = f"p{number}", [[10 * number + block for block in range(1, 8)]]
-        state.arrive(
-            name, early(serves=True, hand_over_id=f"{number:032x}"), prompt_tokens=100, identity=Prompt(), now_s=0.0
-        )
-        state.allocate(name, block_ids=blocks, new_block_ids=blocks, external_tokens=0, now_s=0.0)
-        state.scheduled(name, new_block_ids=blocks, is_prompt_complete=True, computed_tokens=100)
-        state.take_step_plan(now_s=0.0)
+        early_ticket = early(serves=True, hand_over_id=f"{number:032x}")
+        state.arrive(f"p{number}", early_ticket, prompt_tokens=100, identity=Prompt(), now_s=0.0)
+        run(state, ["allocate", "chunk", "last-chunk", "plan"], f"p{number}")
     for number in range(6):
-        blocks = [[10 * number + block for block in range(1, 8)]]
-        values: Any = {"block_ids": blocks, "computed_tokens": 100, "identity": Prompt(), "now_s": 0.0}
-        decision = state.finish(f"p{number}", reason=event, **values)
-        assert decision.keep_blocks == (number < 2), (
-            "the first two have a slot and a lease; the others were not offered"
-        )
+        decision = run(state, [event], f"p{number}")
+        assert decision.keep_blocks == (number < 2), "only the first two have a slot and a lease"
         state.take_step_plan(now_s=0.0)
     assert state.lease_count == (2 if event == "length" else 0)
     state.report(sent=["p0", "p1"], received=[], failed=[])
@@ -142,17 +134,6 @@ def test_blocks_beyond_the_quota_are_not_leased() -> None:
 def test_a_quota_of_nothing_is_refused(quota: str) -> None:
     with pytest.raises(InvalidConfig, match=quota):
         scheduler(**{quota: 0})
-
-
-def test_every_lease_is_revoked_at_an_operators_word() -> None:
-    state = scheduler()
-    for number in (1, 2):
-        end(state, f"p{number}", [[number]])
-    state.revoke_all(now_s=1.0)
-    state.revoke_all(now_s=1.0)
-    assert state.take_step_plan(now_s=1.0).revokes == ("p1", "p2")
-    assert state.lease_count == 2, "until the workers have ended them"
-    assert end(state, "p3", [[3]]).keep_blocks
 
 
 @pytest.mark.never_wrong("B13")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from scheduler_helpers import FULL, STATE, WINDOW, prefill_request_params, scheduler, with_ticket
+from scheduler_helpers import FULL, STATE, WINDOW, scheduler, with_ticket
 
-from kv_scheduler_state import GroupConfig
+from kv_scheduler_state import GroupConfig, prefill_request_params
 
 
 def allocate(state):

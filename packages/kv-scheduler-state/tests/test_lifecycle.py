@@ -5,9 +5,9 @@ from __future__ import annotations
 import pickle
 
 from model.invariants import problems
-from scheduler_helpers import config, prefill_request_params, scheduler
+from scheduler_helpers import consumer_params, scheduler
 
-from kv_scheduler_state import BlockList, FenceOrder, GrantOrder, SchedulerState
+from kv_scheduler_state import FenceOrder, GrantOrder, prefill_request_params
 from kv_scheduler_state.plan import EMPTY_PLAN
 
 
@@ -15,33 +15,16 @@ def test_prefill_is_announced_granted_and_forgotten():
     state = scheduler(engine_id="prefill-0")
     assert state.arrive("p1", prefill_request_params(), prompt_tokens=48, now_s=0.0).role == "producer"
     assert state.take_step_plan(now_s=0.0) is EMPTY_PLAN
-    state.allocate("p1", block_ids=[[1, 2, 3]], new_block_ids=[[1, 2, 3]], external_tokens=0, now_s=0.0)
+    state.allocate("p1", block_ids=[[1, 2, 3]], new_block_ids=[[3]], external_tokens=0, now_s=0.0)
     plan = state.take_step_plan(now_s=0.0)
     assert plan.expects == ("p1",)
     assert plan.fences == (FenceOrder("p1", 0, 100),)
+    assert pickle.loads(pickle.dumps(plan)) == plan
     decision = state.finish("p1", reason="length", block_ids=[[1, 2, 3]], computed_tokens=48, now_s=1.0)
     assert decision.keep_blocks
     nonce = decision.params["kv_nonce"]
-    assert decision.params == {
-        "do_remote_prefill": True,
-        "do_remote_decode": False,
-        "remote_block_ids": [[1, 2, 3]],
-        "remote_engine_id": "prefill-0",
-        "remote_request_id": "p1",
-        "remote_host": "10.0.0.1",
-        "remote_port": 5600,
-        "tp_size": 2,
-        "dcp_size": 1,
-        "pp_size": 1,
-        "remote_num_tokens": 48,
-        "remote_blocks_expiry_time": None,
-        "transfer_mode": "pull",
-        "kv_lease_s": 30.0,
-        "kv_fence": [0, 100],
-        "kv_first_tokens": [0],
-        "kv_span_tokens": [16],
-        "kv_nonce": nonce,
-    }
+    own = {"kv_lease_s": 30.0, "kv_fence": [0, 100], "kv_first_tokens": [0], "kv_span_tokens": [16], "kv_nonce": nonce}
+    assert decision.params == consumer_params(remote_request_id="p1", **own), "vLLM's keys, and ours"
     assert state.has_work()
     assert state.take_step_plan(now_s=1.0).grants == (GrantOrder("p1", 30.0, (0, 100), nonce),)
     assert not state.has_work()
@@ -49,31 +32,3 @@ def test_prefill_is_announced_granted_and_forgotten():
     state.report(sent=["p1"], received=[], failed=[])
     assert state.live_count == 0
     assert problems(state) == []
-
-
-def test_the_ticket_of_one_engine_is_read_by_the_other():
-    prefill = scheduler()
-    prefill.arrive("p1", prefill_request_params(), prompt_tokens=48, now_s=0.0)
-    prefill.allocate("p1", block_ids=[[7, 8, 9]], new_block_ids=[[7, 8, 9]], external_tokens=0, now_s=0.0)
-    params = prefill.finish("p1", reason="stop", block_ids=[[7, 8, 9]], computed_tokens=48, now_s=0.0).params
-
-    decode = SchedulerState(config(engine_id="decode-0", host="10.0.0.2"))
-    assert decode.arrive("d1", params, prompt_tokens=48, now_s=0.0).role == "consumer"
-    assert decode.external_tokens("d1", computed_tokens=16) == 32
-    decode.allocate("d1", block_ids=[[4, 5, 6]], new_block_ids=[[5, 6]], external_tokens=32, now_s=0.0)
-    plan = decode.take_step_plan(now_s=0.0)
-    (order,) = plan.reads
-    assert order.is_reported
-    assert order.local_blocks == (BlockList((5, 6), first_token=16),)
-    assert order.ticket.peer_blocks == (BlockList((7, 8, 9), first_token=0),)
-    assert order.tokens == 48
-    assert order.ticket.fence == (0, 100)
-    assert order.ticket.lease_s == 30.0
-    assert plan.heartbeats[0].readers == (("p1", params["kv_nonce"]),)
-    assert pickle.loads(pickle.dumps(plan)) == plan
-    decode.report(sent=[], received=["d1"], failed=[])
-    assert decode.external_tokens("d1", computed_tokens=0) == 0
-    decode.allocate("d1", block_ids=[[4, 5, 6, 10]], new_block_ids=[[10]], external_tokens=0, now_s=1.0)
-    assert decode.take_step_plan(now_s=60.0) is EMPTY_PLAN
-    assert not decode.finish("d1", reason="stop", block_ids=[[4]], computed_tokens=9, now_s=61.0).keep_blocks
-    assert decode.live_count == 0

@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 
 import pytest
-from scheduler_helpers import WINDOW, config, consumer_params, hand_over, prefill_request_params, scheduler, with_ticket
+from scheduler_helpers import WINDOW, config, consumer_params, hand_over, scheduler, with_ticket
 from stream_helpers import Prompt
 
-from kv_scheduler_state import SchedulerState, SchedulerStateError, prompt_digest
+from kv_scheduler_state import SchedulerState, SchedulerStateError, prefill_request_params, prompt_digest
 from kv_scheduler_state.errors import DuplicateRequest, InvalidEvent, UnknownRequest
 
 

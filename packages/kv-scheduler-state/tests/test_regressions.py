@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 
 import pytest
-from scheduler_helpers import STATE, consumer_params, prefill_request_params, scheduler, with_ticket
+from scheduler_helpers import STATE, consumer_params, scheduler, with_ticket
 
-from kv_scheduler_state import LeaseTable
+from kv_scheduler_state import LeaseTable, prefill_request_params
 from kv_scheduler_state.errors import DuplicateRequest
 
 
@@ -85,14 +85,12 @@ def test_a_state_is_read_back_only_for_a_prompt_that_goes_on_after_it(prompt, re
 def _held_read(hold_steps: int):
     """Return machines that have just been given blocks for a readback of 99 tokens."""
     state = scheduler(bidirectional=True, read_hold_steps=hold_steps, recompute_threshold_tokens=0)
-    state.arrive(
-        "d1",
+    params, blocks = (
         consumer_params(do_remote_prefill=False, do_remote_decode=True, remote_num_tokens=99),
-        prompt_tokens=100,
-        now_s=0.0,
+        [[*range(1, 8)]],
     )
-    tokens = state.external_tokens("d1", computed_tokens=0)
-    state.allocate("d1", block_ids=[[*range(1, 8)]], new_block_ids=[[*range(1, 8)]], external_tokens=tokens, now_s=0.0)
+    state.arrive("d1", params, prompt_tokens=100, now_s=0.0)
+    state.allocate("d1", block_ids=blocks, new_block_ids=blocks, external_tokens=99, now_s=0.0)
     return state
 
 

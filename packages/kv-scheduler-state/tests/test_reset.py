@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 from model.invariants import problems
-from scheduler_helpers import prefill_request_params, scheduler, with_ticket
+from scheduler_helpers import scheduler, with_ticket
 
+from kv_scheduler_state import prefill_request_params
 from kv_scheduler_state.errors import InvalidEvent
 
 BLOCKS = [[1, 2, 3]]
@@ -34,31 +35,23 @@ def test_a_lease_that_is_out_is_revoked_once_and_ends_with_its_report():
     assert problems(state) == []
 
 
-def test_a_prompt_that_is_being_computed_is_not_handed_over():
-    state = scheduler()
-    prefilling(state)
-    state.reset(now_s=0.5)
-    assert finish(state).params is None
-    assert state.take_step_plan(now_s=1.0).releases == ("p1",)
-    assert state.live_count == 0
-    assert problems(state) == []
-
-
-def test_a_prompt_that_starts_again_is_handed_over():
-    state = scheduler()
-    prefilling(state)
-    state.reset(now_s=0.5)
-    state.preempt("p1", now_s=0.6)
-    state.allocate("p1", block_ids=BLOCKS, new_block_ids=BLOCKS, external_tokens=0, now_s=0.7)
-    assert finish(state).keep_blocks
-
-
-def test_a_prompt_that_nobody_has_begun_is_handed_over():
+@pytest.mark.parametrize(("begun", "again", "is_kept"), [(True, False, False), (True, True, True), (False, True, True)])
+def test_only_what_is_computed_after_a_reset_is_handed_over(begun, again, is_kept):
     state = scheduler()
     state.arrive("p1", prefill_request_params(), prompt_tokens=48, now_s=0.0)
+    blocks = {"block_ids": BLOCKS, "new_block_ids": BLOCKS, "external_tokens": 0, "now_s": 0.7}
+    if begun:
+        state.allocate("p1", **blocks)
+        state.take_step_plan(now_s=0.0)
     state.reset(now_s=0.5)
-    state.allocate("p1", block_ids=BLOCKS, new_block_ids=BLOCKS, external_tokens=0, now_s=0.7)
-    assert finish(state).keep_blocks
+    if begun and again:
+        state.preempt("p1", now_s=0.6)
+    if again:
+        state.allocate("p1", **blocks)
+    assert finish(state).keep_blocks == is_kept
+    assert state.take_step_plan(now_s=1.0).releases == (() if is_kept else ("p1",))
+    assert state.live_count == is_kept
+    assert problems(state) == []
 
 
 def test_a_ticket_that_was_not_used_yet_is_given_up_and_its_producer_told():

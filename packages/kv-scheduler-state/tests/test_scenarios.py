@@ -3,18 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from scheduler_helpers import (
-    FULL,
-    STATE,
-    WINDOW,
-    consumer_params,
-    prefill_request_params,
-    renewed,
-    scheduler,
-    with_ticket,
-)
+from scheduler_helpers import FULL, STATE, WINDOW, consumer_params, renewed, scheduler, with_ticket
 
-from kv_scheduler_state import BlockList, GroupConfig
+from kv_scheduler_state import BlockList, GroupConfig, PeerAddress, prefill_request_params
 from kv_scheduler_state.errors import InvalidEvent
 from kv_scheduler_state.values import BlockRules
 
@@ -31,23 +22,6 @@ def finish(state, request_id, reason="length", blocks=([1, 2, 3],), tokens=48, n
 # ---- remote prefill: the decode side
 
 
-@pytest.mark.parametrize(("policy", "state_after"), [("recompute", "local"), ("fail", "failed")])
-def test_a_failed_read_follows_the_policy(policy, state_after):
-    state = scheduler(load_failure_policy=policy)
-    with_ticket(state)
-    allocate(state, "d1", [[4, 5, 6]], external=48)
-    state.take_step_plan(now_s=0.0)
-    state.report(sent=[], received=["d1"], failed=["d1"])
-    assert state.explain("d1", now_s=0.0)["state"] == state_after
-    assert state.external_tokens("d1", computed_tokens=0) == 0
-    if policy == "recompute":
-        allocate(state, "d1", [[4, 5, 6]])
-        state.preempt("d1", now_s=0.0)
-        allocate(state, "d1", [[4, 5, 6]])
-    finish(state, "d1", "error")
-    assert state.live_count == 0
-
-
 # ---- aborts
 
 
@@ -60,15 +34,6 @@ def test_a_read_that_needs_no_block_is_still_reported():
 
 
 # ---- remote decode: the prefill side
-
-
-def test_all_blocks_are_handed_over_even_those_of_a_prefix_hit():
-    state = scheduler()
-    state.arrive("p1", prefill_request_params(), prompt_tokens=40, now_s=0.0)
-    allocate(state, "p1", [[1, 2, 3]], [[3]])
-    decision = finish(state, "p1", blocks=[[1, 2, 3]], tokens=40)
-    assert decision.params["remote_block_ids"] == [[1, 2, 3]]
-    assert decision.params["remote_num_tokens"] == 40
 
 
 def test_without_a_free_slot_nothing_is_handed_over_and_slots_come_back():
@@ -135,14 +100,8 @@ def test_heartbeats_are_grouped_by_peer_and_throttled():
     state.arrive("p1", prefill_request_params(), prompt_tokens=1, now_s=0.0)
     state.arrive("local", None, prompt_tokens=1, now_s=0.0)
     plan = state.take_step_plan(now_s=0.0)
-    assert [(beat.peer.engine_id, renewed(beat)) for beat in plan.heartbeats] == [
-        ("prefill-0", ("a", "b")),
-        ("prefill-1", ("c",)),
-    ]
-    beat = plan.heartbeats[0]
-    assert beat.peer.generation is None
-    assert (beat.peer.host, beat.peer.port, beat.peer.tp, beat.peer.pp, beat.peer.dcp) == ("10.0.0.1", 5600, 2, 1, 1)
-    assert beat.peer.dialect is None
+    assert [renewed(beat) for beat in plan.heartbeats] == [("a", "b"), ("c",)]
+    assert plan.heartbeats[0].peer == PeerAddress("prefill-0", "10.0.0.1", 5600, 2, 1, 1)
     assert beats(state, 4.9) == []
     with_ticket(state, "d4", remote_request_id="d", now_s=4.9)
     assert beats(state, 4.9) == []
@@ -174,28 +133,22 @@ def test_a_decode_hands_its_blocks_back_for_the_next_turn():
     plan = decode.take_step_plan(now_s=0.0)
     assert (len(plan.reads), plan.expects) == (1, ("d1",))
     decode.report(sent=[], received=["d1"], failed=[])
-    allocate(decode, "d1", [[4, 5, 6, 7]], [[7]])
-    decode.preempt("d1", now_s=0.0)
-    allocate(decode, "d1", [[4, 5, 6, 7]])
-    decision = finish(decode, "d1", "stop", [[4, 5, 6, 7]], 60)
-    assert decision.keep_blocks
-    assert decision.params["do_remote_decode"] is True
+    assert finish(decode, "d1", "stop", [[4, 5, 6, 7]], 60).params["do_remote_decode"] is True
     assert decode.take_step_plan(now_s=0.0).grants[0].lease_s == 480.0
 
-    prefill = scheduler(bidirectional=True)
-    assert prefill.arrive("p2", decision.params, prompt_tokens=200, now_s=0.0).role == "producer"
-    assert prefill.external_tokens("p2", computed_tokens=0) == 0  # fewer than 64 tokens are not worth it
-    big = {**(decision.params or {}), "remote_num_tokens": 120}
-    assert prefill.arrive("p3", big, prompt_tokens=200, now_s=0.0).role == "producer"
-    assert prefill.external_tokens("p3", computed_tokens=16) == 104
-    allocate(prefill, "p3", [list(range(13))], external=104)
-    plan = prefill.take_step_plan(now_s=0.0)
-    assert (plan.heartbeats, [order.ticket.peer.engine_id for order in plan.reads]) == ((), ["decode-0"])
-    prefill.report(sent=[], received=["p3"], failed=[])
-    allocate(prefill, "p3", [list(range(13))], [[]])
-    assert finish(prefill, "p3", blocks=[list(range(13))], tokens=200).params["do_remote_prefill"] is True
-    decode.report(sent=["d1"], received=[], failed=[])
-    assert decode.live_count == 0
+
+def test_a_prefill_reads_back_what_is_worth_a_transfer_and_renews_no_lease_for_it():
+    state, blocks = scheduler(bidirectional=True), [list(range(13))]
+    for name, held, computed, external in (("p2", 60, 0, 0), ("p3", 120, 16, 104)):
+        params = consumer_params(do_remote_prefill=False, do_remote_decode=True, remote_num_tokens=held)
+        assert state.arrive(name, params, prompt_tokens=200, now_s=0.0).role == "producer"
+        assert state.external_tokens(name, computed_tokens=computed) == external
+    allocate(state, "p3", blocks, external=104)
+    plan = state.take_step_plan(now_s=0.0)
+    assert (plan.heartbeats, [order.request_id for order in plan.reads]) == ((), ["p3"])
+    state.report(sent=[], received=["p3"], failed=[])
+    allocate(state, "p3", blocks, [[]])
+    assert finish(state, "p3", blocks=blocks, tokens=200).params["do_remote_prefill"] is True
 
 
 def test_a_bad_readback_is_still_a_prefill():

@@ -7,24 +7,7 @@ from typing import Literal
 import pytest
 from scheduler_helpers import consumer_params, scheduler, with_ticket
 
-from kv_scheduler_state import SchedulerState
-
 BLOCKS = [[7, 8, 9]]
-
-
-def _read(state: SchedulerState, request_id: str) -> None:
-    tokens = state.external_tokens(request_id, computed_tokens=0)
-    assert tokens == 48
-    state.allocate(request_id, block_ids=BLOCKS, new_block_ids=BLOCKS, external_tokens=tokens, now_s=0.0)
-    assert [order.request_id for order in state.take_step_plan(now_s=0.0).reads] == [request_id]
-
-
-def _end(
-    state: SchedulerState, reason: Literal["length", "abort"], *, reported: tuple[list[str], list[str]] | None = None
-) -> None:
-    if reported is not None:
-        state.report(sent=[], received=reported[0], failed=reported[1])
-    state.finish("d1", reason=reason, block_ids=BLOCKS, computed_tokens=0, now_s=1.0)
 
 
 @pytest.mark.never_wrong("B7")
@@ -38,26 +21,22 @@ def test_a_ticket_without_a_fence_is_not_read_after_its_peer_was_told(
     """Truth: vLLM's own peer frees the blocks at the first notification, and its tickets have no fence to tell so."""
     state = scheduler(load_failure_policy=policy)
     with_ticket(state, "d1")
-    if end == "aborted while queued":
-        _end(state, "abort")
-    elif end == "hit":
-        state.external_tokens("d1", computed_tokens=48)
-        state.allocate("d1", block_ids=BLOCKS, new_block_ids=[[]], external_tokens=0, now_s=0.0)
-        _end(state, "length")
-    elif end == "aborted before the order":
-        tokens = state.external_tokens("d1", computed_tokens=0)
-        state.allocate("d1", block_ids=BLOCKS, new_block_ids=BLOCKS, external_tokens=tokens or 0, now_s=0.0)
-        _end(state, "abort")
-        state.report(sent=[], received=["d1"], failed=["d1"])
-    else:
-        _read(state, "d1")
-        if end == "aborted while reading":
-            _end(state, "abort")
-            with_ticket(state, "meanwhile")
-            assert not state.external_tokens("meanwhile", computed_tokens=0)
-            state.report(sent=[], received=["d1"], failed=["d1"])
-        else:
-            _end(state, "length", reported=(["d1"], ["d1"] if end == "failed" else []))
+    is_aborted, is_read = end.startswith("aborted"), end not in {"aborted while queued", "hit"}
+    state.external_tokens("d1", computed_tokens=0 if is_read else 48)
+    if end != "aborted while queued":
+        new = BLOCKS if is_read else [[]]
+        state.allocate("d1", block_ids=BLOCKS, new_block_ids=new, external_tokens=48 * is_read, now_s=0.0)
+    if is_read and end != "aborted before the order":
+        assert [order.request_id for order in state.take_step_plan(now_s=0.0).reads] == ["d1"]
+    if is_aborted:
+        state.finish("d1", reason="abort", block_ids=BLOCKS, computed_tokens=0, now_s=1.0)
+    with_ticket(state, "meanwhile")
+    assert not state.external_tokens("meanwhile", computed_tokens=0)
+    state.finish("meanwhile", reason="abort", block_ids=BLOCKS, computed_tokens=0, now_s=1.0)
+    if is_read:
+        state.report(sent=[], received=["d1"], failed=["d1"] if is_aborted or end == "failed" else [])
+    if not is_aborted:
+        state.finish("d1", reason="length", block_ids=BLOCKS, computed_tokens=0, now_s=1.0)
     state.take_step_plan(now_s=1.0)
     with_ticket(state, "d2")
     assert state.external_tokens("d2", computed_tokens=0) == 0
@@ -65,35 +44,6 @@ def test_a_ticket_without_a_fence_is_not_read_after_its_peer_was_told(
     assert state.take_step_plan(now_s=1.0).reads == (), "the peer is not told a second time"
     with_ticket(state, "d3", remote_request_id="another")
     assert state.external_tokens("d3", computed_tokens=0) == 48
-
-
-def test_a_read_that_is_passed_on_is_read_by_the_next_holder_and_not_after_that() -> None:
-    state = scheduler()
-    with_ticket(state, "d1")
-    with_ticket(state, "d2")
-    _read(state, "d1")
-    _end(state, "abort")
-    state.take_step_plan(now_s=1.0)
-    state.report(sent=[], received=["d1"], failed=["d1"])
-    _read(state, "d2")
-    state.report(sent=[], received=["d2"], failed=["d2"])
-    with_ticket(state, "d3")
-    assert state.external_tokens("d3", computed_tokens=0) == 0
-
-
-def test_a_read_that_no_worker_has_seen_is_passed_on_without_a_notification() -> None:
-    state = scheduler()
-    with_ticket(state, "d1")
-    with_ticket(state, "d2")
-    state.external_tokens("d1", computed_tokens=0)
-    state.allocate("d1", block_ids=BLOCKS, new_block_ids=BLOCKS, external_tokens=48, now_s=0.0)
-    _end(state, "abort")
-    plan = state.take_step_plan(now_s=1.0)
-    assert (plan.reads, plan.cancels, plan.failures) == ((), (), ("d1",))
-    state.report(received=["d1"], failed=["d1"])
-    assert state.external_tokens("d2", computed_tokens=0) == 48
-    state.finish("d2", reason="abort", block_ids=BLOCKS, computed_tokens=0, now_s=2.0)
-    assert [order.is_notify_only for order in state.take_step_plan(now_s=2.0).reads] == [True]
 
 
 @pytest.mark.never_wrong("B7")

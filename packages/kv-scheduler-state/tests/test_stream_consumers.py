@@ -184,6 +184,7 @@ def test_a_whole_ticket_beside_an_early_one_is_read_plain():
 WINDOW = GroupConfig("window", 16, window_tokens=34)
 
 
+@pytest.mark.never_wrong("A8")
 @pytest.mark.parametrize(
     ("settings", "tokens", "is_asked"),
     [
@@ -192,6 +193,9 @@ WINDOW = GroupConfig("window", 16, window_tokens=34)
         # At the end of 49 tokens the peer gives up tokens 0 to 15, of which token 48 sees the last; at the end of 48 not.
         ({"groups": (GroupConfig(), WINDOW)}, 48, True),
         ({"groups": (GroupConfig(), WINDOW)}, 49, False),
+        # As the block of tokens 16 to 31, of which token 48 sees 31.
+        ({"groups": (GroupConfig(), GroupConfig("window", 16, window_tokens=18))}, 49, False),
+        ({"groups": (GroupConfig(), GroupConfig("window", 16, window_tokens=18))}, 50, True),
     ],
 )
 def test_a_prompt_of_which_nothing_can_be_read_is_not_asked_for(settings, tokens, is_asked):
@@ -211,16 +215,7 @@ def test_a_prompt_of_which_nothing_can_be_read_is_not_asked_for(settings, tokens
 
 def test_waiting_early_requests_are_bounded():
     state = consumer()
-    roles = [
-        state.arrive(
-            f"d{number}",
-            early(serves=False, hand_over_id=f"{number:032x}"),
-            prompt_tokens=100,
-            identity=Prompt(),
-            now_s=0.0,
-        ).role
-        for number in range(1030)
-    ]
+    roles = [arrive(state, request_id=f"d{n}", hand_over_id=f"{n:032x}").role for n in range(1030)]
     assert roles == ["consumer"] * 1024 + ["none"] * 6
     assert len(state.streams.take_questions()) == 1024
     assert {(each.code, each.result) for each in state.streams.consumed.take_outcomes()} == {
@@ -230,14 +225,7 @@ def test_waiting_early_requests_are_bounded():
     assert arrive(state, request_id="next", hand_over_id="f" * 32).role == "consumer"
 
 
-def test_a_stream_that_is_not_there_is_refused_by_name_and_its_end_means_nothing():
-    state, _ = at("streaming")
-    streams = state._consumers.streams
-    with pytest.raises(SchedulerStateError, match="nobody"):
-        streams.find("nobody", "torn")
-    assert streams.note_end("nobody", (0, 0), is_done=False) is False
-    state.streams.ended("nobody", (0, 0), is_done=True)
-    assert states(state) == ["consumer-streaming"]
+WAITING = {f"consumer-{name}" for name in ("asking", "offered", "streaming", "awaiting")}
 
 
 @pytest.mark.parametrize("seed", range(200))
@@ -262,12 +250,7 @@ def test_no_answers_of_a_lying_producer_keep_a_request_for_ever(seed):
         if is_loading and "consumer-streaming" in state.state_counts():
             state.streams.ended("d1", (0, 0), is_done=False)
         questions = [*state.streams.take_questions(), *questions][:1]
-        is_refused = not {
-            "consumer-asking",
-            "consumer-offered",
-            "consumer-streaming",
-            "consumer-awaiting",
-        }.intersection(state.state_counts())
+        is_refused = WAITING.isdisjoint(state.state_counts())
 
 
 def streamed(state, offer, ending):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 from consumer_helpers import RETRY, ask, asking, at, final_answer, finish
 from stream_helpers import HAND_OVER, Prompt, answer_of, offered, producer, question
@@ -15,53 +18,40 @@ def outcomes(state):
     return [(each.code, each.result) for each in state.streams.consumed.take_outcomes()]
 
 
+def of_another_prompt():
+    answer = final_answer()
+    return {**answer, "ticket": {**answer["ticket"], "kv_prompt": "0" * 64}}
+
+
+ANSWERS: dict[str, Callable[[], Any]] = {
+    "withdrawn": lambda: {"kind": "no", "reason": "withdrawn"},
+    "ask-unsupported": lambda: {"kind": "no", "reason": "not-streamed", "code": "ask-unsupported"},
+    "ticket-prompt": of_another_prompt,
+    "timed-out": lambda: {"kind": "no", "reason": "unanswered", "code": "timed-out"},
+    "busy": lambda: RETRY,
+    "no-answer": lambda: None,
+}
+
+
 @pytest.mark.parametrize("name", ["asking", "asking-final", "awaiting"])
-@pytest.mark.parametrize(
-    "event", ["refused", "refused with a code", "of another prompt", "silent", "unanswered", "busy"]
-)
-def test_a_prompt_that_is_not_streamed_has_one_outcome_with_its_reason(name, event):
-    """In every state that waits for an answer: what becomes of the prompt, and the last word of the peer as the reason."""
+@pytest.mark.parametrize("reason", ANSWERS)
+def test_a_prompt_that_is_not_streamed_has_one_outcome_with_its_reason(name, reason):
+    """In every state that waits for an answer: the result for the prompt, with the peer's latest answer as the reason."""
     state, number = at("offered" if name == "asking-final" else name, load_failure_policy="recompute")
     now_s = 1.0
     if name == "asking-final":
         now_s = 31.0
         state.take_step_plan(now_s=now_s)
         number = ask(state).number
-        assert [(each.code, each.result) for each in state.streams.consumed.take_outcomes()] == [
-            ("no-room", "read-whole")
-        ]
+        assert outcomes(state) == [("no-room", "read-whole")]
     assert outcomes(state) == []
-    due = {"refused": "withdrawn", "refused with a code": "ask-unsupported", "silent": "no-answer", "busy": "busy"}
-    if event == "refused":
-        state.streams.answered("d1", number, {"kind": "no", "reason": "withdrawn"}, now_s=now_s)
-    elif event == "refused with a code":
-        no = {"kind": "no", "reason": "not-streamed", "code": "ask-unsupported"}
-        state.streams.answered("d1", number, no, now_s=now_s)
-    elif event == "of another prompt":
-        answer = final_answer()
-        ticket = {**answer["ticket"], "kv_prompt": "0" * 64}
-        state.streams.answered("d1", number, {**answer, "ticket": ticket}, now_s=now_s)
-        due[event] = "ticket-prompt"
-    else:
-        words = {"unanswered": {"kind": "no", "reason": "unanswered", "code": "timed-out"}, "busy": RETRY}
-        if event in words:
-            state.streams.answered("d1", number, words[event], now_s=now_s)
-        due["unanswered"] = "timed-out"
+    answer = ANSWERS[reason]()
+    if answer is not None:
+        state.streams.answered("d1", number, answer, now_s=now_s)
+    if reason in {"timed-out", "busy", "no-answer"}:
         state.take_step_plan(now_s=now_s + 400.0)
-    result = "given-up" if name == "awaiting" else "computed-here"
-    assert outcomes(state) == [(due[event], result)]
+    assert outcomes(state) == [(reason, "given-up" if name == "awaiting" else "computed-here")]
     assert outcomes(state) == []
-
-
-def test_an_offer_that_no_share_holds_and_one_of_other_blocks_are_read_whole():
-    state, _ = at("offered", stream_reserve_fraction=0.3)
-    state.external_tokens("d1", computed_tokens=0)
-    assert outcomes(state) == [("over-share", "read-whole")]
-    state, asked = asking()
-    _, offer = offered()
-    ticket = {**offer["ticket"], "kv_span_tokens": [8]}
-    state.streams.answered("d1", asked.number, {**offer, "ticket": ticket}, now_s=0.0)
-    assert outcomes(state) == [("other-blocks", "read-whole")]
 
 
 def test_a_stream_that_is_read_or_that_its_client_leaves_has_no_outcome():

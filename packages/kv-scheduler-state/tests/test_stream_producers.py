@@ -9,6 +9,7 @@ from stream_helpers import DIGEST, HAND_OVER, Prompt, answer_of, early, offered,
 from kv_scheduler_state import SchedulerStateError, TicketReader
 from kv_scheduler_state.plan import StreamRun
 from kv_scheduler_state.ticket.early import EarlyTicket, early_params
+from kv_scheduler_state.ticket.seal import TicketSeal
 
 ENDED = 1 << 63
 OPENED = ["arrive", "allocate", "chunk", "plan"]
@@ -19,16 +20,17 @@ def states(state):
     return list(state.state_counts())
 
 
+def final_of(ticket):
+    """The answer with a final ticket."""
+    slot, generation = ticket["kv_fence"]
+    return {"kind": "final", "request_id": "p1", "slot": slot, "generation": generation, "ticket": ticket}
+
+
 def test_an_offer_names_all_but_the_blocks_and_the_lease_goes_on_with_it():
     state, offer = offered()
     ticket = offer["ticket"]
-    assert {key: value for key, value in offer.items() if key != "ticket"} == {
-        "kind": "offer",
-        "request_id": "p1",
-        "slot": 0,
-        "generation": 100,
-        "tag": 100,
-    }
+    words = {"slot": 0, "generation": 100, "tag": 100}
+    assert offer == {"kind": "offer", "request_id": "p1", "ticket": ticket, **words}
     assert (ticket["remote_block_ids"], ticket["kv_fence"], ticket["kv_prompt"]) == ([[]], [0, 100], DIGEST)
     run(state, ["plan", "last-chunk", "plan"])
     final = run(state, ["length"]).params
@@ -37,31 +39,24 @@ def test_an_offer_names_all_but_the_blocks_and_the_lease_goes_on_with_it():
     (grant,) = state.take_step_plan(now_s=0.0).grants
     assert (grant.fence, grant.nonce) == ((0, 100), final["kv_nonce"])
     state.streams.produced.ask("b", question(2, wants_final=True))
-    answer = answer_of(state)
-    assert answer == {"kind": "final", "request_id": "p1", "slot": 0, "generation": 100, "ticket": final}
+    assert answer_of(state) == final_of(final)
     state.report(sent=["p1"], received=[], failed=[])
     assert (state.streams.produced.slots_used, state.live_count) == (0, 0)
     assert not problems(state)
 
 
-def test_a_final_ticket_under_fleet_secrets_is_sealed_with_the_nonce_of_the_offer():
-    state = producer(peer_networks=(), stream_slots=1)
+def test_an_offer_and_its_final_ticket_are_sealed_with_one_nonce():
     secret = b"0123456789abcdef"
+    state = producer(peer_networks=())
     state.set_secrets([secret])
-    params = early(serves=True)
-    params["kv_stream"] = early_params(EarlyTicket(HAND_OVER, "10.0.0.1", 5600), secret)
+    params = {"do_remote_decode": True, "kv_stream": early_params(EarlyTicket(HAND_OVER, "10.0.0.1", 5600), secret)}
     state.arrive("p1", params, prompt_tokens=100, identity=Prompt(), now_s=0.0)
-    run(state, ["allocate", "chunk", "plan", "last-chunk", "plan"])
-    final = run(state, ["length"]).params
-    seal = state._producers.seal
-    reader = TicketReader(state.config)
-    assert seal.opened(reader, final, "handoff").nonce == final["kv_nonce"]
-    assert seal.opened(TicketReader(state.config, takes_offers=True), _offer(state), "handoff").fence == (0, 100)
-
-
-def _offer(state):
-    record = state._requests["p1"].producer
-    return state._producers._offer(record)
+    run(state, WHOLE[1:])
+    state.streams.produced.ask("a", question())
+    offer, final = answer_of(state)["ticket"], run(state, ["length"]).params
+    seal, readers = TicketSeal([secret]), [TicketReader(state.config, takes_offers=each) for each in (True, False)]
+    opened = [seal.opened(reader, each, "handoff") for reader, each in zip(readers, (offer, final), strict=True)]
+    assert [ticket.nonce for ticket in opened] == [final["kv_nonce"]] * 2
 
 
 def test_a_prompt_that_reads_besides_is_not_streamed_and_its_reader_learns_so():
@@ -112,6 +107,7 @@ REFUSED = {
     "no identity": "ticket-prompt-unidentified",
     "id in use": "ticket-early-shared",
     "declined": "",
+    "bad ticket": "ticket-range",
 }
 
 
@@ -121,41 +117,27 @@ def test_what_is_not_streamed_is_handed_over_plain_and_says_so(case):
     identity = None if case == "no identity" else Prompt()
     if case == "id in use":
         run(state, ["arrive"], "p0")
-    params = {"do_remote_decode": True} if case == "declined" else early(serves=True)
+    bad = {"port": 0} if case == "bad ticket" else {}
+    params = {"do_remote_decode": True} if case == "declined" else early(serves=True, **bad)
     if case == "declined":
         state._producers.streams.decline(HAND_OVER)
     admission = state.arrive("p1", params, prompt_tokens=100, identity=identity, now_s=0.0)
     assert (admission.role, states(state)[-1]) == ("producer", "producer-waiting")
     assert (admission.rejected_code, admission.is_early) == (REFUSED[case], False)
     assert (state.streams is None) == (case == "no slots")
-    if case in {"no identity", "declined"}:
+    if case in {"no identity", "declined", "bad ticket"}:  # or its reader would ask until its deadline
         state.streams.produced.ask("a", question())
         assert answer_of(state) == {"kind": "no", "reason": "not-streamed"}
 
 
-def test_an_early_ticket_that_is_none_leaves_a_plain_hand_over():
+@pytest.mark.parametrize("stream", [None, 7, "x", {"id": 7}, {"id": "x" * 32}, {"id": ["a"]}, "bad seal"])
+def test_an_early_ticket_without_an_id_or_a_valid_seal_leaves_nothing_behind(stream):
     state = producer()
-    admission = state.arrive("p1", early(serves=True, port=0), prompt_tokens=100, identity=Prompt(), now_s=0.0)
-    assert admission.rejected_code.startswith("ticket-")
-    assert states(state) == ["producer-waiting"]
-    state.streams.produced.ask("a", question())
-    assert answer_of(state) == {"kind": "no", "reason": "not-streamed"}, (
-        "or its reader would ask until its patience ends"
-    )
-
-
-@pytest.mark.parametrize("told", [None, 7, "x", {"id": 7}, {"id": "x" * 32}, {"id": ["a"]}])
-def test_an_early_ticket_without_an_id_leaves_nothing_behind(told):
-    state = producer()
-    params = {"do_remote_decode": True, "kv_stream": told}
+    params = {"do_remote_decode": True, "kv_stream": stream}
+    if stream == "bad seal":
+        state.set_secrets((b"s" * 32,))
+        params = early(serves=True, mac="0" * 64)
     state.arrive("p1", params, prompt_tokens=100, identity=Prompt(), now_s=0.0)
-    assert (states(state), standings(state)) == (["producer-waiting"], [])
-
-
-def test_under_secrets_a_ticket_that_nobody_covers_tells_this_engine_nothing():
-    state = producer()
-    state.set_secrets((b"s" * 32,))
-    state.arrive("p1", early(serves=True, mac="0" * 64), prompt_tokens=100, identity=Prompt(), now_s=0.0)
     assert (states(state), standings(state)) == (["producer-waiting"], [])
 
 
@@ -167,16 +149,6 @@ def test_an_event_out_of_turn_is_refused_and_changes_nothing(way, event):
     with pytest.raises(SchedulerStateError):
         run(state, [event])
     assert states(state) == before
-
-
-def test_a_request_that_never_ran_ends_without_a_trace():
-    state = producer()
-    run(state, ["arrive"])
-    state.streams.produced.ask("a", question())
-    assert run(state, ["abort"]) == (False, None, "")
-    assert answer_of(state)["reason"] == "withdrawn"
-    assert state.live_count == 0
-    assert not state.take_step_plan(now_s=0.0).streams.voids
 
 
 def saves_of(state):
@@ -239,13 +211,7 @@ def test_a_request_that_is_handed_over_whole_answers_with_its_final_ticket():
     assert not state.streams.produced.take_answers()
     assert state.streams.produced.slots_used == 0
     final = run(state, ["length"]).params
-    assert answer_of(state) == {
-        "kind": "final",
-        "request_id": "p1",
-        "slot": final["kv_fence"][0],
-        "generation": final["kv_fence"][1],
-        "ticket": final,
-    }
+    assert answer_of(state) == final_of(final)
     with pytest.raises(SchedulerStateError):
         state.streams.produced.hand_over_whole("unknown")
 
@@ -282,13 +248,10 @@ def test_the_final_ticket_stands_while_it_is_leased():
     ((_, _, offer),) = standings(state)
     assert offer["kind"] == "offer"
     final = run(state, ["length"]).params
-    slot, generation = final["kv_fence"]
-    answer = {"kind": "final", "request_id": "p1", "slot": slot, "generation": generation, "ticket": final}
-    assert standings(state) == [(HAND_OVER, DIGEST, answer)]
+    assert standings(state) == [(HAND_OVER, DIGEST, final_of(final))]
     assert standings(state) == []
     state.report(sent=["p1"], received=[], failed=[])
-    withdrawn = {"kind": "no", "reason": "withdrawn"}
-    assert standings(state) == [(HAND_OVER, "", withdrawn)]
+    assert standings(state) == [(HAND_OVER, "", {"kind": "no", "reason": "withdrawn"})]
     run(state, ["arrive"])
     assert standings(state) == [(HAND_OVER, "", None)], "it lives again"
 

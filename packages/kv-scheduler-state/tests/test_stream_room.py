@@ -41,6 +41,7 @@ def test_a_prompt_of_more_blocks_than_the_share_is_read_from_its_final_ticket():
     state, _ = at("offered", stream_reserve_fraction=0.3)
     assert state.external_tokens("d1", computed_tokens=0) is None  # 7 of 6
     take_final(state, now_s=1.0)
+    assert [each[1:3] for each in state.streams.consumed.take_outcomes()] == [("over-share", "read-whole")]
 
 
 def test_a_prompt_without_room_in_time_is_read_from_its_final_ticket():
@@ -54,13 +55,6 @@ def test_a_prompt_without_room_in_time_is_read_from_its_final_ticket():
     take_final(state, now_s=10.0)
 
 
-def misfit(state, asked):
-    """Answer with an offer of blocks of other sizes."""
-    _, offer = offered()
-    ticket = {**offer["ticket"], "kv_span_tokens": [8]}
-    assert state.streams.answered("d1", asked.number, {**offer, "ticket": ticket}, now_s=1.0)
-
-
 def test_a_peer_without_a_place_for_the_question_is_asked_again_for_the_final_ticket():
     state, _ = at("offered")
     state.take_step_plan(now_s=10.0)
@@ -71,26 +65,17 @@ def test_a_peer_without_a_place_for_the_question_is_asked_again_for_the_final_ti
     take_final(state, now_s=11.0)
 
 
-def test_an_offered_prompt_whose_allocation_is_refused_is_given_up_at_once():
+@pytest.mark.parametrize("has_expired", [False, True])
+def test_an_offered_prompt_whose_allocation_is_refused_is_given_up(has_expired):
     state, _ = at("offered")
     tokens = state.external_tokens("d1", computed_tokens=8)
     with pytest.raises(SchedulerStateError):
         state.allocate("d1", block_ids=BLOCKS, new_block_ids=BLOCKS, external_tokens=tokens, now_s=1.0)
-    assert state.take_step_plan(now_s=1.0).failures == ("d1",)
+    assert state.take_step_plan(now_s=10.0 if has_expired else 1.0).failures == ("d1",)
+    assert len(state.streams.take_questions()) == has_expired
     state.report(sent=[], received=["d1"], failed=["d1"])
     assert (states(state), state.external_tokens("d1", computed_tokens=0)) == (["consumer-local"], 0)
     assert state.streams.consumed.blocks_held == 0
-
-
-def test_a_refused_allocation_is_given_up_also_if_its_offer_has_expired_meanwhile():
-    state, _ = at("offered")
-    tokens = state.external_tokens("d1", computed_tokens=8)
-    with pytest.raises(SchedulerStateError):
-        state.allocate("d1", block_ids=BLOCKS, new_block_ids=BLOCKS, external_tokens=tokens, now_s=1.0)
-    state.take_step_plan(now_s=10.0)
-    ask(state)
-    state.report(sent=[], received=["d1"], failed=["d1"])
-    assert states(state) == ["consumer-local"]
 
 
 @pytest.mark.parametrize("ends", [finish, lambda state: state.reset(now_s=0.0)])
@@ -116,20 +101,12 @@ def test_a_window_takes_only_the_blocks_that_it_sees():
     assert state.streams.consumed.blocks_held == 22
 
 
-@pytest.mark.never_wrong("A8")
-@pytest.mark.parametrize(("tokens", "is_asked_for"), [(48, True), (49, False), (50, True)])
-def test_a_prompt_whose_peer_gives_up_a_block_at_its_end_is_not_read_meanwhile(tokens, is_asked_for):
-    """A window of 18: at the end of 49 tokens the block of tokens 16 to 31 is given up, of which token 48 sees 31."""
-    groups = (GroupConfig(), GroupConfig(kind="window", window_tokens=18))
-    state = consumer(groups=groups)
-    state.arrive("d1", early(serves=False), prompt_tokens=tokens, identity=Prompt(), now_s=0.0)
-    found = state.external_tokens("d1", computed_tokens=0)
-    assert found == (None if is_asked_for else 0), "None: until the peer has answered"
-
-
 def test_an_offer_of_other_blocks_becomes_a_plain_hand_over():
     state, asked = asking()
-    misfit(state, asked)
+    _, offer = offered()
+    offer["ticket"]["kv_span_tokens"] = [8]
+    assert state.streams.answered("d1", asked.number, offer, now_s=1.0)
+    assert [each.code for each in state.streams.consumed.take_outcomes()] == ["other-blocks"]
     again = ask(state)
     assert again.wants_final
     assert again.number > asked.number

@@ -79,33 +79,20 @@ def test_words_are_stored_in_the_order_that_makes_them_safe():
 STREAM: Any = {"generation": 7, "tag": 7, "prompt_tokens": 100, "entry_tokens": 16, "now_s": 0.0}
 
 
-def read(request_id="r"):
-    ticket = HandoffTicket("handoff", PeerAddress("p", "10.0.0.1", 1), "p1", (), fence=(0, 1), nonce="n", lease_s=1.0)
-    return ReadOrder(request_id, ticket, (), 16, is_reported=True)
-
-
-WATCH = StepPlan(streams=StreamPlan(watches=(StreamOrder(read(), 1, 0),)))
-STOP = StepPlan(streams=StreamPlan(stops=("r",)))
-NOTHING = ((), (), ())
-
-
-def ended(*, is_done):
-    worker = WorkerState()
-    assert worker.apply(WATCH) == WATCH
-    assert worker.is_reading
-    worker.ended("r", is_done=is_done)
-    return worker
-
-
 def test_a_worker_whose_fence_held_tells_the_engine_once():
-    worker = ended(is_done=True)
+    ticket = HandoffTicket("handoff", PeerAddress("p", "10.0.0.1", 1), "p1", (), fence=(0, 1), nonce="n", lease_s=1.0)
+    watch = StepPlan(streams=StreamPlan(watches=(StreamOrder(ReadOrder("r", ticket, (), 16, is_reported=True), 1, 0),)))
+    worker = WorkerState()
+    assert worker.apply(watch) == watch
+    assert worker.is_reading
+    worker.ended("r", is_done=True)
     assert not worker.is_reading
     assert worker.take_report() == (("r",), (), (("r", True),))
     # Another worker broke: what this one has read counts for the next stream, for the final ticket and for a stop.
-    assert worker.apply(WATCH) == EMPTY_PLAN
+    assert worker.apply(watch) == EMPTY_PLAN
     assert worker.take_report() == ((), (), (("r", True),))
-    assert worker.apply(STOP) == EMPTY_PLAN
-    assert worker.take_report() == NOTHING
+    assert worker.apply(StepPlan(streams=StreamPlan(stops=("r",)))) == EMPTY_PLAN
+    assert worker.take_report() == ((), (), ())
 
 
 def test_held_tokens_are_shown_under_the_tag_of_their_start_alone():

@@ -7,7 +7,7 @@ side be explored alone.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, final
+from typing import TYPE_CHECKING, Final
 
 from kv_scheduler_state.config import GroupConfig, SchedulerConfig
 from kv_scheduler_state.scheduler.state import SchedulerState
@@ -25,14 +25,10 @@ if TYPE_CHECKING:
     from .peers import GenerousPeer
     from .prefill import PrefillSide
 
-__all__ = ["DecodeSide"]
-
-
 _REASONS: Final[dict[str, FinishReason]] = {"d-finish": "stop", "d-abort": "abort", "d-fail": "error"}
 _WANTS_LEASE: Final = frozenset(("waiting", "parked"))
 
 
-@final
 class DecodeSide:
     """A decode engine whose ranks read `requests` requests from one peer."""
 

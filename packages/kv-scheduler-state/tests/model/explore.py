@@ -13,7 +13,7 @@ from collections import deque
 from dataclasses import dataclass
 from hashlib import blake2b
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final, cast, final
+from typing import TYPE_CHECKING, Final, cast
 
 from kv_scheduler_state.config import GroupConfig, SchedulerConfig
 from kv_scheduler_state.errors import SchedulerStateError
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
     from .stream_world import StreamWorld
 
-__all__ = ["Exploration", "World", "decode_world", "explore", "pair_world", "prefill_world"]
-
 _HEAL_STEPS: Final = 400
 _MAX_TICKS: Final = 12
 _CONSTANT_TYPES: Final = frozenset(
@@ -42,7 +40,6 @@ _CONSTANT_TYPES: Final = frozenset(
 )
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class Exploration:
     """Result of an exploration.
@@ -69,7 +66,6 @@ class Exploration:
         return text if not self.violation else f"{text}; {self.violation} after {' '.join(map(str, self.path))}"
 
 
-@final
 class World:
     """A prefill side, a decode side or both, and one clock."""
 

@@ -12,8 +12,6 @@ from kv_scheduler_state.ticket.reader import TicketReader
 from kv_scheduler_state.ticket.seal import TicketSeal
 from kv_scheduler_state.values import BlockRules
 
-__all__ = ["freeze"]
-
 _CONSTANT: Final = (
     *(Table, Transition, SchedulerConfig, GroupConfig, BlockRules, TicketReader, TicketSeal, ObservedClock),
     MappingProxyType,

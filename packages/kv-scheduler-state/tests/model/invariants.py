@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from kv_scheduler_state.scheduler.producer import Producers
     from kv_scheduler_state.tables import Table
 
-__all__ = ["problems"]
-
 _AFTER_THE_END: Final = frozenset(
     {"draining", "leased", "revoked", "voiding", "streamed", "taken-back", "draining-stream"}
 )

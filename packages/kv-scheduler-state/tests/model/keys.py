@@ -9,8 +9,6 @@ if TYPE_CHECKING:
 
     from .prefill import PrefillSide
 
-__all__ = ["prefill_key"]
-
 
 def prefill_key(side: PrefillSide, request_id: str, now_s: float, *, is_named: bool) -> tuple[object, ...]:
     """Return everything that determines this request's future, with times relative to now and, perhaps, readers unnamed."""

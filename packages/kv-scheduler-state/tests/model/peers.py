@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from typing import final
 
-__all__ = ["Answer", "GenerousPeer"]
-
-
-@final
 class GenerousPeer:
     """A peer that has every prompt and keeps it for ever."""
 
@@ -41,7 +36,6 @@ class GenerousPeer:
         return not request_id
 
 
-@final
 class Answer:
     """The engine's and the observer's knowledge of one request."""
 

@@ -8,7 +8,7 @@ without asking the code under test.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, cast, final
+from typing import TYPE_CHECKING, cast
 
 from kv_scheduler_state.config import GroupConfig, SchedulerConfig
 from kv_scheduler_state.scheduler.state import SchedulerState
@@ -23,10 +23,7 @@ from .prompt import HEARTBEAT_S, LEASE_S, RENEWAL_S, Prompt
 if TYPE_CHECKING:
     from kv_scheduler_state.plan import StepPlan
 
-__all__ = ["PrefillSide"]
 
-
-@final
 class PrefillSide:
     """A prefill engine with its workers, for `requests` requests that `readers` ranks will read."""
 

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from typing import final
-
-__all__ = ["ModelViolation", "Step", "demand"]
-
 Step = tuple[str, ...]
 """An event in a model: its name and the objects that it affects."""
 
 
-@final
 class ModelViolation(AssertionError):  # noqa: N818 -- named after what happened
     """The code under test broke a promise that an engine, or a reader, relies on."""
 

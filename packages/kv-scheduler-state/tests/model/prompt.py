@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import final
-
-__all__ = ["HEARTBEAT_S", "LEASE_S", "RENEWAL_S", "Prompt"]
-
 LEASE_S = 3.0
 HEARTBEAT_S = 1.0
 RENEWAL_S = LEASE_S * 2 / 3
 
 
-@final
 class Prompt:
     """The engine's and the observer's knowledge of one request."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING
 
 from stream_helpers import Prompt
 
@@ -23,10 +23,7 @@ if TYPE_CHECKING:
 
     from .stream_prefill import StreamPrefill
 
-__all__ = ["StreamDecode"]
 
-
-@final
 class StreamDecode:
     """The decode engine: it parks a request that reads, and frees or runs it once every worker has reported it."""
 

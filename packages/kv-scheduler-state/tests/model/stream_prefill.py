@@ -8,7 +8,7 @@ carry them out by `StreamWorker` and `LeaseTable`.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, cast, final
+from typing import TYPE_CHECKING, cast
 
 from stream_helpers import Prompt as Identity
 
@@ -28,12 +28,9 @@ if TYPE_CHECKING:
     from kv_scheduler_state.plan import StepPlan, StreamChunk, StreamQuestion
     from kv_scheduler_state.worker.leases import LeaseEnd
 
-__all__ = ["GROUPS", "StreamPrefill"]
-
 GROUPS = (GroupConfig("full", block_tokens=1), GroupConfig("state", block_tokens=1))
 
 
-@final
 class Prompt:
     """The observer's knowledge of a request."""
 
@@ -47,7 +44,6 @@ class Prompt:
         self.is_void = False
 
 
-@final
 class Worker:
     """A worker: words, leases, a device, and what it has yet to do."""
 
@@ -95,7 +91,6 @@ class Worker:
         return [*self.streams.take_sent(), *[end.request_id for end in ends if end.is_reported]]
 
 
-@final
 class StreamPrefill:
     """The prefill engine, with requests `s0` and so on."""
 

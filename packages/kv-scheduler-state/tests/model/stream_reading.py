@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, NamedTuple, final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kv_scheduler_state.fences import is_later_tag
 from kv_scheduler_state.plan import StreamPart
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from .stream_prefill import StreamPrefill, Worker
 
-__all__ = ["Reader"]
-
 _STALL_S: Final = 2.0
 
 
@@ -31,7 +29,6 @@ class Part(NamedTuple):
     pages: tuple[tuple[int, int], ...]
 
 
-@final
 class Reader:
     """A worker; it reads its peer's memory only through `opposite`."""
 

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeAlias, final
+from typing import TYPE_CHECKING, TypeAlias
 
 from kv_scheduler_state.plan import VOID_TOKENS
 
 if TYPE_CHECKING:
     from kv_scheduler_state.plan import StreamChunk
 
-__all__ = ["Device", "Job", "StreamRules", "StreamSetting", "Words", "early_ticket"]
-
 Write: TypeAlias = tuple[int, str]
 Job: TypeAlias = "tuple[tuple[Write, ...], StreamChunk | None]"
 """A step on the device: the pages that it writes, and the chunk that is finished with it."""
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class StreamRules:
     """Order in which an engine and its workers do things; each is right."""
@@ -29,7 +26,6 @@ class StreamRules:
     """The listener gives an offer whose words have moved until there is another answer: right as well, by the fence."""
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class StreamSetting:
     """Size of a world, and the order in which its engines do things.
@@ -69,7 +65,6 @@ def early_ticket(request_id: str, *, serves: bool) -> dict[str, object]:
     return {"do_remote_decode": serves, "do_remote_prefill": not serves, "kv_stream": stream}
 
 
-@final
 class Words:
     """The registered words of a worker, for streams and, behind those, plain leases."""
 
@@ -102,7 +97,6 @@ def page_text(kind: str, request_id: str, number: int, epoch: int) -> str:
     return f"{kind} {request_id} {number}" + (f" of epoch {epoch}" if epoch else "")
 
 
-@final
 class Device:
     """Works off steps in order; the pages of the step that it is at hold `junk`."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hashlib import blake2b
-from typing import Final, final
+from typing import Final
 
 from kv_scheduler_state.errors import SchedulerStateError
 from model.promises import ModelViolation
@@ -13,13 +13,10 @@ from .stream_decode import StreamDecode
 from .stream_prefill import StreamPrefill
 from .stream_words import StreamSetting
 
-__all__ = ["StreamWorld"]
-
 _HEAL_STEPS: Final = 300
 _HEAL_TICKS: Final = 12
 
 
-@final
 class StreamWorld:
     """Both engines, and one clock."""
 

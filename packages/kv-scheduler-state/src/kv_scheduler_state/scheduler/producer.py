@@ -12,7 +12,7 @@ from kv_scheduler_state.plan import GrantOrder
 from kv_scheduler_state.records import ProducerRecord
 from kv_scheduler_state.streams.producer import StreamProducers
 from kv_scheduler_state.tables import NEW, PRODUCER_TABLE, STREAM_PRODUCER_TABLE, Table, Transition
-from kv_scheduler_state.ticket.ticket import HandoffTicket, PeerAddress, address_params, ticket_params, wire_id
+from kv_scheduler_state.ticket.ticket import HandoffTicket, PeerAddress, params_template, wire_id
 from kv_scheduler_state.values import BlockList
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from kv_scheduler_state.ticket.early import EarlyTicket
     from kv_scheduler_state.ticket.prompt import PromptIdentity
     from kv_scheduler_state.ticket.seal import TicketSeal
+    from kv_scheduler_state.ticket.ticket import TicketKind
     from kv_scheduler_state.values import BlockRules
 
 __all__ = ["Producers"]
@@ -66,7 +67,9 @@ class Producers:
         config = self.config
         sizes = config.tp, config.pp, config.dcp
         self._address = PeerAddress(config.engine_id, config.host, config.port, *sizes, generation, config.dialect)
-        self._address_params = address_params(self._address)
+        null = config.null_block
+        self._template = params_template("handoff", self._address, config.lease_s, null)
+        self._readback_template = params_template("readback", self._address, config.readback_lease_s, null)
 
     def arrive(self, request_id: str, *, prompt_tokens: int, is_readback: bool) -> ProducerRecord:
         """Begin the life of a request that is to be handed over."""
@@ -176,23 +179,27 @@ class Producers:
         media: tuple[int, str] | None,
     ) -> dict[str, object]:
         """Return the params of a ticket of this engine, sealed if there is a secret."""
-        ticket = HandoffTicket(
-            "readback" if record.is_readback else "handoff",
-            self._address,
-            wire_id(record.request_id),
-            blocks,
-            peer_tokens=tokens,
-            lease_s=self.config.readback_lease_s if record.is_readback else self.config.lease_s,
-            fence=record.fence,
-            nonce=nonce,
-            prompt=prompt,
-            span_tokens=self._spans,
-            transfer_mode="pull",
-        )
-        params = ticket_params(ticket, self._address_params)
+        request_id, fence = wire_id(record.request_id), record.fence
+        params: dict[str, object] = {
+            **(self._readback_template if record.is_readback else self._template),
+            "remote_block_ids": [list(each.ids) for each in blocks],
+            "remote_request_id": request_id,
+            "remote_num_tokens": tokens,
+            "kv_nonce": nonce,
+            "kv_first_tokens": [each.first_token for each in blocks],
+            "kv_span_tokens": list(self._spans),
+        }
+        if fence is not None:
+            params["kv_fence"] = list(fence)
+        if prompt is not None:
+            params["kv_prompt"] = prompt
         if media is not None and media[0]:
             params["kv_media"] = list(media)
         if self.seal is not None:
+            kind: TicketKind = "readback" if record.is_readback else "handoff"
+            lease_s = cast("float", params["kv_lease_s"])
+            promise = tokens, lease_s, fence, nonce, prompt, self._spans
+            ticket = HandoffTicket(kind, self._address, request_id, blocks, *promise, transfer_mode="pull")
             params["kv_seal"] = self.seal.of(ticket)
         return params
 

@@ -12,8 +12,6 @@ from struct import Struct
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, final
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from kv_scheduler_state.values import BlockList
 
 
@@ -22,9 +20,8 @@ __all__ = [
     "PeerAddress",
     "TicketKind",
     "WHOLE_NUMBERS",
-    "address_params",
     "encode",
-    "ticket_params",
+    "params_template",
     "wire_id",
 ]
 
@@ -134,9 +131,11 @@ WHOLE_NUMBERS: Final = frozenset(
 """Keys that hold whole numbers, or lists of them, which a router may have kept as doubles."""
 
 
-def address_params(peer: PeerAddress) -> dict[str, object]:
-    """Return the part of `kv_transfer_params` that is the same in all tickets of one engine."""
+def params_template(kind: TicketKind, peer: PeerAddress, lease_s: float, null_block: int | None) -> dict[str, object]:
+    """Return the part of `kv_transfer_params` that is the same in all tickets of one kind of this engine, `peer`."""
     params: dict[str, object] = {
+        "do_remote_prefill": kind == "handoff",
+        "do_remote_decode": kind == "readback",
         "remote_engine_id": peer.engine_id,
         "remote_host": peer.host,
         "remote_port": peer.port,
@@ -145,6 +144,8 @@ def address_params(peer: PeerAddress) -> dict[str, object]:
         "pp_size": peer.pp,
         # A clock reading would mean nothing to the peer; the lease's length travels in kv_lease_s.
         "remote_blocks_expiry_time": None,
+        "transfer_mode": "pull",
+        "kv_lease_s": lease_s,
     }
     if peer.generation is not None:
         params["kv_generation"] = peer.generation
@@ -152,31 +153,8 @@ def address_params(peer: PeerAddress) -> dict[str, object]:
             params["remote_registration_generation"] = peer.generation
     if peer.dialect is not None:
         params["kv_dialect"] = peer.dialect
-    return params
-
-
-def ticket_params(ticket: HandoffTicket, address: Mapping[str, object]) -> dict[str, object]:
-    """Return the `kv_transfer_params` of this engine's own ticket, without seal and media; `address` as `address_params`."""
-    blocks = ticket.peer_blocks
-    params: dict[str, object] = {
-        "do_remote_prefill": ticket.kind == "handoff",
-        "do_remote_decode": ticket.kind == "readback",
-        "remote_block_ids": [list(each.ids) for each in blocks],
-        "remote_request_id": ticket.peer_request_id,
-        "remote_num_tokens": ticket.peer_tokens,
-        "transfer_mode": ticket.transfer_mode,
-        "kv_lease_s": ticket.lease_s,
-        "kv_nonce": ticket.nonce,
-        "kv_first_tokens": [each.first_token for each in blocks],
-        "kv_span_tokens": list(ticket.span_tokens),
-        **address,
-    }
-    if ticket.fence is not None:
-        params["kv_fence"] = list(ticket.fence)
-    if ticket.prompt is not None:
-        params["kv_prompt"] = ticket.prompt
-    if blocks and blocks[0].null is not None:
-        params["kv_null_block"] = blocks[0].null
+    if null_block is not None:
+        params["kv_null_block"] = null_block
     return params
 
 
