@@ -279,7 +279,11 @@ def _in_rank(worker: WorkerSide) -> list[tuple[bool, str, str]]:
     """Return (whether anything is left, kind, what) of the tables of a rank at rest."""
     registration: Any = worker._registration
     agent = registration.agent._agent
-    reads, leases, peers = registration.reads.snapshot(), registration.leases._leases.live_count(), registration.reads._peers
+    reads, leases, peers = (
+        registration.reads.snapshot(),
+        registration.leases._leases.live_count(),
+        registration.reads._peers,
+    )
     waiting = sum(len(peer.waiting) for peer in peers.engines.values())
     gauges, handles = agent.statistics(), len(agent._port.handles)
     count, in_flight, scratch = gauges["queued"], gauges["inflight_bytes"], gauges["scratch_words_free"]

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-import test_conversion
-import test_host_buffer
 import torch
 from engines import TOKENS
 from torch_engine import TorchEngine
@@ -14,17 +12,16 @@ from torch_engine import TorchEngine
 from vllm_adapter.config import Settings
 
 Make = Callable[..., TorchEngine]
+LENGTHS = (1, 16, 48, 53, 144, 150)
 
 
 @pytest.mark.parametrize(("producers", "consumers"), [(1, 1), (1, 2), (2, 1)])
 def test_pages_arrive_byte_for_byte(make: Make, producers: int, consumers: int) -> None:
     producer, consumer = make("P", tp=producers), make("D", tp=consumers)
-    for tokens in test_conversion.LENGTHS:
-        test_conversion.hand_over(producer, consumer, tokens)
+    for tokens in LENGTHS:
+        consumer.take_over(producer, tokens)
     producer.wait_idle()
-    expected = len(test_conversion.LENGTHS) * max(
-        1, producers // consumers
-    )  # a fence per producer rank that is read from
+    expected = len(LENGTHS) * max(1, producers // consumers)  # a fence per producer rank that is read from
     assert consumer.fence_checks(expected) == [expected] * consumers
     assert consumer.fences_rejected() == 0
 
@@ -46,8 +43,8 @@ def test_pages_of_another_order_or_size_are_converted_on_the_device(
         convert(steps)
 
     monkeypatch.setattr(converter, "convert", counted)
-    for tokens in test_conversion.LENGTHS:
-        test_conversion.hand_over(producer, consumer, tokens)
+    for tokens in LENGTHS:
+        consumer.take_over(producer, tokens)
     assert sum(converted) > 0
     producer.wait_idle()
 
@@ -56,7 +53,7 @@ def test_pages_of_another_order_or_size_are_converted_on_the_device(
 def test_prompts_cross_through_a_host_buffer(make: Make, there: bool, here: bool) -> None:
     producer, consumer = make("P", has_mirror=there), make("D", has_mirror=here)
     for tokens in (1, TOKENS, 3 * TOKENS + 5):
-        test_host_buffer.hand_over(producer, consumer, tokens, chunk_tokens=24)
+        consumer.take_over(producer, tokens, chunk_tokens=24)
     producer.wait_idle()
 
 

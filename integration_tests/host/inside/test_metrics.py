@@ -121,7 +121,13 @@ OWN: dict[str, tuple[list[dict[str, list[Any]]], dict[str, float]]] = {
         },
     ),
     "late heartbeats": (
-        [{"heartbeat_lag_seconds": [0.0, 0.0, 6.5, 15.5], "heartbeat_delay_seconds": [0.2], "num_unsent_heartbeats": [1]}],
+        [
+            {
+                "heartbeat_lag_seconds": [0.0, 0.0, 6.5, 15.5],
+                "heartbeat_delay_seconds": [0.2],
+                "num_unsent_heartbeats": [1],
+            }
+        ],
         {
             **{f"{LAG} {le}": count for le, count in (("0.05", 2), ("5.0", 2), ("7.5", 3), ("15.0", 3), ("+Inf", 4))},
             "vllm:kv_transfer_heartbeat_delay_seconds_sum": 0.2,

@@ -30,6 +30,7 @@ def test_the_ticket_page_names_every_sealed_key_and_works_out_a_digest():
     page = TICKET_PAGE.read_text()
     prefill = SchedulerState(config(generation=1, dialect=15, null_block=0), secrets=[b"0123456789abcdef"])
     written = hand_over(prefill, [[1, 2, 3]], identity=Prompt()).params
+    assert written is not None
     assert all(f"`{key}`" in page for key in {*written, *WHOLE_NUMBERS})
     assert prompt_digest([1, 2, 3]) in page
 

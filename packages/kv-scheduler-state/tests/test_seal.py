@@ -149,6 +149,7 @@ def test_a_readback_ticket_is_sealed_and_verified():
     state.allocate("d1", block_ids=blocks, new_block_ids=blocks, external_tokens=47, now_s=0.0)
     state.report(sent=[], received=["d1"], failed=[])
     back = state.finish("d1", reason="stop", block_ids=blocks, computed_tokens=60, identity=prompt, now_s=0.1).params
+    assert back is not None
     assert back["do_remote_decode"] is True
     for given, code in ((back, ""), ({**back, "remote_num_tokens": 61}, "ticket-seal")):
         admission = prefill(bidirectional=True).arrive("p2", given, prompt_tokens=200, identity=prompt, now_s=0.0)
