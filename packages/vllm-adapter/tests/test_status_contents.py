@@ -144,7 +144,7 @@ def test_leases_are_told_with_the_time_left_and_without_their_nonce() -> None:
     bench.lease(nonce="a-secret-nonce")
     bench.beat(4.0, nonce="a-secret-nonce")
     bench.now_s += 1
-    (lease,) = bench.leases.describe(10)["oldest_leases"] or ()
+    (lease,) = bench.leases.describe(10)["oldest_leases"] or []
     assert lease["last_heartbeat_s"] == 1.0
     assert lease["state"] == "granted"
     assert isinstance(lease["left_s"], float)
