@@ -206,7 +206,7 @@ def test_a_lying_peer_is_asked_once(client):
     assert f"127.0.0.1 port {port}" in outcome.message
 
 
-def test_a_peer_that_restarts_in_the_middle_is_asked_again(client, free_port):
+def test_a_peer_that_restarts_in_the_middle_is_asked_again(connect, free_port):
     """The first life answers three ranks and dies; the outcome holds eight ranks of the second."""
     answered: list[bytes] = []
     gone = threading.Event()
@@ -227,6 +227,7 @@ def test_a_peer_that_restarts_in_the_middle_is_asked_again(client, free_port):
     threading.Thread(target=first_life).start()
     second = Listener("127.0.0.1", free_port, payloads=sample_envelopes(RANKS))
     threading.Thread(target=lambda: (gone.wait(5), second.start())).start()
+    client = connect(timing=Timing(deadline_s=30, attempt_s=20, retry_first_s=2.0))  # the second one listens by then
     outcome = fetch(client, free_port)
     assert outcome.is_ok, outcome
     assert list(outcome.peers) == RANKS

@@ -126,9 +126,11 @@ def test_an_ask_moves_to_another_connection_once():
     peer.asks.fail("connection-lost", "cut", 101.0)
     assert peer.asks.plan_retry(101.0, 0.0)
     assert (peer.asks.next_attempt_s, peer.asks.error) == (101.0, None)
+    peer.add(7, deadline_s=200.0)  # between two connections: it has not been sent yet
+    assert peer.asks.open[7].sendings == 0
     peer.greeted().asks.fail("connection-lost", "cut again", 102.0)
     peer.asks.fail_with(TransportError("timed-out", "the first reason stays"))
-    assert not peer.asks.plan_retry(102.0, 0.0)
+    assert peer.asks.plan_retry(102.0, 0.0), "the later one has another connection left"
     assert peer.replies == [("connection-lost", b"")]
 
 

@@ -121,14 +121,15 @@ def test_wrong_engine_and_generation():
 
 
 def test_ranks_of_two_lives_are_not_mixed():
-    for change, code in (({"generation": 2}, "generation-mismatch"), ({"engine_id": "other"}, "engine-mismatch")):
+    changes = {"generation": 2}, {"generation": None}, {"engine_id": "other"}, {"engine_id": "other", "generation": 2}
+    for change in changes:
         asker = session()
         asker.next_query(now_s=0.0)
         asker.next_query(now_s=0.0)
         asker.receive_message(good(), now_s=1.0)
         second = Codec().encode_envelope({**sample_metadata(), **change}, FACTORS, dialect=14, rank=(0, 1))
         asker.receive_message((second, encode_clock(5.0)), now_s=1.0)
-        assert asker.error.code == code
+        assert asker.error.code == ("engine-mismatch" if "engine_id" in change else "generation-mismatch")
 
 
 def test_mismatch_names_factors():

@@ -231,7 +231,7 @@ def _security_of(secret: str | None, server: str | None) -> ClientSecurity | Non
     """Return the keys in the files of `--secret-key` and `--server-key`, None without both."""
     if (secret is None) != (server is None):
         raise ConfigurationError("invalid-argument", "give --secret-key and --server-key together")
-    return ClientSecurity.read(secret, server) if secret and server else None
+    return None if secret is None or server is None else ClientSecurity.read(secret, server)
 
 
 def _values(peer: str, result: ProbeResult) -> dict[str, Any]:

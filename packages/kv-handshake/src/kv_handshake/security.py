@@ -198,6 +198,8 @@ class ServerSecurity:
     _files: _Files | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        # Copied: a listener that runs admits the clients of this value, whatever becomes of the caller's.
+        object.__setattr__(self, "authorized", dict(self.authorized))
         _check_keys("given directly", self.public_key, self.secret_key)
         for key in self.authorized:
             _check_keys("given directly", key)
@@ -217,6 +219,10 @@ class ServerSecurity:
                 has a right on the secret file; ``invalid-argument`` without clients, unless any client is admitted.
         """
         files = _Files.of(secret_file, clients)
+        if files.public is not None and files.public.exists() and not files.public.is_dir():
+            raise ConfigurationError(
+                "invalid-key-file", f"{files.public} is no folder of *.key files", path=str(files.public)
+            )
         return ServerSecurity(*files.keypair(), files.public_keys(), admits_any_client, files)
 
     def refreshed(self) -> ServerSecurity:

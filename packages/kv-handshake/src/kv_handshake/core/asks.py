@@ -170,7 +170,7 @@ class PeerAsks:
             return False
         self._end_asks([ask for ask in self.open.values() if ask.sendings >= _MOST_SENDINGS], "connection-lost")
         self.error = None
-        self.is_over = False
+        self.is_over = self._is_greeted = False
         self.next_attempt_s = now_s
         return bool(self.open)
 

@@ -107,6 +107,7 @@ class ClientSession:
         self._offer = offer
         self._engine_id = engine_id
         self._generation = generation
+        self._first: tuple[str, int | None] | None = None  # engine and generation of the first rank
         self._keeps_replies = keeps_replies
         self._received_bytes = 0
         self.peers: dict[Rank, AgentMetadata] = {}
@@ -184,9 +185,7 @@ class ClientSession:
         self._measure_clock(frames, now_s - sent_s, (now_s + sent_s) / 2)
         self._check_first_rank(metadata)
         self._outstanding.popleft()
-        # All ranks are of one life of one engine.
-        self._engine_id = metadata.engine_id
-        self._generation = metadata.generation if self._generation is None else self._generation
+        self._first = self._first or (metadata.engine_id, metadata.generation)
         if rank in self._wanted:
             self.peers[rank] = metadata
         if self._keeps_replies:
@@ -214,12 +213,19 @@ class ClientSession:
                 f"generation {self._generation} was expected, the engine is at {envelope.generation}; ask again",
             )
         metadata = decode_metadata(envelope)
-        if self._engine_id and metadata.engine_id != self._engine_id:
+        # All ranks are of one life of one engine, also where the ticket names neither.
+        engine_id, generation = self._first or (self._engine_id, metadata.generation)
+        if engine_id and metadata.engine_id != engine_id:
             raise WireError(
                 "engine-mismatch",
-                f"expected engine {self._engine_id!r}, {metadata.engine_id!r} answers",
-                expected=self._engine_id,
+                f"expected engine {engine_id!r}, {metadata.engine_id!r} answers",
+                expected=engine_id,
                 found=metadata.engine_id,
+            )
+        if metadata.generation != generation:
+            raise WireError(
+                "generation-mismatch",
+                f"ranks of generations {generation} and {metadata.generation} in one handshake; ask again",
             )
         return metadata
 

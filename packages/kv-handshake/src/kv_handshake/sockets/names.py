@@ -56,7 +56,9 @@ class Names:
         lookup = self._known.get(host)
         if lookup is None or lookup.done():
             if len(self._known) >= _MOST_KNOWN:
-                self._known = {name: each for name, each in self._known.items() if not each.done()}
+                del self._known[
+                    next(iter(self._known))
+                ]  # the oldest; a look-up under way ends for those who wait for it
             lookup = self._known[host] = self._pool.submit(_addresses_of, host)
         lookup.add_done_callback(lambda _: self._wake())  # at once if it has ended already
         return lookup

@@ -190,7 +190,9 @@ class RouterSocket:
         closed: Callable[[int], None],
     ) -> None:
         endpoint = port.endpoint
-        refuse_without_descriptors("bind-failed", f"cannot listen on {endpoint}")
+        refuse_without_descriptors(
+            "bind-failed", f"cannot listen on {endpoint}", host=endpoint.host, port=endpoint.port, errno=errno.EMFILE
+        )
         self._context = zmq.Context()
         self._socket = _make_router(self._context)
         self._caller = self._context.socket(zmq.DEALER)

@@ -103,7 +103,7 @@ A_CONTEXT_NEEDS = 32
 """More than a context opens with its first sockets and what belongs to them: 12 for a client, 21 for a listener with keys."""
 
 
-def refuse_without_descriptors(code: str, problem: str) -> None:
+def refuse_without_descriptors(code: str, problem: str, **context: object) -> None:
     """Raise a `TransportError` with this code unless a context can start: too few files may be opened."""
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if most == resource.RLIM_INFINITY:
@@ -117,6 +117,7 @@ def refuse_without_descriptors(code: str, problem: str) -> None:
             code,
             f"{problem}: only {left} more files may be opened by this process, and {A_CONTEXT_NEEDS} are needed: raise its "
             "limit (`ulimit -n`, or LimitNOFILE of its service)",
+            **context,
         )
 
 

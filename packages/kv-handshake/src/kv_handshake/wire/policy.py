@@ -47,6 +47,9 @@ class LocalOffer:
     hashes: Mapping[int, str] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        # Copied, so that the hashes stay those of the factors.
+        object.__setattr__(self, "factors", dict(self.factors))
+        object.__setattr__(self, "capabilities", dict(self.capabilities))
         check_factors(self.factors)
         if self.policy not in ("exact", "negotiated", "off"):
             raise ConfigurationError("invalid-argument", f"policy {self.policy!r} is not exact, negotiated or off")

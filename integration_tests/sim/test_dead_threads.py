@@ -1,0 +1,91 @@
+"""Transfer threads that die: the engine steps on, every request is answered, and no block stays with nobody."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from engines import EVERYWHERE, TOKENS, Engine
+
+from vllm_adapter.config import Settings
+
+Make = Callable[..., Engine]
+PROMPT = 4 * TOKENS
+
+
+def kill(engine: Engine, rank: int = 0) -> None:
+    """End the transfer thread of a rank as an error that it cannot get over does."""
+    agent: Any = engine.workers[rank]._registration.agent
+
+    def turn(_agent: object) -> None:
+        raise SystemExit("killed by the test")
+
+    agent._turn = turn
+    with suppress(Exception):  # its next turn may come first
+        agent.call_soon(lambda: None)  # wakes it
+    until_s = time.monotonic() + 20
+    while agent._thread.is_alive():
+        assert time.monotonic() < until_s
+        time.sleep(0.005)
+
+
+def codes(engine: Engine) -> set[str]:
+    return set((engine.side.take_stats() or {}).get("read_failure_codes", ()))
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_decode_engine_whose_thread_is_dead_answers_every_request(make: Make, tp: int) -> None:
+    producer, consumer = make("P", tp=tp), make("D", tp=tp)
+    source, ticket = producer.prefill(PROMPT)
+    good = consumer.start_decode(ticket, PROMPT)
+    assert consumer.wait_received(good)
+    consumer.assert_has(good, source, PROMPT)
+    kill(consumer, tp - 1)
+    for _ in range(3):
+        _, ticket = producer.prefill(PROMPT)
+        request_id = consumer.start_decode(ticket, PROMPT)
+        assert not consumer.wait_received(request_id)
+        consumer.finish(request_id)
+    assert "thread-dead" in codes(consumer)
+
+
+@EVERYWHERE
+def test_a_read_on_the_wire_when_its_thread_dies_is_answered_once(make: Make) -> None:
+    producer, consumer = make("P"), make("D")
+    _, ticket = producer.prefill(PROMPT)
+    request_id = consumer.start_decode(ticket, PROMPT)
+    kill(consumer)
+    consumer.wait_received(request_id)  # good if it had ended before, and never reported twice
+    for _ in range(5):
+        consumer.step()
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_prefill_engine_whose_thread_is_dead_gives_its_blocks_back(make: Make, tp: int) -> None:
+    producer, consumer = make("P", tp=tp), make("D", tp=tp, settings=Settings(handshake_timeout_s=1.0))
+    _, ticket = producer.prefill(PROMPT)
+    for rank in range(tp):
+        kill(producer, rank)
+    producer.wait_idle()
+    request_id = consumer.start_decode(ticket, PROMPT)
+    assert not consumer.wait_received(request_id)
+    for _ in range(3):
+        _, ticket = producer.prefill(PROMPT)
+        assert ticket is None, "there is nothing to read"
+        producer.wait_idle()
+
+
+def test_a_dead_thread_is_told(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    engine = make("D")
+    kill(engine)
+    for _ in range(3):
+        engine.step()
+    (line,) = [record.getMessage() for record in caplog.records if "has died" in record.getMessage()]
+    assert "restart this engine" in line
+    (worker,) = engine.workers
+    assert (worker.take_stats() or {})["stuck_threads"] == [1]
+    health: Any = worker.status()["thread"]
+    assert health["state"] == "dead"
