@@ -28,6 +28,7 @@ from kv_scheduler_state.errors import DuplicateRequest, IllegalTransition, Inval
         {"readback_lease_s": math.inf},
         {"heartbeat_s": 30.0},
         {"fence_seed": 0},
+        {"load_failure_policy": "recomput"},
         {"fence_seed": 1 << 53},
         {"bidirectional": True, "uses_host_buffer": True},
         {"peer_networks": ("10.0.0.0/99",)},
@@ -49,6 +50,7 @@ def test_a_wrong_network_is_told_by_the_name_of_its_setting(setting):
     "changes",
     [
         {"block_tokens": 0},
+        {"kind": "State"},
         {"kind": "window"},
         {"window_tokens": 5},
         {"scratch_blocks": 1},

@@ -48,7 +48,8 @@ def test_only_what_is_computed_after_a_reset_is_handed_over(begun, again, is_kep
         state.preempt("p1", now_s=0.6)
     if again:
         state.allocate("p1", **blocks)
-    assert finish(state).keep_blocks == is_kept
+    decision = finish(state)
+    assert (decision.keep_blocks, decision.withheld_code) == (is_kept, "" if is_kept else "cache-reset")
     assert state.take_step_plan(now_s=1.0).releases == (() if is_kept else ("p1",))
     assert state.live_count == is_kept
     assert problems(state) == []

@@ -63,6 +63,8 @@ class GroupConfig:
     window_blocks: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        if self.kind not in {"full", "window", "state"}:
+            raise InvalidConfig(f"kind is {self.kind!r}, must be full, window or state")
         if self.block_tokens < 1 or self.dcp < 1:
             raise InvalidConfig(f"block_tokens is {self.block_tokens} and dcp {self.dcp}, both must be at least 1")
         if (self.kind == "window") != (self.window_tokens > 0):
@@ -218,6 +220,8 @@ class SchedulerConfig:
     def _contradictions(self) -> Iterator[str]:
         if not self.heartbeat_period_s < self.lease_s:
             yield f"heartbeat_s is {self.heartbeat_period_s}, must be below lease_s {self.lease_s}"
+        if self.load_failure_policy not in {"fail", "recompute"}:
+            yield f"load_failure_policy is {self.load_failure_policy!r}, must be fail or recompute"
         if not 1 <= self.fence_seed <= MAX_GENERATION:
             yield f"fence_seed is {self.fence_seed}, must be 1 to 2**53 - 1"
         if self.bidirectional and self.uses_host_buffer:

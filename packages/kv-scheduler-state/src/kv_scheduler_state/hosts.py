@@ -160,7 +160,7 @@ def parse_network(text: str) -> _Network:
         meant = ipaddress.ip_interface(text)
     except ValueError as error:
         raise ValueError(f"{text!r} is not a network: {error}") from None
-    if meant.ip != meant.network.network_address:
+    if int(meant.ip) != int(meant.network.network_address):  # the zone of an IPv6 address does not count
         alone = f"{meant.ip}/{meant.max_prefixlen}"
         raise ValueError(f"{text!r} names an address, not a network: write {meant.network} or {alone}")
     return meant.network
