@@ -266,7 +266,7 @@ def _memory_of(tensor: object) -> _Memory:
     problem = "is not a tensor: it has neither PyTorch's data_ptr(), stride() and element_size() nor an array interface"
     try:
         found = _found(tensor)
-    except (TypeError, ValueError, KeyError, AttributeError, IndexError, RuntimeError) as error:
+    except (TypeError, ValueError, OverflowError, KeyError, AttributeError, IndexError, RuntimeError) as error:
         found, problem = None, f"does not say where it lies: {error!r}"
     if found is not None:
         if found.view.itemsize >= 1 and found.address >= 1:

@@ -17,7 +17,7 @@ from kv_topology.plan.slices import build_rows, build_table, find_overlaps
 from kv_topology.plan.staged import CostModel, Estimate, StagedRegion, make_estimate, stage
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from kv_topology.arithmetic import Indices, Ints, Rows
     from kv_topology.plan.blocks import AnyBlockList, ListRules
@@ -155,6 +155,11 @@ class TransferPlan:
             InvalidBlocks: Malformed lists or `tokens` (`tokens-malformed`), ids out of range or written twice, or a peer that
                 lacks ordered tokens.
         """
+        return self._route(self.producer_ranks, local, peer, tokens)
+
+    def _route(
+        self, wanted: Collection[Rank], local: Sequence[AnyBlockList], peer: Sequence[AnyBlockList], tokens: int
+    ) -> Route:
         if type(tokens) is not int or not 0 <= tokens <= MAX_TOKENS:
             shown = repr(tokens)[:60]
             raise InvalidBlocks("tokens-malformed", f"`tokens` must be an integer of 0..{MAX_TOKENS}, not {shown}.")
@@ -163,7 +168,10 @@ class TransferPlan:
             check_disjoint_groups(self._aliases, [blocks.ids[blocks.is_real] for blocks in mine])
         found: dict[Rank, tuple[Indices, Indices]] = {}
         written: dict[int, list[Ints]] = {}
-        for (rules, pairings), ranks in self._alike.items():
+        for (rules, pairings), alike in self._alike.items():
+            ranks = [rank for rank in alike if rank in wanted]
+            if not ranks:
+                continue
             theirs = read_lists(peer, rules)
             pairs = [pair_blocks(each, mine[each.local_group], theirs[each.peer_group], tokens) for each in pairings]
             for rank in ranks:
@@ -183,7 +191,7 @@ class TransferPlan:
     ) -> tuple[Indices, Indices]:
         """Return the (local, peer) int32 descriptor indices of one producer rank of `producer_ranks`, as `route` does."""
         self._link(producer_rank)
-        return self.route(local, peer, tokens=tokens).indices[producer_rank]
+        return self._route((producer_rank,), local, peer, tokens).indices[producer_rank]
 
     def _link(self, producer_rank: Rank) -> _Link:
         link = self._links.get(producer_rank)

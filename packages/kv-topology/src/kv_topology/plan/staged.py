@@ -209,7 +209,8 @@ def _stage_table(
                         source = _place_of(chunks, place.peer_region, there, there + box.extent_bytes)
                         if source is None:
                             return None
-                        counts, here, strides = zip(*box.axes, strict=True)
+                        # A field without axes, such as one scale of a page, has three empty columns.
+                        counts, here, strides = ([axis[column] for axis in box.axes] for column in range(3))
                         shape, received = (bay.local_units, *counts), (bay.unit_bytes, *strides)
                         target, final = place.local_offset + box.here, (box.local_step, *here)
                         bay.moves.append(PageMove(shape, box.element_bytes, source, received, target, final))
