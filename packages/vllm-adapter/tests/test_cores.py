@@ -83,6 +83,9 @@ def test_a_cgroups_quota_counts_as_so_many_cores(tmp_path: Path) -> None:
     assert cores._quotas(root, membership) == [3, 1]
     _cgroup(root, "pod", cpu__max="odd")
     assert cores._quotas(root, membership) == [3]
+    membership.write_text("0::/pod/pod.slice:cri:1\n")
+    _cgroup(root, "pod/pod.slice:cri:1", cpu__max="200000 100000\n")
+    assert cores._quotas(root, membership) == [2]
 
 
 def test_nixls_progress_thread_needs_cores_that_this_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -112,13 +112,32 @@ def test_a_process_without_an_answer_is_trouble_of_the_engine_that_is_asked_for(
 
 
 def test_texts_of_clients_do_not_command_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    request = {"request_id": "r\x1b]0;owned\x07", "state": "leased\n"}
+    request = {"request_id": "r\x1b]0;owned\x07", "state": "leased\n", "[/]": 1, "key\x1b[2J": 2}
     answer: Any = {"engine_id": "P\x1b[2J", "part": "scheduler", "oldest_leases": [request]}
     print_tables([answer, {"socket": "/s", "error": "bad\x1b[2J"}], with_requests=True)
     printed = capsys.readouterr().out
     assert "owned" in printed
     assert "\\x1b" in printed
     assert not {"\x1b", "\x07"} & set(printed)
+
+
+def test_streamed_reads_have_rows_of_their_own_and_count_beside_the_others(capsys: pytest.CaptureFixture[str]) -> None:
+    stream = {
+        "request_id": "cmpl-9",
+        "peer_engine_id": "prefill-0",
+        "stage": "watching",
+        "tokens_finished": 1344,
+        "tokens": 1900,
+        "bytes": 176_160_768,
+        "age_s": 1.62,
+    }
+    answer: Any = {"engine_id": "decode-0", "part": "0.0", "reads": 1, "streams": 1, "oldest_streams": [stream]}
+    print_tables([answer, {"engine_id": "decode-1", "part": "0.0", "reads": 0, "streams": 0}], with_requests=True)
+    out = capsys.readouterr().out
+    assert "1 + 1 streamed" in out
+    assert "0 + " not in out
+    row = next(line.split() for line in out.splitlines() if "cmpl-9" in line)
+    assert row == ["cmpl-9", "prefill-0", "watching", "1344", "1900", "168.0", "MiB", "1.6", "s"]
 
 
 def test_sockets_of_dead_processes_are_removed_and_those_of_live_ones_stay(folder: Path, serve: Serve) -> None:

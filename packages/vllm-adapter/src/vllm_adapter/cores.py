@@ -64,7 +64,7 @@ def _quotas(root: Path, membership: Path) -> list[int]:
     """Return the whole cores that the quotas of this process's cgroup (version 2) and its ancestors allow, at least one each."""
     found: list[int] = []
     try:
-        own = root / membership.read_text().strip().rpartition(":")[2].lstrip("/")
+        own = root / membership.read_text().strip().rpartition("\n")[2].split(":", 2)[-1].lstrip("/")
     except OSError:
         return found
     for folder in (own, *own.parents):

@@ -135,7 +135,7 @@ def _draw(console: Console, title: str, rows: Sequence[dict[str, str]]) -> None:
         return
     table = Table(box=box.SIMPLE, title=Text(plain_text(title)) if title else None, title_justify="left")
     for heading in rows[0]:
-        table.add_column(heading, overflow="fold")
+        table.add_column(Text(plain_text(heading)), overflow="fold")
     for row in rows:
         table.add_row(*[Text(plain_text(cell)) for cell in row.values()])
     console.print(table)

@@ -345,7 +345,7 @@ def _check_networks(key: str, networks: tuple[str, ...]) -> None:
             meant = ipaddress.ip_interface(text)
         except ValueError as error:
             raise _refused(key, text, f"holds {text!r}, which is not a network: {error}") from error
-        if meant.ip != meant.network.network_address:
+        if int(meant.ip) != int(meant.network.network_address):
             hint = f"write {meant.network} or {meant.ip}/{meant.max_prefixlen}"
             raise _refused(key, text, f"holds {text!r}, which names an address, not a network: {hint}")
 

@@ -173,6 +173,7 @@ class ReadCoordinator:
         if self._streams is not None:
             self._streams.break_all(code, message)
         for read in self._peers.take_waiting():
+            read.was_met = False
             self._fail(read, code, message)
         for read in self._posted():
             self._note_failure(read, code, message)
