@@ -74,7 +74,7 @@ class NumpyMirror:
         assert after is not None
         if self.delay_s:
             time.sleep(self.delay_s)
-        if self.save_refusal is not None:
+        if copies and self.save_refusal is not None:
             raise self.save_refusal
         self._copy(copies, to_device=False)
 

@@ -33,7 +33,7 @@ def kill(engine: Engine, rank: int = 0) -> None:
 
 
 def codes(engine: Engine) -> set[str]:
-    return set((engine.side.take_stats() or {}).get("read_failure_codes", ()))
+    return set((engine.side.take_stats() or {}).get("num_failed_reads", ()))
 
 
 @pytest.mark.parametrize("tp", [1, 2])

@@ -77,6 +77,22 @@ def test_a_drain_says_what_is_still_to_be_read_and_an_end_what_will_not_be(caplo
     assert "ends with 1 requests unread" in caplog.records[1].getMessage()
 
 
+def test_an_operator_revokes_the_leases_that_there_are_and_no_later_one(caplog: pytest.LogCaptureFixture) -> None:
+    producer = Producer()
+    none = {"part": "scheduler", "engine_id": "P", "leases": 0, "leased_blocks": 0, "leased_bytes": 0}
+    assert producer.side.revoke_leases() == none
+    producer.begin("p")
+    assert producer.end("p", TEXT, [1, 2, 3]) is not None
+    assert not producer.step().revokes
+    assert producer.side.revoke_leases() == {**none, "leases": 1, "leased_blocks": 3, "leased_bytes": 3 * BLOCK_BYTES}
+    with caplog.at_level(logging.INFO):
+        assert producer.step().revokes == ("p",)
+    assert "engine P revokes 1 leases, which keep 3 blocks, as an operator has asked" in caplog.text
+    producer.begin("later")
+    assert producer.end("later", TEXT, [1, 2, 3]) is not None
+    assert not producer.step().revokes
+
+
 # ------------------------------------------------------------------------------------------------------- the signal
 
 

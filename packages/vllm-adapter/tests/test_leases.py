@@ -188,3 +188,18 @@ def test_whatever_id_a_client_chooses_its_prompt_is_read_and_its_lease_ends(requ
     assert read.ticket.peer_request_id.isascii()
     writer.report(sent=(request_id,))
     assert bench.counts["num_refused_notifications"] == 0
+
+
+@pytest.mark.parametrize("nonce", ["", "n"])
+def test_a_heartbeat_of_too_many_requests_renews_the_first_and_reports_the_others(bench: Bench, nonce: str) -> None:
+    names = [f"r{number}" for number in range(8193)]
+    for name in (names[0], names[8191], names[8192]):
+        bench.lease(name, nonce=nonce)
+    pairs = ",".join(f'["{name}","{nonce}"]' for name in names)
+    payload = f"HB:,KVH:[{pairs}]" if nonce else "HB:" + ",".join(names)
+    for renewed, refused in ((2, 1), (4, 2)):
+        bench.leases.notified("D", payload.encode())
+        assert bench.counts["num_lease_renewals"] == renewed
+        assert bench.counts["num_refused_notifications"] == refused
+    (line,) = [line for line in bench.log if "heartbeat" in str(line)]
+    assert "1 requests more than are read" in line

@@ -220,3 +220,15 @@ def test_pages_of_a_prefix_hit_are_shown_behind_the_steps_before_and_not_by_a_mi
     rank.streams._mirror = mirror
     rank.streams.before_forward(hit)
     assert given == [], "the mirror's copies of this step come first"
+
+
+def test_with_a_mirror_progress_waits_for_its_copies(rank: Rank) -> None:
+    waiting: list[tuple[str, Any]] = []
+    mirror: Any = SimpleNamespace(then=lambda request_id, action: waiting.append((request_id, action)))
+    rank.streams._mirror = mirror
+    rank.begin()
+    rank.streams.chunks_given(BEGIN)
+    ((request_id, action),) = waiting
+    assert (request_id, rank.words.stored[-1][0]) == ("p", "put")
+    action()
+    assert rank.words.stored[-1] == ("show", 1, 7, 32)

@@ -271,3 +271,16 @@ def test_each_handshake_is_measured_once_with_all_its_ranks(bench: Bench, monkey
     assert durations == [0.75, 0.01], "one that was not asked has no duration"
     assert bench.counts["num_failed_handshakes"] == 1, "the one that was refused, not the one that was never made"
     assert bench.counts["num_unasked_engines"] == 1
+
+
+@pytest.mark.parametrize("code", ["cancelled", "peer-disconnected"])
+def test_a_transfer_that_fails_after_its_read_was_cancelled_is_no_failed_transfer(bench: Bench, code: str) -> None:
+    bench.start()
+    bench.reads.cancel("r1")
+    bench.finish(outcome="failed", code=code)
+    assert bench.counts["num_failed_transfers"] == 0
+    bench.reads.read(order(request_id="r2"))
+    if bench.handshakes.asked[1:]:
+        bench.handshakes.answer(Outcome())
+    bench.finish("r2/0.0", outcome="failed", code="timed-out")
+    assert bench.counts["num_failed_transfers"] == 1

@@ -17,6 +17,7 @@ from vllm_adapter.config.secrets import FleetSecrets
 from vllm_adapter.errors import ConfigurationError
 from vllm_adapter.scheduler.hooks import Arrival, Ending
 from vllm_adapter.scheduler.side import SchedulerSide
+from vllm_adapter.steps import StepReport
 from vllm_adapter.wiring import make_scheduler
 
 _NUMBERS = itertools.count()
@@ -120,3 +121,16 @@ def test_a_refused_ticket_that_another_request_reads_is_not_released(tmp_path: P
     reader.arrived(Arrival("wrong", ticket, 32, Prompt("y" * 32)))
     assert reader.build_step((), ()).plan.reads == ()
     assert reader.external_tokens("right", 0) == (32, True)
+
+
+def test_secrets_rotate_under_a_running_engine(tmp_path: Path) -> None:
+    now, old, new = [0.0], "a" * 16, "b" * 16
+    writer = sealing_side(write_secret(tmp_path / "p", old), lambda: now[0])
+    reader = sealing_side(write_secret(tmp_path / "d", old), lambda: now[0])
+    steps = [("d", (old, new)), ("p", (old, new)), ("p", (new, old)), ("d", (new, old)), ("p", (new,)), ("d", (new,))]
+    for number, (name, secrets) in enumerate(steps):
+        write_secret(tmp_path / name, *secrets)
+        now[0] += 2.0
+        reader.arrived(Arrival(f"d{number}", finished_ticket(writer, f"p{number}"), 32))
+        assert reader.external_tokens(f"d{number}", 0) == (32, True), f"refused after {name} had {secrets}"
+        writer.update_output(StepReport(sent=[f"p{number}"]))

@@ -277,7 +277,8 @@ def test_the_end_of_a_notification_leaves_the_read_of_a_later_request_of_its_id_
     worker.take_report()
     worker.apply(_orders(StepPlan(voids=("r1",))))
     worker._finished.append(ReadEnd(order(), "", "", ReadTimes(0.0), 1.0))
-    assert worker.take_report().failed == {"r1"}
+    report = worker.take_report()
+    assert (report.failed, report.failures[0].code) == ({"r1"}, "cache-reset")
 
 
 def test_a_request_that_is_released_while_its_engine_sleeps_leaves_nothing_in_the_mirror() -> None:

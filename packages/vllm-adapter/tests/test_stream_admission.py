@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from fakes import FakePlanner, Metadata, Outcome, Plan, order, peer
+from fakes import CodedFailure, FakePlanner, Metadata, Outcome, Plan, order, peer
 from lease_bench import FENCE
 from lease_bench import Bench as LeaseBench
 from read_bench import KEY, Bench
@@ -13,6 +13,7 @@ from read_bench import KEY, Bench
 from kv_scheduler_state import BlockList
 from kv_scheduler_state.streams import StreamOrder, StreamPlan, StreamWorker
 from vllm_adapter.worker.transfer.planner import PeerPlanner
+from vllm_adapter.worker.transfer.streams import StreamCoordinator
 
 GROUP = {"kind": "attention", "block_tokens": 16, "pages_per_block": 1, "window_tokens": 0, "context": (1, 0, 1)}
 STREAMS = (0xA000, 0, 64, 8192)
@@ -155,3 +156,19 @@ def test_the_end_of_a_streamed_lease_moves_its_progress_word_too(slots: int) -> 
     assert bench.sent == ["r"]
     plain = [slot for slot, _ in bench.agent.fences]
     assert (voided, plain) == (([], [FENCE[0]]) if slots == FENCE[0] else ([FENCE[0]], []))
+
+
+def test_a_stream_that_cannot_begin_ends_and_takes_no_other_read_with_it(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise CodedFailure("no-plan")
+
+    monkeypatch.setattr(StreamCoordinator, "begin", fail)
+    follow(bench, stream())
+    bench.reads.read(order("r2"))
+    follow(bench, stream("r3"))
+    bench.handshakes.answer(Outcome(peers=STREAMING))
+    assert codes(bench) == [("r1", "no-plan"), ("r3", "no-plan")]
+    bench.finish("r2/0.0")
+    assert bench.codes()["r2"] == ""

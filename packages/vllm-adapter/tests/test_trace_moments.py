@@ -11,8 +11,11 @@ from lease_bench import Bench as LeaseBench
 from read_bench import Bench
 from scheduler_engine import PREFILL, TEXT, Engine, Prompt
 
+from kv_scheduler_state import StepPlan
 from vllm_adapter.observe.hand_overs import MOST_HAND_OVERS, HandOverLog, short_id
+from vllm_adapter.scheduler.followed import FollowedRequests
 from vllm_adapter.scheduler.hooks import Arrival
+from vllm_adapter.steps import StepReport
 
 
 def only(log: HandOverLog) -> Any:
@@ -176,3 +179,20 @@ def test_a_host_that_cannot_count_tokens_costs_a_moment_and_no_step() -> None:
     engine.side.take_stats()
     engine.end("r1", TEXT, [1, 2, 3])
     assert "first_token" not in only(engine.side._stats.hand_overs)["moments"]
+
+
+def test_only_traced_requests_have_links_and_each_lease_is_told_once() -> None:
+    told: list[str] = []
+    unused: Any = None
+    requests = FollowedRequests(HandOverLog(), float, unused, lambda _link, name, _ns: told.append(name))
+    headers = {"traceparent": "00-aa-bb-01"}
+    for name, sent, keeps in (("a", headers, True), ("b", headers, False), ("c", None, True)):
+        requests.begin(Arrival(name, PREFILL, 16, trace_headers=sent), "producer", 0.0, is_early=False)
+        requests.finished(name, is_error=False, keeps_blocks=keeps)
+    for sent_ids in (("a", "b", "c"), ("a",)):
+        requests.take(StepReport(sent=sent_ids))
+    assert told == ["a"]
+    for name, sent in (("traced", headers), ("plain", None)):
+        requests.begin(Arrival(name, {}, 16, trace_headers=sent), "consumer", 0.0, is_early=False)
+    assert requests.ordered(StepPlan(reads=(order("traced", is_reported=False),)), 0.0) == {}
+    assert list(requests.ordered(StepPlan(reads=(order("plain"), order("traced"))), 0.0)) == ["traced"]

@@ -229,3 +229,11 @@ def test_words_that_move_after_the_forward_pass_are_said_once(
     told = [record for record in caplog.records if "(words-late)" in record.getMessage()]
     assert len(told) == (has_words and brought != "its orders")
     assert all(record.levelname == "ERROR" for record in told)
+
+
+def test_what_the_scheduler_could_not_order_is_reported_as_failed() -> None:
+    worker = _worker()
+    worker.apply(StepOrders(StepPlan(failures=("o1",))))
+    results = worker.take_report()
+    assert results.received == results.failed == {"o1"}
+    assert not worker.take_report().received
