@@ -221,7 +221,7 @@ class ServerSecurity:
         files = _Files.of(secret_file, clients)
         if files.public is not None and files.public.exists() and not files.public.is_dir():
             raise ConfigurationError(
-                "invalid-key-file", f"{files.public} is no folder of *.key files", path=str(files.public)
+                "invalid-key-file", f"{files.public} is not a folder of *.key files", path=str(files.public)
             )
         return ServerSecurity(*files.keypair(), files.public_keys(), admits_any_client, files)
 

@@ -55,10 +55,9 @@ class Names:
         """Return the look-up of a name, new or under way; its result is empty if the name has no address."""
         lookup = self._known.get(host)
         if lookup is None or lookup.done():
-            if len(self._known) >= _MOST_KNOWN:
-                del self._known[
-                    next(iter(self._known))
-                ]  # the oldest; a look-up under way ends for those who wait for it
+            # The oldest is forgotten; if it is under way, it still ends for those who wait for it.
+            if host not in self._known and len(self._known) >= _MOST_KNOWN:
+                del self._known[next(iter(self._known))]
             lookup = self._known[host] = self._pool.submit(_addresses_of, host)
         lookup.add_done_callback(lambda _: self._wake())  # at once if it has ended already
         return lookup
