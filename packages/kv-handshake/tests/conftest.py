@@ -1,6 +1,7 @@
 """Shared fixtures: free ports, and a listener, a client and raw questions over loopback TCP."""
 
 import contextlib
+import secrets
 import socket
 import sys
 from pathlib import Path
@@ -24,9 +25,12 @@ HASTY = Timing(deadline_s=1.0, attempt_s=0.3, retry_first_s=0.02, retry_most_s=0
 
 @pytest.fixture
 def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A free port below those that Linux gives out by itself, which another process could take."""
+    while True:
+        port = 22000 + secrets.randbelow(10000)
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 from handshake_helpers import FACTORS, RANKS  # noqa: E402 - found by the line above

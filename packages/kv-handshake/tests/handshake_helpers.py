@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
+import threading
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
-import msgspec
+import zmq
 
-from kv_handshake.wire.asks import encode_ask, encode_cancel
-from kv_handshake.wire.dialects import dialect_of
-from kv_handshake.wire.queries import encode_query
-
-if TYPE_CHECKING:
-    import random
-    from collections.abc import Callable, Iterator
-
-    from kv_handshake import Client, Outcome
-
-__all__ = ["FACTORS", "RANKS", "fetch", "hostile_queries", "mutate", "until"]
+from kv_handshake import Client, Outcome
 
 FACTORS = {"model": "sample", "dtype": "torch.bfloat16", "num_kv_heads": 8}
 RANKS = [(0, rank) for rank in range(8)]
@@ -30,9 +24,49 @@ def until(condition: Callable[[], object], *, seconds: float = 60.0) -> None:
         time.sleep(0.005)
 
 
-def fetch(client: Client, port: int, **changes: object) -> Outcome:
-    arguments = {"host": "127.0.0.1", "port": port, "ranks": RANKS, "engine_id": "engine-a", "dialect": 14}
-    return client.fetch(**{**arguments, **changes})  # type: ignore[arg-type]
+def failing_first(real: Callable[..., Any], *errors: BaseException) -> Callable[..., Any]:
+    """Return a function that raises each error once, and then is the real one."""
+    left = iter(errors)
+
+    def call(*values: Any, **options: Any) -> Any:
+        for error in left:
+            raise error
+        return real(*values, **options)
+
+    return call
+
+
+ARGUMENTS: dict[str, Any] = {"host": "127.0.0.1", "ranks": RANKS, "engine_id": "engine-a", "dialect": 14}
+
+
+def fetch(client: Client, port: int, **changes: Any) -> Outcome:
+    return client.fetch(**{**ARGUMENTS, "port": port, **changes})
+
+
+def request(client: Client, port: int, on_done: Callable[[Outcome], object], **changes: Any) -> None:
+    client.request(**{**ARGUMENTS, "port": port, "on_done": on_done, **changes})
+
+
+@contextlib.contextmanager
+def puppet(script: Callable[[bytes], Iterable[list[bytes]]]) -> Iterator[int]:
+    """Listen at the port that is given, and answer each query with the messages that `script` returns for it."""
+    stop = threading.Event()
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as sock:
+        sock.linger = 0
+        port = sock.bind_to_random_port("tcp://127.0.0.1")
+
+        def run() -> None:
+            while not stop.is_set():
+                if sock.poll(50):
+                    identity, _, query = sock.recv_multipart()
+                    for frames in script(query):
+                        sock.send_multipart([identity, b"", *frames])
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        yield port
+        stop.set()
+        thread.join()
 
 
 def mutate(rng: random.Random, frame: bytes) -> bytes:
@@ -57,22 +91,3 @@ def mutate(rng: random.Random, frame: bytes) -> bytes:
             (b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff", b"\x91" * 80)
         )
     return bytes(data)
-
-
-def hostile_queries(rng: random.Random) -> Iterator[bytes]:
-    """Yield endless queries that are wrong in one way or another; now and then one of them is valid all the same."""
-    good = [encode_query((0, tp), dialect_of(version)) for version in (2, 14) for tp in (0, 1, 200, 60_000)]
-    good += [encode_ask(1, b""), encode_ask(70_000, b"question"), encode_cancel(70_000)]
-    wild: list[object] = [None, True, -1, 0.5, "0", b"0", 2**63, [], {}, [[0]], {"a": 1}, b"get_meta_msg"]
-    while True:
-        kind = rng.randrange(4)
-        if kind == 0:
-            yield rng.randbytes(rng.randrange(300))
-        elif kind == 1:
-            fields = [rng.choice((b"get_meta_msg", b"ask", "get_meta_msg", rng.choice(wild)))]
-            yield msgspec.msgpack.encode(fields + [rng.choice(wild) for _ in range(rng.randrange(5))])
-        else:
-            frame = rng.choice(good)
-            for _ in range(rng.randrange(1, 4)):
-                frame = mutate(rng, frame)
-            yield frame

@@ -1,43 +1,18 @@
 """The real client over loopback, against good, dead, silent, slow and lying peers."""
 
-import contextlib
 import socket
 import threading
 import time
 
 import pytest
 import zmq
-from handshake_helpers import FACTORS, RANKS, fetch, until
+from handshake_helpers import FACTORS, RANKS, failing_first, fetch, puppet, request, until
 
 from kv_handshake import Client, ConfigurationError, Listener, LocalOffer, Outcome, Timing, TransportError
 from kv_handshake.core.handshake import Handshake
 from kv_handshake.net import loop
 from kv_handshake.sockets.connections import Connection, Hub
 from kv_handshake.testing import sample_envelopes
-
-PATIENT = Timing(deadline_s=30, attempt_s=20)
-
-
-@contextlib.contextmanager
-def puppet(script):
-    """A listener that does what a test tells it: `script` gets a query and returns the frames to send, or None."""
-    stop = threading.Event()
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as sock:
-        sock.linger = 0
-        port = sock.bind_to_random_port("tcp://127.0.0.1")
-
-        def run():
-            while not stop.is_set():
-                if sock.poll(50):
-                    identity, _, query = sock.recv_multipart()
-                    if (frames := script(query)) is not None:
-                        sock.send_multipart([identity, b"", *frames])
-
-        thread = threading.Thread(target=run)
-        thread.start()
-        yield port
-        stop.set()
-        thread.join()
 
 
 def test_all_ranks_over_one_connection(client, listener):
@@ -108,6 +83,8 @@ def test_a_failed_peer_is_asked_again_in_the_background(free_port, serve, connec
     assert outcome.context["last_code"] == "connection-refused"
     assert isinstance(outcome.context["failures"], int)
     assert outcome.context["failures"] > 2
+    assert outcome.message.startswith(f"cannot connect to 127.0.0.1 port {free_port} ")
+    assert "connection-refused" not in outcome.message, "the code stands behind the sentence, once"
     serve(port=free_port)
     until(lambda: client.statistics()["remembered_failures"] == 0)
     assert fetch(client, free_port).is_ok
@@ -170,7 +147,7 @@ def test_a_peer_is_remembered_if_the_deadline_comes_before_the_next_attempt(hast
 
 
 def test_silent_peer_times_out_with_all_that_is_known(hasty):
-    with puppet(lambda _: None) as port:
+    with puppet(lambda _: []) as port:
         outcome = fetch(hasty, port)
     assert outcome.code == "timed-out"
     for part in ("127.0.0.1", str(port), "(0, 0)", " s,", "attempt"):
@@ -200,7 +177,7 @@ def test_a_reply_before_the_end_of_the_connection_counts():
 
 
 def test_a_lying_peer_is_asked_once(client):
-    with puppet(lambda _: [b"\xc1" * 100]) as port:
+    with puppet(lambda _: [[b"\xc1" * 100]]) as port:
         outcome = fetch(client, port)
     assert (outcome.code, outcome.attempts) == ("malformed-envelope", 1), "what will not change is not tried again"
     assert f"127.0.0.1 port {port}" in outcome.message
@@ -241,9 +218,7 @@ def test_no_place_within_the_deadline(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as mute:
         for deadline_s in (30, 0.5):
             monkeypatch.setattr(client, "_timing", Timing(connections=1, deadline_s=deadline_s, attempt_s=20))
-            client.request(
-                host="127.0.0.1", port=mute.getsockname()[1], ranks=RANKS, engine_id="", dialect=14, on_done=ends.append
-            )
+            request(client, mute.getsockname()[1], ends.append)
         until(lambda: ends)
         client.close()
     assert [(outcome.code, outcome.attempts) for outcome in ends] == [("too-many-peers", 0), ("closed", 1)]
@@ -254,20 +229,14 @@ def test_callback_that_raises_ends_nothing(client, listener, caplog):
     def explode(_):
         raise RuntimeError("caller's mistake")
 
-    client.request(host="127.0.0.1", port=listener.port, ranks=RANKS, engine_id="", dialect=14, on_done=explode)
+    request(client, listener.port, explode)
     assert fetch(client, listener.port).is_ok
     until(lambda: client.statistics()["callback_errors"] == 1)
     assert "caller's mistake" in caplog.text
 
 
 def test_a_failure_that_nobody_foresaw_ends_one_request_and_not_the_client(client, listener, monkeypatch, caplog):
-    real, failures = Connection.receive, iter([RuntimeError("unforeseen"), MemoryError()])
-
-    def receive(self):
-        for failure in failures:
-            raise failure
-        return real(self)
-
+    receive = failing_first(Connection.receive, RuntimeError("unforeseen"), MemoryError())
     monkeypatch.setattr(Connection, "receive", receive)
     for _ in range(2):
         outcome = fetch(client, listener.port)
@@ -293,9 +262,7 @@ def test_close_ends_what_is_under_way_exactly_once():
     ends: list[Outcome] = []
     with socket.create_server(("127.0.0.1", 0)) as mute:
         for _ in range(3):
-            client.request(
-                host="127.0.0.1", port=mute.getsockname()[1], ranks=RANKS, engine_id="", dialect=14, on_done=ends.append
-            )
+            request(client, mute.getsockname()[1], ends.append)
         time.sleep(0.1)
         client.close()
         client.close()
@@ -312,14 +279,13 @@ def test_close_from_a_callback(listener):
         client.close()
         done.set()
 
-    client.request(host="127.0.0.1", port=listener.port, ranks=RANKS, engine_id="", dialect=14, on_done=close)
+    request(client, listener.port, close)
     assert done.wait(5)
     client.close()
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [{"host": "a b"}, {"port": 0}, {"ranks": []}, {"ranks": [(1, 0)], "dialect": 4}, {"dialect": 99}],
+    "changes", [{"host": "a b"}, {"port": 0}, {"ranks": []}, {"ranks": [(1, 0)], "dialect": 4}, {"dialect": 99}]
 )
 def test_bad_requests_raise_at_once(client, changes):
     with pytest.raises(ConfigurationError):
@@ -352,6 +318,6 @@ def test_hosts_that_answer_keep_their_places(monkeypatch, serve, connect):
     for host in (f"127.0.0.{number}" for number in range(2, 6)):
         listener = serve(host)
         monkeypatch.setattr(listener._core, "respond", slowly(listener._core.respond))
-        client.request(host=host, port=listener.port, ranks=ranks, engine_id="", dialect=14, on_done=ends.append)
+        request(client, listener.port, ends.append, host=host, ranks=ranks)
     until(lambda: len(ends) == 4)
     assert [(outcome.code, outcome.attempts) for outcome in ends] == [("", 1)] * 4

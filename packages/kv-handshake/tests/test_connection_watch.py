@@ -6,7 +6,7 @@ import socket
 import time
 
 import pytest
-from handshake_helpers import until
+from handshake_helpers import failing_first, request, until
 
 from kv_handshake import Listener, Timing
 from kv_handshake.sockets.tcp import Grip
@@ -90,8 +90,7 @@ def test_requests_that_get_no_place_cost_nothing_while_they_wait(connect):
     client._loop._turn = counted
     with socket.create_server(("127.0.0.1", 0), backlog=64) as mute:
         for _ in range(24):
-            port = mute.getsockname()[1]
-            client.request(host="127.0.0.1", port=port, ranks=[(0, 0)], engine_id="", dialect=14, on_done=print)
+            request(client, mute.getsockname()[1], print)
         time.sleep(0.5)
         before = turns
         time.sleep(1.0)
@@ -100,23 +99,10 @@ def test_requests_that_get_no_place_cost_nothing_while_they_wait(connect):
 
 def test_a_request_whose_connection_cannot_be_made_ends_alone(listener, client, monkeypatch):
     ends = []
-    opened = client._loop._hub.open
-    failures = iter(
-        [IndexError("half written"), OSError("no descriptor is left"), RuntimeError("no thread can be made")]
-    )
-
-    def failing(*arguments):
-        error = next(failures, None)
-        if error is not None:
-            raise error
-        return opened(*arguments)
-
-    monkeypatch.setattr(client._loop._hub, "open", failing)
-
+    errors = IndexError("half written"), OSError("no descriptor is left"), RuntimeError("no thread can be made")
+    monkeypatch.setattr(client._loop._hub, "open", failing_first(client._loop._hub.open, *errors))
     for _ in range(4):
-        client.request(
-            host="127.0.0.1", port=listener.port, ranks=[(0, 0)], engine_id="", dialect=14, on_done=ends.append
-        )
+        request(client, listener.port, ends.append)
     until(lambda: len(ends) == 4)
     assert client.statistics()["restarts"] == 0
     assert client._loop._places == {}

@@ -10,12 +10,6 @@ from handshake_helpers import fetch
 
 from kv_handshake.sockets import connections
 
-
-def test_tcp_server_that_says_nothing(hasty):
-    with socket.create_server(("127.0.0.1", 0)) as mute:
-        assert fetch(hasty, mute.getsockname()[1]).code == "timed-out"
-
-
 WEB = b"HTTP/1.1 400 Bad Request\r\nContent-Type: text/plain; charset=utf-8\r\nConnection: close\r\n\r\n"
 
 

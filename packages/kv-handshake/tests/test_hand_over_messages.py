@@ -1,6 +1,7 @@
 """Messages of streamed hand-overs: bounded, sealed, and bound to their question."""
 
 import random
+from typing import Any
 
 import msgspec
 import pytest
@@ -120,23 +121,20 @@ def test_answers_out_of_bounds_are_neither_written_nor_read(fault):
     assert refusal(CODEC.read_answer, payload, QUESTION, ()) == "malformed-hand-over"
 
 
-@pytest.mark.parametrize("ticket", [b"", b"[]", b"{", b'{"a":1}x', b"null"])
-def test_tickets_that_are_no_object_are_refused(ticket):
-    payload = raw(**echoed(**{**OFFER, "ticket": ticket}))
-    assert refusal(CODEC.read_answer, payload, QUESTION, ()) == "malformed-hand-over"
+UNREADABLE = [{"ticket": ticket} for ticket in (b"", b"[]", b"{", b'{"a":1}x', b"null")] + [{"request_id": "a\nb"}]
 
 
-def test_an_id_that_cannot_be_printed_is_refused():
-    payload = raw(**echoed(**{**OFFER, "ticket": b"{}", "request_id": "a\nb"}))
+@pytest.mark.parametrize("change", UNREADABLE)
+def test_tickets_that_are_no_object_and_ids_that_cannot_be_printed_are_refused(change):
+    payload = raw(**echoed(**{**OFFER, "ticket": b"{}", **change}))
     assert refusal(CODEC.read_answer, payload, QUESTION, ()) == "malformed-hand-over"
 
 
 def test_unknown_reasons_and_tickets_that_are_too_long_are_not_written():
-    for answer in ({"kind": "no", "reason": "because"}, {**OFFER, "ticket": {"remote_block_ids": [[7] * 600_000]}}):
+    tickets: list[Any] = [{"remote_block_ids": [[7] * 600_000]}, {1: object()}]
+    for answer in ({"kind": "no", "reason": "because"}, *({**OFFER, "ticket": ticket} for ticket in tickets)):
         with pytest.raises(ConfigurationError):
             CODEC.answer_payload(QUESTION, answer, ())
-    with pytest.raises(ConfigurationError):
-        CODEC.answer_payload(QUESTION, {**OFFER, "ticket": {1: object()}}, ())
 
 
 def test_mutated_payloads_get_a_value_or_a_code():

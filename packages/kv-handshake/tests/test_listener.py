@@ -5,7 +5,7 @@ import time
 
 import pytest
 import zmq
-from handshake_helpers import fetch, until
+from handshake_helpers import failing_first, fetch, request, until
 
 from kv_handshake import ConfigurationError, Listener, Outcome, QueryLimits, Timing, TransportError
 from kv_handshake.security import ClientSecurity, ServerSecurity, generate_keypair
@@ -40,6 +40,17 @@ def test_a_req_socket_gets_no_rank_of_an_engine_with_pipeline_stages(listener, a
     ).is_ok
     listener.replace({(0, 0): stages[0, 0]})
     assert ask(encode_query((0, 0), dialect_of(14)))[0] == stages[0, 0]
+
+
+def test_a_req_socket_gets_no_rank_whose_blocks_are_dealt_out_in_parts(raw, client, caplog):
+    with Listener("127.0.0.1", 0, payloads=ENVELOPES, splits_blocks=True) as listener:
+        sock = raw(zmq.REQ, listener.port)
+        sock.send(QUERY)
+        assert code_of(sock.recv_multipart()) == "context-turns"
+        assert "context ranks here hold parts of blocks" in caplog.text
+        assert client.fetch(
+            host="127.0.0.1", port=listener.port, ranks=[(0, 3)], engine_id="engine-a", dialect=14
+        ).is_ok
 
 
 def test_req_socket_of_either_dialect(ask):
@@ -140,15 +151,8 @@ def test_lifecycle(free_port):
 
 
 def test_whatever_breaks_is_restarted_and_counted(listener, raw, monkeypatch):
-    real = listener._core.respond
-    failures = iter([RuntimeError("first"), zmq.ZMQError(zmq.ETERM), MemoryError()])
-
-    def respond(query, **facts):
-        for failure in failures:
-            raise failure
-        return real(query, **facts)
-
-    monkeypatch.setattr(listener._core, "respond", respond)
+    errors = RuntimeError("first"), zmq.ZMQError(zmq.ETERM), MemoryError()
+    monkeypatch.setattr(listener._core, "respond", failing_first(listener._core.respond, *errors))
 
     def is_answered():
         sock = raw(zmq.REQ, listener.port)
@@ -201,12 +205,6 @@ def test_plain_client_and_wrong_server_key_get_nothing(keys, serve, connect):
 def test_a_restart_refuses_no_connection(listener, connect, monkeypatch):
     """The port stays open: a client that comes between two sockets waits for the second one."""
     gate = threading.Event()
-    real, failures = listener._core.respond, iter([RuntimeError("broken")])
-
-    def respond(query, **facts):
-        for failure in failures:
-            raise failure
-        return real(query, **facts)
 
     def made_later(port, **options):
         assert gate.wait(20)
@@ -214,18 +212,13 @@ def test_a_restart_refuses_no_connection(listener, connect, monkeypatch):
 
     router_socket = RouterSocket
     monkeypatch.setattr("kv_handshake.net.listener.RouterSocket", made_later)
-    monkeypatch.setattr(listener._core, "respond", respond)
+    monkeypatch.setattr(listener._core, "respond", failing_first(listener._core.respond, RuntimeError("broken")))
     client = connect(timing=Timing(deadline_s=60, attempt_s=30, retry_first_s=0.01))
     ends: list[Outcome] = []
 
-    def ask():
-        client.request(
-            host="127.0.0.1", port=listener.port, ranks=[(0, 3)], engine_id="", dialect=14, on_done=ends.append
-        )
-
-    ask()
+    request(client, listener.port, ends.append)
     until(lambda: listener.statistics()["restarts"] == 1)
-    ask()
+    request(client, listener.port, ends.append)
     time.sleep(0.1)
     assert ends == []
     gate.set()

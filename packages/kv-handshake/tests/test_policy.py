@@ -3,6 +3,7 @@ import pytest
 from msgspec.structs import replace
 
 from kv_handshake import Codec, LocalOffer
+from kv_handshake.inspect import Recording, compare
 from kv_handshake.testing import load_vectors, sample_metadata
 from kv_handshake.wire.dialects import dialect_of
 from kv_handshake.wire.factors import compatibility_hash
@@ -59,6 +60,56 @@ def test_patch_release_is_no_reason(make):
     verdict = judged(VLLM, other, policy="negotiated")
     assert verdict.is_accepted
     assert "vllm_version" in verdict.warnings[0]
+
+
+PATCH, MINOR = ("vllm_version",), ("vllm_version", "nixl_connector_version")
+
+
+@pytest.mark.parametrize(
+    ("declared", "changes", "code"),
+    [
+        (PATCH, {"vllm_version": "0.32.1"}, ""),
+        (PATCH, {"vllm_version": "0.32.0+cu130"}, ""),
+        (PATCH, {"vllm_version": "0.32+cpu"}, ""),
+        (PATCH, {"vllm_version": "0.33.0"}, "factors-differ"),  # a minor release that kept its connector's version
+        (PATCH, {"vllm_version": "0.33.0", "nixl_connector_version": 15}, "hash-mismatch"),
+        (MINOR, {"vllm_version": "0.33.0", "nixl_connector_version": 15}, ""),
+        (MINOR, {"vllm_version": "0.31+cpu", "nixl_connector_version": 13}, ""),
+        (MINOR, {"vllm_version": "0.33.0", "nixl_connector_version": 15, "dtype": "torch.float16"}, "hash-mismatch"),
+        (MINOR, {"vllm_version": "0.33.0", "nixl_connector_version": 15, "attn_backend_name": "y"}, "hash-mismatch"),
+        (MINOR, {"vllm_version": "0.33.0", "nixl_connector_version": 15, "sliding_window": 8}, "factors-differ"),
+        ((*MINOR, "dtype"), {"dtype": "torch.float16"}, "factors-differ"),
+    ],
+)
+def test_a_declared_release_is_taken_from_a_peer_that_sends_its_factors(declared, changes, code):
+    """The hash decides about all others, whose values are this engine's."""
+    theirs = {**VLLM, **changes}
+    dialect = theirs["nixl_connector_version"]
+    frame = Codec().encode_envelope(sample_metadata(), theirs, dialect=dialect)
+    offer = LocalOffer(factors=VLLM, may_differ=declared)
+    verdict = judge(offer, decode_envelope(frame), dialect)
+    assert verdict.code == code
+    assert {each.name for each in verdict.differences} == changes.keys()
+    mine = Codec().encode_envelope(sample_metadata(), VLLM, dialect=14)
+    recordings = (Recording(dialect, {(0, 0): each}) for each in (mine, frame))
+    hashed = {each.name for each in verdict.differences if each.name in VLLM}
+    assert compare(*recordings, may_differ=declared).is_same_hash is (hashed <= {*declared})
+    assert judge(offer, silent(theirs), dialect).code == "hash-mismatch", "vLLM's own connector sends the hash alone"
+    refused = judge(LocalOffer(factors=theirs), peer(VLLM), 14)
+    assert not refused.is_accepted, "each reader declares for itself"
+
+
+@pytest.mark.parametrize("policy", ["exact", "negotiated"])
+def test_a_declared_factor_may_be_absent(policy):
+    full, bare = {"model": "m", "rope": 1}, {"model": "m"}
+    for ours, theirs in ((full, bare), (bare, full)):
+        assert judged(ours, peer(theirs), policy=policy, may_differ=["rope"]).is_accepted
+        assert not judged(ours, peer(theirs), policy=policy).is_accepted
+
+
+def test_factors_that_are_not_those_of_the_hash_are_refused():
+    told = replace(peer({**VLLM, "vllm_version": "0.32.1"}), compatibility_hash=compatibility_hash(VLLM))
+    assert judged(VLLM, told, may_differ=PATCH).code == "hash-mismatch"
 
 
 def test_an_unexplained_hash_is_refused():

@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import msgspec
 import pytest
 from handshake_helpers import FACTORS
 from hypothesis import given
@@ -13,11 +14,12 @@ from kv_handshake.core.handshake import Handshake
 from kv_handshake.core.server import ServerCore
 from kv_handshake.core.session import ClientSession
 from kv_handshake.testing import sample_envelopes, sample_metadata
+from kv_handshake.wire.dialects import dialect_of
 from kv_handshake.wire.factors import compatibility_hash
 from kv_handshake.wire.limits import MAX_HANDSHAKE_BYTES
 from kv_handshake.wire.messages import Envelope
 from kv_handshake.wire.policy import judge
-from kv_handshake.wire.replies import encode_clock
+from kv_handshake.wire.replies import decode_envelope, encode_clock
 
 RANKS = [(0, 0), (0, 1), (0, 2)]
 
@@ -137,6 +139,21 @@ def test_mismatch_names_factors():
     assert asker.error.context["names"] == ("dtype",)
 
 
+@pytest.mark.parametrize("changed", [{"vllm_version": "0.32.1"}, {"attn_backend_name": "TRITON_ATTN"}, {}])
+def test_factors_by_which_a_bare_hash_is_explained_are_taken_for_the_peers(changed):
+    names = dialect_of(14).hash_factors
+    local = {**dict.fromkeys(names, "x"), "vllm_version": "0.32.0", "nixl_connector_version": 14}
+    offer = LocalOffer(factors={**local, "model_weights": "ours"}, policy="negotiated")
+    theirs = compatibility_hash({**local, **changed})
+    ours = decode_envelope(good()[0])
+    bare = Envelope(compatibility_hash=theirs, agent_metadata_bytes=ours.agent_metadata_bytes)
+    asker = ClientSession(offer, [(0, 0)], dialect=14)
+    asker.next_query(now_s=0.0)
+    asker.receive_message((msgspec.msgpack.encode(bare), encode_clock(5.0)), now_s=1.0)
+    assert asker.error is None
+    assert asker.peers[0, 0].factors == ({**local, **changed} if changed else {})
+
+
 def test_nothing_happens_after_the_end():
     asker = fails((), "unexpected-reply")
     first = asker.error
@@ -213,7 +230,7 @@ def test_a_task_retries_until_its_deadline():
     assert not made.session.is_over
     made.check_time(104.0)
     assert made.session.error.code == "timed-out"
-    assert str(made.session.error) == (
+    assert made.session.error.message == (
         "no reply for rank (0, 0) from host port 5600 (after 4.00 s, attempt 1); ranks still missing: (0, 0), (0, 1)"
     )
     assert made.plan_retry(104.0, 0.0)

@@ -1,6 +1,7 @@
 """The conformance vectors: append-only, and read correctly by this implementation and by an independent one."""
 
 import json
+from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -79,13 +80,6 @@ def test_query_is_what_that_release_sends(version):
     assert vector.data.hex() == RELEASES[version]["query"]
 
 
-@over("refused-query")
-def test_refused_query(vector):
-    with pytest.raises(WireError) as caught:
-        parse_query(vector.data)
-    assert caught.value.code == ("unknown-command" if vector.name in WITHDRAWN else vector.expect["code"])
-
-
 @over("ask")
 def test_ask(vector):
     assert is_ask(vector.data)
@@ -107,13 +101,6 @@ def test_answer(vector):
     assert vector.data == (refusal if reply.code else asks.encode_answer(reply.number, reply.payload))
 
 
-@over("refused-ask", "refused-answer")
-def test_refused_asks_and_answers(vector):
-    with pytest.raises(WireError) as caught:
-        (parse_ask if vector.kind == "refused-ask" else parse_answer)(vector.data)
-    assert caught.value.code == vector.expect["code"]
-
-
 @over("envelope")
 def test_envelope(vector):
     envelope = decode_envelope(vector.data)
@@ -133,13 +120,6 @@ def test_envelope(vector):
         assert written == vector.data
 
 
-@over("refused-envelope")
-def test_refused_envelope(vector):
-    with pytest.raises(WireError) as caught:
-        decode_metadata(decode_envelope(vector.data))
-    assert caught.value.code == vector.expect["code"]
-
-
 @over("refusal")
 def test_refusal(vector):
     refusal = decode_envelope(vector.data).refusal
@@ -154,11 +134,20 @@ def test_clock(vector):
     assert vector.name == "clock-integer" or encode_clock(vector.expect["clock_s"]) == vector.data
 
 
-@over("refused-clock")
-def test_refused_clock(vector):
+READERS: dict[str, Callable[[bytes], object]] = {
+    "refused-query": parse_query,
+    "refused-ask": parse_ask,
+    "refused-answer": parse_answer,
+    "refused-envelope": lambda data: decode_metadata(decode_envelope(data)),
+    "refused-clock": decode_clock,
+}
+
+
+@over(*READERS)
+def test_refused(vector):
     with pytest.raises(WireError) as caught:
-        decode_clock(vector.data)
-    assert caught.value.code == "malformed-clock"
+        READERS[vector.kind](vector.data)
+    assert caught.value.code == ("unknown-command" if vector.name in WITHDRAWN else vector.expect["code"])
 
 
 @over("hash")

@@ -104,9 +104,9 @@ def _coded(command: Callable[Arguments, int | None]) -> Callable[Arguments, None
             sys.stdout.flush()
         except HandshakeError as error:
             if options["as_json"]:
-                print(json.dumps({"error": error.code, "fault": error.fault, "message": str(error)}))
+                print(json.dumps({"error": error.code, "fault": error.fault, "message": error.message}))
             else:
-                print(f"kv-handshake: {error.code}: {shortened(str(error), 1000)}", file=sys.stderr)
+                print(f"kv-handshake: {shortened(error.message, 1000)} ({error.code})", file=sys.stderr)
             code = _USAGE if error.code == "bind-failed" else _EXIT_BY_FAULT[error.fault]
         raise typer.Exit(code or 0)
 

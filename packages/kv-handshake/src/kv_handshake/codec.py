@@ -11,10 +11,10 @@ from kv_handshake.core.server import ServerCore
 from kv_handshake.core.session import ClientSession
 from kv_handshake.errors import ConfigurationError
 from kv_handshake.wire.asks import answer_payload, question_payload, read_answer, read_question
-from kv_handshake.wire.dialects import dialect_of
+from kv_handshake.wire.dialects import DEFAULT_DIALECT, dialect_of
 from kv_handshake.wire.factors import check_factors, compatibility_hash, wire_hash
 from kv_handshake.wire.limits import NUMBER_END
-from kv_handshake.wire.messages import Envelope
+from kv_handshake.wire.messages import AgentMetadata, Envelope
 from kv_handshake.wire.notifications import (
     RESERVED_PREFIXES,
     encode_heartbeats,
@@ -43,18 +43,23 @@ class Codec:
     """
 
     def __init__(self, *, capabilities: Mapping[str, Level] | None = None) -> None:
-        self._capabilities = LocalOffer(capabilities=capabilities or {}).capabilities
+        self._capabilities = LocalOffer(capabilities={} if capabilities is None else capabilities).capabilities
 
     def encode_envelope(
-        self, metadata: Mapping[str, object], factors: Mapping[str, object], *, dialect: int, rank: Rank | None = None
+        self,
+        metadata: Mapping[str, object] | AgentMetadata,
+        factors: Mapping[str, object],
+        *,
+        dialect: int = DEFAULT_DIALECT,
+        rank: Rank | None = None,
     ) -> bytes:
         """Return the envelope of one rank, for a listener to serve.
 
         Args:
-            metadata: Values by the names of `AgentMetadata`, among them ``generation``, ``fence`` and ``geometry``
+            metadata: An `AgentMetadata`, or values by its names, among them ``generation``, ``fence`` and ``geometry``
                 if the engine has them. Names that the dialect does not know are left out.
             factors: The engine's factors. If all of vLLM's names are among them the hash is vLLM's own.
-            dialect: Connector version to write, 2 to 15.
+            dialect: Connector version to write, 2 to 15; the default is for engines that are not vLLM.
             rank: (pp, tp) rank to announce, so that a reader can tell if a reply is not the one it asked for.
 
         Raises:
@@ -66,9 +71,9 @@ class Codec:
         if rank is not None:
             check_rank(rank)
         encoded = encode_metadata(metadata, version)
-        generation = metadata.get("generation")
+        generation = metadata.generation if isinstance(metadata, AgentMetadata) else metadata.get("generation")
         # Tickets carry it through routers, many of which keep JSON numbers as 64-bit floats.
-        if generation is not None and not (isinstance(generation, int) and 0 <= generation < NUMBER_END):
+        if generation is not None and not (type(generation) is int and 0 <= generation < NUMBER_END):
             raise ConfigurationError("invalid-argument", f"generation {generation!r} is not 0 to 2**53 - 1")
         return msgspec.msgpack.encode(
             Envelope(

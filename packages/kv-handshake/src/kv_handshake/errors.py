@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -15,6 +15,7 @@ __all__ = [
     "HandshakeError",
     "TransportError",
     "WireError",
+    "require",
     "shortened",
     "without_frames",
 ]
@@ -47,6 +48,11 @@ _FACTS: Mapping[str, tuple[Fault, bool | None, str]] = {
         "peer",
         False,
         "The asker reads one pipeline stage, as vLLM's own connector does, and this engine has several.",
+    ),
+    "context-turns": (
+        "peer",
+        False,
+        "The asker takes every block for consecutive tokens, as vLLM's own connector does, and ranks here hold parts of blocks.",
     ),
     "unknown-rank": ("peer", None, "No metadata is served for this (pp, tp) rank."),
     "not-ready": ("peer", True, "The engine has not published its metadata yet, or has withdrawn it."),
@@ -117,10 +123,11 @@ CODES: Mapping[str, CodeFacts] = {code: CodeFacts(*facts) for code, facts in _FA
 
 
 class HandshakeError(Exception):
-    """Base of all errors that this package raises on purpose.
+    """Base of all errors that this package raises on purpose; its text is "message (code)".
 
     Attributes:
         code: Stable kebab-case name, a key of `CODES`.
+        message: The problem as a sentence, without the code.
         fault: The side at fault: ``local``, ``peer`` or ``environment``.
         is_retry_safe: Whether the same request may succeed later; None if that is unknown.
         context: The numbers and names behind the text, as plain values.
@@ -129,16 +136,19 @@ class HandshakeError(Exception):
     def __init__(self, code: str, message: str, **context: object) -> None:
         super().__init__(message)
         facts = CODES[code]
-        self.code = code
+        self.code, self.message = code, message
         self.fault: Fault = facts.fault
         self.is_retry_safe = facts.is_retry_safe
         self.context: Mapping[str, object] = MappingProxyType(context)
 
+    def __str__(self) -> str:
+        return f"{self.message} ({self.code})"
+
     def __reduce__(self) -> tuple[object, ...]:
-        return partial(type(self), self.code, str(self), **self.context), ()
+        return partial(type(self), self.code, self.message, **self.context), ()
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.code!r}, {str(self)!r})"
+        return f"{type(self).__name__}({self.code!r}, {self.message!r})"
 
 
 def without_frames(error: HandshakeError) -> HandshakeError:
@@ -159,6 +169,16 @@ class WireError(HandshakeError):
 
 class ConfigurationError(HandshakeError):
     """The caller asked for something that cannot be done."""
+
+
+def require(kinds: Any, **arguments: object) -> None:  # noqa: ANN401 - abstract classes are no `type` to mypy
+    """Raise ``invalid-argument`` for an argument of a type that is not among these; a bool is not a number."""
+    for name, value in arguments.items():
+        if not isinstance(value, kinds) or isinstance(value, bool):
+            accepted = cast("tuple[type, ...]", kinds if isinstance(kinds, tuple) else (kinds,))
+            names = " or ".join(each.__name__ for each in accepted)
+            problem = f"{name} is of type {type(value).__name__}, must be {names}"
+            raise ConfigurationError("invalid-argument", problem, name=name)
 
 
 class TransportError(HandshakeError):

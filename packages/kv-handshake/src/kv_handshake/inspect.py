@@ -9,8 +9,10 @@ listener's replies as a JSON file that can be served, compared or attached to a 
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,10 +24,16 @@ from kv_handshake.core.endpoint import endpoint_of
 from kv_handshake.core.handshake import Handshake, Timing
 from kv_handshake.core.pacing import GatedLog
 from kv_handshake.core.session import ClientSession
-from kv_handshake.errors import ConfigurationError, HandshakeError
+from kv_handshake.errors import ConfigurationError, HandshakeError, TransportError, require
 from kv_handshake.net.loop import Loop
 from kv_handshake.wire.dialects import dialect_of
-from kv_handshake.wire.factors import Difference, differing_factors, explain_hash, suspected_factors
+from kv_handshake.wire.factors import (
+    Difference,
+    differing_factors,
+    explain_hash,
+    hash_with_declared,
+    suspected_factors,
+)
 from kv_handshake.wire.limits import DECODE_ERRORS
 from kv_handshake.wire.messages import METADATA_FIELDS
 from kv_handshake.wire.policy import LocalOffer
@@ -33,7 +41,7 @@ from kv_handshake.wire.queries import check_rank
 from kv_handshake.wire.replies import decode_envelope, decode_metadata
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from kv_handshake.security import ClientSecurity
     from kv_handshake.wire.messages import AgentMetadata
@@ -43,6 +51,8 @@ __all__ = ["Comparison", "Difference", "Recording", "compare", "probe"]
 
 _FORMAT = "kv-handshake-recording"
 _MAX_BYTES = 256 * 1024 * 1024
+_HTTP_S = 1.0
+_HTTP = "an HTTP server answers there, not a side channel; the side channel's port is VLLM_NIXL_SIDE_CHANNEL_PORT, default 5600"
 
 
 class _RankRecord(msgspec.Struct, frozen=True):
@@ -121,7 +131,7 @@ class Comparison:
     Attributes:
         differences: Every factor and every metadata value that differs; `local` is the first engine.
         suspects: Factors likely to be at fault when the hashes differ and no tried value explains it.
-        is_same_hash: Whether the compatibility hashes are equal.
+        is_same_hash: Whether the compatibility hashes are equal, apart from what `may_differ` declares.
         basis: How the factors were compared: both sides' ``factors``, equal ``hash``, or a differing hash that trying
             values ``explained`` or not.
     """
@@ -156,7 +166,11 @@ def _side(recording: Recording) -> _Side:
 
 
 def compare(
-    first: Recording, second: Recording, *, supposed: Mapping[str, Sequence[object]] | None = None
+    first: Recording,
+    second: Recording,
+    *,
+    supposed: Mapping[str, Sequence[object]] | None = None,
+    may_differ: Collection[str] = (),
 ) -> Comparison:
     """Compare two engines by the first rank of each.
 
@@ -164,13 +178,19 @@ def compare(
         first: The first engine.
         second: The second engine.
         supposed: Values to try, by factor name, for an engine that sends only its hash.
+        may_differ: As in `LocalOffer`.
 
     Raises:
         WireError: As `Codec.decode_envelope` and `Codec.decode_metadata`.
     """
+    require(Recording, first=first, second=second)
     left, right = _side(first), _side(second)
-    is_same_hash = left.compatibility_hash == right.compatibility_hash
-    differences, suspects, basis = _compare_factors(left, right, is_same_hash, supposed or {})
+    ours, theirs = left.metadata.factors, right.metadata.factors
+    expected = left.compatibility_hash
+    if ours and theirs:  # as a reader does, see `judge`
+        expected = hash_with_declared(ours, theirs, may_differ, dialect_of(right.dialect))
+    is_same_hash = expected == right.compatibility_hash
+    differences, suspects, basis = _compare_factors(left, right, is_same_hash, supposed or {}, may_differ)
     named = {each.name for each in differences}
     shown = [
         Difference(name, getattr(left.metadata, name), getattr(right.metadata, name), "may-differ")
@@ -181,10 +201,14 @@ def compare(
 
 
 def _compare_factors(
-    left: _Side, right: _Side, is_same_hash: bool, supposed: Mapping[str, Sequence[object]]
+    left: _Side,
+    right: _Side,
+    is_same_hash: bool,
+    supposed: Mapping[str, Sequence[object]],
+    may_differ: Collection[str],
 ) -> tuple[tuple[Difference, ...], tuple[str, ...], Basis]:
     if left.metadata.factors and right.metadata.factors:
-        return differing_factors(left.metadata.factors, right.metadata.factors), (), "factors"
+        return differing_factors(left.metadata.factors, right.metadata.factors, may_differ), (), "factors"
     if is_same_hash:
         return (), (), "hash"
     known, silent = (left, right) if left.metadata.factors else (right, left)
@@ -246,10 +270,12 @@ def probe(
 
     Raises:
         TransportError: ``name-unresolved``, ``timed-out``, ``connection-refused``, ``connection-lost``,
-            ``authentication-refused``.
+            ``authentication-refused`` (with `is_http` in its context where an HTTP server answers).
         WireError: The code of the first fault in a reply; ``refused`` for a refusal.
         ConfigurationError: ``invalid-endpoint``, ``invalid-argument`` or ``unknown-dialect``.
     """
+    require((tuple, list), ranks=ranks)
+    require((int, float), timeout_s=timeout_s)
     began_s, ended = time.monotonic(), threading.Event()
     timing = Timing(deadline_s=min(_LONGEST_S, timeout_s * len(ranks)), attempt_s=timeout_s, pipeline=1)
     new_session = partial(ClientSession, LocalOffer(policy="off"), ranks, dialect=dialect, keeps_replies=True)
@@ -263,6 +289,8 @@ def probe(
         loop.close()
     session = task.session
     if session.error is not None:
+        if isinstance(session.error, TransportError) and _is_http(endpoint.host, port, min(timeout_s, _HTTP_S)):
+            raise TransportError("authentication-refused", _HTTP, is_http=True) from session.error
         raise session.error
     replies = session.replies
     return ProbeResult(
@@ -272,3 +300,11 @@ def probe(
         next(iter(replies.values())).received_s - began_s,
         session.clock_offset_s,
     )
+
+
+def _is_http(host: str, port: int, wait_s: float) -> bool:
+    """Return whether an HTTP server answers there within twice this time."""
+    with suppress(OSError), socket.create_connection((host, port), wait_s) as connection:
+        connection.sendall(b"HEAD / HTTP/1.0\r\n\r\n")
+        return connection.recv(5) == b"HTTP/"
+    return False

@@ -19,7 +19,7 @@ import zmq
 import zmq.auth
 from zmq.utils import z85
 
-from kv_handshake.errors import ConfigurationError
+from kv_handshake.errors import ConfigurationError, require
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -45,6 +45,8 @@ def write_keypair(directory: str | Path, name: str) -> tuple[Path, Path]:
         ConfigurationError: ``invalid-argument`` for a name that is not a plain file name, ``invalid-key-file`` if a file
             exists or cannot be written.
     """
+    require((str, Path), directory=directory)
+    require(str, name=name)
     is_plain = 0 < len(name) <= _MOST_NAME_CHARS and name.isascii() and name.replace("-", "").replace("_", "").isalnum()
     if not is_plain:
         raise ConfigurationError("invalid-argument", f"name {name[:80]!r} is not made of letters, digits, - and _")

@@ -8,7 +8,7 @@ from functools import lru_cache
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import final
 
-from kv_handshake.errors import ConfigurationError
+from kv_handshake.errors import ConfigurationError, require
 
 __all__ = ["Endpoint", "endpoint_of", "parse_endpoint"]
 
@@ -54,7 +54,8 @@ def endpoint_of(host: str, port: int, *, allows_any_port: bool = False) -> Endpo
         ConfigurationError: ``invalid-endpoint``.
     """
     least = 0 if allows_any_port else 1
-    if not least <= port <= 65_535:
+    require(str, host=host)
+    if type(port) is not int or not least <= port <= 65_535:
         raise ConfigurationError("invalid-endpoint", f"port {port!r} is not {least} to 65535", port=port)
     if host == "*":
         return Endpoint(host, port)

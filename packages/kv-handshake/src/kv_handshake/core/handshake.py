@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, final
 
 from kv_handshake.core.pacing import backoff_s
-from kv_handshake.errors import CODES, ConfigurationError, HandshakeError, TransportError
+from kv_handshake.errors import CODES, ConfigurationError, HandshakeError, TransportError, require
 from kv_handshake.wire.messages import AgentMetadata
 from kv_handshake.wire.policy import Verdict
 from kv_handshake.wire.queries import Rank
@@ -54,6 +54,7 @@ class Timing:
     connections: int = 512
 
     def __post_init__(self) -> None:
+        require((int, float), **asdict(self))
         times = [value for name, value in asdict(self).items() if name.endswith("_s")]
         if not all(0 < each < 86_400 for each in times) or not 1 <= self.pipeline <= 64 or self.connections < 1:
             raise ConfigurationError("invalid-argument", f"a time or a limit is out of range: {self}")
@@ -201,7 +202,7 @@ class Handshake:
             outcome = replace(
                 outcome,
                 code=error.code,
-                message=str(error) if where in str(error) else f"{error} (peer {where})",
+                message=error.message if where in error.message else f"{error.message} (peer {where})",
                 context={"host": self.endpoint.host, "port": self.endpoint.port, **error.context},
                 is_retry_safe=may_retry(error),
             )

@@ -152,8 +152,8 @@ class GatedLog:
         self._next_s: dict[str, float] = {}
         self._held: Counter[str] = Counter()
 
-    def warning(self, topic: str, text: str) -> None:
-        """Log a warning, unless one of this topic was logged a moment ago."""
+    def warning(self, topic: str, text: str, *, stacklevel: int = 2) -> None:
+        """Log a warning at the caller's line, unless one of this topic was logged a moment ago."""
         now_s = time.monotonic()
         if now_s < self._next_s.get(topic, float("-inf")):
             self._held[topic] += 1
@@ -161,8 +161,8 @@ class GatedLog:
             return
         self._next_s[topic] = now_s + _LOG_PERIOD_S
         held = self._held.pop(topic, 0)
-        more = f" ({held} more like this were not logged)" if held else ""
-        _logger.warning("%s%s", shortened(text, _LOG_CHARS), more)
+        more = f" ({held} more like this not logged)" if held else ""
+        _logger.warning("%s%s", shortened(text, _LOG_CHARS), more, stacklevel=stacklevel)
 
     def call(self, counts: Counter[str], name: str, callback: Callable[..., None], *values: object) -> None:
         """Run a caller's function; an exception from it is logged and counted as ``callback_errors``."""
@@ -170,4 +170,4 @@ class GatedLog:
             callback(*values)
         except Exception as error:  # noqa: BLE001 - a caller's mistake must end nothing else
             counts["callback_errors"] += 1
-            self.warning("callback", f"{name} raised {error!r}")
+            self.warning("callback", f"{name} raised {error!r}", stacklevel=3)

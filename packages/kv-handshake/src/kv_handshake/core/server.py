@@ -8,15 +8,13 @@ immutable table.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, final
+from typing import NamedTuple, final
 
-from kv_handshake.errors import WireError
+from kv_handshake.errors import WireError, require
 from kv_handshake.wire.queries import Rank, check_rank, parse_query
 from kv_handshake.wire.replies import encode_clock, encode_refusal
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 __all__ = ["Incoming", "Sender", "ServerCore"]
 
@@ -61,6 +59,7 @@ class ServerCore:
 
     Args:
         payloads: Envelope by (pp rank, tp rank); empty while there is nothing to serve yet.
+        splits_blocks: Whether context ranks hold parts of blocks in turn, instead of whole ones.
 
     Attributes:
         stages: Pipeline stages of the engine that is served.
@@ -70,9 +69,10 @@ class ServerCore:
         ConfigurationError: ``invalid-argument`` for a rank out of range.
     """
 
-    def __init__(self, payloads: Mapping[Rank, bytes] | None = None) -> None:
+    def __init__(self, payloads: Mapping[Rank, bytes] | None = None, *, splits_blocks: bool = False) -> None:
+        self._splits_blocks = splits_blocks
         self.counts: Counter[str] = Counter()
-        self.replace(payloads or {})
+        self.replace({} if payloads is None else payloads)
 
     def replace(self, payloads: Mapping[Rank, bytes]) -> None:
         """Serve these envelopes from now on.
@@ -80,10 +80,29 @@ class ServerCore:
         Raises:
             ConfigurationError: ``invalid-argument`` for a rank out of range.
         """
-        for rank in payloads:
+        require(Mapping, payloads=payloads)
+        for rank, payload in payloads.items():
             check_rank(rank)
+            require(bytes, payload=payload)
         self._payloads = dict(payloads)
         self.stages = 1 + max((pp for pp, _ in payloads), default=0)
+
+    @property
+    def unreadable(self) -> tuple[str, str] | None:
+        """Code and cause by which vLLM's own connector cannot read from this engine; None if it can."""
+        if self.stages > 1:
+            code = "pipeline-stages"
+            cause = (
+                f"this engine has {self.stages} pipeline stages, and vLLM's own connector reads from engines with one"
+            )
+            remedy = "pipeline_parallel_size to 1"
+        elif self._splits_blocks:
+            code = "context-turns"
+            cause = "context ranks here hold parts of blocks, and vLLM's own connector takes every block for consecutive tokens"
+            remedy = "cp_kv_cache_interleave_size to its block size"
+        else:
+            return None
+        return code, f"{cause}: read its tickets with the connector of vllm_adapter, or set its {remedy}"
 
     def respond(
         self, query: bytes, *, clock_s: float, reads_one_stage: bool = False, wait_s: float = 0.0
@@ -93,25 +112,22 @@ class ServerCore:
         Args:
             query: Any bytes.
             clock_s: The engine's monotonic clock, the one that its expiry times are stamped with.
-            reads_one_stage: Whether the asker takes every rank for one that holds all layers, as vLLM's own connector does.
+            reads_one_stage: Whether the asker takes every rank for one that holds all layers, and whole blocks, as vLLM's own
+                connector does.
             wait_s: Above 0 for a query that came too soon: after so many seconds it would be answered.
         """
+        require(bytes, query=query)
         try:
             parsed = parse_query(query)
         except WireError as error:
-            code, text = ("rate-limited", "") if wait_s else (error.code, str(error))
+            code, text = ("rate-limited", "") if wait_s else (error.code, error.message)
             return self.refuse(code, text, retry_after_s=wait_s)
         clock = (encode_clock(clock_s),) if parsed.wants_clock else ()
         payloads = self._payloads
         if wait_s:
             return (*self.refuse("rate-limited", retry_after_s=wait_s), *clock)
-        if reads_one_stage and self.stages > 1:
-            refusal = self.refuse(
-                "pipeline-stages",
-                f"this engine has {self.stages} pipeline stages, and vLLM's own connector reads from engines with one: "
-                "read its tickets with the connector of vllm_adapter, or set its pipeline_parallel_size to 1",
-            )
-            return (*refusal, *clock)
+        if reads_one_stage and (unreadable := self.unreadable):
+            return (*self.refuse(*unreadable), *clock)
         payload = payloads.get(parsed.rank)
         if payload is not None:
             self.counts["answered"] += 1

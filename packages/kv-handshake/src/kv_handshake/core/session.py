@@ -17,10 +17,13 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, NamedTuple, final
 
-from kv_handshake.errors import ConfigurationError, HandshakeError, WireError, shortened, without_frames
-from kv_handshake.wire.dialects import dialect_of
+import msgspec
+
+from kv_handshake.errors import ConfigurationError, HandshakeError, WireError, require, shortened, without_frames
+from kv_handshake.wire.dialects import DEFAULT_DIALECT, dialect_of
+from kv_handshake.wire.factors import hashed_factors
 from kv_handshake.wire.limits import MAX_HANDSHAKE_BYTES, MAX_RANKS, MAX_REPLY_BYTES
-from kv_handshake.wire.policy import Verdict, judge
+from kv_handshake.wire.policy import LocalOffer, Verdict, judge
 from kv_handshake.wire.queries import Rank, check_askable, encode_query
 from kv_handshake.wire.replies import decode_clock, decode_envelope, decode_metadata
 
@@ -28,7 +31,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kv_handshake.wire.messages import AgentMetadata, Envelope
-    from kv_handshake.wire.policy import LocalOffer
 
 __all__ = ["ClientSession"]
 
@@ -83,21 +85,25 @@ class ClientSession:
         offer: LocalOffer,
         ranks: Sequence[Rank],
         *,
-        dialect: int,
+        dialect: int = DEFAULT_DIALECT,
         engine_id: str = "",
         generation: int | None = None,
         keeps_replies: bool = False,
         check_first: Callable[[AgentMetadata], None] | None = None,
     ) -> None:
+        require(LocalOffer, offer=offer)
+        require((tuple, list), ranks=ranks)
+        require(str, engine_id=engine_id)
+        require((int, type(None)), generation=generation)
         if len(ranks) > MAX_RANKS:  # a ticket may name 1024 x 1024
             raise ConfigurationError(
                 "invalid-argument", f"{len(ranks)} ranks; one handshake asks for at most {MAX_RANKS}"
             )
-        if not ranks or len(set(ranks)) != len(ranks):
-            raise ConfigurationError("invalid-argument", f"ranks {list(ranks)} are empty or repeat one")
         self._dialect = dialect_of(dialect)
         for rank in ranks:
             check_askable(rank, self._dialect)
+        if not ranks or len(set(ranks)) != len(ranks):
+            raise ConfigurationError("invalid-argument", f"ranks {list(ranks)} are empty or repeat one")
         self._wanted = frozenset(ranks)
         # vLLM's own listener crashes on a query for a rank that it does not have, and every engine has rank (0, 0).
         self._check_first = check_first
@@ -213,6 +219,10 @@ class ClientSession:
                 f"generation {self._generation} was expected, the engine is at {envelope.generation}; ask again",
             )
         metadata = decode_metadata(envelope)
+        if not envelope.factors and self.verdict.differences:
+            known = hashed_factors(self._offer.factors, self._dialect)
+            found = {each.name: each.peer for each in self.verdict.differences}
+            metadata = msgspec.structs.replace(metadata, factors={**known, **found})
         # All ranks are of one life of one engine, also where the ticket names neither.
         engine_id, generation = self._first or (self._engine_id, metadata.generation)
         if engine_id and metadata.engine_id != engine_id:

@@ -1,11 +1,11 @@
 """Handshakes with many peers at once, asks to them, and the memory of those that failed.
 
 A failed handshake is remembered under its question. From then on requests with the same question end at once with
-``recently-failed``, and one background attempt at a time asks the peer again, after 0.5 s, 1 s, 2 s and so on. The first
-good answer ends that: the next request is performed as usual. A peer that no request has named for two minutes is forgotten.
+``recently-failed`` and the failure's code as ``last_code`` in the context, and one background attempt at a time asks the peer
+again, after 0.5 s, 1 s, 2 s and so on. The first good answer ends that: the next request is performed as usual. A peer that no
+request has named for two minutes is forgotten.
 
-A peer whose asks failed is left alone for as long. Until then its asks end with ``recently-failed``, or with the code of the
-failure if that is an answer in itself: ``ask-unsupported`` or ``connection-refused``.
+A peer whose asks failed is left alone for as long. Until then its asks end with the code of that failure.
 """
 
 from __future__ import annotations
@@ -13,26 +13,28 @@ from __future__ import annotations
 import itertools
 import time
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, NamedTuple, final
+from typing import TYPE_CHECKING, NamedTuple, Self, final
 
 from kv_handshake.core.asks import OpenAsk, PeerAsks
 from kv_handshake.core.endpoint import Endpoint, endpoint_of
 from kv_handshake.core.handshake import Handshake, Timing
 from kv_handshake.core.pacing import FailureMemory, GatedLog
 from kv_handshake.core.session import ClientSession
-from kv_handshake.errors import ConfigurationError, HandshakeError, TransportError, WireError
+from kv_handshake.errors import ConfigurationError, HandshakeError, TransportError, WireError, require
 from kv_handshake.net.loop import Loop
+from kv_handshake.security import ClientSecurity
 from kv_handshake.wire.asks import encode_ask
+from kv_handshake.wire.dialects import DEFAULT_DIALECT
+from kv_handshake.wire.policy import LocalOffer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from kv_handshake.core.handshake import Outcome
-    from kv_handshake.security import ClientSecurity
     from kv_handshake.wire.messages import AgentMetadata
-    from kv_handshake.wire.policy import LocalOffer
     from kv_handshake.wire.queries import Rank
 
 __all__ = ["Client"]
@@ -53,7 +55,6 @@ _NOT_THE_PEERS = frozenset(
 _BACKGROUND_SHARE = 8
 """Background attempts take at most one place in this many, so that requests always find one."""
 
-_DEFINITE = frozenset({"ask-unsupported", "connection-refused"})
 _UNSUPPORTED_S = 30.0
 """A peer that takes no asks is tried again after this time; it may run another release by then."""
 
@@ -75,6 +76,8 @@ class Question(NamedTuple):
 class Client:
     """Performs handshakes with many peers, and asks them, concurrently from one thread of its own.
 
+    A context manager: leaving it closes the client.
+
     Args:
         offer: This engine's side of every comparison: its factors and how strictly it takes differences.
         timing: Deadlines, retries and limits.
@@ -93,6 +96,9 @@ class Client:
         security: ClientSecurity | None = None,
         seed: int | None = None,
     ) -> None:
+        require(LocalOffer, offer=offer)
+        require((Timing, type(None)), timing=timing)
+        require((ClientSecurity, type(None)), security=security)
         self._offer = offer
         self._timing = timing or Timing()
         self._log = GatedLog()
@@ -102,6 +108,12 @@ class Client:
         self._ask_numbers = itertools.count(1)
         self._loop = Loop(self._timing, self._log, security=security, seed=seed)
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def request(
         self,
         *,
@@ -109,8 +121,8 @@ class Client:
         port: int,
         ranks: Sequence[Rank],
         engine_id: str,
-        dialect: int,
         on_done: Callable[[Outcome], None],
+        dialect: int = DEFAULT_DIALECT,
         generation: int | None = None,
         check_first: Callable[[AgentMetadata], None] | None = None,
     ) -> None:
@@ -121,7 +133,7 @@ class Client:
             port: The listener's port.
             ranks: (pp, tp) ranks to ask for.
             engine_id: The engine that must answer; empty if any may.
-            dialect: The peer's connector version, 2 to 15.
+            dialect: The peer's connector version, 2 to 15; the default is for engines that are not vLLM.
             on_done: Gets the outcome; it must not block, and an exception that it raises is logged and counted.
             generation: The registration generation that the ticket was made with; None to accept any.
             check_first: If given, every attempt asks for rank (0, 0) alone and calls this with its metadata, on the client's
@@ -132,6 +144,8 @@ class Client:
             ConfigurationError: ``invalid-endpoint``, ``invalid-argument`` or ``unknown-dialect``, before anything is
                 sent; ``invalid-argument`` also after `close`.
         """
+        require(Callable, on_done=on_done)
+        require((tuple, list), ranks=ranks)
         question = Question(endpoint_of(host, port), tuple(ranks), engine_id, dialect, generation)
         new_session = partial(
             ClientSession,
@@ -153,7 +167,7 @@ class Client:
         port: int,
         ranks: Sequence[Rank],
         engine_id: str = "",
-        dialect: int,
+        dialect: int = DEFAULT_DIALECT,
         generation: int | None = None,
     ) -> Outcome:
         """Perform one handshake and wait for its outcome; not for use in `on_done`.
@@ -195,6 +209,9 @@ class Client:
             ConfigurationError: ``invalid-endpoint`` or ``invalid-argument``, before anything is sent.
         """
         endpoint = endpoint_of(host, port)
+        require(bytes, payload=payload)
+        require(Callable, on_reply=on_reply)
+        require((int, float), deadline_s=deadline_s)
         encode_ask(1, payload)  # refuses a payload that is too long
         ask = OpenAsk(next(self._ask_numbers), payload, partial(self._replied, on_reply), time.monotonic() + deadline_s)
         self._call(partial(self._begin_ask, endpoint, ask))
@@ -242,8 +259,7 @@ class Client:
         wait_s = max(0.0, remembered.until_s - now_s)
         error = TransportError(
             "recently-failed",
-            f"{question.endpoint} failed {remembered.failures} times, is asked again in {wait_s:.2f} s; "
-            f"last: {remembered.code}: {remembered.message}",
+            f"{remembered.message}; failed handshakes: {remembered.failures}, next in {wait_s:.2f} s",
             last_code=remembered.code,
             failures=remembered.failures,
             retry_after_s=wait_s,
@@ -299,7 +315,7 @@ class Client:
         if peer is None:
             failure = self._memory.blocking(endpoint, now_s)
             if failure is not None:
-                ask.on_reply(failure.code if failure.code in _DEFINITE else "recently-failed", b"")
+                ask.on_reply(failure.code, b"")
                 return
             on_end = partial(self._asks_ended, endpoint)
             peer = PeerAsks(endpoint, on_end, attempt_s=self._timing.attempt_s, start_s=now_s)
@@ -326,7 +342,7 @@ class Client:
             self._memory.record(
                 endpoint,
                 code=error.code,
-                message=str(error),
+                message=error.message,
                 now_s=time.monotonic(),
                 chance=self._loop.random.random(),
                 least_s=_UNSUPPORTED_S if error.code == "ask-unsupported" else 0.0,

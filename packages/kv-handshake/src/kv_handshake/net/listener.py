@@ -5,22 +5,23 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Self, final
 
 from kv_handshake.core.desk import AskDesk
 from kv_handshake.core.endpoint import endpoint_of
 from kv_handshake.core.pacing import GatedLog, TokenBuckets
 from kv_handshake.core.server import ServerCore
-from kv_handshake.errors import ConfigurationError, HandshakeError, WireError
+from kv_handshake.errors import ConfigurationError, HandshakeError, WireError, require
+from kv_handshake.security import ServerSecurity
 from kv_handshake.sockets.router import ListeningPort, RouterSocket, TooManyFrames
 from kv_handshake.wire.asks import is_ask
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from kv_handshake.core.server import Incoming
-    from kv_handshake.security import ServerSecurity
     from kv_handshake.wire.queries import Rank
 
 __all__ = ["Listener", "QueryLimits"]
@@ -48,6 +49,9 @@ class QueryLimits:
     queries_per_s: float = 1000.0
     burst: float = 5000.0
 
+    def __post_init__(self) -> None:
+        require((int, float), queries_per_s=self.queries_per_s, burst=self.burst)
+
 
 _DEFAULT_LIMITS = QueryLimits()
 _SHARES = 8
@@ -66,10 +70,13 @@ _CLOSED: Mapping[str, str] = {
 class Listener:
     """Serves one engine's metadata on a TCP port.
 
+    A context manager: entering it starts the listener, leaving it closes it.
+
     Args:
         host: Address to bind: an IPv4 or IPv6 address, a name, or a wildcard (``0.0.0.0``, ``::``, ``*``).
         port: Port to bind; 0 for any free one, see `port`.
         payloads: Envelope by (pp rank, tp rank) to serve at first.
+        splits_blocks: Whether the engine's context ranks hold parts of blocks in turn, which vLLM's own connector cannot read.
         limits: How often one address may ask.
         security: Keys of an encrypted side channel; plain TCP without.
         clock: The monotonic clock that replies carry, in seconds: the one that expiry times on tickets are read from.
@@ -84,14 +91,18 @@ class Listener:
         port: int,
         *,
         payloads: Mapping[Rank, bytes] | None = None,
+        splits_blocks: bool = False,
         limits: QueryLimits = _DEFAULT_LIMITS,
         security: ServerSecurity | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        require(QueryLimits, limits=limits)
+        require((ServerSecurity, type(None)), security=security)
+        require(Callable, clock=clock)
         self._endpoint = endpoint_of(host, port, allows_any_port=True)
         self._security = security
         self._clock = clock
-        self._core = ServerCore(payloads)
+        self._core = ServerCore(payloads, splits_blocks=splits_blocks)
         self._limits = limits
         self._buckets = TokenBuckets(rate_per_s=limits.queries_per_s, burst=limits.burst)
         self._log = GatedLog()
@@ -111,6 +122,13 @@ class Listener:
     def is_alive(self) -> bool:
         """Whether the serving thread runs."""
         return self._thread is not None and self._thread.is_alive()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def start(self) -> None:
         """Bind and serve; a bind failure raises here, at once.
@@ -151,6 +169,8 @@ class Listener:
         Raises:
             ConfigurationError: ``invalid-argument``.
         """
+        require(Callable, on_ask=on_ask, on_gone=on_gone)
+        require((int, float), wait_s=wait_s)
         if not 0 < wait_s <= _LONGEST_ASK_S:
             raise ConfigurationError(
                 "invalid-argument", f"asks would wait {wait_s} s; it must be above 0 and at most 30"
@@ -167,6 +187,8 @@ class Listener:
         Raises:
             ConfigurationError: ``invalid-argument`` for a payload that is too long.
         """
+        require(int, ask_id=ask_id)
+        require(bytes, payload=payload)
         if self._desk is not None and self._desk.put(ask_id, payload):
             self._wake()
 
@@ -263,7 +285,7 @@ class Listener:
             try:
                 return self._desk.receive(incoming, incoming.query, time.monotonic(), wait_s=wait_s)
             except WireError as error:
-                return self._core.refuse(error.code, str(error))
+                return self._core.refuse(error.code, error.message)
         if wait_s:
             rate = f"{self._limits.queries_per_s:g} times a second"
             self._log.warning("rate-limited", f"{sender.address} asks more often than {rate}; it must wait")
@@ -271,12 +293,12 @@ class Listener:
         if incoming.query is None:
             self._log.warning("wrong-frames", f"{sender.address} sent a message that is not a query")
             return self._core.refuse("wrong-frames")
-        if sender.is_req and self._core.stages > 1:
+        if sender.is_req and (unreadable := self._core.unreadable):
+            code, cause = unreadable
             self._log.warning(
-                "pipeline-stages",
-                f"{sender.address} asks as vLLM's own connector does, which cannot read from an engine with pipeline "
-                f"stages (this one has {self._core.stages}): it is refused (pipeline-stages), and its requests fail there or "
-                "are computed there",
+                code,
+                f"{sender.address} asks as vLLM's own connector does, so it is refused ({code}), and its requests fail there or "
+                f"are computed there: {cause}",
             )
         return self._core.respond(incoming.query, clock_s=now_s, reads_one_stage=sender.is_req)
 

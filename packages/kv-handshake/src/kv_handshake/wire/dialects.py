@@ -14,13 +14,15 @@ from dataclasses import dataclass
 from functools import cache
 from typing import final
 
-from kv_handshake.errors import ConfigurationError
+from kv_handshake.errors import ConfigurationError, require
 from kv_handshake.wire.messages import METADATA_FIELDS, OURS
 
-__all__ = ["NEWEST_DIALECT", "OLDEST_DIALECT", "Dialect", "dialect_of", "dialect_of_vllm"]
+__all__ = ["DEFAULT_DIALECT", "NEWEST_DIALECT", "OLDEST_DIALECT", "Dialect", "dialect_of", "dialect_of_vllm"]
 
 OLDEST_DIALECT = 2
 NEWEST_DIALECT = 15
+DEFAULT_DIALECT = 15
+"""Dialect of engines that are not vLLM. Later releases keep it, so that engines of two releases agree."""
 
 _FIRST_WITH_PP_QUERY = 5
 """Version 5 (vLLM 0.26) added the pp rank to the query and the clock frame to the reply, in one release."""
@@ -76,20 +78,24 @@ class Dialect:
     hash_factors: tuple[str, ...]
 
 
-@cache
 def dialect_of(version: int) -> Dialect:
     """Return the dialect of a connector version.
 
     Raises:
         ConfigurationError: ``unknown-dialect`` outside 2 to 15.
     """
-    if not OLDEST_DIALECT <= version <= NEWEST_DIALECT:
+    if type(version) is not int or not OLDEST_DIALECT <= version <= NEWEST_DIALECT:
         raise ConfigurationError(
             "unknown-dialect",
-            f"connector version {version} is outside {OLDEST_DIALECT} to {NEWEST_DIALECT}; "
+            f"connector version {version!r} is outside {OLDEST_DIALECT} to {NEWEST_DIALECT}; "
             "take it from the ticket or from the peer's vLLM release",
             version=version,
         )
+    return _dialect(version)
+
+
+@cache
+def _dialect(version: int) -> Dialect:
     return Dialect(
         version=version,
         has_clock_frame=version >= _FIRST_WITH_PP_QUERY,
@@ -106,6 +112,7 @@ def dialect_of_vllm(release: str) -> Dialect:
     Raises:
         ConfigurationError: ``unknown-dialect`` for text that names no release, or one older than 0.20.
     """
+    require(str, release=release)
     parts = release.strip().lstrip("v").split(".")
     try:
         wanted = (int(parts[0]), int(parts[1]))

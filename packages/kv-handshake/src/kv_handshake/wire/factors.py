@@ -19,18 +19,19 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast, final
 
 import msgspec
 
-from kv_handshake.errors import ConfigurationError, shortened
+from kv_handshake.errors import ConfigurationError, require, shortened
 from kv_handshake.wire.dialects import NEWEST_DIALECT, OLDEST_DIALECT, dialect_of_vllm
 from kv_handshake.wire.limits import MAX_DEPTH, MAX_FACTORS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Sequence
 
     from kv_handshake.wire.dialects import Dialect
 
@@ -40,6 +41,8 @@ __all__ = [
     "compatibility_hash",
     "differing_factors",
     "explain_hash",
+    "hash_with_declared",
+    "hashed_factors",
     "suspected_factors",
     "wire_hash",
 ]
@@ -48,7 +51,7 @@ Group = Literal["must-match", "may-differ", "informative"]
 
 FACTOR_GROUPS: Mapping[str, Group] = {
     # In vLLM's hash.
-    "vllm_version": "must-match",  # major and minor; see _version_group
+    "vllm_version": "must-match",  # major and minor; see _difference_group
     "nixl_connector_version": "must-match",
     "model": "must-match",  # informative where both sides have the same content; see _difference_group
     "dtype": "must-match",
@@ -82,10 +85,16 @@ FACTOR_GROUPS: Mapping[str, Group] = {
     "engine_version": "informative",
     "model_path": "informative",
 }
-"""Group by factor name. A name that is not here must match where both sides send it, and is informative otherwise."""
+"""Group by factor name. A name that is not here must match, unless the caller says that it may differ."""
+
+_RELEASE = frozenset({"vllm_version", "nixl_connector_version"})
+"""Factors with a group that a caller may declare, both together: every minor release of vLLM has its own connector version."""
 
 _CONTENT = ("model_config", "model_weights")
-"""Factors of vllm-adapter that together say what `model` stands for. They count where both sides send them."""
+"""Factors of vllm-adapter that together say what `model` stands for."""
+
+_IF_BOTH = frozenset((*_CONTENT, "draft_config", "draft_weights"))
+"""Factors of vllm-adapter that count where both sides send them: an engine that cannot read its files sends none."""
 
 _PLAIN = frozenset({str, int, bool, type(None)})
 
@@ -120,15 +129,24 @@ def compatibility_hash(factors: Mapping[str, object]) -> str:
     Raises:
         ConfigurationError: ``invalid-factors`` for values that JSON cannot write.
     """
+    require(Mapping, factors=factors)
     return hashlib.sha256(_canonical(dict(factors)).encode()).hexdigest()
 
 
 def wire_hash(factors: Mapping[str, object], dialect: Dialect) -> str:
     """Return the compatibility hash that an engine with these factors sends in a dialect."""
-    return compatibility_hash(_hashed(factors, dialect))
+    return compatibility_hash(hashed_factors(factors, dialect))
 
 
-def _hashed(factors: Mapping[str, object], dialect: Dialect) -> dict[str, object]:
+def hash_with_declared(
+    local: Mapping[str, object], peer: Mapping[str, object], may_differ: Collection[str], dialect: Dialect
+) -> str:
+    """Return the hash that an engine with these factors would send if it had the peer's values of those that may differ."""
+    kept = {name: value for name, value in local.items() if name not in may_differ}
+    return wire_hash({**kept, **{name: peer[name] for name in may_differ if name in peer}}, dialect)
+
+
+def hashed_factors(factors: Mapping[str, object], dialect: Dialect) -> dict[str, object]:
     """Return the factors that enter the hash on the wire.
 
     With all of the dialect's names present these are exactly vLLM's inputs, so the hash equals vLLM's. An engine that
@@ -139,10 +157,18 @@ def _hashed(factors: Mapping[str, object], dialect: Dialect) -> dict[str, object
     return dict(factors)
 
 
-def differing_factors(local: Mapping[str, object], peer: Mapping[str, object]) -> tuple[Difference, ...]:
-    """Return every factor whose two values differ as JSON, must-match first, then by name."""
+def differing_factors(
+    local: Mapping[str, object], peer: Mapping[str, object], may_differ: Collection[str] = ()
+) -> tuple[Difference, ...]:
+    """Return every factor whose two values differ as JSON, must-match first, then by name.
+
+    Args:
+        local: This engine's factors.
+        peer: The peer's.
+        may_differ: As in `LocalOffer`.
+    """
     differences = [
-        Difference(name, *_unlike(local.get(name), peer.get(name)), _difference_group(name, local, peer))
+        Difference(name, *_unlike(local.get(name), peer.get(name)), _difference_group(name, local, peer, may_differ))
         for name in {*local, *peer}
         if not _is_same(local.get(name), peer.get(name))
     ]
@@ -152,6 +178,9 @@ def differing_factors(local: Mapping[str, object], peer: Mapping[str, object]) -
 
 def check_factors(factors: Mapping[str, object]) -> None:
     """Raise ``invalid-factors`` unless the factors are few, flat and JSON, so that they can be hashed and sent."""
+    require(Mapping, factors=factors)
+    for name in factors:
+        require(str, name=name)
     if len(factors) > MAX_FACTORS:
         raise ConfigurationError("invalid-factors", f"{len(factors)} factors; at most {MAX_FACTORS} are read")
     if any(_is_deep(each, MAX_DEPTH) for each in factors.values()):
@@ -187,8 +216,12 @@ def _unlike(local: object, peer: object) -> tuple[object, object]:
     return {name: ours.get(name) for name in names}, {name: theirs.get(name) for name in names}
 
 
-def _difference_group(name: str, local: Mapping[str, object], peer: Mapping[str, object]) -> Group:
+def _difference_group(
+    name: str, local: Mapping[str, object], peer: Mapping[str, object], may_differ: Collection[str]
+) -> Group:
     if name == "vllm_version" and _major_minor(local.get(name)) == _major_minor(peer.get(name)):
+        return "may-differ"
+    if name in _RELEASE and {*may_differ} >= _RELEASE:
         return "may-differ"
     if name == "kv_cache_groups" and stage_groups_agree(local, peer):
         return "may-differ"
@@ -198,11 +231,13 @@ def _difference_group(name: str, local: Mapping[str, object], peer: Mapping[str,
             local.get(each) is not None and _is_same(local[each], peer.get(each)) for each in _CONTENT
         ):
             return "informative"
-    return FACTOR_GROUPS.get(name, "must-match" if name in local and name in peer else "informative")
+    if name in _IF_BOTH and not (name in local and name in peer):
+        return "informative"
+    return FACTOR_GROUPS.get(name, "may-differ" if name in may_differ else "must-match")
 
 
 def _major_minor(release: object) -> object:
-    return ".".join(release.split(".")[:2]) if isinstance(release, str) else release
+    return ".".join(release.partition("+")[0].split(".")[:2]) if isinstance(release, str) else release
 
 
 def _canonical(value: object) -> str:
@@ -301,7 +336,7 @@ def explain_hash(
         supposed: Values that the peer may have, by factor name, such as other names of the model. All combinations are
             tried, each with at most one further factor changed.
     """
-    hashed = _hashed(factors, dialect)
+    hashed = hashed_factors(factors, dialect)
     choices = {name: (hashed[name], *values) for name, values in (supposed or {}).items() if name in hashed}
     for values in itertools.product(*choices.values()):
         base = {**hashed, **dict(zip(choices, values, strict=True))}
@@ -313,7 +348,7 @@ def explain_hash(
 
 def suspected_factors(factors: Mapping[str, object], dialect: Dialect) -> tuple[str, ...]:
     """Return the hashed factors that cannot be enumerated, so that one of them probably differs."""
-    hashed = _hashed(factors, dialect)
+    hashed = hashed_factors(factors, dialect)
     return tuple(name for name in _HARD_TO_GUESS if name in hashed)
 
 

@@ -145,8 +145,8 @@ class SentMetadata(msgspec.Struct, frozen=True, kw_only=True):
     block_strides: Annotated[Positives | None, Wire(since=9, is_per_region=True)] = None
     kv_cache_layout: Annotated[str, Wire(is_compared=True)]
     block_size: Annotated[Positive, Wire(is_compared=True)]
-    ssm_sizes: Annotated[tuple[Natural, Natural], Wire(is_compared=True)]
-    attn_backend_name: Annotated[str, Wire(is_compared=True)]
+    ssm_sizes: Annotated[tuple[Natural, Natural], Wire(is_compared=True, unset=(0, 0))]
+    attn_backend_name: Annotated[str, Wire(is_compared=True, unset="")]
     physical_blocks_per_logical_kv_block: Annotated[Natural, Wire(since=3, is_compared=True, unset=1)] = 0
     region_num_blocks: Annotated[Naturals | None, Wire(since=11, is_per_region=True)] = None
     region_group_ids: Annotated[Integers | None, Wire(since=11, is_per_region=True, is_compared=True)] = None
@@ -170,15 +170,18 @@ class SentMetadata(msgspec.Struct, frozen=True, kw_only=True):
 
 @final
 class AgentMetadata(SentMetadata, frozen=True, kw_only=True):
-    """Metadata of a peer rank, with what its envelope says.
+    """Metadata of a rank, with what its envelope says: read from a peer, or made by an engine to be sent.
 
     Attributes:
         generation: The envelope's generation.
-        factors: The envelope's factors.
+        factors: The envelope's factors; of a peer that sends none, those that explain another hash than this engine's.
         capabilities: Names that the envelope gives as ``required`` or ``supported``, sorted; empty from vLLM's own
             connector and from our release 0.1.
     """
 
+    # Only vLLM has these two. A peer of its kind must send them; an engine need not give them.
+    ssm_sizes: tuple[int, int] = (0, 0)
+    attn_backend_name: str = ""
     generation: int | None = msgspec.field(default=None, name="kvh_generation")
     factors: dict[str, Any] = msgspec.field(default_factory=dict[str, Any], name="kvh_factors")
     capabilities: tuple[str, ...] = msgspec.field(default=(), name="kvh_capabilities")

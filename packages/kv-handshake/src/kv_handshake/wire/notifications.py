@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, AnyStr, Literal, TypeVar, final
 
 import msgspec
 
-from kv_handshake.errors import ConfigurationError
+from kv_handshake.errors import ConfigurationError, require
 from kv_handshake.wire import limits
 
 if TYPE_CHECKING:
@@ -86,7 +86,8 @@ class Notification:
 
 
 def parse_notification(payload: bytes) -> Notification:
-    """Parse a peer's notification; never raises."""
+    """Parse a peer's notification; bytes never raise."""
+    require(bytes, payload=payload)
     if len(payload) > limits.MAX_NOTIFICATION_BYTES:
         return _unknown("oversized")
     if payload.startswith(_PUSH.encode()):
@@ -112,6 +113,9 @@ def encode_read_complete(request_id: str, reader_count: int, *, nonce: str = "",
     Raises:
         ConfigurationError: ``invalid-argument`` if the peer could not read the result back.
     """
+    if [*map(type, (request_id, nonce, consumer, reader_count))] != [str, str, str, int]:
+        require(str, request_id=request_id, nonce=nonce, consumer=consumer)
+        require(int, reader_count=reader_count)
     if not _is_request_id(request_id) or request_id.startswith(RESERVED_PREFIXES):
         raise _unsendable("request id", request_id)
     if not 1 <= reader_count <= limits.MAX_READER_COUNT:
@@ -135,7 +139,7 @@ def encode_heartbeats(readers: Sequence[tuple[str, str]]) -> tuple[bytes, ...]:
         ConfigurationError: ``invalid-argument`` for an id that is empty, reserved for us, not UTF-8 or longer than 4096
             bytes, or for a nonce that is not 1 to 64 printable ASCII characters.
     """
-    distinct = dict.fromkeys(readers)
+    distinct = dict.fromkeys(_require_pairs(readers))
     for request_id, nonce in distinct:
         if not _is_request_id(request_id) or request_id.startswith(_OURS):
             raise _unsendable("request id", request_id)
@@ -151,6 +155,13 @@ def encode_heartbeats(readers: Sequence[tuple[str, str]]) -> tuple[bytes, ...]:
         *(_HEARTBEAT.encode() + batch for batch in _batches(listed, _TARGET_BYTES - len(_HEARTBEAT))),
         *(_OUR_HEARTBEAT.encode() + b"[" + batch + b"]" for batch in _batches(ours, _TARGET_BYTES - our_bytes)),
     )
+
+
+def _require_pairs(readers: object) -> list[tuple[str, str]]:
+    try:
+        return msgspec.convert(readers, list[tuple[str, str]])
+    except msgspec.ValidationError as error:
+        raise ConfigurationError("invalid-argument", f"readers must be pairs (request id, nonce): {error}") from error
 
 
 def _batches(items: Sequence[bytes], most_bytes: int) -> Iterator[bytes]:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, final
 
-from kv_handshake.errors import ConfigurationError, shortened
+from kv_handshake.errors import ConfigurationError, require, shortened
 from kv_handshake.wire.dialects import NEWEST_DIALECT, OLDEST_DIALECT, dialect_of
-from kv_handshake.wire.factors import Difference, check_factors, differing_factors, explain_hash, wire_hash
+from kv_handshake.wire.factors import (
+    Difference,
+    check_factors,
+    differing_factors,
+    explain_hash,
+    hash_with_declared,
+    wire_hash,
+)
 from kv_handshake.wire.messages import usable_capabilities
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from kv_handshake.wire.messages import Envelope
 
 __all__ = ["PROTOCOL_RANGE", "LocalOffer", "Policy", "Verdict", "judge"]
@@ -34,9 +40,13 @@ class LocalOffer:
 
     Attributes:
         factors: This engine's factors.
-        policy: ``exact``: the hashes must be equal, as vLLM's own connector demands. ``negotiated``: factors that must
-            match do; of a peer that sends no factors the hash must be equal, or explained by factors that need not
-            match. ``off``: differences only warn.
+        policy: ``exact``: the hashes must be equal, as vLLM's own connector demands, apart from `may_differ`. ``negotiated``:
+            factors that must match do; of a peer that sends no factors the hash must be equal, or explained by factors that
+            need not match. ``off``: differences only warn.
+        may_differ: Names of factors that may differ or be absent, where the peer sends its factors: its own ones, not known to
+            every engine; ``vllm_version``, up to its patch level; with ``nixl_connector_version`` beside it both, whatever they
+            are. Any other factor of its own must match, also if only one side sends it; other names in `FACTOR_GROUPS` keep
+            their meaning.
         capabilities: ``required``, ``supported`` or ``absent`` by name. vLLM's own connector has none.
         hashes: Compatibility hash of the factors by dialect.
     """
@@ -44,16 +54,19 @@ class LocalOffer:
     factors: Mapping[str, object] = field(default_factory=dict[str, object])
     policy: Policy = "exact"
     capabilities: Mapping[str, Level] = field(default_factory=dict[str, Level])
+    may_differ: Collection[str] = ()
     hashes: Mapping[int, str] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        require(Mapping, factors=self.factors, capabilities=self.capabilities)
+        require((tuple, list, set, frozenset), may_differ=self.may_differ)
         # Copied, so that the hashes stay those of the factors.
         object.__setattr__(self, "factors", dict(self.factors))
         object.__setattr__(self, "capabilities", dict(self.capabilities))
         check_factors(self.factors)
         if self.policy not in ("exact", "negotiated", "off"):
             raise ConfigurationError("invalid-argument", f"policy {self.policy!r} is not exact, negotiated or off")
-        unknown = sorted(set(self.capabilities.values()) - {"required", "supported", "absent"})
+        unknown = [level for level in self.capabilities.values() if level not in ("required", "supported", "absent")]
         if unknown:
             raise ConfigurationError(
                 "invalid-argument", f"capability level {unknown[0]!r} is not required, supported or absent"
@@ -109,15 +122,18 @@ def judge(offer: LocalOffer, envelope: Envelope, version: int) -> Verdict:
     if problem:
         return Verdict("capability-missing", problem)
     local_hash, peer_hash = offer.hashes[version], envelope.compatibility_hash
+    is_same_hash = local_hash == peer_hash
     differences: tuple[Difference, ...] = ()
     if envelope.factors:
-        differences = differing_factors(offer.factors, envelope.factors)
-    elif local_hash != peer_hash:
+        differences = differing_factors(offer.factors, envelope.factors, offer.may_differ)
+        declared = hash_with_declared(offer.factors, envelope.factors, offer.may_differ, dialect_of(version))
+        is_same_hash = peer_hash == declared
+    elif not is_same_hash:
         differences = explain_hash(offer.factors, peer_hash, dialect_of(version))
     blocking = tuple(each for each in differences if each.group == "must-match")
     text = _describe(blocking or differences, local_hash, peer_hash)
     code = ""
-    if local_hash != peer_hash and (offer.policy != "negotiated" or not (envelope.factors or differences)):
+    if not is_same_hash and (offer.policy != "negotiated" or not (envelope.factors or differences)):
         code = "hash-mismatch"
     elif blocking:  # equal hashes say nothing of the factors that vLLM leaves out
         code = "factors-differ"

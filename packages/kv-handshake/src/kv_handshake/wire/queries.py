@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import msgspec
 
-from kv_handshake.errors import ConfigurationError, WireError
+from kv_handshake.errors import ConfigurationError, WireError, require
 from kv_handshake.wire.limits import DECODE_ERRORS, MAX_QUERY_BYTES, MAX_RANK
 
 if TYPE_CHECKING:
@@ -56,9 +56,10 @@ def check_askable(rank: Rank, dialect: Dialect) -> None:
 
 
 def check_rank(rank: Rank) -> None:
-    """Raise ``invalid-argument`` unless both numbers are ranks."""
-    if not all(0 <= number <= MAX_RANK for number in rank):
-        raise ConfigurationError("invalid-argument", f"rank {rank} is outside 0 to {MAX_RANK}")
+    """Raise ``invalid-argument`` unless it is a pair of ranks."""
+    require(tuple, rank=rank)
+    if [*map(type, rank)] != [int, int] or not all(0 <= number <= MAX_RANK for number in rank):
+        raise ConfigurationError("invalid-argument", f"rank {rank!r} is not a pair (pp, tp) of 0 to {MAX_RANK}")
 
 
 # Engines send the same few queries over and over: those of 1024 ranks, 256 kB at the most, are read once.

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import msgspec
 from msgspec.structs import asdict
 
-from kv_handshake.errors import CODES, ConfigurationError, WireError
+from kv_handshake.errors import CODES, ConfigurationError, WireError, require
 from kv_handshake.wire import limits
 from kv_handshake.wire.factors import check_factors
 from kv_handshake.wire.messages import (
@@ -27,8 +28,6 @@ from kv_handshake.wire.messages import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from kv_handshake.wire.dialects import Dialect
 
 __all__ = ["decode_clock", "decode_envelope", "decode_metadata", "encode_clock", "encode_metadata", "encode_refusal"]
@@ -67,6 +66,7 @@ def decode_envelope(frame: bytes) -> Envelope:
     Raises:
         WireError: ``oversized-reply``, ``malformed-envelope`` or ``checksum-mismatch``.
     """
+    require((bytes, bytearray, memoryview), frame=frame)
     if len(frame) > limits.MAX_REPLY_BYTES:
         raise WireError(
             "oversized-reply",
@@ -87,7 +87,7 @@ def decode_envelope(frame: bytes) -> Envelope:
     try:
         check_factors(envelope.factors)
     except ConfigurationError as error:
-        raise WireError("malformed-envelope", str(error)) from error
+        raise WireError("malformed-envelope", error.message) from error
     metadata = envelope.agent_metadata_bytes
     if envelope.checksum is not None and envelope.checksum != zlib.crc32(metadata):
         raise WireError(
@@ -104,6 +104,7 @@ def decode_metadata(envelope: Envelope) -> AgentMetadata:
     Raises:
         WireError: ``malformed-metadata`` or ``invalid-metadata``.
     """
+    require(Envelope, envelope=envelope)
     try:
         if len(envelope.agent_metadata_bytes) > limits.MAX_LIST_BYTES:
             _check_sizes(_unopened_decoder.decode(envelope.agent_metadata_bytes))
@@ -201,15 +202,16 @@ def decode_clock(frame: bytes) -> float:
 
 
 _NAMES = frozenset(AgentMetadata.__struct_fields__)
+_UNSET = frozenset(each.name for each in METADATA_FIELDS if each.wire.unset is not ...)
 
 _encoder = msgspec.msgpack.Encoder()
 
 
-def encode_metadata(metadata: Mapping[str, object], dialect: Dialect) -> bytes:
+def encode_metadata(metadata: Mapping[str, object] | AgentMetadata, dialect: Dialect) -> bytes:
     """Return the MessagePack map of one rank's agent metadata, checked as a peer would check it.
 
     Args:
-        metadata: Values by the names of `AgentMetadata`; keys that the dialect does not have are left out.
+        metadata: An `AgentMetadata`, or values by its names; keys that the dialect does not have are left out.
         dialect: Version to write.
 
     Raises:
@@ -217,14 +219,18 @@ def encode_metadata(metadata: Mapping[str, object], dialect: Dialect) -> bytes:
             that no dialect has or a value that cannot be written.
         WireError: ``malformed-metadata`` or ``invalid-metadata`` if a peer would refuse the result.
     """
+    require((Mapping, AgentMetadata), metadata=metadata)
+    if isinstance(metadata, AgentMetadata):
+        # A value that is not true is the default, for which the dialect may have another one to write.
+        metadata = {name: value for name, value in asdict(metadata).items() if value or name not in _UNSET}
     if not metadata.keys() <= _NAMES:
-        unknown = sorted(metadata.keys() - _NAMES)
+        unknown = sorted(map(str, metadata.keys() - _NAMES))
         raise ConfigurationError("invalid-argument", f"agent metadata has no field {unknown[0]!r}", field=unknown[0])
     document: dict[str, object] = {}
     for field in METADATA_FIELDS:
         if field.wire.since > dialect.version:
             continue
-        if field.name not in metadata and field.info.required:
+        if field.name not in metadata and field.info.required and field.wire.unset is ...:
             raise ConfigurationError(
                 "missing-field", f"agent metadata of version {dialect.version} needs {field.name!r}", field=field.name
             )
