@@ -1,6 +1,5 @@
 """Engines, block lists, refusals and samples for tests."""
 
-import copy
 import os
 from contextlib import contextmanager
 from itertools import count
@@ -58,24 +57,6 @@ def bytes_moved(plan, local, peer, *, tokens):
     """Return the bytes that a request moves into this rank from all producer ranks."""
     route = plan.route(local, peer, tokens=tokens)
     return sum(int(expand_rows(plan.local_rows(rank))[to, 1].sum()) for rank, (to, _) in route.indices.items())
-
-
-def places(value, at=()):
-    """Return the path of every entry of nested dictionaries and lists."""
-    inside: Any = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, child in inside:
-        yield (*at, key)
-        yield from places(child, (*at, key))
-
-
-def put(value, path, odd):
-    """Return a copy of nested dictionaries and lists with another value at a path."""
-    made = copy.deepcopy(value)
-    inner = made
-    for key in path[:-1]:
-        inner = inner[key]
-    inner[path[-1]] = odd
-    return made
 
 
 class AttentionShape(NamedTuple):

@@ -120,22 +120,6 @@ def test_a_route_has_the_indices_of_every_rank():
         assert route.staged == ()
 
 
-@pytest.mark.never_wrong("A3")
-def test_a_spare_block_does_not_shift_the_others():
-    """Blocks of 4, 8 tokens computed, 1 block cached: 5 stands for tokens 4..7, which the peer keeps in its second."""
-    plan = plan_of(block_tokens=4)
-    assert indices(plan, lists([5, 6], first=4), lists([1, 2]), tokens=8) == ([5], [2])
-
-
-@pytest.mark.never_wrong("A3")
-def test_windows_with_spare_and_missing_blocks_are_not_shifted():
-    sliding = plan_of(ModelSpec(("sliding",), 2, 4, window_tokens=4), block_tokens=4)
-    found = indices(sliding, lists([9, 9, 9, 3, 4], null=9), lists([0, 1, 2, 3]), tokens=16)
-    assert found == ([3], [3])
-    short = plan_of(ModelSpec(("sliding",), 2, 4, window_tokens=3), block_tokens=2)
-    assert indices(short, lists([5, 6, 7]), lists([1, 2], first=2), tokens=6) == ([6, 5, 7], [1, 2, 2])
-
-
 @pytest.mark.parametrize(
     ("local", "peer", "peer_first", "token"), [([1], [], 0, 0), ([1, 2, 3], [4, 5], 0, 32), ([4], [1], 16, 0)]
 )

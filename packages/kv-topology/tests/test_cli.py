@@ -1,18 +1,17 @@
 """The command line and its specifications: tables, JSON, exit codes, and odd files, settings and numbers without a traceback."""
 
-import io
 import json
 import math
 import re
-from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from helpers import LONG, places, put
+from helpers import LONG
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from odd_input import captured, places, put
 
 from kv_topology import CostModel
 from kv_topology.errors import InvalidGeometry
@@ -21,31 +20,21 @@ from kv_topology.tools.cli import survey, warnings
 from kv_topology.tools.spec import load_spec, model_from_config, parse_spec
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-EXAMPLE = EXAMPLES / "gqa_tp4_from_tp2.toml"
-SPECS = sorted(path for path in EXAMPLES.iterdir() if "config" not in path.name)
+EXAMPLE = Path(cli.__file__).with_name("example.toml")
+README = (EXAMPLES.parent / "README.md").read_text()
+SPECS = sorted(path for path in (*EXAMPLES.iterdir(), EXAMPLE) if "config" not in path.name)
 CODES = {int(each) for each in re.findall(r"^  (\d)  ", cli._EXIT_CODES, re.MULTILINE)}
-
-
-class Stream(io.TextIOWrapper):
-    """A stream of a program, whose bytes are kept."""
-
-    def __init__(self, errors):
-        self.kept = io.BytesIO()
-        super().__init__(self.kept, encoding="utf-8", errors=errors)
-
-    def text(self):
-        self.flush()
-        return self.kept.getvalue().decode()
 
 
 def run(*words):
     """Run a command as a program is run; return its exit code, and what it says on both streams."""
-    out, err = Stream("strict"), Stream("backslashreplace")
-    with redirect_stdout(out), redirect_stderr(err):
+
+    def command():
         with pytest.raises(SystemExit) as stop:
             cli.main(list(words))
-        code = int(str(stop.value.code))
-    said, complained = out.text(), err.text()
+        return int(str(stop.value.code))
+
+    code, said, complained = captured(command)
     assert code in CODES
     if code:
         assert (said, bool(complained.strip())) == ("", True)
@@ -65,6 +54,41 @@ def test_examples_plan(spec):
         assert [tuple(p["rank"]) for p in entry["producers"]] == list(
             found.plans[tuple(entry["consumer_rank"])].producer_ranks
         )
+
+
+def test_a_producer_of_another_model_is_refused_by_code(tmp_path):
+    spec, config = tmp_path / "pair.json", tmp_path / "float.config.json"
+    config.write_text(json.dumps(DENSE))
+    model = {"kv_heads": 8, "head_dim": 64, "layers": 2}
+    for theirs, code in ((model, 0), ({**model, "layers": 1}, 3), ({**model, "element_bytes": 1}, 3), (config.name, 3)):
+        pair = {"model": model, "consumer": {"tp": 2}, "producer": {"tp": 4, "model": theirs}}
+        spec.write_text(json.dumps(pair))
+        ended, _, complained = run("plan", str(spec))
+        assert ended == code
+        assert ("element-bytes-differ" in complained) == (theirs == config.name or "element_bytes" in theirs)
+
+
+def test_the_readmes_commands_run_and_its_wrong_one_names_the_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for line in re.findall(r"^kv-topology .*$", README, re.MULTILINE):
+        command, _, why = line.partition("#")
+        words, _, file = command.partition(">")
+        code, said, complained = run(*words.split()[1:])
+        if file:
+            Path(file.strip()).write_text(said)
+        assert (code, "pear.toml" in complained) == ((2, True) if why else (0, False)), line
+    assert Path("pair.toml").read_text() == EXAMPLE.read_text()
+
+
+@pytest.mark.parametrize("command", ["plan", "explain"])
+def test_help_shows_the_format(command):
+    said = [line.strip() for line in run(command, "--help")[1].splitlines()]
+    assert [line for line in EXAMPLE.read_text().splitlines() if line not in said] == []
+
+
+def test_an_estimate_has_one_duration_of_a_rank():
+    *rows, _, summary = run("plan", str(EXAMPLE), "--estimate")[1].splitlines()
+    assert {row.split()[-3] for row in rows[1:]} == set(re.findall(r"about (\S+) ms", summary)) == {"11.08"}
 
 
 def test_the_slices_of_an_explanation_are_all_bytes_of_a_token():
@@ -108,10 +132,7 @@ LATENT_MODEL = {"layers": 2, "latent_dim": 512}
             {"model": {"layers": 1, "kv_heads": 1, "head_dim": 8}},
             "tiny descriptors: slices as small as 512 bytes; larger blocks or equal layouts help",
         ),
-        (
-            {"model": LATENT_MODEL, "producer": {"tp": 4}},
-            "replicas without readers, only notified: 0/1 0/2 0/3",
-        ),
+        ({"model": LATENT_MODEL, "producer": {"tp": 4}}, "replicas without readers, only notified: 0/1 0/2 0/3"),
         (
             {"model": LATENT_MODEL, "consumer": {"tp": 4}},
             "replicated reads: every byte is read 4.00 times, by ranks that share it",
@@ -149,7 +170,7 @@ def test_warnings(sections, warning):
         ("[model]\nlayers = 1\n[consumer]\nkernel_block_tokens = 5", "does not divide"),
         ("[model]\nlayers = 1\n[consumer]", "producer must be a table"),
         ("[model]\nlayers = 1\n[consumer]\n[producer]\n[wire]", "no section 'wire'"),
-        ("[model]\nlayers = 1\n[consumer]\n[producer]\n[link]\nbandwidth_gb_s = 0", "must be positive"),
+        ("[model]\nlayers = 1\n[consumer]\n[producer]\n[link]\nbandwidth_gb_s = 0", "must be a positive"),
         ("[model]\nkinds = ['tape']\n", "kinds"),
         ("[model]\nkinds = ['mamba2']\n[model.state]\nheads = 1\n", "incomplete"),
         ("no toml", "does not parse"),
@@ -183,10 +204,9 @@ def test_no_plan(tmp_path):
     assert "no plan" in complaint
 
 
-def test_ranks_and_stages_that_do_not_exist(tmp_path):
-    for words in (("plan", "--rank", "4"), ("explain", "--stage", "1")):
-        assert run(*words, str(EXAMPLE))[0] == 2
-    assert "none.toml cannot be read: No such file or directory." in run("plan", str(tmp_path / "none.toml"))[2]
+@pytest.mark.parametrize("words", [("plan", "--rank", "4"), ("explain", "--stage", "1")])
+def test_ranks_and_stages_that_do_not_exist(words):
+    assert run(*words, str(EXAMPLE))[0] == 2
 
 
 # ---------------------------------------------------------------------------------------------------------------- files
@@ -219,13 +239,16 @@ def test_no_file_ends_a_command_with_a_traceback(suffix, tmp_path):
         for file in (odd, model_of):
             code, _, complained = run(*READERS[number % len(READERS)], str(file))
             assert code == 2, content[:40]
-            assert complained.startswith("kv-topology: invalid specification (spec-malformed): ")
+            assert complained.startswith(f"kv-topology: invalid specification {file}: ")
+            assert complained.count("(spec-malformed)") == 1
             assert len(complained) < 1500
 
 
 @pytest.mark.parametrize("name", ["none.toml", "", "x" * 300 + ".toml", "a\0b.toml", "\ud800"])
 def test_a_file_that_cannot_be_read_is_refused(name, tmp_path):
-    assert run("plan", str(tmp_path / name))[0] == 2
+    code, _, complained = run("plan", str(tmp_path / name))
+    assert code == 2
+    assert name != "none.toml" or "none.toml: the file cannot be read: No such file or directory." in complained
 
 
 # ------------------------------------------------------------------------------------------------------------- settings
@@ -293,10 +316,27 @@ CONFIGS = [
     (INDEXED, ModelSpec(("latent",), latent_dim=576, index_dim=128)),
     (LINEAR, ModelSpec(("gated-delta", "attention"), 8, 64, 4, state=StateSpec(8, 64, 32, 4, 3, 4, 4))),
     (GRANITE, None),
+    # Newer releases of transformers name its Mamba layers so.
+    (
+        {**GRANITE, "layer_types": [str(each).replace("mamba", "linear_attention") for each in GRANITE["layer_types"]]},
+        None,
+    ),
 ]
 
 
-@pytest.mark.parametrize(("config", "model"), CONFIGS, ids=["dense", "sliding", "latent", "gated-delta", "mamba-2"])
+@pytest.mark.parametrize(
+    "key", ["sliding_window", "full_attention_interval", "attn_layer_period", "multi_query", "is_encoder_decoder"]
+)
+def test_a_cache_that_is_not_known_is_refused(key):
+    with pytest.raises(InvalidGeometry, match=f"'{key}', whose effect on the cache is not known"):
+        model_from_config({**DENSE, key: 4})
+    unused = {**DENSE, "sliding_window": 4, "use_sliding_window": False}
+    assert model_from_config(unused) == model_from_config(DENSE)
+
+
+@pytest.mark.parametrize(
+    ("config", "model"), CONFIGS, ids=["dense", "sliding", "latent", "gated-delta", "mamba-2", "renamed"]
+)
 def test_a_models_configuration_of_any_values_is_a_model_or_refused(config, model):
     found = model_from_config(config)
     assert model is None or found == model

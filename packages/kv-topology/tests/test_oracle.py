@@ -19,10 +19,7 @@ STEP = int(os.environ.get("KV_TOPOLOGY_PROOF_STEP", "17" if os.environ.get("KVDE
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_listed_pairs(family):
-    pairs, proof = run_proofs(family, step=STEP)
-    print(f"{family}: {pairs} pairs, {proof.plans} plans, {proof.copies} copies, {proof.bytes_proved} bytes")
-    assert pairs > 0
-    assert proof.bytes_proved > 0
+    assert run_proofs(family, step=STEP) > 0
 
 
 class Wrong:
@@ -61,15 +58,13 @@ UNEQUAL = EngineSpec(block_tokens=64, block_count=8), EngineSpec(block_tokens=16
         (with_pairs(lambda local, peer: (local[:-1], peer[:-1])), "is 0x"),
         (with_pairs(lambda local, peer: (local.repeat(2), peer.repeat(2))), "was written 2 times"),
         pytest.param(
-            with_pairs(unfilled),
-            "bytes of ordered blocks keep their old value",
-            marks=pytest.mark.never_wrong("A11"),
+            with_pairs(unfilled), "bytes of ordered blocks keep their old value", marks=pytest.mark.never_wrong("A11")
         ),
     ],
 )
 def test_the_oracle_catches_wrong_plans(broken, why):
     consumer, producer = UNEQUAL
-    case = ProofCase("planted", ModelSpec(("attention",), 2, 4), consumer, replace(producer, tp=2), 20)
+    case = ProofCase(ModelSpec(("attention",), 2, 4), consumer, replace(producer, tp=2), 20)
     consumers, producers = build_engine(case.model, case.consumer), build_engine(case.model, case.producer)
     request = request_for(case)
     request = replace(request, peer=[BlockList([*request.peer[0][0], 7])])

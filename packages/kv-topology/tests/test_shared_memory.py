@@ -9,11 +9,13 @@ from kv_topology import Group, plan_transfer
 from kv_topology.checks import find_aliases
 from kv_topology.tools import EngineSpec, ModelSpec, StateSpec, build_engine
 
+STATE = StateSpec(heads=2, head_dim=2, state_dim=2, conv_rows=2)
+STATES = ModelSpec(("mamba2",), state=STATE)
+
 
 @pytest.mark.never_wrong("A3")
 def test_states_pair_from_the_end():
-    model = ModelSpec(("mamba2",), state=StateSpec(heads=2, head_dim=2, state_dim=2, conv_rows=2))
-    plan = plan_of(model)
+    plan = plan_of(STATES)
 
     def found(local, peer, **options):
         sides = plan.indices((0, 0), lists(local, **options), lists(peer, **options), tokens=99)
@@ -38,8 +40,7 @@ def test_states_pair_from_the_end():
 
 @pytest.mark.never_wrong("A3")
 def test_all_pages_of_a_state_are_moved():
-    model = ModelSpec(("mamba2",), state=StateSpec(heads=2, head_dim=2, state_dim=2, conv_rows=2))
-    local = build_engine(model, EngineSpec())[0, 0]
+    local = build_engine(STATES, EngineSpec())[0, 0]
     two = replace(local, groups=(Group("state", 0, 2),))
     mine, theirs = plan_transfer(two, {(0, 0): two}).indices((0, 0), lists([5]), lists([7, 8]), tokens=1)
     assert (mine.tolist(), theirs.tolist()) == ([10, 11], [16, 17])
@@ -48,8 +49,7 @@ def test_all_pages_of_a_state_are_moved():
 
 
 def test_hybrid_groups_share_memory_but_no_block():
-    state = StateSpec(heads=2, head_dim=2, state_dim=2, conv_rows=2)
-    plan = plan_of(ModelSpec(("attention", "mamba2"), 2, 4, state=state), block_tokens=32, kernel_block_tokens=16)
+    plan = plan_of(ModelSpec(("attention", "mamba2"), 2, 4, state=STATE), block_tokens=32, kernel_block_tokens=16)
     tokens = {"tokens": 32}
     assert bytes_moved(plan, lists([3], [4]), lists([3], [4]), **tokens) > 0
     ((views),) = find_aliases(plan.local.regions, plan.local.groups)
@@ -67,22 +67,11 @@ def test_hybrid_groups_share_memory_but_no_block():
     assert bytes_moved(separate, lists([3], [3]), lists([3], [4]), tokens=16) > 0
     assert find_aliases(separate.local.regions, separate.local.groups) == ()
     high = plan_of(
-        ModelSpec(("attention", "mamba2"), 2, 4, state=state), block_tokens=32, base_address=(1 << 64) - (1 << 20)
+        ModelSpec(("attention", "mamba2"), 2, 4, state=STATE), block_tokens=32, base_address=(1 << 64) - (1 << 20)
     )
     assert bytes_moved(high, lists([3], [4]), lists([3], [4]), **tokens) > 0
     with refused("local-block-twice"):
         high.route(lists([4], [4]), lists([3], [4]), **tokens)
-
-
-@pytest.mark.never_wrong("B8")
-def test_null_blocks_of_groups_that_share_memory_are_written_by_nobody():
-    model = ModelSpec(("attention", "sliding", "mamba2"), 2, 4, window_tokens=16)
-    model = replace(model, state=StateSpec(heads=2, head_dim=2, state_dim=2, conv_rows=2))
-    plan = plan_of(model, block_tokens=16)
-    found = plan.indices(
-        (0, 0), lists([3, 4, 5], [0, 0, 7], [0, 8], null=0), lists([1, 2, 3], [0, 0, 4], [5], null=0), tokens=48
-    )
-    assert len(found[0]) == 5
 
 
 def test_groups_on_two_devices_share_no_memory():

@@ -3,42 +3,12 @@
 from dataclasses import replace
 
 import numpy as np
-from byte_oracle.oracle import expand_rows
 from helpers import DENSE, indices, lists, refused
 
 from kv_topology import Region, plan_transfer
-from kv_topology.arithmetic import box_runs, run_count
 from kv_topology.plan import slices
 from kv_topology.plan.slices import MAX_DESCRIPTORS, MAX_ROWS, SideColumns, build_rows
 from kv_topology.tools import EngineSpec, build_engine
-
-
-def test_runs_of_a_box():
-    assert run_count([(3, 100, 100), (4, 10, 20)], 1) == 12
-    assert run_count([(3, 8, 8), (4, 2, 2), (5, 24, 30)], 2) == 5
-    runs = box_runs([(2, 100, 50), (3, 4, 8), (2, 2, 2)], 2, 7, 9)
-    assert runs.here.tolist() == [7, 11, 15, 107, 111, 115]
-    assert runs.there.tolist() == [9, 17, 25, 59, 67, 75]
-    assert runs.length.tolist() == [4] * 6
-
-
-def test_rows_and_their_expansion():
-    local = build_engine(DENSE, EngineSpec(block_tokens=32, layout="packed-HND", block_count=3))[0, 0]
-    peers = build_engine(DENSE, EngineSpec(block_tokens=16, layout="packed-HND", block_count=5))
-    plan = plan_transfer(local, peers)
-    base, peer_base = local.regions[0].base_address, peers[0, 0].regions[0].base_address
-    unit, head, page = 16 * 2 * 4 * 2, 32 * 2 * 4 * 2, 2 * 32 * 2 * 4 * 2
-    rows = plan.local_rows((0, 0))
-    assert rows.dtype == np.uint64
-    assert rows.tolist() == [[base + offset, unit, 0, page, 3] for offset in (0, unit, head, head + unit)]
-    assert plan.peer_rows((0, 0)).tolist() == [
-        [peer_base, unit, 0, page // 2, 5],
-        [peer_base + unit, unit, 0, page // 2, 5],
-    ]
-    assert indices(plan, lists([2]), lists([4, 1]), tokens=32) == ([5, 2, 11, 8], [1, 4, 6, 9])
-    wide = expand_rows(rows)
-    assert wide.shape == (12, 3)
-    assert wide[5].tolist() == [base + unit + 2 * page, unit, 0]
 
 
 def test_dense_units_are_one_row():

@@ -13,6 +13,8 @@ from kv_topology import CostModel, Group, RankGeometry, plan_transfer
 from kv_topology.tools import EngineSpec, ModelSpec, StateSpec, build_engine
 
 DENSE = ModelSpec(("attention",) * 2, 4, 8)
+HYBRID = ModelSpec(("attention", "mamba2"), 4, 8, state=StateSpec(heads=8, head_dim=4, state_dim=4))
+DEAR = CostModel(descriptor_us=1.0, bandwidth_gb_s=4.0, permute_gb_s=2.0, permute_launch_us=10.0, prompt_tokens=160)
 PAIRS = [
     (mine, theirs, tp, peer_tp, block, peer_block)
     for mine, theirs in product(("packed-HND", "packed-NHD", "halves-HND", "halves-NHD"), repeat=2)
@@ -29,9 +31,8 @@ def always(local, peers):
 def test_staged_plans_move_the_right_bytes(mine, theirs, tp, peer_tp, block, peer_block):
     consumer = EngineSpec(tp, block_tokens=block, layout=mine, block_count=8)
     producer = EngineSpec(peer_tp, block_tokens=peer_block, layout=theirs, block_count=12)
-    case = ProofCase("staged", DENSE, consumer, producer, 90, cached_blocks=1)
-    proof = prove(build_engine(DENSE, consumer), build_engine(DENSE, producer), request_for(case), always)
-    assert proof.bytes_proved > 0
+    case = ProofCase(DENSE, consumer, producer, 90, cached_blocks=1)
+    assert prove(build_engine(DENSE, consumer), build_engine(DENSE, producer), request_for(case), always) > 0
 
 
 def plan_of(mine, theirs, **options):
@@ -60,19 +61,15 @@ def test_the_cost_model_decides():
     plan = plan_of({"layout": "packed-HND"}, {"layout": "packed-NHD"}, staging="auto", cost=free)
     assert not plan.is_staged
     assert plan.estimate.staged_us > plan.estimate.direct_us
-    dear = CostModel(descriptor_us=1.0, bandwidth_gb_s=4.0, permute_gb_s=2.0, permute_launch_us=10.0, prompt_tokens=160)
-    plan = plan_of({"layout": "packed-HND"}, {"layout": "packed-NHD"}, staging="auto", cost=dear)
+    plan = plan_of({"layout": "packed-HND"}, {"layout": "packed-NHD"}, staging="auto", cost=DEAR)
     moved = 160 * 256
     assert plan.estimate.direct_us == pytest.approx(160 * 8 * 1.0 + moved / 4e3)
     assert plan.estimate.staged_us == pytest.approx(160 / 8 + moved / 4e3 + 2 * 10.0 + moved / 2e3)
 
 
 def test_states_count_once_per_request():
-    state = StateSpec(heads=8, head_dim=4, state_dim=4)
-    hybrid = ModelSpec(("attention", "mamba2"), 4, 8, state=state)
-    local = build_engine(hybrid, EngineSpec(1, block_tokens=64, layout="packed-NHD"))[0, 0]
-    cost = CostModel(descriptor_us=1.0, bandwidth_gb_s=4.0, permute_gb_s=2.0, permute_launch_us=10.0, prompt_tokens=160)
-    plan = plan_transfer(local, build_engine(hybrid, EngineSpec(1, block_tokens=64)), staging="auto", cost=cost)
+    local = build_engine(HYBRID, EngineSpec(1, block_tokens=64, layout="packed-NHD"))[0, 0]
+    plan = plan_transfer(local, build_engine(HYBRID, EngineSpec(1, block_tokens=64)), staging="auto", cost=DEAR)
     tables = plan.slices((0, 0))
     assert [table.pairing.local.is_state for table in tables] == [False, True]
     per_token, state_bytes, descriptors = 2 * 4 * 8 * 2, int(tables[1].columns.length.sum()), len(tables[1])
@@ -84,7 +81,6 @@ def test_states_count_once_per_request():
 
 
 def test_what_cannot_be_staged_is_refused_or_stays_direct():
-    state = StateSpec(heads=8, head_dim=4, state_dim=4)
     cases: list[tuple[ModelSpec, dict[str, Any], dict[str, Any]]] = [
         (ModelSpec(("latent",), latent_dim=8), {"tp": 2, "dcp": 2}, {"tp": 1}),
         (ModelSpec(("latent",), latent_dim=8), {"tp": 1}, {"tp": 2, "dcp": 2}),
@@ -96,10 +92,9 @@ def test_what_cannot_be_staged_is_refused_or_stays_direct():
         with refused("not-stageable"):
             plan_transfer(local, peers, staging="always")
         assert not plan_transfer(local, peers, staging="auto").is_staged
-    hybrid = ModelSpec(("attention", "mamba2"), 4, 8, state=state)
     consumer, producer = EngineSpec(1, block_tokens=64, layout="packed-NHD"), EngineSpec(2, block_tokens=64)
-    request = request_for(ProofCase("staged", hybrid, consumer, producer, 100))
-    prove(build_engine(hybrid, consumer), build_engine(hybrid, producer), request, always)
+    request = request_for(ProofCase(HYBRID, consumer, producer, 100))
+    prove(build_engine(HYBRID, consumer), build_engine(HYBRID, producer), request, always)
 
 
 @pytest.mark.parametrize("orders", [("HND", "NHD"), ("NHD", "HND")])
@@ -145,7 +140,7 @@ def test_fields_need_not_begin_with_the_page(block):
     producers = {rank: indented(one, 32) for rank, one in build_engine(DENSE, producer).items()}
     plan = always(consumers[0, 0], producers)
     assert [(region.start, region.stop) for region in plan.staged_regions] == [(64, 64 + 2 * 4 * block * 8 * 2)] * 2
-    prove(consumers, producers, request_for(ProofCase("staged", DENSE, consumer, producer, 90)), always)
+    prove(consumers, producers, request_for(ProofCase(DENSE, consumer, producer, 90)), always)
 
 
 def test_only_written_pages_are_permuted():

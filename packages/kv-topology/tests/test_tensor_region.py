@@ -19,7 +19,7 @@ KINDS = ["<f2", "<f4", "|u1", "<f8"]
 
 @dataclass
 class LikeTorch:
-    """NumPy memory behind PyTorch's methods; real tensors go through the same body in `integration_tests/host/inside`."""
+    """NumPy memory behind PyTorch's methods; `docs/examples/torch_engine.py` passes real tensors."""
 
     array: Any
     device: Any = None
@@ -143,7 +143,7 @@ REFUSED = [
     ("(page part) kv head token channel", CACHE, {"part": 3}, "axis-size-differs"),
     ("page kv head token channel", CACHE[:0], {}, "axis-size-differs"),
     ("page kv head token channel", CACHE, {"token": 0}, "size-out-of-range"),
-    ("page kv head token channel", CACHE, {"token": True}, "size-out-of-range"),
+    ("page kv head token channel", CACHE, {"token": True}, "wrong-type"),
     ("page kv head token channel", CACHE, {"fields": ["key"]}, "fields-count"),
     ("page kv head token channel", CACHE, {"fields": ["key", "key"]}, "fields-count"),
     ("page token channel", CACHE[:, 0, 0], {}, "fields-count"),

@@ -22,7 +22,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from kv_topology.arithmetic import TokenDeal
-from kv_topology.errors import InvalidGeometry, shown
+from kv_topology.errors import InvalidGeometry, demand, shown
 from kv_topology.geometry import RankGeometry
 from kv_topology.model import Axis, FieldLayout, Group, Layout, Member, Region, StageLayer
 
@@ -40,6 +40,7 @@ MAX_VALUES = 1 << 18
 
 def to_document(geometry: RankGeometry) -> dict[str, object]:
     """Return the geometry as a mapping of ints, strings and lists that survives JSON and msgpack."""
+    demand("geometry", geometry, RankGeometry)
     numbers: dict[Layout, int] = {}
     for region in geometry.regions:
         for member in region.members:

@@ -17,6 +17,7 @@ __all__ = [
     "InvalidGeometry",
     "TopologyError",
     "UnsupportedTopology",
+    "demand",
     "shown",
     "shown_ranks",
 ]
@@ -25,9 +26,10 @@ Fault = Literal["local", "peer", "environment"]
 
 
 class TopologyError(Exception):
-    """Base of every exception that this package raises on purpose.
+    """Base of every exception that this package raises on purpose; its text is "sentence (code)".
 
     Attributes:
+        message: The sentence alone.
         code: Stable kebab-case reason, listed in the README.
         fault: Side whose data was wrong.
         is_retry_safe: Whether the same call can succeed later without a change; geometry never does.
@@ -38,18 +40,22 @@ class TopologyError(Exception):
         self, code: str, message: str, context: Mapping[str, object] | None = None, *, fault: Fault = "local"
     ) -> None:
         super().__init__(message)
+        self.message = message
         self.code = code
         self.fault: Fault = fault
         self.is_retry_safe: bool | None = False
         self.context: Mapping[str, object] = MappingProxyType(dict(context or {}))
 
+    def __str__(self) -> str:
+        return f"{self.message} ({self.code})"
+
     def __reduce__(self) -> tuple[Callable[[], TopologyError], tuple[()]]:
         """Pickle the constructor's arguments, so that an error crosses processes with its code."""
-        return partial(type(self), self.code, str(self), dict(self.context), fault=self.fault), ()
+        return partial(type(self), self.code, self.message, dict(self.context), fault=self.fault), ()
 
     def blamed_on(self, fault: Fault, **context: object) -> TopologyError:
         """Return the same error with another fault and more context: the one place where errors are re-labelled."""
-        return type(self)(self.code, str(self), {**self.context, **context}, fault=fault)
+        return type(self)(self.code, self.message, {**self.context, **context}, fault=fault)
 
 
 @final
@@ -92,3 +98,11 @@ def shown_ranks(ranks: Collection[object]) -> str:
     """Return the first few ranks of many."""
     few = ", ".join(str(rank) for _, rank in zip(range(_FEW), ranks, strict=False))
     return f"[{few}]" if len(ranks) <= _FEW else f"[{few}, ... {len(ranks)} in all]"
+
+
+def demand(name: str, value: object, *wanted: type | str) -> None:
+    """Raise `wrong-type` unless a caller's value is of one of these types, or one of these words; a bool is not an int."""
+    kinds = tuple(each for each in wanted if isinstance(each, type))
+    if isinstance(value, bool) or not (isinstance(value, kinds) or (isinstance(value, str) and value in wanted)):
+        names = " or ".join(each.__name__ if isinstance(each, type) else repr(each) for each in wanted)
+        raise InvalidGeometry("wrong-type", f"{name} must be {names}, not {shown(value)}.", {"name": name})

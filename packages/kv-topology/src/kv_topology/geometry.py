@@ -60,6 +60,10 @@ class RankGeometry:
         except (AttributeError, TypeError) as error:  # a part that is not what the check takes it for
             raise InvalidGeometry("geometry-malformed", f"A part of the geometry has another type: {error}.") from error
 
+    def __repr__(self) -> str:
+        sizes = f"rank {self.pp_rank, self.tp_rank} of {self.pp_size, self.tp_size}"
+        return f"<RankGeometry: {sizes}, {len(self.groups)} groups, {len(self.regions)} regions, {len(self.layers)} layers>"
+
     @cached_property
     def placements(self) -> Mapping[str, tuple[tuple[int, Member], ...]]:
         """(region number, member) pairs of each layer."""

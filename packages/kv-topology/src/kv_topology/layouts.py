@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import re
 from math import prod
-from types import SimpleNamespace
+from types import NoneType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from kv_topology.arithmetic import even_interval
 from kv_topology.checks import LIMITS, Budget, check_layout
-from kv_topology.errors import InvalidGeometry
+from kv_topology.errors import InvalidGeometry, demand
 from kv_topology.model import TOKEN_AXIS, Axis, FieldLayout, Layout, Member, Region
 
 if TYPE_CHECKING:
@@ -98,6 +98,13 @@ def region(
             `fields-count`, `tensor-malformed`, `heads-missing`, `shard-irregular`, `axis-outside-page`,
             `size-out-of-range`, `strides-overlap`, `fields-overlap`, ...
     """
+    demand("axes", axes, str)
+    demand("fields", fields, list, tuple)
+    for name in fields:
+        demand("each of fields", name, str)
+    for name, size in {"tp_size": tp_size, "tp_rank": tp_rank, **sizes}.items():
+        demand(name, size, int)
+    demand("heads", heads, int, NoneType)
     memory = _memory_of(tensor)
     element_bytes = memory.view.itemsize
     steps = _read_steps(axes, memory.view, field_count=len(fields), sizes=sizes)

@@ -18,6 +18,7 @@ from math import prod
 from typing import Literal, NamedTuple, final
 
 from kv_topology.arithmetic import TokenDeal
+from kv_topology.errors import InvalidGeometry, demand
 
 __all__ = [
     "TOKEN_AXIS",
@@ -125,8 +126,12 @@ class Layout:
     _hash: int = field(init=False, repr=False, compare=False, default=0)
 
     def __post_init__(self) -> None:
-        """Remember the hash."""
-        object.__setattr__(self, "_hash", hash(self.fields))
+        """Remember the hash; refuse what has none (`wrong-type`, `geometry-malformed`)."""
+        demand("fields", self.fields, tuple)
+        try:
+            object.__setattr__(self, "_hash", hash(self.fields))
+        except TypeError:
+            raise InvalidGeometry("geometry-malformed", "fields has a list where a tuple belongs.") from None
 
     def __hash__(self) -> int:
         """Return the hash of the fields."""

@@ -14,11 +14,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import accumulate
+from types import NoneType
 from typing import TYPE_CHECKING, Literal
 
 from kv_topology.arithmetic import TokenDeal, even_interval
+from kv_topology.checks import LIMITS, check_in_range
 from kv_topology.document import from_document, to_document
-from kv_topology.errors import UnsupportedTopology
+from kv_topology.errors import UnsupportedTopology, demand
 from kv_topology.geometry import RankGeometry
 from kv_topology.model import Group, Layout, Member, Region
 
@@ -65,6 +67,11 @@ def reshard(  # noqa: PLR0913 - the numbers that another rank differs in
         UnsupportedTopology: `layout-not-dense`, `packed-block-needs-equal-pages`.
     """
     ours, tp = from_document(local), (tp_size, tp_rank)
+    demand("context_sizes", context_sizes, list, tuple)
+    demand("tp_rank", tp_rank, int)
+    demand("order", order, "HN", "NH", NoneType)
+    for number in (tp_size, page_tokens, pages_per_block, *context_sizes):
+        check_in_range("a number", number, 1, LIMITS["axis_size"], "the other rank")
     layouts = {
         layout: reshard_layout(layout, tp=tp, page_tokens=page_tokens, order=order)
         for layout in dict.fromkeys(member.layout for region in ours.regions for member in region.members)

@@ -40,13 +40,14 @@ shorter prefix may see them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import NoneType
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 
 from kv_topology.arithmetic import count_up, flat_outer_sum
 from kv_topology.checks import LIMITS
-from kv_topology.errors import InvalidBlocks
+from kv_topology.errors import InvalidBlocks, shown
 
 if TYPE_CHECKING:
     from kv_topology.arithmetic import Bools, Indices, Ints
@@ -132,6 +133,9 @@ def read_lists(lists: Sequence[AnyBlockList], rules: ListRules) -> list[Blocks]:
         InvalidBlocks: `group-count`, `block-list-malformed`, `block-id-malformed`, `block-id-out-of-range`,
             `first-token-unaligned`, and for local lists `local-block-twice`.
     """
+    if not isinstance(cast("object", lists), Sequence):
+        problem = f"The {rules.side} block lists are {shown(lists)}; pass a list with a `BlockList` per group."
+        raise InvalidBlocks("block-list-malformed", problem, {"side": rules.side}, fault=rules.side)
     if len(lists) != len(rules.groups):
         message = f"There are {len(lists)} {rules.side} block lists for {len(rules.groups)} groups."
         context = {"side": rules.side, "lists": len(lists), "groups": len(rules.groups)}
@@ -140,8 +144,9 @@ def read_lists(lists: Sequence[AnyBlockList], rules: ListRules) -> list[Blocks]:
 
 
 def _read(blocks: object, number: int, rules: ListRules) -> Blocks:
-    if not isinstance(blocks, tuple) or len(cast("tuple[object, ...]", blocks)) != 3:
-        problem = "has no ids, first_token and null; pass a `BlockList`."
+    is_list = isinstance(blocks, tuple) and len(cast("tuple[object, ...]", blocks)) == 3
+    if not is_list or type(cast("AnyBlockList", blocks)[2]) not in (int, NoneType):
+        problem = "is not (ids, first_token, null), null an integer or None; pass a `BlockList`."
         raise rules.refuse("block-list-malformed", number, problem)
     ids, first_token, null = cast("AnyBlockList", blocks)
     try:
@@ -156,7 +161,7 @@ def _read(blocks: object, number: int, rules: ListRules) -> Blocks:
         problem = f"names block {worst}, which does not exist; there are {count} blocks."
         raise rules.refuse("block-id-out-of-range", number, problem, block=worst, blocks=count)
     null = rules.null if null is None else null
-    is_real: Bools = np.not_equal(found, null if type(null) is int else -1)
+    is_real: Bools = np.not_equal(found, -1 if null is None else null)
     if rules.side == "local":
         ordered = np.sort(found[is_real])
         twice = np.flatnonzero(ordered[1:] == ordered[:-1])

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import NoneType
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, cast, final
 
 import numpy as np
 
 from kv_topology.checks import check_disjoint_groups, find_aliases
 from kv_topology.document import from_document
-from kv_topology.errors import InvalidBlocks, InvalidGeometry, TopologyError, UnsupportedTopology, shown_ranks
+from kv_topology.errors import InvalidBlocks, InvalidGeometry, TopologyError, UnsupportedTopology, demand, shown_ranks
 from kv_topology.geometry import RankGeometry
 from kv_topology.plan.blocks import MAX_TOKENS, list_rules, pair_blocks, read_lists
 from kv_topology.plan.readers import Readers, target_ranks
@@ -17,7 +19,7 @@ from kv_topology.plan.slices import build_rows, build_table, find_overlaps
 from kv_topology.plan.staged import CostModel, Estimate, StagedRegion, make_estimate, stage
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Collection, Sequence
 
     from kv_topology.arithmetic import Indices, Ints, Rows
     from kv_topology.plan.blocks import AnyBlockList, ListRules
@@ -116,6 +118,11 @@ class TransferPlan:
             key = list_rules(peers[rank], "peer"), tuple(table.pairing for table in link.tables)
             self._alike.setdefault(key, []).append(rank)
 
+    def __repr__(self) -> str:
+        kind, me = "staged" if self.is_staged else "direct", (self.local.pp_rank, self.local.tp_rank)
+        read = shown_ranks(self.producer_ranks)
+        return f"<TransferPlan: rank {me} reads {read}, {kind}, {self.bytes_per_token:g} bytes a token>"
+
     def reader_count(self, producer_rank: Rank) -> int:
         """Return how many consumer ranks report a request to this producer rank, by reading or by notification."""
         return self._readers.count(producer_rank)
@@ -194,14 +201,14 @@ class TransferPlan:
         return self._route((producer_rank,), local, peer, tokens).indices[producer_rank]
 
     def _link(self, producer_rank: Rank) -> _Link:
-        link = self._links.get(producer_rank)
-        if link is None:
+        try:
+            return self._links[producer_rank]
+        except (KeyError, TypeError):
             raise UnsupportedTopology(
                 "rank-not-read",
                 f"This rank reads nothing from producer rank {producer_rank}; it reads {shown_ranks(self._links)}.",
                 {"rank": producer_rank},
-            )
-        return link
+            ) from None
 
 
 def plan_transfer(
@@ -228,7 +235,11 @@ def plan_transfer(
         UnsupportedTopology: No plan exists: `layer-not-held`, `peer-missing`, `no-producer-holds`,
             `not-stageable`, ...
     """
+    demand("local", local, RankGeometry)
+    demand("peer_tp", peer_tp, int, NoneType)
+    demand("cost", cost, CostModel, NoneType)
     _check_peers(peers, peer_tp)
+    demand("staging", staging, "never", "auto", "always")
     readers = Readers(local, peers)
     overlaps = {
         rank: [pair for pair in find_overlaps(local, peers[rank], readers.layers_of(rank[0])) if pair[1]]
@@ -261,6 +272,9 @@ def _tables(overlaps: Mapping[Rank, Overlaps]) -> dict[Rank, list[SliceTable]]:
 
 
 def _check_peers(peers: Mapping[Rank, RankGeometry], peer_tp: int | None) -> None:
+    demand("peers", peers, Mapping)
+    for peer in peers.values():
+        demand("each of peers", peer, RankGeometry)
     if not peers:
         raise InvalidGeometry("peers-empty", "There is no peer to read from: `peers` is empty.")
     sizes = {(peer.tp_size, peer.pp_size) for peer in peers.values()}
@@ -311,6 +325,7 @@ class Planner:
             peers: Documents by (pp, tp), or what `geometry` returned for them.
             peer_tp: Tensor-parallel size of the producer.
         """
+        demand("peers", peers, Mapping)
         geometries = {
             rank: peer if isinstance(peer, RankGeometry) else self.geometry(cast("Mapping[str, object]", peer), rank)
             for rank, peer in peers.items()

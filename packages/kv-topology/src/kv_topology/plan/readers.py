@@ -27,13 +27,12 @@ from typing import TYPE_CHECKING, NamedTuple, final
 
 from kv_topology.arithmetic import TokenDeal, even_interval, holders, tokens_meet
 from kv_topology.checks import LIMITS
-from kv_topology.errors import GeometryMismatch, UnsupportedTopology, shown, shown_ranks
-from kv_topology.geometry import check_names_match
+from kv_topology.errors import GeometryMismatch, UnsupportedTopology, demand, shown, shown_ranks
+from kv_topology.geometry import RankGeometry, check_names_match
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from kv_topology.geometry import RankGeometry
     from kv_topology.model import FieldLayout, Group, StageLayer
 
     Rank = tuple[int, int]
@@ -257,6 +256,13 @@ class Readers:
 
     def count(self, producer: Rank) -> int:
         """Return how many consumer ranks report to a producer rank: its readers, or the one that notifies it."""
+        try:
+            is_rank = all(0 <= n < most for n, most in zip(producer, (self._pp[1], self._tp[1]), strict=True))
+        except (TypeError, ValueError):
+            is_rank = False
+        if not is_rank:
+            size = f"{self._pp[1]} stages of {self._tp[1]} ranks"
+            raise UnsupportedTopology("rank-not-read", f"The producer has {size}, and no rank {shown(producer)}.")
         return max(1, len(self._by_producer.get(producer, ())))
 
     def notify_only(self) -> tuple[Rank, ...]:
@@ -303,6 +309,7 @@ def target_ranks(local: RankGeometry, *, peer_tp: int, peer_pp: int = 1, peer_dc
     Raises:
         UnsupportedTopology: `size-out-of-range`.
     """
+    demand("local", local, RankGeometry)
     for what, size, most in (("tp", peer_tp, LIMITS["tp"]), ("pp", peer_pp, LIMITS["pp"]), ("dcp", peer_dcp, peer_tp)):
         if type(size) is not int or not 1 <= size <= most:
             raise UnsupportedTopology(

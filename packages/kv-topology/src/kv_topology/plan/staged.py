@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple, final
 import numpy as np
 
 from kv_topology.arithmetic import ints, tokens_meet
+from kv_topology.errors import InvalidGeometry, shown
 from kv_topology.plan.slices import SliceColumns, SliceTable
 
 if TYPE_CHECKING:
@@ -243,6 +244,14 @@ class CostModel:
     permute_gb_s: float = 10.0
     permute_launch_us: float = 20.0
     prompt_tokens: int = 1024
+
+    def __post_init__(self) -> None:
+        """Refuse values that are not prices: `size-out-of-range`."""
+        for name in self.__slots__:
+            value, least = getattr(self, name), 0 if name.endswith("_us") else 1e-9
+            if type(value) not in (int, float) or not least <= value <= 1e15:
+                limits = "0 or positive" if not least else "positive"
+                raise InvalidGeometry("size-out-of-range", f"{name} is {shown(value)}; it must be a {limits} number.")
 
 
 @final

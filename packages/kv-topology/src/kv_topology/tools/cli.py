@@ -44,9 +44,11 @@ exit codes:
   2  wrong usage, or an invalid specification
   3  no plan exists
 """
-_EXAMPLE = "\b\nexample:\n  kv-topology {} examples/gqa_tp4_from_tp2.toml {}\n\n"
+_EXAMPLE = "\b\nexample:\n  kv-topology --example > pair.toml\n  kv-topology {} pair.toml {}\n\n"
+_TEXT = Path(__file__).with_name("example.toml").read_text(encoding="utf-8").rstrip()
+_FORMAT = "\n\n".join("\b\n" + table for table in f"format:\n{_TEXT}".replace("\n", "\n  ").split("\n  \n")) + "\n\n"
 
-Spec = Annotated[Path, typer.Argument(metavar="SPEC", help="TOML or JSON file: model, consumer, producer, link.")]
+Spec = Annotated[Path, typer.Argument(metavar="SPEC", help="TOML or JSON file, in the format below.")]
 
 app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, epilog=f"{_LAYOUTS}\n{_EXIT_CODES}")
 
@@ -63,11 +65,20 @@ def _print_version(asked: bool) -> None:
         raise typer.Exit
 
 
+def _print_example(asked: bool) -> None:
+    if asked:
+        _print(_TEXT)
+        raise typer.Exit
+
+
 @app.callback()
 def _describe(
     *,
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+    example: Annotated[
+        bool, typer.Option("--example", callback=_print_example, is_eager=True, help="Print an example specification.")
     ] = False,
 ) -> None:
     """Plan a KV-cache transfer and explain it: which bytes of which peer rank land where."""
@@ -83,18 +94,18 @@ def _survey(spec: Path, rank: int | None) -> Survey:
     try:
         run = load_spec(spec)
     except InvalidGeometry as error:
-        _fail(f"invalid specification ({error.code}): {error}", _USAGE)
+        _fail(f"invalid specification {spec}: {error}", _USAGE)
     if rank is not None and not 0 <= rank < run.consumer.tp:
         _fail(f"--rank {rank}: the consumer has ranks 0 to {run.consumer.tp - 1}", _USAGE)
     try:
         return survey(run)
     except InvalidGeometry as error:
-        _fail(f"the specification makes no engine ({error.code}): {error}", _USAGE)
+        _fail(f"{spec} describes no engine: {error}", _USAGE)
     except TopologyError as error:
-        _fail(f"no plan ({error.code}): {error}", _NO_PLAN)
+        _fail(f"no plan: {error}", _NO_PLAN)
 
 
-@app.command("plan", epilog=_EXAMPLE.format("plan", "--estimate") + _EXIT_CODES)
+@app.command("plan", epilog=_EXAMPLE.format("plan", "--estimate") + _FORMAT + _EXIT_CODES)
 def _plan(
     spec: Spec,
     *,
@@ -107,7 +118,7 @@ def _plan(
     _print(json.dumps(values, indent=1) if as_json else report_text(values, estimate=estimate))
 
 
-@app.command("explain", epilog=_EXAMPLE.format("explain", "--rank 3") + _EXIT_CODES)
+@app.command("explain", epilog=_EXAMPLE.format("explain", "--rank 3") + _FORMAT + _EXIT_CODES)
 def _explain(
     spec: Spec,
     *,
@@ -152,7 +163,7 @@ class Survey(NamedTuple):
 
 def survey(run: DryRun) -> Survey:
     """Return the plans of all consumer ranks of a dry run."""
-    consumers, producers = build_engine(run.model, run.consumer), build_engine(run.model, run.producer)
+    consumers, producers = build_engine(run.model, run.consumer), build_engine(run.producer_model, run.producer)
     plans = {rank: plan_transfer(local, producers, staging="auto", cost=run.cost) for rank, local in consumers.items()}
     return Survey(run, consumers, producers, plans)
 

@@ -1,18 +1,4 @@
-"""Dry-run specifications: a model and two engines, from TOML or JSON or a Hugging Face `config.json`.
-
-model = "path/to/config.json"        # relative to the file, or a table:
-[model]
-layers = 32                          # or kinds = ["attention", "sliding", ...]
-kv_heads = 8
-head_dim = 128
-
-[consumer]                           # and [producer]
-tp = 4
-block_tokens = 16
-layout = "LBHNC"
-
-[link]                               # optional prices, see CostModel
-bandwidth_gb_s = 40.0
+"""Dry-run specifications: a model and two engines, as in `example.toml`, or a Hugging Face `config.json`.
 
 Any content of a file becomes a value or `spec-malformed`, and no other error.
 """
@@ -49,12 +35,13 @@ _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 @final
 @dataclass(frozen=True, slots=True)
 class DryRun:
-    """A model, the two engines, and the prices of the link."""
+    """A model, the two engines, the prices of the link, and the producer's model, which may be another."""
 
     model: ModelSpec
     consumer: EngineSpec
     producer: EngineSpec
     cost: CostModel
+    producer_model: ModelSpec
 
 
 def _table(value: object, what: str) -> Table:
@@ -95,7 +82,7 @@ def load_spec(path: Path) -> DryRun:
             configuration that it names, cannot be read.
     """
     parse = json.loads if path.suffix == ".json" else tomllib.loads
-    return parse_spec(_table(_read(path, parse), "the specification"), path.parent)
+    return parse_spec(_table(_read(path, parse, "the file"), "the file"), path.parent)
 
 
 def parse_spec(data: Table, folder: Path) -> DryRun:
@@ -107,20 +94,18 @@ def parse_spec(data: Table, folder: Path) -> DryRun:
     unknown = set(data) - set(_SECTIONS)
     if unknown:
         raise _malformed(f"The specification has no section {shown(min(unknown))}; known: {', '.join(_SECTIONS)}.")
-    given = data.get("model")
-    if isinstance(given, str):
-        model = model_from_config(_table(_read(folder / given, json.loads), given))
-    else:
-        model = _model(_table(given, "model"))
-    consumer = _engine(data, "consumer")
-    producer = _engine(data, "producer")
+    model, consumer = _model_of(data.get("model"), folder), _engine(data, "consumer")
+    side = dict(_table(data.get("producer"), "producer"))
+    theirs = side.pop("model", None)
+    producer = _engine({"producer": side}, "producer")
     cost: CostModel = _construct(CostModel, _table(data.get("link", {}), "link"), "link")
-    if cost.bandwidth_gb_s == 0 or cost.permute_gb_s == 0:
-        speeds = f"{cost.bandwidth_gb_s:g} and {cost.permute_gb_s:g}"
-        raise _malformed(f"link.bandwidth_gb_s and link.permute_gb_s are {speeds}; both must be positive.")
-    if cost.prompt_tokens == 0:
-        raise _malformed("link.prompt_tokens is 0; it must be positive.")
-    return DryRun(model, consumer, producer, cost)
+    return DryRun(model, consumer, producer, cost, model if theirs is None else _model_of(theirs, folder))
+
+
+def _model_of(given: object, folder: Path) -> ModelSpec:
+    if isinstance(given, str):
+        return model_from_config(_table(_read(folder / given, json.loads, str(folder / given)), given))
+    return _model(_table(given, "model"))
 
 
 def _engine(data: Table, side: str) -> EngineSpec:
@@ -163,6 +148,24 @@ def _model(table: Table) -> ModelSpec:
     return model
 
 
+_OTHER_CACHES = (
+    *("is_encoder_decoder", "num_kv_shared_layers", "mamba_d_ssm", "compress_ratios", "block_configs"),
+    *("multi_query", "multi_query_group_num", "num_kv_heads", "attn_config"),
+)
+"""Keys of models with caches of other kinds, or that name the number of KV heads otherwise."""
+_OTHER_LAYERS = (
+    *("sliding_window", "sliding_window_pattern", "attention_chunk_size", "attn_type_list", "linear_attn_config"),
+    *(
+        "attn_layer_period",
+        "attn_layer_indices",
+        "hybrid_override_pattern",
+        "full_attention_interval",
+        "full_attn_idxs",
+    ),
+)
+"""Keys by which models mix kinds of layers without a list."""
+
+
 def model_from_config(config: Table) -> ModelSpec:
     """Return the cache's numbers from a Hugging Face `config.json`.
 
@@ -170,9 +173,14 @@ def model_from_config(config: Table) -> ModelSpec:
     nets that list their layers in `layer_types` or `layers_block_type`.
 
     Raises:
-        InvalidGeometry: `spec-malformed` when a needed key is missing.
+        InvalidGeometry: `spec-malformed` when a needed key is missing, or one decides the cache in a way not known here.
     """
     config = _table(config.get("text_config", config), "text_config")
+    is_listed = bool(config.get("layer_types") or config.get("layers_block_type"))
+    for key in (*_OTHER_CACHES, *(() if is_listed else _OTHER_LAYERS)):
+        if config.get(key) and not (key == "sliding_window" and config.get("use_sliding_window") is False):
+            advice = "" if key in _OTHER_CACHES else "; list the layers in layer_types"
+            raise _malformed(f"config.json has {key!r}, whose effect on the cache is not known here{advice}.")
     layers = _number(config, "num_hidden_layers", most=_MOST_LAYERS)
     element = _DTYPE_BYTES.get(str(config.get("torch_dtype", config.get("dtype", "bfloat16"))), 2)
     if config.get("kv_lora_rank"):
@@ -198,7 +206,8 @@ def _layer_kinds(config: Table, layers: int) -> tuple[LayerKind, ...]:
         "sliding_attention": "sliding",
         "mamba": "mamba2",
         "mamba2": "mamba2",
-        "linear_attention": "gated-delta",
+        # Newer releases of transformers call Mamba layers so, too.
+        "linear_attention": "mamba2" if "mamba_d_state" in config else "gated-delta",
     }
     unknown = [name for name in names if name not in known]
     if unknown or len(names) != layers:
@@ -242,12 +251,12 @@ def _malformed(message: str) -> InvalidGeometry:
     return InvalidGeometry("spec-malformed", message)
 
 
-def _read(path: Path, parse: Callable[[str], object]) -> object:
+def _read(path: Path, parse: Callable[[str], object], name: str) -> object:
     try:
         return parse(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise _malformed(f"{path} cannot be read: {error.strerror or error}.") from None
+        raise _malformed(f"{name} cannot be read: {error.strerror or error}.") from None
     except RecursionError:
-        raise _malformed(f"{path} is nested too deeply.") from None
+        raise _malformed(f"{name} is nested too deeply.") from None
     except ValueError as error:  # not UTF-8, neither JSON nor TOML, or a file name with a NUL byte
-        raise _malformed(f"{str(path)!r} does not parse: {error}.") from None
+        raise _malformed(f"{name} does not parse: {error}.") from None
