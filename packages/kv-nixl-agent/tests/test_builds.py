@@ -7,6 +7,7 @@ import pytest
 from kv_nixl_agent.tools import machine
 from kv_nixl_agent.tools.machine import check_builds
 
+OLD13, OLD12 = ("nixl-cu13", "1.4.1"), ("nixl-cu12", "1.4.1")
 CU13, CU12, META = ("nixl-cu13", "1.5.1"), ("nixl-cu12", "1.5.1"), ("nixl", "1.5.1")
 
 
@@ -38,16 +39,8 @@ def judged(folder: Path, loaded: str | None) -> dict[str, tuple[str, str]]:
         ([("nixl-cu13", "1.6.0")], "ok", ["nixl-cu13 1.6.0; accepted, but the tests ran with 1.5.1 alone"]),
         ([META, CU13], "ok", ["nixl 1.5.1, nixl-cu13 1.5.1"]),
         ([META, CU12, CU13], "ok", ["nixl-cu12 1.5.1, nixl-cu13 1.5.1", "of 2 builds nixl_cu13 is used"]),
-        (
-            [META, CU12, ("nixl-cu13", "1.4.1")],
-            "error",
-            ["mixed versions: nixl 1.5.1, nixl-cu12 1.5.1, nixl-cu13 1.4.1"],
-        ),
-        (
-            [("nixl-cu12", "1.4.1"), CU13],
-            "error",
-            ["mixed versions: nixl-cu12 1.4.1, nixl-cu13 1.5.1", "uninstall the others"],
-        ),
+        ([META, CU12, OLD13], "error", ["mixed versions: nixl 1.5.1, nixl-cu12 1.5.1, nixl-cu13 1.4.1"]),
+        ([OLD12, CU13], "error", ["mixed versions: nixl-cu12 1.4.1, nixl-cu13 1.5.1", "uninstall the others"]),
     ],
 )
 def test_versions(tmp_path, packages, severity, words):
@@ -73,7 +66,7 @@ def test_two_packages_with_one_module_are_named(tmp_path):
 
 def test_a_package_that_was_overwritten_by_another_version_of_itself_is_named(tmp_path):
     install(tmp_path, *CU13)
-    install(tmp_path, "nixl-cu13", "1.4.1")
+    install(tmp_path, *OLD13)
     found = judged(tmp_path, "nixl_cu13")
     assert "nixl-cu13 1.4.1 and nixl-cu13 1.5.1" in found["nixl-owners"][1]
     assert found["nixl-packages"][0] == "error"

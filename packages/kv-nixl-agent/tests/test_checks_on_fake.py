@@ -2,16 +2,14 @@
 
 from typing import Any
 
-import numpy as np
 import pytest
 from agent_checks.port_checks import CHECKS, FAULT_CHECKS
 from agent_checks.recording import RecordingPort, recording_factory
 from agent_checks.stage import Stage
-from helpers import make_pair, order
+from helpers import Pages, make_pair, order
 
 from kv_nixl_agent import AgentError, TransferAgent
 from kv_nixl_agent.testing import FakeFabric, page_pattern
-from kv_nixl_agent.values import MemoryRegion
 
 PAGES, PAGE_BYTES = 32, 64
 
@@ -23,24 +21,19 @@ class InProcessProducer:
 
     def __init__(self, fabric, factory):
         self._fabric = fabric
-        self.memory = np.zeros((PAGES, PAGE_BYTES), dtype=np.uint8)
+        self._pages = Pages(PAGES, PAGE_BYTES)
         self.fill(0)
-        region: MemoryRegion = (self.memory.ctypes.data, self.memory.nbytes, 0, "DRAM")
-        self._agent = TransferAgent("producer", [region], port_factory=factory)
+        self._agent = TransferAgent("producer", [self._pages.region], port_factory=factory)
         self.write_fence, port = self._agent.write_fence, fabric.agent("producer")
-        self.stop, self.kill = port.stop, port.die
+        self.kill = port.die
         self.agent_metadata, self.fence = self._agent.agent_metadata(), self._agent.fence
-        self.rows = np.array([[self.memory.ctypes.data, PAGE_BYTES, 0, PAGE_BYTES, PAGES]], dtype=np.uint64)
+        self.rows = self._pages.rows
 
     def fill(self, seed):
-        self.memory[:] = page_pattern(seed, PAGES, PAGE_BYTES)
+        self._pages.memory[:] = page_pattern(seed, PAGES, PAGE_BYTES).ravel()
 
     def take_notifications(self):
         return list(self._agent.take_notifications())
-
-    def resume(self):
-        self._fabric.agent("producer").resume()
-        self._fabric.land_late_writes()
 
 
 @pytest.mark.parametrize("latency_polls", [0, 1, 7])
@@ -49,15 +42,13 @@ def test_check(check, latency_polls):
     fabric = FakeFabric(latency_polls=latency_polls)
     ports: list[RecordingPort] = []
     producer = InProcessProducer(fabric, fabric.port)
-    memory = np.zeros((PAGES, PAGE_BYTES), dtype=np.uint8)
-    rows = np.array([[memory.ctypes.data, PAGE_BYTES, 0, PAGE_BYTES, PAGES]], dtype=np.uint64)
-    consumer = TransferAgent(
-        "consumer",
-        [(memory.ctypes.data, memory.nbytes, 0, "DRAM")],
-        port_factory=recording_factory(fabric.port, ports),
-    )
+    local = Pages(PAGES, PAGE_BYTES)
+    memory = local.memory.reshape(PAGES, PAGE_BYTES)
+    consumer = TransferAgent("consumer", [local.region], port_factory=recording_factory(fabric.port, ports))
     agents = [fabric.agent(name) for name in ("consumer", "producer")]
-    check(Stage(consumer, producer, lambda: memory, rows, open_sockets=lambda: sum(agent.sockets for agent in agents)))
+    stage = Stage(consumer, producer, lambda: memory, local.rows)
+    stage.open_sockets = lambda: sum(agent.sockets for agent in agents)
+    check(stage)
     consumer.close()
     (port,) = ports
     assert isinstance(port, RecordingPort)

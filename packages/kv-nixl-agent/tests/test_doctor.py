@@ -68,7 +68,7 @@ def test_a_transport_list_without_cuda_is_an_error_beside_a_gpu(monkeypatch):
 
 
 def examined(monkeypatch, test):
-    monkeypatch.setattr(report, "run_selftest", lambda: test)
+    monkeypatch.setattr(report, "run_selftest", lambda **_: test)
     monkeypatch.setattr(report, "check_environment", list)
     monkeypatch.setattr(report, "try_transports", lambda _: ())
     monkeypatch.setattr(report, "check_nixl", lambda: [Finding("nixl", "ok", "fake")])
@@ -99,13 +99,25 @@ def test_severity(monkeypatch, test, severity, word):
 @pytest.mark.parametrize(("severity", "code"), [("ok", 0), ("warning", 1), ("error", 3)])
 def test_exit_code_and_json(monkeypatch, capfd, severity, code):
     report = Report([Finding("x", severity, "text")], FAST, CMA)
-    monkeypatch.setattr(cli, "examine", lambda _: report)
+    monkeypatch.setattr(cli, "examine", lambda _, **__: report)
     assert exit_code("doctor", "--json") == code
     answer = json.loads(capfd.readouterr().out)
     assert (answer["severity"], answer["exit_code"]) == (severity, code)
     assert answer["paths"][0]["config"] == "cma/memory"
     assert exit_code("doctor") == code
     assert "x: text" in capfd.readouterr().out
+
+
+def test_a_quick_doctor_says_what_it_leaves_out(monkeypatch, capfd):
+    asked = []
+    monkeypatch.setattr(report, "run_selftest", lambda **given: asked.append(given) or SelfTest(True, "ok", FAST, CMA))
+    monkeypatch.setattr(report, "check_nixl", lambda: [Finding("nixl", "ok", "fake")])
+    monkeypatch.setattr(report, "try_transports", pytest.fail)
+    assert exit_code("doctor", "--quick") in {0, 1}
+    assert asked == [{"page_sizes": (1 << 20,)}]
+    assert "quick: not measured: pages below 1 MiB, and each transport by itself" in capfd.readouterr().out
+    assert exit_code("doctor", "--help") == 0
+    assert "half a minute" in " ".join(capfd.readouterr().out.split())
 
 
 def judged(monkeypatch, tests, variables, *, obstacles=()):

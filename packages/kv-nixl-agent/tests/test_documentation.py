@@ -22,7 +22,8 @@ def test_first_example_runs(tmp_path):
     script = tmp_path / "example.py"
     script.write_text(example)
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=50, check=False)
-    assert done.returncode == 0, done.stderr
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    assert not re.search(r"NIXL|^[IWE]\d{4} ", done.stderr, re.MULTILINE), done.stderr
 
 
 def test_every_code_is_in_the_table():
@@ -38,9 +39,7 @@ def test_every_code_is_in_the_table():
     assert listed == rows
 
 
-def test_everything_exported_exists_and_is_documented():
-    for name in kv_nixl_agent.__all__:
-        assert hasattr(kv_nixl_agent, name), name
+def test_everything_exported_is_documented():
     for name in (*kv_nixl_agent.__all__, "open_nixl"):
         assert f"`{name}`" in README.read_text()
 

@@ -117,9 +117,8 @@ def test_mixed_memory_kinds_are_split():
 
 def test_metadata_of_another_agent_than_the_peers_is_refused():
     pair = make_pair()
-    assert (
-        code_of(lambda: pair.consumer.add_peer(pair.spec(pair.producer, "evil", agent_prefix="evil/"))) == "agent-name"
-    )
+    evil = pair.spec(pair.producer, "evil", agent_prefix="evil/")
+    assert code_of(lambda: pair.consumer.add_peer(evil)) == "agent-name"
     assert not pair.consumer.has_peer("evil")
     pair.consumer.add_peer(pair.spec(pair.producer, "p", agent_prefix="prod"))
     assert code_of(lambda: pair.connect("q")) == "peer-known", "a name that was proved is kept"
@@ -181,7 +180,17 @@ def test_a_failed_warm_up_leaves_the_peer():
     assert pair.ports[1].open_handles()["transfer"] == 0
 
 
-def test_every_scratch_word_in_use_only_delays():
+@pytest.mark.parametrize(
+    ("code", "expected", "fault"),
+    [
+        ("", "", ""),
+        ("nixl-disconnected", "peer-disconnected", "peer"),
+        ("nixl-backend", "transfer-failed", "environment"),
+        ("nixl-invalid-param", "transfer-rejected", "local"),
+        ("nixl-not-found", "peer-disconnected", "peer"),
+    ],
+)
+def test_a_fence_read_without_a_scratch_word_waits_and_says_whose_fault_its_end_is(code, expected, fault):
     pair = connected(turns=0, latency_polls=0)
     pair.producer.write_fence(0, 3)
     fences = pair.consumer._fences
@@ -192,29 +201,10 @@ def test_every_scratch_word_in_use_only_delays():
     assert pair.results == {}
     for word in taken:
         fences.scratch.give_back(word)
-    assert pair.run()["r"].outcome == "done"
-
-
-@pytest.mark.parametrize(
-    ("code", "expected", "fault"),
-    [
-        ("nixl-disconnected", "peer-disconnected", "peer"),
-        ("nixl-backend", "transfer-failed", "environment"),
-        ("nixl-invalid-param", "transfer-rejected", "local"),
-        ("nixl-not-found", "peer-disconnected", "peer"),
-    ],
-)
-def test_a_fence_read_that_cannot_be_made_says_whose_fault_it_is(code: str, expected: str, fault: str):
-    pair = connected(turns=0, latency_polls=0)
-    fences = pair.consumer._fences
-    taken: list[Any] = [fences.scratch.take(0) for _ in range(512)]
-    pair.consumer.post(order("r", [0], [0], fence=(0, 3)))
-    pair.run(3)
-    for word in taken:
-        fences.scratch.give_back(word)
-    pair.fabric.fail_next("make", code)
+    if code:
+        pair.fabric.fail_next("make", code)
     result = pair.run()["r"]
-    assert (result.outcome, result.code, result.fault) == ("failed", expected, fault)
+    assert (result.outcome, result.code, result.fault) == ("failed" if code else "done", expected, fault)
 
 
 def test_a_fence_read_is_made_with_the_data_and_posted_after_it():
@@ -225,26 +215,6 @@ def test_a_fence_read_is_made_with_the_data_and_posted_after_it():
     assert pair.ports[1].open_handles()["transfer"] == 2, "data and fence"
     pair.producer.write_fence(0, 4)  # a fence posted along with the data would not see it
     assert pair.run()["r"].outcome == "fence-rejected"
-    assert pair.ports[1].open_handles()["transfer"] == 0
-
-
-@pytest.mark.parametrize("how", ["cancelled", "timed-out", "peer-removed", "failed"])
-def test_a_fence_read_that_never_began_is_released_with_its_word(how):
-    pair = connected(turns=10, latency_polls=4)
-    free = len(pair.consumer._fences.scratch.free)
-    if how == "failed":
-        pair.fabric.fail_next("check", "nixl-backend")
-    pair.consumer.post(order("r", [0], [0], fence=(0, 3), deadline_s=1.0))
-    pair.run(1)
-    if how == "cancelled":
-        pair.consumer.cancel("r")
-    elif how == "timed-out":
-        pair.clock[0] += 2.0
-    elif how == "peer-removed":
-        pair.consumer.remove_peer("p")
-    pair.run(step_s=0.01)
-    assert how in (pair.results["r"].outcome, pair.results["r"].code)
-    assert len(pair.consumer._fences.scratch.free) == free
     assert pair.ports[1].open_handles()["transfer"] == 0
 
 
@@ -291,32 +261,12 @@ def test_statistics_summarise():
     pair = connected(turns=0)
     for number in range(10):
         pair.consumer.post(order(f"t{number}", [0, 1], [2, 3], notification=b"n"))
+    pair.consumer.probe("alive", "p", deadline_s=1.0)
     pair.run(step_s=0.001)
     statistics = pair.consumer.statistics()
-    assert statistics["transfers_done"] == 10
+    assert (statistics["transfers_done"], statistics["probes"], statistics["recent_count"]) == (10, 1, 10)
     assert statistics["bytes_moved"] == 20 * 64
     assert statistics["recent_wire_s_p99"] >= statistics["recent_wire_s_p50"] >= 0
-
-
-def test_reads_of_a_stopped_peer_are_reported_as_stalled_and_go_on():
-    pair = connected(options=AgentOptions(stall_after_s=2.0, chunk_rows=2))
-    pair.consumer.post(order("moves", [0, 1], [0, 1], deadline_s=100.0))
-    assert pair.run(40, step_s=0.25)["moves"].outcome == "done"
-    assert pair.consumer.stalls() == []
-    pair.fabric.agent("producer").stop()
-    posted_s = pair.clock[0]
-    pair.consumer.post(order("s", [0, 1, 2], [0, 1, 2], deadline_s=100.0))
-    pair.run(8, step_s=0.25)
-    assert pair.consumer.stalls() == [], "not yet"
-    pair.run(8, step_s=0.25)
-    (entry,) = pair.consumer.stalls()
-    assert (entry.transfer_id, entry.peer, entry.bytes_left) == ("s", "p", 3 * 64)
-    assert 0.0 <= entry.since_s - posted_s <= 0.5
-    pair.run(40, step_s=0.25)
-    assert "s" not in pair.results, "its deadline ends it, not the stall"
-    pair.fabric.agent("producer").resume()
-    assert pair.run(40, step_s=0.25)["s"].outcome == "done"
-    assert pair.consumer.stalls() == []
 
 
 def test_an_end_of_one_part_is_progress():
@@ -331,33 +281,6 @@ def test_an_end_of_one_part_is_progress():
         seen += len(pair.consumer.stalls())
     assert pair.clock[0] - 100.0 > 4 * 2.0, "it took several times the limit"
     assert seen == 0
-
-
-def test_a_stopped_peer_times_out_into_quarantine_and_leaves_it_when_it_resumes():
-    pair = connected()
-    pair.fabric.agent("producer").stop()
-    pair.consumer.post(order("s", [0], [0], deadline_s=1.0))
-    pair.run(5, step_s=0.5)
-    assert pair.results["s"].outcome == "timed-out"
-    assert not pair.results["s"].is_memory_quiet
-    assert [entry.transfer_id for entry in pair.consumer.quarantine()] == ["s"]
-    assert pair.consumer.take_quiet() == []
-    assert code_of(lambda: pair.consumer.post(order("s", [0], [0]))) == "duplicate-transfer"
-    pair.fabric.agent("producer").resume()
-    pair.run(5, step_s=0.5)
-    assert pair.consumer.take_quiet() == ["s"]
-    assert not pair.consumer.quarantine()
-
-
-def test_close_lets_what_is_on_the_wire_end():
-    """UCX aborts the process when a copy is interrupted by the end of its worker."""
-    pair = connected(turns=30, latency_polls=20)
-    pair.consumer.post(order("midway", [3], [4]))
-    pair.consumer.advance()
-    pair.consumer.close()
-    assert pair.fabric.land_late_writes() == 0, "the agent was closed in the middle of a copy"
-    assert np.array_equal(pair.local.page(3), pair.remote.page(4))
-    assert pair.consumer.take_quiet() == ["midway"]
 
 
 @pytest.mark.parametrize("wait_s", [0.0, 0.3])

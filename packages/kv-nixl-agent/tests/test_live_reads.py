@@ -22,22 +22,9 @@ from kv_nixl_agent.tools.remote import LiveRank, measure_ranks
 
 @pytest.fixture
 def rank():
+    """Return a producer, and a function that reads it with an agent of its own."""
     fabric = FakeFabric()
-    agents = []
-
-    def make(name="producer", *, fence_words=64):
-        agents.append(TransferAgent(name, [], AgentOptions(fence_words=fence_words), port_factory=fabric.port))
-        return agents[-1]
-
-    yield fabric, make
-    for agent in agents:
-        agent.close()
-
-
-@pytest.fixture
-def read(rank):
-    """Return a function that reads a rank with an agent of its own."""
-    fabric, make = rank
+    producer = TransferAgent("producer", [], AgentOptions(fence_words=64), port_factory=fabric.port)
 
     def read(metadata, fence, most_bytes=64 << 20):
         memory = np.zeros((remote._BATCH_PAGES, PROBE_PAGE_BYTES), dtype=np.uint8)
@@ -47,7 +34,8 @@ def read(rank):
         finally:
             agent.close()
 
-    return make, read
+    yield producer, read
+    producer.close()
 
 
 @pytest.mark.parametrize("words", [1, 7, 64, 4096])
@@ -68,9 +56,8 @@ def test_the_pattern_is_public_and_every_word_differs():
     assert zlib.crc32(pattern.tobytes()) == 0xEACC91BB, "peers of other versions compare with this"
 
 
-def test_a_rank_is_read_compared_and_timed(read):
-    make, read = read
-    producer = make()
+def test_a_rank_is_read_compared_and_timed(rank):
+    producer, read = rank
     found = read(producer.agent_metadata(), producer.fence, 40 << 20)
     assert (found.code, found.checksum) == ("", 0xEACC91BB)
     assert found.read_gb_s > 0
@@ -82,9 +69,8 @@ def test_a_rank_is_read_compared_and_timed(read):
 @pytest.mark.parametrize(
     ("more_words", "code"), [(PROBE_WORDS, "peer-rows-unregistered"), (-24, "bytes-differ"), (None, "metadata-damaged")]
 )
-def test_an_older_rank_other_bytes_and_damaged_metadata_are_results(read, more_words, code):
-    make, read = read
-    producer = make()
+def test_an_older_rank_other_bytes_and_damaged_metadata_are_results(rank, more_words, code):
+    producer, read = rank
     address, device, words = producer.fence
     metadata = producer.agent_metadata() if more_words is not None else b"damaged"
     found = read(metadata, (address, device, words + (more_words or 0)))

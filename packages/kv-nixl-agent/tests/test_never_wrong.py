@@ -9,16 +9,10 @@ import numpy as np
 import pytest
 from helpers import Rank, make_pair, wait_for
 
-from kv_nixl_agent import (
-    AgentError,
-    PeerSpec,
-    ThreadOptions,
-    TransferAgent,
-)
+from kv_nixl_agent import AgentError, PeerSpec, ThreadOptions, TransferAgent
 from kv_nixl_agent.memory.fences import SCRATCH_WORDS
 from kv_nixl_agent.testing import FakeFabric
 
-NOTHING = np.empty(0, dtype=np.int32)
 ONE = np.zeros(1, dtype=np.int32)
 
 
@@ -75,27 +69,6 @@ def test_every_accepted_order_has_one_result_though_the_thread_dies(death):
     ended = [transfer_id for transfer_id, results in owner.results.items() for _ in results]
     assert sorted(ended) == sorted(one for mine in accepted for one in mine)
     assert {result.code for (result,) in owner.results.values()} <= {"unknown-peer", "thread-dead"}
-
-
-@pytest.mark.never_wrong("C4")
-@pytest.mark.parametrize("how", ["call", "notification"])
-def test_a_renewal_that_waits_counts_before_timers_run(how):
-    fabric = FakeFabric()
-    owner = Rank(fabric).start()
-    reader = notifier(fabric, owner)
-    release = owner.hold()
-    owner.thread._mailbox.add_timer(0.02, lambda: owner.events.append("expire"))
-    time.sleep(0.05)  # the timer has fallen due
-    for _ in range(10):
-        owner.call("work", 1e-3)
-    if how == "call":
-        owner.call("renew")
-    else:
-        assert reader.send_notification("owner", b"renew")
-    release.set()
-    wait_for(lambda: "expire" in owner.events)
-    owner.thread.close()
-    assert owner.events.index("renew") < owner.events.index("expire")
 
 
 @pytest.mark.never_wrong("C4")
@@ -183,6 +156,3 @@ def test_writers_on_other_threads_revive_no_word_of_a_closed_agent():
         owner.thread.close()
         writer.join(10)
         assert fences.read(3) == (1 << 64) - 1
-
-
-# ----------------------------------------------------------------------------------------------- peers and quarantine

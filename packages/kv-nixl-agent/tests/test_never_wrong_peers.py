@@ -3,28 +3,10 @@
 import gc
 
 import pytest
-from helpers import connected, make_pair, order
+from helpers import connected, order
 
 from kv_nixl_agent import TransferAgent
 from kv_nixl_agent.transfers.transfer import Transfer
-
-
-@pytest.mark.never_wrong("C5")
-@pytest.mark.parametrize("when", ["on the wire", "in quarantine"])
-def test_a_peer_that_is_killed_and_replaced_between_two_polls_is_found_disconnected(when):
-    pair = connected()
-    pair.fabric.agent("producer").stop()
-    pair.consumer.post(order("r", [0], [0], deadline_s=10.0 if when == "on the wire" else 0.1))
-    pair.run(3, step_s=0.2)
-    pair.fabric.agent("producer").die()
-    again = TransferAgent("producer", [pair.remote.region], port_factory=pair.fabric.port)
-    pair.consumer.remove_peer("p")
-    pair.consumer.add_peer(pair.spec(again))
-    pair.run(2, step_s=0.1)
-    assert pair.results["r"].code == ("peer-disconnected" if when == "on the wire" else "deadline-exceeded")
-    assert pair.results["r"].is_memory_quiet is (when == "on the wire")
-    assert not pair.consumer.quarantine()
-    assert pair.consumer.take_quiet() == ([] if when == "on the wire" else ["r"])
 
 
 @pytest.mark.never_wrong("C5")
@@ -42,19 +24,6 @@ def test_a_stalled_transfer_keeps_no_later_ones_in_memory():
     gc.collect()
     alive = sum(isinstance(one, Transfer) for one in gc.get_objects())
     assert alive < 300, f"{alive} transfers are kept, and 1 is in progress"
-
-
-@pytest.mark.never_wrong("C5")
-@pytest.mark.parametrize("latency_polls", [0, 3])
-def test_an_error_at_the_end_of_a_warm_up_leaks_neither_handle_nor_peer(latency_polls):
-    pair = make_pair(latency_polls=latency_polls)
-    pair.fabric.fail_next("release_prepared", "nixl-backend")
-    pair.connect()
-    pair.run(10)
-    assert pair.consumer.peers()["p"]["outstanding"] == 0
-    assert pair.ports[1].open_handles()["transfer"] == 0
-    pair.consumer.remove_peer("p")
-    assert pair.consumer.statistics()["peers_retiring"] == 0
 
 
 @pytest.mark.never_wrong("C2")
@@ -87,18 +56,3 @@ def test_a_stopped_peer_replaced_under_its_name_leaves_its_reads_in_quarantine()
     assert "lost track" in entry.last_error
     pair.consumer.close()
     assert pair.consumer.take_quiet() == ["stuck"]
-
-
-def test_the_same_peer_known_again_while_a_read_is_on_its_way():
-    pair = connected()
-    pair.fabric.agent("producer").stop()
-    pair.consumer.post(order("old", [0], [1]))
-    pair.run(2)
-    pair.consumer.remove_peer("p")
-    pair.consumer.add_peer(pair.spec(pair.producer))
-    pair.fabric.agent("producer").resume()
-    pair.consumer.post(order("new", [2], [3]))
-    pair.run(10, step_s=0.01)
-    assert (pair.results["old"].code, pair.results["new"].outcome) == ("peer-removed", "done")
-    assert pair.consumer.take_quiet() == ["old"]
-    assert pair.consumer.statistics()["peers_retiring"] == 0

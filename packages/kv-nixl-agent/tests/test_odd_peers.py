@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import threading
+from functools import partial
 from types import SimpleNamespace
 from unittest.mock import MagicMock, patch
 
@@ -17,7 +18,7 @@ from kv_nixl_agent.tools import cli, remote, report
 from kv_nixl_agent.tools.remote import LiveRank, measure_ranks
 from kv_nixl_agent.tools.selftest import Bandwidth, run_selftest
 
-UNREADABLE = {
+NONSENSE = {
     "empty": b"",
     "blank": b" \n",
     "no UTF-8": b"\xff\xfe\x00\x01",
@@ -29,8 +30,6 @@ UNREADABLE = {
     **{f"lists {depth}": b"[" * depth + b"]" * depth for depth in (40, 950, 200_000)},
     **{f"open lists {depth}": b"[" * depth for depth in (1000, 200_000)},
     **{f"objects {depth}": b'[{"a":' * depth + b"1" + b"}]" * depth for depth in (250, 5000)},
-}
-WRONG = {
     "number": b"5",
     "text": b'"x"',
     "null": b"null",
@@ -78,7 +77,8 @@ def served(lines, monkeypatch):
 
     monkeypatch.setattr("socket.create_server", create_server)
     ended = []
-    server = threading.Thread(target=lambda: ended.append(remote.serve_peer("127.0.0.1", 0, sessions=len(lines))))
+    serve = partial(remote.serve_peer, "127.0.0.1", 0, sessions=len(lines))
+    server = threading.Thread(target=lambda: ended.append(serve()), daemon=True)
     server.start()
     while not bound:
         assert server.is_alive()
@@ -90,8 +90,8 @@ def served(lines, monkeypatch):
                 client.shutdown(socket.SHUT_WR)
                 while piece := client.recv(65536):
                     answer += piece
-            except ConnectionError:
-                pass  # closed with words of ours unread
+            except OSError:
+                pass  # closed with words of ours unread, maybe before we shut down our side
             answers.append(answer)
     server.join(10)
     assert ended == bound, "the server has served them all"
@@ -99,7 +99,7 @@ def served(lines, monkeypatch):
 
 
 def test_no_client_ends_the_server(monkeypatch, capsys):
-    odd = [content + b"\n" for content in (*UNREADABLE.values(), *WRONG.values())] + [b"", b"\n", b"x" * (1 << 21)]
+    odd = [content + b"\n" for content in NONSENSE.values()] + [b"", b"\n", b"x" * (1 << 21)]
     *answers, good = served([*odd, GREETING], monkeypatch)
     assert set(answers) == {b""}
     assert json.loads(good)["fence"] == [4096, 0, 16]
@@ -121,11 +121,8 @@ def test_no_client_ends_the_server(monkeypatch, capsys):
 def test_whatever_a_client_brings_about_is_said_and_the_next_one_is_served(mood, monkeypatch, capsys):
     monkeypatch.setattr(Producer, "mood", mood)
     assert served([GREETING, GREETING], monkeypatch) == [b"", b""]
-    lines = capsys.readouterr().err.splitlines()
-    assert [line.startswith(f"kv-nixl: a doctor was not served: {type(mood).__name__}: ") for line in lines] == [
-        True,
-        True,
-    ]
+    told = f"kv-nixl: a doctor was not served: {type(mood).__name__}: "
+    assert [line[: len(told)] for line in capsys.readouterr().err.splitlines()] == [told] * 2
 
 
 def test_a_client_that_is_gone_before_it_is_taken_ends_nothing(monkeypatch):
@@ -162,9 +159,9 @@ def _no_reads(monkeypatch):
 
 
 @pytest.mark.usefixtures("_no_reads")
-@pytest.mark.parametrize("name", [*UNREADABLE, *WRONG])
+@pytest.mark.parametrize("name", NONSENSE)
 def test_an_answer_that_is_none_is_a_finding(name):
-    bandwidth, finding = asked({**UNREADABLE, **WRONG}[name] + b"\n")
+    bandwidth, finding = asked(NONSENSE[name] + b"\n")
     assert (bandwidth, finding.name, finding.severity) == (None, "peer", "error")
 
 
@@ -198,9 +195,9 @@ def test_whatever_reads_bring_about_is_a_finding(error, monkeypatch):
 CUT_SHORT = {"half a rank": b'[{"name": "0.0"', "other names": b'[{"nam": 1}]', "too few": b"[]"}
 
 
-@pytest.mark.parametrize("name", [*UNREADABLE, *WRONG, *CUT_SHORT])
+@pytest.mark.parametrize("name", [*NONSENSE, *CUT_SHORT])
 def test_a_child_that_is_cut_short_is_a_result(name, monkeypatch):
-    content = {**UNREADABLE, **WRONG, **CUT_SHORT}[name]
+    content = {**NONSENSE, **CUT_SHORT}[name]
 
     def cut_short(*_, pass_fds, **__):
         os.write(pass_fds[0], content[:4096])
@@ -224,21 +221,7 @@ def test_a_child_that_cannot_be_started_is_a_result(monkeypatch):
 
 # -------------------------------------------------------------------------------------------------------------- options
 
-ODD_NUMBERS = [
-    "nan",
-    "inf",
-    "-1",
-    "1e400",
-    "99999",
-    "9" * 5000,
-    "",
-    " ",
-    "x",
-    "0x10",
-    "1,5",
-    "\u0663",
-    "--json",
-]
+ODD_NUMBERS = ["", " ", "9" * 5000, *["nan", "inf", "-1", "1e400", "99999", "x", "0x10", "1,5", "٣", "--json"]]
 
 
 @pytest.mark.parametrize("option", ["--port", "--sessions"])

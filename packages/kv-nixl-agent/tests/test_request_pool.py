@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,10 +17,15 @@ from kv_nixl_agent.tools.selftest import ReadPath
 LIBRARIES = sorted({line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if ".so" in line})
 ONE_SIDED = ReadPath("host", "host", "0..inf", "zero-copy", "cma/memory")
 EMULATED = ReadPath("host", "host", "0..inf", "software emulation", "tcp/lo")
-Loaded = dict[str, set[str]]
+NEW = {"libucs": {"a"}, "libucp": {"b"}}
 
 
-def outcome(monkeypatch: pytest.MonkeyPatch, before: Loaded, after: Loaded) -> State:
+@pytest.fixture(autouse=True)
+def _no_switch(monkeypatch):
+    monkeypatch.delenv(SWITCH, raising=False)
+
+
+def outcome(monkeypatch, before, after) -> State:
     """Return the state of a pool with these libraries loaded before it was watched, and before it is zeroed."""
     pool = RequestPool()
     monkeypatch.setattr(side_effects, "_loaded", lambda: before)
@@ -33,38 +39,29 @@ def outcome(monkeypatch: pytest.MonkeyPatch, before: Loaded, after: Loaded) -> S
     ("before", "after", "state"),
     [
         ({}, {}, "not-loaded"),
-        ({"libucs": {"a"}}, {"libucs": {"a"}, "libucp": {"b"}}, "already-in-use"),
+        ({"libucs": {"a"}}, NEW, "already-in-use"),
         ({}, {"libucs": {"/nowhere/libucs.so"}, "libucp": {"/nowhere/libucp.so"}}, "unknown-build"),
         ({}, {"libucs": {"/a/libucs.so", "/b/libucs.so"}, "libucp": {"/a/libucp.so"}}, "unknown-build"),
         ({}, {"libucs": {LIBRARIES[0]}}, "unknown-build"),
         ({}, {"libucs": {LIBRARIES[0]}, "libucp": {LIBRARIES[0]}}, "unknown-build"),
     ],
 )
-def test_only_a_library_that_is_known_and_new_to_the_process_is_changed(
-    monkeypatch: pytest.MonkeyPatch, before: Loaded, after: Loaded, state: State
-) -> None:
-    monkeypatch.delenv(SWITCH, raising=False)
+def test_only_a_library_that_is_known_and_new_to_the_process_is_changed(monkeypatch, before, after, state):
     assert outcome(monkeypatch, before, after) == state
 
 
-class Functions:
-    """A library of which only its version is asked."""
+def test_a_version_that_was_not_measured_is_left_alone(monkeypatch):
+    asked = []
 
-    def __init__(self, version: tuple[int, int, int]) -> None:
-        self._version, self.asked = version, 0
-
-    def ucp_get_version(self, *parts: Any) -> None:
-        self.asked += 1
-        for part, value in zip(parts, self._version, strict=True):
+    def ucp_get_version(*parts):
+        asked.append(parts)
+        for part, value in zip(parts, (1, 24, 0), strict=True):
             part._obj.value = value
 
-
-def test_a_version_that_was_not_measured_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(SWITCH, raising=False)
-    library = Functions((1, 24, 0))
+    library = SimpleNamespace(ucp_get_version=ucp_get_version)
     monkeypatch.setattr(side_effects, "_open", lambda _: library)
-    assert outcome(monkeypatch, {}, {"libucs": {"a"}, "libucp": {"b"}}) == "unknown-build"
-    assert library.asked == 1
+    assert outcome(monkeypatch, {}, NEW) == "unknown-build"
+    assert len(asked) == 1
 
 
 def test_only_memory_that_may_be_written_is_written() -> None:
@@ -77,36 +74,28 @@ def test_only_memory_that_may_be_written_is_written() -> None:
 
 
 @pytest.mark.parametrize("word", ["n", "no", "off", "0", "N", "false"])
-def test_the_switch_leaves_ucx_as_it_is(monkeypatch: pytest.MonkeyPatch, word: str) -> None:
+def test_the_switch_leaves_ucx_as_it_is(monkeypatch, word):
     monkeypatch.setenv(SWITCH, word)
-    assert outcome(monkeypatch, {}, {"libucs": {"a"}, "libucp": {"b"}}) == "off"
+    assert outcome(monkeypatch, {}, NEW) == "off"
 
 
-def test_a_pool_that_nobody_watched_before_ucx_was_loaded_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(SWITCH, raising=False)
-    monkeypatch.setattr(side_effects, "_loaded", lambda: {"libucs": {"a"}, "libucp": {"b"}})
+@pytest.mark.parametrize("earlier", [False, True])
+def test_ucx_that_another_part_loaded_before_it_was_watched_is_left_alone(monkeypatch, earlier):
+    """Also between two agents: the first one needs no UCX, another part loads it, and the second agent looks again."""
     pool = RequestPool()
-    pool.zero()
-    assert pool.state == "already-in-use"
-
-
-def test_ucx_that_another_part_loaded_between_two_agents_of_ours_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first agent needs no UCX; then somebody else loads it; the second agent looks again."""
-    monkeypatch.delenv(SWITCH, raising=False)
-    pool = RequestPool()
-    monkeypatch.setattr(side_effects, "_loaded", dict)
-    pool.watch()
-    pool.zero()
-    monkeypatch.setattr(side_effects, "_loaded", lambda: {"libucs": {"a"}, "libucp": {"b"}})
-    pool.watch()
+    if earlier:
+        monkeypatch.setattr(side_effects, "_loaded", dict)
+        pool.watch()
+        pool.zero()
+    monkeypatch.setattr(side_effects, "_loaded", lambda: NEW)
+    if earlier:
+        pool.watch()
     pool.zero()
     assert pool.state == "already-in-use"
 
 
 @pytest.mark.parametrize("fault", [PermissionError("no"), None])
-def test_a_list_of_mapped_files_that_cannot_be_read_stops_no_start(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fault: OSError | None
-) -> None:
+def test_a_list_of_mapped_files_that_cannot_be_read_stops_no_start(monkeypatch, tmp_path, fault):
     odd = tmp_path / "maps"
     odd.write_bytes(b"7f00-7f01 r-xp 0 00:1 1    /v/\xff\xfe.bin\n")
 
@@ -116,18 +105,15 @@ def test_a_list_of_mapped_files_that_cannot_be_read_stops_no_start(
         with odd.open(**how) as file:
             return file.read()
 
-    monkeypatch.delenv(SWITCH, raising=False)
     monkeypatch.setattr(Path, "read_text", read)
     pool = RequestPool()
     pool.watch()
-    monkeypatch.setattr(side_effects, "_loaded", lambda: {"libucs": {"a"}, "libucp": {"b"}})
+    monkeypatch.setattr(side_effects, "_loaded", lambda: NEW)
     pool.zero()
     assert pool.state == ("already-in-use" if fault is not None else "unknown-build")
 
 
-def test_libraries_are_found_by_the_names_that_wheels_and_distributions_give_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_libraries_are_found_by_the_names_that_wheels_and_distributions_give_them(monkeypatch):
     lines = [
         "7f00-7f01 r-xp 0 00:1 1    /v/nixl_cu12.libs/libucp-b39b3ed9.so.0.0.0",
         "7f01-7f02 rw-p 0 00:1 1    /v/nixl_cu12.libs/libucp-b39b3ed9.so.0.0.0",
@@ -152,9 +138,7 @@ def test_libraries_are_found_by_the_names_that_wheels_and_distributions_give_the
         ([EMULATED], "off", "warning"),
     ],
 )
-def test_the_doctor_warns_where_a_consumer_can_end_its_producer(
-    paths: list[ReadPath], state: State, severity: str
-) -> None:
+def test_the_doctor_warns_where_a_consumer_can_end_its_producer(paths, state, severity):
     finding = judge_peer_deaths(paths, state)
     assert (finding.name, finding.severity) == ("peer-deaths", severity)
     assert ("SIGSEGV" in finding.message) == (EMULATED in paths)

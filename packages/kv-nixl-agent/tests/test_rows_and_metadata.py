@@ -35,6 +35,10 @@ def test_descriptors_are_numbered_through_all_rows(rows, data):
     assert sum(checked.has_kind(ids, kind).sum() for kind in checked.groups) == checked.count
 
 
+def pairs_of(local, peer):
+    return sorted(zip(local.tolist(), peer.tolist(), strict=True))
+
+
 @settings(max_examples=100, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)), max_size=40),
@@ -49,7 +53,7 @@ def test_ordering_keeps_pairs_and_ascends_by_peer(pairs, run, is_reversed):
     local = np.array([one for one, _ in pairs], dtype=np.int32)
     peer = np.array([other for _, other in pairs], dtype=np.int32)
     mine, theirs = order_for_merging(local, peer)
-    assert sorted(zip(mine.tolist(), theirs.tolist(), strict=True)) == sorted(pairs)
+    assert pairs_of(mine, theirs) == sorted(pairs)
     assert theirs.tolist() == sorted(peer.tolist())
 
 
@@ -93,8 +97,9 @@ def test_metadata_with_a_checksum_opens_and_no_flip_or_cut_of_it_does(body, data
     damaged = bytearray(whole)
     damaged[data.draw(st.integers(0, len(whole) - 1))] ^= data.draw(st.integers(1, 255))
     for wrong in (bytes(damaged), whole[: data.draw(st.integers(len(blob) + 1, len(whole) - 1))]):
-        with pytest.raises(AgentError):
+        with pytest.raises(AgentError) as caught:
             open_metadata(wrong)
+        assert caught.value.code == "metadata-damaged"
 
 
 def test_metadata_without_a_checksum_is_taken():
@@ -135,16 +140,10 @@ def test_options_are_checked_when_made(make):
 
 
 def test_backend_parameters_in_nixl_spelling():
-    options = BackendOptions(
-        num_threads=4,
-        split_batch_size=16,
-        engine_config={"TLS": "tcp", "TCP_TX_SEG_SIZE": "128k"},
-    )
-    assert dict(options.as_parameters()) == {
-        "num_threads": "4",
-        "split_batch_size": "16",
-        "engine_config": "TLS=tcp,TCP_TX_SEG_SIZE=128k",
-    }
+    settings = {"TLS": "tcp", "TCP_TX_SEG_SIZE": "128k"}
+    options = BackendOptions(num_threads=4, split_batch_size=16, engine_config=settings)
+    told = {"num_threads": "4", "split_batch_size": "16", "engine_config": "TLS=tcp,TCP_TX_SEG_SIZE=128k"}
+    assert dict(options.as_parameters()) == told
 
 
 def test_host_memory_alone_has_a_threshold_of_its_own():
@@ -168,9 +167,7 @@ def test_spreading_keeps_the_pairs(runs, pieces):
     local = np.concatenate([np.arange(start, start + length) for start, _, length in runs]).astype(np.int32)
     peer = np.concatenate([np.arange(start, start + length) for _, start, length in runs]).astype(np.int32)
     spread_local, spread_peer = spread_runs(local, peer, pieces)
-    assert sorted(zip(spread_local.tolist(), spread_peer.tolist(), strict=True)) == sorted(
-        zip(local.tolist(), peer.tolist(), strict=True)
-    )
+    assert pairs_of(spread_local, spread_peer) == pairs_of(local, peer)
     assert spread_local.dtype == spread_peer.dtype == np.int32
 
 
@@ -187,7 +184,7 @@ def test_errors_carry_their_facts_and_survive_pickling():
     for code, facts in ERROR_CODES.items():
         error = pickle.loads(pickle.dumps(AgentError(code, "text", number=3)))
         assert (error.code, error.fault, error.is_retry_safe) == (code, facts.fault, facts.is_retry_safe)
-        assert (str(error), dict(error.context)) == ("text", {"number": 3})
+        assert (str(error), dict(error.context)) == (f"text ({code})", {"number": 3})
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64, np.uint32, np.uint64, ">i4", np.int8])

@@ -1,17 +1,16 @@
 """Streams on the fake fabric: the checks that real NIXL passes too, the stores of words, and a thread with watches."""
 
-import threading
 import time
-from functools import partial
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import pytest
 from agent_checks.recording import RecordingPort, recording_factory
 from agent_checks.stream_checks import STREAM_CHECKS, STREAM_FAULT_CHECKS, Listener, StreamStage
-from agent_checks.stream_rewriter import VOID_TOKENS, StreamRewriter, entry_id
-from helpers import code_of, wait_for
+from agent_checks.stream_rewriter import VOID_TOKENS, entry_id, rewrite_words
+from helpers import Rank, code_of, wait_for
 
-from kv_nixl_agent import AgentError, AgentOptions, PeerSpec, ThreadOptions, TransferAgent, TransferThread
+from kv_nixl_agent import AgentError, AgentOptions, PeerSpec, ThreadOptions, TransferAgent
 from kv_nixl_agent.memory.fences import FenceArray
 from kv_nixl_agent.streams.words import StreamLayout, StreamWords
 from kv_nixl_agent.testing import FakeFabric
@@ -30,34 +29,21 @@ class InProcessStreams:
         words = self.agent.stream_words
         assert words is not None
         self.words = words
-        self._rewriting: threading.Thread | None = None
-        self._begun = 0
+        self._rewriting: Future[int] = Future()
 
     def stream(self, method, *arguments):
         getattr(self.words, method)(*arguments)
 
     def begin_rewriting(self, duration_s, seed):
-        def rewrite():
-            rewriter = StreamRewriter(self.words, 8, seed)
-            end_s = time.monotonic() + duration_s
-            while time.monotonic() < end_s:
-                rewriter.step()
-            self._begun = rewriter.begun
-
-        self._rewriting = threading.Thread(target=rewrite)
-        self._rewriting.start()
+        self._rewriting = ThreadPoolExecutor(1).submit(rewrite_words, self.words, duration_s, seed)
 
     def finish_rewriting(self):
-        self._rewriting.join(10)
-        return self._begun
+        return self._rewriting.result(10)
 
 
 def make_stage(latency_polls, ports=None):
     fabric = FakeFabric(latency_polls=latency_polls)
-    return stage_of(fabric, InProcessStreams(fabric), ports)
-
-
-def stage_of(fabric, producer, ports=None):
+    producer = InProcessStreams(fabric)
     factory = fabric.port if ports is None else recording_factory(fabric.port, ports)
     consumer = TransferAgent("consumer", [], OPTIONS, port_factory=factory)
     metadata, fence = producer.agent.agent_metadata(), producer.agent.fence
@@ -156,20 +142,6 @@ def test_what_cannot_be_stored_is_refused_and_changes_nothing(wrong):
     assert np.array_equal(memory, before)
 
 
-def test_a_closed_agent_shows_no_progress_and_takes_none():
-    agent = TransferAgent("a", [], OPTIONS, port_factory=FakeFabric().port)
-    words = agent.stream_words
-    words.open(0, 7, 7)
-    words.put(0, 7, 0, [1])
-    words.show(0, 7, 16)
-    agent.close()
-    assert int(words._memory[0]) == 7 << 32 | VOID_TOKENS
-    words.show(0, 7, 32)
-    assert int(words._memory[0]) == 7 << 32 | VOID_TOKENS
-    for store in (partial(words.open, 0, 8, 8), partial(words.void, 0, 8, 8)):
-        assert code_of(store) == "agent-closed"
-
-
 def test_without_slots_nothing_is_registered_and_nobody_watches():
     fabric = FakeFabric()
     plain = TransferAgent("plain", [], port_factory=fabric.port)
@@ -188,15 +160,7 @@ def test_without_slots_nothing_is_registered_and_nobody_watches():
 def test_a_thread_tells_its_listeners_and_rests_when_nobody_watches():
     fabric = FakeFabric()
     threads = [
-        TransferThread(
-            name,
-            [],
-            on_result=lambda _: None,
-            on_notification=lambda *_: None,
-            options=OPTIONS,
-            thread_options=ThreadOptions(slow_poll_s=0.25),
-            port_factory=fabric.port,
-        )
+        Rank(fabric, name, options=OPTIONS, thread_options=ThreadOptions(slow_poll_s=0.25)).thread
         for name in ("producer", "consumer")
     ]
     producer, consumer = threads

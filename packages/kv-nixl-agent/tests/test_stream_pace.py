@@ -6,25 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from agent_checks.thread_checks import THREAD_CHECKS, ThreadStage
+from helpers import Rank
 
-from kv_nixl_agent import AgentOptions, PeerSpec, TransferAgent, TransferThread
+from kv_nixl_agent import AgentOptions, PeerSpec, TransferAgent
 from kv_nixl_agent.testing import FakeFabric
 
 NOTHING = np.empty((0, 5), dtype=np.uint64)
-
-
-def started_thread(name, options, fabric):
-    thread = TransferThread(
-        name,
-        [],
-        on_result=lambda _: None,
-        on_notification=lambda *_: None,
-        options=options,
-        port_factory=fabric.port,
-    )
-    thread.start()
-    return thread
 
 
 class Watched:
@@ -110,21 +97,6 @@ def test_the_last_step_is_looked_for_closely_and_those_before_it_rarely():
     late.end()
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("check", THREAD_CHECKS, ids=lambda check: check.__name__)
-def test_check(check):
-    fabric = FakeFabric(latency_polls=2)
-    options = AgentOptions(stream_slots=8, stream_capacity=16)
-    producer = TransferAgent("producer", [], options, port_factory=fabric.port)
-    spec = PeerSpec("p", producer.agent_metadata(), NOTHING, NOTHING, streams=producer.stream_words.location)
-    control: Any = SimpleNamespace(stop=fabric.agent("producer").stop, resume=fabric.agent("producer").resume)
-    thread = started_thread("consumer", options, fabric)
-    try:
-        check(ThreadStage(thread, control, spec))
-    finally:
-        thread.close()
-
-
 def test_a_poll_of_a_stopped_peer_is_polled_as_rarely_as_quarantine_once_nobody_waits_for_it():
     watched = Watched()
     consumer, port = watched.consumer, watched.fabric.agent("producer")
@@ -153,7 +125,7 @@ def test_a_thread_whose_own_slots_are_open_looks_out_for_its_readers():
     fabric = FakeFabric(latency_polls=0)
     for progress_thread, least, most in ((False, 15, 45), (True, 0, 15)):
         options = AgentOptions(stream_slots=2, stream_capacity=16, progress_thread=progress_thread)
-        thread = started_thread(f"producer {progress_thread}", options, fabric)
+        thread = Rank(fabric, f"producer {progress_thread}", options=options).start().thread
         try:
             thread.allow_slow_polling(True)
             time.sleep(2.5)  # it looks every 0.25 s by now

@@ -66,6 +66,19 @@ def test_close_gives_every_result_and_quiet_before_it_returns(ranks):
     assert code_of(lambda: consumer.thread.call_soon(lambda: None)) == "agent-closed"
 
 
+def test_the_end_of_the_last_quarantine_finds_none(ranks):
+    fabric, _, consumer = ranks
+    seen: list[int] = []
+    consumer.thread._on_quiet = lambda _: seen.append(len(consumer.thread.quarantine()))
+    fabric.agent("producer").stop()
+    one = np.zeros(1, dtype=np.int32)
+    consumer.do(lambda: consumer.thread.agent.post_read("r", "p", one, one, deadline_s=0.05))
+    wait_for(lambda: len(consumer.thread.quarantine()) == 1)
+    fabric.agent("producer").resume()
+    wait_for(lambda: seen)
+    assert seen == [0]
+
+
 def test_the_switch_interval_is_lowered_while_threads_live_and_restored():
     before = sys.getswitchinterval()
     fabric = FakeFabric()

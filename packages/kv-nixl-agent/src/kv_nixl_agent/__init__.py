@@ -2,7 +2,7 @@
 
 from kv_nixl_agent.agent import TransferAgent
 from kv_nixl_agent.errors import AgentError
-from kv_nixl_agent.nixl.binding import open_nixl
+from kv_nixl_agent.nixl.binding import open_nixl, try_backends
 from kv_nixl_agent.nixl.port import NixlPort, PortFactory, WireTelemetry
 from kv_nixl_agent.options import AgentOptions, BackendOptions, ThreadOptions
 from kv_nixl_agent.thread import ThreadHealth, TransferThread
@@ -25,6 +25,7 @@ __all__ = [
     "TransferThread",
     "WireTelemetry",
     "open_nixl",
+    "try_backends",
 ]
 
 __version__ = "0.3.0"

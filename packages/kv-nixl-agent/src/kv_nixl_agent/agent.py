@@ -11,11 +11,12 @@ The way of one read: `post_read` checks the order, cuts it into parts and queues
 from __future__ import annotations
 
 import time
+from types import NoneType
 from typing import TYPE_CHECKING, Final, final
 
 import numpy as np
 
-from kv_nixl_agent.errors import AgentError
+from kv_nixl_agent.errors import AgentError, demand, demand_ints
 from kv_nixl_agent.memory.fences import FenceArray
 from kv_nixl_agent.memory.peers import PeerTable, add_checksum
 from kv_nixl_agent.memory.rows import MemoryTable
@@ -27,7 +28,7 @@ from kv_nixl_agent.transfers.handles import Handles
 from kv_nixl_agent.transfers.queue import TransferQueue, split_into_parts
 from kv_nixl_agent.transfers.reader import WordReader
 from kv_nixl_agent.transfers.transfer import Transfer
-from kv_nixl_agent.values import TransferOrder, TransferResult
+from kv_nixl_agent.values import PeerSpec, TransferOrder, TransferResult
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
         Figures,
         MemoryRegion,
         Outcome,
-        PeerSpec,
         QuarantineEntry,
         StallEntry,
     )
@@ -78,6 +78,12 @@ class TransferAgent:
         port_factory: PortFactory = open_nixl,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        demand("name", name, str)
+        demand("regions", regions, list, tuple)
+        demand("options", options, AgentOptions, NoneType)
+        for region in regions:
+            demand("each of regions", region, tuple)
+            demand_ints("address, length_bytes and device of a region", region[:-1], 3)
         chosen = self._options = (options or AgentOptions()).for_regions(regions)
         self.name = name
         self.refusal: AgentError | None = None
@@ -147,6 +153,7 @@ class TransferAgent:
                 `peer-rows-unregistered`, `bad-fence`; nothing is kept then.
         """
         self._refuse_closed()
+        demand("spec", spec, PeerSpec)
         for squatter in self._peers.squatters_of(spec):
             self.remove_peer(squatter)
         peer = self._peers.add(spec)
@@ -170,6 +177,7 @@ class TransferAgent:
 
     def has_peer(self, peer: str) -> bool:
         """Return whether `peer` can be used."""
+        demand("peer", peer, str)
         return peer in self._peers.by_key
 
     def peers(self) -> Mapping[str, Mapping[str, object]]:
@@ -184,6 +192,7 @@ class TransferAgent:
             AgentError: `unknown-peer`.
         """
         self._refuse_closed()
+        demand("payload", payload, bytes)
         name = self._peers.get(peer).agent_name
         try:
             self._port.send_notification(name, payload)
@@ -239,6 +248,7 @@ class TransferAgent:
         Raises:
             AgentError: `duplicate-transfer`, `agent-closed`.
         """
+        demand("order", order, TransferOrder)
         try:
             if self.refusal is not None:
                 raise self.refusal
@@ -246,7 +256,9 @@ class TransferAgent:
         except AgentError as error:
             if error.code in ("duplicate-transfer", "agent-closed"):
                 raise
-            self._transfers.report(TransferResult(order.transfer_id, order.peer, "failed", error.code, str(error)))
+            self._transfers.report(
+                order, TransferResult(order.transfer_id, order.peer, "failed", error.code, error.message)
+            )
 
     def post(self, order: TransferOrder) -> None:
         """Accept a transfer; `take_results` reports its end.
@@ -308,6 +320,7 @@ class TransferAgent:
 
     def cancel(self, transfer_id: str) -> bool:
         """End a transfer early; return False if it is not in progress. Parts on the wire go to quarantine."""
+        demand("transfer_id", transfer_id, str)
         transfer = self._transfers.live.get(transfer_id)
         if transfer is None:
             return False
@@ -327,6 +340,7 @@ class TransferAgent:
             AgentError: `unknown-peer`; `bad-streams` without stream memory on either side, or for a slot that does not exist;
                 `peer-rows-unregistered`.
         """
+        demand_ints("slot and tokens", (slot, tokens), 2)
         known = self._peers.get(peer)
         if self.polls is None:
             raise AgentError("bad-streams", "this agent (option stream_slots) has no stream memory", peer=peer)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final, Literal, final
+from typing import TYPE_CHECKING, Final, Literal, cast, final
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
-__all__ = ["AgentError", "ERROR_CODES", "ErrorFacts", "Fault", "transfer_code"]
+__all__ = ["AgentError", "ERROR_CODES", "ErrorFacts", "Fault", "demand", "demand_ints", "transfer_code"]
 
 Fault = Literal["local", "peer", "environment"]
 
@@ -28,6 +28,7 @@ class ErrorFacts:
 ERROR_CODES: Final[Mapping[str, ErrorFacts]] = MappingProxyType(
     {
         # The agent and its thread.
+        "wrong-type": ErrorFacts("local", False, "a value is of another type than the call takes"),
         "bad-options": ErrorFacts("local", False, "an option is out of its range"),
         "agent-closed": ErrorFacts("local", False, "the agent was closed"),
         "not-started": ErrorFacts("local", True, "the transfer thread has not been started"),
@@ -87,7 +88,7 @@ ERROR_CODES: Final[Mapping[str, ErrorFacts]] = MappingProxyType(
 
 @final
 class AgentError(Exception):
-    """A coded failure of this package.
+    """A coded failure of this package; its text is "sentence (code)".
 
     Args:
         code: Key of `ERROR_CODES`.
@@ -98,6 +99,8 @@ class AgentError(Exception):
     def __init__(self, code: str, message: str, **context: object) -> None:
         super().__init__(message)
         facts = ERROR_CODES[code]
+        self.message: Final = message
+        """The sentence alone."""
         self.code: Final = code
         """Stable kebab-case code."""
         self.fault: Final = facts.fault
@@ -107,12 +110,29 @@ class AgentError(Exception):
         self.context: Final[Mapping[str, object]] = MappingProxyType(context)
         """Plain values that belong to the error."""
 
+    def __str__(self) -> str:
+        return f"{self.message} ({self.code})"
+
     def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild, (self.code, str(self), dict(self.context)))
+        return (_rebuild, (self.code, self.message, dict(self.context)))
 
 
 def _rebuild(code: str, message: str, context: dict[str, object]) -> AgentError:
     return AgentError(code, message, **context)
+
+
+def demand(name: str, value: object, *kinds: type) -> None:
+    """Raise `wrong-type` unless a caller's value is of one of these types; a bool is not an int."""
+    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+        wanted = " or ".join(kind.__name__ for kind in kinds)
+        raise AgentError("wrong-type", f"{name} must be {wanted}, not a {type(value).__name__}", name=name)
+
+
+def demand_ints(name: str, values: object, count: int) -> None:
+    """Raise `wrong-type` unless a caller's value is a tuple or list of as many integers."""
+    items = cast("Sequence[object]", values) if isinstance(values, (tuple, list)) else ()
+    if len(items) != count or any(type(item) is not int for item in items):
+        raise AgentError("wrong-type", f"{name} must be {count} integers, not {values!r:.60}", name=name)
 
 
 _REFUSED_BY_NIXL: Final = frozenset(

@@ -88,7 +88,7 @@ class Mailbox:
         """
         with self._lock:
             if self._refusal is not None:
-                raise AgentError(self._refusal.code, str(self._refusal))
+                raise AgentError(self._refusal.code, self._refusal.message)
             self.calls.append(call)
 
     def shut(self, refusal: AgentError) -> None:

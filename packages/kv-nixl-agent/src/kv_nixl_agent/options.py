@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
+from types import MappingProxyType, NoneType
 from typing import TYPE_CHECKING, Final, final
 
-from kv_nixl_agent.errors import AgentError
+from kv_nixl_agent.errors import AgentError, demand
 from kv_nixl_agent.values import MAX_CAPACITY, MAX_SLOTS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from kv_nixl_agent.values import MemoryRegion
 
@@ -19,12 +20,15 @@ __all__ = ["AgentOptions", "BackendOptions", "ThreadOptions"]
 
 _HOST_SPLIT_BATCH_SIZE: Final = 128
 _LEAST_S: Final = 1e-9
+_NUMBERS: Final = {int: (int,), float: (int, float, NoneType), NoneType: (int, NoneType)}
+"""Types that an option may have by that of its default."""
 
 
 def _demand_within(options: object, **limits: tuple[float, float]) -> None:
     """Refuse an option outside (lowest, highest); None, for no limit, is always fine."""
     for name, (lowest, highest) in limits.items():
         value = getattr(options, name)
+        demand(name, value, *_NUMBERS[type(getattr(type(options), name))])
         if value is not None and not lowest <= value <= highest:
             most = "any number" if highest == math.inf else f"{highest:g}"
             raise AgentError("bad-options", f"{name} is {value}, allowed are {lowest:g} to {most}")
@@ -56,6 +60,9 @@ class BackendOptions:
     parameters: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def __post_init__(self) -> None:
+        demand("name", self.name, str)
+        demand("engine_config", self.engine_config, Mapping)
+        demand("parameters", self.parameters, Mapping)
         if not self.name:
             raise AgentError("bad-options", "a backend needs a plugin name such as 'UCX'")
         _demand_within(self, num_threads=(0, 64), split_batch_size=(1, math.inf))
@@ -124,12 +131,17 @@ class AgentOptions:
     close_wait_s: float = 2.0
 
     def __post_init__(self) -> None:
+        demand("wire_up", self.wire_up, bool)
+        demand("progress_thread", self.progress_thread, bool)
+        demand("backends", self.backends, tuple)
+        for backend in self.backends:
+            demand("each of backends", backend, BackendOptions)
         names = [backend.name for backend in self.backends]
         if not names or len(set(names)) < len(names):
             raise AgentError("bad-options", f"backends are {names}: at least one is needed, each plugin once")
+        _demand_within(self, fence_words=(1, 1 << 24), stream_slow_poll_s=(_LEAST_S, math.inf))
         _demand_within(
             self,
-            fence_words=(1, 1 << 24),
             stream_slots=(0, min(MAX_SLOTS, self.fence_words)),
             stream_capacity=(1, MAX_CAPACITY),
             stream_poll_s=(_LEAST_S, self.stream_slow_poll_s),

@@ -15,10 +15,11 @@ import math
 import threading
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Literal, final
+from types import NoneType
+from typing import TYPE_CHECKING, Final, Literal, Self, final
 
 from kv_nixl_agent.agent import TransferAgent
-from kv_nixl_agent.errors import AgentError
+from kv_nixl_agent.errors import AgentError, demand
 from kv_nixl_agent.mailbox import Mailbox, Pacer
 from kv_nixl_agent.nixl.binding import open_nixl
 from kv_nixl_agent.nixl.side_effects import POOL
@@ -47,9 +48,17 @@ _MAX_CRASHES_IN_A_ROW: Final = 16
 _PUBLISH_PERIOD_S: Final = 0.1
 
 
+def _demand_callable(*functions: object) -> None:
+    for function in functions:
+        if not callable(function):
+            raise AgentError("wrong-type", f"a callback must be a function, not a {type(function).__name__}")
+
+
 @final
 class TransferThread:
     """Owns a `TransferAgent` and runs it on a separate thread: orders go to `agent`, on that thread alone.
+
+    As a context manager it is started and closed.
 
     Args:
         name: NIXL agent name.
@@ -76,11 +85,14 @@ class TransferThread:
         port_factory: PortFactory = open_nixl,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        demand("thread_options", thread_options, ThreadOptions, NoneType)
+        _demand_callable(on_result, on_notification, on_quiet or on_result)
         self._name = name
         self._make_agent: Callable[[], TransferAgent] = lambda: TransferAgent(
             name, regions, options, port_factory=port_factory, clock=clock
         )
-        self._on_result, self._on_quiet = on_result, on_quiet
+        self._on_result = on_result
+        self._on_quiet: Callable[[str], None] = on_quiet or (lambda _: None)
         self._options = thread_options or ThreadOptions()
         self._clock = clock
         self._thread = threading.Thread(target=self._run, name=f"kv-nixl-{name}", daemon=True)
@@ -109,9 +121,17 @@ class TransferThread:
             raise AgentError("thread-dead", f"transfer thread {self._name!r} can be started once only")
         self._thread.start()
         if not self._ready.wait(_START_TIMEOUT_S):
+            self._is_closing = True  # a thread that becomes ready after all ends at once and releases its memory
             raise AgentError("thread-dead", f"transfer thread {self._name!r} was not ready in {_START_TIMEOUT_S:.0f} s")
         if self._failure is not None:
             raise self._failure
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def agent_metadata(self) -> bytes:
         """Return this agent's metadata for peers, as of its start.
@@ -163,6 +183,7 @@ class TransferThread:
         Raises:
             AgentError: `agent-closed` or `thread-dead`: the function would never run.
         """
+        _demand_callable(function)
         self._mailbox.put(function)
         self._pacer.wake()
 
@@ -174,6 +195,8 @@ class TransferThread:
         Raises:
             AgentError: `bad-options`.
         """
+        demand("period_s", period_s, int, float)
+        _demand_callable(function)
         if not period_s > 0:
             raise AgentError("bad-options", f"a timer needs a positive period, not {period_s} s")
         if self._thread.ident is None:
@@ -386,12 +409,13 @@ class TransferThread:
     def _deliver_ends(self, agent: TransferAgent) -> bool:
         """Invoke the callbacks for results, quiet memory and streams; return True if there were any."""
         results, quiet = agent.take_results(), agent.take_quiet()
+        if quiet:  # an owner that hears of the last one may look at `quarantine` once more, and then never again
+            self._quarantine = agent.quarantine()
         news = agent.polls.take_news() if agent.polls is not None else []
         for result in results:
             self._mailbox.run(self._on_result, result)
-        if self._on_quiet is not None:
-            for transfer_id in quiet:
-                self._mailbox.run(self._on_quiet, transfer_id)
+        for transfer_id in quiet:
+            self._mailbox.run(self._on_quiet, transfer_id)
         for call in news:
             self._mailbox.run(call)
         return bool(results or quiet or news)
@@ -412,7 +436,7 @@ class TransferThread:
                 self._drain(agent)
                 agent.end_all()
             else:
-                agent.end_all("thread-dead", str(failure))
+                agent.end_all("thread-dead", failure.message)
 
         if failure is None:
             self._mailbox.shut(self._closed())

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final, Literal, final
 
 import numpy as np
 
-from kv_nixl_agent.errors import ERROR_CODES
+from kv_nixl_agent.errors import ERROR_CODES, demand, demand_ints
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -80,6 +80,16 @@ class PeerSpec:
     agent_prefix: str = ""
     streams: StreamLocation | None = None
 
+    def __post_init__(self) -> None:
+        """Refuse values of other types (`wrong-type`)."""
+        demand("key", self.key, str)
+        demand("agent_metadata", self.agent_metadata, bytes)
+        demand("agent_prefix", self.agent_prefix, str)
+        if self.fence is not None:
+            demand_ints("fence", self.fence, 3)
+        if self.streams is not None:
+            demand_ints("streams", self.streams, 4)
+
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -106,6 +116,15 @@ class TransferOrder:
     deadline_s: float = 30.0
     fence: tuple[int, int] | None = None
     operation: OrderKind = "read"
+
+    def __post_init__(self) -> None:
+        """Refuse values of other types (`wrong-type`)."""
+        demand("transfer_id", self.transfer_id, str)
+        demand("peer", self.peer, str)
+        demand("notification", self.notification, bytes)
+        demand("deadline_s", self.deadline_s, int, float)
+        if self.fence is not None:
+            demand_ints("fence", self.fence, 2)
 
 
 @final

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from agent_checks.stage import expect
-
-if TYPE_CHECKING:
-    from kv_nixl_agent.tools.producer import Producer
-
-__all__ = ["check_renewals_count_before_timers", "events_since", "watch_timer"]
+from kv_nixl_agent.tools.producer import Producer
 
 
 def check_renewals_count_before_timers(owner: Any) -> None:

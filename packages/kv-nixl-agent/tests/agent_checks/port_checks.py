@@ -6,19 +6,12 @@ bodies run on the fake fabric, on real NIXL over DRAM between two processes, and
 
 from __future__ import annotations
 
-import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import numpy as np
+import numpy.typing as npt
 
 from agent_checks.stage import Stage, expect, expect_error, make_order
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import numpy.typing as npt
-
-__all__ = ["CHECKS", "FAULT_CHECKS"]
 
 
 def check_random_read(stage: Stage) -> None:
@@ -61,18 +54,20 @@ def check_notification_without_data(stage: Stage) -> None:
 
 
 def check_fence(stage: Stage) -> None:
-    """A current fence lets the read pass and then notifies; a void one voids it and does not."""
+    """A current fence lets a read pass, and an order without descriptors; then it notifies. A void one does neither."""
     stage.connect()
-    stage.producer.write_fence(3, 41)
-    good = stage.read("good", [0, 1], [2, 3], fence=(3, 41), notification=b"good:1")
-    expect(good.outcome == "done" and good.is_notified, f"{good}")
-    expect(stage.await_notifications(1) == [(stage.consumer.name, b"good:1")], "wrong notification")
-    stage.producer.write_fence(3, 42)
-    bad = stage.read("bad", [0, 1], [2, 3], fence=(3, 41), notification=b"bad:1")
-    expect((bad.outcome, bad.code) == ("fence-rejected", "fence-mismatch"), f"{bad}")
-    expect(bad.is_memory_quiet and not bad.is_notified, f"{bad}")
-    expect(stage.consumer.send_notification("p", b"end"), "not sent")
-    expect(stage.await_notifications(1) == [(stage.consumer.name, b"end")], "a voided read notified")
+    for slot, (local, peer) in enumerate((([0, 1], [2, 3]), ([], []))):
+        stage.producer.write_fence(slot, 41)
+        good = stage.read(f"good-{slot}", local, peer, fence=(slot, 41), notification=b"good:1")
+        expect(good.outcome == "done" and good.is_notified, f"{good}")
+        expect(good.bytes_moved == len(local) * stage.producer.page_bytes, f"{good}")
+        expect(stage.await_notifications(1) == [(stage.consumer.name, b"good:1")], "wrong notification")
+        stage.producer.write_fence(slot, 42)
+        bad = stage.read(f"bad-{slot}", local, peer, fence=(slot, 41), notification=b"bad:1")
+        expect((bad.outcome, bad.code) == ("fence-rejected", "fence-mismatch"), f"{bad}")
+        expect(bad.is_memory_quiet and not bad.is_notified, f"{bad}")
+        expect(stage.consumer.send_notification("p", b"end"), "not sent")
+        expect(stage.await_notifications(1) == [(stage.consumer.name, b"end")], "a voided read notified")
 
 
 def check_bad_input(stage: Stage) -> None:
@@ -104,21 +99,6 @@ def check_bad_input(stage: Stage) -> None:
     expect_error("bad-indices", lambda: agent.post(make_order("x", [-1], [0])))
     expect_error("bad-fence", lambda: agent.post(make_order("x", [0], [0], fence=(0, 1))))
     expect(stage.read("after", [1], [2]).outcome == "done", "the agent does not work after bad input")
-
-
-def check_metadata_flips(stage: Stage) -> None:
-    """Every change of one byte of metadata with its checksum is refused, and the true metadata still works."""
-    metadata = stage.producer.agent_metadata
-    for position in range(len(metadata)):
-        for flip in (0x01, 0x80, 0xFF):
-            damaged = bytearray(metadata)
-            damaged[position] ^= flip
-            expect_error(
-                "metadata-damaged",
-                lambda blob=bytes(damaged): stage.consumer.add_peer(stage.spec(agent_metadata=blob)),  # type: ignore[misc]
-            )
-    stage.connect()
-    expect(stage.read("r", [0], [0]).outcome == "done", "the true metadata does not work")
 
 
 def check_unequal_lengths(stage: Stage) -> None:
@@ -170,20 +150,6 @@ def check_sockets_stay_flat(stage: Stage) -> None:
     expect(after <= before + 2, f"{before} sockets after 10 cycles, {after} after 300 more")
 
 
-def check_order_without_descriptors(stage: Stage) -> None:
-    """An order without descriptors verifies its fence before it notifies."""
-    stage.connect()
-    stage.producer.write_fence(2, 8)
-    good = stage.read("good", [], [], fence=(2, 8), notification=b"good:1")
-    expect((good.outcome, good.is_notified, good.bytes_moved) == ("done", True, 0), f"{good}")
-    expect(stage.await_notifications(1) == [(stage.consumer.name, b"good:1")], "wrong notification")
-    stage.producer.write_fence(2, 9)
-    bad = stage.read("bad", [], [], fence=(2, 8), notification=b"bad:1")
-    expect((bad.outcome, bad.code, bad.is_notified) == ("fence-rejected", "fence-mismatch", False), f"{bad}")
-    expect(stage.consumer.send_notification("p", b"end"), "not sent")
-    expect(stage.await_notifications(1) == [(stage.consumer.name, b"end")], "a voided order notified")
-
-
 def check_probe(stage: Stage) -> None:
     """A probe of a peer that answers is done, with or without a fence array, and whatever the word says."""
     stage.connect()
@@ -210,38 +176,6 @@ def check_notified_peer_without_rows(stage: Stage) -> None:
     )
 
 
-def check_killed_producer(stage: Stage) -> None:
-    """After the producer was killed, a read fails with a disconnect, and its memory becomes quiet."""
-    stage.connect()
-    expect(stage.read("before", [0], [0]).outcome == "done", "before")
-    stage.producer.kill()
-    result = stage.read("after", [1], [1])
-    expect((result.outcome, result.code) == ("failed", "peer-disconnected"), f"{result}")
-    stage.run_until(lambda: result.is_memory_quiet or "after" in stage.quiet, 10.0, "quiet memory")
-    stage.consumer.remove_peer("p")
-
-
-def check_stopped_producer(stage: Stage) -> None:
-    """A stopped producer costs a deadline; its late write is caught by quarantine."""
-    stage.connect()
-    expect(stage.read("before", [0], [0]).outcome == "done", "before")
-    stage.producer.stop()
-    result = stage.read("stuck", [1], [1], deadline_s=0.3, fence=None)
-    if result.outcome == "done":  # read by our own kernel without the producer's help: nothing can be late
-        stage.producer.resume()
-        return
-    expect((result.outcome, result.code) == ("timed-out", "deadline-exceeded"), f"{result}")
-    expect(not result.is_memory_quiet, "memory reported quiet while the producer is stopped")
-    expect([entry.transfer_id for entry in stage.consumer.quarantine()] == ["stuck"], "not in quarantine")
-    stage.consumer.remove_peer("p")
-    expect(bool(stage.consumer.quarantine()), "removing the peer ended the quarantine")
-    stage.producer.resume()
-    stage.run_until(lambda: "stuck" in stage.quiet, 10.0, "quiet memory")
-    quiet = np.array(stage.read_pages())
-    time.sleep(0.3)
-    expect(np.array_equal(stage.read_pages(), quiet), "memory changed after it was reported quiet")
-
-
 def check_probe_of_a_killed_producer(stage: Stage) -> None:
     """A probe of a peer that was killed fails within its deadline."""
     stage.connect()
@@ -258,19 +192,13 @@ CHECKS: tuple[Callable[[Stage], None], ...] = (
     check_notification_without_data,
     check_fence,
     check_bad_input,
-    check_metadata_flips,
     check_unequal_lengths,
     check_remove_and_add_again,
-    check_order_without_descriptors,
     check_probe,
     check_notified_peer_without_rows,
     check_sockets_stay_flat,
 )
 """Checks on a fresh stage each, with a healthy producer."""
 
-FAULT_CHECKS: tuple[Callable[[Stage], None], ...] = (
-    check_killed_producer,
-    check_stopped_producer,
-    check_probe_of_a_killed_producer,
-)
-"""Checks on a fresh stage each, that stop or kill the producer."""
+FAULT_CHECKS: tuple[Callable[[Stage], None], ...] = (check_probe_of_a_killed_producer,)
+"""Checks on a fresh stage each, that kill the producer."""

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, final
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from kv_nixl_agent.errors import AgentError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from kv_nixl_agent.nixl.port import Handle, PortFactory
-
-__all__ = ["RecordingPort", "recording_factory"]
+from kv_nixl_agent.nixl.port import Handle, PortFactory
 
 _MADE = {"register": "registration", "prepare": "prepared", "make": "transfer"}
 _RELEASED = {"deregister": "registration", "release_prepared": "prepared", "release": "transfer"}
 
 
-@final
 class RecordingPort:
     """Passes every call on and keeps the set of open handles by kind."""
 

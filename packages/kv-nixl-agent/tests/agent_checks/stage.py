@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
+from kv_nixl_agent.agent import TransferAgent
 from kv_nixl_agent.errors import AgentError
+from kv_nixl_agent.nixl.port import MemoryKind
 from kv_nixl_agent.tools.producer import page_pattern
 from kv_nixl_agent.values import PeerSpec, TransferOrder, TransferResult
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    import numpy.typing as npt
-
-    from kv_nixl_agent.agent import TransferAgent
-    from kv_nixl_agent.nixl.port import MemoryKind
-
-__all__ = ["Stage", "count_sockets", "expect", "expect_error", "make_order"]
 
 _LIMIT_S = 20.0
 
@@ -41,7 +35,6 @@ def _own_sockets() -> int:
     return count_sockets(os.getpid())
 
 
-@final
 @dataclass
 class Stage:
     """A consumer and a producer.

@@ -8,22 +8,10 @@ from __future__ import annotations
 
 import random
 import time
-from typing import TYPE_CHECKING, Final, final
+from typing import Final
 
-if TYPE_CHECKING:
-    from kv_nixl_agent.streams.words import StreamWords
-    from kv_nixl_agent.tools.producer import Producer
-
-__all__ = [
-    "VOID_TOKENS",
-    "StreamRewriter",
-    "call_stream",
-    "close_agent",
-    "entries_of",
-    "entry_id",
-    "is_progress_of",
-    "rewrite_streams",
-]
+from kv_nixl_agent.streams.words import StreamWords
+from kv_nixl_agent.tools.producer import Producer
 
 VOID_TOKENS: Final = (1 << 32) - 1
 _MOST_ENTRIES: Final = 1300
@@ -45,15 +33,13 @@ def is_progress_of(tag: int, tokens: int) -> bool:
     return tokens in {0, VOID_TOKENS} or tokens % 1000 == tag % 1000
 
 
-@final
 class StreamRewriter:
     """Rewrites the words of all slots, one stream after the other, pausing only for short rests."""
 
-    def __init__(self, words: StreamWords, slots: int, seed: int, *, rests: bool = True) -> None:
+    def __init__(self, words: StreamWords, slots: int, seed: int) -> None:
         self._words = words
         self._slots = slots
         self._random = random.Random(seed)
-        self._rests = rests
         self.begun = 0
         """Number of streams begun, and the latest generation."""
         self._running: dict[int, int] = {}
@@ -72,7 +58,7 @@ class StreamRewriter:
             first, entries = entries, min(entries + self._random.choice((1, 7, 64, 500)), _MOST_ENTRIES)
             self._words.put(slot, tag, first, [entry_id(tag, entry) for entry in range(first, entries)])
             self._words.show(slot, tag, entries * 1000 + tag % 1000)
-            if self._rests and self._random.random() < 0.3:
+            if self._random.random() < 0.3:
                 time.sleep(self._random.random() * 2e-3)
 
 
@@ -89,8 +75,11 @@ def close_agent(producer: Producer) -> None:
 def rewrite_streams(producer: Producer, duration_s: float, seed: int) -> int:
     """Restart streams in all slots of a producer, over and over; return how many there were."""
     words = producer.thread.stream_words
-    if words is None:
-        return 0
+    return 0 if words is None else rewrite_words(words, duration_s, seed)
+
+
+def rewrite_words(words: StreamWords, duration_s: float, seed: int) -> int:
+    """Restart streams in all slots, over and over; return how many there were."""
     rewriter = StreamRewriter(words, words.location[2], seed)
     end_s = time.monotonic() + duration_s
     while time.monotonic() < end_s:

@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import Any, Final
 
 from agent_checks.stage import expect
 from agent_checks.stream_checks import Listener
-from kv_nixl_agent.streams.polls import PAD_COUNT
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from kv_nixl_agent.streams.polls import StreamWatch
-    from kv_nixl_agent.thread import TransferThread
-    from kv_nixl_agent.values import PeerSpec
-
-__all__ = ["THREAD_CHECKS", "ThreadStage"]
+from kv_nixl_agent.streams.polls import PAD_COUNT, StreamWatch
+from kv_nixl_agent.thread import TransferThread
+from kv_nixl_agent.values import PeerSpec
 
 _LIMIT_S: Final = 20.0
 _SLOWING_S: Final = 2.5
@@ -26,7 +20,6 @@ _SLOWING_S: Final = 2.5
 _MOST_TURNS: Final = 60
 
 
-@final
 @dataclass
 class ThreadStage:
     """A started transfer thread and a producer with stream slots.

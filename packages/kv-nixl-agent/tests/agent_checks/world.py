@@ -2,39 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, final
+from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
+from agent_checks.stage import expect
 from kv_nixl_agent.agent import TransferAgent
 from kv_nixl_agent.options import AgentOptions
-from kv_nixl_agent.values import PeerSpec
+from kv_nixl_agent.testing import FakeFabric
+from kv_nixl_agent.values import MemoryRegion, PeerSpec, TransferOrder, TransferResult
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import numpy.typing as npt
-
-    from kv_nixl_agent.testing import FakeFabric
-    from kv_nixl_agent.values import MemoryRegion, TransferOrder, TransferResult
-
-    Rows = npt.NDArray[np.uint64]
-
-__all__ = ["PAGE_BYTES", "Clock", "Producer", "World", "demand"]
+Rows = npt.NDArray[np.uint64]
 
 PAGE_BYTES: Final = 32
 _SLOTS: Final = 4
 _PAGES_PER_SLOT: Final = 4
 
 
-def demand(holds: bool, message: str) -> None:
-    """Fail the episode unless a promise holds."""
-    if not holds:
-        raise AssertionError(message)
-
-
-@final
 class Clock:
     """Monotonic seconds that move on by a microsecond with every look, so that no wait is endless."""
 
@@ -50,7 +37,6 @@ def _rows_of(memory: npt.NDArray[np.uint8]) -> Rows:
     return np.array([[memory.ctypes.data, PAGE_BYTES, 0, PAGE_BYTES, len(memory)]], dtype=np.uint64)
 
 
-@final
 class Producer:
     """A producer process: four slots of four pages, whose content is the generation of their lease."""
 
@@ -108,7 +94,6 @@ def content_of(generation: int) -> int:
     return generation % 251
 
 
-@final
 @dataclass
 class _Ordered:
     order: TransferOrder
@@ -120,7 +105,6 @@ class _Ordered:
     is_quiet: bool = False
 
 
-@final
 class World:
     """All orders with their ends, all local pages with their owners, all calls, notifications and timers."""
 
@@ -167,7 +151,7 @@ class World:
 
     def _expect_at_rest(self, page: int) -> None:
         content = self._at_rest.pop(page, None)
-        demand(content in (None, self._memory[page].tobytes()), f"page {page} was written after it was reported quiet")
+        expect(content in (None, self._memory[page].tobytes()), f"page {page} was written after it was reported quiet")
 
     def ordered(self, order: TransferOrder, producer: Producer, options: AgentOptions) -> None:
         """Note an order that is about to be handed over."""
@@ -181,7 +165,7 @@ class World:
             other.result is not None and not other.is_quiet and other.order.peer == one.order.peer
             for other in self._orders.values()
         )
-        demand(
+        expect(
             at_risk < one.options.max_quarantined_per_peer,
             f"accepted with {at_risk} transfers of {one.order.peer} in quarantine",
         )
@@ -193,10 +177,10 @@ class World:
     def result_came(self, result: TransferResult) -> None:
         """Check a result against the order."""
         one = self._orders[result.transfer_id]
-        demand(one.result is None, f"{result.transfer_id} has two results")
+        expect(one.result is None, f"{result.transfer_id} has two results")
         one.result = result
         if result.code == "queue-full":
-            demand(
+            expect(
                 one.live_before + 1 >= one.options.max_queued, f"{one.live_before} live orders, and the queue is full"
             )
         if result.outcome == "done":
@@ -210,17 +194,17 @@ class World:
         order = one.order
         if order.fence is None:
             return
-        demand(not one.was_void, f"{order.transfer_id} is done, but its lease had ended before it was ordered")
+        expect(not one.was_void, f"{order.transfer_id} is done, but its lease had ended before it was ordered")
         for page in order.local_indices.tolist():
             found = set(self._memory[page].tolist())
-            demand(
+            expect(
                 found == {content_of(order.fence[1])}, f"{order.transfer_id} is done with the bytes of another lease"
             )
 
     def quiet_came(self, transfer_id: str) -> None:
         """Note that the pages of an order are quiet."""
         one = self._orders[transfer_id]
-        demand(one.result is not None and not one.is_quiet, f"{transfer_id} became quiet out of turn")
+        expect(one.result is not None and not one.is_quiet, f"{transfer_id} became quiet out of turn")
         self._become_quiet(one)
 
     def _become_quiet(self, one: _Ordered) -> None:
@@ -231,9 +215,9 @@ class World:
 
     def expect_all_ended(self) -> None:
         """Every order has its result and is quiet; quiet pages are as they were."""
-        demand(not self.live_ids(), f"no result for {self.live_ids()[:5]}")
+        expect(not self.live_ids(), f"no result for {self.live_ids()[:5]}")
         loud = [transfer_id for transfer_id, one in self._orders.items() if not one.is_quiet]
-        demand(not loud, f"never quiet: {loud[:5]}")
+        expect(not loud, f"never quiet: {loud[:5]}")
         for page in list(self._at_rest):
             self._expect_at_rest(page)
 
@@ -265,7 +249,7 @@ class World:
         if name not in self._waiting:
             return  # a completion of ours
         early = [call for call in self._calls_before[name] if call in self._waiting]
-        demand(not early, f"notification {name} was delivered before {early[:3]}")
+        expect(not early, f"notification {name} was delivered before {early[:3]}")
         del self._waiting[name]
 
     def turn_begins(self) -> None:
@@ -275,5 +259,5 @@ class World:
     def timer_ran(self) -> None:
         """Check that everything handed over before the timer fell due has come."""
         late = [name for name, given_s in self._waiting.items() if given_s < self._timer_due_s]
-        demand(not late, f"the timer ran before {late[:3]}")
+        expect(not late, f"the timer ran before {late[:3]}")
         self._timer_due_s = self._turn_began_s + 0.01

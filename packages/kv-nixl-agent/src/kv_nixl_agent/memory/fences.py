@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Final, final
 
 import numpy as np
 
-from kv_nixl_agent.errors import AgentError
+from kv_nixl_agent.errors import AgentError, demand_ints
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -137,6 +137,7 @@ class FenceArray:
         Raises:
             AgentError: `bad-fence` if either is out of range, `agent-closed` once all words are void.
         """
+        demand_ints("slot and generation", (slot, generation), 2)
         if not 0 <= slot < self.word_count or not 0 <= generation < CLOSED_GENERATION:
             raise AgentError(
                 "bad-fence",

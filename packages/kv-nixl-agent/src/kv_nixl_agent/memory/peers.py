@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Final, final
 
 import numpy as np
 
-from kv_nixl_agent.errors import AgentError
+from kv_nixl_agent.errors import AgentError, demand
 from kv_nixl_agent.memory.rows import RowTable
 from kv_nixl_agent.values import MAX_CAPACITY, MAX_SLOTS
 
@@ -143,6 +143,7 @@ class PeerTable:
         Raises:
             AgentError: `unknown-peer`.
         """
+        demand("peer", key, str)
         peer = self.by_key.get(key)
         if peer is None:
             raise AgentError("unknown-peer", f"no peer {key!r}; {len(self.by_key)} are known", peer=key)
@@ -208,8 +209,8 @@ class PeerTable:
                 raise
             raise AgentError(
                 "metadata-rejected",
-                f"NIXL cannot use the metadata of peer {peer.key!r} ({len(blob)} bytes): {error}; fetch it again, and check "
-                "that both sides run compatible NIXL builds",
+                f"NIXL cannot use the metadata of peer {peer.key!r} ({len(blob)} bytes): {error.message}; fetch it again, and "
+                "check that both sides run compatible NIXL builds",
                 peer=peer.key,
             ) from error
         self._by_name[peer.agent_name] = [peer]
@@ -289,7 +290,7 @@ class PeerTable:
             except AgentError as error:
                 raise AgentError(
                     "rows-unregistered",
-                    f"NIXL cannot prepare {len(group)} local {kind} rows for peer {peer.key!r}: {error}",
+                    f"NIXL cannot prepare {len(group)} local {kind} rows for peer {peer.key!r}: {error.message}",
                 ) from error
         self._local_lists[key] = (handle, users + 1)
         return handle
@@ -301,7 +302,7 @@ class PeerTable:
             raise AgentError(
                 code,
                 f"NIXL cannot prepare {len(group)} {kind} rows of peer {peer.key!r}, the first is {group[0].tolist()}: "
-                f"{error}; the peer's rows must lie in memory that its metadata registers",
+                f"{error.message}; the peer's rows must lie in memory that its metadata registers",
                 peer=peer.key,
             ) from error
 

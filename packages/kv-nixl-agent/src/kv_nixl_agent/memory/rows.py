@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
-from kv_nixl_agent.errors import AgentError
+from kv_nixl_agent.errors import AgentError, demand
 from kv_nixl_agent.nixl.port import MEMORY_KINDS, MemoryKind
 
 if TYPE_CHECKING:
@@ -35,13 +35,21 @@ _MAX_DESCRIPTORS = (1 << 31) - 1
 _MAX_ADDRESS = float(1 << 63)
 
 
+def _array(values: object) -> npt.NDArray[Any]:
+    """Return an array; of values that make none, one without axes, which every check refuses."""
+    try:
+        return np.asarray(values)
+    except (TypeError, ValueError):
+        return np.array(None)
+
+
 def check_rows(rows: object) -> Rows:
     """Return `rows` as a read-only contiguous uint64 (n, 5) copy.
 
     Raises:
         AgentError: `bad-rows` with the first row that is wrong and why.
     """
-    array = np.asarray(rows)
+    array = _array(rows)
     if array.ndim != 2 or array.shape[1] != 5 or array.shape[0] == 0:
         raise AgentError("bad-rows", f"rows have shape {array.shape}, needed is (n, 5) with n >= 1", shape=array.shape)
     if array.dtype.kind not in "iu":
@@ -75,7 +83,8 @@ class RowTable:
     """
 
     def __init__(self, rows: object, kind: MemoryKind | Sequence[MemoryKind]) -> None:
-        array = np.asarray(rows)
+        demand("memory kind", kind, str, list, tuple)
+        array = _array(rows)
         table = np.empty((0, 5), dtype=np.uint64) if array.shape == (0, 5) else check_rows(array)
         kinds = [kind] * len(table) if isinstance(kind, str) else list(kind)
         if len(kinds) != len(table) or any(one not in MEMORY_KINDS for one in kinds):
@@ -107,7 +116,7 @@ class RowTable:
         Raises:
             AgentError: `bad-indices`.
         """
-        array = np.asarray(indices)
+        array = _array(indices)
         if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
             raise AgentError(
                 "bad-indices", f"{side} indices have dtype {array.dtype} and shape {array.shape}, not int32 (n,)"
@@ -175,7 +184,7 @@ class MemoryTable:
                 self.close()
                 raise AgentError(
                     "registration-failed",
-                    f"NIXL refused {len(ranges)} {kind} regions of {sum(r[1] for r in ranges)} bytes: {error}",
+                    f"NIXL refused {len(ranges)} {kind} regions of {sum(r[1] for r in ranges)} bytes: {error.message}",
                     kind=kind,
                 ) from error
         self._regions = regions

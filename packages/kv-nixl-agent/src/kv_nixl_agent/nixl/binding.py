@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import json
 import os
 import resource
+import subprocess
+import sys
+from contextlib import suppress
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast, final
@@ -17,14 +21,23 @@ import numpy as np
 
 from kv_nixl_agent.errors import AgentError
 from kv_nixl_agent.nixl.port import Handle, MemoryKind, Progress, WireTelemetry
-from kv_nixl_agent.nixl.side_effects import POOL, WorkerTurns, bound_registration_cache, sleeping_progress_thread
+from kv_nixl_agent.nixl.side_effects import POOL, WorkerTurns, set_library_defaults, sleeping_progress_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     import numpy.typing as npt
 
-__all__ = ["IMPORT_NAMES", "NixlBinding", "descriptors_left", "expand_rows", "find_nixl", "loaded_build", "open_nixl"]
+__all__ = [
+    "IMPORT_NAMES",
+    "NixlBinding",
+    "descriptors_left",
+    "expand_rows",
+    "find_nixl",
+    "loaded_build",
+    "open_nixl",
+    "try_backends",
+]
 
 _Result = TypeVar("_Result")
 
@@ -241,8 +254,11 @@ def _backend_of(agent: Any, transfer: Handle) -> str:  # noqa: ANN401
 IMPORT_NAMES: Final = ("nixl", "nixl_cu13", "nixl_cu12", "nixl_rocm")
 """Modules to try, in this order; `nixl` itself loads one of the others."""
 
-# Accepted by the UCX plugin, although it does not list them.
-_UNLISTED: Final = frozenset({"num_threads", "split_batch_size", "engine_config"})
+_UNLISTED: Final[Mapping[str, frozenset[str]]] = {
+    "UCX": frozenset({"num_threads", "split_batch_size", "engine_config"}),
+    "LIBFABRIC": frozenset({"striping_threshold", "max_bw_per_dram_seg"}),
+}
+"""Parameters that a plugin takes without listing them."""
 
 
 def find_nixl() -> Any:  # noqa: ANN401 - the library is dynamic behind this seam
@@ -251,7 +267,7 @@ def find_nixl() -> Any:  # noqa: ANN401 - the library is dynamic behind this sea
     Raises:
         AgentError: `nixl-missing`, naming what was tried and why each failed.
     """
-    bound_registration_cache()
+    set_library_defaults()
     reasons: list[str] = []
     for name in IMPORT_NAMES:
         try:
@@ -319,7 +335,7 @@ def open_nixl(
             )
         known = agent.get_plugin_params(name)
         POOL.zero()
-        unknown = sorted(set(parameters) - set(known) - _UNLISTED)
+        unknown = sorted(set(parameters) - set(known) - _UNLISTED.get(name, frozenset()))
         if known and unknown:
             raise AgentError(
                 "backend-unavailable",
@@ -330,10 +346,41 @@ def open_nixl(
             attempt("create_backend", partial(agent.create_backend, name, dict(parameters)))
         except AgentError as error:
             raise AgentError(
-                "backend-unavailable", f"plugin {name} did not start with {dict(parameters)}: {error}", backend=name
+                "backend-unavailable",
+                f"plugin {name} did not start with {dict(parameters)}: {error.message}; NIXL_LOG_LEVEL=INFO prints the reason",
+                backend=name,
             ) from error
     turns = [WorkerTurns(agent, agent_name, parameters) for name, parameters in backends if name == "UCX"]
     return NixlBinding(agent, _version_of(module), next(iter(turns), None))
+
+
+_TRY_WITHIN_S: Final = 30.0
+_REFUSED: Final = 9
+_TRIED: Final = f"""
+import json, os, sys
+from kv_nixl_agent import AgentError, open_nixl
+try:
+    open_nixl("try", json.loads(sys.argv[1])).close()
+except AgentError as error:
+    print("\\n", json.dumps([error.code, error.message]), file=sys.stderr, flush=True)
+    os._exit({_REFUSED})  # before libraries log their end
+"""
+
+
+def try_backends(backends: Sequence[tuple[str, Mapping[str, str]]]) -> None:
+    """Create an agent with these backends in a process of its own, which leaves this one without NIXL's libraries and threads.
+
+    A process that ends otherwise, or not within 30 s, says nothing of the backends.
+
+    Raises:
+        AgentError: As `open_nixl`.
+    """
+    words = [sys.executable, "-c", _TRIED, json.dumps([(name, dict(given)) for name, given in backends])]
+    with suppress(subprocess.TimeoutExpired):
+        ended = subprocess.run(words, capture_output=True, timeout=_TRY_WITHIN_S, check=False)
+        if ended.returncode == _REFUSED:
+            code, message = json.loads(ended.stderr.splitlines()[-1])
+            raise AgentError(code, message)
 
 
 _PEER_NEEDS: Final = 32

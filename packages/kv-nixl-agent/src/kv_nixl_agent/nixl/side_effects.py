@@ -40,6 +40,9 @@ to a producer would wait as long. `ThreadOptions.gil_switch_interval_s` is the b
 
 **rcache-bound.** vLLM sets `UCX_RCACHE_MAX_UNRELEASED` before its first import of NIXL: without a bound, UCX's registration
 cache keeps unmapped memory. A value that is set already is kept.
+
+**quiet-nixl.** NIXL prints a line per agent on standard output and its refusals on standard error. All of them are coded errors
+here, so `NIXL_LOG_LEVEL` is FATAL unless it is set.
 """
 
 from __future__ import annotations
@@ -70,7 +73,7 @@ __all__ = [
     "State",
     "SwitchInterval",
     "WorkerTurns",
-    "bound_registration_cache",
+    "set_library_defaults",
     "sleeping_progress_thread",
 ]
 
@@ -83,6 +86,7 @@ EFFECTS: Final = MappingProxyType(
             "KV_NIXL_SWITCH_INTERVAL",
             "the interpreter's switch interval is lowered while there is work",
         ),
+        "quiet-nixl": ("NIXL_LOG_LEVEL", "NIXL prints nothing of its own"),
         "rcache-bound": ("UCX_RCACHE_MAX_UNRELEASED", "UCX's registration cache keeps at most 1024 unmapped regions"),
     }
 )
@@ -103,15 +107,15 @@ def _log_once(effect: str) -> None:
     if effect not in _logged:
         _logged.add(effect)
         variable, change = EFFECTS[effect]
-        _logger.info("%s (%s; set %s to change it)", change, effect, variable)
+        _logger.info("%s (%s; set %s to change it)", change, effect, variable, stacklevel=2)
 
 
-def bound_registration_cache() -> None:
-    """Bound UCX's registration cache, unless the environment already does; call before NIXL is imported."""
-    variable = EFFECTS["rcache-bound"][0]
-    if variable not in os.environ:
-        os.environ[variable] = "1024"
-        _log_once("rcache-bound")
+def set_library_defaults() -> None:
+    """Bound UCX's registration cache and quieten NIXL, unless the environment says otherwise; call before NIXL is imported."""
+    for effect, value in {"rcache-bound": "1024", "quiet-nixl": "FATAL"}.items():
+        if EFFECTS[effect][0] not in os.environ:
+            os.environ[EFFECTS[effect][0]] = value
+            _log_once(effect)
 
 
 # ----------------------------------------------------------------------------------------------------- zeroed requests

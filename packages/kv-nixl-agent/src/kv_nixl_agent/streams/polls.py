@@ -135,8 +135,8 @@ class StreamPoller:
         except AgentError as error:
             raise AgentError(
                 "peer-rows-unregistered",
-                f"NIXL cannot prepare the words {row[0].tolist()} of peer {peer.key!r}: {error}; they must lie in memory that "
-                "the peer's metadata registers",
+                f"NIXL cannot prepare the words {row[0].tolist()} of peer {peer.key!r}: {error.message}; they must lie in memory "
+                "that the peer's metadata registers",
                 peer=peer.key,
             ) from error
         return polls
@@ -157,7 +157,7 @@ class StreamPoller:
                 moved = self._read_tables(polls, now_s) or moved
             except AgentError as error:
                 moved = True
-                self._fail(polls, transfer_code(error), f"the stream words of peer {polls.peer.key!r}: {error}")
+                self._fail(polls, transfer_code(error), f"the stream words of peer {polls.peer.key!r}: {error.message}")
                 polls.peer.note_failure(error)
             if polls.dropped or not polls.watches:
                 self._tidy(polls)

@@ -61,7 +61,7 @@ def check_nixl() -> Sequence[Finding]:
         plugins, implementation = port.plugins(), port.implementation
         port.close()
     except AgentError as error:
-        return [Finding("nixl", "error", f"{error.code}: {error}")]
+        return [Finding("nixl", "error", str(error))]
     kinds = plugins.get("UCX", ())
     loaded = ", ".join(f"{name} ({'/'.join(given)})" for name, given in sorted(plugins.items()) if given)
     absent = ", ".join(name for name, given in sorted(plugins.items()) if not given)

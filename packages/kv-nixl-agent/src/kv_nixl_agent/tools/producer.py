@@ -57,7 +57,7 @@ class PeerProcess:
         name: Agent name.
         page_bytes: Size of a page.
         page_count: Pages of its region.
-        engine_config: UCX settings, for example `{"TLS": "tcp"}`.
+        backend: Its NIXL back end; None for UCX.
         stream_slots: Its stream slots.
         environment: Further environment variables.
     """
@@ -68,7 +68,7 @@ class PeerProcess:
         *,
         page_bytes: int = 4096,
         page_count: int = 256,
-        engine_config: Mapping[str, str] | None = None,
+        backend: BackendOptions | None = None,
         stream_slots: int = 0,
         environment: Mapping[str, str] | None = None,
     ) -> None:
@@ -86,7 +86,7 @@ class PeerProcess:
         )
         theirs.close()
         self.pid = self._process.pid
-        self._connection.send((name, page_bytes, page_count, dict(engine_config or {}), stream_slots))
+        self._connection.send((name, page_bytes, page_count, backend or BackendOptions(), stream_slots))
         answer: tuple[bytes, npt.NDArray[np.uint64], FenceLocation, StreamLocation | None] = self.finish()
         self.agent_metadata, self.rows, self.fence, self.streams = answer
         """Metadata of the child's agent, its pages as one strided row, its fence array, its stream memory."""
@@ -148,9 +148,7 @@ class PeerProcess:
 class Producer:
     """The child's transfer thread, its pages and the notifications that arrived."""
 
-    def __init__(
-        self, name: str, page_bytes: int, page_count: int, engine_config: dict[str, str], stream_slots: int
-    ) -> None:
+    def __init__(self, name: str, page_bytes: int, page_count: int, backend: BackendOptions, stream_slots: int) -> None:
         self._pages = np.zeros((page_count, page_bytes), dtype=np.uint8)
         self.fill(0)
         self.arrived: list[tuple[str, bytes, float]] = []
@@ -160,7 +158,7 @@ class Producer:
             on_result=lambda _: None,
             on_notification=lambda sender, payload: self.arrived.append((sender, payload, time.monotonic())),
             options=AgentOptions(
-                backends=(BackendOptions(engine_config=engine_config),),
+                backends=(backend,),
                 stream_slots=stream_slots,
                 stream_capacity=_STREAM_ENTRIES,
             ),

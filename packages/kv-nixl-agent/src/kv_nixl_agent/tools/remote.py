@@ -202,7 +202,7 @@ def read_rank(
             if took_s > 1.0:
                 break
     except AgentError as error:
-        return RankRead(rank.name, error.code, str(error))
+        return RankRead(rank.name, error.code, error.message)
     return RankRead(rank.name, "", "", zlib.crc32(arrived), word_us, memory.nbytes / best_s / 1e9, moved)
 
 

@@ -25,7 +25,7 @@ from kv_nixl_agent.tools.machine import (
     rdma_devices,
 )
 from kv_nixl_agent.tools.remote import measure_peer
-from kv_nixl_agent.tools.selftest import Bandwidth, ReadPath, SelfTest, is_tcp, run_selftest, silenced
+from kv_nixl_agent.tools.selftest import PAGE_SIZES, Bandwidth, ReadPath, SelfTest, is_tcp, run_selftest, silenced
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -67,28 +67,23 @@ class Report:
         return {"severity": self.severity, "exit_code": self.exit_code, **asdict(self)}
 
 
-def examine(peer: tuple[str, int] | None = None) -> Report:
-    """Look at NIXL, the machine, and real reads between two processes (and from a peer); never raises, prints nothing.
-
-    NIXL logs a traceback per missing plugin; the report lists those already.
-    """
-    with silenced():
-        return _examine(peer)
-
-
-def _examine(peer: tuple[str, int] | None) -> Report:
+@silenced()  # NIXL logs a traceback per missing plugin; the report lists those already
+def examine(peer: tuple[str, int] | None = None, *, is_quick: bool = False) -> Report:
+    """Look at NIXL, the machine, and real reads between two processes (and from a peer); never raises, prints nothing."""
     findings = list(check_nixl())
     findings += [*check_builds(loaded_build()), *check_environment()]
     test, transports = SelfTest(is_ok=False, message="not run, NIXL does not start"), list[Transport]()
     if findings[0].severity != "error":
-        test = run_selftest()
+        test = run_selftest(page_sizes=(_PAGE_BYTES,) if is_quick else PAGE_SIZES)
     findings.append(Finding("two-process-read", "ok" if test.is_ok else "error", test.message))
     if test.is_ok:
         findings.append(_judge_paths(test.paths))
         if test.paths:
             findings.append(judge_peer_deaths(test.paths, POOL.state))
         findings.append(_judge_speed(test.bandwidth))
-        transports += try_transports(test.paths)
+        transports += [] if is_quick else try_transports(test.paths)
+    if is_quick:
+        findings.append(Finding("quick", "ok", "not measured: pages below 1 MiB, and each transport by itself"))
     peer_bandwidth = None
     if peer is not None:
         peer_bandwidth, finding = _try_peer(*peer)

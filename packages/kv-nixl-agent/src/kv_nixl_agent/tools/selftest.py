@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Bandwidth",
+    "PAGE_SIZES",
     "ReadPath",
     "SelfTest",
     "TRANSPORT_ENVIRONMENT",
@@ -44,8 +45,8 @@ __all__ = [
     "silenced",
 ]
 
-TRANSPORT_ENVIRONMENT: Final[Mapping[str, str]] = {"UCX_PROTO_INFO": "y", "UCX_LOG_LEVEL": "info"}
-"""Environment under which UCX prints its tables."""
+TRANSPORT_ENVIRONMENT: Final = {"UCX_PROTO_INFO": "y", "UCX_LOG_LEVEL": "info", "NIXL_LOG_LEVEL": "ERROR"}
+"""Environment under which UCX prints its tables, and NIXL why it fails."""
 
 _CELLS: Final = re.compile(r"\|([^|]*(?:\|[^|]*)*)\|\s*$")
 _READ: Final = re.compile(r"remote memory read by ucp_get\S* into (\S+)(?: memory)?(?: from (\S+))?")

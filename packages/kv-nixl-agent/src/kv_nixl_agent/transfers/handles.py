@@ -237,7 +237,7 @@ class Handles:
             return self._port.check(part.handle) == "done"
         except AgentError as error:
             peer.note_failure(error)
-            part.last_error = f"{error.code}: {error}"
+            part.last_error = str(error)
             return has_left_the_wire(error)
 
     def _end_quarantine(self, held: Hold) -> None:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from kv_nixl_agent.transfers.handles import Handles
     from kv_nixl_agent.transfers.reader import WordReader
     from kv_nixl_agent.transfers.transfer import Transfer
-    from kv_nixl_agent.values import Outcome
+    from kv_nixl_agent.values import Outcome, TransferOrder
 
     Indices = npt.NDArray[np.int32]
 
@@ -48,6 +48,7 @@ _COUNTERS: Final = (
     "transfers_fence_rejected",
     "transfers_timed_out",
     "transfers_cancelled",
+    "probes",
     "bytes_moved",
     "fence_checks",
     "stream_looks",
@@ -203,7 +204,7 @@ class TransferQueue:
                     result = TransferResult(
                         order.transfer_id, order.peer, "failed", "thread-dead", text, is_memory_quiet=False
                     )
-                    self.report(result)
+                    self.report(order, result)
 
     def _finish(self, transfer: Transfer, result: TransferResult) -> None:
         """Forget a transfer in the step that reports its result."""
@@ -214,12 +215,13 @@ class TransferQueue:
                 del self._lines[transfer.peer]
         del self.live[transfer.order.transfer_id]
         self._posted.pop(transfer.order.transfer_id, None)
-        self.report(result)
+        self.report(transfer.order, result)
 
-    def report(self, result: TransferResult) -> None:
-        """Count a result, and keep it for the owner."""
-        self.wiring.counts["transfers_" + result.outcome.replace("-", "_")] += 1
-        if result.outcome == "done":
+    def report(self, order: TransferOrder, result: TransferResult) -> None:
+        """Count a result, of a probe apart from those of reads, and keep it for the owner."""
+        is_probe = order.operation == "probe"
+        self.wiring.counts["probes" if is_probe else "transfers_" + result.outcome.replace("-", "_")] += 1
+        if result.outcome == "done" and not is_probe:
             self.wiring.counts["bytes_moved"] += result.bytes_moved
             self._recent.append((result.post_s, result.wire_s, result.bytes_moved))
         self.results.append(result)

@@ -231,10 +231,10 @@ class Transfer:
     def _fail_part(self, part: Part, error: AgentError, *, is_off_wire: bool) -> None:
         """End the transfer because of one part's error; the part stays active unless it is certainly off the wire."""
         self.peer.note_failure(error)
-        part.last_error = f"{error.code}: {error}"
+        part.last_error = str(error)
         if is_off_wire:
             self._release_part(part)
-        self.end("failed", transfer_code(error), f"{error} (peer {self.peer.key!r})")
+        self.end("failed", transfer_code(error), f"{error.message} (peer {self.peer.key!r})")
 
     # ---------------------------------------------------------------------------------------------------- verification
 
@@ -265,7 +265,8 @@ class Transfer:
             # The data has arrived, but its fence cannot be checked.
             self.peer.note_failure(error)
             self._wiring.counts["fence_checks"] += 1
-            self.end("failed", transfer_code(error), f"the fence of peer {self.peer.key!r} could not be read: {error}")
+            text = f"the fence of peer {self.peer.key!r} could not be read: {error.message}"
+            self.end("failed", transfer_code(error), text)
             return True
         if is_done and self._read is not None:
             self._judge(self._read)
