@@ -3,6 +3,8 @@
 from model.invariants import problems
 from stream_helpers import Prompt, answer_of, consumer, early, offered, question, run
 
+from kv_scheduler_state import UNBOUND
+
 BLOCKS = [[11, 12, 13, 14, 15, 16, 17]]
 RETRY = {"kind": "no", "reason": "busy"}
 
@@ -51,6 +53,9 @@ def at(name, **changes):
         state.streams.ended("d1", (0, 0), is_done=False)
         number = ask(state).number
     state.take_step_plan(now_s=0.0)
+    if name == "asking-final":  # in vain for as long as it waits for room
+        state.take_step_plan(now_s=10.0)
+        number = ask(state).number
     if name == "stopping":
         state.streams.answered("d1", number, {"kind": "no", "reason": "withdrawn"}, now_s=0.0)
     assert states(state) == [f"consumer-{name}"]
@@ -63,4 +68,4 @@ def states(state):
 
 
 def finish(state):
-    return state.finish("d1", reason="abort", block_ids=BLOCKS, computed_tokens=0, now_s=5.0)
+    return state.finish("d1", reason="abort", block_ids=BLOCKS, computed_tokens=0, identity=UNBOUND, now_s=5.0)

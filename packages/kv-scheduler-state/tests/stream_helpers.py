@@ -71,6 +71,8 @@ def run(state, events, request_id="p1", *, now_s=0.0):
                 is_prompt_complete=is_last,
                 computed_tokens=100 if is_last else 48,
             )
+        elif event == "whole":
+            state.streams.produced.hand_over_whole(request_id)
         elif event == "preempt":
             state.preempt(request_id, now_s=now_s)
         elif event in {"length", "abort"}:

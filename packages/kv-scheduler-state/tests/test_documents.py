@@ -11,14 +11,6 @@ from stream_helpers import Prompt
 
 import kv_scheduler_state
 from kv_scheduler_state import SchedulerState, prompt_digest
-from kv_scheduler_state.tables import (
-    CONSUMER_TABLE,
-    LEASE_TABLE,
-    PRODUCER_TABLE,
-    STREAM_CONSUMER_TABLE,
-    STREAM_PRODUCER_TABLE,
-    STREAM_READER_TABLE,
-)
 from kv_scheduler_state.ticket.ticket import WHOLE_NUMBERS
 
 PACKAGE = Path(__file__).parents[1]
@@ -37,9 +29,10 @@ def test_the_ticket_page_names_every_sealed_key_and_works_out_a_digest():
 
 def test_the_examples_of_the_readme_run():
     examples = re.findall(r"```python\n(.*?)```", (PACKAGE / "README.md").read_text(), re.DOTALL)
-    assert examples
+    assert len(examples) > 1
+    shared: dict[str, object] = {}  # a wrong twin goes on with what its example has made
     for example in examples:
-        exec(compile(example, "README.md", "exec"), {})
+        exec(compile(example, "README.md", "exec"), shared)
 
 
 def test_the_readme_lists_every_error_code():
@@ -48,10 +41,3 @@ def test_the_readme_lists_every_error_code():
     codes = set(re.findall(r'"((?:ticket|invalid|unknown|duplicate|illegal)-[a-z-]+)"', sources))
     assert len(codes) > 15
     assert not {code for code in codes if f"`{code}`" not in readme}
-
-
-def test_every_event_and_effect_has_a_name():
-    streamed = STREAM_PRODUCER_TABLE, STREAM_CONSUMER_TABLE, STREAM_READER_TABLE
-    for table in (PRODUCER_TABLE, CONSUMER_TABLE, LEASE_TABLE, *streamed):
-        assert all(re.fullmatch(r"[a-z-]+", row.event) for row in table.rows)
-        assert all(row.why.endswith(".") for row in table.rows)

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import pytest
 from model.invariants import problems
-from scheduler_helpers import FULL, WINDOW, scheduler, with_ticket
+from scheduler_helpers import FULL, WINDOW, allocate, begin, finish, scheduler, with_ticket
 from stream_helpers import Prompt, early, producer, question, run
 
-from kv_scheduler_state import FinishDecision, SchedulerState, prefill_request_params
+from kv_scheduler_state import FinishDecision, SchedulerState
 from kv_scheduler_state.errors import InvalidConfig
 
 
-def end(
-    state: SchedulerState, request_id: str, blocks: list[list[int]], *, reason: Literal["length", "abort"] = "length"
-) -> FinishDecision:
+def end(state: SchedulerState, request_id: str, blocks: list[list[int]], *, reason: str = "length") -> FinishDecision:
     """Let a prompt arrive, be computed and end."""
-    state.arrive(request_id, prefill_request_params(), prompt_tokens=16, now_s=0.0)
-    state.allocate(request_id, block_ids=blocks, new_block_ids=blocks, external_tokens=0, now_s=0.0)
-    decision = state.finish(request_id, reason=reason, block_ids=blocks, computed_tokens=16, now_s=0.0)
+    begin(state, request_id, blocks, tokens=16)
+    decision: FinishDecision = finish(state, request_id, reason, blocks, 16)
     assert problems(state) == []
     is_granted = any(grant.request_id == request_id for grant in state.take_step_plan(now_s=0.0).grants)
     assert is_granted == decision.keep_blocks
@@ -62,9 +57,7 @@ def test_a_prompt_that_a_peer_streams_is_handed_over_whatever_came_meanwhile(lim
 
 
 @pytest.mark.parametrize("event", ["abort", "length"])
-def test_quotas_bound_streamed_prompts_that_nobody_reads_and_ended_ones_make_room(
-    event: Literal["abort", "length"],
-) -> None:
+def test_quotas_bound_streamed_prompts_that_nobody_reads_and_ended_ones_make_room(event: str) -> None:
     state = producer(stream_slots=8, fence_slots=8, max_leases=2, max_leased_blocks=20)
     for number in range(6):
         early_ticket = early(serves=True, hand_over_id=f"{number:032x}")
@@ -97,7 +90,7 @@ def test_a_draining_engine_goes_on_reading() -> None:
     state.drain()
     with_ticket(state)
     assert state.external_tokens("d1", computed_tokens=0) == 48
-    state.allocate("d1", block_ids=[[4, 5, 6]], new_block_ids=[[4, 5, 6]], external_tokens=48, now_s=0.0)
+    allocate(state, "d1", [[4, 5, 6]], external=48)
     assert [order.request_id for order in state.take_step_plan(now_s=0.0).reads] == ["d1"]
 
 
@@ -144,8 +137,7 @@ def test_the_newest_read_that_waits_for_blocks_gives_way_to_a_peer(has_lease: bo
     for name in ("d1", "d2", "reading"):
         with_ticket(state, name, remote_request_id=f"far-{name}")
     state.external_tokens("reading", computed_tokens=0)
-    blocks = [[4, 5, 6]]
-    state.allocate("reading", block_ids=blocks, new_block_ids=blocks, external_tokens=48, now_s=0.0)
+    allocate(state, "reading", [[4, 5, 6]], external=48)
     if has_lease:
         end(state, "p1", [[1, 2]])
     state.take_step_plan(now_s=0.0)
@@ -165,10 +157,8 @@ def test_blocks_kept_for_a_next_turn_come_back_before_a_read_gives_way() -> None
     state = scheduler(bidirectional=True)
     for number in (1, 2):
         with_ticket(state, f"turn{number}", remote_request_id=f"far-turn{number}")
-        state.allocate(f"turn{number}", block_ids=[[number]], new_block_ids=[[number]], external_tokens=0, now_s=0.0)
-        assert state.finish(
-            f"turn{number}", reason="length", block_ids=[[number]], computed_tokens=16, now_s=0.0
-        ).keep_blocks
+        allocate(state, f"turn{number}", [[number]])
+        assert finish(state, f"turn{number}", "length", [[number]], 16).keep_blocks
     end(state, "p1", [[3]])
     with_ticket(state, "d", remote_request_id="far-d")
     assert [state.give_way(now_s=1.0) for _ in range(4)] == ["", "", "d", ""]

@@ -8,9 +8,9 @@ import pickle
 
 import pytest
 from model.invariants import problems
-from scheduler_helpers import config, consumer_params, scheduler, with_ticket
+from scheduler_helpers import begin, config, consumer_params, scheduler, with_ticket
 
-from kv_scheduler_state import GroupConfig, SchedulerStateError, TicketError, prefill_request_params
+from kv_scheduler_state import UNBOUND, GroupConfig, SchedulerStateError, TicketError, prefill_request_params
 from kv_scheduler_state.errors import DuplicateRequest, IllegalTransition, InvalidConfig, InvalidEvent, UnknownRequest
 
 
@@ -28,6 +28,9 @@ from kv_scheduler_state.errors import DuplicateRequest, IllegalTransition, Inval
         {"readback_lease_s": math.inf},
         {"heartbeat_s": 30.0},
         {"fence_seed": 0},
+        {"nonce_seed": ""},
+        {"generation": -1},
+        {"stream_reserve_fraction": 1.5},
         {"load_failure_policy": "recomput"},
         {"fence_seed": 1 << 53},
         {"bidirectional": True, "uses_host_buffer": True},
@@ -66,13 +69,13 @@ def test_a_group_that_cannot_be_is_refused(changes):
 
 def mistakes(state):
     blocks = {"block_ids": [[1]], "new_block_ids": [[1]], "external_tokens": 0, "now_s": 0.0}
-    end = {"reason": "abort", "block_ids": [[1]], "computed_tokens": 0, "now_s": 0.0}
-    yield lambda: state.arrive("", None, prompt_tokens=1, now_s=0.0)
-    yield lambda: state.arrive(7, None, prompt_tokens=1, now_s=0.0)
-    yield lambda: state.arrive("new", None, prompt_tokens=-1, now_s=0.0)
-    yield lambda: state.arrive("new", None, prompt_tokens="1", now_s=0.0)
-    yield lambda: state.arrive("new", None, prompt_tokens=1, now_s=-1.0)
-    yield lambda: state.arrive("d1", None, prompt_tokens=1, now_s=0.0)
+    end = {"reason": "abort", "block_ids": [[1]], "computed_tokens": 0, "identity": UNBOUND, "now_s": 0.0}
+    yield lambda: state.arrive("", None, prompt_tokens=1, identity=UNBOUND, now_s=0.0)
+    yield lambda: state.arrive(7, None, prompt_tokens=1, identity=UNBOUND, now_s=0.0)
+    yield lambda: state.arrive("new", None, prompt_tokens=-1, identity=UNBOUND, now_s=0.0)
+    yield lambda: state.arrive("new", None, prompt_tokens="1", identity=UNBOUND, now_s=0.0)
+    yield lambda: state.arrive("new", None, prompt_tokens=1, identity=UNBOUND, now_s=-1.0)
+    yield lambda: state.arrive("d1", None, prompt_tokens=1, identity=UNBOUND, now_s=0.0)
     yield lambda: state.external_tokens("d1", computed_tokens=-1)
     yield lambda: state.external_tokens(["d1"], computed_tokens=1)
     yield lambda: state.allocate("d1", **{**blocks, "external_tokens": -1})
@@ -104,8 +107,7 @@ def mistakes(state):
 def test_a_mistake_is_coded_and_changes_nothing():
     state = scheduler()
     with_ticket(state)
-    state.arrive("p1", prefill_request_params(), prompt_tokens=48, now_s=0.0)
-    state.allocate("p1", block_ids=[[1]], new_block_ids=[[1]], external_tokens=0, now_s=0.0)
+    begin(state, "p1", [[1]])
     before = state.snapshot(now_s=0.0)
     for mistake in mistakes(state):
         with pytest.raises(SchedulerStateError) as caught:
@@ -131,7 +133,7 @@ def test_messages_do_not_repeat_what_is_hostile():
 
 def test_a_snapshot_says_why_a_request_waits():
     state = scheduler()
-    state.arrive("local", None, prompt_tokens=3, now_s=0.0)
+    state.arrive("local", None, prompt_tokens=3, identity=UNBOUND, now_s=0.0)
     with_ticket(state, now_s=1.0)
     state.allocate("d1", block_ids=[[1, 2, 3]], new_block_ids=[[1, 2, 3]], external_tokens=48, now_s=3.0)
     local, consumer = state.snapshot(now_s=4.0)
@@ -140,7 +142,7 @@ def test_a_snapshot_says_why_a_request_waits():
     assert consumer["waits_for"] == "the workers, to report the end of its read"
     assert consumer["consumer"]["is_renewed"]
     assert state.state_counts() == {"consumer-reading": 1}
-    state.arrive("p1", prefill_request_params(), prompt_tokens=48, now_s=4.0)
+    state.arrive("p1", prefill_request_params(), prompt_tokens=48, identity=UNBOUND, now_s=4.0)
     state.report(sent=[], received=["d1"], failed=[])
     assert state.state_counts() == {"consumer-local": 1, "producer-waiting": 1}
 
@@ -170,7 +172,7 @@ def test_every_exception_is_copied_and_pickled_whole():
 def test_a_ticket_is_not_changed_by_a_whole_life():
     params = consumer_params(remote_block_ids=[[1, 2, 3]])
     state = scheduler()
-    state.arrive("d1", params, prompt_tokens=48, now_s=0.0)
+    state.arrive("d1", params, prompt_tokens=48, identity=UNBOUND, now_s=0.0)
     state.allocate("d1", block_ids=[[1, 2, 3]], new_block_ids=[[1, 2, 3]], external_tokens=48, now_s=0.0)
     params["remote_block_ids"][0].append(99)  # nor does what happens to it later matter
     assert state.take_step_plan(now_s=0.0).reads[0].ticket.peer_blocks[0].ids == (1, 2, 3)

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import pytest
-from scheduler_helpers import FULL, STATE, WINDOW, scheduler, with_ticket
+from scheduler_helpers import FULL, STATE, WINDOW, allocate, scheduler, with_ticket
 
-from kv_scheduler_state import GroupConfig, prefill_request_params
-
-
-def allocate(state):
-    state.allocate("p1", block_ids=[[1]], new_block_ids=[[1]], external_tokens=0, now_s=0.0)
+from kv_scheduler_state import UNBOUND, GroupConfig, prefill_request_params
 
 
 @pytest.mark.parametrize(("prompt_tokens", "truncated", "loaded"), [(10, 1, 9), (2, 1, 1), (1, 0, 0), (0, 0, 0)])
 def test_a_state_is_handed_over_one_token_early(prompt_tokens, truncated, loaded):
     state = scheduler(groups=(STATE,))
-    admission = state.arrive("p1", prefill_request_params(), prompt_tokens=prompt_tokens, now_s=0.0)
+    admission = state.arrive("p1", prefill_request_params(), prompt_tokens=prompt_tokens, identity=UNBOUND, now_s=0.0)
     assert admission.truncate_tokens == truncated
-    allocate(state)
+    allocate(state, "p1", [[1]])
     state.preempt("p1", now_s=0.0)
-    allocate(state)  # the truncation was announced once and is not asked for again
+    allocate(state, "p1", [[1]])  # the truncation was announced once and is not asked for again
     with_ticket(state, "d1", prompt_tokens=prompt_tokens, remote_num_tokens=None)
     assert state.external_tokens("d1", computed_tokens=0) == loaded
 
@@ -41,12 +37,5 @@ def test_a_state_is_handed_over_one_token_early(prompt_tokens, truncated, loaded
 )
 def test_a_producer_stops_early_where_its_engine_gives_up_what_the_last_token_sees(group, prompt_tokens, left):
     state = scheduler(groups=(FULL, group))
-    admission = state.arrive("p1", prefill_request_params(), prompt_tokens=prompt_tokens, now_s=0.0)
+    admission = state.arrive("p1", prefill_request_params(), prompt_tokens=prompt_tokens, identity=UNBOUND, now_s=0.0)
     assert admission.truncate_tokens == left
-
-
-def test_a_lookahead_moves_the_end_further():
-    state = scheduler(state_backoff_tokens=3)
-    assert state.arrive("p1", prefill_request_params(), prompt_tokens=10, now_s=0.0).truncate_tokens == 3
-    with_ticket(state, prompt_tokens=10, remote_num_tokens=7)
-    assert state.external_tokens("d1", computed_tokens=0) == 7

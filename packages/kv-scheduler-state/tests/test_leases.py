@@ -35,27 +35,12 @@ def test_a_renewal_moves_the_deadline_and_never_back():
     assert table.read_complete("p1", reader="r", reader_count=1, now_s=41.0) == "expired"
 
 
-def test_leases_that_run_are_counted():
-    table = granted()
-    table.expect("p2", now_s=0.0)
-    table.grant("p3", lease_s=5.0, fence=(1, 7), now_s=0.0)
-    assert table.granted_count() == 2, "what was announced does not run yet"
-    table.release("p3", now_s=1.0)
-    table.take_ended(now_s=1.0)
-    assert table.granted_count() == 1
-
-
 def test_a_clock_that_is_set_back_or_forth_ends_nothing_and_stops_nothing():
     table = granted(at=1000.0)
     assert table.take_ended(now_s=9000.0) == ()
     assert table.take_ended(now_s=10.0) == ()
     ends = [end for now_s in range(11, 41) for end in table.take_ended(now_s=float(now_s))]
     assert [end.request_id for end in ends] == ["p1"]
-
-
-def test_a_clock_that_cannot_advance_is_refused():
-    with pytest.raises(InvalidConfig):
-        ObservedClock(0.0)
 
 
 READINGS = st.one_of(st.floats(0, 1e9), st.floats(0, 10), st.integers(0, 100))
@@ -168,3 +153,8 @@ def test_a_lease_ends_exactly_when_its_last_deadline_passes(events):
             for name in ended:
                 del deadlines[name]
         assert problems(table) == []
+
+
+def test_a_clock_that_cannot_advance_is_refused():
+    with pytest.raises(InvalidConfig):
+        ObservedClock(0.0)

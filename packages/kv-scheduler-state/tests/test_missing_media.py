@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from consumer_helpers import arrive, ask
-from scheduler_helpers import FULL, config, hand_over
+from scheduler_helpers import FULL, SEEDS, TokenPrompt, config, hand_over
 from stream_helpers import answer_of, consumer, early, producer, question, run
 
 from kv_scheduler_state import GrantOrder, LeaseTable, SchedulerConfig, SchedulerState, StepPlan, prompt_digest
@@ -16,17 +16,9 @@ IMAGES = (("cat", 1, 4), ("dog", 9, 4))
 SECRETS = (b"a fleet secret, 16+",)
 
 
-class Prompt:
-    """A prompt of 48 equal tokens with images, of which this side got some."""
-
-    def __init__(self, images=IMAGES, *, token=5, refusal=""):
-        self.images, self.token, self.refusal = images, token, refusal
-
-    def digest(self, tokens):
-        return prompt_digest([self.token] * tokens, media=self.images)
-
-    def media(self, tokens):
-        return (len(self.images), prompt_digest([self.token] * tokens)) if self.images else None
+def prompt_of(images=IMAGES, *, token=5, refusal=""):
+    """Return a prompt of equal tokens with images, of which this side got some."""
+    return TokenPrompt([token] * 100, images, refusal=refusal)
 
 
 def prefill(prompt, request_id="p1", secrets=SECRETS) -> dict[str, Any]:
@@ -37,7 +29,7 @@ def prefill(prompt, request_id="p1", secrets=SECRETS) -> dict[str, Any]:
 
 
 def admitted(ticket, prompt, secrets=SECRETS):
-    state = SchedulerState(SchedulerConfig("d0", "10.0.0.2", 5600, tp=1), secrets=secrets)
+    state = SchedulerState(SchedulerConfig("d0", "10.0.0.2", 5600, tp=1, **SEEDS), secrets=secrets)
     return state, state.arrive("d1", ticket, prompt_tokens=48, identity=prompt, now_s=0.0)
 
 
@@ -45,18 +37,18 @@ def admitted(ticket, prompt, secrets=SECRETS):
 @pytest.mark.parametrize(
     ("own", "code"),
     [
-        (Prompt(), ""),
-        (Prompt(IMAGES[:1]), "ticket-media-missing"),
-        (Prompt(()), "ticket-media-missing"),
-        (Prompt(refusal="ticket-media-unidentified"), "ticket-media-unidentified"),
-        (Prompt((), refusal="ticket-media-unidentified"), "ticket-media-missing"),
-        (Prompt((("cat", 1, 4), ("cow", 9, 4))), "ticket-prompt"),
-        (Prompt((*IMAGES, ("cow", 20, 4))), "ticket-prompt"),
-        (Prompt((), token=6), "ticket-prompt"),
+        (prompt_of(), ""),
+        (prompt_of(IMAGES[:1]), "ticket-media-missing"),
+        (prompt_of(()), "ticket-media-missing"),
+        (prompt_of(refusal="ticket-media-unidentified"), "ticket-media-unidentified"),
+        (prompt_of((), refusal="ticket-media-unidentified"), "ticket-media-missing"),
+        (prompt_of((("cat", 1, 4), ("cow", 9, 4))), "ticket-prompt"),
+        (prompt_of((*IMAGES, ("cow", 20, 4))), "ticket-prompt"),
+        (prompt_of((), token=6), "ticket-prompt"),
     ],
 )
 def test_a_prompt_must_fail_where_it_has_fewer_images_than_were_computed(own, code):
-    ticket = prefill(Prompt())
+    ticket = prefill(prompt_of())
     assert ticket["kv_media"] == [2, prompt_digest([5] * 48)]
     state, admission = admitted(ticket, own)
     assert admission.rejected_code == code
@@ -71,7 +63,7 @@ def test_a_prompt_must_fail_where_it_has_fewer_images_than_were_computed(own, co
 
 @pytest.mark.never_wrong("A13")
 def test_a_ticket_of_a_prompt_without_images_names_none():
-    assert "kv_media" not in prefill(Prompt(()))
+    assert "kv_media" not in prefill(prompt_of(()))
 
 
 @pytest.mark.never_wrong("A13")
@@ -82,7 +74,7 @@ def test_a_ticket_of_a_prompt_without_images_names_none():
 @pytest.mark.parametrize("tokens", [48, None, "48", -1, 1e300])
 def test_a_value_that_names_no_missing_image_refuses_no_request(value, tokens):
     changes = {"kv_media": value, "kv_prompt": "e" * 64, "remote_num_tokens": tokens}
-    state, admission = admitted({**prefill(Prompt(), secrets=()), **changes}, Prompt(()), secrets=())
+    state, admission = admitted({**prefill(prompt_of(), secrets=()), **changes}, prompt_of(()), secrets=())
     assert admission.rejected_code not in {"", "ticket-media-missing"}
     assert (admission.rejected_code == "ticket-prompt") == (tokens in {48, None})
     assert not state.must_fail("d1")
@@ -92,8 +84,8 @@ def test_a_value_that_names_no_missing_image_refuses_no_request(value, tokens):
 @pytest.mark.never_wrong("A13")
 def test_a_streamed_prompt_must_fail_where_it_has_fewer_images():
     producing, reading = producer(), consumer()
-    producing.arrive("p1", early(serves=True), prompt_tokens=100, identity=Prompt(), now_s=0.0)
-    arrive(reading, identity=Prompt(()))
+    producing.arrive("p1", early(serves=True), prompt_tokens=100, identity=prompt_of(), now_s=0.0)
+    arrive(reading, identity=prompt_of(()))
     asked = ask(reading)
     producing.streams.produced.ask("a", question(asked.number, digest=asked.digest))
     answer = answer_of(producing)
@@ -107,28 +99,21 @@ def test_a_streamed_prompt_must_fail_where_it_has_fewer_images():
 
 def test_an_offer_names_the_images_of_its_prompt():
     state = producer()
-    state.arrive("p1", early(serves=True), prompt_tokens=100, identity=Prompt(), now_s=0.0)
+    state.arrive("p1", early(serves=True), prompt_tokens=100, identity=prompt_of(), now_s=0.0)
     run(state, ["allocate", "chunk"])
-    state.streams.produced.ask("a", question(digest=Prompt().digest(100)))
+    state.streams.produced.ask("a", question(digest=prompt_of().digest(100)))
     assert answer_of(state)["ticket"]["kv_media"] == [2, prompt_digest([5] * 100)]
 
 
 # ---------------------------------------------------------------------------------------------------------- request ids
 
 
-IDS = {
-    "cmpl-1": True,
-    "r" * 512: True,
-    "r" * 513: False,
-    "\u56fe": False,
-    "a\tb": False,
-    "kv-id-1": False,
-}
+IDS = {"cmpl-1": True, "r" * 512: True, "r" * 513: False, "\u56fe": False, "a\tb": False, "kv-id-1": False}
 
 
 @pytest.mark.parametrize(("request_id", "is_plain"), IDS.items())
 def test_peers_know_a_request_by_a_short_id_where_its_own_is_not_plain(request_id, is_plain):
-    named = prefill(Prompt(()), request_id)["remote_request_id"]
+    named = prefill(prompt_of(()), request_id)["remote_request_id"]
     assert (named == request_id) == is_plain
     assert is_plain or (named.startswith("kv-id-") and len(named) == 38)
     table = LeaseTable()

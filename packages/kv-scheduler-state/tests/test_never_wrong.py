@@ -7,10 +7,24 @@ from typing import Any
 
 import pytest
 from model.invariants import problems
-from scheduler_helpers import FULL, STATE, WINDOW, config, consumer_params, hand_over, ids, scheduler
+from scheduler_helpers import (
+    FULL,
+    STATE,
+    WINDOW,
+    TokenPrompt,
+    allocate,
+    config,
+    consumer_params,
+    finish,
+    hand_over,
+    ids,
+    scheduler,
+    with_ticket,
+)
 from stream_helpers import early
 
 from kv_scheduler_state import (
+    UNBOUND,
     BlockList,
     GroupConfig,
     LeaseTable,
@@ -24,19 +38,6 @@ from kv_scheduler_state.plan import FenceOrder, GrantOrder
 from kv_scheduler_state.worker.state import WorkerState
 
 NULLS = {"null_block": 0}
-
-
-class Prompt:
-    refusal = ""
-
-    def __init__(self, *tokens: int) -> None:
-        self.tokens = tokens
-
-    def digest(self, tokens: int) -> str | None:
-        return prompt_digest(self.tokens[:tokens]) if tokens <= len(self.tokens) else None
-
-    def media(self, tokens: int) -> None:
-        """Return None: the prompt has no media."""
 
 
 # ---- A1: a ticket belongs to one prompt
@@ -62,28 +63,28 @@ def test_digests_are_the_golden_ones(digest):
 
 @pytest.mark.never_wrong("A1")
 def test_a_ticket_serves_the_prompt_that_it_was_written_for():
-    params = hand_over(scheduler(engine_id="prefill-0"), [[1]], tokens=3, identity=Prompt(1, 2, 3)).params
+    params = hand_over(scheduler(engine_id="prefill-0"), [[1]], tokens=3, identity=TokenPrompt([1, 2, 3])).params
     assert params["kv_prompt"] == prompt_digest([1, 2, 3])
     for identity, code in (
-        (Prompt(1, 2, 3), ""),
-        (Prompt(1, 2, 3, 4), ""),
-        (Prompt(1, 2, 4), "ticket-prompt"),
-        (Prompt(1, 2), "ticket-prompt"),
-        (None, "ticket-prompt"),
+        (TokenPrompt([1, 2, 3]), ""),
+        (TokenPrompt([1, 2, 3, 4]), ""),
+        (TokenPrompt([1, 2, 4]), "ticket-prompt"),
+        (TokenPrompt([1, 2]), "ticket-prompt"),
+        (UNBOUND, "ticket-prompt"),
     ):
         admission = scheduler().arrive("d1", params, prompt_tokens=4, identity=identity, now_s=0.0)
         assert admission.rejected_code == code
     unsaid = {**(params or {}), "remote_num_tokens": None}
-    assert scheduler().arrive("d1", unsaid, prompt_tokens=3, identity=Prompt(1, 2, 3), now_s=0.0).rejected_code
+    assert scheduler().arrive("d1", unsaid, prompt_tokens=3, identity=TokenPrompt([1, 2, 3]), now_s=0.0).rejected_code
     unbound = {key: value for key, value in params.items() if key != "kv_prompt"}
-    assert not scheduler().arrive("d1", unbound, prompt_tokens=3, identity=Prompt(9), now_s=0.0).rejected_code
+    assert not scheduler().arrive("d1", unbound, prompt_tokens=3, identity=TokenPrompt([9]), now_s=0.0).rejected_code
 
 
 @pytest.mark.never_wrong("A1")
 def test_a_readback_ticket_of_another_conversation_costs_only_the_read():
     decode = scheduler(bidirectional=True, engine_id="decode-0")
-    turn, other = Prompt(*range(100)), Prompt(*range(1, 101))
-    decode.arrive("d1", consumer_params(), prompt_tokens=48, now_s=0.0)
+    turn, other = TokenPrompt([*range(100)]), TokenPrompt([*range(1, 101)])
+    decode.arrive("d1", consumer_params(), prompt_tokens=48, identity=UNBOUND, now_s=0.0)
     decode.allocate("d1", block_ids=[[1]], new_block_ids=[[]], external_tokens=0, now_s=0.0)
     blocks = [list(range(1, 8))]
     back = decode.finish("d1", reason="stop", block_ids=blocks, computed_tokens=99, identity=turn, now_s=0.0).params
@@ -116,15 +117,10 @@ def test_a_list_says_with_which_token_it_begins_on_both_sides():
     params = hand_over(scheduler(groups=groups, engine_id="prefill-0", **NULLS), blocks, tokens=90).params
     assert (params["kv_first_tokens"], params["kv_span_tokens"], params["kv_null_block"]) == ([0, 48], [16, 16], 0)
     state = scheduler(groups=groups, **NULLS)
-    state.arrive("d1", params, prompt_tokens=90, now_s=0.0)
+    state.arrive("d1", params, prompt_tokens=90, identity=UNBOUND, now_s=0.0)
     assert state.external_tokens("d1", computed_tokens=32) == 58
-    state.allocate(
-        "d1",
-        block_ids=[[11, 12, 13, 14, 15, 16], [0, 0, 0, 17, 18, 19]],
-        new_block_ids=[[13, 14, 15, 16], [17, 18, 19]],
-        external_tokens=58,
-        now_s=0.0,
-    )
+    local, new = [[11, 12, 13, 14, 15, 16], [0, 0, 0, 17, 18, 19]], [[13, 14, 15, 16], [17, 18, 19]]
+    allocate(state, "d1", local, new, external=58)
     (order,) = state.take_step_plan(now_s=0.0).reads
     assert order.local_blocks == (BlockList((13, 14, 15, 16), 32, 0), BlockList((17, 18, 19), 48, 0))
     assert order.ticket.peer_blocks == (BlockList((1, 2, 3, 4, 5, 6), 0, 0), BlockList((7, 8, 9), 48, 0))
@@ -153,7 +149,7 @@ def test_a_regenerated_turn_is_only_read_back_if_the_window_reaches_back(held, p
         kv_span_tokens=[16, 16],
         kv_null_block=0,
     )
-    state.arrive("p1", params, prompt_tokens=prompt, now_s=0.0)
+    state.arrive("p1", params, prompt_tokens=prompt, identity=UNBOUND, now_s=0.0)
     assert state.external_tokens("p1", computed_tokens=0) == loaded
 
 
@@ -161,11 +157,9 @@ def test_a_regenerated_turn_is_only_read_back_if_the_window_reaches_back(held, p
 def test_null_blocks_of_a_whole_group_are_no_prefix_hit():
     """Attention in chunks: blocks of earlier chunks are null from the start, and nothing of the prompt is a hit."""
     state = scheduler(**NULLS)
-    state.arrive(
-        "d1", consumer_params(remote_num_tokens=64, remote_block_ids=[[0, 0, 3, 4]]), prompt_tokens=64, now_s=0.0
-    )
+    with_ticket(state, prompt_tokens=64, remote_num_tokens=64, remote_block_ids=[[0, 0, 3, 4]])
     state.external_tokens("d1", computed_tokens=0)
-    state.allocate("d1", block_ids=[[0, 0, 5, 6]], new_block_ids=[[5, 6]], external_tokens=64, now_s=0.0)
+    allocate(state, "d1", [[0, 0, 5, 6]], [[5, 6]], external=64)
     (order,) = state.take_step_plan(now_s=0.0).reads
     assert order.local_blocks == (BlockList((0, 0, 5, 6), 0, 0),)
 
@@ -233,12 +227,10 @@ def test_larger_generations_of_version_0_1_are_still_read():
 def test_an_id_that_cannot_be_notified_is_refused_at_arrival():
     state = scheduler(reserved_id_prefixes=("HB:", "PUSH_REG:"), bidirectional=True)
     for name in ("HB:x", "PUSH_REG:", "HB:"):
-        admission = state.arrive("d1", consumer_params(remote_request_id=name), prompt_tokens=48, now_s=0.0)
-        assert admission.rejected_code == "ticket-id-reserved"
-        state.finish("d1", reason="abort", block_ids=[[]], computed_tokens=0, now_s=0.0)
-        admission = state.arrive(name, prefill_request_params(), prompt_tokens=48, now_s=0.0)
-        assert (admission.role, admission.rejected_code) == ("none", "ticket-id-reserved")
-        state.finish(name, reason="length", block_ids=[[1]], computed_tokens=16, now_s=0.0)
+        for own, params in (("d1", consumer_params(remote_request_id=name)), (name, prefill_request_params())):
+            admission = state.arrive(own, params, prompt_tokens=48, identity=UNBOUND, now_s=0.0)
+            assert (admission.role, admission.rejected_code) == ("none", "ticket-id-reserved")
+            finish(state, own, "length", [[1]], 16)
     assert state.take_step_plan(now_s=0.0).is_empty
 
 
@@ -349,7 +341,7 @@ def test_every_grant_has_a_nonce_of_its_own():
 @pytest.mark.parametrize("is_told_late", [False, True])
 def test_a_restart_has_a_new_generation(is_told_late):
     state = scheduler()
-    state.arrive("p1", prefill_request_params(), prompt_tokens=48, now_s=0.0)
+    state.arrive("p1", prefill_request_params(), prompt_tokens=48, identity=UNBOUND, now_s=0.0)
     blocks = {"block_ids": [[1, 2, 3]], "new_block_ids": [[1, 2, 3]], "external_tokens": 0, "now_s": 0.0}
     state.allocate("p1", **blocks)
     (first,) = state.take_step_plan(now_s=0.0).fences
@@ -410,7 +402,7 @@ READ_BY: dict[str, dict[str, object]] = {
 def test_an_engine_that_only_produces_reads_nothing(kind: str, reads: bool) -> None:
     more = {"peer_networks": ("10.0.0.0/8",), "stream_reserve_fraction": 0.5, "cache_blocks": 64, "bidirectional": True}
     state = scheduler(reads=reads, **more)
-    admission = state.arrive("d1", READ_BY[kind], prompt_tokens=100, identity=Prompt(*range(100)), now_s=0.0)
+    admission = state.arrive("d1", READ_BY[kind], prompt_tokens=100, identity=TokenPrompt([*range(100)]), now_s=0.0)
     assert admission.rejected_code == ("" if reads else "ticket-role")
     assert any(name.startswith("consumer") for name in state.state_counts()) is reads
     if not reads:

@@ -5,18 +5,18 @@ from __future__ import annotations
 import sys
 
 import pytest
-from scheduler_helpers import WINDOW, config, consumer_params, hand_over, scheduler, with_ticket
+from scheduler_helpers import BLOCKS, WINDOW, allocate, config, consumer_params, hand_over, scheduler, with_ticket
 from stream_helpers import Prompt
 
-from kv_scheduler_state import SchedulerState, SchedulerStateError, prefill_request_params, prompt_digest
+from kv_scheduler_state import UNBOUND, SchedulerState, SchedulerStateError, prefill_request_params, prompt_digest
 from kv_scheduler_state.errors import DuplicateRequest, InvalidEvent, UnknownRequest
 
 
 def test_a_wrong_report_of_sent_blocks_is_refused_and_the_right_ones_beside_it_count():
     state = scheduler()
     assert hand_over(state, [[1]], tokens=16).keep_blocks
-    state.arrive("plain", None, prompt_tokens=4, now_s=0.0)
-    state.arrive("waits", prefill_request_params(), prompt_tokens=4, now_s=0.0)
+    state.arrive("plain", None, prompt_tokens=4, identity=UNBOUND, now_s=0.0)
+    state.arrive("waits", prefill_request_params(), prompt_tokens=4, identity=UNBOUND, now_s=0.0)
     for wrong in ("plain", "never-seen"):
         with pytest.raises(UnknownRequest):
             state.report(sent=[wrong], received=[], failed=[])
@@ -28,25 +28,23 @@ def test_a_wrong_report_of_sent_blocks_is_refused_and_the_right_ones_beside_it_c
 
 def test_a_parked_request_without_a_ticket_is_reported_once_and_its_id_rests_until_then():
     state = scheduler()
-    state.arrive("r", None, prompt_tokens=16, now_s=0.0)
+    state.arrive("r", None, prompt_tokens=16, identity=UNBOUND, now_s=0.0)
     with pytest.raises(InvalidEvent, match="without a ticket"):
         state.allocate("r", block_ids=[[1]], new_block_ids=[[1]], external_tokens=16, now_s=0.0)
     with pytest.raises(InvalidEvent):
         state.allocate("r", block_ids=[[1]], new_block_ids=[[1]], external_tokens=0, preemptions=-1, now_s=0.0)
-    state.finish("r", reason="abort", block_ids=[[1]], computed_tokens=0, now_s=0.0)
+    state.finish("r", reason="abort", block_ids=[[1]], computed_tokens=0, identity=UNBOUND, now_s=0.0)
     assert state.take_step_plan(now_s=0.0).failures == ("r",)
     with pytest.raises(DuplicateRequest, match="report of its failure"):
-        state.arrive("r", None, prompt_tokens=16, now_s=0.0)
+        state.arrive("r", None, prompt_tokens=16, identity=UNBOUND, now_s=0.0)
     state.report(sent=[], received=["r"], failed=["r"])
-    state.arrive("r", None, prompt_tokens=16, now_s=0.0)
+    state.arrive("r", None, prompt_tokens=16, identity=UNBOUND, now_s=0.0)
 
 
 def test_an_allocation_without_an_id_is_refused_and_reported_as_nobodys():
     state = scheduler()
-    nameless: list[object] = [None]
-    for request_id in nameless:
-        with pytest.raises(UnknownRequest):
-            state.allocate(request_id, block_ids=[[1]], new_block_ids=[[1]], external_tokens=4, now_s=0.0)
+    with pytest.raises(UnknownRequest):
+        allocate(state, None, [[1]], external=4)
     assert state.take_step_plan(now_s=0.0).failures == ()
 
 
@@ -54,23 +52,23 @@ def test_a_second_read_of_a_request_is_refused_and_the_first_one_ends_as_it_did(
     state = scheduler()
     with_ticket(state)
     state.external_tokens("d1", computed_tokens=0)
-    blocks = [[1, 2, 3]]
-    state.allocate("d1", block_ids=blocks, new_block_ids=blocks, external_tokens=48, now_s=0.0)
+    allocate(state, "d1", BLOCKS, external=48)
     with pytest.raises(SchedulerStateError):
-        state.allocate("d1", block_ids=blocks, new_block_ids=blocks, external_tokens=48, now_s=0.0)
+        allocate(state, "d1", BLOCKS, external=48)
     plan = state.take_step_plan(now_s=0.0)
     assert ([order.request_id for order in plan.reads], plan.failures) == (["d1"], ())
 
 
+@pytest.mark.never_wrong("A1")
 def test_prompts_that_an_engine_cannot_identify_use_no_ticket():
-    state = scheduler()
+    state, unknown = scheduler(), Prompt(refusal="ticket-media-unidentified")
     bound = consumer_params(kv_prompt=prompt_digest([1]))
-    admission = state.arrive(
-        "d1", bound, prompt_tokens=48, identity=Prompt(refusal="ticket-media-unidentified"), now_s=0.0
-    )
+    admission = state.arrive("d1", bound, prompt_tokens=48, identity=unknown, now_s=0.0)
     assert admission.rejected_code == "ticket-media-unidentified"
-    unnamed = consumer_params(kv_prompt="")
-    assert state.arrive("d2", unnamed, prompt_tokens=48, now_s=0.0).rejected_code == "ticket-prompt-unidentified"
+    unbound = hand_over(scheduler(engine_id="prefill-0"), [[1, 2, 3]], identity=unknown).params
+    assert unbound["kv_prompt"] == ""
+    admission = state.arrive("d2", unbound, prompt_tokens=48, identity=UNBOUND, now_s=0.0)
+    assert admission.rejected_code == "ticket-prompt-unidentified"
 
 
 def test_token_ids_are_swapped_where_the_machine_is_big_endian(monkeypatch):

@@ -5,35 +5,31 @@ from __future__ import annotations
 import copy
 
 import pytest
-from scheduler_helpers import STATE, consumer_params, scheduler, with_ticket
+from scheduler_helpers import STATE, allocate, begin, consumer_params, finish, scheduler, with_ticket
 
-from kv_scheduler_state import LeaseTable, prefill_request_params
+from kv_scheduler_state import UNBOUND, LeaseTable, prefill_request_params
 from kv_scheduler_state.errors import DuplicateRequest
 
 
 def test_an_id_is_free_again_once_the_plan_with_its_end_is_taken():
     state = scheduler()
     with_ticket(state, "d1")
-    finish = {"reason": "abort", "block_ids": [[1]], "computed_tokens": 0, "now_s": 0.0}
-    state.finish("d1", **finish)
-    state.arrive("p1", prefill_request_params(), prompt_tokens=48, now_s=0.0)
-    state.allocate("p1", block_ids=[[1]], new_block_ids=[[1]], external_tokens=0, now_s=0.0)
+    finish(state, "d1", "abort", [[1]], 0)
+    begin(state, "p1", [[1]])
     assert state.take_step_plan(now_s=0.0).reads[0].request_id == "d1"
-    state.finish("p1", **finish)
+    finish(state, "p1", "abort", [[1]], 0)
     with pytest.raises(DuplicateRequest, match="last orders"):
-        state.arrive("p1", None, prompt_tokens=1, now_s=0.0)
+        state.arrive("p1", None, prompt_tokens=1, identity=UNBOUND, now_s=0.0)
     with_ticket(state, "d1")  # its end was told with the last plan
     assert state.take_step_plan(now_s=0.0).releases == ("p1",)
-    state.arrive("p1", None, prompt_tokens=1, now_s=0.0)
+    state.arrive("p1", None, prompt_tokens=1, identity=UNBOUND, now_s=0.0)
 
 
 def test_a_prefill_that_ends_without_blocks_is_forgotten_by_the_workers():
     state, table = scheduler(), LeaseTable()
-    state.arrive("p1", prefill_request_params(), prompt_tokens=48, now_s=0.0)
-    state.allocate("p1", block_ids=[[1]], new_block_ids=[[1]], external_tokens=0, now_s=0.0)
+    begin(state, "p1", [[1]])
     table.apply(state.take_step_plan(now_s=0.0), now_s=0.0)
-    decision = state.finish("p1", reason="length", block_ids=[[]], computed_tokens=0, now_s=0.0)
-    assert (decision.keep_blocks, decision.params) == (False, None)
+    assert finish(state, "p1", "length", [[]], 0)[:2] == (False, None)
     plan = state.take_step_plan(now_s=0.0)
     assert plan.releases == ("p1",)
     table.apply(plan, now_s=0.0)
@@ -45,9 +41,9 @@ def test_asking_for_the_external_tokens_changes_nothing():
     state = scheduler(groups=(STATE,))
     params = prefill_request_params()
     before = copy.deepcopy(params)
-    assert state.arrive("p1", params, prompt_tokens=10, now_s=0.0).truncate_tokens == 1
+    assert state.arrive("p1", params, prompt_tokens=10, identity=UNBOUND, now_s=0.0).truncate_tokens == 1
     ticket = consumer_params(remote_num_tokens=9)
-    assert state.arrive("d1", ticket, prompt_tokens=10, now_s=0.0).truncate_tokens == 0
+    assert state.arrive("d1", ticket, prompt_tokens=10, identity=UNBOUND, now_s=0.0).truncate_tokens == 0
     snapshot = state.snapshot(now_s=0.0)
     for _ in range(3):
         assert state.external_tokens("p1", computed_tokens=0) == 0
@@ -59,38 +55,24 @@ def test_asking_for_the_external_tokens_changes_nothing():
     assert ticket == consumer_params(remote_num_tokens=9)
 
 
-def test_a_state_of_more_tokens_than_are_wanted_is_not_read():
-    """A producer that kept the last token, or a ticket of a longer prompt: the state cannot be set back."""
-    for held, external in ((9, 9), (10, 0), (48, 0), (7, 7)):
-        state = scheduler(groups=(STATE,))
-        state.arrive("d1", consumer_params(remote_num_tokens=held), prompt_tokens=10, now_s=0.0)
-        assert state.external_tokens("d1", computed_tokens=0) == external
-    state = scheduler()
-    state.arrive("d1", consumer_params(remote_num_tokens=48), prompt_tokens=10, now_s=0.0)
-    assert state.external_tokens("d1", computed_tokens=0) == 10  # blocks of tokens can be cut
-
-
 @pytest.mark.parametrize(("prompt", "read"), [(11, 0), (12, 0), (13, 12), (20, 12)])
 def test_a_state_is_read_back_only_for_a_prompt_that_goes_on_after_it(prompt, read):
     """The engine computes the last token of a prompt itself, also after a read of all of it: a state would see it twice."""
     params = consumer_params(do_remote_prefill=False, do_remote_decode=True, remote_num_tokens=12)
     state = scheduler(groups=(STATE,), bidirectional=True, recompute_threshold_tokens=0, state_backoff_tokens=0)
-    state.arrive("p2", params, prompt_tokens=prompt, now_s=0.0)
+    state.arrive("p2", params, prompt_tokens=prompt, identity=UNBOUND, now_s=0.0)
     assert state.external_tokens("p2", computed_tokens=0) == read
     plain = scheduler(bidirectional=True, recompute_threshold_tokens=0)
-    plain.arrive("p2", params, prompt_tokens=prompt, now_s=0.0)
+    plain.arrive("p2", params, prompt_tokens=prompt, identity=UNBOUND, now_s=0.0)
     assert plain.external_tokens("p2", computed_tokens=0) == min(12, prompt)  # blocks of tokens may be computed again
 
 
 def _held_read(hold_steps: int):
     """Return machines that have just been given blocks for a readback of 99 tokens."""
     state = scheduler(bidirectional=True, read_hold_steps=hold_steps, recompute_threshold_tokens=0)
-    params, blocks = (
-        consumer_params(do_remote_prefill=False, do_remote_decode=True, remote_num_tokens=99),
-        [[*range(1, 8)]],
-    )
-    state.arrive("d1", params, prompt_tokens=100, now_s=0.0)
-    state.allocate("d1", block_ids=blocks, new_block_ids=blocks, external_tokens=99, now_s=0.0)
+    params = consumer_params(do_remote_prefill=False, do_remote_decode=True, remote_num_tokens=99)
+    state.arrive("d1", params, prompt_tokens=100, identity=UNBOUND, now_s=0.0)
+    allocate(state, "d1", [[*range(1, 8)]], external=99)
     return state
 
 
@@ -109,11 +91,10 @@ def test_a_read_is_kept_back_until_the_steps_under_way_have_ended(hold_steps: in
 def test_a_read_that_is_kept_back_can_be_cancelled_and_voided() -> None:
     state = _held_read(2)
     assert not _plans(state, 1)[0].reads
-    state.finish("d1", reason="abort", block_ids=[[*range(1, 8)]], computed_tokens=0, now_s=0.0)
+    finish(state, "d1", "abort", [[*range(1, 8)]], 0)
     (plan,) = _plans(state, 1)
-    assert [any(blocks.ids for blocks in order.local_blocks) for order in plan.reads] == [False], (
-        "only the peer is notified"
-    )
+    (order,) = plan.reads
+    assert not any(blocks.ids for blocks in order.local_blocks), "only the peer is notified"
     assert not plan.cancels
     state = _held_read(2)
     state.reset(now_s=0.0)

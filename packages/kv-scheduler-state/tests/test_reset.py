@@ -4,28 +4,15 @@ from __future__ import annotations
 
 import pytest
 from model.invariants import problems
-from scheduler_helpers import scheduler, with_ticket
+from scheduler_helpers import BLOCKS, allocate, finish, hand_over, scheduler, with_ticket
 
-from kv_scheduler_state import prefill_request_params
+from kv_scheduler_state import UNBOUND, prefill_request_params
 from kv_scheduler_state.errors import InvalidEvent
-
-BLOCKS = [[1, 2, 3]]
-
-
-def prefilling(state, request_id="p1"):
-    state.arrive(request_id, prefill_request_params(), prompt_tokens=48, now_s=0.0)
-    state.allocate(request_id, block_ids=BLOCKS, new_block_ids=BLOCKS, external_tokens=0, now_s=0.0)
-    state.take_step_plan(now_s=0.0)
-
-
-def finish(state, request_id="p1"):
-    return state.finish(request_id, reason="length", block_ids=BLOCKS, computed_tokens=48, now_s=1.0)
 
 
 def test_a_lease_that_is_out_is_revoked_once_and_ends_with_its_report():
     state = scheduler()
-    prefilling(state)
-    assert finish(state).keep_blocks
+    assert hand_over(state, BLOCKS).keep_blocks
     state.take_step_plan(now_s=1.0)
     state.reset(now_s=2.0)
     state.reset(now_s=2.0)
@@ -38,17 +25,16 @@ def test_a_lease_that_is_out_is_revoked_once_and_ends_with_its_report():
 @pytest.mark.parametrize(("begun", "again", "is_kept"), [(True, False, False), (True, True, True), (False, True, True)])
 def test_only_what_is_computed_after_a_reset_is_handed_over(begun, again, is_kept):
     state = scheduler()
-    state.arrive("p1", prefill_request_params(), prompt_tokens=48, now_s=0.0)
-    blocks = {"block_ids": BLOCKS, "new_block_ids": BLOCKS, "external_tokens": 0, "now_s": 0.7}
+    state.arrive("p1", prefill_request_params(), prompt_tokens=48, identity=UNBOUND, now_s=0.0)
     if begun:
-        state.allocate("p1", **blocks)
+        allocate(state, "p1", BLOCKS)
         state.take_step_plan(now_s=0.0)
     state.reset(now_s=0.5)
     if begun and again:
         state.preempt("p1", now_s=0.6)
     if again:
-        state.allocate("p1", **blocks)
-    decision = finish(state)
+        allocate(state, "p1", BLOCKS, now_s=0.7)
+    decision = finish(state, now_s=1.0)
     assert (decision.keep_blocks, decision.withheld_code) == (is_kept, "" if is_kept else "cache-reset")
     assert state.take_step_plan(now_s=1.0).releases == (() if is_kept else ("p1",))
     assert state.live_count == is_kept
@@ -65,7 +51,7 @@ def test_a_ticket_that_was_not_used_yet_is_given_up_and_its_producer_told():
     (order,) = plan.reads
     assert (order.ticket.peer_request_id, order.is_notify_only, order.is_reported) == ("cmpl-1", True, False)
     assert plan.heartbeats == ()
-    state.allocate("d1", block_ids=BLOCKS, new_block_ids=BLOCKS, external_tokens=0, now_s=0.7)
+    allocate(state, "d1", BLOCKS, now_s=0.7)
     assert state.take_step_plan(now_s=101.0).reads == ()
     assert problems(state) == []
 
@@ -83,16 +69,13 @@ def test_reads_under_way_are_named_and_still_waited_for():
 @pytest.mark.parametrize(("dialect", "is_told_to_vllm"), [(None, False), (14, False), (15, True)])
 def test_tickets_name_the_generation_that_was_set_last(dialect, is_told_to_vllm):
     state = scheduler(generation=5, dialect=dialect)
-    prefilling(state, "p1")
-    assert finish(state, "p1").params["kv_generation"] == 5
+    assert hand_over(state, BLOCKS, name="p1").params["kv_generation"] == 5
     state.set_generation(6)
-    prefilling(state, "p2")
-    params = finish(state, "p2").params
+    params = hand_over(state, BLOCKS, name="p2").params
     assert params["kv_generation"] == 6
     assert params.get("remote_registration_generation") == (6 if is_told_to_vllm else None)
     state.set_generation(None)
-    prefilling(state, "p3")
-    assert "kv_generation" not in (finish(state, "p3").params or ("kv_generation",))
+    assert "kv_generation" not in (hand_over(state, BLOCKS, name="p3").params or ("kv_generation",))
 
 
 @pytest.mark.parametrize("generation", [-1, 1 << 53, True, 1.0, "7"])

@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import pytest
-from scheduler_helpers import FULL, STATE, WINDOW, consumer_params, renewed, scheduler, with_ticket
+from scheduler_helpers import (
+    allocate,
+    begin,
+    consumer_params,
+    finish,
+    renewed,
+    scheduler,
+    with_ticket,
+)
 
-from kv_scheduler_state import BlockList, GroupConfig, PeerAddress, prefill_request_params
+from kv_scheduler_state import UNBOUND, PeerAddress, prefill_request_params
 from kv_scheduler_state.errors import InvalidEvent
-from kv_scheduler_state.values import BlockRules
-
-
-def allocate(state, request_id, blocks, new=None, *, external=0, now_s=0.0):
-    new = blocks if new is None else new
-    state.allocate(request_id, block_ids=blocks, new_block_ids=new, external_tokens=external, now_s=now_s)
-
-
-def finish(state, request_id, reason="length", blocks=([1, 2, 3],), tokens=48, now_s=0.0):
-    return state.finish(request_id, reason=reason, block_ids=blocks, computed_tokens=tokens, now_s=now_s)
-
-
-# ---- remote prefill: the decode side
-
-
-# ---- aborts
 
 
 def test_a_read_that_needs_no_block_is_still_reported():
@@ -39,8 +31,7 @@ def test_a_read_that_needs_no_block_is_still_reported():
 def test_without_a_free_slot_nothing_is_handed_over_and_slots_come_back():
     state = scheduler(fence_slots=1, fence_seed=(1 << 53) - 1)
     for name in ("p1", "p2"):
-        state.arrive(name, prefill_request_params(), prompt_tokens=48, now_s=0.0)
-        allocate(state, name, [[1, 2, 3]])
+        begin(state, name)
     plan = state.take_step_plan(now_s=0.0)
     assert [order.request_id for order in plan.fences] == ["p1"]
     assert plan.expects == ("p1", "p2")
@@ -51,30 +42,11 @@ def test_without_a_free_slot_nothing_is_handed_over_and_slots_come_back():
     assert ([grant.request_id for grant in plan.grants], plan.releases) == (["p1"], ("p2",))
     state.report(sent=["p1"], received=[], failed=[])
     assert state.fence_slots_used == 0
-    state.arrive("p3", prefill_request_params(), prompt_tokens=48, now_s=0.0)
-    allocate(state, "p3", [[1]])
+    begin(state, "p3", [[1]])
     assert state.take_step_plan(now_s=0.0).fences[0].generation == 1
 
 
 # ---- groups, windows and states
-
-
-def test_windows_are_clipped_to_the_tail():
-    assert GroupConfig("window", block_tokens=16, window_tokens=2048).window_blocks == 129
-    assert FULL.window_blocks == 0
-    rules = BlockRules((FULL, WINDOW, STATE))
-    offered = rules.offered([[1, 2, 3, 4], [0, 5, 6, 7], [0, 0, 8]], 64)
-    assert offered == (BlockList((1, 2, 3, 4)), BlockList((5, 6, 7), 16), BlockList((8,)))
-    assert rules.chunk([[1], [2], [3, 4]]) == ((1,), (2,), (3, 4))
-    assert rules.offered([[], [], []], 0) == rules.nothing
-    with pytest.raises(InvalidEvent):
-        rules.chunk([[1]])
-
-
-@pytest.mark.parametrize(("blocks", "kept"), [([1, 2, 3, 4], 2), ([1, 2], 1), ([1], 1)])
-def test_the_running_state_is_in_front_of_the_speculative_blocks(blocks, kept):
-    group = GroupConfig("state", scratch_blocks=2)
-    assert BlockRules((group,)).offered([blocks], 16) == (BlockList((kept,)),)
 
 
 def test_a_ticket_for_a_shorter_prompt_is_not_believed_beyond_it():
@@ -97,8 +69,8 @@ def test_heartbeats_are_grouped_by_peer_and_throttled():
     with_ticket(state, "d1", remote_request_id="a")
     with_ticket(state, "d2", remote_request_id="b")
     with_ticket(state, "d3", remote_request_id="c", remote_engine_id="prefill-1")
-    state.arrive("p1", prefill_request_params(), prompt_tokens=1, now_s=0.0)
-    state.arrive("local", None, prompt_tokens=1, now_s=0.0)
+    state.arrive("p1", prefill_request_params(), prompt_tokens=1, identity=UNBOUND, now_s=0.0)
+    state.arrive("local", None, prompt_tokens=1, identity=UNBOUND, now_s=0.0)
     plan = state.take_step_plan(now_s=0.0)
     assert [renewed(beat) for beat in plan.heartbeats] == [("a", "b"), ("c",)]
     assert plan.heartbeats[0].peer == PeerAddress("prefill-0", "10.0.0.1", 5600, 2, 1, 1)
@@ -123,6 +95,16 @@ def test_a_late_heartbeat_is_as_late_as_that_of_the_most_overdue_peer():
     assert state.heartbeat_delay_s == 0.0
 
 
+def test_no_heartbeat_was_due_while_no_request_needed_the_peer():
+    state = scheduler()
+    with_ticket(state, "d1", remote_request_id="a")
+    assert len(beats(state, 0.0)) == 1
+    finish(state, "d1", "abort", [[]])
+    with_ticket(state, "d2", remote_request_id="b", now_s=300.0)
+    assert beats(state, 300.5) == [("prefill-0", ("b",))]
+    assert state.heartbeat_delay_s == 0.5
+
+
 # ---- the next turn reads back
 
 
@@ -141,7 +123,7 @@ def test_a_prefill_reads_back_what_is_worth_a_transfer_and_renews_no_lease_for_i
     state, blocks = scheduler(bidirectional=True), [list(range(13))]
     for name, held, computed, external in (("p2", 60, 0, 0), ("p3", 120, 16, 104)):
         params = consumer_params(do_remote_prefill=False, do_remote_decode=True, remote_num_tokens=held)
-        assert state.arrive(name, params, prompt_tokens=200, now_s=0.0).role == "producer"
+        assert state.arrive(name, params, prompt_tokens=200, identity=UNBOUND, now_s=0.0).role == "producer"
         assert state.external_tokens(name, computed_tokens=computed) == external
     allocate(state, "p3", blocks, external=104)
     plan = state.take_step_plan(now_s=0.0)
@@ -149,10 +131,3 @@ def test_a_prefill_reads_back_what_is_worth_a_transfer_and_renews_no_lease_for_i
     state.report(sent=[], received=["p3"], failed=[])
     allocate(state, "p3", blocks, [[]])
     assert finish(state, "p3", blocks=blocks, tokens=200).params["do_remote_prefill"] is True
-
-
-def test_a_bad_readback_is_still_a_prefill():
-    state = scheduler(bidirectional=True)
-    params = consumer_params(do_remote_prefill=False, do_remote_decode=True, remote_port=0)
-    admission = state.arrive("p1", params, prompt_tokens=200, now_s=0.0)
-    assert (admission.role, admission.rejected_code) == ("producer", "ticket-range")

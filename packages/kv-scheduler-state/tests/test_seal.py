@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scheduler_helpers import FULL, STATE, WINDOW, config, consumer_params, hand_over
+from scheduler_helpers import FULL, SEEDS, STATE, WINDOW, allocate, config, consumer_params, hand_over
 from stream_helpers import Prompt
 
 from kv_scheduler_state import LeaseTable, SchedulerConfig, SchedulerState, SchedulerStateError, TicketReader
@@ -26,12 +26,14 @@ SHAPES = [((FULL,), [[7, 8, 9]]), ((FULL, WINDOW), [[7, 8, 9], [4, 5, 6]]), (GRO
 
 
 def prefill(secrets=(SECRET,), **changes):
-    base = {"engine_id": "p0", "generation": 5, "dialect": 15, "null_block": 0, "nonce_seed": "s"}
+    base = {"engine_id": "p0", "generation": 5, "dialect": 15, "null_block": 0}
     return SchedulerState(config(**{**base, **changes}), secrets=secrets)
 
 
 def decode(secrets=(SECRET,), **changes):
-    return SchedulerState(SchedulerConfig("d0", "10.0.0.2", 5600, null_block=0, **changes), secrets=secrets)
+    return SchedulerState(
+        SchedulerConfig("d0", "10.0.0.2", 5600, null_block=0, **{**SEEDS, **changes}), secrets=secrets
+    )
 
 
 def ticket_of(state, blocks, request_id="p1"):
@@ -121,7 +123,7 @@ def others(value):
 @pytest.mark.parametrize(("groups", "blocks"), SHAPES)
 def test_every_field_that_is_acted_upon_is_sealed(groups, blocks):
     params = ticket_of(prefill(groups=groups), blocks)
-    reader = TicketReader(SchedulerConfig("d0", "10.0.0.2", 5600, null_block=0, groups=groups))
+    reader = TicketReader(SchedulerConfig("d0", "10.0.0.2", 5600, null_block=0, groups=groups, **SEEDS))
     honest, refused = reader.read(params, "handoff"), 0
     for key in set(params) - {"do_remote_prefill", "do_remote_decode", "remote_registration_generation"}:
         for other in others(params[key]):
@@ -146,7 +148,7 @@ def test_a_readback_ticket_is_sealed_and_verified():
     state = decode(bidirectional=True, fence_slots=4)
     blocks, prompt = [[1, 2, 3, 4]], Prompt()
     admitted(state, first)
-    state.allocate("d1", block_ids=blocks, new_block_ids=blocks, external_tokens=47, now_s=0.0)
+    allocate(state, "d1", blocks, external=47)
     state.report(sent=[], received=["d1"], failed=[])
     back = state.finish("d1", reason="stop", block_ids=blocks, computed_tokens=60, identity=prompt, now_s=0.1).params
     assert back is not None
@@ -164,7 +166,7 @@ def test_secrets_rotate_without_a_refused_ticket():
     assert code_of(ticket_of(prefill(steps[0]), [[7, 8, 9]]), secrets=steps[-1]) == "ticket-seal"
 
 
-@pytest.mark.parametrize("secrets", [(b"short",), (SECRET, b"")])
+@pytest.mark.parametrize("secrets", [(b"short",), (SECRET, b""), ("s" * 16,)])
 def test_a_short_secret_is_refused_and_changes_nothing(secrets):
     state = decode()
     with pytest.raises(SchedulerStateError) as caught:
@@ -174,11 +176,6 @@ def test_a_short_secret_is_refused_and_changes_nothing(secrets):
     with pytest.raises(SchedulerStateError):
         state.set_secrets(())
     assert admitted(state, ticket_of(prefill(), [[7, 8, 9]])).rejected_code == ""
-
-
-def test_a_wrong_network_without_seals_is_told_by_the_name_of_its_setting():
-    with pytest.raises(InvalidConfig, match=r"\Aunsealed_networks: 'nowhere' is not a network"):
-        TicketSeal([OTHER], ("nowhere",))
 
 
 @pytest.mark.parametrize(
@@ -235,7 +232,9 @@ def test_a_seal_holds_for_the_host_as_its_engine_spells_it(host):
 def test_golden_seals(name):
     vector = VECTORS[name]
     groups = tuple({"full": FULL, "window": WINDOW, "state": STATE}[kind] for kind in vector["groups"])
-    reader = TicketReader(SchedulerConfig("d0", "10.0.0.2", 5600, null_block=0, groups=groups, bidirectional=True))
+    reader = TicketReader(
+        SchedulerConfig("d0", "10.0.0.2", 5600, null_block=0, groups=groups, bidirectional=True, **SEEDS)
+    )
     params = vector["ticket"]
     kind = reader.classify(params)
     assert kind == "handoff" or kind == "readback"  # noqa: PLR1714  (a form that type checkers follow)
@@ -271,3 +270,8 @@ def test_with_nonces_required_no_stranger_ends_or_renews_a_lease(is_early):
         assert leases.read_complete("p1", reader="x", reader_count=1, nonce="m", now_s=0.0) == "stale"
     assert leases.take_ended(now_s=0.0) == ()
     assert leases.read_complete("p1", reader="d", reader_count=1, nonce="n", now_s=0.0) == "complete"
+
+
+def test_a_wrong_network_without_seals_is_refused_by_the_name_of_its_setting():
+    with pytest.raises(InvalidConfig, match=r"\Aunsealed_networks: 'nowhere' is not a network"):
+        TicketSeal([OTHER], ("nowhere",))

@@ -7,6 +7,8 @@ from typing import Literal
 import pytest
 from scheduler_helpers import consumer_params, scheduler, with_ticket
 
+from kv_scheduler_state import UNBOUND
+
 BLOCKS = [[7, 8, 9]]
 
 
@@ -29,14 +31,14 @@ def test_a_ticket_without_a_fence_is_not_read_after_its_peer_was_told(
     if is_read and end != "aborted before the order":
         assert [order.request_id for order in state.take_step_plan(now_s=0.0).reads] == ["d1"]
     if is_aborted:
-        state.finish("d1", reason="abort", block_ids=BLOCKS, computed_tokens=0, now_s=1.0)
+        state.finish("d1", reason="abort", block_ids=BLOCKS, computed_tokens=0, identity=UNBOUND, now_s=1.0)
     with_ticket(state, "meanwhile")
     assert not state.external_tokens("meanwhile", computed_tokens=0)
-    state.finish("meanwhile", reason="abort", block_ids=BLOCKS, computed_tokens=0, now_s=1.0)
+    state.finish("meanwhile", reason="abort", block_ids=BLOCKS, computed_tokens=0, identity=UNBOUND, now_s=1.0)
     if is_read:
         state.report(sent=[], received=["d1"], failed=["d1"] if is_aborted or end == "failed" else [])
     if not is_aborted:
-        state.finish("d1", reason="length", block_ids=BLOCKS, computed_tokens=0, now_s=1.0)
+        state.finish("d1", reason="length", block_ids=BLOCKS, computed_tokens=0, identity=UNBOUND, now_s=1.0)
     state.take_step_plan(now_s=1.0)
     with_ticket(state, "d2")
     assert state.external_tokens("d2", computed_tokens=0) == 0
@@ -54,7 +56,7 @@ def test_an_engine_does_not_read_from_itself(is_readback: bool) -> None:
     flags = {"do_remote_prefill": not is_readback, "do_remote_decode": is_readback}
     for name, code in (("E", "ticket-own-engine"), ("E_dp1", "")):
         params = consumer_params(remote_engine_id=name, **flags)
-        admission = state.arrive(name, params, prompt_tokens=49, now_s=0.0)
+        admission = state.arrive(name, params, prompt_tokens=49, identity=UNBOUND, now_s=0.0)
         assert admission.rejected_code == code
         assert bool(state.external_tokens(name, computed_tokens=0)) is not bool(code)
 
@@ -63,7 +65,7 @@ def test_the_tickets_that_are_remembered_are_bounded() -> None:
     state = scheduler()
     for number in range(1025):
         with_ticket(state, f"d{number}", remote_request_id=f"x{number}")
-        state.finish(f"d{number}", reason="abort", block_ids=BLOCKS, computed_tokens=0, now_s=1.0)
+        state.finish(f"d{number}", reason="abort", block_ids=BLOCKS, computed_tokens=0, identity=UNBOUND, now_s=1.0)
     for name, tokens in (("x0", 48), ("x1", 0)):
         with_ticket(state, name, remote_request_id=name)
         assert state.external_tokens(name, computed_tokens=0) == tokens

@@ -9,7 +9,7 @@ import pytest
 from consumer_helpers import BLOCKS, RETRY, arrive, ask, asking, at, final_answer, finish, load, states
 from stream_helpers import DIGEST, HAND_OVER, Prompt, answer_of, consumer, early, offered, question, run
 
-from kv_scheduler_state import GroupConfig, SchedulerStateError
+from kv_scheduler_state import UNBOUND, GroupConfig, SchedulerStateError
 from kv_scheduler_state.plan import EMPTY_PLAN
 
 
@@ -77,11 +77,8 @@ def test_a_busy_peer_is_asked_again_and_a_late_answer_means_nothing(name):
 
 def answered_until_it_ends(name, reason):
     """Answer every question with a no, once a second; return the second in which nobody waits any more, and the state then."""
-    state, number = at("offered" if name == "asking-final" else name, load_failure_policy="fail")
+    state, number = at(name, load_failure_policy="fail")
     begun = 10 if name == "asking-final" else 0
-    if name == "asking-final":
-        state.take_step_plan(now_s=10.0)
-        number = ask(state).number
     for second in range(begun, 1000):
         state.take_step_plan(now_s=float(second))
         for asked in state.streams.take_questions():
@@ -209,7 +206,7 @@ def test_a_prompt_of_which_nothing_can_be_read_is_not_asked_for(settings, tokens
     if not is_asked:  # the engine treats it as any other prompt
         assert state.external_tokens("d1", computed_tokens=0) == 0
         state.allocate("d1", block_ids=blocks, new_block_ids=blocks, external_tokens=0, now_s=0.0)
-        state.finish("d1", reason="stop", block_ids=blocks, computed_tokens=tokens, now_s=0.0)
+        state.finish("d1", reason="stop", block_ids=blocks, computed_tokens=tokens, identity=UNBOUND, now_s=0.0)
         assert (states(state), state.take_step_plan(now_s=0.0)) == ([], EMPTY_PLAN)
 
 

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from consumer_helpers import RETRY, ask, asking, at, final_answer, finish
+from consumer_helpers import RETRY, asking, at, final_answer, finish
 from stream_helpers import HAND_OVER, Prompt, answer_of, offered, producer, question
 
+from kv_scheduler_state import UNBOUND
 from kv_scheduler_state.ticket.early import EarlyTicket, early_params
 
 
@@ -37,14 +38,9 @@ ANSWERS: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("reason", ANSWERS)
 def test_a_prompt_that_is_not_streamed_has_one_outcome_with_its_reason(name, reason):
     """In every state that waits for an answer: the result for the prompt, with the peer's latest answer as the reason."""
-    state, number = at("offered" if name == "asking-final" else name, load_failure_policy="recompute")
-    now_s = 1.0
-    if name == "asking-final":
-        now_s = 31.0
-        state.take_step_plan(now_s=now_s)
-        number = ask(state).number
-        assert outcomes(state) == [("no-room", "read-whole")]
-    assert outcomes(state) == []
+    state, number = at(name, load_failure_policy="recompute")
+    now_s = 11.0
+    assert outcomes(state) == ([("no-room", "read-whole")] if name == "asking-final" else [])
     answer = ANSWERS[reason]()
     if answer is not None:
         state.streams.answered("d1", number, answer, now_s=now_s)
@@ -91,7 +87,7 @@ def test_a_withdrawn_hand_over_is_refused_at_once_and_leases_nothing(secret):
     assert [each.answer for each in state.streams.produced.take_standings()] == [{"kind": "no", "reason": "withdrawn"}]
     state.streams.produced.ask("a", question(2))
     assert answer_of(state) == {"kind": "no", "reason": "withdrawn"}
-    decision = state.finish("w", reason="length", block_ids=[[1]], computed_tokens=1, now_s=0.0)
+    decision = state.finish("w", reason="length", block_ids=[[1]], computed_tokens=1, identity=UNBOUND, now_s=0.0)
     assert (decision.keep_blocks, decision.params, state.live_count) == (False, None, 0)
 
 

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import pytest
+from consumer_helpers import states
 from model.invariants import problems
 from stream_helpers import DIGEST, HAND_OVER, Prompt, answer_of, early, offered, producer, question, run
 
-from kv_scheduler_state import SchedulerStateError, TicketReader
+from kv_scheduler_state import UNBOUND, SchedulerStateError, TicketReader
 from kv_scheduler_state.plan import StreamRun
 from kv_scheduler_state.ticket.early import EarlyTicket, early_params
 from kv_scheduler_state.ticket.seal import TicketSeal
 
-ENDED = 1 << 63
 OPENED = ["arrive", "allocate", "chunk", "plan"]
 WHOLE = [*OPENED, "last-chunk", "plan"]
-
-
-def states(state):
-    return list(state.state_counts())
 
 
 def final_of(ticket):
@@ -114,7 +110,7 @@ REFUSED = {
 @pytest.mark.parametrize("case", sorted(REFUSED))
 def test_what_is_not_streamed_is_handed_over_plain_and_says_so(case):
     state = producer(stream_slots=0 if case == "no slots" else 2)
-    identity = None if case == "no identity" else Prompt()
+    identity = UNBOUND if case == "no identity" else Prompt()
     if case == "id in use":
         run(state, ["arrive"], "p0")
     bad = {"port": 0} if case == "bad ticket" else {}
@@ -160,10 +156,7 @@ def saves_of(state):
 def test_a_streamed_prompt_is_saved_like_any_other(slots):
     """Without a slot it is read once it is finished, from the same mirror."""
     state = producer(uses_host_buffer=True, stream_slots=slots or 1)
-    if not slots:
-        run(state, ["arrive"])
-        state.streams.produced.hand_over_whole("p1")
-    run(state, (["arrive"] if slots else []) + ["allocate", "chunk"])
+    run(state, ["arrive", *([] if slots else ["whole"]), "allocate", "chunk"])
     saves, plan = saves_of(state)
     assert (saves, plan.completes) == ([("p1", (1, 2, 3))], ())
     run(state, ["last-chunk"])
@@ -192,20 +185,14 @@ def test_blocks_that_a_chunk_writes_again_are_saved_and_not_published():
 )
 def test_a_preempted_stream_saves_nothing_of_blocks_that_are_gone(events):
     state = producer(uses_host_buffer=True)
-    for event in events:
-        if event == "whole":
-            state.streams.produced.hand_over_whole("p1")
-        else:
-            run(state, [event])
-    run(state, ["preempt"])
+    run(state, [*events, "preempt"])
     plan = state.take_step_plan(now_s=0.0)
     assert (plan.saves, plan.completes) == ((), ())
 
 
 def test_a_request_that_is_handed_over_whole_answers_with_its_final_ticket():
     state = producer()
-    run(state, ["arrive"])
-    state.streams.produced.hand_over_whole("p1")
+    run(state, ["arrive", "whole"])
     state.streams.produced.ask("a", question())
     run(state, ["allocate", "chunk", "plan", "last-chunk", "plan"])
     assert not state.streams.produced.take_answers()

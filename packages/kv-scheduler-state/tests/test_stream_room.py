@@ -56,10 +56,8 @@ def test_a_prompt_without_room_in_time_is_read_from_its_final_ticket():
 
 
 def test_a_peer_without_a_place_for_the_question_is_asked_again_for_the_final_ticket():
-    state, _ = at("offered")
-    state.take_step_plan(now_s=10.0)
-    first = ask(state)
-    state.streams.answered("d1", first.number, {"kind": "no", "reason": "busy"}, now_s=10.0)
+    state, first = at("asking-final")
+    state.streams.answered("d1", first, {"kind": "no", "reason": "busy"}, now_s=10.0)
     state.preempt("d1", now_s=10.5)
     state.take_step_plan(now_s=11.0)
     take_final(state, now_s=11.0)

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from kv_scheduler_state import GroupConfig, LeaseEnd
-from kv_scheduler_state.errors import DuplicateRequest, InvalidConfig, UnknownRequest
+from kv_scheduler_state import LeaseEnd
+from kv_scheduler_state.errors import DuplicateRequest, UnknownRequest
 from kv_scheduler_state.fences import is_later_tag, stream_tag
 from kv_scheduler_state.plan import (
     EMPTY_PLAN,
@@ -21,28 +21,9 @@ from kv_scheduler_state.plan import (
     StreamRun,
     StreamVoid,
 )
-from kv_scheduler_state.streams.producer import StreamPlaces
 from kv_scheduler_state.streams.reader import StreamReaders
-from kv_scheduler_state.tables import PRODUCER_TABLE, Table
 from kv_scheduler_state.ticket.ticket import HandoffTicket, PeerAddress
 from kv_scheduler_state.worker.state import StreamWorker, WorkerState
-
-
-def test_a_row_is_listed_once():
-    with pytest.raises(InvalidConfig, match="listed twice"):
-        Table("producer", PRODUCER_TABLE.rows * 2)
-
-
-def test_the_example_of_the_places():
-    groups = (GroupConfig(block_tokens=16), GroupConfig(block_tokens=32), GroupConfig("state", scratch_blocks=1))
-    places = StreamPlaces(groups, 100)
-    assert places.total == 12
-    for _ in range(2):
-        first = places.fill([[5, 6, 7, 8], [20, 21], [29]], is_last=False)
-        assert first == (StreamRun(0, (5, 6, 7, 8)), StreamRun(7, (20, 21)))
-        last = places.fill([[9, 10, 11, 12], [22, 23], [30, 31]], is_last=True)
-        assert last == (StreamRun(4, (9, 10, 11)), StreamRun(9, (22, 23)), StreamRun(11, (30,)))
-        places.restart()
 
 
 class Log(list):
@@ -158,19 +139,6 @@ def test_progress_that_cannot_be_breaks_the_stream(tag, tokens):
     assert made.cause_of("r") == "changed", "the first event that broke it"
     made.landed("r", is_good=True, now_s=0.0)
     assert made.take_reports() == [("r", False, "changed")]
-
-
-def test_deadlines_count_from_progress():
-    made = StreamReaders(5.0)
-    made.watch("r", **STREAM)
-    made.observed("r", 7, 40, 4.0)
-    made.tick(8.9)
-    assert made.state_of("r") == "watching"
-    made.tick(9.0)
-    assert made.state_of("r") == "breaking"
-    assert made.take_reports() == []
-    made.landed("r", is_good=True, now_s=9.0)
-    assert made.take_reports() == [("r", False, "stall")]
 
 
 def test_a_prompt_that_creeps_is_slow_and_a_word_that_differs_is_lost():

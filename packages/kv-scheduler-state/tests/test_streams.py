@@ -66,11 +66,7 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     ),
     "1 request, caches are reset": (StreamSetting(resets=1), 7),
     "streaming, preempted, caches are reset": (StreamSetting(resets=1, preemptions=1), 5, STREAMING),
-    "whole, caches are reset, failures are final": (
-        StreamSetting(resets=1, ticks=2, fails_requests=True),
-        5,
-        WHOLE,
-    ),
+    "whole, caches are reset, failures are final": (StreamSetting(resets=1, ticks=2, fails_requests=True), 5, WHOLE),
     "broken, caches are reset": (StreamSetting(resets=1, preemptions=1, max_breaks=1), 5, BROKEN),
     "2 workers, one is done, caches are reset": (StreamSetting(workers=2, resets=1), 4, ONE_DONE),
     "1 request, seconds pass": (StreamSetting(ticks=4), 7),

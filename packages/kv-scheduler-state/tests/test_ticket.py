@@ -8,9 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from model.invariants import problems
-from scheduler_helpers import FULL, WINDOW, config, consumer_params, scheduler
+from scheduler_helpers import FULL, WINDOW, allocate, config, consumer_params, finish, scheduler
 
-from kv_scheduler_state import BlockList, HandoffTicket, PeerAddress, TicketError, TicketReader, prefill_request_params
+from kv_scheduler_state import (
+    UNBOUND,
+    BlockList,
+    HandoffTicket,
+    PeerAddress,
+    TicketError,
+    TicketReader,
+    prefill_request_params,
+)
 from kv_scheduler_state.errors import InvalidConfig
 from kv_scheduler_state.hosts import HostPolicy
 
@@ -69,8 +77,9 @@ def test_a_good_ticket_is_read_and_written_again(name):
     assert params == before
 
 
-def test_blocks_that_are_equal_to_bools_are_blocks():
-    assert READER.read(consumer_params(remote_block_ids=[[1, 0]]), "handoff").peer_blocks[0].ids == (1, 0)
+@pytest.mark.parametrize("blocks", [(1, 0), (1,) * (1 << 20)], ids=["equal to bools", "as many as are read"])
+def test_lists_at_the_limits_are_read(blocks):
+    assert READER.read(consumer_params(remote_block_ids=[blocks]), "handoff").peer_blocks[0].ids == blocks
 
 
 def test_unknown_keys_are_ignored():
@@ -154,13 +163,13 @@ def test_a_bad_ticket_means_a_local_prefill_with_a_reason(code, params):
     assert caught.value.fault == "peer"
     assert len(str(caught.value)) < 400
 
-    admission = state.arrive("d1", params, prompt_tokens=48, now_s=0.0)
+    admission = state.arrive("d1", params, prompt_tokens=48, identity=UNBOUND, now_s=0.0)
     assert (admission.role, admission.rejected_code) == ("none", code)
     assert state.external_tokens("d1", computed_tokens=0) == 0
-    state.allocate("d1", block_ids=[[1]], new_block_ids=[[1]], external_tokens=0, now_s=0.0)
+    allocate(state, "d1", [[1]])
     assert state.take_step_plan(now_s=0.0).is_empty
     assert state.explain("d1", now_s=1.0)["rejected_code"] == code
-    assert not state.finish("d1", reason="stop", block_ids=[[1]], computed_tokens=49, now_s=1.0).keep_blocks
+    assert not finish(state, "d1", "stop", [[1]], 49, now_s=1.0).keep_blocks
     assert state.live_count == 0
 
 
@@ -169,18 +178,6 @@ def test_types_count_even_after_an_equal_value_was_accepted():
     reader.read(consumer_params(tp_size=1), "handoff")
     with pytest.raises(TicketError, match="tp_size is True"):
         reader.read(consumer_params(tp_size=True), "handoff")
-
-
-def test_the_number_of_blocks_is_bounded():
-    most = 1 << 20
-    assert READER.read(consumer_params(remote_block_ids=[[1] * most]), "handoff")
-
-
-def test_peers_are_forgotten_before_they_fill_the_memory():
-    reader = TicketReader(config())
-    for index in range(1100):
-        reader.read(consumer_params(remote_engine_id=f"e{index}", remote_host=f"h{index}"), "handoff")
-    assert len(reader._peers) <= 1024
 
 
 NETWORKS = ("10.1.0.0/16", "fd00::/8")
@@ -258,7 +255,7 @@ def test_whatever_a_client_writes_is_a_role_or_a_coded_refusal(changes, missing)
     params = {key: value for key, value in {**ACCEPTED["this project"][0], **changes}.items() if key not in missing}
     before = repr(params)
     state = scheduler(groups=(FULL,), bidirectional=True)
-    admission = state.arrive("d1", params, prompt_tokens=48, now_s=0.0)
+    admission = state.arrive("d1", params, prompt_tokens=48, identity=UNBOUND, now_s=0.0)
     assert admission.role in {"none", "producer", "consumer"}
     assert bool(admission.rejected_code) == bool(admission.rejected_message)
     assert not admission.rejected_code or admission.rejected_code.startswith("ticket-")
@@ -269,4 +266,12 @@ def test_whatever_a_client_writes_is_a_role_or_a_coded_refusal(changes, missing)
 @settings(max_examples=200, deadline=None)
 @given(JSON)
 def test_any_json_at_all_is_a_role_or_a_coded_refusal(params):
-    assert scheduler(groups=(FULL, WINDOW)).arrive("d1", params, prompt_tokens=1, now_s=0.0).role == "none"
+    state = scheduler(groups=(FULL, WINDOW))
+    assert state.arrive("d1", params, prompt_tokens=1, identity=UNBOUND, now_s=0.0).role == "none"
+
+
+def test_peers_are_forgotten_before_they_fill_the_memory():
+    reader = TicketReader(config())
+    for index in range(1100):
+        reader.read(consumer_params(remote_engine_id=f"e{index}", remote_host=f"h{index}"), "handoff")
+    assert len(reader._peers) <= 1024

@@ -6,7 +6,7 @@ from kv_scheduler_state.plan import FenceOrder, GrantOrder, HeartbeatOrder, Read
 from kv_scheduler_state.scheduler.state import SchedulerState
 from kv_scheduler_state.scheduler.streaming import Streams
 from kv_scheduler_state.ticket.early import prefill_request_params
-from kv_scheduler_state.ticket.prompt import PromptIdentity, prompt_digest
+from kv_scheduler_state.ticket.prompt import UNBOUND, PromptIdentity, TextPrompt, prompt_digest
 from kv_scheduler_state.ticket.reader import TicketReader
 from kv_scheduler_state.ticket.ticket import HandoffTicket, PeerAddress
 from kv_scheduler_state.values import Admission, BlockList, FinishDecision
@@ -41,6 +41,8 @@ __all__ = [
     "HandoffTicket",
     "TicketReader",
     "PromptIdentity",
+    "TextPrompt",
+    "UNBOUND",
     "prefill_request_params",
     "prompt_digest",
     # errors

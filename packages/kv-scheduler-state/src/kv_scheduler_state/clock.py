@@ -46,11 +46,6 @@ class ObservedClock:
         Raises:
             InvalidEvent: `invalid-event`, for a reading that is not a finite number of at least zero.
         """
-        if type(now_s) is float:
-            at_s, before_s = now_s - self._lag_s, self.observed_s
-            if before_s <= at_s < before_s + self.max_step_s and self._has_begun:
-                self.observed_s = at_s
-                return at_s
         at_s = self.peek(now_s)
         if at_s != now_s - self._lag_s:
             self._lag_s = now_s - at_s

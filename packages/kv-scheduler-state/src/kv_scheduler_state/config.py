@@ -107,9 +107,10 @@ class SchedulerConfig:
         lease_s: How long a producer keeps a finished prompt's blocks without hearing from a reader.
         heartbeat_s: Time between two heartbeats to one peer engine; None means a sixth of the lease.
         null_block: The engine's block id for "no block here"; None if every id is a block.
-        fence_slots: Words of the fence array; 0 hands over without fences. With all of them in use nothing is handed over.
-        fence_seed: First generation; pass a random number below 2**53, so that a restarted engine repeats none.
-        nonce_seed: Secret that the nonces of grants are derived from; pass random text, so that nobody can guess one.
+        fence_slots: Words of the fence array (8 bytes each): hand-overs that can be fenced at once; with all of them in use
+            nothing is handed over. 0 opts out of fences.
+        fence_seed: First generation: a random number from 1 to 2**53 - 1, so that a restarted engine repeats none. Required.
+        nonce_seed: Secret that the nonces of grants are derived from: random text, so that no client can guess one. Required.
         uses_host_buffer: Whether finished chunks are saved to host memory before they can be read.
         peer_networks: Networks (CIDR) that a ticket may point into; empty allows every address and name.
         unsealed_networks: Networks (CIDR) of engines that write no seals; with fleet secrets, a ticket without a seal is only
@@ -153,8 +154,8 @@ class SchedulerConfig:
     lease_s: float = 30.0
     heartbeat_s: float | None = None
     null_block: int | None = None
-    fence_slots: int = 0
-    fence_seed: int = 1
+    fence_slots: int = 4096
+    fence_seed: int = 0
     nonce_seed: str = field(default="", repr=False)
     uses_host_buffer: bool = False
     peer_networks: tuple[str, ...] = ()
@@ -223,7 +224,9 @@ class SchedulerConfig:
         if self.load_failure_policy not in {"fail", "recompute"}:
             yield f"load_failure_policy is {self.load_failure_policy!r}, must be fail or recompute"
         if not 1 <= self.fence_seed <= MAX_GENERATION:
-            yield f"fence_seed is {self.fence_seed}, must be 1 to 2**53 - 1"
+            yield f"fence_seed is {self.fence_seed}, must be a random number from 1 to 2**53 - 1"
+        if not self.nonce_seed:
+            yield "nonce_seed is empty, must be random text"
         if self.bidirectional and self.uses_host_buffer:
             yield "bidirectional needs the decode's blocks in readable memory; it does not go with uses_host_buffer"
         if not 0 <= (self.generation or 0) <= MAX_GENERATION:

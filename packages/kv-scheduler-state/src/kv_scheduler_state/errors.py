@@ -47,24 +47,29 @@ def quote(value: object) -> str:
 
 
 class SchedulerStateError(Exception):
-    """Base of every exception of this package.
+    """Base of every exception of this package; its text is "message (code)".
 
     Attributes:
         code: Stable, kebab-case reason.
         fault: Side that has to change something: "local", "peer" or "environment".
         is_retry_safe: Whether the same call may succeed later unchanged; None when that is not known.
+        message: The problem as a sentence, without the code.
         context: Plain values that the message was made from.
     """
 
     code: str
+    message: str
     fault: Fault = "local"
     is_retry_safe: bool | None = False
     context: Mapping[str, object]
 
     def __init__(self, message: str, *, code: str, context: Mapping[str, object]) -> None:
         super().__init__(message)
-        self.code = code
+        self.code, self.message = code, message
         self.context = MappingProxyType(dict(context))
+
+    def __str__(self) -> str:
+        return f"{self.message} ({self.code})"
 
     def __reduce__(self) -> tuple[object, ...]:
         # A mappingproxy is not picklable, and subclasses have other arguments than the message.

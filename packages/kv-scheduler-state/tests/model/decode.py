@@ -7,26 +7,74 @@ side be explored alone.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+from kv_scheduler_state import UNBOUND
 from kv_scheduler_state.config import GroupConfig, SchedulerConfig
+from kv_scheduler_state.plan import StepPlan
+from kv_scheduler_state.records import Request
 from kv_scheduler_state.scheduler.state import SchedulerState
+from kv_scheduler_state.values import FinishReason
 
 from .invariants import problems
-from .peers import Answer
+from .prefill import HEARTBEAT_S, LEASE_S, PrefillSide
 from .promises import Step, demand
-from .prompt import HEARTBEAT_S, LEASE_S
-
-if TYPE_CHECKING:
-    from kv_scheduler_state.plan import StepPlan
-    from kv_scheduler_state.records import Request
-    from kv_scheduler_state.values import FinishReason
-
-    from .peers import GenerousPeer
-    from .prefill import PrefillSide
 
 _REASONS: Final[dict[str, FinishReason]] = {"d-finish": "stop", "d-abort": "abort", "d-fail": "error"}
 _WANTS_LEASE: Final = frozenset(("waiting", "parked"))
+
+
+class GenerousPeer:
+    """A peer that has every prompt and keeps it for ever."""
+
+    def __init__(self, readers: int) -> None:
+        self.readers = tuple(f"reader-{rank}" for rank in range(readers))
+
+    def ticket(self, request_id: str) -> dict[str, object] | None:
+        """Return a ticket with three blocks."""
+        return {
+            "do_remote_prefill": True,
+            "remote_block_ids": [[1, 2]],
+            "remote_engine_id": "prefill-0",
+            "remote_request_id": request_id,
+            "remote_host": "10.0.0.1",
+            "remote_port": 5600,
+            "kv_fence": [0, 7],  # without one, any end that it is told of would use the ticket up
+        }
+
+    def notify(self, request_id: str, reader: str, now_s: float) -> None:
+        """Ignore it."""
+
+    def renew(self, request_id: str, now_s: float) -> None:
+        """Ignore it."""
+
+    def is_fence_intact(self, request_id: str) -> bool:
+        """Return True."""
+        return bool(request_id)
+
+    def is_freed(self, request_id: str) -> bool:
+        """Return False."""
+        return not request_id
+
+
+class Answer:
+    """The engine's and the observer's knowledge of one request."""
+
+    def __init__(self, readers: int) -> None:
+        self.status = "absent"
+        self.preemptions = 0
+        self.orders = 0
+        self.is_notified = False
+        # Whether its read has used the ticket up, or will pass it on when it is quiet.
+        self.is_over = False
+        # Whether its read has ended well, so that no other request reads the ticket any more.
+        self.is_read = False
+        self.is_passed = False
+        # Whether no other request wanted the hand-over when this request gave it up.
+        self.may_tell = True
+        self.ranks = ["idle"] * readers
+        self.in_flight: frozenset[int] = frozenset()
+        self.beaten_s: float | None = None
 
 
 class DecodeSide:
@@ -49,6 +97,8 @@ class DecodeSide:
                 groups=(GroupConfig(),),
                 lease_s=LEASE_S,
                 heartbeat_s=HEARTBEAT_S,
+                fence_seed=1,
+                nonce_seed="n",
                 load_failure_policy="fail" if fails_requests else "recompute",
             )
         )
@@ -136,7 +186,7 @@ class DecodeSide:
         blocks = [[7, 8]]
         if name == "d-arrive":
             ticket = self.peer.ticket(self._peer_id(request_id))
-            admission = self.state.arrive(request_id, ticket, prompt_tokens=32, now_s=now_s)
+            admission = self.state.arrive(request_id, ticket, prompt_tokens=32, identity=UNBOUND, now_s=now_s)
             demand(admission.role == "consumer", f"{request_id}: its ticket became {admission}")
             held = [other for other in self.answers.values() if other.status in {"waiting", "parked", "aborting"}]
             if self.is_shared and not held:
@@ -163,7 +213,7 @@ class DecodeSide:
 
     def _end(self, name: str, request_id: str, answer: Answer, now_s: float) -> None:
         decision = self.state.finish(
-            request_id, reason=_REASONS[name], block_ids=[[7, 8]], computed_tokens=32, now_s=now_s
+            request_id, reason=_REASONS[name], block_ids=[[7, 8]], computed_tokens=32, identity=UNBOUND, now_s=now_s
         )
         demand(not decision.keep_blocks, f"{request_id}: a decode keeps its blocks")
         if answer.status == "waiting":

@@ -10,10 +10,11 @@ from __future__ import annotations
 import io
 import pickle
 from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final, cast
+from typing import Final, cast
 
 from kv_scheduler_state.config import GroupConfig, SchedulerConfig
 from kv_scheduler_state.errors import SchedulerStateError
@@ -21,17 +22,11 @@ from kv_scheduler_state.tables import Table, Transition
 from kv_scheduler_state.ticket.reader import TicketReader
 from kv_scheduler_state.ticket.ticket import PeerAddress
 from kv_scheduler_state.values import BlockRules
-from model.promises import ModelViolation
 
-from .decode import DecodeSide
-from .peers import GenerousPeer
+from .decode import DecodeSide, GenerousPeer
 from .prefill import PrefillSide
-from .promises import Step
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from .stream_world import StreamWorld
+from .promises import ModelViolation, Step
+from .stream_world import StreamWorld
 
 _HEAL_STEPS: Final = 400
 _MAX_TICKS: Final = 12
@@ -46,7 +41,6 @@ class Exploration:
 
     Attributes:
         states: Different states that were visited.
-        transitions: Steps that were taken between them.
         depth: Steps of the shortest way to the most distant state.
         is_complete: Whether every reachable state was visited, or a bound was met.
         violation: The broken promise, or empty.
@@ -54,7 +48,6 @@ class Exploration:
     """
 
     states: int
-    transitions: int
     depth: int
     is_complete: bool
     violation: str = ""
@@ -62,7 +55,7 @@ class Exploration:
 
     def __str__(self) -> str:
         bound = "complete" if self.is_complete else "bounded"
-        text = f"{self.states} states, {self.transitions} transitions, depth {self.depth}, {bound}"
+        text = f"{self.states} states, depth {self.depth}, {bound}"
         return text if not self.violation else f"{text}; {self.violation} after {' '.join(map(str, self.path))}"
 
 
@@ -206,14 +199,13 @@ def explore(
     seen = {first.key()}
     paths: dict[int, tuple[int, Step]] = {}
     queue = deque([(0, 0, codec.save(first), first.different_steps())])
-    transitions = deepest = 0
+    deepest = 0
     is_complete = True
     while queue:
         number, depth, saved, steps = queue.popleft()
         is_last = max_depth is not None and depth + 1 >= max_depth
         for step in steps:
             world = codec.load(saved)
-            transitions += 1
             try:
                 world.apply(step)
                 key = world.key()
@@ -227,14 +219,14 @@ def explore(
                 world.heal()
             except ModelViolation as error:
                 path = (*_path(paths, number), step)
-                return Exploration(len(seen), transitions, depth + 1, is_complete, str(error), path)
+                return Exploration(len(seen), depth + 1, is_complete, str(error), path)
             paths[len(seen)] = (number, step)
             deepest = depth + 1
             if following is None:
                 is_complete = False
             else:
                 queue.append((len(seen), deepest, *following))
-    return Exploration(len(seen), transitions, deepest, is_complete)
+    return Exploration(len(seen), deepest, is_complete)
 
 
 def _path(paths: dict[int, tuple[int, Step]], number: int) -> tuple[Step, ...]:

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Final
+from collections.abc import Iterator, Mapping
+from typing import Final
 
-from kv_scheduler_state import LeaseTable
+from kv_scheduler_state import LeaseTable, SchedulerState
+from kv_scheduler_state.plan import Outbox
+from kv_scheduler_state.records import Request, TicketKey
+from kv_scheduler_state.scheduler.consumer import Consumers
+from kv_scheduler_state.scheduler.producer import Producers
 from kv_scheduler_state.scheduler.sharing import key_of
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    from kv_scheduler_state import SchedulerState
-    from kv_scheduler_state.plan import Outbox
-    from kv_scheduler_state.records import Request, TicketKey
-    from kv_scheduler_state.scheduler.consumer import Consumers
-    from kv_scheduler_state.scheduler.producer import Producers
-    from kv_scheduler_state.tables import Table
+from kv_scheduler_state.tables import Table
 
 _AFTER_THE_END: Final = frozenset(
     {"draining", "leased", "revoked", "voiding", "streamed", "taken-back", "draining-stream"}

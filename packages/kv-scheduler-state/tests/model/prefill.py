@@ -8,33 +8,54 @@ without asking the code under test.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
+from kv_scheduler_state import UNBOUND
 from kv_scheduler_state.config import GroupConfig, SchedulerConfig
+from kv_scheduler_state.plan import StepPlan
 from kv_scheduler_state.scheduler.state import SchedulerState
 from kv_scheduler_state.ticket.early import prefill_request_params
-from kv_scheduler_state.worker.leases import LeaseTable
+from kv_scheduler_state.worker.leases import Lease, LeaseTable
 
 from .invariants import problems
-from .keys import prefill_key
 from .promises import Step, demand
-from .prompt import HEARTBEAT_S, LEASE_S, RENEWAL_S, Prompt
 
-if TYPE_CHECKING:
-    from kv_scheduler_state.plan import StepPlan
+LEASE_S = 3.0
+HEARTBEAT_S = 1.0
+RENEWAL_S = LEASE_S * 2 / 3
+
+
+class Prompt:
+    """The engine's and the observer's knowledge of one request."""
+
+    def __init__(self, workers: int) -> None:
+        self.status = "absent"
+        self.is_stepped = False
+        self.chunks = 0
+        self.preemptions = 0
+        self.is_revoked = False
+        self.is_revocation_told = False
+        self.is_allocated_twice = False
+        self.is_release_told = False
+        self.decoded = 0
+        # Orders that the next plan must have, and the fence words of all starts so far.
+        self.is_start_due = False
+        self.completes_due = False
+        self.words: tuple[int, ...] = ()
+        self.released: frozenset[int] = frozenset()
+        self.saved: frozenset[int] = frozenset()
+        self.ticket: dict[str, object] | None = None
+        # Per worker: who really reported, and when the lease really ends (None: not granted or ended).
+        self.delivered: list[frozenset[str]] = [frozenset()] * workers
+        self.deadlines: list[float | None] = [None] * workers
+        self.reported: frozenset[int] = frozenset()
 
 
 class PrefillSide:
     """A prefill engine with its workers, for `requests` requests that `readers` ranks will read."""
 
     def __init__(
-        self,
-        *,
-        requests: int,
-        readers: int,
-        workers: int = 1,
-        adversity: int = 1,
-        is_plain: bool = False,
+        self, *, requests: int, readers: int, workers: int = 1, adversity: int = 1, is_plain: bool = False
     ) -> None:
         self.state = SchedulerState(
             SchedulerConfig(
@@ -44,6 +65,8 @@ class PrefillSide:
                 groups=(GroupConfig(),),
                 lease_s=LEASE_S,
                 heartbeat_s=HEARTBEAT_S,
+                fence_seed=1,
+                nonce_seed="n",
                 fence_slots=requests,
                 uses_host_buffer=not is_plain,
             )
@@ -108,16 +131,13 @@ class PrefillSide:
             self._poll(now_s)
         else:
             self._request_step(name, request_id, self.prompts[request_id], now_s)
-        found = (
-            *problems(self.state),
-            *[text for table in self.tables for text in problems(table)],
-        )
+        found = (*problems(self.state), *[text for table in self.tables for text in problems(table)])
         demand(not found, "; ".join(found))
 
     def _request_step(self, name: str, request_id: str, prompt: Prompt, now_s: float) -> None:
         blocks = [self._blocks(request_id)]
         if name == "p-arrive":
-            self.state.arrive(request_id, prefill_request_params(), prompt_tokens=32, now_s=now_s)
+            self.state.arrive(request_id, prefill_request_params(), prompt_tokens=32, identity=UNBOUND, now_s=now_s)
             prompt.status = "waiting"
         elif name == "p-allocate":
             self.state.allocate(request_id, block_ids=blocks, new_block_ids=blocks, external_tokens=0, now_s=now_s)
@@ -159,6 +179,7 @@ class PrefillSide:
             reason="length" if name == "p-finish" else "abort",
             block_ids=[self._blocks(request_id)],
             computed_tokens=32,
+            identity=UNBOUND,
             now_s=now_s,
         )
         demand(decision.keep_blocks == (name == "p-finish"), f"{request_id}: {name} led to {decision}")
@@ -324,9 +345,52 @@ class PrefillSide:
         return not (self.state.live_count or self.state.has_work() or any(table.live_count() for table in self.tables))
 
     def request_key(self, request_id: str, now_s: float, *, is_named: bool) -> tuple[object, ...]:
-        """Return everything that determines this request's future."""
-        return prefill_key(self, request_id, now_s, is_named=is_named)
+        """Return everything that determines this request's future, with times relative to now and, perhaps, readers unnamed."""
+        prompt = self.prompts[request_id]
+        live = self.state._requests.get(request_id)  # the key must see what decides the future
+        outbox = self.state._outbox.orders
+        leases = [table._leases.get(request_id) for table in self.tables]
+        readers = [
+            [
+                (reader in told, lease is not None and reader in lease.readers_done)
+                for told, lease in zip(prompt.delivered, leases, strict=True)
+            ]
+            for reader in self.readers
+        ]
+        return (
+            prompt.status,
+            prompt.is_stepped,
+            prompt.chunks,
+            prompt.preemptions,
+            (prompt.is_revoked, prompt.is_revocation_told),
+            tuple(sorted(prompt.saved)) and tuple(block % 10 for block in sorted(prompt.saved)),
+            readers if is_named else sorted(readers),
+            tuple(None if at is None else max(0.0, at - now_s) for at in prompt.deadlines),
+            tuple(sorted(prompt.reported)),
+            (
+                prompt.is_start_due,
+                prompt.completes_due,
+                request_id in outbox["restarts"],
+                request_id in outbox["completes"],
+            ),
+            (prompt.is_release_told, tuple(sorted(prompt.released)), prompt.is_allocated_twice, prompt.decoded),
+            live and live.producer and live.producer.state,
+            [_lease_key(lease, now_s) for lease in leases],
+            prompt.ticket is not None and self.is_fence_intact(request_id),
+            request_id in outbox["expects"],
+            request_id in outbox["grants"],
+            request_id in outbox["releases"],
+            request_id in outbox["revokes"],
+            len(outbox["saves"].get(request_id, ())),
+        )
 
     def _blocks(self, request_id: str) -> list[int]:
         first = 10 * (int(request_id[1:]) + 1)
         return [first, first + 1]
+
+
+def _lease_key(lease: Lease | None, now_s: float) -> tuple[object, ...] | None:
+    if lease is None:
+        return None
+    left_s = max(0.0, lease.deadline_s - now_s) if lease.state == "granted" else None
+    return lease.state, left_s, len(lease.readers_done), any(each.is_complete for each in lease.readers.values())

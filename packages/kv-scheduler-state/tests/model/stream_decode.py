@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from stream_helpers import Prompt
 
+from kv_scheduler_state import UNBOUND
 from kv_scheduler_state.config import SchedulerConfig
-from kv_scheduler_state.plan import EMPTY_PLAN, StreamAnswer
+from kv_scheduler_state.plan import EMPTY_PLAN, StreamAnswer, StreamQuestion
 from kv_scheduler_state.scheduler.state import SchedulerState
 from kv_scheduler_state.tables import GONE
 
 from .freeze import freeze
 from .invariants import problems
 from .promises import Step, demand
-from .stream_prefill import GROUPS
+from .stream_prefill import GROUPS, StreamPrefill
 from .stream_reading import Reader
 from .stream_words import StreamSetting, early_ticket
-
-if TYPE_CHECKING:
-    from kv_scheduler_state.plan import StreamQuestion
-
-    from .stream_prefill import StreamPrefill
 
 
 class StreamDecode:
@@ -37,6 +31,8 @@ class StreamDecode:
             tp=len(peer.workers),
             groups=GROUPS,
             lease_s=1000.0,
+            fence_seed=1,
+            nonce_seed="n",
             peer_networks=("10.0.0.0/8",),
             load_failure_policy="fail" if setting.fails_requests else "recompute",
             stream_reserve_fraction=1.0,
@@ -160,6 +156,7 @@ class StreamDecode:
                 reason="abort" if name == "c-abort" else "stop",
                 block_ids=[[], []],
                 computed_tokens=0,
+                identity=UNBOUND,
                 now_s=now_s,
             )
             self.status[request_id] = "draining" if is_parked else "over"

@@ -8,25 +8,21 @@ carry them out by `StreamWorker` and `LeaseTable`.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from stream_helpers import Prompt as Identity
 
 from kv_scheduler_state.config import GroupConfig, SchedulerConfig
-from kv_scheduler_state.plan import EMPTY_PLAN, EMPTY_STREAM_PLAN
+from kv_scheduler_state.plan import EMPTY_PLAN, EMPTY_STREAM_PLAN, StepPlan, StreamChunk, StreamQuestion
 from kv_scheduler_state.scheduler.state import SchedulerState
 from kv_scheduler_state.tables import GONE
-from kv_scheduler_state.worker.leases import LeaseTable
+from kv_scheduler_state.worker.leases import LeaseEnd, LeaseTable
 from kv_scheduler_state.worker.state import StreamWorker
 
 from .freeze import freeze
 from .invariants import problems
 from .promises import Step, demand
 from .stream_words import Device, Job, StreamRules, StreamSetting, Words, early_ticket, page_text
-
-if TYPE_CHECKING:
-    from kv_scheduler_state.plan import StepPlan, StreamChunk, StreamQuestion
-    from kv_scheduler_state.worker.leases import LeaseEnd
 
 GROUPS = (GroupConfig("full", block_tokens=1), GroupConfig("state", block_tokens=1))
 
@@ -101,6 +97,8 @@ class StreamPrefill:
             tp=setting.workers,
             groups=GROUPS,
             lease_s=1000.0,
+            fence_seed=1,
+            nonce_seed="n",
             fence_slots=requests,
             stream_slots=slots,
             stream_reserve_fraction=0.5,

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, NamedTuple
+from collections.abc import Sequence
+from typing import Final, NamedTuple
 
 from kv_scheduler_state.fences import is_later_tag
-from kv_scheduler_state.plan import StreamPart
+from kv_scheduler_state.plan import ReadOrder, StepPlan, StreamPart
 from kv_scheduler_state.streams.reader import StreamReaders
 from kv_scheduler_state.worker.state import WorkerState
 
 from .promises import Step, demand
+from .stream_prefill import StreamPrefill, Worker
 from .stream_words import page_text
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from kv_scheduler_state.plan import ReadOrder, StepPlan
-
-    from .stream_prefill import StreamPrefill, Worker
 
 _STALL_S: Final = 2.0
 

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
-from kv_scheduler_state.plan import VOID_TOKENS
-
-if TYPE_CHECKING:
-    from kv_scheduler_state.plan import StreamChunk
+from kv_scheduler_state.plan import VOID_TOKENS, StreamChunk
 
 Write: TypeAlias = tuple[int, str]
 Job: TypeAlias = "tuple[tuple[Write, ...], StreamChunk | None]"

@@ -6,9 +6,8 @@ from hashlib import blake2b
 from typing import Final
 
 from kv_scheduler_state.errors import SchedulerStateError
-from model.promises import ModelViolation
 
-from .promises import Step
+from .promises import ModelViolation, Step
 from .stream_decode import StreamDecode
 from .stream_prefill import StreamPrefill
 from .stream_words import StreamSetting

@@ -41,7 +41,7 @@ class Admissions:
         self._offers = TicketReader(config, takes_offers=True)
         self.seal: TicketSeal | None = None
 
-    def admit(self, request_id: str, request: Request, params: object, identity: PromptIdentity | None) -> Admission:
+    def admit(self, request_id: str, request: Request, params: object, identity: PromptIdentity) -> Admission:
         """Give a request the records that its params ask for; a bad ticket only costs it the consumer record."""
         try:
             kind = self._tickets.classify(params)
@@ -74,12 +74,12 @@ class Admissions:
                 ticket = self._verified(request_id, request, fields, kind, identity)
             except TicketError as error:
                 refusal = _missing_media(fields, identity) or error
-                return Admission("producer", refusal.code, str(refusal), truncate_tokens)
+                return Admission("producer", refusal.code, refusal.message, truncate_tokens)
             request.consumer = self._consumers.arrive(request_id, ticket, kept_tokens)
         return Admission("producer", "", "", truncate_tokens)
 
     def _early_producer(
-        self, request_id: str, request: Request, fields: Fields, identity: PromptIdentity | None, truncate_tokens: int
+        self, request_id: str, request: Request, fields: Fields, identity: PromptIdentity, truncate_tokens: int
     ) -> Admission | None:
         """Admit a prompt to be streamed or, where its early ticket is refused, to be handed over whole.
 
@@ -89,7 +89,7 @@ class Admissions:
             try:
                 withdrawn = read_early(fields, self._tickets.hosts, self.seal)
             except TicketError as error:
-                return Admission("none", error.code, str(error))
+                return Admission("none", error.code, error.message)
             # A prompt that is here goes on; questions for an id that will not come are refused.
             self._producers.streams.decline(withdrawn.hand_over_id, "withdrawn")
             return BYSTANDER
@@ -102,18 +102,18 @@ class Admissions:
         except TicketError as error:
             self._decline(fields)
             request.producer = self._producers.arrive(request_id, prompt_tokens=tokens, is_readback=False)
-            return Admission("producer", error.code, str(error), truncate_tokens)
-        media = None if identity is None else identity.media(tokens)
+            return Admission("producer", error.code, error.message, truncate_tokens)
+        media = identity.media(tokens)
         request.producer = self._producers.arrive_early(request_id, early, digest, media, prompt_tokens=tokens)
         return Admission("producer", "", "", truncate_tokens, is_early=True)
 
     def _early_or_refused(
-        self, request_id: str, request: Request, params: object, identity: PromptIdentity | None, error: TicketError
+        self, request_id: str, request: Request, params: object, identity: PromptIdentity, error: TicketError
     ) -> Admission:
         """Admit a request whose ticket could not be read because it is yet to come; refuse any other with the error."""
         error = _missing_media(params, identity) or error
         fields: Fields = cast("Fields", params) if isinstance(params, dict) else {}
-        is_alone = EARLY_KEY in fields and fields.get("remote_block_ids") is None
+        is_alone = EARLY_KEY in fields and fields.get("remote_block_ids") is None and error.code != "ticket-key"
         if is_alone and fields.get("do_remote_prefill") is True and not fields.get("do_remote_decode"):
             try:
                 request.consumer = self._streaming_consumer(request_id, fields, request.prompt_tokens, identity)
@@ -121,10 +121,10 @@ class Admissions:
                 error = early_error
             else:
                 return BYSTANDER if request.consumer is None else Admission("consumer", is_early=True)
-        return Admission("none", error.code, str(error))
+        return Admission("none", error.code, error.message)
 
     def _verified(
-        self, request_id: str, request: Request, fields: Fields, kind: TicketKind, identity: PromptIdentity | None
+        self, request_id: str, request: Request, fields: Fields, kind: TicketKind, identity: PromptIdentity
     ) -> HandoffTicket:
         """Return the ticket if it was written for this prompt, or by a peer that binds no prompts.
 
@@ -171,7 +171,7 @@ class Admissions:
         if named:
             self._producers.streams.decline(named)
 
-    def _streamable(self, fields: Fields, tokens: int, identity: PromptIdentity | None) -> tuple[EarlyTicket, str]:
+    def _streamable(self, fields: Fields, tokens: int, identity: PromptIdentity) -> tuple[EarlyTicket, str]:
         """Return the early ticket under which a prompt may be streamed from here, and the digest of the prompt.
 
         Raises:
@@ -187,7 +187,7 @@ class Admissions:
         return early, _digest(tokens, identity)
 
     def _streaming_consumer(
-        self, request_id: str, fields: Fields, prompt_tokens: int, identity: PromptIdentity | None
+        self, request_id: str, fields: Fields, prompt_tokens: int, identity: PromptIdentity
     ) -> ConsumerRecord | None:
         """Begin to ask a peer for a prompt that it computes at the same time; None if this engine computes the prompt itself.
 
@@ -214,7 +214,7 @@ class Admissions:
             self._consumers.streams.note_local(request_id, early, code)
             return None
         digest = _digest(tokens, identity)
-        media = (None if identity is None else identity.media(tokens)) or (0, digest)
+        media = identity.media(tokens) or (0, digest)
         return self._consumers.arrive_early(request_id, early, digest, media, prompt_tokens)
 
     def opened(self, stream: ConsumedStream, answer: Mapping[str, object]) -> HandoffTicket:
@@ -260,13 +260,13 @@ def _shared(hand_over_id: str, verb: str) -> TicketError:
     )
 
 
-def _require_prompt(ticket: HandoffTicket, identity: PromptIdentity | None) -> None:
+def _require_prompt(ticket: HandoffTicket, identity: PromptIdentity) -> None:
     """Refuse a ticket of another prompt.
 
     Raises:
         TicketError: `ticket-prompt`, `ticket-prompt-unidentified`, or the code of `identity.refusal`.
     """
-    if identity is not None and identity.refusal:
+    if identity.refusal:
         raise TicketError(
             identity.refusal, "this engine cannot tell which prompt this is, so no ticket can be checked against it"
         )
@@ -278,7 +278,7 @@ def _require_prompt(ticket: HandoffTicket, identity: PromptIdentity | None) -> N
             "ticket-prompt-unidentified", "the engine that wrote the ticket could not tell which prompt it had computed"
         )
     tokens = ticket.peer_tokens
-    digest = None if identity is None or tokens is None else identity.digest(tokens)
+    digest = None if tokens is None else identity.digest(tokens)
     if digest != prompt:
         raise TicketError(
             "ticket-prompt",
@@ -288,11 +288,11 @@ def _require_prompt(ticket: HandoffTicket, identity: PromptIdentity | None) -> N
         )
 
 
-def _missing_media(params: object, identity: PromptIdentity | None) -> TicketError | None:
+def _missing_media(params: object, identity: PromptIdentity) -> TicketError | None:
     """Return the error for a refused ticket whose prompt cannot be computed here either, whatever else is wrong with it."""
     fields: Fields = cast("Fields", params) if isinstance(params, dict) else {}
     tokens: object = fields.get("remote_num_tokens")
-    if identity is None or not fields.get("kv_media") or not isinstance(tokens, int | float):
+    if not fields.get("kv_media") or not isinstance(tokens, int | float):
         return None
     if not 0 <= tokens <= _MOST_TOKENS:
         return None
@@ -302,15 +302,15 @@ def _missing_media(params: object, identity: PromptIdentity | None) -> TicketErr
     return missing_media(fields["kv_media"], identity.media(int(tokens)) or (0, digest))
 
 
-def _digest(tokens: int, identity: PromptIdentity | None) -> str:
+def _digest(tokens: int, identity: PromptIdentity) -> str:
     """Return the digest of a request's first tokens.
 
     Raises:
         TicketError: `ticket-prompt-unidentified`, or the code of `identity.refusal`.
     """
-    if identity is not None and identity.refusal:
+    if identity.refusal:
         raise TicketError(identity.refusal, "this engine cannot tell which prompt this is, so it cannot stream it")
-    digest = None if identity is None or not tokens else identity.digest(tokens)
+    digest = identity.digest(tokens) if tokens else None
     if not digest:
         raise TicketError("ticket-prompt-unidentified", f"the first {tokens} tokens of this request are not identified")
     return digest

@@ -12,6 +12,7 @@ from kv_scheduler_state.plan import GrantOrder
 from kv_scheduler_state.records import ProducerRecord
 from kv_scheduler_state.streams.producer import StreamProducers
 from kv_scheduler_state.tables import NEW, PRODUCER_TABLE, STREAM_PRODUCER_TABLE, Table, Transition
+from kv_scheduler_state.ticket.prompt import UNBOUND
 from kv_scheduler_state.ticket.ticket import HandoffTicket, PeerAddress, params_template, wire_id
 from kv_scheduler_state.values import BlockList
 
@@ -227,7 +228,7 @@ class Producers:
         record: ProducerRecord,
         block_ids: Sequence[Sequence[int]],
         computed_tokens: int,
-        identity: PromptIdentity | None,
+        identity: PromptIdentity,
         *,
         withhold: bool,
     ) -> tuple[Transition, str, dict[str, object] | None]:
@@ -271,11 +272,11 @@ class Producers:
         row: Transition,
         block_ids: Sequence[Sequence[int]],
         computed_tokens: int,
-        identity: PromptIdentity | None,
+        identity: PromptIdentity,
     ) -> dict[str, object]:
         tokens = self._tokens_of(record, computed_tokens)
         prompt, media = None, None
-        if identity is not None:
+        if identity is not UNBOUND:
             prompt, media = "" if identity.refusal else identity.digest(tokens) or "", identity.media(tokens)
         # The tickets of a streamed prompt have the nonce of its offers.
         nonce = self.streams.find(record.request_id, "hand-over").nonce if "finalise" in row.effects else ""

@@ -133,9 +133,9 @@ class Heartbeats:
     def start(self, record: ConsumerRecord) -> None:
         """Renew the lease of a record's ticket from now on."""
         address = record.renewed_at = record.ticket.peer
-        peer = self._peers.get(address)
-        if peer is None:
-            peer = self._peers[address] = _Peer(self._clock.observed_s)
+        peer = self._peers.setdefault(address, _Peer(self._clock.observed_s))
+        if not peer.holders:  # nothing was due there while it had none, however long ago its period ended
+            peer.due_s = max(peer.due_s, self._clock.observed_s)
             self.due_s = min(self.due_s, peer.due_s)
         peer.holders[record] = None
 

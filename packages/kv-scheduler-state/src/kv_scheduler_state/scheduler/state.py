@@ -34,7 +34,7 @@ from kv_scheduler_state.scheduler.admission import Admissions
 from kv_scheduler_state.scheduler.consumer import Consumers
 from kv_scheduler_state.scheduler.producer import Producers
 from kv_scheduler_state.scheduler.streaming import Streams
-from kv_scheduler_state.ticket.prompt import MEDIA_MISSING
+from kv_scheduler_state.ticket.prompt import MEDIA_MISSING, require_identity
 from kv_scheduler_state.ticket.seal import TicketSeal
 from kv_scheduler_state.values import (
     BYSTANDER,
@@ -89,6 +89,10 @@ class SchedulerState:
         if secrets:
             self.set_secrets(secrets)
 
+    def __repr__(self) -> str:
+        leases = f"{self.lease_count} leases, {self.fence_slots_used} of {self.config.fence_slots} fence slots used"
+        return f"SchedulerState({self.config.engine_id!r}: {self.live_count} live requests, {leases})"
+
     # ---- the engine's hooks
 
     def arrive(
@@ -97,7 +101,7 @@ class SchedulerState:
         params: object,
         *,
         prompt_tokens: int,
-        identity: PromptIdentity | None = None,
+        identity: PromptIdentity,
         now_s: float,
     ) -> Admission:
         """Admit a request and return its role; a bad ticket is a value here, never an exception.
@@ -106,16 +110,17 @@ class SchedulerState:
             request_id: The engine's id of the request.
             params: Its `kv_transfer_params` as the client sent them; never changed.
             prompt_tokens: Length of its prompt.
-            identity: Computes the digest of its prompt; without one a ticket that is bound to a prompt is refused.
+            identity: Computes the digest of its prompt; with `UNBOUND` a ticket that is bound to a prompt is refused.
             now_s: The caller's monotonic clock.
 
         Raises:
             DuplicateRequest: `duplicate-request`, while a request of that id is live or has orders in the next plan.
-            InvalidEvent: `invalid-event`, for an empty id, a negative length or an invalid time.
+            InvalidEvent: `invalid-event`, for an empty id, a negative length, no identity or an invalid time.
         """
         if type(request_id) is not str or not request_id:
             raise InvalidEvent(f"request_id is {quote(request_id)}, must be a string that is not empty")
         require_count("prompt_tokens", prompt_tokens)
+        require_identity(identity)
         if request_id in self._requests:
             raise DuplicateRequest(request_id, state_of(self._requests[request_id]))
         if self._outbox.is_ending(request_id):
@@ -264,7 +269,7 @@ class SchedulerState:
         block_ids: Sequence[Sequence[int]],
         computed_tokens: int,
         withhold: bool = False,
-        identity: PromptIdentity | None = None,
+        identity: PromptIdentity,
         now_s: float,
     ) -> FinishDecision:
         """End a request and decide whether its blocks are handed over.
@@ -275,19 +280,20 @@ class SchedulerState:
             block_ids: Its blocks per group, in token order.
             computed_tokens: Tokens whose KV these blocks hold for good; tokens of a step that still runs do not count.
             withhold: Whether to keep the ticket back although the request ended well.
-            identity: Computes the digest that binds the ticket to the prompt; without one the ticket is bound to none.
+            identity: Computes the digest that binds the ticket to the prompt; `UNBOUND` writes a ticket that serves any prompt.
             now_s: The caller's monotonic clock.
 
         Raises:
             UnknownRequest: `unknown-request`, also for a request that has already ended.
             IllegalTransition: `illegal-transition`.
-            InvalidEvent: `invalid-event`, for an unknown reason or a wrong number of groups.
+            InvalidEvent: `invalid-event`, for an unknown reason, no identity or a wrong number of groups.
         """
         request = find_request(self._requests, request_id, "finish")
         hands_over = _HANDS_OVER.get(reason)
         if hands_over is None:
             raise InvalidEvent(f"reason is {quote(reason)}, must be one of {sorted(_HANDS_OVER)}")
         require_count("computed_tokens", computed_tokens)
+        require_identity(identity)
         self._clock.observe(now_s)
         producers, producer, consumer = self._producers, request.producer, request.consumer
         if producer is None:

@@ -16,16 +16,25 @@ from __future__ import annotations
 
 import sys
 from array import array
+from dataclasses import dataclass, field
 from hashlib import sha256
-from typing import TYPE_CHECKING, Final, Protocol, cast
+from typing import TYPE_CHECKING, Final, Protocol, cast, final
 
-from kv_scheduler_state.errors import TicketError, quote
+from kv_scheduler_state.errors import InvalidEvent, TicketError, quote
 from kv_scheduler_state.ticket.ticket import encode
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-__all__ = ["MEDIA_MISSING", "PromptIdentity", "missing_media", "prompt_digest"]
+__all__ = [
+    "MEDIA_MISSING",
+    "UNBOUND",
+    "PromptIdentity",
+    "TextPrompt",
+    "missing_media",
+    "prompt_digest",
+    "require_identity",
+]
 
 MEDIA_MISSING: Final = "ticket-media-missing"
 
@@ -48,6 +57,21 @@ class PromptIdentity(Protocol):
         None if there are none. Items that this engine could not compute the prompt with do not count.
         """
         ...
+
+
+def require_identity(identity: object) -> None:
+    """Refuse an argument that identifies no prompt.
+
+    Raises:
+        InvalidEvent: `invalid-event`.
+    """
+    calls = (getattr(identity, name, None) for name in ("digest", "media"))
+    is_named = isinstance(getattr(identity, "refusal", None), str) and not isinstance(identity, type)
+    if not is_named or not all(map(callable, calls)):
+        raise InvalidEvent(
+            f"identity is {quote(identity)}, must be a PromptIdentity such as TextPrompt(token_ids); UNBOUND opts out of binding "
+            "tickets to prompts"
+        )
 
 
 def missing_media(named: object, own: tuple[int, str | None]) -> TicketError | None:
@@ -97,3 +121,40 @@ def prompt_digest(
     return sha256(
         encode("kv-prompt-1", len(tokens), tokens.tobytes(), len(media), *items, lora, salt, embeds)
     ).hexdigest()
+
+
+@dataclass(frozen=True)
+class TextPrompt:
+    """The identity of a prompt of tokens alone, without images, videos, sounds or embeddings.
+
+    Attributes:
+        token_ids: All its tokens, and those that were generated if their KV is handed over, too.
+        lora: Identity of the adapter, see `prompt_digest`.
+        salt: The request's cache salt.
+        refusal: Empty: such a prompt can be identified.
+    """
+
+    token_ids: Sequence[int]
+    lora: str = ""
+    salt: str = ""
+    refusal: str = field(default="", init=False)
+
+    def digest(self, tokens: int) -> str | None:
+        """Return the digest of the first `tokens` tokens, None if there are fewer."""
+        if tokens > len(self.token_ids):
+            return None
+        # A host may have None for an adapter or a salt that is not given.
+        return prompt_digest(self.token_ids[:tokens], lora=self.lora or "", salt=self.salt or "")
+
+    def media(self, tokens: int) -> None:
+        """Return None: there are no media."""
+
+
+@final
+class _Unbound(TextPrompt):
+    def __reduce__(self) -> str:
+        return "UNBOUND"  # copies and pickles are the same object, which is how it is recognised
+
+
+UNBOUND: Final[PromptIdentity] = _Unbound(())
+"""Opts out of binding: a ticket that is written with it serves any prompt, and a bound ticket is refused to it."""

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, cast, final
 from kv_scheduler_state.config import MAX_PEER_GENERATION
 from kv_scheduler_state.errors import TicketError, field_error, quote
 from kv_scheduler_state.hosts import HostPolicy, canonical_host
-from kv_scheduler_state.ticket.ticket import HandoffTicket, PeerAddress, TicketKind
+from kv_scheduler_state.ticket.ticket import WHOLE_NUMBERS, HandoffTicket, PeerAddress, TicketKind
 from kv_scheduler_state.values import BlockList, running_state
 
 if TYPE_CHECKING:
@@ -51,17 +51,19 @@ _LISTS: Final = (list, tuple)
 _MAX_PEERS: Final = 1024
 _BOOLS: Final = frozenset((False, True))
 _ADDRESS_KEYS: Final = (
-    "remote_engine_id",
-    "remote_host",
-    "remote_port",
-    "tp_size",
-    "pp_size",
-    "dcp_size",
-    "kv_generation",
-    "remote_registration_generation",
-    "kv_dialect",
-    "transfer_mode",
+    *("remote_engine_id", "remote_host", "remote_port", "tp_size", "pp_size", "dcp_size"),
+    *("kv_generation", "remote_registration_generation", "kv_dialect", "transfer_mode"),
 )
+_KEYS: Final = WHOLE_NUMBERS.union(
+    ("do_remote_prefill", "do_remote_decode", "remote_engine_id", "remote_request_id", "remote_host", "transfer_mode"),
+    ("remote_blocks_expiry_time", "kv_lease_s", "kv_nonce", "kv_prompt", "kv_media", "kv_seal", "kv_stream"),
+)
+_KNOWN: Final = _KEYS.union(
+    ("remote_prefill_cached_tokens", "remote_hosts"),
+    ("cp_size", "dp_size", "ep_size", "etp_size", "mp_size", "pcp_size", "ptp_size", "sp_size", "vpp_size"),
+)
+"""`_KEYS`, the key that vLLM adds to every ticket, and those of other hosts that only look like one of ours misspelt. Source of
+`remote_hosts`: vLLM's MoRIIO."""
 _DIGEST: Final = re.compile(r"(?:[0-9a-f]{64})?\Z")
 _NONCE: Final = re.compile(r"[0-9a-zA-Z_-]{1,64}\Z")
 
@@ -93,7 +95,7 @@ class TicketReader:
         """Return what a request's params ask for.
 
         Raises:
-            TicketError: `ticket-not-mapping`, `ticket-too-large`, `ticket-type` or `ticket-flags`.
+            TicketError: `ticket-not-mapping`, `ticket-too-large`, `ticket-key`, `ticket-type` or `ticket-flags`.
         """
         if params is None:
             return "none"
@@ -104,6 +106,8 @@ class TicketReader:
         if len(fields) > _MAX_KEYS:
             problem = f"has {len(fields)} keys, at most {_MAX_KEYS} are allowed"
             raise field_error("ticket-too-large", "kv_transfer_params", problem)
+        if not _KNOWN.issuperset(fields):
+            _refuse_misspelt(fields)
         reads, serves = fields.get("do_remote_prefill"), fields.get("do_remote_decode")
         for name, flag in (("do_remote_prefill", reads), ("do_remote_decode", serves)):
             if flag is not None and type(flag) is not bool:
@@ -331,6 +335,29 @@ def _may_be_our_blocks(group: GroupConfig, dcp: int, tokens: int, whole: int, co
     span = group.block_tokens * dcp
     kept = -(-group.window_tokens // span) + 1 if group.window_tokens else whole
     return whole == -(-tokens // span) and count == min(whole, kept)
+
+
+def _refuse_misspelt(fields: Fields) -> None:
+    """Refuse a key that is a single edit away from a known one.
+
+    Other unknown keys pass: they belong to the host, a router, another connector or a later release. A ticket whose
+    `do_remote_decode` is misspelt would otherwise be a request without one, computed twice and never explained.
+    """
+    for key in [key for key in fields if type(key) is str and key not in _KNOWN]:
+        plain = key.lower().replace("-", "_")
+        meant = sorted(known for known in _KEYS if _is_one_edit(plain, known))
+        if meant:
+            problem = f"kv_transfer_params has the unknown key {quote(key)}; '{meant[0]}' may be meant"
+            raise TicketError("ticket-key", problem, field=quote(key))
+
+
+def _is_one_edit(key: str, known: str) -> bool:
+    """Whether one letter less, more, other or swapped with the next one makes `known` of a key; also if they are equal."""
+    at = next(
+        (at for at, (one, other) in enumerate(zip(key, known, strict=False)) if one != other), min(len(key), len(known))
+    )
+    one, other = key[at:], known[at:]
+    return other in (one[1:], one[1::-1] + one[2:]) or one == other[1:] or one[1:] == other[1:]
 
 
 def _matching(fields: Fields, name: str, pattern: re.Pattern[str]) -> str | None:

@@ -64,30 +64,29 @@ class TicketSeal:
     """
 
     def __init__(self, secrets: Sequence[bytes], unsealed_networks: tuple[str, ...] = ()) -> None:
-        if not secrets or min(map(len, secrets)) < MIN_SECRET_BYTES:
+        if not secrets or any(type(s) not in {bytes, bytearray} or len(s) < MIN_SECRET_BYTES for s in secrets):
             raise InvalidConfig(
                 f"{len(secrets)} fleet secrets, the shortest of {min(map(len, secrets), default=0)} bytes; at least one is "
-                f"needed, each of {MIN_SECRET_BYTES} bytes or more"
+                f"needed, each as {MIN_SECRET_BYTES} bytes or more"
             )
-        # Keyed once; a copy takes each message.
-        self._keys = tuple([hmac.new(secret, digestmod="sha256") for secret in secrets])
+        self._secrets = tuple(map(bytes, secrets))
         self._unsealed = HostPolicy(unsealed_networks, setting="unsealed_networks") if unsealed_networks else None
 
     def __repr__(self) -> str:
-        return f"TicketSeal({len(self._keys)} secrets)"
+        return f"TicketSeal({len(self._secrets)} secrets)"
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a TicketSeal holds fleet secrets and is not pickled")
 
     def of(self, ticket: HandoffTicket) -> str:
         """Return the seal of a ticket of this engine, as 64 hexadecimal digits."""
-        return _mac(self._keys[0], canonical_ticket(ticket))
+        return hmac.digest(self._secrets[0], canonical_ticket(ticket), "sha256").hex()
 
     def covers(self, message: bytes, mac: object) -> bool:
         """Return whether a fleet secret made this MAC (64 hexadecimal digits) of a message, whose tag names its kind."""
         if type(mac) is not str or not mac.isascii():
             return False
-        return any(hmac.compare_digest(_mac(key, message), mac) for key in self._keys)
+        return any(hmac.compare_digest(hmac.digest(key, message, "sha256").hex(), mac) for key in self._secrets)
 
     def opened(self, reader: TicketReader, fields: Fields, kind: TicketKind) -> HandoffTicket:
         """Return the validated ticket if a fleet secret has sealed exactly this ticket, or if its host needs no seal.
@@ -123,12 +122,6 @@ class TicketSeal:
             f"the ticket for host {quote(host)} has no seal, and this engine requires one; engines of another kind must be named "
             "in its configuration",
         )
-
-
-def _mac(key: hmac.HMAC, message: bytes) -> str:
-    keyed = key.copy()
-    keyed.update(message)
-    return keyed.hexdigest()
 
 
 def canonical_ticket(ticket: HandoffTicket, host: str = "") -> bytes:

@@ -190,7 +190,7 @@ class LeaseTable:
             try:
                 change(request_id, **values, now_s=now_s)
             except SchedulerStateError as error:
-                refusals.append(Refusal(request_id, order, error.code, str(error)))
+                refusals.append(Refusal(request_id, order, error.code, error.message))
 
         for request_id in plan.expects:
             apply("expect", request_id, self.expect)
