@@ -11,6 +11,7 @@ import inspect
 import ipaddress
 import re
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, cast, final
 
 import msgspec
@@ -19,30 +20,79 @@ from msgspec import Meta
 from vllm_adapter.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
 __all__ = [
-    "OBSOLETE_KEYS",
+    "GROUPS",
+    "OLD_KEYS",
     "PERMUTE_GB_S",
+    "RELEASE_FACTORS",
     "RENEWED_PART",
+    "Keys",
     "Settings",
+    "VARIABLE_PREFIX",
     "check_whole",
     "describe_keys",
+    "describe_limits",
     "describe_schema",
     "load_keys",
     "load_settings",
     "nearest",
+    "old_key",
+    "unknown_key",
 ]
 
-OBSOLETE_KEYS: Mapping[str, str] = {
-    "enable_cross_layers_blocks": "the layout is taken from the tensors that the engine allocates",
-    "push_registration_timeout": "this connector pulls",
+OLD_KEYS: Mapping[str, tuple[bool, str]] = {
+    # vLLM's own.
+    "num_threads": (True, 'backends, as {"UCX": {"num_threads": "4"}}'),
+    "enforce_handshake_compat": (True, "compatibility_policy, off for false"),
+    "engine_ttl": (False, "an unused engine is forgotten after an hour"),
+    "enable_cross_layers_blocks": (False, "the layout is taken from the tensors that the engine allocates"),
+    "push_registration_timeout": (False, "this connector pulls"),
+    # Those of this connector before 0.3.
+    "advertised_port": (True, "advertised_host, as HOST:PORT"),
+    "ticket_secret_files": (True, "ticket_secrets"),
+    "ticket_secret_variable": (True, "ticket_secrets, as env:NAME"),
+    "side_channel_server_key": (True, "the certificates of listeners into the folder of side_channel_key"),
+    "side_channel_clients": (True, "the certificates of clients into a folder `clients` beside side_channel_key"),
+    "ticket_policy": (True, "ticket_secrets, by which all peers must seal, except those in unsigned_hosts"),
+    "max_leases": (True, "max_leased_blocks, which limits what unread prompts keep"),
+    "handshake_timeout_s": (False, "an attempt lasts a twelfth of read_timeout_s, 2 to 60 s"),
+    "handshake_attempts": (False, "two are made"),
+    "read_retries": (False, "a read whose peer was lost is made again once"),
+    "fence_slots": (False, "4096 hand-overs can be fenced at once"),
+    "stream_slots": (False, "64 prompts can be streamed at once"),
+    "stream_reserve_fraction": (False, "streams may hold half of the cache"),
+    "ask_wait_s": (False, "half of read_timeout_s, 30 s at most"),
+    "max_inflight_bytes": (False, "4 GiB per rank"),
+    "receive_conversion": (False, "pages are converted on arrival where that is cheaper"),
+    "progress_thread": (False, "on where this process may use more than 8 cores"),
+    "ticket_dialect": (False, "the connector version of this vLLM"),
 }
-"""Keys of older connectors that are accepted with a note, and why they are not needed."""
+"""Former keys: whether the value still counts, and what stands in its place. They are accepted with a warning."""
+
+GROUPS: Mapping[str, tuple[str, ...]] = {
+    "Addresses": ("advertised_host", "remote_hosts", "peer_ports"),
+    "Leases": ("kv_lease_duration", "max_leased_blocks"),
+    "Handshakes": ("compatibility_policy", "may_differ"),
+    "Reads": ("read_timeout_s",),
+    "Later turns": ("bidirectional_kv_xfer", "decoder_kv_blocks_ttl", "kv_recompute_threshold"),
+    "Streaming": ("streaming",),
+    "Security": ("ticket_secrets", "unsigned_hosts", "side_channel_key"),
+    "NIXL": ("backends",),
+}
+"""The keys as operators look for them."""
+
+RELEASE_FACTORS: Mapping[str, tuple[str, ...]] = {
+    "patch": ("vllm_version",),
+    "minor": ("vllm_version", "nixl_connector_version"),
+}
+"""Factors that may differ, by the values of `may_differ`."""
 
 RENEWED_PART: Final = 2 / 3
 """A heartbeat renews a lease to this part of its length from then. Source: vLLM's lease renewal."""
 
+_SECTION = "kv_connector_extra_config"
 _HOST_NAME = re.compile(r"(?!-)[A-Za-z0-9_.-]{1,253}")
 _WORDS = {"true": True, "false": False}
 """vLLM's own connector takes some booleans as words."""
@@ -51,126 +101,132 @@ PERMUTE_GB_S: Final = {"DRAM": 1.2, "VRAM": 10.0}
 """Speed of permuting pages, by which `receive_conversion` "auto" decides. DRAM: as measured with torch on one core, 134 MB of 32
 layers."""
 
-_CHANNEL_KEYS = ("side_channel_key", "side_channel_server_key", "side_channel_clients")
+VARIABLE_PREFIX: Final = "env:"
+"""Begins a source of secrets that is an environment variable."""
 
 
-@final
-class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The connector's configuration, checked. Field names are the configuration's keys; operators read the texts below.
+class Keys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The keys of the configuration, checked. Operators read the texts below.
 
     Attributes:
-        backends: NIXL back ends to create, in order.
-        num_threads: Worker threads of the UCX back end.
-        progress_thread: NIXL's own progress thread, beside the transfer thread, which makes progress without it. auto:
-            where this process may use more than 8 cores.
-        enforce_handshake_compat: Refuse a peer whose compatibility hash differs from ours.
-        compatibility_policy: How peers are compared: by vLLM's exact hash, or factor by factor.
+        backends: NIXL back ends to create, in order: names, or an object of the parameters of each, such as {"UCX":
+            {"num_threads": "4"}}. Parameters are those of the plugin, as strings.
+        compatibility_policy: How peers are compared: by vLLM's exact hash, factor by factor (negotiated), or not at all
+            (off).
+        may_differ: Difference between the vLLM releases of two engines of this connector across which this one reads.
+            patch: such as 0.32.0 and 0.32.1; minor: among 0.31, 0.32 and 0.33, too, for a rolling upgrade. Pages whose
+            bytes the geometry documents do not describe in full are refused all the same (release-differs).
         kv_lease_duration: Seconds that a producer keeps a finished prompt's blocks without a heartbeat.
-        engine_ttl: Seconds after which an unused peer engine is forgotten (never while a read runs); 0 for never. A
-            dead one is let go within seconds whatever this says.
         kv_recompute_threshold: Fewer external tokens than this are recomputed on a later turn's prefill.
         bidirectional_kv_xfer: Let a later turn's prefill read from the decode engine.
         decoder_kv_blocks_ttl: Seconds that a decode engine keeps blocks for a later turn.
-        handshake_timeout_s: Seconds for one handshake attempt.
-        handshake_attempts: Attempts per handshake before its requests fail.
-        read_timeout_s: Seconds after which a read in progress is given up and its pages quarantined.
-        read_retries: How often a read whose peer was lost is made again, after a new handshake, within
-            read_timeout_s and the lease; then kv_load_failure_policy decides.
-        fence_slots: Words of the fence array: hand-overs that can be fenced at once.
-        max_leases: Finished prompts that may wait for their readers at once; beyond them prefill answers without a
-            ticket. A streamed prompt counts from its offer on. 0 for no limit.
-        max_leased_blocks: Cache blocks that these may keep together, over all groups, so that clients that never read
-            leave prefill the rest of its cache; beyond them likewise. 0 for no limit.
+        read_timeout_s: Seconds after which a read in progress is given up and its pages quarantined. A twelfth of it, 2
+            to 60 s, is the time for each of the two attempts of a handshake. Half of it, 30 s at most, is the time that
+            a streamed prompt waits for an answer, for free blocks or for word that it is on its way, before it is
+            computed here; ten times as long in all.
+        max_leased_blocks: Cache blocks that finished prompts may keep for their readers, over all groups, so that
+            clients that never read leave prefill the rest of its cache; beyond them prefill answers without a ticket.
+            A streamed prompt counts from its offer on. 0 for no limit.
         streaming: Hand prompts over while they are computed, behind a router that starts both engines at once
             (kv_stream); all others as ever. Set it on both engines: behind such a router a decode engine computes each
             prompt that one side does not stream. Both take early tickets only from peers that a fleet secret or
             remote_hosts covers.
-        stream_slots: Prompts that may be streamed from this engine at once, until their lease ends; others are handed
-            over whole. Each slot takes 64 KiB of host memory per rank.
-        stream_reserve_fraction: Share of this engine's cache blocks that streams may hold before their data is whole,
-            so that two engines which prefill for each other never wait for each other; a prompt that needs more is read
-            whole. 0 refuses early tickets.
-        ask_wait_s: Prefill engine: seconds that it keeps a peer's question open. Decode engine: seconds that a request
-            waits for an answer, for free blocks or for word that the prompt is on its way, before the prompt is
-            computed here; ten times as long in all.
-        max_inflight_bytes: Bytes of reads in flight per rank before further ones wait; 0 for no limit. An engine with
-            no read in flight is always read from, so a stopped one holds up no other.
-        receive_conversion: Whether pages of another layout or block size are read whole and put in order here, instead
-            of piece by piece. auto: where that is cheaper; never: piece by piece; always: even where nothing needs it,
-            and a peer whose pages cannot be read whole is refused.
         remote_hosts: Networks (CIDR) that a ticket's remote_host may name; empty for any. Hosts given by name are then
             refused.
         peer_ports: First and last side-channel port that a ticket may name, such as 5600-5663; those below 1024 belong
             to the machines' own services.
-        advertised_host: Address in this engine's tickets, where peers reach its side channel by another one than that
-            on which it listens (VLLM_NIXL_SIDE_CHANNEL_HOST), as behind NAT or a Kubernetes Service of this engine
-            alone.
-        advertised_port: Port in this engine's tickets, likewise; the data-parallel index is added. 0: that on which it
-            listens.
-        ticket_secret_files: Files with the fleet's secrets, one per line of 16 bytes or more: the first one of all
-            seals this engine's tickets, all verify those of peers. Read again when they change. Others than owner and
-            group must have no right on them.
-        ticket_secret_variable: Environment variable with such secrets, separated by white space, after those of the
-            files; read at start.
-        ticket_policy: Whether each ticket must be sealed. require: yes, the default once there is a fleet secret.
-            accept-unsigned: except for tickets that point into unsigned_hosts, where engines of vLLM's own connector
-            live, which cannot seal.
-        unsigned_hosts: Networks (CIDR) of engines that cannot seal; only with ticket_policy accept-unsigned.
+        advertised_host: Address in this engine's tickets, HOST or HOST:PORT, where peers reach its side channel by
+            another one than that on which it listens (VLLM_NIXL_SIDE_CHANNEL_HOST), as behind NAT or a Kubernetes
+            Service of this engine alone. The data-parallel index is added to the port.
+        ticket_secrets: Sources of the fleet's secrets: files with one per line of 16 bytes or more, and environment
+            variables, written env:NAME, with some separated by white space. The first one of all seals this engine's
+            tickets, all verify those of peers. Files are read again when they change; others than owner and group must
+            have no right on them.
+        unsigned_hosts: Networks (CIDR) of engines of vLLM's own connector, which cannot seal: their tickets need no
+            seal, those of all others do.
         side_channel_key: Certificate file (.key_secret) of this engine for an encrypted side channel, as listener and
-            as client; needs side_channel_server_key and side_channel_clients. Engines of vLLM's own connector cannot
-            connect to it.
-        side_channel_server_key: Public certificate (.key) of the listeners that this engine connects to, or a folder of
-            several.
-        side_channel_clients: Folder with the public certificates (.key) of all clients that this engine's listener
-            admits.
-        ticket_dialect: Connector version assumed of peers whose tickets do not say; 0 for that of this vLLM.
+            as client. The public certificates (.key) in its folder are those of the listeners that it connects to and of
+            the clients that it admits; of listeners alone if there is a folder `clients` beside them for the latter.
+            Engines of vLLM's own connector cannot connect to it.
     """
 
-    backends: Annotated[tuple[str, ...], Meta(extra_json_schema={"minItems": 1, "uniqueItems": True})] = ("UCX",)
-    num_threads: Annotated[int, Meta(ge=0, le=64)] = 4
-    progress_thread: Literal["auto", "on", "off"] = "auto"
-    enforce_handshake_compat: bool = True
-    compatibility_policy: Literal["exact", "negotiated"] = "exact"
+    backends: tuple[str, ...] | dict[str, dict[str, str]] = ("UCX",)
+    compatibility_policy: Literal["exact", "negotiated", "off"] = "exact"
+    may_differ: Literal["patch", "minor"] = "patch"
     kv_lease_duration: Annotated[float, Meta(ge=1, le=86400)] = 30.0
-    engine_ttl: Annotated[float, Meta(ge=0, le=1e7)] = 3600.0
     kv_recompute_threshold: Annotated[int, Meta(ge=0, le=10**9)] = 64
     bidirectional_kv_xfer: bool = False
     decoder_kv_blocks_ttl: Annotated[float, Meta(ge=1, le=86400)] = 480.0
-    handshake_timeout_s: Annotated[float, Meta(ge=0.05, le=600)] = 5.0
-    handshake_attempts: Annotated[int, Meta(ge=1, le=10)] = 2
     read_timeout_s: Annotated[float, Meta(ge=0.1, le=3600)] = 60.0
-    read_retries: Annotated[int, Meta(ge=0, le=1)] = 1
-    fence_slots: Annotated[int, Meta(ge=0, le=1 << 20)] = 4096
-    max_leases: Annotated[int, Meta(ge=0, le=1 << 20)] = 0
     max_leased_blocks: Annotated[int, Meta(ge=0, le=1 << 31)] = 0
     streaming: bool = False
-    stream_slots: Annotated[int, Meta(ge=1, le=1024)] = 64
-    stream_reserve_fraction: Annotated[float, Meta(ge=0, le=1)] = 0.5
-    ask_wait_s: Annotated[float, Meta(ge=0.1, le=30)] = 30.0
-    max_inflight_bytes: Annotated[int, Meta(ge=0, le=1 << 50)] = 4 << 30
-    receive_conversion: Literal["auto", "never", "always"] = "auto"
     remote_hosts: tuple[str, ...] = ()
     peer_ports: str = "1024-65535"
     advertised_host: str = ""
+    ticket_secrets: tuple[str, ...] = ()
+    unsigned_hosts: tuple[str, ...] = ()
+    side_channel_key: str = ""
+
+
+@final
+class Settings(Keys, frozen=True, kw_only=True):
+    """The keys, values of former keys that still count, and what is not for an operator to set."""
+
+    num_threads: Annotated[int, Meta(ge=0, le=64)] = 4
+    enforce_handshake_compat: bool = True
     advertised_port: Annotated[int, Meta(ge=0, le=65535)] = 0
     ticket_secret_files: tuple[str, ...] = ()
     ticket_secret_variable: str = ""
-    ticket_policy: Literal["", "require", "accept-unsigned"] = ""
-    unsigned_hosts: tuple[str, ...] = ()
-    side_channel_key: str = ""
     side_channel_server_key: str = ""
     side_channel_clients: str = ""
-    ticket_dialect: Annotated[int, Meta(ge=0, le=15)] = 0
+    ticket_policy: Literal["", "require", "accept-unsigned"] = ""
+    max_leases: Annotated[int, Meta(ge=0, le=1 << 20)] = 0
+    # Derived from `read_timeout_s`.
+    handshake_timeout_s: float = 5.0
+    ask_wait_s: float = 30.0
+    # Fixed.
+    engine_ttl: float = 3600.0
+    handshake_attempts: int = 2
+    read_retries: int = 1
+    fence_slots: int = 4096
+    stream_slots: int = 64
+    stream_reserve_fraction: float = 0.5
+    max_inflight_bytes: int = 4 << 30
+    receive_conversion: Literal["auto", "never", "always"] = "auto"
+    progress_thread: Literal["auto", "on", "off"] = "auto"
+
+    @property
+    def backend_parameters(self) -> Mapping[str, Mapping[str, str]]:
+        """The parameters of each NIXL back end, by name."""
+        return self.backends if isinstance(self.backends, dict) else {name: {} for name in self.backends}
+
+    @property
+    def secret_sources(self) -> tuple[str, ...]:
+        """The sources of the fleet's secrets, in order."""
+        variables = (f"{VARIABLE_PREFIX}{self.ticket_secret_variable}",) if self.ticket_secret_variable else ()
+        return (*self.ticket_secrets, *self.ticket_secret_files, *variables)
+
+    @property
+    def server_keys(self) -> str:
+        """File or folder of the public certificates of listeners."""
+        return self.side_channel_server_key or str(Path(self.side_channel_key).parent)
+
+    @property
+    def client_keys(self) -> str:
+        """Folder of the public certificates of clients."""
+        folder = Path(self.side_channel_key).parent
+        clients = folder / "clients"
+        return self.side_channel_clients or str(clients if clients.is_dir() else folder)
 
     @property
     def has_secrets(self) -> bool:
         """Whether tickets are sealed."""
-        return bool(self.ticket_secret_files or self.ticket_secret_variable)
+        return bool(self.secret_sources)
 
     @property
     def requires_seals(self) -> bool:
         """Whether every ticket must be sealed, so that every peer is of our own kind."""
-        return self.has_secrets and self.ticket_policy != "accept-unsigned"
+        return self.has_secrets and not self.unsigned_hosts
 
     @property
     def requires_nonces(self) -> bool:
@@ -189,8 +245,16 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     def advertised(self, host: str, port: int, data_parallel_index: int) -> tuple[str, int]:
         """Return the address in the tickets of an engine that listens on this host and port."""
-        advertised_port = self.advertised_port + data_parallel_index
-        return self.advertised_host or host, advertised_port if self.advertised_port else port
+        # An IPv6 address stands in brackets if a port follows.
+        found = re.fullmatch(r"(?:\[([^\]]+)\]|([^:]*)):([0-9]{1,5})", self.advertised_host)
+        own_host = (found[1] or found[2]) if found else self.advertised_host
+        own_port = int(found[3]) if found else self.advertised_port
+        last_port = own_port + data_parallel_index
+        if not _is_host(own_host) or last_port > 65_535 or (found and not own_port):
+            text = self.advertised_host
+            reason = f"is {text!r}: it must be HOST, HOST:PORT or [IPv6]:PORT of an IP address or a host name"
+            raise _refused("advertised_host", text, reason)
+        return own_host or host, last_port if own_port else port
 
     @property
     def heartbeat_s(self) -> float:
@@ -209,13 +273,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             "lease_s": self.kv_lease_duration,
             "heartbeat_s": self.heartbeat_s,
             "compatibility_policy": self.policy,
+            "may_differ": self.may_differ,
             "requires_seals": self.requires_seals,
             "is_encrypted": bool(self.side_channel_key),
         }
 
     @property
     def policy(self) -> Literal["exact", "negotiated", "off"]:
-        """How peers are compared, from the two keys that say so."""
+        """How peers are compared."""
         return self.compatibility_policy if self.enforce_handshake_compat else "off"
 
 
@@ -225,19 +290,50 @@ _TYPES = {field.name: field.type for field in msgspec.structs.fields(Settings)}
 @cache
 def describe_keys() -> Mapping[str, Mapping[str, Any]]:
     """Return the JSON schema of each key's value, with its default and meaning, by key in order."""
+    return {name: _schemas()[name] for name in Keys.__struct_fields__}
+
+
+@cache
+def _schemas() -> Mapping[str, Mapping[str, Any]]:
+    """Return the same with values of former keys that still count."""
     components = msgspec.json.schema_components([Settings])[1]
-    schema = msgspec.json.decode(msgspec.json.encode(components["Settings"]["properties"]))
-    attributes = (inspect.getdoc(Settings) or "").partition("Attributes:\n")[2]
+    schemas: dict[str, dict[str, Any]] = msgspec.json.decode(msgspec.json.encode(components["Settings"]["properties"]))
+    attributes = (inspect.getdoc(Keys) or "").partition("Attributes:\n")[2]
     entries = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", attributes, re.MULTILINE)
-    return {name: {"type": "string", **schema[name], "description": " ".join(text.split())} for name, text in entries}
+    texts = {name: " ".join(text.split()) for name, text in entries}
+    for name, about in schemas.items():
+        types = [each["type"] for each in about.get("anyOf", ())]
+        schemas[name] = {"type": types or "string", **about, "description": texts.get(name) or old_key(name)}
+    return schemas
+
+
+def describe_limits(name: str) -> str:
+    """Return type, default and range of a key's value in words, such as "number, default 30, 1 to 86400"."""
+    about = describe_keys()[name]
+    default = about["default"]
+    if isinstance(default, list):
+        default = ", ".join(cast("list[str]", default))
+    elif not isinstance(default, str):
+        default = str(default).lower().removesuffix(".0")
+    limits = [_types_of(about), "no default" if default == "" else f"default {default}"]
+    if "enum" in about:
+        limits.append(f"one of {', '.join(about['enum'])}")
+    if "maximum" in about:
+        limits.append(f"{about['minimum']} to {about['maximum']}")
+    return ", ".join(limits)
+
+
+def _types_of(about: Mapping[str, Any], array: str = "array") -> str:
+    types = cast("list[str]", about["type"] if isinstance(about["type"], list) else [about["type"]])
+    return " or ".join(types).replace("array", array)
 
 
 def describe_schema() -> dict[str, Any]:
     """Return the JSON schema of `kv_connector_extra_config`."""
-    title = "kv_connector_extra_config"
     dialect = "https://json-schema.org/draft/2020-12/schema"
-    head = {"$schema": dialect, "type": "object", "title": title, "description": _SCHEMA_TEXT}
-    return {**head, "properties": describe_keys(), "required": [], "additionalProperties": False}
+    head = {"$schema": dialect, "type": "object", "title": _SECTION, "description": _SCHEMA_TEXT}
+    former = {name: {"deprecated": True, "description": old_key(name)} for name in OLD_KEYS}
+    return {**head, "properties": {**describe_keys(), **former}, "required": [], "additionalProperties": False}
 
 
 def load_settings(extra: Mapping[str, object]) -> tuple[Settings, tuple[str, ...]]:
@@ -254,36 +350,35 @@ def load_settings(extra: Mapping[str, object]) -> tuple[Settings, tuple[str, ...
 
 def load_keys(extra: Mapping[str, object]) -> tuple[Settings, tuple[str, ...]]:
     """Check each key for itself, not what the keys mean together; otherwise as `load_settings`."""
-    known = describe_keys()
     values: dict[str, Any] = {}
     notes: list[str] = []
     for key, value in extra.items():
-        if key in OBSOLETE_KEYS:
-            notes.append(f"kv_connector_extra_config: '{key}' is no longer needed ({OBSOLETE_KEYS[key]})")
-        elif key not in known:
-            hint = nearest(key, known, 0.5) or f"; the keys are {', '.join(sorted(known))}"
-            raise ConfigurationError(
-                f"kv_connector_extra_config has no key '{key}'{hint}", code="unknown-key", context={"key": key}
-            )
-        else:
+        counts, _ = OLD_KEYS.get(key, (key in describe_keys(), ""))
+        if key in OLD_KEYS:
+            notes.append(f"{_SECTION}.{key} {old_key(key)}")
+        elif not counts:
+            raise unknown_key(key)
+        if counts:
             values[key] = _read_value(key, value)
             _check_texts(key, values[key])
+    patience_s = values.get("read_timeout_s", 60.0)
+    values["handshake_timeout_s"] = min(max(patience_s / 12, 2.0), 60.0)
+    values["ask_wait_s"] = min(patience_s / 2, 30.0)
     settings = Settings(**values)
     # NIXL could create nothing from an empty list, or one back end twice.
-    if not settings.backends or len(set(settings.backends)) < len(settings.backends):
-        names = list(settings.backends)
+    names = list(settings.backends)
+    if not names or len(set(names)) < len(names) or not all(map(str.strip, names)):
         reason = f"must name one NIXL back end or more, each once, such as UCX, got {names}"
         raise _refused("backends", names, reason)
-    _check_host("advertised_host", settings.advertised_host)
     _check_networks("remote_hosts", settings.remote_hosts)
     _check_networks("unsigned_hosts", settings.unsigned_hosts)
-    _ = settings.peer_port_range
+    _ = settings.peer_port_range, settings.advertised("", 0, 0)
     return settings, tuple(notes)
 
 
 def _read_value(key: str, value: object) -> object:
     """Return the value of a key in its type, or raise what is right."""
-    about, shown = describe_keys()[key], repr(value)
+    about, shown = _schemas()[key], repr(value)
     if about["type"] == "boolean" and isinstance(value, str):
         value = _WORDS.get(value.lower(), value)
     try:
@@ -298,28 +393,35 @@ def _read_value(key: str, value: object) -> object:
     if is_number and "maximum" in about:
         bounds = f"between {about['minimum']} and {about['maximum']}"
         raise _refused(key, value, f"must be {bounds}, got {value}. {about['description']}")
-    kind = "array of strings" if about["type"] == "array" else about["type"]
+    kind = _types_of(about, "array of strings")
     raise _refused(key, shown, f"must be of type {kind}, got {shown}. {about['description']}", code="wrong-type")
 
 
-def nearest(value: object, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """Return a hint at the known word that is nearest to a value; empty if none is near."""
-    found = difflib.get_close_matches(str(value), list(known), n=1, cutoff=cutoff)
-    return f"; did you mean '{found[0]}'?" if found else ""
+def nearest(value: object, known: Iterable[str], cutoff: float = 0.6, *, most: int = 1) -> str:
+    """Return a hint at the known words that are nearest to a value; empty if none is near."""
+    found = difflib.get_close_matches(str(value), list(known), n=most, cutoff=cutoff)
+    return f"; did you mean {' or '.join(map(repr, found))}?" if found else ""
+
+
+def old_key(key: str) -> str:
+    """Return what became of a former key; empty for others."""
+    counts, words = OLD_KEYS.get(key, (False, ""))
+    return f"{'counts still; write' if counts else 'is not read any more:'} {words}" if words else ""
+
+
+def unknown_key(key: str) -> ConfigurationError:
+    """Return the error of a key that does not exist: it names near ones, or how to list all."""
+    hint = nearest(key, [*describe_keys(), *OLD_KEYS], 0.5) or "; list all with `vllm-adapter config --explain`"
+    return ConfigurationError(f"{_SECTION}.{key}: no such key{hint}", code="unknown-key", context={"key": key})
 
 
 def _refused(key: str, value: object, reason: str, *, code: str = "out-of-range") -> ConfigurationError:
-    return ConfigurationError(
-        f"kv_connector_extra_config: '{key}' {reason}", code=code, context={"key": key, "value": value}
-    )
+    return ConfigurationError(f"{_SECTION}.{key}: {reason}", code=code, context={"key": key, "value": value})
 
 
 def _check_texts(key: str, value: object) -> None:
     """Refuse texts that name nothing: blank ones in a list, and those that no file, variable or back end can be called by."""
-    texts = cast("tuple[object, ...]", value) if isinstance(value, tuple) else (value,)
-    for text in texts:
-        if not isinstance(text, str):
-            continue
+    for text in _texts_in(value):
         if isinstance(value, tuple) and not text.strip():
             raise _refused(key, text, f"holds {text!r}, which names nothing: leave it out")
         # Halves of a surrogate pair, without those by which Python reads bytes of a file name that are not UTF-8.
@@ -327,15 +429,24 @@ def _check_texts(key: str, value: object) -> None:
             raise _refused(key, text, f"holds {text!r}: no name may have a zero byte, or half of a surrogate pair")
 
 
-def _check_host(key: str, host: str) -> None:
-    """Refuse a host that is neither an IP address nor a name, such as one with its port; readers would refuse every ticket."""
+def _texts_in(value: object) -> Iterator[str]:
+    """Yield a text, or those in a list or an object."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        yield from _texts_in((*cast("dict[str, object]", value), *cast("dict[str, object]", value).values()))
+    elif isinstance(value, tuple):
+        for each in cast("tuple[object, ...]", value):
+            yield from _texts_in(each)
+
+
+def _is_host(host: str) -> bool:
+    """Return whether a text is an IP address, a host name or empty."""
     try:
         ipaddress.ip_address(host)
-    except ValueError as error:
-        if host and not _HOST_NAME.fullmatch(host):
-            raise _refused(
-                key, host, f"is {host!r}: it must be an IP address or a host name, without a port"
-            ) from error
+    except ValueError:
+        return not host or bool(_HOST_NAME.fullmatch(host))
+    return True
 
 
 def _check_networks(key: str, networks: tuple[str, ...]) -> None:
@@ -350,37 +461,21 @@ def _check_networks(key: str, networks: tuple[str, ...]) -> None:
             raise _refused(key, text, f"holds {text!r}, which names an address, not a network: {hint}")
 
 
-def check_whole(settings: Settings, *, is_mirrored: bool = False) -> None:
+def check_whole(settings: Settings) -> None:
     """Refuse a protection that is configured by half: it would protect nothing, or everything would be refused.
-
-    Args:
-        settings: The configuration.
-        is_mirrored: Whether peers read a mirror in host memory: a copy that fails can only be reported through its fence.
 
     Raises:
         ConfigurationError: `incomplete-keys`.
     """
-    missing = [name for name in _CHANNEL_KEYS if not getattr(settings, name)]
-    if 0 < len(missing) < len(_CHANNEL_KEYS):
-        needed = ", ".join(_CHANNEL_KEYS)
-        raise _incomplete(f"an encrypted side channel needs {needed}; there is no {', '.join(missing)}")
-    if is_mirrored and not settings.fence_slots:
-        raise _incomplete(
-            "a mirror in host memory needs fence_slots: readers learn of a copy that failed by its fence alone"
-        )
-    if settings.streaming and not settings.fence_slots:
-        raise _incomplete("streaming needs fence_slots: what was read early counts only by the fence")
+    if not settings.side_channel_key and (settings.side_channel_server_key or settings.side_channel_clients):
+        raise _incomplete("an encrypted side channel needs side_channel_key")
     if settings.ticket_policy and not settings.has_secrets:
-        raise _incomplete(
-            f"ticket_policy '{settings.ticket_policy}' needs ticket_secret_files or ticket_secret_variable: without a secret "
-            "nothing is verified"
-        )
-    if (settings.ticket_policy == "accept-unsigned") != bool(settings.unsigned_hosts):
-        raise _incomplete(
-            "ticket_policy 'accept-unsigned' and unsigned_hosts go together: the place of a peer decides whether it must seal, "
-            "never its ticket"
-        )
+        raise _incomplete("ticket_policy needs ticket_secrets: without a secret nothing is verified")
+    if settings.ticket_policy and (settings.ticket_policy == "accept-unsigned") != bool(settings.unsigned_hosts):
+        raise _incomplete("ticket_policy 'accept-unsigned' and unsigned_hosts go together: leave ticket_policy out")
+    if settings.unsigned_hosts and not settings.has_secrets:
+        raise _incomplete("unsigned_hosts needs ticket_secrets: without a secret nothing is verified")
 
 
 def _incomplete(reason: str) -> ConfigurationError:
-    return ConfigurationError(f"kv_connector_extra_config: {reason}", code="incomplete-keys")
+    return ConfigurationError(f"{_SECTION}: {reason}", code="incomplete-keys")

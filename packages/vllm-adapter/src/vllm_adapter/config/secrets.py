@@ -11,13 +11,15 @@ import hmac
 import logging
 import os
 import stat
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, final
 
+from vllm_adapter.config.keys import VARIABLE_PREFIX
 from vllm_adapter.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from vllm_adapter.config.keys import Settings
 
@@ -35,27 +37,26 @@ _FINGERPRINT = b"kv-transfer: fingerprint of a fleet secret"
 
 @final
 class FleetSecrets:
-    """Secrets in order: those of the files, line by line, then those of the environment.
+    """Secrets, in the order of their sources.
 
     Args:
-        files: Files with one secret per line; white space at either end of a line is ignored.
-        variable: Environment variable with secrets separated by white space, read once; empty for none.
+        sources: Files with one secret per line; white space at either end of a line is ignored. Or `env:NAME`: an environment
+            variable with secrets separated by white space, read once.
 
     Raises:
         ConfigurationError: `invalid-secret`, or `insecure-secret-file` for a file that others can read or its group can write.
     """
 
-    __slots__ = ("_files", "_look_s", "_trouble", "_words", "current")
+    __slots__ = ("_look_s", "_sources", "_trouble", "current")
 
-    def __init__(self, files: Sequence[str], variable: str = "") -> None:
-        self._files = tuple(map(Path, files))
-        self._words = _secrets_in_variable(variable)
+    def __init__(self, sources: Sequence[str]) -> None:
+        self._sources = tuple(map(_source, sources))
         self._look_s = 0.0
         self._trouble = ""
         self.current = self._read()
 
     def __repr__(self) -> str:
-        return f"FleetSecrets({len(self.current)} secrets of {len(self._files)} files)"
+        return f"FleetSecrets({len(self.current)} secrets of {len(self._sources)} sources)"
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("FleetSecrets are not pickled")
@@ -67,7 +68,7 @@ class FleetSecrets:
 
     def changed(self, now_s: float) -> bool:
         """Return whether the secrets have changed since the last call; reads the files at most once a second."""
-        if now_s < self._look_s or not self._files:
+        if now_s < self._look_s:
             return False
         self._look_s = now_s + _LOOK_EVERY_S
         try:
@@ -75,7 +76,7 @@ class FleetSecrets:
         except ConfigurationError as error:
             if str(error) != self._trouble:
                 self._trouble = str(error)
-                _logger.error("the fleet's secrets stay as they were: %s (%s)", error, error.code)  # noqa: TRY400
+                _logger.error("the fleet's secrets stay as they were: %s", error)  # noqa: TRY400
             return False
         self._trouble = ""
         is_new, self.current = secrets != self.current, secrets
@@ -84,8 +85,7 @@ class FleetSecrets:
         return is_new
 
     def _read(self) -> tuple[bytes, ...]:
-        secrets = [secret for file in self._files for secret in _secrets_in(file)]
-        found = list(dict.fromkeys([*secrets, *self._words]))
+        found = list(dict.fromkeys(secret for read in self._sources for secret in read()))
         if not found:
             raise _invalid("no fleet secret: the files are empty")
         if len(found) > _MOST_SECRETS:
@@ -103,20 +103,22 @@ def configured_secrets(settings: Settings) -> FleetSecrets | None:
     Raises:
         ConfigurationError: `invalid-secret` or `insecure-secret-file`.
     """
-    if not settings.has_secrets:
-        return None
-    return FleetSecrets(settings.ticket_secret_files, settings.ticket_secret_variable)
+    return FleetSecrets(settings.secret_sources) if settings.has_secrets else None
 
 
-def _secrets_in_variable(variable: str) -> tuple[bytes, ...]:
+def _source(text: str) -> Callable[[], list[bytes]]:
+    """Return what reads the secrets of a source."""
+    if not text.startswith(VARIABLE_PREFIX):
+        return partial(_secrets_in, Path(text))
+    variable = text.removeprefix(VARIABLE_PREFIX)
     try:
-        words = os.environ.get(variable, "").split() if variable else []
+        words = [os.fsencode(word) for word in os.environ.get(variable, "").split()]
     except UnicodeEncodeError:
         reason = "cannot be the name of an environment variable: it holds half of a surrogate pair"
-        raise _invalid(f"ticket_secret_variable: {variable!a} {reason}") from None
-    if variable and not words:
-        raise _invalid(f"ticket_secret_variable: the environment has no {variable}, or it is empty")
-    return tuple(map(os.fsencode, words))
+        raise _invalid(f"ticket_secrets: {variable!a} {reason}") from None
+    if not words:
+        raise _invalid(f"ticket_secrets: the environment has no {variable}, or it is empty")
+    return lambda: words
 
 
 def _secrets_in(file: Path) -> list[bytes]:

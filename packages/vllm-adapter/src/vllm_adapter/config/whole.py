@@ -5,7 +5,6 @@ vLLM checks this object only half a minute into its start, and cannot know which
 
 from __future__ import annotations
 
-import difflib
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 from vllm_adapter.config.keys import check_whole, describe_keys, load_keys, nearest
@@ -31,6 +30,10 @@ HOST_KEYS: Mapping[str, type] = {
 """Keys and types of vLLM's `KVTransferConfig` (0.30 to 0.32; a test compares them with the installed one)."""
 ROLES = ("kv_producer", "kv_consumer", "kv_both")
 _POLICIES = ("recompute", "fail")
+_DEFAULT_POLICY = (
+    "kv_load_failure_policy is not set, and vLLM's default is 'fail': a prompt whose KV cannot be read ends with HTTP 500; "
+    "'recompute' computes it on this engine"
+)
 _MODULES = ("vllm_adapter", "vllm_adapter.host.connector")
 _OWN_NAME, _HOSTS_NAMES, _SEVERAL = "KVTransferConnector", ("NixlConnector", "NixlPullConnector"), "MultiConnector"
 
@@ -40,7 +43,7 @@ class Problem(NamedTuple):
 
     Attributes:
         code: Stable, kebab-case.
-        key: Location, e.g. `kv_role` or `kv_connector_extra_config.num_threads`.
+        key: Location, e.g. `kv_role` or `kv_connector_extra_config.kv_lease_duration`.
         message: The mistake and its correction.
     """
 
@@ -59,6 +62,9 @@ class Verdict(NamedTuple):
 def check_transfer_config(config: object) -> Verdict:
     """Check the value of `--kv-transfer-config`, given as the parsed JSON."""
     found = list(_findings(config))
+    table = _table(config)
+    if table.get("kv_role") in ROLES[1:] and table.get("kv_load_failure_policy") is None:
+        found.append(_DEFAULT_POLICY)
     problems = tuple(each for each in found if isinstance(each, Problem))
     return Verdict(problems, tuple(each for each in found if isinstance(each, str)))
 
@@ -89,18 +95,18 @@ def _key_problems(config: Mapping[str, object], usable: Mapping[str, object]) ->
     """Check names, types and words. `null` stands for a missing key, as in vLLM."""
     for key, value in config.items():
         if key not in HOST_KEYS:
-            yield Problem("unknown-key", key, f"there is no key '{key}'{_unknown_hint(key)}")
+            yield Problem("unknown-key", key, f"no such key{_unknown_hint(key)}")
         elif value is not None and key not in usable:
-            yield Problem("wrong-type", key, f"'{key}' must be {_JSON_NAMES[HOST_KEYS[key]]}, got {value!r}")
+            yield Problem("wrong-type", key, f"must be {_JSON_NAMES[HOST_KEYS[key]]}, got {value!r}")
     for key in ("kv_connector", "kv_role"):
         if config.get(key) is None:
-            yield Problem("missing-key", key, f"'{key}' is missing")
+            yield Problem("missing-key", key, "is missing")
     for key, known, code in (("kv_role", ROLES, "unknown-role"), ("kv_load_failure_policy", _POLICIES, "out-of-range")):
         value = usable.get(key)
         if value is not None and value not in known:
-            yield Problem(code, key, f"'{key}' must be one of {', '.join(known)}, got {value!r}{nearest(value, known)}")
+            yield Problem(code, key, f"must be one of {', '.join(known)}, got {value!r}{nearest(value, known)}")
     if usable.get("engine_id") == "":
-        yield Problem("out-of-range", "engine_id", "'engine_id' must not be empty; leave it out to get one")
+        yield Problem("out-of-range", "engine_id", "must not be empty; leave it out to get one")
 
 
 # ---------------------------------------------------------------------------------------------------------- the connector
@@ -129,23 +135,23 @@ def _of_own_keys(config: Mapping[str, object]) -> Iterator[Problem | str]:
             yield from load_keys({key: value})[1]
             good[key] = value
         except ConfigurationError as error:
-            yield Problem(error.code, f"kv_connector_extra_config.{key}", str(error))
+            at = f"kv_connector_extra_config.{key}"
+            yield Problem(error.code, at, error.message.removeprefix(f"{at}: "))
     settings = load_keys(good)[0]
     if len(good) == len(extra):  # otherwise a key that is wrong by itself would also be reported as missing
         try:
             check_whole(settings)
         except ConfigurationError as error:
-            yield Problem(error.code, "kv_connector_extra_config", str(error))
-        yield from streaming_warnings(settings, cast("str | None", config.get("kv_role")))
-    if config.get("kv_buffer_device") == "cpu" and not settings.fence_slots:
-        yield "an engine whose device is not a CPU refuses kv_buffer_device 'cpu' without fence_slots"
+            reason = error.message.removeprefix("kv_connector_extra_config: ")
+            yield Problem(error.code, "kv_connector_extra_config", reason)
+        yield from streaming_warnings(settings)
 
 
 def _of_children(config: Mapping[str, object]) -> Iterator[Problem | str]:
     """Check our children of vLLM's MultiConnector; other connectors are not known here."""
     children = _children(config)
     if not children:
-        yield Problem("missing-key", "kv_connector_extra_config.connectors", "a list of connectors is missing")
+        yield Problem("missing-key", "kv_connector_extra_config.connectors", "the list is missing")
         return
     policy = config.get("kv_load_failure_policy", "fail")
     ours = [(number, child) for number, child in enumerate(children) if not _is_others(_table(child))]
@@ -154,7 +160,7 @@ def _of_children(config: Mapping[str, object]) -> Iterator[Problem | str]:
         for each in _findings(child):
             yield each._replace(key=f"{at}.{each.key}".rstrip(".")) if isinstance(each, Problem) else each
         if "engine_id" in table:
-            message = "vLLM gives its children the outer engine_id and fails on one of their own: set it outside"
+            message = "vLLM gives its children the outer one and fails on one of their own: set it outside"
             yield Problem("out-of-range", f"{at}.engine_id", message)
         if config.get("kv_role") == "kv_producer" and table.get("kv_role") in {"kv_consumer", "kv_both"}:
             message = "vLLM obeys the outer kv_role, 'kv_producer', under which nothing is read safely: set both alike"
@@ -171,10 +177,11 @@ def _children(config: Mapping[str, object]) -> list[object]:
 
 
 def own_keys(config: Mapping[str, object]) -> Mapping[str, object]:
-    """Return our connector's keys in a configuration without problems, also where it is one of several."""
-    children = map(_table, _children(config)) if config.get("kv_connector") == _SEVERAL else ()
-    ours = next((child for child in children if not _is_others(child)), None)
-    return own_keys(ours) if ours is not None else _table(config.get("kv_connector_extra_config"))
+    """Return our connector's keys in a configuration without problems, also where it is one of several; {} if it is not."""
+    if config.get("kv_connector") != _SEVERAL:
+        return _table(config.get("kv_connector_extra_config"))
+    ours = (child for child in map(_table, _children(config)) if not _is_others(child))
+    return own_keys(next(ours, dict[str, object]()))
 
 
 _JSON_NAMES: Mapping[type, str] = {str: "a string", int: "a number", bool: "true or false", dict: "an object"}
@@ -197,6 +204,6 @@ def _unknown_hint(key: str) -> str:
         return "; it belongs into 'kv_connector_extra_config'"
     if near := nearest(key, HOST_KEYS):
         return near
-    if inside := difflib.get_close_matches(key, own, n=1, cutoff=0.8):
-        return f"; did you mean '{inside[0]}' in 'kv_connector_extra_config'?"
+    if inside := nearest(key, own, 0.8):
+        return f"{inside.removesuffix('?')} in 'kv_connector_extra_config'?"
     return f"; the keys are {', '.join(HOST_KEYS)}"
