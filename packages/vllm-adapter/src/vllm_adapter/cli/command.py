@@ -11,10 +11,11 @@ import typer
 from vllm_adapter import __version__
 from vllm_adapter.cli.check import check
 from vllm_adapter.cli.config import config
+from vllm_adapter.cli.explain import explain
 from vllm_adapter.cli.status import revoke, status
 from vllm_adapter.cli.trace import trace
 from vllm_adapter.errors import AdapterError
-from vllm_adapter.observe.cause_log import plain_text
+from vllm_adapter.observe.recorder import plain_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,7 +26,7 @@ _NAME = "vllm-adapter"
 _USAGE = 2
 
 app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
-for _command in (check, config, status, revoke, trace):
+for _command in (check, config, explain, status, revoke, trace):
     app.command()(_command)
 
 
@@ -41,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             out.flush()
             return int(end.code or 0)
     except AdapterError as error:
-        print(f"{_NAME}: {plain_text(str(error))} ({error.code})", file=sys.stderr)
+        print(f"{_NAME}: {plain_text(str(error))}", file=sys.stderr)
         return _USAGE
     except BrokenPipeError:  # its reader, such as `head`, has seen enough
         # Bytes that Python flushes at its end go nowhere.

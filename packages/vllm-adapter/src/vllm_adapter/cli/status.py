@@ -16,16 +16,19 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 from rich import box
 from rich.console import Console
+from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
-from vllm_adapter.cli.engines import NO_ENGINE, ask, ask_all, of_engine
+from vllm_adapter.cache.names import ROLES
+from vllm_adapter.cli.engines import NO_ENGINE, ask, ask_all, engine_names, engine_text, http_ports, of_engine
 from vllm_adapter.cli.values import Folder, Json, Timeout, json_text, say, within
-from vllm_adapter.observe.cause_log import plain_text
-from vllm_adapter.observe.status_socket import REVOKE_REQUEST, status_folders
+from vllm_adapter.errors import AdapterError
+from vllm_adapter.observe.answers import status_folders
+from vllm_adapter.observe.recorder import plain_text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from vllm_adapter.observe.answers import Answer
 
@@ -46,7 +49,7 @@ _DETAILS = ("oldest_requests", "oldest_leases", "oldest_reads", "oldest_streams"
 def status(
     engine: Annotated[
         str | None,
-        typer.Argument(metavar="ENGINE", help="Engine id, the beginning of one, or a process id; default: all."),
+        typer.Argument(metavar="ENGINE", help="Name, id or HOST:PORT of an engine, or a process id; default: all."),
     ] = None,
     *,
     requests: Annotated[
@@ -72,13 +75,15 @@ def status(
       0  every process answered, and no transfer thread is dead or stuck
       1  a process did not answer, or its transfer thread is dead or stuck
       2  wrong usage
-      3  no such engine runs on this machine for this user
+      3  no such engine, or more than one, runs on this machine for this user
     """  # noqa: D301 - a backslash keeps the lines of the help
     code = 0
     with suppress(KeyboardInterrupt):
         while True:
             answers = ask_all(folder, timeout_s=timeout)
-            found = of_engine(answers, engine) if engine else answers
+            found = _engine_of("status", answers, engine) if engine else answers
+            for scheduler in (answer for answer in found if answer.get("part") == "scheduler"):
+                scheduler["http_ports"] = http_ports(scheduler)
             wrong = troubles(found)
             if as_json:
                 engines = {name: list(each) for name, each in groupby(found, lambda one: str(one.get("engine_id", "")))}
@@ -97,31 +102,41 @@ def status(
     raise typer.Exit(code)
 
 
+def _engine_of(command: str, answers: Sequence[Answer], word: str) -> list[Answer]:
+    """Return the answers of the engine that is meant; end the command if a word may mean more than one."""
+    try:
+        return of_engine(answers, word)
+    except AdapterError as error:
+        say(command, str(error))
+        raise typer.Exit(_NOT_FOUND) from None
+
+
 def _not_found(engine: str | None, answers: Sequence[Answer], folders: Sequence[Path]) -> str:
-    names = sorted({str(answer["engine_id"]) for answer in answers if "engine_id" in answer})
-    if engine and names:
-        return f"no engine, or more than one, is meant by {engine!r}; there are {', '.join(names)}"
+    if engine and (names := engine_names(answers)):
+        return f"no engine is meant by {engine!r}; there are {', '.join(names)}"
     return f"no live engine found in {' and '.join(map(str, folders))}. {NO_ENGINE}"
 
 
 def print_tables(answers: Sequence[Answer], *, with_requests: bool = False) -> None:
-    """Print a row per process, then what is wrong."""
+    """Print a row per engine and one per process, then what is wrong."""
     width = None if sys.stdout.isatty() else max(_PIPE_COLUMNS, shutil.get_terminal_size().columns)
     console = Console(width=width)
     # Printed by ourselves: at a pipe that is closed, rich would end the process with 1.
     with console.capture() as drawn:
+        engines = {engine_text(answer): answer for answer in reversed(answers) if answer.get("name")}
+        _draw(console, "", [_engine_row(answer) for answer in reversed(engines.values())])
         _draw(console, "", [_row(answer) for answer in answers])
         for answer in answers if with_requests else ():
             for key in _DETAILS:
                 entries = cast("dict[str, list[dict[str, object]]]", answer).get(key) or ()
                 names = dict.fromkeys(name for entry in entries for name in entry)
                 rows = [{_heading(name): _text(name, entry.get(name)) for name in names} for entry in entries]
-                _draw(
-                    console, f"{key.removeprefix('oldest_').replace('_', ' ')} of {_name(answer)}, oldest first", rows
-                )
-        for style, lines in (("bold red", troubles(answers)), ("yellow", _unshielded(answers))):
-            for line in lines:
-                console.print(plain_text(line), style=style, markup=False, highlight=False)
+                title = key.removeprefix("oldest_").replace("_", " ")
+                _draw(console, f"{title} of {_name(answer)}, oldest first", rows)
+        for line in troubles(answers):
+            console.print(plain_text(line), style="bold red", markup=False, highlight=False)
+        for line in filter(None, map(_risk, answers)):
+            console.print(plain_text(line), style="yellow", markup=False, highlight=False)
     print(drawn.get(), end="")
 
 
@@ -141,15 +156,21 @@ def _draw(console: Console, title: str, rows: Sequence[dict[str, str]]) -> None:
     console.print(table)
 
 
+def _engine_row(answer: Answer) -> dict[str, str]:
+    role, ports = ROLES.get(answer.get("kv_role") or "", ""), ", ".join(map(str, answer.get("http_ports") or ()))
+    name, side_channel, model = (str(answer.get(part)) for part in ("name", "side_channel", "model"))
+    return {"engine": name, "role": role, "side channel": side_channel, "HTTP": ports, "model": model}
+
+
 def _row(answer: Answer) -> dict[str, str]:
     state = (answer.get("thread") or {}).get("state") or ("asleep" if answer.get("is_asleep") else "")
     blocks, held, streams = answer.get("leased_blocks"), answer.get("leased_bytes"), answer.get("streams")
     leased = f" ({blocks} blocks{', ' + size_text(held) if held else ''})" if blocks else ""
     figures = answer.get("figures") or {}
     done, speed = int(figures.get("transfers_done") or 0), float(figures.get("recent_bytes_per_s") or 0.0)
-    lately = f", {speed / 1e9:.2f} GB/s lately" if speed else ""
+    lately = f", {size_text(speed)}/s lately" if speed else ""
     return {
-        "engine": str(answer.get("engine_id", answer.get("socket", ""))),
+        "engine": str(answer.get("name") or answer.get("engine_id", answer.get("socket", ""))),
         "part": str(answer.get("part", "?")),
         "pid": str(answer.get("pid", "?")),
         "thread": "no answer" if "error" in answer else "drains" if answer.get("is_draining") else state,
@@ -167,13 +188,8 @@ def _held(count: float | None, size: float | None) -> str:
 
 
 def size_text(count: object) -> str:
-    """Return bytes in the largest unit of which there is one at least. Example: 13312 is `13.0 KiB`."""
-    size = float(max(0, min(count, 1e18))) if isinstance(count, int | float) else 0.0
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} GiB"
+    """Return bytes in the largest unit of which there is one at least. Example: 13312 is `13.3 kB`."""
+    return decimal(int(max(0, min(count, 1e18))) if isinstance(count, int | float) else 0)
 
 
 def _text(name: str, value: object) -> str:
@@ -187,33 +203,32 @@ def _text(name: str, value: object) -> str:
 
 
 def _name(answer: Answer) -> str:
-    return f"engine {answer.get('engine_id', '?')}, {answer.get('part', '?')}"
+    return f"engine {answer.get('name') or answer.get('engine_id', '?')}, {answer.get('part', '?')}"
 
 
 def troubles(answers: Sequence[Answer]) -> list[str]:
-    """Return what an operator should act on, a sentence per process and reason."""
-    return [trouble for answer in answers for trouble in _troubles(answer)]
+    """Return what an operator should act on, a sentence per process."""
+    return [trouble for trouble in map(_trouble, answers) if trouble]
 
 
-def _troubles(answer: Answer) -> Iterator[str]:
+def _trouble(answer: Answer) -> str:
     thread = answer.get("thread") or {}
     if "error" in answer:
-        yield f"{answer.get('socket', _name(answer))}: {answer['error']}"
-    elif thread.get("state") == "dead":
-        yield f"{_name(answer)}: the transfer thread has died; restart this engine ({thread.get('last_error', '')})"
-    elif thread.get("state") == "stuck" or answer.get("is_silent"):
-        yield f"{_name(answer)}: the transfer thread does not answer; no read and no lease of it makes progress"
+        return f"{answer.get('socket', _name(answer))}: {answer['error']}"
+    if thread.get("state") == "dead":
+        return f"{_name(answer)}: the transfer thread has died; restart this engine ({thread.get('last_error', '')})"
+    if thread.get("state") == "stuck" or answer.get("is_silent"):
+        return f"{_name(answer)}: the transfer thread does not answer; no read and no lease of it makes progress"
+    return ""
 
 
-def _unshielded(answers: Sequence[Answer]) -> Iterator[str]:
-    """Yield a sentence per rank that a dying consumer can end; fakes of NIXL load no UCX, and older engines report nothing."""
-    for answer in answers:
-        state = (answer.get("thread") or {}).get("ucx_requests")
-        if state not in {None, "zeroed", "not-loaded"}:
-            yield (
-                f"{_name(answer)}: UCX's requests are not zeroed ({state}): a consumer that dies in a read over TCP may end "
-                "this engine"
-            )
+def _risk(answer: Answer) -> str:
+    """Return a sentence for a rank that a dying consumer can end; fakes of NIXL load no UCX, and older engines report nothing."""
+    state = (answer.get("thread") or {}).get("ucx_requests")
+    if state in {None, "zeroed", "not-loaded"}:
+        return ""
+    reason = f"UCX's requests are not zeroed ({state}): a consumer that dies in a read over TCP may end this engine"
+    return f"{_name(answer)}: {reason}"
 
 
 # ----------------------------------------------------------------------------------------------------------------- revoke
@@ -221,7 +236,7 @@ def _unshielded(answers: Sequence[Answer]) -> Iterator[str]:
 
 def revoke(
     engine: Annotated[
-        str, typer.Argument(metavar="ENGINE", help="Engine id, the beginning of one, or a process id of its scheduler.")
+        str, typer.Argument(metavar="ENGINE", help="Name, id or HOST:PORT of an engine, or a process id of it.")
     ],
     *,
     as_json: Json = False,
@@ -246,24 +261,21 @@ def revoke(
       3  no such engine, or more than one, runs on this machine for this user
     """  # noqa: D301 - a backslash keeps the lines of the help
     # An empty name is a script's mistake; as the beginning of every name it would stand for the only engine here.
-    found = of_engine(ask_all(folder, timeout_s=timeout), engine) if engine.strip() else []
-    sockets = [Path(answer.get("socket") or "") for answer in found if answer.get("part") == "scheduler"]
-    if not sockets:
-        say(
-            "revoke",
-            f"no scheduler of an engine {engine!r} found; vllm-adapter status lists the engines of this machine",
-        )
+    found = _engine_of("revoke", ask_all(folder, timeout_s=timeout), engine) if engine.strip() else []
+    schedulers = [answer for answer in found if answer.get("part") == "scheduler"]
+    if not schedulers:
+        hint = "vllm-adapter status lists the engines of this machine"
+        say("revoke", f"no scheduler of an engine {engine!r} found; {hint}")
         raise typer.Exit(_NOT_FOUND)
-    (answer,) = ask(sockets[:1], REVOKE_REQUEST, timeout_s=timeout) or [{"error": "it has ended"}]
+    (answer,) = ask([Path(schedulers[0].get("socket") or "")], "revoke", timeout_s=timeout) or [
+        {"error": "it has ended"}
+    ]
     if as_json:
         print(json_text(answer, indent=2))
     if "error" in answer:
         say("revoke", f"engine {engine!r} revoked nothing: {answer['error']}")
         raise typer.Exit(_TROUBLE)
     if not as_json:
-        print(
-            plain_text(
-                f"engine {answer.get('engine_id')}: {answer.get('leases')} leases revoked, "
-                f"{answer.get('leased_blocks')} blocks ({answer.get('leased_bytes')} bytes on each rank) come back"
-            )
-        )
+        kept = f"{answer.get('leased_blocks')} blocks ({answer.get('leased_bytes')} bytes on each rank)"
+        name = schedulers[0].get("name") or answer.get("engine_id")
+        print(plain_text(f"engine {name}: {answer.get('leases')} leases revoked, {kept} come back"))

@@ -14,17 +14,17 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast, final
 
 import typer
 
-from vllm_adapter.cli.engines import NO_ENGINE, ask_all
-from vllm_adapter.cli.values import Folder, Json, json_text, misfit, read_json, say, within
+from vllm_adapter.cli.engines import NO_ENGINE, ask_all, engine_names
+from vllm_adapter.cli.values import Folder, Json, json_text, read_json, say, within
 from vllm_adapter.errors import AdapterError
 from vllm_adapter.observe.answers import Answer, HandOverEntry
-from vllm_adapter.observe.cause_log import plain_text
-from vllm_adapter.observe.status_socket import TRACE_REQUEST
+from vllm_adapter.observe.recorder import plain_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -339,47 +339,42 @@ def trace(
       3  no such hand-over is remembered by the engines of this machine and user
     """  # noqa: D301 - a backslash keeps the lines of the help
     desk = f"command {os.uname().nodename} {os.getpid()} {time.monotonic_ns()}"
-    saved = [answer for file in others or () for answer in _saved(file)]
-    answers: list[Answer] = [{"desk": desk, **answer} for answer in ask_all(folder, request=TRACE_REQUEST)]
+    saved = [cast("list[Answer]", read_json(file, list[Answer])) for file in others or ()]
+    answers: list[Answer] = [{"desk": desk, **answer} for answer in ask_all(folder, request="trace")]
     if save:
         try:
             Path(save).write_text(json_text(answers), encoding="utf-8")
         except (OSError, ValueError) as error:  # ValueError: a name that no file can have
             raise AdapterError(f"{save} cannot be written: {error}", code="unwritable") from error
-    answers += saved
+    answers += chain(*saved)
     for answer in answers:
         if "error" in answer:
             say("trace", f"{answer.get('socket', '')}: {answer['error']}")
     hand_overs = join_hand_overs(answers)
     if lists:
-        print(json_text([each.ids for each in hand_overs], indent=2) if as_json else _list_text(hand_overs))
+        print(json_text([each.ids for each in hand_overs], indent=2) if as_json else _list_text(hand_overs, answers))
         raise typer.Exit(0 if hand_overs else _NOT_FOUND)
     wanted = [each for each in hand_overs if any(request in str(ids["request_id"]) for ids in each.ids.values())]
     if not wanted:
         say("trace", _not_found(request, hand_overs, answers))
         raise typer.Exit(_NOT_FOUND)
     timeline = make_timeline(wanted[-1], measured_s=ttft)
-    print(json_text(timeline, indent=2) if as_json else timeline_text(timeline))
+    print(json_text(timeline, indent=2) if as_json else _named(timeline_text(timeline), answers))
     if timeline["unexplained_part"] > _MOST_UNEXPLAINED:
         raise typer.Exit(_UNEXPLAINED)
 
 
-def _saved(file: str) -> list[Answer]:
-    """Return the answers that another machine's command has saved.
-
-    Raises:
-        AdapterError: `unreadable` or `not-json`.
-    """
-    found = read_json(file)
-    if wrong := misfit(found, list[Answer]):
-        raise AdapterError(f"{file} was not written by `vllm-adapter trace --save`: {wrong}", code="unreadable")
-    return cast("list[Answer]", found)
+def _named(text: str, answers: Sequence[Answer]) -> str:
+    """Return a text with the names of engines in place of their ids; of a UUID, that is role and side channel."""
+    for engine_id, name in {str(answer.get("engine_id")): answer.get("name") for answer in answers}.items():
+        text = text.replace(engine_id, name or engine_id)
+    return text
 
 
 def _not_found(request: str, hand_overs: Sequence[HandOver], answers: Sequence[Answer]) -> str:
     if hand_overs:
         return f"no hand-over is meant by {request!r}; `vllm-adapter trace --list` lists all {len(hand_overs)} that are known"
-    engines = ", ".join(sorted({str(answer["engine_id"]) for answer in answers if "engine_id" in answer}))
+    engines = ", ".join(engine_names(answers))
     forgotten = f"no decode engine among {engines} remembers a hand-over: each remembers its last 128 since it started"
     return forgotten if engines else f"no live engine found. {NO_ENGINE}"
 
@@ -438,7 +433,7 @@ def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.2f} ms"
 
 
-def _list_text(hand_overs: Sequence[HandOver]) -> str:
+def _list_text(hand_overs: Sequence[HandOver], answers: Sequence[Answer]) -> str:
     text = "{decode[engine_id]} {decode[request_id]} from {prefill[engine_id]} {prefill[request_id]}"
     known = [text.format(**each.ids) + ("" if each.prefill else " (not asked, or forgotten)") for each in hand_overs]
-    return "\n".join(map(plain_text, known)) or "no hand-over is remembered"
+    return _named("\n".join(map(plain_text, known)), answers) or "no hand-over is remembered"

