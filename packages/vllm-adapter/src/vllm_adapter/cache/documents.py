@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Literal, NotRequired, TypedDict
 
 if TYPE_CHECKING:
     from vllm_adapter.ports import MemoryKind
@@ -15,8 +15,8 @@ __all__ = [
     "GroupDocument",
     "HeadOrder",
     "MemberEntry",
-    "PeerSizes",
     "RegionDocument",
+    "StageEntry",
     "natural",
 ]
 
@@ -24,18 +24,13 @@ HeadOrder = Literal["HN", "NH"]
 """Order of the axes in memory: heads outside tokens (HN) or inside (NH)."""
 
 
-class PeerSizes(NamedTuple):
-    """Parallel sizes of a peer engine, as its ticket states them."""
-
-    tp: int
-    pp: int
-    dcp: int
-
-
 AxisEntry = tuple[str, int, int, int, int, Literal["whole", "tp"]]
 """(name, size, start, stop, stride_bytes, split) of an axis of a field."""
 MemberEntry = tuple[str, int, int, int]
 """(layer, number of its layout, group, offset_bytes): position of a layer in the pages of a region."""
+
+StageEntry = tuple[str, int, list[str]]
+"""(layer, group, names of its fields) of a layer of a pipeline stage."""
 
 
 class FieldDocument(TypedDict):
@@ -61,17 +56,18 @@ class RegionDocument(TypedDict):
 
 
 class GroupDocument(TypedDict):
-    """A KV-cache group; `context` is (size, rank, tokens per turn)."""
+    """A KV-cache group; `context` is (size, rank, tokens per turn). `element_types` has a list for each kind of layer in it."""
 
     kind: str
     block_tokens: int
     pages_per_block: int
     window_tokens: int
     context: tuple[int, int, int]
+    element_types: NotRequired[list[list[str]]]
 
 
 class GeometryDocument(TypedDict):
-    """A rank's geometry in wire form; `tp` and `pp` are (size, rank)."""
+    """A rank's geometry in wire form; `tp` and `pp` are (size, rank), and only engines with several stages have `stages`."""
 
     schema: str
     version: int
@@ -79,6 +75,7 @@ class GeometryDocument(TypedDict):
     pp: tuple[int, int]
     null_block: int | None
     stage_layers: list[list[str]]
+    stages: NotRequired[list[list[StageEntry]]]
     groups: list[GroupDocument]
     layouts: list[list[FieldDocument]]
     regions: list[RegionDocument]

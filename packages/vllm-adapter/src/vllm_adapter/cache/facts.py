@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from vllm_adapter.cache.names import channel_text, engine_name
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["KEYS_BY_CHANNEL", "PAIRS_IN_TILES", "CacheGroup", "EngineFacts", "GroupKind", "LayerCache"]
+__all__ = ["KEYS_BY_CHANNEL", "PAIRS_IN_TILES", "CacheGroup", "EngineFacts", "GroupKind", "LayerCache", "decides"]
 
 KEYS_BY_CHANNEL = "keys-by-channel"
 """Order of a page that holds, head by head, the keys channel by channel and then the values token by token."""
@@ -16,6 +18,26 @@ PAIRS_IN_TILES = "pairs-in-tiles"
 """Order of a page that holds, head by head, the keys in tiles of 16 tokens, then the values in columns of 16 channels."""
 
 GroupKind = Literal["attention", "sliding-window", "latent", "state"]
+
+
+_NOT_DECIDING = frozenset(
+    {
+        *("transformers_version", "id2label", "label2id"),
+        *("max_model_len", "target_layer_count", "draft_vocab_size"),
+        "tie_word_embeddings",
+        *("initializer_range", "return_dict", "use_cache"),
+        *("output_attentions", "output_hidden_states", "output_router_logits"),
+    }
+)
+"""Settings of the resolved configuration that may differ. By line: names; notes that some models add on some ranks; a finding
+of vLLM about the last layer, which it makes only where it sees the checkpoint's files; and what only training and outputs of
+transformers read, whose defaults its releases add and remove (`output_router_logits` of DeepSeek V3 came with 5.19)."""
+
+
+def decides(name: str) -> bool:
+    """Return whether a model's setting may change its KV: no path or note (`_name_or_path`), no token of special meaning."""
+    parts = name.split(".")
+    return not (_NOT_DECIDING & set(parts) or parts[-1].startswith("_") or parts[-1].endswith("token_id"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +92,11 @@ class LayerCache:
             among those whose order is known.
         key_size: Elements of a head's key in this layer; 0 for the model's.
         value_size: Elements of a head's value; 0 for what the key leaves.
+        elements: What an 8-bit element stands for beyond its dtype, if anything: the layer's scales, or AMD's own format.
         head_slots: Head slots of the whole tensor where this is the part of one of them, else 0.
         head_slot: Number of that slot.
+        element_types: The host's names of the types of its elements or states, without those of one byte, which the factor
+            `cache_dtype` names.
     """
 
     layer: str
@@ -94,8 +119,10 @@ class LayerCache:
     is_opaque: bool = False
     key_size: int = 0
     value_size: int = 0
+    elements: str = ""
     head_slots: int = 0
     head_slot: int = 0
+    element_types: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,9 +146,22 @@ class EngineFacts:
         whole_reason: Why no prompt of this engine can be read while it is computed; empty where prompts can be.
         is_lock_stepped: Whether other engines wait in each step for this one.
         is_mirrored: Whether the workers mirror their caches in host memory, which peers then read.
-        reads: Whether the host gives this engine the role of a reader.
         read_hold_steps: Further steps for which a read waits after its blocks were given.
         load_failure_policy: The host's policy for a request whose load failed, `"fail"` or `"recompute"`.
+        kv_role: `"kv_producer"`, `"kv_consumer"` or `"kv_both"`.
+        outer_role: Role of a MultiConnector around this connector; `kv_role` without one, or where it cannot be seen.
+        pcp: Prefill context-parallel size.
+        has_sleep_mode: Whether the host may release the cache's memory.
+        sleep_obstacle: Why that memory could not be released; empty where it can be.
+        computes_scales: Whether the host derives the cache's scales from the first prompt.
+        is_speculative: Whether the host drafts tokens.
+        has_v2_runner: Whether its model runner has version 2.
+        ucx_tls: `UCX_TLS` of the environment; empty for UCX's own choice.
+        is_elastic: Whether data-parallel ranks may join and leave a running engine.
+        has_host_blocks: Whether the host keeps a part of the cache in its own memory and swaps pages in (HiSparse).
+        has_encoder: Whether each layer of the decoder has pages of an encoder's output, too.
+        returns_experts: Whether answers tell which experts computed each token.
+        model: Name by which clients request the model.
     """
 
     engine_id: str
@@ -150,14 +190,49 @@ class EngineFacts:
     is_lock_stepped: bool = False
     listens_on: tuple[str, int] | None = None
     is_mirrored: bool = False
-    reads: bool = True
     read_hold_steps: int = 0
     load_failure_policy: str = "fail"
+    kv_role: str = "kv_both"
+    outer_role: str = "kv_both"
+    pcp: int = 1
+    has_sleep_mode: bool = False
+    sleep_obstacle: str = ""
+    computes_scales: bool = False
+    is_speculative: bool = False
+    has_v2_runner: bool = False
+    ucx_tls: str = ""
+    is_elastic: bool = False
+    has_host_blocks: bool = False
+    has_encoder: bool = False
+    returns_experts: bool = False
+    model: str = ""
+
+    @property
+    def name(self) -> str:
+        """Name for operators, see `engine_name`."""
+        return engine_name(self.engine_id, self.kv_role, channel_text(self.host, self.port))
+
+    @property
+    def identity(self) -> dict[str, str]:
+        """Fields that identify this engine in the start line and in `vllm-adapter status`; the same on all ranks."""
+        return {
+            "name": self.name,
+            "engine_id": self.engine_id,
+            "kv_role": self.kv_role,
+            "side_channel": channel_text(self.host, self.port),
+            "model": self.model,
+        }
 
     @property
     def has_state(self) -> bool:
         """Whether some layers keep a recurrent state instead of a cache of tokens."""
         return any(group.kind == "state" for group in self.groups)
+
+    @property
+    def after_failure(self) -> str:
+        """Consequence of a failed read for its request, in words."""
+        is_computed = self.load_failure_policy == "recompute"
+        return "policy recompute: the prompt is computed here" if is_computed else "policy fail: the request fails"
 
     def completes_uneven_hits(self, all_groups: int) -> bool:
         """Return whether a read restores every group whose local prefix hit is shorter than that of full attention.
@@ -183,6 +258,12 @@ class EngineFacts:
         if group.kind == "state" or not group.is_dealt or self.dcp == 1:
             return 1, 0, 1
         return self.dcp, self.tp_rank % self.dcp, self.interleave_tokens
+
+    @property
+    def splits_blocks(self) -> bool:
+        """Whether context parallelism deals out parts of blocks instead of whole ones, in any group."""
+        deals = [(group.block_tokens, self.deal_of(group)) for group in self.groups]
+        return any(size > 1 and turn != block_tokens for block_tokens, (size, _, turn) in deals)
 
     @property
     def dealt_groups(self) -> tuple[bool, ...]:

@@ -23,22 +23,10 @@ if TYPE_CHECKING:
     from vllm_adapter.cache.documents import AxisEntry
     from vllm_adapter.cache.facts import EngineFacts, LayerCache
 
-__all__ = [
-    "attention_fields",
-    "dense_bytes",
-    "extent_bytes",
-    "held_bytes",
-    "latent_fields",
-    "make_field",
-    "state_fields",
-    "unknown_shape",
-    "whole_page",
-]
+__all__ = ["attention_fields", "dense_bytes", "extent_bytes", "held_bytes", "latent_fields", "state_fields"]
 
 
-def make_field(
-    name: str, element_bytes: int, offset_bytes: int, axes: list[AxisEntry], packing: str = ""
-) -> FieldDocument:
+def _field(name: str, element_bytes: int, offset_bytes: int, axes: list[AxisEntry], packing: str = "") -> FieldDocument:
     """Return a field; `packing` names a kernel's own order of the bytes."""
     return FieldDocument(name=name, element_bytes=element_bytes, offset_bytes=offset_bytes, packing=packing, axes=axes)
 
@@ -48,7 +36,7 @@ def _whole(name: str, count: int, step: int) -> AxisEntry:
     return name, count, 0, count, step, "whole"
 
 
-def whole_page(
+def _whole_page(
     facts: EngineFacts, name: str, page_bytes: int, packing: str, *, is_replicated: bool = False
 ) -> list[FieldDocument]:
     """Return the field of an opaque page: it moves unchanged, between equal ranks of equally sized engines.
@@ -62,9 +50,9 @@ def whole_page(
     """
     interior = _whole("interior", page_bytes, 1)
     if is_replicated:
-        return [make_field(name, 1, 0, [interior], packing)]
+        return [_field(name, 1, 0, [interior], packing)]
     shard: AxisEntry = ("shard", facts.tp, facts.tp_rank, facts.tp_rank + 1, page_bytes, "tp")
-    return [make_field(name, 1, 0, [shard, interior], packing)]
+    return [_field(name, 1, 0, [shard, interior], packing)]
 
 
 def dense_bytes(cache: LayerCache) -> int:
@@ -87,7 +75,7 @@ def extent_bytes(layout: Sequence[FieldDocument]) -> int:
     )
 
 
-def unknown_shape(cache: LayerCache, expected: str) -> AdapterError:
+def _unknown_shape(cache: LayerCache, expected: str) -> AdapterError:
     """Return the error that refuses a cache of unknown shape."""
     return AdapterError(
         f"layer {cache.layer}: its cache of shape {cache.shape} and strides {cache.stride_bytes} (bytes) is not "
@@ -104,11 +92,11 @@ def attention_fields(facts: EngineFacts, cache: LayerCache) -> list[FieldDocumen
         AdapterError: `unknown-cache-shape`, naming layer, shape and strides.
     """
     if len(cache.shape) != 4:
-        raise unknown_shape(cache, "attention caches have the axes block, head, token and content")
+        raise _unknown_shape(cache, "attention caches have the axes block, head, token and content")
     if cache.is_opaque:
         # Only engines with equal pages and the same back end can read each other's.
         packing = f"planes:{cache.backend}:{cache.head_slots or cache.shape[1]}x{cache.shape[2]}x{cache.shape[3]}"
-        return whole_page(
+        return _whole_page(
             facts, f"cells_{cache.head_slot}" if cache.head_slots else "cells", dense_bytes(cache), packing
         )
     if cache.kernel_order == KEYS_BY_CHANNEL:
@@ -136,19 +124,19 @@ def latent_fields(facts: EngineFacts, cache: LayerCache, page_tokens: int) -> li
     elif len(cache.shape) == 3:
         vectors, channels, vector_step, channel_step = (*cache.shape[1:], *cache.stride_bytes[1:])
     else:
-        raise unknown_shape(cache, "latent caches have the axes block, token and channel")
+        raise _unknown_shape(cache, "latent caches have the axes block, token and channel")
     if cache.is_indexer:
         packing = f"indexer:{cache.backend}:{page_tokens}:{vectors}x{channels}"
-        return whole_page(facts, "index", dense_bytes(cache), packing, is_replicated=True)
+        return _whole_page(facts, "index", dense_bytes(cache), packing, is_replicated=True)
     if vectors != page_tokens:
         packing = f"compressed:{page_tokens}:{vectors}x{channels}"
         interior = _whole("interior", vectors * channels, channel_step)
-        return [make_field("latent", cache.element_bytes, 0, [interior], packing)]
+        return [_field("latent", cache.element_bytes, 0, [interior], packing)]
     if cache.is_opaque:
         packing = f"latent:{cache.backend}:{page_tokens}:{vectors}x{channels}"
-        return whole_page(facts, "latent", dense_bytes(cache), packing, is_replicated=True)
+        return _whole_page(facts, "latent", dense_bytes(cache), packing, is_replicated=True)
     axes = [_whole("token", vectors, vector_step), _whole("channel", channels, channel_step)]
-    return [make_field("latent", cache.element_bytes, 0, axes)]
+    return [_field("latent", cache.element_bytes, 0, axes)]
 
 
 def _head_interval(facts: EngineFacts, cache: LayerCache) -> tuple[int, int, int]:
@@ -183,7 +171,7 @@ def _packed(facts: EngineFacts, cache: LayerCache) -> list[FieldDocument]:
         parts = [("key", 0, key_size), ("value", key_size * cache.element_bytes, value_size)]
     outer = [_whole("token", tokens, token_step), _heads(facts, cache)]
     return [
-        make_field(name, cache.element_bytes, offset, [*outer, _whole("channel", size, element_step)])
+        _field(name, cache.element_bytes, offset, [*outer, _whole("channel", size, element_step)])
         for name, offset, size in parts
     ]
 
@@ -195,7 +183,7 @@ def _halves(
     _, _, tokens, content = cache.shape
     half = tokens * (content // 2) * cache.stride_bytes[3]
     fields = ("key", 0, key), ("value", half, value)
-    return [make_field(f"{prefix}{name}", cache.element_bytes, offset, axes, packing) for name, offset, axes in fields]
+    return [_field(f"{prefix}{name}", cache.element_bytes, offset, axes, packing) for name, offset, axes in fields]
 
 
 def _keys_by_channel(facts: EngineFacts, cache: LayerCache) -> list[FieldDocument]:
@@ -248,12 +236,12 @@ def state_fields(facts: EngineFacts, cache: LayerCache) -> list[FieldDocument]:
     """
     shapes = cache.state_shapes
     if not shapes:
-        raise unknown_shape(cache, "state layers have the shapes of their states")
+        raise _unknown_shape(cache, "state layers have the shapes of their states")
     projections = None if cache.is_replicated else _projections(facts, cache)
     if projections is None:
         used = sum(prod(shape) * size for shape, size in zip(shapes, cache.state_element_bytes, strict=True))
         packing = f"state:{cache.state_kind}:{shapes}:{cache.state_element_bytes}".replace(" ", "")
-        return whole_page(facts, "state", used, packing, is_replicated=cache.is_replicated)
+        return _whole_page(facts, "state", used, packing, is_replicated=cache.is_replicated)
     fields, offset = _convolution(facts, cache, projections) if projections else ([], 0)
     if len(shapes) == 2 or not fields:
         fields.append(_recurrent(facts, shapes[-1], cache.state_element_bytes[-1], offset))
@@ -319,7 +307,7 @@ def _convolution(
         first = facts.tp_rank * total // facts.tp
         group: AxisEntry = ("group", total, first, first + held, width * channel_step, "tp")
         axes = [group, _whole("channel", width, channel_step), _whole("row", rows, row_step)]
-        fields.append(make_field(name, element_bytes, offset, axes))
+        fields.append(_field(name, element_bytes, offset, axes))
         offset += held * width * channel_step
     return fields, channels * rows * element_bytes
 
@@ -331,4 +319,4 @@ def _recurrent(facts: EngineFacts, shape: tuple[int, ...], element_bytes: int, o
     steps = [element_bytes * prod(inner[place:]) for place in range(len(inner) + 1)]
     axes: list[AxisEntry] = [("head", heads * facts.tp, first, first + heads, steps[0], "tp")]
     axes += [_whole(name, length, step) for name, length, step in zip(names, inner, steps[1:], strict=True)]
-    return make_field("ssm", element_bytes, offset, axes)
+    return _field("ssm", element_bytes, offset, axes)

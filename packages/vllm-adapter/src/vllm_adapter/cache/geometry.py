@@ -32,13 +32,15 @@ from vllm_adapter.errors import AdapterError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from vllm_adapter.cache.documents import FieldDocument
+    from vllm_adapter.cache.documents import FieldDocument, StageEntry
     from vllm_adapter.cache.facts import CacheGroup, EngineFacts, LayerCache
     from vllm_adapter.ports import MemoryKind
 
-__all__ = ["local_document", "metadata_fields", "region_caches", "registration_ranges"]
+__all__ = ["local_document", "metadata_fields", "region_caches", "registration_ranges", "whole_engine", "with_stages"]
 
 SCHEMA = "kv-topology/geometry"
+_STAGE_BITS = 57
+"""Size of an address in a process: the addresses of different stages are set apart above it."""
 _SHARED_BY_GROUPS = -1
 """Group id of a region that layers of several groups share. Source: vLLM's wire."""
 
@@ -81,12 +83,47 @@ def local_document(facts: EngineFacts, caches: Sequence[LayerCache]) -> Geometry
                 pages_per_block=pages_per_block[number],
                 window_tokens=group.window_tokens,
                 context=facts.deal_of(group),
+                element_types=sorted(map(list, {c.element_types for c in caches if c.group == number} - {()})),
             )
             for number, group in enumerate(facts.groups)
         ],
         layouts=layouts,
         regions=regions,
     )
+
+
+def with_stages(document: GeometryDocument, stages: Sequence[GeometryDocument]) -> GeometryDocument:
+    """Return a rank's document with the layers of all pipeline stages, from which a reader counts a producer rank's readers."""
+    return {**document, "stages": [_stage_layers(stage) for stage in stages]} if len(stages) > 1 else document
+
+
+def _stage_layers(document: GeometryDocument) -> list[StageEntry]:
+    found: dict[str, StageEntry] = {}
+    for layer, layout, group, _ in (member for region in document["regions"] for member in region["members"]):
+        names = dict.fromkeys(field["name"] for field in document["layouts"][layout])
+        found.setdefault(layer, (layer, group, list(names)))
+    return list(found.values())
+
+
+def whole_engine(stages: Sequence[GeometryDocument]) -> GeometryDocument:
+    """Return the document that the stages of one tensor-parallel rank would have as a single rank.
+
+    Addresses in two processes may be equal, so the regions of each stage are moved to a range of their own.
+    """
+    layouts: list[list[FieldDocument]] = []
+    regions: list[RegionDocument] = []
+    for number, stage in enumerate(stages):
+        for region in stage["regions"]:
+            members = [(layer, len(layouts) + layout, group, at) for layer, layout, group, at in region["members"]]
+            base_address = region["base_address"] + (number << _STAGE_BITS)
+            regions.append({**region, "base_address": base_address, "members": members})
+        layouts += stage["layouts"]
+    # A stage without layers of a group does not know how many pages a block of it has.
+    groups = [
+        max(each, key=lambda group: group["pages_per_block"])
+        for each in zip(*(s["groups"] for s in stages), strict=True)
+    ]
+    return {**stages[0], "groups": groups, "layouts": layouts, "regions": regions}
 
 
 def registration_ranges(caches: Sequence[LayerCache]) -> tuple[tuple[int, int, int, MemoryKind], ...]:
@@ -160,8 +197,11 @@ def _fields(facts: EngineFacts, cache: LayerCache, group: CacheGroup, pages_per_
     if group.kind == "state":
         return state_fields(facts, cache)
     if cache.is_latent:
-        return latent_fields(facts, cache, group.block_tokens // pages_per_block)
-    return attention_fields(facts, cache)
+        fields = latent_fields(facts, cache, group.block_tokens // pages_per_block)
+    else:
+        fields = attention_fields(facts, cache)
+    # Names of their own: an engine whose elements stand for other numbers has no such fields, and is refused.
+    return [{**field, "name": field["name"] + cache.elements} for field in fields] if cache.elements else fields
 
 
 # ----------------------------------------------------------------------------------------------- for vLLM's own connector
@@ -189,51 +229,39 @@ class _WireRegion(NamedTuple):
     region_mem_types: str
 
 
-def metadata_fields(
-    facts: EngineFacts,
-    caches: Sequence[LayerCache],
-    *,
-    agent_metadata: bytes,
-    fence: tuple[int, int, int] | None,
-    geometry: bytes,
-    generation: int,
-    streams: tuple[int, int, int, int] | None = None,
-) -> Mapping[str, object]:
-    """Return the values of the agent metadata by wire name.
+def metadata_fields(facts: EngineFacts, caches: Sequence[LayerCache]) -> Mapping[str, object]:
+    """Return the values of the agent metadata about the engine and its caches, by wire name.
 
-    Regions are sorted by their layers' names, with numbers compared as numbers; a tensor that several layers share appears once.
-    vLLM's own connector pairs regions by that order.
+    Regions are sorted by their layers' names, with numbers compared as numbers, or with a ring in the order of `caches`; a tensor
+    that several layers share appears once. vLLM's own connector pairs regions by that order. Beside a ring it keeps a replicated
+    convolution apart from the states.
     """
-    regions = _wire_regions(facts, caches)
+    has_ring = any(cache.state_kind == "RING" for cache in caches)
+    ordered = caches if has_ring else sorted(caches, key=lambda cache: natural(cache.layer))
+    lone = [cache for cache in ordered if has_ring and cache.is_replicated]
+    regions, groups = _wire_regions(facts, ordered), facts.groups
+    # The largest block of attention; without attention, a block of the first group.
+    block_tokens = max((g.block_tokens for g in groups if g.kind != "state"), default=groups[0].block_tokens)
     pages = max((_kernel_blocks(facts, cache) for cache in caches), default=1)
     return {
         "engine_id": facts.engine_id,
-        "agent_metadata": agent_metadata,
         **{name: [getattr(region, name) for region in regions] for name in _WireRegion._fields},
         "device_id": caches[0].device,
         "num_blocks": facts.block_count * pages,
         "kv_cache_layout": facts.layout,
-        "block_size": _block_tokens(facts) // pages,
-        "ssm_sizes": _state_bytes(caches),
+        "block_size": block_tokens // pages,
+        "ssm_sizes": _state_bytes([cache for cache in caches if cache not in lone]),
+        "ple_block_len": lone[0].page_bytes // pages if lone else None,
         "attn_backend_name": facts.attention_backend,
         "physical_blocks_per_logical_kv_block": pages,
         "dcp_size": facts.dcp,
-        "fence": fence,
-        "streams": streams,
-        "geometry": geometry,
-        "generation": generation,
     }
 
 
-def _block_tokens(facts: EngineFacts) -> int:
-    """Return the tokens of the largest block of attention; without attention, those of the first group's blocks."""
-    return max((g.block_tokens for g in facts.groups if g.kind != "state"), default=facts.groups[0].block_tokens)
-
-
 def _wire_regions(facts: EngineFacts, caches: Sequence[LayerCache]) -> tuple[_WireRegion, ...]:
-    """Return the registered regions, one per address, in the order of their first layer's name."""
+    """Return the registered regions, one per address, in the order of their first layer."""
     regions: dict[int, _WireRegion] = {}
-    for cache in sorted(caches, key=lambda cache: natural(cache.layer)):
+    for cache in caches:
         count = _kernel_blocks(facts, cache)
         address, page_bytes = cache.address, cache.page_bytes // count
         stride = cache.stride_bytes[0] if len(cache.stride_bytes) > 1 else page_bytes

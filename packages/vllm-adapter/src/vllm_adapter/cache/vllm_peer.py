@@ -1,4 +1,4 @@
-"""A peer rank's geometry document: sent by our own peers, or derived from what vLLM's own connector sends.
+"""Plans for reading from a peer engine, from the geometry that its ranks send, or that is derived from ours.
 
 Theory of operation. vLLM's own connector sends numbers only, so its geometry is derived from our document. The peer runs the
 same model, so its layers have our fields; its shard, block size, order of heads and tokens, and addresses may differ. The
@@ -18,21 +18,23 @@ one region per layer from vLLM 0.27 on).
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, cast, final
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, cast, final
 
 from vllm_adapter.cache.documents import RegionDocument, natural
 from vllm_adapter.cache.fields import extent_bytes, held_bytes
+from vllm_adapter.cache.geometry import whole_engine
 from vllm_adapter.errors import AdapterError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from vllm_adapter.cache.documents import GeometryDocument, GroupDocument, HeadOrder, PeerSizes
-    from vllm_adapter.ports import AgentMetadata, MemoryKind
+    from vllm_adapter.cache.documents import FieldDocument, GeometryDocument, GroupDocument, HeadOrder
+    from vllm_adapter.ports import AgentMetadata, MemoryKind, PeerAddress, PeerPlan, Planner
 
-__all__ = ["PeerGeometry", "pack_document"]
+__all__ = ["PeerPlanner", "PeerRank", "pack_document", "peer_memory_kind"]
 
-_ORDERS: dict[str, HeadOrder] = {
+_HEAD_ORDERS: dict[str, HeadOrder] = {
     "HND": "HN",
     "LBHNC": "HN",
     "BLHNC": "HN",
@@ -42,12 +44,32 @@ _ORDERS: dict[str, HeadOrder] = {
 }
 
 
+_DESCRIBED = (
+    {"key", "value"},
+    {"latent"},
+    {"channel_key", "channel_value"},
+    {"tiled_key", "tiled_value"},
+    {"conv_x", "conv_b", "conv_c", "ssm"},
+)
+"""Fields of layers whose bytes a document describes in full, without a packing and above one byte an element.
+
+All others are known by a name (back end, kind of state), or by an encoding with scales (8-bit and packed caches), which may mean
+other bytes in another release. Source: writers and layers of vLLM 0.31 to 0.33.
+"""
+_READ_MINORS = frozenset({"0.31", "0.32", "0.33"})
+"""Releases whose layers were compared."""
+
+
+def _minor(release: str) -> str:
+    return ".".join(release.partition("+")[0].split(".")[:2])
+
+
 def _refusal(code: str, message: str, **context: object) -> AdapterError:
     return AdapterError(message, code=code, fault="peer", context=context)
 
 
 def _check_stages_can_be_told(local: GeometryDocument, metadata: AgentMetadata) -> None:
-    """Refuse a pipeline whose stages do not say which layers they hold.
+    """Refuse a peer whose regions do not say which layers they hold, where either engine has pipeline stages.
 
     A region is named by one layer. Where several layers share a region here, the layers of a stage may be shared differently.
     Example: attention layers 0, 2, 4 and states 1, 3, 5 share memory in pairs (0, 1), (2, 3), (4, 5) here. Stage 0 of two holds
@@ -58,11 +80,23 @@ def _check_stages_can_be_told(local: GeometryDocument, metadata: AgentMetadata) 
         why = "layers of this model share regions" if shared else "its regions have no names"
         raise _refusal(
             "pipeline-regions-ambiguous",
-            f"the stages of the peer's pipeline do not tell which layers they hold: {why}; read from an engine without pipeline "
-            "stages, or one with this connector",
+            f"the peer's regions do not tell which layers they hold, and with pipeline stages that cannot be derived: {why}; "
+            "give neither engine pipeline stages, or this connector to both",
             shared_regions=len(shared),
             names=len(metadata.region_names or ()),
         )
+
+
+def _check_parts_are_known(local: GeometryDocument, peer_tp: int) -> None:
+    """Refuse a peer of another tensor-parallel size where pages are in an order of which only a rank's whole page is known."""
+    for region in local["regions"]:
+        for layer, layout, *_ in region["members"]:
+            if any(axis[0] == "shard" for field in local["layouts"][layout] for axis in field["axes"]):
+                message = (
+                    f"the peer has {peer_tp} tensor-parallel ranks, this engine {local['tp'][0]}, and which parts of layer "
+                    f"{layer!r} each of them has is unknown: give both the same --tensor-parallel-size"
+                )
+                raise _refusal("page-bytes-differ", message, layer=layer, peer=peer_tp)
 
 
 def _layers(local: GeometryDocument, view: int) -> list[str]:
@@ -150,7 +184,8 @@ def _check_states(peer: GeometryDocument, sent: tuple[int, ...]) -> None:
             fields = peer["layouts"][layout]
             conv = sum(held_bytes(field) for field in fields if field["name"].startswith("conv"))
             sizes = (conv, sum(held_bytes(field) for field in fields) - conv)
-            if sizes != sent:
+            # A single tensor is the first of the peer's pair, and a page in an unknown order may be both.
+            if sizes != sent and (conv or sizes[1] != sum(sent)):
                 raise _refusal(
                     "state-bytes-differ",
                     f"the peer's states of layer {layer!r} are {list(sent)} bytes (conv, ssm); the same model on its "
@@ -158,6 +193,18 @@ def _check_states(peer: GeometryDocument, sent: tuple[int, ...]) -> None:
                     expected=list(sizes),
                     peer=list(sent),
                 )
+
+
+def _regions(local: GeometryDocument, peer: GeometryDocument, metadata: AgentMetadata) -> list[RegionDocument]:
+    """Return the regions of a peer's document, made from ours, at the addresses that it sent."""
+    _check_states(peer, tuple(metadata.ssm_sizes))
+    # Groups that share memory with states have pages padded to the states' size.
+    padded = {region["base_address"] for region in local["regions"] if _is_state(local, region)}
+    return [
+        _placed(local, peer["regions"][view], metadata, ours=local["regions"][view], number=number, padded=padded)
+        for number, views in _assign(local, metadata)
+        for view in views
+    ]
 
 
 _MAX_DOCUMENT_BYTES = 16 * 2**20
@@ -170,87 +217,26 @@ def pack_document(document: Mapping[str, object]) -> bytes:
     return json.dumps(document, separators=(",", ":")).encode()
 
 
-@final
-class PeerGeometry:
-    """Provides the geometry document of a peer rank.
+def peer_memory_kind(metadata: AgentMetadata) -> MemoryKind:
+    """Return the memory kind of the peer's pages; DRAM if it announces none.
 
-    Args:
-        reshard: Makes the document of another rank from our own one, for peers that send no document.
-        dealt_groups: Whether context parallelism deals out the tokens of each group.
+    Raises:
+        AdapterError: `mixed-memory-kinds`.
     """
-
-    def __init__(self, reshard: Callable[..., Mapping[str, object]], dealt_groups: Sequence[bool]) -> None:
-        self._reshard = reshard
-        self._dealt_groups = tuple(dealt_groups)
-
-    def document(
-        self, local: GeometryDocument, metadata: AgentMetadata, rank: tuple[int, int], sizes: PeerSizes
-    ) -> Mapping[str, object]:
-        """Return the document of a (pp, tp) rank: the one that it sent, or, of vLLM's own connector, one derived from ours.
-
-        Args:
-            local: Our document, of the same model.
-            metadata: What the peer sent; the handshake has checked its numbers and the lengths of its lists.
-            rank: (pp, tp) of the peer's rank.
-            sizes: Parallel sizes of the peer's engine.
-
-        Raises:
-            AdapterError: `bad-geometry-document`, `page-bytes-differ`, `state-bytes-differ`, `region-count-differs`,
-                `layer-not-held`, `pipeline-regions-ambiguous`; or the planner's errors.
-        """
-        if metadata.geometry is not None:
-            return _unpack(metadata.geometry)
-        if sizes.pp > 1:
-            _check_stages_can_be_told(local, metadata)
-        document = self._reshard(
-            local,
-            tp_size=sizes.tp,
-            tp_rank=rank[1],
-            page_tokens=metadata.block_size,
-            pages_per_block=metadata.physical_blocks_per_logical_kv_block,
-            pp_size=sizes.pp,
-            pp_rank=rank[0],
-            context_sizes=tuple(sizes.dcp if is_dealt else 1 for is_dealt in self._dealt_groups),
-            order=_ORDERS.get(metadata.kv_cache_layout),
-        )
-        peer = cast("GeometryDocument", document)
-        _check_states(peer, tuple(metadata.ssm_sizes))
-        # Groups that share memory with states have pages padded to the states' size.
-        padded = {region["base_address"] for region in local["regions"] if _is_state(local, region)}
-        regions = [
-            _placed(local, peer["regions"][view], metadata, ours=local["regions"][view], number=number, padded=padded)
-            for number, views in _assign(local, metadata)
-            for view in views
-        ]
-        return {**document, "regions": regions}
-
-    def check_context(self, groups: Iterable[GroupDocument], sizes: PeerSizes) -> None:
-        """Raise a coded error if an engine's groups deal out their tokens to other sizes than its ticket says.
-
-        A client may change an unsealed ticket, and an engine must not be set up twice with two sizes.
-        """
-        context = max((group.get("context", (1, 0, 1))[0] for group in groups), default=1)
-        if any(self._dealt_groups) and context != sizes.dcp:
-            message = f"a ticket says that the peer has {sizes.dcp} context ranks, but its pages are those of {context}"
-            raise _refusal("context-size-differs", message, dcp=sizes.dcp, found=context)
-
-    @staticmethod
-    def value_count(metadata: AgentMetadata) -> int:
-        """Return the approximate number of values in a peer rank's document; 0 if it sends none."""
-        return _count_values(metadata.geometry) if metadata.geometry is not None else 0
-
-    @staticmethod
-    def memory_kind(metadata: AgentMetadata) -> MemoryKind:
-        """Return the memory kind of the peer's pages; DRAM if it announces none."""
-        kinds = set(metadata.region_mem_types or ("DRAM",))
-        if len(kinds) != 1 or not kinds <= {"DRAM", "VRAM"}:
-            few = sorted(kinds)[:4]
-            message = f"the peer's regions are of the memory kinds {few}; one of DRAM and VRAM is supported"
-            raise _refusal("mixed-memory-kinds", message, kinds=few)
-        return cast("MemoryKind", kinds.pop())
+    kinds = set(metadata.region_mem_types or ("DRAM",))
+    if len(kinds) != 1 or not kinds <= {"DRAM", "VRAM"}:
+        few = sorted(kinds)[:4]
+        message = f"the peer's regions are of the memory kinds {few}; one of DRAM and VRAM is supported"
+        raise _refusal("mixed-memory-kinds", message, kinds=few)
+    return cast("MemoryKind", kinds.pop())
 
 
 def _unpack(raw: bytes) -> Mapping[str, object]:
+    """Return a geometry document that a peer sent.
+
+    Raises:
+        AdapterError: `bad-geometry-document`.
+    """
     is_short = len(raw) <= _MAX_DOCUMENT_BYTES and _count_values(raw) <= _MAX_DOCUMENT_VALUES
     try:
         document: object = json.loads(raw) if is_short else None
@@ -264,3 +250,185 @@ def _unpack(raw: bytes) -> Mapping[str, object]:
 
 def _count_values(raw: bytes) -> int:
     return sum(raw.count(mark) for mark in (b",", b"[", b"{"))
+
+
+_MOST_VALUES = 1 << 22
+"""Most values in the geometry documents of all ranks of a peer; 64 ranks with 300 KB each have a third of that."""
+
+
+class PeerRank(NamedTuple):
+    """A peer's rank (pp, tp), its geometry for the planner, and its cache groups."""
+
+    rank: tuple[int, int]
+    geometry: object
+    groups: Sequence[GroupDocument]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class PeerPlanner:
+    """Plans from this rank's geometry document and those of a peer engine's ranks.
+
+    Attributes:
+        document: This rank's geometry document.
+        dealt_groups: Whether context parallelism deals out the tokens of each group.
+        reshard: Makes the document of another rank from this one's, for peers that send none.
+        planner: Plans from geometry documents.
+        local_kind: Memory kind of this rank's pages.
+        release: vLLM's version here: of peers of another one only pages that are described in full are read. Empty: of all.
+        drafts_states: Whether states have rows for drafts, whose order is a release's own.
+        stages: Documents of all of this engine's pipeline stages at this tensor-parallel rank; may be empty for one stage.
+    """
+
+    document: GeometryDocument
+    dealt_groups: Sequence[bool]
+    reshard: Callable[..., Mapping[str, object]]
+    planner: Planner
+    local_kind: MemoryKind
+    stages: Sequence[GeometryDocument] = ()
+    release: str = ""
+    drafts_states: bool = False
+
+    @property
+    def model(self) -> GeometryDocument:
+        """The document of all layers of the model: peers that send none may hold layers that other stages of ours have."""
+        return whole_engine(self.stages) if len(self.stages) > 1 else self.document
+
+    def target_ranks(self, peer: PeerAddress) -> Sequence[tuple[int, int]]:
+        """Return the ranks whose metadata `plan` needs; raises a coded error for impossible sizes."""
+        return self.planner.target_ranks(self.document, peer_tp=peer.tp, peer_pp=peer.pp, peer_dcp=peer.dcp)
+
+    def check_sizes(self, peer: PeerAddress, first: AgentMetadata) -> None:
+        """Raise a coded error if rank (0, 0)'s metadata shows that an engine of vLLM's own connector has other sizes.
+
+        Our own listeners need no such check: they refuse a query for a missing rank and stay alive.
+        """
+        if first.geometry is not None or first.capabilities:
+            return
+        layers = {layer for region in self.model["regions"] for layer, *_ in region["members"]}
+        if peer.pp > 1 and layers <= {*(first.region_names or ())}:
+            message = f"a ticket says that the peer has {peer.pp} pipeline ranks, but the first holds all layers of this engine"
+            raise _refusal("pipeline-size-differs", message, pp=peer.pp)
+        try:
+            self.peer_document(first, (0, 0), peer)
+        except AdapterError as error:
+            # The first rank of a pipeline may hold only some of our layers; those are compared when the reads are planned.
+            if peer.pp == 1 or error.code not in {"layer-not-held", "region-count-differs"}:
+                raise
+
+    def peer_document(self, metadata: AgentMetadata, rank: tuple[int, int], peer: PeerAddress) -> Mapping[str, object]:
+        """Return the document of a peer's rank: the one that it sent, or, of vLLM's own connector, one derived from ours.
+
+        Args:
+            metadata: What the rank sent; the handshake has checked its numbers and the lengths of its lists.
+            rank: (pp, tp) of the peer's rank.
+            peer: The peer's engine, for its parallel sizes.
+
+        Raises:
+            AdapterError: `bad-geometry-document`, `page-bytes-differ`, `state-bytes-differ`, `region-count-differs`,
+                `layer-not-held`, `pipeline-regions-ambiguous`, `context-turns`; or the planner's errors.
+        """
+        if metadata.geometry is not None:
+            return _unpack(metadata.geometry)
+        model = self.model
+        deals = [(group["block_tokens"], group["context"]) for group in model["groups"]]
+        if peer.dcp > 1 and any(size > 1 and turn != block_tokens for block_tokens, (size, _, turn) in deals):
+            message = (
+                "the peer does not tell which tokens each of its context ranks has; whole blocks in turn are supposed, but this "
+                "engine's own ranks have parts of blocks: leave cp_kv_cache_interleave_size out on both, or use this connector "
+                "on both"
+            )
+            raise _refusal("context-turns", message, dcp=peer.dcp)
+        if peer.pp > 1 or len(self.stages) > 1:
+            _check_stages_can_be_told(model, metadata)
+        if peer.tp != model["tp"][0]:
+            _check_parts_are_known(model, peer.tp)
+        document = self.reshard(
+            model,
+            tp_size=peer.tp,
+            tp_rank=rank[1],
+            page_tokens=metadata.block_size,
+            pages_per_block=metadata.physical_blocks_per_logical_kv_block,
+            pp_size=peer.pp,
+            pp_rank=rank[0],
+            context_sizes=tuple(peer.dcp if is_dealt else 1 for is_dealt in self.dealt_groups),
+            order=_HEAD_ORDERS.get(metadata.kv_cache_layout),
+        )
+        return {**document, "regions": _regions(model, cast("GeometryDocument", document), metadata)}
+
+    def read(self, peer: PeerAddress, metadata: Mapping[tuple[int, int], AgentMetadata]) -> Iterator[PeerRank]:
+        """Read the ranks' geometry one by one, since a document may take some 80 ms and a peer may have many ranks.
+
+        Raises a coded error for metadata that does not fit. A client may change an unsealed ticket, and an engine must not be
+        set up twice with two context sizes.
+        """
+        values = 0
+        for rank, entry in metadata.items():
+            values += _count_values(entry.geometry or b"")
+            if values > _MOST_VALUES:
+                message = f"the geometry documents of {len(metadata)} ranks have more than {_MOST_VALUES} values"
+                raise _refusal("bad-geometry-document", message, ranks=len(metadata))
+            document = self.peer_document(entry, rank, peer)
+            groups = cast("Sequence[GroupDocument]", document.get("groups", ()))
+            found = PeerRank(rank, self.planner.geometry(document, rank), groups)
+            self._check_release(entry, groups)
+            context = max((group.get("context", (1, 0, 1))[0] for group in groups), default=1)
+            if any(self.dealt_groups) and context != peer.dcp:
+                message = (
+                    f"a ticket says that the peer has {peer.dcp} context ranks, but its pages are those of {context}"
+                )
+                raise _refusal("context-size-differs", message, dcp=peer.dcp, found=context)
+            yield found
+
+    def _check_release(self, metadata: AgentMetadata, groups: Sequence[GroupDocument]) -> None:
+        """Refuse a peer whose bytes may mean something else than ours although its document agrees."""
+        if not self.release:
+            return
+        types = [
+            (a.get("element_types"), b.get("element_types"))
+            for a, b in zip(self.document["groups"], groups, strict=False)
+        ]
+        for ours, theirs in types:
+            if ours and theirs and ours != theirs:
+                message = f"the peer's elements are {str(theirs)[:80]}, this engine's {ours}"
+                raise _refusal("element-types-differ", message, local=ours, peer=str(theirs)[:80])
+        # Without factors the hash was this engine's, and so is the release.
+        release = str(metadata.factors.get("vllm_version", "unknown") if metadata.factors else self.release)[:80]
+        if release == self.release:
+            return
+        minors = {_minor(release), _minor(self.release)}
+        unlike = {field["name"] for fields in self.document["layouts"] if not _is_described(fields) for field in fields}
+        if len(minors) > 1 and not minors <= _READ_MINORS:
+            reason = f"pages were compared between vLLM {', '.join(sorted(_READ_MINORS))} alone"
+        elif len(minors) > 1 and (metadata.geometry is None or any(ours and theirs is None for ours, theirs in types)):
+            reason = "the peer does not describe its pages, or not the types of their elements"
+        elif unlike or self.drafts_states:
+            reason = f"the bytes of {', '.join(sorted(unlike)) or 'states with drafts'} may mean something else there"
+        else:
+            return
+        message = f"the peer runs vLLM {release}, this engine {self.release}, and {reason}"
+        raise _refusal("release-differs", message, local=self.release, peer=release)
+
+    def plan(self, peer: PeerAddress, ranks: Iterable[PeerRank]) -> PeerPlan:
+        """Plan the reads of this rank; raises a coded error for geometry that does not fit."""
+        geometries = {rank: geometry for rank, geometry, _ in ranks}
+        return self.planner.plan(self.document, geometries, peer_tp=peer.tp)
+
+    def has_our_blocks(self, ranks: Iterable[PeerRank], plan: PeerPlan) -> bool:
+        """Return whether the groups of every rank that is read from have blocks of as many tokens as ours, and our windows."""
+        ours = _spans(self.document["groups"])
+        return all(_spans(groups) == ours for rank, _, groups in ranks if rank in plan.producer_ranks)
+
+
+def _is_described(fields: Sequence[FieldDocument]) -> bool:
+    """Return whether a layer's document says all about its bytes."""
+    is_plain = all(not field["packing"] and field["element_bytes"] > 1 for field in fields)
+    return is_plain and {field["name"] for field in fields} in _DESCRIBED
+
+
+def _spans(groups: Iterable[GroupDocument]) -> list[tuple[bool, int, int]]:
+    """Return (whether it holds states, tokens per block over all context ranks, window) of each group."""
+    return [
+        (group["kind"] == "state", group["block_tokens"] * group["context"][0], group["window_tokens"])
+        for group in groups
+    ]
