@@ -51,11 +51,9 @@ if TYPE_CHECKING:
     from kv_scheduler_state.streams import StreamOrder as StreamOrder
     from kv_scheduler_state.streams import StreamOutcome as StreamOutcome
     from kv_scheduler_state.streams import StreamPart as StreamPart
-    from kv_scheduler_state.streams import StreamPlan as StreamPlan
     from kv_scheduler_state.streams import StreamQuestion as StreamQuestion
     from kv_scheduler_state.streams import StreamReaders as StreamReaders
     from kv_scheduler_state.streams import StreamReport as StreamReport
-    from kv_scheduler_state.streams import StreamWords
     from kv_scheduler_state.streams import StreamWorker as StreamWorker
     from kv_topology import PageMove as PageMove
     from kv_topology import Planner as Planner
@@ -136,23 +134,14 @@ class HandshakeListener(Protocol):
 
 
 class TransferThread(Protocol):
-    """The owner thread of one NIXL agent."""
+    """The owner thread of one NIXL agent; `wiring.py` starts it and reads what it announces."""
 
-    def agent_metadata(self) -> bytes: ...
-    @property
-    def fence(self) -> tuple[int, int, int]: ...
-    @property
-    def streams(self) -> tuple[int, int, int, int] | None: ...
-    @property
-    def stream_words(self) -> StreamWords | None: ...
-    def start(self) -> None: ...
     def quarantine(self) -> Sequence[QuarantineEntry]: ...
     def stalls(self) -> Sequence[StallEntry]: ...
     def call_soon(self, function: Callable[[], None]) -> None:
         """Run `function` on the owner thread soon, before notifications that arrive after this call; never blocks; any thread."""
         ...
 
-    def call_every(self, period_s: float, function: Callable[[], None]) -> None: ...
     def allow_slow_polling(self, allowed: bool) -> None: ...
     def write_fence(self, slot: int, generation: int) -> None:
         """Write a word of this rank's fence array with one store; any thread. Refused once the thread is closed."""

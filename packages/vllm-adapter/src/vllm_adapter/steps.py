@@ -16,9 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ASLEEP",
-    "ASLEEP_MESSAGE",
     "DEAD",
-    "DEAD_MESSAGE",
     "STREAM_STOPPED",
     "Rank",
     "RankRegistration",
@@ -30,10 +28,9 @@ __all__ = [
     "TraceLink",
 ]
 
-ASLEEP: Final = "asleep"
-ASLEEP_MESSAGE: Final = "this engine's cache memory was given back (sleep mode)"
-DEAD: Final = "thread-dead"
-DEAD_MESSAGE: Final = "the transfer thread of this rank has died; restart this engine"
+ASLEEP: Final = ("asleep", "this engine's cache memory was given back (sleep mode)")
+DEAD: Final = ("thread-dead", "the transfer thread of this rank has died; restart this engine")
+"""(code, message) of reads that end because nothing is registered."""
 STREAM_STOPPED: Final = "stream-stopped"
 """Code of a stream that was given up on this engine's own order."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import platform
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -28,6 +29,7 @@ __all__ = ["cache_groups", "layer_caches", "state_groups", "transfer_group_ids"]
 
 _CPU_BACKEND = "CPU_ATTN"
 _VECTOR_KERNELS = ("vec", "vec16")
+_LONGEST_SCALES = 64
 _KNOWN_BACKENDS = frozenset(
     {
         *(
@@ -68,6 +70,7 @@ def layer_caches(caches: dict[str, torch.Tensor], cache: KVCacheConfig, layers: 
             continue
         group, spec = specs[layer]
         element_bytes = tensor.element_size()
+        types = spec.dtypes if isinstance(spec, MambaSpec) else (tensor.dtype,)
         found.append(
             LayerCache(
                 layer=layer,
@@ -79,8 +82,10 @@ def layer_caches(caches: dict[str, torch.Tensor], cache: KVCacheConfig, layers: 
                 memory_kind="DRAM" if tensor.device.type == "cpu" else "VRAM",
                 device=max(tensor.get_device(), 0),
                 page_bytes=spec.page_size_bytes,
+                element_types=tuple(str(each) for each in types if each.itemsize > 1),
                 **_spec_facts(spec, tuple(tensor.shape[1:]), element_bytes),
                 **_order_facts(spec, layer, layers, str(tensor.dtype)),
+                elements=_elements(layers[layer]) if element_bytes == 1 else "",
             )
         )
     return found
@@ -114,6 +119,20 @@ def _order_facts(spec: KVCacheSpec, name: str, layers: Mapping[str, Any], dtype:
     if backend.endswith("_INDEXER") and current_platform.is_rocm():
         backend += "@rocm"  # ROCm tiles the values, under the same name
     return {"backend": backend, "is_opaque": is_opaque}
+
+
+def _elements(layer: Any) -> str:  # noqa: ANN401  (vLLM's, which types little of it)
+    """Return what the numbers of a layer's 8-bit cache are besides its dtype's, as text; empty for the dtype's own.
+
+    A layer keeps its scales (per tensor, or per head of this rank) outside of its pages, 1 where the checkpoint has none.
+    """
+    tensors: list[Any] = [getattr(layer, name, None) for name in ("_k_scale", "_v_scale")]
+    values = [scale for tensor in tensors if tensor is not None for scale in tensor.flatten().tolist()]
+    scales = ", ".join(f"{scale:.9g}" for scale in values) if {*values} != {1.0} else ""
+    if len(scales) > _LONGEST_SCALES:
+        scales = hashlib.sha256(scales.encode()).hexdigest()[:32]
+    is_amds = str(getattr(layer, "kv_cache_dtype", "")).startswith("fp8") and current_platform.is_fp8_fnuz()
+    return (" (fnuz)" if is_amds else "") + (f" (scales {scales})" if scales else "")
 
 
 def _is_ring(spec: object) -> bool:

@@ -17,33 +17,38 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.logger import init_logger
 
 from vllm_adapter import __version__
-from vllm_adapter.config.keys import check_whole, load_settings
-from vllm_adapter.config.start_checks import check_start, streaming_warnings
+from vllm_adapter.config.keys import load_settings
+from vllm_adapter.config.start_checks import host_warnings, streaming_warnings
 from vllm_adapter.host.cache_config import layer_caches
 from vllm_adapter.host.device_streams import device_selector, request_amx, streams_of
 from vllm_adapter.host.factory import register_connector
 from vllm_adapter.host.metrics import PromMetrics, TransferStats
 from vllm_adapter.host.requests import arrival_of, ending_of, scheduled_tokens
 from vllm_adapter.host.shutdown import warn_of_short_drain, watch_for_shutdown
-from vllm_adapter.host.situation import labels_of, situation_of, start_line
 from vllm_adapter.host.torch_mirror import TorchMirror
 from vllm_adapter.host.torch_pages import TorchPages
 from vllm_adapter.host.vllm import (
     P2P_HITS,
+    all_stages,
     engine_facts,
     extra_config,
     has_content_ids,
+    info_of,
+    labels_of,
+    sleep_obstacle,
+    start_line,
 )
-from vllm_adapter.observe.cause_log import tag_lines
-from vllm_adapter.observe.status_socket import REQUEST, REVOKE_REQUEST, TRACE_REQUEST, StatusSocket
+from vllm_adapter.observe.answers import StatusSocket
+from vllm_adapter.observe.hand_overs import SpanWriter
+from vllm_adapter.observe.recorder import tag_lines
 from vllm_adapter.steps import RankRegistration, StepOrders, StepReport
-from vllm_adapter.wiring import make_scheduler, make_worker
+from vllm_adapter.wiring import make_scheduler, make_worker, start_refusals
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     import torch
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
@@ -55,7 +60,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from vllm_adapter.cache.facts import EngineFacts
-    from vllm_adapter.observe.spans import SpanWriter
     from vllm_adapter.scheduler.chunks import ScheduledTokens
     from vllm_adapter.scheduler.side import SchedulerSide
     from vllm_adapter.worker.engine_thread import WorkerSide
@@ -82,22 +86,22 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         settings, notes = load_settings(extra_config(vllm_config))
-        for note in notes:
-            _logger.info(note)
         is_worker = role == KVConnectorRole.WORKER
-        situation = situation_of(vllm_config, settings, kv_cache_config)
-        check_start(situation, warns=not is_worker)
-        for warning in () if is_worker else streaming_warnings(settings, situation.kv_role):
-            _logger.warning(warning)
+        facts = engine_facts(vllm_config, kv_cache_config, is_worker=False, settings=settings)
+        # Before the facts of a worker, which waits for its other ranks and reads the weights.
+        for refusal in start_refusals(settings, facts, is_worker=is_worker):
+            raise refusal
+        if is_worker:
+            facts = engine_facts(vllm_config, kv_cache_config, is_worker=True, settings=settings)
+        else:
+            for warning in (*notes, *host_warnings(facts, settings), *streaming_warnings(settings)):
+                _logger.warning(warning)
         self._has_content_ids = has_content_ids(vllm_config)
-        facts = engine_facts(vllm_config, kv_cache_config, is_worker=is_worker, settings=settings)
         self._facts = facts
         self._is_streaming = settings.streaming
         # A hand-over restores every group whose local hit lags behind that of full attention: states, which are read whole, but
         # no window and no second full group. With False the scheduler counts the prefix that all groups have in common.
         self.supports_divergent_local_hybrid_hits = facts.completes_uneven_hits(len(kv_cache_config.kv_cache_groups))
-        check_whole(settings, is_mirrored=facts.is_mirrored)
-        self._mirror: TorchMirror | None = None
         self._report = StepReport()
         spans = _span_writer(vllm_config, facts, is_worker=is_worker)
         # vLLM calls the hooks of this connector's own role alone.
@@ -105,9 +109,9 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
         if is_worker:
             trace = spans.read_ended if spans is not None else None
             worker = self._side = self._worker_side = make_worker(facts, settings, trace=trace)
-            answers = {REQUEST: worker.status, TRACE_REQUEST: worker.hand_overs}
+            answers = {"status": worker.status, "trace": worker.hand_overs}
             part = f"{facts.pp_rank}.{facts.tp_rank}"
-            self._status = StatusSocket(part, answers, {"adapter_version": __version__})
+            self._status = StatusSocket(part, answers, {**facts.identity, "adapter_version": __version__})
         else:
             labels = labels_of(vllm_config, settings)
             warn_of_short_drain(vllm_config, settings.kv_lease_duration)
@@ -116,8 +120,8 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
             side = make_scheduler(facts, settings, lease_ended=lease_ended, is_ending=is_ending)
             self._side = self._scheduler_side = side
             _logger.info(start_line(labels, facts))
-            answers = {REQUEST: side.status, TRACE_REQUEST: side.hand_overs, REVOKE_REQUEST: side.revoke_leases}
-            self._status = StatusSocket("scheduler", answers, {**labels, **settings.terms})
+            answers = {"status": side.status, "trace": side.hand_overs, "revoke": side.revoke_leases}
+            self._status = StatusSocket("scheduler", answers, {**facts.identity, **labels, **settings.terms})
         self._status.open()
 
     # ---------------------------------------------------------------------------------------------- both
@@ -129,9 +133,10 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
         return None if model.use_mla else "LBHNC"
 
     @classmethod
-    def supports_sleep_mode(cls, config: object) -> bool:  # noqa: ARG003  (the same for all of them)
-        """Tell the host that the cache's memory can be deregistered and registered again."""
-        return True
+    def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
+        """Return whether the cache's memory can be let go and registered again with these back ends."""
+        settings, _ = load_settings(dict(kv_transfer_config.kv_connector_extra_config or {}))
+        return not sleep_obstacle(settings)
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
@@ -148,7 +153,7 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> PromMetrics:
         """Register the Prometheus metrics."""
         settings, _ = load_settings(extra_config(vllm_config))
-        info = labels_of(vllm_config, settings)
+        info = {index: info_of(vllm_config, settings, index) for index in per_engine_labelvalues}
         return PromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues, info=info)
 
     def shutdown(self) -> None:
@@ -238,12 +243,10 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
         Beside other connectors the metadata may come from another connector; our workers are then asked for theirs.
         """
         ours = cast("dict[tuple[int, int], object]", metadata)
-        envelopes = {
-            rank: value.envelope
-            for rank, value in ours.items()
-            if isinstance(value, RankRegistration) and value.envelope is not None
-        }
-        self._scheduler_side.serve(envelopes, metadata)
+        registrations = {rank: value for rank, value in ours.items() if isinstance(value, RankRegistration)}
+        envelopes = {rank: one.envelope for rank, one in registrations.items() if one.envelope is not None}
+        generations = {registrations[rank].generation for rank in envelopes}
+        self._scheduler_side.serve(envelopes, metadata, generations.pop() if len(generations) == 1 else None)
 
     # ---------------------------------------------------------------------------------------------- worker
 
@@ -251,15 +254,16 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
         """Register the cache tensors and prepare to serve and read peers."""
         select_device = device_selector(kv_caches.values())
         request_amx(kv_caches.values())
-        if self._facts.is_mirrored:
-            self._mirror = TorchMirror(kv_caches)
-            kv_caches = self._mirror.tensors
+        mirror = TorchMirror(kv_caches) if self._facts.is_mirrored else None
+        kv_caches = kv_caches if mirror is None else mirror.tensors
         caches = layer_caches(
             kv_caches, self._kv_cache_config, self._vllm_config.compilation_config.static_forward_context
         )
         pages = TorchPages(kv_caches.values())
         marks = streams_of(next(iter(kv_caches.values())).device)
-        self._worker_side.register(caches, pages, self._mirror, select_device=select_device, marks=marks)
+        self._worker_side.register(
+            caches, pages, mirror, select_device=select_device, marks=marks, all_stages=all_stages
+        )
 
     def unregister_kv_caches(self) -> None:
         """End all transfers and deregister the cache's memory before the host unmaps it (sleep mode); idempotent."""
@@ -326,8 +330,6 @@ def _span_writer(config: VllmConfig, facts: EngineFacts, *, is_worker: bool) -> 
     """Return the span writer; None where the engine does not trace. OpenTelemetry is imported only where it traces."""
     if config.observability_config.otlp_traces_endpoint is None:
         return None
-    from vllm_adapter.observe.spans import SpanWriter
-
     return SpanWriter(facts.engine_id, (facts.pp_rank, facts.tp_rank) if is_worker else None)
 
 

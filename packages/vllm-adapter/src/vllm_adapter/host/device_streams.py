@@ -1,23 +1,23 @@
-"""Work of a rank on its device: selection, AMX, streams, events, and pinned memory that outlives the copies from it.
+"""Work of a rank on its device: selection, AMX, streams, events, and pinned memory.
 
 The engine thread only queues: no call here waits for the device, because a wait for one copy is a wait for the forward pass
 queued before it. Pageable memory would make it wait (the copy is then synchronous), and so would a pinned buffer that must be
-refilled. So copies start from pieces of pinned memory, each with an event behind its copy; a piece is reused once its event has
-been reached, and when none is free, another piece is allocated.
+refilled. So every copy starts from pinned memory of its own. Torch's allocator hands that memory out again once it is released
+and all `non_blocking` copies from it are done.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
 __all__ = [
     "CudaStreams",
-    "PinnedPieces",
     "device_selector",
     "request_amx",
     "streams_of",
@@ -62,44 +62,14 @@ class CudaStreams:
         """Wait until the stream has done all its work. Never called on the engine thread."""
         stream.synchronize()
 
-    def pinned(self, size_bytes: int) -> torch.Tensor:
-        """Return new pinned host memory, as bytes."""
-        return torch.empty(size_bytes, dtype=torch.uint8, device=torch.device("cpu"), pin_memory=True)
+    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return a tensor in pinned host memory that no copy uses."""
+        return torch.empty(*shape, dtype=dtype, device=torch.device("cpu"), pin_memory=True)
 
 
 def streams_of(device: torch.device) -> CudaStreams | None:
     """Return a device's streams; None where calls return only when done, or for an unsupported device."""
     return CudaStreams(device) if device.type == "cuda" else None
-
-
-@final
-class PinnedPieces:
-    """Pinned memory for copies to a device. Engine thread only; never waits.
-
-    Example: three rounds of a copy with pieces of 16 MiB take a first piece; a second one, because the first is still in use; and
-    the first again if its copy has ended by then, else a third.
-
-    Args:
-        streams: The device's streams.
-        piece_bytes: Size of a piece, unless more is requested.
-    """
-
-    def __init__(self, streams: CudaStreams, piece_bytes: int) -> None:
-        self._streams = streams
-        self._piece_bytes = piece_bytes
-        self._pieces: list[tuple[torch.Tensor, Any]] = []
-
-    def take(self, needed_bytes: int) -> torch.Tensor:
-        """Return at least this much memory, not in use by any copy; `give_back` it once a copy is queued."""
-        for number, (memory, event) in enumerate(self._pieces):
-            if memory.numel() >= needed_bytes and self._streams.is_over(event):
-                del self._pieces[number]
-                return memory
-        return self._streams.pinned(max(self._piece_bytes, needed_bytes))
-
-    def give_back(self, memory: torch.Tensor, stream: Any) -> None:  # noqa: ANN401
-        """Make a piece reusable once all the work queued on `stream` is done."""
-        self._pieces.append((memory, self._streams.mark(stream)))
 
 
 def device_selector(tensors: Iterable[torch.Tensor]) -> Callable[[], None] | None:
@@ -111,12 +81,7 @@ def device_selector(tensors: Iterable[torch.Tensor]) -> Callable[[], None] | Non
     device = next(iter(tensors)).device
     if device.type == "cpu":
         return None
-    module = torch.get_device_module(device)
-
-    def select() -> None:
-        module.set_device(device)
-
-    return select
+    return partial(torch.get_device_module(device).set_device, device)
 
 
 def request_amx(tensors: Iterable[torch.Tensor]) -> None:

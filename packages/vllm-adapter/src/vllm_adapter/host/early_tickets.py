@@ -28,17 +28,14 @@ class EarlyTicketWriter:
 
     Attributes:
         is_streaming: Whether that engine streams.
-        offers_streams: Whether it also takes early tickets for prompts that it computes: something covers their addresses.
-        reads_streams: Whether it also reads from its peers: a key covers their addresses, and streams may hold blocks.
+        has_streams: Whether it also takes early tickets: something covers their addresses.
         advertised: Returns the address at which peers reach it, see `Settings.advertised`.
     """
 
     def __init__(self, extra: Mapping[str, object]) -> None:
         settings, _ = load_settings(extra)
         self.is_streaming = settings.streaming
-        is_covered = settings.has_secrets or bool(settings.remote_hosts)
-        self.offers_streams = settings.streaming and is_covered
-        self.reads_streams = self.offers_streams and settings.stream_reserve_fraction > 0
+        self.has_streams = settings.streaming and (settings.has_secrets or bool(settings.remote_hosts))
         self.advertised = settings.advertised
         self._secrets = configured_secrets(settings)
         # The first secret is kept after a rotation: both requests of a hand-over need one id, which no engine computes again.

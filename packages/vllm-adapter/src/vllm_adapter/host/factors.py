@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import vllm
 from vllm.logger import init_logger
 
+from vllm_adapter.cache.facts import decides
 from vllm_adapter.host.weights import local_checkpoint, weights_digest
 
 if TYPE_CHECKING:
@@ -26,18 +27,6 @@ _OTHER_DECIDING = ("quantization_config", "model_class_overrides")
 All others may differ between engines of one model: paths, names and revisions, tokenizer, lengths, seeds, sampling, media (items
 are identified together with their processor's settings), and what only changes speed.
 """
-_NOT_DECIDING = frozenset(
-    {
-        *("transformers_version", "id2label", "label2id"),
-        *("max_model_len", "target_layer_count", "draft_vocab_size"),
-        "tie_word_embeddings",
-        *("initializer_range", "return_dict", "use_cache"),
-        *("output_attentions", "output_hidden_states", "output_router_logits"),
-    }
-)
-"""Settings of the resolved configuration that may differ. By line: names; notes that some models add on some ranks; a finding
-of vLLM about the last layer, which it makes only where it sees the checkpoint's files; and what only training and outputs of
-transformers read, whose defaults its releases add and remove (`output_router_logits` of DeepSeek V3 came with 5.19)."""
 _LONGEST_SETTING = 200
 _WHOLE_CHECKPOINTS = frozenset(
     {
@@ -135,7 +124,7 @@ def _weights(config: VllmConfig, model: Any) -> str:  # noqa: ANN401  (vLLM's, w
         try:
             place = local_checkpoint(model.model, model.revision, load.download_dir)
             if place is not None and (digest := weights_digest(place)):
-                _logger.info("weights of %s identified in %.2f s: %s", model.model, time.monotonic() - begun_s, digest)
+                _logger.debug("weights of %s identified in %.2f s: %s", model.model, time.monotonic() - begun_s, digest)
                 return digest
         except (OSError, ValueError) as error:
             reason = str(error)
@@ -161,13 +150,7 @@ def _settings(model: Any) -> dict[str, object]:  # noqa: ANN401  (vLLM's, which 
     if rope.get("rope_type") == "longrope":
         # vLLM chooses between short and long factors by the engine's length, not by the prompt's.
         settings["long_rope"] = model.max_model_len > rope.get("original_max_position_embeddings", 0)
-    return {name: _short(_plain(value)) for name, value in settings.items() if value is not None and _decides(name)}
-
-
-def _decides(name: str) -> bool:
-    """Return whether a setting may change the KV: no path or private note (`_name_or_path`), and no token of special meaning."""
-    parts = name.split(".")
-    return not (_NOT_DECIDING & set(parts) or parts[-1].startswith("_") or parts[-1].endswith("token_id"))
+    return {name: _short(_plain(value)) for name, value in settings.items() if value is not None and decides(name)}
 
 
 def _short(value: object) -> object:

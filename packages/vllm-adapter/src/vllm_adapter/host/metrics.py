@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, cast, final
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.logger import init_logger
 
-from vllm_adapter.observe.metric_tables import FAILURE_KEYS, INFO, METRICS, SERIES_KEYS, empty_observations
+from vllm_adapter.codes import codes_of
+from vllm_adapter.observe.metric_tables import CONSTANTS, FAILURE_KEYS, INFO, METRICS, SERIES_KEYS, empty_observations
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Mapping, Sequence
@@ -86,7 +87,7 @@ class PromMetrics(KVConnectorPromMetrics):
     """Prometheus side: histograms, counters and gauges, per engine.
 
     Args:
-        info: Labels of the metric that names the connector; empty for none.
+        info: Labels of the metric that names the connector, by engine; empty for none.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class PromMetrics(KVConnectorPromMetrics):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
         *,
-        info: Mapping[str, str] | None = None,
+        info: Mapping[int, Mapping[str, str]] | None = None,
     ) -> None:
         super().__init__(vllm_config, dict(metric_types), labelnames, per_engine_labelvalues)
         self._label_names, self._engine_labels = labelnames, per_engine_labelvalues
@@ -105,16 +106,13 @@ class PromMetrics(KVConnectorPromMetrics):
         self._made: dict[Metric, Any] = {}
         self._levels: defaultdict[tuple[str, int], defaultdict[tuple[str, ...], float]]
         self._levels = defaultdict(lambda: defaultdict(float))
-        for metric in METRICS:
+        about = [INFO._replace(labels=tuple(next(iter(info.values()))))] if info else []
+        for metric in (*METRICS, *about):
             with self._guarded(metric.name):
                 self._made[metric] = self._make(metric)
-        if info:
-            with self._guarded(INFO.name):
-                about = INFO._replace(labels=tuple(info))
-                made = self._made[about] = self._make(about)
-                for engine in per_engine_labelvalues:
-                    self._levels[INFO.key, engine][tuple(info.values())] = 1.0
-                    self._record(about, made, {}, engine)
+        for engine, labels in (info or {}).items():
+            levels = {key: [float(labels[label])] for key, label in CONSTANTS.items() if label in labels}
+            self.observe({INFO.key: [[*labels.values(), 1.0]], **levels}, engine)
 
     def _make(self, metric: Metric) -> Any:  # noqa: ANN401 - see `_made`
         names = [*self._label_names, *metric.labels]
@@ -125,9 +123,13 @@ class PromMetrics(KVConnectorPromMetrics):
         elif metric.kind == "counter":
             made = self._counter_cls(**about)
         else:  # changes are summed wherever they arrive, so the processes of one server are summed, too
-            made = self._gauge_cls(**about, multiprocess_mode="mostrecent" if metric.key == INFO.key else "sum")
-        for values in () if metric.labels else self._engine_labels.values():
-            made.labels(*values)  # a scrape shows it from the start
+            made = self._gauge_cls(
+                **about, multiprocess_mode="mostrecent" if metric.key in {INFO.key, *CONSTANTS} else "sum"
+            )
+        children = [(code,) for code in codes_of(metric.key)] if metric.labels else [()]
+        for values in self._engine_labels.values():
+            for labels in children:
+                made.labels(*values, *labels)  # a scrape shows it from the start
         return made
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
@@ -172,10 +174,7 @@ def _sums(data: Data, keys: Iterable[str]) -> dict[tuple[str, ...], float]:
     """
     sums: defaultdict[tuple[str, ...], float] = defaultdict(float)
     for value in (value for key in keys for value in data.get(key, ())):
-        if isinstance(value, dict):
-            for label, amount in cast("dict[str, float]", value).items():
-                sums[label,] += amount
-        elif isinstance(value, list):
+        if isinstance(value, list):
             *labels, amount = cast("Sequence[Any]", value)
             sums[tuple(map(str, labels))] += amount
         elif isinstance(value, str):

@@ -67,12 +67,12 @@ class KVTransferBackend(NixlConnectorBackend):
     @property
     def requires_peer_binding(self) -> bool:
         """Whether the prefill replica is chosen before anything is sent."""
-        return self._tickets.reads_streams
+        return self._tickets.has_streams
 
     @property
     def concurrent_handoff(self) -> bool:
         """Whether both replicas get the latest request at once; Ray checks this right after preparing the prefill request."""
-        return self._tickets.reads_streams and self._has_address
+        return self._tickets.has_streams and self._has_address
 
     def replica_metadata(self) -> dict[str, object]:
         """Tell the orchestrator where peers reach this replica's side channel; nothing if it would refuse early tickets.
@@ -80,7 +80,7 @@ class KVTransferBackend(NixlConnectorBackend):
         Raises:
             UnsupportedHost: `side-channel-port`: the environment's is no number.
         """
-        if not self._tickets.offers_streams:
+        if not self._tickets.has_streams:
             return {}
         listens_on = os.environ["VLLM_NIXL_SIDE_CHANNEL_HOST"], self._port()
         return {_SIDE_CHANNEL: list(self._tickets.advertised(*listens_on, self._rank))}
@@ -103,7 +103,7 @@ class KVTransferBackend(NixlConnectorBackend):
         """Return the prefill replica's request: one token, and the early ticket if the replica has published its address."""
         address = _address_of(peer)
         self._has_address = address is not None
-        if address is None or not self._tickets.reads_streams:
+        if address is None or not self._tickets.has_streams:
             self._tell_of_sequence()
             return super().prepare_prefill_request(request=request, peer=peer)
         asked = request.model_copy(deep=True)
@@ -116,7 +116,7 @@ class KVTransferBackend(NixlConnectorBackend):
     ) -> Request:
         """Return this replica's own request: the early ticket, or the prefill replica's answer where Ray waited for it."""
         address = _address_of(peer)
-        if address is None or prefill_response is not None or not self._tickets.reads_streams:
+        if address is None or prefill_response is not None or not self._tickets.has_streams:
             return super().prepare_decode_request(request=request, peer=peer, prefill_response=prefill_response)
         asked = request.model_copy(deep=True)
         asked.kv_transfer_params = self._tickets.for_decode(self._tickets.hand_over_id(request.request_id), *address)
@@ -127,15 +127,15 @@ class KVTransferBackend(NixlConnectorBackend):
         if self._has_told or not self._tickets.is_streaming:
             return
         self._has_told = True
-        if self._tickets.reads_streams:
+        if self._tickets.has_streams:
             _logger.warning(
-                "prompts are handed over whole, not streamed: the prefill replica does not have `streaming`, or has neither "
-                "fleet secrets nor remote_hosts"
+                "kv-transfer: prompts are handed over whole, not streamed: the prefill replica does not have `streaming`, or has "
+                "neither fleet secrets nor remote_hosts"
             )
         else:
             _logger.warning(
-                "prompts are handed over whole, not streamed: this decode replica has neither fleet secrets nor remote_hosts, or "
-                "its stream_reserve_fraction is 0"
+                "kv-transfer: prompts are handed over whole, not streamed: this decode replica has neither fleet secrets nor "
+                "remote_hosts"
             )
 
     @cached_property

@@ -12,7 +12,7 @@ import torch
 from vllm_adapter.host.vllm import END_REASONS, drop_prompt_tail, end_with_error
 from vllm_adapter.host.weights import LoraAdapters
 from vllm_adapter.scheduler.chunks import ScheduledTokens, held_tokens, written_blocks
-from vllm_adapter.scheduler.hooks import Arrival, Ending
+from vllm_adapter.scheduler.followed import Arrival, Ending
 from vllm_adapter.wiring import prompt_digest
 
 if TYPE_CHECKING:
@@ -157,8 +157,8 @@ def ending_of(request: Request, *, has_content_ids: bool) -> Ending:
         END_REASONS.get(request.status.name, "error"),
         request.num_computed_tokens,
         int(in_flight),
-        RequestIdentity(request, has_content_ids=has_content_ids),
         request.num_tokens,
+        identity=RequestIdentity(request, has_content_ids=has_content_ids),
     )
 
 

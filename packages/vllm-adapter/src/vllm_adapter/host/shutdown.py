@@ -39,12 +39,11 @@ def warn_of_short_drain(config: VllmConfig, lease_s: float) -> None:
     if transfer is None or not transfer.is_kv_producer or timeout_s >= least_s:
         return
     _logger.warning(
-        "vllm-adapter: --shutdown-timeout is %d, so %d s after SIGTERM this engine ends, and so do the tickets that nobody has "
-        "read; set it to %d or more, twice the lease (%g s), and the supervisor's grace period above that",
+        "--shutdown-timeout %d: unread tickets are lost %s SIGTERM; set %d or more (twice the lease) and a longer grace period "
+        "in the supervisor",
         timeout_s,
-        timeout_s,
+        f"{timeout_s} s after" if timeout_s else "on",
         math.ceil(least_s),
-        lease_s,
     )
 
 

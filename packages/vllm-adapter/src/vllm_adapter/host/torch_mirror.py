@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, final
 
 import torch
 
-from vllm_adapter.host.device_streams import PinnedPieces, streams_of
+from vllm_adapter.host.device_streams import streams_of
 from vllm_adapter.host.torch_pages import PageFinder, rounds
 
 if TYPE_CHECKING:
@@ -33,8 +33,6 @@ __all__ = ["TorchMirror"]
 
 _SCRATCH_BYTES = 16 << 20
 _WIDEST_WORD_BYTES = 8
-_NUMBER_BYTES = 8
-"""Size of a page's number, which travels with the page."""
 
 
 @final
@@ -62,13 +60,9 @@ class TorchMirror:
         self.tensors = {name: self._twin(tensor) for name, tensor in tensors.items()}
         """The mirror's tensors by layer."""
         self._finder = PageFinder(self.tensors.values())
-        self._pinned: torch.Tensor | None = None
-        self._near: torch.Tensor | None = None
-        self._pieces: PinnedPieces | None = None
         self._streams = streams or streams_of(self._device)
         if self._streams is not None:
             self._save_stream, self._restore_stream = self._streams.make(), self._streams.make()
-            self._pieces = PinnedPieces(self._streams, scratch_bytes)
 
     def mark(self) -> object:
         """Return an event behind all the work of this thread; None where calls return only when done."""
@@ -88,74 +82,49 @@ class TorchMirror:
     def restore(self, copies: Sequence[PageCopy], after: object) -> None:
         """Copy pages to the device once `after` has been reached, before any later work of the calling thread."""
         streams = self._streams
-        if streams is None or self._pieces is None:
+        if streams is None:
             self._copy(copies, to_device=True)
             return
         streams.wait(self._restore_stream, after)
         try:
-            for copy in copies:
-                # Each page carries its number, so that a full round fills one piece exactly.
-                fitting = max(1, self._scratch_bytes // (copy.page_bytes + _NUMBER_BYTES))
-                for here, there in self._families(copy):
-                    for some_regions, some_pages in rounds(len(here), len(copy.pages), fitting):
-                        chosen = torch.from_numpy(copy.pages[some_pages])
-                        self._queue(streams, self._pieces, here[some_regions], there[some_regions], chosen)
+            for here, there, chosen in self._rounds(copies):
+                numbers = streams.pinned(chosen.shape, chosen.dtype).copy_(chosen)
+                taken = streams.pinned((len(here), len(chosen), here.shape[2]), here.dtype)
+                torch.index_select(here, 1, chosen, out=taken)
+                streams.queue(self._restore_stream, partial(self._scatter, taken, numbers, there))
         finally:
             # Needed even after a failure: these blocks get a new owner, and the queued copies must come before its work.
             streams.wait(streams.current(), streams.mark(self._restore_stream))
 
-    def _queue(
-        self, streams: CudaStreams, pieces: PinnedPieces, here: torch.Tensor, there: torch.Tensor, chosen: torch.Tensor
-    ) -> None:
-        """Gather pages (region, page, word) now, and queue their copies to the same pages of the device."""
-        regions, _, span = here.shape
-        page_bytes = len(chosen) * regions * span * here.element_size()
-        number_bytes = _NUMBER_BYTES * len(chosen)
-        piece = pieces.take(number_bytes + page_bytes)
-        numbers = piece[:number_bytes].view(torch.int64)
-        numbers.copy_(chosen)
-        taken = piece[number_bytes : number_bytes + page_bytes].view(here.dtype).view(regions, len(chosen), span)
-        torch.index_select(here, 1, chosen, out=taken)
-        streams.queue(self._restore_stream, partial(self._scatter, taken, numbers, there))
-        pieces.give_back(piece, self._restore_stream)
-
     def _scatter(self, taken: torch.Tensor, numbers: torch.Tensor, there: torch.Tensor) -> None:
-        needed_bytes = taken.numel() * taken.element_size()
-        if self._near is None or self._near.numel() < needed_bytes:
-            # Created on this stream, because only this stream may still read from the buffer that it replaces.
-            self._near = torch.empty(needed_bytes, dtype=torch.uint8, device=self._device)
-        near = self._near[:needed_bytes].view(taken.dtype).view(*taken.shape)
-        near.copy_(taken, non_blocking=True)
+        near = taken.to(self._device, non_blocking=True)  # in memory of this stream, the only one that uses it
         there.index_copy_(1, numbers.to(self._device, non_blocking=True), near)
 
     def _copy(self, copies: Sequence[PageCopy], *, to_device: bool) -> None:
-        for copy in copies:
-            for host, device in self._families(copy):
-                here, there = (host, device) if to_device else (device, host)
-                for regions, some_pages in rounds(len(here), len(copy.pages), self._scratch_bytes // copy.page_bytes):
-                    chosen = torch.from_numpy(copy.pages[some_pages])
-                    taken = torch.index_select(here[regions], 1, chosen.to(here.device))
-                    there[regions].index_copy_(1, chosen.to(there.device), self._carried(taken, there.device))
+        for host, device, chosen in self._rounds(copies):
+            here, there = (host, device) if to_device else (device, host)
+            taken = torch.index_select(here, 1, chosen.to(here.device))
+            there.index_copy_(1, chosen.to(there.device), self._carried(taken, there.device))
 
     def _carried(self, pages: torch.Tensor, target: torch.device) -> torch.Tensor:
         """Return pages on another device; those of a CUDA device through pinned memory, and only once they have arrived."""
         if pages.device.type != "cuda" or self._streams is None:
             return pages.to(target)
-        size_bytes = pages.numel() * pages.element_size()
-        if self._pinned is None or self._pinned.numel() < size_bytes:
-            self._pinned = self._streams.pinned(size_bytes)
-        arrived = self._pinned[:size_bytes].view(pages.dtype).view(*pages.shape)
+        arrived = self._streams.pinned(pages.shape, pages.dtype)
         arrived.copy_(pages, non_blocking=True)
         self._streams.synchronize(self._streams.current())
         return arrived
 
-    def _families(self, copy: PageCopy) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield the pages (region, page, word) of each family, in the mirror and on the device."""
-        for family in self._finder.families(copy.ranges):
-            word_bytes = math.gcd(*family.places_bytes, _WIDEST_WORD_BYTES, copy.page_bytes)
-            twin = replace(family, storage=self._device_of[family.storage.data_ptr()], device=self._device)
-            span = copy.page_bytes // word_bytes
-            yield family.words(0, word_bytes, span), twin.words(0, word_bytes, span)
+    def _rounds(self, copies: Sequence[PageCopy]) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Yield pages (region, page, word) of the mirror and of the device, and the numbers of those to copy at once."""
+        for copy in copies:
+            for family in self._finder.families(copy.ranges):
+                word_bytes = math.gcd(*family.places_bytes, _WIDEST_WORD_BYTES, copy.page_bytes)
+                span = copy.page_bytes // word_bytes
+                twin = replace(family, storage=self._device_of[family.storage.data_ptr()], device=self._device)
+                host, device = family.words(0, word_bytes, span), twin.words(0, word_bytes, span)
+                for regions, some in rounds(len(host), len(copy.pages), self._scratch_bytes // copy.page_bytes):
+                    yield host[regions], device[regions], torch.from_numpy(copy.pages[some])
 
     def _twin(self, tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, final
 
 import torch
 
-from vllm_adapter.host.device_streams import PinnedPieces, streams_of
+from vllm_adapter.host.device_streams import streams_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -127,8 +127,6 @@ def rounds(regions: int, pages: int, fitting: int) -> Iterator[tuple[slice, slic
             yield slice(first, min(first + region_step, regions)), slice(start, min(start + page_step, pages))
 
 
-_NUMBERS_BYTES = 1 << 18
-"""Size of a piece of pinned memory for page numbers: 32768 of them."""
 _SCRATCH_BYTES = 16 << 20
 """Most bytes permuted at once. Twice this stays allocated after the first permutation: fresh memory costs more than copies."""
 
@@ -153,7 +151,6 @@ class TorchPages:
         tensors = list(tensors)
         self._finder = PageFinder(tensors)
         self._streams = streams or (streams_of(tensors[0].device) if tensors else None)
-        self._numbers = PinnedPieces(self._streams, _NUMBERS_BYTES) if self._streams is not None else None
         self._scratch_bytes = scratch_bytes
         self._scratch: torch.Tensor | None = None
 
@@ -168,18 +165,12 @@ class TorchPages:
         words = family.words(how.start_bytes, how.word_bytes, how.span)
         fitting = self._scratch_bytes // (how.span * how.word_bytes)
         for some_regions, some_pages in rounds(family.size, len(pages), fitting):
-            self._convert_round(words[some_regions], torch.from_numpy(pages[some_pages]), how)
-
-    def _convert_round(self, part: torch.Tensor, chosen: torch.Tensor, how: Permutation) -> None:
-        if self._streams is None or self._numbers is None:
-            self._permute_pages(part, chosen, how)
-            return
-        stream = self._streams.current()
-        piece = self._numbers.take(8 * len(chosen))
-        pinned = piece[: 8 * len(chosen)].view(torch.int64)
-        pinned.copy_(chosen)
-        self._streams.queue(stream, partial(self._permute_pages, part, pinned, how))
-        self._numbers.give_back(piece, stream)
+            part, chosen = words[some_regions], torch.from_numpy(pages[some_pages])
+            if self._streams is None:
+                self._permute_pages(part, chosen, how)
+            else:
+                pinned = self._streams.pinned(chosen.shape, chosen.dtype).copy_(chosen)
+                self._streams.queue(self._streams.current(), partial(self._permute_pages, part, pinned, how))
 
     def _permute_pages(self, part: torch.Tensor, chosen: torch.Tensor, how: Permutation) -> None:
         chosen = chosen.to(part.device, non_blocking=True)

@@ -11,50 +11,60 @@ Changes of the public interface that this package relies on:
 | 0.32 | `CacheHitSource`: a connector names the tier of its hits; `get_loaded_kv_cache_group_ids` |
 | 0.33 | `supports_sleep_mode`, `unregister_kv_caches`, `restore_kv_caches`; `remote_registration_generation` in tickets |
 
-Older hosts never call the hooks of newer ones. The hooks of 0.33 were driven by tests only, as 0.33 could not be installed.
+Older hosts never call the hooks of newer ones.
 """
 
 from __future__ import annotations
 
+import copy
 import hashlib
+import os
 import re
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
 import vllm
 from vllm import envs
+from vllm.config import get_current_vllm_config_or_none
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.request import RequestStatus
 from vllm.v1.structured_output.request import StructuredOutputRequest
 
+from vllm_adapter import __version__
 from vllm_adapter.cache.facts import EngineFacts
+from vllm_adapter.cache.names import channel_text, engine_name
 from vllm_adapter.config import Settings
-from vllm_adapter.config.start_checks import listening_port
+from vllm_adapter.config.start_checks import WITHOUT_HOOKS, kept_memory, listening_port
 from vllm_adapter.errors import UnsupportedHost
 from vllm_adapter.host.cache_config import cache_groups, state_groups, transfer_group_ids
 from vllm_adapter.host.factors import computation_factors, vllm_factors, weight_factors
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
+    from vllm_adapter.cache.documents import GeometryDocument
     from vllm_adapter.cache.facts import CacheGroup
 
 __all__ = [
-    "CONNECTOR_VERSIONS",
     "END_REASONS",
     "P2P_HITS",
+    "all_stages",
     "check_host",
     "drop_prompt_tail",
     "end_with_error",
     "engine_facts",
     "extra_config",
     "has_content_ids",
-    "has_v2_runner",
-    "side_channel_port",
+    "info_of",
+    "labels_of",
+    "sleep_obstacle",
+    "start_line",
     "wants_host_buffer",
 ]
 
@@ -81,11 +91,11 @@ END_REASONS: dict[str, EndReason] = {
 """Ends of requests by vLLM's names; older hosts lack those of newer ones. Nothing is handed over for an unknown one."""
 
 _DEFAULTS = Settings()
-_SUPPORTED = ((0, 30), (0, 33))
 _BUFFER_DEVICES: dict[str, tuple[str, ...]] = {"cuda": ("cuda", "cpu"), "tpu": ("cpu",), "xpu": ("xpu", "cpu")}
 """Possible devices of the memory that peers read, by the engine's device. Source: vLLM's own connector."""
-CONNECTOR_VERSIONS = {(0, 30): 11, (0, 31): 13, (0, 32): 14, (0, 33): 15}
+_CONNECTOR_VERSIONS = {(0, 30): 11, (0, 31): 13, (0, 32): 14, (0, 33): 15}
 """vLLM's own connector version by vLLM version: the dialect that its engines speak. Source: vLLM's version history."""
+_SUPPORTED = (min(_CONNECTOR_VERSIONS), max(_CONNECTOR_VERSIONS))
 
 
 def _p2p_hits() -> object:
@@ -111,7 +121,7 @@ def check_host() -> tuple[int, int]:
     found = re.match(r"(\d+)\.(\d+)", vllm.__version__)
     first, last = _SUPPORTED
     if found is None:
-        _logger.warning_once("vllm-adapter: cannot read vLLM's version %r; assuming %d.%d", vllm.__version__, *last)
+        _logger.warning_once("cannot read vLLM's version %r; assuming %d.%d", vllm.__version__, *last)
         return last
     version = (int(found[1]), int(found[2]))
     if version < first:
@@ -129,6 +139,10 @@ def check_host() -> tuple[int, int]:
     return version
 
 
+def _connector_version() -> int:
+    return _CONNECTOR_VERSIONS.get(check_host(), max(_CONNECTOR_VERSIONS.values()))
+
+
 def extra_config(config: VllmConfig) -> dict[str, object]:
     """Return `kv_connector_extra_config` as given."""
     transfer = config.kv_transfer_config
@@ -144,7 +158,7 @@ def has_content_ids(config: VllmConfig) -> bool:
     if media is None or media.mm_processor_cache_gb or config.cache_config.enable_prefix_caching:
         return True
     _logger.warning_once(
-        "vllm-adapter: with mm_processor_cache_gb 0 and no prefix caching, vLLM identifies images by their request and not by "
+        "with mm_processor_cache_gb 0 and no prefix caching, vLLM identifies images by their request and not by "
         "their content. No ticket can then be bound to a prompt with images: such prompts are computed on each engine "
         "(ticket-media-unidentified). Set mm_processor_cache_gb above 0 or enable_prefix_caching on all engines."
     )
@@ -171,15 +185,6 @@ def wants_host_buffer(config: VllmConfig) -> bool:
     return transfer.kv_buffer_device == "cpu"
 
 
-def side_channel_port(config: VllmConfig) -> int:
-    """Return the port on which this engine's side channel listens.
-
-    Raises:
-        UnsupportedHost: `side-channel-port`: the environment's port is not a number.
-    """
-    return listening_port(lambda: envs.VLLM_NIXL_SIDE_CHANNEL_PORT, config.parallel_config.data_parallel_index)
-
-
 def engine_facts(
     config: VllmConfig, cache: KVCacheConfig, *, is_worker: bool, settings: Settings = _DEFAULTS
 ) -> EngineFacts:
@@ -192,8 +197,9 @@ def engine_facts(
     transfer = config.kv_transfer_config
     if transfer is None or transfer.engine_id is None:
         raise UnsupportedHost("vLLM gave no kv_transfer_config with an engine id", code="no-engine-id")
+    connector_version = _connector_version()
     groups = cache_groups(cache)
-    connector_version = CONNECTOR_VERSIONS.get(check_host(), max(CONNECTOR_VERSIONS.values()))
+    has_v2_runner = bool(getattr(config, "use_v2_model_runner", False))
     backend = ""
     if is_worker:
         from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
@@ -201,7 +207,8 @@ def engine_facts(
         # vLLM's hash has one name for all layers: that of the first one, which may be a state layer's.
         backend = str(get_current_attn_backends(config)[0].get_name())
     tp_rank, pp_rank = _ranks() if is_worker else (0, 0)
-    listens_on = envs.VLLM_NIXL_SIDE_CHANNEL_HOST, side_channel_port(config)
+    own_port = listening_port(lambda: envs.VLLM_NIXL_SIDE_CHANNEL_PORT, parallel.data_parallel_index)
+    listens_on = envs.VLLM_NIXL_SIDE_CHANNEL_HOST, own_port
     host, port = settings.advertised(*listens_on, parallel.data_parallel_index)
     return EngineFacts(
         engine_id=transfer.engine_id,
@@ -223,24 +230,50 @@ def engine_facts(
         groups=groups,
         group_ids=transfer_group_ids(cache),
         backoff_tokens=_backoff_tokens(config, cache, has_state=any(group.kind == "state" for group in groups)),
-        # Final by now: the host pins this value for its own connector's name before it creates a worker's connector.
-        interleave_tokens=parallel.cp_kv_cache_interleave_size,
+        interleave_tokens=_interleave_tokens(config, cache),
         state_groups=state_groups(config) if is_worker else 0,
-        whole_reason=_whole_reason(config, cache),
+        whole_reason=_whole_reason(config, cache, has_v2_runner=has_v2_runner),
         # vLLM lets data-parallel ranks step together for mixtures of experts alone.
         is_lock_stepped=parallel.data_parallel_size > 1 and bool(getattr(model, "is_moe", True)),
         is_mirrored=wants_host_buffer(config),
-        reads=transfer.is_kv_consumer,
         # Further steps for which a read waits after its blocks were given, so that no step still writes into them. Source: if the
         # role reads, vLLM frees a block only after the last step that writes into it has ended (`defer_block_free`). Otherwise it
         # may give out blocks of a request whose last step is under way. Of steps, at most `max_concurrent_batches` are in its
         # queue, in order (`step_with_batch_queue`), so when it plans that many steps more, less one, the earlier ones have ended.
         read_hold_steps=0 if transfer.is_kv_consumer else config.max_concurrent_batches - 1,
         load_failure_policy=transfer.kv_load_failure_policy,
+        kv_role=str(transfer.kv_role),
+        outer_role=_outer_role(config),
+        pcp=int(getattr(parallel, "prefill_context_parallel_size", 1)),
+        has_sleep_mode=bool(getattr(model, "enable_sleep_mode", False)),
+        sleep_obstacle=sleep_obstacle(settings),
+        computes_scales=bool(getattr(config.cache_config, "calculate_kv_scales", False)),
+        is_speculative=config.speculative_config is not None,
+        has_v2_runner=has_v2_runner,
+        ucx_tls=os.environ.get("UCX_TLS", ""),
+        is_elastic=bool(getattr(parallel, "enable_elastic_ep", False)),
+        has_host_blocks=_has_host_blocks(config, cache),
+        has_encoder=bool(getattr(model, "is_encoder_decoder", False)),
+        returns_experts=_returns_experts(config),
+        model=str(getattr(model, "served_model_name", "")),
         factors=vllm_factors(config, backend, connector_version),
         # Only workers send factors to peers.
         extra_factors={**_extra_factors(config, groups), **(weight_factors(config) if is_worker else {})},
     )
+
+
+def _interleave_tokens(config: VllmConfig, cache: KVCacheConfig) -> int:
+    """Return the tokens per turn of context parallelism that workers use.
+
+    For its own connector's name the host makes them a block, unless they were given: vLLM 0.32 in the workers alone, before it
+    creates their connectors, and later releases before it creates any.
+    """
+    parallel = config.parallel_config
+    adjust: Any = getattr(type(config), "adjust_dcp_kv_cache_interleave_size", None)
+    if adjust is not None and cache.kv_cache_groups and check_host() < (0, 33):
+        parallel = copy.copy(parallel)
+        adjust(SimpleNamespace(parallel_config=parallel, kv_transfer_config=config.kv_transfer_config), cache)
+    return parallel.cp_kv_cache_interleave_size
 
 
 def _backoff_tokens(config: VllmConfig, cache: KVCacheConfig, *, has_state: bool) -> int:
@@ -338,19 +371,24 @@ def _shared_instance_id(config: VllmConfig) -> str:
     return str(shared)
 
 
-def has_v2_runner(config: VllmConfig) -> bool:
-    """Return whether vLLM's model runner version 2 computes the steps."""
-    return bool(getattr(config, "use_v2_model_runner", False))
+def all_stages(own: GeometryDocument) -> Sequence[GeometryDocument]:
+    """Return the geometry of all pipeline stages at this tensor-parallel rank, in order; all workers call this at once."""
+    from vllm.distributed.parallel_state import get_pp_group, model_parallel_is_initialized
+
+    if not model_parallel_is_initialized():  # a single process that drives the connector itself
+        return (own,)
+    group: Any = get_pp_group()
+    return [group.broadcast_object(own, src=stage) for stage in range(group.world_size)]
 
 
-def _whole_reason(config: VllmConfig, cache: KVCacheConfig) -> str:
+def _whole_reason(config: VllmConfig, cache: KVCacheConfig, *, has_v2_runner: bool) -> str:
     """Return why no prompt can be read while it is computed; empty where prompts can be.
 
     Sources: version 2 of the model runner zeroes and copies blocks when it accepts a step's requests, before
     `handle_preemptions`; version 1 does so after it. With drafted tokens, version 1 omits `wait_for_save` on all stages but the
     last.
     """
-    if has_v2_runner(config):
+    if has_v2_runner:
         return _ZEROES_FIRST if bool(getattr(cache, "needs_kv_cache_zeroing", True)) else _no_events(config)
     if config.parallel_config.pipeline_parallel_size > 1 and config.speculative_config is not None:
         return _STAGES_NOT_TOLD
@@ -366,3 +404,75 @@ def _ranks() -> tuple[int, int]:
     from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
 
     return get_tensor_model_parallel_rank(), get_pp_group().rank_in_group
+
+
+def _has_host_blocks(config: VllmConfig, caches: KVCacheConfig) -> bool:
+    """Return whether HiSparse is on: by the host's configuration of attention, or by its blocks, which are known later."""
+    blocks: Any = getattr(caches, "hisparse_host_num_blocks", None)
+    attention: Any = getattr(config, "attention_config", None)
+    return blocks is not None or getattr(attention, "hisparse_config", None) is not None
+
+
+def _returns_experts(config: VllmConfig) -> bool:
+    """Return whether answers tell of experts; vLLM itself looks at this by the names of its own connectors (from 0.32 on)."""
+    places: tuple[Any, ...] = (config.model_config, getattr(config, "aux_output_config", None))
+    return any(getattr(place, "enable_return_routed_experts", False) for place in places)
+
+
+def sleep_obstacle(settings: Settings) -> str:
+    """Return why the cache's memory could not be released for the host's sleep mode; empty where it can be."""
+    if not hasattr(KVConnectorBase_V1, "unregister_kv_caches"):
+        return WITHOUT_HOOKS.format(vllm.__version__)
+    return kept_memory(settings.backend_parameters, os.environ)
+
+
+def _outer_role(config: VllmConfig) -> str:
+    """Return the role that the host itself obeys: that of a MultiConnector's configuration, where there is one.
+
+    A child gets its own configuration. The whole one is visible only where the host announces it, as it does in workers.
+    """
+    outer = get_current_vllm_config_or_none() or config
+    transfer = outer.kv_transfer_config or config.kv_transfer_config
+    return str(transfer.kv_role) if transfer is not None else ""
+
+
+def labels_of(config: VllmConfig, settings: Settings) -> dict[str, str]:
+    """Return the connector's description of itself for its start line and info metric; the same on all ranks."""
+    transfer = config.kv_transfer_config
+    is_plain = current_platform.device_type == "cpu"
+    memory = "DRAM" if is_plain else "DRAM (mirror)" if wants_host_buffer(config) else "VRAM"
+    return {
+        "adapter_version": __version__,
+        "vllm_version": vllm.__version__,
+        "kv_role": str(transfer.kv_role) if transfer is not None else "",
+        "memory": memory,
+        "backends": ",".join(settings.backends),
+        "compatibility_policy": settings.policy,
+        "load_failure_policy": transfer.kv_load_failure_policy if transfer is not None else "fail",
+        "lease_s": f"{settings.kv_lease_duration:g}",
+        "ranks": str(config.parallel_config.tensor_parallel_size * config.parallel_config.pipeline_parallel_size),
+        "engine_ttl_s": f"{settings.engine_ttl:g}",
+        "peer_dialect": str(_connector_version()),
+    }
+
+
+def info_of(config: VllmConfig, settings: Settings, index: int) -> dict[str, str]:
+    """Return the labels of the info metric of one engine of this server, by its data-parallel index.
+
+    The side channel of a rank on another machine is not known to the server, and its label is empty.
+    """
+    labels, parallel, transfer = labels_of(config, settings), config.parallel_config, config.kv_transfer_config
+    port = listening_port(lambda: envs.VLLM_NIXL_SIDE_CHANNEL_PORT, index)
+    is_here = parallel.local_engines_only or index < parallel.data_parallel_size_local
+    address = settings.advertised(envs.VLLM_NIXL_SIDE_CHANNEL_HOST, port, index)
+    side_channel = channel_text(*address) if is_here else ""
+    # Source: vLLM appends the rank to the id in the engine's own process. Servers that share an engine each make up an id of
+    # their own, which `engine_name` replaces.
+    rank = f"_dp{index}" if parallel.data_parallel_size > 1 else ""
+    name = engine_name(f"{transfer.engine_id if transfer else ''}{rank}", labels["kv_role"], side_channel)
+    return {**labels, "engine_name": name, "side_channel": side_channel}
+
+
+def start_line(labels: Mapping[str, str], facts: EngineFacts) -> str:
+    """Return the line that says which engine this is, where peers reach it, and which connector runs in it."""
+    return "started: " + " ".join(f"{key}={value}" for key, value in {**facts.identity, **labels}.items())

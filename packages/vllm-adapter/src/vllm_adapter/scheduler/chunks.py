@@ -30,13 +30,13 @@ from dataclasses import dataclass, field
 from math import lcm
 from typing import TYPE_CHECKING, final
 
-from vllm_adapter.scheduler.hooks import Guard
+from vllm_adapter.observe.recorder import Guard
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from vllm_adapter.cache.facts import EngineFacts
-    from vllm_adapter.observe.cause_log import CauseLog
+    from vllm_adapter.observe.recorder import Recorder
     from vllm_adapter.ports import SchedulerState
 
 __all__ = ["FollowedPrompt", "PrefillChunks", "ScheduledTokens", "held_tokens", "written_blocks"]
@@ -90,7 +90,7 @@ class PrefillChunks:
     Args:
         facts: This engine.
         state: The request machines.
-        log: Rate-limits log lines about exceptions of the machines.
+        recorder: Rate-limits log lines about exceptions of the machines.
 
     Attributes:
         prompts: The prompts that are followed, by request.
@@ -98,14 +98,14 @@ class PrefillChunks:
             count is multiplied: blocks of 16 tokens that are dealt out to two ranks stand for 32 tokens of the prompt.
     """
 
-    def __init__(self, facts: EngineFacts, state: SchedulerState, log: CauseLog) -> None:
+    def __init__(self, facts: EngineFacts, state: SchedulerState, recorder: Recorder) -> None:
         self.span_tokens = tuple(
             0 if group.kind == "state" else group.block_tokens * size
             for group, size in zip(facts.groups, facts.context_sizes, strict=True)
         )
         self._scratch_blocks = [group.scratch_blocks for group in facts.groups]
         self._state = state
-        self._log = log
+        self._recorder = recorder
         self._has_mirror = facts.is_mirrored
         self.prompts: dict[str, FollowedPrompt] = {}
 
@@ -132,7 +132,7 @@ class PrefillChunks:
         # on either: the blocks of later chunks would take the places of the missing ones.
         prompt.is_refused = True
         event = "copy to the mirror" if self._has_mirror else "chunk of a streamed prompt"
-        with Guard(self._log, event, step.request_id):
+        with Guard(self._recorder, event, step.request_id):
             start = 0 if step.is_fresh else step.computed_tokens
             self._state.scheduled(
                 step.request_id,

@@ -3,6 +3,8 @@
 Beside other connectors (vLLM's MultiConnector) each connector receives the reports of all of them; ids that are not awaited
 here belong to another connector.
 
+The scheduler counts and logs a failed read, the ranks do not, because the scheduler knows whether the request still wanted it.
+
 The moments of each hand-over are kept for `vllm-adapter trace`. The first token has no hook of its own. After each step vLLM
 asks for statistics; while a request that was taken over waits for its first token, and only then, its tokens are counted there.
 """
@@ -11,22 +13,79 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, final
 
 from vllm_adapter.observe.hand_overs import short_id
 from vllm_adapter.steps import TraceLink
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
 
-    from vllm_adapter.observe.hand_overs import HandOverLog
-    from vllm_adapter.ports import StepPlan
-    from vllm_adapter.scheduler.hooks import Arrival
-    from vllm_adapter.scheduler.outcomes import OutcomeLog
+    from vllm_adapter.observe.recorder import Recorder
+    from vllm_adapter.ports import PromptIdentity, StepPlan
     from vllm_adapter.steps import ReadFailure, StepReport
 
-__all__ = ["FollowedRequest", "FollowedRequests"]
+__all__ = ["Arrival", "Ending", "FollowedRequest", "FollowedRequests"]
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A request that has just arrived.
+
+    Attributes:
+        request_id: The request.
+        params: Its `kv_transfer_params`, as the client sent them.
+        prompt_tokens: Length of its prompt.
+        identity: Computes the digest of its prompt.
+        trace_headers: Trace headers of the request, if any.
+        drop_tail: Drops the given number of tokens from the end of its prompt; returns False if that was not possible.
+        frontend_s: Time since the host's frontend began to process it; None if that is not known.
+        output_tokens: Returns the number of tokens generated so far.
+        max_tokens: Most tokens that it may generate; None if that is not known.
+        is_session: Whether its prompt comes in parts, each sent after the answer to the previous part.
+        is_computed_whole: Whether the host computes all of its prompt, as for a client that wants the prompt's logprobs.
+        end_with_error: Lets the host end it with an error, whatever its policy for failed reads is.
+    """
+
+    request_id: str
+    params: object
+    prompt_tokens: int
+    identity: PromptIdentity
+    trace_headers: Mapping[str, str] | None = None
+    drop_tail: Callable[[int], bool] = lambda _tokens: False
+    frontend_s: float | None = None
+    output_tokens: Callable[[], int] = int
+    max_tokens: int | None = None
+    is_session: bool = False
+    is_computed_whole: bool = False
+    end_with_error: Callable[[], None] = lambda: None
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """The end of a request.
+
+    The computed tokens that belong to the conversation are those of which a ticket may be given: tokens of a step that still runs
+    may be rejected drafts, and those behind a stop token were accepted, but are not part of the answer. Example: 48 tokens are
+    computed, 4 of them in flight, and the answer ends with token 42: 42 are kept.
+
+    Attributes:
+        request_id: The request.
+        reason: Reason of its end.
+        computed_tokens: Tokens computed so far, including those of steps that are still running.
+        in_flight_tokens: Tokens of steps that are still running: it is not known yet whether they will be kept.
+        identity: Computes the digest of its prompt.
+        known_tokens: Tokens of the prompt and its answer; None if that is not known. More were computed if the answer ends inside
+            an accepted draft.
+    """
+
+    request_id: str
+    reason: Literal["length", "stop", "abort", "error"]
+    computed_tokens: int
+    in_flight_tokens: int = 0
+    identity: PromptIdentity = field(kw_only=True)
+    known_tokens: int | None = None
 
 
 @dataclass(slots=True)
@@ -49,11 +108,11 @@ class FollowedRequests:
     """Live requests, awaited reads and open leases. Scheduler's thread only.
 
     Args:
-        moments: This process's ring of moments.
+        recorder: Remembers the moments of hand-overs, and counts and logs reads that failed.
         now_s: The monotonic clock.
-        outcomes: Counts and logs reads that failed.
         lease_ended: Called with (link, request id, Unix time of the grant in ns) at the end of a traced lease; None without
             tracing.
+        after_failure: Consequence of a failed read for its request, in words.
 
     Attributes:
         live: Requests that the host has not ended, by id.
@@ -64,14 +123,15 @@ class FollowedRequests:
 
     def __init__(
         self,
-        moments: HandOverLog,
+        recorder: Recorder,
         now_s: Callable[[], float],
-        outcomes: OutcomeLog,
         lease_ended: Callable[[TraceLink, str, int], None] | None,
+        after_failure: str = "",
     ) -> None:
-        self._moments = moments
+        self._recorder = recorder
+        self._after_failure = after_failure
+        self._moments = recorder.hand_overs
         self._now_s = now_s
-        self._outcomes = outcomes
         self._lease_ended = lease_ended
         self.live: dict[str, FollowedRequest] = {}
         self.loaded: set[str] = set()
@@ -155,9 +215,30 @@ class FollowedRequests:
         if not failures:
             return
         if request_id in self.live or request_id in self._erred:
-            self._outcomes.read_failed(request_id, failures)
-        else:
-            self._outcomes.read_cancelled(request_id)
+            self._note_lost(request_id, failures)
+            return
+        # Its client left, or the host aborted it. That is no failure, whatever the ranks' reasons are: a peer may also be lost
+        # while the cancelled read leaves the wire.
+        self._recorder.observe("num_cancelled_reads", "request-ended")
+        self._recorder.info("request-ended", "request %s: its read was cancelled, as the request had ended", request_id)
+
+    def _note_lost(self, request_id: str, failures: Sequence[ReadFailure]) -> None:
+        """Count and log a failed read, with the reason of each rank; reads with the same codes share a rate limit."""
+        codes = sorted({failure.code for failure in failures})
+        self._recorder.observe("num_failed_reads", failures[0].code)
+        ranks: defaultdict[str, list[str]] = defaultdict(list)
+        for failure in sorted(failures, key=lambda one: one.rank):
+            pp_rank, tp_rank = failure.rank
+            ranks[failure.text].append(f"{pp_rank}.{tp_rank}")
+        # For example: by ranks 0.0, 0.1 from request p1 of engine P: timed out; by rank 0.2 from ...
+        reasons = [f"by rank{'s' * (len(of) > 1)} {', '.join(of)} from {reason}" for reason, of in ranks.items()]
+        self._recorder.error(
+            " ".join(codes),
+            "request %s: its KV was not taken over %s; %s",
+            request_id,
+            "; ".join(reasons),
+            self._after_failure,
+        )
 
     def step_ended(self) -> None:
         """Note first tokens; to be called after each step."""

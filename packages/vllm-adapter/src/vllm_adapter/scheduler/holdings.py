@@ -64,9 +64,9 @@ class Holdings:
             return
         self._state.drain()
         _logger.info(
-            "engine %s drains: it gives no more tickets; %d requests keep %d blocks (%d bytes on each rank) until they are "
+            "engine %s drains: it gives no more tickets; unread requests: %d, blocks: %d (%d bytes on each rank), until they are "
             "read, their lease expires or the host's --shutdown-timeout is over",
-            self._facts.engine_id,
+            self._facts.name,
             *self.leases,
         )
 
@@ -83,8 +83,8 @@ class Holdings:
         """Order the end of all leases, as an operator has asked."""
         self.is_revoking = False
         _logger.info(
-            "engine %s revokes %d leases, which keep %d blocks, as an operator has asked",
-            self._facts.engine_id,
+            "engine %s revokes all leases, as an operator asked (leases: %d, blocks: %d)",
+            self._facts.name,
             *self.leases[:2],
         )
         self._state.revoke_all(now_s=now_s)
@@ -93,25 +93,28 @@ class Holdings:
         """Warn about tickets that can no longer be read; idempotent."""
         if self._state.lease_count and not self._has_ended:
             _logger.warning(
-                "engine %s ends with %d requests unread, which keep %d blocks: their readers will find it gone",
-                self._facts.engine_id,
+                "engine %s ends, and its unread tickets are lost (requests: %d, blocks: %d)",
+                self._facts.name,
                 *self.leases[:2],
             )
         self._has_ended = True
 
     def record(self, recorder: Recorder, now_s: float) -> None:
-        """Record all levels; those that need a scan at most once a second.
+        """Record all levels; those that need a scan once a second, and when nothing is live any more.
 
         Live requests are recorded by state, as the change since the previous count. Example: 3 requests wait and 1 is being read,
         then 2 wait and 2 are being read: the changes are -1 and +1.
         """
-        if now_s - self._counted_s >= _COUNT_EVERY_S:
+        # An engine takes no step while it is idle, so the levels of its last one stay on the page.
+        has_become_idle = bool(self._counted) and not self._state.live_count
+        if has_become_idle or now_s - self._counted_s >= _COUNT_EVERY_S:
             self._counted_s, before, counts = now_s, self._counted, self._state.state_counts()
             self._counted = counts
-            changes = {state: counts.get(state, 0) - before.get(state, 0) for state in {*before, *counts}}
-            if any(changes.values()):
-                recorder.observe(LIVE_KEY, changes)
-            recorder.level("fence_slots_used", self._state.fence_slots_used)
+            for state in sorted({*before, *counts}):
+                change = counts.get(state, 0) - before.get(state, 0)
+                if change:
+                    recorder.observe(LIVE_KEY, [state, change])
+        recorder.level("fence_slots_used", self._state.fence_slots_used)
         _, blocks, size = self.leases
         recorder.level("leased_blocks", blocks)
         recorder.level("leased_bytes", size)
@@ -121,11 +124,8 @@ class Holdings:
 
         The request machines keep running on another thread, so figures that belong together may be a step apart.
         """
-        facts, state, (count, blocks, size) = self._facts, self._state, self.leases
+        state, (count, blocks, size) = self._state, self.leases
         return {
-            "part": "scheduler",
-            "engine_id": facts.engine_id,
-            "side_channel": f"{facts.host}:{facts.port}",
             "is_draining": state.is_draining,
             "leases": count,
             "leased_blocks": blocks,

@@ -1,11 +1,12 @@
 """The memory registration that this engine's tickets may name, and the listener that serves it.
 
-Theory of operation. A worker that was asleep registers its memory again, with other metadata and another generation, and
-reports that with the output of its next step. But the host finishes that step's requests, for which we write tickets, before
-it passes the output on, and it does not tell the scheduler about the sleep at all. It does report every reset of the caches,
-which it makes whenever it discards the cache's memory. So after a reset the current registration is unknown: no ticket is
-written, and every step asks the ranks, until the output of a step contains the answers of all of them. A request that finishes
-meanwhile is answered without a ticket, and its prompt is computed where it is decoded.
+Theory of operation. A worker that was asleep registers its memory again, with other metadata and another generation. The host
+reports every reset of the caches, which it makes whenever it discards the cache's memory, but not the sleep itself. So after a
+reset the current registration is unknown, and no ticket is written. When the host wakes up, it collects the metadata of all
+workers as at the start, before it resumes: tickets of the first step name the new registration. After a reset without a sleep
+every step asks the ranks, until the output of a step contains the answers of all of them: the host finishes that step's
+requests before it passes the output on, so a request that finishes meanwhile is answered without a ticket, and its prompt is
+computed where it is decoded.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class ServedRegistration:
     """
 
     def __init__(self, facts: EngineFacts, listener: HandshakeListener) -> None:
-        self._engine_id = facts.engine_id
+        self._name = facts.name
         self._listener = listener
         self._is_serving = False
         self.generation = facts.generation
@@ -58,23 +59,25 @@ class ServedRegistration:
         is_answered = bool(self.ranks) and len(self._answers(self.ranks)) == len(self.ranks)
         return 0 if self.is_sure or is_answered else self._question
 
-    def serve(self, envelopes: Mapping[Rank, bytes], ranks: Iterable[Rank]) -> None:
+    def serve(self, envelopes: Mapping[Rank, bytes], ranks: Iterable[Rank], generation: int | None = None) -> None:
         """Serve these envelopes; the generation becomes unknown if that of any of `ranks`, all workers, is missing.
 
         A port that cannot be bound stops the engine here, with the reason.
         """
         self.ranks = frozenset(ranks)
         self._registrations.clear()  # they may come from workers that no longer exist
-        if not self.is_sure or not self.ranks <= envelopes.keys():
+        is_whole = self.ranks <= envelopes.keys()
+        if generation is not None and is_whole and self.ranks:
+            self._question += not self.is_sure  # answers to an open question are older
+            self.generation, self.is_sure = generation, True
+        elif not (self.is_sure and is_whole):
             self.doubt()
         self._listener.replace(envelopes)
         if self._is_serving:
             return
         self._listener.start()
         self._is_serving = True
-        _logger.info(
-            "side channel of engine %s serves %d ranks on port %d", self._engine_id, len(envelopes), self._listener.port
-        )
+        self._log_served(len(envelopes), f"on port {self._listener.port}")
 
     def doubt(self) -> None:
         """Discard all earlier reports: the current registration is unknown until the ranks report again."""
@@ -83,6 +86,8 @@ class ServedRegistration:
 
     def update(self, registrations: Mapping[Rank, RankRegistration]) -> None:
         """Process reports of ranks: serve the envelopes of a new registration, and none until all ranks are ready."""
+        if self.is_sure and all(one.envelope and one.generation == self.generation for one in registrations.values()):
+            return
         self._registrations.update(registrations)
         ranks = self.ranks or self._registrations.keys()
         answers = self._answers(ranks)
@@ -101,7 +106,11 @@ class ServedRegistration:
     def _renew(self, envelopes: Mapping[Rank, bytes]) -> None:
         if self._is_serving:
             self._listener.replace(envelopes)
-            _logger.info("side channel of engine %s serves %d ranks anew", self._engine_id, len(envelopes))
+            self._log_served(len(envelopes), "again" if envelopes else "until all are registered again")
+
+    def _log_served(self, ranks: int, where: str) -> None:
+        plural = "" if ranks == 1 else "s"
+        _logger.info("side channel of engine %s serves %s rank%s %s", self._name, ranks or "no", plural, where)
 
     def close(self) -> None:
         """Stop serving; idempotent."""

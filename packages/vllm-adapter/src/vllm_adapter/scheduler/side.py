@@ -11,32 +11,38 @@ newest waiting read (`SchedulerState.give_way`): the prompt is computed here, an
 
 from __future__ import annotations
 
+import logging
 import time
-from typing import TYPE_CHECKING, Any, Final, final
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final, cast, final
 
-from vllm_adapter.observe.recorder import Recorder
+from vllm_adapter.observe.recorder import Guard, Recorder
 from vllm_adapter.scheduler.chunks import FollowedPrompt, PrefillChunks
 from vllm_adapter.scheduler.followed import FollowedRequest, FollowedRequests
 from vllm_adapter.scheduler.holdings import Holdings
-from vllm_adapter.scheduler.hooks import Guard
-from vllm_adapter.scheduler.outcomes import OutcomeLog
 from vllm_adapter.scheduler.registration import ServedRegistration
 from vllm_adapter.steps import StepOrders
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from vllm_adapter.cache.facts import EngineFacts
     from vllm_adapter.config.secrets import FleetSecrets
     from vllm_adapter.observe.answers import Answer
     from vllm_adapter.ports import Admission, BlockIds, FinishDecision, HandshakeListener, SchedulerState
     from vllm_adapter.scheduler.chunks import ScheduledTokens
-    from vllm_adapter.scheduler.hooks import Arrival, Ending
+    from vllm_adapter.scheduler.followed import Arrival, Ending
     from vllm_adapter.scheduler.streams import Streaming
     from vllm_adapter.steps import Rank, StepReport, TraceLink
 
 __all__ = ["SchedulerSide"]
 
+_logger = logging.getLogger("vllm.vllm_adapter")
+_MEDIA_MISSING: Final = "ticket-media-missing"
+_COUNTED_ONLY: Final = frozenset(("draining", "lease-quota"))
+"""Reasons to withhold a ticket that apply to all requests for a time: they are counted, not logged for each request."""
+_OF_AN_ENGINE: Final = "ticket-mode"
+"""Refusal that concerns all tickets of an engine, which its message names: it is logged once for each engine."""
 _REST_S: Final = 0.005
 """Longest wait of a step that computes nothing while whole prompts are read, here or from here; else vLLM takes a thousand
 such steps a second."""
@@ -87,15 +93,13 @@ class SchedulerSide:
         self._secrets = secrets
         self._now_s = now_s
         self._is_ending = is_ending
-        self._stats = Recorder(now_s=now_s)
-        self._log = self._stats.cause_log
-        self._outcomes = OutcomeLog(self._stats)
-        self._streams = streaming(self._stats) if streaming is not None else None
+        self._recorder = Recorder(now_s=now_s)
+        self._streams = streaming(self._recorder) if streaming is not None else None
         if secrets is not None:
             state.set_secrets(secrets.current)
         self._served = ServedRegistration(facts, listener)
-        self.chunks = PrefillChunks(facts, state, self._log)
-        self._requests = FollowedRequests(self._stats.hand_overs, now_s, self._outcomes, lease_ended)
+        self.chunks = PrefillChunks(facts, state, self._recorder)
+        self._requests = FollowedRequests(self._recorder, now_s, lease_ended, facts.after_failure)
         self.followed = self._requests.live
         self._holdings = Holdings(facts, state)
         self._free_blocks: Callable[[], int] = int  # none, as far as is known
@@ -114,47 +118,81 @@ class SchedulerSide:
         """Admit a request; a refused ticket means local prefill, or an error if that is impossible, and a logged reason."""
         request_id, params = arrival.request_id, arrival.params
         self._not_admitted.add(request_id)
-        with Guard(self._log, "arrival", request_id):
+        with Guard(self._recorder, "arrival", request_id):
             now_s = self._now_s()
             if self._secrets is not None and self._secrets.changed(now_s):
                 self._state.set_secrets(self._secrets.current)
             if arrival.is_session and params:
                 # Source: vLLM tells connectors of a session's first part alone. Later parts extend the prompt and write into its
                 # blocks.
-                self._outcomes.refused(request_id, "ticket-session", _SESSION)
+                self._note_refusal(arrival, "ticket-session", _SESSION)
                 params = None
             admission = self._state.arrive(
                 request_id, params, prompt_tokens=arrival.prompt_tokens, identity=arrival.identity, now_s=now_s
             )
             self._not_admitted.discard(request_id)
-            if admission.rejected_code:
-                self._note_refusal(arrival, admission)
+            code, is_producer = admission.rejected_code, admission.role == "producer"
+            if code:
+                self._note_refusal(arrival, code, admission.rejected_message, is_producer=is_producer)
+            elif _has_ticket(params):
+                self._recorder.count("num_requests")
             if admission.role == "none":
                 return
             self._requests.begin(arrival, admission.role, now_s, is_early=admission.is_early)
-            if not admission.rejected_code:
+            if not code:
                 if self._secrets is not None:
-                    self._outcomes.unsealed(params)
+                    self._note_unsealed(params)
                 if self._streams is not None:
                     self._streams.admitted(arrival)
-            if admission.role == "producer":
+            if is_producer:
                 self._begin_prompt(arrival, admission)
 
-    def _note_refusal(self, arrival: Arrival, admission: Admission) -> None:
-        """Log a refused ticket; end the request with an error if its prompt cannot be computed here."""
-        request_id, is_producer = arrival.request_id, admission.role == "producer"
-        self._outcomes.refused(request_id, admission.rejected_code, admission.rejected_message, is_producer=is_producer)
-        if self._state.must_fail(request_id):
+    def _note_refusal(self, arrival: Arrival, code: str, message: str, *, is_producer: bool = False) -> None:
+        """Count and log a refused ticket; end the request with an error if its prompt cannot be computed here.
+
+        The refusal of a producer's ticket costs it the stream or the readback alone.
+        """
+        self._recorder.count("num_requests")
+        self._recorder.observe("num_refused_tickets", code)
+        log, cause = self._recorder.warning, code
+        outcome = "its hand-over ticket is refused and the prompt computed here"
+        if code == _MEDIA_MISSING:
+            log, outcome = self._recorder.error, "it ends with an error, whatever the policy"
             # Again when the host asks for its tokens, because the host overrules this for a prompt that it computes whole.
-            self.followed[request_id] = FollowedRequest(arrival, "none")
+            self.followed[arrival.request_id] = FollowedRequest(arrival, "none")
             arrival.end_with_error()
+        elif is_producer:
+            cause = f"producer-{code}"
+            outcome = "its ticket is refused, so its prompt is computed here and handed over whole"
+        elif code == _OF_AN_ENGINE and not self._recorder.is_first(code, message):
+            return
+        log(cause, "request %s: %s: %s (%s)", arrival.request_id, outcome, message, code)
+
+    def _note_unsealed(self, params: object) -> None:
+        """Log once per peer that its tickets have no seal; for params that an engine with fleet secrets has accepted."""
+        if not isinstance(params, Mapping):
+            return
+        ticket = cast("Mapping[str, object]", params)
+        # A plain request to prefill names no blocks.
+        if ticket.get("kv_seal") is not None or not ticket.get("remote_block_ids"):
+            return
+        peer = str(ticket.get("remote_engine_id"))[:80], str(ticket.get("remote_host"))[:80]
+        if self._recorder.is_first("unsealed", *peer):
+            _logger.warning(
+                "engine %r at %s hands over without seals, as unsigned_hosts allows: a client can make up tickets for it",
+                *peer,
+            )
 
     def _begin_prompt(self, arrival: Arrival, admission: Admission) -> None:
         """Drop the tokens that the consumer computes from the end of a producer's prompt, and follow it."""
         tail = admission.truncate_tokens
         is_shortened = bool(tail) and arrival.drop_tail(tail)
         if tail and not is_shortened:
-            self._outcomes.not_shortened(arrival.request_id)
+            self._recorder.warning(
+                "tail-not-shortened",
+                "request %s: its last prompt tokens, which the decode engine computes, could not be left out here",
+                arrival.request_id,
+            )
         if admission.is_early and self._streams is not None:
             self._streams.check_whole(arrival, tail=tail, is_shortened=is_shortened)
         if admission.is_early or self._facts.is_mirrored:
@@ -173,7 +211,7 @@ class SchedulerSide:
             # An offer that has come since the last step saves this one.
             if self._streams is not None:
                 self._streams.receive(self._now_s())
-            with Guard(self._log, "prefix lookup", request_id):
+            with Guard(self._recorder, "prefix lookup", request_id):
                 tokens = self._state.external_tokens(request_id, computed_tokens=computed_tokens)
                 if not tokens and self._state.must_fail(request_id):
                     request.arrival.end_with_error()
@@ -201,7 +239,7 @@ class SchedulerSide:
         """
         self._is_answered = False
         self._requests.allocated(request_id, is_read=external_tokens > 0)
-        with Guard(self._log, "allocation", request_id):
+        with Guard(self._recorder, "allocation", request_id):
             if self._state.streams is not None:
                 self._state.streams.produced.gives_offers = self._served.is_sure
             self._state.allocate(
@@ -230,7 +268,7 @@ class SchedulerSide:
         is_spoilt = prompt is not None and prompt.is_refused
         has_run_on = kept_tokens < ending.computed_tokens and self._facts.has_state
         decision: FinishDecision | None = None
-        with Guard(self._log, "end", request_id):
+        with Guard(self._recorder, "end", request_id):
             decision = self._state.finish(
                 request_id,
                 reason=ending.reason,
@@ -242,9 +280,14 @@ class SchedulerSide:
             )
         if decision is None:
             # The host frees the blocks, at once or when the words of a stream have moved, so the request ends here, too.
-            with Guard(self._log, "end without a hand-over", request_id):
+            with Guard(self._recorder, "end without a hand-over", request_id):
                 decision = self._state.finish(
-                    request_id, reason="error", block_ids=[], computed_tokens=0, now_s=self._now_s()
+                    request_id,
+                    reason="error",
+                    block_ids=[],
+                    computed_tokens=0,
+                    identity=ending.identity,
+                    now_s=self._now_s(),
                 )
         if self._streams is not None:
             self._streams.publish()
@@ -252,8 +295,13 @@ class SchedulerSide:
         self._requests.finished(request_id, is_error=ending.reason == "error", keeps_blocks=keeps_blocks)
         if decision is None:
             return False, None
-        if decision.withheld_code:
-            self._outcomes.withheld(request_id, decision.withheld_code)
+        code = decision.withheld_code
+        if code:
+            self._recorder.observe("num_withheld_tickets", code)
+            if code not in _COUNTED_ONLY:
+                self._recorder.warning(
+                    code, "request %s: it gets no ticket, so its reader computes the prompt (%s)", request_id, code
+                )
         return keeps_blocks, dict(decision.params) if decision.params is not None else None
 
     # ---------------------------------------------------------------------------------------------- steps
@@ -273,12 +321,12 @@ class SchedulerSide:
             self._holdings.drain()
         for request_id in preempted:
             if request_id in self.followed:
-                with Guard(self._log, "preemption", request_id):
+                with Guard(self._recorder, "preemption", request_id):
                     self._state.preempt(request_id, now_s=now_s)
         if self.chunks.prompts:
             self.chunks.take(scheduled)
         if self._holdings.is_revoking:
-            with Guard(self._log, "revocation of all leases", consequence="they end when they are read or expire"):
+            with Guard(self._recorder, "revocation of all leases", consequence="they end when they are read or expire"):
                 self._holdings.revoke(now_s)
         streams = self._streams
         if streams is not None:
@@ -289,7 +337,7 @@ class SchedulerSide:
             streams.send()
         links = self._requests.ordered(plan, now_s)
         if plan.heartbeats:
-            self._stats.observe("heartbeat_delay_seconds", self._state.heartbeat_delay_s)
+            self._recorder.observe("heartbeat_delay_seconds", self._state.heartbeat_delay_s)
         self._empty_steps = self._empty_steps + 1 if is_empty else 0
         self._relieve_shortage(now_s)
         is_asking = streams is not None and streams.is_asking
@@ -331,15 +379,23 @@ class SchedulerSide:
         if now_s - self._short_since_s < _PATIENCE_S:
             return
         self._short_since_s = None
-        with Guard(self._log, "giving up a read", consequence="requests that wait for blocks go on waiting"):
+        with Guard(self._recorder, "giving up a read", consequence="requests that wait for blocks go on waiting"):
             request_id = self._state.give_way(now_s=now_s)
             if request_id:
-                self._outcomes.gave_way(request_id, *self._holdings.leases[:2])
+                self._recorder.observe("num_cancelled_reads", "blocks-leased")
+                self._recorder.warning(
+                    "blocks-leased",
+                    "request %s: its read is given up and its prompt computed here (blocks-leased): for a second nothing could "
+                    "run for want of blocks, and peers have leases on some (leases: %d, blocks: %d) and may wait for blocks "
+                    "that they keep for this engine; its peer gets its blocks back. Give both engines more cache if this goes on",
+                    request_id,
+                    *self._holdings.leases[:2],
+                )
 
     def update_output(self, report: StepReport) -> None:
         """Take in the workers' report of a step; ids of other connectors beside this one may be among its own."""
         if report.registrations:
-            with Guard(self._log, "registration", consequence="peers cannot meet this engine; restart it"):
+            with Guard(self._recorder, "registration", consequence="peers cannot meet this engine; restart it"):
                 self._served.update(report.registrations)
                 if self._served.is_sure:
                     self._state.set_generation(self._served.generation)
@@ -347,7 +403,7 @@ class SchedulerSide:
             self._streams.ended(report.stream_ends)
         sent, ended, failed = self._requests.take(report)
         if sent or ended:
-            with Guard(self._log, "report of the workers", consequence="blocks may stay until their leases end"):
+            with Guard(self._recorder, "report of the workers", consequence="blocks may stay until their leases end"):
                 self._state.report(sent=sent, received=ended, failed=failed)
             if self._streams is not None:
                 self._streams.publish()
@@ -360,7 +416,9 @@ class SchedulerSide:
         Until the workers have reported the registration that they have, no prompt is handed over: the host may be about to sleep.
         """
         self._served.doubt()
-        with Guard(self._log, "reset", consequence="KV of before it may still be handed over; restart this engine"):
+        with Guard(
+            self._recorder, "reset", consequence="KV of before it may still be handed over; restart this engine"
+        ):
             self._state.reset(now_s=self._now_s())
             return True
         return False
@@ -374,18 +432,23 @@ class SchedulerSide:
     def take_stats(self) -> dict[str, list[Any]] | None:
         """Return the observations since the last call by key, None for nothing."""
         self._requests.step_ended()
-        self._holdings.record(self._stats, self._now_s())
-        return self._stats.take()
+        self._holdings.record(self._recorder, self._now_s())
+        return self._recorder.take()
 
-    def serve(self, envelopes: Mapping[Rank, bytes], ranks: Iterable[Rank] | None = None) -> None:
+    def serve(
+        self, envelopes: Mapping[Rank, bytes], ranks: Iterable[Rank] | None = None, generation: int | None = None
+    ) -> None:
         """Serve the ranks' envelopes to peers; a port that cannot be bound stops the engine here, with the reason.
 
         Args:
             envelopes: Envelopes that have arrived, by rank.
             ranks: All ranks, None for those of `envelopes`. The others are asked with the next step, and no prompt is handed
                 over until they have answered.
+            generation: The one of all these registrations; None if they do not tell.
         """
-        self._served.serve(envelopes, envelopes if ranks is None else ranks)
+        self._served.serve(envelopes, envelopes if ranks is None else ranks, generation)
+        if self._served.is_sure:
+            self._state.set_generation(self._served.generation)
 
     def status(self) -> Answer:
         """Return what this engine holds, as plain values; any thread."""
@@ -395,12 +458,11 @@ class SchedulerSide:
 
     def revoke_leases(self) -> Answer:
         """Revoke all leases with the next step; return how many there are and what they keep, as plain values; any thread."""
-        return {"part": "scheduler", "engine_id": self._facts.engine_id, **self._holdings.ask_to_revoke()}
+        return self._holdings.ask_to_revoke()
 
     def hand_overs(self) -> Answer:
         """Return the moments of this engine's latest hand-overs in this process, as plain values; any thread."""
-        log = self._stats.hand_overs
-        return {"part": "scheduler", "engine_id": self._facts.engine_id, "hand_overs": log.describe()}
+        return {"hand_overs": self._recorder.hand_overs.describe()}
 
     def close(self) -> None:
         """Stop serving; idempotent."""
@@ -412,3 +474,10 @@ class SchedulerSide:
     def _transferable(self, block_ids: BlockIds) -> tuple[Sequence[int], ...]:
         """Return the block ids of the transferable groups."""
         return tuple([block_ids[group_id] for group_id in self._facts.group_ids])
+
+
+def _has_ticket(params: object) -> bool:
+    if not isinstance(params, Mapping):
+        return False
+    ticket = cast("Mapping[str, object]", params)
+    return bool(ticket.get("do_remote_prefill") or ticket.get("remote_block_ids") or ticket.get("kv_stream"))

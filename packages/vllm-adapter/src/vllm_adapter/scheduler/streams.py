@@ -25,7 +25,7 @@ from hmac import compare_digest
 from typing import TYPE_CHECKING, Final, cast, final
 
 from vllm_adapter.errors import code_of
-from vllm_adapter.scheduler.hooks import Guard
+from vllm_adapter.observe.recorder import Guard
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
         StreamQuestion,
         Streams,
     )
-    from vllm_adapter.scheduler.hooks import Arrival
+    from vllm_adapter.scheduler.followed import Arrival
     from vllm_adapter.steps import Rank
 
 __all__ = ["Streaming"]
@@ -56,7 +56,6 @@ _AGAIN: Final = frozenset(
         "connection-lost",
         "name-unresolved",
         "rate-limited",
-        "recently-failed",
         "refused",
         "timed-out",
         "too-many-peers",
@@ -74,7 +73,6 @@ _UNREAD: Final = "hand-over-seal"
 _RESULTS: Final = {
     "read-whole": "is read once it is finished",
     "computed-here": "is computed here",
-    "given-up": "is given up, and kv_load_failure_policy decides",
     "fails": "fails, whatever the policy: its images came to the prefill engine alone; send them or their uuids to decode, too",
 }
 """Results for a prompt that is not streamed, in words."""
@@ -128,7 +126,6 @@ class Streaming:
         self._wait_s = wait_s
         self._listener: HandshakeListener | None = listener
         self._recorder = recorder
-        self._log = recorder.cause_log
         self._fleet_secrets = secrets
         # The inbox: questions of peers, questions withdrawn after the machines received them, and (request, number, answer) of
         # this engine's own questions. Other threads put in, and whichever thread pops a question deals with it.
@@ -144,19 +141,14 @@ class Streaming:
         self._board: dict[str, tuple[str, Message]] = {}
         # The latest reason why prompts of a peer were computed here.
         self._plain_peers: OrderedDict[tuple[str, int], str] = OrderedDict()
-        self._logged: set[str] = set()
-        self._is_router_known = False
         listener.take_asks(self._on_question, self._on_taken_back, wait_s=wait_s)
 
     # ---------------------------------------------------------------------------------------------- requests
 
     def admitted(self, arrival: Arrival) -> None:
         """Log once, at the first hand-over, if this engine streams but its router does not."""
-        if self._is_router_known:
-            return
-        self._is_router_known = True
-        params = arrival.params
-        if isinstance(params, Mapping) and "kv_stream" not in params:
+        params, is_first = arrival.params, self._recorder.is_first("hand-over")
+        if is_first and isinstance(params, Mapping) and "kv_stream" not in params:
             _logger.info(
                 "prompts are handed over whole, not streamed: request %s came without an early ticket, so its router asks "
                 "the decode engine when the prefill engine has answered",
@@ -174,10 +166,9 @@ class Streaming:
         reason = self._why_whole(arrival, tail=tail, is_shortened=is_shortened)
         if not reason:
             return
-        with Guard(self._log, "hand-over in one piece", arrival.request_id):
+        with Guard(self._recorder, "hand-over in one piece", arrival.request_id):
             self._streams.produced.hand_over_whole(arrival.request_id)
-        if reason not in self._logged:
-            self._logged.add(reason)
+        if self._recorder.is_first("handed over whole", reason):
             _logger.warning("prompts such as that of request %s are handed over whole: %s", arrival.request_id, reason)
 
     def _why_whole(self, arrival: Arrival, *, tail: int, is_shortened: bool) -> str:
@@ -204,14 +195,16 @@ class Streaming:
         while self._answers:
             request_id, number, answer = self._answers.popleft()
             self._cancels.pop((request_id, number), None)
-            with Guard(self._log, "stream-answered", request_id, "an answer was refused"):
+            with Guard(self._recorder, "stream-answered", request_id, "an answer was refused"):
                 self._streams.answered(request_id, number, answer, now_s=now_s)
 
     def send(self) -> None:
         """Send the machines' questions, answers and cancellations to peers; once a step, after its plan was taken."""
         self.publish()
         with Guard(
-            self._log, "sending of questions and answers", consequence="prompts are read early later, or not at all"
+            self._recorder,
+            "sending of questions and answers",
+            consequence="prompts are read early later, or not at all",
         ):
             self._take_questions()  # questions that arrived before the answers that are published now
             for each in self._streams.produced.take_answers():
@@ -239,7 +232,7 @@ class Streaming:
     def ended(self, ends: Iterable[tuple[str, Rank, bool]]) -> None:
         """Record the streams that have ended on a rank, and whether their fence held there."""
         for request_id, rank, is_done in ends:
-            with Guard(self._log, "end of a stream", request_id):
+            with Guard(self._recorder, "end of a stream", request_id):
                 self._streams.ended(request_id, rank, is_done=is_done)
 
     def close(self) -> None:
@@ -254,7 +247,7 @@ class Streaming:
                 continue
             asker = str(ask_id)
             self._asked[asker] = question
-            with Guard(self._log, "stream-question", consequence="a peer's question for a hand-over was refused"):
+            with Guard(self._recorder, "stream-question", consequence="a peer's question for a hand-over was refused"):
                 self._streams.produced.ask(asker, question)
                 continue
             self._answer(asker, _WITHDRAWN)
@@ -262,7 +255,7 @@ class Streaming:
             asker = str(self._gone_askers.popleft())
             known = self._asked.pop(asker, None)
             if known is not None:
-                with Guard(self._log, "stream-question", consequence="a peer's question could not be taken back"):
+                with Guard(self._recorder, "stream-question", consequence="a peer's question could not be taken back"):
                     self._streams.produced.cancel(asker, str(known["hand_over_id"]))
 
     def _answer(self, asker: str, answer: Message) -> None:
@@ -277,27 +270,22 @@ class Streaming:
             return
         # The second one for an answer that cannot be sent, as when its ticket is too long.
         for each in (answer, _WITHDRAWN):
-            with Guard(self._log, "stream-answer", consequence="an answer to a peer's question cannot be sent"):
+            with Guard(self._recorder, "stream-answer", consequence="an answer to a peer's question cannot be sent"):
                 listener.answer(ask_id, self._codec.answer_payload(question, each, self._secrets()))
                 return
 
     def _ask(self, question: StreamQuestion) -> None:
         key = question.request_id, question.number
-        told = {
-            "hand_over_id": question.hand_over_id,
-            "number": question.number,
-            "nonce": random.token_hex(16),
-            "digest": question.digest,
-            "tokens": question.tokens,
-            "wants_final": question.wants_final,
-        }
+        sent = {**question._asdict(), "nonce": random.token_hex(16)}
+        for own in ("request_id", "host", "port"):  # the request means nothing to the peer
+            del sent[own]
         peer = question.host, question.port
-        with Guard(self._log, "stream-ask", question.request_id, "its hand-over cannot be asked for"):
+        with Guard(self._recorder, "stream-ask", question.request_id, "its hand-over cannot be asked for"):
             self._cancels[key] = self._client.ask(
                 host=question.host,
                 port=question.port,
-                payload=self._codec.question_payload(told, self._secrets()),
-                on_reply=partial(self._on_answer, key, peer, told),
+                payload=self._codec.question_payload(sent, self._secrets()),
+                on_reply=partial(self._on_answer, key, peer, sent),
                 deadline_s=self._wait_s + _MARGIN_S,
             )
             return
@@ -308,7 +296,7 @@ class Streaming:
         self._recorder.observe("num_unstreamed_prompts", outcome.code)
         if self._plain_peers.get((outcome.host, outcome.port)) == outcome.code:
             return
-        log = self._log.error if outcome.result == "fails" else self._log.warning
+        log = self._recorder.error if outcome.result == "fails" else self._recorder.warning
         log(
             f"stream-{outcome.code}",
             "request %s: its prompt is not streamed (hand-over %.8s of %s port %d: %s); it %s",
@@ -317,7 +305,7 @@ class Streaming:
             outcome.host,
             outcome.port,
             outcome.code,
-            _RESULTS[outcome.result],
+            _RESULTS.get(outcome.result) or f"is given up; {self._facts.after_failure}",
         )
 
     # ------------------------------------------------------------------- threads of the listener and of the client
@@ -329,7 +317,11 @@ class Streaming:
         try:
             question = self._codec.read_question(payload, self._secrets())
         except Exception as error:  # noqa: BLE001 - whatever a peer sends
-            self._log.warning(code_of(error), "a question for a hand-over was refused: %s", error)
+            self._recorder.warning(
+                code_of(error),
+                "a peer's question was refused, so it computes the prompt: %s",
+                error,
+            )
             if self._listener is not None:
                 # No answer can be bound to the question; the asker treats an empty one as a wrong seal.
                 self._listener.answer(ask_id, b"")
@@ -373,5 +365,5 @@ class Streaming:
                     self._plain_peers.popitem(last=False)
                 unable = "cannot be asked for now, and are computed here"
                 what = "are computed here, not streamed" if code == _UNSUPPORTED else unable
-                self._log.warning(code, f"prompts of %s port %d {what}: %s", *peer, code)
+                self._recorder.warning(code, f"prompts of %s port %d {what}: %s", *peer, code)
         self._answers.append((*key, answer))

@@ -14,25 +14,17 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
-from vllm_adapter.cache.geometry import local_document
-from vllm_adapter.steps import (
-    ASLEEP,
-    ASLEEP_MESSAGE,
-    DEAD,
-    DEAD_MESSAGE,
-    RankRegistration,
-    ReadEnd,
-    ReadFailure,
-    ReadTimes,
-    StepReport,
-)
-from vllm_adapter.worker.pages import HostMirror, ReadCompletion
-from vllm_adapter.worker.registration import RegistrationEvents
+from vllm_adapter.cache.geometry import local_document, with_stages
+from vllm_adapter.cache.names import peer_text
+from vllm_adapter.steps import ASLEEP, DEAD, RankRegistration, ReadEnd, ReadFailure, ReadTimes, StepReport
+from vllm_adapter.worker.pages import HostMirror, ReadCompletion, page_ranges
+from vllm_adapter.worker.registration import RankCaches, RegistrationEvents
 from vllm_adapter.worker.streams import RankStreams
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from vllm_adapter.cache.documents import GeometryDocument
     from vllm_adapter.cache.facts import EngineFacts, LayerCache
     from vllm_adapter.observe.answers import Answer
     from vllm_adapter.observe.recorder import Recorder
@@ -53,8 +45,7 @@ _RESET = "the cache was reset after this read had been ordered"
 
 def _producer(end: ReadEnd) -> str:
     ticket = end.order.ticket
-    peer = ticket.peer
-    return f"request {ticket.peer_request_id} of engine {peer.engine_id} at {peer.host}:{peer.port}"
+    return f"request {ticket.peer_request_id} of {peer_text(ticket.peer)}"
 
 
 @final
@@ -81,7 +72,7 @@ class WorkerSide:
         trace: Callable[[TraceLink, ReadEnd], None] | None = None,
     ) -> None:
         self._recorder = recorder
-        self._facts = facts
+        self._facts, self._name = facts, facts.name
         self._open = open_registration
         self._state = state
         self._trace = trace
@@ -119,6 +110,7 @@ class WorkerSide:
         *,
         select_device: Callable[[], None] | None = None,
         marks: DeviceMarks | None = None,
+        all_stages: Callable[[GeometryDocument], Sequence[GeometryDocument]] = lambda own: (own,),
     ) -> None:
         """Register the cache, start the transfer thread and make this rank's side-channel envelope.
 
@@ -128,21 +120,26 @@ class WorkerSide:
             mirror: The device's memory, if `caches` are only its mirror.
             select_device: Makes the rank's device current for the calling thread; None where there is nothing to select.
             marks: Tells when the device has finished earlier work; None where calls return only when their work is done.
+            all_stages: Returns the documents of all pipeline stages at this tensor-parallel rank.
         """
         document = local_document(self._facts, caches)
+        stages = all_stages(document)
+        document = with_stages(document, stages)
         if mirror is not None:
             self._mirror = HostMirror(mirror, document)
         if self._streams is not None:
             self._streams = RankStreams(self._state, self._recorder, self._sent, marks, self._mirror)
-        self._completion = ReadCompletion(converter, self._mirror, self._recorder, document)
+        self._completion = ReadCompletion(converter, self._mirror, self._recorder, page_ranges(document))
         events = RegistrationEvents(self._read_ended, self._lease_ended, select_device)
-        self._open = partial(self._open, tuple(caches), events, can_convert=converter is not None)
+        self._open = partial(
+            self._open, RankCaches(tuple(caches), document, stages), events, can_convert=converter is not None
+        )
         self._registration = self._register(self._generation)
 
     def _register(self, generation: int) -> Registration:
         registration = self._open(generation=generation)
         if self._streams is not None:
-            self._streams.use(registration.stream_worker)
+            self._streams.use(registration.leases.stream_worker)
         return registration
 
     def _read_ended(self, end: ReadEnd) -> None:
@@ -171,11 +168,11 @@ class WorkerSide:
         finally:
             # Their pages are about to be lost.
             for _ in range(len(self._finished)):
-                self._finished.append(self._finished.popleft().failed(ASLEEP, ASLEEP_MESSAGE))
+                self._finished.append(self._finished.popleft().failed(*ASLEEP))
         self._left, self._is_asleep = None, True
         for level in ("quarantined_bytes", "stuck_threads"):
             self._recorder.level(level, 0)
-        _logger.info("engine %s rank %d: asleep, nothing is registered", self._facts.engine_id, self._facts.tp_rank)
+        _logger.info("engine %s rank %d: asleep, nothing is registered", self._name, self._facts.tp_rank)
 
     def _leave(self, registration: Registration) -> None:
         """Use a registration no more, and let the scheduler half know, so that peers learn that there is nothing to read."""
@@ -279,7 +276,7 @@ class WorkerSide:
     def _refuse(self, plan: StepPlan) -> None:
         """Answer a step's orders while nothing is registered: no fence word is valid, so no block is read."""
         is_dead = self._left is not None and not self._left.agent.is_alive
-        code, message = (DEAD, DEAD_MESSAGE) if is_dead else (ASLEEP, ASLEEP_MESSAGE)
+        code, message = DEAD if is_dead else ASLEEP
         self._sent += [grant.request_id for grant in plan.grants]
         now_s = time.monotonic()
         orders = [*[(order, False) for order in plan.reads], *[(watch.read, True) for watch in plan.streams.watches]]
@@ -296,7 +293,7 @@ class WorkerSide:
             self._leave(registration)
         left = self._left
         if left is not None and not left.ended.is_set() and left.agent.has_ended:
-            left.end(DEAD, DEAD_MESSAGE)
+            left.end(DEAD)
 
     def _void(self, registration: Registration, request_id: str, slot: int | None) -> None:
         """Overwrite a request's fence word, so that no reader trusts its data; closing an agent has already voided its words."""
@@ -335,11 +332,12 @@ class WorkerSide:
         """
         self._rest()
         registration, streams = self._registration or self._left, self._streams
-        if registration is not None:
-            registration.check(self._facts.engine_id)
         # The transfer thread may append more meanwhile.
         ends = [self._take_end(self._finished.popleft()) for _ in range(len(self._finished))]
         streamed = self._take_streams(streams) if streams is not None else None
+        if registration is not None:
+            # After the ends: the last of them may make the engine idle, and then these levels stay.
+            registration.check(self._name)
         if not (self._sent or ends or self._unread or self._is_registration_due or streamed):
             return _NOTHING
         # The host has at most one batch more in flight than there are stages, and takes this report in after it has built the
@@ -385,12 +383,13 @@ class WorkerSide:
         if end.is_streamed and self._streams is not None:
             self._streams.ended(end)
             return end
-        if not (order.is_reported or end.is_ok):
-            self._recorder.count("num_failed_notifications", times=int(end.was_met))
-            self._recorder.warn(
+        # After a failed handshake the log names the read that failed by it, and there is nothing to notify.
+        if end.was_met and not (order.is_reported or end.is_ok):
+            self._recorder.count("num_failed_notifications")
+            self._recorder.warning(
                 end.code,
-                f"request {order.request_id}: could not notify {_producer(end)} that it is no longer needed; its blocks stay "
-                f"leased until the lease expires: {end.message} ({end.code})",
+                f"could not notify {_producer(end)} that it is no longer needed: {end.message} ({end.code}); its blocks stay "
+                "leased until the lease expires",
             )
         self._note_end(end, taken_s)
         return end
@@ -427,15 +426,8 @@ class WorkerSide:
         """Return this rank's current state as plain values; any thread."""
         registration = self._registration or self._left
         described: Answer = registration.describe() if registration is not None else {}
-        return {
-            "part": f"{self._facts.pp_rank}.{self._facts.tp_rank}",
-            "engine_id": self._facts.engine_id,
-            "is_asleep": self._is_asleep,
-            "is_registered": self._registration is not None,
-            **described,
-        }
+        return {"is_asleep": self._is_asleep, "is_registered": self._registration is not None, **described}
 
     def hand_overs(self) -> Answer:
         """Return the timestamps of this rank's latest hand-overs, as plain values; any thread."""
-        part = f"{self._facts.pp_rank}.{self._facts.tp_rank}"
-        return {"part": part, "engine_id": self._facts.engine_id, "hand_overs": self._recorder.hand_overs.describe()}
+        return {"hand_overs": self._recorder.hand_overs.describe()}

@@ -315,42 +315,36 @@ def _regions_by_group(document: GeometryDocument) -> list[dict[int, tuple[PageRa
 
 
 @final
+@dataclass(frozen=True, slots=True)
 class ReadCompletion:
     """Completes good reads. Engine thread only.
 
-    Args:
+    Attributes:
         converter: Permutes the bytes of received pages; None if no plan needs that.
         mirror: Copies received blocks to the device; None without host-buffer mode.
         recorder: Records observations.
-        document: This rank's geometry document.
+        ranges: Page ranges of this rank, by region number.
     """
 
-    def __init__(
-        self,
-        converter: PageConverter | None,
-        mirror: HostMirror | None,
-        recorder: Recorder,
-        document: GeometryDocument,
-    ) -> None:
-        self._converter = converter
-        self._mirror = mirror
-        self._recorder = recorder
-        self._ranges = page_ranges(document)
+    converter: PageConverter | None
+    mirror: HostMirror | None
+    recorder: Recorder
+    ranges: tuple[PageRange, ...]
 
     def complete(self, end: ReadEnd) -> ReadEnd:
         """Complete a good read and return its end, which is a failed one if a step failed."""
         if end.staged:
             convert = partial(self._convert, end)
             end = self._attempt(end, "conversion", convert, "conversion-failed", "num_failed_conversions")
-        if end.is_ok and self._mirror is not None and end.order.is_reported:
-            restore = partial(self._mirror.restore, [blocks.ids for blocks in end.order.local_blocks])
+        if end.is_ok and self.mirror is not None and end.order.is_reported:
+            restore = partial(self.mirror.restore, [blocks.ids for blocks in end.order.local_blocks])
             end = self._attempt(end, "mirror_restore", restore, "mirror-copy-failed", "num_failed_mirror_copies")
         return end
 
     def _convert(self, end: ReadEnd) -> None:
-        if self._converter is None:
+        if self.converter is None:
             raise RuntimeError("a staged plan was made without a converter")
-        self._converter.convert(conversion_steps(end.staged, self._ranges))
+        self.converter.convert(conversion_steps(end.staged, self.ranges))
 
     def _attempt(self, end: ReadEnd, step: str, action: Callable[[], None], code: str, counter: str) -> ReadEnd:
         """Run a completion step, record its duration, and turn an exception into a failed end."""
@@ -358,8 +352,8 @@ class ReadCompletion:
         try:
             action()
         except Exception as error:  # noqa: BLE001  (the request fails, the engine goes on)
-            self._recorder.trouble(f"completion of a read ({step})", error, f"request {end.order.request_id}")
-            self._recorder.count(counter)
+            self.recorder.trouble(f"completion of a read ({step})", error, f"request {end.order.request_id}")
+            self.recorder.count(counter)
             return end.failed(code, f"{type(error).__name__}: {error}")
-        self._recorder.observe(f"{step}_duration", time.perf_counter() - began_s)
+        self.recorder.observe(f"{step}_duration", time.perf_counter() - began_s)
         return end

@@ -29,21 +29,22 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, final
 
 from vllm_adapter.errors import AdapterError
-from vllm_adapter.steps import ASLEEP, ASLEEP_MESSAGE
+from vllm_adapter.steps import ASLEEP
 from vllm_adapter.worker.transfer.stream_parts import StreamShape
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from vllm_adapter.cache.documents import GeometryDocument
     from vllm_adapter.cache.facts import EngineFacts, LayerCache
     from vllm_adapter.observe.answers import Answer
     from vllm_adapter.observe.recorder import Recorder
-    from vllm_adapter.ports import HandshakeClient, MemoryKind, StepPlan, StreamWorker, TransferThread
+    from vllm_adapter.ports import HandshakeClient, MemoryKind, StepPlan, TransferThread
     from vllm_adapter.steps import ReadEnd
     from vllm_adapter.worker.transfer.leases import LeaseKeeper
     from vllm_adapter.worker.transfer.reads import ReadCoordinator
 
-__all__ = ["Registration", "RegistrationEvents", "memory_kind", "stream_shape"]
+__all__ = ["RankCaches", "Registration", "RegistrationEvents", "memory_kind", "stream_shape"]
 
 _logger = logging.getLogger("vllm.vllm_adapter")
 _ORDERLY_S = 10.0
@@ -55,6 +56,14 @@ _MOST_ENTRIES = 50
 """Most leases, reads and peers that are described, the oldest of each; all of them are counted."""
 _ANSWER_S = 1.0
 """Longest wait for the transfer thread's own description."""
+
+
+class RankCaches(NamedTuple):
+    """This rank's layers, as peers are to read and write them, with their geometry and that of all pipeline stages."""
+
+    layers: Sequence[LayerCache]
+    document: GeometryDocument
+    stages: Sequence[GeometryDocument]
 
 
 class RegistrationEvents(NamedTuple):
@@ -80,7 +89,6 @@ class Registration:
         leases: This rank as a producer.
         recorder: Receives log lines about failures.
         envelope: Bytes that the side channel serves for this rank.
-        stream_worker: Writes the words of streamed prompts, on the engine thread; None where nothing is streamed.
         ended: Set once all reads and leases have ended.
         known_errors: Errors of the thread that have been reported.
         known_state: State of the thread that has been reported.
@@ -92,7 +100,6 @@ class Registration:
     leases: LeaseKeeper
     recorder: Recorder
     envelope: bytes
-    stream_worker: StreamWorker | None = None
     ended: threading.Event = field(default_factory=lambda: threading.Event())  # noqa: PLW0108  (simulations replace `threading`)
     known_errors: int = 0
     known_state: str = ""
@@ -121,18 +128,18 @@ class Registration:
         self.handshakes.close()
         self.agent.close()
 
-    def end(self, code: str = ASLEEP, message: str = ASLEEP_MESSAGE) -> None:
+    def end(self, cause: tuple[str, str] = ASLEEP) -> None:
         """End all reads and leases, then deregister the memory; when this returns, none of our threads touches it any more.
 
-        All ends have been reported by then. This takes up to two seconds if a peer keeps a cancelled read on the wire, and longer
-        only if the transfer thread hangs.
+        All ends have been reported by then, those of reads with the code and message in `cause`. This takes up to two seconds if
+        a peer keeps a cancelled read on the wire, and longer only if the transfer thread hangs.
 
         Raises:
             AdapterError: `memory-in-use`: the transfer thread did not end; the memory must stay mapped. The call may be repeated.
         """
         with self.recorder.guarded("orderly end of the transfers"):  # `close` ends them in any case
             if self.agent.is_alive:
-                self.agent.call_soon(lambda: self._end_all(code, message))
+                self.agent.call_soon(lambda: self._end_all(cause))
                 self.ended.wait(_ORDERLY_S)
                 self._wait_for_quiet()
         self.close()
@@ -145,13 +152,13 @@ class Registration:
                 is_retry_safe=True,
             )
         with self.recorder.guarded("end of the transfers of a dead thread"):
-            self._end_all(code, message, has_fences=False)  # unless it has: the closed agent has voided all fence words
+            self._end_all(cause, has_fences=False)  # unless it has: the closed agent has voided all fence words
 
-    def _end_all(self, code: str, message: str, *, has_fences: bool = True) -> None:
+    def _end_all(self, cause: tuple[str, str], *, has_fences: bool = True) -> None:
         if self.ended.is_set():
             return
         try:
-            self.reads.end_all(code, message)
+            self.reads.end_all(*cause)
         finally:
             self.leases.end_all(has_fences=has_fences)
             self.ended.set()
@@ -163,28 +170,28 @@ class Registration:
         if left:
             held = self.agent.quarantine()
             _logger.error(
-                "%d reads are still on the wire after %g s (%d in quarantine, %d bytes at risk): the agent is closed under them, "
+                "reads still on the wire after %g s: %d (in quarantine: %d, bytes at risk: %d); the agent is closed under them, "
                 "which ends them, and only then is the memory given back",
-                left,
                 _QUIET_S,
+                left,
                 len(held),
                 sum(entry.bytes_at_risk for entry in held),
             )
 
-    def check(self, engine_id: str) -> None:
+    def check(self, engine: str) -> None:
         """Report death, stuck turns, callback errors and quarantine since the last call; engine thread.
 
         Args:
-            engine_id: This engine, for log lines.
+            engine: Name of this engine, for log lines.
         """
-        recorder, health, thread = self.recorder, self.agent.health(), f"the transfer thread of engine {engine_id}"
+        recorder, health, thread = self.recorder, self.agent.health(), f"the transfer thread of engine {engine}"
         recorder.level("quarantined_bytes", sum(entry.bytes_at_risk for entry in self.agent.quarantine()))
         errors = health.callback_errors + health.loop_errors - self.known_errors
         if errors > 0:  # each increase is logged once, with the traceback of the latest error
             self.known_errors += errors
             recorder.count("num_callback_errors", errors)
             text = f"{thread} caught {errors} unexpected errors; the latest: {health.last_error}"
-            recorder.error("thread-errors", text, health.last_traceback)
+            recorder.error("thread-errors", text, trace=health.last_traceback)
         recorder.level("stuck_threads", int(health.state in {"stuck", "dead"}))
         if health.state != self.known_state:
             self.known_state = health.state

@@ -18,6 +18,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Final, Protocol, final
 
+from vllm_adapter.cache.names import peer_text
 from vllm_adapter.steps import STREAM_STOPPED
 
 if TYPE_CHECKING:
@@ -101,20 +102,15 @@ class RankStreams:
         """Change the words of this step unless `before_forward` was called with it, as it must be."""
         orders = plan.streams
         if self._begun is not plan:
-            if orders.voids or orders.opens or orders.chunks:
-                self._note_late_words()
+            if (orders.voids or orders.opens or orders.chunks) and not self._are_words_late:
+                self._are_words_late = True
+                self._recorder.error(
+                    "words-late",
+                    "words of streams move after the forward pass that they are for, because the host did not call "
+                    "handle_preemptions with this step's orders: peers may read pages that it has written anew (words-late)",
+                )
             self.before_forward(plan)
         self._begun = None
-
-    def _note_late_words(self) -> None:
-        """Log once that the host does not call the hook before the forward pass, or calls it with other orders."""
-        if not self._are_words_late:
-            self._are_words_late = True
-            self._recorder.error(
-                "words-late",
-                "words of streams move after the forward pass that they are for, because the host did not call "
-                "handle_preemptions with this step's orders: peers may read pages that it has written anew (words-late)",
-            )
 
     def chunks_given(self, plan: StepPlan) -> None:
         """Show this step's chunks once they can be read."""
@@ -167,17 +163,14 @@ class RankStreams:
         for request_id, is_done in report.ends:
             if is_done:
                 self._torn.pop(request_id, None)
-            elif request_id in self._torn:
-                self._tell_torn(self._torn[request_id])
+            elif (torn := self._torn.get(request_id)) is not None:
+                self._recorder.observe("num_torn_streams", torn.code)
+                self._recorder.info(
+                    "stream-torn",
+                    f"request {request_id}: its stream from {peer_text(torn.order.ticket.peer)} broke off "
+                    f"({torn.message}); its prompt is asked for again ({torn.code})",
+                )
         return report, ends
-
-    def _tell_torn(self, end: ReadEnd) -> None:
-        self._recorder.observe("num_torn_streams", end.code)
-        self._recorder.info(
-            "stream-torn",
-            f"request {end.order.request_id}: its stream from engine {end.order.ticket.peer.engine_id} broke off "
-            f"({end.message}); its prompt is asked for again ({end.code})",
-        )
 
 
 _LOOK_S: Final = 0.0005

@@ -43,15 +43,11 @@ class LeaseKeeper:
         self._parts = parts
         self._leases = leases
         self._sent = sent
-        self._stream_worker: StreamWorker | None = None
-        self._stream_slots = 0
+        self.stream_worker: StreamWorker | None = None
+        """Changes the words of streamed prompts; set before the first lease, None where nothing is streamed."""
         self._renewed_s: dict[str, float] = {}
         self._has_told_surplus = False
         self._push_readers: set[str] = set()
-
-    def use_streams(self, worker: StreamWorker, slots: int) -> None:
-        """Change the words of streamed prompts, whose slots are the first `slots`, through a worker; before the first lease."""
-        self._stream_worker, self._stream_slots = worker, slots
 
     # ---------------------------------------------------------------------------------------------- orders
 
@@ -62,7 +58,7 @@ class LeaseKeeper:
             log.mark(grant.request_id, "granted", now_s, role="producer")
         for refusal in self._leases.apply(plan, now_s=now_s):
             self._parts.recorder.count("num_callback_errors")
-            self._parts.recorder.warn(
+            self._parts.recorder.warning(
                 "refused-order",
                 f"request {refusal.request_id}: the order to {refusal.order} its lease was refused: {refusal.message} "
                 f"({refusal.code})",
@@ -77,7 +73,14 @@ class LeaseKeeper:
         if view.kind == "heartbeat":
             self._renew(view)
             if view.surplus:
-                self._note_surplus(agent_name, view)
+                self._parts.recorder.count("num_refused_notifications")
+                if not self._has_told_surplus:
+                    self._has_told_surplus = True
+                    self._parts.recorder.warning(
+                        "long-heartbeat",
+                        f"a heartbeat of {agent_name[:200]!r} names more requests than are read ({view.surplus}): their leases "
+                        "are not renewed. Further ones are counted only (num_refused_notifications)",
+                    )
         elif view.kind == "read-complete":
             for named_id, nonce in zip(view.request_ids, view.nonces, strict=True):
                 self._count_reader(self._leases.request_of(named_id), nonce, agent_name, view)
@@ -102,25 +105,14 @@ class LeaseKeeper:
         is_ended = "complete" in verdicts
         if agent_name not in self._push_readers and len(self._push_readers) < _MOST_PUSH_READERS:
             self._push_readers.add(agent_name)
-            self._parts.recorder.warn(
+            self._parts.recorder.warning(
                 "push-reader",
                 f"reader {agent_name[:200]!r} is in push mode and waits for this engine to write, which never writes: "
                 f"the lease of its request {peer_request_id[:200]!r} {'ends now' if is_ended else 'is left to expire'}, and the "
-                "request does not end there. Pair it with producers in push mode, and leave enforce_handshake_compat on, which "
-                "refuses this pairing when it connects; said once for each reader",
+                "request does not end there. Pair it with producers in push mode, and set no compatibility_policy 'off': "
+                "'exact' and 'negotiated' refuse this pairing when it connects; logged once per reader",
             )
         self.tick()
-
-    def _note_surplus(self, agent_name: str, view: Notification) -> None:
-        """Count a heartbeat with more entries than are read; the first one is logged."""
-        self._parts.recorder.count("num_refused_notifications")
-        if not self._has_told_surplus:
-            self._has_told_surplus = True
-            self._parts.recorder.warn(
-                "long-heartbeat",
-                f"a heartbeat of {agent_name[:200]!r} names {view.surplus} requests more than are read: their leases are not "
-                "renewed. Further ones are counted only (num_refused_notifications)",
-            )
 
     def _renew(self, view: Notification) -> None:
         now_s = self._parts.now_s()
@@ -163,10 +155,9 @@ class LeaseKeeper:
         """End the leases that are due: void the fence first, then report the blocks free."""
         for end in self._leases.take_ended(now_s=self._parts.now_s()):
             if end.fence is not None and has_fences:
-                if self._stream_worker is not None and end.fence[0] < self._stream_slots:
-                    self._stream_worker.leases_ended([end])  # voids the progress word, too
-                else:
-                    self._parts.thread.write_fence(*end.fence)
+                self._parts.thread.write_fence(*end.fence)
+                if self.stream_worker is not None:
+                    self.stream_worker.leases_ended([end])  # voids a stream's progress word, too
             self._report(end, self._renewed_s.pop(end.request_id, None))
         # Poll for notifications often while a lease runs; the grant of an announced request wakes the thread. A prompt that
         # takes seconds is announced when it arrives; polling often from then on would take a tenth of a core.
@@ -179,7 +170,7 @@ class LeaseKeeper:
         last = "no heartbeat ever came" if silence_s is None else f"last heartbeat {silence_s:.1f} s ago"
         if end.is_revoked:
             self._parts.recorder.count("num_revoked_leases")
-            self._parts.recorder.warn(
+            self._parts.recorder.warning(
                 "lease-revoked",
                 f"request {end.request_id}: this engine revoked its lease before it was read ({last}); its blocks are given "
                 "back. A reader of ours that still comes finds its fence void; one of vLLM's own does not notice",
@@ -188,9 +179,10 @@ class LeaseKeeper:
             if silence_s is not None:
                 self._observe_lag(silence_s)
             self._parts.recorder.count("num_kv_expired_reqs")
-            self._parts.recorder.warn(
+            self._parts.recorder.warning(
                 "lease-ended",
-                f"request {end.request_id}: its lease ended before it was read ({last}); its blocks are given back",
+                f"request {end.request_id}: its lease ended before it was read ({last}); its blocks are given back, and a "
+                "reader that still comes fails",
             )
         self._parts.recorder.hand_overs.mark(end.request_id, "freed", self._parts.now_s())
         self._sent(end.request_id)

@@ -16,15 +16,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, final
 
-from vllm_adapter.errors import code_of
+from vllm_adapter.cache.vllm_peer import peer_memory_kind
+from vllm_adapter.errors import code_of, message_of
 from vllm_adapter.worker.transfer.records import PeerEngine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from vllm_adapter.cache.vllm_peer import PeerPlanner, PeerRank
     from vllm_adapter.ports import AgentMetadata, HeartbeatOrder, Outcome, PeerAddress, PeerPlan, TransferResult
     from vllm_adapter.steps import Rank
-    from vllm_adapter.worker.transfer.planner import PeerPlanner, PeerRank
     from vllm_adapter.worker.transfer.records import Read, TransferParts
 
 __all__ = ["PeerDirectory"]
@@ -114,14 +115,13 @@ class PeerDirectory:
 
     def release(self, read: Read, engine: PeerEngine) -> None:
         """Notify the ranks whose completion has not been sent that this request needs nothing more from them."""
-        plan = engine.plan
-        is_refused = engine.gives_nonces and not read.order.ticket.nonce
-        if plan is None or read.is_passed_on or is_refused:
+        is_refused = "nonce" in engine.capabilities and not read.order.ticket.nonce
+        if read.is_passed_on or is_refused:
             return
         with self._parts.recorder.guarded("notification of a producer"):
             for rank in engine.keys:
                 if rank not in read.done_ranks:
-                    self._notify(engine, rank, self.read_complete(read, plan, rank))
+                    self._notify(engine, rank, self.read_complete(read, engine.plan, rank))
 
     def renew(self, order: HeartbeatOrder) -> tuple[PeerEngine | None, frozenset[str]]:
         """Send heartbeats; return the engine, and the ids of the requests whose leases they renew.
@@ -135,7 +135,7 @@ class PeerDirectory:
             self._parts.recorder.count("num_unsent_heartbeats")
             return None, frozenset()
         engine.last_used_s = self._parts.now_s()
-        readers = [reader for reader in order.readers if reader[1] or not engine.gives_nonces]
+        readers = [reader for reader in order.readers if reader[1] or "nonce" not in engine.capabilities]
         payloads = self._parts.codec.heartbeats(readers) if readers else ()
         for rank in engine.keys:
             for payload in payloads:
@@ -147,7 +147,7 @@ class PeerDirectory:
         try:
             is_sent = self._parts.thread.agent.send_notification(engine.keys[rank], payload)
         except Exception as error:  # noqa: BLE001  (what it would interrupt is the end of a request)
-            self._parts.recorder.info("not-notified", f"engine {engine.engine_id} could not be notified: {error}")
+            self._parts.recorder.info("not-notified", f"{engine.text} could not be notified: {error}")
             is_sent = False
         if not is_sent:
             self._parts.recorder.count("num_failed_notifications")
@@ -196,7 +196,7 @@ class PeerDirectory:
                 check_first=None if is_sure else check_first,
             )
         except Exception as error:  # noqa: BLE001  (any refusal of a ticket's numbers ends its requests, never this thread)
-            self._fail(engine, code_of(error), str(error))
+            self._fail(engine, code_of(error), message_of(error))
 
     def _dialect_for(self, peer: PeerAddress) -> int:
         """Return the dialect to query in: the ticket's, unless its queries have another shape than the configured one's.
@@ -220,10 +220,10 @@ class PeerDirectory:
         if not outcome.is_ok:
             self._parts.recorder.count("num_failed_handshakes" if was_asked else "num_unasked_engines")
             if outcome.code == "first-rank-refused" and lies:
-                message = f"engine {engine.engine_id} is not asked for further ranks: {lies[0]}"
+                message = f"{engine.text} is not asked for further ranks: {message_of(lies[0])}"
                 self._fail(engine, code_of(lies[0]), message)
-            else:
-                self._fail(engine, outcome.code, outcome.message)
+            else:  # a remembered failure has its cause in `last_code`
+                self._fail(engine, str(outcome.context.get("last_code", outcome.code)), outcome.message)
             return
         self._go_on(engine, self._set_up(engine, outcome.peers), told_s)
 
@@ -238,7 +238,7 @@ class PeerDirectory:
         except Exception as error:  # noqa: BLE001  (whatever a peer's metadata provokes ends its requests, never this thread)
             self._parts.recorder.count("num_failed_handshakes")
             self._forget_ranks(engine)
-            self._fail(engine, code_of(error), f"engine {engine.engine_id} cannot be read from: {error}")
+            self._fail(engine, code_of(error), f"{engine.text} cannot be read from: {message_of(error)}")
             return
         engine.phase = "ready"
         engine.last_answer_s = self._parts.now_s()
@@ -255,7 +255,6 @@ class PeerDirectory:
         plan = self._planner.plan(engine.address, ranks)
         self._forget_aliases(engine)
         engine.set_ready(plan, metadata)
-        engine.has_our_blocks = False
         # A peer whose groups cannot be compared can be read from as a whole all the same.
         with self._parts.recorder.guarded("comparison of cache groups"):
             engine.has_our_blocks = self._planner.has_our_blocks(ranks, plan)
@@ -271,7 +270,7 @@ class PeerDirectory:
                     metadata[rank].agent_metadata,
                     plan.local_rows(rank),
                     plan.peer_rows(rank),
-                    memory_kind=self._planner.peer_geometry.memory_kind(metadata[rank]),
+                    memory_kind=peer_memory_kind(metadata[rank]),
                     local_kind=self._planner.local_kind,
                     fence=metadata[rank].fence,
                     # The id of its engine, so that no listener can serve another's agent.
@@ -283,7 +282,7 @@ class PeerDirectory:
         binding = "" if "prompt-digest" in engine.capabilities else f"; {_NOT_BOUND}"
         self._parts.recorder.info(
             "engine-ready",
-            f"engine {engine.engine_id} is ready: reads from ranks {list(plan.producer_ranks)}, "
+            f"{engine.text} is ready: reads from ranks {list(plan.producer_ranks)}, "
             f"{plan.bytes_per_token:g} bytes a token, {fences}{binding}",
         )
 
@@ -292,7 +291,7 @@ class PeerDirectory:
         for other in list(self.engines.values()):
             is_alias = other is not engine and other.engine_id == engine.engine_id
             if is_alias and other.phase == "ready" and other.reads_in_flight == 0:
-                self._drain(other, f"it is now known as {engine.key((0, 0))}")
+                self._drain(other, f"{engine.text} has this name now")
 
     # ---------------------------------------------------------------------------------------------- leaving
 
@@ -308,14 +307,14 @@ class PeerDirectory:
         """Stop using a failing engine; it is set up again once its reads in flight have ended."""
         if engine.phase != "draining":
             self._parts.recorder.count("num_dropped_engines")
-            self._parts.recorder.warn(
-                "engine-dropped", f"engine {engine.engine_id} is dropped and will be met anew: {reason}"
+            self._parts.recorder.warning(
+                "engine-dropped", f"{engine.text}: {reason}; connection closed, the next read connects again"
             )
         self._drain(engine, "")
 
     def _drain(self, engine: PeerEngine, reason: str) -> None:
         if reason:
-            self._parts.recorder.info("engine-let-go", f"engine {engine.engine_id} is let go: {reason}")
+            self._parts.recorder.info("engine-let-go", f"{engine.text}: {reason}; connection closed")
         engine.phase = "draining"
         self._forget_when_idle(engine)
 
@@ -363,10 +362,10 @@ class PeerDirectory:
         """Return the code and message of a read that has waited too long."""
         wait = f"within {self._wait_s:g} s"
         if engine.phase != "draining":
-            return "handshake-overdue", f"engine {engine.engine_id} was not met {wait}: its handshake has not ended"
+            return "handshake-overdue", f"{engine.text} has not answered the handshake {wait}"
         return "peer-draining", (
-            f"engine {engine.engine_id} was not met anew {wait}: {engine.reads_in_flight} "
-            "earlier reads from it are still on the wire or in quarantine; look whether it is stopped"
+            f"no new connection to {engine.text} {wait}: earlier reads from it are still on the wire or in "
+            f"quarantine ({engine.reads_in_flight}); check whether it is stopped"
         )
 
     def _look_after_idle(self, engine: PeerEngine, now_s: float) -> None:
@@ -376,7 +375,7 @@ class PeerDirectory:
         ttl_s = self._parts.settings.engine_ttl  # 0: engines are never forgotten, as in vLLM's own connector
         if ttl_s and now_s - engine.last_used_s > ttl_s:
             self._drain(engine, f"unused for {ttl_s:g} s")
-        elif is_silent and not engine.probe_id and engine.plan is not None and engine.plan.producer_ranks:
+        elif is_silent and not engine.probe_id and engine.plan.producer_ranks:
             self._probe(engine, engine.plan.producer_ranks[0])
 
     def _probe(self, engine: PeerEngine, rank: Rank) -> None:
@@ -404,7 +403,7 @@ class PeerDirectory:
         is_gone = result.code == "peer-disconnected"
         if is_gone or engine.silent_probes >= _SILENT_PROBES:
             reason = "its process is gone" if is_gone else f"{engine.silent_probes} probes had no answer"
-            self.drop(engine, f"{reason} ({result.code}: {result.message})")
+            self.drop(engine, f"{reason}: {result.message} ({result.code})")
 
 
 def _take(engine: PeerEngine) -> list[Read]:

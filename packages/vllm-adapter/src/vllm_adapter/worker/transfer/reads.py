@@ -18,7 +18,8 @@ from __future__ import annotations
 from itertools import islice
 from typing import TYPE_CHECKING, final
 
-from vllm_adapter.errors import code_of
+from vllm_adapter.cache.names import peer_text
+from vllm_adapter.errors import code_of, message_of
 from vllm_adapter.steps import ReadEnd, ReadTimes
 from vllm_adapter.worker.transfer.peers import PeerDirectory
 from vllm_adapter.worker.transfer.records import Read
@@ -27,17 +28,16 @@ from vllm_adapter.worker.transfer.streams import StreamCoordinator
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from vllm_adapter.cache.vllm_peer import PeerPlanner
     from vllm_adapter.observe.answers import Answer
     from vllm_adapter.ports import (
         HeartbeatOrder,
-        PeerPlan,
         ReadOrder,
         StallEntry,
         StreamOrder,
         StreamReaders,
         TransferResult,
     )
-    from vllm_adapter.worker.transfer.planner import PeerPlanner
     from vllm_adapter.worker.transfer.records import PeerEngine, TransferParts
     from vllm_adapter.worker.transfer.stream_parts import StreamShape
 
@@ -55,7 +55,8 @@ class ReadCoordinator:
         parts: The registration's threads, codec, recorder and clock.
         planner: Plans against peers.
         ended: Called once with the end of every read, plain or streamed; cheap and thread-safe.
-        streams: The state machine that decides what streams read next, and the groups of both engines; None without streaming.
+        readers: The state machine that decides what streams read next.
+        shape: Groups of both engines.
     """
 
     def __init__(
@@ -63,16 +64,15 @@ class ReadCoordinator:
         parts: TransferParts,
         planner: PeerPlanner,
         ended: Callable[[ReadEnd], None],
-        streams: tuple[StreamReaders, StreamShape] | None = None,
+        readers: StreamReaders,
+        shape: StreamShape,
     ) -> None:
         self._parts = parts
         self._ended = ended
         self._transfers: dict[str, Read] = {}
         self._peers = PeerDirectory(parts, planner, ready=self._begin, failed=self._fail)
         self._stalled: set[str] = set()
-        self._streams: StreamCoordinator | None = None
-        if streams is not None:
-            self._streams = StreamCoordinator(parts, *streams, self._peers, self._transfers, self._end)
+        self._streams = StreamCoordinator(parts, readers, shape, self._peers, self._transfers, self._end)
 
     def look_after(self) -> None:
         """End waits that are too long, drop dead and unused engines, and report reads without progress."""
@@ -80,9 +80,8 @@ class ReadCoordinator:
             self._peers.look_after()
         with self._parts.recorder.guarded("looking after stalled reads"):
             self._check_stalls()
-        if self._streams is not None:
-            with self._parts.recorder.guarded("looking after streams"):
-                self._streams.look_after()
+        with self._parts.recorder.guarded("looking after streams"):
+            self._streams.look_after()
 
     def _check_stalls(self) -> None:
         """Report what has stalled since the last call: each transfer is counted once, each request logged once, by engine."""
@@ -94,17 +93,17 @@ class ReadCoordinator:
             recorder.count("num_stalled_reads")
             order = reads[transfer_id].order
             if order.request_id not in known_requests:
-                fresh.setdefault(order.ticket.peer.engine_id, []).append(stalls[transfer_id])
+                fresh.setdefault(peer_text(order.ticket.peer), []).append(stalls[transfer_id])
         self._stalled = set(stalls)
-        for engine_id, entries in fresh.items():
+        for peer, entries in fresh.items():
             since_s = self._parts.now_s() - min(entry.since_s for entry in entries)
             bytes_left = sum(entry.bytes_left for entry in entries)
             requests = sorted({reads[entry.transfer_id].order.request_id for entry in entries})
             names = ", ".join(requests[:_NAMED]) + (" and others" if len(requests) > _NAMED else "")
-            recorder.warn(
+            recorder.warning(
                 "stalled",
-                f"engine {engine_id} is stopped, slow or unreachable: no part of {len(entries)} reads has ended for "
-                f"{since_s:.1f} s, {bytes_left} bytes are left (requests {names}); each is given up after "
+                f"{peer} is stopped, slow or unreachable: no read from it has made progress for {since_s:.1f} s "
+                f"(reads: {len(entries)}, bytes left: {bytes_left}, requests: {names}); each is given up after "
                 f"{self._parts.settings.read_timeout_s:g} s",
             )
 
@@ -117,12 +116,11 @@ class ReadCoordinator:
         now_s, engines = self._parts.now_s(), self._peers.engines.values()
         waiting = [read for engine in engines for read in engine.waiting]
         reads = [*self._posted(), *waiting]
-        streams: Answer = self._streams.describe(most) if self._streams is not None else {}
         return {
             "reads": len(reads),
             "reads_waiting_for_a_peer": len(waiting),
             "oldest_reads": [read.describe(now_s) for read in reads[:most]],
-            **streams,
+            **self._streams.describe(most),
             "peers": len(engines),
             "peer_engines": [engine.describe(now_s) for engine in islice(engines, most)],
         }
@@ -148,8 +146,7 @@ class ReadCoordinator:
 
     def stop(self, request_id: str) -> None:
         """Stop a stream; its end is reported, as failed, once all its transfers are quiet."""
-        if self._streams is not None:
-            self._streams.stop(request_id)
+        self._streams.stop(request_id)
 
     def cancel(self, request_id: str, *, is_passed_on: bool = False) -> None:
         """Give up a plain read that is no longer needed; it still ends once, when its pages are quiet.
@@ -170,8 +167,7 @@ class ReadCoordinator:
 
     def end_all(self, code: str, message: str) -> None:
         """Fail every read, including those whose data has arrived unverified; each ends once its pages are quiet."""
-        if self._streams is not None:
-            self._streams.break_all(code, message)
+        self._streams.break_all(code, message)
         for read in self._peers.take_waiting():
             read.was_met = False
             self._fail(read, code, message)
@@ -191,29 +187,30 @@ class ReadCoordinator:
 
     def _begin(self, read: Read, engine: PeerEngine) -> None:
         """Read from an engine that is ready; raises nothing."""
-        plan, order = engine.plan, read.order
+        order = read.order
         try:
-            if read.is_ended or (read.stream is None and (plan is None or order.is_notify_only)):
+            if read.is_ended or (read.stream is None and order.is_notify_only):
                 self._peers.release(read, engine)
                 self._end(read)
                 return
             reason = refusal(order, engine)
-            if reason is None and read.attempt and plan is not None:
-                reason = self._refused_retry(read, plan, engine)
+            if reason is None and read.attempt:
+                reason = self._refused_retry(read, engine)
             if reason is not None:
                 self._fail(read, *reason)
-            elif read.stream is not None and self._streams is not None:
+            elif read.stream is not None:
                 self._streams.begin(read, read.stream, engine)
-            elif plan is not None:
-                self._post(read, engine, plan)
+            else:
+                self._post(read, engine)
         except Exception as error:  # noqa: BLE001  (block ids come from the client, plans from a peer's documents)
             if not read.transfers and read.stream is None:
                 self._peers.release(read, engine)
             self._abandon(read, "" if hasattr(error, "code") else "start of a read", error)
 
-    def _post(self, read: Read, engine: PeerEngine, plan: PeerPlan) -> None:
+    def _post(self, read: Read, engine: PeerEngine) -> None:
         """Post an attempt; its transfers are named e.g. `r1/0.1`, and `r1/0.1+` at the second one."""
         order, ticket, now_s, settings = read.order, read.order.ticket, self._parts.now_s(), self._parts.settings
+        plan = engine.plan
         # Compute all ranks' indices first: nothing must be posted for a request that a later rank would refuse.
         indices, read.staged = plan.route(order.local_blocks, ticket.peer_blocks, tokens=order.tokens)
         if not read.attempt:
@@ -240,7 +237,7 @@ class ReadCoordinator:
                     )
                     continue
             except Exception as error:  # noqa: BLE001  (posting is refused: the request fails, the thread goes on)
-                self._note_failure(read, code_of(error), str(error))
+                self._note_failure(read, code_of(error), message_of(error))
             self._close_transfer(read, transfer_id)
 
     # ---------------------------------------------------------------------------------------------- results
@@ -255,7 +252,7 @@ class ReadCoordinator:
         try:
             if result.outcome != "done":
                 self._note_lost(read, read.engine, result)
-            elif read.stream is not None and self._streams is not None:
+            elif read.stream is not None:
                 self._streams.arrived(read, result)
             else:
                 now_s = self._parts.now_s()
@@ -268,23 +265,23 @@ class ReadCoordinator:
                 recorder.read_done(result)
         except Exception as error:  # noqa: BLE001  (the read ends all the same)
             recorder.trouble("end of a transfer", error)
-            self._note_failure(read, code_of(error), str(error))
+            self._note_failure(read, code_of(error), message_of(error))
         if result.is_memory_quiet:
             self._close_transfer(read, result.transfer_id)
             return
         recorder.count("num_quarantined_reads")
         if not read.unquiet:
-            recorder.warn(
+            recorder.warning(
                 "quarantine",
-                f"request {read.order.request_id}: its pages stay quarantined until the transfers from engine "
-                f"{read.order.ticket.peer.engine_id} are known to be over ({result.code})",
+                f"request {read.order.request_id}: its pages stay quarantined until the transfers from "
+                f"{peer_text(read.order.ticket.peer)} are known to be over ({result.code})",
             )
         read.unquiet.add(result.transfer_id)
 
     def _note_lost(self, read: Read, engine: PeerEngine, result: TransferResult) -> None:
         # Failures that come from this rank's own agent (`queue-full`, `bad-indices`) say nothing about the peer.
         is_peer_at_fault = result.outcome == "failed" and result.fault != "local"
-        if read.stream is not None and self._streams is not None:
+        if read.stream is not None:
             self._streams.lost(read, result)
         else:
             # Setting the engine up again also helps where the agent has removed the peer (`peer-removed`), as when another
@@ -294,7 +291,7 @@ class ReadCoordinator:
             if result.outcome == "fence-rejected":
                 self._parts.recorder.count("num_fence_rejections")
         if is_peer_at_fault and engine.phase == "ready":
-            self._peers.drop(engine, f"a read failed ({result.code}: {result.message})")
+            self._peers.drop(engine, f"a read failed: {result.message} ({result.code})")
 
     def memory_quiet(self, transfer_id: str) -> None:
         """Note that nothing can write into the pages of an ended transfer any more."""
@@ -313,7 +310,7 @@ class ReadCoordinator:
     def _close_transfer(self, read: Read, transfer_id: str) -> None:
         rank, engine = read.transfers.pop(transfer_id), read.engine
         self._transfers.pop(transfer_id, None)
-        if read.stream is not None and self._streams is not None:
+        if read.stream is not None:
             self._streams.landed(read, rank, transfer_id)
             return
         if read.transfers or engine is None:
@@ -326,7 +323,14 @@ class ReadCoordinator:
                 message = f"the read ended {late_s:.1f} s after the peer's lease on the pages"
                 self._note_failure(read, "read-after-expiry", message)
             if read.code and self._may_retry(read, engine):
-                self._retry(read, engine)
+                self._parts.recorder.count("num_retried_reads")
+                self._parts.recorder.info(
+                    "second-attempt",
+                    f"request {read.order.request_id}: its read from {engine.text} is tried again ({read.code})",
+                )
+                read.code = read.message = ""
+                read.engine = None
+                self._peers.submit(read)
             else:
                 if read.done_ranks != engine.keys.keys() and (engine.phase == "ready" or not read.code):
                     self._peers.release(read, engine)
@@ -347,32 +351,21 @@ class ReadCoordinator:
         is_in_time = self._parts.now_s() < min(read.deadline_s, read.trusted_until_s)
         return is_in_time and _notices_restart(read.order, engine)
 
-    def _refused_retry(self, read: Read, plan: PeerPlan, engine: PeerEngine) -> tuple[str, str] | None:
+    def _refused_retry(self, read: Read, engine: PeerEngine) -> tuple[str, str] | None:
         """Return why a second attempt cannot continue where the first one ended, as (code, message); None if it can."""
         if self._parts.now_s() >= read.deadline_s:
             wait_s = self._parts.settings.read_timeout_s
-            return "transfer-timed-out", f"the engine was met anew only after {wait_s:g} s"
-        is_same_plan = read.done_ranks <= set(plan.producer_ranks) and bool(read.staged) == plan.is_staged
+            return "transfer-timed-out", f"the engine was connected again only after {wait_s:g} s"
+        is_same_plan = read.done_ranks <= set(engine.plan.producer_ranks) and bool(read.staged) == engine.plan.is_staged
         if not is_same_plan or not _notices_restart(read.order, engine):
-            return "peer-changed", "the engine that was met anew keeps its pages in another way than before"
+            return "peer-changed", "the engine lays out its pages differently since it was connected again"
         return None
-
-    def _retry(self, read: Read, engine: PeerEngine) -> None:
-        self._parts.recorder.count("num_retried_reads")
-        self._parts.recorder.info(
-            "second-attempt",
-            f"request {read.order.request_id}: its read failed ({read.code}: {read.message}); engine {engine.engine_id} is "
-            "met anew and read once more",
-        )
-        read.code = read.message = ""
-        read.engine = None
-        self._peers.submit(read)
 
     def _abandon(self, read: Read, action: str, error: Exception) -> None:
         """Fail a read because of an exception; its transfers on the wire end first."""
         if action:
             self._parts.recorder.trouble(action, error)
-        self._note_failure(read, code_of(error), str(error))
+        self._note_failure(read, code_of(error), message_of(error))
         if read.transfers:
             self._parts.cancel(read)
         else:
@@ -401,16 +394,16 @@ def refusal(order: ReadOrder, engine: PeerEngine) -> tuple[str, str] | None:
     """Return why a ticket contradicts its engine's announcements and must be refused; None if it does not."""
     ticket, is_bound = order.ticket, "prompt-digest" in engine.capabilities
     if engine.is_fenced and ticket.fence is None:
-        return "fence-missing", f"engine {engine.engine_id} has fences, but the ticket names none"
+        return "fence-missing", f"{engine.text} has fences, but the ticket names none"
     if is_bound and not ticket.prompt:
-        return "prompt-missing", f"engine {engine.engine_id} binds tickets to prompts, but the ticket has no digest"
+        return "prompt-missing", f"{engine.text} binds tickets to prompts, but the ticket has no digest"
     # Tickets of vLLM's own connector, and of version 0.1 of this one, contain only ids. The scheduler, which does not know the
     # peer's block size, placed lists that do not begin with the prompt's first block as if it were ours.
     if not (is_bound or engine.has_our_blocks) and any(
         blocks.first_token or (blocks.null is not None and blocks.null in blocks.ids) for blocks in ticket.peer_blocks
     ):
-        sizes = f"blocks of engine {engine.engine_id} hold other numbers of tokens than ours"
+        sizes = f"blocks of {engine.text} hold other numbers of tokens than ours"
         return "peer-blocks-unplaced", f"{sizes}, and its ticket does not say where its block lists begin"
-    if engine.gives_nonces and not ticket.nonce:
-        return "nonce-missing", f"engine {engine.engine_id} gives each ticket a nonce, but this one has none"
+    if "nonce" in engine.capabilities and not ticket.nonce:
+        return "nonce-missing", f"{engine.text} gives each ticket a nonce, but this one has none"
     return None

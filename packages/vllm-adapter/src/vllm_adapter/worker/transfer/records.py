@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, final
 
+from vllm_adapter.cache.names import channel_text, peer_text
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
@@ -154,14 +156,14 @@ class PeerEngine:
         phase: `wiring` (its handshake is in progress), `ready` (planned, prepared, connected) or `draining` (reads in flight may
             end and new ones wait; then the engine is forgotten and set up again).
         waiting: Reads that wait for it.
-        plan: Plan for reading from it; None until it is ready.
+        plan: Plan for reading from it; unset while `wiring`.
         keys: Names on the transfer thread of all ranks that are notified, those that are read from first.
         is_fenced: Whether all ranks that are read from have a fence array.
         can_stream: Whether its prompts can be read in parts while it computes them.
         has_our_blocks: Whether its cache groups have blocks of as many tokens as ours.
-        capabilities: Capabilities that all its ranks announce.
-        gives_nonces: Whether each of its tickets has a nonce. One without is not answered: request ids are no secrets, so it may
-            be forged, and a notification in the request's name would renew or end the lease of the real ticket's holder.
+        capabilities: Capabilities that all its ranks announce. With `nonce`, a ticket without one is not answered: request ids
+            are not secret, so it may be forged, and a notification in the request's name would renew or end the lease of the
+            real ticket's holder.
         generation: Generation of its memory registration; None if it announces none.
         reads_in_flight: Reads posted to it that have not ended.
         last_used_s: Time at which an order last named it.
@@ -175,13 +177,12 @@ class PeerEngine:
     last_answer_s: float
     phase: Literal["wiring", "ready", "draining"] = "wiring"
     waiting: list[Read] = field(default_factory=list["Read"])
-    plan: PeerPlan | None = None
+    plan: PeerPlan = field(init=False)
     keys: dict[Rank, str] = field(default_factory=dict["Rank", str])
     is_fenced: bool = False
     can_stream: bool = False
-    has_our_blocks: bool = True
+    has_our_blocks: bool = False
     capabilities: frozenset[str] = frozenset()
-    gives_nonces: bool = False
     generation: int | None = None
     reads_in_flight: int = 0
     silent_probes: int = 0
@@ -192,11 +193,17 @@ class PeerEngine:
         """Engine id of the peer."""
         return self.address.engine_id
 
+    @property
+    def text(self) -> str:
+        """The engine as log lines name it."""
+        return peer_text(self.address)
+
     def key(self, rank: Rank) -> str:
         """Return the name of one rank on the transfer thread, e.g. `P@10.0.0.1:5600/2.1.1/0.1#7f` (tp 2, tp rank 1)."""
         peer = self.address
         life = "" if peer.generation is None else f"#{peer.generation:x}"
-        return f"{peer.engine_id}@{peer.host}:{peer.port}/{peer.tp}.{peer.pp}.{peer.dcp}/{rank[0]}.{rank[1]}{life}"
+        place = channel_text(peer.host, peer.port)
+        return f"{peer.engine_id}@{place}/{peer.tp}.{peer.pp}.{peer.dcp}/{rank[0]}.{rank[1]}{life}"
 
     def set_ready(self, plan: PeerPlan, metadata: Mapping[Rank, AgentMetadata]) -> None:
         """Store the plan and the metadata from the handshake."""
@@ -206,7 +213,6 @@ class PeerEngine:
         self.is_fenced = all(metadata[rank].fence is not None for rank in plan.producer_ranks)
         announced = [frozenset(m.capabilities) for m in metadata.values()]
         self.capabilities = announced[0].intersection(*announced[1:]) if announced else frozenset()
-        self.gives_nonces = "nonce" in self.capabilities
 
     def is_meant_by(self, peer: PeerAddress) -> bool:
         """Return whether a ticket's address means this engine: the generations are equal, or one side announces none."""
@@ -216,10 +222,10 @@ class PeerEngine:
 
     def describe(self, now_s: float) -> Entry:
         """Return an operator's view."""
-        address, plan = self.address, self.plan
+        address, plan = self.address, None if self.phase == "wiring" else self.plan
         return {
             "engine_id": self.engine_id,
-            "side_channel": f"{address.host}:{address.port}",
+            "side_channel": channel_text(address.host, address.port),
             "phase": self.phase,
             "ranks_read": [f"{pp}.{tp}" for pp, tp in plan.producer_ranks] if plan is not None else [],
             "bytes_per_token": plan.bytes_per_token if plan is not None else None,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, final
 
 import numpy as np
 
-from vllm_adapter.errors import AdapterError, code_of
+from vllm_adapter.errors import code_of, message_of
 from vllm_adapter.steps import STREAM_STOPPED
 from vllm_adapter.worker.transfer.stream_parts import Part
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from vllm_adapter.observe.answers import Answer, Entry
     from vllm_adapter.ports import (
         Indices,
-        PeerPlan,
         StreamOrder,
         StreamPart,
         StreamReaders,
@@ -58,9 +57,7 @@ class FollowedRank:
     Attributes:
         coordinator: The coordinator of the stream.
         read: The stream.
-        order: The scheduler's order.
         engine: The producer's engine.
-        plan: Plan against that engine.
         rank: (pp, tp) rank of the producer.
         name: Its name among all that are followed.
         watch: The agent's watch of its words; None before it begins.
@@ -74,9 +71,7 @@ class FollowedRank:
 
     coordinator: StreamCoordinator
     read: Read
-    order: StreamOrder
     engine: PeerEngine
-    plan: PeerPlan
     rank: Rank
     name: str
     watch: StreamWatch | None = None
@@ -96,12 +91,12 @@ class FollowedRank:
             if part.is_last and self.read.times.whole_s is None:
                 self.read.times.whole_s, self.read.times.early_bytes = now_s, self.read.times.bytes_moved
             try:
-                self._request(part)
+                self._request(tag, part)
             except Exception as error:  # noqa: BLE001  (what a peer's words provoke ends its stream, never this thread)
-                self.coordinator.give_up(self.read, code_of(error), str(error))
+                self.coordinator.give_up(self.read, code_of(error), message_of(error))
         self.coordinator.settle()
 
-    def _request(self, part: StreamPart) -> None:
+    def _request(self, tag: int, part: StreamPart) -> None:
         """Request the table's entries of a part, or post it if it needs none."""
         shape, tokens = self.coordinator.shape, self.read.order.tokens
         span = shape.entry_tokens
@@ -112,7 +107,7 @@ class FollowedRank:
             return
         for blocks in asked.blocks:
             if blocks.length:
-                self.watch.read_table(self.order.tag, blocks.place, blocks.place + blocks.length)
+                self.watch.read_table(tag, blocks.place, blocks.place + blocks.length)
         if asked.is_listed({}):
             self._post(asked)
 
@@ -128,7 +123,7 @@ class FollowedRank:
         """Process the end of its watch."""
         self.coordinator.give_up(self.read, code, message)
         if self.engine.phase == "ready":
-            self.coordinator.peers.drop(self.engine, f"a streamed read failed ({code}: {message})")
+            self.coordinator.peers.drop(self.engine, f"a streamed read failed: {message} ({code})")
         self.coordinator.settle()
 
     def _post(self, part: Part) -> None:
@@ -137,21 +132,22 @@ class FollowedRank:
         try:
             local = coordinator.shape.local_blocks(part.blocks, order.local_blocks)
             peer = coordinator.shape.peer_blocks(part.blocks, self.ids, order.ticket.peer_blocks)
-            indices = self.plan.indices(self.rank, local, peer, tokens=part.tokens)
+            indices = self.engine.plan.indices(self.rank, local, peer, tokens=part.tokens)
             if len(indices[0]):
                 self.read.times.posted_s = self.read.times.posted_s or now_s
                 coordinator.post(self, indices, None)
                 return
         except Exception as error:  # noqa: BLE001  (block ids come from the peer: one stream can only end itself)
-            coordinator.give_up(self.read, code_of(error), str(error))
+            coordinator.give_up(self.read, code_of(error), message_of(error))
         coordinator.readers.landed(self.name, is_good=not self.read.code, now_s=now_s)
 
 
 @final
+@dataclass(slots=True, eq=False)
 class StreamCoordinator:
     """Follows streams, posts their parts, and ends each of them once.
 
-    Args:
+    Attributes:
         parts: The registration's threads, codec, recorder and clock.
         readers: The state machine that decides what to read next.
         shape: Groups of both engines.
@@ -160,41 +156,26 @@ class StreamCoordinator:
         end: Called with every stream that is over and quiet; the blocks of a failed one may be read into again.
     """
 
-    def __init__(
-        self,
-        parts: TransferParts,
-        readers: StreamReaders,
-        shape: StreamShape,
-        peers: PeerDirectory,
-        transfers: dict[str, Read],
-        end: Callable[[Read], None],
-    ) -> None:
-        self.parts = parts
-        self.readers = readers
-        self.shape = shape
-        self.peers = peers
-        self._transfers = transfers
-        self._end = end
-        self._ranks: dict[str, FollowedRank] = {}
-        self._streams: dict[str, Read] = {}
-        self._count = 0
+    parts: TransferParts
+    readers: StreamReaders
+    shape: StreamShape
+    peers: PeerDirectory
+    transfers: dict[str, Read]
+    end: Callable[[Read], None]
+    _ranks: dict[str, FollowedRank] = field(default_factory=dict[str, FollowedRank], init=False)
+    _streams: dict[str, Read] = field(default_factory=dict[str, "Read"], init=False)
+    _count: int = field(default=0, init=False)
 
     # ---------------------------------------------------------------------------------------------- orders
 
     def begin(self, read: Read, order: StreamOrder, engine: PeerEngine) -> None:
-        """Follow a stream of an engine that is ready; ignore a second stream of a request, since the end of the first one stands.
-
-        Raises:
-            AdapterError: `no-plan`: nothing of this engine can be read. The stream has then not begun.
-        """
-        plan, fence, request_id = engine.plan, order.read.ticket.fence, order.read.request_id
+        """Follow a stream of a ready engine; ignore a second stream of a request, since the end of the first one stands."""
+        fence, request_id = order.read.ticket.fence, order.read.request_id
         if request_id in self._streams:
-            self.parts.recorder.warn(
+            self.parts.recorder.warning(
                 "stream-twice", f"request {request_id} is streamed already; its second order is left"
             )
             return
-        if plan is None:
-            raise AdapterError(f"engine {engine.engine_id} has pages for no rank of this one", code="no-plan")
         engine.reads_in_flight += 1
         read.engine = engine
         self._streams[request_id] = read
@@ -202,18 +183,16 @@ class StreamCoordinator:
             read.fail("not-streamed", "its pages cannot be read in parts")
         else:
             try:
-                self._follow(read, order, engine, plan, fence)
+                self._follow(read, order, engine, fence)
             except Exception as error:  # noqa: BLE001  (it has begun, so it ends as any other)
-                self.give_up(read, code_of(error), str(error))
+                self.give_up(read, code_of(error), message_of(error))
         if not read.open_ranks:
             self._report(read, engine)
         self.settle()
 
-    def _follow(
-        self, read: Read, order: StreamOrder, engine: PeerEngine, plan: PeerPlan, fence: tuple[int, int]
-    ) -> None:
+    def _follow(self, read: Read, order: StreamOrder, engine: PeerEngine, fence: tuple[int, int]) -> None:
         entry_tokens, (slot, generation), tokens = self.shape.entry_tokens, fence, order.read.tokens
-        for rank in plan.producer_ranks:
+        for rank in engine.plan.producer_ranks:
             name = f"{order.read.request_id}/{rank[0]}.{rank[1]}"
             self.readers.watch(
                 name,
@@ -224,8 +203,8 @@ class StreamCoordinator:
                 first_entry=order.start // entry_tokens,
                 now_s=self.parts.now_s(),
             )
-            following = self._ranks[name] = FollowedRank(self, read, order, engine, plan, rank, name)
-            read.open_ranks[rank] = name
+            following = FollowedRank(self, read, engine, rank, name)
+            self._ranks[name], read.open_ranks[rank] = following, name
             watch_stream = self.parts.thread.agent.watch_stream
             following.watch = watch_stream(engine.keys[rank], slot, following, tokens=tokens)
 
@@ -238,7 +217,7 @@ class StreamCoordinator:
             # The read keeps waiting as one that has ended, to notify its producer that the blocks are not needed.
             if read.stream is not None:
                 read.fail(STREAM_STOPPED, "the stream was given up before it began")
-                self._end(read)
+                self.end(read)
         stream = self._streams.get(request_id)
         if stream is None:
             return
@@ -281,7 +260,7 @@ class StreamCoordinator:
             engine, read = following.engine, following.read
             wanted = [each for each in engine.waiting if not (each.is_ended or each.order.is_notify_only)]
             if engine.phase == "draining" and wanted and not read.code:
-                self.give_up(read, "stream-broken", "its engine is to be met anew, and other reads wait for that")
+                self.give_up(read, "stream-broken", "its engine must be connected again, and other reads wait for that")
         self.settle()
 
     # ---------------------------------------------------------------------------------------------- transfers
@@ -294,18 +273,13 @@ class StreamCoordinator:
         self.parts.thread.agent.post_read(
             transfer_id, key, *indices, notification=b"", deadline_s=deadline_s, fence=fence
         )
-        self._transfers[transfer_id] = following.read
+        self.transfers[transfer_id] = following.read
         following.read.transfers[transfer_id] = following.rank
         return transfer_id
 
-    def _reading(self, read: Read, rank: Rank) -> FollowedRank | None:
-        """Return a rank; None for the fence word of an attempt that is over: it says nothing about the data of the next one."""
-        name = read.open_ranks.get(rank)
-        return self._ranks[name] if name is not None else None
-
     def arrived(self, read: Read, result: TransferResult) -> None:
         """Process a part that has arrived, or a fence word that holds."""
-        following = self._reading(read, read.transfers[result.transfer_id])
+        following = self._ranks.get(read.open_ranks.get(read.transfers[result.transfer_id], ""))
         if following is None:
             return
         now_s, times = self.parts.now_s(), read.times
@@ -322,13 +296,13 @@ class StreamCoordinator:
 
     def lost(self, read: Read, result: TransferResult) -> None:
         """Process a transfer that failed: without one of its parts a stream is torn."""
-        following = self._reading(read, read.transfers[result.transfer_id])
+        following = self._ranks.get(read.open_ranks.get(read.transfers[result.transfer_id], ""))
         if following is not None and result.transfer_id != following.fence_read:
             self.give_up(read, result.code, result.message)
 
     def landed(self, read: Read, rank: Rank, transfer_id: str) -> None:
         """Note that nothing writes into the pages of a transfer any more, well or badly."""
-        following = self._reading(read, rank)
+        following = self._ranks.get(read.open_ranks.get(rank, ""))
         if following is None:
             return
         if transfer_id == following.fence_read:
@@ -376,7 +350,7 @@ class StreamCoordinator:
             following.watch.end()
         try:
             no_pages = _NO_INDICES, _NO_INDICES
-            following.fence_read = self.post(following, no_pages, following.order.read.ticket.fence)
+            following.fence_read = self.post(following, no_pages, following.read.order.ticket.fence)
         except Exception as error:  # noqa: BLE001  (a word that cannot be asked for ends its stream)
             self.parts.recorder.info("stream-fence", f"{following.name}: its fence could not be read: {error}")
             self.readers.fence_found(following.name, None)
@@ -400,7 +374,7 @@ class StreamCoordinator:
             self.parts.recorder.read_done(arrived)
         if not read.code or (read.is_cancelled and engine.phase == "ready"):
             self.peers.release(read, engine)
-        self._end(read)
+        self.end(read)
         self.peers.read_ended(engine)
 
 
