@@ -8,32 +8,18 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
+from envelopes import FACTORS as REAL_FACTORS
+from envelopes import rewritten
 from factories import TOKENS, attention_cache, facts
 
 from kv_handshake import Codec
-from vllm_adapter.cache.geometry import local_document
+from vllm_adapter.cache.geometry import local_document, metadata_fields
+from vllm_adapter.cache.vllm_peer import pack_document
 from vllm_adapter.cli import main
-from vllm_adapter.wiring import _CAPABILITIES, _encode_envelope
+from vllm_adapter.wiring import _CAPABILITIES
 
-__all__ = ["NO_AGENT", "Checked", "Rank", "config", "envelopes", "silenced"]
-
-FACTORS: dict[str, object] = {
-    "vllm_version": "0.32.0",
-    "nixl_connector_version": 14,
-    "model": "tiny",
-    "dtype": "torch.bfloat16",
-    "num_kv_heads": 4,
-    "head_size": 64,
-    "num_hidden_layers": 2,
-    "attn_backend_name": "FLASH_ATTN",
-    "cache_dtype": "auto",
-    "cross_layers_blocks": False,
-    "is_hma_enabled": False,
-    "speculative_config": None,
-    "transfer_mode": "pull",
-}
+FACTORS = {**REAL_FACTORS, "nixl_connector_version": 14, "model": "tiny"}
 TERMS = {"kv_connector": "NixlConnector", "kv_connector_module_path": "vllm_adapter", "kv_role": "kv_both"}
 Rank = tuple[int, int]
 
@@ -80,39 +66,33 @@ def envelopes(
             for number, layer in enumerate(group.layers)
         ]
         agent = agents[min(rank, len(agents) - 1)]
-        made[0, rank] = _encode_envelope(
-            Codec(capabilities=_CAPABILITIES),
-            here,
-            caches,
-            local_document(here, caches),
-            agent,
-            generation=1,
-            has_fence=True,
+        fields = {
+            **metadata_fields(here, caches),
+            "agent_metadata": agent.agent_metadata(),
+            "fence": agent.fence,
+            "streams": agent.streams,
+            "geometry": pack_document(local_document(here, caches)),
+            "generation": 1,
+        }
+        codec = Codec(capabilities=_CAPABILITIES)
+        made[0, rank] = codec.encode_envelope(
+            fields, {**here.factors, **here.extra_factors}, dialect=here.connector_version, rank=(0, rank)
         )
     return made
 
 
 def silenced(frames: dict[Rank, bytes]) -> dict[Rank, bytes]:
     """Return the same as vLLM's own connector sends it: a hash, and metadata without our keys."""
-    made: dict[Rank, bytes] = {}
-    for rank, frame in frames.items():
-        whole = msgspec.msgpack.decode(frame)
-        inner = {
-            key: value
-            for key, value in msgspec.msgpack.decode(whole["agent_metadata_bytes"]).items()
-            if "kvh_" not in key
-        }
-        made[rank] = msgspec.msgpack.encode(
-            {"compatibility_hash": whole["compatibility_hash"], "agent_metadata_bytes": msgspec.msgpack.encode(inner)}
-        )
-    return made
+    return {rank: rewritten(frame, is_ours=False) for rank, frame in frames.items()}
 
 
 class Checked:
     """The result of a check."""
 
-    def __init__(self, capsys: pytest.CaptureFixture[str], *words: str) -> None:
+    def __init__(self, capsys: pytest.CaptureFixture[str], *words: str, configs: Sequence[str] = ()) -> None:
         capsys.readouterr()
+        for option, given in zip(("--prefill-config", "--decode-config"), configs, strict=False):
+            words = (*words, option, given)
         read = () if "--read" in words else ("--no-read",)  # most listeners here have no agent behind them
         self.code = main(["check", "--json", "--timeout", "2", *read, *words])
         said = capsys.readouterr()

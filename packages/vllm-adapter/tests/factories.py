@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
+
+from facts import facts as facts_of
 
 from vllm_adapter.cache.facts import CacheGroup, EngineFacts, LayerCache
 
@@ -11,28 +14,30 @@ HEAD_SIZE = 64
 TOKENS = 128
 
 
-def facts(*, tp: int = 1, rank: int = 0, heads: int = 4, blocks: int = 64, **changes: object) -> EngineFacts:
+def write_secret(file: Path, content: bytes, mode: int = 0o440) -> str:
+    """Replace a file, as a mounted secret is replaced; return its path."""
+    fresh = file.with_suffix(".fresh")
+    fresh.unlink(missing_ok=True)
+    fresh.write_bytes(content)
+    fresh.chmod(mode)
+    fresh.replace(file)
+    return str(file)
+
+
+def facts(
+    *, tp: int = 1, rank: int = 0, heads: int = 4, blocks: int = 64, engine_id: str = "engine", **changes: Any
+) -> EngineFacts:
     values: dict[str, Any] = {
-        "engine_id": "engine",
-        "host": "127.0.0.1",
-        "port": 5600,
         "tp": tp,
         "tp_rank": rank,
-        "pp": 1,
-        "pp_rank": 0,
-        "dcp": 1,
         "total_kv_heads": heads,
         "head_size": HEAD_SIZE,
         "block_count": blocks,
-        "generation": 1,
-        "layout": "LBHNC",
         "attention_backend": "FLASH_ATTN",
-        "connector_version": 14,
         "groups": (CacheGroup("attention", TOKENS, 0, 0, ("layers.0", "layers.1")),),
-        "group_ids": (0,),
         "factors": {"model": "tiny"},
     }
-    return EngineFacts(**{**values, **changes})
+    return facts_of(engine_id, **{**values, **changes})
 
 
 def attention_caches(**changes: Any) -> list[LayerCache]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from kv_nixl_agent import PeerSpec
+import kv_handshake
+from kv_nixl_agent import PeerSpec, StallEntry, TransferResult
 from kv_scheduler_state import BlockList, HandoffTicket, HeartbeatOrder, PeerAddress, ReadOrder
 from vllm_adapter.observe.hand_overs import HandOverLog
 
@@ -35,25 +37,11 @@ def heartbeat(*readers: tuple[str, str]) -> HeartbeatOrder:
     return HeartbeatOrder(peer(), readers or (("p-r1", ""),))
 
 
-@dataclass(frozen=True)
-class _Result:
-    transfer_id: str
-    outcome: Any = "done"
-    code: str = ""
-    message: str = ""
-    fault: Any = "peer"
-    is_memory_quiet: bool = True
-    bytes_moved: int = 100
-    descriptor_count: int = 1
-    post_s: float = 0.0
-    wire_s: float = 0.001
-    queue_s: float = 0.0
-    fence_s: float = 0.0
-    bytes_by_path: tuple[tuple[str, Any, Any, int], ...] = (("UCX", "DRAM", "DRAM", 100),)
-
-
-Result: Any = _Result
-"""A transfer's result whose fault the test chooses; the library derives it from the code."""
+Result: Any = partial(
+    TransferResult, peer="P", outcome="done", bytes_moved=100, descriptor_count=1, wire_s=0.001,
+    bytes_by_path=(("UCX", "DRAM", "DRAM", 100),),
+)  # fmt: skip
+"""A transfer's good result, unless a test changes it."""
 
 
 @dataclass(frozen=True)
@@ -67,13 +55,9 @@ class Metadata:
     capabilities: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class Outcome:
-    is_ok: bool = True
-    peers: dict[tuple[int, int], Metadata] = field(default_factory=lambda: {(0, 0): Metadata()})
-    code: str = ""
-    message: str = ""
-    elapsed_s: float = 0.01
+_ONE_RANK: Any = {(0, 0): Metadata()}
+Outcome: Any = partial(kv_handshake.Outcome, peers=_ONE_RANK, elapsed_s=0.01)
+"""The end of a handshake with one rank, good unless it has a code."""
 
 
 class CodedFailure(Exception):  # noqa: N818
@@ -142,15 +126,15 @@ class FakeHandshakes:
     def request(self, **asked: Any) -> None:
         self.asked.append(asked)
 
-    def answer(self, outcome: Outcome, number: int = -1) -> None:
+    def answer(self, outcome: Any, number: int = -1) -> None:
         self.asked[number]["on_done"](outcome)
 
-    def answer_first(self, first: Any, rest: Outcome, number: int = -1) -> bool:
+    def answer_first(self, first: Any, rest: Any, number: int = -1) -> bool:
         """Answer for rank (0, 0), and for the others unless the asker refuses that; return whether they were asked for."""
         try:
             self.asked[number]["check_first"](first)
         except CodedFailure as error:
-            self.answer(Outcome(is_ok=False, peers={}, code="first-rank-refused", message=str(error)), number)
+            self.answer(Outcome(peers={}, code="first-rank-refused", message=str(error)), number)
             return False
         self.answer(rest, number)
         return True
@@ -159,11 +143,7 @@ class FakeHandshakes:
         pass
 
 
-@dataclass
-class Stall:
-    transfer_id: str
-    since_s: float
-    bytes_left: int = 4096
+Stall: Any = partial(StallEntry, peer="P", bytes_left=4096)
 
 
 class FakeWatch:
@@ -204,7 +184,7 @@ class FakeAgent:
         self.fences: list[tuple[int, int]] = []
         self.refuse_post = False
         self.deaf_peers: set[str] = set()
-        self.stalled: list[Stall] = []
+        self.stalled: list[StallEntry] = []
         self.may_poll_slowly = False
         self.watches: dict[str, FakeWatch] = {}
 
@@ -251,7 +231,7 @@ class FakeAgent:
         self.notified.append((peer, payload))
         return peer not in self.deaf_peers
 
-    def stalls(self) -> list[Stall]:
+    def stalls(self) -> list[StallEntry]:
         return self.stalled
 
     def write_fence(self, slot: int, generation: int) -> None:
@@ -283,7 +263,7 @@ class FakeRecorder:
     def info(self, _cause: str, line: str) -> None:
         self.lines.append(line)
 
-    def warn(self, _cause: str, line: str) -> None:
+    def warning(self, _cause: str, line: str) -> None:
         self.lines.append(line)
         self.warnings.append(line)
 

@@ -30,6 +30,7 @@ from vllm.v1.kv_cache_interface import (
 ONE_LATENT: dict[str, Any] = {"num_kv_heads": 1} | (
     {"max_tp_shards": 1} if "max_tp_shards" in MLAAttentionSpec.__dataclass_fields__ else {}  # since vLLM 0.31
 )
+TRANSCRIBED = "vLLM's own allocation code; back end transcribed from v1/attention/backends"
 HOST_CODE = "vLLM's own allocation code with the back end's class"
 
 
@@ -74,12 +75,9 @@ class CutlassMla(_Transcribed):
 def find_backend(path: str) -> tuple[Any, str]:
     """Return a back end by `module:class` below `vllm.v1.attention.backends`, and where its facts come from."""
     if path == "flashinfer":
-        return FlashInfer, "vLLM's own allocation code; back end transcribed from v1/attention/backends/flashinfer.py"
+        return FlashInfer, f"{TRANSCRIBED}/flashinfer.py"
     if path == "cutlass":
-        return (
-            CutlassMla,
-            "vLLM's own allocation code; back end transcribed from v1/attention/backends/mla/cutlass_mla.py",
-        )
+        return CutlassMla, f"{TRANSCRIBED}/mla/cutlass_mla.py"
     module, name = path.split(":")
     found = getattr(__import__(f"vllm.v1.attention.backends.{module}", fromlist=[name]), name)
     return found, f"{HOST_CODE} {path}"
@@ -93,9 +91,7 @@ def _heads(total: int, tp: int) -> int:
 
 
 def full(tp: int, *, heads: int = 4, size: int = 32, tokens: int = 16, dtype: Any = torch.bfloat16, **more: Any) -> Any:
-    return FullAttentionSpec(
-        block_size=tokens, num_kv_heads=_heads(heads, tp), head_size=size, dtype=dtype, **more
-    )  # fmt: skip
+    return FullAttentionSpec(block_size=tokens, num_kv_heads=_heads(heads, tp), head_size=size, dtype=dtype, **more)
 
 
 def window(tp: int, *, heads: int = 4, size: int = 32, tokens: int = 16, reach: int = 32, **more: Any) -> Any:
@@ -228,14 +224,14 @@ def _v32(tp: int) -> dict[str, KVCacheSpec]:
     }
 
 
-def _v4(tp: int) -> dict[str, KVCacheSpec]:
+def _v4(tp: int, *, blocks: int = 1) -> dict[str, KVCacheSpec]:
     """DeepSeek-V4: sliding latent pages, latent pages with one state for four tokens, and their indexer."""
     del tp
     swa = SlidingWindowMLASpec(
-        block_size=64, head_size=512, sliding_window=128, state_content_bytes=584, **ONE_LATENT, **V4
+        block_size=64 * blocks, head_size=512, sliding_window=128, state_content_bytes=584, **ONE_LATENT, **V4
     )
-    squeezed = latent(tokens=256, size=512, tokens_per_state=4, state_content_bytes=584, **V4)
-    keys = latent(tokens=256, size=132, dtype=torch.uint8, tokens_per_state=4, alignment=576)
+    squeezed = latent(tokens=256 * blocks, size=512, tokens_per_state=4, state_content_bytes=584, **V4)
+    keys = latent(tokens=256 * blocks, size=132, dtype=torch.uint8, tokens_per_state=4, alignment=576)
     return {"layers.0.swa": swa, "layers.0.attn": squeezed, "layers.0.index": keys, "layers.1.swa": swa}
 
 
@@ -260,6 +256,16 @@ def _ring_beside_latent(tp: int) -> dict[str, KVCacheSpec]:
     return {**same(latent()), "layers.0.ring": ring}
 
 
+def _compressed_hybrid(tp: int) -> dict[str, KVCacheSpec]:
+    """Attention beside keys compressed to one state for two tokens, the compressor's ring, states, and a convolution for all."""
+    ring = CircularBufferSpec(block_size=8, num_kv_heads=1, head_size=64, head_size_v=0, dtype=torch.bfloat16)
+    squeezed, attention = latent(tokens=64, size=128, tokens_per_state=2), full(tp, tokens=64)
+    mixers = {"layers.2": gated_delta(tp), "layers.2.conv": replace(short_conv(1), tp_replicated=True)}
+    padded = {name: replace(spec, page_size_padded=attention.page_size_bytes) for name, spec in mixers.items()}
+    parts = {"": attention, ".compressed": squeezed, ".ring": ring}
+    return {**{f"layers.{n}{part}": spec for part, spec in parts.items() for n in range(2)}, **padded}
+
+
 def _family(specs: Any = lambda tp: same(full(tp)), backend: str = FLASH, **more: Any) -> dict[str, Any]:
     return {"backend": backend, "specs": specs, **more}
 
@@ -280,6 +286,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "flash-attn-heads-across-layers": _family(layout="BHLNC"),
     "flash-attn-heads-outermost": _family(layout="LHBNC"),
     "flash-attn-fp8": _family(lambda tp: same(full(tp, dtype=E4M3))),
+    "flash-attn-fp8-big-blocks": _family(lambda tp: same(full(tp, tokens=64, dtype=E4M3))),
     "flash-attn-big-blocks": _family(lambda tp: same(full(tp, tokens=64))),
     "flash-attn-few-heads": _family(lambda tp: same(full(tp, heads=2)), heads=2, tp=(1, 2, 4)),
     "flash-attn-one-head": _family(lambda tp: same(full(tp, heads=1)), heads=1),
@@ -296,6 +303,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "flash-attn-shared-cache": _family(shares={"layers.2": "layers.1"}),
     "triton": _family(lambda tp: same(full(tp, dtype=torch.float16)), TRITON),
     "triton-int8-per-token-head": _family(lambda tp: same(full(tp, **INT8_HEADS)), TRITON),
+    "triton-int8-one-head": _family(lambda tp: same(full(tp, heads=1, **INT8_HEADS)), TRITON, heads=1),
+    "triton-int8-big-blocks": _family(lambda tp: same(full(tp, tokens=64, **INT8_HEADS)), TRITON),
     "triton-int4-per-token-head": _family(lambda tp: same(full(tp, **INT4_HEADS)), TRITON),
     "flashinfer-split-blocks": _family(lambda tp: same(full(tp, tokens=128)), "flashinfer"),
     "flashinfer-fp8": _family(lambda tp: same(full(tp, dtype=E4M3)), "flashinfer"),
@@ -316,6 +325,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "flashmla-sparse-fp8-with-indexer-cross-layer": _mla(_v32, SPARSE, layout="BLHNC", indexer=INDEXER),
     "flashmla-sparse-split-blocks": _mla(lambda _tp: same(fp8_latent(tokens=128)), SPARSE),
     "deepseek-v4": _mla(_v4, SPARSE, layout="BLHNC", indexer="mla.indexer:DeepseekV4IndexerBackend"),
+    "deepseek-v4-big-blocks": _mla(
+        lambda tp: _v4(tp, blocks=2), SPARSE, layout="BLHNC", indexer="mla.indexer:DeepseekV4IndexerBackend"
+    ),
     "ring-beside-latent": _mla(_ring_beside_latent, layout="BLHNC"),
     "mla-with-dense-draft": _mla(
         lambda tp: {**same(latent()), "draft.layers.0": full(tp, tokens=64)}, layout="BLHNC", draft=FLASH
@@ -329,6 +341,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "kimi-delta-with-mla": _mla(_kimi),
     "short-convolution": _mixed(short_conv),
     "replicated-convolution": _mixed(lambda _tp: replace(short_conv(1), tp_replicated=True)),
+    "compressed-hybrid": _family(_compressed_hybrid, layout="BLHNC", conv="DS"),
     "replay-ring": _mixed(replay_ring),
     "linear-attention": _mixed(linear),
     "cpu": _family(lambda tp: same(full(tp, tokens=32, dtype=torch.float32)), "cpu_attn:CPUAttentionBackend"),

@@ -10,11 +10,10 @@ from kv_handshake import Codec
 from kv_nixl_agent import PeerSpec
 from kv_scheduler_state import ReadOrder, StepPlan
 from kv_scheduler_state.streams import StreamReaders
-from vllm_adapter.cache.vllm_peer import PeerGeometry
+from vllm_adapter.cache.vllm_peer import PeerPlanner
 from vllm_adapter.config import Settings
 from vllm_adapter.steps import ReadEnd
 from vllm_adapter.worker.registration import Registration
-from vllm_adapter.worker.transfer.planner import PeerPlanner
 from vllm_adapter.worker.transfer.reads import ReadCoordinator
 from vllm_adapter.worker.transfer.records import TransferParts
 from vllm_adapter.worker.transfer.stream_parts import StreamShape
@@ -29,7 +28,7 @@ DOCUMENT: Any = {"groups": []}
 class Bench:
     """A coordinator between recording fakes, with a clock of its own."""
 
-    def __init__(self, *, streams: bool = False, **settings: Any) -> None:
+    def __init__(self, **settings: Any) -> None:
         self.now_s = 100.0
         self.agent, self.handshakes, self.planner = FakeAgent(), FakeHandshakes(), FakePlanner()
         self.ends: list[ReadEnd] = []
@@ -39,9 +38,9 @@ class Bench:
         agent, handshakes, recorder, plans = untyped
         configured = Settings(**{"read_timeout_s": 60, "read_retries": 0, **settings})
         parts = TransferParts(agent, handshakes, Codec(), recorder, lambda: self.now_s, "D", PeerSpec, configured, 14)
-        planner = PeerPlanner(DOCUMENT, PeerGeometry(plans, ()), plans, "DRAM")
-        followed = (StreamReaders(configured.read_timeout_s), StreamShape([(16, 0)])) if streams else None
-        self.reads = ReadCoordinator(parts, planner, self.ends.append, followed)
+        planner = PeerPlanner(DOCUMENT, (), plans, plans, "DRAM")
+        readers, shape = StreamReaders(configured.read_timeout_s), StreamShape([(16, 0)])
+        self.reads = ReadCoordinator(parts, planner, self.ends.append, readers, shape)
 
     def start(self, read: ReadOrder | None = None, *more: ReadOrder, **outcome: Any) -> None:
         """Order reads, and let the handshake end."""

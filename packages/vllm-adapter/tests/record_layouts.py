@@ -23,7 +23,6 @@ import torch
 import vllm
 from layout_families import FAMILIES, find_backend
 from vllm.config import VllmConfig
-from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     ChunkedLocalAttentionSpec,
@@ -34,6 +33,11 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 from vllm.v1.worker.utils import allocate_kv_cache, select_common_block_size
+
+try:
+    from vllm.v1.core import kv_cache_planning as planning
+except ImportError:  # before 0.33
+    from vllm.v1.core import kv_cache_utils as planning
 
 OUTPUT = Path(__file__).parent / "data" / "layouts.json"
 BLOCKS = 40
@@ -86,8 +90,8 @@ def allocate(name: str, tp: int) -> tuple[KVCacheConfig, dict[str, torch.Tensor]
     config = VllmConfig()
     config.cache_config.kv_cache_layout = family.get("layout", "LBHNC")
     config.cache_config.num_gpu_blocks_override = BLOCKS
-    groups = get_kv_cache_groups(config, specs)
-    cache = get_kv_cache_config_from_groups(config, groups, 1 << 40)
+    groups = planning.get_kv_cache_groups(config, specs)
+    cache = planning.get_kv_cache_config_from_groups(config, groups, 1 << 40)
     cache.kv_cache_layout = config.cache_config.kv_cache_layout
     tensors = allocate_kv_cache(
         cache, torch.device("cpu"), config.cache_config.get_resolved_kv_cache_layout(), _kernel_blocks(cache, backends)

@@ -71,7 +71,6 @@ def engine_facts(name: str, tp: int, tp_rank: int) -> EngineFacts:
         layout=family["layout"],
         attention_backend=family["backend"],
         groups=groups,
-        group_ids=tuple(range(len(groups))),
         state_groups=_state_groups(name),
     )
 

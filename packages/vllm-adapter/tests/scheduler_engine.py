@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 from factories import facts
+from prompts import Prompt
 from stream_wires import InMemory
 
 from kv_handshake import Codec
@@ -18,7 +17,7 @@ from kv_scheduler_state import GroupConfig, SchedulerConfig, SchedulerState
 from vllm_adapter.cache.facts import CacheGroup, EngineFacts
 from vllm_adapter.observe.recorder import Recorder
 from vllm_adapter.scheduler.chunks import ScheduledTokens
-from vllm_adapter.scheduler.hooks import Arrival, Ending
+from vllm_adapter.scheduler.followed import Arrival, Ending
 from vllm_adapter.scheduler.side import SchedulerSide
 from vllm_adapter.scheduler.streams import Streaming
 from vllm_adapter.steps import StepReport
@@ -42,6 +41,7 @@ def scheduler_side(
         "groups": tuple(kinds[group.kind] for group in engine.groups),
         "fence_slots": 4,
         "fence_seed": 100,
+        "nonce_seed": "s",
         "null_block": 0,
         "uses_host_buffer": engine.is_mirrored,
         "tp": engine.tp,
@@ -67,22 +67,6 @@ def streaming(
     return Streaming(facts(), state, Codec(), client, listener, fleet, wait_s, recorder or Recorder())
 
 
-@dataclass
-class Prompt:
-    """A prompt of which two different ones have different digests."""
-
-    text: str
-    refusal: str = ""
-
-    def digest(self, tokens: int) -> str | None:
-        if self.refusal or tokens > len(self.text):
-            return None
-        return hashlib.sha256(self.text[:tokens].encode()).hexdigest()
-
-    def media(self, tokens: int) -> None:
-        """Return None: the prompt has no media."""
-
-
 class Engine:
     """A scheduler side, its clock, and the plan of its latest step."""
 
@@ -92,7 +76,7 @@ class Engine:
         wire, is_asked = changes.pop("wire", None), changes.pop("is_asked", False)
         names = ("tp", "whole_reason", "is_lock_stepped", "is_mirrored")
         told = {key: changes.pop(key) for key in names if key in changes}
-        self.facts = facts(engine_id=name, groups=groups, group_ids=tuple(range(len(groups))), **told)
+        self.facts = facts(engine_id=name, groups=groups, **told)
         self.now_s = 0.0
         self.listener: Any = wire if wire is not None and is_asked else InMemory()
         client: Any = None if wire is None else InMemory() if is_asked else wire

@@ -6,11 +6,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from scheduler_engine import BLOCK, Engine, Prompt
+from prompts import Prompt
+from scheduler_engine import BLOCK, Engine
 from stream_wires import InMemory
 
 from vllm_adapter.scheduler.chunks import ScheduledTokens
-from vllm_adapter.scheduler.hooks import Arrival, Ending
+from vllm_adapter.scheduler.followed import Arrival, Ending
 from vllm_adapter.steps import StepReport
 
 HAND_OVER = "0f" * 16

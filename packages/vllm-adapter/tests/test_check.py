@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines_to_check import Checked, Rank, config, envelopes, silenced
+from engines_to_check import TERMS, Checked, Rank, config, envelopes, silenced
+from factories import write_secret
 
+from kv_handshake.cli import main as handshake
 from kv_handshake.security import ServerSecurity
 from vllm_adapter.cli import main
-from vllm_adapter.observe.status_socket import REQUEST, StatusSocket
 
 Serve = Callable[..., str]
 pytestmark = pytest.mark.usefixtures("no_engines")
@@ -24,22 +25,19 @@ pytestmark = pytest.mark.usefixtures("no_engines")
 
 @pytest.fixture
 def check(capsys: pytest.CaptureFixture[str]) -> Callable[..., Checked]:
-    return lambda *words: Checked(capsys, *words)
+    return lambda *words, **given: Checked(capsys, *words, **given)
 
 
 Check = Callable[..., Checked]
 
 
+def in_order(text: str, *words: str) -> bool:
+    places = [text.index(word) for word in words]
+    return places == sorted(places)
+
+
 def test_two_engines_that_fit_are_a_go_with_plan_and_cost(listen: Serve, check: Check) -> None:
-    same = (config(), config())
-    found = check(
-        listen(envelopes("P", tp=2)),
-        listen(envelopes("D", tp=1)),
-        "--prefill-config",
-        same[0],
-        "--decode-config",
-        same[1],
-    )
+    found = check(listen(envelopes("P", tp=2)), listen(envelopes("D", tp=1)), configs=(config(), config()))
     assert (found.code, found.is_go, found.reasons()) == (0, True, [])
     texts = [each["message"] for each in found.findings]
     # 2 layers x 4 heads x (64 + 64) channels x 4 bytes: 4096 bytes a token, 4 MiB in 1024 tokens.
@@ -62,59 +60,63 @@ def test_the_cost_follows_the_speed_of_the_wire(listen: Serve, check: Check) -> 
     assert "about 419" in cost("--gbps", "0.01")
 
 
-def test_a_wrong_port(listen: Serve, check: Check) -> None:
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        found = check(f"127.0.0.1:{unused.getsockname()[1]}", listen(envelopes("D")))
-    assert found.code == 1
-    assert found.reasons() == [("reach", "connection-refused")]
-    assert "not its HTTP port" in found.message("connection-refused")
-    assert "prefill 127.0.0.1" in found.message("connection-refused")
-
-
-def test_the_http_port_of_an_engine(listen: Serve, check: Check) -> None:
-    """A web server ends the opening of the connection, as a listener with keys does; without keys here, it is the likelier."""
-
-    def answer(web: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                accepted, _ = web.accept()
-                with accepted:
-                    accepted.recv(64)
-                    accepted.sendall(
-                        b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\nInvalid HTTP request received."
-                    )
-
-    with socket.create_server(("127.0.0.1", 0)) as web:
-        answering = threading.Thread(target=answer, args=[web])
-        answering.start()
-        found = check(f"127.0.0.1:{web.getsockname()[1]}", listen(envelopes("D")))
-        web.shutdown(socket.SHUT_RDWR)
-        answering.join()
-    assert found.reasons() == [("reach", "authentication-refused")]
-    advice = found.message("authentication-refused")
-    assert (
-        0 < advice.index("not its HTTP port") < advice.index("side_channel_server_key") < advice.index("are too many")
-    )
-
-
-def test_a_port_that_a_firewall_blocks(listen: Serve, check: Check) -> None:
+@pytest.mark.parametrize(
+    ("is_open", "code", "words"),
+    [(False, "connection-refused", "not its HTTP port"), (True, "timed-out", "firewall")],
+    ids=["a wrong port", "a port that a firewall blocks"],
+)
+def test_a_port_where_nobody_answers(listen: Serve, check: Check, is_open: bool, code: str, words: str) -> None:
     with socket.socket() as mute:
         mute.bind(("127.0.0.1", 0))
-        mute.listen()
+        if is_open:
+            mute.listen()
         began_s = time.monotonic()
         found = check(listen(envelopes("P")), f"127.0.0.1:{mute.getsockname()[1]}")
-    assert found.reasons() == [("reach", "timed-out")]
-    assert "decode 127.0.0.1" in found.message("timed-out")
-    assert "firewall" in found.message("timed-out")
+    assert (found.code, found.reasons()) == (1, [("reach", code)])
+    assert words in found.message(code)
+    assert "decode 127.0.0.1" in found.message(code)
     assert time.monotonic() - began_s < 20
 
 
-def test_a_factor_that_must_match(listen: Serve, check: Check) -> None:
+def talk(server: socket.socket, is_eager: bool) -> None:
+    """Answer as HTTP servers do: at once on bytes that are no request, or only on the end of one."""
+    with contextlib.suppress(OSError):
+        while True:
+            connection, got = server.accept()[0], b""
+            with connection, contextlib.suppress(OSError):
+                while not (got.endswith(b"\r\n\r\n") or (is_eager and got)):
+                    got += connection.recv(64) or b"\r\n\r\n"
+                connection.sendall(b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n")
+
+
+@pytest.mark.parametrize("is_eager", [True, False])
+def test_http_ports_in_place_of_side_channels(check: Check, capsys: pytest.CaptureFixture[str], is_eager: bool) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        place = f"127.0.0.1:{server.getsockname()[1]}"
+        threading.Thread(target=talk, args=(server, is_eager), daemon=True).start()
+        found = check(place, place)
+        assert handshake(["probe", place, "--vllm", "0.32.0", "--timeout", "2"]) == 3
+        server.shutdown(socket.SHUT_RDWR)
+    said = "an HTTP server answers there, not a side channel; the side channel's port is VLLM_NIXL_SIDE_CHANNEL_PORT"
+    assert found.reasons() == [("reach", "authentication-refused")] * 2
+    assert [each["message"] for each in found.findings[:2]] == [
+        f"{role} {place}: {said}, default 5600" for role in ("prefill", "decode")
+    ]
+    assert [each["advice"] for each in found.findings[:2]] == ["", ""]
+    assert f"{said}, default 5600 (authentication-refused)" in capsys.readouterr().err
+
+
+def test_a_factor_that_must_match(listen: Serve, check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
     addresses = listen(envelopes("P", factors={"dtype": "torch.float16"})), listen(envelopes("D"))
     found = check(*addresses)
     assert found.reasons() == [("factors", "factors-differ")]
     assert 'dtype: prefill has "torch.float16", decode "torch.bfloat16"' in found.message("factors-differ")
+    monkeypatch.setattr("factories.ELEMENT_BYTES", 2)
+    halved = listen(envelopes("P", factors={"dtype": "torch.float16"})), addresses[1]
+    found = check(*halved)
+    assert found.reasons() == [("factors", "factors-differ")], "the plan's refusal follows from it"
+    assert "element size" in found.message("plan-not-known")
+    assert check(*halved, "--policy", "off").reasons() == [("plan", "element-bytes-differ")]
     off = check(*addresses, "--policy", "off")
     assert off.code == 0
     assert "the text will be wrong" in off.message("factors-differ")
@@ -127,6 +129,32 @@ def test_a_factor_that_may_differ_is_refused_by_the_exact_rule_alone(listen: Ser
     assert '"compatibility_policy": "negotiated"' in exact.message("hash-mismatch")
     assert check(*addresses, "--policy", "negotiated").code == 0
     assert check(*addresses, "--decode-config", config(compatibility_policy="negotiated")).code == 0
+
+
+@pytest.mark.parametrize(
+    ("release", "connector", "level", "code"),
+    [
+        ("0.32.9", 14, "patch", ""),
+        ("0.33.0", 15, "minor", ""),
+        ("0.33.0", 15, "patch", "factors-differ"),
+        ("0.34.0", 15, "minor", "release-differs"),
+    ],
+)
+def test_another_release_of_vllm(
+    listen: Serve, check: Check, release: str, connector: int, level: str, code: str
+) -> None:
+    changes: dict[str, object] = {"vllm_version": release, "nixl_connector_version": connector}
+    addresses = listen(envelopes("P", factors=changes)), listen(envelopes("D", factors={"vllm_version": "0.32.0"}))
+    found = check(*addresses, "--decode-config", config(may_differ=level))
+    assert {name for _, name in found.reasons()} == {code} - {""}
+    notes = [each["message"] for each in found.findings if each["code"] == "may-differ"]
+    if code == "factors-differ":
+        assert '"may_differ": "minor"' in next(each["advice"] for each in found.findings if each["code"] == code)
+    else:
+        assert f'vllm_version: prefill has "{release}", decode "0.32.0"; may_differ allows that' in notes
+    unlike = listen(envelopes("P", factors={**changes, "dtype": "torch.float16"})), addresses[1]
+    refused = check(*unlike, "--decode-config", config(may_differ="minor"))
+    assert 'dtype: prefill has "torch.float16", decode "torch.bfloat16"' in refused.message("factors-differ")
 
 
 def test_a_block_size_that_the_kernels_own_order_cannot_join(listen: Serve, check: Check) -> None:
@@ -153,8 +181,7 @@ def test_a_lease_that_ends_before_it_is_renewed(listen: Serve, check: Check) -> 
     addresses = listen(envelopes("P")), listen(envelopes("D"))
 
     def leases(prefill_s: float, decode_s: float) -> Checked:
-        words = config(kv_lease_duration=prefill_s), config(kv_lease_duration=decode_s)
-        return check(*addresses, "--prefill-config", words[0], "--decode-config", words[1])
+        return check(*addresses, configs=[config(kv_lease_duration=each) for each in (prefill_s, decode_s)])
 
     short = leases(6, 30)
     assert short.reasons() == [("lease", "lease-shorter-than-heartbeat")]
@@ -220,8 +247,6 @@ def test_no_wrong_size_makes_a_silent_peer_be_asked_for_a_rank_that_it_lacks(
 @pytest.fixture
 def keys(tmp_path: Path) -> Path:
     """Make keys of three engines."""
-    from kv_handshake.cli import main as handshake
-
     for name in ("prefill", "decode", "stranger"):
         assert handshake(["keygen", str(tmp_path / "keys"), name]) == 0
         folder = tmp_path / f"knows-{name}"
@@ -245,29 +270,22 @@ def test_a_wrong_key(listen: Serve, check: Check, keys: Path) -> None:
 
     addresses = listening("prefill", "decode"), listening("decode", "prefill")
     prefill = locked(keys, "prefill", "decode", "decode")
-    good = check(
-        *addresses, "--prefill-config", prefill, "--decode-config", locked(keys, "decode", "prefill", "prefill")
-    )
+    good = check(*addresses, configs=(prefill, locked(keys, "decode", "prefill", "prefill")))
     assert (good.code, good.reasons()) == (0, [])
     for decode in (locked(keys, "stranger", "prefill", "prefill"), locked(keys, "decode", "stranger", "prefill")):
-        wrong = check(*addresses, "--prefill-config", prefill, "--decode-config", decode)
+        wrong = check(*addresses, configs=(prefill, decode))
         assert wrong.reasons() == [("keys", "authentication-refused")]
         assert "prefill 127.0.0.1" in wrong.message("authentication-refused")
         advice = wrong.message("authentication-refused")
-        assert (
-            0
-            < advice.index("side_channel_server_key")
-            < advice.index("not its HTTP port")
-            < advice.index("are too many")
-        )
-    bare = check(*addresses, "--prefill-config", config(), "--decode-config", config())
-    assert set(bare.reasons()) == {("reach", "authentication-refused")}
+        assert in_order(advice, "side_channel_key", "VLLM_NIXL_SIDE_CHANNEL_PORT", "are too many")
+    bare = check(addresses[0], listen(envelopes("D")))
+    assert bare.reasons() == [("reach", "authentication-refused")]
 
 
 def test_keys_on_one_side_alone(listen: Serve, check: Check, keys: Path) -> None:
     addresses = listen(envelopes("P")), listen(envelopes("D"))
     decode = locked(keys, "decode", "prefill", "prefill")
-    found = check(*addresses, "--prefill-config", config(), "--decode-config", decode)
+    found = check(*addresses, configs=(config(), decode))
     assert ("keys", "keys-on-one-side") in found.reasons()
     assert "give the prefill engine side_channel_key" in found.message("keys-on-one-side")
 
@@ -276,13 +294,12 @@ def test_a_wrong_seal(listen: Serve, check: Check, tmp_path: Path) -> None:
     files = {name: tmp_path / name for name in ("first", "second", "both")}
     secrets = {"first": "a" * 32, "second": "b" * 32}
     for name, text in {**secrets, "both": f"{secrets['second']}\n{secrets['first']}"}.items():
-        files[name].write_text(text)
-        files[name].chmod(0o600)
+        write_secret(files[name], text.encode())
     addresses = listen(envelopes("P")), listen(envelopes("D"))
 
     def seals(prefill: str, decode: str) -> Checked:
-        words = [config(ticket_secret_files=[str(files[name])]) if name else config() for name in (prefill, decode)]
-        return check(*addresses, "--prefill-config", words[0], "--decode-config", words[1])
+        made = [config(ticket_secrets=[str(files[name])]) if name else config() for name in (prefill, decode)]
+        return check(*addresses, configs=made)
 
     assert seals("first", "second").reasons() == [("seals", "seal-not-known")]
     assert seals("both", "first").reasons() == [("seals", "seal-not-known")], "the first one seals"
@@ -305,7 +322,9 @@ def test_one_engine_under_both_addresses(listen: Serve, check: Check) -> None:
     assert check(listen(envelopes("P")), listen(envelopes("P"))).reasons() == [("factors", "same-engine")]
 
 
-def test_terms_are_those_of_live_engines_of_this_machine(listen: Serve, check: Check) -> None:
+def test_terms_are_those_of_live_engines_of_this_machine(
+    listen: Serve, check: Check, serve: Callable[..., object]
+) -> None:
     addresses = {name: listen(envelopes(name)) for name in ("engine-p", "engine-d")}
     terms = {
         "part": "scheduler",
@@ -321,21 +340,17 @@ def test_terms_are_those_of_live_engines_of_this_machine(listen: Serve, check: C
         for (name, address), lease_s in zip(addresses.items(), (6.0, 30.0), strict=True)
     }
     answers["engine-p"]["ucx_tls"] = "tcp"
-    live = [StatusSocket("scheduler", {REQUEST: lambda name=name: answers[name]}) for name in answers]  # type: ignore[misc]
-    try:
-        assert all(each.open() for each in live)
-        found = check("engine-p", "engine-d")
-        assert set(found.reasons()) == {("lease", "lease-shorter-than-heartbeat"), ("transport", "tcp-only")}
-        assert found.codes("note") == set()
-        assert "lets the prefill engine use no network but TCP" in found.message("tcp-only")
-        assert check(addresses["engine-p"], addresses["engine-d"]).reasons() == found.reasons()
-        allowed = check("engine-p", "engine-d", "--allow-tcp")
-        assert allowed.reasons() == [("lease", "lease-shorter-than-heartbeat")]
-        assert allowed.codes("note") == {"tcp-only"}
-        assert check("engine-p", "engine-d", "--prefill-config", config()).code == 0, "a configuration goes first"
-    finally:
-        for each in live:
-            each.close()
+    for answer in answers.values():
+        serve(answer)
+    found = check("engine-p", "engine-d")
+    assert set(found.reasons()) == {("lease", "lease-shorter-than-heartbeat"), ("transport", "tcp-only")}
+    assert found.codes("note") == set()
+    assert "lets the prefill engine use no network but TCP" in found.message("tcp-only")
+    assert check(addresses["engine-p"], addresses["engine-d"]).reasons() == found.reasons()
+    allowed = check("engine-p", "engine-d", "--allow-tcp")
+    assert allowed.reasons() == [("lease", "lease-shorter-than-heartbeat")]
+    assert allowed.codes("note") == {"tcp-only"}
+    assert check("engine-p", "engine-d", "--prefill-config", config()).code == 0, "a configuration goes first"
 
 
 def test_what_cannot_be_asked_is_wrong_usage(listen: Serve, check: Check) -> None:
@@ -345,6 +360,7 @@ def test_what_cannot_be_asked_is_wrong_usage(listen: Serve, check: Check) -> Non
         (("127.0.0.1:0", decode), "is not HOST:PORT"),
         (("127.0.0.1:http", decode), "is not HOST:PORT"),
         ((decode, decode, "--prefill-config", '{"kv_rol": 1}'), "did you mean 'kv_role'?"),
+        ((decode, decode, "--prefill-config", "[]"), "vllm-adapter: a configuration is a JSON object"),
         ((decode, decode, "--prefill-config", "/nowhere.json"), "/nowhere.json"),
         ((decode, decode, "--vllm", "0.1"), "0.1"),
     ):
@@ -362,3 +378,61 @@ def test_the_answer_in_words(listen: Serve, capsys: pytest.CaptureFixture[str]) 
     assert lines[-1] == "NO GO: 1 reason"
     assert main(["check", listen(envelopes("P")), decode, "--no-read"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "GO"
+
+
+# ---------------------------------------------------------------------------------------------- before anything starts
+
+LLAMA = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 4}
+TWO = {"tensor-parallel-size": 2}
+SEALED = {"kv-transfer-config": {**TERMS, "kv_connector_extra_config": {"kv_lease_duration": 6}}}
+PLAIN = {"kv-transfer-config": TERMS}
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "reasons"),
+    [
+        (TWO, {}, []),
+        ({"pipeline_parallel_size": 2}, TWO, []),
+        ({"kv-cache-dtype": "fp8"}, {}, [("factors", "factors-differ")]),
+        ({"--tensor-parallel-size": 3}, {}, [("start", "size-out-of-range")]),
+        ({"tp": 8, "hf-overrides": {"num_key_value_heads": 3}}, {}, [("start", "size-out-of-range")]),
+        ({"tp": 8, "decode-context-parallel-size": 4}, {}, [("start", "size-out-of-range")]),
+        ({"tp": 8, "dcp": 2, "cp-kv-cache-interleave-size": 3}, TWO, [("start", "deal-not-block-aligned")]),
+        ({"tp": 8, "dcp": 2}, TWO, []),
+        ({"hf-overrides": {"text_config": 3}}, {}, [("start", "spec-malformed")]),
+        ({"hf-overrides": {"sliding_window": 64}}, {}, [("start", "spec-malformed")]),
+        ({"tp": 8, "pp": 1024}, {}, [("start", "size-out-of-range")]),
+        ({"enable-sleep-mode": True}, {}, [("start", "sleep-mode-unsupported")]),
+        (SEALED, PLAIN, [("lease", "lease-shorter-than-heartbeat")]),
+    ],
+)
+def test_engines_that_do_not_run_are_checked_by_their_options(
+    check: Check, tmp_path: Path, prefill: dict[str, Any], decode: dict[str, Any], reasons: list[tuple[str, str]]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    file = tmp_path / "decode-options.json"
+    file.write_text(json.dumps({"model": str(tmp_path), **decode}))
+    found = check(json.dumps({"model": str(tmp_path / "config.json"), **prefill}), str(file))
+    found.findings = [each for each in found.findings if "model: prefill has" not in each["message"]]
+    assert found.reasons() == reasons
+
+
+def test_options_that_cannot_be_read_are_named(check: Check, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    good = json.dumps({"model": str(tmp_path), "max-model-len": 7})
+    scaled = json.dumps({"model": str(tmp_path), "kv-cache-dtype": "int8_per_token_head"})
+    assert "(out-of-range)" in check(scaled, good).error
+    for wrong, word in (
+        ('{"model": 3}', "$.model"),
+        ('{"model": "", "tp": 2, "tensor_parallel_size": 4}', "given twice"),
+        ('{"model": "", "tensor-paralel-size": 2}', "did you mean 'tensor_parallel_size'?"),
+        ('{"model": "", "block-size": 1e99}', "$.block_size"),
+        ('{"model": "", "dtype": "half-float"}', "$.dtype"),
+        (json.dumps({"model": str(tmp_path), "hf-overrides": {"torch_dtype": [1]}}), "element type '[1]'"),
+        ("127.0.0.1:5600", "one engine runs"),
+        ("{}", "model"),
+        ("nowhere.json", "nowhere.json"),
+        ("[", "not JSON"),
+    ):
+        assert word in check(good, wrong).error
+    assert any("max_model_len" in each["message"] for each in check(good, good).findings)

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 from engines_to_check import NO_AGENT, Checked, config, envelopes, silenced
 
+from kv_nixl_agent import BackendOptions
 from kv_nixl_agent.testing import PeerProcess
 from kv_nixl_agent.tools.remote import Measurement, RankRead, measure_ranks
-from vllm_adapter.cli.check import reads
+from vllm_adapter.cli.check import pair
 
 Start = Callable[..., PeerProcess]
 Serve = Callable[..., str]
@@ -57,8 +58,7 @@ def serve(listen: Serve) -> Serve:
 @pytest.fixture
 def check(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Checked]:
     monkeypatch.delenv("UCX_TLS", raising=False)
-    terms = ("--prefill-config", config(), "--decode-config", config())
-    return lambda *words: Checked(capsys, "--read", *terms, *words)
+    return lambda *words: Checked(capsys, "--read", *words, configs=(config(), config()))
 
 
 Check = Callable[..., Checked]
@@ -79,7 +79,7 @@ def test_bytes_transport_and_speed_are_those_of_real_reads_of_probe_pages_alone(
         asked.extend(ranks)
         return real(ranks, **options)
 
-    monkeypatch.setattr(reads, "measure_ranks", noting)
+    monkeypatch.setattr(pair, "measure_ranks", noting)
     found = check(serve("P", agent_of(alive)), serve("D"))
     assert [each.fence for each in asked] == [alive.fence], "no address of the cache"
     assert (found.code, found.reasons()) == (0, [])
@@ -103,8 +103,8 @@ def test_a_fall_back_to_tcp_is_a_reason_against_unless_it_is_allowed(
         measured[:] = measured or [real(*ranks, **options)]
         return measured[0]
 
-    monkeypatch.setattr(reads, "measure_ranks", once)
-    addresses = serve("P", agent_of(start(engine_config={"TLS": "tcp"}))), serve("D")
+    monkeypatch.setattr(pair, "measure_ranks", once)
+    addresses = serve("P", agent_of(start(backend=BackendOptions(engine_config={"TLS": "tcp"})))), serve("D")
     found = check(*addresses)
     assert (found.code, found.reasons()) == (1, [("transport", "tcp-fallback")])
     assert "tcp/" in found.message("tcp-fallback")
@@ -116,44 +116,30 @@ def test_a_fall_back_to_tcp_is_a_reason_against_unless_it_is_allowed(
 def test_reads_of_too_few_bytes_give_no_speed_and_the_cost_is_that_of_shared_memory(
     serve: Serve, check: Check, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reads, "measure_ranks", lambda *_, **__: Measurement([RankRead("0.0")]))
+    monkeypatch.setattr(pair, "measure_ranks", lambda *_, **__: Measurement([RankRead("0.0")]))
     found = check(serve("P"), serve("D"))
     assert (found.code, found.reasons()) == (0, [])
     assert any("at the speed of shared memory" in each["message"] for each in found.findings)
 
 
-def test_a_rank_that_answers_and_cannot_be_read_is_a_reason_against(
-    alive: PeerProcess, start: Start, serve: Serve, check: Check
+@pytest.mark.parametrize("is_silent", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_a_rank_that_answers_and_cannot_be_read_is_named_and_the_other_is_read(
+    start: Start, serve: Serve, check: Check, *, is_silent: bool
 ) -> None:
-    gone = start()
-    addresses = serve("P", agent_of(alive), agent_of(gone)), serve("D")
-    gone.kill()
-    found = check(*addresses, "--timeout", "1")
+    """Its process is gone; or the kernel accepts what is sent to it, and nobody answers, as behind a firewall."""
+    alive, unread = (start(backend=BackendOptions(engine_config={"TLS": "tcp"})) for _ in range(2))
+    addresses = serve("P", agent_of(alive), agent_of(unread)), serve("D")
+    (unread.stop if is_silent else unread.kill)()
+    found = check(*addresses, "--allow-tcp", "--timeout", "1")
     assert (found.code, found.reasons()) == (1, [("reads", "read-failed")])
     assert "rank 0.1 answers, and its memory cannot be read from here" in found.message("read-failed")
+    assert "rank 0.0" not in found.message("read-failed")
 
 
 def test_a_rank_whose_metadata_is_damaged_is_a_reason_against(serve: Serve, check: Check) -> None:
     damaged = check(serve("P"), serve("D"))
     assert damaged.reasons() == [("reads", "read-failed")]
     assert "metadata" in damaged.message("read-failed")
-
-
-@pytest.mark.full
-def test_a_rank_whose_data_port_is_silent_is_named_and_the_other_is_read(
-    start: Start, serve: Serve, check: Check
-) -> None:
-    """The kernel accepts what is sent to the one rank, and nobody answers, as behind a firewall."""
-    alive, silent = (start(engine_config={"TLS": "tcp"}) for _ in range(2))
-    addresses = serve("P", agent_of(alive), agent_of(silent)), serve("D")
-    silent.stop()
-    try:
-        found = check(*addresses, "--allow-tcp", "--timeout", "1")
-    finally:
-        silent.resume()
-    assert (found.code, found.reasons()) == (1, [("reads", "read-failed")])
-    assert "rank 0.1" in found.message("read-failed")
-    assert "rank 0.0" not in found.message("read-failed")
 
 
 def test_bytes_that_differ_are_a_reason_against(alive: PeerProcess, serve: Serve, check: Check) -> None:
@@ -189,10 +175,10 @@ def test_without_nixl_here_the_rest_is_checked_all_the_same(
 
 
 def test_only_a_measurement_beside_the_decode_engine_is_its_own() -> None:
-    assert reads._is_here("127.0.0.1")
-    assert reads._is_here("localhost")
-    assert not reads._is_here("192.0.2.1"), "an address for documentation, which no machine has"
-    assert not reads._is_here("nowhere.invalid")
+    assert pair._is_here("127.0.0.1")
+    assert pair._is_here("localhost")
+    assert not pair._is_here("192.0.2.1"), "an address for documentation, which no machine has"
+    assert not pair._is_here("nowhere.invalid")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
-        assert reads._is_here("127.0.0.1")
+        assert pair._is_here("127.0.0.1")

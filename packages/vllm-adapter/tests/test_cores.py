@@ -56,10 +56,9 @@ def test_the_transfer_thread_uses_the_cores_that_the_process_was_given(
 ) -> None:
     if variable:
         monkeypatch.setenv(variable, str(ALLOWED[0]))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     program = THREAD.format(before=before, after=after)
-    run = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, cwd=Path(__file__).parent, check=False
-    )
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     assert run.stdout.strip() == str([expected])
 

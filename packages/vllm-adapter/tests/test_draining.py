@@ -11,11 +11,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from scheduler_engine import BLOCK, PREFILL, TEXT, Engine, Prompt
+from prompts import Prompt
+from scheduler_engine import BLOCK, PREFILL, TEXT, Engine
 
 from vllm_adapter.cache.facts import CacheGroup
 from vllm_adapter.host.shutdown import warn_of_short_drain, watch_for_shutdown
-from vllm_adapter.scheduler.hooks import Arrival
+from vllm_adapter.scheduler.followed import Arrival
 
 BLOCK_BYTES = 4096
 
@@ -70,16 +71,16 @@ def test_a_drain_says_what_is_still_to_be_read_and_an_end_what_will_not_be(caplo
         producer.step()
         producer.step()
         assert [record.levelname for record in caplog.records] == ["INFO"]
-        assert "1 requests keep 3 blocks (12288 bytes" in caplog.records[0].getMessage()
+        assert "unread requests: 1, blocks: 3 (12288 bytes" in caplog.records[0].getMessage()
         producer.side.close()
         producer.side.close()
     assert [record.levelname for record in caplog.records] == ["INFO", "WARNING"]
-    assert "ends with 1 requests unread" in caplog.records[1].getMessage()
+    assert "its unread tickets are lost (requests: 1, " in caplog.records[1].getMessage()
 
 
 def test_an_operator_revokes_the_leases_that_there_are_and_no_later_one(caplog: pytest.LogCaptureFixture) -> None:
     producer = Producer()
-    none = {"part": "scheduler", "engine_id": "P", "leases": 0, "leased_blocks": 0, "leased_bytes": 0}
+    none = {"leases": 0, "leased_blocks": 0, "leased_bytes": 0}
     assert producer.side.revoke_leases() == none
     producer.begin("p")
     assert producer.end("p", TEXT, [1, 2, 3]) is not None
@@ -87,7 +88,7 @@ def test_an_operator_revokes_the_leases_that_there_are_and_no_later_one(caplog: 
     assert producer.side.revoke_leases() == {**none, "leases": 1, "leased_blocks": 3, "leased_bytes": 3 * BLOCK_BYTES}
     with caplog.at_level(logging.INFO):
         assert producer.step().revokes == ("p",)
-    assert "engine P revokes 1 leases, which keep 3 blocks, as an operator has asked" in caplog.text
+    assert "engine P revokes all leases, as an operator asked (leases: 1, blocks: 3)" in caplog.text
     producer.begin("later")
     assert producer.end("later", TEXT, [1, 2, 3]) is not None
     assert not producer.step().revokes
@@ -150,6 +151,8 @@ def test_an_engine_that_gives_tickets_and_may_end_within_two_leases_is_warned_of
         config.shutdown_timeout = timeout_s
     warn_of_short_drain(config, 30.0)
     assert [record.levelname for record in caplog.records] == ["WARNING"] * warnings
-    said = f"--shutdown-timeout is {timeout_s or 0}, so {timeout_s or 0} s after SIGTERM"
+    when = f"{timeout_s} s after" if timeout_s else "on"
+    said = (
+        f"--shutdown-timeout {timeout_s or 0}: unread tickets are lost {when} SIGTERM; set 60 or more (twice the lease)"
+    )
     assert all(said in record.getMessage() for record in caplog.records)
-    assert all("set it to 60 or more, twice the lease (30 s)" in record.getMessage() for record in caplog.records)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from factories import write_secret
 
 from kv_scheduler_state.hosts import HostPolicy
 from kv_scheduler_state.ticket.early import read_early
@@ -17,26 +18,10 @@ from vllm_adapter.host.early_tickets import EarlyTicketWriter
 ID, SECRET, NEXT = "0f" * 16, b"a fleet secret, 16+", b"the secret after a rotation"
 
 
-def test_both_requests_name_the_same_hand_over_and_side_channel() -> None:
-    writer = EarlyTicketWriter({"streaming": True})
-    prefill, decode = writer.for_prefill(ID, "10.0.0.1", 5600), writer.for_decode(ID, "10.0.0.1", 5600)
-    assert prefill["kv_stream"] == decode["kv_stream"] == {"id": ID, "host": "10.0.0.1", "port": 5600}
-    assert (prefill["do_remote_decode"], decode["do_remote_prefill"]) == (True, True)
-    assert writer.is_streaming
-    assert not EarlyTicketWriter({}).is_streaming
-
-
 def test_a_fleet_secret_covers_address_and_id_and_may_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the secret nobody knows the hand-over of a request; its id stays the same while the secret is rotated."""
-    file = tmp_path / "secret"
-
-    def write(secret: bytes) -> None:
-        file.unlink(missing_ok=True)
-        file.write_bytes(secret)
-        file.chmod(0o400)
-
-    write(SECRET)
-    writer = EarlyTicketWriter({"streaming": True, "ticket_secret_files": [str(file)]})
+    file = write_secret(tmp_path / "secret", SECRET)
+    writer = EarlyTicketWriter({"streaming": True, "ticket_secrets": [file]})
     first = writer.hand_over_id("request-1")
     assert first not in {
         EarlyTicketWriter({"streaming": True}).hand_over_id("request-1"),
@@ -45,7 +30,7 @@ def test_a_fleet_secret_covers_address_and_id_and_may_change(tmp_path: Path, mon
     }
     decode: Any = writer.for_decode(first, "10.0.0.1", 5600)
     assert read_early(decode, HostPolicy(), TicketSeal((SECRET,))).host == "10.0.0.1"
-    write(NEXT)
+    write_secret(tmp_path / "secret", NEXT)
     monkeypatch.setattr("time.monotonic", lambda: 1e9)
     decode = writer.for_decode(writer.hand_over_id("request-1"), "10.0.0.1", 5600)
     assert read_early(decode, HostPolicy(), TicketSeal((NEXT,))).hand_over_id == first
@@ -55,21 +40,20 @@ def test_a_fleet_secret_covers_address_and_id_and_may_change(tmp_path: Path, mon
     ("extra", "reads"),
     [
         ({"streaming": True, "remote_hosts": ["10.0.0.0/8"]}, True),
-        ({"streaming": True, "ticket_secret_variable": "A_SECRET"}, True),
+        ({"streaming": True, "ticket_secrets": ["env:A_SECRET"]}, True),
         ({"streaming": True}, False),
         ({"remote_hosts": ["10.0.0.0/8"]}, False),
-        ({"streaming": True, "remote_hosts": ["10.0.0.0/8"], "stream_reserve_fraction": 0.0}, False),
     ],
 )
 def test_an_engine_reads_streams_where_it_would_take_an_early_ticket(
     extra: dict[str, object], *, reads: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("A_SECRET", "0f" * 16)
-    assert EarlyTicketWriter(extra).reads_streams is reads
+    assert EarlyTicketWriter(extra).has_streams is reads
 
 
 def test_a_configuration_that_no_engine_takes_is_refused() -> None:
     with pytest.raises(ConfigurationError):
         EarlyTicketWriter({"streamin": True})
     with pytest.raises(ConfigurationError):
-        EarlyTicketWriter({"streaming": True, "ticket_secret_variable": "NOT_SET_ANYWHERE"})
+        EarlyTicketWriter({"streaming": True, "ticket_secrets": ["env:NOT_SET_ANYWHERE"]})

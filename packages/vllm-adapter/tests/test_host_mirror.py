@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from vllm_adapter.worker.pages import HostMirror, PageCopy, PageRange
+from vllm_adapter.worker.pages import HostMirror, PageCopy
 
 DOCUMENT: Any = {
     "null_block": 0,
@@ -61,20 +61,6 @@ def mirror(memory: Memory) -> Iterator[HostMirror]:
     memory.go.set()
     mirror.close()
     mirror.close()
-
-
-def test_blocks_become_the_pages_of_their_groups_regions(mirror: HostMirror, memory: Memory) -> None:
-    mirror.begin_reads()
-    mirror.restore([[3, 0, 1, 3], [7]])
-    (copies,) = memory.restored
-    assert [(copy.page_bytes, copy.pages.tolist()) for copy in copies] == [
-        (64, [2, 3, 6, 7]),
-        (48, [2, 3, 6, 7]),
-        (64, [7]),
-    ]
-    assert copies[0].ranges == (PageRange(1000, 64, 20), PageRange(3000, 64, 20))
-    mirror.restore([[0], []])
-    assert memory.restored[-1] == []
 
 
 def test_a_failed_copy_is_told_once_and_only_of_its_request(mirror: HostMirror, memory: Memory) -> None:

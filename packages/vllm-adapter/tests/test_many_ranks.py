@@ -15,9 +15,8 @@ from read_bench import Bench
 from kv_topology import Planner
 from vllm_adapter.cache.facts import CacheGroup
 from vllm_adapter.cache.geometry import local_document
-from vllm_adapter.cache.vllm_peer import PeerGeometry, pack_document
+from vllm_adapter.cache.vllm_peer import PeerPlanner, pack_document
 from vllm_adapter.errors import AdapterError
-from vllm_adapter.worker.transfer.planner import PeerPlanner
 
 
 class QueueingAgent(FakeAgent):
@@ -107,7 +106,7 @@ def test_a_large_honest_engine_is_read(tp: int, pp: int) -> None:
         return local_document(facts(tp=ranks, rank=rank, heads=8, groups=(group,)), caches)
 
     nobody: Any = None
-    planner = PeerPlanner(document(1, 0), PeerGeometry(nobody, ()), Planner(), "DRAM")
+    planner = PeerPlanner(document(1, 0), (), nobody, Planner(), "DRAM")
     peers: dict[tuple[int, int], Any] = {}
     for rank in range(tp):
         told = {**document(tp, rank), "later": [0] * 20_000, "more": "x" * 200_000}
@@ -129,6 +128,8 @@ def test_an_engine_is_met_only_under_the_context_size_of_its_pages(told: int, tr
     theirs = facts(tp=4, dcp=true, heads=1, groups=(group,))
     raw = pack_document(local_document(theirs, [attention_cache("layers.0", address=1 << 40, heads=1)]))
     metadata: dict[tuple[int, int], Any] = {(0, 0): Metadata(geometry=raw)}
-    planner = PeerPlanner(ours, PeerGeometry(nobody, (True,)), Planner(), "DRAM")
-    with nullcontext() if told == true else pytest.raises(AdapterError, match=f"{told} context ranks, but .* {true}$"):
+    planner = PeerPlanner(ours, (True,), nobody, Planner(), "DRAM")
+    with (
+        nullcontext() if told == true else pytest.raises(AdapterError, match=f"{told} context ranks, but .* {true} \\(")
+    ):
         list(planner.read(peer(tp=4, dcp=told), metadata))

@@ -5,11 +5,13 @@ The bytes themselves are compared in `integration_tests/never_wrong` and in `tes
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from factories import facts
+from factories import attention_cache, facts
 
+from kv_scheduler_state import UNBOUND
 from kv_topology import Planner, TopologyError
 from vllm_adapter.cache.documents import GeometryDocument
 from vllm_adapter.cache.facts import CacheGroup, LayerCache
@@ -21,20 +23,16 @@ BASE = 1 << 30
 BLOCKS = 12
 
 
-def latent_cache(rank: int, *, tokens: int, layer: str = "layers.0", group: int = 0, **changes: Any) -> LayerCache:
+def latent_cache(rank: int, *, tokens: int, layer: str = "layers.0", width: int = 4, **changes: Any) -> LayerCache:
+    cache = attention_cache(layer, address=BASE + (rank << 24), heads=1, blocks=BLOCKS)
     values: dict[str, Any] = {
-        "layer": layer,
-        "group": group,
-        "address": BASE + (rank << 24) + (group << 20),
-        "shape": (BLOCKS, 1, tokens, 4),
-        "stride_bytes": (tokens * 4, tokens * 4, 4, 1),
+        "shape": (BLOCKS, 1, tokens, width),
+        "stride_bytes": (tokens * width, tokens * width, width, 1),
         "element_bytes": 1,
-        "memory_kind": "DRAM",
-        "device": 0,
-        "page_bytes": tokens * 4,
+        "page_bytes": tokens * width,
         "is_latent": True,
     }
-    return LayerCache(**{**values, **changes})
+    return replace(cache, **{**values, **changes})
 
 
 def dcp_document(tp: int, rank: int, dcp: int, interleave: int, *, is_dealt: bool = True) -> GeometryDocument:
@@ -60,11 +58,11 @@ def test_a_group_that_context_parallelism_leaves_whole_is_told() -> None:
 
 def indexer_document(tokens: int, rank: int = 0) -> GeometryDocument:
     groups = (CacheGroup("latent", tokens, 0, 0, ("index",)),)
-    shape: dict[str, Any] = {"shape": (BLOCKS, 1, tokens, 12), "stride_bytes": (tokens * 12, tokens * 12, 12, 1)}
-    cache = latent_cache(rank, tokens=tokens, layer="index", is_indexer=True, page_bytes=tokens * 12, **shape)
+    cache = latent_cache(rank, tokens=tokens, layer="index", width=12, is_indexer=True)
     return local_document(facts(blocks=BLOCKS, groups=groups), [cache])
 
 
+@pytest.mark.proves("sparse latent: unequal blocks = packing-differs")
 @pytest.mark.parametrize(("tokens", "peer_tokens"), [(16, 32), (32, 16)])
 @pytest.mark.never_wrong("A4")
 def test_indexer_pages_of_another_size_are_refused(tokens: int, peer_tokens: int) -> None:
@@ -93,13 +91,13 @@ def test_tickets_count_blocks_of_groups_that_context_parallelism_does_not_deal_o
         CacheGroup("latent", 64, 0, 0, ("layers.0",)),
         CacheGroup("latent", 64, 0, 0, ("layers.1",), is_dealt=False),
     )
-    engine = facts(tp=2, dcp=2, groups=groups, group_ids=(0, 1))
+    engine = facts(tp=2, dcp=2, groups=groups)
     state = make_scheduler(engine, load_settings({})[0])._state
     prompt = {"do_remote_decode": True, "do_remote_prefill": False}
-    state.arrive("r", prompt, prompt_tokens=200, identity=None, now_s=0.0)
+    state.arrive("r", prompt, prompt_tokens=200, identity=UNBOUND, now_s=0.0)
     blocks = [[1, 2], [3, 4, 5, 6]]
     state.allocate("r", block_ids=blocks, new_block_ids=blocks, external_tokens=0, preemptions=0, now_s=0.0)
-    decision = state.finish("r", reason="length", block_ids=blocks, computed_tokens=200, identity=None, now_s=1.0)
+    decision = state.finish("r", reason="length", block_ids=blocks, computed_tokens=200, identity=UNBOUND, now_s=1.0)
     assert decision.params is not None
     assert decision.params["kv_span_tokens"] == [128, 64]
     assert decision.params["remote_block_ids"] == blocks

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import copy
-import io
 import json
 import math
 import re
 import socket
 from collections.abc import Iterator
-from contextlib import redirect_stderr, redirect_stdout, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
+import msgspec
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from odd_input import captured, places, put
 from test_status import SCHEDULER, WORKER
 from test_trace import answers as trace_answers
 from typer.core import TyperGroup
@@ -24,8 +24,7 @@ from typer.main import get_command
 
 from vllm_adapter.cli import engines, main
 from vllm_adapter.cli.command import app
-from vllm_adapter.cli.values import misfit, parse_json
-from vllm_adapter.observe import status_socket
+from vllm_adapter.observe import answers
 from vllm_adapter.observe.answers import Answer
 
 NOBODY = ("127.0.0.1:1", "127.0.0.1:2")
@@ -81,7 +80,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     made = tmp_path_factory.mktemp("live")
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("XDG_RUNTIME_DIR", str(made))
-        patched.setattr(status_socket, "_TEMPORARY", made)
+        patched.setattr(answers, "_TEMPORARY", made)
         yield made
 
 
@@ -93,51 +92,27 @@ class Ended(NamedTuple):
     err: str
 
 
-class Stream(io.TextIOWrapper):
-    """A stream of a program, whose bytes are kept."""
-
-    def __init__(self, errors: str) -> None:
-        self.kept = io.BytesIO()
-        super().__init__(self.kept, encoding="utf-8", errors=errors)
-
-    def text(self) -> str:
-        self.flush()
-        return self.kept.getvalue().decode()
-
-
 def run(*words: str) -> Ended:
     """Run a command as a program runs, where whatever it raises would be a traceback; check its end by its page of help."""
-    out, err = Stream("strict"), Stream("backslashreplace")
-    with redirect_stdout(out), redirect_stderr(err):
-        code = main(list(words))
-    ended = Ended(code, out.text(), err.text())
+    ended = Ended(*captured(lambda: main(list(words))))
     program = get_command(app)
     assert isinstance(program, TyperGroup)
     exits = (program.commands[words[0]].help or "").partition("exit codes:")[2]
-    assert str(code) in re.findall(r"^  (\d)  ", exits, re.MULTILINE), ended
+    assert str(ended.code) in re.findall(r"^  (\d)  ", exits, re.MULTILINE), ended
     assert "Traceback" not in ended.err
-    assert code != 2 or (ended.err.strip() and not ended.out)
-    if "--json" in words and (ended.out or code in {0, 1}):
+    assert ended.code != 2 or (ended.err.strip() and not ended.out)
+    if "--json" in words and (ended.out or ended.code in {0, 1}):
         json.loads(ended.out, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     return ended
 
 
-def places(value: object, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Yield the way to each field and entry."""
-    below: Any = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, child in below:
-        yield (*at, key)
-        yield from places(child, (*at, key))
-
-
-def changed(value: Any, place: tuple[Any, ...], odd: object) -> Any:
-    """Return a value with another thing in one place."""
-    made = copy.deepcopy(value)
-    inner = made
-    for key in place[:-1]:
-        inner = inner[key]
-    inner[place[-1]] = odd
-    return made
+def misfit(answer: object) -> str:
+    """Return how an answer differs from the shape that commands read; empty if it does not."""
+    try:
+        msgspec.convert(answer, Answer)
+    except (msgspec.ValidationError, UnicodeEncodeError) as error:
+        return str(error)
+    return ""
 
 
 # ---------------------------------------------------------------------------------------------------------------- files
@@ -171,7 +146,7 @@ def test_what_is_wrong_is_said_with_a_code_and_what_is_right(tmp_path: Path) -> 
         (b"\xff", ("config", "--check"), "is not UTF-8 text: "),
         (b"[" * 5000, ("config", "--check"), "is nested more than 64 levels deep (not-json)"),
         (b"{", ("check", *NOBODY, "--prefill-config"), " is not JSON: "),
-        (b"{}", ("trace", "--with"), "was not written by `vllm-adapter trace --save`: Expected `array`, got `object`"),
+        (b"{}", ("trace", "--with"), "has another shape than in this version: Expected `array`, got `object`"),
         (WRONG["hand-over"], ("trace", "--with"), "field `moments` - at `$[0].hand_overs[0]` (unreadable)"),
         (WRONG["moments"], ("trace", "--with"), "got `str` - at `$[0].hand_overs[0].moments[...]`"),
     ):
@@ -193,7 +168,7 @@ NUMERIC = {
     ("status", "--folder", "{folder}"): ("--timeout", "--watch"),
     ("revoke", "prefill-0", "--folder", "{folder}"): ("--timeout",),
     ("trace", "--with", "{saved}"): ("--ttft",),
-    ("check", *NOBODY): ("--timeout", "--gbps", "--dialect", "--prefill-tp"),
+    ("check", *NOBODY): ("--timeout", "--gbps", "--prefill-tp"),
 }
 
 
@@ -231,7 +206,7 @@ STATUS: dict[str, Any] = {
 }
 TRACE = trace_answers()
 LOOKS = (("status", "--json"), ("status", "--requests"))
-OBJECTS = ("byte order mark", "extra of lists", "odd values", "odd children")
+OBJECTS = ("byte order mark", "extra of lists", "odd children")
 """Answers of an engine of which nothing is known here, not even its name."""
 
 
@@ -265,11 +240,11 @@ def test_an_answer_that_is_none_is_a_trouble_of_that_process(name: str, tmp_path
 def test_a_field_of_any_value_is_shown_or_the_answer_is_said_to_be_unreadable(
     folder: Path, place: tuple[Any, ...], odd: object
 ) -> None:
-    answer = json.dumps(changed(STATUS, place, odd))
+    answer = json.dumps(put(STATUS, place, odd))
     found = ask_of(answer.encode(), folder, *LOOKS)
-    wrong = misfit(parse_json(answer, "it"), Answer)
+    wrong = misfit(json.loads(answer))
     (trouble,) = json.loads(found[0].out)["troubles"] or [""]
-    assert trouble.endswith(f"maybe it is an engine of another version: {wrong} (unreadable)") is bool(wrong)
+    assert trouble.endswith(f"has another shape than in this version: {wrong} (unreadable)") is bool(wrong)
 
 
 def test_an_answer_cannot_replace_when_and_where_it_was_asked(tmp_path: Path) -> None:
@@ -289,7 +264,7 @@ def test_a_saved_answer_with_any_value_is_shown_or_refused(
     folder: Path, place: tuple[Any, ...], odd: object, as_json: bool
 ) -> None:
     file = folder / "saved.json"
-    file.write_text(json.dumps(changed(TRACE, place, odd)))
+    file.write_text(json.dumps(put(TRACE, place, odd)))
     ended = run("trace", "--folder", str(folder / "none"), "--with", str(file), *(["--json"] if as_json else []))
-    wrong = any(misfit(answer, Answer) for answer in json.loads(file.read_text()))
+    wrong = any(misfit(answer) for answer in json.loads(file.read_text()))
     assert (ended.code == 2) is wrong

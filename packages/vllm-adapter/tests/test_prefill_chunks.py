@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from factories import facts
-from hypothesis import given
-from hypothesis import strategies as st
 
 from vllm_adapter.cache.facts import CacheGroup
-from vllm_adapter.observe.cause_log import CauseLog
+from vllm_adapter.observe.recorder import Recorder
 from vllm_adapter.scheduler.chunks import FollowedPrompt, PrefillChunks, ScheduledTokens, held_tokens, written_blocks
 
 FULL = CacheGroup("attention", 16, 0, 0, ("a",))
@@ -21,11 +18,11 @@ FULL = CacheGroup("attention", 16, 0, 0, ("a",))
 class Chunks(SimpleNamespace):
     """The chunks of a prompt, as the request machines take them."""
 
-    def __init__(self, groups: list[CacheGroup], dcp: int, tokens: int) -> None:
+    def __init__(self, tokens: int) -> None:
         self.taken: list[Any] = []
-        engine = facts(groups=tuple(groups), dcp=dcp, is_mirrored=True)
+        engine = facts(groups=(FULL,), is_mirrored=True)
         machines: Any = SimpleNamespace(scheduled=lambda _name, **chunk: self.taken.append(SimpleNamespace(**chunk)))
-        self.chunks = PrefillChunks(engine, machines, CauseLog(lambda: 0.0))
+        self.chunks = PrefillChunks(engine, machines, Recorder(now_s=lambda: 0.0))
         self.chunks.prompts["r"] = FollowedPrompt(tokens)
 
     def scheduled(self, step: ScheduledTokens) -> Any:
@@ -38,42 +35,15 @@ def step(blocks: list[list[int]], start: int, stop: int, *, fresh: bool = False,
     return ScheduledTokens(name, blocks, fresh, start, stop - start)
 
 
-@given(
-    st.integers(1, 200),
-    st.lists(st.integers(1, 199), max_size=6),
-    st.integers(0, 3),
-    st.integers(1, 2),
-)
-def test_every_block_is_copied_after_its_last_token_was_computed(
-    tokens: int, cuts: list[int], hit_blocks: int, dcp: int
-) -> None:
-    span = 16 * dcp
-    hit = min(hit_blocks * span, (tokens - 1) // span * span)
-    ends = sorted({cut for cut in cuts if hit < cut < tokens} | {tokens})
-    chunks = Chunks([FULL], dcp, tokens)
-    written: dict[int, int] = dict.fromkeys(range(hit // span), -1)
-    copied: dict[int, int] = {}
-    had = 0
-    for number, (start, stop) in enumerate(pairwise([hit, *ends])):
-        needed = -(-stop // span)
-        chunk = chunks.scheduled(step([list(range(had, needed))], start, stop, fresh=number == 0))
-        had = needed
-        written.update(dict.fromkeys(range(start // span, needed), number))
-        assert chunk.is_prompt_complete is (stop == tokens)
-        copied.update(dict.fromkeys(chunk.touched_block_ids[0], number))
-    assert copied.keys() == written.keys()
-    assert all(copied[block] >= written[block] for block in written)
-
-
 def test_tokens_of_an_answer_are_no_tokens_of_the_prompt() -> None:
     """A request that starts again after some tokens of its answer computes them in one chunk with its prompt."""
-    chunks = Chunks([FULL], 1, 40)
+    chunks = Chunks(40)
     chunk = chunks.scheduled(step([[1, 2, 3]], 0, 45, fresh=True))
     assert (chunk.computed_tokens, chunk.is_prompt_complete) == (40, True)
 
 
 def test_only_prompts_that_will_be_handed_over_are_followed() -> None:
-    chunks = Chunks([FULL], 1, 32)
+    chunks = Chunks(32)
     assert chunks.scheduled(step([[1]], 0, 16, fresh=True, name="other")) is None
 
 

@@ -28,30 +28,17 @@ CHUNK = StreamChunk("p", 1, 7, (StreamRun(0, (4, 5)),), 32)
 BEGIN = StepPlan(streams=StreamPlan(opens=(StreamOpen("p", 1, 7, 7),), chunks=(CHUNK,)))
 
 
-class Words:
-    """Records what is stored; slot 3 refuses ids."""
+class Words(list[tuple[Any, ...]]):
+    """Registered words that note what is stored in them."""
 
-    def __init__(self) -> None:
-        self.stored: list[tuple[Any, ...]] = []
-
-    def open(self, slot: int, generation: int, tag: int) -> None:
-        self.stored.append(("open", slot, generation, tag))
-
-    def void(self, slot: int, word: int, tag: int) -> None:
-        self.stored.append(("void", slot, word, tag))
-
-    def put(self, slot: int, tag: int, first: int, ids: tuple[int, ...]) -> None:
-        if slot == 3:
-            raise ValueError("another owner")
-        self.stored.append(("put", slot, tag, first, ids))
-
-    def show(self, slot: int, tag: int, tokens: int) -> None:
-        self.stored.append(("show", slot, tag, tokens))
+    def __getattr__(self, name: str) -> Any:
+        return lambda *values: self.append((name, *values))
 
 
 class Rank:
     def __init__(self) -> None:
-        self.words, self.recorder = Words(), FakeRecorder()
+        self.words: Any = Words()
+        self.recorder = FakeRecorder()
         untyped: Any = self.recorder
         self.state = WorkerState()
         self.sent: deque[str] = deque()
@@ -90,22 +77,12 @@ def rank() -> Rank:
     return Rank()
 
 
-def test_words_come_before_the_forward_pass_and_progress_behind_the_device(rank: Rank) -> None:
-    rank.begin()
-    assert rank.words.stored == [("open", 1, 7, 7), ("put", 1, 7, 0, (4, 5))]
-    given = rank.wait_for_device()
-    rank.streams.chunks_given(BEGIN)
-    assert len(rank.words.stored) == 2, "nothing is shown before the device says so"
-    given[0]()
-    assert rank.words.stored[2:] == [("show", 1, 7, 32)]
-
-
 def test_without_memory_words_are_void_already(rank: Rank) -> None:
     rank.streams.use(None)
     rank.begin()
     rank.streams.chunks_given(BEGIN)
     rank.step(StepPlan(streams=StreamPlan(voids=(StreamVoid("p", 1, 99, 7, True),))))
-    assert (rank.words.stored, list(rank.sent)) == ([], ["p"])
+    assert (rank.words, list(rank.sent)) == ([], ["p"])
 
 
 def test_a_torn_stream_is_told_to_the_scheduler_half_alone_and_its_reason_kept(rank: Rank) -> None:
@@ -190,10 +167,10 @@ def test_words_of_a_prompt_whose_copy_failed_move_at_once_and_only_while_they_ar
     assert not rank.streams.void("p"), "no stream: its plain fence is voided"
     rank.begin()
     assert rank.streams.void("p")
-    ((kind, slot, word, tag),) = rank.words.stored[2:]
+    ((kind, slot, word, tag),) = rank.words[2:]
     assert (kind, slot, tag, word != 7) == ("void", 1, 7, True)
     rank.streams.chunks_given(BEGIN)
-    assert len(rank.words.stored) == 3, "its chunk is not shown any more"
+    assert len(rank.words) == 3, "its chunk is not shown any more"
     rank.streams.forget(["p"])
     assert not rank.streams.void("p"), "its lease has the slot"
     rank.begin()
@@ -208,12 +185,12 @@ def test_pages_of_a_prefix_hit_are_shown_behind_the_steps_before_and_not_by_a_mi
     given = rank.wait_for_device()
     hit = StepPlan(streams=StreamPlan(opens=BEGIN.streams.opens, chunks=(CHUNK._replace(held_tokens=16),)))
     rank.streams.before_forward(hit)
-    assert [each[0] for each in rank.words.stored] == ["open", "put"], "the device is still at the step before"
+    assert [each[0] for each in rank.words] == ["open", "put"], "the device is still at the step before"
     given.pop()()
-    assert rank.words.stored[2:] == [("show", 1, 7, 16)]
+    assert rank.words[2:] == [("show", 1, 7, 16)]
     rank.streams.chunks_given(hit)
     given.pop()()
-    assert rank.words.stored[3:] == [("show", 1, 7, 32)]
+    assert rank.words[3:] == [("show", 1, 7, 32)]
     mirror: Any = object()
     rank.streams.before_forward(BEGIN)
     assert given == [], "nothing was held"
@@ -229,6 +206,6 @@ def test_with_a_mirror_progress_waits_for_its_copies(rank: Rank) -> None:
     rank.begin()
     rank.streams.chunks_given(BEGIN)
     ((request_id, action),) = waiting
-    assert (request_id, rank.words.stored[-1][0]) == ("p", "put")
+    assert (request_id, rank.words[-1][0]) == ("p", "put")
     action()
-    assert rank.words.stored[-1] == ("show", 1, 7, 32)
+    assert rank.words[-1] == ("show", 1, 7, 32)

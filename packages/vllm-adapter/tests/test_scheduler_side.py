@@ -5,28 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from scheduler_engine import BLOCK, PREFILL, TEXT, Engine, Prompt
+from prompts import Prompt
+from scheduler_engine import BLOCK, PREFILL, TEXT, Engine
 
 from vllm_adapter.cache.facts import CacheGroup
 from vllm_adapter.scheduler.chunks import ScheduledTokens
-from vllm_adapter.scheduler.hooks import Arrival
+from vllm_adapter.scheduler.followed import Arrival
 from vllm_adapter.steps import RankRegistration, StepReport
 
 STATE_GROUP = CacheGroup("state", BLOCK, 0, 0, ("layers.1",))
-
-
-@pytest.mark.never_wrong("A1")
-def test_a_prompt_that_an_engine_cannot_identify_is_refused_by_its_own_code() -> None:
-    producer, consumer = Engine("P"), Engine("D")
-    ticket = producer.prefill("p", TEXT)
-    unknown = Prompt(TEXT, refusal="ticket-media-unidentified")
-    consumer.side.arrived(Arrival("d", ticket, len(TEXT), unknown))
-    assert consumer.refusals() == ["ticket-media-unidentified"]
-    unbound = producer.prefill("q", TEXT, identity=unknown)
-    assert unbound is not None
-    assert unbound["kv_prompt"] == ""
-    consumer.admit("e", unbound, TEXT)
-    assert consumer.refusals() == ["ticket-prompt-unidentified"]
 
 
 @pytest.mark.never_wrong("A5")

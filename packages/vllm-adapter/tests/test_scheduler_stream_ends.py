@@ -5,14 +5,13 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from scheduler_engine import Prompt
+from prompts import Prompt
 from stream_pair import TEXT, StreamPair, streaming
 
-from vllm_adapter.scheduler.hooks import Arrival
+from vllm_adapter.scheduler.followed import Arrival
 
 
 @pytest.fixture(autouse=True)
@@ -40,11 +39,12 @@ def test_another_prompt_gets_nothing_and_is_computed_where_it_is_decoded(caplog:
     assert not pair.decode.step().reads
 
 
-@dataclass
 class Pictured(Prompt):
     """A prompt with pictures, of which a request may have fewer."""
 
-    pictures: int = 2
+    def __init__(self, text: str, pictures: int = 2) -> None:
+        super().__init__(text)
+        self.pictures = pictures
 
     def digest(self, tokens: int) -> str | None:
         whole = super().digest(tokens)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 
 import pytest
-from scheduler_engine import BLOCK, Prompt
+from prompts import Prompt
+from scheduler_engine import BLOCK
 from stream_pair import TEXT, StreamPair
 
 from vllm_adapter.cache.facts import CacheGroup
@@ -63,12 +64,7 @@ FULL = CacheGroup("attention", BLOCK, 0, 0, ("a",))
     ],
 )
 def test_a_prompt_whose_state_runs_on_or_whose_pages_are_zeroed_early_is_handed_over_whole(
-    caplog: pytest.LogCaptureFixture,
-    max_tokens: int,
-    tail: int,
-    is_dropped: bool,
-    whole_reason: str,
-    is_streamed: bool,
+    caplog: pytest.LogCaptureFixture, max_tokens: int, tail: int, is_dropped: bool, whole_reason: str, is_streamed: bool
 ) -> None:
     caplog.set_level(logging.WARNING, logger="vllm.vllm_adapter")
     groups = (FULL, STATE)

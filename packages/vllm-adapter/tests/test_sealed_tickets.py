@@ -9,25 +9,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from factories import facts
-from scheduler_engine import PREFILL, Prompt, scheduler_side
+from factories import facts, write_secret
+from prompts import Prompt
+from scheduler_engine import PREFILL, scheduler_side
 
+from kv_scheduler_state import UNBOUND
 from vllm_adapter.config import Settings
 from vllm_adapter.config.secrets import FleetSecrets
 from vllm_adapter.errors import ConfigurationError
-from vllm_adapter.scheduler.hooks import Arrival, Ending
+from vllm_adapter.scheduler.followed import Arrival, Ending
 from vllm_adapter.scheduler.side import SchedulerSide
-from vllm_adapter.steps import StepReport
 from vllm_adapter.wiring import make_scheduler
 
 _NUMBERS = itertools.count()
 
 
-def write_secret(file: Path, *secrets: str) -> FleetSecrets:
-    file.unlink(missing_ok=True)
-    file.write_text("\n".join(secrets))
-    file.chmod(0o440)
-    return FleetSecrets([str(file)])
+def fleet(file: Path, *secrets: str) -> FleetSecrets:
+    return FleetSecrets([write_secret(file, "\n".join(secrets).encode())])
 
 
 def sealing_side(secrets: FleetSecrets | None, now: Any = time.monotonic, **changes: Any) -> SchedulerSide:
@@ -36,7 +34,7 @@ def sealing_side(secrets: FleetSecrets | None, now: Any = time.monotonic, **chan
 
 
 def finished_ticket(
-    side: SchedulerSide, request_id: str, params: Any = PREFILL, identity: Any = None
+    side: SchedulerSide, request_id: str, params: Any = PREFILL, identity: Any = UNBOUND
 ) -> dict[str, Any]:
     side.arrived(Arrival(request_id, params, 32, identity))
     side.allocated(request_id, [[1, 2]], [[1, 2]], external_tokens=0, preemptions=0)
@@ -49,11 +47,11 @@ def finished_ticket(
 def test_a_changed_ticket_is_computed_here_counted_and_logged_by_code(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    writer = sealing_side(write_secret(tmp_path / "p", "a" * 16))
-    reader = sealing_side(write_secret(tmp_path / "d", "a" * 16))
+    writer = sealing_side(fleet(tmp_path / "p", "a" * 16))
+    reader = sealing_side(fleet(tmp_path / "d", "a" * 16))
     ticket = finished_ticket(writer, "p1")
-    reader.arrived(Arrival("good", ticket, 32))
-    reader.arrived(Arrival("bad", {**ticket, "remote_block_ids": [[3, 4]]}, 32))
+    reader.arrived(Arrival("good", ticket, 32, identity=UNBOUND))
+    reader.arrived(Arrival("bad", {**ticket, "remote_block_ids": [[3, 4]]}, 32, identity=UNBOUND))
     assert reader.external_tokens("good", 0) == (32, True)
     assert reader.external_tokens("bad", 0) == (0, False)
     assert "ticket-seal" in caplog.text
@@ -61,11 +59,12 @@ def test_a_changed_ticket_is_computed_here_counted_and_logged_by_code(
     stats = reader.take_stats()
     assert stats is not None
     assert "ticket-seal" in str(stats["num_refused_tickets"])
+    assert len(stats["num_requests"]) == 2
 
 
 def test_a_secret_that_cannot_be_read_leaves_no_thread_behind(tmp_path: Path) -> None:
     threads = threading.enumerate()
-    settings = Settings(streaming=True, ticket_secret_files=(str(tmp_path / "missing"),))
+    settings = Settings(streaming=True, ticket_secrets=(str(tmp_path / "missing"),))
     with pytest.raises(ConfigurationError):
         make_scheduler(facts(), settings)
     assert threading.enumerate() == threads
@@ -74,13 +73,13 @@ def test_a_secret_that_cannot_be_read_leaves_no_thread_behind(tmp_path: Path) ->
 def test_an_unsealed_peer_is_accepted_from_where_it_may_be_and_said_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    side = sealing_side(write_secret(tmp_path / "d", "a" * 16), unsealed_networks=("10.0.0.0/24",))
+    side = sealing_side(fleet(tmp_path / "d", "a" * 16), unsealed_networks=("10.0.0.0/24",))
     plain = finished_ticket(sealing_side(None), "p1")
     for number in range(3):
-        side.arrived(Arrival(f"d{number}", plain, 32))
+        side.arrived(Arrival(f"d{number}", plain, 32, identity=UNBOUND))
         assert side.external_tokens(f"d{number}", 0)[0] == 32 or number
     assert caplog.text.count("hands over without seals") == 1
-    side.arrived(Arrival("far", {**plain, "remote_host": "10.0.1.1"}, 32))
+    side.arrived(Arrival("far", {**plain, "remote_host": "10.0.1.1"}, 32, identity=UNBOUND))
     assert side.external_tokens("far", 0) == (0, False)
 
 
@@ -91,7 +90,7 @@ def test_a_refused_ticket_is_released_at_its_writer_if_the_seal_proves_who_that_
     tmp_path: Path, kind: str, proof: str
 ) -> None:
     """Without a proof a client may have made the ticket up, so this engine connects to nobody for it."""
-    secrets = None if proof == "no secrets" else write_secret(tmp_path / "p", "a" * 16)
+    secrets = None if proof == "no secrets" else fleet(tmp_path / "p", "a" * 16)
     options: dict[str, Any] = {"unsealed_networks": ("10.0.0.0/24",)} if secrets else {}
     source, writer, reader = (sealing_side(secrets, bidirectional=kind == "readback", **options) for _ in range(3))
     ticket: Any = PREFILL
@@ -109,28 +108,15 @@ def test_a_refused_ticket_is_released_at_its_writer_if_the_seal_proves_who_that_
     )
     assert plan.heartbeats == ()
     reader.allocated("r", [[1, 2]], [[1, 2]], external_tokens=0, preemptions=0)
-    reader.finished(Ending("r", "abort", 32), [[1, 2]])
+    reader.finished(Ending("r", "abort", 32, identity=UNBOUND), [[1, 2]])
     assert reader.build_step((), ()).plan.reads == ()
 
 
 def test_a_refused_ticket_that_another_request_reads_is_not_released(tmp_path: Path) -> None:
-    secrets = write_secret(tmp_path / "p", "a" * 16)
+    secrets = fleet(tmp_path / "p", "a" * 16)
     writer, reader = sealing_side(secrets), sealing_side(secrets)
     ticket = finished_ticket(writer, "w", identity=Prompt("x" * 32))
     reader.arrived(Arrival("right", ticket, 32, Prompt("x" * 32)))
     reader.arrived(Arrival("wrong", ticket, 32, Prompt("y" * 32)))
     assert reader.build_step((), ()).plan.reads == ()
     assert reader.external_tokens("right", 0) == (32, True)
-
-
-def test_secrets_rotate_under_a_running_engine(tmp_path: Path) -> None:
-    now, old, new = [0.0], "a" * 16, "b" * 16
-    writer = sealing_side(write_secret(tmp_path / "p", old), lambda: now[0])
-    reader = sealing_side(write_secret(tmp_path / "d", old), lambda: now[0])
-    steps = [("d", (old, new)), ("p", (old, new)), ("p", (new, old)), ("d", (new, old)), ("p", (new,)), ("d", (new,))]
-    for number, (name, secrets) in enumerate(steps):
-        write_secret(tmp_path / name, *secrets)
-        now[0] += 2.0
-        reader.arrived(Arrival(f"d{number}", finished_ticket(writer, f"p{number}"), 32))
-        assert reader.external_tokens(f"d{number}", 0) == (32, True), f"refused after {name} had {secrets}"
-        writer.update_output(StepReport(sent=[f"p{number}"]))

@@ -37,7 +37,7 @@ def test_every_key_that_is_named_exists() -> None:
     keys = set(describe_keys())
     named = set(re.findall(r"`((?:ticket|side_channel|unsigned)_\w+)`", TEXT))
     assert named <= keys
-    assert {key for key in keys if key.startswith(("ticket_s", "ticket_p", "side_channel", "unsigned"))} <= named
+    assert {key for key in keys if key.startswith(("ticket_s", "side_channel", "unsigned"))} <= named
 
 
 def test_the_commands_run_and_make_what_engines_accept(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def test_an_engine_whose_blocks_are_leased_gives_up_its_newest_read(
     assert (engine.side.take_stats() or {})["num_cancelled_reads"] == ["blocks-leased"]
     (line,) = [each for each in caplog.messages if "blocks-leased" in each]
     assert "request newest: " in line
-    assert "1 leases keep 3 of them" in line
+    assert "leases: 1, blocks: 3" in line
 
 
 @pytest.mark.never_wrong("B13")

@@ -13,17 +13,16 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
-from factories import facts
+from factories import facts, write_secret
 
-import vllm_adapter.host
+from kv_scheduler_state import UNBOUND
 from vllm_adapter.config import load_settings
 from vllm_adapter.config.start_checks import PORT_VARIABLE, listening_port
 from vllm_adapter.errors import ConfigurationError, UnsupportedHost
-from vllm_adapter.scheduler.hooks import Arrival, Ending
+from vllm_adapter.scheduler.followed import Arrival, Ending
 from vllm_adapter.wiring import make_scheduler
 
 HOST_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_HOST"
-SOURCES = Path(vllm_adapter.host.__file__).parent
 OF_KUBERNETES = "tcp://10.96.0.7:5600"
 NO_NUMBERS = [OF_KUBERNETES, "udp://10.96.0.7:5600", "", " ", "http", "5600/tcp", "0x15e0", "5600.0", "-", "1" * 5000]
 
@@ -53,28 +52,39 @@ def test_the_refusal_names_the_variable_and_what_is_right_and_kubernetes_where_i
         assert len(str(error)) < 500
 
 
-@pytest.mark.parametrize("value", ["prefill:5600", "http://prefill", "a b", "-x", "[::1]:5600"])
+@pytest.mark.parametrize(
+    "value",
+    [
+        "prefill:",
+        "prefill:65536",
+        "http://prefill",
+        "a b",
+        "-x",
+        "[::1]",
+        "::1:x",
+        "[a]:1:2",
+        "10.0.0.1:65536",
+        "[::1]:0",
+    ],
+)
 def test_an_advertised_host_that_no_reader_accepts_is_refused_at_start(value: str) -> None:
-    with pytest.raises(ConfigurationError, match="'advertised_host'"):
+    with pytest.raises(ConfigurationError, match="advertised_host"):
         load_settings({"advertised_host": value})
 
 
 def test_an_advertised_address_is_in_the_ticket_and_under_its_seal_while_the_listener_binds_another(
     tmp_path: Path,
 ) -> None:
-    secret = tmp_path / "secret"
-    secret.write_text("a" * 16)
-    secret.chmod(0o400)
-    settings = load_settings({"ticket_secret_files": [str(secret)]})[0]
+    settings = load_settings({"ticket_secrets": [write_secret(tmp_path / "secret", b"a" * 16)]})[0]
     engine = replace(facts(engine_id="P"), host="203.0.113.7", port=31000, listens_on=("127.0.0.1", 0))
     writer, reader = (make_scheduler(each, settings) for each in (engine, facts(engine_id="D")))
-    writer.arrived(Arrival("p", {"do_remote_decode": True}, 32))
+    writer.arrived(Arrival("p", {"do_remote_decode": True}, 32, identity=UNBOUND))
     writer.allocated("p", [[1, 2]], [[1, 2]], external_tokens=0, preemptions=0)
-    _, ticket = writer.finished(Ending("p", "length", 32), [[1, 2]])
+    _, ticket = writer.finished(Ending("p", "length", 32, identity=UNBOUND), [[1, 2]])
     assert ticket is not None
     assert (ticket["remote_host"], ticket["remote_port"]) == ("203.0.113.7", 31000)
-    reader.arrived(Arrival("d", ticket, 32))
-    reader.arrived(Arrival("moved", {**ticket, "remote_host": "127.0.0.1"}, 32))
+    reader.arrived(Arrival("d", ticket, 32, identity=UNBOUND))
+    reader.arrived(Arrival("moved", {**ticket, "remote_host": "127.0.0.1"}, 32, identity=UNBOUND))
     assert [reader.external_tokens(name, 0)[0] for name in ("d", "moved")] == [32, 0]
     writer.serve({})
     try:
@@ -118,8 +128,8 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     monkeypatch.setenv(PORT_VARIABLE, "")  # so that the variable that Ray sets is taken back
     monkeypatch.delenv(PORT_VARIABLE)
 
-    def make(rank: object = None, *, streaming: bool = True) -> Any:
-        extra = {"streaming": streaming, "remote_hosts": ["10.0.0.0/8"]}
+    def make(rank: object = None) -> Any:
+        extra = {"streaming": True, "remote_hosts": ["10.0.0.0/8"]}
         kwargs = {"kv_transfer_config": {"kv_connector_extra_config": extra}}
         return kind(SimpleNamespace(engine_kwargs=kwargs if rank is None else {**kwargs, "data_parallel_rank": rank}))
 
@@ -154,9 +164,3 @@ def test_a_replica_refuses_a_port_that_is_no_number_before_ray_reads_it(
     monkeypatch.setenv(PORT_VARIABLE, value)
     for run in (backend().setup, backend().replica_metadata):
         assert refusal(run).code == "side-channel-port"
-
-
-def test_a_replica_that_does_not_stream_publishes_nothing(backend: Callable[..., Any]) -> None:
-    replica = backend(2, streaming=False)
-    replica.setup()
-    assert replica.replica_metadata() == {}

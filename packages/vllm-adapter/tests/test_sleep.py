@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,12 +18,14 @@ from vllm_adapter.errors import AdapterError
 from vllm_adapter.observe.recorder import Recorder
 from vllm_adapter.scheduler.registration import ServedRegistration
 from vllm_adapter.steps import RankRegistration, ReadEnd, ReadTimes, StepOrders
-from vllm_adapter.wiring import make_worker
+from vllm_adapter.wiring import _agent_options, make_worker
 from vllm_adapter.worker import registration
 from vllm_adapter.worker.engine_thread import _VOID_GENERATION, WorkerSide
 from vllm_adapter.worker.registration import Registration
 
 RANK, OTHER_RANK = (0, 0), (0, 1)
+ENDED = ["handshakes closed", "agent closed", "reads end: thread-dead", "leases end: False"]
+"""Calls at the end of a registration whose thread is dead."""
 
 
 # ------------------------------------------------------------------------------------------ the end of a registration
@@ -44,6 +47,7 @@ class Parts:
             end_all=lambda *, has_fences: self.calls.append(f"leases end: {has_fences}"),
             expect=lambda _ids: None,
             apply=lambda *_: None,
+            stream_worker=None,
         )
         agent: Any = self
         self.registration = Registration(agent, handshakes, reads, leases, Recorder(), b"envelope")
@@ -81,17 +85,12 @@ def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registration, "_QUIET_S", 0.05)
 
 
-def test_transfers_and_leases_end_before_the_memory_is_given_back() -> None:
-    parts = Parts("well")
-    parts.registration.end()
-    assert parts.calls == ["reads end: asleep", "leases end: True", "handshakes closed", "agent closed"]
-
-
-@pytest.mark.parametrize("thread", ["dead", "dies"])
-def test_a_dead_thread_leaves_no_request_behind(thread: str) -> None:
+@pytest.mark.parametrize("thread", ["well", "dead", "dies"])
+def test_transfers_and_leases_end_before_the_memory_is_given_back_unless_the_thread_is_dead(thread: str) -> None:
     parts = Parts(thread)
     parts.registration.end()
-    assert parts.calls == ["handshakes closed", "agent closed", "reads end: asleep", "leases end: False"]
+    ends, closes = ["reads end: asleep", f"leases end: {thread == 'well'}"], ["handshakes closed", "agent closed"]
+    assert parts.calls == (ends + closes if thread == "well" else closes + ends)
 
 
 def test_memory_that_a_hanging_thread_may_still_use_must_not_be_unmapped() -> None:
@@ -107,8 +106,8 @@ def test_memory_that_a_hanging_thread_may_still_use_must_not_be_unmapped() -> No
 
 def test_what_was_at_risk_is_said(caplog: pytest.LogCaptureFixture) -> None:
     Parts("well", transfers=2).registration.end()
-    assert "2 reads are still on the wire" in caplog.text
-    assert "1 in quarantine, 4096 bytes at risk" in caplog.text
+    assert "reads still on the wire after 0.05 s: 2 " in caplog.text
+    assert "in quarantine: 1, bytes at risk: 4096" in caplog.text
 
 
 # --------------------------------------------------------------------------------------------------- the worker's side
@@ -148,7 +147,7 @@ def test_a_thread_that_has_died_fails_no_step(is_seen_before: bool) -> None:
     assert results.received == results.failed == {"r1"}
     assert "restart this engine" in results.failures[0].text
     worker.apply(_orders())
-    assert parts.calls == ["handshakes closed", "agent closed", "reads end: thread-dead", "leases end: False"]
+    assert parts.calls == ENDED
     assert worker.registration.envelope is None
 
 
@@ -166,7 +165,7 @@ def test_a_thread_that_hangs_while_it_dies_keeps_its_leases_and_voids_their_word
     parts.thread = "dead"
     for _ in range(2):
         worker.apply(_orders())
-    assert parts.calls[1:] == ["handshakes closed", "agent closed", "reads end: thread-dead", "leases end: False"]
+    assert parts.calls[1:] == ENDED
 
 
 @pytest.mark.parametrize("is_closed", [True, False])
@@ -189,10 +188,7 @@ def test_the_words_of_a_stream_that_is_open_when_the_thread_dies_are_voided(is_c
     for _ in range(2):
         worker.apply(_orders())
     assert voided == ([] if is_closed else ["p1"])
-    assert parts.calls[1:] == [
-        *([] if is_closed else [f"word 3 = {_VOID_GENERATION}"]),
-        *("handshakes closed", "agent closed", "reads end: thread-dead", "leases end: False"),
-    ]
+    assert parts.calls[1:] == ([] if is_closed else [f"word 3 = {_VOID_GENERATION}"]) + ENDED
 
 
 def test_what_is_granted_in_the_very_step_in_which_the_thread_dies_is_voided_before_its_blocks_are_free() -> None:
@@ -217,7 +213,7 @@ def test_a_sleep_that_fails_beside_a_dying_thread_leaves_nothing_behind(has_step
     parts.calls.clear()
     parts.thread = "dead"
     worker.apply(_orders(StepPlan(reads=(order(),))))
-    assert parts.calls == ["handshakes closed", "agent closed", "reads end: thread-dead", "leases end: False"]
+    assert parts.calls == ENDED
     assert worker.take_report().failures[0].code == "thread-dead"
 
 
@@ -290,6 +286,12 @@ def test_a_request_that_is_released_while_its_engine_sleeps_leaves_nothing_in_th
     assert forgotten == ["r1"]
 
 
+def test_an_agent_of_a_host_that_sleeps_keeps_no_memory() -> None:
+    """Source of the settings: vLLM's own connector of 0.33."""
+    kept, slept = (_agent_options(Settings(), sleeps=sleeps).backends[0].as_parameters() for sleeps in (False, True))
+    assert slept == {**kept, "engine_config": "RCACHE_ENABLE=n,TLS=^cuda_ipc"}
+
+
 # ------------------------------------------------------------------------------------------------ what tickets may name
 
 
@@ -297,10 +299,7 @@ def _said(generation: int, envelope: bytes | None, answer: int = 0, *, rank: Any
     return {rank: RankRegistration(generation, envelope, answer)}
 
 
-def _other(generation: int, envelope: bytes | None, answer: int = 0) -> dict[Any, RankRegistration]:
-    return _said(generation, envelope, answer, rank=OTHER_RANK)
-
-
+_other = partial(_said, rank=OTHER_RANK)
 BOTH = {RANK: b"a", OTHER_RANK: b"b"}
 
 
@@ -326,6 +325,24 @@ BOTH = {RANK: b"a", OTHER_RANK: b"b"}
                 (_said(8, b"a", 2), {RANK: b"a"}, (True, 8, 0)),
             ],
         ),
+        (
+            (RANK, OTHER_RANK),
+            [
+                ("doubt", None, (False, 7, 1)),
+                ("wake", None, (True, 8, 0)),
+                (_said(8, b"first") | _other(8, b"first"), None, (True, 8, 0)),
+                (_said(7, b"a", 1) | _other(7, b"b", 1), {}, (False, 8, 3)),
+                (_said(8, b"a", 3) | _other(8, b"b", 3), BOTH, (True, 8, 0)),
+            ],
+        ),
+        (
+            (RANK, OTHER_RANK),
+            [
+                ("doubt", None, (False, 7, 1)),
+                ("half", None, (False, 7, 2)),
+                (_said(8, b"a", 2) | _other(8, b"b", 2), BOTH, (True, 8, 0)),
+            ],
+        ),
         ((RANK, OTHER_RANK), [(_said(8, b"a") | _other(8, b"b"), BOTH, (True, 8, 0))]),
         ((RANK, OTHER_RANK), [(_said(8, b"a"), {}, (False, 7, 1))]),
         (
@@ -339,7 +356,15 @@ BOTH = {RANK: b"a", OTHER_RANK: b"b"}
             ],
         ),
     ],
-    ids=["a doubt ends with all answers", "expected anew", "unannounced", "ranks differ", "asked once while asleep"],
+    ids=[
+        "a doubt ends with all answers",
+        "expected anew",
+        "told by the host, and then by a step of before",
+        "one rank has no memory yet when the host tells",
+        "unannounced",
+        "ranks differ",
+        "asked once while asleep",
+    ],
 )
 def test_tickets_name_a_registration_that_all_ranks_have_reported(ranks: Any, events: list[Any]) -> None:
     """Each event with what is served anew (None: no change), and then `is_sure`, the generation and the open question."""
@@ -350,8 +375,9 @@ def test_tickets_name_a_registration_that_all_ranks_have_reported(ranks: Any, ev
         listener.served.clear()
         if event == "doubt":
             kept.doubt()
-        elif event == "serve":
-            kept.serve(dict.fromkeys(ranks, b"first"), ranks)
+        elif event in ("serve", "wake", "half"):
+            told = ranks[:1] if event == "half" else ranks
+            kept.serve(dict.fromkeys(told, b"first"), ranks, None if event == "serve" else 8)
             listener.served.clear()
         else:
             kept.update(event)

@@ -13,16 +13,22 @@ import sys
 import termios
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+from factories import facts
 
+from kv_scheduler_state import PeerAddress
+from vllm_adapter.cache.names import engine_name
 from vllm_adapter.cli import engines, main
-from vllm_adapter.cli.engines import ask_all, of_engine
+from vllm_adapter.cli.engines import ask_all, http_ports, of_engine
 from vllm_adapter.cli.status import print_tables, troubles
-from vllm_adapter.observe.status_socket import REQUEST, StatusSocket
+from vllm_adapter.errors import AdapterError
+from vllm_adapter.observe.answers import StatusSocket
+from vllm_adapter.worker.transfer.records import PeerEngine
 
 Serve = Callable[..., StatusSocket]
 pytestmark = pytest.mark.usefixtures("no_engines")
@@ -34,23 +40,7 @@ def folder(no_engines: Path) -> Path:
     return no_engines
 
 
-@pytest.fixture
-def serve() -> Iterator[Serve]:
-    """Open a process's socket."""
-    opened: list[StatusSocket] = []
-
-    def run(answer: Any, part: str = "scheduler", **more: Any) -> StatusSocket:
-        answers = {f"{request}\n".encode(): describe for request, describe in more.items()}
-        opened.append(StatusSocket(part, {**answers, REQUEST: answer if callable(answer) else lambda: answer}))
-        assert opened[-1].open()
-        return opened[-1]
-
-    yield run
-    for each in opened:
-        each.close()
-
-
-def ask(path: Path, request: bytes = REQUEST) -> bytes:
+def ask(path: Path, request: str = "status") -> bytes:
     reply = engines._exchange(path, time.monotonic() + 5, request)
     return b"" if isinstance(reply, OSError) else reply[0]
 
@@ -73,9 +63,6 @@ def test_only_its_user_reaches_a_socket_and_nothing_is_left_of_a_closed_one(fold
 def test_a_socket_that_cannot_be_opened_is_one_line_and_no_engine_ends(
     folder: Path, spoil: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(_: object) -> None:
-        raise RuntimeError("can't start new thread")
-
     if spoil == "open":
         folder.mkdir(mode=0o755)
     elif spoil == "link":
@@ -86,7 +73,7 @@ def test_a_socket_that_cannot_be_opened_is_one_line_and_no_engine_ends(
     refused = StatusSocket("scheduler", {})
     with caplog.at_level(logging.DEBUG, "vllm.vllm_adapter"), monkeypatch.context() as full:
         if spoil == "thread":
-            full.setattr(threading.Thread, "start", refuse)
+            full.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
         assert not refused.open()
         refused.close()
     (record,) = caplog.records
@@ -121,42 +108,15 @@ def test_texts_of_clients_do_not_command_the_terminal(capsys: pytest.CaptureFixt
     assert not {"\x1b", "\x07"} & set(printed)
 
 
-def test_streamed_reads_have_rows_of_their_own_and_count_beside_the_others(capsys: pytest.CaptureFixture[str]) -> None:
-    stream = {
-        "request_id": "cmpl-9",
-        "peer_engine_id": "prefill-0",
-        "stage": "watching",
-        "tokens_finished": 1344,
-        "tokens": 1900,
-        "bytes": 176_160_768,
-        "age_s": 1.62,
-    }
-    answer: Any = {"engine_id": "decode-0", "part": "0.0", "reads": 1, "streams": 1, "oldest_streams": [stream]}
-    print_tables([answer, {"engine_id": "decode-1", "part": "0.0", "reads": 0, "streams": 0}], with_requests=True)
-    out = capsys.readouterr().out
-    assert "1 + 1 streamed" in out
-    assert "0 + " not in out
-    row = next(line.split() for line in out.splitlines() if "cmpl-9" in line)
-    assert row == ["cmpl-9", "prefill-0", "watching", "1344", "1900", "168.0", "MiB", "1.6", "s"]
-
-
 def test_sockets_of_dead_processes_are_removed_and_those_of_live_ones_stay(folder: Path, serve: Serve) -> None:
-    first = serve({"engine_id": "P"})
-
-    def leave_behind(name: str) -> Path:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as dead:
-            dead.bind(str(folder / name))
-            dead.listen()
-        return folder / name
-
-    stale = leave_behind("1-scheduler-0000.sock")
-    second = serve({"engine_id": "D"})
-    assert not stale.exists(), "the next process to start removes it"
-    stale = leave_behind("2-scheduler-0000.sock")
-    assert [answer["engine_id"] for answer in ask_all()] == ["D", "P"]
-    assert not stale.exists(), "and so does the command"
-    assert first.path.exists()
-    assert second.path.exists()
+    live = serve({"engine_id": "P"})
+    stale = folder / "1-scheduler-0000.sock"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as dead:
+        dead.bind(str(stale))
+        dead.listen()
+    assert [answer["engine_id"] for answer in ask_all()] == ["P"]
+    assert not stale.exists()
+    assert live.path.exists()
 
 
 @pytest.mark.parametrize("kind", ["open-to-others", "of-another-user", "a-link"])
@@ -212,8 +172,8 @@ def test_many_silent_sockets_cost_one_timeout_in_all(folder: Path) -> None:
 def test_a_client_that_says_nothing_or_something_else_keeps_nobody_out_for_long(serve: Serve) -> None:
     asked: list[int] = []
     served = serve(lambda: asked.append(1) or {"engine_id": "P"})
-    assert ask(served.path, b"GET / HTTP/1.1\r\n") == b""
-    assert ask(served.path, b"x" * 100_000) == b""
+    assert ask(served.path, "GET / HTTP/1.1\r") == b""
+    assert ask(served.path, "x" * 100_000) == b""
     assert asked == [], "nothing is described for them"
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as silent:
         silent.connect(str(served.path))
@@ -233,15 +193,7 @@ def test_asking_in_a_loop_is_answered_ten_times_a_second_and_no_more(serve: Serv
 def test_a_look_that_fails_is_told_and_the_next_one_is_answered(
     serve: Serve, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    moods = iter([KeyError("gone"), None])
-
-    def describe() -> dict[str, object]:
-        mood = next(moods)
-        if mood is not None:
-            raise mood
-        return {"engine_id": "P"}
-
-    serve(describe)
+    serve(Mock(side_effect=[KeyError("gone"), {"engine_id": "P"}]))
     assert main(["status"]) == 1
     assert "KeyError: 'gone'" in capsys.readouterr().out
     assert main(["status", "--json"]) == 0
@@ -262,7 +214,7 @@ WORKER = {
     "quarantined_transfers": 1,
     "quarantined_bytes": 13312,
     "stalled_transfers": 0,
-    "figures": {"transfers_done": 4.0, "bytes_moved": 8 << 20, "recent_bytes_per_s": 2.5e9},
+    "figures": {"transfers_done": 4.0, "bytes_moved": 8 << 20, "recent_bytes_per_s": 2.5e6},
 }
 SCHEDULER = {
     "engine_id": "prefill-0",
@@ -275,19 +227,37 @@ SCHEDULER = {
 }
 
 
+STREAM = {
+    "request_id": "cmpl-9",
+    "peer_engine_id": "prefill-1",
+    "stage": "watching",
+    "tokens_finished": 1344,
+    "tokens": 1900,
+    "bytes": 176_160_768,
+    "age_s": 1.62,
+}
+
+
 def test_the_processes_of_an_engine_are_rows_of_one_table(serve: Serve, capsys: pytest.CaptureFixture[str]) -> None:
-    serve(WORKER, "0.0")
-    serve(SCHEDULER)
+    identity = {"name": "prefill-0", "kv_role": "kv_producer", "side_channel": "10.0.0.1:5600", "model": "tiny"}
+    serve({**WORKER, **identity, "oldest_streams": [STREAM]}, "0.0")
+    serve({**WORKER, **identity, "part": "0.1", "streams": 0}, "0.1")
+    serve({**SCHEDULER, **identity})
     assert main(["status"]) == 0
     lines = capsys.readouterr().out.splitlines()
+    assert ["prefill-0", "prefill", "10.0.0.1:5600", "tiny"] in [line.split() for line in lines]
     (scheduler,) = [line for line in lines if " scheduler " in line]
     (worker,) = [line for line in lines if " 0.0 " in line]
     assert lines.index(scheduler) < lines.index(worker)
-    assert "2 (3 blocks, 2.0 KiB)" in scheduler
-    for part in ("prefill-0", "running", "0 + 1 streamed", "1 (13.0 KiB)", "4 in 8.0 MiB, 2.50 GB/s lately"):
+    assert "2 (3 blocks, 2.0 kB)" in scheduler
+    for part in ("prefill-0", "running", "0 + 1 streamed", "1 (13.3 kB)", "4 in 8.4 MB, 2.5 MB/s lately"):
         assert part in worker
+    assert "\n".join(lines).count("streamed") == 1
     assert main(["status", "--requests"]) == 0
-    assert "[r1]" in capsys.readouterr().out, "an id is no markup"
+    out = capsys.readouterr().out
+    assert "[r1]" in out, "an id is no markup"
+    row = next(line.split() for line in out.splitlines() if "cmpl-9" in line)
+    assert row == ["cmpl-9", "prefill-1", "watching", "1344", "1900", "176.2", "MB", "1.6", "s"]
 
 
 _FIRST_ANSWERS = """
@@ -349,16 +319,6 @@ def test_a_rank_that_a_dying_consumer_can_end_is_said_and_is_no_trouble(
     assert (f"UCX's requests are not zeroed ({state})" in " ".join(capsys.readouterr().out.split())) is is_said
 
 
-def test_a_process_that_does_not_answer_in_time_is_a_trouble(serve: Serve, capsys: pytest.CaptureFixture[str]) -> None:
-    is_over = threading.Event()
-    serve(lambda: is_over.wait(10) and {})
-    try:
-        assert main(["status", "--timeout", "0.2"]) == 1
-    finally:
-        is_over.set()
-    assert "no answer within 0.2 s" in capsys.readouterr().out
-
-
 def test_no_engine_is_an_error_that_says_where_was_looked(
     folder: Path, serve: Serve, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -371,14 +331,54 @@ def test_no_engine_is_an_error_that_says_where_was_looked(
     assert json.loads(capsys.readouterr().out) == {"engines": {}, "troubles": []}
 
 
-def test_an_engine_is_meant_by_its_id_a_beginning_that_is_its_own_or_a_process() -> None:
-    answers: list[Any] = [
-        {"engine_id": name, "pid": pid} for name, pid in (("ab", 1), ("ab", 2), ("abc", 3), ("x1", 4))
+UUID = "6f01b388-470c-4abb-860b-75c77936f9d2"
+
+
+def test_an_engine_is_meant_by_name_id_side_channel_or_process_and_by_a_beginning_that_is_its_own() -> None:
+    older = [{"engine_id": name, "pid": pid} for name, pid in (("ab", 1), ("ab", 2), ("abc", 3), ("x1", 4))]
+    older[0]["side_channel"] = "h:1"  # as a scheduler's; ranks said nothing of it
+    named = [
+        {"engine_id": engine_id, "name": engine_name(engine_id, "kv_producer", at), "side_channel": at, "pid": pid}
+        for engine_id, at, pid in ((UUID, "h:5", 5), (UUID, "h:5", 6), ("twin", "h:7", 7), ("twin", "h:8", 8))
     ]
-    meant = {
-        word: [answer["pid"] for answer in of_engine(answers, word)] for word in ("ab", "abc", "a", "x", "3", "2", "y")
-    }
-    assert meant == {"ab": [1, 2], "abc": [3], "a": [], "x": [4], "3": [3], "2": [1, 2], "y": []}
+    answers: list[Any] = [*older, *named]
+    for word, pids in {
+        "ab": [1, 2], "abc": [3], "x": [4], "3": [3], "2": [1, 2], "y": [], "h:1": [1, 2],
+        "prefill@h:5": [5, 6], "pre": [5, 6], UUID: [5, 6], "6f01": [5, 6], "h:5": [5, 6], "6": [5, 6],
+        "h:8": [8], "7": [7], "twin at h:7": [7],
+    }.items():  # fmt: skip
+        assert [answer["pid"] for answer in of_engine(answers, word)] == pids, word
+    for word, several in (("a", "ab or abc"), ("twin", "twin at h:7 or twin at h:8")):
+        with pytest.raises(AdapterError, match=f"'{word}' may mean {several} [(]ambiguous-engine[)]"):
+            of_engine(answers, word)
+
+
+@pytest.mark.parametrize(
+    ("engine_id", "name", "peer"),
+    [
+        ("prefill-0", "prefill-0", "engine prefill-0 at [fd00::1]:5600"),
+        ("prefill-0_dp1", "prefill-0_dp1", "engine prefill-0_dp1 at [fd00::1]:5600"),
+        (UUID, "decode@[fd00::1]:5600", "engine at [fd00::1]:5600"),
+        (f"{UUID}_dp1", "decode@[fd00::1]:5600", "engine at [fd00::1]:5600"),
+    ],
+)
+def test_an_id_that_vllm_made_up_names_no_engine(engine_id: str, name: str, peer: str) -> None:
+    here = facts(engine_id=engine_id, host="fd00::1", port=5600, kv_role="kv_consumer")
+    there = PeerEngine(PeerAddress(engine_id, "fd00::1", 5600, 1, 1, 1), 0.0, 0.0)
+    assert (here.name, there.text) == (name, peer)
+    assert there.key((0, 0)) == f"{engine_id}@[fd00::1]:5600/1.1.1/0.0"
+
+
+def test_http_ports_are_those_on_which_the_parent_of_the_scheduler_listens() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as http,
+        subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as scheduler,
+    ):
+        pids = [(scheduler.pid, os.getpid()), (scheduler.pid, os.getppid()), (os.getpid(), None)]
+        ports = [http_ports({"pid": pid, "parent_pid": parent}) for pid, parent in pids]
+        scheduler.communicate(b"\n")
+        assert http.getsockname()[1] in ports[0]
+    assert ports[1:] == [[], []], "another process is not its parent"
 
 
 def watching(folder: Path, *words: str, **more: Any) -> subprocess.Popen[str]:
@@ -424,21 +424,23 @@ def test_a_terminal_is_drawn_anew_until_ctrl_c(folder: Path, serve: Serve) -> No
 # --------------------------------------------------------------------------------------------------- vllm-adapter revoke
 
 
+def serve_leases(serve: Serve, revoked: list[str], name: str = "prefill-0", pid: int = 11) -> None:
+    """Serve the processes of an engine; its name is noted when its leases are revoked."""
+
+    def revoke() -> dict[str, object]:
+        revoked.append(name)
+        return {"engine_id": name, "part": "scheduler", "leases": 2, "leased_blocks": 3, "leased_bytes": 2048}
+
+    serve({**WORKER, "engine_id": name}, "0.0")
+    serve({**SCHEDULER, "engine_id": name, "pid": pid}, revoke=revoke)
+
+
 def test_leases_of_the_engine_that_is_meant_are_revoked_and_of_no_other(
     serve: Serve, capsys: pytest.CaptureFixture[str]
 ) -> None:
     revoked: list[str] = []
-
-    def engine(name: str, pid: int) -> None:
-        def revoke() -> dict[str, object]:
-            revoked.append(name)
-            return {"engine_id": name, "part": "scheduler", "leases": 2, "leased_blocks": 3, "leased_bytes": 2048}
-
-        serve({**WORKER, "engine_id": name}, "0.0")
-        serve({**SCHEDULER, "engine_id": name, "pid": pid}, revoke=revoke)
-
-    engine("prefill-0", 11)
-    engine("prefill-1", 21)
+    serve_leases(serve, revoked)
+    serve_leases(serve, revoked, "prefill-1", 21)
     assert main(["revoke", "prefill-0"]) == 0
     said = "engine prefill-0: 2 leases revoked, 3 blocks (2048 bytes on each rank) come back\n"
     assert capsys.readouterr().out == said
@@ -446,7 +448,7 @@ def test_leases_of_the_engine_that_is_meant_are_revoked_and_of_no_other(
     assert json.loads(capsys.readouterr().out)["leased_blocks"] == 3
     assert revoked == ["prefill-0", "prefill-1"]
     assert main(["revoke", "prefill"]) == 3, "which of the two is not clear"
-    assert "vllm-adapter status lists the engines" in capsys.readouterr().err
+    assert "'prefill' may mean prefill-0 or prefill-1 (ambiguous-engine)" in capsys.readouterr().err
     assert revoked == ["prefill-0", "prefill-1"]
 
 
@@ -460,12 +462,7 @@ def test_an_engine_of_an_older_version_revokes_nothing_and_says_so(
 
 def test_an_empty_name_revokes_nothing_though_one_engine_alone_runs(serve: Serve) -> None:
     """As of a script whose variable is not set: every name begins with the empty text."""
-    revoked: list[int] = []
-
-    def revoke() -> dict[str, object]:
-        revoked.append(1)
-        return {"engine_id": "prefill-0", "part": "scheduler", "leases": 0, "leased_blocks": 0, "leased_bytes": 0}
-
-    serve({**SCHEDULER, "engine_id": "prefill-0"}, revoke=revoke)
+    revoked: list[str] = []
+    serve_leases(serve, revoked)
     assert [main(["revoke", name]) for name in ("", " ", "prefill-0")] == [3, 3, 0]
-    assert revoked == [1]
+    assert revoked == ["prefill-0"]

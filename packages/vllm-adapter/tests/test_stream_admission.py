@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 from fakes import CodedFailure, FakePlanner, Metadata, Outcome, Plan, order, peer
@@ -12,7 +13,7 @@ from read_bench import KEY, Bench
 
 from kv_scheduler_state import BlockList
 from kv_scheduler_state.streams import StreamOrder, StreamPlan, StreamWorker
-from vllm_adapter.worker.transfer.planner import PeerPlanner
+from vllm_adapter.cache.vllm_peer import PeerPlanner, pack_document
 from vllm_adapter.worker.transfer.streams import StreamCoordinator
 
 GROUP = {"kind": "attention", "block_tokens": 16, "pages_per_block": 1, "window_tokens": 0, "context": (1, 0, 1)}
@@ -31,11 +32,6 @@ def stream(request_id: str = "r1", **changes: Any) -> StreamOrder:
 
 def follow(bench: Bench, watch: StreamOrder) -> None:
     bench.order(streams=StreamPlan(watches=(watch,)))
-
-
-@pytest.fixture
-def bench() -> Bench:
-    return Bench(streams=True)
 
 
 def codes(bench: Bench) -> list[tuple[str, str]]:
@@ -79,23 +75,6 @@ def test_all_streams_end_with_the_registration(bench: Bench) -> None:
 # Peers that can be streamed from -------------------------------------------------------------------------------------
 
 
-def planner(theirs: dict[str, Any]) -> PeerPlanner:
-    class Geometry:
-        def document(self, *_: object) -> dict[str, Any]:
-            return {"groups": [theirs]}
-
-        def value_count(self, _: object) -> int:
-            return 1
-
-        def check_context(self, *_: object) -> None:
-            pass
-
-    document: Any = {"groups": [GROUP]}
-    geometry: Any = Geometry()
-    plans: Any = FakePlanner()
-    return PeerPlanner(document, geometry, plans, "DRAM")
-
-
 @pytest.mark.parametrize(
     ("change", "can"),
     [
@@ -108,19 +87,16 @@ def planner(theirs: dict[str, Any]) -> PeerPlanner:
     ],
 )
 def test_groups_must_be_the_same_one_by_one(change: dict[str, Any], can: bool) -> None:
-    metadata: Any = STREAMING
-    plan: Any = Plan()
-    by = planner({**GROUP, **change})
+    metadata: Any = {(0, 0): Metadata(geometry=pack_document({"groups": [{**GROUP, **change}]}))}
+    document: Any = {"groups": [GROUP]}
+    plans, plan = cast("Any", (FakePlanner(), Plan()))
+    by = PeerPlanner(document, (), plans, plans, "DRAM")
     assert by.has_our_blocks(list(by.read(peer(), metadata)), plan) == can
 
 
-@pytest.mark.parametrize(("metadata", "is_staged"), [(Metadata(), False), (STREAMING[0, 0], True)])
-def test_a_peer_without_stream_memory_or_with_staged_pages_is_read_as_a_whole(
-    bench: Bench, metadata: Metadata, is_staged: bool
-) -> None:
-    bench.planner.made = Plan(is_staged=is_staged)
+def test_a_peer_without_stream_memory_is_read_as_a_whole(bench: Bench) -> None:
     follow(bench, stream())
-    bench.handshakes.answer(Outcome(peers={(0, 0): metadata}))
+    bench.handshakes.answer(Outcome())
     assert codes(bench) == [("r1", "not-streamed")]
 
 
@@ -150,25 +126,22 @@ def test_the_end_of_a_streamed_lease_moves_its_progress_word_too(slots: int) -> 
 
     bench = LeaseBench()
     words: Any = Words()
-    bench.leases.use_streams(StreamWorker(words, slots), slots)
+    bench.leases.stream_worker = StreamWorker(words, slots)
     bench.lease()
     bench.read()
     assert bench.sent == ["r"]
     plain = [slot for slot, _ in bench.agent.fences]
-    assert (voided, plain) == (([], [FENCE[0]]) if slots == FENCE[0] else ([FENCE[0]], []))
+    assert (voided, plain) == ([] if slots == FENCE[0] else [FENCE[0]], [FENCE[0]])
 
 
 def test_a_stream_that_cannot_begin_ends_and_takes_no_other_read_with_it(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: object) -> None:
-        raise CodedFailure("no-plan")
-
-    monkeypatch.setattr(StreamCoordinator, "begin", fail)
+    monkeypatch.setattr(StreamCoordinator, "begin", Mock(side_effect=CodedFailure("bad-indices")))
     follow(bench, stream())
     bench.reads.read(order("r2"))
     follow(bench, stream("r3"))
     bench.handshakes.answer(Outcome(peers=STREAMING))
-    assert codes(bench) == [("r1", "no-plan"), ("r3", "no-plan")]
+    assert codes(bench) == [("r1", "bad-indices"), ("r3", "bad-indices")]
     bench.finish("r2/0.0")
     assert bench.codes()["r2"] == ""

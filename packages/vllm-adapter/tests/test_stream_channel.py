@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import random
-import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
@@ -97,20 +96,13 @@ class Pair:
             channel.receive(0.0)
             channel.send()
 
-    def until(self, condition: Callable[[], object]) -> None:
-        end_s = time.monotonic() + 8
-        while not condition():
-            assert time.monotonic() < end_s, "it did not happen in time"
-            self.turn()
-            time.sleep(0.001)
-
     def asker(self, count: int = 1) -> str:
-        """Return the latest question's asker, once so many have come."""
-        self.until(lambda: len(self.producer.asked) >= count)
+        """Return the asker of the latest of so many questions."""
+        assert len(self.producer.asked) == count
         return list(self.producer.asked)[-1]
 
     def answered(self) -> tuple[str, int, dict[str, object]]:
-        self.until(lambda: self.consumer.answers_given)
+        self.turn()
         return self.consumer.answers_given.pop(0)
 
 
@@ -122,13 +114,7 @@ def test_a_question_is_answered_with_a_later_step(secrets: Sequence[bytes], answ
     asker = pair.asker()
     asked = dict(pair.producer.asked[asker])
     assert len(str(asked.pop("nonce"))) == 32
-    assert asked == {
-        "hand_over_id": HAND_OVER,
-        "number": 1,
-        "digest": DIGEST,
-        "tokens": 100,
-        "wants_final": False,
-    }
+    assert asked == {"hand_over_id": HAND_OVER, "number": 1, "digest": DIGEST, "tokens": 100, "wants_final": False}
     assert not pair.consumer.answers_given
     pair.producer.answers.append(StreamAnswer(asker, 1, answer))
     request_id, number, read = pair.answered()
@@ -140,7 +126,7 @@ def test_a_question_that_is_taken_back_is_forgotten_by_the_peer() -> None:
     pair.ask()
     asker = pair.asker()
     pair.consumer.cancels.append(("d-1", 1))
-    pair.until(lambda: pair.producer.gone)
+    pair.turn()
     assert pair.producer.gone == [(asker, "0f" * 16)]
     pair.producer.answers.append(StreamAnswer(asker, 1, OFFER))  # crosses with the end of the question
     pair.ask(number=2)
@@ -220,7 +206,7 @@ def test_a_prompt_that_is_not_streamed_is_counted_and_said_with_its_peer_and_rea
     result: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     pair = Pair()
-    words = {"read-whole": "read once it is finished", "computed-here": "computed here", "given-up": "policy decides"}
+    words = {"read-whole": "read once it is finished", "computed-here": "computed here", "given-up": "policy fail: "}
     with caplog.at_level(logging.WARNING):
         pair.consumer.outcomes.append(StreamOutcome("d-1", "unknown-id", result, "10.0.0.1", 5600, "0f" * 16))
         pair.turn()

@@ -29,18 +29,6 @@ def test_parts_together_are_the_whole_prompt(tokens: int, start: int, window: in
     assert sorted(seen) == [*range(first, small), *range(small + start // 32, small + large), small + large]
 
 
-def test_blocks_of_a_part() -> None:
-    shape = StreamShape([(16, 0), (32, 0), (0, 0)])
-    parts = shape.parts(100, 64, 100, is_last=True)
-    whole = [BlockList((2, 3, 4, 5, 6), 32, 0), BlockList((21, 22, 23), 32, 0), BlockList((30,), 0, 0)]
-    peer = shape.peer_blocks(parts, {place: 500 + place for place in range(12)}, whole)
-    assert [(each.ids, each.first_token) for each in peer] == [((504, 505, 506), 64), ((509, 510), 64), ((511,), 0)]
-    local = shape.local_blocks(parts, whole)
-    assert [(each.ids, each.first_token) for each in local] == [((4, 5, 6), 64), ((22, 23), 64), ((30,), 0)]
-    early = shape.local_blocks(shape.parts(100, 0, 64, is_last=False), whole)
-    assert [(each.ids, each.first_token) for each in early] == [((2, 3), 32), ((21,), 32), ((), 0)]
-
-
 @given(st.data())
 def test_both_sides_mean_the_same_place_of_the_table(data: Any) -> None:
     """The producer puts ids into places that it counts itself; the reader's parts find at each place the block it needs.

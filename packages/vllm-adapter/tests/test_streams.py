@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import read_bench
@@ -21,7 +22,7 @@ class Bench(read_bench.Bench):
     """A prompt of 100 tokens in blocks of 16, read into the blocks 10 to 16."""
 
     def __init__(self, ranks: Any = ((0, 0),), *, start: int = 0, can_stream: bool = True) -> None:
-        super().__init__(streams=True, read_timeout_s=5.0)
+        super().__init__(read_timeout_s=5.0)
         self.planner.made = Plan(ranks, is_staged=not can_stream)
         ids = tuple(range(10 + start // 16, 17))
         here = order(tokens=100, fence=FENCE, local_blocks=(BlockList(ids, start, 0),), peer_blocks=(BlockList(()),))
@@ -137,12 +138,15 @@ def test_the_times_of_a_stream_tell_the_prompts_end_the_last_bytes_and_the_fence
     assert bench.ended() == [""]
 
 
-@pytest.mark.parametrize("outcome", ["fence-rejected", "failed", "timed-out"])
-def test_a_fence_that_does_not_hold_tears_the_stream(outcome: str) -> None:
+VOID = {"fence-rejected": "fence-mismatch", "failed": "transfer-failed", "timed-out": "deadline-exceeded"}
+
+
+@pytest.mark.parametrize(("outcome", "code"), VOID.items())
+def test_a_fence_that_does_not_hold_tears_the_stream(outcome: str, code: str) -> None:
     bench = Bench()
     bench.read_to(100)
     bench.end_all()
-    bench.end_all(outcome=outcome, code="x")
+    bench.end_all(outcome=outcome, code=code)
     assert bench.ended() == ["stream-void"]
     assert not bench.recorder.done_bytes
     assert bench.told == []
@@ -173,12 +177,12 @@ def test_pages_in_quarantine_are_waited_for() -> None:
     assert len(bench.ends) == 1
 
 
-@pytest.mark.parametrize(("fault", "dropped"), [("local", 0), ("peer", 1), ("environment", 1)])
-def test_what_the_own_agent_refuses_is_not_held_against_the_peer(fault: str, dropped: int) -> None:
+@pytest.mark.parametrize(("code", "dropped"), [("bad-indices", 0), ("peer-disconnected", 1), ("transfer-failed", 1)])
+def test_what_the_own_agent_refuses_is_not_held_against_the_peer(code: str, dropped: int) -> None:
     bench = Bench()
     bench.read_to(40)
-    bench.end_all(outcome="failed", code="x", fault=fault)
-    assert (bench.ended(), bench.counts["num_dropped_engines"]) == (["x"], dropped)
+    bench.end_all(outcome="failed", code=code)
+    assert (bench.ended(), bench.counts["num_dropped_engines"]) == ([code], dropped)
 
 
 def test_all_ranks_are_done_or_none() -> None:
@@ -301,11 +305,8 @@ def test_pages_that_cannot_be_read_in_parts_are_not(start: int, can_stream: bool
 
 @pytest.mark.parametrize("refused", ["ids", "post", "watch"])
 def test_what_the_plan_or_the_agent_refuses_tears_the_stream(monkeypatch: pytest.MonkeyPatch, refused: str) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise CodedFailure("bad-streams")
-
     if refused == "watch":
-        monkeypatch.setattr(FakeAgent, "watch_stream", refuse)
+        monkeypatch.setattr(FakeAgent, "watch_stream", Mock(side_effect=CodedFailure("bad-streams")))
     bench = Bench(TWO_RANKS if refused == "watch" else ((0, 0),))
     if refused != "watch":
         bench.agent.refuse_post = refused == "post"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 
 from vllm_adapter.cli import main
 from vllm_adapter.cli.trace import join_hand_overs, make_timeline, timeline_text
-from vllm_adapter.observe.status_socket import TRACE_REQUEST, StatusSocket
+from vllm_adapter.observe.answers import StatusSocket
 
 SHIFTS = {"P/scheduler": 1000.0, "P/0.0": -3.0, "D/scheduler": 0.0, "D/0.0": 52.5, "D/0.1": 9.0}
 """Seconds that each process's clock shows beyond the true time."""
@@ -41,6 +41,9 @@ FAST_RANK = {**RANK, "completed": 0.1525}
 SOURCE = {"granted": 0.101, "read": 0.151, "freed": 0.153}
 
 
+NAMES = {"P": "P", "D": "decode@10.0.0.1:5600"}
+
+
 def told(process: str, moments: Mapping[str, float], role: str, request_id: str, **facts: object) -> dict[str, Any]:
     """Return a process's answer to a command whose clock runs 5000 s ahead of the true time."""
     engine_id, part = process.split("/")
@@ -48,6 +51,7 @@ def told(process: str, moments: Mapping[str, float], role: str, request_id: str,
     shown = {stage: moment + shift_s for stage, moment in moments.items()}
     return {
         "engine_id": engine_id,
+        "name": NAMES[engine_id],
         "part": part,
         "desk": "desk",
         "asked_s": 5001.0 - WIRE_S,
@@ -283,16 +287,13 @@ def test_a_prompt_that_was_finished_before_it_was_read_has_the_wait_and_the_read
 
 
 @pytest.fixture
-def live(no_engines: Path) -> Iterator[list[StatusSocket]]:
+def live(serve: Callable[..., StatusSocket]) -> list[StatusSocket]:
     """Processes of two engines that remember one hand-over."""
     sockets = []
     for answer in answers():
         fixed = {name: value for name, value in answer.items() if not name.endswith("_s") and name != "desk"}
-        sockets.append(StatusSocket(str(answer["part"]), {TRACE_REQUEST: lambda fixed=fixed: fixed}))  # type: ignore[misc]
-        assert sockets[-1].open()
-    yield sockets
-    for each in sockets:
-        each.close()
+        sockets.append(serve({}, str(answer["part"]), trace=lambda fixed=fixed: fixed))
+    return sockets
 
 
 def test_the_command_asks_both_engines_and_states_what_is_unexplained(
@@ -303,7 +304,7 @@ def test_the_command_asks_both_engines_and_states_what_is_unexplained(
     text = capsys.readouterr().out
     for part in (
         "prefill  request p1 of engine P",
-        "decode   request d1 of engine D",
+        "decode   request d1 of engine decode@10.0.0.1:5600",
         "read",
         "is unexplained",
         "router and HTTP",
@@ -315,7 +316,7 @@ def test_the_command_asks_both_engines_and_states_what_is_unexplained(
     assert found["prefill"] == {"engine_id": "P", "request_id": "p1", "is_known": True}
     assert found["bytes"] == 8192
     assert main(["trace", "--list"]) == 0
-    assert capsys.readouterr().out == "D d1 from P p1\n"
+    assert capsys.readouterr().out == "decode@10.0.0.1:5600 d1 from P p1\n"
     assert main(["trace", "--ttft", "1000"]) == 1
     assert "is unexplained (more than 5%)" in capsys.readouterr().out
 

@@ -8,13 +8,14 @@ from typing import Any
 
 from fakes import Outcome, order
 from lease_bench import Bench as LeaseBench
+from prompts import Prompt
 from read_bench import Bench
-from scheduler_engine import PREFILL, TEXT, Engine, Prompt
+from scheduler_engine import PREFILL, TEXT, Engine
 
-from kv_scheduler_state import StepPlan
+from kv_scheduler_state import UNBOUND, StepPlan
 from vllm_adapter.observe.hand_overs import MOST_HAND_OVERS, HandOverLog, short_id
-from vllm_adapter.scheduler.followed import FollowedRequests
-from vllm_adapter.scheduler.hooks import Arrival
+from vllm_adapter.observe.recorder import Recorder
+from vllm_adapter.scheduler.followed import Arrival, FollowedRequests
 from vllm_adapter.steps import StepReport
 
 
@@ -67,7 +68,6 @@ def test_a_scheduler_stamps_the_way_of_a_prompt_that_it_hands_over() -> None:
     engine.now_s = 3.0
     engine.report(sent=("r1",))
     told: Any = engine.side.hand_overs()
-    assert (told["part"], told["engine_id"]) == ("scheduler", "P")
     (entry,) = told["hand_overs"]
     assert entry["moments"] == {"arrived": 0.0, "scheduled": 1.0, "answered": 2.0, "freed": 3.0}
     assert (entry["role"], entry["frontend_s"], entry["tokens"]) == ("producer", 0.25, len(TEXT))
@@ -101,7 +101,7 @@ def test_a_scheduler_stamps_the_way_of_a_prompt_that_it_takes_over_up_to_its_fir
     engine.side.take_stats()
     engine.now_s = 8.0
     engine.side.take_stats()
-    entry = only(engine.side._stats.hand_overs)
+    entry = only(engine.side._recorder.hand_overs)
     assert entry["moments"] == {
         "arrived": 0.0,
         "allocated": 1.0,
@@ -117,7 +117,7 @@ def test_a_request_whose_first_token_is_its_last_has_one_too_and_nothing_is_kept
     engine = taken_over(lambda: 1)
     engine.now_s = 6.0
     engine.end("r1", TEXT, [1, 2, 3])
-    entry = only(engine.side._stats.hand_overs)
+    entry = only(engine.side._recorder.hand_overs)
     assert entry["moments"]["first_token"] == 6.0
     requests = engine.side._requests
     assert (requests.live, requests._starting) == ({}, {}), "the host's request is not kept alive"
@@ -178,21 +178,22 @@ def test_a_host_that_cannot_count_tokens_costs_a_moment_and_no_step() -> None:
     engine = taken_over(count)
     engine.side.take_stats()
     engine.end("r1", TEXT, [1, 2, 3])
-    assert "first_token" not in only(engine.side._stats.hand_overs)["moments"]
+    assert "first_token" not in only(engine.side._recorder.hand_overs)["moments"]
 
 
 def test_only_traced_requests_have_links_and_each_lease_is_told_once() -> None:
     told: list[str] = []
-    unused: Any = None
-    requests = FollowedRequests(HandOverLog(), float, unused, lambda _link, name, _ns: told.append(name))
+    requests = FollowedRequests(Recorder(), float, lambda _link, name, _ns: told.append(name))
     headers = {"traceparent": "00-aa-bb-01"}
     for name, sent, keeps in (("a", headers, True), ("b", headers, False), ("c", None, True)):
-        requests.begin(Arrival(name, PREFILL, 16, trace_headers=sent), "producer", 0.0, is_early=False)
+        requests.begin(
+            Arrival(name, PREFILL, 16, identity=UNBOUND, trace_headers=sent), "producer", 0.0, is_early=False
+        )
         requests.finished(name, is_error=False, keeps_blocks=keeps)
     for sent_ids in (("a", "b", "c"), ("a",)):
         requests.take(StepReport(sent=sent_ids))
     assert told == ["a"]
     for name, sent in (("traced", headers), ("plain", None)):
-        requests.begin(Arrival(name, {}, 16, trace_headers=sent), "consumer", 0.0, is_early=False)
+        requests.begin(Arrival(name, {}, 16, identity=UNBOUND, trace_headers=sent), "consumer", 0.0, is_early=False)
     assert requests.ordered(StepPlan(reads=(order("traced", is_reported=False),)), 0.0) == {}
     assert list(requests.ordered(StepPlan(reads=(order("plain"), order("traced"))), 0.0)) == ["traced"]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from json_values import JSON
 
 from vllm_adapter.cli import main
 from vllm_adapter.config.whole import HOST_KEYS, ROLES, check_transfer_config
@@ -18,6 +20,7 @@ GOOD: dict[str, Any] = {
     "kv_connector": "NixlConnector",
     "kv_connector_module_path": "vllm_adapter",
     "kv_role": "kv_both",
+    "kv_load_failure_policy": "recompute",
 }
 OWN = {"kv_connector": "KVTransferConnector", "kv_role": "kv_consumer"}
 OFFLOADING = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"cpu": 1}}
@@ -40,8 +43,8 @@ def extra(**keys: object) -> dict[str, Any]:
         {**GOOD, "engine_id": None, "kv_port": 14579, "kv_buffer_device": "cpu", "enable_permute_local_kv": True},
         {**GOOD, "kv_connector_module_path": "vllm_adapter.host.connector", "kv_load_failure_policy": "recompute"},
         extra(kv_lease_duration=60, backends=["UCX"], bidirectional_kv_xfer=True),
-        extra(side_channel_key="/k", side_channel_server_key="/s", side_channel_clients="/c"),
-        extra(ticket_secret_files=["/f"], ticket_policy="accept-unsigned", unsigned_hosts=["10.1.0.0/16"]),
+        extra(side_channel_key="/run/kv/keys/k.key_secret"),
+        extra(ticket_secrets=["/f"], unsigned_hosts=["10.1.0.0/16"]),
         several(GOOD, OFFLOADING),
     ],
 )
@@ -51,8 +54,8 @@ def test_good_configurations(config: dict[str, Any]) -> None:
 
 MODULE, POLICY, CHILD = "kv_connector_module_path", "kv_load_failure_policy", "extra.connectors[0]"
 BAD: list[tuple[object, str, str, str]] = [
-    (extra(side_channel_key="/k"), "incomplete-keys", "extra", "there is no side_channel_server_key"),
-    (extra(ticket_policy="require"), "incomplete-keys", "extra", "needs ticket_secret_files"),
+    (extra(side_channel_clients="/k"), "incomplete-keys", "extra", "needs side_channel_key"),
+    (extra(unsigned_hosts=["10.1.0.0/16"]), "incomplete-keys", "extra", "needs ticket_secrets"),
     (several({**GOOD, "engine_id": "p0"}), "out-of-range", "extra.connectors[0].engine_id", "set it outside"),
     ({**GOOD, "kv_rol": "kv_both"}, "unknown-key", "kv_rol", "did you mean 'kv_role'?"),
     ({**GOOD, "kv_connector_extra": {}}, "unknown-key", "kv_connector_extra", "mean 'kv_connector_extra_config'?"),
@@ -71,9 +74,9 @@ BAD: list[tuple[object, str, str, str]] = [
     ({**GOOD, "kv_port": True}, "wrong-type", "kv_port", "must be a number"),
     ({**GOOD, "kv_connector_extra_config": []}, "wrong-type", "extra", "must be an object"),
     ({**GOOD, "engine_id": ""}, "out-of-range", "engine_id", "must not be empty"),
-    (extra(num_thread=2), "unknown-key", "extra.num_thread", "did you mean 'num_threads'"),
-    (extra(num_threads=65), "out-of-range", "extra.num_threads", "between 0 and 64, got 65"),
-    (several(), "missing-key", "extra.connectors", "list of connectors"),
+    (extra(peer_port="1"), "unknown-key", "extra.peer_port", "did you mean 'peer_ports'"),
+    (extra(kv_recompute_threshold=-1), "out-of-range", "extra.kv_recompute_threshold", "got -1"),
+    (several(), "missing-key", "extra.connectors", "list is missing"),
     (several(OFFLOADING, {**GOOD, "kv_role": "both"}), "unknown-role", "extra.connectors[1].kv_role", "kv_both"),
     (
         several({**GOOD, "kv_connector": "NixlConector"}),
@@ -92,21 +95,33 @@ def test_a_problem_is_named_with_what_is_right(config: object, code: str, key: s
     (problem,) = check_transfer_config(config).problems
     assert (problem.code, problem.key.replace("kv_connector_extra_config", "extra", 1)) == (code, key)
     assert words in problem.message
+    name = problem.key.rpartition(".")[2]
+    assert not name or len(re.findall(rf"\b{re.escape(name)}(?!\w)", f"{problem.key}: {problem.message}")) == 1, (
+        "named once"
+    )
 
 
 def test_all_problems_are_told_at_once() -> None:
-    config = {**extra(num_thread=2, kv_lease_duration=0), "kv_role": "x", "kv_rank": 1}
+    config = {**extra(peer_port="1", kv_lease_duration=0), "kv_role": "x", "kv_rank": 1}
     assert [problem.key for problem in check_transfer_config(config).problems] == [
         "kv_rank",
         "kv_role",
-        "kv_connector_extra_config.num_thread",
+        "kv_connector_extra_config.peer_port",
         "kv_connector_extra_config.kv_lease_duration",
     ]
 
 
-def test_a_childs_failure_policy_that_vllm_does_not_obey_is_noted() -> None:
-    (note,) = check_transfer_config(several(GOOD, kv_load_failure_policy="recompute")).notes
-    assert "vLLM obeys" in note
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (several({**GOOD, POLICY: "fail"}, kv_load_failure_policy="recompute"), "vLLM obeys"),
+        (extra(fence_slots=8), "fence_slots is not read any more: 4096 hand-overs can be fenced at once"),
+        (OWN, "vLLM's default is 'fail': a prompt whose KV cannot be read ends with HTTP 500"),
+    ],
+)
+def test_what_will_not_have_its_effect_is_noted(config: dict[str, Any], words: str) -> None:
+    (note,) = check_transfer_config(config).notes
+    assert words in note
 
 
 @pytest.mark.parametrize("outer", ROLES)
@@ -118,11 +133,6 @@ def test_a_child_that_reads_below_a_producer_is_a_problem(outer: str, inner: str
     assert keys == [("outer-role-differs", "kv_connector_extra_config.connectors[1].kv_role")] * is_bad
 
 
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=6),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
-    max_leaves=6,
-)
 NAMES = st.sampled_from([*HOST_KEYS, "connectors", "num_threads"]) | st.text(max_size=6)
 VALUES = JSON | st.sampled_from([*ROLES, "NixlConnector", "MultiConnector", "vllm_adapter"])
 CONFIGS = st.dictionaries(NAMES, VALUES | st.dictionaries(NAMES, VALUES, max_size=3), max_size=6)
@@ -168,8 +178,13 @@ def test_bad_usage_has_an_exit_code_of_its_own() -> None:
         assert main(words) == 2
 
 
-def test_a_mirror_without_fences_is_noted() -> None:
-    (note,) = check_transfer_config(
-        {**GOOD, "kv_buffer_device": "cpu", "kv_connector_extra_config": {"fence_slots": 0}}
-    ).notes
-    assert "without fence_slots" in note
+def test_what_a_start_here_would_refuse_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = extra(ticket_secrets=[str(tmp_path / "secret")], side_channel_key=str(tmp_path / "no"))
+    assert main(["config", "--check", json.dumps(config), "--json"]) == 1
+    codes = {problem["code"] for problem in json.loads(capsys.readouterr().out)["problems"]}
+    assert codes == {"invalid-secret", "invalid-key-file"}
+    (tmp_path / "secret").write_text("0123456789abcdef\n")
+    (tmp_path / "secret").chmod(0o600)
+    assert main(["config", "--check", json.dumps(extra(ticket_secrets=[str(tmp_path / "secret")]))]) == 0
+    assert capsys.readouterr().out == "good\n"
+    assert main(["config", "--check", json.dumps(several(OFFLOADING))]) == 0, "no key of a MultiConnector is ours"

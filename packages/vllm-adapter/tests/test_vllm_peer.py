@@ -6,16 +6,16 @@ import os
 from contextlib import nullcontext
 from itertools import product
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
+from byte_oracle.oracle import Request, prove
+from fakes import peer
 
-from kv_topology import Planner, RankGeometry, Region, TopologyError, from_document, reshard, to_document
+from kv_topology import BlockList, Planner, RankGeometry, Region, TopologyError, from_document, reshard, to_document
 from kv_topology.tools import EngineSpec, ModelSpec, StateSpec, build_engine
-from vllm_adapter.cache.documents import PeerSizes
-from vllm_adapter.cache.vllm_peer import PeerGeometry
+from vllm_adapter.cache.vllm_peer import PeerPlanner, pack_document
 from vllm_adapter.errors import AdapterError
-from vllm_adapter.worker.transfer.planner import PeerPlanner
 
 DENSE = ModelSpec(("attention",) * 12, 4, 8)
 STATE = StateSpec(heads=8, head_dim=4, state_dim=4, groups=2, conv_rows=4)
@@ -29,20 +29,16 @@ def sent(facts: dict[str, Any]) -> Any:
     return SimpleNamespace(**{**optional, "capabilities": (), **facts})
 
 
-def document_of(geometry: RankGeometry) -> Any:
-    return to_document(geometry)
-
-
 def derived(
     local: RankGeometry, facts: dict[str, Any], *, tp: int = 1, rank: int = 0, dcp: int = 1, dealt: bool = True
 ) -> RankGeometry:
     """The geometry of the peer's rank, through documents as the adapter derives it."""
-    geometry, ours = PeerGeometry(reshard, [dealt] * len(local.groups)), document_of(local)
-    return from_document(geometry.document(ours, sent(facts), (0, rank), PeerSizes(tp, 1, dcp)))
+    return from_document(planner_of(local, dealt=dealt).peer_document(sent(facts), (0, rank), peer(tp=tp, dcp=dcp)))
 
 
-def planner_of(geometry: RankGeometry) -> PeerPlanner:
-    return PeerPlanner(document_of(geometry), PeerGeometry(reshard, [False] * len(geometry.groups)), Planner(), "DRAM")
+def planner_of(geometry: RankGeometry, *stages: RankGeometry, dealt: bool = False) -> PeerPlanner:
+    document, *every = [cast("Any", to_document(each)) for each in (geometry, *stages)]
+    return PeerPlanner(document, [dealt] * len(geometry.groups), reshard, Planner(), "DRAM", every)
 
 
 def facts_of(geometry: RankGeometry, engine: EngineSpec, *, names: bool = True) -> dict[str, Any]:
@@ -78,15 +74,13 @@ STEP = 1 if os.environ.get("KVDEV_LONG") == "1" else 11
 
 
 @pytest.mark.parametrize(
-    ("tp", "peer_tp", "name", "layouts", "names"),
-    list(product(SIZES, SIZES, MODELS, LAYOUTS, (True, False)))[::STEP],
+    ("tp", "peer_tp", "name", "layouts", "names"), list(product(SIZES, SIZES, MODELS, LAYOUTS, (True, False)))[::STEP]
 )
 def test_derived_geometry_is_the_peers_own(tp, peer_tp, name, layouts, names):
     model = MODELS[name]
     mine = EngineSpec(tp, block_tokens=64, kernel_block_tokens=16, layout=layouts[0], block_count=6)
-    theirs = EngineSpec(peer_tp, block_tokens=32, kernel_block_tokens=32, layout=layouts[1], block_count=9)
-    if model is HYBRID:
-        theirs = EngineSpec(peer_tp, block_tokens=96, kernel_block_tokens=32, layout=layouts[1], block_count=9)
+    block = 96 if model is HYBRID else 32
+    theirs = EngineSpec(peer_tp, block_tokens=block, kernel_block_tokens=32, layout=layouts[1], block_count=9)
     locals_, peers = build_engine(model, mine), build_engine(model, theirs)
     for rank in range(peer_tp):
         own = peers[0, rank]
@@ -107,6 +101,16 @@ def test_documents_in_and_out():
     assert (peer.groups[0].deal.size, peer.groups[0].deal.rank, peer.groups[0].deal.interleave_tokens) == (2, 1, 16)
     whole = derived(ranks[0, 0], facts_of(ranks[0, 1], engine), tp=2, rank=1, dcp=2, dealt=False)
     assert whole.groups[0].deal.size == 1
+
+
+@pytest.mark.proves("parts of blocks in turn beside vLLM's own: proof = context-turns")
+@pytest.mark.parametrize(("turn", "dcp", "is_refused"), [(16, 2, False), (4, 2, True), (4, 1, False)])
+def test_a_peer_that_does_not_tell_its_turns_is_taken_to_deal_out_blocks_where_this_engine_does(turn, dcp, is_refused):
+    engine = EngineSpec(2, dcp=2, block_tokens=16, interleave_tokens=turn)
+    ranks = build_engine(LATENT, engine)
+    with pytest.raises(AdapterError) if is_refused else nullcontext() as caught:
+        derived(ranks[0, 0], facts_of(ranks[0, 1], engine), tp=2, rank=1, dcp=dcp)
+    assert not is_refused or caught.value.code == "context-turns"
 
 
 def test_device_memory_and_optional_lists():
@@ -172,11 +176,10 @@ def test_the_first_rank_gives_a_lie_about_the_size_away(true_tp: int, told_tp: i
         ours = build_engine(model, EngineSpec(1, block_tokens=96, kernel_block_tokens=32))[0, 0]
         first = sent(facts_of(build_engine(model, engine)[0, 0], engine))
         planner = planner_of(ours)
-        address: Any = PeerSizes(told_tp, 1, 1)
         with pytest.raises(AdapterError) if is_told else nullcontext() as caught:
-            planner.check_sizes(address, first)
+            planner.check_sizes(peer(tp=told_tp), first)
         assert not is_told or caught.value.code in {"page-bytes-differ", "state-bytes-differ"}
-        planner.check_sizes(PeerSizes(true_tp, 1, 1), first)  # type: ignore[arg-type]
+        planner.check_sizes(peer(tp=true_tp), first)
 
 
 PAIRS = ModelSpec(("attention", "mamba2") * 3, 4, 8, state=STATE)
@@ -194,7 +197,7 @@ def test_pipelines_are_met_only_where_stages_tell_their_layers(
     whole, stage = (build_engine(model, spec)[0, 0] for spec in specs)
     planner = planner_of(whole)
     first = sent(facts_of(stage, specs[1], names=names))
-    told: Any = PeerSizes(1, 2, 1)
+    told = peer(pp=2)
     ours = sent({**vars(first), "geometry": b"{}"})
     planner.check_sizes(told, ours)  # its listener refuses a rank that is not there
     if can_be_told and names and true_pp == 2:
@@ -207,3 +210,151 @@ def test_pipelines_are_met_only_where_stages_tell_their_layers(
         with pytest.raises(AdapterError) as caught:
             list(planner.read(told, {(0, 0): first, (1, 0): first}))
         assert caught.value.code == "pipeline-regions-ambiguous"
+
+
+OWN_STAGES = list(product((DENSE, LATENT), (1, 2), (2, 3), (1, 2, 4), (1, 2, 3)))
+
+
+@pytest.mark.parametrize(("model", "tp", "pp", "peer_tp", "peer_pp"), OWN_STAGES)
+def test_stages_read_their_layers_from_the_hosts_own_connector(
+    model: ModelSpec, tp: int, pp: int, peer_tp: int, peer_pp: int
+) -> None:
+    """Every producer rank gets as many reports as it is told to wait for, whatever stages there are on both sides."""
+    mine, theirs = (EngineSpec(*size, block_tokens=32, block_count=6) for size in ((tp, pp), (peer_tp, peer_pp)))
+    ours, peers = build_engine(model, mine), build_engine(model, theirs)
+    metadata, told = {rank: sent(facts_of(peers[rank], theirs)) for rank in peers}, peer(tp=peer_tp, pp=peer_pp)
+
+    def plan(local: RankGeometry, _: object) -> Any:
+        planner = planner_of(local, *(ours[stage, local.tp_rank] for stage in range(pp)), dealt=True)
+        planner.check_sizes(told, metadata[0, 0])
+        return planner.plan(told, planner.read(told, {rank: metadata[rank] for rank in planner.target_ranks(told)}))
+
+    request = Request([BlockList((1, 3), 0, None)], [BlockList((2, 4), 0, None)], 40)
+    assert prove(ours, peers, request, plan)
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_stages_refuse_regions_of_the_hosts_own_connector_that_layers_share(pp: int) -> None:
+    """The layers of a stage may share regions otherwise than those of the whole model, and a region has one name."""
+    spec, told = EngineSpec(1, pp, block_tokens=96, kernel_block_tokens=32), peer(pp=pp)
+    ours = build_engine(PAIRS, EngineSpec(1, 2, block_tokens=96, kernel_block_tokens=32))
+    metadata = {rank: sent(facts_of(found, spec)) for rank, found in build_engine(PAIRS, spec).items()}
+    for own in ours.values():
+        planner = planner_of(own, *ours.values())
+        with pytest.raises(AdapterError) as first:
+            planner.check_sizes(told, metadata[0, 0])
+        with pytest.raises(AdapterError) as all_ranks:
+            list(planner.read(told, metadata))
+        assert {first.value.code, all_ranks.value.code} == {"pipeline-regions-ambiguous"}
+
+
+OWN_CONTEXTS = [(1, 1, 2, 2), (2, 2, 1, 1), (2, 2, 2, 2), (4, 4, 4, 2), (4, 2, 8, 4), (8, 2, 8, 1)]
+
+
+@pytest.mark.proves("context ranks of vLLM's own: proof")
+@pytest.mark.parametrize(("tp", "dcp", "peer_tp", "peer_dcp"), [*OWN_CONTEXTS, (8, 2, 4, 1), (4, 1, 8, 2)])
+def test_context_ranks_of_the_hosts_own_connector_are_read(tp: int, dcp: int, peer_tp: int, peer_dcp: int) -> None:
+    """That connector pins turns of whole blocks and does not tell its turns."""
+    mine, theirs = (
+        EngineSpec(*size, block_tokens=16, block_count=6) for size in ((tp, 1, dcp), (peer_tp, 1, peer_dcp))
+    )
+    told = peer(tp=peer_tp, dcp=peer_dcp)
+    # Four heads on eight ranks are held twice, once per context rank.
+    for model in [LATENT, DENSE] if min(tp // dcp, peer_tp // peer_dcp) >= 4 else [LATENT]:
+        ours, peers = build_engine(model, mine), build_engine(model, theirs)
+        metadata = {rank: sent(facts_of(peers[rank], theirs)) for rank in peers}
+
+        def plan(local: RankGeometry, _: object, metadata: dict[Any, Any] = metadata) -> Any:
+            planner = planner_of(local, dealt=True)
+            planner.check_sizes(told, metadata[0, 0])
+            ranks = {rank: metadata[rank] for rank in planner.target_ranks(told)}
+            return planner.plan(told, planner.read(told, ranks))
+
+        spans = [-(-70 // (16 * size)) for size in (dcp, peer_dcp)]
+        lists = [BlockList(tuple(range(1, 1 + span)), 0, None) for span in spans]
+        assert prove(ours, peers, Request([lists[0]], [lists[1]], 70), plan)
+
+
+BFLOAT, HALF = [["torch.bfloat16"]], [["torch.float16"]]
+STATES = [["torch.bfloat16", "torch.float32"]]
+QUANTIZED = ModelSpec(("attention",) * 2, 4, 8, element_bytes=1)
+UNLIKE_RELEASES: dict[str, tuple[Any, ...]] = {
+    # (model, how its pages are described, releases here and there, what the peer says, code)
+    "patch": ("dense", {}, "0.34.0", "0.34.1", {}, ""),
+    "build": ("dense", {}, "0.32.0+cpu", "0.32.0+cu130", {}, ""),
+    "minor": ("dense", {}, "0.31.0", "0.33+cpu.kernels.0.32.0", {}, ""),
+    "minor, latent": ("latent", {}, "0.33.1", "0.32.0", {}, ""),
+    "minor, Mamba-2": ("hybrid", {}, "0.32.0", "0.33.0", {"element_types": STATES}, ""),
+    "Mamba-2 with drafts": (
+        "hybrid",
+        {"drafts_states": True},
+        "0.32.0",
+        "0.33.0",
+        {"element_types": STATES},
+        "release-differs",
+    ),
+    "a state of another kind": ("hybrid", {"renamed": ("conv_b", "conv_k")}, "0.32.0", "0.32.1", {}, "release-differs"),
+    "an unread release": ("dense", {}, "0.33.0", "0.34.0", {}, "release-differs"),
+    "a kernel's own order": ("dense", {"packing": "planes:X"}, "0.32.0", "0.33.0", {}, "release-differs"),
+    "the same within a release": ("dense", {"packing": "planes:X"}, "0.32.0", "0.32.0", {}, ""),
+    "packed cells": ("dense", {"renamed": ("key", "cell")}, "0.32.0", "0.33.0", {}, "release-differs"),
+    "8-bit elements": ("quantized", {}, "0.32.0", "0.33.0", {}, "release-differs"),
+    "8-bit elements within a release": ("quantized", {}, "0.32.0", "0.32.0", {}, ""),
+    "checks are off": ("quantized", {"is_off": True}, "0.32.0", "0.33.0", {}, ""),
+    "no document": ("dense", {}, "0.32.0", "0.33.0", {"geometry": None}, "release-differs"),
+    "the hosts own connector, patch": ("dense", {}, "0.32.0", "0.32.1", {"geometry": None}, ""),
+    "the hosts own connector, patch, 8-bit": (
+        "quantized",
+        {},
+        "0.32.0",
+        "0.32.1",
+        {"geometry": None},
+        "release-differs",
+    ),
+    "a release that is not told": ("dense", {}, "0.32.0", "", {"factors": {"model": "m"}}, "release-differs"),
+    "the hosts own connector": ("quantized", {}, "0.32.0", "", {"geometry": None, "factors": {}}, ""),
+    "a stage without layers of a group": ("dense", {}, "0.32.0", "0.33.0", {"element_types": []}, ""),
+    "an older connector": ("dense", {}, "0.32.0", "0.33.0", {"element_types": None}, "release-differs"),
+    "an older connector, patch": ("dense", {}, "0.32.0", "0.32.1", {"element_types": None}, ""),
+    "an older connector within a release": ("dense", {}, "0.32.0", "0.32.0", {"element_types": None}, ""),
+    "another type of one size": ("dense", {}, "0.32.0", "0.32.0", {"element_types": HALF}, "element-types-differ"),
+    "another type, and release": ("dense", {}, "0.32.0", "0.33.0", {"element_types": HALF}, "element-types-differ"),
+    "a lie": ("dense", {}, "0.32.0", "0.32.0", {"element_types": {"x": 9}}, "element-types-differ"),
+}
+
+
+@pytest.mark.proves("states with drafts between minor releases: proof = release-differs")
+@pytest.mark.never_wrong("A12")
+@pytest.mark.parametrize("case", UNLIKE_RELEASES.values(), ids=UNLIKE_RELEASES)
+def test_a_peer_of_another_release_is_read_only_where_documents_say_all_about_the_bytes(case):
+    name, given, release, peers_release, said, code = case
+    geometry = build_engine({**MODELS, "quantized": QUANTIZED}[name], EngineSpec(1, block_tokens=16))[0, 0]
+    document = cast("Any", to_document(geometry))
+    for field in (each for fields in document["layouts"] for each in fields):
+        old, new = given.get("renamed", ("", ""))
+        field["name"] = field["name"].replace(old, new) if old else field["name"]
+        field["packing"] = given.get("packing", "")
+    types = STATES if name == "hybrid" else [] if name == "quantized" else BFLOAT
+    ours, theirs = (
+        {**document, "groups": [{**group, "element_types": each} for group in document["groups"]]}
+        for each in (types, said.get("element_types", types))
+    )
+    metadata = sent(
+        {
+            **facts_of(geometry, EngineSpec(1, block_tokens=16)),
+            "geometry": said.get("geometry", pack_document(theirs)),
+            "factors": said.get("factors", {"vllm_version": peers_release}),
+        }
+    )
+    planner = PeerPlanner(
+        cast("Any", ours),
+        [False] * len(geometry.groups),
+        reshard,
+        cast("Any", SimpleNamespace(geometry=lambda *_: None)),
+        "DRAM",
+        release="" if given.get("is_off") else release,
+        drafts_states=given.get("drafts_states", False),
+    )
+    with pytest.raises(AdapterError) if code else nullcontext() as refused:
+        assert len(list(planner.read(peer(), {(0, 0): metadata}))) == 1
+    assert (refused.value.code if refused else "") == code
