@@ -6,21 +6,26 @@ import asyncio
 import atexit
 import contextlib
 import functools
+import json
 import os
+import re
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 
 from kvdev.demo import connector_config, running_router
 from kvdev.engines import Engine, EngineSpec, Launch, local_model, metric_sum, start_all
+from kvdev.envs import DEFAULT_VLLM
 from kvdev.forked import started_starter
+from kvdev.paths import ROOT
 
-VLLM = os.environ.get("KVDEV_VLLM", "0.32.0")
+T = TypeVar("T")
+VLLM = os.environ.get("KVDEV_VLLM", DEFAULT_VLLM)
 ASK_TICKET: dict[str, object] = {"do_remote_decode": True, "do_remote_prefill": False}
 STATE_MODEL = {"VLLM_SSM_CONV_STATE_LAYOUT": "DS"}
 OWN_WORKERS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
@@ -31,8 +36,8 @@ Other engines here have their worker in the scheduler's process, as vLLM has it 
 ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 LEASE_S = 15
 """Of pairs: half of the default, because a test waits until an unrenewed lease has ended."""
-NO_PREFIX_CACHE = ("mamba", "mamba-one-group", "mla", "mla-calm")
-"""vLLM keeps no prefixes of states; latent caches go without, so that every block crosses."""
+NO_PREFIX_CACHE = ("mamba", "mamba-one-group", "mamba-beside", "mla", "mla-calm")
+"""On CPU vLLM keeps prefixes of states in short steps alone; latent caches go without, so that every block crosses."""
 
 DEVICE = os.environ.get("KVDEV_DEVICE", "cpu")
 # Where the processor has AMX, vLLM would choose kernels for latent attention that only take bfloat16.
@@ -81,11 +86,12 @@ def probed(role: str = "kv_both", **keys: object) -> dict[str, object]:
     return {**ours(role, **keys), "kv_connector_module_path": "probe_connector"}
 
 
-def probe_environment(folder: Path, *probes: str) -> dict[str, str]:
-    """Return what an engine with probes needs: where it finds them, its folder, and which are on from its start."""
+def probe_environment(folder: Path, *probes: str, **settings: object) -> dict[str, str]:
+    """Return what an engine with probes needs: where it finds them, its folder, which are on, and settings that are no keys."""
     folder.mkdir(parents=True, exist_ok=True)
     here = str(Path(__file__).parent)
-    return {"PYTHONPATH": here, "KVDEV_PROBE_FOLDER": str(folder), **{f"KVDEV_PROBE_{name}": "1" for name in probes}}
+    given = {"PYTHONPATH": here, "KVDEV_PROBE_FOLDER": str(folder), "KVDEV_PROBE_SETTINGS": json.dumps(settings)}
+    return {**given, **{f"KVDEV_PROBE_{name}": "1" for name in probes}}
 
 
 def own_name(role: str = "kv_both", **keys: object) -> dict[str, object]:
@@ -112,6 +118,15 @@ def client(*, timeout_s: float = 240, **headers: str) -> aiohttp.ClientSession:
     return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=timeout_s), connector=connector, headers=headers)
 
 
+def stages(pp: int, tp: int = 1) -> list[str]:
+    """Return the arguments of an engine with so many pipeline stages of so many ranks.
+
+    CPU engines with stages compile even with --enforce-eager, unless their compilation is a mere trace.
+    """
+    eager = ["--no-enforce-eager", "--compilation-config", '{"mode": 2, "backend": "eager"}'] if pp > 1 else []
+    return ["--pipeline-parallel-size", str(pp), "--tensor-parallel-size", str(tp), *eager]
+
+
 @dataclass
 class Fleet:
     """Healthy engines by name."""
@@ -124,14 +139,28 @@ class Fleet:
 
     # ------------------------------------------------------------------------------------------------------- asking
 
-    async def post(self, session: aiohttp.ClientSession, engine: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Post a greedy completion request to an engine ('' for the router) and return the answer."""
+    def run(self, requests: Callable[[aiohttp.ClientSession], Coroutine[Any, Any, T]], **headers: Any) -> T:
+        """Return the outcome of requests that share a session."""
+
+        async def run() -> T:
+            async with client(**headers) as session:
+                return await requests(session)
+
+        return asyncio.run(run())
+
+    async def send(self, session: aiohttp.ClientSession, engine: str, body: dict[str, Any]) -> tuple[int, Any]:
+        """Post a greedy completion request to an engine ('' for the router); return status and JSON answer, None if empty."""
         whole = {"model": "tiny", "temperature": 0, "ignore_eos": True, **body}
         url = self.engines[engine].url if engine else self.router
         async with session.post(url + "/v1/completions", json=whole) as reply:
-            answer: dict[str, Any] = await reply.json()
-            assert reply.status == 200, answer
-            return answer
+            raw = await reply.read()
+            return reply.status, json.loads(raw) if raw else None
+
+    async def post(self, session: aiohttp.ClientSession, engine: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Post a request that must be answered and return the answer."""
+        status, answer = await self.send(session, engine, body)
+        assert status == 200, answer
+        return dict(answer)
 
     async def ticket(
         self, session: aiohttp.ClientSession, text: str | list[int], prefill: str, more: dict[str, Any]
@@ -144,21 +173,11 @@ class Fleet:
 
     def ask(self, engine: str, body: dict[str, Any], **headers: Any) -> dict[str, Any]:
         """Post one greedy completion request and return the answer."""
-
-        async def run() -> dict[str, Any]:
-            async with client(**headers) as session:
-                return await self.post(session, engine, body)
-
-        return asyncio.run(run())
+        return self.run(lambda session: self.post(session, engine, body), **headers)
 
     def take_ticket(self, prefill: str, text: str, **headers: Any) -> dict[str, Any]:
         """Let an engine compute a prompt, by itself, and return the ticket to it."""
-
-        async def run() -> dict[str, Any]:
-            async with client(**headers) as session:
-                return await self.ticket(session, text, prefill, {})
-
-        return asyncio.run(run())
+        return self.run(lambda session: self.ticket(session, text, prefill, {}), **headers)
 
     async def _one(
         self, session: aiohttp.ClientSession, text: str | list[int], prefill: str, decode: str, more: dict[str, Any]
@@ -170,12 +189,10 @@ class Fleet:
     def answers(self, texts: Sequence[str | list[int]], *, prefill: str = "", decode: str, **more: Any) -> list[str]:
         """Return greedy answers to prompts sent at the same time; without `prefill` by one engine alone."""
 
-        async def run() -> list[str]:
-            async with client() as session:
-                jobs = (self._one(session, text, prefill, decode, more) for text in texts)
-                return list(await asyncio.gather(*jobs))
+        async def all_of(session: aiohttp.ClientSession) -> list[str]:
+            return await asyncio.gather(*(self._one(session, text, prefill, decode, more) for text in texts))
 
-        return asyncio.run(run())
+        return self.run(all_of)
 
     def routed(self, texts: Sequence[str], **more: Any) -> list[str]:
         """Return the answers to prompts sent through the router at the same time."""
@@ -198,15 +215,17 @@ class Fleet:
                 return
         raise AssertionError(f"{decode} cannot read from {prefill}: {self.log(decode)[-2000:]}")
 
-    def assert_handed_over(self, prefill: str, decode: str, texts: Sequence[str], expected: Sequence[str]) -> None:
+    def assert_handed_over(
+        self, prefill: str, decode: str, texts: Sequence[str], expected: Sequence[str], **more: Any
+    ) -> None:
         """Prompts handed over give the expected texts; each is counted, none failed, and nothing was recomputed."""
         transfers, failed = self.count(decode, TRANSFERS), self.count(decode, FAILED)
         computed = self.count(decode, COMPUTED, source="local_compute")
-        assert self.answers(texts, prefill=prefill, decode=decode) == expected
+        assert self.answers(texts, prefill=prefill, decode=decode, **more) == expected
         assert self.count(decode, TRANSFERS) - transfers >= len(texts)
         assert self.count(decode, FAILED) == failed
         # State models recompute the last prompt token by design.
-        due = len(texts) if self.family == "mamba" else 0
+        due = len(texts) if self.family.startswith("mamba") else 0
         assert self.count(decode, COMPUTED, source="local_compute") - computed <= due
         self.assert_all_blocks_free()
 
@@ -247,6 +266,27 @@ class Fleet:
         self.engines.pop(name).signal_all(signal.SIGKILL)
 
 
+def log_lines(text: str) -> list[str]:
+    """Return this connector's lines of a log, or of a page that quotes one, with a mark for each part that varies."""
+    found = re.findall(r"(?:^|[) ])(INFO|WARNING|ERROR) .*?\[(\w+\.py):\d+\] (kv-transfer: .*)", text, re.MULTILINE)
+    return [
+        # An engine without a configured name has its role and side channel for one; of a peer, the side channel alone.
+        re.sub(
+            r"(?<=peer ')[^']+|(?:(?<=engine )|(?<=request ))[\w.@:-]*\w|(?<==)\S+|\d[\d.]*",
+            "*",
+            re.sub(r"engine (\S+ )?at ", "engine * at ", " ".join(line)),
+        )
+        for line in found
+    ]
+
+
+def quoted_lines(event: str) -> list[str]:
+    """Return the lines that the page on the log quotes for an event."""
+    page = (ROOT / "docs" / "operate" / "install.md").read_text()
+    (block,) = re.findall(rf"^<!-- log: {event} -->\n```text\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    return log_lines(block)
+
+
 @functools.cache
 def _forks(python: Path) -> Launch:
     """Import vLLM once; the engines of all fleets of this run are forks of that process, which ends with the run."""
@@ -264,13 +304,17 @@ def started_fleet(
     environment: Mapping[str, str] | None = None,
     environments: Mapping[str, Mapping[str, str]] | None = None,
     cores: Mapping[str, str] | None = None,
+    releases: Mapping[str, str] | None = None,
     is_forked: bool = DEVICE == "cpu",
 ) -> Iterator[Fleet]:
     """Start one engine per (name, --kv-transfer-config), by default each on a core of its own as far as there are any.
 
+    `releases` names the vLLM of engines that run another one than the rest.
+
     Engines are forks of one process that has imported vLLM, or, if not `is_forked`, new Pythons as users start them.
     """
-    python, model = local_model(Path(os.environ["KVDEV_UV"]), family, VLLM)
+    hosts = {name: (releases or {}).get(name, VLLM) for name in configs}
+    made = {host: local_model(Path(os.environ["KVDEV_UV"]), family, host) for host in hosts.values()}
     extra = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         **DEVICE_ENVIRONMENT[DEVICE],
@@ -281,19 +325,25 @@ def started_fleet(
     more = ["--no-enable-prefix-caching"] if family in NO_PREFIX_CACHE else []
     more += [*_SHARE_OF_MEMORY[DEVICE], *DEVICE_ARGUMENTS[DEVICE].get(family, [])]
     allowed = sorted(os.sched_getaffinity(0))
-    specs = [
-        EngineSpec(
+    specs = {
+        name: EngineSpec(
             f"{family}-{name}",
-            model,
+            made[hosts[name]][1],
             (cores or {}).get(name, str(allowed[number % len(allowed)])),
             config,
             [*more, *(arguments or {}).get(name, ())],
             {**extra, **(environments or {}).get(name, {})},
         )
         for number, (name, config) in enumerate(configs.items())
-    ]
-    with start_all(specs, python, quiet=True, launch=_forks(python) if is_forked else None) as engines:
-        fleet = Fleet(dict(zip(configs, engines, strict=True)), family)
+    }
+    with contextlib.ExitStack() as started:
+        engines: dict[str, Engine] = {}
+        for host, (python, _) in made.items():
+            part = {name: spec for name, spec in specs.items() if hosts[name] == host}
+            launch = _forks(python) if is_forked else None
+            found = started.enter_context(start_all([*part.values()], python, quiet=True, launch=launch))
+            engines |= zip(part, found, strict=True)
+        fleet = Fleet({name: engines[name] for name in configs}, family)
         try:
             yield fleet
         finally:

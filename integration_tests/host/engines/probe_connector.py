@@ -6,6 +6,7 @@ environment variables and by files in the folder that `KVDEV_PROBE_FOLDER` names
 - `KVDEV_PROBE_CORRUPT=1`: make one element of the first page of every received hand-over huge: the control of every comparison.
 - `KVDEV_PROBE_MIRROR=1`: host-buffer mode on a device that does not need it.
 - `KVDEV_PROBE_RECEIVED=1`: write `REQUEST.RANK.npz`, this rank's whole cache, at the moment a hand-over has been received.
+- `KVDEV_PROBE_SETTINGS`: a JSON object of settings that are no keys, such as `engine_ttl`.
 - a file `dump.RANK`: write `now.RANK.npz`, the same, at the next step, and remove the file.
 - a file `disconnect`: report the next read of pages that is complete as a lost connection instead, and remove the file.
 
@@ -21,13 +22,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
+import msgspec
 import numpy as np
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
 from vllm_adapter import NixlConnector as Connector
-from vllm_adapter.host import situation
+from vllm_adapter.config import load_settings
+from vllm_adapter.host import connector as host_connector
 from vllm_adapter.host import vllm as host_vllm
 
 if TYPE_CHECKING:
@@ -44,6 +47,14 @@ for _name in filter(_is_set, ("CORRUPT", "MIRROR", "RECEIVED")):
     print(f"KVDEV_PROBE_{_name} is set: for tests only", flush=True)
 
 
+def _load_settings(extra: Mapping[str, object]) -> Any:
+    settings, notes = load_settings(extra)
+    return msgspec.structs.replace(settings, **json.loads(os.environ.get("KVDEV_PROBE_SETTINGS", "{}"))), notes
+
+
+vars(host_connector)["load_settings"] = _load_settings
+
+
 class NixlConnector(Connector):
     """Under the name that vLLM's own checks look for."""
 
@@ -51,8 +62,7 @@ class NixlConnector(Connector):
         self._folder = Path(os.environ["KVDEV_PROBE_FOLDER"])
         self._caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]] = {}
         if _is_set("MIRROR"):
-            for module in (host_vllm, situation):
-                vars(module)["wants_host_buffer"] = lambda _config: True
+            vars(host_vllm)["wants_host_buffer"] = lambda _config: True
         super().__init__(vllm_config, role, kv_cache_config)
         if role == KVConnectorRole.WORKER:
             _let_connections_be_lost(self._folder / "disconnect")

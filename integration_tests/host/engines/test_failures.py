@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import random
 import time
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,13 @@ from fleets import (
     RETRIED,
     TRANSFERS,
     Fleet,
-    client,
+    log_lines,
     ours,
     own_name,
     probe_environment,
     probed,
     prompt,
+    quoted_lines,
     started_fleet,
 )
 
@@ -50,8 +51,8 @@ def fleet(probes: Path) -> Iterator[Fleet]:
         # Its policy is vLLM's default, `fail`; many tickets to it are never used, and their leases must end.
         "prefill": own_name(kv_lease_duration=UNUSED_S),
         "doomed": probed(kv_lease_duration=LEASE_S),
-        "recompute": ours(kv_load_failure_policy="recompute", remote_hosts=["127.0.0.0/8"], handshake_timeout_s=1.0),
-        "fail": probed(kv_load_failure_policy="fail", handshake_timeout_s=1.0),
+        "recompute": ours(kv_load_failure_policy="recompute", remote_hosts=["127.0.0.0/8"], read_timeout_s=24),
+        "fail": probed(kv_load_failure_policy="fail", read_timeout_s=24),
     }
     # `doomed` corrupts all that it reads (the control below); it is read from as well, which that does not touch.
     environments = {
@@ -64,22 +65,8 @@ def fleet(probes: Path) -> Iterator[Fleet]:
 
 def send(fleet: Fleet, engine: str, text: str, ticket: object, tokens: int = 24) -> tuple[int, Any]:
     """Post one request with any ticket whatever and return (HTTP status, JSON answer)."""
-
-    async def run() -> tuple[int, Any]:
-        async with client(timeout_s=120) as session:
-            return await _send(session, fleet, engine, text, ticket, tokens)
-
-    return asyncio.run(run())
-
-
-async def _send(
-    session: aiohttp.ClientSession, fleet: Fleet, engine: str, text: str, ticket: object, tokens: int
-) -> tuple[int, Any]:
-    body = {"model": "tiny", "prompt": text, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
-    url = fleet.engines[engine].url + "/v1/completions"
-    async with session.post(url, json={**body, "kv_transfer_params": ticket}) as reply:
-        raw = await reply.read()
-        return reply.status, json.loads(raw) if raw else None
+    body = {"prompt": text, "max_tokens": tokens, "kv_transfer_params": ticket}
+    return fleet.run(lambda session: fleet.send(session, engine, body))
 
 
 def tickets(fleet: Fleet, engine: str, texts: list[str]) -> list[dict[str, Any]]:
@@ -127,16 +114,6 @@ def test_a_ticket_of_another_prompt_is_refused_and_leaves_nothing_wrong_behind(f
     fleet.assert_all_blocks_free(within_s=10)
     assert fleet.count(engine, REFUSED, code="ticket-prompt") - refused == 1
     assert "ticket-prompt" in fleet.log(engine)
-
-
-def test_two_prompts_of_one_body_do_not_share_a_ticket(fleet: Fleet) -> None:
-    texts = [prompt(70, 60), prompt(71, 60)]
-    expected = fleet.answers(texts, decode="prefill")
-    for first in texts:
-        body = {"prompt": texts, "max_tokens": 24, "kv_transfer_params": fleet.take_ticket("prefill", first)}
-        assert [choice["text"] for choice in fleet.ask("fail", body)["choices"]] == expected
-        assert fleet.answers(texts, decode="fail") == expected
-    fleet.assert_all_blocks_free()
 
 
 def test_a_request_that_the_host_refuses_lets_its_producer_go_on(fleet: Fleet) -> None:
@@ -211,17 +188,18 @@ def test_hostile_tickets_are_answered_and_good_requests_between_them_are_right(f
     real = fleet.take_ticket("prefill", prompt(30, 40))
 
     async def attack(session: aiohttp.ClientSession, number: int) -> None:
-        status, _ = await _send(session, fleet, engine, prompt(5000 + number, 12), hostile_ticket(draw, real), 2)
+        body = {"prompt": prompt(5000 + number, 12), "max_tokens": 2, "kv_transfer_params": hostile_ticket(draw, real)}
+        status, _ = await fleet.send(session, engine, body)
         statuses[status] += 1
 
-    async def wave(first: int, count: int) -> None:
-        async with client(timeout_s=120) as session:
-            for start in range(first, first + count, AT_ONCE):
-                await asyncio.gather(*(attack(session, n) for n in range(start, min(start + AT_ONCE, first + count))))
+    async def wave(session: aiohttp.ClientSession, numbers: range) -> None:
+        for start in numbers[::AT_ONCE]:
+            await asyncio.gather(*(attack(session, n) for n in range(start, min(start + AT_ONCE, numbers.stop))))
 
     count, waves = HOSTILE // 2, 5
     for number in range(waves):
-        asyncio.run(wave(number * count // waves, (number + 1) * count // waves - number * count // waves))
+        numbers = range(number * count // waves, (number + 1) * count // waves)
+        fleet.run(partial(wave, numbers=numbers))
         good = [prompt(100 + 10 * number + n, 30) for n in range(2)]
         failed = fleet.log(engine).count("its KV was not taken over")
         assert fleet.answers(good, prefill="prefill", decode=engine) == fleet.answers(good, decode="prefill")
@@ -238,25 +216,21 @@ def test_hostile_tickets_are_answered_and_good_requests_between_them_are_right(f
 
 def test_a_producer_that_dies_after_its_ticket_costs_the_request_what_the_policy_says(fleet: Fleet) -> None:
     """The last test but one of this fleet: it kills an engine."""
-    fleet.let_meet("doomed", "fail")
     texts = [prompt(40 + n, 60) for n in range(3)]
+    expected = fleet.answers(texts, decode="prefill")
+    fleet.let_meet("doomed", "fail")
     given = tickets(fleet, "doomed", texts)
     before = len(fleet.log("fail"))
     fleet.end("doomed")
-    expected = fleet.answers(texts, decode="prefill")
+    status, answer = send(fleet, "fail", texts[1], given[1])
+    assert status >= 500, answer
+    fleet.ask("fail", {"prompt": "flush", "max_tokens": 2})  # further steps add no line
+    # The connection was lost in a first attempt; a new connection is refused.
+    assert log_lines(fleet.log("fail")[before:]) == quoted_lines("dead peer"), fleet.log("fail")[before:]
     computed = fleet.count("recompute", COMPUTED, source="local_compute")
     status, answer = send(fleet, "recompute", texts[0], given[0])
     assert (status, answer["choices"][0]["text"]) == (200, expected[0])
     assert fleet.count("recompute", COMPUTED, source="local_compute") > computed
-    status, answer = send(fleet, "fail", texts[1], given[1])
-    assert status >= 500, answer
-    seen = [
-        line for line in fleet.log("fail").splitlines() if given[1]["remote_request_id"] in line and "ERROR" in line
-    ]
-    assert len(seen) == 1
-    # The connection was lost, be it to a probe or to a first attempt; a new connection is refused.
-    assert "peer-disconnected" in fleet.log("fail")[before:]
-    assert "connection-refused" in seen[0]
     assert fleet.answers([prompt(50, 40)], prefill="prefill", decode="fail") == fleet.answers(
         [prompt(50, 40)], decode="prefill"
     )

@@ -18,6 +18,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         yield running
 
 
+@pytest.mark.proves("pages mirrored in host memory: proof")
 def test_prompts_of_one_chunk_and_of_many_give_the_text_of_one_engine(pair: Fleet) -> None:
     texts = [prompt(n, 20 + 60 * n) for n in range(5)]
     assert max(map(len, texts)) > 4 * CHUNK_TOKENS

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from pathlib import Path
 
 import pytest
-from fleets import hosts_own, ours, prompt, started_fleet
+from fleets import hosts_own, probe_environment, probed, prompt, started_fleet
+from processes import family_of
 
 from kvdev.engines import Engine
 
@@ -19,10 +21,14 @@ _UTIME, _STIME = 11, 12
 
 
 def test_an_idle_engine_takes_a_fraction_of_what_it_takes_with_vllms_connector(
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # The progress thread is on in both, as it is where there are cores to spare.
-    with started_fleet("dense", {"ours": ours(progress_thread="on"), "vllms": hosts_own()}) as fleet:
+    with started_fleet(
+        "dense",
+        {"ours": probed(), "vllms": hosts_own()},
+        environments={"ours": probe_environment(tmp_path, progress_thread="on")},
+    ) as fleet:
         for name in fleet.engines:
             fleet.answers([prompt(1)], decode=name)
         time.sleep(3)
@@ -46,13 +52,9 @@ def threads_of(engine: Engine) -> dict[int, float]:
     """Return the CPU seconds of every thread of an engine's processes, by thread id."""
     ticks = os.sysconf("SC_CLK_TCK")
     found: dict[int, float] = {}
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if os.getpgid(int(process.name)) != engine._process.pid:
-                continue
-            for thread in (process / "task").iterdir():
+    for pid in family_of(engine.pid):
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # gone meanwhile
                 fields = (thread / "stat").read_text().rpartition(")")[2].split()
                 found[int(thread.name)] = (int(fields[_UTIME]) + int(fields[_STIME])) / ticks
-        except (ProcessLookupError, FileNotFoundError):  # gone meanwhile
-            continue
     return found

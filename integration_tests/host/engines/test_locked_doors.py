@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
 import pytest
-from fleets import FAILED, REFUSED, TRANSFERS, Fleet, ours, prompt, started_fleet
+from fleets import FAILED, REFUSED, TRANSFERS, Fleet, ours, probe_environment, probed, prompt, started_fleet
 
 from kv_handshake import HandshakeError
 from kv_handshake.inspect import probe
-from kv_handshake.security import ClientSecurity
+from kv_handshake.security import ClientSecurity, write_keypair
 
 OLD, NEW = "0123456789abcdef-old-secret", "0123456789abcdef-new-secret"
 
@@ -29,19 +28,13 @@ def write(file: Path, *lines: str) -> None:
     fresh.replace(file)
 
 
-def keygen(folder: Path, name: str) -> None:
-    command = Path(sys.executable).with_name("kv-handshake")
-    subprocess.run([command, "keygen", folder, name], check=True, capture_output=True, timeout=60)
-
-
 class Keys:
-    """Secrets and key files of a fleet, one folder per engine as a mounted Secret would be."""
+    """Secrets and key files of a fleet: certificates of listeners beside the pairs, those of clients in `clients`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.clients, self.servers = folder / "clients", folder / "servers"
-        for each in (self.clients, self.servers):
-            each.mkdir()
+        self.servers, self.clients = folder, folder / "clients"
+        self.clients.mkdir()
         write(self.secrets, OLD)
 
     @property
@@ -50,16 +43,12 @@ class Keys:
 
     def make(self, name: str, *, admitted: bool = True) -> dict[str, object]:
         """Make an engine's key pair and return its configuration."""
-        keygen(self.folder, name)
-        public = (self.folder / f"{name}.key").read_text()
+        write_keypair(self.folder, name)
         if admitted:
-            (self.clients / f"{name}.key").write_text(public)
-            (self.servers / f"{name}.key").write_text(public)
+            shutil.copy(self.folder / f"{name}.key", self.clients)
         return {
-            "ticket_secret_files": [str(self.secrets)],
+            "ticket_secrets": [str(self.secrets)],
             "side_channel_key": str(self.folder / f"{name}.key_secret"),
-            "side_channel_server_key": str(self.servers),
-            "side_channel_clients": str(self.clients),
         }
 
 
@@ -70,11 +59,10 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Keys:
 
 @pytest.fixture(scope="module")
 def fleet(keys: Keys) -> Iterator[Fleet]:
-    sealed = {
-        name: ours(role, kv_load_failure_policy="recompute", **keys.make(name), engine_ttl=0.2)
-        for name, role in {"prefill": "kv_producer", "decode": "kv_both"}.items()
-    }
-    with started_fleet("dense", sealed) as running:
+    roles = {"prefill": "kv_producer", "decode": "kv_both"}
+    sealed = {name: probed(role, kv_load_failure_policy="recompute", **keys.make(name)) for name, role in roles.items()}
+    probes = {name: probe_environment(keys.folder / f"{name}-probes", engine_ttl=0.2) for name in roles}
+    with started_fleet("dense", sealed, environments=probes) as running:
         yield running
 
 
@@ -86,20 +74,16 @@ class Load:
         self._texts = texts
         self._stop = threading.Event()
         self.answers: list[str] = []
-        self.error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
+        self._pool = ThreadPoolExecutor(1)
+        self._running = self._pool.submit(self._run)
 
     def _run(self) -> None:
-        try:
-            while not self._stop.is_set() and len(self.answers) < len(self._texts):
-                at = len(self.answers)
-                self.answers += self._fleet.answers(
-                    self._texts[at : at + 2], prefill="prefill", decode="decode", max_tokens=4
-                )
-                time.sleep(0.4)
-        except BaseException as error:  # a failed request is what the test is about
-            self.error = error
+        while not self._stop.is_set() and len(self.answers) < len(self._texts):
+            at = len(self.answers)
+            self.answers += self._fleet.answers(
+                self._texts[at : at + 2], prefill="prefill", decode="decode", max_tokens=4
+            )
+            time.sleep(0.4)
 
     def go_on(self) -> None:
         """Wait until every request of now has its answer, and one more pair has gone through since."""
@@ -109,16 +93,15 @@ class Load:
         """Wait until a count is there, while requests go on: engines look at their files when requests come."""
         deadline_s = time.monotonic() + within_s
         while count() < wanted:
-            assert self.error is None, self.error
-            assert self._thread.is_alive(), "the texts are used up"
+            if self._running.done():
+                raise AssertionError("the texts are used up, or a request has failed") from self._running.exception()
             assert time.monotonic() < deadline_s, f"{count()} of {wanted} after {within_s} s"
             time.sleep(0.2)
 
     def end(self) -> None:
         self._stop.set()
-        self._thread.join(timeout=200)
-        assert not self._thread.is_alive()
-        assert self.error is None, self.error
+        self._running.result(timeout=200)
+        self._pool.shutdown()
 
 
 def admits(fleet: Fleet, name: str, client_pair: Path, server_public: Path) -> bool:
@@ -162,7 +145,7 @@ def test_secrets_and_keys_rotate_under_load_without_a_failed_request(fleet: Flee
 def rotate_keys(fleet: Fleet, keys: Keys, load: Load) -> None:
     """Admit the new keys beside the old ones, replace both engines' pairs, revoke the old ones."""
     for name in fleet.engines:
-        keygen(keys.folder, f"{name}-new")
+        write_keypair(keys.folder, f"{name}-new")
         shutil.copy(keys.folder / f"{name}.key_secret", keys.folder / f"{name}-old.key_secret")
         for folder in (keys.clients, keys.servers):
             write(folder / f"{name}-new.key", (keys.folder / f"{name}-new.key").read_text())
@@ -186,8 +169,8 @@ def rotate_keys(fleet: Fleet, keys: Keys, load: Load) -> None:
 
 def test_an_engine_without_a_listed_key_is_refused_by_code(keys: Keys, fleet: Fleet) -> None:
     """It holds the fleet's secret, so its tickets are good, but it gets no agent metadata."""
-    stranger = {**keys.make("stranger", admitted=False), "handshake_timeout_s": 1.0}
-    plain = {"ticket_secret_files": [str(keys.secrets)], "handshake_timeout_s": 1.0}
+    stranger = {**keys.make("stranger", admitted=False), "read_timeout_s": 24}
+    plain = {"ticket_secrets": [str(keys.secrets)], "read_timeout_s": 24}
     config = ours("kv_consumer", kv_load_failure_policy="recompute", **stranger)
     unkeyed = ours("kv_consumer", kv_load_failure_policy="recompute", **plain)
     fleet.only("prefill")

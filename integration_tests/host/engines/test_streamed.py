@@ -38,7 +38,9 @@ IS_LONG = os.environ.get("KVDEV_LONG") == "1"
 LONG_ONLY = pytest.mark.skipif(not IS_LONG, reason="long: dev.py test host --long; more engines start")
 
 
-@pytest.fixture(scope="module", params=["dense", pytest.param("mamba", marks=LONG_ONLY)])
+@pytest.fixture(
+    scope="module", params=["dense", pytest.param("mamba", marks=[LONG_ONLY, pytest.mark.proves("Mamba-2: streamed")])]
+)
 def fleet(request: pytest.FixtureRequest) -> Iterator[Fleet]:
     with started_pair(request.param, configure=_streaming, arguments=ARGUMENTS, is_concurrent=True) as running:
         running.routed([prompt(1)])
@@ -59,6 +61,8 @@ def _assert_handed_over(fleet: Fleet, texts: list[str]) -> None:
     fleet.assert_all_blocks_free()
 
 
+@pytest.mark.proves("dense: streamed")
+@pytest.mark.newest
 def test_long_prompts_arrive_while_they_are_computed(fleet: Fleet) -> None:
     """A tiny model is done with 8 chunks in a fifth of a second, and the question may come later on a busy machine: ten tries."""
     bytes_before, early_before = (fleet.count("decode", f"{name}_sum") for name in (STREAMED, EARLY))
@@ -75,6 +79,7 @@ def test_prompts_of_all_lengths_at_once(fleet: Fleet) -> None:
     _assert_handed_over(fleet, [prompt(20 + number, words) for number, words in enumerate((4, 20, 60, 100, LONG))])
 
 
+@pytest.mark.proves("dense: prefix hits")
 def test_a_prefix_that_either_engine_holds_is_not_read_again(fleet: Fleet) -> None:
     if fleet.family == "mamba":
         pytest.skip("vLLM keeps no prefixes of states")
@@ -142,7 +147,7 @@ def test_a_prefill_engine_that_dies_in_the_middle(policy: str) -> None:
     """
 
     def configure(role: str, **keys: object) -> dict[str, object]:
-        return _streaming(role, kv_load_failure_policy=policy, ask_wait_s=3, read_timeout_s=5, **keys)
+        return _streaming(role, kv_load_failure_policy=policy, read_timeout_s=6, **keys)
 
     few = ["--max-num-batched-tokens", "64", "--max-num-seqs", "8", "--no-enable-prefix-caching"]
     arguments = {"prefill": few, "decode": few}

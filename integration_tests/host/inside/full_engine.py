@@ -6,29 +6,34 @@ the weights that were loaded, so that a page shows who wrote it, and when.
 
 from __future__ import annotations
 
-import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import patch as patched
 
 import pytest
 import torch
 from engine import BLOCK, FULL, Engine
+from engines import free_port
 from vllm.config import set_current_vllm_config
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.worker import gpu_worker
 
 from vllm_adapter import KVTransferConnector, wiring
 from vllm_adapter.host import vllm as vllm_seam
 
 LAYER = "layers.0"
+CALLS_SLEEP_HOOKS = hasattr(KVConnectorBase_V1, "unregister_kv_caches")
 TESTS = Path(__file__).resolve().parents[3] / "packages" / "vllm-adapter" / "tests"
 
 
@@ -39,13 +44,6 @@ def adapters_tests(name: str) -> ModuleType:
         return __import__(name)
     finally:
         sys.path.remove(str(TESTS))
-
-
-def free_port() -> int:
-    """Return a free port."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 class Layer(AttentionLayerBase):  # type: ignore[misc]
@@ -64,7 +62,9 @@ class Layer(AttentionLayerBase):  # type: ignore[misc]
 class FullEngine(Engine):
     """An engine with one worker."""
 
-    def __init__(self, folder: Path, patch: pytest.MonkeyPatch, fabric: Any, **options: Any) -> None:
+    def __init__(
+        self, folder: Path, patch: pytest.MonkeyPatch, fabric: Any, *, sleeps: bool = False, **options: Any
+    ) -> None:
         patch.setenv("VLLM_NIXL_SIDE_CHANNEL_HOST", "127.0.0.1")
         patch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", str(free_port()))
         patch.setattr(vllm_seam, "_ranks", lambda: (0, 0))
@@ -72,12 +72,14 @@ class FullEngine(Engine):
             patch.setattr(wiring, "open_nixl", fabric.port)
         super().__init__(folder, model_folder=folder.parent / "model", **options)
         self.config.compilation_config.static_forward_context[LAYER] = Layer(FlashAttentionBackend)
+        self.config.model_config.enable_sleep_mode = sleeps and CALLS_SLEEP_HOOKS
         self.weights = 1
         self.memory = torch.zeros((self._blocks, FULL.num_kv_heads, BLOCK, 2 * FULL.head_size))
         with set_current_vllm_config(self.config):
             self.worker: Any = KVTransferConnector(self.config, KVConnectorRole.WORKER, self.scheduler.kv_cache_config)
         self.worker.register_kv_caches({LAYER: self.memory})
         self.connector.set_xfer_handshake_metadata({0: self.worker.get_handshake_metadata()})
+        self._core: Any = None
         self.sent: list[str] = []
         self.received: dict[str, bool] = {}
 
@@ -114,18 +116,59 @@ class FullEngine(Engine):
             token = request.all_token_ids[position]
             self.memory[blocks[position // BLOCK], :, position % BLOCK] = content(self.weights, position, token)
 
-    def sleep(self, *, resets: bool = True) -> None:
-        """Do as vLLM does: reset the caches, then unmap the memory after the connector has let go of it."""
-        if resets:
-            assert self.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    def sleep(self, *, mode: str = "keep") -> None:
+        """Sleep as vLLM does."""
+        with self._host() as core:
+            core.sleep(1, mode)
+
+    def wake(self, *, weights: int | None = None, tags: list[str] | None = None) -> bool:
+        """Wake up as vLLM does, by steps with `tags`; return whether the engine is fully awake."""
+        self.weights = weights or self.weights
+        with self._host() as core:
+            is_awake = bool(core.wake_up(tags))
+        if not CALLS_SLEEP_HOOKS and self.worker.get_handshake_metadata() is not None:
+            self.connector.set_xfer_handshake_metadata({0: self.worker.get_handshake_metadata()})
+        return is_awake
+
+    def discard(self) -> None:
+        """Let the connector go of memory that is then unmapped, without a word to the scheduler."""
         self.worker.unregister_kv_caches()
         self.memory.fill_(float("nan"))
 
-    def wake(self, *, weights: int | None = None) -> None:
-        """Map the memory again, with nothing of use in it."""
-        self.memory.fill_(-1.0)
-        self.worker.restore_kv_caches()
-        self.weights = weights or self.weights
+    def _suspend(self, _level: int) -> None:
+        if not CALLS_SLEEP_HOOKS:
+            self.worker.unregister_kv_caches()
+        self.memory.fill_(float("nan"))
+
+    def _resume(self, tags: list[str] | None) -> None:
+        if tags is None or "kv_cache" in tags:
+            self.memory.fill_(-1.0)
+            if not CALLS_SLEEP_HOOKS:
+                self.worker.restore_kv_caches()
+
+    @contextmanager
+    def _host(self) -> Iterator[Any]:
+        """Yield vLLM's own core with its executor and its worker of a GPU around this engine; only the memory is ours.
+
+        Before 0.33 the memory calls the hooks, in 0.33's order.
+        """
+        place: Any = SimpleNamespace(rank_in_group=0)
+        if self._core is None:
+            worker, core = object.__new__(gpu_worker.Worker), object.__new__(EngineCore)
+            worker.vllm_config = self.config
+            worker._sleep_saved_parameters, worker._sleep_saved_buffers, worker._sleep_saved_draft_buffers = {}, {}, {}
+            worker._sleep_mode_backend = SimpleNamespace(suspend=self._suspend, resume=self._resume)
+            executor = object.__new__(UniProcExecutor)
+            executor.driver_worker, executor.sleeping_tags = worker, set()
+            executor.reset_mm_cache = executor.reset_encoder_cache = lambda: None
+            core.scheduler, core.model_executor, core.mm_receiver_cache = self.scheduler, executor, None
+            core.vllm_config = self.config
+            self._core = core
+        device = SimpleNamespace(synchronize=lambda: None, get_memory_info=lambda: (0, 0), is_available=lambda: False)
+        fakes: dict[str, Any] = {"has_kv_transfer_group": lambda: True, "get_kv_transfer_group": lambda: self.worker}
+        fakes |= {name: lambda: place for name in ("get_pp_group", "get_tp_group")}
+        with patched.multiple(gpu_worker, **fakes), patched.object(torch, "accelerator", device):
+            yield self._core
 
     # ---------------------------------------------------------------------------------------------- what tests do
 

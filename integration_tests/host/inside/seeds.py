@@ -7,8 +7,6 @@ from collections.abc import Callable
 
 import pytest
 
-__all__ = ["IS_FULL", "for_seeds"]
-
 IS_FULL = bool({"KVDEV_FULL", "KVDEV_LONG"} & os.environ.keys())
 _BY_DEFAULT = 10
 

@@ -206,6 +206,7 @@ def test_an_abort_at_any_step_of_a_read_leaves_nothing(make: Make, steps: int) -
     consumer.abort("d")
     consumer.step()
     was_read = any(order.is_reported for order in consumer.orders("reads"))
+    assert consumer.orders("cancels") == ["d"] * was_read
     assert consumer.free_blocks == 63 - (3 if was_read else 0), "blocks with a read in flight stay"
     consumer.is_held = False
     consumer.add("next", prompt(20, seed=5))

@@ -6,7 +6,9 @@ import os
 import subprocess
 import sys
 import threading
+from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -55,19 +57,9 @@ def test_the_connector_selects_its_device_on_the_transfer_thread(
 
     monkeypatch.setattr(connector_module, "device_selector", selector)
 
-    class Fabric:
-        """The fabric whose ports are noted."""
-
-        def __init__(self) -> None:
-            self.port = port
-
-    engine = FullEngine(tmp_path, monkeypatch, Fabric())
-    try:
+    with closing(FullEngine(tmp_path, monkeypatch, SimpleNamespace(port=port))):
         assert module.selected == [("kv-nixl-", torch.device("cpu"))]
         assert events == ["NIXL after 1"]
-    finally:
-        engine.worker.shutdown()
-        engine.connector.shutdown()
 
 
 @pytest.mark.full

@@ -26,6 +26,7 @@ from transformers import PretrainedConfig
 from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import metadata as host_metadata
+from vllm.v1.core.kv_cache_utils import get_group_id
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
@@ -36,15 +37,26 @@ from vllm_adapter.host import vllm as host_vllm
 from vllm_adapter.host.vllm import drop_prompt_tail, engine_facts
 
 SCRATCH = 2
-CACHED_STATES = [CACHED_STATE, replace(CACHED_STATE, num_speculative_blocks=SCRATCH)]
+DRAFTER = replace(FULL, num_kv_heads=1, dtype=torch.bfloat16)
+"""A drafter's own layers: a further group."""
+CACHED_STATES = [
+    CACHED_STATE,
+    replace(CACHED_STATE, num_speculative_blocks=SCRATCH),
+    replace(CACHED_STATE, num_prefill_checkpoint_blocks=1, prefill_checkpoint_alignment=1),
+]
+KINDS = ["plain", "scratch", "checkpoint"]
+"""Of Mamba-2 vLLM also keeps the state at the last block boundary within a prompt's last step, in a block of its own."""
 
 
 # ------------------------------------------------------------------------------------------------------------- drafters
 
 
+@pytest.mark.proves("drafter: equal ranks")
 @pytest.mark.never_wrong("C1")
 @pytest.mark.parametrize("batch_tokens", [256, 2 * BLOCK])
-@pytest.mark.parametrize("specs", [(FULL,), (FULL, WINDOW), (STATE, FULL)], ids=["dense", "sliding", "state"])
+@pytest.mark.parametrize(
+    "specs", [(FULL,), (FULL, WINDOW), (STATE, FULL), (FULL, DRAFTER)], ids=["dense", "sliding", "state", "drafter"]
+)
 def test_blocks_that_wait_for_drafts_are_not_handed_over(
     make_engine, specs: tuple[Any, ...], batch_tokens: int
 ) -> None:
@@ -53,15 +65,16 @@ def test_blocks_that_wait_for_drafts_are_not_handed_over(
     options = {"specs": specs, "prefix_caching": False, "draft_tokens": 3}
     producer = make_engine("P", batch_tokens=batch_tokens, **options)
     ticket = hand_over(producer, "p", tokens)
-    full = specs.index(FULL)
-    assert len(producer.blocks("p")[full]) == 4  # the last is for drafts
+    whole = [number for number, spec in enumerate(specs) if spec in (FULL, DRAFTER)]
     assert ticket["remote_num_tokens"] == 3 * BLOCK
-    assert ticket["remote_block_ids"][full] == list(producer.blocks("p")[full][:3])
+    for group in whole:
+        assert len(producer.blocks("p")[group]) == 4  # the last is for drafts
+        assert ticket["remote_block_ids"][group] == list(producer.blocks("p")[group][:3])
     consumer = make_engine("D", **options)
     consumer.add("d", tokens, params=ticket)
     consumer.step()
     (read,) = consumer.reads
-    assert len(ids(read.local_blocks)[full]) == 3
+    assert [len(ids(read.local_blocks)[group]) for group in whole] == [3 for _ in whole]
     consumer.run(received=["d"])
     producer.step(sent=["p"])
     producer.assert_nothing_left()
@@ -156,7 +169,7 @@ def _cached(make_engine: Any, name: str, state: Any, **options: Any) -> Engine:
 
 @pytest.mark.parametrize("batch_tokens", [256, 2 * BLOCK])
 @pytest.mark.parametrize("tokens", [3 * BLOCK + 1, 3 * BLOCK + 2, 50, 5])
-@pytest.mark.parametrize("state", CACHED_STATES, ids=["plain", "scratch"])
+@pytest.mark.parametrize("state", CACHED_STATES, ids=KINDS)
 def test_only_the_running_state_is_handed_over(make_engine, state: Any, tokens: int, batch_tokens: int) -> None:
     """A request holds states of earlier boundaries (or their placeholders) before it, and scratch behind it."""
     producer = _cached(make_engine, "P", state, batch_tokens=batch_tokens)
@@ -170,7 +183,8 @@ def test_only_the_running_state_is_handed_over(make_engine, state: Any, tokens: 
     producer.assert_nothing_left()
 
 
-@pytest.mark.parametrize("state", CACHED_STATES, ids=["plain", "scratch"])
+@pytest.mark.proves("Mamba-2: prefix hits")
+@pytest.mark.parametrize("state", CACHED_STATES, ids=KINDS)
 def test_a_state_that_lags_behind_the_other_groups_hit_is_read_all_the_same(make_engine, state: Any) -> None:
     """The host may find more blocks of tokens than states; the read brings the state, so those blocks count."""
     producer, consumer = _cached(make_engine, "P", state), _cached(make_engine, "D", state)
@@ -187,9 +201,23 @@ def test_a_state_that_lags_behind_the_other_groups_hit_is_read_all_the_same(make
     consumer.run()
 
 
+@pytest.mark.parametrize("tokens", [3 * BLOCK + 1, 3 * BLOCK + 2, 50, 5])
+@pytest.mark.parametrize("state", CACHED_STATES, ids=KINDS)
+def test_a_later_prompt_hits_no_state_but_where_a_read_ended(make_engine, state: Any, tokens: int) -> None:
+    """A read brings the state behind its last token; only where a block ends there, vLLM may find it again."""
+    producer = make_engine("P", specs=(STATE, FULL), prefix_caching=False)
+    consumer = _cached(make_engine, "D", state)
+    consumer.take_over(producer, prompt(tokens))
+    consumer.run(received=["d"])
+    found = [block for block in consumer.scheduler.kv_cache_manager.block_pool.blocks if block.block_hash is not None]
+    states = [block.block_hash_num_tokens for block in found if get_group_id(block.block_hash) == 0]
+    assert states == ([tokens - 1] if (tokens - 1) % BLOCK == 0 else [])
+
+
+@pytest.mark.proves("pages mirrored in host memory: proof")
 @pytest.mark.parametrize("batch_tokens", [256, 3 * BLOCK, 2 * BLOCK])
 @pytest.mark.parametrize("tokens", [3 * BLOCK + 1, 50, 161])
-@pytest.mark.parametrize("state", CACHED_STATES, ids=["plain", "scratch"])
+@pytest.mark.parametrize("state", CACHED_STATES, ids=KINDS)
 def test_the_mirror_gets_the_running_state_and_no_block_that_was_given_away(
     make_engine, monkeypatch: pytest.MonkeyPatch, state: Any, tokens: int, batch_tokens: int
 ) -> None:

@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import msgspec
 import pytest
 from engine import BLOCK, prompt
 
+from vllm_adapter.config import load_settings
+from vllm_adapter.host import connector
+
 HAND_OVER = "0f" * 16
-STREAMING: dict[str, Any] = {"streaming": True, "remote_hosts": ["127.0.0.0/8"], "stream_reserve_fraction": 1.0}
+STREAMING: dict[str, Any] = {"streaming": True, "remote_hosts": ["127.0.0.0/8"]}
 LONG = prompt(10 * BLOCK, seed=1)
+
+
+@pytest.fixture(autouse=True)
+def streams_may_hold_the_whole_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(extra: Mapping[str, object]) -> Any:
+        return msgspec.structs.replace(load_settings(extra)[0], stream_reserve_fraction=1.0), ()
+
+    monkeypatch.setattr(connector, "load_settings", load)
 
 
 def early(port: int, *, serves: bool) -> dict[str, Any]:

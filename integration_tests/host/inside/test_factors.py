@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 from engine import FULL, WINDOW
+from full_engine import Layer
 from safetensors.numpy import save_file
 from vllm.config import ModelConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import metadata as host_metadata
-from vllm.v1.core import kv_cache_utils
+from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
 from kv_handshake import Codec, LocalOffer
@@ -25,9 +26,15 @@ from kv_handshake.wire.factors import differing_factors
 from kv_handshake.wire.messages import Envelope
 from kv_handshake.wire.policy import Verdict, judge
 from vllm_adapter.cache.facts import EngineFacts
+from vllm_adapter.host import vllm as vllm_seam
 from vllm_adapter.host.factors import weight_factors
 from vllm_adapter.host.vllm import engine_facts
 from vllm_adapter.host.weights import weights_digest
+
+try:
+    from vllm.v1.core import kv_cache_planning as planning
+except ImportError:  # before 0.33
+    from vllm.v1.core import kv_cache_utils as planning
 
 ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 256}
 CHANGES: dict[str, tuple[dict[str, Any], str]] = {
@@ -247,6 +254,30 @@ def test_engines_with_other_weights_under_one_name_refuse_each_other(
     assert caplog.text.count("load format 'tensorizer'") == 1
 
 
+@pytest.mark.proves("data-parallel ranks: proof", "experts: proof")
+@pytest.mark.parametrize("is_worker", [False, True], ids=["scheduler", "worker"])
+def test_experts_that_are_spread_over_ranks_change_nothing_that_peers_see(
+    make_engine, monkeypatch: pytest.MonkeyPatch, *, is_worker: bool
+) -> None:
+    """Only that ranks of a mixture of experts step together, which no peer is told."""
+    monkeypatch.setattr(ModelConfig, "is_moe", property(lambda _: True))
+    monkeypatch.setattr(vllm_seam, "_ranks", lambda: (0, 0))
+    engine = make_engine("P")
+    engine.config.compilation_config.static_forward_context["layers.0"] = Layer(FlashAttentionBackend)
+    parallel = engine.config.parallel_config
+
+    def facts() -> EngineFacts:
+        return engine_facts(engine.config, engine.scheduler.kv_cache_config, is_worker=is_worker)
+
+    alone = facts()
+    parallel.data_parallel_size = 2
+    parallel.enable_expert_parallel = parallel.enable_eplb = True
+    parallel.eplb_config.num_redundant_experts = 2
+    parallel.all2all_backend = "deepep_low_latency"
+    assert facts() == dataclasses.replace(alone, is_lock_stepped=True)
+    assert _verdict(facts(), alone, "exact").is_accepted
+
+
 STAGES = {
     "equal halves": ((0, 1, 2, 3), (4, 5, 6, 7)),
     "all full layers first": ((0, 2, 4, 6), (1, 3, 5, 7)),
@@ -263,10 +294,10 @@ def _stage_facts(make_engine: Any, layers: Sequence[int], stages: int, window: i
         f"model.layers.{number}.self_attn.attn": other if number % 2 else FULL for number in range(8)
     }
     engine.config.cache_config.kv_cache_layout = "LBHNC"
-    whole = kv_cache_utils.get_kv_cache_groups(engine.config, specs)
+    whole = planning.get_kv_cache_groups(engine.config, specs)
     engine.config.parallel_config.pipeline_parallel_size = stages
     held = {name: spec for number, (name, spec) in enumerate(specs.items()) if number in layers}
-    groups = kv_cache_utils._project_kv_cache_groups_to_worker(whole, held)
+    groups = planning._project_kv_cache_groups_to_worker(whole, held)
     cache = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
     return engine_facts(engine.config, cache, is_worker=False)
 
@@ -277,6 +308,18 @@ def _verdict(local: EngineFacts, peer: EngineFacts, policy: Any) -> Verdict:
     envelope = Envelope(compatibility_hash=digest, agent_metadata_bytes=b"", factors=factors, protocol=(1, 1))
     offer = LocalOffer(factors={**local.factors, **local.extra_factors}, policy=policy)
     return judge(offer, envelope, peer.connector_version)
+
+
+@pytest.mark.proves("a drafter on one side: proof = factors-differ")
+@pytest.mark.never_wrong("A14")
+@pytest.mark.parametrize("policy", ["exact", "negotiated"])
+def test_a_drafter_with_a_cache_on_one_side_is_refused(make_engine, policy: str) -> None:
+    """By its layers, whatever its method is: vLLM's hash covers drafters on hidden states alone."""
+    engines = make_engine("E"), make_engine("E", specs=(FULL, FULL))
+    plain, drafting = (engine_facts(e.config, e.scheduler.kv_cache_config, is_worker=False) for e in engines)
+    for pair in ((plain, drafting), (drafting, plain)):
+        verdict = _verdict(*pair, policy)
+        assert (verdict.code, "kv_cache_groups" in verdict.message) == ("factors-differ", True)
 
 
 @pytest.mark.parametrize("policy", ["exact", "negotiated"])

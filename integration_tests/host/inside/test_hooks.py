@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import queue
-import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -14,13 +13,16 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
-from engine import BLOCK, prompt
+from engine import BLOCK, hand_over, prompt
+from engines import free_port
+from full_engine import LAYER
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator, TransferTopology
-from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import metadata as host_metadata
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_scheduler import NixlPushConnectorScheduler
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnectorStats
+from vllm.model_executor.layers.attention import attention, kv_transfer_utils
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from kv_handshake import Codec
@@ -30,11 +32,9 @@ from vllm_adapter.host.vllm import engine_facts
 from vllm_adapter.steps import RankRegistration
 
 
-@pytest.fixture
-def free_port(monkeypatch: pytest.MonkeyPatch) -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
+@pytest.fixture(name="free_port")
+def side_channel_port(monkeypatch: pytest.MonkeyPatch) -> int:
+    port = free_port()
     monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", str(port))
     monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_HOST", "127.0.0.1")
     return port
@@ -93,11 +93,14 @@ def _hosts_reader(compat_hash: str, *, enforces: bool) -> Any:
 
 @pytest.mark.never_wrong("B16")
 @pytest.mark.parametrize("enforces", [True, False])
-def test_an_engine_with_pipeline_stages_refuses_the_hosts_own_reader(
-    make_engine, free_port: int, caplog: pytest.LogCaptureFixture, *, enforces: bool
+@pytest.mark.parametrize("code", ["pipeline-stages", "context-turns"])
+def test_an_engine_that_the_hosts_own_reader_would_read_wrongly_refuses_it(
+    make_engine, free_port: int, caplog: pytest.LogCaptureFixture, code: str, *, enforces: bool
 ) -> None:
-    """That reader pairs the layers of every rank with all of its own: it must fail its request by our code and keep no state."""
-    connector = make_engine("P").scheduler.connector
+    """It pairs all layers of a rank and whole blocks with its own, so it must fail its request by our code and keep no state."""
+    engine, stages = make_engine("P"), 2 if code == "pipeline-stages" else 1
+    engine.config.parallel_config.decode_context_parallel_size = 3 - stages
+    connector = KVTransferConnector(engine.config, KVConnectorRole.SCHEDULER, engine.scheduler.kv_cache_config)
     metadata = msgspec.msgpack.encode(
         host_metadata.NixlAgentMetadata(
             engine_id="P",
@@ -117,10 +120,10 @@ def test_an_engine_with_pipeline_stages_refuses_the_hosts_own_reader(
     envelope = msgspec.msgpack.encode({"compatibility_hash": "h", "agent_metadata_bytes": metadata})
     reader = _hosts_reader("h", enforces=enforces)
     try:
-        connector.set_xfer_handshake_metadata_pp_aware({(pp, 0): RankRegistration(1, envelope) for pp in range(2)})
+        connector.set_xfer_handshake_metadata_pp_aware({(pp, 0): RankRegistration(1, envelope) for pp in range(stages)})
         for number in range(3):
             remote = host_metadata.RemoteMeta([[1]], "127.0.0.1", free_port, "P", f"p{number}")
-            meta = host_metadata.ReqMeta([[1]], [[1]], 1, remote=remote, pp_size=2)
+            meta = host_metadata.ReqMeta([[1]], [[1]], 1, remote=remote, pp_size=stages)
             reader._background_nixl_handshake(f"d{number}", "P", meta)
             while not reader.taken and reader._failed_recv_reqs.empty():
                 time.sleep(0.01)
@@ -130,7 +133,9 @@ def test_an_engine_with_pipeline_stages_refuses_the_hosts_own_reader(
     finally:
         reader.shutdown()
         connector.shutdown()
-    assert caplog.text.count("asks as vLLM's own connector does") == 1, "said once for each address"
+    assert caplog.text.count(f"asks as vLLM's own connector does, so it is refused ({code})") == 1, (
+        "said once for each address"
+    )
 
 
 def _hosts_push_scheduler(config: Any) -> Any:
@@ -144,6 +149,15 @@ def _hosts_push_scheduler(config: Any) -> Any:
     scheduler._push_pending_registrations, scheduler._push_registration_deadlines = {}, {}
     scheduler._reqs_need_recv = {}
     return scheduler
+
+
+@pytest.mark.proves("push: proof = ticket-mode")
+def test_a_ticket_of_vllms_push_producer_is_refused_by_its_mode(make_engine, caplog: pytest.LogCaptureFixture) -> None:
+    ticket = hand_over(make_engine("P"), "p", prompt(40))
+    consumer = make_engine("D", policy="recompute")
+    consumer.add("d", prompt(40), params={**ticket, "transfer_mode": NixlPushConnectorScheduler._TRANSFER_MODE})
+    consumer.step()
+    assert (consumer.reads, caplog.text.count("(ticket-mode)")) == ([], 1)
 
 
 def test_a_registration_of_a_push_reader_ends_the_lease_at_once(make, caplog: pytest.LogCaptureFixture) -> None:
@@ -189,6 +203,37 @@ def test_pages_are_asked_for_head_by_head_and_latent_ones_as_they_are(make_engin
     assert KVTransferConnector.get_required_kvcache_layout(latent) is None
 
 
+def test_a_dummy_batch_disturbs_no_hand_over(make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM runs one on each rank of a mixture of experts that has nothing to compute while another has; it writes to block 0."""
+    context = SimpleNamespace(engine=None)
+    monkeypatch.setattr(kv_transfer_utils, "get_kv_transfer_group", lambda: context.engine.worker)
+    monkeypatch.setattr(kv_transfer_utils, "has_kv_transfer_group", lambda: True)
+    monkeypatch.setattr(kv_transfer_utils, "is_v1_kv_transfer_group", lambda: True)
+    monkeypatch.setattr(attention, "get_attention_context", lambda _: (object(), None, context.engine.memory, None))
+
+    def write_null_block(layer_name: str) -> None:  # noqa: ARG001  (the host looks it up by this name)
+        context.engine.memory[0] = float("nan")
+
+    run_layer = kv_transfer_utils.maybe_transfer_kv_layer(write_null_block)
+
+    def run_dummies() -> bool:
+        for context.engine in (producer, consumer):
+            run_layer(LAYER)
+        return False
+
+    producer, consumer = make("P"), make("D")
+    for hook in ("wait_for_layer_load", "save_kv_layer"):
+        monkeypatch.setattr(KVTransferConnector, hook, None)  # a call fails
+    tokens = prompt(3 * BLOCK)
+    ticket = producer.prefill("p", tokens)
+    run_dummies()
+    consumer.add("d", tokens, params=ticket)
+    consumer.until(lambda: run_dummies() or "d" in consumer.received)
+    assert consumer.received["d"]
+    consumer.assert_has("d", tokens, producer.weights)
+    producer.until(lambda: run_dummies() or "p" in producer.sent)
+
+
 def _ran(**reported: Any) -> ModelRunnerOutput:
     return ModelRunnerOutput(req_ids=[], req_id_to_index={}, kv_connector_output=KVConnectorOutput(**reported))
 
@@ -212,15 +257,6 @@ def _stats(count: int = 1, **more: list[Any]) -> TransferStats:
     for key, values in more.items():
         stats.data[key] += values
     return stats
-
-
-def test_statistics_survive_the_way_to_the_scheduler_and_beside_others() -> None:
-    rebuilt = KVTransferConnector.build_kv_connector_stats(data=_stats(2).to_dict())
-    one, two = MultiKVConnectorStats(), MultiKVConnectorStats()
-    one["ours"], two["ours"] = rebuilt, _stats(1)
-    assert one.aggregate(two).reduce()["ours"]["Num successful transfers"] == 3
-    one.reset()
-    assert one.is_empty()
 
 
 def test_the_schedulers_statistics_carry_those_of_the_workers(make_engine) -> None:

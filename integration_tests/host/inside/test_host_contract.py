@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from facts import facts
 
 from vllm_adapter.host.vllm import check_host
 
@@ -42,17 +43,14 @@ def test_the_hosts_own_decoder_reads_our_envelope() -> None:
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlAgentMetadata, NixlHandshakePayload
 
     from kv_handshake import Codec
-    from vllm_adapter.cache.facts import CacheGroup, EngineFacts, LayerCache
+    from vllm_adapter.cache.facts import CacheGroup, LayerCache
     from vllm_adapter.cache.geometry import metadata_fields
 
     cache = LayerCache("layers.0", 0, 4096, (8, 2, 16, 8), (1024, 512, 32, 4), 4, "DRAM", 0, 1024)
-    facts = EngineFacts(
-        engine_id="e", host="h", port=1, tp=1, tp_rank=0, pp=1, pp_rank=0, dcp=1, total_kv_heads=2, head_size=4,
-        block_count=8, generation=7, layout="LBHNC", attention_backend="CPU_ATTN", connector_version=14,
-        groups=(CacheGroup("attention", 16, 0, 0, ("layers.0",)),), group_ids=(0,), factors={"model": "m"},
-    )  # fmt: skip
-    fields = metadata_fields(facts, [cache], agent_metadata=b"a", fence=(4096, 0, 2), geometry=b"{}", generation=7)
-    frame = Codec().encode_envelope(fields, facts.factors, dialect=14)
+    groups = (CacheGroup("attention", 16, 0, 0, ("layers.0",)),)
+    engine = facts("e", total_kv_heads=2, head_size=4, block_count=8, generation=7, groups=groups)
+    of_thread = {"agent_metadata": b"a", "fence": (4096, 0, 2), "streams": None, "geometry": b"{}", "generation": 7}
+    frame = Codec().encode_envelope({**metadata_fields(engine, [cache]), **of_thread}, engine.factors, dialect=14)
     payload = msgspec.msgpack.decode(frame, type=NixlHandshakePayload)
     metadata = msgspec.msgpack.decode(payload.agent_metadata_bytes, type=NixlAgentMetadata)
     assert (metadata.engine_id, metadata.block_lens, metadata.num_blocks) == ("e", [1024], 8)
@@ -61,13 +59,18 @@ def test_the_hosts_own_decoder_reads_our_envelope() -> None:
 
 def test_the_plugin_registers_the_connector_once() -> None:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.engine.arg_utils import AsyncEngineArgs
 
     from vllm_adapter.plugin import CONNECTOR_NAME, register
 
     register()
+    once = AsyncEngineArgs.create_engine_config
     register()
     found = KVConnectorFactory.get_connector_class_by_name(CONNECTOR_NAME)
     assert found.__name__ == CONNECTOR_NAME
+    # By this method vLLM makes the configuration of each engine, which the plugin checks before the weights load.
+    assert AsyncEngineArgs.create_engine_config is once
+    assert "early_checks" in once.__code__.co_filename
 
 
 @pytest.mark.parametrize("name", ["NixlConnector", "NixlPullConnector", "KVTransferConnector"])

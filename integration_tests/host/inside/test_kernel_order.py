@@ -9,19 +9,22 @@ from typing import Any
 import pytest
 import torch
 import vllm._custom_ops as ops
+from facts import facts
 from full_engine import Layer
+from vllm.platforms import current_platform
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, _get_attn_isa
 from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionBackend
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
 
 from kv_topology import BlockList, GeometryMismatch, Planner
-from vllm_adapter.cache.facts import EngineFacts
 from vllm_adapter.cache.geometry import local_document
 from vllm_adapter.errors import UnsupportedHost
 from vllm_adapter.host import cache_config
 from vllm_adapter.host.cache_config import cache_groups, layer_caches
 
 HEADS, BLOCKS = 2, 5
+NAN = 0xFF
+"""Byte of which every floating-point format makes a NaN."""
 STATE = MambaSpec(block_size=2048, shapes=((64, 3), (4, 16, 16)), dtypes=(torch.float32, torch.float32))
 
 
@@ -31,34 +34,43 @@ class Page:
     `layers` are as the host keeps them: the metadata builder has put its choice of a kernel on each attention layer.
     """
 
-    def __init__(self, tokens: int, head_size: int, dtype: torch.dtype, isa: str = "") -> None:
-        spec = FullAttentionSpec(block_size=tokens, num_kv_heads=HEADS, head_size=head_size, dtype=dtype)
+    def __init__(
+        self,
+        tokens: int,
+        head_size: int,
+        dtype: torch.dtype,
+        isa: str = "",
+        kind: str = "auto",
+        scales: tuple[float, float] = (1.0, 1.0),
+    ) -> None:
+        stored = dtype if kind == "auto" else torch.uint8
+        spec = FullAttentionSpec(block_size=tokens, num_kv_heads=HEADS, head_size=head_size, dtype=stored)
         groups = [KVCacheGroupSpec(["mixer"], STATE), KVCacheGroupSpec(["attention"], spec)]
         self.config = KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups)
-        self.tensor = torch.full((BLOCKS, HEADS, tokens, 2 * head_size), float("nan"), dtype=dtype)
+        self.tensor = torch.zeros((BLOCKS, HEADS, tokens, 2 * head_size), dtype=stored)
+        _bytes(self.tensor).fill_(NAN)
         self.states = torch.zeros(BLOCKS * STATE.page_size_bytes, dtype=torch.uint8)
-        self.isa = isa or _get_attn_isa(dtype, tokens, head_size)
+        self.isa = isa or _get_attn_isa(dtype, tokens, head_size, kind)
         self.layers = {"mixer": Layer(Mamba2AttentionBackend), "attention": Layer(CPUAttentionBackend, self.isa)}
+        self.scales = {"k_scale": scales[0], "v_scale": scales[1], "kv_cache_dtype": kind}
+        attention: Any = self.layers["attention"]
+        attention.kv_cache_dtype = kind
+        attention._k_scale, attention._v_scale = (torch.tensor(scale) for scale in scales)
 
     def write(self, blocks: list[int], contents: torch.Tensor) -> None:
         """Let the kernel write keys and values, which are their keys' negatives, of (token, head, channel)."""
         _, _, tokens, content = self.tensor.shape
         keys, values = self.tensor.view(BLOCKS, HEADS, 2 * tokens, content // 2).chunk(2, dim=2)
         places = [block * tokens + token for block, token in product(blocks, range(tokens))][: len(contents)]
-        scales = {"k_scale": 1.0, "v_scale": 1.0, "kv_cache_dtype": "auto"}
         slots = torch.tensor(places, dtype=torch.int64)
-        ops.cpu_attn_reshape_and_cache(contents, -contents, keys, values, slots, self.isa, **scales)
+        ops.cpu_attn_reshape_and_cache(contents, -contents, keys, values, slots, self.isa, **self.scales)
 
     def document(self) -> Any:
         """Return what a peer learns of this memory."""
-        groups = cache_groups(self.config)
-        facts = EngineFacts(
-            engine_id="e", host="127.0.0.1", port=1, tp=1, tp_rank=0, pp=1, pp_rank=0, dcp=1, total_kv_heads=HEADS,
-            head_size=self.tensor.shape[3] // 2, block_count=BLOCKS, generation=1, layout="LBHNC",
-            attention_backend="MAMBA2_ATTN", connector_version=14, groups=groups, group_ids=(0, 1),
-        )  # fmt: skip
+        sizes = {"total_kv_heads": HEADS, "head_size": self.tensor.shape[3] // 2, "block_count": BLOCKS}
+        engine = facts("e", attention_backend="MAMBA2_ATTN", groups=cache_groups(self.config), **sizes)
         caches = {"mixer": self.states, "attention": self.tensor}
-        return local_document(facts, layer_caches(caches, self.config, self.layers))
+        return local_document(engine, layer_caches(caches, self.config, self.layers))
 
 
 def hand_over(producer: Page, consumer: Page, peer: list[int], mine: list[int], tokens: int) -> None:
@@ -74,6 +86,12 @@ def hand_over(producer: Page, consumer: Page, peer: list[int], mine: list[int], 
         at, off = here - starts[0], there - starts[1]
         if 0 <= at < len(memory[0]):
             memory[0][at : at + length] = memory[1][off : off + length]
+
+
+def assert_refused(producer: Page, consumer: Page, peer: list[int], mine: list[int], tokens: int, code: str) -> None:
+    with pytest.raises(GeometryMismatch) as caught:
+        hand_over(producer, consumer, peer, mine, tokens)
+    assert caught.value.code == code
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -94,25 +112,59 @@ def _contents(tokens: int, head_size: int, dtype: torch.dtype) -> torch.Tensor:
 PAIRS = [(160, 480, 100), (480, 160, 250), (32, 64, 60), (96, 96, 100), (64, 32, 128)]
 
 
+@pytest.mark.proves("bfloat16 and float16 pages: proof")
 @pytest.mark.never_wrong("A12")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_a_hybrids_pages_arrive_as_the_hosts_kernel_writes_them(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "kind"),
+    [
+        *((dtype, "auto") for dtype in (torch.float32, torch.float16, torch.bfloat16)),
+        *((torch.bfloat16, kind) for kind in ("fp8_e4m3", "fp8_e5m2")),
+    ],
+)
+def test_a_hybrids_pages_arrive_as_the_hosts_kernel_writes_them(dtype: torch.dtype, kind: str) -> None:
     """The truth is a page of the consumer's size that the host's own kernel wrote."""
-    for number, (theirs, ours, prompt) in enumerate(PAIRS):
-        assert_arrives(dtype, (64, 80)[number % 2], theirs, ours, prompt)
+    for number, (theirs, ours, prompt) in enumerate(PAIRS if kind == "auto" else PAIRS[1:3]):
+        head_size = (64, 80 if kind == "auto" else 96)[number % 2]  # the kernel of 80 keeps no 8-bit pages
+        assert_arrives(dtype, head_size, theirs, ours, prompt, kind=kind, scales=(0.25, 0.5))
 
 
-def assert_arrives(dtype: torch.dtype, head_size: int, theirs: int, ours: int, prompt: int) -> None:
+def assert_arrives(dtype: torch.dtype, head_size: int, theirs: int, ours: int, prompt: int, **kind: Any) -> None:
     contents = _contents(prompt, head_size, dtype)
-    producer, consumer, truth = (Page(tokens, head_size, dtype) for tokens in (theirs, ours, ours))
+    producer, consumer, truth = (Page(tokens, head_size, dtype, **kind) for tokens in (theirs, ours, ours))
     producer.tensor.zero_()
     peer, mine = ([4, 1, 3, 2][: -(-prompt // tokens)] for tokens in (theirs, ours))
     producer.write(peer, contents)
     truth.write(mine, contents)
     hand_over(producer, consumer, peer, mine, prompt)
-    is_known = ~torch.isnan(truth.tensor)
+    is_known = truth.tensor != NAN if truth.tensor.dtype == torch.uint8 else ~torch.isnan(truth.tensor)
     assert int(is_known.sum()) == 2 * contents.numel()
     assert torch.equal(consumer.tensor[is_known], truth.tensor[is_known])
+
+
+@pytest.mark.proves("fp8 with other scales: proof = field-missing")
+@pytest.mark.never_wrong("A12")
+@pytest.mark.parametrize("scales", [(1.0, 1.0), (0.25, 1.0), (0.5, 0.25), (0.25, 0.25)])
+def test_eight_bit_pages_with_other_scales_are_refused(scales: tuple[float, float]) -> None:
+    """Equal keys and values are other bytes in them, which nothing in the pages shows."""
+    options: dict[str, Any] = {"tokens": 64, "head_size": 64, "dtype": torch.bfloat16, "kind": "fp8_e4m3"}
+    one, other = Page(**options, scales=(0.25, 0.5)), Page(**options, scales=scales)
+    for page in (one, other):
+        page.write([1], _contents(40, 64, torch.bfloat16))
+    assert not torch.equal(one.tensor[1], other.tensor[1])
+    for producer, consumer in ((one, other), (other, one)):
+        assert_refused(producer, consumer, [1], [1], 40, "field-missing")
+
+
+@pytest.mark.never_wrong("A12")
+def test_eight_bit_pages_of_amds_own_format_are_refused_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MI300 halves what a byte of `fp8_e4m3` stands for, under the same name."""
+    amd, other = (Page(64, 64, torch.bfloat16, kind="fp8_e4m3") for _ in range(2))
+    document = other.document()
+    monkeypatch.setattr(other, "document", lambda: document)
+    monkeypatch.setattr(type(current_platform), "is_fp8_fnuz", classmethod(lambda _: True))
+    for producer, consumer in ((amd, other), (other, amd)):
+        assert_refused(producer, consumer, [1], [1], 40, "field-missing")
+    hand_over(amd, amd, [1], [2], 40)
 
 
 @pytest.mark.never_wrong("A12")
@@ -120,9 +172,7 @@ def test_engines_with_two_kernels_refuse_each_other() -> None:
     """A processor with the matrix kernel keeps bfloat16 pages of the same size otherwise than one without."""
     amx, vec = (Page(64, 64, torch.bfloat16, isa) for isa in ("amx", "vec"))
     for producer, consumer in ((amx, vec), (vec, amx)):
-        with pytest.raises(GeometryMismatch) as caught:
-            hand_over(producer, consumer, [1], [1], 40)
-        assert caught.value.code == "field-missing"
+        assert_refused(producer, consumer, [1], [1], 40, "field-missing")
 
 
 @pytest.mark.never_wrong("A12", "B11")
@@ -138,9 +188,7 @@ def test_a_hybrids_pages_as_the_release_before_describes_them_are_refused(monkey
 
     monkeypatch.setattr(older, "document", as_before)
     for producer, consumer in ((older, newer), (newer, older)):
-        with pytest.raises(GeometryMismatch) as caught:
-            hand_over(producer, consumer, [1], [1], 40)
-        assert caught.value.code == "field-missing"
+        assert_refused(producer, consumer, [1], [1], 40, "field-missing")
 
 
 @pytest.mark.never_wrong("A12")
@@ -157,9 +205,7 @@ def test_a_page_whose_order_is_unknown_moves_between_equal_pages_alone() -> None
     hand_over(producer, equal, [2, 3], [1, 4], 70)
     assert torch.equal(equal.tensor[[1, 4]], producer.tensor[[2, 3]])
     for other in (page(32, "SOMEBODYS"), page(64, "ANOTHERS")):
-        with pytest.raises(GeometryMismatch) as caught:
-            hand_over(producer, other, [2, 3], [1, 4], 64)
-        assert caught.value.code == "packing-differs"
+        assert_refused(producer, other, [2, 3], [1, 4], 64, "packing-differs")
 
 
 @pytest.mark.never_wrong("A12")

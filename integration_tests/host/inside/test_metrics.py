@@ -12,10 +12,12 @@ from typing import Any
 
 import prometheus_client
 import pytest
+from engine import hand_over, prompt
 from seeds import for_seeds
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnectorStats, NixlPromMetrics
 
 from vllm_adapter.host.metrics import PromMetrics, TransferStats
+from vllm_adapter.observe.metric_tables import METRICS
 
 CONFIG: Any = SimpleNamespace(kv_transfer_config=None)
 LABELS = {"model_name": "tiny", "engine": "0"}
@@ -92,17 +94,23 @@ def test_a_scrape_has_the_hosts_names_buckets_and_counts(seed: int) -> None:
 LAG = "vllm:kv_transfer_heartbeat_lag_seconds_bucket"
 OWN: dict[str, tuple[list[dict[str, list[Any]]], dict[str, float]]] = {
     "failures by code": (
-        [{"num_failed_reads": ["timed-out", "fence-mismatch", "timed-out"], "num_refused_tickets": ["ticket-type"]}],
+        [
+            {"num_failed_reads": ["timed-out", "fence-mismatch", "timed-out"], "num_refused_tickets": ["ticket-type"]},
+            {"num_failed_reads": ["ValueError"]},
+        ],
         {
             "vllm:kv_transfer_num_failed_reads_total timed-out": 2,
             "vllm:kv_transfer_num_failed_reads_total fence-mismatch": 1,
+            "vllm:kv_transfer_num_failed_reads_total hash-mismatch": 0,
+            "vllm:kv_transfer_num_failed_reads_total ValueError": 1,
+            "vllm:kv_transfer_num_withheld_tickets_total lease-quota": 0,
             "vllm:kv_transfer_num_refused_tickets_total ticket-type": 1,
         },
     ),
     "levels by their changes": (
         [
-            {"quarantined_bytes": [4096, 100], "live_requests": [{"consumer-reading": 3, "consumer-queued": 1}]},
-            {"quarantined_bytes": [-4096], "live_requests": [{"consumer-reading": -2}]},
+            {"quarantined_bytes": [4096, 100], "live_requests": [["consumer-reading", 3], ["consumer-queued", 1]]},
+            {"quarantined_bytes": [-4096], "live_requests": [["consumer-reading", -2]]},
         ],
         {
             "vllm:kv_transfer_quarantined_bytes": 100,
@@ -153,6 +161,25 @@ def test_figures_of_an_engine_add_up_over_ranks_and_intervals(
     assert not any(page(PromMetrics, totals, engine=1).get(name) for name in expected), "another engine's are apart"
 
 
+def raised_gauges(intervals: list[dict[str, Any]]) -> dict[str, float]:
+    """Return the gauges of a page that are not 0."""
+    names = {metric.name for metric in METRICS if metric.kind == "gauge"}
+    return {name: value for name, value in page(PromMetrics, intervals).items() if value and name.split()[0] in names}
+
+
+def test_the_gauges_of_an_engine_that_has_become_idle_are_zero(producer: Any, consumer: Any) -> None:
+    """After a burst of less than a second no step follows, and vLLM asks for no statistics."""
+    for number in range(3):
+        ticket = hand_over(producer, f"p{number}", prompt(40, seed=number))
+        consumer.add(f"d{number}", prompt(40, seed=number), params=ticket)
+    consumer.step()
+    consumer.run(received=["d0", "d1", "d2"])
+    producer.run(sent=["p0", "p1", "p2"])
+    for engine in (producer, consumer):
+        assert raised_gauges(engine.stats[:1])
+        assert raised_gauges(engine.stats) == {}
+
+
 # -------------------------------------------------------------------------------------------------- never raising
 
 
@@ -181,7 +208,7 @@ FULL: dict[str, list[Any]] = TransferStats().data | {
     "num_failed_handshakes": [1],
     "num_failed_reads": ["timed-out"],
     "quarantined_bytes": [4096],
-    "live_requests": [{"leased": 1}],
+    "live_requests": [["leased", 1]],
     "read_bytes": [["UCX", "DRAM->DRAM", "unset", 7]],
 }
 
@@ -196,7 +223,7 @@ def test_no_wrapper_of_metrics_makes_a_statistic_raise(
     monkeypatch.setattr("vllm_adapter.host.metrics._logger.exception", lambda _text, name: seen.append(name))
     kinds = (prometheus_client.Gauge, prometheus_client.Counter, prometheus_client.Histogram)
     faulty: Any = {kind: Faulty(fault, is_missing=is_missing) for kind in kinds}
-    metrics = PromMetrics(CONFIG, faulty, list(LABELS), {0: list(LABELS.values())}, info={"version": "1"})
+    metrics = PromMetrics(CONFIG, faulty, list(LABELS), {0: list(LABELS.values())}, info={0: {"version": "1"}})
     metrics.observe(FULL)
     once = list(seen)
     assert len(once) == len(set(once)) > 0
@@ -258,11 +285,15 @@ def test_gauges_can_only_be_set_under_ray_and_are_set_with_every_observation(mon
     failures: list[str] = []
     monkeypatch.setattr("vllm_adapter.host.metrics._logger.exception", failures.append)
     config: Any = SimpleNamespace(kv_transfer_config=None)
-    metrics = PromMetrics(config, kinds, ["engine"], {0: ["0"], 1: ["1"]}, info={"version": "1"})
-    assert values.keys() == {("vllm:kv_transfer_info", engine, "1") for engine in "01"}
+    info = {engine: {"side_channel": f"h:{engine}", "lease_s": "10"} for engine in (0, 1)}
+    metrics = PromMetrics(config, kinds, ["engine"], {0: ["0"], 1: ["1"]}, info=info)
+    named = {("vllm:kv_transfer_info", engine, f"h:{engine}", "10") for engine in "01"}
+    assert {key for key in values if len(key) > 2} == named
+    assert values["vllm:kv_transfer_lease_seconds", "1"] == 10
+    assert [values[key] for key in named] == [1, 1]
     data = TransferStats().data
-    metrics.observe({**data, "quarantined_bytes": [4096, -1024], "live_requests": [{"leased": 3, "reading": 1}]})
-    metrics.observe({**data, "quarantined_bytes": [-1024], "live_requests": [{"leased": -1}]})
+    metrics.observe({**data, "quarantined_bytes": [4096, -1024], "live_requests": [["leased", 3], ["reading", 1]]})
+    metrics.observe({**data, "quarantined_bytes": [-1024], "live_requests": [["leased", -1]]})
     once = {key: value for key, value in values.items() if key[1] == "0"}
     assert once["vllm:kv_transfer_quarantined_bytes", "0"] == 2048
     assert once["vllm:kv_transfer_live_requests", "0", "leased"] == 2

@@ -68,8 +68,8 @@ def test_the_stand_in_of_a_request_with_an_early_ticket_reads_nothing_and_is_no_
     consumer.add("left", TOKENS, params=params)
     consumer.step()
     refused: list[object] = []
-    tickets = consumer.scheduler.connector._scheduler_side._outcomes
-    monkeypatch.setattr(tickets, "refused", lambda *seen: refused.append(seen))
+    side = consumer.scheduler.connector._scheduler_side
+    monkeypatch.setattr(side, "_note_refusal", lambda *seen, **_: refused.append(seen))
     consumer.add("stand-in", [0], max_tokens=1, params=params, is_refused=True)
     consumer.step()
     assert refused == []
@@ -99,6 +99,7 @@ CAT, DOG = _picture("cat", 4, kind="pixel_values"), _picture("dog", 20, kind="pi
 PLACEHOLDERS = [_picture("placeholder-1", 4, kind="image_embeds"), _picture("placeholder-2", 20, kind="image_embeds")]
 
 
+@pytest.mark.proves("multimodal inputs: proof")
 @pytest.mark.never_wrong("A13")
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
 @pytest.mark.parametrize("media", [[], [CAT], PLACEHOLDERS], ids=["none", "one of two", "placeholders"])
@@ -220,6 +221,7 @@ def _store_adapter(folder: Path, seed: int, rank: int = 4) -> str:
     return str(folder)
 
 
+@pytest.mark.proves("LoRA: proof")
 @pytest.mark.never_wrong("A14")
 def test_an_adapter_is_its_name_and_its_content(make_engine, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """vLLM numbers adapters as they are loaded, so a number stands for one load on one engine."""

@@ -68,62 +68,12 @@ def test_a_prompt_that_must_be_computed_whole_is_not_read_and_its_lease_ends_at_
     assert len(consumer.outputs["d"]) == 4
 
 
-def test_local_requests_run_while_a_read_is_under_way(consumer, producer) -> None:
-    consumer.add("d", prompt(40), params=hand_over(producer, "p", prompt(40)))
-    consumer.add("before", prompt(20, seed=1))
-    assert consumer.step() == {"before": 20}
-    consumer.add("after", prompt(30, seed=2))
-    assert consumer.step() == {"before": 1, "after": 30}
-    assert consumer.step(received=["d"]) == {"before": 1, "after": 1}
-    assert consumer.step() == {"before": 1, "after": 1, "d": 1}
-    consumer.run()
-    assert {len(outputs) for outputs in consumer.outputs.values()} == {4}
-
-
 def test_blocks_that_are_being_read_are_no_prefix_for_others(consumer, producer) -> None:
     consumer.take_over(producer, prompt(64))
     consumer.add("same", prompt(64))
     assert consumer.step() == {"same": 64}
     consumer.run(received=["d"])
     assert consumer.outputs["same"][0].prefill_stats.num_cached_tokens == 0
-
-
-def test_what_was_read_is_a_prefix_for_later_requests(consumer, producer) -> None:
-    consumer.take_over(producer, prompt(64))
-    consumer.run(received=["d"])
-    consumer.add("same", prompt(70))
-    assert consumer.step() == {"same": 70 - 64}
-    consumer.run()
-
-
-def test_without_room_for_its_blocks_a_read_is_not_ordered_yet(make_engine, producer) -> None:
-    consumer = make_engine("D", blocks=1 + 8)
-    consumer.add("local", prompt(6 * BLOCK - 4, seed=1), max_tokens=3)
-    consumer.step()
-    request = consumer.take_over(producer, prompt(4 * BLOCK))
-    assert request.status == RequestStatus.WAITING
-    assert consumer.reads == []
-    consumer.step()
-    consumer.step()
-    assert len(consumer.reads) == 1
-    consumer.run(received=["d"])
-
-
-def test_without_room_to_go_on_after_the_read_a_request_waits(make_engine, producer) -> None:
-    """The blocks of the prompt are there, but not the one for the next token."""
-    consumer = make_engine("D", blocks=1 + 6)
-    consumer.add("local", prompt(2 * BLOCK - 2, seed=1), max_tokens=12)
-    consumer.step()
-    consumer.take_over(producer, prompt(3 * BLOCK), max_tokens=20)
-    for _ in range(4):
-        consumer.step()
-    assert len(consumer.blocks("local")[0]) == 3
-    assert consumer.free_blocks == 0
-    consumer.step(received=["d"])
-    consumer.run()
-    assert len(consumer.outputs["d"]) == 20
-    assert len(consumer.outputs["local"]) == 12
-    assert len(consumer.reads) == 1
 
 
 def test_a_partial_prefix_hit_reads_the_rest(consumer, producer) -> None:
@@ -138,6 +88,27 @@ def test_a_partial_prefix_hit_reads_the_rest(consumer, producer) -> None:
     assert consumer.step() == {"d": 1}
     consumer.run()
     assert consumer.outputs["d"][0].prefill_stats.num_local_cached_tokens == 2 * BLOCK
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [(2, 1), (1, 2), (2, 2), (4, 2), (2, 4)])
+@pytest.mark.parametrize("warm", [0, 4 * BLOCK])
+def test_a_block_of_several_context_ranks_stands_for_that_many_more_tokens(
+    make_engine, theirs: int, ours: int, warm: int
+) -> None:
+    producer, consumer = make_engine("P", dcp=theirs), make_engine("D", dcp=ours)
+    if warm:
+        consumer.add("warm", prompt(warm))
+        consumer.run()
+    tokens = prompt(9 * BLOCK + 5)
+    consumer.take_over(producer, tokens)
+    (read,) = consumer.reads
+    hits, span = warm // (ours * BLOCK), ours * BLOCK
+    assert len(consumer.blocks("d")[0]) == -(-len(tokens) // span)
+    assert ids(read.local_blocks) == (consumer.blocks("d")[0][hits:],)
+    assert (read.local_blocks[0].first_token, tokens_of(read)) == (hits * span, len(tokens) - hits * span)
+    assert (read.ticket.peer.tp, read.ticket.peer.dcp) == (theirs, theirs)
+    (peer,) = read.ticket.peer_blocks
+    assert (len(peer.ids), peer.first_token) == (-(-len(tokens) // (theirs * BLOCK)), 0)
 
 
 def test_a_hit_of_all_that_the_peer_holds_only_notifies_the_peer(consumer, producer) -> None:
@@ -223,24 +194,6 @@ def test_an_abort_before_anything_was_scheduled_lets_the_producer_free_its_block
     consumer.assert_nothing_left()
 
 
-@pytest.mark.parametrize("policy", ["fail", "recompute"])
-@pytest.mark.parametrize("end", ["received", "failed"])
-def test_an_abort_during_the_read_keeps_the_blocks_until_the_read_has_ended(
-    make_engine, producer, policy: str, end: str
-) -> None:
-    consumer = make_engine("D", policy=policy)
-    consumer.take_over(producer, prompt(40))
-    free = consumer.free_blocks
-    consumer.abort("d")
-    consumer.step()
-    assert consumer.orders("cancels") == ["d"]
-    assert consumer.free_blocks == free
-    consumer.step(**{end: ["d"]})
-    consumer.step()
-    consumer.assert_nothing_left()
-    assert all(output.finish_reason in {None, FinishReason.ABORT} for output in consumer.outputs.get("d", []))
-
-
 def test_a_preempted_request_is_computed_here_and_read_only_once(make_engine, producer) -> None:
     consumer = make_engine("D", blocks=1 + 9)
     tokens = prompt(4 * BLOCK - 1)
@@ -254,20 +207,6 @@ def test_a_preempted_request_is_computed_here_and_read_only_once(make_engine, pr
     assert len(consumer.reads) == 1
 
 
-@pytest.mark.parametrize("specs", FAMILIES.values(), ids=FAMILIES)
-def test_hybrid_models_read_what_their_groups_keep(make_engine, specs: tuple[Any, ...]) -> None:
-    producer, consumer = (make_engine(name, specs=specs, prefix_caching=False) for name in "PD")
-    consumer.take_over(producer, prompt(100))
-    (read,) = consumer.reads
-    counts = [sum(block != 0 for block in group) for group in ids(read.local_blocks)]
-    expected = {FULL: 7, STATE: 1, WINDOW: 3}
-    assert counts == [expected[spec] for spec in specs]
-    assert [len(group) for group in ids(read.ticket.peer_blocks)] == [len(group) for group in ids(read.local_blocks)]
-    consumer.step(received=["d"])
-    assert consumer.step() == {"d": 1}
-    consumer.run()
-
-
 def test_only_the_flag_of_a_ticket_means_local_prefill(consumer) -> None:
     consumer.add("d", prompt(40), params={"do_remote_prefill": True})
     assert consumer.step() == {"d": 40}
@@ -277,7 +216,7 @@ def test_only_the_flag_of_a_ticket_means_local_prefill(consumer) -> None:
 def test_a_step_that_comes_late_shows_how_late_its_heartbeats_are(consumer, producer) -> None:
     side, clock, seen = consumer.connector._scheduler_side, [1000.0], []
     side._now_s = lambda: clock[0]
-    side._stats.observe = lambda key, value: seen.append((key, value))
+    side._recorder.observe = lambda key, value: seen.append((key, value))
     consumer.add("d", prompt(40), params=hand_over(producer, "p", prompt(40)))
     for wait_s in (0.25, 5.0, 1.0, 10.0):
         clock[0] += wait_s

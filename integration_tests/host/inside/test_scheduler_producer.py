@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from engine import FULL, PREFILL, STATE, STOP_TOKEN, WINDOW, hand_over, prompt
+from engine import FULL, PREFILL, STATE, WINDOW, hand_over, prompt
 from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 
@@ -35,28 +35,6 @@ def test_a_prefix_hit_hands_over_all_blocks_of_the_prompt(producer) -> None:
     assert producer.free_blocks == 63 - 4  # the blocks that both had are still kept for the second
     producer.step(sent=["p2"])
     producer.assert_nothing_left()
-
-
-def test_a_first_token_that_stops_the_request_is_handed_over(producer) -> None:
-    producer.add("p", prompt(40), max_tokens=1, params=dict(PREFILL))
-    producer.step(token=STOP_TOKEN)
-    assert producer.outputs["p"][-1].finish_reason == FinishReason.STOP
-    assert producer.ticket("p")["do_remote_prefill"] is True
-    producer.step(sent=["p"])
-    producer.assert_nothing_left()
-
-
-def test_a_prompt_in_chunks_is_handed_over_after_the_last(make_engine) -> None:
-    engine = make_engine("P", batch_tokens=32)
-    engine.add("p", prompt(100), max_tokens=1, params=dict(PREFILL))
-    assert [engine.step().get("p") for _ in range(3)] == [32, 32, 32]
-    assert "p" not in engine.outputs
-    assert engine.orders("grants") == []
-    assert engine.step() == {"p": 4}
-    ticket = engine.ticket("p")
-    assert (ticket["remote_num_tokens"], len(ticket["remote_block_ids"][0])) == (100, 7)
-    engine.step(sent=["p"])
-    engine.assert_nothing_left()
 
 
 def test_a_reader_that_is_faster_than_the_grant(producer) -> None:

@@ -1,14 +1,17 @@
-"""vLLM's sleep mode (0.33) through its hooks, between whole connectors, over NIXL and its fake; no host of 0.33 was there."""
+"""vLLM's sleep mode (0.33) by the host's own calls, between whole connectors, over NIXL and its fake."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 from engine import BLOCK, prompt
-from full_engine import FullEngine, hand_over
+from full_engine import CALLS_SLEEP_HOOKS, FullEngine, hand_over
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlConnector
 
 from vllm_adapter import KVTransferConnector
 
@@ -29,6 +32,50 @@ def _refused(consumer: FullEngine, request_id: str, tokens: list[int], ticket: A
     return line.rsplit("(", 1)[1].split(")")[0]
 
 
+HOOKS = {
+    "connector": ("reset_cache", "set_xfer_handshake_metadata_pp_aware"),
+    "worker": ("unregister_kv_caches", "restore_kv_caches"),
+    "memory": ("fill_",),
+}
+
+
+def _noted(calls: list[str], name: str, hook: Callable[..., Any], *words: Any) -> Any:
+    calls.append(name)
+    return hook(*words)
+
+
+@pytest.mark.proves("sleep from vLLM 0.33 on: proof")
+@pytest.mark.parametrize("wakes", [(None,), (["weights"], ["kv_cache"])], ids=["at once", "weights first"])
+def test_the_first_prompt_after_a_wake_up_is_handed_over(
+    make: Make, wakes: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    producer, consumer = make("P", sleeps=True), make("D", sleeps=True)
+    hand_over(producer, consumer, "0", OTHER)
+    for engine in (producer, consumer):
+        calls: list[str] = []
+        for part, names in HOOKS.items():
+            for name in names:
+                hook = getattr(getattr(engine, part), name)
+                monkeypatch.setattr(getattr(engine, part), name, partial(_noted, calls, name, hook))
+        engine.sleep(mode="abort")
+        assert [engine.wake(tags=tags) for tags in wakes] == [False, True][-len(wakes) :]
+        slept = ["reset_cache", "unregister_kv_caches", "fill_"]
+        assert calls == [*slept, "fill_", "restore_kv_caches", "set_xfer_handshake_metadata_pp_aware"]
+    hand_over(producer, consumer, "1", SOME)
+    producer.assert_nothing_left()
+    consumer.assert_nothing_left()
+
+
+@pytest.mark.parametrize("backends", [["UCX"], ["LIBFABRIC"], ["UCX", "POSIX"]], ids=str)
+def test_memory_is_let_go_by_the_back_ends_with_which_the_hosts_own_connector_sleeps(backends: list[str]) -> None:
+    config = KVTransferConfig(
+        kv_connector="NixlConnector", kv_role="kv_both", kv_connector_extra_config={"backends": backends}
+    )
+    assert KVTransferConnector.supports_sleep_mode(config) is (
+        CALLS_SLEEP_HOOKS and NixlConnector.supports_sleep_mode(config)
+    )
+
+
 @pytest.mark.full
 def test_a_producer_hands_over_again_after_a_sleep(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     producer, consumer, other = make("P"), make("D"), make("E")
@@ -36,7 +83,6 @@ def test_a_producer_hands_over_again_after_a_sleep(make: Make, caplog: pytest.Lo
     hand_over(producer, consumer, "0", OTHER)
     producer.sleep()
     producer.wake(weights=2)
-    assert producer.prefill("p2", SOME) is None, "it is not known yet what is registered"
     new = hand_over(producer, consumer, "3", SOME)
     assert new["kv_generation"] == old["kv_generation"] + 1
     # Bound to no prompt, so that it is read by this engine, which has not read it before.
@@ -58,14 +104,15 @@ def test_a_read_that_is_under_way_when_its_producer_falls_asleep_fails(
     consumer.add("d2", OTHER, params=ticket)
     with consumer.transfers_held():
         consumer.step()
-        producer.sleep(resets=False)
+        producer.discard()
     consumer.until(received="d2")
     assert not consumer.received["d2"]
     assert "request d2: its KV was not taken over" in caplog.text
     producer.step()
     producer.step()
     assert producer.sent == ["p1", "p2"], "the blocks of the lease that ended are given back, once"
-    producer.wake(weights=2)
+    producer.worker.restore_kv_caches()
+    producer.weights = 2
     producer.run()
     consumer.run()
     producer.connector.reset_cache()
@@ -82,8 +129,9 @@ def test_a_ticket_of_the_first_step_after_an_unannounced_sleep_never_brings_wron
     """A host that does not reset the cache before it discards it: our scheduler's half learns of the sleep too late."""
     producer, consumer = make("P"), make("D")
     hand_over(producer, consumer, "1", SOME)
-    producer.sleep(resets=False)
-    producer.wake(weights=2)
+    producer.discard()
+    producer.worker.restore_kv_caches()
+    producer.weights = 2
     ticket = producer.prefill("p2", OTHER)
     assert ticket is not None
     with caplog.at_level(logging.ERROR):
@@ -108,14 +156,12 @@ def test_a_prompt_that_outlives_the_sleep_is_handed_over_as_computed_after_it(ma
 
 def test_hooks_may_come_twice_or_alone(make: Make) -> None:
     producer, consumer = make("P"), make("D")
-    assert KVTransferConnector.supports_sleep_mode(producer.config)
     producer.worker.restore_kv_caches()
     first = hand_over(producer, consumer, "1", SOME)
     producer.sleep()
     producer.worker.unregister_kv_caches()
     producer.wake()
     producer.worker.restore_kv_caches()
-    producer.step()
     second = hand_over(producer, consumer, "2", SOME)
     assert second["kv_generation"] == first["kv_generation"] + 1
 

@@ -11,7 +11,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from vllm_adapter.observe.spans import SpanWriter
+from vllm_adapter.observe.hand_overs import SpanWriter
 from vllm_adapter.steps import ReadEnd, ReadTimes, TraceLink
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"

@@ -11,7 +11,7 @@ from byte_oracle.oracle import MemoryOfRank, Request, execute, permute
 
 from kv_topology import BlockList, PageMove, plan_transfer
 from kv_topology.tools import EngineSpec, ModelSpec, build_engine
-from vllm_adapter.host.torch_pages import PageFinder, TorchPages
+from vllm_adapter.host.torch_pages import TorchPages
 from vllm_adapter.worker.pages import ConversionStep, PageRange, conversion_steps
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2]
@@ -82,14 +82,6 @@ def test_what_a_staged_plan_leaves_is_put_in_order_as_the_model_does(
     TorchPages([tensor], scratch_bytes=(1, 5000, 1 << 20)[(here_tokens + producers) % 3]).convert(steps)
     np.testing.assert_array_equal(memory.data, model.data)
     np.testing.assert_array_equal(memory.data, expected.data)
-
-
-def test_layers_of_one_allocation_are_one_view_and_shared_ones_are_permuted_once() -> None:
-    cache = torch.zeros(4, 8, 16, dtype=torch.uint8)
-    pages = PageFinder(cache.unbind())
-    ranges = [PageRange(layer.data_ptr(), 16, 8) for layer in cache]
-    assert [family.size for family in pages.families(tuple(ranges))] == [4]
-    assert [family.size for family in pages.families((ranges[0], ranges[1], ranges[3]))] == [2, 1]
 
 
 def test_memory_that_the_engine_did_not_register_is_not_touched() -> None:

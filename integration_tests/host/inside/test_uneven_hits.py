@@ -32,18 +32,21 @@ COMMON = 4 * BLOCK
 TOKENS = 8 * BLOCK + 5
 
 
+@pytest.mark.proves("windows: prefix hits")
 @pytest.mark.never_wrong("A10")
+@pytest.mark.parametrize("is_drafted", [False, True], ids=["", "drafter"])
 @pytest.mark.parametrize("mix", MIXES)
-def test_a_read_fills_every_block_that_no_hit_covers(make_engine: Any, mix: str) -> None:
+def test_a_read_fills_every_block_that_no_hit_covers(make_engine: Any, mix: str, is_drafted: bool) -> None:
     """Blocks of each group are evicted at random, so that the groups' hits end at different tokens."""
     for seed in range(8 if IS_FULL else 2):
-        assert_filled(make_engine, mix, seed)
+        assert_filled(make_engine, mix, seed, is_drafted)
 
 
-def assert_filled(make_engine: Any, mix: str, seed: int) -> None:
+def assert_filled(make_engine: Any, mix: str, seed: int, is_drafted: bool) -> None:
     draw = random.Random(f"{mix}/{seed}")
     specs = MIXES[mix]
-    options = {"specs": specs, "mamba_cache_mode": "align" if CACHED_STATE in specs else "none"}
+    options: dict[str, Any] = {"specs": specs, "is_last_a_drafters": is_drafted}
+    options["mamba_cache_mode"] = "align" if CACHED_STATE in specs else "none"
     producer, consumer = make_engine("P", **options), make_engine("D", **options)
     consumer.add("warm", prompt(TOKENS - BLOCK), max_tokens=1)
     for _ in range(16):

@@ -1,0 +1,55 @@
+"""Engines of several vLLM releases in one fleet, as during a rolling upgrade: each reads what the others computed."""
+
+from __future__ import annotations
+
+import os
+from itertools import permutations
+
+import pytest
+from fleets import BYTES, EXPIRED, VLLM, ours, prompt, started_fleet
+
+from kvdev.envs import DEFAULT_VLLM, NEWEST_VLLM
+
+OLDEST = "0.31.0"
+LONG_ONLY = pytest.mark.skipif("KVDEV_LONG" not in os.environ, reason="weekly: an environment more, and three engines")
+OF_THE_NEWEST = pytest.mark.skipif(VLLM != NEWEST_VLLM, reason="dev.py test newest: the suite of the newest vLLM")
+ROLLING = ours(may_differ="minor")
+
+
+@pytest.mark.parametrize(
+    ("family", "releases"),
+    [
+        pytest.param(
+            "dense",
+            (DEFAULT_VLLM, NEWEST_VLLM),
+            marks=[pytest.mark.newest, OF_THE_NEWEST, pytest.mark.proves("dense: other release")],
+        ),
+        pytest.param("dense", (OLDEST, DEFAULT_VLLM), marks=LONG_ONLY),
+        pytest.param("dense", (OLDEST, NEWEST_VLLM), marks=LONG_ONLY),
+        *(
+            pytest.param(
+                family,
+                (OLDEST, DEFAULT_VLLM, NEWEST_VLLM),
+                marks=[LONG_ONLY, pytest.mark.proves("windows, latent, Mamba-2: other release")],
+            )
+            for family in ("sliding-window", "mla-calm", "mamba")
+        ),
+    ],
+)
+def test_releases_hand_over_to_one_another_in_every_order(family: str, releases: tuple[str, ...]) -> None:
+    """Another salt for each pair keeps prefix hits out, so that the same prompts cross as the same bytes every time."""
+    texts = [prompt(n, 20 + 60 * n) for n in range(3)]
+    names = {f"on-{release}": release for release in releases}
+    with started_fleet(family, dict.fromkeys(names, ROLLING), releases=names) as fleet:
+        alone = {name: fleet.answers(texts, decode=name, cache_salt="alone") for name in names}
+        moved: set[float] = set()
+        for prefill, decode in permutations(names, 2):
+            fleet.only(prefill, decode)
+            fleet.let_meet(prefill, decode)
+            before = fleet.count(decode, BYTES)
+            fleet.assert_handed_over(prefill, decode, texts, alone[decode], cache_salt=f"{prefill} {decode}")
+            moved.add(fleet.count(decode, BYTES) - before)
+            assert "accepted with differences: nixl_connector_version: " in fleet.log(decode)
+        assert len(moved) == 1, moved
+        assert [fleet.count(name, EXPIRED) for name in names] == [0] * len(names)
+        print(f"\n  {family}: {releases}, {moved} bytes for {len(texts)} prompts in each direction")
