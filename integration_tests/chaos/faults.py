@@ -11,26 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, final
 
-from levels import family_of
 from live import FAILS, Live
 from load import ASK_TICKET, Asked, Load, Pair, running_load
+from processes import family_of, state_of
 from proxy import Behaviour
 from verdicts import judge_all
 
 from kvdev.engines import Engine, metric_sum
-
-__all__ = [
-    "MISBEHAVIOURS",
-    "Fault",
-    "core_of",
-    "first_limit",
-    "judged",
-    "limited",
-    "revived",
-    "standing_still",
-    "start_anew",
-    "used_descriptors",
-]
 
 MISBEHAVIOURS: Sequence[Behaviour] = ("delay", "drop", "drop-answers", "half-open", "cut-midway", "refuse")
 """Behaviours of the proxy before the side channel of a prefill engine; each has a row in `docs/failure-modes.md`."""
@@ -68,12 +55,7 @@ class Rewrite(Protocol):
 
 @contextlib.contextmanager
 def judged(
-    live: Live,
-    kind: str,
-    victims: Sequence[str],
-    *,
-    rewrite: Rewrite = dict,
-    must_be_right: bool = False,
+    live: Live, kind: str, victims: Sequence[str], *, rewrite: Rewrite = dict, must_be_right: bool = False
 ) -> Iterator[Fault]:
     """Send requests before, during and after a fault; all end well, others are served meanwhile, and service is restored.
 
@@ -185,17 +167,13 @@ def standing_still(live: Live, name: str) -> Iterator[None]:
     live.stop(name)
     try:
         until = time.monotonic() + 5
-        while any(not _is_stopped(pid) for pid in family_of(live.engines[name].pid)):
+        while any(state_of(pid) != "T" for pid in family_of(live.engines[name].pid)):
             assert time.monotonic() < until, f"{name} goes on"
             time.sleep(0.01)
         yield
-        assert all(_is_stopped(pid) for pid in family_of(live.engines[name].pid)), f"{name} went on"
+        assert all(state_of(pid) == "T" for pid in family_of(live.engines[name].pid)), f"{name} went on"
     finally:
         live.resume(name)
-
-
-def _is_stopped(pid: int) -> bool:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
 @contextlib.contextmanager

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_adapter.cli.engines import ask_all
+from processes import family_of
 
-__all__ = ["Sample", "family_of", "held_by", "is_alive", "sample_of"]
+from vllm_adapter.cli.engines import ask_all
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,26 +23,6 @@ class Sample:
     descriptors: int
     sockets: int
     threads: int
-
-
-def family_of(pid: int) -> list[int]:
-    """Return a process and all its descendants that live."""
-    found, waiting = [], [pid]
-    while waiting:
-        each = waiting.pop()
-        found.append(each)
-        with contextlib.suppress(OSError):
-            for thread in Path(f"/proc/{each}/task").iterdir():
-                waiting += map(int, (thread / "children").read_text().split())
-    return found
-
-
-def is_alive(pid: int) -> bool:
-    """Whether a process runs; one that has ended and was not waited for does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
 
 
 def sample_of(pid: int) -> Sample:

@@ -6,22 +6,22 @@ import contextlib
 import math
 import os
 import signal
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, final
 
-from levels import family_of, held_by, is_alive
+from levels import held_by
 from load import Load, Pair, Prompt, make_prompts
+from processes import family_of, is_alive
 from verdicts import Outages
 
 from kvdev.demo import connector_config
 from kvdev.engines import Engine, EngineSpec, local_model, metric_sum, start_all, wait_healthy
 from kvdev.forked import Starter, started_starter
 from kvdev.steps import note
-
-__all__ = ["FAILS", "LEASE_S", "NAMES", "Live", "Warm", "started_live", "warm_starter"]
 
 LEASE_S = 8
 NAMES = ("prefill-0", "prefill-1", "decode-0", "decode-1")
@@ -181,11 +181,16 @@ def _answered(starter: Starter, python: Path, model: Path) -> list[Prompt]:
 @contextlib.contextmanager
 def started_live(warm: Warm, label: str, **keys: object) -> Iterator[Live]:
     """Start the four engines, by forks; `keys` are extra-config keys of all connectors."""
-    runtime = warm.starter.folder / f"run-{label}"
-    runtime.mkdir(mode=0o700)
-    specs = [spec_of(name, label, keys, warm.model, runtime) for name in NAMES]
-    with start_all(specs, warm.python, quiet=True, launch=warm.starter.launch) as started:
-        live = Live(dict(zip(NAMES, started, strict=True)), warm.prompts, runtime / "vllm-adapter")
+    with (
+        tempfile.TemporaryDirectory(prefix=f"kv-{label}-") as runtime,
+        start_all(
+            [spec_of(name, label, keys, warm.model, Path(runtime)) for name in NAMES],
+            warm.python,
+            quiet=True,
+            launch=warm.starter.launch,
+        ) as started,
+    ):
+        live = Live(dict(zip(NAMES, started, strict=True)), warm.prompts, Path(runtime) / "vllm-adapter")
         try:
             yield live
         finally:

@@ -18,8 +18,6 @@ from typing import Any, Literal, final
 
 import aiohttp
 
-__all__ = ["ASK_TICKET", "Asked", "Load", "Pair", "Prompt", "make_prompts", "running_load"]
-
 ASK_TICKET: dict[str, object] = {"do_remote_decode": True, "do_remote_prefill": False}
 HANGS_AFTER_S = 90.0
 Step = Literal["prefill", "decode"]
@@ -110,23 +108,6 @@ class _EndedError(Exception):
 
 
 @final
-class _Gate:
-    """Opens when so many have arrived."""
-
-    def __init__(self, parties: int) -> None:
-        self._missing = parties
-        self._is_open = asyncio.Event()
-
-    def arrive(self) -> None:
-        self._missing -= 1
-        if self._missing <= 0:
-            self._is_open.set()
-
-    async def wait(self) -> None:
-        await self._is_open.wait()
-
-
-@final
 @dataclass
 class Load:
     """Workers that ask one after the other, each with a pair and a prompt that a seeded generator draws."""
@@ -145,7 +126,7 @@ class Load:
     is_needed: bool = True
     _loop: asyncio.AbstractEventLoop | None = None
     _session: aiohttp.ClientSession | None = None
-    _bursts: set[asyncio.Future[Asked]] = field(default_factory=set)
+    _bursts: list[asyncio.Future[None]] = field(default_factory=list)
 
     async def run(self) -> None:
         """Ask until the load is stopped."""
@@ -155,8 +136,7 @@ class Load:
         timeout = aiohttp.ClientTimeout(total=HANGS_AFTER_S)
         async with aiohttp.ClientSession(connector=connector, timeout=timeout) as self._session:
             await asyncio.gather(*(self._work(random.Random(f"{self.seed} {n}")) for n in range(self.workers)))
-            while self._bursts:
-                await asyncio.gather(*self._bursts)
+            await asyncio.gather(*self._bursts)
 
     async def _work(self, draw: random.Random) -> None:
         while self.is_needed:
@@ -179,12 +159,12 @@ class Load:
     async def _aim(
         self, pairs: Sequence[Pair], prompts: Sequence[Prompt], strike: Callable[[], object], after_s: float
     ) -> None:
-        gate = _Gate(len(prompts))
-        for number, prompt in enumerate(prompts):
-            asked = asyncio.ensure_future(self.one(pairs[number % len(pairs)], prompt, False, gate=gate))
-            self._bursts.add(asked)
-            asked.add_done_callback(self._bursts.discard)
-        await gate.wait()
+        asking = [(pairs[number % len(pairs)], prompt) for number, prompt in enumerate(prompts)]
+        tickets = await asyncio.gather(*(self._ticket(*each) for each in asking))
+        self._bursts += [
+            asyncio.ensure_future(self.one(*each, False, ticket=ticket))
+            for each, ticket in zip(asking, tickets, strict=True)
+        ]
         await asyncio.sleep(after_s)
         strike()
 
@@ -195,33 +175,26 @@ class Load:
         is_stream: bool,
         leaves_after_s: float | None = None,
         *,
-        gate: _Gate | None = None,
-    ) -> Asked:
-        """Send one request and note how it ended; with a gate, hand the ticket over when all others there have theirs."""
+        ticket: dict[str, Any] | None = None,
+    ) -> None:
+        """Send one request, to prefill unless there is a ticket, and note how it ended."""
         started_s = time.monotonic()
         step: Step = "prefill"
         end: End = "text"
         text = detail = ""
-        ticket: object = None
         try:
             async with asyncio.timeout(leaves_after_s):
-                try:
-                    ticket = await self._ticket(pair, prompt)
-                finally:
-                    if gate is not None:
-                        gate.arrive()
+                ticket = ticket or await self._ticket(pair, prompt)
                 step = "decode"
-                if gate is not None:
-                    await gate.wait()
                 more: dict[str, object] = {"kv_transfer_params": ticket} if ticket else {}
                 text = await self._answer(pair, _body(prompt, stream=is_stream, **more), is_stream)
         except _EndedError as ended:
             end, detail, text = ended.end, ended.detail, ended.text
         except TimeoutError:
             end, detail = ("left", "") if leaves_after_s is not None else ("hung", "no end")
-        asked = Asked(prompt, pair, started_s, time.monotonic(), step, end, text, detail, is_stream, ticket is not None)
-        self.asked.append(asked)
-        return asked
+        self.asked.append(
+            Asked(prompt, pair, started_s, time.monotonic(), step, end, text, detail, is_stream, ticket is not None)
+        )
 
     async def _ticket(self, pair: Pair, prompt: Prompt) -> dict[str, Any] | None:
         body = {**_body(prompt), "max_tokens": 1, "kv_transfer_params": ASK_TICKET}

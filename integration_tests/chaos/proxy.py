@@ -13,8 +13,6 @@ from typing import Literal, final
 
 from kvdev.engines import free_port
 
-__all__ = ["Behaviour", "Proxy", "running_proxy"]
-
 Behaviour = Literal["pass", "delay", "drop", "drop-answers", "half-open", "cut-midway", "refuse"]
 """`drop` swallows what either side sends, `drop-answers` what the server sends; `half-open` accepts and never reads;
 `cut-midway` resets a connection after some bytes of an answer; `refuse` resets each connection at once."""
@@ -50,10 +48,10 @@ class Proxy:
         self._reset_all()
         await asyncio.sleep(0)
 
-    def become(self, behaviour: Behaviour, *, resets: bool = False) -> None:
-        """Change the behaviour, from any thread; with `resets` connections that are open are reset."""
-        self.behaviour = behaviour
-        if resets and self._loop is not None:
+    def behave(self) -> None:
+        """Forward everything from now on, and reset connections that are open; from any thread."""
+        self.behaviour = "pass"
+        if self._loop is not None:
             self._loop.call_soon_threadsafe(self._reset_all)
 
     def end(self) -> None:

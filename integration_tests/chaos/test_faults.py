@@ -21,8 +21,8 @@ from faults import (
     start_anew,
     used_descriptors,
 )
-from levels import family_of
 from live import LEASE_S, Live, Warm, started_live
+from processes import family_of
 from proxy import Behaviour, Proxy, running_proxy
 
 pytestmark = [
@@ -91,7 +91,7 @@ def test_a_side_channel_that_misbehaves_costs_one_engine_and_no_other(live: Live
             fault.ends()
             assert proxy.accepted > 0, "no connection came through the proxy"
             assert (proxy.dropped_bytes > 0) == behaviour.startswith("drop")
-            proxy.become("pass", resets=True)
+            proxy.behave()
 
 
 # ------------------------------------------------------------------------------------------------------ no resources

@@ -11,16 +11,6 @@ from typing import Literal, final
 
 from load import Asked
 
-__all__ = [
-    "GROWTH_BOUNDS",
-    "Outages",
-    "Verdict",
-    "growth",
-    "judge",
-    "judge_all",
-    "too_large",
-]
-
 Verdict = Literal["right", "left", "clean error", "wrong text", "without excuse", "hung"]
 BAD: tuple[Verdict, ...] = ("wrong text", "without excuse", "hung")
 

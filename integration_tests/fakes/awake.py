@@ -6,8 +6,6 @@ import threading
 import time
 from typing import Self, final
 
-__all__ = ["AwakeClock"]
-
 _STEP_S = 0.005
 _MOST_S = 0.02
 

@@ -6,7 +6,9 @@ on the producer, walks the hooks in vLLM's order and compares the consumer's pag
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import secrets
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,14 +18,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from facts import facts
 from gathering import Ranks
 from numpy_pages import NumpyMirror, NumpyPages
 from prompts import Prompt
 
+from kv_scheduler_state import UNBOUND
 from vllm_adapter.cache.facts import CacheGroup, EngineFacts, LayerCache
 from vllm_adapter.config import Settings
 from vllm_adapter.scheduler.chunks import ScheduledTokens
-from vllm_adapter.scheduler.hooks import Arrival, Ending
+from vllm_adapter.scheduler.followed import Arrival, Ending
 from vllm_adapter.steps import StepReport
 from vllm_adapter.wiring import make_scheduler, make_worker
 from vllm_adapter.worker.engine_thread import WorkerSide
@@ -63,11 +67,11 @@ class Engine:
         self.memory: list[list[Any]] = [[self._empty_cache() for _ in range(LAYERS)] for _ in range(tp)]
         self.mirrors: list[Any] = []
         self.converters: list[Any] = []
-        facts = [self._facts(rank, factors or {"model": "m", "dtype": "f"}) for rank in range(tp)]
         self.workers: list[WorkerSide] = []
         payloads = {}
         for rank in range(tp):
-            worker = make_worker(facts[rank], self.settings, port_factory=port_factory)
+            here = self._facts(rank, factors or {"model": "m", "dtype": "f"})
+            worker = make_worker(here, self.settings, port_factory=port_factory)
             self._register(worker, self.memory[rank], has_mirror=has_mirror)
             assert worker.registration.envelope is not None
             payloads[0, rank] = worker.registration.envelope
@@ -85,24 +89,17 @@ class Engine:
 
     def _facts(self, rank: int, factors: Mapping[str, object], port: int = 0) -> EngineFacts:
         layers = tuple(f"layers.{n}" for n in range(LAYERS))
-        return EngineFacts(
-            engine_id=self.name,
-            host="127.0.0.1",
+        return facts(
+            self.name,
             port=port,
             tp=self.tp,
             tp_rank=rank,
-            pp=1,
-            pp_rank=0,
-            dcp=1,
             total_kv_heads=HEADS,
             head_size=HEAD_SIZE,
             block_count=self.blocks,
             generation=self.generation,
             layout="LBHNC" if self.order == "HND" else "LBNHC",
-            attention_backend="SIM",
-            connector_version=14,
             groups=(CacheGroup("attention", self.tokens, 0, 0, layers),),
-            group_ids=(0,),
             factors=dict(factors),
         )
 
@@ -262,7 +259,7 @@ class Engine:
     def finish(self, request_id: str, reason: Any = "length") -> None:
         """End a decode request and free its blocks."""
         blocks = self.held[request_id]
-        self.side.finished(Ending(request_id, reason, 0), [blocks])
+        self.side.finished(Ending(request_id, reason, 0, identity=UNBOUND), [blocks])
         self._free += self.held.pop(request_id)
 
     def take_blocks(self, request_id: str, tokens: int) -> list[int]:
@@ -281,10 +278,12 @@ class Engine:
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on at the moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a free loopback port below those that Linux gives out by itself, which a UCX beside us could take."""
+    while True:
+        port = 22000 + secrets.randbelow(10000)
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def layer_caches(arrays: Sequence[np.ndarray[Any, Any]]) -> list[LayerCache]:

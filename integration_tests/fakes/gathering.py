@@ -10,8 +10,6 @@ from typing import final
 
 from vllm_adapter.steps import StepReport
 
-__all__ = ["Ranks"]
-
 
 @final
 class Ranks:

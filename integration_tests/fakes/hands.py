@@ -16,7 +16,8 @@ from kv_handshake import LocalOffer, Outcome
 from kv_handshake.core.server import ServerCore
 from kv_handshake.core.session import ClientSession
 
-__all__ = ["Clock", "HandThread", "SideChannel", "StillClient"]
+SideChannel = dict[tuple[str, int], ServerCore]
+"""The servers of all engines, by the address of their listener."""
 
 
 class Clock(types.SimpleNamespace):
@@ -87,13 +88,6 @@ class HandThread:
         self._thread._agent.close()
 
 
-class SideChannel:
-    """Where the listeners of all engines are found, by (host, port)."""
-
-    def __init__(self) -> None:
-        self.listeners: dict[tuple[str, int], ServerCore] = {}
-
-
 class StillListener:
     """A listener without a socket: the server core of the side channel, found by its address."""
 
@@ -102,7 +96,7 @@ class StillListener:
         self._core = ServerCore()
 
     def start(self) -> None:
-        self._channel.listeners[self._host, self.port] = self._core
+        self._channel[self._host, self.port] = self._core
 
     def replace(self, payloads: Mapping[tuple[int, int], bytes]) -> None:
         self._core.replace(payloads)
@@ -124,7 +118,7 @@ class StillClient:
         session = ClientSession(
             self._offer, ranks, dialect=dialect, engine_id=engine_id, generation=generation, check_first=check_first
         )
-        core = self._channel.listeners[host, port]
+        core = self._channel[host, port]
         while session.queries_left and not session.is_over:
             frames = core.respond(session.next_query(now_s=0.0), clock_s=0.0)
             session.receive_message(frames, now_s=0.0)

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import final
+from typing import Any
 
 from kv_scheduler_state import prompt_digest
 
-__all__ = ["Prompt"]
 
-
-@final
 class Prompt:
-    """Tokens and nothing else; tokens that are added to `ids` later count, too."""
+    """Tokens, or a text with one for each character, and nothing else; tokens that are added to `ids` later count, too."""
 
-    refusal = ""
-
-    def __init__(self, ids: Sequence[int]) -> None:
-        self._ids = ids
+    def __init__(self, ids: Sequence[int] | str, refusal: str = "") -> None:
+        self._ids = list(ids.encode()) if isinstance(ids, str) else ids
+        self.refusal = refusal
 
     def digest(self, tokens: int) -> str | None:
-        return prompt_digest(self._ids[:tokens]) if tokens <= len(self._ids) else None
+        return None if self.refusal or tokens > len(self._ids) else prompt_digest(self._ids[:tokens])
 
-    def media(self, tokens: int) -> None:
+    def media(self, tokens: int) -> Any:
         """Return None: the prompt has no media."""

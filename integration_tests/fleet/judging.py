@@ -6,17 +6,19 @@ ends when it has answered every prompt that the tests may ask: engines share two
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
+import json
 import os
 import threading
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from http.client import HTTPException
 from pathlib import Path
-from typing import Any
-
-import aiohttp
 
 from kvdev.engines import EngineSpec, Launch, local_model, metric_sum, start_all
 
@@ -68,29 +70,22 @@ class Reply:
     text: str
 
 
-async def _ask(session: aiohttp.ClientSession, url: str, number: int) -> Reply:
+def _ask(url: str, timeout_s: float, number: int) -> Reply:
+    data = json.dumps(request_body(prompt(number))).encode()
+    request = urllib.request.Request(f"{url}/v1/completions", data, {"Content-Type": "application/json"})
     try:
-        async with session.post(f"{url}/v1/completions", json=request_body(prompt(number))) as reply:
-            if reply.status != 200:
-                return Reply(number, reply.status, await reply.text())
-            answer: dict[str, Any] = await reply.json()
-            return Reply(number, 200, str(answer["choices"][0]["text"]))
-    except (aiohttp.ClientError, TimeoutError) as error:
+        with urllib.request.urlopen(request, timeout=timeout_s) as reply:
+            return Reply(number, 200, str(json.load(reply)["choices"][0]["text"]))
+    except urllib.error.HTTPError as error:
+        return Reply(number, error.code, error.read().decode(errors="replace"))
+    except (OSError, HTTPException) as error:
         return Reply(number, 0, repr(error))
 
 
-async def ask_all(url: str, numbers: Sequence[int], *, at_once: int = 4, timeout_s: float = 240) -> list[Reply]:
+def ask_all(url: str, numbers: Sequence[int], *, at_once: int = 4, timeout_s: float = 240) -> list[Reply]:
     """Send the prompts of these numbers, a few at a time, and return the replies in their order."""
-    places = asyncio.Semaphore(at_once)
-    # A server that closes an idle connection just when it is used again would fail a request.
-    connector = aiohttp.TCPConnector(force_close=True)
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=timeout_s), connector=connector) as session:
-
-        async def one(number: int) -> Reply:
-            async with places:
-                return await _ask(session, url, number)
-
-        return list(await asyncio.gather(*(one(number) for number in numbers)))
+    with ThreadPoolExecutor(at_once) as pool:
+        return list(pool.map(partial(_ask, url, timeout_s), numbers))
 
 
 class Load:
@@ -113,7 +108,7 @@ class Load:
         count = len(self._numbers)
         while self._is_needed or len(self.replies) < count:
             numbers = [self._numbers[(len(self.replies) + n) % count] for n in range(self._at_once)]
-            self.replies += asyncio.run(ask_all(self._url, numbers, at_once=self._at_once))
+            self.replies += ask_all(self._url, numbers, at_once=self._at_once)
             # Engines that start share the cores with those that answer.
             time.sleep(0.3)
 
@@ -139,7 +134,7 @@ def started_alone(launch: Launch) -> Iterator[Alone]:
     numbers = [*range(PROMPTS), *LONG_PROMPTS]
     spec = EngineSpec("fleet-alone", model_folder(), "0")
     with start_all([spec], fleet_python(), quiet=True, launch=launch) as (engine,):
-        replies = asyncio.run(ask_all(engine.url, numbers))
+        replies = ask_all(engine.url, numbers)
     assert all(reply.status == 200 for reply in replies), replies
     texts = {reply.number: reply.text for reply in replies}
     assert len(set(texts.values())) == len(texts), "two prompts have one answer: a mix-up would not show"

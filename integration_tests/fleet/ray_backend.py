@@ -85,7 +85,7 @@ def main() -> None:
     os.environ["FLEET_SECRET"] = "a-fleet-secret,16+"
     register_backend()
     register_backend()
-    streaming, plain = backend(streaming=True, ticket_secret_variable="FLEET_SECRET"), backend()
+    streaming, plain = backend(streaming=True, ticket_secrets=["env:FLEET_SECRET"]), backend()
     uncovered = backend(streaming=True)
     peer = streaming.replica_metadata()
     completion = CompletionRequest(model="tiny", prompt="p", max_tokens=9, stream=True)

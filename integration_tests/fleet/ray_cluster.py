@@ -6,7 +6,6 @@ the test ends, well or not, is killed by its number.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import os
@@ -150,7 +149,7 @@ class RayCluster:
         """Wait until a request is answered; fail with the logs when a command ended or the time is up."""
         until = time.monotonic() + _STARTS_WITHIN_S
         while True:
-            (reply,) = asyncio.run(ask_all(self.url, [0], timeout_s=20))
+            (reply,) = ask_all(self.url, [0], timeout_s=20)
             if reply.status == 200:
                 return
             ended = [name for name in ("ray start", "serve run") if self.started[name].poll() is not None]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -64,7 +63,7 @@ def settles(app: RayCluster, prefill_replicas: int) -> None:
     at_rest = {LIVE: prefill_replicas + 1, SLOTS: prefill_replicas, USAGE: (prefill_replicas + 1) * 3 / 256}
 
     def ask_until_shown() -> None:
-        eventually(lambda: bool(asyncio.run(ask_all(app.url, [0]))) and len(shown()) >= 2)
+        eventually(lambda: bool(ask_all(app.url, [0])) and len(shown()) >= 2)
 
     def shown() -> set[str]:
         """Return the replicas of which all gauges are there: Ray drops those that are not set for 20 s."""
@@ -80,7 +79,7 @@ def test_texts_are_those_of_one_engine_and_every_prompt_is_handed_over(app: RayC
     app.serve()
     app.wait_serving()
     numbers = range(1, 13)
-    alone.assert_same(asyncio.run(ask_all(app.url, numbers)))
+    alone.assert_same(ask_all(app.url, numbers))
     expected = 1 + len(numbers)  # the first, when the app had started
     eventually(lambda: handed_over([app.page()]) >= expected)
     page = app.page()
@@ -113,7 +112,7 @@ def assert_handed_over(app: RayCluster, alone: Alone, numbers: Sequence[int], *,
     """The texts are those of one engine, and the decode replica reads each prompt once, streamed or whole, and computes none."""
     before = app.page()
     app.wait_serving()
-    alone.assert_same(asyncio.run(ask_all(app.url, numbers)))
+    alone.assert_same(ask_all(app.url, numbers))
     prompts = [0, *numbers]
     expected = sum(map(_cache_bytes, prompts))
     eventually(lambda: sum(growth(before, app.page(), READ).values()) >= expected)

@@ -71,8 +71,8 @@ def test_a_replica_that_does_not_say_where_it_listens_hands_over_nothing_early(s
 def test_a_replica_that_does_not_stream_is_asked_first_and_that_is_said_once(said: Any) -> None:
     """Of two replicas that work at once Ray drops the prefill replica's answer, and the ticket with it."""
     assert said["mixed"]["flags"] == [[True, True], [True, False], [True, False], [True, True]]
-    assert [line.partition(":")[2] for line in said["mixed"]["said"]] == [
-        " the prefill replica does not have `streaming`, or has neither fleet secrets nor remote_hosts"
+    assert [line.rpartition(": ")[2] for line in said["mixed"]["said"]] == [
+        "the prefill replica does not have `streaming`, or has neither fleet secrets nor remote_hosts"
     ]
     address = {"kv_side_channel": ["10.0.0.1", 5600]}
     assert said["published"] == [address, {}, {}], (

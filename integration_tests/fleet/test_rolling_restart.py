@@ -74,7 +74,7 @@ def replace(fleet: TwoByTwo, place: int, alone: Alone) -> None:
     assert ended_s - told_s < SHUTDOWN_TIMEOUT_S, "the drain ended by its timeout, not by the last request and lease"
     log = engine.log.read_text(errors="replace")
     assert not is_prefill or "it gives no more tickets" in log, log[-3000:]
-    assert "requests unread" not in log
+    assert "unread tickets are lost (" not in log
     fleet.start_again(place)
     print(f"{engine.spec.name}: drained in {ended_s - told_s:.1f} s, back after {time.monotonic() - ended_s:.1f} s")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import subprocess
 import time
@@ -33,7 +32,7 @@ _ROUTES_WITHIN_S = 60
 
 @contextlib.contextmanager
 def vllm_router(fleet: TwoByTwo, policy: str, log: Path, *words: str) -> Iterator[str]:
-    """Run vllm-router as `docs/operate/vllm-router.md` says; yield its base URL."""
+    """Run vllm-router as `docs/operate/two-hosts.md` says; yield its base URL."""
     port = free_port()
     command = [
         str(fleet_python().parent / "vllm-router"), "--host", "127.0.0.1", "--port", str(port),
@@ -82,7 +81,7 @@ def test_prompts_are_handed_over_behind_vllm_router(
     failed_before = failures(fleet.pages())  # engines were replaced before
     started_s = time.monotonic()
     with vllm_router(fleet, policy, tmp_path / "router.log") as url:
-        replies = asyncio.run(ask_all(url, range(first, first + PROMPTS_EACH)))
+        replies = ask_all(url, range(first, first + PROMPTS_EACH))
     alone.assert_same(replies)
     assert handed_over([reader.metrics()]) - before == PROMPTS_EACH
     shares = [now - was for now, was in zip(asked(fleet), asked_before, strict=True)]

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from engine import Engine
     from request import Request
 
-__all__ = ["BlockPool", "PrefixCache"]
-
 Key = tuple[int, tuple[int, ...]]
 """Group, and all tokens up to the end of the block."""
 

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from vllm_adapter.worker.engine_thread import WorkerSide
 
-__all__ = ["EngineChecks", "leftovers"]
-
 _MOST_PEERS = 24
 _SCRATCH_WORDS = 512
 _MANY_SLOTS = 64
@@ -81,8 +79,7 @@ class EngineChecks:
             for block in blocks.ids:
                 if block and self._engine.host.pool.is_shared(block):
                     self._engine.violated(
-                        "read-into-shared",
-                        f"{request.request_id} is to read into block {block}, which others may use",
+                        "read-into-shared", f"{request.request_id} is to read into block {block}, which others may use"
                     )
 
     def _slot_opened(self, request: Request, slot: int) -> None:
@@ -193,8 +190,7 @@ class EngineChecks:
             return
         if self._in_the_way == (request.request_id, steps - 1):
             self._engine.violated(
-                "in-the-way",
-                f"{request.request_id} has no blocks in two steps in a row, and nobody behind it any turn",
+                "in-the-way", f"{request.request_id} has no blocks in two steps in a row, and nobody behind it any turn"
             )
         self._in_the_way = request.request_id, steps
 
@@ -252,7 +248,7 @@ def leftovers(fleet: Fleet) -> list[tuple[str, str]]:
 
 
 def _left_in(engine: Engine) -> list[tuple[str, str]]:
-    host, state, free = engine.host, engine.side._state, len(engine.host.free)
+    host, state, free = engine.host, engine.side._state, len(engine.host.pool.free)
     if host.outages.is_paused:
         return [("asleep", "it does not wake up")]
     for block, (group, ids) in host.pool.kept.items():

@@ -6,13 +6,11 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
-from draw_world import enriched
+from draw_world import PARTS, parts_of
 from faults import KINDS
 from network import LINK_KINDS
 from plan import EnginePlan, EpisodePlan, FaultPlan, FleetPlan, GroupPlan, RequestPlan
 from router import DAMAGES
-
-__all__ = ["draw_plan", "plain_plan"]
 
 _CALM_PART = 0.15
 _FEW_SLOTS_PART = 0.06
@@ -26,7 +24,7 @@ _LONGEST_TOKENS = 80
 
 def draw_plan(seed: int) -> EpisodePlan:
     """Return the plan of a seed."""
-    return enriched(plain_plan(seed))
+    return parts_of(plain_plan(seed), PARTS)
 
 
 def plain_plan(seed: int) -> EpisodePlan:

@@ -16,8 +16,6 @@ from draw import plain_plan
 from draw_world import PARTS_OF_STREAMS, parts_of, with_engines
 from plan import EpisodePlan, FaultPlan, RequestPlan
 
-__all__ = ["AIMED", "draw_stream_plan"]
-
 AIMED = ("abort-at", "crash", "preempt", "reset", "same-id", "sleep", "starve", "stop")
 """Kinds of faults that are aimed at chunks."""
 _PAIR_PART = 0.12

@@ -13,14 +13,7 @@ from typing import Any
 
 from plan import EnginePlan, EpisodePlan, FaultPlan, GroupPlan, RequestPlan
 
-__all__ = ["PARTS_OF_STREAMS", "enriched", "parts_of", "with_engines"]
-
 Part = Callable[[random.Random, EpisodePlan], EpisodePlan]
-
-
-def enriched(plan: EpisodePlan) -> EpisodePlan:
-    """Return a plan with more in it."""
-    return parts_of(plan, _PARTS)
 
 
 def parts_of(plan: EpisodePlan, parts: Sequence[tuple[Part, float]]) -> EpisodePlan:
@@ -145,7 +138,7 @@ def _samples(draw: random.Random, plan: EpisodePlan) -> EpisodePlan:
     return replace(plan, fleet=replace(plan.fleet, ends_at_sample=True), requests=requests)
 
 
-_PARTS = (
+PARTS: tuple[tuple[Part, float], ...] = (
     (_samples, 0.5),
     (_kinds, 0.3),
     (_prefixes, 0.35),

@@ -12,8 +12,6 @@ from typing import Any, final
 from seams import SimThread, SimThreads
 from world import Process, World
 
-__all__ = ["ClientDriver", "ListenerDriver", "MarksDriver", "SimDevice", "TransferDriver"]
-
 _TURN_S = 2e-5
 """How long after a turn that moved something the next one begins."""
 
@@ -254,8 +252,8 @@ class SimDevice:
 class MarksDriver:
     """Runs what waits for the device, as the thread of `ChunkMarks` does."""
 
-    def __init__(self, world: World, threads: SimThreads, process: Process, thread: SimThread) -> None:
-        self._world, self._threads, self._process, self._thread = world, threads, process, thread
+    def __init__(self, world: World, process: Process, thread: SimThread) -> None:
+        self._world, self._process = world, process
         self.loop: Any = thread.loop
         self.device: SimDevice = self.loop._device
         self.is_running = True

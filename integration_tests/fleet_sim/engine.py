@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from checks import EngineChecks
 from drivers import SimDevice
+from facts import facts
 from gathering import Ranks
 from pages import HEAD_SIZE, HEADS, Pages, layer_names
 from plan import EnginePlan, GroupPlan
@@ -19,8 +20,6 @@ from vllm_adapter.worker.engine_thread import WorkerSide
 
 if TYPE_CHECKING:
     from fleet import Fleet
-
-__all__ = ["Engine"]
 
 
 @final
@@ -56,11 +55,8 @@ class Engine:
         payloads: dict[tuple[int, int], bytes] = {}
         port: Any = self.fleet.fabric.port
         for rank in range(self.plan.tp):
-            facts = self._facts(rank)
-            worker = make_worker(facts, self.settings, port_factory=port)
-            worker.register(
-                self.pages.caches(rank), self.fleet.converter(self, rank), self.pages.mirror, marks=self.device
-            )
+            worker = make_worker(self._facts(rank), self.settings, port_factory=port)
+            worker.register(self.pages.caches(rank), self.pages.converter(rank), self.pages.mirror, marks=self.device)
             assert worker.registration.envelope is not None
             payloads[0, rank] = worker.registration.envelope
             self.workers.append(worker)
@@ -68,33 +64,26 @@ class Engine:
         here = replace(self._facts(0), load_failure_policy=policy, is_mirrored=self.plan.has_mirror)
         self.side = make_scheduler(here, self.settings, now_s=self.fleet.world.clock)
         self.side.serve(payloads)
-        self.side.bind_free_blocks(lambda: len(self.host.free))
+        self.side.bind_free_blocks(lambda: len(self.host.pool.free))
 
     def _facts(self, rank: int) -> EngineFacts:
         groups, names = self.fleet.plan.fleet.groups, layer_names(self.fleet.plan.fleet.groups)
         host, port = self.fleet.place(self.slot)
-        return EngineFacts(
-            engine_id=self.name,
+        return facts(
+            self.name,
             host=host,
             port=port,
             tp=self.plan.tp,
             tp_rank=rank,
-            pp=1,
-            pp_rank=0,
-            dcp=1,
             total_kv_heads=HEADS if any(group.kind == "attention" for group in groups) else 1,
             head_size=HEAD_SIZE,
             block_count=self.plan.blocks,
             generation=self.life,
             layout="LBHNC" if self.plan.order == "HND" else "LBNHC",
-            attention_backend="SIM",
-            connector_version=14,
             groups=tuple(
                 CacheGroup(_kind(group), self.plan.block_tokens, group.window_tokens, 0, names[number])
                 for number, group in enumerate(groups)
             ),
-            group_ids=tuple(range(len(groups))),
-            factors={"model": "m", "dtype": "f"},
             state_groups=self.fleet.plan.fleet.state_groups,
         )
 
@@ -142,7 +131,7 @@ def _settings(fleet: Fleet, engine: EnginePlan) -> Settings:
         decoder_kv_blocks_ttl=plan.readback_s,
         kv_recompute_threshold=1,
         receive_conversion=plan.conversion,
-        ticket_secret_variable="SIM_FLEET_SECRET" if plan.is_sealed else "",
+        ticket_secrets=("env:SIM_FLEET_SECRET",) if plan.is_sealed else (),
         streaming=engine.streams,
         stream_slots=max(1, plan.stream_slots),
         stream_reserve_fraction=plan.stream_fraction,

@@ -5,9 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections import Counter
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import final
 from unittest.mock import patch
 
@@ -20,12 +18,10 @@ from resources import kept_requests
 from router import Router
 from seams import simulated
 from wire import SimHub, SimPort, SimRouter
-from world import Note, Violation, World
+from world import World
 
 import vllm_adapter.wiring
 from kv_scheduler_state.errors import DuplicateRequest
-
-__all__ = ["Outcome", "play"]
 
 _LOOK_S = 0.25
 _WALKED = 10
@@ -37,20 +33,6 @@ _UNREAD = re.compile(r"-p\d+: its lease ended before it was read \(last heartbea
 _ROUNDS = 6
 _PAUSE_S = 2.5
 """Time between two attempts. A failed engine is asked again in the background after 5 s at most, so the third round meets it."""
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """Result of an episode."""
-
-    plan: EpisodePlan
-    violations: tuple[Violation, ...]
-    log_hash: str
-    notes: tuple[Note, ...]
-    events: int
-    counts: Counter[str]
-    ended_s: float
 
 
 @final
@@ -78,8 +60,8 @@ class _LogLines(logging.Handler):
             self._world.violated("exception", f"{lane}: {text[:200]}: {error!r}")
 
 
-def play(plan: EpisodePlan, fault: Fault | None = None) -> Outcome:
-    """Play a plan to its end, with a planted fault or none."""
+def play(plan: EpisodePlan, fault: Fault | None = None) -> World:
+    """Play a plan to its end, with a planted fault or none; return its world."""
     fleet = Fleet(plan)
     world = fleet.world
     with ExitStack() as stack:
@@ -90,22 +72,11 @@ def play(plan: EpisodePlan, fault: Fault | None = None) -> Outcome:
             stack.enter_context(fault.planted())
         fleet.threads = stack.enter_context(
             simulated(
-                fleet,
-                hub=lambda _: SimHub(fleet),
-                port=lambda endpoint: SimPort(fleet, endpoint),
-                router=SimRouter,
+                fleet, hub=lambda _: SimHub(fleet), port=lambda endpoint: SimPort(fleet, endpoint), router=SimRouter
             )
         )
         _run(fleet)
-    return Outcome(
-        plan,
-        tuple(world.violations),
-        world.log_hash(),
-        tuple(world.notes),
-        world.events,
-        world.counts,
-        world.now_s,
-    )
+    return world
 
 
 def _take_logs(stack: ExitStack, world: World, plan: EpisodePlan) -> None:

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from engine import Engine
     from plan import EpisodePlan
 
-__all__ = ["Fairness", "is_untouched"]
-
 _HARMLESS_KINDS = frozenset(("pressure", "forged"))
 """Faults of an engine that stop neither its process nor its clock."""
 WAIT_S = 0.5

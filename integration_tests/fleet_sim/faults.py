@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from engine import Engine
     from fleet import Fleet
 
-__all__ = ["KINDS", "Faults"]
-
 
 @final
 class Faults:
@@ -86,7 +84,7 @@ class Faults:
 
     def stop(self, fault: FaultPlan, engine: Engine) -> None:
         if not engine.process.is_stopped:
-            self._world.stop(engine.process)
+            engine.process.is_stopped = True
             self._later(fault, lambda: self._world.resume(engine.process))
 
     pause = stop
@@ -146,7 +144,7 @@ class Faults:
         engine.host.shortages.add(f"{fault.request}-p1")
 
     def pressure(self, fault: FaultPlan, engine: Engine) -> None:
-        engine.host.pool.press(int(fault.amount * len(engine.host.free)))
+        engine.host.pool.press(int(fault.amount * len(engine.host.pool.free)))
         self._later(fault, engine.host.pool.unpress)
 
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, final
 from drivers import ClientDriver, ListenerDriver, MarksDriver, TransferDriver
 from network import Network
 from nixl_fake import Fabric
-from numpy_pages import NumpyPages
 from plan import EpisodePlan
 from world import Process, World
 
@@ -23,8 +22,6 @@ if TYPE_CHECKING:
     from holdings import Work
     from router import Router
     from seams import SimThread, SimThreads
-
-__all__ = ["Fleet"]
 
 
 @final
@@ -144,13 +141,9 @@ class Fleet:
         if isinstance(thread.loop, Listener):
             return ListenerDriver(self.world, process, thread)
         if isinstance(thread.loop, ChunkMarks):
-            return MarksDriver(self.world, self.threads, process, thread)
+            return MarksDriver(self.world, process, thread)
         kind = ClientDriver if isinstance(thread.loop, ClientLoop) else TransferDriver
         return kind(self.world, self.threads, process, thread)
-
-    def converter(self, engine: Engine, rank: int) -> Any:
-        """Return what puts received pages of a rank in order."""
-        return NumpyPages([engine.pages.wire[rank, layer] for layer in range(len(engine.pages.group_of))])
 
     # ------------------------------------------------------------------------------------------------------ tokens
 

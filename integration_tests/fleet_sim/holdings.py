@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from engine import Engine
     from request import Request
 
-__all__ = ["Holdings", "Work"]
-
 
 @final
 @dataclass(frozen=True, slots=True, eq=False)

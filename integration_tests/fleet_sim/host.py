@@ -20,7 +20,7 @@ from prompts import Prompt
 from request import Request
 
 from vllm_adapter.scheduler.chunks import ScheduledTokens
-from vllm_adapter.scheduler.hooks import Arrival, Ending
+from vllm_adapter.scheduler.followed import Arrival, Ending
 
 __all__ = ["Host", "Request"]
 
@@ -97,11 +97,6 @@ class Host:
         if not self._is_stepping:
             self._is_stepping = True
             self.world.after(0.0, self._step, self.engine.process)
-
-    @property
-    def free(self) -> list[int]:
-        """Blocks that nobody holds."""
-        return self.pool.free
 
     @property
     def pool(self) -> BlockPool:

@@ -16,8 +16,6 @@ from draw_streams import draw_stream_plan
 from episode import play
 from plan import EpisodePlan
 
-__all__ = ["DRAWS", "Figures", "play_many"]
-
 _CHUNK = 50
 DRAWS: dict[str, Callable[[int], EpisodePlan]] = {"plain": draw_plan, "streams": draw_stream_plan}
 """Plans of seeds, by kind of run."""
@@ -46,10 +44,10 @@ class Figures:
 def _share(kind: str, seeds: list[int]) -> Figures:
     figures = Figures()
     for seed in seeds:
-        outcome = play(DRAWS[kind](seed))
-        figures.counts += outcome.counts
-        figures.counts.update(episodes=1, events=outcome.events, simulated_s=round(outcome.ended_s))
-        figures.failures += [(seed, one.kind, one.text) for one in outcome.violations[:1]]
+        world = play(DRAWS[kind](seed))
+        figures.counts += world.counts
+        figures.counts.update(episodes=1, events=world.events, simulated_s=round(world.now_s))
+        figures.failures += [(seed, one.kind, one.text) for one in world.violations[:1]]
     return figures
 
 

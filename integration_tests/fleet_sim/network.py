@@ -11,8 +11,6 @@ from typing import final
 
 from world import World
 
-__all__ = ["LINK_KINDS", "Link", "Network", "damaged"]
-
 LINK_KINDS = {"cut": "is_cut", "slow": "slowness", "loss": "loss", "doubling": "doubling", "damage": "damage"}
 """Kinds of faults of a link, and what each changes."""
 

@@ -19,8 +19,6 @@ from world import Process, World
 from kv_nixl_agent.errors import AgentError
 from kv_nixl_agent.testing import FakeNixl, FakeTransfer
 
-__all__ = ["Fabric", "SimNixl", "SimTransfer"]
-
 _RETRY_S = 0.05
 _WORD_BYTES = 8
 _PAYLOADS = {b"HB:": "heartbeat", b"KVH": "read complete"}
@@ -73,11 +71,7 @@ class Fabric:
         return agent.inner if agent is not None and agent.inner.incarnation == incarnation and agent.is_alive else None
 
     def port(
-        self,
-        agent_name: str,
-        backends: Sequence[tuple[str, Mapping[str, str]]],
-        *,
-        progress_thread: bool,
+        self, agent_name: str, backends: Sequence[tuple[str, Mapping[str, str]]], *, progress_thread: bool
     ) -> SimNixl:
         """Make the agent of the running process."""
         self._incarnations += 1

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from host import Host
     from request import Request
 
-__all__ = ["Outages"]
-
 
 @final
 class Outages:

@@ -15,8 +15,6 @@ from typing import Any, final
 import numpy as np
 from plan import EnginePlan, GroupPlan
 
-__all__ = ["HEADS", "HEAD_SIZE", "StatePages", "TokenPages", "fold", "pages_of", "words_of"]
-
 HEADS, HEAD_SIZE = 4, 2
 FACTOR = 0x9E3779B1
 _LATENT = 4

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, final
 
 import numpy as np
-from numpy_pages import NumpyMirror
+from numpy_pages import NumpyMirror, NumpyPages
 from page_kinds import HEAD_SIZE, HEADS, pages_of, words_of
 from plan import EnginePlan, GroupPlan
 
@@ -68,6 +68,10 @@ class Pages:
             about: dict[str, Any] = {"memory_kind": "DRAM", "device": 0, "page_bytes": self.page_bytes}
             found.append(LayerCache(f"layers.{layer}", group, **about, **pages.cache(rank, layer - first)))
         return found
+
+    def converter(self, rank: int) -> NumpyPages:
+        """Return what puts received pages of a rank in order."""
+        return NumpyPages(self.wire[rank])
 
     def poison(self, blocks: Sequence[int]) -> None:
         """Spoil freed blocks."""

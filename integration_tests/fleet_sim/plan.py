@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, final
 
-__all__ = ["EnginePlan", "EpisodePlan", "FaultPlan", "FleetPlan", "GroupPlan", "RequestPlan"]
-
 
 @final
 @dataclass(frozen=True, slots=True)

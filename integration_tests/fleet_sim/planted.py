@@ -18,8 +18,6 @@ from unittest.mock import patch
 
 import numpy as np
 
-__all__ = ["FAULTS", "Fault", "oracle_finds"]
-
 _ENDED_BIT = 1 << 63
 _ORACLE_CASES = 200
 

@@ -6,8 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import final
 
-__all__ = ["Request"]
-
 
 @final
 @dataclass(eq=False, slots=True)

@@ -18,8 +18,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from engine import Engine
 
-__all__ = ["kept_requests"]
-
 _PRODUCTION = ("kv_handshake", "kv_nixl_agent", "kv_scheduler_state", "kv_topology", "vllm_adapter")
 _LONG_TEXT = 64
 _REQUEST = re.compile(r"(again)?\w*\d+(\.\d+)*-[pd]\d")

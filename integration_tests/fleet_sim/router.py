@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from engine import Engine
     from fleet import Fleet
 
-__all__ = ["DAMAGES", "Router"]
-
 Ticket = dict[str, Any]
 DAMAGES: dict[str, Callable[[Ticket, random.Random, list[Mapping[str, object]]], Mapping[str, object]]] = {
     "blocks": lambda ticket, draw, _: {
@@ -65,7 +63,6 @@ class Router:
         self._open: dict[str, int] = {}
         self._at: dict[int, tuple[int, Request]] = {}
         self._sent = 0
-        self.outcomes: dict[str, str] = {}
         self._tickets: list[Mapping[str, object]] = []
         self._plans: dict[str, RequestPlan] = {}
         self._prompts: dict[str, list[int]] = {}
@@ -240,7 +237,6 @@ class Router:
                 request.answer("engine-died", None, request.ids)
 
     def _end(self, name: str, plan: RequestPlan, parts: int, outcome: str) -> None:
-        self.outcomes[name] = outcome
         self.world.counts[f"outcome {outcome}"] += 1
         left = self._open.get(plan.name, 0) - parts
         if left < 0:

@@ -37,8 +37,6 @@ from kv_nixl_agent import AgentOptions, ThreadOptions, TransferThread
 if TYPE_CHECKING:
     from fleet import Fleet
 
-__all__ = ["SimThread", "simulated"]
-
 _TIMED = (
     kv_handshake.net.client,
     kv_handshake.net.listener,
@@ -52,12 +50,7 @@ _TIMED = (
 )
 _POLL_S = 0.004
 """Shortest time between two looks at progress words; coarser than in production, since every look costs an event."""
-_THREADED = (
-    kv_handshake.net.listener,
-    kv_handshake.net.loop,
-    kv_nixl_agent.thread,
-    vllm_adapter.worker.streams,
-)
+_THREADED = (kv_handshake.net.listener, kv_handshake.net.loop, kv_nixl_agent.thread, vllm_adapter.worker.streams)
 
 
 @final
@@ -144,11 +137,7 @@ class SimThreads:
         self.running: SimThread | None = None
 
     def Thread(  # noqa: N802  (stands for the class of that name)
-        self,
-        target: Callable[..., None],
-        name: str = "",
-        daemon: bool = False,
-        args: tuple[Any, ...] = (),
+        self, target: Callable[..., None], name: str = "", daemon: bool = False, args: tuple[Any, ...] = ()
     ) -> SimThread:
         return SimThread(self, target, name)
 

@@ -38,12 +38,12 @@ def main() -> int:
         print(figures.text())
         return int(bool(figures.failures))
     fault = faults[given.bug] if given.bug else None
-    outcome = play(DRAWS[kind](given.seed), fault)
-    for note in outcome.notes:
+    world = play(DRAWS[kind](given.seed), fault)
+    for note in world.notes:
         arrow = f" -> {note.target} at {note.until_s:.4f}" if note.target else ""
         print(f"{note.at_s:9.4f} {note.lane:7} {note.text}{arrow}")
-    print(f"log {outcome.log_hash}, {outcome.events} events")
-    return int(bool(outcome.violations))
+    print(f"log {world.log_hash()}, {world.events} events")
+    return int(bool(world.violations))
 
 
 if __name__ == "__main__":

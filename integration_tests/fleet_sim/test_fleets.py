@@ -8,18 +8,20 @@ import sys
 from pathlib import Path
 
 import pytest
+from figures import Figure
 from many import DRAWS, play_many
 
 IS_FULL = bool({"KVDEV_FULL", "KVDEV_LONG"} & os.environ.keys())
-SEEDS = int(os.environ.get("FLEET_SIM_SEEDS", "2000" if IS_FULL else "200"))
+SEEDS = int(os.environ.get("FLEET_SIM_SEEDS", "1000" if IS_FULL else "200"))
 FIRST = int(os.environ.get("FLEET_SIM_FIRST", "0"))
 HERE = Path(__file__).parent
 
 
 @pytest.mark.sized
-def test_no_seed_breaks_a_promise(figures: list[str]) -> None:
+@pytest.mark.timeout(1800)
+def test_no_seed_breaks_a_promise(figure: Figure) -> None:
     found = play_many(range(FIRST, FIRST + SEEDS))
-    figures.append(found.text())
+    figure(found.text())
     assert found.counts["episodes"] == SEEDS
     assert not found.failures, found.replays()
     # Nothing is shown by episodes in which nothing is read, nothing fails or most clients get no answer.
@@ -34,7 +36,7 @@ def test_no_seed_breaks_a_promise(figures: list[str]) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("kind", DRAWS)
 def test_a_seed_is_a_run_byte_for_byte(kind: str) -> None:
-    script = f"from many import DRAWS\nfrom episode import play\nprint([play(DRAWS[{kind!r}](s)).log_hash for s in range(8)])"
+    script = f"from many import DRAWS\nfrom episode import play\nprint([play(DRAWS[{kind!r}](s)).log_hash() for s in range(8)])"
     others = filter(None, os.environ.get("FLEET_SIM_PYTHONS", "").split(":"))
     printed = {
         subprocess.run(

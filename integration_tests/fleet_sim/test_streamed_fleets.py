@@ -7,6 +7,7 @@ import os
 import pytest
 from draw_streams import AIMED, draw_stream_plan
 from episode import play
+from figures import Figure
 from many import play_many
 
 _COUNTS = {"KVDEV_LONG": "2500", "KVDEV_FULL": "120"}
@@ -15,9 +16,10 @@ FIRST = int(os.environ.get("FLEET_SIM_FIRST", "0"))
 
 
 @pytest.mark.sized
-def test_no_seed_of_streams_breaks_a_promise(figures: list[str]) -> None:
+@pytest.mark.timeout(1800)
+def test_no_seed_of_streams_breaks_a_promise(figure: Figure) -> None:
     found = play_many(range(FIRST, FIRST + SEEDS), "streams")
-    figures.append(found.text())
+    figure(found.text())
     assert found.counts["episodes"] == SEEDS
     assert not found.failures, found.replays(" --streams")
     # Nothing is shown by episodes in which no stream is read to its end, or none before its prompt is whole.

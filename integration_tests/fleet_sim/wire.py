@@ -16,8 +16,6 @@ from network import damaged
 from kv_handshake.core.server import Incoming, Sender
 from kv_handshake.errors import TransportError
 
-__all__ = ["SimConnection", "SimHub", "SimPort", "SimRouter"]
-
 _FRAME_BYTES = 1024
 
 

@@ -16,8 +16,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import final
 
-__all__ = ["Note", "Process", "ProcessDied", "Violation", "World"]
-
 _EVENTS_MOST = 400_000
 _LOOK_S = 5e-6
 
@@ -69,10 +67,6 @@ class Process:
         self.starved_until_s = 0.0
         self.backlog: list[Callable[[], None]] = []
 
-    def clock(self, at_s: float) -> float:
-        """Return its reading at a time of the world."""
-        return self.offset_s + self.rate * at_s
-
 
 @final
 @dataclass(slots=True)
@@ -111,7 +105,8 @@ class World:
     def clock(self) -> float:
         """Return what the running process's clock reads; each look takes 5 us, so that no wait is endless."""
         self.elapsed_s += _LOOK_S
-        return self.time_s if self.current is None else self.current.clock(self.time_s)
+        process = self.current
+        return self.time_s if process is None else process.offset_s + process.rate * self.time_s
 
     def note(self, lane: str, text: str, target: str = "", until_s: float = 0.0) -> None:
         """Write a line of the log; with `target` it is a message that arrives there at `until_s`."""
@@ -185,10 +180,6 @@ class World:
             self.run(max(until_s, self.now_s + 0.01), lambda: is_done() or process.is_dead)
         if process.is_dead:
             raise ProcessDied
-
-    def stop(self, process: Process) -> None:
-        """Stop a process, as SIGSTOP or a long pause does."""
-        process.is_stopped = True
 
     def resume(self, process: Process) -> None:
         """Let a stopped process go on with what has come meanwhile."""

@@ -6,18 +6,16 @@ packages from this tree's own and our packages from those wheels alone.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
 import sys
 import sysconfig
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
+from line_process import LineProcess
 
 ROOT = Path(__file__).resolve().parents[2]
 REVISION = "6dc1ea4"
@@ -27,46 +25,11 @@ PACKAGES = ("kv-handshake", "kv-topology", "kv-nixl-agent", "kv-scheduler-state"
 sys.path.insert(0, str(ROOT / "tools"))
 
 
-@dataclass
-class Process:
-    """A driver and the pipe to it."""
-
-    name: str
-    child: subprocess.Popen[str]
-
-    def ask(self, **order: Any) -> dict[str, Any]:
-        assert self.child.stdin is not None
-        self.child.stdin.write(json.dumps(order) + "\n")
-        self.child.stdin.flush()
-        return self.answer()
-
-    def answer(self) -> dict[str, Any]:
-        assert self.child.stdout is not None
-        line = self.child.stdout.readline()
-        assert line, f"engine {self.name} ended: {self.child.wait(10)}; its log is {OLD / self.name}.log"
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-    def end(self) -> int:
-        assert self.child.stdin is not None
-        assert self.child.stdout is not None
-        self.child.stdin.close()
-        try:
-            return self.child.wait(30)
-        except subprocess.TimeoutExpired:
-            self.child.kill()
-            return self.child.wait(10)
-        finally:
-            self.child.stdout.close()
-
-
-def _start(python: Path, folder: Path, name: str) -> Process:
+def _start(python: Path, folder: Path, name: str, vllm: str) -> LineProcess:
     # Contents are drawn from hashes of request ids, so both processes must hash alike.
     env = {**os.environ, "PYTHONHASHSEED": "0", "PYTHONPATH": ""}
     with (OLD / f"{name}.log").open("w") as log:
-        command = [str(part) for part in (python, HERE / "driver.py", folder, name)]
-        child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=env, text=True)
-    return Process(name, child)
+        return LineProcess([python, HERE / "driver.py", folder, name, vllm], stderr=log, env=env)
 
 
 def _run(*command: str | Path) -> None:
@@ -105,11 +68,11 @@ def old_python() -> Path:
 
 
 @pytest.fixture
-def engines(old_python: Path) -> Iterator[dict[str, Process]]:
-    """An engine of each release."""
+def engines(old_python: Path, request: pytest.FixtureRequest) -> Iterator[dict[str, LineProcess]]:
+    """An engine of each release; the parameter is the current one's version of vLLM."""
     started = {
-        "previous": _start(old_python, OLD / "source" / "integration_tests" / "sim", "previous"),
-        "current": _start(Path(sys.executable), ROOT / "integration_tests" / "fakes", "current"),
+        "previous": _start(old_python, OLD / "source" / "integration_tests" / "sim", "previous", "0.32.0"),
+        "current": _start(Path(sys.executable), ROOT / "integration_tests" / "fakes", "current", request.param),
     }
     try:
         for name, process in started.items():
@@ -127,8 +90,13 @@ def test_the_previous_release_is_what_is_installed(old_python: Path) -> None:
     assert str(OLD) in said
 
 
-@pytest.mark.parametrize(("producer", "consumer"), [("previous", "current"), ("current", "previous")])
-def test_a_hand_over_between_releases(engines: dict[str, Process], producer: str, consumer: str) -> None:
+@pytest.mark.parametrize(
+    ("engines", "producer", "consumer"),
+    # The previous release reads from engines with its own version of vLLM alone.
+    [("0.32.0", "previous", "current"), ("0.32.0", "current", "previous"), ("0.32.1", "previous", "current")],
+    indirect=["engines"],
+)
+def test_a_hand_over_between_releases(engines: dict[str, LineProcess], producer: str, consumer: str) -> None:
     """Whole blocks, a partial last block, one token, a prefix hit; the reader's notification ends each lease."""
     for tokens, hit_blocks in ((64, 0), (37, 0), (1, 0), (48, 1)):
         made = engines[producer].ask(do="prefill", tokens=tokens)

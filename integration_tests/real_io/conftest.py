@@ -18,7 +18,11 @@ from agent_checks.recording import RecordingPort, recording_factory
 from agent_checks.stage import Stage, count_sockets
 
 CHECKS = sys.path[-1]
-TRANSPORTS = {"default": {}, "tcp": {"TLS": "tcp"}}
+TRANSPORTS = {
+    "default": BackendOptions(),
+    "tcp": BackendOptions(engine_config={"TLS": "tcp"}),
+    "libfabric": BackendOptions("LIBFABRIC", num_threads=0),
+}
 
 
 class RemoteProducer:
@@ -40,6 +44,11 @@ class RemoteProducer:
 
 @pytest.fixture(params=["default", pytest.param("tcp", marks=pytest.mark.full)])
 def transport(request):
+    if request.param == "libfabric":
+        probe = open_nixl("probe", [])
+        if not probe.plugins().get("LIBFABRIC"):
+            pytest.skip("NIXL's LIBFABRIC plugin does not load here: it needs libfabric, hwloc and CUDA's libraries")
+        probe.close()
     return TRANSPORTS[request.param]
 
 
@@ -53,8 +62,8 @@ def make_stage(transport):
             name,
             page_bytes=page_bytes,
             page_count=page_count,
-            engine_config=transport,
-            environment={"PYTHONPATH": CHECKS},
+            backend=transport,
+            environment={"PYTHONPATH": os.pathsep.join([CHECKS, os.environ.get("PYTHONPATH", "")])},
         )
         memory = np.zeros((page_count, page_bytes), dtype=np.uint8)
         rows = np.array([[memory.ctypes.data, page_bytes, 0, page_bytes, page_count]], dtype=np.uint64)
@@ -62,7 +71,7 @@ def make_stage(transport):
         consumer = TransferAgent(
             "consumer",
             [(memory.ctypes.data, memory.nbytes, 0, "DRAM")],
-            options or AgentOptions(backends=(BackendOptions(engine_config=transport),)),
+            options or AgentOptions(backends=(transport,)),
             port_factory=recording_factory(open_nixl, ports),
         )
         made.append((consumer, process, ports[0], memory))

@@ -1,6 +1,7 @@
 """Real processes that die, freeze, restart and give memory away, each within a time bound."""
 
 import contextlib
+import os
 import subprocess
 import sys
 import threading
@@ -10,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from agent_checks.pauses import check_renewals_count_before_timers, events_since, watch_timer
-from agent_checks.stage import make_order
+from agent_checks.stage import count_sockets, make_order
 from agent_checks.stream_rewriter import close_agent
 
 from kv_nixl_agent import AgentError, AgentOptions, BackendOptions, PeerSpec, TransferAgent
@@ -44,7 +45,7 @@ def test_killed_before_posting(make_stage):
 
 
 def test_killed_while_posting(make_stage, transport):
-    options = AgentOptions(backends=(BackendOptions(engine_config=transport),), chunk_rows=256)
+    options = AgentOptions(backends=(transport,), chunk_rows=256)
     stage = warm(make_stage(page_bytes=16384, page_count=4096, options=options))
     ids = np.random.default_rng(1).permutation(4096)
     stage.consumer.post(make_order("r", ids, ids, deadline_s=20.0))
@@ -181,11 +182,17 @@ def test_closing_in_the_middle_of_copies_leaves_the_process_alive(transport_name
 
 
 def open_sockets():
-    names = []
-    for link in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # the listing's own
-            names.append(str(link.readlink()))
-    return sum(name.startswith("socket:") for name in names)
+    return count_sockets(os.getpid())
+
+
+@contextlib.contextmanager
+def replaced(stage, name, backend):
+    """Let another process take the producer's place as the consumer's peer."""
+    size = {"page_bytes": stage.producer.page_bytes, "page_count": stage.producer.page_count}
+    with contextlib.closing(PeerProcess(name, backend=backend, **size)) as again:
+        stage.consumer.remove_peer("p")
+        stage.consumer.add_peer(PeerSpec("p", again.agent_metadata, stage.local_rows, again.rows, fence=again.fence))
+        yield again
 
 
 def test_a_closed_agent_holds_no_connection_though_its_object_lives_on(make_stage):
@@ -204,15 +211,9 @@ def test_sockets_of_peers_that_die_do_not_add_up(make_stage, transport):
     stage.connect()
     held = []
     for number in range(8):
-        again = PeerProcess(f"next-{number}", page_bytes=4096, page_count=64, engine_config=transport)
-        try:
-            spec = PeerSpec("p", again.agent_metadata, stage.local_rows, again.rows, fence=again.fence)
-            stage.consumer.remove_peer("p")
-            stage.consumer.add_peer(spec)
+        with replaced(stage, f"next-{number}", transport) as again:
             assert stage.read(f"read-{number}", [2, 3], [7, 8]).outcome == "done"
-        finally:
             again.kill()
-            again.close()
         assert stage.read(f"lost-{number}", [2, 3], [7, 8]).outcome != "done"
         held.append(open_sockets())
     # The system chooses which threads take their turn at once, so those of a few lost peers may be held. Without turns each
@@ -228,22 +229,16 @@ def test_a_producer_killed_and_replaced_between_two_polls_is_found_disconnected(
     stage.consumer.post(make_order("stuck", ids, ids, deadline_s=0.2))
     stuck = stage.wait("stuck")
     stage.producer.kill()
-    again = PeerProcess("producer", page_bytes=65536, page_count=64, engine_config=transport)
-    try:
-        spec = PeerSpec("p", again.agent_metadata, stage.local_rows, again.rows, fence=again.fence)
-        stage.consumer.remove_peer("p")
-        stage.consumer.add_peer(spec)
+    with replaced(stage, "producer", transport):
         assert stage.read("second", [40, 41], [7, 8]).outcome == "done"
         assert stuck.is_memory_quiet or "stuck" in stage.quiet, stage.consumer.quarantine()
         assert not stage.consumer.quarantine()
-    finally:
         stage.consumer.remove_peer("p")
-        again.close()
 
 
 def test_a_peer_that_is_kept_loaded_is_read_from_memory_that_it_registered_later(transport):
     """Nothing is unloaded when a peer is removed, so its fresh metadata must be taken beside the former."""
-    options = AgentOptions(backends=(BackendOptions(engine_config=transport),))
+    options = AgentOptions(backends=(transport,))
     pages = [np.full((8, 4096), number, dtype=np.uint8) for number in range(3)]
     kind: MemoryKind = "DRAM"
     regions = [(memory.ctypes.data, memory.nbytes, 0, kind) for memory in pages]

@@ -30,7 +30,7 @@ SLEEPING_PRODUCER = f"import kv_nixl_agent.nixl.side_effects as progress\nprogre
 class Reader:
     """A transfer thread that reads pages in random order from one producer."""
 
-    def __init__(self, producer: PeerProcess, engine_config: dict[str, str]) -> None:
+    def __init__(self, producer: PeerProcess, backend: BackendOptions) -> None:
         self.memory = np.zeros((PAGES, PAGE_BYTES), np.uint8)
         self._ended = threading.Event()
         self._results: list[TransferResult] = []
@@ -39,7 +39,7 @@ class Reader:
             [(self.memory.ctypes.data, self.memory.nbytes, 0, "DRAM")],
             on_result=self._note,
             on_notification=lambda *_: None,
-            options=AgentOptions(backends=(BackendOptions(engine_config=engine_config),)),
+            options=AgentOptions(backends=(backend,)),
         )
         self.thread.start()
         here = np.array([[self.memory.ctypes.data, PAGE_BYTES, 0, PAGE_BYTES, PAGES]], np.uint64)
@@ -62,14 +62,14 @@ class Reader:
 
 
 @pytest.fixture
-def producer(transport: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PeerProcess]:
+def producer(transport: BackendOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PeerProcess]:
     monkeypatch.setattr(side_effects, "_PERIOD_US", ASLEEP_US)
     (tmp_path / "sitecustomize.py").write_text(SLEEPING_PRODUCER)
     process = PeerProcess(
         "sleeper",
         page_bytes=PAGE_BYTES,
         page_count=PAGES,
-        engine_config=transport,
+        backend=transport,
         environment={"PYTHONPATH": str(tmp_path)},
     )
     yield process
@@ -77,7 +77,7 @@ def producer(transport: dict[str, str], tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_reads_and_notifications_do_not_wait_for_a_progress_thread_that_sleeps(
-    transport: dict[str, str], producer: PeerProcess, capsys: pytest.CaptureFixture[str]
+    transport: BackendOptions, producer: PeerProcess, capsys: pytest.CaptureFixture[str]
 ) -> None:
     reader = Reader(producer, transport)
     chance = np.random.default_rng(0)

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from agent_checks.stream_checks import STREAM_CHECKS, STREAM_FAULT_CHECKS, Strea
 from agent_checks.stream_rewriter import call_stream, close_agent, rewrite_streams
 from agent_checks.thread_checks import THREAD_CHECKS, ThreadStage
 
-from kv_nixl_agent import AgentOptions, BackendOptions, PeerSpec, TransferAgent, TransferThread, open_nixl
+from kv_nixl_agent import AgentOptions, PeerSpec, TransferAgent, TransferThread, open_nixl
 from kv_nixl_agent.testing import PeerProcess
 
 NOTHING = np.empty((0, 5), dtype=np.uint64)
@@ -42,17 +43,28 @@ class RemoteStreams:
         self._process.call(close_agent)
 
 
+@pytest.fixture
+def process(transport):
+    """A producer in a process of its own."""
+    made = PeerProcess("producer", page_count=1, backend=transport, stream_slots=SLOTS, environment=FINDS_CHECKS)
+    yield made
+    made.close()
+
+
+def thread_of(name, transport, **options):
+    """Return a transfer thread without pages."""
+    given = AgentOptions(backends=(transport,), stream_slots=SLOTS, **options)
+    return TransferThread(name, [], on_result=lambda _: None, on_notification=lambda *_: None, options=given)
+
+
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("check", [*STREAM_CHECKS, *STREAM_FAULT_CHECKS], ids=lambda check: check.__name__)
-def test_check(check, transport):
-    process = PeerProcess(
-        "producer", page_count=1, engine_config=transport, stream_slots=SLOTS, environment=FINDS_CHECKS
-    )
+def test_check(check, transport, process):
     ports: list[RecordingPort] = []
     consumer = TransferAgent(
         "consumer",
         [],
-        AgentOptions(backends=(BackendOptions(engine_config=transport),), stream_slots=SLOTS, stream_poll_s=2e-5),
+        AgentOptions(backends=(transport,), stream_slots=SLOTS, stream_poll_s=2e-5),
         port_factory=recording_factory(open_nixl, ports),
     )
 
@@ -64,7 +76,6 @@ def test_check(check, transport):
         check(StreamStage(consumer, RemoteStreams(process), spec, process.streams))
     finally:
         consumer.close()
-        process.close()
     assert ports[0].open_handles() == {"registration": 0, "prepared": 0, "transfer": 0}
     assert ports[0].double_releases == 0
 
@@ -72,19 +83,11 @@ def test_check(check, transport):
 @pytest.mark.full
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("check", THREAD_CHECKS, ids=lambda check: check.__name__)
-def test_check_of_a_thread(check, transport):
-    options = AgentOptions(backends=(BackendOptions(engine_config=transport),), stream_slots=SLOTS)
-    process = PeerProcess(
-        "producer", page_count=1, engine_config=transport, stream_slots=SLOTS, environment=FINDS_CHECKS
-    )
+def test_check_of_a_thread(check, transport, process):
     spec = PeerSpec("p", process.agent_metadata, NOTHING, NOTHING, fence=process.fence, streams=process.streams)
-    thread = TransferThread("consumer", [], on_result=lambda _: None, on_notification=lambda *_: None, options=options)
-    try:
+    with closing(thread_of("consumer", transport)) as thread:
         thread.start()
         check(ThreadStage(thread, RemoteStreams(process), spec))
-    finally:
-        thread.close()
-        process.close()
 
 
 MOST_MEDIAN_S = 0.08
@@ -94,14 +97,9 @@ MOST_MEDIAN_S = 0.08
 @pytest.mark.full
 def test_a_look_that_follows_a_notification_does_not_wait_for_a_producer_that_rests(transport, capsys):
     """NIXL ends such a read only once the peer has made progress, and a producer that computes a stream has no lease yet."""
-    options = AgentOptions(
-        backends=(BackendOptions(engine_config=transport),), stream_slots=SLOTS, progress_thread=False
-    )
-    threads = [
-        TransferThread(name, [], on_result=lambda _: None, on_notification=lambda *_: None, options=options)
-        for name in ("producer", "consumer")
+    producer, consumer = threads = [
+        thread_of(name, transport, progress_thread=False) for name in ("producer", "consumer")
     ]
-    producer, consumer = threads
     told = threading.Event()
     listener = SimpleNamespace(progress=lambda *_: told.set(), broken=lambda *_: None)
 
@@ -116,7 +114,7 @@ def test_a_look_that_follows_a_notification_does_not_wait_for_a_producer_that_re
         words = producer.stream_words
         spec = PeerSpec("p", producer.agent_metadata(), NOTHING, NOTHING, streams=words.location)
         consumer.call_soon(lambda: consumer.agent.add_peer(spec))
-        for slot in range(6):
+        for slot in range(4):
             producer.allow_slow_polling(True)
             time.sleep(2.2)  # it rests
             words.open(slot, slot + 1, slot + 1)

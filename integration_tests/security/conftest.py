@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,33 +11,21 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.append(str(Path(__file__).resolve().parents[1] / "fakes"))
 
+from figures import figure, pytest_terminal_summary
+from made import maker
 from victims import Victim
+from zmtp import HostileServer
 
-IS_LONG = os.environ.get("KVDEV_LONG") == "1"
-FIGURES: list[str] = []
-
-
-@pytest.fixture
-def figure(request: pytest.FixtureRequest) -> Callable[[str], None]:
-    """Return a function that notes a figure of this attack for the end of the run."""
-    return lambda text: FIGURES.append(f"{request.node.name}: {text}")
+__all__ = ["figure", "hostile", "pytest_terminal_summary", "victim"]
 
 
 @pytest.fixture
 def victim() -> Iterator[Callable[..., Victim]]:
     """Return a function that starts a process to attack; all of them end with the test."""
-    started: list[Victim] = []
-
-    def start(role: str, **options: object) -> Victim:
-        started.append(Victim(role, **options))
-        return started[-1]
-
-    yield start
-    for each in started:
-        each.close()
+    yield from maker(Victim)
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print the figures."""
-    for line in FIGURES:
-        terminalreporter.write_line(line)
+@pytest.fixture
+def hostile() -> Iterator[Callable[..., HostileServer]]:
+    """Return a function that starts a server by what it does with a connection; all of them end with the test."""
+    yield from maker(HostileServer)

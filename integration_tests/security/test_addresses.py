@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from ipaddress import IPv4Address, IPv6Address
 
 import pytest
+from figures import Figure
 
 from kv_handshake import Client, LocalOffer, Timing
 from kv_scheduler_state import TicketError
@@ -15,7 +16,6 @@ from kv_scheduler_state.hosts import HostPolicy
 
 SPECIAL = ("169.254.169.254", "169.254.0.1", "100.100.100.200", "168.63.129.16")
 WRITTEN: tuple[Callable[[int], str], ...] = (str, hex, "0{:o}".format, "0X{:X}".format, "000{:o}".format)
-Figure = Callable[[str], None]
 
 
 def old_notations(address: str) -> Iterator[str]:

@@ -7,11 +7,11 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable
 
 import pytest
 import zmq
 from awake import AwakeClock
+from figures import Figure
 
 from kv_handshake import Client, Codec, Listener, LocalOffer, QueryLimits, Timing
 from kv_handshake.core import desk
@@ -69,7 +69,7 @@ def _asked(listener: Listener) -> int:
 
 
 def test_places_that_are_gone_or_have_slow_names_delay_no_other_ask(
-    figure: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+    figure: Figure, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Early tickets name places: each of 6900 dead ones was looked at in every turn, and honest asks took 0.4 to 2.5 s."""
     is_over = threading.Event()

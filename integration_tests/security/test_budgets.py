@@ -13,8 +13,8 @@ from kv_handshake.sockets import router, watch
 from kv_handshake.wire import limits
 from kv_scheduler_state.streams import consumer as stream_consumer
 from kv_scheduler_state.ticket import early
-from vllm_adapter.observe import cause_log
-from vllm_adapter.worker.transfer import planner
+from vllm_adapter.cache import vllm_peer
+from vllm_adapter.observe import recorder
 
 ROOT = Path(__file__).parents[2]
 ROWS = re.findall(
@@ -39,7 +39,7 @@ def test_numbers_are_those_of_the_code() -> None:
         "queries at once from an address": int(QueryLimits().burst),
         "bytes of a frame of a reply": limits.MAX_REPLY_BYTES,
         "bytes of all replies of a handshake": limits.MAX_HANDSHAKE_BYTES,
-        "values in the geometry documents of a peer": vars(planner)["_MOST_VALUES"],
+        "values in the geometry documents of a peer": vars(vllm_peer)["_MOST_VALUES"],
         "bytes of an envelope without its metadata": limits.MAX_ENVELOPE_BYTES,
         "entries of a list": limits.MAX_REGIONS,
         "bytes of a list": limits.MAX_LIST_BYTES,
@@ -52,7 +52,7 @@ def test_numbers_are_those_of_the_code() -> None:
         "failed places of early tickets that are remembered": pacing.MOST_FAILURES,
         "requests that a heartbeat names": limits.MAX_HEARTBEAT_IDS,
         "bytes of a notification": limits.MAX_NOTIFICATION_BYTES,
-        "characters of a client's or peer's text in a log line": vars(cause_log)["_MOST_CHARS"],
+        "characters of a client's or peer's text in a log line": vars(recorder)["_MOST_CHARS"],
     }
     page = {name: int(re.match(r"\d+", value)[0]) for name, value, _ in ROWS if re.match(r"\d+", value)}  # type: ignore[index]
     assert {name: page[name] for name in code} == code

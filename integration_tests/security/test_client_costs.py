@@ -8,46 +8,27 @@ import struct
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
-import msgspec
 import pytest
 from awake import AwakeClock
+from envelopes import FACTORS, rewritten
+from figures import Figure
 from victims import PeakMeter, Victim
 from zmtp import HostileServer, answering, frame, read_frame
 
 from kv_handshake import Client, Codec, ConfigurationError, Listener, LocalOffer, Timing
 from kv_handshake.testing import sample_envelopes
 
-VLLM_FACTORS = {
-    "vllm_version": "0.32.0",
-    "nixl_connector_version": 14,
-    "model": "m",
-    "dtype": "torch.bfloat16",
-    "num_kv_heads": 8,
-    "head_size": 128,
-    "num_hidden_layers": 36,
-    "attn_backend_name": "FLASH_ATTN",
-    "cache_dtype": "auto",
-    "cross_layers_blocks": False,
-    "is_hma_enabled": True,
-    "speculative_config": None,
-    "transfer_mode": "pull",
-}
-Figure = Callable[[str], None]
 Start = Callable[..., Victim]
+Serve = Callable[..., HostileServer]
 CLOCK = b"\xcb" + struct.pack(">d", 1.0)
 TIMING = Timing(deadline_s=30, attempt_s=20)
 
 
-def reply_with(**changes: object) -> tuple[bytes, bytes]:
+def reply_with(**changes: Any) -> tuple[bytes, bytes]:
     """Return the frames of a good reply with other agent metadata, or with other keys of the envelope."""
-    envelope = msgspec.msgpack.decode(sample_envelopes([(0, 0)])[0, 0])
-    metadata = msgspec.msgpack.decode(envelope["agent_metadata_bytes"])
-    outer = {key: value for key, value in changes.items() if key.startswith("kvh_") or key == "compatibility_hash"}
-    metadata |= {key: value for key, value in changes.items() if key not in outer}
-    envelope |= {**outer, "agent_metadata_bytes": msgspec.msgpack.encode(metadata)}
-    envelope.pop("kvh_checksum", None)
-    return msgspec.msgpack.encode(envelope), CLOCK
+    return rewritten(sample_envelopes([(0, 0)])[0, 0], **changes), CLOCK
 
 
 def nested(levels: int) -> object:
@@ -71,13 +52,12 @@ REPLIES = {
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", REPLIES)
-def test_h7_no_reply_blocks_a_thread_for_long(kind: str, victim: Start, figure: Figure) -> None:
+def test_h7_no_reply_blocks_a_thread_for_long(kind: str, victim: Start, hostile: Serve, figure: Figure) -> None:
     """H7: one reply of 14.5 MB took the client's thread for 16 to 23 s and stopped another one for 6 s."""
-    server = HostileServer(answering(*REPLIES[kind]()))
+    server = hostile(answering(*REPLIES[kind]()))
     asker = victim("client", policy="exact" if "factor" in kind else "off", deadline_s=2)
     with PeakMeter(asker) as memory:
         found = asker.call("fetch", port=server.port)
-    server.close()
     figure(
         f"{found['codes']} in {found['seconds']:.2f} s, others stalled {found['stall_s']:.2f} s, {memory.growth_mb:.0f} MB"
     )
@@ -86,24 +66,19 @@ def test_h7_no_reply_blocks_a_thread_for_long(kind: str, victim: Start, figure: 
     assert memory.growth_mb < 64
 
 
-def test_h8_failures_are_remembered_in_few_words(victim: Start, figure: Figure) -> None:
+def test_h8_failures_are_remembered_in_few_words(victim: Start, hostile: Serve, figure: Figure) -> None:
     """H8: each forged handshake left up to 29 MB; 1024 are remembered."""
-    replies = [
+    replies = (
         reply_with(kvh_refusal={"code": "x" * 1_000_000, "message": "y" * 1_000_000, "retry_after_s": 0.0}),
         reply_with(compatibility_hash="z" * 200_000, kvh_factors={"model": "m" * 200_000}),
-    ]
+    )
+    servers = [hostile(answering(*frames)) for frames in replies]
     asker = victim("client", policy="negotiated")
-    for frames in replies:  # once, so that what is made at first use does not count
-        server = HostileServer(answering(*frames))
+    for server in servers:  # once, so that what is made at first use does not count
         asker.call("fetch", port=server.port)
-        server.close()
     before_mb = asker.resident_mb()
-    remembered = 0
-    for frames in replies:
-        server = HostileServer(answering(*frames))
-        found = asker.call("fetch", port=server.port, times=60, engine="forged-")
-        remembered = found["remembered_failures"]
-        server.close()
+    found = [asker.call("fetch", port=server.port, times=60, engine="forged-") for server in servers]
+    remembered = found[-1]["remembered_failures"]
     growth_mb = asker.resident_mb() - before_mb
     figure(f"{growth_mb:.1f} MB for {remembered} remembered failures")
     assert remembered >= 60
@@ -126,7 +101,7 @@ def test_h8_h15_a_ticket_names_no_million_ranks(figure: Figure) -> None:
     assert seconds < 0.2
 
 
-def test_h15_unknown_hashes_cost_one_look_each(victim: Start, figure: Figure) -> None:
+def test_h15_unknown_hashes_cost_one_look_each(victim: Start, hostile: Serve, figure: Figure) -> None:
     """H15: each unknown hash of a peer took the client's thread 8 to 33 ms, 2 s for 200 of them."""
     numbers = iter(range(1 << 30))
 
@@ -137,13 +112,12 @@ def test_h15_unknown_hashes_cost_one_look_each(victim: Start, figure: Figure) ->
                 first, second = reply_with(compatibility_hash=f"{next(numbers):064x}", kvh_factors={})
                 sock.sendall(frame(b"", more=True) + frame(first, more=True) + frame(second))
 
-    server = HostileServer(act)
-    asker = victim("client", policy="negotiated", factors=VLLM_FACTORS)
+    server = hostile(act)
+    asker = victim("client", policy="negotiated", factors=FACTORS)
     asker.call("fetch", port=server.port, times=20, engine="before-")
     before_s = asker.cpu_s()
     found = asker.call("fetch", port=server.port, times=200, engine="forged-")
     seconds = asker.cpu_s() - before_s
-    server.close()
     figure(f"{seconds * 1000 / 200:.1f} ms of processor time each")
     assert found["codes"] == ["hash-mismatch"]
     assert seconds < 1.0
@@ -178,7 +152,7 @@ def test_h17_a_heartbeat_of_a_mebibyte_costs_little(figure: Figure) -> None:
     assert worst_s < 0.02
 
 
-def test_h12_an_endless_reply_is_cut_off(victim: Start, figure: Figure) -> None:
+def test_h12_an_endless_reply_is_cut_off(victim: Start, hostile: Serve, figure: Figure) -> None:
     """H12: a reply of endless frames of 1 MiB cost the client 1.6 GB in 4 s."""
     sent_mb = [0]
 
@@ -189,11 +163,10 @@ def test_h12_an_endless_reply_is_cut_off(victim: Start, figure: Figure) -> None:
             sock.sendall(part)
             sent_mb[0] += 1
 
-    server = HostileServer(act)
+    server = hostile(act)
     asker = victim("client")
     with PeakMeter(asker) as memory:
         found = asker.call("fetch", port=server.port)
-    server.close()
     figure(f"{found['codes']} after {sent_mb[0]} MB and {found['seconds']:.2f} s; {memory.growth_mb:.0f} MB")
     assert found["codes"] == ["oversized-reply"]
     assert memory.growth_mb < 160
@@ -201,10 +174,9 @@ def test_h12_an_endless_reply_is_cut_off(victim: Start, figure: Figure) -> None:
 
 def test_h13_a_silent_place_delays_no_other(figure: Figure) -> None:
     """H13: forged tickets for a silent port delayed honest new peers 5.1 to 8.2 s."""
-    listener = Listener("127.0.0.1", 0, payloads=sample_envelopes([(0, 0)]))
-    listener.start()
-    client = Client(LocalOffer(policy="off"), timing=Timing(deadline_s=10, attempt_s=5))
     with (
+        Listener("127.0.0.1", 0, payloads=sample_envelopes([(0, 0)])) as listener,
+        Client(LocalOffer(policy="off"), timing=Timing(deadline_s=10, attempt_s=5)) as client,
         socket.create_server(("127.0.0.2", 0), backlog=1024) as silent,
         socket.create_server(("127.0.0.3", 0)) as other,
     ):
@@ -222,8 +194,6 @@ def test_h13_a_silent_place_delays_no_other(figure: Figure) -> None:
                 seconds.append(awake_s() - began_s)
                 assert outcome.is_ok, outcome
                 time.sleep(0.05)
-    client.close()
-    listener.close()
     figure(f"worst honest handshake {max(seconds):.2f} s")
     assert max(seconds) < 1.0
 
@@ -240,33 +210,27 @@ def test_h13_slow_names_delay_no_other(figure: Figure, monkeypatch: pytest.Monke
         return real("127.0.0.1" if host == "honest.test" else host, *words, **named)  # type: ignore[arg-type]
 
     monkeypatch.setattr(socket, "getaddrinfo", lookup)
-    listener = Listener("127.0.0.1", 0, payloads=sample_envelopes([(0, 0)]))
-    listener.start()
-    client = Client(LocalOffer(policy="off"), timing=Timing(deadline_s=15, attempt_s=10))
-    for number in range(24):
-        client.request(
-            host=f"slow-{number % 8}.test",
-            port=1,
-            ranks=[(0, 0)],
-            engine_id=str(number),
-            dialect=14,
-            on_done=lambda _: None,
-        )
-    with AwakeClock() as awake_s:
-        outcome = client.fetch(host="honest.test", port=listener.port, ranks=[(0, 0)], dialect=14)
-        seconds = awake_s()
-    is_over.set()
-    client.close()
-    listener.close()
+    request: dict[str, Any] = {"ranks": [(0, 0)], "dialect": 14}
+    with (
+        Listener("127.0.0.1", 0, payloads=sample_envelopes([(0, 0)])) as listener,
+        Client(LocalOffer(policy="off"), timing=Timing(deadline_s=15, attempt_s=10)) as client,
+    ):
+        for number in range(24):
+            host, name = f"slow-{number % 8}.test", str(number)
+            client.request(host=host, port=1, engine_id=name, on_done=lambda _: None, **request)
+        with AwakeClock() as awake_s:
+            outcome = client.fetch(host="honest.test", port=listener.port, **request)
+            seconds = awake_s()
+        is_over.set()
     figure(f"{seconds:.2f} s")
     assert outcome.is_ok
     assert seconds < 1.0
 
 
-def test_h14_strangers_write_no_log(figure: Figure, caplog: pytest.LogCaptureFixture) -> None:
+def test_h14_strangers_write_no_log(hostile: Serve, figure: Figure, caplog: pytest.LogCaptureFixture) -> None:
     """H14: 2000 handshakes made 2000 lines, the longest of 36 million characters, with a stranger's line breaks."""
     text = "fine\n2026-11-22 ERROR all keys are gone\x1b[2J\u202e" + "x" * 50_000
-    server = HostileServer(answering(*reply_with(kvh_factors={"model": text}, compatibility_hash=text)))
+    server = hostile(answering(*reply_with(kvh_factors={"model": text}, compatibility_hash=text)))
     client = Client(LocalOffer(policy="off", factors={"model": "m"}), timing=TIMING)
     caplog.set_level(logging.DEBUG, logger="kv_handshake")
     codes = {
@@ -275,7 +239,6 @@ def test_h14_strangers_write_no_log(figure: Figure, caplog: pytest.LogCaptureFix
     }
     held = client.statistics()["log_lines_held_back"]
     client.close()
-    server.close()
     lines = [record.getMessage() for record in caplog.records]
     figure(
         f"{len(lines)} lines of at most {max(map(len, lines))} characters, {held} held back; outcomes {sorted(codes)}"

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 import zmq
+from figures import Figure
 from victims import Honest, Victim
 
 from kv_handshake.testing import sample_envelopes
@@ -17,7 +18,6 @@ from kv_handshake.testing import sample_envelopes
 FRAMES = 1_000_000 if os.environ.get("KVDEV_LONG") == "1" else 100_000
 GOOD = sample_envelopes([(0, 0)])[0, 0]
 QUERY = msgspec.msgpack.encode((b"get_meta_msg", 0, 0))
-Figure = Callable[[str], None]
 Start = Callable[..., Victim]
 
 

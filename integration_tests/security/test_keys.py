@@ -6,8 +6,8 @@ import contextlib
 import random
 import socket
 import threading
-from collections.abc import Callable
 
+from figures import Figure
 from victims import Honest
 
 from kv_handshake import Listener
@@ -31,7 +31,7 @@ def broken_opening(rng: random.Random) -> bytes:
     )
 
 
-def test_broken_openings_of_encrypted_connections_cost_no_honest_peer(figure: Callable[[str], None]) -> None:
+def test_broken_openings_of_encrypted_connections_cost_no_honest_peer(figure: Figure) -> None:
     engine, peer = generate_keypair(), generate_keypair()
     security = ServerSecurity(*engine, {peer[0]: "decode"})
     listener = Listener("127.0.0.1", 0, payloads=sample_envelopes([(0, 0)]), security=security)

@@ -10,12 +10,12 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
+from figures import Figure
 from victims import Honest, PeakMeter, Victim
 from zmtp import EMPTY_AND_MORE, connected, frame, read_frame
 
 QUERY = msgspec.msgpack.encode((b"get_meta_msg", 0, 0))
 ASKED = frame(b"", more=True) + frame(QUERY)
-Figure = Callable[[str], None]
 Start = Callable[..., Victim]
 
 

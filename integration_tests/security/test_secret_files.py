@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from figures import Figure
 
 from kv_handshake import Client, ConfigurationError, Listener, LocalOffer, Timing
 from kv_handshake.security import ClientSecurity, ServerSecurity, generate_keypair
@@ -18,7 +19,6 @@ from vllm_adapter.config.secrets import FleetSecrets
 from vllm_adapter.errors import ConfigurationError as AdapterConfigurationError
 
 GOOD = b"a secret of the whole fleet\n"
-Figure = Callable[[str], None]
 Make = Callable[[Path], object]
 
 

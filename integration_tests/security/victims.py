@@ -4,48 +4,33 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+sys.path.append(str(Path(__file__).parents[1] / "fakes"))
+
+from line_process import LineProcess
+
 if TYPE_CHECKING:
     from kv_handshake.security import ClientSecurity
-
-__all__ = ["Honest", "PeakMeter", "Victim", "main"]
 
 MEBIBYTE = 1024 * 1024
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
-class Victim:
+class Victim(LineProcess):
     """A process of this module and the commands that it understands."""
 
     def __init__(self, role: str, **options: object) -> None:
-        command = [sys.executable, __file__, role, json.dumps(options)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self.pid = self._process.pid
+        super().__init__([sys.executable, __file__, role, json.dumps(options)])
         self.port = int(self.answer()["port"])
-
-    def tell(self, command: str, **arguments: object) -> None:
-        """Send a command without waiting for its answer."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"command": command, **arguments}) + "\n")
-        self._process.stdin.flush()
-
-    def answer(self) -> Any:
-        """Return the next answer."""
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        assert line, "the victim is dead"
-        return json.loads(line)
 
     def call(self, command: str, **arguments: object) -> Any:
         """Send a command and return its answer."""
-        self.tell(command, **arguments)
-        return self.answer()
+        return self.ask(command=command, **arguments)
 
     def resident_mb(self) -> float:
         """Return the memory that the process has now, in MB."""
@@ -60,10 +45,7 @@ class Victim:
     def close(self) -> None:
         """End the process."""
         self._process.kill()
-        self._process.wait(20)
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                pipe.close()
+        self.end()
 
 
 class Honest:
@@ -123,21 +105,10 @@ def _say(value: object) -> None:
     print(json.dumps(value), flush=True)
 
 
-def _with_blob(payload: bytes, blob_bytes: int) -> bytes:
-    """Return an envelope whose agent blob has so many bytes, as that of an engine with many regions and rails."""
-    import msgspec
-
-    envelope = msgspec.msgpack.decode(payload)
-    metadata = msgspec.msgpack.decode(envelope["agent_metadata_bytes"])
-    if blob_bytes:
-        metadata["agent_metadata"] = bytes(blob_bytes)
-        envelope["agent_metadata_bytes"] = msgspec.msgpack.encode(metadata)
-        envelope.pop("kvh_checksum", None)
-    return msgspec.msgpack.encode(envelope)
-
-
 def _serve(options: dict[str, Any]) -> None:
     import resource
+
+    from envelopes import rewritten
 
     from kv_handshake import Listener
     from kv_handshake.testing import sample_envelopes
@@ -148,18 +119,15 @@ def _serve(options: dict[str, Any]) -> None:
         from kv_handshake.sockets import watch
 
         watch.IDLE_S = idle_s
-    payload = _with_blob(sample_envelopes([(0, 0)])[0, 0], options.get("blob_bytes", 0))
+    payload = sample_envelopes([(0, 0)])[0, 0]
+    if blob_bytes := options.get("blob_bytes"):  # as of an engine with many regions and rails
+        payload = rewritten(payload, agent_metadata=bytes(blob_bytes))
     listener = Listener("127.0.0.1", 0, payloads={(0, 0): payload})
     listener.start()
     _say({"port": listener.port})
     for line in sys.stdin:
-        command = json.loads(line)["command"]
-        if command == "statistics":
-            _say({**listener.statistics(), "alive": listener.is_alive})
-        elif command == "close":
-            began_s = time.monotonic()
-            listener.close()
-            _say({"seconds": time.monotonic() - began_s, "alive": listener.is_alive})
+        assert json.loads(line)["command"] == "statistics"
+        _say({**listener.statistics(), "alive": listener.is_alive})
 
 
 def _ask(options: dict[str, Any]) -> None:

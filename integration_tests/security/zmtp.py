@@ -7,8 +7,6 @@ import socket
 import threading
 from collections.abc import Callable
 
-__all__ = ["EMPTY_AND_MORE", "HostileServer", "connected", "frame", "read_frame"]
-
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(16) + b"\x00" + bytes(31)
 EMPTY_AND_MORE = b"\x01\x00"
 
@@ -21,10 +19,10 @@ def frame(body: bytes, *, more: bool = False, is_command: bool = False) -> bytes
     return bytes((flags | 2,)) + len(body).to_bytes(8, "big") + body
 
 
-def _ready(kind: bytes, identity: bytes) -> bytes:
+def _ready(kind: bytes) -> bytes:
     properties = b"".join(
         bytes((len(name),)) + name + len(value).to_bytes(4, "big") + value
-        for name, value in ((b"Socket-Type", kind), (b"Identity", identity))
+        for name, value in ((b"Socket-Type", kind), (b"Identity", b""))
     )
     return frame(b"\x05READY" + properties, is_command=True)
 
@@ -46,18 +44,18 @@ def read_frame(sock: socket.socket) -> tuple[int, bytes]:
     return flags, _read(sock, size)
 
 
-def _open(sock: socket.socket, kind: bytes, identity: bytes) -> None:
+def _open(sock: socket.socket, kind: bytes) -> None:
     sock.sendall(GREETING)
     _read(sock, 64)
-    sock.sendall(_ready(kind, identity))
+    sock.sendall(_ready(kind))
     read_frame(sock)
 
 
-def connected(port: int, *, identity: bytes = b"") -> socket.socket:
+def connected(port: int) -> socket.socket:
     """Return a connection to a listener after the opening, as a DEALER."""
     sock = socket.create_connection(("127.0.0.1", port), timeout=30)
     try:
-        _open(sock, b"DEALER", identity)
+        _open(sock, b"DEALER")
     except OSError:
         sock.close()
         raise
@@ -82,7 +80,7 @@ class HostileServer:
     def _serve(self, sock: socket.socket) -> None:
         with sock, contextlib.suppress(OSError):
             sock.settimeout(30)
-            _open(sock, b"ROUTER", b"")
+            _open(sock, b"ROUTER")
             self._act(sock)
 
     def close(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,37 +14,19 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.append(str(Path(__file__).parents[1] / "fakes"))
 
 from engines import Engine
+from figures import figure, pytest_terminal_summary
+from made import maker
+from zeros import every_code_has_a_zero
 
 from kv_nixl_agent import open_nixl
 from kv_nixl_agent.testing import FakeFabric
 
-FIGURES: list[str] = []
-
-
-@pytest.fixture
-def figure(request: pytest.FixtureRequest) -> Callable[[str], None]:
-    """Return a function that notes a figure of this test for the end of the run."""
-    return lambda text: FIGURES.append(f"{request.node.name}: {text}")
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print the figures."""
-    for line in FIGURES:
-        terminalreporter.write_line(line)
+__all__ = ["every_code_has_a_zero", "figure", "make", "pytest_terminal_summary"]
 
 
 @pytest.fixture(params=["fake"])
 def make(request: pytest.FixtureRequest) -> Iterator[Callable[..., Engine]]:
-    """A maker of engines that are closed at the end; `wrap` puts something in front of an engine's NIXL ports."""
+    """A maker of engines that are closed at the end."""
     fabric = None if request.param == "nixl" else FakeFabric()
-    made: list[Engine] = []
-
-    def build(name: str, wrap: Callable[[Any], Any] | None = None, **options: Any) -> Engine:
-        factory: Any = fabric.port if fabric else open_nixl
-        plain = factory if wrap is None else lambda *given, **more: wrap(factory(*given, **more))
-        made.append(Engine(name, port_factory=plain, has_lag=request.param == "fake-lag", **options))
-        return made[-1]
-
-    yield build
-    for engine in made:
-        engine.close()
+    factory: Any = fabric.port if fabric else open_nixl
+    yield from maker(partial(Engine, port_factory=factory, has_lag=request.param == "fake-lag"))

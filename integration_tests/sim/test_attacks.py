@@ -9,18 +9,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 from engines import LAYERS, TOKENS, Engine, page_of
+from envelopes import rewritten
+from figures import Figure
 from prompts import Prompt
 
-from kv_handshake import Client, Codec, Listener, LocalOffer, Timing
-from kv_handshake.security import generate_keypair
+from kv_handshake import Codec, Listener
+from kv_handshake.security import write_keypair
 from vllm_adapter.config import Settings
 
 Make = Callable[..., Engine]
-Figure = Callable[[str], None]
 
 
 @pytest.fixture
@@ -29,16 +29,7 @@ def secrets(tmp_path: Path) -> dict[str, Any]:
     file = tmp_path / "secret"
     file.write_text("the secret of this fleet")
     file.chmod(0o400)
-    return {"ticket_secret_files": (str(file),)}
-
-
-def certificate(folder: Path, name: str) -> tuple[str, str]:
-    """Write a certificate as `kv-handshake keygen` does; return (secret file, public file)."""
-    public, secret = generate_keypair()
-    for file, lines in ((f"{name}.key", ""), (f"{name}.key_secret", f'    secret-key = "{secret}"\n')):
-        (folder / file).write_text(f'metadata\ncurve\n    public-key = "{public}"\n{lines}')
-    (folder / f"{name}.key_secret").chmod(0o400)
-    return str(folder / f"{name}.key_secret"), str(folder / f"{name}.key")
+    return {"ticket_secrets": (str(file),)}
 
 
 @pytest.fixture
@@ -46,7 +37,7 @@ def channel(tmp_path: Path) -> dict[str, Any]:
     """Return the settings of a fleet with one key pair."""
     folder = tmp_path / "keys"
     folder.mkdir()
-    secret, public = certificate(folder, "fleet")
+    public, secret = map(str, write_keypair(folder, "fleet"))
     return {"side_channel_key": secret, "side_channel_server_key": public, "side_channel_clients": str(folder)}
 
 
@@ -105,41 +96,8 @@ def test_a_ticket_is_not_bound_to_another_prompt_by_its_bearer(
     assert not is_locked or refusal(reader, request_id) == "ticket-seal"
 
 
-@pytest.mark.parametrize("is_locked", [False, True])
-def test_a_stranger_gets_no_agent_metadata(
-    make: Make, channel: dict[str, Any], is_locked: bool, figure: Figure
-) -> None:
-    """The metadata are the keys to read and write all of the cache."""
-    settings = Settings(**channel) if is_locked else Settings()
-    producer, reader = make("P", settings=settings), make("D", settings=settings)
-    client = Client(LocalOffer({}, policy="off"), timing=Timing(deadline_s=1.0, attempt_s=0.5))
-    try:
-        outcome = client.fetch(host="127.0.0.1", port=producer.listener.port, ranks=[(0, 0)], dialect=14)
-    finally:
-        client.close()
-    got = sum(len(peer.agent_metadata) for peer in outcome.peers.values())
-    figure(f"{'keyed' if is_locked else 'open'}: {got} bytes of agent metadata ({outcome.code or 'served'})")
-    assert bool(got) is not is_locked
-    source, ticket = producer.prefill(3 * TOKENS)
-    reader.assert_takes(ticket, source, 3 * TOKENS)
-
-
 HOSTS_LACKS = {"kv_fence", "kv_generation", "kv_dialect", "kv_nonce", "kv_prompt"}
 """Keys that tickets of vLLM's own connector do not have."""
-
-
-def rewritten(envelope: bytes, *, name: str, is_ours: bool) -> bytes:
-    """Return an envelope under another engine's name; without `is_ours`, as vLLM's own connector writes it."""
-    outer = msgspec.msgpack.decode(envelope)
-    inner = msgspec.msgpack.decode(outer["agent_metadata_bytes"])
-    inner["engine_id"] = name
-    if not is_ours:
-        for key in [key for key in (*inner, *outer) if key.startswith("kvh_")]:
-            inner.pop(key, None)
-            outer.pop(key, None)
-    outer.pop("kvh_checksum", None)
-    outer["agent_metadata_bytes"] = msgspec.msgpack.encode(inner)
-    return msgspec.msgpack.encode(outer)
 
 
 @pytest.fixture
@@ -167,7 +125,7 @@ def test_an_engine_that_serves_anothers_metadata_does_not_take_its_name(
     source, ticket = producer.prefill(tokens)
     envelope = producer.workers[0].registration.envelope
     assert envelope is not None
-    port = squat(envelope, name="evil", is_ours=is_ours)
+    port = squat(envelope, engine_id="evil", is_ours=is_ours)
     _, attackers = producer.prefill(tokens)
     lie = {**attackers, "remote_engine_id": "evil", "remote_port": port}
     if not is_ours:
@@ -227,7 +185,7 @@ def test_h11_a_ticket_that_names_anothers_request_frees_nothing(
     _, ticket = producer.prefill(tokens)
     envelope = producer.workers[0].registration.envelope
     assert envelope is not None
-    port = squat(envelope, name="P", is_ours=False)
+    port = squat(envelope, engine_id="P", is_ours=False)
     forged = {**ticket, "remote_request_id": victims_ticket["remote_request_id"]}
     nameless = {key: value for key, value in forged.items() if key != "kv_nonce"}
     elsewhere = {key: value for key, value in nameless.items() if key not in HOSTS_LACKS}

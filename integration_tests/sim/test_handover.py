@@ -1,4 +1,4 @@
-"""A prompt from engine to engine through all five packages, on the fake fabric and on real NIXL: the same test bodies."""
+"""Engines that may not read from each other, or no longer: through all five packages, on the fake fabric and on real NIXL."""
 
 from __future__ import annotations
 
@@ -12,35 +12,37 @@ from vllm_adapter.config import Settings
 Make = Callable[..., Engine]
 
 
-@EVERYWHERE
-@pytest.mark.parametrize(("producers", "consumers"), [(1, 1), (1, 2), (4, 2)])
-def test_a_prompt_arrives_byte_for_byte_and_the_blocks_come_back(make: Make, producers: int, consumers: int) -> None:
-    producer, consumer = make("P", tp=producers), make("D", tp=consumers)
-    free = len(producer._free)
-    for tokens in (1, TOKENS, 3 * TOKENS + 5):
-        consumer.take_over(producer, tokens)
-    producer.wait_idle()
-    assert len(producer._free) == free
-
-
-@EVERYWHERE
-def test_a_read_after_the_lease_ended_is_void(make: Make) -> None:
-    quick = Settings(kv_lease_duration=1.0)
-    producer, consumer = make("P", settings=quick), make("D")
-    _, warm = producer.prefill(TOKENS)
-    assert consumer.wait_received(consumer.start_decode(warm, TOKENS))
-    _, ticket = producer.prefill(2 * TOKENS)
-    producer.wait_idle()  # no reader came: the lease ends, the blocks are given back and used again
-    producer.prefill(2 * TOKENS)
-    request = consumer.start_decode(ticket, 2 * TOKENS)
-    assert consumer.wait_received(request) is False
-
-
 def test_engines_of_different_models_refuse_each_other_by_name(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     producer, consumer = make("P"), make("D", factors={"model": "m", "dtype": "other"})
     _, ticket = producer.prefill(TOKENS)
     assert consumer.wait_received(consumer.start_decode(ticket, TOKENS)) is False
     assert "dtype" in caplog.text
+
+
+@pytest.mark.never_wrong("A12")
+@pytest.mark.parametrize(
+    ("release", "settings", "code"),
+    [
+        ("0.33.0", Settings(), "hash-mismatch"),
+        ("0.33.0", Settings(may_differ="minor"), ""),
+        ("0.34.0", Settings(may_differ="minor"), "release-differs"),
+        ("0.34.0", Settings(compatibility_policy="off"), ""),
+    ],
+)
+def test_a_reader_decides_which_releases_it_reads(
+    make: Make, caplog: pytest.LogCaptureFixture, release: str, settings: Settings, code: str
+) -> None:
+    """Its own keys count: the producer, which takes patch levels alone, serves all."""
+    known = {"model": "m", "dtype": "f"}
+    producer = make("P", factors={**known, "vllm_version": release, "nixl_connector_version": 15})
+    older = {**known, "vllm_version": "0.32.0", "nixl_connector_version": 14}
+    consumer = make("D", factors=older, settings=settings)
+    source, ticket = producer.prefill(TOKENS)
+    read = consumer.start_decode(ticket, TOKENS)
+    assert consumer.wait_received(read) is not bool(code)
+    assert code in caplog.text
+    if not code:
+        consumer.assert_has(read, source, TOKENS)
 
 
 @EVERYWHERE

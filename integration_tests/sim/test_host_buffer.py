@@ -8,8 +8,9 @@ from collections.abc import Callable
 import pytest
 from engines import EVERYWHERE, TOKENS, Engine
 
+from kv_scheduler_state import UNBOUND
 from vllm_adapter.config import Settings
-from vllm_adapter.scheduler.hooks import Arrival, Ending
+from vllm_adapter.scheduler.followed import Arrival, Ending
 
 Make = Callable[..., Engine]
 QUICK = Settings(read_timeout_s=2.0)
@@ -58,11 +59,11 @@ def test_a_late_copy_of_an_aborted_prompt_never_lands_on_a_read(make: Make) -> N
     producer, both = make("P"), make("B", has_mirror=True, blocks=3)
     source, ticket = producer.prefill(2 * TOKENS)
     both.mirrors[0].delay_s = 0.3
-    both.side.arrived(Arrival("gone", {"do_remote_decode": True}, 3 * TOKENS))
+    both.side.arrived(Arrival("gone", {"do_remote_decode": True}, 3 * TOKENS, identity=UNBOUND))
     blocks = both.take_blocks("gone", 2 * TOKENS)
     both.side.allocated("gone", [blocks], [blocks], external_tokens=0, preemptions=0)
     both._prefill_chunk("gone", blocks, 0, 2 * TOKENS, 3 * TOKENS)
-    both.side.finished(Ending("gone", "abort", 0), [blocks])
+    both.side.finished(Ending("gone", "abort", 0, identity=UNBOUND), [blocks])
     both._free += both.held.pop("gone")
     request = both.start_decode(ticket, 2 * TOKENS)
     assert both.held[request] == blocks

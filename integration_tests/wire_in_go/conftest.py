@@ -10,6 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "fakes"))
 
 from gopher import Gopher
 
@@ -19,6 +20,6 @@ from kvdev.gotool import build_go
 @pytest.fixture(scope="session")
 def gopher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gopher]:
     """The second implementation of the wire, running."""
-    made = Gopher(build_go(Path(__file__).parent / "program", tmp_path_factory.mktemp("go") / "gopher"))
+    made = Gopher([build_go(Path(__file__).parent / "program", tmp_path_factory.mktemp("go") / "gopher")])
     yield made
-    made.close()
+    assert made.end() == 0

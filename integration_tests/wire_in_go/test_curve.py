@@ -53,7 +53,7 @@ def port(folder: Path) -> Iterator[int]:
 
 
 def ask(gopher: Gopher, port: int, **keys: object) -> dict[str, Any]:
-    return gopher.answer("ask", address=f"127.0.0.1:{port}", dialect=15, ranks=RANKS, factors=FACTORS, **keys)
+    return gopher.ask(do="ask", address=f"127.0.0.1:{port}", dialect=15, ranks=RANKS, factors=FACTORS, **keys)
 
 
 def test_go_asks_our_keyed_listener(gopher: Gopher, port: int, certificate: Certificate) -> None:

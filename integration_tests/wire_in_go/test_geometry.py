@@ -21,7 +21,7 @@ def document(name: str) -> dict[str, Any]:
 
 
 def ask(gopher: Gopher, made: dict[str, Any], **place: Any) -> dict[str, Any]:
-    return gopher.answer("geometry", hex=json.dumps(made).encode().hex(), **place)
+    return gopher.ask(do="geometry", hex=json.dumps(made).encode().hex(), **place)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -46,18 +46,13 @@ def test_the_worked_example_of_the_page(gopher: Gopher) -> None:
 
 def test_what_a_rank_does_not_hold_and_what_is_no_document(gopher: Gopher) -> None:
     made = document("HND")
-    place: dict[str, Any] = {
-        "layer": "layers.0",
-        "field": "key",
-        "page": 0,
-        "indices": {"token": 0, "head": 1, "channel": 0},
-    }
-    assert ask(gopher, made, **place)["code"] == "not-held"
-    assert ask(gopher, {**made, "version": 2}, **place)["code"] == "document-version"
-    assert ask(gopher, {**made, "regions": [{**made["regions"][0], "members": [["layers.0", 9, 0, 0]]}]}, **place)[
-        "code"
-    ] == ("document-malformed")
-    assert (
-        ask(gopher, {**made, "unknown": 1}, **{**place, "indices": {"token": 0, "head": 2, "channel": 0}})["ok"]
-        == 1 << 46
-    )
+
+    def answer(head: int, **changes: Any) -> dict[str, Any]:
+        indices = {"token": 0, "head": head, "channel": 0}
+        return ask(gopher, {**made, **changes}, layer="layers.0", field="key", page=0, indices=indices)
+
+    assert answer(1)["code"] == "not-held"
+    assert answer(1, version=2)["code"] == "document-version"
+    broken = {**made["regions"][0], "members": [["layers.0", 9, 0, 0]]}
+    assert answer(1, regions=[broken])["code"] == "document-malformed"
+    assert answer(2, unknown=1)["ok"] == 1 << 46

@@ -55,7 +55,7 @@ def test_go_asks_our_listener(gopher: Gopher, listener: Listener, dialect: int, 
 
 def test_go_is_refused_what_is_not_served(gopher: Gopher, listener: Listener) -> None:
     for dialect, rank in ((15, (0, 7)), (4, (0, 7)), (15, (0, 65536))):
-        refused = gopher.answer("ask", address=address(listener), dialect=dialect, ranks=[rank], **offer())
+        refused = gopher.ask(do="ask", address=address(listener), dialect=dialect, ranks=[rank], **offer())
         assert refused["code"] == "refused"
         assert "unknown-rank" in refused["message"]
 
@@ -68,6 +68,8 @@ def test_go_is_refused_what_is_not_served(gopher: Gopher, listener: Listener) ->
         ({"factors": {**FACTORS, "vllm_version": "0.33.9"}}, ""),
         ({"factors": {**FACTORS, "vllm_version": "0.34.0"}}, "factors-differ"),
         ({"factors": {**FACTORS, "attn_backend_name": "OTHER", "block_size": 32}}, ""),
+        ({"factors": {**FACTORS, "rope": 2}}, "factors-differ"),
+        ({"factors": {**FACTORS, "model_weights": "ab"}}, ""),
         ({"capabilities": {"not-there": "required"}}, "capability-missing"),
     ],
 )

@@ -14,7 +14,7 @@ from gopher import Gopher
 
 from kv_nixl_agent.errors import AgentError
 from kv_nixl_agent.memory.peers import add_checksum, open_metadata
-from kv_scheduler_state import SchedulerConfig, SchedulerState, prompt_digest
+from kv_scheduler_state import UNBOUND, SchedulerConfig, SchedulerState, prompt_digest
 
 ROOT = Path(__file__).resolve().parents[2]
 SEALS: dict[str, dict[str, Any]] = json.loads((ROOT / "packages/kv-scheduler-state/tests/data/seals.json").read_text())
@@ -32,9 +32,9 @@ def test_golden_seals(gopher: Gopher, name: str) -> None:
 
 def admitted(ticket: dict[str, Any]) -> str:
     """Return the code with which a Python consumer refuses a ticket, "" where it reads by it."""
-    config = SchedulerConfig("d0", "10.0.0.2", 5600, null_block=0)
+    config = SchedulerConfig("d0", "10.0.0.2", 5600, null_block=0, fence_seed=1, nonce_seed="n")
     state = SchedulerState(config, secrets=[SECRET.encode()])
-    return state.arrive("d1", ticket, prompt_tokens=48, now_s=0.0).rejected_code
+    return state.arrive("d1", ticket, prompt_tokens=48, identity=UNBOUND, now_s=0.0).rejected_code
 
 
 def changed(ticket: dict[str, Any], draw: random.Random) -> dict[str, Any]:

@@ -6,16 +6,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from typing import Any
 
+import envelopes
 import zmq
 
 from kv_handshake import Client, Codec, LocalOffer, Outcome
-from kv_handshake.testing import load_vectors
 from kv_nixl_agent.memory.peers import add_checksum
 
 __all__ = ["FACTORS", "METADATA", "asker", "envelope", "fetch"]
 
-_EXTENDED = next(each for each in load_vectors() if each.name == "envelope-extended-v15").expect["metadata"]
-FACTORS: dict[str, object] = {**_EXTENDED["factors"], "vllm_version": "0.33.0", "block_size": 16}
+FACTORS: dict[str, object] = {**envelopes.FACTORS, "vllm_version": "0.33.0", "block_size": 16}
 METADATA: dict[str, object] = {
     "engine_id": "p0",
     "agent_metadata": add_checksum(b"nixlSerDes|blob|"),

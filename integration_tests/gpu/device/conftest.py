@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ import torch
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), *(str(HERE.parents[1] / name) for name in ("fakes", "sim"))]
 
+from made import maker  # noqa: E402  (of the fakes)
 from torch_engine import TorchEngine  # noqa: E402  (beside this file)
 
 
@@ -34,12 +35,4 @@ def device() -> torch.device:
 @pytest.fixture
 def make(device: torch.device) -> Iterator[Callable[..., TorchEngine]]:
     """A maker of engines with their caches on the device, on real NIXL, closed at the end."""
-    made: list[TorchEngine] = []
-
-    def build(name: str, **options: Any) -> TorchEngine:
-        made.append(TorchEngine(name, device, **options))
-        return made[-1]
-
-    yield build
-    for engine in made:
-        engine.close()
+    yield from maker(partial(TorchEngine, device=device))

@@ -22,15 +22,9 @@ WITHIN_S = 120.0
 def start(role: str, device: torch.device, **environment: str) -> subprocess.Popen[str]:
     # Both sides work out what a page must hold from a hash of text.
     env = {**os.environ, "PYTHONHASHSEED": "0", **environment}
-    pipe = subprocess.PIPE
-    return subprocess.Popen(
-        [sys.executable, str(DOCTOR), role, str(device)],
-        stdin=pipe,
-        stdout=pipe,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=env,
-    )
+    command = [sys.executable, str(DOCTOR), role, str(device)]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    return subprocess.Popen(command, text=True, env=env, **pipes)
 
 
 def told(text: str) -> Any:

@@ -49,7 +49,7 @@ def test_streams_are_used_where_the_device_has_them(
 def test_a_restore_comes_between_the_former_owners_step_and_the_next_forward(
     device: torch.device, cache: torch.Tensor, scratch_pages: int
 ) -> None:
-    mirror = TorchMirror({"layer": cache}, scratch_bytes=scratch_pages * (PAGE_BYTES + 8))
+    mirror = TorchMirror({"layer": cache}, scratch_bytes=scratch_pages * PAGE_BYTES)
     twin = mirror.tensors["layer"]
     ranges = (PageRange(twin.data_ptr(), PAGE_BYTES, PAGES),)
     others = np.setdiff1d(np.arange(PAGES), CHOSEN)

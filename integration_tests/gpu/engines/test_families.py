@@ -30,12 +30,14 @@ LATENT = pytest.mark.skipif(
 )
 
 
+@pytest.mark.proves("dense, latent, Mamba-2: equal ranks")
 @pytest.mark.parametrize("family", ["dense", pytest.param("mla-calm", marks=LATENT), "mamba"])
 def test_a_family_crosses_both_ways(family: str) -> None:
     with started_fleet(family, {"one": ours(), "two": ours()}) as fleet:
         assert_crosses_both_ways(fleet)
 
 
+@pytest.mark.proves("pages mirrored in host memory: proof")
 @pytest.mark.skipif(DEVICE == "cpu", reason="a CPU's cache needs no host buffer; test_host_buffer.py forces one there")
 def test_a_dense_model_crosses_through_a_host_buffer() -> None:
     config: dict[str, Any] = {**ours(), **MIRRORED}

@@ -14,8 +14,6 @@ import numpy as np
 from oracle.geometry import Case, Group, Request, Side
 from oracle.memory import Array, span_tokens
 
-__all__ = ["Lists", "consumer_lists", "first_needed", "producer_lists", "refusal_is_fair"]
-
 
 @dataclass(frozen=True)
 class Lists:

@@ -6,6 +6,7 @@ of each step between the scheduler and the workers.
 
 from __future__ import annotations
 
+import itertools
 import pickle
 import random
 from collections.abc import Callable, Iterator
@@ -24,11 +25,10 @@ from oracle.blocks import Lists, Pool
 from oracle.geometry import Case, Side
 from oracle.memory import Array, Content, RankMemory, make_facts, span_tokens
 from vllm_adapter import wiring
+from vllm_adapter.cache.geometry import local_document
 from vllm_adapter.config import Settings
-from vllm_adapter.scheduler.hooks import Arrival, Ending
+from vllm_adapter.scheduler.followed import Arrival, Ending
 from vllm_adapter.worker.engine_thread import WorkerSide
-
-__all__ = ["Engine", "turned_by_hand"]
 
 LEASE_S = 30.0
 
@@ -41,16 +41,10 @@ def turned_by_hand(channel: SideChannel, threads: list[HandThread]) -> Iterator[
         threads.append(HandThread(TransferThread(*arguments, **options)))
         return threads[-1]
 
-    def client(offer: Any, **_options: Any) -> StillClient:
-        return StillClient(channel, offer)
-
-    def listener(host: str, port: int, **_options: Any) -> StillListener:
-        return StillListener(channel, host, port)
-
     with (
         patch.object(wiring, "TransferThread", transfer_thread),
-        patch.object(wiring, "Client", client),
-        patch.object(wiring, "Listener", listener),
+        patch.object(wiring, "Client", lambda offer, **_: StillClient(channel, offer)),
+        patch.object(wiring, "Listener", lambda host, port, **_: StillListener(channel, host, port)),
     ):
         yield
 
@@ -65,28 +59,34 @@ class Engine:
         self.name, self.model, self.side, self.clock = name, case.model, side, clock
         model, blocks = case.model, case.blocks
         self.settings = Settings(fence_slots=8, kv_lease_duration=LEASE_S, receive_conversion=side.conversion)
-        self.memories = [RankMemory(model, side, rank, blocks) for rank in range(side.tp)]
+        ranks = list(itertools.product(range(side.pp), range(side.tp)))
+        self.memories = [RankMemory(model, side, rank, blocks, stage) for stage, rank in ranks]
         self.threads: list[HandThread] = []
         self.workers: list[WorkerSide] = []
         self.converters: list[NumpyPages] = []
         self.pool = Pool(blocks, rng)
         generation = rng.randint(1, 2**40)
         envelopes: dict[tuple[int, int], bytes] = {}
-        for rank, memory in enumerate(self.memories):
-            facts = make_facts(model, side, rank, blocks, name, port, generation)
+        every = [make_facts(model, side, rank, blocks, name, port, generation, stage) for stage, rank in ranks]
+        documents = [local_document(facts, memory.caches) for facts, memory in zip(every, self.memories, strict=True)]
+        for number, (facts, memory) in enumerate(zip(every, self.memories, strict=True)):
+            stages = documents[number % side.tp :: side.tp]
             worker = wiring.make_worker(facts, self.settings, port_factory=port_factory)
             converter = NumpyPages([memory.data])
             self.converters.append(converter)
             with turned_by_hand(channel, self.threads):
-                worker.register(memory.caches, None if side.conversion == "never" else converter)
+                worker.register(
+                    memory.caches,
+                    None if side.conversion == "never" else converter,
+                    all_stages=lambda _, stages=stages: stages,  # type: ignore[misc]
+                )
             assert worker.registration.envelope is not None
-            envelopes[0, rank] = worker.registration.envelope
+            envelopes[ranks[number]] = worker.registration.envelope
             self.workers.append(worker)
-        facts = make_facts(model, side, 0, blocks, name, port, generation)
         with turned_by_hand(channel, []):
-            self.scheduler = wiring.make_scheduler(facts, self.settings, now_s=clock.monotonic)
+            self.scheduler = wiring.make_scheduler(every[0], self.settings, now_s=clock.monotonic)
         self.scheduler.serve(envelopes)
-        self._ranks = Ranks(side.tp)
+        self._ranks = Ranks(len(ranks))
         self.sent: set[str] = set()
         self.received: dict[str, str] = {}
         self._codes: set[str] = set()
@@ -114,7 +114,7 @@ class Engine:
         self, request_id: str, lists: Lists, computed: int, prompt: list[int], in_flight: int = 0
     ) -> tuple[dict[str, object] | None, str]:
         """End a request; return its ticket, or why it has none."""
-        ending = Ending(request_id, "length", computed + in_flight, in_flight, Prompt(prompt))
+        ending = Ending(request_id, "length", computed + in_flight, in_flight, identity=Prompt(prompt))
         is_kept, ticket = self.scheduler.finished(ending, lists.ids)
         assert is_kept is (ticket is not None)
         return ticket, ",".join((self.scheduler.take_stats() or {}).get("num_withheld_tickets", []))

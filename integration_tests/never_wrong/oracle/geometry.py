@@ -12,8 +12,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-__all__ = ["Case", "Group", "Model", "Request", "Side", "draw"]
-
 STATE_KINDS = ("MAMBA2", "GDN_ATTN", "MAMBA1", "LINEAR")
 _Conversion = Literal["auto", "never", "always"]
 _CONVERSIONS: tuple[_Conversion, ...] = ("auto", "never", "always")
@@ -55,12 +53,13 @@ class Side:
         block_tokens: Tokens per block and context rank, for each group.
         scratch: Speculative blocks behind a running state, for each group.
         dcp: Decode-context-parallel size.
-        turn: Tokens that go to one context rank in turn; 0 for whole blocks.
+        turn: Tokens that go to one context rank in turn; 0 for the shortest block of any group, as vLLM pins them for NIXL.
         split: Kernel blocks per scheduler block.
         layout: Order of blocks (B), layers (L), heads (H) and tokens (N) in memory, in vLLM's names.
         is_shared: Whether layers of several groups lie in one pool.
         conv_order: Whether a state's convolution keeps the rows of a channel together ("DS") or the channels of a row ("SD").
         conversion: The setting `receive_conversion`.
+        pp: Pipeline stages.
     """
 
     tp: int
@@ -73,10 +72,11 @@ class Side:
     is_shared: bool = True
     conv_order: str = "DS"
     conversion: _Conversion = "auto"
+    pp: int = 1
 
     @property
     def turn_tokens(self) -> int:
-        return self.turn or self.block_tokens[0]
+        return self.turn or min(self.block_tokens)
 
 
 @dataclass(frozen=True)
@@ -179,6 +179,10 @@ def draw(seed: int) -> Case:
     producer, consumer = (_side(rng, model, tp, dcp) for tp, dcp in zip(tps, dcps, strict=True))
     if rng.random() < 0.3:  # a homogeneous fleet
         consumer = replace(producer, tp=tps[1], dcp=dcps[1], conversion=consumer.conversion)
+    # Drawn apart, so that all else in the cases of earlier seeds stays as it was.
+    stages, layers = random.Random(~seed), sum(group.layers for group in groups)
+    if stages.random() < 0.2:
+        producer, consumer = (replace(side, pp=stages.randint(1, min(3, layers))) for side in (producer, consumer))
     case = Case(seed, model, producer, consumer, ())
     count = rng.choices([1, 2, 3], [6, 3, 1])[0]
     return replace(case, requests=tuple(_request(rng, case) for _ in range(count)))

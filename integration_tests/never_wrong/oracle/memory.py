@@ -16,13 +16,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+from facts import facts
 
 from oracle.geometry import Group, Model, Side
 from vllm_adapter.cache.facts import CacheGroup, EngineFacts, LayerCache
 
 Array = np.ndarray[Any, Any]
-
-__all__ = ["NAN", "Content", "RankMemory", "layer_names", "make_facts", "span_tokens"]
 
 NAN = 0xFF
 """Byte that all memory is filled with at first: no byte of any content, and a NaN in every floating-point format of a cache."""
@@ -77,11 +76,31 @@ def _bytes(ids: Array, element_bytes: int) -> Array:
     return words.astype(f"u{element_bytes}")
 
 
-class RankMemory:
-    """The cache of a rank. `data` are its bytes, `base` is their address."""
+def slot_mapping(tokens: Array, blocks: Sequence[int], block_tokens: int, deal: tuple[int, int, int]) -> Array:
+    """Return each token's slot in a request's blocks, -1 for one of another context rank.
 
-    def __init__(self, model: Model, side: Side, rank: int, blocks: int) -> None:
+    `test_the_byte_oracle_deals_tokens_out_as_the_hosts_kernel_does` compares it with vLLM's own.
+
+    Args:
+        tokens: Positions in the sequence.
+        blocks: The request's list.
+        block_tokens: Tokens per block and context rank.
+        deal: Context ranks, the rank among them, and tokens per turn. Example: of 2 ranks with blocks of 4 and turns of 2, rank
+            0 has of tokens 0 to 7 those of 0 1 4 5, at places 0 to 3 of its block.
+    """
+    dcp, rank, turn = deal
+    number, inside = np.divmod(tokens, block_tokens * dcp)
+    places = inside // (turn * dcp) * turn + inside % turn
+    return np.where(inside // turn % dcp == rank, np.asarray(blocks, np.int64)[number] * block_tokens + places, -1)
+
+
+class RankMemory:
+    """The cache of a rank. `data` are its bytes, `base` is their address; it has room for the layers of all pipeline stages."""
+
+    def __init__(self, model: Model, side: Side, rank: int, blocks: int, stage: int = 0) -> None:
         self.model, self.side, self.rank, self.blocks = model, side, rank, blocks
+        names = [name for layers in layer_names(model) for name in layers]
+        self._held = {name for name in names if int(name[len("layers.") :]) * side.pp // len(names) == stage}
         self.heads = share(model.heads, side.tp, rank)
         self.caches: list[LayerCache] = []
         self._places: dict[tuple[int, int], tuple[int, int]] = {}
@@ -120,6 +139,8 @@ class RankMemory:
 
     def _add(self, number: int, layer: int, name: str, start: int, page: int, own: int, slots: int) -> None:
         """Place one layer: `start` is its pool, `page` the bytes that a block has in a slot, `own` those that it uses."""
+        if name not in self._held:
+            return
         model, side, group = self.model, self.side, self.model.groups[number]
         is_across = side.layout.startswith("B")
         stride = page * slots if is_across else page
@@ -182,25 +203,27 @@ class RankMemory:
         """Write what this rank holds of `tokens` into a request's blocks; `ones` sets all bits instead."""
         kind = self.model.groups[group]
         if kind.kind == "state":
-            for layer in range(kind.layers):
+            for layer in self._layers(group):
                 page = self.state_page(content, group, layer)
                 at, number = self._places[group, layer]
                 start = at + blocks[0] * self.caches[number].stride_bytes[0]
                 data[start : start + len(page)] = 255 if ones else page
             return
-        size, dcp, turn = self.side.block_tokens[group], self.side.dcp, self.side.turn_tokens
-        # Example: 2 ranks, blocks of 4, turns of 2: of tokens 0 to 7 rank 0 has 0 1 4 5, at places 0 to 3 of its block.
-        inside = tokens % (size * dcp)
-        mine = inside // turn % dcp == self.rank % dcp
-        tokens, inside = tokens[mine], inside[mine] // (turn * dcp) * turn + inside[mine] % turn
+        size, dcp = self.side.block_tokens[group], self.side.dcp
+        slots = slot_mapping(tokens, blocks, size, (dcp, self.rank % dcp, self.side.turn_tokens))
+        tokens, slots = tokens[slots >= 0], slots[slots >= 0]
         page_tokens = size // self.side.split
-        pages = np.asarray(blocks, np.int64)[tokens // (size * dcp)] * self.side.split + inside // page_tokens
-        for layer in range(kind.layers):
+        pages, inside = slots // page_tokens, slots % page_tokens
+        for layer in self._layers(group):
             view = self.view(data, group, layer)
             if ones:
-                view[pages, :, inside % page_tokens] = np.iinfo(view.dtype).max
+                view[pages, :, inside] = np.iinfo(view.dtype).max
             else:
-                view[pages, :, inside % page_tokens] = self._cells(content, group, layer)[tokens]
+                view[pages, :, inside] = self._cells(content, group, layer)[tokens]
+
+    def _layers(self, group: int) -> list[int]:
+        """Return the numbers of a group's layers that this rank holds."""
+        return [layer for number, layer in self._places if number == group]
 
     def _cells(self, content: Content, group: int, layer: int) -> Array:
         model = self.model
@@ -238,7 +261,9 @@ class RankMemory:
         return np.concatenate([np.ascontiguousarray(each).reshape(-1).view(np.uint8) for each in parts])
 
 
-def make_facts(model: Model, side: Side, rank: int, blocks: int, name: str, port: int, generation: int) -> EngineFacts:
+def make_facts(
+    model: Model, side: Side, rank: int, blocks: int, name: str, port: int, generation: int, stage: int = 0
+) -> EngineFacts:
     """Return what the host's seam says of an engine and a rank."""
     names = layer_names(model)
     kinds: dict[str, Any] = {
@@ -259,10 +284,9 @@ def make_facts(model: Model, side: Side, rank: int, blocks: int, name: str, port
         )
         for number, group in enumerate(model.groups)
     )
-    return EngineFacts(
-        engine_id=name, host="127.0.0.1", port=port, tp=side.tp, tp_rank=rank, pp=1, pp_rank=0, dcp=side.dcp,
-        total_kv_heads=model.heads, head_size=model.head_size, block_count=blocks, generation=generation, layout=side.layout,
-        attention_backend="SIM", connector_version=14, groups=groups, group_ids=tuple(range(len(groups))),
-        factors={"model": "m"}, interleave_tokens=side.turn_tokens,
+    return facts(
+        name, port=port, tp=side.tp, tp_rank=rank, dcp=side.dcp, total_kv_heads=model.heads, head_size=model.head_size,
+        block_count=blocks, generation=generation, layout=side.layout, groups=groups, interleave_tokens=side.turn_tokens,
+        pp=side.pp, pp_rank=stage,
         state_groups=model.state_groups if any(group.state == "MAMBA2" for group in model.groups) else 0,
     )  # fmt: skip

@@ -29,8 +29,6 @@ from oracle.engines import LEASE_S, Engine
 from oracle.geometry import Case, Request, draw
 from oracle.memory import NAN, Array, Content, span_tokens
 
-__all__ = ["Outcome", "Play", "Router", "Wrong", "run", "try_seed"]
-
 Router = Callable[[str], str]
 """Carries a ticket's JSON text from one engine to the other."""
 
@@ -85,7 +83,7 @@ class Play:
         self.most_polls = 2
         if any(request.fate == "blip" for request in case.requests):
             self.fabric.fail_next("check", "nixl-disconnected")
-        channel = SideChannel()
+        channel: SideChannel = {}
         world = {"clock": self.clock, "port_factory": self._port, "channel": channel, "rng": self.rng}
         self.producer = Engine("P", 5600, case, case.producer, **world)  # type: ignore[arg-type]
         self.consumer = Engine("D", 5601, case, case.consumer, **world)  # type: ignore[arg-type]

@@ -1,6 +1,6 @@
 """A simulated engine of one release in a process of its own, driven by JSON lines; runs in that release's environment.
 
-    driver.py FOLDER NAME    FOLDER holds that release's `engines.py`; NAME names the engine.
+    driver.py FOLDER NAME VLLM    FOLDER holds that release's `engines.py`; NAME names the engine, VLLM its version of vLLM.
 
 It only uses what the simulated engines of both releases offer. Between two commands the engine goes on stepping.
 """
@@ -23,7 +23,7 @@ Engine: Any = importlib.import_module("engines").Engine
 
 
 def main() -> None:
-    engine = Engine(sys.argv[2])
+    engine = Engine(sys.argv[2], factors={"model": "m", "dtype": "f", "vllm_version": sys.argv[3]})
     answer({"ready": sys.argv[2]})
     try:
         while True:

@@ -67,12 +67,18 @@ var mayDiffer = []string{
 	"is_hma_enabled", "cross_layers_blocks", "lora", "engine_name", "engine_version", "model_path",
 }
 
-// differingFactor returns a factor that must match and does not, or "". Factors that no table names count if both send them.
+// ifBoth holds the factors of vllm-adapter that count where both sides send them.
+var ifBoth = []string{"model_config", "model_weights", "draft_config", "draft_weights"}
+
+// differingFactor returns a factor that must match and does not, or "". Factors that no table names must match.
 func differingFactor(ours, theirs *Map) string {
 	names := slices.Clone(identifying)
-	for _, key := range ours.Keys {
+	for _, key := range slices.Concat(ours.Keys, theirs.Keys) {
 		name, _ := key.(string)
-		if _, sent := theirs.get(name); sent && !slices.Contains(names, name) && !slices.Contains(mayDiffer, name) {
+		_, isOurs := ours.get(name)
+		_, isTheirs := theirs.get(name)
+		counts := isOurs && isTheirs || !slices.Contains(ifBoth, name)
+		if counts && !slices.Contains(names, name) && !slices.Contains(mayDiffer, name) {
 			names = append(names, name)
 		}
 	}
