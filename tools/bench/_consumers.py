@@ -11,10 +11,10 @@ import gc
 import multiprocessing
 import os
 import signal
-import threading
 import time
-from functools import partial
-from multiprocessing.connection import Connection
+from collections.abc import Callable
+from concurrent.futures import Future, ProcessPoolExecutor
+from itertools import count as count_up
 from multiprocessing.shared_memory import SharedMemory
 from typing import Any
 
@@ -27,7 +27,9 @@ from kv_nixl_agent.testing import PeerProcess, stop_process
 
 Indices = npt.NDArray[np.int32]
 Rows = npt.NDArray[np.uint64]
-_SPAWN = multiprocessing.get_context("spawn")
+Read = Future[tuple[float, TransferResult]]
+"""A read that was ordered: the moment and the result of its end."""
+_ANSWERS_WITHIN_S = 90.0
 
 
 def compute(_producer: object, duration_s: float, step_s: float) -> int:
@@ -42,21 +44,17 @@ def compute(_producer: object, duration_s: float, step_s: float) -> int:
 
 
 class Ours:
-    """Our thread; its caller learns of an end through an event."""
+    """Our thread; its caller learns of an end through a future."""
 
     def __init__(self, metadata: bytes, rows: Rows, fence: tuple[int, int, int], shared: str) -> None:
         _, page_bytes, _, _, count = rows[0].tolist()
         self._memory = SharedMemory(shared)
         here = _touched(self._memory).ctypes.data
-        self._results: list[tuple[float, TransferResult]] = []
-        self._number = self._expected = 0
-        self._all_ended = threading.Event()
+        self._reads: dict[str, Read] = {}
+        self._numbers = count_up()
+        memory: Any = [(here, page_bytes * count, 0, "DRAM")]
         self.thread = TransferThread(
-            "ours",
-            [(here, page_bytes * count, 0, "DRAM")],
-            on_result=self._on_result,
-            on_notification=lambda *_: None,
-            options=AgentOptions(),
+            "ours", memory, on_result=self._on_result, on_notification=lambda *_: None, options=AgentOptions()
         )
         self.thread.start()
         mine = np.array([[here, page_bytes, 0, page_bytes, count]], dtype=np.uint64)
@@ -65,22 +63,21 @@ class Ours:
     def read(self, local: Indices, theirs: Indices, times: int) -> float:
         """Order `times` reads at once; seconds until the caller knows that all have ended."""
         began_s = time.perf_counter()
-        self._order(local, theirs, times)
-        self._wait()
+        for read in reversed([self._order(local, theirs) for _ in range(times)]):  # one wait, for the last
+            read.result(60)
         return time.perf_counter() - began_s
 
     def submit_cost(self, local: Indices, theirs: Indices) -> float:
         """Seconds that ordering takes its caller."""
         began_s = time.perf_counter()
-        self._order(local, theirs)
+        read = self._order(local, theirs)
         cost_s = time.perf_counter() - began_s
-        self._wait()
+        read.result(60)
         return cost_s
 
     def fenced(self, local: Indices, theirs: Indices, fence: tuple[int, int] | None) -> tuple[float, float]:
         """(seconds from first post to result, fence seconds) of one read."""
-        self._order(local, theirs, fence=fence)
-        _, result = self._wait()
+        _, result = self._order(local, theirs, fence=fence).result(60)
         return result.wire_s + result.fence_s, result.fence_s
 
     def notify(self, payloads: list[bytes], pause_s: float) -> dict[bytes, float]:
@@ -88,8 +85,7 @@ class Ours:
         ids = np.arange(4, dtype=np.int32)
         ends: dict[bytes, float] = {}
         for number, payload in enumerate(payloads):
-            self._order(ids, ids, notification=payload)
-            ends[payload], _ = self._wait()
+            ends[payload], _ = self._order(ids, ids, notification=payload).result(60)
             time.sleep(pause_s + 0.002 * (number % 5))
         return ends
 
@@ -97,27 +93,18 @@ class Ours:
         """End the thread."""
         self.thread.close()
 
-    def _order(self, local: Indices, theirs: Indices, times: int = 1, **more: Any) -> None:
-        self._results.clear()
-        self._all_ended.clear()
-        self._expected = times
-        for _ in range(times):
-            self._number += 1
-            self.thread.call_soon(partial(self._post, f"t{self._number}", local, theirs, **more))
-
-    def _post(self, name: str, local: Indices, theirs: Indices, **more: Any) -> None:
-        self.thread.agent.post_read(name, "p", local, theirs, **more)
-
-    def _wait(self) -> tuple[float, TransferResult]:
-        """Wait for all that was ordered; return the moment and the result of the last one."""
-        if not self._all_ended.wait(60) or any(result.outcome != "done" for _, result in self._results):
-            raise RuntimeError(f"reads did not succeed: {self._results[-1:]}")
-        return self._results[-1]
+    def _order(self, local: Indices, theirs: Indices, **more: Any) -> Read:
+        name, read = f"t{next(self._numbers)}", Read()
+        self._reads[name] = read
+        self.thread.call_soon(lambda: self.thread.agent.post_read(name, "p", local, theirs, **more))
+        return read
 
     def _on_result(self, result: TransferResult) -> None:
-        self._results.append((time.monotonic(), result))
-        if len(self._results) == self._expected:
-            self._all_ended.set()
+        read = self._reads.pop(result.transfer_id)
+        if result.outcome == "done":
+            read.set_result((time.monotonic(), result))
+        else:
+            read.set_exception(RuntimeError(f"a read did not succeed: {result}"))
 
 
 class Bare:
@@ -188,50 +175,41 @@ def _halves(address: int, page_bytes: int, count: int) -> Rows:
 
 
 class ConsumerProcess:
-    """Parent's side: the child runs only while a call is answered."""
+    """A consumer in a process of its own, which runs only while a call is answered."""
 
-    def __init__(self, kind: str, peer: PeerProcess, pages: SharedMemory, **options: str) -> None:
-        self._connection, theirs = _SPAWN.Pipe()
-        described = (peer.agent_metadata, peer.rows, peer.fence, pages.name)
-        self._process = _SPAWN.Process(target=serve, args=(theirs, kind, *described), kwargs=options)
-        self._process.start()
-        theirs.close()
-        self._reply()
+    def __init__(self, kind: Callable[..., Any], peer: PeerProcess, pages: SharedMemory, **options: str) -> None:
+        self._pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+        made = self._pool.submit(_make, kind, peer.agent_metadata, peer.rows, peer.fence, pages.name, **options)
+        self._pid = made.result(_ANSWERS_WITHIN_S)
+        stop_process(self._pid)
 
     def call(self, command: str, *arguments: object) -> Any:
         """Let the child run one command."""
-        os.kill(self._process.pid or 0, signal.SIGCONT)
-        self._connection.send((command, arguments))
-        return self._reply()
+        os.kill(self._pid, signal.SIGCONT)
+        try:
+            answer = self._pool.submit(_call, command, *arguments).result(_ANSWERS_WITHIN_S)
+        except TimeoutError:
+            os.kill(self._pid, signal.SIGKILL)
+            raise
+        stop_process(self._pid)
+        return answer
 
     def close(self) -> None:
         """End the child."""
-        os.kill(self._process.pid or 0, signal.SIGCONT)
-        self._connection.send(None)
-        self._process.join(10)
-        self._process.kill()
-        self._connection.close()
-
-    def _reply(self) -> Any:
-        if not self._connection.poll(90):
-            self._process.kill()
-            raise TimeoutError("a consumer did not answer within 90 s")
-        answer = self._connection.recv()
-        if isinstance(answer, BaseException):
-            raise answer
-        stop_process(self._process.pid or 0)
-        return answer
+        self.call("close")
+        os.kill(self._pid, signal.SIGCONT)
+        self._pool.shutdown()
 
 
-def serve(connection: Connection[Any, Any], kind: str, *arguments: Any, **options: str) -> None:
-    """Run the child."""
-    try:
-        consumer = {"ours": Ours, "bare": Bare}[kind](*arguments, **options)
-        gc.disable()
-        connection.send("ready")
-        while (order := connection.recv()) is not None:
-            command, given = order
-            connection.send(getattr(consumer, command)(*given))
-        consumer.close()
-    except Exception as error:  # noqa: BLE001 - answered to the parent
-        connection.send(error)
+_made: list[Any] = []
+"""The consumer of this process."""
+
+
+def _make(kind: Callable[..., Any], *arguments: Any, **options: str) -> int:
+    _made.append(kind(*arguments, **options))
+    gc.disable()
+    return os.getpid()
+
+
+def _call(command: str, *arguments: Any) -> Any:
+    return getattr(_made[0], command)(*arguments)

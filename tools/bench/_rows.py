@@ -39,7 +39,6 @@ def by_turns(
 ) -> list[float]:
     """Return the median CPU time of each call in microseconds, taken in turns, with the garbage collector off as in `timeit`."""
     samples: list[list[float]] = [[] for _ in calls]
-    is_collecting = gc.isenabled()
     gc.disable()
     try:
         for _ in range(rounds):
@@ -50,6 +49,5 @@ def by_turns(
                     call()
                 times.append((clock() - begin) / repeat)
     finally:
-        if is_collecting:
-            gc.enable()
+        gc.enable()
     return [1e6 * statistics.median(times) for times in samples]

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from multiprocessing.synchronize import Event as ProcessEvent
+from typing import Any
 
 import zmq
 from _rows import by_turns, row
@@ -26,6 +27,7 @@ from kv_handshake.wire.queries import encode_query
 DIALECT = dialect_of(14)
 FACTORS = {"model": "sample", "dtype": "torch.bfloat16", "num_kv_heads": 8}
 RANKS = [(0, rank) for rank in range(8)]
+ASKED: dict[str, Any] = {"host": "127.0.0.1", "ranks": RANKS, "engine_id": "engine-a", "dialect": 14}
 QUERIES = 4000
 WINDOW = 32
 ROUNDS = 150
@@ -81,11 +83,10 @@ def _served(target: Callable[..., None], envelopes: Mapping[tuple[int, int], byt
 
 def _serve_ours(envelopes: Mapping[tuple[int, int], bytes], tell: Callable[[int], None], stop: ProcessEvent) -> None:
     # The limiter works as always; it is only set so high that it lets everything through.
-    listener = Listener("127.0.0.1", 0, payloads=envelopes, limits=QueryLimits(queries_per_s=1e6, burst=1e6))
-    listener.start()
-    tell(listener.port)
-    stop.wait()
-    listener.close()
+    limits = QueryLimits(queries_per_s=1e6, burst=1e6)
+    with Listener("127.0.0.1", 0, payloads=envelopes, limits=limits) as listener:
+        tell(listener.port)
+        stop.wait()
 
 
 def _serve_bare(envelopes: Mapping[tuple[int, int], bytes], tell: Callable[[int], None], stop: ProcessEvent) -> None:
@@ -108,10 +109,9 @@ def _handshake(envelopes: Mapping[tuple[int, int], bytes]) -> dict[str, object]:
 
     Both sides keep what a program keeps between two handshakes: ours its client, the bare one its context.
     """
-    client = Client(LocalOffer(factors=FACTORS))
 
     def fetch() -> None:
-        outcome = client.fetch(host="127.0.0.1", port=our_port, ranks=RANKS, engine_id="engine-a", dialect=14)
+        outcome = client.fetch(port=our_port, **ASKED)
         if not outcome.is_ok:
             raise RuntimeError(outcome.message)
 
@@ -119,10 +119,10 @@ def _handshake(envelopes: Mapping[tuple[int, int], bytes]) -> dict[str, object]:
         _served(_serve_ours, envelopes) as our_port,
         _served(_serve_bare, envelopes) as bare_port,
         zmq.Context() as context,
+        Client(LocalOffer(factors=FACTORS)) as client,
     ):
         calls = (fetch, partial(_fetch_bare, context, bare_port))
         ours, bare = (us / 1e6 for us in by_turns(ROUNDS, *calls, clock=time.perf_counter, pause_s=PAUSE_S))
-    client.close()
     return row("handshake of 8 ranks x 128 regions", "s", ours, bare, "<= 1.5")
 
 
@@ -158,21 +158,12 @@ def _dead_peers(envelopes: Mapping[tuple[int, int], bytes]) -> dict[str, object]
 
 def _time_healthy(ports: Sequence[int], healthy: int) -> float:
     """Return the time until every healthy peer is ready, with a fresh client."""
-    client = Client(LocalOffer(factors=FACTORS), timing=Timing(deadline_s=30, attempt_s=10))
     left = threading.Semaphore(0)
-    began = time.perf_counter()
-    for port in ports:
-        client.request(
-            host="127.0.0.1",
-            port=port,
-            ranks=RANKS,
-            engine_id="engine-a",
-            dialect=14,
-            on_done=lambda outcome: left.release() if outcome.is_ok else None,
-        )
-    for _ in range(ports.count(healthy)):
-        if not left.acquire(timeout=20):
-            raise RuntimeError("a healthy peer was not ready in 20 s")
-    elapsed = time.perf_counter() - began
-    client.close()
-    return elapsed
+    with Client(LocalOffer(factors=FACTORS), timing=Timing(deadline_s=30, attempt_s=10)) as client:
+        began = time.perf_counter()
+        for port in ports:
+            client.request(port=port, on_done=lambda outcome: left.release() if outcome.is_ok else None, **ASKED)
+        for _ in range(ports.count(healthy)):
+            if not left.acquire(timeout=20):
+                raise RuntimeError("a healthy peer was not ready in 20 s")
+        return time.perf_counter() - began

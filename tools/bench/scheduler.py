@@ -11,14 +11,13 @@ them, 1 us.
 from __future__ import annotations
 
 import time
-import tracemalloc
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
 from _rows import by_turns, row
 
-from kv_scheduler_state import LeaseTable, SchedulerConfig, SchedulerState, prefill_request_params
+from kv_scheduler_state import UNBOUND, LeaseTable, SchedulerConfig, SchedulerState, prefill_request_params
 
 ROUNDS = 15
 LIVES = 400
@@ -71,7 +70,8 @@ class _Baseline:
 
 
 def _state(**changes: Any) -> SchedulerState:
-    return SchedulerState(SchedulerConfig("engine-0", "10.0.0.1", 5600, fence_slots=4096, **changes))
+    seeds: Any = {"fence_seed": 1, "nonce_seed": "n"}
+    return SchedulerState(SchedulerConfig("engine-0", "10.0.0.1", 5600, **seeds, **changes))
 
 
 def _ticket(number: int) -> dict[str, Any]:
@@ -86,22 +86,26 @@ def _our_lives(state: SchedulerState) -> None:
     blocks, clock = [BLOCKS], time.monotonic
     for index in range(LIVES):
         request_id = f"p{index}"
-        state.arrive(request_id, prefill_request_params(), prompt_tokens=TOKENS, now_s=clock())
+        state.arrive(request_id, prefill_request_params(), prompt_tokens=TOKENS, identity=UNBOUND, now_s=clock())
         state.external_tokens(request_id, computed_tokens=0)
         state.allocate(request_id, block_ids=blocks, new_block_ids=blocks, external_tokens=0, now_s=clock())
         state.take_step_plan(now_s=clock())
-        state.finish(request_id, reason="length", block_ids=blocks, computed_tokens=TOKENS, now_s=clock())
+        state.finish(
+            request_id, reason="length", block_ids=blocks, computed_tokens=TOKENS, identity=UNBOUND, now_s=clock()
+        )
         state.take_step_plan(now_s=clock())
         state.report(sent=(request_id,), received=(), failed=())
         request_id = f"d{index}"
-        state.arrive(request_id, _ticket(index), prompt_tokens=TOKENS, now_s=clock())
+        state.arrive(request_id, _ticket(index), prompt_tokens=TOKENS, identity=UNBOUND, now_s=clock())
         tokens = state.external_tokens(request_id, computed_tokens=0)
         state.allocate(request_id, block_ids=blocks, new_block_ids=blocks, external_tokens=tokens or 0, now_s=clock())
         state.take_step_plan(now_s=clock())
         state.report(sent=(), received=(request_id,), failed=())
         state.allocate(request_id, block_ids=blocks, new_block_ids=[[]], external_tokens=0, now_s=clock())
         state.take_step_plan(now_s=clock())
-        state.finish(request_id, reason="stop", block_ids=blocks, computed_tokens=TOKENS, now_s=clock())
+        state.finish(
+            request_id, reason="stop", block_ids=blocks, computed_tokens=TOKENS, identity=UNBOUND, now_s=clock()
+        )
 
 
 def _baseline_lives(state: _Baseline) -> None:
@@ -129,7 +133,9 @@ def _life_rows() -> list[dict[str, object]]:
 
 
 def _live_state(requests: int) -> SchedulerState:
-    state = _live_with([_ticket(number) for number in range(requests)], heartbeat_s=29.0)
+    state = _state(heartbeat_s=29.0)
+    for number in range(requests):
+        state.arrive(f"d{number}", _ticket(number), prompt_tokens=TOKENS, identity=UNBOUND, now_s=1.0)
     state.take_step_plan(now_s=1.0)
     return state
 
@@ -162,35 +168,7 @@ def _lease_rows() -> list[dict[str, object]]:
     return [row(f"idle-look-{LEASES}-leases", "us", ours, theirs, "<= 0.2")]
 
 
-def _memory_rows() -> list[dict[str, object]]:
-    tickets = [_ticket(number) for number in range(LIVE)]
-    sizes: list[int] = []
-    for keep in (lambda: _live_with(tickets), lambda: _baseline_with(tickets)):
-        tracemalloc.start()
-        kept = keep()
-        sizes.append(tracemalloc.get_traced_memory()[0])
-        tracemalloc.stop()
-        del kept
-    ours, baseline = (size / LIVE for size in sizes)
-    return [row("memory-per-live-request", "bytes", ours, baseline)]
-
-
-def _live_with(tickets: list[dict[str, Any]], **changes: float) -> SchedulerState:
-    state = _state(**changes)
-    for index, ticket in enumerate(tickets):
-        state.arrive(f"d{index}", ticket, prompt_tokens=TOKENS, now_s=1.0)
-    return state
-
-
-def _baseline_with(tickets: list[dict[str, Any]]) -> _Baseline:
-    state = _Baseline()
-    for index, ticket in enumerate(tickets):
-        state.arrived(f"d{index}", ticket)
-        state.allocated(f"d{index}", ticket, [BLOCKS])
-    return state
-
-
 def run() -> Iterator[dict[str, object]]:
     """Yield one row per figure (medians of interleaved runs)."""
-    for measure in (_life_rows, _idle_step_rows, _lease_rows, _memory_rows):
+    for measure in (_life_rows, _idle_step_rows, _lease_rows):
         yield from measure()

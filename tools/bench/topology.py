@@ -55,24 +55,18 @@ def _both_per_block(addresses: list[int], page_bytes: int, blocks: int) -> objec
 
 def bench_rows() -> list[dict[str, object]]:
     """(a) Rows of 64 layers x 2 fields x 20 000 blocks against a loop over blocks, and flatness in the blocks."""
-    results: list[dict[str, object]] = []
-    times: dict[int, float] = {}
-    for blocks in BLOCKS:
-        local, peers = _dense_pair(blocks)
-        plan = plan_transfer(local, peers)
-        addresses = [region.base_address for region in local.regions]
-        page = local.regions[0].page_bytes
-        # Ours builds both sides, so the loop does too.
-        (ours,) = by_turns(3, partial(_rows_of, plan, peers[0, 0]), repeat=10)
-        (baseline,) = by_turns(3, partial(_both_per_block, addresses, page, blocks))
-        times[blocks] = ours / 1e3
-        if blocks == BLOCKS[-1]:
-            faster = baseline / 1e3 / times[blocks]
-            results.append(
-                row("rows of 2.56M descriptors", "ms", times[blocks], baseline / 1e3, ">= 1000", ratio=faster)
-            )
-    few, many = (times[blocks] for blocks in BLOCKS)
-    return [*results, row("rows, time for 20000 blocks over 2000 blocks", "ms", many, few, "<= 1.5")]
+    pairs = [_dense_pair(blocks) for blocks in BLOCKS]
+    calls = [partial(_rows_of, plan_transfer(local, peers), peers[0, 0]) for local, peers in pairs]
+    few, many = (each_us / 1e3 for each_us in by_turns(3, *calls, repeat=10))
+    local, _ = pairs[-1]
+    # Ours builds both sides, so the loop does too.
+    addresses, page = [region.base_address for region in local.regions], local.regions[0].page_bytes
+    (baseline_us,) = by_turns(3, partial(_both_per_block, addresses, page, BLOCKS[-1]))
+    baseline = baseline_us / 1e3
+    return [
+        row("rows of 2.56M descriptors", "ms", many, baseline, ">= 1000", ratio=baseline / many),
+        row("rows, time for 20000 blocks over 2000 blocks", "ms", many, few, "<= 1.5"),
+    ]
 
 
 def bench_planning() -> list[dict[str, object]]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.shared_memory import SharedMemory
@@ -23,7 +24,7 @@ from pathlib import Path
 from statistics import median
 
 import numpy as np
-from _consumers import ConsumerProcess, Indices, compute
+from _consumers import Bare, ConsumerProcess, Indices, Ours, compute
 from _rows import row
 
 from kv_nixl_agent import BackendOptions
@@ -42,10 +43,10 @@ def _consumers(peer: PeerProcess) -> Iterator[dict[str, ConsumerProcess]]:
     pages = SharedMemory(create=True, size=peer.page_bytes * peer.page_count)
     same = BackendOptions().for_host_memory().as_parameters()
     consumers = {
-        "ours": ConsumerProcess("ours", peer, pages),
-        "raw": ConsumerProcess("bare", peer, pages, **same),
-        "control": ConsumerProcess("bare", peer, pages, **same),
-        "seed": ConsumerProcess("bare", peer, pages),
+        "ours": ConsumerProcess(Ours, peer, pages),
+        "raw": ConsumerProcess(Bare, peer, pages, **same),
+        "control": ConsumerProcess(Bare, peer, pages, **same),
+        "seed": ConsumerProcess(Bare, peer, pages),
     }
     yield consumers
     for consumer in consumers.values():
@@ -54,7 +55,7 @@ def _consumers(peer: PeerProcess) -> Iterator[dict[str, ConsumerProcess]]:
     pages.unlink()
 
 
-def _throughput(page_bytes: int) -> list[dict[str, object]]:
+def _throughput(page_bytes: int) -> Iterator[dict[str, object]]:
     count = PAGES[page_bytes]
     random = np.random.default_rng(1)
     ascending = np.arange(count, dtype=np.int32)
@@ -63,19 +64,17 @@ def _throughput(page_bytes: int) -> list[dict[str, object]]:
         "descending": (ascending[::-1].copy(), ascending[::-1].copy()),
         "random": (random.permutation(count).astype(np.int32), random.permutation(count).astype(np.int32)),
     }
-    results: list[dict[str, object]] = []
-    times: dict[str, dict[str, list[float]]] = {pattern: {} for pattern in patterns}
+    times = {pattern: defaultdict[str, list[float]](list) for pattern in patterns}
     order = np.random.default_rng(4)
     peer = PeerProcess(f"producer{page_bytes}", page_bytes=page_bytes, page_count=count)
     for _ in range(STARTS):
         with _consumers(peer) as consumers:
             for pattern, (local, theirs) in patterns.items():
                 for side, taken in _samples(consumers, local, theirs, order).items():
-                    times[pattern].setdefault(side, []).extend(taken)
+                    times[pattern][side] += taken
     peer.close()
     for pattern, by_side in times.items():
-        results += _judge(f"{page_bytes // 1024} KB {pattern}", by_side, READS * count * page_bytes)
-    return results
+        yield from _judge(f"{page_bytes // 1024} KB {pattern}", by_side, READS * count * page_bytes)
 
 
 def _samples(
@@ -111,17 +110,14 @@ def _judge(label: str, times: dict[str, list[float]], total_bytes: int) -> list[
     ]
 
 
-def _costs() -> list[dict[str, object]]:
+def _costs() -> Iterator[dict[str, object]]:
     peer = PeerProcess("producer-costs", page_bytes=4096, page_count=10_000, environment=FINDS_BENCH)
     with _consumers(peer) as consumers:
-        results = [
-            _post_cost(consumers),
-            _fence_cost(consumers["ours"], peer, 1000),
-            _fence_cost(consumers["ours"], peer, 10_000),
-            _notification(consumers["ours"], peer),
-        ]
+        yield _post_cost(consumers)
+        yield _fence_cost(consumers["ours"], peer, 1000)
+        yield _fence_cost(consumers["ours"], peer, 10_000)
+        yield _notification(consumers["ours"], peer)
     peer.close()
-    return results
 
 
 def _post_cost(consumers: dict[str, ConsumerProcess]) -> dict[str, object]:

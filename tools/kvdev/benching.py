@@ -83,21 +83,17 @@ def compared(old: Sequence[Rows], new: Sequence[Rows]) -> Rows:
         if not all(sides):
             note(f"in this checkout only: {name}")
             continue
-        before, after = ([one["ours"] for one in side] for side in sides)
-        best = max if is_rate else min
-
-        def speed(earlier: float, later: float, *, is_rate: bool = is_rate) -> float:
-            slower, faster = (earlier, later) if is_rate else (later, earlier)
-            return faster / slower if slower else 1.0
-
-        medians = median(before), median(after)
+        old_ours, new_ours = ([one["ours"] for one in side] for side in sides)
+        # The least is the best of costs: of rates, of their inverses.
+        before, after = ([1 / one for one in side] if is_rate else side for side in (old_ours, new_ours))
+        speeds = [of(before) / of(after) if of(after) else 1.0 for of in (median, min)]
         ratios = {
             f"{side} ratio": round(median(one["ratio"] for one in rows), 3)
             for side, rows in zip(("old", "new"), sides, strict=True)
         }
-        is_slower = max(speed(*medians), speed(best(before), best(after))) < _TOLERANCE
-        figure = {"name": name, "unit": row["unit"], "old": medians[0], "new": medians[1]}
-        figures.append({**figure, "speed": round(speed(*medians), 3), **ratios, "slower": is_slower})
+        figure = {"name": name, "unit": row["unit"], "old": median(old_ours), "new": median(new_ours)}
+        is_slower = max(speeds) < _TOLERANCE
+        figures.append({**figure, "speed": round(speeds[0], 3), **ratios, "slower": is_slower})
     return figures
 
 
@@ -133,9 +129,7 @@ def _checkout(against: str) -> Iterator[Path]:
 
 
 def _print_table(title: str, headings: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> None:
-    table = Table(title=title)
-    for heading in headings:
-        table.add_column(heading, overflow="fold")
+    table = Table(*headings, title=title)
     for row in rows:
         values = (row[heading] for heading in headings)
         table.add_row(*(f"{value:.4g}" if isinstance(value, float) else str(value) for value in values))

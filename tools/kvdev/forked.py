@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import multiprocessing
 import os
+import select
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
-import time
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -28,36 +27,31 @@ _ANSWERS_WITHIN_S = 30.0
 
 
 class ForkedProcess:
-    """A process that the starter forked: `subprocess.Popen` as far as engines need it.
+    """A process that the starter forked: `subprocess.Popen` as far as engines need it; any thread may use it."""
 
-    Its exit code is known from the starter alone, which writes it a moment after the end.
-    """
-
-    def __init__(self, pid: int, folder: Path) -> None:
+    def __init__(self, pid: int) -> None:
         self.pid = pid
-        self._folder = folder
+        self._descriptor = os.pidfd_open(pid)
+        weakref.finalize(self, os.close, self._descriptor)
 
     def poll(self) -> int | None:
-        """Return the exit code, negative for a signal, or None while it lives."""
-        if not self._folder.exists():  # the starter has ended, and its engines with it
-            return 1
-        code = self._folder / f"{self.pid}.exit"
-        return int(code.read_text()) if code.exists() else None
+        """Return None while it lives, else 0: its exit code is the starter's alone."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self.wait(0)
+        return None
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end and return the exit code; any thread, as samplers ask whether it lives."""
-        until = math.inf if timeout is None else time.monotonic() + timeout
-        while (code := self.poll()) is None:
-            if time.monotonic() > until:
-                raise subprocess.TimeoutExpired(str(self.pid), timeout or 0)
-            time.sleep(0.02)
-        return code
+        """Wait for its end."""
+        ended = select.poll()
+        ended.register(self._descriptor, select.POLLIN)
+        if not ended.poll(None if timeout is None else 1e3 * timeout):
+            raise subprocess.TimeoutExpired(str(self.pid), timeout or 0)
+        return 0
 
     def terminate(self) -> None:
         """Send SIGTERM to this process alone."""
-        if self.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGTERM)
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._descriptor, signal.SIGTERM)
 
 
 @final
@@ -66,7 +60,6 @@ class Starter:
     """The process that has imported vLLM. Its `launch` is what `kvdev.engines.Engine` starts a process with."""
 
     orders: Connection
-    folder: Path
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def launch(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> ForkedProcess:
@@ -74,14 +67,11 @@ class Starter:
 
         Its worker lives in the scheduler's process unless `environment` says otherwise; workers of their own are new Pythons.
         """
-        order = {
-            "arguments": list(command[3:]),
-            "environment": {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", **environment},
-            "log": str(log),
-        }
+        variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", **environment}
+        order = {"arguments": list(command[3:]), "environment": variables, "log": str(log)}
         with self._lock:
             self.orders.send(order)
-            return ForkedProcess(self.answer(_ANSWERS_WITHIN_S), self.folder)
+            return ForkedProcess(self.answer(_ANSWERS_WITHIN_S))
 
     def answer(self, within_s: float) -> Any:
         """Return the next message; raises `EOFError` if the process has ended."""
@@ -100,40 +90,32 @@ def _preloaded_libraries(python: Path) -> str:
 @contextlib.contextmanager
 def started_starter(python: Path) -> Iterator[Starter]:
     """Start the importing process; at the end it ends all engines that it has forked."""
-    with tempfile.TemporaryDirectory(prefix="kv-starter-") as name:
-        folder = Path(name)
-        environment = {
-            **{key: value for key, value in os.environ.items() if not key.startswith(("VLLM_", "UCX_", "NIXL_"))},
-            "PYTHONPATH": os.pathsep.join([str(_SITE), str(ROOT / "tools")]),
-            "HF_HUB_OFFLINE": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "OMP_NUM_THREADS": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-            "LD_PRELOAD": _preloaded_libraries(python),
-        }
-        (STATE / "logs").mkdir(parents=True, exist_ok=True)
-        orders, theirs = multiprocessing.Pipe()
-        with (STATE / "logs" / "starter.log").open("wb") as sink, theirs:
-            process = subprocess.Popen(
-                # -P: the program's folder has modules that must hide no others
-                [python, "-P", _PROGRAM, name, str(theirs.fileno())],
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=sink,
-                stderr=sink,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-                preexec_fn=die_with_parent,  # noqa: PLW1509  (one system call, no lock, no import)
-            )
-        try:
-            starter = Starter(orders, folder)
-            if missing := starter.answer(_READY_WITHIN_S):
-                print(f"this vLLM does not have {', '.join(missing)}: not imported beforehand", file=sys.stderr)
-            yield starter
-        finally:
-            orders.close()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=30)
-            process.kill()
-            process.wait()
+    environment = {
+        **{key: value for key, value in os.environ.items() if not key.startswith(("VLLM_", "UCX_", "NIXL_"))},
+        "PYTHONPATH": os.pathsep.join([str(_SITE), str(ROOT / "tools")]),
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "LD_PRELOAD": _preloaded_libraries(python),
+    }
+    (STATE / "logs").mkdir(parents=True, exist_ok=True)
+    orders, theirs = multiprocessing.Pipe()
+    with (STATE / "logs" / "starter.log").open("wb") as sink, theirs:
+        # -P: the program's folder has modules that must hide no others. die_with_parent: one system call, no lock, no import.
+        process = subprocess.Popen(
+            [python, "-P", _PROGRAM, str(theirs.fileno())], env=environment, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink,
+            pass_fds=[theirs.fileno()], start_new_session=True, preexec_fn=die_with_parent,  # noqa: PLW1509
+        )  # fmt: skip
+    try:
+        starter = Starter(orders)
+        if missing := starter.answer(_READY_WITHIN_S):
+            print(f"this vLLM does not have {', '.join(missing)}: not imported beforehand", file=sys.stderr)
+        yield starter
+    finally:
+        orders.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=30)
+        process.kill()
+        process.wait()

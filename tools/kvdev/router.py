@@ -278,10 +278,7 @@ def _error_body(status: int, message: str) -> dict[str, object]:
 
 
 def make_app(
-    prefill: Sequence[str],
-    decode: Sequence[str],
-    channels: Sequence[tuple[str, int]] = (),
-    secret: bytes | None = None,
+    prefill: Sequence[str], decode: Sequence[str], channels: Sequence[tuple[str, int]] = (), secret: bytes | None = None
 ) -> web.Application:
     """Return the router as an aiohttp application in front of these engines (base URLs).
 

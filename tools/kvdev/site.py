@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 
@@ -23,6 +23,7 @@ _ELSEWHERE = {
     "README.md": "project.md",
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "reporting.md",
+    "packages/vllm-adapter/src/vllm_adapter/codes.toml": "reference/codes.md",
     **{f"packages/{name}/README.md": f"packages/{name}.md" for name in PACKAGES},
 }
 """Pages of the site that lie outside `docs/` in the repository -> their place in the site."""
@@ -43,15 +44,15 @@ def run_docs(uv: Path, _options: object = None) -> int:
     shutil.rmtree(_SOURCE, ignore_errors=True)
     shutil.copytree(ROOT / "docs", _SOURCE)
     (_SOURCE / "packages").mkdir()
+    (reference := _SOURCE / "reference").mkdir()
     for origin, place in _ELSEWHERE.items():
         shutil.copyfile(ROOT / origin, _SOURCE / place)
     origins = {place: origin for origin, place in _ELSEWHERE.items()}
     for page in _SOURCE.rglob("*.md"):
         place = str(page.relative_to(_SOURCE))
         page.write_text(link_inside(page.read_text(), origins.get(place, f"docs/{place}"), place))
-    reference = _SOURCE / "reference"
-    reference.mkdir()
     (reference / "configuration.md").write_text(configuration_page())
+    (reference / "codes.md").write_text(codes_page())
     (reference / "state-machines.md").write_text(state_machines_page())
     for package, modules in _API.items():
         parts = [f"# {package}: API", *(f"::: {name}" for name in modules)]
@@ -83,25 +84,26 @@ def link_inside(text: str, origin: str, place: str) -> str:
     return "".join(part if part.startswith("```") else _LINK.sub(rewrite, part) for part in parts)
 
 
-def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table in Markdown."""
-    lines = [headings, ["---"] * len(headings), *rows]
-    cells = (" | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in line) for line in lines)
-    return "".join(f"| {line} |\n" for line in cells)
-
-
 def configuration_page() -> str:
-    """Return the page of all keys of `kv_connector_extra_config`."""
-    from vllm_adapter.config.keys import describe_keys
+    """Return the page of all keys of `kv_connector_extra_config`, by group, with an anchor for each key."""
+    from vllm_adapter.config.keys import GROUPS, describe_keys, describe_limits
 
-    rows = []
-    for name, key in describe_keys().items():
-        default = ", ".join(map(str, key["default"])) or "[]" if isinstance(key["default"], list) else key["default"]
-        limits = ", ".join(f"`{one}`" for one in key.get("enum", ()))
-        limits = f"{key['minimum']:g} to {key['maximum']:g}" if "maximum" in key else limits
-        rows.append((f"`{name}`", key["type"], f"`{default}`", limits, key["description"]))
-    about = "Keys of `kv_connector_extra_config`. `vllm-adapter config --explain` prints the same."
-    return f"# Configuration\n\n{about}\n\n{_table(('key', 'type', 'default', 'range', 'meaning'), rows)}"
+    page = ["# Configuration\n\n`vllm-adapter config --explain KEY` prints a key of `kv_connector_extra_config`."]
+    for group, names in GROUPS.items():
+        page.append(f"## {group}")
+        page += [f"### `{name}`\n\n{describe_limits(name)}. {describe_keys()[name]['description']}" for name in names]
+    return "\n\n".join(page) + "\n"
+
+
+def codes_page() -> str:
+    """Return the page of all codes, with an anchor for each code."""
+    from vllm_adapter.cli.explain import load_codes
+
+    page = ["---\nhide: [toc]\n---\n\n# Codes\n\n`vllm-adapter explain CODE` prints the same."]
+    for code, entries in groupby(load_codes(), key=lambda entry: entry.code):
+        page.append(f"## `{code}`")
+        page += [f"*{each.package}.* {each.meaning}\n\n{each.consequence}\n\n**Next:** {each.next}" for each in entries]
+    return "\n\n".join(page) + "\n"
 
 
 def state_machines_page() -> str:
@@ -118,6 +120,7 @@ def state_machines_page() -> str:
             ends = ["[*]" if end in {tables.NEW, tables.GONE} else end.replace("-", "_") for end in (state, target)]
             page[-1] += f"\n    {' --> '.join(ends)}: {', '.join(edge.event for edge in edges)}"
         page[-1] += "\n```"
-        cells = ((row.state, row.event, row.target, ", ".join(row.effects), row.why) for row in rows)
-        page.append(_table(("state", "event", "next state", "effects", "why"), cells))
+        page.append("| state | event | next state | effects | why |\n|---|---|---|---|---|")
+        for row in rows:
+            page[-1] += f"\n| {row.state} | {row.event} | {row.target} | {', '.join(row.effects)} | {row.why} |"
     return "\n\n".join(page) + "\n"

@@ -1,11 +1,11 @@
-"""Fork vLLM engines from one process that has imported vLLM: `python starter.py FOLDER DESCRIPTOR` (host environment).
+"""Fork vLLM engines from one process that has imported vLLM: `python starter.py DESCRIPTOR` (host environment).
 
 Imports are most of an engine's start: some 25 CPU seconds for each of its two processes. Here they are paid once. An engine is
 then a fork, whose own scheduler process is a fork again; all else is as `python -m vllm.entrypoints.openai.api_server` has it.
 
 The descriptor is an end of a `multiprocessing.Pipe`. The first message is the list of modules that this vLLM does not have. Each
-order, `{"arguments": [...], "environment": {...}, "log": "..."}`, is answered by the number of the process.
-When it ends, `FOLDER/PID.exit` appears with its exit code, negative for a signal.
+order, `{"arguments": [...], "environment": {...}, "log": "..."}`, is answered by the number of the process. This stays an ended
+engine's own as long as the starter lives: only at its end does it reap any.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import sys
 import time
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 PRELOADED = (
@@ -91,55 +90,39 @@ def _end(_number: int, _frame: object) -> None:
     raise SystemExit(0)
 
 
-class _Starter:
-    """The loop of orders. It has no thread: a fork must not copy a lock that somebody holds."""
+def _obey(orders: Connection) -> None:
+    """Fork an engine for each order until the other end is closed or a SIGTERM comes, then end all engines.
 
-    def __init__(self, folder: Path, orders: Connection) -> None:
-        self._folder = folder
-        self._orders = orders
-        self._alive: set[int] = set()
+    There is no thread: a fork must not copy a lock that another thread holds.
+    """
+    engines: set[int] = set()
+    signal.signal(signal.SIGTERM, _end)
+    try:
+        while True:
+            order: Mapping[str, Any] = orders.recv()
+            pid = os.fork()
+            if pid == 0:
+                orders.close()
+                _become(order)
+            engines.add(pid)
+            orders.send(pid)
+    except EOFError:
+        pass
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        _end_all(engines)
 
-    def run(self) -> None:
-        """Obey until the other end is closed or a SIGTERM comes, then end all engines."""
-        signal.signal(signal.SIGTERM, _end)
-        try:
-            while True:
-                self._reap()
-                if self._orders.poll(_LOOK_EVERY_S):
-                    self._start(self._orders.recv())
-        except EOFError:
-            pass
-        finally:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            self._end_all()
 
-    def _start(self, order: Mapping[str, Any]) -> None:
-        pid = os.fork()
-        if pid == 0:
-            self._orders.close()
-            _become(order)
-        self._alive.add(pid)
-        self._orders.send(pid)
-
-    def _reap(self) -> None:
-        for pid in list(self._alive):
-            ended, status = os.waitpid(pid, os.WNOHANG)
-            if ended:
-                self._alive.discard(pid)
-                new = self._folder / f"{pid}.new"
-                new.write_text(str(os.waitstatus_to_exitcode(status)))
-                new.rename(self._folder / f"{pid}.exit")
-
-    def _end_all(self) -> None:
-        for number, within_s in ((signal.SIGTERM, _ENDS_WITHIN_S), (signal.SIGKILL, 5.0)):
-            for pid in self._alive:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(pid, number)
-                    os.killpg(pid, signal.SIGCONT)  # a stopped process obeys no SIGTERM
-            until = time.monotonic() + within_s
-            while self._alive and time.monotonic() < until:
-                time.sleep(_LOOK_EVERY_S)
-                self._reap()
+def _end_all(engines: set[int]) -> None:
+    for number, within_s in ((signal.SIGTERM, _ENDS_WITHIN_S), (signal.SIGKILL, 5.0)):
+        for pid in engines:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, number)
+                os.killpg(pid, signal.SIGCONT)  # a stopped process obeys no SIGTERM
+        until = time.monotonic() + within_s
+        while engines and time.monotonic() < until:
+            time.sleep(_LOOK_EVERY_S)
+            engines -= {pid for pid in engines if os.waitpid(pid, os.WNOHANG)[0]}
 
 
 def main() -> None:
@@ -147,9 +130,9 @@ def main() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     # Ctrl-C reaches the whole terminal group: whoever started this one ends it by closing the pipe.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    orders: Connection = Connection(int(sys.argv[2]))
+    orders: Connection = Connection(int(sys.argv[1]))
     orders.send(preload())
-    _Starter(Path(sys.argv[1]), orders).run()
+    _obey(orders)
 
 
 if __name__ == "__main__":

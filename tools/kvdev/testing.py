@@ -24,6 +24,7 @@ from typing import Any, Literal
 
 from kvdev.checks import run_checks
 from kvdev.envs import (
+    NEWEST_VLLM,
     fleet_environment,
     host_environment,
     lowest_environment,
@@ -50,6 +51,7 @@ class _Suite:
     place: Literal["workspace", "host", "engines", "fleet"] = "workspace"
     words: Sequence[str] = ()
     groups: Sequence[str] = ()
+    is_newest: bool = False
     timeout_s: float = 1200
     is_alone: bool = False
     is_one_tier: bool = False
@@ -136,7 +138,7 @@ class _Run:
     def _one(self, name: str) -> None:
         begun = time.monotonic()
         try:
-            if name == "check" and run_checks(self.uv, Namespace(fix=False)) != 0:
+            if name == "check" and run_checks(self.uv, Namespace(fix=False, package="")) != 0:
                 self.failures.append(name)
             elif name == "check":
                 self.ends.append("passed")
@@ -156,7 +158,7 @@ class _Run:
     def _suite(self, name: str, suite: _Suite) -> None:
         for group in suite.groups:
             tools_environment(self.uv, group)
-        vllm, python = self.options.vllm, Path(sys.executable)
+        vllm, python = NEWEST_VLLM if suite.is_newest else self.options.vllm, Path(sys.executable)
         env = {**os.environ, "KVDEV_UV": str(self.uv), "KVDEV_VLLM": vllm, "PYTHONPATH": str(ROOT / "tools")}
         if suite.place == "host":
             python, env = host_environment(self.uv, vllm), dict(os.environ)

@@ -29,11 +29,11 @@ class Step(NamedTuple):
     is_live: bool
 
 
-def read_steps(page: Path, ports: Mapping[int, int] | None = None) -> list[Step]:
-    """Return the steps of a page, with other ports in place of those named."""
+def read_steps(page: Path, others: Mapping[int, int] | Mapping[str, str] | None = None) -> list[Step]:
+    """Return the steps of a page, with other ports and names in place of those given."""
     text = page.read_text()
-    for number, port in (ports or {}).items():
-        text = re.sub(rf"\b{number}\b", str(port), text)
+    for name, other in (others or {}).items():
+        text = re.sub(rf"\b{name}\b", str(other), text)
     return [
         Step(command.replace("\n> ", "\n"), shown, bool(live))
         for live, block in _BLOCK.findall(text)

@@ -24,7 +24,7 @@ COMMAND_LINES = {
     "vllm-adapter": ("vllm_adapter", "vllm_adapter.cli.command"),
 }
 WITHOUT_JSON = {("kv-nixl", "serve")}
-EXAMPLE = str(ROOT / "packages" / "kv-topology" / "examples" / "gqa_tp4_from_tp2.toml")
+EXAMPLE = str(ROOT / "packages/kv-topology/src/kv_topology/tools/example.toml")
 PROGRAMS: dict[str, Any] = {name: get_command(import_module(cli).app) for name, (_, cli) in COMMAND_LINES.items()}
 COMMANDS = [(name, command) for name in COMMAND_LINES for command in PROGRAMS[name].commands]
 

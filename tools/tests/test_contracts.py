@@ -52,13 +52,7 @@ def copy(tmp_path: Path) -> Path:
 
 
 def lint(folder: Path) -> str:
-    command: list[str | Path] = [
-        Path(sys.executable).parent / "lint-imports",
-        "--no-logo",
-        "--no-cache",
-        "--config",
-        CONFIG,
-    ]
+    command = [f"{Path(sys.executable).parent}/lint-imports", "--no-logo", "--no-cache", f"--config={CONFIG}"]
     environment = {**os.environ, "PYTHONPATH": str(folder), "COLUMNS": "200"}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60, check=False)
     return done.stdout + done.stderr

@@ -68,7 +68,7 @@ def move(plan: Any, mine: BlockList, theirs: BlockList, tokens: int) -> None:
 
 
 def state(name: str) -> SchedulerState:
-    return SchedulerState(SchedulerConfig(name, "127.0.0.1", 5600, fence_slots=8))
+    return SchedulerState(SchedulerConfig(name, "127.0.0.1", 5600, fence_slots=8, fence_seed=1, nonce_seed="n"))
 
 
 def kv_args(rank: int, buffers: list[Any], page_size: int, kv_head_num: int) -> Any:
@@ -102,11 +102,11 @@ def test_two_ranks_of_sglang_are_read_by_one() -> None:
 def test_a_request_of_sglang_from_sender_to_receiver() -> None:
     sglang: Any = importlib.import_module("sglang_sketch")
     prefill, decode = state("prefill"), state("decode")
-    sender = sglang.Sender(prefill, "p", 32)
+    sender = sglang.Sender(prefill, "p", range(32))
     assert sender.poll() == sglang.KVPoll.WAITING_FOR_INPUT
     prefill.take_step_plan(now_s=time.monotonic())
     sender.send([4, 5])
-    receiver = sglang.Receiver(decode, "d", sender.ticket, 32)
+    receiver = sglang.Receiver(decode, "d", sender.ticket, range(32))
     receiver.send_metadata([1, 2], decode_prefix_tokens=16, page_size=16)
     (order,) = decode.take_step_plan(now_s=time.monotonic()).reads
     assert (order.ticket.peer_blocks[0].ids, order.local_blocks[0].ids) == ((4, 5), (2,))
@@ -115,7 +115,8 @@ def test_a_request_of_sglang_from_sender_to_receiver() -> None:
     prefill.take_step_plan(now_s=time.monotonic())
     sender.sent()
     assert (receiver.poll(), sender.poll()) == (sglang.KVPoll.SUCCESS, sglang.KVPoll.SUCCESS)
-    assert sglang.Receiver(decode, "e", {"do_remote_prefill": True}, 32).poll() == sglang.KVPoll.FAILED
+    assert sglang.Receiver(decode, "o", sender.ticket, range(1, 33)).poll() == sglang.KVPoll.FAILED  # another prompt
+    assert sglang.Receiver(decode, "e", {"do_remote_prefill": True}, range(32)).poll() == sglang.KVPoll.FAILED
 
 
 @pytest.mark.parametrize("is_mla", [False, True])
@@ -135,7 +136,9 @@ def test_pools_of_tensorrt_llm_are_read(is_mla: bool) -> None:
 
 def llm(number: int, blocks: list[int], opaque_state: bytes | None = None) -> Any:
     """Return a request as TensorRT-LLM's executor has it."""
-    return SimpleNamespace(py_request_id=number, prompt_len=32, block_ids=blocks, opaque_state=opaque_state)
+    return SimpleNamespace(
+        py_request_id=number, prompt_len=32, prompt_token_ids=range(32), block_ids=blocks, opaque_state=opaque_state
+    )
 
 
 def test_a_request_of_tensorrt_llm_from_context_to_generation() -> None:

@@ -12,16 +12,15 @@ import shlex
 import shutil
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator, Mapping
-from email.parser import HeaderParser
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Mapping
+from importlib.metadata import distributions
 from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
+from bare_wheels import bare_wheel
 
+from kvdev.envs import pip_install
 from kvdev.paths import PACKAGES, ROOT
 from kvdev.release import build
 from kvdev.uvtool import find_or_install_uv, uv_environment
@@ -59,22 +58,18 @@ class Environment:
         command = [str(uv), "venv", "--quiet", "--no-config", "--python", sys.executable, str(folder)]
         subprocess.run(command, check=True, timeout=120, env=uv_environment())
         (self.site,) = folder.glob("lib/python3*/site-packages")
+        wheels = []
         for name, version in packages.items():
-            meta = [f"nixl-cu12=={version}", f"nixl-cu13=={version}"] if name == "nixl" else BUILDS.get(name, [])
-            info = self.site / f"{name.replace('-', '_')}-{version}.dist-info"
-            info.mkdir()
-            needs = "".join(f"Requires-Dist: {need}\n" for need in meta)
-            (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{needs}")
-            (info / "RECORD").write_text(f"{info.name}/METADATA,,\n{info.name}/RECORD,,\n")
+            needs = [f"nixl-cu12=={version}", f"nixl-cu13=={version}"] if name == "nixl" else BUILDS.get(name, [])
+            wheels.append(bare_wheel(folder, name, version, *needs))
+        if wheels:
+            pip_install(uv, "bare packages of a host", folder / "bin/python", "--no-deps", *wheels)
 
     def run(self, line: str, cwd: Path, *, is_dry: bool = False, index: str = "") -> str:
         """Run `uv pip install ...` or `pip install ...`, as a person would with this environment active, and this index."""
         words = shlex.split(line)
-        tool = (
-            [str(self.uv)]
-            if words[0] == "uv"
-            else [f"{sys.base_prefix}/bin/python3", "-m", "pip", "--python", str(self.folder)]
-        )
+        pip = [f"{sys.base_prefix}/bin/python3", "-m", "pip", "--python", str(self.folder)]
+        tool = [str(self.uv)] if words[0] == "uv" else pip
         environment = {**uv_environment(), "VIRTUAL_ENV": str(self.folder)}
         if index:
             environment |= {"UV_DEFAULT_INDEX": index, "PIP_INDEX_URL": index}
@@ -87,8 +82,7 @@ class Environment:
 
     def versions(self) -> dict[str, str]:
         """Return what is installed, with the versions."""
-        heads = [HeaderParser().parsestr(file.read_text()) for file in self.site.glob("*.dist-info/METADATA")]
-        return {head["Name"]: head["Version"] for head in heads}
+        return {one.name: one.version for one in distributions(path=[str(self.site)])}
 
 
 class Bench:
@@ -145,14 +139,10 @@ def test_in_an_empty_environment_the_programs_start_and_the_doctor_says_which_ni
         assert (done.returncode, said in done.stdout) == (code, True), done.stdout + done.stderr
 
 
-def install_lines() -> set[str]:
-    """Return the lines of all pages that install something, continued lines joined."""
-    pages = [*ROOT.glob("*.md"), *ROOT.glob("packages/*/README.md"), *ROOT.glob("docs/**/*.md")]
-    line = re.compile(r"(?:^ *(?:\$ )?|`)((?:uv )?pip install \S[^`#\n]*)", re.MULTILINE)
-    return {" ".join(found.split()) for page in pages for found in line.findall(page.read_text().replace("\\\n", ""))}
-
-
-INSTALLS = install_lines()
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("packages/*/README.md"), *ROOT.glob("docs/**/*.md")]
+_LINE = re.compile(r"(?:^ *(?:\$ )?|`)((?:uv )?pip install \S[^`#\n]*)", re.MULTILINE)
+# Lines that install something, continued ones joined.
+INSTALLS = {" ".join(found.split()) for page in PAGES for found in _LINE.findall(page.read_text().replace("\\\n", ""))}
 
 
 def test_pages_name_every_way() -> None:
@@ -170,28 +160,15 @@ def test_install_lines_of_the_pages_leave_the_host_alone(bench: Bench, line: str
 
 
 @pytest.fixture
-def strangers(tmp_path: Path) -> Iterator[str]:
+def strangers(tmp_path: Path) -> str:
     """An index on which a stranger has registered the five names: one version as ours, one that is higher."""
     for name in PACKAGES:
-        (tmp_path / name).mkdir()
-        links = ""
-        for version in ("0.3.0", "0.3.99"):
-            stem = f"{name.replace('-', '_')}-{version}"
-            links += f'<a href="{stem}-py3-none-any.whl">{stem}-py3-none-any.whl</a>'
-            with ZipFile(tmp_path / name / f"{stem}-py3-none-any.whl", "w") as wheel:
-                wheel.writestr(
-                    f"{stem}.dist-info/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
-                )
-                wheel.writestr(
-                    f"{stem}.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-                )
-                wheel.writestr(f"{stem}.dist-info/RECORD", "")
-        (tmp_path / name / "index.html").write_text(f"<!DOCTYPE html><html><body>{links}</body></html>")
-    handler = partial(SimpleHTTPRequestHandler, directory=str(tmp_path))
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
+        folder = tmp_path / name
+        folder.mkdir()
+        wheels = [bare_wheel(folder, name, version).name for version in ("0.3.0", "0.3.99")]
+        links = "".join(f'<a href="{wheel}">{wheel}</a>' for wheel in wheels)
+        (folder / "index.html").write_text(f"<!DOCTYPE html><html><body>{links}</body></html>")
+    return tmp_path.as_uri()
 
 
 @pytest.mark.parametrize("tool", ["uv pip", "pip"])

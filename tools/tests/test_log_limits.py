@@ -10,38 +10,36 @@ from functools import cache
 from kvdev.paths import PACKAGES, ROOT
 
 _LEVELS = frozenset(
-    ("debug", "info", "info_once", "warning", "warning_once", "warn", "error", "exception", "critical", "log")
+    ("debug", "info", "info_once", "warning", "warning_once", "warn", "error", "exception", "critical", "log", "handle")
 )
 _LOGGER = re.compile(r"(^|[._])logger$|^logging$")
 _LIMITED = re.compile(r"(^|[._])(log|recorder)$")
 
 LIMITERS = {
     "kv_handshake/core/pacing.py GatedLog.warning": "one line per topic and ten seconds",
-    "vllm_adapter/observe/cause_log.py CauseLog._log": "ten lines per cause and ten seconds",
+    "vllm_adapter/observe/recorder.py Recorder._log": "ten lines per cause and ten seconds",
 }
 ONCE = {
     "kv_nixl_agent/nixl/side_effects.py _log_once": "once per process and effect",
     "vllm_adapter/config/secrets.py FleetSecrets.changed": "files of this host, looked at once a second; a trouble once",
     "vllm_adapter/host/connector.py KVTransferConnector.__init__": "once per start",
+    "vllm_adapter/host/early_checks.py _check": "once per configuration that an application makes",
     "vllm_adapter/host/factors.py _weights": "once per start",
     "vllm_adapter/host/metrics.py PromMetrics._guarded": "once per metric",
     "vllm_adapter/host/ray_serve.py KVTransferBackend._tell_of_sequence": "once per replica",
-    "vllm_adapter/config/start_checks.py check_start": "once per start",
     "vllm_adapter/host/shutdown.py warn_of_short_drain": "once per start",
     "vllm_adapter/host/vllm.py check_host": "once per start",
     "vllm_adapter/host/vllm.py has_content_ids": "once per start",
     "vllm_adapter/host/weights.py LoraAdapters._files": "once per adapter that an operator has loaded",
     "vllm_adapter/host/weights.py LoraAdapters.identity": "once per change of an adapter's files",
-    "vllm_adapter/observe/recorder.py Recorder.trouble": "once per action and kind of error, 100 in all",
-    "vllm_adapter/observe/status_socket.py StatusSocket.open": "once per start",
+    "vllm_adapter/observe/answers.py StatusSocket.open": "once per start",
     "vllm_adapter/scheduler/holdings.py Holdings.end": "once per end of an engine",
     "vllm_adapter/scheduler/holdings.py Holdings.drain": "once per end of an engine",
     "vllm_adapter/scheduler/holdings.py Holdings.revoke": "once per command of an operator",
-    "vllm_adapter/scheduler/registration.py ServedRegistration._renew": "once per wake-up from sleep, which the host orders",
-    "vllm_adapter/scheduler/registration.py ServedRegistration.serve": "once per start",
+    "vllm_adapter/scheduler/registration.py ServedRegistration._log_served": "once per start and wake-up, which the host orders",
     "vllm_adapter/scheduler/streams.py Streaming.admitted": "once in an engine's life",
     "vllm_adapter/scheduler/streams.py Streaming.check_whole": "once per reason, four in all",
-    "vllm_adapter/scheduler/outcomes.py OutcomeLog.unsealed": "once per peer, 256 in all",
+    "vllm_adapter/scheduler/side.py SchedulerSide._note_unsealed": "once per peer, 256 in all",
     "vllm_adapter/worker/engine_thread.py WorkerSide.unregister": "once per sleep, which the host orders",
     "vllm_adapter/worker/registration.py Registration._wait_for_quiet": "once per sleep or end of an engine",
 }

@@ -9,7 +9,7 @@ import pytest
 
 from kvdev.locking import bindings, is_neutral, neutralise
 from kvdev.paths import PACKAGES, ROOT
-from kvdev.release import absolute_links, repository_address, version_faults
+from kvdev.release import absolute_links, version_faults
 
 ADDRESS = "https://forge.test/team/project"
 LOCK = """
@@ -52,16 +52,6 @@ def test_links_that_leave_the_package_become_absolute_or_plain() -> None:
     assert absolute_links(text, "kv-topology", "", "") == (
         "See the rules (docs/rules.md), docs/rules.md, [here](#here), [x](x.toml)."
     )
-
-
-@pytest.mark.parametrize("origin", ["https://forge.test/", "git@forge.test:", "ssh://git@forge.test/"])
-def test_the_address_comes_from_the_remote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, origin: str) -> None:
-    monkeypatch.delenv("GITHUB_REPOSITORY", raising=False)
-    git = tmp_path / "git"
-    git.write_text(f"#!/bin/sh\necho {origin}team/project.git\n")
-    git.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    assert repository_address() == ADDRESS
 
 
 def test_a_neutral_lock_has_no_address_and_the_same_file_names_and_hashes() -> None:

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 from aiohttp import ClientError, web
-from aiohttp.test_utils import TestClient, TestServer
+from aiohttp.test_utils import RawTestServer, TestClient, TestServer
 
 from kvdev.cli import make_parser
 from kvdev.router import make_app
 
 TICKET = {"do_remote_prefill": True, "remote_engine_id": "P", "remote_block_ids": [[1, 2]]}
 SECRET = b"a fleet secret, 16+"
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Handler = Callable[[Any], Awaitable[web.StreamResponse]]
 
 
 class StandIn:
@@ -26,11 +26,9 @@ class StandIn:
         self.asked: list[dict[str, Any]] = []
         self.headers: list[str] = []
         self._answer = answer
-        app = web.Application()
-        app.add_routes([web.post(f"/v1/{path}", self._handle) for path in ("completions", "chat/completions")])
-        self.server = TestServer(app)
+        self.server = RawTestServer(self._handle)
 
-    async def _handle(self, request: web.Request) -> web.StreamResponse:
+    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         self.asked.append(await request.json())
         self.headers.append(request.headers.get("X-Request-Id", ""))
         assert self._answer is not None

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from kvdev.cli import make_parser
 from kvdev.engines import Engine, EngineSpec, start_all
 from kvdev.paths import ROOT, STATE
 from kvdev.steps import DevError, run_step
@@ -80,6 +81,7 @@ def test_every_process_of_an_engine_sleeps_where_vllm_would_yield_in_a_loop() ->
     ("arguments", "code", "words"),
     [
         (["fly"], 2, "invalid choice: 'fly'"),
+        (["demo", "--family", "dens"], 2, "invalid choice: 'dens' (choose from"),
         (["bench"], 2, "required: name"),
         ([], 2, "required: VERB"),
         (["test", "kv-topolgy"], 1, "the scopes are"),
@@ -103,3 +105,9 @@ def test_an_unsupported_python_is_told_which_to_use(version: str) -> None:
     finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert finished.returncode == 1
     assert "start it with Python 3.11, 3.12 or 3.13" in finished.stderr
+
+
+def test_contributing_lists_every_verb() -> None:
+    verbs = next(action for action in make_parser()._actions if action.choices).choices or ()
+    listed = set(re.findall(r"dev\.py (\w+)", (ROOT / "CONTRIBUTING.md").read_text()))
+    assert set(verbs) <= listed

@@ -23,10 +23,6 @@ def test_the_pythons_that_are_promised_are_those_that_run(package: str) -> None:
     assert workspace == f">={run[0]},<3.{int(run[-1].partition('.')[2]) + 1}"
 
 
-def test_a_person_can_choose_every_package() -> None:
-    assert f"options: [all, {', '.join(PACKAGES)}]" in CI
-
-
 @pytest.mark.parametrize(
     ("files", "expected"),
     [

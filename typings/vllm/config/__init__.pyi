@@ -3,6 +3,9 @@ from typing import Any
 import torch
 
 class KVTransferConfig:
+    def __init__(self, **fields: Any) -> None: ...
+
+    kv_connector: str | None
     engine_id: str | None
     kv_role: str | None
     kv_connector_extra_config: dict[str, object] | None
@@ -29,6 +32,11 @@ class ParallelConfig:
     cp_kv_cache_interleave_size: int
     data_parallel_index: int
     data_parallel_size: int
+    node_rank: int
+    ray_runtime_env: object
+    data_parallel_size_local: int
+    data_parallel_backend: str
+    local_engines_only: bool
 
 class CacheConfig:
     enable_prefix_caching: bool

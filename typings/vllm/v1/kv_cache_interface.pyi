@@ -27,5 +27,9 @@ class KVCacheGroupSpec:
     kv_cache_spec: KVCacheSpec
 
 class KVCacheConfig:
+    def __init__(
+        self, num_blocks: int, kv_cache_tensors: list[object], kv_cache_groups: list[KVCacheGroupSpec]
+    ) -> None: ...
+
     num_blocks: int
     kv_cache_groups: list[KVCacheGroupSpec]
