@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import time
 from enum import IntEnum
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from kv_scheduler_state import SchedulerState, prefill_request_params
+from kv_scheduler_state import SchedulerState, TextPrompt, prefill_request_params
 from kv_topology import Group, RankGeometry
 from kv_topology.layouts import region
 
@@ -88,18 +88,24 @@ def geometry_of(args: KVArgs, *, tp_size: int, total_heads: int, element_bytes: 
 class Sender:
     """Prefill's side of one request: keeps its pages under a lease until they are read."""
 
-    def __init__(self, state: SchedulerState, request_id: str, prompt_tokens: int) -> None:
-        self._state, self._request_id, self._tokens = state, request_id, prompt_tokens
+    def __init__(self, state: SchedulerState, request_id: str, input_ids: Sequence[int]) -> None:
+        self._state, self._request_id, self._prompt = state, request_id, TextPrompt(input_ids)
         self.ticket: Mapping[str, object] | None = None
         self._is_over = False
-        state.arrive(request_id, prefill_request_params(), prompt_tokens=prompt_tokens, now_s=time.monotonic())
+        known: dict[str, Any] = {"prompt_tokens": len(input_ids), "identity": self._prompt, "now_s": time.monotonic()}
+        state.arrive(request_id, prefill_request_params(), **known)
 
     def send(self, kv_indices: Sequence[int]) -> None:
         """Offer the pages. The ticket goes to decode with SGLang's bootstrap message."""
         pages, now_s = [list(kv_indices)], time.monotonic()
         self._state.allocate(self._request_id, block_ids=pages, new_block_ids=pages, external_tokens=0, now_s=now_s)
         decision = self._state.finish(
-            self._request_id, reason="length", block_ids=pages, computed_tokens=self._tokens, now_s=now_s
+            self._request_id,
+            reason="length",
+            block_ids=pages,
+            computed_tokens=len(self._prompt.token_ids),
+            identity=self._prompt,
+            now_s=now_s,
         )
         self.ticket, self._is_over = decision.params, not decision.keep_blocks
 
@@ -118,9 +124,10 @@ class Sender:
 class Receiver:
     """Decode's side of one request: its read is ordered with the step's plan, and ends once."""
 
-    def __init__(self, state: SchedulerState, request_id: str, ticket: object, prompt_tokens: int) -> None:
+    def __init__(self, state: SchedulerState, request_id: str, ticket: object, input_ids: Sequence[int]) -> None:
         self._state, self._request_id = state, request_id
-        admission = state.arrive(request_id, ticket, prompt_tokens=prompt_tokens, now_s=time.monotonic())
+        prompt, now_s = TextPrompt(input_ids), time.monotonic()
+        admission = state.arrive(request_id, ticket, prompt_tokens=len(input_ids), identity=prompt, now_s=now_s)
         self._now = KVPoll.FAILED if admission.rejected_code else KVPoll.WAITING_FOR_INPUT
 
     def send_metadata(self, kv_indices: Sequence[int], decode_prefix_tokens: int = 0, page_size: int = 1) -> None:

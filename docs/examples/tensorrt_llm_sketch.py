@@ -13,7 +13,7 @@ import json
 import time
 from typing import TYPE_CHECKING, Protocol
 
-from kv_scheduler_state import SchedulerState, prefill_request_params
+from kv_scheduler_state import SchedulerState, TextPrompt, prefill_request_params
 from kv_topology import Group, RankGeometry
 from kv_topology.layouts import region
 
@@ -43,6 +43,8 @@ class LlmRequest(Protocol):
     def py_request_id(self) -> int: ...
     @property
     def prompt_len(self) -> int: ...
+    @property
+    def prompt_token_ids(self) -> Sequence[int]: ...
     @property
     def block_ids(self) -> Sequence[int]: ...
 
@@ -91,10 +93,11 @@ class Transceiver:
     def respond_and_send_async(self, req: LlmRequest) -> None:
         """Offer a computed prompt: the ticket goes out as the request's opaque state."""
         name, pages, now_s = str(req.py_request_id), [list(req.block_ids)], time.monotonic()
-        self._state.arrive(name, prefill_request_params(), prompt_tokens=req.prompt_len, now_s=now_s)
+        prompt = TextPrompt(req.prompt_token_ids)
+        self._state.arrive(name, prefill_request_params(), prompt_tokens=req.prompt_len, identity=prompt, now_s=now_s)
         self._state.allocate(name, block_ids=pages, new_block_ids=pages, external_tokens=0, now_s=now_s)
         decision = self._state.finish(
-            name, reason="length", block_ids=pages, computed_tokens=req.prompt_len, now_s=now_s
+            name, reason="length", block_ids=pages, computed_tokens=req.prompt_len, identity=prompt, now_s=now_s
         )
         req.opaque_state = None if decision.params is None else json.dumps(dict(decision.params)).encode()
         if not decision.keep_blocks:
@@ -104,7 +107,8 @@ class Transceiver:
         """Order the read of a prompt; a bad ticket ends at once as failed, and the prompt is computed here."""
         name, now_s = str(req.py_request_id), time.monotonic()
         ticket = json.loads(req.opaque_state) if req.opaque_state else None
-        self._state.arrive(name, ticket, prompt_tokens=req.prompt_len, now_s=now_s)
+        prompt = TextPrompt(req.prompt_token_ids)
+        self._state.arrive(name, ticket, prompt_tokens=req.prompt_len, identity=prompt, now_s=now_s)
         external, pages = self._state.external_tokens(name, computed_tokens=0) or 0, [list(req.block_ids)]
         self._state.allocate(name, block_ids=pages, new_block_ids=pages, external_tokens=external, now_s=now_s)
         if not external:

@@ -15,7 +15,6 @@ import sys
 import time
 from collections import Counter, deque
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -198,7 +197,7 @@ class Engine:
             self.free += self.held.pop(name) if kind == "sent" else []
 
     def _start(self, name: str, prompt: list[int], params: object, room: int) -> tuple[int, list[int], Any]:
-        bound = SimpleNamespace(refusal="", digest=lambda n: lifecycle.prompt_digest(prompt[:n]), media=lambda _: None)
+        bound = lifecycle.TextPrompt(prompt)
         now_s, count = time.monotonic(), -(-(len(prompt) + room) // self.block_tokens)
         self.state.arrive(name, params, prompt_tokens=len(prompt), identity=bound, now_s=now_s)
         external = self.state.external_tokens(name, computed_tokens=0) or 0
