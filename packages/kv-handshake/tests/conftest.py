@@ -89,7 +89,7 @@ def raw():
     def connect(kind, port, host="127.0.0.1"):
         sock = context.socket(kind)
         sock.setsockopt(zmq.LINGER, 0)
-        sock.setsockopt(zmq.RCVTIMEO, 5000)
+        sock.setsockopt(zmq.RCVTIMEO, 60_000)
         sock.connect(f"tcp://{host}:{port}")
         opened.append(sock)
         return sock

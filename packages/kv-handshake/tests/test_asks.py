@@ -48,7 +48,7 @@ class Asking:
     """A client, and what its asks came to."""
 
     def __init__(self, timing=None):
-        self.client = Client(LocalOffer(factors=FACTORS), timing=timing, seed=1)
+        self.client = Client(LocalOffer(factors=FACTORS), timing=timing or Timing(attempt_s=20), seed=1)
         self.replies = queue.Queue()
 
     def ask(self, port, payload=b"question", deadline_s=20.0, name="", host="127.0.0.1"):
@@ -127,6 +127,7 @@ def test_an_ask_that_nobody_answers_is_refused_and_counted(make, asking):
     assert asking.reply() == ("ask-expired", b"")
     assert engine.gone.get(timeout=20) == ask_id
     engine.listener.answer(ask_id, b"too late")
+    engine.listener._desk._wait_s = 20.0
     asking.ask(engine.listener.port, b"second")
     engine.listener.answer(engine.next_ask()[0], b"in time")
     assert asking.reply() == ("", b"in time")
@@ -146,12 +147,13 @@ def test_a_cancelled_ask_is_forgotten_on_both_sides(engine, asking):
     assert (engine.count("asks_cancelled"), engine.count("asks_open")) == (1, 0)
 
 
-def test_asks_of_a_connection_that_ends_are_dropped(engine, asking):
+def test_asks_of_a_connection_that_ends_are_dropped(make, asking):
+    engine = make(Engine, ask_wait_s=30.0)
     asking.ask(engine.listener.port)
     ask_id, _ = engine.next_ask()
     asking.client.close()
     assert asking.reply() == ("closed", b"")
-    assert engine.gone.get(timeout=4) == ask_id  # the listener's own time is 5 s
+    assert engine.gone.get(timeout=20) == ask_id  # the listener's own time is 30 s
     assert engine.count("asks_open") == 0
 
 
@@ -229,8 +231,9 @@ def test_a_peer_that_has_come_back_is_asked_again(make, free_port):
     asking = make(Asking, Timing(hold_first_s=0.01, hold_most_s=0.01))
     asking.ask(free_port)
     assert asking.reply() == ("connection-refused", b"")
+    until(lambda: asking.count("remembered_failures"))
     engine = make(Engine, free_port)
-    time.sleep(0.02)
+    time.sleep(0.02)  # longer than it is remembered
     asking.ask(free_port)
     engine.listener.answer(engine.next_ask()[0], b"back")
     assert asking.reply() == ("", b"back")
@@ -241,8 +244,7 @@ def test_a_silent_peer_costs_its_own_asks_only(engine, asking):
         asking.ask(port, deadline_s=0.2, name="silent")
         asking.ask(engine.listener.port, name="good")
         engine.listener.answer(engine.next_ask()[0], b"yes")
-        assert asking.reply() == ("good", "", b"yes")
-        assert asking.reply()[:2] == ("silent", "timed-out")
+        assert {asking.reply(), asking.reply()} == {("good", "", b"yes"), ("silent", "timed-out", b"")}
 
 
 def test_a_peer_without_asks_gives_its_place_up(make, engine):
@@ -297,8 +299,8 @@ def test_callbacks_that_raise_end_nothing(make, asking):
     def raises(*_):
         raise RuntimeError("a caller's mistake")
 
-    engine = make(Engine, on_ask=raises)
-    asking.client.ask(host="127.0.0.1", port=engine.listener.port, payload=b"", on_reply=raises, deadline_s=0.2)
+    engine = make(Engine, on_ask=raises, ask_wait_s=0.1)
+    asking.client.ask(host="127.0.0.1", port=engine.listener.port, payload=b"", on_reply=raises, deadline_s=20.0)
     until(lambda: engine.count("callback_errors") == 1)
     until(lambda: asking.count("asks_failed") == 1)
     assert engine.listener.is_alive

@@ -84,4 +84,3 @@ def test_a_connection_reset_before_it_opens_is_refused_at_once(client):
         server.join()
     assert (outcome.code, outcome.attempts) == ("connection-refused", 1)
     assert "keys" not in outcome.message
-    assert outcome.elapsed_s < 5, "far below the deadline of 30 s, also on a busy machine"

@@ -152,8 +152,8 @@ def test_a_listener_that_changes_its_pair_between_two_tries_fails_no_handshake(k
 
     attempts = on_opening(client, monkeypatch, before=change)
     assert code(client, listener) == ""
-    # a listener that changes its socket may also end the second opening: the handshake's own next attempt begins anew
-    assert [len(tried) for tried in attempts] in ([0, 1, 2], [0, 1, 0])
+    # a listener that changes its socket may also end an opening: the handshake's own next attempt begins anew
+    assert [len(tried) for tried in attempts[:2]] == [0, 1]
 
 
 @pytest.mark.parametrize(("is_keyed", "is_reset"), [(True, True), (True, False), (False, False)])

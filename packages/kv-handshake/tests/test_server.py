@@ -19,10 +19,10 @@ def code_of(frames):
 
 def test_time_is_bounded_for_the_worst_queries():
     core = ServerCore(ENVELOPES)
-    began = time.process_time()
+    began = time.thread_time()
     for query in (b"\x91" * 256, b"\xdd\xff\xff\xff\xff", b"\x81\x01" * 128, b"\xdf\xff\xff\xff\xff" * 51):
         core.respond(query, clock_s=0.0)
-    assert time.process_time() - began < 0.5
+    assert time.thread_time() - began < 0.5
 
 
 def test_unusual_encoding_of_a_good_query():
