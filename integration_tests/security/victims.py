@@ -64,6 +64,11 @@ class Honest:
     def __exit__(self, *_: object) -> None:
         self._client.close()
 
+    @property
+    def attempts(self) -> int:
+        """The connections that it has tried."""
+        return self._client.statistics()["attempts"]
+
     def fetch(self, times: int = 1) -> list[float]:
         """Fetch so many times; return the seconds of each."""
         seconds: list[float] = []
