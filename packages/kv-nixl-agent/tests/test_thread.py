@@ -7,7 +7,7 @@ import time
 
 import numpy as np
 import pytest
-from helpers import Pages, Rank, code_of, wait_for
+from helpers import Pages, Rank, code_of, undisturbed, wait_for
 
 from kv_nixl_agent import AgentError, AgentOptions, PeerSpec, ThreadOptions
 from kv_nixl_agent.mailbox import Pacer
@@ -107,38 +107,14 @@ def test_an_idle_thread_leaves_the_switch_interval_to_the_process_until_it_is_wo
     assert sys.getswitchinterval() == pytest.approx(before)
 
 
-def stood_still(duration_s: float) -> bool:
-    """Let time pass; True if this process got no core for more than 0.2 s of it, so that nothing can be said about the rest."""
-    end_s = seen_s = time.monotonic()
-    end_s += duration_s
-    longest_s = 0.0
-    while seen_s < end_s:
-        time.sleep(0.01)
-        last_s, seen_s = seen_s, time.monotonic()
-        longest_s = max(longest_s, seen_s - last_s)
-    return longest_s > 0.2
-
-
-def undisturbed(measure, wait_s: float, prepare=lambda: None):
-    """Return what `measure` says about a second in which the process always had a core, after `wait_s` of the same kind."""
-    for _ in range(30):
-        prepare()
-        if stood_still(wait_s):
-            continue
-        before = measure()
-        if not stood_still(1.0):
-            return measure() - before
-    pytest.fail("this machine left the process no second undisturbed")
-
-
 def test_a_thread_at_rest_wakes_a_few_times_a_second_whatever_its_timers():
     rank = Rank(FakeFabric(), "resting", thread_options=ThreadOptions(slow_poll_s=0.1)).start()
     ticks: list[float] = []
     rank.thread.call_every(0.01, lambda: ticks.append(time.monotonic()))
     rank.thread.allow_slow_polling(True)
     counts = undisturbed(lambda: np.array([rank.thread.statistics()["thread_turns"], len(ticks)]), wait_s=1.0)
-    assert counts[0] <= 11  # the period grows to 0.1 s within 0.8 s
-    assert 2 <= counts[1] <= 11
+    assert counts[0] <= 13  # the period grows to 0.1 s within 0.8 s
+    assert 2 <= counts[1] <= 13
     rank.thread.close()
 
 
@@ -198,5 +174,5 @@ def test_an_end_to_slow_polling_ends_a_long_sleep():
     time.sleep(0.05)
     assert sleeper.is_alive()
     thread.allow_slow_polling(False)
-    sleeper.join(10)
+    sleeper.join(50)
     assert not sleeper.is_alive()

@@ -19,7 +19,7 @@ from kv_nixl_agent.nixl.port import MemoryKind
 from kv_nixl_agent.tools.producer import page_pattern
 from kv_nixl_agent.values import PeerSpec, TransferOrder, TransferResult
 
-_LIMIT_S = 20.0
+_LIMIT_S = 60.0
 
 
 def count_sockets(pid: int) -> int:

@@ -72,15 +72,16 @@ def close_agent(producer: Producer) -> None:
     producer.thread.close()
 
 
-def rewrite_streams(producer: Producer, duration_s: float, seed: int) -> int:
+def rewrite_streams(producer: Producer, duration_s: float, seed: int, begun: int) -> int:
     """Restart streams in all slots of a producer, over and over; return how many there were."""
     words = producer.thread.stream_words
-    return 0 if words is None else rewrite_words(words, duration_s, seed)
+    return 0 if words is None else rewrite_words(words, duration_s, seed, begun)
 
 
-def rewrite_words(words: StreamWords, duration_s: float, seed: int) -> int:
-    """Restart streams in all slots, over and over; return how many there were."""
+def rewrite_words(words: StreamWords, duration_s: float, seed: int, begun: int) -> int:
+    """Restart streams in all slots, over and over; return how many there were, with those begun before."""
     rewriter = StreamRewriter(words, words.location[2], seed)
+    rewriter.begun = begun
     end_s = time.monotonic() + duration_s
     while time.monotonic() < end_s:
         rewriter.step()

@@ -14,7 +14,7 @@ from kv_nixl_agent.streams.polls import PAD_COUNT, StreamWatch
 from kv_nixl_agent.thread import TransferThread
 from kv_nixl_agent.values import PeerSpec
 
-_LIMIT_S: Final = 20.0
+_LIMIT_S: Final = 60.0
 _SLOWING_S: Final = 2.5
 """Time after which a thread with leftovers polls every 50 ms."""
 _MOST_TURNS: Final = 60
@@ -57,10 +57,10 @@ class ThreadStage:
             time.sleep(0.01)
 
     def turns(self, duration_s: float) -> float:
-        """Return the number of turns of the thread in a span of time."""
-        before = self.thread.statistics()["thread_turns"]
+        """Return the number of turns of the thread in so long a time, from those in at least that."""
+        before, began_s = self.thread.statistics()["thread_turns"], time.monotonic()
         time.sleep(duration_s)
-        return self.thread.statistics()["thread_turns"] - before
+        return (self.thread.statistics()["thread_turns"] - before) * duration_s / (time.monotonic() - began_s)
 
     def expect_rest(self, situation: str) -> None:
         """Fail if the thread takes many turns a second although nothing is awaited."""
