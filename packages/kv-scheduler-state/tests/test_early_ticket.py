@@ -75,10 +75,10 @@ def test_anything_else_is_refused_by_code(value: Any, code: str) -> None:
 def test_the_keys_of_an_early_ticket_are_counted_before_they_are_looked_at(seal: TicketSeal | None) -> None:
     """14 MB of unknown keys took 3.7 s of the scheduler's thread, and on a prefill engine twice that."""
     many = {**early_params(EARLY, SECRET), **{f"{number:07}": number for number in range(1_000_000)}}
-    began_s = time.process_time()
+    began_s = time.thread_time()
     assert refusal(many, PEERS, seal) == "ticket-type"
     assert named_id({EARLY_KEY: many}, seal) == ("" if seal else EARLY.hand_over_id)
-    assert time.process_time() - began_s < 0.1
+    assert time.thread_time() - began_s < 1.0
     with pytest.raises(TicketError, match="has 1000004 keys, at most 16"):
         read_early({EARLY_KEY: many}, PEERS, seal)
 

@@ -276,7 +276,7 @@ BASES = {
 }
 
 
-@settings(max_examples=400 if LONG else 60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=400 if LONG else 60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     st.sampled_from([(base, place) for base in BASES.values() for place in places(base)]),
     st.sampled_from(ODD_VALUES),

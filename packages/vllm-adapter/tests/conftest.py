@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import settings
 
 from kv_handshake import Listener
 from vllm_adapter.observe import answers
@@ -21,9 +20,6 @@ sys.path.append(str(Path(__file__).parents[3] / "integration_tests" / "fakes"))
 from zeros import every_code_has_a_zero
 
 __all__ = ["every_code_has_a_zero"]
-
-settings.register_profile("noisy-machine", deadline=None)
-settings.load_profile("noisy-machine")
 
 
 @pytest.fixture

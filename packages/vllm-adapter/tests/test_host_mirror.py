@@ -39,7 +39,7 @@ class Memory:
 
     def save(self, copies: Sequence[PageCopy], after: object) -> None:
         assert after == "mark"
-        assert self.go.wait(10)
+        assert self.go.wait(60)
         if any(self.refuse_page in copy.pages for copy in copies):
             raise MemoryError("no room")
         self.saved.append(list(copies))

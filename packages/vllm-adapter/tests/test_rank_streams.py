@@ -125,7 +125,7 @@ class Device:
 
 
 def wait_for(condition: Any) -> None:
-    until = time.monotonic() + 10
+    until = time.monotonic() + 60
     while not condition() and time.monotonic() < until:
         time.sleep(0.001)
 

@@ -71,7 +71,7 @@ def test_a_look_from_another_thread_never_fails_while_the_engine_works() -> None
     watcher.start()
     until_s = time.monotonic() + 1.5
     number = 0
-    while time.monotonic() < until_s:
+    while not failures and (time.monotonic() < until_s or looks <= 20):
         number += 1
         engine.now_s += 0.001
         engine.prefill(f"r{number}", TEXT)
@@ -81,7 +81,6 @@ def test_a_look_from_another_thread_never_fails_while_the_engine_works() -> None
     watcher.join()
     sys.setswitchinterval(interval_s)
     assert failures == []
-    assert looks > 20
 
 
 def test_many_requests_are_all_counted_and_the_oldest_described() -> None:

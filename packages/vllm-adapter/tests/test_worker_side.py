@@ -71,7 +71,7 @@ def test_handing_a_step_over_waits_for_no_peer() -> None:
     plan = StepPlan(reads=(order(),), expects=("p1",), fences=(FenceOrder("p1", 3, 9),))
     began_s = time.monotonic()
     worker.apply(StepOrders(plan))
-    assert time.monotonic() - began_s < 5  # not 60
+    assert time.monotonic() - began_s < 30  # not 60
     assert fences == [(3, 9)]
     assert len(queued) == 1
     chunk: Any = SimpleNamespace(request_id="p1", held_tokens=0)
