@@ -25,6 +25,10 @@ from vllm_adapter.host.cache_config import cache_groups, layer_caches
 HEADS, BLOCKS = 2, 5
 NAN = 0xFF
 """Byte of which every floating-point format makes a NaN."""
+NEEDS_8_BITS = pytest.mark.skipif(
+    not (torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()),
+    reason="vLLM's kernel for 8-bit pages needs AVX-512 or AMX",
+)
 STATE = MambaSpec(block_size=2048, shapes=((64, 3), (4, 16, 16)), dtypes=(torch.float32, torch.float32))
 
 
@@ -118,7 +122,7 @@ PAIRS = [(160, 480, 100), (480, 160, 250), (32, 64, 60), (96, 96, 100), (64, 32,
     ("dtype", "kind"),
     [
         *((dtype, "auto") for dtype in (torch.float32, torch.float16, torch.bfloat16)),
-        *((torch.bfloat16, kind) for kind in ("fp8_e4m3", "fp8_e5m2")),
+        *(pytest.param(torch.bfloat16, kind, marks=NEEDS_8_BITS) for kind in ("fp8_e4m3", "fp8_e5m2")),
     ],
 )
 def test_a_hybrids_pages_arrive_as_the_hosts_kernel_writes_them(dtype: torch.dtype, kind: str) -> None:
@@ -141,6 +145,7 @@ def assert_arrives(dtype: torch.dtype, head_size: int, theirs: int, ours: int, p
     assert torch.equal(consumer.tensor[is_known], truth.tensor[is_known])
 
 
+@NEEDS_8_BITS
 @pytest.mark.proves("fp8 with other scales: proof = field-missing")
 @pytest.mark.never_wrong("A12")
 @pytest.mark.parametrize("scales", [(1.0, 1.0), (0.25, 1.0), (0.5, 0.25), (0.25, 0.25)])
@@ -155,6 +160,7 @@ def test_eight_bit_pages_with_other_scales_are_refused(scales: tuple[float, floa
         assert_refused(producer, consumer, [1], [1], 40, "field-missing")
 
 
+@NEEDS_8_BITS
 @pytest.mark.never_wrong("A12")
 def test_eight_bit_pages_of_amds_own_format_are_refused_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """MI300 halves what a byte of `fp8_e4m3` stands for, under the same name."""
