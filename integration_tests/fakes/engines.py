@@ -214,7 +214,7 @@ class Engine:
         self.step()
         return request_id
 
-    def wait_received(self, request_id: str, within_s: float = 20) -> bool:
+    def wait_received(self, request_id: str, within_s: float = 60) -> bool:
         """Step until the request's read has ended; return whether it was good."""
         until = time.monotonic() + within_s
         while request_id not in self.received:

@@ -26,7 +26,7 @@ def kill(engine: Engine, rank: int = 0) -> None:
     agent._turn = turn
     with suppress(Exception):  # its next turn may come first
         agent.call_soon(lambda: None)  # wakes it
-    until_s = time.monotonic() + 20
+    until_s = time.monotonic() + 60
     while agent._thread.is_alive():
         assert time.monotonic() < until_s
         time.sleep(0.005)

@@ -81,7 +81,7 @@ def send(fleet: Fleet, body: Any, path: str = "/v1/completions", times: int = 1)
             replies = [await client.post(path, data=json.dumps(body)) for _ in range(times)]
             return [(reply.status, await reply.text()) for reply in replies]
 
-    return asyncio.run(asyncio.wait_for(run(), 30))
+    return asyncio.run(asyncio.wait_for(run(), 120))
 
 
 def answers(body: dict[str, Any], status: int = 200) -> Handler:
@@ -201,7 +201,7 @@ def test_an_answer_that_breaks_ends_the_connection_and_the_stream_with_an_error_
                 seen.append(line.strip())  # noqa: PERF401  (those before the end of the connection are kept)
 
     with pytest.raises(ClientError):
-        asyncio.run(asyncio.wait_for(run(), timeout=10))
+        asyncio.run(asyncio.wait_for(run(), timeout=120))
     error = json.loads([line for line in seen if line][-1].removeprefix(b"data: "))["error"]
     assert (error["code"], error["type"]) == (502, "router_error")
 
