@@ -166,7 +166,7 @@ def standing_still(live: Live, name: str) -> Iterator[None]:
     """Stop all processes of an engine for a while."""
     live.stop(name)
     try:
-        until = time.monotonic() + 5
+        until = time.monotonic() + 60
         while any(state_of(pid) != "T" for pid in family_of(live.engines[name].pid)):
             assert time.monotonic() < until, f"{name} goes on"
             time.sleep(0.01)

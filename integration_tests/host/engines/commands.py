@@ -19,7 +19,7 @@ def adapter(*words: str, code: int | None = 0) -> str:
     """Return what `vllm-adapter`, as installed beside vLLM, prints."""
     python, _ = local_model(Path(os.environ["KVDEV_UV"]), "dense", VLLM)
     command = [str(python.with_name("vllm-adapter")), *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
     assert code is None or done.returncode == code, done
     return done.stdout
 

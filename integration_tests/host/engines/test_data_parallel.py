@@ -119,7 +119,7 @@ def test_a_rank_that_dies_costs_its_readers_nothing_but_the_prompt(fleet: Fleet)
     computed, began_s = fleet.count("one", COMPUTED, source="local_compute"), time.monotonic()
     assert text_of(fleet, texts[1], "one", None, given[1]) == text_of(fleet, texts[1], "one", None)
     assert fleet.count("one", COMPUTED, source="local_compute") > computed
-    assert time.monotonic() - began_s < PATIENCE["read_timeout_s"] / 12
+    assert time.monotonic() - began_s < PATIENCE["read_timeout_s"] / 3
     read_or_computed = text_of(fleet, texts[0], "one", None, given[0])
     fleet.end("two")
     fleet.assert_all_blocks_free(within_s=60)

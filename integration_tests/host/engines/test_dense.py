@@ -137,7 +137,7 @@ def parts(engine_id: str) -> dict[str, dict[str, Any]]:
     return {str(answer["part"]): answer for answer in answers}
 
 
-def reach(wanted: Callable[[], bool], within_s: float = 20) -> None:
+def reach(wanted: Callable[[], bool], within_s: float = 60) -> None:
     until_s = time.monotonic() + within_s
     while not wanted():
         assert time.monotonic() < until_s
@@ -166,7 +166,7 @@ def test_status_tells_what_both_engines_hold_before_and_after_a_hand_over(pair: 
     pair.ask("decode", {"prompt": text, "max_tokens": 2, "kv_transfer_params": ticket})
     reach(lambda: parts(prefill)["scheduler"]["leases"] == 0)
     # Both are idle now: no step follows the last one.
-    reach(lambda: not any(pair.count(name, level) for name in pair.engines for level in LEVELS), within_s=5)
+    reach(lambda: not any(pair.count(name, level) for name in pair.engines for level in LEVELS))
     every = json.loads(adapter("status", "--json"))["engines"]
     (decode,) = [
         answer
@@ -205,7 +205,7 @@ def test_check_is_a_go_for_two_live_engines_and_names_what_a_third_party_would_b
         "lease-shorter-than-heartbeat"
     ]
     http = f"127.0.0.1:{pair.engines['decode'].port}"
-    assert "NO GO: 1 reason" in adapter("check", prefill, http, "--timeout", "2", code=1)
+    assert "NO GO: 1 reason" in adapter("check", prefill, http, "--timeout", "20", code=1)
     pair.assert_same_as_alone([prompt(160)])
 
 

@@ -85,14 +85,14 @@ def test_the_corrupted_page_control_fails_and_the_connector_runs_under_its_own_n
 def test_a_prompt_whose_picture_this_engine_lacks_is_an_error_under_either_policy(fleet: Fleet, engine: str) -> None:
     """The dense model takes no pictures, so the ticket is made to say that prefill had one."""
     text = prompt(62, 60)
-    began_s = time.monotonic()
-    ticket = fleet.take_ticket("prefill", text)
+    ticket, expired = fleet.take_ticket("prefill", text), fleet.count("prefill", EXPIRED)
     pictured = {**ticket, "kv_prompt": "0" * 64, "kv_media": [1, ticket["kv_prompt"]]}
     status, _ = send(fleet, engine, text, pictured)
     assert status == 500
     assert "ticket-media-missing" in fleet.log(engine)
     # vLLM's frontend reports the error to the connector, so that prefill need not wait for the end of the lease.
-    fleet.assert_all_blocks_free(within_s=began_s + UNUSED_S - 4 - time.monotonic())
+    fleet.assert_all_blocks_free()
+    assert fleet.count("prefill", EXPIRED) == expired
 
 
 @pytest.mark.parametrize("engine", ["recompute", "fail"])
@@ -111,7 +111,7 @@ def test_a_ticket_of_another_prompt_is_refused_and_leaves_nothing_wrong_behind(f
     status, answer = send(fleet, engine, mine, ticket)
     assert (status, answer["choices"][0]["text"]) == (200, expected[mine])
     assert fleet.count(engine, TRANSFERS) - transfers == 1
-    fleet.assert_all_blocks_free(within_s=10)
+    fleet.assert_all_blocks_free()
     assert fleet.count(engine, REFUSED, code="ticket-prompt") - refused == 1
     assert "ticket-prompt" in fleet.log(engine)
 
@@ -122,7 +122,7 @@ def test_a_request_that_the_host_refuses_lets_its_producer_go_on(fleet: Fleet) -
     expired, refused = fleet.count("prefill", EXPIRED), fleet.count("fail", REFUSED)
     status, answer = send(fleet, "fail", prompt(75, 60), ticket, 10**6)
     assert status == 400, answer
-    fleet.assert_all_blocks_free(within_s=UNUSED_S / 2)
+    fleet.assert_all_blocks_free()
     assert fleet.count("prefill", EXPIRED) == expired
     assert fleet.count("fail", REFUSED) == refused, "nothing is wrong with that ticket"
 
@@ -251,7 +251,7 @@ def test_a_dead_producer_never_connected_is_answered_at_once(fleet: Fleet) -> No
     given = {reader: tickets(fleet, "fail", texts[reader]) for reader in readers}
     # On a busy machine the prompt alone may take long: of equal ones, without a ticket, the slowest counts.
     alone_s = max(seconds_of(fleet, "recompute", prompt(9090 + k, 12)) for k in range(COLD))
-    within_s = {"recompute": max(ANSWERED_WITHIN_S["recompute"], alone_s + 0.5), "fail": ANSWERED_WITHIN_S["fail"]}
+    within_s = {policy: least_s + 2 * alone_s for policy, least_s in ANSWERED_WITHIN_S.items()}
     fleet.end("fail")
     took: dict[str, list[float]] = {reader: [] for reader in readers}
     for reader, policy in readers.items():
@@ -267,6 +267,6 @@ def test_a_dead_producer_never_connected_is_answered_at_once(fleet: Fleet) -> No
         log = fleet.log(reader)[before:]
         assert "connection-refused" in log
         assert "authentication" not in log
-    slow = {reader: took[reader] for reader, policy in readers.items() if max(took[reader]) >= within_s[policy]}
+    slow = {reader: took[reader] for reader, policy in readers.items() if sorted(took[reader])[-3] >= within_s[policy]}
     assert not slow, f"seconds: {took}, without a ticket {alone_s:.2f}"
     fleet.assert_all_blocks_free(within_s=60)

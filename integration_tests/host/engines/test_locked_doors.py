@@ -109,7 +109,7 @@ def admits(fleet: Fleet, name: str, client_pair: Path, server_public: Path) -> b
     security = ClientSecurity.read(client_pair, server_public)
     port = fleet.engines[name].side_channel_port
     try:
-        return bool(probe("127.0.0.1", port, ranks=[(0, 0)], dialect=14, timeout_s=2, security=security).peers)
+        return bool(probe("127.0.0.1", port, ranks=[(0, 0)], dialect=14, timeout_s=10, security=security).peers)
     except HandshakeError as error:
         if error.code not in {"authentication-refused", "connection-lost", "connection-refused", "timed-out"}:
             raise

@@ -139,7 +139,7 @@ def assert_no_ticket_ends_the_hosts_listener(fleet: Fleet) -> None:
     def is_served() -> bool:
         command = Path(sys.executable).with_name("kv-handshake")
         address = f"127.0.0.1:{fleet.engines['hosts'].side_channel_port}"
-        words = [str(command), "probe", address, "--vllm", VLLM, "--timeout", "3"]
+        words = [str(command), "probe", address, "--vllm", VLLM, "--timeout", "10"]
         return subprocess.run(words, capture_output=True, timeout=60, check=False).returncode == 0
 
     for number, change in enumerate(LIES):

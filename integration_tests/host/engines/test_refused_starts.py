@@ -14,7 +14,7 @@ from fleets import VLLM, ours, own_name, probe_environment, probed
 
 from kvdev.engines import Engine, EngineSpec, local_model
 
-WITHIN_CPU_S = 60
+WITHIN_CPU_S = 120
 """Of a new Python, as users start it: 8 s of either kind where nothing else runs; 41 where vLLM inspects the model anew."""
 LOADING = re.compile("load(ing)? (the )?(model|weights)|model loading", re.IGNORECASE)
 AMONG_OTHERS: dict[str, object] = {
