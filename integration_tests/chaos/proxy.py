@@ -129,7 +129,7 @@ def running_proxy(proxy: Proxy) -> Iterator[Proxy]:
     is_up = threading.Event()
     thread = threading.Thread(target=lambda: asyncio.run(proxy.run(is_up)), name="proxy", daemon=True)
     thread.start()
-    assert is_up.wait(10), "the proxy does not listen"
+    assert is_up.wait(60), "the proxy does not listen"
     try:
         yield proxy
     finally:

@@ -40,7 +40,7 @@ def test_doctor_with_a_peer():
 def test_tcp_is_shouted():
     code, report = run(DOCTOR, UCX_TLS="tcp")
     findings = {finding["name"]: finding for finding in report["findings"]}
-    assert code == 1
+    assert code == 1, report["findings"]
     assert findings["ucx-tls"]["severity"] == "warning"
     assert "READS GO OVER TCP" in findings["transports"]["message"]
     transports = {each["name"]: each for each in report["transports"]}

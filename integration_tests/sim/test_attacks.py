@@ -188,6 +188,7 @@ def test_h11_a_ticket_that_names_anothers_request_frees_nothing(
     forged = {**ticket, "remote_request_id": victims_ticket["remote_request_id"]}
     nameless = {key: value for key, value in forged.items() if key != "kv_nonce"}
     elsewhere = {key: value for key, value in nameless.items() if key not in HOSTS_LACKS}
+    is_freed = False
     for number, lie in enumerate((forged, nameless, {**elsewhere, "remote_port": port})):
         request_id = attempt(reader, lie, tokens)
         assert name != "sealed" or refusal(reader, request_id) == "ticket-seal"

@@ -40,10 +40,10 @@ def envelope(dialect: int, rank: tuple[int, int]) -> bytes:
 
 @contextmanager
 def asker(port: int, kind: int = zmq.DEALER) -> Iterator[zmq.Socket[bytes]]:
-    """A socket at a listener; each answer must come within ten seconds."""
+    """A socket at a listener; each answer must come within a minute."""
     with zmq.Context() as context, context.socket(kind) as made:
         made.setsockopt(zmq.LINGER, 0)
-        made.setsockopt(zmq.RCVTIMEO, 10_000)
+        made.setsockopt(zmq.RCVTIMEO, 60_000)
         made.connect(f"tcp://127.0.0.1:{port}")
         yield made
 

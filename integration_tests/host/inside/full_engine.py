@@ -218,7 +218,7 @@ class FullEngine(Engine):
         """Keep the transfer thread from doing anything meanwhile."""
         gate, is_held = threading.Event(), threading.Event()
         self.side._registration.agent.call_soon(lambda: (is_held.set(), gate.wait(60)))
-        assert is_held.wait(10)
+        assert is_held.wait(60)
         try:
             yield
         finally:

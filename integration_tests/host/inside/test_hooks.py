@@ -43,7 +43,7 @@ def side_channel_port(monkeypatch: pytest.MonkeyPatch) -> int:
 def _ask(port: int, *query: object, kind: int = zmq.REQ) -> list[bytes]:
     """Ask as vLLM's own workers do, or with a DEALER as ours do."""
     with zmq.Context() as context, context.socket(kind) as link:
-        link.setsockopt(zmq.RCVTIMEO, 5000)
+        link.setsockopt(zmq.RCVTIMEO, 60_000)
         link.setsockopt(zmq.LINGER, 0)
         link.connect(f"tcp://127.0.0.1:{port}")
         link.send(msgspec.msgpack.encode((host_metadata.GET_META_MSG, *query)))

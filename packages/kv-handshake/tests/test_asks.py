@@ -35,7 +35,7 @@ class Engine:
         self.listener.start()
 
     def next_ask(self):
-        return self.asked.get(timeout=20)
+        return self.asked.get(timeout=60)
 
     def count(self, name):
         return self.listener.statistics().get(name, 0)
@@ -58,7 +58,7 @@ class Asking:
         return self.client.ask(host=host, port=port, payload=payload, on_reply=keep, deadline_s=deadline_s)
 
     def reply(self):
-        return self.replies.get(timeout=20)
+        return self.replies.get(timeout=60)
 
     def count(self, name):
         return self.client.statistics()[name]
@@ -125,7 +125,7 @@ def test_an_ask_that_nobody_answers_is_refused_and_counted(make, asking):
     asking.ask(engine.listener.port)
     ask_id, _ = engine.next_ask()
     assert asking.reply() == ("ask-expired", b"")
-    assert engine.gone.get(timeout=20) == ask_id
+    assert engine.gone.get(timeout=60) == ask_id
     engine.listener.answer(ask_id, b"too late")
     engine.listener._desk._wait_s = 20.0
     asking.ask(engine.listener.port, b"second")
@@ -138,7 +138,7 @@ def test_a_cancelled_ask_is_forgotten_on_both_sides(engine, asking):
     cancel = asking.ask(engine.listener.port)
     ask_id, _ = engine.next_ask()
     cancel()
-    assert engine.gone.get(timeout=20) == ask_id
+    assert engine.gone.get(timeout=60) == ask_id
     engine.listener.answer(ask_id, b"nobody hears it")
     asking.ask(engine.listener.port, b"next")
     engine.listener.answer(engine.next_ask()[0], b"heard")
@@ -161,7 +161,7 @@ def test_asks_of_a_listener_that_closes_are_dropped(engine, asking):
     asking.ask(engine.listener.port)
     ask_id, _ = engine.next_ask()
     engine.listener.close()
-    assert engine.gone.get(timeout=20) == ask_id
+    assert engine.gone.get(timeout=60) == ask_id
     assert asking.reply()[0] in {"connection-refused", "connection-lost"}
 
 
@@ -173,10 +173,10 @@ def test_an_open_ask_goes_over_to_the_next_connection(asking):
     with Listener("127.0.0.1", 0, payloads={(0, 0): envelope}) as listener:
         listener.take_asks(lambda *ask: asked.put(ask), lambda _: None)
         asking.ask(listener.port, b"again")
-        asked.get(timeout=20)
+        asked.get(timeout=60)
         listener._socket.is_outdated = True  # as after a change of keys
         listener._socket.wake()
-        ask_id, payload = asked.get(timeout=20)
+        ask_id, payload = asked.get(timeout=60)
         listener.answer(ask_id, payload)
         assert asking.reply() == ("", b"again")
     assert asking.count("attempts") == 2

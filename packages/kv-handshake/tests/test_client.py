@@ -207,7 +207,7 @@ def test_a_peer_that_restarts_in_the_middle_is_asked_again(connect, free_port, m
     second = Listener("127.0.0.1", free_port, payloads=sample_envelopes(RANKS))
     client = connect(timing=Timing(deadline_s=60, attempt_s=20))
     opened = client._loop._hub.open
-    monkeypatch.setattr(client._loop._hub, "open", lambda *values: (answered and first.join(20), opened(*values))[1])
+    monkeypatch.setattr(client._loop._hub, "open", lambda *values: (answered and first.join(60), opened(*values))[1])
     first.start()
     outcome = fetch(client, free_port)
     assert outcome.is_ok, outcome

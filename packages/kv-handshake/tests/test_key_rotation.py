@@ -180,12 +180,12 @@ def test_an_opening_that_a_listener_ends_is_tried_again(served, client_of, serve
                             return
                         (back if each is second else second).sendall(data)
 
-        front.settimeout(20)
+        front.settimeout(60)
         relaying = threading.Thread(target=relay)
         relaying.start()
         outcome = client.fetch(host="127.0.0.1", port=front.getsockname()[1], ranks=[(0, 0)], dialect=14)
         client.close()
-        relaying.join(timeout=30)
+        relaying.join(timeout=120)
     assert (outcome.code, len(ended)) == ("", 1)
 
 

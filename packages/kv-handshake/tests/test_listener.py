@@ -203,7 +203,7 @@ def test_a_restart_refuses_no_connection(listener, connect, monkeypatch):
     gate = threading.Event()
 
     def made_later(port, **options):
-        assert gate.wait(20)
+        assert gate.wait(60)
         return router_socket(port, **options)
 
     router_socket = RouterSocket

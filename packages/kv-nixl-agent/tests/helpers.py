@@ -134,7 +134,7 @@ class Rank:
                 future.set_exception(error)
 
         self.thread.call_soon(call)
-        return future.result(10)
+        return future.result(60)
 
     def hold(self):
         """Keep the owner thread busy until the returned event is set."""

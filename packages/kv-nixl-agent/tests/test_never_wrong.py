@@ -153,5 +153,5 @@ def test_writers_on_other_threads_revive_no_word_of_a_closed_agent():
         writer.start()
         assert is_running.wait(60)
         owner.thread.close()
-        writer.join(10)
+        writer.join(60)
         assert fences.read(3) == (1 << 64) - 1

@@ -83,7 +83,7 @@ def served(lines, monkeypatch):
     while not bound:
         assert server.is_alive()
     for line in lines:
-        with socket.create_connection(("127.0.0.1", bound[0]), timeout=5) as client:
+        with socket.create_connection(("127.0.0.1", bound[0]), timeout=60) as client:
             answer = b""
             try:
                 client.sendall(line)
@@ -93,7 +93,7 @@ def served(lines, monkeypatch):
             except OSError:
                 pass  # closed with words of ours unread, maybe before we shut down our side
             answers.append(answer)
-    server.join(10)
+    server.join(60)
     assert ended == bound, "the server has served them all"
     return answers
 
@@ -144,12 +144,12 @@ def asked(answer):
     """Return the finding on a peer that answers so."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        ours.settimeout(5)
+        ours.settimeout(60)
         sender = threading.Thread(target=lambda: (theirs.sendall(answer), theirs.shutdown(socket.SHUT_WR)))
         with patch("socket.create_connection", lambda *_, **__: ours):
             sender.start()
             found = report._try_peer("10.0.0.1", 5700)
-        sender.join(5)
+        sender.join(60)
     return found
 
 

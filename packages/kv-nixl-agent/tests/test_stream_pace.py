@@ -135,6 +135,7 @@ def test_a_thread_whose_own_slots_are_open_looks_out_for_its_readers():
         thread = Rank(fabric, f"producer {progress_thread}", options=options).start().thread
         try:
             thread.allow_slow_polling(True)
+            count = -1
             for tag in range(7, 17, 2):
                 time.sleep(2.5)  # it looks every 0.25 s by now
                 thread.stream_words.open(1, tag, tag)
