@@ -99,7 +99,7 @@ def is_tcp(path: ReadPath) -> bool:
 
 PAGE_SIZES: Final = (4096, 16384, 65536, 1 << 20)
 _REGION_BYTES: Final = 16 << 20
-_TIMEOUT_S: Final = 120.0
+_TIMEOUT_S: Final = 240.0
 
 
 @final
