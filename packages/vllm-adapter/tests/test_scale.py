@@ -62,66 +62,67 @@ def reading(count: int) -> tuple[Bench, list[Any]]:
     return bench, peers
 
 
-def cancels(count: int) -> Callable[[], None]:
+def cancels(count: int) -> Callable[[], object]:
     bench, _ = reading(count)
-    return lambda: [bench.reads.cancel(f"r{number}") for number in range(count)] and None
+    return lambda: [bench.reads.cancel(f"r{number}") for number in range(count)]
 
 
-def stops(count: int) -> Callable[[], None]:
+def stops(count: int) -> Callable[[], object]:
     bench, _ = reading(count)
-    return lambda: [bench.reads.stop(f"r{number}") for number in range(count)] and None
+    return lambda: [bench.reads.stop(f"r{number}") for number in range(count)]
 
 
-def heartbeats(count: int) -> Callable[[], None]:
+def heartbeats(count: int) -> Callable[[], object]:
     bench, peers = reading(count)
     named = [tuple((f"p{n}", "") for n in range(first, count, len(peers))) for first in range(len(peers))]
     orders = [HeartbeatOrder(each, readers) for each, readers in zip(peers, named, strict=True)]
-    return lambda: [bench.reads.heartbeat(each) for each in orders] and None
+    return lambda: [bench.reads.heartbeat(each) for each in orders]
 
 
-def meetings(count: int) -> Callable[[], None]:
+def meetings(count: int) -> Callable[[], object]:
     bench, peers = Bench(), engines(count)
-    return lambda: [bench.start(order(f"r{number}", peer=each)) for number, each in enumerate(peers)] and None
+    return lambda: [bench.start(order(f"r{number}", peer=each)) for number, each in enumerate(peers)]
 
 
-def other_names(count: int) -> Callable[[], None]:
+def other_names(count: int) -> Callable[[], object]:
     """Orders whose tickets name an engine by another generation than the first one did."""
     bench, peers = Bench(), engines(count)
     for number, each in enumerate(peers):
         bench.start(order(f"first{number}", peer=each))
     orders = [order(f"r{number}", peer=each._replace(generation=1)) for number, each in enumerate(peers)]
-    return lambda: [bench.reads.read(each) for each in orders] and None
+    return lambda: [bench.reads.read(each) for each in orders]
 
 
-def probes(count: int) -> Callable[[], None]:
+def probes(count: int) -> Callable[[], object]:
     bench, _ = reading(PER_PEER * count)
     for number in range(PER_PEER * count):
         bench.finish(f"r{number}/0.0")
     bench.now_s += 15
     bench.reads.look_after()
     assert len(bench.agent.probes) == count
-    return lambda: [bench.finish(each) for each in bench.agent.probes] and None
+    return lambda: [bench.finish(each) for each in bench.agent.probes]
 
 
-def expiries(count: int) -> Callable[[], None]:
+def expiries(count: int) -> Callable[[], object]:
     table = LeaseTable(max_pause_s=math.inf)
     for number in range(count):
         table.expect(f"r{number}", now_s=0.0)
         table.grant(f"r{number}", lease_s=30.0 + number, fence=None, now_s=0.0)
-    return lambda: [table.take_ended(now_s=30.5 + number) for number in range(count)] and None
+    return lambda: [table.take_ended(now_s=30.5 + number) for number in range(count)]
 
 
-def asks(count: int) -> Callable[[], None]:
+def asks(count: int) -> Callable[[], object]:
     desk = desks.AskDesk(lambda *_: None, lambda _: None, wait_s=5.0, log=GatedLog(), counts=Counter())
     incoming: Any = SimpleNamespace(envelope=(b"peer",), sender=SimpleNamespace(descriptor=3, address="10.0.0.1"))
     queries = [encode_ask(number, b"early ticket") for number in range(1, count + 1)]
-    return lambda: [desk.receive(incoming, query, 0.0) for query in queries] and None
+    return lambda: [desk.receive(incoming, query, 0.0) for query in queries]
 
 
 def posted(count: int, clock: list[float]) -> TransferAgent:
     """An agent with reads on the wire that do not end."""
     fabric, memory = FakeFabric(), np.zeros(64, np.uint8)
-    region, rows = (memory.ctypes.data, 64, 0, "DRAM"), np.array([[memory.ctypes.data, 8, 0, 8, 8]], np.uint64)
+    region: Any = (memory.ctypes.data, 64, 0, "DRAM")
+    rows = np.array([[memory.ctypes.data, 8, 0, 8, 8]], np.uint64)
     options = AgentOptions(wire_up=False)
     made = [
         TransferAgent(name, [region], options, port_factory=fabric.port, clock=lambda: clock[0])
@@ -136,20 +137,20 @@ def posted(count: int, clock: list[float]) -> TransferAgent:
     return reader
 
 
-def quarantines(count: int) -> Callable[[], None]:
+def quarantines(count: int) -> Callable[[], object]:
     """Orders beside reads in quarantine."""
     agent = posted(count, [0.0])
     for number in range(count):
         agent.cancel(f"t{number}")
     one = np.zeros(1, np.int32)
     orders = [TransferOrder(f"u{number}", "p", one, one) for number in range(count)]
-    return lambda: [agent.submit(each) for each in orders] and None
+    return lambda: [agent.submit(each) for each in orders]
 
 
 @pytest.mark.parametrize(
     "work", [cancels, stops, heartbeats, meetings, other_names, probes, expiries, asks, quarantines]
 )
-def test_work_grows_with_the_number_and_no_faster(work: Callable[[int], Callable[[], None]]) -> None:
+def test_work_grows_with_the_number_and_no_faster(work: Callable[[int], Callable[[], object]]) -> None:
     few, many = operations(work(FEW)), operations(work(MANY))
     assert few > FEW
     assert many / few < MANY / FEW * 1.2, f"{few} operations for {FEW}, {many} for {MANY}"
