@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Final
@@ -83,7 +84,8 @@ def _outbox_violations(live: Mapping[str, Request], outbox: Outbox) -> Iterator[
 
 def _lease_violations(table: LeaseTable) -> Iterator[str]:
     for request_id, lease in table._leases.items():
-        if lease.state == "granted" and lease.deadline_s < table._next_due_s:
+        entries = [due_s for due_s, entry_id in table._due if entry_id == request_id]
+        if lease.state == "granted" and lease.deadline_s < min(entries, default=math.inf):
             yield f"{request_id}: granted, but nothing will ever expire it"
         if lease.state not in {"expected", "granted"}:
             yield f"{request_id}: lease state '{lease.state}' is not a live state"

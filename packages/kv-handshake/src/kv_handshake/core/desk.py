@@ -57,6 +57,7 @@ class OpenAsk(NamedTuple):
 
 
 _AFTER_BUSY_S = 0.05
+_NOTHING = (0, 0)
 
 
 @final
@@ -93,6 +94,9 @@ class AskDesk:
         self._ids = itertools.count(1)
         # In order of arrival, and so of expiry, since all may wait equally long.
         self._open: dict[int, OpenAsk] = {}
+        self._by_number: dict[tuple[str, int, int], OpenAsk] = {}
+        # Number and bytes of open asks: of all (None), of each address, and of each connection (address, descriptor).
+        self._held: dict[str | tuple[str, int] | None, tuple[int, int]] = {}
         self._counts = counts
 
     @property
@@ -134,9 +138,9 @@ class AskDesk:
         ask, sender = parse_ask(query), incoming.sender
         if wait_s:
             return self.refuse(ask.number, "rate-limited", wait_s)
-        held = [each for each in self._open.values() if each.address == sender.address]
-        of_connection = {each.number: each for each in held if each.descriptor == sender.descriptor}
-        known = of_connection.get(ask.number)
+        connection = sender.address, sender.descriptor
+        asks_held, bytes_held = self._held.get(sender.address, _NOTHING)
+        known = self._by_number.get((*connection, ask.number))
         if ask.payload is None:
             if known is not None:
                 self._drop([known], "asks_cancelled")
@@ -145,20 +149,30 @@ class AskDesk:
             return self.refuse(ask.number, "ask-repeated", _AFTER_BUSY_S)
         size_bytes = len(ask.payload)
         if (
-            len(of_connection) >= ASKS_PER_CONNECTION
-            or len(held) >= MOST_ASKS - len(self._open)
-            or sum(each.size_bytes for each in held) + size_bytes
-            > MOST_ASKED_BYTES - sum(each.size_bytes for each in self._open.values())
+            self._held.get(connection, _NOTHING)[0] >= ASKS_PER_CONNECTION
+            or asks_held >= MOST_ASKS - len(self._open)
+            or bytes_held + size_bytes > MOST_ASKED_BYTES - self._held.get(None, _NOTHING)[1]
         ):
             return self.refuse(ask.number, "ask-busy", _AFTER_BUSY_S)
         until_s = now_s + self.wait_s
-        made = OpenAsk(
-            next(self._ids), incoming.envelope, ask.number, size_bytes, sender.address, sender.descriptor, until_s
-        )
-        self._open[made.ask_id] = made
+        made = OpenAsk(next(self._ids), incoming.envelope, ask.number, size_bytes, *connection, until_s)
+        self._open[made.ask_id] = self._by_number[*connection, ask.number] = made
+        self._note(made, 1)
         self._counts["asks"] += 1
         self._log.call(self._counts, "on_ask", self._on_ask, made.ask_id, ask.payload)
         return ()
+
+    def _note(self, ask: OpenAsk, change: int) -> None:
+        """Count an ask in (1) or out (-1)."""
+        for key in (None, ask.address, (ask.address, ask.descriptor)):
+            asks, size_bytes = self._held.get(key, _NOTHING)
+            self._held[key] = asks + change, size_bytes + change * ask.size_bytes
+            if asks + change == 0:
+                del self._held[key]
+
+    def _forget(self, ask: OpenAsk) -> None:
+        del self._open[ask.ask_id], self._by_number[ask.address, ask.descriptor, ask.number]
+        self._note(ask, -1)
 
     def refuse(self, number: int, code: str, wait_s: float = 0.0) -> tuple[bytes, ...]:
         """Return the frames of a refusal, counted."""
@@ -173,7 +187,7 @@ class AskDesk:
         for ask_id, payload in answers:
             ask = self._open.get(ask_id)
             if ask is not None:
-                del self._open[ask_id]
+                self._forget(ask)
                 self._counts["asks_answered"] += 1
                 replies.append((ask.envelope, (encode_answer(ask.number, payload),)))
         # Another connection may have an ended one's descriptor by now; the refusal of its asks permits a retry.
@@ -190,6 +204,6 @@ class AskDesk:
 
     def _drop(self, asks: Iterable[OpenAsk], count: str) -> None:
         for ask in asks:
-            del self._open[ask.ask_id]
+            self._forget(ask)
             self._counts[count] += 1
             self._log.call(self._counts, "on_gone", self._on_gone, ask.ask_id)

@@ -17,6 +17,7 @@ the thread awake: its peer is probably stopped, for minutes or for ever, and nob
 from __future__ import annotations
 
 import time
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, final
 
@@ -129,6 +130,8 @@ class Handles:
         """Reads on the wire that land in our own words; a read is freed and released when it has ended."""
         self.held: dict[str, Hold] = {}
         """Transfers in quarantine by id, oldest first."""
+        self.held_of: Counter[str] = Counter()
+        """Number of transfers in quarantine by the key of their peer."""
         self._unreleased: list[Handle] = []
         self._next_poll_s = 0.0
 
@@ -153,6 +156,7 @@ class Handles:
     def hold(self, hold: Hold) -> None:
         """Keep the handles of a transfer's active parts: its pages are in quarantine until `on_quiet` is called."""
         self.held[hold.transfer_id] = hold
+        self.held_of[hold.peer.key] += 1
 
     def entries(self) -> Sequence[QuarantineEntry]:
         """Return the transfers in quarantine, oldest first."""
@@ -242,6 +246,9 @@ class Handles:
 
     def _end_quarantine(self, held: Hold) -> None:
         del self.held[held.transfer_id]
+        self.held_of[held.peer.key] -= 1
+        if not self.held_of[held.peer.key]:
+            del self.held_of[held.peer.key]
         held.on_quiet()
 
     def close(self, wait_s: float) -> None:

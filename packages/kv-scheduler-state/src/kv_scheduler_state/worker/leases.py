@@ -17,6 +17,7 @@ are left; a process that stood still for a minute takes off 1 s, and the renewal
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
@@ -170,8 +171,8 @@ class LeaseTable:
         self._lengths: Counter[float] = Counter()
         self._table = LEASE_TABLE
         self._leases: dict[str, Lease] = {}
-        # No lease is due before this time, which may be too early after leases have ended, but never too late.
-        self._next_due_s = math.inf
+        # Heap of (time, request): no running lease is due before its entry. Renewals and ends leave entries as they are.
+        self._due: list[tuple[float, str]] = []
         self._ended: list[LeaseEnd] = []
         self._past: OrderedDict[str, _EndReason] = OrderedDict()
         # Requests that peers know by another id than the engine's, by that id; as long as they are live or in `_past`.
@@ -340,15 +341,15 @@ class LeaseTable:
             InvalidEvent: `invalid-event`, for an invalid time.
         """
         at_s = self._clock.observe(now_s)
-        if self._next_due_s <= at_s:
-            granted = [
-                (lease.deadline_s, name, lease) for name, lease in self._leases.items() if lease.state == "granted"
-            ]
-            due = [each for each in granted if each[0] <= at_s]
-            for _, request_id, lease in sorted(due, key=lambda each: each[0]):
+        while self._due and self._due[0][0] <= at_s:
+            due_s, request_id = heapq.heappop(self._due)
+            lease = self._leases.get(request_id)
+            if lease is None or lease.state != "granted":
+                continue
+            if lease.deadline_s > due_s:  # a renewal only moves a deadline to later
+                heapq.heappush(self._due, (lease.deadline_s, request_id))
+            else:
                 self._step(request_id, lease, self._table.find(request_id, lease.state, "expire"), at_s)
-            # A renewal only moves a deadline to later, so no lease is due before this time.
-            self._next_due_s = min([deadline_s for deadline_s, _, _ in granted if deadline_s > at_s], default=math.inf)
         ended, self._ended = tuple(self._ended), []
         return ended
 
@@ -395,7 +396,7 @@ class LeaseTable:
                 lease.deadline_s = max(lease.deadline_s, at_s + lease.lease_s * _RENEWED_PART)
             elif effect == "start":
                 self._note_length(lease.lease_s, 1)
-                self._next_due_s = min(self._next_due_s, lease.deadline_s)
+                heapq.heappush(self._due, (lease.deadline_s, request_id))
             elif effect in _END_REASONS:
                 self._end(request_id, lease, effect)
         if lease.state == GONE:

@@ -76,6 +76,9 @@ class PeerDirectory:
         self._ready = ready
         self._failed = failed
         self.engines: dict[PeerAddress, PeerEngine] = {}
+        # The same under the id that a ticket names first: an engine has a record per address and generation.
+        self._by_id: dict[str, list[PeerEngine]] = {}
+        self._probes: dict[str, PeerEngine] = {}
         self._probe_count = 0
 
     # ---------------------------------------------------------------------------------------------- reads
@@ -96,10 +99,6 @@ class PeerDirectory:
             self._meet(peer, [read])
         else:
             engine.waiting.append(read)
-
-    def waiting(self, request_id: str) -> list[Read]:
-        """Return a request's reads whose engine is not ready yet."""
-        return [r for engine in self.engines.values() for r in engine.waiting if r.order.request_id == request_id]
 
     def take_waiting(self) -> list[Read]:
         """Return all reads that wait for an engine, and stop their waiting."""
@@ -158,7 +157,7 @@ class PeerDirectory:
         """Return the engine that a ticket means, if need be under another address."""
         if peer in self.engines:
             return self.engines[peer]
-        return next((engine for engine in self.engines.values() if engine.is_meant_by(peer)), None)
+        return next((engine for engine in self._by_id.get(peer.engine_id, ()) if engine.is_meant_by(peer)), None)
 
     def _meet(self, peer: PeerAddress, waiting: list[Read]) -> None:
         """Query the ranks that a ticket names; without seals, rank (0, 0) first, whose metadata may disprove the ticket.
@@ -170,6 +169,7 @@ class PeerDirectory:
         """
         now_s = self._parts.now_s()
         engine = self.engines[peer] = PeerEngine(peer, last_used_s=now_s, last_answer_s=now_s, waiting=waiting)
+        self._by_id.setdefault(peer.engine_id, []).append(engine)
         lies: list[Exception] = []
 
         def check_first(first: AgentMetadata) -> None:
@@ -288,17 +288,15 @@ class PeerDirectory:
 
     def _forget_aliases(self, engine: PeerEngine) -> None:
         """Forget idle records of the same engine under another address: NIXL knows an agent only once."""
-        for other in list(self.engines.values()):
-            is_alias = other is not engine and other.engine_id == engine.engine_id
-            if is_alias and other.phase == "ready" and other.reads_in_flight == 0:
+        for other in list(self._by_id[engine.engine_id]):
+            if other is not engine and other.phase == "ready" and not other.reads:
                 self._drain(other, f"{engine.text} has this name now")
 
     # ---------------------------------------------------------------------------------------------- leaving
 
     def _fail(self, engine: PeerEngine, code: str, message: str) -> None:
         """Forget an engine that could not be set up, and fail the reads that wait for it."""
-        if self.engines.get(engine.address) is engine:
-            del self.engines[engine.address]
+        self._forget(engine)
         for read in _take(engine):
             read.was_met = False
             self._failed(read, code, message)
@@ -318,19 +316,26 @@ class PeerDirectory:
         engine.phase = "draining"
         self._forget_when_idle(engine)
 
-    def read_ended(self, engine: PeerEngine) -> None:
+    def read_ended(self, read: Read, engine: PeerEngine) -> None:
         """Note that one of the engine's reads in flight has ended."""
-        engine.reads_in_flight -= 1
+        engine.reads.discard(read)
         if engine.phase == "draining":
             self._forget_when_idle(engine)
 
     def _forget_when_idle(self, engine: PeerEngine) -> None:
-        if engine.reads_in_flight or self.engines.get(engine.address) is not engine:
+        if engine.reads or self.engines.get(engine.address) is not engine:
             return
         self._forget_ranks(engine)
-        del self.engines[engine.address]
+        self._forget(engine)
         for read in _take(engine):
             self.submit(read)
+
+    def _forget(self, engine: PeerEngine) -> None:
+        if self.engines.get(engine.address) is engine:
+            del self.engines[engine.address]
+            self._by_id[engine.engine_id].remove(engine)
+            if not self._by_id[engine.engine_id]:
+                del self._by_id[engine.engine_id]
 
     def _forget_ranks(self, engine: PeerEngine) -> None:
         for key in engine.keys.values():
@@ -365,35 +370,36 @@ class PeerDirectory:
             return "handshake-overdue", f"{engine.text} has not answered the handshake {wait}"
         return "peer-draining", (
             f"no new connection to {engine.text} {wait}: earlier reads from it are still on the wire or in "
-            f"quarantine ({engine.reads_in_flight}); check whether it is stopped"
+            f"quarantine ({len(engine.reads)}); check whether it is stopped"
         )
 
     def _look_after_idle(self, engine: PeerEngine, now_s: float) -> None:
-        if engine.reads_in_flight:
+        if engine.reads:
             return
         is_silent = engine.silent_probes or now_s - engine.last_answer_s > self._probe_s
         ttl_s = self._parts.settings.engine_ttl  # 0: engines are never forgotten, as in vLLM's own connector
         if ttl_s and now_s - engine.last_used_s > ttl_s:
             self._drain(engine, f"unused for {ttl_s:g} s")
-        elif is_silent and not engine.probe_id and engine.plan.producer_ranks:
+        elif is_silent and not engine.is_probed and engine.plan.producer_ranks:
             self._probe(engine, engine.plan.producer_ranks[0])
 
     def _probe(self, engine: PeerEngine, rank: Rank) -> None:
         # A request's transfers are named "<request>/<rank>", so no transfer has the name of a probe.
         self._probe_count += 1
-        engine.probe_id = f"probe {self._probe_count}"
+        probe_id = f"probe {self._probe_count}"
         try:
-            self._parts.thread.agent.probe(engine.probe_id, engine.keys[rank], deadline_s=_PROBE_DEADLINE_S)
+            self._parts.thread.agent.probe(probe_id, engine.keys[rank], deadline_s=_PROBE_DEADLINE_S)
+            self._probes[probe_id], engine.is_probed = engine, True
         except Exception as error:  # noqa: BLE001  (a peer that cannot be probed is let go by its age)
-            engine.probe_id, engine.last_answer_s = "", self._parts.now_s()
+            engine.last_answer_s = self._parts.now_s()
             self._parts.recorder.trouble("probe of an idle engine", error)
 
     def probe_ended(self, result: TransferResult) -> None:
         """Process the end of a probe; results of other transfers are ignored."""
-        engine = next((each for each in self.engines.values() if each.probe_id == result.transfer_id), None)
+        engine = self._probes.pop(result.transfer_id, None)
         if engine is None:
             return
-        engine.probe_id = ""
+        engine.is_probed = False
         if result.outcome == "done":
             engine.silent_probes, engine.last_answer_s = 0, self._parts.now_s()
             return

@@ -70,6 +70,8 @@ class ReadCoordinator:
         self._parts = parts
         self._ended = ended
         self._transfers: dict[str, Read] = {}
+        # Reads that have not ended, by request: an id may come again while pages of its former read are quarantined.
+        self._open: dict[str, list[Read]] = {}
         self._peers = PeerDirectory(parts, planner, ready=self._begin, failed=self._fail)
         self._stalled: set[str] = set()
         self._streams = StreamCoordinator(parts, readers, shape, self._peers, self._transfers, self._end)
@@ -139,6 +141,7 @@ class ReadCoordinator:
             stream: The order of the stream, if the read follows a peer's progress.
         """
         read = Read(order, ReadTimes(self._parts.now_s()), stream)
+        self._open.setdefault(order.request_id, []).append(read)
         try:
             self._peers.submit(read)
         except Exception as error:  # noqa: BLE001  (one order can only fail itself)
@@ -146,7 +149,7 @@ class ReadCoordinator:
 
     def stop(self, request_id: str) -> None:
         """Stop a stream; its end is reported, as failed, once all its transfers are quiet."""
-        self._streams.stop(request_id)
+        self._streams.stop(request_id, list(self._open.get(request_id, ())))
 
     def cancel(self, request_id: str, *, is_passed_on: bool = False) -> None:
         """Give up a plain read that is no longer needed; it still ends once, when its pages are quiet.
@@ -155,14 +158,12 @@ class ReadCoordinator:
             request_id: The request.
             is_passed_on: Whether another request reads the same hand-over: the producer is not notified of this end.
         """
-        for transfer_id, read in list(self._transfers.items()):
-            if read.order.request_id == request_id and read.stream is None:
-                read.is_passed_on, read.is_cancelled, read.may_retry = is_passed_on, True, False
-                self._parts.thread.agent.cancel(transfer_id)
-        for read in self._peers.waiting(request_id):
-            # The read keeps waiting, but only to tell its producer that the blocks are not needed.
-            if read.stream is None:
-                read.is_passed_on = is_passed_on
+        for read in [each for each in self._open.get(request_id, ()) if each.stream is None]:
+            read.is_passed_on = is_passed_on
+            if read.transfers:
+                read.is_cancelled, read.may_retry = True, False
+                self._parts.cancel(read)
+            else:  # the read keeps waiting, but only to tell its producer that the blocks are not needed
                 self._fail(read, "cancelled", "the request was aborted before its read began")
 
     def end_all(self, code: str, message: str) -> None:
@@ -179,8 +180,8 @@ class ReadCoordinator:
         """Renew leases at a peer engine; the set-up of an unknown engine is started first."""
         engine, renewed = self._peers.renew(order)
         renewed_until_s = self._parts.now_s() + self._parts.settings.renewed_s
-        for read in self._transfers.values():
-            if read.engine is engine and read.order.ticket.peer_request_id in renewed:
+        for read in engine.reads if engine is not None else ():
+            if read.order.ticket.peer_request_id in renewed:
                 read.trusted_until_s = max(read.trusted_until_s, renewed_until_s)
 
     # ---------------------------------------------------------------------------------------------- posting
@@ -223,7 +224,7 @@ class ReadCoordinator:
         read.attempt += 1
         read.engine = engine
         self._transfers.update(dict.fromkeys(read.transfers, read))
-        engine.reads_in_flight += 1
+        engine.reads.add(read)
         for transfer_id, rank in list(read.transfers.items()):
             try:
                 if not read.code:  # else an earlier rank's post was refused
@@ -338,7 +339,7 @@ class ReadCoordinator:
         except Exception as error:  # noqa: BLE001  (whatever else fails, the read ends)
             self._abandon(read, "end of a read", error)
         finally:
-            self._peers.read_ended(engine)
+            self._peers.read_ended(read, engine)
 
     def _may_retry(self, read: Read, engine: PeerEngine) -> bool:
         """Return whether to retry a read that has failed: its peer caused the failure, and time and attempts remain.
@@ -379,6 +380,10 @@ class ReadCoordinator:
         if read.is_ended:
             return
         read.is_ended = True
+        request_id = read.order.request_id
+        self._open[request_id].remove(read)
+        if not self._open[request_id]:
+            del self._open[request_id]
         if read.order.is_reported or read.code:
             staged, is_streamed, now_s = () if read.code else read.staged, read.stream is not None, self._parts.now_s()
             end = ReadEnd(read.order, read.code, read.message, read.times, now_s, read.was_met, staged, is_streamed)

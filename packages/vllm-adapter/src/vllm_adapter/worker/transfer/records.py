@@ -147,7 +147,7 @@ class Read:
 
 
 @final
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class PeerEngine:
     """Known state of one peer engine.
 
@@ -165,11 +165,11 @@ class PeerEngine:
             are not secret, so it may be forged, and a notification in the request's name would renew or end the lease of the
             real ticket's holder.
         generation: Generation of its memory registration; None if it announces none.
-        reads_in_flight: Reads posted to it that have not ended.
+        reads: Reads posted to it that have not ended.
         last_used_s: Time at which an order last named it.
         last_answer_s: Time of its last answer to a handshake, a read or a probe.
         silent_probes: Number of consecutive probes without an answer.
-        probe_id: Name of the probe in progress; empty for none.
+        is_probed: Whether a probe is in progress.
     """
 
     address: PeerAddress
@@ -184,9 +184,9 @@ class PeerEngine:
     has_our_blocks: bool = False
     capabilities: frozenset[str] = frozenset()
     generation: int | None = None
-    reads_in_flight: int = 0
+    reads: set[Read] = field(default_factory=set["Read"])
     silent_probes: int = 0
-    probe_id: str = ""
+    is_probed: bool = False
 
     @property
     def engine_id(self) -> str:
@@ -230,7 +230,7 @@ class PeerEngine:
             "ranks_read": [f"{pp}.{tp}" for pp, tp in plan.producer_ranks] if plan is not None else [],
             "bytes_per_token": plan.bytes_per_token if plan is not None else None,
             "is_fenced": self.is_fenced,
-            "reads_in_flight": self.reads_in_flight,
+            "reads_in_flight": len(self.reads),
             "reads_waiting": len(self.waiting),
             "unused_s": now_s - self.last_used_s,
             "silent_s": now_s - self.last_answer_s,

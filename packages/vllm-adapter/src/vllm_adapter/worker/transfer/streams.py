@@ -176,7 +176,7 @@ class StreamCoordinator:
                 "stream-twice", f"request {request_id} is streamed already; its second order is left"
             )
             return
-        engine.reads_in_flight += 1
+        engine.reads.add(read)
         read.engine = engine
         self._streams[request_id] = read
         if fence is None or not engine.can_stream or order.start % self.shape.entry_tokens:
@@ -211,11 +211,11 @@ class StreamCoordinator:
     def _open(self, read: Read) -> list[FollowedRank]:
         return [self._ranks[name] for name in read.open_ranks.values()]
 
-    def stop(self, request_id: str) -> None:
-        """Stop a stream; it ends, as failed, once all its transfers are quiet."""
-        for read in self.peers.waiting(request_id):
+    def stop(self, request_id: str, reads: Sequence[Read]) -> None:
+        """Stop the streams among a request's open reads; each ends, as failed, once all its transfers are quiet."""
+        for read in reads:
             # The read keeps waiting as one that has ended, to notify its producer that the blocks are not needed.
-            if read.stream is not None:
+            if read.stream is not None and read.engine is None:
                 read.fail(STREAM_STOPPED, "the stream was given up before it began")
                 self.end(read)
         stream = self._streams.get(request_id)
@@ -258,8 +258,9 @@ class StreamCoordinator:
         self.readers.tick(self.parts.now_s())
         for following in list(self._ranks.values()):
             engine, read = following.engine, following.read
-            wanted = [each for each in engine.waiting if not (each.is_ended or each.order.is_notify_only)]
-            if engine.phase == "draining" and wanted and not read.code:
+            if engine.phase != "draining" or read.code:
+                continue
+            if any(not (each.is_ended or each.order.is_notify_only) for each in engine.waiting):
                 self.give_up(read, "stream-broken", "its engine must be connected again, and other reads wait for that")
         self.settle()
 
@@ -375,7 +376,7 @@ class StreamCoordinator:
         if not read.code or (read.is_cancelled and engine.phase == "ready"):
             self.peers.release(read, engine)
         self.end(read)
-        self.peers.read_ended(engine)
+        self.peers.read_ended(read, engine)
 
 
 def _as_one_read(parts: Sequence[TransferResult]) -> TransferResult:
