@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, final
 
 from kv_nixl_agent.errors import AgentError
-from kv_nixl_agent.nixl.side_effects import SwitchInterval
+from kv_nixl_agent.nixl.side_effects import SwitchInterval, sleep_precisely
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -197,7 +197,8 @@ class Pacer:
         self._interval = SwitchInterval(options.gil_switch_interval_s)
 
     def begin(self) -> None:
-        """Lower the switch interval when the owner thread starts."""
+        """Lower the switch interval and sharpen the sleeps of the owner thread when it starts."""
+        sleep_precisely()
         self._interval.lower()
 
     def end(self) -> None:

@@ -137,8 +137,6 @@ class RowTable:
 
     def lengths(self, indices: Indices) -> npt.NDArray[np.int64]:
         """Return the length in bytes of each named descriptor, int64 (n,)."""
-        if self.uniform_bytes:
-            return np.full(len(indices), self.uniform_bytes, dtype=np.int64)
         return self._lengths[self._rows_of(indices)]
 
     def has_kind(self, indices: Indices, kind: MemoryKind) -> npt.NDArray[np.bool_]:
