@@ -304,9 +304,8 @@ def order_for_merging(local: Indices, peer: Indices) -> tuple[Indices, Indices]:
 
 
 def _ascends(indices: Indices) -> bool:
-    head = indices[:_GLANCE]  # enough for lists in no order; whole lists have left the processor's caches meanwhile
-    is_ascending = bool((head[1:] >= head[:-1]).all())
-    return is_ascending and (len(indices) <= _GLANCE or bool((indices[1:] >= indices[:-1]).all()))
+    head = indices[:_GLANCE].tolist()  # enough for lists in no order; whole ones have left the processor's caches meanwhile
+    return head == sorted(head) and (len(indices) <= _GLANCE or bool((indices[1:] >= indices[:-1]).all()))
 
 
 def spread_runs(local: Indices, peer: Indices, pieces: int) -> tuple[Indices, Indices]:
