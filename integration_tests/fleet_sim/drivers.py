@@ -75,19 +75,16 @@ class _Turns:
 
 @final
 class _Bell:
-    """Stands for the event that a transfer thread sleeps on."""
+    """Stands for the lock that a transfer thread sleeps on."""
 
     def __init__(self, driver: TransferDriver) -> None:
         self._driver = driver
 
-    def wait(self, timeout: float) -> None:
+    def acquire(self, timeout: float) -> None:
         self._driver.wait_s = timeout
 
-    def set(self) -> None:
+    def release(self) -> None:
         self._driver.ring()
-
-    def clear(self) -> None:
-        pass
 
 
 @final
@@ -100,7 +97,7 @@ class TransferDriver(_Turns):
         super().__init__(world, threads, process, thread)
         self.wait_s: float | None = None
         self.slept_s: float | None = None
-        self.loop._pacer._event = _Bell(self)
+        self.loop._pacer._bell = _Bell(self)
         self._as_thread(self.loop._pacer.begin)
         agent = self._as_thread(self.loop._set_up)
         self.loop._ready.set()

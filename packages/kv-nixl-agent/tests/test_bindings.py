@@ -322,26 +322,29 @@ def methods_of(agent):
 
 
 @pytest.mark.usefixtures("module")
-def test_a_new_peer_lets_the_worker_threads_take_a_turn_unless_they_do(monkeypatch):
+def test_the_worker_threads_take_their_first_turn_before_any_peer_and_none_while_they_take_one(monkeypatch):
     binding, agent = open_with_threads(monkeypatch)
-    assert binding.add_peer(b"blob") == "peer"
+    monkeypatch.setattr(side_effects, "_GAP_S", 0.0)
+    binding.notifications()
     pieces = [arguments[0] for method, arguments in agent.calls if method == "get_xfer_descs"]
     assert [len(rows) for rows in pieces] == [16, 16]  # two threads, parts of eight
     starts = np.concatenate(pieces)[:, 0]
     assert set(np.diff(starts).tolist()) == {16}, "pieces of 8 bytes, 8 bytes apart"
-    first = ["add_remote_agent", "register_memory", "get_xfer_descs", "get_xfer_descs", "initialize_xfer", "transfer"]
-    assert methods_of(agent) == first
-    agent.answers["check_xfer_state"] = "PROC"
-    binding.add_peer(b"blob")
-    assert methods_of(agent) == ["add_remote_agent", "check_xfer_state"]
-    agent.answers["check_xfer_state"] = "DONE"
-    binding.add_peer(b"blob")
-    assert methods_of(agent) == ["add_remote_agent", "check_xfer_state", "transfer"]
-    agent.answers["transfer"] = RuntimeError("no")
-    binding.add_peer(b"blob")
-    agent.calls.clear()
+    first = ["register_memory", "get_xfer_descs", "get_xfer_descs", "initialize_xfer", "transfer"]
+    assert methods_of(agent) == [*first, "get_new_notifs"]
     assert binding.add_peer(b"blob") == "peer"
-    assert methods_of(agent) == ["add_remote_agent"], "after a failure it is left alone"
+    assert methods_of(agent) == ["add_remote_agent"], "its first read does not wait for them"
+    agent.answers["check_xfer_state"] = "PROC"
+    binding.notifications()
+    assert methods_of(agent) == ["check_xfer_state", "get_new_notifs"]
+    agent.answers["check_xfer_state"] = "DONE"
+    binding.notifications()
+    assert methods_of(agent) == ["check_xfer_state", "transfer", "get_new_notifs"]
+    agent.answers["transfer"] = RuntimeError("no")
+    binding.notifications()
+    agent.calls.clear()
+    binding.notifications()
+    assert methods_of(agent) == ["get_new_notifs"], "after a failure they are left alone"
     binding.close()
 
 
@@ -361,10 +364,9 @@ def test_the_threads_take_some_more_turns_after_a_peer_was_met(module, monkeypat
             now_s[0] += 0.01
         return found
 
-    assert turns_until(101) == [], "nobody was met"
+    assert turns_until(101) == [0.0], "the one that starts the threads"
     now_s[0] = 100.0
     turns.met_peer()
-    agent.calls.clear()
     found = turns_until(160)
     gaps = np.diff([0, *found])
     assert len(found) == 20
@@ -372,20 +374,19 @@ def test_the_threads_take_some_more_turns_after_a_peer_was_met(module, monkeypat
     assert (np.diff(gaps[12:]) > 0).all(), "then rarer and rarer"
     assert 20 < found[-1] < 30
     turns.met_peer()
-    agent.calls.clear()
     assert len(turns_until(220)) == 20, "and anew for the next peer"
 
 
 @pytest.mark.usefixtures("module")
 def test_a_close_waits_for_a_turn_that_is_under_way_and_no_longer_than_it_may(monkeypatch):
     binding, _ = open_with_threads(monkeypatch)
-    binding.add_peer(b"blob")
+    binding.notifications()
     states = iter(["PROC", "PROC", "DONE"])
     monkeypatch.setattr(StandIn, "check_xfer_state", lambda *_: next(states), raising=False)
     binding.close()
     assert next(states, "asked thrice") == "asked thrice"
     hanging, _ = open_with_threads(monkeypatch)
-    hanging.add_peer(b"blob")
+    hanging.notifications()
     monkeypatch.setattr(side_effects, "_END_WAIT_S", 0.02)
     monkeypatch.setattr(StandIn, "check_xfer_state", lambda *_: "PROC", raising=False)
     hanging.close()

@@ -4,6 +4,7 @@ import itertools
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -139,12 +140,7 @@ def test_a_thread_that_has_quarantine_does_not_rest(monkeypatch: pytest.MonkeyPa
     pacer = Pacer(ThreadOptions(gil_switch_interval_s=None), lambda: 100.0)
     pacer.may_poll_slowly = True
     slept: list[float] = []
-
-    def sleep(timeout: float | None = None) -> bool:
-        slept.append(timeout or 0.0)
-        return False
-
-    monkeypatch.setattr(pacer._event, "wait", sleep)
+    monkeypatch.setattr(pacer, "_bell", SimpleNamespace(acquire=lambda timeout: slept.append(timeout)))
     for quiet_s, has_leftovers in itertools.product((0.016, 0.32, 1.0, 60.0), (False, True)):
         pacer._last_progress_s = 100.0 - quiet_s
         pacer.wait_idle(101.0, lambda: False, has_leftovers=has_leftovers)

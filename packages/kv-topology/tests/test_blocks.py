@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kv_topology import BlockList, Group, InvalidBlocks, TokenDeal, plan_transfer
-from kv_topology.plan.blocks import ListRules, pair_blocks, read_lists
+from kv_topology.plan.blocks import ListRules, pair_blocks, pair_short, read_lists, short_list
 from kv_topology.plan.slices import pair_groups
 from kv_topology.tools import EngineSpec, ModelSpec, build_engine
 
@@ -25,13 +25,15 @@ def pairing(block, peer_block, pages=1, peer_pages=1, window=0, peer_deal=None):
 def pairs(pair, local, peer, firsts=(0, 0), nulls=(None, None), tokens=10_000):
     """Return the pairs (page, unit, peer page, peer unit) of two lists that begin at the given places, counted in blocks."""
     mine, theirs = pair.local, pair.peer
-    (near,) = read_lists(
-        [BlockList(local, firsts[0] * mine.span_tokens, nulls[0])], ListRules("local", (mine,), (1 << 20,), None)
+    sides = (
+        ([BlockList(local, firsts[0] * mine.span_tokens, nulls[0])], ListRules("local", (mine,), (1 << 20,), None)),
+        ([BlockList(peer, firsts[1] * theirs.span_tokens, nulls[1])], ListRules("peer", (theirs,), (1 << 20,), None)),
     )
-    (far,) = read_lists(
-        [BlockList(peer, firsts[1] * theirs.span_tokens, nulls[1])], ListRules("peer", (theirs,), (1 << 20,), None)
-    )
+    (near,), (far,) = (read_lists(*side) for side in sides)
     found = pair_blocks(pair, near, far, tokens)
+    short = short_list(*sides[0])
+    for same in [] if short is None else pair_short([pair], short, short_list(*sides[1]), tokens):
+        assert [*map(np.ndarray.tolist, same)] == [*map(np.ndarray.tolist, found)], "without NumPy, too"
     columns = (*divmod(found.local, pair.local_units), *divmod(found.peer, pair.peer_units))
     return list(zip(*(column.tolist() for column in columns), strict=True))
 
@@ -93,6 +95,32 @@ def test_pairs_are_sorted_at_the_peer():
 
 
 @pytest.mark.never_wrong("A11")
+@pytest.mark.parametrize(
+    ("local", "peer", "first", "tokens", "found"),
+    [
+        ((7, 2, 5), (9, 4, 8), 0, 48, [(2, 4), (5, 8), (7, 9)]),
+        ((7, 2), (9, 4, 8), 16, 48, [(7, 4), (2, 8)]),
+        ((7, 2, 5), (9, 4, 8), 0, 17, [(2, 4), (7, 9)]),
+        ((0, 2), (9, 4), 0, 32, None),
+        ((7, 7), (9, 4), 0, 32, None),
+        ((7, -1), (9, 4), 0, 32, None),
+        ((7, 100), (9, 4), 0, 32, None),
+        ((7, True), (9, 4), 0, 32, None),
+        ((7, 2), (9,), 0, 32, []),
+        (tuple(range(1, 66)), tuple(range(1, 66)), 0, 65 * 16, None),
+    ],
+)
+def test_short_plain_lists_are_paired_at_once_and_others_left_to_all_checks(local, peer, first, tokens, found):
+    """The null block is 0, there are 100 blocks of 16 tokens, and the peer's list begins at token 0."""
+    pair = pairing(16, 16)
+    rules = ListRules("local", (pair.local,), (100,), 0)
+    mine, theirs = short_list([BlockList(local, first)], rules), short_list([BlockList(peer)], rules)
+    assert (mine is None) is (found is None)
+    if mine is not None:
+        pairs = pair_short([pair], mine, theirs, tokens)
+        assert [list(zip(*map(np.ndarray.tolist, each), strict=True)) for each in pairs] == [found] * bool(found)
+
+
 def test_a_block_that_begins_before_the_end_is_filled_whole():
     """A block of 64 tokens here, of 16 at the peer, 20 tokens: what no peer unit covers repeats one of this prompt."""
     assert pairs(pairing(64, 16), [5], [7, 8], tokens=20) == [(5, 0, 7, 0), (5, 1, 8, 0), (5, 2, 8, 0), (5, 3, 8, 0)]

@@ -3,7 +3,7 @@
 Other threads only put calls into a mailbox (one append, and a wake-up if the thread sleeps); they never touch NIXL and never wait
 for it.
 
-One turn of the thread: run calls, deliver notifications, run timers that are due, call the agent's `advance` once, deliver
+One turn of the thread: run calls, call the agent's `advance` once, deliver notifications, run timers that are due, deliver
 results and quiet memory, wait. `mailbox.py` says what precedes what. An exception from a callback or call is counted and
 recorded, and the thread continues. If the loop itself fails, every accepted order, posted or still in the mailbox, is reported
 as failed with `thread-dead`.
@@ -383,9 +383,9 @@ class TransferThread:
         if mailbox.note_time(now_s):
             pacer.progressed()  # a thread that was at rest would otherwise poll too rarely now
         moved = mailbox.run_calls()
+        moved = agent.advance() or moved
         moved = mailbox.deliver(agent.take_notifications()) or moved
         mailbox.run_timers(now_s)
-        moved = agent.advance() or moved
         has_ends = self._deliver_ends(agent)
         is_awaited = agent.is_awaited
         if moved or has_ends:

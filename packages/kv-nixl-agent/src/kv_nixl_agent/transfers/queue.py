@@ -276,9 +276,8 @@ def split_into_parts(
     if not len(local):
         return parts
     local, theirs = order_for_merging(local, theirs)
-    lengths = peer.local.lengths(local)
-    if not peer.local.uniform_bytes or peer.local.uniform_bytes != peer.rows.uniform_bytes:
-        _refuse_unequal(peer, local, theirs, lengths)
+    each_bytes = peer.local.uniform_bytes
+    lengths = None if each_bytes and each_bytes == peer.rows.uniform_bytes else _equal_lengths(peer, local, theirs)
     kinds: list[tuple[MemoryKind, MemoryKind]] = [
         (mine, other) for mine in peer.local.groups for other in peer.rows.groups
     ]
@@ -287,19 +286,21 @@ def split_into_parts(
         if len(kinds) > 1:
             members = np.flatnonzero(peer.local.has_kind(local, local_kind) & peer.rows.has_kind(theirs, peer_kind))
             own, their = peer.local.in_group(local[members]), peer.rows.in_group(theirs[members])
-            sizes = lengths[members]
+            sizes = None if lengths is None else lengths[members]
         step = chunk_rows or max(1, len(own))
         for start in range(0, len(own), step):
             piece = slice(start, start + step)
-            pair, total = (own[piece], their[piece]), int(sizes[piece].sum())
+            pair = own[piece], their[piece]
+            total = each_bytes * len(pair[0]) if sizes is None else int(sizes[piece].sum())
             if shared_from and total >= _SPREAD_FROM_BYTES and local_kind == peer_kind == "DRAM":
                 pair = spread_runs(*pair, shared_from)
             parts.append(Part(local_kind, pair[0], peer_kind, pair[1], total))
     return parts
 
 
-def _refuse_unequal(peer: Peer, local: Indices, theirs: Indices, lengths: npt.NDArray[np.int64]) -> None:
-    others = peer.rows.lengths(theirs)
+def _equal_lengths(peer: Peer, local: Indices, theirs: Indices) -> npt.NDArray[np.int64]:
+    """Return the length in bytes of each descriptor, int64 (n,), once it is that of its partner."""
+    lengths, others = peer.local.lengths(local), peer.rows.lengths(theirs)
     differs = np.flatnonzero(lengths != others)
     if len(differs):
         at = int(differs[0])
@@ -309,6 +310,7 @@ def _refuse_unequal(peer: Peer, local: Indices, theirs: Indices, lengths: npt.ND
             f"{peer.key!r} has {int(others[at])}",
             peer=peer.key,
         )
+    return lengths
 
 
 def order_for_merging(local: Indices, peer: Indices) -> tuple[Indices, Indices]:
@@ -325,8 +327,8 @@ def order_for_merging(local: Indices, peer: Indices) -> tuple[Indices, Indices]:
 
 
 def _ascends(indices: Indices) -> bool:
-    head = indices[:_GLANCE]  # enough for lists in no order; whole lists have left the processor's caches meanwhile
-    return bool((head[1:] >= head[:-1]).all()) and bool((indices[1:] >= indices[:-1]).all())
+    head = indices[:_GLANCE].tolist()  # enough for lists in no order; whole ones have left the processor's caches meanwhile
+    return head == sorted(head) and (len(indices) <= _GLANCE or bool((indices[1:] >= indices[:-1]).all()))
 
 
 def spread_runs(local: Indices, peer: Indices, pieces: int) -> tuple[Indices, Indices]:

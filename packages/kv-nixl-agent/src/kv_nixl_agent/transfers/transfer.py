@@ -182,10 +182,10 @@ class Transfer:
                 order.notification if self._is_attached else b"",
             )
             self.peer.outstanding += 1
+            progress = wiring.port.post(part.handle)
             if order.fence is not None and not self.pending:
                 with suppress(AgentError):  # it counts only if the read is still needed and fails again
                     self._read = self._read or wiring.words.make_check(self.peer, order.fence, is_early=True)
-            progress = wiring.port.post(part.handle)
         except AgentError as error:
             failure = error
         self._post_s += wiring.clock() - started_s

@@ -13,7 +13,7 @@ from kv_topology.checks import check_disjoint_groups, find_aliases
 from kv_topology.document import from_document
 from kv_topology.errors import InvalidBlocks, InvalidGeometry, TopologyError, UnsupportedTopology, demand, shown_ranks
 from kv_topology.geometry import RankGeometry
-from kv_topology.plan.blocks import MAX_TOKENS, list_rules, pair_blocks, read_lists
+from kv_topology.plan.blocks import MAX_TOKENS, list_rules, pair_blocks, pair_short, read_lists, short_list
 from kv_topology.plan.readers import Readers, target_ranks
 from kv_topology.plan.slices import build_rows, build_table, find_overlaps
 from kv_topology.plan.staged import CostModel, Estimate, StagedRegion, make_estimate, stage
@@ -170,7 +170,8 @@ class TransferPlan:
         if type(tokens) is not int or not 0 <= tokens <= MAX_TOKENS:
             shown = repr(tokens)[:60]
             raise InvalidBlocks("tokens-malformed", f"`tokens` must be an integer of 0..{MAX_TOKENS}, not {shown}.")
-        mine = read_lists(local, self._rules)
+        short = None if self._aliases else short_list(local, self._rules)
+        mine = [] if short is not None else read_lists(local, self._rules)
         if self._aliases:
             check_disjoint_groups(self._aliases, [blocks.ids[blocks.is_real] for blocks in mine])
         found: dict[Rank, tuple[Indices, Indices]] = {}
@@ -179,8 +180,10 @@ class TransferPlan:
             ranks = [rank for rank in alike if rank in wanted]
             if not ranks:
                 continue
-            theirs = read_lists(peer, rules)
-            pairs = [pair_blocks(each, mine[each.local_group], theirs[each.peer_group], tokens) for each in pairings]
+            pairs = [] if short is None else pair_short(pairings, short, short_list(peer, rules), tokens)
+            if not pairs:
+                mine, theirs = mine or read_lists(local, self._rules), read_lists(peer, rules)
+                pairs = [pair_blocks(each, mine[each.local_group], theirs[each.peer_group], tokens) for each in pairings]
             for rank in ranks:
                 link = self._links[rank]
                 here = [rule.indices(pair.local) for rule, pair in zip(link.local_index, pairs, strict=True)]

@@ -422,8 +422,7 @@ class IndexRule:
         rows of 5 pages at first + 1 * 5 + 2.
         """
         out: Indices = self.first[:, None] + units
-        woven = ~self.is_dense
-        if woven.any():
+        if self.units > 1 and (woven := ~self.is_dense).any():
             place = units // self.units + units % self.units * self.pages[woven, None]
             out[woven] = self.first[woven, None] + place
         return out.ravel()
