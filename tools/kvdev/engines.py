@@ -34,7 +34,7 @@ from kvdev.steps import CRASH_SIGNS, fail, note, run_step
 if TYPE_CHECKING:
     from kvdev.forked import ForkedProcess
 
-_HEALTHY_WITHIN_S = 300.0
+_HEALTHY_WITHIN_S = 600.0
 _ENDS_WITHIN_S = 15.0
 _PR_SET_PDEATHSIG = 1
 _SITE = Path(__file__).parent / "engine_site"
