@@ -58,7 +58,7 @@ def run(*, vllm: str = DEFAULT_VLLM) -> Iterator[dict[str, Any]]:
         "live": LIVE,
         "rest_s": REST_S,
     }
-    plan |= {"shipped_rounds": SHIPPED_ROUNDS, "most_tokens": 32 * max(BLOCKS)}
+    plan |= {"shipped_rounds": SHIPPED_ROUNDS, "most_tokens": 32 * max(*BLOCKS, 128)}
     for in_flight in IN_FLIGHT:
         note(f"{in_flight} in flight")
         yield from rows_of(_measured(python, plan | {"in_flight": in_flight}), f"{in_flight} in flight")
