@@ -85,9 +85,7 @@ def rows_of(samples: Samples, *, needs_all: bool = False) -> list[dict[str, Any]
             mine, theirs = _compared(samples, target, place)
             if mine and theirs:
                 ours, baseline = statistics.median(mine), statistics.median(theirs)
-                # Beside a figure of 0 no upper bound is kept.
-                ratio = ours / baseline if baseline else 1e6
-                found = row(f"{name}, {place}", unit, ours, baseline, target.bound, ratio=ratio)
+                found = row(f"{name}, {place}", unit, ours, baseline, target.bound)
                 rows.append(found | {"samples": len(mine)})
         if needs_all and count == len(rows):
             rows.append(row(f"{name}: not measured", unit, 0.0, 1.0, target.bound, met=target.bound == "context"))

@@ -37,14 +37,18 @@ def run_bench(_uv: object, options: Namespace) -> int:
         return _run_comparison(options)
     name: str = options.name
     folder = ROOT / "tools" / "bench"
-    known = sorted(p.stem for p in folder.glob("[!_]*.py"))
+    known = sorted(p.stem.replace("_", "-") for p in folder.glob("[!_]*.py"))
     if name not in known:
         fail(f"no benchmark named {name!r}; there are {', '.join(known)}")
-    if options.gates and name != "connector":
-        fail(f"the benchmark {name!r} has one size: --gates is not for it")
+    choices: dict[str, Any] = {}
+    for option, owner in (("gates", "connector"), ("vllm", "hand-over")):
+        if value := getattr(options, option):
+            choices[option] = value
+            if name != owner:
+                fail(f"the benchmark {name!r} has no choice of this: --{option} is for {owner}")
     sys.path.insert(0, str(folder))
     results: Rows = []
-    for row in importlib.import_module(name).run(**({"gates": True} if options.gates else {})):
+    for row in importlib.import_module(name.replace("-", "_")).run(**choices):
         note(f"{row['name']}: {row['ours']:.5g} against {row['baseline']:.5g} {row['unit']}, ratio {row['ratio']}")
         results.append(row)
     _print_table(f"bench {name}", ("name", "unit", "ours", "baseline", "ratio", "target", "met"), results)

@@ -27,6 +27,7 @@ FAMILIES: dict[str, str] = {
     if "about" in family
 }
 """Families of tiny models that the demo and the tests make."""
+_SCOPES = "a package name, check, tools, never-wrong, sim, real-io, security, chaos, host, newest, fleet, gpu"
 _ABOUT_ROUTER = (
     "A demo tool, not for service: round robin, no load balancing, no access control. Routers for service that speak the same "
     "protocol: vllm-router, llm-d, Ray Serve LLM, Dynamo."
@@ -88,8 +89,7 @@ def make_parser() -> argparse.ArgumentParser:
 
     about = "run the tests: the short run of every change, all with --full, or the scopes named"
     add = verb("test", about, "testing:run_tests")
-    scopes = "a package name, check, tools, never-wrong, sim, real-io, security, chaos, host, newest, fleet, gpu"
-    add("scope", nargs="*", help=scopes)
+    add("scope", nargs="*", help=_SCOPES)
     add("--vllm", default=DEFAULT_VLLM, help="vLLM version for the scopes host and fleet (default %(default)s)")
     add("-k", dest="select", default="", help="passed to pytest")
     tier: dict[str, Any] = {"action": "store_const", "dest": "tier", "default": "quick"}
@@ -103,10 +103,11 @@ def make_parser() -> argparse.ArgumentParser:
     add("--fix", action="store_true", help="let ruff rewrite what it can")
 
     add = verb("bench", "measure against a baseline, interleaved in the same run", "benching:run_bench")
-    add("name", help="connector, handshake, scheduler, seals, topology or transfer")
+    add("name", help="connector, hand-over, handshake or seals")
     add("--json", action="store_true", help="print one JSON object as the last line")
     add("--against", metavar="PATH_OR_REV", help="compare with another checkout or commit, runs interleaved")
     add("--runs", type=int, default=7, help="with --against: runs of each side (default %(default)s)")
+    add("--vllm", default="", help=f"hand-over: version to run (default {DEFAULT_VLLM})")
     add("--gates", action="store_true", help="connector: judge each of its bounds; most of an hour")
 
     add = verb("lock", "renew uv.lock and keep it index-neutral", "locking:run_lock")

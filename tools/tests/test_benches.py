@@ -17,11 +17,17 @@ from kvdev.paths import ROOT
 
 FOLDER = ROOT / "tools" / "bench"
 TINY: dict[str, dict[str, Any]] = {
+    "hand_over": {
+        "IN_FLIGHT": (2,),
+        "ROUNDS": 2,
+        "SHIPPED_ROUNDS": 1,
+        "BLOCKS": (1,),
+        "AT_ONCE": (2,),
+        "LIVE": 9,
+        "REST_S": 0.1,
+    },
     "handshake": {"QUERIES": 50, "ROUNDS": 2},
-    "scheduler": {"ROUNDS": 1, "LIVES": 5, "LIVE": 20, "LEASES": 20},
     "seals": {"ROUNDS": 2, "CONTACTS": 1},
-    "topology": {"BLOCKS": (20, 200)},
-    "transfer": {"STARTS": 1, "ROUNDS": 1, "SAMPLES": 1, "PAGES": {4096: 64}},
 }
 
 
@@ -35,7 +41,7 @@ def test_every_benchmark_is_tried() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.full if name in {"handshake", "transfer"} else ()) for name in TINY]
+    "name", [pytest.param(name, marks=pytest.mark.full if name in {"hand_over", "handshake"} else ()) for name in TINY]
 )
 def test_a_benchmark_runs_to_its_end(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module = module_of(name, monkeypatch)
@@ -45,6 +51,32 @@ def test_a_benchmark_runs_to_its_end(name: str, monkeypatch: pytest.MonkeyPatch)
     assert rows
     for row in rows:
         assert row.keys() >= {"name", "unit", "ours", "baseline", "ratio", "target", "met"}
+
+
+def test_phases_quantiles_and_gaps_of_stamps(monkeypatch: pytest.MonkeyPatch) -> None:
+    hand_over = module_of("hand_over", monkeypatch)
+    of_a = [
+        ("queued", "a", 1.0),
+        ("order", "a", 1.001),
+        ("result", "a", 1.012),
+        ("freed", "a", 1.02),
+        ("token", "a", 1.015),
+    ]
+    # Of the transfers one is older than the order; data and fence word end after 6 and 10 ms; a second token does not count.
+    nixl = [("post", "", 0.9), ("done", "", 0.95), ("post", "", 1.003), ("done", "", 1.006), ("post", "", 1.007)]
+    alone = [*nixl, ("done", "", 1.01), *of_a, ("token", "a", 1.5)]
+    for first, last, span in (("order", "posted", 2), ("posted", "data there", 3), ("data there", "fence held", 4)):
+        assert hand_over.spans_ms([alone], first, last) == pytest.approx([span])
+    assert hand_over.spans_ms([alone, alone], "result", "freed") == pytest.approx([8, 8])
+    two = [*of_a, ("queued", "b", 0.999), ("token", "b", 1.03)]
+    assert hand_over.spans_ms([two], "queued", "token") == pytest.approx([31]), (
+        "from the first queued to the last token"
+    )
+    beside = [("token", "beside1", at) for at in (0.98, 0.99, 1.004, 1.009)]
+    assert hand_over.gap_ms([[*alone, *beside]], 1.0) == pytest.approx([14])
+    assert hand_over.gap_ms([[*alone, *beside]], 0.5) == pytest.approx([9.5])
+    assert hand_over.steps_ms([[("step", "", cpu_s) for cpu_s in (9, 0.001, 0.002, 9)]]) == pytest.approx([1, 2])
+    assert [hand_over.quantile([3, 1, 2], share) for share in (0.5, 0.9, 1.0)] == pytest.approx([2, 2.8, 3])
 
 
 # ----------------------------------------------------------------------------------------------------------- connector

@@ -1,0 +1,171 @@
+"""Hand-overs between vLLM's engine cores without a model: ours beside vLLM's own connector, interleaved (`_engine_cores.py`).
+
+`own` is vLLM's `NixlConnector` with NIXL's progress thread asleep for 50 ms between turns, as on a host with cores to spare: as
+it ships the thread takes its engine's core. Steps in flight: 1 is `EngineCore.step`, the default on CPU; 2 is
+`step_with_batch_queue`, which asynchronous scheduling runs by default on GPUs.
+
+A hand-over lasts from the ticket in the decode engine's input queue to the first token in its output queue. Its floor is a bare
+read of the same descriptors by NIXL and a plain prompt of 16 tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from _rows import row
+
+from kvdev.envs import DEFAULT_VLLM, host_environment
+from kvdev.paths import ROOT
+from kvdev.steps import DevError, note
+
+IN_FLIGHT = (1, 2)
+ROUNDS = 30
+SHIPPED_ROUNDS = 10
+BLOCKS = (1, 16, 64, 1024)
+"""Of 32 tokens and 4 pages of 8 KiB: 32 KiB to 32 MiB a hand-over."""
+JUDGED = (1, 16, 64)
+AT_ONCE = (4, 16)
+PROMPT_BLOCKS = 8
+"""Of each prompt of those at once and beside another request: 256 tokens less five."""
+BESIDE_S = 0.005
+"""A step of a request beside."""
+LIVE = 1000
+REST_S = 3.0
+PHASES = ("queued", "order", "posted", "data there", "fence held", "result", "taken in", "runs", "token")
+
+Stamps = Iterable[tuple[str, str, float]]
+"""Stage, request and moment in seconds, as `_engine_cores.py` prints them."""
+Samples = Mapping[tuple[str, str], Sequence[Any]]
+"""Stamps of each measurement, or seconds, by kind of pair and case."""
+
+
+def run(*, vllm: str = DEFAULT_VLLM) -> Iterator[dict[str, Any]]:
+    """Yield a row per figure: medians, and p90 and p99 of the whole."""
+    python = host_environment(Path(os.environ["KVDEV_UV"]), vllm)
+    cases = {f"one {blocks}": (blocks, 1, 0.0) for blocks in BLOCKS}
+    cases |= {f"many {count}": (PROMPT_BLOCKS, count, 0.0) for count in AT_ONCE}
+    plan = {
+        "cases": {**cases, "beside": (PROMPT_BLOCKS, 1, BESIDE_S)},
+        "rounds": ROUNDS,
+        "live": LIVE,
+        "rest_s": REST_S,
+    }
+    plan |= {"shipped_rounds": SHIPPED_ROUNDS, "most_tokens": 32 * max(*BLOCKS, 128)}
+    for in_flight in IN_FLIGHT:
+        note(f"{in_flight} in flight")
+        yield from rows_of(_measured(python, plan | {"in_flight": in_flight}), f"{in_flight} in flight")
+
+
+def _measured(python: Path, plan: Mapping[str, Any]) -> Samples:
+    command = [str(python), str(Path(__file__).with_name("_engine_cores.py")), json.dumps(plan)]
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("VLLM_", "KV_TRANSFER_"))}
+    environment |= {"PYTHONPATH": str(ROOT / "tools"), "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if ended.returncode:
+        raise DevError(f"the engine cores ended with {ended.returncode}:\n{ended.stderr[-6000:]}")
+    samples = defaultdict[tuple[str, str], list[Any]](list)
+    for line in ended.stdout.splitlines():
+        kind, case, value = json.loads(line)
+        samples[kind, case].append(value)
+    return samples
+
+
+# --------------------------------------------------------------------------------------------------------------- arithmetic
+
+
+def moments(stamps: Stamps) -> dict[str, dict[str, float]]:
+    """Return by request, but for one beside, the first moment of each stage.
+
+    Transfers bear no request's name: of a hand-over alone `posted` is the first post after its order, `data there` the first end
+    of a transfer, and `fence held` the last one before its result.
+    """
+    stamps, found = list(stamps), defaultdict[str, dict[str, float]](dict)
+    for stage, name, moment_s in stamps:
+        if name and not name.startswith("beside"):
+            found[name].setdefault(stage, moment_s)
+    for each in found.values() if len(found) == 1 else ():
+        for stage, event, place in (("posted", "post", 0), ("data there", "done", 0), ("fence held", "done", -1)):
+            if "order" in each:
+                within = [at for one, _, at in stamps if one == event and each["order"] <= at <= each["result"]]
+                each[stage] = within[place]
+    return found
+
+
+def spans_ms(samples: Iterable[Stamps], first: str, last: str) -> list[float]:
+    """Return by sample the milliseconds from the first moment of a stage to the last one of another, over its requests."""
+    each = [moments(stamps).values() for stamps in samples]
+    return [1e3 * (max(one[last] for one in of) - min(one[first] for one in of)) for of in each]
+
+
+def gap_ms(samples: Iterable[Stamps], share: float) -> list[float]:
+    """Return a quantile of the gaps between tokens of requests beside, from the last one before the ticket was queued on."""
+    gaps: list[float] = []
+    for stamps in map(list, samples):
+        (queued_s,) = (one["queued"] for one in moments(stamps).values())
+        times = [at for stage, name, at in stamps if stage == "token" and name.startswith("beside")]
+        begin = max(number for number, at in enumerate(times) if at <= queued_s)
+        gaps += [1e3 * (late - early) for early, late in pairwise(times[begin:])]
+    return [quantile(gaps, share)]
+
+
+def steps_ms(samples: Iterable[Stamps]) -> list[float]:
+    """Return the CPU milliseconds of the engine's thread in steps of all live requests: all but the first and the last."""
+    steps = [[cpu_s for stage, _, cpu_s in stamps if stage == "step"][1:-1] for stamps in samples]
+    return [1e3 * cpu_s for each in steps for cpu_s in each]
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """Return the value below which `share` of them lie, between two of them in proportion: 0.9 of 1, 2, 3 is 2.8."""
+    place, ordered = share * (len(values) - 1), sorted(values)
+    low = int(place)
+    return ordered[low] + (place - low) * (ordered[min(low + 1, len(ordered) - 1)] - ordered[low])
+
+
+# -------------------------------------------------------------------------------------------------------------------- rows
+
+
+def rows_of(samples: Samples, place: str) -> Iterator[dict[str, Any]]:
+    """Yield the rows of what was measured with so many steps in flight."""
+    whole = partial(spans_ms, first="queued", last="token")
+    plain_ms = quantile(whole(samples["own", "plain"]), 0.5)
+
+    def compared(
+        name: str, case: str, of: Callable[[Sequence[Any]], list[float]], *targets: str, other: str = "own"
+    ) -> Iterator[dict[str, Any]]:
+        """Yield the median with its target, and further quantiles where there are more targets."""
+        shares = (0.5, 0.9, 0.99)[: len(targets)] or (0.5,)
+        ours, others = (of(samples[kind, case]) for kind in ("ours", other))
+        for share, target in zip(shares, targets or ("context",), strict=True):
+            about = f"{name}, {place}" + (f", p{100 * share:.0f}" if share != 0.5 else "")
+            yield row(about, "ms", quantile(ours, share), quantile(others, share), target)
+
+    for blocks in BLOCKS:
+        case, about = f"one {blocks}", f"{blocks} blocks"
+        bounds = ("<= 0.95", "<= 1", "context") if blocks in JUDGED else ("context",) * 3
+        yield from compared(f"queued > first token, {about}", case, whole, *bounds)
+        (bare_s,) = samples["own", f"bare {blocks}"]
+        ours_ms, floor_ms = quantile(whole(samples["ours", case]), 0.5), 1e3 * quantile(bare_s, 0.5) + plain_ms
+        yield row(f"queued > first token beside the floor, {about}, {place}", "ms", ours_ms, floor_ms)
+        yield from compared(f"result > freed, {about}", case, partial(spans_ms, first="result", last="freed"), "<= 1")
+        for first, last in pairwise(PHASES):
+            yield from compared(f"{first} > {last}, {about}", case, partial(spans_ms, first=first, last=last))
+    for count in AT_ONCE:
+        yield from compared(f"last first token of {count} prompts", f"many {count}", whole, "<= 0.95", "context")
+    for share, about in ((0.99, "p99"), (1.0, "worst")):
+        yield from compared(f"gap beside, {about}", "beside", partial(gap_ms, share=share), "<= 1")
+    yield from compared(f"step of {LIVE} live requests", "live", steps_ms, "<= 1")
+    yield from compared("plain prompt", "plain", whole)
+    if ("shipped", "rest") in samples:
+        ships = "beside own as it ships"
+        yield from compared(f"queued > first token {ships}, 1 block", "one 1", whole, other="shipped")
+        yield from compared(
+            f"CPU at rest {ships}, a second", "rest", lambda of: [1e3 * of[0]], "<= 0.05", other="shipped"
+        )
