@@ -41,7 +41,7 @@ TRACED = 20 if IS_LONG else 8
 @pytest.fixture(scope="module")
 def pair() -> Iterator[Fleet]:
     drains = {"prefill": ["--shutdown-timeout", "60"]}
-    with started_pair("dense", arguments=drains, environment=OWN_WORKERS) as running:
+    with started_pair("dense", arguments=drains, environment=OWN_WORKERS, is_forked=False) as running:
         yield running
 
 
