@@ -37,9 +37,6 @@ def test_doctor_with_a_peer():
 
 @pytest.mark.full
 @pytest.mark.timeout(200)
-@pytest.mark.skipif(
-    "KVDEV_LONG" not in os.environ, reason="long: dev.py test --long real-io; the report is tested on figures"
-)
 def test_tcp_is_shouted():
     code, report = run(DOCTOR, UCX_TLS="tcp")
     findings = {finding["name"]: finding for finding in report["findings"]}
