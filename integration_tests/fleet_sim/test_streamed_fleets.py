@@ -10,9 +10,9 @@ from episode import play
 from figures import Figure
 from many import play_many
 
-_COUNTS = {"KVDEV_LONG": "2500", "KVDEV_FULL": "120"}
+_COUNTS = {"KVDEV_LONG": "2500", "KVDEV_FULL": "100"}
 SEEDS = int(os.environ.get("FLEET_SIM_STREAM_SEEDS", next((_COUNTS[n] for n in _COUNTS if n in os.environ), "20")))
-FIRST = int(os.environ.get("FLEET_SIM_FIRST", "0"))
+FIRST = int(os.environ.get("FLEET_SIM_FIRST", "20" if "KVDEV_FULL" in os.environ else "0"))
 
 
 @pytest.mark.sized

@@ -199,6 +199,7 @@ def test_a_closed_agent_holds_no_connection_though_its_object_lives_on(make_stag
     assert stage.consumer.statistics()["inflight"] == 0
 
 
+@pytest.mark.parametrize("transport", ["default"], indirect=True)  # it connects by TCP, too
 def test_sockets_of_peers_that_die_do_not_add_up(make_stage, transport):
     """Reads of few descriptors never wake UCX's worker threads, which hold a socket or two each for every peer."""
     stage = make_stage()

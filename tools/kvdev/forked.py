@@ -65,7 +65,7 @@ class Starter:
     def launch(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> ForkedProcess:
         """Fork an engine: `command` is what would start it in a new Python, `-m MODULE` and then its arguments.
 
-        Its worker lives in the scheduler's process unless `environment` says otherwise; workers of their own are new Pythons.
+        Its worker lives in the scheduler's process unless `environment` says otherwise.
         """
         variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", **environment}
         order = {"arguments": list(command[3:]), "environment": variables, "log": str(log)}

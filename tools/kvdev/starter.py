@@ -1,7 +1,7 @@
 """Fork vLLM engines from one process that has imported vLLM: `python starter.py DESCRIPTOR` (host environment).
 
-Imports are most of an engine's start: some 25 CPU seconds for each of its two processes. Here they are paid once. An engine is
-then a fork, whose own scheduler process is a fork again; all else is as `python -m vllm.entrypoints.openai.api_server` has it.
+Imports are most of an engine's start: some 25 CPU seconds for each of its processes. Here they are paid once. An engine is then
+a fork, whose schedulers and workers are forks again; all else is as `python -m vllm.entrypoints.openai.api_server` has it.
 
 The descriptor is an end of a `multiprocessing.Pipe`. The first message is the list of modules that this vLLM does not have. Each
 order, `{"arguments": [...], "environment": {...}, "log": "..."}`, is answered by the number of the process. This stays an ended
@@ -50,10 +50,10 @@ def preload() -> list[str]:
     return missing
 
 
-def _fork_schedulers() -> None:
-    """Let an engine's scheduler process be a fork as well; vLLM on CPU always spawns a new Python."""
-    utils: Any = importlib.import_module("vllm.v1.engine.utils")
-    utils.get_mp_context = lambda: multiprocessing.get_context("fork")
+def _fork_all() -> None:
+    """Let an engine's own processes be forks as well, as vLLM has it on a GPU; on CPU it always spawns new Pythons."""
+    for name in ("vllm.v1.engine.coordinator", "vllm.v1.engine.utils", "vllm.v1.executor.multiproc_executor"):
+        vars(importlib.import_module(name))["get_mp_context"] = lambda: multiprocessing.get_context("fork")
 
 
 def _become(order: Mapping[str, Any]) -> None:
@@ -72,7 +72,7 @@ def _become(order: Mapping[str, Any]) -> None:
         os.environ.update(order["environment"])
         sys.path[:0] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
         sys.argv = ["api_server", *order["arguments"]]
-        _fork_schedulers()
+        _fork_all()
         importlib.import_module("vllm.entrypoints.launchers.api_server.entry").main()
         code = 0
     except SystemExit as error:

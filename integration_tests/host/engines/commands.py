@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 from fleets import VLLM, Fleet, client
 
 from kvdev.engines import local_model
 
-__all__ = ["adapter", "time_to_first_token"]
+__all__ = ["adapter", "parts", "time_to_first_token"]
 
 
 def adapter(*words: str, code: int | None = 0) -> str:
@@ -22,6 +24,12 @@ def adapter(*words: str, code: int | None = 0) -> str:
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
     assert code is None or done.returncode == code, done
     return done.stdout
+
+
+def parts(engine: str) -> dict[str, dict[str, Any]]:
+    """Return the answers of an engine's processes, by part; the engine by its id or side channel."""
+    (answers,) = json.loads(adapter("status", engine, "--json"))["engines"].values()
+    return {str(answer["part"]): answer for answer in answers}
 
 
 def time_to_first_token(pair: Fleet, name: str, text: str) -> float:

@@ -288,7 +288,7 @@ def quoted_lines(event: str) -> list[str]:
 
 
 @functools.cache
-def _forks(python: Path) -> Launch:
+def forks(python: Path) -> Launch:
     """Import vLLM once; the engines of all fleets of this run are forks of that process, which ends with the run."""
     kept = contextlib.ExitStack()
     atexit.register(kept.close)
@@ -340,7 +340,7 @@ def started_fleet(
         engines: dict[str, Engine] = {}
         for host, (python, _) in made.items():
             part = {name: spec for name, spec in specs.items() if hosts[name] == host}
-            launch = _forks(python) if is_forked else None
+            launch = forks(python) if is_forked else None
             found = started.enter_context(start_all([*part.values()], python, quiet=True, launch=launch))
             engines |= zip(part, found, strict=True)
         fleet = Fleet({name: engines[name] for name in configs}, family)

@@ -7,10 +7,10 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import parts
 from fleets import COMPUTED, FAILED, OWN_WORKERS, TRANSFERS, Fleet, ours, prompt, started_fleet
 from processes import family_of, is_alive
 
@@ -32,7 +32,6 @@ def started(sizes: dict[str, int]) -> AbstractContextManager[Fleet]:
         arguments={name: ["--data-parallel-size", str(sizes[name])] for name in many},
         environments=dict.fromkeys(many, OWN_WORKERS),
         cores=dict.fromkeys(many, "0|1"),
-        is_forked=False,  # a fork has its parent's command line, not the title of its rank
     )
 
 
@@ -107,10 +106,9 @@ def test_a_rank_that_dies_costs_its_readers_nothing_but_the_prompt(fleet: Fleet)
     """The last test of this fleet. vLLM ends the whole engine when a rank dies; tickets of both ranks are out by then."""
     texts = [prompt(500 + rank, 40) for rank in range(RANKS)]
     given = [fleet.take_ticket("two", text, **to_rank(rank)) for rank, text in enumerate(texts)]
-    engine = family_of(fleet.engines["two"].pid)
-    victim = next(pid for pid in engine if b"EngineCore_DP1" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    scheduler = parts(f"127.0.0.1:{fleet.engines['two'].side_channel_port + 1}")["scheduler"]
     # A worker that outlives its core for a moment still serves its memory.
-    family = family_of(victim)
+    family = family_of(scheduler["pid"])
     assert len(family) > 1
     for pid in family:
         os.kill(pid, signal.SIGKILL)

@@ -8,11 +8,10 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from statistics import median
-from typing import Any
 
 import aiohttp
 import pytest
-from commands import adapter, time_to_first_token
+from commands import adapter, parts, time_to_first_token
 from fleets import (
     COMPUTED,
     FAILED,
@@ -129,12 +128,6 @@ def test_clients_that_leave_strand_no_blocks(pair: Fleet, after_s: float) -> Non
     pair.assert_same_as_alone([prompt(300)])
     pair.assert_all_blocks_free(within_s=60)
     assert failures() == before
-
-
-def parts(engine_id: str) -> dict[str, dict[str, Any]]:
-    """Return the answers of an engine's processes, by part."""
-    (answers,) = json.loads(adapter("status", engine_id, "--json"))["engines"].values()
-    return {str(answer["part"]): answer for answer in answers}
 
 
 def reach(wanted: Callable[[], bool], within_s: float = 60) -> None:

@@ -32,7 +32,7 @@ from fleets import (
     started_fleet,
 )
 
-HOSTILE = int(os.environ.get("KVDEV_HOSTILE_REQUESTS", "2000"))
+HOSTILE = 2000 if "KVDEV_LONG" in os.environ else 800
 AT_ONCE = 16
 LEASE_S = 2
 UNUSED_S = 12

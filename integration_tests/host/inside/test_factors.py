@@ -26,6 +26,7 @@ from kv_handshake.wire.factors import differing_factors
 from kv_handshake.wire.messages import Envelope
 from kv_handshake.wire.policy import Verdict, judge
 from vllm_adapter.cache.facts import EngineFacts
+from vllm_adapter.config.keys import RELEASE_FACTORS
 from vllm_adapter.host import vllm as vllm_seam
 from vllm_adapter.host.factors import weight_factors
 from vllm_adapter.host.vllm import engine_facts
@@ -302,12 +303,23 @@ def _stage_facts(make_engine: Any, layers: Sequence[int], stages: int, window: i
     return engine_facts(engine.config, cache, is_worker=False)
 
 
-def _verdict(local: EngineFacts, peer: EngineFacts, policy: Any) -> Verdict:
+def _verdict(local: EngineFacts, peer: EngineFacts, policy: Any, may_differ: Sequence[str] = ()) -> Verdict:
     factors = {**peer.factors, **peer.extra_factors}
     digest = Codec().compatibility_hash(peer.factors)
     envelope = Envelope(compatibility_hash=digest, agent_metadata_bytes=b"", factors=factors, protocol=(1, 1))
-    offer = LocalOffer(factors={**local.factors, **local.extra_factors}, policy=policy)
+    offer = LocalOffer({**local.factors, **local.extra_factors}, policy, may_differ=may_differ)
     return judge(offer, envelope, peer.connector_version)
+
+
+@pytest.mark.parametrize("policy", ["exact", "negotiated"])
+def test_another_element_type_is_refused_by_name_between_releases_that_may_differ(make_engine, policy: str) -> None:
+    float32, bfloat16 = (_facts(make_engine, dtype=dtype) for dtype in ("float32", "bfloat16"))
+    older = {"vllm_version": "0.31.0", "nixl_connector_version": 13}
+    for dtype, facts in (("", float32), ("bfloat16", bfloat16)):
+        peer = dataclasses.replace(facts, factors={**facts.factors, **older})
+        verdict = _verdict(float32, peer, policy, RELEASE_FACTORS["minor"])
+        assert verdict.is_accepted is (not dtype)
+        assert f'dtype: local "torch.float32", peer "torch.{dtype}"' in verdict.message or not dtype
 
 
 @pytest.mark.proves("a drafter on one side: proof = factors-differ")

@@ -18,6 +18,10 @@ from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.models.granitemoehybrid import GraniteMoeHybridForCausalLM as Granite
 from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
+from vllm.v1.attention.backends.flex_attention import FlexAttentionBackend
+from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
 
 from kv_topology import Planner
@@ -91,6 +95,7 @@ AFTER = {
 }
 """Options that vLLM refuses on a CPU before a connector sees them, by their place in its configuration."""
 TWO, FOUR, STAGES = {"tensor_parallel_size": 2}, {"tensor_parallel_size": 4}, {"pipeline_parallel_size": 2}
+DEALT = {"decode_context_parallel_size": 2, "tensor_parallel_size": 8}
 PAIRS: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
     *(
         (model, one, model, other)
@@ -100,6 +105,7 @@ PAIRS: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
     ("dense", {**TWO, "block_size": 32}, "dense", {"block_size": 64}),
     ("dense", STAGES, "dense", TWO),
     ("latent", STAGES, "latent", {}),
+    ("deeper", {"pipeline_parallel_size": 4}, "deeper", TWO),
     ("dense", {"dtype": "float16"}, "dense", {}),
     ("dense", {"dtype": "float16"}, "dense", {"dtype": "half"}),
     ("dense", {"kv_cache_dtype": "fp8"}, "dense", {}),
@@ -107,7 +113,8 @@ PAIRS: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
     ("dense", {}, "deeper", {}),
     ("dense", {}, "dense", {"hf_overrides": {"rms_norm_eps": 0.3}}),
     ("dense", {}, "dense", {"hf_overrides": {"bos_token_id": 7}}),
-    ("dense", {"decode_context_parallel_size": 2, "tensor_parallel_size": 8}, "dense", TWO),
+    ("dense", DEALT, "dense", TWO),
+    ("dense", {**DEALT, "cp_kv_cache_interleave_size": 3}, "dense", TWO),
     ("dense", {"prefill_context_parallel_size": 2}, "dense", {}),
     ("dense", {"enable_sleep_mode": True}, "dense", {}),
     ("dense", {}, "dense", {"calculate_kv_scales": True}),
@@ -223,3 +230,12 @@ def test_the_answer_before_a_start_is_the_one_of_engines_that_vllm_configures(
     assert {each["code"] for each in findings if each["level"] == "no-go"} == codes
     plans = [each["message"].partition(", pages")[0] for each in findings if " reads from " in each["message"]]
     assert plans == expected or not expected, "a check goes on after a refusal"
+
+
+def test_blocks_that_no_back_end_of_attention_takes_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    backends = [CPUAttentionBackend, FlashAttentionBackend, FlexAttentionBackend, TritonAttentionBackend]
+    for size in (1, 24, 96):
+        words = [json.dumps({"model": "dense", "block_size": size})] * 2
+        is_taken = any(backend.supports_block_size(size) for backend in backends)
+        assert main(["check", "--vllm", "0.32.0", *words]) == (not is_taken)
+        assert (f"blocks of {size} tokens" in capsys.readouterr().out) is not is_taken

@@ -395,7 +395,7 @@ PLAIN = {"kv-transfer-config": TERMS}
         ({"--tensor-parallel-size": 3}, {}, [("start", "size-out-of-range")]),
         ({"tp": 8, "hf-overrides": {"num_key_value_heads": 3}}, {}, [("start", "size-out-of-range")]),
         ({"tp": 8, "decode-context-parallel-size": 4}, {}, [("start", "size-out-of-range")]),
-        ({"tp": 8, "dcp": 2, "cp-kv-cache-interleave-size": 3}, TWO, [("start", "deal-not-block-aligned")]),
+        ({"tp": 8, "dcp": 2, "cp-kv-cache-interleave-size": 3}, TWO, [("start", "context-turns-uneven")]),
         ({"tp": 8, "dcp": 2}, TWO, []),
         ({"hf-overrides": {"text_config": 3}}, {}, [("start", "spec-malformed")]),
         ({"hf-overrides": {"sliding_window": 64}}, {}, [("start", "spec-malformed")]),

@@ -15,6 +15,7 @@ from fakes import peer
 from kv_topology import BlockList, Planner, RankGeometry, Region, TopologyError, from_document, reshard, to_document
 from kv_topology.tools import EngineSpec, ModelSpec, StateSpec, build_engine
 from vllm_adapter.cache.vllm_peer import PeerPlanner, pack_document
+from vllm_adapter.cli.check.engine import Engine
 from vllm_adapter.errors import AdapterError
 
 DENSE = ModelSpec(("attention",) * 12, 4, 8)
@@ -358,3 +359,13 @@ def test_a_peer_of_another_release_is_read_only_where_documents_say_all_about_th
     with pytest.raises(AdapterError) if code else nullcontext() as refused:
         assert len(list(planner.read(peer(), {(0, 0): metadata}))) == 1
     assert (refused.value.code if refused else "") == code
+
+
+def test_a_check_refuses_drafted_states_of_another_release_as_an_engine_does() -> None:
+    spec = EngineSpec(1, block_tokens=16)
+    geometry = build_engine(MODELS["hybrid"], spec)[0, 0]
+    packed = pack_document(cast("Any", to_document(geometry)))
+    for drafter in ({}, {"speculative_config": {"method": "eagle"}}):
+        given = {**facts_of(geometry, spec), "geometry": packed, "factors": {"vllm_version": "0.32.0", **drafter}}
+        engine = Engine(cast("Any", None), {(0, 0): sent(given)}, cast("Any", None), None)
+        assert engine.planner((0, 0)).drafts_states is bool(drafter)

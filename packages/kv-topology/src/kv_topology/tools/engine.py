@@ -416,8 +416,9 @@ def build_engine(model: ModelSpec, engine: EngineSpec) -> Mapping[tuple[int, int
     if pp > layers:
         message = f"{pp} pipeline stages for {layers} layers leave a stage without any."
         raise InvalidGeometry("stage-without-layers", message)
-    # 5 layers on 2 stages are 0..1 and 2..4.
-    stages = [range(stage * layers // pp, (stage + 1) * layers // pp) for stage in range(pp)]
+    # As vLLM does: what does not divide evenly goes to the stages before the last. 6 layers on 4 stages are 0, 1..2, 3..4 and 5.
+    counts = [layers // pp + (pp - layers % pp <= stage + 1 < pp) for stage in range(pp)]
+    stages = [range(sum(counts[:stage]), sum(counts[: stage + 1])) for stage in range(pp)]
     ranks: dict[tuple[int, int], RankGeometry] = {}
     for pp_rank, stage in enumerate(stages):
         for tp_rank in range(engine.tp):

@@ -62,7 +62,10 @@ OLD_KEYS: Mapping[str, tuple[bool, str]] = {
     "read_retries": (False, "a read whose peer was lost is made again once"),
     "fence_slots": (False, "4096 hand-overs can be fenced at once"),
     "stream_slots": (False, "64 prompts can be streamed at once"),
-    "stream_reserve_fraction": (False, "streams may hold half of the cache"),
+    "stream_reserve_fraction": (
+        False,
+        "streams may hold half of the cache, also where it was 0; streaming false has none",
+    ),
     "ask_wait_s": (False, "half of read_timeout_s, 30 s at most"),
     "max_inflight_bytes": (False, "4 GiB per rank"),
     "receive_conversion": (False, "pages are converted on arrival where that is cheaper"),

@@ -120,7 +120,9 @@ class Engine:
         planner = Planner(staging="auto", cost=replace(cost, bandwidth_gb_s=gigabytes_per_s or cost.bandwidth_gb_s))
         stages = [self.document((stage, rank[1])) for stage in range(self.pp)] if self.has_all_ranks else []
         release = str(self.first.factors.get("vllm_version", ""))
-        return PeerPlanner(local, dealt, reshard, planner, kind, stages, release)
+        # Metadata tell drafts of a model alone.
+        has_drafts = bool(self.first.factors.get("speculative_config")) and not all(dealt)
+        return PeerPlanner(local, dealt, reshard, planner, kind, stages, release, has_drafts)
 
     def address(self, tp: int, groups: Sequence[GroupDocument]) -> PeerAddress:
         """Return how a ticket would name it, had it so many tensor-parallel ranks and these cache groups."""

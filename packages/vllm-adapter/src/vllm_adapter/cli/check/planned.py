@@ -11,6 +11,7 @@ so a layer takes 2 x 4 x 128 x 2 = 2048 bytes a token there.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, final
@@ -121,6 +122,8 @@ class PlannedEngine:
                 options.cp_kv_cache_interleave_size or options.block_size,
             )
             _check_sizes(int(_text(self.settings).get("num_attention_heads") or tp), model, options)
+            # Turns that do not divide blocks are refused below, as at a start.
+            turn = math.gcd(turn, options.block_size)
             made = build_engine(model, EngineSpec(tp, pp, dcp, options.block_size, interleave_tokens=turn))
         except Exception as error:  # noqa: BLE001  (whatever forbids the engine is the finding)
             findings.add("start", code_of(error), f"{self.role}: {message_of(error)}")
@@ -183,6 +186,7 @@ class PlannedEngine:
             pp=it.pipeline_parallel_size,
             pp_rank=0,
             dcp=it.decode_context_parallel_size,
+            interleave_tokens=it.cp_kv_cache_interleave_size or it.block_size,
             total_kv_heads=heads,
             head_size=size,
             block_count=0,
@@ -267,6 +271,8 @@ def _check_sizes(heads: int, model: ModelSpec, options: _Options) -> None:
         reason = f"vLLM cannot distribute {keys} KV heads to {tp} ranks"
     elif keys and dcp > 1 and (dcp > tp // keys or heads // keys % dcp):
         reason = f"vLLM allows no decode-context-parallel-size {dcp} with {tp} ranks, {heads} heads and {keys} KV heads"
+    elif keys and options.block_size % 16:
+        reason = f"no attention back end of vLLM takes blocks of {options.block_size} tokens: they are multiples of 16"
     if reason:
         raise ConfigurationError(reason, code="size-out-of-range")
 
