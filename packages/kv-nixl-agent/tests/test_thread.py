@@ -4,6 +4,7 @@ import itertools
 import sys
 import threading
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -135,12 +136,16 @@ def test_timers_of_a_thread_at_rest_run_however_slowly_it_may_poll():
     rank.thread.close()
 
 
+def _note(slept: list[float], timeout: float) -> None:
+    slept.append(timeout)
+
+
 def test_a_thread_that_has_quarantine_does_not_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     """Quarantine ends by polling, and the pages of its reads are held until then."""
     pacer = Pacer(ThreadOptions(gil_switch_interval_s=None), lambda: 100.0)
     pacer.may_poll_slowly = True
     slept: list[float] = []
-    monkeypatch.setattr(pacer, "_bell", SimpleNamespace(acquire=lambda timeout: slept.append(timeout)))
+    monkeypatch.setattr(pacer, "_bell", SimpleNamespace(acquire=partial(_note, slept)))
     for quiet_s, has_leftovers in itertools.product((0.016, 0.32, 1.0, 60.0), (False, True)):
         pacer._last_progress_s = 100.0 - quiet_s
         pacer.wait_idle(101.0, lambda: False, has_leftovers=has_leftovers)

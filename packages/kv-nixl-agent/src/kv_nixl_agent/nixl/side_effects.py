@@ -30,8 +30,8 @@ transfers of many descriptors are shared among the threads. If an agent makes on
 1.5, four threads). *Half-made connections*: each thread connects to each new peer; the peer's answers stay in sockets that no
 thread reads, and NIXL's progress thread at the peer waits for them without sleeping. It took a whole core at 4 of 20 producers
 whose reader had read four pages, and at 7 of 24 of which 32 MB had been read three times. Six turns, 10 ms apart, ended it at
-24 of 24; two or four did not. So twelve turns follow a new peer, 50 ms apart, and then some at growing intervals, for peers slow to answer. The
-first turn of all starts the threads, which takes 31 ms; it is taken before any peer is known.
+24 of 24; two or four did not. So twelve turns follow a new peer, 50 ms apart, and then some at growing intervals, for peers
+slow to answer. The first turn of all starts the threads, which takes 31 ms; it is taken before any peer is known.
 *Sockets of lost peers*: 4 for each, 8 over TCP, would stay in CLOSE_WAIT; after a turn none do. A turn is a read of this agent
 from itself, of so many descriptors that each thread usually gets a part. Example: 4 threads and parts of 128 descriptors: 512
 descriptors of 8 bytes, in 16 KB of memory of its own. Upstream: not yet reported; figures in docs/transfer-evidence.md.

@@ -327,7 +327,8 @@ def order_for_merging(local: Indices, peer: Indices) -> tuple[Indices, Indices]:
 
 
 def _ascends(indices: Indices) -> bool:
-    head = indices[:_GLANCE].tolist()  # enough for lists in no order; whole ones have left the processor's caches meanwhile
+    # Enough for lists in no order; whole ones have left the processor's caches meanwhile.
+    head = indices[:_GLANCE].tolist()
     return head == sorted(head) and (len(indices) <= _GLANCE or bool((indices[1:] >= indices[:-1]).all()))
 
 

@@ -4,9 +4,8 @@ The data read and the fence read are two operations without any order between th
 the data was seen to be complete. The producer writes the new generation before it reports the blocks free. So a word that still
 shows the lease's generation proves that the blocks were still leased when the last byte was read.
 
-The handle of a fence read is *created* beside that of the data, while NIXL's code and tables are in the processor's caches;
-after some megabytes of copying the same call takes several times as long. It is *posted* only when the data is complete:
-posting is what reads the word.
+The handle of a fence read is *created* while the data is on the wire. It is *posted* only when the data is complete: posting is
+what reads the word.
 
 A strip is one descriptor on either side, whatever its length, so reading the progress of 256 streams costs as much as reading
 that of one. Its handle is posted again for every poll, once the previous one has ended.

@@ -253,10 +253,12 @@ _SHORT = 64
 
 
 def short_list(lists: Sequence[AnyBlockList], rules: ListRules) -> tuple[Sequence[int], int] | None:
-    """Return the ids and the first place of the list of a single group, if it is short and plain; `read_lists` reads all others."""
+    """Return the ids and the first place of the list of a single group, if it is short and plain; else None, for `read_lists`."""
     if type(lists) not in (tuple, list) or not len(lists) == len(rules.groups) == 1 or rules.groups[0].is_state:
         return None
-    ids, first_token, null = lists[0] if isinstance(cast("object", lists[0]), tuple) and len(lists[0]) == 3 else ((), 0, None)
+    if not isinstance(cast("object", lists[0]), tuple) or len(lists[0]) != 3:
+        return None
+    ids, first_token, null = lists[0]
     if type(ids) not in (tuple, list) or not 0 < len(ids) <= _SHORT or {type(first_token), *map(type, ids)} != {int}:
         return None
     null, span = rules.null if null is None else null, rules.groups[0].span_tokens

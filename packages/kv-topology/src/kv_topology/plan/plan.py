@@ -183,7 +183,9 @@ class TransferPlan:
             pairs = [] if short is None else pair_short(pairings, short, short_list(peer, rules), tokens)
             if not pairs:
                 mine, theirs = mine or read_lists(local, self._rules), read_lists(peer, rules)
-                pairs = [pair_blocks(each, mine[each.local_group], theirs[each.peer_group], tokens) for each in pairings]
+                pairs = [
+                    pair_blocks(each, mine[each.local_group], theirs[each.peer_group], tokens) for each in pairings
+                ]
             for rank in ranks:
                 link = self._links[rank]
                 here = [rule.indices(pair.local) for rule, pair in zip(link.local_index, pairs, strict=True)]
