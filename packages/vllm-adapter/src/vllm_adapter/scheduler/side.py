@@ -141,7 +141,7 @@ class SchedulerSide:
             code, is_producer = admission.rejected_code, admission.role == "producer"
             if code:
                 self._note_refusal(arrival, code, admission.rejected_message, is_producer=is_producer)
-            elif _has_ticket(params):
+            elif admission.role == "consumer" or _has_ticket(params):
                 self._recorder.count("num_requests")
             if admission.role == "none":
                 return
