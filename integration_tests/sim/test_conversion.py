@@ -30,7 +30,7 @@ def test_a_failed_conversion_is_that_requests_failure(make: Make, caplog: pytest
     assert "conversion-failed" in caplog.text
     observed = consumer.workers[0].take_stats()
     assert observed is not None
-    assert (len(observed["num_failed_conversions"]), observed["conversion_duration"]) == (1, [])
+    assert (len(observed["num_failed_conversions"]), "conversion_duration" in observed) == (1, False)
     consumer.converters[0].refusal = None
     consumer.take_over(producer, 32)
     observed = consumer.workers[0].take_stats()

@@ -137,7 +137,7 @@ def test_a_failed_read_is_counted_and_logged_whatever_the_policy(
     consumer._take(output, ran)
     assert (consumer.outputs.get("d", []) != []) is (policy == "fail")
     found = consumer.connector._scheduler_side.take_stats()
-    assert (found["num_failed_reads"], found["num_cancelled_reads"]) == (["timed-out"], [])
+    assert (found["num_failed_reads"], "num_cancelled_reads" in found) == (["timed-out"], False)
     (line,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
     assert "request d: its KV was not taken over by rank 0.0" in line
     consumer.run()

@@ -6,21 +6,27 @@ import time
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from factories import attention_cache, facts
 from fakes import order
+from scheduler_engine import BLOCK, TEXT
 from scheduler_engine import Engine as SchedulerEngine
 
 from kv_scheduler_state import FenceOrder, GrantOrder, StepPlan
+from kv_scheduler_state.plan import EMPTY_PLAN
 from kv_scheduler_state.streams import StreamChunk, StreamOpen, StreamOrder, StreamPlan, StreamVoid
+from vllm_adapter.cache.facts import CacheGroup
 from vllm_adapter.config import Settings
 from vllm_adapter.errors import AdapterError
 from vllm_adapter.steps import ReadEnd, ReadTimes, StepOrders, StepReport
 from vllm_adapter.wiring import make_worker
 from vllm_adapter.worker.engine_thread import WorkerSide
 from vllm_adapter.worker.registration import Registration
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def _worker() -> WorkerSide:
@@ -139,6 +145,36 @@ def test_quarantined_bytes_are_reported_as_changes() -> None:
     assert (worker.take_stats() or {})["quarantined_bytes"] == [4096, -3072, -1024]
 
 
+class Waits:
+    """An event in whose stead ends happen: each wait takes the next of them, in the order given, and then nothing more."""
+
+    def __init__(self, worker: WorkerSide) -> None:
+        self.waited: list[float] = []
+        self.ends: list[Callable[[], None]] = []
+        ended: Any = SimpleNamespace(wait=self._wait, clear=lambda: None, set=lambda: None)
+        worker._has_ended = ended
+
+    def _wait(self, within_s: float) -> bool:
+        self.waited.append(within_s)
+        for end in self.ends[:1]:
+            end()
+        return bool(self.ends and self.ends.pop(0))
+
+
+def _resting_worker() -> tuple[WorkerSide, Waits, Callable[..., StepReport]]:
+    worker = _worker()
+    agent: Any = Agent()
+    agent.is_alive = True
+    agent.call_soon = lambda _: None
+    _use(worker, agent)
+
+    def step(plan: StepPlan = EMPTY_PLAN, rest_s: float = 0.005) -> StepReport:
+        worker.apply(StepOrders(plan, rest_s=rest_s))
+        return worker.take_report()
+
+    return worker, Waits(worker), step
+
+
 @pytest.mark.parametrize(
     "plan",
     [
@@ -149,26 +185,38 @@ def test_quarantined_bytes_are_reported_as_changes() -> None:
     ids=["read", "lease", "stream"],
 )
 def test_a_rank_rests_only_until_it_has_reported_all_that_it_waits_for(plan: StepPlan) -> None:
-    worker, waited = _worker(), list[float]()
-    ended: Any = SimpleNamespace(wait=waited.append, clear=lambda: None, set=lambda: None)
-    worker._has_ended = ended
-    agent: Any = Agent()
-    agent.is_alive = True
-    agent.call_soon = lambda _: None
-    _use(worker, agent)
-    rests: Any = partial(StepOrders, rest_s=0.005)
-    for orders in (plan, StepPlan()):
-        worker.apply(rests(orders))
-        worker.take_report()
-    assert waited == [0.005] * 2
-    if plan.grants:
-        worker._lease_ended("r1")
-    else:
-        worker._read_ended(replace(_end(), is_streamed=not plan.reads))
+    worker, waits, step = _resting_worker()
+    step(plan)
+    step()
+    assert waits.waited == [0.005] * 2
+    end = partial(worker._lease_ended, "r1") if plan.grants else partial(worker._read_ended, _end())
+    if plan.streams.watches:
+        end = partial(worker._read_ended, replace(_end(), is_streamed=True))
+    end()
     for _ in range(5):
-        worker.apply(rests(StepPlan()))
-        worker.take_report()
-    assert waited == [0.005] * 3
+        step()
+    assert waits.waited == [0.005] * 2, "an end that is there is reported at once, and nothing is left to wait for"
+
+
+def test_a_step_waits_for_all_reads_that_it_orders_and_reports_them_together() -> None:
+    worker, waits, step = _resting_worker()
+
+    def ends(name: str) -> Callable[[], None]:
+        return partial(worker._read_ended, replace(_end(), order=order(name)))
+
+    step(StepPlan(reads=(order("old"),), grants=(GrantOrder("lease", 30.0, None),)), rest_s=0.0)
+    waits.ends = [ends("r1"), partial(worker._lease_ended, "lease"), ends("old"), ends("r2"), ends("r3")]
+    report = step(StepPlan(reads=(order("r1"), order("r2"))), rest_s=60.0)
+    assert report.received == {"r1", "r2", "old"}
+    assert report.sent == {"lease"}
+    assert len(waits.waited) == 4
+    assert waits.waited == sorted(waits.waited, reverse=True), "the wait is one for all"
+    assert step(StepPlan(reads=(order("r3"), order("r4"))), rest_s=60.0).received == {"r3"}, "one is late"
+    assert len(waits.waited) == 6, "a report under way lets no step go without its own reads"
+    waits.ends = [ends("r4")]
+    step()
+    assert len(waits.waited) == 6, "a report under way waits for nothing else"
+    assert step().received == {"r4"}
 
 
 @pytest.mark.parametrize("is_lock_stepped", [False, True])
@@ -186,28 +234,61 @@ def test_the_scheduler_lets_workers_rest_while_it_waits_for_peers_alone() -> Non
     def rest_s(**given: bool) -> float:
         return side.build_step((), (), **given).rest_s
 
+    def later() -> float:
+        return [rest_s(is_empty=True) for _ in range(51)][-1]
+
     assert not rest_s(is_empty=True)
     assert not rest_s(is_empty=True), "nothing is read"
     side._requests.ordered(StepPlan(streams=StreamPlan(watches=(StreamOrder(order("s"), 1, 0),))), 0.0)
     assert rest_s(is_empty=True) == 0.01, "a prompt that is still computed"
     side._requests.ordered(StepPlan(reads=(order("r"),)), 0.0)
-    assert rest_s(is_empty=True) == 0.005, "the end of a plain read is near"
+    assert rest_s(is_empty=True) == 0.001, "the end of a plain read is near"
+    assert later() == 0.005
     assert not rest_s(), "something is computed"
     assert not rest_s(is_empty=True), "one may stand between two that compute"
-    assert rest_s(is_empty=True)
+    assert rest_s(is_empty=True) == 0.001
     side._requests.take(StepReport(received=["r"]))
     assert rest_s(is_empty=True) == 0.01
     side._requests.ordered(StepPlan(reads=(order("s"),)), 0.0)
-    assert rest_s(is_empty=True) == 0.005, "its final ticket is read"
+    assert rest_s(is_empty=True) == 0.001, "its final ticket is read"
     side._requests.take(StepReport(received=["s"]))
     assert not rest_s(is_empty=True)
     side._requests.finished("p", is_error=False, keeps_blocks=True)
-    assert rest_s(is_empty=True) == 0.005, "a peer reads from here"
+    assert rest_s(is_empty=True) == 0.001, "a peer reads from here"
+    assert later() == 0.005
     side._requests.take(StepReport(sent=["p"]))
     assert not rest_s(is_empty=True)
     asking: Any = SimpleNamespace(is_asking=True, receive=lambda _now_s: None, send=lambda: None)
     side._streams = asking
     assert rest_s(is_empty=True) == 0.005, "a peer is asked"
+
+
+@pytest.mark.parametrize(
+    ("facts", "block_bytes", "idle_s", "busy_s"),
+    [
+        ({}, 4096, 0.001, 0.0005),
+        ({"is_lock_stepped": True}, 4096, 0.0, 0.0),
+        ({"pp": 2}, 4096, 0.001, 0.0),
+        ({}, 4 << 20, 0.0, 0.0),
+    ],
+    ids=["short", "lock-stepped", "stages", "long"],
+)
+def test_the_step_that_orders_short_reads_waits_for_them(
+    facts: dict[str, Any], block_bytes: int, idle_s: float, busy_s: float
+) -> None:
+    """A step that computes waits for at most a sixteenth of the step before: 0.5 ms of 8."""
+    groups = (CacheGroup("attention", BLOCK, 0, 0, ("layers.0",), block_bytes=block_bytes),)
+    producer, decode = SchedulerEngine("producer"), SchedulerEngine("decode", groups=groups, **facts)
+
+    def rest_s(name: str, *, is_empty: bool) -> float:
+        decode.admit(name, producer.prefill(name, TEXT), TEXT)
+        assert decode.side.external_tokens(name, 0) == (len(TEXT), True)
+        decode.allocate(name, [1, 2, 3], external=len(TEXT))
+        decode.now_s += 0.008
+        return decode.side.build_step((), (), is_empty=is_empty).rest_s
+
+    decode.step()
+    assert [rest_s("1", is_empty=True), rest_s("2", is_empty=False)] == [idle_s, pytest.approx(busy_s)]
 
 
 WORDS = [

@@ -74,8 +74,8 @@ class StepOrders:
         plan: Orders of the request machines.
         links: Traces that the reads of this step belong to, by request; empty without tracing.
         question: Number of the pending question for the workers' registration; 0 for none.
-        rest_s: Time that a worker may wait for the end of a read or of a lease instead of being asked again at once: above 0 in
-            steps that compute nothing while the engine waits for peers alone.
+        rest_s: Time that a worker may wait before it reports: for the ends of all reads that the step orders, where these are
+            short, else for any end of a read or of a lease, where the step computes nothing and the engine waits for peers alone.
         is_asking: Whether a question to a peer is open; a worker that waits for nothing of its own may then wait as well.
     """
 

@@ -65,9 +65,8 @@ def require_identity(identity: object) -> None:
     Raises:
         InvalidEvent: `invalid-event`.
     """
-    calls = (getattr(identity, name, None) for name in ("digest", "media"))
     is_named = isinstance(getattr(identity, "refusal", None), str) and not isinstance(identity, type)
-    if not is_named or not all(map(callable, calls)):
+    if not is_named or not (callable(getattr(identity, "digest", None)) and callable(getattr(identity, "media", None))):
         raise InvalidEvent(
             f"identity is {quote(identity)}, must be a PromptIdentity such as TextPrompt(token_ids); UNBOUND opts out of binding "
             "tickets to prompts"

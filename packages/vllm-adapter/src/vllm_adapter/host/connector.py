@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -67,6 +66,7 @@ if TYPE_CHECKING:
 __all__ = ["KVTransferConnector", "NixlConnector", "NixlPullConnector"]
 
 _logger = init_logger("vllm.vllm_adapter")
+_NOTHING = StepReport()
 
 # vLLM carries the messages between the two sides as they are: of its classes of metadata they need no more than the name.
 KVConnectorMetadata.register(StepOrders)
@@ -102,7 +102,7 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
         # A hand-over restores every group whose local hit lags behind that of full attention: states, which are read whole, but
         # no window and no second full group. With False the scheduler counts the prefix that all groups have in common.
         self.supports_divergent_local_hybrid_hits = facts.completes_uneven_hits(len(kv_cache_config.kv_cache_groups))
-        self._report = StepReport()
+        self._report = _NOTHING
         spans = _span_writer(vllm_config, facts, is_worker=is_worker)
         # vLLM calls the hooks of this connector's own role alone.
         self._side: SchedulerSide | WorkerSide
@@ -219,11 +219,14 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Process the workers' reports."""
         meta: object = connector_output.kv_connector_worker_meta
-        report = replace(
-            meta if isinstance(meta, StepReport) else StepReport(),
-            sent=connector_output.finished_sending or (),
-            received=connector_output.finished_recving or (),
-            failed=getattr(connector_output, "failed_recving", None) or (),
+        ours = meta if isinstance(meta, StepReport) else _NOTHING
+        report = StepReport(
+            connector_output.finished_sending or (),
+            connector_output.finished_recving or (),
+            getattr(connector_output, "failed_recving", None) or (),
+            ours.registrations,
+            ours.failures,
+            ours.stream_ends,
         )
         self._scheduler_side.update_output(report)
 
@@ -315,7 +318,7 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """Return the reports for the scheduler half alone: a registration, reasons of failed reads, and ends of streams."""
-        report, self._report = self._report, StepReport()
+        report, self._report = self._report, _NOTHING
         if not (report.registrations or report.failures or report.stream_ends):
             return None
         return cast("KVConnectorWorkerMetadata", report)

@@ -44,6 +44,8 @@ class RequestIdentity:
         """Return the digest of the first `tokens` tokens, None if the request has fewer or cannot be identified."""
         if self.refusal or tokens > self._request.num_tokens:
             return None
+        if not self._request.mm_features:
+            return self._digest(tokens, ())
         items = [
             (str(getattr(item, "mm_hash", None) or item.identifier), item.mm_position.offset, item.mm_position.length)
             for item in self._items(tokens)

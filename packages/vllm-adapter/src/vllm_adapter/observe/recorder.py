@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
 from vllm_adapter.observe.hand_overs import HandOverLog
-from vllm_adapter.observe.metric_tables import PATH_KEY, empty_observations
+from vllm_adapter.observe.metric_tables import PATH_KEY
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -118,7 +118,7 @@ class Recorder:
         self._lock = threading.Lock()
         self.hand_overs = HandOverLog()
         self._ucx_tls = ucx_tls
-        self._data = empty_observations()
+        self._data: defaultdict[str, list[Any]] = defaultdict(list)
         self._levels: dict[str, float] = {}
 
     # ---------------------------------------------------------------------------------------------- observations
@@ -163,10 +163,10 @@ class Recorder:
     def take(self) -> dict[str, list[Any]] | None:
         """Return the observations since the last call; None if there are none."""
         with self._lock:
-            if not any(self._data.values()):
+            if not self._data:
                 return None
-            taken, self._data = self._data, empty_observations()
-            return taken
+            taken, self._data = self._data, defaultdict(list)
+            return dict(taken)
 
     # ---------------------------------------------------------------------------------------------- log lines
 
@@ -256,7 +256,7 @@ class Recorder:
 
 
 @final
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Guard:
     """Context manager that turns an exception into a log line, unless lines of this event are rate-limited.
 

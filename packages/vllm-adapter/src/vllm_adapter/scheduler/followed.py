@@ -168,6 +168,8 @@ class FollowedRequests:
     def ordered(self, plan: StepPlan, now_s: float) -> dict[str, TraceLink]:
         """Note the reads and failures that a step orders; return the traces of these reads, by request."""
         self._erred.clear()
+        if not (plan.reads or plan.failures or plan.streams.watches):
+            return {}
         self._refused.update(plan.failures)
         links: dict[str, TraceLink] = {}
         streamed = [(order.read, True) for order in plan.streams.watches]
@@ -242,6 +244,8 @@ class FollowedRequests:
 
     def step_ended(self) -> None:
         """Note first tokens; to be called after each step."""
+        if not self._starting:
+            return
         for request_id in [request_id for request_id, count in self._starting.items() if _is_started(count)]:
             del self._starting[request_id]
             self._moments.mark(request_id, "first_token", self._now_s())

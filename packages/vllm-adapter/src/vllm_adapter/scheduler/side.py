@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from vllm_adapter.cache.facts import EngineFacts
     from vllm_adapter.config.secrets import FleetSecrets
     from vllm_adapter.observe.answers import Answer
-    from vllm_adapter.ports import Admission, BlockIds, FinishDecision, HandshakeListener, SchedulerState
+    from vllm_adapter.ports import Admission, BlockIds, FinishDecision, HandshakeListener, SchedulerState, StepPlan
     from vllm_adapter.scheduler.chunks import ScheduledTokens
     from vllm_adapter.scheduler.followed import Arrival, Ending
     from vllm_adapter.scheduler.streams import Streaming
@@ -48,6 +48,13 @@ _REST_S: Final = 0.005
 such steps a second."""
 _REST_OF_STREAMS_S: Final = 0.01
 """The same while nothing but prompts is read that peers still compute."""
+_SHORT_REST_S, _SHORT_RESTS = 0.001, 50
+"""The same in the 50 empty steps behind an order or a grant, since no arrival ends a wait. Also the longest wait of a step for
+the reads that it orders, if these have at most so many bytes: at 8 GB/s, as many as arrive meanwhile."""
+_SHORT_BYTES: Final = 8 << 20
+_SHARE_OF_A_STEP: Final = 1 / 16
+"""Longest such wait of a step that computes: requests whose reads it sees end run in the next step and not in the one after it,
+10 to 50 ms later, and the others lose at most this part of a step, or nothing if a device computes meanwhile."""
 _PATIENCE_S: Final = 1.0
 """Wait before a shortage counts, and between two reads that are given up: blocks that free themselves, as at the end of a read,
 are free by then."""
@@ -103,8 +110,8 @@ class SchedulerSide:
         self.followed = self._requests.live
         self._holdings = Holdings(facts, state)
         self._free_blocks: Callable[[], int] = int  # none, as far as is known
-        # Steps without work in a row, while some of this side waits for the workers.
-        self._empty_steps = 0
+        # Steps without work in a row since the latest order or grant, and the time of the latest step.
+        self._empty_steps, self._built_s = 0, 0.0
         # Whether the latest answer to the host was a number of tokens to read, zero included, and no blocks followed it.
         self._is_answered = False
         # Since when the host has had requests ready for blocks in steps that compute nothing.
@@ -134,7 +141,7 @@ class SchedulerSide:
             code, is_producer = admission.rejected_code, admission.role == "producer"
             if code:
                 self._note_refusal(arrival, code, admission.rejected_message, is_producer=is_producer)
-            elif _has_ticket(params):
+            elif admission.role == "consumer" or _has_ticket(params):
                 self._recorder.count("num_requests")
             if admission.role == "none":
                 return
@@ -338,21 +345,32 @@ class SchedulerSide:
         links = self._requests.ordered(plan, now_s)
         if plan.heartbeats:
             self._recorder.observe("heartbeat_delay_seconds", self._state.heartbeat_delay_s)
-        self._empty_steps = self._empty_steps + 1 if is_empty else 0
+        self._empty_steps = 0 if not is_empty else 1 if plan.reads or plan.grants else self._empty_steps + 1
         self._relieve_shortage(now_s)
         is_asking = streams is not None and streams.is_asking
         question = 0 if self._served.is_sure else self._served.question
-        return StepOrders(plan, links, question, self._rest_s(is_asking=is_asking), is_asking)
+        step_s, self._built_s = now_s - self._built_s, now_s
+        return StepOrders(plan, links, question, self._rest_s(plan, step_s, is_asking=is_asking), is_asking)
 
-    def _rest_s(self, *, is_asking: bool) -> float:
-        """Return how long the workers may wait in this step for the end of a read or of a lease."""
-        # Ranks that step together would wait with this one, and some of them compute. A single step that computes nothing may
-        # stand between two that do, where the host schedules ahead.
-        if self._facts.is_lock_stepped or self._empty_steps < 2:
+    def _rest_s(self, plan: StepPlan, step_s: float, *, is_asking: bool) -> float:
+        """Return how long the workers may wait in this step, after one of `step_s`, for its own reads or else for any end."""
+        facts, reads = self._facts, self._requests.reads
+        # Ranks that step together would wait with this one, and some of them compute.
+        if facts.is_lock_stepped:
             return 0.0
-        reads = self._requests.reads
+        ordered = [order.local_blocks for order in plan.reads if order.is_reported]
+        if ordered:
+            sizes = [group.block_bytes for group in facts.groups]
+            total = sum(len(each.ids) * size for lists in ordered for each, size in zip(lists, sizes, strict=True))
+            # A stage that computes would keep the next one waiting.
+            if total > _SHORT_BYTES or (facts.pp > 1 and not self._empty_steps):
+                return 0.0
+            return _SHORT_REST_S if self._empty_steps else min(_SHORT_REST_S, _SHARE_OF_A_STEP * step_s)
+        # A single step that computes nothing may stand between two that do, where the host schedules ahead.
+        if self._empty_steps < 2:
+            return 0.0
         if is_asking or self._requests.leases or not all(reads.values()):
-            return _REST_S
+            return _REST_S if self._empty_steps > _SHORT_RESTS else _SHORT_REST_S
         return _REST_OF_STREAMS_S if reads else 0.0
 
     def _relieve_shortage(self, now_s: float) -> None:
@@ -430,10 +448,9 @@ class SchedulerSide:
             self._state.streams.consumed.free_blocks = free_blocks
 
     def take_stats(self) -> dict[str, list[Any]] | None:
-        """Return the observations since the last call by key, None for nothing."""
+        """Return the observations of the last second by key, or of less once nothing is live; None for nothing."""
         self._requests.step_ended()
-        self._holdings.record(self._recorder, self._now_s())
-        return self._recorder.take()
+        return self._recorder.take() if self._holdings.record(self._recorder, self._now_s()) else None
 
     def serve(
         self, envelopes: Mapping[Rank, bytes], ranks: Iterable[Rank] | None = None, generation: int | None = None

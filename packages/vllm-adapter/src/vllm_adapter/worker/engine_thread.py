@@ -90,6 +90,8 @@ class WorkerSide:
         self._completion: ReadCompletion | None = None
         # Plain reads whose end has not been collected yet, and whether they must end as failed.
         self._due_reads: dict[str, bool] = {}
+        # Those that the current step ordered.
+        self._ordered: set[str] = set()
         self._leases: set[str] = set()
         self._rest_s = 0.0
         self._is_asking = False
@@ -250,7 +252,8 @@ class WorkerSide:
         if streams is not None:
             streams.apply(plan)
         self._leases.update(grant.request_id for grant in plan.grants)
-        self._due_reads.update((order.request_id, False) for order in plan.reads if order.is_reported)
+        self._ordered = {order.request_id for order in plan.reads if order.is_reported}
+        self._due_reads.update(dict.fromkeys(self._ordered, False))
         # The scheduler may not know yet that one of these reads has ended.
         self._due_reads.update((request_id, True) for request_id in plan.voids if request_id in self._due_reads)
         self._hand_over(plan)
@@ -337,7 +340,7 @@ class WorkerSide:
     def take_report(self) -> StepReport:
         """Return all ends since the last step, and this rank's registration if it was asked for or is new.
 
-        In a step that computes nothing, this may wait for the end of a read or of a lease (`StepOrders.rest_s`).
+        This may wait for the end of a read or of a lease (`StepOrders.rest_s`).
         """
         self._rest()
         registration, streams = self._registration or self._left, self._streams
@@ -369,17 +372,29 @@ class WorkerSide:
         )
 
     def _rest(self) -> None:
-        """Wait until this rank has an end to report, as long as this step may; else the host takes a thousand steps a second.
+        """Wait, as long as this step may, until all reads that it ordered have ended, or else until this rank has any end.
 
-        Other ranks may still wait when this one has nothing to wait for: the step lasts until all have reported, so this one must
-        not delay theirs.
+        Without that the host takes a thousand empty steps a second. Reads that one step ordered are reported together, because
+        the host begins a step of computation with the first of them. Other ranks may still wait when this one has nothing to wait
+        for: the step lasts until all have reported, so this one must not delay theirs.
         """
         rest_s, self._rest_s = self._rest_s, 0.0
+        ordered, self._ordered = self._ordered, set()
         if self._steps_ahead:
             self._steps_ahead -= 1
-        elif rest_s and (self._due_reads or self._state.is_reading or self._leases or self._is_asking):
-            self._has_ended.wait(rest_s)
-        self._has_ended.clear()
+            rest_s *= bool(ordered)
+        if not rest_s or not (self._due_reads or self._state.is_reading or self._leases or self._is_asking):
+            return
+        until_s = time.monotonic() + rest_s
+        while rest_s > 0 and not self._is_ended(ordered) and self._has_ended.wait(rest_s):
+            self._has_ended.clear()  # it may be that of an end which was reported long ago
+            rest_s = until_s - time.monotonic()
+
+    def _is_ended(self, ordered: set[str]) -> bool:
+        """Return whether all these reads have ended and can be reported; without any, whether anything can."""
+        if ordered:
+            return ordered <= {end.order.request_id for end in self._finished.copy()}
+        return bool(self._finished or self._sent)
 
     def _take_end(self, end: ReadEnd) -> ReadEnd:
         """Complete a read whose transfers have ended; it has failed if the cache was reset after it was ordered."""
