@@ -349,21 +349,16 @@ def test_a_worker_rests_while_it_waits_and_never_while_its_report_is_on_its_way(
 
 
 @pytest.mark.parametrize("kind", [FullEngine, QueuedEngine], ids=["in-turn", "ahead"])
-@pytest.mark.parametrize("is_busy", [False, True], ids=["idle", "busy"])
 def test_short_reads_end_together_in_the_step_that_orders_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[FullEngine], is_busy: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[FullEngine]
 ) -> None:
     """Here as long as the reads take; so they may run in the next step, and all of them in the same one."""
-    monkeypatch.setattr(side, "_SHORT_REST_S", 60.0)
-    monkeypatch.setattr(side, "_SHARE_OF_A_STEP", 1e9)
+    monkeypatch.setattr(side, "_ORDERED_REST_S", 60.0)
     fabric = FakeFabric()
     producer, consumer = engines = [kind(tmp_path / name, monkeypatch, fabric) for name in "PD"]
     try:
         texts = {f"d{number}": prompt(40, seed=number) for number in range(4)}
         tickets = [producer.prefill(f"p{name}", text) for name, text in texts.items()]
-        if is_busy:
-            consumer.add("local", prompt(300, seed=9), max_tokens=1)  # two steps
-            consumer.step()
         for (name, text), ticket in zip(texts.items(), tickets, strict=True):
             consumer.add(name, text, params=ticket)
         consumer.step()

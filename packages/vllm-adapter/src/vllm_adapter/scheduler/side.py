@@ -49,12 +49,12 @@ such steps a second."""
 _REST_OF_STREAMS_S: Final = 0.01
 """The same while nothing but prompts is read that peers still compute."""
 _SHORT_REST_S, _SHORT_RESTS = 0.001, 50
-"""The same in the 50 empty steps behind an order or a grant, since no arrival ends a wait. Also the longest wait of a step for
-the reads that it orders, if these have at most so many bytes: at 8 GB/s, as many as arrive meanwhile."""
+"""The same in the 50 empty steps behind an order or a grant, since no arrival ends a wait."""
+_ORDERED_REST_S: Final = 0.002
+"""Longest wait of an empty step for the reads that it orders, which take 1 to 2 ms. A read that ends in its own step runs in the
+next one; otherwise the host sleeps for 1 ms and takes a step for its end first."""
 _SHORT_BYTES: Final = 8 << 20
-_SHARE_OF_A_STEP: Final = 1 / 16
-"""Longest such wait of a step that computes: requests whose reads it sees end run in the next step and not in the one after it,
-10 to 50 ms later, and the others lose at most this part of a step, or nothing if a device computes meanwhile."""
+"""Most bytes of the reads of a step that are waited for: at 4 to 8 GB/s, as many as arrive meanwhile."""
 _PATIENCE_S: Final = 1.0
 """Wait before a shortage counts, and between two reads that are given up: blocks that free themselves, as at the end of a read,
 are free by then."""
@@ -110,8 +110,8 @@ class SchedulerSide:
         self.followed = self._requests.live
         self._holdings = Holdings(facts, state)
         self._free_blocks: Callable[[], int] = int  # none, as far as is known
-        # Steps without work in a row since the latest order or grant, and the time of the latest step.
-        self._empty_steps, self._built_s = 0, 0.0
+        # Steps without work in a row since the latest order or grant.
+        self._empty_steps = 0
         # Whether the latest answer to the host was a number of tokens to read, zero included, and no blocks followed it.
         self._is_answered = False
         # Since when the host has had requests ready for blocks in steps that compute nothing.
@@ -349,23 +349,19 @@ class SchedulerSide:
         self._relieve_shortage(now_s)
         is_asking = streams is not None and streams.is_asking
         question = 0 if self._served.is_sure else self._served.question
-        step_s, self._built_s = now_s - self._built_s, now_s
-        return StepOrders(plan, links, question, self._rest_s(plan, step_s, is_asking=is_asking), is_asking)
+        return StepOrders(plan, links, question, self._rest_s(plan, is_asking=is_asking), is_asking)
 
-    def _rest_s(self, plan: StepPlan, step_s: float, *, is_asking: bool) -> float:
-        """Return how long the workers may wait in this step, after one of `step_s`, for its own reads or else for any end."""
+    def _rest_s(self, plan: StepPlan, *, is_asking: bool) -> float:
+        """Return how long the workers may wait in this step for its own reads or else for any end."""
         facts, reads = self._facts, self._requests.reads
         # Ranks that step together would wait with this one, and some of them compute.
-        if facts.is_lock_stepped:
+        if facts.is_lock_stepped or not self._empty_steps:
             return 0.0
         ordered = [order.local_blocks for order in plan.reads if order.is_reported]
         if ordered:
             sizes = [group.block_bytes for group in facts.groups]
             total = sum(len(each.ids) * size for lists in ordered for each, size in zip(lists, sizes, strict=True))
-            # A stage that computes would keep the next one waiting.
-            if total > _SHORT_BYTES or (facts.pp > 1 and not self._empty_steps):
-                return 0.0
-            return _SHORT_REST_S if self._empty_steps else min(_SHORT_REST_S, _SHARE_OF_A_STEP * step_s)
+            return _ORDERED_REST_S if total <= _SHORT_BYTES else 0.0
         # A single step that computes nothing may stand between two that do, where the host schedules ahead.
         if self._empty_steps < 2:
             return 0.0
