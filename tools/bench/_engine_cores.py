@@ -10,10 +10,12 @@ processes share.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import multiprocessing
 import os
 import queue
+import signal
 import socket
 import sys
 import tempfile
@@ -50,6 +52,7 @@ MODEL = {
 LIVE_TOKENS = 24
 _ROLES = {"p": "kv_producer", "d": "kv_consumer"}
 _WITHIN_S = 300.0
+_PR_SET_PDEATHSIG = 1
 _LIVE_ROUNDS = 4
 Stamp = tuple[str, str, float]
 """Stage, request or transfer, and the moment, or for `step` the CPU time of the engine's thread in seconds."""
@@ -240,6 +243,7 @@ def _watch(
 
 def _serve(connection: Any, kind: str, role: str, cpu: int, plan: Mapping[str, Any], folder: str) -> None:
     """Be one engine of a pair until the connection ends; commands are methods of `Core` with their arguments."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     os.sched_setaffinity(0, {cpu})
     log = os.open(f"{folder}/{kind}-{role}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)

@@ -28,15 +28,16 @@ def main():
 @pytest.mark.parametrize("end", ["pipe", "SIGTERM"])
 def test_a_stopped_engine_ends_with_the_starter(tmp_path: Path, end: str) -> None:
     # Parts of a vLLM whose server only sleeps.
-    modules = {"vllm/entrypoints/launchers/api_server/entry.py": SERVER, "vllm/v1/engine/utils.py": ""}
-    for name, text in {**modules, "own/of_this_engine.py": "NUMBER = 7"}.items():
+    modules = {"vllm/entrypoints/launchers/api_server/entry.py": SERVER, "own/of_this_engine.py": "NUMBER = 7"}
+    spawning = ("engine/coordinator", "engine/utils", "executor/multiproc_executor")
+    for name, text in {**modules, **{f"vllm/v1/{each}.py": "" for each in spawning}}.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     log = tmp_path / "engine.log"
     orders, theirs = multiprocessing.Pipe()
     command = [sys.executable, "-P", str(ROOT / "tools/kvdev/starter.py"), str(theirs.fileno())]
-    with subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()]) as starter:
+    with subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()]) as starter, orders:
         theirs.close()
         assert orders.recv(), "most of vLLM is not here"
         own = {**environment, "PYTHONPATH": str(tmp_path / "own")}

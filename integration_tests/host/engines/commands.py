@@ -28,7 +28,7 @@ def adapter(*words: str, code: int | None = 0) -> str:
 
 def parts(engine: str) -> dict[str, dict[str, Any]]:
     """Return the answers of an engine's processes, by part; the engine by its id or side channel."""
-    (answers,) = json.loads(adapter("status", engine, "--json"))["engines"].values()
+    (answers,) = json.loads(adapter("status", engine, "--json", "--timeout", "60"))["engines"].values()
     return {str(answer["part"]): answer for answer in answers}
 
 

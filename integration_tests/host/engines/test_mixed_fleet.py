@@ -172,6 +172,7 @@ def assert_a_queued_hand_over_arrives(fleet: Fleet, prefill: str, decode: str, t
         body = {"prompt": text, "max_tokens": 24, "kv_transfer_params": ticket}
         queued = asyncio.create_task(fleet.post(session, decode, body))
         await asyncio.sleep(2 * LEASE_S)
+        assert not queued.done(), "the engine was not busy long enough to show anything"
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)

@@ -103,10 +103,10 @@ def test_a_trace_of_a_streamed_prompt_has_its_computation_and_the_last_read_in_o
         assert (seen["prefill"]["is_known"], seen["codes"]) == (True, [])
         assert all(span["is_named"] for span in seen["spans"]), seen
         uncertain_s = max(seen["clock_uncertainty_s"].values())
-        assert uncertain_s < waited_s, seen
         assert seen["named_s"] <= waited_s + uncertain_s, seen
-        if seen["is_streamed"] and seen["early_bytes"]:
+        if seen["is_streamed"] and seen["early_bytes"] and uncertain_s < 0.05:
             break
+    assert uncertain_s < 0.05
     assert 0 < seen["early_bytes"] < seen["bytes"], "no prompt of ten was read while it was computed"
     text = adapter("trace", name, code=None)
     print(text)

@@ -80,7 +80,7 @@ def test_a_pause_waits_for_an_unread_lease_until_an_operator_revokes_it(make, mo
         engine.step()
         assert loop.has_work()
     assert engine.connector._scheduler_side.revoke_leases()["leases"] == 1
-    engine.until(sent="p", within_s=5)
+    engine.until(sent="p", within_s=60)
     engine.step()
     assert not loop.has_work()
     engine.assert_nothing_left()

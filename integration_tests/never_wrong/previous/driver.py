@@ -56,7 +56,7 @@ def obey(engine: Any, order: dict[str, Any]) -> dict[str, Any]:
         engine.finish(request)
         return {"ok": is_ok}
     assert order["do"] == "idle"
-    engine.wait_idle(within_s=5)
+    engine.wait_idle(within_s=60)
     return {"held": list(engine.held)}
 
 

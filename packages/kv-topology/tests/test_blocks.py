@@ -250,8 +250,10 @@ def test_bad_ids_are_refused_and_blamed_on_their_side(ids, code, context):
 
 def test_bad_lists_are_refused_and_blamed_on_their_side():
     bare: Any = [[4]]
+    odd: Any = np.array([1, 2])
     for good, bad, code in (
         (lists([1]), bare, "block-list-malformed"),
+        (lists([1]), [BlockList([1], 0, odd)], "block-list-malformed"),
         (lists([1]), lists([1], [2]), "group-count"),
         *(
             (lists([1]), lists([1], first=first), "first-token-unaligned")

@@ -130,7 +130,7 @@ def test_a_rank_that_answers_and_cannot_be_read_is_named_and_the_other_is_read(
     alive, unread = (start(backend=BackendOptions(engine_config={"TLS": "tcp"})) for _ in range(2))
     addresses = serve("P", agent_of(alive), agent_of(unread)), serve("D")
     (unread.stop if is_silent else unread.kill)()
-    found = check(*addresses, "--allow-tcp", "--timeout", "8")
+    found = check(*addresses, "--allow-tcp", "--timeout", "8" if is_silent else "60")
     assert (found.code, found.reasons()) == (1, [("reads", "read-failed")])
     assert "rank 0.1 answers, and its memory cannot be read from here" in found.message("read-failed")
     assert "rank 0.0" not in found.message("read-failed")

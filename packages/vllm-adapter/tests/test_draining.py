@@ -54,13 +54,10 @@ def test_from_the_signal_on_no_ticket_is_given_not_even_for_a_prompt_that_runs()
 
 
 def test_leased_blocks_are_a_level_of_blocks_and_bytes() -> None:
-    """Passed on once a second, and after the last step before the engine is idle, which may be the last one for hours."""
     producer = Producer()
     producer.begin("p")
     assert producer.levels() == (0, 0)
     producer.end("p", TEXT, [1, 2, 3])
-    assert producer.levels() == (0, 0)
-    producer.now_s += 1.0
     assert producer.levels() == (3, 3 * BLOCK_BYTES)
     producer.report(sent=("p",))
     assert producer.levels() == (-3, -3 * BLOCK_BYTES)

@@ -136,24 +136,6 @@ def test_a_worker_whose_thread_hangs_steps_on_and_tries_again() -> None:
     assert worker.registration.envelope is None
 
 
-def test_a_wake_up_after_a_sleep_that_failed_registers_again_or_says_what_to_do(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """The other ranks are asleep by then, and the host does not know that."""
-    worker, parts = _worker("hangs")
-    worker._open = lambda *, generation: Parts(f"well, {generation}").registration
-    with pytest.raises(AdapterError):
-        worker.unregister()
-    worker.restore()
-    assert worker.registration.envelope is None
-    assert "no tickets and no reads: the transfer thread did not end" in caplog.text
-    assert "sleep again or wake up, or restart this engine (memory-in-use)" in caplog.text
-    parts.thread, parts.is_alive = "dead", False
-    worker.restore()
-    assert worker.registration.envelope == b"envelope"
-    assert worker.registration.generation == facts().generation + 1
-
-
 @pytest.mark.parametrize("is_seen_before", [True, False])
 def test_a_thread_that_has_died_fails_no_step(is_seen_before: bool) -> None:
     worker, parts = _worker()

@@ -313,3 +313,15 @@ def test_what_the_plan_or_the_agent_refuses_tears_the_stream(monkeypatch: pytest
         bench.progress(40)
         bench.watch().listener.table(TAG, 0, (1, 5000 if refused == "ids" else 2))
     assert bench.ended() == [{"ids": "block-out-of-range", "post": "post-refused"}.get(refused, "bad-streams")]
+
+
+def test_a_second_order_of_a_stream_is_left_and_ends_nothing_of_the_first_one() -> None:
+    bench = Bench()
+    bench.read_to(40)
+    on_wire = list(bench.agent.posts)
+    bench.begin()
+    bench.stop()
+    assert (bench.ended(), list(bench.agent.posts)) == ([], on_wire), "it ends once its pages are quiet"
+    bench.end_all(outcome="cancelled", code="cancelled")
+    assert bench.ended() == ["stream-stopped"]
+    assert not bench.reads._open

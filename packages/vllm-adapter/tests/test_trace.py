@@ -355,4 +355,3 @@ def test_a_clock_is_read_when_the_request_is_heard_and_when_the_answer_leaves(
     for answer in json.loads(file.read_text()):
         # Both sides are in this process, so the four readings are of the same clock, in order.
         assert answer["asked_s"] <= answer["heard_s"] <= answer["answered_s"] <= answer["received_s"]
-        assert answer["received_s"] - answer["asked_s"] < 1.0

@@ -143,6 +143,7 @@ _MAX_CONSUMERS: Final = 64
 _MAX_READERS: Final = 4096
 """Largest believable number of readers of one consumer."""
 _REMEMBERED_ENDS: Final = 1024
+_SPARE_DUE: Final = 64
 """Ended requests that are remembered to tell a late notification from an unknown one."""
 _RENEWED_PART: Final = 2 / 3
 """Part of its length that a lease lasts after a renewal. Source: vLLM's own connector."""
@@ -397,6 +398,12 @@ class LeaseTable:
             elif effect == "start":
                 self._note_length(lease.lease_s, 1)
                 heapq.heappush(self._due, (lease.deadline_s, request_id))
+                if len(self._due) > 2 * len(self._leases) + _SPARE_DUE:  # most of them ended before their deadline
+                    granted = [
+                        (each.deadline_s, name) for name, each in self._leases.items() if each.state == "granted"
+                    ]
+                    heapq.heapify(granted)
+                    self._due = granted
             elif effect in _END_REASONS:
                 self._end(request_id, lease, effect)
         if lease.state == GONE:

@@ -262,8 +262,10 @@ def short_list(lists: Sequence[AnyBlockList], rules: ListRules) -> tuple[Sequenc
     if type(ids) not in (tuple, list) or not 0 < len(ids) <= _SHORT or {type(first_token), *map(type, ids)} != {int}:
         return None
     null, span = rules.null if null is None else null, rules.groups[0].span_tokens
+    if type(null) not in (int, NoneType):
+        return None
     is_plain = min(ids) >= 0 and max(ids) < rules.counts[0] and len({*ids}) == len(ids) and null not in ids
-    is_known = type(null) in (int, NoneType) and 0 <= first_token <= MAX_TOKENS and not first_token % span
+    is_known = 0 <= first_token <= MAX_TOKENS and not first_token % span
     return (ids, first_token // span) if is_plain and is_known else None
 
 

@@ -79,8 +79,7 @@ class HandOverLog:
                 id is forgotten.
             facts: Plain values to report along.
         """
-        short = request_id if len(request_id) <= 2 * _KEPT_CHARACTERS else short_id(request_id)
-        self._events.append((short, stage, at_s, role, facts, None))
+        self._events.append((short_id(request_id), stage, at_s, role, facts, None))
 
     def read_ended(self, end: ReadEnd, taken_s: float, completed_s: float) -> None:
         """Remember one rank's read.

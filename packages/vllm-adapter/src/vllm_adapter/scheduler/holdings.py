@@ -20,8 +20,8 @@ __all__ = ["MOST_REQUESTS", "Holdings"]
 _logger = logging.getLogger("vllm.vllm_adapter")
 MOST_REQUESTS = 50
 """Most requests that are described, oldest first; all requests are counted."""
-_RECORD_EVERY_S = 1.0
-"""Interval of recording, which takes a scan of all requests and is too costly for every step."""
+_COUNT_EVERY_S = 1.0
+"""Interval of counting live requests, which takes a scan and is too costly for every step."""
 
 
 @final
@@ -44,7 +44,7 @@ class Holdings:
         self._has_ended = False
         self.is_revoking = False
         self._counted: Mapping[str, int] = {}
-        self._recorded_s = -_RECORD_EVERY_S
+        self._counted_s = -_COUNT_EVERY_S
 
     @property
     def leases(self) -> tuple[int, int, int]:
@@ -99,26 +99,25 @@ class Holdings:
             )
         self._has_ended = True
 
-    def record(self, recorder: Recorder, now_s: float) -> bool:
-        """Record all levels once a second, and in each step while nothing is live; return whether it is time to pass them on.
+    def record(self, recorder: Recorder, now_s: float) -> None:
+        """Record all levels; those that need a scan once a second, and when nothing is live any more.
 
         Live requests are recorded by state, as the change since the previous count. Example: 3 requests wait and 1 is being read,
         then 2 wait and 2 are being read: the changes are -1 and +1.
         """
         # An engine takes no step while it is idle, so the levels of its last one stay on the page.
-        if self._state.live_count and now_s - self._recorded_s < _RECORD_EVERY_S:
-            return False
-        self._recorded_s, before, counts = now_s, self._counted, self._state.state_counts()
-        self._counted = counts
-        for state in sorted({*before, *counts}):
-            change = counts.get(state, 0) - before.get(state, 0)
-            if change:
-                recorder.observe(LIVE_KEY, [state, change])
+        has_become_idle = bool(self._counted) and not self._state.live_count
+        if has_become_idle or now_s - self._counted_s >= _COUNT_EVERY_S:
+            self._counted_s, before, counts = now_s, self._counted, self._state.state_counts()
+            self._counted = counts
+            for state in sorted({*before, *counts}):
+                change = counts.get(state, 0) - before.get(state, 0)
+                if change:
+                    recorder.observe(LIVE_KEY, [state, change])
         recorder.level("fence_slots_used", self._state.fence_slots_used)
         _, blocks, size = self.leases
         recorder.level("leased_blocks", blocks)
         recorder.level("leased_bytes", size)
-        return True
 
     def describe(self, now_s: float) -> Answer:
         """Return counts, leases and the oldest requests of a live engine, without changing anything; any thread.

@@ -444,9 +444,10 @@ class SchedulerSide:
             self._state.streams.consumed.free_blocks = free_blocks
 
     def take_stats(self) -> dict[str, list[Any]] | None:
-        """Return the observations of the last second by key, or of less once nothing is live; None for nothing."""
+        """Return the observations since the last call by key, None for nothing."""
         self._requests.step_ended()
-        return self._recorder.take() if self._holdings.record(self._recorder, self._now_s()) else None
+        self._holdings.record(self._recorder, self._now_s())
+        return self._recorder.take()
 
     def serve(
         self, envelopes: Mapping[Rank, bytes], ranks: Iterable[Rank] | None = None, generation: int | None = None

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, final
 
 from vllm_adapter.cache.geometry import local_document, with_stages
 from vllm_adapter.cache.names import peer_text
-from vllm_adapter.errors import AdapterError
 from vllm_adapter.steps import ASLEEP, DEAD, RankRegistration, ReadEnd, ReadFailure, ReadTimes, StepReport
 from vllm_adapter.worker.pages import HostMirror, ReadCompletion, page_ranges
 from vllm_adapter.worker.registration import RankCaches, RegistrationEvents
@@ -187,17 +186,9 @@ class WorkerSide:
     def restore(self) -> None:
         """Register the cache again after `unregister`, at the same addresses with its content lost; else do nothing.
 
-        A sleep that has failed here is ended first: the other ranks may be asleep, and without this one none gives a ticket.
-
         Raises:
             Exception: Passed on from the transfer library; nothing is registered then, and the call may be repeated.
         """
-        if self._left is not None:
-            try:
-                self.unregister()
-            except AdapterError as error:
-                where = f"engine {self._name} rank {self._facts.tp_rank}"
-                _logger.error("%s: no tickets and no reads: %s (%s)", where, error, error.code)  # noqa: TRY400
         if not self._is_asleep:
             return
         registration = self._register(self._generation + 1)

@@ -146,7 +146,7 @@ class Registration:
         if not self.agent.has_ended:
             raise AdapterError(
                 "the transfer thread did not end, so this rank's cache memory may still be read and written and must stay "
-                "mapped; sleep again or wake up, or restart this engine",
+                "mapped; sleep again before you wake this engine up, or restart it",
                 code="memory-in-use",
                 fault="local",
                 is_retry_safe=True,

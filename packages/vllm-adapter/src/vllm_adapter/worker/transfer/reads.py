@@ -200,7 +200,8 @@ class ReadCoordinator:
             if reason is not None:
                 self._fail(read, *reason)
             elif read.stream is not None:
-                self._streams.begin(read, read.stream, engine)
+                if not self._streams.begin(read, read.stream, engine):
+                    self._forget(read)
             else:
                 self._post(read, engine)
         except Exception as error:  # noqa: BLE001  (block ids come from the client, plans from a peer's documents)
@@ -376,14 +377,17 @@ class ReadCoordinator:
         read.fail(code, message)
         self._end(read)
 
-    def _end(self, read: Read) -> None:
-        if read.is_ended:
-            return
+    def _forget(self, read: Read) -> None:
         read.is_ended = True
         request_id = read.order.request_id
         self._open[request_id].remove(read)
         if not self._open[request_id]:
             del self._open[request_id]
+
+    def _end(self, read: Read) -> None:
+        if read.is_ended:
+            return
+        self._forget(read)
         if read.order.is_reported or read.code:
             staged, is_streamed, now_s = () if read.code else read.staged, read.stream is not None, self._parts.now_s()
             end = ReadEnd(read.order, read.code, read.message, read.times, now_s, read.was_met, staged, is_streamed)

@@ -168,14 +168,14 @@ class StreamCoordinator:
 
     # ---------------------------------------------------------------------------------------------- orders
 
-    def begin(self, read: Read, order: StreamOrder, engine: PeerEngine) -> None:
-        """Follow a stream of a ready engine; ignore a second stream of a request, since the end of the first one stands."""
+    def begin(self, read: Read, order: StreamOrder, engine: PeerEngine) -> bool:
+        """Follow a stream of a ready engine; return False for a second one of a request: the end of the first one stands."""
         fence, request_id = order.read.ticket.fence, order.read.request_id
         if request_id in self._streams:
             self.parts.recorder.warning(
                 "stream-twice", f"request {request_id} is streamed already; its second order is left"
             )
-            return
+            return False
         engine.reads.add(read)
         read.engine = engine
         self._streams[request_id] = read
@@ -189,6 +189,7 @@ class StreamCoordinator:
         if not read.open_ranks:
             self._report(read, engine)
         self.settle()
+        return True
 
     def _follow(self, read: Read, order: StreamOrder, engine: PeerEngine, fence: tuple[int, int]) -> None:
         entry_tokens, (slot, generation), tokens = self.shape.entry_tokens, fence, order.read.tokens
