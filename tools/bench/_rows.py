@@ -22,7 +22,7 @@ def row(
 
     Targets such as "<= 1.5" and ">= 0.7" are bounds of the ratio; any other comes with its verdict `met`, or is context.
     """
-    ratio = ratio or (ours / baseline if baseline else 1e6)  # beside a figure of 0 no upper bound is kept
+    ratio = ratio or (ours / baseline if baseline else 1e6 if ours else 1.0)  # beside 0 no upper bound is kept
     if met is None:
         sign, _, bound = target.partition(" ")
         met = {"<=": ratio <= float(bound or 0), ">=": ratio >= float(bound or 0)}.get(sign, True)
