@@ -33,8 +33,6 @@ _TOLERANCE = 0.95
 
 def run_bench(_uv: object, options: Namespace) -> int:
     """Run `tools/bench/NAME.py`, or compare it; return 0 when every target was met, or nothing became slower."""
-    if options.against:
-        return _run_comparison(options)
     name: str = options.name
     folder = ROOT / "tools" / "bench"
     known = sorted(p.stem.replace("_", "-") for p in folder.glob("[!_]*.py"))
@@ -45,7 +43,9 @@ def run_bench(_uv: object, options: Namespace) -> int:
         if value := getattr(options, option):
             choices[option] = value
             if name != owner:
-                fail(f"the benchmark {name!r} has no choice of this: --{option} is for {owner}")
+                fail(f"the benchmark {name!r} takes no --{option}: that is for {owner}")
+    if options.against:
+        return _run_comparison(options)
     sys.path.insert(0, str(folder))
     results: Rows = []
     for row in importlib.import_module(name.replace("-", "_")).run(**choices):
