@@ -204,6 +204,8 @@ def truth(prefill: Configured, decode: Configured) -> tuple[set[str], list[str]]
         # The handshake says that the hashes differ; a check names what must not.
         must_match = any(each.group == "must-match" for each in verdict.differences)
         return {*codes, "factors-differ" if must_match else verdict.code}, reads
+    if codes:
+        return codes, reads  # engines that do not start plan nothing
     for (stage, rank), document in sorted(decode.documents.items()):
         plan = Planner(staging="auto").plan(document, prefill.documents, peer_tp=prefill.facts.tp)
         ranks = ", ".join(f"{one}.{other}" for one, other in plan.producer_ranks)
