@@ -322,9 +322,8 @@ def methods_of(agent):
 
 
 @pytest.mark.usefixtures("module")
-def test_the_worker_threads_take_their_first_turn_before_any_peer_and_none_while_they_take_one(monkeypatch):
+def test_the_worker_threads_start_before_any_peer_and_take_a_turn_at_each_unless_they_take_one(monkeypatch):
     binding, agent = open_with_threads(monkeypatch)
-    monkeypatch.setattr(side_effects, "_GAP_S", 0.0)
     binding.notifications()
     pieces = [arguments[0] for method, arguments in agent.calls if method == "get_xfer_descs"]
     assert [len(rows) for rows in pieces] == [16, 16]  # two threads, parts of eight
@@ -332,19 +331,17 @@ def test_the_worker_threads_take_their_first_turn_before_any_peer_and_none_while
     assert set(np.diff(starts).tolist()) == {16}, "pieces of 8 bytes, 8 bytes apart"
     first = ["register_memory", "get_xfer_descs", "get_xfer_descs", "initialize_xfer", "transfer"]
     assert methods_of(agent) == [*first, "get_new_notifs"]
-    assert binding.add_peer(b"blob") == "peer"
-    assert methods_of(agent) == ["add_remote_agent"], "its first read does not wait for them"
     agent.answers["check_xfer_state"] = "PROC"
-    binding.notifications()
-    assert methods_of(agent) == ["check_xfer_state", "get_new_notifs"]
+    assert binding.add_peer(b"blob") == "peer"
+    assert methods_of(agent) == ["add_remote_agent", "check_xfer_state"]
     agent.answers["check_xfer_state"] = "DONE"
-    binding.notifications()
-    assert methods_of(agent) == ["check_xfer_state", "transfer", "get_new_notifs"]
+    binding.add_peer(b"blob")
+    assert methods_of(agent) == ["add_remote_agent", "check_xfer_state", "transfer"]
     agent.answers["transfer"] = RuntimeError("no")
-    binding.notifications()
+    binding.add_peer(b"blob")
     agent.calls.clear()
-    binding.notifications()
-    assert methods_of(agent) == ["get_new_notifs"], "after a failure they are left alone"
+    assert binding.add_peer(b"blob") == "peer"
+    assert methods_of(agent) == ["add_remote_agent"], "after a failure they are left alone"
     binding.close()
 
 
@@ -367,6 +364,7 @@ def test_the_threads_take_some_more_turns_after_a_peer_was_met(module, monkeypat
     assert turns_until(101) == [0.0], "the one that starts the threads"
     now_s[0] = 100.0
     turns.met_peer()
+    agent.calls.clear()
     found = turns_until(160)
     gaps = np.diff([0, *found])
     assert len(found) == 20
@@ -374,6 +372,7 @@ def test_the_threads_take_some_more_turns_after_a_peer_was_met(module, monkeypat
     assert (np.diff(gaps[12:]) > 0).all(), "then rarer and rarer"
     assert 20 < found[-1] < 30
     turns.met_peer()
+    agent.calls.clear()
     assert len(turns_until(220)) == 20, "and anew for the next peer"
 
 

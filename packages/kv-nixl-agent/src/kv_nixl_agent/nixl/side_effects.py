@@ -331,7 +331,8 @@ class WorkerTurns:
         self._next_s = -math.inf
 
     def met_peer(self) -> None:
-        """Schedule the turns that a new peer's connections need."""
+        """Take a turn, and schedule the turns that a new peer's connections need."""
+        self._take()
         self._left = _TURNS
         self._next_s = self._clock() + _GAP_S
 
