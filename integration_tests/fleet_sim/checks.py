@@ -190,7 +190,8 @@ class EngineChecks:
             return
         if self._in_the_way == (request.request_id, steps - 1):
             self._engine.violated(
-                "in-the-way", f"{request.request_id} has no blocks in two steps in a row, and nobody behind it any turn"
+                "in-the-way",
+                f"{request.request_id} has no blocks in two steps in a row, and no request behind it was served",
             )
         self._in_the_way = request.request_id, steps
 

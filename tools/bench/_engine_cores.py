@@ -52,7 +52,6 @@ MODEL = {
 LIVE_TOKENS = 24
 _ROLES = {"p": "kv_producer", "d": "kv_consumer"}
 _WITHIN_S = 300.0
-_PR_SET_PDEATHSIG = 1
 _LIVE_ROUNDS = 4
 Stamp = tuple[str, str, float]
 """Stage, request or transfer, and the moment, or for `step` the CPU time of the engine's thread in seconds."""
@@ -135,7 +134,7 @@ class Core:
             return torch.zeros((len(input_ids), MODEL["hidden_size"]), dtype=torch.bfloat16)
 
         GPUModelRunner._model_forward = forward
-        # What asynchronous scheduling makes of it, which the CPU platform switches off.
+        # As asynchronous scheduling sets it, which the CPU platform switches off.
         VllmConfig.max_concurrent_batches = property(lambda _: plan["in_flight"])
         (model := Path(folder) / "model").mkdir(exist_ok=True)
         (model / "config.json").write_text(json.dumps(MODEL))
@@ -243,7 +242,7 @@ def _watch(
 
 def _serve(connection: Any, kind: str, role: str, cpu: int, plan: Mapping[str, Any], folder: str) -> None:
     """Be one engine of a pair until the connection ends; commands are methods of `Core` with their arguments."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no engine outlives the process that measures
     os.sched_setaffinity(0, {cpu})
     log = os.open(f"{folder}/{kind}-{role}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)

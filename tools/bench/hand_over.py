@@ -111,8 +111,7 @@ def gaps_ms(samples: Iterable[Stamps]) -> list[float]:
     for stamps in map(list, samples):
         (queued_s,) = (one["queued"] for one in moments(stamps).values())
         times = [at for stage, name, at in stamps if stage == "token" and name.startswith("beside")]
-        begin = max(number for number, at in enumerate(times) if at <= queued_s)
-        gaps.append(max(1e3 * (late - early) for early, late in pairwise(times[begin:])))
+        gaps.append(max(1e3 * (late - early) for early, late in pairwise(times) if late > queued_s))
     return gaps
 
 
