@@ -20,8 +20,8 @@ NO_CODES = {  # causes of log lines, kinds, outcomes, capabilities, layouts, nam
     *re.findall(
         r"\S+",
         """accept-unsigned already-in-use bad-count bad-id bad-nonce bad-reader computed-here cross-heads doctor-peer doctor-probe
-        doctor-producer nvidia-smi quiet-nixl rcache-bound sleeping-progress switch-interval unknown-build worker-turns
-        zeroed-requests engine-a engine-dropped
+        doctor-producer nvidia-smi precise-sleeps quiet-nixl rcache-bound sleeping-progress switch-interval unknown-build
+        worker-turns zeroed-requests engine-a engine-dropped
         engine-let-go engine-ready external-tokens fence-rejected gated-delta given-up hash-explained hash-unexplained
         heads-outer in-progress keys-by-channel keys-changed lease-ended lease-revoked long-heartbeat message-too-long
         messages-too-long mirror-copy must-match no-count no-go not-loaded not-notified not-utf8 pairs-in-tiles prompt-digest

@@ -39,6 +39,9 @@ descriptors of 8 bytes, in 16 KB of memory of its own. Upstream: not yet reporte
 **switch-interval.** The interpreter lets a thread that computes in Python go on for 5 ms while others wait, and a notification
 to a producer would wait as long. `ThreadOptions.gil_switch_interval_s` is the bound; None turns it off for one thread.
 
+**precise-sleeps.** The kernel ends a thread's sleep up to 50 us late (timer slack), and a short read is polled between sleeps of
+20 us. The transfer thread asks for 1 us; threads that NIXL starts from it inherit that.
+
 **rcache-bound.** vLLM sets `UCX_RCACHE_MAX_UNRELEASED` before its first import of NIXL: without a bound, UCX's registration
 cache keeps unmapped memory. A value that is set already is kept.
 
@@ -89,6 +92,7 @@ EFFECTS: Final = MappingProxyType(
             "KV_NIXL_SWITCH_INTERVAL",
             "the interpreter's switch interval is lowered while there is work",
         ),
+        "precise-sleeps": ("KV_NIXL_PRECISE_SLEEPS", "sleeps of the transfer thread end 1 us late instead of 50"),
         "quiet-nixl": ("NIXL_LOG_LEVEL", "NIXL prints nothing of its own"),
         "rcache-bound": ("UCX_RCACHE_MAX_UNRELEASED", "UCX's registration cache keeps at most 1024 unmapped regions"),
     }
@@ -392,9 +396,12 @@ _SLACK_NS: Final = 1000
 
 
 def sleep_precisely() -> None:
-    """Let sleeps of the calling thread end 1 us late instead of 50, where the system can."""
+    """Let sleeps of the calling thread, and of those that it starts, end 1 us late instead of 50, where the system can."""
+    if _is_off("precise-sleeps"):
+        return
     with suppress(AttributeError):  # not Linux
         ctypes.CDLL(None).prctl(_SET_TIMER_SLACK, ctypes.c_ulong(_SLACK_NS))
+        _log_once("precise-sleeps")
 
 
 @final
