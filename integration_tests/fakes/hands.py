@@ -65,13 +65,18 @@ class HandThread:
         return getattr(self._thread, name)
 
     def start(self) -> None:
-        self._thread._thread = threading.current_thread()
+        self._thread._thread = self._thread._driver = threading.current_thread()
+        self._thread._is_running = True
         self._thread._pacer = _Sleepless()
         if self._thread._set_up() is None:
             raise self._thread.failure
 
     def call_every(self, period_s: float, function: Callable[[], None]) -> None:
         self._timers.append(function)
+
+    def run_here(self, function: Callable[[], object], is_done: Callable[[], object], within_s: float) -> bool:
+        """Run a function and one turn for its transfers: this clock does not move meanwhile."""
+        return bool(self._thread.run_here(function, lambda: True, within_s))
 
     def turn(self) -> None:
         """Run one turn of the loop."""

@@ -34,6 +34,91 @@ def test_owner_methods_refuse_other_threads(ranks):
     assert code_of(lambda: consumer.thread.agent.has_peer("p")) == "wrong-thread"
 
 
+ONE = np.zeros(1, dtype=np.int32)
+
+
+def test_a_caller_that_waits_runs_its_read_itself(ranks):
+    _, producer, consumer = ranks
+    on_threads = list[threading.Thread]()
+    consumer.thread._on_result = lambda _: on_threads.append(threading.current_thread())
+    assert consumer.thread.run_here(
+        lambda: consumer.thread.agent.post_read("r", "p", ONE, ONE), lambda: on_threads, 60.0
+    )
+    assert on_threads == [threading.current_thread()]
+    assert (consumer.pages.memory[0] == producer.pages.memory[0]).all()
+    assert code_of(lambda: consumer.thread.agent.has_peer("p")) == "wrong-thread"
+    assert consumer.do(lambda: consumer.thread.agent.has_peer("p"))
+
+
+def test_what_outlasts_its_caller_is_left_to_the_owner_thread(ranks):
+    """The thread sleeps for long meanwhile, so it has to be woken."""
+    fabric, _, consumer = ranks
+    consumer.thread.allow_slow_polling(True)
+    consumer.thread._pacer._last_progress_s -= 3600
+    fabric.agent("producer").stop()
+    assert consumer.thread.run_here(
+        lambda: consumer.thread.agent.post_read("r", "p", ONE, ONE), lambda: consumer.results, 0.01
+    )
+    assert not consumer.results
+    fabric.agent("producer").resume()
+    wait_for(lambda: "r" in consumer.results)
+    assert consumer.results["r"][0].outcome == "done"
+
+
+def test_nothing_overtakes_a_turn_or_calls_that_wait(ranks):
+    _, _, consumer = ranks
+    release = consumer.hold()
+    assert not consumer.thread.run_here(lambda: consumer.events.append("here"), lambda: True, 60.0), "a turn runs"
+    consumer.call("first")
+    release.set()
+    wait_for(lambda: consumer.events == ["first"])
+    with consumer.thread._turn_lock:
+        consumer.call("second")
+        wait_for(lambda: not consumer.thread._pacer._is_idle)
+        assert not consumer.thread.run_here(lambda: consumer.events.append("here"), lambda: True, 60.0)
+    wait_for(lambda: consumer.events == ["first", "second"])
+    consumer.thread.close()
+    assert not consumer.thread.run_here(lambda: consumer.events.append("here"), lambda: True, 60.0)
+
+
+def test_an_error_of_a_caller_is_counted_and_ends_neither_thread(ranks):
+    _, _, consumer = ranks
+    assert consumer.thread.run_here(lambda: 1 // 0, lambda: True, 60.0)
+    assert consumer.thread.run_here(lambda: None, lambda: 1 // 0, 60.0)
+    health = consumer.thread.health()
+    assert (health.callback_errors, health.loop_errors, health.state) == (1, 1, "running")
+    assert consumer.do(lambda: consumer.thread.agent.has_peer("p"))
+
+
+def test_callers_and_the_owner_thread_take_turns(ranks):
+    """Each read ends once, whoever drives the agent, and no two at once."""
+    _, _, consumer = ranks
+    inside, overlaps = list[int](), list[int]()
+    advance = consumer.thread._agent.advance
+
+    def watched():
+        inside.append(1)
+        overlaps.append(len(inside))
+        try:
+            return advance()
+        finally:
+            inside.pop()
+
+    consumer.thread._agent.advance = watched
+    ran_here = 0
+    for number in range(400):
+        call = partial(consumer.thread._agent.post_read, f"r{number}", "p", ONE, ONE)
+        wait_for(lambda: not consumer.thread._mailbox.calls)
+        ran = number % 3 > 0 and consumer.thread.run_here(call, partial(bool, number % 2), 1e-4)
+        ran_here += ran
+        if not ran:
+            consumer.thread.call_soon(call)
+    wait_for(lambda: len(consumer.results) == 400)
+    assert all(len(results) == 1 for results in consumer.results.values())
+    assert set(overlaps) == {1}
+    assert ran_here
+
+
 def test_start_reports_what_registration_raised():
     fabric = FakeFabric()
     fabric.fail_next("register", "nixl-backend")

@@ -44,7 +44,8 @@ def test_caches_in_two_kinds_of_memory_are_refused_at_registration() -> None:
 
 def _use(worker: WorkerSide, agent: Any) -> None:
     unused: Any = None
-    worker._registration = Registration(agent, unused, unused, unused, worker._recorder, b"")
+    reads: Any = SimpleNamespace(are_met=lambda _: False)
+    worker._registration = Registration(agent, unused, reads, unused, worker._recorder, b"")
 
 
 def _end(code: str = "", **changes: Any) -> ReadEnd:
@@ -102,6 +103,11 @@ class Agent:
 
     def quarantine(self) -> list[Any]:
         return self.held
+
+
+@pytest.fixture(autouse=True)
+def looks_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm_adapter.worker.engine_thread._CHECK_EVERY_S", 0.0)
 
 
 @pytest.mark.never_wrong("B2", "B12")
@@ -217,6 +223,40 @@ def test_a_step_waits_for_all_reads_that_it_orders_and_reports_them_together() -
     step()
     assert len(waits.waited) == 6, "a report under way waits for nothing else"
     assert step().received == {"r4"}
+
+
+@pytest.mark.parametrize(
+    ("rest_s", "are_met", "is_free", "runs_here"),
+    [
+        (60.0, True, True, True),
+        (0.0, True, True, False),  # the step computes: the host's thread is not free
+        (60.0, False, True, False),  # a peer is yet to be met, which takes long
+        (60.0, True, False, False),  # the transfer thread is at work
+    ],
+)
+def test_a_step_that_waits_for_its_reads_runs_them_itself(
+    rest_s: float, are_met: bool, is_free: bool, runs_here: bool
+) -> None:
+    worker, waits, step = _resting_worker()
+    assert worker._registration is not None
+    agent: Any = worker._registration.agent
+    worker._registration.reads = SimpleNamespace(are_met=lambda _: are_met)  # type: ignore[assignment]
+    handed_over, asked = list[Any](), list[float]()
+
+    def run_here(_: object, is_done: Callable[[], bool], within_s: float) -> bool:
+        asked.append(within_s)
+        assert not is_done()
+        if is_free:
+            worker._read_ended(replace(_end(), order=order("r")))
+            assert is_done()
+        return is_free
+
+    agent.call_soon, agent.run_here = handed_over.append, run_here
+    report = step(StepPlan(reads=(order("r"),)), rest_s=rest_s)
+    assert bool(report.received) is runs_here
+    assert bool(handed_over) is not runs_here
+    assert asked == [rest_s] * bool(rest_s and are_met)
+    assert bool(waits.waited) is (bool(rest_s) and not runs_here), "what ran here is not waited for again"
 
 
 @pytest.mark.parametrize("is_lock_stepped", [False, True])

@@ -142,6 +142,10 @@ class TransferThread(Protocol):
         """Run `function` on the owner thread soon, before notifications that arrive after this call; never blocks; any thread."""
         ...
 
+    def run_here(self, function: Callable[[], None], is_done: Callable[[], bool], within_s: float) -> bool:
+        """Run `function`, and turns until `is_done` or `within_s` later, on the calling thread; False if nothing was run."""
+        ...
+
     def allow_slow_polling(self, allowed: bool) -> None: ...
     def write_fence(self, slot: int, generation: int) -> None:
         """Write a word of this rank's fence array with one store; any thread. Refused once the thread is closed."""

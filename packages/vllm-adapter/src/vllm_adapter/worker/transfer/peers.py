@@ -100,6 +100,11 @@ class PeerDirectory:
         else:
             engine.waiting.append(read)
 
+    def is_ready(self, peer: PeerAddress) -> bool:
+        """Return whether an engine can be read from at once; any thread."""
+        engine = self.engines.get(peer)
+        return engine is not None and engine.phase == "ready"
+
     def take_waiting(self) -> list[Read]:
         """Return all reads that wait for an engine, and stop their waiting."""
         return [read for engine in self.engines.values() for read in _take(engine)]

@@ -26,7 +26,7 @@ from vllm_adapter.worker.transfer.records import Read
 from vllm_adapter.worker.transfer.streams import StreamCoordinator
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from vllm_adapter.cache.vllm_peer import PeerPlanner
     from vllm_adapter.observe.answers import Answer
@@ -146,6 +146,10 @@ class ReadCoordinator:
             self._peers.submit(read)
         except Exception as error:  # noqa: BLE001  (one order can only fail itself)
             self._abandon(read, "read order", error)
+
+    def are_met(self, orders: Sequence[ReadOrder]) -> bool:
+        """Return whether the engines of all these reads are ready, so that posting them takes no time; any thread."""
+        return all(self._peers.is_ready(order.ticket.peer) for order in orders)
 
     def stop(self, request_id: str) -> None:
         """Stop a stream; its end is reported, as failed, once all its transfers are quiet."""
