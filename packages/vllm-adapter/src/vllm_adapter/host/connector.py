@@ -168,8 +168,9 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler_side.bind_free_blocks(gpu_block_pool.get_num_free_blocks)
 
     def on_new_request(self, request: Request) -> None:
-        """Admit a request."""
-        self._scheduler_side.arrived(arrival_of(request, has_content_ids=self._has_content_ids))
+        """Admit a request that came with params; all others stay the engine's own business."""
+        if request.kv_transfer_params is not None:
+            self._scheduler_side.arrived(arrival_of(request, has_content_ids=self._has_content_ids))
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return the tokens that a peer holds beyond the local prefix hit; None: ask again later. Free of side effects."""
@@ -213,6 +214,8 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Decide whether a finished request's blocks are kept for a peer."""
+        if request.request_id not in self._scheduler_side.admitted:
+            return False, None
         ending = ending_of(request, has_content_ids=self._has_content_ids)
         return self._scheduler_side.finished(ending, block_ids)
 

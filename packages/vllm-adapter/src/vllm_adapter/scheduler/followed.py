@@ -191,6 +191,8 @@ class FollowedRequests:
 
     def take(self, report: StepReport) -> tuple[list[str], list[str], list[str]]:
         """Return the awaited ids of a report, sorted: leases that have ended, reads that have ended, and those that failed."""
+        if not (self.reads or self.leases or self._refused):
+            return [], [], []
         for failure in report.failures:
             if failure.request_id in self.reads:
                 self._failures[failure.request_id].append(failure)

@@ -99,15 +99,18 @@ class Holdings:
             )
         self._has_ended = True
 
-    def record(self, recorder: Recorder, now_s: float) -> None:
-        """Record all levels; those that need a scan once a second, and when nothing is live any more.
+    def record(self, recorder: Recorder, now_s: float, *, has_moved: bool = True) -> None:
+        """Record all levels when something has moved and once a second; those that need a scan only then or when nothing is live.
 
         Live requests are recorded by state, as the change since the previous count. Example: 3 requests wait and 1 is being read,
         then 2 wait and 2 are being read: the changes are -1 and +1.
         """
+        is_due = now_s - self._counted_s >= _COUNT_EVERY_S
+        if not (has_moved or is_due):
+            return
         # An engine takes no step while it is idle, so the levels of its last one stay on the page.
         has_become_idle = bool(self._counted) and not self._state.live_count
-        if has_become_idle or now_s - self._counted_s >= _COUNT_EVERY_S:
+        if has_become_idle or is_due:
             self._counted_s, before, counts = now_s, self._counted, self._state.state_counts()
             self._counted = counts
             for state in sorted({*before, *counts}):

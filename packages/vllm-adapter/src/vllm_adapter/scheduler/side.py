@@ -79,7 +79,8 @@ class SchedulerSide:
         is_ending: Tells whether the host was told to end; from then on no ticket is given, and open leases go on.
 
     Attributes:
-        followed: Live requests that take part in a hand-over, by id; the calls for all others change nothing.
+        admitted: Live requests that the request machines know. Those without params never arrive here.
+        followed: Those of them that take part in a hand-over, by id; the calls for all others change nothing.
         chunks: Prompts of which `build_step` needs the tokens that steps compute.
     """
 
@@ -116,15 +117,15 @@ class SchedulerSide:
         self._is_answered = False
         # Since when the host has had requests ready for blocks in steps that compute nothing.
         self._short_since_s: float | None = None
-        # Arrivals that the machines refused: they know nothing of these requests, or another one by that id.
-        self._not_admitted: set[str] = set()
+        self.admitted: set[str] = set()
+        # Whether anything has happened since the latest levels.
+        self._has_moved = False
 
     # ---------------------------------------------------------------------------------------------- requests
 
     def arrived(self, arrival: Arrival) -> None:
         """Admit a request; a refused ticket means local prefill, or an error if that is impossible, and a logged reason."""
         request_id, params = arrival.request_id, arrival.params
-        self._not_admitted.add(request_id)
         with Guard(self._recorder, "arrival", request_id):
             now_s = self._now_s()
             if self._secrets is not None and self._secrets.changed(now_s):
@@ -137,7 +138,7 @@ class SchedulerSide:
             admission = self._state.arrive(
                 request_id, params, prompt_tokens=arrival.prompt_tokens, identity=arrival.identity, now_s=now_s
             )
-            self._not_admitted.discard(request_id)
+            self.admitted.add(request_id)
             code, is_producer = admission.rejected_code, admission.role == "producer"
             if code:
                 self._note_refusal(arrival, code, admission.rejected_message, is_producer=is_producer)
@@ -244,7 +245,7 @@ class SchedulerSide:
             external_tokens: Tokens that the host expects from the read; above 0 it has parked the request.
             preemptions: How often the host has preempted the request so far.
         """
-        self._is_answered = False
+        self._is_answered, self._has_moved = False, True
         self._requests.allocated(request_id, is_read=external_tokens > 0)
         with Guard(self._recorder, "allocation", request_id):
             if self._state.streams is not None:
@@ -261,9 +262,10 @@ class SchedulerSide:
     def finished(self, ending: Ending, block_ids: BlockIds) -> tuple[bool, dict[str, Any] | None]:
         """Decide whether a finished request's blocks stay for a peer, and what its response says."""
         request_id = ending.request_id
-        if request_id in self._not_admitted:
-            self._not_admitted.discard(request_id)
+        if request_id not in self.admitted:
             return False, None
+        self.admitted.discard(request_id)
+        self._has_moved = True
         if self._is_ending():
             self._holdings.drain()
         prompt = self.chunks.prompts.pop(request_id, None)
@@ -417,6 +419,7 @@ class SchedulerSide:
             self._streams.ended(report.stream_ends)
         sent, ended, failed = self._requests.take(report)
         if sent or ended:
+            self._has_moved = True
             with Guard(self._recorder, "report of the workers", consequence="blocks may stay until their leases end"):
                 self._state.report(sent=sent, received=ended, failed=failed)
             if self._streams is not None:
@@ -446,7 +449,8 @@ class SchedulerSide:
     def take_stats(self) -> dict[str, list[Any]] | None:
         """Return the observations since the last call by key, None for nothing."""
         self._requests.step_ended()
-        self._holdings.record(self._recorder, self._now_s())
+        has_moved, self._has_moved = self._has_moved or self._streams is not None, False
+        self._holdings.record(self._recorder, self._now_s(), has_moved=has_moved)
         return self._recorder.take()
 
     def serve(
