@@ -1,6 +1,6 @@
 """Hand-overs between vLLM's engine cores without a model: `python _engine_cores.py PLAN` (host environment), a JSON line each.
 
-A pair is two forks of this process, prefill on one core and decode on another. Each runs vLLM's `EngineCore` with its scheduler,
+A pair is two forks of this process, each on half of the cores. Each runs vLLM's `EngineCore` with its scheduler,
 its executor in the same process, a model runner whose forward pass gives zeros, and a connector in both roles, in the loop of
 `EngineCoreProc`. Moments are taken around hooks that all connectors have and around NIXL's Python calls, by a clock that the
 processes share.
@@ -131,7 +131,7 @@ class Core:
 
         def forward(_runner: object, input_ids: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
             time.sleep(self.step_s)
-            return torch.zeros((len(input_ids), MODEL["hidden_size"]), dtype=torch.bfloat16)
+            return torch.zeros((len(input_ids), MODEL["hidden_size"]), dtype=torch.bfloat16, device=input_ids.device)
 
         GPUModelRunner._model_forward = forward
         # As asynchronous scheduling sets it, which the CPU platform switches off.
@@ -147,7 +147,7 @@ class Core:
             block_size=BLOCK_TOKENS, max_model_len=most, max_num_batched_tokens=max(most, plan["live"] * LIVE_TOKENS),
             max_num_seqs=max(plan["live"] + 1, 64), enable_prefix_caching=False,
             num_gpu_blocks_override=max(3 * most // BLOCK_TOKENS, 2 * plan["live"]), kv_cache_memory_bytes=1 << 28,
-            kv_transfer_config=transfer, disable_log_stats=False,
+            kv_transfer_config=transfer, disable_log_stats=False, gpu_memory_utilization=0.05,
         )  # fmt: skip
         config = arguments.create_engine_config()
         core: Any = object.__new__(EngineCoreProc)
@@ -240,10 +240,10 @@ def _watch(
     setattr(owner, name, watched)
 
 
-def _serve(connection: Any, kind: str, role: str, cpu: int, plan: Mapping[str, Any], folder: str) -> None:
+def _serve(connection: Any, kind: str, role: str, cores: set[int], plan: Mapping[str, Any], folder: str) -> None:
     """Be one engine of a pair until the connection ends; commands are methods of `Core` with their arguments."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no engine outlives the process that measures
-    os.sched_setaffinity(0, {cpu})
+    os.sched_setaffinity(0, cores)
     log = os.open(f"{folder}/{kind}-{role}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -291,7 +291,7 @@ def _obey(connection: Any, engine: Core, send: Callable[..., None]) -> None:
 class Engine:
     """An engine core in a process of its own."""
 
-    def __init__(self, kind: str, role: str, cpu: int, plan: Mapping[str, Any], folder: str) -> None:
+    def __init__(self, kind: str, role: str, cores: set[int], plan: Mapping[str, Any], folder: str) -> None:
         context = multiprocessing.get_context("fork")
         self.tokens: dict[str, int] = {}
         self.tickets: dict[str, Any] = {}
@@ -299,7 +299,7 @@ class Engine:
         self._answers: list[Any] = []
         self._log = f"{folder}/{kind}-{role}.log"
         self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, kind, role, cpu, plan, folder), daemon=True)
+        self._process = context.Process(target=_serve, args=(theirs, kind, role, cores, plan, folder), daemon=True)
         self._process.start()
         theirs.close()
 
@@ -343,9 +343,8 @@ class Pair:
 
     def __init__(self, kind: str, plan: Mapping[str, Any], folder: str) -> None:
         cores = sorted(os.sched_getaffinity(0))
-        self.engines = [
-            Engine(kind, role, cores[number % len(cores)], plan, folder) for number, role in enumerate("pd")
-        ]
+        halves = cores[::2], cores[1::2] or cores
+        self.engines = [Engine(kind, role, set(own), plan, folder) for role, own in zip("pd", halves, strict=True)]
         self.prefill, self.decode = self.engines
         self._count = 0
         for engine in self.engines:

@@ -23,6 +23,7 @@ from typing import Any
 from _rows import row
 
 from kvdev.envs import DEFAULT_VLLM, host_environment
+from kvdev.gpu import cuda_host
 from kvdev.paths import ROOT
 from kvdev.steps import DevError, note
 
@@ -49,7 +50,7 @@ Samples = Mapping[tuple[str, str], Sequence[Any]]
 
 def run(*, vllm: str = DEFAULT_VLLM) -> Iterator[dict[str, Any]]:
     """Yield a row per figure: medians, and p90 and p99 of the whole."""
-    python = host_environment(Path(os.environ["KVDEV_UV"]), vllm)
+    python = cuda_host()[0] or host_environment(Path(os.environ["KVDEV_UV"]), vllm)
     cases = {f"one {blocks}": (blocks, 1, 0.0) for blocks in BLOCKS}
     cases |= {f"many {count}": (PROMPT_BLOCKS, count, 0.0) for count in AT_ONCE}
     plan = {
