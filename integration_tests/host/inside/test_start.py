@@ -8,7 +8,7 @@ import logging
 import socket
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -274,17 +274,27 @@ def test_a_backend_that_nixl_has_not_stops_the_engine_at_start(tmp_path: Path, m
     assert caught.value.code == "backend-unavailable"
 
 
+@pytest.fixture
+def records(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[logging.LogRecord]]:
+    """Lines of the host's log. `caplog` listens at the root, which vLLM's lines reach or not, as its set-up of logging has it."""
+    logger, found, handler = logging.getLogger("vllm"), list[logging.LogRecord](), logging.Handler()
+    monkeypatch.setattr(handler, "emit", found.append)
+    logger.addHandler(handler)
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    yield found
+    logger.setLevel(level)
+    logger.removeHandler(handler)
+
+
 def test_one_line_says_which_connector_runs(
-    make_engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    make_engine, monkeypatch: pytest.MonkeyPatch, records: list[logging.LogRecord]
 ) -> None:
     monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_HOST", "127.0.0.1")
     monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", "5601")
     monkeypatch.setenv("UCX_TLS", "cuda_ipc")
-    # vLLM's own set-up of logging keeps its lines from the root, where caplog listens.
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-    with caplog.at_level(logging.INFO, "vllm"):
-        make_engine("P", kv_lease_duration=12.5, policy="recompute")
-    (line,) = [r.getMessage() for r in caplog.records if "started: " in r.getMessage()]
+    make_engine("P", kv_lease_duration=12.5, policy="recompute")
+    (line,) = [r.getMessage() for r in records if "started: " in r.getMessage()]
     assert line.startswith(
         "kv-transfer: started: name=P engine_id=P kv_role=kv_both side_channel=127.0.0.1:5601 model="
     )
@@ -292,30 +302,26 @@ def test_one_line_says_which_connector_runs(
     assert (words["adapter_version"], words["memory"], words["backends"]) == ("0.3.0", "DRAM", "UCX")
     assert (words["compatibility_policy"], words["load_failure_policy"]) == ("exact", "recompute")
     assert (words["lease_s"], words["engine_ttl_s"]) == ("12.5", "3600")
-    warned = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    warned = [r.getMessage() for r in records if r.levelno == logging.WARNING]
     assert [line.rpartition(" ")[2] for line in warned if "UCX_TLS" in line] == ["(ucx-without-host-memory)"]
 
 
 def test_lines_of_libraries_and_of_every_helper_reach_the_hosts_log_under_their_callers_place(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    records: list[logging.LogRecord],
 ) -> None:
     """`conftest.py` looks at the form of every line of every other test."""
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     recorder, gated = Recorder(), GatedLog()
-    with caplog.at_level(logging.INFO, "vllm"):
-        gated.warning("topic", "1")
-        gated.call(Counter(), "2", partial(setattr, object(), "absent", 1))
-        logging.getLogger("kv_nixl_agent").warning("3")
-        recorder.info("cause", "4")
-        recorder.trouble("5", ValueError())
-        with recorder.guarded("6"), Guard(recorder, "7"):
-            raise ValueError
-        with recorder.guarded("8"):
-            raise ValueError
-    assert [record.getMessage()[:14] for record in caplog.records] == [
-        f"kv-transfer: {n}" for n in (1, 2, 3, 4, 5, 7, 8)
-    ]
-    assert {record.pathname for record in caplog.records} == {__file__}
+    gated.warning("topic", "1")
+    gated.call(Counter(), "2", partial(setattr, object(), "absent", 1))
+    logging.getLogger("kv_nixl_agent").warning("3")
+    recorder.info("cause", "4")
+    recorder.trouble("5", ValueError())
+    with recorder.guarded("6"), Guard(recorder, "7"):
+        raise ValueError
+    with recorder.guarded("8"):
+        raise ValueError
+    assert [record.getMessage()[:14] for record in records] == [f"kv-transfer: {n}" for n in (1, 2, 3, 4, 5, 7, 8)]
+    assert {record.pathname for record in records} == {__file__}
 
 
 def test_figures_under_the_hosts_name_come_back_as_ours_from_its_connector_of_connectors() -> None:

@@ -78,7 +78,8 @@ def tag_lines() -> None:
         logging.getLogger(name).addFilter(_Tag())
     for name in _LIBRARIES:
         its_logger = logging.getLogger(name)
-        its_logger.parent = _logger.parent
+        # By its name: the host sets its logging up later where it has made no configuration yet, and it has no logger until then.
+        its_logger.parent = logging.getLogger("vllm")
         its_logger.setLevel(its_logger.level or logging.WARNING)
 
 
