@@ -251,6 +251,7 @@ def _serve(connection: Any, kind: str, role: str, cores: set[int], plan: Mapping
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     place = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": port, "OMP_NUM_THREADS": "1"}
+    place |= {"VLLM_USE_V2_MODEL_RUNNER": "0"}  # its forward pass is the one that is replaced
     # One process: the CPU platform takes this for the executor too.
     os.environ |= {**place, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     engine, lock = Core(kind, role, plan, folder), threading.Lock()
