@@ -34,7 +34,7 @@ from kvdev.gpu import cuda_host, gpu_environment, install_beside
 from kvdev.paths import PACKAGES, ROOT, SLOW_TESTS, STATE
 from kvdev.steps import DevError, fail, last_lines, note, run_step
 
-BUDGET_S = {"quick": 720, "rest": 1980}
+BUDGET_S = {"quick": 720, "rest": 1680}
 """Seconds on two cores that the short run and the rest of the full run may take, installations included; said, never judged."""
 SLOW_S = 5.0
 _NO_TESTS_COLLECTED = 5
