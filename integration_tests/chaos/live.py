@@ -21,7 +21,6 @@ from verdicts import Outages
 from kvdev.demo import connector_config
 from kvdev.engines import Engine, EngineSpec, local_model, metric_sum, start_all, wait_healthy
 from kvdev.forked import Starter, started_starter
-from kvdev.steps import note
 
 LEASE_S = 8
 NAMES = ("prefill-0", "prefill-1", "decode-0", "decode-1")
@@ -158,9 +157,7 @@ class Warm:
 def warm_starter() -> Iterator[Warm]:
     """Import vLLM once, and let one engine alone answer all prompts."""
     python, model = local_model(Path(os.environ["KVDEV_UV"]), "dense", os.environ["KVDEV_VLLM"])
-    began_s = time.monotonic()
     with started_starter(python) as starter:
-        note(f"  ok  vLLM is imported ({time.monotonic() - began_s:.0f} s)")
         yield Warm(starter, python, model, _answered(starter, python, model))
 
 

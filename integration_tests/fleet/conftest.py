@@ -19,7 +19,7 @@ from kvdev.forked import started_starter
 
 @pytest.fixture(scope="session")
 def launch() -> Iterator[Launch]:
-    """Import vLLM once: engines that no other project starts are forks of that process."""
+    """Import vLLM once, in the background: engines that no other project starts are forks of that process."""
     with started_starter(fleet_python()) as starter:
         yield starter.launch
 

@@ -126,6 +126,8 @@ def test_a_look_that_follows_a_notification_does_not_wait_for_a_producer_that_re
             took_s.append(time.monotonic() - began_s)
             words.void(slot, slot + 100, slot + 1)
             consumer.call_soon(watches[-1].end)
+            if took_s[-1] < MOST_LEAST_S:
+                break  # the others would only show how busy this machine is
     finally:
         for thread in reversed(threads):
             thread.close()

@@ -57,9 +57,10 @@ class ForkedProcess:
 @final
 @dataclass
 class Starter:
-    """The process that has imported vLLM. Its `launch` is what `kvdev.engines.Engine` starts a process with."""
+    """The process that imports vLLM. Its `launch` is what `kvdev.engines.Engine` starts a process with."""
 
     orders: Connection
+    _is_ready: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def launch(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> ForkedProcess:
@@ -70,6 +71,10 @@ class Starter:
         variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", **environment}
         order = {"arguments": list(command[3:]), "environment": variables, "log": str(log)}
         with self._lock:
+            if not self._is_ready:
+                if missing := self.answer(_READY_WITHIN_S):
+                    print(f"this vLLM does not have {', '.join(missing)}: not imported beforehand", file=sys.stderr)
+                self._is_ready = True
             self.orders.send(order)
             return ForkedProcess(self.answer(_ANSWERS_WITHIN_S))
 
@@ -89,7 +94,7 @@ def _preloaded_libraries(python: Path) -> str:
 
 @contextlib.contextmanager
 def started_starter(python: Path) -> Iterator[Starter]:
-    """Start the importing process; at the end it ends all engines that it has forked."""
+    """Start the importing process, which the first launch waits for; at the end it ends all engines that it has forked."""
     environment = {
         **{key: value for key, value in os.environ.items() if not key.startswith(("VLLM_", "UCX_", "NIXL_"))},
         "PYTHONPATH": os.pathsep.join([str(_SITE), str(ROOT / "tools")]),
@@ -109,10 +114,7 @@ def started_starter(python: Path) -> Iterator[Starter]:
             pass_fds=[theirs.fileno()], start_new_session=True, preexec_fn=die_with_parent,  # noqa: PLW1509
         )  # fmt: skip
     try:
-        starter = Starter(orders)
-        if missing := starter.answer(_READY_WITHIN_S):
-            print(f"this vLLM does not have {', '.join(missing)}: not imported beforehand", file=sys.stderr)
-        yield starter
+        yield Starter(orders)
     finally:
         orders.close()
         with contextlib.suppress(subprocess.TimeoutExpired):

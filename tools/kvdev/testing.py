@@ -1,14 +1,13 @@
 """`dev.py test`: the short run of every change, `--full` with the rest, or the scopes named; counted, with what did not run.
 
-The short run leaves out the tests marked `full`, and runs several calls of pytest at a time in the workspace's environment.
-`--full` runs the same first and then the rest: the tests marked `full`, those marked `sized` with more cases, each package
-alone in its environment with its coverage, and all tests on real engines. `--rest` is that second half by itself: CI has run
-the first by the README's command.
+The short run leaves out the tests marked `full`, and runs several calls of pytest at a time. Each package is tested alone in
+its environment, with its coverage. `--full` runs the same first and then the rest: the tests marked `full`, those marked `sized`
+with more cases, and all tests on real engines. `--rest` is that second half by itself: CI has run the first by the README's
+command.
 """
 
 from __future__ import annotations
 
-import configparser
 import os
 import sys
 import time
@@ -35,7 +34,7 @@ from kvdev.gpu import cuda_host, gpu_environment, install_beside
 from kvdev.paths import PACKAGES, ROOT, SLOW_TESTS, STATE
 from kvdev.steps import DevError, fail, last_lines, note, run_step
 
-BUDGET_S = {"quick": 720, "rest": 1980}
+BUDGET_S = {"quick": 720, "rest": 1680}
 """Seconds on two cores that the short run and the rest of the full run may take, installations included; said, never judged."""
 SLOW_S = 5.0
 _NO_TESTS_COLLECTED = 5
@@ -89,7 +88,7 @@ def _run_tier(uv: Path, options: Namespace, tier: str) -> int:
         tools_environment(uv, "check")  # one environment is made at a time: the checks need not wait for the host's
         late = {"host-engines", "host-families"}
         suites = [name for name, suite in _SUITES.items() if name not in late and not suite.is_one_tier]
-        run = _Run(uv, options, tier, is_shared=True)
+        run = _Run(uv, options, tier)
         # Tests of the short run are bound by no clock, and a third of their time they wait.
         code = run.make([["check", "host environment"], suites, ["host-engines"]], 3)
         SLOW_TESTS.write_text("".join(f"{line}\n" for line in run.slow))
@@ -106,14 +105,12 @@ def _run_tier(uv: Path, options: Namespace, tier: str) -> int:
 class _Run:
     """Calls of pytest, several at a time, and what they count: only ever appended to, by any thread.
 
-    `tier`: tests without the mark `full`, those with it, or both. `is_shared`: whether packages are tested in the workspace's
-    environment; otherwise each by itself, in one of its own, which proves more.
+    `tier`: tests without the mark `full`, those with it, or both; of a package that is named, both.
     """
 
     uv: Path
     options: Namespace
     tier: str
-    is_shared: bool = False
     ends: list[str] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
@@ -146,7 +143,7 @@ class _Run:
                 self._gpu()
             elif name == "host environment":
                 host_environment(self.uv, self.options.vllm)
-            elif name in PACKAGES and not self.is_shared:
+            elif name in PACKAGES:
                 self._package(name)
             else:
                 self._suite(name, _SUITES[name])
@@ -177,23 +174,20 @@ class _Run:
         return [*([] if suite.is_one_tier else marks[self.tier]), *selected]
 
     def _package(self, name: str) -> None:
-        """Run all tests of a package in an environment that holds it alone, then hold its core to its coverage floor."""
+        """Run a package's tests in an environment that holds it alone, then hold its core to its coverage floor.
+
+        The tests of the short run reach the floor: those of the rest alone would not.
+        """
         folder, options = ROOT / "packages" / name, self.options
-        rules, words = folder / "core.coveragerc", ["-k", options.select] if options.select else []
+        rules = folder / "core.coveragerc"
+        words = self._words_of(_Suite("", is_one_tier=bool(options.scope or options.lowest)))
         python = (lowest_environment if options.lowest else package_environment)(self.uv, name)
-        if options.lowest or options.select or not rules.exists():
+        if options.lowest or options.select or self.tier == "rest" or not rules.exists():
             self._pytest(name, python, folder / "tests", *words)
             return
-        # Explorations and the like would take several times as long under coverage, and add nothing to it.
-        parser = configparser.ConfigParser(interpolation=None)
-        parser.read(rules)
-        slow = [folder / "tests" / file for file in parser.get("kvdev", "without_coverage", fallback="").split()]
-        for file in slow:
-            self._pytest(f"{name} ({file.stem})", python, file)
         environment = {**os.environ, "COVERAGE_FILE": str(_REPORTS / f"{name}.coverage")}
         runner = ["-m", "coverage", "run", f"--rcfile={rules}"]
-        rest = [f"--ignore={file}" for file in slow]
-        self._pytest(name, python, folder / "tests", *rest, env=environment, runner=runner)
+        self._pytest(name, python, folder / "tests", *words, env=environment, runner=runner)
         report: list[str | Path] = [python, "-m", "coverage", "report", f"--rcfile={rules}", "--skip-covered"]
         run_step(f"coverage of the core of {name}", report, env=environment, timeout_s=120)
 

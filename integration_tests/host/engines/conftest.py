@@ -12,6 +12,7 @@ sys.path.append(str(Path(__file__).parents[2] / "fakes"))
 
 MAIN_JOB = (
     # Two engines of ours behind the router.
+    "test_dense.py::test_the_log_of_a_start",
     "test_dense.py::test_concurrent_hand_overs",
     "test_dense.py::test_a_prompt_shorter_than_a_block",
     "test_dense.py::test_chat_and_streaming",

@@ -40,8 +40,9 @@ TRACED = 20 if IS_LONG else 8
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[Fleet]:
-    drains = {"prefill": ["--shutdown-timeout", "60"]}
-    with started_pair("dense", arguments=drains, environment=OWN_WORKERS, is_forked=False) as running:
+    """New Pythons, as users start them; the rest of the full run, after the short one, has forks in their place."""
+    drains, is_forked = {"prefill": ["--shutdown-timeout", "60"]}, "KVDEV_FULL" in os.environ
+    with started_pair("dense", arguments=drains, environment=OWN_WORKERS, is_forked=is_forked) as running:
         yield running
 
 

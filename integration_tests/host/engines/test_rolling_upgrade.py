@@ -6,14 +6,16 @@ import os
 from itertools import permutations
 
 import pytest
-from fleets import BYTES, EXPIRED, VLLM, ours, prompt, started_fleet
+from fleets import BYTES, EXPIRED, VLLM, forks, ours, prompt, started_fleet
 
-from kvdev.envs import DEFAULT_VLLM, NEWEST_VLLM
+from kvdev.envs import DEFAULT_VLLM, NEWEST_VLLM, host_python
 
 OLDEST = "0.31.0"
 LONG_ONLY = pytest.mark.skipif("KVDEV_LONG" not in os.environ, reason="weekly: an environment more, and three engines")
 OF_THE_NEWEST = pytest.mark.skipif(VLLM != NEWEST_VLLM, reason="dev.py test newest: the suite of the newest vLLM")
 ROLLING = ours(may_differ="minor")
+if VLLM == NEWEST_VLLM:  # the other release is imported while tests before this one run
+    forks(host_python(DEFAULT_VLLM))
 
 
 @pytest.mark.parametrize(

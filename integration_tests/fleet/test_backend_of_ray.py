@@ -14,12 +14,13 @@ from judging import fleet_python
 from kv_scheduler_state.hosts import HostPolicy
 from kv_scheduler_state.ticket.early import read_early
 from kv_scheduler_state.ticket.seal import TicketSeal
+from kvdev.engines import Launch
 
 SEAL = TicketSeal((b"a-fleet-secret,16+",))
 
 
 @pytest.fixture(scope="module")
-def said() -> Any:
+def said(launch: Launch) -> Any:  # noqa: ARG001  (first of all suites here: vLLM is imported beside it, on the other core)
     done = subprocess.run(
         [fleet_python(), Path(__file__).with_name("ray_backend.py")],
         env={**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "HF_HUB_OFFLINE": "1"},
