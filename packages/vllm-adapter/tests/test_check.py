@@ -437,7 +437,7 @@ def test_elements_of_fewer_bytes_are_planned_where_factors_are_compared_one_by_o
     for policy, found in (({}, "factors-differ"), (NEGOTIATED, code)):
         answer = check(json.dumps(options), json.dumps({"model": str(tmp_path), **policy, **decode}))
         assert {name for _, name in answer.reasons()} == {found} - {""}
-        assert "cache_dtype: prefill has" in answer.text
+        assert any("cache_dtype: prefill has" in each["message"] for each in answer.findings)
         advice = [each["advice"] for each in answer.findings if each["code"] == found == "factors-differ"]
         assert policy or '"compatibility_policy": "negotiated"' in "".join(advice)
 
