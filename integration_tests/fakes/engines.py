@@ -43,7 +43,8 @@ class Engine:
 
     `order` says which of heads and tokens is outer in a page's memory ("HND" or "NHD"); the arrays in `memory` have the axes
     (block, head, token, content) either way. With `has_mirror` these arrays are the device's, and peers only see their mirrors.
-    With `dtype` float16 its pages have half the bytes of other engines'. With `has_lag` each step is ordered before the results of the step before are known, as vLLM's `AsyncScheduler` does.
+    With `dtype` float16 its pages have half the bytes of other engines'. With `has_lag` each step is ordered before the results
+    of the step before are known, as vLLM's `AsyncScheduler` does.
     """
 
     def __init__(

@@ -39,8 +39,8 @@ class NumpyPages:
         types = [f"u{how.word_bytes}"] * 2
         if how.cast is not None:
             types = [name.removeprefix("torch.") for name in (how.cast.source_type, how.cast.target_type)]
-        page = array[at : at + how.span * how.word_bytes]
-        received, words = page.copy().view(types[0]), page.view(types[1])
+        span = array[at : at + how.span * how.word_bytes]
+        received, words = span.copy().view(types[0]), span.view(types[1])
         for move in how.moves:
             source = [stride * received.itemsize for stride in move.source_strides]
             target = [stride * words.itemsize for stride in move.target_strides]

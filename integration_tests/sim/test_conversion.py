@@ -76,7 +76,7 @@ def test_pages_of_narrower_elements_are_read_and_cast(make: Make, theirs: dict[s
     producer.wait_idle()
 
 
-@pytest.mark.proves("one element type to another, in any other case: proof = element-types-differ")
+@pytest.mark.proves("one element type to another otherwise: proof = element-types-differ")
 @pytest.mark.parametrize(
     ("ours", "theirs", "settings", "code"),
     [

@@ -161,12 +161,12 @@ TYPES = {
 }
 
 
-@pytest.mark.proves("fp8 with scale 1 to 16 or 32 bits (`negotiated`; handed over whole): proof")
+@pytest.mark.proves("fp8 with scale 1 to 16 or 32 bits: proof")
 @pytest.mark.never_wrong("A12")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("kind", TYPES)
 def test_8_bit_pages_become_what_the_hosts_kernel_writes_with_more_bits(kind: str, dtype: torch.dtype) -> None:
-    """Of numbers that 8 bits hold. Where the host has no kernel for 8 bits, the page is written here, in its vector kernel's order."""
+    """Of numbers that 8 bits hold. Without a kernel for 8 bits the page is written here, in the order of the vector kernels."""
     for theirs, ours, prompt in PAIRS[2:]:
         draw = torch.Generator().manual_seed(prompt)
         codes = torch.randint(8, 100, (prompt, HEADS, 64), generator=draw, dtype=torch.uint8)
@@ -213,7 +213,7 @@ def test_peers_learn_the_type_of_8_bits_where_their_scales_are_known_to_be_1(
     kind: str, change: dict[str, Any], types: list[list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page = Page(64, 64, torch.bfloat16, "vec", kind=kind)
-    vars(page.layers["attention"]).update(change)
+    page.layers["attention"].__dict__.update(change)
     assert page.document()["groups"][1]["element_types"] == types
     monkeypatch.setattr(type(current_platform), "is_fp8_fnuz", classmethod(lambda _: True))
     assert page.document()["groups"][1]["element_types"] == []

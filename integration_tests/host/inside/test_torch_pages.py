@@ -9,7 +9,7 @@ import pytest
 import torch
 from byte_oracle.oracle import MemoryOfRank, Request, execute, permute
 
-from kv_topology import BlockList, Cast, PageMove, plan_transfer
+from kv_topology import BlockList, PageMove, plan_transfer
 from kv_topology.tools import EngineSpec, ModelSpec, build_engine
 from vllm_adapter.host.torch_pages import TorchPages
 from vllm_adapter.worker.pages import ConversionStep, PageRange, conversion_steps
@@ -117,7 +117,7 @@ def numbers(bits: int, exponent_bits: int, *, has_infinity: bool) -> np.ndarray:
     return value
 
 
-@pytest.mark.proves("fp8 with scale 1 to 16 or 32 bits (`negotiated`; handed over whole): proof")
+@pytest.mark.proves("fp8 with scale 1 to 16 or 32 bits: proof")
 @pytest.mark.never_wrong("A12")
 @pytest.mark.parametrize("order", ["HND", "NHD"])
 @pytest.mark.parametrize("wide", [torch.bfloat16, torch.float16, torch.float32], ids=str)

@@ -157,7 +157,7 @@ WIDER = (Cast("e4m3", 1, "bfloat16", 2), Cast("e4m3", 1, "float32", 4), Cast("bf
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("cast", WIDER)
 def test_narrower_elements_arrive_in_every_geometry(family, cast):
-    """Read directly, or whole where that is cheaper: each element is that of its place, with our bytes, and no byte else is written."""
+    """Read directly, or whole where that is cheaper: each element is that of its place, and no other byte is written."""
     cases = list(FAMILIES[family]())
     kinds = set()
     for case in cases[:: max(1, len(cases) // 12)]:

@@ -198,7 +198,15 @@ def _in_parts(plan: TransferPlan, shape: StreamShape) -> Any:
         return SimpleNamespace(indices=joined)
 
     assert not plan.is_staged
-    names = ("local_rows", "peer_rows", "reader_count", "producer_ranks", "notify_only_ranks", "is_staged", "staged_regions")
+    names = (
+        "local_rows",
+        "peer_rows",
+        "reader_count",
+        "producer_ranks",
+        "notify_only_ranks",
+        "is_staged",
+        "staged_regions",
+    )
     return SimpleNamespace(route=route, **{each: getattr(plan, each) for each in names})
 
 
@@ -383,7 +391,7 @@ NARROWER = [
 ]
 
 
-@pytest.mark.proves("fp8 with scale 1 to 16 or 32 bits (`negotiated`; handed over whole): proof")
+@pytest.mark.proves("fp8 with scale 1 to 16 or 32 bits: proof")
 @pytest.mark.never_wrong("A12")
 @pytest.mark.parametrize(("producer_tp", "consumer_tp"), [(1, 1), (1, 2), (2, 1)])
 @pytest.mark.parametrize(("producer", "consumer"), NARROWER)
@@ -401,7 +409,9 @@ def test_an_8_bit_cache_is_read_into_one_of_16(
 
     def plan(local: RankGeometry, _: object) -> Any:
         document = _typed(ours[0, local.tp_rank], BFLOAT)
-        planner = PeerPlanner(document, dealt, reshard, Planner(staging="auto"), "DRAM", (), "0.32.0", cache_dtype="auto")
+        planner = PeerPlanner(
+            document, dealt, reshard, Planner(staging="auto"), "DRAM", (), "0.32.0", cache_dtype="auto"
+        )
         return planner.plan(told, planner.read(told, cast("Any", metadata)))
 
     sides = truths(consumer, consumer_tp, CONSUMER), truths(producer, producer_tp, PRODUCER)

@@ -8,9 +8,9 @@ back from the producer's order of strides to ours. `PageMove`s describe this per
 
 This works when the fields of a page leave no gap and no tokens are dealt out; otherwise the plan stays direct.
 
-Elements of another type, which take fewer bytes at the producer, are planned as if they took as few here: each page's fields close
-up towards its first byte (`narrowed`). Whatever the plan reads, and moves if it is staged, then lies in the first part of the page,
-and the moves' targets are spread to the real places (`widened`).
+Elements of another type, which take fewer bytes at the producer, are planned as if they took as few here: each page's fields
+close up towards its first byte (`narrowed`). What the plan reads, and moves if it is staged, then lies in the first part of the
+page, and the targets of moves are spread to the real places (`widened`). Pages with gaps are refused.
 """
 
 from __future__ import annotations
@@ -314,7 +314,7 @@ def narrowed(local: RankGeometry, casts: Mapping[int, Cast]) -> RankGeometry:
 
 
 def _span(local: RankGeometry, region: int, group: int) -> tuple[int, int]:
-    """Return the first byte of a region's pages that a group's fields take, and the byte after the last; they take all between."""
+    """Return the first byte of a region's pages that a group's fields take, and the byte after the last; refuse gaps between."""
     members = [member for member in local.regions[region].members if member.group == group]
     start = min(member.offset_bytes for member in members)
     stop = max(member.offset_bytes + member.layout.extent_bytes for member in members)

@@ -423,10 +423,14 @@ class PeerPlanner:
         unlike = {field["name"] for fields in self.document["layouts"] if not _is_described(fields) for field in fields}
         if len(minors) > 1 and not minors <= _READ_MINORS:
             reason = f"pages were compared between vLLM {', '.join(sorted(_READ_MINORS))} alone"
-        elif len(minors) > 1 and (metadata.geometry is None or any(ours and theirs is None for ours, theirs, _ in types)):
+        elif len(minors) > 1 and (
+            metadata.geometry is None or any(ours and theirs is None for ours, theirs, _ in types)
+        ):
             reason = "the peer does not describe its pages, or not the types of their elements"
         elif unlike or self.drafts_states or is_cast:
-            what = ", ".join(sorted(unlike)) or ("states with drafts" if self.drafts_states else "elements of another type")
+            what = ", ".join(sorted(unlike)) or (
+                "states with drafts" if self.drafts_states else "elements of another type"
+            )
             reason = f"the bytes of {what} may mean something else there"
         else:
             return
