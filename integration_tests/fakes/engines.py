@@ -43,7 +43,8 @@ class Engine:
 
     `order` says which of heads and tokens is outer in a page's memory ("HND" or "NHD"); the arrays in `memory` have the axes
     (block, head, token, content) either way. With `has_mirror` these arrays are the device's, and peers only see their mirrors.
-    With `has_lag` each step is ordered before the results of the step before are known, as vLLM's `AsyncScheduler` does.
+    With `dtype` float16 its pages have half the bytes of other engines'. With `has_lag` each step is ordered before the results
+    of the step before are known, as vLLM's `AsyncScheduler` does.
     """
 
     def __init__(
@@ -56,13 +57,14 @@ class Engine:
         order: str = "HND",
         has_mirror: bool = False,
         has_lag: bool = False,
+        dtype: type[np.floating[Any]] = np.float32,
         port_factory: Callable[..., Any] | None = None,
         settings: Settings | None = None,
         factors: Mapping[str, object] | None = None,
         policy: str = "fail",
     ) -> None:
         self.settings = settings or Settings()
-        self.name, self.tp, self.blocks, self.tokens, self.order = name, tp, blocks, tokens, order
+        self.name, self.tp, self.blocks, self.tokens, self.order, self.dtype = name, tp, blocks, tokens, order, dtype
         self.generation = next(_request_numbers)
         self.memory: list[list[Any]] = [[self._empty_cache() for _ in range(LAYERS)] for _ in range(tp)]
         self.mirrors: list[Any] = []
@@ -106,7 +108,8 @@ class Engine:
     # ---------------------------------------------------------------------- memory; another kind overrides these four
 
     def _empty_cache(self) -> Any:
-        return empty_cache(self.blocks, HEADS // self.tp, self.tokens, is_heads_outer=self.order == "HND")
+        made = empty_cache(self.blocks, HEADS // self.tp, self.tokens, is_heads_outer=self.order == "HND")
+        return made.astype(self.dtype)
 
     def _register(self, worker: WorkerSide, caches: list[Any], *, has_mirror: bool) -> None:
         """Register a worker's layers, or their mirror, with what puts received pages in order."""
@@ -231,7 +234,9 @@ class Engine:
             self.step()
             time.sleep(0.005)
 
-    def assert_has(self, request_id: str, source: str, tokens: int, *, hit_blocks: int = 0) -> None:
+    def assert_has(
+        self, request_id: str, source: str, tokens: int, *, hit_blocks: int = 0, stored: type = np.float32
+    ) -> None:
         """The request's pages equal those that `source` was computed with, on every rank and layer, and no byte is left."""
         blocks = self.held[request_id]
         share = HEADS // self.tp
@@ -241,7 +246,7 @@ class Engine:
             expected = page_of(source, layer, place, self.tokens)[rank * share : (rank + 1) * share]
             covered = -(-tokens // TOKENS) * TOKENS - place * self.tokens
             page = self._read(self.memory[rank][layer], blocks[place])
-            np.testing.assert_array_equal(page[:, :covered], expected[:, :covered])
+            np.testing.assert_array_equal(page[:, :covered], expected[:, :covered].astype(stored))
             assert not np.isnan(np.asarray(page)).any(), f"block {blocks[place]} was not filled whole"
 
     def assert_takes(self, ticket: Mapping[str, object] | None, source: str, tokens: int) -> str:
@@ -289,7 +294,18 @@ def free_port() -> int:
 def layer_caches(arrays: Sequence[np.ndarray[Any, Any]]) -> list[LayerCache]:
     """Describe arrays as the host's seam does."""
     return [
-        LayerCache(f"layers.{n}", 0, cache.ctypes.data, cache.shape, cache.strides, 4, "DRAM", 0, cache[0].nbytes)
+        LayerCache(
+            layer=f"layers.{n}",
+            group=0,
+            address=cache.ctypes.data,
+            shape=cache.shape,
+            stride_bytes=cache.strides,
+            element_bytes=cache.itemsize,
+            memory_kind="DRAM",
+            device=0,
+            page_bytes=cache[0].nbytes,
+            element_types=(f"torch.{cache.dtype}",),
+        )
         for n, cache in enumerate(arrays)
     ]
 

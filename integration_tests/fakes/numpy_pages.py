@@ -36,11 +36,14 @@ class NumpyPages:
         start = region.address + page * region.stride_bytes + how.start_bytes
         array = next(a for a in self._arrays if a.ctypes.data <= start < a.ctypes.data + a.nbytes)
         at = start - array.ctypes.data
-        words = array[at : at + how.span * how.word_bytes].view(f"u{how.word_bytes}")
-        received = words.copy()
+        types = [f"u{how.word_bytes}"] * 2
+        if how.cast is not None:
+            types = [name.removeprefix("torch.") for name in (how.cast.source_type, how.cast.target_type)]
+        span = array[at : at + how.span * how.word_bytes]
+        received, words = span.copy().view(types[0]), span.view(types[1])
         for move in how.moves:
-            source = [stride * how.word_bytes for stride in move.source_strides]
-            target = [stride * how.word_bytes for stride in move.target_strides]
+            source = [stride * received.itemsize for stride in move.source_strides]
+            target = [stride * words.itemsize for stride in move.target_strides]
             as_strided(words[move.target_offset :], move.shape, target)[...] = as_strided(
                 received[move.source_offset :], move.shape, source
             )

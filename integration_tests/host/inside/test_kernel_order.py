@@ -16,13 +16,17 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, _get_attn_i
 from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionBackend
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
 
-from kv_topology import BlockList, GeometryMismatch, Planner
+from kv_topology import BlockList, GeometryMismatch, Planner, reshard
 from vllm_adapter.cache.geometry import local_document
+from vllm_adapter.cache.vllm_peer import PeerPlanner, PeerRank
 from vllm_adapter.errors import UnsupportedHost
 from vllm_adapter.host import cache_config
 from vllm_adapter.host.cache_config import cache_groups, layer_caches
+from vllm_adapter.host.torch_pages import TorchPages
+from vllm_adapter.worker.pages import conversion_steps, page_ranges
 
 HEADS, BLOCKS = 2, 5
+ONE_RANK: Any = SimpleNamespace(tp=1)
 NAN = 0xFF
 """Byte of which every floating-point format makes a NaN."""
 NEEDS_8_BITS = pytest.mark.skipif(
@@ -78,8 +82,10 @@ class Page:
 
 
 def hand_over(producer: Page, consumer: Page, peer: list[int], mine: list[int], tokens: int) -> None:
-    """Move the bytes of a read's attention pages, row by row, as NIXL does."""
-    plan = Planner().plan(consumer.document(), {(0, 0): producer.document()}, peer_tp=1)
+    """Move the bytes of a read's attention pages, row by row, as NIXL does, and convert the pages."""
+    document, theirs = consumer.document(), producer.document()
+    planner = PeerPlanner(document, (), reshard, Planner(), "DRAM")
+    plan = planner.plan(ONE_RANK, [PeerRank((0, 0), theirs, theirs["groups"])])
     lists = [[BlockList([1]), BlockList(ids)] for ids in (mine, peer)]
     indices = plan.indices((0, 0), *lists, tokens=tokens)
     rows = (plan.local_rows((0, 0)), plan.peer_rows((0, 0)))
@@ -90,6 +96,8 @@ def hand_over(producer: Page, consumer: Page, peer: list[int], mine: list[int], 
         at, off = here - starts[0], there - starts[1]
         if 0 <= at < len(memory[0]):
             memory[0][at : at + length] = memory[1][off : off + length]
+    staged = plan.route(*lists, tokens=tokens).staged
+    TorchPages([consumer.tensor]).convert(conversion_steps(staged, page_ranges(document)))
 
 
 def assert_refused(producer: Page, consumer: Page, peer: list[int], mine: list[int], tokens: int, code: str) -> None:
@@ -143,6 +151,72 @@ def assert_arrives(dtype: torch.dtype, head_size: int, theirs: int, ours: int, p
     is_known = truth.tensor != NAN if truth.tensor.dtype == torch.uint8 else ~torch.isnan(truth.tensor)
     assert int(is_known.sum()) == 2 * contents.numel()
     assert torch.equal(consumer.tensor[is_known], truth.tensor[is_known])
+
+
+HAS_8_BITS = not NEEDS_8_BITS.args[0]
+TYPES = {
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
+
+
+@pytest.mark.proves("fp8 with scale 1 to 16 or 32 bits: proof")
+@pytest.mark.never_wrong("A12")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("kind", TYPES)
+def test_8_bit_pages_become_what_the_hosts_kernel_writes_with_more_bits(kind: str, dtype: torch.dtype) -> None:
+    """Of numbers that 8 bits hold. Without a kernel for 8 bits the page is written here, in the order of the vector kernels."""
+    for theirs, ours, prompt in PAIRS[2:]:
+        draw = torch.Generator().manual_seed(prompt)
+        codes = torch.randint(8, 100, (prompt, HEADS, 64), generator=draw, dtype=torch.uint8)
+        contents = codes.view(TYPES[kind]).to(dtype)
+        isa = "" if HAS_8_BITS else "vec"
+        consumer, truth = (Page(ours, 64, dtype, isa) for _ in range(2))
+        producer = Page(theirs, 64, dtype, isa, kind=kind)
+        peer, mine = ([4, 1, 3, 2][: -(-prompt // tokens)] for tokens in (theirs, ours))
+        producer.tensor.zero_()
+        if HAS_8_BITS:
+            producer.write(peer, contents)
+        else:
+            keys, values = producer.tensor.flatten(2).chunk(2, dim=2)
+            for token, (block, place) in zip(range(prompt), product(peer, range(theirs)), strict=False):
+                keys[block].view(HEADS, 64, theirs)[:, :, place] = codes[token]
+                values[block].view(HEADS, theirs, 64)[:, place] = codes[token] + 128  # negative
+        truth.write(mine, contents)
+        hand_over(producer, consumer, peer, mine, prompt)
+        is_known = ~torch.isnan(truth.tensor)
+        assert int(is_known.sum()) == 2 * contents.numel()
+        assert torch.equal(consumer.tensor[is_known], truth.tensor[is_known])
+        assert not torch.isnan(consumer.tensor[mine]).any(), "a block is filled whole"
+        with pytest.raises(GeometryMismatch) as refused:
+            hand_over(truth, producer, mine, peer, prompt)
+        assert refused.value.code == "element-bytes-differ"
+
+
+@pytest.mark.never_wrong("A12")
+@pytest.mark.parametrize(
+    ("kind", "change", "types"),
+    [
+        *((kind, {}, [[str(dtype)]]) for kind, dtype in TYPES.items()),
+        ("fp8", {"_k_scale": torch.tensor(0.5)}, []),
+        ("fp8", {"_v_scale": torch.tensor([1.0, 2.0])}, []),
+        ("fp8", {"_v_scale": torch.tensor([1.0, 1.0])}, [["torch.float8_e4m3fn"]]),
+        ("fp8", {"_k_scale": None}, []),
+        ("fp8_e5m2", {"kv_cache_dtype": "fp8_inc"}, []),
+        ("fp8", {"kv_cache_dtype": "fp8_per_token_head"}, []),
+        ("fp8", {"kv_cache_dtype": "int8_per_token_head"}, []),
+        ("fp8", {"kv_cache_dtype": "fp8_ds_mla"}, []),
+    ],
+)
+def test_peers_learn_the_type_of_8_bits_where_their_scales_are_known_to_be_1(
+    kind: str, change: dict[str, Any], types: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = Page(64, 64, torch.bfloat16, "vec", kind=kind)
+    page.layers["attention"].__dict__.update(change)
+    assert page.document()["groups"][1]["element_types"] == types
+    monkeypatch.setattr(type(current_platform), "is_fp8_fnuz", classmethod(lambda _: True))
+    assert page.document()["groups"][1]["element_types"] == []
 
 
 @NEEDS_8_BITS

@@ -98,3 +98,60 @@ def test_caches_that_were_made_in_inference_mode_are_permuted_outside_of_it() ->
     swap = (PageMove((1,), 1, 0, (1,), 1, (1,)), PageMove((1,), 1, 1, (1,), 0, (1,)))
     TorchPages([cache]).convert([ConversionStep(0, 2, swap, (PageRange(cache.data_ptr(), 2, 2),), np.array([0, 1]))])
     assert cache.tolist() == [1, 0, 3, 2]
+
+
+def numbers(bits: int, exponent_bits: int, *, has_infinity: bool) -> np.ndarray:
+    """All values of a format of 8 bits by its definition (OCP 8-bit floating point, 1.0), by their bytes."""
+    code = np.arange(256)
+    fraction_bits = 7 - exponent_bits
+    bias = 2 ** (exponent_bits - 1) - 1
+    exponent, fraction = code >> fraction_bits & (1 << exponent_bits) - 1, code & (1 << fraction_bits) - 1
+    size = np.where(exponent > 0, 1.0, 0.0) + fraction / 2**fraction_bits
+    value = np.where(code < 128, 1.0, -1.0) * size * 2.0 ** (np.maximum(exponent, 1) - bias)
+    largest = exponent == (1 << exponent_bits) - 1
+    if has_infinity:
+        value = np.where(largest, np.where(fraction > 0, np.nan, np.copysign(np.inf, value)), value)
+    else:
+        value = np.where(largest & (fraction == (1 << fraction_bits) - 1), np.nan, value)
+    assert bits == 8
+    return value
+
+
+@pytest.mark.proves("fp8 with scale 1 to 16 or 32 bits: proof")
+@pytest.mark.never_wrong("A12")
+@pytest.mark.parametrize("order", ["HND", "NHD"])
+@pytest.mark.parametrize("wide", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("narrow", "exponent_bits"), [(torch.float8_e4m3fn, 4), (torch.float8_e5m2, 5)], ids=["e4m3", "e5m2"]
+)
+def test_every_number_of_8_bits_arrives_as_itself(
+    narrow: torch.dtype, exponent_bits: int, wide: torch.dtype, order: Literal["HND", "NHD"]
+) -> None:
+    """Read from two ranks whose pages have another size, as they lie or whole; all 256 bytes, subnormal ones too."""
+    local = rank(wide, tokens=32, order="HND")
+    peers = {(0, n): rank(narrow, tokens=16, order=order, tp=2, number=n) for n in range(2)}
+    casts = {0: (str(narrow), 1, str(wide), wide.itemsize)}
+    plan = plan_transfer(local, peers, staging="auto", casts=casts)
+    request = Request([BlockList([5, 2])], [BlockList([1, 4, 3, 7])], tokens=64)
+    sources = {number: MemoryOfRank(geometry) for number, geometry in peers.items()}
+    for source in sources.values():
+        source.place_tags(request.peer, [(0, 64)])
+    # The tags in our geometry, an element of one byte each, say which byte belongs where.
+    same = rank(narrow, tokens=32, order="HND")
+    truth = MemoryOfRank(same)
+    truth.place_tags(request.local, [(0, 64)])
+    memory = MemoryOfRank(local)
+    execute(plan, request, memory, sources, np.zeros(len(memory.data), np.uint8))
+    tensor = torch.from_numpy(memory.data)
+    staged = plan.route(request.local, request.peer, tokens=64).staged
+    TorchPages([tensor], scratch_bytes=5000).convert(conversion_steps(staged, ranges_of(memory, tensor.data_ptr())))
+    table, seen = numbers(8, exponent_bits, has_infinity=narrow is torch.float8_e5m2), set()
+    for here, there in zip(local.regions, same.regions, strict=True):
+        for page in (2, 5):
+            at = here.base_address - memory.start + page * here.page_stride_bytes
+            found = tensor[at : at + here.page_bytes].clone().view(wide).double().numpy()
+            at = there.base_address - truth.start + page * there.page_stride_bytes
+            codes = truth.data[at : at + there.page_bytes]
+            seen |= {*codes.tolist()}
+            np.testing.assert_array_equal(found, table[codes])
+    assert len(seen) == 256

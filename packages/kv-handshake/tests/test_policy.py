@@ -79,6 +79,8 @@ PATCH, MINOR = ("vllm_version",), ("vllm_version", "nixl_connector_version")
         (MINOR, {"vllm_version": "0.33.0", "nixl_connector_version": 15, "attn_backend_name": "y"}, "hash-mismatch"),
         (MINOR, {"vllm_version": "0.33.0", "nixl_connector_version": 15, "sliding_window": 8}, "factors-differ"),
         ((*MINOR, "dtype"), {"dtype": "torch.float16"}, "factors-differ"),
+        ((*PATCH, "cache_dtype"), {"cache_dtype": "fp8"}, ""),
+        ((*PATCH, "cache_dtype"), {"cache_dtype": "fp8", "dtype": "torch.float16"}, "hash-mismatch"),
     ],
 )
 def test_a_declared_release_is_taken_from_a_peer_that_sends_its_factors(declared, changes, code):
@@ -105,6 +107,11 @@ def test_a_declared_factor_may_be_absent(policy):
     for ours, theirs in ((full, bare), (bare, full)):
         assert judged(ours, peer(theirs), policy=policy, may_differ=["rope"]).is_accepted
         assert not judged(ours, peer(theirs), policy=policy).is_accepted
+
+
+def test_elements_of_a_peer_that_sends_its_hash_alone_must_be_those_of_this_engine():
+    verdict = judged(VLLM, silent({**VLLM, "cache_dtype": "fp8"}), policy="negotiated", may_differ=["cache_dtype"])
+    assert (verdict.code, [each.name for each in verdict.differences]) == ("factors-differ", ["cache_dtype"])
 
 
 def test_factors_that_are_not_those_of_the_hash_are_refused():

@@ -28,7 +28,7 @@ from kv_topology.layouts import region
 
 SURFACE = {
     "kv_topology": (
-        "Axis BlockList CostModel Estimate FieldLayout GeometryMismatch Group InvalidBlocks InvalidGeometry Layout Member "
+        "Axis BlockList Cast CostModel Estimate FieldLayout GeometryMismatch Group InvalidBlocks InvalidGeometry Layout Member "
         "PageMove Planner RankGeometry Region Route StageLayer StagedRegion TokenDeal TopologyError TransferPlan "
         "UnsupportedTopology from_document plan_transfer reshard target_ranks to_document"
     ),

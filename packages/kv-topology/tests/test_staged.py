@@ -5,11 +5,11 @@ from itertools import product
 from typing import Any
 
 import pytest
-from byte_oracle.cases import ProofCase, request_for
+from byte_oracle.cases import FAMILIES, ProofCase, request_for
 from byte_oracle.oracle import Request, prove
 from helpers import lists, refused, sampled
 
-from kv_topology import CostModel, Group, RankGeometry, plan_transfer
+from kv_topology import Cast, CostModel, Group, RankGeometry, plan_transfer
 from kv_topology.tools import EngineSpec, ModelSpec, StateSpec, build_engine
 
 DENSE = ModelSpec(("attention",) * 2, 4, 8)
@@ -148,3 +148,57 @@ def test_only_written_pages_are_permuted():
     ((region, pages), _) = plan.route(lists([9, 4], first=16), lists([1, 2, 3]), tokens=48).staged
     assert pages.tolist() == [4, 9]
     assert (region.start, region.stop) == (0, 2 * 4 * 16 * 8 * 2)
+
+
+WIDER = (Cast("e4m3", 1, "bfloat16", 2), Cast("e4m3", 1, "float32", 4), Cast("bfloat16", 2, "float32", 4))
+
+
+@pytest.mark.never_wrong("A12")
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("cast", WIDER)
+def test_narrower_elements_arrive_in_every_geometry(family, cast):
+    """Read directly, or whole where that is cheaper: each element is that of its place, and no other byte is written."""
+    cases = list(FAMILIES[family]())
+    kinds = set()
+    for case in cases[:: max(1, len(cases) // 12)]:
+        model = replace(case.model, element_bytes=cast.source_bytes, index_dim=0)
+        producers = build_engine(model, case.producer)
+        consumers = build_engine(replace(model, element_bytes=cast.target_bytes), case.consumer)
+        casts = {number: cast for number, group in enumerate(consumers[0, 0].groups) if not group.is_state}
+
+        def plan(local, peers, casts=casts, kinds=kinds):
+            made = plan_transfer(local, peers, staging="auto", casts=casts)
+            kinds.add(sum(len(region.moves) for region in made.staged_regions) > len(made.staged_regions))
+            return made
+
+        assert prove(consumers, producers, request_for(case), plan) > 0
+    assert family != "layouts" or kinds == {False, True}
+
+
+def test_a_cast_moves_the_producers_bytes_and_fills_its_pages():
+    """A page of 4 heads x 16 tokens x (8 + 8) channels: 1024 bytes arrive, 2048 are written."""
+    local = build_engine(DENSE, EngineSpec(1))[0, 0]
+    peers = build_engine(replace(DENSE, element_bytes=1), EngineSpec(1))
+    plan = plan_transfer(local, peers, casts={0: WIDER[0]})
+    assert plan.bytes_per_token == 2 * 4 * 16
+    assert {int(length) for length in plan.local_rows((0, 0))[:, 1]} == {1024}
+    (move,) = plan.staged_regions[0].moves
+    assert (plan.staged_regions[0].stop, plan.staged_regions[0].cast) == (2048, WIDER[0])
+    assert (move.shape, move.source_strides, move.target_strides) == ((1, 1024), (0, 1), (0, 2))
+
+
+def test_other_elements_than_those_of_the_cast_are_refused():
+    local = build_engine(DENSE, EngineSpec(1))[0, 0]
+    peers = build_engine(replace(DENSE, element_bytes=1), EngineSpec(1))
+    for casts in ({}, {0: WIDER[1]}, {0: Cast("x", 2, "y", 2)}):
+        with refused("element-bytes-differ"):
+            plan_transfer(local, peers, casts=casts)
+    hollow = replace(local, regions=tuple(map(without_value, local.regions)))
+    with refused("not-stageable"):
+        plan_transfer(hollow, peers, casts={0: WIDER[0]})
+
+
+def without_value(region):
+    """The same pages without the last field, which leaves a gap behind each key."""
+    layout = replace(region.members[0].layout, fields=region.members[0].layout.fields[:1])
+    return replace(region, members=(replace(region.members[0], layout=layout),))

@@ -384,6 +384,8 @@ LLAMA = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4,
 TWO = {"tensor-parallel-size": 2}
 SEALED = {"kv-transfer-config": {**TERMS, "kv_connector_extra_config": {"kv_lease_duration": 6}}}
 PLAIN = {"kv-transfer-config": TERMS}
+NEGOTIATED = {"kv-transfer-config": {**TERMS, "kv_connector_extra_config": {"compatibility_policy": "negotiated"}}}
+SCALED = {"hf-overrides": {"quantization_config": {"quant_method": "compressed-tensors"}}}
 
 
 @pytest.mark.parametrize(
@@ -413,6 +415,31 @@ def test_engines_that_do_not_run_are_checked_by_their_options(
     found = check(json.dumps({"model": str(tmp_path / "config.json"), **prefill}), str(file))
     found.findings = [each for each in found.findings if "model: prefill has" not in each["message"]]
     assert found.reasons() == reasons
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "code"),
+    [
+        ("fp8", {}, ""),
+        ("fp8_e5m2", {"kv-cache-dtype": "float16", "block-size": 64}, ""),
+        ("fp8", {"dtype": "half"}, "factors-differ"),
+        ("auto", {"kv-cache-dtype": "fp8"}, "element-types-differ"),
+        ("fp8", {"kv-cache-dtype": "fp8_e5m2"}, "element-types-differ"),
+        ("fp8_inc", {}, "element-types-differ"),
+        ("fp8", SCALED, "element-types-differ"),
+    ],
+)
+def test_elements_of_fewer_bytes_are_planned_where_factors_are_compared_one_by_one(
+    check: Check, tmp_path: Path, prefill: str, decode: dict[str, Any], code: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    options = {"model": str(tmp_path), "kv-cache-dtype": prefill, **(decode if decode is SCALED else {}), **TWO}
+    for policy, found in (({}, "factors-differ"), (NEGOTIATED, code)):
+        answer = check(json.dumps(options), json.dumps({"model": str(tmp_path), **policy, **decode}))
+        assert {name for _, name in answer.reasons()} == {found} - {""}
+        assert any("cache_dtype: prefill has" in each["message"] for each in answer.findings)
+        advice = [each["advice"] for each in answer.findings if each["code"] == found == "factors-differ"]
+        assert policy or '"compatibility_policy": "negotiated"' in "".join(advice)
 
 
 def test_options_that_cannot_be_read_are_named(check: Check, tmp_path: Path) -> None:

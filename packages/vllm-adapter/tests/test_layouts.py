@@ -198,7 +198,15 @@ def _in_parts(plan: TransferPlan, shape: StreamShape) -> Any:
         return SimpleNamespace(indices=joined)
 
     assert not plan.is_staged
-    names = ("local_rows", "peer_rows", "reader_count", "producer_ranks", "notify_only_ranks", "is_staged")
+    names = (
+        "local_rows",
+        "peer_rows",
+        "reader_count",
+        "producer_ranks",
+        "notify_only_ranks",
+        "is_staged",
+        "staged_regions",
+    )
     return SimpleNamespace(route=route, **{each: getattr(plan, each) for each in names})
 
 
@@ -369,6 +377,51 @@ def test_engines_of_the_same_model_may_differ_in_layout_and_block_size(
     assert prove_hand_over(producer, producer_tp, consumer, consumer_tp) > 0
 
 
+E4M3, BFLOAT = [["torch.float8_e4m3fn"]], [["torch.bfloat16"]]
+NARROWER = [
+    ("flash-attn-fp8", "flash-attn"),
+    ("flash-attn-fp8", "flash-attn-tokens-first"),
+    ("flash-attn-fp8", "flash-attn-cross-layer"),
+    ("flash-attn-fp8", "flash-attn-heads-across-layers"),
+    ("flash-attn-fp8-big-blocks", "flash-attn-heads-outermost"),
+    ("flashinfer-fp8", "flash-attn-big-blocks"),
+    ("flashinfer-fp8", "flashinfer-split-blocks"),
+    ("flashmla-fp8", "flashmla-split-blocks"),
+    ("flashmla-fp8", "triton-mla"),
+]
+
+
+@pytest.mark.proves("fp8 with scale 1 to 16 or 32 bits: proof")
+@pytest.mark.never_wrong("A12")
+@pytest.mark.parametrize(("producer_tp", "consumer_tp"), [(1, 1), (1, 2), (2, 1)])
+@pytest.mark.parametrize(("producer", "consumer"), NARROWER)
+def test_an_8_bit_cache_is_read_into_one_of_16(
+    producer: str, consumer: str, producer_tp: int, consumer_tp: int
+) -> None:
+    """The oracle gives each element two bytes that both tell the one that was read."""
+    ours, theirs = engine(consumer, consumer_tp, CONSUMER), engine(producer, producer_tp, PRODUCER)
+    factors = {"vllm_version": "0.32.0", "cache_dtype": "fp8"}
+    metadata = {
+        rank: SimpleNamespace(geometry=pack_document(_typed(document, E4M3)), capabilities=("x",), factors=factors)
+        for rank, document in theirs.items()
+    }
+    told, dealt = peer(tp=producer_tp), engine_facts(consumer, consumer_tp, 0).dealt_groups
+
+    def plan(local: RankGeometry, _: object) -> Any:
+        document = _typed(ours[0, local.tp_rank], BFLOAT)
+        planner = PeerPlanner(
+            document, dealt, reshard, Planner(staging="auto"), "DRAM", (), "0.32.0", cache_dtype="auto"
+        )
+        return planner.plan(told, planner.read(told, cast("Any", metadata)))
+
+    sides = truths(consumer, consumer_tp, CONSUMER), truths(producer, producer_tp, PRODUCER)
+    assert prove(*sides, request(consumer, producer), plan) > 0
+
+
+def _typed(document: GeometryDocument, types: list[list[str]]) -> GeometryDocument:
+    return {**document, "groups": [{**group, "element_types": types} for group in document["groups"]]}
+
+
 UNLIKE = [
     ("flash-attn", "flash-attn-fp8", "element-bytes-differ"),
     ("flash-attn", "flash-attn-few-heads", "axis-size-differs"),
@@ -382,9 +435,7 @@ UNLIKE = [
 ]
 
 
-@pytest.mark.proves(
-    "one element type to another: proof = element-bytes-differ", "DeepSeek V4: unequal blocks = packing-differs"
-)
+@pytest.mark.proves("DeepSeek V4: unequal blocks = packing-differs")
 @pytest.mark.parametrize(("producer", "consumer", "code"), UNLIKE)
 def test_unlike_caches_are_refused_with_a_code(producer: str, consumer: str, code: str | None) -> None:
     documents, peers = engine(consumer, 1, CONSUMER), engine(producer, 1, PRODUCER)

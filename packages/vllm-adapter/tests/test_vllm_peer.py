@@ -14,7 +14,7 @@ from fakes import peer
 
 from kv_topology import BlockList, Planner, RankGeometry, Region, TopologyError, from_document, reshard, to_document
 from kv_topology.tools import EngineSpec, ModelSpec, StateSpec, build_engine
-from vllm_adapter.cache.vllm_peer import PeerPlanner, pack_document
+from vllm_adapter.cache.vllm_peer import PeerPlanner, PeerRank, pack_document
 from vllm_adapter.cli.check.engine import Engine
 from vllm_adapter.errors import AdapterError
 
@@ -278,6 +278,8 @@ def test_context_ranks_of_the_hosts_own_connector_are_read(tp: int, dcp: int, pe
 
 BFLOAT, HALF = [["torch.bfloat16"]], [["torch.float16"]]
 STATES = [["torch.bfloat16", "torch.float32"]]
+FP8 = [["torch.float8_e4m3fn"]]
+OTHER_CACHE = {"vllm_version": "0.32.0", "cache_dtype": "fp8"}
 QUANTIZED = ModelSpec(("attention",) * 2, 4, 8, element_bytes=1)
 UNLIKE_RELEASES: dict[str, tuple[Any, ...]] = {
     # (model, how its pages are described, releases here and there, what the peer says, code)
@@ -320,6 +322,35 @@ UNLIKE_RELEASES: dict[str, tuple[Any, ...]] = {
     "an older connector within a release": ("dense", {}, "0.32.0", "0.32.0", {"element_types": None}, ""),
     "another type of one size": ("dense", {}, "0.32.0", "0.32.0", {"element_types": HALF}, "element-types-differ"),
     "another type, and release": ("dense", {}, "0.32.0", "0.33.0", {"element_types": HALF}, "element-types-differ"),
+    "fewer bytes": ("dense", {}, "0.32.0", "0.32.0", {"element_types": FP8}, ""),
+    "fewer bytes, and release": ("dense", {}, "0.32.0", "0.32.1", {"element_types": FP8}, "release-differs"),
+    "another cache": ("dense", {}, "0.32.0", "", {"factors": OTHER_CACHE}, ""),
+    "another cache, fewer bytes": ("dense", {}, "0.32.0", "", {"factors": OTHER_CACHE, "element_types": FP8}, ""),
+    "another cache, types not told": (
+        "dense",
+        {},
+        "0.32.0",
+        "",
+        {"factors": OTHER_CACHE, "element_types": None},
+        "element-types-differ",
+    ),
+    "another cache, with scales": (
+        "dense",
+        {},
+        "0.32.0",
+        "",
+        {"factors": OTHER_CACHE, "element_types": []},
+        "element-types-differ",
+    ),
+    "another 8-bit cache": (
+        "quantized",
+        {},
+        "0.32.0",
+        "",
+        {"factors": OTHER_CACHE, "element_types": []},
+        "element-types-differ",
+    ),
+    "another cache beside states": ("hybrid", {}, "0.32.0", "", {"factors": OTHER_CACHE, "element_types": STATES}, ""),
     "a lie": ("dense", {}, "0.32.0", "0.32.0", {"element_types": {"x": 9}}, "element-types-differ"),
 }
 
@@ -359,6 +390,44 @@ def test_a_peer_of_another_release_is_read_only_where_documents_say_all_about_th
     with pytest.raises(AdapterError) if code else nullcontext() as refused:
         assert len(list(planner.read(peer(), {(0, 0): metadata}))) == 1
     assert (refused.value.code if refused else "") == code
+
+
+CASTS = {
+    "e4m3": (FP8, BFLOAT, ("torch.float8_e4m3fn", 1, "torch.bfloat16", 2)),
+    "e5m2": ([["torch.float8_e5m2"]], HALF, ("torch.float8_e5m2", 1, "torch.float16", 2)),
+    "16 bits": (BFLOAT, [["torch.float32"]], ("torch.bfloat16", 2, "torch.float32", 4)),
+    "equal": (FP8, FP8, None),
+    "of more bytes": (BFLOAT, FP8, None),
+    "of as many": (HALF, BFLOAT, None),
+    "numbers alone": ([["torch.int8"]], BFLOAT, None),
+    "two kinds": ([[*FP8[0], *BFLOAT[0]]], BFLOAT, None),
+    "a lie": ({"torch.float8_e4m3fn": 1}, BFLOAT, None),
+    "not told": (None, BFLOAT, None),
+}
+
+
+@pytest.mark.never_wrong("A12")
+@pytest.mark.parametrize("case", CASTS.values(), ids=CASTS)
+def test_elements_are_cast_where_ours_hold_all_numbers_of_theirs(case):
+    theirs, ours, kind = case
+    document = typed(ours)
+    asked: list[Any] = []
+    plans = SimpleNamespace(plan=lambda *_, **options: asked.append(options["casts"]))
+    planner = PeerPlanner(document, [False], reshard, cast("Any", plans), "DRAM")
+    said = typed(theirs)["groups"]
+    planner.plan(peer(), [PeerRank((0, 0), None, said), PeerRank((1, 0), None, typed([])["groups"])])
+    assert asked == [{0: kind} if kind else {}]
+    if kind:
+        others = typed([["torch.float8_e5m2" if "e4m3" in kind[0] else "torch.float8_e4m3fn"]])["groups"]
+        for ranks in ((said, others), (others, said)):
+            with pytest.raises(AdapterError) as refused:
+                planner.plan(peer(), [PeerRank((0, n), None, groups) for n, groups in enumerate(ranks)])
+            assert refused.value.code == "element-types-differ"
+
+
+def typed(types):
+    document = cast("Any", to_document(build_engine(DENSE, EngineSpec(1))[0, 0]))
+    return {**document, "groups": [{**group, "element_types": types} for group in document["groups"]]}
 
 
 def test_a_check_refuses_drafted_states_of_another_release_as_an_engine_does() -> None:

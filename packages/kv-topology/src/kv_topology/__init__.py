@@ -8,7 +8,7 @@ from kv_topology.model import Axis, FieldLayout, Group, Layout, Member, Region, 
 from kv_topology.plan.blocks import BlockList
 from kv_topology.plan.plan import Planner, Route, TransferPlan, plan_transfer
 from kv_topology.plan.readers import target_ranks
-from kv_topology.plan.staged import CostModel, Estimate, PageMove, StagedRegion
+from kv_topology.plan.staged import Cast, CostModel, Estimate, PageMove, StagedRegion
 from kv_topology.resharding import reshard
 
 __version__ = "0.3.0"
@@ -16,6 +16,7 @@ __version__ = "0.3.0"
 __all__ = [
     "Axis",
     "BlockList",
+    "Cast",
     "CostModel",
     "Estimate",
     "FieldLayout",

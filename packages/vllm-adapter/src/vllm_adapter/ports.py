@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from kv_scheduler_state.streams import StreamReaders as StreamReaders
     from kv_scheduler_state.streams import StreamReport as StreamReport
     from kv_scheduler_state.streams import StreamWorker as StreamWorker
+    from kv_topology import Cast as Cast
     from kv_topology import PageMove as PageMove
     from kv_topology import Planner as Planner
     from kv_topology import StagedRegion as StagedRegion

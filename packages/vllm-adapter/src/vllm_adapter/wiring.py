@@ -39,7 +39,7 @@ from kv_topology import CostModel, Planner, reshard
 from vllm_adapter import ports
 from vllm_adapter.cache.geometry import metadata_fields, registration_ranges
 from vllm_adapter.cache.vllm_peer import PeerPlanner, pack_document
-from vllm_adapter.config.keys import PERMUTE_GB_S, RELEASE_FACTORS
+from vllm_adapter.config.keys import PERMUTE_GB_S, declared_factors
 from vllm_adapter.config.secrets import configured_secrets
 from vllm_adapter.config.start_checks import host_refusals
 from vllm_adapter.cores import has_cores_to_spare, use_allowed_cores
@@ -212,6 +212,7 @@ def _open_registration(
         stages,
         release="" if settings.policy == "off" else str(facts.factors.get("vllm_version", "")),
         drafts_states=facts.is_speculative and facts.has_state,
+        cache_dtype=facts.factors.get("cache_dtype"),
     )
 
     # The thread calls these only after it was started, when both coordinators exist.
@@ -241,7 +242,7 @@ def _open_registration(
     )
     attempt_s, factors = settings.handshake_timeout_s, {**facts.factors, **facts.extra_factors}
     handshakes = Client(
-        LocalOffer(factors, settings.policy, _CAPABILITIES, RELEASE_FACTORS[settings.may_differ]),
+        LocalOffer(factors, settings.policy, _CAPABILITIES, declared_factors(settings.policy, settings.may_differ)),
         timing=Timing(deadline_s=attempt_s * settings.handshake_attempts, attempt_s=attempt_s),
         security=_client_security(settings),
     )

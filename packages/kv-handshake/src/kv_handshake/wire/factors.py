@@ -59,7 +59,7 @@ FACTOR_GROUPS: Mapping[str, Group] = {
     "head_size": "must-match",
     "num_hidden_layers": "must-match",
     "attn_backend_name": "may-differ",
-    "cache_dtype": "must-match",
+    "cache_dtype": "must-match",  # unless the caller casts elements, and says that it may differ
     "cross_layers_blocks": "may-differ",
     "is_hma_enabled": "may-differ",
     "speculative_config": "must-match",
@@ -221,7 +221,7 @@ def _difference_group(
 ) -> Group:
     if name == "vllm_version" and _major_minor(local.get(name)) == _major_minor(peer.get(name)):
         return "may-differ"
-    if name in _RELEASE and {*may_differ} >= _RELEASE:
+    if (name in _RELEASE and {*may_differ} >= _RELEASE) or (name == "cache_dtype" and name in may_differ):
         return "may-differ"
     if name == "kv_cache_groups" and stage_groups_agree(local, peer):
         return "may-differ"

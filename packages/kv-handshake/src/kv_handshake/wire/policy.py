@@ -45,8 +45,8 @@ class LocalOffer:
             need not match. ``off``: differences only warn.
         may_differ: Names of factors that may differ or be absent, where the peer sends its factors: its own ones, not known to
             every engine; ``vllm_version``, up to its patch level; with ``nixl_connector_version`` beside it both, whatever they
-            are. Any other factor of its own must match, also if only one side sends it; other names in `FACTOR_GROUPS` keep
-            their meaning.
+            are; ``cache_dtype``, by an engine that casts elements. Any other factor of its own must match, also if only one side
+            sends it; other names in `FACTOR_GROUPS` keep their meaning.
         capabilities: ``required``, ``supported`` or ``absent`` by name. vLLM's own connector has none.
         hashes: Compatibility hash of the factors by dialect.
     """

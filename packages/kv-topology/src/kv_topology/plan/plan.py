@@ -16,7 +16,17 @@ from kv_topology.geometry import RankGeometry
 from kv_topology.plan.blocks import MAX_TOKENS, list_rules, pair_blocks, pair_short, read_lists, short_list
 from kv_topology.plan.readers import Readers, target_ranks
 from kv_topology.plan.slices import build_rows, build_table, find_overlaps
-from kv_topology.plan.staged import CostModel, Estimate, StagedRegion, make_estimate, stage
+from kv_topology.plan.staged import (
+    Cast,
+    CostModel,
+    Estimate,
+    StagedRegion,
+    as_read,
+    make_estimate,
+    narrowed,
+    stage,
+    widened,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -223,6 +233,7 @@ def plan_transfer(
     peer_tp: int | None = None,
     staging: Staging = "never",
     cost: CostModel | None = None,
+    casts: Mapping[int, tuple[str, int, str, int]] | None = None,
 ) -> TransferPlan:
     """Return the plan by which a consumer rank reads from a producer engine.
 
@@ -233,6 +244,7 @@ def plan_transfer(
         staging: "never" for direct plans only; "auto" for the cheaper kind, where the caller can permute pages;
             "always" to insist.
         cost: Prices by which "auto" decides.
+        casts: Local groups whose elements have another type at the producer, as the fields of `Cast`; the plan is then staged.
 
     Raises:
         InvalidGeometry: `peers-empty`, `peer-rank-differs`.
@@ -245,9 +257,11 @@ def plan_transfer(
     demand("cost", cost, CostModel, NoneType)
     _check_peers(peers, peer_tp)
     demand("staging", staging, "never", "auto", "always")
-    readers = Readers(local, peers)
+    kinds = {group: Cast(*cast) for group, cast in (casts or {}).items()}
+    narrow = narrowed(local, kinds) if kinds else local
+    readers = Readers(narrow, peers)
     overlaps = {
-        rank: [pair for pair in find_overlaps(local, peers[rank], readers.layers_of(rank[0])) if pair[1]]
+        rank: [pair for pair in find_overlaps(narrow, peers[rank], readers.layers_of(rank[0])) if pair[1]]
         for rank in readers.required()
     }
     tables = _tables(overlaps)
@@ -259,9 +273,9 @@ def plan_transfer(
             "The plan cannot be staged: pages have gaps, tokens are dealt out, or a producer holds more than is read. "
             'Use staging="auto", which then plans a direct read.',
         )
-    if staged is not None and (staging == "always" or estimate.is_staged_cheaper):
-        return TransferPlan(local, peers, staged[0], readers, estimate, staged[1])
-    return TransferPlan(local, peers, tables, readers, estimate)
+    is_staged = staged is not None and (staging == "always" or estimate.is_staged_cheaper)
+    made, regions = staged if staged is not None and is_staged else (tables, as_read(tables, narrow, kinds))
+    return TransferPlan(local, peers, made, readers, estimate, widened(regions, kinds))
 
 
 def _tables(overlaps: Mapping[Rank, Overlaps]) -> dict[Rank, list[SliceTable]]:
@@ -321,7 +335,12 @@ class Planner:
             raise error.blamed_on("peer", rank=rank) from None
 
     def plan(
-        self, local: Mapping[str, object], peers: Mapping[tuple[int, int], object], *, peer_tp: int
+        self,
+        local: Mapping[str, object],
+        peers: Mapping[tuple[int, int], object],
+        *,
+        peer_tp: int,
+        casts: Mapping[int, tuple[str, int, str, int]] | None = None,
     ) -> TransferPlan:
         """Return the plan by which this rank reads from the producer engine; raises as `plan_transfer` does.
 
@@ -329,10 +348,13 @@ class Planner:
             local: This rank's document.
             peers: Documents by (pp, tp), or what `geometry` returned for them.
             peer_tp: Tensor-parallel size of the producer.
+            casts: As for `plan_transfer`.
         """
         demand("peers", peers, Mapping)
         geometries = {
             rank: peer if isinstance(peer, RankGeometry) else self.geometry(cast("Mapping[str, object]", peer), rank)
             for rank, peer in peers.items()
         }
-        return plan_transfer(from_document(local), geometries, peer_tp=peer_tp, staging=self.staging, cost=self.cost)
+        return plan_transfer(
+            from_document(local), geometries, peer_tp=peer_tp, staging=self.staging, cost=self.cost, casts=casts
+        )

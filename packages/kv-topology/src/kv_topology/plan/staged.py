@@ -7,30 +7,65 @@ fill exactly the bytes that the page's fields take. Afterwards each page is perm
 back from the producer's order of strides to ours. `PageMove`s describe this permutation; the caller executes it.
 
 This works when the fields of a page leave no gap and no tokens are dealt out; otherwise the plan stays direct.
+
+Elements of another type, which take fewer bytes at the producer, are planned as if they took as few here: each page's fields
+close up towards its first byte (`narrowed`). What the plan reads, and moves if it is staged, then lies in the first part of the
+page, and the targets of moves are spread to the real places (`widened`). Pages with gaps are refused.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple, final
 
 import numpy as np
 
 from kv_topology.arithmetic import ints, tokens_meet
-from kv_topology.errors import InvalidGeometry, shown
+from kv_topology.errors import GeometryMismatch, InvalidGeometry, UnsupportedTopology, shown
+from kv_topology.model import Layout
 from kv_topology.plan.slices import SliceColumns, SliceTable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from kv_topology.arithmetic import Bools
+    from kv_topology.geometry import RankGeometry
+    from kv_topology.model import Member
     from kv_topology.plan.slices import Overlap, Pairing
 
     Rank = tuple[int, int]
     Overlaps = Sequence[tuple[Pairing, Sequence[Overlap]]]
     Tables = Mapping[Rank, Sequence[SliceTable]]
 
-__all__ = ["CostModel", "Estimate", "PageMove", "StagedRegion", "bytes_per_token", "make_estimate", "stage"]
+__all__ = [
+    "Cast",
+    "CostModel",
+    "Estimate",
+    "PageMove",
+    "StagedRegion",
+    "as_read",
+    "bytes_per_token",
+    "make_estimate",
+    "narrowed",
+    "stage",
+    "widened",
+]
+
+
+class Cast(NamedTuple):
+    """Elements of a group that have another type at the producer than here.
+
+    Attributes:
+        source_type: The producer's type, a name for whoever executes the moves.
+        source_bytes: Bytes of an element there.
+        target_type: The type here.
+        target_bytes: Bytes of an element here, a multiple of `source_bytes`.
+    """
+
+    source_type: str
+    source_bytes: int
+    target_type: str
+    target_bytes: int
 
 
 @final
@@ -40,7 +75,7 @@ class PageMove:
 
     Attributes:
         shape: Number of cells along each axis; the first axis is the page's units.
-        element_bytes: Bytes of a cell.
+        element_bytes: Bytes of a cell in the received page; in the final one, too, without a `Cast`.
         source_offset: Place of the first cell in the received page.
         source_strides: Distances of neighbours in the received page.
         target_offset: Place of the first cell in the final page.
@@ -66,6 +101,7 @@ class StagedRegion:
         start: First byte of a page that is permuted.
         stop: Byte after the last that is permuted.
         moves: Copies from the received page (set aside first) to the final one; together they fill [start, stop).
+        cast: Types of the cells, each of them one element, where they change; else None.
     """
 
     region: int
@@ -73,6 +109,7 @@ class StagedRegion:
     start: int
     stop: int
     moves: tuple[PageMove, ...]
+    cast: Cast | None = None
 
 
 @dataclass(slots=True)
@@ -222,6 +259,108 @@ def _place_of(chunks: Sequence[_Chunk], region: int, start: int, stop: int) -> i
     """Return where a stretch of the producer's page lies in the received page, None if no chunk holds all of it."""
     found = next((chunk for chunk in chunks if chunk.holds(region, start, stop)), None)
     return None if found is None else found.place + start - found.peer_offset
+
+
+def narrowed(local: RankGeometry, casts: Mapping[int, Cast]) -> RankGeometry:
+    """Return this rank as if the elements of the groups in `casts` took the producer's bytes; pages begin where they did.
+
+    Example: a page of 4 tokens x 2 heads x 8 channels of 2 bytes, cast from 1 byte: it ends at byte 64 instead of 128, a
+    head steps 8 bytes instead of 16, and a value behind the keys begins at 32 instead of 64.
+
+    Raises:
+        GeometryMismatch: `element-bytes-differ`: a field's elements are not those of the cast.
+        UnsupportedTopology: `not-stageable`: the fields of a page leave gaps.
+    """
+    layouts: dict[tuple[Layout, int], Layout] = {}
+
+    def closed_up(member: Member, start: int) -> Member:
+        cast = casts[member.group]
+        ratio = cast.target_bytes // cast.source_bytes
+        for part in member.layout.fields:
+            if part.element_bytes != cast.target_bytes:
+                raise GeometryMismatch(
+                    "element-bytes-differ",
+                    f"Elements of field {part.name!r} of layer {member.layer!r} have {part.element_bytes} bytes; those of "
+                    f"{cast.target_type}, cast from the peer's {cast.source_type}, have {cast.target_bytes}.",
+                    {"local": part.element_bytes, "cast": cast.target_bytes},
+                )
+        key = member.layout, member.group
+        if key not in layouts:
+            layouts[key] = Layout(
+                tuple(
+                    replace(
+                        part,
+                        element_bytes=cast.source_bytes,
+                        offset_bytes=part.offset_bytes // ratio,
+                        axes=tuple(replace(axis, stride_bytes=axis.stride_bytes // ratio) for axis in part.axes),
+                    )
+                    for part in member.layout.fields
+                )
+            )
+        offset = start + (member.offset_bytes - start) // ratio
+        return replace(member, layout=layouts[key], offset_bytes=offset)
+
+    regions = [
+        replace(
+            region,
+            members=tuple(
+                closed_up(member, _span(local, number, member.group)[0]) if member.group in casts else member
+                for member in region.members
+            ),
+        )
+        for number, region in enumerate(local.regions)
+    ]
+    return replace(local, regions=tuple(regions))
+
+
+def _span(local: RankGeometry, region: int, group: int) -> tuple[int, int]:
+    """Return the first byte of a region's pages that a group's fields take, and the byte after the last; refuse gaps between."""
+    members = [member for member in local.regions[region].members if member.group == group]
+    start = min(member.offset_bytes for member in members)
+    stop = max(member.offset_bytes + member.layout.extent_bytes for member in members)
+    held = sum(part.held_bytes for member in members for part in member.layout.fields)
+    if held != stop - start:
+        raise UnsupportedTopology(
+            "not-stageable",
+            f"The elements of region {region} cannot be cast: its pages have gaps, {held} bytes of fields in {stop - start}.",
+            {"held": held, "extent": stop - start},
+        )
+    return start, stop
+
+
+def as_read(tables: Tables, narrow: RankGeometry, casts: Mapping[int, Cast]) -> tuple[StagedRegion, ...]:
+    """Return the regions of a direct plan whose elements are cast where they were read."""
+    places = {
+        (region, table.pairing.local_group)
+        for found in tables.values()
+        for table in found
+        if table.pairing.local_group in casts
+        for region in np.unique(table.columns.local_region).tolist()
+    }
+    regions: list[StagedRegion] = []
+    for region, group in sorted(places):
+        (start, stop), size = _span(narrow, region, group), casts[group].source_bytes
+        move = PageMove((1, (stop - start) // size), size, start, (0, size), start, (0, size))
+        regions.append(StagedRegion(region, group, start, stop, (move,)))
+    return tuple(regions)
+
+
+def widened(regions: Sequence[StagedRegion], casts: Mapping[int, Cast]) -> tuple[StagedRegion, ...]:
+    """Return the regions with the targets of moves in pages as they are, not as `narrowed` shows them."""
+    return tuple(_widened(each, casts[each.group]) if each.group in casts else each for each in regions)
+
+
+def _widened(region: StagedRegion, cast: Cast) -> StagedRegion:
+    ratio, start = cast.target_bytes // cast.source_bytes, region.start
+    moves = tuple(
+        replace(
+            move,
+            target_offset=start + (move.target_offset - start) * ratio,
+            target_strides=tuple(stride * ratio for stride in move.target_strides),
+        )
+        for move in region.moves
+    )
+    return replace(region, stop=start + (region.stop - start) * ratio, moves=moves, cast=cast)
 
 
 @final

@@ -18,13 +18,13 @@ from __future__ import annotations
 import sys
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from kv_topology import BlockList, FieldLayout, Group, Member, RankGeometry, Region, TransferPlan
+from kv_topology import BlockList, Cast, FieldLayout, Group, Member, RankGeometry, Region, TransferPlan
 from kv_topology.arithmetic import Ints, Rows, flat_outer_sum
 from kv_topology.plan.blocks import AnyBlockList
 
@@ -58,6 +58,8 @@ class MemoryOfRank:
     """A rank's registered memory as one array, with guard bytes on both ends."""
 
     geometry: RankGeometry
+    casts: Mapping[int, Cast] = field(default_factory=dict[int, Cast])
+    """Groups whose tags are those of narrower elements, cast by `_wider`."""
     start: int = field(init=False)
     data: Bytes = field(init=False)
     marks: npt.NDArray[np.bool_] = field(init=False)
@@ -88,7 +90,11 @@ class MemoryOfRank:
             for member in region.members:
                 pages, tokens = _pages_and_tokens(self.geometry.groups[member.group], lists[member.group])
                 for part in member.layout.fields if len(pages) else ():
-                    tags, keep = _tags_of(member.layer, part, pages, tokens, limits[member.group])
+                    kind = self.casts.get(member.group)
+                    tagged = part if kind is None else replace(part, element_bytes=kind.source_bytes)
+                    tags, keep = _tags_of(member.layer, tagged, pages, tokens, limits[member.group])
+                    if kind is not None:
+                        tags, keep = _wider(tags, kind), keep[..., :1]
                     data = self.view(region, member, part, self.data)
                     marks = self.view(region, member, part, self.marks)
                     data[pages] = np.where(keep, tags, data[pages])
@@ -153,8 +159,17 @@ def permute(plan: TransferPlan, request: Request, memory: MemoryOfRank) -> None:
                 source = np.lib.stride_tricks.as_strided(
                     received[move.source_offset :], shape, (*move.source_strides, 1)
                 )
-                into = np.lib.stride_tricks.as_strided(target[move.target_offset :], shape, (*move.target_strides, 1))
-                into[...] = source
+                cells = source if spec.cast is None else _wider(source, spec.cast)
+                into = np.lib.stride_tricks.as_strided(
+                    target[move.target_offset :], cells.shape, (*move.target_strides, 1)
+                )
+                into[...] = cells
+
+
+def _wider(elements: Bytes, kind: Cast) -> Bytes:
+    """Return elements (..., bytes) in the bytes of the target type: the model of a cast, by which every source byte is seen."""
+    ratio = kind.target_bytes // kind.source_bytes
+    return np.concatenate([elements ^ np.uint8(place) for place in range(ratio)], axis=-1)
 
 
 def _check_inside(places: Ints, memory: MemoryOfRank, rank: Rank) -> None:
@@ -181,7 +196,8 @@ def check_plan(
     Raises:
         OracleFailure: With the first wrong byte.
     """
-    memory, must, ordered = MemoryOfRank(local), MemoryOfRank(local), MemoryOfRank(local)
+    casts = {region.group: region.cast for region in plan.staged_regions if region.cast is not None}
+    memory, must, ordered = (MemoryOfRank(local, casts) for _ in range(3))
     writes = np.zeros(len(memory.data), dtype=np.uint8)
     execute(plan, request, memory, producers, writes)
     permute(plan, request, memory)
@@ -195,8 +211,13 @@ def check_plan(
             f"byte {at - _MARGIN} of rank {rank} is {memory.data[at]:#x}, must be {must.data[at]:#x}; "
             f"{len(wrong)} bytes are wrong"
         )
-    # Writes are counted before the permutation, which moves bytes within whole pages only.
-    amiss = np.flatnonzero(writes != ordered.marks)
+    # Writes are counted before the permutation, which moves bytes within whole pages only. Narrower elements fill a part of them.
+    if casts:
+        ratio = {kind.target_bytes // kind.source_bytes for kind in casts.values()}.pop()
+        states = sum(g.is_state for g in local.groups)
+        if (writes > ordered.marks).any() or (not states and int(writes.sum()) * ratio != int(ordered.marks.sum())):
+            raise OracleFailure(f"of {int(ordered.marks.sum())} bytes, {int(writes.sum())} narrower ones were written")
+    amiss = np.flatnonzero(writes != ordered.marks) if not casts else np.empty(0, np.int64)
     if len(amiss):
         at = int(amiss[0])
         raise OracleFailure(

@@ -95,8 +95,8 @@ class LayerCache:
         elements: What an 8-bit element stands for beyond its dtype, if anything: the layer's scales, or AMD's own format.
         head_slots: Head slots of the whole tensor where this is the part of one of them, else 0.
         head_slot: Number of that slot.
-        element_types: The host's names of the types of its elements or states, without those of one byte, which the factor
-            `cache_dtype` names.
+        element_types: The host's names of the types of its elements or states; those of one byte only where they are numbers
+            without a scale.
     """
 
     layer: str

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from vllm_adapter.cache.documents import FieldDocument, GeometryDocument, GroupDocument, HeadOrder
     from vllm_adapter.ports import AgentMetadata, MemoryKind, PeerAddress, PeerPlan, Planner
 
-__all__ = ["PeerPlanner", "PeerRank", "pack_document", "peer_memory_kind"]
+__all__ = ["ELEMENT_BYTES", "PeerPlanner", "PeerRank", "pack_document", "peer_memory_kind"]
 
 _HEAD_ORDERS: dict[str, HeadOrder] = {
     "HND": "HN",
@@ -56,8 +56,25 @@ _DESCRIBED = (
 All others are known by a name (back end, kind of state), or by an encoding with scales (8-bit and packed caches), which may mean
 other bytes in another release. Source: writers and layers of vLLM 0.31 to 0.33.
 """
+ELEMENT_BYTES = {
+    "torch.float8_e4m3fn": 1,
+    "torch.float8_e5m2": 1,
+    "torch.float16": 2,
+    "torch.bfloat16": 2,
+    "torch.float32": 4,
+}
+"""Types of elements that are cast on arrival to any type of more bytes, since that one holds all their numbers exactly. Not to
+one of fewer or as many: vLLM's kernels saturate, and those for CPUs cut digits off, where a cast makes NaN and rounds."""
 _READ_MINORS = frozenset({"0.31", "0.32", "0.33"})
 """Releases whose layers were compared."""
+
+
+def _cast(ours: object, theirs: object) -> tuple[str, int, str, int] | None:
+    """Return how a peer's elements become ours, as kv-topology's `Cast`; None if no cast is needed, or none is exact."""
+    source, target = (next((name for name in ELEMENT_BYTES if each == [[name]]), "") for each in (theirs, ours))
+    if not source or not target or ELEMENT_BYTES[source] >= ELEMENT_BYTES[target]:
+        return None
+    return source, ELEMENT_BYTES[source], target, ELEMENT_BYTES[target]
 
 
 def _minor(release: str) -> str:
@@ -277,6 +294,7 @@ class PeerPlanner:
         local_kind: Memory kind of this rank's pages.
         release: vLLM's version here: of peers of another one only pages that are described in full are read. Empty: of all.
         drafts_states: Whether states have rows for drafts, whose order is a release's own.
+        cache_dtype: The factor of this name here: of a peer with another one, only elements of known types are read.
         stages: Documents of all of this engine's pipeline stages at this tensor-parallel rank; may be empty for one stage.
     """
 
@@ -288,6 +306,7 @@ class PeerPlanner:
     stages: Sequence[GeometryDocument] = ()
     release: str = ""
     drafts_states: bool = False
+    cache_dtype: object = None
 
     @property
     def model(self) -> GeometryDocument:
@@ -385,13 +404,17 @@ class PeerPlanner:
         if not self.release:
             return
         types = [
-            (a.get("element_types"), b.get("element_types"))
+            (a.get("element_types"), b.get("element_types"), a["kind"] == "state")
             for a, b in zip(self.document["groups"], groups, strict=False)
         ]
-        for ours, theirs in types:
-            if ours and theirs and ours != theirs:
-                message = f"the peer's elements are {str(theirs)[:80]}, this engine's {ours}"
-                raise _refusal("element-types-differ", message, local=ours, peer=str(theirs)[:80])
+        is_other = bool(metadata.factors) and metadata.factors.get("cache_dtype") != self.cache_dtype
+        is_cast = False
+        for ours, theirs, is_state in types:
+            if _cast(ours, theirs) is not None:
+                is_cast = True
+            elif (ours and theirs and ours != theirs) or (is_other and not is_state and not (ours and theirs)):
+                message = f"the peer's elements are {_shown(theirs)}, this engine's {_shown(ours)}, and no exact cast is known"
+                raise _refusal("element-types-differ", message, local=ours, peer=_shown(theirs))
         # Without factors the hash was this engine's, and so is the release.
         release = str(metadata.factors.get("vllm_version", "unknown") if metadata.factors else self.release)[:80]
         if release == self.release:
@@ -400,10 +423,15 @@ class PeerPlanner:
         unlike = {field["name"] for fields in self.document["layouts"] if not _is_described(fields) for field in fields}
         if len(minors) > 1 and not minors <= _READ_MINORS:
             reason = f"pages were compared between vLLM {', '.join(sorted(_READ_MINORS))} alone"
-        elif len(minors) > 1 and (metadata.geometry is None or any(ours and theirs is None for ours, theirs in types)):
+        elif len(minors) > 1 and (
+            metadata.geometry is None or any(ours and theirs is None for ours, theirs, _ in types)
+        ):
             reason = "the peer does not describe its pages, or not the types of their elements"
-        elif unlike or self.drafts_states:
-            reason = f"the bytes of {', '.join(sorted(unlike)) or 'states with drafts'} may mean something else there"
+        elif unlike or self.drafts_states or is_cast:
+            what = ", ".join(sorted(unlike)) or (
+                "states with drafts" if self.drafts_states else "elements of another type"
+            )
+            reason = f"the bytes of {what} may mean something else there"
         else:
             return
         message = f"the peer runs vLLM {release}, this engine {self.release}, and {reason}"
@@ -411,13 +439,30 @@ class PeerPlanner:
 
     def plan(self, peer: PeerAddress, ranks: Iterable[PeerRank]) -> PeerPlan:
         """Plan the reads of this rank; raises a coded error for geometry that does not fit."""
-        geometries = {rank: geometry for rank, geometry, _ in ranks}
-        return self.planner.plan(self.document, geometries, peer_tp=peer.tp)
+        geometries: dict[tuple[int, int], object] = {}
+        casts: dict[int, tuple[str, int, str, int]] = {}
+        kinds: dict[int, object] = {}
+        for rank, geometry, groups in ranks:
+            geometries[rank] = geometry
+            for number, (ours, theirs) in enumerate(zip(self.document["groups"], groups, strict=False)):
+                types = theirs.get("element_types")
+                cast = _cast(ours.get("element_types"), types)
+                # A stage without layers of a group has no types of it.
+                if types and kinds.setdefault(number, types) != types and (cast or number in casts):
+                    message = f"its ranks have elements of {_shown(kinds[number])} and of {_shown(types)}"
+                    raise _refusal("element-types-differ", message, group=number)
+                if cast is not None:
+                    casts[number] = cast
+        return self.planner.plan(self.document, geometries, peer_tp=peer.tp, casts=casts)
 
     def has_our_blocks(self, ranks: Iterable[PeerRank], plan: PeerPlan) -> bool:
         """Return whether the groups of every rank that is read from have blocks of as many tokens as ours, and our windows."""
         ours = _spans(self.document["groups"])
         return all(_spans(groups) == ours for rank, _, groups in ranks if rank in plan.producer_ranks)
+
+
+def _shown(types: object) -> str:
+    return str(types)[:80] if types else "not described"
 
 
 def _is_described(fields: Sequence[FieldDocument]) -> bool:

@@ -27,6 +27,7 @@ __all__ = [
     "OLD_KEYS",
     "PERMUTE_GB_S",
     "RELEASE_FACTORS",
+    "declared_factors",
     "RENEWED_PART",
     "Keys",
     "Settings",
@@ -92,6 +93,12 @@ RELEASE_FACTORS: Mapping[str, tuple[str, ...]] = {
 }
 """Factors that may differ, by the values of `may_differ`."""
 
+
+def declared_factors(policy: str, may_differ: str) -> tuple[str, ...]:
+    """Return the factors that may differ by these keys: factor by factor, elements of another type are left to the plan."""
+    return *RELEASE_FACTORS.get(may_differ, ()), *(("cache_dtype",) if policy == "negotiated" else ())
+
+
 RENEWED_PART: Final = 2 / 3
 """A heartbeat renews a lease to this part of its length from then. Source: vLLM's lease renewal."""
 
@@ -115,7 +122,7 @@ class Keys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         backends: NIXL back ends to create, in order: names, or an object of the parameters of each, such as {"UCX":
             {"num_threads": "4"}}. Parameters are those of the plugin, as strings.
         compatibility_policy: How peers are compared: by vLLM's exact hash, factor by factor (negotiated), or not at all
-            (off).
+            (off). Negotiated, a prefill engine's 8-bit cache whose scales are 1 is read into one of 16 or 32 bits.
         may_differ: Difference between the vLLM releases of two engines of this connector across which this one reads.
             patch: such as 0.32.0 and 0.32.1; minor: among 0.31, 0.32 and 0.33, too, for a rolling upgrade. Pages whose
             bytes the geometry documents do not describe in full are refused all the same (release-differs).

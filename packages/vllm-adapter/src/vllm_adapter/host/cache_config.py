@@ -30,6 +30,12 @@ __all__ = ["cache_groups", "layer_caches", "state_groups", "transfer_group_ids"]
 _CPU_BACKEND = "CPU_ATTN"
 _VECTOR_KERNELS = ("vec", "vec16")
 _LONGEST_SCALES = 64
+_EIGHT_BIT_TYPES = {
+    "fp8": "torch.float8_e4m3fn",
+    "fp8_e4m3": "torch.float8_e4m3fn",
+    "fp8_e5m2": "torch.float8_e5m2",
+}
+"""Types of elements of one byte by a layer's `kv_cache_dtype`. All others keep scales in their pages, or are AMD's or Gaudi's."""
 _KNOWN_BACKENDS = frozenset(
     {
         *(
@@ -71,6 +77,7 @@ def layer_caches(caches: dict[str, torch.Tensor], cache: KVCacheConfig, layers: 
         group, spec = specs[layer]
         element_bytes = tensor.element_size()
         types = spec.dtypes if isinstance(spec, MambaSpec) else (tensor.dtype,)
+        names = tuple(str(each) for each in types if each.itemsize > 1)
         found.append(
             LayerCache(
                 layer=layer,
@@ -82,7 +89,7 @@ def layer_caches(caches: dict[str, torch.Tensor], cache: KVCacheConfig, layers: 
                 memory_kind="DRAM" if tensor.device.type == "cpu" else "VRAM",
                 device=max(tensor.get_device(), 0),
                 page_bytes=spec.page_size_bytes,
-                element_types=tuple(str(each) for each in types if each.itemsize > 1),
+                element_types=names if element_bytes > 1 or names else _eight_bit_type(layers[layer]),
                 **_spec_facts(spec, tuple(tensor.shape[1:]), element_bytes),
                 **_order_facts(spec, layer, layers, str(tensor.dtype)),
                 elements=_elements(layers[layer]) if element_bytes == 1 else "",
@@ -119,6 +126,13 @@ def _order_facts(spec: KVCacheSpec, name: str, layers: Mapping[str, Any], dtype:
     if backend.endswith("_INDEXER") and current_platform.is_rocm():
         backend += "@rocm"  # ROCm tiles the values, under the same name
     return {"backend": backend, "is_opaque": is_opaque}
+
+
+def _eight_bit_type(layer: Any) -> tuple[str, ...]:  # noqa: ANN401  (vLLM's, which types little of it)
+    """Return the type of an 8-bit cache whose numbers are its bytes' own, because its layer's scales are known to be 1."""
+    is_known = all(getattr(layer, name, None) is not None for name in ("_k_scale", "_v_scale"))
+    name = _EIGHT_BIT_TYPES.get(str(getattr(layer, "kv_cache_dtype", "")), "")
+    return (name,) if name and is_known and not _elements(layer) else ()
 
 
 def _elements(layer: Any) -> str:  # noqa: ANN401  (vLLM's, which types little of it)

@@ -191,14 +191,17 @@ class TorchPages:
 
 
 def _permute(received: torch.Tensor, final: torch.Tensor, how: Permutation) -> None:
-    """Write received pages (region, page, word; dense) in their final order."""
-    regions, pages, span = received.shape
+    """Write received pages (region, page, word; dense) in their final order, and with our type of elements."""
+    if how.cast is not None:
+        received = received.view(getattr(torch, how.cast.source_type.removeprefix("torch.")))
+        final = final.view(getattr(torch, how.cast.target_type.removeprefix("torch.")))
     for move in how.moves:
-        shape = (regions, pages, *move.shape)
-        source = received.as_strided(
-            shape, (pages * span, span, *move.source_strides), received.storage_offset() + move.source_offset
-        )
-        target = final.as_strided(
-            shape, (pages * span, span, *move.target_strides), final.storage_offset() + move.target_offset
-        )
-        target.copy_(source)
+        source = _cells(received, move.shape, move.source_offset, move.source_strides)
+        _cells(final, move.shape, move.target_offset, move.target_strides).copy_(source)
+
+
+def _cells(pages: torch.Tensor, shape: tuple[int, ...], offset: int, strides: tuple[int, ...]) -> torch.Tensor:
+    """Return a move's cells of dense pages, (region, page, *shape)."""
+    regions, count, span = pages.shape
+    every = (regions, count, *shape), (count * span, span, *strides)
+    return pages.as_strided(*every, pages.storage_offset() + offset)

@@ -7,7 +7,7 @@ for every run of bytes that is contiguous on both sides. For each local region, 
 cells (`kv_topology.PageMove`, in bytes). This module turns them into a few *steps*: regions with the same permutation share
 one step, cells that stay together are joined, and lengths are counted in the widest word that divides them all and the places
 in memory. The host's tensor library executes a step over all its regions and pages at once (`torch_pages.py`); nothing here
-touches memory.
+touches memory. Elements of another type than ours are cast in the same step.
 
 Worked example. A page of 2 heads x 4 tokens x 8 bytes was received tokens first and is wanted heads first. The plan's move is
 `shape (1, 4, 2, 8)` for (unit, token, head, byte), `source_strides (64, 16, 8, 1)`, `target_strides (64, 8, 32, 1)`,
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
     from vllm_adapter.cache.documents import GeometryDocument
     from vllm_adapter.observe.recorder import Recorder
-    from vllm_adapter.ports import BlockIds, PageMove, PageNumbers, StagedRegion
+    from vllm_adapter.ports import BlockIds, Cast, PageMove, PageNumbers, StagedRegion
     from vllm_adapter.steps import ReadEnd
 
 __all__ = [
@@ -73,13 +73,15 @@ class Permutation(NamedTuple):
         start_bytes: First byte of the page that is permuted.
         span: Words that are permuted.
         moves: Moves, counted in words, that together write every word of the span exactly once; the last axis of each is
-            contiguous on both sides.
+            contiguous on both sides. With a cast they are counted in elements, of the received and of the final page.
+        cast: Types of the elements that change theirs; None if words move unchanged.
     """
 
     word_bytes: int
     start_bytes: int
     span: int
     moves: tuple[PageMove, ...]
+    cast: Cast | None = None
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -100,6 +102,7 @@ class ConversionStep(NamedTuple):
         moves: Copies within a page that together fill [start, stop).
         regions: Page ranges of the regions; each one once, ascending.
         pages: Numbers of the pages, each once.
+        cast: Types of the elements where they change; else None.
     """
 
     start: int
@@ -107,9 +110,12 @@ class ConversionStep(NamedTuple):
     moves: tuple[PageMove, ...]
     regions: tuple[PageRange, ...]
     pages: PageNumbers
+    cast: Cast | None = None
 
     def permutation(self, *places_bytes: int) -> Permutation:
         """Return the permutation in the widest words to which all these places in memory are aligned."""
+        if self.cast is not None:
+            return _casting(self.start, self.stop, self.moves, places_bytes, self.cast)
         return _permutation(self.start, self.stop, self.moves, places_bytes)
 
 
@@ -141,15 +147,15 @@ def conversion_steps(
         staged: Regions whose pages the plan leaves unpermuted, with the numbers of their pages.
         ranges: Page ranges, by region number.
     """
-    alike: dict[tuple[int, int, int, tuple[PageMove, ...]], tuple[set[PageRange], PageNumbers]] = {}
+    alike: dict[tuple[int, int, int, tuple[PageMove, ...], Cast | None], tuple[set[PageRange], PageNumbers]] = {}
     for region, pages in staged:
         if len(pages):
-            key = (region.group, region.start, region.stop, region.moves)
+            key = (region.group, region.start, region.stop, region.moves, region.cast)
             # A set, because pages that two layers share are read once and permuted once.
             alike.setdefault(key, (set(), pages))[0].add(ranges[region.region])
     return tuple(
-        ConversionStep(start, stop, moves, tuple(sorted(places)), pages)
-        for (_, start, stop, moves), (places, pages) in alike.items()
+        ConversionStep(start, stop, moves, tuple(sorted(places)), pages, cast)
+        for (_, start, stop, moves, cast), (places, pages) in alike.items()
     )
 
 
@@ -173,6 +179,25 @@ def _permutation(start: int, stop: int, moves: tuple[PageMove, ...], places_byte
         for move, run_bytes, axes in joined
     )
     return Permutation(word_bytes, start, (stop - start) // word_bytes, word_moves)
+
+
+@lru_cache(maxsize=256)
+def _casting(
+    start: int, stop: int, moves: tuple[PageMove, ...], places_bytes: tuple[int, ...], cast: Cast
+) -> Permutation:
+    """Return moves of single elements; pages are gathered and scattered in words all the same."""
+    word_bytes = math.gcd(_WIDEST_WORD_BYTES, start, stop, *places_bytes)
+    counted = tuple(
+        replace(
+            move,
+            source_offset=(move.source_offset - start) // cast.source_bytes,
+            source_strides=tuple(stride // cast.source_bytes for stride in move.source_strides),
+            target_offset=(move.target_offset - start) // cast.target_bytes,
+            target_strides=tuple(stride // cast.target_bytes for stride in move.target_strides),
+        )
+        for move in moves
+    )
+    return Permutation(word_bytes, start, (stop - start) // word_bytes, counted, cast)
 
 
 def _joined(move: PageMove) -> tuple[int, list[tuple[int, int, int]]]:

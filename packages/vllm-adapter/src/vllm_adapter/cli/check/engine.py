@@ -122,7 +122,8 @@ class Engine:
         release = str(self.first.factors.get("vllm_version", ""))
         # Metadata tell drafts of a model alone.
         has_drafts = bool(self.first.factors.get("speculative_config")) and not all(dealt)
-        return PeerPlanner(local, dealt, reshard, planner, kind, stages, release, has_drafts)
+        cache_dtype = self.first.factors.get("cache_dtype")
+        return PeerPlanner(local, dealt, reshard, planner, kind, stages, release, has_drafts, cache_dtype)
 
     def address(self, tp: int, groups: Sequence[GroupDocument]) -> PeerAddress:
         """Return how a ticket would name it, had it so many tensor-parallel ranks and these cache groups."""

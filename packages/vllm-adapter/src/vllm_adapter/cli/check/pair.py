@@ -21,7 +21,7 @@ from kv_handshake.inspect import compare
 from kv_nixl_agent.tools.remote import LiveRank, Measurement, measure_ranks
 from vllm_adapter.cli.engines import of_engine
 from vllm_adapter.cli.values import read_json
-from vllm_adapter.config.keys import RELEASE_FACTORS, RENEWED_PART, load_settings
+from vllm_adapter.config.keys import RELEASE_FACTORS, RENEWED_PART, declared_factors, load_settings
 from vllm_adapter.config.secrets import configured_secrets
 from vllm_adapter.config.whole import check_transfer_config, own_keys
 from vllm_adapter.errors import ConfigurationError, code_of, message_of
@@ -111,11 +111,13 @@ def check_factors(prefill: Engine, decode: Engine, policy: str, terms: Answer | 
     if prefill.first.engine_id == decode.first.engine_id:
         findings.add("factors", "same-engine", f"both addresses are engine {prefill.first.engine_id}")
         return
-    declared = _declared(terms)
+    # An older connector lacks the key, and takes one release alone.
+    declared = declared_factors(policy, terms.get("may_differ") or "" if terms else "patch")
     comparison = compare(decode.recording, prefill.recording, may_differ=declared)
     messages, notes = list[str](), list[str]()
     for each in comparison.differences:
-        allowed = "; may_differ allows that" if each.name in declared else ""
+        key = "compatibility_policy" if each.name == "cache_dtype" else "may_differ"
+        allowed = f"; {key} allows that" if each.name in declared else ""
         text = f"{each.name}: prefill has {_value(each.peer)}, decode {_value(each.local)}{allowed}"
         (messages if each.group == "must-match" else notes).append(text)
     for name in comparison.suspects:
@@ -128,7 +130,7 @@ def check_factors(prefill: Engine, decode: Engine, policy: str, terms: Answer | 
     if not messages and comparison.is_same_hash:
         has_factors = prefill.is_ours and decode.is_ours
         more = matched if has_factors else "factors that vLLM's leaves out cannot be compared"
-        apart = " apart from what may_differ allows" if any(note.startswith(declared) for note in notes) else ""
+        apart = " apart from what may differ" if any(note.startswith(declared) for note in notes) else ""
         findings.ok("factors", f"the compatibility hashes are equal{apart}; {more}")
     elif not messages and policy == "exact":
         message = "the compatibility hashes differ, by factors that need not match"
@@ -143,13 +145,12 @@ def check_factors(prefill: Engine, decode: Engine, policy: str, terms: Answer | 
 def _advice(message: str, policy: str) -> str:
     if policy == "off":
         return "compatibility_policy is off, so the engines will not refuse each other; the text will be wrong"
-    rolling = ', or set "may_differ": "minor" on the decode engine for the time of a rolling upgrade'
-    return f"start both engines with the same value{rolling if message.startswith(RELEASE_FACTORS['minor']) else ''}"
-
-
-def _declared(terms: Answer | None) -> tuple[str, ...]:
-    """Return the factors that may differ by an engine's terms; an older connector lacks the key, and takes one release alone."""
-    return RELEASE_FACTORS.get(terms.get("may_differ") or "" if terms else "patch", ())
+    other = ""
+    if message.startswith(RELEASE_FACTORS["minor"]):
+        other = ', or set "may_differ": "minor" on the decode engine for the time of a rolling upgrade'
+    elif message.startswith("cache_dtype"):
+        other = ', or let decode, with the wider elements, convert: "compatibility_policy": "negotiated" there'
+    return f"start both engines with the same value{other}"
 
 
 def _value(value: object) -> str:

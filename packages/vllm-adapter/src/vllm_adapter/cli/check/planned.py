@@ -23,7 +23,7 @@ from kv_handshake.inspect import Recording
 from kv_topology import to_document
 from kv_topology.tools import EngineSpec, build_engine, model_from_config
 from vllm_adapter.cache.facts import CacheGroup, EngineFacts, decides
-from vllm_adapter.cache.vllm_peer import pack_document
+from vllm_adapter.cache.vllm_peer import ELEMENT_BYTES, pack_document
 from vllm_adapter.cli.check.engine import Channel, Engine
 from vllm_adapter.cli.check.pair import dialect_of
 from vllm_adapter.cli.values import json_text, parse_json, read_json
@@ -40,17 +40,17 @@ if TYPE_CHECKING:
 
 __all__ = ["PlannedEngine", "is_planned", "plan_pair"]
 
-_CACHE_BYTES = {
-    "auto": 0,
-    "float32": 4,
-    "float16": 2,
-    "bfloat16": 2,
-    "fp8": 1,
-    "fp8_e4m3": 1,
-    "fp8_e5m2": 1,
-    "fp8_inc": 1,
+_CACHE_TYPES = {
+    "auto": "",
+    "float32": "torch.float32",
+    "float16": "torch.float16",
+    "bfloat16": "torch.bfloat16",
+    "fp8": "torch.float8_e4m3fn",
+    "fp8_e4m3": "torch.float8_e4m3fn",
+    "fp8_e5m2": "torch.float8_e5m2",
+    "fp8_inc": "fp8_inc",
 }
-"""Bytes of an element by `kv-cache-dtype`, 0 for the model's; others keep scales in their pages."""
+"""Type of the elements by `kv-cache-dtype`, empty for the model's; others keep scales in their pages."""
 _RELEASE = "0.32"
 """Release of the engines unless it is given."""
 _SLEEPING = (0, 33)
@@ -113,8 +113,8 @@ class PlannedEngine:
         options = self.options
         try:
             model = model_from_config(dict(self.settings))
-            size = _CACHE_BYTES[options.kv_cache_dtype]
-            model = replace(model, element_bytes=size) if size else model
+            elements = _CACHE_TYPES[options.kv_cache_dtype] or f"torch.{self.settings['dtype']}"
+            model = replace(model, element_bytes=ELEMENT_BYTES.get(elements, 1))
             tp, pp, dcp, turn = (
                 options.tensor_parallel_size,
                 options.pipeline_parallel_size,
@@ -145,12 +145,14 @@ class PlannedEngine:
         deciding = {name: self.settings.get(name) for name in compared if decides(name)}
         factors = {**facts.factors, **facts.extra_factors, "model_config": deciding}
         codec, payloads = Codec(), dict[tuple[int, int], bytes]()
+        # A quantized checkpoint may bring scales of the cache.
+        types = [[elements]] if elements in ELEMENT_BYTES and "quantization_config" not in self.settings else []
         for rank, geometry in made.items():
-            metadata = {
-                **_NO_REGIONS,
-                "engine_id": self.role,
-                "geometry": pack_document(cast("Any", to_document(geometry))),
-            }
+            document: Any = to_document(geometry)
+            document["groups"] = [
+                {**group, "element_types": types} if group["kind"] != "state" else group for group in document["groups"]
+            ]
+            metadata = {**_NO_REGIONS, "engine_id": self.role, "geometry": pack_document(document)}
             payloads[rank] = codec.encode_envelope(metadata, factors, dialect=dialect, rank=rank)
         peers = {rank: codec.decode_metadata(codec.decode_envelope(payload)) for rank, payload in payloads.items()}
         channel = Channel(self.role, "planned", 0, dialect, 0.0)
@@ -319,8 +321,8 @@ def _plan_engine(role: str, source: str) -> PlannedEngine:
         if hint := nearest(name, known, 0.9):
             raise ConfigurationError(f"{role}: vLLM has no option {name}{hint}", code="unknown-key")
     options = _Options(**{name: value for name, value in spelled.items() if name in known})
-    if options.kv_cache_dtype not in _CACHE_BYTES:
-        others = ", ".join(_CACHE_BYTES)
+    if options.kv_cache_dtype not in _CACHE_TYPES:
+        others = ", ".join(_CACHE_TYPES)
         message = (
             f"{role}: the pages of kv-cache-dtype {options.kv_cache_dtype!r} are not known before a start; {others} are"
         )
