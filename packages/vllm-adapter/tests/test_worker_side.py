@@ -240,7 +240,8 @@ def test_a_step_that_waits_for_its_reads_runs_them_itself(
     worker, waits, step = _resting_worker()
     assert worker._registration is not None
     agent: Any = worker._registration.agent
-    worker._registration.reads = SimpleNamespace(are_met=lambda _: are_met)  # type: ignore[assignment]
+    reads: Any = SimpleNamespace(are_met=lambda _: are_met)
+    worker._registration.reads = reads
     handed_over, asked = list[Any](), list[float]()
 
     def run_here(_: object, is_done: Callable[[], bool], within_s: float) -> bool:

@@ -5,8 +5,8 @@ from kv_nixl_agent.errors import AgentError
 from kv_nixl_agent.nixl.binding import open_nixl, try_backends
 from kv_nixl_agent.nixl.port import NixlPort, PortFactory, WireTelemetry
 from kv_nixl_agent.options import AgentOptions, BackendOptions, ThreadOptions
-from kv_nixl_agent.thread import ThreadHealth, TransferThread
-from kv_nixl_agent.values import PeerSpec, QuarantineEntry, StallEntry, TransferOrder, TransferResult
+from kv_nixl_agent.thread import TransferThread
+from kv_nixl_agent.values import PeerSpec, QuarantineEntry, StallEntry, ThreadHealth, TransferOrder, TransferResult
 
 __all__ = [
     "AgentError",

@@ -14,10 +14,9 @@ from __future__ import annotations
 import math
 import threading
 import time
-from dataclasses import dataclass
 from functools import partial
 from types import NoneType
-from typing import TYPE_CHECKING, Final, Literal, Self, final
+from typing import TYPE_CHECKING, Final, Self, final
 
 from kv_nixl_agent.agent import TransferAgent
 from kv_nixl_agent.errors import AgentError, demand
@@ -25,13 +24,12 @@ from kv_nixl_agent.mailbox import Mailbox, Pacer
 from kv_nixl_agent.nixl.binding import open_nixl
 from kv_nixl_agent.nixl.side_effects import POOL
 from kv_nixl_agent.options import AgentOptions, ThreadOptions
-from kv_nixl_agent.values import Figures
+from kv_nixl_agent.values import Figures, ThreadHealth, ThreadState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from kv_nixl_agent.nixl.port import PortFactory
-    from kv_nixl_agent.nixl.side_effects import State
     from kv_nixl_agent.streams.words import StreamWords
     from kv_nixl_agent.values import (
         FenceLocation,
@@ -42,12 +40,11 @@ if TYPE_CHECKING:
         TransferResult,
     )
 
-__all__ = ["ThreadHealth", "ThreadState", "TransferThread"]
+__all__ = ["TransferThread"]
 
 _START_TIMEOUT_S: Final = 120.0
-_SPIN_S: Final = 3e-4
-"""Time for which a caller of `run_here` waits for a turn in progress, and polls without a pause: a short read takes 0.2 ms, and a
-pause 0.07 ms."""
+_SPIN_S: Final = 3e-4  # a short read takes 0.2 ms, and a pause 0.07
+"""Time for which a caller of `run_here` waits for a turn in progress, and polls without a pause."""
 _MAX_CRASHES_IN_A_ROW: Final = 16
 _PUBLISH_PERIOD_S: Final = 0.1
 
@@ -105,8 +102,9 @@ class TransferThread:
         self._clock = clock
         self._thread = self._driver = threading.Thread(target=self._run, name=f"kv-nixl-{name}", daemon=True)
         self._turn_lock = threading.Lock()
-        # Whether another thread has driven the agent since the owner's last turn, and transfers are still in progress.
-        self._is_handed_back = False
+        self._is_handed_back = (
+            False  # whether another thread has left transfers in progress since the owner's last turn
+        )
         self._ready = threading.Event()
         self._mailbox = Mailbox(on_notification, clock)
         self._pacer = Pacer(self._options, clock)
@@ -146,40 +144,24 @@ class TransferThread:
         self.close()
 
     def agent_metadata(self) -> bytes:
-        """Return this agent's metadata for peers, as of its start.
-
-        Raises:
-            AgentError: `not-started`.
-        """
+        """Return this agent's metadata for peers, as of its start (`not-started` before `start`)."""
         self._started()
         return self._metadata
 
     @property
     def fence(self) -> FenceLocation:
-        """(address, device, word count) of this rank's registered fence array.
-
-        Raises:
-            AgentError: `not-started`.
-        """
+        """(address, device, word count) of this rank's registered fence array (`not-started` before `start`)."""
         return self._started().fence
 
     @property
     def streams(self) -> StreamLocation | None:
-        """(address, device, slots, capacity) of this rank's stream memory; None without the option `stream_slots`.
-
-        Raises:
-            AgentError: `not-started`.
-        """
+        """(address, device, slots, capacity) of this rank's stream memory, None without slots (`not-started` before `start`)."""
         words = self.stream_words
         return None if words is None else words.location
 
     @property
     def stream_words(self) -> StreamWords | None:
-        """This rank's stream memory, writable from any thread; None without stream slots.
-
-        Raises:
-            AgentError: `not-started`.
-        """
+        """This rank's stream memory, writable from any thread; None without stream slots (`not-started` before `start`)."""
         return self._started().stream_words
 
     def _started(self) -> TransferAgent:
@@ -202,8 +184,8 @@ class TransferThread:
     def run_here(self, function: Callable[[], object], is_done: Callable[[], object], within_s: float) -> bool:
         """Run `function` on the calling thread, and turns for the transfers that it orders, until `is_done` or `within_s` later.
 
-        For a caller that waits for these transfers anyway: the owner thread need not be woken, nor wake the caller. Other calls,
-        timers and notifications stay with the owner thread. `function` must not do what may take long, such as adding a peer.
+        For a caller that waits for them anyway, which saves two changes of threads. Other calls, timers and notifications stay
+        with the owner thread. `function` must not do what may take long, such as adding a peer.
 
         Returns:
             False if nothing was run, because a turn is in progress or calls wait, or the thread does not work: use `call_soon`.
@@ -415,10 +397,8 @@ class TransferThread:
             except BaseException as error:  # noqa: BLE001 - one bad turn must not strand every request
                 self._keep_error(error)
                 crashes += 1
-                text, is_fatal = (
-                    self._mailbox.last_error[0],
-                    not isinstance(error, Exception),
-                )  # SystemExit and the like
+                text = self._mailbox.last_error[0]
+                is_fatal = not isinstance(error, Exception)  # SystemExit and the like
                 if is_fatal or crashes >= _MAX_CRASHES_IN_A_ROW:
                     how = f"was ended by {text}" if is_fatal else f"raised {crashes} times in a row, last {text}"
                     self._fail(AgentError("thread-dead", f"the loop {how}"))
@@ -520,35 +500,3 @@ class TransferThread:
             self._mailbox.deliver(agent.take_notifications())
             self._deliver_ends(agent)
         self._mailbox.deliver(agent.take_notifications())
-
-
-ThreadState = Literal["new", "running", "stuck", "dead", "closed"]
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class ThreadHealth:
-    """State of the owner thread at one moment.
-
-    Attributes:
-        state: `new`, `running`, `stuck` (one turn takes longer than `stuck_after_s`), `dead` or `closed`.
-        turn_age_s: Time since the current turn began.
-        turns: Turns of the loop so far.
-        calls_waiting: Calls and orders that are waiting to run.
-        callback_errors: Number of callbacks and calls that have raised.
-        loop_errors: Number of turns that have raised.
-        last_error: Type and message of the latest error of either kind; empty if there was none.
-        last_traceback: Traceback of that error as text; empty if there was none.
-        ucx_requests: UCX's pool of requests in this process. Only with `zeroed`, a consumer that dies in the middle of a read
-            over TCP cannot end this process with SIGSEGV; any other word is the reason why it can.
-    """
-
-    state: ThreadState
-    turn_age_s: float
-    turns: int
-    calls_waiting: int
-    callback_errors: int
-    loop_errors: int
-    last_error: str
-    last_traceback: str
-    ucx_requests: State

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from kv_nixl_agent.errors import Fault
     from kv_nixl_agent.nixl.port import MemoryKind
+    from kv_nixl_agent.nixl.side_effects import State
 
 __all__ = [
     "FenceLocation",
@@ -29,12 +30,15 @@ __all__ = [
     "MAX_CAPACITY",
     "MAX_SLOTS",
     "StreamLocation",
+    "ThreadHealth",
+    "ThreadState",
     "TransferOrder",
     "TransferResult",
 ]
 
 Outcome = Literal["done", "failed", "fence-rejected", "timed-out", "cancelled"]
 OrderKind = Literal["read", "probe"]
+ThreadState = Literal["new", "running", "stuck", "dead", "closed"]
 
 MemoryRegion = tuple[int, int, int, "MemoryKind"]
 """(address, length_bytes, device, memory kind) of memory to register."""
@@ -216,3 +220,32 @@ class Figures:
             busy_s = float(recent[:, :2].sum())
             result["recent_bytes_per_s"] = float(recent[:, 2].sum()) / busy_s if busy_s > 0 else 0.0
         return result
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ThreadHealth:
+    """State of the owner thread at one moment.
+
+    Attributes:
+        state: `new`, `running`, `stuck` (one turn takes longer than `stuck_after_s`), `dead` or `closed`.
+        turn_age_s: Time since the current turn began.
+        turns: Turns of the loop so far.
+        calls_waiting: Calls and orders that are waiting to run.
+        callback_errors: Number of callbacks and calls that have raised.
+        loop_errors: Number of turns that have raised.
+        last_error: Type and message of the latest error of either kind; empty if there was none.
+        last_traceback: Traceback of that error as text; empty if there was none.
+        ucx_requests: UCX's pool of requests in this process. Only with `zeroed`, a consumer that dies in the middle of a read
+            over TCP cannot end this process with SIGSEGV; any other word is the reason why it can.
+    """
+
+    state: ThreadState
+    turn_age_s: float
+    turns: int
+    calls_waiting: int
+    callback_errors: int
+    loop_errors: int
+    last_error: str
+    last_traceback: str
+    ucx_requests: State

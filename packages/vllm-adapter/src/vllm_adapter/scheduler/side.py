@@ -118,8 +118,7 @@ class SchedulerSide:
         # Since when the host has had requests ready for blocks in steps that compute nothing.
         self._short_since_s: float | None = None
         self.admitted: set[str] = set()
-        # Whether anything has happened since the latest levels.
-        self._has_moved = False
+        self._has_moved = False  # whether anything has happened since the latest levels
 
     # ---------------------------------------------------------------------------------------------- requests
 
