@@ -49,10 +49,6 @@ _MAX_CRASHES_IN_A_ROW: Final = 16
 _PUBLISH_PERIOD_S: Final = 0.1
 
 
-def _go_on() -> None:
-    """Wait for nothing."""
-
-
 def _demand_callable(*functions: object) -> None:
     for function in functions:
         if not callable(function):
@@ -426,7 +422,7 @@ class TransferThread:
         if moved or has_ends:
             pacer.progressed()
             if not has_ends or is_awaited:
-                return _go_on
+                return lambda: None
             time.sleep(0)  # another thread may wait for this last end, and needs the interpreter now
         if is_awaited:
             return pacer.wait_busy
