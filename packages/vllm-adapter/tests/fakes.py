@@ -113,7 +113,7 @@ class FakePlanner:
             raise CodedFailure("document-malformed")
         return document
 
-    def plan(self, local: Any, peers: Any, *, peer_tp: int) -> Plan:
+    def plan(self, local: Any, peers: Any, *, peer_tp: int, casts: Any) -> Plan:
         if self.refusal is not None:
             raise self.refusal
         return self.made

@@ -178,7 +178,7 @@ class TransferThread:
         self._pacer.wake()
 
     def run_here(self, function: Callable[[], object], is_done: Callable[[], object], within_s: float) -> bool:
-        """Run `function` on the calling thread, and turns for the transfers that it orders, until `is_done` or `within_s` later.
+        """Run `function` on the calling thread, and turns for the transfers that it orders, until `is_done` or a pause of `within_s`.
 
         For a caller that waits for them anyway, which saves two changes of threads. Other calls, timers and notifications stay
         with the owner thread. `function` must not do what may take long, such as adding a peer.
@@ -190,19 +190,21 @@ class TransferThread:
         demand("within_s", within_s, int, float)
         if not self._turn_lock.acquire(timeout=_SPIN_S):
             return False
-        agent, until_s = self._agent, self._clock() + within_s
+        agent = self._agent
         try:
             if agent is None or self._mailbox.calls or self._is_closing or not self.is_alive:
                 return False
             self._driver = threading.current_thread()
             self._mailbox.run(function)
+            moved_s = self._clock()
             while True:
-                agent.advance()
+                has_moved = agent.advance()
                 self._deliver_ends(agent)
-                left_s = until_s - self._clock()
-                if left_s < 0 or is_done():
+                now_s = self._clock()
+                moved_s = now_s if has_moved else moved_s
+                if is_done() or now_s - moved_s >= within_s:
                     return True
-                if left_s < within_s - _SPIN_S:
+                if now_s - moved_s > _SPIN_S:
                     time.sleep(0)
         except Exception as error:  # noqa: BLE001 - the owner thread goes on with the transfers
             self._keep_error(error)

@@ -41,6 +41,8 @@ _VOID_GENERATION = 0
 """Fence word that no ticket ever carries."""
 _CHECK_EVERY_S = 0.1
 """Time between two looks at the transfer thread's health where nothing ends; its figures are as old."""
+_MOST_READS = 16
+"""Most reads that the engine's thread makes in a step: each takes 0.5 ms, and an arrival waits for all."""
 _NOTHING = StepReport()
 _RESET = "the cache was reset after this read had been ordered"
 
@@ -282,7 +284,7 @@ class WorkerSide:
 
     def _ran_here(self, registration: Registration, plan: StepPlan) -> bool:
         """Read on this thread in a step that waits for its reads anyway: two changes of threads cost 0.5 ms."""
-        if not (self._rest_s and self._ordered and registration.reads.are_met(plan.reads)):
+        if not (self._rest_s and 0 < len(self._ordered) <= _MOST_READS and registration.reads.are_met(plan.reads)):
             return False
         call = partial(registration.apply, plan)
         if not registration.agent.run_here(call, partial(self._is_ended, self._ordered), self._rest_s):
