@@ -178,10 +178,10 @@ class TransferThread:
         self._pacer.wake()
 
     def run_here(self, function: Callable[[], object], is_done: Callable[[], object], within_s: float) -> bool:
-        """Run `function` on the calling thread, and turns for the transfers that it orders, until `is_done` or a pause of `within_s`.
+        """Run `function` on the calling thread, and turns for the transfers that it orders, until `is_done` or a long pause.
 
         For a caller that waits for them anyway, which saves two changes of threads. Other calls, timers and notifications stay
-        with the owner thread. `function` must not do what may take long, such as adding a peer.
+        with the owner thread. `function` must not do what may take long, such as adding a peer. A pause is long after `within_s`.
 
         Returns:
             False if nothing was run, because a turn is in progress or calls wait, or the thread does not work: use `call_soon`.
